@@ -1,0 +1,318 @@
+//! The contract between operations and devices.
+//!
+//! [`Op`] is one differentiable operation; [`OpBackend`] is a burn backend that can run it. Every
+//! backend runs an operation's reference; a backend with a kernel for it runs the kernel, and
+//! [`Autodiff`] then records one node with the kernel's own gradient.
+
+use std::fmt::Debug;
+use std::marker::PhantomData;
+
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
+use burn_flex::FlexTensor;
+
+use crate::ops::adamw::AdamwStep;
+
+/// What a kernel's forward pass gives: the output, and what its backward pass will need.
+#[derive(Clone, Debug)]
+pub struct Forward<T> {
+    /// The operation's result.
+    pub output: T,
+    /// Tensors kept until the backward pass: inputs (cheap, they are shared), statistics, or
+    /// gradients already computed.
+    pub saved: Vec<T>,
+}
+
+/// One differentiable operation of `N` float tensors, with one float result.
+///
+/// Integer tensors (token ids, document starts) are passed beside them and have no gradient.
+pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
+    /// The operation in plain tensor operations: short, obvious, differentiable, on any backend.
+    fn reference<B: Backend>(
+        &self,
+        inputs: [FloatTensor<B>; N],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B>;
+
+    /// The CPU kernel, or `None` when these inputs have none and the reference runs.
+    ///
+    /// `needs` says which inputs want a gradient; with none, nothing need be saved.
+    fn cpu_forward(
+        &self,
+        inputs: &[FlexTensor; N],
+        ints: &[FlexTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<FlexTensor>> {
+        let _ = (inputs, ints, needs);
+        None
+    }
+
+    /// The CPU kernel's gradients of the inputs that `needs` names, from what
+    /// [`Op::cpu_forward`] saved.
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; N],
+    ) -> [Option<FlexTensor>; N] {
+        let _ = (saved, ints, grad, needs);
+        unreachable!("{self:?} has a CPU forward kernel but no backward kernel")
+    }
+
+    /// The CUDA kernel, as [`Op::cpu_forward`].
+    fn cube_forward<R: CubeRuntime>(
+        &self,
+        inputs: &[CubeTensor<R>; N],
+        ints: &[CubeTensor<R>],
+        needs: [bool; N],
+    ) -> Option<Forward<CubeTensor<R>>> {
+        let _ = (inputs, ints, needs);
+        None
+    }
+
+    /// The CUDA kernel's gradients, as [`Op::cpu_backward`].
+    fn cube_backward<R: CubeRuntime>(
+        &self,
+        saved: Vec<CubeTensor<R>>,
+        ints: &[CubeTensor<R>],
+        grad: CubeTensor<R>,
+        needs: [bool; N],
+    ) -> [Option<CubeTensor<R>>; N] {
+        let _ = (saved, ints, grad, needs);
+        unreachable!("{self:?} has a CUDA forward kernel but no backward kernel")
+    }
+}
+
+/// A burn backend that runs Longwall's operations.
+pub trait OpBackend: Backend {
+    /// The device's name for logs and reports, for example `cpu` or `cuda`.
+    fn device_kind() -> &'static str;
+
+    /// Runs `op`: its kernel on this device, or its reference where there is none.
+    fn run<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: [FloatTensor<Self>; N],
+        ints: Vec<IntTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        match Self::forward(op, &inputs, &ints, [false; N]) {
+            Some(forward) => forward.output,
+            None => op.reference::<Self>(inputs, &ints),
+        }
+    }
+
+    /// The device's kernel for `op`, if it has one for these inputs.
+    fn forward<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+        needs: [bool; N],
+    ) -> Option<Forward<FloatTensor<Self>>>;
+
+    /// The gradients of the kernel that [`OpBackend::forward`] ran.
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        saved: Vec<FloatTensor<Self>>,
+        ints: &[IntTensor<Self>],
+        grad: FloatTensor<Self>,
+        needs: [bool; N],
+    ) -> [Option<FloatTensor<Self>>; N];
+
+    /// One AdamW step on one parameter: returns the new `[parameter, m, v]`. Not differentiable.
+    ///
+    /// All four tensors have one shape; buffers owned by nobody else are updated in place.
+    fn adamw(step: &AdamwStep, tensors: [FloatTensor<Self>; 4]) -> [FloatTensor<Self>; 3] {
+        crate::ops::adamw::reference::<Self>(step, tensors)
+    }
+
+    /// Σ x², shape `[1]`, in f32; the same bits at every call. Not differentiable.
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        crate::ops::grad_norm::reference::<Self>(x)
+    }
+}
+
+impl OpBackend for Flex {
+    fn device_kind() -> &'static str {
+        "cpu"
+    }
+
+    fn forward<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[FlexTensor; N],
+        ints: &[FlexTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<FlexTensor>> {
+        if inputs.iter().any(|t| t.dtype() != burn::tensor::DType::F32) {
+            return None; // The kernels are f32; f64 tensors take the reference.
+        }
+        op.cpu_forward(inputs, ints, needs)
+    }
+
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; N],
+    ) -> [Option<FlexTensor>; N] {
+        op.cpu_backward(saved, ints, grad, needs)
+    }
+
+    fn adamw(step: &AdamwStep, tensors: [FlexTensor; 4]) -> [FlexTensor; 3] {
+        crate::ops::adamw::cpu(step, tensors)
+    }
+
+    fn square_sum(x: FlexTensor) -> FlexTensor {
+        crate::ops::grad_norm::cpu(x)
+    }
+}
+
+impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
+    for CubeBackend<R, F, I, BT>
+{
+    fn device_kind() -> &'static str {
+        "cuda"
+    }
+
+    fn forward<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[CubeTensor<R>; N],
+        ints: &[CubeTensor<R>],
+        needs: [bool; N],
+    ) -> Option<Forward<CubeTensor<R>>> {
+        op.cube_forward(inputs, ints, needs)
+    }
+
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        saved: Vec<CubeTensor<R>>,
+        ints: &[CubeTensor<R>],
+        grad: CubeTensor<R>,
+        needs: [bool; N],
+    ) -> [Option<CubeTensor<R>>; N] {
+        op.cube_backward(saved, ints, grad, needs)
+    }
+}
+
+/// The autodiff node of every operation that ran a kernel.
+#[derive(Debug)]
+struct Node<O, const N: usize>(PhantomData<O>);
+
+/// What a [`Node`] keeps between its forward and its backward pass.
+#[derive(Clone, Debug)]
+struct Saved<O, B: Backend, const N: usize> {
+    op: O,
+    tensors: Vec<FloatTensor<B>>,
+    ints: Vec<IntTensor<B>>,
+    needs: [bool; N],
+}
+
+impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
+    type State = Saved<O, B, N>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, N>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let grad = grads.consume::<B>(&ops.node);
+        let Saved {
+            op,
+            tensors,
+            ints,
+            needs,
+        } = ops.state;
+        let inputs = B::backward(&op, tensors, &ints, grad, needs);
+        for (parent, grad) in ops.parents.into_iter().zip(inputs) {
+            if let (Some(parent), Some(grad)) = (parent, grad) {
+                grads.register::<B>(parent.id, grad);
+            }
+        }
+    }
+}
+
+impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
+    fn device_kind() -> &'static str {
+        B::device_kind()
+    }
+
+    fn run<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: [FloatTensor<Self>; N],
+        ints: Vec<IntTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        let needs = std::array::from_fn(|i| !inputs[i].node.requirement.is_none());
+        let primitives = std::array::from_fn(|i| inputs[i].primitive.clone());
+        let Some(forward) = B::forward(op, &primitives, &ints, needs) else {
+            return op.reference::<Self>(inputs, &ints);
+        };
+        let nodes = inputs.map(|input| input.node);
+        match Node::<O, N>(PhantomData)
+            .prepare::<C>(nodes)
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish(
+                Saved {
+                    op: op.clone(),
+                    tensors: forward.saved,
+                    ints,
+                    needs,
+                },
+                forward.output,
+            ),
+            OpsKind::UnTracked(prep) => prep.finish(forward.output),
+        }
+    }
+
+    fn forward<O: Op<N>, const N: usize>(
+        _op: &O,
+        _inputs: &[FloatTensor<Self>; N],
+        _ints: &[IntTensor<Self>],
+        _needs: [bool; N],
+    ) -> Option<Forward<FloatTensor<Self>>> {
+        None // Kernels run through `run`, which records their node.
+    }
+
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        _saved: Vec<FloatTensor<Self>>,
+        _ints: &[IntTensor<Self>],
+        _grad: FloatTensor<Self>,
+        _needs: [bool; N],
+    ) -> [Option<FloatTensor<Self>>; N] {
+        unreachable!("{op:?} was differentiated twice")
+    }
+
+    fn adamw(step: &AdamwStep, tensors: [FloatTensor<Self>; 4]) -> [FloatTensor<Self>; 3] {
+        B::adamw(step, tensors.map(Self::inner)).map(Self::from_inner)
+    }
+
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::square_sum(Self::inner(x)))
+    }
+}
+
+/// A float tensor from its primitive.
+pub fn tensor<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+/// A float tensor's primitive.
+pub fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+/// An integer tensor from its primitive.
+pub fn int_tensor<B: Backend, const D: usize>(primitive: IntTensor<B>) -> Tensor<B, D, Int> {
+    Tensor::from_primitive(primitive)
+}

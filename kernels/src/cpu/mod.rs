@@ -1,0 +1,95 @@
+//! What the CPU kernels share: slices of Flex tensors, matrix products, vectorised functions.
+
+pub mod gemm;
+pub mod math;
+
+use burn::tensor::{Bytes, DType, Shape};
+use burn_flex::{FlexTensor, Layout};
+
+/// `tensor` with its elements in row-major order, without gaps; free when it is so already.
+pub fn contiguous(tensor: &FlexTensor) -> FlexTensor {
+    if tensor.is_contiguous() {
+        tensor.clone()
+    } else {
+        tensor.to_contiguous()
+    }
+}
+
+/// The elements of a contiguous f32 tensor.
+///
+/// # Panics
+/// When the tensor is not contiguous or not f32: call [`contiguous`] first.
+pub fn slice(tensor: &FlexTensor) -> &[f32] {
+    tensor.as_slice::<f32>().expect("a contiguous f32 tensor")
+}
+
+/// The elements of an integer tensor as i32.
+///
+/// # Panics
+/// When the tensor is neither i32 nor i64.
+pub fn int_vec(tensor: &FlexTensor) -> Vec<i32> {
+    let tensor = contiguous(tensor);
+    match tensor.dtype() {
+        DType::I32 => tensor.as_slice::<i32>().expect("contiguous").to_vec(),
+        DType::I64 => tensor
+            .as_slice::<i64>()
+            .expect("contiguous")
+            .iter()
+            .map(|&x| x as i32)
+            .collect(),
+        other => panic!("expected an integer tensor, found {other:?}"),
+    }
+}
+
+/// The shape of a tensor as plain sizes.
+pub fn dims(tensor: &FlexTensor) -> Vec<usize> {
+    tensor.layout().shape().to_vec()
+}
+
+/// A contiguous tensor from its elements.
+///
+/// # Panics
+/// When the number of elements is not the shape's.
+pub fn from_vec(data: Vec<f32>, shape: &[usize]) -> FlexTensor {
+    let shape = Shape::from(shape.to_vec());
+    assert_eq!(
+        data.len(),
+        shape.num_elements(),
+        "elements of a tensor of shape {shape:?}"
+    );
+    FlexTensor::new(
+        Bytes::from_elems(data),
+        Layout::contiguous(shape),
+        DType::F32,
+    )
+}
+
+/// A tensor from its elements and the strides of its dimensions, in elements.
+pub fn from_vec_strided(data: Vec<f32>, shape: &[usize], strides: &[usize]) -> FlexTensor {
+    let shape = Shape::from(shape.to_vec());
+    assert_eq!(
+        data.len(),
+        shape.num_elements(),
+        "elements of a tensor of shape {shape:?}"
+    );
+    let strides = strides.iter().map(|&s| s as isize).collect();
+    FlexTensor::new(
+        Bytes::from_elems(data),
+        Layout::new(shape, strides, 0),
+        DType::F32,
+    )
+}
+
+/// A buffer of `len` elements whose content the caller overwrites completely.
+pub fn buffer(len: usize) -> Vec<f32> {
+    // Zeroed memory from the allocator: fresh pages cost nothing extra, and no read of
+    // uninitialised memory is possible.
+    vec![0.0; len]
+}
+
+/// Rows per parallel task, so that a task has at least `elements` elements of work.
+///
+/// Depends on the sizes alone, never on the number of threads: sums over tasks have one order.
+pub fn rows_per_task(row: usize, elements: usize) -> usize {
+    elements.div_ceil(row.max(1)).max(1)
+}

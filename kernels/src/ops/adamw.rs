@@ -1,0 +1,173 @@
+//! One AdamW step (Loshchilov and Hutter, 2019, algorithm 2), with the gradient's clipping factor
+//! folded in.
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use crate::backend::OpBackend;
+use crate::cpu::{contiguous, slice};
+
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamwStep {
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay of the first moment, in `0..1`.
+    pub beta1: f32,
+    /// Decay of the second moment, in `0..1`.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// Decoupled weight decay, per unit of learning rate.
+    pub weight_decay: f32,
+    /// Number of this step, from 1.
+    pub step: u64,
+    /// Factor on the gradient: 1, or the clipping factor.
+    pub grad_scale: f32,
+}
+
+impl AdamwStep {
+    /// `[1 − β₁ᵗ, 1 − β₂ᵗ]`.
+    fn corrections(&self) -> [f32; 2] {
+        [self.beta1, self.beta2].map(|b| (1.0 - f64::from(b).powf(self.step as f64)) as f32)
+    }
+}
+
+/// One step on one parameter: m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
+/// p ← p − lr·(m̂ / (√v̂ + ε) + λp). Returns the new `[parameter, m, v]`.
+///
+/// Tensors that nobody else owns are updated in place.
+pub fn adamw<B: OpBackend, const D: usize>(
+    step: &AdamwStep,
+    parameter: Tensor<B, D>,
+    grad: Tensor<B, D>,
+    m: Tensor<B, D>,
+    v: Tensor<B, D>,
+) -> [Tensor<B, D>; 3] {
+    use crate::backend::{primitive, tensor};
+    B::adamw(step, [parameter, grad, m, v].map(primitive)).map(tensor)
+}
+
+/// The step in plain tensor operations.
+pub(crate) fn reference<B: Backend>(
+    step: &AdamwStep,
+    [p, g, m, v]: [FloatTensor<B>; 4],
+) -> [FloatTensor<B>; 3] {
+    type Ops<B> = B;
+    let add = <Ops<B> as FloatTensorOps<B>>::float_add;
+    let scale = |x, s: f32| B::float_mul_scalar(x, s.into());
+    let [c1, c2] = step.corrections();
+    let g = scale(g, step.grad_scale);
+    let m = add(scale(m, step.beta1), scale(g.clone(), 1.0 - step.beta1));
+    let v = add(
+        scale(v, step.beta2),
+        scale(B::float_mul(g.clone(), g), 1.0 - step.beta2),
+    );
+    let denominator = B::float_sqrt(scale(v.clone(), 1.0 / c2));
+    let denominator = B::float_add_scalar(denominator, step.eps.into());
+    let update = B::float_div(scale(m.clone(), step.lr / c1), denominator);
+    let p = B::float_sub(scale(p, 1.0 - step.lr * step.weight_decay), update);
+    [p, m, v]
+}
+
+/// The step in one pass on the CPU.
+pub(crate) fn cpu(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTensor; 3] {
+    const CHUNK: usize = 1 << 14;
+    let [mut p, mut m, mut v] =
+        [p, m, v].map(|x| if x.is_contiguous() { x } else { contiguous(&x) });
+    let g = contiguous(&g);
+    let AdamwStep {
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        grad_scale,
+        ..
+    } = *step;
+    let [c1, c2] = step.corrections();
+    let (keep, rate, inv2) = (1.0 - lr * weight_decay, lr / c1, 1.0 / c2);
+    let update = |((p, g), (m, v)): ((&mut [f32], &[f32]), (&mut [f32], &mut [f32]))| {
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            let g = g * grad_scale;
+            *m = beta1 * *m + (1.0 - beta1) * g;
+            *v = beta2 * *v + (1.0 - beta2) * (g * g);
+            *p = keep * *p - rate * *m / ((inv2 * *v).sqrt() + eps);
+        }
+    };
+    let grad = slice(&g);
+    p.storage_mut::<f32>()
+        .par_chunks_mut(CHUNK)
+        .zip(grad.par_chunks(CHUNK))
+        .zip(
+            m.storage_mut::<f32>()
+                .par_chunks_mut(CHUNK)
+                .zip(v.storage_mut::<f32>().par_chunks_mut(CHUNK)),
+        )
+        .for_each(update);
+    [p, m, v]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::backend::Flex;
+    use burn::tensor::Tensor;
+
+    const STEP: AdamwStep = AdamwStep {
+        lr: 0.01,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        step: 3,
+        grad_scale: 0.5,
+    };
+
+    fn oracle(p: f64, g: f64, m: f64, v: f64) -> [f64; 3] {
+        let g = g * 0.5;
+        let m = 0.9 * m + 0.1 * g;
+        let v = 0.95 * v + 0.05 * g * g;
+        let (mh, vh) = (m / (1.0 - 0.9f64.powi(3)), v / (1.0 - 0.95f64.powi(3)));
+        [p - 0.01 * (mh / (vh.sqrt() + 1e-8) + 0.1 * p), m, v]
+    }
+
+    #[test]
+    fn kernel_and_reference_follow_the_definition() {
+        let n = 40_001;
+        let wave =
+            |a: f32, b: f32| -> Vec<f32> { (0..n).map(|i| (i as f32 * a + b).sin()).collect() };
+        let (p, g, m) = (wave(0.1, 0.0), wave(0.7, 1.0), wave(0.3, 2.0));
+        let v: Vec<f32> = wave(0.2, 0.5).iter().map(|x| x * x + 1e-3).collect();
+        let device = Default::default();
+        let tensors = || [&p, &g, &m, &v].map(|x| Tensor::<Flex, 1>::from_floats(&x[..], &device));
+        let tensors = || tensors().map(crate::backend::primitive);
+        let results = [cpu(&STEP, tensors()), reference::<Flex>(&STEP, tensors())];
+        for result in &results {
+            for i in 0..n {
+                let want = oracle(p[i].into(), g[i].into(), m[i].into(), v[i].into());
+                for (got, want) in result.iter().zip(want) {
+                    let got = f64::from(slice(got)[i]);
+                    assert!(
+                        (got - want).abs() < 3e-7 * (1.0 + want.abs()),
+                        "{got} for {want}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_shared_tensor_is_not_changed() {
+        let device = Default::default();
+        let p = Tensor::<Flex, 1>::from_floats([1.0, 2.0], &device);
+        let z = Tensor::<Flex, 1>::zeros([2], &device);
+        let g = Tensor::<Flex, 1>::ones([2], &device);
+        let [new, _, _] = adamw(&STEP, p.clone(), g, z.clone(), z);
+        assert_eq!(p.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0]);
+        assert_ne!(new.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0]);
+    }
+}

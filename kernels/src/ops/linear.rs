@@ -1,0 +1,202 @@
+//! The linear layer, y = x Wᵀ + b.
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn_flex::FlexTensor;
+
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cpu::gemm::{Mat, matmul, matmul_into};
+use crate::cpu::{contiguous, dims, from_vec, slice};
+
+/// y = x Wᵀ + b.
+///
+/// - `x`: `[batch, seq_len, in_features]`
+/// - `weight`: `[out_features, in_features]`
+/// - `bias`: `[out_features]`
+///
+/// Returns `[batch, seq_len, out_features]`.
+///
+/// # Panics
+/// When the sizes do not fit.
+pub fn linear<B: OpBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    bias: Option<Tensor<B, 1>>,
+) -> Tensor<B, 3> {
+    let (x, weight) = (primitive(x), primitive(weight));
+    tensor(match bias {
+        None => B::run(&Linear, [x, weight], vec![]),
+        Some(bias) => B::run(&Linear, [x, weight, primitive(bias)], vec![]),
+    })
+}
+
+/// The operation: inputs x, W and, with three inputs, b.
+#[derive(Clone, Debug)]
+pub struct Linear;
+
+fn product<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> Tensor<B, 3> {
+    let (x, weight) = (tensor::<B, 3>(x), tensor::<B, 2>(weight));
+    let [batch, seq_len, inputs] = x.dims();
+    let outputs = weight.dims()[0];
+    x.reshape([batch * seq_len, inputs])
+        .matmul(weight.transpose())
+        .reshape([batch, seq_len, outputs])
+}
+
+impl Op<2> for Linear {
+    fn reference<B: Backend>(
+        &self,
+        [x, weight]: [FloatTensor<B>; 2],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(product::<B>(x, weight))
+    }
+
+    fn cpu_forward(
+        &self,
+        [x, weight]: &[FlexTensor; 2],
+        _ints: &[FlexTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(forward(x, weight, None))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; 2],
+    ) -> [Option<FlexTensor>; 2] {
+        let [dx, dw, _] = backward(&saved, &grad, [needs[0], needs[1], false]);
+        [dx, dw]
+    }
+}
+
+impl Op<3> for Linear {
+    fn reference<B: Backend>(
+        &self,
+        [x, weight, bias]: [FloatTensor<B>; 3],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(product::<B>(x, weight) + tensor::<B, 1>(bias).unsqueeze())
+    }
+
+    fn cpu_forward(
+        &self,
+        [x, weight, bias]: &[FlexTensor; 3],
+        _ints: &[FlexTensor],
+        _needs: [bool; 3],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(forward(x, weight, Some(bias)))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; 3],
+    ) -> [Option<FlexTensor>; 3] {
+        backward(&saved, &grad, needs)
+    }
+}
+
+/// `[rows, inputs, outputs]` of a call.
+fn sizes(x: &FlexTensor, weight: &FlexTensor) -> [usize; 3] {
+    let (x, weight) = (dims(x), dims(weight));
+    let inputs = x[x.len() - 1];
+    assert_eq!(
+        inputs, weight[1],
+        "in_features of x {x:?} and weight {weight:?}"
+    );
+    [x.iter().product::<usize>() / inputs, inputs, weight[0]]
+}
+
+fn forward(x: &FlexTensor, weight: &FlexTensor, bias: Option<&FlexTensor>) -> Forward<FlexTensor> {
+    let (x, weight) = (contiguous(x), contiguous(weight));
+    let [rows, inputs, outputs] = sizes(&x, &weight);
+    let a = Mat::new(slice(&x), rows, inputs, inputs);
+    let b = Mat::new(slice(&weight), outputs, inputs, inputs).t();
+    let mut shape = dims(&x);
+    *shape.last_mut().expect("x has dimensions") = outputs;
+    let y = match bias {
+        None => matmul(a, b),
+        Some(bias) => {
+            // The product is added to rows that hold the bias already.
+            let mut y = slice(&contiguous(bias)).repeat(rows);
+            matmul_into(&mut y, a, b, 1.0);
+            y
+        }
+    };
+    Forward {
+        output: from_vec(y, &shape),
+        saved: vec![x, weight],
+    }
+}
+
+/// dx = dy W, dW = dyᵀ x, db = Σ dy.
+fn backward(saved: &[FlexTensor], grad: &FlexTensor, needs: [bool; 3]) -> [Option<FlexTensor>; 3] {
+    let [x, weight] = saved else {
+        unreachable!("linear saves two tensors")
+    };
+    let [rows, inputs, outputs] = sizes(x, weight);
+    let grad = contiguous(grad);
+    let dy = Mat::new(slice(&grad), rows, outputs, outputs);
+    let dx = needs[0].then(|| {
+        let weight = Mat::new(slice(weight), outputs, inputs, inputs);
+        from_vec(matmul(dy, weight), &dims(x))
+    });
+    let dw = needs[1].then(|| {
+        let x = Mat::new(slice(x), rows, inputs, inputs);
+        from_vec(matmul(dy.t(), x), &[outputs, inputs])
+    });
+    let db = needs[2].then(|| from_vec(column_sums(slice(&grad), outputs), &[outputs]));
+    [dx, dw, db]
+}
+
+/// The sum of each column of a row-major matrix, rows added in order.
+pub(crate) fn column_sums(matrix: &[f32], cols: usize) -> Vec<f32> {
+    let mut sums = vec![0.0; cols];
+    for row in matrix.chunks_exact(cols) {
+        for (sum, x) in sums.iter_mut().zip(row) {
+            *sum += x;
+        }
+    }
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Case, Oracle, check};
+
+    /// y = x Wᵀ + b by its definition.
+    fn oracle(inputs: &[Oracle]) -> Oracle {
+        let [x, weight] = [&inputs[0], &inputs[1]];
+        let [batch, seq_len, features] = x.shape[..] else {
+            panic!()
+        };
+        let outputs = weight.shape[0];
+        Oracle::from_fn(&[batch, seq_len, outputs], |at| {
+            let [b, t, o] = at[..] else { panic!() };
+            let bias = inputs.get(2).map_or(0.0, |bias| bias.at(&[o]));
+            bias + (0..features)
+                .map(|i| x.at(&[b, t, i]) * weight.at(&[o, i]))
+                .sum::<f64>()
+        })
+    }
+
+    #[test]
+    fn agrees_with_the_oracle_and_its_gradients() {
+        for (batch, seq_len, inputs, outputs) in [(1, 1, 3, 5), (2, 7, 16, 9), (1, 65, 33, 17)] {
+            let x = [batch, seq_len, inputs];
+            check(Case::<_, 2>::new(Linear, &[&x, &[outputs, inputs]]), oracle);
+            check(
+                Case::<_, 3>::new(Linear, &[&x, &[outputs, inputs], &[outputs]]),
+                oracle,
+            );
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! The three-way test of every operation: an f64 oracle written from the definition, the f32
+//! reference, and the kernel.
+//!
+//! The kernel's error against the oracle may be at most twice the reference's, plus rounding.
+//! Gradients are held to the same budget against central differences of the oracle.
+
+use std::ops::Range;
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Int, Tensor, TensorData};
+use burn_flex::FlexTensor;
+use rand::seq::index::sample;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::backend::{Op, OpBackend};
+use crate::cpu;
+
+/// A dense f64 tensor for oracles.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Oracle {
+    /// Sizes of the dimensions.
+    pub shape: Vec<usize>,
+    /// Elements in row-major order.
+    pub data: Vec<f64>,
+}
+
+impl Oracle {
+    /// A tensor from its elements.
+    ///
+    /// # Panics
+    /// When the number of elements is not the shape's.
+    pub fn new(shape: &[usize], data: Vec<f64>) -> Self {
+        assert_eq!(
+            shape.iter().product::<usize>(),
+            data.len(),
+            "elements of shape {shape:?}"
+        );
+        Oracle {
+            shape: shape.to_vec(),
+            data,
+        }
+    }
+
+    /// A tensor from a function of the index.
+    pub fn from_fn(shape: &[usize], f: impl Fn(&[usize]) -> f64) -> Self {
+        let mut index = vec![0; shape.len()];
+        let len = shape.iter().product();
+        let mut data = Vec::with_capacity(len);
+        for _ in 0..len {
+            data.push(f(&index));
+            for dim in (0..shape.len()).rev() {
+                index[dim] += 1;
+                if index[dim] < shape[dim] {
+                    break;
+                }
+                index[dim] = 0;
+            }
+        }
+        Oracle {
+            shape: shape.to_vec(),
+            data,
+        }
+    }
+
+    /// The element at an index.
+    pub fn at(&self, index: &[usize]) -> f64 {
+        assert_eq!(index.len(), self.shape.len());
+        let flat = index.iter().zip(&self.shape).fold(0, |flat, (i, size)| {
+            assert!(i < size, "index {index:?} of shape {:?}", self.shape);
+            flat * size + i
+        });
+        self.data[flat]
+    }
+}
+
+/// One test case: an operation, the shapes of its inputs and how they are drawn.
+pub struct Case<O, const N: usize> {
+    op: O,
+    inputs: Vec<Oracle>,
+    ints: Vec<(Vec<usize>, Vec<i32>)>,
+    no_grad: Vec<usize>,
+}
+
+impl<O: Op<N>, const N: usize> Case<O, N> {
+    /// Inputs of the given shapes, uniform in −1.7..1.7 (unit variance).
+    ///
+    /// # Panics
+    /// When the number of shapes is not `N`.
+    pub fn new(op: O, shapes: &[&[usize]]) -> Self {
+        assert_eq!(shapes.len(), N, "shapes for the inputs of {op:?}");
+        let mut case = Case {
+            op,
+            inputs: vec![],
+            ints: vec![],
+            no_grad: vec![],
+        };
+        for (input, shape) in shapes.iter().enumerate() {
+            case.inputs
+                .push(Oracle::new(shape, vec![0.0; shape.iter().product()]));
+            case = case.uniform(input, -1.7..1.7);
+        }
+        case
+    }
+
+    /// Draws input `input` uniformly from `range`.
+    pub fn uniform(mut self, input: usize, range: Range<f32>) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(1000 + input as u64);
+        for x in &mut self.inputs[input].data {
+            *x = f64::from(rng.random_range(range.clone()));
+        }
+        self
+    }
+
+    /// Adds an integer input.
+    pub fn ints(mut self, shape: &[usize], data: Vec<i32>) -> Self {
+        self.ints.push((shape.to_vec(), data));
+        self
+    }
+
+    /// Leaves out the gradient of an input that the operation does not differentiate.
+    pub fn no_grad(mut self, input: usize) -> Self {
+        self.no_grad.push(input);
+        self
+    }
+}
+
+/// Output and input gradients of one run.
+struct Run {
+    output: Oracle,
+    grads: Vec<Oracle>,
+}
+
+type Ad = Autodiff<Flex>;
+
+fn to_oracle(tensor: &FlexTensor) -> Oracle {
+    let tensor = cpu::contiguous(tensor);
+    let data = cpu::slice(&tensor).iter().map(|&x| f64::from(x)).collect();
+    Oracle::new(&cpu::dims(&tensor), data)
+}
+
+fn to_flex(oracle: &Oracle) -> FlexTensor {
+    cpu::from_vec(
+        oracle.data.iter().map(|&x| x as f32).collect(),
+        &oracle.shape,
+    )
+}
+
+/// Runs the operation on the CPU with an upstream gradient, through its kernel or its reference.
+fn run<O: Op<N>, const N: usize>(case: &Case<O, N>, upstream: &Oracle, kernel: bool) -> Run {
+    let device = Default::default();
+    let inputs: [_; N] =
+        std::array::from_fn(|i| <Ad as AutodiffBackend>::from_inner(to_flex(&case.inputs[i])));
+    let inputs = inputs.map(<Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_detach);
+    let inputs = inputs
+        .map(|x| <Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_set_require_grad(x, true));
+    let ints: Vec<_> = case
+        .ints
+        .iter()
+        .map(|(shape, data)| {
+            let data = TensorData::new(data.clone(), shape.clone());
+            match shape.len() {
+                1 => Tensor::<Ad, 1, Int>::from_data(data, &device).into_primitive(),
+                2 => Tensor::<Ad, 2, Int>::from_data(data, &device).into_primitive(),
+                other => panic!("integer inputs have 1 or 2 dimensions, not {other}"),
+            }
+        })
+        .collect();
+    let output = if kernel {
+        Ad::run(&case.op, inputs.clone(), ints)
+    } else {
+        case.op.reference::<Ad>(inputs.clone(), &ints)
+    };
+    let result = to_oracle(&<Ad as AutodiffBackend>::inner(output.clone()));
+    // The gradient of Σ upstream · output is the upstream gradient's pull-back.
+    let weight = <Ad as AutodiffBackend>::from_inner(to_flex(upstream));
+    let weighted = <Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_mul(output, weight);
+    let loss = <Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_sum(weighted);
+    let mut grads = <Ad as AutodiffBackend>::backward(loss);
+    let grads = inputs
+        .iter()
+        .enumerate()
+        .map(
+            |(i, input)| match <Ad as AutodiffBackend>::grad_remove(input, &mut grads) {
+                Some(grad) => to_oracle(&grad),
+                None => {
+                    assert!(
+                        case.no_grad.contains(&i),
+                        "input {i} of {:?} has no gradient",
+                        case.op
+                    );
+                    Oracle::new(&[0], vec![])
+                }
+            },
+        )
+        .collect();
+    Run {
+        output: result,
+        grads,
+    }
+}
+
+/// Largest absolute and root-mean-square error of `got` where `want` is known.
+fn errors(got: &[f64], want: &[f64]) -> (f64, f64) {
+    let mut worst: f64 = 0.0;
+    let mut square = 0.0;
+    for (got, want) in got.iter().zip(want) {
+        // `max` would pass over a NaN.
+        let error = (got - want).abs();
+        assert!(error.is_finite(), "found {got} where {want} is right");
+        worst = worst.max(error);
+        square += error * error;
+    }
+    (worst, (square / want.len().max(1) as f64).sqrt())
+}
+
+/// Holds `kernel` to twice the error of `reference`, plus rounding; holds `reference` to f32's own
+/// accuracy, so that a wrong reference fails too.
+///
+/// # Panics
+/// When either is outside its budget.
+pub fn assert_budget(what: &str, kernel: &[f64], reference: &[f64], want: &[f64]) {
+    assert_eq!(kernel.len(), want.len(), "{what}: number of elements");
+    assert_eq!(reference.len(), want.len(), "{what}: number of elements");
+    let scale = want.iter().fold(0.0f64, |a, x| a.max(x.abs())).max(1e-3);
+    let rms = (want.iter().map(|x| x * x).sum::<f64>() / want.len().max(1) as f64).sqrt();
+    let epsilon = f64::from(f32::EPSILON);
+    let (reference_max, reference_rms) = errors(reference, want);
+    let (kernel_max, kernel_rms) = errors(kernel, want);
+    assert!(
+        reference_max <= 2e-5 * scale,
+        "{what}: the reference is off by {reference_max:.2e}, largest value {scale:.2e}"
+    );
+    assert!(
+        kernel_max <= 2.0 * reference_max + 8.0 * epsilon * scale
+            && kernel_rms <= 2.0 * reference_rms + 4.0 * epsilon * rms.max(1e-3),
+        "{what}: the kernel is off by {kernel_max:.2e} (rms {kernel_rms:.2e}), the reference by \
+         {reference_max:.2e} (rms {reference_rms:.2e}), largest value {scale:.2e}"
+    );
+}
+
+/// How many elements of an input have their gradient checked by central differences.
+const CHECKED: usize = 48;
+
+/// Central differences of Σ upstream · oracle(inputs) at up to [`CHECKED`] elements of one input:
+/// their places and derivatives.
+fn differences(
+    inputs: &[Oracle],
+    input: usize,
+    upstream: &Oracle,
+    oracle: &impl Fn(&[Oracle]) -> Oracle,
+) -> (Vec<usize>, Vec<f64>) {
+    let len = inputs[input].data.len();
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let mut places = sample(&mut rng, len, len.min(CHECKED)).into_vec();
+    places.sort_unstable();
+    let mut shifted = inputs.to_vec();
+    let mut loss = |place: usize, value: f64| {
+        shifted[input].data[place] = value;
+        let output = oracle(&shifted);
+        output
+            .data
+            .iter()
+            .zip(&upstream.data)
+            .map(|(x, w)| x * w)
+            .sum::<f64>()
+    };
+    let derivatives = places
+        .iter()
+        .map(|&place| {
+            let x = inputs[input].data[place];
+            let step = 1e-5 * x.abs().max(1.0);
+            let derivative = (loss(place, x + step) - loss(place, x - step)) / (2.0 * step);
+            loss(place, x);
+            derivative
+        })
+        .collect();
+    (places, derivatives)
+}
+
+/// The three-way test of one case: output and every gradient, and the same bits in two runs.
+///
+/// # Panics
+/// When anything is outside the budget.
+pub fn check<O: Op<N>, const N: usize>(case: Case<O, N>, oracle: impl Fn(&[Oracle]) -> Oracle) {
+    let what = format!(
+        "{:?} on {:?}",
+        case.op,
+        case.inputs.iter().map(|x| &x.shape).collect::<Vec<_>>()
+    );
+    let want = oracle(&case.inputs);
+    let mut rng = ChaCha8Rng::seed_from_u64(99);
+    let upstream = Oracle::new(
+        &want.shape,
+        want.data
+            .iter()
+            .map(|_| f64::from(rng.random_range(-1.0f32..1.0)))
+            .collect(),
+    );
+    let reference = run(&case, &upstream, false);
+    let kernel = run(&case, &upstream, true);
+    assert_eq!(
+        kernel.output.shape, want.shape,
+        "{what}: shape of the output"
+    );
+    assert_budget(
+        &what,
+        &kernel.output.data,
+        &reference.output.data,
+        &want.data,
+    );
+    for input in (0..N).filter(|i| !case.no_grad.contains(i)) {
+        let what = format!("{what}, gradient of input {input}");
+        assert_eq!(
+            kernel.grads[input].shape, case.inputs[input].shape,
+            "{what}: shape"
+        );
+        let (places, want) = differences(&case.inputs, input, &upstream, &oracle);
+        let pick = |grads: &Oracle| places.iter().map(|&p| grads.data[p]).collect::<Vec<_>>();
+        let (kernel, reference) = (&kernel.grads[input], &reference.grads[input]);
+        assert_budget(&what, &pick(kernel), &pick(reference), &want);
+        // Elements that were not sampled are held to the reference.
+        let scale = reference.data.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
+        let (worst, _) = errors(&kernel.data, &reference.data);
+        assert!(
+            worst <= 4e-5 * scale,
+            "{what}: kernel and reference differ by {worst:.2e}"
+        );
+    }
+    let again = run(&case, &upstream, true);
+    assert_eq!(again.output, kernel.output, "{what}: two runs differ");
+    assert_eq!(
+        again.grads, kernel.grads,
+        "{what}: gradients of two runs differ"
+    );
+}
