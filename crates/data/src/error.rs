@@ -1,0 +1,291 @@
+//! Everything that can go wrong with data, each message with place, value, what is allowed and
+//! what to do.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// An error of this crate. The second line of every message is a hint.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// A file or folder named by the user is not there.
+    #[error("{what} {} does not exist\n  hint: {hint}", path.display())]
+    Missing {
+        /// What was looked for: "text file", "shard", "tokenizer file".
+        what: &'static str,
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What the user can do.
+        hint: String,
+    },
+    /// Reading a file failed.
+    #[error("cannot read {}: {source}\n  hint: check that the file is there, whole, and readable by you", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// Writing a file or making a folder failed.
+    #[error("cannot write {}: {source}\n  hint: choose a folder you may write to, with enough space on its disk", path.display())]
+    Write {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// A pattern with `*`, `?` or `[` is malformed.
+    #[error(
+        "{pattern:?} is not a file pattern: {reason}\n  hint: allowed are *, **, ? and [abc]; write [[] for a literal bracket"
+    )]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A path or pattern leads to no file that could be read.
+    #[error("no {what} found in {place}\n  hint: {hint}")]
+    NothingFound {
+        /// What was looked for.
+        what: &'static str,
+        /// Where.
+        place: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// A compressed file cannot be decompressed.
+    #[error("cannot decompress {} as {codec}: {source}\n  hint: the file is damaged, cut short, or not {codec}; fetch it again, or correct its extension", path.display())]
+    Decompress {
+        /// The file.
+        path: PathBuf,
+        /// "gzip" or "zstd".
+        codec: &'static str,
+        /// The decoder's reason.
+        source: io::Error,
+    },
+    /// A line of a JSONL file is not what it should be.
+    #[error("{}:{line}: {reason}\n  hint: {hint}", path.display())]
+    JsonLine {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
+        /// What is wrong.
+        reason: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// A Parquet file cannot be read.
+    #[error("cannot read {} as Parquet: {reason}\n  hint: the file is damaged, cut short, or not Parquet; fetch it again, or correct its extension", path.display())]
+    Parquet {
+        /// The file.
+        path: PathBuf,
+        /// The decoder's reason.
+        reason: String,
+    },
+    /// A Parquet file lacks the text column, or the column holds something else.
+    #[error("{} has no text column {column:?}: {found}\n  hint: set text_field (--text-field) to the column that holds the text", path.display())]
+    ParquetColumn {
+        /// The file.
+        path: PathBuf,
+        /// The column asked for.
+        column: String,
+        /// The columns there are, or the column's type.
+        found: String,
+    },
+    /// A file named by the user holds binary data, not text.
+    #[error("{} is not text: it holds a NUL byte\n  hint: give text, JSONL (.jsonl) or Parquet (.parquet), plain or compressed (.gz, .zst)", path.display())]
+    Binary {
+        /// The file.
+        path: PathBuf,
+    },
+    /// There was input, but not one token in it.
+    #[error(
+        "the corpus is empty: {inputs} input files, no document with text in them\n  hint: {hint}"
+    )]
+    EmptyCorpus {
+        /// Input files read.
+        inputs: u64,
+        /// What the user can do.
+        hint: String,
+    },
+    /// A split has too few tokens for one row.
+    #[error(
+        "source {source_name} has {tokens} tokens for {split}, and a row needs seq_len + 1 = {needed}\n  hint: {hint}"
+    )]
+    TooShort {
+        /// The source.
+        source_name: String,
+        /// "training" or "validation".
+        split: &'static str,
+        /// Tokens there are.
+        tokens: u64,
+        /// Tokens one row needs.
+        needed: u64,
+        /// What the user can do.
+        hint: String,
+    },
+    /// No source has validation data.
+    #[error(
+        "no source has validation data: {sources}\n  hint: raise data.validation_fraction, give more documents (data.sources.separator splits long text files), or give a shards source `validation` files"
+    )]
+    NoValidation {
+        /// The sources and the tokens each holds for validation.
+        sources: String,
+    },
+    /// A tokenizer file cannot be used.
+    #[error("cannot use the tokenizer {}: {reason}\n  hint: {hint}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// The built-in vocabulary could not be set up; a defect of the build.
+    #[error(
+        "cannot set up the built-in {name} tokenizer: {reason}\n  hint: this build is defective; build Longwall again"
+    )]
+    BuiltIn {
+        /// The tokenizer.
+        name: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The tokenizer trainer failed.
+    #[error("cannot train a tokenizer: {reason}\n  hint: {hint}")]
+    TrainTokenizer {
+        /// What is wrong.
+        reason: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// A shard file is not a valid shard.
+    #[error("{} is not a usable token shard: {reason}\n  hint: {hint}", path.display())]
+    Shard {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong: magic, version, length.
+        reason: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// A shard holds a token the tokenizer does not have.
+    #[error("{} holds token {token} at position {position}; the tokenizer {tokenizer} has tokens 0 to {}\n  hint: set [tokenizer] to the one the shard was made with, or prepare the text again with this one", path.display(), vocab_size - 1)]
+    TokenOutOfRange {
+        /// The shard.
+        path: PathBuf,
+        /// The token.
+        token: u32,
+        /// Where it stands, in tokens from the start of the shard.
+        position: u64,
+        /// The tokenizer's name.
+        tokenizer: String,
+        /// The tokenizer's vocabulary size.
+        vocab_size: usize,
+    },
+    /// Shards were made with another tokenizer.
+    #[error("the shards in {} were made with the tokenizer {theirs} (fingerprint {their_fingerprint}); this run uses {ours} (fingerprint {our_fingerprint})\n  hint: set [tokenizer] to {theirs}, or prepare the text again with {ours}", path.display())]
+    OtherTokenizer {
+        /// The folder with the manifest.
+        path: PathBuf,
+        /// The tokenizer in the manifest.
+        theirs: String,
+        /// Its fingerprint, shortened.
+        their_fingerprint: String,
+        /// The tokenizer in use.
+        ours: String,
+        /// Its fingerprint, shortened.
+        our_fingerprint: String,
+    },
+    /// A manifest or a journal cannot be read.
+    #[error("cannot read {}: {reason}\n  hint: {hint}", path.display())]
+    Metadata {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// The output folder holds something else.
+    #[error("{} {reason}\n  hint: {hint}", path.display())]
+    OutputInUse {
+        /// The folder.
+        path: PathBuf,
+        /// What it holds.
+        reason: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// An option has a value that cannot work.
+    #[error("{key} is {value}; allowed: {allowed}\n  hint: {hint}")]
+    Option {
+        /// The option.
+        key: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        allowed: String,
+        /// What the user can do.
+        hint: String,
+    },
+    /// A synthetic prompt does not fit the length asked for.
+    #[error(
+        "a passkey example takes at least {needed} tokens with the tokenizer {tokenizer}; {key} is {budget}\n  hint: raise {key} to {needed} or more, or use a tokenizer with longer tokens"
+    )]
+    PromptTooLong {
+        /// The length asked for.
+        budget: usize,
+        /// Which setting it came from.
+        key: &'static str,
+        /// The least length that fits.
+        needed: usize,
+        /// The tokenizer's name.
+        tokenizer: String,
+    },
+    /// A resumed run finds other data than it was started with.
+    #[error(
+        "the data changed since the checkpoint: {change}\n  hint: restore the data and the [data] table as they were, or start a new run"
+    )]
+    DataChanged {
+        /// What changed, from what to what.
+        change: String,
+    },
+    /// The user interrupted the work; it can be resumed.
+    #[error("interrupted after {documents} documents\n  hint: run the same command again to continue from {}", path.display())]
+    Interrupted {
+        /// Documents written so far.
+        documents: u64,
+        /// The output folder.
+        path: PathBuf,
+    },
+}
+
+impl DataError {
+    /// An error while reading `path`; a missing file gets its own message.
+    pub(crate) fn read(path: &Path, source: io::Error) -> Self {
+        if source.kind() == io::ErrorKind::NotFound {
+            return DataError::Missing {
+                what: "file",
+                path: path.to_path_buf(),
+                hint: "check the spelling; relative paths start at the folder the command runs in"
+                    .into(),
+            };
+        }
+        DataError::Read {
+            path: path.to_path_buf(),
+            source,
+        }
+    }
+
+    /// An error while writing `path`.
+    pub(crate) fn write(path: &Path, source: io::Error) -> Self {
+        DataError::Write {
+            path: path.to_path_buf(),
+            source,
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! How long work reports its progress, without this crate knowing how it is drawn.
+
+/// Receives the progress of [`prepare`](crate::prepare), [`train_bpe`](crate::train_bpe) and
+/// [`Loader::open`](crate::Loader::open). All methods do nothing by default.
+pub trait Progress: Sync {
+    /// A task starts: `task` says what, `total` how many bytes of text it will read, if known.
+    fn start(&self, _task: &str, _total: Option<u64>) {}
+
+    /// So many more bytes of input are done.
+    fn advance(&self, _bytes: u64) {}
+
+    /// The task started last has ended; `summary` says with what result.
+    fn finish(&self, _summary: &str) {}
+
+    /// Whether the user asked to stop. `prepare` then saves its state and returns
+    /// [`DataError::Interrupted`](crate::DataError::Interrupted).
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+/// Reports nothing and is never cancelled.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoProgress;
+
+impl Progress for NoProgress {}

@@ -1,0 +1,3 @@
+//! Generated tasks: prompts for evaluation, and rows for training.
+
+pub mod passkey;

@@ -1,0 +1,224 @@
+//! A Hugging Face `tokenizer.json`.
+
+use std::path::Path;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use tokenizers::Tokenizer as HfTokenizer;
+
+use super::{Encoder, Inner, TokenTable, hex};
+use crate::DataError;
+
+/// Names of the token that ends a document, the first one present wins.
+const END_OF_TEXT_NAMES: [&str; 6] = [
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+];
+
+/// Any tokenizer that can encode this can encode every text.
+const PROBE: &str = "a B\u{0}\u{7f}é中🙂\u{10ffff}\n";
+
+pub(super) struct FileEncoder {
+    tokenizer: HfTokenizer,
+    byte_level: bool,
+}
+
+impl FileEncoder {
+    pub(super) fn is_byte_level(&self) -> bool {
+        self.byte_level
+    }
+
+    pub(super) fn encode(&self, text: &str) -> Vec<u32> {
+        match self.tokenizer.encode_fast(text, false) {
+            Ok(encoding) => encoding.get_ids().to_vec(),
+            // `load` has encoded PROBE: with a token for unknown characters, none can fail.
+            Err(error) => panic!(
+                "the tokenizer failed on a text of {} bytes: {error}",
+                text.len()
+            ),
+        }
+    }
+
+    pub(super) fn decode(&self, tokens: &[u32]) -> String {
+        match self.tokenizer.decode(tokens, false) {
+            Ok(text) => text,
+            Err(error) => panic!(
+                "the tokenizer failed to decode {} tokens: {error}",
+                tokens.len()
+            ),
+        }
+    }
+}
+
+pub(super) fn load(path: &Path) -> Result<Inner, DataError> {
+    let content = std::fs::read(path).map_err(|source| missing_or_unreadable(path, source))?;
+    let fail = |reason: String, hint: &str| DataError::Tokenizer {
+        path: path.to_path_buf(),
+        reason,
+        hint: hint.into(),
+    };
+    let json_hint =
+        "give a Hugging Face tokenizer.json, or make one with `longwall tokenizer train`";
+    let json: Value = serde_json::from_slice(&content)
+        .map_err(|error| fail(format!("it is not JSON: {error}"), json_hint))?;
+    let mut tokenizer =
+        HfTokenizer::from_bytes(&content).map_err(|error| fail(error.to_string(), json_hint))?;
+    tokenizer.set_encode_special_tokens(true);
+    tokenizer.with_padding(None);
+    tokenizer
+        .with_truncation(None)
+        .map_err(|error| fail(error.to_string(), json_hint))?;
+
+    let probe = tokenizer.encode_fast(PROBE, false).map_err(|error| {
+        let reason = format!("it cannot encode every text: {error}");
+        fail(reason, "give it a token for unknown characters, or train a byte-level one with `longwall tokenizer train`")
+    })?;
+    let byte_level =
+        has_part(&json["decoder"], "ByteLevel") || has_part(&json["pre_tokenizer"], "ByteLevel");
+    if !byte_level
+        && tokenizer
+            .decode(probe.get_ids(), false)
+            .is_ok_and(|text| !text.contains('中'))
+    {
+        tracing::warn!(tokenizer = %path.display(), "the tokenizer is not byte-level: characters outside its vocabulary are lost");
+    }
+
+    let end_of_text = END_OF_TEXT_NAMES
+        .iter()
+        .find_map(|name| tokenizer.token_to_id(name))
+        .ok_or_else(|| {
+            let reason = format!(
+                "it has no end-of-text token; looked for {}",
+                END_OF_TEXT_NAMES.join(", ")
+            );
+            fail(
+                reason,
+                "add one of these to its added_tokens, with \"special\": true",
+            )
+        })?;
+    let tokens = token_table(&tokenizer, byte_level);
+    let fingerprint = fingerprint(&tokens, &json);
+    let encoder = Encoder::File(Box::new(FileEncoder {
+        tokenizer,
+        byte_level,
+    }));
+    Ok(Inner {
+        name: path.display().to_string(),
+        encoder,
+        tokens,
+        end_of_text,
+        fingerprint,
+    })
+}
+
+fn missing_or_unreadable(path: &Path, source: std::io::Error) -> DataError {
+    if source.kind() == std::io::ErrorKind::NotFound {
+        return DataError::Missing {
+            what: "tokenizer file",
+            path: path.to_path_buf(),
+            hint: "check tokenizer.path, or make one with `longwall tokenizer train`".into(),
+        };
+    }
+    DataError::read(path, source)
+}
+
+/// Whether a pre-tokenizer or decoder, or a member of its sequence, is of this type.
+fn has_part(part: &Value, kind: &str) -> bool {
+    let members = ["decoders", "pretokenizers"]
+        .into_iter()
+        .filter_map(|key| part[key].as_array());
+    part["type"] == kind || members.flatten().any(|member| has_part(member, kind))
+}
+
+fn token_table(tokenizer: &HfTokenizer, byte_level: bool) -> TokenTable {
+    let vocab = tokenizer.get_vocab(true);
+    let size = vocab
+        .values()
+        .max()
+        .map_or(0, |&greatest| greatest as usize + 1);
+    let added = tokenizer.get_added_tokens_decoder();
+    let mut tokens = vec![Vec::new(); size];
+    for (token, id) in vocab {
+        tokens[id as usize] = if added.contains_key(&id) {
+            token.into_bytes()
+        } else if byte_level {
+            token.chars().flat_map(byte_of_character).collect()
+        } else {
+            plain_bytes(&token)
+        };
+    }
+    TokenTable::new(tokens)
+}
+
+/// Undoes GPT-2's table, in which every byte is a printable character: printable Latin-1 stands
+/// for itself, the other 68 bytes follow from U+0100 on.
+fn byte_of_character(character: char) -> Vec<u8> {
+    let stands_for_itself = |code: u32| matches!(code, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let code = character as u32;
+    if stands_for_itself(code) {
+        return vec![code as u8];
+    }
+    let shifted = (0..256u32)
+        .filter(|&byte| !stands_for_itself(byte))
+        .nth(code.wrapping_sub(256) as usize);
+    match shifted {
+        Some(byte) => vec![byte as u8],
+        None => character.to_string().into_bytes(),
+    }
+}
+
+/// The bytes of a token that is not byte-level: `▁` is a space, `<0x0A>` a byte, `##` a mark.
+pub(super) fn plain_bytes(token: &str) -> Vec<u8> {
+    let byte = token
+        .strip_prefix("<0x")
+        .and_then(|rest| rest.strip_suffix('>'));
+    if let Some(byte) = byte
+        .filter(|digits| digits.len() == 2)
+        .and_then(|digits| u8::from_str_radix(digits, 16).ok())
+    {
+        return vec![byte];
+    }
+    let token = match token.strip_prefix("##") {
+        Some(rest) if !rest.is_empty() => rest,
+        _ => token,
+    };
+    token.replace('\u{2581}', " ").into_bytes()
+}
+
+/// Hashes the vocabulary and the rules that lead to it, whatever the file's layout.
+fn fingerprint(tokens: &TokenTable, json: &Value) -> String {
+    let mut sha = tokens.digest("file");
+    for part in ["normalizer", "pre_tokenizer", "model", "added_tokens"] {
+        hash_json(&json[part], &mut sha);
+    }
+    hex(&sha.finalize())
+}
+
+fn hash_json(value: &Value, sha: &mut Sha256) {
+    match value {
+        Value::Array(items) => {
+            sha.update(b"[");
+            items.iter().for_each(|item| hash_json(item, sha));
+            sha.update(b"]");
+        }
+        Value::Object(members) => {
+            let mut keys: Vec<&String> = members.keys().collect();
+            keys.sort();
+            sha.update(b"{");
+            for key in keys {
+                hash_json(&Value::String(key.clone()), sha);
+                hash_json(&members[key], sha);
+            }
+            sha.update(b"}");
+        }
+        leaf => {
+            let text = leaf.to_string();
+            sha.update((text.len() as u64).to_le_bytes());
+            sha.update(text.as_bytes());
+        }
+    }
+}
