@@ -1,0 +1,244 @@
+//! The folder `checkpoints/`: which checkpoints are there, writing one, removing old ones.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::CheckpointError;
+use crate::files;
+
+/// Written last into a checkpoint; a folder without it is not one.
+pub(super) const STATE_FILE: &str = "state.json";
+const BEST_FILE: &str = "best.json";
+
+/// The step with the lowest validation loss.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Best {
+    /// Finished steps.
+    pub step: u64,
+    /// Its validation loss, in nats.
+    pub validation_loss: f64,
+}
+
+/// The folder `checkpoints/` of a run.
+#[derive(Clone, Debug)]
+pub struct CheckpointFolder {
+    path: PathBuf,
+}
+
+impl CheckpointFolder {
+    /// The checkpoints of the run in `run_dir`. Nothing is made or read yet.
+    pub fn new(run_dir: &Path) -> Self {
+        CheckpointFolder { path: run_dir.join("checkpoints") }
+    }
+
+    /// The folder of `step`'s checkpoint, whether it is there or not.
+    pub fn step_dir(&self, step: u64) -> PathBuf {
+        self.path.join(format!("step-{step}"))
+    }
+
+    /// The steps of all complete checkpoints, in ascending order.
+    ///
+    /// # Errors
+    /// When the folder is there but cannot be read.
+    pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        let mut steps = Vec::new();
+        for (name, path) in self.entries()? {
+            let step = name.strip_prefix("step-").and_then(|step| step.parse().ok());
+            if let Some(step) = step
+                && path.join(STATE_FILE).is_file()
+            {
+                steps.push(step);
+            }
+        }
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    /// Removes what a killed run left half-written or half-removed.
+    ///
+    /// # Errors
+    /// When something cannot be removed.
+    pub fn remove_leftovers(&self) -> Result<(), CheckpointError> {
+        for (name, path) in self.entries()? {
+            let unfinished = name.ends_with(".tmp")
+                || (name.starts_with("step-") && !path.join(STATE_FILE).is_file());
+            if unfinished {
+                tracing::info!("removing the unfinished {}", path.display());
+                let removed =
+                    if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+                removed.map_err(|source| CheckpointError::Remove { path: path.clone(), source })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `fill` write the checkpoint of `step` into a temporary folder, waits for the disk, and
+    /// renames it into place.
+    ///
+    /// # Errors
+    /// What `fill` returns, or what the system says; the temporary folder is removed then, and
+    /// every other checkpoint stays as it is.
+    pub fn write(
+        &self,
+        step: u64,
+        fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
+    ) -> Result<PathBuf, CheckpointError> {
+        let target = self.step_dir(step);
+        let temporary = files::with_suffix(&target, ".tmp");
+        let io = |source| CheckpointError::Write { path: target.clone(), source };
+        let write = || {
+            fs::create_dir_all(&temporary).map_err(io)?;
+            fill(&temporary)?;
+            files::sync_files_in(&temporary).map_err(io)?;
+            fs::rename(&temporary, &target).map_err(io)?;
+            files::sync_folder(&self.path).map_err(io)
+        };
+        write().inspect_err(|_| {
+            let _ = fs::remove_dir_all(&temporary);
+        })?;
+        Ok(target)
+    }
+
+    /// Names the best checkpoint in `best.json`.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn mark_best(&self, best: Best) -> Result<(), CheckpointError> {
+        let path = self.path.join(BEST_FILE);
+        let text = serde_json::to_vec_pretty(&best).expect("a step and a loss have a JSON form");
+        files::write_atomically(&path, &text)
+            .map_err(|source| CheckpointError::Write { path, source })
+    }
+
+    /// What `best.json` says, if it is there.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn best(&self) -> Result<Option<Best>, CheckpointError> {
+        let path = self.path.join(BEST_FILE);
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(CheckpointError::Read { path, source }),
+        };
+        let best = serde_json::from_slice(&bytes);
+        best.map(Some).map_err(|error| CheckpointError::Damaged { path, reason: error.to_string() })
+    }
+
+    /// Removes all checkpoints but the newest `keep_last` and the best.
+    ///
+    /// # Errors
+    /// When one cannot be removed.
+    pub fn prune(&self, keep_last: usize) -> Result<(), CheckpointError> {
+        let best = self.best()?.map(|best| best.step);
+        let steps = self.steps()?;
+        let old = &steps[..steps.len().saturating_sub(keep_last)];
+        for &step in old.iter().filter(|&&step| Some(step) != best) {
+            let path = self.step_dir(step);
+            // Its state goes first: a removal cut short leaves nothing that looks complete.
+            fs::remove_file(path.join(STATE_FILE))
+                .and_then(|()| fs::remove_dir_all(&path))
+                .map_err(|source| CheckpointError::Remove { path, source })?;
+        }
+        Ok(())
+    }
+
+    /// Names and paths of what lies in the folder; nothing when it is not there.
+    fn entries(&self) -> Result<Vec<(String, PathBuf)>, CheckpointError> {
+        let io = |source| CheckpointError::Read { path: self.path.clone(), source };
+        let entries = match fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(io(error)),
+        };
+        entries
+            .map(|entry| {
+                let entry = entry.map_err(io)?;
+                Ok((entry.file_name().to_string_lossy().into_owned(), entry.path()))
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(folder: &CheckpointFolder, step: u64) -> Result<PathBuf, CheckpointError> {
+        folder.write(step, |path| {
+            fs::write(path.join("weights.safetensors"), [0; 100]).unwrap();
+            fs::write(path.join(STATE_FILE), step.to_string()).unwrap();
+            Ok(())
+        })
+    }
+
+    fn names(run: &Path) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(run.join("checkpoints"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn steps_are_in_numeric_order_and_complete() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = CheckpointFolder::new(run.path());
+        assert_eq!(folder.steps().unwrap(), [0; 0]);
+        for step in [100, 20, 3] {
+            write(&folder, step).unwrap();
+        }
+        fs::create_dir(folder.step_dir(7)).unwrap();
+        fs::create_dir(run.path().join("checkpoints/step-9.tmp")).unwrap();
+        assert_eq!(folder.steps().unwrap(), [3, 20, 100]);
+        folder.remove_leftovers().unwrap();
+        assert_eq!(names(run.path()), ["step-100", "step-20", "step-3"]);
+    }
+
+    #[test]
+    fn a_checkpoint_that_fails_halfway_leaves_nothing_and_spares_the_others() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = CheckpointFolder::new(run.path());
+        write(&folder, 1).unwrap();
+        let error = folder.write(2, |path| {
+            fs::write(path.join("weights.safetensors"), [0; 100]).unwrap();
+            let source = io::Error::from(io::ErrorKind::StorageFull);
+            Err(CheckpointError::Write { path: path.join("optimizer.safetensors"), source })
+        });
+        assert!(error.unwrap_err().to_string().contains("optimizer.safetensors"));
+        assert_eq!(names(run.path()), ["step-1"]);
+        assert_eq!(folder.steps().unwrap(), [1]);
+    }
+
+    #[test]
+    fn the_newest_and_the_best_are_kept() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = CheckpointFolder::new(run.path());
+        for step in 1..=5 {
+            write(&folder, step).unwrap();
+            if step == 2 {
+                folder.mark_best(Best { step, validation_loss: 1.5 }).unwrap();
+            }
+            folder.prune(2).unwrap();
+        }
+        assert_eq!(folder.steps().unwrap(), [2, 4, 5]);
+        assert_eq!(folder.best().unwrap(), Some(Best { step: 2, validation_loss: 1.5 }));
+        folder.mark_best(Best { step: 5, validation_loss: 1.25 }).unwrap();
+        folder.prune(2).unwrap();
+        assert_eq!(folder.steps().unwrap(), [4, 5]);
+    }
+
+    #[test]
+    fn a_damaged_best_file_is_an_error() {
+        let run = tempfile::tempdir().unwrap();
+        let folder = CheckpointFolder::new(run.path());
+        write(&folder, 1).unwrap();
+        fs::write(run.path().join("checkpoints/best.json"), "{").unwrap();
+        assert!(matches!(folder.best(), Err(CheckpointError::Damaged { .. })));
+    }
+}

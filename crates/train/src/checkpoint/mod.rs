@@ -1,0 +1,252 @@
+//! Checkpoints: written atomically, kept by age and by validation loss, opened again.
+//!
+//! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, `config.toml` and
+//! `state.json`; `checkpoints/best.json` names the step with the lowest validation loss.
+
+mod folder;
+mod state;
+
+use std::fmt::{self, Display};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+pub use folder::{Best, CheckpointFolder};
+pub use state::{State, TokenizerIdentity};
+
+use crate::config::{ConfigError, RunConfig};
+
+/// Why a checkpoint cannot be written, found, or used.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// Writing failed.
+    #[error("cannot write {}: {source}; nothing half-written is left\n  hint: make room on the disk, or check the permissions of the folder", path.display())]
+    Write {
+        /// What was being written.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// An old checkpoint or a leftover cannot be removed.
+    #[error("cannot remove {}: {source}\n  hint: check the permissions of the folder", path.display())]
+    Remove {
+        /// What was being removed.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file cannot be read.
+    #[error("cannot read {}: {source}\n  hint: check the path and its permissions", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file does not hold what it should.
+    #[error("{} is damaged: {reason}\n  hint: remove that checkpoint's folder; the one before it is used then", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The checkpoint asked for is not there.
+    #[error("{} has no {which} checkpoint; there: {}\n  hint: choose one of these, or train the run first", run_dir.display(), listed(there))]
+    Missing {
+        /// The run's folder.
+        run_dir: PathBuf,
+        /// Which was asked for.
+        which: Which,
+        /// The steps of the checkpoints that are there.
+        there: Vec<u64>,
+    },
+    /// The checkpoint was made with another tokenizer.
+    #[error("{} was made with the tokenizer {} of {} tokens ({}), but the configuration gives {} of {} tokens ({})\n  hint: use the tokenizer the run was trained with", path.display(), theirs.name, theirs.vocab_size, theirs.short(), ours.name, ours.vocab_size, ours.short())]
+    Tokenizer {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// The tokenizer of the checkpoint.
+        theirs: TokenizerIdentity,
+        /// The tokenizer of the configuration.
+        ours: TokenizerIdentity,
+    },
+    /// The checkpoint was made with a configuration that this one cannot continue.
+    #[error("{} was made with another configuration:{}\n  hint: resume without changing these keys, or start a new run under another run.name", path.display(), shown(differences))]
+    OtherConfig {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// `(key, value in the checkpoint, value asked for)`.
+        differences: Vec<(String, String, String)>,
+    },
+    /// The configuration in the checkpoint cannot be read.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+}
+
+fn listed(steps: &[u64]) -> String {
+    match steps {
+        [] => "none".to_owned(),
+        _ => steps.iter().map(|step| format!("step {step}")).collect::<Vec<_>>().join(", "),
+    }
+}
+
+fn shown(differences: &[(String, String, String)]) -> String {
+    let line = |(key, theirs, ours): &_| format!("\n  {key} was {theirs}, and is {ours} now");
+    differences.iter().map(line).collect()
+}
+
+/// Which checkpoint of a run: `latest`, `best`, or a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Which {
+    /// The newest.
+    #[default]
+    Latest,
+    /// The one with the lowest validation loss.
+    Best,
+    /// The one after so many steps.
+    Step(u64),
+}
+
+impl FromStr for Which {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "latest" => Ok(Which::Latest),
+            "best" => Ok(Which::Best),
+            _ => text.strip_prefix("step-").unwrap_or(text).parse().map(Which::Step).map_err(|_| {
+                format!("`{text}` is no checkpoint; allowed: latest, best, or a step such as 1000")
+            }),
+        }
+    }
+}
+
+impl Display for Which {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Which::Latest => f.write_str("latest"),
+            Which::Best => f.write_str("best"),
+            Which::Step(step) => write!(f, "step-{step}"),
+        }
+    }
+}
+
+/// A complete checkpoint on the disk.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Where the run stood.
+    pub state: State,
+    /// The resolved configuration it was made with.
+    pub config: RunConfig,
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint of the run in `run_dir`.
+    ///
+    /// # Errors
+    /// When it is not there, or its state or configuration cannot be read.
+    pub fn open(run_dir: &Path, which: Which) -> Result<Self, CheckpointError> {
+        let folder = CheckpointFolder::new(run_dir);
+        let steps = folder.steps()?;
+        let wanted = match which {
+            Which::Latest => steps.last().copied(),
+            Which::Best => folder.best()?.map(|best| best.step),
+            Which::Step(step) => Some(step),
+        };
+        let Some(step) = wanted.filter(|step| steps.contains(step)) else {
+            let run_dir = run_dir.to_owned();
+            return Err(CheckpointError::Missing { run_dir, which, there: steps });
+        };
+        let path = folder.step_dir(step);
+        let state = State::read(&path.join(folder::STATE_FILE))?;
+        let config = RunConfig::load(&path.join("config.toml"), &[])?;
+        Ok(Checkpoint { path, state, config })
+    }
+
+    /// The model's weights.
+    pub fn weights(&self) -> PathBuf {
+        self.path.join("weights.safetensors")
+    }
+
+    /// The optimiser's moments.
+    pub fn optimizer(&self) -> PathBuf {
+        self.path.join("optimizer.safetensors")
+    }
+
+    /// Refuses a tokenizer that is not the one the checkpoint was made with.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Tokenizer`], with both.
+    pub fn check_tokenizer(&self, ours: &TokenizerIdentity) -> Result<(), CheckpointError> {
+        if self.state.tokenizer.fingerprint == ours.fingerprint {
+            return Ok(());
+        }
+        let (path, theirs) = (self.path.clone(), self.state.tokenizer.clone());
+        Err(CheckpointError::Tokenizer { path, theirs, ours: ours.clone() })
+    }
+
+    /// Refuses a configuration under which the run could not go on; keys that merely change how it
+    /// goes on (learning rate, intervals, length) are logged.
+    ///
+    /// # Errors
+    /// [`CheckpointError::OtherConfig`], with every such key.
+    pub fn check_config(&self, config: &RunConfig) -> Result<(), CheckpointError> {
+        let (fixed, free): (Vec<_>, Vec<_>) =
+            self.config.differences(config).into_iter().partition(|d| is_fixed(&d.key));
+        for change in free.iter().filter(|d| !is_harmless(&d.key)) {
+            tracing::warn!(
+                "{} was {} up to the checkpoint and is {} from now on",
+                change.key,
+                change.ours,
+                change.theirs
+            );
+        }
+        if fixed.is_empty() {
+            return Ok(());
+        }
+        let differences = fixed.into_iter().map(|d| (d.key, d.ours, d.theirs)).collect();
+        Err(CheckpointError::OtherConfig { path: self.path.clone(), differences })
+    }
+}
+
+/// Keys that a resumed run cannot change: what its weights, its optimiser state and its place in
+/// the data mean depends on them.
+fn is_fixed(key: &str) -> bool {
+    const FREE_DATA: [&str; 2] = ["data.cache_dir", "data.validation_tokens"];
+    let below = |table: &str| key.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'));
+    (below("data") && !FREE_DATA.contains(&key))
+        || below("model")
+        || below("tokenizer")
+        || ["run.seed", "train.batch_tokens", "train.optimiser.kind"].contains(&key)
+}
+
+/// Keys that change nothing about the numbers of a run.
+fn is_harmless(key: &str) -> bool {
+    key.starts_with("eval.")
+        || key.starts_with("train.sample.")
+        || key.starts_with("train.checkpoint.")
+        || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir"].contains(&key)
+}
+
+/// Writes the parts of a checkpoint that are text; the state goes last.
+///
+/// # Errors
+/// When a file cannot be written.
+pub(crate) fn write_texts(
+    folder: &Path,
+    config: &RunConfig,
+    state: &State,
+) -> Result<(), CheckpointError> {
+    let write = |name: &str, bytes: &[u8]| {
+        let path = folder.join(name);
+        fs::write(&path, bytes).map_err(|source| CheckpointError::Write { path, source })
+    };
+    write("config.toml", config.to_toml().as_bytes())?;
+    write(folder::STATE_FILE, &state.to_json())
+}
+
+#[cfg(test)]
+mod tests;

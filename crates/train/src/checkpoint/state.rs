@@ -1,0 +1,95 @@
+//! `state.json`: everything of a run's place that is no tensor.
+
+use std::fs;
+use std::path::Path;
+
+use longwall_data::{Cursor, Tokenizer};
+use longwall_model::ModelConfig;
+use serde::{Deserialize, Serialize};
+
+use super::{Best, CheckpointError};
+use crate::guard::GuardState;
+use crate::metrics::ValidationRecord;
+
+/// Where a run stood when its checkpoint was written.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// Finished steps.
+    pub step: u64,
+    /// Tokens seen.
+    pub tokens: u64,
+    /// Steps that the optimiser took: finished steps less the skipped ones.
+    pub updates: u64,
+    /// The run's seed. All randomness is a function of it and of the step, so that it is the whole
+    /// random state.
+    pub seed: u64,
+    /// The loader's place.
+    pub cursor: Cursor,
+    /// Skipped steps, and the window of the outlier test.
+    pub guard: GuardState,
+    /// The best validation so far.
+    pub best: Option<Best>,
+    /// The last validation.
+    pub validation: Option<ValidationRecord>,
+    /// Length of `metrics.jsonl`: a resume cuts what follows.
+    pub metrics_bytes: u64,
+    /// Length of `samples.txt`: a resume cuts what follows.
+    pub samples_bytes: u64,
+    /// Seconds of training so far.
+    pub seconds: f64,
+    /// Rows of one forward and backward pass: the order in which gradients add up.
+    pub micro_batch: usize,
+    /// The tokenizer.
+    pub tokenizer: TokenizerIdentity,
+    /// The model.
+    pub model: ModelConfig,
+}
+
+impl State {
+    /// Reads a state file.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is damaged.
+    pub fn read(path: &Path) -> Result<Self, CheckpointError> {
+        let bytes = fs::read(path)
+            .map_err(|source| CheckpointError::Read { path: path.to_owned(), source })?;
+        serde_json::from_slice(&bytes).map_err(|error| CheckpointError::Damaged {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })
+    }
+
+    /// The file's bytes.
+    pub(super) fn to_json(&self) -> Vec<u8> {
+        serde_json::to_vec_pretty(self).expect("a state has a JSON form")
+    }
+}
+
+/// What tells one tokenizer from another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenizerIdentity {
+    /// Its name.
+    pub name: String,
+    /// SHA-256 of its vocabulary.
+    pub fingerprint: String,
+    /// How many tokens it has.
+    pub vocab_size: usize,
+}
+
+impl TokenizerIdentity {
+    /// The identity of `tokenizer`.
+    pub fn of(tokenizer: &Tokenizer) -> Self {
+        TokenizerIdentity {
+            name: tokenizer.name().to_owned(),
+            fingerprint: tokenizer.fingerprint(),
+            vocab_size: tokenizer.vocab_size(),
+        }
+    }
+
+    /// The first digits of the fingerprint.
+    pub(super) fn short(&self) -> &str {
+        self.fingerprint.get(..12).unwrap_or(&self.fingerprint)
+    }
+}

@@ -1,0 +1,273 @@
+//! Errors of loading a configuration, and where in the file they come from.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use longwall_config::Problems;
+use serde_path_to_error::Segment;
+use toml::de::{DeTable, DeValue};
+use toml::{Table, Value};
+
+use super::overrides::Override;
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {}: {source}\n  hint: check the path; configs/ holds ready-made ones", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file is no TOML.
+    #[error("{} is not valid TOML\n{message}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// The parser's message, with the line and a caret.
+        message: String,
+    },
+    /// A `--set` cannot be applied.
+    #[error("--set {text}: {reason}\n  hint: {remedy}")]
+    Override {
+        /// The text given.
+        text: String,
+        /// What is wrong with it.
+        reason: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// A key is unknown, missing, or has a value of the wrong type.
+    #[error("{place}: {problem}\n  hint: {hint}")]
+    Key {
+        /// `file:line`, or the `--set` it comes from.
+        place: String,
+        /// Key, value and what is allowed.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
+    /// Every key is known and of the right type, but values are out of range.
+    #[error("{}: {problems}", path.display())]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// All that is wrong.
+        problems: Problems,
+    },
+}
+
+/// Builds the error of a table that does not fit the configuration's types.
+///
+/// `retry` deserialises a changed copy of `table` and gives its error's path and message: tagged
+/// tables are buffered by serde, which loses the path below them, so that the culprit is found by
+/// leaving out one key after another.
+pub(super) fn key_error(
+    path: &Path,
+    source: &str,
+    table: &Table,
+    sets: &[Override],
+    error: &serde_path_to_error::Error<toml::de::Error>,
+    retry: impl Fn(Table) -> Option<String>,
+) -> ConfigError {
+    let message = error.inner().message().to_owned();
+    let mut key: Vec<String> = error.path().iter().filter_map(segment_name).collect();
+    if let Some(field) = quoted_after(&message, "unknown field `") {
+        if key.last() != Some(&field) {
+            key.push(field);
+        }
+    } else if !message.starts_with("missing field `") {
+        narrow(&mut key, table, &message, &retry);
+    }
+    let (problem, hint) = describe(&key, value_at(table, &key), &message);
+    ConfigError::Key { place: place(path, source, sets, &key), problem, hint }
+}
+
+fn segment_name(segment: &Segment) -> Option<String> {
+    match segment {
+        Segment::Seq { index } => Some(index.to_string()),
+        Segment::Map { key } => Some(key.clone()),
+        Segment::Enum { .. } | Segment::Unknown => None,
+    }
+}
+
+/// Extends `key` down to the entry without which the message changes.
+fn narrow(
+    key: &mut Vec<String>,
+    table: &Table,
+    message: &str,
+    retry: &impl Fn(Table) -> Option<String>,
+) {
+    while let Some(Value::Table(inner)) = value_at(table, key) {
+        let mut names: Vec<&String> = inner.keys().collect();
+        // Without its kind no table is read at all: it is the culprit only when no other key is.
+        names.sort_by_key(|name| *name == "kind");
+        let culprit = names.into_iter().find(|name| {
+            let mut without = table.clone();
+            if let Some(Value::Table(parent)) = value_at_mut(&mut without, key) {
+                parent.remove(*name);
+            }
+            retry(without).as_deref() != Some(message)
+        });
+        match culprit {
+            Some(name) => key.push(name.clone()),
+            None => return,
+        }
+    }
+}
+
+/// The value that `key` leads to.
+fn value_at<'a>(table: &'a Table, key: &[String]) -> Option<&'a Value> {
+    let (first, rest) = key.split_first()?;
+    rest.iter().try_fold(table.get(first)?, |value, segment| match value {
+        Value::Table(table) => table.get(segment),
+        Value::Array(array) => array.get(segment.parse::<usize>().ok()?),
+        _ => None,
+    })
+}
+
+fn value_at_mut<'a>(table: &'a mut Table, key: &[String]) -> Option<&'a mut Value> {
+    let (first, rest) = key.split_first()?;
+    rest.iter().try_fold(table.get_mut(first)?, |value, segment| match value {
+        Value::Table(table) => table.get_mut(segment),
+        Value::Array(array) => array.get_mut(segment.parse::<usize>().ok()?),
+        _ => None,
+    })
+}
+
+/// Problem and hint, in words, of serde's message about `key`.
+fn describe(key: &[String], value: Option<&Value>, message: &str) -> (String, String) {
+    let name = if key.is_empty() { "the file".to_owned() } else { key.join(".") };
+    let allowed = quoted_list(message);
+    let allowed_text = allowed.join(", ");
+    if let Some(field) = quoted_after(message, "unknown field `") {
+        let hint = match nearest(&field, &allowed) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => format!("remove {name}, or use one of the keys above"),
+        };
+        return (format!("{name} is no known key; allowed here: {allowed_text}"), hint);
+    }
+    if let Some(variant) = quoted_after(message, "unknown variant `") {
+        let hint = match nearest(&variant, &allowed) {
+            Some(near) => format!("did you mean \"{near}\"?"),
+            None => "use one of the values above".to_owned(),
+        };
+        return (format!("{name} is \"{variant}\"; allowed: {allowed_text}"), hint);
+    }
+    if let Some(field) = quoted_after(message, "missing field `") {
+        let full = if key.is_empty() { field.clone() } else { format!("{name}.{field}") };
+        let hint = if key.is_empty() {
+            format!("add a table [{field}]; the files in configs/ show one")
+        } else {
+            format!("add `{field} = …` under [{name}]")
+        };
+        return (format!("{full} is missing"), hint);
+    }
+    let mut problem = match value {
+        Some(value) => format!("{name} is {value}"),
+        None => name.clone(),
+    };
+    let expected = message.rsplit_once("expected ").map(|(_, expected)| expected);
+    let reason = match expected {
+        Some(expected) if message.starts_with("invalid") => {
+            format!("expected {}", in_words(expected))
+        }
+        _ if message.contains("untagged enum") => {
+            "expected a whole number, or text such as \"10M\"".to_owned()
+        }
+        _ => message.to_owned(),
+    };
+    let _ = write!(problem, "; {reason}");
+    let hint = match (value, expected) {
+        (Some(value), Some("a string")) => format!("put it in quotes: {name} = \"{value}\""),
+        _ => format!("change the value of {name}"),
+    };
+    (problem, hint)
+}
+
+/// What serde calls a type, in words.
+fn in_words(expected: &str) -> &str {
+    match expected {
+        "f32" | "f64" => "a number",
+        "usize" | "u64" | "u32" | "u16" | "u8" => "a whole number, 0 or more",
+        "a boolean" => "true or false",
+        "a sequence" => "an array [...]",
+        "a map" => "a table",
+        other => other,
+    }
+}
+
+/// The text after `prefix` up to the next backquote, when `message` starts with it.
+fn quoted_after(message: &str, prefix: &str) -> Option<String> {
+    let rest = message.strip_prefix(prefix)?;
+    rest.split_once('`').map(|(field, _)| field.to_owned())
+}
+
+/// The names in backquotes after "expected".
+fn quoted_list(message: &str) -> Vec<String> {
+    let list = message.split_once("expected ").map_or("", |(_, list)| list);
+    list.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// The allowed name that is most like `name`, if one is like it at all.
+fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> {
+    let score = |other: &str| {
+        let alike = strsim::normalized_damerau_levenshtein(name, other);
+        let is_part = other.len() > 2 && (name.contains(other) || other.contains(name));
+        if is_part { alike.max(0.6) } else { alike }
+    };
+    let best = allowed.iter().max_by(|a, b| score(a).total_cmp(&score(b)))?;
+    (score(best) >= 0.5).then_some(best)
+}
+
+/// Where `key` was set: the `--set` that did, else file and line of the deepest part of it that
+/// stands in the file.
+fn place(path: &Path, source: &str, sets: &[Override], key: &[String]) -> String {
+    let sets_key = |set: &&Override| key.starts_with(&set.path) || set.path.starts_with(key);
+    if !key.is_empty()
+        && let Some(set) = sets.iter().rev().find(sets_key)
+    {
+        return format!("--set {}", set.text);
+    }
+    match line_of(source, key) {
+        Some(line) => format!("{}:{line}", path.display()),
+        None => path.display().to_string(),
+    }
+}
+
+/// The line, from 1, of the deepest part of `key` that stands in `source`.
+fn line_of(source: &str, key: &[String]) -> Option<usize> {
+    let root = DeTable::parse(source).ok()?;
+    let mut at = None;
+    let mut place = Descent::Table(root.get_ref());
+    for segment in key {
+        let (start, value) = match place {
+            Descent::Table(table) => {
+                match table.iter().find(|(name, _)| name.get_ref().as_ref() == segment) {
+                    Some((name, value)) => (name.span().start, value.get_ref()),
+                    None => break,
+                }
+            }
+            Descent::Value(DeValue::Array(array)) => {
+                match segment.parse::<usize>().ok().and_then(|index| array.get(index)) {
+                    Some(value) => (value.span().start, value.get_ref()),
+                    None => break,
+                }
+            }
+            Descent::Value(_) => break,
+        };
+        at = Some(start);
+        place = match value {
+            DeValue::Table(table) => Descent::Table(table),
+            other => Descent::Value(other),
+        };
+    }
+    at.map(|start| source[..start].matches('\n').count() + 1)
+}
+
+enum Descent<'a, 'i> {
+    Table(&'a DeTable<'i>),
+    Value(&'a DeValue<'i>),
+}

@@ -1,0 +1,240 @@
+//! The run configuration: one TOML file, dotted overrides, every problem reported at once.
+
+mod error;
+mod overrides;
+mod scalars;
+#[cfg(test)]
+mod tests;
+mod train;
+
+use std::path::Path;
+
+use longwall_config::Problems;
+use longwall_data::{DataConfig, TokenizerConfig};
+use longwall_model::ModelConfig;
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+pub use error::ConfigError;
+use overrides::Override;
+pub use scalars::{Every, OrOff, Span};
+pub use train::{
+    CheckpointConfig, OptimiserConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
+};
+
+/// Everything that defines a run: the TOML tree of a file in `configs/`.
+///
+/// Relative paths in it are relative to the current directory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// Name, seed, device, and where the run's folder goes.
+    #[serde(default)]
+    pub run: RunTable,
+    /// The text trained on.
+    pub data: DataConfig,
+    /// How text becomes tokens.
+    #[serde(default)]
+    pub tokenizer: TokenizerConfig,
+    /// The model.
+    pub model: ModelConfig,
+    /// Length, batch, optimiser, schedule.
+    pub train: TrainConfig,
+    /// Evaluation suites to run after training; each table names its `suite`, the other keys are
+    /// that suite's own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub eval: Vec<Table>,
+}
+
+/// The table `[run]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RunTable {
+    /// Name of the run and of its folder. Default: the file's name without its ending.
+    pub name: String,
+    /// Seed of the initial weights, the data's order and the samples.
+    pub seed: u64,
+    /// The device.
+    pub device: DeviceChoice,
+    /// Threads on the CPU. Default: as many as there are cores.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    /// The folder that run folders go into.
+    pub out_dir: std::path::PathBuf,
+    /// Whether TensorBoard event files are written beside `metrics.jsonl`.
+    pub tensorboard: bool,
+}
+
+impl Default for RunTable {
+    fn default() -> Self {
+        RunTable {
+            name: String::new(),
+            seed: 0,
+            device: DeviceChoice::Auto,
+            threads: None,
+            out_dir: "runs".into(),
+            tensorboard: false,
+        }
+    }
+}
+
+/// The device that a run asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceChoice {
+    /// CUDA where a driver and a GPU answer, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// CUDA; an error on a machine without it.
+    Cuda,
+}
+
+impl RunConfig {
+    /// Reads `path`, applies the overrides `sets` (`key=value` with dotted keys) in their order,
+    /// and validates the whole.
+    ///
+    /// # Errors
+    /// See [`ConfigError`]; values out of range are all reported at once.
+    pub fn load(path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
+        let source = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        Self::parse(&source, path, sets)
+    }
+
+    /// As [`RunConfig::load`], from the text `source` of the file `path`.
+    ///
+    /// # Errors
+    /// As [`RunConfig::load`].
+    pub fn parse(source: &str, path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
+        let mut config = Self::parse_keys(source, path, sets)?;
+        if config.run.name.is_empty() {
+            config.run.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        }
+        let mut problems = Problems::new();
+        config.validate(&mut problems);
+        problems
+            .into_result()
+            .map_err(|problems| ConfigError::Invalid { path: path.to_owned(), problems })?;
+        Ok(config)
+    }
+
+    fn parse_keys(source: &str, path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
+        let mut table: Table = toml::from_str(source).map_err(|error| ConfigError::Syntax {
+            path: path.to_owned(),
+            message: error.to_string().trim_end().to_owned(),
+        })?;
+        let sets = sets.iter().map(|set| Override::parse(set)).collect::<Result<Vec<_>, _>>()?;
+        for set in &sets {
+            set.apply(&mut table)?;
+        }
+        serde_path_to_error::deserialize(Value::Table(table.clone())).map_err(|error| {
+            let retry = |table: Table| {
+                let result: Result<RunConfig, _> = Value::Table(table).try_into();
+                result.err().map(|error| error.message().to_owned())
+            };
+            error::key_error(path, source, &table, &sets, &error, retry)
+        })
+    }
+
+    /// Records every problem of the configuration.
+    pub fn validate(&self, problems: &mut Problems) {
+        let name = &self.run.name;
+        problems.check(
+            !name.is_empty() && !name.contains(['/', '\\']) && !name.starts_with('.'),
+            "run.name",
+            format!("\"{name}\""),
+            "a folder name without `/` and without a leading `.`",
+            "use for example \"wall-124m\"; run.out_dir says where the folder goes",
+        );
+        problems.check(
+            self.run.threads != Some(0),
+            "run.threads",
+            0,
+            "1 or more",
+            "leave it out to use every core",
+        );
+        self.data.validate(problems);
+        self.model.validate(problems);
+        self.train.validate(self.data.seq_len, problems);
+        for (index, eval) in self.eval.iter().enumerate() {
+            problems.check(
+                eval.get("suite").is_some_and(Value::is_str),
+                format!("eval.{index}.suite"),
+                eval.get("suite").map_or_else(|| "missing".to_owned(), Value::to_string),
+                "the name of a suite",
+                "add for example suite = \"passkey\"",
+            );
+        }
+    }
+
+    /// The folder of the run.
+    pub fn run_dir(&self) -> std::path::PathBuf {
+        self.run.out_dir.join(&self.run.name)
+    }
+
+    /// The whole configuration as TOML, defaults included.
+    ///
+    /// # Panics
+    /// Never: every value of the configuration has a TOML form.
+    pub fn to_toml(&self) -> String {
+        toml::to_string_pretty(self).expect("a configuration has a TOML form")
+    }
+
+    /// The keys whose values differ between `self` and `other`, with both values as TOML; a key
+    /// that one of them lacks has the value `(unset)` there.
+    pub fn differences(&self, other: &Self) -> Vec<Difference> {
+        let flat = |config: &Self| {
+            let mut leaves = std::collections::BTreeMap::new();
+            let tree = Value::try_from(config).expect("a configuration has a TOML form");
+            flatten(&tree, String::new(), &mut leaves);
+            leaves
+        };
+        let (ours, theirs) = (flat(self), flat(other));
+        let mut keys: Vec<&String> = ours.keys().chain(theirs.keys()).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let shown = |value: Option<&String>| value.cloned().unwrap_or_else(|| "(unset)".to_owned());
+        keys.into_iter()
+            .filter(|key| ours.get(*key) != theirs.get(*key))
+            .map(|key| Difference {
+                key: key.clone(),
+                ours: shown(ours.get(key)),
+                theirs: shown(theirs.get(key)),
+            })
+            .collect()
+    }
+}
+
+/// A key with another value in another configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// The dotted key.
+    pub key: String,
+    /// Its value here.
+    pub ours: String,
+    /// Its value there.
+    pub theirs: String,
+}
+
+fn flatten(value: &Value, key: String, leaves: &mut std::collections::BTreeMap<String, String>) {
+    let join = |segment: &str| {
+        if key.is_empty() { segment.to_owned() } else { format!("{key}.{segment}") }
+    };
+    match value {
+        Value::Table(table) => {
+            for (name, inner) in table {
+                flatten(inner, join(name), leaves);
+            }
+        }
+        Value::Array(array) if array.iter().any(Value::is_table) => {
+            for (index, inner) in array.iter().enumerate() {
+                flatten(inner, join(&index.to_string()), leaves);
+            }
+        }
+        leaf => {
+            leaves.insert(key, leaf.to_string());
+        }
+    }
+}

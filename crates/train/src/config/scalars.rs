@@ -1,0 +1,288 @@
+//! Values of the configuration that take more than one form.
+
+use std::fmt::{self, Display};
+use std::str::FromStr;
+
+use longwall_config::Interval;
+use serde::de::{Error, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// A part of a run: a share of its steps, or a count of steps or tokens.
+///
+/// In TOML: a number below 1 (`warmup = 0.01`, a share), a whole number (`warmup = 100`, steps) or
+/// a string (`"100 steps"`, `"10M tokens"`, `"1 %"`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Span {
+    /// A share of the run's steps, `0..=1`.
+    Fraction(f64),
+    /// A number of steps, 0 allowed.
+    Steps(u64),
+    /// A number of tokens, rounded up to whole steps.
+    Tokens(u64),
+}
+
+impl Span {
+    /// The length in steps of a run of `total_steps` steps of `batch_tokens` tokens each.
+    pub fn steps(self, total_steps: u64, batch_tokens: u64) -> u64 {
+        match self {
+            Span::Fraction(share) => (share * total_steps as f64).round() as u64,
+            Span::Steps(steps) => steps,
+            Span::Tokens(tokens) => tokens.div_ceil(batch_tokens.max(1)),
+        }
+    }
+}
+
+impl Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Span::Fraction(share) => write!(f, "{share}"),
+            Span::Steps(steps) => write!(f, "{steps} steps"),
+            Span::Tokens(tokens) => write!(f, "{tokens} tokens"),
+        }
+    }
+}
+
+impl FromStr for Span {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(percent) = text.trim().strip_suffix('%') {
+            let share = percent.trim().parse::<f64>().ok().map(|p| p / 100.0);
+            return share
+                .filter(|share| (0.0..=1.0).contains(share))
+                .map(Span::Fraction)
+                .ok_or_else(|| not_a_span(text));
+        }
+        if text.trim().trim_end_matches("steps").trim() == "0" {
+            return Ok(Span::Steps(0));
+        }
+        match text.parse() {
+            Ok(Interval::Steps(steps)) => Ok(Span::Steps(steps)),
+            Ok(Interval::Tokens(tokens)) => Ok(Span::Tokens(tokens)),
+            Err(_) => Err(not_a_span(text)),
+        }
+    }
+}
+
+fn not_a_span(text: impl Display) -> String {
+    format!(
+        "`{text}` is not a length; allowed: a share of the run from 0 to 1 (0.01 or \"1 %\"), steps (100 or \"100 steps\") or tokens (\"10M tokens\")"
+    )
+}
+
+impl Serialize for Span {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Span::Fraction(share) => serializer.serialize_f64(*share),
+            _ => serializer.collect_str(self),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Span {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Scalar::deserialize(deserializer, "a share, steps or tokens")? {
+            Scalar::Whole(steps) => Ok(Span::Steps(steps)),
+            Scalar::Real(share) if (0.0..=1.0).contains(&share) => Ok(Span::Fraction(share)),
+            Scalar::Real(share) => Err(D::Error::custom(not_a_span(share))),
+            Scalar::Text(text) => text.parse().map_err(D::Error::custom),
+        }
+    }
+}
+
+/// How often something happens: an interval, or `"never"`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Every(pub Option<Interval>);
+
+impl Every {
+    /// Every `steps` steps.
+    pub const fn steps(steps: u64) -> Self {
+        Every(Some(Interval::Steps(steps)))
+    }
+
+    /// Whether it happens at all.
+    pub fn is_on(self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Whether it happens after `step` finished steps of `batch_tokens` tokens each.
+    pub fn is_due(self, step: u64, batch_tokens: u64) -> bool {
+        self.0.is_some_and(|interval| step > 0 && step.is_multiple_of(interval.steps(batch_tokens)))
+    }
+}
+
+impl Serialize for Every {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match &self.0 {
+            Some(interval) => interval.serialize(serializer),
+            None => serializer.serialize_str("never"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Every {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = match Scalar::deserialize(deserializer, "steps, tokens or \"never\"")? {
+            Scalar::Whole(steps) => steps.to_string(),
+            Scalar::Real(value) => value.to_string(),
+            Scalar::Text(text) if text.trim() == "never" => return Ok(Every(None)),
+            Scalar::Text(text) => text,
+        };
+        let interval = text.parse::<Interval>();
+        interval
+            .map(|interval| Every(Some(interval)))
+            .map_err(|message| D::Error::custom(format!("{message}, or \"never\"")))
+    }
+}
+
+/// A positive number, or `"off"`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OrOff(pub Option<f64>);
+
+impl Display for OrOff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(value) => value.fmt(f),
+            None => f.write_str("off"),
+        }
+    }
+}
+
+impl Serialize for OrOff {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Some(value) => serializer.serialize_f64(value),
+            None => serializer.serialize_str("off"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for OrOff {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Scalar::deserialize(deserializer, "a number above 0, or \"off\"")? {
+            Scalar::Whole(value) => Ok(OrOff(Some(value as f64))),
+            Scalar::Real(value) => Ok(OrOff(Some(value))),
+            Scalar::Text(text) if text.trim() == "off" => Ok(OrOff(None)),
+            Scalar::Text(text) => Err(D::Error::custom(format!(
+                "`{text}` is not allowed; allowed: a number above 0, or \"off\""
+            ))),
+        }
+    }
+}
+
+/// A TOML number or string.
+enum Scalar {
+    Whole(u64),
+    Real(f64),
+    Text(String),
+}
+
+impl Scalar {
+    /// Reads one; an error of the wrong type names what was `expected`.
+    fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+        expected: &'static str,
+    ) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ScalarVisitor(expected))
+    }
+}
+
+struct ScalarVisitor(&'static str);
+
+impl Visitor<'_> for ScalarVisitor {
+    type Value = Scalar;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<Scalar, E> {
+        Ok(Scalar::Whole(value))
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<Scalar, E> {
+        u64::try_from(value)
+            .map(Scalar::Whole)
+            .map_err(|_| E::invalid_value(serde::de::Unexpected::Signed(value), &self))
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<Scalar, E> {
+        Ok(Scalar::Real(value))
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<Scalar, E> {
+        Ok(Scalar::Text(value.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Table<T> {
+        key: T,
+    }
+
+    fn parse<T: for<'de> Deserialize<'de>>(value: &str) -> Result<T, String> {
+        let parsed: Result<Table<T>, _> = toml::from_str(&format!("key = {value}"));
+        parsed.map(|table| table.key).map_err(|error| error.message().to_owned())
+    }
+
+    #[test]
+    fn spans_take_shares_steps_and_tokens() {
+        assert_eq!(parse("0.25"), Ok(Span::Fraction(0.25)));
+        assert_eq!(parse("1.0"), Ok(Span::Fraction(1.0)));
+        assert_eq!(parse("\"2 %\""), Ok(Span::Fraction(0.02)));
+        assert_eq!(parse("100"), Ok(Span::Steps(100)));
+        assert_eq!(parse("0"), Ok(Span::Steps(0)));
+        assert_eq!(parse("\"0 steps\""), Ok(Span::Steps(0)));
+        assert_eq!(parse("\"2k steps\""), Ok(Span::Steps(2000)));
+        assert_eq!(parse("\"10M tokens\""), Ok(Span::Tokens(10_000_000)));
+        assert!(parse::<Span>("1.5").unwrap_err().contains("share of the run"));
+        assert!(parse::<Span>("\"many\"").is_err());
+        assert!(parse::<Span>("\"200 %\"").is_err());
+        assert!(parse::<Span>("true").unwrap_err().contains("a share, steps or tokens"));
+    }
+
+    #[test]
+    fn spans_become_steps() {
+        assert_eq!(Span::Fraction(0.1).steps(95, 10), 10);
+        assert_eq!(Span::Steps(7).steps(95, 10), 7);
+        assert_eq!(Span::Tokens(21).steps(95, 10), 3);
+    }
+
+    #[test]
+    fn every_is_due_at_its_multiples_only() {
+        let every: Every = parse("\"100 tokens\"").unwrap();
+        let due: Vec<u64> = (0..=45).filter(|&step| every.is_due(step, 10)).collect();
+        assert_eq!(due, [10, 20, 30, 40]);
+        let never: Every = parse("\"never\"").unwrap();
+        assert!(!(0..100).any(|step| never.is_due(step, 10)));
+        assert!(parse::<Every>("0").is_err());
+        assert!(parse::<Every>("1.5").is_err());
+    }
+
+    #[test]
+    fn clipping_can_be_switched_off() {
+        assert_eq!(parse("\"off\""), Ok(OrOff(None)));
+        assert_eq!(parse("2"), Ok(OrOff(Some(2.0))));
+        assert!(parse::<OrOff>("\"no\"").is_err());
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        for span in [Span::Fraction(0.01), Span::Fraction(1.0), Span::Steps(0), Span::Tokens(500)] {
+            let table = Table { key: span };
+            assert_eq!(toml::from_str(&toml::to_string(&table).unwrap()), Ok(table));
+        }
+        for every in [Every(None), Every::steps(20), Every(Some(Interval::Tokens(9)))] {
+            let table = Table { key: every };
+            assert_eq!(toml::from_str(&toml::to_string(&table).unwrap()), Ok(table));
+        }
+        for number in [OrOff(None), OrOff(Some(1.0))] {
+            let table = Table { key: number };
+            assert_eq!(toml::from_str(&toml::to_string(&table).unwrap()), Ok(table));
+        }
+    }
+}

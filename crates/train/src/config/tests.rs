@@ -1,0 +1,169 @@
+use std::path::Path;
+
+use super::*;
+use crate::testing::CONFIG as BASE;
+
+fn parse(source: &str, sets: &[&str]) -> Result<RunConfig, ConfigError> {
+    let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+    RunConfig::parse(source, Path::new("configs/small.toml"), &sets)
+}
+
+fn error(sets: &[&str]) -> String {
+    parse(BASE, sets).unwrap_err().to_string()
+}
+
+fn error_of(from: &str, to: &str) -> String {
+    assert!(BASE.contains(from), "the test replaces {from:?}, which is not there");
+    parse(&BASE.replace(from, to), &[]).unwrap_err().to_string()
+}
+
+#[test]
+fn the_name_defaults_to_the_files() {
+    assert_eq!(parse(BASE, &[]).unwrap().run.name, "small");
+    assert_eq!(parse(BASE, &["run.name=other"]).unwrap().run_dir(), Path::new("runs/other"));
+}
+
+#[test]
+fn overrides_reach_tables_and_arrays() {
+    let config = parse(BASE, &["train.lr=6e-4", "train.tokens=2M", "train.schedule.kind=wsd"]);
+    let config = config.unwrap();
+    assert_eq!((config.train.lr, config.train.tokens), (6e-4, 2_000_000));
+    assert!(matches!(config.train.schedule, crate::schedule::ScheduleConfig::Wsd { .. }));
+    assert!(parse(BASE, &["data.sources.0.weight=2"]).is_ok());
+}
+
+#[test]
+fn the_resolved_configuration_reads_back_as_itself() {
+    let config = parse(BASE, &["run.threads=2", "train.sample.every=1M tokens"]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+}
+
+#[test]
+fn differences_name_the_keys() {
+    let config = parse(BASE, &[]).unwrap();
+    let other = parse(BASE, &["train.lr=2e-3", "run.threads=1"]).unwrap();
+    assert_eq!(config.differences(&config), []);
+    let differences: Vec<String> = config
+        .differences(&other)
+        .iter()
+        .map(|d| format!("{}: {} | {}", d.key, d.ours, d.theirs))
+        .collect();
+    assert_eq!(differences, ["run.threads: (unset) | 1", "train.lr: 0.001 | 0.002"]);
+}
+
+#[test]
+fn unknown_keys_are_errors_with_a_suggestion() {
+    insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
+      hint: did you mean `clip`?
+    ");
+    insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nfnord = 1"), @r"
+    configs/small.toml:17: model.fnord is no known key; allowed here: layers, width, heads, attention
+      hint: remove model.fnord, or use one of the keys above
+    ");
+    insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", bass = 1"), @r"
+    configs/small.toml:19: model.attention.bass is no known key; allowed here: base
+      hint: did you mean `base`?
+    ");
+    insta::assert_snapshot!(error_of("max_bytes", "max_byte"), @r"
+    configs/small.toml:10: data.sources.0.max_byte is no known key; allowed here: weight, max_bytes
+      hint: did you mean `max_bytes`?
+    ");
+    insta::assert_snapshot!(error_of("[tokenizer]", "[tokeniser]"), @r"
+    configs/small.toml:12: tokeniser is no known key; allowed here: run, data, tokenizer, model, train, eval
+      hint: did you mean `tokenizer`?
+    ");
+    insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
+      hint: remove train.learning_rate, or use one of the keys above
+    ");
+}
+
+#[test]
+fn values_of_the_wrong_type_are_named() {
+    insta::assert_snapshot!(error_of("lr = 1e-3", "lr = \"high\""), @r#"
+    configs/small.toml:24: train.lr is "high"; expected a number
+      hint: change the value of train.lr
+    "#);
+    insta::assert_snapshot!(error_of("tokens = \"1M\"", "tokens = true"), @r#"
+    configs/small.toml:22: train.tokens is true; expected a whole number, or text such as "10M"
+      hint: change the value of train.tokens
+    "#);
+    insta::assert_snapshot!(error_of("tokens = \"1M\"", "tokens = \"lots\""), @r#"
+    configs/small.toml:22: train.tokens is "lots"; `lots` is not a count; allowed: a whole number with an optional k, M or B, for example 20k or 1.5M
+      hint: change the value of train.tokens
+    "#);
+    insta::assert_snapshot!(error_of("max_bytes = \"8M\"", "weight = \"big\""), @r#"
+    configs/small.toml:10: data.sources.0.weight is "big"; expected a number
+      hint: change the value of data.sources.0.weight
+    "#);
+    insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"ropee\""), @r#"
+    configs/small.toml:19: model.attention.kind is "ropee"; allowed: rope, fox
+      hint: did you mean "rope"?
+    "#);
+    insta::assert_snapshot!(error(&["train.checkpoint.every=sometimes"]), @r#"
+    --set train.checkpoint.every=sometimes: train.checkpoint.every is "sometimes"; `sometimes` is not an interval; allowed: a count above 0 of steps or tokens, for example 100, "100 steps" or "10M tokens", or "never"
+      hint: change the value of train.checkpoint.every
+    "#);
+    insta::assert_snapshot!(error(&["train.schedule={kind=\"wsd\",shape=\"lin\"}"]), @r#"
+    --set train.schedule={kind="wsd",shape="lin"}: train.schedule.shape is "lin"; allowed: linear, one-minus-sqrt, cosine
+      hint: did you mean "linear"?
+    "#);
+    insta::assert_snapshot!(error(&["run.name=12"]), @r#"
+    --set run.name=12: run.name is 12; expected a string
+      hint: put it in quotes: run.name = "12"
+    "#);
+}
+
+#[test]
+fn missing_keys_are_named() {
+    insta::assert_snapshot!(error_of("lr = 1e-3", ""), @r"
+    configs/small.toml:21: train.lr is missing
+      hint: add `lr = …` under [train]
+    ");
+    insta::assert_snapshot!(parse("", &[]).unwrap_err(), @r"
+    configs/small.toml: data is missing
+      hint: add a table [data]; the files in configs/ show one
+    ");
+    insta::assert_snapshot!(error_of("[tokenizer]\nkind", "[tokenizer]\npath"), @r"
+    configs/small.toml:12: tokenizer.kind is missing
+      hint: add `kind = …` under [tokenizer]
+    ");
+}
+
+#[test]
+fn a_file_that_is_no_toml_shows_the_line() {
+    insta::assert_snapshot!(error_of("seed = 3", "seed = "), @r"
+    configs/small.toml is not valid TOML
+    TOML parse error at line 3, column 8
+      |
+    3 | seed = 
+      |        ^
+    string values must be quoted, expected literal string
+    ");
+}
+
+#[test]
+fn a_missing_file_is_an_error_with_a_hint() {
+    let error = RunConfig::load(Path::new("no/such.toml"), &[]).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    cannot read the configuration no/such.toml: No such file or directory (os error 2)
+      hint: check the path; configs/ holds ready-made ones
+    ");
+}
+
+#[test]
+fn values_out_of_range_are_reported_together() {
+    let sets = ["run.name=\"a/b\"", "model.heads=5", "train.lr=0", "train.batch_tokens=1000"];
+    insta::assert_snapshot!(error(&sets), @r#"
+    configs/small.toml: the configuration has 4 problems:
+    run.name is "a/b"; allowed: a folder name without `/` and without a leading `.`
+      hint: use for example "wall-124m"; run.out_dir says where the folder goes
+    model.heads is 5; allowed: a divisor of model.width
+      hint: use 4
+    train.batch_tokens is 1000; allowed: a multiple of data.seq_len (512) above 0
+      hint: use 512 or 1024
+    train.lr is 0; allowed: a number above 0
+      hint: use for example 6e-4
+    "#);
+}

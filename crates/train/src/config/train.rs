@@ -1,0 +1,422 @@
+//! The table `[train]`.
+
+use longwall_config::{Problems, count};
+use serde::{Deserialize, Serialize};
+
+use super::scalars::{Every, OrOff};
+use crate::schedule::{Schedule, ScheduleConfig};
+
+/// The table `[train]`: how long, with what batch, and with which optimiser.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Length of the run in tokens; rounded up to whole steps.
+    #[serde(deserialize_with = "count")]
+    pub tokens: u64,
+    /// Tokens of one optimiser step, over all its micro-batches: a multiple of `data.seq_len`.
+    #[serde(deserialize_with = "count")]
+    pub batch_tokens: u64,
+    /// Rows of one forward and backward pass. Gradient accumulation follows from it. Default: the
+    /// largest divisor of the batch's rows that stays within the device's default token budget.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub micro_batch: Option<usize>,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Largest global gradient norm; larger gradients are scaled down to it. Default 1; `"off"`.
+    #[serde(default = "default_clip")]
+    pub clip: OrOff,
+    /// The optimiser. Default AdamW.
+    #[serde(default)]
+    pub optimiser: OptimiserConfig,
+    /// Learning rate over the run. Default cosine.
+    #[serde(default)]
+    pub schedule: ScheduleConfig,
+    /// Which steps are skipped.
+    #[serde(default)]
+    pub skip: SkipConfig,
+    /// Validation in the loop.
+    #[serde(default)]
+    pub validate: ValidateConfig,
+    /// Text written by the model in the loop.
+    #[serde(default)]
+    pub sample: SampleConfig,
+    /// Checkpoints.
+    #[serde(default)]
+    pub checkpoint: CheckpointConfig,
+}
+
+fn default_clip() -> OrOff {
+    OrOff(Some(1.0))
+}
+
+/// The table `[train.optimiser]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum OptimiserConfig {
+    /// AdamW (Loshchilov and Hutter 2019, algorithm 2), with decay on matrices only: norms, biases,
+    /// gates' biases, scalars and embeddings do not decay.
+    Adamw {
+        /// Decay rate of the first moment.
+        #[serde(default = "default_beta1")]
+        beta1: f64,
+        /// Decay rate of the second moment.
+        #[serde(default = "default_beta2")]
+        beta2: f64,
+        /// Added to the root of the second moment.
+        #[serde(default = "default_eps")]
+        eps: f64,
+        /// Decoupled weight decay, times the learning rate of the step.
+        #[serde(default = "default_weight_decay")]
+        weight_decay: f64,
+    },
+}
+
+fn default_beta1() -> f64 {
+    0.9
+}
+
+fn default_beta2() -> f64 {
+    0.95
+}
+
+fn default_eps() -> f64 {
+    1e-8
+}
+
+fn default_weight_decay() -> f64 {
+    0.1
+}
+
+impl Default for OptimiserConfig {
+    fn default() -> Self {
+        OptimiserConfig::Adamw {
+            beta1: default_beta1(),
+            beta2: default_beta2(),
+            eps: default_eps(),
+            weight_decay: default_weight_decay(),
+        }
+    }
+}
+
+/// The table `[train.skip]`: steps whose loss or gradient norm is not finite are always skipped;
+/// outliers on request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SkipConfig {
+    /// A step is skipped when its loss or gradient norm lies more than this many standard
+    /// deviations above the mean of the last `window` steps taken. Default `"off"`; 6 is usual.
+    pub outlier_z: OrOff,
+    /// Steps that mean and deviation are taken over; until so many are there, none is an outlier.
+    pub window: usize,
+    /// After this many skipped steps in a row the run stops.
+    pub max_in_a_row: u64,
+}
+
+impl Default for SkipConfig {
+    fn default() -> Self {
+        SkipConfig { outlier_z: OrOff(None), window: 128, max_in_a_row: 10 }
+    }
+}
+
+/// The table `[train.validate]`. The last step is always validated unless `every = "never"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ValidateConfig {
+    /// How often. Default every 250 steps.
+    pub every: Every,
+}
+
+impl Default for ValidateConfig {
+    fn default() -> Self {
+        ValidateConfig { every: Every::steps(250) }
+    }
+}
+
+/// The table `[train.sample]`: text the model writes in the loop, appended to `samples.txt`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SampleConfig {
+    /// How often. Default never.
+    pub every: Every,
+    /// One sample for each prompt. An empty prompt starts a document.
+    pub prompts: Vec<String>,
+    /// Tokens written after each prompt.
+    pub tokens: usize,
+    /// Softmax temperature; 0 is greedy.
+    pub temperature: f64,
+}
+
+impl Default for SampleConfig {
+    fn default() -> Self {
+        SampleConfig {
+            every: Every(None),
+            prompts: vec![String::new()],
+            tokens: 64,
+            temperature: 0.8,
+        }
+    }
+}
+
+/// The table `[train.checkpoint]`. The last step and a stop on Ctrl-C or TERM always leave one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointConfig {
+    /// How often. Default every 1000 steps.
+    pub every: Every,
+    /// How many of the newest are kept.
+    pub keep_last: usize,
+    /// Whether a validation loss lower than all before it leaves a checkpoint too, which is kept
+    /// until a better one comes.
+    pub best: bool,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> Self {
+        CheckpointConfig { every: Every::steps(1000), keep_last: 2, best: true }
+    }
+}
+
+impl TrainConfig {
+    /// Optimiser steps of the run: `ceil(tokens / batch_tokens)`.
+    pub fn total_steps(&self) -> u64 {
+        self.tokens.div_ceil(self.batch_tokens.max(1))
+    }
+
+    /// Rows of `seq_len` tokens in one optimiser step.
+    pub fn batch_rows(&self, seq_len: usize) -> usize {
+        self.batch_tokens as usize / seq_len.max(1)
+    }
+
+    /// Rows of one forward and backward pass: `micro_batch` where the file says so, else the
+    /// largest divisor of the batch's rows within `budget_tokens`, at least one row.
+    pub fn micro_batch_rows(&self, seq_len: usize, budget_tokens: usize) -> usize {
+        let rows = self.batch_rows(seq_len);
+        let fits = |n: &usize| rows.is_multiple_of(*n) && n * seq_len <= budget_tokens;
+        self.micro_batch.unwrap_or_else(|| (1..=rows).rev().find(fits).unwrap_or(1))
+    }
+
+    /// The learning rate as a function of the step.
+    pub fn lr_schedule(&self) -> Schedule {
+        self.schedule.schedule(self.lr, self.total_steps(), self.batch_tokens)
+    }
+
+    /// Records every problem of the table, for rows of `seq_len` tokens.
+    pub fn validate(&self, seq_len: usize, problems: &mut Problems) {
+        self.validate_batch(seq_len, problems);
+        problems.check(
+            self.lr.is_finite() && self.lr > 0.0,
+            "train.lr",
+            self.lr,
+            "a number above 0",
+            "use for example 6e-4",
+        );
+        problems.check(
+            self.clip.0.is_none_or(|clip| clip.is_finite() && clip > 0.0),
+            "train.clip",
+            self.clip,
+            "a number above 0, or \"off\"",
+            "use 1.0, the usual norm, or \"off\" for no clipping",
+        );
+        self.optimiser.validate(problems);
+        self.schedule.validate(self.total_steps(), self.batch_tokens, problems);
+        self.skip.validate(problems);
+        self.sample.validate(problems);
+        problems.check(
+            self.checkpoint.keep_last > 0,
+            "train.checkpoint.keep_last",
+            self.checkpoint.keep_last,
+            "1 or more",
+            "keep at least one checkpoint, so that the run can be resumed",
+        );
+    }
+
+    fn validate_batch(&self, seq_len: usize, problems: &mut Problems) {
+        let seq = seq_len.max(1) as u64;
+        let below = self.batch_tokens / seq * seq;
+        let nearest = if below == 0 {
+            format!("use {seq}")
+        } else {
+            format!("use {below} or {}", below + seq)
+        };
+        problems.check(
+            self.batch_tokens > 0 && self.batch_tokens.is_multiple_of(seq),
+            "train.batch_tokens",
+            self.batch_tokens,
+            format!("a multiple of data.seq_len ({seq_len}) above 0"),
+            nearest,
+        );
+        problems.check(
+            self.tokens > 0,
+            "train.tokens",
+            self.tokens,
+            "1 or more",
+            "say how many tokens to train on, for example \"10M\"",
+        );
+        let rows = self.batch_rows(seq_len);
+        if let Some(micro) = self.micro_batch {
+            problems.check(
+                micro > 0 && micro <= rows && rows.is_multiple_of(micro),
+                "train.micro_batch",
+                micro,
+                format!("a divisor of the batch's {rows} rows (batch_tokens / seq_len)"),
+                format!("use {}, or leave it out", nearest_divisor(rows, micro)),
+            );
+        }
+    }
+}
+
+/// The divisor of `n` nearest to `wanted`, the smaller one of two.
+fn nearest_divisor(n: usize, wanted: usize) -> usize {
+    let divisors = (1..=n).filter(|d| n.is_multiple_of(*d));
+    divisors.min_by_key(|d| d.abs_diff(wanted)).unwrap_or(1)
+}
+
+impl OptimiserConfig {
+    fn validate(&self, problems: &mut Problems) {
+        let OptimiserConfig::Adamw { beta1, beta2, eps, weight_decay } = self;
+        for (key, beta) in [("beta1", beta1), ("beta2", beta2)] {
+            problems.check(
+                (0.0..1.0).contains(beta),
+                format!("train.optimiser.{key}"),
+                beta,
+                "0 up to but not including 1",
+                "use 0.9 for beta1 and 0.95 or 0.999 for beta2",
+            );
+        }
+        problems.check(
+            eps.is_finite() && *eps > 0.0,
+            "train.optimiser.eps",
+            eps,
+            "a number above 0",
+            "use 1e-8",
+        );
+        problems.check(
+            weight_decay.is_finite() && *weight_decay >= 0.0,
+            "train.optimiser.weight_decay",
+            weight_decay,
+            "0 or more",
+            "use 0.1, or 0 for no decay",
+        );
+    }
+}
+
+impl SkipConfig {
+    fn validate(&self, problems: &mut Problems) {
+        problems.check(
+            self.outlier_z.0.is_none_or(|z| z.is_finite() && z > 0.0),
+            "train.skip.outlier_z",
+            self.outlier_z,
+            "a number above 0, or \"off\"",
+            "use 6, or \"off\"",
+        );
+        problems.check(
+            self.window >= 8,
+            "train.skip.window",
+            self.window,
+            "8 or more steps",
+            "use 128: a deviation over fewer steps says little",
+        );
+        problems.check(
+            self.max_in_a_row > 0,
+            "train.skip.max_in_a_row",
+            self.max_in_a_row,
+            "1 or more",
+            "use 10",
+        );
+    }
+}
+
+impl SampleConfig {
+    fn validate(&self, problems: &mut Problems) {
+        problems.check(
+            self.temperature.is_finite() && self.temperature >= 0.0,
+            "train.sample.temperature",
+            self.temperature,
+            "0 or more",
+            "use 0.8, or 0 for greedy decoding",
+        );
+        problems.check(
+            !self.every.is_on() || (self.tokens > 0 && !self.prompts.is_empty()),
+            "train.sample",
+            format!("{} prompts of {} tokens", self.prompts.len(), self.tokens),
+            "at least one prompt and one token",
+            "set prompts = [\"\"] and tokens = 64, or every = \"never\"",
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(more: &str) -> TrainConfig {
+        toml::from_str(&format!("tokens = \"1M\"\nbatch_tokens = 4096\nlr = 1e-3\n{more}")).unwrap()
+    }
+
+    fn problems(config: &TrainConfig, seq_len: usize) -> String {
+        let mut problems = Problems::new();
+        config.validate(seq_len, &mut problems);
+        problems.into_result().map_or_else(|problems| problems.to_string(), |()| String::new())
+    }
+
+    #[test]
+    fn the_shortest_table_is_valid_and_survives_a_round_trip() {
+        let config = config("");
+        assert_eq!(problems(&config, 512), "");
+        assert_eq!(toml::from_str::<TrainConfig>(&toml::to_string(&config).unwrap()), Ok(config));
+    }
+
+    #[test]
+    fn steps_are_rounded_up() {
+        assert_eq!(config("").total_steps(), 245);
+        assert_eq!(TrainConfig { tokens: 4096, ..config("") }.total_steps(), 1);
+    }
+
+    #[test]
+    fn accumulation_is_derived_from_the_token_budget() {
+        let config = config("");
+        assert_eq!(config.micro_batch_rows(512, 4096), 8);
+        assert_eq!(config.micro_batch_rows(512, 2000), 2);
+        assert_eq!(config.micro_batch_rows(512, 100), 1);
+        assert_eq!(TrainConfig { micro_batch: Some(4), ..config }.micro_batch_rows(512, 1), 4);
+    }
+
+    #[test]
+    fn a_batch_that_is_no_multiple_of_the_rows_names_its_neighbours() {
+        insta::assert_snapshot!(problems(&config(""), 1000), @r"
+        the configuration has 1 problem:
+        train.batch_tokens is 4096; allowed: a multiple of data.seq_len (1000) above 0
+          hint: use 4000 or 5000
+        ");
+    }
+
+    #[test]
+    fn every_problem_is_reported_at_once() {
+        let config = config(
+            "micro_batch = 3
+            clip = -1.0
+            optimiser = { kind = \"adamw\", beta1 = 1.0 }
+            schedule = { kind = \"linear\", warmup = 300 }
+            skip = { window = 2 }
+            checkpoint = { keep_last = 0 }
+            sample = { every = 10, prompts = [] }",
+        );
+        insta::assert_snapshot!(problems(&config, 512), @r#"
+        the configuration has 7 problems:
+        train.micro_batch is 3; allowed: a divisor of the batch's 8 rows (batch_tokens / seq_len)
+          hint: use 2, or leave it out
+        train.clip is -1; allowed: a number above 0, or "off"
+          hint: use 1.0, the usual norm, or "off" for no clipping
+        train.optimiser.beta1 is 1; allowed: 0 up to but not including 1
+          hint: use 0.9 for beta1 and 0.95 or 0.999 for beta2
+        train.schedule.warmup is 300 steps; allowed: less than the run's 245 steps
+          hint: shorten the warm-up, or raise train.tokens
+        train.skip.window is 2; allowed: 8 or more steps
+          hint: use 128: a deviation over fewer steps says little
+        train.sample is 0 prompts of 64 tokens; allowed: at least one prompt and one token
+          hint: set prompts = [""] and tokens = 64, or every = "never"
+        train.checkpoint.keep_last is 0; allowed: 1 or more
+          hint: keep at least one checkpoint, so that the run can be resumed
+        "#);
+    }
+}

@@ -1,0 +1,82 @@
+//! Writing files so that no reader, and no crash, ever meets half of one.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Writes `bytes` to a temporary name beside `path`, waits for the disk, and renames.
+///
+/// # Errors
+/// What the system says; the temporary file is removed then.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let temporary = with_suffix(path, ".tmp");
+    let write = || {
+        let mut file = File::create(&temporary)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)?;
+        sync_folder(path.parent().unwrap_or(Path::new(".")))
+    };
+    write().inspect_err(|_| {
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+/// `path` with `suffix` appended to its last part.
+pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
+/// Waits until every file directly in `folder`, and the folder itself, is on the disk.
+///
+/// # Errors
+/// What the system says.
+pub fn sync_files_in(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            // Windows flushes only handles that may write.
+            File::options().read(true).write(true).open(entry.path())?.sync_all()?;
+        }
+    }
+    sync_folder(folder)
+}
+
+/// Waits until the entries of `folder` are on the disk, where the system can do that.
+///
+/// # Errors
+/// What the system says.
+pub fn sync_folder(folder: &Path) -> io::Result<()> {
+    if cfg!(unix) {
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        File::open(folder)?.sync_all()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_whole_and_nothing_else_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("best.json");
+        write_atomically(&path, b"one").unwrap();
+        write_atomically(&path, b"two").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_failed_write_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("taken");
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("inside"), b"x").unwrap();
+        write_atomically(&path, b"one").unwrap_err();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

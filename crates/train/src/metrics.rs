@@ -1,0 +1,257 @@
+//! `metrics.jsonl`: one JSON object a line, one line for each step and for each validation.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// The line of one optimiser step.
+///
+/// A loss or gradient norm that is not finite is `null`: JSON has no NaN.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// Finished steps, this one included.
+    pub step: u64,
+    /// Tokens seen, this step's included.
+    pub tokens: u64,
+    /// Mean loss of the batch's weighted tokens, in nats.
+    pub loss: Option<f32>,
+    /// Global gradient norm before clipping.
+    pub grad_norm: Option<f32>,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Training throughput of the step, tokens over wall-clock seconds.
+    pub tokens_per_second: f64,
+    /// Model FLOPs utilisation: the model's training FLOPs over what the device's peak would have
+    /// done in the same time. `null` where the peak is not known.
+    pub mfu: Option<f64>,
+    /// Seconds of training so far, over all resumed parts; validation and checkpoints included.
+    pub seconds: f64,
+    /// Whether the step was skipped: the weights did not change.
+    pub skipped: bool,
+}
+
+/// The line of one validation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ValidationRecord {
+    /// Finished steps.
+    pub step: u64,
+    /// Tokens seen.
+    pub tokens: u64,
+    /// Mean loss of the validation tokens, in nats.
+    pub validation_loss: f64,
+    /// `exp(validation_loss)`.
+    pub perplexity: f64,
+    /// All nats over `ln 2` and over the bytes that the counted targets stand for.
+    pub bits_per_byte: f64,
+    /// Seconds of training so far.
+    pub seconds: f64,
+}
+
+/// One line of `metrics.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Record {
+    /// A validation.
+    Validation(ValidationRecord),
+    /// A step.
+    Step(StepRecord),
+}
+
+/// Why metrics cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum MetricsError {
+    /// Reading or writing failed.
+    #[error("{}: {source}\n  hint: check that the disk has room and the folder can be written", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A line is no record.
+    #[error("{}:{line}: no metrics record: {source}\n  hint: every line must be one that training wrote", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The parser's message.
+        source: serde_json::Error,
+    },
+}
+
+/// A text file that grows by whole entries, and that a resume cuts back to where its checkpoint
+/// was taken.
+#[derive(Debug)]
+pub struct AppendLog {
+    path: PathBuf,
+    file: File,
+    length: u64,
+}
+
+impl AppendLog {
+    /// Opens `path` for appending, cut back to `length` bytes; made where it is not there.
+    ///
+    /// A file shorter than `length` has lost entries: that is logged, and it grows from there.
+    ///
+    /// # Errors
+    /// When the file cannot be opened or cut.
+    pub fn open(path: &Path, length: u64) -> Result<Self, MetricsError> {
+        let io = |source| MetricsError::Io { path: path.to_owned(), source };
+        let mut options = OpenOptions::new();
+        let mut file =
+            options.create(true).write(true).truncate(false).open(path).map_err(io)?;
+        let found = file.metadata().map_err(io)?.len();
+        if found < length {
+            tracing::warn!(
+                "{} has {found} bytes but had {length} at the checkpoint: earlier entries are lost",
+                path.display()
+            );
+        }
+        let length = found.min(length);
+        file.set_len(length).map_err(io)?;
+        file.seek(SeekFrom::Start(length)).map_err(io)?;
+        Ok(AppendLog { path: path.to_owned(), file, length })
+    }
+
+    /// Appends `text` in one write.
+    ///
+    /// # Errors
+    /// When the write fails.
+    pub fn append(&mut self, text: &str) -> Result<(), MetricsError> {
+        self.file.write_all(text.as_bytes()).map_err(|source| self.error(source))?;
+        self.length += text.len() as u64;
+        Ok(())
+    }
+
+    /// Appends `record` as one line.
+    ///
+    /// # Errors
+    /// When the write fails.
+    pub fn append_record(&mut self, record: &Record) -> Result<(), MetricsError> {
+        let mut line = serde_json::to_string(record).map_err(|e| self.error(e.into()))?;
+        line.push('\n');
+        self.append(&line)
+    }
+
+    /// Waits until everything appended is on the disk, and gives the length in bytes.
+    ///
+    /// # Errors
+    /// When the disk does not take it.
+    pub fn sync(&mut self) -> Result<u64, MetricsError> {
+        self.file.sync_data().map_err(|source| self.error(source))?;
+        Ok(self.length)
+    }
+
+    fn error(&self, source: std::io::Error) -> MetricsError {
+        MetricsError::Io { path: self.path.clone(), source }
+    }
+}
+
+/// Reads every record of `path`. A last line without its end, which a killed run leaves, is left
+/// out.
+///
+/// # Errors
+/// When the file cannot be read, or a line is no record.
+pub fn read(path: &Path) -> Result<Vec<Record>, MetricsError> {
+    let io = |source| MetricsError::Io { path: path.to_owned(), source };
+    let mut reader = BufReader::new(File::open(path).map_err(io)?);
+    let mut records = Vec::new();
+    let mut line = String::new();
+    for number in 1.. {
+        line.clear();
+        reader.read_line(&mut line).map_err(io)?;
+        if !line.ends_with('\n') {
+            break;
+        }
+        let record = serde_json::from_str(&line).map_err(|source| MetricsError::Line {
+            path: path.to_owned(),
+            line: number,
+            source,
+        })?;
+        records.push(record);
+    }
+    Ok(records)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64, loss: f32) -> Record {
+        Record::Step(StepRecord {
+            step,
+            tokens: step * 64,
+            loss: loss.is_finite().then_some(loss),
+            grad_norm: Some(0.1),
+            lr: 1e-3,
+            tokens_per_second: 5000.0,
+            mfu: None,
+            seconds: 0.5,
+            skipped: !loss.is_finite(),
+        })
+    }
+
+    fn validation(step: u64) -> Record {
+        Record::Validation(ValidationRecord {
+            step,
+            tokens: step * 64,
+            validation_loss: 2.5,
+            perplexity: 2.5f64.exp(),
+            bits_per_byte: 1.2,
+            seconds: 0.6,
+        })
+    }
+
+    #[test]
+    fn records_read_back_as_written_nan_as_null() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let records = [step(1, 0.1), validation(1), step(2, f32::NAN)];
+        let mut log = AppendLog::open(&path, 0).unwrap();
+        for record in &records {
+            log.append_record(record).unwrap();
+        }
+        assert_eq!(read(&path).unwrap(), records);
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.lines().nth(2).unwrap().contains("\"loss\":null"), "{text}");
+    }
+
+    #[test]
+    fn a_resume_cuts_the_lines_after_the_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = AppendLog::open(&path, 0).unwrap();
+        log.append_record(&step(1, 3.0)).unwrap();
+        let at_checkpoint = log.sync().unwrap();
+        log.append_record(&step(2, 2.0)).unwrap();
+        log.append("{\"step\":3,\"tok").unwrap();
+        drop(log);
+        let mut log = AppendLog::open(&path, at_checkpoint).unwrap();
+        log.append_record(&step(2, 1.5)).unwrap();
+        assert_eq!(read(&path).unwrap(), [step(1, 3.0), step(2, 1.5)]);
+    }
+
+    #[test]
+    fn a_file_that_lost_its_lines_grows_from_what_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = AppendLog::open(&path, 1000).unwrap();
+        log.append_record(&step(1, 3.0)).unwrap();
+        assert_eq!(log.sync().unwrap(), std::fs::metadata(&path).unwrap().len());
+    }
+
+    #[test]
+    fn a_bad_line_is_named_and_a_cut_last_line_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let good = serde_json::to_string(&step(1, 3.0)).unwrap();
+        std::fs::write(&path, format!("{good}\n{}", &good[..20])).unwrap();
+        assert_eq!(read(&path).unwrap().len(), 1);
+        std::fs::write(&path, format!("{good}\nnonsense\n")).unwrap();
+        let error = read(&path).unwrap_err().to_string();
+        assert!(error.contains("metrics.jsonl:2"), "{error}");
+    }
+}
