@@ -1,1 +1,37 @@
-//! Longwall.
+//! Evaluations of a language model as its context grows: suites behind one trait, scores with
+//! standard errors, reports and plots.
+//!
+//! A caller gives [`run`] a [`SuiteConfig`] (from the command line or a configuration file), an
+//! [`EvalModel`] and a [`RunContext`]. The suite's folder then holds
+//!
+//! - `results.json`: the [`Report`], every score with its standard error and what is needed to get
+//!   it again;
+//! - `samples.jsonl`: one line a sample (prompt, output, verdict), appended as samples finish; with
+//!   `settings.json` it lets an evaluation that was cut short go on;
+//! - `grid.csv`: the scores by length and depth;
+//! - SVG plots.
+//!
+//! All lengths are in tokens of the model's own tokeniser, and prompt plus generation fit them.
+
+mod error;
+mod files;
+mod journal;
+mod model;
+mod options;
+pub mod plot;
+mod report;
+mod runner;
+pub mod stats;
+mod suite;
+pub mod suites;
+mod text;
+
+pub use error::EvalError;
+pub use model::{EvalModel, LogLikelihood};
+pub use plot::{Curve, XAxis, plot_losses};
+pub use report::{Report, Score, TokenizerReport};
+pub use suite::{
+    Answer, Batching, Call, HeldOut, Outcome, Progress, ProgressUpdate, Request, RunContext,
+    Scoring, Setting, Silent, Suite, Trial,
+};
+pub use suites::{SuiteConfig, run};

@@ -1,0 +1,166 @@
+//! What can go wrong in an evaluation.
+
+use std::path::{Path, PathBuf};
+
+use longwall_config::Problems;
+
+/// An evaluation that could not be done. Every message says what, where, what is allowed and what
+/// to do.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    /// Options outside their range; all of them at once.
+    #[error(transparent)]
+    Options(#[from] Problems),
+
+    /// A file or folder could not be read or written.
+    #[error("cannot {action} {}: {source}\n  hint: {remedy}", path.display())]
+    Io {
+        /// What was tried, for example "read".
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+        /// What the user can do.
+        remedy: &'static str,
+    },
+
+    /// The model failed: out of memory, for example.
+    #[error("the model failed on {what}: {source}\n  hint: lower --batch or --batch-tokens if memory ran out")]
+    Model {
+        /// What the model was asked for.
+        what: String,
+        /// The model's reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+
+    /// The model broke the contract of [`EvalModel`](crate::EvalModel).
+    #[error("the model gave {found} for {what}; expected {expected}")]
+    ModelContract {
+        /// What the model was asked for.
+        what: String,
+        /// What came back.
+        found: String,
+        /// What the contract asks.
+        expected: String,
+    },
+
+    /// A length that cannot hold the shortest prompt and the answer.
+    #[error(
+        "{suite}: length {length} is too short; allowed: at least {minimum} tokens of the {tokenizer} tokeniser ({prompt} for the shortest prompt, {generation} for the answer)\n  hint: ask for --lengths of {minimum} or more"
+    )]
+    TooShort {
+        /// The suite.
+        suite: &'static str,
+        /// The length asked for, in tokens.
+        length: usize,
+        /// The smallest length allowed, in tokens.
+        minimum: usize,
+        /// Tokens of the shortest prompt.
+        prompt: usize,
+        /// Tokens kept for the generated answer.
+        generation: usize,
+        /// The tokeniser's name.
+        tokenizer: String,
+    },
+
+    /// A length beyond what the model can read.
+    #[error(
+        "{suite}: length {length} is longer than the model can read; allowed: at most {max_len} tokens, because its positions are learned\n  hint: ask for --lengths of {max_len} or less, or train a model with relative positions"
+    )]
+    TooLong {
+        /// The suite.
+        suite: &'static str,
+        /// The length asked for, in tokens.
+        length: usize,
+        /// The longest context of the model.
+        max_len: usize,
+    },
+
+    /// The text to evaluate on is missing, empty, unreadable or too short.
+    #[error("{what}\n  hint: {remedy}")]
+    Text {
+        /// What is wrong, with path and value.
+        what: String,
+        /// What the user can do.
+        remedy: String,
+    },
+
+    /// The folder holds an evaluation with other settings.
+    #[error(
+        "{} holds an evaluation with other settings:\n{}\n  hint: use the same settings to resume it, --force to throw its samples away, or another folder",
+        folder.display(),
+        differences.join("\n")
+    )]
+    OtherSettings {
+        /// The evaluation's folder.
+        folder: PathBuf,
+        /// One line per setting: name, what was, what is asked now.
+        differences: Vec<String>,
+    },
+
+    /// A file of an earlier run of the suite is damaged.
+    #[error("{}:{line}: {reason}\n  hint: remove the line, or start again with --force", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// The evaluation was asked to stop; what is done is kept.
+    #[error("stopped after {done} of {total} samples; {} keeps them\n  hint: run the same command again to go on", folder.display())]
+    Stopped {
+        /// Samples done.
+        done: u64,
+        /// Samples in all.
+        total: u64,
+        /// The evaluation's folder.
+        folder: PathBuf,
+    },
+
+    /// A plot could not be drawn.
+    #[error("cannot draw {}: {reason}\n  hint: {remedy}", path.display())]
+    Plot {
+        /// The picture's path.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+        /// What the user can do.
+        remedy: &'static str,
+    },
+}
+
+impl EvalError {
+    /// An error of the model itself, for those who implement [`EvalModel`](crate::EvalModel).
+    pub fn model(
+        what: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        EvalError::Model { what: what.into(), source: source.into() }
+    }
+
+    /// Turns an IO error into one that names the file it was reading.
+    pub(crate) fn read(path: &Path) -> impl FnOnce(std::io::Error) -> EvalError {
+        let path = path.to_path_buf();
+        move |source| EvalError::Io {
+            action: "read",
+            path,
+            source,
+            remedy: "check that the path exists and that you may read it",
+        }
+    }
+
+    /// Turns an IO error into one that names the file it was writing.
+    pub(crate) fn write(path: &Path) -> impl FnOnce(std::io::Error) -> EvalError {
+        let path = path.to_path_buf();
+        move |source| EvalError::Io {
+            action: "write",
+            path,
+            source,
+            remedy: "check that the folder may be written and that the disk has room",
+        }
+    }
+}

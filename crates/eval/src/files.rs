@@ -1,0 +1,91 @@
+//! Files that are there whole or not at all.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::EvalError;
+
+/// Writes `bytes` to a temporary name beside `path`, then renames it.
+pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), EvalError> {
+    with_temporary(path, |temporary| {
+        let write = || {
+            let mut file = File::create(temporary)?;
+            file.write_all(bytes)?;
+            file.sync_all()
+        };
+        write().map_err(EvalError::write(path))
+    })
+}
+
+/// Lets `write` make a file under a temporary name with `path`'s extension, then renames it to
+/// `path`. When `write` fails, the temporary file is removed.
+pub(crate) fn with_temporary(
+    path: &Path,
+    write: impl FnOnce(&Path) -> Result<(), EvalError>,
+) -> Result<(), EvalError> {
+    let temporary = temporary_name(path);
+    let result = write(&temporary)
+        .and_then(|()| fs::rename(&temporary, path).map_err(EvalError::write(path)));
+    if result.is_err() {
+        // The file may not exist, and the first error is the one to tell.
+        let _ = fs::remove_file(&temporary);
+    }
+    result
+}
+
+fn temporary_name(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".tmp-{}-{name}", std::process::id()))
+}
+
+/// Makes a folder and those above it.
+pub(crate) fn create_dir(dir: &Path) -> Result<(), EvalError> {
+    fs::create_dir_all(dir).map_err(EvalError::write(dir))
+}
+
+/// Removes a file; one that is not there is fine.
+pub(crate) fn remove(path: &Path) -> Result<(), EvalError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(EvalError::write(path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_write_leaves_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("results.json");
+        let result = with_temporary(&path, |temporary| {
+            fs::write(temporary, "half").unwrap();
+            Err(EvalError::Text { what: "no".into(), remedy: "yes".into() })
+        });
+        assert!(result.is_err());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_write_replaces_the_whole_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("results.json");
+        write_atomically(&path, b"a longer text").unwrap();
+        write_atomically(&path, b"short").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"short");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn an_unwritable_folder_is_named() {
+        let error = write_atomically(Path::new("/proc/none/results.json"), b"x").unwrap_err();
+        insta::assert_snapshot!(error, @r"
+        cannot write /proc/none/results.json: No such file or directory (os error 2)
+          hint: check that the folder may be written and that the disk has room
+        ");
+    }
+}

@@ -1,0 +1,231 @@
+//! `samples.jsonl`: one line a finished trial, appended as trials finish, so that an evaluation cut
+//! short goes on where it stopped.
+
+use std::collections::HashSet;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::Value;
+
+use crate::EvalError;
+use crate::files::{create_dir, remove, write_atomically};
+use crate::suite::{Outcome, Request, Trial};
+
+/// A line of `samples.jsonl`.
+#[derive(Serialize)]
+struct Line<'a, V> {
+    id: u64,
+    length: usize,
+    depth: Option<f64>,
+    index: usize,
+    prompt_tokens: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expected: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output: Option<&'a str>,
+    verdict: &'a V,
+    prompt: &'a str,
+}
+
+/// What is read back of a line: all but the texts.
+#[derive(Deserialize)]
+struct ReadLine<V> {
+    id: u64,
+    length: usize,
+    depth: Option<f64>,
+    verdict: V,
+}
+
+/// The samples of an evaluation on disk, and the settings they were taken with.
+pub(crate) struct Journal {
+    folder: PathBuf,
+    path: PathBuf,
+    file: File,
+    done: HashSet<u64>,
+}
+
+impl Journal {
+    /// Opens the folder's samples: new ones, or those an earlier run with equal `settings` left.
+    pub(crate) fn open(folder: &Path, settings: &Value, force: bool) -> Result<Self, EvalError> {
+        create_dir(folder)?;
+        let path = folder.join("samples.jsonl");
+        let settings_path = folder.join("settings.json");
+        if force {
+            for old in [&path, &settings_path, &folder.join("results.json")] {
+                remove(old)?;
+            }
+        }
+        if settings_path.exists() {
+            check_settings(folder, &settings_path, settings)?;
+        } else if path.exists() {
+            return Err(EvalError::OtherSettings {
+                folder: folder.to_path_buf(),
+                differences: vec!["  samples.jsonl is there without settings.json".to_string()],
+            });
+        } else {
+            let json = serde_json::to_string_pretty(settings).expect("settings are plain data");
+            write_atomically(&settings_path, (json + "\n").as_bytes())?;
+        }
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .map_err(EvalError::write(&path))?;
+        let mut journal = Journal { folder: folder.to_path_buf(), path, file, done: HashSet::new() };
+        journal.recover()?;
+        Ok(journal)
+    }
+
+    /// Reads which trials are done and cuts off a last line that was not written to its end.
+    fn recover(&mut self) -> Result<(), EvalError> {
+        #[derive(Deserialize)]
+        struct Id {
+            id: u64,
+        }
+        let mut done = HashSet::new();
+        let whole = self.each_line(|journal, number, line| {
+            let Id { id } = journal.parse(number, line)?;
+            if !done.insert(id) {
+                return Err(journal.damaged(number, format!("sample {id} stands here twice")));
+            }
+            Ok(())
+        })?;
+        self.file.set_len(whole).map_err(EvalError::write(&self.path))?;
+        self.done = done;
+        Ok(())
+    }
+
+    /// Calls `each` with the number and the bytes of every whole line; returns their total length.
+    fn each_line(
+        &self,
+        mut each: impl FnMut(&Self, usize, &[u8]) -> Result<(), EvalError>,
+    ) -> Result<u64, EvalError> {
+        let file = File::open(&self.path).map_err(EvalError::read(&self.path))?;
+        let mut reader = BufReader::new(file);
+        let (mut line, mut number, mut whole) = (Vec::new(), 0, 0);
+        loop {
+            line.clear();
+            reader.read_until(b'\n', &mut line).map_err(EvalError::read(&self.path))?;
+            if line.last() != Some(&b'\n') {
+                return Ok(whole);
+            }
+            number += 1;
+            each(self, number, &line)?;
+            whole += line.len() as u64;
+        }
+    }
+
+    fn parse<T: DeserializeOwned>(&self, number: usize, line: &[u8]) -> Result<T, EvalError> {
+        serde_json::from_slice(line)
+            .map_err(|error| self.damaged(number, format!("not a sample of this suite: {error}")))
+    }
+
+    fn damaged(&self, line: usize, reason: String) -> EvalError {
+        EvalError::Damaged { path: self.path.clone(), line, reason }
+    }
+
+    /// The evaluation's folder.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Whether the trial is done.
+    pub(crate) fn has(&self, trial: &Trial) -> bool {
+        self.done.contains(&trial.id)
+    }
+
+    /// How many trials are done.
+    pub(crate) fn len(&self) -> u64 {
+        self.done.len() as u64
+    }
+
+    /// Appends finished trials, with the text the model generated for each, if it did.
+    pub(crate) fn append<'a, V: Serialize + 'a>(
+        &mut self,
+        samples: impl IntoIterator<Item = (&'a Trial, &'a Request, Option<&'a str>, V)>,
+    ) -> Result<(), EvalError> {
+        let mut lines = Vec::new();
+        let mut ids = Vec::new();
+        for (trial, request, output, verdict) in samples {
+            let line = Line {
+                id: trial.id,
+                length: trial.length,
+                depth: request.depth,
+                index: trial.index,
+                prompt_tokens: request.call.input_len(),
+                expected: request.expected.as_deref(),
+                output,
+                verdict: &verdict,
+                prompt: &request.prompt,
+            };
+            serde_json::to_writer(&mut lines, &line).expect("a sample is plain data");
+            lines.push(b'\n');
+            ids.push(trial.id);
+        }
+        let write = |file: &mut File| file.write_all(&lines).and_then(|()| file.sync_data());
+        write(&mut self.file).map_err(EvalError::write(&self.path))?;
+        self.done.extend(ids);
+        Ok(())
+    }
+
+    /// The outcomes of all `trials`, in their order, read from the file: a resumed evaluation and
+    /// an unbroken one are scored from the same bytes.
+    pub(crate) fn outcomes<V: DeserializeOwned>(
+        &self,
+        trials: &[Trial],
+    ) -> Result<Vec<Outcome<V>>, EvalError> {
+        let mut outcomes: Vec<Option<Outcome<V>>> = trials.iter().map(|_| None).collect();
+        self.each_line(|journal, number, line| {
+            let line: ReadLine<V> = journal.parse(number, line)?;
+            let trial = trials.get(line.id as usize).filter(|trial| trial.length == line.length);
+            let Some(trial) = trial else {
+                let reason =
+                    format!("sample {} of length {} is none of this suite", line.id, line.length);
+                return Err(journal.damaged(number, reason));
+            };
+            outcomes[line.id as usize] =
+                Some(Outcome { trial: trial.clone(), depth: line.depth, verdict: line.verdict });
+            Ok(())
+        })?;
+        let count = outcomes.len();
+        let found: Vec<Outcome<V>> = outcomes.into_iter().flatten().collect();
+        if found.len() != count {
+            let reason = format!("{} samples are here, {count} were taken", found.len());
+            return Err(self.damaged(found.len(), reason));
+        }
+        Ok(found)
+    }
+}
+
+/// Compares the settings on disk with those of now.
+fn check_settings(folder: &Path, path: &Path, now: &Value) -> Result<(), EvalError> {
+    let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
+    let then: Value = serde_json::from_str(&text).map_err(|error| EvalError::Damaged {
+        path: path.to_path_buf(),
+        line: error.line(),
+        reason: format!("not the settings of an evaluation: {error}"),
+    })?;
+    let mut differences = Vec::new();
+    compare("", &then, now, &mut differences);
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(EvalError::OtherSettings { folder: folder.to_path_buf(), differences })
+}
+
+fn compare(name: &str, then: &Value, now: &Value, differences: &mut Vec<String>) {
+    if let (Value::Object(a), Value::Object(b)) = (then, now) {
+        let mut keys: Vec<&String> = a.keys().chain(b.keys()).collect();
+        keys.sort();
+        keys.dedup();
+        for key in keys {
+            let path = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
+            let (a, b) = (a.get(key).unwrap_or(&Value::Null), b.get(key).unwrap_or(&Value::Null));
+            compare(&path, a, b, differences);
+        }
+    } else if then != now {
+        differences.push(format!("  {name} was {then}, now it is {now}"));
+    }
+}

@@ -1,0 +1,176 @@
+//! Pieces that the options of several suites share.
+
+use longwall_config::{Problems, parse_count};
+use longwall_data::Tokenizer;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+use serde::{Deserialize, Deserializer};
+
+use crate::EvalError;
+use crate::suite::{Batching, Trial};
+
+/// Sequences in a call of the model, unless the user says otherwise.
+pub(crate) const DEFAULT_BATCH: usize = 16;
+/// Tokens in a call of the model, unless the user says otherwise.
+pub(crate) const DEFAULT_BATCH_TOKENS: usize = 65_536;
+
+/// Parses a length or a number of tokens on the command line: `4096`, `32k`.
+pub(crate) fn parse_size(text: &str) -> Result<usize, String> {
+    parse_count(text).map(|count| count as usize)
+}
+
+/// A size in a configuration file: a number, or text with a suffix.
+#[derive(Deserialize)]
+struct Size(#[serde(deserialize_with = "longwall_config::count")] u64);
+
+/// For `#[serde(deserialize_with)]`: `batch_tokens = "64k"`.
+pub(crate) fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
+    Ok(Size::deserialize(deserializer)?.0 as usize)
+}
+
+/// For `#[serde(deserialize_with)]`: `lengths = [500, "32k"]`.
+pub(crate) fn sizes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<usize>, D::Error> {
+    let sizes = Vec::<Size>::deserialize(deserializer)?;
+    Ok(sizes.into_iter().map(|size| size.0 as usize).collect())
+}
+
+/// For `#[serde(deserialize_with, default)]`: lengths that may be left out.
+pub(crate) fn optional_sizes<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Vec<usize>>, D::Error> {
+    sizes(deserializer).map(Some)
+}
+
+/// Checks a list of lengths: at least one, none 0, none twice.
+pub(crate) fn check_lengths(suite: &str, lengths: &[usize], problems: &mut Problems) {
+    let key = format!("{suite}.lengths");
+    problems.check(
+        !lengths.is_empty(),
+        &key,
+        "empty",
+        "at least one length in tokens",
+        "give lengths, for example --lengths 500,1000",
+    );
+    for (at, &length) in lengths.iter().enumerate() {
+        problems.check(
+            length > 0,
+            &key,
+            length,
+            "lengths above 0, in tokens",
+            "remove the 0",
+        );
+        problems.check(
+            !lengths[..at].contains(&length),
+            &key,
+            format!("{length} twice"),
+            "every length once",
+            "remove the repetition",
+        );
+    }
+}
+
+/// Checks that a count is within a range.
+pub(crate) fn check_count(
+    key: impl Into<String>,
+    value: usize,
+    allowed: std::ops::RangeInclusive<usize>,
+    remedy: &str,
+    problems: &mut Problems,
+) {
+    let text = match *allowed.end() {
+        usize::MAX => format!("{} or more", allowed.start()),
+        end => format!("{} to {end}", allowed.start()),
+    };
+    problems.check(allowed.contains(&value), key, value, text, remedy);
+}
+
+/// Checks the size of a batch.
+pub(crate) fn check_batching(suite: &str, batching: Batching, problems: &mut Problems) {
+    let any = 1..=usize::MAX;
+    check_count(
+        format!("{suite}.batch"),
+        batching.rows,
+        any.clone(),
+        "--batch 1 takes least memory",
+        problems,
+    );
+    check_count(
+        format!("{suite}.batch_tokens"),
+        batching.tokens,
+        any,
+        "--batch-tokens 1 puts every sequence in a call of its own",
+        problems,
+    );
+}
+
+/// Checks that the longest answer fits what may be generated: an answer cut short is never right.
+///
+/// # Errors
+/// [`EvalError::Options`] when it does not.
+pub(crate) fn check_answer(
+    suite: &str,
+    max_tokens: usize,
+    answer: &str,
+    tokenizer: &Tokenizer,
+) -> Result<(), EvalError> {
+    let needed = tokenizer.encode(answer).len();
+    let mut problems = Problems::new();
+    let remedy = format!("raise --max-tokens: the answer `{answer}` takes {needed} tokens");
+    let key = format!("{suite}.max_tokens");
+    problems.check(max_tokens >= needed, key, max_tokens, format!("{needed} or more"), remedy);
+    Ok(problems.into_result()?)
+}
+
+/// The generator of one sample: its key is the numbers of the trial themselves, so that a sample
+/// depends on the seed and its own place, and never on which other samples are taken. `stream`
+/// tells the suites apart.
+pub(crate) fn sample_rng(seed: u64, stream: u64, trial: &Trial) -> ChaCha8Rng {
+    let depth = trial.depth.map_or(u64::MAX, f64::to_bits);
+    let mut key = [0; 32];
+    for (bytes, number) in
+        key.chunks_exact_mut(8).zip([seed, trial.length as u64, depth, trial.index as u64])
+    {
+        bytes.copy_from_slice(&number.to_le_bytes());
+    }
+    let mut rng = ChaCha8Rng::from_seed(key);
+    rng.set_stream(stream);
+    rng
+}
+
+/// `count` depths evenly from 0 to 1; a single one is the middle.
+pub(crate) fn depth_grid(count: usize) -> Vec<f64> {
+    match count {
+        1 => vec![0.5],
+        _ => (0..count).map(|n| n as f64 / (count - 1) as f64).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::Rng;
+
+    use super::*;
+
+    #[test]
+    fn depths_reach_both_ends() {
+        assert_eq!(depth_grid(1), [0.5]);
+        assert_eq!(depth_grid(5), [0.0, 0.25, 0.5, 0.75, 1.0]);
+    }
+
+    #[test]
+    fn samples_depend_on_seed_suite_length_depth_and_index_alone() {
+        let trial = Trial { id: 3, length: 500, depth: Some(0.5), index: 0 };
+        let draw = |seed, stream, trial: &Trial| sample_rng(seed, stream, trial).random::<u64>();
+        let first = draw(0, 1, &trial);
+        assert_eq!(first, draw(0, 1, &Trial { id: 9, ..trial.clone() }));
+        for other in [
+            draw(1, 1, &trial),
+            draw(0, 2, &trial),
+            draw(0, 1, &Trial { length: 501, ..trial.clone() }),
+            draw(0, 1, &Trial { depth: None, ..trial.clone() }),
+            draw(0, 1, &Trial { index: 1, ..trial.clone() }),
+        ] {
+            assert_ne!(first, other);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Loss curves of one or several runs.
+
+use std::path::Path;
+
+use super::{LineChart, Point, Scale, Series};
+use crate::EvalError;
+
+/// More points than pixels tell nothing: longer curves are drawn by this many of their points.
+const MOST_POINTS: usize = 2000;
+
+/// The losses of one run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Curve {
+    /// The run's name, for the legend.
+    pub name: String,
+    /// Training loss: (x, nats a token), by growing x.
+    pub train: Vec<(f64, f64)>,
+    /// Validation loss: (x, nats a token), by growing x.
+    pub validation: Vec<(f64, f64)>,
+}
+
+/// What the x of a curve counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum XAxis {
+    /// Optimiser steps.
+    Steps,
+    /// Training tokens.
+    Tokens,
+    /// Seconds of training.
+    Seconds,
+}
+
+impl XAxis {
+    fn label(self) -> &'static str {
+        match self {
+            XAxis::Steps => "step",
+            XAxis::Tokens => "training tokens",
+            XAxis::Seconds => "seconds of training",
+        }
+    }
+}
+
+/// Draws the losses of runs into one `.svg` or `.png` file.
+///
+/// The training loss is drawn pale as it is and, where `smoothing` is above 0, as a line of its
+/// exponential moving average (`smoothing` is the weight of the past, 0 to below 1, corrected for
+/// its start); the validation loss as dots joined by a line. One colour is one run.
+///
+/// # Errors
+/// [`EvalError::Plot`] for a path that ends in neither `.svg` nor `.png`, a smoothing out of range,
+/// and when no curve has a finite point.
+pub fn plot_losses(
+    curves: &[Curve],
+    x_axis: XAxis,
+    path: &Path,
+    smoothing: f64,
+) -> Result<(), EvalError> {
+    if !(0.0..1.0).contains(&smoothing) {
+        return Err(EvalError::Plot {
+            path: path.to_path_buf(),
+            reason: format!("the smoothing is {smoothing}; allowed: 0 (none) to below 1"),
+            remedy: "give a smoothing such as 0.9",
+        });
+    }
+    let mut series = Vec::new();
+    for (colour, curve) in curves.iter().enumerate() {
+        let raw = thin(&curve.train);
+        let line = |name: String, points: Vec<(f64, f64)>, faint: bool, dots: bool| Series {
+            name,
+            points: points.into_iter().map(|(x, y)| Point { x, y, error: None }).collect(),
+            colour,
+            faint,
+            dots,
+        };
+        let name = format!("{}: training", curve.name);
+        if smoothing > 0.0 {
+            series.push(line(String::new(), raw, true, false));
+            series.push(line(name, thin(&smooth(&curve.train, smoothing)), false, false));
+        } else {
+            series.push(line(name, raw, !curve.validation.is_empty(), false));
+        }
+        if !curve.validation.is_empty() {
+            let name = format!("{}: validation", curve.name);
+            series.push(line(name, thin(&curve.validation), false, true));
+        }
+    }
+    let names: Vec<&str> = curves.iter().map(|curve| curve.name.as_str()).collect();
+    let chart = LineChart {
+        title: match names.as_slice() {
+            [name] => format!("Loss of {name}"),
+            _ => format!("Loss of {} runs", names.len()),
+        },
+        x_label: x_axis.label().to_string(),
+        y_label: "loss (nats per token)".to_string(),
+        x_scale: Scale::Linear,
+        y_range: None,
+        series,
+        boundary: None,
+    };
+    chart.save(path)
+}
+
+/// Exponential moving average, corrected for its start; values that are not finite stay gaps.
+fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
+    let (mut sum, mut total) = (0.0, 0.0);
+    points
+        .iter()
+        .map(|&(x, y)| {
+            if !y.is_finite() {
+                return (x, y);
+            }
+            sum = weight * sum + (1.0 - weight) * y;
+            total = weight * total + (1.0 - weight);
+            (x, sum / total)
+        })
+        .collect()
+}
+
+/// At most [`MOST_POINTS`] of the points, evenly, the last among them.
+fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let step = points.len().div_ceil(MOST_POINTS).max(1);
+    let mut thinned: Vec<(f64, f64)> = points.iter().step_by(step).copied().collect();
+    if let Some(last) = points.last().filter(|_| (points.len() - 1) % step != 0) {
+        thinned.push(*last);
+    }
+    thinned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn smoothing_a_constant_changes_nothing() {
+        let smoothed = smooth(&[(0.0, 2.0), (1.0, 2.0), (2.0, f64::NAN), (3.0, 2.0)], 0.9);
+        assert!((smoothed[0].1 - 2.0).abs() < 1e-12 && (smoothed[3].1 - 2.0).abs() < 1e-12);
+        assert!(smoothed[2].1.is_nan());
+    }
+
+    #[test]
+    fn thinning_keeps_both_ends() {
+        let points: Vec<(f64, f64)> = (0..10_001).map(|n| (f64::from(n), 0.0)).collect();
+        let thinned = thin(&points);
+        assert!(thinned.len() <= MOST_POINTS + 1);
+        assert_eq!((thinned[0].0, thinned[thinned.len() - 1].0), (0.0, 10_000.0));
+        assert_eq!(thin(&[]), []);
+    }
+}

@@ -1,0 +1,305 @@
+//! Runs a suite: trials in batches, samples to disk as they finish, then scores, plots and report.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use longwall_config::Problems;
+use longwall_data::Tokenizer;
+
+use crate::journal::Journal;
+use crate::report::{Report, TokenizerReport};
+use crate::suite::{
+    Answer, Batching, Call, ProgressUpdate, Request, RunContext, Setting, Suite, Trial,
+};
+use crate::{EvalError, EvalModel};
+
+/// Batches whose requests are made at one time: enough to sort by length, few enough for memory.
+const BATCHES_AT_A_TIME: usize = 16;
+
+/// Options that change how fast a suite runs and nothing else.
+const SPEED_OPTIONS: [&str; 2] = ["batch", "batch_tokens"];
+
+/// Runs one suite from its options to its report.
+pub(crate) fn run_suite<S: Suite>(
+    options: &S::Options,
+    model: &mut dyn EvalModel,
+    context: &RunContext<'_>,
+) -> Result<Report, EvalError> {
+    let mut problems = Problems::new();
+    S::validate(options, &mut problems);
+    problems.into_result()?;
+    let tokenizer = model.tokenizer().clone();
+    let suite = S::open(
+        options,
+        &Setting {
+            tokenizer: &tokenizer,
+            train_seq_len: model.train_seq_len(),
+            max_len: model.max_len(),
+            held_out: context.held_out,
+        },
+    )?;
+    let trials = suite.trials();
+    check_lengths::<S>(&trials, model.max_len())?;
+
+    let mut report = blank_report(&suite, options, &*model, context);
+    let mut journal = Journal::open(&context.out_dir, &settings(&report), context.force)?;
+    context.progress.start(S::NAME, journal.len(), trials.len() as u64);
+    let taken = take_samples(&suite, &trials, &tokenizer, model, &mut journal, context);
+    context.progress.finish();
+    taken?;
+
+    let scoring = suite.score(&journal.outcomes(&trials)?);
+    let step = report.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
+    suite.draw(&scoring, &format!("{}{step}", report.run), journal.folder())?;
+    report.samples = trials.len() as u64;
+    report.headline = scoring.headline;
+    report.scores = scoring.scores;
+    report.details = scoring.details;
+    report.save(journal.folder())?;
+    Ok(report)
+}
+
+/// A length the model cannot read is an error before the first sample.
+fn check_lengths<S: Suite>(trials: &[Trial], max_len: Option<usize>) -> Result<(), EvalError> {
+    let longest = trials.iter().map(|trial| trial.length).max().unwrap_or(0);
+    match max_len {
+        Some(max_len) if longest > max_len => {
+            Err(EvalError::TooLong { suite: S::NAME, length: longest, max_len })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The report before any sample.
+fn blank_report<S: Suite>(
+    suite: &S,
+    options: &S::Options,
+    model: &dyn EvalModel,
+    context: &RunContext<'_>,
+) -> Report {
+    let tokenizer = model.tokenizer();
+    Report {
+        suite: S::NAME.to_string(),
+        suite_version: S::VERSION,
+        run: context.run.clone(),
+        checkpoint_step: context.checkpoint_step,
+        git_hash: context.git_hash.clone(),
+        longwall_version: env!("CARGO_PKG_VERSION").to_string(),
+        device: model.device(),
+        tokenizer: TokenizerReport {
+            name: tokenizer.name().to_string(),
+            fingerprint: tokenizer.fingerprint(),
+            vocab_size: tokenizer.vocab_size(),
+        },
+        train_seq_len: model.train_seq_len(),
+        seed: suite.seed(),
+        config: serde_json::to_value(options).expect("options are plain data"),
+        resolved: suite.resolved(),
+        samples: 0,
+        headline: Default::default(),
+        scores: Vec::new(),
+        details: Value::Null,
+    }
+}
+
+/// What a resumed evaluation must share with the one it goes on from.
+fn settings(report: &Report) -> Value {
+    let mut options = report.config.clone();
+    if let Some(options) = options.as_object_mut() {
+        for name in SPEED_OPTIONS {
+            options.remove(name);
+        }
+    }
+    json!({
+        "suite": report.suite,
+        "suite_version": report.suite_version,
+        "run": report.run,
+        "checkpoint_step": report.checkpoint_step,
+        "device": report.device,
+        "tokenizer": report.tokenizer,
+        "options": options,
+        "resolved": report.resolved,
+    })
+}
+
+/// Takes every sample that the journal does not hold.
+///
+/// The batches are those of an unbroken run, less what is done, so that a resumed evaluation takes
+/// its samples in the same order.
+fn take_samples<S: Suite>(
+    suite: &S,
+    trials: &[Trial],
+    tokenizer: &Tokenizer,
+    model: &mut dyn EvalModel,
+    journal: &mut Journal,
+    context: &RunContext<'_>,
+) -> Result<(), EvalError> {
+    let batching = suite.batching();
+    let mut speed = Speed::new(trials, journal);
+    for trials in trials.chunk_by(|a, b| a.length == b.length) {
+        for chunk in trials.chunks(batching.rows * BATCHES_AT_A_TIME) {
+            if chunk.iter().all(|trial| journal.has(trial)) {
+                continue;
+            }
+            let mut requests = Vec::with_capacity(chunk.len());
+            for trial in chunk {
+                requests.push((trial, checked_request(suite, trial, tokenizer)?));
+            }
+            for batch in batches(&mut requests, batching) {
+                let pending: Vec<_> =
+                    batch.iter().filter(|(trial, _)| !journal.has(trial)).collect();
+                if pending.is_empty() {
+                    continue;
+                }
+                if context.stopped() {
+                    return Err(EvalError::Stopped {
+                        done: journal.len(),
+                        total: speed.total,
+                        folder: journal.folder().to_path_buf(),
+                    });
+                }
+                let answers = ask(model, tokenizer, &pending)?;
+                journal.append(pending.iter().zip(&answers).map(|((trial, request), answer)| {
+                    let output = match answer {
+                        Answer::Text(text) => Some(text.as_str()),
+                        _ => None,
+                    };
+                    (*trial, request, output, suite.judge(trial, request, answer))
+                }))?;
+                context.progress.update(&speed.after(&pending, journal.len()));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A trial's request; one that needs more context than the trial's length is a bug of the suite.
+fn checked_request<S: Suite>(
+    suite: &S,
+    trial: &Trial,
+    tokenizer: &Tokenizer,
+) -> Result<Request, EvalError> {
+    let request = suite.request(trial, tokenizer)?;
+    let context_len = request.call.context_len();
+    assert!(
+        context_len <= trial.length,
+        "{}: trial {} needs {context_len} tokens of context; its length is {}",
+        S::NAME,
+        trial.id,
+        trial.length
+    );
+    Ok(request)
+}
+
+/// Cuts requests into batches of equal shape, at most `rows` sequences and `tokens` tokens each.
+fn batches<'r, 't>(
+    requests: &'r mut [(&'t Trial, Request)],
+    batching: Batching,
+) -> Vec<&'r [(&'t Trial, Request)]> {
+    requests.sort_by_key(|(trial, request)| (request.call.batch_key(), trial.id));
+    let mut batches = Vec::new();
+    for group in requests.chunk_by(|a, b| a.1.call.batch_key() == b.1.call.batch_key()) {
+        let context_len = group[0].1.call.context_len().max(1);
+        let rows = batching.rows.min(batching.tokens / context_len).max(1);
+        batches.extend(group.chunks(rows));
+    }
+    batches
+}
+
+/// One call of the model for a batch of equal calls.
+fn ask(
+    model: &mut dyn EvalModel,
+    tokenizer: &Tokenizer,
+    batch: &[&(&Trial, Request)],
+) -> Result<Vec<Answer>, EvalError> {
+    let calls = || batch.iter().map(|(_, request)| &request.call);
+    let answers: Vec<Answer> = match &batch[0].1.call {
+        Call::Generate { max_tokens, .. } => {
+            let prompts: Vec<Vec<u32>> = calls()
+                .map(|call| match call {
+                    Call::Generate { prompt, .. } => prompt.clone(),
+                    other => unreachable!("a batch of generations holds {other:?}"),
+                })
+                .collect();
+            let outputs = model.generate(&prompts, *max_tokens)?;
+            outputs.iter().map(|tokens| Answer::Text(tokenizer.decode(tokens))).collect()
+        }
+        Call::LogLikelihood { .. } => {
+            let pairs: Vec<(Vec<u32>, Vec<u32>)> = calls()
+                .map(|call| match call {
+                    Call::LogLikelihood { context, continuation } => {
+                        (context.clone(), continuation.clone())
+                    }
+                    other => unreachable!("a batch of continuations holds {other:?}"),
+                })
+                .collect();
+            model.log_likelihood(&pairs)?.into_iter().map(Answer::LogLikelihood).collect()
+        }
+        Call::Rolling { .. } => {
+            let sequences: Vec<Vec<u32>> = calls()
+                .map(|call| match call {
+                    Call::Rolling { tokens } => tokens.clone(),
+                    other => unreachable!("a batch of texts holds {other:?}"),
+                })
+                .collect();
+            let values = model.token_log_likelihoods(&sequences)?;
+            for (values, sequence) in values.iter().zip(&sequences) {
+                check_count("log-likelihoods of a sequence", values.len(), sequence.len() - 1)?;
+            }
+            values.into_iter().map(Answer::Tokens).collect()
+        }
+    };
+    check_count("answers to a batch", answers.len(), batch.len())?;
+    Ok(answers)
+}
+
+fn check_count(what: &str, found: usize, expected: usize) -> Result<(), EvalError> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(EvalError::ModelContract {
+        what: what.to_string(),
+        found: format!("{found} values"),
+        expected: expected.to_string(),
+    })
+}
+
+/// Samples a second, and the time left by the tokens that are left.
+struct Speed {
+    start: Instant,
+    total: u64,
+    samples: u64,
+    tokens: u64,
+    tokens_left: u64,
+}
+
+impl Speed {
+    fn new(trials: &[Trial], journal: &Journal) -> Self {
+        let left = trials.iter().filter(|trial| !journal.has(trial));
+        Speed {
+            start: Instant::now(),
+            total: trials.len() as u64,
+            samples: 0,
+            tokens: 0,
+            tokens_left: left.map(|trial| trial.length as u64).sum(),
+        }
+    }
+
+    fn after(&mut self, batch: &[&(&Trial, Request)], done: u64) -> ProgressUpdate {
+        let length = batch[0].0.length;
+        let tokens = (length * batch.len()) as u64;
+        self.samples += batch.len() as u64;
+        self.tokens += tokens;
+        self.tokens_left = self.tokens_left.saturating_sub(tokens);
+        let seconds = self.start.elapsed().as_secs_f64();
+        let left = seconds * self.tokens_left as f64 / self.tokens as f64;
+        ProgressUpdate {
+            done,
+            total: self.total,
+            length,
+            samples_per_second: (seconds > 0.0).then(|| self.samples as f64 / seconds),
+            time_left: Duration::try_from_secs_f64(left).ok(),
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Means and their standard errors.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// A mean and how sure it is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Estimate {
+    /// The mean; none when a value in it was infinite or not a number.
+    pub value: Option<f64>,
+    /// Standard error of the mean; none when one sample (or one document) cannot tell.
+    pub standard_error: Option<f64>,
+    /// How many samples the mean is over.
+    pub samples: usize,
+}
+
+impl Estimate {
+    /// Share of correct samples, with the standard error of a sample mean,
+    /// `sqrt(p (1 − p) / (n − 1))`.
+    ///
+    /// A score of 0 or 1 has a standard error of 0 by this formula, however few the samples are:
+    /// read `samples` beside it.
+    pub fn proportion(correct: usize, samples: usize) -> Self {
+        if samples == 0 {
+            return Estimate { value: None, standard_error: None, samples };
+        }
+        let p = correct as f64 / samples as f64;
+        let standard_error =
+            (samples > 1).then(|| (p * (1.0 - p) / (samples as f64 - 1.0)).sqrt());
+        Estimate { value: Some(p), standard_error, samples }
+    }
+
+    /// Mean of `(cluster, value)` pairs with a standard error that knows that the values of one
+    /// cluster (one document) are not independent.
+    ///
+    /// With `G` clusters and `n` values it is `sqrt(G / (G − 1) · Σ_g (Σ_{i∈g} (x_i − mean))²) / n`;
+    /// where every cluster has one value this is the usual `s / sqrt(n)`.
+    pub fn clustered(values: impl IntoIterator<Item = (u64, f64)>) -> Self {
+        let values: Vec<(u64, f64)> = values.into_iter().collect();
+        let samples = values.len();
+        let mean = values.iter().map(|(_, x)| x).sum::<f64>() / samples as f64;
+        if !mean.is_finite() {
+            return Estimate { value: None, standard_error: None, samples };
+        }
+        let mut residuals = BTreeMap::<u64, f64>::new();
+        for (cluster, value) in values {
+            *residuals.entry(cluster).or_default() += value - mean;
+        }
+        let clusters = residuals.len() as f64;
+        let standard_error = (residuals.len() > 1).then(|| {
+            let square_sum: f64 = residuals.values().map(|sum| sum * sum).sum();
+            (clusters / (clusters - 1.0) * square_sum).sqrt() / samples as f64
+        });
+        Estimate { value: Some(mean), standard_error, samples }
+    }
+
+    /// `exp` of a mean loss: perplexity. Its standard error is the delta method's,
+    /// `perplexity · standard error of the loss`. None where it is too large for a number.
+    pub fn exp(self) -> Self {
+        let value = self.value.map(f64::exp).filter(|value| value.is_finite());
+        let standard_error = value.zip(self.standard_error).map(|(value, error)| value * error);
+        Estimate { value, standard_error, samples: self.samples }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proportion_by_hand() {
+        // Three of four: sqrt(0.75 · 0.25 / 3) = 0.25.
+        let estimate = Estimate::proportion(3, 4);
+        assert_eq!((estimate.value, estimate.standard_error), (Some(0.75), Some(0.25)));
+        assert_eq!(Estimate::proportion(1, 1).standard_error, None);
+        assert_eq!(Estimate::proportion(0, 0).value, None);
+    }
+
+    #[test]
+    fn mean_of_independent_values_by_hand() {
+        // 1, 2, 3, 4: mean 2.5, s = sqrt(5/3), s / sqrt(4) = sqrt(5/12).
+        let estimate = Estimate::clustered([(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]);
+        assert_eq!(estimate.value, Some(2.5));
+        assert!((estimate.standard_error.unwrap() - (5.0f64 / 12.0).sqrt()).abs() < 1e-15);
+    }
+
+    #[test]
+    fn repeated_values_of_a_cluster_do_not_shrink_the_error() {
+        let once = Estimate::clustered([(0, 1.0), (1, 3.0)]);
+        let copies = (0..10).flat_map(|_| [(0, 1.0), (1, 3.0)]);
+        let repeated = Estimate::clustered(copies);
+        assert_eq!(once.value, repeated.value);
+        assert!((once.standard_error.unwrap() - repeated.standard_error.unwrap()).abs() < 1e-12);
+        assert_eq!(Estimate::clustered([(0, 1.0), (0, 3.0)]).standard_error, None);
+    }
+
+    #[test]
+    fn numbers_that_are_none_stay_visible() {
+        assert_eq!(Estimate::clustered([(0, f64::NAN), (1, 1.0)]).value, None);
+        assert_eq!(Estimate::clustered([]).value, None);
+        let huge = Estimate { value: Some(1e4), standard_error: Some(1.0), samples: 2 };
+        assert_eq!(huge.exp().value, None);
+        let loss = Estimate { value: Some(0.0), standard_error: Some(0.5), samples: 2 };
+        assert_eq!(loss.exp(), Estimate { value: Some(1.0), standard_error: Some(0.5), samples: 2 });
+    }
+}

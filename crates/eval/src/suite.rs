@@ -1,0 +1,281 @@
+//! The trait behind which every suite stands, and what passes through it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use longwall_config::Problems;
+use longwall_data::Tokenizer;
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
+
+use crate::report::Score;
+use crate::{EvalError, LogLikelihood};
+
+/// One evaluation: it lists its trials, makes each trial's request, judges the model's answer and
+/// turns the verdicts into scores.
+///
+/// A trial's request is a pure function of the suite's options and the trial, so that a suite can
+/// be cut short and resumed, and gives the same samples whatever the order and the batch.
+pub trait Suite: Sized {
+    /// The options a user sets: command-line arguments and a table of a configuration file.
+    type Options: Serialize;
+    /// What [`judge`](Self::judge) says of an answer; one line of `samples.jsonl` keeps it.
+    type Verdict: Serialize + DeserializeOwned;
+
+    /// The suite's name on the command line, in configuration files and as its folder.
+    const NAME: &'static str;
+    /// Bumped whenever a change of the suite changes its numbers.
+    const VERSION: u32;
+
+    /// Records every option that is out of range.
+    fn validate(options: &Self::Options, problems: &mut Problems);
+
+    /// Makes the suite ready for a model: resolves defaults, reads text.
+    ///
+    /// # Errors
+    /// Lengths the prompt cannot fit, text that is missing or too short.
+    fn open(options: &Self::Options, setting: &Setting<'_>) -> Result<Self, EvalError>;
+
+    /// The seed every sample comes from.
+    fn seed(&self) -> u64;
+
+    /// How many sequences a call of the model gets.
+    fn batching(&self) -> Batching;
+
+    /// What the options left open and [`open`](Self::open) decided: default lengths, the text read.
+    /// Part of the settings that a resumed evaluation must share.
+    fn resolved(&self) -> Value;
+
+    /// All trials, by growing length; each `id` is its place in the list.
+    fn trials(&self) -> Vec<Trial>;
+
+    /// What the model is asked in a trial.
+    ///
+    /// # Errors
+    /// A prompt that does not fit.
+    fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError>;
+
+    /// What the answer is worth.
+    fn judge(&self, trial: &Trial, request: &Request, answer: &Answer) -> Self::Verdict;
+
+    /// Scores of all the verdicts, which come in the order of the trials.
+    fn score(&self, outcomes: &[Outcome<Self::Verdict>]) -> Scoring;
+
+    /// Writes the suite's own files beside `results.json` and `grid.csv`: plots, further tables.
+    /// `title` names the run.
+    ///
+    /// # Errors
+    /// Files that cannot be written.
+    fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError>;
+}
+
+/// What a suite may know before it starts.
+#[derive(Clone, Copy)]
+pub struct Setting<'a> {
+    /// The model's tokeniser; every length is in its tokens.
+    pub tokenizer: &'a Tokenizer,
+    /// Length of the sequences the model was trained on.
+    pub train_seq_len: usize,
+    /// The longest context the model can read, where there is a bound.
+    pub max_len: Option<usize>,
+    /// The run's own held-out text, where it has one.
+    pub held_out: Option<&'a dyn HeldOut>,
+}
+
+/// Text that the run held out from training.
+pub trait HeldOut {
+    /// The first `wanted` tokens of the validation split, documents one after another, each ended
+    /// by the end-of-text token; fewer where the split is smaller.
+    ///
+    /// # Errors
+    /// [`EvalError::Text`] when the split cannot be read.
+    fn validation_tokens(&self, wanted: usize) -> Result<Vec<u32>, EvalError>;
+
+    /// What the text is, for the report: for example "validation split of runs/wall".
+    fn describe(&self) -> String;
+}
+
+/// One sample to take.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Trial {
+    /// Place in the list of trials.
+    pub id: u64,
+    /// Length asked for, in tokens.
+    pub length: usize,
+    /// Depth asked for, 0 (start) to 1 (end); none where it is random or has no meaning.
+    pub depth: Option<f64>,
+    /// Which of the trials of this length and depth it is.
+    pub index: usize,
+}
+
+/// What the model is asked in a trial.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// The call.
+    pub call: Call,
+    /// The text of the prompt, kept in `samples.jsonl`.
+    pub prompt: String,
+    /// The right answer, where there is one.
+    pub expected: Option<String>,
+    /// Where in the prompt the information stands, 0 to 1.
+    pub depth: Option<f64>,
+}
+
+/// A call of the model.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Call {
+    /// Greedy generation.
+    Generate {
+        /// Tokens of the prompt.
+        prompt: Vec<u32>,
+        /// The most tokens to generate.
+        max_tokens: usize,
+    },
+    /// Log-likelihood of a continuation.
+    LogLikelihood {
+        /// Tokens of the context.
+        context: Vec<u32>,
+        /// Tokens of the continuation.
+        continuation: Vec<u32>,
+    },
+    /// Log-likelihood of every token but the first.
+    Rolling {
+        /// The tokens, one more than the context the model reads.
+        tokens: Vec<u32>,
+    },
+}
+
+impl Call {
+    /// Tokens given to the model.
+    pub fn input_len(&self) -> usize {
+        match self {
+            Call::Generate { prompt, .. } => prompt.len(),
+            Call::LogLikelihood { context, continuation } => context.len() + continuation.len(),
+            Call::Rolling { tokens } => tokens.len().saturating_sub(1),
+        }
+    }
+
+    /// The longest context the call needs: what it reads and what it generates.
+    pub fn context_len(&self) -> usize {
+        match self {
+            Call::Generate { prompt, max_tokens } => prompt.len() + max_tokens,
+            _ => self.input_len(),
+        }
+    }
+
+    /// Calls with one key may stand in one batch.
+    pub(crate) fn batch_key(&self) -> (u8, usize, usize) {
+        match self {
+            Call::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
+            Call::LogLikelihood { context, continuation } => {
+                (1, context.len() + continuation.len(), 0)
+            }
+            Call::Rolling { tokens } => (2, tokens.len(), 0),
+        }
+    }
+}
+
+/// The model's answer to a [`Call`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Answer {
+    /// The generated text.
+    Text(String),
+    /// The continuation's log-likelihood.
+    LogLikelihood(LogLikelihood),
+    /// ln p of every token but the first, in nats.
+    Tokens(Vec<f32>),
+}
+
+/// A finished trial, as the scores need it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome<V> {
+    /// The trial.
+    pub trial: Trial,
+    /// Where the information stood in the prompt, 0 to 1.
+    pub depth: Option<f64>,
+    /// What its answer was worth.
+    pub verdict: V,
+}
+
+/// What a suite's verdicts add up to.
+#[derive(Clone, Debug, Default)]
+pub struct Scoring {
+    /// The few numbers that sweeps compare.
+    pub headline: BTreeMap<String, Option<f64>>,
+    /// Every score, with its standard error.
+    pub scores: Vec<Score>,
+    /// Further results of this suite alone: curves, bins.
+    pub details: Value,
+}
+
+/// The size of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batching {
+    /// The most sequences in a call.
+    pub rows: usize,
+    /// The most tokens in a call; a longer sequence is alone in its call.
+    pub tokens: usize,
+}
+
+/// Where and as what an evaluation runs.
+pub struct RunContext<'a> {
+    /// The folder of this suite's files, for example `runs/wall/eval/passkey`.
+    pub out_dir: PathBuf,
+    /// Name of the run the model comes from.
+    pub run: String,
+    /// Step of the checkpoint; none for a model without one.
+    pub checkpoint_step: Option<u64>,
+    /// The git commit of the working tree, where there is one.
+    pub git_hash: Option<String>,
+    /// Throw away what the folder holds of an earlier evaluation.
+    pub force: bool,
+    /// The run's held-out text, where it has one.
+    pub held_out: Option<&'a dyn HeldOut>,
+    /// Who draws the progress.
+    pub progress: &'a dyn Progress,
+    /// Set to stop after the batch under way; what is done is kept.
+    pub stop: Option<&'a AtomicBool>,
+}
+
+impl RunContext<'_> {
+    pub(crate) fn stopped(&self) -> bool {
+        self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
+    }
+}
+
+/// How far an evaluation is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProgressUpdate {
+    /// Samples done, those of an earlier run of the suite among them.
+    pub done: u64,
+    /// Samples in all.
+    pub total: u64,
+    /// Length under way, in tokens.
+    pub length: usize,
+    /// Samples a second since this start; none before the first batch.
+    pub samples_per_second: Option<f64>,
+    /// Time left, from the tokens a second so far; none before the first batch.
+    pub time_left: Option<Duration>,
+}
+
+/// Draws the progress of an evaluation; the binary does so on stderr.
+pub trait Progress {
+    /// The suite begins, with `done` of `total` samples there from an earlier run of it.
+    fn start(&self, suite: &str, done: u64, total: u64);
+    /// A batch is done.
+    fn update(&self, update: &ProgressUpdate);
+    /// The suite is done, or has stopped.
+    fn finish(&self);
+}
+
+/// Draws nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Silent;
+
+impl Progress for Silent {
+    fn start(&self, _suite: &str, _done: u64, _total: u64) {}
+    fn update(&self, _update: &ProgressUpdate) {}
+    fn finish(&self) {}
+}

@@ -1,0 +1,276 @@
+//! Length extrapolation: the loss on held-out text at growing context lengths, and by position.
+//!
+//! Stretches of text as long as the longest length are cut into windows of each length, so that
+//! every length is scored on the very same tokens and differs in its context alone: a window of
+//! length L reads L tokens and predicts the L that follow each. What is reported:
+//!
+//! - mean loss (nats a token) and perplexity at each length;
+//! - loss by position, in linear buckets of 2048 tokens, an eighth of the length where that is
+//!   less, and in logarithmic bins, two an octave: the in-context-learning curve;
+//! - the best-context loss (appendix D of the power-attention paper, after Buckman and Gelada): the
+//!   least of the logarithmic bins, and where it stands. A model whose loss only falls has it in
+//!   the last bin; a model that breaks down past its training length has it before.
+//!
+//! Standard errors are over documents: windows of one document are not independent.
+
+mod bins;
+mod plots;
+mod stretches;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use longwall_config::Problems;
+use longwall_data::Tokenizer;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+pub use self::bins::{Bin, Binning};
+use self::stretches::Stretches;
+use crate::EvalError;
+use crate::options::{
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_batching, check_count, check_lengths,
+    optional_sizes, parse_size, size,
+};
+use crate::report::Score;
+use crate::stats::Estimate;
+use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+
+/// Options of `longwall eval extrapolate`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, default)]
+pub struct ExtrapolateOptions {
+    /// Context lengths in tokens of the model's tokeniser; the longest must be a multiple of each
+    /// [default: 1, 2, 4, … 32 times the training length, as far as text and model reach]
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
+    #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
+    pub lengths: Option<Vec<usize>>,
+    /// Stretches of text of the longest length to score
+    #[arg(long, default_value_t = ExtrapolateOptions::default().sequences)]
+    pub sequences: usize,
+    /// Text files or folders, one file is one document [default: the run's validation split, its
+    /// documents joined]
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    pub text: Vec<PathBuf>,
+    /// Join the documents of --text, each ended by end of text, instead of leaving out short ones
+    #[arg(long)]
+    pub packed: bool,
+    /// Seed of the choice of documents and of places in them
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// The most windows in a batch
+    #[arg(long, default_value_t = DEFAULT_BATCH)]
+    pub batch: usize,
+    /// The most tokens in a batch; a longer window is a batch of its own
+    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
+          default_value_t = DEFAULT_BATCH_TOKENS)]
+    #[serde(deserialize_with = "size")]
+    pub batch_tokens: usize,
+}
+
+impl Default for ExtrapolateOptions {
+    fn default() -> Self {
+        ExtrapolateOptions {
+            lengths: None,
+            sequences: 16,
+            text: Vec::new(),
+            packed: false,
+            seed: 0,
+            batch: DEFAULT_BATCH,
+            batch_tokens: DEFAULT_BATCH_TOKENS,
+        }
+    }
+}
+
+impl ExtrapolateOptions {
+    fn batching(&self) -> Batching {
+        Batching { rows: self.batch, tokens: self.batch_tokens }
+    }
+}
+
+/// The losses of one window, in nats a token; none where one is infinite or not a number.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Losses {
+    /// Mean over the window.
+    pub loss: Option<f64>,
+    /// Mean over each linear bucket.
+    pub linear: Vec<Option<f64>>,
+    /// Mean over each logarithmic bin.
+    pub logarithmic: Vec<Option<f64>>,
+}
+
+/// The suite.
+pub struct Extrapolate {
+    options: ExtrapolateOptions,
+    stretches: Stretches,
+    train_seq_len: usize,
+}
+
+impl Suite for Extrapolate {
+    type Options = ExtrapolateOptions;
+    type Verdict = Losses;
+
+    const NAME: &'static str = "extrapolate";
+    const VERSION: u32 = 1;
+
+    fn validate(options: &ExtrapolateOptions, problems: &mut Problems) {
+        if let Some(lengths) = &options.lengths {
+            check_lengths(Self::NAME, lengths, problems);
+            let longest = lengths.iter().copied().max().unwrap_or(0);
+            for &length in lengths.iter().filter(|&&length| length > 0) {
+                problems.check(
+                    longest % length == 0,
+                    "extrapolate.lengths",
+                    length,
+                    format!("divisors of the longest length, {longest}"),
+                    "use powers of two: all lengths are scored on the same tokens",
+                );
+            }
+        }
+        problems.check(
+            !options.packed || !options.text.is_empty(),
+            "extrapolate.packed",
+            "true without extrapolate.text",
+            "only beside --text",
+            "leave out --packed: the validation split is packed anyway",
+        );
+        let remedy = "more --sequences give smaller standard errors; 16 is usual";
+        let sequences = options.sequences;
+        check_count("extrapolate.sequences", sequences, 1..=usize::MAX, remedy, problems);
+        check_batching(Self::NAME, options.batching(), problems);
+    }
+
+    fn open(options: &ExtrapolateOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
+        let stretches = Stretches::open(options, setting)?;
+        let train_seq_len = setting.train_seq_len;
+        Ok(Extrapolate { options: options.clone(), stretches, train_seq_len })
+    }
+
+    fn seed(&self) -> u64 {
+        self.options.seed
+    }
+
+    fn batching(&self) -> Batching {
+        self.options.batching()
+    }
+
+    fn resolved(&self) -> Value {
+        self.stretches.describe()
+    }
+
+    /// A trial's index counts windows: those of the first stretch, of the second, and so on.
+    fn trials(&self) -> Vec<Trial> {
+        let mut list = Vec::new();
+        for &length in self.stretches.lengths() {
+            for index in 0..self.stretches.windows(length) {
+                list.push(Trial { id: list.len() as u64, length, depth: None, index });
+            }
+        }
+        list
+    }
+
+    fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
+        let tokens = self.stretches.window(trial.length, trial.index).to_vec();
+        Ok(Request {
+            prompt: tokenizer.decode(&tokens),
+            call: Call::Rolling { tokens },
+            expected: None,
+            depth: None,
+        })
+    }
+
+    fn judge(&self, trial: &Trial, _request: &Request, answer: &Answer) -> Losses {
+        let Answer::Tokens(values) = answer else {
+            unreachable!("a rolling log-likelihood was answered by {answer:?}");
+        };
+        let mean = |from: usize, to: usize| {
+            let sum: f64 = values[from..to].iter().map(|&value| -f64::from(value)).sum();
+            Some(sum / (to - from) as f64).filter(|mean| mean.is_finite())
+        };
+        let means = |bins: Vec<(usize, usize)>| {
+            bins.into_iter().map(|(from, to)| mean(from, to)).collect()
+        };
+        Losses {
+            loss: mean(0, trial.length),
+            linear: means(Binning::Linear.edges(trial.length)),
+            logarithmic: means(Binning::Logarithmic.edges(trial.length)),
+        }
+    }
+
+    fn score(&self, outcomes: &[Outcome<Losses>]) -> Scoring {
+        let mut scores = Vec::new();
+        let mut headline = BTreeMap::new();
+        let mut bins = Vec::new();
+        let mut best = BTreeMap::new();
+        for outcomes in outcomes.chunk_by(|a, b| a.trial.length == b.trial.length) {
+            let length = outcomes[0].trial.length;
+            let loss = self.estimate(outcomes, |losses| losses.loss);
+            let mut push = |metric: &str, estimate: Estimate| {
+                scores.push(Score {
+                    metric: metric.to_string(),
+                    length: Some(length),
+                    depth: None,
+                    estimate,
+                });
+            };
+            push("loss", loss);
+            push("perplexity", loss.exp());
+            headline.insert(format!("loss@{length}"), loss.value);
+            let linear = self.bins(outcomes, Binning::Linear, |losses| &losses.linear);
+            let curve = self.bins(outcomes, Binning::Logarithmic, |losses| &losses.logarithmic);
+            if let Some(bin) = least(&curve) {
+                push("best_context_loss", bin.loss);
+                headline.insert("best_context_loss".to_string(), bin.loss.value);
+                best.insert(length.to_string(), json!({ "from": bin.from, "to": bin.to }));
+            }
+            bins.extend(linear.into_iter().chain(curve));
+        }
+        let details = json!({
+            "losses": "nats per token",
+            "positions": bins,
+            "best_context_positions": best,
+        });
+        Scoring { headline, scores, details }
+    }
+
+    fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
+        plots::draw(scoring, title, self.train_seq_len, dir)
+    }
+}
+
+impl Extrapolate {
+    /// Mean over windows with a standard error over documents; not finite as soon as one is not.
+    fn estimate(
+        &self,
+        outcomes: &[Outcome<Losses>],
+        value: impl Fn(&Losses) -> Option<f64>,
+    ) -> Estimate {
+        Estimate::clustered(outcomes.iter().map(|outcome| {
+            let document = self.stretches.document(outcome.trial.length, outcome.trial.index);
+            (document as u64, value(&outcome.verdict).unwrap_or(f64::NAN))
+        }))
+    }
+
+    fn bins(
+        &self,
+        outcomes: &[Outcome<Losses>],
+        binning: Binning,
+        values: impl Fn(&Losses) -> &Vec<Option<f64>>,
+    ) -> Vec<Bin> {
+        let length = outcomes[0].trial.length;
+        let edges = binning.edges(length).into_iter().enumerate();
+        edges
+            .map(|(n, (from, to))| {
+                let loss = self.estimate(outcomes, |losses| values(losses).get(n).copied()?);
+                Bin { length, binning, from, to, loss }
+            })
+            .collect()
+    }
+}
+
+/// The bin with the least loss.
+fn least(bins: &[Bin]) -> Option<&Bin> {
+    bins.iter()
+        .filter(|bin| bin.loss.value.is_some())
+        .min_by(|a, b| a.loss.value.partial_cmp(&b.loss.value).expect("finite losses compare"))
+}

@@ -1,0 +1,111 @@
+//! Positions in groups: linear buckets and logarithmic bins.
+
+use serde::{Deserialize, Serialize};
+
+use crate::stats::Estimate;
+
+/// Width of a linear bucket, in tokens, where the length has room for eight of them.
+const BUCKET: usize = 2048;
+/// Linear buckets a length has at least.
+const LEAST_BUCKETS: usize = 8;
+
+/// How positions are grouped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Binning {
+    /// Buckets of one width.
+    Linear,
+    /// Bins of one width on a logarithmic scale, two an octave.
+    Logarithmic,
+}
+
+impl Binning {
+    /// The groups of a context of `length` tokens, as `from..to`; position 0 has read one token.
+    pub fn edges(self, length: usize) -> Vec<(usize, usize)> {
+        let mut edges = vec![0];
+        match self {
+            Binning::Linear => {
+                let width = BUCKET.min(length / LEAST_BUCKETS).max(1);
+                edges.extend((1..).map(|n| n * width).take_while(|&edge| edge < length));
+            }
+            // Position p has read p + 1 tokens, so a bin of tokens read 2^(n/2)… starts one lower.
+            Binning::Logarithmic => {
+                edges.extend(
+                    (1..)
+                        .map(|n| 2f64.powf(f64::from(n) / 2.0).round() as usize - 1)
+                        .take_while(|&edge| edge < length),
+                );
+                edges.dedup();
+            }
+        }
+        edges.push(length);
+        edges.windows(2).map(|pair| (pair[0], pair[1])).collect()
+    }
+}
+
+/// The mean loss of a group of positions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Bin {
+    /// Context length of the windows.
+    pub length: usize,
+    /// How the positions are grouped.
+    pub binning: Binning,
+    /// The first position, from 0.
+    pub from: usize,
+    /// One past the last position.
+    pub to: usize,
+    /// Mean loss, nats a token.
+    #[serde(flatten)]
+    pub loss: Estimate,
+}
+
+impl Bin {
+    /// Where the bin is drawn, in tokens read: the middle, on its own scale.
+    pub(super) fn middle(&self) -> f64 {
+        match self.binning {
+            Binning::Linear => (self.from + 1 + self.to) as f64 / 2.0,
+            Binning::Logarithmic => ((self.from + 1) as f64 * self.to as f64).sqrt(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn buckets_are_2048_wide_where_there_is_room() {
+        assert_eq!(Binning::Linear.edges(32_768).len(), 16);
+        assert_eq!(Binning::Linear.edges(32_768)[1], (2048, 4096));
+        assert_eq!(Binning::Linear.edges(1024)[7], (896, 1024));
+        assert_eq!(Binning::Linear.edges(2).len(), 2);
+    }
+
+    #[test]
+    fn logarithmic_bins_double_every_second_edge() {
+        let edges = Binning::Logarithmic.edges(32);
+        let tokens_read: Vec<(usize, usize)> =
+            edges.into_iter().map(|(from, to)| (from + 1, to)).collect();
+        assert_eq!(
+            tokens_read,
+            [(1, 1), (2, 2), (3, 3), (4, 5), (6, 7), (8, 10), (11, 15), (16, 22), (23, 31), (32, 32)]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn groups_cover_every_position_once(length in 1usize..70_000) {
+            for binning in [Binning::Linear, Binning::Logarithmic] {
+                let edges = binning.edges(length);
+                prop_assert_eq!(edges[0].0, 0);
+                prop_assert_eq!(edges[edges.len() - 1].1, length);
+                for pair in edges.windows(2) {
+                    prop_assert_eq!(pair[0].1, pair[1].0);
+                }
+                prop_assert!(edges.iter().all(|(from, to)| from < to));
+            }
+        }
+    }
+}

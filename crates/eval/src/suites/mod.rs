@@ -1,0 +1,72 @@
+//! The registry of suites: one file and one line each.
+
+pub mod extrapolate;
+pub mod niah;
+pub mod passkey;
+mod retrieval;
+
+use serde::{Deserialize, Serialize};
+
+use crate::runner::run_suite;
+use crate::suite::{RunContext, Suite};
+use crate::{EvalError, EvalModel, Report};
+
+/// Generates [`SuiteConfig`] (subcommands for clap, tagged tables for serde) and [`run`].
+macro_rules! suites {
+    ($($(#[$doc:meta])* $variant:ident => $options:ty, $suite:ty;)*) => {
+        /// A suite and its options: a subcommand of `longwall eval`, or a table
+        /// `[[eval]] suite = "passkey"` with the same options as keys.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Subcommand)]
+        #[serde(tag = "suite", rename_all = "kebab-case")]
+        pub enum SuiteConfig {
+            $($(#[$doc])* $variant($options),)*
+        }
+
+        impl SuiteConfig {
+            /// Names of all suites.
+            pub const NAMES: &[&str] = &[$(<$suite as Suite>::NAME),*];
+
+            /// The suite's name: of its subcommand and its folder.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(SuiteConfig::$variant(_) => <$suite as Suite>::NAME,)*
+                }
+            }
+
+            /// Records every option that is out of range.
+            pub fn validate(&self, problems: &mut longwall_config::Problems) {
+                match self {
+                    $(SuiteConfig::$variant(options) => {
+                        <$suite as Suite>::validate(options, problems)
+                    })*
+                }
+            }
+        }
+
+        /// Runs a suite on a model, or what is left of it, and writes its files into the context's
+        /// folder.
+        ///
+        /// # Errors
+        /// Options out of range, lengths that the prompt or the model cannot fit, missing text, a
+        /// folder with other settings, files that cannot be written, a model that fails, and
+        /// [`EvalError::Stopped`] when the context's stop flag was set.
+        pub fn run(
+            config: &SuiteConfig,
+            model: &mut dyn EvalModel,
+            context: &RunContext<'_>,
+        ) -> Result<Report, EvalError> {
+            match config {
+                $(SuiteConfig::$variant(options) => run_suite::<$suite>(options, model, context),)*
+            }
+        }
+    };
+}
+
+suites! {
+    /// Passkey retrieval: a number hidden in repeated text, asked for at the end
+    Passkey => passkey::PasskeyOptions, passkey::Passkey;
+    /// Needle in a haystack: a magic number in long text, by length and depth
+    Niah => niah::NiahOptions, niah::Niah;
+    /// Length extrapolation: loss by context length and by position on held-out text
+    Extrapolate => extrapolate::ExtrapolateOptions, extrapolate::Extrapolate;
+}

@@ -1,0 +1,340 @@
+//! Needle in a haystack: a magic number in long text, asked for at the end, over a grid of lengths
+//! and depths; an answer is right when the number is in it.
+//!
+//! `--mode standard` states the number in a sentence and asks for it. `--mode easy` puts the very
+//! question, answered, into the haystack, so that a small base model that can only copy shows
+//! whether it reaches that far.
+
+mod haystack;
+
+use std::path::{Path, PathBuf};
+
+use longwall_config::Problems;
+use longwall_data::Tokenizer;
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use self::haystack::Haystack;
+pub use self::haystack::HaystackKind;
+use super::retrieval::{self, Depths, Found};
+use crate::EvalError;
+use crate::options::{
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths, depth_grid,
+    optional_sizes, parse_size, sample_rng, size,
+};
+use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+
+/// Tells this suite's samples from those of others with one seed.
+const STREAM: u64 = 2;
+
+const INSTRUCTION: &str =
+    "A special magic number is hidden within the following text. Remember it: you will be asked for it afterwards.\n";
+
+const ADJECTIVES: [&str; 24] = [
+    "quiet", "bright", "hollow", "gentle", "rapid", "ancient", "silver", "crooked", "frozen",
+    "humble", "golden", "restless", "narrow", "velvet", "distant", "eager", "mellow", "rugged",
+    "solemn", "tidy", "vivid", "woven", "amber", "brave",
+];
+const NOUNS: [&str; 24] = [
+    "harbour", "lantern", "meadow", "compass", "orchard", "thimble", "canyon", "ferry", "walnut",
+    "bridge", "kettle", "glacier", "violin", "anchor", "pepper", "window", "falcon", "ladder",
+    "marble", "garden", "saddle", "tunnel", "button", "island",
+];
+
+/// How the needle is put.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum NiahMode {
+    /// The needle states the number; the question asks for it
+    #[default]
+    Standard,
+    /// The needle is the question with its answer
+    Easy,
+}
+
+/// Options of `longwall eval niah`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, default)]
+pub struct NiahOptions {
+    /// Lengths of prompt plus generation, in tokens of the model's tokeniser [default: as many as
+    /// --length-count, evenly from --min-length to --max-length]
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
+    #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
+    pub lengths: Option<Vec<usize>>,
+    /// The shortest length, without --lengths
+    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
+          default_value_t = NiahOptions::default().min_length)]
+    #[serde(deserialize_with = "size")]
+    pub min_length: usize,
+    /// The longest length, without --lengths
+    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
+          default_value_t = NiahOptions::default().max_length)]
+    #[serde(deserialize_with = "size")]
+    pub max_length: usize,
+    /// How many lengths, without --lengths
+    #[arg(long, default_value_t = NiahOptions::default().length_count)]
+    pub length_count: usize,
+    /// How many depths, evenly from start to end
+    #[arg(long, default_value_t = NiahOptions::default().depths)]
+    pub depths: usize,
+    /// Trials at each length and depth
+    #[arg(long, default_value_t = NiahOptions::default().trials)]
+    pub trials: usize,
+    /// How the needle is put
+    #[arg(long, value_enum, default_value_t)]
+    pub mode: NiahMode,
+    /// What the needle is hidden in
+    #[arg(long, value_enum, default_value_t)]
+    pub haystack: HaystackKind,
+    /// Text files or folders for the haystack [default: the run's validation split]
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    pub text: Vec<PathBuf>,
+    /// The most tokens generated for an answer
+    #[arg(long, default_value_t = NiahOptions::default().max_tokens)]
+    pub max_tokens: usize,
+    /// Seed of needles and haystacks
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// The most prompts in a batch
+    #[arg(long, default_value_t = DEFAULT_BATCH)]
+    pub batch: usize,
+    /// The most tokens in a batch; a longer prompt is a batch of its own
+    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
+          default_value_t = DEFAULT_BATCH_TOKENS)]
+    #[serde(deserialize_with = "size")]
+    pub batch_tokens: usize,
+}
+
+impl Default for NiahOptions {
+    fn default() -> Self {
+        NiahOptions {
+            lengths: None,
+            min_length: 1000,
+            max_length: 32_000,
+            length_count: 11,
+            depths: 11,
+            trials: 5,
+            mode: NiahMode::Standard,
+            haystack: HaystackKind::Text,
+            text: Vec::new(),
+            max_tokens: 32,
+            seed: 0,
+            batch: DEFAULT_BATCH,
+            batch_tokens: DEFAULT_BATCH_TOKENS,
+        }
+    }
+}
+
+impl NiahOptions {
+    fn batching(&self) -> Batching {
+        Batching { rows: self.batch, tokens: self.batch_tokens }
+    }
+
+    /// The lengths asked for, or evenly from the shortest to the longest.
+    fn lengths(&self) -> Vec<usize> {
+        if let Some(lengths) = &self.lengths {
+            return lengths.clone();
+        }
+        if self.length_count == 1 {
+            return vec![self.max_length];
+        }
+        let step = self.max_length.saturating_sub(self.min_length) as f64
+            / (self.length_count.max(2) - 1) as f64;
+        (0..self.length_count)
+            .map(|n| self.min_length + (n as f64 * step).round() as usize)
+            .collect()
+    }
+}
+
+/// The text of one trial but for its haystack.
+struct Texts {
+    needle: String,
+    question: String,
+    number: String,
+}
+
+impl Texts {
+    fn draw(rng: &mut ChaCha8Rng, mode: NiahMode) -> Self {
+        let adjective = ADJECTIVES[rng.random_range(0..ADJECTIVES.len())];
+        let noun = NOUNS[rng.random_range(0..NOUNS.len())];
+        let number = rng.random_range(1_000_000..=9_999_999u32).to_string();
+        Texts::new(&format!("{adjective}-{noun}"), number, mode)
+    }
+
+    fn new(key: &str, number: String, mode: NiahMode) -> Self {
+        let question =
+            format!("What is the special magic number for {key}? The special magic number for {key} is");
+        let needle = match mode {
+            NiahMode::Standard => {
+                format!("\nOne of the special magic numbers for {key} is: {number}.\n")
+            }
+            NiahMode::Easy => format!("\n{question} {number}.\n"),
+        };
+        Texts { needle, question: format!("\n{question}"), number }
+    }
+}
+
+/// The suite.
+pub struct Niah {
+    options: NiahOptions,
+    lengths: Vec<usize>,
+    instruction: Vec<u32>,
+    haystack: Haystack,
+    train_seq_len: usize,
+}
+
+impl Suite for Niah {
+    type Options = NiahOptions;
+    type Verdict = Found;
+
+    const NAME: &'static str = "niah";
+    const VERSION: u32 = 1;
+
+    fn validate(options: &NiahOptions, problems: &mut Problems) {
+        problems.check(
+            options.min_length <= options.max_length,
+            "niah.min_length",
+            options.min_length,
+            format!("up to niah.max_length, {}", options.max_length),
+            "exchange them, or give --lengths",
+        );
+        let any = 1..=usize::MAX;
+        let remedy = "a usual grid has --length-count 11 or 35";
+        check_count("niah.length_count", options.length_count, 1..=1001, remedy, problems);
+        let remedy = "a usual grid has --depths 11 or 35";
+        check_count("niah.depths", options.depths, 1..=1001, remedy, problems);
+        check_count("niah.trials", options.trials, any, "use --trials 1 or more", problems);
+        let remedy = "the answer is a number of 7 digits: --max-tokens 32 is ample";
+        check_count("niah.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
+        problems.check(
+            options.text.is_empty() || options.haystack == HaystackKind::Text,
+            "niah.text",
+            format!("given beside haystack = \"{}\"", options.haystack.name()),
+            "only beside haystack = \"text\"",
+            "leave out --text, or use --haystack text",
+        );
+        check_lengths(Self::NAME, &options.lengths(), problems);
+        check_batching(Self::NAME, options.batching(), problems);
+    }
+
+    fn open(options: &NiahOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
+        let tokenizer = setting.tokenizer;
+        check_answer(Self::NAME, options.max_tokens, " 9876543", tokenizer)?;
+        let lengths = options.lengths();
+        let instruction = tokenizer.encode(INSTRUCTION);
+        let prompt = instruction.len() + longest_texts(tokenizer, options.mode);
+        let minimum = prompt + options.max_tokens;
+        if let Some(&length) = lengths.iter().find(|&&length| length < minimum) {
+            return Err(EvalError::TooShort {
+                suite: Self::NAME,
+                length,
+                minimum,
+                prompt,
+                generation: options.max_tokens,
+                tokenizer: tokenizer.name().to_string(),
+            });
+        }
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let haystack = Haystack::open(options, setting, longest)?;
+        let train_seq_len = setting.train_seq_len;
+        Ok(Niah { options: options.clone(), lengths, instruction, haystack, train_seq_len })
+    }
+
+    fn seed(&self) -> u64 {
+        self.options.seed
+    }
+
+    fn batching(&self) -> Batching {
+        self.options.batching()
+    }
+
+    fn resolved(&self) -> Value {
+        self.haystack.describe()
+    }
+
+    fn trials(&self) -> Vec<Trial> {
+        let depths: Vec<_> = depth_grid(self.options.depths).into_iter().map(Some).collect();
+        retrieval::grid_trials(&self.lengths, &depths, self.options.trials)
+    }
+
+    fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
+        let mut rng = sample_rng(self.options.seed, STREAM, trial);
+        let texts = Texts::draw(&mut rng, self.options.mode);
+        let needle = tokenizer.encode(&texts.needle);
+        let question = tokenizer.encode(&texts.question);
+        let around = self.instruction.len() + needle.len() + question.len();
+        let count = trial.length - self.options.max_tokens - around;
+        let hay = self.haystack.take(&mut rng, count);
+        let at = self.haystack.place(&hay, trial.depth.unwrap_or(0.5), tokenizer);
+        let prompt =
+            [&self.instruction, &hay[..at], &needle, &hay[at..], &question].concat();
+        Ok(Request {
+            prompt: tokenizer.decode(&prompt),
+            call: Call::Generate { prompt, max_tokens: self.options.max_tokens },
+            expected: Some(texts.number),
+            depth: trial.depth,
+        })
+    }
+
+    fn judge(&self, _trial: &Trial, request: &Request, answer: &Answer) -> Found {
+        let correct = match (answer, &request.expected) {
+            (Answer::Text(output), Some(number)) => output.contains(number),
+            other => unreachable!("a question for a number was answered by {other:?}"),
+        };
+        Found { correct }
+    }
+
+    fn score(&self, outcomes: &[Outcome<Found>]) -> Scoring {
+        retrieval::score(outcomes, Depths::Grid, self.train_seq_len)
+    }
+
+    fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
+        retrieval::draw(scoring, "Needle in a haystack", title, self.train_seq_len, dir)
+    }
+}
+
+/// Tokens of the longest needle and question together: each is measured for every key, with
+/// numbers of every first digit.
+fn longest_texts(tokenizer: &Tokenizer, mode: NiahMode) -> usize {
+    let mut longest = 0;
+    for adjective in ADJECTIVES {
+        for noun in NOUNS {
+            for number in ["1234567", "9876543"] {
+                let texts = Texts::new(&format!("{adjective}-{noun}"), number.to_string(), mode);
+                let tokens = |text: &str| tokenizer.encode(text).len();
+                longest = longest.max(tokens(&texts.needle) + tokens(&texts.question));
+            }
+        }
+    }
+    // A number of seven digits takes at most seven tokens and at least one.
+    longest + 6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_grid_is_eleven_by_eleven_from_1k_to_32k() {
+        let options = NiahOptions::default();
+        let lengths = options.lengths();
+        assert_eq!((lengths.len(), lengths[0], lengths[1], lengths[10]), (11, 1000, 4100, 32_000));
+        assert_eq!(depth_grid(options.depths).len(), 11);
+    }
+
+    #[test]
+    fn easy_needles_hold_question_and_answer() {
+        let texts = Texts::new("quiet-harbour", "1234567".to_string(), NiahMode::Easy);
+        assert!(texts.needle.contains(texts.question.trim()));
+        assert!(texts.needle.trim_end().ends_with(" 1234567."));
+        let texts = Texts::new("quiet-harbour", "1234567".to_string(), NiahMode::Standard);
+        assert_eq!(
+            texts.needle,
+            "\nOne of the special magic numbers for quiet-harbour is: 1234567.\n"
+        );
+    }
+}

@@ -1,0 +1,222 @@
+//! What the needle is hidden in: held-out text, noise, or a repeated sentence.
+
+use longwall_data::Tokenizer;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use super::NiahOptions;
+use crate::EvalError;
+use crate::suite::Setting;
+use crate::text::{list_files, no_text, read_document};
+
+const SENTENCE: &str =
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
+
+/// Text is read up to this many times the longest length, so that trials differ.
+const TEXTS_PER_LENGTH: usize = 16;
+/// The needle moves back by up to this many tokens to stand behind a whole sentence.
+const LOOK_BACK: usize = 200;
+
+/// Kinds of haystacks.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum HaystackKind {
+    /// Held-out text: --text, or the run's validation split
+    #[default]
+    Text,
+    /// Sentences of made-up words
+    Noise,
+    /// One short text repeated
+    Repeat,
+}
+
+impl HaystackKind {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            HaystackKind::Text => "text",
+            HaystackKind::Noise => "noise",
+            HaystackKind::Repeat => "repeat",
+        }
+    }
+}
+
+/// Tokens to hide needles in, read round and round.
+pub(super) struct Haystack {
+    kind: HaystackKind,
+    tokens: Vec<u32>,
+    source: String,
+    sha256: String,
+    longest: usize,
+}
+
+impl Haystack {
+    /// Reads or makes hay for prompts of up to `longest` tokens.
+    pub(super) fn open(
+        options: &NiahOptions,
+        setting: &Setting<'_>,
+        longest: usize,
+    ) -> Result<Self, EvalError> {
+        let wanted = longest * TEXTS_PER_LENGTH;
+        let tokenizer = setting.tokenizer;
+        let (source, tokens) = match options.haystack {
+            HaystackKind::Text if !options.text.is_empty() => {
+                let files = format!("{} files of --text", list_files(&options.text)?.len());
+                (files, from_files(options, tokenizer, wanted)?)
+            }
+            HaystackKind::Text => {
+                let held_out = setting.held_out.ok_or_else(|| no_text("niah"))?;
+                let newline = tokenizer.encode("\n");
+                let tokens = held_out
+                    .validation_tokens(wanted)?
+                    .split(|&token| token == tokenizer.end_of_text())
+                    .collect::<Vec<_>>()
+                    .join(newline.as_slice());
+                (held_out.describe(), tokens)
+            }
+            HaystackKind::Noise => {
+                let tokens = noise(options.seed, wanted, tokenizer);
+                ("sentences of made-up words".to_string(), tokens)
+            }
+            HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
+        };
+        if tokens.is_empty() {
+            return Err(EvalError::Text {
+                what: format!("the haystack is empty: {source}"),
+                remedy: "give --text files with text in them, or use --haystack noise".to_string(),
+            });
+        }
+        if options.haystack == HaystackKind::Text && tokens.len() < longest {
+            tracing::warn!(
+                "the haystack has {} tokens, less than the longest length, {longest}: it is repeated",
+                tokens.len()
+            );
+        }
+        let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        let sha256 = format!("{:x}", Sha256::digest(&bytes));
+        Ok(Haystack { kind: options.haystack, tokens, source, sha256, longest })
+    }
+
+    /// The haystack for the report; its hash makes sure that a resumed evaluation has the same.
+    pub(super) fn describe(&self) -> Value {
+        json!({
+            "haystack": self.kind.name(),
+            "haystack_source": self.source,
+            "haystack_tokens": self.tokens.len(),
+            "haystack_sha256": self.sha256,
+            "haystack_repeats": self.tokens.len() < self.longest,
+        })
+    }
+
+    /// `count` tokens from a random place on; the repeated text always from its start.
+    pub(super) fn take(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<u32> {
+        let start = match self.kind {
+            HaystackKind::Repeat => 0,
+            _ => rng.random_range(0..self.tokens.len()),
+        };
+        self.tokens.iter().cycle().skip(start).take(count).copied().collect()
+    }
+
+    /// Where in `hay` a needle of this depth goes: behind the last whole sentence before it, if
+    /// one ends near.
+    pub(super) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
+        let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());
+        if at == hay.len() {
+            return at;
+        }
+        let ends = |token: u32| {
+            matches!(tokenizer.decode_bytes(&[token]).last(), Some(b'.' | b'!' | b'?' | b'\n'))
+        };
+        (at.saturating_sub(LOOK_BACK) + 1..=at)
+            .rev()
+            .find(|&place| ends(hay[place - 1]))
+            .unwrap_or(at)
+    }
+}
+
+/// Whole files in a seeded order, until there are enough tokens.
+fn from_files(
+    options: &NiahOptions,
+    tokenizer: &Tokenizer,
+    wanted: usize,
+) -> Result<Vec<u32>, EvalError> {
+    let mut files = list_files(&options.text)?;
+    files.shuffle(&mut ChaCha8Rng::seed_from_u64(options.seed));
+    let newline = tokenizer.encode("\n");
+    let mut tokens = Vec::new();
+    for file in files {
+        if tokens.len() >= wanted {
+            break;
+        }
+        tokens.extend(read_document(&file, tokenizer)?.tokens);
+        tokens.extend(&newline);
+    }
+    Ok(tokens)
+}
+
+/// Sentences of 6 to 14 made-up words of 2 to 4 syllables, at least `wanted` tokens.
+fn noise(seed: u64, wanted: usize, tokenizer: &Tokenizer) -> Vec<u32> {
+    const ONSETS: &[u8] = b"bdfgklmnprstvz";
+    const VOWELS: &[u8] = b"aeiou";
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut tokens = Vec::new();
+    while tokens.len() < wanted.max(1) {
+        let mut text = String::new();
+        for word in 0..rng.random_range(6..=14) {
+            if word > 0 {
+                text.push(' ');
+            }
+            for _ in 0..rng.random_range(2..=4) {
+                text.push(char::from(ONSETS[rng.random_range(0..ONSETS.len())]));
+                text.push(char::from(VOWELS[rng.random_range(0..VOWELS.len())]));
+            }
+        }
+        text.push_str(".\n");
+        tokens.extend(tokenizer.encode(&text));
+    }
+    tokens
+}
+
+#[cfg(test)]
+mod tests {
+    use longwall_data::TokenizerConfig;
+
+    use super::*;
+
+    fn haystack(kind: HaystackKind) -> (Haystack, Tokenizer) {
+        let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
+        let setting =
+            Setting { tokenizer: &tokenizer, train_seq_len: 64, max_len: None, held_out: None };
+        let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
+        (Haystack::open(&options, &setting, 500).unwrap(), tokenizer)
+    }
+
+    #[test]
+    fn needles_stand_behind_whole_sentences() {
+        for kind in [HaystackKind::Noise, HaystackKind::Repeat] {
+            let (haystack, tokenizer) = haystack(kind);
+            let hay = haystack.take(&mut ChaCha8Rng::seed_from_u64(1), 2000);
+            assert_eq!(hay.len(), 2000);
+            assert_eq!(haystack.place(&hay, 0.0, &tokenizer), 0);
+            assert_eq!(haystack.place(&hay, 1.0, &tokenizer), 2000);
+            for depth in [0.25, 0.5, 0.75] {
+                let at = haystack.place(&hay, depth, &tokenizer);
+                let asked = (depth * 2000.0) as usize;
+                assert!(at <= asked && asked - at < LOOK_BACK, "{kind:?}: {at} for {asked}");
+                assert!([u32::from(b'.'), u32::from(b'\n')].contains(&hay[at - 1]));
+            }
+        }
+    }
+
+    #[test]
+    fn text_without_sentences_takes_the_needle_where_it_is_asked() {
+        let (haystack, tokenizer) = haystack(HaystackKind::Repeat);
+        let hay = vec![u32::from(b'x'); 1000];
+        assert_eq!(haystack.place(&hay, 0.5, &tokenizer), 500);
+    }
+}

@@ -1,0 +1,206 @@
+//! Passkey retrieval: a number hidden in repeated text, asked for at the end.
+//!
+//! The protocol is that of the TRA/TDA paper, appendix D: the instruction, a garbage prefix, the
+//! needle, a garbage suffix and the question, joined by newlines; x uniform in 1 to 50,000; greedy
+//! decoding of at most 10 tokens; an answer is right when its first number is x. The texts live in
+//! [`longwall_data::synthetic`], where training can draw from them too.
+
+use std::path::Path;
+
+use longwall_config::Problems;
+use longwall_data::Tokenizer;
+use longwall_data::synthetic::passkey::PasskeyFitter;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::retrieval::{self, Depths, Found};
+use crate::EvalError;
+use crate::options::{
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths, depth_grid,
+    parse_size, sample_rng, size, sizes,
+};
+use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+
+/// Tells this suite's samples from those of others with one seed.
+const STREAM: u64 = 1;
+
+/// Options of `longwall eval passkey`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, default)]
+pub struct PasskeyOptions {
+    /// Lengths of prompt plus generation, in tokens of the model's tokeniser
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size,
+          default_values_t = PasskeyOptions::default().lengths)]
+    #[serde(deserialize_with = "sizes")]
+    pub lengths: Vec<usize>,
+    /// Trials at each length (and each depth, with --depths)
+    #[arg(long, default_value_t = PasskeyOptions::default().trials)]
+    pub trials: usize,
+    /// Put the needle at this many depths, evenly from start to end; without it, anywhere at random
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub depths: Option<usize>,
+    /// The most tokens generated for an answer
+    #[arg(long, default_value_t = PasskeyOptions::default().max_tokens)]
+    pub max_tokens: usize,
+    /// Seed of passkeys and positions
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// The most prompts in a batch
+    #[arg(long, default_value_t = DEFAULT_BATCH)]
+    pub batch: usize,
+    /// The most tokens in a batch; a longer prompt is a batch of its own
+    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
+          default_value_t = DEFAULT_BATCH_TOKENS)]
+    #[serde(deserialize_with = "size")]
+    pub batch_tokens: usize,
+}
+
+impl Default for PasskeyOptions {
+    fn default() -> Self {
+        PasskeyOptions {
+            lengths: (1..=8).map(|n| n * 500).collect(),
+            trials: 100,
+            depths: None,
+            max_tokens: 10,
+            seed: 0,
+            batch: DEFAULT_BATCH,
+            batch_tokens: DEFAULT_BATCH_TOKENS,
+        }
+    }
+}
+
+impl PasskeyOptions {
+    fn batching(&self) -> Batching {
+        Batching { rows: self.batch, tokens: self.batch_tokens }
+    }
+}
+
+/// The suite.
+pub struct Passkey {
+    options: PasskeyOptions,
+    fitter: PasskeyFitter,
+    train_seq_len: usize,
+}
+
+impl Suite for Passkey {
+    type Options = PasskeyOptions;
+    type Verdict = Found;
+
+    const NAME: &'static str = "passkey";
+    const VERSION: u32 = 1;
+
+    fn validate(options: &PasskeyOptions, problems: &mut Problems) {
+        check_lengths(Self::NAME, &options.lengths, problems);
+        let trials = options.trials;
+        let remedy = "the paper takes --trials 100";
+        check_count("passkey.trials", trials, 1..=usize::MAX, remedy, problems);
+        let remedy = "the paper generates --max-tokens 10";
+        check_count("passkey.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
+        let remedy = "a usual grid is --depths 11; leave it out for random positions";
+        check_count("passkey.depths", options.depths.unwrap_or(1), 1..=1001, remedy, problems);
+        check_batching(Self::NAME, options.batching(), problems);
+    }
+
+    fn open(options: &PasskeyOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
+        check_answer(Self::NAME, options.max_tokens, " 50000", setting.tokenizer)?;
+        let fitter = PasskeyFitter::new(setting.tokenizer);
+        let prompt = fitter.shortest_prompt();
+        let minimum = prompt + options.max_tokens;
+        if let Some(&length) = options.lengths.iter().find(|&&length| length < minimum) {
+            return Err(EvalError::TooShort {
+                suite: Self::NAME,
+                length,
+                minimum,
+                prompt,
+                generation: options.max_tokens,
+                tokenizer: setting.tokenizer.name().to_string(),
+            });
+        }
+        Ok(Passkey { options: options.clone(), fitter, train_seq_len: setting.train_seq_len })
+    }
+
+    fn seed(&self) -> u64 {
+        self.options.seed
+    }
+
+    fn batching(&self) -> Batching {
+        self.options.batching()
+    }
+
+    fn resolved(&self) -> Value {
+        json!({})
+    }
+
+    fn trials(&self) -> Vec<Trial> {
+        let depths = match self.options.depths {
+            Some(count) => depth_grid(count).into_iter().map(Some).collect(),
+            None => vec![None],
+        };
+        retrieval::grid_trials(&self.options.lengths, &depths, self.options.trials)
+    }
+
+    fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
+        let mut rng = sample_rng(self.options.seed, STREAM, trial);
+        let budget = trial.length - self.options.max_tokens;
+        let prompt = self
+            .fitter
+            .fit(&mut rng, budget, trial.depth, "--lengths")
+            .map_err(|error| EvalError::Text {
+                what: format!("passkey, length {}: {error}", trial.length),
+                remedy: "ask for longer --lengths".to_string(),
+            })?;
+        Ok(Request {
+            call: Call::Generate {
+                prompt: tokenizer.encode(&prompt.prompt),
+                max_tokens: self.options.max_tokens,
+            },
+            expected: Some(prompt.answer.to_string()),
+            depth: Some(prompt.depth),
+            prompt: prompt.prompt,
+        })
+    }
+
+    fn judge(&self, _trial: &Trial, request: &Request, answer: &Answer) -> Found {
+        let correct = match answer {
+            Answer::Text(output) => first_number(output) == request.expected.as_deref(),
+            other => unreachable!("a generation was answered by {other:?}"),
+        };
+        Found { correct }
+    }
+
+    fn score(&self, outcomes: &[Outcome<Found>]) -> Scoring {
+        let depths = match self.options.depths {
+            Some(_) => Depths::Grid,
+            None => Depths::Random,
+        };
+        retrieval::score(outcomes, depths, self.train_seq_len)
+    }
+
+    fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
+        retrieval::draw(scoring, "Passkey retrieval", title, self.train_seq_len, dir)
+    }
+}
+
+/// The first run of digits, less leading zeros: integers match by value, of any length.
+fn first_number(text: &str) -> Option<&str> {
+    let start = text.find(|c: char| c.is_ascii_digit())?;
+    let rest = &text[start..];
+    let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+    Some(rest[..end].trim_start_matches('0'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_number_counts() {
+        assert_eq!(first_number(" 12345."), Some("12345"));
+        assert_eq!(first_number(" 00123"), Some("123"));
+        assert_eq!(first_number("is 7, not 9"), Some("7"));
+        assert_eq!(first_number("123456"), Some("123456"));
+        assert_eq!(first_number("none"), None);
+        assert_eq!(first_number(""), None);
+    }
+}

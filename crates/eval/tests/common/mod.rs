@@ -1,0 +1,187 @@
+//! Models whose answers are known, and runs of a suite on them.
+#![allow(dead_code)] // each test binary uses its own part
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use longwall_data::{Tokenizer, TokenizerConfig};
+use longwall_eval::{
+    EvalError, EvalModel, HeldOut, LogLikelihood, Report, RunContext, Silent, SuiteConfig, run,
+};
+use serde_json::Value;
+
+/// How a [`FakeModel`] answers.
+pub struct FakeModel {
+    pub tokenizer: Tokenizer,
+    pub train_seq_len: usize,
+    pub max_len: Option<usize>,
+    /// What it generates for a prompt.
+    pub reply: Box<dyn Fn(&str) -> String>,
+    /// ln p of the token at a position, which has read `position + 1` tokens of `length`.
+    pub token_log_p: Box<dyn Fn(usize, usize, &[u32]) -> f32>,
+    /// Every call: (sequences, tokens of each, tokens it may generate).
+    pub calls: Vec<(usize, usize, usize)>,
+    /// Stops the evaluation after this many calls.
+    pub stop_after: Option<usize>,
+    pub stop: Arc<AtomicBool>,
+}
+
+impl FakeModel {
+    /// Generates what `reply` says; every token is as likely as any other.
+    pub fn new(tokenizer: TokenizerConfig, reply: impl Fn(&str) -> String + 'static) -> Self {
+        let tokenizer = Tokenizer::load(&tokenizer).unwrap();
+        let uniform = -(tokenizer.vocab_size() as f32).ln();
+        FakeModel {
+            tokenizer,
+            train_seq_len: 1024,
+            max_len: None,
+            reply: Box::new(reply),
+            token_log_p: Box::new(move |_, _, _| uniform),
+            calls: Vec::new(),
+            stop_after: None,
+            stop: Arc::new(AtomicBool::new(false)),
+        }
+    }
+
+    pub fn bytes(reply: impl Fn(&str) -> String + 'static) -> Self {
+        FakeModel::new(TokenizerConfig::Bytes, reply)
+    }
+
+    fn called(&mut self, sequences: &[Vec<u32>], generation: usize) {
+        let length = sequences[0].len();
+        assert!(sequences.iter().all(|s| s.len() == length), "a batch has one length");
+        self.calls.push((sequences.len(), length, generation));
+        if self.stop_after == Some(self.calls.len()) {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl EvalModel for FakeModel {
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn train_seq_len(&self) -> usize {
+        self.train_seq_len
+    }
+
+    fn max_len(&self) -> Option<usize> {
+        self.max_len
+    }
+
+    fn device(&self) -> String {
+        "fake".to_string()
+    }
+
+    fn log_likelihood(
+        &mut self,
+        requests: &[(Vec<u32>, Vec<u32>)],
+    ) -> Result<Vec<LogLikelihood>, EvalError> {
+        Ok(requests.iter().map(|_| LogLikelihood { sum: 0.0, greedy: true }).collect())
+    }
+
+    fn token_log_likelihoods(
+        &mut self,
+        sequences: &[Vec<u32>],
+    ) -> Result<Vec<Vec<f32>>, EvalError> {
+        self.called(sequences, 0);
+        let log_ps = |tokens: &Vec<u32>| {
+            let length = tokens.len() - 1;
+            (0..length).map(|at| (self.token_log_p)(at, length, tokens)).collect()
+        };
+        Ok(sequences.iter().map(log_ps).collect())
+    }
+
+    fn generate(
+        &mut self,
+        prompts: &[Vec<u32>],
+        max_tokens: usize,
+    ) -> Result<Vec<Vec<u32>>, EvalError> {
+        self.called(prompts, max_tokens);
+        let reply = |prompt: &Vec<u32>| {
+            let text = (self.reply)(&self.tokenizer.decode(prompt));
+            let mut tokens = self.tokenizer.encode(&text);
+            tokens.truncate(max_tokens);
+            tokens
+        };
+        Ok(prompts.iter().map(reply).collect())
+    }
+}
+
+/// The passkey that a prompt hides.
+pub fn passkey(prompt: &str) -> u32 {
+    let (_, rest) = prompt.split_once("\nThe pass key is ").unwrap();
+    rest.split_once('.').unwrap().0.parse().unwrap()
+}
+
+/// The number that a haystack hides: its only run of seven digits.
+pub fn magic_number(prompt: &str) -> String {
+    let numbers: Vec<&str> = prompt
+        .split(|c: char| !c.is_ascii_digit())
+        .filter(|digits| digits.len() == 7)
+        .collect();
+    assert_eq!(numbers.len(), 1, "one needle");
+    numbers[0].to_string()
+}
+
+/// Held-out text from memory.
+pub struct Tokens(pub Vec<u32>);
+
+impl HeldOut for Tokens {
+    fn validation_tokens(&self, wanted: usize) -> Result<Vec<u32>, EvalError> {
+        Ok(self.0.iter().take(wanted).copied().collect())
+    }
+
+    fn describe(&self) -> String {
+        "validation split of a test".to_string()
+    }
+}
+
+/// Runs a suite into `dir`.
+pub fn evaluate(config: &SuiteConfig, model: &mut FakeModel, dir: &Path) -> Result<Report, EvalError> {
+    evaluate_with(config, model, dir, false, None)
+}
+
+/// Runs a suite into `dir`, with `--force` and held-out text.
+pub fn evaluate_with(
+    config: &SuiteConfig,
+    model: &mut FakeModel,
+    dir: &Path,
+    force: bool,
+    held_out: Option<&dyn HeldOut>,
+) -> Result<Report, EvalError> {
+    let stop = Arc::clone(&model.stop);
+    stop.store(false, Ordering::Relaxed);
+    run(
+        config,
+        model,
+        &RunContext {
+            out_dir: dir.to_path_buf(),
+            run: "wall".to_string(),
+            checkpoint_step: Some(100),
+            git_hash: Some("0123abc".to_string()),
+            force,
+            held_out,
+            progress: &Silent,
+            stop: Some(&stop),
+        },
+    )
+}
+
+/// The samples a suite left.
+pub fn samples(dir: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(dir.join("samples.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Files of a folder, by name.
+pub fn files(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
