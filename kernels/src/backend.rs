@@ -4,6 +4,7 @@
 //! backend runs an operation's reference; a backend with a kernel for it runs the kernel, and
 //! [`Autodiff`] then records one node with the kernel's own gradient.
 
+use std::cell::Cell;
 use std::fmt::Debug;
 use std::marker::PhantomData;
 
@@ -14,7 +15,7 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 use burn_flex::FlexTensor;
@@ -150,7 +151,7 @@ impl OpBackend for Flex {
         ints: &[FlexTensor],
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        if inputs.iter().any(|t| t.dtype() != burn::tensor::DType::F32) {
+        if reference_forced() || inputs.iter().any(|t| t.dtype() != DType::F32) {
             return None; // The kernels are f32; f64 tensors take the reference.
         }
         op.cpu_forward(inputs, ints, needs)
@@ -188,6 +189,9 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
         ints: &[CubeTensor<R>],
         needs: [bool; N],
     ) -> Option<Forward<CubeTensor<R>>> {
+        if reference_forced() {
+            return None;
+        }
         op.cube_forward(inputs, ints, needs)
     }
 
@@ -300,6 +304,27 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::from_inner(B::square_sum(Self::inner(x)))
     }
+}
+
+thread_local! {
+    static REFERENCE: Cell<bool> = const { Cell::new(false) };
+}
+
+fn reference_forced() -> bool {
+    REFERENCE.get()
+}
+
+/// Runs `f` with every operation of this thread taking its reference, on any device: the slow and
+/// obvious path that kernels are compared with.
+pub fn with_reference<T>(f: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            REFERENCE.set(self.0);
+        }
+    }
+    let _restore = Restore(REFERENCE.replace(true));
+    f()
 }
 
 /// A float tensor from its primitive.

@@ -1,6 +1,7 @@
 //! What the CPU kernels share: slices of Flex tensors, matrix products, vectorised functions.
 
 pub mod gemm;
+pub mod heads;
 pub mod math;
 
 use burn::tensor::{Bytes, DType, Shape};

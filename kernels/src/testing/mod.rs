@@ -245,7 +245,7 @@ const CHECKED: usize = 48;
 
 /// Central differences of Σ upstream · oracle(inputs) at up to [`CHECKED`] elements of one input:
 /// their places and derivatives.
-fn differences(
+pub(crate) fn differences(
     inputs: &[Oracle],
     input: usize,
     upstream: &Oracle,

@@ -1,0 +1,94 @@
+//! The key-value cache of attention variants that keep every token.
+
+use burn::tensor::{Tensor, s};
+
+use crate::backend::OpBackend;
+
+/// Keys and values of the tokens so far, in buffers that grow by doubling.
+#[derive(Clone, Debug)]
+pub struct KvCache<B: OpBackend> {
+    /// Keys and values, `[batch, kv_heads, capacity, head_dim]`; `None` before the first token.
+    buffers: Option<[Tensor<B, 4>; 2]>,
+    /// Tokens held.
+    len: usize,
+    /// Tokens ever appended, the position of the next one.
+    position: usize,
+    /// Tokens that a query can see; older ones are dropped.
+    window: Option<usize>,
+}
+
+impl<B: OpBackend> KvCache<B> {
+    /// An empty cache that keeps at least the last `window` tokens, or all of them.
+    pub fn new(window: Option<usize>) -> Self {
+        KvCache { buffers: None, len: 0, position: 0, window }
+    }
+
+    /// The position of the next token.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Appends keys and values `[batch, kv_heads, n, head_dim]`; returns all that is held, oldest
+    /// first, after dropping what no query of these `n` tokens can see.
+    ///
+    /// # Panics
+    /// When the shapes differ from those of earlier calls.
+    pub fn append(&mut self, k: Tensor<B, 4>, v: Tensor<B, 4>) -> [Tensor<B, 4>; 2] {
+        let n = k.dims()[2];
+        self.drop_unseen(n);
+        let needed = self.len + n;
+        let start = self.len;
+        let buffers = match self.buffers.take() {
+            None => [k, v].map(|new| grow(None, new, needed)),
+            Some(old) => {
+                let mut new = [k, v].into_iter();
+                old.map(|old| {
+                    let new = new.next().expect("two buffers");
+                    if old.dims()[2] < needed {
+                        return grow(Some(old.slice(s![.., .., 0..start, ..])), new, 2 * needed);
+                    }
+                    old.slice_assign(s![.., .., start..needed, ..], new)
+                })
+            }
+        };
+        self.len = needed;
+        self.position += n;
+        let held = buffers.clone().map(|buffer| buffer.slice(s![.., .., 0..needed, ..]));
+        self.buffers = Some(buffers);
+        held
+    }
+
+    /// Drops tokens that have left the window, once they are as many as those inside it.
+    fn drop_unseen(&mut self, new: usize) {
+        let (Some(window), Some(buffers)) = (self.window, &self.buffers) else { return };
+        let seen = window - 1;
+        if self.len + new >= 2 * window && self.len > seen {
+            let from = self.len - seen;
+            let keep = |buffer: &Tensor<B, 4>| buffer.clone().slice(s![.., .., from..self.len, ..]);
+            self.buffers = (seen > 0).then(|| [keep(&buffers[0]), keep(&buffers[1])]);
+            self.len = seen;
+        }
+    }
+}
+
+/// A buffer of `capacity` tokens that starts with `old`, then `new`.
+fn grow<B: OpBackend>(old: Option<Tensor<B, 4>>, new: Tensor<B, 4>, capacity: usize) -> Tensor<B, 4> {
+    let [batch, heads, n, head_dim] = new.dims();
+    let len = old.as_ref().map_or(0, |old| old.dims()[2]);
+    let buffer = Tensor::zeros([batch, heads, capacity, head_dim], &new.device());
+    let buffer = match old {
+        Some(old) => buffer.slice_assign(s![.., .., 0..len, ..], old),
+        None => buffer,
+    };
+    buffer.slice_assign(s![.., .., len..len + n, ..], new)
+}

@@ -1,0 +1,354 @@
+//! The tests every registered variant gets: agreement with its f64 oracle (outputs and gradients
+//! of every input, at odd lengths, with grouped heads, windows and packed documents), causality,
+//! decoding, determinism.
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Int, Tensor, TensorData};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{AttentionShape, DocumentStarts, Inputs, Variant};
+use crate::backend::{OpBackend, with_reference};
+use crate::testing::{Oracle, assert_budget, differences};
+
+type Ad = Autodiff<Flex>;
+
+/// What a variant's `tests.rs` supplies.
+pub trait Conformance: Variant {
+    /// Configurations to test.
+    fn cases() -> Vec<Self>;
+
+    /// The operation by its definition: `inputs` are q, k, v, the gates' logits, the parameters;
+    /// `documents[b][t]` is where the document of position t starts.
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle;
+}
+
+/// One problem: a shape, inputs and documents.
+struct Problem {
+    shape: AttentionShape,
+    batch: usize,
+    seq_len: usize,
+    inputs: Vec<Oracle>,
+    documents: Vec<Vec<usize>>,
+}
+
+/// Sizes of a problem: heads, kv_heads, head_dim, batch, seq_len.
+type Sizes = [usize; 5];
+
+impl Problem {
+    fn new<V: Variant>(variant: &V, sizes: Sizes, window: Option<usize>) -> Self {
+        let [heads, kv_heads, head_dim, batch, seq_len] = sizes;
+        let width = heads * head_dim;
+        let shape = AttentionShape { width, heads, kv_heads, head_dim, window };
+        let mut rng = ChaCha8Rng::seed_from_u64(seq_len as u64);
+        let mut random = |shape: &[usize], center: f32| {
+            let data = (0..shape.iter().product::<usize>())
+                .map(|_| f64::from(center + rng.random_range(-1.7f32..1.7)))
+                .collect();
+            Oracle::new(shape, data)
+        };
+        let mut inputs = vec![
+            random(&[batch, heads, seq_len, head_dim], 0.0),
+            random(&[batch, kv_heads, seq_len, head_dim], 0.0),
+            random(&[batch, kv_heads, seq_len, head_dim], 0.0),
+        ];
+        for gate in variant.gates(&shape) {
+            inputs.push(random(&[batch, seq_len, gate.features], gate.bias_init));
+        }
+        for parameter in variant.parameters(&shape) {
+            let init = parameter.init.iter().map(|&x| f64::from(x)).collect();
+            inputs.push(Oracle::new(&[parameter.init.len()], init));
+        }
+        Problem { shape, batch, seq_len, inputs, documents: vec![vec![0; seq_len]; batch] }
+    }
+
+    /// Splits every row into documents that start at the given positions; the second row has one
+    /// start fewer, so that rows differ.
+    fn packed(mut self, starts: &[usize]) -> Self {
+        for (row, documents) in self.documents.iter_mut().enumerate() {
+            let starts = &starts[..starts.len() - row.min(1)];
+            for (t, document) in documents.iter_mut().enumerate() {
+                *document = *starts.iter().rfind(|&&s| s <= t).unwrap_or(&0);
+            }
+        }
+        self
+    }
+
+    fn documents<B: OpBackend>(&self) -> DocumentStarts<B> {
+        let starts: Vec<i32> = self.documents.iter().flatten().map(|&t| t as i32).collect();
+        let packed = starts.iter().any(|&s| s > 0);
+        let data = TensorData::new(starts, [self.batch, self.seq_len]);
+        packed.then(|| Tensor::<B, 2, Int>::from_data(data, &B::Device::default()))
+    }
+
+    fn tensors<B: OpBackend>(&self) -> Inputs<B> {
+        fn tensor<B: OpBackend, const D: usize>(x: &Oracle) -> Tensor<B, D> {
+            let data = x.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
+            Tensor::from_data(TensorData::new(data, x.shape.clone()), &B::Device::default())
+        }
+        let [q, k, v, rest @ ..] = &self.inputs[..] else { panic!("at least q, k and v") };
+        let [q, k, v] = [q, k, v].map(tensor::<B, 4>);
+        let of_rank = |rank| rest.iter().filter(move |x| x.shape.len() == rank);
+        let gates = of_rank(3).map(tensor::<B, 3>).collect();
+        Inputs { q, k, v, gates, parameters: of_rank(1).map(tensor::<B, 1>).collect() }
+    }
+
+    fn attend<V: Variant>(&self, variant: &V) -> Vec<f64> {
+        to_vec(variant.attend::<Flex>(&self.shape, self.tensors(), self.documents()))
+    }
+}
+
+fn to_vec<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+/// The gradients of Σ upstream · o with respect to every input.
+fn gradients<V: Variant>(variant: &V, problem: &Problem, upstream: &Oracle) -> Vec<Vec<f64>> {
+    let Inputs { q, k, v, gates, parameters } = problem.tensors::<Ad>();
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let gates: Vec<_> = gates.into_iter().map(Tensor::require_grad).collect();
+    let parameters: Vec<_> = parameters.into_iter().map(Tensor::require_grad).collect();
+    let inputs = Inputs {
+        q: q.clone(),
+        k: k.clone(),
+        v: v.clone(),
+        gates: gates.clone(),
+        parameters: parameters.clone(),
+    };
+    let o = variant.attend(&problem.shape, inputs, problem.documents());
+    let weights = upstream.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
+    let weights = Tensor::from_data(TensorData::new(weights, o.dims()), &Default::default());
+    let grads = (o * weights).sum().backward();
+    fn grad<const D: usize>(
+        x: &Tensor<Ad, D>,
+        grads: &<Ad as burn::tensor::backend::AutodiffBackend>::Gradients,
+    ) -> Vec<f64> {
+        to_vec(x.grad(grads).expect("every input has a gradient"))
+    }
+    let first = [&q, &k, &v].map(|x| grad(x, &grads));
+    let gates = gates.iter().map(|x| grad(x, &grads));
+    first.into_iter().chain(gates).chain(parameters.iter().map(|x| grad(x, &grads))).collect()
+}
+
+fn check_outputs<V: Conformance>(variant: &V, problem: &Problem) {
+    let want = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
+    let kernel = problem.attend(variant);
+    let reference = with_reference(|| problem.attend(variant));
+    let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
+    assert_budget(&what, &kernel, &reference, &want.data);
+}
+
+fn check_gradients<V: Conformance>(variant: &V, problem: &Problem) {
+    let oracle = |inputs: &[Oracle]| variant.oracle(&problem.shape, inputs, &problem.documents);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let mut upstream = oracle(&problem.inputs);
+    upstream.data.iter_mut().for_each(|x| *x = f64::from(rng.random_range(-1.0f32..1.0)));
+    let kernel = gradients(variant, problem, &upstream);
+    let reference = with_reference(|| gradients(variant, problem, &upstream));
+    for input in 0..problem.inputs.len() {
+        let (places, want) = differences(&problem.inputs, input, &upstream, &oracle);
+        let pick = |grads: &[Vec<f64>]| places.iter().map(|&p| grads[input][p]).collect::<Vec<_>>();
+        let what = format!("{variant:?}, {:?}, gradient of input {input}", problem.shape);
+        assert_budget(&what, &pick(&kernel), &pick(&reference), &want);
+    }
+    assert_eq!(kernel, gradients(variant, problem, &upstream), "gradients of two runs differ");
+}
+
+/// Outputs at awkward lengths, with and without grouped heads.
+pub fn agrees_with_the_oracle<V: Conformance>() {
+    for variant in V::cases() {
+        for seq_len in [1, 63, 64, 100, 257] {
+            check_outputs(&variant, &Problem::new(&variant, [2, 2, 8, 1, seq_len], None));
+        }
+        check_outputs(&variant, &Problem::new(&variant, [6, 2, 16, 2, 70], None));
+        check_outputs(&variant, &Problem::new(&variant, [4, 1, 32, 1, 33], None));
+    }
+}
+
+/// Gradients of every input.
+pub fn gradients_agree_with_the_oracle<V: Conformance>() {
+    for variant in V::cases() {
+        for sizes in [[2, 2, 8, 1, 1], [4, 2, 8, 2, 9], [2, 1, 16, 1, 70]] {
+            check_gradients(&variant, &Problem::new(&variant, sizes, None));
+        }
+        check_gradients(&variant, &Problem::new(&variant, [2, 1, 8, 1, 70], Some(5)));
+        let packed = Problem::new(&variant, [2, 2, 8, 2, 70], None).packed(&[0, 1, 30, 66]);
+        check_gradients(&variant, &packed);
+    }
+}
+
+/// Windows shorter and longer than the sequence.
+pub fn windows_agree_with_the_oracle<V: Conformance>() {
+    for variant in V::cases() {
+        for window in [1, 3, 64, 65, 200] {
+            check_outputs(&variant, &Problem::new(&variant, [2, 1, 8, 1, 130], Some(window)));
+        }
+    }
+}
+
+/// Packed documents agree with the oracle, and with each document alone.
+pub fn documents_do_not_see_each_other<V: Conformance>() {
+    for variant in V::cases() {
+        for window in [None, Some(7)] {
+            let problem = Problem::new(&variant, [4, 2, 8, 2, 100], window);
+            check_outputs(&variant, &problem.packed(&[0, 1, 17, 64, 99]));
+        }
+        let problem = Problem::new(&variant, [2, 2, 8, 1, 100], None).packed(&[0, 40]);
+        let inputs = problem.tensors::<Flex>();
+        let part = |range: std::ops::Range<usize>| {
+            let cut = |x: &Tensor<Flex, 4>| x.clone().narrow(2, range.start, range.len());
+            let gates = inputs.gates.iter();
+            let inputs = Inputs {
+                q: cut(&inputs.q),
+                k: cut(&inputs.k),
+                v: cut(&inputs.v),
+                gates: gates.map(|x| x.clone().narrow(1, range.start, range.len())).collect(),
+                parameters: inputs.parameters.clone(),
+            };
+            variant.attend(&problem.shape, inputs, None)
+        };
+        // The last sequence is longer than a document alone would need: only the mask parts them.
+        let apart = to_vec(Tensor::cat(vec![part(0..40), part(40..100)], 2));
+        assert_close(&problem.attend(&variant), &apart);
+    }
+}
+
+fn assert_close(got: &[f64], want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    let scale = want.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
+    for (got, want) in got.iter().zip(want) {
+        assert!((got - want).abs() <= 1e-5 * scale, "{got} where {want} is right");
+    }
+}
+
+/// A later token changes no earlier output, not by a bit; it does change its own.
+pub fn is_causal<V: Conformance>() {
+    for variant in V::cases() {
+        let problem = Problem::new(&variant, [2, 1, 8, 1, 100], None);
+        let before = problem.attend(&variant);
+        let mut changed = Problem::new(&variant, [2, 1, 8, 1, 100], None);
+        let from = 70;
+        for input in &mut changed.inputs {
+            let (time, inner) = match input.shape[..] {
+                [_, _, time, head_dim] => (time, head_dim),
+                [_, time, features] => (time, features),
+                _ => continue,
+            };
+            for (at, x) in input.data.iter_mut().enumerate() {
+                if at / inner % time >= from {
+                    *x = -*x + 0.5;
+                }
+            }
+        }
+        let after = changed.attend(&variant);
+        for (at, (before, after)) in before.iter().zip(&after).enumerate() {
+            let t = at / 8 % 100;
+            assert_eq!(before == after, t < from, "{variant:?} at position {t}");
+        }
+    }
+}
+
+/// A prefill and then steps, alone and in small groups, equal the full forward pass.
+pub fn decoding_equals_the_full_pass<V: Conformance>() {
+    for variant in V::cases() {
+        for window in [None, Some(1), Some(6)] {
+            let problem = Problem::new(&variant, [4, 2, 8, 2, 60], window);
+            let full = problem.attend(&variant);
+            let inputs = problem.tensors::<Flex>();
+            let mut state = variant.start::<Flex>(&problem.shape);
+            let mut outputs = vec![];
+            let mut first = 0;
+            for n in [17, 1, 1, 3, 1, 20, 17] {
+                let cut = |x: &Tensor<Flex, 4>| x.clone().narrow(2, first, n);
+                let inputs = Inputs {
+                    q: cut(&inputs.q),
+                    k: cut(&inputs.k),
+                    v: cut(&inputs.v),
+                    gates: inputs.gates.iter().map(|x| x.clone().narrow(1, first, n)).collect(),
+                    parameters: inputs.parameters.clone(),
+                };
+                outputs.push(variant.extend(&problem.shape, inputs, &mut state));
+                first += n;
+            }
+            assert_close(&to_vec(Tensor::cat(outputs, 2)), &full);
+        }
+    }
+}
+
+/// Two runs give the same bits.
+pub fn is_deterministic<V: Conformance>() {
+    for variant in V::cases() {
+        let problem = Problem::new(&variant, [4, 2, 16, 2, 130], None);
+        assert_eq!(problem.attend(&variant), problem.attend(&variant));
+    }
+}
+
+/// A NaN in the input is not hidden: a training step must be able to notice it.
+pub fn a_nan_shows<V: Conformance>() {
+    for variant in V::cases() {
+        for input in 0..3 {
+            let mut problem = Problem::new(&variant, [1, 1, 8, 1, 20], None);
+            problem.inputs[input].data[3] = f64::NAN;
+            assert!(problem.attend(&variant).iter().any(|x| x.is_nan()), "input {input}");
+        }
+    }
+}
+
+/// One test module for a registered variant.
+macro_rules! suite {
+    ($module:ident) => {
+        mod $module {
+            type V = crate::attention::$module::Config;
+            crate::attention::conformance::suite!(
+                V:
+                agrees_with_the_oracle
+                gradients_agree_with_the_oracle
+                windows_agree_with_the_oracle
+                documents_do_not_see_each_other
+                is_causal
+                decoding_equals_the_full_pass
+                is_deterministic
+                a_nan_shows
+            );
+        }
+    };
+    ($v:ident: $($test:ident)+) => {
+        $(
+            #[test]
+            fn $test() {
+                crate::attention::conformance::$test::<$v>();
+            }
+        )+
+    };
+}
+pub(crate) use suite;
+
+/// Softmax attention by its definition, for oracles: `score(b, h, i, j)` over the visible keys.
+pub fn softmax_oracle(
+    shape: &AttentionShape,
+    [q, v]: [&Oracle; 2],
+    documents: &[Vec<usize>],
+    score: impl Fn(usize, usize, usize, usize) -> f64,
+) -> Oracle {
+    let group = shape.heads / shape.kv_heads;
+    let mut out = Oracle::from_fn(&q.shape, |_| 0.0);
+    let [batch, heads, seq_len, head_dim] = q.shape[..] else { panic!("q has 4 dimensions") };
+    for b in 0..batch {
+        for h in 0..heads {
+            for i in 0..seq_len {
+                let window = shape.window.map_or(0, |w| (i + 1).saturating_sub(w));
+                let keys = documents[b][i].max(window)..i + 1;
+                let scores: Vec<f64> = keys.clone().map(|j| score(b, h, i, j)).collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                for n in 0..head_dim {
+                    let value = |j: usize| v.at(&[b, h / group, j, n]);
+                    let sum: f64 =
+                        scores.iter().zip(keys.clone()).map(|(s, j)| (s - max).exp() * value(j)).sum();
+                    out.data[((b * heads + h) * seq_len + i) * head_dim + n] = sum / total;
+                }
+            }
+        }
+    }
+    out
+}

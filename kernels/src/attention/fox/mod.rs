@@ -1,0 +1,136 @@
+//! FoX, forgetting attention (Lin et al., 2025; ATTENTION in seeds/000 §1).
+//!
+//! ℓ_t = ln σ(w_fᵀx_t + b_f) per query head; S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s. The gate's
+//! bias starts at 0. No positions by default; `rope = true` rotates q and k as well.
+//!
+//! Decoding caches keys, values and, per query head, the gate's log decay of each token:
+//! 2 · kv_heads · head_dim + heads elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::{Tensor, s};
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cache::KvCache;
+use super::softmax::{Softmax, softmax};
+use super::{AttentionShape, DocumentStarts, GateSpec, Inputs, Variant};
+use crate::backend::OpBackend;
+use crate::ops::activation::log_sigmoid;
+use crate::ops::rotary::rotary;
+
+/// `[model.attention]` with `kind = "fox"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Rotate q and k too; default false.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { rope: false, theta: 10_000.0 }
+    }
+}
+
+/// Keys, values and log decays of the tokens so far.
+#[derive(Clone, Debug)]
+pub struct State<B: OpBackend> {
+    cache: KvCache<B>,
+    /// ℓ, `[batch, heads, tokens]`.
+    log_decay: Option<Tensor<B, 3>>,
+}
+
+impl Config {
+    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        if !self.rope {
+            return x;
+        }
+        let head_dim = x.dims()[3];
+        rotary(x, first, self.theta as f32, head_dim)
+    }
+}
+
+fn core(shape: &AttentionShape) -> Softmax {
+    Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
+}
+
+/// ℓ `[batch, heads, seq_len]` from the gate's logits `[batch, seq_len, heads]`.
+fn log_decay<B: OpBackend>(logits: &[Tensor<B, 3>]) -> Tensor<B, 3> {
+    log_sigmoid(logits[0].clone()).swap_dims(1, 2)
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    const SOURCE: &'static str = "forgetting attention (Lin et al., 2025)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        problems.check(
+            self.theta > 1.0 && self.theta.is_finite(),
+            format!("{key}.theta"),
+            self.theta,
+            "a number above 1",
+            "set theta = 10000",
+        );
+        problems.check(
+            !self.rope || shape.head_dim % 2 == 0,
+            "model.head_dim",
+            shape.head_dim,
+            "an even number with rotary positions",
+            format!("set {key}.rope = false, or choose an even width / heads"),
+        );
+    }
+
+    fn gates(&self, shape: &AttentionShape) -> Vec<GateSpec> {
+        vec![GateSpec { name: "forget_gate", features: shape.heads, bias_init: 0.0 }]
+    }
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, gates, .. }: Inputs<B>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let log_decay = log_decay(&gates);
+        softmax(&core(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
+    }
+
+    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
+        State { cache: KvCache::new(shape.window), log_decay: None }
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, gates, .. }: Inputs<B>,
+        state: &mut State<B>,
+    ) -> Tensor<B, 4> {
+        let first = state.cache.position();
+        let [k, v] = state.cache.append(self.rotate(k, first), v);
+        let new = log_decay(&gates);
+        let all = match state.log_decay.take() {
+            Some(old) => Tensor::cat(vec![old, new], 2),
+            None => new,
+        };
+        // The cache may have dropped tokens that left the window.
+        let dropped = all.dims()[2] - state.cache.len();
+        let all = all.slice(s![.., .., dropped..]);
+        state.log_decay = Some(all.clone());
+        softmax(&core(shape), self.rotate(q, first), k, v, Some(all), None)
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        // qᵀk and p·v, two multiply-adds per channel and key, and the bias's addition.
+        (4 * shape.head_dim + 1) as f64 * shape.heads as f64 * shape.mean_keys(seq_len)
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
+        // Tokens that left the window are dropped in batches of one window.
+        let tokens = shape.window.map_or(seq_len, |w| seq_len.min(2 * w));
+        ((2 * shape.kv_heads * shape.head_dim + shape.heads) * tokens) as u64
+    }
+}

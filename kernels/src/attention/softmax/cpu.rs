@@ -1,0 +1,351 @@
+//! The softmax core on the CPU: blocks of queries against the keys they can see.
+//!
+//! Memory is linear in the sequence: a task holds the scores of one block of queries. The forward
+//! pass runs a task per block; the backward pass runs one per kv head, which owns that head's dk
+//! and dv, so that sums have one order whatever the number of threads.
+
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use super::Softmax;
+use crate::backend::Forward;
+use crate::cpu::gemm::{Mat, gemm};
+use crate::cpu::heads::{HeadView, HeadsOut};
+use crate::cpu::{contiguous, dims, from_vec, int_vec, math, slice};
+
+/// Queries of a block.
+const BLOCK: usize = 64;
+
+/// One call's sizes and tensors, as the tasks read them.
+struct Call<'a> {
+    op: &'a Softmax,
+    q: HeadView<'a>,
+    k: HeadView<'a>,
+    v: HeadView<'a>,
+    /// Σ_{s≤j} ℓ_s for each batch and head, in f64: differences stay exact at any length.
+    decay: Vec<Vec<f64>>,
+    documents: Option<Vec<i32>>,
+    batch: usize,
+    heads: usize,
+    kv_heads: usize,
+    queries: usize,
+    keys: usize,
+    head_dim: usize,
+}
+
+/// The scores of one block of queries.
+struct Block {
+    /// Queries `first..first + rows`.
+    first: usize,
+    rows: usize,
+    /// Keys `lo..lo + cols` are those that any of the queries sees.
+    lo: usize,
+    cols: usize,
+    /// For each row the visible columns, `start..end`.
+    visible: Vec<(usize, usize)>,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        op: &'a Softmax,
+        [q, k, v]: [&'a FlexTensor; 3],
+        log_decay: Option<&FlexTensor>,
+        documents: Option<&FlexTensor>,
+    ) -> Self {
+        let [batch, heads, queries, head_dim] = dims(q)[..] else { panic!("q has 4 dimensions") };
+        let [_, kv_heads, keys, _] = dims(k)[..] else { panic!("k has 4 dimensions") };
+        let decay = match log_decay {
+            Some(log_decay) => prefix_sums(slice(log_decay), keys),
+            None if op.slopes.is_empty() => vec![],
+            None => {
+                // ALiBi is a decay of one slope a step.
+                let line = |slope: &f32| (0..keys).map(|j| -f64::from(*slope) * j as f64).collect();
+                let heads: Vec<Vec<f64>> = op.slopes.iter().map(line).collect();
+                (0..batch).flat_map(|_| heads.clone()).collect()
+            }
+        };
+        let documents = documents.map(int_vec);
+        let [q, k, v] = [q, k, v].map(HeadView::new);
+        Call { op, q, k, v, decay, documents, batch, heads, kv_heads, queries, keys, head_dim }
+    }
+
+    /// The block of queries that starts at `first`, and what it sees.
+    fn block(&self, batch: usize, first: usize) -> Block {
+        let rows = BLOCK.min(self.queries - first);
+        let position = |row: usize| self.keys - self.queries + first + row;
+        let start = |row: usize| {
+            let i = position(row);
+            let window = self.op.window.map_or(0, |w| (i + 1).saturating_sub(w));
+            let document = self.documents.as_ref().map_or(0, |d| d[batch * self.keys + i] as usize);
+            window.max(document)
+        };
+        let starts: Vec<usize> = (0..rows).map(start).collect();
+        let lo = *starts.iter().min().expect("a block has rows");
+        let visible = starts.iter().enumerate().map(|(r, s)| (s - lo, position(r) + 1 - lo));
+        Block { first, rows, lo, cols: position(rows - 1) + 1 - lo, visible: visible.collect() }
+    }
+
+    /// Scaled and capped scores plus decay; −∞ where hidden. With a softcap, `slopes` receives
+    /// the cap's derivative.
+    fn scores(
+        &self,
+        batch: usize,
+        head: usize,
+        block: &Block,
+        scores: &mut Vec<f32>,
+        slopes: &mut Vec<f32>,
+    ) {
+        let Block { first, rows, lo, cols, .. } = *block;
+        let kv_head = head / (self.heads / self.kv_heads);
+        scores.resize(rows * cols, 0.0);
+        let q = self.q.rows(batch, head, first, rows);
+        let k = self.k.rows(batch, kv_head, lo, cols);
+        gemm(scores, cols, self.op.scale, q, k.t(), 0.0);
+        if let Some(cap) = self.op.softcap {
+            slopes.resize(rows * cols, 0.0);
+            for (score, slope) in scores.iter_mut().zip(slopes) {
+                let tanh = math::tanh(*score / cap);
+                *slope = 1.0 - tanh * tanh;
+                *score = cap * tanh;
+            }
+        }
+        let decay = (!self.decay.is_empty()).then(|| &self.decay[batch * self.heads + head]);
+        for (row, scores) in scores.chunks_exact_mut(cols).enumerate() {
+            let (start, end) = block.visible[row];
+            if let Some(decay) = decay {
+                let at = decay[self.keys - self.queries + first + row];
+                for (score, before) in scores[start..end].iter_mut().zip(&decay[lo + start..]) {
+                    *score += (at - before) as f32;
+                }
+            }
+            scores[..start].fill(f32::NEG_INFINITY);
+            scores[end..].fill(f32::NEG_INFINITY);
+        }
+    }
+}
+
+/// Inclusive prefix sums of each row of `keys` elements, in f64.
+fn prefix_sums(log_decay: &[f32], keys: usize) -> Vec<Vec<f64>> {
+    let row = |row: &[f32]| {
+        let mut sum = 0.0;
+        row.iter()
+            .map(|&x| {
+                sum += f64::from(x);
+                sum
+            })
+            .collect()
+    };
+    log_decay.chunks_exact(keys).map(row).collect()
+}
+
+pub(super) fn forward(
+    op: &Softmax,
+    [q, k, v]: [&FlexTensor; 3],
+    log_decay: Option<&FlexTensor>,
+    documents: Option<&FlexTensor>,
+    save: bool,
+) -> Forward<FlexTensor> {
+    let log_decay = log_decay.map(contiguous);
+    let call = Call::new(op, [q, k, v], log_decay.as_ref(), documents);
+    let Call { batch, heads, queries, head_dim, .. } = call;
+    let blocks = queries.div_ceil(BLOCK);
+    let out = HeadsOut::new(batch, heads, queries, head_dim);
+    let lse: Vec<Vec<f32>> = (0..batch * heads * blocks)
+        .into_par_iter()
+        .map_init(
+            || (vec![], vec![], vec![]),
+            |(scores, slopes, o), task| {
+                let (head, first) = (task / blocks, task % blocks * BLOCK);
+                let (b, h) = (head / heads, head % heads);
+                let block = call.block(b, first);
+                call.scores(b, h, &block, scores, slopes);
+                o.resize(block.rows * head_dim, 0.0);
+                let lse = attend_block(&call, b, h, &block, scores, o);
+                out.write(b, h, first, o);
+                lse
+            },
+        )
+        .collect();
+    let output = out.into_tensor();
+    let mut saved = vec![];
+    if save {
+        let lse = from_vec(lse.concat(), &[batch, heads, queries]);
+        saved = vec![q.clone(), k.clone(), v.clone(), output.clone(), lse];
+        saved.extend(log_decay);
+    }
+    Forward { output, saved }
+}
+
+/// Softmax over the block's scores, times v, into `o`; returns each row's log-sum-exp.
+fn attend_block(
+    call: &Call,
+    batch: usize,
+    head: usize,
+    block: &Block,
+    scores: &mut [f32],
+    o: &mut [f32],
+) -> Vec<f32> {
+    let Block { rows, lo, cols, .. } = *block;
+    let kv_head = head / (call.heads / call.kv_heads);
+    let mut lse = vec![0.0; rows];
+    let mut inverse = vec![0.0; rows];
+    for (row, scores) in scores.chunks_exact_mut(cols).enumerate() {
+        let (start, end) = block.visible[row];
+        let max = math::max(&scores[start..end]);
+        let sum = math::exp_shifted(&mut scores[start..end], max);
+        scores[..start].fill(0.0);
+        scores[end..].fill(0.0);
+        lse[row] = max + sum.ln();
+        inverse[row] = 1.0 / sum;
+    }
+    let p = Mat::new(scores, rows, cols, cols);
+    gemm(o, call.head_dim, 1.0, p, call.v.rows(batch, kv_head, lo, cols), 0.0);
+    for (o, inverse) in o.chunks_exact_mut(call.head_dim).zip(&inverse) {
+        o.iter_mut().for_each(|o| *o *= inverse);
+    }
+    lse
+}
+
+/// Buffers that a backward task reuses from block to block.
+#[derive(Default)]
+struct Scratch {
+    scores: Vec<f32>,
+    slopes: Vec<f32>,
+    dp: Vec<f32>,
+    dq: Vec<f32>,
+}
+
+/// The gradients that a backward task owns: one kv head's.
+struct HeadGrads {
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+    /// d/d(prefix sum of ℓ) of each query head of the group.
+    decay: Vec<Vec<f64>>,
+}
+
+/// What the backward pass reads beside the call.
+struct Upstream<'a> {
+    o: HeadView<'a>,
+    grad: HeadView<'a>,
+    lse: &'a [f32],
+}
+
+pub(super) fn backward(
+    op: &Softmax,
+    saved: Vec<FlexTensor>,
+    documents: Option<&FlexTensor>,
+    grad: FlexTensor,
+) -> [Option<FlexTensor>; 4] {
+    let [q, k, v, o, lse, ..] = &saved[..] else { unreachable!("softmax saves 5 or 6 tensors") };
+    let log_decay = saved.get(5);
+    let call = Call::new(op, [q, k, v], log_decay, documents);
+    let upstream = Upstream { o: HeadView::new(o), grad: HeadView::new(&grad), lse: slice(lse) };
+    let Call { batch, heads, kv_heads, queries, keys, head_dim, .. } = call;
+    let dq = HeadsOut::new(batch, heads, queries, head_dim);
+    let dk = HeadsOut::new(batch, kv_heads, keys, head_dim);
+    let dv = HeadsOut::new(batch, kv_heads, keys, head_dim);
+    let decay: Vec<Vec<Vec<f64>>> = (0..batch * kv_heads)
+        .into_par_iter()
+        .map(|task| {
+            let (b, kv_head) = (task / kv_heads, task % kv_heads);
+            let grads = backward_kv_head(&call, &upstream, b, kv_head, log_decay.is_some(), &dq);
+            dk.write(b, kv_head, 0, &grads.dk);
+            dv.write(b, kv_head, 0, &grads.dv);
+            grads.decay
+        })
+        .collect();
+    let dlog_decay = log_decay.map(|_| {
+        let rows = decay.into_iter().flatten().flat_map(suffix_sums).collect();
+        from_vec(rows, &[batch, heads, keys])
+    });
+    [Some(dq.into_tensor()), Some(dk.into_tensor()), Some(dv.into_tensor()), dlog_decay]
+}
+
+/// dℓ_s = Σ_{t≥s} dP_t.
+fn suffix_sums(mut decay: Vec<f64>) -> impl Iterator<Item = f32> {
+    let mut sum = 0.0;
+    for d in decay.iter_mut().rev() {
+        sum += *d;
+        *d = sum;
+    }
+    decay.into_iter().map(|d| d as f32)
+}
+
+/// All gradients of one kv head; dq of its query heads goes straight to `dq`.
+fn backward_kv_head(
+    call: &Call,
+    upstream: &Upstream,
+    batch: usize,
+    kv_head: usize,
+    with_decay: bool,
+    dq: &HeadsOut,
+) -> HeadGrads {
+    let group = call.heads / call.kv_heads;
+    let size = call.keys * call.head_dim;
+    let mut grads = HeadGrads { dk: vec![0.0; size], dv: vec![0.0; size], decay: vec![] };
+    let mut scratch = Scratch::default();
+    for head in kv_head * group..(kv_head + 1) * group {
+        let mut decay = vec![0.0; if with_decay { call.keys } else { 0 }];
+        for first in (0..call.queries).step_by(BLOCK) {
+            let block = call.block(batch, first);
+            backward_block(call, upstream, [batch, head], &block, &mut scratch, &mut grads, &mut decay);
+            dq.write(batch, head, first, &scratch.dq);
+        }
+        if with_decay {
+            grads.decay.push(decay);
+        }
+    }
+    grads
+}
+
+/// One block of one query head: P from the saved log-sum-exp; dv += Pᵀ do; dP = do vᵀ;
+/// dS = P ⊙ (dP − Σ o·do); dq = scale·dS k; dk += scale·dSᵀ q.
+fn backward_block(
+    call: &Call,
+    upstream: &Upstream,
+    [batch, head]: [usize; 2],
+    block: &Block,
+    scratch: &mut Scratch,
+    grads: &mut HeadGrads,
+    decay: &mut [f64],
+) {
+    let Block { first, rows, lo, cols, .. } = *block;
+    let (d, scale) = (call.head_dim, call.op.scale);
+    let kv_head = head / (call.heads / call.kv_heads);
+    let Scratch { scores, slopes, dp, dq } = scratch;
+    call.scores(batch, head, block, scores, slopes);
+    let lse = &upstream.lse[(batch * call.heads + head) * call.queries + first..][..rows];
+    for (scores, lse) in scores.chunks_exact_mut(cols).zip(lse) {
+        scores.iter_mut().for_each(|s| *s = math::exp(*s - lse));
+    }
+    let grad = upstream.grad.rows(batch, head, first, rows);
+    let keys = lo * d..(lo + cols) * d;
+    let p = Mat::new(scores, rows, cols, cols);
+    gemm(&mut grads.dv[keys.clone()], d, 1.0, p.t(), grad, 1.0);
+    dp.resize(rows * cols, 0.0);
+    gemm(dp, cols, 1.0, grad, call.v.rows(batch, kv_head, lo, cols).t(), 0.0);
+    for row in 0..rows {
+        let at = row * cols..(row + 1) * cols;
+        let o = upstream.o.row(batch, head, first + row);
+        let delta = math::dot(o, upstream.grad.row(batch, head, first + row));
+        for (dp, p) in dp[at.clone()].iter_mut().zip(&scores[at.clone()]) {
+            *dp = p * (*dp - delta);
+        }
+        if !decay.is_empty() {
+            let mut sum = 0.0;
+            for (dp, decay) in dp[at.clone()].iter().zip(&mut decay[lo..]) {
+                *decay -= f64::from(*dp);
+                sum += f64::from(*dp);
+            }
+            decay[call.keys - call.queries + first + row] += sum;
+        }
+    }
+    if call.op.softcap.is_some() {
+        dp.iter_mut().zip(slopes.iter()).for_each(|(dp, slope)| *dp *= slope);
+    }
+    let ds = Mat::new(dp, rows, cols, cols);
+    dq.resize(rows * d, 0.0);
+    gemm(dq, d, scale, ds, call.k.rows(batch, kv_head, lo, cols), 0.0);
+    let q = call.q.rows(batch, head, first, rows);
+    gemm(&mut grads.dk[keys], d, scale, ds.t(), q, 1.0);
+}

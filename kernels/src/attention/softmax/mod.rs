@@ -1,0 +1,130 @@
+//! The softmax core that several variants share:
+//!
+//! S_ij = cap(scale · q_iᵀk_j) + Σ_{s=j+1..i} ℓ_s, o_i = Σ_j softmax_j(S_ij) v_j,
+//!
+//! over the keys j ≤ i inside the window and the document of i. ℓ is a decay per step (a learned
+//! gate, or ALiBi's slope), cap(x) = c·tanh(x/c).
+
+mod cpu;
+mod reference;
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn_flex::FlexTensor;
+
+use super::DocumentStarts;
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+
+/// The core's settings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Softmax {
+    /// Factor on q·k, usually 1/√head_dim.
+    pub scale: f32,
+    /// With c, scores are c·tanh(score/c).
+    pub softcap: Option<f32>,
+    /// With a window w, a query sees its own key and the w − 1 before it.
+    pub window: Option<usize>,
+    /// ALiBi's slope of each query head, empty for none.
+    pub slopes: Vec<f32>,
+}
+
+/// The core.
+///
+/// - `q`: `[batch, heads, queries, head_dim]`
+/// - `k`, `v`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`:
+///   query i stands at position keys − queries + i
+/// - `log_decay`: ℓ ≤ 0, natural logarithm, `[batch, heads, keys]`
+/// - `documents`: `[batch, keys]`
+///
+/// Returns `[batch, heads, queries, head_dim]`.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub fn softmax<B: OpBackend>(
+    op: &Softmax,
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    log_decay: Option<Tensor<B, 3>>,
+    documents: DocumentStarts<B>,
+) -> Tensor<B, 4> {
+    let [[batch, heads, queries, head_dim], [_, kv_heads, keys, _]] = [q.dims(), k.dims()];
+    assert_eq!(k.dims(), v.dims(), "shapes of k and v");
+    assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
+    assert!(heads % kv_heads == 0, "{kv_heads} kv_heads must divide {heads} heads");
+    assert!(keys >= queries, "{queries} queries but only {keys} keys");
+    let ints = documents.into_iter().map(Tensor::into_primitive).collect();
+    let (q, k, v) = (primitive(q), primitive(k), primitive(v));
+    tensor(match log_decay {
+        None => B::run(op, [q, k, v], ints),
+        Some(log_decay) => B::run(op, [q, k, v, primitive(log_decay)], ints),
+    })
+}
+
+/// ALiBi's slopes: 2^(−8(h+1)/heads) for a power of two; else those of the next lower power of
+/// two, then every other one of the next higher (Press et al., 2022, and their released code).
+pub fn alibi_slopes(heads: usize) -> Vec<f32> {
+    let powers = |n: usize| (1..=n).map(move |h| 2f64.powf(-8.0 * h as f64 / n as f64) as f32);
+    let low = 1 << heads.ilog2();
+    powers(low).chain(powers(2 * low).step_by(2)).take(heads).collect()
+}
+
+impl Op<3> for Softmax {
+    fn reference<B: Backend>(
+        &self,
+        [q, k, v]: [FloatTensor<B>; 3],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        reference::attend::<B>(self, [q, k, v], None, ints.first())
+    }
+
+    fn cpu_forward(
+        &self,
+        [q, k, v]: &[FlexTensor; 3],
+        ints: &[FlexTensor],
+        needs: [bool; 3],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(cpu::forward(self, [q, k, v], None, ints.first(), needs.contains(&true)))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 3],
+    ) -> [Option<FlexTensor>; 3] {
+        let [dq, dk, dv, _] = cpu::backward(self, saved, ints.first(), grad);
+        [dq, dk, dv]
+    }
+}
+
+impl Op<4> for Softmax {
+    fn reference<B: Backend>(
+        &self,
+        [q, k, v, log_decay]: [FloatTensor<B>; 4],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        reference::attend::<B>(self, [q, k, v], Some(tensor::<B, 3>(log_decay)), ints.first())
+    }
+
+    fn cpu_forward(
+        &self,
+        [q, k, v, log_decay]: &[FlexTensor; 4],
+        ints: &[FlexTensor],
+        needs: [bool; 4],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(cpu::forward(self, [q, k, v], Some(log_decay), ints.first(), needs.contains(&true)))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 4],
+    ) -> [Option<FlexTensor>; 4] {
+        cpu::backward(self, saved, ints.first(), grad)
+    }
+}
