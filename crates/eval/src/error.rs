@@ -26,7 +26,9 @@ pub enum EvalError {
     },
 
     /// The model failed: out of memory, for example.
-    #[error("the model failed on {what}: {source}\n  hint: lower --batch or --batch-tokens if memory ran out")]
+    #[error(
+        "the model failed on {what}: {source}\n  hint: lower --batch or --batch-tokens if memory ran out"
+    )]
     Model {
         /// What the model was asked for.
         what: String,
@@ -99,6 +101,13 @@ pub enum EvalError {
         differences: Vec<String>,
     },
 
+    /// Another process evaluates into the folder.
+    #[error("{} is in use by another evaluation\n  hint: wait until it has ended, or use another folder", folder.display())]
+    Busy {
+        /// The evaluation's folder.
+        folder: PathBuf,
+    },
+
     /// A file of an earlier run of the suite is damaged.
     #[error("{}:{line}: {reason}\n  hint: remove the line, or start again with --force", path.display())]
     Damaged {
@@ -139,7 +148,10 @@ impl EvalError {
         what: impl Into<String>,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        EvalError::Model { what: what.into(), source: source.into() }
+        EvalError::Model {
+            what: what.into(),
+            source: source.into(),
+        }
     }
 
     /// Turns an IO error into one that names the file it was reading.

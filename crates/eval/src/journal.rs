@@ -2,12 +2,12 @@
 //! short goes on where it stopped.
 
 use std::collections::HashSet;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::EvalError;
 use crate::files::{create_dir, remove, write_atomically};
@@ -44,38 +44,109 @@ pub(crate) struct Journal {
     path: PathBuf,
     file: File,
     done: HashSet<u64>,
+    git_hash: Option<String>,
 }
 
 impl Journal {
     /// Opens the folder's samples: new ones, or those an earlier run with equal `settings` left.
-    pub(crate) fn open(folder: &Path, settings: &Value, force: bool) -> Result<Self, EvalError> {
+    pub(crate) fn open(
+        folder: &Path,
+        settings: &Value,
+        git_hash: Option<&str>,
+        force: bool,
+    ) -> Result<Self, EvalError> {
         create_dir(folder)?;
         let path = folder.join("samples.jsonl");
-        let settings_path = folder.join("settings.json");
-        if force {
-            for old in [&path, &settings_path, &folder.join("results.json")] {
-                remove(old)?;
-            }
-        }
-        if settings_path.exists() {
-            check_settings(folder, &settings_path, settings)?;
-        } else if path.exists() {
-            return Err(EvalError::OtherSettings {
-                folder: folder.to_path_buf(),
-                differences: vec!["  samples.jsonl is there without settings.json".to_string()],
-            });
-        } else {
-            let json = serde_json::to_string_pretty(settings).expect("settings are plain data");
-            write_atomically(&settings_path, (json + "\n").as_bytes())?;
-        }
         let file = OpenOptions::new()
             .create(true)
             .append(true)
             .open(&path)
             .map_err(EvalError::write(&path))?;
-        let mut journal = Journal { folder: folder.to_path_buf(), path, file, done: HashSet::new() };
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                return Err(EvalError::Busy {
+                    folder: folder.to_path_buf(),
+                });
+            }
+            // A file system without locks: one has to trust the user.
+            Err(TryLockError::Error(_)) | Ok(()) => {}
+        }
+        let mut journal = Journal {
+            folder: folder.to_path_buf(),
+            path,
+            file,
+            done: HashSet::new(),
+            git_hash: git_hash.map(str::to_string),
+        };
+        journal.settle(settings, force)?;
         journal.recover()?;
         Ok(journal)
+    }
+
+    /// Makes sure that the samples in the folder, if any, were taken with `settings`.
+    fn settle(&mut self, settings: &Value, force: bool) -> Result<(), EvalError> {
+        let path = self.folder.join("settings.json");
+        if force {
+            self.file.set_len(0).map_err(EvalError::write(&self.path))?;
+            remove(&self.folder.join("results.json"))?;
+            remove(&path)?;
+        }
+        if path.exists() {
+            return self.check_settings(&path, settings);
+        }
+        let length = self
+            .file
+            .metadata()
+            .map_err(EvalError::read(&self.path))?
+            .len();
+        if length > 0 {
+            return Err(EvalError::OtherSettings {
+                folder: self.folder.clone(),
+                differences: vec!["  samples.jsonl is there without settings.json".to_string()],
+            });
+        }
+        let written = json!({ "git_hash": self.git_hash, "settings": settings });
+        let json = serde_json::to_string_pretty(&written).expect("settings are plain data");
+        write_atomically(&path, (json + "\n").as_bytes())
+    }
+
+    /// Compares the settings on disk with those of now. Another commit is no other setting, but the
+    /// samples keep that of their beginning.
+    fn check_settings(&mut self, path: &Path, now: &Value) -> Result<(), EvalError> {
+        #[derive(Deserialize)]
+        struct Written {
+            git_hash: Option<String>,
+            settings: Value,
+        }
+        let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
+        let then: Written = serde_json::from_str(&text).map_err(|error| EvalError::Damaged {
+            path: path.to_path_buf(),
+            line: error.line(),
+            reason: format!("not the settings of an evaluation: {error}"),
+        })?;
+        let mut differences = Vec::new();
+        compare("", &then.settings, now, &mut differences);
+        if !differences.is_empty() {
+            return Err(EvalError::OtherSettings {
+                folder: self.folder.clone(),
+                differences,
+            });
+        }
+        if then.git_hash != self.git_hash {
+            tracing::warn!(
+                "the samples in {} were begun at commit {:?}, which the report will name; now it is {:?}",
+                self.folder.display(),
+                then.git_hash,
+                self.git_hash
+            );
+            self.git_hash = then.git_hash;
+        }
+        Ok(())
+    }
+
+    /// The commit at which the samples were begun.
+    pub(crate) fn git_hash(&self) -> Option<&str> {
+        self.git_hash.as_deref()
     }
 
     /// Reads which trials are done and cuts off a last line that was not written to its end.
@@ -92,7 +163,9 @@ impl Journal {
             }
             Ok(())
         })?;
-        self.file.set_len(whole).map_err(EvalError::write(&self.path))?;
+        self.file
+            .set_len(whole)
+            .map_err(EvalError::write(&self.path))?;
         self.done = done;
         Ok(())
     }
@@ -107,7 +180,9 @@ impl Journal {
         let (mut line, mut number, mut whole) = (Vec::new(), 0, 0);
         loop {
             line.clear();
-            reader.read_until(b'\n', &mut line).map_err(EvalError::read(&self.path))?;
+            reader
+                .read_until(b'\n', &mut line)
+                .map_err(EvalError::read(&self.path))?;
             if line.last() != Some(&b'\n') {
                 return Ok(whole);
             }
@@ -123,7 +198,11 @@ impl Journal {
     }
 
     fn damaged(&self, line: usize, reason: String) -> EvalError {
-        EvalError::Damaged { path: self.path.clone(), line, reason }
+        EvalError::Damaged {
+            path: self.path.clone(),
+            line,
+            reason,
+        }
     }
 
     /// The evaluation's folder.
@@ -179,14 +258,21 @@ impl Journal {
         let mut outcomes: Vec<Option<Outcome<V>>> = trials.iter().map(|_| None).collect();
         self.each_line(|journal, number, line| {
             let line: ReadLine<V> = journal.parse(number, line)?;
-            let trial = trials.get(line.id as usize).filter(|trial| trial.length == line.length);
+            let trial = trials
+                .get(line.id as usize)
+                .filter(|trial| trial.length == line.length);
             let Some(trial) = trial else {
-                let reason =
-                    format!("sample {} of length {} is none of this suite", line.id, line.length);
+                let reason = format!(
+                    "sample {} of length {} is none of this suite",
+                    line.id, line.length
+                );
                 return Err(journal.damaged(number, reason));
             };
-            outcomes[line.id as usize] =
-                Some(Outcome { trial: trial.clone(), depth: line.depth, verdict: line.verdict });
+            outcomes[line.id as usize] = Some(Outcome {
+                trial: trial.clone(),
+                depth: line.depth,
+                verdict: line.verdict,
+            });
             Ok(())
         })?;
         let count = outcomes.len();
@@ -199,30 +285,21 @@ impl Journal {
     }
 }
 
-/// Compares the settings on disk with those of now.
-fn check_settings(folder: &Path, path: &Path, now: &Value) -> Result<(), EvalError> {
-    let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
-    let then: Value = serde_json::from_str(&text).map_err(|error| EvalError::Damaged {
-        path: path.to_path_buf(),
-        line: error.line(),
-        reason: format!("not the settings of an evaluation: {error}"),
-    })?;
-    let mut differences = Vec::new();
-    compare("", &then, now, &mut differences);
-    if differences.is_empty() {
-        return Ok(());
-    }
-    Err(EvalError::OtherSettings { folder: folder.to_path_buf(), differences })
-}
-
 fn compare(name: &str, then: &Value, now: &Value, differences: &mut Vec<String>) {
     if let (Value::Object(a), Value::Object(b)) = (then, now) {
         let mut keys: Vec<&String> = a.keys().chain(b.keys()).collect();
         keys.sort();
         keys.dedup();
         for key in keys {
-            let path = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
-            let (a, b) = (a.get(key).unwrap_or(&Value::Null), b.get(key).unwrap_or(&Value::Null));
+            let path = if name.is_empty() {
+                key.clone()
+            } else {
+                format!("{name}.{key}")
+            };
+            let (a, b) = (
+                a.get(key).unwrap_or(&Value::Null),
+                b.get(key).unwrap_or(&Value::Null),
+            );
             compare(&path, a, b, differences);
         }
     } else if then != now {

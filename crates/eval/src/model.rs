@@ -49,10 +49,8 @@ pub trait EvalModel {
     ///
     /// # Errors
     /// [`EvalError::Model`] when the model cannot run.
-    fn token_log_likelihoods(
-        &mut self,
-        sequences: &[Vec<u32>],
-    ) -> Result<Vec<Vec<f32>>, EvalError>;
+    fn token_log_likelihoods(&mut self, sequences: &[Vec<u32>])
+    -> Result<Vec<Vec<f32>>, EvalError>;
 
     /// Greedy continuation of each prompt (all prompts of one length), at most `max_tokens` tokens
     /// each; it ends before the end-of-text token, which is not part of it.

@@ -43,14 +43,26 @@ pub(crate) fn run_suite<S: Suite>(
     check_lengths::<S>(&trials, model.max_len())?;
 
     let mut report = blank_report(&suite, options, &*model, context);
-    let mut journal = Journal::open(&context.out_dir, &settings(&report), context.force)?;
-    context.progress.start(S::NAME, journal.len(), trials.len() as u64);
+    let git_hash = context.git_hash.as_deref();
+    let mut journal = Journal::open(
+        &context.out_dir,
+        &settings(&report),
+        git_hash,
+        context.force,
+    )?;
+    report.git_hash = journal.git_hash().map(str::to_string);
+    context
+        .progress
+        .start(S::NAME, journal.len(), trials.len() as u64);
     let taken = take_samples(&suite, &trials, &tokenizer, model, &mut journal, context);
     context.progress.finish();
     taken?;
 
     let scoring = suite.score(&journal.outcomes(&trials)?);
-    let step = report.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
+    let step = report
+        .checkpoint_step
+        .map(|step| format!(", step {step}"))
+        .unwrap_or_default();
     suite.draw(&scoring, &format!("{}{step}", report.run), journal.folder())?;
     report.samples = trials.len() as u64;
     report.headline = scoring.headline;
@@ -64,9 +76,11 @@ pub(crate) fn run_suite<S: Suite>(
 fn check_lengths<S: Suite>(trials: &[Trial], max_len: Option<usize>) -> Result<(), EvalError> {
     let longest = trials.iter().map(|trial| trial.length).max().unwrap_or(0);
     match max_len {
-        Some(max_len) if longest > max_len => {
-            Err(EvalError::TooLong { suite: S::NAME, length: longest, max_len })
-        }
+        Some(max_len) if longest > max_len => Err(EvalError::TooLong {
+            suite: S::NAME,
+            length: longest,
+            max_len,
+        }),
         _ => Ok(()),
     }
 }
@@ -147,8 +161,10 @@ fn take_samples<S: Suite>(
                 requests.push((trial, checked_request(suite, trial, tokenizer)?));
             }
             for batch in batches(&mut requests, batching) {
-                let pending: Vec<_> =
-                    batch.iter().filter(|(trial, _)| !journal.has(trial)).collect();
+                let pending: Vec<_> = batch
+                    .iter()
+                    .filter(|(trial, _)| !journal.has(trial))
+                    .collect();
                 if pending.is_empty() {
                     continue;
                 }
@@ -160,14 +176,18 @@ fn take_samples<S: Suite>(
                     });
                 }
                 let answers = ask(model, tokenizer, &pending)?;
-                journal.append(pending.iter().zip(&answers).map(|((trial, request), answer)| {
-                    let output = match answer {
-                        Answer::Text(text) => Some(text.as_str()),
-                        _ => None,
-                    };
-                    (*trial, request, output, suite.judge(trial, request, answer))
-                }))?;
-                context.progress.update(&speed.after(&pending, journal.len()));
+                journal.append(pending.iter().zip(&answers).map(
+                    |((trial, request), answer)| {
+                        let output = match answer {
+                            Answer::Text(text) => Some(text.as_str()),
+                            _ => None,
+                        };
+                        (*trial, request, output, suite.judge(trial, request, answer))
+                    },
+                ))?;
+                context
+                    .progress
+                    .update(&speed.after(&pending, journal.len()));
             }
         }
     }
@@ -213,45 +233,58 @@ fn ask(
     tokenizer: &Tokenizer,
     batch: &[&(&Trial, Request)],
 ) -> Result<Vec<Answer>, EvalError> {
-    let calls = || batch.iter().map(|(_, request)| &request.call);
-    let answers: Vec<Answer> = match &batch[0].1.call {
+    let answers: Vec<Answer> = match batch[0].1.call {
         Call::Generate { max_tokens, .. } => {
-            let prompts: Vec<Vec<u32>> = calls()
-                .map(|call| match call {
-                    Call::Generate { prompt, .. } => prompt.clone(),
-                    other => unreachable!("a batch of generations holds {other:?}"),
-                })
-                .collect();
-            let outputs = model.generate(&prompts, *max_tokens)?;
-            outputs.iter().map(|tokens| Answer::Text(tokenizer.decode(tokens))).collect()
+            let prompts: Vec<Vec<u32>> = inputs(batch, |call| match call {
+                Call::Generate { prompt, .. } => Some(prompt.clone()),
+                _ => None,
+            });
+            let outputs = model.generate(&prompts, max_tokens)?;
+            outputs
+                .iter()
+                .map(|tokens| Answer::Text(tokenizer.decode(tokens)))
+                .collect()
         }
         Call::LogLikelihood { .. } => {
-            let pairs: Vec<(Vec<u32>, Vec<u32>)> = calls()
-                .map(|call| match call {
-                    Call::LogLikelihood { context, continuation } => {
-                        (context.clone(), continuation.clone())
-                    }
-                    other => unreachable!("a batch of continuations holds {other:?}"),
-                })
-                .collect();
-            model.log_likelihood(&pairs)?.into_iter().map(Answer::LogLikelihood).collect()
+            let pairs: Vec<(Vec<u32>, Vec<u32>)> = inputs(batch, |call| match call {
+                Call::LogLikelihood {
+                    context,
+                    continuation,
+                } => Some((context.clone(), continuation.clone())),
+                _ => None,
+            });
+            model
+                .log_likelihood(&pairs)?
+                .into_iter()
+                .map(Answer::LogLikelihood)
+                .collect()
         }
         Call::Rolling { .. } => {
-            let sequences: Vec<Vec<u32>> = calls()
-                .map(|call| match call {
-                    Call::Rolling { tokens } => tokens.clone(),
-                    other => unreachable!("a batch of texts holds {other:?}"),
-                })
-                .collect();
+            let sequences: Vec<Vec<u32>> = inputs(batch, |call| match call {
+                Call::Rolling { tokens } => Some(tokens.clone()),
+                _ => None,
+            });
             let values = model.token_log_likelihoods(&sequences)?;
             for (values, sequence) in values.iter().zip(&sequences) {
-                check_count("log-likelihoods of a sequence", values.len(), sequence.len() - 1)?;
+                check_count(
+                    "log-likelihoods of a sequence",
+                    values.len(),
+                    sequence.len() - 1,
+                )?;
             }
             values.into_iter().map(Answer::Tokens).collect()
         }
     };
     check_count("answers to a batch", answers.len(), batch.len())?;
     Ok(answers)
+}
+
+/// What a batch gives the model; batches hold calls of one kind.
+fn inputs<T>(batch: &[&(&Trial, Request)], input: impl Fn(&Call) -> Option<T>) -> Vec<T> {
+    batch
+        .iter()
+        .map(|(_, request)| input(&request.call).expect("a batch holds calls of one kind"))
+        .collect()
 }
 
 fn check_count(what: &str, found: usize, expected: usize) -> Result<(), EvalError> {

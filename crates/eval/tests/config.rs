@@ -32,24 +32,39 @@ fn defaults_are_those_of_the_protocols_on_both_ways_in() {
     for (line, config) in [
         ("passkey", SuiteConfig::Passkey(PasskeyOptions::default())),
         ("niah", SuiteConfig::Niah(NiahOptions::default())),
-        ("extrapolate", SuiteConfig::Extrapolate(ExtrapolateOptions::default())),
+        (
+            "extrapolate",
+            SuiteConfig::Extrapolate(ExtrapolateOptions::default()),
+        ),
     ] {
         assert_eq!(cli(line).unwrap(), config);
-        assert_eq!(toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(), config);
+        assert_eq!(
+            toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(),
+            config
+        );
         assert_eq!(config.name(), line);
         assert!(SuiteConfig::NAMES.contains(&line));
         let mut problems = Problems::new();
         config.validate(&mut problems);
         assert!(problems.as_slice().is_empty());
     }
-    let SuiteConfig::Passkey(passkey) = cli("passkey").unwrap() else { unreachable!() };
-    assert_eq!(passkey.lengths, [500, 1000, 1500, 2000, 2500, 3000, 3500, 4000]);
-    assert_eq!((passkey.trials, passkey.depths, passkey.max_tokens), (100, None, 10));
+    let SuiteConfig::Passkey(passkey) = cli("passkey").unwrap() else {
+        unreachable!()
+    };
+    assert_eq!(
+        passkey.lengths,
+        [500, 1000, 1500, 2000, 2500, 3000, 3500, 4000]
+    );
+    assert_eq!(
+        (passkey.trials, passkey.depths, passkey.max_tokens),
+        (100, None, 10)
+    );
 }
 
 #[test]
 fn the_command_line_and_a_table_say_the_same() {
-    let line = cli("niah --lengths 1k,4096 --depths 5 --mode easy --haystack noise --batch-tokens 8k");
+    let line =
+        cli("niah --lengths 1k,4096 --depths 5 --mode easy --haystack noise --batch-tokens 8k");
     let table = "suite = \"niah\"\nlengths = [\"1k\", 4096]\ndepths = 5\nmode = \"easy\"\nhaystack = \"noise\"\nbatch_tokens = \"8k\"";
     let expected = SuiteConfig::Niah(NiahOptions {
         lengths: Some(vec![1000, 4096]),
@@ -68,11 +83,19 @@ fn the_command_line_and_a_table_say_the_same() {
 #[test]
 fn unknown_keys_and_suites_are_errors() {
     let error = toml::from_str::<SuiteConfig>("suite = \"passkey\"\nlenghts = [500]").unwrap_err();
-    insta::assert_snapshot!(error.message(), @"");
+    insta::assert_snapshot!(error.message(), @r"
+    unknown field `lenghts`, expected one of `lengths`, `trials`, `depths`, `max_tokens`, `seed`, `batch`, `batch_tokens`
+    ");
     let error = toml::from_str::<SuiteConfig>("suite = \"paskey\"").unwrap_err();
-    insta::assert_snapshot!(error.message(), @"");
+    insta::assert_snapshot!(error.message(), @r"
+    unknown variant `paskey`, expected one of `passkey`, `niah`, `extrapolate`
+    ");
     let error = cli("passkey --lengths 500,many").unwrap_err().to_string();
-    insta::assert_snapshot!(error, @"");
+    insta::assert_snapshot!(error, @r"
+    error: invalid value 'many' for '--lengths <TOKENS>': `many` is not a count; allowed: a whole number with an optional k, M or B, for example 20k or 1.5M
+
+    For more information, try '--help'.
+    ");
 }
 
 #[test]
@@ -88,7 +111,21 @@ fn every_option_out_of_range_is_reported_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let mut model = FakeModel::bytes(|_| String::new());
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
-    insta::assert_snapshot!(error, @"");
+    insta::assert_snapshot!(error, @r"
+    the configuration has 6 problems:
+    passkey.lengths is 0; allowed: lengths above 0, in tokens
+      hint: remove the 0
+    passkey.lengths is 500 twice; allowed: every length once
+      hint: remove the repetition
+    passkey.trials is 0; allowed: 1 or more
+      hint: the paper takes --trials 100
+    passkey.max_tokens is 0; allowed: 1 to 1024
+      hint: the paper generates --max-tokens 10
+    passkey.depths is 0; allowed: 1 to 1001
+      hint: a usual grid is --depths 11; leave it out for random positions
+    passkey.batch is 0; allowed: 1 or more
+      hint: --batch 1 takes least memory
+    ");
 
     let config = SuiteConfig::Niah(NiahOptions {
         min_length: 9000,
@@ -99,7 +136,13 @@ fn every_option_out_of_range_is_reported_at_once() {
         ..NiahOptions::default()
     });
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
-    insta::assert_snapshot!(error, @"");
+    insta::assert_snapshot!(error, @r#"
+    the configuration has 2 problems:
+    niah.min_length is 9000; allowed: up to niah.max_length, 2000
+      hint: exchange them, or give --lengths
+    niah.text is given beside haystack = "repeat"; allowed: only beside haystack = "text"
+      hint: leave out --text, or use --haystack text
+    "#);
 
     let config = SuiteConfig::Extrapolate(ExtrapolateOptions {
         lengths: Some(vec![1000, 1024]),
@@ -108,7 +151,15 @@ fn every_option_out_of_range_is_reported_at_once() {
         ..ExtrapolateOptions::default()
     });
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
-    insta::assert_snapshot!(error, @"");
+    insta::assert_snapshot!(error, @r"
+    the configuration has 3 problems:
+    extrapolate.lengths is 1000; allowed: divisors of the longest length, 1024
+      hint: use powers of two: all lengths are scored on the same tokens
+    extrapolate.packed is true without extrapolate.text; allowed: only beside --text
+      hint: leave out --packed: the validation split is packed anyway
+    extrapolate.sequences is 0; allowed: 1 or more
+      hint: more --sequences give smaller standard errors; 16 is usual
+    ");
 }
 
 #[test]
@@ -124,13 +175,97 @@ fn results_json_keeps_its_shape() {
     evaluate(&config, &mut model, dir.path()).unwrap();
     let json = std::fs::read_to_string(dir.path().join("results.json")).unwrap();
     insta::with_settings!({ filters => vec![("[0-9a-f]{64}", "SHA256")] }, {
-        insta::assert_snapshot!(json, @"");
+        insta::assert_snapshot!(json, @r#"
+        {
+          "suite": "passkey",
+          "suite_version": 1,
+          "run": "wall",
+          "checkpoint_step": 100,
+          "git_hash": "0123abc",
+          "longwall_version": "0.1.0",
+          "device": "fake",
+          "tokenizer": {
+            "name": "bytes",
+            "fingerprint": "SHA256",
+            "vocab_size": 257
+          },
+          "train_seq_len": 1024,
+          "seed": 0,
+          "config": {
+            "batch": 16,
+            "batch_tokens": 65536,
+            "depths": 2,
+            "lengths": [
+              500
+            ],
+            "max_tokens": 10,
+            "seed": 0,
+            "trials": 4
+          },
+          "resolved": {},
+          "samples": 8,
+          "headline": {
+            "accuracy": 1.0,
+            "accuracy_to_train_length": 1.0
+          },
+          "scores": [
+            {
+              "metric": "accuracy",
+              "length": 500,
+              "depth": null,
+              "value": 1.0,
+              "standard_error": 0.0,
+              "samples": 8
+            },
+            {
+              "metric": "accuracy",
+              "length": 500,
+              "depth": 0.0,
+              "value": 1.0,
+              "standard_error": 0.0,
+              "samples": 4
+            },
+            {
+              "metric": "accuracy",
+              "length": 500,
+              "depth": 1.0,
+              "value": 1.0,
+              "standard_error": 0.0,
+              "samples": 4
+            },
+            {
+              "metric": "accuracy",
+              "length": null,
+              "depth": null,
+              "value": 1.0,
+              "standard_error": 0.0,
+              "samples": 8
+            }
+          ],
+          "details": {
+            "depths": "grid"
+          }
+        }
+        "#);
     });
     let csv = std::fs::read_to_string(dir.path().join("grid.csv")).unwrap();
-    insta::assert_snapshot!(csv, @"");
+    insta::assert_snapshot!(csv, @r"
+    metric,length,depth,value,standard_error,samples
+    accuracy,500,,1,0,8
+    accuracy,500,0,1,0,4
+    accuracy,500,1,1,0,4
+    accuracy,,,1,0,8
+    ");
     let names = common::files(dir.path());
     assert_eq!(
         names,
-        ["accuracy.svg", "grid.csv", "heatmap.svg", "results.json", "samples.jsonl", "settings.json"]
+        [
+            "accuracy.svg",
+            "grid.csv",
+            "heatmap.svg",
+            "results.json",
+            "samples.jsonl",
+            "settings.json"
+        ]
     );
 }

@@ -5,13 +5,19 @@ mod common;
 use std::fs;
 use std::path::Path;
 
+use std::sync::Mutex;
+
 use common::{FakeModel, evaluate, evaluate_with, files, passkey};
-use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::suites::passkey::PasskeyOptions;
-use longwall_eval::{EvalError, SuiteConfig};
+use longwall_eval::{EvalError, Progress, ProgressUpdate, RunContext, SuiteConfig, run};
 
 fn options() -> PasskeyOptions {
-    PasskeyOptions { lengths: vec![500, 600], trials: 40, batch: 7, ..PasskeyOptions::default() }
+    PasskeyOptions {
+        lengths: vec![500, 600],
+        trials: 40,
+        batch: 7,
+        ..PasskeyOptions::default()
+    }
 }
 
 fn model() -> FakeModel {
@@ -22,7 +28,10 @@ fn model() -> FakeModel {
 }
 
 fn content(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    files(dir).into_iter().map(|name| (name.clone(), fs::read(dir.join(name)).unwrap())).collect()
+    files(dir)
+        .into_iter()
+        .map(|name| (name.clone(), fs::read(dir.join(name)).unwrap()))
+        .collect()
 }
 
 #[test]
@@ -35,7 +44,10 @@ fn an_evaluation_cut_short_ends_as_an_unbroken_one() {
     let broken = tempfile::tempdir().unwrap();
     let (mut calls, mut stops) = (0, 0);
     loop {
-        let mut part = FakeModel { stop_after: Some(3), ..model() };
+        let mut part = FakeModel {
+            stop_after: Some(3),
+            ..model()
+        };
         match evaluate(&config, &mut part, broken.path()) {
             Err(EvalError::Stopped { done, total, .. }) => {
                 assert!(done < total && total == 80);
@@ -78,11 +90,21 @@ fn a_finished_evaluation_asks_the_model_nothing() {
     evaluate(&SuiteConfig::Passkey(options()), &mut model(), dir.path()).unwrap();
     let before = content(dir.path());
     let mut again = model();
-    let faster = PasskeyOptions { batch: 64, batch_tokens: 1 << 20, ..options() };
+    let faster = PasskeyOptions {
+        batch: 64,
+        batch_tokens: 1 << 20,
+        ..options()
+    };
     evaluate(&SuiteConfig::Passkey(faster), &mut again, dir.path()).unwrap();
-    assert!(again.calls.is_empty(), "the size of a batch changes no sample");
+    assert!(
+        again.calls.is_empty(),
+        "the size of a batch changes no sample"
+    );
     let samples = |files: &[(String, Vec<u8>)]| {
-        files.iter().find(|(name, _)| name == "samples.jsonl").cloned()
+        files
+            .iter()
+            .find(|(name, _)| name == "samples.jsonl")
+            .cloned()
     };
     assert_eq!(samples(&content(dir.path())), samples(&before));
 }
@@ -93,10 +115,19 @@ fn other_settings_are_refused_without_force() {
     let folder = dir.path().join("passkey");
     evaluate(&SuiteConfig::Passkey(options()), &mut model(), &folder).unwrap();
     let before = content(&folder);
-    let other = SuiteConfig::Passkey(PasskeyOptions { trials: 3, seed: 1, ..options() });
+    let other = SuiteConfig::Passkey(PasskeyOptions {
+        trials: 3,
+        seed: 1,
+        ..options()
+    });
     let error = evaluate(&other, &mut model(), &folder).unwrap_err();
     insta::with_settings!({ filters => vec![(dir.path().to_str().unwrap(), "DIR")] }, {
-        insta::assert_snapshot!(error, @"");
+        insta::assert_snapshot!(error, @r"
+        DIR/passkey holds an evaluation with other settings:
+          options.seed was 0, now it is 1
+          options.trials was 40, now it is 3
+          hint: use the same settings to resume it, --force to throw its samples away, or another folder
+        ");
     });
     assert_eq!(content(&folder), before);
     let report = evaluate_with(&other, &mut model(), &folder, true, None).unwrap();
@@ -109,9 +140,17 @@ fn another_checkpoint_or_tokeniser_is_other_settings() {
     let config = SuiteConfig::Passkey(options());
     evaluate(&config, &mut model(), dir.path()).unwrap();
     let gpt2 = longwall_data::TokenizerConfig::Gpt2;
-    let mut other = FakeModel { tokenizer: FakeModel::new(gpt2, |_| String::new()).tokenizer, ..model() };
-    let error = evaluate(&config, &mut other, dir.path()).unwrap_err().to_string();
-    assert!(error.contains("tokenizer.name was \"bytes\", now it is \"gpt2\""), "{error}");
+    let mut other = FakeModel {
+        tokenizer: FakeModel::new(gpt2, |_| String::new()).tokenizer,
+        ..model()
+    };
+    let error = evaluate(&config, &mut other, dir.path())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("tokenizer.name was \"bytes\", now it is \"gpt2\""),
+        "{error}"
+    );
 }
 
 #[test]
@@ -123,35 +162,143 @@ fn damaged_samples_are_named_by_line() {
     let text = fs::read_to_string(&samples).unwrap();
     let error = |text: String| {
         fs::write(&samples, text).unwrap();
-        let error = evaluate(&config, &mut model(), dir.path()).unwrap_err().to_string();
+        let error = evaluate(&config, &mut model(), dir.path())
+            .unwrap_err()
+            .to_string();
         error.replace(dir.path().to_str().unwrap(), "DIR")
     };
     let second = text.lines().nth(1).unwrap();
-    insta::assert_snapshot!(error(text.replace(second, "{\"id\": 1")), @"");
+    insta::assert_snapshot!(error(text.replace(second, "{\"id\": 1")), @r"
+    DIR/samples.jsonl:2: not a sample of this suite: EOF while parsing an object at line 2 column 0
+      hint: remove the line, or start again with --force
+    ");
     let first = text.lines().next().unwrap();
-    insta::assert_snapshot!(error(text.replace(second, first)), @"");
+    insta::assert_snapshot!(error(text.replace(second, first)), @r"
+    DIR/samples.jsonl:2: sample 0 stands here twice
+      hint: remove the line, or start again with --force
+    ");
     fs::remove_file(dir.path().join("settings.json")).unwrap();
-    insta::assert_snapshot!(error(text), @"");
+    insta::assert_snapshot!(error(text), @r"
+    DIR holds an evaluation with other settings:
+      samples.jsonl is there without settings.json
+      hint: use the same settings to resume it, --force to throw its samples away, or another folder
+    ");
 }
 
 #[test]
 fn a_model_that_fails_keeps_what_is_done() {
     let dir = tempfile::tempdir().unwrap();
-    let text = dir.path().join("a.txt");
-    fs::write(&text, "x".repeat(3000)).unwrap();
-    let options = ExtrapolateOptions {
-        lengths: Some(vec![64, 256]),
-        text: vec![text],
-        sequences: 2,
-        ..ExtrapolateOptions::default()
+    let config = SuiteConfig::Passkey(options());
+    let mut failing = FakeModel {
+        fail_at: Some(4),
+        ..model()
     };
-    let config = SuiteConfig::Extrapolate(options);
-    let out = dir.path().join("out");
-    let mut short = FakeModel::bytes(|_| String::new());
-    short.token_log_p = Box::new(|_, length, _| {
-        assert!(length > 0);
-        -1.0
-    });
-    let report = evaluate(&config, &mut short, &out).unwrap();
-    assert_eq!(report.samples, 10);
+    let error = evaluate(&config, &mut failing, dir.path()).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    the model failed on 7 sequences of 490 tokens: out of memory
+      hint: lower --batch or --batch-tokens if memory ran out
+    ");
+    assert_eq!(common::samples(dir.path()).len(), 21);
+    assert!(!dir.path().join("results.json").exists());
+    let report = evaluate(&config, &mut model(), dir.path()).unwrap();
+    assert_eq!(report.samples, 80);
+}
+
+/// Keeps what it is told.
+#[derive(Default)]
+struct Record(Mutex<Vec<String>>);
+
+impl Progress for Record {
+    fn start(&self, suite: &str, done: u64, total: u64) {
+        self.0
+            .lock()
+            .unwrap()
+            .push(format!("{suite}: {done} of {total}"));
+    }
+
+    fn update(&self, update: &ProgressUpdate) {
+        assert!(update.samples_per_second.unwrap() > 0.0);
+        assert_eq!(
+            update.time_left.unwrap().is_zero(),
+            update.done == update.total
+        );
+        self.0
+            .lock()
+            .unwrap()
+            .push(format!("{} at {}", update.done, update.length));
+    }
+
+    fn finish(&self) {
+        self.0.lock().unwrap().push("finish".to_string());
+    }
+}
+
+#[test]
+fn progress_counts_what_was_there_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = SuiteConfig::Passkey(options());
+    evaluate(
+        &config,
+        &mut FakeModel {
+            stop_after: Some(9),
+            ..model()
+        },
+        dir.path(),
+    )
+    .unwrap_err();
+    let record = Record::default();
+    let context = RunContext {
+        out_dir: dir.path().to_path_buf(),
+        run: "wall".to_string(),
+        checkpoint_step: Some(100),
+        git_hash: Some("a later commit".to_string()),
+        force: false,
+        held_out: None,
+        progress: &record,
+        stop: None,
+    };
+    let report = run(&config, &mut model(), &context).unwrap();
+    assert_eq!(
+        report.git_hash.as_deref(),
+        Some("0123abc"),
+        "that of the first samples"
+    );
+    assert_eq!(
+        record.0.into_inner().unwrap(),
+        [
+            "passkey: 61 of 80",
+            "68 at 600",
+            "75 at 600",
+            "80 at 600",
+            "finish"
+        ]
+    );
+}
+
+#[test]
+fn one_folder_takes_one_evaluation_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("samples.jsonl");
+    let other = fs::File::create(&path).unwrap();
+    other.lock().unwrap();
+    let config = SuiteConfig::Passkey(options());
+    let error = evaluate(&config, &mut model(), dir.path()).unwrap_err();
+    assert!(matches!(error, EvalError::Busy { .. }), "{error}");
+    drop(other);
+    evaluate(&config, &mut model(), dir.path()).unwrap();
+}
+
+#[test]
+fn a_model_that_breaks_its_contract_is_found_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = SuiteConfig::Passkey(options());
+    let mut losing = FakeModel {
+        loses_answers: true,
+        ..model()
+    };
+    let error = evaluate(&config, &mut losing, dir.path()).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    the model gave 6 values for answers to a batch; expected 7
+    ");
+    assert_eq!(common::samples(dir.path()).len(), 0);
 }

@@ -14,7 +14,7 @@ use crate::EvalError;
 const WRITTEN: usize = 15;
 const LEFT: i32 = 90;
 const RIGHT: i32 = 110;
-const TOP: i32 = 56;
+const TOP: i32 = 72;
 const BOTTOM: i32 = 76;
 const NO_VALUE: RGBColor = RGBColor(225, 225, 225);
 
@@ -59,7 +59,10 @@ impl Heatmap {
         let fit = |count: usize, space: i32, least: i32, most: i32| {
             (space / count.max(1) as i32).clamp(least, most)
         };
-        (fit(self.x.len(), 800, 14, 90), fit(self.y.len(), 480, 10, 48))
+        (
+            fit(self.x.len(), 800, 14, 90),
+            fit(self.y.len(), 480, 10, 48),
+        )
     }
 
     /// Pixel of the upper left corner of a cell.
@@ -68,10 +71,7 @@ impl Heatmap {
         (LEFT + column as i32 * width, TOP + row as i32 * height)
     }
 
-    fn draw_cells<DB: DrawingBackend>(
-        &self,
-        area: &DrawingArea<DB, Shift>,
-    ) -> Result<(), DrawError>
+    fn draw_cells<DB: DrawingBackend>(&self, area: &DrawingArea<DB, Shift>) -> Result<(), DrawError>
     where
         DB::ErrorType: 'static,
     {
@@ -105,17 +105,27 @@ impl Heatmap {
         let step = |room: i32, cell: i32| ((room + cell - 1) / cell).max(1) as usize;
         let longest = self.x.iter().map(|name| name.len()).max().unwrap_or(1) as i32;
         let below = text(TICK_SIZE, HPos::Center, VPos::Top);
-        for (column, name) in self.x.iter().enumerate().step_by(step(longest * 9 + 10, width)) {
+        for (column, name) in self
+            .x
+            .iter()
+            .enumerate()
+            .step_by(step(longest * 9 + 10, width))
+        {
             let (x, _) = self.corner(column, 0);
             area.draw_text(name, &below, (x + width / 2, bottom + 6))?;
         }
         let beside = text(TICK_SIZE, HPos::Right, VPos::Center);
-        for (row, name) in self.y.iter().enumerate().step_by(step(TICK_SIZE + 2, height)) {
+        for (row, name) in self
+            .y
+            .iter()
+            .enumerate()
+            .step_by(step(TICK_SIZE + 2, height))
+        {
             let (_, y) = self.corner(0, row);
             area.draw_text(name, &beside, (LEFT - 8, y + height / 2))?;
         }
         let title = text(TITLE_SIZE, HPos::Left, VPos::Center);
-        area.draw_text(&self.title, &title, (LEFT, TOP / 2))?;
+        area.draw_text(&self.title, &title, (LEFT, 26))?;
         let x_name = text(LABEL_SIZE, HPos::Center, VPos::Top);
         area.draw_text(&self.x_label, &x_name, ((LEFT + right) / 2, bottom + 34))?;
         let y_name =
@@ -123,12 +133,12 @@ impl Heatmap {
         area.draw_text(&self.y_label, &y_name, (20, (TOP + bottom) / 2))?;
         if let Some((column, name)) = &self.boundary {
             let (x, _) = self.corner(*column, 0);
-            let line = PathElement::new([(x, TOP - 4), (x, bottom)], WHITE.stroke_width(5));
+            let line = PathElement::new([(x, TOP), (x, bottom)], WHITE.stroke_width(5));
             area.draw(&line)?;
-            let line = PathElement::new([(x, TOP - 8), (x, bottom + 4)], BLACK.stroke_width(2));
+            let line = PathElement::new([(x, TOP - 4), (x, bottom + 4)], BLACK.stroke_width(2));
             area.draw(&line)?;
             let style = text(TICK_SIZE, HPos::Center, VPos::Bottom);
-            area.draw_text(name, &style, (x, TOP - 6))?;
+            area.draw_text(name, &style, (x, TOP - 8))?;
         }
         Ok(())
     }

@@ -7,9 +7,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
 use super::axis::Axis;
-use super::style::{
-    LABEL_SIZE, TICK_SIZE, TITLE_SIZE, line_colour, round_ticks, short, text,
-};
+use super::style::{LABEL_SIZE, TICK_SIZE, TITLE_SIZE, line_colour, round_ticks, short, text};
 use super::{Chart, DrawError, render};
 use crate::EvalError;
 
@@ -90,7 +88,10 @@ impl LineChart {
 
     /// The points that can be drawn, with x as its place on the axis.
     fn finite_points(&self) -> impl Iterator<Item = Point> + '_ {
-        self.series.iter().flat_map(|series| &series.points).filter_map(|point| self.place(point))
+        self.series
+            .iter()
+            .flat_map(|series| &series.points)
+            .filter_map(|point| self.place(point))
     }
 
     fn place(&self, point: &Point) -> Option<Point> {
@@ -127,15 +128,57 @@ impl LineChart {
 
     fn y_axis(&self) -> Axis {
         if let Some((low, high)) = self.y_range {
-            return Axis { low, high, ticks: round_ticks(low, high, 8) };
+            return Axis {
+                low,
+                high,
+                ticks: round_ticks(low, high, 8),
+            };
         }
         let (low, high) = range(self.finite_points().flat_map(|point| {
             let error = point.error.unwrap_or(0.0);
             [point.y - error, point.y + error]
         }));
-        let margin = if high > low { (high - low) * 0.05 } else { low.abs().max(1.0) * 0.1 };
+        let margin = if high > low {
+            (high - low) * 0.05
+        } else {
+            low.abs().max(1.0) * 0.1
+        };
         let (low, high) = (low - margin, high + margin);
-        Axis { low, high, ticks: round_ticks(low, high, 8) }
+        Axis {
+            low,
+            high,
+            ticks: round_ticks(low, high, 8),
+        }
+    }
+
+    /// The corner with the fewest points, for the legend; the upper right where several have none.
+    fn emptiest_corner(&self, x: &Axis, y: &Axis) -> SeriesLabelPosition {
+        let corners = [
+            (SeriesLabelPosition::UpperRight, true, true),
+            (SeriesLabelPosition::LowerLeft, false, false),
+            (SeriesLabelPosition::LowerRight, true, false),
+            (SeriesLabelPosition::UpperLeft, false, true),
+        ];
+        let points: Vec<(f64, f64)> = self
+            .finite_points()
+            .map(|p| {
+                (
+                    (p.x - x.low) / (x.high - x.low),
+                    (p.y - y.low) / (y.high - y.low),
+                )
+            })
+            .collect();
+        let far = |share: f64, high: bool| if high { share > 0.7 } else { share < 0.3 };
+        let (corner, ..) = corners
+            .into_iter()
+            .min_by_key(|&(_, right, upper)| {
+                points
+                    .iter()
+                    .filter(|(x, y)| far(*x, right) && far(*y, upper))
+                    .count()
+            })
+            .expect("there are four corners");
+        corner
     }
 
     fn show_x(&self, place: f64) -> String {
@@ -164,7 +207,11 @@ impl Chart for LineChart {
         DB::ErrorType: 'static,
     {
         let (x, y) = (self.x_axis(), self.y_axis());
-        area.draw_text(&self.title, &text(TITLE_SIZE, HPos::Left, VPos::Center), (90, 26))?;
+        area.draw_text(
+            &self.title,
+            &text(TITLE_SIZE, HPos::Left, VPos::Center),
+            (90, 26),
+        )?;
         let inner = area.margin(44, 12, 12, 28);
         let mut chart = ChartBuilder::on(&inner)
             .x_label_area_size(58)
@@ -186,11 +233,13 @@ impl Chart for LineChart {
         if let Some((at, name)) = &self.boundary {
             let at = self.place_x(*at);
             let grey = RGBColor(110, 110, 110);
-            let line = DashedLineSeries::new([(at, y.low), (at, y.high)], 6, 4, grey.stroke_width(1));
+            let line =
+                DashedLineSeries::new([(at, y.low), (at, y.high)], 6, 4, grey.stroke_width(1));
             chart.draw_series(line)?;
             let style = text(TICK_SIZE, HPos::Left, VPos::Top).color(&grey);
             let top = y.high - (y.high - y.low) * 0.01;
-            chart.draw_series([Text::new(format!(" {name}"), (at, top), style)])?;
+            let label = Text::new(name.clone(), (6, 0), style);
+            chart.draw_series([EmptyElement::at((at, top)) + label])?;
         }
         let faint_first = self.series.iter().filter(|series| series.faint);
         for series in faint_first.chain(self.series.iter().filter(|series| !series.faint)) {
@@ -199,7 +248,7 @@ impl Chart for LineChart {
         if self.series.iter().any(|series| !series.name.is_empty()) {
             chart
                 .configure_series_labels()
-                .position(SeriesLabelPosition::UpperRight)
+                .position(self.emptiest_corner(&x, &y))
                 .background_style(WHITE.mix(0.85))
                 .border_style(GRID)
                 .label_font(text(TICK_SIZE, HPos::Left, VPos::Top))
@@ -215,9 +264,9 @@ const GRID: RGBColor = RGBColor(222, 222, 222);
 type Context<'a, DB> = ChartContext<'a, DB, Cartesian2d<Axis, Axis>>;
 
 impl LineChart {
-    fn draw_series<DB: DrawingBackend>(
+    fn draw_series<'a, DB: DrawingBackend + 'a>(
         &self,
-        chart: &mut Context<'_, DB>,
+        chart: &mut Context<'a, DB>,
         series: &Series,
     ) -> Result<(), DrawError>
     where
@@ -235,22 +284,33 @@ impl LineChart {
             if run.is_empty() {
                 continue;
             }
-            let drawn =
-                chart.draw_series(LineSeries::new(run.iter().map(|p| (p.x, p.y)), line))?;
+            let drawn = chart.draw_series(LineSeries::new(run.iter().map(|p| (p.x, p.y)), line))?;
             if !named {
                 named = true;
+                let dot = if series.dots { 4 } else { 0 };
                 drawn.label(&series.name).legend(move |(x, y)| {
-                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(2))
+                    EmptyElement::at((x, y))
+                        + PathElement::new([(0, 0), (22, 0)], line)
+                        + Circle::new((11, 0), dot, colour.filled())
                 });
             }
             if series.dots && run.len() <= DOTTED {
-                let dots = run.iter().map(|p| Circle::new((p.x, p.y), 4, colour.filled()));
+                let dots = run
+                    .iter()
+                    .map(|p| Circle::new((p.x, p.y), 4, colour.filled()));
                 chart.draw_series(dots)?;
             }
             let bars = run.iter().filter_map(|p| {
                 let error = p.error.filter(|error| *error > 0.0 && error.is_finite())?;
                 let (low, high) = (p.y - error, p.y + error);
-                Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.stroke_width(1), 10))
+                Some(ErrorBar::new_vertical(
+                    p.x,
+                    low,
+                    p.y,
+                    high,
+                    colour.stroke_width(1),
+                    10,
+                ))
             });
             chart.draw_series(bars)?;
         }

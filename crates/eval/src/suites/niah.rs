@@ -6,47 +6,31 @@
 //! whether it reaches that far.
 
 mod haystack;
+mod needle;
 
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
-use rand::Rng;
-use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use self::haystack::Haystack;
 pub use self::haystack::HaystackKind;
+use self::needle::{INSTRUCTION, Needle, longest_needle};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths, depth_grid,
-    optional_sizes, parse_size, sample_rng, size,
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths,
+    depth_grid, optional_sizes, parse_size, sample_rng, size,
 };
 use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
 
 /// Tells this suite's samples from those of others with one seed.
 const STREAM: u64 = 2;
 
-const INSTRUCTION: &str =
-    "A special magic number is hidden within the following text. Remember it: you will be asked for it afterwards.\n";
-
-const ADJECTIVES: [&str; 24] = [
-    "quiet", "bright", "hollow", "gentle", "rapid", "ancient", "silver", "crooked", "frozen",
-    "humble", "golden", "restless", "narrow", "velvet", "distant", "eager", "mellow", "rugged",
-    "solemn", "tidy", "vivid", "woven", "amber", "brave",
-];
-const NOUNS: [&str; 24] = [
-    "harbour", "lantern", "meadow", "compass", "orchard", "thimble", "canyon", "ferry", "walnut",
-    "bridge", "kettle", "glacier", "violin", "anchor", "pepper", "window", "falcon", "ladder",
-    "marble", "garden", "saddle", "tunnel", "button", "island",
-];
-
 /// How the needle is put.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum,
-)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum NiahMode {
     /// The needle states the number; the question asks for it
@@ -63,7 +47,10 @@ pub struct NiahOptions {
     /// Lengths of prompt plus generation, in tokens of the model's tokeniser [default: as many as
     /// --length-count, evenly from --min-length to --max-length]
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
-    #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        deserialize_with = "optional_sizes",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub lengths: Option<Vec<usize>>,
     /// The shortest length, without --lengths
     #[arg(long, value_name = "TOKENS", value_parser = parse_size,
@@ -131,7 +118,10 @@ impl Default for NiahOptions {
 
 impl NiahOptions {
     fn batching(&self) -> Batching {
-        Batching { rows: self.batch, tokens: self.batch_tokens }
+        Batching {
+            rows: self.batch,
+            tokens: self.batch_tokens,
+        }
     }
 
     /// The lengths asked for, or evenly from the shortest to the longest.
@@ -147,34 +137,6 @@ impl NiahOptions {
         (0..self.length_count)
             .map(|n| self.min_length + (n as f64 * step).round() as usize)
             .collect()
-    }
-}
-
-/// The text of one trial but for its haystack.
-struct Texts {
-    needle: String,
-    question: String,
-    number: String,
-}
-
-impl Texts {
-    fn draw(rng: &mut ChaCha8Rng, mode: NiahMode) -> Self {
-        let adjective = ADJECTIVES[rng.random_range(0..ADJECTIVES.len())];
-        let noun = NOUNS[rng.random_range(0..NOUNS.len())];
-        let number = rng.random_range(1_000_000..=9_999_999u32).to_string();
-        Texts::new(&format!("{adjective}-{noun}"), number, mode)
-    }
-
-    fn new(key: &str, number: String, mode: NiahMode) -> Self {
-        let question =
-            format!("What is the special magic number for {key}? The special magic number for {key} is");
-        let needle = match mode {
-            NiahMode::Standard => {
-                format!("\nOne of the special magic numbers for {key} is: {number}.\n")
-            }
-            NiahMode::Easy => format!("\n{question} {number}.\n"),
-        };
-        Texts { needle, question: format!("\n{question}"), number }
     }
 }
 
@@ -196,7 +158,7 @@ impl Suite for Niah {
 
     fn validate(options: &NiahOptions, problems: &mut Problems) {
         problems.check(
-            options.min_length <= options.max_length,
+            options.lengths.is_some() || options.min_length <= options.max_length,
             "niah.min_length",
             options.min_length,
             format!("up to niah.max_length, {}", options.max_length),
@@ -204,12 +166,30 @@ impl Suite for Niah {
         );
         let any = 1..=usize::MAX;
         let remedy = "a usual grid has --length-count 11 or 35";
-        check_count("niah.length_count", options.length_count, 1..=1001, remedy, problems);
+        check_count(
+            "niah.length_count",
+            options.length_count,
+            1..=1001,
+            remedy,
+            problems,
+        );
         let remedy = "a usual grid has --depths 11 or 35";
         check_count("niah.depths", options.depths, 1..=1001, remedy, problems);
-        check_count("niah.trials", options.trials, any, "use --trials 1 or more", problems);
+        check_count(
+            "niah.trials",
+            options.trials,
+            any,
+            "use --trials 1 or more",
+            problems,
+        );
         let remedy = "the answer is a number of 7 digits: --max-tokens 32 is ample";
-        check_count("niah.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
+        check_count(
+            "niah.max_tokens",
+            options.max_tokens,
+            1..=1024,
+            remedy,
+            problems,
+        );
         problems.check(
             options.text.is_empty() || options.haystack == HaystackKind::Text,
             "niah.text",
@@ -217,7 +197,9 @@ impl Suite for Niah {
             "only beside haystack = \"text\"",
             "leave out --text, or use --haystack text",
         );
-        check_lengths(Self::NAME, &options.lengths(), problems);
+        if options.lengths.is_some() || options.min_length <= options.max_length {
+            check_lengths(Self::NAME, &options.lengths(), problems);
+        }
         check_batching(Self::NAME, options.batching(), problems);
     }
 
@@ -226,7 +208,7 @@ impl Suite for Niah {
         check_answer(Self::NAME, options.max_tokens, " 9876543", tokenizer)?;
         let lengths = options.lengths();
         let instruction = tokenizer.encode(INSTRUCTION);
-        let prompt = instruction.len() + longest_texts(tokenizer, options.mode);
+        let prompt = instruction.len() + longest_needle(tokenizer, options.mode);
         let minimum = prompt + options.max_tokens;
         if let Some(&length) = lengths.iter().find(|&&length| length < minimum) {
             return Err(EvalError::TooShort {
@@ -241,7 +223,13 @@ impl Suite for Niah {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let haystack = Haystack::open(options, setting, longest)?;
         let train_seq_len = setting.train_seq_len;
-        Ok(Niah { options: options.clone(), lengths, instruction, haystack, train_seq_len })
+        Ok(Niah {
+            options: options.clone(),
+            lengths,
+            instruction,
+            haystack,
+            train_seq_len,
+        })
     }
 
     fn seed(&self) -> u64 {
@@ -257,25 +245,39 @@ impl Suite for Niah {
     }
 
     fn trials(&self) -> Vec<Trial> {
-        let depths: Vec<_> = depth_grid(self.options.depths).into_iter().map(Some).collect();
+        let depths: Vec<_> = depth_grid(self.options.depths)
+            .into_iter()
+            .map(Some)
+            .collect();
         retrieval::grid_trials(&self.lengths, &depths, self.options.trials)
     }
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let mut rng = sample_rng(self.options.seed, STREAM, trial);
-        let texts = Texts::draw(&mut rng, self.options.mode);
-        let needle = tokenizer.encode(&texts.needle);
-        let question = tokenizer.encode(&texts.question);
-        let around = self.instruction.len() + needle.len() + question.len();
+        let needle = Needle::draw(&mut rng, self.options.mode);
+        let statement = tokenizer.encode(&needle.statement);
+        let question = tokenizer.encode(&needle.question);
+        let around = self.instruction.len() + statement.len() + question.len();
         let count = trial.length - self.options.max_tokens - around;
         let hay = self.haystack.take(&mut rng, count);
-        let at = self.haystack.place(&hay, trial.depth.unwrap_or(0.5), tokenizer);
-        let prompt =
-            [&self.instruction, &hay[..at], &needle, &hay[at..], &question].concat();
+        let at = self
+            .haystack
+            .place(&hay, trial.depth.unwrap_or(0.5), tokenizer);
+        let prompt = [
+            &self.instruction,
+            &hay[..at],
+            &statement,
+            &hay[at..],
+            &question,
+        ]
+        .concat();
         Ok(Request {
             prompt: tokenizer.decode(&prompt),
-            call: Call::Generate { prompt, max_tokens: self.options.max_tokens },
-            expected: Some(texts.number),
+            call: Call::Generate {
+                prompt,
+                max_tokens: self.options.max_tokens,
+            },
+            expected: Some(needle.number),
             depth: trial.depth,
         })
     }
@@ -293,25 +295,14 @@ impl Suite for Niah {
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
-        retrieval::draw(scoring, "Needle in a haystack", title, self.train_seq_len, dir)
+        retrieval::draw(
+            scoring,
+            "Needle in a haystack",
+            title,
+            self.train_seq_len,
+            dir,
+        )
     }
-}
-
-/// Tokens of the longest needle and question together: each is measured for every key, with
-/// numbers of every first digit.
-fn longest_texts(tokenizer: &Tokenizer, mode: NiahMode) -> usize {
-    let mut longest = 0;
-    for adjective in ADJECTIVES {
-        for noun in NOUNS {
-            for number in ["1234567", "9876543"] {
-                let texts = Texts::new(&format!("{adjective}-{noun}"), number.to_string(), mode);
-                let tokens = |text: &str| tokenizer.encode(text).len();
-                longest = longest.max(tokens(&texts.needle) + tokens(&texts.question));
-            }
-        }
-    }
-    // A number of seven digits takes at most seven tokens and at least one.
-    longest + 6
 }
 
 #[cfg(test)]
@@ -322,19 +313,10 @@ mod tests {
     fn the_default_grid_is_eleven_by_eleven_from_1k_to_32k() {
         let options = NiahOptions::default();
         let lengths = options.lengths();
-        assert_eq!((lengths.len(), lengths[0], lengths[1], lengths[10]), (11, 1000, 4100, 32_000));
-        assert_eq!(depth_grid(options.depths).len(), 11);
-    }
-
-    #[test]
-    fn easy_needles_hold_question_and_answer() {
-        let texts = Texts::new("quiet-harbour", "1234567".to_string(), NiahMode::Easy);
-        assert!(texts.needle.contains(texts.question.trim()));
-        assert!(texts.needle.trim_end().ends_with(" 1234567."));
-        let texts = Texts::new("quiet-harbour", "1234567".to_string(), NiahMode::Standard);
         assert_eq!(
-            texts.needle,
-            "\nOne of the special magic numbers for quiet-harbour is: 1234567.\n"
+            (lengths.len(), lengths[0], lengths[1], lengths[10]),
+            (11, 1000, 4100, 32_000)
         );
+        assert_eq!(depth_grid(options.depths).len(), 11);
     }
 }

@@ -16,8 +16,8 @@ use serde_json::{Value, json};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths, depth_grid,
-    parse_size, sample_rng, size, sizes,
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths,
+    depth_grid, parse_size, sample_rng, size, sizes,
 };
 use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
 
@@ -72,7 +72,10 @@ impl Default for PasskeyOptions {
 
 impl PasskeyOptions {
     fn batching(&self) -> Batching {
-        Batching { rows: self.batch, tokens: self.batch_tokens }
+        Batching {
+            rows: self.batch,
+            tokens: self.batch_tokens,
+        }
     }
 }
 
@@ -96,9 +99,21 @@ impl Suite for Passkey {
         let remedy = "the paper takes --trials 100";
         check_count("passkey.trials", trials, 1..=usize::MAX, remedy, problems);
         let remedy = "the paper generates --max-tokens 10";
-        check_count("passkey.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
+        check_count(
+            "passkey.max_tokens",
+            options.max_tokens,
+            1..=1024,
+            remedy,
+            problems,
+        );
         let remedy = "a usual grid is --depths 11; leave it out for random positions";
-        check_count("passkey.depths", options.depths.unwrap_or(1), 1..=1001, remedy, problems);
+        check_count(
+            "passkey.depths",
+            options.depths.unwrap_or(1),
+            1..=1001,
+            remedy,
+            problems,
+        );
         check_batching(Self::NAME, options.batching(), problems);
     }
 
@@ -117,7 +132,11 @@ impl Suite for Passkey {
                 tokenizer: setting.tokenizer.name().to_string(),
             });
         }
-        Ok(Passkey { options: options.clone(), fitter, train_seq_len: setting.train_seq_len })
+        Ok(Passkey {
+            options: options.clone(),
+            fitter,
+            train_seq_len: setting.train_seq_len,
+        })
     }
 
     fn seed(&self) -> u64 {
@@ -186,7 +205,9 @@ impl Suite for Passkey {
 fn first_number(text: &str) -> Option<&str> {
     let start = text.find(|c: char| c.is_ascii_digit())?;
     let rest = &text[start..];
-    let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+    let end = rest
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(rest.len());
     Some(rest[..end].trim_start_matches('0'))
 }
 

@@ -44,18 +44,19 @@ impl Depths {
 }
 
 /// `trials` for each length and depth, lengths growing.
-pub(super) fn grid_trials(
-    lengths: &[usize],
-    depths: &[Option<f64>],
-    trials: usize,
-) -> Vec<Trial> {
+pub(super) fn grid_trials(lengths: &[usize], depths: &[Option<f64>], trials: usize) -> Vec<Trial> {
     let mut lengths = lengths.to_vec();
     lengths.sort_unstable();
     let mut list = Vec::with_capacity(lengths.len() * depths.len() * trials);
     for length in lengths {
         for &depth in depths {
             for index in 0..trials {
-                list.push(Trial { id: list.len() as u64, length, depth, index });
+                list.push(Trial {
+                    id: list.len() as u64,
+                    length,
+                    depth,
+                    index,
+                });
             }
         }
     }
@@ -65,54 +66,87 @@ pub(super) fn grid_trials(
 /// Accuracy by length and depth, by length, and over all trials.
 ///
 /// `train_seq_len` splits the headline: lengths the model was trained at, and lengths past them.
-pub(super) fn score(
-    outcomes: &[Outcome<Found>],
-    depths: Depths,
-    train_seq_len: usize,
-) -> Scoring {
-    let accuracy = |keep: &dyn Fn(&Outcome<Found>) -> bool| {
-        let kept = outcomes.iter().filter(|outcome| keep(outcome));
-        let (correct, samples) = kept
-            .fold((0, 0), |(c, n), outcome| (c + usize::from(outcome.verdict.correct), n + 1));
-        Estimate::proportion(correct, samples)
-    };
+pub(super) fn score(outcomes: &[Outcome<Found>], depths: Depths, train_seq_len: usize) -> Scoring {
     let mut scores = Vec::new();
     for outcomes in outcomes.chunk_by(|a, b| a.trial.length == b.trial.length) {
-        let length = Some(outcomes[0].trial.length);
-        let mut cells = BTreeMap::<u64, (usize, usize)>::new();
-        let (mut correct, mut samples) = (0, 0);
-        for outcome in outcomes {
-            let right = usize::from(outcome.verdict.correct);
-            (correct, samples) = (correct + right, samples + 1);
-            if let Some(depth) = depths.of(outcome) {
-                // Depths are not negative, so their bits sort as they do.
-                let cell = cells.entry(depth.to_bits()).or_default();
-                *cell = (cell.0 + right, cell.1 + 1);
-            }
-        }
-        let metric = || "accuracy".to_string();
-        let estimate = Estimate::proportion(correct, samples);
-        scores.push(Score { metric: metric(), length, depth: None, estimate });
-        scores.extend(cells.into_iter().map(|(depth, (correct, samples))| Score {
-            metric: metric(),
-            length,
-            depth: Some(f64::from_bits(depth)),
-            estimate: Estimate::proportion(correct, samples),
-        }));
+        scores.extend(score_length(outcomes, depths));
     }
-    let all = accuracy(&|_| true);
-    let within = accuracy(&|outcome| outcome.trial.length <= train_seq_len);
-    let past = accuracy(&|outcome| outcome.trial.length > train_seq_len);
-    scores.push(Score { metric: "accuracy".to_string(), length: None, depth: None, estimate: all });
+    let within: Tally = outcomes
+        .iter()
+        .filter(|outcome| outcome.trial.length <= train_seq_len)
+        .collect();
+    let past: Tally = outcomes
+        .iter()
+        .filter(|outcome| outcome.trial.length > train_seq_len)
+        .collect();
+    let all = outcomes.iter().collect::<Tally>().estimate();
+    scores.push(accuracy(None, None, all));
     let mut headline = BTreeMap::from([("accuracy".to_string(), all.value)]);
-    for (name, estimate) in
-        [("accuracy_to_train_length", within), ("accuracy_past_train_length", past)]
-    {
-        if estimate.samples > 0 {
-            headline.insert(name.to_string(), estimate.value);
+    for (name, tally) in [
+        ("accuracy_to_train_length", within),
+        ("accuracy_past_train_length", past),
+    ] {
+        if tally.samples > 0 {
+            headline.insert(name.to_string(), tally.estimate().value);
         }
     }
-    Scoring { headline, scores, details: details(depths) }
+    Scoring {
+        headline,
+        scores,
+        details: details(depths),
+    }
+}
+
+/// Accuracy at one length, and at each of its depths.
+fn score_length(outcomes: &[Outcome<Found>], depths: Depths) -> Vec<Score> {
+    let length = Some(outcomes[0].trial.length);
+    let mut cells = BTreeMap::<u64, Tally>::new();
+    for outcome in outcomes {
+        if let Some(depth) = depths.of(outcome) {
+            // Depths are not negative, so their bits sort as they do.
+            cells.entry(depth.to_bits()).or_default().add(outcome);
+        }
+    }
+    let whole = accuracy(length, None, outcomes.iter().collect::<Tally>().estimate());
+    let cells = cells
+        .into_iter()
+        .map(|(depth, tally)| accuracy(length, Some(f64::from_bits(depth)), tally.estimate()));
+    std::iter::once(whole).chain(cells).collect()
+}
+
+fn accuracy(length: Option<usize>, depth: Option<f64>, estimate: Estimate) -> Score {
+    Score {
+        metric: "accuracy".to_string(),
+        length,
+        depth,
+        estimate,
+    }
+}
+
+/// Right answers among samples.
+#[derive(Clone, Copy, Default)]
+struct Tally {
+    correct: usize,
+    samples: usize,
+}
+
+impl Tally {
+    fn add(&mut self, outcome: &Outcome<Found>) {
+        self.correct += usize::from(outcome.verdict.correct);
+        self.samples += 1;
+    }
+
+    fn estimate(self) -> Estimate {
+        Estimate::proportion(self.correct, self.samples)
+    }
+}
+
+impl<'a> FromIterator<&'a Outcome<Found>> for Tally {
+    fn from_iter<I: IntoIterator<Item = &'a Outcome<Found>>>(outcomes: I) -> Self {
+        let mut tally = Tally::default();
+        outcomes.into_iter().for_each(|outcome| tally.add(outcome));
+        tally
+    }
 }
 
 fn details(depths: Depths) -> Value {
@@ -170,7 +204,11 @@ fn heatmap(
     title: &str,
     train_seq_len: usize,
 ) -> Heatmap {
-    let mut depths: Vec<f64> = scoring.scores.iter().filter_map(|score| score.depth).collect();
+    let mut depths: Vec<f64> = scoring
+        .scores
+        .iter()
+        .filter_map(|score| score.depth)
+        .collect();
     depths.sort_by(f64::total_cmp);
     depths.dedup();
     let value = |depth: f64, length: usize| {
@@ -186,7 +224,10 @@ fn heatmap(
         y_label: "depth of the needle (%)".to_string(),
         value_label: "accuracy".to_string(),
         x: lengths.iter().map(|length| length.to_string()).collect(),
-        y: depths.iter().map(|depth| format!("{:.0}", depth * 100.0)).collect(),
+        y: depths
+            .iter()
+            .map(|depth| format!("{:.0}", depth * 100.0))
+            .collect(),
         values: depths
             .iter()
             .map(|&depth| lengths.iter().map(|&length| value(depth, length)).collect())

@@ -11,6 +11,9 @@ use longwall_eval::{
 };
 use serde_json::Value;
 
+/// ln p of a token, by position, length and the sequence's tokens.
+pub type TokenLogP = Box<dyn Fn(usize, usize, &[u32]) -> f32>;
+
 /// How a [`FakeModel`] answers.
 pub struct FakeModel {
     pub tokenizer: Tokenizer,
@@ -19,11 +22,15 @@ pub struct FakeModel {
     /// What it generates for a prompt.
     pub reply: Box<dyn Fn(&str) -> String>,
     /// ln p of the token at a position, which has read `position + 1` tokens of `length`.
-    pub token_log_p: Box<dyn Fn(usize, usize, &[u32]) -> f32>,
+    pub token_log_p: TokenLogP,
     /// Every call: (sequences, tokens of each, tokens it may generate).
     pub calls: Vec<(usize, usize, usize)>,
     /// Stops the evaluation after this many calls.
     pub stop_after: Option<usize>,
+    /// Fails at this call.
+    pub fail_at: Option<usize>,
+    /// Leaves out the last answer of every batch.
+    pub loses_answers: bool,
     pub stop: Arc<AtomicBool>,
 }
 
@@ -40,6 +47,8 @@ impl FakeModel {
             token_log_p: Box::new(move |_, _, _| uniform),
             calls: Vec::new(),
             stop_after: None,
+            fail_at: None,
+            loses_answers: false,
             stop: Arc::new(AtomicBool::new(false)),
         }
     }
@@ -48,13 +57,28 @@ impl FakeModel {
         FakeModel::new(TokenizerConfig::Bytes, reply)
     }
 
-    fn called(&mut self, sequences: &[Vec<u32>], generation: usize) {
+    fn called(&mut self, sequences: &[Vec<u32>], generation: usize) -> Result<(), EvalError> {
         let length = sequences[0].len();
-        assert!(sequences.iter().all(|s| s.len() == length), "a batch has one length");
+        assert!(
+            sequences.iter().all(|s| s.len() == length),
+            "a batch has one length"
+        );
         self.calls.push((sequences.len(), length, generation));
         if self.stop_after == Some(self.calls.len()) {
             self.stop.store(true, Ordering::Relaxed);
         }
+        if self.fail_at == Some(self.calls.len()) {
+            let what = format!("{} sequences of {length} tokens", sequences.len());
+            return Err(EvalError::model(what, "out of memory"));
+        }
+        Ok(())
+    }
+
+    fn lose<T>(&self, mut answers: Vec<T>) -> Vec<T> {
+        if self.loses_answers {
+            answers.pop();
+        }
+        answers
     }
 }
 
@@ -79,19 +103,27 @@ impl EvalModel for FakeModel {
         &mut self,
         requests: &[(Vec<u32>, Vec<u32>)],
     ) -> Result<Vec<LogLikelihood>, EvalError> {
-        Ok(requests.iter().map(|_| LogLikelihood { sum: 0.0, greedy: true }).collect())
+        Ok(requests
+            .iter()
+            .map(|_| LogLikelihood {
+                sum: 0.0,
+                greedy: true,
+            })
+            .collect())
     }
 
     fn token_log_likelihoods(
         &mut self,
         sequences: &[Vec<u32>],
     ) -> Result<Vec<Vec<f32>>, EvalError> {
-        self.called(sequences, 0);
+        self.called(sequences, 0)?;
         let log_ps = |tokens: &Vec<u32>| {
             let length = tokens.len() - 1;
-            (0..length).map(|at| (self.token_log_p)(at, length, tokens)).collect()
+            (0..length)
+                .map(|at| (self.token_log_p)(at, length, tokens))
+                .collect()
         };
-        Ok(sequences.iter().map(log_ps).collect())
+        Ok(self.lose(sequences.iter().map(log_ps).collect()))
     }
 
     fn generate(
@@ -99,14 +131,14 @@ impl EvalModel for FakeModel {
         prompts: &[Vec<u32>],
         max_tokens: usize,
     ) -> Result<Vec<Vec<u32>>, EvalError> {
-        self.called(prompts, max_tokens);
+        self.called(prompts, max_tokens)?;
         let reply = |prompt: &Vec<u32>| {
             let text = (self.reply)(&self.tokenizer.decode(prompt));
             let mut tokens = self.tokenizer.encode(&text);
             tokens.truncate(max_tokens);
             tokens
         };
-        Ok(prompts.iter().map(reply).collect())
+        Ok(self.lose(prompts.iter().map(reply).collect()))
     }
 }
 
@@ -140,7 +172,11 @@ impl HeldOut for Tokens {
 }
 
 /// Runs a suite into `dir`.
-pub fn evaluate(config: &SuiteConfig, model: &mut FakeModel, dir: &Path) -> Result<Report, EvalError> {
+pub fn evaluate(
+    config: &SuiteConfig,
+    model: &mut FakeModel,
+    dir: &Path,
+) -> Result<Report, EvalError> {
     evaluate_with(config, model, dir, false, None)
 }
 
@@ -173,7 +209,9 @@ pub fn evaluate_with(
 /// The samples a suite left.
 pub fn samples(dir: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join("samples.jsonl")).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
 }
 
 /// Files of a folder, by name.

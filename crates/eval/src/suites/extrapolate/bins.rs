@@ -28,14 +28,20 @@ impl Binning {
                 let width = BUCKET.min(length / LEAST_BUCKETS).max(1);
                 edges.extend((1..).map(|n| n * width).take_while(|&edge| edge < length));
             }
-            // Position p has read p + 1 tokens, so a bin of tokens read 2^(n/2)… starts one lower.
+            // Position p has read p + 1 tokens: bins end at 1, 2, 3, 4, 6, 8, 11, 16… tokens read,
+            // so that a power of two ends one.
             Binning::Logarithmic => {
                 edges.extend(
-                    (1..)
-                        .map(|n| 2f64.powf(f64::from(n) / 2.0).round() as usize - 1)
+                    (0..)
+                        .map(|n| 2f64.powf(f64::from(n) / 2.0).round() as usize)
                         .take_while(|&edge| edge < length),
                 );
                 edges.dedup();
+                // A few positions left over at the end join the bin before: alone they are noise.
+                let last = edges[edges.len() - 1];
+                if edges.len() > 2 && (length - last) * 5 < last {
+                    edges.pop();
+                }
             }
         }
         edges.push(length);
@@ -90,8 +96,26 @@ mod tests {
             edges.into_iter().map(|(from, to)| (from + 1, to)).collect();
         assert_eq!(
             tokens_read,
-            [(1, 1), (2, 2), (3, 3), (4, 5), (6, 7), (8, 10), (11, 15), (16, 22), (23, 31), (32, 32)]
+            [
+                (1, 1),
+                (2, 2),
+                (3, 3),
+                (4, 4),
+                (5, 6),
+                (7, 8),
+                (9, 11),
+                (12, 16),
+                (17, 23),
+                (24, 32)
+            ]
         );
+    }
+
+    #[test]
+    fn a_short_last_bin_joins_the_one_before() {
+        let last = |length| Binning::Logarithmic.edges(length).pop();
+        assert_eq!(last(1100), Some((724, 1100)));
+        assert_eq!(last(1300), Some((1024, 1300)));
     }
 
     proptest! {
