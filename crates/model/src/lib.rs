@@ -1,1 +1,12 @@
-//! Longwall.
+//! Language models: configuration, layers, weights on disk, generation, and what they cost.
+
+pub mod config;
+pub mod cost;
+pub mod generate;
+mod init;
+mod language_model;
+pub mod layers;
+pub mod weights;
+
+pub use config::{Arch, MlpKind, ModelConfig, NormKind, Positions};
+pub use language_model::{LanguageModel, ModelState};

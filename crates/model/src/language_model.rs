@@ -1,0 +1,176 @@
+//! The language model: embedding, blocks, final norm, output projection.
+
+use burn::module::{Module, Param};
+use burn::tensor::{Int, Tensor};
+use longwall_kernels::attention::DocumentStarts;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::cross_entropy::{linear_cross_entropy, token_cross_entropy};
+use longwall_kernels::ops::embedding::embedding;
+use longwall_kernels::ops::linear::linear;
+
+use crate::config::{ModelConfig, Positions};
+use crate::init::Init;
+use crate::layers::{Block, LayerState, Norm};
+
+/// A decoder-only language model.
+#[derive(Module, Debug)]
+pub struct LanguageModel<B: OpBackend> {
+    /// Token embedding, `[vocab, width]`.
+    pub embedding: Param<Tensor<B, 2>>,
+    /// Learned absolute positions, `[seq_len, width]`.
+    pub positions: Option<Param<Tensor<B, 2>>>,
+    /// The blocks.
+    pub blocks: Vec<Block<B>>,
+    /// Before the output projection.
+    pub norm: Norm<B>,
+    /// Output projection `[vocab, width]`, unless the embedding serves.
+    pub head: Option<Param<Tensor<B, 2>>>,
+}
+
+/// What decoding keeps between calls.
+#[derive(Clone, Debug)]
+pub struct ModelState<B: OpBackend> {
+    layers: Vec<LayerState<B>>,
+    position: usize,
+}
+
+impl<B: OpBackend> ModelState<B> {
+    /// Tokens seen so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+}
+
+impl<B: OpBackend> LanguageModel<B> {
+    /// A model with initial weights, which depend on `seed` and on each parameter's name alone.
+    ///
+    /// `seq_len`, the training length in tokens, bounds learned positions.
+    pub fn new(
+        config: &ModelConfig,
+        vocab_size: usize,
+        seq_len: usize,
+        seed: u64,
+        device: &B::Device,
+    ) -> Self {
+        let init = Init::<B>::new(seed, config.layers, device);
+        let width = config.width;
+        let learned = config.positions == Positions::Learned;
+        let block = |n: usize| Block::new(&init.part("blocks").part(n), config);
+        LanguageModel {
+            embedding: init.part("embedding").weight([vocab_size, width]),
+            positions: learned.then(|| init.part("positions").weight([seq_len, width])),
+            blocks: (0..config.layers).map(block).collect(),
+            norm: Norm::new(&init.part("norm"), config.norm, width, config.bias),
+            head: (!config.tie_embeddings).then(|| init.part("head").weight([vocab_size, width])),
+        }
+    }
+
+    /// Number of entries of the vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.embedding.dims()[0]
+    }
+
+    /// The longest sequence that learned positions allow; `None` for any.
+    pub fn max_len(&self) -> Option<usize> {
+        self.positions.as_ref().map(|positions| positions.dims()[0])
+    }
+
+    /// The output projection, `[vocab, width]`.
+    fn head_weight(&self) -> Tensor<B, 2> {
+        self.head.as_ref().unwrap_or(&self.embedding).val()
+    }
+
+    /// The final norm's output for whole rows: tokens `[batch, seq_len]` to
+    /// `[batch, seq_len, width]`.
+    pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
+        let mut x = self.embed(tokens, 0, documents.clone());
+        for block in &self.blocks {
+            x = block.forward(x, documents.clone());
+        }
+        self.norm.forward(x)
+    }
+
+    /// Token embeddings, plus those of positions counted from the document's start.
+    fn embed(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 3> {
+        let [batch, seq_len] = tokens.dims();
+        let device = tokens.device();
+        let x = embedding(self.embedding.val(), tokens);
+        let Some(positions) = &self.positions else {
+            return x;
+        };
+        let range = first as i64..(first + seq_len) as i64;
+        let mut at = Tensor::<B, 1, Int>::arange(range, &device)
+            .reshape([1, seq_len])
+            .expand([batch, seq_len]);
+        if let Some(documents) = documents {
+            at = at.cast(documents.dtype()) - documents;
+        }
+        x + embedding(positions.val(), at)
+    }
+
+    /// Σ weights · cross-entropy in nats, shape `[1]`.
+    ///
+    /// - `tokens`, `targets`: `[batch, seq_len]`
+    /// - `weights`: `[batch, seq_len]`; divided by the batch's total they give a mean
+    /// - `documents`: `[batch, seq_len]`
+    pub fn loss(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        targets: Tensor<B, 2, Int>,
+        weights: Tensor<B, 2>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 1> {
+        let hidden = self.hidden(tokens, documents);
+        linear_cross_entropy(hidden, self.head_weight(), targets, weights)
+    }
+
+    /// The cross-entropy of every token in nats, `[batch, seq_len]`, without gradients.
+    pub fn token_losses(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        targets: Tensor<B, 2, Int>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 2> {
+        let hidden = self.hidden(tokens, documents);
+        token_cross_entropy(hidden, self.head_weight(), targets)
+    }
+
+    /// The logits of whole rows: tokens `[batch, seq_len]` to `[batch, seq_len, vocab]`.
+    pub fn logits(&self, tokens: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        linear(self.hidden(tokens, None), self.head_weight(), None)
+    }
+
+    /// The state before the first token.
+    pub fn start(&self) -> ModelState<B> {
+        let layers = self
+            .blocks
+            .iter()
+            .map(|block| block.attention.start())
+            .collect();
+        ModelState {
+            layers,
+            position: 0,
+        }
+    }
+
+    /// Appends tokens `[batch, n]` to the sequences in `state`; returns the logits after the last,
+    /// `[batch, vocab]`.
+    ///
+    /// # Panics
+    /// When learned positions end before the sequence does: see [`LanguageModel::max_len`].
+    pub fn extend(&self, tokens: Tensor<B, 2, Int>, state: &mut ModelState<B>) -> Tensor<B, 2> {
+        let n = tokens.dims()[1];
+        let mut x = self.embed(tokens, state.position, None);
+        for (block, layer) in self.blocks.iter().zip(&mut state.layers) {
+            x = block.extend(x, layer);
+        }
+        state.position += n;
+        let last = self.norm.forward(x.narrow(1, n - 1, 1));
+        linear(last, self.head_weight(), None).squeeze_dim(1)
+    }
+}

@@ -1,0 +1,39 @@
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::linear::linear;
+
+use crate::init::Init;
+
+/// y = x Wᵀ + b.
+#[derive(Module, Debug)]
+pub struct Linear<B: OpBackend> {
+    /// W, `[out_features, in_features]`.
+    pub weight: Param<Tensor<B, 2>>,
+    /// b, `[out_features]`.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+}
+
+impl<B: OpBackend> Linear<B> {
+    pub(crate) fn new(init: &Init<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
+        let bias = bias.then(|| init.constant(outputs, 0.0));
+        Linear {
+            weight: init.weight([outputs, inputs]),
+            bias,
+        }
+    }
+
+    /// A projection into the residual stream, scaled down with depth.
+    pub(crate) fn residual(init: &Init<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
+        let bias = bias.then(|| init.constant(outputs, 0.0));
+        Linear {
+            weight: init.residual_weight([outputs, inputs]),
+            bias,
+        }
+    }
+
+    /// `[batch, seq_len, in_features]` to `[batch, seq_len, out_features]`.
+    pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+}

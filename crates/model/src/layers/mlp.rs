@@ -1,0 +1,44 @@
+use burn::module::Module;
+use burn::tensor::Tensor;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::activation::{gelu, relu_squared, swiglu};
+
+use super::Linear;
+use crate::config::{MlpKind, ModelConfig};
+use crate::init::Init;
+
+/// The MLP of a block.
+#[derive(Module, Debug)]
+pub struct Mlp<B: OpBackend> {
+    /// SwiGLU's gate.
+    pub gate: Option<Linear<B>>,
+    /// Into the hidden width.
+    pub up: Linear<B>,
+    /// Back to the residual stream.
+    pub down: Linear<B>,
+    #[module(skip)]
+    kind: MlpKind,
+}
+
+impl<B: OpBackend> Mlp<B> {
+    pub(crate) fn new(init: &Init<B>, config: &ModelConfig) -> Self {
+        let (width, hidden) = (config.width, config.mlp_hidden());
+        let gated = config.mlp == MlpKind::Swiglu;
+        Mlp {
+            gate: gated.then(|| Linear::new(&init.part("gate"), width, hidden, config.bias)),
+            up: Linear::new(&init.part("up"), width, hidden, config.bias),
+            down: Linear::residual(&init.part("down"), hidden, width, config.bias),
+            kind: config.mlp,
+        }
+    }
+
+    /// `[batch, seq_len, width]`, both ways.
+    pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        let hidden = match (&self.gate, self.kind) {
+            (Some(gate), _) => swiglu(gate.forward(x.clone()), self.up.forward(x)),
+            (None, MlpKind::ReluSquared) => relu_squared(self.up.forward(x)),
+            (None, _) => gelu(self.up.forward(x)),
+        };
+        self.down.forward(hidden)
+    }
+}

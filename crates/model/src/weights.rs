@@ -1,0 +1,220 @@
+//! Weights on disk: one safetensors file, f32, each tensor named by its module path
+//! (`blocks.0.attention.q.weight`).
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+use longwall_kernels::backend::OpBackend;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+
+use crate::LanguageModel;
+
+/// Why weights could not be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    /// The file cannot be read or written.
+    #[error("cannot {action} the weights file {}: {source}", path.display())]
+    Io {
+        /// `read` or `write`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// The file is no safetensors file, or damaged.
+    #[error(
+        "{} is not a valid safetensors file: {reason}\n  hint: take an earlier checkpoint",
+        path.display()
+    )]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// The reader's reason.
+        reason: String,
+    },
+    /// The tensors are not those of the model.
+    #[error(
+        "the weights in {} do not fit the model: {reason}\n  hint: use the config.toml that lies beside them",
+        path.display()
+    )]
+    Mismatch {
+        /// The file.
+        path: PathBuf,
+        /// The first difference found.
+        reason: String,
+    },
+}
+
+/// Named f32 tensors in module order: name, shape, elements.
+pub type NamedTensors = Vec<(String, Vec<usize>, Vec<f32>)>;
+
+/// Writes named tensors to a safetensors file.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn write_tensors(path: &Path, tensors: &NamedTensors) -> Result<(), WeightsError> {
+    let views = tensors.iter().map(|(name, shape, data)| {
+        let view = TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(data));
+        (name, view.expect("the elements are those of the shape"))
+    });
+    let bytes = safetensors::serialize(views, None).expect("named f32 tensors can be serialised");
+    std::fs::write(path, bytes).map_err(|source| WeightsError::Io {
+        action: "write",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Reads every tensor of a safetensors file, by name.
+///
+/// # Errors
+/// When the file cannot be read, is damaged, or holds another type than f32.
+pub fn read_tensors(path: &Path) -> Result<HashMap<String, (Vec<usize>, Vec<f32>)>, WeightsError> {
+    let bytes = std::fs::read(path).map_err(|source| WeightsError::Io {
+        action: "read",
+        path: path.to_owned(),
+        source,
+    })?;
+    let format = |reason: String| WeightsError::Format {
+        path: path.to_owned(),
+        reason,
+    };
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| format(e.to_string()))?;
+    file.iter()
+        .map(|(name, view)| {
+            if view.dtype() != Dtype::F32 {
+                return Err(format(format!(
+                    "{name} is {:?}; allowed: F32",
+                    view.dtype()
+                )));
+            }
+            let data = view.data().chunks_exact(4);
+            let data = data
+                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                .collect();
+            Ok((name.to_owned(), (view.shape().to_vec(), data)))
+        })
+        .collect()
+}
+
+/// A model's parameters by name, in module order.
+pub fn named_tensors<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
+    struct Collect(Path_, NamedTensors);
+    impl<B: Backend> ModuleVisitor<B> for Collect {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.0.0.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.0.0.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let data = param.val().into_data();
+            let elements = data.iter::<f32>().collect();
+            self.1.push((self.0.name(), data.shape.to_vec(), elements));
+        }
+    }
+    let mut collect = Collect(Path_::default(), vec![]);
+    model.visit(&mut collect);
+    collect.1
+}
+
+/// The path of the module being visited.
+#[derive(Default)]
+struct Path_(Vec<String>);
+
+impl Path_ {
+    fn name(&self) -> String {
+        self.0.join(".")
+    }
+}
+
+/// Writes a model's weights.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn save<B: OpBackend>(model: &LanguageModel<B>, path: &Path) -> Result<(), WeightsError> {
+    write_tensors(path, &named_tensors(model))
+}
+
+/// Puts the weights of a file into a model of the same configuration.
+///
+/// # Errors
+/// When the file cannot be read, or its names or shapes differ from the model's.
+pub fn load<B: OpBackend>(
+    model: LanguageModel<B>,
+    path: &Path,
+) -> Result<LanguageModel<B>, WeightsError> {
+    let mismatch = |reason: String| WeightsError::Mismatch {
+        path: path.to_owned(),
+        reason,
+    };
+    let mut tensors = read_tensors(path)?;
+    for (name, shape, _) in named_shapes(&model) {
+        match tensors.get(&name) {
+            None => return Err(mismatch(format!("{name} is missing from the file"))),
+            Some((found, _)) if *found != shape => {
+                return Err(mismatch(format!(
+                    "{name} has shape {found:?}, the model's {shape:?}"
+                )));
+            }
+            Some(_) => {}
+        }
+    }
+    let count = named_shapes(&model).len();
+    let mut replace = Replace(Path_::default(), &mut tensors);
+    let model = model.map(&mut replace);
+    if let Some(name) = tensors.keys().min() {
+        let extra = tensors.len();
+        let reason =
+            format!("the file has {extra} tensors beside the model's {count}, for example {name}");
+        return Err(mismatch(reason));
+    }
+    Ok(model)
+}
+
+/// Names and shapes alone: no element is read from the device.
+fn named_shapes<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
+    struct Shapes(Path_, NamedTensors);
+    impl<B: Backend> ModuleVisitor<B> for Shapes {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.0.0.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.0.0.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            self.1.push((self.0.name(), param.dims().to_vec(), vec![]));
+        }
+    }
+    let mut shapes = Shapes(Path_::default(), vec![]);
+    model.visit(&mut shapes);
+    shapes.1
+}
+
+struct Replace<'a>(Path_, &'a mut HashMap<String, (Vec<usize>, Vec<f32>)>);
+
+impl<B: Backend> ModuleMapper<B> for Replace<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.0.0.push(name.to_owned());
+    }
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.0.0.pop();
+    }
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (shape, data) = self.1.remove(&self.0.name()).expect("names were compared");
+        let device = param.device();
+        param.map(|old| {
+            let new = Tensor::from_data(TensorData::new(data, shape), &device);
+            if old.is_require_grad() {
+                new.require_grad()
+            } else {
+                new
+            }
+        })
+    }
+}
