@@ -1,3 +1,4 @@
 //! Generated tasks: prompts for evaluation, and rows for training.
 
 pub mod passkey;
+pub(crate) mod rows;

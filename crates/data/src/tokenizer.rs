@@ -3,6 +3,7 @@
 
 mod file;
 mod gpt2;
+mod train;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,6 +12,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::DataError;
+
+pub use train::{TrainBpe, TrainBpeReport, train_bpe};
 
 /// How end of text is shown when it is decoded.
 pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";

@@ -246,3 +246,75 @@ proptest! {
         }
     }
 }
+
+fn train(
+    folder: &Path,
+    vocab_size: usize,
+    max_bytes: Option<u64>,
+) -> Result<TrainBpeReport, DataError> {
+    let text = folder.join("text.txt");
+    std::fs::write(
+        &text,
+        "the cat sat on the mat, and the dog did not. ".repeat(50),
+    )
+    .unwrap();
+    let options = TrainBpe {
+        corpus: crate::Corpus::files(vec![text]),
+        out: folder.join("bpe.json"),
+        vocab_size,
+        min_frequency: 2,
+        max_bytes,
+    };
+    train_bpe(&options, &crate::NoProgress)
+}
+
+#[test]
+fn a_trained_tokenizer_compresses_its_text_and_round_trips_any() {
+    let folder = tempfile::tempdir().unwrap();
+    let report = train(folder.path(), 270, None).unwrap();
+    assert_eq!(
+        (report.vocab_size, report.documents, report.bytes),
+        (270, 1, 2250)
+    );
+    let trained = file(&report.out).unwrap();
+    assert_eq!((trained.vocab_size(), trained.end_of_text()), (270, 0));
+    assert!(trained.encode("the cat sat").len() < 8);
+    let other = "Größe <|endoftext|> 🙂\u{0}";
+    assert_eq!(trained.decode(&trained.encode(other)), other);
+    let lengths = trained.token_byte_lengths();
+    let bytes: u32 = trained
+        .encode(other)
+        .iter()
+        .map(|&token| lengths[token as usize])
+        .sum();
+    assert_eq!(bytes as usize, other.len());
+
+    let first = std::fs::read(&report.out).unwrap();
+    let again = train(folder.path(), 270, None).unwrap();
+    assert_eq!(
+        std::fs::read(&again.out).unwrap(),
+        first,
+        "the same text must give the same file"
+    );
+}
+
+#[test]
+fn training_reads_no_more_than_it_may() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(train(folder.path(), 260, Some(100)).unwrap().bytes, 100);
+}
+
+#[test]
+fn training_refuses_what_cannot_work_with_a_remedy() {
+    let folder = tempfile::tempdir().unwrap();
+    insta::assert_snapshot!(train(folder.path(), 100, None).unwrap_err(), @r"
+    vocab_size is 100; allowed: 257 or more
+      hint: 256 bytes and end of text are always there; a common size is 32768
+    ");
+    std::fs::create_dir(folder.path().join("bpe.json")).unwrap();
+    let error = train(folder.path(), 260, None).unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(&folder.path().display().to_string(), "DIR"), @r"
+    cannot write DIR/bpe.json: Is a directory (os error 21)
+      hint: choose a folder you may write to, with enough space on its disk
+    ");
+}

@@ -1,0 +1,145 @@
+//! From what a reader hands out to a document's text; runs in parallel.
+
+use std::borrow::Cow;
+
+use serde_json::Value;
+
+use super::{Format, InputFile, Inputs, Reading};
+use crate::DataError;
+
+/// A document as it was read: decoding it is left to the parallel part of the work.
+#[derive(Debug)]
+pub(crate) struct Document {
+    /// Which input file.
+    pub(crate) input: usize,
+    /// Line in the file, from 1; 0 when lines mean nothing.
+    pub(crate) line: u64,
+    pub(crate) payload: Payload,
+    /// What decides the split instead of the text, so that related documents stay together.
+    pub(crate) group: Option<String>,
+}
+
+#[derive(Debug)]
+pub(crate) enum Payload {
+    /// The whole of the input file, not read yet.
+    File,
+    /// The text.
+    Text(Vec<u8>),
+    /// A line of JSON.
+    Json(Vec<u8>),
+}
+
+/// What became of a document.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Outcome<T> {
+    Document(T),
+    Empty,
+    Binary,
+}
+
+/// A document's text.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Text {
+    pub(crate) text: String,
+    /// Whether bytes that are not UTF-8 were replaced.
+    pub(crate) replaced: bool,
+}
+
+impl Document {
+    /// The bytes that the document keeps in memory, or will.
+    pub(crate) fn weight(&self, inputs: &Inputs) -> u64 {
+        match &self.payload {
+            Payload::File => inputs.files[self.input].bytes,
+            Payload::Text(bytes) | Payload::Json(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// Reads and decodes the text.
+    pub(crate) fn text(self, inputs: &Inputs) -> Result<Outcome<Text>, DataError> {
+        let file = &inputs.files[self.input];
+        let bytes = match self.payload {
+            Payload::File => {
+                std::fs::read(&file.path).map_err(|source| DataError::read(&file.path, source))?
+            }
+            Payload::Text(bytes) => bytes,
+            Payload::Json(line) => {
+                let Reading::Files { text_field, .. } = &inputs.reading else {
+                    unreachable!("only files hold JSON")
+                };
+                json_text(file, self.line, &line, text_field)?.into_bytes()
+            }
+        };
+        if file.format == Format::Plain && bytes.iter().take(8192).any(|&byte| byte == 0) {
+            return if file.named {
+                Err(DataError::Binary {
+                    path: file.path.clone(),
+                })
+            } else {
+                Ok(Outcome::Binary)
+            };
+        }
+        let text = match String::from_utf8(bytes) {
+            Ok(text) => Text {
+                text,
+                replaced: false,
+            },
+            Err(error) => {
+                let lossy = String::from_utf8_lossy(error.as_bytes());
+                Text {
+                    replaced: matches!(lossy, Cow::Owned(_)),
+                    text: lossy.into_owned(),
+                }
+            }
+        };
+        if text.text.trim().is_empty() {
+            Ok(Outcome::Empty)
+        } else {
+            Ok(Outcome::Document(text))
+        }
+    }
+}
+
+fn json_text(file: &InputFile, line: u64, json: &[u8], field: &str) -> Result<String, DataError> {
+    let fail = |reason: String, hint: &str| DataError::JsonLine {
+        path: file.path.clone(),
+        line,
+        reason,
+        hint: hint.into(),
+    };
+    let record = serde_json::from_slice(json).map_err(|error| {
+        let reason = format!("the line is not valid JSON: {error}");
+        fail(
+            reason,
+            "every line must hold one JSON object; rename the file to .txt if it is plain text",
+        )
+    })?;
+    let Value::Object(mut record) = record else {
+        return Err(fail(
+            "the line is JSON, but no object".into(),
+            "every line must hold one JSON object",
+        ));
+    };
+    match record.remove(field) {
+        Some(Value::String(text)) => Ok(text),
+        Some(Value::Null) => Ok(String::new()),
+        Some(other) => {
+            let shown: String = other.to_string().chars().take(40).collect();
+            Err(fail(
+                format!("{field:?} is {shown}, not a text"),
+                "set text_field (--text-field) to the field that holds the text",
+            ))
+        }
+        None => {
+            let mut keys: Vec<&str> = record.keys().map(String::as_str).collect();
+            keys.sort_unstable();
+            let reason = format!(
+                "the record has no field {field:?}; it has {}",
+                keys.join(", ")
+            );
+            Err(fail(
+                reason,
+                "set text_field (--text-field) to the field that holds the text",
+            ))
+        }
+    }
+}

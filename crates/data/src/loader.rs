@@ -1,0 +1,325 @@
+//! Rows of tokens for training and validation, at random access.
+//!
+//! The order is a function of the configuration, the seed and the row's number:
+//! - [`Mixture`] says which source a row comes from, and which of the source's rows it is.
+//! - A source of text is one stream of tokens, cut into windows of `seq_len + 1` tokens,
+//!   `seq_len` apart. An epoch has every window once, in an order that a [`Permutation`] keyed by
+//!   seed, source and epoch gives. Each epoch shifts all windows by its own offset below
+//!   `seq_len`, so that no token always stands first.
+//! - A generated source makes its n-th row from the seed and n.
+//!
+//! So no state is kept: a cursor is the number of the next row.
+
+mod open;
+mod source;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::mixture::Mixture;
+use crate::{DataConfig, DataError, Progress, Tokenizer};
+use source::Source;
+
+/// Which part of the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Split {
+    /// What is trained on: endless, in a random order.
+    Train,
+    /// What is held out: finite, the same rows in the same order every time.
+    Validation,
+}
+
+impl Split {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Split::Train => "training",
+            Split::Validation => "validation",
+        }
+    }
+}
+
+/// Rows of tokens, row-major: `inputs`, `targets`, `loss_weights` and `document_starts` are
+/// `[rows, seq_len]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Batch {
+    /// Rows.
+    pub rows: usize,
+    /// Tokens in a row.
+    pub seq_len: usize,
+    /// The tokens the model sees.
+    pub inputs: Vec<i32>,
+    /// The token that follows each input.
+    pub targets: Vec<i32>,
+    /// How much each target counts for the loss: 0 or 1.
+    pub loss_weights: Vec<f32>,
+    /// For each position, the index in its row of the first token of its document: attention must
+    /// not go further back. `None` when `document_mask` is off.
+    pub document_starts: Option<Vec<i32>>,
+}
+
+/// A source as the loader has opened it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SourceSummary {
+    /// Its key in the configuration and its kind: `data.sources[0] (text)`.
+    pub name: String,
+    /// Its kind.
+    pub kind: &'static str,
+    /// Tokens in this split; `None` when they are generated.
+    pub tokens: Option<u64>,
+    /// Rows in an epoch (for validation: in a pass); `None` when they are generated.
+    pub rows: Option<u64>,
+    /// Its share of the rows, 0 to 1.
+    pub share: f64,
+    /// A hash of a sample of its tokens, or of its settings.
+    pub fingerprint: String,
+}
+
+/// The place in the training order, and what the order depends on. Kept in checkpoints.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cursor {
+    /// The next row to train on.
+    pub next_row: u64,
+    /// The run's seed.
+    pub seed: u64,
+    /// Tokens in a row.
+    pub seq_len: usize,
+    /// The tokenizer's fingerprint.
+    pub tokenizer: String,
+    /// Fingerprint and weight of every source, in order.
+    pub sources: Vec<CursorSource>,
+}
+
+/// One source in a [`Cursor`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CursorSource {
+    /// [`SourceSummary::name`].
+    pub name: String,
+    /// The weight in the configuration.
+    pub weight: f64,
+    /// [`SourceSummary::fingerprint`].
+    pub fingerprint: String,
+}
+
+/// Hands out rows. Shared by threads as it is; clones are not needed.
+#[derive(Debug)]
+pub struct Loader {
+    seq_len: usize,
+    seed: u64,
+    document_mask: bool,
+    end_of_text: i32,
+    tokenizer: String,
+    sources: Vec<Source>,
+    summaries: Vec<SourceSummary>,
+    weights: Vec<f64>,
+    plan: Plan,
+}
+
+/// Which source a row comes from.
+#[derive(Debug)]
+enum Plan {
+    Train(Mixture),
+    /// First row of each source, and the number of rows at the end.
+    Validation(Vec<u64>),
+}
+
+impl Loader {
+    /// Opens the sources of one split. Text is encoded into `cache_dir` first, unless it is there
+    /// already; an interrupted preparation goes on where it stopped.
+    ///
+    /// # Errors
+    /// When a source is missing, malformed, too short for one row, or made with another
+    /// tokenizer, or when the cache cannot be written.
+    pub fn open(
+        config: &DataConfig,
+        tokenizer: &Tokenizer,
+        seed: u64,
+        split: Split,
+        progress: &dyn Progress,
+    ) -> Result<Loader, DataError> {
+        open::open(config, tokenizer, seed, split, progress)
+    }
+
+    /// Rows `first_row..first_row + rows`. Ranks that share a batch ask for slices of it.
+    ///
+    /// With `document_mask`, the loss at an end of text is 0: its target is the first token of the
+    /// next document, of which the position sees nothing.
+    ///
+    /// Validation rows from [`validation_rows`](Self::validation_rows) on are filling, with no
+    /// loss, so that the last batch of a pass can be as large as the others.
+    ///
+    /// # Panics
+    /// When a shard was changed after it was opened and holds a token that the tokenizer lacks.
+    pub fn batch(&self, first_row: u64, rows: usize) -> Batch {
+        let count = rows * self.seq_len;
+        let mut batch = Batch {
+            rows,
+            seq_len: self.seq_len,
+            inputs: vec![0; count],
+            targets: vec![0; count],
+            loss_weights: vec![0.0; count],
+            document_starts: self.document_mask.then(|| vec![0; count]),
+        };
+        let starts = match &mut batch.document_starts {
+            Some(starts) => starts.par_chunks_mut(self.seq_len).map(Some).collect(),
+            None => Vec::from_iter((0..rows).map(|_| None)),
+        };
+        batch
+            .inputs
+            .par_chunks_mut(self.seq_len)
+            .zip(batch.targets.par_chunks_mut(self.seq_len))
+            .zip(batch.loss_weights.par_chunks_mut(self.seq_len))
+            .zip(starts)
+            .enumerate()
+            .for_each_init(
+                || vec![0; self.seq_len + 1],
+                |tokens, (row, (((inputs, targets), weights), starts))| {
+                    self.fill(first_row + row as u64, tokens, weights);
+                    inputs.copy_from_slice(&tokens[..self.seq_len]);
+                    targets.copy_from_slice(&tokens[1..]);
+                    if let Some(starts) = starts {
+                        separate_documents(self.end_of_text, inputs, weights, starts);
+                    }
+                },
+            );
+        batch
+    }
+
+    /// Fills one row's tokens and the weights of its targets.
+    fn fill(&self, row: u64, tokens: &mut [i32], weights: &mut [f32]) {
+        let (source, index) = match &self.plan {
+            Plan::Train(mixture) => mixture.locate(row),
+            Plan::Validation(starts) if row >= starts[self.sources.len()] => {
+                tokens.fill(self.end_of_text);
+                weights.fill(0.0);
+                return;
+            }
+            Plan::Validation(starts) => {
+                let source = starts.partition_point(|&start| start <= row) - 1;
+                (source, row - starts[source])
+            }
+        };
+        self.sources[source].fill(index, tokens, weights);
+    }
+
+    /// Tokens in the sources, without those that are generated.
+    pub fn tokens(&self) -> u64 {
+        self.summaries
+            .iter()
+            .filter_map(|source| source.tokens)
+            .sum()
+    }
+
+    /// Rows that the text sources have together: one pass over all text takes about so many rows
+    /// of text. Generated sources have no epochs and count 0.
+    pub fn rows_per_epoch(&self) -> u64 {
+        self.summaries.iter().filter_map(|source| source.rows).sum()
+    }
+
+    /// Rows in a validation pass: as many as `validation_tokens` allows and the sources have.
+    /// For training, there is no end, and this is `None`.
+    pub fn validation_rows(&self) -> Option<u64> {
+        match &self.plan {
+            Plan::Train(_) => None,
+            Plan::Validation(starts) => starts.last().copied(),
+        }
+    }
+
+    /// Tokens in a row.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// The sources that this split has, in the configuration's order.
+    pub fn sources(&self) -> &[SourceSummary] {
+        &self.summaries
+    }
+
+    /// The cursor of a run whose next row is `next_row`.
+    pub fn cursor(&self, next_row: u64) -> Cursor {
+        let sources = self
+            .summaries
+            .iter()
+            .zip(&self.weights)
+            .map(|(source, &weight)| CursorSource {
+                name: source.name.clone(),
+                weight,
+                fingerprint: source.fingerprint.clone(),
+            });
+        Cursor {
+            next_row,
+            seed: self.seed,
+            seq_len: self.seq_len,
+            tokenizer: self.tokenizer.clone(),
+            sources: sources.collect(),
+        }
+    }
+
+    /// The next row of a cursor, when this loader's order is the one it was made in.
+    ///
+    /// # Errors
+    /// When tokens, sources, weights, `seq_len`, seed or tokenizer differ; the message names the
+    /// first difference.
+    pub fn check_cursor(&self, cursor: &Cursor) -> Result<u64, DataError> {
+        let now = self.cursor(cursor.next_row);
+        let changed = |what: &str, then: &dyn std::fmt::Display, now: &dyn std::fmt::Display| {
+            Err(DataError::DataChanged {
+                change: format!("{what} was {then}, and is {now}"),
+            })
+        };
+        if now.seq_len != cursor.seq_len {
+            return changed("data.seq_len", &cursor.seq_len, &now.seq_len);
+        }
+        if now.seed != cursor.seed {
+            return changed("the seed", &cursor.seed, &now.seed);
+        }
+        if now.tokenizer != cursor.tokenizer {
+            return changed(
+                "the tokenizer's fingerprint",
+                &cursor.tokenizer,
+                &now.tokenizer,
+            );
+        }
+        if now.sources.len() != cursor.sources.len() {
+            return changed(
+                "the number of sources",
+                &cursor.sources.len(),
+                &now.sources.len(),
+            );
+        }
+        for (then, now) in cursor.sources.iter().zip(&now.sources) {
+            if then.name != now.name {
+                return changed("a source", &then.name, &now.name);
+            }
+            if then.weight != now.weight {
+                return changed(
+                    &format!("the weight of {}", then.name),
+                    &then.weight,
+                    &now.weight,
+                );
+            }
+            if then.fingerprint != now.fingerprint {
+                let short = |text: &str| text.chars().take(16).collect::<String>();
+                let what = format!("the fingerprint of {}", then.name);
+                return changed(&what, &short(&then.fingerprint), &short(&now.fingerprint));
+            }
+        }
+        Ok(cursor.next_row)
+    }
+}
+
+/// Gives every position the start of its document, and no loss to ends of text.
+fn separate_documents(end_of_text: i32, inputs: &[i32], weights: &mut [f32], starts: &mut [i32]) {
+    let mut start = 0;
+    for (at, &token) in inputs.iter().enumerate() {
+        starts[at] = start;
+        if token == end_of_text {
+            weights[at] = 0.0;
+            start = at as i32 + 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

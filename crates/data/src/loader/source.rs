@@ -1,0 +1,116 @@
+//! One source's rows.
+
+use crate::mixture::derive_key;
+use crate::permutation::Permutation;
+use crate::shard::TokenStream;
+use crate::synthetic::rows::PasskeyRows;
+
+#[derive(Debug)]
+pub(super) enum Source {
+    Text(Windows),
+    Passkey(Box<PasskeyRows>),
+}
+
+impl Source {
+    /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
+    pub(super) fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+        match self {
+            Source::Text(windows) => {
+                windows.fill(index, tokens);
+                weights.fill(1.0);
+            }
+            Source::Passkey(rows) => rows.fill(index, tokens, weights),
+        }
+    }
+}
+
+/// A stream of tokens, cut into windows.
+#[derive(Debug)]
+pub(super) struct Windows {
+    stream: TokenStream,
+    seq_len: u64,
+    vocab_size: u32,
+    order: Order,
+    /// Windows in an epoch, at least 1.
+    pub(super) count: u64,
+}
+
+#[derive(Debug)]
+pub(super) enum Order {
+    /// Permuted and shifted, epoch by epoch; `key` stands for seed and source.
+    Shuffled { key: u64 },
+    /// `rows` windows, spread evenly over the stream.
+    Spread { rows: u64 },
+}
+
+impl Windows {
+    /// The windows of a stream with at least `seq_len + 1` tokens.
+    pub(super) fn new(
+        stream: TokenStream,
+        seq_len: usize,
+        vocab_size: usize,
+        order: Order,
+    ) -> Self {
+        let (tokens, seq_len) = (stream.tokens(), seq_len as u64);
+        assert!(
+            tokens > seq_len,
+            "{tokens} tokens for windows of {seq_len} + 1"
+        );
+        let count = match order {
+            // One less than there is room for, so that the windows can shift by up to seq_len - 1.
+            Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
+            Order::Spread { .. } => (tokens - 1) / seq_len,
+        };
+        Windows {
+            stream,
+            seq_len,
+            vocab_size: vocab_size as u32,
+            order,
+            count,
+        }
+    }
+
+    /// Sets how many of the windows a validation pass reads.
+    pub(super) fn spread(&mut self, rows: u64) {
+        assert!(rows <= self.count, "{rows} rows of {}", self.count);
+        self.order = Order::Spread { rows };
+    }
+
+    pub(super) fn tokens(&self) -> u64 {
+        self.stream.tokens()
+    }
+
+    pub(super) fn fingerprint(&self) -> String {
+        self.stream.fingerprint()
+    }
+
+    fn fill(&self, index: u64, tokens: &mut [i32]) {
+        let start = self.start(index);
+        self.stream.read(start, tokens);
+        let greatest = tokens.iter().map(|&token| token as u32).max().unwrap_or(0);
+        assert!(
+            greatest < self.vocab_size,
+            "the shards hold token {greatest} near position {start}, and the vocabulary has {}: \
+             they were made with another tokenizer",
+            self.vocab_size
+        );
+    }
+
+    /// The first token of a row.
+    pub(super) fn start(&self, index: u64) -> u64 {
+        match self.order {
+            Order::Shuffled { key } => {
+                let epoch = index / self.count;
+                let window = Permutation::new(self.count, derive_key("order", &[key, epoch]))
+                    .at(index % self.count);
+                let room = self.stream.tokens() - 1 - self.count * self.seq_len;
+                let offsets = room.min(self.seq_len - 1) + 1;
+                derive_key("offset", &[key, epoch]) % offsets + window * self.seq_len
+            }
+            Order::Spread { rows } => {
+                (u128::from(index) * u128::from(self.count) / u128::from(rows)) as u64
+                    * self.seq_len
+            }
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Read, encode, write: three stages on their own threads, the middle one in parallel. Batches
+//! stay in order, so the output does too.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Instant;
+
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+use super::PrepareOptions;
+use super::journal::{Journal, SplitProgress, State};
+use crate::input::{Document, Inputs, Outcome, Position, ReadBytes, read};
+use crate::shard::{SplitWriter, Width};
+use crate::{DataError, Progress, Tokenizer};
+
+/// A batch ends here, or at the bytes that the options say.
+const BATCH_DOCUMENTS: usize = 8192;
+
+/// Batches that wait between two stages.
+const WAITING: usize = 2;
+
+struct Batch<T> {
+    items: Vec<T>,
+    /// What comes behind the batch.
+    next: Position,
+}
+
+/// A document on its way into a shard.
+struct Encoded {
+    tokens: Vec<u32>,
+    bytes: u64,
+    validation: bool,
+    replaced: bool,
+}
+
+type Read = Result<Batch<Document>, DataError>;
+type Done = Result<Batch<Outcome<Encoded>>, DataError>;
+
+/// Works from `state` to the end of the inputs and returns the final state.
+pub(super) fn run(
+    options: &PrepareOptions,
+    tokenizer: &Tokenizer,
+    inputs: &Inputs,
+    state: State,
+    journal: &Journal,
+    progress: &dyn Progress,
+) -> Result<State, DataError> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(options.threads.unwrap_or(0))
+        .build()
+        .map_err(|error| DataError::Option {
+            key: "threads",
+            value: format!("{:?}", options.threads),
+            allowed: format!("what the system can start ({error})"),
+            hint: "choose fewer threads".into(),
+        })?;
+    let read_bytes = ReadBytes::default();
+    let mut writer = Writer::open(options, tokenizer, state)?;
+    std::thread::scope(|scope| {
+        // The channels end with this closure's scope: when the writer stops, the others do too.
+        let (to_encode, documents) = sync_channel::<Read>(WAITING);
+        let (to_write, encoded) = sync_channel::<Done>(WAITING);
+        let start = writer.state.position;
+        let counter = &read_bytes;
+        scope.spawn(move || read_batches(options.batch_bytes, inputs, start, counter, &to_encode));
+        scope.spawn(move || {
+            pool.install(|| encode_batches(options, tokenizer, inputs, documents, &to_write))
+        });
+        writer.write_all(encoded, options, journal, progress, &read_bytes)
+    })?;
+    writer.finish()
+}
+
+fn read_batches(
+    batch_bytes: u64,
+    inputs: &Inputs,
+    start: Position,
+    read_bytes: &ReadBytes,
+    out: &SyncSender<Read>,
+) {
+    let mut batch = Batch {
+        items: Vec::new(),
+        next: start,
+    };
+    let mut bytes = 0;
+    let result = read(inputs, start, read_bytes, &mut |document, next| {
+        bytes += document.weight(inputs);
+        batch.items.push(document);
+        batch.next = next;
+        if bytes < batch_bytes && batch.items.len() < BATCH_DOCUMENTS {
+            return true;
+        }
+        bytes = 0;
+        let full = std::mem::replace(
+            &mut batch,
+            Batch {
+                items: Vec::new(),
+                next,
+            },
+        );
+        out.send(Ok(full)).is_ok()
+    });
+    // A closed channel means that the writer has stopped, and knows why.
+    let _ = out.send(result.map(|()| batch));
+}
+
+fn encode_batches(
+    options: &PrepareOptions,
+    tokenizer: &Tokenizer,
+    inputs: &Inputs,
+    documents: Receiver<Read>,
+    out: &SyncSender<Done>,
+) {
+    let encode = |document| encode(document, options, tokenizer, inputs);
+    for batch in documents {
+        let encoded = batch.and_then(|Batch { items, next }| {
+            // Not `collect` into a Result: that returns any error, and this the first.
+            let results: Vec<_> = items.into_par_iter().map(encode).collect();
+            let items = results.into_iter().collect::<Result<_, _>>()?;
+            Ok(Batch { items, next })
+        });
+        if out.send(encoded).is_err() {
+            return;
+        }
+    }
+}
+
+fn encode(
+    document: Document,
+    options: &PrepareOptions,
+    tokenizer: &Tokenizer,
+    inputs: &Inputs,
+) -> Result<Outcome<Encoded>, DataError> {
+    let group = document.group.clone();
+    let text = match document.text(inputs)? {
+        Outcome::Document(text) => text,
+        Outcome::Empty => return Ok(Outcome::Empty),
+        Outcome::Binary => return Ok(Outcome::Binary),
+    };
+    let decides = group.as_deref().unwrap_or(&text.text);
+    let mut tokens = tokenizer.encode(&text.text);
+    tokens.push(tokenizer.end_of_text());
+    Ok(Outcome::Document(Encoded {
+        tokens,
+        bytes: text.text.len() as u64,
+        validation: is_validation(decides, options.validation_fraction),
+        replaced: text.replaced,
+    }))
+}
+
+/// Whether what has this text is held out: its hash, as a number in [0, 1), is below `fraction`.
+pub(super) fn is_validation(text: &str, fraction: f64) -> bool {
+    let digest = Sha256::new_with_prefix(b"longwall split")
+        .chain_update(text)
+        .finalize();
+    let hash = digest
+        .iter()
+        .take(8)
+        .fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));
+    // 53 bits, which an f64 holds exactly.
+    ((hash >> 11) as f64) < fraction * (1u64 << 53) as f64
+}
+
+/// The last stage: counts, writes, saves the state.
+struct Writer {
+    state: State,
+    train: SplitWriter,
+    validation: SplitWriter,
+}
+
+impl Writer {
+    fn open(
+        options: &PrepareOptions,
+        tokenizer: &Tokenizer,
+        state: State,
+    ) -> Result<Self, DataError> {
+        let width = Width::of_vocab(tokenizer.vocab_size());
+        let split = |suffix: &str, first| {
+            let stem = format!("{}_{suffix}", options.name);
+            SplitWriter::new(&options.out, stem, first, width, options.shard_tokens)
+        };
+        let (mut train, mut validation) = (split("train", 1), split("val", 0));
+        train.resume(state.train.shards.clone())?;
+        validation.resume(state.validation.shards.clone())?;
+        Ok(Writer {
+            state,
+            train,
+            validation,
+        })
+    }
+
+    fn write_all(
+        &mut self,
+        batches: Receiver<Done>,
+        options: &PrepareOptions,
+        journal: &Journal,
+        progress: &dyn Progress,
+        read_bytes: &ReadBytes,
+    ) -> Result<(), DataError> {
+        let mut saved = Instant::now();
+        for batch in batches {
+            let batch = batch?;
+            for outcome in batch.items {
+                self.add(outcome)?;
+            }
+            self.state.position = batch.next;
+            progress.advance(read_bytes.take());
+            let cancelled = progress.cancelled();
+            if cancelled || saved.elapsed() >= options.save_every {
+                self.state.train.shards = self.train.sync()?;
+                self.state.validation.shards = self.validation.sync()?;
+                journal.save(&self.state)?;
+                saved = Instant::now();
+            }
+            if cancelled {
+                let documents = self.state.documents();
+                return Err(DataError::Interrupted {
+                    documents,
+                    path: options.out.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, outcome: Outcome<Encoded>) -> Result<(), DataError> {
+        let document = match outcome {
+            Outcome::Document(document) => document,
+            Outcome::Empty => {
+                self.state.skipped.empty += 1;
+                return Ok(());
+            }
+            Outcome::Binary => {
+                self.state.skipped.binary += 1;
+                return Ok(());
+            }
+        };
+        let tokens = document.tokens.len() as u64;
+        self.state.lengths.add(tokens - 1);
+        self.state.skipped.invalid_utf8 += u64::from(document.replaced);
+        let (split, writer): (&mut SplitProgress, _) = if document.validation {
+            (&mut self.state.validation, &mut self.validation)
+        } else {
+            (&mut self.state.train, &mut self.train)
+        };
+        split.documents += 1;
+        split.tokens += tokens;
+        split.bytes += document.bytes;
+        writer.push(&document.tokens)
+    }
+
+    fn finish(mut self) -> Result<State, DataError> {
+        self.state.train.shards.shards = self.train.finish()?;
+        self.state.validation.shards.shards = self.validation.finish()?;
+        Ok(self.state)
+    }
+}

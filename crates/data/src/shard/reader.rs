@@ -1,0 +1,211 @@
+//! Reading shards, memory-mapped.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+use super::{HEADER_BYTES, MAGIC, Width};
+use crate::{DataError, Tokenizer};
+
+/// A shard, mapped into memory. The file must not be cut short while it is in use: reading past
+/// its end ends the process.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    path: PathBuf,
+    map: Mmap,
+    width: Width,
+    tokens: u64,
+}
+
+impl Shard {
+    /// Maps the shard at `path` and checks its header and length.
+    pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
+        let read_error = |source| DataError::read(path, source);
+        let file = File::open(path).map_err(read_error)?;
+        let length = file.metadata().map_err(read_error)?.len();
+        let fail = |reason: String, hint: &str| DataError::Shard {
+            path: path.to_path_buf(),
+            reason,
+            hint: hint.into(),
+        };
+        if length < HEADER_BYTES {
+            let reason = format!("it has {length} bytes, and the header alone has {HEADER_BYTES}");
+            return Err(fail(
+                reason,
+                "the file was cut short, or is no shard; make it again with `longwall prepare`",
+            ));
+        }
+        // SAFETY: the map is read-only, and the documentation of this type tells the user not to
+        // change the file meanwhile.
+        let map = unsafe { Mmap::map(&file) }.map_err(read_error)?;
+        let field = |at: usize| {
+            i32::from_le_bytes([
+                map[4 * at],
+                map[4 * at + 1],
+                map[4 * at + 2],
+                map[4 * at + 3],
+            ])
+        };
+        if field(0) != MAGIC {
+            let reason = format!("its magic number is {}; allowed: {MAGIC}", field(0));
+            return Err(fail(
+                reason,
+                "give shards made by `longwall prepare` or llm.c's scripts for GPT-2",
+            ));
+        }
+        let width = match field(1) {
+            1 => Width::U16,
+            2 => Width::U32,
+            version => {
+                let reason =
+                    format!("its version is {version}; allowed: 1 (u16 tokens), 2 (u32 tokens)");
+                return Err(fail(reason, "make it again with `longwall prepare`"));
+            }
+        };
+        let tokens = u64::try_from(field(2)).unwrap_or(0);
+        let expected = HEADER_BYTES + tokens * width.bytes();
+        if tokens == 0 || length != expected {
+            let reason = format!(
+                "its header says {} tokens of {} bytes, {expected} bytes in all, and the file has {length}",
+                field(2),
+                width.bytes()
+            );
+            return Err(fail(
+                reason,
+                "the file was cut short or damaged; copy or make it again",
+            ));
+        }
+        Ok(Shard {
+            path: path.to_path_buf(),
+            map,
+            width,
+            tokens,
+        })
+    }
+
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// The bytes of tokens `start..start + count`.
+    fn bytes(&self, start: u64, count: u64) -> &[u8] {
+        let at = |token: u64| (HEADER_BYTES + token * self.width.bytes()) as usize;
+        &self.map[at(start)..at(start + count)]
+    }
+
+    /// Copies the tokens from `start` on into `out`, as many as it holds.
+    pub(crate) fn read(&self, start: u64, out: &mut [i32]) {
+        let bytes = self.bytes(start, out.len() as u64);
+        match self.width {
+            Width::U16 => {
+                for (token, bytes) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+                    *token = i32::from(u16::from_le_bytes([bytes[0], bytes[1]]));
+                }
+            }
+            Width::U32 => {
+                for (token, bytes) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+                    *token = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as i32;
+                }
+            }
+        }
+    }
+
+    /// Checks that the tokenizer has every token of the shard.
+    pub(crate) fn check_vocabulary(&self, tokenizer: &Tokenizer) -> Result<(), DataError> {
+        let vocab_size = tokenizer.vocab_size();
+        if self.width == Width::U16 && vocab_size >= 1 << 16 {
+            return Ok(());
+        }
+        const PART: u64 = 1 << 20;
+        let parts: Vec<u64> = (0..self.tokens.div_ceil(PART)).collect();
+        let found = parts.par_iter().find_map_first(|part| {
+            let start = part * PART;
+            let mut tokens = vec![0; PART.min(self.tokens - start) as usize];
+            self.read(start, &mut tokens);
+            // As u32, so that a token above i32::MAX is found too.
+            let out_of_range = |&token: &i32| token as u32 as usize >= vocab_size;
+            let at = tokens.iter().position(out_of_range)?;
+            Some((start + at as u64, tokens[at] as u32))
+        });
+        match found {
+            None => Ok(()),
+            Some((position, token)) => Err(DataError::TokenOutOfRange {
+                path: self.path.clone(),
+                token,
+                position,
+                tokenizer: tokenizer.name().into(),
+                vocab_size,
+            }),
+        }
+    }
+
+    /// Adds to `sha` what tells this shard from others: its length, both ends, and a sample of
+    /// what lies between. A hash of everything would read the whole corpus at every start.
+    fn sample(&self, sha: &mut Sha256) {
+        const ENDS: u64 = 32 * 1024;
+        const SAMPLES: u64 = 64;
+        const SAMPLE: u64 = 1024;
+        sha.update(self.width.bytes().to_le_bytes());
+        sha.update(self.tokens.to_le_bytes());
+        let ends = ENDS.min(self.tokens);
+        sha.update(self.bytes(0, ends));
+        sha.update(self.bytes(self.tokens - ends, ends));
+        for sample in 0..SAMPLES {
+            let start = (u128::from(self.tokens) * u128::from(sample) / u128::from(SAMPLES)) as u64;
+            sha.update(self.bytes(start, SAMPLE.min(self.tokens - start)));
+        }
+    }
+}
+
+/// Shards one after the other, as one stream of tokens.
+#[derive(Debug)]
+pub(crate) struct TokenStream {
+    shards: Vec<Shard>,
+    /// First token of each shard in the stream, and the stream's length at the end.
+    starts: Vec<u64>,
+}
+
+impl TokenStream {
+    pub(crate) fn new(shards: Vec<Shard>) -> Self {
+        let mut starts = vec![0];
+        for shard in &shards {
+            starts.push(starts[starts.len() - 1] + shard.tokens());
+        }
+        TokenStream { shards, starts }
+    }
+
+    pub(crate) fn tokens(&self) -> u64 {
+        self.starts[self.shards.len()]
+    }
+
+    /// Copies the tokens from `start` on into `out`, across shards if need be.
+    ///
+    /// # Panics
+    /// When the stream ends before `out` is full.
+    pub(crate) fn read(&self, start: u64, out: &mut [i32]) {
+        let end = start + out.len() as u64;
+        assert!(
+            end <= self.tokens(),
+            "tokens {start}..{end} of {}",
+            self.tokens()
+        );
+        let (mut start, mut out) = (start, out);
+        let mut at = self.starts.partition_point(|&first| first <= start) - 1;
+        while !out.is_empty() {
+            let here = (self.starts[at + 1] - start).min(out.len() as u64);
+            let (part, rest) = out.split_at_mut(here as usize);
+            self.shards[at].read(start - self.starts[at], part);
+            (start, out, at) = (start + here, rest, at + 1);
+        }
+    }
+
+    /// SHA-256, in hex, of a sample of the stream; see [`Shard::sample`].
+    pub(crate) fn fingerprint(&self) -> String {
+        let mut sha = Sha256::new();
+        self.shards.iter().for_each(|shard| shard.sample(&mut sha));
+        crate::tokenizer::hex(&sha.finalize())
+    }
+}
