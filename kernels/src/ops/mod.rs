@@ -1,5 +1,12 @@
 //! The operations a language model is built of, beside attention.
 
+pub mod activation;
 pub mod adamw;
+pub mod cross_entropy;
+pub mod embedding;
 pub mod grad_norm;
+pub mod layer_norm;
 pub mod linear;
+pub mod rms_norm;
+pub mod rotary;
+pub mod short_conv;
