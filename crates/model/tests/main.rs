@@ -1,0 +1,8 @@
+//! Tests of the whole model, in one binary.
+
+mod configs;
+mod costs;
+mod decoding;
+mod documents;
+mod independent;
+mod weights;
