@@ -16,6 +16,7 @@
 mod error;
 mod files;
 mod journal;
+mod language_model;
 mod model;
 mod options;
 pub mod plot;
@@ -27,6 +28,7 @@ pub mod suites;
 mod text;
 
 pub use error::EvalError;
+pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use plot::{Curve, XAxis, plot_losses};
 pub use report::{Report, Score, TokenizerReport};
