@@ -38,10 +38,7 @@ pub struct DataConfig {
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
     /// Tokens that one validation pass reads, at most. Takes suffixes: `"256k"`. Default 262,144.
-    #[serde(
-        default = "default_validation_tokens",
-        deserialize_with = "longwall_config::count"
-    )]
+    #[serde(default = "default_validation_tokens", deserialize_with = "longwall_config::count")]
     pub validation_tokens: u64,
     /// Folder for the token shards of text sources, keyed by source and tokenizer. Default
     /// `data/cache`.
@@ -225,9 +222,7 @@ impl DataConfig {
             "raise it, or remove the source",
         );
         match source {
-            SourceConfig::Text {
-                paths, separator, ..
-            } => {
+            SourceConfig::Text { paths, separator, .. } => {
                 check_paths(problems, key, "paths", paths);
                 problems.check(
                     separator.as_deref() != Some(""),
@@ -245,9 +240,9 @@ impl DataConfig {
                 "64M is the default",
             ),
             SourceConfig::Shards { train, .. } => check_paths(problems, key, "train", train),
-            SourceConfig::Passkey {
-                min_len, max_len, ..
-            } => self.validate_passkey(key, *min_len, *max_len, problems),
+            SourceConfig::Passkey { min_len, max_len, .. } => {
+                self.validate_passkey(key, *min_len, *max_len, problems)
+            }
         }
     }
 
@@ -296,9 +291,7 @@ mod tests {
         let config: DataConfig = toml::from_str(text).unwrap();
         let mut problems = Problems::new();
         config.validate(&mut problems);
-        problems
-            .into_result()
-            .map_or_else(|problems| problems.to_string(), |()| "none".into())
+        problems.into_result().map_or_else(|problems| problems.to_string(), |()| "none".into())
     }
 
     #[test]
@@ -306,15 +299,8 @@ mod tests {
         let config: DataConfig =
             toml::from_str("seq_len = 64\n[[sources]]\nkind = \"cargo-sources\"").unwrap();
         assert!(config.document_mask);
-        assert_eq!(
-            (config.validation_fraction, config.validation_tokens),
-            (0.01, 262_144)
-        );
-        let source = SourceConfig::CargoSources {
-            weight: 1.0,
-            max_bytes: 64_000_000,
-            path: None,
-        };
+        assert_eq!((config.validation_fraction, config.validation_tokens), (0.01, 262_144));
+        let source = SourceConfig::CargoSources { weight: 1.0, max_bytes: 64_000_000, path: None };
         assert_eq!(config.sources, [source]);
     }
 

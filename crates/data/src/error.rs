@@ -101,9 +101,7 @@ pub enum DataError {
         path: PathBuf,
     },
     /// There was input, but not one token in it.
-    #[error(
-        "the corpus is empty: {inputs} input files, no document with text in them\n  hint: {hint}"
-    )]
+    #[error("the corpus is empty: files read: {inputs}, documents with text: 0\n  hint: {hint}")]
     EmptyCorpus {
         /// Input files read.
         inputs: u64,
@@ -275,17 +273,11 @@ impl DataError {
                     .into(),
             };
         }
-        DataError::Read {
-            path: path.to_path_buf(),
-            source,
-        }
+        DataError::Read { path: path.to_path_buf(), source }
     }
 
     /// An error while writing `path`.
     pub(crate) fn write(path: &Path, source: io::Error) -> Self {
-        DataError::Write {
-            path: path.to_path_buf(),
-            source,
-        }
+        DataError::Write { path: path.to_path_buf(), source }
     }
 }

@@ -39,32 +39,20 @@ pub enum Corpus {
 impl Corpus {
     /// Files with the default text field, one document each if they are plain text.
     pub fn files(paths: Vec<PathBuf>) -> Self {
-        Corpus::Files {
-            paths,
-            text_field: default_text_field(),
-            separator: None,
-        }
+        Corpus::Files { paths, text_field: default_text_field(), separator: None }
     }
 
     /// The corpus of a source; `None` for kinds that hold no text.
     pub fn of_source(source: &SourceConfig) -> Option<Self> {
         match source {
-            SourceConfig::Text {
-                paths,
-                text_field,
-                separator,
-                ..
-            } => Some(Corpus::Files {
+            SourceConfig::Text { paths, text_field, separator, .. } => Some(Corpus::Files {
                 paths: paths.clone(),
                 text_field: text_field.clone(),
                 separator: separator.clone(),
             }),
-            SourceConfig::CargoSources {
-                max_bytes, path, ..
-            } => Some(Corpus::CargoSources {
-                max_bytes: *max_bytes,
-                path: path.clone(),
-            }),
+            SourceConfig::CargoSources { max_bytes, path, .. } => {
+                Some(Corpus::CargoSources { max_bytes: *max_bytes, path: path.clone() })
+            }
             SourceConfig::Shards { .. } | SourceConfig::Passkey { .. } => None,
         }
     }
@@ -72,11 +60,7 @@ impl Corpus {
     /// Finds the corpus's files.
     pub(crate) fn open(&self) -> Result<Inputs, DataError> {
         match self {
-            Corpus::Files {
-                paths,
-                text_field,
-                separator,
-            } => Ok(Inputs {
+            Corpus::Files { paths, text_field, separator } => Ok(Inputs {
                 files: discover::text_files(paths)?,
                 reading: Reading::Files {
                     text_field: text_field.clone(),
@@ -86,13 +70,7 @@ impl Corpus {
             Corpus::CargoSources { max_bytes, path } => {
                 let folder = cargo::registry(path.as_deref())?;
                 let files = cargo::files(&folder)?;
-                Ok(Inputs {
-                    files,
-                    reading: Reading::Cargo {
-                        folder,
-                        max_bytes: *max_bytes,
-                    },
-                })
+                Ok(Inputs { files, reading: Reading::Cargo { folder, max_bytes: *max_bytes } })
             }
         }
     }
@@ -101,18 +79,14 @@ impl Corpus {
     pub(crate) fn describe(&self) -> String {
         match self {
             Corpus::Files { paths, .. } => {
-                let paths: Vec<String> = paths
-                    .iter()
-                    .map(|path| path.display().to_string())
-                    .collect();
+                let paths: Vec<String> =
+                    paths.iter().map(|path| path.display().to_string()).collect();
                 paths.join(", ")
             }
             Corpus::CargoSources { max_bytes, path } => {
                 let folder = path
                     .as_ref()
-                    .map_or("cargo's registry folder".into(), |path| {
-                        path.display().to_string()
-                    });
+                    .map_or("cargo's registry folder".into(), |path| path.display().to_string());
                 format!("at most {max_bytes} bytes of Rust sources in {folder}")
             }
         }
@@ -139,14 +113,8 @@ impl Inputs {
 
 #[derive(Debug)]
 pub(crate) enum Reading {
-    Files {
-        text_field: String,
-        separator: Option<String>,
-    },
-    Cargo {
-        folder: PathBuf,
-        max_bytes: u64,
-    },
+    Files { text_field: String, separator: Option<String> },
+    Cargo { folder: PathBuf, max_bytes: u64 },
 }
 
 /// One file.

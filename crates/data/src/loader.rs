@@ -205,10 +205,7 @@ impl Loader {
 
     /// Tokens in the sources, without those that are generated.
     pub fn tokens(&self) -> u64 {
-        self.summaries
-            .iter()
-            .filter_map(|source| source.tokens)
-            .sum()
+        self.summaries.iter().filter_map(|source| source.tokens).sum()
     }
 
     /// Rows that the text sources have together: one pass over all text takes about so many rows
@@ -238,11 +235,8 @@ impl Loader {
 
     /// The cursor of a run whose next row is `next_row`.
     pub fn cursor(&self, next_row: u64) -> Cursor {
-        let sources = self
-            .summaries
-            .iter()
-            .zip(&self.weights)
-            .map(|(source, &weight)| CursorSource {
+        let sources =
+            self.summaries.iter().zip(&self.weights).map(|(source, &weight)| CursorSource {
                 name: source.name.clone(),
                 weight,
                 fingerprint: source.fingerprint.clone(),
@@ -264,9 +258,7 @@ impl Loader {
     pub fn check_cursor(&self, cursor: &Cursor) -> Result<u64, DataError> {
         let now = self.cursor(cursor.next_row);
         let changed = |what: &str, then: &dyn std::fmt::Display, now: &dyn std::fmt::Display| {
-            Err(DataError::DataChanged {
-                change: format!("{what} was {then}, and is {now}"),
-            })
+            Err(DataError::DataChanged { change: format!("{what} was {then}, and is {now}") })
         };
         if now.seq_len != cursor.seq_len {
             return changed("data.seq_len", &cursor.seq_len, &now.seq_len);
@@ -275,29 +267,17 @@ impl Loader {
             return changed("the seed", &cursor.seed, &now.seed);
         }
         if now.tokenizer != cursor.tokenizer {
-            return changed(
-                "the tokenizer's fingerprint",
-                &cursor.tokenizer,
-                &now.tokenizer,
-            );
+            return changed("the tokenizer's fingerprint", &cursor.tokenizer, &now.tokenizer);
         }
         if now.sources.len() != cursor.sources.len() {
-            return changed(
-                "the number of sources",
-                &cursor.sources.len(),
-                &now.sources.len(),
-            );
+            return changed("the number of sources", &cursor.sources.len(), &now.sources.len());
         }
         for (then, now) in cursor.sources.iter().zip(&now.sources) {
             if then.name != now.name {
                 return changed("a source", &then.name, &now.name);
             }
             if then.weight != now.weight {
-                return changed(
-                    &format!("the weight of {}", then.name),
-                    &then.weight,
-                    &now.weight,
-                );
+                return changed(&format!("the weight of {}", then.name), &then.weight, &now.weight);
             }
             if then.fingerprint != now.fingerprint {
                 let short = |text: &str| text.chars().take(16).collect::<String>();

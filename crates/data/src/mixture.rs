@@ -40,10 +40,7 @@ impl Mixture {
         let order = Permutation::new(BLOCK_ROWS, derive_key("mixture", &[self.seed, block]));
         let rank = order.at(slot);
         let source = self.starts.partition_point(|&start| start <= rank) - 1;
-        (
-            source,
-            block * self.rows_in_block(source) + rank - self.starts[source],
-        )
+        (source, block * self.rows_in_block(source) + rank - self.starts[source])
     }
 
     /// The rows of `source` in every block of [`BLOCK_ROWS`].
@@ -56,10 +53,7 @@ impl Mixture {
 /// rounded down, and what is left goes to the greatest remainders, the first one first.
 pub fn largest_remainder(weights: &[f64], total: u64) -> Vec<u64> {
     let sum: f64 = weights.iter().sum();
-    let shares: Vec<f64> = weights
-        .iter()
-        .map(|weight| weight / sum * total as f64)
-        .collect();
+    let shares: Vec<f64> = weights.iter().map(|weight| weight / sum * total as f64).collect();
     let mut counts: Vec<u64> = shares.iter().map(|share| share.floor() as u64).collect();
     let mut by_remainder: Vec<usize> = (0..weights.len()).collect();
     by_remainder.sort_by(|&a, &b| {
@@ -82,10 +76,7 @@ pub fn derive_key(purpose: &str, numbers: &[u64]) -> u64 {
         sha.update(number.to_le_bytes());
     }
     let digest = sha.finalize();
-    digest
-        .iter()
-        .take(8)
-        .fold(0, |key, &byte| key << 8 | u64::from(byte))
+    digest.iter().take(8).fold(0, |key, &byte| key << 8 | u64::from(byte))
 }
 
 #[cfg(test)]
@@ -137,9 +128,7 @@ mod tests {
     fn blocks_and_seeds_differ() {
         let order = |seed: u64, block: u64| -> Vec<usize> {
             let mixture = Mixture::new(&[1.0, 1.0], seed);
-            (block * 1000..block * 1000 + 1000)
-                .map(|row| mixture.locate(row).0)
-                .collect()
+            (block * 1000..block * 1000 + 1000).map(|row| mixture.locate(row).0).collect()
         };
         assert_ne!(order(1, 0), order(1, 1));
         assert_ne!(order(1, 0), order(2, 0));

@@ -25,12 +25,7 @@ impl Permutation {
         assert!(n > 0, "a permutation of nothing");
         let root = n.isqrt();
         let a = if root * root == n { root } else { root + 1 };
-        Permutation {
-            n,
-            a,
-            b: n.div_ceil(a),
-            key,
-        }
+        Permutation { n, a, b: n.div_ceil(a), key }
     }
 
     /// Where `index` goes.
@@ -94,14 +89,9 @@ mod tests {
         let (first, second) = (Permutation::new(n, 1), Permutation::new(n, 2));
         let fixed = (0..n).filter(|&i| first.at(i) == i).count();
         let equal = (0..n).filter(|&i| first.at(i) == second.at(i)).count();
-        let adjacent = (1..n)
-            .filter(|&i| first.at(i) == first.at(i - 1) + 1)
-            .count();
+        let adjacent = (1..n).filter(|&i| first.at(i) == first.at(i - 1) + 1).count();
         // Each has mean 1 in a uniform order; 10 has a chance of one in ten million.
-        assert!(
-            fixed < 10 && equal < 10 && adjacent < 10,
-            "{fixed} {equal} {adjacent}"
-        );
+        assert!(fixed < 10 && equal < 10 && adjacent < 10, "{fixed} {equal} {adjacent}");
     }
 
     #[test]

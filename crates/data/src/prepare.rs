@@ -2,187 +2,22 @@
 //! threads, and resumable after an interruption.
 
 mod journal;
+mod options;
 mod pipeline;
 
-use std::fmt::{self, Display};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sha2::{Digest, Sha256};
 
 use crate::input::{Corpus, Inputs, Reading};
-use crate::shard::{MOST_TOKENS, Manifest};
+use crate::shard::Manifest;
 use crate::tokenizer::hex;
 use crate::{DataError, Progress, Tokenizer};
 use journal::{Journal, State};
 
-/// What [`prepare`] reads and writes.
-#[derive(Clone, Debug)]
-pub struct PrepareOptions {
-    /// The text.
-    pub corpus: Corpus,
-    /// Folder for the shards; made if it does not exist. A folder holds one prepared corpus.
-    pub out: PathBuf,
-    /// First part of the shards' names.
-    pub name: String,
-    /// Share of the documents held out for validation, 0 to below 1. A document's hash decides
-    /// (for `cargo-sources` its crate's), so other documents never change its side.
-    pub validation_fraction: f64,
-    /// Tokens in a shard; the last one of a split is shorter.
-    pub shard_tokens: u64,
-    /// Threads that encode; by default one a core.
-    pub threads: Option<usize>,
-    /// Bytes of text that are encoded at a time; a few times as much is in memory.
-    pub batch_bytes: u64,
-    /// How often the state is saved, for resuming.
-    pub save_every: Duration,
-}
-
-impl PrepareOptions {
-    /// The defaults: 1 % for validation, shards of 100M tokens, one thread a core, state saved
-    /// every 10 seconds.
-    pub fn new(corpus: Corpus, out: PathBuf, name: impl Into<String>) -> Self {
-        PrepareOptions {
-            corpus,
-            out,
-            name: name.into(),
-            validation_fraction: 0.01,
-            shard_tokens: 100_000_000,
-            threads: None,
-            batch_bytes: 8 << 20,
-            save_every: Duration::from_secs(10),
-        }
-    }
-
-    fn check(&self) -> Result<(), DataError> {
-        let fail = |key, value: String, allowed: &str, hint: &str| {
-            Err(DataError::Option {
-                key,
-                value,
-                allowed: allowed.into(),
-                hint: hint.into(),
-            })
-        };
-        if !(0.0..1.0).contains(&self.validation_fraction) {
-            let hint = "0.01 holds out one document in a hundred";
-            return fail(
-                "validation_fraction",
-                self.validation_fraction.to_string(),
-                "0 to below 1",
-                hint,
-            );
-        }
-        if !(1..=MOST_TOKENS).contains(&self.shard_tokens) {
-            let allowed = format!("1 to {MOST_TOKENS} tokens");
-            return fail(
-                "shard_tokens",
-                self.shard_tokens.to_string(),
-                &allowed,
-                "100M is the default",
-            );
-        }
-        if self.name.is_empty() || self.name.starts_with('.') || self.name.contains(['/', '\\']) {
-            let allowed = "a file name without a dot in front and without slashes";
-            return fail(
-                "name",
-                format!("{:?}", self.name),
-                allowed,
-                "choose a short word, for example \"books\"",
-            );
-        }
-        if self.threads == Some(0) {
-            return fail(
-                "threads",
-                "0".into(),
-                "1 or more",
-                "leave it out for one thread a core",
-            );
-        }
-        Ok(())
-    }
-}
-
-/// Whether a run had to do all of the work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PrepareStart {
-    /// From the beginning.
-    Fresh,
-    /// From where an interrupted run had stopped.
-    Resumed,
-    /// Not at all: the folder was complete.
-    Complete,
-}
-
-/// What [`prepare`] did. Displays as the lines that the command prints.
-#[derive(Clone, Debug)]
-pub struct PrepareReport {
-    /// The folder of shards.
-    pub out: PathBuf,
-    /// Documents, tokens, bytes, lengths and shards, for the whole corpus.
-    pub manifest: Manifest,
-    /// Where this run started.
-    pub start: PrepareStart,
-    /// Bytes of text that this run encoded.
-    pub encoded_bytes: u64,
-    /// Seconds that this run took.
-    pub seconds: f64,
-}
-
-impl PrepareReport {
-    /// Megabytes (10⁶) of text a second, in this run.
-    pub fn mb_per_second(&self) -> f64 {
-        self.encoded_bytes as f64 / 1e6 / self.seconds.max(1e-9)
-    }
-}
-
-impl Display for PrepareReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Manifest {
-            documents,
-            tokens,
-            bytes,
-            lengths,
-            skipped,
-            train,
-            validation,
-            ..
-        } = &self.manifest;
-        let megabytes = *bytes as f64 / 1e6;
-        writeln!(
-            f,
-            "{documents} documents, {tokens} tokens, {megabytes:.1} MB of text from {} files",
-            self.manifest.inputs
-        )?;
-        writeln!(f, "document length in tokens: {lengths}")?;
-        let share = 100.0 * validation.tokens as f64 / (*tokens).max(1) as f64;
-        writeln!(
-            f,
-            "training: {} documents, {} tokens; validation: {} documents, {} tokens ({share:.2} %)",
-            train.documents, train.tokens, validation.documents, validation.tokens
-        )?;
-        if skipped.empty + skipped.binary + skipped.invalid_utf8 > 0 {
-            writeln!(
-                f,
-                "left out: {} empty documents, {} binary files; {} documents with invalid UTF-8 read with U+FFFD in its place",
-                skipped.empty, skipped.binary, skipped.invalid_utf8
-            )?;
-        }
-        let shards = train.shards.len() + validation.shards.len();
-        match self.start {
-            PrepareStart::Complete => {
-                write!(f, "{} was complete: {shards} shards", self.out.display())
-            }
-            _ => write!(
-                f,
-                "{shards} shards in {}, {:.1} s, {:.1} MB/s",
-                self.out.display(),
-                self.seconds,
-                self.mb_per_second()
-            ),
-        }
-    }
-}
+pub use options::{PrepareOptions, PrepareReport, PrepareStart};
 
 /// Encodes a corpus into token shards, with a manifest beside them.
 ///
@@ -217,11 +52,7 @@ pub(crate) fn prepare_cached(
 ) -> Result<(PathBuf, Manifest), DataError> {
     options.check()?;
     let fixed = matches!(options.corpus, Corpus::CargoSources { .. });
-    let inputs = if fixed {
-        None
-    } else {
-        Some(options.corpus.open()?)
-    };
+    let inputs = if fixed { None } else { Some(options.corpus.open()?) };
     let key = key(&options, tokenizer, inputs.as_ref());
     options.out = cache.join(format!("{}-{}", options.name, &key[..16]));
     if let Some(manifest) = Manifest::read(&options.out)? {
@@ -247,56 +78,39 @@ fn prepare_inputs(
     let lock = Lock::take(&options.out)?;
     if let Some(manifest) = Manifest::read(&options.out)? {
         if manifest.key != key {
-            return Err(in_use(
-                &options.out,
-                "holds shards of other text, options or tokenizer",
-            ));
+            return Err(in_use(&options.out, "holds shards of other text, options or tokenizer"));
         }
         lock.release();
-        return Ok(report(
-            options,
-            manifest,
-            PrepareStart::Complete,
-            0,
-            started,
-        ));
+        return Ok(report(options, manifest, PrepareStart::Complete, 0, started));
     }
     let journal = Journal::new(&options.out);
     let saved = journal.load(key)?;
     if saved.is_none() && holds_shards(&options.out) {
-        return Err(in_use(
-            &options.out,
-            "holds shards without a manifest, made elsewhere",
-        ));
+        return Err(in_use(&options.out, "holds shards without a manifest, made elsewhere"));
     }
-    let start = if saved.is_some() {
-        PrepareStart::Resumed
-    } else {
-        PrepareStart::Fresh
-    };
+    let start = if saved.is_some() { PrepareStart::Resumed } else { PrepareStart::Fresh };
     let state = saved.unwrap_or_else(|| State::new(key));
     journal.save(&state)?;
     let before = state.bytes();
 
-    progress.start(
-        &format!("preparing {}", options.name),
-        Some(inputs.total_bytes()),
-    );
+    progress.start(&format!("preparing {}", options.name), Some(inputs.total_bytes()));
     let done = pipeline::run(options, tokenizer, inputs, state, &journal, progress)
         .and_then(|state| complete(state, options, tokenizer, inputs));
     match done {
         Ok(manifest) => {
             journal.remove()?;
             lock.release();
-            progress.finish(&format!(
-                "{} documents, {} tokens",
-                manifest.documents, manifest.tokens
-            ));
+            progress
+                .finish(&format!("{} documents, {} tokens", manifest.documents, manifest.tokens));
             let encoded_bytes = manifest.bytes - before;
             Ok(report(options, manifest, start, encoded_bytes, started))
         }
-        // What was written can be continued once there is space, or time.
-        Err(error @ (DataError::Write { .. } | DataError::Interrupted { .. })) => Err(error),
+        // What was written can be continued once the disk, or the user, is ready.
+        Err(
+            error @ (DataError::Write { .. }
+            | DataError::Read { .. }
+            | DataError::Interrupted { .. }),
+        ) => Err(error),
         // To mend the input changes it: nothing here would be of use.
         Err(error) => {
             discard(options, &journal);
@@ -318,10 +132,7 @@ fn complete(
     let manifest = state.into_manifest(options, tokenizer, inputs);
     if manifest.tokens == 0 {
         let hint = "give at least one file with text in it".into();
-        return Err(DataError::EmptyCorpus {
-            inputs: manifest.inputs,
-            hint,
-        });
+        return Err(DataError::EmptyCorpus { inputs: manifest.inputs, hint });
     }
     manifest.write(&options.out)?;
     Ok(manifest)
@@ -335,33 +146,21 @@ fn report(
     started: Instant,
 ) -> PrepareReport {
     let seconds = started.elapsed().as_secs_f64();
-    PrepareReport {
-        out: options.out.clone(),
-        manifest,
-        start,
-        encoded_bytes,
-        seconds,
-    }
+    PrepareReport { out: options.out.clone(), manifest, start, encoded_bytes, seconds }
 }
 
 /// Removes the shards of a failed run; there were none before it.
 fn discard(options: &PrepareOptions, journal: &Journal) {
-    let stems = [
-        format!("{}_train_", options.name),
-        format!("{}_val_", options.name),
-    ];
-    let entries = std::fs::read_dir(&options.out)
-        .into_iter()
-        .flatten()
-        .flatten();
+    let stems = [format!("{}_train_", options.name), format!("{}_val_", options.name)];
+    let entries = std::fs::read_dir(&options.out).into_iter().flatten().flatten();
     let ours = entries.map(|entry| entry.path()).filter(|path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let name = name.strip_prefix('.').unwrap_or(&name);
         stems.iter().any(|stem| name.starts_with(stem))
             && (name.ends_with(".bin") || name.ends_with(".partial"))
     });
-    let removed = ours.map(std::fs::remove_file).collect::<Result<(), _>>();
-    if journal.remove().is_err() || removed.is_err() {
+    let left = ours.filter(|path| std::fs::remove_file(path).is_err()).count();
+    if journal.remove().is_err() || left > 0 {
         tracing::warn!(folder = %options.out.display(), "could not remove everything that the failed run had written");
     }
 }
@@ -376,12 +175,9 @@ fn in_use(out: &Path, reason: &str) -> DataError {
 
 fn holds_shards(folder: &Path) -> bool {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.into_iter().any(|entry| {
-        entry
-            .path()
-            .extension()
-            .is_some_and(|extension| extension == "bin")
-    })
+    entries
+        .into_iter()
+        .any(|entry| entry.path().extension().is_some_and(|extension| extension == "bin"))
 }
 
 /// SHA-256 of all that decides the shards: options, tokenizer, and the inputs' paths, sizes and
@@ -389,11 +185,9 @@ fn holds_shards(folder: &Path) -> bool {
 fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>) -> String {
     let corpus = match &options.corpus {
         // Its paths are in the inputs.
-        Corpus::Files {
-            text_field,
-            separator,
-            ..
-        } => format!("files {text_field:?} {separator:?}"),
+        Corpus::Files { text_field, separator, .. } => {
+            format!("files {text_field:?} {separator:?}")
+        }
         corpus @ Corpus::CargoSources { .. } => format!("{corpus:?}"),
     };
     let settings = (
@@ -407,10 +201,7 @@ fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>)
     let mut sha = Sha256::new_with_prefix(format!("{settings:?}"));
     if let Some(inputs) = inputs.filter(|inputs| matches!(inputs.reading, Reading::Files { .. })) {
         for file in &inputs.files {
-            let path = file
-                .path
-                .canonicalize()
-                .unwrap_or_else(|_| file.path.clone());
+            let path = file.path.canonicalize().unwrap_or_else(|_| file.path.clone());
             sha.update(path.as_os_str().as_encoded_bytes());
             sha.update([0]);
             sha.update(file.bytes.to_le_bytes());

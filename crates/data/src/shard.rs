@@ -37,11 +37,7 @@ pub(crate) enum Width {
 impl Width {
     /// The narrowest width that holds every token of a vocabulary.
     pub(crate) fn of_vocab(vocab_size: usize) -> Self {
-        if vocab_size <= 1 << 16 {
-            Width::U16
-        } else {
-            Width::U32
-        }
+        if vocab_size <= 1 << 16 { Width::U16 } else { Width::U32 }
     }
 
     pub(crate) fn bytes(self) -> u64 {

@@ -80,12 +80,7 @@ enum Encoder {
 
 impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "Tokenizer({}, {} tokens)",
-            self.name(),
-            self.vocab_size()
-        )
+        write!(f, "Tokenizer({}, {} tokens)", self.name(), self.vocab_size())
     }
 }
 
@@ -221,13 +216,7 @@ fn bytes() -> Inner {
     let single = (0..=255u8).map(|byte| vec![byte]);
     let tokens = TokenTable::new(single.chain([END_OF_TEXT.as_bytes().to_vec()]));
     let fingerprint = hex(&tokens.digest("bytes").finalize());
-    Inner {
-        name: "bytes".into(),
-        encoder: Encoder::Bytes,
-        tokens,
-        end_of_text: 256,
-        fingerprint,
-    }
+    Inner { name: "bytes".into(), encoder: Encoder::Bytes, tokens, end_of_text: 256, fingerprint }
 }
 
 #[cfg(test)]

@@ -54,27 +54,17 @@ pub(super) fn files(folder: &Path) -> Result<Vec<InputFile>, DataError> {
         {
             // Without the index's folder, whose name depends on the registry's address.
             let below: PathBuf = relative(path, folder).iter().skip(1).collect();
-            files.push((
-                Sha256::digest(below.to_string_lossy().as_bytes()),
-                entry.into_path(),
-            ));
+            files.push((Sha256::digest(below.to_string_lossy().as_bytes()), entry.into_path()));
         }
     }
     if files.is_empty() {
         let place = folder.display().to_string();
         let hint =
             "set the source's `path` to cargo's registry/src folder, or use kind = \"text\"".into();
-        return Err(DataError::NothingFound {
-            what: "Rust source",
-            place,
-            hint,
-        });
+        return Err(DataError::NothingFound { what: "Rust source", place, hint });
     }
     files.sort_unstable();
-    files
-        .into_iter()
-        .map(|(_, path)| discover::input_file(path, false))
-        .collect()
+    files.into_iter().map(|(_, path)| discover::input_file(path, false)).collect()
 }
 
 /// Emits the files that pass, until `max_bytes` are reached. A repeated content is left out, so
@@ -137,9 +127,7 @@ fn relative<'a>(path: &'a Path, folder: &Path) -> &'a Path {
 /// The crate a file belongs to, without the version: all versions of a crate share a split.
 pub(super) fn crate_name(below_registry: &Path) -> String {
     let mut folders = below_registry.iter().map(|part| part.to_string_lossy());
-    folders
-        .find_map(|folder| without_version(&folder).map(String::from))
-        .unwrap_or_default()
+    folders.find_map(|folder| without_version(&folder).map(String::from)).unwrap_or_default()
 }
 
 /// `serde` for `serde-1.0.200`; none for a folder without a version.
@@ -149,7 +137,5 @@ fn without_version(folder: &str) -> Option<&str> {
         !major.is_empty() && major.bytes().all(|byte| byte.is_ascii_digit())
     };
     let mut dashes = folder.match_indices('-');
-    dashes
-        .find(|(at, _)| is_version(&folder[at + 1..]))
-        .map(|(at, _)| &folder[..at])
+    dashes.find(|(at, _)| is_version(&folder[at + 1..])).map(|(at, _)| &folder[..at])
 }

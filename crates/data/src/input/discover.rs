@@ -27,36 +27,20 @@ pub(crate) fn expand(paths: &[PathBuf], what: &'static str) -> Result<Vec<Found>
         if path.is_dir() {
             walk(path, &mut found)?;
         } else if path.exists() {
-            found.push(Found {
-                path: path.clone(),
-                named: true,
-            });
+            found.push(Found { path: path.clone(), named: true });
         } else if is_pattern(path) {
             matches(path, &mut found)?;
         } else {
-            return Err(DataError::Missing {
-                what,
-                path: path.clone(),
-                hint: SPELLING.into(),
-            });
+            return Err(DataError::Missing { what, path: path.clone(), hint: SPELLING.into() });
         }
         if found.len() == before {
             let place = path.display().to_string();
-            return Err(DataError::NothingFound {
-                what,
-                place,
-                hint: SPELLING.into(),
-            });
+            return Err(DataError::NothingFound { what, place, hint: SPELLING.into() });
         }
     }
     let mut seen = HashSet::new();
-    found.retain(|file| {
-        seen.insert(
-            file.path
-                .canonicalize()
-                .unwrap_or_else(|_| file.path.clone()),
-        )
-    });
+    found
+        .retain(|file| seen.insert(file.path.canonicalize().unwrap_or_else(|_| file.path.clone())));
     Ok(found)
 }
 
@@ -66,17 +50,16 @@ fn is_pattern(path: &Path) -> bool {
 
 fn matches(pattern: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
     let pattern = pattern.to_string_lossy();
-    let options = glob::MatchOptions {
-        require_literal_leading_dot: true,
-        ..Default::default()
-    };
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
     let paths = glob::glob_with(&pattern, options).map_err(|error| DataError::Pattern {
         pattern: pattern.to_string(),
         reason: error.msg.into(),
     })?;
     for path in paths {
-        let path =
-            path.map_err(|error| DataError::read(&error.path().to_path_buf(), error.into()))?;
+        let path = path.map_err(|error| {
+            let place = error.path().to_path_buf();
+            DataError::read(&place, error.into())
+        })?;
         if path.is_file() {
             found.push(Found { path, named: false });
         }
@@ -87,19 +70,15 @@ fn matches(pattern: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
 fn walk(folder: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
     let visible = |name: &std::ffi::OsStr| !name.as_encoded_bytes().starts_with(b".");
     let entries = WalkDir::new(folder).follow_links(true).sort_by_file_name();
-    for entry in entries
-        .into_iter()
-        .filter_entry(|entry| entry.depth() == 0 || visible(entry.file_name()))
+    for entry in
+        entries.into_iter().filter_entry(|entry| entry.depth() == 0 || visible(entry.file_name()))
     {
         let entry = entry.map_err(|error| {
             let path = error.path().unwrap_or(folder).to_path_buf();
             DataError::read(&path, error.into())
         })?;
         if entry.file_type().is_file() {
-            found.push(Found {
-                path: entry.into_path(),
-                named: false,
-            });
+            found.push(Found { path: entry.into_path(), named: false });
         }
     }
     Ok(())
@@ -108,19 +87,13 @@ fn walk(folder: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
 /// The text files that `paths` lead to.
 pub(crate) fn text_files(paths: &[PathBuf]) -> Result<Vec<InputFile>, DataError> {
     let found = expand(paths, "text file")?;
-    found
-        .into_iter()
-        .map(|file| input_file(file.path, file.named))
-        .collect()
+    found.into_iter().map(|file| input_file(file.path, file.named)).collect()
 }
 
 /// Reads a file's format from its name, and its size and age from the disk.
 pub(crate) fn input_file(path: PathBuf, named: bool) -> Result<InputFile, DataError> {
     let metadata = std::fs::metadata(&path).map_err(|source| DataError::read(&path, source))?;
-    let age = metadata
-        .modified()
-        .ok()
-        .and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let age = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let (format, compression) = format_of(&path);
     if format == Format::Parquet && compression != Compression::None {
         return Err(DataError::Parquet {
@@ -129,33 +102,21 @@ pub(crate) fn input_file(path: PathBuf, named: bool) -> Result<InputFile, DataEr
         });
     }
     let modified = age.map_or(0, |age| age.as_nanos());
-    Ok(InputFile {
-        format,
-        compression,
-        bytes: metadata.len(),
-        modified,
-        named,
-        path,
-    })
+    Ok(InputFile { format, compression, bytes: metadata.len(), modified, named, path })
 }
 
 /// The format and compression that a file's name says.
 fn format_of(path: &Path) -> (Format, Compression) {
     let extension = |path: &Path| {
-        path.extension()
-            .map(|e| e.to_string_lossy().to_lowercase())
-            .unwrap_or_default()
+        path.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default()
     };
     let compression = match extension(path).as_str() {
         "gz" | "gzip" => Compression::Gzip,
         "zst" | "zstd" => Compression::Zstd,
         _ => Compression::None,
     };
-    let inner = if compression == Compression::None {
-        path.to_path_buf()
-    } else {
-        path.with_extension("")
-    };
+    let inner =
+        if compression == Compression::None { path.to_path_buf() } else { path.with_extension("") };
     let format = match extension(&inner).as_str() {
         "jsonl" | "ndjson" | "json" => Format::JsonLines,
         "parquet" => Format::Parquet,

@@ -7,6 +7,9 @@ use serde_json::Value;
 use super::{Format, InputFile, Inputs, Reading};
 use crate::DataError;
 
+/// The mark that some editors put in front of UTF-8.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
 /// A document as it was read: decoding it is left to the parallel part of the work.
 #[derive(Debug)]
 pub(crate) struct Document {
@@ -71,31 +74,23 @@ impl Document {
         };
         if file.format == Format::Plain && bytes.iter().take(8192).any(|&byte| byte == 0) {
             return if file.named {
-                Err(DataError::Binary {
-                    path: file.path.clone(),
-                })
+                Err(DataError::Binary { path: file.path.clone() })
             } else {
                 Ok(Outcome::Binary)
             };
         }
+        let bytes = match bytes.strip_prefix(BYTE_ORDER_MARK) {
+            Some(rest) => rest.to_vec(),
+            None => bytes,
+        };
         let text = match String::from_utf8(bytes) {
-            Ok(text) => Text {
-                text,
-                replaced: false,
-            },
+            Ok(text) => Text { text, replaced: false },
             Err(error) => {
                 let lossy = String::from_utf8_lossy(error.as_bytes());
-                Text {
-                    replaced: matches!(lossy, Cow::Owned(_)),
-                    text: lossy.into_owned(),
-                }
+                Text { replaced: matches!(lossy, Cow::Owned(_)), text: lossy.into_owned() }
             }
         };
-        if text.text.trim().is_empty() {
-            Ok(Outcome::Empty)
-        } else {
-            Ok(Outcome::Document(text))
-        }
+        if text.text.trim().is_empty() { Ok(Outcome::Empty) } else { Ok(Outcome::Document(text)) }
     }
 }
 
@@ -106,8 +101,12 @@ fn json_text(file: &InputFile, line: u64, json: &[u8], field: &str) -> Result<St
         reason,
         hint: hint.into(),
     };
-    let record = serde_json::from_slice(json).map_err(|error| {
-        let reason = format!("the line is not valid JSON: {error}");
+    let json = json.strip_prefix(BYTE_ORDER_MARK).unwrap_or(json);
+    let record = serde_json::from_slice(json.trim_ascii()).map_err(|error| {
+        // Its own line number counts from this line.
+        let text = error.to_string();
+        let what = text.split(" at line ").next().unwrap_or_default();
+        let reason = format!("not valid JSON at column {}: {what}", error.column());
         fail(
             reason,
             "every line must hold one JSON object; rename the file to .txt if it is plain text",
@@ -132,14 +131,8 @@ fn json_text(file: &InputFile, line: u64, json: &[u8], field: &str) -> Result<St
         None => {
             let mut keys: Vec<&str> = record.keys().map(String::as_str).collect();
             keys.sort_unstable();
-            let reason = format!(
-                "the record has no field {field:?}; it has {}",
-                keys.join(", ")
-            );
-            Err(fail(
-                reason,
-                "set text_field (--text-field) to the field that holds the text",
-            ))
+            let reason = format!("the record has no field {field:?}; it has {}", keys.join(", "));
+            Err(fail(reason, "set text_field (--text-field) to the field that holds the text"))
         }
     }
 }

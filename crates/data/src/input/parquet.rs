@@ -91,11 +91,7 @@ fn find_column(
         column: column.into(),
         found,
     };
-    let names: Vec<String> = schema
-        .columns()
-        .iter()
-        .map(|column| column.path().string())
-        .collect();
+    let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
     let at = names
         .iter()
         .position(|name| name == column)

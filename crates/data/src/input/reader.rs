@@ -61,17 +61,9 @@ pub(crate) fn read(
         Reading::Cargo { folder, max_bytes } => {
             cargo::read(inputs, folder, *max_bytes, start, read_bytes, emit)
         }
-        Reading::Files {
-            text_field,
-            separator,
-        } => read_files(
-            inputs,
-            text_field,
-            separator.as_deref(),
-            start,
-            read_bytes,
-            emit,
-        ),
+        Reading::Files { text_field, separator } => {
+            read_files(inputs, text_field, separator.as_deref(), start, read_bytes, emit)
+        }
     };
     match result {
         Ok(()) | Err(Stop::Closed) => Ok(()),
@@ -87,24 +79,10 @@ fn read_files(
     read_bytes: &ReadBytes,
     emit: &mut Emit,
 ) -> Result<(), Stop> {
-    read_bytes.add(
-        inputs.files[..start.input]
-            .iter()
-            .map(|file| file.bytes)
-            .sum(),
-    );
+    read_bytes.add(inputs.files[..start.input].iter().map(|file| file.bytes).sum());
     for (input, file) in inputs.files.iter().enumerate().skip(start.input) {
-        let skip = if input == start.input {
-            start.document
-        } else {
-            0
-        };
-        let mut out = Output {
-            input,
-            skip,
-            done: 0,
-            emit,
-        };
+        let skip = if input == start.input { start.document } else { 0 };
+        let mut out = Output { input, skip, done: 0, emit };
         match (file.format, separator) {
             (Format::Parquet, _) => parquet::read(file, text_field, read_bytes, &mut out)?,
             (Format::JsonLines, _) => read_lines(file, read_bytes, &mut out)?,
@@ -141,21 +119,9 @@ impl Output<'_, '_> {
         if self.done <= self.skip {
             return Ok(());
         }
-        let document = Document {
-            input: self.input,
-            line,
-            payload,
-            group: None,
-        };
-        let next = Position {
-            input: self.input,
-            document: self.done,
-        };
-        if (self.emit)(document, next) {
-            Ok(())
-        } else {
-            Err(Stop::Closed)
-        }
+        let document = Document { input: self.input, line, payload, group: None };
+        let next = Position { input: self.input, document: self.done };
+        if (self.emit)(document, next) { Ok(()) } else { Err(Stop::Closed) }
     }
 }
 
@@ -163,11 +129,7 @@ fn read_lines(file: &InputFile, read_bytes: &ReadBytes, out: &mut Output) -> Res
     let mut reader = open(file, read_bytes)?;
     for number in 1.. {
         let mut line = Vec::new();
-        if reader
-            .read_until(b'\n', &mut line)
-            .map_err(|error| read_error(file, error))?
-            == 0
-        {
+        if reader.read_until(b'\n', &mut line).map_err(|error| read_error(file, error))? == 0 {
             break;
         }
         if !line.trim_ascii().is_empty() {
@@ -189,9 +151,7 @@ fn read_separated(
     let last = separator[separator.len() - 1];
     let mut text = Vec::new();
     loop {
-        let count = reader
-            .read_until(last, &mut text)
-            .map_err(|error| read_error(file, error))?;
+        let count = reader.read_until(last, &mut text).map_err(|error| read_error(file, error))?;
         let found = text.ends_with(separator);
         if count == 0 || found {
             text.truncate(text.len() - if found { separator.len() } else { 0 });
@@ -207,13 +167,7 @@ fn read_separated(
 fn open(file: &InputFile, read_bytes: &ReadBytes) -> Result<Box<dyn BufRead>, DataError> {
     const BUFFER: usize = 256 * 1024;
     let raw = File::open(&file.path).map_err(|source| DataError::read(&file.path, source))?;
-    let raw = BufReader::with_capacity(
-        BUFFER,
-        Counted {
-            raw,
-            read_bytes: read_bytes.clone(),
-        },
-    );
+    let raw = BufReader::with_capacity(BUFFER, Counted { raw, read_bytes: read_bytes.clone() });
     Ok(match file.compression {
         Compression::None => Box::new(raw),
         Compression::Gzip => Box::new(BufReader::with_capacity(BUFFER, MultiGzDecoder::new(raw))),
@@ -228,11 +182,7 @@ fn open(file: &InputFile, read_bytes: &ReadBytes) -> Result<Box<dyn BufRead>, Da
 fn read_error(file: &InputFile, source: io::Error) -> DataError {
     match file.compression {
         Compression::None => DataError::read(&file.path, source),
-        codec => DataError::Decompress {
-            path: file.path.clone(),
-            codec: codec.name(),
-            source,
-        },
+        codec => DataError::Decompress { path: file.path.clone(), codec: codec.name(), source },
     }
 }
 

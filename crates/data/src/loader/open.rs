@@ -8,7 +8,7 @@ use super::{Loader, Plan, SourceSummary, Split};
 use crate::input::discover::expand;
 use crate::mixture::{BLOCK_ROWS, Mixture, derive_key, largest_remainder};
 use crate::prepare::{PrepareOptions, prepare_cached};
-use crate::shard::{MANIFEST_FILE, Manifest, Shard, TokenStream};
+use crate::shard::{MANIFEST_FILE, Manifest, Shard, ShardEntry, TokenStream};
 use crate::synthetic::rows::PasskeyRows;
 use crate::{Corpus, DataConfig, DataError, Progress, SourceConfig, Tokenizer};
 
@@ -28,13 +28,7 @@ pub(super) fn open(
     split: Split,
     progress: &dyn Progress,
 ) -> Result<Loader, DataError> {
-    let context = Context {
-        config,
-        tokenizer,
-        seed,
-        split,
-        progress,
-    };
+    let context = Context { config, tokenizer, seed, split, progress };
     let (mut sources, mut summaries, mut weights) = (Vec::new(), Vec::new(), Vec::new());
     let mut without = Vec::new();
     for at in 0..config.sources.len() {
@@ -50,9 +44,7 @@ pub(super) fn open(
         }
     }
     if sources.is_empty() {
-        return Err(DataError::NoValidation {
-            sources: without.join(", "),
-        });
+        return Err(DataError::NoValidation { sources: without.join(", ") });
     }
     for source in &without {
         tracing::warn!("validation leaves out a source: {source}");
@@ -127,13 +119,7 @@ impl Context<'_> {
             share: 0.0,
             fingerprint,
         };
-        if let SourceConfig::Passkey {
-            min_len,
-            max_len,
-            answer_only,
-            ..
-        } = source
-        {
+        if let SourceConfig::Passkey { min_len, max_len, answer_only, .. } = source {
             let max_len = max_len.unwrap_or(self.config.seq_len);
             let seed = derive_key("source", &[self.seed, at as u64]);
             let rows = PasskeyRows::new(
@@ -157,22 +143,11 @@ impl Context<'_> {
         }
         self.look_for_documents(&name, &stream);
         let order = match self.split {
-            Split::Train => Order::Shuffled {
-                key: derive_key("source", &[self.seed, at as u64]),
-            },
+            Split::Train => Order::Shuffled { key: derive_key("source", &[self.seed, at as u64]) },
             Split::Validation => Order::Spread { rows: 1 },
         };
-        let windows = Windows::new(
-            stream,
-            self.config.seq_len,
-            self.tokenizer.vocab_size(),
-            order,
-        );
-        let summary = summary(
-            Some(windows.tokens()),
-            Some(windows.count),
-            windows.fingerprint(),
-        );
+        let windows = Windows::new(stream, self.config.seq_len, self.tokenizer.vocab_size(), order);
+        let summary = summary(Some(windows.tokens()), Some(windows.count), windows.fingerprint());
         Ok(Opened::Source(Source::Text(windows), summary))
     }
 
@@ -206,10 +181,7 @@ impl Context<'_> {
         if let Some(corpus) = Corpus::of_source(source) {
             return self.prepared(corpus, source.kind());
         }
-        let SourceConfig::Shards {
-            train, validation, ..
-        } = source
-        else {
+        let SourceConfig::Shards { train, validation, .. } = source else {
             unreachable!("generated sources have no shards")
         };
         let paths = match self.split {
@@ -229,7 +201,14 @@ impl Context<'_> {
             Split::Train => &manifest.train,
             Split::Validation => &manifest.validation,
         };
-        let open = |shard: &crate::shard::ShardEntry| Shard::open(&folder.join(&shard.file));
+        let open = |shard: &ShardEntry| {
+            let path = folder.join(&shard.file);
+            if path.exists() {
+                return Shard::open(&path);
+            }
+            let hint = format!("delete {}, and it is prepared again", folder.display());
+            Err(DataError::Missing { what: "prepared shard", path, hint })
+        };
         split.shards.iter().map(open).collect()
     }
 
@@ -278,13 +257,8 @@ impl Context<'_> {
 /// for; of folders and patterns, `_val_` in the name decides.
 fn shard_files(paths: &[PathBuf], split: Split) -> Result<Vec<PathBuf>, DataError> {
     let found = expand(paths, "shard")?;
-    let place = || {
-        paths
-            .iter()
-            .map(|path| path.display().to_string())
-            .collect::<Vec<_>>()
-            .join(", ")
-    };
+    let place =
+        || paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ");
     let chosen: Vec<PathBuf> = found
         .into_iter()
         .filter(|file| {
@@ -305,11 +279,7 @@ fn shard_files(paths: &[PathBuf], split: Split) -> Result<Vec<PathBuf>, DataErro
                 "validation shards end in .bin and have _val_ in their names; name a file to use it in any case",
             ),
         };
-        return Err(DataError::NothingFound {
-            what,
-            place: place(),
-            hint: hint.into(),
-        });
+        return Err(DataError::NothingFound { what, place: place(), hint: hint.into() });
     }
     Ok(chosen)
 }
@@ -319,6 +289,5 @@ fn is_shard(path: &Path) -> bool {
 }
 
 fn is_validation(path: &Path) -> bool {
-    path.file_name()
-        .is_some_and(|name| name.to_string_lossy().contains("_val_"))
+    path.file_name().is_some_and(|name| name.to_string_lossy().contains("_val_"))
 }

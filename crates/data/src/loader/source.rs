@@ -52,22 +52,13 @@ impl Windows {
         order: Order,
     ) -> Self {
         let (tokens, seq_len) = (stream.tokens(), seq_len as u64);
-        assert!(
-            tokens > seq_len,
-            "{tokens} tokens for windows of {seq_len} + 1"
-        );
+        assert!(tokens > seq_len, "{tokens} tokens for windows of {seq_len} + 1");
         let count = match order {
             // One less than there is room for, so that the windows can shift by up to seq_len - 1.
             Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
             Order::Spread { .. } => (tokens - 1) / seq_len,
         };
-        Windows {
-            stream,
-            seq_len,
-            vocab_size: vocab_size as u32,
-            order,
-            count,
-        }
+        Windows { stream, seq_len, vocab_size: vocab_size as u32, order, count }
     }
 
     /// Sets how many of the windows a validation pass reads.

@@ -35,12 +35,7 @@ pub(super) struct SplitProgress {
 impl SplitProgress {
     fn summary(self) -> SplitSummary {
         let shards: Vec<ShardEntry> = self.shards.shards;
-        SplitSummary {
-            documents: self.documents,
-            tokens: self.tokens,
-            bytes: self.bytes,
-            shards,
-        }
+        SplitSummary { documents: self.documents, tokens: self.tokens, bytes: self.bytes, shards }
     }
 }
 
@@ -95,10 +90,7 @@ pub(super) struct Journal {
 
 impl Journal {
     pub(super) fn new(folder: &Path) -> Self {
-        Journal {
-            folder: folder.to_path_buf(),
-            path: folder.join(".prepare.json"),
-        }
+        Journal { folder: folder.to_path_buf(), path: folder.join(".prepare.json") }
     }
 
     /// The state of an interrupted run; `None` when there was none.

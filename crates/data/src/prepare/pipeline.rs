@@ -78,10 +78,7 @@ fn read_batches(
     read_bytes: &ReadBytes,
     out: &SyncSender<Read>,
 ) {
-    let mut batch = Batch {
-        items: Vec::new(),
-        next: start,
-    };
+    let mut batch = Batch { items: Vec::new(), next: start };
     let mut bytes = 0;
     let result = read(inputs, start, read_bytes, &mut |document, next| {
         bytes += document.weight(inputs);
@@ -91,13 +88,7 @@ fn read_batches(
             return true;
         }
         bytes = 0;
-        let full = std::mem::replace(
-            &mut batch,
-            Batch {
-                items: Vec::new(),
-                next,
-            },
-        );
+        let full = std::mem::replace(&mut batch, Batch { items: Vec::new(), next });
         out.send(Ok(full)).is_ok()
     });
     // A closed channel means that the writer has stopped, and knows why.
@@ -150,13 +141,8 @@ fn encode(
 
 /// Whether what has this text is held out: its hash, as a number in [0, 1), is below `fraction`.
 pub(super) fn is_validation(text: &str, fraction: f64) -> bool {
-    let digest = Sha256::new_with_prefix(b"longwall split")
-        .chain_update(text)
-        .finalize();
-    let hash = digest
-        .iter()
-        .take(8)
-        .fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));
+    let digest = Sha256::new_with_prefix(b"longwall split").chain_update(text).finalize();
+    let hash = digest.iter().take(8).fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));
     // 53 bits, which an f64 holds exactly.
     ((hash >> 11) as f64) < fraction * (1u64 << 53) as f64
 }
@@ -182,11 +168,7 @@ impl Writer {
         let (mut train, mut validation) = (split("train", 1), split("val", 0));
         train.resume(state.train.shards.clone())?;
         validation.resume(state.validation.shards.clone())?;
-        Ok(Writer {
-            state,
-            train,
-            validation,
-        })
+        Ok(Writer { state, train, validation })
     }
 
     fn write_all(
@@ -214,10 +196,7 @@ impl Writer {
             }
             if cancelled {
                 let documents = self.state.documents();
-                return Err(DataError::Interrupted {
-                    documents,
-                    path: options.out.clone(),
-                });
+                return Err(DataError::Interrupted { documents, path: options.out.clone() });
             }
         }
         Ok(())

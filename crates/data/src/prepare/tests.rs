@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -13,19 +14,15 @@ fn tokenizer() -> Tokenizer {
 }
 
 /// JSONL, plain and compressed text: 300 documents in all.
-fn corpus(dir: &TempDir) -> PathBuf {
-    let folder = dir.path().join("corpus");
+fn corpus(dir: &Path) -> PathBuf {
+    let folder = dir.join("corpus");
     if folder.exists() {
         return folder;
     }
     std::fs::create_dir(&folder).unwrap();
     for file in 0..3 {
-        let line = |n: usize| {
-            format!(
-                "{{\"text\": \"{}\"}}\n",
-                format!("word {n} ").repeat(1 + n % 37)
-            )
-        };
+        let line =
+            |n: usize| format!("{{\"text\": \"{}\"}}\n", format!("word {n} ").repeat(1 + n % 37));
         let lines: String = (file * 90..file * 90 + 90).map(line).collect();
         std::fs::write(folder.join(format!("{file}.jsonl")), lines).unwrap();
     }
@@ -37,20 +34,22 @@ fn corpus(dir: &TempDir) -> PathBuf {
 }
 
 fn options(dir: &TempDir, out: &str) -> PrepareOptions {
+    options_in(dir.path(), out)
+}
+
+fn options_in(dir: &Path, out: &str) -> PrepareOptions {
     PrepareOptions {
         validation_fraction: 0.1,
         shard_tokens: 5000,
         batch_bytes: 1000,
         save_every: Duration::ZERO,
-        ..PrepareOptions::new(Corpus::files(vec![corpus(dir)]), dir.path().join(out), "x")
+        ..PrepareOptions::new(Corpus::files(vec![corpus(dir)]), dir.join(out), "x")
     }
 }
 
 /// Every file of a folder by name.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let entries = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap());
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
     entries
         .map(|entry| {
             let name = entry.file_name().to_string_lossy().into_owned();
@@ -74,17 +73,12 @@ fn shards_hold_every_document_once_with_its_end() {
     let options = options(&dir, "out");
     let report = prepare(&options, &tokenizer(), &NoProgress).unwrap();
     let manifest = &report.manifest;
-    assert_eq!(
-        (manifest.documents, report.start),
-        (300, PrepareStart::Fresh)
-    );
+    assert_eq!((manifest.documents, report.start), (300, PrepareStart::Fresh));
 
     let mut found = Vec::new();
     for split in [&manifest.train, &manifest.validation] {
-        let shards = split
-            .shards
-            .iter()
-            .map(|shard| Shard::open(&options.out.join(&shard.file)).unwrap());
+        let shards =
+            split.shards.iter().map(|shard| Shard::open(&options.out.join(&shard.file)).unwrap());
         let stream = TokenStream::new(shards.collect());
         let mut tokens = vec![0; stream.tokens() as usize];
         stream.read(0, &mut tokens);
@@ -95,40 +89,23 @@ fn shards_hold_every_document_once_with_its_end() {
             .map(|d| d.iter().map(|&b| b as u8).collect())
             .collect();
         assert_eq!(documents.len() as u64 - 1, split.documents);
-        found.extend(
-            documents
-                .into_iter()
-                .filter(|document| !document.is_empty()),
-        );
+        found.extend(documents.into_iter().filter(|document| !document.is_empty()));
     }
-    assert_eq!(
-        found.iter().map(Vec::len).sum::<usize>() as u64,
-        manifest.bytes
-    );
-    let mut texts: Vec<String> = found
-        .into_iter()
-        .map(|text| String::from_utf8(text).unwrap())
-        .collect();
+    assert_eq!(found.iter().map(Vec::len).sum::<usize>() as u64, manifest.bytes);
+    let mut texts: Vec<String> =
+        found.into_iter().map(|text| String::from_utf8(text).unwrap()).collect();
     texts.sort();
-    let mut expected: Vec<String> = (0..270)
-        .map(|n: usize| format!("word {n} ").repeat(1 + n % 37))
-        .collect();
+    let mut expected: Vec<String> =
+        (0..270).map(|n: usize| format!("word {n} ").repeat(1 + n % 37)).collect();
     expected.extend((0..30).map(|n: usize| format!("file {n} of text\n").repeat(1 + n % 7)));
     expected.sort();
     assert_eq!(texts, expected);
-    assert!(
-        (10..60).contains(&manifest.validation.documents),
-        "{}",
-        manifest.validation.documents
-    );
+    assert!((10..60).contains(&manifest.validation.documents), "{}", manifest.validation.documents);
     let names: Vec<String> = contents(&options.out).into_keys().collect();
     assert!(
         names.contains(&"x_train_000001.bin".into()) && names.contains(&"x_val_000000.bin".into())
     );
-    assert!(
-        names.iter().all(|name| !name.starts_with('.')),
-        "left behind: {names:?}"
-    );
+    assert!(names.iter().all(|name| !name.starts_with('.')), "left behind: {names:?}");
 }
 
 #[test]
@@ -136,10 +113,8 @@ fn the_number_of_threads_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let mut made = Vec::new();
     for threads in [1, 2, 7] {
-        let options = PrepareOptions {
-            threads: Some(threads),
-            ..options(&dir, &format!("out{threads}"))
-        };
+        let options =
+            PrepareOptions { threads: Some(threads), ..options(&dir, &format!("out{threads}")) };
         prepare(&options, &tokenizer(), &NoProgress).unwrap();
         made.push(contents(&options.out));
     }
@@ -167,11 +142,52 @@ fn a_run_that_was_interrupted_ends_as_an_unbroken_one() {
         let report = prepare(&options, &tokenizer(), &NoProgress).unwrap();
         assert_eq!(report.start, PrepareStart::Resumed);
         assert!(report.encoded_bytes < report.manifest.bytes);
-        assert!(
-            contents(&options.out) == contents(&whole.out),
-            "stop {stop}"
-        );
+        assert!(contents(&options.out) == contents(&whole.out), "stop {stop}");
     }
+}
+
+const KILLED_IN: &str = "LONGWALL_TEST_KILLED_IN";
+
+/// Takes its time, so that the parent can kill it half-way.
+struct Slow;
+
+impl Progress for Slow {
+    fn advance(&self, _: u64) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Works in the folder that the variable names until it is killed.
+#[test]
+#[ignore = "the child process of a_killed_process_leaves_nothing_that_matters"]
+fn work_until_killed() {
+    let folder = std::env::var_os(KILLED_IN).expect("the parent sets the folder");
+    let options = options_in(Path::new(&folder), "killed");
+    prepare(&options, &tokenizer(), &Slow).unwrap();
+}
+
+#[test]
+fn a_killed_process_leaves_nothing_that_matters() {
+    let dir = tempfile::tempdir().unwrap();
+    let whole = options(&dir, "whole");
+    prepare(&whole, &tokenizer(), &NoProgress).unwrap();
+    let killed = options(&dir, "killed");
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "prepare::tests::work_until_killed"])
+        .env(KILLED_IN, dir.path())
+        .spawn()
+        .unwrap();
+    // Until its first shard is whole.
+    while !killed.out.join("x_train_000001.bin").exists() {
+        assert!(child.try_wait().unwrap().is_none(), "the child ended early");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!killed.out.join("manifest.json").exists(), "the child was done before it was killed");
+    let report = prepare(&killed, &tokenizer(), &NoProgress).unwrap();
+    assert_eq!(report.start, PrepareStart::Resumed);
+    assert!(contents(&killed.out) == contents(&whole.out));
 }
 
 #[test]
@@ -181,10 +197,7 @@ fn a_complete_folder_is_left_as_it_is() {
     prepare(&options, &tokenizer(), &NoProgress).unwrap();
     let before = contents(&options.out);
     let report = prepare(&options, &tokenizer(), &NoProgress).unwrap();
-    assert_eq!(
-        (report.start, report.encoded_bytes),
-        (PrepareStart::Complete, 0)
-    );
+    assert_eq!((report.start, report.encoded_bytes), (PrepareStart::Complete, 0));
     assert!(contents(&options.out) == before);
 }
 
@@ -193,20 +206,13 @@ fn another_document_moves_none_to_the_other_split() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(&dir, "out");
     prepare(&options, &tokenizer(), &NoProgress).unwrap();
-    let more = PrepareOptions {
-        out: dir.path().join("more"),
-        ..options.clone()
-    };
+    let more = PrepareOptions { out: dir.path().join("more"), ..options.clone() };
     // In front of all others, and empty: nothing but positions could change.
     std::fs::write(dir.path().join("corpus/0.jsonl.a.txt"), "an added document").unwrap();
     let report = prepare(&more, &tokenizer(), &NoProgress).unwrap();
     assert_eq!(report.manifest.documents, 301);
     let added = is_added_to_validation();
-    let split = if added {
-        "x_train_000001.bin"
-    } else {
-        "x_val_000000.bin"
-    };
+    let split = if added { "x_train_000001.bin" } else { "x_val_000000.bin" };
     assert_eq!(contents(&options.out)[split], contents(&more.out)[split]);
 }
 
@@ -225,18 +231,14 @@ proptest! {
 
 #[test]
 fn the_held_out_share_is_the_fraction() {
-    let held_out = (0..20_000)
-        .filter(|n| pipeline::is_validation(&n.to_string(), 0.05))
-        .count();
+    let held_out = (0..20_000).filter(|n| pipeline::is_validation(&n.to_string(), 0.05)).count();
     // 1000 expected, sigma 31.
     assert!((850..1150).contains(&held_out), "{held_out}");
 }
 
 fn message(dir: &TempDir, options: &PrepareOptions) -> String {
     let error = prepare(options, &tokenizer(), &NoProgress).unwrap_err();
-    error
-        .to_string()
-        .replace(&dir.path().display().to_string(), "DIR")
+    error.to_string().replace(&dir.path().display().to_string(), "DIR")
 }
 
 #[test]
@@ -274,7 +276,7 @@ fn an_empty_corpus_is_refused_and_leaves_nothing() {
     std::fs::write(&empty, " \n").unwrap();
     options.corpus = Corpus::files(vec![empty]);
     insta::assert_snapshot!(message(&dir, &options), @r"
-    the corpus is empty: 1 input files, no document with text in them
+    the corpus is empty: files read: 1, documents with text: 0
       hint: give at least one file with text in it
     ");
     assert!(!options.out.exists());
@@ -284,13 +286,9 @@ fn an_empty_corpus_is_refused_and_leaves_nothing() {
 fn a_bad_line_leaves_nothing_behind() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(&dir, "out");
-    std::fs::write(
-        dir.path().join("corpus/2.jsonl"),
-        "{\"text\": \"fine\"}\nnot JSON\n",
-    )
-    .unwrap();
+    std::fs::write(dir.path().join("corpus/2.jsonl"), "{\"text\": \"fine\"}\nnot JSON\n").unwrap();
     insta::assert_snapshot!(message(&dir, &options), @r"
-    DIR/corpus/2.jsonl:2: the line is not valid JSON: expected ident at line 1 column 2
+    DIR/corpus/2.jsonl:2: not valid JSON at column 2: expected ident
       hint: every line must hold one JSON object; rename the file to .txt if it is plain text
     ");
     assert!(!options.out.exists());
@@ -301,10 +299,7 @@ fn a_folder_with_something_else_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(&dir, "out");
     prepare(&options, &tokenizer(), &NoProgress).unwrap();
-    let other = PrepareOptions {
-        shard_tokens: 6000,
-        ..options.clone()
-    };
+    let other = PrepareOptions { shard_tokens: 6000, ..options.clone() };
     insta::assert_snapshot!(message(&dir, &other), @r"
     DIR/out holds shards of other text, options or tokenizer
       hint: choose another folder, or delete this one
@@ -316,15 +311,9 @@ fn a_folder_with_something_else_is_refused() {
       hint: choose another folder, or delete this one
     ");
 
-    let halted = PrepareOptions {
-        out: dir.path().join("halted"),
-        ..options.clone()
-    };
+    let halted = PrepareOptions { out: dir.path().join("halted"), ..options.clone() };
     prepare(&halted, &tokenizer(), &CancelAt(3, AtomicUsize::new(0))).unwrap_err();
-    let other = PrepareOptions {
-        shard_tokens: 6000,
-        ..halted
-    };
+    let other = PrepareOptions { shard_tokens: 6000, ..halted };
     insta::assert_snapshot!(message(&dir, &other), @r"
     DIR/halted holds an unfinished run with other text, options or tokenizer
       hint: choose another folder, or delete this one
@@ -348,9 +337,7 @@ fn an_interruption_says_how_to_continue() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(&dir, "out");
     let error = prepare(&options, &tokenizer(), &CancelAt(3, AtomicUsize::new(0))).unwrap_err();
-    let message = error
-        .to_string()
-        .replace(&dir.path().display().to_string(), "DIR");
+    let message = error.to_string().replace(&dir.path().display().to_string(), "DIR");
     insta::assert_snapshot!(message, @r"
     interrupted after 27 documents
       hint: run the same command again to continue from DIR/out
@@ -365,10 +352,7 @@ fn processes_that_prepare_the_same_cache_share_one_result() {
     std::thread::scope(|scope| {
         let open = || prepare_cached(options.clone(), &cache, &tokenizer(), &NoProgress).unwrap();
         let all: Vec<_> = (0..4).map(|_| scope.spawn(open)).collect();
-        let all: Vec<_> = all
-            .into_iter()
-            .map(|thread| thread.join().unwrap())
-            .collect();
+        let all: Vec<_> = all.into_iter().map(|thread| thread.join().unwrap()).collect();
         assert!(all.iter().all(|result| *result == all[0]));
     });
     assert_eq!(std::fs::read_dir(&cache).unwrap().count(), 1);

@@ -119,17 +119,8 @@ pub struct LengthSummary {
 
 impl Display for LengthSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let LengthSummary {
-            min,
-            median,
-            mean,
-            p95,
-            max,
-        } = self;
-        write!(
-            f,
-            "min {min}, median {median}, mean {mean:.1}, p95 {p95}, max {max}"
-        )
+        let LengthSummary { min, median, mean, p95, max } = self;
+        write!(f, "min {min}, median {median}, mean {mean:.1}, p95 {p95}, max {max}")
     }
 }
 
@@ -194,9 +185,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> Result<(), DataEr
         .suffix(".partial")
         .tempfile_in(folder)
         .map_err(fail)?;
-    file.write_all(content)
-        .and_then(|()| file.as_file().sync_data())
-        .map_err(fail)?;
+    file.write_all(content).and_then(|()| file.as_file().sync_data()).map_err(fail)?;
     readable_by_all(file.as_file()).map_err(fail)?;
     file.persist(path).map_err(|error| fail(error.error))?;
     Ok(())
@@ -227,11 +216,7 @@ pub(crate) struct LengthHistogram {
 impl LengthHistogram {
     pub(crate) fn add(&mut self, length: u64) {
         *self.buckets.entry(bucket(length)).or_default() += 1;
-        self.min = if self.count == 0 {
-            length
-        } else {
-            self.min.min(length)
-        };
+        self.min = if self.count == 0 { length } else { self.min.min(length) };
         self.max = self.max.max(length);
         self.count += 1;
         self.sum += length;

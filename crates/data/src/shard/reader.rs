@@ -42,12 +42,7 @@ impl Shard {
         // change the file meanwhile.
         let map = unsafe { Mmap::map(&file) }.map_err(read_error)?;
         let field = |at: usize| {
-            i32::from_le_bytes([
-                map[4 * at],
-                map[4 * at + 1],
-                map[4 * at + 2],
-                map[4 * at + 3],
-            ])
+            i32::from_le_bytes([map[4 * at], map[4 * at + 1], map[4 * at + 2], map[4 * at + 3]])
         };
         if field(0) != MAGIC {
             let reason = format!("its magic number is {}; allowed: {MAGIC}", field(0));
@@ -73,17 +68,9 @@ impl Shard {
                 field(2),
                 width.bytes()
             );
-            return Err(fail(
-                reason,
-                "the file was cut short or damaged; copy or make it again",
-            ));
+            return Err(fail(reason, "the file was cut short or damaged; copy or make it again"));
         }
-        Ok(Shard {
-            path: path.to_path_buf(),
-            map,
-            width,
-            tokens,
-        })
+        Ok(Shard { path: path.to_path_buf(), map, width, tokens })
     }
 
     pub(crate) fn tokens(&self) -> u64 {
@@ -187,11 +174,7 @@ impl TokenStream {
     /// When the stream ends before `out` is full.
     pub(crate) fn read(&self, start: u64, out: &mut [i32]) {
         let end = start + out.len() as u64;
-        assert!(
-            end <= self.tokens(),
-            "tokens {start}..{end} of {}",
-            self.tokens()
-        );
+        assert!(end <= self.tokens(), "tokens {start}..{end} of {}", self.tokens());
         let (mut start, mut out) = (start, out);
         let mut at = self.starts.partition_point(|&first| first <= start) - 1;
         while !out.is_empty() {

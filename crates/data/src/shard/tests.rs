@@ -8,21 +8,11 @@ use crate::{DataError, Tokenizer, TokenizerConfig};
 fn write(folder: &Path, tokens: &[u32], width: Width, shard_tokens: u64) -> Vec<PathBuf> {
     let mut writer = SplitWriter::new(folder, "x_train".into(), 1, width, shard_tokens);
     writer.push(tokens).unwrap();
-    writer
-        .finish()
-        .unwrap()
-        .iter()
-        .map(|shard| folder.join(&shard.file))
-        .collect()
+    writer.finish().unwrap().iter().map(|shard| folder.join(&shard.file)).collect()
 }
 
 fn read_all(paths: &[PathBuf]) -> Vec<i32> {
-    let stream = TokenStream::new(
-        paths
-            .iter()
-            .map(|path| Shard::open(path).unwrap())
-            .collect(),
-    );
+    let stream = TokenStream::new(paths.iter().map(|path| Shard::open(path).unwrap()).collect());
     let mut tokens = vec![0; stream.tokens() as usize];
     stream.read(0, &mut tokens);
     tokens
@@ -35,10 +25,7 @@ fn the_bytes_are_those_of_llm_c() {
     assert_eq!(paths, [folder.path().join("x_train_000001.bin")]);
     let bytes = std::fs::read(&paths[0]).unwrap();
     // 20240520 = 0x0134d888, little-endian; version 1; 3 tokens.
-    assert_eq!(
-        bytes[..12],
-        [0x88, 0xd8, 0x34, 0x01, 1, 0, 0, 0, 3, 0, 0, 0]
-    );
+    assert_eq!(bytes[..12], [0x88, 0xd8, 0x34, 0x01, 1, 0, 0, 0, 3, 0, 0, 0]);
     assert!(bytes[12..1024].iter().all(|&byte| byte == 0));
     assert_eq!(bytes[1024..], [0x88, 0x3c, 11, 0, 0x50, 0xc4]);
 }
@@ -46,10 +33,7 @@ fn the_bytes_are_those_of_llm_c() {
 #[test]
 fn great_vocabularies_get_version_2() {
     let folder = tempfile::tempdir().unwrap();
-    assert_eq!(
-        (Width::of_vocab(65_536), Width::of_vocab(65_537)),
-        (Width::U16, Width::U32)
-    );
+    assert_eq!((Width::of_vocab(65_536), Width::of_vocab(65_537)), (Width::U16, Width::U32));
     let paths = write(folder.path(), &[70_000, 1], Width::U32, 100);
     let bytes = std::fs::read(&paths[0]).unwrap();
     assert_eq!(bytes[4..8], [2, 0, 0, 0]);
@@ -155,17 +139,8 @@ fn a_token_the_tokenizer_lacks_is_refused() {
     shard.check_vocabulary(&gpt2).unwrap();
     let bytes = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
     let error = shard.check_vocabulary(&bytes).unwrap_err();
-    assert!(matches!(
-        error,
-        DataError::TokenOutOfRange {
-            position: 2_500_000,
-            token: 300,
-            ..
-        }
-    ));
-    let message = error
-        .to_string()
-        .replace(&folder.path().display().to_string(), "DIR");
+    assert!(matches!(error, DataError::TokenOutOfRange { position: 2_500_000, token: 300, .. }));
+    let message = error.to_string().replace(&folder.path().display().to_string(), "DIR");
     insta::assert_snapshot!(message, @r"
     DIR/x_train_000001.bin holds token 300 at position 2500000; the tokenizer bytes has tokens 0 to 256
       hint: set [tokenizer] to the one the shard was made with, or prepare the text again with this one
@@ -177,13 +152,8 @@ fn fingerprints_tell_streams_apart() {
     let folder = tempfile::tempdir().unwrap();
     let fingerprint = |tokens: &[u32]| {
         let paths = write(folder.path(), tokens, Width::U16, 1 << 20);
-        TokenStream::new(
-            paths
-                .iter()
-                .map(|path| Shard::open(path).unwrap())
-                .collect(),
-        )
-        .fingerprint()
+        TokenStream::new(paths.iter().map(|path| Shard::open(path).unwrap()).collect())
+            .fingerprint()
     };
     let tokens: Vec<u32> = (0..10_000).collect();
     let mut changed = tokens.clone();
@@ -198,10 +168,7 @@ fn quantiles_are_within_two_per_cent() {
     let mut histogram = LengthHistogram::default();
     (1..=100_000u64).for_each(|length| histogram.add(length));
     let summary = histogram.summary();
-    assert_eq!(
-        (summary.min, summary.max, summary.mean),
-        (1, 100_000, 50_000.5)
-    );
+    assert_eq!((summary.min, summary.max, summary.mean), (1, 100_000, 50_000.5));
     assert!(summary.median.abs_diff(50_000) < 800, "{summary}");
     assert!(summary.p95.abs_diff(95_000) < 1520, "{summary}");
     let empty = LengthHistogram::default().summary();

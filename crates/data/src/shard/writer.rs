@@ -67,10 +67,7 @@ impl SplitWriter {
         if !partial.exists() && whole.exists() {
             std::fs::rename(&whole, &partial).map_err(fail)?;
         }
-        let mut file = OpenOptions::new()
-            .write(true)
-            .open(&partial)
-            .map_err(fail)?;
+        let mut file = OpenOptions::new().write(true).open(&partial).map_err(fail)?;
         let length = HEADER_BYTES + self.state.open_tokens * self.width.bytes();
         let found = file.metadata().map_err(fail)?.len();
         if found < length {
@@ -80,9 +77,7 @@ impl SplitWriter {
                 hint: format!("delete {} and prepare it again", self.folder.display()),
             });
         }
-        file.set_len(length)
-            .and_then(|()| file.seek(SeekFrom::End(0)))
-            .map_err(fail)?;
+        file.set_len(length).and_then(|()| file.seek(SeekFrom::End(0))).map_err(fail)?;
         self.open = Some(BufWriter::with_capacity(1 << 20, file));
         Ok(())
     }
@@ -92,8 +87,7 @@ impl SplitWriter {
         while !tokens.is_empty() {
             let room = (self.shard_tokens - self.state.open_tokens) as usize;
             let (part, rest) = tokens.split_at(room.min(tokens.len()));
-            self.write(part)
-                .map_err(|source| DataError::write(&self.paths().0, source))?;
+            self.write(part).map_err(|source| DataError::write(&self.paths().0, source))?;
             self.state.open_tokens += part.len() as u64;
             if self.state.open_tokens == self.shard_tokens {
                 self.finish_shard()?;
@@ -112,12 +106,10 @@ impl SplitWriter {
         }
         self.encoded.clear();
         match self.width {
-            Width::U16 => tokens
-                .iter()
-                .for_each(|&token| self.encoded.extend((token as u16).to_le_bytes())),
-            Width::U32 => tokens
-                .iter()
-                .for_each(|token| self.encoded.extend(token.to_le_bytes())),
+            Width::U16 => {
+                tokens.iter().for_each(|&token| self.encoded.extend((token as u16).to_le_bytes()))
+            }
+            Width::U32 => tokens.iter().for_each(|token| self.encoded.extend(token.to_le_bytes())),
         }
         match &mut self.open {
             Some(file) => file.write_all(&self.encoded),
@@ -155,30 +147,17 @@ impl SplitWriter {
         close(self.open.take()).map_err(|source| DataError::write(&partial, source))?;
         let sha256 = hash_file(&partial).map_err(|source| DataError::read(&partial, source))?;
         std::fs::rename(&partial, &whole).map_err(|source| DataError::write(&whole, source))?;
-        let file = whole
-            .file_name()
-            .map(|name| name.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        self.state.shards.push(ShardEntry {
-            file,
-            tokens,
-            sha256,
-        });
+        let file =
+            whole.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        self.state.shards.push(ShardEntry { file, tokens, sha256 });
         self.state.open_tokens = 0;
         Ok(())
     }
 
     /// The temporary and the final path of the shard under way.
     fn paths(&self) -> (PathBuf, PathBuf) {
-        let name = format!(
-            "{}_{:06}.bin",
-            self.stem,
-            self.first + self.state.shards.len()
-        );
-        (
-            self.folder.join(format!(".{name}.partial")),
-            self.folder.join(name),
-        )
+        let name = format!("{}_{:06}.bin", self.stem, self.first + self.state.shards.len());
+        (self.folder.join(format!(".{name}.partial")), self.folder.join(name))
     }
 }
 

@@ -45,10 +45,7 @@ struct Draw {
 
 impl Draw {
     fn new(rng: &mut ChaCha8Rng) -> Self {
-        Draw {
-            answer: rng.random_range(1..=GREATEST_ANSWER),
-            position: rng.random(),
-        }
+        Draw { answer: rng.random_range(1..=GREATEST_ANSWER), position: rng.random() }
     }
 
     /// Characters of garbage in front of the needle: uniform in 0..=garbage_chars.
@@ -70,16 +67,8 @@ impl Draw {
             &garbage(garbage_chars - prefix),
             QUESTION,
         ];
-        let depth = if garbage_chars == 0 {
-            0.0
-        } else {
-            prefix as f64 / garbage_chars as f64
-        };
-        PasskeyPrompt {
-            prompt: blocks.join("\n"),
-            answer,
-            depth,
-        }
+        let depth = if garbage_chars == 0 { 0.0 } else { prefix as f64 / garbage_chars as f64 };
+        PasskeyPrompt { prompt: blocks.join("\n"), answer, depth }
     }
 }
 
@@ -123,9 +112,8 @@ impl PasskeyFitter {
     pub fn new(tokenizer: &Tokenizer) -> Self {
         let tokens = |text: &str| tokenizer.encode(text).len();
         let period = GARBAGE.len();
-        let longest = (1..=GREATEST_ANSWER)
-            .rev()
-            .max_by_key(|answer| tokens(&format!(" {answer}")));
+        let longest =
+            (1..=GREATEST_ANSWER).rev().max_by_key(|answer| tokens(&format!(" {answer}")));
         PasskeyFitter {
             garbage_tokens: (0..=period).map(|chars| tokens(&garbage(chars))).collect(),
             period_tokens: tokens(&garbage(3 * period)) - tokens(&garbage(2 * period)),
@@ -136,23 +124,13 @@ impl PasskeyFitter {
 
     /// The tokens of the longest prompt without garbage: any budget from here on can be met.
     pub fn shortest_prompt(&self) -> usize {
-        self.prompt_tokens(
-            &Draw {
-                answer: self.longest_answer,
-                position: 0.0,
-            }
-            .prompt(0, None),
-        )
+        self.prompt_tokens(&Draw { answer: self.longest_answer, position: 0.0 }.prompt(0, None))
     }
 
     /// The tokens of the longest training example without garbage: prompt, completion and end of
     /// text.
     pub fn shortest_example(&self) -> usize {
-        let shortest = Draw {
-            answer: self.longest_answer,
-            position: 0.0,
-        }
-        .prompt(0, None);
+        let shortest = Draw { answer: self.longest_answer, position: 0.0 }.prompt(0, None);
         self.prompt_tokens(&shortest) + self.tokenizer.encode(&shortest.completion()).len() + 1
     }
 
@@ -172,12 +150,7 @@ impl PasskeyFitter {
         let bare = self.prompt_tokens(&draw.prompt(0, depth));
         if bare > budget {
             let tokenizer = self.tokenizer.name().into();
-            return Err(DataError::PromptTooLong {
-                budget,
-                key,
-                needed: bare,
-                tokenizer,
-            });
+            return Err(DataError::PromptTooLong { budget, key, needed: bare, tokenizer });
         }
         let mut garbage_chars = self.predicted_fit(&draw, bare, budget, depth);
         loop {
@@ -208,10 +181,7 @@ impl PasskeyFitter {
                 high = middle;
             }
         }
-        (low..low + 2 * GARBAGE.len())
-            .rev()
-            .find(|&chars| fits(chars))
-            .unwrap_or(low)
+        (low..low + 2 * GARBAGE.len()).rev().find(|&chars| fits(chars)).unwrap_or(low)
     }
 
     fn predicted(&self, chars: usize) -> usize {
@@ -256,14 +226,9 @@ mod tests {
     #[test]
     fn answers_and_positions_cover_their_range() {
         let mut rng = rng(2);
-        let prompts: Vec<PasskeyPrompt> = (0..4000)
-            .map(|_| passkey_prompt(&mut rng, 400, None))
-            .collect();
-        assert!(
-            prompts
-                .iter()
-                .all(|p| (1..=GREATEST_ANSWER).contains(&p.answer))
-        );
+        let prompts: Vec<PasskeyPrompt> =
+            (0..4000).map(|_| passkey_prompt(&mut rng, 400, None)).collect();
+        assert!(prompts.iter().all(|p| (1..=GREATEST_ANSWER).contains(&p.answer)));
         let mean_answer = prompts.iter().map(|p| f64::from(p.answer)).sum::<f64>() / 4000.0;
         let mean_depth = prompts.iter().map(|p| p.depth).sum::<f64>() / 4000.0;
         assert!((mean_answer - 25_000.0).abs() < 1000.0, "{mean_answer}");
@@ -273,10 +238,7 @@ mod tests {
 
     #[test]
     fn the_same_seed_gives_the_same_prompt_and_depth_leaves_the_answer() {
-        assert_eq!(
-            passkey_prompt(&mut rng(3), 300, None),
-            passkey_prompt(&mut rng(3), 300, None)
-        );
+        assert_eq!(passkey_prompt(&mut rng(3), 300, None), passkey_prompt(&mut rng(3), 300, None));
         let (mut a, mut b) = (rng(3), rng(3));
         for _ in 0..3 {
             let random = passkey_prompt(&mut a, 300, None);
@@ -312,9 +274,7 @@ mod tests {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
         let fitter = PasskeyFitter::new(&tokenizer);
         let error = fitter.fit(&mut rng(5), 100, None, "--lengths").unwrap_err();
-        let needed = tokenizer
-            .encode(&passkey_prompt(&mut rng(5), 0, None).prompt)
-            .len();
+        let needed = tokenizer.encode(&passkey_prompt(&mut rng(5), 0, None).prompt).len();
         assert_eq!(
             error.to_string(),
             format!(

@@ -80,11 +80,8 @@ impl PasskeyRows {
                 *token = *example as i32;
             }
             // The weight of target t stands at the position in front of it.
-            let counted = if self.answer_only {
-                at + answer.start..at + answer.end
-            } else {
-                at.max(1)..end
-            };
+            let counted =
+                if self.answer_only { at + answer.start..at + answer.end } else { at.max(1)..end };
             weights[counted.start - 1..counted.end - 1].fill(1.0);
             at = end;
         }
@@ -134,10 +131,8 @@ mod tests {
             let (tokens, weights) = fill(&rows, index);
             let tokens: Vec<u32> = tokens.iter().map(|&token| token as u32).collect();
             let text = tokenizer.decode(&tokens);
-            let examples: Vec<&str> = text
-                .split("<|endoftext|>")
-                .filter(|text| !text.is_empty())
-                .collect();
+            let examples: Vec<&str> =
+                text.split("<|endoftext|>").filter(|text| !text.is_empty()).collect();
             let expected: String = examples
                 .iter()
                 .map(|example| {
@@ -147,10 +142,8 @@ mod tests {
                     answer
                 })
                 .collect();
-            let counted: Vec<u32> = (0..SEQ_LEN)
-                .filter(|&t| weights[t] == 1.0)
-                .map(|t| tokens[t + 1])
-                .collect();
+            let counted: Vec<u32> =
+                (0..SEQ_LEN).filter(|&t| weights[t] == 1.0).map(|t| tokens[t + 1]).collect();
             assert_eq!(tokenizer.decode(&counted), expected);
             assert!(
                 !examples.is_empty()
@@ -176,10 +169,7 @@ mod tests {
         assert_ne!(fill(&train, 7), fill(&train, 8));
         assert_ne!(fill(&train, 7), fill(&rows(true, 2, Split::Train).1, 7));
         let validation = rows(true, 1, Split::Validation).1;
-        assert_eq!(
-            fill(&validation, 7),
-            fill(&rows(true, 2, Split::Validation).1, 7)
-        );
+        assert_eq!(fill(&validation, 7), fill(&rows(true, 2, Split::Validation).1, 7));
         assert_ne!(fill(&train, 7), fill(&validation, 7));
     }
 

@@ -10,14 +10,8 @@ use super::{Encoder, Inner, TokenTable, hex};
 use crate::DataError;
 
 /// Names of the token that ends a document, the first one present wins.
-const END_OF_TEXT_NAMES: [&str; 6] = [
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-];
+const END_OF_TEXT_NAMES: [&str; 6] =
+    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"];
 
 /// Any tokenizer that can encode this can encode every text.
 const PROBE: &str = "a B\u{0}\u{7f}é中🙂\u{10ffff}\n";
@@ -36,20 +30,14 @@ impl FileEncoder {
         match self.tokenizer.encode_fast(text, false) {
             Ok(encoding) => encoding.get_ids().to_vec(),
             // `load` has encoded PROBE: with a token for unknown characters, none can fail.
-            Err(error) => panic!(
-                "the tokenizer failed on a text of {} bytes: {error}",
-                text.len()
-            ),
+            Err(error) => panic!("the tokenizer failed on a text of {} bytes: {error}", text.len()),
         }
     }
 
     pub(super) fn decode(&self, tokens: &[u32]) -> String {
         match self.tokenizer.decode(tokens, false) {
             Ok(text) => text,
-            Err(error) => panic!(
-                "the tokenizer failed to decode {} tokens: {error}",
-                tokens.len()
-            ),
+            Err(error) => panic!("the tokenizer failed to decode {} tokens: {error}", tokens.len()),
         }
     }
 }
@@ -69,9 +57,7 @@ pub(super) fn load(path: &Path) -> Result<Inner, DataError> {
         HfTokenizer::from_bytes(&content).map_err(|error| fail(error.to_string(), json_hint))?;
     tokenizer.set_encode_special_tokens(true);
     tokenizer.with_padding(None);
-    tokenizer
-        .with_truncation(None)
-        .map_err(|error| fail(error.to_string(), json_hint))?;
+    tokenizer.with_truncation(None).map_err(|error| fail(error.to_string(), json_hint))?;
 
     let probe = tokenizer.encode_fast(PROBE, false).map_err(|error| {
         let reason = format!("it cannot encode every text: {error}");
@@ -80,39 +66,21 @@ pub(super) fn load(path: &Path) -> Result<Inner, DataError> {
     let byte_level =
         has_part(&json["decoder"], "ByteLevel") || has_part(&json["pre_tokenizer"], "ByteLevel");
     if !byte_level
-        && tokenizer
-            .decode(probe.get_ids(), false)
-            .is_ok_and(|text| !text.contains('中'))
+        && tokenizer.decode(probe.get_ids(), false).is_ok_and(|text| !text.contains('中'))
     {
         tracing::warn!(tokenizer = %path.display(), "the tokenizer is not byte-level: characters outside its vocabulary are lost");
     }
 
-    let end_of_text = END_OF_TEXT_NAMES
-        .iter()
-        .find_map(|name| tokenizer.token_to_id(name))
-        .ok_or_else(|| {
-            let reason = format!(
-                "it has no end-of-text token; looked for {}",
-                END_OF_TEXT_NAMES.join(", ")
-            );
-            fail(
-                reason,
-                "add one of these to its added_tokens, with \"special\": true",
-            )
+    let end_of_text =
+        END_OF_TEXT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name)).ok_or_else(|| {
+            let reason =
+                format!("it has no end-of-text token; looked for {}", END_OF_TEXT_NAMES.join(", "));
+            fail(reason, "add one of these to its added_tokens, with \"special\": true")
         })?;
     let tokens = token_table(&tokenizer, byte_level);
     let fingerprint = fingerprint(&tokens, &json);
-    let encoder = Encoder::File(Box::new(FileEncoder {
-        tokenizer,
-        byte_level,
-    }));
-    Ok(Inner {
-        name: path.display().to_string(),
-        encoder,
-        tokens,
-        end_of_text,
-        fingerprint,
-    })
+    let encoder = Encoder::File(Box::new(FileEncoder { tokenizer, byte_level }));
+    Ok(Inner { name: path.display().to_string(), encoder, tokens, end_of_text, fingerprint })
 }
 
 fn missing_or_unreadable(path: &Path, source: std::io::Error) -> DataError {
@@ -128,18 +96,13 @@ fn missing_or_unreadable(path: &Path, source: std::io::Error) -> DataError {
 
 /// Whether a pre-tokenizer or decoder, or a member of its sequence, is of this type.
 fn has_part(part: &Value, kind: &str) -> bool {
-    let members = ["decoders", "pretokenizers"]
-        .into_iter()
-        .filter_map(|key| part[key].as_array());
+    let members = ["decoders", "pretokenizers"].into_iter().filter_map(|key| part[key].as_array());
     part["type"] == kind || members.flatten().any(|member| has_part(member, kind))
 }
 
 fn token_table(tokenizer: &HfTokenizer, byte_level: bool) -> TokenTable {
     let vocab = tokenizer.get_vocab(true);
-    let size = vocab
-        .values()
-        .max()
-        .map_or(0, |&greatest| greatest as usize + 1);
+    let size = vocab.values().max().map_or(0, |&greatest| greatest as usize + 1);
     let added = tokenizer.get_added_tokens_decoder();
     let mut tokens = vec![Vec::new(); size];
     for (token, id) in vocab {
@@ -162,9 +125,8 @@ fn byte_of_character(character: char) -> Vec<u8> {
     if stands_for_itself(code) {
         return vec![code as u8];
     }
-    let shifted = (0..256u32)
-        .filter(|&byte| !stands_for_itself(byte))
-        .nth(code.wrapping_sub(256) as usize);
+    let shifted =
+        (0..256u32).filter(|&byte| !stands_for_itself(byte)).nth(code.wrapping_sub(256) as usize);
     match shifted {
         Some(byte) => vec![byte as u8],
         None => character.to_string().into_bytes(),
@@ -173,9 +135,7 @@ fn byte_of_character(character: char) -> Vec<u8> {
 
 /// The bytes of a token that is not byte-level: `▁` is a space, `<0x0A>` a byte, `##` a mark.
 pub(super) fn plain_bytes(token: &str) -> Vec<u8> {
-    let byte = token
-        .strip_prefix("<0x")
-        .and_then(|rest| rest.strip_suffix('>'));
+    let byte = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     if let Some(byte) = byte
         .filter(|digits| digits.len() == 2)
         .and_then(|digits| u8::from_str_radix(digits, 16).ok())

@@ -13,17 +13,11 @@ const VOCAB_SIZE: u32 = 50_257;
 const PART: usize = 256 * 1024;
 
 pub(super) fn load() -> Result<Inner, DataError> {
-    let fail = |reason: String| DataError::BuiltIn {
-        name: "gpt2",
-        reason,
-    };
+    let fail = |reason: String| DataError::BuiltIn { name: "gpt2", reason };
     let bpe = tiktoken_rs::r50k_base().map_err(|error| fail(error.to_string()))?;
     let mut tokens = Vec::with_capacity(VOCAB_SIZE as usize);
     for token in 0..VOCAB_SIZE {
-        tokens.push(
-            bpe.decode_bytes(&[token])
-                .map_err(|error| fail(error.to_string()))?,
-        );
+        tokens.push(bpe.decode_bytes(&[token]).map_err(|error| fail(error.to_string()))?);
     }
     let end_of_text = VOCAB_SIZE - 1;
     debug_assert_eq!(tokens[end_of_text as usize], END_OF_TEXT.as_bytes());
@@ -42,10 +36,8 @@ pub(super) fn encode(bpe: &CoreBPE, text: &str) -> Vec<u32> {
     if text.len() <= PART {
         return bpe.encode_ordinary(text);
     }
-    let encoded: Vec<Vec<u32>> = parts(text, PART)
-        .par_iter()
-        .map(|part| bpe.encode_ordinary(part))
-        .collect();
+    let encoded: Vec<Vec<u32>> =
+        parts(text, PART).par_iter().map(|part| bpe.encode_ordinary(part)).collect();
     encoded.concat()
 }
 
@@ -93,16 +85,11 @@ mod tests {
         // `\s` is Unicode's White_Space, as `char::is_whitespace` is; a difference would make
         // `parts` split inside a piece.
         let bpe = tiktoken_rs::r50k_base().unwrap();
-        for character in (0..=0x10ffffu32)
-            .filter_map(char::from_u32)
-            .filter(|c| c.is_whitespace())
+        for character in (0..=0x10ffffu32).filter_map(char::from_u32).filter(|c| c.is_whitespace())
         {
             let whole = bpe.encode_ordinary(&format!("a{character}b"));
-            let split = [
-                bpe.encode_ordinary("a"),
-                bpe.encode_ordinary(&format!("{character}b")),
-            ]
-            .concat();
+            let split =
+                [bpe.encode_ordinary("a"), bpe.encode_ordinary(&format!("{character}b"))].concat();
             assert_eq!(whole, split, "U+{:04X}", character as u32);
         }
     }

@@ -12,36 +12,22 @@ fn load(config: TokenizerConfig) -> Tokenizer {
 }
 
 fn file(path: &Path) -> Result<Tokenizer, DataError> {
-    Tokenizer::load(&TokenizerConfig::File {
-        path: path.to_path_buf(),
-    })
+    Tokenizer::load(&TokenizerConfig::File { path: path.to_path_buf() })
 }
 
 #[test]
 fn gpt2_gives_the_known_tokens() {
     let gpt2 = load(TokenizerConfig::Gpt2);
-    assert_eq!(
-        gpt2.encode("Hello, world! 12345"),
-        [15496, 11, 995, 0, 17031, 2231]
-    );
-    assert_eq!(
-        (gpt2.vocab_size(), gpt2.end_of_text(), gpt2.name()),
-        (50_257, 50_256, "gpt2")
-    );
-    assert_eq!(
-        gpt2.decode(&[15496, 11, 995, 50_256]),
-        "Hello, world<|endoftext|>"
-    );
+    assert_eq!(gpt2.encode("Hello, world! 12345"), [15496, 11, 995, 0, 17031, 2231]);
+    assert_eq!((gpt2.vocab_size(), gpt2.end_of_text(), gpt2.name()), (50_257, 50_256, "gpt2"));
+    assert_eq!(gpt2.decode(&[15496, 11, 995, 50_256]), "Hello, world<|endoftext|>");
 }
 
 #[test]
 fn bytes_are_their_own_tokens() {
     let bytes = load(TokenizerConfig::Bytes);
     assert_eq!(bytes.encode("aé"), [97, 0xc3, 0xa9]);
-    assert_eq!(
-        (bytes.vocab_size(), bytes.end_of_text(), bytes.name()),
-        (257, 256, "bytes")
-    );
+    assert_eq!((bytes.vocab_size(), bytes.end_of_text(), bytes.name()), (257, 256, "bytes"));
     assert_eq!(bytes.decode(&[97, 0xc3, 0xa9, 0xff]), "aé\u{fffd}");
     assert_eq!(bytes.decode_bytes(&[0xff, 0]), [0xff, 0]);
 }
@@ -58,10 +44,7 @@ fn special_tokens_in_a_text_are_text() {
 
 #[test]
 fn tokens_outside_the_vocabulary_decode_to_the_replacement_character() {
-    assert_eq!(
-        load(TokenizerConfig::Gpt2).decode(&[15496, 50_300]),
-        "Hello\u{fffd}"
-    );
+    assert_eq!(load(TokenizerConfig::Gpt2).decode(&[15496, 50_300]), "Hello\u{fffd}");
 }
 
 #[test]
@@ -70,11 +53,7 @@ fn byte_lengths_add_up_to_the_text() {
     for config in [TokenizerConfig::Gpt2, TokenizerConfig::Bytes] {
         let tokenizer = load(config);
         let lengths = tokenizer.token_byte_lengths();
-        let sum: u32 = tokenizer
-            .encode(text)
-            .iter()
-            .map(|&token| lengths[token as usize])
-            .sum();
+        let sum: u32 = tokenizer.encode(text).iter().map(|&token| lengths[token as usize]).sum();
         assert_eq!(sum as usize, text.len());
         assert_eq!(lengths[tokenizer.end_of_text() as usize], 0);
         assert_eq!(lengths.len(), tokenizer.vocab_size());
@@ -106,9 +85,7 @@ fn the_table_refuses_keys_of_another_kind() {
     assert_eq!(parse("kind = \"gpt2\"").unwrap(), TokenizerConfig::Gpt2);
     assert_eq!(
         parse("kind = \"file\"\npath = \"t.json\"").unwrap(),
-        TokenizerConfig::File {
-            path: "t.json".into()
-        }
+        TokenizerConfig::File { path: "t.json".into() }
     );
     assert!(
         parse("kind = \"gpt2\"\npath = \"t.json\"")
@@ -122,10 +99,7 @@ fn the_table_refuses_keys_of_another_kind() {
             .to_string()
             .contains("expected one of `gpt2`, `bytes`, `file`")
     );
-    let written = toml::to_string(&TokenizerConfig::File {
-        path: "t.json".into(),
-    })
-    .unwrap();
+    let written = toml::to_string(&TokenizerConfig::File { path: "t.json".into() }).unwrap();
     assert_eq!(written, "kind = \"file\"\npath = \"t.json\"\n");
 }
 
@@ -138,35 +112,23 @@ fn save(folder: &Path, tokenizer: &tokenizers::Tokenizer) -> std::path::PathBuf 
 #[test]
 fn a_byte_level_file_round_trips_every_text() {
     let folder = tempfile::tempdir().unwrap();
-    let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
-        .into_iter()
-        .collect();
+    let mut alphabet: Vec<char> =
+        tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
     alphabet.sort_unstable();
-    let vocab = alphabet
-        .iter()
-        .enumerate()
-        .map(|(id, c)| (c.to_string(), id as u32 + 1));
+    let vocab = alphabet.iter().enumerate().map(|(id, c)| (c.to_string(), id as u32 + 1));
     let vocab: tokenizers::models::bpe::Vocab =
         vocab.chain([("<|endoftext|>".to_string(), 0)]).collect();
-    let mut made = tokenizers::Tokenizer::new(
-        BPE::builder()
-            .vocab_and_merges(vocab, vec![])
-            .build()
-            .unwrap(),
-    );
+    let mut made =
+        tokenizers::Tokenizer::new(BPE::builder().vocab_and_merges(vocab, vec![]).build().unwrap());
     let byte_level = tokenizers::pre_tokenizers::byte_level::ByteLevel::new(false, true, true);
-    made.with_pre_tokenizer(Some(byte_level))
-        .with_decoder(Some(byte_level));
+    made.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
     made.add_special_tokens(&[tokenizers::AddedToken::from("<|endoftext|>", true)]);
     let loaded = file(&save(folder.path(), &made)).unwrap();
 
     assert_eq!((loaded.vocab_size(), loaded.end_of_text()), (257, 0));
     let text = "a<|endoftext|>é 🙂\u{0}\n";
     let tokens = loaded.encode(text);
-    assert!(
-        !tokens.contains(&0),
-        "a special token in the text was recognised"
-    );
+    assert!(!tokens.contains(&0), "a special token in the text was recognised");
     assert_eq!(tokens.len(), text.len());
     assert_eq!(loaded.decode_bytes(&tokens), text.as_bytes());
     assert_eq!(loaded.token_byte_lengths()[1..], [1; 256]);
@@ -200,16 +162,9 @@ fn unusable_files_are_refused_with_a_remedy() {
     ");
 
     let words = |names: &[&str], unknown: &str| {
-        let vocab = names
-            .iter()
-            .enumerate()
-            .map(|(id, name)| (name.to_string(), id as u32))
-            .collect();
-        let model = WordLevel::builder()
-            .vocab(vocab)
-            .unk_token(unknown.into())
-            .build()
-            .unwrap();
+        let vocab =
+            names.iter().enumerate().map(|(id, name)| (name.to_string(), id as u32)).collect();
+        let model = WordLevel::builder().vocab(vocab).unk_token(unknown.into()).build().unwrap();
         save(folder.path(), &tokenizers::Tokenizer::new(model))
     };
     insta::assert_snapshot!(message(&words(&["a", "</s>"], "<unk>")), @r"
@@ -224,13 +179,9 @@ fn unusable_files_are_refused_with_a_remedy() {
 
 #[test]
 fn tokens_that_are_not_byte_level_count_the_bytes_they_stand_for() {
-    for (token, bytes) in [
-        ("▁the", " the"),
-        ("<0x0A>", "\n"),
-        ("##ing", "ing"),
-        ("##", "##"),
-        ("<0x>", "<0x>"),
-    ] {
+    for (token, bytes) in
+        [("▁the", " the"), ("<0x0A>", "\n"), ("##ing", "ing"), ("##", "##"), ("<0x>", "<0x>")]
+    {
         assert_eq!(super::file::plain_bytes(token), bytes.as_bytes(), "{token}");
     }
 }
@@ -253,11 +204,7 @@ fn train(
     max_bytes: Option<u64>,
 ) -> Result<TrainBpeReport, DataError> {
     let text = folder.join("text.txt");
-    std::fs::write(
-        &text,
-        "the cat sat on the mat, and the dog did not. ".repeat(50),
-    )
-    .unwrap();
+    std::fs::write(&text, "the cat sat on the mat, and the dog did not. ".repeat(50)).unwrap();
     let options = TrainBpe {
         corpus: crate::Corpus::files(vec![text]),
         out: folder.join("bpe.json"),
@@ -272,30 +219,19 @@ fn train(
 fn a_trained_tokenizer_compresses_its_text_and_round_trips_any() {
     let folder = tempfile::tempdir().unwrap();
     let report = train(folder.path(), 270, None).unwrap();
-    assert_eq!(
-        (report.vocab_size, report.documents, report.bytes),
-        (270, 1, 2250)
-    );
+    assert_eq!((report.vocab_size, report.documents, report.bytes), (270, 1, 2250));
     let trained = file(&report.out).unwrap();
     assert_eq!((trained.vocab_size(), trained.end_of_text()), (270, 0));
     assert!(trained.encode("the cat sat").len() < 8);
     let other = "Größe <|endoftext|> 🙂\u{0}";
     assert_eq!(trained.decode(&trained.encode(other)), other);
     let lengths = trained.token_byte_lengths();
-    let bytes: u32 = trained
-        .encode(other)
-        .iter()
-        .map(|&token| lengths[token as usize])
-        .sum();
+    let bytes: u32 = trained.encode(other).iter().map(|&token| lengths[token as usize]).sum();
     assert_eq!(bytes as usize, other.len());
 
     let first = std::fs::read(&report.out).unwrap();
     let again = train(folder.path(), 270, None).unwrap();
-    assert_eq!(
-        std::fs::read(&again.out).unwrap(),
-        first,
-        "the same text must give the same file"
-    );
+    assert_eq!(std::fs::read(&again.out).unwrap(), first, "the same text must give the same file");
 }
 
 #[test]

@@ -61,19 +61,12 @@ pub fn train_bpe(options: &TrainBpe, progress: &dyn Progress) -> Result<TrainBpe
     let (made, read) = train(options, &inputs, progress)?;
     if read.bytes == 0 {
         let hint = "give at least one file with text in it".into();
-        return Err(DataError::EmptyCorpus {
-            inputs: inputs.files.len() as u64,
-            hint,
-        });
+        return Err(DataError::EmptyCorpus { inputs: inputs.files.len() as u64, hint });
     }
-    let json = made
-        .to_string(false)
-        .map_err(|error| failed(&error.to_string()))?;
+    let json = made.to_string(false).map_err(|error| failed(&error.to_string()))?;
     write_atomically(&options.out, json.as_bytes())?;
-    let vocab_size = Tokenizer::load(&TokenizerConfig::File {
-        path: options.out.clone(),
-    })?
-    .vocab_size();
+    let vocab_size =
+        Tokenizer::load(&TokenizerConfig::File { path: options.out.clone() })?.vocab_size();
     if vocab_size < options.vocab_size {
         tracing::warn!(
             vocab_size,
@@ -94,37 +87,17 @@ pub fn train_bpe(options: &TrainBpe, progress: &dyn Progress) -> Result<TrainBpe
 
 fn check(options: &TrainBpe) -> Result<(), DataError> {
     let fail = |key, value: String, allowed: &str, hint: &str| {
-        Err(DataError::Option {
-            key,
-            value,
-            allowed: allowed.into(),
-            hint: hint.into(),
-        })
+        Err(DataError::Option { key, value, allowed: allowed.into(), hint: hint.into() })
     };
     if options.vocab_size < LEAST_VOCAB {
         let hint = "256 bytes and end of text are always there; a common size is 32768";
-        return fail(
-            "vocab_size",
-            options.vocab_size.to_string(),
-            "257 or more",
-            hint,
-        );
+        return fail("vocab_size", options.vocab_size.to_string(), "257 or more", hint);
     }
     if options.min_frequency == 0 {
-        return fail(
-            "min_frequency",
-            "0".into(),
-            "1 or more",
-            "2 is the usual choice",
-        );
+        return fail("min_frequency", "0".into(), "1 or more", "2 is the usual choice");
     }
     if options.max_bytes == Some(0) {
-        return fail(
-            "max_bytes",
-            "0".into(),
-            "1 or more",
-            "leave it out to read everything",
-        );
+        return fail("max_bytes", "0".into(), "1 or more", "leave it out to read everything");
     }
     Ok(())
 }
@@ -150,8 +123,7 @@ fn train(
 ) -> Result<(HfTokenizer, Read), DataError> {
     let byte_level = ByteLevel::new(false, true, true);
     let mut made = HfTokenizer::new(BPE::default());
-    made.with_pre_tokenizer(Some(byte_level))
-        .with_decoder(Some(byte_level));
+    made.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
     let mut trainer: TrainerWrapper = BpeTrainer::builder()
         .show_progress(false)
         .vocab_size(options.vocab_size)
