@@ -12,6 +12,7 @@ use std::path::Path;
 use longwall_config::Problems;
 use longwall_data::{DataConfig, TokenizerConfig};
 use longwall_model::ModelConfig;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
@@ -108,7 +109,7 @@ impl RunConfig {
     /// # Errors
     /// As [`RunConfig::load`].
     pub fn parse(source: &str, path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
-        let mut config = Self::parse_keys(source, path, sets)?;
+        let mut config: RunConfig = read_toml(source, path, sets)?;
         if config.run.name.is_empty() {
             config.run.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         }
@@ -118,24 +119,6 @@ impl RunConfig {
             .into_result()
             .map_err(|problems| ConfigError::Invalid { path: path.to_owned(), problems })?;
         Ok(config)
-    }
-
-    fn parse_keys(source: &str, path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
-        let mut table: Table = toml::from_str(source).map_err(|error| ConfigError::Syntax {
-            path: path.to_owned(),
-            message: error.to_string().trim_end().to_owned(),
-        })?;
-        let sets = sets.iter().map(|set| Override::parse(set)).collect::<Result<Vec<_>, _>>()?;
-        for set in &sets {
-            set.apply(&mut table)?;
-        }
-        serde_path_to_error::deserialize(Value::Table(table.clone())).map_err(|error| {
-            let retry = |table: Table| {
-                let result: Result<RunConfig, _> = Value::Table(table).try_into();
-                result.err().map(|error| error.message().to_owned())
-            };
-            error::key_error(path, source, &table, &sets, &error, retry)
-        })
     }
 
     /// Records every problem of the configuration.
@@ -205,6 +188,30 @@ impl RunConfig {
             })
             .collect()
     }
+}
+
+/// Deserialises the text `source` of the file `path`, with the overrides `sets` on top; an error
+/// says which key is wrong, and where it was set.
+pub(crate) fn read_toml<T: DeserializeOwned>(
+    source: &str,
+    path: &Path,
+    sets: &[String],
+) -> Result<T, ConfigError> {
+    let mut table: Table = toml::from_str(source).map_err(|error| ConfigError::Syntax {
+        path: path.to_owned(),
+        message: error.to_string().trim_end().to_owned(),
+    })?;
+    let sets = sets.iter().map(|set| Override::parse(set)).collect::<Result<Vec<_>, _>>()?;
+    for set in &sets {
+        set.apply(&mut table)?;
+    }
+    serde_path_to_error::deserialize(Value::Table(table.clone())).map_err(|error| {
+        let retry = |table: Table| {
+            let result: Result<T, _> = Value::Table(table).try_into();
+            result.err().map(|error| error.message().to_owned())
+        };
+        error::key_error(path, source, &table, &sets, &error, retry)
+    })
 }
 
 /// A key with another value in another configuration.

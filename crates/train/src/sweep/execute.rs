@@ -1,0 +1,227 @@
+//! Doing a sweep: one process after another, picking up where the run folders say it stands.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use toml::{Table, Value};
+
+use super::results::{RunResult, Status, SweepResults};
+use super::{Plan, PlannedRun, SweepError};
+use crate::config::Difference;
+use crate::files;
+use crate::run_folder::{self, LOG_FILE};
+use crate::signals::StopFlag;
+
+/// The arguments that the evaluations of a run were done with.
+const EVALS_FILE: &str = "evals.json";
+
+/// One call of the `longwall` binary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Job {
+    /// Its arguments.
+    pub args: Vec<String>,
+    /// The file that its output is appended to.
+    pub log: PathBuf,
+}
+
+/// How a job ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobStatus {
+    /// With exit code 0.
+    Success,
+    /// Otherwise; in words.
+    Failure(String),
+}
+
+/// Runs `job` with the program that is running now, and waits for it.
+///
+/// # Errors
+/// When the log cannot be opened or the process cannot be started.
+pub fn launch_current_exe(job: &Job) -> io::Result<JobStatus> {
+    let log = File::options().create(true).append(true).open(&job.log)?;
+    let status = Command::new(std::env::current_exe()?)
+        .args(&job.args)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .status()?;
+    Ok(if status.success() { JobStatus::Success } else { JobStatus::Failure(status.to_string()) })
+}
+
+/// Does what is left of `plan`, calling `launch` for every job and `note` with every line worth
+/// showing. `results.csv` is brought up to date after every run. A run that fails does not stop
+/// the others; a raised `stop` flag ends the sweep after the job under way.
+///
+/// # Errors
+/// When the sweep's own folder cannot be written. What goes wrong with a run is its result.
+pub fn execute(
+    plan: &Plan,
+    launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
+    stop: &StopFlag,
+    note: &mut dyn FnMut(&str),
+) -> Result<SweepResults, SweepError> {
+    let csv = plan.sweep.dir().join("results.csv");
+    let write = |source| SweepError::Write { path: csv.clone(), source };
+    fs::create_dir_all(plan.sweep.dir()).map_err(write)?;
+    let mut results = SweepResults::new(plan);
+    for (at, run) in plan.runs.iter().enumerate() {
+        note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
+        let status = match do_run(plan, run, launch, stop, note) {
+            Ok(status) => status,
+            Err(reason) => Status::Failed(reason),
+        };
+        if let Status::Failed(reason) = &status {
+            note(&format!("{} failed: {reason}", run.name));
+        }
+        collect(plan, run, status, &mut results.runs[at]);
+        files::write_atomically(&csv, results.to_csv().as_bytes()).map_err(write)?;
+        if stop.is_raised() {
+            note("stopped; start the same sweep again to go on");
+            break;
+        }
+    }
+    Ok(results)
+}
+
+/// Fills in `result` from the run's folder.
+fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult) {
+    let suites: Vec<String> = plan.sweep.eval.iter().map(suite_of).collect();
+    if let Ok(Some(finished)) = run_folder::finished(&run.dir()) {
+        result.read_figures(&run.dir(), &finished, &suites);
+    }
+    result.status = status;
+}
+
+/// Trains and evaluates one run as far as that is still to do. The error is the reason in words.
+fn do_run(
+    plan: &Plan,
+    run: &PlannedRun,
+    launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
+    stop: &StopFlag,
+    note: &mut dyn FnMut(&str),
+) -> Result<Status, String> {
+    let dir = run.dir();
+    fs::create_dir_all(&dir).map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
+    let log = dir.join(LOG_FILE);
+    let mut start = |what: &str, args: Vec<String>| {
+        let job = Job { args, log: log.clone() };
+        match launch(&job) {
+            Ok(JobStatus::Success) => Ok(()),
+            Ok(JobStatus::Failure(how)) => {
+                Err(format!("{what} ended with {how}; see {}", log.display()))
+            }
+            Err(error) => Err(format!("{what} could not be started: {error}")),
+        }
+    };
+    let is_finished = || {
+        run_folder::finished(&dir).map(|marker| marker.is_some()).map_err(|e| e.to_string())
+    };
+    let resumed = check_old_run(run)?;
+    if is_finished()? {
+        note(&format!("{} is trained already", run.name));
+    } else {
+        let trained = start("training", train_args(plan, run, resumed));
+        if stop.is_raised() {
+            return Ok(Status::Pending);
+        }
+        trained?;
+        if !is_finished()? {
+            return Err(format!("training ended before its last step; see {}", log.display()));
+        }
+    }
+    for eval in &plan.sweep.eval {
+        let args = eval_args(eval, &dir);
+        let Some(force) = eval_to_do(&dir, &suite_of(eval), &args) else { continue };
+        let force = force.then(|| "--force".to_owned());
+        let done = start(&suite_of(eval), args.iter().cloned().chain(force).collect());
+        if stop.is_raised() {
+            return Ok(Status::Pending);
+        }
+        done?;
+        record_eval(&dir, &suite_of(eval), args)
+            .map_err(|error| format!("cannot write {}: {error}", dir.join(EVALS_FILE).display()))?;
+    }
+    Ok(Status::Finished)
+}
+
+/// Whether there is a run to resume. A run of another configuration under the same name is an
+/// error.
+fn check_old_run(run: &PlannedRun) -> Result<bool, String> {
+    let dir = run.dir();
+    if !dir.join("config.toml").is_file() {
+        return Ok(false);
+    }
+    let old = run_folder::config_of(&dir, &[]).map_err(|error| error.to_string())?;
+    let matters = |d: &Difference| !["run.threads", "run.tensorboard"].contains(&d.key.as_str());
+    let changed = old.differences(&run.config).into_iter().find(matters);
+    match changed {
+        None => Ok(true),
+        Some(Difference { key, ours, theirs }) => Err(format!(
+            "{} holds a run with another configuration: {key} was {ours}, and is {theirs} now; rename the sweep, or remove that folder",
+            dir.display()
+        )),
+    }
+}
+
+fn train_args(plan: &Plan, run: &PlannedRun, resumed: bool) -> Vec<String> {
+    let mut args = vec!["train".to_owned()];
+    if resumed {
+        args.extend(["--resume".to_owned(), run.dir().display().to_string()]);
+    } else {
+        args.extend(["--config".to_owned(), plan.sweep.base.display().to_string()]);
+        for set in &run.sets {
+            args.extend(["--set".to_owned(), set.clone()]);
+        }
+    }
+    args
+}
+
+fn suite_of(eval: &Table) -> String {
+    eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned()
+}
+
+/// The command line of an evaluation: every key is an option, an array is joined by commas, `true`
+/// is a bare flag, `false` is left out.
+fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
+    let run = run_dir.display().to_string();
+    let mut args = vec!["eval".to_owned(), suite_of(eval), "--run".to_owned(), run];
+    let plain = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    for (key, value) in eval.iter().filter(|(key, _)| *key != "suite") {
+        let option = format!("--{}", key.replace('_', "-"));
+        match value {
+            Value::Boolean(false) => {}
+            Value::Boolean(true) => args.push(option),
+            Value::Array(values) => {
+                let joined = values.iter().map(plain).collect::<Vec<_>>().join(",");
+                args.extend([option, joined]);
+            }
+            value => args.extend([option, plain(value)]),
+        }
+    }
+    args
+}
+
+/// `None` when the evaluation is done with the same arguments; else whether it must be forced,
+/// because there are results of other arguments.
+fn eval_to_do(run_dir: &Path, suite: &str, args: &[String]) -> Option<bool> {
+    let has_results = run_dir.join("eval").join(suite).join("results.json").is_file();
+    let recorded = recorded_evals(run_dir).remove(suite);
+    if has_results && recorded.as_deref() == Some(args) { None } else { Some(has_results) }
+}
+
+fn recorded_evals(run_dir: &Path) -> BTreeMap<String, Vec<String>> {
+    let bytes = fs::read(run_dir.join(EVALS_FILE)).unwrap_or_default();
+    serde_json::from_slice(&bytes).unwrap_or_default()
+}
+
+fn record_eval(run_dir: &Path, suite: &str, args: Vec<String>) -> io::Result<()> {
+    let mut recorded = recorded_evals(run_dir);
+    recorded.insert(suite.to_owned(), args);
+    files::write_atomically(&run_dir.join(EVALS_FILE), &serde_json::to_vec_pretty(&recorded)?)
+}

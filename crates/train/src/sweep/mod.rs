@@ -1,0 +1,67 @@
+//! Sweeps: a base configuration, axes over any of its keys, seeds; one run after another.
+//!
+//! ```toml
+//! base = "configs/small.toml"
+//! seeds = [0, 1, 2]
+//! set = { "train.tokens" = "5M" }
+//!
+//! [[axes]]
+//! key = "model.attention"
+//! values = [{ kind = "rope" }, { kind = "fox" }]
+//!
+//! [[axes]]
+//! key = "train.lr"
+//! values = [3e-4, 1e-3]
+//!
+//! [[eval]]
+//! suite = "passkey"
+//! lengths = [500, 1000]
+//! ```
+//!
+//! Every run is a process of its own, so that a crash ends only that run. What is finished is read
+//! off the run folders: a sweep that is started again does what is left.
+
+mod config;
+mod execute;
+mod plan;
+mod results;
+
+use std::path::PathBuf;
+
+pub use config::{Axis, SweepConfig};
+pub use execute::{Job, JobStatus, execute, launch_current_exe};
+pub use plan::{Plan, PlannedRun};
+pub use results::{RunResult, Status, SweepResults};
+
+use crate::config::ConfigError;
+use crate::run_folder::RunFolderError;
+
+/// Why a sweep cannot be planned or run.
+#[derive(Debug, thiserror::Error)]
+pub enum SweepError {
+    /// The sweep file cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A combination of the axes gives no valid run.
+    #[error("the run {run} of the sweep cannot be configured: {source}")]
+    Run {
+        /// The run's name.
+        run: String,
+        /// What is wrong.
+        source: ConfigError,
+    },
+    /// A run folder cannot be read.
+    #[error(transparent)]
+    Folder(#[from] RunFolderError),
+    /// The results cannot be written.
+    #[error("cannot write {}: {source}\n  hint: check the permissions of the folder and the room on the disk", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+#[cfg(test)]
+mod tests;
