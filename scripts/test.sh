@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Sets up and runs every check: formatting, lints, tests, documentation.
+# Needs Rust (rust-toolchain.toml names the version) and a C compiler; about 20 minutes on 2 cores
+# from nothing, a few when built before.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+NEXTEST_VERSION=0.9.143
+export PATH="$PWD/target/tools/bin:$PATH"
+if ! cargo nextest --version >/dev/null 2>&1; then
+  echo "== installing cargo-nextest $NEXTEST_VERSION into target/tools"
+  cargo install cargo-nextest --version "$NEXTEST_VERSION" --locked --root target/tools
+fi
+
+step() { echo "== $1 (after $SECONDS s)"; }
+
+step "formatting"
+cargo fmt --all -- --check
+step "build and tests"
+cargo nextest run --workspace --release --locked
+step "documentation examples"
+cargo test --workspace --release --locked --doc --quiet
+step "lints"
+cargo clippy --workspace --release --locked --all-targets -- -D warnings
+step "documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --release --locked --no-deps --quiet
+step "all checks passed"
