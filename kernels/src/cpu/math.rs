@@ -42,6 +42,22 @@ pub fn tanh(x: f32) -> f32 {
     2.0 * sigmoid(2.0 * x) - 1.0
 }
 
+/// ln(1 + x) for x in 0..=1.
+#[inline(always)]
+pub fn ln_1p_unit(x: f32) -> f32 {
+    // 2 artanh(z) with z = x / (2 + x) at most 1/3: the first term left out is under 2e-9.
+    let z = x / (2.0 + x);
+    let s = z * z;
+    let p = 1.0 / 15.0;
+    let p = p * s + 1.0 / 13.0;
+    let p = p * s + 1.0 / 11.0;
+    let p = p * s + 1.0 / 9.0;
+    let p = p * s + 1.0 / 7.0;
+    let p = p * s + 1.0 / 5.0;
+    let p = p * s + 1.0 / 3.0;
+    2.0 * (z + z * s * p)
+}
+
 const LANES: usize = 16;
 
 /// Σ f(x) over a slice in a fixed order that vectorises.
@@ -81,14 +97,34 @@ pub fn dot(x: &[f32], y: &[f32]) -> f32 {
     reduce([x, y], 0.0, |a, [x, y]| a + x * y, |a, b| a + b)
 }
 
+/// Σ (x − shift)².
+pub fn square_deviation(x: &[f32], shift: f32) -> f32 {
+    let square = |a: f32, [x]: [f32; 1]| a + (x - shift) * (x - shift);
+    reduce([x], 0.0, square, |a, b| a + b)
+}
+
+/// Σ (x − shift)·y.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn dot_shifted(x: &[f32], shift: f32, y: &[f32]) -> f32 {
+    reduce([x, y], 0.0, |a, [x, y]| a + (x - shift) * y, |a, b| a + b)
+}
+
+/// `y ← y + x`.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn add_to(y: &mut [f32], x: &[f32]) {
+    assert_eq!(y.len(), x.len());
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += x;
+    }
+}
+
 /// The largest element, −∞ for none; a NaN is passed over (it shows in the sum that follows).
 pub fn max(x: &[f32]) -> f32 {
-    reduce(
-        [x],
-        f32::NEG_INFINITY,
-        |a, [x]| if x > a { x } else { a },
-        f32::max,
-    )
+    reduce([x], f32::NEG_INFINITY, |a, [x]| if x > a { x } else { a }, f32::max)
 }
 
 /// `x ← exp(x − shift)`; returns the sum of the results.
@@ -132,14 +168,21 @@ mod tests {
     fn tanh_and_sigmoid_follow_the_standard_library() {
         for i in -2000..2000 {
             let x = i as f32 * 0.01;
-            assert!(
-                (f64::from(tanh(x)) - f64::from(x).tanh()).abs() < 3e-7,
-                "x = {x}"
-            );
+            assert!((f64::from(tanh(x)) - f64::from(x).tanh()).abs() < 3e-7, "x = {x}");
             let want = 1.0 / (1.0 + (-f64::from(x)).exp());
             assert!(relative(sigmoid(x), want) < 1e-6, "x = {x}");
         }
         assert!(tanh(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn ln_1p_unit_follows_the_standard_library() {
+        for i in 1..=2000 {
+            let x = i as f32 / 2000.0;
+            assert!(relative(ln_1p_unit(x), f64::from(x).ln_1p()) < 3e-7, "x = {x}");
+        }
+        assert_eq!(ln_1p_unit(0.0), 0.0);
+        assert!(ln_1p_unit(f32::NAN).is_nan());
     }
 
     #[test]
@@ -148,6 +191,10 @@ mod tests {
             let x: Vec<f32> = (0..len).map(|i| ((i * 37) % 11) as f32 - 5.0).collect();
             assert_eq!(sum(&x), x.iter().sum::<f32>());
             assert_eq!(dot(&x, &x), x.iter().map(|x| x * x).sum::<f32>());
+            let deviation = x.iter().map(|x| (x - 2.0) * (x - 2.0)).sum::<f32>();
+            assert_eq!(square_deviation(&x, 2.0), deviation);
+            let shifted = x.iter().map(|x| (x - 2.0) * x).sum::<f32>();
+            assert_eq!(dot_shifted(&x, 2.0, &x), shifted);
             assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         }
     }

@@ -3,8 +3,11 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor};
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
 
-use crate::backend::{Op, OpBackend, int_tensor, primitive, tensor};
+use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
+use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice};
 
 /// y_bt = weight[tokens_bt].
 ///
@@ -17,11 +20,7 @@ use crate::backend::{Op, OpBackend, int_tensor, primitive, tensor};
 /// # Panics
 /// On the CPU, when a token id is outside the vocabulary.
 pub fn embedding<B: OpBackend>(weight: Tensor<B, 2>, tokens: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-    tensor(B::run(
-        &Embedding,
-        [primitive(weight)],
-        vec![tokens.into_primitive()],
-    ))
+    tensor(B::run(&Embedding, [primitive(weight)], vec![tokens.into_primitive()]))
 }
 
 /// The operation: input weight; integer input tokens.
@@ -39,5 +38,158 @@ impl Op<1> for Embedding {
         let ([batch, seq_len], [_, width]) = (tokens.dims(), weight.dims());
         let y = weight.select(0, tokens.reshape([batch * seq_len]));
         primitive(y.reshape([batch, seq_len, width]))
+    }
+
+    fn cpu_forward(
+        &self,
+        [weight]: &[FlexTensor; 1],
+        ints: &[FlexTensor],
+        _needs: [bool; 1],
+    ) -> Option<Forward<FlexTensor>> {
+        let weight = contiguous(weight);
+        let [vocab, width] = dims(&weight)[..] else {
+            panic!("the embedding's weight is {:?}, not a matrix", dims(&weight))
+        };
+        let (table, tokens) = (slice(&weight), token_ids(&ints[0], vocab, "token id"));
+        let mut y = buffer(tokens.len() * width);
+        let rows = rows_per_task(width, TASK);
+        y.par_chunks_mut(rows * width).zip(tokens.par_chunks(rows)).for_each(|(y, tokens)| {
+            for (y, &token) in y.chunks_exact_mut(width).zip(tokens) {
+                y.copy_from_slice(&table[token * width..][..width]);
+            }
+        });
+        let shape = [&dims(&ints[0])[..], &[width]].concat();
+        Some(Forward {
+            output: from_vec(y, &shape),
+            saved: vec![weight], // For its shape; it is alive anyway.
+        })
+    }
+
+    /// dweight_v = Σ dy over the positions of token v, in order.
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 1],
+    ) -> [Option<FlexTensor>; 1] {
+        let [vocab, width] = dims(&saved[0])[..] else {
+            unreachable!("checked by the forward pass")
+        };
+        let grad = contiguous(&grad);
+        let (dy, tokens) = (slice(&grad), token_ids(&ints[0], vocab, "token id"));
+        let (places, ends) = places_by_token(&tokens, vocab);
+        let mut dw = buffer(vocab * width);
+        let rows = rows_per_task(width, TASK);
+        dw.par_chunks_mut(rows * width).enumerate().for_each(|(task, dw)| {
+            for (i, dw) in dw.chunks_exact_mut(width).enumerate() {
+                let token = task * rows + i;
+                let first = if token == 0 { 0 } else { ends[token - 1] };
+                for &place in &places[first..ends[token]] {
+                    math::add_to(dw, &dy[place * width..][..width]);
+                }
+            }
+        });
+        [Some(from_vec(dw, &[vocab, width]))]
+    }
+}
+
+/// Elements of a parallel task: small, since some tokens are far more frequent than others.
+const TASK: usize = 1 << 12;
+
+/// The elements of an integer tensor as indices into the vocabulary; `what` names them in errors.
+///
+/// # Panics
+/// When one is outside `0..vocab`.
+pub(super) fn token_ids(tokens: &FlexTensor, vocab: usize, what: &str) -> Vec<usize> {
+    let index = |(place, token): (usize, i32)| {
+        let index = usize::try_from(token).ok().filter(|&index| index < vocab);
+        index.unwrap_or_else(|| {
+            panic!(
+                "{what} {token} at place {place} of the batch is outside the vocabulary, 0..{vocab}"
+            )
+        })
+    };
+    int_vec(tokens).into_iter().enumerate().map(index).collect()
+}
+
+/// The places sorted by token, in order within one, and the end of each token's stretch.
+fn places_by_token(tokens: &[usize], vocab: usize) -> (Vec<usize>, Vec<usize>) {
+    let mut ends = vec![0; vocab];
+    for &token in tokens {
+        ends[token] += 1;
+    }
+    let mut next = 0;
+    for end in &mut ends {
+        // For now the start of the stretch; placing the tokens moves it to the end.
+        next += std::mem::replace(end, next);
+    }
+    let mut places = vec![0; tokens.len()];
+    for (place, &token) in tokens.iter().enumerate() {
+        places[ends[token]] = place;
+        ends[token] += 1;
+    }
+    (places, ends)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::support::{Ad, assert_nan_shows, assert_threads_agree, assert_views_agree};
+    use crate::ops::support::{output_and_gradient, wave};
+    use crate::testing::{Case, Oracle, check};
+
+    /// Token ids with repeats, and some that never occur.
+    fn ids(len: usize, vocab: usize) -> Vec<i32> {
+        (0..len).map(|i| ((i * i * 7 + i / 3) % vocab) as i32).collect()
+    }
+
+    fn tokens<const D: usize>(shape: [usize; D], vocab: usize) -> Tensor<Ad, D, Int> {
+        let data = burn::tensor::TensorData::new(ids(shape.iter().product(), vocab), shape);
+        Tensor::from_data(data, &Default::default())
+    }
+
+    #[test]
+    fn agrees_with_the_oracle_and_its_gradients() {
+        for (batch, seq_len, vocab, width) in [(1, 1, 1, 1), (2, 7, 5, 9), (3, 101, 257, 33)] {
+            let ids = ids(batch * seq_len, vocab);
+            let case =
+                Case::new(Embedding, &[&[vocab, width]]).ints(&[batch, seq_len], ids.clone());
+            check(case, |inputs| {
+                Oracle::from_fn(&[batch, seq_len, width], |at| {
+                    inputs[0].at(&[ids[at[0] * seq_len + at[1]] as usize, at[2]])
+                })
+            });
+        }
+    }
+
+    #[test]
+    fn a_view_gives_what_its_copy_gives() {
+        let look_up = |weight| embedding(weight, tokens([7, 3], 11).swap_dims(0, 1));
+        assert_views_agree(wave([5, 11], 0.0).swap_dims(0, 1), look_up);
+    }
+
+    #[test]
+    fn a_nan_shows() {
+        // Every row of the weight is used.
+        let data: Vec<i32> = (0..6).collect();
+        let all = Tensor::<Ad, 1, Int>::from_ints(&data[..], &Default::default()).reshape([2, 3]);
+        let weight_sum = |w: Tensor<Ad, 2>| embedding(w.clone(), all.clone()) * w.sum().unsqueeze();
+        assert_nan_shows([6, 3], weight_sum);
+    }
+
+    #[test]
+    fn results_do_not_depend_on_the_number_of_threads() {
+        assert_threads_agree(|| {
+            let look_up = |weight| embedding(weight, tokens([4, 500], 97));
+            output_and_gradient(wave([97, 70], 0.0), &look_up).concat()
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "token id 9 at place 1 of the batch is outside the vocabulary, 0..9")]
+    fn a_token_outside_the_vocabulary_is_named() {
+        let tokens = Tensor::<Ad, 2, Int>::from_ints([[0, 9]], &Default::default());
+        embedding(wave([9, 2], 0.0), tokens);
     }
 }

@@ -3,8 +3,14 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Tensor, TensorMetadata};
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
 
-use crate::backend::{Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cpu::{buffer, contiguous, dims, from_vec, math, rows_per_task, slice, sum_in_order};
+
+/// Elements of a parallel task.
+const TASK: usize = 1 << 14;
 
 /// y = (x − mean(x)) / √(var(x) + eps) · weight + bias, with mean and variance over the last
 /// dimension (Ba et al., 2016, equation 4). The variance is the biased one.
@@ -57,6 +63,101 @@ impl LayerNorm {
         };
         B::float_reshape(primitive(y), shape)
     }
+
+    /// `[mean, 1 / √(var + eps)]` of a row, in two passes.
+    fn statistics(&self, x: &[f32]) -> [f32; 2] {
+        let scale = 1.0 / x.len() as f32;
+        let mean = math::sum(x) * scale;
+        let variance = math::square_deviation(x, mean) * scale;
+        [mean, 1.0 / (variance + self.eps).sqrt()]
+    }
+
+    fn forward(
+        &self,
+        x: &FlexTensor,
+        weight: &FlexTensor,
+        bias: Option<&FlexTensor>,
+    ) -> Forward<FlexTensor> {
+        let (x, weight, bias) = (contiguous(x), contiguous(weight), bias.map(contiguous));
+        let (xs, w) = (slice(&x), slice(&weight));
+        let width = width(&x, &weight);
+        let zeros = vec![0.0; width];
+        let b = bias.as_ref().map_or(&zeros[..], slice);
+        assert_eq!(b.len(), width, "width of layer norm's bias and of x");
+        let mut y = buffer(xs.len());
+        let task = width * rows_per_task(width, TASK);
+        y.par_chunks_mut(task).zip(xs.par_chunks(task)).for_each(|(y, x)| {
+            for (y, x) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
+                let [mean, inverse] = self.statistics(x);
+                for i in 0..width {
+                    y[i] = (x[i] - mean) * inverse * w[i] + b[i];
+                }
+            }
+        });
+        Forward { output: from_vec(y, &dims(&x)), saved: vec![x, weight] }
+    }
+
+    /// With x̂ the normalised row and g = dy · weight: dx = (g − mean(g) − x̂ · mean(g · x̂)) / σ,
+    /// dweight = Σ dy · x̂, dbias = Σ dy.
+    fn backward(
+        &self,
+        saved: &[FlexTensor],
+        grad: &FlexTensor,
+        needs: [bool; 3],
+    ) -> [Option<FlexTensor>; 3] {
+        let [x, weight] = saved else { unreachable!("layer norm saves two tensors") };
+        let grad = contiguous(grad);
+        let (width, w) = (width(x, weight), slice(weight));
+        let mut dx = buffer(slice(x).len());
+        let task = width * rows_per_task(width, TASK);
+        let parts: Vec<_> = dx
+            .par_chunks_mut(task)
+            .zip(slice(x).par_chunks(task))
+            .zip(slice(&grad).par_chunks(task))
+            .map(|((dx, x), dy)| {
+                let (mut dw, mut db) = (vec![0.0; width], vec![0.0; width]);
+                for ((dx, x), dy) in dx
+                    .chunks_exact_mut(width)
+                    .zip(x.chunks_exact(width))
+                    .zip(dy.chunks_exact(width))
+                {
+                    self.backward_row(w, x, dy, dx, &mut dw);
+                    math::add_to(&mut db, dy);
+                }
+                (dw, db)
+            })
+            .collect();
+        let (dw, db): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        let vector = |parts: &[Vec<f32>]| from_vec(sum_in_order(parts), &[width]);
+        [
+            needs[0].then(|| from_vec(dx, &dims(x))),
+            needs[1].then(|| vector(&dw)),
+            needs[2].then(|| vector(&db)),
+        ]
+    }
+
+    fn backward_row(&self, w: &[f32], x: &[f32], dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
+        let width = w.len();
+        let (x, dy, dx, dw) = (&x[..width], &dy[..width], &mut dx[..width], &mut dw[..width]);
+        let [mean, inverse] = self.statistics(x);
+        for i in 0..width {
+            dx[i] = dy[i] * w[i];
+            dw[i] += dy[i] * ((x[i] - mean) * inverse);
+        }
+        let scale = 1.0 / width as f32;
+        let shift = math::sum(dx) * scale;
+        let slope = math::dot_shifted(x, mean, dx) * inverse * inverse * scale;
+        for i in 0..width {
+            dx[i] = inverse * (dx[i] - shift - (x[i] - mean) * slope);
+        }
+    }
+}
+
+/// The size of the last dimension of `x`, which is the weight's.
+fn width(x: &FlexTensor, weight: &FlexTensor) -> usize {
+    let width = dims(weight)[0];
+    assert_eq!(dims(x).last(), Some(&width), "width of x and of layer norm's weight");
+    width
 }
 
 impl Op<2> for LayerNorm {
@@ -67,6 +168,26 @@ impl Op<2> for LayerNorm {
     ) -> FloatTensor<B> {
         self.plain::<B>(x, weight, None)
     }
+
+    fn cpu_forward(
+        &self,
+        [x, weight]: &[FlexTensor; 2],
+        _ints: &[FlexTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(self.forward(x, weight, None))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; 2],
+    ) -> [Option<FlexTensor>; 2] {
+        let [dx, dw, _] = self.backward(&saved, &grad, [needs[0], needs[1], false]);
+        [dx, dw]
+    }
 }
 
 impl Op<3> for LayerNorm {
@@ -76,5 +197,88 @@ impl Op<3> for LayerNorm {
         _ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
         self.plain::<B>(x, weight, Some(bias))
+    }
+
+    fn cpu_forward(
+        &self,
+        [x, weight, bias]: &[FlexTensor; 3],
+        _ints: &[FlexTensor],
+        _needs: [bool; 3],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(self.forward(x, weight, Some(bias)))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; 3],
+    ) -> [Option<FlexTensor>; 3] {
+        self.backward(&saved, &grad, needs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::support::{assert_nan_shows, assert_threads_agree, assert_views_agree};
+    use crate::ops::support::{output_and_gradient, wave};
+    use crate::testing::{Case, Oracle, check};
+
+    const EPS: f32 = 1e-5;
+
+    /// Layer norm by its definition.
+    fn oracle(inputs: &[Oracle]) -> Oracle {
+        let (x, weight) = (&inputs[0], &inputs[1]);
+        let width = weight.data.len();
+        let rows = x.data.chunks_exact(width).flat_map(|row| {
+            let mean = row.iter().sum::<f64>() / width as f64;
+            let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+            let root = (variance + f64::from(EPS)).sqrt();
+            let bias = |i: usize| inputs.get(2).map_or(0.0, |bias| bias.data[i]);
+            (0..width)
+                .map(|i| (row[i] - mean) / root * weight.data[i] + bias(i))
+                .collect::<Vec<_>>()
+        });
+        Oracle::new(&x.shape, rows.collect())
+    }
+
+    #[test]
+    fn agrees_with_the_oracle_and_its_gradients() {
+        let op = LayerNorm { eps: EPS };
+        for (shape, range) in [
+            (&[1, 1, 7][..], -1.7..1.7),
+            (&[3, 5, 33], -1.7..1.7),
+            (&[2, 65, 192], 4.0..7.0),
+            (&[101, 257], -1.7..1.7),
+        ] {
+            let width = [shape[shape.len() - 1]];
+            let two = Case::<_, 2>::new(op.clone(), &[shape, &width]);
+            check(two.uniform(0, range.clone()), oracle);
+            let three = Case::<_, 3>::new(op.clone(), &[shape, &width, &width]);
+            check(three.uniform(0, range), oracle);
+        }
+    }
+
+    #[test]
+    fn a_view_gives_what_its_copy_gives() {
+        let norm = |x| layer_norm(x, wave([7], 1.0), Some(wave([7], 2.0)), EPS);
+        assert_views_agree(wave([2, 5, 3, 7], 0.0).swap_dims(1, 2), norm);
+        assert_views_agree(wave([2, 5, 7, 3], 0.0).swap_dims(2, 3), norm);
+    }
+
+    #[test]
+    fn a_nan_shows() {
+        assert_nan_shows([3, 9], |x| layer_norm(x, wave([9], 1.0), None, EPS));
+    }
+
+    #[test]
+    fn results_do_not_depend_on_the_number_of_threads() {
+        assert_threads_agree(|| {
+            // The gradient of the weight is the sum over tasks.
+            let norm = |w| layer_norm(wave([3, 200, 64], 0.0), w, None, EPS);
+            output_and_gradient(wave([64], 1.0), &norm).concat()
+        });
     }
 }

@@ -10,3 +10,6 @@ pub mod linear;
 pub mod rms_norm;
 pub mod rotary;
 pub mod short_conv;
+
+#[cfg(test)]
+mod support;
