@@ -1,1 +1,93 @@
-fn main() {}
+//! The `longwall` binary: parses the command line, dispatches, prints errors.
+
+mod commands;
+mod context;
+mod progress;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Pretrain language models and measure how their attention behaves as context grows.
+#[derive(Parser)]
+#[command(version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a model from a configuration file, or resume a run
+    Train(commands::train::Args),
+    /// Evaluate a run's checkpoint
+    Eval(commands::eval::Args),
+    /// Train and evaluate every combination of some settings, and compare them
+    Sweep(commands::sweep::Args),
+    /// Continue a prompt with a run's model
+    Generate(commands::generate::Args),
+    /// Turn text into token shards
+    Prepare(commands::prepare::Args),
+    /// Make tokenizers
+    #[command(subcommand)]
+    Tokenizer(commands::tokenizer::Command),
+    /// Draw the loss curves of one or several runs
+    Plot(commands::plot::Args),
+    /// Show what a configuration's model costs: parameters, FLOPs, cache
+    Info(commands::info::Args),
+}
+
+fn main() -> ExitCode {
+    if let Err(missing) = check_cpu() {
+        eprintln!("error: {missing}");
+        return ExitCode::FAILURE;
+    }
+    let cli = Cli::parse();
+    init_logs();
+    let result = match cli.command {
+        Command::Train(args) => commands::train::run(args),
+        Command::Eval(args) => commands::eval::run(args),
+        Command::Sweep(args) => commands::sweep::run(args),
+        Command::Generate(args) => commands::generate::run(args),
+        Command::Prepare(args) => commands::prepare::run(args),
+        Command::Tokenizer(command) => commands::tokenizer::run(command),
+        Command::Plot(args) => commands::plot::run(args),
+        Command::Info(args) => commands::info::run(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The binary is compiled for processors with AVX2 and FMA.
+#[cfg(target_arch = "x86_64")]
+fn check_cpu() -> Result<(), &'static str> {
+    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+        return Ok(());
+    }
+    Err("this processor lacks AVX2 or FMA, which the binary was compiled for\n  hint: remove target-cpu from .cargo/config.toml and build again")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn check_cpu() -> Result<(), &'static str> {
+    Ok(())
+}
+
+/// Logs go to stderr; `LONGWALL_LOG=debug` shows more.
+fn init_logs() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("LONGWALL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,longwall=info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .without_time()
+        .init();
+}

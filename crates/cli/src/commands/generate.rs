@@ -1,0 +1,131 @@
+//! `longwall generate --run RUN --prompt TEXT`.
+
+use std::io::Write;
+
+use anyhow::{Result, bail};
+use longwall_data::Tokenizer;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::OnDevice;
+use longwall_model::generate::{Sampling, generate};
+
+use crate::context::{OpenRun, RunArgs};
+
+/// Arguments of `longwall generate`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// The text to continue; without one, a document from its beginning
+    #[arg(long, default_value = "")]
+    prompt: String,
+
+    /// The most tokens to write
+    #[arg(long, default_value_t = 256)]
+    max_tokens: usize,
+
+    /// Divides the logits: above 1 is more varied, 0 always takes the most likely token
+    #[arg(long, default_value_t = 0.8)]
+    temperature: f32,
+
+    /// Draw from the K most likely tokens only
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+
+    /// Draw from the most likely tokens that together reach probability P
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+
+    /// Seed of the draws
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+/// Streams the continuation to stdout.
+pub fn run(args: Args) -> Result<()> {
+    check(&args)?;
+    let run = args.run.open()?;
+    struct Generate(OpenRun, Args);
+    impl OnDevice for Generate {
+        type Output = Result<()>;
+        fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+            stream::<B>(&self.0, &self.1, &device)
+        }
+    }
+    run.device.clone().run(Generate(run, args))
+}
+
+fn check(args: &Args) -> Result<()> {
+    if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
+        bail!("--temperature is {}; allowed: 0 or above\n  hint: 0.8 is usual", args.temperature);
+    }
+    if args.top_k == Some(0) {
+        bail!("--top-k is 0; allowed: 1 or more\n  hint: leave it out to draw from all tokens");
+    }
+    if let Some(p) = args.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
+        bail!("--top-p is {p}; allowed: above 0, at most 1\n  hint: 0.95 is usual");
+    }
+    Ok(())
+}
+
+fn stream<B: OpBackend>(run: &OpenRun, args: &Args, device: &B::Device) -> Result<()> {
+    let model = run.load::<B>(device)?;
+    let tokenizer = &run.tokenizer;
+    let mut prompt = tokenizer.encode(&args.prompt);
+    if prompt.is_empty() {
+        // A document starts after the end of another.
+        prompt.push(tokenizer.end_of_text());
+    }
+    let sampling = Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        seed: args.seed,
+    };
+    let mut out = Stream { tokenizer, pending: vec![], failed: None };
+    out.write(args.prompt.as_bytes());
+    let stop = Some(tokenizer.end_of_text());
+    generate(&model, &[prompt], args.max_tokens, &sampling, stop, device, |_, token| {
+        out.push(token);
+    })?;
+    out.finish()
+}
+
+/// Writes tokens as text as soon as they complete characters.
+struct Stream<'a> {
+    tokenizer: &'a Tokenizer,
+    pending: Vec<u8>,
+    failed: Option<std::io::Error>,
+}
+
+impl Stream<'_> {
+    fn push(&mut self, token: u32) {
+        self.pending.extend(self.tokenizer.decode_bytes(&[token]));
+        // Up to three bytes of an unfinished character wait for the rest of it.
+        let ready = match std::str::from_utf8(&self.pending) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            _ => self.pending.len(),
+        };
+        let text: Vec<u8> = self.pending.drain(..ready).collect();
+        self.write(String::from_utf8_lossy(&text).as_bytes());
+    }
+
+    fn write(&mut self, text: &[u8]) {
+        let mut stdout = std::io::stdout();
+        if let Err(error) = stdout.write_all(text).and_then(|()| stdout.flush()) {
+            self.failed.get_or_insert(error);
+        }
+    }
+
+    fn finish(mut self) -> Result<()> {
+        let rest = String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned();
+        self.write(rest.as_bytes());
+        self.write(b"\n");
+        match self.failed {
+            // The reader has gone, as with `| head`.
+            Some(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+            Some(error) => Err(error.into()),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! One file a command.
+
+pub mod eval;
+pub mod generate;
+pub mod info;
+pub mod plot;
+pub mod prepare;
+pub mod sweep;
+pub mod tokenizer;
+pub mod train;

@@ -1,0 +1,96 @@
+//! `longwall plot RUN…`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use clap::ValueEnum;
+use longwall_eval::{Curve, XAxis, plot_losses};
+use longwall_train::metrics::{self, Record};
+
+/// The horizontal axis.
+#[derive(Clone, Copy, ValueEnum)]
+enum Axis {
+    /// Optimiser steps
+    Steps,
+    /// Training tokens
+    Tokens,
+    /// Seconds of training
+    Seconds,
+}
+
+/// Arguments of `longwall plot`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folders of runs
+    #[arg(required = true)]
+    runs: Vec<PathBuf>,
+
+    /// The picture, .svg or .png; by default loss.svg in the first run's folder
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+
+    /// The horizontal axis
+    #[arg(long, default_value = "tokens")]
+    x: Axis,
+
+    /// Smoothing of the training loss: weight of the past, 0 to below 1
+    #[arg(long, default_value_t = 0.9, value_name = "WEIGHT")]
+    smooth: f64,
+}
+
+/// Draws the curves and prints the file's name.
+pub fn run(args: Args) -> Result<()> {
+    if !(0.0..1.0).contains(&args.smooth) {
+        bail!("--smooth is {}; allowed: 0 to below 1\n  hint: 0.9 is the default", args.smooth);
+    }
+    let out = args.out.unwrap_or_else(|| args.runs[0].join("loss.svg"));
+    draw(&args.runs, &out, args.x, args.smooth)?;
+    println!("{}", out.display());
+    Ok(())
+}
+
+/// The loss of one run over tokens, at the default smoothing, as `loss.svg` in its folder.
+pub fn draw_run(run: &Path) -> Result<PathBuf> {
+    let out = run.join("loss.svg");
+    draw(&[run.to_owned()], &out, Axis::Tokens, 0.9)?;
+    Ok(out)
+}
+
+fn draw(runs: &[PathBuf], out: &Path, axis: Axis, smooth: f64) -> Result<()> {
+    let curves = runs.iter().map(|run| curve(run, axis)).collect::<Result<Vec<_>>>()?;
+    let axis = match axis {
+        Axis::Steps => XAxis::Steps,
+        Axis::Tokens => XAxis::Tokens,
+        Axis::Seconds => XAxis::Seconds,
+    };
+    Ok(plot_losses(&curves, axis, out, smooth)?)
+}
+
+fn curve(run: &Path, axis: Axis) -> Result<Curve> {
+    let name = run.file_name().map_or_else(|| run.display().to_string(), |n| n.to_string_lossy().into());
+    let mut curve = Curve { name, train: vec![], validation: vec![] };
+    let at = |step: u64, tokens: u64, seconds: f64| match axis {
+        Axis::Steps => step as f64,
+        Axis::Tokens => tokens as f64,
+        Axis::Seconds => seconds,
+    };
+    for record in metrics::read(&run.join("metrics.jsonl"))? {
+        match record {
+            Record::Step(r) => {
+                if let Some(loss) = r.loss.filter(|_| !r.skipped) {
+                    curve.train.push((at(r.step, r.tokens, r.seconds), f64::from(loss)));
+                }
+            }
+            Record::Validation(r) => {
+                curve.validation.push((at(r.step, r.tokens, r.seconds), r.validation_loss));
+            }
+        }
+    }
+    if curve.train.is_empty() {
+        bail!(
+            "{} has no finished step in metrics.jsonl\n  hint: give the folder of a run that has trained",
+            run.display()
+        );
+    }
+    Ok(curve)
+}

@@ -1,0 +1,109 @@
+//! `longwall prepare PATHS… --out FOLDER`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::ValueEnum;
+use longwall_config::parse_count;
+use longwall_data::{Corpus, PrepareOptions, Tokenizer, TokenizerConfig, prepare};
+use longwall_train::signals::StopFlag;
+
+use crate::progress::DataProgress;
+
+/// Text to read: the arguments that `prepare` and `tokenizer train` share.
+#[derive(clap::Args)]
+pub struct CorpusArgs {
+    /// Text, JSONL or Parquet files, plain or compressed (.gz, .zst), folders, and patterns
+    #[arg(required_unless_present = "cargo_sources")]
+    paths: Vec<PathBuf>,
+
+    /// Read the Rust sources in cargo's registry folder instead
+    #[arg(long, conflicts_with = "paths")]
+    cargo_sources: bool,
+
+    /// Bytes to read of the cargo sources, at most
+    #[arg(long, default_value = "64M", value_parser = parse_count, value_name = "BYTES")]
+    cargo_bytes: u64,
+
+    /// Field (JSONL) or column (Parquet) that holds the text
+    #[arg(long, default_value = "text", value_name = "NAME")]
+    text_field: String,
+
+    /// What separates documents in a plain text file; by default a file is one document
+    #[arg(long, value_name = "TEXT")]
+    separator: Option<String>,
+}
+
+impl From<CorpusArgs> for Corpus {
+    fn from(args: CorpusArgs) -> Self {
+        if args.cargo_sources {
+            return Corpus::CargoSources { max_bytes: args.cargo_bytes, path: None };
+        }
+        let CorpusArgs { paths, text_field, separator, .. } = args;
+        Corpus::Files { paths, text_field, separator }
+    }
+}
+
+/// The kinds of tokenizer.
+#[derive(Clone, Copy, ValueEnum)]
+enum TokenizerKind {
+    /// GPT-2's vocabulary, built in
+    Gpt2,
+    /// 256 bytes and end of text, built in
+    Bytes,
+    /// A tokenizer.json, named by --tokenizer-file
+    File,
+}
+
+/// Arguments of `longwall prepare`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    corpus: CorpusArgs,
+
+    /// Folder for the shards; made if it does not exist
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
+
+    /// First part of the shards' names
+    #[arg(long, default_value = "text")]
+    name: String,
+
+    /// How text becomes tokens
+    #[arg(long, default_value = "gpt2")]
+    tokenizer: TokenizerKind,
+
+    /// The tokenizer.json of `--tokenizer file`
+    #[arg(long, value_name = "FILE", required_if_eq("tokenizer", "file"))]
+    tokenizer_file: Option<PathBuf>,
+
+    /// Share of the documents held out for validation, by the hash of their text
+    #[arg(long, default_value_t = 0.01, value_name = "SHARE")]
+    validation_fraction: f64,
+
+    /// Tokens in a shard
+    #[arg(long, default_value = "100M", value_parser = parse_count, value_name = "TOKENS")]
+    shard_tokens: u64,
+
+    /// Threads that encode; by default one a core
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+/// Encodes a corpus and prints what was made.
+pub fn run(args: Args) -> Result<()> {
+    let config = match (args.tokenizer, args.tokenizer_file) {
+        (TokenizerKind::Gpt2, _) => TokenizerConfig::Gpt2,
+        (TokenizerKind::Bytes, _) => TokenizerConfig::Bytes,
+        (TokenizerKind::File, path) => TokenizerConfig::File { path: path.unwrap_or_default() },
+    };
+    let tokenizer = Tokenizer::load(&config)?;
+    let mut options = PrepareOptions::new(args.corpus.into(), args.out, args.name);
+    options.validation_fraction = args.validation_fraction;
+    options.shard_tokens = args.shard_tokens;
+    options.threads = args.threads;
+    let progress = DataProgress::new(Some(StopFlag::install()?));
+    let report = prepare(&options, &tokenizer, &progress)?;
+    println!("{report}");
+    Ok(())
+}

@@ -1,0 +1,42 @@
+//! `longwall sweep FILE`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use longwall_train::signals::StopFlag;
+use longwall_train::sweep::{Plan, SweepConfig, execute, launch_current_exe};
+
+use super::eval::suites_of;
+
+/// Arguments of `longwall sweep`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The sweep file
+    file: PathBuf,
+
+    /// List the runs and what is there already, and do nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Does what is left of a sweep and prints the table of results.
+pub fn run(args: Args) -> Result<()> {
+    let sweep = SweepConfig::load(&args.file)?;
+    // A misspelt option of an evaluation must show before hours of training.
+    suites_of(&sweep.eval, &args.file)?;
+    let plan = Plan::new(sweep)?;
+    if args.dry_run {
+        print!("{}", plan.describe()?);
+        return Ok(());
+    }
+    let stop = StopFlag::install()?;
+    let mut note = |line: &str| tracing::info!("{line}");
+    let results = execute(&plan, &mut |job| launch_current_exe(job), &stop, &mut note)?;
+    print!("{}", results.table());
+    println!("\n{}", plan.sweep.dir().join("results.csv").display());
+    let failures: Vec<_> = results.failures().map(|(run, why)| format!("  {run}: {why}")).collect();
+    if !failures.is_empty() {
+        bail!("{} runs failed:\n{}", failures.len(), failures.join("\n"));
+    }
+    Ok(())
+}

@@ -1,0 +1,115 @@
+//! What commands share: the device, and a run's model.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+use longwall_data::Tokenizer;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::{self, Device};
+use longwall_model::{LanguageModel, weights};
+use longwall_train::checkpoint::{Checkpoint, TokenizerIdentity, Which};
+use longwall_train::config::DeviceChoice;
+
+/// The device on the command line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum DeviceArg {
+    /// CUDA where a driver and a GPU answer, else the CPU
+    Auto,
+    /// The CPU
+    Cpu,
+    /// CUDA; an error on a machine without it
+    Cuda,
+}
+
+impl From<DeviceArg> for DeviceChoice {
+    fn from(arg: DeviceArg) -> Self {
+        match arg {
+            DeviceArg::Auto => DeviceChoice::Auto,
+            DeviceArg::Cpu => DeviceChoice::Cpu,
+            DeviceArg::Cuda => DeviceChoice::Cuda,
+        }
+    }
+}
+
+/// Finds the device, logs which and why, and sets the number of CPU threads.
+pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Device> {
+    if let Some(threads) = threads {
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build_global()
+            .with_context(|| format!("cannot start {threads} threads"))?;
+    }
+    let device = match (choice, device::cuda()) {
+        (DeviceChoice::Cpu, _) => Device::Cpu,
+        (_, Ok(cuda)) => cuda,
+        (DeviceChoice::Auto, Err(reason)) => {
+            tracing::info!("device: {} ({reason})", Device::Cpu);
+            return Ok(Device::Cpu);
+        }
+        (DeviceChoice::Cuda, Err(reason)) => bail!(
+            "the device is \"cuda\", but {reason}\n  \
+             hint: set device = \"cpu\" or \"auto\", or install an NVIDIA driver"
+        ),
+    };
+    tracing::info!("device: {device}");
+    Ok(device)
+}
+
+/// A run's checkpoint, and the device to load it on.
+#[derive(Clone, Debug, Args)]
+pub struct RunArgs {
+    /// The run's folder
+    #[arg(long, global = true, value_name = "RUN")]
+    pub run: Option<PathBuf>,
+
+    /// The checkpoint: `latest`, `best`, or a step
+    #[arg(long, global = true, default_value_t)]
+    pub checkpoint: Which,
+
+    /// The device; by default the one the run was trained with
+    #[arg(long, global = true)]
+    pub device: Option<DeviceArg>,
+}
+
+/// A checkpoint with its tokenizer, before its weights are loaded.
+pub struct OpenRun {
+    /// The run's folder.
+    pub dir: PathBuf,
+    /// The checkpoint.
+    pub checkpoint: Checkpoint,
+    /// The tokenizer it was trained with.
+    pub tokenizer: Tokenizer,
+    /// Where the model goes.
+    pub device: Device,
+}
+
+impl RunArgs {
+    /// Opens the checkpoint, its tokenizer and the device.
+    pub fn open(&self) -> Result<OpenRun> {
+        let Some(dir) = self.run.clone() else {
+            bail!("no run was given\n  hint: add --run runs/NAME, the folder of a trained run");
+        };
+        open_run(&dir, self.checkpoint, self.device.map(Into::into))
+    }
+}
+
+/// Opens a run's checkpoint, its tokenizer and the device.
+pub fn open_run(dir: &Path, which: Which, device: Option<DeviceChoice>) -> Result<OpenRun> {
+    let checkpoint = Checkpoint::open(dir, which)?;
+    let config = &checkpoint.config;
+    let tokenizer = Tokenizer::load(&config.tokenizer)?;
+    checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
+    let device = open_device(device.unwrap_or(config.run.device), config.run.threads)?;
+    Ok(OpenRun { dir: dir.to_owned(), checkpoint, tokenizer, device })
+}
+
+impl OpenRun {
+    /// The model with the checkpoint's weights.
+    pub fn load<B: OpBackend>(&self, device: &B::Device) -> Result<LanguageModel<B>> {
+        let config = &self.checkpoint.config;
+        let (vocab, seq_len) = (self.tokenizer.vocab_size(), config.data.seq_len);
+        let model = LanguageModel::<B>::new(&config.model, vocab, seq_len, config.run.seed, device);
+        Ok(weights::load(model, &self.checkpoint.weights())?)
+    }
+}

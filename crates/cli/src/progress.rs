@@ -1,0 +1,106 @@
+//! Progress bars on stderr for reading data and for evaluations; nothing where stderr is no
+//! terminal.
+
+use std::io::IsTerminal;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use longwall_eval::ProgressUpdate;
+use longwall_train::signals::StopFlag;
+
+fn bar(total: Option<u64>, template: &str) -> ProgressBar {
+    let bar = match total {
+        Some(total) => ProgressBar::new(total),
+        None => ProgressBar::new_spinner(),
+    };
+    if !std::io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    bar.set_style(ProgressStyle::with_template(template).expect("a valid template"));
+    bar
+}
+
+/// Progress of reading and encoding text.
+pub struct DataProgress {
+    bar: Mutex<ProgressBar>,
+    stop: Option<StopFlag>,
+}
+
+impl DataProgress {
+    /// With `stop`, work that can be interrupted ends when the flag is raised.
+    pub fn new(stop: Option<StopFlag>) -> Self {
+        DataProgress { bar: Mutex::new(ProgressBar::hidden()), stop }
+    }
+
+    fn current(&self) -> ProgressBar {
+        self.bar.lock().expect("no thread panicked while drawing").clone()
+    }
+}
+
+impl longwall_data::Progress for DataProgress {
+    fn start(&self, task: &str, total: Option<u64>) {
+        let template = match total {
+            Some(_) => "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}, {eta} left",
+            None => "{spinner} {msg} {bytes} {bytes_per_sec}",
+        };
+        let new = bar(total, template);
+        if new.is_hidden() {
+            tracing::info!("{task}");
+        }
+        new.set_message(task.to_owned());
+        *self.bar.lock().expect("no thread panicked while drawing") = new;
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.current().inc(bytes);
+    }
+
+    fn finish(&self, summary: &str) {
+        self.current().finish_and_clear();
+        tracing::info!("{summary}");
+    }
+
+    fn cancelled(&self) -> bool {
+        self.stop.as_ref().is_some_and(StopFlag::is_raised)
+    }
+}
+
+/// Progress of an evaluation.
+pub struct EvalProgress {
+    bar: Mutex<ProgressBar>,
+    announced: AtomicBool,
+}
+
+impl EvalProgress {
+    /// No evaluation yet.
+    pub fn new() -> Self {
+        EvalProgress { bar: Mutex::new(ProgressBar::hidden()), announced: AtomicBool::new(false) }
+    }
+}
+
+impl longwall_eval::Progress for EvalProgress {
+    fn start(&self, suite: &str, done: u64, total: u64) {
+        let new = bar(Some(total), "{prefix} {wide_bar} {pos}/{len} {msg}");
+        new.set_prefix(suite.to_owned());
+        new.set_position(done);
+        if new.is_hidden() && !self.announced.swap(true, Ordering::Relaxed) {
+            tracing::info!("{suite}: {done} of {total} samples are there");
+        }
+        *self.bar.lock().expect("no thread panicked while drawing") = new;
+    }
+
+    fn update(&self, update: &ProgressUpdate) {
+        let bar = self.bar.lock().expect("no thread panicked while drawing");
+        bar.set_position(update.done);
+        let rate = update.samples_per_second.map_or_else(String::new, |r| format!("{r:.1} samples/s"));
+        let left = update.time_left.map_or_else(String::new, |left| {
+            format!(", {} left", longwall_train::console::duration(left.as_secs_f64()))
+        });
+        bar.set_message(format!("length {} {rate}{left}", update.length));
+    }
+
+    fn finish(&self) {
+        self.bar.lock().expect("no thread panicked while drawing").finish_and_clear();
+    }
+}

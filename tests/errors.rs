@@ -1,0 +1,239 @@
+//! What users see when something is wrong: what, where, the value, what is allowed, what to do.
+
+use std::fs;
+
+use crate::support::{CONFIG, Workspace};
+
+/// Trains `tiny.toml` with overrides and expects an error.
+fn train_error(w: &Workspace, sets: &[&str]) -> String {
+    let mut args = vec!["train", "--config", "tiny.toml"];
+    for set in sets {
+        args.extend(["--set", set]);
+    }
+    let error = w.fail(&args);
+    assert!(!w.path("runs/tiny/metrics.jsonl").exists(), "a run that cannot start leaves nothing");
+    error
+}
+
+#[test]
+fn unknown_key() {
+    let w = Workspace::new();
+    w.write("tiny.toml", &CONFIG.replace("lr = 1e-2", "lr = 1e-2\nlearning_rate = 1e-3"));
+    insta::assert_snapshot!(train_error(&w, &[]));
+}
+
+#[test]
+fn unknown_key_of_an_attention_kind() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(train_error(&w, &["model.attention={ kind = \"fox\", softcap = 30 }"]));
+}
+
+#[test]
+fn unknown_attention_kind() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(train_error(&w, &["model.attention.kind=roap"]));
+}
+
+#[test]
+fn wrong_type() {
+    let w = Workspace::new();
+    w.write("tiny.toml", &CONFIG.replace("layers = 2", "layers = \"two\""));
+    insta::assert_snapshot!(train_error(&w, &[]));
+}
+
+#[test]
+fn values_out_of_range_are_all_reported() {
+    let w = Workspace::new();
+    let sets = ["model.heads=3", "train.lr=-1", "train.batch_tokens=100", "model.attention.theta=0"];
+    insta::assert_snapshot!(train_error(&w, &sets));
+}
+
+#[test]
+fn not_toml() {
+    let w = Workspace::new();
+    w.write("tiny.toml", "[run\nname = 1");
+    insta::assert_snapshot!(train_error(&w, &[]));
+}
+
+#[test]
+fn missing_configuration() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(w.fail(&["train", "--config", "absent.toml"]));
+}
+
+#[test]
+fn missing_text() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(train_error(&w, &["data.sources.0.paths=[\"absent\"]"]));
+}
+
+#[test]
+fn empty_corpus() {
+    let w = Workspace::new();
+    fs::create_dir(w.path("empty")).unwrap();
+    insta::assert_snapshot!(train_error(&w, &["data.sources.0.paths=[\"empty\"]"]));
+}
+
+#[test]
+fn corpus_shorter_than_a_row() {
+    let w = Workspace::new();
+    let sets = ["data.seq_len=65536", "train.batch_tokens=65536", "train.micro_batch=1",
+        "data.validation_tokens=65536"];
+    insta::assert_snapshot!(train_error(&w, &sets));
+}
+
+/// Shards of the corpus, of which one is then damaged.
+fn damaged_shard(damage: impl Fn(&mut Vec<u8>)) -> (Workspace, String) {
+    let w = Workspace::new();
+    w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "bytes"]);
+    let path = w.path("shards/text_train_000001.bin");
+    let mut bytes = fs::read(&path).unwrap();
+    damage(&mut bytes);
+    fs::write(&path, bytes).unwrap();
+    let source = "data.sources.0={ kind = \"shards\", train = [\"shards/text_train_000001.bin\"] }";
+    let error = train_error(&w, &[source]);
+    (w, error)
+}
+
+#[test]
+fn shard_with_a_bad_magic() {
+    insta::assert_snapshot!(damaged_shard(|bytes| bytes[0] ^= 1).1);
+}
+
+#[test]
+fn truncated_shard() {
+    insta::assert_snapshot!(damaged_shard(|bytes| bytes.truncate(3000)).1);
+}
+
+#[test]
+fn shard_of_another_tokenizer() {
+    let w = Workspace::new();
+    w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "gpt2"]);
+    let source = "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
+    insta::assert_snapshot!(train_error(&w, &[source]));
+}
+
+#[test]
+fn checkpoint_of_another_tokenizer() {
+    let w = Workspace::new();
+    let train = |out: &str, size: &str| {
+        w.succeed(&["tokenizer", "train", "corpus", "--out", out, "--vocab-size", size]);
+    };
+    train("bpe.json", "300");
+    w.train("bpe", &["tokenizer={ kind = \"file\", path = \"bpe.json\" }", "train.tokens=256"]);
+    fs::remove_file(w.path("bpe.json")).unwrap();
+    train("bpe.json", "290");
+    insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/bpe"]));
+}
+
+#[test]
+fn checkpoint_of_another_configuration() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=640"]);
+    let args = ["train", "--resume", "runs/tiny", "--set", "model.width=32", "--set", "train.tokens=1280"];
+    insta::assert_snapshot!(w.fail(&args));
+}
+
+#[test]
+fn run_folder_that_exists() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    let before = w.read("runs/tiny/metrics.jsonl");
+    insta::assert_snapshot!(w.fail(&["train", "--config", "tiny.toml"]));
+    assert_eq!(w.read("runs/tiny/metrics.jsonl"), before);
+    w.succeed(&["train", "--config", "tiny.toml", "--set", "train.tokens=128", "--force"]);
+    assert_ne!(w.read("runs/tiny/metrics.jsonl"), before);
+}
+
+#[test]
+fn run_folder_that_cannot_be_made() {
+    let w = Workspace::new();
+    w.write("runs", "a file where the folder should be");
+    insta::assert_snapshot!(w.fail(&["train", "--config", "tiny.toml"]));
+}
+
+#[test]
+fn no_run_to_resume() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(w.fail(&["train", "--resume", "runs/absent"]));
+}
+
+#[test]
+fn no_run_to_evaluate() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(w.fail(&["eval", "passkey", "--run", "runs/absent"]));
+}
+
+#[test]
+fn damaged_weights() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    w.write("runs/tiny/checkpoints/step-2/weights.safetensors", "not weights");
+    insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/tiny"]));
+}
+
+#[test]
+fn context_longer_than_learned_positions() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256", "model.positions=learned"]);
+    let args = ["generate", "--run", "runs/tiny", "--prompt", "The cat", "--max-tokens", "40"];
+    insta::assert_snapshot!(w.fail(&args));
+}
+
+/// A limit on file sizes stands in for a full disk: the write fails the same way.
+#[test]
+#[cfg(unix)]
+fn disk_full_while_checkpointing() {
+    let w = Workspace::new();
+    let script = "trap '' XFSZ; ulimit -f 16; exec \"$0\" train --config tiny.toml";
+    let output = std::process::Command::new("bash")
+        .args(["-c", script, env!("CARGO_BIN_EXE_longwall")])
+        .current_dir(w.path(""))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = w.without_folder(&String::from_utf8(output.stderr).unwrap());
+    insta::assert_snapshot!(&stderr[stderr.find("error: ").expect("an error")..]);
+    assert_eq!(w.list("runs/tiny/checkpoints"), [""; 0], "nothing half-written stays");
+}
+
+#[test]
+fn cuda_without_a_gpu() {
+    let w = Workspace::new();
+    if longwall_kernels::device::cuda().is_ok() {
+        return; // This machine has one: the error cannot occur.
+    }
+    let error = train_error(&w, &["run.device=cuda"]);
+    // Which of the reasons holds depends on the machine.
+    let reason = error.split("but ").nth(1).unwrap().split('\n').next().unwrap().to_owned();
+    insta::assert_snapshot!(error.replace(&reason, "<reason>"));
+}
+
+#[test]
+fn evaluation_shorter_than_its_prompt() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    insta::assert_snapshot!(w.fail(&["eval", "passkey", "--run", "runs/tiny", "--lengths", "50"]));
+}
+
+#[test]
+fn unknown_suite_in_a_configuration() {
+    let w = Workspace::new();
+    w.write("tiny.toml", &format!("{CONFIG}\n[[eval]]\nsuite = \"passkeys\"\n"));
+    insta::assert_snapshot!(train_error(&w, &[]));
+}
+
+#[test]
+fn option_out_of_range() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/tiny", "--top-p", "1.5"]));
+}
+
+#[test]
+fn usage_errors_exit_with_2() {
+    let w = Workspace::new();
+    for args in [&["trian"][..], &["train", "--confg", "x"], &["prepare"]] {
+        assert_eq!(w.run(args).status.code(), Some(2), "{args:?}");
+    }
+}

@@ -1,0 +1,8 @@
+//! Whole-system tests: the `longwall` binary as its users run it.
+
+mod configs;
+mod errors;
+mod pipeline;
+mod resume;
+mod support;
+mod sweep;

@@ -1,0 +1,126 @@
+//! Exact resume.
+
+use std::process::Stdio;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::support::Workspace;
+
+/// The lines of metrics.jsonl without what depends on the clock.
+fn metrics(w: &Workspace, run: &str) -> Vec<String> {
+    let text = w.read(&format!("runs/{run}/metrics.jsonl"));
+    text.lines()
+        .map(|line| {
+            let mut record: serde_json::Map<String, serde_json::Value> =
+                serde_json::from_str(line).unwrap();
+            for key in ["seconds", "tokens_per_second", "mfu"] {
+                record.remove(key);
+            }
+            serde_json::to_string(&record).unwrap()
+        })
+        .collect()
+}
+
+fn lines(w: &Workspace) -> usize {
+    let metrics = std::fs::read_to_string(w.path("runs/broken/metrics.jsonl"));
+    metrics.map_or(0, |text| text.lines().count())
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(120), "waited too long for {what}");
+        sleep(Duration::from_millis(2));
+    }
+}
+
+/// Killed again and again at arbitrary moments, a run ends with the losses of an unbroken one, bit
+/// for bit, and with the same weights.
+#[test]
+fn a_killed_run_resumes_exactly() {
+    let w = Workspace::new();
+    w.train("whole", &[]);
+    let mut kills = 0;
+    let mut first = true;
+    loop {
+        let mut command = if first {
+            w.command(&["train", "--config", "tiny.toml", "--set", "run.name=broken"])
+        } else {
+            w.command(&["train", "--resume", "runs/broken"])
+        };
+        let before = lines(&w);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        first = false;
+        // Let it get past the checkpoint it started from, then kill it wherever it is.
+        let mut finished = false;
+        wait_until("progress", || {
+            finished = child.try_wait().unwrap().is_some();
+            finished || lines(&w) >= before.max(5) + 7
+        });
+        if finished {
+            assert!(child.wait().unwrap().success());
+            break;
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        kills += 1;
+        assert!(kills < 30, "the run makes no progress");
+    }
+    assert!(kills >= 2, "the run was killed {kills} times only");
+    assert_eq!(metrics(&w, "broken"), metrics(&w, "whole"));
+    let weights =
+        |run: &str| std::fs::read(w.path(&format!("runs/{run}/checkpoints/step-40/weights.safetensors")));
+    assert!(weights("broken").unwrap() == weights("whole").unwrap(), "the weights differ");
+}
+
+/// TERM and Ctrl-C leave a checkpoint and a clean end.
+#[test]
+#[cfg(unix)]
+fn a_stopped_run_leaves_a_checkpoint_and_resumes_exactly() {
+    let w = Workspace::new();
+    w.train("whole", &[]);
+    for signal in ["TERM", "INT"] {
+        let args = ["train", "--config", "tiny.toml", "--set", "run.name=broken", "--force"];
+        let mut command = w.command(&args);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_until("steps", || lines(&w) >= 8);
+        let pid = child.id().to_string();
+        let status = std::process::Command::new("kill").args(["-s", signal, &pid]).status();
+        assert!(status.unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        assert!(stderr.contains("--resume runs/broken"), "{stderr}");
+        w.succeed(&["train", "--resume", "runs/broken"]);
+        assert_eq!(metrics(&w, "broken"), metrics(&w, "whole"));
+    }
+}
+
+/// Two runs of one seed are equal; another seed is not.
+#[test]
+fn equal_seeds_give_equal_losses() {
+    let w = Workspace::new();
+    w.train("a", &["train.tokens=1280"]);
+    w.train("b", &["train.tokens=1280"]);
+    w.train("c", &["train.tokens=1280", "run.seed=1"]);
+    assert_eq!(metrics(&w, "a"), metrics(&w, "b"));
+    assert_ne!(metrics(&w, "a"), metrics(&w, "c"));
+}
+
+/// The loss does not depend on how the batch is cut into micro-batches, up to rounding.
+#[test]
+fn accumulation_changes_only_the_rounding() {
+    let w = Workspace::new();
+    let losses = |run: &str| -> Vec<f64> {
+        let text = w.read(&format!("runs/{run}/metrics.jsonl"));
+        let record = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        text.lines().filter_map(|line| record(line)["loss"].as_f64()).collect()
+    };
+    w.train("one", &["train.tokens=1280", "train.micro_batch=1"]);
+    w.train("four", &["train.tokens=1280", "train.micro_batch=4"]);
+    let (one, four) = (losses("one"), losses("four"));
+    assert_eq!(one.len(), 10);
+    for (one, four) in one.iter().zip(&four) {
+        assert!((one - four).abs() < 2e-4, "{one} and {four}");
+    }
+}

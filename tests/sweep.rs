@@ -1,0 +1,42 @@
+//! A sweep from its file to its table.
+
+use crate::support::Workspace;
+
+const SWEEP: &str = r#"
+base = "tiny.toml"
+seeds = [0, 1]
+set = { "train.tokens" = 640 }
+
+[[axes]]
+key = "model.attention"
+values = [{ kind = "rope" }, { kind = "fox" }]
+
+[[eval]]
+suite = "extrapolate"
+lengths = [16, 32]
+"#;
+
+#[test]
+fn a_sweep_runs_skips_what_is_done_and_survives_a_failure() {
+    let w = Workspace::new();
+    w.write("compare.toml", SWEEP);
+    let list = w.succeed(&["sweep", "compare.toml", "--dry-run"]);
+    assert_eq!(list.matches("seed").count().max(list.matches("fox").count()) >= 2, true, "{list}");
+    assert!(!w.path("runs").exists());
+
+    let table = w.succeed(&["sweep", "compare.toml"]);
+    assert!(table.contains("rope") && table.contains("fox") && table.contains('±'), "{table}");
+    let csv = w.read("runs/compare/results.csv");
+    assert_eq!(csv.lines().count(), 5, "{csv}");
+
+    // What is finished is not done again: the run folders keep their files.
+    let stamp = |w: &Workspace| {
+        let runs = w.list("runs/compare");
+        let run = runs.iter().find(|name| w.path(&format!("runs/compare/{name}")).is_dir()).unwrap();
+        let path = w.path(&format!("runs/compare/{run}/metrics.jsonl"));
+        path.metadata().unwrap().modified().unwrap()
+    };
+    let before = stamp(&w);
+    assert_eq!(w.succeed(&["sweep", "compare.toml"]), table);
+    assert_eq!(stamp(&w), before);
+}
