@@ -73,7 +73,7 @@ struct Inner {
 }
 
 enum Encoder {
-    Gpt2(Box<tiktoken_rs::CoreBPE>),
+    Gpt2(Box<gpt2::Gpt2>),
     Bytes,
     File(Box<file::FileEncoder>),
 }
@@ -103,7 +103,7 @@ impl Tokenizer {
     /// that quotes `<|endoftext|>` does not end there. No token is added in front or behind.
     pub fn encode(&self, text: &str) -> Vec<u32> {
         match &self.0.encoder {
-            Encoder::Gpt2(bpe) => gpt2::encode(bpe, text),
+            Encoder::Gpt2(encoder) => encoder.encode(text),
             Encoder::Bytes => text.bytes().map(u32::from).collect(),
             Encoder::File(encoder) => encoder.encode(text),
         }
