@@ -2,6 +2,16 @@
 //!
 //! Errors are a few units in the last place of f32; a NaN stays a NaN.
 
+/// a · b + c: one instruction where the target has it, never a library call.
+#[inline(always)]
+pub fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+    if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+        a.mul_add(b, c)
+    } else {
+        a * b + c
+    }
+}
+
 /// eˣ. Inputs under −87.3 give 0, inputs over 88.7 infinity.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
@@ -13,15 +23,15 @@ pub fn exp(x: f32) -> f32 {
     let c = if x > 88.8 { 88.8 } else { x };
     let c = if c < -104.0 { -104.0 } else { c };
     let n = (c * LOG2_E).round_ties_even();
-    let r = c - n * LN2_HI - n * LN2_LO;
+    let r = mul_add(n, -LN2_LO, mul_add(n, -LN2_HI, c));
     let p = 1.0 / 5040.0;
-    let p = p * r + 1.0 / 720.0;
-    let p = p * r + 1.0 / 120.0;
-    let p = p * r + 1.0 / 24.0;
-    let p = p * r + 1.0 / 6.0;
-    let p = p * r + 0.5;
-    let p = p * r + 1.0;
-    let p = p * r + 1.0;
+    let p = mul_add(p, r, 1.0 / 720.0);
+    let p = mul_add(p, r, 1.0 / 120.0);
+    let p = mul_add(p, r, 1.0 / 24.0);
+    let p = mul_add(p, r, 1.0 / 6.0);
+    let p = mul_add(p, r, 0.5);
+    let p = mul_add(p, r, 1.0);
+    let p = mul_add(p, r, 1.0);
     // 2^n in two factors: n reaches 128 on one side and the subnormals on the other.
     // SAFETY: |n| <= 151, or n is NaN, and then any value does: the NaN is in p.
     let n = unsafe { (if n.is_nan() { 0.0 } else { n }).to_int_unchecked::<i32>() };
@@ -49,12 +59,12 @@ pub fn ln_1p_unit(x: f32) -> f32 {
     let z = x / (2.0 + x);
     let s = z * z;
     let p = 1.0 / 15.0;
-    let p = p * s + 1.0 / 13.0;
-    let p = p * s + 1.0 / 11.0;
-    let p = p * s + 1.0 / 9.0;
-    let p = p * s + 1.0 / 7.0;
-    let p = p * s + 1.0 / 5.0;
-    let p = p * s + 1.0 / 3.0;
+    let p = mul_add(p, s, 1.0 / 13.0);
+    let p = mul_add(p, s, 1.0 / 11.0);
+    let p = mul_add(p, s, 1.0 / 9.0);
+    let p = mul_add(p, s, 1.0 / 7.0);
+    let p = mul_add(p, s, 1.0 / 5.0);
+    let p = mul_add(p, s, 1.0 / 3.0);
     2.0 * (z + z * s * p)
 }
 

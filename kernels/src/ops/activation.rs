@@ -169,16 +169,22 @@ impl Op<2> for SwiGlu {
     }
 }
 
+/// 2u, where GELU(x) = x σ(2u).
+#[inline(always)]
+fn gelu_argument(x: f32) -> f32 {
+    x * math::mul_add(x * x, 2.0 * GELU_SCALE * GELU_CUBIC, 2.0 * GELU_SCALE)
+}
+
 #[inline(always)]
 fn gelu_value(x: f32) -> f32 {
-    x * math::sigmoid(2.0 * GELU_SCALE * (x + GELU_CUBIC * x * x * x))
+    x * math::sigmoid(gelu_argument(x))
 }
 
 #[inline(always)]
 fn gelu_slope(x: f32) -> f32 {
-    let s = math::sigmoid(2.0 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
-    let inner = 2.0 * GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x);
-    s + x * s * (1.0 - s) * inner
+    let s = math::sigmoid(gelu_argument(x));
+    let inner = math::mul_add(x * x, 6.0 * GELU_SCALE * GELU_CUBIC, 2.0 * GELU_SCALE);
+    math::mul_add(x * s * (1.0 - s), inner, s)
 }
 
 /// max(x, 0); a NaN stays a NaN.

@@ -33,7 +33,7 @@ pub fn linear_cross_entropy<B: OpBackend>(
     targets: Tensor<B, 2, Int>,
     weights: Tensor<B, 2>,
 ) -> Tensor<B, 1> {
-    let inputs = [primitive(x), primitive(weight), primitive(weights.detach())];
+    let inputs = [primitive(x), primitive(weight), primitive(constant(weights))];
     tensor(B::run(&LinearCrossEntropy, inputs, vec![targets.into_primitive()]))
 }
 
@@ -52,8 +52,13 @@ pub fn token_cross_entropy<B: OpBackend>(
     weight: Tensor<B, 2>,
     targets: Tensor<B, 2, Int>,
 ) -> Tensor<B, 2> {
-    let inputs = [primitive(x.detach()), primitive(weight.detach())];
+    let inputs = [primitive(constant(x)), primitive(constant(weight))];
     tensor(B::run(&TokenCrossEntropy, inputs, vec![targets.into_primitive()]))
+}
+
+/// `tensor` outside the graph. Detaching alone leaves a parameter wanting its gradient.
+fn constant<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
+    tensor.detach().set_require_grad(false)
 }
 
 /// The operation of [`linear_cross_entropy`]: inputs x, weight, weights; integer input targets.
@@ -388,6 +393,25 @@ mod tests {
                 assert!((f64::from(got) - want).abs() < 2e-5, "{got} for {want} at {at}");
             }
         }
+    }
+
+    #[test]
+    fn token_losses_and_weights_leave_no_trace_in_the_graph() {
+        let (x, w) = (wave([1, 3, 4], 0.0).require_grad(), wave([5, 4], 1.0).require_grad());
+        let weights = wave([1, 3], 0.5).require_grad();
+        let losses = token_cross_entropy(x.clone(), w.clone(), targets_of([1, 3], 5));
+        let loss = linear_cross_entropy(x.clone(), w, targets_of([1, 3], 5), weights.clone());
+        let alone = linear_cross_entropy(
+            x.clone(),
+            wave([5, 4], 1.0),
+            targets_of([1, 3], 5),
+            wave([1, 3], 0.5),
+        );
+        let grads = (loss + losses.sum()).backward();
+        assert!(weights.grad(&grads).is_none());
+        let dx = values(Tensor::from_inner(x.grad(&grads).expect("a gradient of x")));
+        let grads = alone.backward();
+        assert_eq!(dx, values(Tensor::from_inner(x.grad(&grads).expect("a gradient of x"))));
     }
 
     #[test]

@@ -9,7 +9,9 @@ use rayon::prelude::*;
 
 use super::activation::{silu_slope, silu_value};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
-use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, rows_per_task, slice, sum_in_order};
+use crate::cpu::{
+    buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice, sum_in_order,
+};
 
 /// y_tc = f(Σ_{j < taps} weight_cj · x_{t − taps + 1 + j, c}), each channel by itself, with f = SiLU
 /// or the identity.
@@ -21,7 +23,8 @@ use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, rows_per_task, sli
 /// - `x`: `[batch, seq_len, channels]`
 /// - `weight`: `[channels, taps]`
 /// - `silu`: whether f is x σ(x)
-/// - `document_starts`: `[batch, seq_len]`, the row at which each position's document starts
+/// - `document_starts`: `[batch, seq_len]`, the row at which each position's document starts, which
+///   never decreases along a sequence
 ///
 /// Returns the shape of `x`.
 ///
@@ -112,7 +115,9 @@ impl Op<2> for ShortConv {
         let parts: Vec<_> = dx
             .par_chunks_mut(rows * channels)
             .enumerate()
-            .map(|(task, dx)| self.backward_task(&call, slice(&grad), task * rows, dx))
+            .map_init(Vec::new, |scratch, (task, dx)| {
+                self.backward_task(&call, slice(&grad), task * rows, dx, scratch)
+            })
             .collect();
         let dw = || {
             // Tasks sum tap by tap; the weight lies channel by channel.
@@ -128,12 +133,19 @@ impl ShortConv {
     ///
     /// With dz the gradient of the convolution: dx_t = Σ_back w_back · dz_{t + back}, so the task
     /// computes dz for the taps − 1 rows after its own too.
-    fn backward_task(&self, call: &Call, dy: &[f32], first: usize, dx: &mut [f32]) -> Vec<f32> {
+    fn backward_task(
+        &self,
+        call: &Call,
+        dy: &[f32],
+        first: usize,
+        dx: &mut [f32],
+        scratch: &mut Vec<f32>,
+    ) -> Vec<f32> {
         let channels = call.channels;
         let end = first + dx.len() / channels;
         let last = (end + call.taps - 1).min(call.rows);
-        let mut dz = buffer((last - first) * channels);
-        for (i, dz) in dz.chunks_exact_mut(channels).enumerate() {
+        scratch.resize((last - first) * channels, 0.0);
+        for (i, dz) in scratch.chunks_exact_mut(channels).enumerate() {
             let dy = &dy[(first + i) * channels..][..channels];
             if self.silu {
                 call.convolve(first + i, dz);
@@ -142,17 +154,15 @@ impl ShortConv {
                 dz.copy_from_slice(dy);
             }
         }
+        let dz = |row: usize| &scratch[(row - first) * channels..][..channels];
         let mut dw = vec![0.0; call.taps * channels];
-        for row in first..last {
-            let dz = &dz[(row - first) * channels..][..channels];
+        for (row, dx) in (first..end).zip(dx.chunks_exact_mut(channels)) {
+            let later = (row..last.min(row + call.taps)).take_while(|&t| t - row < call.reach(t));
+            weighted_sum(dx, later.clone().count(), |back| (call.tap(back), dz(row + back)));
             for back in 0..call.reach(row) {
-                let source = row - back;
-                if (first..end).contains(&source) {
-                    let dx = &mut dx[(source - first) * channels..][..channels];
-                    add_product(dx, call.tap(back), dz);
-                }
-                if row < end {
-                    add_product(&mut dw[back * channels..][..channels], call.row(source), dz);
+                let dw = &mut dw[back * channels..][..channels];
+                for ((dw, x), dz) in dw.iter_mut().zip(call.row(row - back)).zip(dz(row)) {
+                    *dw = math::mul_add(*x, *dz, *dw);
                 }
             }
         }
@@ -161,10 +171,27 @@ impl ShortConv {
     }
 }
 
-/// y ← y + a · b, elementwise.
-fn add_product(y: &mut [f32], a: &[f32], b: &[f32]) {
-    for ((y, a), b) in y.iter_mut().zip(a).zip(b) {
-        *y += a * b;
+/// y ← Σ_i a_i · b_i, elementwise, for the `terms` pairs of rows that `pair` gives.
+fn weighted_sum<'a>(y: &mut [f32], terms: usize, pair: impl Fn(usize) -> (&'a [f32], &'a [f32])) {
+    // A block's sums stay in registers.
+    const BLOCK: usize = 32;
+    let whole = y.len() - y.len() % BLOCK;
+    let (blocks, rest) = y.split_at_mut(whole);
+    for (block, y) in blocks.chunks_exact_mut(BLOCK).enumerate() {
+        let mut sums = [0.0; BLOCK];
+        for term in 0..terms {
+            let (a, b) = pair(term);
+            let [a, b] = [a, b].map(|row| &row[block * BLOCK..][..BLOCK]);
+            for i in 0..BLOCK {
+                sums[i] = math::mul_add(a[i], b[i], sums[i]);
+            }
+        }
+        y.copy_from_slice(&sums);
+    }
+    for (i, y) in rest.iter_mut().enumerate() {
+        let product =
+            |sum: f32, (a, b): (&[f32], &[f32])| math::mul_add(a[whole + i], b[whole + i], sum);
+        *y = (0..terms).map(&pair).fold(0.0, product);
     }
 }
 
@@ -226,10 +253,7 @@ impl<'a> Call<'a> {
 
     /// z ← Σ_back w_back · x_{row − back}.
     fn convolve(&self, row: usize, z: &mut [f32]) {
-        z.fill(0.0);
-        for back in 0..self.reach(row) {
-            add_product(z, self.tap(back), self.row(row - back));
-        }
+        weighted_sum(z, self.reach(row), |back| (self.tap(back), self.row(row - back)));
     }
 }
 
