@@ -72,7 +72,9 @@ fn check_cpu() -> Result<(), &'static str> {
     if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
         return Ok(());
     }
-    Err("this processor lacks AVX2 or FMA, which the binary was compiled for\n  hint: remove target-cpu from .cargo/config.toml and build again")
+    Err(
+        "this processor lacks AVX2 or FMA, which the binary was compiled for\n  hint: remove target-cpu from .cargo/config.toml and build again",
+    )
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -93,7 +93,8 @@ impl longwall_eval::Progress for EvalProgress {
     fn update(&self, update: &ProgressUpdate) {
         let bar = self.bar.lock().expect("no thread panicked while drawing");
         bar.set_position(update.done);
-        let rate = update.samples_per_second.map_or_else(String::new, |r| format!("{r:.1} samples/s"));
+        let rate =
+            update.samples_per_second.map_or_else(String::new, |r| format!("{r:.1} samples/s"));
         let left = update.time_left.map_or_else(String::new, |left| {
             format!(", {} left", longwall_train::console::duration(left.as_secs_f64()))
         });

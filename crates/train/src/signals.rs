@@ -37,6 +37,11 @@ impl StopFlag {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// The flag itself, for code that polls it.
+    pub fn as_atomic(&self) -> &AtomicBool {
+        &self.0
+    }
+
     /// Asks for a stop.
     pub fn raise(&self) {
         self.0.store(true, Ordering::Relaxed);

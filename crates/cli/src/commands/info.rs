@@ -92,7 +92,10 @@ fn print(info: &Info) {
     println!("  head                   {}", p.head);
     println!("at a length of           {} tokens", info.seq_len);
     println!("  forward, per token     {:.3} MFLOP", info.forward_flops_per_token / 1e6);
-    println!("    of it attention      {:.3} MFLOP ({share:.1} %)", info.attention_flops_per_token / 1e6);
+    println!(
+        "    of it attention      {:.3} MFLOP ({share:.1} %)",
+        info.attention_flops_per_token / 1e6
+    );
     println!("  training, per token    {:.3} MFLOP", info.train_flops_per_token / 1e6);
     println!("  cache, per sequence    {} bytes (f32)", info.cache_bytes_per_sequence);
     println!("  cache, per token       {:.0} bytes", info.cache_bytes_per_token);

@@ -67,7 +67,8 @@ fn draw(runs: &[PathBuf], out: &Path, axis: Axis, smooth: f64) -> Result<()> {
 }
 
 fn curve(run: &Path, axis: Axis) -> Result<Curve> {
-    let name = run.file_name().map_or_else(|| run.display().to_string(), |n| n.to_string_lossy().into());
+    let name =
+        run.file_name().map_or_else(|| run.display().to_string(), |n| n.to_string_lossy().into());
     let mut curve = Curve { name, train: vec![], validation: vec![] };
     let at = |step: u64, tokens: u64, seconds: f64| match axis {
         Axis::Steps => step as f64,

@@ -1,0 +1,123 @@
+//! `longwall train --config FILE`, `longwall train --resume RUN`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use longwall_eval::SuiteConfig;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::{Device, OnDevice};
+use longwall_train::checkpoint::Which;
+use longwall_train::config::RunConfig;
+use longwall_train::run::{Outcome, Start, TrainOptions, train};
+use longwall_train::signals::StopFlag;
+use longwall_train::{console, run_folder};
+
+use super::eval::{evaluate, suites_of};
+use super::plot::draw_run;
+use crate::context::{DeviceArg, open_device, open_run};
+use crate::progress::DataProgress;
+
+/// Arguments of `longwall train`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The run's configuration
+    #[arg(long, value_name = "FILE", required_unless_present = "resume")]
+    config: Option<PathBuf>,
+
+    /// Continue the run in this folder from its newest checkpoint
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["config", "force"])]
+    resume: Option<PathBuf>,
+
+    /// Override a key of the configuration, for example `--set train.lr=6e-4`
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+
+    /// The device, in place of run.device
+    #[arg(long)]
+    device: Option<DeviceArg>,
+
+    /// Delete the run that is in the run's folder, and start over
+    #[arg(long)]
+    force: bool,
+}
+
+/// Trains, then plots the losses and runs the evaluations that the configuration names.
+pub fn run(args: Args) -> Result<()> {
+    let (mut config, start, source) = match (args.resume, args.config) {
+        (Some(run), _) => {
+            let config = run_folder::config_of(&run, &args.sets)?;
+            let source = run.join("config.toml");
+            (config, Start::Resume(run), source)
+        }
+        (None, Some(path)) => {
+            let config = RunConfig::load(&path, &args.sets)?;
+            (config, if args.force { Start::Force } else { Start::New }, path)
+        }
+        (None, None) => unreachable!("the parser asks for one of them"),
+    };
+    if let Some(device) = args.device {
+        config.run.device = device.into();
+    }
+    // A misspelt suite must show before hours of training.
+    let suites = suites_of(&config.eval, &source)?;
+    let device = open_device(config.run.device, config.run.threads)?;
+    let stop = StopFlag::install()?;
+    let outcome = train_on(device, &config, start, &stop)?;
+    tracing::info!("loss curves: {}", draw_run(&outcome.run_dir)?.display());
+    if outcome.is_finished() {
+        evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
+        print_next(&outcome.run_dir);
+    }
+    Ok(())
+}
+
+fn train_on(device: Device, config: &RunConfig, start: Start, stop: &StopFlag) -> Result<Outcome> {
+    struct Train<'a> {
+        config: &'a RunConfig,
+        start: Start,
+        stop: &'a StopFlag,
+        device_name: String,
+    }
+    impl OnDevice for Train<'_> {
+        type Output = Result<Outcome>;
+        fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+            let options = TrainOptions {
+                start: self.start,
+                stop: self.stop.clone(),
+                progress: &DataProgress::new(Some(self.stop.clone())),
+                device_name: self.device_name,
+                peak_flops: None,
+                memory: None,
+            };
+            let mut console = console::for_terminal();
+            Ok(train::<B>(self.config, &device, &options, console.as_mut())?)
+        }
+    }
+    let device_name = device.to_string();
+    device.run(Train { config, start, stop, device_name })
+}
+
+/// Runs the suites of `[[eval]]` on the last checkpoint.
+fn evaluate_after(
+    config: &RunConfig,
+    run_dir: &Path,
+    suites: &[SuiteConfig],
+    stop: &StopFlag,
+) -> Result<()> {
+    if suites.is_empty() {
+        return Ok(());
+    }
+    let run = open_run(run_dir, Which::Latest, Some(config.run.device))?;
+    for report in evaluate(run, suites, false, stop)? {
+        println!("{report}");
+    }
+    Ok(())
+}
+
+fn print_next(run_dir: &Path) {
+    let (exe, run) = (std::env::args().next().unwrap_or_default(), run_dir.display());
+    println!("\nNext, for example:");
+    println!("  {exe} generate --run {run} --prompt \"pub fn \"");
+    println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
+    println!("  {exe} plot {run} --out loss.png");
+}
