@@ -27,7 +27,9 @@ impl Display for SkipReason {
         match self {
             SkipReason::LossNotFinite(loss) => write!(f, "the loss is {loss}"),
             SkipReason::GradNormNotFinite(norm) => write!(f, "the gradient norm is {norm}"),
-            SkipReason::NoTargets => write!(f, "no position of the batch has a loss weight above 0"),
+            SkipReason::NoTargets => {
+                write!(f, "no position of the batch has a loss weight above 0")
+            }
             SkipReason::LossOutlier(z) => {
                 write!(f, "the loss is {z:.1} standard deviations above its mean")
             }

@@ -1,1 +1,30 @@
-//! Longwall.
+//! Longwall's trainer: the run configuration, the loop, the optimiser, schedules, checkpoints,
+//! metrics, and sweeps.
+//!
+//! [`config::RunConfig`] is one TOML file; [`run::train`] does what it says; [`load::load_model`]
+//! opens what came out; [`sweep`] does many runs.
+
+pub mod checkpoint;
+pub mod config;
+pub mod console;
+mod error;
+mod files;
+pub mod gradients;
+pub mod guard;
+pub mod load;
+pub mod metrics;
+pub mod optimiser;
+pub mod pass;
+pub mod peak;
+pub mod run;
+pub mod run_folder;
+pub mod sampling;
+pub mod schedule;
+pub mod signals;
+pub mod sweep;
+pub mod tensorboard;
+#[cfg(test)]
+mod testing;
+pub mod validation;
+
+pub use error::TrainError;

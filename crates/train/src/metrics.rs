@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The line of one optimiser step.
 ///
@@ -40,13 +40,21 @@ pub struct ValidationRecord {
     /// Tokens seen.
     pub tokens: u64,
     /// Mean loss of the validation tokens, in nats.
+    #[serde(deserialize_with = "null_as_nan")]
     pub validation_loss: f64,
     /// `exp(validation_loss)`.
+    #[serde(deserialize_with = "null_as_nan")]
     pub perplexity: f64,
     /// All nats over `ln 2` and over the bytes that the counted targets stand for.
+    #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
     /// Seconds of training so far.
     pub seconds: f64,
+}
+
+/// JSON has no NaN: what is not finite is written as `null`.
+fn null_as_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 /// One line of `metrics.jsonl`.
@@ -101,8 +109,7 @@ impl AppendLog {
     pub fn open(path: &Path, length: u64) -> Result<Self, MetricsError> {
         let io = |source| MetricsError::Io { path: path.to_owned(), source };
         let mut options = OpenOptions::new();
-        let mut file =
-            options.create(true).write(true).truncate(false).open(path).map_err(io)?;
+        let mut file = options.create(true).write(true).truncate(false).open(path).map_err(io)?;
         let found = file.metadata().map_err(io)?.len();
         if found < length {
             tracing::warn!(

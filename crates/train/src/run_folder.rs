@@ -86,25 +86,40 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Makes the folder `path` for a new run.
+    /// Checks, without making anything, that a new run may go into `path`. Returns whether an old
+    /// run is there, to be deleted.
     ///
     /// # Errors
-    /// [`RunFolderError::Exists`] when something is there, unless `force` and it is a run: then the
-    /// old run's files are removed.
-    pub fn create(path: &Path, force: bool) -> Result<Self, RunFolderError> {
+    /// [`RunFolderError::Exists`] when something is there, unless `force` and it is a run.
+    pub fn check_new(path: &Path, force: bool) -> Result<bool, RunFolderError> {
         let io = |source| RunFolderError::Io { path: path.to_owned(), source };
-        fs::create_dir_all(path).map_err(io)?;
-        let mut names = Vec::new();
-        for entry in fs::read_dir(path).map_err(io)? {
-            names.push(entry.map_err(io)?.file_name());
+        let entries = match fs::read_dir(path) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(io(error)),
+        };
+        let mut taken = false;
+        for entry in entries {
+            let name = entry.map_err(io)?.file_name();
+            taken |= name != LOCK_FILE && name != LOG_FILE;
         }
-        let taken = names.iter().any(|name| name != LOCK_FILE && name != LOG_FILE);
         if taken && !force {
             return Err(RunFolderError::Exists { path: path.to_owned() });
         }
         if taken && !path.join("config.toml").is_file() {
             return Err(RunFolderError::NotARun { path: path.to_owned() });
         }
+        Ok(taken)
+    }
+
+    /// Makes the folder `path` for a new run.
+    ///
+    /// # Errors
+    /// As [`RunFolder::check_new`]; with `force`, the files of a run that is there are removed.
+    pub fn create(path: &Path, force: bool) -> Result<Self, RunFolderError> {
+        let io = |source| RunFolderError::Io { path: path.to_owned(), source };
+        let taken = Self::check_new(path, force)?;
+        fs::create_dir_all(path).map_err(io)?;
         let folder = Self::lock(path)?;
         if taken {
             tracing::warn!("deleting the run in {}, as --force asks", path.display());
@@ -130,9 +145,7 @@ impl RunFolder {
         let lock = File::options().create(true).append(true).open(&file).map_err(io)?;
         match lock.try_lock() {
             Ok(()) => Ok(RunFolder { path: path.to_owned(), _lock: lock }),
-            Err(TryLockError::WouldBlock) => {
-                Err(RunFolderError::Locked { path: path.to_owned() })
-            }
+            Err(TryLockError::WouldBlock) => Err(RunFolderError::Locked { path: path.to_owned() }),
             Err(TryLockError::Error(source)) => Err(io(source)),
         }
     }

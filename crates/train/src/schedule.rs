@@ -273,8 +273,11 @@ mod tests {
     #[test]
     fn warmup_longer_than_the_run_is_a_problem() {
         let mut problems = Problems::new();
-        ScheduleConfig::Linear { warmup: Span::Steps(100), final_lr_ratio: 1.5 }
-            .validate(100, 64, &mut problems);
+        ScheduleConfig::Linear { warmup: Span::Steps(100), final_lr_ratio: 1.5 }.validate(
+            100,
+            64,
+            &mut problems,
+        );
         let keys: Vec<_> = problems.as_slice().iter().map(|p| p.key.as_str()).collect();
         assert_eq!(keys, ["train.schedule.final_lr_ratio", "train.schedule.warmup"]);
     }

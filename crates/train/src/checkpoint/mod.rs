@@ -79,6 +79,9 @@ pub enum CheckpointError {
         /// `(key, value in the checkpoint, value asked for)`.
         differences: Vec<(String, String, String)>,
     },
+    /// Weights or moments cannot be encoded.
+    #[error(transparent)]
+    Tensors(#[from] longwall_model::weights::WeightsError),
     /// The configuration in the checkpoint cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -115,9 +118,13 @@ impl FromStr for Which {
         match text {
             "latest" => Ok(Which::Latest),
             "best" => Ok(Which::Best),
-            _ => text.strip_prefix("step-").unwrap_or(text).parse().map(Which::Step).map_err(|_| {
-                format!("`{text}` is no checkpoint; allowed: latest, best, or a step such as 1000")
-            }),
+            _ => {
+                text.strip_prefix("step-").unwrap_or(text).parse().map(Which::Step).map_err(|_| {
+                    format!(
+                        "`{text}` is no checkpoint; allowed: latest, best, or a step such as 1000"
+                    )
+                })
+            }
         }
     }
 }

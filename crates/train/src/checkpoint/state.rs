@@ -28,6 +28,8 @@ pub struct State {
     pub cursor: Cursor,
     /// Skipped steps, and the window of the outlier test.
     pub guard: GuardState,
+    /// Loss of the last step, unless it was skipped.
+    pub loss: Option<f32>,
     /// The best validation so far.
     pub best: Option<Best>,
     /// The last validation.

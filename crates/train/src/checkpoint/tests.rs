@@ -1,3 +1,5 @@
+use longwall_data::Cursor;
+
 use super::*;
 use crate::guard::GuardState;
 use crate::testing::config;
@@ -10,14 +12,21 @@ fn state(step: u64) -> State {
     let config = config(&[]);
     let mut guard = GuardState::default();
     guard.skipped = 1;
-    let cursor = serde_json::json!({ "next_row": step * 8, "fingerprint": "abc" });
+    let cursor = Cursor {
+        next_row: step * 8,
+        seed: 3,
+        seq_len: 512,
+        tokenizer: "bytes".into(),
+        sources: Vec::new(),
+    };
     State {
         step,
         tokens: step * config.train.batch_tokens,
         updates: step - 1,
         seed: config.run.seed,
-        cursor: serde_json::from_value(cursor).unwrap(),
+        cursor,
         guard,
+        loss: Some(2.5),
         best: Some(Best { step: 1, validation_loss: 0.1 + 0.2 }),
         validation: None,
         metrics_bytes: 10,

@@ -139,7 +139,12 @@ impl RunConfig {
             "leave it out to use every core",
         );
         self.data.validate(problems);
-        self.model.validate(problems);
+        // On its own: the model's checks stop at the first problem they find.
+        let mut model = Problems::new();
+        self.model.validate(&mut model);
+        for p in model.as_slice() {
+            problems.check(false, &p.key, &p.value, &p.allowed, &p.remedy);
+        }
         self.train.validate(self.data.seq_len, problems);
         for (index, eval) in self.eval.iter().enumerate() {
             problems.check(

@@ -62,15 +62,17 @@ impl Override {
     ) -> Result<&'a mut Value, ConfigError> {
         let parent = self.path[..depth].join(".");
         match place {
-            Value::Table(table) => Ok(table
-                .entry(segment.to_owned())
-                .or_insert_with(|| Value::Table(Table::new()))),
+            Value::Table(table) => {
+                Ok(table.entry(segment.to_owned()).or_insert_with(|| Value::Table(Table::new())))
+            }
             Value::Array(array) => {
                 let len = array.len();
                 let index = segment.parse::<usize>().ok().filter(|&index| index < len);
                 index.map(|index| &mut array[index]).ok_or_else(|| ConfigError::Override {
                     text: self.text.clone(),
-                    reason: format!("{parent} is an array of {len}, and `{segment}` is no index into it"),
+                    reason: format!(
+                        "{parent} is an array of {len}, and `{segment}` is no index into it"
+                    ),
                     remedy: format!("use an index from 0 to {}", len.saturating_sub(1)),
                 })
             }
@@ -120,7 +122,10 @@ mod tests {
         let table = set("", "train.schedule.kind=wsd").unwrap();
         assert_eq!(table["train"]["schedule"]["kind"].as_str(), Some("wsd"));
         let table = set("a = [{ w = 1 }, { w = 2 }]", "a.1.w=5").unwrap();
-        assert_eq!((table["a"][0]["w"].as_integer(), table["a"][1]["w"].as_integer()), (Some(1), Some(5)));
+        assert_eq!(
+            (table["a"][0]["w"].as_integer(), table["a"][1]["w"].as_integer()),
+            (Some(1), Some(5))
+        );
         let table = set("seeds = [1, 2]", "seeds.0=9").unwrap();
         assert_eq!(table["seeds"][0].as_integer(), Some(9));
         assert_eq!(set("a = 1", "a=2").unwrap()["a"].as_integer(), Some(2));

@@ -57,16 +57,16 @@ fn unknown_keys_are_errors_with_a_suggestion() {
     configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
       hint: did you mean `clip`?
     ");
-    insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nfnord = 1"), @r"
-    configs/small.toml:17: model.fnord is no known key; allowed here: layers, width, heads, attention
-      hint: remove model.fnord, or use one of the keys above
+    insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
+    configs/small.toml:17: model.fnord is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, window, attention
+      hint: did you mean `norm`?
     ");
-    insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", bass = 1"), @r"
-    configs/small.toml:19: model.attention.bass is no known key; allowed here: base
-      hint: did you mean `base`?
+    insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
+    configs/small.toml:19: model.attention.bass is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap
+      hint: remove model.attention.bass, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("max_bytes", "max_byte"), @r"
-    configs/small.toml:10: data.sources.0.max_byte is no known key; allowed here: weight, max_bytes
+    configs/small.toml:10: data.sources.0.max_byte is no known key; allowed here: weight, max_bytes, path
       hint: did you mean `max_bytes`?
     ");
     insta::assert_snapshot!(error_of("[tokenizer]", "[tokeniser]"), @r"
@@ -159,8 +159,8 @@ fn values_out_of_range_are_reported_together() {
     configs/small.toml: the configuration has 4 problems:
     run.name is "a/b"; allowed: a folder name without `/` and without a leading `.`
       hint: use for example "wall-124m"; run.out_dir says where the folder goes
-    model.heads is 5; allowed: a divisor of model.width
-      hint: use 4
+    model.heads is 5; allowed: a divisor of model.width, 64
+      hint: change heads or width, or set model.head_dim
     train.batch_tokens is 1000; allowed: a multiple of data.seq_len (512) above 0
       hint: use 512 or 1024
     train.lr is 0; allowed: a number above 0

@@ -41,12 +41,8 @@ impl<W: Write> Console for LineConsole<W> {
         let is_last = view.record.step == view.total_steps;
         if is_last || self.last.is_none_or(|last| last.elapsed() >= PAUSE) {
             self.last = Some(Instant::now());
-            let line = format!(
-                "step {}/{} | {}",
-                view.record.step,
-                view.total_steps,
-                format::step(view)
-            );
+            let line =
+                format!("step {}/{} | {}", view.record.step, view.total_steps, format::step(view));
             self.line(&line);
         }
     }

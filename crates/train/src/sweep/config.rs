@@ -191,7 +191,9 @@ impl SweepConfig {
 
     fn validate(&self, problems: &mut Problems) {
         problems.check(
-            !self.name.is_empty() && !self.name.contains(['/', '\\']) && !self.name.starts_with('.'),
+            !self.name.is_empty()
+                && !self.name.contains(['/', '\\'])
+                && !self.name.starts_with('.'),
             "name",
             format!("\"{}\"", self.name),
             "a folder name without `/` and without a leading `.`",

@@ -116,9 +116,8 @@ fn do_run(
             Err(error) => Err(format!("{what} could not be started: {error}")),
         }
     };
-    let is_finished = || {
-        run_folder::finished(&dir).map(|marker| marker.is_some()).map_err(|e| e.to_string())
-    };
+    let is_finished =
+        || run_folder::finished(&dir).map(|marker| marker.is_some()).map_err(|e| e.to_string());
     let resumed = check_old_run(run)?;
     if is_finished()? {
         note(&format!("{} is trained already", run.name));

@@ -183,7 +183,11 @@ fn mean_and_error(values: &[f64]) -> String {
         _ => {
             let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (count - 1.0);
             let error = (variance / count).sqrt();
-            let digits = decimals(if error > 0.0 { error / 10.0 } else { mean.abs() / 1000.0 });
+            let digits = match error {
+                e if e > 0.0 => decimals(e / 10.0),
+                _ if mean.fract() == 0.0 => 0,
+                _ => decimals(mean.abs() / 1000.0),
+            };
             format!("{mean:.digits$} ± {error:.digits$}")
         }
     }
@@ -227,7 +231,7 @@ mod tests {
         // Deviation 1, so the error is 1 / sqrt(3).
         assert_eq!(mean_and_error(&[1.0, 2.0, 3.0]), "2.00 ± 0.58");
         assert_eq!(mean_and_error(&[2.5]), "2.500");
-        assert_eq!(mean_and_error(&[2.0, 2.0]), "2.000 ± 0.000");
+        assert_eq!(mean_and_error(&[2.0, 2.0]), "2 ± 0");
         assert_eq!(mean_and_error(&[]), "-");
         assert_eq!(mean_and_error(&[51_200.0, 51_900.0]), "51550 ± 350");
     }

@@ -1,0 +1,65 @@
+//! Why a run cannot start or go on.
+
+use std::path::PathBuf;
+
+use longwall_data::DataError;
+use longwall_model::generate::GenerateError;
+use longwall_model::weights::WeightsError;
+
+use crate::checkpoint::CheckpointError;
+use crate::metrics::MetricsError;
+use crate::run_folder::RunFolderError;
+
+/// Why a run cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// Tokenizer or data.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The run's folder.
+    #[error(transparent)]
+    Folder(#[from] RunFolderError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Metrics or samples.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    /// Weights or the optimiser's moments.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// The prompts of `train.sample`.
+    #[error("train.sample: {0}")]
+    Sample(#[from] GenerateError),
+    /// TensorBoard's event file.
+    #[error("cannot write TensorBoard events in {}: {source}\n  hint: check the permissions and the room on the disk, or set run.tensorboard = false", path.display())]
+    TensorBoard {
+        /// The folder.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Too many steps were skipped in a row.
+    #[error(
+        "{in_a_row} steps in a row were skipped, the last one, step {step}, because {reason}\n  hint: resume with a lower learning rate (--set train.lr=…), or look at the data around that step"
+    )]
+    TooManySkips {
+        /// The last step.
+        step: u64,
+        /// How many were skipped.
+        in_a_row: u64,
+        /// Why the last one was.
+        reason: String,
+    },
+    /// The run failed with checkpoints behind it.
+    #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), run_dir.display())]
+    AfterCheckpoint {
+        /// What happened.
+        #[source]
+        error: Box<TrainError>,
+        /// The last good checkpoint.
+        checkpoint: PathBuf,
+        /// The run's folder.
+        run_dir: PathBuf,
+    },
+}

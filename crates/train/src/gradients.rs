@@ -1,0 +1,121 @@
+//! Gradients of all parameters: collected after each backward pass, added up, measured.
+
+use burn::backend::Autodiff;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
+use longwall_kernels::backend::{OpBackend, primitive, tensor};
+
+/// One gradient a parameter, in the order in which the module visits its parameters; `None` where
+/// the loss does not depend on the parameter.
+#[derive(Debug)]
+pub struct Gradients<B: OpBackend> {
+    pub(crate) tensors: Vec<Option<FloatTensor<B>>>,
+}
+
+impl<B: OpBackend> Gradients<B> {
+    /// Takes the gradients of `model`'s parameters out of a backward pass.
+    pub fn collect<M: Module<Autodiff<B>>>(
+        model: &M,
+        mut gradients: <Autodiff<B> as AutodiffBackend>::Gradients,
+    ) -> Self {
+        let mut collect = Collect::<B> { gradients: &mut gradients, tensors: Vec::new() };
+        model.visit(&mut collect);
+        Gradients { tensors: collect.tensors }
+    }
+
+    /// Adds the gradients of another micro-batch.
+    ///
+    /// # Panics
+    /// When `other` is of another model.
+    pub fn add(&mut self, other: Self) {
+        assert_eq!(self.tensors.len(), other.tensors.len(), "gradients of two different models");
+        for (sum, term) in self.tensors.iter_mut().zip(other.tensors) {
+            *sum = match (sum.take(), term) {
+                (Some(sum), Some(term)) => Some(B::float_add(sum, term)),
+                (sum, term) => sum.or(term),
+            };
+        }
+    }
+
+    /// Σ g² of every gradient, each of shape `[1]`, in order.
+    pub fn square_sums(&self) -> Vec<Tensor<B, 1>> {
+        self.tensors.iter().flatten().map(|g| tensor(B::square_sum(g.clone()))).collect()
+    }
+}
+
+struct Collect<'a, B: OpBackend> {
+    gradients: &'a mut <Autodiff<B> as AutodiffBackend>::Gradients,
+    tensors: Vec<Option<FloatTensor<B>>>,
+}
+
+impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Collect<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+        self.tensors.push(param.grad_remove(self.gradients).map(primitive));
+    }
+}
+
+/// The factor that brings a gradient of norm `grad_norm` down to `clip`; 1 when it is not above it.
+pub fn clip_factor(clip: Option<f64>, grad_norm: f32) -> f32 {
+    clip.map_or(1.0, |clip| (clip / (f64::from(grad_norm) + 1e-6)).min(1.0) as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use burn::tensor::TensorMetadata;
+    use burn::tensor::ops::FloatTensorOps;
+
+    use super::*;
+    use crate::testing::{TestBackend, tiny_batch, tiny_model};
+
+    type Model = longwall_model::LanguageModel<Autodiff<TestBackend>>;
+
+    fn gradients(model: &Model, rows: Range<usize>) -> Gradients<TestBackend> {
+        let [tokens, targets] = tiny_batch(rows);
+        let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
+        Gradients::collect(model, model.loss(tokens, targets, weights, None).backward())
+    }
+
+    fn elements(gradients: Gradients<TestBackend>) -> Vec<f32> {
+        let flat = |g: FloatTensor<TestBackend>| {
+            let count = g.shape().num_elements();
+            let g = TestBackend::float_reshape(g, [count].into());
+            tensor::<TestBackend, 1>(g).into_data().to_vec::<f32>().unwrap()
+        };
+        let present = gradients.tensors.into_iter().map(|g| g.expect("a gradient is missing"));
+        present.flat_map(flat).collect()
+    }
+
+    #[test]
+    fn gradients_of_micro_batches_add_up_to_that_of_the_batch() {
+        let model = tiny_model(1);
+        let whole = elements(gradients(&model, 0..4));
+        let mut sum = gradients(&model, 0..1);
+        sum.add(gradients(&model, 1..4));
+        let sum = elements(sum);
+        assert_eq!(whole.len(), sum.len());
+        assert!(whole.iter().any(|g| g.abs() > 1e-3), "all gradients vanish");
+        for (whole, sum) in whole.iter().zip(sum) {
+            assert!((whole - sum).abs() < 1e-6 + 1e-4 * whole.abs(), "{whole} and {sum}");
+        }
+    }
+
+    #[test]
+    fn the_square_sums_are_those_of_the_elements() {
+        let gradients = gradients(&tiny_model(1), 0..4);
+        let total: f32 = gradients.square_sums().into_iter().map(|s| s.into_scalar()).sum();
+        let expected: f32 = elements(gradients).iter().map(|g| g * g).sum();
+        assert!((total - expected).abs() < 1e-4 * expected, "{total} and {expected}");
+    }
+
+    #[test]
+    fn gradients_above_the_clip_are_scaled_down_to_it() {
+        assert_eq!(clip_factor(None, 100.0), 1.0);
+        assert_eq!(clip_factor(Some(1.0), 0.5), 1.0);
+        assert!((clip_factor(Some(1.0), 4.0) - 0.25).abs() < 1e-6);
+        assert_eq!(clip_factor(Some(1.0), 0.0), 1.0);
+    }
+}

@@ -1,0 +1,128 @@
+use burn::tensor::TensorPrimitive;
+use burn::tensor::ops::FloatTensorOps;
+use longwall_model::weights::named_tensors;
+
+use super::*;
+use crate::testing::{TestBackend, TestModel, tiny_batch, tiny_model};
+
+const ADAMW: OptimiserConfig =
+    OptimiserConfig::Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+
+fn gradients(model: &TestModel) -> Gradients<TestBackend> {
+    let [tokens, targets] = tiny_batch(0..4);
+    let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
+    Gradients::collect(model, model.loss(tokens, targets, weights, None).backward())
+}
+
+fn update(number: u64) -> Update {
+    Update { lr: 1e-2, number, grad_scale: 1.0 }
+}
+
+/// Parameters by name.
+fn values(model: &TestModel) -> Vec<(String, Vec<f32>)> {
+    named_tensors(model).into_iter().map(|(name, _, elements)| (name, elements)).collect()
+}
+
+#[test]
+fn matrices_decay_and_nothing_else() {
+    assert!(decays("blocks.0.attention.q.weight", 2));
+    assert!(decays("blocks.0.attention.gates.0.weight", 2));
+    assert!(decays("head", 2));
+    assert!(!decays("embedding", 2));
+    assert!(!decays("positions", 2));
+    assert!(!decays("blocks.0.attention_norm.weight", 1));
+    assert!(!decays("blocks.0.attention.gates.0.bias", 1));
+    assert!(!decays("norm.bias", 1));
+}
+
+#[test]
+fn the_groups_cover_the_model() {
+    let model = tiny_model(0);
+    let optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
+    let (decayed, plain) = optimiser.group_sizes();
+    assert_eq!(decayed + plain, model.num_params());
+    let embedding = model.vocab_size() * 16;
+    assert!(plain > embedding, "norms and embedding do not decay");
+    assert!(decayed > 0);
+}
+
+#[test]
+fn without_gradients_the_decay_alone_shrinks_matrices() {
+    let model = tiny_model(0);
+    let before = values(&model);
+    let mut optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
+    let mut zero = gradients(&model);
+    for gradient in zero.tensors.iter_mut().flatten() {
+        let shape = gradient.shape();
+        let zeros = Tensor::<TestBackend, 1>::zeros([shape.num_elements()], &Default::default());
+        let TensorPrimitive::Float(zeros) = zeros.into_primitive() else { unreachable!() };
+        *gradient = TestBackend::float_reshape(zeros, shape);
+    }
+    let after = values(&optimiser.step(model, zero, update(1)));
+    for ((name, before), (_, after)) in before.iter().zip(&after) {
+        let factor = if decays(name, rank(name)) { 1.0 - 1e-2 * 0.1 } else { 1.0 };
+        for (before, after) in before.iter().zip(after) {
+            assert!((before * factor - after).abs() < 1e-6, "{name}: {before} became {after}");
+        }
+    }
+}
+
+/// The rank of the tiny model's parameter `name`.
+fn rank(name: &str) -> usize {
+    let shapes = named_tensors(&tiny_model(0));
+    shapes.iter().find(|(other, ..)| other == name).map_or(0, |(_, shape, _)| shape.len())
+}
+
+#[test]
+fn updates_lower_the_loss_and_are_the_same_every_time() {
+    let run = || {
+        let mut model = tiny_model(0);
+        let mut optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
+        let [tokens, targets] = tiny_batch(0..4);
+        let losses: Vec<f32> = (1..=20)
+            .map(|number| {
+                let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
+                let loss = model.loss(tokens.clone(), targets.clone(), weights, None);
+                let value = loss.clone().inner().into_scalar();
+                let gradients = Gradients::collect(&model, loss.backward());
+                model = optimiser.step(model.clone(), gradients, update(number));
+                value
+            })
+            .collect();
+        losses
+    };
+    let losses = run();
+    assert!(losses[19] < losses[0] - 0.5, "{losses:?}");
+    assert_eq!(losses, run());
+}
+
+#[test]
+fn a_saved_optimiser_goes_on_as_if_never_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let model = tiny_model(0);
+    let mut optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
+    let first = gradients(&model);
+    let model = optimiser.step(model, first, update(1));
+    optimiser.save(&path).unwrap();
+    let mut restored = Optimiser::<TestBackend>::new(&ADAMW, &model);
+    restored.load(&path, &Default::default()).unwrap();
+    let (one, other) = (gradients(&model), gradients(&model));
+    let unbroken = optimiser.step(model.clone(), one, update(2));
+    let resumed = restored.step(model, other, update(2));
+    assert_eq!(values(&unbroken), values(&resumed));
+}
+
+#[test]
+fn the_moments_of_another_model_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("optimizer.safetensors");
+    let optimiser = Optimiser::<TestBackend>::new(&ADAMW, &tiny_model(0));
+    optimiser.save(&path).unwrap();
+    let bigger = crate::testing::model_with("layers = 2", 0);
+    let error = Optimiser::<TestBackend>::new(&ADAMW, &bigger)
+        .load(&path, &Default::default())
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("m.blocks.1."), "{error}");
+}

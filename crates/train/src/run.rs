@@ -1,0 +1,195 @@
+//! The training loop, in the order in which data flows: loader, batch, forward and backward, clip,
+//! optimiser, metrics, validation, samples, checkpoint.
+
+mod events;
+mod recorder;
+mod setup;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use longwall_data::Progress;
+use longwall_kernels::backend::OpBackend;
+
+use crate::checkpoint::CheckpointFolder;
+use crate::config::RunConfig;
+use crate::console::{Console, Ending};
+use crate::error::TrainError;
+use crate::gradients::clip_factor;
+use crate::metrics::ValidationRecord;
+use crate::optimiser::Update;
+use crate::pass::{forward_backward, weight_sum};
+use crate::signals::StopFlag;
+use recorder::StepFacts;
+use setup::Run;
+
+/// How a run starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// In a folder of its own, which must not be there yet.
+    New,
+    /// As [`Start::New`], but a run that is there is deleted first.
+    Force,
+    /// From the newest checkpoint in this run folder, or from the beginning if it has none.
+    Resume(PathBuf),
+}
+
+/// What the caller decides about a run beside its configuration.
+pub struct TrainOptions<'a> {
+    /// How it starts.
+    pub start: Start,
+    /// Raised to make the run write a checkpoint and end.
+    pub stop: StopFlag,
+    /// Shows the preparation of the data.
+    pub progress: &'a dyn Progress,
+    /// The device in words, for console and results.
+    pub device_name: String,
+    /// Peak FLOP/s of the device. `None`: on the CPU it is measured
+    /// ([`peak::measure`](crate::peak::measure)), elsewhere there is no MFU.
+    pub peak_flops: Option<f64>,
+    /// Bytes of device memory in use. `None`: the peak resident size of the process is shown.
+    pub memory: Option<&'a dyn Fn() -> Option<u64>>,
+}
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// The run's folder.
+    pub run_dir: PathBuf,
+    /// Finished steps.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub total_steps: u64,
+    /// Skipped steps.
+    pub skipped: u64,
+    /// The last validation.
+    pub validation: Option<ValidationRecord>,
+}
+
+impl Outcome {
+    /// Whether the run reached its last step; otherwise it was stopped, and can be resumed.
+    pub fn is_finished(&self) -> bool {
+        self.step >= self.total_steps
+    }
+}
+
+/// Trains the model of `config` on `device`.
+///
+/// `config` is valid ([`RunConfig::load`] saw to that); for [`Start::Resume`] it is the run's own,
+/// with overrides on top ([`config_of`](crate::run_folder::config_of)).
+///
+/// # Errors
+/// See [`TrainError`]. Once there is a checkpoint, the error names the last one.
+pub fn train<B: OpBackend>(
+    config: &RunConfig,
+    device: &B::Device,
+    options: &TrainOptions,
+    console: &mut dyn Console,
+) -> Result<Outcome, TrainError> {
+    let run = setup::open::<B>(config, device, options)?;
+    let run_dir = run.folder.path().to_owned();
+    steps(run, options, console).map_err(|error| name_last_checkpoint(error, &run_dir))
+}
+
+fn steps<B: OpBackend>(
+    mut run: Run<B>,
+    options: &TrainOptions,
+    console: &mut dyn Console,
+) -> Result<Outcome, TrainError> {
+    let config = run.config.train.clone();
+    let rows = run.rows as u64;
+    console.begin(&run.info());
+    while run.place.step < run.total_steps && !options.stop.is_raised() {
+        let started = Instant::now();
+        let step = run.place.step;
+
+        // Rows of this step: a function of the step alone.
+        let batch = run.loader.batch(step * rows, run.rows);
+        let weights = weight_sum(&batch);
+
+        // Forward and backward, one micro-batch after another.
+        let pass = forward_backward(&run.model, &batch, weights, run.micro_batch, &run.device);
+        let (loss, grad_norm) = pass.loss_and_grad_norm();
+
+        // Clip and update, unless the step is skipped.
+        let lr = run.schedule.lr(step);
+        let skip = run.guard.judge(loss, grad_norm, weights);
+        if skip.is_none() {
+            run.place.updates += 1;
+            let grad_scale = clip_factor(config.clip.0, grad_norm);
+            let update = Update { lr, number: run.place.updates, grad_scale };
+            run.model = run.optimiser.step(run.model, pass.gradients, update);
+        }
+        run.place.step += 1;
+        run.place.loss = skip.is_none().then_some(loss);
+
+        // Metrics.
+        let step = run.place.step;
+        let seconds = started.elapsed().as_secs_f64();
+        let facts = StepFacts { step, loss, grad_norm, lr, seconds, skip };
+        run.recorder.step(&facts, memory(options), console)?;
+        if let Some(reason) = skip.filter(|_| run.guard.must_stop()) {
+            let (in_a_row, reason) = (run.guard.state().in_a_row, reason.to_string());
+            return Err(TrainError::TooManySkips { step, in_a_row, reason });
+        }
+
+        // Validation, samples, checkpoint.
+        let is_last = step == run.total_steps;
+        let due = |every: crate::config::Every| every.is_due(step, config.batch_tokens);
+        let mut is_best = false;
+        if due(config.validate.every) || is_last {
+            is_best = run.validate(console)?;
+        }
+        if due(config.sample.every) {
+            run.sample(console)?;
+        }
+        if due(config.checkpoint.every) || (is_best && config.checkpoint.best) {
+            run.save_checkpoint(console)?;
+        }
+    }
+    run.save_checkpoint(console)?;
+    if run.place.step >= run.total_steps {
+        run.finish()?;
+    }
+    Ok(end(&run, console))
+}
+
+fn end<B: OpBackend>(run: &Run<B>, console: &mut dyn Console) -> Outcome {
+    let outcome = Outcome {
+        run_dir: run.folder.path().to_owned(),
+        step: run.place.step,
+        total_steps: run.total_steps,
+        skipped: run.guard.state().skipped,
+        validation: run.place.validation.clone(),
+    };
+    console.end(&Ending {
+        step: outcome.step,
+        total_steps: outcome.total_steps,
+        skipped: outcome.skipped,
+        seconds: run.recorder.seconds(),
+        validation: outcome.validation.clone(),
+        run_dir: outcome.run_dir.clone(),
+    });
+    outcome
+}
+
+/// Memory in use: the device's where the caller can tell, else the peak of this process.
+fn memory(options: &TrainOptions) -> Option<u64> {
+    options.memory.map_or_else(recorder::peak_resident_bytes, |memory| memory())
+}
+
+/// Adds the last good checkpoint to `error`, if there is one.
+fn name_last_checkpoint(error: TrainError, run_dir: &Path) -> TrainError {
+    let folder = CheckpointFolder::new(run_dir);
+    match folder.steps().ok().and_then(|steps| steps.last().copied()) {
+        Some(step) => TrainError::AfterCheckpoint {
+            error: Box::new(error),
+            checkpoint: folder.step_dir(step),
+            run_dir: run_dir.to_owned(),
+        },
+        None => error,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,132 @@
+//! What happens between steps: validation, samples, checkpoints, the end.
+
+use burn::module::{AutodiffModule, Module};
+use longwall_kernels::backend::OpBackend;
+use longwall_model::weights::{self, WeightsError};
+
+use super::setup::Run;
+use crate::checkpoint::{Best, CheckpointError, State, write_texts};
+use crate::console::Console;
+use crate::error::TrainError;
+use crate::metrics::{self, Record, ValidationRecord};
+use crate::run_folder::{self, Finished};
+
+impl<B: OpBackend> Run<B> {
+    /// Validates, if validation is on. Returns whether the loss is the lowest so far.
+    pub fn validate(&mut self, console: &mut dyn Console) -> Result<bool, TrainError> {
+        let Some(validator) = &self.validator else { return Ok(false) };
+        let step = self.place.step;
+        let scores = validator.run(&self.model.valid(), &self.device);
+        let is_best = self.place.best.is_none_or(|best| scores.loss < best.validation_loss)
+            && scores.loss.is_finite();
+        if is_best {
+            self.place.best = Some(Best { step, validation_loss: scores.loss });
+        }
+        let record = ValidationRecord {
+            step,
+            tokens: step * self.config.train.batch_tokens,
+            validation_loss: scores.loss,
+            perplexity: scores.loss.exp(),
+            bits_per_byte: scores.bits_per_byte,
+            seconds: self.recorder.seconds(),
+        };
+        self.recorder.validation(&record, is_best, console)?;
+        self.place.validation = Some(record);
+        Ok(is_best)
+    }
+
+    /// Lets the model write after each prompt.
+    pub fn sample(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
+        let Some(sampler) = &self.sampler else { return Ok(()) };
+        let step = self.place.step;
+        let samples = sampler.run(&self.model.valid(), step, &self.device)?;
+        self.recorder.samples(step, &samples, console)
+    }
+
+    /// Writes a checkpoint of this step, unless there is one, and removes old ones.
+    pub fn save_checkpoint(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
+        let step = self.place.step;
+        if self.place.saved == Some(step) {
+            return Ok(());
+        }
+        let state = self.state()?;
+        let path = self.checkpoints.write(step, |folder| {
+            let weights = folder.join("weights.safetensors");
+            weights::save(&self.model.valid(), &weights).map_err(write_error)?;
+            self.optimiser.save(&folder.join("optimizer.safetensors")).map_err(write_error)?;
+            write_texts(folder, &self.config, &state)
+        })?;
+        self.place.saved = Some(step);
+        let kept = &self.config.train.checkpoint;
+        if let Some(best) = self.place.best.filter(|best| kept.best && best.step == step) {
+            self.checkpoints.mark_best(best)?;
+        }
+        self.checkpoints.prune(kept.keep_last)?;
+        console.note(&format!("checkpoint {}", path.display()));
+        Ok(())
+    }
+
+    /// Where the run stands, for a checkpoint.
+    fn state(&mut self) -> Result<State, TrainError> {
+        let (metrics_bytes, samples_bytes) = self.recorder.sync()?;
+        let step = self.place.step;
+        Ok(State {
+            step,
+            tokens: step * self.config.train.batch_tokens,
+            updates: self.place.updates,
+            seed: self.config.run.seed,
+            cursor: self.loader.cursor(step * self.rows as u64),
+            guard: self.guard.state().clone(),
+            loss: self.place.loss,
+            best: self.place.best,
+            validation: self.place.validation.clone(),
+            metrics_bytes,
+            samples_bytes,
+            seconds: self.recorder.seconds(),
+            micro_batch: self.micro_batch,
+            tokenizer: self.tokenizer.clone(),
+            model: self.config.model.clone(),
+        })
+    }
+
+    /// Leaves the mark of a finished run with its results, unless it is there.
+    pub fn finish(&self) -> Result<(), TrainError> {
+        if run_folder::finished(self.folder.path())?.is_some() {
+            return Ok(());
+        }
+        let tokens_per_second = median_throughput(&metrics::read(&self.folder.metrics())?);
+        self.folder.finish(&Finished {
+            step: self.place.step,
+            tokens: self.place.step * self.config.train.batch_tokens,
+            loss: self.place.loss,
+            validation: self.place.validation.clone(),
+            skipped: self.guard.state().skipped,
+            tokens_per_second,
+            seconds: self.recorder.seconds(),
+            parameters: self.model.num_params() as u64,
+            device: self.device_name.clone(),
+        })?;
+        Ok(())
+    }
+}
+
+/// A failed write of tensors, as that of their checkpoint.
+fn write_error(error: WeightsError) -> CheckpointError {
+    match error {
+        WeightsError::Io { path, source, .. } => CheckpointError::Write { path, source },
+        other => CheckpointError::Tensors(other),
+    }
+}
+
+/// Median of the steps' throughput; 0 when there are none.
+fn median_throughput(records: &[Record]) -> f64 {
+    let mut rates: Vec<f64> = records
+        .iter()
+        .filter_map(|record| match record {
+            Record::Step(step) => Some(step.tokens_per_second),
+            Record::Validation(_) => None,
+        })
+        .collect();
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied().unwrap_or(0.0)
+}

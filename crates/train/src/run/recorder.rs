@@ -1,0 +1,218 @@
+//! Everything a run writes down as it goes: metrics, samples, TensorBoard, console.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use crate::console::{Console, StepView};
+use crate::error::TrainError;
+use crate::guard::SkipReason;
+use crate::metrics::{AppendLog, Record, StepRecord, ValidationRecord};
+use crate::run_folder::RunFolder;
+use crate::tensorboard::EventWriter;
+
+/// Weight of the past in the smoothed loss of the console.
+const SMOOTHING: f64 = 0.98;
+
+/// How a recorder starts.
+pub(super) struct RecorderStart {
+    pub step: u64,
+    pub metrics_bytes: u64,
+    pub samples_bytes: u64,
+    pub seconds: f64,
+    pub total_steps: u64,
+    pub batch_tokens: u64,
+    pub tensorboard: bool,
+    pub flops_per_token: f64,
+    pub peak_flops: Option<f64>,
+}
+
+/// What is known of a finished step.
+pub(super) struct StepFacts {
+    pub step: u64,
+    pub loss: f32,
+    pub grad_norm: f32,
+    pub lr: f64,
+    pub seconds: f64,
+    pub skip: Option<SkipReason>,
+}
+
+/// Writes down what happens.
+pub(super) struct Recorder {
+    start: RecorderStart,
+    metrics: AppendLog,
+    samples: AppendLog,
+    tensorboard: Option<(PathBuf, EventWriter)>,
+    began: Instant,
+    smoothed: Smoothed,
+}
+
+impl Recorder {
+    /// Opens the run's files, cut back to where its checkpoint was taken.
+    pub fn open(folder: &RunFolder, start: RecorderStart) -> Result<Self, TrainError> {
+        let tensorboard = match start.tensorboard {
+            true => {
+                let path = folder.tensorboard();
+                let writer = EventWriter::create(&path, start.step)
+                    .map_err(|source| TrainError::TensorBoard { path: path.clone(), source })?;
+                Some((path, writer))
+            }
+            false => None,
+        };
+        Ok(Recorder {
+            metrics: AppendLog::open(&folder.metrics(), start.metrics_bytes)?,
+            samples: AppendLog::open(&folder.samples(), start.samples_bytes)?,
+            tensorboard,
+            began: Instant::now(),
+            smoothed: Smoothed::default(),
+            start,
+        })
+    }
+
+    /// Seconds of training, over all resumed parts.
+    pub fn seconds(&self) -> f64 {
+        self.start.seconds + self.began.elapsed().as_secs_f64()
+    }
+
+    /// The FLOP/s that MFU is measured against.
+    pub fn peak_flops(&self) -> Option<f64> {
+        self.start.peak_flops
+    }
+
+    /// Writes down a step.
+    pub fn step(
+        &mut self,
+        facts: &StepFacts,
+        memory_bytes: Option<u64>,
+        console: &mut dyn Console,
+    ) -> Result<(), TrainError> {
+        let tokens_per_second = self.start.batch_tokens as f64 / facts.seconds;
+        let mfu =
+            self.start.peak_flops.map(|peak| tokens_per_second * self.start.flops_per_token / peak);
+        let record = StepRecord {
+            step: facts.step,
+            tokens: facts.step * self.start.batch_tokens,
+            loss: Some(facts.loss).filter(|loss| loss.is_finite()),
+            grad_norm: Some(facts.grad_norm).filter(|norm| norm.is_finite()),
+            lr: facts.lr,
+            tokens_per_second,
+            mfu,
+            seconds: self.seconds(),
+            skipped: facts.skip.is_some(),
+        };
+        self.metrics.append_record(&Record::Step(record.clone()))?;
+        let mut scalars = vec![
+            ("train/loss", f64::from(facts.loss)),
+            ("train/grad_norm", f64::from(facts.grad_norm)),
+            ("train/lr", facts.lr),
+            ("train/tokens_per_second", tokens_per_second),
+        ];
+        scalars.extend(mfu.map(|mfu| ("train/mfu", mfu)));
+        self.scalars(facts.step, &scalars)?;
+        if facts.skip.is_none() {
+            self.smoothed.push(f64::from(facts.loss));
+        }
+        let done = (facts.step - self.start.step) as f64;
+        let left = (self.start.total_steps - facts.step) as f64;
+        console.step(&StepView {
+            record,
+            total_steps: self.start.total_steps,
+            smoothed_loss: self.smoothed.value(),
+            seconds_left: self.began.elapsed().as_secs_f64() / done * left,
+            memory_bytes,
+            skip: facts.skip,
+        });
+        Ok(())
+    }
+
+    /// Writes down a validation.
+    pub fn validation(
+        &mut self,
+        record: &ValidationRecord,
+        is_best: bool,
+        console: &mut dyn Console,
+    ) -> Result<(), TrainError> {
+        self.metrics.append_record(&Record::Validation(record.clone()))?;
+        let scalars = [
+            ("validation/loss", record.validation_loss),
+            ("validation/perplexity", record.perplexity),
+            ("validation/bits_per_byte", record.bits_per_byte),
+        ];
+        self.scalars(record.step, &scalars)?;
+        console.validation(record, is_best);
+        Ok(())
+    }
+
+    /// Writes down what the model wrote after each prompt.
+    pub fn samples(
+        &mut self,
+        step: u64,
+        samples: &[(String, String)],
+        console: &mut dyn Console,
+    ) -> Result<(), TrainError> {
+        for (prompt, text) in samples {
+            self.samples.append(&format!("=== step {step}, prompt {prompt:?}\n{text}\n\n"))?;
+            console.sample(step, prompt, text);
+        }
+        Ok(())
+    }
+
+    /// Waits for the disk; gives the lengths of `metrics.jsonl` and `samples.txt`.
+    pub fn sync(&mut self) -> Result<(u64, u64), TrainError> {
+        Ok((self.metrics.sync()?, self.samples.sync()?))
+    }
+
+    fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> Result<(), TrainError> {
+        let Some((path, writer)) = &mut self.tensorboard else { return Ok(()) };
+        writer
+            .scalars(step, scalars)
+            .map_err(|source| TrainError::TensorBoard { path: path.clone(), source })
+    }
+}
+
+/// An exponential moving average that starts unbiased.
+#[derive(Debug, Default)]
+struct Smoothed {
+    sum: f64,
+    weight: f64,
+}
+
+impl Smoothed {
+    fn push(&mut self, value: f64) {
+        self.sum = SMOOTHING * self.sum + value;
+        self.weight = SMOOTHING * self.weight + 1.0;
+    }
+
+    fn value(&self) -> f64 {
+        self.sum / self.weight
+    }
+}
+
+/// The greatest resident size of this process so far, where the system says.
+pub(super) fn peak_resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kilobytes * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_smoothed_loss_starts_at_the_first_one() {
+        let mut smoothed = Smoothed::default();
+        smoothed.push(3.0);
+        assert_eq!(smoothed.value(), 3.0);
+        for _ in 0..1000 {
+            smoothed.push(1.0);
+        }
+        assert!((smoothed.value() - 1.0).abs() < 1e-6);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_resident_size_is_known() {
+        assert!(peak_resident_bytes().is_some_and(|bytes| bytes > 100_000));
+    }
+}

@@ -1,0 +1,307 @@
+use std::fs;
+
+use longwall_data::NoProgress;
+
+use super::*;
+use crate::checkpoint::{Checkpoint, Which};
+use crate::console::{RunInfo, SilentConsole, StepView};
+use crate::load::load_model;
+use crate::metrics::{self, Record};
+use crate::run_folder;
+use crate::testing::TestBackend;
+
+/// A corpus and a configuration in a folder of their own.
+struct Sandbox(tempfile::TempDir);
+
+impl Sandbox {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let corpus = folder.path().join("corpus");
+        fs::create_dir(&corpus).unwrap();
+        for file in 0..40 {
+            let line = format!("Line of file {file}: the quick brown fox jumps over the dog.\n");
+            fs::write(corpus.join(format!("{file}.txt")), line.repeat(8)).unwrap();
+        }
+        Sandbox(folder)
+    }
+
+    /// Twelve steps of four rows of 32 bytes, in two micro-batches.
+    fn config(&self, sets: &[&str]) -> RunConfig {
+        let path = |name: &str| self.0.path().join(name);
+        let text = format!(
+            r#"
+            run = {{ out_dir = {out:?}, seed = 7 }}
+            train = {{ tokens = 1536, batch_tokens = 128, micro_batch = 2, lr = 1e-2 }}
+            [data]
+            seq_len = 32
+            validation_fraction = 0.2
+            validation_tokens = 256
+            cache_dir = {cache:?}
+            sources = [{{ kind = "text", paths = [{corpus:?}] }}]
+            [model]
+            layers = 1
+            width = 16
+            heads = 2
+            attention = {{ kind = "rope" }}
+            "#,
+            out = path("runs"),
+            cache = path("cache"),
+            corpus = path("corpus"),
+        );
+        let sets: Vec<String> = ["train.validate.every=5", "train.checkpoint.every=4"]
+            .iter()
+            .chain(sets)
+            .map(|set| (*set).to_owned())
+            .collect();
+        RunConfig::parse(&text, Path::new("tiny.toml"), &sets).unwrap()
+    }
+}
+
+/// Does something after a step.
+struct After<F> {
+    step: u64,
+    action: F,
+}
+
+impl<F: FnMut()> Console for After<F> {
+    fn begin(&mut self, _info: &RunInfo) {}
+    fn step(&mut self, view: &StepView) {
+        if view.record.step == self.step {
+            (self.action)();
+        }
+    }
+    fn validation(&mut self, _record: &ValidationRecord, _best: bool) {}
+    fn sample(&mut self, _step: u64, _prompt: &str, _text: &str) {}
+    fn note(&mut self, _text: &str) {}
+    fn end(&mut self, _ending: &Ending) {}
+}
+
+fn run_with(
+    config: &RunConfig,
+    start: Start,
+    stop: StopFlag,
+    console: &mut dyn Console,
+) -> Result<Outcome, TrainError> {
+    let options = TrainOptions {
+        start,
+        stop,
+        progress: &NoProgress,
+        device_name: "cpu".into(),
+        peak_flops: Some(1e9),
+        memory: None,
+    };
+    train::<TestBackend>(config, &Default::default(), &options, console)
+}
+
+/// Runs as if the user pressed Ctrl-C during `step`.
+fn run_until(config: &RunConfig, start: Start, step: u64) -> Result<Outcome, TrainError> {
+    let stop = StopFlag::new();
+    let mut console = After { step, action: || stop.raise() };
+    run_with(config, start, stop.clone(), &mut console)
+}
+
+fn run(config: &RunConfig, start: Start) -> Result<Outcome, TrainError> {
+    run_with(config, start, StopFlag::new(), &mut SilentConsole)
+}
+
+/// The lines of `metrics.jsonl`, without what depends on the clock.
+fn losses(run_dir: &Path) -> Vec<Record> {
+    let mut records = metrics::read(&run_dir.join("metrics.jsonl")).unwrap();
+    for record in &mut records {
+        match record {
+            Record::Step(step) => {
+                (step.seconds, step.tokens_per_second, step.mfu) = (0.0, 0.0, None);
+            }
+            Record::Validation(validation) => validation.seconds = 0.0,
+        }
+    }
+    records
+}
+
+fn weights(run_dir: &Path) -> Vec<u8> {
+    let checkpoint = Checkpoint::open(run_dir, Which::Latest).unwrap();
+    fs::read(checkpoint.weights()).unwrap()
+}
+
+#[test]
+fn a_run_leaves_everything_it_should() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&["train.sample.every=6", "run.tensorboard=true"]);
+    let outcome = run(&config, Start::New).unwrap();
+    assert!(outcome.is_finished());
+    let dir = &outcome.run_dir;
+    let records = losses(dir);
+    let steps = records.iter().filter(|record| matches!(record, Record::Step(_))).count();
+    assert_eq!((steps, records.len()), (12, 12 + 3), "validations after 5, 10 and 12 steps");
+    let first = records.iter().find_map(|r| if let Record::Step(s) = r { s.loss } else { None });
+    let last = run_folder::finished(dir).unwrap().unwrap();
+    assert!(last.loss < first, "{:?} is not below {first:?}", last.loss);
+    assert_eq!(last.validation, outcome.validation);
+    assert!(last.tokens_per_second > 0.0);
+    let samples = fs::read_to_string(dir.join("samples.txt")).unwrap();
+    assert!(samples.starts_with("=== step 6, prompt \"\"\n") && samples.contains("=== step 12"));
+    assert_eq!(fs::read_dir(dir.join("tb")).unwrap().count(), 1);
+    assert_eq!(run_folder::config_of(dir, &[]).unwrap(), config);
+    let loaded = load_model::<TestBackend>(dir, Which::Best, &Default::default()).unwrap();
+    assert_eq!(loaded.model.vocab_size(), 257);
+}
+
+#[test]
+fn a_resumed_run_equals_an_unbroken_one_to_the_bit() {
+    let sandbox = Sandbox::new();
+    let more = ["train.sample.every=3", "train.skip.outlier_z=3", "train.skip.window=8"];
+    let unbroken = sandbox.config(&[&more[..], &["run.name=unbroken"]].concat());
+    let unbroken = run(&unbroken, Start::New).unwrap().run_dir;
+    // Stopped right before, at, and after a checkpoint and a validation, again and again.
+    let broken = sandbox.config(&[&more[..], &["run.name=broken"]].concat());
+    let mut outcome = run_until(&broken, Start::New, 3).unwrap();
+    for step in [4, 5, 6, 11] {
+        assert!(!outcome.is_finished());
+        let start = Start::Resume(outcome.run_dir.clone());
+        outcome = run_until(&broken, start, step).unwrap();
+        assert_eq!(outcome.step, step);
+    }
+    let start = Start::Resume(outcome.run_dir.clone());
+    let broken = run(&broken, start).unwrap().run_dir;
+    assert_eq!(losses(&broken), losses(&unbroken));
+    assert_eq!(weights(&broken), weights(&unbroken));
+    let samples = |dir: &Path| fs::read_to_string(dir.join("samples.txt")).unwrap();
+    assert_eq!(samples(&broken), samples(&unbroken));
+}
+
+#[test]
+fn a_killed_run_resumes_from_its_last_checkpoint() {
+    let sandbox = Sandbox::new();
+    let unbroken = sandbox.config(&["run.name=unbroken"]);
+    let unbroken = run(&unbroken, Start::New).unwrap().run_dir;
+    let config = sandbox.config(&["run.name=killed", "train.checkpoint.keep_last=9"]);
+    let dir = run(&config, Start::New).unwrap().run_dir;
+    // As if killed in step 11, while it wrote a checkpoint.
+    fs::remove_file(dir.join("finished.json")).unwrap();
+    fs::remove_dir_all(dir.join("checkpoints/step-12")).unwrap();
+    fs::remove_dir_all(dir.join("checkpoints/step-10")).unwrap();
+    fs::create_dir(dir.join("checkpoints/step-12.tmp")).unwrap();
+    let outcome = run(&config, Start::Resume(dir.clone())).unwrap();
+    assert!(outcome.is_finished());
+    assert!(!dir.join("checkpoints/step-12.tmp").exists());
+    assert_eq!(losses(&dir), losses(&unbroken));
+    assert_eq!(weights(&dir), weights(&unbroken));
+}
+
+#[test]
+fn a_run_killed_before_its_first_checkpoint_starts_again() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[]);
+    let dir = run(&config, Start::New).unwrap().run_dir;
+    let whole = losses(&dir);
+    fs::remove_file(dir.join("finished.json")).unwrap();
+    fs::remove_dir_all(dir.join("checkpoints")).unwrap();
+    run(&config, Start::Resume(dir.clone())).unwrap();
+    assert_eq!(losses(&dir), whole);
+}
+
+#[test]
+fn a_finished_run_stays_as_it_is_unless_it_is_made_longer() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&["train.schedule.kind=constant"]);
+    let dir = run(&config, Start::New).unwrap().run_dir;
+    let before = fs::read(dir.join("finished.json")).unwrap();
+    run(&config, Start::Resume(dir.clone())).unwrap();
+    assert_eq!(fs::read(dir.join("finished.json")).unwrap(), before);
+    let longer = sandbox.config(&["train.schedule.kind=constant", "train.tokens=1792"]);
+    let outcome = run(&longer, Start::Resume(dir.clone())).unwrap();
+    assert_eq!((outcome.step, outcome.total_steps), (14, 14));
+    assert_eq!(run_folder::finished(&dir).unwrap().unwrap().step, 14);
+}
+
+#[test]
+fn a_run_folder_is_not_overwritten_unless_forced() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[]);
+    run(&config, Start::New).unwrap();
+    let error = run(&config, Start::New).unwrap_err();
+    assert!(matches!(error, TrainError::Folder(run_folder::RunFolderError::Exists { .. })));
+    run(&config, Start::Force).unwrap();
+}
+
+#[test]
+fn a_run_that_cannot_start_leaves_no_folder() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&["data.sources.0.paths=[\"no/such/folder\"]"]);
+    assert!(matches!(run(&config, Start::New), Err(TrainError::Data(_))));
+    assert!(!config.run_dir().exists());
+}
+
+#[test]
+fn the_best_checkpoint_is_kept() {
+    let sandbox = Sandbox::new();
+    // The rate explodes at the end: the last validations are not the best.
+    let sets = ["train.validate.every=2", "train.checkpoint.keep_last=1"];
+    let config = sandbox.config(&[&sets[..], &["train.lr=0.5", "train.clip=\"off\""]].concat());
+    let dir = run(&config, Start::New).unwrap().run_dir;
+    let validations: Vec<(u64, f64)> = losses(&dir)
+        .into_iter()
+        .filter_map(|record| match record {
+            Record::Validation(v) => Some((v.step, v.validation_loss)),
+            Record::Step(_) => None,
+        })
+        .collect();
+    let best = validations.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+    let checkpoint = Checkpoint::open(&dir, Which::Best).unwrap();
+    assert_eq!(checkpoint.state.step, best.0);
+    let kept = CheckpointFolder::new(&dir).steps().unwrap();
+    assert!(kept.len() <= 2 && kept.last() == Some(&12), "{kept:?}");
+}
+
+#[test]
+fn ten_skipped_steps_in_a_row_end_the_run_and_name_the_last_checkpoint() {
+    let sandbox = Sandbox::new();
+    let sets = ["train.schedule.kind=constant", "train.skip.max_in_a_row=3"];
+    let config = sandbox.config(&sets);
+    let dir = run_until(&config, Start::New, 4).unwrap().run_dir;
+    // A rate that throws the weights out of range: every later loss is NaN.
+    let wild = sandbox.config(&[&sets[..], &["train.lr=1e38"]].concat());
+    let error = run(&wild, Start::Resume(dir.clone())).unwrap_err();
+    let text = error.to_string().replace(&dir.display().to_string(), "RUN");
+    assert!(
+        text.starts_with("3 steps in a row were skipped, the last one, step 8, because"),
+        "{text}"
+    );
+    assert!(text.contains("last good checkpoint is RUN/checkpoints/step-"), "{text}");
+    let skipped: Vec<bool> = losses(&dir)
+        .into_iter()
+        .filter_map(
+            |record| if let Record::Step(step) = record { Some(step.skipped) } else { None },
+        )
+        .collect();
+    assert_eq!(skipped, [false, false, false, false, false, true, true, true]);
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_ends_the_run_with_a_clear_error() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[]);
+    let dir = run_until(&config, Start::New, 2).unwrap().run_dir;
+    // The next checkpoint's name is taken while the run goes on: the rename fails as on a full disk.
+    let taken = dir.join("checkpoints/step-4");
+    let mut console = After { step: 3, action: || fs::write(&taken, "in the way").unwrap() };
+    let start = Start::Resume(dir.clone());
+    let error = run_with(&config, start, StopFlag::new(), &mut console).unwrap_err().to_string();
+    let error = error.replace(&dir.display().to_string(), "RUN");
+    insta::assert_snapshot!(error, @r"
+    cannot write RUN/checkpoints/step-4: Not a directory (os error 20); nothing half-written is left
+      hint: make room on the disk, or check the permissions of the folder
+      the last good checkpoint is RUN/checkpoints/step-2; continue from it with: longwall train --resume RUN
+    ");
+    let left: Vec<_> = fs::read_dir(dir.join("checkpoints")).unwrap().collect();
+    assert_eq!(left.len(), 2, "something half-written is left: {left:?}");
+}
+
+#[test]
+fn keys_that_define_the_run_cannot_be_changed_on_resume() {
+    let sandbox = Sandbox::new();
+    let dir = run_until(&sandbox.config(&[]), Start::New, 2).unwrap().run_dir;
+    let other = sandbox.config(&["model.layers=2"]);
+    let error = run(&other, Start::Resume(dir.clone())).unwrap_err().to_string();
+    assert!(error.contains("model.layers was 1, and is 2 now"), "{error}");
+}

@@ -1,0 +1,102 @@
+//! Validation in the loop: loss, perplexity and bits per byte over the held-out rows.
+
+use longwall_data::{Batch, Loader, Tokenizer};
+use longwall_kernels::backend::OpBackend;
+use longwall_model::LanguageModel;
+
+use crate::pass::Rows;
+
+/// The held-out rows, and what their tokens stand for.
+pub struct Validator {
+    loader: Loader,
+    token_bytes: Vec<u32>,
+    micro_batch: usize,
+}
+
+/// What a pass over the validation rows gave.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ValidationScores {
+    /// Mean loss of the weighted targets, in nats.
+    pub loss: f64,
+    /// All nats over `ln 2` and over the bytes that these targets stand for. An end of text stands
+    /// for none, but its nats count: they are part of what it costs to encode the text.
+    pub bits_per_byte: f64,
+}
+
+/// Sums over validation rows.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    nats: f64,
+    weight: f64,
+    bytes: f64,
+}
+
+impl Sums {
+    fn add(&mut self, batch: &Batch, losses: impl Iterator<Item = f32>, token_bytes: &[u32]) {
+        let targets = batch.loss_weights.iter().zip(&batch.targets);
+        for ((&weight, &target), loss) in targets.zip(losses).filter(|((w, _), _)| **w > 0.0) {
+            let weight = f64::from(weight);
+            self.nats += weight * f64::from(loss);
+            self.weight += weight;
+            self.bytes += weight * f64::from(token_bytes[target as usize]);
+        }
+    }
+
+    fn scores(self) -> ValidationScores {
+        ValidationScores {
+            loss: self.nats / self.weight,
+            bits_per_byte: self.nats / std::f64::consts::LN_2 / self.bytes,
+        }
+    }
+}
+
+impl Validator {
+    /// Validation over all rows of `loader`, which is open on the validation split, `micro_batch`
+    /// rows at a time.
+    pub fn new(loader: Loader, tokenizer: &Tokenizer, micro_batch: usize) -> Self {
+        Validator { loader, token_bytes: tokenizer.token_byte_lengths(), micro_batch }
+    }
+
+    /// One pass. Rows and their order are the same at every call.
+    pub fn run<B: OpBackend>(
+        &self,
+        model: &LanguageModel<B>,
+        device: &B::Device,
+    ) -> ValidationScores {
+        let rows = self.loader.validation_rows().unwrap_or(0);
+        let mut sums = Sums::default();
+        for first in (0..rows).step_by(self.micro_batch) {
+            // Rows past the last one carry no weight: every batch has one shape.
+            let batch = self.loader.batch(first, self.micro_batch);
+            let Rows { inputs, targets, document_starts } =
+                Rows::<B>::new(&batch, 0..batch.rows, device);
+            let losses = model.token_losses(inputs, targets, document_starts).into_data();
+            sums.add(&batch, losses.iter::<f32>(), &self.token_bytes);
+        }
+        sums.scores()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_per_byte_count_the_bytes_of_weighted_targets() {
+        let batch = Batch {
+            rows: 1,
+            seq_len: 4,
+            inputs: vec![0; 4],
+            targets: vec![1, 2, 0, 1],
+            loss_weights: vec![1.0, 1.0, 1.0, 0.0],
+            document_starts: None,
+        };
+        let mut sums = Sums::default();
+        let nat = std::f32::consts::LN_2;
+        sums.add(&batch, [nat, 3.0 * nat, 2.0 * nat, 100.0].into_iter(), &[0, 1, 5]);
+        let scores = sums.scores();
+        assert!((scores.loss - 2.0 * f64::from(nat)).abs() < 1e-12);
+        // 6 bits for the 1 + 5 + 0 bytes of three targets.
+        assert!((scores.bits_per_byte - 1.0).abs() < 1e-6);
+    }
+}
