@@ -81,15 +81,16 @@ fn reduce<const K: usize>(
     let len = slices[0].len();
     assert!(slices.iter().all(|s| s.len() == len));
     let mut lanes = [init; LANES];
-    let whole = len - len % LANES;
-    for base in (0..whole).step_by(LANES) {
+    let parts = slices.map(|slice| slice.as_chunks::<LANES>());
+    for chunk in 0..len / LANES {
+        let chunks: [&[f32; LANES]; K] = std::array::from_fn(|k| &parts[k].0[chunk]);
         for lane in 0..LANES {
-            lanes[lane] = f(lanes[lane], std::array::from_fn(|k| slices[k][base + lane]));
+            lanes[lane] = f(lanes[lane], std::array::from_fn(|k| chunks[k][lane]));
         }
     }
     let mut total = init;
-    for at in whole..len {
-        total = f(total, std::array::from_fn(|k| slices[k][at]));
+    for at in 0..len % LANES {
+        total = f(total, std::array::from_fn(|k| parts[k].1[at]));
     }
     lanes.iter().fold(total, |a, &b| join(a, b))
 }

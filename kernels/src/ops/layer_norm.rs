@@ -89,8 +89,8 @@ impl LayerNorm {
         y.par_chunks_mut(task).zip(xs.par_chunks(task)).for_each(|(y, x)| {
             for (y, x) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
                 let [mean, inverse] = self.statistics(x);
-                for i in 0..width {
-                    y[i] = (x[i] - mean) * inverse * w[i] + b[i];
+                for (((y, x), w), b) in y.iter_mut().zip(x).zip(w).zip(b) {
+                    *y = math::mul_add((x - mean) * inverse, *w, *b);
                 }
             }
         });

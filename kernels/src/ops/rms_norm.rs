@@ -69,8 +69,8 @@ impl Op<2> for RmsNorm {
             for (i, y) in y.chunks_exact_mut(width).enumerate() {
                 let x = xs.row(task * rows + i);
                 let inverse = self.inverse(x);
-                for i in 0..width {
-                    y[i] = x[i] * inverse * w[i];
+                for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+                    *y = x * inverse * w;
                 }
             }
         });

@@ -143,7 +143,7 @@ impl ShortConv {
     ) -> Vec<f32> {
         let channels = call.channels;
         let end = first + dx.len() / channels;
-        let last = (end + call.taps - 1).min(call.rows);
+        let last = (end + call.taps - 1).min(call.reach.len());
         scratch.resize((last - first) * channels, 0.0);
         for (i, dz) in scratch.chunks_exact_mut(channels).enumerate() {
             let dy = &dy[(first + i) * channels..][..channels];
@@ -157,9 +157,9 @@ impl ShortConv {
         let dz = |row: usize| &scratch[(row - first) * channels..][..channels];
         let mut dw = vec![0.0; call.taps * channels];
         for (row, dx) in (first..end).zip(dx.chunks_exact_mut(channels)) {
-            let later = (row..last.min(row + call.taps)).take_while(|&t| t - row < call.reach(t));
+            let later = (row..last.min(row + call.taps)).take_while(|&t| t - row < call.reach[t]);
             weighted_sum(dx, later.clone().count(), |back| (call.tap(back), dz(row + back)));
-            for back in 0..call.reach(row) {
+            for back in 0..call.reach[row] {
                 let dw = &mut dw[back * channels..][..channels];
                 for ((dw, x), dz) in dw.iter_mut().zip(call.row(row - back)).zip(dz(row)) {
                     *dw = math::mul_add(*x, *dz, *dw);
@@ -200,9 +200,8 @@ struct Call<'a> {
     x: &'a [f32],
     /// `[taps, channels]`, by distance from the current row.
     weight: Vec<f32>,
-    documents: Option<Vec<i32>>,
-    rows: usize,
-    seq_len: usize,
+    /// How many rows each row takes in: itself and those before it that its document has.
+    reach: Vec<usize>,
     channels: usize,
     taps: usize,
 }
@@ -218,14 +217,14 @@ impl<'a> Call<'a> {
             assert_eq!(dims(starts), [batch, seq_len], "shape of document_starts");
             int_vec(starts)
         });
+        let start = |row: usize| documents.as_ref().map_or(0, |starts| starts[row].max(0) as usize);
+        let reach = |row: usize| taps.min((row % seq_len + 1).saturating_sub(start(row)));
         let w = slice(weight);
         let by_distance = |i: usize| w[i % channels * taps + (taps - 1 - i / channels)];
         Call {
             x: slice(x),
             weight: (0..taps * channels).map(by_distance).collect(),
-            documents,
-            rows: batch * seq_len,
-            seq_len,
+            reach: (0..batch * seq_len).map(reach).collect(),
             channels,
             taps,
         }
@@ -234,13 +233,6 @@ impl<'a> Call<'a> {
     /// Rows of a parallel task: enough that the rows of the next task it reads cost little.
     fn task_rows(&self) -> usize {
         rows_per_task(self.channels, 1 << 14).max(8 * self.taps)
-    }
-
-    /// How many rows the row `row` takes in: itself and those before it that its document has.
-    fn reach(&self, row: usize) -> usize {
-        let t = row % self.seq_len;
-        let start = self.documents.as_ref().map_or(0, |starts| starts[row].max(0) as usize);
-        self.taps.min((t + 1).saturating_sub(start))
     }
 
     fn row(&self, row: usize) -> &[f32] {
@@ -253,7 +245,7 @@ impl<'a> Call<'a> {
 
     /// z ← Σ_back w_back · x_{row − back}.
     fn convolve(&self, row: usize, z: &mut [f32]) {
-        weighted_sum(z, self.reach(row), |back| (self.tap(back), self.row(row - back)));
+        weighted_sum(z, self.reach[row], |back| (self.tap(back), self.row(row - back)));
     }
 }
 
