@@ -96,7 +96,7 @@ fn steps<B: OpBackend>(
     options: &TrainOptions,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
-    let config = run.config.train.clone();
+    let clip = run.config.train.clip.0;
     let rows = run.rows as u64;
     console.begin(&run.info());
     while run.place.step < run.total_steps && !options.stop.is_raised() {
@@ -116,7 +116,7 @@ fn steps<B: OpBackend>(
         let skip = run.guard.judge(loss, grad_norm, weights);
         if skip.is_none() {
             run.place.updates += 1;
-            let grad_scale = clip_factor(config.clip.0, grad_norm);
+            let grad_scale = clip_factor(clip, grad_norm);
             let update = Update { lr, number: run.place.updates, grad_scale };
             run.model = run.optimiser.step(run.model, pass.gradients, update);
         }
@@ -124,28 +124,13 @@ fn steps<B: OpBackend>(
         run.place.loss = skip.is_none().then_some(loss);
 
         // Metrics.
-        let step = run.place.step;
         let seconds = started.elapsed().as_secs_f64();
-        let facts = StepFacts { step, loss, grad_norm, lr, seconds, skip };
+        let facts = StepFacts { step: run.place.step, loss, grad_norm, lr, seconds, skip };
         run.recorder.step(&facts, memory(options), console)?;
-        if let Some(reason) = skip.filter(|_| run.guard.must_stop()) {
-            let (in_a_row, reason) = (run.guard.state().in_a_row, reason.to_string());
-            return Err(TrainError::TooManySkips { step, in_a_row, reason });
-        }
+        run.check_skips(skip)?;
 
-        // Validation, samples, checkpoint.
-        let is_last = step == run.total_steps;
-        let due = |every: crate::config::Every| every.is_due(step, config.batch_tokens);
-        let mut is_best = false;
-        if due(config.validate.every) || is_last {
-            is_best = run.validate(console)?;
-        }
-        if due(config.sample.every) {
-            run.sample(console)?;
-        }
-        if due(config.checkpoint.every) || (is_best && config.checkpoint.best) {
-            run.save_checkpoint(console)?;
-        }
+        // Validation, samples, checkpoint, where they are due.
+        run.after_step(console)?;
     }
     run.save_checkpoint(console)?;
     if run.place.step >= run.total_steps {

@@ -67,9 +67,9 @@ pub enum CheckpointError {
         /// The checkpoint's folder.
         path: PathBuf,
         /// The tokenizer of the checkpoint.
-        theirs: TokenizerIdentity,
+        theirs: Box<TokenizerIdentity>,
         /// The tokenizer of the configuration.
-        ours: TokenizerIdentity,
+        ours: Box<TokenizerIdentity>,
     },
     /// The checkpoint was made with a configuration that this one cannot continue.
     #[error("{} was made with another configuration:{}\n  hint: resume without changing these keys, or start a new run under another run.name", path.display(), shown(differences))]
@@ -191,8 +191,8 @@ impl Checkpoint {
         if self.state.tokenizer.fingerprint == ours.fingerprint {
             return Ok(());
         }
-        let (path, theirs) = (self.path.clone(), self.state.tokenizer.clone());
-        Err(CheckpointError::Tokenizer { path, theirs, ours: ours.clone() })
+        let (theirs, ours) = (Box::new(self.state.tokenizer.clone()), Box::new(ours.clone()));
+        Err(CheckpointError::Tokenizer { path: self.path.clone(), theirs, ours })
     }
 
     /// Refuses a configuration under which the run could not go on; keys that merely change how it

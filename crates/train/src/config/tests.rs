@@ -58,12 +58,12 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
-    configs/small.toml:17: model.fnord is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, window, attention
-      hint: did you mean `norm`?
+    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, window, attention
+      hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
-    configs/small.toml:19: model.attention.bass is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap
-      hint: remove model.attention.bass, or use one of the keys above
+    configs/small.toml:19: model.attention.theda is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap
+      hint: did you mean `theta`?
     ");
     insta::assert_snapshot!(error_of("max_bytes", "max_byte"), @r"
     configs/small.toml:10: data.sources.0.max_byte is no known key; allowed here: weight, max_bytes, path

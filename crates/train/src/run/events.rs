@@ -6,12 +6,44 @@ use longwall_model::weights::{self, WeightsError};
 
 use super::setup::Run;
 use crate::checkpoint::{Best, CheckpointError, State, write_texts};
+use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
+use crate::guard::SkipReason;
 use crate::metrics::{self, Record, ValidationRecord};
 use crate::run_folder::{self, Finished};
 
 impl<B: OpBackend> Run<B> {
+    /// Ends the run when too many steps in a row were skipped.
+    pub fn check_skips(&self, skip: Option<SkipReason>) -> Result<(), TrainError> {
+        match skip {
+            Some(reason) if self.guard.must_stop() => Err(TrainError::TooManySkips {
+                step: self.place.step,
+                in_a_row: self.guard.state().in_a_row,
+                reason: reason.to_string(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Validation, samples and a checkpoint, where they are due.
+    pub fn after_step(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
+        let step = self.place.step;
+        let config = &self.config.train;
+        let due = |every: Every| every.is_due(step, config.batch_tokens);
+        let validate = due(config.validate.every) || step == self.total_steps;
+        let (sample, save) = (due(config.sample.every), due(config.checkpoint.every));
+        let save_best = config.checkpoint.best;
+        let is_best = validate && self.validate(console)?;
+        if sample {
+            self.sample(console)?;
+        }
+        if save || (is_best && save_best) {
+            self.save_checkpoint(console)?;
+        }
+        Ok(())
+    }
+
     /// Validates, if validation is on. Returns whether the loss is the lowest so far.
     pub fn validate(&mut self, console: &mut dyn Console) -> Result<bool, TrainError> {
         let Some(validator) = &self.validator else { return Ok(false) };

@@ -1,15 +1,17 @@
 //! Opening a run: everything it needs, fresh or from its newest checkpoint.
 
+use std::path::Path;
+
 use burn::backend::Autodiff;
 use burn::module::Module;
-use longwall_data::{Loader, Split, Tokenizer};
+use longwall_data::{Loader, Progress, Split, Tokenizer};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::cost::train_flops_per_token;
 use longwall_model::{LanguageModel, weights};
 
 use super::recorder::{Recorder, RecorderStart};
 use super::{Start, TrainOptions};
-use crate::checkpoint::{Best, Checkpoint, CheckpointFolder, TokenizerIdentity, Which};
+use crate::checkpoint::{Best, Checkpoint, CheckpointFolder, State, TokenizerIdentity, Which};
 use crate::config::RunConfig;
 use crate::console::RunInfo;
 use crate::error::TrainError;
@@ -75,119 +77,152 @@ pub(super) fn open<B: OpBackend>(
     device: &B::Device,
     options: &TrainOptions,
 ) -> Result<Run<B>, TrainError> {
-    // What is there already.
-    let run_dir = match &options.start {
-        Start::Resume(path) => path.clone(),
-        Start::New | Start::Force => config.run_dir(),
-    };
     let force = options.start == Start::Force;
-    let checkpoints = CheckpointFolder::new(&run_dir);
-    let (resumed_folder, checkpoint) = match &options.start {
+    let (resumed, checkpoint) = match &options.start {
+        Start::Resume(path) => (Some(RunFolder::open(path)?), newest(path)?),
         Start::New | Start::Force => {
-            RunFolder::check_new(&run_dir, force)?;
+            RunFolder::check_new(&config.run_dir(), force)?;
             (None, None)
         }
-        Start::Resume(_) => {
-            let folder = RunFolder::open(&run_dir)?;
-            (Some(folder), newest(&checkpoints, &run_dir)?)
-        }
     };
-
-    // Tokenizer and data.
-    let tokenizer = Tokenizer::load(&config.tokenizer)?;
-    let identity = TokenizerIdentity::of(&tokenizer);
-    if let Some(checkpoint) = &checkpoint {
-        checkpoint.check_tokenizer(&identity)?;
-        checkpoint.check_config(config)?;
-    }
-    let (seed, seq_len) = (config.run.seed, config.data.seq_len);
-    let open = |split| Loader::open(&config.data, &tokenizer, seed, split, options.progress);
-    let loader = open(Split::Train)?;
-    if let Some(checkpoint) = &checkpoint {
-        loader.check_cursor(&checkpoint.state.cursor)?;
-    }
-    let micro_batch = micro_batch::<B>(config, checkpoint.as_ref());
-    let validator = match config.train.validate.every.is_on() {
-        true => Some(Validator::new(open(Split::Validation)?, &tokenizer, micro_batch)),
-        false => None,
-    };
-
-    // Model and optimiser.
-    let vocab_size = tokenizer.vocab_size();
-    let mut model = LanguageModel::new(&config.model, vocab_size, seq_len, seed, device);
-    if let Some(checkpoint) = &checkpoint {
-        model = weights::load(model, &checkpoint.weights())?;
-    }
-    let mut optimiser = Optimiser::new(&config.train.optimiser, &model);
-    if let Some(checkpoint) = &checkpoint {
-        optimiser.load(&checkpoint.optimizer(), device)?;
-    }
-    let sample = &config.train.sample;
-    let sampler = match sample.every.is_on() {
-        true => Some(Sampler::new(sample, &tokenizer, model.max_len(), seed)?),
-        false => None,
-    };
-
-    // The run folder, and the place in the run.
-    let folder = match resumed_folder {
+    let checkpoint = checkpoint.as_ref();
+    let micro_batch = micro_batch::<B>(config, checkpoint);
+    let data = open_data(config, checkpoint, micro_batch, options.progress)?;
+    let (model, optimiser) = open_model::<B>(config, &data.tokenizer, checkpoint, device)?;
+    let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
+    let folder = match resumed {
         Some(folder) => folder,
-        None => RunFolder::create(&run_dir, force)?,
+        None => RunFolder::create(&config.run_dir(), force)?,
     };
-    let state = checkpoint.map(|checkpoint| checkpoint.state);
-    let place = place(&checkpoints, config, state.as_ref())?;
+    let checkpoints = CheckpointFolder::new(folder.path());
+    let state = checkpoint.map(|checkpoint| &checkpoint.state);
+    let place = place(&checkpoints, config, state)?;
     let total_steps = config.train.total_steps();
     if place.step < total_steps {
         folder.start(config)?;
     }
-    let peak_flops = options
-        .peak_flops
-        .or_else(|| (B::device_kind() == "cpu").then(|| peak::measure::<B>(device)));
-    let recorder = Recorder::open(
-        &folder,
-        RecorderStart {
-            step: place.step,
-            metrics_bytes: state.as_ref().map_or(0, |state| state.metrics_bytes),
-            samples_bytes: state.as_ref().map_or(0, |state| state.samples_bytes),
-            seconds: state.as_ref().map_or(0.0, |state| state.seconds),
-            total_steps,
-            batch_tokens: config.train.batch_tokens,
-            tensorboard: config.run.tensorboard,
-            flops_per_token: train_flops_per_token(&config.model, vocab_size, seq_len),
-            peak_flops,
-        },
-    )?;
-    let guard_state = state.map_or_else(GuardState::default, |state| state.guard);
+    let vocab_size = data.tokenizer.vocab_size();
+    let recorder = open_recorder::<B>(config, vocab_size, state, &folder, device, options)?;
+    let guard = state.map_or_else(GuardState::default, |state| state.guard.clone());
     Ok(Run {
         config: config.clone(),
         device: device.clone(),
         device_name: options.device_name.clone(),
         folder,
         checkpoints,
-        tokenizer: identity,
-        loader,
-        validator,
+        tokenizer: TokenizerIdentity::of(&data.tokenizer),
+        loader: data.loader,
+        validator: data.validator,
         sampler,
         model,
         optimiser,
-        guard: StepGuard::new(&config.train.skip, guard_state),
+        guard: StepGuard::new(&config.train.skip, guard),
         schedule: config.train.lr_schedule(),
         recorder,
         first_step: place.step,
         place,
         total_steps,
-        rows: config.train.batch_rows(seq_len),
+        rows: config.train.batch_rows(config.data.seq_len),
         micro_batch,
     })
 }
 
+/// Tokens, and what they come from.
+struct Data {
+    tokenizer: Tokenizer,
+    loader: Loader,
+    validator: Option<Validator>,
+}
+
+/// Opens tokenizer and loaders, and checks that they are those of the checkpoint.
+fn open_data(
+    config: &RunConfig,
+    checkpoint: Option<&Checkpoint>,
+    micro_batch: usize,
+    progress: &dyn Progress,
+) -> Result<Data, TrainError> {
+    let tokenizer = Tokenizer::load(&config.tokenizer)?;
+    if let Some(checkpoint) = checkpoint {
+        checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
+        checkpoint.check_config(config)?;
+    }
+    let open = |split| Loader::open(&config.data, &tokenizer, config.run.seed, split, progress);
+    let loader = open(Split::Train)?;
+    if let Some(checkpoint) = checkpoint {
+        loader.check_cursor(&checkpoint.state.cursor)?;
+    }
+    let validator = match config.train.validate.every.is_on() {
+        true => Some(Validator::new(open(Split::Validation)?, &tokenizer, micro_batch)),
+        false => None,
+    };
+    Ok(Data { tokenizer, loader, validator })
+}
+
+/// A model with its optimiser: initial, or those of the checkpoint.
+fn open_model<B: OpBackend>(
+    config: &RunConfig,
+    tokenizer: &Tokenizer,
+    checkpoint: Option<&Checkpoint>,
+    device: &B::Device,
+) -> Result<(LanguageModel<Autodiff<B>>, Optimiser<B>), TrainError> {
+    let (vocab_size, seq_len) = (tokenizer.vocab_size(), config.data.seq_len);
+    let mut model = LanguageModel::new(&config.model, vocab_size, seq_len, config.run.seed, device);
+    if let Some(checkpoint) = checkpoint {
+        model = weights::load(model, &checkpoint.weights())?;
+    }
+    let mut optimiser = Optimiser::new(&config.train.optimiser, &model);
+    if let Some(checkpoint) = checkpoint {
+        optimiser.load(&checkpoint.optimizer(), device)?;
+    }
+    let (decayed, plain) = optimiser.group_sizes();
+    tracing::debug!("{decayed} parameters decay, {plain} do not");
+    Ok((model, optimiser))
+}
+
+/// The prompts that the model continues, if it does so in the loop.
+fn open_sampler(
+    config: &RunConfig,
+    tokenizer: &Tokenizer,
+    max_len: Option<usize>,
+) -> Result<Option<Sampler>, TrainError> {
+    let sample = &config.train.sample;
+    match sample.every.is_on() {
+        true => Ok(Some(Sampler::new(sample, tokenizer, max_len, config.run.seed)?)),
+        false => Ok(None),
+    }
+}
+
+/// The run's files, cut back to where its checkpoint was taken.
+fn open_recorder<B: OpBackend>(
+    config: &RunConfig,
+    vocab_size: usize,
+    state: Option<&State>,
+    folder: &RunFolder,
+    device: &B::Device,
+    options: &TrainOptions,
+) -> Result<Recorder, TrainError> {
+    let measure = || (B::device_kind() == "cpu").then(|| peak::measure::<B>(device));
+    let start = RecorderStart {
+        step: state.map_or(0, |state| state.step),
+        metrics_bytes: state.map_or(0, |state| state.metrics_bytes),
+        samples_bytes: state.map_or(0, |state| state.samples_bytes),
+        seconds: state.map_or(0.0, |state| state.seconds),
+        total_steps: config.train.total_steps(),
+        batch_tokens: config.train.batch_tokens,
+        tensorboard: config.run.tensorboard,
+        flops_per_token: train_flops_per_token(&config.model, vocab_size, config.data.seq_len),
+        peak_flops: options.peak_flops.or_else(measure),
+    };
+    Recorder::open(folder, start)
+}
+
 /// The newest checkpoint, once what a killed run left half-written is gone.
-fn newest(
-    checkpoints: &CheckpointFolder,
-    run_dir: &std::path::Path,
-) -> Result<Option<Checkpoint>, TrainError> {
+fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
+    let checkpoints = CheckpointFolder::new(run_dir);
     checkpoints.remove_leftovers()?;
     if checkpoints.steps()?.is_empty() {
-        tracing::info!("{} has no checkpoint yet: starting from the first step", run_dir.display());
+        let run = run_dir.display();
+        tracing::info!("{run} has no checkpoint yet: starting from the first step");
         return Ok(None);
     }
     let checkpoint = Checkpoint::open(run_dir, Which::Latest)?;
@@ -211,12 +246,12 @@ fn micro_batch<B: OpBackend>(config: &RunConfig, checkpoint: Option<&Checkpoint>
 fn place(
     checkpoints: &CheckpointFolder,
     config: &RunConfig,
-    state: Option<&crate::checkpoint::State>,
+    state: Option<&State>,
 ) -> Result<Place, TrainError> {
     let Some(state) = state else { return Ok(Place::default()) };
-    // A run killed between a checkpoint and its mark as the best one.
-    if let Some(best) =
-        state.best.filter(|best| config.train.checkpoint.best && best.step == state.step)
+    // A run may have been killed between a checkpoint and its mark as the best one.
+    let marks_best = |best: &Best| config.train.checkpoint.best && best.step == state.step;
+    if let Some(best) = state.best.filter(marks_best)
         && checkpoints.best()? != Some(best)
     {
         checkpoints.mark_best(best)?;

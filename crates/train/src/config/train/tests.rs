@@ -1,0 +1,72 @@
+use super::*;
+
+fn config(more: &str) -> TrainConfig {
+    toml::from_str(&format!("tokens = \"1M\"\nbatch_tokens = 4096\nlr = 1e-3\n{more}")).unwrap()
+}
+
+fn problems(config: &TrainConfig, seq_len: usize) -> String {
+    let mut problems = Problems::new();
+    config.validate(seq_len, &mut problems);
+    problems.into_result().map_or_else(|problems| problems.to_string(), |()| String::new())
+}
+
+#[test]
+fn the_shortest_table_is_valid_and_survives_a_round_trip() {
+    let config = config("");
+    assert_eq!(problems(&config, 512), "");
+    assert_eq!(toml::from_str::<TrainConfig>(&toml::to_string(&config).unwrap()), Ok(config));
+}
+
+#[test]
+fn steps_are_rounded_up() {
+    assert_eq!(config("").total_steps(), 245);
+    assert_eq!(TrainConfig { tokens: 4096, ..config("") }.total_steps(), 1);
+}
+
+#[test]
+fn accumulation_is_derived_from_the_token_budget() {
+    let config = config("");
+    assert_eq!(config.micro_batch_rows(512, 4096), 8);
+    assert_eq!(config.micro_batch_rows(512, 2000), 2);
+    assert_eq!(config.micro_batch_rows(512, 100), 1);
+    assert_eq!(TrainConfig { micro_batch: Some(4), ..config }.micro_batch_rows(512, 1), 4);
+}
+
+#[test]
+fn a_batch_that_is_no_multiple_of_the_rows_names_its_neighbours() {
+    insta::assert_snapshot!(problems(&config(""), 1000), @r"
+    the configuration has 1 problem:
+    train.batch_tokens is 4096; allowed: a multiple of data.seq_len (1000) above 0
+      hint: use 4000 or 5000
+    ");
+}
+
+#[test]
+fn every_problem_is_reported_at_once() {
+    let config = config(
+        "micro_batch = 3
+        clip = -1.0
+        optimiser = { kind = \"adamw\", beta1 = 1.0 }
+        schedule = { kind = \"linear\", warmup = 300 }
+        skip = { window = 2 }
+        checkpoint = { keep_last = 0 }
+        sample = { every = 10, prompts = [] }",
+    );
+    insta::assert_snapshot!(problems(&config, 512), @r#"
+    the configuration has 7 problems:
+    train.micro_batch is 3; allowed: a divisor of the batch's 8 rows (batch_tokens / seq_len)
+      hint: use 2, or leave it out
+    train.clip is -1; allowed: a number above 0, or "off"
+      hint: use 1.0, the usual norm, or "off" for no clipping
+    train.optimiser.beta1 is 1; allowed: 0 up to but not including 1
+      hint: use 0.9 for beta1 and 0.95 or 0.999 for beta2
+    train.schedule.warmup is 300 steps; allowed: less than the run's 245 steps
+      hint: shorten the warm-up, or raise train.tokens
+    train.skip.window is 2; allowed: 8 or more steps
+      hint: use 128: a deviation over fewer steps says little
+    train.sample is 0 prompts of 64 tokens; allowed: at least one prompt and one token
+      hint: set prompts = [""] and tokens = 64, or every = "never"
+    train.checkpoint.keep_last is 0; allowed: 1 or more
+      hint: keep at least one checkpoint, so that the run can be resumed
+    "#);
+}
