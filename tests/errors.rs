@@ -44,7 +44,8 @@ fn wrong_type() {
 #[test]
 fn values_out_of_range_are_all_reported() {
     let w = Workspace::new();
-    let sets = ["model.heads=3", "train.lr=-1", "train.batch_tokens=100", "model.attention.theta=0"];
+    let sets =
+        ["model.heads=3", "train.lr=-1", "train.batch_tokens=100", "model.attention.theta=0"];
     insta::assert_snapshot!(train_error(&w, &sets));
 }
 
@@ -77,8 +78,12 @@ fn empty_corpus() {
 #[test]
 fn corpus_shorter_than_a_row() {
     let w = Workspace::new();
-    let sets = ["data.seq_len=65536", "train.batch_tokens=65536", "train.micro_batch=1",
-        "data.validation_tokens=65536"];
+    let sets = [
+        "data.seq_len=65536",
+        "train.batch_tokens=65536",
+        "train.micro_batch=1",
+        "data.validation_tokens=65536",
+    ];
     insta::assert_snapshot!(train_error(&w, &sets));
 }
 
@@ -109,7 +114,8 @@ fn truncated_shard() {
 fn shard_of_another_tokenizer() {
     let w = Workspace::new();
     w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "gpt2"]);
-    let source = "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
+    let source =
+        "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
     insta::assert_snapshot!(train_error(&w, &[source]));
 }
 
@@ -130,7 +136,8 @@ fn checkpoint_of_another_tokenizer() {
 fn checkpoint_of_another_configuration() {
     let w = Workspace::new();
     w.train("tiny", &["train.tokens=640"]);
-    let args = ["train", "--resume", "runs/tiny", "--set", "model.width=32", "--set", "train.tokens=1280"];
+    let args =
+        ["train", "--resume", "runs/tiny", "--set", "model.width=32", "--set", "train.tokens=1280"];
     insta::assert_snapshot!(w.fail(&args));
 }
 

@@ -10,19 +10,27 @@ fn json(text: &str) -> serde_json::Value {
 fn prepare_train_generate_evaluate_and_plot() {
     let w = Workspace::new();
     w.succeed(&[
-        "prepare", "corpus", "--out", "shards", "--name", "stories", "--tokenizer", "bytes",
-        "--validation-fraction", "0.2",
+        "prepare",
+        "corpus",
+        "--out",
+        "shards",
+        "--name",
+        "stories",
+        "--tokenizer",
+        "bytes",
+        "--validation-fraction",
+        "0.2",
     ]);
     assert_eq!(
         w.list("shards"),
         ["manifest.json", "stories_train_000001.bin", "stories_val_000000.bin"]
     );
 
-    let shards = "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
+    let shards =
+        "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
     w.train("shards", &[shards]);
     let metrics = w.read("runs/shards/metrics.jsonl");
-    let losses: Vec<f64> =
-        metrics.lines().filter_map(|line| json(line)["loss"].as_f64()).collect();
+    let losses: Vec<f64> = metrics.lines().filter_map(|line| json(line)["loss"].as_f64()).collect();
     assert_eq!(losses.len(), 40);
     assert!(losses[39] < losses[0] - 1.0, "the loss fell from {} to {}", losses[0], losses[39]);
     let validations: Vec<f64> =
@@ -33,23 +41,45 @@ fn prepare_train_generate_evaluate_and_plot() {
         assert!(w.path("runs/shards").join(file).is_file(), "{file}");
     }
 
-    let generate = ["generate", "--run", "runs/shards", "--prompt", "The cat", "--max-tokens", "20"];
+    let generate =
+        ["generate", "--run", "runs/shards", "--prompt", "The cat", "--max-tokens", "20"];
     let text = w.succeed(&generate);
     assert!(text.starts_with("The cat") && text.trim_end().len() > 7, "{text}");
     assert_eq!(text, w.succeed(&generate), "the same seed gives the same text");
 
     let report = json(&w.succeed(&[
-        "eval", "extrapolate", "--run", "runs/shards", "--lengths", "16,32,64", "--json",
+        "eval",
+        "extrapolate",
+        "--run",
+        "runs/shards",
+        "--lengths",
+        "16,32,64",
+        "--json",
     ]));
     assert_eq!(report["suite"], "extrapolate");
     assert!(w.path("runs/shards/eval/extrapolate/loss_by_length.svg").is_file());
     let table = w.succeed(&[
-        "eval", "passkey", "--run", "runs/shards", "--lengths", "500", "--trials", "3",
+        "eval",
+        "passkey",
+        "--run",
+        "runs/shards",
+        "--lengths",
+        "500",
+        "--trials",
+        "3",
     ]);
     assert!(table.contains("500"), "{table}");
     assert_eq!(w.read("runs/shards/eval/passkey/samples.jsonl").lines().count(), 3);
     w.succeed(&[
-        "eval", "niah", "--run", "runs/shards", "--lengths", "500", "--depths", "2", "--haystack",
+        "eval",
+        "niah",
+        "--run",
+        "runs/shards",
+        "--lengths",
+        "500",
+        "--depths",
+        "2",
+        "--haystack",
         "noise",
     ]);
     assert!(w.path("runs/shards/eval/niah/heatmap.svg").is_file());
@@ -72,7 +102,8 @@ fn info_counts_what_training_makes() {
     let w = Workspace::new();
     let info = json(&w.succeed(&["info", "--config", "tiny.toml", "--json"]));
     w.train("tiny", &["train.tokens=128"]);
-    let weights = std::fs::read(w.path("runs/tiny/checkpoints/step-1/weights.safetensors")).unwrap();
+    let weights =
+        std::fs::read(w.path("runs/tiny/checkpoints/step-1/weights.safetensors")).unwrap();
     let header = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
     let elements = (weights.len() - 8 - header) / 4;
     assert_eq!(info["parameters_total"], elements);

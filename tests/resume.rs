@@ -68,8 +68,9 @@ fn a_killed_run_resumes_exactly() {
     }
     assert!(kills >= 2, "the run was killed {kills} times only");
     assert_eq!(metrics(&w, "broken"), metrics(&w, "whole"));
-    let weights =
-        |run: &str| std::fs::read(w.path(&format!("runs/{run}/checkpoints/step-40/weights.safetensors")));
+    let weights = |run: &str| {
+        std::fs::read(w.path(&format!("runs/{run}/checkpoints/step-40/weights.safetensors")))
+    };
     assert!(weights("broken").unwrap() == weights("whole").unwrap(), "the weights differ");
 }
 

@@ -32,7 +32,8 @@ fn a_sweep_runs_skips_what_is_done_and_survives_a_failure() {
     // What is finished is not done again: the run folders keep their files.
     let stamp = |w: &Workspace| {
         let runs = w.list("runs/compare");
-        let run = runs.iter().find(|name| w.path(&format!("runs/compare/{name}")).is_dir()).unwrap();
+        let run =
+            runs.iter().find(|name| w.path(&format!("runs/compare/{name}")).is_dir()).unwrap();
         let path = w.path(&format!("runs/compare/{run}/metrics.jsonl"));
         path.metadata().unwrap().modified().unwrap()
     };

@@ -229,12 +229,7 @@ impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
         _checkpointer: &mut Checkpointer,
     ) {
         let grad = grads.consume::<B>(&ops.node);
-        let Saved {
-            op,
-            tensors,
-            ints,
-            needs,
-        } = ops.state;
+        let Saved { op, tensors, ints, needs } = ops.state;
         let inputs = B::backward(&op, tensors, &ints, grad, needs);
         for (parent, grad) in ops.parents.into_iter().zip(inputs) {
             if let (Some(parent), Some(grad)) = (parent, grad) {
@@ -260,18 +255,9 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
             return op.reference::<Self>(inputs, &ints);
         };
         let nodes = inputs.map(|input| input.node);
-        match Node::<O, N>(PhantomData)
-            .prepare::<C>(nodes)
-            .compute_bound()
-            .stateful()
-        {
+        match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(
-                Saved {
-                    op: op.clone(),
-                    tensors: forward.saved,
-                    ints,
-                    needs,
-                },
+                Saved { op: op.clone(), tensors: forward.saved, ints, needs },
                 forward.output,
             ),
             OpsKind::UnTracked(prep) => prep.finish(forward.output),

@@ -34,12 +34,7 @@ impl From<DeviceArg> for DeviceChoice {
 
 /// Finds the device, logs which and why, and sets the number of CPU threads.
 pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Device> {
-    if let Some(threads) = threads {
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build_global()
-            .with_context(|| format!("cannot start {threads} threads"))?;
-    }
+    set_threads(threads)?;
     let device = match (choice, device::cuda()) {
         (DeviceChoice::Cpu, _) => Device::Cpu,
         (_, Ok(cuda)) => cuda,
@@ -54,6 +49,19 @@ pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Devic
     };
     tracing::info!("device: {device}");
     Ok(device)
+}
+
+/// Sets the number of CPU threads, the first time it is called; a process has one pool.
+fn set_threads(threads: Option<usize>) -> Result<()> {
+    static SET: std::sync::Once = std::sync::Once::new();
+    let mut result = Ok(());
+    SET.call_once(|| {
+        if let Some(threads) = threads {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+            result = pool.build_global().with_context(|| format!("cannot start {threads} threads"));
+        }
+    });
+    result
 }
 
 /// A run's checkpoint, and the device to load it on.

@@ -45,6 +45,7 @@ fn main() -> ExitCode {
         eprintln!("error: {missing}");
         return ExitCode::FAILURE;
     }
+    keep_freed_memory();
     let cli = Cli::parse();
     init_logs();
     let result = match cli.command {
@@ -82,6 +83,15 @@ fn check_cpu() -> Result<(), &'static str> {
     Ok(())
 }
 
+/// Training allocates and frees the same large buffers in every step: pages that went back to the
+/// system would have to be zeroed again.
+fn keep_freed_memory() {
+    // mi_option_purge_delay of mimalloc.h, which the bindings do not name; −1 is never.
+    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+    // SAFETY: sets a number in the allocator's table of options, before other threads start.
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+}
+
 /// Logs go to stderr; `LONGWALL_LOG=debug` shows more.
 fn init_logs() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("LONGWALL_LOG")
@@ -89,6 +99,7 @@ fn init_logs() {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .with_target(false)
         .without_time()
         .init();

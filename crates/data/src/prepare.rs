@@ -84,12 +84,20 @@ fn prepare_inputs(
         return Ok(report(options, manifest, PrepareStart::Complete, 0, started));
     }
     let journal = Journal::new(&options.out);
-    let saved = journal.load(key)?;
+    let listing = listing(inputs);
+    let saved = journal.load(key)?.filter(|saved| {
+        let same = saved.listing == listing;
+        if !same {
+            tracing::warn!(folder = %options.out.display(), "the files to read have changed since the interrupted run; starting over");
+            discard(options, &journal);
+        }
+        same
+    });
     if saved.is_none() && holds_shards(&options.out) {
         return Err(in_use(&options.out, "holds shards without a manifest, made elsewhere"));
     }
     let start = if saved.is_some() { PrepareStart::Resumed } else { PrepareStart::Fresh };
-    let state = saved.unwrap_or_else(|| State::new(key));
+    let state = saved.unwrap_or_else(|| State::new(key, &listing));
     journal.save(&state)?;
     let before = state.bytes();
 
@@ -200,13 +208,20 @@ fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>)
     );
     let mut sha = Sha256::new_with_prefix(format!("{settings:?}"));
     if let Some(inputs) = inputs.filter(|inputs| matches!(inputs.reading, Reading::Files { .. })) {
-        for file in &inputs.files {
-            let path = file.path.canonicalize().unwrap_or_else(|_| file.path.clone());
-            sha.update(path.as_os_str().as_encoded_bytes());
-            sha.update([0]);
-            sha.update(file.bytes.to_le_bytes());
-            sha.update(file.modified.to_le_bytes());
-        }
+        sha.update(listing(inputs));
+    }
+    hex(&sha.finalize())
+}
+
+/// SHA-256 of the inputs' paths, sizes and ages, in their order.
+fn listing(inputs: &Inputs) -> String {
+    let mut sha = Sha256::new();
+    for file in &inputs.files {
+        let path = file.path.canonicalize().unwrap_or_else(|_| file.path.clone());
+        sha.update(path.as_os_str().as_encoded_bytes());
+        sha.update([0]);
+        sha.update(file.bytes.to_le_bytes());
+        sha.update(file.modified.to_le_bytes());
     }
     hex(&sha.finalize())
 }

@@ -128,20 +128,10 @@ impl ModelConfig {
 
     /// Records everything that is wrong with the table.
     pub fn validate(&self, problems: &mut Problems) {
-        let sizes = [
-            ("layers", self.layers),
-            ("width", self.width),
-            ("heads", self.heads),
-        ];
+        let sizes = [("layers", self.layers), ("width", self.width), ("heads", self.heads)];
         for (key, value) in sizes {
             let key = format!("model.{key}");
-            problems.check(
-                value > 0,
-                &*key,
-                value,
-                "a whole number above 0",
-                format!("set {key}"),
-            );
+            problems.check(value > 0, &*key, value, "a whole number above 0", format!("set {key}"));
         }
         let options = [
             ("kv_heads", self.kv_heads),

@@ -23,12 +23,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// Always the most likely token.
-    pub const GREEDY: Sampling = Sampling {
-        temperature: 0.0,
-        top_k: None,
-        top_p: None,
-        seed: 0,
-    };
+    pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, top_p: None, seed: 0 };
 }
 
 /// Why nothing can be generated.
@@ -180,52 +175,22 @@ mod tests {
 
     #[test]
     fn frequencies_follow_the_softmax() {
-        let counts = draws(
-            Sampling {
-                temperature: 1.0,
-                ..Sampling::GREEDY
-            },
-            &LOGITS,
-        );
+        let counts = draws(Sampling { temperature: 1.0, ..Sampling::GREEDY }, &LOGITS);
         let total: f32 = LOGITS.iter().map(|x| x.exp()).sum();
         for (count, logit) in counts.iter().zip(LOGITS) {
             let want = logit.exp() / total;
-            assert!(
-                (*count as f32 / 20_000.0 - want).abs() < 0.012,
-                "{count} for {want}"
-            );
+            assert!((*count as f32 / 20_000.0 - want).abs() < 0.012, "{count} for {want}");
         }
     }
 
     #[test]
     fn top_k_and_top_p_cut_the_tail() {
-        let hot = Sampling {
-            temperature: 2.0,
-            ..Sampling::GREEDY
-        };
-        let counts = draws(
-            Sampling {
-                top_k: Some(2),
-                ..hot
-            },
-            &LOGITS,
-        );
+        let hot = Sampling { temperature: 2.0, ..Sampling::GREEDY };
+        let counts = draws(Sampling { top_k: Some(2), ..hot }, &LOGITS);
         assert!(counts[1] > 0 && counts[2] > 0 && counts[0] == 0 && counts[3] == 0);
-        let counts = draws(
-            Sampling {
-                top_p: Some(0.01),
-                ..hot
-            },
-            &LOGITS,
-        );
+        let counts = draws(Sampling { top_p: Some(0.01), ..hot }, &LOGITS);
         assert_eq!(counts, [0, 20_000, 0, 0]);
-        let counts = draws(
-            Sampling {
-                top_p: Some(1.0),
-                ..hot
-            },
-            &LOGITS,
-        );
+        let counts = draws(Sampling { top_p: Some(1.0), ..hot }, &LOGITS);
         assert!(counts.iter().all(|&c| c > 0));
     }
 

@@ -25,23 +25,13 @@ impl<'a, B: Backend> Init<'a, B> {
     /// 1/√(2·layers) (Radford et al., 2019; nanoGPT).
     pub fn new(seed: u64, layers: usize, device: &'a B::Device) -> Self {
         let residual_std = STD / (2.0 * layers as f32).sqrt();
-        Init {
-            seed,
-            path: String::new(),
-            residual_std,
-            device,
-        }
+        Init { seed, path: String::new(), residual_std, device }
     }
 
     /// The same for a part of this part.
     pub fn part(&self, name: impl std::fmt::Display) -> Self {
         let path = format!("{}.{name}", self.path);
-        Init {
-            seed: self.seed,
-            path,
-            residual_std: self.residual_std,
-            device: self.device,
-        }
+        Init { seed: self.seed, path, residual_std: self.residual_std, device: self.device }
     }
 
     /// A weight matrix, normal with standard deviation 0.02.
@@ -62,10 +52,7 @@ impl<'a, B: Backend> Init<'a, B> {
     /// A vector of given values.
     pub fn vector(&self, values: Vec<f32>) -> Param<Tensor<B, 1>> {
         let shape = [values.len()];
-        Param::from_tensor(Tensor::from_data(
-            TensorData::new(values, shape),
-            self.device,
-        ))
+        Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
     }
 
     /// A matrix, normal with the given standard deviation.
@@ -74,10 +61,7 @@ impl<'a, B: Backend> Init<'a, B> {
         rng.set_stream(fnv1a(&self.path));
         let normal = Normal::new(0.0, std).expect("a standard deviation above 0");
         let values: Vec<f32> = normal.sample_iter(rng).take(shape[0] * shape[1]).collect();
-        Param::from_tensor(Tensor::from_data(
-            TensorData::new(values, shape),
-            self.device,
-        ))
+        Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
     }
 }
 

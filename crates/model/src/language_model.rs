@@ -147,15 +147,8 @@ impl<B: OpBackend> LanguageModel<B> {
 
     /// The state before the first token.
     pub fn start(&self) -> ModelState<B> {
-        let layers = self
-            .blocks
-            .iter()
-            .map(|block| block.attention.start())
-            .collect();
-        ModelState {
-            layers,
-            position: 0,
-        }
+        let layers = self.blocks.iter().map(|block| block.attention.start()).collect();
+        ModelState { layers, position: 0 }
     }
 
     /// Appends tokens `[batch, n]` to the sequences in `state`; returns the logits after the last,

@@ -80,23 +80,15 @@ pub fn read_tensors(path: &Path) -> Result<HashMap<String, (Vec<usize>, Vec<f32>
         path: path.to_owned(),
         source,
     })?;
-    let format = |reason: String| WeightsError::Format {
-        path: path.to_owned(),
-        reason,
-    };
+    let format = |reason: String| WeightsError::Format { path: path.to_owned(), reason };
     let file = SafeTensors::deserialize(&bytes).map_err(|e| format(e.to_string()))?;
     file.iter()
         .map(|(name, view)| {
             if view.dtype() != Dtype::F32 {
-                return Err(format(format!(
-                    "{name} is {:?}; allowed: F32",
-                    view.dtype()
-                )));
+                return Err(format(format!("{name} is {:?}; allowed: F32", view.dtype())));
             }
             let data = view.data().chunks_exact(4);
-            let data = data
-                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-                .collect();
+            let data = data.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
             Ok((name.to_owned(), (view.shape().to_vec(), data)))
         })
         .collect()
@@ -149,18 +141,13 @@ pub fn load<B: OpBackend>(
     model: LanguageModel<B>,
     path: &Path,
 ) -> Result<LanguageModel<B>, WeightsError> {
-    let mismatch = |reason: String| WeightsError::Mismatch {
-        path: path.to_owned(),
-        reason,
-    };
+    let mismatch = |reason: String| WeightsError::Mismatch { path: path.to_owned(), reason };
     let mut tensors = read_tensors(path)?;
     for (name, shape, _) in named_shapes(&model) {
         match tensors.get(&name) {
             None => return Err(mismatch(format!("{name} is missing from the file"))),
             Some((found, _)) if *found != shape => {
-                return Err(mismatch(format!(
-                    "{name} has shape {found:?}, the model's {shape:?}"
-                )));
+                return Err(mismatch(format!("{name} has shape {found:?}, the model's {shape:?}")));
             }
             Some(_) => {}
         }
@@ -210,11 +197,7 @@ impl<B: Backend> ModuleMapper<B> for Replace<'_> {
         let device = param.device();
         param.map(|old| {
             let new = Tensor::from_data(TensorData::new(data, shape), &device);
-            if old.is_require_grad() {
-                new.require_grad()
-            } else {
-                new
-            }
+            if old.is_require_grad() { new.require_grad() } else { new }
         })
     }
 }

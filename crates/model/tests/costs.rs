@@ -32,8 +32,5 @@ fn gpt2_124m_has_its_known_size() {
     let matrices = 12.0 * 12.0 * 768.0 * 768.0 + 50257.0 * 768.0;
     let attention = 12.0 * 4.0 * 768.0 * (1025.0 / 2.0);
     let flops = cost::forward_flops_per_token(&config, 50257, 1024);
-    assert!(
-        (flops - (2.0 * matrices + attention)).abs() < 1.0,
-        "{flops}"
-    );
+    assert!((flops - (2.0 * matrices + attention)).abs() < 1.0, "{flops}");
 }

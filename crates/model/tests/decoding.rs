@@ -7,10 +7,7 @@ use crate::configs::{SEQ_LEN, VOCAB, configs};
 
 fn tokens(rows: &[Vec<u32>]) -> Tensor<Flex, 2, Int> {
     let data: Vec<i32> = rows.iter().flatten().map(|&t| t as i32).collect();
-    Tensor::from_data(
-        TensorData::new(data, [rows.len(), rows[0].len()]),
-        &Default::default(),
-    )
+    Tensor::from_data(TensorData::new(data, [rows.len(), rows[0].len()]), &Default::default())
 }
 
 #[test]
@@ -23,23 +20,11 @@ fn cached_decoding_gives_the_logits_of_the_full_pass() {
         let mut at = 0;
         for n in [3, 1, 1, 2] {
             let part: Vec<_> = rows.iter().map(|row| row[at..at + n].to_vec()).collect();
-            let got = model
-                .extend(tokens(&part), &mut state)
-                .into_data()
-                .to_vec::<f32>()
-                .unwrap();
+            let got = model.extend(tokens(&part), &mut state).into_data().to_vec::<f32>().unwrap();
             at += n;
-            let want = full
-                .clone()
-                .narrow(1, at - 1, 1)
-                .into_data()
-                .to_vec::<f32>()
-                .unwrap();
+            let want = full.clone().narrow(1, at - 1, 1).into_data().to_vec::<f32>().unwrap();
             for (got, want) in got.iter().zip(&want) {
-                assert!(
-                    (got - want).abs() < 2e-6,
-                    "{config:?} at {at}: {got} for {want}"
-                );
+                assert!((got - want).abs() < 2e-6, "{config:?} at {at}: {got} for {want}");
             }
         }
         assert_eq!(state.position(), SEQ_LEN);
@@ -66,14 +51,8 @@ fn greedy_generation_follows_the_full_pass_and_stops() {
             for &token in output {
                 let [_, len, vocab] = [1, text.len(), VOCAB];
                 let logits = model.logits(tokens(&[text.clone()])).narrow(1, len - 1, 1);
-                let logits = logits
-                    .reshape([1, vocab])
-                    .into_data()
-                    .to_vec::<f32>()
-                    .unwrap();
-                let best = (0..vocab)
-                    .max_by(|&a, &b| logits[a].total_cmp(&logits[b]))
-                    .unwrap();
+                let logits = logits.reshape([1, vocab]).into_data().to_vec::<f32>().unwrap();
+                let best = (0..vocab).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
                 assert_eq!(token as usize, best);
                 text.push(token);
             }
@@ -90,22 +69,8 @@ fn learned_positions_bound_the_length() {
     let device = Default::default();
     let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 3, &device);
     let run = |max_tokens| {
-        generate(
-            &model,
-            &[vec![1; 5]],
-            max_tokens,
-            &Sampling::GREEDY,
-            None,
-            &device,
-            |_, _| {},
-        )
+        generate(&model, &[vec![1; 5]], max_tokens, &Sampling::GREEDY, None, &device, |_, _| {})
     };
     assert_eq!(run(3).unwrap()[0].len(), 3);
-    assert_eq!(
-        run(4),
-        Err(GenerateError::TooLong {
-            wanted: 8,
-            allowed: SEQ_LEN
-        })
-    );
+    assert_eq!(run(4), Err(GenerateError::TooLong { wanted: 8, allowed: SEQ_LEN }));
 }

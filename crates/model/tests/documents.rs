@@ -5,10 +5,7 @@ use longwall_model::LanguageModel;
 use crate::configs::{SEQ_LEN, VOCAB, configs};
 
 fn row(values: &[i32]) -> Tensor<Flex, 2, Int> {
-    Tensor::from_data(
-        TensorData::new(values.to_vec(), [1, values.len()]),
-        &Default::default(),
-    )
+    Tensor::from_data(TensorData::new(values.to_vec(), [1, values.len()]), &Default::default())
 }
 
 /// A row that packs two documents gives each the losses it has alone.
@@ -26,10 +23,7 @@ fn packed_documents_have_the_losses_they_have_alone() {
         let mut alone = losses(&tokens[..3], &targets[..3], None);
         alone.extend(losses(&tokens[3..], &targets[3..], None));
         for (packed, alone) in packed.iter().zip(&alone) {
-            assert!(
-                (packed - alone).abs() < 2e-6,
-                "{config:?}: {packed} for {alone}"
-            );
+            assert!((packed - alone).abs() < 2e-6, "{config:?}: {packed} for {alone}");
         }
     }
 }

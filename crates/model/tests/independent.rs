@@ -35,9 +35,7 @@ struct Oracle<'a> {
 
 impl Oracle<'_> {
     fn get(&self, name: &str) -> &[f64] {
-        self.parameters
-            .get(name)
-            .unwrap_or_else(|| panic!("no parameter {name}"))
+        self.parameters.get(name).unwrap_or_else(|| panic!("no parameter {name}"))
     }
 
     fn linear(&self, name: &str, x: &Row) -> Row {
@@ -47,8 +45,7 @@ impl Oracle<'_> {
         let output = |x: &Vec<f64>| {
             let dot = |w: &[f64]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f64>();
             let rows = weight.chunks(inputs).enumerate();
-            rows.map(|(o, w)| dot(w) + bias.map_or(0.0, |b| b[o]))
-                .collect()
+            rows.map(|(o, w)| dot(w) + bias.map_or(0.0, |b| b[o])).collect()
         };
         x.iter().map(output).collect()
     }
@@ -56,10 +53,7 @@ impl Oracle<'_> {
     fn rms_norm(&self, name: &str, x: &[f64]) -> Vec<f64> {
         let weight = self.get(&format!("{name}.weight"));
         let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
-        x.iter()
-            .zip(weight)
-            .map(|(x, w)| x / (square + 1e-5).sqrt() * w)
-            .collect()
+        x.iter().zip(weight).map(|(x, w)| x / (square + 1e-5).sqrt() * w).collect()
     }
 
     fn norm(&self, name: &str, x: &Row) -> Row {
@@ -72,14 +66,9 @@ impl Oracle<'_> {
             let n = x.len() as f64;
             let mean = x.iter().sum::<f64>() / n;
             let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
-            let scaled = x
-                .iter()
-                .zip(weight)
-                .map(|(x, w)| (x - mean) / (variance + 1e-5).sqrt() * w);
-            scaled
-                .enumerate()
-                .map(|(i, y)| y + bias.map_or(0.0, |b| b[i]))
-                .collect()
+            let scaled =
+                x.iter().zip(weight).map(|(x, w)| (x - mean) / (variance + 1e-5).sqrt() * w);
+            scaled.enumerate().map(|(i, y)| y + bias.map_or(0.0, |b| b[i])).collect()
         };
         x.iter().map(row).collect()
     }
@@ -97,9 +86,9 @@ impl Oracle<'_> {
             let channels = |y: &Vec<f64>| y[h * d..(h + 1) * d].to_vec();
             let rows = y.iter().map(channels);
             match norm {
-                Some(norm) if self.config.qk_norm => rows
-                    .map(|r| self.rms_norm(&format!("{layer}.{norm}"), &r))
-                    .collect(),
+                Some(norm) if self.config.qk_norm => {
+                    rows.map(|r| self.rms_norm(&format!("{layer}.{norm}"), &r)).collect()
+                }
                 _ => rows.collect(),
             }
         };
@@ -114,9 +103,7 @@ impl Oracle<'_> {
                 .sum();
             sum / (1.0 + (-sum).exp())
         };
-        (0..x.len())
-            .map(|t| (0..x[0].len()).map(|c| value(t, c)).collect())
-            .collect()
+        (0..x.len()).map(|t| (0..x[0].len()).map(|c| value(t, c)).collect()).collect()
     }
 
     fn rotate(&self, x: &mut [f64], t: usize) {
@@ -138,9 +125,7 @@ impl Oracle<'_> {
         if text.contains("position = \"rope\"") {
             for heads in [&mut q, &mut k] {
                 heads.iter_mut().for_each(|h| {
-                    h.iter_mut()
-                        .enumerate()
-                        .for_each(|(t, x)| self.rotate(x, t));
+                    h.iter_mut().enumerate().for_each(|(t, x)| self.rotate(x, t));
                 });
             }
         }
@@ -182,10 +167,7 @@ impl Oracle<'_> {
                 *x = 0.5 * *x * (1.0 + inner.tanh());
             }),
             MlpKind::ReluSquared => {
-                hidden
-                    .iter_mut()
-                    .flatten()
-                    .for_each(|x| *x = x.max(0.0).powi(2));
+                hidden.iter_mut().flatten().for_each(|x| *x = x.max(0.0).powi(2));
             }
             MlpKind::Swiglu => {
                 let gate = self.linear(&format!("{name}.gate"), x);
@@ -201,25 +183,17 @@ impl Oracle<'_> {
     fn loss(&self, tokens: &[usize], targets: &[usize], weights: &[f32]) -> f64 {
         let width = self.config.width;
         let embedding = self.get("embedding");
-        let mut x: Row = tokens
-            .iter()
-            .map(|&t| embedding[t * width..][..width].to_vec())
-            .collect();
+        let mut x: Row = tokens.iter().map(|&t| embedding[t * width..][..width].to_vec()).collect();
         if let Some(positions) = self.parameters.get("positions") {
             for (t, x) in x.iter_mut().enumerate() {
                 let at = (t - self.starts[t]) * width;
-                x.iter_mut()
-                    .zip(&positions[at..])
-                    .for_each(|(x, p)| *x += p);
+                x.iter_mut().zip(&positions[at..]).for_each(|(x, p)| *x += p);
             }
         }
         for layer in 0..self.config.layers {
             let name = format!("blocks.{layer}");
             let normed = self.norm(&format!("{name}.attention_norm"), &x);
-            add(
-                &mut x,
-                self.attention(&format!("{name}.attention"), &normed),
-            );
+            add(&mut x, self.attention(&format!("{name}.attention"), &normed));
             let normed = self.norm(&format!("{name}.mlp_norm"), &x);
             add(&mut x, self.mlp(&format!("{name}.mlp"), &normed));
         }
@@ -237,19 +211,12 @@ impl Oracle<'_> {
 }
 
 fn add(x: &mut Row, y: Row) {
-    x.iter_mut()
-        .flatten()
-        .zip(y.iter().flatten())
-        .for_each(|(x, y)| *x += y);
+    x.iter_mut().flatten().zip(y.iter().flatten()).for_each(|(x, y)| *x += y);
 }
 
 fn oracle_loss(config: &ModelConfig, parameters: &Parameters) -> f64 {
     let row = |r: usize| {
-        let oracle = Oracle {
-            config,
-            parameters,
-            starts: &STARTS[r],
-        };
+        let oracle = Oracle { config, parameters, starts: &STARTS[r] };
         oracle.loss(&TOKENS[r], &TARGETS[r], &WEIGHTS[r])
     };
     row(0) + row(1)
@@ -276,12 +243,8 @@ impl ModuleVisitor<Ad> for Gradients<'_> {
     }
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Ad, D>>) {
         let name = self.path.join(".");
-        let grad = param
-            .val()
-            .grad(self.grads)
-            .unwrap_or_else(|| panic!("{name} has no gradient"));
-        self.found
-            .insert(name, grad.into_data().iter::<f64>().collect());
+        let grad = param.val().grad(self.grads).unwrap_or_else(|| panic!("{name} has no gradient"));
+        self.found.insert(name, grad.into_data().iter::<f64>().collect());
     }
 }
 
@@ -303,11 +266,7 @@ fn loss_and_all_gradients_equal_an_independent_f64_computation() {
         assert!((got - want).abs() < 2e-6 * want, "loss {got} for {want}");
 
         let grads = loss.backward();
-        let mut found = Gradients {
-            path: vec![],
-            grads: &grads,
-            found: HashMap::new(),
-        };
+        let mut found = Gradients { path: vec![], grads: &grads, found: HashMap::new() };
         model.visit(&mut found);
         let names: Vec<String> = parameters.keys().cloned().collect();
         for name in names {
@@ -322,11 +281,7 @@ fn loss_and_all_gradients_equal_an_independent_f64_computation() {
                 let want = (loss(x + 1e-5) - loss(x - 1e-5)) / 2e-5;
                 loss(x);
                 let error = (got[at] - want).abs();
-                assert!(
-                    error < 1e-5 * scale.max(1e-2),
-                    "{name}[{at}]: {} for {want}",
-                    got[at]
-                );
+                assert!(error < 1e-5 * scale.max(1e-2), "{name}[{at}]: {} for {want}", got[at]);
             }
         }
     }
@@ -337,12 +292,6 @@ struct Enlarge;
 
 impl<B: Backend> burn::module::ModuleMapper<B> for Enlarge {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        param.map(|x| {
-            if D == 2 {
-                (x * 15.0).detach().require_grad()
-            } else {
-                x
-            }
-        })
+        param.map(|x| if D == 2 { (x * 15.0).detach().require_grad() } else { x })
     }
 }

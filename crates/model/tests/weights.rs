@@ -17,10 +17,7 @@ fn weights_survive_a_round_trip_bit_for_bit() {
         save(&original, &path).unwrap();
         let other = model(&config, 2);
         assert_ne!(named_tensors(&original), named_tensors(&other));
-        assert_eq!(
-            named_tensors(&original),
-            named_tensors(&load(other, &path).unwrap())
-        );
+        assert_eq!(named_tensors(&original), named_tensors(&load(other, &path).unwrap()));
     }
 }
 
@@ -81,10 +78,7 @@ fn another_models_weights_are_refused() {
 #[test]
 fn initial_weights_depend_on_the_name_alone() {
     let config = configs().nth(2).unwrap();
-    let gated = ModelConfig {
-        output_gate: true,
-        ..config.clone()
-    };
+    let gated = ModelConfig { output_gate: true, ..config.clone() };
     let plain = named_tensors(&model(&config, 5));
     let gated = named_tensors(&model(&gated, 5));
     assert!(gated.len() > plain.len());

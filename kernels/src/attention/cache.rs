@@ -82,7 +82,11 @@ impl<B: OpBackend> KvCache<B> {
 }
 
 /// A buffer of `capacity` tokens that starts with `old`, then `new`.
-fn grow<B: OpBackend>(old: Option<Tensor<B, 4>>, new: Tensor<B, 4>, capacity: usize) -> Tensor<B, 4> {
+fn grow<B: OpBackend>(
+    old: Option<Tensor<B, 4>>,
+    new: Tensor<B, 4>,
+    capacity: usize,
+) -> Tensor<B, 4> {
     let [batch, heads, n, head_dim] = new.dims();
     let len = old.as_ref().map_or(0, |old| old.dims()[2]);
     let buffer = Tensor::zeros([batch, heads, capacity, head_dim], &new.device());

@@ -20,7 +20,8 @@ pub trait Conformance: Variant {
 
     /// The operation by its definition: `inputs` are q, k, v, the gates' logits, the parameters;
     /// `documents[b][t]` is where the document of position t starts.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle;
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>])
+    -> Oracle;
 }
 
 /// One problem: a shape, inputs and documents.
@@ -343,8 +344,11 @@ pub fn softmax_oracle(
                 let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
                 for n in 0..head_dim {
                     let value = |j: usize| v.at(&[b, h / group, j, n]);
-                    let sum: f64 =
-                        scores.iter().zip(keys.clone()).map(|(s, j)| (s - max).exp() * value(j)).sum();
+                    let sum: f64 = scores
+                        .iter()
+                        .zip(keys.clone())
+                        .map(|(s, j)| (s - max).exp() * value(j))
+                        .sum();
                     out.data[((b * heads + h) * seq_len + i) * head_dim + n] = sum / total;
                 }
             }

@@ -6,10 +6,10 @@
 //! its own learned parameters, and returns o.
 
 pub mod cache;
-mod registry;
-pub mod softmax;
 #[cfg(test)]
 mod conformance;
+mod registry;
+pub mod softmax;
 
 use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;

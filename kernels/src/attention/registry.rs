@@ -96,5 +96,4 @@ macro_rules! registry {
     };
 }
 
-
 pub(super) use registry;

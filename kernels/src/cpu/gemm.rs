@@ -15,13 +15,7 @@ pub struct Mat<'a> {
 impl<'a> Mat<'a> {
     /// A row-major matrix whose rows lie `row_stride` elements apart.
     pub fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
-        let mat = Mat {
-            data,
-            rows,
-            cols,
-            row_stride,
-            col_stride: 1,
-        };
+        let mat = Mat { data, rows, cols, row_stride, col_stride: 1 };
         mat.check();
         mat
     }
@@ -38,11 +32,7 @@ impl<'a> Mat<'a> {
     }
 
     fn rows(self, first: usize, rows: usize) -> Self {
-        Mat {
-            data: &self.data[first * self.row_stride..],
-            rows,
-            ..self
-        }
+        Mat { data: &self.data[first * self.row_stride..], rows, ..self }
     }
 
     fn check(&self) {
@@ -69,10 +59,7 @@ pub fn gemm(dst: &mut [f32], stride: usize, alpha: f32, a: Mat, b: Mat, beta: f3
     if m == 0 || n == 0 {
         return;
     }
-    assert!(
-        (m - 1) * stride + n <= dst.len() && n <= stride,
-        "a product larger than its place"
-    );
+    assert!((m - 1) * stride + n <= dst.len() && n <= stride, "a product larger than its place");
     a.check();
     b.check();
     // SAFETY: the three assertions above keep every access inside its slice, and `dst` is borrowed
@@ -120,9 +107,7 @@ pub fn matmul_into(dst: &mut [f32], a: Mat, b: Mat, beta: f32) {
         return gemm(dst, n, 1.0, a, b, beta);
     }
     let rows = m.div_ceil(threads).next_multiple_of(16);
-    dst.par_chunks_mut(rows * n)
-        .enumerate()
-        .for_each(|(task, dst)| {
-            gemm(dst, n, 1.0, a.rows(task * rows, dst.len() / n), b, beta);
-        });
+    dst.par_chunks_mut(rows * n).enumerate().for_each(|(task, dst)| {
+        gemm(dst, n, 1.0, a.rows(task * rows, dst.len() / n), b, beta);
+    });
 }

@@ -26,7 +26,8 @@ impl<'a> HeadView<'a> {
     pub fn new(tensor: &'a FlexTensor) -> Self {
         let strides = tensor.layout().strides();
         let usable = strides[3] == 1 && strides.iter().all(|&s| s >= 0);
-        let tensor = if usable { Cow::Borrowed(tensor) } else { Cow::Owned(tensor.to_contiguous()) };
+        let tensor =
+            if usable { Cow::Borrowed(tensor) } else { Cow::Owned(tensor.to_contiguous()) };
         let layout = tensor.layout();
         let [b, h, t, _] = layout.strides()[..] else { panic!("a tensor of 4 dimensions") };
         let strides = [b as usize, h as usize, t as usize];

@@ -62,10 +62,7 @@ pub(crate) fn reference<B: Backend>(
     let [c1, c2] = step.corrections();
     let g = scale(g, step.grad_scale);
     let m = add(scale(m, step.beta1), scale(g.clone(), 1.0 - step.beta1));
-    let v = add(
-        scale(v, step.beta2),
-        scale(B::float_mul(g.clone(), g), 1.0 - step.beta2),
-    );
+    let v = add(scale(v, step.beta2), scale(B::float_mul(g.clone(), g), 1.0 - step.beta2));
     let denominator = B::float_sqrt(scale(v.clone(), 1.0 / c2));
     let denominator = B::float_add_scalar(denominator, step.eps.into());
     let update = B::float_div(scale(m.clone(), step.lr / c1), denominator);
@@ -79,18 +76,10 @@ pub(crate) fn cpu(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTenso
     let [mut p, mut m, mut v] =
         [p, m, v].map(|x| if x.is_contiguous() { x } else { contiguous(&x) });
     let g = contiguous(&g);
-    let AdamwStep {
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        grad_scale,
-        ..
-    } = *step;
+    let AdamwStep { lr, beta1, beta2, eps, weight_decay, grad_scale, .. } = *step;
     let [c1, c2] = step.corrections();
     let (keep, rate, inv2) = (1.0 - lr * weight_decay, lr / c1, 1.0 / c2);
-    let update = |((p, g), (m, v)): ((&mut [f32], &[f32]), (&mut [f32], &mut [f32]))| {
+    let update = |p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]| {
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             let g = g * grad_scale;
             *m = beta1 * *m + (1.0 - beta1) * g;
@@ -107,7 +96,7 @@ pub(crate) fn cpu(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTenso
                 .par_chunks_mut(CHUNK)
                 .zip(v.storage_mut::<f32>().par_chunks_mut(CHUNK)),
         )
-        .for_each(update);
+        .for_each(|((p, g), (m, v))| update(p, g, m, v));
     [p, m, v]
 }
 
@@ -151,10 +140,7 @@ mod tests {
                 let want = oracle(p[i].into(), g[i].into(), m[i].into(), v[i].into());
                 for (got, want) in result.iter().zip(want) {
                     let got = f64::from(slice(got)[i]);
-                    assert!(
-                        (got - want).abs() < 3e-7 * (1.0 + want.abs()),
-                        "{got} for {want}"
-                    );
+                    assert!((got - want).abs() < 3e-7 * (1.0 + want.abs()), "{got} for {want}");
                 }
             }
         }

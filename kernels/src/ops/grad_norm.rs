@@ -22,10 +22,7 @@ pub(crate) fn reference<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
 /// The sum on the CPU: chunks of fixed size, joined in order.
 pub(crate) fn cpu(x: FlexTensor) -> FlexTensor {
     let x = contiguous(&x);
-    let chunks: Vec<f32> = slice(&x)
-        .par_chunks(1 << 14)
-        .map(|c| math::dot(c, c))
-        .collect();
+    let chunks: Vec<f32> = slice(&x).par_chunks(1 << 14).map(|c| math::dot(c, c)).collect();
     let total: f64 = chunks.iter().map(|&c| f64::from(c)).sum();
     from_vec(vec![total as f32], &[1])
 }

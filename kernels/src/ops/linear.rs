@@ -107,10 +107,7 @@ impl Op<3> for Linear {
 fn sizes(x: &FlexTensor, weight: &FlexTensor) -> [usize; 3] {
     let (x, weight) = (dims(x), dims(weight));
     let inputs = x[x.len() - 1];
-    assert_eq!(
-        inputs, weight[1],
-        "in_features of x {x:?} and weight {weight:?}"
-    );
+    assert_eq!(inputs, weight[1], "in_features of x {x:?} and weight {weight:?}");
     [x.iter().product::<usize>() / inputs, inputs, weight[0]]
 }
 
@@ -130,17 +127,12 @@ fn forward(x: &FlexTensor, weight: &FlexTensor, bias: Option<&FlexTensor>) -> Fo
             y
         }
     };
-    Forward {
-        output: from_vec(y, &shape),
-        saved: vec![x, weight],
-    }
+    Forward { output: from_vec(y, &shape), saved: vec![x, weight] }
 }
 
 /// dx = dy W, dW = dyᵀ x, db = Σ dy.
 fn backward(saved: &[FlexTensor], grad: &FlexTensor, needs: [bool; 3]) -> [Option<FlexTensor>; 3] {
-    let [x, weight] = saved else {
-        unreachable!("linear saves two tensors")
-    };
+    let [x, weight] = saved else { unreachable!("linear saves two tensors") };
     let [rows, inputs, outputs] = sizes(x, weight);
     let grad = contiguous(grad);
     let dy = Mat::new(slice(&grad), rows, outputs, outputs);
@@ -175,16 +167,12 @@ mod tests {
     /// y = x Wᵀ + b by its definition.
     fn oracle(inputs: &[Oracle]) -> Oracle {
         let [x, weight] = [&inputs[0], &inputs[1]];
-        let [batch, seq_len, features] = x.shape[..] else {
-            panic!()
-        };
+        let [batch, seq_len, features] = x.shape[..] else { panic!() };
         let outputs = weight.shape[0];
         Oracle::from_fn(&[batch, seq_len, outputs], |at| {
             let [b, t, o] = at[..] else { panic!() };
             let bias = inputs.get(2).map_or(0.0, |bias| bias.at(&[o]));
-            bias + (0..features)
-                .map(|i| x.at(&[b, t, i]) * weight.at(&[o, i]))
-                .sum::<f64>()
+            bias + (0..features).map(|i| x.at(&[b, t, i]) * weight.at(&[o, i])).sum::<f64>()
         })
     }
 
@@ -193,10 +181,7 @@ mod tests {
         for (batch, seq_len, inputs, outputs) in [(1, 1, 3, 5), (2, 7, 16, 9), (1, 65, 33, 17)] {
             let x = [batch, seq_len, inputs];
             check(Case::<_, 2>::new(Linear, &[&x, &[outputs, inputs]]), oracle);
-            check(
-                Case::<_, 3>::new(Linear, &[&x, &[outputs, inputs], &[outputs]]),
-                oracle,
-            );
+            check(Case::<_, 3>::new(Linear, &[&x, &[outputs, inputs], &[outputs]]), oracle);
         }
     }
 }

@@ -31,7 +31,7 @@ use crate::cpu::{buffer, rows_per_task};
 pub fn rotary<B: OpBackend>(
     x: Tensor<B, 4>,
     first_position: usize,
-    theta: f32,
+    theta: f64,
     rotary_dims: usize,
 ) -> Tensor<B, 4> {
     let head_dim = x.dims()[3];
@@ -49,7 +49,7 @@ pub struct Rotary {
     /// Position of row 0.
     pub first_position: usize,
     /// The base of the angular frequencies.
-    pub theta: f32,
+    pub theta: f64,
     /// Channels that rotate, even.
     pub rotary_dims: usize,
 }
@@ -69,7 +69,7 @@ impl Rotary {
     /// The angles of `seq_len` rows, computed in f64.
     fn angles(&self, seq_len: usize) -> Angles {
         let half = self.rotary_dims / 2;
-        let frequency = |i: usize| f64::from(self.theta).powf(-(i as f64) / half as f64);
+        let frequency = |i: usize| self.theta.powf(-(i as f64) / half as f64);
         let frequencies: Vec<f64> = (0..half).map(frequency).collect();
         let position = |t: usize| (self.first_position + t) as f64;
         let angle = |i: usize| position(i / half) * frequencies[i % half];
@@ -188,7 +188,7 @@ mod tests {
                 return x.at(at);
             }
             let pair = i % half;
-            let omega = f64::from(op.theta).powf(-2.0 * pair as f64 / op.rotary_dims as f64);
+            let omega = op.theta.powf(-2.0 * pair as f64 / op.rotary_dims as f64);
             let (sin, cos) = ((op.first_position + t) as f64 * omega).sin_cos();
             let [first, second] = [pair, pair + half].map(|i| x.at(&[b, h, t, i]));
             if i < half { first * cos - second * sin } else { second * cos + first * sin }

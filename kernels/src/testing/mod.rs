@@ -32,15 +32,8 @@ impl Oracle {
     /// # Panics
     /// When the number of elements is not the shape's.
     pub fn new(shape: &[usize], data: Vec<f64>) -> Self {
-        assert_eq!(
-            shape.iter().product::<usize>(),
-            data.len(),
-            "elements of shape {shape:?}"
-        );
-        Oracle {
-            shape: shape.to_vec(),
-            data,
-        }
+        assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of shape {shape:?}");
+        Oracle { shape: shape.to_vec(), data }
     }
 
     /// A tensor from a function of the index.
@@ -58,10 +51,7 @@ impl Oracle {
                 index[dim] = 0;
             }
         }
-        Oracle {
-            shape: shape.to_vec(),
-            data,
-        }
+        Oracle { shape: shape.to_vec(), data }
     }
 
     /// The element at an index.
@@ -90,15 +80,9 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
     /// When the number of shapes is not `N`.
     pub fn new(op: O, shapes: &[&[usize]]) -> Self {
         assert_eq!(shapes.len(), N, "shapes for the inputs of {op:?}");
-        let mut case = Case {
-            op,
-            inputs: vec![],
-            ints: vec![],
-            no_grad: vec![],
-        };
+        let mut case = Case { op, inputs: vec![], ints: vec![], no_grad: vec![] };
         for (input, shape) in shapes.iter().enumerate() {
-            case.inputs
-                .push(Oracle::new(shape, vec![0.0; shape.iter().product()]));
+            case.inputs.push(Oracle::new(shape, vec![0.0; shape.iter().product()]));
             case = case.uniform(input, -1.7..1.7);
         }
         case
@@ -141,10 +125,7 @@ fn to_oracle(tensor: &FlexTensor) -> Oracle {
 }
 
 fn to_flex(oracle: &Oracle) -> FlexTensor {
-    cpu::from_vec(
-        oracle.data.iter().map(|&x| x as f32).collect(),
-        &oracle.shape,
-    )
+    cpu::from_vec(oracle.data.iter().map(|&x| x as f32).collect(), &oracle.shape)
 }
 
 /// Runs the operation on the CPU with an upstream gradient, through its kernel or its reference.
@@ -181,24 +162,15 @@ fn run<O: Op<N>, const N: usize>(case: &Case<O, N>, upstream: &Oracle, kernel: b
     let grads = inputs
         .iter()
         .enumerate()
-        .map(
-            |(i, input)| match <Ad as AutodiffBackend>::grad_remove(input, &mut grads) {
-                Some(grad) => to_oracle(&grad),
-                None => {
-                    assert!(
-                        case.no_grad.contains(&i),
-                        "input {i} of {:?} has no gradient",
-                        case.op
-                    );
-                    Oracle::new(&[0], vec![])
-                }
-            },
-        )
+        .map(|(i, input)| match <Ad as AutodiffBackend>::grad_remove(input, &mut grads) {
+            Some(grad) => to_oracle(&grad),
+            None => {
+                assert!(case.no_grad.contains(&i), "input {i} of {:?} has no gradient", case.op);
+                Oracle::new(&[0], vec![])
+            }
+        })
         .collect();
-    Run {
-        output: result,
-        grads,
-    }
+    Run { output: result, grads }
 }
 
 /// Largest absolute and root-mean-square error of `got` where `want` is known.
@@ -259,12 +231,7 @@ pub(crate) fn differences(
     let mut loss = |place: usize, value: f64| {
         shifted[input].data[place] = value;
         let output = oracle(&shifted);
-        output
-            .data
-            .iter()
-            .zip(&upstream.data)
-            .map(|(x, w)| x * w)
-            .sum::<f64>()
+        output.data.iter().zip(&upstream.data).map(|(x, w)| x * w).sum::<f64>()
     };
     let derivatives = places
         .iter()
@@ -284,38 +251,21 @@ pub(crate) fn differences(
 /// # Panics
 /// When anything is outside the budget.
 pub fn check<O: Op<N>, const N: usize>(case: Case<O, N>, oracle: impl Fn(&[Oracle]) -> Oracle) {
-    let what = format!(
-        "{:?} on {:?}",
-        case.op,
-        case.inputs.iter().map(|x| &x.shape).collect::<Vec<_>>()
-    );
+    let what =
+        format!("{:?} on {:?}", case.op, case.inputs.iter().map(|x| &x.shape).collect::<Vec<_>>());
     let want = oracle(&case.inputs);
     let mut rng = ChaCha8Rng::seed_from_u64(99);
     let upstream = Oracle::new(
         &want.shape,
-        want.data
-            .iter()
-            .map(|_| f64::from(rng.random_range(-1.0f32..1.0)))
-            .collect(),
+        want.data.iter().map(|_| f64::from(rng.random_range(-1.0f32..1.0))).collect(),
     );
     let reference = run(&case, &upstream, false);
     let kernel = run(&case, &upstream, true);
-    assert_eq!(
-        kernel.output.shape, want.shape,
-        "{what}: shape of the output"
-    );
-    assert_budget(
-        &what,
-        &kernel.output.data,
-        &reference.output.data,
-        &want.data,
-    );
+    assert_eq!(kernel.output.shape, want.shape, "{what}: shape of the output");
+    assert_budget(&what, &kernel.output.data, &reference.output.data, &want.data);
     for input in (0..N).filter(|i| !case.no_grad.contains(i)) {
         let what = format!("{what}, gradient of input {input}");
-        assert_eq!(
-            kernel.grads[input].shape, case.inputs[input].shape,
-            "{what}: shape"
-        );
+        assert_eq!(kernel.grads[input].shape, case.inputs[input].shape, "{what}: shape");
         let (places, want) = differences(&case.inputs, input, &upstream, &oracle);
         let pick = |grads: &Oracle| places.iter().map(|&p| grads.data[p]).collect::<Vec<_>>();
         let (kernel, reference) = (&kernel.grads[input], &reference.grads[input]);
@@ -323,15 +273,9 @@ pub fn check<O: Op<N>, const N: usize>(case: Case<O, N>, oracle: impl Fn(&[Oracl
         // Elements that were not sampled are held to the reference.
         let scale = reference.data.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
         let (worst, _) = errors(&kernel.data, &reference.data);
-        assert!(
-            worst <= 4e-5 * scale,
-            "{what}: kernel and reference differ by {worst:.2e}"
-        );
+        assert!(worst <= 4e-5 * scale, "{what}: kernel and reference differ by {worst:.2e}");
     }
     let again = run(&case, &upstream, true);
     assert_eq!(again.output, kernel.output, "{what}: two runs differ");
-    assert_eq!(
-        again.grads, kernel.grads,
-        "{what}: gradients of two runs differ"
-    );
+    assert_eq!(again.grads, kernel.grads, "{what}: gradients of two runs differ");
 }

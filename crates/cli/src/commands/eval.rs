@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use anyhow::Result;
-use longwall_data::{Loader, NoProgress, Split, Tokenizer};
+use anyhow::{Result, bail};
+use longwall_data::{Loader, NoProgress, SourceConfig, Split, Tokenizer};
 use longwall_eval::{EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
@@ -35,7 +35,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     let run = args.run.open()?;
     let stop = StopFlag::install()?;
-    let report = evaluate(run, std::slice::from_ref(&args.suite), args.force, &stop)?;
+    let replace = if args.force { Replace::All } else { Replace::Nothing };
+    let report = evaluate(run, std::slice::from_ref(&args.suite), replace, &stop)?;
     for report in report {
         if args.json {
             println!("{}", serde_json::to_string_pretty(&report)?);
@@ -46,28 +47,39 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// Which results of an earlier evaluation are thrown away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Replace {
+    /// None: other settings are an error.
+    Nothing,
+    /// Those of other checkpoints of the run.
+    OtherCheckpoints,
+    /// All.
+    All,
+}
+
 /// Runs suites on a checkpoint; their files go to `eval/SUITE/` in the run's folder.
 pub fn evaluate(
     run: OpenRun,
     suites: &[SuiteConfig],
-    force: bool,
+    replace: Replace,
     stop: &StopFlag,
 ) -> Result<Vec<Report>> {
-    struct Evaluate<'a>(OpenRun, &'a [SuiteConfig], bool, &'a StopFlag);
+    struct Evaluate<'a>(OpenRun, &'a [SuiteConfig], Replace, &'a StopFlag);
     impl OnDevice for Evaluate<'_> {
         type Output = Result<Vec<Report>>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
-            let Evaluate(run, suites, force, stop) = self;
-            evaluate_on::<B>(&run, suites, force, stop, device)
+            let Evaluate(run, suites, replace, stop) = self;
+            evaluate_on::<B>(&run, suites, replace, stop, device)
         }
     }
-    run.device.clone().run(Evaluate(run, suites, force, stop))
+    run.device.clone().run(Evaluate(run, suites, replace, stop))
 }
 
 fn evaluate_on<B: OpBackend>(
     run: &OpenRun,
     suites: &[SuiteConfig],
-    force: bool,
+    replace: Replace,
     stop: &StopFlag,
     device: B::Device,
 ) -> Result<Vec<Report>> {
@@ -77,10 +89,18 @@ fn evaluate_on<B: OpBackend>(
     let held_out = ValidationText { config, tokenizer: &run.tokenizer };
     let progress = EvalProgress::new();
     let evaluate = |suite: &SuiteConfig| {
+        let out_dir = run.dir.join("eval").join(suite.name());
+        let step = run.checkpoint.state.step;
+        let force = match replace {
+            Replace::Nothing => false,
+            Replace::OtherCheckpoints => Report::load(&out_dir.join("results.json"))
+                .is_ok_and(|old| old.checkpoint_step != Some(step)),
+            Replace::All => true,
+        };
         let context = RunContext {
-            out_dir: run.dir.join("eval").join(suite.name()),
+            out_dir,
             run: config.run.name.clone(),
-            checkpoint_step: Some(run.checkpoint.state.step),
+            checkpoint_step: Some(step),
             git_hash: git_hash(),
             force,
             held_out: Some(&held_out),
@@ -101,15 +121,16 @@ struct ValidationText<'a> {
 impl HeldOut for ValidationText<'_> {
     fn validation_tokens(&self, wanted: usize) -> Result<Vec<u32>, EvalError> {
         let mut data = self.config.data.clone();
-        data.validation_tokens = (wanted as u64).max(data.seq_len as u64);
-        let open = Loader::open(
-            &data,
-            self.tokenizer,
-            self.config.run.seed,
-            Split::Validation,
-            &NoProgress,
-        );
-        let loader = open.map_err(|error| EvalError::model("the run's validation split", error))?;
+        // Contexts longer than a row need text that goes on from row to row: all rows of the split,
+        // of which the first are read. Generated examples are no text.
+        data.validation_tokens = u64::MAX;
+        data.sources.retain(|source| !matches!(source, SourceConfig::Passkey { .. }));
+        let seed = self.config.run.seed;
+        let loader = Loader::open(&data, self.tokenizer, seed, Split::Validation, &NoProgress)
+            .map_err(|error| EvalError::Text {
+                what: format!("the run's validation split cannot be read: {error}"),
+                remedy: "give other held-out text with --text".to_owned(),
+            })?;
         let rows = loader.validation_rows().unwrap_or(0) as usize;
         let rows = rows.min(wanted.div_ceil(data.seq_len));
         let batch = loader.batch(0, rows);
@@ -144,5 +165,16 @@ pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<SuiteConfig>
         problems.into_result()?;
         Ok(suite)
     };
-    tables.iter().enumerate().map(parse).collect()
+    let suites = tables.iter().enumerate().map(parse).collect::<Result<Vec<_>>>()?;
+    for (at, suite) in suites.iter().enumerate() {
+        if suites[..at].iter().any(|earlier| earlier.name() == suite.name()) {
+            bail!(
+                "{}: eval.{at}: the suite {} is there already; allowed: each suite once\n  \
+                 hint: give all lengths to one of them",
+                path.display(),
+                suite.name()
+            );
+        }
+    }
+    Ok(suites)
 }

@@ -12,7 +12,7 @@ use longwall_train::run::{Outcome, Start, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
-use super::eval::{evaluate, suites_of};
+use super::eval::{Replace, evaluate, suites_of};
 use super::plot::draw_run;
 use crate::context::{DeviceArg, open_device, open_run};
 use crate::progress::DataProgress;
@@ -63,7 +63,11 @@ pub fn run(args: Args) -> Result<()> {
     let device = open_device(config.run.device, config.run.threads)?;
     let stop = StopFlag::install()?;
     let outcome = train_on(device, &config, start, &stop)?;
-    tracing::info!("loss curves: {}", draw_run(&outcome.run_dir)?.display());
+    match draw_run(&outcome.run_dir) {
+        Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
+        // The run itself is safe: a run stopped before its first step has nothing to draw.
+        Err(error) => tracing::warn!("no loss curves: {error:#}"),
+    }
     if outcome.is_finished() {
         evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
         print_next(&outcome.run_dir);
@@ -108,7 +112,8 @@ fn evaluate_after(
         return Ok(());
     }
     let run = open_run(run_dir, Which::Latest, Some(config.run.device))?;
-    for report in evaluate(run, suites, false, stop)? {
+    // Results of an earlier checkpoint, before the run was lengthened, are replaced.
+    for report in evaluate(run, suites, Replace::OtherCheckpoints, stop)? {
         println!("{report}");
     }
     Ok(())

@@ -16,6 +16,8 @@ use crate::{DataError, Tokenizer};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) key: String,
+    /// Hash of the list of inputs, which `position` counts in.
+    pub(super) listing: String,
     pub(super) position: Position,
     pub(super) train: SplitProgress,
     pub(super) validation: SplitProgress,
@@ -40,9 +42,10 @@ impl SplitProgress {
 }
 
 impl State {
-    pub(super) fn new(key: &str) -> Self {
+    pub(super) fn new(key: &str, listing: &str) -> Self {
         State {
             key: key.into(),
+            listing: listing.into(),
             position: Position::default(),
             train: SplitProgress::default(),
             validation: SplitProgress::default(),

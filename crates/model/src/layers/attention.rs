@@ -60,9 +60,7 @@ impl<B: OpBackend> Attention<B> {
             |name: &str, outputs| Linear::new(&init.part(name), width, outputs, config.bias);
         let head_norm = |name: &str| {
             let init = init.part(name);
-            config
-                .qk_norm
-                .then(|| Norm::new(&init, NormKind::RmsNorm, shape.head_dim, false))
+            config.qk_norm.then(|| Norm::new(&init, NormKind::RmsNorm, shape.head_dim, false))
         };
         let gate = |spec: &longwall_kernels::attention::GateSpec| {
             let init = init.part(spec.name);
@@ -71,11 +69,7 @@ impl<B: OpBackend> Attention<B> {
             gate
         };
         let convs: &[_] = if config.short_conv {
-            &[
-                ("q_conv", inner),
-                ("k_conv", kv_inner),
-                ("v_conv", kv_inner),
-            ]
+            &[("q_conv", inner), ("k_conv", kv_inner), ("v_conv", kv_inner)]
         } else {
             &[]
         };
@@ -86,10 +80,7 @@ impl<B: OpBackend> Attention<B> {
             v: linear("v", kv_inner),
             output: Linear::residual(&init.part("output"), inner, width, config.bias),
             gates: config.attention.gates(&shape).iter().map(gate).collect(),
-            parameters: parameters
-                .into_iter()
-                .map(|p| init.part(p.name).vector(p.init))
-                .collect(),
+            parameters: parameters.into_iter().map(|p| init.part(p.name).vector(p.init)).collect(),
             q_norm: head_norm("q_norm"),
             k_norm: head_norm("k_norm"),
             output_gate: config.output_gate.then(|| linear("output_gate", inner)),
@@ -115,10 +106,7 @@ impl<B: OpBackend> Attention<B> {
     /// The state before the first token.
     pub fn start(&self) -> LayerState<B> {
         let attention = self.variant.start(&self.shape);
-        LayerState {
-            attention,
-            convs: vec![None; self.convs.len()],
-        }
+        LayerState { attention, convs: vec![None; self.convs.len()] }
     }
 
     /// New tokens after those in `state`: `[batch, n, width]`, both ways.
@@ -131,15 +119,10 @@ impl<B: OpBackend> Attention<B> {
                 None => new,
             };
             let len = all.dims()[1];
-            convs[at] = Some(
-                all.clone()
-                    .slice(s![.., len.saturating_sub(CONV_TAPS - 1)..]),
-            );
+            convs[at] = Some(all.clone().slice(s![.., len.saturating_sub(CONV_TAPS - 1)..]));
             short_conv(all, taps.val(), true, None).slice(s![.., len - new_len..])
         });
-        let o = self
-            .variant
-            .extend(&self.shape, inputs, &mut state.attention);
+        let o = self.variant.extend(&self.shape, inputs, &mut state.attention);
         self.finish(o, x)
     }
 
@@ -156,9 +139,7 @@ impl<B: OpBackend> Attention<B> {
                 y = conv(at, y, taps);
             }
             let heads = y.dims()[2] / self.shape.head_dim;
-            let y = y
-                .reshape([batch, seq_len, heads, self.shape.head_dim])
-                .swap_dims(1, 2);
+            let y = y.reshape([batch, seq_len, heads, self.shape.head_dim]).swap_dims(1, 2);
             match norm {
                 Some(norm) => norm.forward(y),
                 None => y,
@@ -168,11 +149,7 @@ impl<B: OpBackend> Attention<B> {
             q: project(0, &self.q, self.q_norm.as_ref()),
             k: project(1, &self.k, self.k_norm.as_ref()),
             v: project(2, &self.v, None),
-            gates: self
-                .gates
-                .iter()
-                .map(|gate| gate.forward(x.clone()))
-                .collect(),
+            gates: self.gates.iter().map(|gate| gate.forward(x.clone())).collect(),
             parameters: self.parameters.iter().map(Param::val).collect(),
         }
     }
@@ -180,9 +157,7 @@ impl<B: OpBackend> Attention<B> {
     /// Joins the heads, gates them and projects them back.
     fn finish(&self, o: Tensor<B, 4>, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let [batch, heads, seq_len, head_dim] = o.dims();
-        let mut o = o
-            .swap_dims(1, 2)
-            .reshape([batch, seq_len, heads * head_dim]);
+        let mut o = o.swap_dims(1, 2).reshape([batch, seq_len, heads * head_dim]);
         if let Some(gate) = &self.output_gate {
             o = o * activation::sigmoid(gate.forward(x));
         }

@@ -33,17 +33,13 @@ impl<B: OpBackend> Block<B> {
 
     /// Whole rows: `[batch, seq_len, width]`, both ways.
     pub fn forward(&self, x: Tensor<B, 3>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
-        let attention = self
-            .attention
-            .forward(self.attention_norm.forward(x.clone()), documents);
+        let attention = self.attention.forward(self.attention_norm.forward(x.clone()), documents);
         self.add_mlp(x + attention)
     }
 
     /// New tokens after those in `state`: `[batch, n, width]`, both ways.
     pub fn extend(&self, x: Tensor<B, 3>, state: &mut LayerState<B>) -> Tensor<B, 3> {
-        let attention = self
-            .attention
-            .extend(self.attention_norm.forward(x.clone()), state);
+        let attention = self.attention.extend(self.attention_norm.forward(x.clone()), state);
         self.add_mlp(x + attention)
     }
 

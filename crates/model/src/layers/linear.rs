@@ -17,19 +17,13 @@ pub struct Linear<B: OpBackend> {
 impl<B: OpBackend> Linear<B> {
     pub(crate) fn new(init: &Init<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
         let bias = bias.then(|| init.constant(outputs, 0.0));
-        Linear {
-            weight: init.weight([outputs, inputs]),
-            bias,
-        }
+        Linear { weight: init.weight([outputs, inputs]), bias }
     }
 
     /// A projection into the residual stream, scaled down with depth.
     pub(crate) fn residual(init: &Init<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
         let bias = bias.then(|| init.constant(outputs, 0.0));
-        Linear {
-            weight: init.residual_weight([outputs, inputs]),
-            bias,
-        }
+        Linear { weight: init.residual_weight([outputs, inputs]), bias }
     }
 
     /// `[batch, seq_len, in_features]` to `[batch, seq_len, out_features]`.

@@ -23,22 +23,15 @@ pub struct Norm<B: OpBackend> {
 impl<B: OpBackend> Norm<B> {
     pub(crate) fn new(init: &Init<B>, kind: NormKind, width: usize, bias: bool) -> Self {
         let bias = (bias && kind == NormKind::LayerNorm).then(|| init.constant(width, 0.0));
-        Norm {
-            weight: init.constant(width, 1.0),
-            bias,
-            kind,
-        }
+        Norm { weight: init.constant(width, 1.0), bias, kind }
     }
 
     /// The shape of `x`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         match self.kind {
-            NormKind::LayerNorm => layer_norm(
-                x,
-                self.weight.val(),
-                self.bias.as_ref().map(Param::val),
-                EPS,
-            ),
+            NormKind::LayerNorm => {
+                layer_norm(x, self.weight.val(), self.bias.as_ref().map(Param::val), EPS)
+            }
             NormKind::RmsNorm => rms_norm(x, self.weight.val(), EPS),
         }
     }

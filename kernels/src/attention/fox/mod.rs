@@ -1,4 +1,5 @@
-//! FoX, forgetting attention (Lin et al., 2025; ATTENTION in seeds/000 §1).
+//! FoX, forgetting attention (Lin et al., "Forgetting Transformer: softmax attention with a forget
+//! gate", 2025, equation 6).
 //!
 //! ℓ_t = ln σ(w_fᵀx_t + b_f) per query head; S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s. The gate's
 //! bias starts at 0. No positions by default; `rope = true` rotates q and k as well.
@@ -50,7 +51,7 @@ impl Config {
             return x;
         }
         let head_dim = x.dims()[3];
-        rotary(x, first, self.theta as f32, head_dim)
+        rotary(x, first, self.theta, head_dim)
     }
 }
 
@@ -77,7 +78,7 @@ impl Variant for Config {
             "set theta = 10000",
         );
         problems.check(
-            !self.rope || shape.head_dim % 2 == 0,
+            !self.rope || shape.head_dim.is_multiple_of(2),
             "model.head_dim",
             shape.head_dim,
             "an even number with rotary positions",

@@ -33,14 +33,13 @@ pub enum Position {
 }
 
 /// How rotary angles change for contexts longer than those trained on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Scaling {
     /// Not at all.
-    #[default]
-    None,
+    None {},
     /// NTK-aware: θ ← θ · factor^(d/(d−2)), which stretches slow channels by `factor` and leaves
-    /// the fastest alone (seeds/004 §6).
+    /// the fastest alone (bloc97, 2023).
     Ntk {
         /// Ratio of the wanted context to the trained one, at least 1.
         factor: f64,
@@ -69,7 +68,7 @@ impl Default for Config {
             position: Position::Rope,
             theta: 10_000.0,
             rotary_fraction: 1.0,
-            scaling: Scaling::None,
+            scaling: Scaling::None {},
             softcap: None,
         }
     }
@@ -83,7 +82,7 @@ impl Config {
 
     fn scaled_theta(&self, rotary_dims: usize) -> f64 {
         match self.scaling {
-            Scaling::None => self.theta,
+            Scaling::None {} => self.theta,
             Scaling::Ntk { factor } => {
                 let d = rotary_dims as f64;
                 self.theta * factor.powf(d / (d - 2.0).max(1.0))
@@ -97,7 +96,7 @@ impl Config {
             return x;
         }
         let rotary_dims = self.rotary_dims(x.dims()[3]);
-        rotary(x, first, self.scaled_theta(rotary_dims) as f32, rotary_dims)
+        rotary(x, first, self.scaled_theta(rotary_dims), rotary_dims)
     }
 
     fn core(&self, shape: &AttentionShape) -> Softmax {
@@ -133,7 +132,7 @@ impl Variant for Config {
             "set rotary_fraction = 1.0, or position = \"none\"",
         );
         problems.check(
-            self.position != Position::Rope || shape.head_dim % 2 == 0,
+            self.position != Position::Rope || shape.head_dim.is_multiple_of(2),
             "model.head_dim",
             shape.head_dim,
             "an even number with rotary positions",

@@ -48,7 +48,7 @@ impl Conformance for Config {
             _ => 0,
         };
         let theta = match self.scaling {
-            Scaling::None => self.theta,
+            Scaling::None {} => self.theta,
             Scaling::Ntk { factor } => {
                 let r = rotary_dims as f64;
                 self.theta * factor.powf(r / (r - 2.0))

@@ -288,7 +288,15 @@ fn backward_kv_head(
         let mut decay = vec![0.0; if with_decay { call.keys } else { 0 }];
         for first in (0..call.queries).step_by(BLOCK) {
             let block = call.block(batch, first);
-            backward_block(call, upstream, [batch, head], &block, &mut scratch, &mut grads, &mut decay);
+            backward_block(
+                call,
+                upstream,
+                [batch, head],
+                &block,
+                &mut scratch,
+                &mut grads,
+                &mut decay,
+            );
             dq.write(batch, head, first, &scratch.dq);
         }
         if with_decay {

@@ -43,9 +43,12 @@ pub(super) fn attend<B: Backend>(
 /// `[batch, kv_heads, …]` to `[batch, heads, …]`: each head repeated for its group.
 fn repeat_heads<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
     let [batch, kv_heads, keys, head_dim] = x.dims();
-    x.reshape([batch, kv_heads, 1, keys * head_dim])
-        .repeat_dim(2, group)
-        .reshape([batch, kv_heads * group, keys, head_dim])
+    x.reshape([batch, kv_heads, 1, keys * head_dim]).repeat_dim(2, group).reshape([
+        batch,
+        kv_heads * group,
+        keys,
+        head_dim,
+    ])
 }
 
 /// Σ_{s=j+1..i} ℓ_s for each query position i and key j, `[batch, heads, queries, keys]`.
