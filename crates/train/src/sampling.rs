@@ -28,9 +28,11 @@ impl Sampler {
         seed: u64,
     ) -> Result<Self, GenerateError> {
         let encode = |prompt: &String| {
-            // A document starts after an end of text.
-            let mut tokens = vec![tokenizer.end_of_text()];
-            tokens.extend(tokenizer.encode(prompt));
+            let mut tokens = tokenizer.encode(prompt);
+            if tokens.is_empty() {
+                // A document starts after the end of another.
+                tokens.push(tokenizer.end_of_text());
+            }
             (prompt.clone(), tokens)
         };
         let prompts: Vec<_> = config.prompts.iter().map(encode).collect();

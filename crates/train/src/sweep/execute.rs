@@ -182,8 +182,8 @@ fn suite_of(eval: &Table) -> String {
     eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
-/// The command line of an evaluation: every key is an option, an array is joined by commas, `true`
-/// is a bare flag, `false` is left out.
+/// The command line of an evaluation: every key is an option, repeated for each value of an array;
+/// `true` is a bare flag, `false` is left out.
 fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
     let run = run_dir.display().to_string();
     let mut args = vec!["eval".to_owned(), suite_of(eval), "--run".to_owned(), run];
@@ -197,8 +197,9 @@ fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
             Value::Boolean(false) => {}
             Value::Boolean(true) => args.push(option),
             Value::Array(values) => {
-                let joined = values.iter().map(plain).collect::<Vec<_>>().join(",");
-                args.extend([option, joined]);
+                for value in values {
+                    args.extend([option.clone(), plain(value)]);
+                }
             }
             value => args.extend([option, plain(value)]),
         }
