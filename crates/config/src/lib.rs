@@ -86,7 +86,9 @@ impl Problems {
 /// Says what was read and what is allowed when `text` is no such number.
 pub fn parse_count(text: &str) -> Result<u64, String> {
     let bad = || {
-        format!("`{text}` is not a count; allowed: a whole number with an optional k, M or B, for example 20k or 1.5M")
+        format!(
+            "`{text}` is not a count; allowed: a whole number with an optional k, M or B, for example 20k or 1.5M"
+        )
     };
     let text_ = text.trim().replace('_', "");
     let (digits, factor) = match text_.char_indices().last() {
@@ -129,11 +131,12 @@ impl FromStr for Interval {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        let (make, count): (fn(u64) -> Interval, &str) = if let Some(n) = text.strip_suffix("tokens") {
-            (Interval::Tokens, n)
-        } else {
-            (Interval::Steps, text.strip_suffix("steps").unwrap_or(text))
-        };
+        let (make, count): (fn(u64) -> Interval, &str) =
+            if let Some(n) = text.strip_suffix("tokens") {
+                (Interval::Tokens, n)
+            } else {
+                (Interval::Steps, text.strip_suffix("steps").unwrap_or(text))
+            };
         match parse_count(count) {
             Ok(0) | Err(_) => Err(format!(
                 "`{text}` is not an interval; allowed: a count above 0 of steps or tokens, for example 100, \"100 steps\" or \"10M tokens\""

@@ -179,10 +179,10 @@ impl DataConfig {
             "0.01 holds out one document in a hundred; 0 holds out none",
         );
         problems.check(
-            self.validation_tokens >= self.seq_len as u64,
+            (self.seq_len as u64..=1 << 40).contains(&self.validation_tokens),
             "data.validation_tokens",
             self.validation_tokens,
-            format!("at least seq_len = {}", self.seq_len),
+            format!("seq_len = {} to 2^40", self.seq_len),
             "raise it to a few hundred rows, or lower data.seq_len",
         );
         problems.check(

@@ -148,10 +148,7 @@ impl EvalError {
         what: impl Into<String>,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
     ) -> Self {
-        EvalError::Model {
-            what: what.into(),
-            source: source.into(),
-        }
+        EvalError::Model { what: what.into(), source: source.into() }
     }
 
     /// Turns an IO error into one that names the file it was reading.

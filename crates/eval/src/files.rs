@@ -64,10 +64,7 @@ mod tests {
         let path = dir.path().join("results.json");
         let result = with_temporary(&path, |temporary| {
             fs::write(temporary, "half").unwrap();
-            Err(EvalError::Text {
-                what: "no".into(),
-                remedy: "yes".into(),
-            })
+            Err(EvalError::Text { what: "no".into(), remedy: "yes".into() })
         });
         assert!(result.is_err());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);

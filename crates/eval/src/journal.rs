@@ -64,9 +64,7 @@ impl Journal {
             .map_err(EvalError::write(&path))?;
         match file.try_lock() {
             Err(TryLockError::WouldBlock) => {
-                return Err(EvalError::Busy {
-                    folder: folder.to_path_buf(),
-                });
+                return Err(EvalError::Busy { folder: folder.to_path_buf() });
             }
             // A file system without locks: one has to trust the user.
             Err(TryLockError::Error(_)) | Ok(()) => {}
@@ -94,11 +92,7 @@ impl Journal {
         if path.exists() {
             return self.check_settings(&path, settings);
         }
-        let length = self
-            .file
-            .metadata()
-            .map_err(EvalError::read(&self.path))?
-            .len();
+        let length = self.file.metadata().map_err(EvalError::read(&self.path))?.len();
         if length > 0 {
             return Err(EvalError::OtherSettings {
                 folder: self.folder.clone(),
@@ -127,10 +121,7 @@ impl Journal {
         let mut differences = Vec::new();
         compare("", &then.settings, now, &mut differences);
         if !differences.is_empty() {
-            return Err(EvalError::OtherSettings {
-                folder: self.folder.clone(),
-                differences,
-            });
+            return Err(EvalError::OtherSettings { folder: self.folder.clone(), differences });
         }
         if then.git_hash != self.git_hash {
             tracing::warn!(
@@ -163,9 +154,7 @@ impl Journal {
             }
             Ok(())
         })?;
-        self.file
-            .set_len(whole)
-            .map_err(EvalError::write(&self.path))?;
+        self.file.set_len(whole).map_err(EvalError::write(&self.path))?;
         self.done = done;
         Ok(())
     }
@@ -180,9 +169,7 @@ impl Journal {
         let (mut line, mut number, mut whole) = (Vec::new(), 0, 0);
         loop {
             line.clear();
-            reader
-                .read_until(b'\n', &mut line)
-                .map_err(EvalError::read(&self.path))?;
+            reader.read_until(b'\n', &mut line).map_err(EvalError::read(&self.path))?;
             if line.last() != Some(&b'\n') {
                 return Ok(whole);
             }
@@ -198,11 +185,7 @@ impl Journal {
     }
 
     fn damaged(&self, line: usize, reason: String) -> EvalError {
-        EvalError::Damaged {
-            path: self.path.clone(),
-            line,
-            reason,
-        }
+        EvalError::Damaged { path: self.path.clone(), line, reason }
     }
 
     /// The evaluation's folder.
@@ -258,21 +241,14 @@ impl Journal {
         let mut outcomes: Vec<Option<Outcome<V>>> = trials.iter().map(|_| None).collect();
         self.each_line(|journal, number, line| {
             let line: ReadLine<V> = journal.parse(number, line)?;
-            let trial = trials
-                .get(line.id as usize)
-                .filter(|trial| trial.length == line.length);
+            let trial = trials.get(line.id as usize).filter(|trial| trial.length == line.length);
             let Some(trial) = trial else {
-                let reason = format!(
-                    "sample {} of length {} is none of this suite",
-                    line.id, line.length
-                );
+                let reason =
+                    format!("sample {} of length {} is none of this suite", line.id, line.length);
                 return Err(journal.damaged(number, reason));
             };
-            outcomes[line.id as usize] = Some(Outcome {
-                trial: trial.clone(),
-                depth: line.depth,
-                verdict: line.verdict,
-            });
+            outcomes[line.id as usize] =
+                Some(Outcome { trial: trial.clone(), depth: line.depth, verdict: line.verdict });
             Ok(())
         })?;
         let count = outcomes.len();
@@ -291,15 +267,8 @@ fn compare(name: &str, then: &Value, now: &Value, differences: &mut Vec<String>)
         keys.sort();
         keys.dedup();
         for key in keys {
-            let path = if name.is_empty() {
-                key.clone()
-            } else {
-                format!("{name}.{key}")
-            };
-            let (a, b) = (
-                a.get(key).unwrap_or(&Value::Null),
-                b.get(key).unwrap_or(&Value::Null),
-            );
+            let path = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
+            let (a, b) = (a.get(key).unwrap_or(&Value::Null), b.get(key).unwrap_or(&Value::Null));
             compare(&path, a, b, differences);
         }
     } else if then != now {

@@ -52,13 +52,7 @@ pub(crate) fn check_lengths(suite: &str, lengths: &[usize], problems: &mut Probl
         "give lengths, for example --lengths 500,1000",
     );
     for (at, &length) in lengths.iter().enumerate() {
-        problems.check(
-            length > 0,
-            &key,
-            length,
-            "lengths above 0, in tokens",
-            "remove the 0",
-        );
+        problems.check(length > 0, &key, length, "lengths above 0, in tokens", "remove the 0");
         problems.check(
             !lengths[..at].contains(&length),
             &key,
@@ -117,13 +111,7 @@ pub(crate) fn check_answer(
     let mut problems = Problems::new();
     let remedy = format!("raise --max-tokens: the answer `{answer}` takes {needed} tokens");
     let key = format!("{suite}.max_tokens");
-    problems.check(
-        max_tokens >= needed,
-        key,
-        max_tokens,
-        format!("{needed} or more"),
-        remedy,
-    );
+    problems.check(max_tokens >= needed, key, max_tokens, format!("{needed} or more"), remedy);
     Ok(problems.into_result()?)
 }
 
@@ -134,8 +122,7 @@ pub(crate) fn sample_rng(seed: u64, stream: u64, trial: &Trial) -> ChaCha8Rng {
     let depth = trial.depth.map_or(u64::MAX, f64::to_bits);
     let mut key = [0; 32];
     for (bytes, number) in
-        key.chunks_exact_mut(8)
-            .zip([seed, trial.length as u64, depth, trial.index as u64])
+        key.chunks_exact_mut(8).zip([seed, trial.length as u64, depth, trial.index as u64])
     {
         bytes.copy_from_slice(&number.to_le_bytes());
     }
@@ -166,52 +153,16 @@ mod tests {
 
     #[test]
     fn samples_depend_on_seed_suite_length_depth_and_index_alone() {
-        let trial = Trial {
-            id: 3,
-            length: 500,
-            depth: Some(0.5),
-            index: 0,
-        };
+        let trial = Trial { id: 3, length: 500, depth: Some(0.5), index: 0 };
         let draw = |seed, stream, trial: &Trial| sample_rng(seed, stream, trial).random::<u64>();
         let first = draw(0, 1, &trial);
-        assert_eq!(
-            first,
-            draw(
-                0,
-                1,
-                &Trial {
-                    id: 9,
-                    ..trial.clone()
-                }
-            )
-        );
+        assert_eq!(first, draw(0, 1, &Trial { id: 9, ..trial.clone() }));
         for other in [
             draw(1, 1, &trial),
             draw(0, 2, &trial),
-            draw(
-                0,
-                1,
-                &Trial {
-                    length: 501,
-                    ..trial.clone()
-                },
-            ),
-            draw(
-                0,
-                1,
-                &Trial {
-                    depth: None,
-                    ..trial.clone()
-                },
-            ),
-            draw(
-                0,
-                1,
-                &Trial {
-                    index: 1,
-                    ..trial.clone()
-                },
-            ),
+            draw(0, 1, &Trial { length: 501, ..trial.clone() }),
+            draw(0, 1, &Trial { depth: None, ..trial.clone() }),
+            draw(0, 1, &Trial { index: 1, ..trial.clone() }),
         ] {
             assert_ne!(first, other);
         }

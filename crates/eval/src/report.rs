@@ -98,11 +98,7 @@ impl Report {
     pub fn csv(&self) -> String {
         let mut csv = String::from("metric,length,depth,value,standard_error,samples\n");
         for score in &self.scores {
-            let Estimate {
-                value,
-                standard_error,
-                samples,
-            } = score.estimate;
+            let Estimate { value, standard_error, samples } = score.estimate;
             csv += &format!(
                 "{},{},{},{},{},{samples}\n",
                 score.metric,
@@ -116,10 +112,7 @@ impl Report {
     }
 
     fn title(&self) -> String {
-        let step = self
-            .checkpoint_step
-            .map(|step| format!(", step {step}"))
-            .unwrap_or_default();
+        let step = self.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
         format!(
             "{} (version {}): run {}{step}, {} samples, seed {}, {}",
             self.suite, self.suite_version, self.run, self.samples, self.seed, self.device
@@ -151,9 +144,7 @@ impl Report {
                 let found = self.scores.iter().find(|score| {
                     score.metric == metric && score.depth == depth && score.length == length
                 });
-                found.map_or(String::new(), |score| {
-                    show(&score.estimate, depth.is_none())
-                })
+                found.map_or(String::new(), |score| show(&score.estimate, depth.is_none()))
             }));
             rows.push(row);
         }
@@ -167,12 +158,7 @@ impl Display for Report {
         writeln!(f, "{}", self.title())?;
         let rows = self.table();
         let widths: Vec<usize> = (0..rows[0].len())
-            .map(|column| {
-                rows.iter()
-                    .map(|row| row[column].chars().count())
-                    .max()
-                    .unwrap_or(0)
-            })
+            .map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
             .collect();
         for row in &rows {
             let mut line = String::new();
@@ -191,11 +177,7 @@ impl Display for Report {
 }
 
 fn show(estimate: &Estimate, with_error: bool) -> String {
-    let digits = if estimate.value.is_some_and(|value| value.abs() >= 1000.0) {
-        1
-    } else {
-        3
-    };
+    let digits = if estimate.value.is_some_and(|value| value.abs() >= 1000.0) { 1 } else { 3 };
     match (estimate.value, estimate.standard_error) {
         (None, _) => "not finite".to_string(),
         (Some(value), Some(error)) if with_error => format!("{value:.digits$} ± {error:.digits$}"),

@@ -44,25 +44,15 @@ pub(crate) fn run_suite<S: Suite>(
 
     let mut report = blank_report(&suite, options, &*model, context);
     let git_hash = context.git_hash.as_deref();
-    let mut journal = Journal::open(
-        &context.out_dir,
-        &settings(&report),
-        git_hash,
-        context.force,
-    )?;
+    let mut journal = Journal::open(&context.out_dir, &settings(&report), git_hash, context.force)?;
     report.git_hash = journal.git_hash().map(str::to_string);
-    context
-        .progress
-        .start(S::NAME, journal.len(), trials.len() as u64);
+    context.progress.start(S::NAME, journal.len(), trials.len() as u64);
     let taken = take_samples(&suite, &trials, &tokenizer, model, &mut journal, context);
     context.progress.finish();
     taken?;
 
     let scoring = suite.score(&journal.outcomes(&trials)?);
-    let step = report
-        .checkpoint_step
-        .map(|step| format!(", step {step}"))
-        .unwrap_or_default();
+    let step = report.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
     suite.draw(&scoring, &format!("{}{step}", report.run), journal.folder())?;
     report.samples = trials.len() as u64;
     report.headline = scoring.headline;
@@ -76,11 +66,9 @@ pub(crate) fn run_suite<S: Suite>(
 fn check_lengths<S: Suite>(trials: &[Trial], max_len: Option<usize>) -> Result<(), EvalError> {
     let longest = trials.iter().map(|trial| trial.length).max().unwrap_or(0);
     match max_len {
-        Some(max_len) if longest > max_len => Err(EvalError::TooLong {
-            suite: S::NAME,
-            length: longest,
-            max_len,
-        }),
+        Some(max_len) if longest > max_len => {
+            Err(EvalError::TooLong { suite: S::NAME, length: longest, max_len })
+        }
         _ => Ok(()),
     }
 }
@@ -161,10 +149,8 @@ fn take_samples<S: Suite>(
                 requests.push((trial, checked_request(suite, trial, tokenizer)?));
             }
             for batch in batches(&mut requests, batching) {
-                let pending: Vec<_> = batch
-                    .iter()
-                    .filter(|(trial, _)| !journal.has(trial))
-                    .collect();
+                let pending: Vec<_> =
+                    batch.iter().filter(|(trial, _)| !journal.has(trial)).collect();
                 if pending.is_empty() {
                     continue;
                 }
@@ -185,9 +171,7 @@ fn take_samples<S: Suite>(
                         (*trial, request, output, suite.judge(trial, request, answer))
                     },
                 ))?;
-                context
-                    .progress
-                    .update(&speed.after(&pending, journal.len()));
+                context.progress.update(&speed.after(&pending, journal.len()));
             }
         }
     }
@@ -240,24 +224,16 @@ fn ask(
                 _ => None,
             });
             let outputs = model.generate(&prompts, max_tokens)?;
-            outputs
-                .iter()
-                .map(|tokens| Answer::Text(tokenizer.decode(tokens)))
-                .collect()
+            outputs.iter().map(|tokens| Answer::Text(tokenizer.decode(tokens))).collect()
         }
         Call::LogLikelihood { .. } => {
             let pairs: Vec<(Vec<u32>, Vec<u32>)> = inputs(batch, |call| match call {
-                Call::LogLikelihood {
-                    context,
-                    continuation,
-                } => Some((context.clone(), continuation.clone())),
+                Call::LogLikelihood { context, continuation } => {
+                    Some((context.clone(), continuation.clone()))
+                }
                 _ => None,
             });
-            model
-                .log_likelihood(&pairs)?
-                .into_iter()
-                .map(Answer::LogLikelihood)
-                .collect()
+            model.log_likelihood(&pairs)?.into_iter().map(Answer::LogLikelihood).collect()
         }
         Call::Rolling { .. } => {
             let sequences: Vec<Vec<u32>> = inputs(batch, |call| match call {
@@ -266,11 +242,7 @@ fn ask(
             });
             let values = model.token_log_likelihoods(&sequences)?;
             for (values, sequence) in values.iter().zip(&sequences) {
-                check_count(
-                    "log-likelihoods of a sequence",
-                    values.len(),
-                    sequence.len() - 1,
-                )?;
+                check_count("log-likelihoods of a sequence", values.len(), sequence.len() - 1)?;
             }
             values.into_iter().map(Answer::Tokens).collect()
         }

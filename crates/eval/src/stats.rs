@@ -23,19 +23,11 @@ impl Estimate {
     /// read `samples` beside it.
     pub fn proportion(correct: usize, samples: usize) -> Self {
         if samples == 0 {
-            return Estimate {
-                value: None,
-                standard_error: None,
-                samples,
-            };
+            return Estimate { value: None, standard_error: None, samples };
         }
         let p = correct as f64 / samples as f64;
         let standard_error = (samples > 1).then(|| (p * (1.0 - p) / (samples as f64 - 1.0)).sqrt());
-        Estimate {
-            value: Some(p),
-            standard_error,
-            samples,
-        }
+        Estimate { value: Some(p), standard_error, samples }
     }
 
     /// Mean of `(cluster, value)` pairs with a standard error that knows that the values of one
@@ -48,11 +40,7 @@ impl Estimate {
         let samples = values.len();
         let mean = values.iter().map(|(_, x)| x).sum::<f64>() / samples as f64;
         if !mean.is_finite() {
-            return Estimate {
-                value: None,
-                standard_error: None,
-                samples,
-            };
+            return Estimate { value: None, standard_error: None, samples };
         }
         let mut residuals = BTreeMap::<u64, f64>::new();
         for (cluster, value) in values {
@@ -63,25 +51,15 @@ impl Estimate {
             let square_sum: f64 = residuals.values().map(|sum| sum * sum).sum();
             (clusters / (clusters - 1.0) * square_sum).sqrt() / samples as f64
         });
-        Estimate {
-            value: Some(mean),
-            standard_error,
-            samples,
-        }
+        Estimate { value: Some(mean), standard_error, samples }
     }
 
     /// `exp` of a mean loss: perplexity. Its standard error is the delta method's,
     /// `perplexity · standard error of the loss`. None where it is too large for a number.
     pub fn exp(self) -> Self {
         let value = self.value.map(f64::exp).filter(|value| value.is_finite());
-        let standard_error = value
-            .zip(self.standard_error)
-            .map(|(value, error)| value * error);
-        Estimate {
-            value,
-            standard_error,
-            samples: self.samples,
-        }
+        let standard_error = value.zip(self.standard_error).map(|(value, error)| value * error);
+        Estimate { value, standard_error, samples: self.samples }
     }
 }
 
@@ -93,10 +71,7 @@ mod tests {
     fn proportion_by_hand() {
         // Three of four: sqrt(0.75 · 0.25 / 3) = 0.25.
         let estimate = Estimate::proportion(3, 4);
-        assert_eq!(
-            (estimate.value, estimate.standard_error),
-            (Some(0.75), Some(0.25))
-        );
+        assert_eq!((estimate.value, estimate.standard_error), (Some(0.75), Some(0.25)));
         assert_eq!(Estimate::proportion(1, 1).standard_error, None);
         assert_eq!(Estimate::proportion(0, 0).value, None);
     }
@@ -116,34 +91,19 @@ mod tests {
         let repeated = Estimate::clustered(copies);
         assert_eq!(once.value, repeated.value);
         assert!((once.standard_error.unwrap() - repeated.standard_error.unwrap()).abs() < 1e-12);
-        assert_eq!(
-            Estimate::clustered([(0, 1.0), (0, 3.0)]).standard_error,
-            None
-        );
+        assert_eq!(Estimate::clustered([(0, 1.0), (0, 3.0)]).standard_error, None);
     }
 
     #[test]
     fn numbers_that_are_none_stay_visible() {
         assert_eq!(Estimate::clustered([(0, f64::NAN), (1, 1.0)]).value, None);
         assert_eq!(Estimate::clustered([]).value, None);
-        let huge = Estimate {
-            value: Some(1e4),
-            standard_error: Some(1.0),
-            samples: 2,
-        };
+        let huge = Estimate { value: Some(1e4), standard_error: Some(1.0), samples: 2 };
         assert_eq!(huge.exp().value, None);
-        let loss = Estimate {
-            value: Some(0.0),
-            standard_error: Some(0.5),
-            samples: 2,
-        };
+        let loss = Estimate { value: Some(0.0), standard_error: Some(0.5), samples: 2 };
         assert_eq!(
             loss.exp(),
-            Estimate {
-                value: Some(1.0),
-                standard_error: Some(0.5),
-                samples: 2
-            }
+            Estimate { value: Some(1.0), standard_error: Some(0.5), samples: 2 }
         );
     }
 }

@@ -152,10 +152,7 @@ impl Call {
     pub fn input_len(&self) -> usize {
         match self {
             Call::Generate { prompt, .. } => prompt.len(),
-            Call::LogLikelihood {
-                context,
-                continuation,
-            } => context.len() + continuation.len(),
+            Call::LogLikelihood { context, continuation } => context.len() + continuation.len(),
             Call::Rolling { tokens } => tokens.len().saturating_sub(1),
         }
     }
@@ -172,10 +169,9 @@ impl Call {
     pub(crate) fn batch_key(&self) -> (u8, usize, usize) {
         match self {
             Call::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
-            Call::LogLikelihood {
-                context,
-                continuation,
-            } => (1, context.len() + continuation.len(), 0),
+            Call::LogLikelihood { context, continuation } => {
+                (1, context.len() + continuation.len(), 0)
+            }
             Call::Rolling { tokens } => (2, tokens.len(), 0),
         }
     }

@@ -30,11 +30,7 @@ pub(crate) fn list_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, EvalError> {
         let visible = |entry: &walkdir::DirEntry| {
             entry.depth() == 0 || !entry.file_name().to_string_lossy().starts_with('.')
         };
-        for entry in WalkDir::new(path)
-            .sort_by_file_name()
-            .into_iter()
-            .filter_entry(visible)
-        {
+        for entry in WalkDir::new(path).sort_by_file_name().into_iter().filter_entry(visible) {
             let entry = entry.map_err(|error| {
                 let at = error.path().unwrap_or(path).to_path_buf();
                 EvalError::read(&at)(error.into())
@@ -69,10 +65,7 @@ pub(crate) fn read_text(path: &Path) -> Result<String, EvalError> {
 /// Reads and encodes one document.
 pub(crate) fn read_document(path: &Path, tokenizer: &Tokenizer) -> Result<Document, EvalError> {
     let tokens = tokenizer.encode(&read_text(path)?);
-    Ok(Document {
-        name: path.display().to_string(),
-        tokens,
-    })
+    Ok(Document { name: path.display().to_string(), tokens })
 }
 
 /// The error of a suite that needs text and was given none.
@@ -100,37 +93,20 @@ mod tests {
         }
         let paths = [dir.path().join("b"), dir.path().join("a.txt")];
         let files = list_files(&paths).unwrap();
-        let names: Vec<_> = files
-            .iter()
-            .map(|f| f.strip_prefix(dir.path()).unwrap())
-            .collect();
-        assert_eq!(
-            names,
-            [
-                Path::new("b/1.txt"),
-                Path::new("b/2.txt"),
-                Path::new("a.txt")
-            ]
-        );
+        let names: Vec<_> = files.iter().map(|f| f.strip_prefix(dir.path()).unwrap()).collect();
+        assert_eq!(names, [Path::new("b/1.txt"), Path::new("b/2.txt"), Path::new("a.txt")]);
     }
 
     #[test]
     fn unusable_text_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let error = list_files(&[dir.path().to_path_buf()])
-            .unwrap_err()
-            .to_string();
+        let error = list_files(&[dir.path().to_path_buf()]).unwrap_err().to_string();
         assert!(error.contains("holds no file"), "{error}");
         let path = dir.path().join("latin1.txt");
         fs::write(&path, b"caf\xe9").unwrap();
         let error = read_text(&path).unwrap_err().to_string();
-        assert!(
-            error.contains("latin1.txt is not UTF-8 text: byte 3"),
-            "{error}"
-        );
-        let error = list_files(&[dir.path().join("none")])
-            .unwrap_err()
-            .to_string();
+        assert!(error.contains("latin1.txt is not UTF-8 text: byte 3"), "{error}");
+        let error = list_files(&[dir.path().join("none")]).unwrap_err().to_string();
         assert!(error.starts_with("cannot read"), "{error}");
     }
 }

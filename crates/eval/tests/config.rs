@@ -32,33 +32,19 @@ fn defaults_are_those_of_the_protocols_on_both_ways_in() {
     for (line, config) in [
         ("passkey", SuiteConfig::Passkey(PasskeyOptions::default())),
         ("niah", SuiteConfig::Niah(NiahOptions::default())),
-        (
-            "extrapolate",
-            SuiteConfig::Extrapolate(ExtrapolateOptions::default()),
-        ),
+        ("extrapolate", SuiteConfig::Extrapolate(ExtrapolateOptions::default())),
     ] {
         assert_eq!(cli(line).unwrap(), config);
-        assert_eq!(
-            toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(),
-            config
-        );
+        assert_eq!(toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(), config);
         assert_eq!(config.name(), line);
         assert!(SuiteConfig::NAMES.contains(&line));
         let mut problems = Problems::new();
         config.validate(&mut problems);
         assert!(problems.as_slice().is_empty());
     }
-    let SuiteConfig::Passkey(passkey) = cli("passkey").unwrap() else {
-        unreachable!()
-    };
-    assert_eq!(
-        passkey.lengths,
-        [500, 1000, 1500, 2000, 2500, 3000, 3500, 4000]
-    );
-    assert_eq!(
-        (passkey.trials, passkey.depths, passkey.max_tokens),
-        (100, None, 10)
-    );
+    let SuiteConfig::Passkey(passkey) = cli("passkey").unwrap() else { unreachable!() };
+    assert_eq!(passkey.lengths, [500, 1000, 1500, 2000, 2500, 3000, 3500, 4000]);
+    assert_eq!((passkey.trials, passkey.depths, passkey.max_tokens), (100, None, 10));
 }
 
 #[test]

@@ -23,30 +23,21 @@ fn documents(dir: &Path) -> std::path::PathBuf {
     std::fs::create_dir(&folder).unwrap();
     for n in 0..6u8 {
         let letter = char::from(b'a' + n);
-        std::fs::write(
-            folder.join(format!("{letter}.txt")),
-            letter.to_string().repeat(5000),
-        )
-        .unwrap();
+        std::fs::write(folder.join(format!("{letter}.txt")), letter.to_string().repeat(5000))
+            .unwrap();
     }
     std::fs::write(folder.join("short.txt"), "short").unwrap();
     folder
 }
 
 fn score(report: &Report, metric: &str, length: usize) -> (f64, f64) {
-    let found = report
-        .scores
-        .iter()
-        .find(|s| s.metric == metric && s.length == Some(length));
+    let found = report.scores.iter().find(|s| s.metric == metric && s.length == Some(length));
     let estimate = found.unwrap().estimate;
     (estimate.value.unwrap(), estimate.standard_error.unwrap())
 }
 
 fn silent() -> FakeModel {
-    FakeModel {
-        train_seq_len: 64,
-        ..FakeModel::bytes(|_| String::new())
-    }
+    FakeModel { train_seq_len: 64, ..FakeModel::bytes(|_| String::new()) }
 }
 
 #[test]
@@ -54,19 +45,11 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
     let dir = tempfile::tempdir().unwrap();
     let text = documents(dir.path());
     let out = dir.path().join("out");
-    let report = evaluate(
-        &config(Some(vec![64, 1024, 4096]), &text),
-        &mut silent(),
-        &out,
-    )
-    .unwrap();
+    let report = evaluate(&config(Some(vec![64, 1024, 4096]), &text), &mut silent(), &out).unwrap();
     for length in [64, 1024, 4096] {
         for metric in ["loss", "best_context_loss"] {
             let (loss, error) = score(&report, metric, length);
-            assert!(
-                (loss - 257f64.ln()).abs() < 1e-6 && error < 1e-9,
-                "{metric} {loss} {error}"
-            );
+            assert!((loss - 257f64.ln()).abs() < 1e-6 && error < 1e-9, "{metric} {loss} {error}");
         }
         let (perplexity, _) = score(&report, "perplexity", length);
         assert!((perplexity - 257.0).abs() < 1e-3, "{perplexity}");
@@ -93,11 +76,7 @@ fn positions_and_best_context_are_those_of_a_model_that_breaks_down() {
     let out = dir.path().join("out");
     // The loss falls by the logarithm of the context up to 256 tokens and is 9 past them.
     let loss = |read: usize| {
-        if read <= 256 {
-            8.0 - (read as f32).log2() / 2.0
-        } else {
-            9.0
-        }
+        if read <= 256 { 8.0 - (read as f32).log2() / 2.0 } else { 9.0 }
     };
     let mut model = silent();
     model.token_log_p = Box::new(move |at, _, _| -loss(at + 1));
@@ -112,18 +91,12 @@ fn positions_and_best_context_are_those_of_a_model_that_breaks_down() {
     for bin in bins {
         let (from, to) = (bin["from"].as_u64().unwrap(), bin["to"].as_u64().unwrap());
         let expected = mean(from as usize, to as usize);
-        assert!(
-            (bin["value"].as_f64().unwrap() - expected).abs() < 1e-6,
-            "{bin}"
-        );
+        assert!((bin["value"].as_f64().unwrap() - expected).abs() < 1e-6, "{bin}");
     }
     let linear = |bin: &&serde_json::Value| bin["binning"] == "linear" && bin["length"] == 1024;
     assert_eq!(bins.iter().filter(linear).count(), 8);
     let best = &report.details["best_context_positions"]["1024"];
-    assert_eq!(
-        (best["from"].as_u64(), best["to"].as_u64()),
-        (Some(181), Some(256))
-    );
+    assert_eq!((best["from"].as_u64(), best["to"].as_u64()), (Some(181), Some(256)));
     assert!((score(&report, "best_context_loss", 1024).0 - mean(181, 256)).abs() < 1e-6);
 }
 
@@ -159,53 +132,28 @@ fn default_lengths_go_as_far_as_text_and_model() {
     let text = documents(dir.path());
     let lengths = |model: &mut FakeModel, out: &str| {
         let report = evaluate(&config(None, &text), model, &dir.path().join(out)).unwrap();
-        (
-            report.resolved["lengths"].to_string(),
-            report.resolved["lengths_left_out"].to_string(),
-        )
+        (report.resolved["lengths"].to_string(), report.resolved["lengths_left_out"].to_string())
     };
     let all = "[64,128,256,512,1024,2048]";
     assert_eq!(lengths(&mut silent(), "all"), (all.into(), "[]".into()));
-    let mut longer = FakeModel {
-        train_seq_len: 256,
-        ..silent()
-    };
-    assert_eq!(
-        lengths(&mut longer, "text"),
-        ("[256,512,1024,2048,4096]".into(), "[8192]".into())
-    );
-    let mut bounded = FakeModel {
-        max_len: Some(200),
-        ..silent()
-    };
-    assert_eq!(
-        lengths(&mut bounded, "model"),
-        ("[64,128]".into(), "[]".into())
-    );
+    let mut longer = FakeModel { train_seq_len: 256, ..silent() };
+    assert_eq!(lengths(&mut longer, "text"), ("[256,512,1024,2048,4096]".into(), "[8192]".into()));
+    let mut bounded = FakeModel { max_len: Some(200), ..silent() };
+    assert_eq!(lengths(&mut bounded, "model"), ("[64,128]".into(), "[]".into()));
     assert!(bounded.calls.iter().all(|&(_, tokens, _)| tokens <= 129));
 }
 
 #[test]
 fn the_validation_split_is_read_packed() {
     let dir = tempfile::tempdir().unwrap();
-    let held_out = Tokens(
-        (0..2000)
-            .map(|n| if n % 100 == 99 { 256 } else { 97 })
-            .collect(),
-    );
-    let options = ExtrapolateOptions {
-        lengths: Some(vec![64, 256]),
-        sequences: 4,
-        ..Default::default()
-    };
+    let held_out = Tokens((0..2000).map(|n| if n % 100 == 99 { 256 } else { 97 }).collect());
+    let options =
+        ExtrapolateOptions { lengths: Some(vec![64, 256]), sequences: 4, ..Default::default() };
     let config = SuiteConfig::Extrapolate(options);
     let report = evaluate_with(&config, &mut silent(), dir.path(), false, Some(&held_out)).unwrap();
     assert_eq!(report.resolved["packed"], true);
     assert_eq!(report.resolved["text"], "validation split of a test");
-    let windows = samples(dir.path())
-        .iter()
-        .filter(|sample| sample["length"] == 256)
-        .count();
+    let windows = samples(dir.path()).iter().filter(|sample| sample["length"] == 256).count();
     assert_eq!(windows, 4);
 }
 

@@ -11,13 +11,8 @@ fn curve(name: &str, floor: f64) -> Curve {
     let steps = || (1..=1000).map(f64::from);
     Curve {
         name: name.to_string(),
-        train: steps()
-            .map(|step| (step, loss(step) + noise(step)))
-            .collect(),
-        validation: steps()
-            .step_by(100)
-            .map(|step| (step, loss(step) + 0.1))
-            .collect(),
+        train: steps().map(|step| (step, loss(step) + noise(step))).collect(),
+        validation: steps().step_by(100).map(|step| (step, loss(step) + 0.1)).collect(),
     }
 }
 
@@ -28,28 +23,14 @@ fn loss_curves_are_drawn_as_svg_and_png() {
     let svg = dir.path().join("plots/loss.svg");
     plot_losses(&curves, XAxis::Steps, &svg, 0.9).unwrap();
     let text = fs::read_to_string(&svg).unwrap();
-    for label in [
-        "rope: training",
-        "wall: validation",
-        "loss (nats per token)",
-        "step",
-        "</svg>",
-    ] {
+    for label in ["rope: training", "wall: validation", "loss (nats per token)", "step", "</svg>"] {
         assert!(text.contains(label), "{label}");
     }
     let png = dir.path().join("loss.PNG");
     plot_losses(&curves, XAxis::Tokens, &png, 0.0).unwrap();
     let bytes = fs::read(&png).unwrap();
-    assert!(
-        bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000,
-        "{} bytes",
-        bytes.len()
-    );
-    assert_eq!(
-        fs::read_dir(dir.path()).unwrap().count(),
-        2,
-        "no temporary file is left"
-    );
+    assert!(bytes.starts_with(b"\x89PNG") && bytes.len() > 10_000, "{} bytes", bytes.len());
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "no temporary file is left");
 }
 
 #[test]
@@ -59,9 +40,7 @@ fn what_cannot_be_drawn_is_said() {
     let plot = |curves: &[Curve], name: &str, smoothing: f64| {
         let path = dir.path().join(name);
         let error = plot_losses(curves, XAxis::Seconds, &path, smoothing).unwrap_err();
-        error
-            .to_string()
-            .replace(dir.path().to_str().unwrap(), "DIR")
+        error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
     };
     insta::assert_snapshot!(plot(&curves, "loss.pdf", 0.5), @r#"
     cannot draw DIR/loss.pdf: the extension is "pdf"; allowed: "svg" (vector) and "png" (pixels)
@@ -75,10 +54,7 @@ fn what_cannot_be_drawn_is_said() {
     cannot draw DIR/loss.svg: there is no point to draw
       hint: give at least one curve with one finite value
     ");
-    let diverged = Curve {
-        train: vec![(1.0, f64::NAN)],
-        ..Curve::default()
-    };
+    let diverged = Curve { train: vec![(1.0, f64::NAN)], ..Curve::default() };
     plot(&[diverged], "loss.svg", 0.5);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
@@ -107,13 +83,7 @@ fn cells_show_their_values_where_there_is_room() {
     };
     let path = dir.path().join("map.svg");
     map(11).save(&path).unwrap();
-    assert_eq!(
-        fs::read_to_string(&path).unwrap().matches("0.38").count(),
-        121
-    );
+    assert_eq!(fs::read_to_string(&path).unwrap().matches("0.38").count(), 121);
     map(35).save(&path).unwrap();
-    assert_eq!(
-        fs::read_to_string(&path).unwrap().matches("0.38").count(),
-        0
-    );
+    assert_eq!(fs::read_to_string(&path).unwrap().matches("0.38").count(), 0);
 }

@@ -12,12 +12,7 @@ use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::{EvalError, Progress, ProgressUpdate, RunContext, SuiteConfig, run};
 
 fn options() -> PasskeyOptions {
-    PasskeyOptions {
-        lengths: vec![500, 600],
-        trials: 40,
-        batch: 7,
-        ..PasskeyOptions::default()
-    }
+    PasskeyOptions { lengths: vec![500, 600], trials: 40, batch: 7, ..PasskeyOptions::default() }
 }
 
 fn model() -> FakeModel {
@@ -28,10 +23,7 @@ fn model() -> FakeModel {
 }
 
 fn content(dir: &Path) -> Vec<(String, Vec<u8>)> {
-    files(dir)
-        .into_iter()
-        .map(|name| (name.clone(), fs::read(dir.join(name)).unwrap()))
-        .collect()
+    files(dir).into_iter().map(|name| (name.clone(), fs::read(dir.join(name)).unwrap())).collect()
 }
 
 #[test]
@@ -44,10 +36,7 @@ fn an_evaluation_cut_short_ends_as_an_unbroken_one() {
     let broken = tempfile::tempdir().unwrap();
     let (mut calls, mut stops) = (0, 0);
     loop {
-        let mut part = FakeModel {
-            stop_after: Some(3),
-            ..model()
-        };
+        let mut part = FakeModel { stop_after: Some(3), ..model() };
         match evaluate(&config, &mut part, broken.path()) {
             Err(EvalError::Stopped { done, total, .. }) => {
                 assert!(done < total && total == 80);
@@ -90,21 +79,11 @@ fn a_finished_evaluation_asks_the_model_nothing() {
     evaluate(&SuiteConfig::Passkey(options()), &mut model(), dir.path()).unwrap();
     let before = content(dir.path());
     let mut again = model();
-    let faster = PasskeyOptions {
-        batch: 64,
-        batch_tokens: 1 << 20,
-        ..options()
-    };
+    let faster = PasskeyOptions { batch: 64, batch_tokens: 1 << 20, ..options() };
     evaluate(&SuiteConfig::Passkey(faster), &mut again, dir.path()).unwrap();
-    assert!(
-        again.calls.is_empty(),
-        "the size of a batch changes no sample"
-    );
+    assert!(again.calls.is_empty(), "the size of a batch changes no sample");
     let samples = |files: &[(String, Vec<u8>)]| {
-        files
-            .iter()
-            .find(|(name, _)| name == "samples.jsonl")
-            .cloned()
+        files.iter().find(|(name, _)| name == "samples.jsonl").cloned()
     };
     assert_eq!(samples(&content(dir.path())), samples(&before));
 }
@@ -115,11 +94,7 @@ fn other_settings_are_refused_without_force() {
     let folder = dir.path().join("passkey");
     evaluate(&SuiteConfig::Passkey(options()), &mut model(), &folder).unwrap();
     let before = content(&folder);
-    let other = SuiteConfig::Passkey(PasskeyOptions {
-        trials: 3,
-        seed: 1,
-        ..options()
-    });
+    let other = SuiteConfig::Passkey(PasskeyOptions { trials: 3, seed: 1, ..options() });
     let error = evaluate(&other, &mut model(), &folder).unwrap_err();
     insta::with_settings!({ filters => vec![(dir.path().to_str().unwrap(), "DIR")] }, {
         insta::assert_snapshot!(error, @r"
@@ -140,17 +115,10 @@ fn another_checkpoint_or_tokeniser_is_other_settings() {
     let config = SuiteConfig::Passkey(options());
     evaluate(&config, &mut model(), dir.path()).unwrap();
     let gpt2 = longwall_data::TokenizerConfig::Gpt2;
-    let mut other = FakeModel {
-        tokenizer: FakeModel::new(gpt2, |_| String::new()).tokenizer,
-        ..model()
-    };
-    let error = evaluate(&config, &mut other, dir.path())
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("tokenizer.name was \"bytes\", now it is \"gpt2\""),
-        "{error}"
-    );
+    let mut other =
+        FakeModel { tokenizer: FakeModel::new(gpt2, |_| String::new()).tokenizer, ..model() };
+    let error = evaluate(&config, &mut other, dir.path()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer.name was \"bytes\", now it is \"gpt2\""), "{error}");
 }
 
 #[test]
@@ -162,9 +130,7 @@ fn damaged_samples_are_named_by_line() {
     let text = fs::read_to_string(&samples).unwrap();
     let error = |text: String| {
         fs::write(&samples, text).unwrap();
-        let error = evaluate(&config, &mut model(), dir.path())
-            .unwrap_err()
-            .to_string();
+        let error = evaluate(&config, &mut model(), dir.path()).unwrap_err().to_string();
         error.replace(dir.path().to_str().unwrap(), "DIR")
     };
     let second = text.lines().nth(1).unwrap();
@@ -189,10 +155,7 @@ fn damaged_samples_are_named_by_line() {
 fn a_model_that_fails_keeps_what_is_done() {
     let dir = tempfile::tempdir().unwrap();
     let config = SuiteConfig::Passkey(options());
-    let mut failing = FakeModel {
-        fail_at: Some(4),
-        ..model()
-    };
+    let mut failing = FakeModel { fail_at: Some(4), ..model() };
     let error = evaluate(&config, &mut failing, dir.path()).unwrap_err();
     insta::assert_snapshot!(error, @r"
     the model failed on 7 sequences of 490 tokens: out of memory
@@ -210,22 +173,13 @@ struct Record(Mutex<Vec<String>>);
 
 impl Progress for Record {
     fn start(&self, suite: &str, done: u64, total: u64) {
-        self.0
-            .lock()
-            .unwrap()
-            .push(format!("{suite}: {done} of {total}"));
+        self.0.lock().unwrap().push(format!("{suite}: {done} of {total}"));
     }
 
     fn update(&self, update: &ProgressUpdate) {
         assert!(update.samples_per_second.unwrap() > 0.0);
-        assert_eq!(
-            update.time_left.unwrap().is_zero(),
-            update.done == update.total
-        );
-        self.0
-            .lock()
-            .unwrap()
-            .push(format!("{} at {}", update.done, update.length));
+        assert_eq!(update.time_left.unwrap().is_zero(), update.done == update.total);
+        self.0.lock().unwrap().push(format!("{} at {}", update.done, update.length));
     }
 
     fn finish(&self) {
@@ -237,15 +191,7 @@ impl Progress for Record {
 fn progress_counts_what_was_there_before() {
     let dir = tempfile::tempdir().unwrap();
     let config = SuiteConfig::Passkey(options());
-    evaluate(
-        &config,
-        &mut FakeModel {
-            stop_after: Some(9),
-            ..model()
-        },
-        dir.path(),
-    )
-    .unwrap_err();
+    evaluate(&config, &mut FakeModel { stop_after: Some(9), ..model() }, dir.path()).unwrap_err();
     let record = Record::default();
     let context = RunContext {
         out_dir: dir.path().to_path_buf(),
@@ -258,20 +204,10 @@ fn progress_counts_what_was_there_before() {
         stop: None,
     };
     let report = run(&config, &mut model(), &context).unwrap();
-    assert_eq!(
-        report.git_hash.as_deref(),
-        Some("0123abc"),
-        "that of the first samples"
-    );
+    assert_eq!(report.git_hash.as_deref(), Some("0123abc"), "that of the first samples");
     assert_eq!(
         record.0.into_inner().unwrap(),
-        [
-            "passkey: 61 of 80",
-            "68 at 600",
-            "75 at 600",
-            "80 at 600",
-            "finish"
-        ]
+        ["passkey: 61 of 80", "68 at 600", "75 at 600", "80 at 600", "finish"]
     );
 }
 
@@ -292,10 +228,7 @@ fn one_folder_takes_one_evaluation_at_a_time() {
 fn a_model_that_breaks_its_contract_is_found_out() {
     let dir = tempfile::tempdir().unwrap();
     let config = SuiteConfig::Passkey(options());
-    let mut losing = FakeModel {
-        loses_answers: true,
-        ..model()
-    };
+    let mut losing = FakeModel { loses_answers: true, ..model() };
     let error = evaluate(&config, &mut losing, dir.path()).unwrap_err();
     insta::assert_snapshot!(error, @r"
     the model gave 6 values for answers to a batch; expected 7

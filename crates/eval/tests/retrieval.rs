@@ -43,12 +43,7 @@ fn a_model_that_finds_every_passkey_scores_one() {
         let report = evaluate(&passkey_config(None), &mut model, dir.path()).unwrap();
         assert_eq!(report.headline["accuracy"], Some(1.0));
         assert_eq!(report.samples, 36);
-        assert!(
-            report
-                .scores
-                .iter()
-                .all(|score| score.estimate.value == Some(1.0))
-        );
+        assert!(report.scores.iter().all(|score| score.estimate.value == Some(1.0)));
     }
 }
 
@@ -77,9 +72,7 @@ fn scores_and_standard_errors_are_those_of_the_samples() {
         assert_eq!(x, passkey(sample["prompt"].as_str().unwrap()));
         let right = !x.is_multiple_of(3);
         assert_eq!(sample["verdict"]["correct"], right);
-        let cell = by_length
-            .entry(sample["length"].as_u64().unwrap())
-            .or_default();
+        let cell = by_length.entry(sample["length"].as_u64().unwrap()).or_default();
         *cell = (cell.0 + f64::from(u8::from(right)), cell.1 + 1.0);
     }
     for (length, (correct, trials)) in by_length {
@@ -107,33 +100,19 @@ fn prompt_and_generation_fit_the_length_and_fill_it() {
             let used = sample["prompt_tokens"].as_u64().unwrap() + 10;
             assert!(used <= length && used + 3 >= length, "{used} of {length}");
         }
-        assert!(
-            model
-                .calls
-                .iter()
-                .all(|&(rows, _, generation)| rows <= 5 && generation == 10)
-        );
+        assert!(model.calls.iter().all(|&(rows, _, generation)| rows <= 5 && generation == 10));
     }
 }
 
 #[test]
 fn a_batch_holds_no_more_tokens_than_asked() {
     let dir = tempfile::tempdir().unwrap();
-    let SuiteConfig::Passkey(options) = passkey_config(None) else {
-        unreachable!()
-    };
-    let options = PasskeyOptions {
-        batch: 8,
-        batch_tokens: 1100,
-        ..options
-    };
+    let SuiteConfig::Passkey(options) = passkey_config(None) else { unreachable!() };
+    let options = PasskeyOptions { batch: 8, batch_tokens: 1100, ..options };
     let mut model = FakeModel::bytes(right);
     evaluate(&SuiteConfig::Passkey(options), &mut model, dir.path()).unwrap();
     for (rows, length, generation) in model.calls {
-        assert!(
-            rows == 1 || rows * (length + generation) <= 1100,
-            "{rows} rows of {length}"
-        );
+        assert!(rows == 1 || rows * (length + generation) <= 1100, "{rows} rows of {length}");
     }
 }
 
@@ -143,10 +122,7 @@ fn positions_are_random_or_a_grid() {
     let mut model = FakeModel::bytes(right);
     evaluate(&passkey_config(None), &mut model, dir.path()).unwrap();
     let depths = |dir| -> Vec<f64> {
-        samples(dir)
-            .iter()
-            .map(|sample| sample["depth"].as_f64().unwrap())
-            .collect()
+        samples(dir).iter().map(|sample| sample["depth"].as_f64().unwrap()).collect()
     };
     let random = depths(dir.path());
     let mean = random.iter().sum::<f64>() / random.len() as f64;
@@ -155,14 +131,8 @@ fn positions_are_random_or_a_grid() {
 
     let grid = tempfile::tempdir().unwrap();
     let report = evaluate(&passkey_config(Some(3)), &mut model, grid.path()).unwrap();
-    for (depth, wanted) in depths(grid.path())
-        .chunks(12)
-        .zip([0.0, 0.5, 1.0].iter().cycle())
-    {
-        assert!(
-            depth.iter().all(|depth| (depth - wanted).abs() < 0.01),
-            "{depth:?}"
-        );
+    for (depth, wanted) in depths(grid.path()).chunks(12).zip([0.0, 0.5, 1.0].iter().cycle()) {
+        assert!(depth.iter().all(|depth| (depth - wanted).abs() < 0.01), "{depth:?}");
     }
     let cells = report.scores.iter().filter(|score| score.depth.is_some());
     assert_eq!(cells.count(), 9);
@@ -172,22 +142,12 @@ fn positions_are_random_or_a_grid() {
 fn samples_depend_on_the_seed_and_on_their_own_length_alone() {
     let prompts = |lengths: Vec<usize>, seed: u64| -> Vec<(u64, String)> {
         let dir = tempfile::tempdir().unwrap();
-        let options = PasskeyOptions {
-            lengths,
-            seed,
-            trials: 3,
-            ..PasskeyOptions::default()
-        };
+        let options = PasskeyOptions { lengths, seed, trials: 3, ..PasskeyOptions::default() };
         let config = SuiteConfig::Passkey(options);
         evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap();
         samples(dir.path())
             .iter()
-            .map(|s| {
-                (
-                    s["length"].as_u64().unwrap(),
-                    s["prompt"].as_str().unwrap().to_string(),
-                )
-            })
+            .map(|s| (s["length"].as_u64().unwrap(), s["prompt"].as_str().unwrap().to_string()))
             .collect()
     };
     let both = prompts(vec![500, 700], 0);
@@ -198,15 +158,9 @@ fn samples_depend_on_the_seed_and_on_their_own_length_alone() {
 
 #[test]
 fn needles_are_found_in_every_haystack() {
-    let text: String = (0..400)
-        .map(|n| format!("Line {n} of a held-out file. "))
-        .collect();
+    let text: String = (0..400).map(|n| format!("Line {n} of a held-out file. ")).collect();
     let held_out = Tokens(text.bytes().map(u32::from).chain([256]).collect());
-    for haystack in [
-        HaystackKind::Text,
-        HaystackKind::Noise,
-        HaystackKind::Repeat,
-    ] {
+    for haystack in [HaystackKind::Text, HaystackKind::Noise, HaystackKind::Repeat] {
         for mode in [NiahMode::Standard, NiahMode::Easy] {
             let dir = tempfile::tempdir().unwrap();
             let mut model = FakeModel::bytes(|prompt| format!(" It is {}.", magic_number(prompt)));
@@ -227,12 +181,7 @@ fn needles_are_found_in_every_haystack() {
 fn the_needle_stands_at_its_depth_and_the_question_at_the_end() {
     let dir = tempfile::tempdir().unwrap();
     let config = niah_config(HaystackKind::Noise, NiahMode::Standard);
-    evaluate(
-        &config,
-        &mut FakeModel::bytes(|_| String::new()),
-        dir.path(),
-    )
-    .unwrap();
+    evaluate(&config, &mut FakeModel::bytes(|_| String::new()), dir.path()).unwrap();
     for sample in samples(dir.path()) {
         let prompt = sample["prompt"].as_str().unwrap();
         let number = sample["expected"].as_str().unwrap();
@@ -241,10 +190,7 @@ fn the_needle_stands_at_its_depth_and_the_question_at_the_end() {
         let depth = sample["depth"].as_f64().unwrap();
         assert!((at - depth).abs() < 0.35, "{at} for {depth}");
         let question = prompt.rsplit('\n').next().unwrap();
-        assert!(
-            question.ends_with(" is") && question.contains("magic number"),
-            "{question}"
-        );
+        assert!(question.ends_with(" is") && question.contains("magic number"), "{question}");
     }
 }
 
@@ -257,10 +203,7 @@ fn text_files_make_a_haystack_that_is_read_round_when_it_is_short() {
     let SuiteConfig::Niah(options) = niah_config(HaystackKind::Text, NiahMode::Easy) else {
         unreachable!()
     };
-    let config = SuiteConfig::Niah(NiahOptions {
-        text: vec![text],
-        ..options
-    });
+    let config = SuiteConfig::Niah(NiahOptions { text: vec![text], ..options });
     let out = dir.path().join("out");
     let mut model = FakeModel::bytes(magic_number);
     let report = evaluate(&config, &mut model, &out).unwrap();
@@ -271,24 +214,15 @@ fn text_files_make_a_haystack_that_is_read_round_when_it_is_short() {
 #[test]
 fn lengths_below_the_shortest_prompt_name_the_minimum() {
     let dir = tempfile::tempdir().unwrap();
-    let options = PasskeyOptions {
-        lengths: vec![200],
-        ..PasskeyOptions::default()
-    };
+    let options = PasskeyOptions { lengths: vec![200], ..PasskeyOptions::default() };
     let config = SuiteConfig::Passkey(options.clone());
     let error = evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap_err();
-    let EvalError::TooShort { minimum, .. } = &error else {
-        panic!("{error}")
-    };
+    let EvalError::TooShort { minimum, .. } = &error else { panic!("{error}") };
     insta::assert_snapshot!(error, @r"
     passkey: length 200 is too short; allowed: at least 257 tokens of the bytes tokeniser (247 for the shortest prompt, 10 for the answer)
       hint: ask for --lengths of 257 or more
     ");
-    let options = PasskeyOptions {
-        lengths: vec![*minimum],
-        trials: 50,
-        ..options
-    };
+    let options = PasskeyOptions { lengths: vec![*minimum], trials: 50, ..options };
     let config = SuiteConfig::Passkey(options);
     evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap();
 
@@ -302,28 +236,19 @@ fn lengths_below_the_shortest_prompt_name_the_minimum() {
     let config = SuiteConfig::Niah(options.clone());
     let mut model = FakeModel::new(TokenizerConfig::Gpt2, |_| String::new());
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
-    let EvalError::TooShort { minimum, .. } = &error else {
-        panic!("{error}")
-    };
+    let EvalError::TooShort { minimum, .. } = &error else { panic!("{error}") };
     insta::assert_snapshot!(error, @r"
     niah: length 100 is too short; allowed: at least 110 tokens of the gpt2 tokeniser (78 for the shortest prompt, 32 for the answer)
       hint: ask for --lengths of 110 or more
     ");
-    let options = NiahOptions {
-        lengths: Some(vec![*minimum]),
-        trials: 50,
-        ..options
-    };
+    let options = NiahOptions { lengths: Some(vec![*minimum]), trials: 50, ..options };
     evaluate(&SuiteConfig::Niah(options), &mut model, dir.path()).unwrap();
 }
 
 #[test]
 fn lengths_beyond_learned_positions_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let mut model = FakeModel {
-        max_len: Some(1024),
-        ..FakeModel::bytes(right)
-    };
+    let mut model = FakeModel { max_len: Some(1024), ..FakeModel::bytes(right) };
     let error = evaluate(&passkey_config(None), &mut model, dir.path()).unwrap_err();
     assert!(model.calls.is_empty());
     insta::assert_snapshot!(error, @r"
@@ -335,10 +260,7 @@ fn lengths_beyond_learned_positions_are_refused() {
 #[test]
 fn an_answer_that_cannot_be_generated_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let options = PasskeyOptions {
-        max_tokens: 3,
-        ..PasskeyOptions::default()
-    };
+    let options = PasskeyOptions { max_tokens: 3, ..PasskeyOptions::default() };
     let config = SuiteConfig::Passkey(options);
     let error = evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap_err();
     insta::assert_snapshot!(error, @r"
@@ -362,16 +284,9 @@ fn missing_held_out_text_has_a_remedy() {
 #[test]
 fn a_report_prints_as_a_table_and_reads_back() {
     let dir = tempfile::tempdir().unwrap();
-    let report = evaluate(
-        &passkey_config(Some(3)),
-        &mut FakeModel::bytes(right),
-        dir.path(),
-    )
-    .unwrap();
-    assert_eq!(
-        Report::load(&dir.path().join("results.json")).unwrap(),
-        report
-    );
+    let report =
+        evaluate(&passkey_config(Some(3)), &mut FakeModel::bytes(right), dir.path()).unwrap();
+    assert_eq!(Report::load(&dir.path().join("results.json")).unwrap(), report);
     insta::assert_snapshot!(report, @r"
     passkey (version 1): run wall, step 100, 108 samples, seed 0, fake
     length       accuracy  at 0 %  at 50 %  at 100 %

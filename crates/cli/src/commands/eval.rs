@@ -112,6 +112,9 @@ fn evaluate_on<B: OpBackend>(
     suites.iter().map(evaluate).collect()
 }
 
+/// More tokens than any split has.
+const ALL: u64 = 1 << 40;
+
 /// The run's own validation split, as text to extrapolate on.
 struct ValidationText<'a> {
     config: &'a RunConfig,
@@ -123,7 +126,7 @@ impl HeldOut for ValidationText<'_> {
         let mut data = self.config.data.clone();
         // Contexts longer than a row need text that goes on from row to row: all rows of the split,
         // of which the first are read. Generated examples are no text.
-        data.validation_tokens = u64::MAX;
+        data.validation_tokens = ALL;
         data.sources.retain(|source| !matches!(source, SourceConfig::Passkey { .. }));
         let seed = self.config.run.seed;
         let loader = Loader::open(&data, self.tokenizer, seed, Split::Validation, &NoProgress)

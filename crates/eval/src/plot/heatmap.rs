@@ -59,10 +59,7 @@ impl Heatmap {
         let fit = |count: usize, space: i32, least: i32, most: i32| {
             (space / count.max(1) as i32).clamp(least, most)
         };
-        (
-            fit(self.x.len(), 800, 14, 90),
-            fit(self.y.len(), 480, 10, 48),
-        )
+        (fit(self.x.len(), 800, 14, 90), fit(self.y.len(), 480, 10, 48))
     }
 
     /// Pixel of the upper left corner of a cell.
@@ -105,22 +102,12 @@ impl Heatmap {
         let step = |room: i32, cell: i32| ((room + cell - 1) / cell).max(1) as usize;
         let longest = self.x.iter().map(|name| name.len()).max().unwrap_or(1) as i32;
         let below = text(TICK_SIZE, HPos::Center, VPos::Top);
-        for (column, name) in self
-            .x
-            .iter()
-            .enumerate()
-            .step_by(step(longest * 9 + 10, width))
-        {
+        for (column, name) in self.x.iter().enumerate().step_by(step(longest * 9 + 10, width)) {
             let (x, _) = self.corner(column, 0);
             area.draw_text(name, &below, (x + width / 2, bottom + 6))?;
         }
         let beside = text(TICK_SIZE, HPos::Right, VPos::Center);
-        for (row, name) in self
-            .y
-            .iter()
-            .enumerate()
-            .step_by(step(TICK_SIZE + 2, height))
-        {
+        for (row, name) in self.y.iter().enumerate().step_by(step(TICK_SIZE + 2, height)) {
             let (_, y) = self.corner(0, row);
             area.draw_text(name, &beside, (LEFT - 8, y + height / 2))?;
         }

@@ -88,10 +88,7 @@ impl LineChart {
 
     /// The points that can be drawn, with x as its place on the axis.
     fn finite_points(&self) -> impl Iterator<Item = Point> + '_ {
-        self.series
-            .iter()
-            .flat_map(|series| &series.points)
-            .filter_map(|point| self.place(point))
+        self.series.iter().flat_map(|series| &series.points).filter_map(|point| self.place(point))
     }
 
     fn place(&self, point: &Point) -> Option<Point> {
@@ -128,27 +125,15 @@ impl LineChart {
 
     fn y_axis(&self) -> Axis {
         if let Some((low, high)) = self.y_range {
-            return Axis {
-                low,
-                high,
-                ticks: round_ticks(low, high, 8),
-            };
+            return Axis { low, high, ticks: round_ticks(low, high, 8) };
         }
         let (low, high) = range(self.finite_points().flat_map(|point| {
             let error = point.error.unwrap_or(0.0);
             [point.y - error, point.y + error]
         }));
-        let margin = if high > low {
-            (high - low) * 0.05
-        } else {
-            low.abs().max(1.0) * 0.1
-        };
+        let margin = if high > low { (high - low) * 0.05 } else { low.abs().max(1.0) * 0.1 };
         let (low, high) = (low - margin, high + margin);
-        Axis {
-            low,
-            high,
-            ticks: round_ticks(low, high, 8),
-        }
+        Axis { low, high, ticks: round_ticks(low, high, 8) }
     }
 
     /// The corner with the fewest points, for the legend; the upper right where several have none.
@@ -161,21 +146,13 @@ impl LineChart {
         ];
         let points: Vec<(f64, f64)> = self
             .finite_points()
-            .map(|p| {
-                (
-                    (p.x - x.low) / (x.high - x.low),
-                    (p.y - y.low) / (y.high - y.low),
-                )
-            })
+            .map(|p| ((p.x - x.low) / (x.high - x.low), (p.y - y.low) / (y.high - y.low)))
             .collect();
         let far = |share: f64, high: bool| if high { share > 0.7 } else { share < 0.3 };
         let (corner, ..) = corners
             .into_iter()
             .min_by_key(|&(_, right, upper)| {
-                points
-                    .iter()
-                    .filter(|(x, y)| far(*x, right) && far(*y, upper))
-                    .count()
+                points.iter().filter(|(x, y)| far(*x, right) && far(*y, upper)).count()
             })
             .expect("there are four corners");
         corner
@@ -207,11 +184,7 @@ impl Chart for LineChart {
         DB::ErrorType: 'static,
     {
         let (x, y) = (self.x_axis(), self.y_axis());
-        area.draw_text(
-            &self.title,
-            &text(TITLE_SIZE, HPos::Left, VPos::Center),
-            (90, 26),
-        )?;
+        area.draw_text(&self.title, &text(TITLE_SIZE, HPos::Left, VPos::Center), (90, 26))?;
         let inner = area.margin(44, 12, 12, 28);
         let mut chart = ChartBuilder::on(&inner)
             .x_label_area_size(58)
@@ -295,22 +268,13 @@ impl LineChart {
                 });
             }
             if series.dots && run.len() <= DOTTED {
-                let dots = run
-                    .iter()
-                    .map(|p| Circle::new((p.x, p.y), 4, colour.filled()));
+                let dots = run.iter().map(|p| Circle::new((p.x, p.y), 4, colour.filled()));
                 chart.draw_series(dots)?;
             }
             let bars = run.iter().filter_map(|p| {
                 let error = p.error.filter(|error| *error > 0.0 && error.is_finite())?;
                 let (low, high) = (p.y - error, p.y + error);
-                Some(ErrorBar::new_vertical(
-                    p.x,
-                    low,
-                    p.y,
-                    high,
-                    colour.stroke_width(1),
-                    10,
-                ))
+                Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.stroke_width(1), 10))
             });
             chart.draw_series(bars)?;
         }

@@ -67,10 +67,7 @@ pub fn plot_losses(
         let raw = thin(&curve.train);
         let line = |name: String, points: Vec<(f64, f64)>, faint: bool, dots: bool| Series {
             name,
-            points: points
-                .into_iter()
-                .map(|(x, y)| Point { x, y, error: None })
-                .collect(),
+            points: points.into_iter().map(|(x, y)| Point { x, y, error: None }).collect(),
             colour,
             faint,
             dots,
@@ -78,12 +75,7 @@ pub fn plot_losses(
         let name = format!("{}: training", curve.name);
         if smoothing > 0.0 {
             series.push(line(String::new(), raw, true, false));
-            series.push(line(
-                name,
-                thin(&smooth(&curve.train, smoothing)),
-                false,
-                false,
-            ));
+            series.push(line(name, thin(&smooth(&curve.train, smoothing)), false, false));
         } else {
             series.push(line(name, raw, !curve.validation.is_empty(), false));
         }
@@ -128,10 +120,7 @@ fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
 fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let step = points.len().div_ceil(MOST_POINTS).max(1);
     let mut thinned: Vec<(f64, f64)> = points.iter().step_by(step).copied().collect();
-    if let Some(last) = points
-        .last()
-        .filter(|_| !(points.len() - 1).is_multiple_of(step))
-    {
+    if let Some(last) = points.last().filter(|_| !(points.len() - 1).is_multiple_of(step)) {
         thinned.push(*last);
     }
     thinned
@@ -153,10 +142,7 @@ mod tests {
         let points: Vec<(f64, f64)> = (0..10_001).map(|n| (f64::from(n), 0.0)).collect();
         let thinned = thin(&points);
         assert!(thinned.len() <= MOST_POINTS + 1);
-        assert_eq!(
-            (thinned[0].0, thinned[thinned.len() - 1].0),
-            (0.0, 10_000.0)
-        );
+        assert_eq!((thinned[0].0, thinned[thinned.len() - 1].0), (0.0, 10_000.0));
         assert_eq!(thin(&[]), []);
     }
 }

@@ -38,10 +38,7 @@ pub(crate) type DrawError = Box<dyn std::error::Error>;
 /// Draws a chart into an `.svg` or `.png` file, written to a temporary name and renamed.
 pub(crate) fn render(chart: &impl Chart, path: &Path) -> Result<(), EvalError> {
     register_font();
-    let extension = path
-        .extension()
-        .and_then(|extension| extension.to_str())
-        .unwrap_or("");
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or("");
     let png = match extension.to_ascii_lowercase().as_str() {
         "svg" => false,
         "png" => true,
@@ -55,10 +52,7 @@ pub(crate) fn render(chart: &impl Chart, path: &Path) -> Result<(), EvalError> {
             });
         }
     };
-    if let Some(folder) = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty())
-    {
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         create_dir(folder)?;
     }
     with_temporary(path, |temporary| {

@@ -91,9 +91,7 @@ pub(super) fn round_ticks(low: f64, high: f64, wanted: usize) -> Vec<f64> {
         return vec![low];
     }
     let power = 10f64.powf(raw.log10().floor());
-    let factor = [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .find(|factor| factor * power >= raw * 0.999);
+    let factor = [1.0, 2.0, 5.0, 10.0].into_iter().find(|factor| factor * power >= raw * 0.999);
     let step = factor.unwrap_or(10.0) * power;
     let first = (low / step - 1e-9).ceil() as i64;
     let last = (high / step + 1e-9).floor() as i64;
@@ -106,20 +104,15 @@ mod tests {
 
     #[test]
     fn ticks_are_round_and_inside() {
-        assert_eq!(
-            round_ticks(0.0, 1.0, 5),
-            [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]
-        );
+        assert_eq!(round_ticks(0.0, 1.0, 5), [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]);
         assert_eq!(round_ticks(130.0, 970.0, 4), [500.0]);
         assert_eq!(round_ticks(3.0, 3.0, 4), [3.0]);
     }
 
     #[test]
     fn numbers_are_short() {
-        let shown: Vec<String> = [0.0, 0.25, 1.5, 4096.0, 32768.0, 1.25e6, 2e9]
-            .into_iter()
-            .map(short)
-            .collect();
+        let shown: Vec<String> =
+            [0.0, 0.25, 1.5, 4096.0, 32768.0, 1.25e6, 2e9].into_iter().map(short).collect();
         assert_eq!(shown, ["0", "0.25", "1.5", "4096", "32.77k", "1.25M", "2B"]);
     }
 

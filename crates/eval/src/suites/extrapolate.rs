@@ -43,10 +43,7 @@ pub struct ExtrapolateOptions {
     /// Context lengths in tokens of the model's tokeniser; the longest must be a multiple of each
     /// [default: 1, 2, 4, … 32 times the training length, as far as text and model reach]
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
-    #[serde(
-        deserialize_with = "optional_sizes",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
     pub lengths: Option<Vec<usize>>,
     /// Stretches of text of the longest length to score
     #[arg(long, default_value_t = ExtrapolateOptions::default().sequences)]
@@ -87,10 +84,7 @@ impl Default for ExtrapolateOptions {
 
 impl ExtrapolateOptions {
     fn batching(&self) -> Batching {
-        Batching {
-            rows: self.batch,
-            tokens: self.batch_tokens,
-        }
+        Batching { rows: self.batch, tokens: self.batch_tokens }
     }
 }
 
@@ -142,24 +136,14 @@ impl Suite for Extrapolate {
         );
         let remedy = "more --sequences give smaller standard errors; 16 is usual";
         let sequences = options.sequences;
-        check_count(
-            "extrapolate.sequences",
-            sequences,
-            1..=usize::MAX,
-            remedy,
-            problems,
-        );
+        check_count("extrapolate.sequences", sequences, 1..=usize::MAX, remedy, problems);
         check_batching(Self::NAME, options.batching(), problems);
     }
 
     fn open(options: &ExtrapolateOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
         let stretches = Stretches::open(options, setting)?;
         let train_seq_len = setting.train_seq_len;
-        Ok(Extrapolate {
-            options: options.clone(),
-            stretches,
-            train_seq_len,
-        })
+        Ok(Extrapolate { options: options.clone(), stretches, train_seq_len })
     }
 
     fn seed(&self) -> u64 {
@@ -179,12 +163,7 @@ impl Suite for Extrapolate {
         let mut list = Vec::new();
         for &length in self.stretches.lengths() {
             for index in 0..self.stretches.windows(length) {
-                list.push(Trial {
-                    id: list.len() as u64,
-                    length,
-                    depth: None,
-                    index,
-                });
+                list.push(Trial { id: list.len() as u64, length, depth: None, index });
             }
         }
         list
@@ -205,10 +184,7 @@ impl Suite for Extrapolate {
             unreachable!("a rolling log-likelihood was answered by {answer:?}");
         };
         let mean = |from: usize, to: usize| {
-            let sum: f64 = values[from..to]
-                .iter()
-                .map(|&value| -f64::from(value))
-                .sum();
+            let sum: f64 = values[from..to].iter().map(|&value| -f64::from(value)).sum();
             Some(sum / (to - from) as f64).filter(|mean| mean.is_finite())
         };
         let means =
@@ -244,10 +220,7 @@ impl Suite for Extrapolate {
             if let Some(bin) = least(&curve) {
                 push("best_context_loss", bin.loss);
                 headline.insert("best_context_loss".to_string(), bin.loss.value);
-                best.insert(
-                    length.to_string(),
-                    json!({ "from": bin.from, "to": bin.to }),
-                );
+                best.insert(length.to_string(), json!({ "from": bin.from, "to": bin.to }));
             }
             bins.extend(linear.into_iter().chain(curve));
         }
@@ -256,11 +229,7 @@ impl Suite for Extrapolate {
             "positions": bins,
             "best_context_positions": best,
         });
-        Scoring {
-            headline,
-            scores,
-            details,
-        }
+        Scoring { headline, scores, details }
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
@@ -276,9 +245,7 @@ impl Extrapolate {
         value: impl Fn(&Losses) -> Option<f64>,
     ) -> Estimate {
         Estimate::clustered(outcomes.iter().map(|outcome| {
-            let document = self
-                .stretches
-                .document(outcome.trial.length, outcome.trial.index);
+            let document = self.stretches.document(outcome.trial.length, outcome.trial.index);
             (document as u64, value(&outcome.verdict).unwrap_or(f64::NAN))
         }))
     }
@@ -294,13 +261,7 @@ impl Extrapolate {
         edges
             .map(|(n, (from, to))| {
                 let loss = self.estimate(outcomes, |losses| values(losses).get(n).copied()?);
-                Bin {
-                    length,
-                    binning,
-                    from,
-                    to,
-                    loss,
-                }
+                Bin { length, binning, from, to, loss }
             })
             .collect()
     }
@@ -310,10 +271,5 @@ impl Extrapolate {
 fn least(bins: &[Bin]) -> Option<&Bin> {
     bins.iter()
         .filter(|bin| bin.loss.value.is_some())
-        .min_by(|a, b| {
-            a.loss
-                .value
-                .partial_cmp(&b.loss.value)
-                .expect("finite losses compare")
-        })
+        .min_by(|a, b| a.loss.value.partial_cmp(&b.loss.value).expect("finite losses compare"))
 }

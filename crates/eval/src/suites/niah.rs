@@ -47,10 +47,7 @@ pub struct NiahOptions {
     /// Lengths of prompt plus generation, in tokens of the model's tokeniser [default: as many as
     /// --length-count, evenly from --min-length to --max-length]
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
-    #[serde(
-        deserialize_with = "optional_sizes",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
     pub lengths: Option<Vec<usize>>,
     /// The shortest length, without --lengths
     #[arg(long, value_name = "TOKENS", value_parser = parse_size,
@@ -118,10 +115,7 @@ impl Default for NiahOptions {
 
 impl NiahOptions {
     fn batching(&self) -> Batching {
-        Batching {
-            rows: self.batch,
-            tokens: self.batch_tokens,
-        }
+        Batching { rows: self.batch, tokens: self.batch_tokens }
     }
 
     /// The lengths asked for, or evenly from the shortest to the longest.
@@ -166,30 +160,12 @@ impl Suite for Niah {
         );
         let any = 1..=usize::MAX;
         let remedy = "a usual grid has --length-count 11 or 35";
-        check_count(
-            "niah.length_count",
-            options.length_count,
-            1..=1001,
-            remedy,
-            problems,
-        );
+        check_count("niah.length_count", options.length_count, 1..=1001, remedy, problems);
         let remedy = "a usual grid has --depths 11 or 35";
         check_count("niah.depths", options.depths, 1..=1001, remedy, problems);
-        check_count(
-            "niah.trials",
-            options.trials,
-            any,
-            "use --trials 1 or more",
-            problems,
-        );
+        check_count("niah.trials", options.trials, any, "use --trials 1 or more", problems);
         let remedy = "the answer is a number of 7 digits: --max-tokens 32 is ample";
-        check_count(
-            "niah.max_tokens",
-            options.max_tokens,
-            1..=1024,
-            remedy,
-            problems,
-        );
+        check_count("niah.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
         problems.check(
             options.text.is_empty() || options.haystack == HaystackKind::Text,
             "niah.text",
@@ -223,13 +199,7 @@ impl Suite for Niah {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let haystack = Haystack::open(options, setting, longest)?;
         let train_seq_len = setting.train_seq_len;
-        Ok(Niah {
-            options: options.clone(),
-            lengths,
-            instruction,
-            haystack,
-            train_seq_len,
-        })
+        Ok(Niah { options: options.clone(), lengths, instruction, haystack, train_seq_len })
     }
 
     fn seed(&self) -> u64 {
@@ -245,10 +215,7 @@ impl Suite for Niah {
     }
 
     fn trials(&self) -> Vec<Trial> {
-        let depths: Vec<_> = depth_grid(self.options.depths)
-            .into_iter()
-            .map(Some)
-            .collect();
+        let depths: Vec<_> = depth_grid(self.options.depths).into_iter().map(Some).collect();
         retrieval::grid_trials(&self.lengths, &depths, self.options.trials)
     }
 
@@ -260,23 +227,11 @@ impl Suite for Niah {
         let around = self.instruction.len() + statement.len() + question.len();
         let count = trial.length - self.options.max_tokens - around;
         let hay = self.haystack.take(&mut rng, count);
-        let at = self
-            .haystack
-            .place(&hay, trial.depth.unwrap_or(0.5), tokenizer);
-        let prompt = [
-            &self.instruction,
-            &hay[..at],
-            &statement,
-            &hay[at..],
-            &question,
-        ]
-        .concat();
+        let at = self.haystack.place(&hay, trial.depth.unwrap_or(0.5), tokenizer);
+        let prompt = [&self.instruction, &hay[..at], &statement, &hay[at..], &question].concat();
         Ok(Request {
             prompt: tokenizer.decode(&prompt),
-            call: Call::Generate {
-                prompt,
-                max_tokens: self.options.max_tokens,
-            },
+            call: Call::Generate { prompt, max_tokens: self.options.max_tokens },
             expected: Some(needle.number),
             depth: trial.depth,
         })
@@ -295,13 +250,7 @@ impl Suite for Niah {
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
-        retrieval::draw(
-            scoring,
-            "Needle in a haystack",
-            title,
-            self.train_seq_len,
-            dir,
-        )
+        retrieval::draw(scoring, "Needle in a haystack", title, self.train_seq_len, dir)
     }
 }
 
@@ -313,10 +262,7 @@ mod tests {
     fn the_default_grid_is_eleven_by_eleven_from_1k_to_32k() {
         let options = NiahOptions::default();
         let lengths = options.lengths();
-        assert_eq!(
-            (lengths.len(), lengths[0], lengths[1], lengths[10]),
-            (11, 1000, 4100, 32_000)
-        );
+        assert_eq!((lengths.len(), lengths[0], lengths[1], lengths[10]), (11, 1000, 4100, 32_000));
         assert_eq!(depth_grid(options.depths).len(), 11);
     }
 }

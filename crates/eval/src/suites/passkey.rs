@@ -72,10 +72,7 @@ impl Default for PasskeyOptions {
 
 impl PasskeyOptions {
     fn batching(&self) -> Batching {
-        Batching {
-            rows: self.batch,
-            tokens: self.batch_tokens,
-        }
+        Batching { rows: self.batch, tokens: self.batch_tokens }
     }
 }
 
@@ -99,21 +96,9 @@ impl Suite for Passkey {
         let remedy = "the paper takes --trials 100";
         check_count("passkey.trials", trials, 1..=usize::MAX, remedy, problems);
         let remedy = "the paper generates --max-tokens 10";
-        check_count(
-            "passkey.max_tokens",
-            options.max_tokens,
-            1..=1024,
-            remedy,
-            problems,
-        );
+        check_count("passkey.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
         let remedy = "a usual grid is --depths 11; leave it out for random positions";
-        check_count(
-            "passkey.depths",
-            options.depths.unwrap_or(1),
-            1..=1001,
-            remedy,
-            problems,
-        );
+        check_count("passkey.depths", options.depths.unwrap_or(1), 1..=1001, remedy, problems);
         check_batching(Self::NAME, options.batching(), problems);
     }
 
@@ -132,11 +117,7 @@ impl Suite for Passkey {
                 tokenizer: setting.tokenizer.name().to_string(),
             });
         }
-        Ok(Passkey {
-            options: options.clone(),
-            fitter,
-            train_seq_len: setting.train_seq_len,
-        })
+        Ok(Passkey { options: options.clone(), fitter, train_seq_len: setting.train_seq_len })
     }
 
     fn seed(&self) -> u64 {
@@ -162,12 +143,12 @@ impl Suite for Passkey {
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let mut rng = sample_rng(self.options.seed, STREAM, trial);
         let budget = trial.length - self.options.max_tokens;
-        let prompt = self
-            .fitter
-            .fit(&mut rng, budget, trial.depth, "--lengths")
-            .map_err(|error| EvalError::Text {
-                what: format!("passkey, length {}: {error}", trial.length),
-                remedy: "ask for longer --lengths".to_string(),
+        let prompt =
+            self.fitter.fit(&mut rng, budget, trial.depth, "--lengths").map_err(|error| {
+                EvalError::Text {
+                    what: format!("passkey, length {}: {error}", trial.length),
+                    remedy: "ask for longer --lengths".to_string(),
+                }
             })?;
         Ok(Request {
             call: Call::Generate {
@@ -205,9 +186,7 @@ impl Suite for Passkey {
 fn first_number(text: &str) -> Option<&str> {
     let start = text.find(|c: char| c.is_ascii_digit())?;
     let rest = &text[start..];
-    let end = rest
-        .find(|c: char| !c.is_ascii_digit())
-        .unwrap_or(rest.len());
+    let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
     Some(rest[..end].trim_start_matches('0'))
 }
 

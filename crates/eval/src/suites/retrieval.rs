@@ -51,12 +51,7 @@ pub(super) fn grid_trials(lengths: &[usize], depths: &[Option<f64>], trials: usi
     for length in lengths {
         for &depth in depths {
             for index in 0..trials {
-                list.push(Trial {
-                    id: list.len() as u64,
-                    length,
-                    depth,
-                    index,
-                });
+                list.push(Trial { id: list.len() as u64, length, depth, index });
             }
         }
     }
@@ -71,30 +66,21 @@ pub(super) fn score(outcomes: &[Outcome<Found>], depths: Depths, train_seq_len: 
     for outcomes in outcomes.chunk_by(|a, b| a.trial.length == b.trial.length) {
         scores.extend(score_length(outcomes, depths));
     }
-    let within: Tally = outcomes
-        .iter()
-        .filter(|outcome| outcome.trial.length <= train_seq_len)
-        .collect();
-    let past: Tally = outcomes
-        .iter()
-        .filter(|outcome| outcome.trial.length > train_seq_len)
-        .collect();
+    let within: Tally =
+        outcomes.iter().filter(|outcome| outcome.trial.length <= train_seq_len).collect();
+    let past: Tally =
+        outcomes.iter().filter(|outcome| outcome.trial.length > train_seq_len).collect();
     let all = outcomes.iter().collect::<Tally>().estimate();
     scores.push(accuracy(None, None, all));
     let mut headline = BTreeMap::from([("accuracy".to_string(), all.value)]);
-    for (name, tally) in [
-        ("accuracy_to_train_length", within),
-        ("accuracy_past_train_length", past),
-    ] {
+    for (name, tally) in
+        [("accuracy_to_train_length", within), ("accuracy_past_train_length", past)]
+    {
         if tally.samples > 0 {
             headline.insert(name.to_string(), tally.estimate().value);
         }
     }
-    Scoring {
-        headline,
-        scores,
-        details: details(depths),
-    }
+    Scoring { headline, scores, details: details(depths) }
 }
 
 /// Accuracy at one length, and at each of its depths.
@@ -115,12 +101,7 @@ fn score_length(outcomes: &[Outcome<Found>], depths: Depths) -> Vec<Score> {
 }
 
 fn accuracy(length: Option<usize>, depth: Option<f64>, estimate: Estimate) -> Score {
-    Score {
-        metric: "accuracy".to_string(),
-        length,
-        depth,
-        estimate,
-    }
+    Score { metric: "accuracy".to_string(), length, depth, estimate }
 }
 
 /// Right answers among samples.
@@ -204,11 +185,7 @@ fn heatmap(
     title: &str,
     train_seq_len: usize,
 ) -> Heatmap {
-    let mut depths: Vec<f64> = scoring
-        .scores
-        .iter()
-        .filter_map(|score| score.depth)
-        .collect();
+    let mut depths: Vec<f64> = scoring.scores.iter().filter_map(|score| score.depth).collect();
     depths.sort_by(f64::total_cmp);
     depths.dedup();
     let value = |depth: f64, length: usize| {
@@ -224,10 +201,7 @@ fn heatmap(
         y_label: "depth of the needle (%)".to_string(),
         value_label: "accuracy".to_string(),
         x: lengths.iter().map(|length| length.to_string()).collect(),
-        y: depths
-            .iter()
-            .map(|depth| format!("{:.0}", depth * 100.0))
-            .collect(),
+        y: depths.iter().map(|depth| format!("{:.0}", depth * 100.0)).collect(),
         values: depths
             .iter()
             .map(|&depth| lengths.iter().map(|&length| value(depth, length)).collect())

@@ -59,10 +59,7 @@ impl FakeModel {
 
     fn called(&mut self, sequences: &[Vec<u32>], generation: usize) -> Result<(), EvalError> {
         let length = sequences[0].len();
-        assert!(
-            sequences.iter().all(|s| s.len() == length),
-            "a batch has one length"
-        );
+        assert!(sequences.iter().all(|s| s.len() == length), "a batch has one length");
         self.calls.push((sequences.len(), length, generation));
         if self.stop_after == Some(self.calls.len()) {
             self.stop.store(true, Ordering::Relaxed);
@@ -103,13 +100,7 @@ impl EvalModel for FakeModel {
         &mut self,
         requests: &[(Vec<u32>, Vec<u32>)],
     ) -> Result<Vec<LogLikelihood>, EvalError> {
-        Ok(requests
-            .iter()
-            .map(|_| LogLikelihood {
-                sum: 0.0,
-                greedy: true,
-            })
-            .collect())
+        Ok(requests.iter().map(|_| LogLikelihood { sum: 0.0, greedy: true }).collect())
     }
 
     fn token_log_likelihoods(
@@ -119,9 +110,7 @@ impl EvalModel for FakeModel {
         self.called(sequences, 0)?;
         let log_ps = |tokens: &Vec<u32>| {
             let length = tokens.len() - 1;
-            (0..length)
-                .map(|at| (self.token_log_p)(at, length, tokens))
-                .collect()
+            (0..length).map(|at| (self.token_log_p)(at, length, tokens)).collect()
         };
         Ok(self.lose(sequences.iter().map(log_ps).collect()))
     }
@@ -150,10 +139,8 @@ pub fn passkey(prompt: &str) -> u32 {
 
 /// The number that a haystack hides: its only run of seven digits.
 pub fn magic_number(prompt: &str) -> String {
-    let numbers: Vec<&str> = prompt
-        .split(|c: char| !c.is_ascii_digit())
-        .filter(|digits| digits.len() == 7)
-        .collect();
+    let numbers: Vec<&str> =
+        prompt.split(|c: char| !c.is_ascii_digit()).filter(|digits| digits.len() == 7).collect();
     assert_eq!(numbers.len(), 1, "one needle");
     numbers[0].to_string()
 }
@@ -209,9 +196,7 @@ pub fn evaluate_with(
 /// The samples a suite left.
 pub fn samples(dir: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join("samples.jsonl")).unwrap();
-    text.lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Files of a folder, by name.

@@ -18,18 +18,10 @@ pub(super) fn draw(
     train_seq_len: usize,
     dir: &Path,
 ) -> Result<(), EvalError> {
-    let positions = scoring
-        .details
-        .get("positions")
-        .cloned()
-        .unwrap_or(Value::Null);
+    let positions = scoring.details.get("positions").cloned().unwrap_or(Value::Null);
     let bins: Vec<Bin> = serde_json::from_value(positions).expect("the bins were written by score");
     write_atomically(&dir.join("positions.csv"), csv(&bins).as_bytes())?;
-    if scoring
-        .scores
-        .iter()
-        .all(|score| score.estimate.value.is_none())
-    {
+    if scoring.scores.iter().all(|score| score.estimate.value.is_none()) {
         tracing::warn!("no loss is finite: there is nothing to plot");
         return Ok(());
     }
@@ -45,13 +37,8 @@ pub(super) fn draw(
     };
     let by_length = by_length(scoring);
     let title_ = format!("Loss by context length: {title}");
-    chart(
-        title_,
-        "context length (tokens)",
-        Scale::Log2,
-        vec![by_length],
-    )
-    .save(&dir.join("loss_by_length.svg"))?;
+    chart(title_, "context length (tokens)", Scale::Log2, vec![by_length])
+        .save(&dir.join("loss_by_length.svg"))?;
     let title_ = format!("Loss by position: {title}");
     let series = by_position(&bins, Binning::Linear);
     chart(title_, "position (tokens read)", Scale::Linear, series)
@@ -71,13 +58,7 @@ fn by_length(scoring: &Scoring) -> Series {
             error: score.estimate.standard_error,
         })
     });
-    Series {
-        name: String::new(),
-        points: points.collect(),
-        colour: 0,
-        faint: false,
-        dots: true,
-    }
+    Series { name: String::new(), points: points.collect(), colour: 0, faint: false, dots: true }
 }
 
 /// One line for each length.
@@ -105,14 +86,7 @@ fn by_position(bins: &[Bin], binning: Binning) -> Vec<Series> {
 
 fn csv(bins: &[Bin]) -> String {
     let mut csv = String::from("length,binning,from,to,loss,standard_error,windows\n");
-    for Bin {
-        length,
-        binning,
-        from,
-        to,
-        loss,
-    } in bins
-    {
+    for Bin { length, binning, from, to, loss } in bins {
         let binning = match binning {
             Binning::Linear => "linear",
             Binning::Logarithmic => "logarithmic",

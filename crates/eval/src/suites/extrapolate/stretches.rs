@@ -40,10 +40,7 @@ impl Stretches {
         options: &ExtrapolateOptions,
         setting: &Setting<'_>,
     ) -> Result<Self, EvalError> {
-        let mut lengths = options
-            .lengths
-            .clone()
-            .unwrap_or_else(|| default_lengths(setting));
+        let mut lengths = options.lengths.clone().unwrap_or_else(|| default_lengths(setting));
         lengths.sort_unstable();
         let longest = lengths.last().copied().unwrap_or(1);
         let text = Text::read(options, setting, longest)?;
@@ -73,13 +70,7 @@ impl Stretches {
                 options.sequences
             );
         }
-        Ok(Stretches {
-            lengths,
-            left_out,
-            stretches,
-            source: text.source,
-            packed: text.packed,
-        })
+        Ok(Stretches { lengths, left_out, stretches, source: text.source, packed: text.packed })
     }
 
     /// The lengths to score, growing.
@@ -112,11 +103,7 @@ impl Stretches {
     pub(super) fn describe(&self) -> Value {
         let mut hash = Sha256::new();
         for stretch in &self.stretches {
-            let bytes: Vec<u8> = stretch
-                .tokens
-                .iter()
-                .flat_map(|t| t.to_le_bytes())
-                .collect();
+            let bytes: Vec<u8> = stretch.tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
             hash.update(&bytes);
         }
         let mut documents: Vec<&str> = self.stretches.iter().map(|s| s.name.as_str()).collect();
@@ -137,9 +124,7 @@ impl Stretches {
 /// Powers of two times the training length, as far as the model can read.
 fn default_lengths(setting: &Setting<'_>) -> Vec<usize> {
     let train = setting.train_seq_len;
-    let factors = (0..)
-        .map(|n| 1 << n)
-        .take_while(|&factor: &usize| factor <= LONGEST_FACTOR);
+    let factors = (0..).map(|n| 1 << n).take_while(|&factor: &usize| factor <= LONGEST_FACTOR);
     factors
         .map(|factor| factor * train)
         .filter(|&length| length == train || setting.max_len.is_none_or(|most| length <= most))
@@ -165,15 +150,8 @@ impl Text {
             let held_out = setting.held_out.ok_or_else(|| no_text("extrapolate"))?;
             let source = held_out.describe();
             let tokens = held_out.validation_tokens(wanted)?;
-            let documents = vec![Document {
-                name: source.clone(),
-                tokens,
-            }];
-            return Ok(Text {
-                documents,
-                source,
-                packed: true,
-            });
+            let documents = vec![Document { name: source.clone(), tokens }];
+            return Ok(Text { documents, source, packed: true });
         }
         let mut files = list_files(&options.text)?;
         let source = format!("{} files of --text", files.len());
@@ -181,10 +159,7 @@ impl Text {
         let mut documents = Vec::new();
         if options.packed {
             let name = source.clone();
-            documents.push(Document {
-                name,
-                tokens: joined(&files, tokenizer, wanted)?,
-            });
+            documents.push(Document { name, tokens: joined(&files, tokenizer, wanted)? });
         } else {
             let mut long_ones = 0;
             for file in files {
@@ -196,28 +171,16 @@ impl Text {
                 }
             }
         }
-        Ok(Text {
-            documents,
-            source,
-            packed: options.packed,
-        })
+        Ok(Text { documents, source, packed: options.packed })
     }
 
     /// Stretches of a length that stand side by side in the text.
     fn slots(&self, length: usize) -> usize {
-        self.documents
-            .iter()
-            .map(|document| slots(document, length))
-            .sum()
+        self.documents.iter().map(|document| slots(document, length)).sum()
     }
 
     fn too_short(&self, length: usize) -> EvalError {
-        let most = self
-            .documents
-            .iter()
-            .map(|d| d.tokens.len())
-            .max()
-            .unwrap_or(0);
+        let most = self.documents.iter().map(|d| d.tokens.len()).max().unwrap_or(0);
         let (what, remedy) = match self.packed {
             true => ("the text", "give more text, or shorter --lengths"),
             false => (
@@ -297,11 +260,7 @@ mod tests {
             name: format!("{n}.txt"),
             tokens: (0..length as u32).map(|t| t + 10_000 * n as u32).collect(),
         });
-        Text {
-            documents: documents.collect(),
-            source: "test".to_string(),
-            packed: false,
-        }
+        Text { documents: documents.collect(), source: "test".to_string(), packed: false }
     }
 
     #[test]
@@ -311,12 +270,7 @@ mod tests {
         assert_eq!(documents, [0, 2, 3, 0]);
         for stretch in &stretches {
             assert_eq!(stretch.tokens.len(), 101);
-            assert!(
-                stretch
-                    .tokens
-                    .iter()
-                    .all(|t| (t / 10_000) as usize == stretch.document)
-            );
+            assert!(stretch.tokens.iter().all(|t| (t / 10_000) as usize == stretch.document));
         }
         assert_eq!(text(&[350, 90, 101, 201]).stretches(100, 99, 0).len(), 6);
     }
@@ -326,10 +280,8 @@ mod tests {
         let stretches = text(&[1050]).stretches(100, 10, 7);
         assert_eq!(stretches.len(), 10);
         // The last token of one may be the first of the next: it is predicted once.
-        let mut predicted: Vec<u32> = stretches
-            .iter()
-            .flat_map(|s| s.tokens[1..].iter().copied())
-            .collect();
+        let mut predicted: Vec<u32> =
+            stretches.iter().flat_map(|s| s.tokens[1..].iter().copied()).collect();
         predicted.sort_unstable();
         predicted.dedup();
         assert_eq!(predicted.len(), 1000);
@@ -352,9 +304,6 @@ mod tests {
         };
         assert_eq!(predicted(25), predicted(400));
         assert_eq!(predicted(100), predicted(400));
-        assert_eq!(
-            (stretches.document(100, 3), stretches.document(100, 4)),
-            (0, 1)
-        );
+        assert_eq!((stretches.document(100, 3), stretches.document(100, 4)), (0, 1));
     }
 }

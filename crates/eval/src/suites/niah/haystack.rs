@@ -95,18 +95,9 @@ impl Haystack {
                 tokens.len()
             );
         }
-        let bytes: Vec<u8> = tokens
-            .iter()
-            .flat_map(|token| token.to_le_bytes())
-            .collect();
+        let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
         let sha256 = format!("{:x}", Sha256::digest(&bytes));
-        Ok(Haystack {
-            kind: options.haystack,
-            tokens,
-            source,
-            sha256,
-            longest,
-        })
+        Ok(Haystack { kind: options.haystack, tokens, source, sha256, longest })
     }
 
     /// The haystack for the report; its hash makes sure that a resumed evaluation has the same.
@@ -126,13 +117,7 @@ impl Haystack {
             HaystackKind::Repeat => 0,
             _ => rng.random_range(0..self.tokens.len()),
         };
-        self.tokens
-            .iter()
-            .cycle()
-            .skip(start)
-            .take(count)
-            .copied()
-            .collect()
+        self.tokens.iter().cycle().skip(start).take(count).copied().collect()
     }
 
     /// Where in `hay` a needle of this depth goes: behind the last whole sentence before it, if
@@ -143,10 +128,7 @@ impl Haystack {
             return at;
         }
         let ends = |token: u32| {
-            matches!(
-                tokenizer.decode_bytes(&[token]).last(),
-                Some(b'.' | b'!' | b'?' | b'\n')
-            )
+            matches!(tokenizer.decode_bytes(&[token]).last(), Some(b'.' | b'!' | b'?' | b'\n'))
         };
         (at.saturating_sub(LOOK_BACK) + 1..=at)
             .rev()
@@ -206,16 +188,9 @@ mod tests {
 
     fn haystack(kind: HaystackKind) -> (Haystack, Tokenizer) {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let setting = Setting {
-            tokenizer: &tokenizer,
-            train_seq_len: 64,
-            max_len: None,
-            held_out: None,
-        };
-        let options = NiahOptions {
-            haystack: kind,
-            ..NiahOptions::default()
-        };
+        let setting =
+            Setting { tokenizer: &tokenizer, train_seq_len: 64, max_len: None, held_out: None };
+        let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
         (Haystack::open(&options, &setting, 500).unwrap(), tokenizer)
     }
 
@@ -230,10 +205,7 @@ mod tests {
             for depth in [0.25, 0.5, 0.75] {
                 let at = haystack.place(&hay, depth, &tokenizer);
                 let asked = (depth * 2000.0) as usize;
-                assert!(
-                    at <= asked && asked - at < LOOK_BACK,
-                    "{kind:?}: {at} for {asked}"
-                );
+                assert!(at <= asked && asked - at < LOOK_BACK, "{kind:?}: {at} for {asked}");
                 assert!([u32::from(b'.'), u32::from(b'\n')].contains(&hay[at - 1]));
             }
         }

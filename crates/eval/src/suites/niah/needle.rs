@@ -49,11 +49,7 @@ impl Needle {
             }
             NiahMode::Easy => format!("\n{question} {number}.\n"),
         };
-        Needle {
-            statement,
-            question: format!("\n{question}"),
-            number,
-        }
+        Needle { statement, question: format!("\n{question}"), number }
     }
 }
 
