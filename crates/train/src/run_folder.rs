@@ -11,8 +11,17 @@ use crate::files;
 use crate::metrics::ValidationRecord;
 
 /// What training writes into a run folder; `--force` removes these and nothing else.
-const OURS: [&str; 7] =
-    ["config.toml", "metrics.jsonl", "samples.txt", "finished.json", "tb", "checkpoints", "eval"];
+const OURS: [&str; 9] = [
+    "config.toml",
+    "metrics.jsonl",
+    "samples.txt",
+    "finished.json",
+    "tb",
+    "checkpoints",
+    "eval",
+    "evals.json",
+    "loss.svg",
+];
 
 /// Why a run folder cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -86,18 +95,22 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Checks, without making anything, that a new run may go into `path`. Returns whether an old
-    /// run is there, to be deleted.
+    /// Checks that a new run may go into `path`, and leaves everything as it is: a run finds out
+    /// before it prepares its data. Returns whether an old run is there, to be deleted.
     ///
     /// # Errors
-    /// [`RunFolderError::Exists`] when something is there, unless `force` and it is a run.
+    /// [`RunFolderError::Exists`] when something is there, unless `force` and it is a run;
+    /// [`RunFolderError::Io`] when nothing can be written there.
     pub fn check_new(path: &Path, force: bool) -> Result<bool, RunFolderError> {
         let io = |source| RunFolderError::Io { path: path.to_owned(), source };
         let entries = match fs::read_dir(path) {
             Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return check_writable(path).map(|()| false).map_err(io);
+            }
             Err(error) => return Err(io(error)),
         };
+        check_writable(path).map_err(io)?;
         let mut taken = false;
         for entry in entries {
             let name = entry.map_err(io)?.file_name();
@@ -216,6 +229,15 @@ impl RunFolder {
     }
 }
 
+/// Makes and removes a file in `path`, or in the nearest folder above it that is there.
+fn check_writable(path: &Path) -> io::Result<()> {
+    let absolute = std::path::absolute(path)?;
+    let there = absolute.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
+    let probe = there.join(format!(".longwall-{}", std::process::id()));
+    File::create(&probe)?;
+    fs::remove_file(probe)
+}
+
 const LOCK_FILE: &str = "lock";
 const FINISHED_FILE: &str = "finished.json";
 
@@ -330,6 +352,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("file"), "").unwrap();
         let path = folder.path().join("file/run");
+        assert!(RunFolder::check_new(&path, false).is_err());
         let error = RunFolder::create(&path, false).unwrap_err().to_string();
         assert!(error.contains("file/run") && error.contains("run.out_dir"), "{error}");
     }

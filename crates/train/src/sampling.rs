@@ -122,8 +122,8 @@ mod tests {
     #[test]
     fn prompts_past_learned_positions_are_refused_before_training() {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        assert!(Sampler::new(&config(&["123456789"]), &tokenizer, Some(17), 0).is_ok());
-        let error = Sampler::new(&config(&["123456789"]), &tokenizer, Some(16), 0).err();
+        assert!(Sampler::new(&config(&["0123456789"]), &tokenizer, Some(17), 0).is_ok());
+        let error = Sampler::new(&config(&["0123456789"]), &tokenizer, Some(16), 0).err();
         assert_eq!(error, Some(GenerateError::TooLong { wanted: 17, allowed: 16 }));
     }
 }

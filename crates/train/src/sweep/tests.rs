@@ -194,8 +194,10 @@ fn a_sweep_trains_evaluates_and_tabulates() {
     let first = &plan.runs[0];
     assert!(binary.jobs[0].contains("--set train.tokens=\"2M\""), "{}", binary.jobs[0]);
     assert_eq!(setting(&first.sets, "run.seed"), Some("0"));
-    let eval =
-        format!("eval passkey --run {} --easy-mode --lengths 500,1000", first.dir().display());
+    let eval = format!(
+        "eval passkey --run {} --easy-mode --lengths 500 --lengths 1000",
+        first.dir().display()
+    );
     assert_eq!(binary.jobs[1], eval);
     insta::assert_snapshot!(results.table(), @r"
     model.attention  seeds  validation_loss  bits_per_byte  tokens_per_second  skipped_steps  passkey.accuracy
@@ -268,7 +270,7 @@ fn changed_evaluations_are_done_again_by_force() {
     let mut binary = FakeBinary::default();
     assert!(binary.run(&changed.plan().unwrap()).is_complete());
     assert_eq!((binary.count("train"), binary.count("eval")), (0, 4));
-    assert!(binary.jobs.iter().all(|job| job.ends_with("--lengths 500,2000 --force")));
+    assert!(binary.jobs.iter().all(|job| job.ends_with("--lengths 500 --lengths 2000 --force")));
 }
 
 #[test]
