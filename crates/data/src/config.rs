@@ -353,7 +353,7 @@ mod tests {
           hint: a common choice for a small model is 1024
         data.validation_fraction is 1; allowed: 0 to below 1
           hint: 0.01 holds out one document in a hundred; 0 holds out none
-        data.validation_tokens is 0; allowed: at least seq_len = 1
+        data.validation_tokens is 0; allowed: seq_len = 1 to 2^40
           hint: raise it to a few hundred rows, or lower data.seq_len
         data.sources[0].paths is empty; allowed: at least one file, folder or pattern
           hint: add one, for example "corpus/*.txt"
