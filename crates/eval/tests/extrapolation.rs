@@ -1,10 +1,8 @@
 //! The extrapolation suite on models whose loss is known.
 
-mod common;
-
 use std::path::Path;
 
-use common::{FakeModel, Tokens, evaluate, evaluate_with, files, samples};
+use crate::common::{FakeModel, Tokens, evaluate, evaluate_with, files, samples};
 use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::{Report, SuiteConfig};
 

@@ -1,13 +1,11 @@
 //! Evaluations that were cut short, and folders that hold something else.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 
 use std::sync::Mutex;
 
-use common::{FakeModel, evaluate, evaluate_with, files, passkey};
+use crate::common::{FakeModel, evaluate, evaluate_with, files, passkey};
 use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::{EvalError, Progress, ProgressUpdate, RunContext, SuiteConfig, run};
 

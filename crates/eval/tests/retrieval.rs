@@ -1,10 +1,8 @@
 //! The passkey and needle suites on models whose answers are known.
 
-mod common;
-
 use std::collections::BTreeMap;
 
-use common::{FakeModel, Tokens, evaluate, evaluate_with, magic_number, passkey, samples};
+use crate::common::{FakeModel, Tokens, evaluate, evaluate_with, magic_number, passkey, samples};
 use longwall_data::TokenizerConfig;
 use longwall_eval::suites::niah::{HaystackKind, NiahMode, NiahOptions};
 use longwall_eval::suites::passkey::PasskeyOptions;

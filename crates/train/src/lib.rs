@@ -1,8 +1,8 @@
 //! Longwall's trainer: the run configuration, the loop, the optimiser, schedules, checkpoints,
 //! metrics, and sweeps.
 //!
-//! [`config::RunConfig`] is one TOML file; [`run::train`] does what it says; [`load::load_model`]
-//! opens what came out; [`sweep`] does many runs.
+//! [`config::RunConfig`] is one TOML file; [`run::train`] does what it says;
+//! [`checkpoint::Checkpoint`] opens what came out; [`sweep`] does many runs.
 
 pub mod checkpoint;
 pub mod config;
@@ -11,7 +11,6 @@ mod error;
 mod files;
 pub mod gradients;
 pub mod guard;
-pub mod load;
 pub mod metrics;
 pub mod optimiser;
 pub mod pass;

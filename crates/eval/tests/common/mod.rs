@@ -1,5 +1,4 @@
 //! Models whose answers are known, and runs of a suite on them.
-#![allow(dead_code)] // each test binary uses its own part
 
 use std::path::Path;
 use std::sync::Arc;

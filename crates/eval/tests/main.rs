@@ -1,0 +1,8 @@
+//! Tests of the suites, reports and plots, in one binary.
+
+mod common;
+mod config;
+mod extrapolation;
+mod plots;
+mod resume;
+mod retrieval;
