@@ -61,10 +61,22 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", describe(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes; a cause that the message tells already is not repeated.
+fn describe(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |text, cause| {
+        let cause = cause.to_string();
+        match text.as_str() {
+            "" => cause,
+            told if told.contains(&cause) => text,
+            _ => format!("{text}: {cause}"),
+        }
+    })
 }
 
 /// The binary is compiled for processors with AVX2 and FMA.

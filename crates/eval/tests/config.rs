@@ -159,8 +159,7 @@ fn results_json_keeps_its_shape() {
     evaluate(&config, &mut model, dir.path()).unwrap();
     let json = std::fs::read_to_string(dir.path().join("results.json")).unwrap();
     let fingerprint = model.tokenizer.fingerprint();
-    {
-        insta::assert_snapshot!(json.replace(&fingerprint, "SHA256"), @r#"
+    insta::assert_snapshot!(json.replace(&fingerprint, "SHA256"), @r#"
         {
           "suite": "passkey",
           "suite_version": 1,
@@ -232,7 +231,6 @@ fn results_json_keeps_its_shape() {
           }
         }
         "#);
-    }
     let csv = std::fs::read_to_string(dir.path().join("grid.csv")).unwrap();
     insta::assert_snapshot!(csv, @r"
     metric,length,depth,value,standard_error,samples
@@ -241,7 +239,7 @@ fn results_json_keeps_its_shape() {
     accuracy,500,1,1,0,4
     accuracy,,,1,0,8
     ");
-    let names = common::files(dir.path());
+    let names = crate::common::files(dir.path());
     assert_eq!(
         names,
         [

@@ -148,7 +148,7 @@ impl ModelConfig {
                 format!("leave model.{key} out for its default"),
             );
         }
-        if !problems.as_slice().is_empty() || self.heads == 0 {
+        if sizes.iter().any(|size| size.1 == 0) || options.iter().any(|size| size.1 == Some(0)) {
             return; // The checks below divide by these.
         }
         let shape = self.attention_shape();
