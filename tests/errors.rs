@@ -192,6 +192,7 @@ fn context_longer_than_learned_positions() {
 #[cfg(unix)]
 fn disk_full_while_checkpointing() {
     let w = Workspace::new();
+    w.train("fills-the-data-cache", &["train.tokens=128"]);
     let script = "trap '' XFSZ; ulimit -f 16; exec \"$0\" train --config tiny.toml";
     let output = std::process::Command::new("bash")
         .args(["-c", script, env!("CARGO_BIN_EXE_longwall")])

@@ -21,8 +21,8 @@ fn metrics(w: &Workspace, run: &str) -> Vec<String> {
         .collect()
 }
 
-fn lines(w: &Workspace) -> usize {
-    let metrics = std::fs::read_to_string(w.path("runs/broken/metrics.jsonl"));
+fn lines(w: &Workspace, run: &str) -> usize {
+    let metrics = std::fs::read_to_string(w.path(&format!("runs/{run}/metrics.jsonl")));
     metrics.map_or(0, |text| text.lines().count())
 }
 
@@ -48,14 +48,14 @@ fn a_killed_run_resumes_exactly() {
         } else {
             w.command(&["train", "--resume", "runs/broken"])
         };
-        let before = lines(&w);
+        let before = lines(&w, "broken");
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         first = false;
         // Let it get past the checkpoint it started from, then kill it wherever it is.
         let mut finished = false;
         wait_until("progress", || {
             finished = child.try_wait().unwrap().is_some();
-            finished || lines(&w) >= before.max(5) + 7
+            finished || lines(&w, "broken") >= before.max(5) + 7
         });
         if finished {
             assert!(child.wait().unwrap().success());
@@ -81,19 +81,20 @@ fn a_stopped_run_leaves_a_checkpoint_and_resumes_exactly() {
     let w = Workspace::new();
     w.train("whole", &[]);
     for signal in ["TERM", "INT"] {
-        let args = ["train", "--config", "tiny.toml", "--set", "run.name=broken", "--force"];
-        let mut command = w.command(&args);
+        let name = format!("run.name={signal}");
+        let mut command = w.command(&["train", "--config", "tiny.toml", "--set", &name]);
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        wait_until("steps", || lines(&w) >= 8);
+        wait_until("steps", || lines(&w, signal) >= 8);
         let pid = child.id().to_string();
         let status = std::process::Command::new("kill").args(["-s", signal, &pid]).status();
         assert!(status.unwrap().success());
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{stderr}");
-        assert!(stderr.contains("--resume runs/broken"), "{stderr}");
-        w.succeed(&["train", "--resume", "runs/broken"]);
-        assert_eq!(metrics(&w, "broken"), metrics(&w, "whole"));
+        assert!(output.status.success(), "{}: {stderr}", output.status);
+        let resume = format!("runs/{signal}");
+        assert!(stderr.contains(&format!("--resume {resume}")), "{stderr}");
+        w.succeed(&["train", "--resume", &resume]);
+        assert_eq!(metrics(&w, signal), metrics(&w, "whole"));
     }
 }
 
