@@ -53,6 +53,9 @@ pub enum WeightsError {
 /// Named f32 tensors in module order: name, shape, elements.
 pub type NamedTensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
+/// Shapes and elements of f32 tensors by name.
+pub type TensorMap = HashMap<String, (Vec<usize>, Vec<f32>)>;
+
 /// Writes named tensors to a safetensors file.
 ///
 /// # Errors
@@ -74,7 +77,7 @@ pub fn write_tensors(path: &Path, tensors: &NamedTensors) -> Result<(), WeightsE
 ///
 /// # Errors
 /// When the file cannot be read, is damaged, or holds another type than f32.
-pub fn read_tensors(path: &Path) -> Result<HashMap<String, (Vec<usize>, Vec<f32>)>, WeightsError> {
+pub fn read_tensors(path: &Path) -> Result<TensorMap, WeightsError> {
     let bytes = std::fs::read(path).map_err(|source| WeightsError::Io {
         action: "read",
         path: path.to_owned(),
@@ -96,33 +99,34 @@ pub fn read_tensors(path: &Path) -> Result<HashMap<String, (Vec<usize>, Vec<f32>
 
 /// A model's parameters by name, in module order.
 pub fn named_tensors<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
-    struct Collect(Path_, NamedTensors);
-    impl<B: Backend> ModuleVisitor<B> for Collect {
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.0.0.push(name.to_owned());
-        }
-        fn exit_module(&mut self, _name: &str, _container: &str) {
-            self.0.0.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            let data = param.val().into_data();
-            let elements = data.iter::<f32>().collect();
-            self.1.push((self.0.name(), data.shape.to_vec(), elements));
-        }
-    }
-    let mut collect = Collect(Path_::default(), vec![]);
-    model.visit(&mut collect);
-    collect.1
+    collect(model, true)
 }
 
-/// The path of the module being visited.
-#[derive(Default)]
-struct Path_(Vec<String>);
-
-impl Path_ {
-    fn name(&self) -> String {
-        self.0.join(".")
+/// Names and shapes; elements only with `read`, because they come from the device.
+fn collect<B: OpBackend>(model: &LanguageModel<B>, read: bool) -> NamedTensors {
+    struct Collect {
+        path: Vec<String>,
+        read: bool,
+        found: NamedTensors,
     }
+    impl<B: Backend> ModuleVisitor<B> for Collect {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let data = match self.read {
+                true => param.val().into_data().iter::<f32>().collect(),
+                false => vec![],
+            };
+            self.found.push((self.path.join("."), param.dims().to_vec(), data));
+        }
+    }
+    let mut collect = Collect { path: vec![], read, found: vec![] };
+    model.visit(&mut collect);
+    collect.found
 }
 
 /// Writes a model's weights.
@@ -143,20 +147,20 @@ pub fn load<B: OpBackend>(
 ) -> Result<LanguageModel<B>, WeightsError> {
     let mismatch = |reason: String| WeightsError::Mismatch { path: path.to_owned(), reason };
     let mut tensors = read_tensors(path)?;
-    for (name, shape, _) in named_shapes(&model) {
-        match tensors.get(&name) {
+    let wanted = collect(&model, false);
+    for (name, shape, _) in &wanted {
+        match tensors.get(name) {
             None => return Err(mismatch(format!("{name} is missing from the file"))),
-            Some((found, _)) if *found != shape => {
+            Some((found, _)) if found != shape => {
                 return Err(mismatch(format!("{name} has shape {found:?}, the model's {shape:?}")));
             }
             Some(_) => {}
         }
     }
-    let count = named_shapes(&model).len();
-    let mut replace = Replace(Path_::default(), &mut tensors);
+    let mut replace = Replace { path: vec![], tensors: &mut tensors };
     let model = model.map(&mut replace);
     if let Some(name) = tensors.keys().min() {
-        let extra = tensors.len();
+        let (extra, count) = (tensors.len(), wanted.len());
         let reason =
             format!("the file has {extra} tensors beside the model's {count}, for example {name}");
         return Err(mismatch(reason));
@@ -164,36 +168,22 @@ pub fn load<B: OpBackend>(
     Ok(model)
 }
 
-/// Names and shapes alone: no element is read from the device.
-fn named_shapes<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
-    struct Shapes(Path_, NamedTensors);
-    impl<B: Backend> ModuleVisitor<B> for Shapes {
-        fn enter_module(&mut self, name: &str, _container: &str) {
-            self.0.0.push(name.to_owned());
-        }
-        fn exit_module(&mut self, _name: &str, _container: &str) {
-            self.0.0.pop();
-        }
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            self.1.push((self.0.name(), param.dims().to_vec(), vec![]));
-        }
-    }
-    let mut shapes = Shapes(Path_::default(), vec![]);
-    model.visit(&mut shapes);
-    shapes.1
+/// Puts tensors into the parameters of their names.
+struct Replace<'a> {
+    path: Vec<String>,
+    tensors: &'a mut TensorMap,
 }
-
-struct Replace<'a>(Path_, &'a mut HashMap<String, (Vec<usize>, Vec<f32>)>);
 
 impl<B: Backend> ModuleMapper<B> for Replace<'_> {
     fn enter_module(&mut self, name: &str, _container: &str) {
-        self.0.0.push(name.to_owned());
+        self.path.push(name.to_owned());
     }
     fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.0.0.pop();
+        self.path.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (shape, data) = self.1.remove(&self.0.name()).expect("names were compared");
+        let tensor = self.tensors.remove(&self.path.join("."));
+        let (shape, data) = tensor.expect("names were compared");
         let device = param.device();
         param.map(|old| {
             let new = Tensor::from_data(TensorData::new(data, shape), &device);
