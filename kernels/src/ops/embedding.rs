@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice};
 
-/// y_bt = weight[tokens_bt].
+/// y_bt = row tokens_bt of `weight`.
 ///
 /// - `weight`: `[vocab, width]`
 /// - `tokens`: `[batch, seq_len]`, each in `0..vocab`
