@@ -35,10 +35,13 @@ impl From<DeviceArg> for DeviceChoice {
 /// Finds the device, logs which and why, and sets the number of CPU threads.
 pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Device> {
     set_threads(threads)?;
+    if choice == DeviceChoice::Cpu {
+        tracing::info!("device: {}", Device::Cpu);
+        return Ok(Device::Cpu); // The driver is not even asked.
+    }
     let device = match (choice, device::cuda()) {
-        (DeviceChoice::Cpu, _) => Device::Cpu,
         (_, Ok(cuda)) => cuda,
-        (DeviceChoice::Auto, Err(reason)) => {
+        (DeviceChoice::Auto | DeviceChoice::Cpu, Err(reason)) => {
             tracing::info!("device: {} ({reason})", Device::Cpu);
             return Ok(Device::Cpu);
         }

@@ -51,6 +51,18 @@ pub enum TrainError {
         /// Why the last one was.
         reason: String,
     },
+    /// A resumed run has trained for longer than it is asked to.
+    #[error(
+        "train.tokens is {tokens}, but the run has trained on {done} tokens already ({step} steps); allowed: {done} or more\n  hint: raise train.tokens to train further, or start a new run"
+    )]
+    AlreadyLonger {
+        /// Tokens asked for.
+        tokens: u64,
+        /// Tokens trained on.
+        done: u64,
+        /// Finished steps.
+        step: u64,
+    },
     /// The run failed with checkpoints behind it.
     #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), run_dir.display())]
     AfterCheckpoint {

@@ -78,6 +78,14 @@ pub enum MetricsError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// The file of a run cannot be read.
+    #[error("cannot read {}: {source}\n  hint: give the folder of a run that has trained, for example runs/NAME", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// A line is no record.
     #[error("{}:{line}: no metrics record: {source}\n  hint: every line must be one that training wrote", path.display())]
     Line {
@@ -163,7 +171,7 @@ impl AppendLog {
 /// # Errors
 /// When the file cannot be read, or a line is no record.
 pub fn read(path: &Path) -> Result<Vec<Record>, MetricsError> {
-    let io = |source| MetricsError::Io { path: path.to_owned(), source };
+    let io = |source| MetricsError::Read { path: path.to_owned(), source };
     let mut reader = BufReader::new(File::open(path).map_err(io)?);
     let mut records = Vec::new();
     let mut line = String::new();

@@ -150,6 +150,7 @@ pub trait Variant: Clone + std::fmt::Debug + PartialEq + Serialize + Deserialize
     /// sequence of `seq_len` tokens.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
 
-    /// Elements that decoding keeps per sequence after `seq_len` tokens.
+    /// Elements that decoding keeps per sequence after `seq_len` tokens fed one by one. Buffers may
+    /// be up to twice as large.
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64;
 }

@@ -72,12 +72,14 @@ impl HeadsOut {
         HeadsOut { data, shape: [batch, heads, seq_len, head_dim], _owner: PhantomData }
     }
 
-    /// Writes rows `first..` of one head. Tasks that run at the same time must write different
-    /// rows or heads: the kernels split their work so.
+    /// Writes rows `first..` of one head.
+    ///
+    /// # Safety
+    /// Calls at the same time must write different rows or heads.
     ///
     /// # Panics
     /// When the rows lie outside the tensor.
-    pub fn write(&self, batch: usize, head: usize, first: usize, rows: &[f32]) {
+    pub unsafe fn write(&self, batch: usize, head: usize, first: usize, rows: &[f32]) {
         let [batches, heads, seq_len, head_dim] = self.shape;
         let count = rows.len() / head_dim;
         assert!(batch < batches && head < heads && first + count <= seq_len);

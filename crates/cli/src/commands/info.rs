@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use longwall_config::parse_count;
 use longwall_data::Tokenizer;
 use longwall_model::cost::{self, Parameters};
@@ -50,7 +50,10 @@ struct Info {
 pub fn run(args: Args) -> Result<()> {
     let config = RunConfig::load(&args.config, &args.sets)?;
     let vocab = Tokenizer::load(&config.tokenizer)?.vocab_size();
-    let seq_len = args.seq_len.map_or(config.data.seq_len, |n| n.max(1) as usize);
+    let seq_len = args.seq_len.map_or(config.data.seq_len, |n| n as usize);
+    if seq_len == 0 {
+        bail!("--seq-len is 0; allowed: 1 or more tokens\n  hint: leave it out for data.seq_len");
+    }
     let model = &config.model;
     let parameters = Parameters::of(model, vocab, config.data.seq_len);
     let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
@@ -97,7 +100,10 @@ fn print(info: &Info) {
         info.attention_flops_per_token / 1e6
     );
     println!("  training, per token    {:.3} MFLOP", info.train_flops_per_token / 1e6);
-    println!("  cache, per sequence    {} bytes (f32)", info.cache_bytes_per_sequence);
+    println!(
+        "  cache, per sequence    {} bytes (f32; buffers grow by doubling)",
+        info.cache_bytes_per_sequence
+    );
     println!("  cache, per token       {:.0} bytes", info.cache_bytes_per_token);
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::ValueEnum;
 use longwall_config::parse_count;
 use longwall_data::{Corpus, PrepareOptions, Tokenizer, TokenizerConfig, prepare};
@@ -69,9 +69,9 @@ pub struct Args {
     #[arg(long, default_value = "text")]
     name: String,
 
-    /// How text becomes tokens
-    #[arg(long, default_value = "gpt2")]
-    tokenizer: TokenizerKind,
+    /// How text becomes tokens; `gpt2` unless --tokenizer-file is given
+    #[arg(long)]
+    tokenizer: Option<TokenizerKind>,
 
     /// The tokenizer.json of `--tokenizer file`
     #[arg(long, value_name = "FILE", required_if_eq("tokenizer", "file"))]
@@ -93,9 +93,15 @@ pub struct Args {
 /// Encodes a corpus and prints what was made.
 pub fn run(args: Args) -> Result<()> {
     let config = match (args.tokenizer, args.tokenizer_file) {
-        (TokenizerKind::Gpt2, _) => TokenizerConfig::Gpt2,
-        (TokenizerKind::Bytes, _) => TokenizerConfig::Bytes,
-        (TokenizerKind::File, path) => TokenizerConfig::File { path: path.unwrap_or_default() },
+        (None | Some(TokenizerKind::File), Some(path)) => TokenizerConfig::File { path },
+        (Some(TokenizerKind::Gpt2 | TokenizerKind::Bytes), Some(path)) => bail!(
+            "--tokenizer-file is {}, but --tokenizer names a built-in one; allowed: one of them\n  \
+             hint: leave out --tokenizer, or say --tokenizer file",
+            path.display()
+        ),
+        (Some(TokenizerKind::Bytes), None) => TokenizerConfig::Bytes,
+        (Some(TokenizerKind::File), None) => unreachable!("the parser asks for the file"),
+        (None | Some(TokenizerKind::Gpt2), None) => TokenizerConfig::Gpt2,
     };
     let tokenizer = Tokenizer::load(&config)?;
     let mut options = PrepareOptions::new(args.corpus.into(), args.out, args.name);

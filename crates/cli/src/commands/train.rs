@@ -6,6 +6,7 @@ use anyhow::Result;
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{Device, OnDevice};
+use longwall_model::Positions;
 use longwall_train::checkpoint::Which;
 use longwall_train::config::RunConfig;
 use longwall_train::run::{Outcome, Start, TrainOptions, train};
@@ -70,7 +71,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     if outcome.is_finished() {
         evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
-        print_next(&outcome.run_dir);
+        print_next(&config, &outcome.run_dir);
     }
     Ok(())
 }
@@ -119,10 +120,12 @@ fn evaluate_after(
     Ok(())
 }
 
-fn print_next(run_dir: &Path) {
+fn print_next(config: &RunConfig, run_dir: &Path) {
     let (exe, run) = (std::env::args().next().unwrap_or_default(), run_dir.display());
     println!("\nNext, for example:");
-    println!("  {exe} generate --run {run} --prompt \"pub fn \"");
-    println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
+    println!("  {exe} generate --run {run} --max-tokens 200");
+    if config.model.positions == Positions::None {
+        println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
+    }
     println!("  {exe} plot {run} --out loss.png");
 }

@@ -98,6 +98,13 @@ pub(super) fn open<B: OpBackend>(
     let state = checkpoint.map(|checkpoint| &checkpoint.state);
     let place = place(&checkpoints, config, state)?;
     let total_steps = config.train.total_steps();
+    if place.step > total_steps {
+        return Err(TrainError::AlreadyLonger {
+            tokens: config.train.tokens,
+            done: place.step * config.train.batch_tokens,
+            step: place.step,
+        });
+    }
     if place.step < total_steps {
         folder.start(config)?;
     }

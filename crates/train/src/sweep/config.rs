@@ -15,7 +15,8 @@ pub struct SweepConfig {
     /// Name of the sweep and of its folder. Default: the file's name without its ending.
     #[serde(default)]
     pub name: String,
-    /// The run configuration that all runs start from, relative to the current directory.
+    /// The run configuration that all runs start from, relative to the current folder or else
+    /// to that of the sweep file.
     pub base: PathBuf,
     /// The folder that the sweep's folder goes into. Default `runs`.
     #[serde(default = "default_out_dir")]
@@ -164,7 +165,12 @@ impl SweepConfig {
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let source = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-        Self::parse(&source, path)
+        let mut sweep = Self::parse(&source, path)?;
+        let beside = path.parent().unwrap_or(Path::new("")).join(&sweep.base);
+        if !sweep.base.exists() && beside.exists() {
+            sweep.base = beside;
+        }
+        Ok(sweep)
     }
 
     /// As [`SweepConfig::load`], from the text `source` of the file `path`.

@@ -161,7 +161,8 @@ pub(super) fn forward(
                 call.scores(b, h, &block, scores, slopes);
                 o.resize(block.rows * head_dim, 0.0);
                 let lse = attend_block(&call, b, h, &block, scores, o);
-                out.write(b, h, first, o);
+                // SAFETY: each task has a block of one head of its own.
+                unsafe { out.write(b, h, first, o) };
                 lse
             },
         )
@@ -249,8 +250,11 @@ pub(super) fn backward(
         .map(|task| {
             let (b, kv_head) = (task / kv_heads, task % kv_heads);
             let grads = backward_kv_head(&call, &upstream, b, kv_head, log_decay.is_some(), &dq);
-            dk.write(b, kv_head, 0, &grads.dk);
-            dv.write(b, kv_head, 0, &grads.dv);
+            // SAFETY: each task has a kv head of its own.
+            unsafe {
+                dk.write(b, kv_head, 0, &grads.dk);
+                dv.write(b, kv_head, 0, &grads.dv);
+            }
             grads.decay
         })
         .collect();
@@ -297,7 +301,8 @@ fn backward_kv_head(
                 &mut grads,
                 &mut decay,
             );
-            dq.write(batch, head, first, &scratch.dq);
+            // SAFETY: this task alone has the query heads of its kv head.
+            unsafe { dq.write(batch, head, first, &scratch.dq) };
         }
         if with_decay {
             grads.decay.push(decay);
