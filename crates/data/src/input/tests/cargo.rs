@@ -54,7 +54,7 @@ fn cargo_sources_continue_behind_any_document() {
 #[test]
 fn crates_are_named_without_their_version() {
     for (path, name) in [
-        ("index.crates.io-1949cf8c6b5b557f/serde-1.0.200/src/lib.rs", "serde"),
+        ("mirror.example-1949cf8c6b5b557f/serde-1.0.200/src/lib.rs", "serde"),
         ("index-0a1b/windows-sys-0.52.0/src/lib.rs", "windows-sys"),
         ("index-0a1b/two-rs-0.2.0-rc.1/tests/x-1.0.0/a.rs", "two-rs"),
         ("index-0a1b/box-2d-0.1.0/src/lib.rs", "box-2d"),
