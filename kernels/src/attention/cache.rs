@@ -2,12 +2,14 @@
 
 use burn::tensor::{Tensor, s};
 
+use super::DecodeState;
 use crate::backend::OpBackend;
 
 /// Keys and values of the tokens so far, in buffers that grow by doubling.
 #[derive(Clone, Debug)]
 pub struct KvCache<B: OpBackend> {
-    /// Keys and values, `[batch, kv_heads, capacity, head_dim]`; `None` before the first token.
+    /// Keys and values, `[batch, heads, capacity, channels]`, where heads and channels of the two
+    /// may differ; `None` before the first token.
     buffers: Option<[Tensor<B, 4>; 2]>,
     /// Tokens held.
     len: usize,
@@ -38,7 +40,7 @@ impl<B: OpBackend> KvCache<B> {
         self.len == 0
     }
 
-    /// Appends keys and values `[batch, kv_heads, n, head_dim]`; returns all that is held, oldest
+    /// Appends keys and values of `n` tokens `[batch, heads, n, channels]`; returns all that is held, oldest
     /// first, after dropping what no query of these `n` tokens can see.
     ///
     /// # Panics
@@ -68,6 +70,19 @@ impl<B: OpBackend> KvCache<B> {
         held
     }
 
+    /// Drops the oldest `n` tokens and frees their memory.
+    ///
+    /// # Panics
+    /// When fewer are held.
+    pub fn drop_oldest(&mut self, n: usize) {
+        assert!(n <= self.len, "dropping {n} of {} tokens", self.len);
+        let (len, buffers) = (self.len, self.buffers.take());
+        self.len -= n;
+        self.buffers = buffers.filter(|_| n < len).map(|buffers| {
+            buffers.map(|buffer| grow(None, buffer.slice(s![.., .., n..len, ..]), len - n))
+        });
+    }
+
     /// Drops tokens that have left the window, once they are as many as those inside it.
     fn drop_unseen(&mut self, new: usize) {
         let (Some(window), Some(buffers)) = (self.window, &self.buffers) else { return };
@@ -78,6 +93,12 @@ impl<B: OpBackend> KvCache<B> {
             self.buffers = (seen > 0).then(|| [keep(&buffers[0]), keep(&buffers[1])]);
             self.len = seen;
         }
+    }
+}
+
+impl<B: OpBackend> DecodeState for KvCache<B> {
+    fn elements(&self) -> usize {
+        self.buffers.iter().flatten().map(|buffer| buffer.shape().num_elements()).sum()
     }
 }
 

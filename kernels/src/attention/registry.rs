@@ -20,29 +20,69 @@ macro_rules! registry {
             $($(#[$doc])* $name(<$module::Config as Variant>::State<B>),)+
         }
 
+        impl<B: OpBackend> DecodeState for AttentionState<B> {
+            fn elements(&self) -> usize {
+                match self { $(Self::$name(state) => state.elements(),)+ }
+            }
+        }
+
         impl AttentionConfig {
             /// Every registered kind.
             pub const KINDS: &[KindInfo] = &[
-                $(KindInfo { kind: $kind, source: $module::Config::SOURCE },)+
+                $(KindInfo {
+                    kind: $kind,
+                    source: $module::Config::SOURCE,
+                    kernels: $module::Config::KERNELS,
+                    keys: keys::of::<$module::Config>,
+                },)+
             ];
+
+            /// Every registered kind with its default settings, in the order of
+            /// [`AttentionConfig::KINDS`].
+            pub fn defaults() -> Vec<Self> {
+                vec![$(Self::$name(<$module::Config as Default>::default()),)+]
+            }
 
             /// The value of `kind`.
             pub fn kind(&self) -> &'static str {
                 match self { $(Self::$name(_) => $kind,)+ }
             }
 
-            /// As [`Variant::validate`], for the table `model.attention`.
+            /// As [`Variant::validate`], for the table `model.attention`; rejects a window that
+            /// the variant does not allow.
             pub fn validate(&self, shape: &AttentionShape, problems: &mut Problems) {
+                problems.check(
+                    shape.window.is_none() || self.allows_window(),
+                    "model.window",
+                    shape.window.unwrap_or_default(),
+                    format!("no window with this configuration of kind = \"{}\"", self.kind()),
+                    "leave model.window out",
+                );
                 match self { $(Self::$name(c) => c.validate("model.attention", shape, problems),)+ }
             }
 
-            /// As [`Variant::gates`].
-            pub fn gates(&self, shape: &AttentionShape) -> Vec<GateSpec> {
-                match self { $(Self::$name(c) => c.gates(shape),)+ }
+            /// As [`Variant::allows_window`].
+            pub fn allows_window(&self) -> bool {
+                match self { $(Self::$name(c) => c.allows_window(),)+ }
+            }
+
+            /// As [`Variant::views`].
+            pub fn views(&self) -> usize {
+                match self { $(Self::$name(c) => c.views(),)+ }
+            }
+
+            /// As [`Variant::value_dim`].
+            pub fn value_dim(&self, shape: &AttentionShape) -> usize {
+                match self { $(Self::$name(c) => c.value_dim(shape),)+ }
+            }
+
+            /// As [`Variant::projections`].
+            pub fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+                match self { $(Self::$name(c) => c.projections(shape),)+ }
             }
 
             /// As [`Variant::parameters`].
-            pub fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
+            pub fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
                 match self { $(Self::$name(c) => c.parameters(shape),)+ }
             }
 

@@ -15,11 +15,11 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::cache::KvCache;
+use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, DocumentStarts, GateSpec, Inputs, Variant};
+use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Projection, Start, Variant};
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
-use crate::ops::rotary::rotary;
 
 /// `[model.attention]` with `kind = "fox"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -45,13 +45,17 @@ pub struct State<B: OpBackend> {
     log_decay: Option<Tensor<B, 3>>,
 }
 
+impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        let log_decay = self.log_decay.as_ref().map_or(0, |x| x.shape().num_elements());
+        self.cache.elements() + log_decay
+    }
+}
+
 impl Config {
+    /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        if !self.rope {
-            return x;
-        }
-        let head_dim = x.dims()[3];
-        rotary(x, first, self.theta, head_dim)
+        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
     }
 }
 
@@ -69,34 +73,25 @@ impl Variant for Config {
 
     const SOURCE: &'static str = "forgetting attention (Lin et al., 2025)";
 
+    const KERNELS: &'static [&'static str] = &["cpu"];
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        problems.check(
-            self.theta > 1.0 && self.theta.is_finite(),
-            format!("{key}.theta"),
-            self.theta,
-            "a number above 1",
-            "set theta = 10000",
-        );
-        problems.check(
-            !self.rope || shape.head_dim.is_multiple_of(2),
-            "model.head_dim",
-            shape.head_dim,
-            "an even number with rotary positions",
-            format!("set {key}.rope = false, or choose an even width / heads"),
-        );
+        if self.rope {
+            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        }
     }
 
-    fn gates(&self, shape: &AttentionShape) -> Vec<GateSpec> {
-        vec![GateSpec { name: "forget_gate", features: shape.heads, bias_init: 0.0 }]
+    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+        vec![Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0))]
     }
 
     fn attend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, v, gates, .. }: Inputs<B>,
+        Inputs { q, k, v, projections, .. }: Inputs<B>,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        let log_decay = log_decay(&gates);
+        let log_decay = log_decay(&projections);
         softmax(&core(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
     }
 
@@ -107,12 +102,12 @@ impl Variant for Config {
     fn extend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, v, gates, .. }: Inputs<B>,
+        Inputs { q, k, v, projections, .. }: Inputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
         let first = state.cache.position();
         let [k, v] = state.cache.append(self.rotate(k, first), v);
-        let new = log_decay(&gates);
+        let new = log_decay(&projections);
         let all = match state.log_decay.take() {
             Some(old) => Tensor::cat(vec![old, new], 2),
             None => new,
@@ -130,8 +125,7 @@ impl Variant for Config {
     }
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
-        // Tokens that left the window are dropped in batches of one window.
-        let tokens = shape.window.map_or(seq_len, |w| seq_len.min(2 * w));
-        ((2 * shape.kv_heads * shape.head_dim + shape.heads) * tokens) as u64
+        let per_token = 2 * shape.kv_heads * shape.head_dim + shape.heads;
+        (per_token * shape.cached_tokens(seq_len)) as u64
     }
 }

@@ -5,22 +5,9 @@ use burn::tensor::{Distribution, Tensor};
 
 use super::{Config, core};
 use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, softmax_oracle};
+use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
 use crate::attention::softmax::softmax;
 use crate::testing::Oracle;
-
-/// Channel n of row t, rotated: half-split pairs, base 10,000.
-fn rotated(x: &Oracle, at: &[usize]) -> f64 {
-    let [b, h, t, n] = at[..] else { panic!() };
-    let half = x.shape[3] / 2;
-    let angle = t as f64 * 10_000f64.powf(-((n % half) as f64) / half as f64);
-    let (first, second) = (x.at(&[b, h, t, n % half]), x.at(&[b, h, t, n % half + half]));
-    if n < half {
-        first * angle.cos() - second * angle.sin()
-    } else {
-        second * angle.cos() + first * angle.sin()
-    }
-}
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -32,7 +19,7 @@ impl Conformance for Config {
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
         let rotate = |x: &Oracle| match self.rope {
-            true => Oracle::from_fn(&x.shape, |at| rotated(x, at)),
+            true => rotated(x, self.theta, d),
             false => x.clone(),
         };
         let (q, k) = (rotate(q), rotate(k));
@@ -58,7 +45,7 @@ fn small_gates_count_after_long_strong_decay() {
     // The value is 1 at the last key alone: the output is that key's weight.
     let last = Tensor::<Flex, 4>::ones([1, 1, 1, 8], &device);
     let v = Tensor::cat(vec![Tensor::zeros([1, 1, keys - 1, 8], &device), last], 2);
-    let shape = AttentionShape { width: 8, heads: 1, kv_heads: 1, head_dim: 8, window: None };
+    let shape = AttentionShape::new(8, 1, 1, 8);
     let o = softmax(&core(&shape), q, k, v, Some(log_decay), None);
     let got = f64::from(o.into_data().to_vec::<f32>().unwrap()[0]);
     let total: f64 = (0..=weak).map(|n| (-0.001f64 * n as f64).exp()).sum();

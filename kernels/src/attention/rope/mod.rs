@@ -4,6 +4,14 @@
 //! channel pairs (n, n + rotary_dims/2) by t · θ^(−2n/rotary_dims): the half-split pairing of
 //! GPT-NeoX and Llama. With ALiBi instead, S_ij = scale · q_iᵀk_j − slope_h · (i − j).
 //!
+//! With `ssmax` (Nakanishi, "Scalable-Softmax is superior for attention", 2025), q·k is multiplied by
+//! s · ln(i+1), where i counts from 0 in the document (also under a window) and s is learned; before
+//! the cap, and ALiBi's penalty is not multiplied.
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `ssmax_scale` (with `ssmax`) | heads | 0.168, the inverse of ln n's mean over lengths up to 1,024 (Nakanishi) |
+//!
 //! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
@@ -13,11 +21,12 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cache::KvCache;
+use super::blocks::places_in_documents;
+use super::cached::Cached;
+use super::rotation::{Rotation, Scaling, rotate};
 use super::softmax::{Softmax, alibi_slopes, softmax};
-use super::{AttentionShape, DocumentStarts, Inputs, Variant};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
-use crate::ops::rotary::rotary;
 
 /// Where positions enter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,20 +39,6 @@ pub enum Position {
     Rope,
     /// A linear penalty on distance, with a fixed slope per head.
     Alibi,
-}
-
-/// How rotary angles change for contexts longer than those trained on.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum Scaling {
-    /// Not at all.
-    None {},
-    /// NTK-aware: θ ← θ · factor^(d/(d−2)), which stretches slow channels by `factor` and leaves
-    /// the fastest alone (bloc97, 2023).
-    Ntk {
-        /// Ratio of the wanted context to the trained one, at least 1.
-        factor: f64,
-    },
 }
 
 /// `[model.attention]` with `kind = "rope"`.
@@ -60,7 +55,12 @@ pub struct Config {
     pub scaling: Scaling,
     /// With c > 0, scores are c·tanh(score/c).
     pub softcap: Option<f32>,
+    /// Multiply q·k by s · ln(i+1), s learned per head; default false.
+    pub ssmax: bool,
 }
+
+/// Start of `ssmax_scale`.
+const SSMAX_START: f32 = 0.168;
 
 impl Default for Config {
     fn default() -> Self {
@@ -70,33 +70,32 @@ impl Default for Config {
             rotary_fraction: 1.0,
             scaling: Scaling::None {},
             softcap: None,
+            ssmax: false,
         }
     }
 }
 
 impl Config {
-    /// Channels that rotate: an even number.
-    fn rotary_dims(&self, head_dim: usize) -> usize {
-        (head_dim as f64 * self.rotary_fraction / 2.0).round() as usize * 2
+    /// The rotary positions, if these are the positions chosen.
+    fn rotation(&self) -> Option<Rotation> {
+        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
+        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
     }
 
-    fn scaled_theta(&self, rotary_dims: usize) -> f64 {
-        match self.scaling {
-            Scaling::None {} => self.theta,
-            Scaling::Ntk { factor } => {
-                let d = rotary_dims as f64;
-                self.theta * factor.powf(d / (d - 2.0).max(1.0))
-            }
-        }
-    }
-
-    /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions `first`, `first` + 1, ….
-    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        if self.position != Position::Rope {
-            return x;
-        }
-        let rotary_dims = self.rotary_dims(x.dims()[3]);
-        rotary(x, first, self.scaled_theta(rotary_dims), rotary_dims)
+    /// q times s · ln(i+1) with `ssmax`.
+    fn sharpen<B: OpBackend>(
+        &self,
+        q: Tensor<B, 4>,
+        parameters: &[Tensor<B, 1>],
+        first: usize,
+        documents: &DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [scale] = parameters else { return q };
+        let [_, heads, queries, _] = q.dims();
+        let places = places_in_documents(queries, first, documents.as_ref(), &q.device());
+        let batch = places.dims()[0];
+        let log = (places + 1.0).log().reshape([batch, 1, queries, 1]);
+        q * (log * scale.clone().reshape([1, heads, 1, 1]))
     }
 
     fn core(&self, shape: &AttentionShape) -> Softmax {
@@ -110,42 +109,14 @@ impl Config {
     }
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = KvCache<B>;
-
+impl Cached for Config {
     const SOURCE: &'static str = "softmax with rotary positions (Su et al., 2021), ALiBi or none";
 
+    const KERNELS: &'static [&'static str] = &["cpu"];
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        let rotary_dims = self.rotary_dims(shape.head_dim);
-        problems.check(
-            self.theta > 1.0 && self.theta.is_finite(),
-            format!("{key}.theta"),
-            self.theta,
-            "a number above 1",
-            "set theta = 10000",
-        );
-        problems.check(
-            self.rotary_fraction > 0.0 && self.rotary_fraction <= 1.0 && rotary_dims >= 2,
-            format!("{key}.rotary_fraction"),
-            self.rotary_fraction,
-            "above 0, at most 1, and at least one pair of channels",
-            "set rotary_fraction = 1.0, or position = \"none\"",
-        );
-        problems.check(
-            self.position != Position::Rope || shape.head_dim.is_multiple_of(2),
-            "model.head_dim",
-            shape.head_dim,
-            "an even number with rotary positions",
-            "choose model.width and model.heads so that width / heads is even",
-        );
-        if let Scaling::Ntk { factor } = self.scaling {
-            problems.check(
-                factor >= 1.0 && factor.is_finite(),
-                format!("{key}.scaling.factor"),
-                factor,
-                "a number of at least 1",
-                "set it to the wanted context length / the trained one",
-            );
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "position = \"none\"", shape.head_dim, problems);
         }
         problems.check(
             self.softcap.is_none_or(|c| c > 0.0 && c.is_finite()),
@@ -156,39 +127,25 @@ impl Variant for Config {
         );
     }
 
-    fn attend<B: OpBackend>(
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let (name, start) = ("ssmax_scale", Start::Constant(SSMAX_START));
+        let scale = Parameter { name, elements: shape.heads, start };
+        self.ssmax.then_some(scale).into_iter().collect()
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, v, .. }: Inputs<B>,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        first: usize,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        // Scores depend on distances alone, so packed documents need no positions of their own.
-        softmax(&self.core(shape), self.rotate(q, 0), self.rotate(k, 0), v, None, documents)
-    }
-
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> KvCache<B> {
-        KvCache::new(shape.window)
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        Inputs { q, k, v, .. }: Inputs<B>,
-        state: &mut KvCache<B>,
-    ) -> Tensor<B, 4> {
-        let first = state.position();
-        let [k, v] = state.append(self.rotate(k, first), v);
-        softmax(&self.core(shape), self.rotate(q, first), k, v, None, None)
-    }
-
-    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // qᵀk and p·v: two multiply-adds per channel and key.
-        4.0 * (shape.heads * shape.head_dim) as f64 * shape.mean_keys(seq_len)
-    }
-
-    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
-        // Tokens that left the window are dropped in batches of one window.
-        let tokens = shape.window.map_or(seq_len, |w| seq_len.min(2 * w));
-        (2 * shape.kv_heads * shape.head_dim * tokens) as u64
+        let q = self.sharpen(q, parameters, first, &documents);
+        softmax(&self.core(shape), q, k, v, None, documents)
     }
 }

@@ -1,27 +1,11 @@
 //! This variant's cases for the conformance suite.
 
-use super::{Config, Position, Scaling};
+use super::{Config, Position};
 use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, softmax_oracle};
+use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
+use crate::attention::rotation::Scaling;
 use crate::attention::softmax::alibi_slopes;
 use crate::testing::Oracle;
-
-/// Channel n of row t, rotated.
-fn rotated(x: &Oracle, at: [usize; 4], theta: f64, rotary_dims: usize) -> f64 {
-    let [b, h, t, n] = at;
-    let half = rotary_dims / 2;
-    if n >= rotary_dims {
-        return x.at(&[b, h, t, n]);
-    }
-    let pair = n % half;
-    let angle = t as f64 * theta.powf(-2.0 * pair as f64 / rotary_dims as f64);
-    let (first, second) = (x.at(&[b, h, t, pair]), x.at(&[b, h, t, pair + half]));
-    if n < half {
-        first * angle.cos() - second * angle.sin()
-    } else {
-        second * angle.cos() + first * angle.sin()
-    }
-}
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -34,13 +18,15 @@ impl Conformance for Config {
                 rotary_fraction: 0.5,
                 theta: 100.0,
                 scaling: Scaling::Ntk { factor: 4.0 },
-                ..config
+                ..config.clone()
             },
+            Config { ssmax: true, theta: 100.0, ..config.clone() },
+            Config { position: Position::None, ssmax: true, softcap: Some(3.0), ..config },
         ]
     }
 
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
-        let [q, k, v] = inputs else { panic!("q, k and v") };
+        let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
         let rotary_dims = match self.position {
@@ -54,13 +40,13 @@ impl Conformance for Config {
                 self.theta * factor.powf(r / (r - 2.0))
             }
         };
-        let rotate = |x: &Oracle| {
-            Oracle::from_fn(&x.shape, |at| rotated(x, at.try_into().unwrap(), theta, rotary_dims))
-        };
-        let (q, k) = (rotate(q), rotate(k));
+        let (q, k) = (rotated(q, theta, rotary_dims), rotated(k, theta, rotary_dims));
         softmax_oracle(shape, [&q, v], documents, |b, h, i, j| {
             let dot: f64 = (0..d).map(|n| q.at(&[b, h, i, n]) * k.at(&[b, h / group, j, n])).sum();
             let mut score = dot / (d as f64).sqrt();
+            if self.ssmax {
+                score *= rest[0].data[h] * ((i - documents[b][i] + 1) as f64).ln();
+            }
             if let Some(cap) = self.softcap {
                 score = f64::from(cap) * (score / f64::from(cap)).tanh();
             }

@@ -1,0 +1,246 @@
+//! What a variant is told, what it asks for and what it must do.
+
+use burn::tensor::{Int, Tensor};
+use longwall_config::Problems;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::backend::OpBackend;
+
+/// The sizes of one attention layer, and its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionShape {
+    /// Width of the layer's input.
+    pub width: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// With a window w, a token attends to itself and the w − 1 tokens before it.
+    pub window: Option<usize>,
+    /// Index of the layer, from 0.
+    pub layer: usize,
+    /// Layers of the model, at least 1.
+    pub layers: usize,
+}
+
+impl AttentionShape {
+    /// The only layer of a model, without a window.
+    pub fn new(width: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
+        AttentionShape { width, heads, kv_heads, head_dim, window: None, layer: 0, layers: 1 }
+    }
+
+    /// The softmax scale, 1/√head_dim.
+    pub fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    /// Query heads that share one key head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Mean number of keys a query sees in a causal sequence of `seq_len` tokens.
+    pub fn mean_keys(&self, seq_len: usize) -> f64 {
+        let (t, w) = (seq_len as f64, self.window.unwrap_or(seq_len).min(seq_len) as f64);
+        // The first w queries see 1, 2, … w keys, the rest w.
+        (w * (w + 1.0) / 2.0 + (t - w) * w) / t
+    }
+
+    /// Tokens that a [`KvCache`](super::cache::KvCache) holds after `seq_len` single steps: those
+    /// that left the window are dropped in batches of one window.
+    pub fn cached_tokens(&self, seq_len: usize) -> usize {
+        self.window.map_or(seq_len, |w| seq_len.min(2 * w))
+    }
+}
+
+/// Initial values.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Start {
+    /// One value everywhere.
+    Constant(f32),
+    /// These values.
+    Values(Vec<f32>),
+    /// Normal with mean 0 and this standard deviation.
+    Normal(f32),
+}
+
+/// A function applied to every element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// x
+    Identity,
+    /// tanh x
+    Tanh,
+    /// σ(x)
+    Sigmoid,
+}
+
+/// The inner part of a projection through few channels: W_b f(W_a x).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LowRank {
+    /// Inner channels.
+    pub rank: usize,
+    /// f.
+    pub activation: Activation,
+}
+
+/// A causal depthwise convolution over time, after the projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Conv {
+    /// Number of taps; the last one multiplies the current token.
+    pub taps: usize,
+    /// Whether SiLU follows.
+    pub silu: bool,
+}
+
+/// A projection of the layer's input that a variant takes beside q, k and v.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Projection {
+    /// Name, for example `forget_gate`.
+    pub name: &'static str,
+    /// Output features.
+    pub features: usize,
+    /// Initial bias; `None` for no bias.
+    pub bias: Option<Start>,
+    /// Through few channels.
+    pub low_rank: Option<LowRank>,
+    /// Followed by a short convolution.
+    pub conv: Option<Conv>,
+}
+
+impl Projection {
+    /// A plain projection without a bias.
+    pub fn new(name: &'static str, features: usize) -> Self {
+        Projection { name, features, bias: None, low_rank: None, conv: None }
+    }
+
+    /// With a bias.
+    pub fn bias(self, start: Start) -> Self {
+        Projection { bias: Some(start), ..self }
+    }
+
+    /// Through `rank` channels.
+    pub fn low_rank(self, rank: usize, activation: Activation) -> Self {
+        Projection { low_rank: Some(LowRank { rank, activation }), ..self }
+    }
+
+    /// Followed by a short convolution.
+    pub fn conv(self, taps: usize, silu: bool) -> Self {
+        Projection { conv: Some(Conv { taps, silu }), ..self }
+    }
+}
+
+/// A learned vector that belongs to the variant itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parameter {
+    /// Name, for example `beta`.
+    pub name: &'static str,
+    /// Number of elements.
+    pub elements: usize,
+    /// Initial values.
+    pub start: Start,
+}
+
+/// What a variant's operation takes.
+#[derive(Clone, Debug)]
+pub struct Inputs<B: OpBackend> {
+    /// Queries, `[batch, views · heads, seq_len, head_dim]`: all heads of the first view, then all
+    /// of the second.
+    pub q: Tensor<B, 4>,
+    /// Keys, `[batch, views · kv_heads, seq_len, head_dim]`, in the same order.
+    pub k: Tensor<B, 4>,
+    /// Values, `[batch, kv_heads, seq_len, value_dim]`.
+    pub v: Tensor<B, 4>,
+    /// The outputs of [`Variant::projections`], `[batch, seq_len, features]` each.
+    pub projections: Vec<Tensor<B, 3>>,
+    /// The learned vectors of [`Variant::parameters`].
+    pub parameters: Vec<Tensor<B, 1>>,
+}
+
+/// Index in its row of the first token of each position's document, `[batch, seq_len]`; `None`
+/// when each row is one document.
+pub type DocumentStarts<B> = Option<Tensor<B, 2, Int>>;
+
+/// What decoding keeps between calls.
+pub trait DecodeState: Clone + std::fmt::Debug {
+    /// Elements held now in all buffers, for the whole batch.
+    fn elements(&self) -> usize;
+}
+
+/// One attention variant: the contract every folder here fulfils with its `Config`.
+pub trait Variant:
+    Clone + std::fmt::Debug + Default + PartialEq + Serialize + DeserializeOwned
+{
+    /// What decoding keeps between calls.
+    type State<B: OpBackend>: DecodeState;
+
+    /// Title and source of the variant, for tables.
+    const SOURCE: &'static str;
+
+    /// The devices with a kernel of the operation's own, as
+    /// [`OpBackend::device_kind`](crate::backend::OpBackend::device_kind) names them; elsewhere the
+    /// reference runs.
+    const KERNELS: &'static [&'static str] = &[];
+
+    /// Records what is wrong with the configuration for a layer of this shape; `key` is the path
+    /// of the variant's table.
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems);
+
+    /// Whether the operation can be limited to a window.
+    fn allows_window(&self) -> bool {
+        true
+    }
+
+    /// Sets of queries and keys per head.
+    fn views(&self) -> usize {
+        1
+    }
+
+    /// Channels of a head's values and outputs.
+    fn value_dim(&self, shape: &AttentionShape) -> usize {
+        shape.head_dim
+    }
+
+    /// What the layer projects for this variant beside q, k and v.
+    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+        let _ = shape;
+        vec![]
+    }
+
+    /// The variant's own learned vectors.
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let _ = shape;
+        vec![]
+    }
+
+    /// Causal attention over whole rows: `[batch, heads, seq_len, value_dim]`.
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4>;
+
+    /// The state before the first token.
+    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> Self::State<B>;
+
+    /// Appends the inputs' tokens (one or more) to the sequences in `state` and returns their
+    /// outputs: a prefill first, then single steps.
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut Self::State<B>,
+    ) -> Tensor<B, 4>;
+
+    /// FLOPs of the operation's forward pass per token (projections apart), averaged over a causal
+    /// sequence of `seq_len` tokens.
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
+
+    /// Elements that decoding keeps per sequence after `seq_len` tokens fed one by one. Buffers may
+    /// be up to twice as large.
+    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64;
+}

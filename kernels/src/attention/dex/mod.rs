@@ -1,0 +1,114 @@
+//! DEX, the differential extension of softmax attention (Kong et al., "Understanding differential
+//! transformer unchains pretrained self-attentions", 2025, equations 4 and 5).
+//!
+//! o = softmax(scale · q kᵀ) v for each head, o' = o − λ · o W_D: one learned map of a head's
+//! outputs, shared by the layer's heads, subtracts what the other view of differential attention
+//! would. There is one softmax, and no second view.
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `w_d` | head_dim², W_D by rows | 0: the layer starts as softmax attention, also with trained weights |
+//! | `lambda` | 1 | λ_init = 0.8 − 0.6 · exp(−0.3 · layer), with layers from 0 |
+//!
+//! Where this differs: the paper fine-tunes trained models, and over T steps moves λ from 0 through
+//! (1 − t/T)(t/T) λ_init + (t/T) λ_learn to a learned λ that starts around 0. An operation
+//! knows no step; here λ is learned from λ_init, and W_D starts at 0 (with both at 0 neither would
+//! have a gradient). The paper picks the heads to adapt by their entropy in the trained model; here
+//! all are, as in Huang et al.'s (2026) comparison from scratch there is no trained model to look at.
+//!
+//! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cached::Cached;
+use super::diff::lambda_init;
+use super::rotation::{Rotation, Scaling, rotate};
+use super::softmax::{Softmax, softmax};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use crate::backend::OpBackend;
+
+fn core(shape: &AttentionShape) -> Softmax {
+    Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
+}
+
+/// o − λ · o W_D, of `[batch, heads, queries, head_dim]`.
+fn adapt<B: OpBackend>(o: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B, 4> {
+    let [w_d, lambda] = parameters else { panic!("2 parameters, not {parameters:?}") };
+    let [batch, heads, queries, head_dim] = o.dims();
+    let rows = o.clone().reshape([batch * heads * queries, head_dim]);
+    let w_d = w_d.clone().reshape([head_dim, head_dim]) * lambda.clone().reshape([1, 1]);
+    o - rows.matmul(w_d).reshape([batch, heads, queries, head_dim])
+}
+
+/// `[model.attention]` with `kind = "dex"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "differential extension, DEX (Kong et al., 2025)";
+
+    // Those of the softmax core.
+    const KERNELS: &'static [&'static str] = &["cpu"];
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let elements = shape.head_dim * shape.head_dim;
+        let lambda = Start::Constant(lambda_init(shape.layer));
+        vec![
+            Parameter { name: "w_d", elements, start: Start::Constant(0.0) },
+            Parameter { name: "lambda", elements: 1, start: lambda },
+        ]
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        _first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        adapt(softmax(&core(shape), q, k, v, None, documents), parameters)
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        // qᵀk and p·v: two multiply-adds per channel and key; then the map of the outputs.
+        let outputs = (shape.heads * shape.head_dim) as f64;
+        outputs * (4.0 * shape.mean_keys(seq_len) + 2.0 * shape.head_dim as f64)
+    }
+}

@@ -1,0 +1,62 @@
+//! This variant's cases for the conformance suite, and what is special to it.
+
+use burn::backend::Flex;
+use burn::tensor::{Distribution, Tensor};
+
+use super::Config;
+use crate::attention::{AttentionShape, Inputs, Start, Variant, rope};
+use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::rowwise::oracles::{dot, rows, softmax, weighted};
+use crate::testing::Oracle;
+
+impl Conformance for Config {
+    const SEED: u64 = 7;
+
+    fn cases() -> Vec<Self> {
+        vec![Config::default(), Config { rope: false, ..Config::default() }]
+    }
+
+    /// The weight of a single key is 1.
+    fn gradient_sizes() -> [Sizes; 3] {
+        NO_SINGLE_TOKEN
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v, w_d, lambda] = inputs else { panic!("q, k, v and 2 parameters") };
+        let [q, k] = [q, k].map(|x| match self.rope {
+            true => rotated(x, self.theta, shape.head_dim),
+            false => x.clone(),
+        });
+        let d = shape.head_dim;
+        let root = (d as f64).sqrt();
+        let o = weighted(shape, v, documents, |b, h, i, keys| {
+            let score = |j| dot(shape, [&q, &k], [0, b, h, i, j]) / root;
+            softmax(&keys.map(score).collect::<Vec<_>>())
+        });
+        rows(&o, |row| {
+            let mapped = |n: usize| (0..d).map(|m| row[m] * w_d.data[m * d + n]).sum::<f64>();
+            (0..d).map(|n| row[n] - lambda.data[0] * mapped(n)).collect()
+        })
+    }
+}
+
+#[test]
+fn it_starts_as_softmax_attention() {
+    let shape = AttentionShape { layer: 3, layers: 4, ..AttentionShape::new(16, 2, 1, 8) };
+    let device = Default::default();
+    let random = |heads| {
+        Tensor::<Flex, 4>::random([1, heads, 20, 8], Distribution::Normal(0.0, 1.0), &device)
+    };
+    let config = Config::default();
+    let parameters = config.parameters(&shape).into_iter().map(|parameter| match parameter.start {
+        Start::Constant(value) => Tensor::<Flex, 1>::full([parameter.elements], value, &device),
+        other => panic!("{other:?}"),
+    });
+    let (q, k, v) = (random(2), random(1), random(1));
+    let inputs = |parameters| {
+        let (q, k, v) = (q.clone(), k.clone(), v.clone());
+        Inputs { q, k, v, projections: vec![], parameters }
+    };
+    let dex = config.attend(&shape, inputs(parameters.collect()), None).into_data();
+    assert_eq!(dex, rope::Config::default().attend(&shape, inputs(vec![]), None).into_data());
+}

@@ -1,0 +1,147 @@
+//! Differential attention (Ye et al., "Differential Transformer", 2025, equations 1 to 3).
+//!
+//! Two views, each with its own projections of queries and keys, and one set of values:
+//!
+//! o_i = (1 − λ_init) · RMSNorm(Σ_{j≤i} (softmax_j(scale · q⁽¹⁾_iᵀk⁽¹⁾_j) − λ softmax_j(scale ·
+//! q⁽²⁾_iᵀk⁽²⁾_j)) v_j), λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init,
+//! λ_init = 0.8 − 0.6 · exp(−0.3 · layer), with layers from 0. The norm is over each head's channels.
+//!
+//! In the paper a head's values have twice the channels of its queries, and a layer half the heads
+//! of a plain transformer's at the same head_dim. `value_factor = 2`, the default, is that: halve
+//! `model.heads`, keep `model.head_dim`, and the layer has as many parameters as a softmax layer.
+//! `value_factor = 1` is the form that Huang et al. (2026) compare with: as many heads as softmax.
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2` | head_dim each | normal(0, 0.1), shared by the layer's heads |
+//! | `norm` | value_factor · head_dim | 1, the RMS norm's scale, shared by the layer's heads |
+//!
+//! Left unsaid, and chosen here: the RMS norm adds 10⁻⁵ to the mean square, as the authors' code
+//! does; nothing bounds λ.
+//!
+//! Decoding caches rotated keys of both views, and values: (2 + value_factor) · kv_heads · head_dim
+//! elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cached::Cached;
+use super::rectified::{difference, for_both_views};
+use super::rotation::{Rotation, Scaling, rotate};
+use super::softmax::{Softmax, softmax};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use crate::backend::OpBackend;
+use crate::ops::rms_norm::rms_norm;
+
+/// Added to the mean square by the RMS norm.
+const NORM_EPSILON: f32 = 1e-5;
+
+/// λ_init by the layer's index, from 0.
+pub(super) fn lambda_init(layer: usize) -> f32 {
+    (0.8 - 0.6 * (-0.3 * layer as f64).exp()) as f32
+}
+
+/// λ, `[1]`, from its four vectors.
+fn lambda<B: OpBackend>(vectors: &[Tensor<B, 1>; 4], layer: usize) -> Tensor<B, 1> {
+    let [q1, k1, q2, k2] = vectors.clone();
+    (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init(layer)
+}
+
+/// `[model.attention]` with `kind = "diff"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Channels of a head's values over those of its queries, 1 or 2; default 2.
+    pub value_factor: usize,
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { value_factor: 2, rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
+
+    // Those of the softmax core.
+    const KERNELS: &'static [&'static str] = &["cpu"];
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        problems.check(
+            matches!(self.value_factor, 1 | 2),
+            format!("{key}.value_factor"),
+            self.value_factor,
+            "1 or 2",
+            "set value_factor = 2 with half of a softmax layer's heads, or 1 with all of them",
+        );
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn views(&self) -> usize {
+        2
+    }
+
+    fn value_dim(&self, shape: &AttentionShape) -> usize {
+        self.value_factor * shape.head_dim
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let vector =
+            |name| Parameter { name, elements: shape.head_dim, start: Start::Normal(0.1) };
+        let elements = self.value_dim(shape);
+        let norm = Parameter { name: "norm", elements, start: Start::Constant(1.0) };
+        let vectors = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"].map(vector);
+        vectors.into_iter().chain([norm]).collect()
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        _first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
+        let vectors = vectors.try_into().expect("4 vectors of λ");
+        let window = shape.window;
+        let op = Softmax { scale: shape.scale(), softcap: None, window, slopes: vec![] };
+        // The softmax core's values have k's channels: one pass for each such part of them.
+        let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
+        let parts = parts
+            .map(|v| softmax(&op, q.clone(), k.clone(), v, None, documents.clone()))
+            .collect();
+        let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
+        rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        // qᵀk and p·v in each view, both for each part of the values.
+        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
+        per_key as f64 * shape.mean_keys(seq_len)
+    }
+}

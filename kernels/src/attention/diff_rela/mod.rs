@@ -1,0 +1,107 @@
+//! Differential rectified linear attention: ReLA with the difference of two views, a baseline of
+//! Huang et al. ("Threshold differential attention", 2026, §6.1, which calls it "a straightforward
+//! combination" and gives no equation).
+//!
+//! Two views, each with its own projections of queries and keys, and one set of values:
+//!
+//! a⁽ᵗ⁾_ij = max(scale · q⁽ᵗ⁾_iᵀk⁽ᵗ⁾_j, 0), o_i = LayerNorm(Σ_{j≤i} (a⁽¹⁾_ij − λ a⁽²⁾_ij) v_j).
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`](super::tda) |
+//! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
+//! | `norm_bias` | head_dim | 0 |
+//!
+//! Left unsaid, and chosen here: λ is TDA's (one per layer, clamped, from 0.5), the norm ReLA's. The
+//! norm is over a head's channels and adds 10⁻⁵ to the variance; a row without a positive score
+//! gives the norm's bias.
+//!
+//! Decoding caches rotated keys of both views, and values: 3 · kv_heads · head_dim elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cached::Cached;
+use super::rectified::{
+    LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views,
+};
+use super::rotation::{Rotation, Scaling, rotate};
+use super::rowwise::{Rowwise, rowwise};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use crate::backend::OpBackend;
+use crate::ops::layer_norm::layer_norm;
+
+/// Added to the variance by the layer norm.
+const NORM_EPSILON: f32 = 1e-5;
+
+/// `[model.attention]` with `kind = "diff_rela"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn views(&self) -> usize {
+        2
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let head_dim = shape.head_dim;
+        vec![
+            Parameter { name: "lambda", elements: 1, start: Start::Constant(LAMBDA_START) },
+            Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
+            Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
+        ]
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        _first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
+        let weights = Rectified { power: 1 };
+        let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
+        let both = rowwise(&op, q, k, for_both_views(v), None, documents);
+        let o = difference(both, clamp_lambda(lambda.clone()));
+        layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
+    }
+}

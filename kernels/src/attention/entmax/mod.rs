@@ -1,0 +1,82 @@
+//! Attention with 1.5-entmax in softmax's place (Peters et al., "Sparse sequence-to-sequence models",
+//! 2019, with α = 1.5).
+//!
+//! S_ij = scale · q_iᵀk_j, o_i = Σ_j p_ij v_j, p_ij = max(S_ij/2 − τ_i, 0)², where τ_i is the number
+//! for which Σ_j p_ij = 1: the distribution that maximises pᵀS plus Tsallis' entropy with α = 1.5.
+//! Keys far below the row's best get exactly 0.
+//!
+//! There are no parameters beyond the projections.
+//!
+//! τ is found by Newton's method, to f32's accuracy, instead of by sorting: every step is one pass
+//! over the scores, and a row takes about ten.
+//!
+//! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+
+mod weights;
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+pub use self::weights::Entmax;
+use super::cached::Cached;
+use super::rotation::{Rotation, Scaling, rotate};
+use super::rowwise::{Rowwise, rowwise};
+use super::{AttentionShape, DocumentStarts};
+use crate::backend::OpBackend;
+
+fn core(shape: &AttentionShape) -> Rowwise<Entmax> {
+    Rowwise { weights: Entmax, scale: shape.scale(), window: shape.window }
+}
+
+/// `[model.attention]` with `kind = "entmax"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "1.5-entmax attention (Peters et al., 2019)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        _parameters: &[Tensor<B, 1>],
+        _first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        rowwise(&core(shape), q, k, v, None, documents)
+    }
+}

@@ -1,0 +1,76 @@
+//! This variant's cases for the conformance suite, and what is special to it.
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::Tensor;
+
+use super::{Config, Entmax};
+use crate::attention::AttentionShape;
+use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::rowwise::{Rowwise, rowwise};
+use crate::attention::rowwise::oracles::{dot, weighted};
+use crate::testing::Oracle;
+
+impl Conformance for Config {
+    fn cases() -> Vec<Self> {
+        vec![Config::default(), Config { rope: false, ..Config::default() }]
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v] = inputs else { panic!("q, k and v") };
+        let [q, k] = [q, k].map(|x| match self.rope {
+            true => rotated(x, self.theta, shape.head_dim),
+            false => x.clone(),
+        });
+        let root = (shape.head_dim as f64).sqrt();
+        weighted(shape, v, documents, |b, h, i, keys| {
+            let scores = keys.map(|j| dot(shape, [&q, &k], [0, b, h, i, j]) / root);
+            entmax(&scores.collect::<Vec<_>>())
+        })
+    }
+}
+
+/// 1.5-entmax of scores, its threshold by bisection.
+fn entmax(scores: &[f64]) -> Vec<f64> {
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max) / 2.0;
+    let weights = |tau: f64| scores.iter().map(move |s| (s / 2.0 - tau).max(0.0).powi(2));
+    let (mut low, mut high) = (max - 1.0, max);
+    for _ in 0..80 {
+        let middle = (low + high) / 2.0;
+        if weights(middle).sum::<f64>() > 1.0 { low = middle } else { high = middle }
+    }
+    weights(high).collect()
+}
+
+/// One query and 65,536 keys whose scores are equal, far apart, or nearly equal.
+#[test]
+fn long_rows_agree_with_the_oracle() {
+    type Ad = Autodiff<Flex>;
+    let keys = 65_536;
+    let wave = |j: usize| ((j * 7919) % 1009) as f32 / 1009.0;
+    let cases: [(&str, &dyn Fn(usize) -> f32); 4] = [
+        ("equal", &|_| 3.0),
+        ("far apart", &|j| 1000.0 * wave(j)),
+        ("spread", &|j| 4.0 * wave(j)),
+        ("nearly equal", &|j| 1e-3 * wave(j) - 20.0),
+    ];
+    let op = Rowwise { weights: Entmax, scale: 1.0, window: None };
+    let device = Default::default();
+    for (what, score) in cases {
+        let scores: Vec<f32> = (0..keys).map(score).collect();
+        let value = |j: usize| 1.0 + (j % 5) as f32;
+        let values: Vec<f32> = (0..keys).map(value).collect();
+        let row = |x: &[f32]| Tensor::<Ad, 1>::from_floats(x, &device).reshape([1, 1, keys, 1]);
+        let q = Tensor::<Ad, 4>::ones([1, 1, 1, 1], &device).require_grad();
+        let k = row(&scores).require_grad();
+        let o = rowwise(&op, q.clone(), k.clone(), row(&values), None, None);
+        let grads = o.clone().sum().backward();
+        let weights = entmax(&scores.iter().map(|&s| f64::from(s)).collect::<Vec<_>>());
+        let want: f64 = weights.iter().zip(&values).map(|(p, &v)| p * f64::from(v)).sum();
+        let got = f64::from(o.into_scalar());
+        assert!((got - want).abs() < 2e-5 * want, "{what}: {got} where {want} is right");
+        for grad in [q.grad(&grads), k.grad(&grads)] {
+            let grad: Vec<f32> = grad.expect("a gradient").into_data().to_vec().expect("f32");
+            assert!(grad.iter().all(|x| x.is_finite()), "{what}");
+        }
+    }
+}

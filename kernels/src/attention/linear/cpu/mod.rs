@@ -1,0 +1,278 @@
+//! Gated linear attention on the CPU: a task per row (one kv head of one sequence), as the
+//! reference in chunks and halves of halves, see there.
+
+mod backward;
+
+use std::ops::Range;
+
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use self::backward::Grads;
+use super::Linear;
+use crate::cpu::gemm::{Mat, gemm};
+use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
+
+/// One row's inputs: q `[group, seq_len, head_dim]`, k `[seq_len, head_dim]`, v
+/// `[seq_len, value_dim]`, log decays `[seq_len, channels]`.
+struct Row<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    log_decay: &'a [f32],
+    sizes: Sizes,
+}
+
+/// Sizes of the inputs.
+#[derive(Clone, Copy)]
+struct Sizes {
+    rows: usize,
+    group: usize,
+    seq_len: usize,
+    head_dim: usize,
+    value_dim: usize,
+    /// Log decays of a token: one, or one for each channel of k.
+    channels: usize,
+    chunk: usize,
+}
+
+/// Keys that a later stretch of queries reads, both decayed to where the queries begin.
+struct Pair {
+    keys: Range<usize>,
+    queries: Range<usize>,
+}
+
+/// Buffers that a task reuses.
+#[derive(Default)]
+struct Buffers {
+    /// Decay factors of queries and keys, and both times them, `[tokens, head_dim]`.
+    q_factors: Vec<f32>,
+    k_factors: Vec<f32>,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    scores: Vec<f32>,
+    d_scores: Vec<f32>,
+    d_q: Vec<f32>,
+    d_k: Vec<f32>,
+    /// Of the exponents of a stretch's queries, summed over the group.
+    d_from: Vec<f32>,
+}
+
+/// `dst` = x ⊙ y.
+fn product(dst: &mut Vec<f32>, x: &[f32], y: &[f32]) {
+    dst.clear();
+    dst.extend(x.iter().zip(y).map(|(x, y)| x * y));
+}
+
+impl Row<'_> {
+    fn chunks(&self) -> impl DoubleEndedIterator<Item = Range<usize>> + use<> {
+        let Sizes { chunk, seq_len, .. } = self.sizes;
+        (0..seq_len).step_by(chunk).map(move |first| first..(first + chunk).min(seq_len))
+    }
+
+    /// The halves of halves of a chunk.
+    fn pairs(&self, chunk: Range<usize>) -> Vec<Pair> {
+        let mut pairs = vec![];
+        let mut half = self.sizes.chunk / 2;
+        while half > 0 {
+            for first in chunk.clone().step_by(2 * half) {
+                let middle = first + half;
+                if middle < chunk.end {
+                    let end = (middle + half).min(chunk.end);
+                    pairs.push(Pair { keys: first..middle, queries: middle..end });
+                }
+            }
+            half /= 2;
+        }
+        pairs
+    }
+
+    fn k_of(&self, tokens: &Range<usize>) -> &[f32] {
+        let d = self.sizes.head_dim;
+        &self.k[tokens.start * d..tokens.end * d]
+    }
+
+    fn q_at(&self, head: usize, tokens: &Range<usize>) -> Range<usize> {
+        let first = head * self.sizes.seq_len;
+        (first + tokens.start) * self.sizes.head_dim..(first + tokens.end) * self.sizes.head_dim
+    }
+
+    fn o_at(&self, head: usize, tokens: &Range<usize>) -> Range<usize> {
+        let first = head * self.sizes.seq_len;
+        (first + tokens.start) * self.sizes.value_dim..(first + tokens.end) * self.sizes.value_dim
+    }
+
+    fn v_at(&self, tokens: &Range<usize>) -> Range<usize> {
+        tokens.start * self.sizes.value_dim..tokens.end * self.sizes.value_dim
+    }
+
+    fn v_of(&self, tokens: &Range<usize>) -> Mat<'_> {
+        let d = self.sizes.value_dim;
+        Mat::new(&self.v[self.v_at(tokens)], tokens.len(), d, d)
+    }
+
+    /// exp of the sums of log decays from the stretch's start to each token.
+    fn decays_from_start(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) {
+        let mut sums = vec![0.0; self.sizes.channels];
+        factors.clear();
+        for t in tokens.clone() {
+            math::add_to(&mut sums, self.steps(t));
+            self.push_factors(&sums, factors);
+        }
+    }
+
+    /// exp of the sums of log decays after each token to the stretch's end; returns that of all of
+    /// them.
+    fn decays_to_end(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) -> Vec<f32> {
+        let d = self.sizes.head_dim;
+        let mut sums = vec![0.0; self.sizes.channels];
+        factors.clear();
+        for t in tokens.clone().rev() {
+            self.push_factors(&sums, factors);
+            math::add_to(&mut sums, self.steps(t));
+        }
+        // They were written last token first.
+        let n = tokens.len();
+        for t in 0..n / 2 {
+            let (low, high) = factors.split_at_mut((n - 1 - t) * d);
+            low[t * d..][..d].swap_with_slice(&mut high[..d]);
+        }
+        let mut kept = vec![];
+        self.push_factors(&sums, &mut kept);
+        kept
+    }
+
+    fn steps(&self, token: usize) -> &[f32] {
+        &self.log_decay[token * self.sizes.channels..][..self.sizes.channels]
+    }
+
+    /// exp of a token's sums, for each of its head_dim channels.
+    fn push_factors(&self, sums: &[f32], factors: &mut Vec<f32>) {
+        match sums {
+            [one] => factors.extend(std::iter::repeat_n(math::exp(*one), self.sizes.head_dim)),
+            _ => factors.extend(sums.iter().map(|&sum| math::exp(sum))),
+        }
+    }
+
+    fn forward(&self, y: &mut [f32]) {
+        let Sizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
+        let mut buffers = Buffers::default();
+        let mut state = vec![0.0; d * values];
+        for chunk in self.chunks() {
+            self.decays_from_start(&chunk, &mut buffers.q_factors);
+            for head in 0..group {
+                product(&mut buffers.q, &self.q[self.q_at(head, &chunk)], &buffers.q_factors);
+                let y = &mut y[self.o_at(head, &chunk)];
+                let q = Mat::new(&buffers.q, chunk.len(), d, d);
+                gemm(y, values, 1.0, q, Mat::new(&state, d, values, values), 0.0);
+                self.add_own(head, &chunk, y);
+            }
+            for pair in self.pairs(chunk.clone()) {
+                self.forward_pair(&pair, &mut buffers, y);
+            }
+            self.advance(&chunk, &mut state, &mut buffers);
+        }
+    }
+
+    /// Each token's own key, which nothing decays.
+    fn add_own(&self, head: usize, chunk: &Range<usize>, y: &mut [f32]) {
+        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let q = self.q[self.q_at(head, chunk)].chunks_exact(d);
+        let v = self.v[self.v_at(chunk)].chunks_exact(values);
+        let keys = self.k_of(chunk).chunks_exact(d);
+        for (((q, k), v), y) in q.zip(keys).zip(v).zip(y.chunks_exact_mut(values)) {
+            let score = math::dot(q, k);
+            y.iter_mut().zip(v).for_each(|(y, v)| *y += score * v);
+        }
+    }
+
+    fn forward_pair(&self, pair: &Pair, buffers: &mut Buffers, y: &mut [f32]) {
+        let Sizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
+        let (n, m) = (pair.queries.len(), pair.keys.len());
+        self.decays_from_start(&pair.queries, &mut buffers.q_factors);
+        self.decays_to_end(&pair.keys, &mut buffers.k_factors);
+        product(&mut buffers.k, self.k_of(&pair.keys), &buffers.k_factors);
+        buffers.scores.resize(n * m, 0.0);
+        let k = Mat::new(&buffers.k, m, d, d);
+        for head in 0..group {
+            product(&mut buffers.q, &self.q[self.q_at(head, &pair.queries)], &buffers.q_factors);
+            gemm(&mut buffers.scores, m, 1.0, Mat::new(&buffers.q, n, d, d), k.t(), 0.0);
+            let y = &mut y[self.o_at(head, &pair.queries)];
+            let scores = Mat::new(&buffers.scores, n, m, m);
+            gemm(y, values, 1.0, scores, self.v_of(&pair.keys), 1.0);
+        }
+    }
+
+    /// The state after a chunk.
+    fn advance(&self, chunk: &Range<usize>, state: &mut [f32], buffers: &mut Buffers) {
+        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let kept = self.decays_to_end(chunk, &mut buffers.k_factors);
+        product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
+        scale_rows(state, &kept);
+        let k = Mat::new(&buffers.k, chunk.len(), d, d);
+        gemm(state, values, 1.0, k.t(), self.v_of(chunk), 1.0);
+    }
+}
+
+/// Each row of a matrix times its factor.
+fn scale_rows(x: &mut [f32], factors: &[f32]) {
+    let width = x.len() / factors.len();
+    for (x, factor) in x.chunks_exact_mut(width).zip(factors) {
+        x.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+impl Linear {
+    fn sizes(&self, inputs: &[FlexTensor]) -> Sizes {
+        let [rows, group, seq_len, head_dim] = dims(&inputs[0])[..] else {
+            panic!("q of 4 dimensions")
+        };
+        let (value_dim, channels) = (dims(&inputs[2])[2], dims(&inputs[3])[2]);
+        Sizes { rows, group, seq_len, head_dim, value_dim, channels, chunk: self.size(seq_len) }
+    }
+
+    /// y.
+    pub(super) fn run(&self, inputs: &[FlexTensor; 4]) -> FlexTensor {
+        let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
+        let sizes = self.sizes(&inputs);
+        let Sizes { rows, group, seq_len, value_dim, .. } = sizes;
+        let mut y = buffer(rows * group * seq_len * value_dim);
+        y.par_chunks_mut(group * seq_len * value_dim)
+            .enumerate()
+            .for_each(|(row, y)| row_of(&inputs, row, sizes).forward(y));
+        from_vec(y, &[rows, group, seq_len, value_dim])
+    }
+
+    /// The gradients of the inputs, where `grad` is that of y.
+    pub(super) fn gradients(&self, inputs: &[FlexTensor], grad: &FlexTensor) -> [FlexTensor; 4] {
+        let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
+        let grad = contiguous(grad);
+        let sizes = self.sizes(&inputs);
+        let mut grads = [0, 1, 2, 3].map(|at| buffer(slice(&inputs[at]).len()));
+        let [q, k, v, log_decay] = &mut grads;
+        let part = |x: &Vec<f32>| x.len() / sizes.rows;
+        let parts = [part(q), part(k), part(v), part(log_decay)];
+        q.par_chunks_mut(parts[0])
+            .zip(k.par_chunks_mut(parts[1]))
+            .zip(v.par_chunks_mut(parts[2]))
+            .zip(log_decay.par_chunks_mut(parts[3]))
+            .enumerate()
+            .for_each(|(row, (((q, k), v), log_decay))| {
+                let grad = part_of(&grad, row, sizes.rows);
+                let grads = &mut Grads { q, k, v, log_decay };
+                row_of(&inputs, row, sizes).backward(grad, grads);
+            });
+        let mut shapes = inputs.iter().map(dims);
+        grads.map(|x| from_vec(x, &shapes.next().expect("a shape for each input")))
+    }
+}
+
+fn part_of(tensor: &FlexTensor, row: usize, rows: usize) -> &[f32] {
+    let data = slice(tensor);
+    &data[row * (data.len() / rows)..][..data.len() / rows]
+}
+
+fn row_of(inputs: &[FlexTensor; 4], row: usize, sizes: Sizes) -> Row<'_> {
+    let [q, k, v, log_decay] = inputs.each_ref().map(|x| part_of(x, row, sizes.rows));
+    Row { q, k, v, log_decay, sizes }
+}

@@ -1,0 +1,279 @@
+//! Gated linear attention (Yang et al., "Gated linear attention transformers with
+//! hardware-efficient training", 2024; Katharopoulos et al., "Transformers are RNNs", 2020).
+//!
+//! S_t = Diag(α_t) S_{t−1} + k_t v_tᵀ, y_t = S_tᵀ q_t / √head_dim (Yang et al., equation 3), without
+//! a feature map or a normaliser; o_t = RMSNorm(y_t) per head with one learned scale per channel
+//! (§4.4). The gate α is
+//!
+//! - `diagonal`: per kv head and key channel, ln α_t = ln σ(W_b W_a x_t + b)/16, of rank 16, b = 0
+//!   at the start (§4.4);
+//! - `scalar`: per kv head, ln α_t = ln σ(w·x_t + b), as Mamba-2 has it;
+//! - `none`: α = 1 (Katharopoulos et al., equation 18).
+//!
+//! Training runs in chunks (§4.1). Inside a chunk, tokens meet in halves of halves: at each level
+//! the queries of a second half read the keys of its first half, both decayed to the boundary
+//! between the halves. Every factor is at most 1 and sums of log decays only add, so that any decay
+//! is exact to rounding; §4.3 does this at two levels and with a bounded decay.
+//!
+//! Parameters: the projection `gate`; `norm`, head_dim elements that start at 1.
+//!
+//! # Choices where the sources are silent
+//! - The scalar gate starts at the decays of retention (Sun et al., 2023, equation 8): 1 − 2^(−5−n)
+//!   for the kv heads, n spread evenly over 0…7.
+//! - RMSNorm adds 1e-5 to the mean square.
+//!
+//! Decoding keeps S, kv_heads · head_dim² elements whatever the length. A token costs
+//! 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
+
+#[cfg(test)]
+mod at_length;
+mod cpu;
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn_flex::FlexTensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use self::reference::Rows;
+use super::recurrent::forget_at_starts;
+use super::rotation::Rotation;
+use super::{
+    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start,
+    Variant,
+};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::ops::activation::log_sigmoid;
+use crate::ops::rms_norm::rms_norm;
+
+/// Added to the mean square of an output.
+const EPS: f32 = 1e-5;
+
+/// τ, the temperature of the diagonal gate (Yang et al., §4.4).
+const TEMPERATURE: f32 = 16.0;
+
+/// Inner channels of the diagonal gate's projection (Yang et al., §4.4).
+const RANK: usize = 16;
+
+/// What decays the state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Gate {
+    /// Nothing.
+    None,
+    /// A learned factor per token and kv head.
+    Scalar,
+    /// A learned factor per token, kv head and key channel.
+    #[default]
+    Diagonal,
+}
+
+/// `[model.attention]` with `kind = "linear"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// `"diagonal"` (default), `"scalar"` or `"none"`.
+    pub gate: Gate,
+    /// Tokens of a chunk, a power of two from 16 to 256; default 64. It changes speed and memory,
+    /// not results.
+    pub chunk: usize,
+    /// Rotate q and k; default false.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { gate: Gate::Diagonal, chunk: 64, rope: false, theta: 10_000.0 }
+    }
+}
+
+/// S after the tokens so far.
+#[derive(Clone, Debug)]
+pub struct State<B: OpBackend> {
+    /// `[batch · kv_heads, head_dim, value_dim]`; `None` before the first token.
+    sums: Option<Tensor<B, 3>>,
+    /// The position of the next token.
+    position: usize,
+}
+
+impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        self.sums.as_ref().map_or(0, |sums| sums.shape().num_elements())
+    }
+}
+
+impl Config {
+    /// q, k, v and log decays as the operation takes them, from position `first` on.
+    fn rows<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        logits: Option<Tensor<B, 3>>,
+        documents: DocumentStarts<B>,
+        first: usize,
+    ) -> Rows<B> {
+        let [batch, _, seq_len, head_dim] = q.dims();
+        let rotate = |x| if self.rope { Rotation::new(self.theta).apply(x, first) } else { x };
+        let (q, k) = (rotate(q) * shape.scale(), rotate(k));
+        let (kv_heads, rows) = (shape.kv_heads, batch * shape.kv_heads);
+        let log_decay = match logits {
+            Some(logits) => {
+                let channels = logits.dims()[2] / kv_heads;
+                let temperature = if self.gate == Gate::Diagonal { TEMPERATURE } else { 1.0 };
+                let logs = log_sigmoid(logits) / temperature;
+                logs.reshape([batch, seq_len, kv_heads, channels]).swap_dims(1, 2)
+            }
+            None => Tensor::zeros([batch, kv_heads, seq_len, 1], &q.device()),
+        };
+        let log_decay = forget_at_starts(log_decay, documents);
+        let channels = log_decay.dims()[3];
+        Rows {
+            q: q.reshape([rows, shape.group(), seq_len, head_dim]),
+            k: k.reshape([rows, seq_len, head_dim]),
+            v: v.reshape([rows, seq_len, head_dim]),
+            log_decay: log_decay.reshape([rows, seq_len, channels]),
+        }
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    const SOURCE: &'static str = "gated linear attention (Yang et al., 2024)";
+
+    const KERNELS: &'static [&'static str] = &["cpu"];
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        problems.check(
+            self.chunk.is_power_of_two() && (16..=256).contains(&self.chunk),
+            format!("{key}.chunk"),
+            self.chunk,
+            "16, 32, 64, 128 or 256",
+            "set chunk = 64",
+        );
+        if self.rope {
+            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn allows_window(&self) -> bool {
+        false
+    }
+
+    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+        let kv_heads = shape.kv_heads;
+        match self.gate {
+            Gate::None => vec![],
+            Gate::Scalar => {
+                let last = (kv_heads - 1).max(1) as f32;
+                // σ(b) = 1 − 2^(−5−n), so b = ln(2^(5+n) − 1).
+                let bias = |head| (2f32.powf(5.0 + 7.0 * head as f32 / last) - 1.0).ln();
+                let start = Start::Values((0..kv_heads).map(bias).collect());
+                vec![Projection::new("gate", kv_heads).bias(start)]
+            }
+            Gate::Diagonal => {
+                let gate = Projection::new("gate", kv_heads * shape.head_dim);
+                vec![gate.low_rank(RANK, Activation::Identity).bias(Start::Constant(0.0))]
+            }
+        }
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        vec![Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) }]
+    }
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let dims = q.dims();
+        let logits = projections.into_iter().next();
+        let rows = self.rows(shape, [q, k, v], logits, documents, 0);
+        let Rows { q, k, v, log_decay } = rows;
+        let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
+        let y = tensor::<B, 4>(B::run(&Linear { chunk: self.chunk }, inputs, vec![]));
+        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+    }
+
+    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
+        State { sums: None, position: 0 }
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        state: &mut State<B>,
+    ) -> Tensor<B, 4> {
+        let dims = q.dims();
+        let logits = projections.into_iter().next();
+        let rows = self.rows(shape, [q, k, v], logits, None, state.position);
+        let (y, sums) = Linear { chunk: self.chunk }.forward(rows, state.sums.take());
+        *state = State { sums: Some(sums), position: state.position + dims[2] };
+        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+    }
+
+    /// FLOPs between an activation and the state: scores and weighted values inside a chunk, and
+    /// the update and query of S.
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
+        let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
+        let far = seq_len.saturating_sub(self.chunk) as f64 / seq_len as f64;
+        4.0 * d * heads * near + far * 2.0 * d * d * (heads + shape.kv_heads as f64)
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
+        (shape.kv_heads * shape.head_dim * shape.head_dim) as u64
+    }
+}
+
+/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]` with the scale in
+/// it, k and v `[rows, seq_len, head_dim]`, log decays `[rows, seq_len, 1 or head_dim]`; the output
+/// is shaped as q.
+#[derive(Clone, Debug)]
+struct Linear {
+    chunk: usize,
+}
+
+fn rows<B: Backend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
+    Rows { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
+}
+
+impl Op<4> for Linear {
+    fn reference<B: Backend>(
+        &self,
+        inputs: [FloatTensor<B>; 4],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(self.forward(rows::<B>(inputs), None).0)
+    }
+
+    fn cpu_forward(
+        &self,
+        inputs: &[FlexTensor; 4],
+        _ints: &[FlexTensor],
+        needs: [bool; 4],
+    ) -> Option<Forward<FlexTensor>> {
+        let output = self.run(inputs);
+        let saved = if needs.contains(&true) { inputs.to_vec() } else { vec![] };
+        Some(Forward { output, saved })
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 4],
+    ) -> [Option<FlexTensor>; 4] {
+        self.gradients(&saved, &grad).map(Some)
+    }
+}

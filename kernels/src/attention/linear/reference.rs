@@ -1,0 +1,182 @@
+//! Chunked gated linear attention in plain tensor operations.
+//!
+//! Heads that share keys are one row: `rows` is batch · kv_heads, `group` the query heads of a kv
+//! head. A *span* is a stretch of tokens that are handled as one matrix product: a chunk for the
+//! state, a half at each level inside a chunk.
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+
+use super::Linear;
+use crate::attention::blocks::sums_after;
+
+/// q `[rows, group, seq_len, head_dim]`, k `[rows, seq_len, head_dim]`, v
+/// `[rows, seq_len, value_dim]` and log decays `[rows, seq_len, 1 or head_dim]`.
+#[derive(Clone, Debug)]
+pub(super) struct Rows<B: Backend> {
+    pub q: Tensor<B, 4>,
+    pub k: Tensor<B, 3>,
+    pub v: Tensor<B, 3>,
+    pub log_decay: Tensor<B, 3>,
+}
+
+/// The spans of `size` tokens that stand at `side` in each run of `of` spans:
+/// `[rows · runs, group · size, channels]` of a tensor `[rows, group, seq_len, channels]`.
+fn spans<B: Backend>(
+    x: &Tensor<B, 4>,
+    size: usize,
+    of: usize,
+    side: usize,
+) -> Tensor<B, 3> {
+    let [rows, group, seq_len, channels] = x.dims();
+    let runs = seq_len / (of * size);
+    let x = x.clone().reshape([rows, group, runs, of, size * channels]).narrow(3, side, 1);
+    x.swap_dims(1, 2).reshape([rows * runs, group * size, channels])
+}
+
+/// The inverse of [`spans`], with zeros at the other sides.
+fn unspan<B: Backend>(
+    x: Tensor<B, 3>,
+    [rows, group, size]: [usize; 3],
+    of: usize,
+    side: usize,
+) -> Tensor<B, 4> {
+    let channels = x.dims()[2];
+    let runs = x.dims()[0] / rows;
+    let x = x.reshape([rows, runs, group, 1, size * channels]).swap_dims(1, 2);
+    let mut sides = vec![x.zeros_like(); of];
+    sides[side] = x;
+    Tensor::cat(sides, 3).reshape([rows, group, runs * of * size, channels])
+}
+
+/// [`spans`] of a tensor without a group, `[rows, seq_len, channels]`.
+fn spans_of<B: Backend>(
+    x: &Tensor<B, 3>,
+    size: usize,
+    of: usize,
+    side: usize,
+) -> Tensor<B, 3> {
+    spans(&x.clone().unsqueeze_dim::<4>(1), size, of, side)
+}
+
+/// `factor` `[n, size, channels]` on each head of a group, `[n, group · size, …]`.
+fn scaled<B: Backend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> {
+    let [n, size, channels] = factor.dims();
+    let [_, rows, width] = x.dims();
+    let factor = factor.clone().reshape([n, 1, size, channels]);
+    (x.reshape([n, rows / size, size, width]) * factor).reshape([n, rows, width])
+}
+
+/// exp of the sums of log decays: from a span's start to each token, and from each token to the
+/// span's end.
+fn decays<B: Backend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
+    [log_decay.clone().cumsum(1).exp(), sums_after(log_decay.clone(), 1).exp()]
+}
+
+/// The chunks of `rows` for the state: q and k decayed to the chunk's start and end, v, and the
+/// decay over the whole chunk `[chunks, 1 or head_dim, 1]`.
+struct Chunks<B: Backend> {
+    q: Tensor<B, 3>,
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    kept: Tensor<B, 3>,
+}
+
+impl<B: Backend> Chunks<B> {
+    fn new(rows: &Rows<B>, size: usize) -> Self {
+        let log_decay = spans_of(&rows.log_decay, size, 1, 0);
+        let [to_query, to_end] = decays(&log_decay);
+        Chunks {
+            q: scaled(spans(&rows.q, size, 1, 0), &to_query),
+            k: scaled(spans_of(&rows.k, size, 1, 0), &to_end),
+            v: spans_of(&rows.v, size, 1, 0),
+            kept: log_decay.sum_dim(1).exp().swap_dims(1, 2),
+        }
+    }
+
+    /// S before each chunk, `[chunks, head_dim, value_dim]`, and after the last,
+    /// `[rows, head_dim, value_dim]`.
+    fn states(
+        &self,
+        rows: usize,
+        start: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+        let new = self.k.clone().transpose().matmul(self.v.clone());
+        let [chunks, d, values] = new.dims();
+        let n = chunks / rows;
+        let new = new.reshape([rows, n, d, values]);
+        let kept = self.kept.clone().reshape([rows as i64, n as i64, -1, 1]);
+        let at = |x: &Tensor<B, 4>, chunk| x.clone().narrow(1, chunk, 1);
+        let mut state = match start {
+            Some(start) => start.reshape([rows, 1, d, values]),
+            None => at(&new, 0).zeros_like(),
+        };
+        let mut before = Vec::with_capacity(n);
+        for chunk in 0..n {
+            before.push(state.clone());
+            state = state * at(&kept, chunk) + at(&new, chunk);
+        }
+        let before = Tensor::cat(before, 1).reshape([chunks, d, values]);
+        (before, state.reshape([rows, d, values]))
+    }
+}
+
+impl<B: Backend> Rows<B> {
+    /// With tokens of zeros, which neither decay nor enter the state, up to `seq_len`.
+    fn padded(self, seq_len: usize) -> Self {
+        fn pad<B: Backend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Tensor<B, D> {
+            let time = D - 2;
+            let mut shape = x.dims();
+            shape[time] = seq_len - shape[time];
+            if shape[time] == 0 {
+                return x;
+            }
+            let zeros = Tensor::zeros(shape, &x.device());
+            Tensor::cat(vec![x, zeros], time)
+        }
+        Rows {
+            q: pad(self.q, seq_len),
+            k: pad(self.k, seq_len),
+            v: pad(self.v, seq_len),
+            log_decay: pad(self.log_decay, seq_len),
+        }
+    }
+}
+
+impl Linear {
+    /// Tokens of a chunk of a sequence of `seq_len`, a power of two.
+    pub(super) fn size(&self, seq_len: usize) -> usize {
+        self.chunk.min(seq_len.next_power_of_two())
+    }
+
+    /// y and the state after the last token, where `start` is the state before the first.
+    pub(super) fn forward<B: Backend>(
+        &self,
+        rows: Rows<B>,
+        start: Option<Tensor<B, 3>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let [n, group, seq_len, _] = rows.q.dims();
+        let size = self.size(seq_len);
+        let rows = rows.padded(seq_len.next_multiple_of(size));
+        let chunks = Chunks::new(&rows, size);
+        let (before, last) = chunks.states(n, start);
+        let mut y = unspan(chunks.q.matmul(before), [n, group, size], 1, 0);
+
+        // Each token's own key, which nothing decays.
+        let own = rows.k.clone().unsqueeze_dim::<4>(1);
+        let score = (rows.q.clone() * own).sum_dim(3);
+        y = y + score * rows.v.clone().unsqueeze_dim::<4>(1);
+
+        let mut half = size / 2;
+        while half > 0 {
+            let [to_query, _] = decays(&spans_of(&rows.log_decay, half, 2, 1));
+            let [_, to_end] = decays(&spans_of(&rows.log_decay, half, 2, 0));
+            let q = scaled(spans(&rows.q, half, 2, 1), &to_query);
+            let k = scaled(spans_of(&rows.k, half, 2, 0), &to_end);
+            let read = q.matmul(k.transpose()).matmul(spans_of(&rows.v, half, 2, 0));
+            y = y + unspan(read, [n, group, half], 2, 1);
+            half /= 2;
+        }
+        (y.narrow(2, 0, seq_len), last)
+    }
+}

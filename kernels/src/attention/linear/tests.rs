@@ -1,0 +1,89 @@
+//! This variant's cases for the conformance suite, and its numerics at length.
+
+use longwall_config::Problems;
+
+use super::{Config, EPS, Gate};
+use crate::attention::{AttentionShape, Start, Variant};
+use crate::attention::conformance::{Conformance, rotated};
+use crate::testing::Oracle;
+
+/// The recurrence, one step at a time.
+impl Conformance for Config {
+    fn cases() -> Vec<Self> {
+        let default = Config::default();
+        vec![
+            default.clone(),
+            Config { gate: Gate::Scalar, rope: true, ..default.clone() },
+            Config { gate: Gate::None, chunk: 16, ..default.clone() },
+            Config { chunk: 16, ..default },
+        ]
+    }
+
+    /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. A
+    /// norm's output does not depend on the size of its input otherwise, and the gradient of a lone
+    /// token's score is nothing but rounding.
+    fn prepare(&self, inputs: &mut [Oracle]) {
+        inputs[0].data.iter_mut().for_each(|q| *q /= 256.0);
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
+        let (d, kv_heads) = (shape.head_dim, shape.kv_heads);
+        let norm = &rest[rest.len() - 1];
+        let rotate = |x: &Oracle| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
+        let (q, k) = (rotate(q), rotate(k));
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let gate = |b: usize, h: usize, t: usize, n: usize| match self.gate {
+            Gate::None => 1.0,
+            Gate::Scalar => sigmoid(rest[0].at(&[b, t, h])),
+            Gate::Diagonal => sigmoid(rest[0].at(&[b, t, h * d + n])).powf(1.0 / 16.0),
+        };
+        let mut out = Oracle::from_fn(&q.shape, |_| 0.0);
+        let [batch, heads, seq_len, _] = q.shape[..] else { panic!("q has 4 dimensions") };
+        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            let kv = h / (heads / kv_heads);
+            let mut state = vec![vec![0.0; d]; d];
+            for t in 0..seq_len {
+                if documents[b][t] == t {
+                    state = vec![vec![0.0; d]; d];
+                }
+                let mut y = vec![0.0; d];
+                for (n, state) in state.iter_mut().enumerate() {
+                    for (m, s) in state.iter_mut().enumerate() {
+                        *s = gate(b, kv, t, n) * *s + k.at(&[b, kv, t, n]) * v.at(&[b, kv, t, m]);
+                        y[m] += q.at(&[b, h, t, n]) / (d as f64).sqrt() * *s;
+                    }
+                }
+                let square = y.iter().map(|y| y * y).sum::<f64>() / d as f64;
+                for (m, y) in y.iter().enumerate() {
+                    let o = y / (square + f64::from(EPS)).sqrt() * norm.at(&[m]);
+                    out.data[((b * heads + h) * seq_len + t) * d + m] = o;
+                }
+            }
+        }
+        out
+    }
+}
+
+#[test]
+fn problems_name_key_value_and_remedy() {
+    let shape = AttentionShape::new(18, 2, 1, 9);
+    let mut problems = Problems::new();
+    Config { chunk: 48, rope: true, ..Config::default() }.validate("a", &shape, &mut problems);
+    let keys: Vec<_> = problems.as_slice().iter().map(|x| x.key.as_str()).collect();
+    assert_eq!(keys, ["a.chunk", "model.head_dim"]);
+    let mut problems = Problems::new();
+    Config::default().validate("a", &shape, &mut problems);
+    assert_eq!(problems.as_slice(), []);
+}
+
+#[test]
+fn the_scalar_gate_starts_at_the_decays_of_retention() {
+    let config = Config { gate: Gate::Scalar, ..Config::default() };
+    let projections = config.projections(&AttentionShape::new(128, 8, 8, 16));
+    let Some(Start::Values(biases)) = &projections[0].bias else { panic!("one bias a head") };
+    for (head, bias) in biases.iter().enumerate() {
+        let decay = 1.0 / (1.0 + (-f64::from(*bias)).exp());
+        assert!((decay - (1.0 - 2f64.powi(-5 - head as i32))).abs() < 1e-6);
+    }
+}

@@ -1,0 +1,94 @@
+//! The weights of one row, and their gradient.
+
+use burn::tensor::activation::sigmoid;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Bool, Tensor};
+
+use crate::attention::rowwise::{Weights, log_sigmoid, positive, power};
+
+/// Rows that see at most so many keys are not shifted.
+const UNSHIFTED: f32 = 3.0;
+
+/// How far above the row's mean its largest weight must lie (in units of the mean) for the row to
+/// select anything. Below, f32 cannot tell the keys apart.
+const LEAST: f32 = 1e-5;
+
+/// softplus, normalise, shift, rectify, sharpen, normalise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sharpened {
+    /// p, at least 1.
+    pub power: u32,
+}
+
+/// What both passes need of a row.
+struct Row<B: Backend> {
+    /// Softplus of the scores over its mean in the row, 0 where hidden.
+    share: Tensor<B, 4>,
+    /// That mean, `[…, 1]`.
+    mean: Tensor<B, 4>,
+    /// Number of keys seen, `[…, 1]`.
+    seen: Tensor<B, 4>,
+    /// max(share − offset, 0) over its maximum in the row.
+    rest: Tensor<B, 4>,
+    /// That maximum, `[…, 1]`, without a gradient; 1 where the row selects nothing.
+    top: Tensor<B, 4>,
+}
+
+impl Sharpened {
+    fn row<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Row<B> {
+        let seen = hidden.clone().bool_not().float().sum_dim(3);
+        // ln(1 + eˣ) = −ln σ(−x).
+        let softplus = log_sigmoid(scores.neg()).neg().mask_fill(hidden.clone(), 0.0);
+        let mean = softplus.clone().sum_dim(3) / seen.clone();
+        let share = softplus / mean.clone();
+        let offset = seen.clone().greater_elem(UNSHIFTED).float();
+        let rest = positive(share.clone() - offset, hidden);
+        // The weights do not depend on the maximum: it only keeps high powers in range.
+        let top = rest.clone().detach().max_dim(3);
+        let flat = top.clone().lower_elem(LEAST);
+        let top = top.mask_fill(flat.clone(), 1.0);
+        let rest = rest.clone().mask_fill(flat.expand(rest.dims()), 0.0) / top.clone();
+        Row { share, mean, seen, rest, top }
+    }
+}
+
+/// Σ_j x_j, or 1 for a row of zeros.
+fn total<B: Backend>(x: &Tensor<B, 4>) -> Tensor<B, 4> {
+    let sum = x.clone().sum_dim(3);
+    let empty = sum.clone().equal_elem(0.0);
+    sum.mask_fill(empty, 1.0)
+}
+
+impl Weights for Sharpened {
+    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+        let sharp = power(self.row(scores, hidden).rest, self.power);
+        let total = total(&sharp);
+        sharp / total
+    }
+
+    /// With u = softplus / mean, r = max(u − offset, 0) / top, W = rᵖ / Σrᵖ, back through each:
+    /// du_j = p r_j^{p−1} / (top Σrᵖ) · (dW_j − Σ W dW) where r_j > 0,
+    /// dS_j = σ(S_j) / mean · (du_j − Σ u du / seen).
+    fn pull_back<B: Backend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+        d_weights: Tensor<B, 4>,
+    ) -> [Tensor<B, 4>; 2] {
+        let slope = sigmoid(scores.clone());
+        let row = self.row(scores, hidden.clone());
+        let sharp = power(row.rest.clone(), self.power);
+        let total = total(&sharp);
+        let weights = sharp / total.clone();
+        let common = (weights.clone() * d_weights.clone()).sum_dim(3);
+        let none = row.rest.clone().equal_elem(0.0);
+        let d_rest = match self.power {
+            1 => d_weights - common,
+            p => (d_weights - common) * power(row.rest, p - 1) * p as f32,
+        };
+        let d_share = (d_rest / (row.top * total)).mask_fill(none, 0.0);
+        let common = (row.share * d_share.clone()).sum_dim(3) / row.seen;
+        let d_scores = (d_share - common) * slope / row.mean;
+        [weights, d_scores.mask_fill(hidden, 0.0)]
+    }
+}

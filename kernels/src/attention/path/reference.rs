@@ -1,0 +1,354 @@
+//! The operation in plain tensor operations: blocks of tokens are transformed on their own, then
+//! queries travel right to left over the blocks before them (section 3.3).
+//!
+//! All queries of a chunk travel together, so that a step is one matrix product over hundreds of
+//! rows. Softmax statistics are kept online; only one chunk's scores against one block exist at a
+//! time. Positions count from the first token of the sequence.
+
+use std::ops::Range;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Bool, Int, Tensor};
+
+use super::householder::Blocks;
+use super::spans::{Carry, Keys, Span, added};
+use crate::attention::blocks::{Block, HIDDEN, decay_between, hidden, sums_after};
+
+/// Tokens of a block, at most. In longer blocks fewer queries travel (head_dim² per query and
+/// block), in shorter ones there is less to merge; near head_dim both are small.
+pub const BLOCK: usize = 64;
+
+/// Elements of a step's scores, at most, unless one block of queries has more: little enough to
+/// stay in a core's cache between the operations of a step.
+const STEP_ELEMENTS: usize = 1 << 18;
+
+/// What a query may see beside the causal mask.
+#[derive(Clone, Debug)]
+pub struct Visible<B: Backend> {
+    /// With a window w, itself and the w − 1 tokens before it.
+    pub window: Option<usize>,
+    /// Where each position's document starts, `[batch, seq_len]`.
+    pub documents: Option<Tensor<B, 2, Int>>,
+    /// Key heads.
+    pub kv_heads: usize,
+}
+
+impl<B: Backend> Visible<B> {
+    /// Whether the query at `query` is too far from every key of a range that ends before `end`.
+    fn out_of_window(&self, query: usize, end: usize) -> bool {
+        self.window.is_some_and(|w| query + 1 >= end + w)
+    }
+
+    /// The scores `[rows, group, queries, keys]`, with those that the mask hides out of the way.
+    fn mask(&self, scores: Tensor<B, 4>, block: Block) -> Tensor<B, 4> {
+        let cut = self.out_of_window(block.queries.end - 1, block.keys.start + 1);
+        let causal = block.keys.end <= block.queries.start + 1;
+        if causal && !cut && self.documents.is_none() {
+            return scores;
+        }
+        let documents = self.documents.as_ref();
+        let hidden: Tensor<B, 4, Bool> = hidden(&block, self.window, documents, &scores.device());
+        let [batch, _, queries, keys] = hidden.dims();
+        let hidden = match batch {
+            1 => hidden,
+            _ => hidden.expand([batch, self.kv_heads, queries, keys]).reshape([
+                batch * self.kv_heads,
+                1,
+                queries,
+                keys,
+            ]),
+        };
+        let shape = scores.shape();
+        scores.mask_fill(hidden.expand(shape), HIDDEN)
+    }
+}
+
+/// Tokens as the operation takes them: rows is batch · kv_heads, group the query heads of a key
+/// head.
+#[derive(Clone, Debug)]
+pub struct Tokens<B: Backend> {
+    /// Queries times the softmax scale, `[rows, group, tokens, head_dim]`.
+    pub q: Tensor<B, 4>,
+    /// Keys, `[rows, 1, tokens, head_dim]`.
+    pub k: Tensor<B, 4>,
+    /// Values, `[rows, 1, tokens, head_dim]`.
+    pub v: Tensor<B, 4>,
+    /// Directions of norm at most 1, `[rows, 1, tokens, head_dim]`.
+    pub w: Tensor<B, 4>,
+    /// β in [0, 2], `[rows, 1, tokens, 1]`.
+    pub beta: Tensor<B, 4>,
+    /// ℓ ≤ 0, natural logarithm, `[rows, group, tokens]`.
+    pub log_decay: Option<Tensor<B, 3>>,
+}
+
+impl<B: Backend> Tokens<B> {
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.q.dims()[2]
+    }
+
+    /// `len` tokens from the one at `first`.
+    pub fn narrow(&self, first: usize, len: usize) -> Self {
+        let cut = |x: &Tensor<B, 4>| x.clone().narrow(2, first, len);
+        Tokens {
+            q: cut(&self.q),
+            k: cut(&self.k),
+            v: cut(&self.v),
+            w: cut(&self.w),
+            beta: cut(&self.beta),
+            log_decay: self.log_decay.as_ref().map(|x| x.clone().narrow(2, first, len)),
+        }
+    }
+}
+
+/// Queries on their way left, with their softmax so far.
+struct Rows<B: Backend> {
+    /// Carried to the position they have reached, `[rows, group, queries, head_dim]`.
+    q: Tensor<B, 4>,
+    /// Σ ℓ over the way so far, `[rows, group, queries, 1]`.
+    decay: Option<Tensor<B, 4>>,
+    /// Largest score, `[rows, group, queries, 1]`.
+    max: Tensor<B, 4>,
+    /// Σ exp(score − max), `[rows, group, queries, 1]`.
+    sum: Tensor<B, 4>,
+    /// Σ exp(score − max) v, `[rows, group, queries, head_dim]`.
+    out: Tensor<B, 4>,
+    /// Positions of the queries.
+    at: Range<usize>,
+}
+
+impl<B: Backend> Rows<B> {
+    /// Queries that have seen no key.
+    fn new(q: Tensor<B, 4>, decay: Option<Tensor<B, 4>>, at: Range<usize>) -> Self {
+        let [rows, group, queries, _] = q.dims();
+        let one = [rows, group, queries, 1];
+        let device = q.device();
+        Rows {
+            max: Tensor::full(one, HIDDEN, &device),
+            sum: Tensor::zeros(one, &device),
+            out: Tensor::zeros(q.shape(), &device),
+            q,
+            decay,
+            at,
+        }
+    }
+
+    /// Adds keys with these scores `[rows, group, queries, keys]`, plus `shift`
+    /// `[rows, group, queries, 1]`.
+    fn weigh(self, scores: Tensor<B, 4>, shift: Option<Tensor<B, 4>>, v: Tensor<B, 4>) -> Self {
+        // The maximum is a constant for differentiation: the softmax does not depend on it.
+        let mut top = scores.clone().detach().max_dim(3);
+        if let Some(shift) = &shift {
+            top = top + shift.clone().detach();
+        }
+        let max = self.max.clone().max_pair(top);
+        let kept = (self.max - max.clone()).exp();
+        // One pass over the scores for both.
+        let less = shift.map_or(max.clone(), |shift| max.clone() - shift);
+        let weights = (scores - less).exp();
+        Rows {
+            sum: self.sum * kept.clone() + weights.clone().sum_dim(3),
+            out: self.out * kept + weights.matmul(v),
+            max,
+            ..self
+        }
+    }
+
+    /// Sees the keys of the tokens right before the queries, and moves to before these tokens.
+    fn pass(mut self, span: &Span<B>, visible: &Visible<B>) -> Self {
+        // The oldest keys of a decoding state are one long span.
+        let [rows, group, queries, _] = self.q.dims();
+        let size = (STEP_ELEMENTS / (rows * group * queries)).max(BLOCK);
+        for start in (span.keys.first..span.keys.end()).step_by(size) {
+            let end = (start + size).min(span.keys.end());
+            self = self.see(span.keys.slice(start..end), visible);
+        }
+        match &span.carry {
+            Some(carry) => self.cross(carry),
+            None => self,
+        }
+    }
+
+    /// Adds keys of the frame that the queries have reached.
+    fn see(self, keys: Keys<B>, visible: &Visible<B>) -> Self {
+        if visible.out_of_window(self.at.start, keys.end()) {
+            return self;
+        }
+        let mut scores = self.q.clone().matmul(keys.k.clone().transpose());
+        if let Some(decay) = keys.decay.clone() {
+            // Repeated first: a broadcast sum of this shape walks element by element on the CPU.
+            scores = scores + decay.repeat_dim(2, self.at.len());
+        }
+        let block = Block { queries: self.at.clone(), keys: keys.first..keys.end() };
+        let way = self.decay.clone();
+        self.weigh(visible.mask(scores, block), way, keys.v)
+    }
+
+    /// Moves the queries to before the tokens of `carry`.
+    fn cross(self, carry: &Carry<B>) -> Self {
+        Rows {
+            q: self.q.clone() - self.q.matmul(carry.removed.clone().transpose()),
+            decay: added(self.decay, carry.decay.clone()),
+            ..self
+        }
+    }
+
+    /// With the queries of the block before, which have just set out from the same place.
+    fn after(self, block: Rows<B>) -> Self {
+        let cat = |a, b| Tensor::cat(vec![a, b], 2);
+        Rows {
+            q: cat(block.q, self.q),
+            decay: block.decay.zip(self.decay).map(|(a, b)| cat(a, b)),
+            max: cat(block.max, self.max),
+            sum: cat(block.sum, self.sum),
+            out: cat(block.out, self.out),
+            at: block.at.start..self.at.end,
+        }
+    }
+}
+
+/// Sums of ℓ inside blocks.
+struct Decays<B: Backend> {
+    /// From the block's first token to each, inclusive, `[rows, group, blocks, block]`.
+    to: Tensor<B, 4>,
+    /// Over the tokens after each, `[rows, group, blocks, block]`.
+    after: Tensor<B, 4>,
+}
+
+impl<B: Backend> Decays<B> {
+    /// Of `[rows, group, blocks, block]`.
+    fn new(log_decay: Tensor<B, 4>) -> Self {
+        Decays { after: sums_after(log_decay.clone(), 3), to: log_decay.cumsum(3) }
+    }
+}
+
+/// A chunk of tokens in blocks.
+struct Chunk<B: Backend> {
+    tokens: Tokens<B>,
+    blocks: Blocks<B>,
+    decays: Option<Decays<B>>,
+    /// Tokens of a block.
+    block: usize,
+    /// Position of the first token.
+    first: usize,
+}
+
+impl<B: Backend> Chunk<B> {
+    fn new(tokens: Tokens<B>, block: usize, first: usize) -> Self {
+        let Tokens { q, k, w, beta, log_decay, .. } = tokens.clone();
+        let blocks = Blocks::new([q, k, w, beta].map(|x| padded(x, block)), block);
+        let decays = log_decay.map(|x| {
+            let [rows, group, len] = x.dims();
+            let x = padded(x.reshape([rows, group, len, 1]), block);
+            Decays::new(x.reshape([rows, group, len.div_ceil(block), block]))
+        });
+        Chunk { tokens, blocks, decays, block, first }
+    }
+
+    fn count(&self) -> usize {
+        self.tokens.len().div_ceil(self.block)
+    }
+
+    /// The tokens of block `n` in this chunk, without padding.
+    fn range(&self, n: usize) -> Range<usize> {
+        n * self.block..((n + 1) * self.block).min(self.tokens.len())
+    }
+
+    /// Positions of a range of this chunk's tokens.
+    fn positions(&self, range: &Range<usize>) -> Range<usize> {
+        self.first + range.start..self.first + range.end
+    }
+
+    /// The queries of block `n` after the keys of their own block.
+    fn rows(&self, n: usize, visible: &Visible<B>) -> Rows<B> {
+        let range = self.range(n);
+        let len = range.len();
+        let decay = self.decays.as_ref().map(|d| one(&d.to, n, len).swap_dims(2, 3));
+        let at = self.positions(&range);
+        let rows = Rows::new(block_of(&self.blocks.q, n, len), decay, at.clone());
+        let mut scores = block_of(&self.blocks.scores, n, len).narrow(3, 0, len);
+        if let Some(log_decay) = &self.tokens.log_decay {
+            let own = Block { queries: range.clone(), keys: range.clone() };
+            scores = scores + decay_between(log_decay, &own);
+        }
+        let scores = visible.mask(scores, Block { queries: at.clone(), keys: at });
+        rows.weigh(scores, None, self.tokens.v.clone().narrow(2, range.start, len))
+    }
+
+    /// What later queries meet in block `n`.
+    fn span(&self, n: usize) -> Span<B> {
+        let range = self.range(n);
+        let len = range.len();
+        let keys = Keys {
+            k: block_of(&self.blocks.k, n, len),
+            v: self.tokens.v.clone().narrow(2, range.start, len),
+            decay: self.decays.as_ref().map(|d| one(&d.after, n, len)),
+            first: self.first + range.start,
+        };
+        let decay = self.decays.as_ref().map(|d| one(&d.to, n, self.block).narrow(3, len - 1, 1));
+        let head_dim = self.blocks.removed.dims()[4];
+        let removed = block_of(&self.blocks.removed, n, head_dim);
+        Span { keys, carry: Some(Carry { removed, decay }) }
+    }
+}
+
+/// The first `len` rows of block `n` of `[rows, heads, blocks, block, channels]`.
+fn block_of<B: Backend>(x: &Tensor<B, 5>, n: usize, len: usize) -> Tensor<B, 4> {
+    x.clone().narrow(2, n, 1).squeeze_dim::<4>(2).narrow(2, 0, len)
+}
+
+/// The first `len` entries of block `n` of `[rows, heads, blocks, block]`, as `[rows, heads, 1, len]`.
+fn one<B: Backend>(x: &Tensor<B, 4>, n: usize, len: usize) -> Tensor<B, 4> {
+    x.clone().narrow(2, n, 1).narrow(3, 0, len)
+}
+
+/// `[rows, heads, tokens, channels]` with zeros after the last token, to whole blocks: β = 0 there,
+/// so that its transforms do nothing.
+fn padded<B: Backend>(x: Tensor<B, 4>, block: usize) -> Tensor<B, 4> {
+    let [rows, heads, tokens, channels] = x.dims();
+    let missing = tokens.next_multiple_of(block) - tokens;
+    if missing == 0 {
+        return x;
+    }
+    let zeros = Tensor::zeros([rows, heads, missing, channels], &x.device());
+    Tensor::cat(vec![x, zeros], 2)
+}
+
+/// The outputs `[rows, group, tokens, head_dim]` of tokens that follow `past`, and what later ones
+/// meet in them: one span a block.
+///
+/// `past` is oldest first; the first token stands at position `first`.
+pub fn attend<B: Backend>(
+    tokens: &Tokens<B>,
+    visible: &Visible<B>,
+    past: &[Span<B>],
+    first: usize,
+) -> (Tensor<B, 4>, Vec<Span<B>>) {
+    let [rows, group, len, _] = tokens.q.dims();
+    let block = len.next_power_of_two().min(BLOCK);
+    let limit = (STEP_ELEMENTS / (rows * group * block)).next_multiple_of(block).max(block);
+    // With a window, a chunk longer than it would mostly meet keys that are out of reach.
+    let size = visible.window.map_or(limit, |w| limit.min(w.next_multiple_of(block)));
+
+    let mut spans: Vec<Span<B>> = past.to_vec();
+    let mut outputs = vec![];
+    for start in (0..len).step_by(size) {
+        let tokens = tokens.narrow(start, size.min(len - start));
+        let chunk = Chunk::new(tokens, block, first + start);
+        let before = spans.len();
+        spans.extend((0..chunk.count()).map(|n| chunk.span(n)));
+        let mut rows = chunk.rows(chunk.count() - 1, visible);
+        for n in (0..chunk.count() - 1).rev() {
+            rows = rows.pass(&spans[before + n], visible).after(chunk.rows(n, visible));
+        }
+        for span in spans[..before].iter().rev() {
+            if visible.out_of_window(rows.at.start, span.keys.end()) {
+                break;
+            }
+            rows = rows.pass(span, visible);
+        }
+        outputs.push(rows.out / rows.sum);
+    }
+    let spans = spans.split_off(past.len());
+    (if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 2) }, spans)
+}

@@ -1,0 +1,187 @@
+//! This variant's cases for the conformance suite, decoding, and the ends of its ranges.
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Tensor, TensorData};
+use longwall_config::Problems;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::Config;
+use crate::attention::conformance::{Conformance, softmax_oracle};
+use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
+use crate::backend::OpBackend;
+use crate::testing::{Oracle, assert_budget};
+
+/// w / √(Σ w² + 1e-6) of one token's head.
+fn direction(w: &Oracle, at: [usize; 3], head_dim: usize) -> Vec<f64> {
+    let [b, h, t] = at;
+    let w: Vec<f64> = (0..head_dim).map(|n| w.at(&[b, t, h * head_dim + n])).collect();
+    let length = (w.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
+    w.iter().map(|x| x / length).collect()
+}
+
+pub(super) fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// H x = x − β w (wᵀx).
+pub(super) fn householder(x: &mut [f64], w: &[f64], beta: f64) {
+    let along = beta * dot(w, x);
+    x.iter_mut().zip(w).for_each(|(x, w)| *x -= along * w);
+}
+
+impl Conformance for Config {
+    fn cases() -> Vec<Self> {
+        vec![Config::default(), Config { forget_gate: true, ..Config::default() }]
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v, w, beta, gate @ ..] = inputs else { panic!("q, k, v, w, beta") };
+        let [batch, heads, seq_len, d] = q.shape[..] else { panic!("q has 4 dimensions") };
+        let group = shape.heads / shape.kv_heads;
+        // scores[b][h][i][j], by taking q_i through H_i, H_{i−1}, … one at a time.
+        let mut scores = vec![vec![vec![vec![0.0; seq_len]; seq_len]; heads]; batch];
+        for b in 0..batch {
+            for h in 0..heads {
+                let row = |x: &Oracle, h: usize, t: usize| -> Vec<f64> {
+                    (0..d).map(|n| x.at(&[b, h, t, n])).collect()
+                };
+                let kv = h / group;
+                let keys: Vec<_> = (0..seq_len).map(|t| row(k, kv, t)).collect();
+                let w: Vec<_> = (0..seq_len).map(|t| direction(w, [b, kv, t], d)).collect();
+                for i in 0..seq_len {
+                    let mut x = row(q, h, i);
+                    let mut decay = 0.0;
+                    for j in (0..=i).rev() {
+                        scores[b][h][i][j] = dot(&keys[j], &x) / (d as f64).sqrt() + decay;
+                        let beta = 2.0 / (1.0 + (-beta.at(&[b, j, kv])).exp());
+                        householder(&mut x, &w[j], beta);
+                        let logit = gate.first().map(|gate| gate.at(&[b, j, h]));
+                        decay -= logit.map_or(0.0, |x| (-x).exp().ln_1p());
+                    }
+                }
+            }
+        }
+        softmax_oracle(shape, [q, v], documents, |b, h, i, j| scores[b][h][i][j])
+    }
+}
+
+/// Numbers of unit variance.
+pub(super) fn uniform(rng: &mut ChaCha8Rng, len: usize) -> Vec<f32> {
+    (0..len).map(|_| rng.random_range(-1.7f32..1.7)).collect()
+}
+
+pub(super) fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+/// Inputs of a layer with two query heads on one key head.
+fn layer<B: OpBackend>(shape: &AttentionShape, len: usize, scale: f32) -> Inputs<B> {
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    fn tensor<B: OpBackend, const D: usize>(
+        rng: &mut ChaCha8Rng,
+        shape: [usize; D],
+        scale: f32,
+    ) -> Tensor<B, D> {
+        let data = uniform(rng, shape.iter().product()).iter().map(|x| x * scale).collect();
+        Tensor::from_data(TensorData::new::<f32, _>(data, shape), &Default::default())
+    }
+    let d = shape.head_dim;
+    Inputs {
+        q: tensor(&mut rng, [1, shape.heads, len, d], 1.0),
+        k: tensor(&mut rng, [1, shape.kv_heads, len, d], 1.0),
+        v: tensor(&mut rng, [1, shape.kv_heads, len, d], 1.0),
+        projections: [shape.kv_heads * d, shape.kv_heads, shape.heads]
+            .map(|features| tensor(&mut rng, [1, len, features], scale))
+            .into(),
+        parameters: vec![],
+    }
+}
+
+/// `n` tokens of a layer's inputs.
+fn cut(inputs: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
+    let cut = |x: &Tensor<Flex, 4>| x.clone().narrow(2, first, n);
+    Inputs {
+        q: cut(&inputs.q),
+        k: cut(&inputs.k),
+        v: cut(&inputs.v),
+        projections: inputs.projections.iter().map(|x| x.clone().narrow(1, first, n)).collect(),
+        parameters: vec![],
+    }
+}
+
+/// No direction at all, β at both of its ends, gates at both of theirs.
+#[test]
+fn gradients_stay_finite_at_the_ends_of_every_range() {
+    let shape = AttentionShape::new(16, 2, 1, 8);
+    for (directions, gates) in [(0.0, 1e4), (1e-20, 1e4), (1e4, 1e-6)] {
+        let Inputs { q, k, v, projections, .. } = layer::<Autodiff<Flex>>(&shape, 200, gates);
+        let [w, beta, gate] = &projections[..] else { panic!("three projections") };
+        let w = w.clone() / gates * directions;
+        let projections: Vec<_> =
+            [w, beta.clone(), gate.clone()].map(Tensor::require_grad).into();
+        let q = q.require_grad();
+        let inputs =
+            Inputs { q: q.clone(), k, v, projections: projections.clone(), parameters: vec![] };
+        let out = Config { forget_gate: true, ..Config::default() }.attend(&shape, inputs, None);
+        assert!(values(out.clone().inner()).iter().all(|x| x.is_finite()), "outputs");
+        let grads = (out.clone() * out).sum().backward();
+        let finite = |x: Vec<f64>| assert!(x.iter().all(|x| x.is_finite()), "gradients");
+        finite(values(q.grad(&grads).expect("a gradient of q")));
+        projections.iter().for_each(|x| finite(values(x.grad(&grads).expect("a gradient"))));
+    }
+}
+
+/// Prefills and steps that end inside, at and beyond the 64 tokens after which keys are rewritten.
+#[test]
+fn decoding_across_rewrites_equals_the_full_pass() {
+    let config = Config { forget_gate: true, ..Config::default() };
+    for window in [None, Some(1), Some(64), Some(100)] {
+        let shape = AttentionShape { window, ..AttentionShape::new(16, 2, 1, 8) };
+        let inputs = layer::<Flex>(&shape, 500, 1.0);
+        let full = values(config.attend(&shape, inputs.clone(), None));
+        let mut state = config.start::<Flex>(&shape);
+        let (mut outputs, mut first) = (vec![], 0);
+        for n in [1, 62, 1, 64, 1, 100, 33, 30, 2, 1, 130, 63, 12] {
+            outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
+            first += n;
+        }
+        let got = values(Tensor::cat(outputs, 2));
+        assert_budget(&format!("window {window:?}"), &got, &got, &full);
+    }
+}
+
+/// With a window w, at most w − 1 rewritten tokens and 63 newer ones are kept.
+#[test]
+fn a_windowed_state_does_not_grow() {
+    let shape = AttentionShape { window: Some(100), ..AttentionShape::new(16, 2, 1, 8) };
+    let config = Config { forget_gate: true, ..Config::default() };
+    let inputs = layer::<Flex>(&shape, 1000, 1.0);
+    let mut state = config.start::<Flex>(&shape);
+    let mut extend = |first, n| {
+        config.extend(&shape, cut(&inputs, first, n), &mut state);
+        state.elements()
+    };
+    let (token, carry) = (2 * 8 + 2, 8 * 8 + 2);
+    for t in 0..700 {
+        let held = extend(t, 1);
+        assert!(held <= token * (99 + 63) + carry, "{held} elements after token {t}");
+    }
+    // A prefill rewrites all; ten more tokens are new.
+    assert_eq!(extend(700, 290), token * 99);
+    assert_eq!(extend(990, 10), token * (99 + 10) + carry);
+}
+
+#[test]
+fn a_rank_outside_the_layer_is_reported() {
+    let shape = AttentionShape::new(16, 2, 1, 8);
+    for (rank, ok) in [(0, false), (1, true), (16, true), (17, false)] {
+        let mut problems = Problems::new();
+        Config { rank: Some(rank), ..Config::default() }.validate("model.attention", &shape, &mut problems);
+        assert_eq!(problems.as_slice().is_empty(), ok, "rank {rank}: {problems}");
+        for problem in problems.as_slice() {
+            assert_eq!(problem.key, "model.attention.rank");
+            assert_eq!(problem.remedy, "leave it out for its default");
+        }
+    }
+}

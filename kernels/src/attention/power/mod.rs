@@ -1,0 +1,345 @@
+//! Power attention (Gelada et al., "Scaling context requires rethinking attention", 2025, §4,
+//! appendix F).
+//!
+//! a_ij = (scale · q_iᵀk_j)^p · exp(Σ_{s=j+1..i} ℓ_s) with p even (equation 7, with the gate of
+//! §2), o_i = Σ_j a_ij v_j / Σ_j a_ij. ℓ_t = ln σ(w·x_t + b) per kv head, b = 6.9 at the start; q
+//! and k are rotated. Two forms of the same numbers:
+//!
+//! - attention: every key up to the query's, in log space, p·ln(|s| + ε), with the row's largest
+//!   subtracted (F.1);
+//! - chunked: (qᵀk)^p = φ(q)ᵀφ(k) with the tiled symmetric power φ (§4.1.1), so that older tokens
+//!   are two sums, S = Σ_j decay_j φ(k_j)v_jᵀ and z = Σ_j decay_j φ(k_j) (F.2, F.3), which a query
+//!   reads as φ(q)ᵀS and φ(q)ᵀz (F.4). φ has D = C(⌈d/t⌉ + p − 1, p)·t^p channels with tiles of
+//!   t = 8 channels for p = 2 and 4 for p = 4: 2,304 and 992,256 for 64 channels.
+//!
+//! Parameters: the projection `gate` (kv_heads features, bias 6.9), none of its own.
+//!
+//! # Choices where the source is silent
+//! - The gate is one per kv head, so that the heads of a group share one state.
+//! - scale cancels in the ratio; so does the length of a query, which is divided out first.
+//! - A chunk reads itself *and the chunk before it* key by key, only older tokens through φ. Sums
+//!   through φ cancel where a query is all but orthogonal to the keys it sees: with strong gates
+//!   those are the few most recent ones. Reading these exactly keeps both forms equal to rounding,
+//!   for less than the sums themselves cost. A total below 2^-24 of what the state's keys could
+//!   give is taken as that.
+//! - ε = 1e-37 changes no score from 1e-30 on. A query whose scores are all exactly 0 has no
+//!   defined output: it gets 0, in both forms, and passes no gradient.
+//! - A window can only be had in the attention form: a state cannot forget a single token.
+//!
+//! # Decoding
+//! Below `switch_len`, or always with `form = "attention"`: keys, values and log decays,
+//! 2·kv_heads·head_dim + kv_heads elements a token. Above: per kv head D·(head_dim + 1) + 1
+//! elements in f32 for S, z and their bound, and the last one to two chunks token by token; a chunk
+//! enters the sums once it is a chunk old. The size no longer grows; a token costs
+//! 2·D·(head_dim + 1) FLOPs per query head, as many per kv head once its chunk enters the sums, and
+//! the attention of one to two chunks.
+
+#[cfg(test)]
+mod at_length;
+mod cpu;
+mod expansion;
+mod reference;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::Tensor;
+use burn_flex::FlexTensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use self::expansion::Expansion;
+use self::reference::Rows;
+pub use self::state::State;
+use self::state::near;
+use super::recurrent::forget_at_starts;
+use super::rotation::Rotation;
+use super::{AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::ops::activation::log_sigmoid;
+
+/// Elements of the largest state per kv head, 1 GiB in f32.
+const MOST_ELEMENTS: usize = 1 << 28;
+
+/// How outputs are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Form {
+    /// The attention form up to `switch_len` tokens and with a window, the chunked form above.
+    #[default]
+    Auto,
+    /// Every query against every key: quadratic cost.
+    Attention,
+    /// Older tokens through a state of constant size: linear cost.
+    Chunked,
+}
+
+/// `[model.attention]` with `kind = "power"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// The power: 2 (default) or 4.
+    pub p: u32,
+    /// Decay older tokens with a learned gate; default true.
+    pub gate: bool,
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// `"auto"` (default), `"attention"` or `"chunked"`.
+    pub form: Form,
+    /// Tokens of a chunk, 128 to 1,024. Left out: 128 for D below 1,000, 256 below 5,000, 512 below 20,000, else 1,024. Larger chunks cost attention
+    /// inside them, smaller ones memory for a state per chunk.
+    pub chunk: Option<usize>,
+    /// Longest sequence that `form = "auto"` computes in the attention form, at least 1. Left out:
+    /// 2·D, or two chunks if that is longer: forward and backward pass of both forms took the same
+    /// processor time on the CPU near 1,500 tokens for 32 channels, 3,500 for 64 and 15,000 for 128
+    /// with p = 2 (D = 640, 2,304 and 8,704), and 16,000 for 16 channels with p = 4 (D = 8,960).
+    /// (Measured at 4,096 to 16,384 tokens, the attention form's time taken to grow with length.)
+    pub switch_len: Option<usize>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            p: 2,
+            gate: true,
+            rope: true,
+            theta: 10_000.0,
+            form: Form::Auto,
+            chunk: None,
+            switch_len: None,
+        }
+    }
+}
+
+impl Config {
+    /// Tokens of a chunk.
+    fn chunk(&self, shape: &AttentionShape) -> usize {
+        self.chunk.unwrap_or(match Expansion::size(self.p, shape.head_dim) {
+            0..1_000 => 128,
+            1_000..5_000 => 256,
+            5_000..20_000 => 512,
+            _ => 1024,
+        })
+    }
+
+    /// Elements of a kv head's sums over older tokens: S, z and their bound.
+    fn sums_elements(&self, shape: &AttentionShape) -> usize {
+        Expansion::size(self.p, shape.head_dim) * (shape.head_dim + 1) + 1
+    }
+
+    /// Tokens above which the chunked form is used; `None` for never.
+    fn chunked_above(&self, shape: &AttentionShape) -> Option<usize> {
+        let default = || {
+            (2 * Expansion::size(self.p, shape.head_dim)).max(2 * self.chunk(shape))
+        };
+        match self.form {
+            _ if shape.window.is_some() => None,
+            Form::Attention => None,
+            Form::Chunked => Some(0),
+            Form::Auto => Some(self.switch_len.unwrap_or_else(default)),
+        }
+    }
+
+    /// The operation for sequences of `seq_len` tokens.
+    fn op(&self, shape: &AttentionShape, seq_len: usize) -> Power {
+        let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
+        Power {
+            p: self.p,
+            window: shape.window,
+            chunk: chunked.then(|| self.chunk(shape)),
+            expansion: Expansion::new(self.p, shape.head_dim),
+        }
+    }
+
+    /// q, k, v and log decays as the operation takes them, from position `first` on.
+    fn rows<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, .. }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        first: usize,
+    ) -> Rows<B> {
+        let [batch, _, seq_len, head_dim] = q.dims();
+        let rotate = |x| if self.rope { Rotation::new(self.theta).apply(x, first) } else { x };
+        let (q, k) = (rotate(q), rotate(k));
+        let rows = batch * shape.kv_heads;
+        let log_decay = match projections.into_iter().next() {
+            Some(logits) => log_sigmoid(logits).swap_dims(1, 2).unsqueeze_dim::<4>(3),
+            None => Tensor::zeros([batch, shape.kv_heads, seq_len, 1], &q.device()),
+        };
+        let length = (q.clone() * q.clone()).sum_dim(3).sqrt().detach();
+        let q = q / (length + reference::EPSILON);
+        Rows {
+            q: q.reshape([rows, shape.group(), seq_len, head_dim]),
+            k: k.reshape([rows, seq_len, head_dim]),
+            v: v.reshape([rows, seq_len, head_dim]),
+            log_decay: forget_at_starts(log_decay, documents).reshape([rows, seq_len]),
+        }
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    const SOURCE: &'static str = "power attention (Gelada et al., 2025)";
+
+    const KERNELS: &'static [&'static str] = &["cpu"];
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        problems.check(
+            [2, 4].contains(&self.p),
+            format!("{key}.p"),
+            self.p,
+            "2 or 4",
+            "set p = 2; only even powers give positive weights",
+        );
+        // Left to itself, the switch comes too late for such a state to be used.
+        let uses_sums = self.chunked_above(shape).is_some()
+            && (self.form == Form::Chunked || self.switch_len.is_some());
+        let state = self.sums_elements(shape);
+        problems.check(
+            !uses_sums || state <= MOST_ELEMENTS,
+            "model.head_dim",
+            shape.head_dim,
+            format!("a state of up to {MOST_ELEMENTS} elements per kv head, not {state}"),
+            format!("set {key}.p = 2, {key}.form = \"attention\", or more heads"),
+        );
+        if self.rope {
+            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        }
+        problems.check(
+            self.chunk.is_none_or(|chunk| (128..=1024).contains(&chunk)),
+            format!("{key}.chunk"),
+            self.chunk.unwrap_or_default(),
+            "128 to 1024",
+            "leave it out, or set chunk = 256",
+        );
+        problems.check(
+            self.switch_len != Some(0),
+            format!("{key}.switch_len"),
+            self.switch_len.unwrap_or_default(),
+            "at least 1",
+            "leave it out, or set form = \"chunked\" to never use the attention form",
+        );
+    }
+
+    fn allows_window(&self) -> bool {
+        self.form != Form::Chunked
+    }
+
+    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+        let gate = Projection::new("gate", shape.kv_heads).bias(Start::Constant(6.9));
+        if self.gate { vec![gate] } else { vec![] }
+    }
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let dims = inputs.q.dims();
+        let rows = self.rows(shape, inputs, documents, 0);
+        self.op(shape, dims[2]).of_rows(rows).reshape(dims)
+    }
+
+    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
+        State::new(shape.window)
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+    ) -> Tensor<B, 4> {
+        let dims = inputs.q.dims();
+        let rows = self.rows(shape, inputs, None, state.position());
+        let (chunk, switch) = (self.chunk(shape), self.chunked_above(shape));
+        state.extend(&self.op(shape, dims[2]), rows, chunk, switch).reshape(dims)
+    }
+
+    /// FLOPs between an activation and the state, the source's state FLOPs (§3.2): scores and
+    /// weighted values of the keys read one by one, and the sums' update and query. Expansions are
+    /// between activations, and not counted.
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
+        if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {
+            return 4.0 * d * heads * shape.mean_keys(seq_len);
+        }
+        // Key by key, a token reads half of its own chunk and the chunk before.
+        let (c, t) = (self.chunk(shape) as f64, seq_len as f64);
+        let near = if t <= 2.0 * c { (t + 1.0) / 2.0 } else { (3.0 * c + 1.0) / 2.0 };
+        let far = (t - 2.0 * c).max(0.0) / t;
+        let state = 2.0 * Expansion::size(self.p, shape.head_dim) as f64 * (d + 1.0);
+        4.0 * d * heads * near + far * state * (heads + shape.kv_heads as f64)
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
+        let token = 2 * shape.head_dim + 1;
+        let elements = match self.chunked_above(shape) {
+            None => token * shape.cached_tokens(seq_len),
+            Some(switch) => {
+                let near = near(self.chunk(shape), switch, seq_len);
+                token * near + if near < seq_len { self.sums_elements(shape) } else { 0 }
+            }
+        };
+        (elements * shape.kv_heads) as u64
+    }
+}
+
+/// The operation: inputs q `[rows, group, seq_len, head_dim]` of unit length, k and v
+/// `[rows, seq_len, head_dim]`, log decays `[rows, seq_len]`; the output is shaped as q.
+#[derive(Clone, Debug)]
+struct Power {
+    p: u32,
+    window: Option<usize>,
+    /// Tokens of a chunk; `None` is the attention form.
+    chunk: Option<usize>,
+    expansion: Expansion,
+}
+
+impl Power {
+    /// Attention over whole sequences, by the device's kernel where it has one.
+    fn of_rows<B: OpBackend>(&self, Rows { q, k, v, log_decay }: Rows<B>) -> Tensor<B, 4> {
+        let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
+        tensor(B::run(self, inputs, vec![]))
+    }
+}
+
+fn rows<B: Backend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
+    Rows { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
+}
+
+impl Op<4> for Power {
+    fn reference<B: Backend>(
+        &self,
+        inputs: [FloatTensor<B>; 4],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(self.forward(&rows::<B>(inputs)))
+    }
+
+    fn cpu_forward(
+        &self,
+        inputs: &[FlexTensor; 4],
+        _ints: &[FlexTensor],
+        needs: [bool; 4],
+    ) -> Option<Forward<FlexTensor>> {
+        Some(self.run(inputs, needs.contains(&true)))
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 4],
+    ) -> [Option<FlexTensor>; 4] {
+        self.gradients(saved, grad).map(Some)
+    }
+}

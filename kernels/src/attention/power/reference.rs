@@ -1,0 +1,188 @@
+//! Both forms of power attention in plain tensor operations.
+//!
+//! Heads that share keys are one row: `rows` is batch · kv_heads, `group` the query heads of a kv
+//! head. Every result is a ratio of two sums, so a factor common to a query's weights cancels:
+//! queries come in at unit length, and weights are divided by exp(peak) of their query.
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+
+use super::Power;
+use crate::attention::blocks::{Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks};
+use crate::attention::blocks::sums_after;
+
+/// ε of p·ln(|s| + ε), below any score that counts: scores from 1e-30 on do not notice it.
+pub(super) const EPSILON: f32 = 1e-37;
+
+/// Weights that sum to less are taken as 0: only exact zeros do, see [`Power::floor`].
+pub(super) const LEAST_TOTAL: f32 = 1e-30;
+
+/// What a sum over older tokens can be resolved to, relative to its largest possible value.
+pub(super) const RESOLUTION: f32 = 1.0 / (1 << 24) as f32;
+
+/// q `[rows, group, queries, head_dim]`, k `[rows, keys, head_dim]`, v `[rows, keys, value_dim]`
+/// and the log decay of each step `[rows, keys]`. Queries stand at the end of the keys.
+#[derive(Clone, Debug)]
+pub(super) struct Rows<B: Backend> {
+    pub q: Tensor<B, 4>,
+    pub k: Tensor<B, 3>,
+    pub v: Tensor<B, 3>,
+    pub log_decay: Tensor<B, 2>,
+}
+
+/// Sums over the tokens that a chunk reads through φ, decayed to the last of them.
+#[derive(Clone, Debug)]
+pub(super) struct Past<B: Backend> {
+    /// Σ_j decay_j φ(k_j) [v_j, 1]ᵀ, `[rows, D, value_dim + 1]`: state and normaliser.
+    pub sums: Tensor<B, 3>,
+    /// Σ_j decay_j |k_j|^p, `[rows, 1, 1]`: the largest total weight a query can get.
+    pub mass: Tensor<B, 3>,
+}
+
+/// `[rows, group, queries, channels]` as `[rows, group · queries, channels]`.
+fn fold_group<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
+    let [rows, group, queries, channels] = x.dims();
+    x.reshape([rows, group * queries, channels])
+}
+
+/// A value per query of a row, `[rows, queries]`, for each head of the group:
+/// `[rows, group · queries, 1]`.
+fn for_group<B: Backend>(x: Tensor<B, 2>, group: usize) -> Tensor<B, 3> {
+    let [rows, queries] = x.dims();
+    x.reshape([rows, 1, queries]).repeat_dim(1, group).reshape([rows, group * queries, 1])
+}
+
+impl<B: Backend> Rows<B> {
+    /// The queries and keys of a block.
+    fn of(&self, block: &Block) -> Self {
+        let keys = self.k.dims()[1];
+        let (first, n) = (block.keys.start, block.keys.len());
+        Rows {
+            q: block.queries_of(&self.q, keys),
+            k: self.k.clone().narrow(1, first, n),
+            v: self.v.clone().narrow(1, first, n),
+            log_decay: self.log_decay.clone().narrow(1, first, n),
+        }
+    }
+
+    /// Keys, values and log decays of `range`, as [`Power::fold`] takes them.
+    pub(super) fn tokens(&self, range: std::ops::Range<usize>) -> [Tensor<B, 3>; 3] {
+        let log_decay = self.log_decay.clone().unsqueeze_dim::<3>(2);
+        [&self.k, &self.v, &log_decay].map(|x| x.clone().narrow(1, range.start, range.len()))
+    }
+
+    fn block(&self) -> Block {
+        let (keys, queries) = (self.k.dims()[1], self.q.dims()[2]);
+        Block { queries: keys - queries..keys, keys: 0..keys }
+    }
+}
+
+impl Power {
+    /// The lowest peak. Weights of scores that are exactly 0, ε^p, vanish below it.
+    pub(super) fn floor(&self) -> f32 {
+        self.p as f32 * EPSILON.ln() + 104.0
+    }
+
+    /// Attention over whole sequences.
+    pub(super) fn forward<B: Backend>(&self, rows: &Rows<B>) -> Tensor<B, 4> {
+        let seq_len = rows.q.dims()[2];
+        let Some(chunk) = self.chunk else { return self.attend_last(rows, None) };
+        let mut past = None;
+        let parts = (0..seq_len).step_by(chunk).map(|start| {
+            if start >= 2 * chunk {
+                let tokens = rows.tokens(start - 2 * chunk..start - chunk);
+                past = Some(self.fold(past.take(), tokens));
+            }
+            let end = (start + chunk).min(seq_len);
+            let block = Block { queries: start..end, keys: start.saturating_sub(chunk)..end };
+            self.attend(&rows.of(&block), past.as_ref())
+        });
+        Tensor::cat(parts.collect(), 2)
+    }
+
+    /// The last tokens of `rows` over all of them and `past`, which ends where they begin.
+    pub(super) fn attend_last<B: Backend>(
+        &self,
+        rows: &Rows<B>,
+        past: Option<&Past<B>>,
+    ) -> Tensor<B, 4> {
+        let [n, group, queries, _] = rows.q.dims();
+        let blocks = query_blocks(n * group, queries, rows.k.dims()[1], self.window);
+        by_query_blocks(blocks, |block| self.attend(&rows.of(&block), past))
+    }
+
+    /// The queries of `rows` over all its keys, and over `past`, which ends where those begin.
+    fn attend<B: Backend>(&self, rows: &Rows<B>, past: Option<&Past<B>>) -> Tensor<B, 4> {
+        let [n, group, queries, _] = rows.q.dims();
+        let q = fold_group(rows.q.clone());
+        let scores = q.clone().matmul(rows.k.clone().transpose());
+        let logs = self.logs(scores, rows);
+        let mut peak = logs.clone().detach().max_dim(2).clamp_min(self.floor());
+        let reach = past.map(|past| {
+            let reach = self.reach(rows);
+            let most = (past.mass.clone() + LEAST_TOTAL).log() + reach.clone().detach();
+            peak = peak.clone().max_pair(most);
+            reach
+        });
+        let weights = (logs - peak.clone()).exp();
+        let mut total = weights.clone().sum_dim(2);
+        let mut sum = weights.matmul(rows.v.clone());
+        if let (Some(past), Some(reach)) = (past, reach) {
+            let values = sum.dims()[2];
+            let factor = (reach - peak.clone()).exp();
+            let read = self.expansion.apply(&q, &past.sums) * factor.clone();
+            sum = sum + read.clone().narrow(2, 0, values);
+            // Rounding may leave a sum of even powers below 0 where it all but vanishes.
+            let least = factor.detach() * past.mass.clone() * RESOLUTION;
+            total = (total + read.narrow(2, values, 1)).max_pair(least);
+        }
+        // A sum of nothing is 0, whatever it is divided by; 1 passes no gradient on.
+        let nothing = total.clone().lower_equal_elem(LEAST_TOTAL);
+        let total = total.mask_fill(nothing, 1.0);
+        let values = sum.dims()[2];
+        (sum / total).reshape([n, group, queries, values])
+    }
+
+    /// p·ln(|s| + ε) + decay for `scores` `[rows, group · queries, keys]`.
+    fn logs<B: Backend>(&self, scores: Tensor<B, 3>, rows: &Rows<B>) -> Tensor<B, 3> {
+        let [n, group, queries, _] = rows.q.dims();
+        let keys = rows.k.dims()[1];
+        let block = rows.block();
+        let decay = decay_between(&rows.log_decay.clone().unsqueeze_dim::<3>(1), &block);
+        let hidden = hidden(&block, self.window, None, &decay.device()).expand(decay.shape());
+        let decay = decay.mask_fill(hidden, HIDDEN);
+        let powers = (scores.abs() + EPSILON).log() * self.p as f32;
+        (powers.reshape([n, group, queries, keys]) + decay).reshape([n, group * queries, keys])
+    }
+
+    /// Σ of the log decays from the first key to each query, `[rows, group · queries, 1]`.
+    fn reach<B: Backend>(&self, rows: &Rows<B>) -> Tensor<B, 3> {
+        let (block, group) = (rows.block(), rows.q.dims()[1]);
+        let sums = rows.log_decay.clone().cumsum(1);
+        for_group(sums.narrow(1, block.queries.start, block.queries.len()), group)
+    }
+
+    /// `past` and the tokens after it: k, v and log decays, `[rows, n, channels]`.
+    pub(super) fn fold<B: Backend>(
+        &self,
+        past: Option<Past<B>>,
+        [k, v, log_decay]: [Tensor<B, 3>; 3],
+    ) -> Past<B> {
+        let weight = sums_after(log_decay.clone(), 1).exp();
+        let ones = weight.ones_like();
+        let sums = self.expansion.collect(&k, &(Tensor::cat(vec![v, ones], 2) * weight.clone()));
+        let k = k.detach();
+        let powers = (k.clone() * k).sum_dim(2).powi_scalar(self.p as i32 / 2);
+        let mass = (powers * weight.detach()).sum_dim(1);
+        match past {
+            None => Past { sums, mass },
+            Some(past) => {
+                let kept = log_decay.sum_dim(1).exp();
+                Past {
+                    sums: past.sums * kept.clone() + sums,
+                    mass: past.mass * kept.detach() + mass,
+                }
+            }
+        }
+    }
+}

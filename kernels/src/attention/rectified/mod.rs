@@ -1,0 +1,134 @@
+//! What the rectified variants share: rows of max(s − τ, 0)^p, normalised queries and keys, and
+//! the difference of two views.
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Bool, Tensor};
+use longwall_config::Problems;
+
+use super::rowwise::{Weights, positive, power};
+use super::{AttentionShape, DocumentStarts};
+use crate::attention::blocks::places_in_documents;
+use crate::backend::{Op, primitive, tensor};
+use crate::ops::rms_norm::RmsNorm;
+
+/// a_ij = max(S_ij, 0)^p, where the scores already have the threshold subtracted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rectified {
+    /// p, at least 1.
+    pub power: u32,
+}
+
+impl Weights for Rectified {
+    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+        power(positive(scores, hidden), self.power)
+    }
+
+    /// dS = p · max(S, 0)^(p−1) · dW. At S = 0, no survivor, it is 0 for p = 1 too.
+    fn pull_back<B: Backend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+        d_weights: Tensor<B, 4>,
+    ) -> [Tensor<B, 4>; 2] {
+        let rest = positive(scores, hidden);
+        if self.power == 1 {
+            let none = rest.clone().equal_elem(0.0);
+            return [rest, d_weights.mask_fill(none, 0.0)];
+        }
+        let slope = power(rest.clone(), self.power - 1);
+        let d_scores = d_weights * slope.clone() * self.power as f32;
+        [slope * rest, d_scores]
+    }
+}
+
+/// Added to Σ x² / head_dim under the root of the L2 norm: a vector of zeros stays one, with a
+/// finite gradient.
+const L2_EPSILON: f32 = 1e-12;
+
+/// Added to the mean square by the RMS norm of outputs: a row of zeros stays one.
+const NORM_EPSILON: f32 = 1e-6;
+
+/// The largest power: with weights below 1, higher ones leave f32's range within a few keys.
+const LARGEST_POWER: u32 = 16;
+
+/// x / ‖x‖₂ over the last dimension: the RMS norm with weights 1/√head_dim.
+pub fn l2_normalise<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+    let head_dim = x.dims()[3];
+    let weight = Tensor::full([head_dim], 1.0 / (head_dim as f32).sqrt(), &x.device());
+    plain_rms_norm(x, weight, L2_EPSILON)
+}
+
+/// The RMS norm of outputs, with the learned `weight` `[value_dim]`.
+pub fn normalise_outputs<B: Backend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) -> Tensor<B, 4> {
+    plain_rms_norm(o, weight, NORM_EPSILON)
+}
+
+/// The RMS norm in plain operations, which divide by the root: the kernels multiply by its rounded
+/// inverse. A threshold subtracts from what is almost as large, and a row with one survivor has its
+/// gradient cancel in the norm; there the second rounding shows.
+fn plain_rms_norm<B: Backend>(x: Tensor<B, 4>, weight: Tensor<B, 1>, eps: f32) -> Tensor<B, 4> {
+    tensor(RmsNorm { eps }.reference::<B>([primitive(x), primitive(weight)], &[]))
+}
+
+/// τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim) with i the place in the document, 0 where the
+/// logarithm is negative (Huang et al., 2026, equation 1 and appendix C).
+///
+/// - `beta`: `[1]`
+/// - `queries`, `first`: the number of queries, and the position of the first
+///
+/// Returns `[batch or 1, queries]`. The root is of constants: β's gradient is finite everywhere,
+/// and 0 for rows without a threshold.
+pub fn thresholds<B: Backend>(
+    shape: &AttentionShape,
+    kappa: f32,
+    beta: Tensor<B, 1>,
+    queries: usize,
+    first: usize,
+    documents: &DocumentStarts<B>,
+) -> Tensor<B, 2> {
+    let places = places_in_documents(queries, first, documents.as_ref(), &beta.device());
+    let log = ((places + 1.0) / kappa).log().clamp_min(0.0);
+    (log * (2.0 / shape.head_dim as f32)).sqrt() * beta.reshape([1, 1])
+}
+
+/// Records what is wrong with a table's keys `p`, `kappa` and `beta`; `key` is the table's path.
+pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &mut Problems) {
+    problems.check(
+        (1..=LARGEST_POWER).contains(&p),
+        format!("{key}.p"),
+        p,
+        format!("a whole number from 1 to {LARGEST_POWER}"),
+        "set p = 2",
+    );
+    for (name, value) in [("kappa", kappa), ("beta", beta)] {
+        problems.check(
+            value > 0.0 && value.is_finite(),
+            format!("{key}.{name}"),
+            value,
+            "a number above 0",
+            format!("set {name} = 1.0"),
+        );
+    }
+}
+
+/// `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`: the values that both views share.
+pub fn for_both_views<B: Backend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
+    Tensor::cat(vec![v.clone(), v], 1)
+}
+
+/// O⁽¹⁾ − λ O⁽²⁾ from the outputs of both views, `[batch, 2 · heads, …]` to `[batch, heads, …]`;
+/// `lambda` is `[1]`.
+pub fn difference<B: Backend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor<B, 4> {
+    let heads = o.dims()[1] / 2;
+    o.clone().narrow(1, 0, heads) - o.narrow(1, heads, heads) * lambda.reshape([1, 1, 1, 1])
+}
+
+/// Start of a learned λ.
+pub const LAMBDA_START: f32 = 0.5;
+
+/// λ clamped to [0, 1]. The gradient passes as if it were not clamped: with a clamp's own gradient,
+/// 0 outside, a λ that stepped out of the range would never move again.
+pub fn clamp_lambda<B: Backend>(lambda: Tensor<B, 1>) -> Tensor<B, 1> {
+    let correction = lambda.clone().clamp(0.0, 1.0) - lambda.clone();
+    lambda + correction.detach()
+}

@@ -1,0 +1,98 @@
+//! Rectified linear attention, ReLA (Zhang et al., "Sparse attention with linear units", 2021), in
+//! the form that Huang et al. (2026, §3) give it:
+//!
+//! a_ij = max(scale · q_iᵀk_j, 0), o_i = LayerNorm(Σ_{j≤i} a_ij v_j).
+//!
+//! Weights do not sum to 1, and most are exactly 0.
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
+//! | `norm_bias` | head_dim | 0 |
+//!
+//! Where the sources disagree: Zhang et al. put a gated RMS norm over all heads' channels in the
+//! norm's place; here it is Huang et al.'s layer norm, over a head's channels like the norms of the
+//! other variants, which adds 10⁻⁵ to the variance. A row without a positive score gives the norm's
+//! bias.
+//!
+//! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cached::Cached;
+use super::rectified::Rectified;
+use super::rotation::{Rotation, Scaling, rotate};
+use super::rowwise::{Rowwise, rowwise};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use crate::backend::OpBackend;
+use crate::ops::layer_norm::layer_norm;
+
+/// Added to the variance by the layer norm.
+const NORM_EPSILON: f32 = 1e-5;
+
+/// `[model.attention]` with `kind = "rela"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "rectified linear attention, ReLA (Zhang et al., 2021)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let head_dim = shape.head_dim;
+        vec![
+            Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
+            Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
+        ]
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        _first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [norm, bias] = parameters else { panic!("2 parameters, not {parameters:?}") };
+        let weights = Rectified { power: 1 };
+        let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
+        let o = rowwise(&op, q, k, v, None, documents);
+        layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
+    }
+}

@@ -1,0 +1,33 @@
+//! This variant's cases for the conformance suite.
+
+use super::Config;
+use crate::attention::AttentionShape;
+use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::rowwise::oracles::{dot, layer_norm, rows, weighted};
+use crate::testing::Oracle;
+
+impl Conformance for Config {
+    const SEED: u64 = 1;
+
+    fn cases() -> Vec<Self> {
+        vec![Config::default(), Config { rope: false, ..Config::default() }]
+    }
+
+    /// A norm follows, so that the weight of a single key does not matter.
+    fn gradient_sizes() -> [Sizes; 3] {
+        NO_SINGLE_TOKEN
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v, norm, bias] = inputs else { panic!("q, k, v and the norm") };
+        let [q, k] = [q, k].map(|x| match self.rope {
+            true => rotated(x, self.theta, shape.head_dim),
+            false => x.clone(),
+        });
+        let root = (shape.head_dim as f64).sqrt();
+        let o = weighted(shape, v, documents, |b, h, i, keys| {
+            keys.map(|j| (dot(shape, [&q, &k], [0, b, h, i, j]) / root).max(0.0)).collect()
+        });
+        rows(&o, |row| layer_norm(row, norm, bias, 1e-5))
+    }
+}

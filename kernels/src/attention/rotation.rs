@@ -1,0 +1,169 @@
+//! Rotary positions, as the variants configure them.
+
+use burn::tensor::{Int, Tensor};
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::DocumentStarts;
+use crate::backend::OpBackend;
+use crate::ops::rotary::rotary;
+
+/// How rotary angles change for contexts longer than those trained on.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Scaling {
+    /// Not at all.
+    None {},
+    /// NTK-aware: θ ← θ · factor^(d/(d−2)), which stretches slow channels by `factor` and leaves
+    /// the fastest alone (bloc97, 2023).
+    Ntk {
+        /// Ratio of the wanted context to the trained one, at least 1.
+        factor: f64,
+    },
+}
+
+/// q or k rotated as positions `first`, `first` + 1, …, or as it is without a rotation.
+pub fn rotate<B: OpBackend>(
+    rotation: Option<Rotation>,
+    x: Tensor<B, 4>,
+    first: usize,
+) -> Tensor<B, 4> {
+    match rotation {
+        Some(rotation) => rotation.apply(x, first),
+        None => x,
+    }
+}
+
+/// Rotary positions of q and k: the channel pairs (n, n + dims/2) turn by t · θ^(−2n/dims), the
+/// half-split pairing of GPT-NeoX and Llama.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotation {
+    /// θ, above 1.
+    pub theta: f64,
+    /// Share of a head's channels that rotate, in (0, 1].
+    pub fraction: f64,
+    /// Change of the angles for long contexts.
+    pub scaling: Scaling,
+}
+
+impl Rotation {
+    /// Of every channel, for the trained length.
+    pub fn new(theta: f64) -> Self {
+        Rotation { theta, fraction: 1.0, scaling: Scaling::None {} }
+    }
+
+    /// Channels that rotate: an even number.
+    pub fn dims(&self, head_dim: usize) -> usize {
+        (head_dim as f64 * self.fraction / 2.0).round() as usize * 2
+    }
+
+    /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions `first`, `first` + 1, ….
+    ///
+    /// Scores depend on distances alone, so packed documents need no positions of their own.
+    pub fn apply<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        let dims = self.dims(x.dims()[3]);
+        let theta = match self.scaling {
+            Scaling::None {} => self.theta,
+            Scaling::Ntk { factor } => {
+                let d = dims as f64;
+                self.theta * factor.powf(d / (d - 2.0).max(1.0))
+            }
+        };
+        rotary(x, first, theta, dims)
+    }
+
+    /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions that start from 0 in every
+    /// document: for scores that depend on more than the distance.
+    pub fn apply_in_documents<B: OpBackend>(
+        &self,
+        x: Tensor<B, 4>,
+        documents: &DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let Some(starts) = documents else { return self.apply(x, 0) };
+        let ([batch, _, seq_len, head_dim], device) = (x.dims(), x.device());
+        let half = self.dims(head_dim) / 2;
+        // Rotating the first axis of every pair gives the cosine and sine of each position.
+        let axis = Tensor::cat(
+            vec![
+                Tensor::<B, 4>::ones([1, 1, seq_len, half], &device),
+                Tensor::zeros([1, 1, seq_len, head_dim - half], &device),
+            ],
+            3,
+        );
+        let rows = self.apply(axis, 0).reshape([seq_len, head_dim]);
+        let at = Tensor::<B, 1, Int>::arange(0..seq_len as i64, &device).cast(starts.dtype());
+        let at = at.reshape([1, seq_len]).expand([batch, seq_len]) - starts.clone();
+        let rows = rows.select(0, at.reshape([batch * seq_len]));
+        let rows = rows.reshape([batch, 1, seq_len, head_dim]);
+        let [cos, sin] = [0, half].map(|first| rows.clone().narrow(3, first, half));
+        let [a, b] = [0, half].map(|first| x.clone().narrow(3, first, half));
+        let first = a.clone() * cos.clone() - b.clone() * sin.clone();
+        let mut parts = vec![first, b * cos + a * sin];
+        if 2 * half < head_dim {
+            parts.push(x.narrow(3, 2 * half, head_dim - 2 * half));
+        }
+        Tensor::cat(parts, 3)
+    }
+
+    /// Records what is wrong for heads of `head_dim` channels; `key` is the path of the variant's
+    /// table, `without` the setting there that does without rotary positions.
+    pub fn validate(&self, key: &str, without: &str, head_dim: usize, problems: &mut Problems) {
+        problems.check(
+            self.theta > 1.0 && self.theta.is_finite(),
+            format!("{key}.theta"),
+            self.theta,
+            "a number above 1",
+            "set theta = 10000",
+        );
+        problems.check(
+            self.fraction > 0.0 && self.fraction <= 1.0 && self.dims(head_dim) >= 2,
+            format!("{key}.rotary_fraction"),
+            self.fraction,
+            "above 0, at most 1, and at least one pair of channels",
+            format!("set rotary_fraction = 1.0, or {without}"),
+        );
+        problems.check(
+            head_dim.is_multiple_of(2),
+            "model.head_dim",
+            head_dim,
+            "an even number with rotary positions",
+            format!("set {key}.{without}, or choose an even width / heads"),
+        );
+        if let Scaling::Ntk { factor } = self.scaling {
+            problems.check(
+                factor >= 1.0 && factor.is_finite(),
+                format!("{key}.scaling.factor"),
+                factor,
+                "a number of at least 1",
+                "set it to the wanted context length / the trained one",
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Flex;
+    use burn::tensor::{Distribution, TensorData};
+
+    use super::*;
+
+    #[test]
+    fn positions_start_again_in_every_document() {
+        let device = Default::default();
+        let rotation = Rotation { fraction: 0.5, ..Rotation::new(100.0) };
+        let x = Tensor::<Flex, 4>::random([2, 3, 7, 8], Distribution::Default, &device);
+        let starts = TensorData::new(vec![0, 0, 0, 3, 3, 3, 3, 0, 1, 1, 1, 1, 1, 6], [2, 7]);
+        let got = rotation.apply_in_documents(x.clone(), &Some(Tensor::from_data(starts, &device)));
+        let part = |row, first, n| x.clone().narrow(0, row, 1).narrow(2, first, n);
+        let join = |parts: &[(usize, usize, usize)]| {
+            let parts = parts.iter().map(|&(row, first, n)| rotation.apply(part(row, first, n), 0));
+            Tensor::cat(parts.collect(), 2)
+        };
+        let rows = vec![join(&[(0, 0, 3), (0, 3, 4)]), join(&[(1, 0, 1), (1, 1, 5), (1, 6, 1)])];
+        let values = |x: Tensor<Flex, 4>| x.into_data().to_vec::<f32>().unwrap();
+        for (got, want) in values(got).iter().zip(values(Tensor::cat(rows, 0))) {
+            assert!((got - want).abs() < 1e-6, "{got} where {want} is right");
+        }
+    }
+}

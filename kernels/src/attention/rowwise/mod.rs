@@ -1,0 +1,250 @@
+//! The core of the variants whose weights are some other function of a query's row of scores than
+//! softmax:
+//!
+//! S_ij = scale · q_iᵀk_j − offset_i, o_i = Σ_j f(S_i)_j v_j,
+//!
+//! over the keys j ≤ i inside the window and the document of i. A variant supplies f and its
+//! gradient, a few tensor operations each ([`Weights`]); blocks of queries, masks, grouped heads
+//! and the gradients of q, k, v and the offsets are here.
+//!
+//! On the CPU, when the scores do not fit into one block, the backward pass computes them again
+//! block by block: what is kept of the forward pass grows with seq_len, not with its square.
+
+mod gradients;
+#[cfg(test)]
+pub mod oracles;
+#[cfg(test)]
+mod tests;
+
+use std::fmt::Debug;
+
+use burn::backend::Flex;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{Bool, Int, Tensor};
+use burn_flex::FlexTensor;
+
+use super::DocumentStarts;
+use super::blocks::{
+    Block, by_query_blocks, hidden, positions, query_blocks, repeat_heads, sum_groups,
+};
+use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
+use crate::ops::activation::Activation;
+
+/// How a query's row of scores becomes the weights of its keys.
+///
+/// Shapes are `[batch, heads, queries, keys]` throughout. `hidden` is true where the query must not
+/// see the key; scores there are finite but meaningless, and weights must be 0.
+pub trait Weights: Clone + Debug + Send + Sync + 'static {
+    /// Whether a query's own key is among those it sees.
+    const SEES_ITSELF: bool = true;
+
+    /// The weights, differentiable by autodiff.
+    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4>;
+
+    /// The weights, and the gradient of the scores for `d_weights`, that of the weights.
+    fn pull_back<B: Backend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+        d_weights: Tensor<B, 4>,
+    ) -> [Tensor<B, 4>; 2];
+}
+
+/// The core's settings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rowwise<W> {
+    /// f.
+    pub weights: W,
+    /// Factor on q·k.
+    pub scale: f32,
+    /// With a window w, a query sees its own key and the w − 1 before it.
+    pub window: Option<usize>,
+}
+
+/// The core.
+///
+/// - `q`: `[batch, heads, queries, head_dim]`
+/// - `k`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query
+///   i stands at position keys − queries + i
+/// - `v`: `[batch, kv_heads, keys, value_dim]`
+/// - `offsets`: `[batch or 1, queries]`, subtracted from the scores of a query
+/// - `documents`: `[batch, keys]`
+///
+/// Returns `[batch, heads, queries, value_dim]`.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub fn rowwise<B: OpBackend, W: Weights>(
+    op: &Rowwise<W>,
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    offsets: Option<Tensor<B, 2>>,
+    documents: DocumentStarts<B>,
+) -> Tensor<B, 4> {
+    let [[batch, heads, queries, head_dim], [_, kv_heads, keys, value_dim]] = [q.dims(), v.dims()];
+    assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
+    assert_eq!(v.dims(), [batch, kv_heads, keys, value_dim], "shape of v for k {:?}", k.dims());
+    assert!(heads % kv_heads == 0, "{kv_heads} kv_heads must divide {heads} heads");
+    assert!(keys >= queries, "{queries} queries but only {keys} keys");
+    let ints = documents.into_iter().map(Tensor::into_primitive).collect();
+    let (q, k, v) = (primitive(q), primitive(k), primitive(v));
+    tensor(match offsets {
+        None => B::run(op, [q, k, v], ints),
+        Some(offsets) => B::run(op, [q, k, v, primitive(offsets)], ints),
+    })
+}
+
+/// The inputs as tensors: q, k, v, the offsets, the document starts.
+struct Inputs<B: Backend> {
+    q: Tensor<B, 4>,
+    k: Tensor<B, 4>,
+    v: Tensor<B, 4>,
+    offsets: Option<Tensor<B, 2>>,
+    documents: Option<Tensor<B, 2, Int>>,
+}
+
+impl<B: Backend> Inputs<B> {
+    fn new<const N: usize>(inputs: [FloatTensor<B>; N], ints: &[IntTensor<B>]) -> Self {
+        let documents = ints.first().map(|starts| int_tensor(starts.clone()));
+        let mut inputs = inputs.into_iter();
+        let mut next = || inputs.next().expect("q, k and v");
+        let (q, k, v) = (tensor(next()), tensor(next()), tensor(next()));
+        Inputs { q, k, v, offsets: inputs.next().map(tensor), documents }
+    }
+
+    fn keys(&self) -> usize {
+        self.k.dims()[2]
+    }
+
+    /// Query heads that share one key head.
+    fn group(&self) -> usize {
+        self.q.dims()[1] / self.k.dims()[1]
+    }
+}
+
+impl<W: Weights> Rowwise<W> {
+    fn blocks<B: Backend>(&self, inputs: &Inputs<B>) -> impl Iterator<Item = Block> + use<B, W> {
+        let [batch, heads, queries, _] = inputs.q.dims();
+        query_blocks(batch * heads, queries, inputs.keys(), self.window)
+    }
+
+    /// A block's queries, times the scale.
+    fn queries<B: Backend>(&self, inputs: &Inputs<B>, block: &Block) -> Tensor<B, 4> {
+        block.queries_of(&inputs.q, inputs.keys()) * self.scale
+    }
+
+    /// A block's scores for its queries and keys, both with all `heads`, and what they hide.
+    fn scores<B: Backend>(
+        &self,
+        inputs: &Inputs<B>,
+        block: &Block,
+        [q, k]: [&Tensor<B, 4>; 2],
+    ) -> (Tensor<B, 4>, Tensor<B, 4, Bool>) {
+        let device = q.device();
+        let mut scores = q.clone().matmul(k.clone().transpose());
+        if let Some(offsets) = &inputs.offsets {
+            let first = inputs.keys() - inputs.q.dims()[2];
+            let queries = block.queries.len();
+            let offsets = offsets.clone().narrow(1, block.queries.start - first, queries);
+            let [batch, heads, ..] = q.dims();
+            let rows = offsets.dims()[0];
+            // Repeated for every row of scores: other ways to broadcast them are slower.
+            let offsets = offsets.reshape([rows, 1, queries, 1]).repeat_dim(1, heads);
+            scores = scores - offsets.repeat_dim(0, batch / rows);
+        }
+        let mut hidden = hidden(block, self.window, inputs.documents.as_ref(), &device);
+        if !W::SEES_ITSELF {
+            let [i, j] = positions::<B>(block, &device);
+            hidden = hidden.clone().bool_or(i.equal(j).expand(hidden.dims()));
+        }
+        let shape = scores.dims();
+        (scores, hidden.expand(shape))
+    }
+
+    fn attend<B: Backend>(&self, inputs: &Inputs<B>) -> Tensor<B, 4> {
+        let group = inputs.group();
+        let k = repeat_heads(inputs.k.clone(), group);
+        let v = repeat_heads(inputs.v.clone(), group);
+        by_query_blocks(self.blocks(inputs), |block| {
+            let q = self.queries(inputs, &block);
+            let (scores, hidden) = self.scores(inputs, &block, [&q, &block.keys_of(&k)]);
+            self.weights.weigh(scores, hidden).matmul(block.keys_of(&v))
+        })
+    }
+
+    /// As [`Op::cpu_forward`]. Where a gradient is wanted and the scores are more than one block,
+    /// keeps the inputs alone; else there is no kernel, and autodiff keeps the scores.
+    fn forward<const N: usize>(
+        &self,
+        inputs: &[FlexTensor; N],
+        ints: &[FlexTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<FlexTensor>> {
+        let tensors = Inputs::<Flex>::new(inputs.clone(), ints);
+        let large = self.blocks(&tensors).nth(1).is_some();
+        (large && needs.contains(&true)).then(|| {
+            let output = primitive(self.attend(&tensors));
+            Forward { output, saved: inputs.to_vec() }
+        })
+    }
+}
+
+/// The operation for q, k, v (3 inputs), and the offsets (4).
+macro_rules! operation {
+    ($inputs:literal) => {
+        impl<W: Weights> Op<$inputs> for Rowwise<W> {
+            fn reference<B: Backend>(
+                &self,
+                inputs: [FloatTensor<B>; $inputs],
+                ints: &[IntTensor<B>],
+            ) -> FloatTensor<B> {
+                primitive(self.attend(&Inputs::<B>::new(inputs, ints)))
+            }
+
+            fn cpu_forward(
+                &self,
+                inputs: &[FlexTensor; $inputs],
+                ints: &[FlexTensor],
+                needs: [bool; $inputs],
+            ) -> Option<Forward<FlexTensor>> {
+                self.forward(inputs, ints, needs)
+            }
+
+            fn cpu_backward(
+                &self,
+                saved: Vec<FlexTensor>,
+                ints: &[FlexTensor],
+                grad: FlexTensor,
+                _needs: [bool; $inputs],
+            ) -> [Option<FlexTensor>; $inputs] {
+                self.backward(saved, ints, grad)
+            }
+        }
+    };
+}
+
+operation!(3);
+operation!(4);
+
+/// max(x, 0), and 0 where `hidden`; a NaN stays a NaN.
+pub fn positive<B: Backend>(x: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    let none = x.clone().lower_equal_elem(0.0);
+    x.mask_fill(none, 0.0).mask_fill(hidden, 0.0)
+}
+
+/// xᵖ for p ≥ 1, by repeated squaring.
+pub fn power<B: Backend>(x: Tensor<B, 4>, p: u32) -> Tensor<B, 4> {
+    if p == 1 {
+        return x;
+    }
+    let half = power(x.clone(), p / 2);
+    let square = half.clone() * half;
+    if p.is_multiple_of(2) { square } else { square * x }
+}
+
+/// ln σ(x), which neither overflows nor cancels.
+pub fn log_sigmoid<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+    tensor(Activation::LogSigmoid.reference::<B>([primitive(x)], &[]))
+}

@@ -1,0 +1,79 @@
+//! What the oracles of several variants share, in f64 and by definition.
+
+use std::ops::Range;
+
+use crate::attention::AttentionShape;
+use crate::testing::Oracle;
+
+/// Σ_j weight_j v_j, where `weights(b, h, i, keys)` gives the weights of the keys that query i of
+/// head h in row b sees.
+pub fn weighted(
+    shape: &AttentionShape,
+    v: &Oracle,
+    documents: &[Vec<usize>],
+    weights: impl Fn(usize, usize, usize, Range<usize>) -> Vec<f64>,
+) -> Oracle {
+    let [batch, kv_heads, seq_len, value_dim] = v.shape[..] else { panic!("v has 4 dimensions") };
+    let group = shape.heads / kv_heads;
+    let mut data = vec![];
+    for (b, documents) in documents.iter().enumerate() {
+        for h in 0..shape.heads {
+            for i in 0..seq_len {
+                let window = shape.window.map_or(0, |w| (i + 1).saturating_sub(w));
+                let keys = documents[i].max(window)..i + 1;
+                let weights = weights(b, h, i, keys.clone());
+                data.extend((0..value_dim).map(|n| -> f64 {
+                    let value = |j: usize| v.at(&[b, h / group, j, n]);
+                    weights.iter().zip(keys.clone()).map(|(a, j)| a * value(j)).sum()
+                }));
+            }
+        }
+    }
+    Oracle::new(&[batch, shape.heads, seq_len, value_dim], data)
+}
+
+/// q_iᵀk_j of head h in a view.
+pub fn dot(shape: &AttentionShape, [q, k]: [&Oracle; 2], [view, b, h, i, j]: [usize; 5]) -> f64 {
+    let group = shape.heads / shape.kv_heads;
+    let (query_head, key_head) = (view * shape.heads + h, view * shape.kv_heads + h / group);
+    (0..shape.head_dim).map(|n| q.at(&[b, query_head, i, n]) * k.at(&[b, key_head, j, n])).sum()
+}
+
+/// As [`dot`], of the vectors divided by their lengths.
+pub fn cosine(shape: &AttentionShape, [q, k]: [&Oracle; 2], at: [usize; 5]) -> f64 {
+    let [view, b, h, i, j] = at;
+    let group = shape.heads / shape.kv_heads;
+    let norm = |x: &Oracle, head: usize, t: usize| -> f64 {
+        (0..shape.head_dim).map(|n| x.at(&[b, head, t, n]).powi(2)).sum::<f64>().sqrt()
+    };
+    let query = norm(q, view * shape.heads + h, i);
+    dot(shape, [q, k], at) / query / norm(k, view * shape.kv_heads + h / group, j)
+}
+
+/// exp(s_j) / Σ exp(s).
+pub fn softmax(scores: &[f64]) -> Vec<f64> {
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    scores.iter().map(|s| (s - max).exp() / total).collect()
+}
+
+/// Each row of the last dimension through `f`.
+pub fn rows(x: &Oracle, f: impl Fn(&[f64]) -> Vec<f64>) -> Oracle {
+    let width = x.shape[x.shape.len() - 1];
+    Oracle::new(&x.shape, x.data.chunks_exact(width).flat_map(f).collect())
+}
+
+/// The RMS norm of a row.
+pub fn rms_norm(row: &[f64], weight: &Oracle, eps: f64) -> Vec<f64> {
+    let square = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+    row.iter().zip(&weight.data).map(|(x, w)| x / (square + eps).sqrt() * w).collect()
+}
+
+/// The layer norm of a row.
+pub fn layer_norm(row: &[f64], weight: &Oracle, bias: &Oracle, eps: f64) -> Vec<f64> {
+    let mean = row.iter().sum::<f64>() / row.len() as f64;
+    let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / row.len() as f64;
+    let scaled =
+        row.iter().zip(&weight.data).map(|(x, w)| (x - mean) / (variance + eps).sqrt() * w);
+    scaled.zip(&bias.data).map(|(x, b)| x + b).collect()
+}

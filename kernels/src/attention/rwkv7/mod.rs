@@ -1,0 +1,302 @@
+//! RWKV-7's time mix (Peng et al., "RWKV-7 Goose with expressive dynamic state evolution", 2025,
+//! section 4.1, equations 4 to 22; the numbers below are the paper's).
+//!
+//! q plays the receptance r. Vectors are rows, as in the paper; per key head:
+//!
+//! - d = tanh(x W₁) W₂ + bias, w = exp(−e^−½ σ(d)), in (0.545, 1): the decay (11, 12)
+//! - a = σ(x W₁ W₂ + bias): the in-context learning rate (4)
+//! - κ = k ⊙ ξ, κ̂ = κ / ‖κ‖₂: the removal key (6, 15)
+//! - k̃ = k ⊙ (1 + (a − 1) ⊙ α): the replacement key (7)
+//! - S_t = S_{t−1} (diag(w_t) − κ̂_tᵀ (a_t ⊙ κ̂_t)) + v_tᵀ k̃_t, from S = 0 (16, 17)
+//!
+//! and per query head:
+//!
+//! - u = (Σ_n r_n ρ_n k̃_n) v: the bonus (20)
+//! - p = norm(r S_tᵀ) + u, a layer norm of the head with scale and bias (21)
+//! - o = g ⊙ p with g = σ(x W₁) W₂ (14, 22)
+//!
+//! There is no softmax scale, no position and no window: a state that decays has none to limit.
+//! Token shift (3) and the values' residual (8 to 10) are the block's.
+//!
+//! | vector | elements | start |
+//! |---|---|---|
+//! | bias of d, channel n of N, layer l of L | kv_heads · head_dim | −6.5 + 5 (n/(N−1))^(0.85 + √(l/(L−1))) |
+//! | bias of a | kv_heads · head_dim | 0 |
+//! | ξ, α | kv_heads · head_dim | 0.85, 1 |
+//! | ρ | heads · head_dim | 0 |
+//! | norm's scale, bias | heads · value_dim | ((l+1)/L)^0.7, 0 |
+//!
+//! The paper gives ranks by width (Table 16). The starts above are those of earlier released training
+//! code (its newest version differs), which starts W₁ at 0 and W₂ orthogonal; here the layer starts
+//! all its matrices alike. The norm's eps is head_dim · 10⁻⁵, the released
+//! models' 64 · 10⁻⁵ at their head_dim of 64. A key of norm 0 has no direction: ‖κ‖ is taken as
+//! √(Σκ² + 10⁻¹²). With grouped heads, which the paper does not have, everything that belongs to k
+//! and v exists once per key head; r, ρ, the norm and g once per query head.
+//!
+//! Decoding keeps S alone: kv_heads · head_dim · value_dim elements, however many tokens, and a
+//! token costs a few multiply-adds per element.
+
+mod masks;
+mod recurrence;
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::{Tensor, activation::sigmoid};
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use self::recurrence::{Weights, wkv};
+use super::{
+    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start,
+    Variant,
+};
+use crate::backend::OpBackend;
+use crate::ops::layer_norm::layer_norm;
+
+/// e^−½: the strongest decay of a step is exp(−e^−½).
+const STRONGEST: f64 = 0.606_530_659_712_633_4;
+
+/// Added to the square of a removal key's norm.
+const KEY_EPS: f64 = 1e-12;
+
+/// The group norm's eps per channel of a head.
+const NORM_EPS: f32 = 1e-5;
+
+/// `[model.attention]` with `kind = "rwkv7"`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Inner channels of the decay's projection, 1 to `width`; default 1.8 · √width, rounded to a
+    /// multiple of 32, at least 32 and at most `width`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_rank: Option<usize>,
+    /// Inner channels of the learning rate's projection, 1 to `width`; default as `decay_rank`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate_rank: Option<usize>,
+    /// Inner channels of the output gate's projection, 1 to `width`; default 0.6 · width^0.8,
+    /// rounded in the same way, but 128 for a width of 1024.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gate_rank: Option<usize>,
+}
+
+/// The state S of every key head.
+#[derive(Clone, Debug)]
+pub struct State<B: OpBackend> {
+    /// Sᵀ, `[batch, kv_heads, head_dim, value_dim]`; `None` before the first token.
+    wkv: Option<Tensor<B, 4>>,
+}
+
+impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        self.wkv.as_ref().map_or(0, |x| x.shape().num_elements())
+    }
+}
+
+/// Table 16's ranks: `channels` to the nearest multiple of 32, at least 32, at most `width`.
+fn rank(channels: f64, width: usize) -> usize {
+    (((channels / 32.0).round() as usize).max(1) * 32).min(width)
+}
+
+impl Config {
+    fn decay_rank(&self, width: usize) -> usize {
+        self.decay_rank.unwrap_or_else(|| rank(1.8 * (width as f64).sqrt(), width))
+    }
+
+    fn rate_rank(&self, width: usize) -> usize {
+        self.rate_rank.unwrap_or_else(|| rank(1.8 * (width as f64).sqrt(), width))
+    }
+
+    fn gate_rank(&self, width: usize) -> usize {
+        self.gate_rank.unwrap_or_else(|| match width {
+            // The formula, which gives the table's other rows, would say 160.
+            1024 => 128,
+            _ => rank(0.6 * (width as f64).powf(0.8), width),
+        })
+    }
+
+    /// Outputs of the tokens after those in `state`, and the state after them.
+    ///
+    /// All but the recurrence happens in the memory order of the layer's projections,
+    /// `[batch, seq_len, heads · channels]`: there and in the gradient, the learned vectors then
+    /// meet whole rows.
+    fn run<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        state: Option<Tensor<B, 4>>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let Inputs { q, k, v, projections, parameters } = inputs;
+        let [d, rate, gate] = &projections[..] else { panic!("decay, learning rate and gate") };
+        let [xi, alpha, rho, scale, bias] = &parameters[..] else { panic!("five vectors") };
+        let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+        let row = |x: &Tensor<B, 1>| x.clone().reshape([1, 1, -1]);
+
+        let [r, k] = [q.clone(), k].map(by_token);
+        let rate = sigmoid(rate.clone());
+        let key = k.clone() * ((rate.clone() - 1.0) * row(alpha) + 1.0);
+        let removal = unit_heads(k * row(xi), kv_heads);
+        let weights = Weights {
+            r: q,
+            log_decay: by_head(sigmoid(d.clone()) * -STRONGEST, kv_heads),
+            correction: by_head(rate * removal.clone(), kv_heads),
+            removal: by_head(removal, kv_heads),
+            key: by_head(key.clone(), kv_heads),
+            v: v.clone(),
+        };
+        let (o, state) = wkv(weights, documents, state);
+
+        let ones = Tensor::ones([o.dims()[3]], &o.device());
+        let o = by_token(layer_norm(o, ones, None, NORM_EPS * shape.head_dim as f32));
+        let weight = r * repeat(key, kv_heads, shape.group()) * row(rho);
+        let v = repeat(by_token(v), kv_heads, shape.group());
+        let o = o * row(scale) + row(bias) + times_head_sums(v, weight, heads);
+        (by_head(o * gate.clone(), heads), state)
+    }
+}
+
+/// `[batch, heads, seq_len, channels]` to `[batch, seq_len, heads · channels]`.
+fn by_token<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
+    let [batch, heads, seq_len, channels] = x.dims();
+    x.swap_dims(1, 2).reshape([batch, seq_len, heads * channels])
+}
+
+/// `[batch, seq_len, heads · channels]` to `[batch, heads, seq_len, channels]`.
+fn by_head<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
+    let [batch, seq_len, features] = x.dims();
+    x.reshape([batch, seq_len, heads, features / heads]).swap_dims(1, 2)
+}
+
+/// Each head of `[batch, seq_len, heads · channels]`, divided by its norm.
+fn unit_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
+    let [batch, seq_len, features] = x.dims();
+    let x = x.reshape([batch, seq_len, heads, features / heads]);
+    let square = (x.clone() * x.clone()).sum_dim(3);
+    (x / (square + KEY_EPS).sqrt()).reshape([batch, seq_len, features])
+}
+
+/// `[batch, seq_len, heads · channels]`, each head `group` times in a row.
+fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B, 3> {
+    if group == 1 {
+        return x;
+    }
+    let [batch, seq_len, features] = x.dims();
+    x.reshape([batch, seq_len, heads, 1, features / heads])
+        .repeat_dim(3, group)
+        .reshape([batch, seq_len, group * features])
+}
+
+/// Each head of `x`, times the sum over the same head of `weight`; both are
+/// `[batch, seq_len, heads · channels]`, with channels of their own.
+fn times_head_sums<B: OpBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 3>,
+    heads: usize,
+) -> Tensor<B, 3> {
+    let [batch, seq_len, features] = x.dims();
+    let [x, weight] = [x, weight].map(|x| {
+        let channels = x.dims()[2] / heads;
+        x.reshape([batch, seq_len, heads, channels])
+    });
+    (x * weight.sum_dim(3)).reshape([batch, seq_len, features])
+}
+
+/// The decay's bias: slow channels first, and a faster rise in deeper layers.
+fn decay_start(shape: &AttentionShape) -> Start {
+    let channels = shape.kv_heads * shape.head_dim;
+    let depth = shape.layer as f64 / (shape.layers.max(2) - 1) as f64;
+    let power = 0.85 + depth.sqrt();
+    let place = |n: usize| n as f64 / (channels.max(2) - 1) as f64;
+    Start::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    const SOURCE: &'static str = "RWKV-7's time mix (Peng et al., 2025)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        let ranks = [
+            ("decay_rank", self.decay_rank),
+            ("rate_rank", self.rate_rank),
+            ("gate_rank", self.gate_rank),
+        ];
+        for (name, rank) in ranks {
+            problems.check(
+                rank.is_none_or(|rank| (1..=shape.width).contains(&rank)),
+                format!("{key}.{name}"),
+                rank.unwrap_or_default(),
+                format!("a whole number from 1 to model.width, {}", shape.width),
+                "leave it out for the default",
+            );
+        }
+    }
+
+    fn allows_window(&self) -> bool {
+        false
+    }
+
+    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+        let (width, keys) = (shape.width, shape.kv_heads * shape.head_dim);
+        let outputs = shape.heads * self.value_dim(shape);
+        vec![
+            Projection::new("decay", keys)
+                .low_rank(self.decay_rank(width), Activation::Tanh)
+                .bias(decay_start(shape)),
+            Projection::new("rate", keys)
+                .low_rank(self.rate_rank(width), Activation::Identity)
+                .bias(Start::Constant(0.0)),
+            Projection::new("gate", outputs).low_rank(self.gate_rank(width), Activation::Sigmoid),
+        ]
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let keys = shape.kv_heads * shape.head_dim;
+        let outputs = shape.heads * self.value_dim(shape);
+        let scale = ((shape.layer + 1) as f32 / shape.layers as f32).powf(0.7);
+        [
+            ("removal_scale", keys, 0.85),
+            ("replacement", keys, 1.0),
+            ("bonus", shape.heads * shape.head_dim, 0.0),
+            ("norm_scale", outputs, scale),
+            ("norm_bias", outputs, 0.0),
+        ]
+        .map(|(name, elements, start)| Parameter { name, elements, start: Start::Constant(start) })
+        .into()
+    }
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        self.run(shape, inputs, documents, None).0
+    }
+
+    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
+        State { wkv: None }
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+    ) -> Tensor<B, 4> {
+        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
+        state.wkv = Some(wkv);
+        o
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, _seq_len: usize) -> f64 {
+        // By the recurrence, per element of the state: S κ̂ᵀ, the decay, and two rank-one updates;
+        // then r Sᵀ for each query head.
+        let elements = (shape.head_dim * self.value_dim(shape)) as f64;
+        (7 * shape.kv_heads + 2 * shape.heads) as f64 * elements
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
+        (shape.kv_heads * shape.head_dim * self.value_dim(shape)) as u64
+    }
+}

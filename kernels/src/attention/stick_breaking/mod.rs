@@ -1,0 +1,83 @@
+//! Stick-breaking attention (Tan et al., "Scaling stick-breaking attention", 2025).
+//!
+//! z_ij = scale · q_iᵀk_j, A_ij = σ(z_ij) Π_{j<m<i} (1 − σ(z_im)), o_i = Σ_{j<i} A_ij v_j:
+//! going back from the query, each token takes its share of what is left of a stick of length 1. A
+//! query does not see its own token, so the first of a document has o = 0. Nearer tokens come first,
+//! which takes the place of positions.
+//!
+//! There are no parameters beyond the projections.
+//!
+//! Computed in logarithms, ln σ(z_ij) + Σ_{j<m<i} ln σ(−z_im), the sums from the query backwards.
+//! With a window, the stick is broken by the window's tokens alone. What remains of the stick is
+//! dropped, as in the paper's main form (its appendix gives it to a learned vector).
+//!
+//! Decoding caches keys and values: 2 · kv_heads · head_dim elements per token.
+
+mod weights;
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+pub use self::weights::Sticks;
+use super::cached::Cached;
+use super::rotation::{Rotation, Scaling, rotate};
+use super::rowwise::{Rowwise, rowwise};
+use super::{AttentionShape, DocumentStarts};
+use crate::backend::OpBackend;
+
+fn core(shape: &AttentionShape) -> Rowwise<Sticks> {
+    Rowwise { weights: Sticks, scale: shape.scale(), window: shape.window }
+}
+
+/// `[model.attention]` with `kind = "stick_breaking"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Rotate q and k; default false.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { rope: false, theta: 10_000.0, scaling: Scaling::None {} }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        _parameters: &[Tensor<B, 1>],
+        _first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        rowwise(&core(shape), q, k, v, None, documents)
+    }
+}

@@ -1,0 +1,122 @@
+//! Threshold differential attention, TDA (Huang et al., "Threshold differential attention", 2026,
+//! §4.2 and appendix C).
+//!
+//! Two views, each with its own projections of queries and keys, and one set of values. In each
+//! view t, the weights of [`tra`](super::tra) with the same threshold:
+//!
+//! a⁽ᵗ⁾_ij = max(q̂⁽ᵗ⁾_iᵀk̂⁽ᵗ⁾_j − τ_i, 0)^p, o_i = RMSNorm(Σ_{j≤i} (a⁽¹⁾_ij − λ a⁽²⁾_ij) v_j).
+//!
+//! (§4.2 leaves the power out, its experiments and appendix C have it.) A row in which no key passes
+//! either threshold gives o = 0.
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `beta` | 1 | `beta`, 1 |
+//! | `lambda` | 1 | 0.5, clamped to [0, 1] in the operation |
+//! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
+//!
+//! Left unsaid, and chosen here: λ's gradient passes through the clamp, so that a λ that stepped out
+//! of [0, 1] can come back; the rest as in `tra`.
+//!
+//! Decoding caches normalised, rotated keys of both views, and values: 3 · kv_heads · head_dim
+//! elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cached::Cached;
+use super::rectified::{
+    LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
+    normalise_outputs, thresholds, validate_threshold,
+};
+use super::rotation::{Rotation, Scaling, rotate};
+use super::rowwise::{Rowwise, rowwise};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use crate::backend::OpBackend;
+
+/// `[model.attention]` with `kind = "tda"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// The weights' power, 1 to 16; default 2.
+    pub p: u32,
+    /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
+    pub kappa: f32,
+    /// Start of the threshold's learned factor, above 0; default 1.
+    pub beta: f32,
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            p: 2,
+            kappa: 1.0,
+            beta: 1.0,
+            rope: true,
+            theta: 10_000.0,
+            scaling: Scaling::None {},
+        }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "threshold differential attention (Huang et al., 2026)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_threshold(key, self.p, self.kappa, self.beta, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn views(&self) -> usize {
+        2
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        vec![
+            Parameter { name: "beta", elements: 1, start: Start::Constant(self.beta) },
+            Parameter { name: "lambda", elements: 1, start: Start::Constant(LAMBDA_START) },
+            Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) },
+        ]
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        l2_normalise(rotate(self.rotation(), x, first))
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [beta, lambda, norm] = parameters else { panic!("3 parameters, not {parameters:?}") };
+        let queries = q.dims()[2];
+        let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
+        let weights = Rectified { power: self.p };
+        let op = Rowwise { weights, scale: 1.0, window: shape.window };
+        let both = rowwise(&op, q, k, for_both_views(v), Some(tau), documents);
+        let o = difference(both, clamp_lambda(lambda.clone()));
+        normalise_outputs(o, norm.clone())
+    }
+}

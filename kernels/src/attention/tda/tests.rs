@@ -1,0 +1,151 @@
+//! This variant's cases for the conformance suite, and what is special to it.
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Distribution, Tensor};
+
+use super::Config;
+use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::rowwise::oracles::{cosine, rms_norm, rows, weighted};
+use crate::testing::Oracle;
+
+impl Conformance for Config {
+    const SEED: u64 = 4;
+
+    fn cases() -> Vec<Self> {
+        let config = Config::default();
+        vec![
+            // With 8 channels, β = 1 would empty every row from the 55th on.
+            Config { beta: 0.3, ..config.clone() },
+            Config { p: 1, beta: 0.12, kappa: 3.0, rope: false, ..config.clone() },
+            Config { p: 3, beta: 0.3, theta: 100.0, ..config },
+        ]
+    }
+
+    /// A norm follows, so that the weight of a single key does not matter.
+    fn gradient_sizes() -> [Sizes; 3] {
+        NO_SINGLE_TOKEN
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v, beta, lambda, norm] = inputs else { panic!("q, k, v and 3 parameters") };
+        let [q, k] = [q, k].map(|x| match self.rope {
+            true => rotated(x, self.theta, shape.head_dim),
+            false => x.clone(),
+        });
+        let lambda = lambda.data[0].clamp(0.0, 1.0);
+        let o = weighted(shape, v, documents, |b, h, i, keys| {
+            let place = (i - documents[b][i]) as f64;
+            let log = ((place + 1.0) / f64::from(self.kappa)).ln().max(0.0);
+            let tau = beta.data[0] * (2.0 * log / shape.head_dim as f64).sqrt();
+            let weight = |view: usize, j: usize| {
+                let excess = cosine(shape, [&q, &k], [view, b, h, i, j]) - tau;
+                excess.max(0.0).powi(self.p as i32)
+            };
+            keys.map(|j| weight(0, j) - lambda * weight(1, j)).collect()
+        });
+        rows(&o, |row| rms_norm(row, norm, 1e-6))
+    }
+}
+
+type Ad = Autodiff<Flex>;
+
+fn random(shape: [usize; 4]) -> Tensor<Ad, 4> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Default::default())
+}
+
+fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
+    x.into_data().to_vec().expect("an f32 tensor")
+}
+
+/// The output for q, k, v and λ, and the gradients of q and λ.
+fn run([q, k, v]: [&Tensor<Ad, 4>; 3], lambda: f32) -> [Vec<f32>; 3] {
+    let device = Default::default();
+    let [_, heads, _, d] = v.dims();
+    let shape = AttentionShape::new(heads * d, heads, heads, d);
+    let q = q.clone().detach().require_grad();
+    let lambda = Tensor::<Ad, 1>::from_floats([lambda], &device).require_grad();
+    let beta = Tensor::from_floats([0.2], &device);
+    let parameters = vec![beta, lambda.clone(), Tensor::ones([d], &device)];
+    let (k, v) = (k.clone(), v.clone());
+    let inputs = Inputs { q: q.clone(), k, v, projections: vec![], parameters };
+    let o = Config::default().attend(&shape, inputs, None);
+    let weights = o.clone().detach() + 0.3;
+    let grads = (o.clone() * weights).sum().backward();
+    let [dq, dlambda] =
+        [q.grad(&grads).map(values), lambda.grad(&grads).map(values)].map(|x| x.expect("a gradient"));
+    [values(o.inner()), dq, dlambda]
+}
+
+#[test]
+fn lambda_is_clamped_and_can_come_back() {
+    let [q, k] = [(); 2].map(|()| random([1, 4, 40, 8]));
+    let v = random([1, 2, 40, 8]);
+    let run = |lambda| run([&q, &k, &v], lambda);
+    for (outside, edge) in [(1.4, 1.0), (-0.3, 0.0)] {
+        let ([o, _, slope], [want, _, want_slope]) = (run(outside), run(edge));
+        let worst = o.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0f32, f32::max);
+        assert!(worst < 1e-4, "λ = {outside} differs from {edge} by {worst}");
+        assert!(slope[0] != 0.0 && (slope[0] - want_slope[0]).abs() < 1e-2 * want_slope[0].abs());
+    }
+}
+
+/// Equal views with λ = 1 cancel: every weight is 0.
+#[test]
+fn equal_views_cancel_to_zero_with_finite_gradients() {
+    let [q, k, v] = [(); 3].map(|()| random([1, 2, 40, 8]));
+    let [q, k] = [q, k].map(|x| Tensor::cat(vec![x.clone(), x], 1));
+    let [o, dq, dlambda] = run([&q, &k, &v], 1.0);
+    assert!(o.iter().all(|&x| x == 0.0));
+    assert!(dq.iter().chain(&dlambda).all(|x| x.is_finite()));
+}
+
+/// The last tokens of 65,536, decoded at once, agree with the definition in f64, under a window: the
+/// threshold counts all tokens before.
+#[test]
+fn thresholds_count_tokens_that_left_the_window() {
+    let (tokens, last, d, window) = (65_536, 8, 8, 64);
+    let shape = AttentionShape { window: Some(window), ..AttentionShape::new(d, 1, 1, d) };
+    let config = Config { rope: false, ..Config::default() };
+    let device = Default::default();
+    let [q, k] = [(); 2].map(|()| random([1, 2, tokens, d]).inner());
+    let v = random([1, 1, tokens, d]).inner();
+    let beta = 0.2;
+    let inputs = |first: usize, n: usize| {
+        let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, first, n));
+        let norm = Tensor::ones([d], &device);
+        let parameters =
+            vec![Tensor::from_floats([beta], &device), Tensor::from_floats([0.5], &device), norm];
+        Inputs { q, k, v, projections: vec![], parameters }
+    };
+    let mut state = config.start::<Flex>(&shape);
+    config.extend(&shape, inputs(0, tokens - last), &mut state);
+    let o = values(config.extend(&shape, inputs(tokens - last, last), &mut state));
+    let cut = |x: &Tensor<Flex, 4>| {
+        let x = x.clone().narrow(2, tokens - last - window, last + window);
+        Oracle::new(&x.dims(), values(x).into_iter().map(f64::from).collect())
+    };
+    let (q, k, v) = (cut(&q), cut(&k), cut(&v));
+    for i in 0..last {
+        let place = (tokens - last + i + 1) as f64;
+        let tau = beta * (2.0 * place.ln() / d as f64).sqrt();
+        let at = window + i;
+        let weight = |view: usize, j: usize| {
+            (cosine(&shape, [&q, &k], [view, 0, 0, at, j]) - tau).max(0.0).powi(2)
+        };
+        let keys = at + 1 - window..at + 1;
+        let sum = |n: usize| -> f64 {
+            let term = |j: usize| (weight(0, j) - 0.5 * weight(1, j)) * v.at(&[0, 0, j, n]);
+            keys.clone().map(term).sum()
+        };
+        let want = rms_norm(
+            &(0..d).map(sum).collect::<Vec<_>>(),
+            &Oracle::new(&[d], vec![1.0; d]),
+            1e-6,
+        );
+        for (n, want) in want.iter().enumerate() {
+            let got = f64::from(o[i * d + n]);
+            assert!((got - want).abs() < 1e-4, "row {i}: {got} where {want} is right");
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Threshold rectified attention, TRA (Huang et al., "Threshold differential attention", 2026, §4.1,
+//! equation 1, and appendix C).
+//!
+//! With q̂ = q/‖q‖₂ and k̂ = k/‖k‖₂ after the rotation:
+//!
+//! τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim), a_ij = max(q̂_iᵀk̂_j − τ_i, 0)^p,
+//! o_i = RMSNorm(Σ_{j≤i} a_ij v_j).
+//!
+//! i counts from 0 in the token's document (as in appendix C; the main text has positions from 1),
+//! also under a window; τ is 0 where the logarithm is negative. A row in which no key passes the
+//! threshold gives o = 0, and so does a query of zeros in the first row.
+//!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `beta` | 1 | `beta`, 1 |
+//! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
+//!
+//! Left unsaid, and chosen here: β is not kept above 0 (at 0 and below every key of positive
+//! similarity passes, and more); it has the gradient −Σ p(s−τ)^{p−1} (dO·v) ∂τ/∂β over the
+//! survivors, which the released code leaves out; the RMS norm adds 10⁻⁶ to the mean square.
+//!
+//! Decoding caches normalised, rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::cached::Cached;
+use super::rectified::{Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold};
+use super::rotation::{Rotation, Scaling, rotate};
+use super::rowwise::{Rowwise, rowwise};
+use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use crate::backend::OpBackend;
+
+/// `[model.attention]` with `kind = "tra"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// The weights' power, 1 to 16; default 2.
+    pub p: u32,
+    /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
+    pub kappa: f32,
+    /// Start of the threshold's learned factor, above 0; default 1.
+    pub beta: f32,
+    /// Rotate q and k; default true.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            p: 2,
+            kappa: 1.0,
+            beta: 1.0,
+            rope: true,
+            theta: 10_000.0,
+            scaling: Scaling::None {},
+        }
+    }
+}
+
+impl Config {
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
+    }
+}
+
+impl Cached for Config {
+    const SOURCE: &'static str = "threshold rectified attention (Huang et al., 2026)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_threshold(key, self.p, self.kappa, self.beta, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
+        }
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        vec![
+            Parameter { name: "beta", elements: 1, start: Start::Constant(self.beta) },
+            Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) },
+        ]
+    }
+
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        l2_normalise(rotate(self.rotation(), x, first))
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        parameters: &[Tensor<B, 1>],
+        first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [beta, norm] = parameters else { panic!("2 parameters, not {parameters:?}") };
+        let queries = q.dims()[2];
+        let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
+        let weights = Rectified { power: self.p };
+        let op = Rowwise { weights, scale: 1.0, window: shape.window };
+        let o = rowwise(&op, q, k, v, Some(tau), documents);
+        normalise_outputs(o, norm.clone())
+    }
+}

@@ -1,0 +1,178 @@
+//! This variant's cases for the conformance suite, and what is special to it.
+
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{Distribution, Tensor};
+use longwall_config::Problems;
+use serde::Deserialize;
+use serde::de::value::{Error, MapDeserializer};
+
+use super::Config;
+use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::rotation::Scaling;
+use crate::attention::rectified::Rectified;
+use crate::attention::rowwise::Weights;
+use crate::attention::rowwise::oracles::{cosine, rms_norm, rows, weighted};
+use crate::testing::Oracle;
+
+impl Conformance for Config {
+    const SEED: u64 = 10;
+
+    fn cases() -> Vec<Self> {
+        let config = Config::default();
+        vec![
+            // With 8 channels, β = 1 would empty every row from the 55th on.
+            Config { beta: 0.3, ..config.clone() },
+            Config { p: 1, beta: 0.12, kappa: 3.0, rope: false, ..config.clone() },
+            Config { p: 3, beta: 0.3, theta: 100.0, scaling: Scaling::Ntk { factor: 4.0 }, ..config },
+        ]
+    }
+
+    /// A norm follows, so that the weight of a single key does not matter.
+    fn gradient_sizes() -> [Sizes; 3] {
+        NO_SINGLE_TOKEN
+    }
+
+    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+        let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
+        let d = shape.head_dim as f64;
+        let theta = match self.scaling {
+            Scaling::None {} => self.theta,
+            Scaling::Ntk { factor } => self.theta * factor.powf(d / (d - 2.0)),
+        };
+        let [q, k] = [q, k].map(|x| match self.rope {
+            true => rotated(x, theta, shape.head_dim),
+            false => x.clone(),
+        });
+        let o = weighted(shape, v, documents, |b, h, i, keys| {
+            let place = (i - documents[b][i]) as f64;
+            let log = ((place + 1.0) / f64::from(self.kappa)).ln();
+            let tau = if log > 0.0 { beta.data[0] * (2.0 * log / d).sqrt() } else { 0.0 };
+            let excess = |j| cosine(shape, [&q, &k], [0, b, h, i, j]) - tau;
+            keys.map(|j| excess(j).max(0.0).powi(self.p as i32)).collect()
+        });
+        rows(&o, |row| rms_norm(row, norm, 1e-6))
+    }
+}
+
+type Ad = Autodiff<Flex>;
+
+fn random(shape: [usize; 4]) -> Tensor<Ad, 4> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Default::default())
+}
+
+/// The output for q, k, v and β, and the gradients of all four.
+fn run([q, k, v]: [Tensor<Ad, 4>; 3], beta: f32) -> [Vec<f32>; 5] {
+    let device = Default::default();
+    let [_, heads, _, d] = q.dims();
+    let shape = AttentionShape::new(heads * d, heads, heads, d);
+    let [q, k, v] = [q, k, v].map(|x| x.detach().require_grad());
+    let beta = Tensor::<Ad, 1>::from_floats([beta], &device).require_grad();
+    let parameters = vec![beta.clone(), Tensor::ones([d], &device)];
+    let inputs =
+        Inputs { q: q.clone(), k: k.clone(), v: v.clone(), projections: vec![], parameters };
+    let o = Config::default().attend(&shape, inputs, None);
+    let grads = (o.clone() * random(o.dims())).sum().backward();
+    let [dq, dk, dv] = [q, k, v].map(|x| values(x.grad(&grads).expect("a gradient")));
+    [values(o.inner()), dq, dk, dv, values(beta.grad(&grads).expect("a gradient"))]
+}
+
+fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
+    x.into_data().to_vec().expect("an f32 tensor")
+}
+
+#[test]
+fn rows_without_a_survivor_give_zero_and_finite_gradients() {
+    let (tokens, d) = (50, 8);
+    let inputs = [(); 3].map(|()| random([1, 2, tokens, d]));
+    // The threshold of row 0 is 0, all others are above 1.
+    let [o, dq, rest @ ..] = run(inputs, 10.0);
+    for head in 0..2 {
+        let rows = (head * tokens + 1) * d..(head + 1) * tokens * d;
+        assert!(o[rows.clone()].iter().all(|&x| x == 0.0), "outputs {:?}", &o[rows]);
+        assert!(dq[rows.clone()].iter().all(|&x| x == 0.0), "gradients of q {:?}", &dq[rows]);
+    }
+    assert!(rest.iter().flatten().all(|x| x.is_finite()));
+}
+
+#[test]
+fn queries_and_keys_of_zeros_are_safe() {
+    let [k, v] = [(); 2].map(|()| random([1, 1, 30, 8]));
+    let results = run([k.zeros_like(), k.clone(), v.clone()], 1.0);
+    assert!(results[0].iter().all(|&x| x == 0.0), "{:?}", results[0]);
+    assert!(results.iter().flatten().all(|x| x.is_finite()));
+    let results = run([k.clone(), k.zeros_like(), v], 0.1);
+    assert!(results.iter().flatten().all(|x| x.is_finite()));
+}
+
+/// Theorem 4.3: of random keys, at most κ pass the threshold on average, at any length.
+#[test]
+fn chance_survivors_stay_below_kappa() {
+    let (queries, keys, d) = (64, 8192, 64);
+    let [q, k] = [queries, keys].map(|n| super::l2_normalise(random([1, 1, n, d]).inner()));
+    let tau = (2.0 * (keys as f32).ln() / d as f32).sqrt();
+    let scores = q.matmul(k.transpose()) - tau;
+    let nothing_hidden = scores.clone().is_nan();
+    let weights = Rectified { power: 2 }.weigh(scores, nothing_hidden);
+    let survivors = values(weights).iter().filter(|&&a| a > 0.0).count();
+    assert!(survivors <= queries, "{survivors} survivors of {queries} queries");
+}
+
+/// The last rows of a sequence of 65,536 tokens agree with the definition in f64, and have finite
+/// gradients.
+#[test]
+fn long_sequences_agree_with_the_oracle() {
+    use crate::attention::cached::Cached;
+
+    let (tokens, last, d, beta) = (65_536, 32, 16, 0.6);
+    let shape = AttentionShape::new(d, 1, 1, d);
+    let config = Config { rope: false, ..Config::default() };
+    let [q, k, v] = [last, tokens, tokens].map(|n| random([1, 1, n, d]).require_grad());
+    let device = Default::default();
+    let learned = Tensor::<Ad, 1>::from_floats([beta], &device).require_grad();
+    let parameters = [learned.clone(), Tensor::ones([d], &device)];
+    let prepared = |x: &Tensor<Ad, 4>, first| Cached::prepare(&config, x.clone(), first);
+    let inputs = [prepared(&q, tokens - last), prepared(&k, 0), v.clone()];
+    let o = config.output(&shape, inputs, &parameters, tokens - last, None);
+    let grads = o.clone().powi_scalar(3).sum().backward();
+    let grads = [q.grad(&grads), k.grad(&grads), v.grad(&grads)].map(|x| x.expect("a gradient"));
+    assert!(grads.into_iter().flat_map(values).all(|x| x.is_finite()));
+    let o = values(o.inner());
+    let f64s = |x: Tensor<Ad, 4>| values(x.inner()).into_iter().map(f64::from).collect::<Vec<_>>();
+    let (q, k, v) = (f64s(q), f64s(k), f64s(v));
+    let row = |x: &[f64], t: usize| x[t * d..(t + 1) * d].to_vec();
+    let inner = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    for i in [0, 7, 31] {
+        let query = row(&q, i);
+        let place = tokens - last + i;
+        let tau = beta * (2.0 * ((place + 1) as f64).ln() / d as f64).sqrt();
+        let mut want = vec![0.0; d];
+        for j in 0..=place {
+            let key = row(&k, j);
+            let length = (inner(&query, &query) * inner(&key, &key)).sqrt();
+            let weight = (inner(&query, &key) / length - tau).max(0.0).powi(2);
+            want.iter_mut().zip(row(&v, j)).for_each(|(o, v)| *o += weight * v);
+        }
+        let want = rms_norm(&want, &Oracle::new(&[d], vec![1.0; d]), 1e-6);
+        for (n, want) in want.iter().enumerate() {
+            let got = f64::from(o[i * d + n]);
+            assert!((got - want).abs() < 3e-5, "row {i}: {got} where {want} is right");
+        }
+    }
+}
+
+#[test]
+fn bad_values_are_reported_with_what_is_allowed() {
+    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, theta: 0.5, ..Config::default() };
+    let mut problems = Problems::new();
+    config.validate("model.attention", &AttentionShape::new(10, 2, 2, 5), &mut problems);
+    let keys: Vec<_> = problems.as_slice().iter().map(|problem| problem.key.as_str()).collect();
+    let table = ["p", "kappa", "beta", "theta"].map(|key| format!("model.attention.{key}"));
+    assert_eq!(keys[..4], table);
+    assert!(keys[4..].contains(&"model.head_dim"), "{keys:?}");
+    let mut problems = Problems::new();
+    Config::default().validate("model.attention", &AttentionShape::new(64, 1, 1, 64), &mut problems);
+    assert_eq!(problems.as_slice(), []);
+    let misspelt = MapDeserializer::<_, Error>::new([("bta", 1.0f32)].into_iter());
+    assert!(Config::deserialize(misspelt).is_err());
+}

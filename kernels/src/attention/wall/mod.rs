@@ -1,0 +1,328 @@
+//! Wall attention (Pai et al., "Wall Attention: Diagonal Gates for Softmax Attention", 2026).
+//!
+//! S_ij = scale · Σ_n exp(P_{i,n} − P_{j,n}) q_{i,n} k_{j,n}, P_t = Σ_{u≤t} g_u (definition in
+//! section 2): a softmax whose keys forget channel by channel. Per channel ĝ_t = ln σ(W_g x_t + b)
+//! and g_t = −g_max (1 − e^(ĝ_t / g_max)), a soft clamp to (−g_max, 0] (section 3, appendix G).
+//!
+//! # Parameters
+//! `gate` projects the layer's input to gate_heads · gate_dims logits with a bias that starts at 7:
+//! gates start open, as plain softmax without positions. With `gate_source = "key"` there is no
+//! projection but `key_gate_weight`, W `[kv_heads, head_dim, outputs]` from a normal distribution
+//! of deviation 0.02, and `key_gate_bias`, b `[kv_heads, outputs]` from 7: g_t comes from the key
+//! (section 3, decode, approach 2), with gate_dims outputs (the text's vector gate) or one (its
+//! listing's scalar gate).
+//!
+//! # Numerics
+//! exp(−P_j) is never formed. Two tokens meet at an anchor between them, where both factors are at
+//! most 1 (section 3, per-tile anchors; appendix D); tokens of one sub-block of 16 rows meet at its
+//! first row, where factors stay below exp(15 · g_max).
+//!
+//! # Decoding
+//! Section 3, approach 1: the cache holds k_j · exp(R_c − P_j) with one anchor R_c per chunk of 128
+//! tokens, and a query is rescaled by exp(P_t − R_c) once per chunk. The paper anchors at the
+//! chunk's start, where a factor can reach exp(128 · g_max); here the anchor is the chunk's end, so
+//! that both factors are at most 1, and the open chunk keeps keys and g as they came. Anchors are
+//! held relative to the newest one, so that P itself, which grows with the sequence, is nowhere
+//! stored. A token costs kv_heads · head_dim · (2 + 1/128) elements, those of the open chunk kv_heads
+//! · head_dim more each. With `gate_heads = "query"` each query head needs its own rescaled keys:
+//! head_dim · (heads · (1 + 1/128) + kv_heads), and heads · head_dim more in the open chunk. With `gate_source = "key"` it costs 2 · kv_heads ·
+//! head_dim and nothing else: g is computed again from all cached keys at every step, which takes
+//! 2 · head_dim · outputs FLOPs a cached token and kv head.
+//!
+//! Appendix E evicts forgotten keys "at no cost". A forgotten key has score 0, not −∞: it keeps the
+//! weight e⁰ in the softmax, and many of them together outweigh the rest. So `evict_below` leaves
+//! behind their number and the mean of their values, which enter the softmax with score 0. What
+//! changes is then bounded by the threshold: a score by evict_below · scale · Σ_n |q_n k_n|. Whole
+//! chunks are evicted, all heads and batch rows of the layer together, when a chunk completes.
+//!
+//! # Choices
+//! - With `rope`, q and k are rotated first, then gated. Scores then depend on
+//!   more than the distance (the two channels of a pair may decay differently), so positions count
+//!   from the document's start.
+//! - The key gate reads the key as the cache holds it, rotated with `rope`: in the listing the tile
+//!   that W_g multiplies is the one whose rescaled copy meets the query.
+//! - The key gate belongs to the kv head, whose key it reads; W is not shared between heads.
+//! - A scalar key gate with gate_dims below head_dim decays the first gate_dims channels.
+
+mod decode;
+mod gate;
+mod past;
+mod piece;
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::Tensor;
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+pub use self::decode::State;
+use super::rotation::Rotation;
+use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Projection, Start, Variant};
+use crate::backend::OpBackend;
+
+/// Whose gates there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GateHeads {
+    /// One per key head, shared by the query heads of its group.
+    #[default]
+    Kv,
+    /// One per query head.
+    Query,
+}
+
+/// What gates are computed from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GateSource {
+    /// A projection of the layer's input.
+    #[default]
+    Hidden,
+    /// The key, so that decoding caches nothing for them.
+    Key,
+}
+
+/// Outputs of a gate that is computed from the key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum KeyGate {
+    /// One per gated channel.
+    Vector,
+    /// One for all gated channels of a head.
+    Scalar,
+}
+
+/// `[model.attention]` with `kind = "wall"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Whose gates there are: `"kv"` (default) or `"query"`; the paper finds them equally good.
+    pub gate_heads: GateHeads,
+    /// Channels with a gate, the first ones of each head, 1 to head_dim; default head_dim. Fewer
+    /// were worse in the paper.
+    pub gate_dims: Option<usize>,
+    /// Initial bias of the gate's logits, finite; default 7, usually 6 to 8.
+    pub bias_init: f32,
+    /// Largest decay of one step, above 0 and below 0.87; default 0.86. The bound keeps the
+    /// factors of a tile of 128 × 64 scores inside f32 (appendix G); looser is better.
+    pub g_max: f32,
+    /// Rotate q and k too; default false.
+    pub rope: bool,
+    /// Base of the rotary angles, above 1; default 10,000.
+    pub theta: f64,
+    /// What gates are computed from: `"hidden"` (default) or `"key"`.
+    pub gate_source: GateSource,
+    /// Only with `gate_source = "key"`: `"vector"` (default) or `"scalar"`.
+    pub key_gate: Option<KeyGate>,
+    /// Decoding evicts keys that have decayed below this factor in every channel, above 0 and
+    /// below 1; default none. Needs a gate in every channel, and no window.
+    pub evict_below: Option<f32>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            gate_heads: GateHeads::Kv,
+            gate_dims: None,
+            bias_init: 7.0,
+            g_max: 0.86,
+            rope: false,
+            theta: 10_000.0,
+            gate_source: GateSource::Hidden,
+            key_gate: None,
+            evict_below: None,
+        }
+    }
+}
+
+impl Config {
+    fn gate_heads_of(&self, shape: &AttentionShape) -> usize {
+        match self.gate_heads {
+            GateHeads::Kv => shape.kv_heads,
+            GateHeads::Query => shape.heads,
+        }
+    }
+
+    fn gate_dims_of(&self, shape: &AttentionShape) -> usize {
+        self.gate_dims.unwrap_or(shape.head_dim)
+    }
+
+    /// Outputs of the key gate per kv head.
+    fn key_gate_outputs(&self, shape: &AttentionShape) -> usize {
+        match self.key_gate.unwrap_or(KeyGate::Vector) {
+            KeyGate::Vector => self.gate_dims_of(shape),
+            KeyGate::Scalar => 1,
+        }
+    }
+
+    /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
+    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    }
+
+    /// What is wrong with the sizes and constants of the gate.
+    fn validate_gate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        let dims = self.gate_dims_of(shape);
+        problems.check(
+            (1..=shape.head_dim).contains(&dims),
+            format!("{key}.gate_dims"),
+            dims,
+            format!("1 to head_dim, {}", shape.head_dim),
+            "leave it out to gate every channel",
+        );
+        problems.check(
+            self.bias_init.is_finite(),
+            format!("{key}.bias_init"),
+            self.bias_init,
+            "a finite number",
+            "set bias_init = 7.0; 6 to 8 start with open gates",
+        );
+        problems.check(
+            self.g_max > 0.0 && self.g_max < 0.87,
+            format!("{key}.g_max"),
+            self.g_max,
+            "above 0 and below 0.87",
+            "set g_max = 0.86",
+        );
+    }
+
+    /// Whether options exclude each other.
+    fn validate_options(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        let from_key = self.gate_source == GateSource::Key;
+        problems.check(
+            !from_key || self.gate_heads == GateHeads::Kv,
+            format!("{key}.gate_heads"),
+            "\"query\"",
+            "\"kv\" with gate_source = \"key\": the gate belongs to the key's head",
+            "leave gate_heads out, or set gate_source = \"hidden\"",
+        );
+        if let Some(key_gate) = self.key_gate {
+            let name = match key_gate {
+                KeyGate::Vector => "\"vector\"",
+                KeyGate::Scalar => "\"scalar\"",
+            };
+            problems.check(
+                from_key,
+                format!("{key}.key_gate"),
+                name,
+                "only with gate_source = \"key\"",
+                "leave key_gate out, or set gate_source = \"key\"",
+            );
+        }
+        let Some(threshold) = self.evict_below else { return };
+        problems.check(
+            threshold > 0.0 && threshold < 1.0,
+            format!("{key}.evict_below"),
+            threshold,
+            "above 0 and below 1",
+            "leave it out to keep every key, or set evict_below = 1e-6",
+        );
+        problems.check(
+            self.gate_dims_of(shape) >= shape.head_dim,
+            format!("{key}.evict_below"),
+            threshold,
+            "only with a gate in every channel: the others never decay",
+            "leave gate_dims or evict_below out",
+        );
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    const SOURCE: &'static str = "Wall attention (Pai et al., 2026)";
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if self.rope {
+            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        }
+        self.validate_gate(key, shape, problems);
+        self.validate_options(key, shape, problems);
+    }
+
+    /// Not with `evict_below`: what is left of evicted tokens is a sum, out of which those that
+    /// leave the window could not be taken.
+    fn allows_window(&self) -> bool {
+        self.evict_below.is_none()
+    }
+
+    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+        let features = self.gate_heads_of(shape) * self.gate_dims_of(shape);
+        match self.gate_source {
+            GateSource::Key => vec![],
+            GateSource::Hidden => {
+                vec![Projection::new("gate", features).bias(Start::Constant(self.bias_init))]
+            }
+        }
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        if self.gate_source == GateSource::Hidden {
+            return vec![];
+        }
+        let features = shape.kv_heads * self.key_gate_outputs(shape);
+        vec![
+            Parameter {
+                name: "key_gate_weight",
+                elements: features * shape.head_dim,
+                start: Start::Normal(0.02),
+            },
+            Parameter {
+                name: "key_gate_bias",
+                elements: features,
+                start: Start::Constant(self.bias_init),
+            },
+        ]
+    }
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        let [q, k] = match self.rope {
+            true => {
+                let rotation = Rotation::new(self.theta);
+                [q, k].map(|x| rotation.apply_in_documents(x, &documents))
+            }
+            false => [q, k],
+        };
+        let log_decay = match self.gate_source {
+            GateSource::Hidden => self.hidden_gate(shape, projections[0].clone()),
+            GateSource::Key => self.key_gate(shape, k.clone(), &parameters),
+        };
+        reference::attend(shape, q, [k, v, log_decay], documents.as_ref())
+    }
+
+    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
+        State::new(self, shape)
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+    ) -> Tensor<B, 4> {
+        decode::extend(self, shape, inputs, state)
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
+        // qᵀk and p·v, two multiply-adds per channel and key; a query is rescaled once per chunk.
+        let keys = (4.0 + 1.0 / reference::CHUNK as f64) * d * heads * shape.mean_keys(seq_len);
+        // Rescaling inside a chunk, where blocks join: its 16 rows, then 4 doublings to 256.
+        let factors = 6.0 * d * (heads + self.gate_heads_of(shape) as f64);
+        let gate = match self.gate_source {
+            GateSource::Hidden => 0.0,
+            GateSource::Key => 2.0 * d * (shape.kv_heads * self.key_gate_outputs(shape)) as f64,
+        };
+        keys + factors + gate
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
+        decode::state_elements(self, shape, seq_len) as u64
+    }
+}

@@ -1,0 +1,233 @@
+//! The tokens before the current piece: keys of complete chunks rescaled to their chunk's end, the
+//! open chunk as it came.
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+
+use crate::attention::blocks::sums_after;
+use super::piece::{Keys, Part, Sight, copied, repeat, times};
+
+/// Complete chunks. Values have kv heads, everything else gate heads.
+#[derive(Clone, Debug)]
+struct Closed<B: Backend> {
+    /// k_j · exp(R_c − P_j), `[n, 1, chunks, chunk, head_dim]`, with R_c = P at the chunk's end.
+    keys: Tensor<B, 5>,
+    /// `[batch · kv_heads, 1, chunks, chunk, value_dim]`
+    values: Tensor<B, 5>,
+    /// The anchors, held as exp(R − R_c) with R that of the newest chunk: no factor exceeds 1, and
+    /// no sum over the whole sequence is formed. `[n, 1, chunks, 1, head_dim]`
+    anchors: Tensor<B, 5>,
+}
+
+/// Evicted tokens. Their scores are 0 to within the threshold, so that all weigh the same: a
+/// forgotten token still takes its share of the softmax, and leaving it out would change outputs
+/// however small its score.
+#[derive(Clone, Debug)]
+pub(super) struct Faded<B: Backend> {
+    tokens: usize,
+    /// The mean of their values, `[batch · kv_heads, 1, 1, 1, value_dim]`.
+    mean: Tensor<B, 5>,
+}
+
+impl<B: Backend> Faded<B> {
+    /// Adds tokens with values `[batch · kv_heads, 1, chunks, chunk, value_dim]`.
+    fn add(old: Option<Self>, values: Tensor<B, 5>) -> Self {
+        let [rows, _, chunks, chunk, value_dim] = values.dims();
+        let new = chunks * chunk;
+        let mean = values.reshape([rows, 1, 1, new, value_dim]).mean_dim(3);
+        let Some(Faded { tokens, mean: old }) = old else { return Faded { tokens: new, mean } };
+        let share = new as f64 / (tokens + new) as f64;
+        Faded { tokens: tokens + new, mean: old.clone() + (mean - old) * share }
+    }
+
+    /// Elements held.
+    pub fn elements(&self) -> usize {
+        self.mean.shape().num_elements()
+    }
+
+    /// One key of score ln(tokens) with the mean value weighs what all of them do.
+    fn part(&self, queries: &Tensor<B, 5>) -> Part<B> {
+        let [n, group, _, rows, _] = queries.dims();
+        let score = (self.tokens as f64).ln();
+        let scores = Tensor::full([n, group, 1, rows, 1], score, &queries.device());
+        Part { scores, values: repeat(&self.mean, n) }
+    }
+}
+
+/// Keys, values and decays of the tokens so far.
+#[derive(Clone, Debug)]
+pub(super) struct Past<B: Backend> {
+    /// Tokens of a chunk.
+    chunk: usize,
+    /// Position of the first token held; a multiple of `chunk`.
+    first: usize,
+    closed: Option<Closed<B>>,
+    /// The chunk that is not complete, as its tokens came.
+    open: Option<Keys<B>>,
+    /// What is left of evicted tokens.
+    faded: Option<Faded<B>>,
+}
+
+impl<B: Backend> Past<B> {
+    /// No tokens yet but those evicted.
+    pub fn new(chunk: usize, faded: Option<Faded<B>>) -> Self {
+        Past { chunk, first: 0, closed: None, open: None, faded }
+    }
+
+    /// The position of the first token held.
+    pub fn first(&self) -> usize {
+        self.first
+    }
+
+    /// The evicted tokens.
+    pub fn into_faded(self) -> Option<Faded<B>> {
+        self.faded
+    }
+
+    /// Complete chunks held.
+    fn chunks(&self) -> usize {
+        self.closed.as_ref().map_or(0, |closed| closed.keys.dims()[2])
+    }
+
+    /// Tokens in the open chunk.
+    fn open_len(&self) -> usize {
+        self.open.as_ref().map_or(0, Keys::len)
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.chunks() * self.chunk + self.open_len()
+    }
+
+    /// The position of the next token.
+    pub fn position(&self) -> usize {
+        self.first + self.len()
+    }
+
+    /// Tokens until the open chunk is complete, at least 1.
+    pub fn room(&self) -> usize {
+        self.chunk - self.open_len()
+    }
+
+    /// Elements in all buffers.
+    pub fn elements(&self) -> usize {
+        let closed = self.closed.iter().flat_map(|x| [&x.keys, &x.values, &x.anchors]);
+        let open = self.open.iter().flat_map(|x| [&x.k, &x.v, &x.log_decay]);
+        let faded = self.faded.as_ref().map_or(0, Faded::elements);
+        closed.chain(open).map(|x| x.shape().num_elements()).sum::<usize>() + faded
+    }
+
+    /// Appends tokens.
+    pub fn push(&mut self, new: Keys<B>) {
+        let all = match self.open.take() {
+            None => new,
+            Some(old) => {
+                let join = |old, new| Tensor::cat(vec![old, new], 3);
+                Keys {
+                    k: join(old.k, new.k),
+                    v: join(old.v, new.v),
+                    log_decay: join(old.log_decay, new.log_decay),
+                }
+            }
+        };
+        let complete = all.len() / self.chunk * self.chunk;
+        if complete > 0 {
+            self.close(all.cut(0, complete));
+        }
+        if complete < all.len() {
+            self.open = Some(all.cut(complete, all.len() - complete));
+        }
+    }
+
+    /// Rescales and appends complete chunks.
+    fn close(&mut self, tokens: Keys<B>) {
+        let Keys { k, v: values, log_decay } = tokens.map(|x| {
+            let [n, _, _, tokens, channels] = x.dims();
+            x.reshape([n, 1, tokens / self.chunk, self.chunk, channels])
+        });
+        let since = sums_after(log_decay.clone(), 3);
+        let total = since.clone().narrow(3, 0, 1) + log_decay.narrow(3, 0, 1);
+        let keys = k * since.exp();
+        let anchors = sums_after(total.clone(), 2).exp();
+        let new = Closed { keys, values, anchors };
+        self.closed = Some(match self.closed.take() {
+            None => new,
+            Some(old) => {
+                let join = |old, new| Tensor::cat(vec![old, new], 2);
+                Closed {
+                    anchors: join(old.anchors * total.sum_dim(2).exp(), new.anchors),
+                    keys: join(old.keys, new.keys),
+                    values: join(old.values, new.values),
+                }
+            }
+        });
+    }
+
+    /// Scores of all tokens held for the `queries` that follow, `[n, group, 1, rows, head_dim]`,
+    /// times their decay since the newest token held.
+    pub fn parts(&self, queries: Tensor<B, 5>, sight: &Sight<B>) -> Vec<Part<B>> {
+        let n = queries.dims()[0];
+        let mut parts: Vec<_> = self.faded.iter().map(|faded| faded.part(&queries)).collect();
+        let mut since_closed = queries.clone();
+        if let Some(Keys { k, v, log_decay }) = &self.open {
+            let since = sums_after(log_decay.clone(), 3);
+            let total = since.clone().narrow(3, 0, 1) + log_decay.clone().narrow(3, 0, 1);
+            since_closed = times(since_closed, total.exp());
+            let scores = queries.matmul((k.clone() * since.exp()).transpose());
+            let scores = sight.hide(scores, self.position() - self.open_len());
+            parts.push(Part { scores, values: repeat(v, n) });
+        }
+        if let Some(Closed { keys, values, anchors }) = &self.closed {
+            // Each query is rescaled once per chunk; keys stay as they are.
+            let queries = times(since_closed, anchors.clone());
+            let scores = sight.hide(queries.matmul(keys.clone().transpose()), self.first);
+            parts.push(Part { scores, values: repeat(values, n) });
+        }
+        parts
+    }
+
+    /// Drops what no later token sees and evicts what has faded, once the open chunk is complete.
+    pub fn retain(&mut self, window: Option<usize>, evict_below: Option<f32>) {
+        if self.open.is_some() {
+            return;
+        }
+        if let Some(window) = window {
+            let lowest = (self.position() + 1).saturating_sub(window);
+            let unseen = lowest.saturating_sub(self.first) / self.chunk;
+            self.drop_chunks(unseen.min(self.chunks()));
+        }
+        if let Some(threshold) = evict_below
+            && let Some(values) = self.drop_chunks(self.faded_chunks(threshold))
+        {
+            self.faded = Some(Faded::add(self.faded.take(), values));
+        }
+    }
+
+    /// How many of the oldest chunks have every token's factors below `threshold`, over all gate
+    /// heads and batch rows. Factors grow towards a chunk's end, where the anchor is, and from
+    /// chunk to chunk: these chunks come first.
+    fn faded_chunks(&self, threshold: f32) -> usize {
+        let Some(Closed { anchors, .. }) = &self.closed else { return 0 };
+        let largest = anchors.clone().max_dim(0).max_dim(4).into_data();
+        largest.iter::<f32>().take_while(|&factor| factor < threshold).count()
+    }
+
+    /// Drops the oldest chunks and returns their values, `[batch · kv_heads, 1, chunks, chunk,
+    /// value_dim]`; `None` for no chunks.
+    fn drop_chunks(&mut self, chunks: usize) -> Option<Tensor<B, 5>> {
+        let held = self.chunks();
+        let closed = self.closed.take_if(|_| chunks > 0)?;
+        let dropped = closed.values.clone().narrow(2, 0, chunks);
+        self.first += chunks * self.chunk;
+        self.closed = (chunks < held).then(|| {
+            // A slice would hold on to the memory of what is dropped.
+            let keep = |x: Tensor<B, 5>| copied(x.narrow(2, chunks, held - chunks));
+            Closed {
+                keys: keep(closed.keys),
+                values: keep(closed.values),
+                anchors: keep(closed.anchors),
+            }
+        });
+        Some(dropped)
+    }
+}

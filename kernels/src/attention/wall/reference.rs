@@ -1,0 +1,115 @@
+//! The operation in plain tensor operations: pieces of queries, each with its own keys and the
+//! rescaled keys before them.
+
+use std::ops::Range;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+
+use super::past::Past;
+use super::piece::{Keys, Rows, Sight, attend_piece, piece_len};
+use crate::attention::AttentionShape;
+use crate::attention::blocks::{BLOCK_ELEMENTS, repeat_heads};
+
+/// Tokens of a chunk in training: within it scores cost the fewest operations.
+pub(super) const CHUNK: usize = 256;
+
+/// Causal attention over whole rows, `[batch, heads, seq_len, value_dim]`.
+///
+/// - `q`: `[batch, heads, seq_len, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_len, channels]`
+/// - `log_decay`: g ≤ 0, `[batch, gate heads, seq_len, head_dim]`; gate heads are kv_heads or heads
+/// - `documents`: `[batch, seq_len]`
+pub(super) fn attend<B: Backend>(
+    shape: &AttentionShape,
+    q: Tensor<B, 4>,
+    kvg: [Tensor<B, 4>; 3],
+    documents: Option<&Tensor<B, 2, Int>>,
+) -> Tensor<B, 4> {
+    let rows = rows(shape, q, keys(shape, kvg));
+    let (mut past, mut outputs, mut first) = (Past::new(CHUNK, None), vec![], 0);
+    loop {
+        let piece = rows.cut(first, next_piece(&past, &rows, first));
+        outputs.push(attend_next(shape, &past, &piece, documents));
+        first += piece.len();
+        if first == rows.len() {
+            return join(shape, outputs);
+        }
+        past.push(piece.keys);
+        past.retain(shape.window, None);
+    }
+}
+
+/// Keys, values and g in the layout of the pieces; keys are repeated where each query head has its
+/// own gate, values are not.
+pub(super) fn keys<B: Backend>(shape: &AttentionShape, [k, v, g]: [Tensor<B, 4>; 3]) -> Keys<B> {
+    let gate_heads = g.dims()[1];
+    let [k, v, log_decay] = [repeat_heads(k, gate_heads / shape.kv_heads), v, g].map(|x| {
+        let [batch, heads, tokens, channels] = x.dims();
+        x.reshape([batch * heads, 1, 1, tokens, channels])
+    });
+    Keys { k, v, log_decay }
+}
+
+/// Queries, scaled, with their keys.
+pub(super) fn rows<B: Backend>(shape: &AttentionShape, q: Tensor<B, 4>, keys: Keys<B>) -> Rows<B> {
+    let [batch, heads, tokens, head_dim] = q.dims();
+    let n = keys.k.dims()[0];
+    let q = (q * shape.scale()).reshape([n, batch * heads / n, 1, tokens, head_dim]);
+    Rows { q, keys }
+}
+
+/// The outputs of all pieces, `[batch, heads, seq_len, value_dim]`.
+pub(super) fn join<B: Backend>(
+    shape: &AttentionShape,
+    mut outputs: Vec<Tensor<B, 5>>,
+) -> Tensor<B, 4> {
+    let all = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 3) };
+    let [n, group, _, tokens, value_dim] = all.dims();
+    all.reshape([n * group / shape.heads, shape.heads, tokens, value_dim])
+}
+
+/// Tokens of the piece that starts at row `first`: it ends in the open chunk, and its scores fit
+/// into memory.
+pub(super) fn next_piece<B: Backend>(past: &Past<B>, rows: &Rows<B>, first: usize) -> usize {
+    let [n, group, _, tokens, _] = rows.q.dims();
+    let limit = (tokens - first).min(past.room());
+    let per_row = n * group * (past.len() + limit);
+    piece_len(limit.min((BLOCK_ELEMENTS / per_row).max(1)))
+}
+
+/// The outputs of the tokens that follow `past`, `[n, group, 1, rows, value_dim]`.
+pub(super) fn attend_next<B: Backend>(
+    shape: &AttentionShape,
+    past: &Past<B>,
+    piece: &Rows<B>,
+    documents: Option<&Tensor<B, 2, Int>>,
+) -> Tensor<B, 5> {
+    let first = past.position();
+    let lowest = lowest_seen(first..first + piece.len(), shape.window, documents, &piece.q);
+    let sight = Sight { first, lowest };
+    attend_piece(piece, &sight, |queries| past.parts(queries, &sight))
+}
+
+/// The lowest position that each of `range` sees, `[n or 1, 1, 1, rows, 1]`; `None` when all see
+/// position 0.
+fn lowest_seen<B: Backend>(
+    range: Range<usize>,
+    window: Option<usize>,
+    documents: Option<&Tensor<B, 2, Int>>,
+    q: &Tensor<B, 5>,
+) -> Option<Tensor<B, 5, Int>> {
+    let (n, rows) = (q.dims()[0], range.len());
+    let by_window = window.filter(|&w| range.end > w).map(|w| {
+        let lowest = range.start as i64 + 1 - w as i64;
+        Tensor::<B, 1, Int>::arange(lowest..lowest + rows as i64, &q.device())
+            .reshape([1, 1, 1, rows, 1])
+    });
+    let Some(starts) = documents else { return by_window };
+    let batch = starts.dims()[0];
+    let starts = starts.clone().narrow(1, range.start, rows).reshape([batch, 1, rows]);
+    let starts = starts.repeat_dim(1, n / batch).reshape([n, 1, 1, rows, 1]);
+    Some(match by_window {
+        Some(lowest) => lowest.expand(starts.dims()).cast(starts.dtype()).max_pair(starts),
+        None => starts,
+    })
+}

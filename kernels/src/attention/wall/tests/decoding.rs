@@ -1,0 +1,187 @@
+//! What decoding keeps, and what eviction changes.
+
+use burn::backend::Flex;
+use burn::tensor::Tensor;
+
+use super::{random, values};
+use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate, State};
+use crate::attention::{AttentionShape, DecodeState, Inputs, Start, Variant};
+
+const BATCH: usize = 2;
+
+fn shape() -> AttentionShape {
+    AttentionShape::new(32, 4, 2, 8)
+}
+
+/// Inputs of `seq_len` tokens with gates and weights around their initial values.
+fn inputs(config: &Config, seq_len: usize) -> Inputs<Flex> {
+    let shape = shape();
+    let bias = |start: &Option<Start>| match start {
+        Some(Start::Constant(bias)) => *bias,
+        _ => 0.0,
+    };
+    Inputs {
+        q: random([BATCH, shape.heads, seq_len, 8], 1),
+        k: random([BATCH, shape.kv_heads, seq_len, 8], 2),
+        v: random([BATCH, shape.kv_heads, seq_len, 8], 3),
+        projections: config
+            .projections(&shape)
+            .iter()
+            .map(|p| random([BATCH, seq_len, p.features], 4) + bias(&p.bias))
+            .collect(),
+        parameters: config
+            .parameters(&shape)
+            .into_iter()
+            .map(|p| random([p.elements], 5) * 0.1 + bias(&Some(p.start)))
+            .collect(),
+    }
+}
+
+fn cut(inputs: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
+    let cut = |x: &Tensor<Flex, 4>| x.clone().narrow(2, first, n);
+    Inputs {
+        q: cut(&inputs.q),
+        k: cut(&inputs.k),
+        v: cut(&inputs.v),
+        projections: inputs.projections.iter().map(|x| x.clone().narrow(1, first, n)).collect(),
+        parameters: inputs.parameters.clone(),
+    }
+}
+
+/// The outputs of a prefill and of single steps after it, and the elements held after each.
+fn decode(config: &Config, prefill: usize, seq_len: usize) -> (Vec<f64>, Vec<usize>, State<Flex>) {
+    let (shape, inputs) = (shape(), inputs(config, seq_len));
+    let mut state = config.start(&shape);
+    let mut outputs = vec![config.extend(&shape, cut(&inputs, 0, prefill), &mut state)];
+    let mut held = vec![state.elements()];
+    for t in prefill..seq_len {
+        outputs.push(config.extend(&shape, cut(&inputs, t, 1), &mut state));
+        held.push(state.elements());
+    }
+    (values(Tensor::cat(outputs, 2)), held, state)
+}
+
+fn largest_difference(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+/// Steps through several chunk ends, in each mode, equal the full pass.
+#[test]
+fn steps_across_chunks_equal_the_full_pass() {
+    let key = Config { gate_source: GateSource::Key, bias_init: 2.0, ..Config::default() };
+    for config in [
+        Config { bias_init: 2.0, rope: true, ..Config::default() },
+        Config { gate_heads: GateHeads::Query, gate_dims: Some(3), ..Config::default() },
+        key.clone(),
+        Config { key_gate: Some(KeyGate::Scalar), rope: true, ..key },
+    ] {
+        for window in [None, Some(50), Some(128), Some(200)] {
+            let shape = AttentionShape { window, ..shape() };
+            let inputs = inputs(&config, 450);
+            let full = values(config.attend(&shape, inputs.clone(), None));
+            let mut state = config.start::<Flex>(&shape);
+            let (mut outputs, mut first) = (vec![], 0);
+            for n in [127, 1, 1, 126, 2, 100, 1, 30, 1, 1, 60] {
+                outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
+                first += n;
+            }
+            let steps = values(Tensor::cat(outputs, 2));
+            assert_eq!(first, 450);
+            let difference = largest_difference(&full, &steps);
+            assert!(difference < 1e-5, "{config:?}, window {window:?}: {difference:.1e}");
+        }
+    }
+}
+
+/// A gate from the key costs no memory: keys and values, as plain softmax holds them.
+#[test]
+fn a_gate_from_the_key_stores_keys_and_values_alone() {
+    let shape = shape();
+    let config = Config { gate_source: GateSource::Key, ..Config::default() };
+    let (_, held, _) = decode(&config, 300, 300);
+    assert_eq!(held, [BATCH * 300 * 2 * shape.kv_heads * shape.head_dim]);
+    assert_eq!(config.state_elements(&shape, 300), (300 * 2 * 2 * 8) as u64);
+}
+
+/// Rescaled keys, values, one anchor per chunk; the open chunk holds g too.
+#[test]
+fn rescaled_keys_hold_what_is_documented_to_the_element() {
+    for gate_heads in [GateHeads::Kv, GateHeads::Query] {
+        let config = Config { gate_heads, ..Config::default() };
+        let (_, held, _) = decode(&config, 100, 300);
+        for (step, held) in held.into_iter().enumerate() {
+            let documented = config.state_elements(&shape(), 100 + step);
+            assert_eq!(held, BATCH * documented as usize, "{gate_heads:?} at {}", 100 + step);
+        }
+    }
+    let per_token = |config: &Config| config.state_elements(&shape(), 1 << 14) as f64 / 16_384.0;
+    assert_eq!(per_token(&Config::default()), 2.0 * 8.0 * (2.0 + 1.0 / 128.0));
+    let query = Config { gate_heads: GateHeads::Query, ..Config::default() };
+    assert_eq!(per_token(&query), 8.0 * (4.0 * (1.0 + 1.0 / 128.0) + 2.0));
+}
+
+/// Memory stays flat under eviction where it grows without, and outputs move by no more than the
+/// threshold allows.
+#[test]
+fn eviction_frees_memory_and_changes_outputs_within_its_promise() {
+    let hidden = Config { bias_init: 1.0, ..Config::default() };
+    let key = Config { gate_source: GateSource::Key, ..hidden.clone() };
+    for config in [hidden, key.clone(), Config { key_gate: Some(KeyGate::Scalar), ..key }] {
+        let (full, all, _) = decode(&config, 600, 800);
+        for threshold in [1e-4f32, 1e-8] {
+            let evicting = Config { evict_below: Some(threshold), ..config.clone() };
+            let (evicted, held, state) = decode(&evicting, 600, 800);
+            // Gates of −0.3 and stronger pass 1e-8 within a chunk: two chunks remain at most.
+            let chunk = BATCH * 128 * (2 * 2 * 8 + 2 * 8);
+            assert!(held.iter().all(|&held| held <= 4 * chunk), "{held:?}");
+            assert!(state.elements() < *all.last().expect("held") / 2);
+            // Scores are off by at most δ = threshold · scale · Σ|q k|, with |q|, |k| and |v| below
+            // 1.7: weights by a factor within e^±2δ, outputs by (e^2δ − 1) · 2 · 1.7.
+            let delta = f64::from(threshold) / 8f64.sqrt() * 8.0 * 1.7 * 1.7;
+            let promise = (2.0 * delta).exp_m1() * 3.4 + 2e-6;
+            let difference = largest_difference(&full, &evicted);
+            assert!(difference <= promise, "{evicting:?}: {difference:.1e} over {promise:.1e}");
+        }
+    }
+}
+
+/// Leaving evicted tokens out altogether would change outputs far more than the threshold says.
+#[test]
+fn evicted_tokens_keep_their_weight() {
+    let config = Config { bias_init: -1000.0, evict_below: Some(1e-6), ..Config::default() };
+    let (shape, n) = (shape(), 1025);
+    let mut inputs = inputs(&config, n);
+    // Values of evicted tokens are 1, later ones 0: the output is the share of the evicted.
+    let ones = Tensor::ones([BATCH, shape.kv_heads, 896, 8], &Default::default());
+    let zeros = Tensor::zeros([BATCH, shape.kv_heads, n - 896, 8], &Default::default());
+    inputs.v = Tensor::cat(vec![ones, zeros], 2);
+    let mut state = config.start::<Flex>(&shape);
+    config.extend(&shape, cut(&inputs, 0, n - 1), &mut state);
+    let one_chunk = BATCH * config.state_elements(&shape, 128) as usize;
+    assert!(state.elements() < 2 * one_chunk, "{} elements", state.elements());
+    let share = values(config.extend(&shape, cut(&inputs, n - 1, 1), &mut state));
+    assert!(share.iter().all(|&share| share > 0.8 && share < 0.9), "{share:?}");
+}
+
+/// A key that one channel of one head or row still remembers stays, for all of them.
+#[test]
+fn one_open_channel_keeps_a_key() {
+    let config = Config { evict_below: Some(0.1), ..Config::default() };
+    let (shape, n) = (shape(), 400);
+    let run = |open: usize| {
+        let mut inputs = inputs(&config, n);
+        let closed = Tensor::full([BATCH, n, 16 - open], -1000.0, &Default::default());
+        let opened = Tensor::full([BATCH, n, open], 1000.0, &Default::default());
+        inputs.projections[0] = match open {
+            0 => closed,
+            _ => Tensor::cat(vec![closed, opened], 2),
+        };
+        let mut state = config.start::<Flex>(&shape);
+        config.extend(&shape, inputs, &mut state);
+        state.elements()
+    };
+    let all = BATCH * config.state_elements(&shape, n) as usize;
+    assert_eq!(run(1), all);
+    assert!(run(0) < all / 2);
+}
