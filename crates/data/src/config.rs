@@ -108,6 +108,28 @@ pub enum SourceConfig {
         #[serde(default = "yes")]
         answer_only: bool,
     },
+    /// Generated flip-flop sequences ([`synthetic::fflm`](crate::synthetic::fflm)).
+    Fflm {
+        /// Share of the rows, relative to the other sources' weights.
+        #[serde(default = "default_weight")]
+        weight: f64,
+        /// Instructions in a sequence, two tokens each; 2 to `seq_len` / 2. Default 256.
+        #[serde(default = "default_instructions")]
+        instructions: usize,
+        /// Probability that an instruction writes, 0 to 1. Default 0.1.
+        #[serde(default = "default_read_or_write")]
+        p_write: f64,
+        /// Probability that it reads, 0 to 1. Default 0.1.
+        #[serde(default = "default_read_or_write")]
+        p_read: f64,
+        /// Probability that it is ignored, 0 to 1; the three add up to 1. Default 0.8.
+        #[serde(default = "default_ignore")]
+        p_ignore: f64,
+        /// Whether only the bits that are read, which alone can be known, count for the loss.
+        /// Default true.
+        #[serde(default = "yes")]
+        reads_only: bool,
+    },
 }
 
 impl SourceConfig {
@@ -117,7 +139,8 @@ impl SourceConfig {
             SourceConfig::Text { weight, .. }
             | SourceConfig::CargoSources { weight, .. }
             | SourceConfig::Shards { weight, .. }
-            | SourceConfig::Passkey { weight, .. } => *weight,
+            | SourceConfig::Passkey { weight, .. }
+            | SourceConfig::Fflm { weight, .. } => *weight,
         }
     }
 
@@ -128,6 +151,17 @@ impl SourceConfig {
             SourceConfig::CargoSources { .. } => "cargo-sources",
             SourceConfig::Shards { .. } => "shards",
             SourceConfig::Passkey { .. } => "passkey",
+            SourceConfig::Fflm { .. } => "fflm",
+        }
+    }
+
+    /// Whether the source makes its rows itself: these are no text.
+    pub fn is_generated(&self) -> bool {
+        match self {
+            SourceConfig::Passkey { .. } | SourceConfig::Fflm { .. } => true,
+            SourceConfig::Text { .. }
+            | SourceConfig::CargoSources { .. }
+            | SourceConfig::Shards { .. } => false,
         }
     }
 }
@@ -158,6 +192,18 @@ pub(crate) fn default_text_field() -> String {
 
 fn default_cargo_bytes() -> u64 {
     64_000_000
+}
+
+fn default_instructions() -> usize {
+    256
+}
+
+fn default_read_or_write() -> f64 {
+    0.1
+}
+
+fn default_ignore() -> f64 {
+    0.8
 }
 
 impl DataConfig {
@@ -243,6 +289,10 @@ impl DataConfig {
             SourceConfig::Passkey { min_len, max_len, .. } => {
                 self.validate_passkey(key, *min_len, *max_len, problems)
             }
+            SourceConfig::Fflm { instructions, p_write, p_read, p_ignore, .. } => {
+                let chances = [("p_write", *p_write), ("p_read", *p_read), ("p_ignore", *p_ignore)];
+                self.validate_fflm(key, *instructions, chances, problems)
+            }
         }
     }
 
@@ -271,7 +321,43 @@ impl DataConfig {
             );
         }
     }
+
+    fn validate_fflm(
+        &self,
+        key: &str,
+        instructions: usize,
+        chances: [(&str, f64); 3],
+        problems: &mut Problems,
+    ) {
+        problems.check(
+            (2..=self.seq_len / 2).contains(&instructions),
+            format!("{key}.instructions"),
+            instructions,
+            format!("2 to half of data.seq_len = {}", self.seq_len),
+            "two tokens are an instruction: lower it, or raise data.seq_len",
+        );
+        for (name, chance) in chances {
+            problems.check(
+                (0.0..=1.0).contains(&chance),
+                format!("{key}.{name}"),
+                chance,
+                "a probability, 0 to 1",
+                "the usual ones are p_write = 0.1, p_read = 0.1, p_ignore = 0.8",
+            );
+        }
+        let sum: f64 = chances.iter().map(|(_, chance)| chance).sum();
+        problems.check(
+            (sum - 1.0).abs() <= SUM_TOLERANCE,
+            format!("{key}.p_write + p_read + p_ignore"),
+            sum,
+            "1",
+            "set all three; the defaults are 0.1, 0.1 and 0.8",
+        );
+    }
 }
+
+/// How far from 1 probabilities may add up: they are written in decimals.
+const SUM_TOLERANCE: f64 = 1e-9;
 
 fn check_paths(problems: &mut Problems, key: &str, name: &str, paths: &[PathBuf]) {
     problems.check(
@@ -314,6 +400,7 @@ mod tests {
                 { kind = "cargo-sources", weight = 0.5, max_bytes = "2M" },
                 { kind = "shards", train = ["x.bin"], validation = ["y.bin"] },
                 { kind = "passkey", max_len = 64, answer_only = false },
+                { kind = "fflm", instructions = 9, p_write = 0.2, p_ignore = 0.7 },
             ]"#;
         let config: DataConfig = toml::from_str(text).unwrap();
         let written = toml::to_string(&config).unwrap();
@@ -327,6 +414,7 @@ mod tests {
             "kind = \"cargo-sources\"",
             "kind = \"shards\", train = []",
             "kind = \"passkey\"",
+            "kind = \"fflm\"",
         ] {
             let text = format!("seq_len = 8\nsources = [{{ {source}, wieght = 2 }}]");
             let error = toml::from_str::<DataConfig>(&text).unwrap_err().to_string();
@@ -346,9 +434,10 @@ mod tests {
                 { kind = "cargo-sources", max_bytes = 0 },
                 { kind = "shards", train = [], weight = -1.0 },
                 { kind = "passkey", min_len = 9, max_len = 4, weight = 1e6 },
+                { kind = "fflm", instructions = 1, p_write = -0.5, weight = 1e6 },
             ]"#;
         insta::assert_snapshot!(problems(text), @r#"
-        the configuration has 11 problems:
+        the configuration has 14 problems:
         data.seq_len is 1; allowed: 2 to 16777216 tokens
           hint: a common choice for a small model is 1024
         data.validation_fraction is 1; allowed: 0 to below 1
@@ -371,6 +460,12 @@ mod tests {
           hint: lower it, or raise data.seq_len
         data.sources[3].min_len is 9; allowed: at most max_len = 4
           hint: lower it, or raise max_len
+        data.sources[4].instructions is 1; allowed: 2 to half of data.seq_len = 1
+          hint: two tokens are an instruction: lower it, or raise data.seq_len
+        data.sources[4].p_write is -0.5; allowed: a probability, 0 to 1
+          hint: the usual ones are p_write = 0.1, p_read = 0.1, p_ignore = 0.8
+        data.sources[4].p_write + p_read + p_ignore is 0.4; allowed: 1
+          hint: set all three; the defaults are 0.1, 0.1 and 0.8
         "#);
         insta::assert_snapshot!(problems("seq_len = 1024"), @r#"
         the configuration has 1 problem:

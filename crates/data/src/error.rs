@@ -244,6 +244,16 @@ pub enum DataError {
         /// The tokenizer's name.
         tokenizer: String,
     },
+    /// A tokenizer has no token for a symbol of a synthetic task.
+    #[error(
+        "the tokenizer {tokenizer} has no token for `{symbol}` alone; flip-flop sequences need one for each of w, r, i, 0 and 1\n  hint: use another tokenizer, for example kind = \"bytes\", or remove the source"
+    )]
+    NoSymbol {
+        /// The symbol.
+        symbol: char,
+        /// The tokenizer's name.
+        tokenizer: String,
+    },
     /// A resumed run finds other data than it was started with.
     #[error(
         "the data changed since the checkpoint: {change}\n  hint: restore the data and the [data] table as they were, or start a new run"

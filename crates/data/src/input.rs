@@ -53,7 +53,9 @@ impl Corpus {
             SourceConfig::CargoSources { max_bytes, path, .. } => {
                 Some(Corpus::CargoSources { max_bytes: *max_bytes, path: path.clone() })
             }
-            SourceConfig::Shards { .. } | SourceConfig::Passkey { .. } => None,
+            SourceConfig::Shards { .. }
+            | SourceConfig::Passkey { .. }
+            | SourceConfig::Fflm { .. } => None,
         }
     }
 

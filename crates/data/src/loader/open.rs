@@ -9,7 +9,8 @@ use crate::input::discover::expand;
 use crate::mixture::{BLOCK_ROWS, Mixture, derive_key, largest_remainder};
 use crate::prepare::{PrepareOptions, prepare_cached};
 use crate::shard::{MANIFEST_FILE, Manifest, Shard, ShardEntry, TokenStream};
-use crate::synthetic::rows::PasskeyRows;
+use crate::synthetic::fflm::FlipFlop;
+use crate::synthetic::rows::{FlipFlopRows, PasskeyRows};
 use crate::{Corpus, DataConfig, DataError, Progress, SourceConfig, Tokenizer};
 
 /// What all sources are opened with.
@@ -119,22 +120,9 @@ impl Context<'_> {
             share: 0.0,
             fingerprint,
         };
-        if let SourceConfig::Passkey { min_len, max_len, answer_only, .. } = source {
-            let max_len = max_len.unwrap_or(self.config.seq_len);
-            let seed = derive_key("source", &[self.seed, at as u64]);
-            let rows = PasskeyRows::new(
-                self.tokenizer,
-                *min_len,
-                max_len,
-                *answer_only,
-                seed,
-                self.split,
-            )?;
-            let settings = format!("passkey {min_len:?} {max_len} {answer_only}");
-            return Ok(Opened::Source(
-                Source::Passkey(Box::new(rows)),
-                summary(None, None, settings),
-            ));
+        let seed = derive_key("source", &[self.seed, at as u64]);
+        if let Some((source, settings)) = self.generated(source, seed)? {
+            return Ok(Opened::Source(source, summary(None, None, settings)));
         }
         let stream = TokenStream::new(self.open_shards(source)?);
         let needed = self.config.seq_len as u64 + 1;
@@ -143,12 +131,38 @@ impl Context<'_> {
         }
         self.look_for_documents(&name, &stream);
         let order = match self.split {
-            Split::Train => Order::Shuffled { key: derive_key("source", &[self.seed, at as u64]) },
+            Split::Train => Order::Shuffled { key: seed },
             Split::Validation => Order::Spread { rows: 1 },
         };
         let windows = Windows::new(stream, self.config.seq_len, self.tokenizer.vocab_size(), order);
         let summary = summary(Some(windows.tokens()), Some(windows.count), windows.fingerprint());
         Ok(Opened::Source(Source::Text(windows), summary))
+    }
+
+    /// A source that makes its rows itself, and the settings these depend on.
+    fn generated(
+        &self,
+        source: &SourceConfig,
+        seed: u64,
+    ) -> Result<Option<(Source, String)>, DataError> {
+        let (tokenizer, split) = (self.tokenizer, self.split);
+        Ok(match *source {
+            SourceConfig::Passkey { min_len, max_len, answer_only, .. } => {
+                let max_len = max_len.unwrap_or(self.config.seq_len);
+                let rows = PasskeyRows::new(tokenizer, min_len, max_len, answer_only, seed, split)?;
+                let settings = format!("passkey {min_len:?} {max_len} {answer_only}");
+                Some((Source::Passkey(Box::new(rows)), settings))
+            }
+            SourceConfig::Fflm { instructions, p_write, p_read, reads_only, .. } => {
+                let task = FlipFlop { instructions, p_write, p_read };
+                let rows = FlipFlopRows::new(tokenizer, task, reads_only, seed, split)?;
+                let settings = format!("fflm {instructions} {p_write} {p_read} {reads_only}");
+                Some((Source::FlipFlop(rows), settings))
+            }
+            SourceConfig::Text { .. }
+            | SourceConfig::CargoSources { .. }
+            | SourceConfig::Shards { .. } => None,
+        })
     }
 
     /// Warns when documents cannot be told apart: shards made elsewhere may end them otherwise.

@@ -3,12 +3,13 @@
 use crate::mixture::derive_key;
 use crate::permutation::Permutation;
 use crate::shard::TokenStream;
-use crate::synthetic::rows::PasskeyRows;
+use crate::synthetic::rows::{FlipFlopRows, PasskeyRows};
 
 #[derive(Debug)]
 pub(super) enum Source {
     Text(Windows),
     Passkey(Box<PasskeyRows>),
+    FlipFlop(FlipFlopRows),
 }
 
 impl Source {
@@ -20,6 +21,7 @@ impl Source {
                 weights.fill(1.0);
             }
             Source::Passkey(rows) => rows.fill(index, tokens, weights),
+            Source::FlipFlop(rows) => rows.fill(index, tokens, weights),
         }
     }
 }

@@ -263,3 +263,34 @@ fn folders_of_shards_give_each_split_its_files() {
     let first = |split| open(&config, 0, split).unwrap().batch(0, 1).inputs[0];
     assert_eq!((first(Split::Train), first(Split::Validation)), (1, 2));
 }
+
+#[test]
+fn flip_flop_sources_are_mixed_in_and_keep_documents_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = mixed(&dir);
+    config.sources.push(SourceConfig::Fflm {
+        weight: 2.0,
+        instructions: 100,
+        p_write: 0.1,
+        p_read: 0.1,
+        p_ignore: 0.8,
+        reads_only: false,
+    });
+    let loader = open(&config, 1, Split::Train).unwrap();
+    assert_eq!(loader.sources()[3].share, 0.2);
+    let batch = loader.batch(0, 100);
+    let starts = batch.document_starts.unwrap();
+    let write = i32::from(b'w');
+    let rows: Vec<usize> = (0..100)
+        .filter(|row| batch.inputs[row * 512..row * 512 + 512].contains(&write))
+        .filter(|row| batch.inputs[row * 512 + 201] == write)
+        .collect();
+    assert!(rows.len() > 10, "{rows:?}");
+    for row in rows {
+        let at = row * 512;
+        // The second sequence starts behind the first one's end of text, and its w has no loss.
+        assert_eq!((starts[at + 200], starts[at + 201], starts[at + 300]), (0, 201, 201));
+        let weights = &batch.loss_weights[at..at + 512];
+        assert_eq!((weights[199], weights[200], weights[201]), (1.0, 0.0, 1.0));
+    }
+}
