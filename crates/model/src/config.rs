@@ -8,9 +8,42 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Arch {
-    /// Pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)) (Radford et al., 2019).
+    /// Layer norms and GELU (Radford et al., 2019).
     #[default]
     Gpt2,
+    /// RMS norms and SwiGLU, the embedding not tied (Touvron et al., 2023).
+    Llama,
+    /// RWKV-7's blocks (Peng et al., 2025): layer norms with biases, one after the embedding too,
+    /// token shift before every projection, squared ReLU in the channel mix, gated value
+    /// residual. The time mix is the attention: `kind = "rwkv7"`, or any other kind.
+    Rwkv7,
+}
+
+/// Where the norms of a block stand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NormPosition {
+    /// x + f(norm(x)).
+    #[default]
+    Pre,
+    /// norm(x + f(x)) (Vaswani et al., 2017).
+    Post,
+    /// x + norm(f(norm(x))) (Ding et al., 2021).
+    Sandwich,
+}
+
+/// How later layers see the first layer's values v₁.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ValueResidual {
+    /// Not at all.
+    #[default]
+    None,
+    /// v ← λ₁ v₁ + λ₂ v with learned scalars, ½ each at the start (Zhou et al., 2024).
+    Learned,
+    /// v ← v + σ(ν) ⊙ (v₁ − v), where ν is a low-rank projection of the layer's input, with a bias
+    /// of 1 at the start (Peng et al., 2025, equations 8 to 10).
+    Gated,
 }
 
 /// The MLP of a block.
@@ -49,11 +82,12 @@ pub enum Positions {
 }
 
 /// The `[model]` table of a run's configuration.
+///
+/// Keys that are left out take the defaults of `arch`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(from = "Table")]
 pub struct ModelConfig {
     /// The family of blocks; default `"gpt2"`.
-    #[serde(default)]
     pub arch: Arch,
     /// Number of blocks.
     pub layers: usize,
@@ -67,34 +101,37 @@ pub struct ModelConfig {
     /// Channels of a head; default `width / heads`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
-    /// The MLP; default `"gelu"`.
-    #[serde(default)]
+    /// The MLP.
     pub mlp: MlpKind,
     /// Hidden width of the MLP; default 4 · width, for SwiGLU 8/3 · width rounded up to a multiple
     /// of 64.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlp_width: Option<usize>,
-    /// The norms; default `"layer-norm"`.
-    #[serde(default)]
+    /// The norms.
     pub norm: NormKind,
-    /// Biases in linear layers and layer norms; default false, as in nanoGPT.
-    #[serde(default)]
+    /// Where the norms of a block stand; default `"pre"`.
+    pub norm_position: NormPosition,
+    /// A norm right after the embedding.
+    pub embedding_norm: bool,
+    /// Biases in linear layers; default false, as in nanoGPT.
     pub bias: bool,
-    /// Use the embedding as the output projection; default true.
-    #[serde(default = "yes")]
+    /// Biases in layer norms; default `bias`, for RWKV-7 true.
+    pub norm_bias: bool,
+    /// Use the embedding as the output projection.
     pub tie_embeddings: bool,
     /// Absolute positions; default `"none"`.
-    #[serde(default)]
     pub positions: Positions,
     /// RMS norm of each head's q and k, with learned scales; default false.
-    #[serde(default)]
     pub qk_norm: bool,
     /// o ⊙ σ(W x) per channel before the output projection; default false.
-    #[serde(default)]
     pub output_gate: bool,
     /// A causal depthwise convolution of width 4 with SiLU on q, k and v; default false.
-    #[serde(default)]
     pub short_conv: bool,
+    /// Before each projection of attention and MLP, x_t + μ ⊙ (x_{t−1} − x_t) with a learned μ of
+    /// its own.
+    pub token_shift: bool,
+    /// How later layers see the first layer's values.
+    pub value_residual: ValueResidual,
     /// With a window w, a token attends to itself and the w − 1 tokens before it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
@@ -102,20 +139,94 @@ pub struct ModelConfig {
     pub attention: AttentionConfig,
 }
 
-fn yes() -> bool {
-    true
+/// The table as written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    #[serde(default)]
+    arch: Arch,
+    layers: usize,
+    width: usize,
+    heads: usize,
+    kv_heads: Option<usize>,
+    head_dim: Option<usize>,
+    mlp: Option<MlpKind>,
+    mlp_width: Option<usize>,
+    norm: Option<NormKind>,
+    #[serde(default)]
+    norm_position: NormPosition,
+    embedding_norm: Option<bool>,
+    #[serde(default)]
+    bias: bool,
+    norm_bias: Option<bool>,
+    tie_embeddings: Option<bool>,
+    #[serde(default)]
+    positions: Positions,
+    #[serde(default)]
+    qk_norm: bool,
+    #[serde(default)]
+    output_gate: bool,
+    #[serde(default)]
+    short_conv: bool,
+    token_shift: Option<bool>,
+    value_residual: Option<ValueResidual>,
+    window: Option<usize>,
+    attention: AttentionConfig,
+}
+
+impl From<Table> for ModelConfig {
+    fn from(t: Table) -> Self {
+        let rwkv7 = t.arch == Arch::Rwkv7;
+        let (mlp, norm, residual) = match t.arch {
+            Arch::Gpt2 => (MlpKind::Gelu, NormKind::LayerNorm, ValueResidual::None),
+            Arch::Llama => (MlpKind::Swiglu, NormKind::RmsNorm, ValueResidual::None),
+            Arch::Rwkv7 => (MlpKind::ReluSquared, NormKind::LayerNorm, ValueResidual::Gated),
+        };
+        ModelConfig {
+            arch: t.arch,
+            layers: t.layers,
+            width: t.width,
+            heads: t.heads,
+            kv_heads: t.kv_heads,
+            head_dim: t.head_dim,
+            mlp: t.mlp.unwrap_or(mlp),
+            mlp_width: t.mlp_width,
+            norm: t.norm.unwrap_or(norm),
+            norm_position: t.norm_position,
+            embedding_norm: t.embedding_norm.unwrap_or(rwkv7),
+            bias: t.bias,
+            norm_bias: t.norm_bias.unwrap_or(t.bias || rwkv7),
+            tie_embeddings: t.tie_embeddings.unwrap_or(t.arch == Arch::Gpt2),
+            positions: t.positions,
+            qk_norm: t.qk_norm,
+            output_gate: t.output_gate,
+            short_conv: t.short_conv,
+            token_shift: t.token_shift.unwrap_or(rwkv7),
+            value_residual: t.value_residual.unwrap_or(residual),
+            window: t.window,
+            attention: t.attention,
+        }
+    }
 }
 
 impl ModelConfig {
-    /// The sizes of the attention layers.
-    pub fn attention_shape(&self) -> AttentionShape {
+    /// The sizes of attention layer `layer`, from 0.
+    pub fn attention_shape(&self, layer: usize) -> AttentionShape {
         AttentionShape {
             width: self.width,
             heads: self.heads,
             kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim: self.head_dim.unwrap_or(self.width / self.heads.max(1)),
             window: self.window,
+            layer,
+            layers: self.layers,
         }
+    }
+
+    /// Inner channels of the gated value residual's projection: 1.3 · √width, rounded to a
+    /// multiple of 32 and at least 32, as RWKV-7's released models have it.
+    pub fn value_residual_rank(&self) -> usize {
+        ((1.3 * (self.width as f64).sqrt() / 32.0).round() as usize).max(1) * 32
     }
 
     /// Hidden width of the MLP.
@@ -151,7 +262,7 @@ impl ModelConfig {
         if sizes.iter().any(|size| size.1 == 0) || options.iter().any(|size| size.1 == Some(0)) {
             return; // The checks below divide by these.
         }
-        let shape = self.attention_shape();
+        let shape = self.attention_shape(0);
         problems.check(
             self.head_dim.is_some() || self.width.is_multiple_of(self.heads),
             "model.heads",

@@ -4,6 +4,7 @@
 use burn::module::Param;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
+use longwall_kernels::attention::Start;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -55,13 +56,32 @@ impl<'a, B: Backend> Init<'a, B> {
         Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
     }
 
+    /// A vector of `len` elements with a variant's own initial values.
+    ///
+    /// # Panics
+    /// When these are not as many.
+    pub fn start(&self, len: usize, start: &Start) -> Param<Tensor<B, 1>> {
+        match start {
+            Start::Constant(value) => self.constant(len, *value),
+            Start::Values(values) => {
+                assert_eq!(values.len(), len, "initial values of {}", self.path);
+                self.vector(values.clone())
+            }
+            Start::Normal(std) => self.vector(self.sample(len, *std)),
+        }
+    }
+
     /// A matrix, normal with the given standard deviation.
     pub fn normal(&self, shape: [usize; 2], std: f32) -> Param<Tensor<B, 2>> {
+        let values = self.sample(shape[0] * shape[1], std);
+        Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
+    }
+
+    fn sample(&self, len: usize, std: f32) -> Vec<f32> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(fnv1a(&self.path));
-        let normal = Normal::new(0.0, std).expect("a standard deviation above 0");
-        let values: Vec<f32> = normal.sample_iter(rng).take(shape[0] * shape[1]).collect();
-        Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
+        let normal = Normal::new(0.0, std).expect("a standard deviation of 0 or above");
+        normal.sample_iter(rng).take(len).collect()
     }
 }
 

@@ -10,7 +10,7 @@ use longwall_kernels::ops::linear::linear;
 
 use crate::config::{ModelConfig, Positions};
 use crate::init::Init;
-use crate::layers::{Block, LayerState, Norm};
+use crate::layers::{Block, BlockState, Norm};
 
 /// A decoder-only language model.
 #[derive(Module, Debug)]
@@ -19,6 +19,8 @@ pub struct LanguageModel<B: OpBackend> {
     pub embedding: Param<Tensor<B, 2>>,
     /// Learned absolute positions, `[seq_len, width]`.
     pub positions: Option<Param<Tensor<B, 2>>>,
+    /// After the embedding.
+    pub embedding_norm: Option<Norm<B>>,
     /// The blocks.
     pub blocks: Vec<Block<B>>,
     /// Before the output projection.
@@ -30,7 +32,7 @@ pub struct LanguageModel<B: OpBackend> {
 /// What decoding keeps between calls.
 #[derive(Clone, Debug)]
 pub struct ModelState<B: OpBackend> {
-    layers: Vec<LayerState<B>>,
+    blocks: Vec<BlockState<B>>,
     position: usize,
 }
 
@@ -55,12 +57,14 @@ impl<B: OpBackend> LanguageModel<B> {
         let init = Init::<B>::new(seed, config.layers, device);
         let width = config.width;
         let learned = config.positions == Positions::Learned;
-        let block = |n: usize| Block::new(&init.part("blocks").part(n), config);
+        let block = |n: usize| Block::new(&init.part("blocks").part(n), config, n);
+        let norm = |name| Norm::new(&init.part(name), config.norm, width, config.norm_bias);
         LanguageModel {
             embedding: init.part("embedding").weight([vocab_size, width]),
             positions: learned.then(|| init.part("positions").weight([seq_len, width])),
+            embedding_norm: config.embedding_norm.then(|| norm("embedding_norm")),
             blocks: (0..config.layers).map(block).collect(),
-            norm: Norm::new(&init.part("norm"), config.norm, width, config.bias),
+            norm: norm("norm"),
             head: (!config.tie_embeddings).then(|| init.part("head").weight([vocab_size, width])),
         }
     }
@@ -84,14 +88,28 @@ impl<B: OpBackend> LanguageModel<B> {
     /// `[batch, seq_len, width]`.
     pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
         let mut x = self.embed(tokens, 0, documents.clone());
+        let mut first_values = None;
         for block in &self.blocks {
-            x = block.forward(x, documents.clone());
+            x = block.forward(x, documents.clone(), &mut first_values);
         }
         self.norm.forward(x)
     }
 
-    /// Token embeddings, plus those of positions counted from the document's start.
+    /// Token embeddings, plus those of positions counted from the document's start, normed.
     fn embed(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        first: usize,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 3> {
+        let x = self.embed_tokens(tokens, first, documents);
+        match &self.embedding_norm {
+            Some(norm) => norm.forward(x),
+            None => x,
+        }
+    }
+
+    fn embed_tokens(
         &self,
         tokens: Tensor<B, 2, Int>,
         first: usize,
@@ -147,8 +165,7 @@ impl<B: OpBackend> LanguageModel<B> {
 
     /// The state before the first token.
     pub fn start(&self) -> ModelState<B> {
-        let layers = self.blocks.iter().map(|block| block.attention.start()).collect();
-        ModelState { layers, position: 0 }
+        ModelState { blocks: self.blocks.iter().map(Block::start).collect(), position: 0 }
     }
 
     /// Appends tokens `[batch, n]` to the sequences in `state`; returns the logits after the last,
@@ -159,8 +176,9 @@ impl<B: OpBackend> LanguageModel<B> {
     pub fn extend(&self, tokens: Tensor<B, 2, Int>, state: &mut ModelState<B>) -> Tensor<B, 2> {
         let n = tokens.dims()[1];
         let mut x = self.embed(tokens, state.position, None);
-        for (block, layer) in self.blocks.iter().zip(&mut state.layers) {
-            x = block.extend(x, layer);
+        let mut first_values = None;
+        for (block, state) in self.blocks.iter().zip(&mut state.blocks) {
+            x = block.extend(x, state, &mut first_values);
         }
         state.position += n;
         let last = self.norm.forward(x.narrow(1, n - 1, 1));

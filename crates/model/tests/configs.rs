@@ -1,5 +1,6 @@
 //! Small configurations that between them use every option.
 
+use longwall_kernels::attention::AttentionConfig;
 use longwall_model::ModelConfig;
 
 pub const VOCAB: usize = 11;
@@ -37,15 +38,80 @@ const CONFIGS: &[&str] = &[
     window = 3
     attention = { kind = "rope" }
     "#,
+    r#"
+    arch = "llama"
+    layers = 2
+    width = 8
+    heads = 2
+    mlp_width = 12
+    norm_position = "sandwich"
+    value_residual = "learned"
+    attention = { kind = "rope" }
+    "#,
+    r#"
+    arch = "rwkv7"
+    layers = 2
+    width = 8
+    heads = 4
+    kv_heads = 2
+    mlp_width = 12
+    output_gate = true
+    short_conv = true
+    attention = { kind = "fox" }
+    "#,
+    r#"
+    layers = 2
+    width = 8
+    heads = 2
+    mlp_width = 12
+    norm_position = "post"
+    norm_bias = true
+    attention = { kind = "rope" }
+    "#,
 ];
+
+/// Blocks that every registered kind of attention is put into.
+const BLOCKS: &[&str] = &[
+    r#"
+    layers = 2
+    width = 16
+    heads = 4
+    kv_heads = 2
+    mlp_width = 12
+    qk_norm = true
+    output_gate = true
+    short_conv = true
+    "#,
+    r#"
+    arch = "rwkv7"
+    layers = 2
+    width = 16
+    heads = 4
+    mlp_width = 12
+    "#,
+];
+
+fn valid(config: ModelConfig) -> ModelConfig {
+    let mut problems = longwall_config::Problems::new();
+    config.validate(&mut problems);
+    problems.into_result().expect("a valid configuration");
+    config
+}
 
 /// Each configuration, parsed.
 pub fn configs() -> impl Iterator<Item = ModelConfig> {
-    CONFIGS.iter().map(|text| {
-        let config: ModelConfig = toml::from_str(text).expect("a valid configuration");
-        let mut problems = longwall_config::Problems::new();
-        config.validate(&mut problems);
-        problems.into_result().expect("a valid configuration");
-        config
-    })
+    CONFIGS.iter().map(|text| valid(toml::from_str(text).expect("a valid configuration")))
+}
+
+/// Each configuration, and every registered kind of attention in blocks of different families.
+pub fn configs_and_kinds() -> impl Iterator<Item = ModelConfig> {
+    let kinds = AttentionConfig::defaults().into_iter().flat_map(|attention| {
+        BLOCKS.iter().map(move |blocks| {
+            let mut table: toml::Table = blocks.parse().expect("valid TOML");
+            let attention = toml::Value::try_from(&attention).expect("a table");
+            table.insert("attention".to_owned(), attention);
+            valid(table.try_into().expect("a valid configuration"))
+        })
+    });
+    configs().chain(kinds)
 }

@@ -3,7 +3,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use longwall_model::LanguageModel;
 use longwall_model::generate::{GenerateError, Sampling, generate};
 
-use crate::configs::{SEQ_LEN, VOCAB, configs};
+use crate::configs::{SEQ_LEN, VOCAB, configs, configs_and_kinds};
 
 fn tokens(rows: &[Vec<u32>]) -> Tensor<Flex, 2, Int> {
     let data: Vec<i32> = rows.iter().flatten().map(|&t| t as i32).collect();
@@ -13,7 +13,7 @@ fn tokens(rows: &[Vec<u32>]) -> Tensor<Flex, 2, Int> {
 #[test]
 fn cached_decoding_gives_the_logits_of_the_full_pass() {
     let rows = vec![vec![1, 5, 3, 9, 9, 0, 2], vec![4, 4, 10, 7, 1, 6, 8]];
-    for config in configs() {
+    for config in configs_and_kinds() {
         let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 3, &Default::default());
         let full = model.logits(tokens(&rows)); // [batch, seq_len, vocab]
         let mut state = model.start();
@@ -33,7 +33,7 @@ fn cached_decoding_gives_the_logits_of_the_full_pass() {
 
 #[test]
 fn greedy_generation_follows_the_full_pass_and_stops() {
-    for config in configs() {
+    for config in configs_and_kinds() {
         let device = Default::default();
         let model = LanguageModel::<Flex>::new(&config, VOCAB, 20, 3, &device);
         let prompts = [vec![1, 2, 3], vec![7, 7, 7]];

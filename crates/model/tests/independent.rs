@@ -7,10 +7,11 @@ use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
+use longwall_model::config::{NormPosition, ValueResidual};
 use longwall_model::weights::named_tensors;
 use longwall_model::{LanguageModel, MlpKind, ModelConfig, NormKind};
 
-use crate::configs::{SEQ_LEN, VOCAB, configs};
+use crate::configs::{SEQ_LEN, VOCAB, configs, configs_and_kinds};
 
 type Ad = Autodiff<Flex>;
 
@@ -73,14 +74,50 @@ impl Oracle<'_> {
         x.iter().map(row).collect()
     }
 
+    /// Token shift of projection `at` of a layer.
+    fn shift(&self, layer: &str, at: usize, x: &Row) -> Row {
+        let name = match layer.ends_with("mlp") {
+            true => format!("{layer}.shift"),
+            false => format!("{layer}.shifts.{at}"),
+        };
+        let Some(mu) = self.parameters.get(&name) else { return x.clone() };
+        let value = |t: usize, c: usize| {
+            let before = if t > self.starts[t] { x[t - 1][c] } else { 0.0 };
+            x[t][c] + mu[c] * (before - x[t][c])
+        };
+        (0..x.len()).map(|t| (0..x[0].len()).map(|c| value(t, c)).collect()).collect()
+    }
+
+    /// The first layer's values mixed into those of a later one.
+    fn mix_values(&self, layer: &str, x: &Row, v: Vec<Row>, first: &[Row]) -> Vec<Row> {
+        let d = v[0][0].len();
+        let gate = self.config.value_residual == ValueResidual::Gated;
+        let nu = gate.then(|| {
+            let inner = self.linear(&format!("{layer}.value_gate.inner"), &self.shift(layer, 2, x));
+            self.linear(&format!("{layer}.value_gate.outer"), &inner)
+        });
+        let value = |h: usize, t: usize, c: usize| match &nu {
+            Some(nu) => {
+                let nu = 1.0 / (1.0 + (-nu[t][h * d + c]).exp());
+                v[h][t][c] + nu * (first[h][t][c] - v[h][t][c])
+            }
+            None => {
+                let mix = self.get(&format!("{layer}.value_mix"));
+                mix[0] * first[h][t][c] + mix[1] * v[h][t][c]
+            }
+        };
+        let row = |h, t| (0..d).map(|c| value(h, t, c)).collect();
+        (0..v.len()).map(|h| (0..x.len()).map(|t| row(h, t)).collect()).collect()
+    }
+
     /// Projection, short convolution, heads `[head][time][channel]`, norm, rotation.
     fn heads(&self, name: &str, at: usize, x: &Row, norm: Option<&str>) -> Vec<Row> {
         let layer = name.rsplit_once('.').unwrap().0;
-        let mut y = self.linear(name, x);
+        let mut y = self.linear(name, &self.shift(layer, at, x));
         if self.config.short_conv {
             y = self.short_conv(self.get(&format!("{layer}.convs.{at}")), &y);
         }
-        let shape = self.config.attention_shape();
+        let shape = self.config.attention_shape(0);
         let d = shape.head_dim;
         let head = |h: usize| -> Row {
             let channels = |y: &Vec<f64>| y[h * d..(h + 1) * d].to_vec();
@@ -116,11 +153,16 @@ impl Oracle<'_> {
         }
     }
 
-    fn attention(&self, name: &str, x: &Row) -> Row {
-        let shape = self.config.attention_shape();
+    fn attention(&self, name: &str, x: &Row, first_values: &mut Vec<Row>) -> Row {
+        let shape = self.config.attention_shape(0);
         let mut q = self.heads(&format!("{name}.q"), 0, x, Some("q_norm"));
         let mut k = self.heads(&format!("{name}.k"), 1, x, Some("k_norm"));
-        let v = self.heads(&format!("{name}.v"), 2, x, None);
+        let mut v = self.heads(&format!("{name}.v"), 2, x, None);
+        if first_values.is_empty() {
+            *first_values = v.clone();
+        } else if self.config.value_residual != ValueResidual::None {
+            v = self.mix_values(name, x, v, first_values);
+        }
         let text = toml::to_string(&self.config.attention).unwrap();
         if text.contains("position = \"rope\"") {
             for heads in [&mut q, &mut k] {
@@ -130,7 +172,7 @@ impl Oracle<'_> {
             }
         }
         let forget = (self.config.attention.kind() == "fox")
-            .then(|| self.linear(&format!("{name}.gates.0"), x));
+            .then(|| self.linear(&format!("{name}.projections.0.outer"), &self.shift(name, 3, x)));
         let log_decay =
             |t: usize, h: usize| forget.as_ref().map_or(0.0, |f| -(-f[t][h]).exp().ln_1p());
         let mut joined: Row = vec![vec![]; x.len()];
@@ -151,7 +193,8 @@ impl Oracle<'_> {
             }
         }
         if self.config.output_gate {
-            let gate = self.linear(&format!("{name}.output_gate"), x);
+            let last = if forget.is_some() { 4 } else { 3 };
+            let gate = self.linear(&format!("{name}.output_gate"), &self.shift(name, last, x));
             for (o, g) in joined.iter_mut().flatten().zip(gate.iter().flatten()) {
                 *o /= 1.0 + (-g).exp();
             }
@@ -160,6 +203,7 @@ impl Oracle<'_> {
     }
 
     fn mlp(&self, name: &str, x: &Row) -> Row {
+        let x = &self.shift(name, 0, x);
         let mut hidden = self.linear(&format!("{name}.up"), x);
         match self.config.mlp {
             MlpKind::Gelu => hidden.iter_mut().flatten().for_each(|x| {
@@ -179,6 +223,19 @@ impl Oracle<'_> {
         self.linear(&format!("{name}.down"), &hidden)
     }
 
+    /// The residual stream after one part of a block.
+    fn add(&self, name: &str, x: Row, f: impl FnOnce(&str, &Row) -> Row) -> Row {
+        let norm = |x: &Row| self.norm(&format!("{name}_norm"), x);
+        match self.config.norm_position {
+            NormPosition::Pre => sum(f(name, &norm(&x)), &x),
+            NormPosition::Sandwich => {
+                let y = f(name, &norm(&x));
+                sum(self.norm(&format!("{name}_out_norm"), &y), &x)
+            }
+            NormPosition::Post => norm(&sum(f(name, &x), &x)),
+        }
+    }
+
     /// Σ weight · cross-entropy of the row.
     fn loss(&self, tokens: &[usize], targets: &[usize], weights: &[f32]) -> f64 {
         let width = self.config.width;
@@ -190,12 +247,16 @@ impl Oracle<'_> {
                 x.iter_mut().zip(&positions[at..]).for_each(|(x, p)| *x += p);
             }
         }
+        if self.config.embedding_norm {
+            x = self.norm("embedding_norm", &x);
+        }
+        let mut first_values = vec![];
         for layer in 0..self.config.layers {
             let name = format!("blocks.{layer}");
-            let normed = self.norm(&format!("{name}.attention_norm"), &x);
-            add(&mut x, self.attention(&format!("{name}.attention"), &normed));
-            let normed = self.norm(&format!("{name}.mlp_norm"), &x);
-            add(&mut x, self.mlp(&format!("{name}.mlp"), &normed));
+            x = self.add(&format!("{name}.attention"), x, |name, x| {
+                self.attention(name, x, &mut first_values)
+            });
+            x = self.add(&format!("{name}.mlp"), x, |name, x| self.mlp(name, x));
         }
         let x = self.norm("norm", &x);
         let head = self.parameters.get("head").map_or(embedding, Vec::as_slice);
@@ -210,8 +271,9 @@ impl Oracle<'_> {
     }
 }
 
-fn add(x: &mut Row, y: Row) {
+fn sum(mut x: Row, y: &Row) -> Row {
     x.iter_mut().flatten().zip(y.iter().flatten()).for_each(|(x, y)| *x += y);
+    x
 }
 
 fn oracle_loss(config: &ModelConfig, parameters: &Parameters) -> f64 {
@@ -287,11 +349,39 @@ fn loss_and_all_gradients_equal_an_independent_f64_computation() {
     }
 }
 
+/// Every parameter of every kind of attention takes part in the loss.
+#[test]
+fn all_gradients_exist_and_are_finite() {
+    for config in configs_and_kinds() {
+        let device = Default::default();
+        let model = LanguageModel::<Ad>::new(&config, VOCAB, SEQ_LEN, 3, &device);
+        let model = model.map(&mut Enlarge).map(&mut Shift);
+        let weights = Tensor::<Ad, 2>::from_floats(WEIGHTS, &device);
+        let loss = model.loss(ints(&TOKENS), ints(&TARGETS), weights, Some(ints(&STARTS)));
+        let grads = loss.backward();
+        let mut found = Gradients { path: vec![], grads: &grads, found: HashMap::new() };
+        model.visit(&mut found);
+        for (name, grad) in &found.found {
+            assert!(grad.iter().all(|g| g.is_finite()), "{name} of {config:?}: {grad:?}");
+            assert!(grad.iter().any(|g| *g != 0.0), "{name} of {config:?} has no effect");
+        }
+    }
+}
+
 /// Multiplies matrices by 15: weights near 0.3.
 struct Enlarge;
 
 impl<B: Backend> burn::module::ModuleMapper<B> for Enlarge {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         param.map(|x| if D == 2 { (x * 15.0).detach().require_grad() } else { x })
+    }
+}
+
+/// Adds 0.1 to vectors: some start at 0, where what they multiply has no gradient.
+struct Shift;
+
+impl<B: Backend> burn::module::ModuleMapper<B> for Shift {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param.map(|x| if D == 1 { (x + 0.1).detach().require_grad() } else { x })
     }
 }

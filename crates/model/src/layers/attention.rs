@@ -1,31 +1,33 @@
 use burn::module::{Module, Param};
-use burn::tensor::{Tensor, activation, s};
+use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::{
-    AttentionConfig, AttentionShape, AttentionState, DocumentStarts, Inputs,
+    Activation, AttentionConfig, AttentionShape, AttentionState, DocumentStarts, Inputs,
+    Projection, Start,
 };
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::ops::short_conv::short_conv;
 
-use super::{Linear, Norm};
-use crate::config::{ModelConfig, NormKind};
+use super::projection::conv_taps;
+use super::time::{History, Past};
+use super::{Linear, Norm, SideProjection};
+use crate::config::{ModelConfig, NormKind, ValueResidual};
 use crate::init::Init;
 
 /// Taps of the short convolution.
-const CONV_TAPS: usize = 4;
+pub(crate) const CONV_TAPS: usize = 4;
 
 /// An attention layer: projections, norms, gates and output around a variant's operation.
 #[derive(Module, Debug)]
 pub struct Attention<B: OpBackend> {
-    /// To `heads · head_dim`.
+    /// To `views · heads · head_dim`.
     pub q: Linear<B>,
-    /// To `kv_heads · head_dim`.
+    /// To `views · kv_heads · head_dim`.
     pub k: Linear<B>,
-    /// To `kv_heads · head_dim`.
+    /// To `kv_heads · value_dim`.
     pub v: Linear<B>,
-    /// From `heads · head_dim` back to the residual stream.
+    /// From `heads · value_dim` back to the residual stream.
     pub output: Linear<B>,
-    /// The variant's gates, in its order.
-    pub gates: Vec<Linear<B>>,
+    /// What the variant projects beside q, k and v, in its order.
+    pub projections: Vec<SideProjection<B>>,
     /// The variant's own learned vectors, in its order.
     pub parameters: Vec<Param<Tensor<B, 1>>>,
     /// Norm of each head's q.
@@ -36,131 +38,235 @@ pub struct Attention<B: OpBackend> {
     pub output_gate: Option<Linear<B>>,
     /// Taps of the short convolutions of q, k and v, `[channels, 4]`.
     pub convs: Vec<Param<Tensor<B, 2>>>,
+    /// Token shift's μ of q, k, v, the side projections and the output gate, `[width]` each.
+    pub shifts: Vec<Param<Tensor<B, 1>>>,
+    /// λ₁ and λ₂ of the learned value residual.
+    pub value_mix: Option<Param<Tensor<B, 1>>>,
+    /// ν of the gated value residual.
+    pub value_gate: Option<SideProjection<B>>,
     #[module(skip)]
     shape: AttentionShape,
     #[module(skip)]
     variant: AttentionConfig,
 }
 
-/// What decoding keeps of one layer.
+/// What decoding keeps of one attention layer.
 #[derive(Clone, Debug)]
-pub struct LayerState<B: OpBackend> {
+pub struct AttentionLayerState<B: OpBackend> {
     attention: AttentionState<B>,
-    /// The last inputs of the short convolutions, `[batch, up to 3, channels]`.
-    convs: Vec<Option<Tensor<B, 3>>>,
+    history: History<B>,
 }
 
 impl<B: OpBackend> Attention<B> {
-    pub(crate) fn new(init: &Init<B>, config: &ModelConfig) -> Self {
-        let shape = config.attention_shape();
+    pub(crate) fn new(init: &Init<B>, config: &ModelConfig, layer: usize) -> Self {
+        let shape = config.attention_shape(layer);
+        let variant = &config.attention;
         let width = config.width;
-        let inner = shape.heads * shape.head_dim;
-        let kv_inner = shape.kv_heads * shape.head_dim;
+        let q = variant.views() * shape.heads * shape.head_dim;
+        let k = variant.views() * shape.kv_heads * shape.head_dim;
+        let v = shape.kv_heads * variant.value_dim(&shape);
+        let inner = shape.heads * variant.value_dim(&shape);
         let linear =
             |name: &str, outputs| Linear::new(&init.part(name), width, outputs, config.bias);
         let head_norm = |name: &str| {
             let init = init.part(name);
             config.qk_norm.then(|| Norm::new(&init, NormKind::RmsNorm, shape.head_dim, false))
         };
-        let gate = |spec: &longwall_kernels::attention::GateSpec| {
-            let init = init.part(spec.name);
-            let mut gate = Linear::new(&init, width, spec.features, false);
-            gate.bias = Some(init.constant(spec.features, spec.bias_init));
-            gate
-        };
-        let convs: &[_] = if config.short_conv {
-            &[("q_conv", inner), ("k_conv", kv_inner), ("v_conv", kv_inner)]
+        let side = |spec: &Projection| SideProjection::new(&init.part(spec.name), width, spec);
+        let specs = variant.projections(&shape);
+        let parameters = variant.parameters(&shape);
+        let convs = if config.short_conv {
+            [("q_conv", q), ("k_conv", k), ("v_conv", v)]
+                .map(|(name, channels)| conv_taps(&init.part(name), channels, CONV_TAPS))
+                .into()
         } else {
-            &[]
+            vec![]
         };
-        let parameters = config.attention.parameters(&shape);
+        // The first layer's values are the residual's.
+        let residual = if layer == 0 { ValueResidual::None } else { config.value_residual };
         Attention {
-            q: linear("q", inner),
-            k: linear("k", kv_inner),
-            v: linear("v", kv_inner),
+            q: linear("q", q),
+            k: linear("k", k),
+            v: linear("v", v),
             output: Linear::residual(&init.part("output"), inner, width, config.bias),
-            gates: config.attention.gates(&shape).iter().map(gate).collect(),
-            parameters: parameters.into_iter().map(|p| init.part(p.name).vector(p.init)).collect(),
+            projections: specs.iter().map(side).collect(),
+            parameters: parameters
+                .iter()
+                .map(|p| init.part(p.name).start(p.elements, &p.start))
+                .collect(),
             q_norm: head_norm("q_norm"),
             k_norm: head_norm("k_norm"),
             output_gate: config.output_gate.then(|| linear("output_gate", inner)),
-            // Uniform in ±1/√4 would be a convolution's usual start; a normal of that spread.
-            convs: convs
-                .iter()
-                .map(|&(name, channels)| init.part(name).normal([channels, CONV_TAPS], 0.29))
-                .collect(),
+            convs,
+            shifts: token_shifts(init, config, &shape, specs.len()),
+            value_mix: (residual == ValueResidual::Learned)
+                .then(|| init.part("value_mix").constant(2, 0.5)),
+            value_gate: (residual == ValueResidual::Gated).then(|| {
+                let rank = config.value_residual_rank();
+                let spec = Projection::new("value_gate", v)
+                    .low_rank(rank, Activation::Identity)
+                    .bias(Start::Constant(1.0));
+                side(&spec)
+            }),
             shape,
-            variant: config.attention.clone(),
+            variant: variant.clone(),
         }
     }
 
-    /// Whole rows: `[batch, seq_len, width]`, both ways.
-    pub fn forward(&self, x: Tensor<B, 3>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
-        let conv =
-            |_, x, taps: &Param<Tensor<B, 2>>| short_conv(x, taps.val(), true, documents.clone());
-        let inputs = self.inputs(&x, conv);
+    /// Whole rows: `[batch, seq_len, width]`, both ways. `first_values` is empty for the first
+    /// layer, which fills it, and serves the value residual of the others.
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        documents: DocumentStarts<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        let mut past = Past::Rows(&documents);
+        let inputs = self.inputs(&x, first_values, &mut past);
         let o = self.variant.attend(&self.shape, inputs, documents.clone());
-        self.finish(o, x)
+        self.finish(o, x, &mut past)
     }
 
     /// The state before the first token.
-    pub fn start(&self) -> LayerState<B> {
-        let attention = self.variant.start(&self.shape);
-        LayerState { attention, convs: vec![None; self.convs.len()] }
+    pub fn start(&self) -> AttentionLayerState<B> {
+        AttentionLayerState {
+            attention: self.variant.start(&self.shape),
+            history: vec![None; 3 + self.projections.len() + self.shifts.len()],
+        }
     }
 
-    /// New tokens after those in `state`: `[batch, n, width]`, both ways.
-    pub fn extend(&self, x: Tensor<B, 3>, state: &mut LayerState<B>) -> Tensor<B, 3> {
-        let convs = &mut state.convs;
-        let inputs = self.inputs(&x, |at: usize, new, taps| {
-            let new_len = new.dims()[1];
-            let all = match convs[at].take() {
-                Some(old) => Tensor::cat(vec![old, new], 1),
-                None => new,
-            };
-            let len = all.dims()[1];
-            convs[at] = Some(all.clone().slice(s![.., len.saturating_sub(CONV_TAPS - 1)..]));
-            short_conv(all, taps.val(), true, None).slice(s![.., len - new_len..])
-        });
+    /// New tokens after those in `state`: `[batch, n, width]`, both ways; `first_values` as in
+    /// [`Attention::forward`].
+    pub fn extend(
+        &self,
+        x: Tensor<B, 3>,
+        state: &mut AttentionLayerState<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        let mut past = Past::Earlier(&mut state.history);
+        let inputs = self.inputs(&x, first_values, &mut past);
         let o = self.variant.extend(&self.shape, inputs, &mut state.attention);
-        self.finish(o, x)
+        self.finish(o, x, &mut past)
     }
 
-    /// q, k, v and gates of `x`; `conv(index, projection, taps)` applies a short convolution.
+    /// The layer's input as projection number `at` (q, k, v, side projections, output gate) sees it.
+    fn shifted(&self, at: usize, x: &Tensor<B, 3>, past: &mut Past<B>) -> Tensor<B, 3> {
+        let slot = 3 + self.projections.len() + at;
+        match self.shifts.get(at) {
+            Some(mu) => past.shift(slot, x.clone(), mu.val()),
+            None => x.clone(),
+        }
+    }
+
+    /// Projection number `at` of q, k and v, convolved.
+    fn project(
+        &self,
+        at: usize,
+        linear: &Linear<B>,
+        x: Tensor<B, 3>,
+        past: &mut Past<B>,
+    ) -> Tensor<B, 3> {
+        let y = linear.forward(x);
+        match self.convs.get(at) {
+            Some(taps) => past.conv(at, y, taps.val(), true),
+            None => y,
+        }
+    }
+
+    /// What the variant's operation takes.
     fn inputs(
         &self,
         x: &Tensor<B, 3>,
-        mut conv: impl FnMut(usize, Tensor<B, 3>, &Param<Tensor<B, 2>>) -> Tensor<B, 3>,
+        first_values: &mut Option<Tensor<B, 3>>,
+        past: &mut Past<B>,
     ) -> Inputs<B> {
-        let [batch, seq_len, _] = x.dims();
-        let mut project = |at: usize, linear: &Linear<B>, norm: Option<&Norm<B>>| {
-            let mut y = linear.forward(x.clone());
-            if let Some(taps) = self.convs.get(at) {
-                y = conv(at, y, taps);
-            }
-            let heads = y.dims()[2] / self.shape.head_dim;
-            let y = y.reshape([batch, seq_len, heads, self.shape.head_dim]).swap_dims(1, 2);
+        let [batch, n, _] = x.dims();
+        let heads = |y: Tensor<B, 3>, channels: usize| {
+            let heads = y.dims()[2] / channels;
+            y.reshape([batch, n, heads, channels]).swap_dims(1, 2)
+        };
+        let head_dim = self.shape.head_dim;
+        let mut query_or_key = |at, linear, norm: Option<&Norm<B>>| {
+            let shifted = self.shifted(at, x, past);
+            let y = heads(self.project(at, linear, shifted, past), head_dim);
             match norm {
                 Some(norm) => norm.forward(y),
                 None => y,
             }
         };
+        let q = query_or_key(0, &self.q, self.q_norm.as_ref());
+        let k = query_or_key(1, &self.k, self.k_norm.as_ref());
+        let v = self.values(x, first_values, past);
+        let mut side = |(at, side): (usize, &SideProjection<B>)| {
+            let x = self.shifted(3 + at, x, past);
+            side.forward(3 + at, x, past)
+        };
         Inputs {
-            q: project(0, &self.q, self.q_norm.as_ref()),
-            k: project(1, &self.k, self.k_norm.as_ref()),
-            v: project(2, &self.v, None),
-            gates: self.gates.iter().map(|gate| gate.forward(x.clone())).collect(),
+            q,
+            k,
+            v: heads(v, self.variant.value_dim(&self.shape)),
+            projections: self.projections.iter().enumerate().map(&mut side).collect(),
             parameters: self.parameters.iter().map(Param::val).collect(),
         }
     }
 
+    /// The values `[batch, n, kv_heads · value_dim]`, with the first layer's mixed in.
+    fn values(
+        &self,
+        x: &Tensor<B, 3>,
+        first_values: &mut Option<Tensor<B, 3>>,
+        past: &mut Past<B>,
+    ) -> Tensor<B, 3> {
+        let x = self.shifted(2, x, past);
+        let v = self.project(2, &self.v, x.clone(), past);
+        let first = first_values.get_or_insert_with(|| v.clone()).clone();
+        if let Some(mix) = &self.value_mix {
+            let lambda = |at| mix.val().narrow(0, at, 1).reshape([1, 1, 1]);
+            return first * lambda(0) + v * lambda(1);
+        }
+        match &self.value_gate {
+            // Without a convolution, the slot does not matter.
+            Some(gate) => {
+                let nu = activation::sigmoid(gate.forward(0, x, past));
+                v.clone() + nu * (first - v)
+            }
+            None => v,
+        }
+    }
+
     /// Joins the heads, gates them and projects them back.
-    fn finish(&self, o: Tensor<B, 4>, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let [batch, heads, seq_len, head_dim] = o.dims();
-        let mut o = o.swap_dims(1, 2).reshape([batch, seq_len, heads * head_dim]);
+    fn finish(&self, o: Tensor<B, 4>, x: Tensor<B, 3>, past: &mut Past<B>) -> Tensor<B, 3> {
+        let [batch, heads, n, value_dim] = o.dims();
+        let mut o = o.swap_dims(1, 2).reshape([batch, n, heads * value_dim]);
         if let Some(gate) = &self.output_gate {
+            let x = self.shifted(3 + self.projections.len(), &x, past);
             o = o * activation::sigmoid(gate.forward(x));
         }
         self.output.forward(o)
     }
+}
+
+/// Initial μ of q, k, v, the side projections and the output gate: 1 − (c / width)^(e · r) for
+/// channel c, where r falls from 1 to 0 with depth and e is 0.2 for q and the output gate, 0.7 for
+/// k and v, 0.9 for the others, as RWKV-7's released models have it.
+fn token_shifts<B: OpBackend>(
+    init: &Init<B>,
+    config: &ModelConfig,
+    shape: &AttentionShape,
+    sides: usize,
+) -> Vec<Param<Tensor<B, 1>>> {
+    if !config.token_shift {
+        return vec![];
+    }
+    let gate = config.output_gate.then_some(0.2);
+    let sides = std::iter::repeat_n(0.9, sides);
+    let exponents = [0.2, 0.7, 0.7].into_iter().chain(sides).chain(gate);
+    exponents.map(|e| init.vector(shift_start(shape, |r| e * r))).collect()
+}
+
+/// 1 − (c / width)^e(r) for each channel c, where r falls from 1 to 0 with depth.
+pub(super) fn shift_start(shape: &AttentionShape, exponent: impl Fn(f64) -> f64) -> Vec<f32> {
+    let r = 1.0 - shape.layer as f64 / shape.layers as f64;
+    let start = |c| 1.0 - (c as f64 / shape.width as f64).powf(exponent(r));
+    (0..shape.width).map(|c| start(c) as f32).collect()
 }

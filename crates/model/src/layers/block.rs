@@ -3,48 +3,105 @@ use burn::tensor::Tensor;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 
-use super::{Attention, LayerState, Mlp, Norm};
-use crate::config::ModelConfig;
+use super::time::{History, Past};
+use super::{Attention, AttentionLayerState, Mlp, Norm};
+use crate::config::{ModelConfig, NormPosition};
 use crate::init::Init;
 
-/// A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
+/// A block: attention, then MLP, each added to the residual stream, with norms where
+/// [`NormPosition`] says.
 #[derive(Module, Debug)]
 pub struct Block<B: OpBackend> {
-    /// Before the attention.
+    /// Before the attention, or after its addition.
     pub attention_norm: Norm<B>,
     /// The attention layer.
     pub attention: Attention<B>,
-    /// Before the MLP.
+    /// On the attention's output, in a sandwich.
+    pub attention_out_norm: Option<Norm<B>>,
+    /// Before the MLP, or after its addition.
     pub mlp_norm: Norm<B>,
     /// The MLP.
     pub mlp: Mlp<B>,
+    /// On the MLP's output, in a sandwich.
+    pub mlp_out_norm: Option<Norm<B>>,
+    #[module(skip)]
+    position: NormPosition,
+}
+
+/// What decoding keeps of one block.
+#[derive(Clone, Debug)]
+pub struct BlockState<B: OpBackend> {
+    attention: AttentionLayerState<B>,
+    mlp: History<B>,
 }
 
 impl<B: OpBackend> Block<B> {
-    pub(crate) fn new(init: &Init<B>, config: &ModelConfig) -> Self {
-        let norm = |name| Norm::new(&init.part(name), config.norm, config.width, config.bias);
+    pub(crate) fn new(init: &Init<B>, config: &ModelConfig, layer: usize) -> Self {
+        let norm = |name| Norm::new(&init.part(name), config.norm, config.width, config.norm_bias);
+        let out_norm = |name| (config.norm_position == NormPosition::Sandwich).then(|| norm(name));
         Block {
             attention_norm: norm("attention_norm"),
-            attention: Attention::new(&init.part("attention"), config),
+            attention: Attention::new(&init.part("attention"), config, layer),
+            attention_out_norm: out_norm("attention_out_norm"),
             mlp_norm: norm("mlp_norm"),
-            mlp: Mlp::new(&init.part("mlp"), config),
+            mlp: Mlp::new(&init.part("mlp"), config, layer),
+            mlp_out_norm: out_norm("mlp_out_norm"),
+            position: config.norm_position,
         }
     }
 
-    /// Whole rows: `[batch, seq_len, width]`, both ways.
-    pub fn forward(&self, x: Tensor<B, 3>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
-        let attention = self.attention.forward(self.attention_norm.forward(x.clone()), documents);
-        self.add_mlp(x + attention)
+    /// Whole rows: `[batch, seq_len, width]`, both ways; `first_values` as in
+    /// [`Attention::forward`].
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        documents: DocumentStarts<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        let x = self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x| {
+            self.attention.forward(x, documents.clone(), first_values)
+        });
+        self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x| {
+            self.mlp.forward(x, &mut Past::Rows(&documents))
+        })
     }
 
-    /// New tokens after those in `state`: `[batch, n, width]`, both ways.
-    pub fn extend(&self, x: Tensor<B, 3>, state: &mut LayerState<B>) -> Tensor<B, 3> {
-        let attention = self.attention.extend(self.attention_norm.forward(x.clone()), state);
-        self.add_mlp(x + attention)
+    /// The state before the first token.
+    pub fn start(&self) -> BlockState<B> {
+        BlockState { attention: self.attention.start(), mlp: vec![None] }
     }
 
-    fn add_mlp(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
-        let mlp = self.mlp.forward(self.mlp_norm.forward(x.clone()));
-        x + mlp
+    /// New tokens after those in `state`: `[batch, n, width]`, both ways; `first_values` as in
+    /// [`Attention::forward`].
+    pub fn extend(
+        &self,
+        x: Tensor<B, 3>,
+        state: &mut BlockState<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        let x = self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x| {
+            self.attention.extend(x, &mut state.attention, first_values)
+        });
+        self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x| {
+            self.mlp.forward(x, &mut Past::Earlier(&mut state.mlp))
+        })
+    }
+
+    /// Adds `f` to the residual stream, with the norms around it.
+    fn add(
+        &self,
+        norm: &Norm<B>,
+        out_norm: Option<&Norm<B>>,
+        x: Tensor<B, 3>,
+        f: impl FnOnce(Tensor<B, 3>) -> Tensor<B, 3>,
+    ) -> Tensor<B, 3> {
+        if self.position == NormPosition::Post {
+            return norm.forward(x.clone() + f(x));
+        }
+        let y = f(norm.forward(x.clone()));
+        x + match out_norm {
+            Some(out_norm) => out_norm.forward(y),
+            None => y,
+        }
     }
 }

@@ -5,9 +5,13 @@ mod block;
 mod linear;
 mod mlp;
 mod norm;
+mod projection;
+mod time;
 
-pub use attention::{Attention, LayerState};
-pub use block::Block;
+pub(crate) use attention::CONV_TAPS;
+pub use attention::{Attention, AttentionLayerState};
+pub use block::{Block, BlockState};
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use norm::Norm;
+pub use projection::SideProjection;

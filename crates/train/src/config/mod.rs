@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 pub use error::ConfigError;
-use overrides::Override;
+pub use overrides::Override;
 pub use scalars::{Every, OrOff, Span};
 pub use train::{
     CheckpointConfig, OptimiserConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,

@@ -58,11 +58,11 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
-    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, window, attention
+    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, attention
       hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
-    configs/small.toml:19: model.attention.theda is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap
+    configs/small.toml:19: model.attention.theda is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap, ssmax
       hint: did you mean `theta`?
     ");
     insta::assert_snapshot!(error_of("max_bytes", "max_byte"), @r"
@@ -98,7 +98,7 @@ fn values_of_the_wrong_type_are_named() {
       hint: change the value of data.sources.0.weight
     "#);
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"ropee\""), @r#"
-    configs/small.toml:19: model.attention.kind is "ropee"; allowed: rope, fox
+    configs/small.toml:19: model.attention.kind is "ropee"; allowed: rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7
       hint: did you mean "rope"?
     "#);
     insta::assert_snapshot!(error(&["train.checkpoint.every=sometimes"]), @r#"

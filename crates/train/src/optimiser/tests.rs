@@ -26,12 +26,12 @@ fn values(model: &TestModel) -> Vec<(String, Vec<f32>)> {
 #[test]
 fn matrices_decay_and_nothing_else() {
     assert!(decays("blocks.0.attention.q.weight", 2));
-    assert!(decays("blocks.0.attention.gates.0.weight", 2));
+    assert!(decays("blocks.0.attention.projections.0.outer.weight", 2));
     assert!(decays("head", 2));
     assert!(!decays("embedding", 2));
     assert!(!decays("positions", 2));
     assert!(!decays("blocks.0.attention_norm.weight", 1));
-    assert!(!decays("blocks.0.attention.gates.0.bias", 1));
+    assert!(!decays("blocks.0.attention.projections.0.outer.bias", 1));
     assert!(!decays("norm.bias", 1));
 }
 
