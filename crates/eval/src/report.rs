@@ -177,7 +177,11 @@ impl Display for Report {
 }
 
 fn show(estimate: &Estimate, with_error: bool) -> String {
-    let digits = if estimate.value.is_some_and(|value| value.abs() >= 1000.0) { 1 } else { 3 };
+    let digits = match estimate.value.map(f64::abs) {
+        Some(value) if value >= 1000.0 => 1,
+        Some(value) if value > 0.0 && value < 0.01 => 6,
+        _ => 3,
+    };
     match (estimate.value, estimate.standard_error) {
         (None, _) => "not finite".to_string(),
         (Some(value), Some(error)) if with_error => format!("{value:.digits$} ± {error:.digits$}"),

@@ -36,6 +36,7 @@ pub(crate) fn run_suite<S: Suite>(
             tokenizer: &tokenizer,
             train_seq_len: model.train_seq_len(),
             max_len: model.max_len(),
+            device: &model.device(),
             held_out: context.held_out,
         },
     )?;

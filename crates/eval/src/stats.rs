@@ -54,6 +54,28 @@ impl Estimate {
         Estimate { value: Some(mean), standard_error, samples }
     }
 
+    /// The 95 % confidence interval of a share of `samples` in `clusters` (documents, sequences), by
+    /// Wilson's score (1927, with z = 1.96), which holds for few samples and shares near 0 or 1.
+    ///
+    /// The samples count as as many independent ones as give the same standard error, at most all
+    /// of them. At a share of 0 or 1 there is no telling: each cluster counts as one. None where
+    /// there is no value or no cluster.
+    pub fn share_interval(&self, clusters: usize) -> Option<[f64; 2]> {
+        let p = self.value.filter(|_| clusters > 0)?;
+        let variance = p * (1.0 - p);
+        let n = match self.standard_error {
+            Some(error) if error > 0.0 && variance > 0.0 => {
+                // `error` is that of a sample mean, √(p (1 − p) / (n − 1)).
+                (variance / (error * error) + 1.0).min(self.samples as f64)
+            }
+            _ => clusters as f64,
+        };
+        let square = 1.96f64.powi(2) / n;
+        let middle = (p + square / 2.0) / (1.0 + square);
+        let half = (square * (variance + square / 4.0)).sqrt() / (1.0 + square);
+        Some([(middle - half).max(0.0), (middle + half).min(1.0)])
+    }
+
     /// `exp` of a mean loss: perplexity. Its standard error is the delta method's,
     /// `perplexity · standard error of the loss`. None where it is too large for a number.
     pub fn exp(self) -> Self {
@@ -92,6 +114,24 @@ mod tests {
         assert_eq!(once.value, repeated.value);
         assert!((once.standard_error.unwrap() - repeated.standard_error.unwrap()).abs() < 1e-12);
         assert_eq!(Estimate::clustered([(0, 1.0), (0, 3.0)]).standard_error, None);
+    }
+
+    #[test]
+    fn intervals_of_shares_by_hand() {
+        let close = |got: Option<[f64; 2]>, want: [f64; 2]| {
+            let got = got.unwrap();
+            assert!((got[0] - want[0]).abs() < 1e-4 && (got[1] - want[1]).abs() < 1e-4, "{got:?}");
+        };
+        // Ten of a hundred, each by itself: the textbook's 0.0552 to 0.1744.
+        let values = (0..100).map(|n| (n, f64::from(u8::from(n < 10))));
+        close(Estimate::clustered(values).share_interval(100), [0.0552, 0.1744]);
+        // None of a hundred in ten clusters: z² / (10 + z²).
+        let none = Estimate::clustered((0..100).map(|n| (n / 10, 0.0)));
+        close(none.share_interval(10), [0.0, 0.2775]);
+        // Copies do not narrow it.
+        let copies = Estimate::clustered((0..1000).map(|n| (n / 10, f64::from(u8::from(n < 100)))));
+        close(copies.share_interval(100), [0.0552, 0.1744]);
+        assert_eq!(Estimate::clustered([]).share_interval(0), None);
     }
 
     #[test]

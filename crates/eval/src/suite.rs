@@ -80,6 +80,8 @@ pub struct Setting<'a> {
     pub train_seq_len: usize,
     /// The longest context the model can read, where there is a bound.
     pub max_len: Option<usize>,
+    /// The device, as [`EvalModel::device`](crate::EvalModel::device) names it.
+    pub device: &'a str,
     /// The run's own held-out text, where it has one.
     pub held_out: Option<&'a dyn HeldOut>,
 }

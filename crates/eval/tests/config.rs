@@ -6,6 +6,7 @@ use clap::Parser;
 use longwall_config::Problems;
 use longwall_eval::SuiteConfig;
 use longwall_eval::suites::extrapolate::ExtrapolateOptions;
+use longwall_eval::suites::fflm::FflmOptions;
 use longwall_eval::suites::niah::{HaystackKind, NiahMode, NiahOptions};
 use longwall_eval::suites::passkey::PasskeyOptions;
 
@@ -31,6 +32,7 @@ fn defaults_are_those_of_the_protocols_on_both_ways_in() {
         ("passkey", SuiteConfig::Passkey(PasskeyOptions::default())),
         ("niah", SuiteConfig::Niah(NiahOptions::default())),
         ("extrapolate", SuiteConfig::Extrapolate(ExtrapolateOptions::default())),
+        ("fflm", SuiteConfig::Fflm(FflmOptions::default())),
     ] {
         assert_eq!(cli(line).unwrap(), config);
         assert_eq!(toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(), config);
@@ -72,7 +74,7 @@ fn unknown_keys_and_suites_are_errors() {
     ");
     let error = toml::from_str::<SuiteConfig>("suite = \"paskey\"").unwrap_err();
     insta::assert_snapshot!(error.message(), @r"
-    unknown variant `paskey`, expected one of `passkey`, `niah`, `extrapolate`
+    unknown variant `paskey`, expected one of `passkey`, `niah`, `extrapolate`, `fflm`
     ");
     let error = cli("passkey --lengths 500,many").unwrap_err().to_string();
     insta::assert_snapshot!(error, @r"
@@ -143,6 +145,22 @@ fn every_option_out_of_range_is_reported_at_once() {
       hint: leave out --packed: the validation split is packed anyway
     extrapolate.sequences is 0; allowed: 1 or more
       hint: more --sequences give smaller standard errors; 16 is usual
+    ");
+
+    let config = SuiteConfig::Fflm(FflmOptions {
+        lengths: vec![2, 33],
+        dense_sequences: Some(0),
+        ..FflmOptions::default()
+    });
+    let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
+    insta::assert_snapshot!(error, @r"
+    the configuration has 3 problems:
+    fflm.lengths is 2; allowed: even lengths of 4 or more: an instruction is two tokens, the first writes and the last reads
+      hint: the paper's is 512
+    fflm.lengths is 33; allowed: even lengths of 4 or more: an instruction is two tokens, the first writes and the last reads
+      hint: the paper's is 512
+    fflm.dense_sequences is 0; allowed: 1 or more
+      hint: leave it out for the default
     ");
 }
 

@@ -3,6 +3,7 @@
 mod common;
 mod config;
 mod extrapolation;
+mod flip_flop;
 mod plots;
 mod resume;
 mod retrieval;

@@ -1,6 +1,7 @@
 //! The registry of suites: one file and one line each.
 
 pub mod extrapolate;
+pub mod fflm;
 pub mod niah;
 pub mod passkey;
 mod retrieval;
@@ -69,4 +70,6 @@ suites! {
     Niah => niah::NiahOptions, niah::Niah;
     /// Length extrapolation: loss by context length and by position on held-out text
     Extrapolate => extrapolate::ExtrapolateOptions, extrapolate::Extrapolate;
+    /// Flip-flop language modelling: errors in reading back the last bit written
+    Fflm => fflm::FflmOptions, fflm::Fflm;
 }

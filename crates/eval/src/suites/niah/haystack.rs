@@ -188,8 +188,13 @@ mod tests {
 
     fn haystack(kind: HaystackKind) -> (Haystack, Tokenizer) {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let setting =
-            Setting { tokenizer: &tokenizer, train_seq_len: 64, max_len: None, held_out: None };
+        let setting = Setting {
+            tokenizer: &tokenizer,
+            train_seq_len: 64,
+            max_len: None,
+            device: "cpu",
+            held_out: None,
+        };
         let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
         (Haystack::open(&options, &setting, 500).unwrap(), tokenizer)
     }
