@@ -2,8 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use longwall_data::SourceConfig;
 use longwall_train::config::RunConfig;
 use longwall_train::sweep::{Plan, SweepConfig};
+
+use crate::support::Workspace;
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
@@ -37,5 +40,62 @@ fn every_shipped_configuration_is_valid() {
             let again = RunConfig::parse(&config.to_toml(), &path, &[]).unwrap();
             assert_eq!(config, again, "{}", path.display());
         }
+    }
+}
+
+/// The configurations beside the quick start, each with what makes them small.
+fn small(w: &Workspace, path: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(path).unwrap();
+    let name = path.file_stem().unwrap().to_str().unwrap();
+    w.write(&format!("{name}.toml"), &text);
+    let config = RunConfig::load(path, &[]).unwrap();
+    let mut sets = vec![
+        "data.seq_len=64",
+        "data.validation_tokens=128",
+        "train.tokens=12800",
+        "train.batch_tokens=256",
+        "train.schedule.warmup=5 steps",
+        "model.width=24",
+        "model.layers=2",
+        "run.threads=1",
+    ];
+    if matches!(config.data.sources[0], SourceConfig::CargoSources { .. }) {
+        sets.push("data.sources.0={ kind = \"text\", paths = [\"corpus\"] }");
+        sets.push("data.validation_fraction=0.2");
+    }
+    let mut sets: Vec<String> = sets.into_iter().map(str::to_owned).collect();
+    if let Some(head_dim) = config.model.head_dim {
+        // Heads as wide as they were, relative to the model.
+        sets.push(format!("model.head_dim={}", 24 * head_dim / config.model.width));
+    }
+    sets
+}
+
+/// 50 steps of each, small: the loss falls, and equal seeds give equal losses.
+#[test]
+fn every_configuration_for_the_cpu_trains() {
+    let w = Workspace::new();
+    for entry in std::fs::read_dir(repository().join("configs")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        if path.is_dir() || name.starts_with("passkey") || name.starts_with("fflm") {
+            continue; // These learn tasks that need their full size.
+        }
+        let sets = small(&w, &path);
+        let losses = |run: &str| -> Vec<f64> {
+            let file = format!("{name}.toml");
+            let run_name = format!("run.name={name}_{run}");
+            let mut args = vec!["train", "--config", &file, "--set", &run_name];
+            args.extend(sets.iter().flat_map(|set| ["--set", set.as_str()]));
+            w.succeed(&args);
+            let metrics = w.read(&format!("runs/{name}_{run}/metrics.jsonl"));
+            let line = |line: &str| -> serde_json::Value { serde_json::from_str(line).unwrap() };
+            metrics.lines().filter_map(|text| line(text)["loss"].as_f64()).collect()
+        };
+        let first = losses("a");
+        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+        let (start, end) = (mean(&first[..5]), mean(&first[first.len() - 5..]));
+        assert!(end < start - 0.5, "{name}: the loss went from {start} to {end}");
+        assert_eq!(first, losses("b"), "{name}: equal seeds, other losses");
     }
 }

@@ -2,6 +2,7 @@
 
 mod configs;
 mod errors;
+mod op;
 mod pipeline;
 mod resume;
 mod support;

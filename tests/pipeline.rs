@@ -83,6 +83,22 @@ fn prepare_train_generate_evaluate_and_plot() {
         "noise",
     ]);
     assert!(w.path("runs/shards/eval/niah/heatmap.svg").is_file());
+    let table = w.succeed(&[
+        "eval",
+        "fflm",
+        "--run",
+        "runs/shards",
+        "--lengths",
+        "32,64",
+        "--sequences",
+        "3",
+        "--sparse-sequences",
+        "2",
+        "--dense-sequences",
+        "1",
+    ]);
+    assert!(table.contains("error_sparse"), "{table}");
+    assert_eq!(w.read("runs/shards/eval/fflm/samples.jsonl").lines().count(), 12);
 
     w.succeed(&["plot", "runs/shards", "--out", "both.png", "--x", "steps"]);
     assert_eq!(&std::fs::read(w.path("both.png")).unwrap()[1..4], b"PNG");

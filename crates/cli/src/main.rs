@@ -38,6 +38,10 @@ enum Command {
     Plot(commands::plot::Args),
     /// Show what a configuration's model costs: parameters, FLOPs, cache
     Info(commands::info::Args),
+    /// List the attention kinds: source, keys, state, kernels
+    Variants(commands::variants::Args),
+    /// Run one attention operation on tensors from a file
+    Op(commands::op::Args),
 }
 
 fn main() -> ExitCode {
@@ -57,6 +61,8 @@ fn main() -> ExitCode {
         Command::Tokenizer(command) => commands::tokenizer::run(command),
         Command::Plot(args) => commands::plot::run(args),
         Command::Info(args) => commands::info::run(args),
+        Command::Variants(args) => commands::variants::run(args),
+        Command::Op(args) => commands::op::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

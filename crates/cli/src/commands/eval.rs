@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
-use longwall_data::{Loader, NoProgress, SourceConfig, Split, Tokenizer};
+use longwall_data::{Loader, NoProgress, Split, Tokenizer};
 use longwall_eval::{EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
@@ -127,7 +127,7 @@ impl HeldOut for ValidationText<'_> {
         // Contexts longer than a row need text that goes on from row to row: all rows of the split,
         // of which the first are read. Generated examples are no text.
         data.validation_tokens = ALL;
-        data.sources.retain(|source| !matches!(source, SourceConfig::Passkey { .. }));
+        data.sources.retain(|source| !source.is_generated());
         let seed = self.config.run.seed;
         let loader = Loader::open(&data, self.tokenizer, seed, Split::Validation, &NoProgress)
             .map_err(|error| EvalError::Text {

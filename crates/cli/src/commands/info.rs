@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use longwall_config::parse_count;
+use longwall_config::{Problems, parse_count};
 use longwall_data::Tokenizer;
+use longwall_kernels::attention::AttentionConfig;
+use longwall_model::ModelConfig;
 use longwall_model::cost::{self, Parameters};
 use longwall_train::config::RunConfig;
 use serde::Serialize;
@@ -42,8 +44,60 @@ struct Info {
     train_flops_per_token: f64,
     cache_bytes_per_sequence: u64,
     cache_bytes_per_token: f64,
+    weight_state_ratio: f64,
     steps: u64,
     train_flops: f64,
+    kinds: Vec<Kind>,
+}
+
+/// The same model with a kind of attention at its default settings, or as configured.
+#[derive(Serialize)]
+struct Kind {
+    kind: &'static str,
+    /// Why the model cannot have it; then it has no costs.
+    problem: Option<String>,
+    costs: Option<Costs>,
+}
+
+#[derive(Serialize)]
+struct Costs {
+    parameters: usize,
+    attention_parameters: usize,
+    attention_flops_per_token: f64,
+    cache_bytes_per_token: f64,
+    weight_state_ratio: f64,
+}
+
+impl Costs {
+    fn of(model: &ModelConfig, vocab: usize, [trained_len, seq_len]: [usize; 2]) -> Self {
+        let parameters = Parameters::of(model, vocab, trained_len);
+        Costs {
+            parameters: parameters.total(),
+            attention_parameters: parameters.attention,
+            attention_flops_per_token: cost::attention_flops_per_token(model, seq_len),
+            // The cache holds f32.
+            cache_bytes_per_token: 4.0 * cost::state_elements(model, seq_len) as f64
+                / seq_len as f64,
+            weight_state_ratio: cost::weight_state_ratio(model, seq_len),
+        }
+    }
+}
+
+/// The model with each registered kind; the configured one keeps its settings.
+fn kinds(model: &ModelConfig, vocab: usize, lengths: [usize; 2]) -> Vec<Kind> {
+    let with = |config: AttentionConfig| {
+        let kind = config.kind();
+        let model = match kind == model.attention.kind() {
+            true => model.clone(),
+            false => ModelConfig { attention: config, ..model.clone() },
+        };
+        let mut problems = Problems::new();
+        model.validate(&mut problems);
+        let problem = problems.as_slice().first().map(|p| format!("{} is {}", p.key, p.value));
+        let costs = problem.is_none().then(|| Costs::of(&model, vocab, lengths));
+        Kind { kind, problem, costs }
+    };
+    AttentionConfig::defaults().into_iter().map(with).collect()
 }
 
 /// Prints the costs.
@@ -66,11 +120,12 @@ pub fn run(args: Args) -> Result<()> {
         parameters_total: parameters.total(),
         seq_len,
         forward_flops_per_token: cost::forward_flops_per_token(model, vocab, seq_len),
-        attention_flops_per_token: model.layers as f64
-            * cost::attention_flops_per_token(model, seq_len),
+        attention_flops_per_token: cost::attention_flops_per_token(model, seq_len),
         train_flops_per_token: cost::train_flops_per_token(model, vocab, seq_len),
         cache_bytes_per_sequence: cache,
         cache_bytes_per_token: cache as f64 / seq_len as f64,
+        weight_state_ratio: cost::weight_state_ratio(model, seq_len),
+        kinds: kinds(model, vocab, [config.data.seq_len, seq_len]),
         steps: config.train.total_steps(),
         train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
     };
@@ -105,5 +160,27 @@ fn print(info: &Info) {
         info.cache_bytes_per_sequence
     );
     println!("  cache, per token       {:.0} bytes", info.cache_bytes_per_token);
+    println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
+    println!("the same model with each kind of attention (default keys where not configured):");
+    println!("  kind              parameters  attention MFLOP/token  cache bytes/token  ratio");
+    for Kind { kind, problem, costs } in &info.kinds {
+        match costs {
+            Some(costs) => println!(
+                "  {kind:<16} {:>11}  {:>21.3}  {:>17.0}  {}",
+                costs.parameters,
+                costs.attention_flops_per_token / 1e6,
+                costs.cache_bytes_per_token,
+                ratio(costs.weight_state_ratio)
+            ),
+            None => {
+                println!("  {kind:<16} not possible: {}", problem.as_deref().unwrap_or_default())
+            }
+        }
+    }
+}
+
+/// The weight-to-state FLOP ratio as `3.2:1` or `1:3.2`.
+fn ratio(x: f64) -> String {
+    if x >= 1.0 { format!("{x:.1}:1") } else { format!("1:{:.1}", 1.0 / x) }
 }

@@ -3,8 +3,10 @@
 pub mod eval;
 pub mod generate;
 pub mod info;
+pub mod op;
 pub mod plot;
 pub mod prepare;
 pub mod sweep;
 pub mod tokenizer;
 pub mod train;
+pub mod variants;

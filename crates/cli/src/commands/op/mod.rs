@@ -1,0 +1,273 @@
+//! `longwall op --kind KIND --input FILE --output FILE`.
+
+mod tensors;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use burn::backend::Autodiff;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Int, Tensor, TensorData};
+use clap::ValueEnum;
+use longwall_config::Problems;
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, DocumentStarts, Inputs};
+use longwall_kernels::backend::{OpBackend, with_reference};
+use longwall_kernels::device::{Device, OnDevice};
+use longwall_train::config::Override;
+
+use self::tensors::{Floats, InputFile, write};
+use crate::context::{DeviceArg, open_device};
+
+/// Arguments of `longwall op`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The attention kind, as `kind` in the table [model.attention]
+    #[arg(long)]
+    kind: String,
+
+    /// The safetensors file with q, k, v and what else the kind takes: see docs/op-files.md
+    #[arg(long, value_name = "FILE")]
+    input: PathBuf,
+
+    /// The safetensors file to write
+    #[arg(long, value_name = "FILE")]
+    output: PathBuf,
+
+    /// Read the upstream gradient `grad_o` as well, and write the gradient of every input
+    #[arg(long)]
+    grad: bool,
+
+    /// A key of the kind's table: `--set gate_dims=32`
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+
+    /// A token attends to itself and the WINDOW − 1 tokens before it
+    #[arg(long, value_name = "TOKENS")]
+    window: Option<usize>,
+
+    /// Index of the layer, from 0, for kinds whose equations depend on depth
+    #[arg(long, default_value_t = 0)]
+    layer: usize,
+
+    /// The device
+    #[arg(long, default_value = "auto")]
+    device: DeviceArg,
+
+    /// The implementation; by default the kernel where the kind has one on the device
+    #[arg(long)]
+    path: Option<PathArg>,
+}
+
+/// Which implementation runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum PathArg {
+    /// Plain tensor operations
+    Reference,
+    /// The kernel of the device; an error where the kind has none
+    Kernel,
+}
+
+/// Runs the operation on the tensors of a file.
+pub fn run(args: Args) -> Result<()> {
+    let config = parse_kind(&args.kind, &args.sets)?;
+    let mut file = InputFile::read(&args.input)?;
+    let (shape, op) = read_op(&args, &config, &mut file)?;
+    file.finish(&expected(&config, &shape, args.grad))?;
+    let device = open_device(args.device.into(), None)?;
+    let reference = use_reference(args.path, &config, &device)?;
+    tracing::info!(
+        "path: {}",
+        if reference { "reference, plain tensor operations" } else { "kernel" }
+    );
+    let outputs = match reference {
+        true => with_reference(|| device.run(op)),
+        false => device.run(op),
+    };
+    write(&args.output, &outputs)?;
+    println!("{}: {}", args.output.display(), names(&outputs));
+    Ok(())
+}
+
+/// The configuration of a kind with some of its keys set.
+fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig> {
+    let mut table = toml::Table::new();
+    table.insert("kind".to_owned(), kind.into());
+    for set in sets {
+        Override::parse(set)?.apply(&mut table)?;
+    }
+    let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
+    let Some(known) = known else {
+        let kinds: Vec<_> = AttentionConfig::KINDS.iter().map(|known| known.kind).collect();
+        bail!(
+            "--kind is {kind}, no known attention kind; allowed: {}\n  \
+             hint: `longwall variants` describes them",
+            kinds.join(", ")
+        );
+    };
+    let keys = (known.keys)().join(", ");
+    let keys = if keys.is_empty() { "none".to_owned() } else { keys };
+    table.try_into().with_context(|| format!("--set for kind {kind}, whose keys are: {keys}"))
+}
+
+/// Whether the reference runs on this device.
+fn use_reference(path: Option<PathArg>, config: &AttentionConfig, device: &Device) -> Result<bool> {
+    let name = match device {
+        Device::Cpu => "cpu",
+        Device::Cuda(_) => "cuda",
+    };
+    let kind = config.kind();
+    let kernels = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
+    let has_kernel = kernels.is_some_and(|known| known.kernels.contains(&name));
+    if path == Some(PathArg::Kernel) && !has_kernel {
+        bail!(
+            "--path is kernel, but kind {kind} has no kernel on {name}; allowed: reference\n  \
+             hint: leave --path out, or choose another --device"
+        );
+    }
+    Ok(path == Some(PathArg::Reference) || !has_kernel)
+}
+
+/// Every tensor that the kind takes: name and shape, with the sizes of this call.
+fn expected(config: &AttentionConfig, shape: &OpShape, grad: bool) -> Vec<(String, Vec<usize>)> {
+    let OpShape { layer, batch, seq_len } = shape;
+    let (batch, seq_len) = (*batch, *seq_len);
+    let (views, value_dim) = (config.views(), config.value_dim(layer));
+    let mut tensors = vec![
+        ("q", vec![batch, views * layer.heads, seq_len, layer.head_dim]),
+        ("k", vec![batch, views * layer.kv_heads, seq_len, layer.head_dim]),
+        ("v", vec![batch, layer.kv_heads, seq_len, value_dim]),
+    ];
+    let projections = config.projections(layer).into_iter();
+    tensors.extend(projections.map(|p| (p.name, vec![batch, seq_len, p.features])));
+    tensors.extend(config.parameters(layer).into_iter().map(|p| (p.name, vec![p.elements])));
+    if grad {
+        tensors.push(("grad_o", vec![batch, layer.heads, seq_len, value_dim]));
+    }
+    tensors.into_iter().map(|(name, shape)| (name.to_owned(), shape)).collect()
+}
+
+/// The sizes of one call.
+struct OpShape {
+    layer: AttentionShape,
+    batch: usize,
+    seq_len: usize,
+}
+
+/// Takes from the file what the kind needs.
+fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Result<(OpShape, Op)> {
+    let [batch, q_heads, seq_len, head_dim] = file.dims("q")?;
+    let [_, k_heads, _, _] = file.dims("k")?;
+    let views = config.views();
+    if q_heads % views != 0 || k_heads % views != 0 || k_heads == 0 || q_heads % k_heads != 0 {
+        bail!(
+            "q has {q_heads} heads and k {k_heads}; allowed: multiples of the kind's {views} views, \
+             and those of k divide those of q\n  hint: docs/op-files.md tells the shapes"
+        );
+    }
+    let (heads, kv_heads) = (q_heads / views, k_heads / views);
+    let layer = AttentionShape {
+        window: args.window,
+        layer: args.layer,
+        layers: args.layer + 1,
+        ..AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim)
+    };
+    let mut problems = Problems::new();
+    config.validate(&layer, &mut problems);
+    problems.into_result()?;
+    let shape = OpShape { layer, batch, seq_len };
+    let inputs = expected(config, &shape, args.grad);
+    let take = |(name, shape): &(String, Vec<usize>)| Ok((name.clone(), file.take(name, shape)?));
+    let mut floats: Vec<(String, Floats)> = inputs.iter().map(take).collect::<Result<_>>()?;
+    let grad = args.grad.then(|| floats.pop().expect("the upstream gradient is the last").1);
+    let documents = file.take_documents(batch, seq_len)?;
+    let projections = config.projections(&layer).len();
+    Ok((shape, Op { config: config.clone(), layer, floats, projections, grad, documents }))
+}
+
+/// The operation with its inputs.
+struct Op {
+    config: AttentionConfig,
+    layer: AttentionShape,
+    /// q, k, v, projections, parameters.
+    floats: Vec<(String, Floats)>,
+    projections: usize,
+    grad: Option<Floats>,
+    documents: Option<(Vec<i32>, [usize; 2])>,
+}
+
+impl OnDevice for Op {
+    type Output = Vec<(String, Floats)>;
+
+    fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+        match &self.grad {
+            None => {
+                let inputs = self.inputs::<B>(&device);
+                let o = self.config.attend(&self.layer, inputs, self.documents(&device));
+                vec![("o".to_owned(), floats(o))]
+            }
+            Some(grad) => self.gradients::<B>(grad, &device),
+        }
+    }
+}
+
+impl Op {
+    fn inputs<B: OpBackend>(&self, device: &B::Device) -> Inputs<B> {
+        let sides = 3..3 + self.projections;
+        Inputs {
+            q: tensor(&self.floats[0].1, device),
+            k: tensor(&self.floats[1].1, device),
+            v: tensor(&self.floats[2].1, device),
+            projections: self.floats[sides.clone()].iter().map(|x| tensor(&x.1, device)).collect(),
+            parameters: self.floats[sides.end..].iter().map(|x| tensor(&x.1, device)).collect(),
+        }
+    }
+
+    fn documents<B: OpBackend>(&self, device: &B::Device) -> DocumentStarts<B> {
+        let (starts, shape) = self.documents.clone()?;
+        Some(Tensor::<B, 2, Int>::from_data(TensorData::new(starts, shape), device))
+    }
+
+    /// o, and the gradients of Σ grad · o with respect to every input.
+    fn gradients<B: OpBackend>(&self, grad: &Floats, device: &B::Device) -> Vec<(String, Floats)> {
+        let Inputs { q, k, v, projections, parameters } = self.inputs::<Autodiff<B>>(device);
+        let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+        let projections: Vec<_> = projections.into_iter().map(Tensor::require_grad).collect();
+        let parameters: Vec<_> = parameters.into_iter().map(Tensor::require_grad).collect();
+        let inputs = Inputs {
+            q: q.clone(),
+            k: k.clone(),
+            v: v.clone(),
+            projections: projections.clone(),
+            parameters: parameters.clone(),
+        };
+        let o = self.config.attend(&self.layer, inputs, self.documents(device));
+        let grads = (o.clone() * tensor(grad, device)).sum().backward();
+        let first = [&q, &k, &v].map(|x| gradient(x, &grads));
+        let projections = projections.iter().map(|x| gradient(x, &grads));
+        let parameters = parameters.iter().map(|x| gradient(x, &grads));
+        let names = self.floats.iter().map(|(name, _)| format!("grad_{name}"));
+        let gradients = names.zip(first.into_iter().chain(projections).chain(parameters));
+        std::iter::once(("o".to_owned(), floats(o.inner()))).chain(gradients).collect()
+    }
+}
+
+fn tensor<B: OpBackend, const D: usize>(x: &Floats, device: &B::Device) -> Tensor<B, D> {
+    Tensor::from_data(TensorData::new(x.data.clone(), x.shape.clone()), device)
+}
+
+fn floats<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Floats {
+    Floats { shape: x.dims().to_vec(), data: x.into_data().iter::<f32>().collect() }
+}
+
+/// The gradient of an input; zeros when the output does not depend on it.
+fn gradient<B: OpBackend, const D: usize>(
+    x: &Tensor<Autodiff<B>, D>,
+    grads: &<Autodiff<B> as AutodiffBackend>::Gradients,
+) -> Floats {
+    floats(x.grad(grads).unwrap_or_else(|| x.clone().inner().zeros_like()))
+}
+
+fn names(outputs: &[(String, Floats)]) -> String {
+    let text: Vec<_> = outputs.iter().map(|(name, x)| format!("{name} {:?}", x.shape)).collect();
+    text.join(", ")
+}

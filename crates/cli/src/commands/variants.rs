@@ -1,0 +1,176 @@
+//! `longwall variants`.
+
+use anyhow::{Context, Result};
+use longwall_kernels::attention::AttentionConfig;
+use longwall_model::{ModelConfig, cost};
+use serde::Serialize;
+
+/// Arguments of `longwall variants`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Print docs/variants.md
+    #[arg(long)]
+    markdown: bool,
+
+    /// Print JSON
+    #[arg(long, conflicts_with = "markdown")]
+    json: bool,
+}
+
+/// The lengths in tokens that costs are given at.
+const LENGTHS: [usize; 3] = [1024, 8192, 65_536];
+
+/// One kind with its default settings, in a model of GPT-2's 124M shape.
+#[derive(Serialize)]
+struct Row {
+    kind: &'static str,
+    source: &'static str,
+    /// The keys of its table; defaults where they have one.
+    keys: Vec<String>,
+    kernels: &'static [&'static str],
+    costs: Vec<Cost>,
+}
+
+/// Costs at one length.
+#[derive(Serialize)]
+struct Cost {
+    seq_len: usize,
+    /// Of all layers, forward, per token.
+    attention_flops_per_token: f64,
+    weight_state_ratio: f64,
+    /// Of all layers, f32.
+    state_bytes_per_sequence: u64,
+}
+
+/// Prints the registered kinds.
+pub fn run(args: Args) -> Result<()> {
+    let rows = rows()?;
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&rows)?);
+    } else if args.markdown {
+        print!("{}", markdown(&rows));
+    } else {
+        for row in &rows {
+            let kernels = if row.kernels.is_empty() { "none" } else { &row.kernels.join(", ") };
+            println!("{:<16} {}", row.kind, row.source);
+            println!("{:<16} keys: {}; kernels: {kernels}", "", list(&row.keys, "none"));
+        }
+    }
+    Ok(())
+}
+
+fn rows() -> Result<Vec<Row>> {
+    AttentionConfig::KINDS
+        .iter()
+        .zip(AttentionConfig::defaults())
+        .map(|(kind, config)| {
+            let defaults =
+                toml::Table::try_from(&config).context("a kind's defaults are no table")?;
+            let key = |&key: &&str| match defaults.get(key) {
+                Some(value) => format!("{key} = {value}"),
+                None => key.to_owned(),
+            };
+            let model = gpt2_124m(&defaults)?;
+            let cost = |seq_len| Cost {
+                seq_len,
+                attention_flops_per_token: cost::attention_flops_per_token(&model, seq_len),
+                weight_state_ratio: cost::weight_state_ratio(&model, seq_len),
+                state_bytes_per_sequence: 4 * cost::state_elements(&model, seq_len),
+            };
+            Ok(Row {
+                kind: kind.kind,
+                source: kind.source,
+                keys: (kind.keys)().iter().map(key).collect(),
+                kernels: kind.kernels,
+                costs: LENGTHS.map(cost).into(),
+            })
+        })
+        .collect()
+}
+
+/// GPT-2's 124M shape with a kind's default settings.
+fn gpt2_124m(attention: &toml::Table) -> Result<ModelConfig> {
+    let mut model = toml::toml! {
+        layers = 12
+        width = 768
+        heads = 12
+    };
+    model.insert("attention".to_owned(), attention.clone().into());
+    model.try_into().context("a kind's defaults do not fit GPT-2's shape")
+}
+
+fn list(items: &[String], none: &str) -> String {
+    if items.is_empty() { none.to_owned() } else { items.join(", ") }
+}
+
+fn markdown(rows: &[Row]) -> String {
+    let mut text = String::from(HEAD);
+    text.push_str("| kind | source | keys and defaults | kernels |\n|---|---|---|---|\n");
+    for row in rows {
+        let keys: Vec<_> = row.keys.iter().map(|key| format!("`{key}`")).collect();
+        let kernels =
+            if row.kernels.is_empty() { "reference only" } else { &row.kernels.join(", ") };
+        text +=
+            &format!("| `{}` | {} | {} | {kernels} |\n", row.kind, row.source, list(&keys, "–"));
+    }
+    text.push_str(COSTS);
+    for row in rows {
+        text += &format!("| `{}`", row.kind);
+        for cost in &row.costs {
+            text += &format!(
+                " | {} | {} | {}",
+                bytes(cost.state_bytes_per_sequence),
+                short(cost.attention_flops_per_token / 1e6),
+                ratio(cost.weight_state_ratio),
+            );
+        }
+        text.push_str(" |\n");
+    }
+    text
+}
+
+/// A size with a binary unit.
+fn bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB"];
+    let unit = (n.max(1).ilog2() as usize / 10).min(3);
+    format!("{} {}", short(n as f64 / (1u64 << (10 * unit)) as f64), units[unit])
+}
+
+/// Three significant digits.
+fn short(x: f64) -> String {
+    match x {
+        x if x >= 99.95 => format!("{x:.0}"),
+        x if x >= 9.995 => format!("{x:.1}"),
+        x => format!("{x:.2}"),
+    }
+}
+
+fn ratio(x: f64) -> String {
+    if x >= 1.0 { format!("{}:1", short(x)) } else { format!("1:{}", short(1.0 / x)) }
+}
+
+const HEAD: &str = "\
+# Attention variants
+
+Made by `longwall variants --markdown` from the registry; a test compares the two. The equations of
+a kind, what its parameters start from and what decoding keeps stand in its module's documentation,
+`kernels/src/attention/<kind>/mod.rs`; [configuration.md](configuration.md) describes the keys, and
+[op-files.md](op-files.md) the tensors that `longwall op` reads.
+
+A key without a value has no default: it is off, or follows from the model's sizes. Where a kind has
+no kernel for a device, its reference in plain tensor operations runs there.
+
+";
+
+const COSTS: &str = "
+## Costs
+
+With the default settings in a model of GPT-2's 124M shape (12 layers, 12 heads of 64 channels), at
+three context lengths: what decoding keeps per sequence (f32), the operation's forward MFLOP per
+token, averaged over a causal sequence, and the weight-to-state FLOP ratio (Gelada et al., 2025,
+section 3.2; the output projection left out). `longwall info --config FILE --seq-len N` gives the
+same for any configuration.
+
+| kind | state, 1,024 | MFLOP | ratio | state, 8,192 | MFLOP | ratio | state, 65,536 | MFLOP | ratio |
+|---|---|---|---|---|---|---|---|---|---|
+";
