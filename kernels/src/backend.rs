@@ -16,10 +16,11 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
+use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 use burn_flex::FlexTensor;
+use cubecl::cuda::CudaRuntime;
 
+use crate::cuda::CudaTensor;
 use crate::ops::adamw::AdamwStep;
 
 /// What a kernel's forward pass gives: the output, and what its backward pass will need.
@@ -36,8 +37,12 @@ pub struct Forward<T> {
 ///
 /// Integer tensors (token ids, document starts) are passed beside them and have no gradient.
 pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
+    /// Whether [`with_reference`] leaves its kernels on: for an operation that references are made
+    /// of.
+    const IN_REFERENCES: bool = false;
+
     /// The operation in plain tensor operations: short, obvious, differentiable, on any backend.
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         inputs: [FloatTensor<B>; N],
         ints: &[IntTensor<B>],
@@ -70,24 +75,24 @@ pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
     }
 
     /// The CUDA kernel, as [`Op::cpu_forward`].
-    fn cube_forward<R: CubeRuntime>(
+    fn cuda_forward(
         &self,
-        inputs: &[CubeTensor<R>; N],
-        ints: &[CubeTensor<R>],
+        inputs: &[CudaTensor; N],
+        ints: &[CudaTensor],
         needs: [bool; N],
-    ) -> Option<Forward<CubeTensor<R>>> {
+    ) -> Option<Forward<CudaTensor>> {
         let _ = (inputs, ints, needs);
         None
     }
 
     /// The CUDA kernel's gradients, as [`Op::cpu_backward`].
-    fn cube_backward<R: CubeRuntime>(
+    fn cuda_backward(
         &self,
-        saved: Vec<CubeTensor<R>>,
-        ints: &[CubeTensor<R>],
-        grad: CubeTensor<R>,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
         needs: [bool; N],
-    ) -> [Option<CubeTensor<R>>; N] {
+    ) -> [Option<CudaTensor>; N] {
         let _ = (saved, ints, grad, needs);
         unreachable!("{self:?} has a CUDA forward kernel but no backward kernel")
     }
@@ -151,7 +156,7 @@ impl OpBackend for Flex {
         ints: &[FlexTensor],
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        if reference_forced() || inputs.iter().any(|t| t.dtype() != DType::F32) {
+        if reference_forced::<O, N>() || inputs.iter().any(|t| t.dtype() != DType::F32) {
             return None; // The kernels are f32; f64 tensors take the reference.
         }
         op.cpu_forward(inputs, ints, needs)
@@ -176,8 +181,8 @@ impl OpBackend for Flex {
     }
 }
 
-impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
-    for CubeBackend<R, F, I, BT>
+impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
+    for CubeBackend<CudaRuntime, F, I, BT>
 {
     fn device_kind() -> &'static str {
         "cuda"
@@ -185,24 +190,24 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
 
     fn forward<O: Op<N>, const N: usize>(
         op: &O,
-        inputs: &[CubeTensor<R>; N],
-        ints: &[CubeTensor<R>],
+        inputs: &[CudaTensor; N],
+        ints: &[CudaTensor],
         needs: [bool; N],
-    ) -> Option<Forward<CubeTensor<R>>> {
-        if reference_forced() {
+    ) -> Option<Forward<CudaTensor>> {
+        if reference_forced::<O, N>() {
             return None;
         }
-        op.cube_forward(inputs, ints, needs)
+        op.cuda_forward(inputs, ints, needs)
     }
 
     fn backward<O: Op<N>, const N: usize>(
         op: &O,
-        saved: Vec<CubeTensor<R>>,
-        ints: &[CubeTensor<R>],
-        grad: CubeTensor<R>,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
         needs: [bool; N],
-    ) -> [Option<CubeTensor<R>>; N] {
-        op.cube_backward(saved, ints, grad, needs)
+    ) -> [Option<CudaTensor>; N] {
+        op.cuda_backward(saved, ints, grad, needs)
     }
 }
 
@@ -296,8 +301,8 @@ thread_local! {
     static REFERENCE: Cell<bool> = const { Cell::new(false) };
 }
 
-fn reference_forced() -> bool {
-    REFERENCE.get()
+fn reference_forced<O: Op<N>, const N: usize>() -> bool {
+    REFERENCE.get() && !O::IN_REFERENCES
 }
 
 /// Runs `f` with every operation of this thread taking its reference, on any device: the slow and

@@ -8,6 +8,7 @@
 pub mod attention;
 pub mod backend;
 pub mod cpu;
+pub mod cuda;
 pub mod device;
 pub mod ops;
 pub mod testing;

@@ -3,8 +3,9 @@
 
 use std::ops::Range;
 
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
+
+use crate::backend::OpBackend;
 
 /// Score of a key that a query must not see: its softmax weight is exactly 0 in f32.
 pub const HIDDEN: f32 = -1e30;
@@ -24,13 +25,13 @@ pub struct Block {
 impl Block {
     /// The rows of a tensor `[batch, heads, queries, channels]` that holds the last queries of
     /// `keys` positions.
-    pub fn queries_of<B: Backend>(&self, x: &Tensor<B, 4>, keys: usize) -> Tensor<B, 4> {
+    pub fn queries_of<B: OpBackend>(&self, x: &Tensor<B, 4>, keys: usize) -> Tensor<B, 4> {
         let first = keys - x.dims()[2];
         x.clone().narrow(2, self.queries.start - first, self.queries.len())
     }
 
     /// The rows of a tensor `[batch, heads, keys, channels]`.
-    pub fn keys_of<B: Backend>(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
+    pub fn keys_of<B: OpBackend>(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
         x.clone().narrow(2, self.keys.start, self.keys.len())
     }
 }
@@ -56,7 +57,7 @@ pub fn query_blocks(
 
 /// Runs `attend` on every block of queries and joins the outputs
 /// `[batch, heads, queries of the block, value_dim]`.
-pub fn by_query_blocks<B: Backend>(
+pub fn by_query_blocks<B: OpBackend>(
     blocks: impl Iterator<Item = Block>,
     attend: impl FnMut(Block) -> Tensor<B, 4>,
 ) -> Tensor<B, 4> {
@@ -65,7 +66,7 @@ pub fn by_query_blocks<B: Backend>(
 }
 
 /// The positions of a block's queries and keys, each expanded to `[1, 1, queries, keys]`.
-pub fn positions<B: Backend>(block: &Block, device: &B::Device) -> [Tensor<B, 4, Int>; 2] {
+pub fn positions<B: OpBackend>(block: &Block, device: &B::Device) -> [Tensor<B, 4, Int>; 2] {
     let (queries, keys) = (block.queries.len(), block.keys.len());
     let arange = |range: &Range<usize>| {
         Tensor::<B, 1, Int>::arange(range.start as i64..range.end as i64, device)
@@ -77,7 +78,7 @@ pub fn positions<B: Backend>(block: &Block, device: &B::Device) -> [Tensor<B, 4,
 
 /// True where a query must not see a key, `[batch or 1, 1, queries, keys]`; `documents` is
 /// `[batch, all keys]`.
-pub fn hidden<B: Backend>(
+pub fn hidden<B: OpBackend>(
     block: &Block,
     window: Option<usize>,
     documents: Option<&Tensor<B, 2, Int>>,
@@ -100,7 +101,7 @@ pub fn hidden<B: Backend>(
 
 /// The place in its document, from 0, of each of `queries` tokens that start at position `first`,
 /// as floats `[batch or 1, queries]`; `documents` is `[batch, queries]` and needs `first` = 0.
-pub fn places_in_documents<B: Backend>(
+pub fn places_in_documents<B: OpBackend>(
     queries: usize,
     first: usize,
     documents: Option<&Tensor<B, 2, Int>>,
@@ -115,7 +116,7 @@ pub fn places_in_documents<B: Backend>(
 }
 
 /// Σ_{s>t} x_s along `dim`, summed from the end, so that nothing cancels.
-pub fn sums_after<B: Backend, const D: usize>(x: Tensor<B, D>, dim: usize) -> Tensor<B, D> {
+pub fn sums_after<B: OpBackend, const D: usize>(x: Tensor<B, D>, dim: usize) -> Tensor<B, D> {
     let n = x.dims()[dim];
     // Times 0, not 0: what has no effect has a gradient all the same.
     let none = x.clone().narrow(dim, n - 1, 1) * 0.0;
@@ -128,7 +129,7 @@ pub fn sums_after<B: Backend, const D: usize>(x: Tensor<B, D>, dim: usize) -> Te
 
 /// `[batch, kv_heads, rows, channels]` to `[batch, group · kv_heads, …]`: each head repeated for
 /// its group.
-pub fn repeat_heads<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
+pub fn repeat_heads<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
     if group == 1 {
         return x;
     }
@@ -143,7 +144,7 @@ pub fn repeat_heads<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
 
 /// The adjoint of [`repeat_heads`]: `[batch, group · kv_heads, rows, channels]` to
 /// `[batch, kv_heads, …]`, summed over each group.
-pub fn sum_groups<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
+pub fn sum_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
     if group == 1 {
         return x;
     }
@@ -159,7 +160,7 @@ pub fn sum_groups<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
 ///
 /// Sums start where query and key are close, so that no large prefix sums cancel: keys before the
 /// block are summed from the block's start backwards, those inside it column by column.
-pub fn decay_between<B: Backend>(log_decay: &Tensor<B, 3>, block: &Block) -> Tensor<B, 4> {
+pub fn decay_between<B: OpBackend>(log_decay: &Tensor<B, 3>, block: &Block) -> Tensor<B, 4> {
     let [batch, heads, _] = log_decay.dims();
     let (queries, start) = (block.queries.len(), block.queries.start);
     let own = log_decay.clone().narrow(2, start, queries);

@@ -1,8 +1,9 @@
 //! The tests every registered variant gets: agreement with its f64 oracle (outputs and gradients
 //! of every input, at odd lengths, with grouped heads, windows and packed documents), causality,
-//! decoding, determinism.
+//! decoding, determinism. `K` is the backend whose kernels are tested; references run on the CPU.
 
 use burn::backend::{Autodiff, Flex};
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -11,16 +12,10 @@ use super::{
     AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
 };
 use crate::backend::{OpBackend, with_reference};
-use crate::testing::{Oracle, assert_budget, differences};
-
-type Ad = Autodiff<Flex>;
+use crate::testing::{CHECKED, Oracle, assert_budget, differences};
 
 /// What a variant's `tests.rs` supplies.
 pub trait Conformance: Variant {
-    /// Draws other inputs. For variants with kinks, where a central difference may step over one,
-    /// and with parameters of one element, whose gradient may happen to cancel to nearly nothing.
-    const SEED: u64 = 0;
-
     /// Configurations to test.
     fn cases() -> Vec<Self>;
 
@@ -72,7 +67,7 @@ impl Problem {
         let width = heads * head_dim;
         let shape =
             AttentionShape { window, ..AttentionShape::new(width, heads, kv_heads, head_dim) };
-        let mut rng = ChaCha8Rng::seed_from_u64(seq_len as u64 + 1000 * V::SEED);
+        let mut rng = ChaCha8Rng::seed_from_u64(seq_len as u64);
         let mut random = |shape: &[usize], center: &dyn Fn(usize) -> f32, spread: f32| {
             let data = (0..shape.iter().product::<usize>())
                 .map(|at| f64::from(center(at) + rng.random_range(-spread..spread)))
@@ -129,8 +124,8 @@ impl Problem {
         Inputs { q, k, v, projections, parameters: of_rank(1).map(tensor::<B, 1>).collect() }
     }
 
-    fn attend<V: Variant>(&self, variant: &V) -> Vec<f64> {
-        to_vec(variant.attend::<Flex>(&self.shape, self.tensors(), self.documents()))
+    fn attend<V: Variant, K: OpBackend>(&self, variant: &V) -> Vec<f64> {
+        to_vec(variant.attend::<K>(&self.shape, self.tensors(), self.documents()))
     }
 }
 
@@ -157,8 +152,13 @@ fn to_vec<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
 }
 
 /// The gradients of Σ upstream · o with respect to every input.
-fn gradients<V: Variant>(variant: &V, problem: &Problem, upstream: &Oracle) -> Vec<Vec<f64>> {
-    let Inputs { q, k, v, projections, parameters } = problem.tensors::<Ad>();
+fn gradients<V: Variant, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+    upstream: &Oracle,
+) -> Vec<Vec<f64>> {
+    type Ad<K> = Autodiff<K>;
+    let Inputs { q, k, v, projections, parameters } = problem.tensors::<Ad<K>>();
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
     let projections: Vec<_> = projections.into_iter().map(Tensor::require_grad).collect();
     let parameters: Vec<_> = parameters.into_iter().map(Tensor::require_grad).collect();
@@ -173,9 +173,9 @@ fn gradients<V: Variant>(variant: &V, problem: &Problem, upstream: &Oracle) -> V
     let weights = upstream.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
     let weights = Tensor::from_data(TensorData::new(weights, o.dims()), &Default::default());
     let grads = (o * weights).sum().backward();
-    fn grad<const D: usize>(
-        x: &Tensor<Ad, D>,
-        grads: &<Ad as burn::tensor::backend::AutodiffBackend>::Gradients,
+    fn grad<K: OpBackend, const D: usize>(
+        x: &Tensor<Ad<K>, D>,
+        grads: &<Ad<K> as AutodiffBackend>::Gradients,
     ) -> Vec<f64> {
         to_vec(x.grad(grads).expect("every input has a gradient"))
     }
@@ -185,77 +185,111 @@ fn gradients<V: Variant>(variant: &V, problem: &Problem, upstream: &Oracle) -> V
     first.into_iter().chain(projections).chain(parameters).collect()
 }
 
-fn check_outputs<V: Conformance>(variant: &V, problem: &Problem) {
+fn check_outputs<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
     let want = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
-    let kernel = problem.attend(variant);
-    let reference = with_reference(|| problem.attend(variant));
+    let kernel = problem.attend::<V, K>(variant);
+    let reference = with_reference(|| problem.attend::<V, Flex>(variant));
     let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
     assert_budget(&what, &kernel, &reference, &want.data);
 }
 
-fn check_gradients<V: Conformance>(variant: &V, problem: &Problem) {
-    let oracle = |inputs: &[Oracle]| variant.oracle(&problem.shape, inputs, &problem.documents);
-    let mut rng = ChaCha8Rng::seed_from_u64(5);
-    let mut upstream = oracle(&problem.inputs);
-    upstream.data.iter_mut().for_each(|x| *x = f64::from(rng.random_range(-1.0f32..1.0)));
-    let kernel = gradients(variant, problem, &upstream);
-    let reference = with_reference(|| gradients(variant, problem, &upstream));
-    for input in 0..problem.inputs.len() {
-        let (places, want) = differences(&problem.inputs, input, &upstream, &oracle);
-        let pick = |grads: &[Vec<f64>]| places.iter().map(|&p| grads[input][p]).collect::<Vec<_>>();
-        let what = format!("{variant:?}, {:?}, gradient of input {input}", problem.shape);
-        assert_budget(&what, &pick(&kernel), &pick(&reference), &want);
+/// The gradients for one upstream gradient, by the kernel and by the reference.
+struct Pulled {
+    upstream: Oracle,
+    kernel: Vec<Vec<f64>>,
+    reference: Vec<Vec<f64>>,
+}
+
+impl Pulled {
+    fn new<V: Conformance, K: OpBackend>(
+        variant: &V,
+        problem: &Problem,
+        mut upstream: Oracle,
+        seed: u64,
+    ) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        upstream.data.iter_mut().for_each(|x| *x = f64::from(rng.random_range(-1.0f32..1.0)));
+        let kernel = gradients::<V, K>(variant, problem, &upstream);
+        let reference = with_reference(|| gradients::<V, Flex>(variant, problem, &upstream));
+        Pulled { upstream, kernel, reference }
     }
-    assert_eq!(kernel, gradients(variant, problem, &upstream), "gradients of two runs differ");
+}
+
+fn check_gradients<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
+    let oracle = |inputs: &[Oracle]| variant.oracle(&problem.shape, inputs, &problem.documents);
+    let output = oracle(&problem.inputs);
+    let mut pulled: Vec<Pulled> = vec![];
+    for input in 0..problem.inputs.len() {
+        // An input of few elements is compared for as many upstream gradients as make a sample:
+        // the rounding of one number says nothing.
+        let draws = CHECKED.div_ceil(problem.inputs[input].data.len());
+        let (mut kernel, mut reference, mut want) = (vec![], vec![], vec![]);
+        for draw in 0..draws {
+            if pulled.len() == draw {
+                let seed = 5 + draw as u64;
+                pulled.push(Pulled::new::<V, K>(variant, problem, output.clone(), seed));
+            }
+            let pulled = &pulled[draw];
+            let (places, derivatives) =
+                differences(&problem.inputs, input, &pulled.upstream, &oracle);
+            kernel.extend(places.iter().map(|&p| pulled.kernel[input][p]));
+            reference.extend(places.iter().map(|&p| pulled.reference[input][p]));
+            want.extend(derivatives);
+        }
+        let what = format!("{variant:?}, {:?}, gradient of input {input}", problem.shape);
+        assert_budget(&what, &kernel, &reference, &want);
+    }
+    let again = gradients::<V, K>(variant, problem, &pulled[0].upstream);
+    assert_eq!(pulled[0].kernel, again, "gradients of two runs differ");
 }
 
 /// Outputs at awkward lengths, with and without grouped heads.
-pub fn agrees_with_the_oracle<V: Conformance>() {
+pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for seq_len in [1, 63, 64, 100, 257] {
-            check_outputs(&variant, &Problem::new(&variant, [2, 2, 8, 1, seq_len], None));
+            check_outputs::<V, K>(&variant, &Problem::new(&variant, [2, 2, 8, 1, seq_len], None));
         }
-        check_outputs(&variant, &Problem::new(&variant, [6, 2, 16, 2, 70], None));
-        check_outputs(&variant, &Problem::new(&variant, [4, 1, 32, 1, 33], None));
+        check_outputs::<V, K>(&variant, &Problem::new(&variant, [6, 2, 16, 2, 70], None));
+        check_outputs::<V, K>(&variant, &Problem::new(&variant, [4, 1, 32, 1, 33], None));
     }
 }
 
 /// Gradients of every input.
-pub fn gradients_agree_with_the_oracle<V: Conformance>() {
+pub fn gradients_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for sizes in V::gradient_sizes() {
-            check_gradients(&variant, &Problem::new(&variant, sizes, None));
+            check_gradients::<V, K>(&variant, &Problem::new(&variant, sizes, None));
         }
         for window in windows(&variant, &[5]) {
-            check_gradients(&variant, &Problem::new(&variant, [2, 1, 8, 1, 70], window));
+            check_gradients::<V, K>(&variant, &Problem::new(&variant, [2, 1, 8, 1, 70], window));
         }
         let packed = Problem::new(&variant, [2, 2, 8, 2, 70], None).packed(&[0, 1, 30, 66]);
-        check_gradients(&variant, &packed);
+        check_gradients::<V, K>(&variant, &packed);
     }
 }
 
 /// Windows shorter and longer than the sequence.
-pub fn windows_agree_with_the_oracle<V: Conformance>() {
+pub fn windows_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in windows(&variant, &[1, 3, 64, 65, 200]) {
-            check_outputs(&variant, &Problem::new(&variant, [2, 1, 8, 1, 130], window));
+            check_outputs::<V, K>(&variant, &Problem::new(&variant, [2, 1, 8, 1, 130], window));
         }
     }
 }
 
 /// Packed documents agree with the oracle, and with each document alone.
-pub fn documents_do_not_see_each_other<V: Conformance>() {
+pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in windows(&variant, &[7]) {
             let problem = Problem::new(&variant, [4, 2, 8, 2, 100], window);
-            check_outputs(&variant, &problem.packed(&[0, 1, 17, 64, 99]));
+            check_outputs::<V, K>(&variant, &problem.packed(&[0, 1, 17, 64, 99]));
         }
         let problem = Problem::new(&variant, [2, 2, 8, 1, 100], None).packed(&[0, 40]);
-        let inputs = problem.tensors::<Flex>();
+        let inputs = problem.tensors::<K>();
         let part = |first, n| variant.attend(&problem.shape, cut(&inputs, first, n), None);
         // The last sequence is longer than a document alone would need: only the mask parts them.
         let apart = to_vec(Tensor::cat(vec![part(0, 40), part(40, 60)], 2));
-        assert_close(&problem.attend(&variant), &apart);
+        assert_close(&problem.attend::<V, K>(&variant), &apart);
     }
 }
 
@@ -268,10 +302,10 @@ fn assert_close(got: &[f64], want: &[f64]) {
 }
 
 /// A later token changes no earlier output, not by a bit; it does change its own.
-pub fn is_causal<V: Conformance>() {
+pub fn is_causal<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         let problem = Problem::new(&variant, [2, 1, 8, 1, 100], None);
-        let before = problem.attend(&variant);
+        let before = problem.attend::<V, K>(&variant);
         let mut changed = Problem::new(&variant, [2, 1, 8, 1, 100], None);
         let from = 70;
         for input in &mut changed.inputs {
@@ -286,7 +320,7 @@ pub fn is_causal<V: Conformance>() {
                 }
             }
         }
-        let after = changed.attend(&variant);
+        let after = changed.attend::<V, K>(&variant);
         for (at, (before, after)) in before.iter().zip(&after).enumerate() {
             let t = at / variant.value_dim(&problem.shape) % 100;
             assert_eq!(before == after, t < from, "{variant:?} at position {t}");
@@ -295,13 +329,13 @@ pub fn is_causal<V: Conformance>() {
 }
 
 /// A prefill and then steps, alone and in small groups, equal the full forward pass.
-pub fn decoding_equals_the_full_pass<V: Conformance>() {
+pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in windows(&variant, &[1, 6]) {
             let problem = Problem::new(&variant, [4, 2, 8, 2, 60], window);
-            let full = problem.attend(&variant);
-            let inputs = problem.tensors::<Flex>();
-            let mut state = variant.start::<Flex>(&problem.shape);
+            let full = problem.attend::<V, K>(&variant);
+            let inputs = problem.tensors::<K>();
+            let mut state = variant.start::<K>(&problem.shape);
             let mut outputs = vec![];
             let mut first = 0;
             for n in [17, 1, 1, 3, 1, 20, 17] {
@@ -316,13 +350,13 @@ pub fn decoding_equals_the_full_pass<V: Conformance>() {
 
 /// Decoding holds what the variant says it does: at least half of it is real, and buffers are no
 /// more than twice as large.
-pub fn the_state_is_as_large_as_documented<V: Conformance>() {
+pub fn the_state_is_as_large_as_documented<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in windows(&variant, &[1, 40]) {
             let batch = 2;
             let problem = Problem::new(&variant, [4, 2, 8, batch, 300], window);
-            let inputs = problem.tensors::<Flex>();
-            let mut state = variant.start::<Flex>(&problem.shape);
+            let inputs = problem.tensors::<K>();
+            let mut state = variant.start::<K>(&problem.shape);
             for t in 0..300 {
                 variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state);
                 let documented = variant.state_elements(&problem.shape, t + 1) as usize;
@@ -339,25 +373,25 @@ pub fn the_state_is_as_large_as_documented<V: Conformance>() {
 }
 
 /// Two runs give the same bits.
-pub fn is_deterministic<V: Conformance>() {
+pub fn is_deterministic<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         let problem = Problem::new(&variant, [4, 2, 16, 2, 130], None);
-        assert_eq!(problem.attend(&variant), problem.attend(&variant));
+        assert_eq!(problem.attend::<V, K>(&variant), problem.attend::<V, K>(&variant));
     }
 }
 
 /// A NaN in the input is not hidden: a training step must be able to notice it.
-pub fn a_nan_shows<V: Conformance>() {
+pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for input in 0..3 {
             let mut problem = Problem::new(&variant, [1, 1, 8, 1, 20], None);
             problem.inputs[input].data[3] = f64::NAN;
-            assert!(problem.attend(&variant).iter().any(|x| x.is_nan()), "input {input}");
+            assert!(problem.attend::<V, K>(&variant).iter().any(|x| x.is_nan()), "input {input}");
         }
     }
 }
 
-/// One test module for a registered variant.
+/// The test modules of a registered variant, on the CPU and on CUDA.
 macro_rules! suite {
     ($module:ident) => {
         mod $module {
@@ -380,9 +414,19 @@ macro_rules! suite {
         $(
             #[test]
             fn $test() {
-                crate::attention::conformance::$test::<$v>();
+                crate::attention::conformance::$test::<$v, crate::Cpu>();
             }
         )+
+
+        mod cuda {
+            $(
+                #[test]
+                #[ignore = "needs a GPU"]
+                fn $test() {
+                    crate::attention::conformance::$test::<super::$v, crate::Cuda>();
+                }
+            )+
+        }
     };
 }
 pub(crate) use suite;

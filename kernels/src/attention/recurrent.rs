@@ -5,11 +5,10 @@
 //! the weight exp(Σ_{s>j} ℓ_s) and a query i reads the state from before its chunk with the weight
 //! exp(Σ_{s≤i} ℓ_s). Both sums run inside the chunk and only ever add: nothing cancels, and no
 //! factor is above 1, however strong the decay.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 
 use super::DocumentStarts;
+use crate::backend::OpBackend;
 
 /// Log decay of the step into a new document: its exponential is exactly 0, and so is that of any
 /// sum that contains it.
@@ -17,7 +16,7 @@ const FORGET: f32 = -1e5;
 
 /// `log_decay` `[batch, heads, seq_len, channels]`, where each document's first token forgets all
 /// that came before.
-pub fn forget_at_starts<B: Backend>(
+pub fn forget_at_starts<B: OpBackend>(
     log_decay: Tensor<B, 4>,
     documents: DocumentStarts<B>,
 ) -> Tensor<B, 4> {
@@ -36,7 +35,7 @@ mod tests {
 
     use super::*;
 
-    fn steps<B: Backend>(n: usize) -> Tensor<B, 2> {
+    fn steps<B: OpBackend>(n: usize) -> Tensor<B, 2> {
         let steps: Vec<f32> = (0..2 * n).map(|t| -(t as f32 * 1.7).sin().abs()).collect();
         Tensor::<B, 1>::from_floats(&steps[..], &Default::default()).reshape([2, n])
     }

@@ -1,7 +1,6 @@
 //! Elementwise activations, and the gated one of SwiGLU.
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
@@ -66,7 +65,7 @@ pub enum Activation {
 }
 
 impl Op<1> for Activation {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x]: [FloatTensor<B>; 1],
         _ints: &[IntTensor<B>],
@@ -133,7 +132,7 @@ impl Op<1> for Activation {
 pub struct SwiGlu;
 
 impl Op<2> for SwiGlu {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [gate, up]: [FloatTensor<B>; 2],
         ints: &[IntTensor<B>],

@@ -2,7 +2,6 @@
 //! folded in.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -52,7 +51,7 @@ pub fn adamw<B: OpBackend, const D: usize>(
 }
 
 /// The step in plain tensor operations.
-pub(crate) fn reference<B: Backend>(
+pub(crate) fn reference<B: OpBackend>(
     step: &AdamwStep,
     [p, g, m, v]: [FloatTensor<B>; 4],
 ) -> [FloatTensor<B>; 3] {

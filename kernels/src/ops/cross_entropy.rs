@@ -2,7 +2,6 @@
 //! never exist.
 
 use burn::tensor::activation::log_softmax;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor};
 use burn_flex::FlexTensor;
@@ -12,6 +11,7 @@ use super::embedding::token_ids;
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cpu::gemm::{Mat, matmul_into};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
+use crate::ops::matmul::MatMul;
 
 /// Σ weights · (ln Σ_v exp(z_v) − z_target) with z = x Wᵀ, in nats.
 ///
@@ -57,7 +57,7 @@ pub fn token_cross_entropy<B: OpBackend>(
 }
 
 /// `tensor` outside the graph. Detaching alone leaves a parameter wanting its gradient.
-fn constant<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
+fn constant<B: OpBackend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
     tensor.detach().set_require_grad(false)
 }
 
@@ -70,7 +70,7 @@ pub struct LinearCrossEntropy;
 pub struct TokenCrossEntropy;
 
 /// The loss of every token, `[batch, seq_len]`, by way of all logits.
-fn token_losses<B: Backend>(
+fn token_losses<B: OpBackend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     targets: &IntTensor<B>,
@@ -79,13 +79,13 @@ fn token_losses<B: Backend>(
     let [batch, seq_len, width] = x.dims();
     let rows = batch * seq_len;
     let targets = int_tensor::<B, 2>(targets.clone()).reshape([rows, 1]);
-    let logits = x.reshape([rows, width]).matmul(weight.transpose());
+    let logits = x.reshape([rows, width]).mm(weight.transpose());
     let picked = log_softmax(logits, 1).gather(1, targets);
     picked.neg().reshape([batch, seq_len])
 }
 
 impl Op<3> for LinearCrossEntropy {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight, weights]: [FloatTensor<B>; 3],
         ints: &[IntTensor<B>],
@@ -154,7 +154,7 @@ impl Op<3> for LinearCrossEntropy {
 }
 
 impl Op<2> for TokenCrossEntropy {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight]: [FloatTensor<B>; 2],
         ints: &[IntTensor<B>],

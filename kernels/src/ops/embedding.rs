@@ -1,6 +1,4 @@
 //! The embedding table: rows of a matrix by token id.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor};
 use burn_flex::FlexTensor;
@@ -28,7 +26,7 @@ pub fn embedding<B: OpBackend>(weight: Tensor<B, 2>, tokens: Tensor<B, 2, Int>) 
 pub struct Embedding;
 
 impl Op<1> for Embedding {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [weight]: [FloatTensor<B>; 1],
         ints: &[IntTensor<B>],

@@ -1,7 +1,6 @@
 //! Σ x² of one tensor, for the global gradient norm.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -15,7 +14,7 @@ pub fn square_sum<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1>
 }
 
 /// The sum in plain tensor operations.
-pub(crate) fn reference<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+pub(crate) fn reference<B: OpBackend>(x: FloatTensor<B>) -> FloatTensor<B> {
     B::float_sum(B::float_mul(x.clone(), x))
 }
 

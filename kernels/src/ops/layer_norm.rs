@@ -1,6 +1,4 @@
 //! Layer normalisation over the last dimension.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
@@ -44,7 +42,7 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    fn plain<B: Backend>(
+    fn plain<B: OpBackend>(
         &self,
         x: FloatTensor<B>,
         weight: FloatTensor<B>,
@@ -161,7 +159,7 @@ fn width(x: &FlexTensor, weight: &FlexTensor) -> usize {
 }
 
 impl Op<2> for LayerNorm {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight]: [FloatTensor<B>; 2],
         _ints: &[IntTensor<B>],
@@ -191,7 +189,7 @@ impl Op<2> for LayerNorm {
 }
 
 impl Op<3> for LayerNorm {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight, bias]: [FloatTensor<B>; 3],
         _ints: &[IntTensor<B>],

@@ -1,13 +1,13 @@
 //! The linear layer, y = x Wᵀ + b.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::gemm::{Mat, matmul, matmul_into};
 use crate::cpu::{contiguous, dims, from_vec, slice};
+use crate::ops::matmul::MatMul;
 
 /// y = x Wᵀ + b.
 ///
@@ -35,17 +35,15 @@ pub fn linear<B: OpBackend>(
 #[derive(Clone, Debug)]
 pub struct Linear;
 
-fn product<B: Backend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> Tensor<B, 3> {
+fn product<B: OpBackend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> Tensor<B, 3> {
     let (x, weight) = (tensor::<B, 3>(x), tensor::<B, 2>(weight));
     let [batch, seq_len, inputs] = x.dims();
     let outputs = weight.dims()[0];
-    x.reshape([batch * seq_len, inputs])
-        .matmul(weight.transpose())
-        .reshape([batch, seq_len, outputs])
+    x.reshape([batch * seq_len, inputs]).mm(weight.transpose()).reshape([batch, seq_len, outputs])
 }
 
 impl Op<2> for Linear {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight]: [FloatTensor<B>; 2],
         _ints: &[IntTensor<B>],
@@ -75,7 +73,7 @@ impl Op<2> for Linear {
 }
 
 impl Op<3> for Linear {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight, bias]: [FloatTensor<B>; 3],
         _ints: &[IntTensor<B>],

@@ -7,6 +7,7 @@ pub mod embedding;
 pub mod grad_norm;
 pub mod layer_norm;
 pub mod linear;
+pub mod matmul;
 pub mod rms_norm;
 pub mod rotary;
 pub mod short_conv;

@@ -1,6 +1,4 @@
 //! Root-mean-square normalisation over the last dimension.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
@@ -40,7 +38,7 @@ pub struct RmsNorm {
 }
 
 impl Op<2> for RmsNorm {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight]: [FloatTensor<B>; 2],
         _ints: &[IntTensor<B>],

@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::FlexTensor;
@@ -126,7 +125,7 @@ impl Rotary {
 }
 
 impl Op<1> for Rotary {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x]: [FloatTensor<B>; 1],
         _ints: &[IntTensor<B>],

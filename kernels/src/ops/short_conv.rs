@@ -1,7 +1,6 @@
 //! The short depthwise causal convolution over time.
 
 use burn::tensor::activation::silu;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor};
 use burn_flex::FlexTensor;
@@ -52,7 +51,7 @@ pub struct ShortConv {
 }
 
 impl Op<2> for ShortConv {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [x, weight]: [FloatTensor<B>; 2],
         ints: &[IntTensor<B>],

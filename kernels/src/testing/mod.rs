@@ -8,14 +8,13 @@ use std::ops::Range;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Int, Tensor, TensorData};
-use burn_flex::FlexTensor;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Shape, TensorData, TensorMetadata};
 use rand::seq::index::sample;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::backend::{Op, OpBackend};
-use crate::cpu;
+use crate::backend::{Op, OpBackend, tensor};
 
 /// A dense f64 tensor for oracles.
 #[derive(Clone, Debug, PartialEq)]
@@ -116,54 +115,52 @@ struct Run {
     grads: Vec<Oracle>,
 }
 
-type Ad = Autodiff<Flex>;
-
-fn to_oracle(tensor: &FlexTensor) -> Oracle {
-    let tensor = cpu::contiguous(tensor);
-    let data = cpu::slice(&tensor).iter().map(|&x| f64::from(x)).collect();
-    Oracle::new(&cpu::dims(&tensor), data)
+fn to_oracle<B: OpBackend>(x: FloatTensor<B>) -> Oracle {
+    let shape = x.shape();
+    let flat = B::float_reshape(x, Shape::new([shape.num_elements()]));
+    let data = tensor::<B, 1>(flat).into_data();
+    Oracle::new(shape.as_slice(), data.iter::<f64>().collect())
 }
 
-fn to_flex(oracle: &Oracle) -> FlexTensor {
-    cpu::from_vec(oracle.data.iter().map(|&x| x as f32).collect(), &oracle.shape)
+fn from_oracle<B: OpBackend>(x: &Oracle) -> FloatTensor<B> {
+    let data: Vec<f32> = x.data.iter().map(|&x| x as f32).collect();
+    B::float_from_data(TensorData::new(data, x.shape.clone()), &Default::default())
 }
 
-/// Runs the operation on the CPU with an upstream gradient, through its kernel or its reference.
-fn run<O: Op<N>, const N: usize>(case: &Case<O, N>, upstream: &Oracle, kernel: bool) -> Run {
-    let device = Default::default();
-    let inputs: [_; N] =
-        std::array::from_fn(|i| <Ad as AutodiffBackend>::from_inner(to_flex(&case.inputs[i])));
-    let inputs = inputs.map(<Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_detach);
-    let inputs = inputs
-        .map(|x| <Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_set_require_grad(x, true));
+/// Runs the operation on `B` with an upstream gradient, through its kernel or its reference.
+fn run<B: OpBackend, O: Op<N>, const N: usize>(
+    case: &Case<O, N>,
+    upstream: &Oracle,
+    kernel: bool,
+) -> Run {
+    type Ad<B> = Autodiff<B>;
+    let inputs: [_; N] = std::array::from_fn(|i| {
+        let input = <Ad<B> as AutodiffBackend>::from_inner(from_oracle::<B>(&case.inputs[i]));
+        Ad::<B>::float_set_require_grad(Ad::<B>::float_detach(input), true)
+    });
     let ints: Vec<_> = case
         .ints
         .iter()
         .map(|(shape, data)| {
             let data = TensorData::new(data.clone(), shape.clone());
-            match shape.len() {
-                1 => Tensor::<Ad, 1, Int>::from_data(data, &device).into_primitive(),
-                2 => Tensor::<Ad, 2, Int>::from_data(data, &device).into_primitive(),
-                other => panic!("integer inputs have 1 or 2 dimensions, not {other}"),
-            }
+            B::int_from_data(data, &Default::default())
         })
         .collect();
     let output = if kernel {
-        Ad::run(&case.op, inputs.clone(), ints)
+        Ad::<B>::run(&case.op, inputs.clone(), ints)
     } else {
-        case.op.reference::<Ad>(inputs.clone(), &ints)
+        case.op.reference::<Ad<B>>(inputs.clone(), &ints)
     };
-    let result = to_oracle(&<Ad as AutodiffBackend>::inner(output.clone()));
+    let result = to_oracle::<B>(<Ad<B> as AutodiffBackend>::inner(output.clone()));
     // The gradient of Σ upstream · output is the upstream gradient's pull-back.
-    let weight = <Ad as AutodiffBackend>::from_inner(to_flex(upstream));
-    let weighted = <Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_mul(output, weight);
-    let loss = <Ad as burn::tensor::ops::FloatTensorOps<Ad>>::float_sum(weighted);
-    let mut grads = <Ad as AutodiffBackend>::backward(loss);
+    let weight = <Ad<B> as AutodiffBackend>::from_inner(from_oracle::<B>(upstream));
+    let loss = Ad::<B>::float_sum(Ad::<B>::float_mul(output, weight));
+    let mut grads = <Ad<B> as AutodiffBackend>::backward(loss);
     let grads = inputs
         .iter()
         .enumerate()
-        .map(|(i, input)| match <Ad as AutodiffBackend>::grad_remove(input, &mut grads) {
-            Some(grad) => to_oracle(&grad),
+        .map(|(i, input)| match <Ad<B> as AutodiffBackend>::grad_remove(input, &mut grads) {
+            Some(grad) => to_oracle::<B>(grad),
             None => {
                 assert!(case.no_grad.contains(&i), "input {i} of {:?} has no gradient", case.op);
                 Oracle::new(&[0], vec![])
@@ -213,7 +210,7 @@ pub fn assert_budget(what: &str, kernel: &[f64], reference: &[f64], want: &[f64]
 }
 
 /// How many elements of an input have their gradient checked by central differences.
-const CHECKED: usize = 48;
+pub(crate) const CHECKED: usize = 48;
 
 /// Central differences of Σ upstream · oracle(inputs) at up to [`CHECKED`] elements of one input:
 /// their places and derivatives.
@@ -237,7 +234,8 @@ pub(crate) fn differences(
         .iter()
         .map(|&place| {
             let x = inputs[input].data[place];
-            let step = 1e-5 * x.abs().max(1.0);
+            // Small, so that it seldom steps over a kink; far above the rounding of f64.
+            let step = 1e-6 * x.abs().max(1.0);
             let derivative = (loss(place, x + step) - loss(place, x - step)) / (2.0 * step);
             loss(place, x);
             derivative
@@ -246,11 +244,23 @@ pub(crate) fn differences(
     (places, derivatives)
 }
 
-/// The three-way test of one case: output and every gradient, and the same bits in two runs.
+/// The three-way test of one case on the CPU: output and every gradient, and the same bits in two
+/// runs.
 ///
 /// # Panics
 /// When anything is outside the budget.
 pub fn check<O: Op<N>, const N: usize>(case: Case<O, N>, oracle: impl Fn(&[Oracle]) -> Oracle) {
+    check_on::<Flex, _, _>(case, oracle);
+}
+
+/// [`check`] of the kernel on `B`; the reference runs on the CPU.
+///
+/// # Panics
+/// When anything is outside the budget.
+pub fn check_on<B: OpBackend, O: Op<N>, const N: usize>(
+    case: Case<O, N>,
+    oracle: impl Fn(&[Oracle]) -> Oracle,
+) {
     let what =
         format!("{:?} on {:?}", case.op, case.inputs.iter().map(|x| &x.shape).collect::<Vec<_>>());
     let want = oracle(&case.inputs);
@@ -259,8 +269,8 @@ pub fn check<O: Op<N>, const N: usize>(case: Case<O, N>, oracle: impl Fn(&[Oracl
         &want.shape,
         want.data.iter().map(|_| f64::from(rng.random_range(-1.0f32..1.0))).collect(),
     );
-    let reference = run(&case, &upstream, false);
-    let kernel = run(&case, &upstream, true);
+    let reference = run::<Flex, _, _>(&case, &upstream, false);
+    let kernel = run::<B, _, _>(&case, &upstream, true);
     assert_eq!(kernel.output.shape, want.shape, "{what}: shape of the output");
     assert_budget(&what, &kernel.output.data, &reference.output.data, &want.data);
     for input in (0..N).filter(|i| !case.no_grad.contains(i)) {
@@ -275,7 +285,7 @@ pub fn check<O: Op<N>, const N: usize>(case: Case<O, N>, oracle: impl Fn(&[Oracl
         let (worst, _) = errors(&kernel.data, &reference.data);
         assert!(worst <= 4e-5 * scale, "{what}: kernel and reference differ by {worst:.2e}");
     }
-    let again = run(&case, &upstream, true);
+    let again = run::<B, _, _>(&case, &upstream, true);
     assert_eq!(again.output, kernel.output, "{what}: two runs differ");
     assert_eq!(again.grads, kernel.grads, "{what}: gradients of two runs differ");
 }

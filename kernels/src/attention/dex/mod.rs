@@ -31,6 +31,7 @@ use super::rotation::{Rotation, Scaling, rotate};
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 fn core(shape: &AttentionShape) -> Softmax {
     Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
@@ -42,7 +43,7 @@ fn adapt<B: OpBackend>(o: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B
     let [batch, heads, queries, head_dim] = o.dims();
     let rows = o.clone().reshape([batch * heads * queries, head_dim]);
     let w_d = w_d.clone().reshape([head_dim, head_dim]) * lambda.clone().reshape([1, 1]);
-    o - rows.matmul(w_d).reshape([batch, heads, queries, head_dim])
+    o - rows.mm(w_d).reshape([batch, heads, queries, head_dim])
 }
 
 /// `[model.attention]` with `kind = "dex"`.

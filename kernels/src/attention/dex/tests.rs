@@ -5,22 +5,16 @@ use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
 use crate::attention::{AttentionShape, Inputs, Start, Variant, rope};
-use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, rows, softmax, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
-    const SEED: u64 = 7;
-
     fn cases() -> Vec<Self> {
         vec![Config::default(), Config { rope: false, ..Config::default() }]
     }
 
     /// The weight of a single key is 1.
-    fn gradient_sizes() -> [Sizes; 3] {
-        NO_SINGLE_TOKEN
-    }
-
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
         let [q, k, v, w_d, lambda] = inputs else { panic!("q, k, v and 2 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {

@@ -2,23 +2,17 @@
 
 use super::{Config, lambda_init};
 use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, rms_norm, rows, softmax, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
-    const SEED: u64 = 12;
-
     fn cases() -> Vec<Self> {
         let config = Config::default();
         vec![config.clone(), Config { value_factor: 1, rope: false, ..config }]
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn gradient_sizes() -> [Sizes; 3] {
-        NO_SINGLE_TOKEN
-    }
-
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
         let [q, k, v, vectors @ .., norm] = inputs else { panic!("q, k, v and 5 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {

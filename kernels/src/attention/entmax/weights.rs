@@ -1,10 +1,9 @@
 //! 1.5-entmax of one row, and its gradient.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, ElementConversion, Tensor};
 
 use crate::attention::blocks::HIDDEN;
 use crate::attention::rowwise::{Weights, positive};
+use crate::backend::OpBackend;
 
 /// Newton steps at most. The distance to the threshold is squared by each once it is small; rows
 /// of a million keys take about ten.
@@ -19,7 +18,7 @@ pub struct Entmax;
 
 /// s/2, shifted so that each row's maximum is 0; far below where hidden. The shift has no
 /// gradient, and needs none: it cancels against τ's.
-fn shifted<B: Backend>(scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+fn shifted<B: OpBackend>(scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
     let z = (scores * 0.5).mask_fill(hidden, HIDDEN);
     let max = z.clone().detach().max_dim(3);
     z - max
@@ -29,7 +28,7 @@ fn shifted<B: Backend>(scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tens
 ///
 /// The norm is convex and falls with τ, and is at least 1 at τ = −1: from there the steps approach
 /// the root from below and never pass it.
-fn threshold<B: Backend>(z: &Tensor<B, 4>, hidden: &Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+fn threshold<B: OpBackend>(z: &Tensor<B, 4>, hidden: &Tensor<B, 4, Bool>) -> Tensor<B, 4> {
     let [batch, heads, queries, _] = z.dims();
     let mut tau = Tensor::full([batch, heads, queries, 1], -1.0, &z.device());
     for _ in 0..STEPS {
@@ -49,7 +48,7 @@ fn threshold<B: Backend>(z: &Tensor<B, 4>, hidden: &Tensor<B, 4, Bool>) -> Tenso
 impl Weights for Entmax {
     /// τ is found without a gradient; one more Newton step, whose slope is constant, has the
     /// gradient that the implicit function theorem gives: dτ = Σ r dz / Σ r with r = max(z − τ, 0).
-    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
         let z = shifted(scores, hidden.clone());
         let tau = threshold(&z.clone().detach(), &hidden);
         let rest = positive(z.clone() - tau.clone(), hidden.clone());
@@ -61,7 +60,7 @@ impl Weights for Entmax {
 
     /// dS = r ⊙ (dW − Σ r dW / Σ r): entmax's Jacobian (Peters et al., 2019) for
     /// α = 1.5, where p_j^{2−α} = r_j.
-    fn pull_back<B: Backend>(
+    fn pull_back<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
         hidden: Tensor<B, 4, Bool>,

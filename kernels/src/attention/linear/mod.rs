@@ -33,7 +33,6 @@ mod reference;
 mod tests;
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
@@ -243,12 +242,12 @@ struct Linear {
     chunk: usize,
 }
 
-fn rows<B: Backend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
+fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
     Rows { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
 }
 
 impl Op<4> for Linear {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         inputs: [FloatTensor<B>; 4],
         _ints: &[IntTensor<B>],

@@ -5,15 +5,16 @@
 //! state, a half at each level inside a chunk.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 
 use super::Linear;
 use crate::attention::blocks::sums_after;
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// q `[rows, group, seq_len, head_dim]`, k `[rows, seq_len, head_dim]`, v
 /// `[rows, seq_len, value_dim]` and log decays `[rows, seq_len, 1 or head_dim]`.
 #[derive(Clone, Debug)]
-pub(super) struct Rows<B: Backend> {
+pub(super) struct Rows<B: OpBackend> {
     pub q: Tensor<B, 4>,
     pub k: Tensor<B, 3>,
     pub v: Tensor<B, 3>,
@@ -22,7 +23,7 @@ pub(super) struct Rows<B: Backend> {
 
 /// The spans of `size` tokens that stand at `side` in each run of `of` spans:
 /// `[rows · runs, group · size, channels]` of a tensor `[rows, group, seq_len, channels]`.
-fn spans<B: Backend>(
+fn spans<B: OpBackend>(
     x: &Tensor<B, 4>,
     size: usize,
     of: usize,
@@ -35,7 +36,7 @@ fn spans<B: Backend>(
 }
 
 /// The inverse of [`spans`], with zeros at the other sides.
-fn unspan<B: Backend>(
+fn unspan<B: OpBackend>(
     x: Tensor<B, 3>,
     [rows, group, size]: [usize; 3],
     of: usize,
@@ -50,7 +51,7 @@ fn unspan<B: Backend>(
 }
 
 /// [`spans`] of a tensor without a group, `[rows, seq_len, channels]`.
-fn spans_of<B: Backend>(
+fn spans_of<B: OpBackend>(
     x: &Tensor<B, 3>,
     size: usize,
     of: usize,
@@ -60,7 +61,7 @@ fn spans_of<B: Backend>(
 }
 
 /// `factor` `[n, size, channels]` on each head of a group, `[n, group · size, …]`.
-fn scaled<B: Backend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> {
+fn scaled<B: OpBackend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> {
     let [n, size, channels] = factor.dims();
     let [_, rows, width] = x.dims();
     let factor = factor.clone().reshape([n, 1, size, channels]);
@@ -69,20 +70,20 @@ fn scaled<B: Backend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> {
 
 /// exp of the sums of log decays: from a span's start to each token, and from each token to the
 /// span's end.
-fn decays<B: Backend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
+fn decays<B: OpBackend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
     [log_decay.clone().cumsum(1).exp(), sums_after(log_decay.clone(), 1).exp()]
 }
 
 /// The chunks of `rows` for the state: q and k decayed to the chunk's start and end, v, and the
 /// decay over the whole chunk `[chunks, 1 or head_dim, 1]`.
-struct Chunks<B: Backend> {
+struct Chunks<B: OpBackend> {
     q: Tensor<B, 3>,
     k: Tensor<B, 3>,
     v: Tensor<B, 3>,
     kept: Tensor<B, 3>,
 }
 
-impl<B: Backend> Chunks<B> {
+impl<B: OpBackend> Chunks<B> {
     fn new(rows: &Rows<B>, size: usize) -> Self {
         let log_decay = spans_of(&rows.log_decay, size, 1, 0);
         let [to_query, to_end] = decays(&log_decay);
@@ -101,7 +102,7 @@ impl<B: Backend> Chunks<B> {
         rows: usize,
         start: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 3>, Tensor<B, 3>) {
-        let new = self.k.clone().transpose().matmul(self.v.clone());
+        let new = self.k.clone().transpose().mm(self.v.clone());
         let [chunks, d, values] = new.dims();
         let n = chunks / rows;
         let new = new.reshape([rows, n, d, values]);
@@ -121,10 +122,10 @@ impl<B: Backend> Chunks<B> {
     }
 }
 
-impl<B: Backend> Rows<B> {
+impl<B: OpBackend> Rows<B> {
     /// With tokens of zeros, which neither decay nor enter the state, up to `seq_len`.
     fn padded(self, seq_len: usize) -> Self {
-        fn pad<B: Backend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Tensor<B, D> {
+        fn pad<B: OpBackend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Tensor<B, D> {
             let time = D - 2;
             let mut shape = x.dims();
             shape[time] = seq_len - shape[time];
@@ -150,7 +151,7 @@ impl Linear {
     }
 
     /// y and the state after the last token, where `start` is the state before the first.
-    pub(super) fn forward<B: Backend>(
+    pub(super) fn forward<B: OpBackend>(
         &self,
         rows: Rows<B>,
         start: Option<Tensor<B, 3>>,
@@ -160,7 +161,7 @@ impl Linear {
         let rows = rows.padded(seq_len.next_multiple_of(size));
         let chunks = Chunks::new(&rows, size);
         let (before, last) = chunks.states(n, start);
-        let mut y = unspan(chunks.q.matmul(before), [n, group, size], 1, 0);
+        let mut y = unspan(chunks.q.mm(before), [n, group, size], 1, 0);
 
         // Each token's own key, which nothing decays.
         let own = rows.k.clone().unsqueeze_dim::<4>(1);
@@ -173,7 +174,7 @@ impl Linear {
             let [_, to_end] = decays(&spans_of(&rows.log_decay, half, 2, 0));
             let q = scaled(spans(&rows.q, half, 2, 1), &to_query);
             let k = scaled(spans_of(&rows.k, half, 2, 0), &to_end);
-            let read = q.matmul(k.transpose()).matmul(spans_of(&rows.v, half, 2, 0));
+            let read = q.mm(k.transpose()).mm(spans_of(&rows.v, half, 2, 0));
             y = y + unspan(read, [n, group, half], 2, 1);
             half /= 2;
         }

@@ -1,10 +1,10 @@
 //! The weights of one row, and their gradient.
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor};
 
 use crate::attention::rowwise::{Weights, log_sigmoid, positive, power};
+use crate::backend::OpBackend;
 
 /// Rows that see at most so many keys are not shifted.
 const UNSHIFTED: f32 = 3.0;
@@ -21,7 +21,7 @@ pub struct Sharpened {
 }
 
 /// What both passes need of a row.
-struct Row<B: Backend> {
+struct Row<B: OpBackend> {
     /// Softplus of the scores over its mean in the row, 0 where hidden.
     share: Tensor<B, 4>,
     /// That mean, `[…, 1]`.
@@ -35,7 +35,7 @@ struct Row<B: Backend> {
 }
 
 impl Sharpened {
-    fn row<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Row<B> {
+    fn row<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Row<B> {
         let seen = hidden.clone().bool_not().float().sum_dim(3);
         // ln(1 + eˣ) = −ln σ(−x).
         let softplus = log_sigmoid(scores.neg()).neg().mask_fill(hidden.clone(), 0.0);
@@ -53,14 +53,14 @@ impl Sharpened {
 }
 
 /// Σ_j x_j, or 1 for a row of zeros.
-fn total<B: Backend>(x: &Tensor<B, 4>) -> Tensor<B, 4> {
+fn total<B: OpBackend>(x: &Tensor<B, 4>) -> Tensor<B, 4> {
     let sum = x.clone().sum_dim(3);
     let empty = sum.clone().equal_elem(0.0);
     sum.mask_fill(empty, 1.0)
 }
 
 impl Weights for Sharpened {
-    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
         let sharp = power(self.row(scores, hidden).rest, self.power);
         let total = total(&sharp);
         sharp / total
@@ -69,7 +69,7 @@ impl Weights for Sharpened {
     /// With u = softplus / mean, r = max(u − offset, 0) / top, W = rᵖ / Σrᵖ, back through each:
     /// du_j = p r_j^{p−1} / (top Σrᵖ) · (dW_j − Σ W dW) where r_j > 0,
     /// dS_j = σ(S_j) / mean · (du_j − Σ u du / seen).
-    fn pull_back<B: Backend>(
+    fn pull_back<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
         hidden: Tensor<B, 4, Bool>,

@@ -14,9 +14,10 @@
 //!
 //! A score of i and j comes from j, the transforms after it and i alone: what else enters, such as
 //! another document's tokens, does so as a factor of exactly 0.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor, TensorData};
+
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// Tokens of a tile whose triangle is inverted.
 const TILE: usize = 16;
@@ -24,7 +25,7 @@ const TILE: usize = 16;
 /// Blocks of tokens after their own transforms. Sizes: rows is batch · kv_heads, group the query
 /// heads that share a key head, blocks and block the number and length of the blocks.
 #[derive(Clone, Debug)]
-pub struct Blocks<B: Backend> {
+pub struct Blocks<B: OpBackend> {
     /// (H_first ⋯ H_i) q_i, where first is the block's first token:
     /// `[rows, group, blocks, block, head_dim]`.
     pub q: Tensor<B, 5>,
@@ -39,7 +40,7 @@ pub struct Blocks<B: Backend> {
     pub removed: Tensor<B, 5>,
 }
 
-impl<B: Backend> Blocks<B> {
+impl<B: OpBackend> Blocks<B> {
     /// Transforms tokens in blocks of `block`: queries `[rows, group, tokens, head_dim]`, keys and
     /// directions of norm at most 1 `[rows, 1, tokens, head_dim]`, β in [0, 2]
     /// `[rows, 1, tokens, 1]`.
@@ -64,12 +65,12 @@ impl<B: Backend> Blocks<B> {
             tiles = tiles.merged();
         }
         let Tiles { q, k, y, w, scores } = tiles;
-        Blocks { q, k, scores, removed: y.transpose().matmul(w) }
+        Blocks { q, k, scores, removed: y.transpose().mm(w) }
     }
 }
 
 /// As [`Blocks`], on the way there: the same of tiles of any length.
-struct Tiles<B: Backend> {
+struct Tiles<B: OpBackend> {
     q: Tensor<B, 5>,
     k: Tensor<B, 5>,
     /// β_t H_first ⋯ H_{t−1} w_t, `[rows, 1, tiles, len, head_dim]`.
@@ -78,20 +79,20 @@ struct Tiles<B: Backend> {
     scores: Tensor<B, 5>,
 }
 
-impl<B: Backend> Tiles<B> {
+impl<B: OpBackend> Tiles<B> {
     /// Tiles `[rows, heads, tiles, len, channels]` by way of L = T⁻¹: for s ≤ e,
     /// H_s ⋯ H_e = I − Σ_{s≤a≤b≤e} w_a L_ba w_bᵀ, so that a part of the tile is a mask on the
     /// factors beside L.
     fn new([q, k, w, beta]: [Tensor<B, 5>; 4]) -> Self {
-        let overlaps = w.clone().matmul(w.clone().transpose()).tril(-1) * beta.clone();
+        let overlaps = w.clone().mm(w.clone().transpose()).tril(-1) * beta.clone();
         let lower = unit_lower_inverse(overlaps) * beta.transpose();
-        let y = lower.clone().matmul(w.clone());
-        let lwk = lower.matmul(w.clone().matmul(k.clone().transpose()).tril(-1));
-        let qw = q.clone().matmul(w.clone().transpose()).tril(0);
+        let y = lower.clone().mm(w.clone());
+        let lwk = lower.mm(w.clone().mm(k.clone().transpose()).tril(-1));
+        let qw = q.clone().mm(w.clone().transpose()).tril(0);
         Tiles {
-            scores: q.clone().matmul(k.clone().transpose()) - qw.clone().matmul(lwk.clone()),
-            q: q - qw.matmul(y.clone()),
-            k: k - lwk.transpose().matmul(w.clone()),
+            scores: q.clone().mm(k.clone().transpose()) - qw.clone().mm(lwk.clone()),
+            q: q - qw.mm(y.clone()),
+            k: k - lwk.transpose().mm(w.clone()),
             y,
             w,
         }
@@ -110,15 +111,15 @@ impl<B: Backend> Tiles<B> {
         let [w1, w2] = halves(self.w);
         let [s1, s2] = halves(self.scores);
         let hidden = s1.zeros_like();
-        let corner = q2.clone().matmul(k1.clone().transpose());
+        let corner = q2.clone().mm(k1.clone().transpose());
         // As rows, x (I − W₁ᵀ Y₁): to before the first tile.
         let back = |x: Tensor<B, 5>| {
-            let along = x.clone().matmul(w1.clone().transpose());
-            x - along.matmul(y1.clone())
+            let along = x.clone().mm(w1.clone().transpose());
+            x - along.mm(y1.clone())
         };
         // x (I − Y₂ᵀ W₂): to after the second.
-        let along = k1.clone().matmul(y2.clone().transpose());
-        let ahead = k1 - along.matmul(w2.clone());
+        let along = k1.clone().mm(y2.clone().transpose());
+        let ahead = k1 - along.mm(w2.clone());
         let cat = |a, b, dim| Tensor::cat(vec![a, b], dim);
         Tiles {
             q: cat(q1, back(q2), 3),
@@ -131,7 +132,7 @@ impl<B: Backend> Tiles<B> {
 }
 
 /// The first and the second tiles of each pair.
-fn halves<B: Backend>(x: Tensor<B, 5>) -> [Tensor<B, 5>; 2] {
+fn halves<B: OpBackend>(x: Tensor<B, 5>) -> [Tensor<B, 5>; 2] {
     let [rows, heads, tiles, len, channels] = x.dims();
     let pairs = x.reshape([rows, heads, tiles / 2, 2 * len, channels]);
     [0, len].map(|from| pairs.clone().narrow(3, from, len))
@@ -142,7 +143,7 @@ fn halves<B: Backend>(x: Tensor<B, 5>) -> [Tensor<B, 5>; 2] {
 /// Inverts the squares on the diagonal, twice as large each time:
 /// [A 0; C D]⁻¹ = [A⁻¹ 0; −D⁻¹ C A⁻¹ D⁻¹]. The product (I − N)(I + N²)(I + N⁴) ⋯ would take as
 /// many steps, but powers of N grow far beyond the inverse.
-fn unit_lower_inverse<B: Backend>(strict: Tensor<B, 5>) -> Tensor<B, 5> {
+fn unit_lower_inverse<B: OpBackend>(strict: Tensor<B, 5>) -> Tensor<B, 5> {
     let len = strict.dims()[4];
     let device = strict.device();
     let eye = Tensor::eye(len, &device).reshape([1, 1, 1, len, len]);
@@ -161,7 +162,7 @@ fn unit_lower_inverse<B: Backend>(strict: Tensor<B, 5>) -> Tensor<B, 5> {
         let c = strict.clone().mask_fill(others.expand(strict.shape()), 0.0);
         let corner = match half {
             1 => c,
-            _ => inverse.clone().matmul(c).matmul(inverse.clone()),
+            _ => inverse.clone().mm(c).mm(inverse.clone()),
         };
         inverse = inverse - corner;
         half *= 2;

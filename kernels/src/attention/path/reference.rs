@@ -7,12 +7,13 @@
 
 use std::ops::Range;
 
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 
 use super::householder::Blocks;
 use super::spans::{Carry, Keys, Span, added};
 use crate::attention::blocks::{Block, HIDDEN, decay_between, hidden, sums_after};
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// Tokens of a block, at most. In longer blocks fewer queries travel (head_dim² per query and
 /// block), in shorter ones there is less to merge; near head_dim both are small.
@@ -24,7 +25,7 @@ const STEP_ELEMENTS: usize = 1 << 18;
 
 /// What a query may see beside the causal mask.
 #[derive(Clone, Debug)]
-pub struct Visible<B: Backend> {
+pub struct Visible<B: OpBackend> {
     /// With a window w, itself and the w − 1 tokens before it.
     pub window: Option<usize>,
     /// Where each position's document starts, `[batch, seq_len]`.
@@ -33,7 +34,7 @@ pub struct Visible<B: Backend> {
     pub kv_heads: usize,
 }
 
-impl<B: Backend> Visible<B> {
+impl<B: OpBackend> Visible<B> {
     /// Whether the query at `query` is too far from every key of a range that ends before `end`.
     fn out_of_window(&self, query: usize, end: usize) -> bool {
         self.window.is_some_and(|w| query + 1 >= end + w)
@@ -66,7 +67,7 @@ impl<B: Backend> Visible<B> {
 /// Tokens as the operation takes them: rows is batch · kv_heads, group the query heads of a key
 /// head.
 #[derive(Clone, Debug)]
-pub struct Tokens<B: Backend> {
+pub struct Tokens<B: OpBackend> {
     /// Queries times the softmax scale, `[rows, group, tokens, head_dim]`.
     pub q: Tensor<B, 4>,
     /// Keys, `[rows, 1, tokens, head_dim]`.
@@ -81,7 +82,7 @@ pub struct Tokens<B: Backend> {
     pub log_decay: Option<Tensor<B, 3>>,
 }
 
-impl<B: Backend> Tokens<B> {
+impl<B: OpBackend> Tokens<B> {
     /// Number of tokens.
     pub fn len(&self) -> usize {
         self.q.dims()[2]
@@ -102,7 +103,7 @@ impl<B: Backend> Tokens<B> {
 }
 
 /// Queries on their way left, with their softmax so far.
-struct Rows<B: Backend> {
+struct Rows<B: OpBackend> {
     /// Carried to the position they have reached, `[rows, group, queries, head_dim]`.
     q: Tensor<B, 4>,
     /// Σ ℓ over the way so far, `[rows, group, queries, 1]`.
@@ -117,7 +118,7 @@ struct Rows<B: Backend> {
     at: Range<usize>,
 }
 
-impl<B: Backend> Rows<B> {
+impl<B: OpBackend> Rows<B> {
     /// Queries that have seen no key.
     fn new(q: Tensor<B, 4>, decay: Option<Tensor<B, 4>>, at: Range<usize>) -> Self {
         let [rows, group, queries, _] = q.dims();
@@ -148,7 +149,7 @@ impl<B: Backend> Rows<B> {
         let weights = (scores - less).exp();
         Rows {
             sum: self.sum * kept.clone() + weights.clone().sum_dim(3),
-            out: self.out * kept + weights.matmul(v),
+            out: self.out * kept + weights.mm(v),
             max,
             ..self
         }
@@ -174,7 +175,7 @@ impl<B: Backend> Rows<B> {
         if visible.out_of_window(self.at.start, keys.end()) {
             return self;
         }
-        let mut scores = self.q.clone().matmul(keys.k.clone().transpose());
+        let mut scores = self.q.clone().mm(keys.k.clone().transpose());
         if let Some(decay) = keys.decay.clone() {
             // Repeated first: a broadcast sum of this shape walks element by element on the CPU.
             scores = scores + decay.repeat_dim(2, self.at.len());
@@ -187,7 +188,7 @@ impl<B: Backend> Rows<B> {
     /// Moves the queries to before the tokens of `carry`.
     fn cross(self, carry: &Carry<B>) -> Self {
         Rows {
-            q: self.q.clone() - self.q.matmul(carry.removed.clone().transpose()),
+            q: self.q.clone() - self.q.mm(carry.removed.clone().transpose()),
             decay: added(self.decay, carry.decay.clone()),
             ..self
         }
@@ -208,14 +209,14 @@ impl<B: Backend> Rows<B> {
 }
 
 /// Sums of ℓ inside blocks.
-struct Decays<B: Backend> {
+struct Decays<B: OpBackend> {
     /// From the block's first token to each, inclusive, `[rows, group, blocks, block]`.
     to: Tensor<B, 4>,
     /// Over the tokens after each, `[rows, group, blocks, block]`.
     after: Tensor<B, 4>,
 }
 
-impl<B: Backend> Decays<B> {
+impl<B: OpBackend> Decays<B> {
     /// Of `[rows, group, blocks, block]`.
     fn new(log_decay: Tensor<B, 4>) -> Self {
         Decays { after: sums_after(log_decay.clone(), 3), to: log_decay.cumsum(3) }
@@ -223,7 +224,7 @@ impl<B: Backend> Decays<B> {
 }
 
 /// A chunk of tokens in blocks.
-struct Chunk<B: Backend> {
+struct Chunk<B: OpBackend> {
     tokens: Tokens<B>,
     blocks: Blocks<B>,
     decays: Option<Decays<B>>,
@@ -233,7 +234,7 @@ struct Chunk<B: Backend> {
     first: usize,
 }
 
-impl<B: Backend> Chunk<B> {
+impl<B: OpBackend> Chunk<B> {
     fn new(tokens: Tokens<B>, block: usize, first: usize) -> Self {
         let Tokens { q, k, w, beta, log_decay, .. } = tokens.clone();
         let blocks = Blocks::new([q, k, w, beta].map(|x| padded(x, block)), block);
@@ -293,18 +294,18 @@ impl<B: Backend> Chunk<B> {
 }
 
 /// The first `len` rows of block `n` of `[rows, heads, blocks, block, channels]`.
-fn block_of<B: Backend>(x: &Tensor<B, 5>, n: usize, len: usize) -> Tensor<B, 4> {
+fn block_of<B: OpBackend>(x: &Tensor<B, 5>, n: usize, len: usize) -> Tensor<B, 4> {
     x.clone().narrow(2, n, 1).squeeze_dim::<4>(2).narrow(2, 0, len)
 }
 
 /// The first `len` entries of block `n` of `[rows, heads, blocks, block]`, as `[rows, heads, 1, len]`.
-fn one<B: Backend>(x: &Tensor<B, 4>, n: usize, len: usize) -> Tensor<B, 4> {
+fn one<B: OpBackend>(x: &Tensor<B, 4>, n: usize, len: usize) -> Tensor<B, 4> {
     x.clone().narrow(2, n, 1).narrow(3, 0, len)
 }
 
 /// `[rows, heads, tokens, channels]` with zeros after the last token, to whole blocks: β = 0 there,
 /// so that its transforms do nothing.
-fn padded<B: Backend>(x: Tensor<B, 4>, block: usize) -> Tensor<B, 4> {
+fn padded<B: OpBackend>(x: Tensor<B, 4>, block: usize) -> Tensor<B, 4> {
     let [rows, heads, tokens, channels] = x.dims();
     let missing = tokens.next_multiple_of(block) - tokens;
     if missing == 0 {
@@ -318,7 +319,7 @@ fn padded<B: Backend>(x: Tensor<B, 4>, block: usize) -> Tensor<B, 4> {
 /// meet in them: one span a block.
 ///
 /// `past` is oldest first; the first token stands at position `first`.
-pub fn attend<B: Backend>(
+pub fn attend<B: OpBackend>(
     tokens: &Tokens<B>,
     visible: &Visible<B>,
     past: &[Span<B>],

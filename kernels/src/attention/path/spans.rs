@@ -3,12 +3,14 @@
 use std::ops::Range;
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// Keys and values of consecutive tokens. The keys have met every transform after them up to the
 /// last of these tokens: a query that stands there needs only the dot product.
 #[derive(Clone, Debug)]
-pub struct Keys<B: Backend> {
+pub struct Keys<B: OpBackend> {
     /// Keys, `[rows, 1, tokens, head_dim]`.
     pub k: Tensor<B, 4>,
     /// Values, `[rows, 1, tokens, head_dim]`.
@@ -19,7 +21,7 @@ pub struct Keys<B: Backend> {
     pub first: usize,
 }
 
-impl<B: Backend> Keys<B> {
+impl<B: OpBackend> Keys<B> {
     /// The position after the last token.
     pub fn end(&self) -> usize {
         self.first + self.k.dims()[2]
@@ -45,7 +47,7 @@ impl<B: Backend> Keys<B> {
     /// The keys as they are after the tokens that `carry` describes.
     pub fn carried(self, carry: &Carry<B>) -> Self {
         Keys {
-            k: self.k.clone() - self.k.matmul(carry.removed.clone()),
+            k: self.k.clone() - self.k.mm(carry.removed.clone()),
             decay: added(self.decay, carry.decay.clone()),
             ..self
         }
@@ -54,7 +56,7 @@ impl<B: Backend> Keys<B> {
 
 /// What some consecutive tokens do to the scores of those on their two sides.
 #[derive(Clone, Debug)]
-pub struct Carry<B: Backend> {
+pub struct Carry<B: OpBackend> {
     /// I − P, where P is the product of the tokens' transforms in rising order,
     /// `[rows, 1, head_dim, head_dim]`.
     pub removed: Tensor<B, 4>,
@@ -62,33 +64,33 @@ pub struct Carry<B: Backend> {
     pub decay: Option<Tensor<B, 4>>,
 }
 
-impl<B: Backend> Carry<B> {
+impl<B: OpBackend> Carry<B> {
     /// These tokens followed by those of `later`.
     pub fn then(self, later: &Carry<B>) -> Self {
         // I − (I − A)(I − B) = A + B − A B.
         let (first, second) = (self.removed, later.removed.clone());
         Carry {
-            removed: first.clone() + second.clone() - first.matmul(second),
+            removed: first.clone() + second.clone() - first.mm(second),
             decay: added(self.decay, later.decay.clone()),
         }
     }
 }
 
 /// Sums of ℓ over neighbouring tokens, where there is a forget gate.
-pub fn added<B: Backend>(a: Option<Tensor<B, 4>>, b: Option<Tensor<B, 4>>) -> Option<Tensor<B, 4>> {
+pub fn added<B: OpBackend>(a: Option<Tensor<B, 4>>, b: Option<Tensor<B, 4>>) -> Option<Tensor<B, 4>> {
     a.zip(b).map(|(a, b)| a + b)
 }
 
 /// Consecutive tokens, as later ones meet them.
 #[derive(Clone, Debug)]
-pub struct Span<B: Backend> {
+pub struct Span<B: OpBackend> {
     /// Their keys and values.
     pub keys: Keys<B>,
     /// Their transforms and decays; `None` for the oldest tokens of all, which no query passes.
     pub carry: Option<Carry<B>>,
 }
 
-impl<B: Backend> Span<B> {
+impl<B: OpBackend> Span<B> {
     /// Consecutive spans as one, without the keys before position `from`, in memory of its own:
     /// a slice would keep alive all that it was cut from.
     ///
@@ -120,7 +122,7 @@ impl<B: Backend> Span<B> {
 }
 
 /// Joins tensors into a new one.
-fn copied<B: Backend>(mut parts: Vec<Tensor<B, 4>>, dim: usize) -> Tensor<B, 4> {
+fn copied<B: OpBackend>(mut parts: Vec<Tensor<B, 4>>, dim: usize) -> Tensor<B, 4> {
     match parts.len() {
         1 => {
             let part = parts.remove(0);

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
+
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// The products of p tiles of channels in non-decreasing order, each weighted with √(number of
 /// its distinct orders), in pieces that are expanded one at a time.
@@ -104,42 +106,42 @@ impl Expansion {
 
     /// φ(x) · `sums`: `[rows, n, channels]` for `x` `[rows, n, head_dim]` and `sums`
     /// `[rows, D, channels]`.
-    pub fn apply<B: Backend>(&self, x: &Tensor<B, 3>, sums: &Tensor<B, 3>) -> Tensor<B, 3> {
-        let part = |piece: &Piece| piece.expand(x).matmul(piece.of(sums));
+    pub fn apply<B: OpBackend>(&self, x: &Tensor<B, 3>, sums: &Tensor<B, 3>) -> Tensor<B, 3> {
+        let part = |piece: &Piece| piece.expand(x).mm(piece.of(sums));
         self.pieces.iter().map(part).reduce(|a, b| a + b).expect("head_dim is at least 1")
     }
 
     /// φ(x)ᵀ · `y`: `[rows, D, channels]` for `x` `[rows, n, head_dim]` and `y`
     /// `[rows, n, channels]`.
-    pub fn collect<B: Backend>(&self, x: &Tensor<B, 3>, y: &Tensor<B, 3>) -> Tensor<B, 3> {
-        let part = |piece: &Piece| piece.expand(x).transpose().matmul(y.clone());
+    pub fn collect<B: OpBackend>(&self, x: &Tensor<B, 3>, y: &Tensor<B, 3>) -> Tensor<B, 3> {
+        let part = |piece: &Piece| piece.expand(x).transpose().mm(y.clone());
         Tensor::cat(self.pieces.iter().map(part).collect(), 1)
     }
 }
 
 impl Piece {
-    fn of<B: Backend>(&self, sums: &Tensor<B, 3>) -> Tensor<B, 3> {
+    fn of<B: OpBackend>(&self, sums: &Tensor<B, 3>) -> Tensor<B, 3> {
         sums.clone().narrow(1, self.place.start, self.place.len())
     }
 
-    fn weights<B: Backend>(&self, device: &B::Device) -> Tensor<B, 3> {
+    fn weights<B: OpBackend>(&self, device: &B::Device) -> Tensor<B, 3> {
         Tensor::<B, 1>::from_floats(&self.weights[..], device).unsqueeze()
     }
 
     /// This piece of φ(x), `[rows, n, place]`.
-    fn expand<B: Backend>(&self, x: &Tensor<B, 3>) -> Tensor<B, 3> {
+    fn expand<B: OpBackend>(&self, x: &Tensor<B, 3>) -> Tensor<B, 3> {
         let tiles = self.tiles.iter().map(|tile| channels(x, tile));
         let products = tiles.reduce(|a, b| outer(&a, &b)).expect("p is at least 2");
         outer(&products, &(channels(x, &self.rest) * self.weights(&x.device())))
     }
 }
 
-fn channels<B: Backend>(x: &Tensor<B, 3>, range: &Range<usize>) -> Tensor<B, 3> {
+fn channels<B: OpBackend>(x: &Tensor<B, 3>, range: &Range<usize>) -> Tensor<B, 3> {
     x.clone().narrow(2, range.start, range.len())
 }
 
 /// x ⊗ y, `[rows, n, a · b]` for `[rows, n, a]` and `[rows, n, b]`.
-fn outer<B: Backend>(x: &Tensor<B, 3>, y: &Tensor<B, 3>) -> Tensor<B, 3> {
+fn outer<B: OpBackend>(x: &Tensor<B, 3>, y: &Tensor<B, 3>) -> Tensor<B, 3> {
     let part = |channel| y.clone() * x.clone().narrow(2, channel, 1);
     Tensor::cat((0..x.dims()[2]).map(part).collect(), 2)
 }
@@ -163,7 +165,7 @@ mod tests {
             let one_hot = Tensor::<Flex, 2>::eye(3, &Default::default()).unsqueeze::<3>();
             let sums = phi.collect(&k, &one_hot.expand([2, 3, 3]));
             assert_eq!([sums.dims()[1], Expansion::size(p, head_dim)], [phi.dim(); 2]);
-            let want = q.clone().matmul(k.clone().transpose()).powi_scalar(p as i32);
+            let want = q.clone().mm(k.clone().transpose()).powi_scalar(p as i32);
             let error = (phi.apply(&q, &sums) - want).abs().max().into_scalar();
             // Terms of φ cancel: its rounding is that of the vectors' lengths.
             let length = |x: Tensor<Flex, 3>| (x.clone() * x).sum_dim(2).max().into_scalar();

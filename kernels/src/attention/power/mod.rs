@@ -42,23 +42,22 @@ mod reference;
 mod state;
 #[cfg(test)]
 mod tests;
-
-use burn::tensor::backend::Backend;
-use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::Tensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::expansion::Expansion;
 use self::reference::Rows;
-pub use self::state::State;
 use self::state::near;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
+
+pub use self::state::State;
 
 /// Elements of the largest state per kv head, 1 GiB in f32.
 const MOST_ELEMENTS: usize = 1 << 28;
@@ -311,12 +310,12 @@ impl Power {
     }
 }
 
-fn rows<B: Backend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
+fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
     Rows { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
 }
 
 impl Op<4> for Power {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         inputs: [FloatTensor<B>; 4],
         _ints: &[IntTensor<B>],

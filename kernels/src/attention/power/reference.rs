@@ -5,11 +5,12 @@
 //! queries come in at unit length, and weights are divided by exp(peak) of their query.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 
 use super::Power;
-use crate::attention::blocks::{Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks};
 use crate::attention::blocks::sums_after;
+use crate::attention::blocks::{Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks};
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// ε of p·ln(|s| + ε), below any score that counts: scores from 1e-30 on do not notice it.
 pub(super) const EPSILON: f32 = 1e-37;
@@ -23,7 +24,7 @@ pub(super) const RESOLUTION: f32 = 1.0 / (1 << 24) as f32;
 /// q `[rows, group, queries, head_dim]`, k `[rows, keys, head_dim]`, v `[rows, keys, value_dim]`
 /// and the log decay of each step `[rows, keys]`. Queries stand at the end of the keys.
 #[derive(Clone, Debug)]
-pub(super) struct Rows<B: Backend> {
+pub(super) struct Rows<B: OpBackend> {
     pub q: Tensor<B, 4>,
     pub k: Tensor<B, 3>,
     pub v: Tensor<B, 3>,
@@ -32,7 +33,7 @@ pub(super) struct Rows<B: Backend> {
 
 /// Sums over the tokens that a chunk reads through φ, decayed to the last of them.
 #[derive(Clone, Debug)]
-pub(super) struct Past<B: Backend> {
+pub(super) struct Past<B: OpBackend> {
     /// Σ_j decay_j φ(k_j) [v_j, 1]ᵀ, `[rows, D, value_dim + 1]`: state and normaliser.
     pub sums: Tensor<B, 3>,
     /// Σ_j decay_j |k_j|^p, `[rows, 1, 1]`: the largest total weight a query can get.
@@ -40,19 +41,19 @@ pub(super) struct Past<B: Backend> {
 }
 
 /// `[rows, group, queries, channels]` as `[rows, group · queries, channels]`.
-fn fold_group<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
+fn fold_group<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
     let [rows, group, queries, channels] = x.dims();
     x.reshape([rows, group * queries, channels])
 }
 
 /// A value per query of a row, `[rows, queries]`, for each head of the group:
 /// `[rows, group · queries, 1]`.
-fn for_group<B: Backend>(x: Tensor<B, 2>, group: usize) -> Tensor<B, 3> {
+fn for_group<B: OpBackend>(x: Tensor<B, 2>, group: usize) -> Tensor<B, 3> {
     let [rows, queries] = x.dims();
     x.reshape([rows, 1, queries]).repeat_dim(1, group).reshape([rows, group * queries, 1])
 }
 
-impl<B: Backend> Rows<B> {
+impl<B: OpBackend> Rows<B> {
     /// The queries and keys of a block.
     fn of(&self, block: &Block) -> Self {
         let keys = self.k.dims()[1];
@@ -84,7 +85,7 @@ impl Power {
     }
 
     /// Attention over whole sequences.
-    pub(super) fn forward<B: Backend>(&self, rows: &Rows<B>) -> Tensor<B, 4> {
+    pub(super) fn forward<B: OpBackend>(&self, rows: &Rows<B>) -> Tensor<B, 4> {
         let seq_len = rows.q.dims()[2];
         let Some(chunk) = self.chunk else { return self.attend_last(rows, None) };
         let mut past = None;
@@ -101,7 +102,7 @@ impl Power {
     }
 
     /// The last tokens of `rows` over all of them and `past`, which ends where they begin.
-    pub(super) fn attend_last<B: Backend>(
+    pub(super) fn attend_last<B: OpBackend>(
         &self,
         rows: &Rows<B>,
         past: Option<&Past<B>>,
@@ -112,10 +113,10 @@ impl Power {
     }
 
     /// The queries of `rows` over all its keys, and over `past`, which ends where those begin.
-    fn attend<B: Backend>(&self, rows: &Rows<B>, past: Option<&Past<B>>) -> Tensor<B, 4> {
+    fn attend<B: OpBackend>(&self, rows: &Rows<B>, past: Option<&Past<B>>) -> Tensor<B, 4> {
         let [n, group, queries, _] = rows.q.dims();
         let q = fold_group(rows.q.clone());
-        let scores = q.clone().matmul(rows.k.clone().transpose());
+        let scores = q.clone().mm(rows.k.clone().transpose());
         let logs = self.logs(scores, rows);
         let mut peak = logs.clone().detach().max_dim(2).clamp_min(self.floor());
         let reach = past.map(|past| {
@@ -126,7 +127,7 @@ impl Power {
         });
         let weights = (logs - peak.clone()).exp();
         let mut total = weights.clone().sum_dim(2);
-        let mut sum = weights.matmul(rows.v.clone());
+        let mut sum = weights.mm(rows.v.clone());
         if let (Some(past), Some(reach)) = (past, reach) {
             let values = sum.dims()[2];
             let factor = (reach - peak.clone()).exp();
@@ -144,7 +145,7 @@ impl Power {
     }
 
     /// p·ln(|s| + ε) + decay for `scores` `[rows, group · queries, keys]`.
-    fn logs<B: Backend>(&self, scores: Tensor<B, 3>, rows: &Rows<B>) -> Tensor<B, 3> {
+    fn logs<B: OpBackend>(&self, scores: Tensor<B, 3>, rows: &Rows<B>) -> Tensor<B, 3> {
         let [n, group, queries, _] = rows.q.dims();
         let keys = rows.k.dims()[1];
         let block = rows.block();
@@ -156,14 +157,14 @@ impl Power {
     }
 
     /// Σ of the log decays from the first key to each query, `[rows, group · queries, 1]`.
-    fn reach<B: Backend>(&self, rows: &Rows<B>) -> Tensor<B, 3> {
+    fn reach<B: OpBackend>(&self, rows: &Rows<B>) -> Tensor<B, 3> {
         let (block, group) = (rows.block(), rows.q.dims()[1]);
         let sums = rows.log_decay.clone().cumsum(1);
         for_group(sums.narrow(1, block.queries.start, block.queries.len()), group)
     }
 
     /// `past` and the tokens after it: k, v and log decays, `[rows, n, channels]`.
-    pub(super) fn fold<B: Backend>(
+    pub(super) fn fold<B: OpBackend>(
         &self,
         past: Option<Past<B>>,
         [k, v, log_decay]: [Tensor<B, 3>; 3],

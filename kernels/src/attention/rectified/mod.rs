@@ -1,14 +1,12 @@
 //! What the rectified variants share: rows of max(s − τ, 0)^p, normalised queries and keys, and
 //! the difference of two views.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor};
 use longwall_config::Problems;
 
 use super::rowwise::{Weights, positive, power};
 use super::{AttentionShape, DocumentStarts};
 use crate::attention::blocks::places_in_documents;
-use crate::backend::{Op, primitive, tensor};
+use crate::backend::{Op, OpBackend, primitive, tensor};
 use crate::ops::rms_norm::RmsNorm;
 
 /// a_ij = max(S_ij, 0)^p, where the scores already have the threshold subtracted.
@@ -19,12 +17,16 @@ pub struct Rectified {
 }
 
 impl Weights for Rectified {
-    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+    ) -> Tensor<B, 4> {
         power(positive(scores, hidden), self.power)
     }
 
     /// dS = p · max(S, 0)^(p−1) · dW. At S = 0, no survivor, it is 0 for p = 1 too.
-    fn pull_back<B: Backend>(
+    fn pull_back<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
         hidden: Tensor<B, 4, Bool>,
@@ -52,21 +54,21 @@ const NORM_EPSILON: f32 = 1e-6;
 const LARGEST_POWER: u32 = 16;
 
 /// x / ‖x‖₂ over the last dimension: the RMS norm with weights 1/√head_dim.
-pub fn l2_normalise<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+pub fn l2_normalise<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     let head_dim = x.dims()[3];
     let weight = Tensor::full([head_dim], 1.0 / (head_dim as f32).sqrt(), &x.device());
     plain_rms_norm(x, weight, L2_EPSILON)
 }
 
 /// The RMS norm of outputs, with the learned `weight` `[value_dim]`.
-pub fn normalise_outputs<B: Backend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) -> Tensor<B, 4> {
+pub fn normalise_outputs<B: OpBackend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) -> Tensor<B, 4> {
     plain_rms_norm(o, weight, NORM_EPSILON)
 }
 
 /// The RMS norm in plain operations, which divide by the root: the kernels multiply by its rounded
 /// inverse. A threshold subtracts from what is almost as large, and a row with one survivor has its
 /// gradient cancel in the norm; there the second rounding shows.
-fn plain_rms_norm<B: Backend>(x: Tensor<B, 4>, weight: Tensor<B, 1>, eps: f32) -> Tensor<B, 4> {
+fn plain_rms_norm<B: OpBackend>(x: Tensor<B, 4>, weight: Tensor<B, 1>, eps: f32) -> Tensor<B, 4> {
     tensor(RmsNorm { eps }.reference::<B>([primitive(x), primitive(weight)], &[]))
 }
 
@@ -78,7 +80,7 @@ fn plain_rms_norm<B: Backend>(x: Tensor<B, 4>, weight: Tensor<B, 1>, eps: f32) -
 ///
 /// Returns `[batch or 1, queries]`. The root is of constants: β's gradient is finite everywhere,
 /// and 0 for rows without a threshold.
-pub fn thresholds<B: Backend>(
+pub fn thresholds<B: OpBackend>(
     shape: &AttentionShape,
     kappa: f32,
     beta: Tensor<B, 1>,
@@ -112,13 +114,13 @@ pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &m
 }
 
 /// `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`: the values that both views share.
-pub fn for_both_views<B: Backend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
+pub fn for_both_views<B: OpBackend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
     Tensor::cat(vec![v.clone(), v], 1)
 }
 
 /// O⁽¹⁾ − λ O⁽²⁾ from the outputs of both views, `[batch, 2 · heads, …]` to `[batch, heads, …]`;
 /// `lambda` is `[1]`.
-pub fn difference<B: Backend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor<B, 4> {
+pub fn difference<B: OpBackend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor<B, 4> {
     let heads = o.dims()[1] / 2;
     o.clone().narrow(1, 0, heads) - o.narrow(1, heads, heads) * lambda.reshape([1, 1, 1, 1])
 }
@@ -128,7 +130,7 @@ pub const LAMBDA_START: f32 = 0.5;
 
 /// λ clamped to [0, 1]. The gradient passes as if it were not clamped: with a clamp's own gradient,
 /// 0 outside, a λ that stepped out of the range would never move again.
-pub fn clamp_lambda<B: Backend>(lambda: Tensor<B, 1>) -> Tensor<B, 1> {
+pub fn clamp_lambda<B: OpBackend>(lambda: Tensor<B, 1>) -> Tensor<B, 1> {
     let correction = lambda.clone().clamp(0.0, 1.0) - lambda.clone();
     lambda + correction.detach()
 }

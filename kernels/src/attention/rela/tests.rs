@@ -2,22 +2,16 @@
 
 use super::Config;
 use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, layer_norm, rows, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
-    const SEED: u64 = 1;
-
     fn cases() -> Vec<Self> {
         vec![Config::default(), Config { rope: false, ..Config::default() }]
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn gradient_sizes() -> [Sizes; 3] {
-        NO_SINGLE_TOKEN
-    }
-
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
         let [q, k, v, norm, bias] = inputs else { panic!("q, k, v and the norm") };
         let [q, k] = [q, k].map(|x| match self.rope {

@@ -4,15 +4,15 @@
 //! gradient, dQ = scale · dS K, dK = dSᵀ (scale · Q), d_offset_i = −Σ_j dS_ij.
 
 use burn::backend::Flex;
-use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, s};
 use burn_flex::FlexTensor;
 
 use super::{Block, Inputs, Rowwise, Weights, repeat_heads, sum_groups};
-use crate::backend::{primitive, tensor};
+use crate::backend::{OpBackend, primitive, tensor};
+use crate::ops::matmul::MatMul;
 
 /// A block's parts of the gradients: of its queries and their offsets, of its keys and values.
-struct Part<B: Backend> {
+struct Part<B: OpBackend> {
     q: Tensor<B, 4>,
     offsets: Tensor<B, 2>,
     k: Tensor<B, 4>,
@@ -45,29 +45,34 @@ impl<W: Weights> Rowwise<W> {
         std::array::from_fn(|_| gradients.next())
     }
 
-    fn part<B: Backend>(&self, inputs: &Inputs<B>, block: &Block, grad: &Tensor<B, 4>) -> Part<B> {
+    fn part<B: OpBackend>(
+        &self,
+        inputs: &Inputs<B>,
+        block: &Block,
+        grad: &Tensor<B, 4>,
+    ) -> Part<B> {
         let group = inputs.group();
         let q = self.queries(inputs, block);
         let k = repeat_heads(block.keys_of(&inputs.k), group);
         let v = repeat_heads(block.keys_of(&inputs.v), group);
         let grad = block.queries_of(grad, inputs.keys());
         let (scores, hidden) = self.scores(inputs, block, [&q, &k]);
-        let d_weights = grad.clone().matmul(v.transpose());
+        let d_weights = grad.clone().mm(v.transpose());
         let [weights, d_scores] = self.weights.pull_back(scores, hidden, d_weights);
         let [batch, _, queries, _] = q.dims();
         let offsets = d_scores.clone().sum_dim(3).sum_dim(1).neg().reshape([batch, queries]);
         let one_row = inputs.offsets.as_ref().is_some_and(|offsets| offsets.dims()[0] == 1);
         Part {
             offsets: if one_row { offsets.sum_dim(0) } else { offsets },
-            k: sum_groups(d_scores.clone().transpose().matmul(q), group),
-            v: sum_groups(weights.transpose().matmul(grad), group),
-            q: d_scores.matmul(k) * self.scale,
+            k: sum_groups(d_scores.clone().transpose().mm(q), group),
+            v: sum_groups(weights.transpose().mm(grad), group),
+            q: d_scores.mm(k) * self.scale,
         }
     }
 }
 
 /// Adds a block's part to the gradient of all keys or values.
-fn add<B: Backend>(total: Tensor<B, 4>, block: &Block, part: Tensor<B, 4>) -> Tensor<B, 4> {
+fn add<B: OpBackend>(total: Tensor<B, 4>, block: &Block, part: Tensor<B, 4>) -> Tensor<B, 4> {
     let rows = s![.., .., block.keys.clone(), ..];
     let sum = total.clone().slice(rows) + part;
     total.slice_assign(s![.., .., block.keys.clone(), ..], sum)

@@ -19,7 +19,6 @@ mod tests;
 use std::fmt::Debug;
 
 use burn::backend::Flex;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Bool, Int, Tensor};
 use burn_flex::FlexTensor;
@@ -30,6 +29,7 @@ use super::blocks::{
 };
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::ops::activation::Activation;
+use crate::ops::matmul::MatMul;
 
 /// How a query's row of scores becomes the weights of its keys.
 ///
@@ -40,10 +40,11 @@ pub trait Weights: Clone + Debug + Send + Sync + 'static {
     const SEES_ITSELF: bool = true;
 
     /// The weights, differentiable by autodiff.
-    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4>;
+    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>)
+    -> Tensor<B, 4>;
 
     /// The weights, and the gradient of the scores for `d_weights`, that of the weights.
-    fn pull_back<B: Backend>(
+    fn pull_back<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
         hidden: Tensor<B, 4, Bool>,
@@ -97,7 +98,7 @@ pub fn rowwise<B: OpBackend, W: Weights>(
 }
 
 /// The inputs as tensors: q, k, v, the offsets, the document starts.
-struct Inputs<B: Backend> {
+struct Inputs<B: OpBackend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
@@ -105,7 +106,7 @@ struct Inputs<B: Backend> {
     documents: Option<Tensor<B, 2, Int>>,
 }
 
-impl<B: Backend> Inputs<B> {
+impl<B: OpBackend> Inputs<B> {
     fn new<const N: usize>(inputs: [FloatTensor<B>; N], ints: &[IntTensor<B>]) -> Self {
         let documents = ints.first().map(|starts| int_tensor(starts.clone()));
         let mut inputs = inputs.into_iter();
@@ -125,25 +126,25 @@ impl<B: Backend> Inputs<B> {
 }
 
 impl<W: Weights> Rowwise<W> {
-    fn blocks<B: Backend>(&self, inputs: &Inputs<B>) -> impl Iterator<Item = Block> + use<B, W> {
+    fn blocks<B: OpBackend>(&self, inputs: &Inputs<B>) -> impl Iterator<Item = Block> + use<B, W> {
         let [batch, heads, queries, _] = inputs.q.dims();
         query_blocks(batch * heads, queries, inputs.keys(), self.window)
     }
 
     /// A block's queries, times the scale.
-    fn queries<B: Backend>(&self, inputs: &Inputs<B>, block: &Block) -> Tensor<B, 4> {
+    fn queries<B: OpBackend>(&self, inputs: &Inputs<B>, block: &Block) -> Tensor<B, 4> {
         block.queries_of(&inputs.q, inputs.keys()) * self.scale
     }
 
     /// A block's scores for its queries and keys, both with all `heads`, and what they hide.
-    fn scores<B: Backend>(
+    fn scores<B: OpBackend>(
         &self,
         inputs: &Inputs<B>,
         block: &Block,
         [q, k]: [&Tensor<B, 4>; 2],
     ) -> (Tensor<B, 4>, Tensor<B, 4, Bool>) {
         let device = q.device();
-        let mut scores = q.clone().matmul(k.clone().transpose());
+        let mut scores = q.clone().mm(k.clone().transpose());
         if let Some(offsets) = &inputs.offsets {
             let first = inputs.keys() - inputs.q.dims()[2];
             let queries = block.queries.len();
@@ -163,14 +164,14 @@ impl<W: Weights> Rowwise<W> {
         (scores, hidden.expand(shape))
     }
 
-    fn attend<B: Backend>(&self, inputs: &Inputs<B>) -> Tensor<B, 4> {
+    fn attend<B: OpBackend>(&self, inputs: &Inputs<B>) -> Tensor<B, 4> {
         let group = inputs.group();
         let k = repeat_heads(inputs.k.clone(), group);
         let v = repeat_heads(inputs.v.clone(), group);
         by_query_blocks(self.blocks(inputs), |block| {
             let q = self.queries(inputs, &block);
             let (scores, hidden) = self.scores(inputs, &block, [&q, &block.keys_of(&k)]);
-            self.weights.weigh(scores, hidden).matmul(block.keys_of(&v))
+            self.weights.weigh(scores, hidden).mm(block.keys_of(&v))
         })
     }
 
@@ -195,7 +196,7 @@ impl<W: Weights> Rowwise<W> {
 macro_rules! operation {
     ($inputs:literal) => {
         impl<W: Weights> Op<$inputs> for Rowwise<W> {
-            fn reference<B: Backend>(
+            fn reference<B: OpBackend>(
                 &self,
                 inputs: [FloatTensor<B>; $inputs],
                 ints: &[IntTensor<B>],
@@ -229,13 +230,13 @@ operation!(3);
 operation!(4);
 
 /// max(x, 0), and 0 where `hidden`; a NaN stays a NaN.
-pub fn positive<B: Backend>(x: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+pub fn positive<B: OpBackend>(x: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
     let none = x.clone().lower_equal_elem(0.0);
     x.mask_fill(none, 0.0).mask_fill(hidden, 0.0)
 }
 
 /// xᵖ for p ≥ 1, by repeated squaring.
-pub fn power<B: Backend>(x: Tensor<B, 4>, p: u32) -> Tensor<B, 4> {
+pub fn power<B: OpBackend>(x: Tensor<B, 4>, p: u32) -> Tensor<B, 4> {
     if p == 1 {
         return x;
     }
@@ -245,6 +246,6 @@ pub fn power<B: Backend>(x: Tensor<B, 4>, p: u32) -> Tensor<B, 4> {
 }
 
 /// ln σ(x), which neither overflows nor cancels.
-pub fn log_sigmoid<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+pub fn log_sigmoid<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     tensor(Activation::LogSigmoid.reference::<B>([primitive(x)], &[]))
 }

@@ -1,12 +1,11 @@
 //! Which tokens of a chunk see which, and what documents cut off between chunks.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 
 use super::recurrence::scale_groups;
+use crate::backend::OpBackend;
 
 /// 1 where `keep(row, column)`, else 0: `[1, 1, size, size]`.
-pub(super) fn mask<B: Backend>(
+pub(super) fn mask<B: OpBackend>(
     size: usize,
     device: &B::Device,
     keep: impl Fn(usize, usize) -> bool,
@@ -17,7 +16,7 @@ pub(super) fn mask<B: Backend>(
 }
 
 /// Multiplies every matrix of `x` by `mask`, which is one matrix `[1, 1, …]` or one for each.
-pub(super) fn masked<B: Backend>(x: Tensor<B, 4>, mask: &Tensor<B, 4>) -> Tensor<B, 4> {
+pub(super) fn masked<B: OpBackend>(x: Tensor<B, 4>, mask: &Tensor<B, 4>) -> Tensor<B, 4> {
     let shape = x.dims();
     let [rows, chunks, height, width] = mask.dims();
     // As rows, so that a mask for all is a row that all share.
@@ -26,7 +25,7 @@ pub(super) fn masked<B: Backend>(x: Tensor<B, 4>, mask: &Tensor<B, 4>) -> Tensor
 }
 
 /// Which tokens of a chunk see which, as factors 0 and 1.
-pub(super) struct Masks<B: Backend> {
+pub(super) struct Masks<B: OpBackend> {
     /// Earlier tokens, `[rows or 1, chunks or 1, size, size]`.
     pub(super) before: Tensor<B, 4>,
     /// Earlier tokens and the token itself, `[…, …, group · size, size]`.
@@ -36,14 +35,14 @@ pub(super) struct Masks<B: Backend> {
 }
 
 /// What the starts of documents cut off between chunks.
-struct Ends<B: Backend> {
+struct Ends<B: OpBackend> {
     /// Tokens whose document started before the chunk, `[rows, chunks, size, 1]`.
     carried: Tensor<B, 4>,
     /// Tokens of the document that the chunk ends in, `[rows, chunks, size, 1]`.
     kept: Tensor<B, 4>,
 }
 
-impl<B: Backend> Masks<B> {
+impl<B: OpBackend> Masks<B> {
     pub(super) fn causal(size: usize, group: usize, device: &B::Device) -> Self {
         let before = mask(size, device, |i, j| j < i);
         let up_to = mask::<B>(size, device, |i, j| j <= i).repeat_dim(2, group);

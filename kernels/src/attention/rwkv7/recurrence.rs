@@ -19,11 +19,11 @@
 //!
 //! The exponents are split as e^{P_t} · e^{−P_s}, counted from the chunk's start: a step decays by
 //! at most e^−½, so the second factor stays below e^{0.61 · CHUNK}, far inside f32.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 use super::masks::{Masks, mask, masked};
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// Tokens of a chunk; a power of two.
 const CHUNK: usize = 16;
@@ -34,7 +34,7 @@ const SEGMENT_ELEMENTS: usize = 1 << 19;
 
 /// What the recurrence takes.
 #[derive(Clone, Debug)]
-pub(super) struct Weights<B: Backend> {
+pub(super) struct Weights<B: OpBackend> {
     /// Receptances r, `[batch, heads, seq_len, head_dim]`.
     pub r: Tensor<B, 4>,
     /// ln w, `[batch, kv_heads, seq_len, head_dim]`, in [−e^−½, 0].
@@ -49,7 +49,7 @@ pub(super) struct Weights<B: Backend> {
     pub v: Tensor<B, 4>,
 }
 
-impl<B: Backend> Weights<B> {
+impl<B: OpBackend> Weights<B> {
     fn map(&self, f: impl Fn(&Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
         Weights {
             r: f(&self.r),
@@ -65,7 +65,7 @@ impl<B: Backend> Weights<B> {
 /// r_t S_tᵀ of every token, `[batch, heads, seq_len, value_dim]`, and Sᵀ after the last,
 /// `[batch, kv_heads, head_dim, value_dim]`. `state` is Sᵀ before the first token, 0 if `None`;
 /// `documents` `[batch, seq_len]` is where each token's document starts, and excludes a state.
-pub(super) fn wkv<B: Backend>(
+pub(super) fn wkv<B: OpBackend>(
     weights: Weights<B>,
     documents: Option<Tensor<B, 2, Int>>,
     state: Option<Tensor<B, 4>>,
@@ -85,7 +85,7 @@ pub(super) fn wkv<B: Backend>(
 
 /// Halves the tokens until they fit, and runs the parts in order. (Cutting them off one by one
 /// would make the gradient's cost quadratic: that of a slice is as large as the whole.)
-fn segments<B: Backend>(
+fn segments<B: OpBackend>(
     weights: Weights<B>,
     documents: Option<Tensor<B, 2, Int>>,
     first: usize,
@@ -106,7 +106,7 @@ fn segments<B: Backend>(
 }
 
 /// Outputs of a segment whose first token stands at `first` in its row; takes the state past it.
-fn segment<B: Backend>(
+fn segment<B: OpBackend>(
     weights: Weights<B>,
     documents: Option<Tensor<B, 2, Int>>,
     first: usize,
@@ -124,7 +124,7 @@ fn segment<B: Backend>(
     let weights = weights.map(|x| into_chunks(x, size));
     let Weights { r, log_decay, removal, correction, key, v } = weights;
     let sums = |keep: fn(usize, usize) -> bool| {
-        mask::<B>(size, &log_decay.device(), keep).matmul(log_decay.clone())
+        mask::<B>(size, &log_decay.device(), keep).mm(log_decay.clone())
     };
     let p = sums(|t, s| s <= t);
     let rest = sums(|t, s| s > t).exp();
@@ -135,32 +135,32 @@ fn segment<B: Backend>(
     let key_in = (key.clone() * grow.clone()).transpose();
     let correction_in = (correction.clone() * grow).transpose();
 
-    let b = masked(removal.clone().matmul(correction_in.clone()), &masks.before);
-    let a = masked(removal.clone().matmul(key_in.clone()), &masks.before);
+    let b = masked(removal.clone().mm(correction_in.clone()), &masks.before);
+    let a = masked(removal.clone().mm(key_in.clone()), &masks.before);
     let inverse = unit_lower_inverse(b);
-    let from_values = inverse.clone().matmul(a);
-    let from_state = inverse.matmul(masks.carry(removal));
+    let from_values = inverse.clone().mm(a);
+    let from_state = inverse.mm(masks.carry(removal));
     let correction_out = masks.keep(rest.clone() * correction);
     let key_out = masks.keep(rest * key);
-    let key_out = key_out - from_values.clone().transpose().matmul(correction_out.clone());
+    let key_out = key_out - from_values.clone().transpose().mm(correction_out.clone());
     let parts = Parts {
         decay: masks.carry_to_end(end.exp()).transpose(),
         from_state: from_state.clone(),
         correction: correction_out,
-        added: key_out.transpose().matmul(v.clone()),
+        added: key_out.transpose().mm(v.clone()),
     };
     let states = scan(parts, state);
 
-    let c = masked(r.clone().matmul(key_in), &masks.up_to);
-    let d = masked(r.clone().matmul(correction_in), &masks.up_to);
-    let r = masks.carry_groups(r) - d.clone().matmul(from_state);
-    let o = r.matmul(states) + (c - d.matmul(from_values)).matmul(v);
+    let c = masked(r.clone().mm(key_in), &masks.up_to);
+    let d = masked(r.clone().mm(correction_in), &masks.up_to);
+    let r = masks.carry_groups(r) - d.clone().mm(from_state);
+    let o = r.mm(states) + (c - d.mm(from_values)).mm(v);
     from_chunks(o, group, [batch, heads, tokens])
 }
 
 /// `[batch, heads, tokens, channels]` to `[batch · heads, chunks, size, channels]`, zeros at the
 /// end.
-fn into_chunks<B: Backend>(x: &Tensor<B, 4>, size: usize) -> Tensor<B, 4> {
+fn into_chunks<B: OpBackend>(x: &Tensor<B, 4>, size: usize) -> Tensor<B, 4> {
     let [batch, heads, tokens, channels] = x.dims();
     let missing = tokens.next_multiple_of(size) - tokens;
     let x = if missing == 0 {
@@ -173,7 +173,7 @@ fn into_chunks<B: Backend>(x: &Tensor<B, 4>, size: usize) -> Tensor<B, 4> {
 }
 
 /// `[rows · group, chunks, size, channels]` to `[rows, chunks, group · size, channels]`.
-fn group_rows<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
+fn group_rows<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
     let [rows, chunks, size, channels] = x.dims();
     if group == 1 {
         return x;
@@ -187,7 +187,7 @@ fn group_rows<B: Backend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
 }
 
 /// Undoes [`group_rows`] and [`into_chunks`].
-fn from_chunks<B: Backend>(
+fn from_chunks<B: OpBackend>(
     x: Tensor<B, 4>,
     group: usize,
     [batch, heads, tokens]: [usize; 3],
@@ -201,7 +201,7 @@ fn from_chunks<B: Backend>(
 
 /// Multiplies `[rows, chunks, group · size, channels]` by factors `[.., .., size, .. or 1]`, the
 /// same for all of a group.
-pub(super) fn scale_groups<B: Backend>(x: Tensor<B, 4>, factor: Tensor<B, 4>) -> Tensor<B, 4> {
+pub(super) fn scale_groups<B: OpBackend>(x: Tensor<B, 4>, factor: Tensor<B, 4>) -> Tensor<B, 4> {
     let [rows, chunks, all, channels] = x.dims();
     let [_, _, size, width] = factor.dims();
     if all == size {
@@ -212,7 +212,7 @@ pub(super) fn scale_groups<B: Backend>(x: Tensor<B, 4>, factor: Tensor<B, 4>) ->
 }
 
 /// What the walk over chunks needs, for all of them: `[rows, chunks, …]`.
-struct Parts<B: Backend> {
+struct Parts<B: OpBackend> {
     /// What is left of the state at the chunk's end without corrections, `[…, head_dim, 1]`.
     decay: Tensor<B, 4>,
     /// This times the state is the state's part of u, `[…, size, head_dim]`.
@@ -226,7 +226,7 @@ struct Parts<B: Backend> {
 
 /// Takes the state `[rows, head_dim, value_dim]` over all chunks; returns the state before each,
 /// `[rows, chunks, head_dim, value_dim]`.
-fn scan<B: Backend>(parts: Parts<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4> {
+fn scan<B: OpBackend>(parts: Parts<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4> {
     let Parts { decay, from_state, correction, added } = parts;
     let [decay, from_state, correction, added] =
         [decay, from_state, correction, added].map(|x| one_by_one(x).into_iter());
@@ -234,7 +234,7 @@ fn scan<B: Backend>(parts: Parts<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4> {
     for (((decay, from_state), correction), added) in
         decay.zip(from_state).zip(correction).zip(added)
     {
-        let taken = correction.transpose().matmul(from_state.matmul(state.clone()));
+        let taken = correction.transpose().mm(from_state.mm(state.clone()));
         let next = state.clone() * decay - taken + added;
         states.push(std::mem::replace(state, next));
     }
@@ -242,7 +242,7 @@ fn scan<B: Backend>(parts: Parts<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4> {
 }
 
 /// The parts of `x` along dimension 1, cut by halves for the gradient's sake as in [`segments`].
-fn one_by_one<B: Backend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
+fn one_by_one<B: OpBackend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
     let [rows, chunks, height, width] = x.dims();
     if chunks == 1 {
         return vec![x.reshape([rows, height, width])];
@@ -258,7 +258,7 @@ fn one_by_one<B: Backend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
 /// By blocks: where the diagonal blocks of half the size have the inverses X₁ and X₂ and L₂₁ lies
 /// below them, the inverse has −X₂ L₂₁ X₁ there. All intermediate values are parts of the result:
 /// a power series would cancel terms that grow with binomial coefficients.
-fn unit_lower_inverse<B: Backend>(lower: Tensor<B, 4>) -> Tensor<B, 4> {
+fn unit_lower_inverse<B: OpBackend>(lower: Tensor<B, 4>) -> Tensor<B, 4> {
     let size = lower.dims()[3];
     let device = lower.device();
     let mut inverse = Tensor::<B, 2>::eye(size, &device).reshape([1, 1, size, size]);
@@ -271,7 +271,7 @@ fn unit_lower_inverse<B: Backend>(lower: Tensor<B, 4>) -> Tensor<B, 4> {
         inverse = if half == 1 {
             inverse - below
         } else {
-            inverse.clone() - inverse.clone().matmul(below).matmul(inverse)
+            inverse.clone() - inverse.clone().mm(below).mm(inverse)
         };
         half *= 2;
     }

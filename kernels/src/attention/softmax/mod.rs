@@ -9,7 +9,6 @@ mod cpu;
 mod reference;
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
@@ -71,7 +70,7 @@ pub fn alibi_slopes(heads: usize) -> Vec<f32> {
 }
 
 impl Op<3> for Softmax {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [q, k, v]: [FloatTensor<B>; 3],
         ints: &[IntTensor<B>],
@@ -101,7 +100,7 @@ impl Op<3> for Softmax {
 }
 
 impl Op<4> for Softmax {
-    fn reference<B: Backend>(
+    fn reference<B: OpBackend>(
         &self,
         [q, k, v, log_decay]: [FloatTensor<B>; 4],
         ints: &[IntTensor<B>],

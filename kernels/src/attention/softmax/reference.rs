@@ -2,16 +2,16 @@
 
 use burn::tensor::Tensor;
 use burn::tensor::activation;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use super::Softmax;
 use crate::attention::blocks::{
     HIDDEN, by_query_blocks, decay_between, hidden, positions, query_blocks, repeat_heads,
 };
-use crate::backend::{int_tensor, primitive, tensor};
+use crate::backend::{OpBackend, int_tensor, primitive, tensor};
+use crate::ops::matmul::MatMul;
 
-pub(super) fn attend<B: Backend>(
+pub(super) fn attend<B: OpBackend>(
     op: &Softmax,
     [q, k, v]: [FloatTensor<B>; 3],
     log_decay: Option<Tensor<B, 3>>,
@@ -29,7 +29,7 @@ pub(super) fn attend<B: Backend>(
     let blocks = query_blocks(batch * heads, queries, keys, op.window);
     primitive(by_query_blocks(blocks, |block| {
         let q = block.queries_of(&q, keys);
-        let mut scores = q.matmul(block.keys_of(&k).transpose()) * op.scale;
+        let mut scores = q.mm(block.keys_of(&k).transpose()) * op.scale;
         if let Some(cap) = op.softcap {
             scores = (scores / cap).tanh() * cap;
         }
@@ -42,6 +42,6 @@ pub(super) fn attend<B: Backend>(
         }
         let hidden = hidden(&block, op.window, documents.as_ref(), &device).expand(scores.shape());
         // No row is without a key it may see: the query's own.
-        activation::softmax(scores.mask_fill(hidden, HIDDEN), 3).matmul(block.keys_of(&v))
+        activation::softmax(scores.mask_fill(hidden, HIDDEN), 3).mm(block.keys_of(&v))
     }))
 }

@@ -1,18 +1,18 @@
 //! The weights of one row, and their gradient.
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Tensor};
 
 use crate::attention::blocks::{HIDDEN, sums_after};
 use crate::attention::rowwise::{Weights, log_sigmoid};
+use crate::backend::OpBackend;
 
 /// A_j = σ(s_j) Π_{j<m<i} (1 − σ(s_m)).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sticks;
 
 /// Σ_{m<j} x_m for each key j.
-fn sum_before<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
+fn sum_before<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     let [batch, heads, queries, keys] = x.dims();
     let zero = Tensor::zeros([batch, heads, queries, 1], &x.device());
     if keys == 1 {
@@ -24,7 +24,7 @@ fn sum_before<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
 impl Weights for Sticks {
     const SEES_ITSELF: bool = false;
 
-    fn weigh<B: Backend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
         // ln(1 − σ(s)) = ln σ(−s).
         let passed = log_sigmoid(scores.clone().neg()).mask_fill(hidden.clone(), 0.0);
         // Added rather than filled in: the first token sees no key, but a NaN in it must show.
@@ -33,7 +33,7 @@ impl Weights for Sticks {
 
     /// With g = A dA: each s_j turns its own weight, ∂ ln A_j/∂s_j = 1 − σ(s_j), and those of all
     /// keys before it, −σ(s_j).
-    fn pull_back<B: Backend>(
+    fn pull_back<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
         hidden: Tensor<B, 4, Bool>,

@@ -5,13 +5,11 @@ use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
 use crate::attention::{AttentionShape, Inputs, Variant};
-use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
+use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{cosine, rms_norm, rows, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
-    const SEED: u64 = 4;
-
     fn cases() -> Vec<Self> {
         let config = Config::default();
         vec![
@@ -23,10 +21,6 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn gradient_sizes() -> [Sizes; 3] {
-        NO_SINGLE_TOKEN
-    }
-
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
         let [q, k, v, beta, lambda, norm] = inputs else { panic!("q, k, v and 3 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {

@@ -7,17 +7,16 @@ use serde::Deserialize;
 use serde::de::value::{Error, MapDeserializer};
 
 use super::Config;
-use crate::attention::{AttentionShape, Inputs, Variant};
-use crate::attention::conformance::{Conformance, NO_SINGLE_TOKEN, Sizes, rotated};
-use crate::attention::rotation::Scaling;
+use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rectified::Rectified;
+use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
 use crate::attention::rowwise::oracles::{cosine, rms_norm, rows, weighted};
+use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::ops::matmul::MatMul;
 use crate::testing::Oracle;
 
 impl Conformance for Config {
-    const SEED: u64 = 10;
-
     fn cases() -> Vec<Self> {
         let config = Config::default();
         vec![
@@ -29,10 +28,6 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn gradient_sizes() -> [Sizes; 3] {
-        NO_SINGLE_TOKEN
-    }
-
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
         let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
         let d = shape.head_dim as f64;
@@ -111,7 +106,7 @@ fn chance_survivors_stay_below_kappa() {
     let (queries, keys, d) = (64, 8192, 64);
     let [q, k] = [queries, keys].map(|n| super::l2_normalise(random([1, 1, n, d]).inner()));
     let tau = (2.0 * (keys as f32).ln() / d as f32).sqrt();
-    let scores = q.matmul(k.transpose()) - tau;
+    let scores = q.mm(k.transpose()) - tau;
     let nothing_hidden = scores.clone().is_nan();
     let weights = Rectified { power: 2 }.weigh(scores, nothing_hidden);
     let survivors = values(weights).iter().filter(|&&a| a > 0.0).count();

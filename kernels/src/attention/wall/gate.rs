@@ -6,6 +6,7 @@ use super::Config;
 use crate::attention::AttentionShape;
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
+use crate::ops::matmul::MatMul;
 
 /// −g_max (1 − e^(ĝ/g_max)) with ĝ = ln σ(logit): in (−g_max, 0] (Pai et al., appendix G).
 ///
@@ -41,7 +42,7 @@ impl Config {
         let (kv_heads, outputs) = (shape.kv_heads, self.key_gate_outputs(shape));
         let weight = parameters[0].clone().reshape([1, kv_heads, shape.head_dim, outputs]);
         let bias = parameters[1].clone().reshape([1, kv_heads, 1, outputs]);
-        let g = soft_clamp(k.matmul(weight) + bias, self.g_max);
+        let g = soft_clamp(k.mm(weight) + bias, self.g_max);
         let dims = self.gate_dims_of(shape);
         // One output is a scalar gate (or the only channel's): it serves every gated channel.
         let g = if outputs < dims { g.repeat_dim(3, dims) } else { g };

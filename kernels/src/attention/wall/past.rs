@@ -2,14 +2,15 @@
 //! open chunk as it came.
 
 use burn::tensor::Tensor;
-use burn::tensor::backend::Backend;
 
-use crate::attention::blocks::sums_after;
 use super::piece::{Keys, Part, Sight, copied, repeat, times};
+use crate::attention::blocks::sums_after;
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// Complete chunks. Values have kv heads, everything else gate heads.
 #[derive(Clone, Debug)]
-struct Closed<B: Backend> {
+struct Closed<B: OpBackend> {
     /// k_j · exp(R_c − P_j), `[n, 1, chunks, chunk, head_dim]`, with R_c = P at the chunk's end.
     keys: Tensor<B, 5>,
     /// `[batch · kv_heads, 1, chunks, chunk, value_dim]`
@@ -23,13 +24,13 @@ struct Closed<B: Backend> {
 /// forgotten token still takes its share of the softmax, and leaving it out would change outputs
 /// however small its score.
 #[derive(Clone, Debug)]
-pub(super) struct Faded<B: Backend> {
+pub(super) struct Faded<B: OpBackend> {
     tokens: usize,
     /// The mean of their values, `[batch · kv_heads, 1, 1, 1, value_dim]`.
     mean: Tensor<B, 5>,
 }
 
-impl<B: Backend> Faded<B> {
+impl<B: OpBackend> Faded<B> {
     /// Adds tokens with values `[batch · kv_heads, 1, chunks, chunk, value_dim]`.
     fn add(old: Option<Self>, values: Tensor<B, 5>) -> Self {
         let [rows, _, chunks, chunk, value_dim] = values.dims();
@@ -56,7 +57,7 @@ impl<B: Backend> Faded<B> {
 
 /// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
-pub(super) struct Past<B: Backend> {
+pub(super) struct Past<B: OpBackend> {
     /// Tokens of a chunk.
     chunk: usize,
     /// Position of the first token held; a multiple of `chunk`.
@@ -68,7 +69,7 @@ pub(super) struct Past<B: Backend> {
     faded: Option<Faded<B>>,
 }
 
-impl<B: Backend> Past<B> {
+impl<B: OpBackend> Past<B> {
     /// No tokens yet but those evicted.
     pub fn new(chunk: usize, faded: Option<Faded<B>>) -> Self {
         Past { chunk, first: 0, closed: None, open: None, faded }
@@ -173,14 +174,14 @@ impl<B: Backend> Past<B> {
             let since = sums_after(log_decay.clone(), 3);
             let total = since.clone().narrow(3, 0, 1) + log_decay.clone().narrow(3, 0, 1);
             since_closed = times(since_closed, total.exp());
-            let scores = queries.matmul((k.clone() * since.exp()).transpose());
+            let scores = queries.mm((k.clone() * since.exp()).transpose());
             let scores = sight.hide(scores, self.position() - self.open_len());
             parts.push(Part { scores, values: repeat(v, n) });
         }
         if let Some(Closed { keys, values, anchors }) = &self.closed {
             // Each query is rescaled once per chunk; keys stay as they are.
             let queries = times(since_closed, anchors.clone());
-            let scores = sight.hide(queries.matmul(keys.clone().transpose()), self.first);
+            let scores = sight.hide(queries.mm(keys.clone().transpose()), self.first);
             parts.push(Part { scores, values: repeat(values, n) });
         }
         parts

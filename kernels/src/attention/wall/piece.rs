@@ -4,18 +4,18 @@
 //! Tensors have five dimensions, `[n, group, blocks, rows, channels]`: n is batch · gate heads,
 //! group the query heads that share a gate (1 for keys, values and decays), and a row of the
 //! sequence lies at blocks · rows + row, so that blocks of other sizes are a reshape away.
-
-use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Bool, Int, Tensor};
 
 use crate::attention::blocks::HIDDEN;
+use crate::backend::OpBackend;
+use crate::ops::matmul::MatMul;
 
 /// Rows of a diagonal sub-block: its factors stay below exp(15 · g_max).
 const SUB: usize = 16;
 
 /// Keys, values and decays of some tokens, as one block of rows.
 #[derive(Clone, Debug)]
-pub(super) struct Keys<B: Backend> {
+pub(super) struct Keys<B: OpBackend> {
     /// `[n, 1, 1, rows, head_dim]`
     pub k: Tensor<B, 5>,
     /// `[batch · kv_heads, 1, 1, rows, value_dim]`
@@ -24,7 +24,7 @@ pub(super) struct Keys<B: Backend> {
     pub log_decay: Tensor<B, 5>,
 }
 
-impl<B: Backend> Keys<B> {
+impl<B: OpBackend> Keys<B> {
     /// Number of tokens.
     pub fn len(&self) -> usize {
         self.k.dims()[3]
@@ -43,14 +43,14 @@ impl<B: Backend> Keys<B> {
 
 /// Queries, and the keys of the same tokens.
 #[derive(Clone, Debug)]
-pub(super) struct Rows<B: Backend> {
+pub(super) struct Rows<B: OpBackend> {
     /// Queries times the softmax scale, `[n, group, 1, rows, head_dim]`.
     pub q: Tensor<B, 5>,
     /// Their keys.
     pub keys: Keys<B>,
 }
 
-impl<B: Backend> Rows<B> {
+impl<B: OpBackend> Rows<B> {
     /// Number of tokens.
     pub fn len(&self) -> usize {
         self.keys.len()
@@ -63,7 +63,7 @@ impl<B: Backend> Rows<B> {
 }
 
 /// Scores of queries and keys, and the values of these keys.
-pub(super) struct Part<B: Backend> {
+pub(super) struct Part<B: OpBackend> {
     /// `[n, group, blocks, rows, keys]`
     pub scores: Tensor<B, 5>,
     /// `[n, 1, blocks, keys, value_dim]`
@@ -71,7 +71,7 @@ pub(super) struct Part<B: Backend> {
 }
 
 /// What the queries of a piece may see beside the causal mask.
-pub(super) struct Sight<B: Backend> {
+pub(super) struct Sight<B: OpBackend> {
     /// Position of the piece's first row.
     pub first: usize,
     /// The lowest position that each row sees, `[n or 1, 1, 1, rows, 1]`; `None` when that is the
@@ -79,7 +79,7 @@ pub(super) struct Sight<B: Backend> {
     pub lowest: Option<Tensor<B, 5, Int>>,
 }
 
-impl<B: Backend> Sight<B> {
+impl<B: OpBackend> Sight<B> {
     /// Hides keys at positions `first_key`, … that come before what the piece's rows see;
     /// `scores` is `[n, group, blocks, rows, keys]` with all of the piece's rows in every block.
     pub fn hide(&self, scores: Tensor<B, 5>, first_key: usize) -> Tensor<B, 5> {
@@ -109,13 +109,13 @@ impl<B: Backend> Sight<B> {
 }
 
 /// Positions `first`, … in the type of `like`.
-fn positions<B: Backend>(like: &Tensor<B, 5, Int>, first: usize, n: usize) -> Tensor<B, 1, Int> {
+fn positions<B: OpBackend>(like: &Tensor<B, 5, Int>, first: usize, n: usize) -> Tensor<B, 1, Int> {
     Tensor::arange(first as i64..(first + n) as i64, &like.device()).cast(like.dtype())
 }
 
 /// Hides the scores of keys `at` below `lowest`; both are of five dimensions that expand to those
 /// of `scores`.
-fn mask_below<B: Backend>(
+fn mask_below<B: OpBackend>(
     scores: Tensor<B, 5>,
     at: Tensor<B, 5, Int>,
     lowest: Tensor<B, 5, Int>,
@@ -132,7 +132,7 @@ pub(super) fn piece_len(limit: usize) -> usize {
 }
 
 /// Σ of the rows after the first up to each row, along dimension 3.
-fn sum_since_first<B: Backend>(x: &Tensor<B, 5>) -> Tensor<B, 5> {
+fn sum_since_first<B: OpBackend>(x: &Tensor<B, 5>) -> Tensor<B, 5> {
     let rows = x.dims()[3];
     let first = x.clone().narrow(3, 0, 1) * 0.0;
     if rows == 1 {
@@ -142,25 +142,25 @@ fn sum_since_first<B: Backend>(x: &Tensor<B, 5>) -> Tensor<B, 5> {
 }
 
 /// Blocks of `rows` instead of those there are.
-fn split<B: Backend, K: BasicOps<B>>(x: Tensor<B, 5, K>, rows: usize) -> Tensor<B, 5, K> {
+fn split<B: OpBackend, K: BasicOps<B>>(x: Tensor<B, 5, K>, rows: usize) -> Tensor<B, 5, K> {
     let [n, group, blocks, all, channels] = x.dims();
     x.reshape([n, group, blocks * all / rows, rows, channels])
 }
 
 /// The earlier and the later half of every block.
-fn halves<B: Backend, K: BasicOps<B>>(x: Tensor<B, 5, K>) -> [Tensor<B, 5, K>; 2] {
+fn halves<B: OpBackend, K: BasicOps<B>>(x: Tensor<B, 5, K>) -> [Tensor<B, 5, K>; 2] {
     let half = x.dims()[3] / 2;
     [0, half].map(|first| x.clone().narrow(3, first, half))
 }
 
 /// The inverse of [`halves`].
-fn join<B: Backend>(earlier: Tensor<B, 5>, later: Tensor<B, 5>) -> Tensor<B, 5> {
+fn join<B: OpBackend>(earlier: Tensor<B, 5>, later: Tensor<B, 5>) -> Tensor<B, 5> {
     Tensor::cat(vec![earlier, later], 3)
 }
 
 /// x times a factor, each repeated where the other is longer: products of whole tensors run at
 /// full speed where those of broadcast ones do not.
-pub(super) fn times<B: Backend>(x: Tensor<B, 5>, factor: Tensor<B, 5>) -> Tensor<B, 5> {
+pub(super) fn times<B: OpBackend>(x: Tensor<B, 5>, factor: Tensor<B, 5>) -> Tensor<B, 5> {
     let [mine, other] = [x.dims(), factor.dims()];
     let stretch = |x: Tensor<B, 5>| {
         let dims = x.dims();
@@ -173,7 +173,7 @@ pub(super) fn times<B: Backend>(x: Tensor<B, 5>, factor: Tensor<B, 5>) -> Tensor
 }
 
 /// A copy in memory of its own, in the order of its elements.
-pub(super) fn copied<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
+pub(super) fn copied<B: OpBackend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
     x.zeros_like() + x
 }
 
@@ -184,7 +184,7 @@ pub(super) fn copied<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
 /// Two tokens meet where their blocks join: queries hold exp(P_i − P_a), keys exp(P_a − P_j), with
 /// a the earlier half's last row, both at most 1. When blocks join, the far half's factors are
 /// multiplied by the decay of the near half, so that no long sum is ever formed.
-fn own_parts<B: Backend>(rows: &Rows<B>, sight: &Sight<B>) -> (Vec<Part<B>>, Tensor<B, 5>) {
+fn own_parts<B: OpBackend>(rows: &Rows<B>, sight: &Sight<B>) -> (Vec<Part<B>>, Tensor<B, 5>) {
     let (all, sub) = (rows.len(), rows.len().min(SUB));
     let q = split(rows.q.clone(), sub);
     let Keys { k, v, log_decay } = rows.keys.clone().map(|x| split(x, sub));
@@ -194,7 +194,7 @@ fn own_parts<B: Backend>(rows: &Rows<B>, sight: &Sight<B>) -> (Vec<Part<B>>, Ten
     let since = sum_since_first(&log_decay).exp();
     let queries = times(q, since.clone());
     let keys = k / since.clone();
-    let scores = queries.clone().matmul(keys.clone().transpose());
+    let scores = queries.clone().mm(keys.clone().transpose());
     let later = Tensor::<B, 2, Bool>::tril_mask([sub, sub], 0, &scores.device());
     let later = later.reshape([1, 1, 1, sub, sub]).expand(scores.dims());
     let scores = sight.hide_diagonal(scores.mask_fill(later, HIDDEN));
@@ -210,7 +210,7 @@ fn own_parts<B: Backend>(rows: &Rows<B>, sight: &Sight<B>) -> (Vec<Part<B>>, Ten
         [queries, keys] = [queries, keys].map(|x| split(x, 2 * half));
         let ([_, late], [early, _]) = (halves(queries.clone()), halves(keys.clone()));
         let [values, _] = halves(split(v.clone(), 2 * half));
-        let scores = sight.hide_earlier_half(late.matmul(early.transpose()));
+        let scores = sight.hide_earlier_half(late.mm(early.transpose()));
         parts.push(Part { scores, values });
         let [early, late] = halves(split(decay, 2));
         decay = early.clone() * late.clone();
@@ -223,7 +223,7 @@ fn own_parts<B: Backend>(rows: &Rows<B>, sight: &Sight<B>) -> (Vec<Part<B>>, Ten
 }
 
 /// The largest score of each row, `[n, group, 1, rows, 1]`; no gradient passes.
-fn row_maximum<B: Backend>(own: &[Part<B>], past: &[Part<B>]) -> Tensor<B, 5> {
+fn row_maximum<B: OpBackend>(own: &[Part<B>], past: &[Part<B>]) -> Tensor<B, 5> {
     let mut own = own.iter().map(|part| part.scores.clone().detach().max_dim(4));
     let mut top = own.next().expect("the diagonal sub-blocks");
     for far in own {
@@ -236,16 +236,16 @@ fn row_maximum<B: Backend>(own: &[Part<B>], past: &[Part<B>]) -> Tensor<B, 5> {
 
 /// Σ p v and Σ p over the part's keys with p = exp(score − top), `[n, group, blocks, rows,
 /// value_dim + 1]`.
-fn weigh<B: Backend>(part: Part<B>, top: Tensor<B, 5>) -> Tensor<B, 5> {
+fn weigh<B: OpBackend>(part: Part<B>, top: Tensor<B, 5>) -> Tensor<B, 5> {
     let weights = (part.scores - top).exp();
-    Tensor::cat(vec![weights.clone().matmul(part.values), weights.sum_dim(4)], 4)
+    Tensor::cat(vec![weights.clone().mm(part.values), weights.sum_dim(4)], 4)
 }
 
 /// The outputs of a piece, `[n, group, 1, rows, value_dim]`.
 ///
 /// `past` gives the parts before the piece, each `[n, group, blocks, rows, keys]`, from the
 /// piece's queries times their decay since the row before the piece.
-pub(super) fn attend_piece<B: Backend>(
+pub(super) fn attend_piece<B: OpBackend>(
     rows: &Rows<B>,
     sight: &Sight<B>,
     past: impl FnOnce(Tensor<B, 5>) -> Vec<Part<B>>,
@@ -271,7 +271,7 @@ pub(super) fn attend_piece<B: Backend>(
 }
 
 /// Values of kv heads, repeated for `n` = batch · gate heads.
-pub(super) fn repeat<B: Backend>(values: &Tensor<B, 5>, n: usize) -> Tensor<B, 5> {
+pub(super) fn repeat<B: OpBackend>(values: &Tensor<B, 5>, n: usize) -> Tensor<B, 5> {
     let [rows, _, blocks, keys, value_dim] = values.dims();
     if rows == n {
         return values.clone();

@@ -3,13 +3,13 @@
 
 use std::ops::Range;
 
-use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 use super::past::Past;
 use super::piece::{Keys, Rows, Sight, attend_piece, piece_len};
 use crate::attention::AttentionShape;
 use crate::attention::blocks::{BLOCK_ELEMENTS, repeat_heads};
+use crate::backend::OpBackend;
 
 /// Tokens of a chunk in training: within it scores cost the fewest operations.
 pub(super) const CHUNK: usize = 256;
@@ -19,7 +19,7 @@ pub(super) const CHUNK: usize = 256;
 /// - `q`: `[batch, heads, seq_len, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_len, channels]`
 /// - `log_decay`: g ≤ 0, `[batch, gate heads, seq_len, head_dim]`; gate heads are kv_heads or heads
 /// - `documents`: `[batch, seq_len]`
-pub(super) fn attend<B: Backend>(
+pub(super) fn attend<B: OpBackend>(
     shape: &AttentionShape,
     q: Tensor<B, 4>,
     kvg: [Tensor<B, 4>; 3],
@@ -41,7 +41,7 @@ pub(super) fn attend<B: Backend>(
 
 /// Keys, values and g in the layout of the pieces; keys are repeated where each query head has its
 /// own gate, values are not.
-pub(super) fn keys<B: Backend>(shape: &AttentionShape, [k, v, g]: [Tensor<B, 4>; 3]) -> Keys<B> {
+pub(super) fn keys<B: OpBackend>(shape: &AttentionShape, [k, v, g]: [Tensor<B, 4>; 3]) -> Keys<B> {
     let gate_heads = g.dims()[1];
     let [k, v, log_decay] = [repeat_heads(k, gate_heads / shape.kv_heads), v, g].map(|x| {
         let [batch, heads, tokens, channels] = x.dims();
@@ -51,7 +51,7 @@ pub(super) fn keys<B: Backend>(shape: &AttentionShape, [k, v, g]: [Tensor<B, 4>;
 }
 
 /// Queries, scaled, with their keys.
-pub(super) fn rows<B: Backend>(shape: &AttentionShape, q: Tensor<B, 4>, keys: Keys<B>) -> Rows<B> {
+pub(super) fn rows<B: OpBackend>(shape: &AttentionShape, q: Tensor<B, 4>, keys: Keys<B>) -> Rows<B> {
     let [batch, heads, tokens, head_dim] = q.dims();
     let n = keys.k.dims()[0];
     let q = (q * shape.scale()).reshape([n, batch * heads / n, 1, tokens, head_dim]);
@@ -59,7 +59,7 @@ pub(super) fn rows<B: Backend>(shape: &AttentionShape, q: Tensor<B, 4>, keys: Ke
 }
 
 /// The outputs of all pieces, `[batch, heads, seq_len, value_dim]`.
-pub(super) fn join<B: Backend>(
+pub(super) fn join<B: OpBackend>(
     shape: &AttentionShape,
     mut outputs: Vec<Tensor<B, 5>>,
 ) -> Tensor<B, 4> {
@@ -70,7 +70,7 @@ pub(super) fn join<B: Backend>(
 
 /// Tokens of the piece that starts at row `first`: it ends in the open chunk, and its scores fit
 /// into memory.
-pub(super) fn next_piece<B: Backend>(past: &Past<B>, rows: &Rows<B>, first: usize) -> usize {
+pub(super) fn next_piece<B: OpBackend>(past: &Past<B>, rows: &Rows<B>, first: usize) -> usize {
     let [n, group, _, tokens, _] = rows.q.dims();
     let limit = (tokens - first).min(past.room());
     let per_row = n * group * (past.len() + limit);
@@ -78,7 +78,7 @@ pub(super) fn next_piece<B: Backend>(past: &Past<B>, rows: &Rows<B>, first: usiz
 }
 
 /// The outputs of the tokens that follow `past`, `[n, group, 1, rows, value_dim]`.
-pub(super) fn attend_next<B: Backend>(
+pub(super) fn attend_next<B: OpBackend>(
     shape: &AttentionShape,
     past: &Past<B>,
     piece: &Rows<B>,
@@ -92,7 +92,7 @@ pub(super) fn attend_next<B: Backend>(
 
 /// The lowest position that each of `range` sees, `[n or 1, 1, 1, rows, 1]`; `None` when all see
 /// position 0.
-fn lowest_seen<B: Backend>(
+fn lowest_seen<B: OpBackend>(
     range: Range<usize>,
     window: Option<usize>,
     documents: Option<&Tensor<B, 2, Int>>,

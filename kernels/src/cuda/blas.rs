@@ -1,0 +1,386 @@
+//! Matrix products on CUDA by cuBLASLt.
+//!
+//! f32 products are computed in f32, never in TF32; bf16 products accumulate in f32. Equal inputs
+//! give equal bits.
+//!
+//! cubecl keeps its stream private, so products run on a stream of their own between two events:
+//! it waits for all work that was issued to the context before, and what is issued to the context
+//! later waits for it. Buffers may therefore be reused as soon as [`matmul`] returns.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use std::sync::Mutex;
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use cudarc::cublaslt::result as lt;
+use cudarc::cublaslt::sys as lt_sys;
+use cudarc::driver::sys as cu;
+
+use super::CudaTensor;
+
+/// Bytes of scratch memory, as NVIDIA recommends for Hopper.
+const WORKSPACE: usize = 32 << 20;
+
+/// What cuBLASLt assumes of an address unless told otherwise.
+const BEST_ALIGNMENT: u64 = 256;
+
+/// a · b for each matrix of a batch.
+///
+/// - `a`: `[…, m, k]`, of any strides
+/// - `b`: `[…, k, n]`, with the same leading sizes
+///
+/// Returns `[…, m, n]`, contiguous, of the inputs' type: f32, bf16 or f64.
+///
+/// # Panics
+/// When the sizes or types do not fit, or cuBLASLt fails.
+pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
+    let mut shape = a.meta.shape().to_vec();
+    let rank = shape.len();
+    let (sa, sb) = (a.meta.shape().to_vec(), b.meta.shape().to_vec());
+    assert!(rank >= 2 && sb.len() == rank, "product of {sa:?} and {sb:?}");
+    assert_eq!(sa[..rank - 2], sb[..rank - 2], "batches of the product of {sa:?} and {sb:?}");
+    assert_eq!(sa[rank - 1], sb[rank - 2], "inner size of the product of {sa:?} and {sb:?}");
+    assert_eq!(a.dtype, b.dtype, "types of the factors");
+    shape[rank - 1] = sb[rank - 1];
+    let (client, device, dtype) = (a.client.clone(), a.device.clone(), a.dtype);
+    if shape.contains(&0) || sa[rank - 1] == 0 {
+        return zeros_client(client, device, Shape::from(shape), dtype);
+    }
+    let index = device.index;
+    let out = empty_device_contiguous_dtype(client, device, Shape::from(shape), dtype);
+    let (a, b) = (Factor::new(a), Factor::new(b));
+    let mut all = BLAS.lock().expect("no product panicked");
+    let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
+    blas.run(&a, &b, &Factor::new(out.clone()));
+    out
+}
+
+/// How a batch of matrices lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Layout {
+    rows: u64,
+    columns: u64,
+    /// Elements from one row to the next or, where `by_columns`, from one column to the next.
+    leading: i64,
+    /// Whether a column, not a row, is contiguous.
+    by_columns: bool,
+    batch: i32,
+    batch_stride: i64,
+}
+
+impl Layout {
+    /// The layout of a tensor, or `None` where no single one describes it.
+    fn of(shape: &[usize], strides: &[usize]) -> Option<Self> {
+        let outer = shape.len() - 2;
+        let (rows, columns) = (shape[outer], shape[outer + 1]);
+        let (row, column) = (strides[outer], strides[outer + 1]);
+        let (leading, by_columns) =
+            if (column == 1 || columns == 1) && (row >= columns || rows == 1) {
+                (if rows == 1 { columns } else { row }, false)
+            } else if (row == 1 || rows == 1) && (column >= rows || columns == 1) {
+                (if columns == 1 { rows } else { column }, true)
+            } else {
+                return None;
+            };
+        let mut batch = 1;
+        let mut batch_stride = 0;
+        for (&size, &stride) in shape[..outer].iter().zip(&strides[..outer]).rev() {
+            match size {
+                1 => {}
+                _ if batch == 1 => batch_stride = stride,
+                _ if stride != batch_stride * batch => return None,
+                _ => {}
+            }
+            batch *= size;
+        }
+        Some(Layout {
+            rows: rows as u64,
+            columns: columns as u64,
+            leading: leading as i64,
+            by_columns,
+            batch: batch as i32,
+            batch_stride: batch_stride as i64,
+        })
+    }
+}
+
+/// A tensor that cuBLASLt can read or write as it lies.
+struct Factor {
+    tensor: CudaTensor,
+    layout: Layout,
+}
+
+impl Factor {
+    fn new(tensor: CudaTensor) -> Self {
+        let layout = |x: &CudaTensor| Layout::of(x.meta.shape(), x.meta.strides());
+        if let Some(layout) = layout(&tensor) {
+            return Factor { tensor, layout };
+        }
+        let tensor = into_contiguous(tensor);
+        let layout = layout(&tensor).expect("contiguous matrices have a layout");
+        Factor { tensor, layout }
+    }
+}
+
+/// What a plan depends on: the layouts of a, b and the product, their addresses' alignments, and
+/// the element type.
+type Key = ([Layout; 3], [u32; 3], DType);
+
+/// One product, ready to run: cuBLASLt's descriptions of it and the algorithm it chose.
+struct Plan {
+    description: lt_sys::cublasLtMatmulDesc_t,
+    layouts: [lt_sys::cublasLtMatrixLayout_t; 3],
+    algorithm: lt_sys::cublasLtMatmulAlgo_t,
+}
+
+/// cuBLASLt on one device.
+struct Blas {
+    context: cu::CUcontext,
+    handle: lt_sys::cublasLtHandle_t,
+    stream: cu::CUstream,
+    before: cu::CUevent,
+    after: cu::CUevent,
+    workspace: cu::CUdeviceptr,
+    plans: HashMap<Key, Plan>,
+}
+
+/// One entry for each device used; they live as long as the process.
+static BLAS: Mutex<BTreeMap<usize, Blas>> = Mutex::new(BTreeMap::new());
+
+// SAFETY: the pointers are CUDA's and cuBLASLt's own objects, usable from any thread; the mutex
+// around every `Blas` keeps their use exclusive.
+unsafe impl Send for Blas {}
+
+fn check(call: &str, result: cu::CUresult) {
+    assert_eq!(result, cu::CUresult::CUDA_SUCCESS, "{call}");
+}
+
+impl Blas {
+    fn new(index: i32) -> Self {
+        let (mut device, mut context, mut stream) = (0, null_mut(), null_mut());
+        let (mut before, mut after, mut workspace) = (null_mut(), null_mut(), 0);
+        // SAFETY: every pointer given is to a local of the type asked for; the context, the
+        // device's primary one which cubecl uses too, is never released.
+        unsafe {
+            check("cuInit", cu::cuInit(0));
+            check("cuDeviceGet", cu::cuDeviceGet(&mut device, index));
+            check("cuDevicePrimaryCtxRetain", cu::cuDevicePrimaryCtxRetain(&mut context, device));
+            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(context));
+            let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            check("cuStreamCreate", cu::cuStreamCreate(&mut stream, flags));
+            let flags = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+            check("cuEventCreate", cu::cuEventCreate(&mut before, flags));
+            check("cuEventCreate", cu::cuEventCreate(&mut after, flags));
+            check("cuMemAlloc", cu::cuMemAlloc_v2(&mut workspace, WORKSPACE));
+        }
+        let handle = lt::create_handle().expect("cuBLASLt starts");
+        Blas { context, handle, stream, before, after, workspace, plans: HashMap::new() }
+    }
+
+    fn run(&mut self, a: &Factor, b: &Factor, out: &Factor) {
+        let factors = [a, b, out];
+        // Blocks until the work that writes these buffers is issued. Held until the end: the
+        // buffers stay reserved.
+        let resources = factors.map(|x| {
+            let resource = x.tensor.client.get_resource(x.tensor.handle.clone());
+            resource.expect("the buffer exists")
+        });
+        let at = [0, 1, 2].map(|i| resources[i].resource().ptr);
+        let alignments = at.map(|ptr| ptr.trailing_zeros().min(BEST_ALIGNMENT.ilog2()));
+        let dtype = a.tensor.dtype;
+        let key = (factors.map(|x| x.layout), alignments, dtype);
+        let handle = self.handle;
+        let plan = self.plans.entry(key).or_insert_with(|| Plan::new(handle, &key));
+        let scale = Scale::new(dtype);
+        // SAFETY: addresses and layouts describe buffers that `resources` keeps alive until the
+        // last wait is issued; the workspace is used on this one stream only.
+        unsafe {
+            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
+            check("cuCtxRecordEvent", cu::cuCtxRecordEvent(self.context, self.before));
+            check("cuStreamWaitEvent", cu::cuStreamWaitEvent(self.stream, self.before, 0));
+            // Row by row, the product is that of the transposes in cuBLASLt's column order.
+            lt::matmul(
+                self.handle,
+                plan.description,
+                scale.one(),
+                scale.zero(),
+                at[1] as *const c_void,
+                plan.layouts[1],
+                at[0] as *const c_void,
+                plan.layouts[0],
+                at[2] as *const c_void,
+                plan.layouts[2],
+                at[2] as *mut c_void,
+                plan.layouts[2],
+                &plan.algorithm,
+                self.workspace as *mut c_void,
+                WORKSPACE,
+                self.stream.cast(),
+            )
+            .unwrap_or_else(|error| panic!("cublasLtMatmul of {key:?}: {error:?}"));
+            check("cuEventRecord", cu::cuEventRecord(self.after, self.stream));
+            check("cuCtxWaitEvent", cu::cuCtxWaitEvent(self.context, self.after));
+        }
+    }
+}
+
+/// The factors 1 and 0 in the type that a product is scaled in.
+enum Scale {
+    F32([f32; 2]),
+    F64([f64; 2]),
+}
+
+impl Scale {
+    fn new(dtype: DType) -> Self {
+        if dtype == DType::F64 { Scale::F64([1.0, 0.0]) } else { Scale::F32([1.0, 0.0]) }
+    }
+
+    fn at(&self, i: usize) -> *const c_void {
+        match self {
+            Scale::F32(x) => (&raw const x[i]).cast(),
+            Scale::F64(x) => (&raw const x[i]).cast(),
+        }
+    }
+
+    fn one(&self) -> *const c_void {
+        self.at(0)
+    }
+
+    fn zero(&self) -> *const c_void {
+        self.at(1)
+    }
+}
+
+impl Plan {
+    fn new(handle: lt_sys::cublasLtHandle_t, key: &Key) -> Self {
+        let (layouts, alignments, dtype) = key;
+        let (data, compute, scale) = match dtype {
+            DType::F32 => (
+                lt_sys::cudaDataType::CUDA_R_32F,
+                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                lt_sys::cudaDataType::CUDA_R_32F,
+            ),
+            DType::BF16 => (
+                lt_sys::cudaDataType::CUDA_R_16BF,
+                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                lt_sys::cudaDataType::CUDA_R_32F,
+            ),
+            DType::F64 => (
+                lt_sys::cudaDataType::CUDA_R_64F,
+                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
+                lt_sys::cudaDataType::CUDA_R_64F,
+            ),
+            other => panic!("products of {other:?} are not supported; cast to f32, bf16 or f64"),
+        };
+        let [a, b, _] = layouts;
+        let description = lt::create_matmul_desc(compute, scale).expect("a product's description");
+        use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
+        use lt_sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        // Factors change places, see `Blas::run`.
+        for (attribute, layout) in [
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
+        ] {
+            let transposed = i32::from(layout.by_columns); // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
+            // SAFETY: the attribute is a 32-bit number.
+            unsafe {
+                lt::set_matmul_desc_attribute(description, attribute, address(&transposed), 4)
+            }
+            .expect("cuBLASLt knows the attribute");
+        }
+        let layouts = layouts.map(|layout| matrix_layout(&layout, data));
+        let preference = lt::create_matmul_pref().expect("a product's preference");
+        let set = |attribute, value: *const c_void, size| {
+            // SAFETY: each value has the attribute's size, given beside it.
+            unsafe { lt::set_matmul_pref_attribute(preference, attribute, value, size) }
+                .expect("cuBLASLt knows the attribute");
+        };
+        set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, address(&WORKSPACE), 8);
+        for (attribute, at) in [
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 1),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 0),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, 2),
+            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, 2),
+        ] {
+            set(attribute, address(&(1u32 << alignments[at])), 4);
+        }
+        // Parts of a split inner sum are added in f32, in one order.
+        let schemes = lt_sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+        set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, address(&(schemes as u32)), 4);
+        let [la, lb, lc] = layouts;
+        // SAFETY: all were made above; the preference is destroyed once, after its use.
+        let chosen = unsafe {
+            let chosen =
+                lt::get_matmul_algo_heuristic(handle, description, lb, la, lc, lc, preference);
+            lt::destroy_matmul_pref(preference).expect("the preference exists");
+            chosen
+        };
+        let algorithm =
+            chosen.unwrap_or_else(|error| panic!("no algorithm for {key:?}: {error:?}")).algo;
+        Plan { description, layouts, algorithm }
+    }
+}
+
+fn address<T>(value: &T) -> *const c_void {
+    (&raw const *value).cast()
+}
+
+/// cuBLASLt's description of `layout`, whose rows are its columns.
+fn matrix_layout(layout: &Layout, data: lt_sys::cudaDataType) -> lt_sys::cublasLtMatrixLayout_t {
+    let Layout { rows, columns, leading, by_columns, batch, batch_stride } = *layout;
+    let [fast, slow] = if by_columns { [rows, columns] } else { [columns, rows] };
+    let made = lt::create_matrix_layout(data, fast, slow, leading).expect("a matrix layout");
+    use lt_sys::cublasLtMatrixLayoutAttribute_t as Attribute;
+    // SAFETY: the attributes are a 32-bit and a 64-bit number.
+    unsafe {
+        lt::set_matrix_layout_attribute(
+            made,
+            Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+            address(&batch),
+            4,
+        )
+        .and_then(|()| {
+            lt::set_matrix_layout_attribute(
+                made,
+                Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                address(&batch_stride),
+                8,
+            )
+        })
+        .expect("cuBLASLt knows the attributes");
+    }
+    made
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(shape: &[usize], strides: &[usize]) -> Option<(i64, bool, i32, i64)> {
+        Layout::of(shape, strides).map(|l| (l.leading, l.by_columns, l.batch, l.batch_stride))
+    }
+
+    #[test]
+    fn a_layout_is_found_where_one_describes_the_matrices() {
+        let cases: [(&[usize], &[usize], Option<(i64, bool, i32, i64)>); 12] = [
+            (&[3, 5], &[5, 1], Some((5, false, 1, 0))),
+            (&[3, 5], &[8, 1], Some((8, false, 1, 0))), // Padded rows.
+            (&[3, 5], &[1, 3], Some((3, true, 1, 0))),  // Transposed.
+            (&[3, 5], &[2, 10], None),
+            (&[3, 5], &[0, 1], None), // One row, expanded.
+            (&[1, 5], &[0, 1], Some((5, false, 1, 0))),
+            (&[3, 1], &[1, 7], Some((1, false, 1, 0))),
+            (&[1, 5], &[1, 4], Some((4, true, 1, 0))),
+            (&[2, 4, 3, 5], &[60, 15, 5, 1], Some((5, false, 8, 15))),
+            (&[2, 4, 3, 5], &[60, 5, 20, 1], None), // [batch, seq_len, heads, head_dim] seen by heads.
+            (&[1, 4, 3, 5], &[60, 5, 20, 1], Some((20, false, 4, 5))),
+            (&[2, 4, 3, 5], &[0, 0, 5, 1], Some((5, false, 8, 0))), // One matrix for all.
+        ];
+        for (shape, strides, want) in cases {
+            assert_eq!(layout(shape, strides), want, "{shape:?} {strides:?}");
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Products of matrices, of which references and linear layers are made.
+
+use burn::tensor::Tensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::{CudaTensor, blas};
+
+/// The product of matrices, f32 throughout on f32 tensors. burn's own `Tensor::matmul` computes in
+/// TF32 on CUDA, and tunes itself for many seconds at each new shape.
+pub trait MatMul {
+    /// self · other, of `[…, m, k]` and `[…, k, n]`: `[…, m, n]`. Leading sizes of 1 are repeated.
+    ///
+    /// # Panics
+    /// When the sizes do not fit.
+    fn mm(self, other: Self) -> Self;
+}
+
+impl<B: OpBackend, const D: usize> MatMul for Tensor<B, D> {
+    fn mm(self, other: Self) -> Self {
+        let (mut a, mut b) = (self.dims(), other.dims());
+        for at in 0..D - 2 {
+            let size = if a[at] == 1 { b[at] } else { a[at] };
+            (a[at], b[at]) = (size, size);
+        }
+        let inputs = [self.expand(a), other.expand(b)].map(primitive);
+        tensor(B::run(&Product::<D>, inputs, vec![]))
+    }
+}
+
+/// The operation, on tensors of `D` dimensions.
+#[derive(Clone, Debug)]
+struct Product<const D: usize>;
+
+impl<const D: usize> Op<2> for Product<D> {
+    /// References are made of it.
+    const IN_REFERENCES: bool = true;
+
+    #[allow(clippy::disallowed_methods)] // The one place for it.
+    fn reference<B: OpBackend>(
+        &self,
+        [a, b]: [FloatTensor<B>; 2],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(tensor::<B, D>(a).matmul(tensor::<B, D>(b)))
+    }
+
+    fn cuda_forward(
+        &self,
+        [a, b]: &[CudaTensor; 2],
+        _ints: &[CudaTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        let [a, b] = [a.clone(), b.clone()];
+        Some(Forward { output: blas::matmul(a.clone(), b.clone()), saved: vec![a, b] })
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 2],
+    ) -> [Option<CudaTensor>; 2] {
+        let transposed = |x: &CudaTensor| {
+            let mut x = x.clone();
+            x.meta.swap(D - 2, D - 1);
+            x
+        };
+        let [a, b] = &saved[..] else { unreachable!("a and b were saved") };
+        [
+            needs[0].then(|| blas::matmul(grad.clone(), transposed(b))),
+            needs[1].then(|| blas::matmul(transposed(a), grad.clone())),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+    use crate::testing::{Case, Oracle, assert_budget, check_on};
+    use crate::{Cpu, Cuda};
+
+    fn random<B: OpBackend>(shape: [usize; 4]) -> Tensor<B, 4> {
+        let mut rng = ChaCha8Rng::seed_from_u64(shape.iter().product::<usize>() as u64);
+        let data: Vec<f32> =
+            (0..shape.iter().product()).map(|_| rng.random_range(-1.7f32..1.7)).collect();
+        Tensor::from_data(TensorData::new(data, shape), &Default::default())
+    }
+
+    fn oracle<B: OpBackend>(x: Tensor<B, 4>) -> Oracle {
+        let shape = x.dims();
+        Oracle::new(&shape, x.into_data().iter::<f64>().collect())
+    }
+
+    /// The definition, for `[…, m, k]` and `[…, k, n]`.
+    fn product(a: &Oracle, b: &Oracle) -> Oracle {
+        let outer = a.shape.len() - 2;
+        let shape = [&a.shape[..outer + 1], &b.shape[outer + 1..]].concat();
+        Oracle::from_fn(&shape, |at| {
+            let (mut left, mut right) = (at.to_vec(), at.to_vec());
+            (0..b.shape[outer])
+                .map(|k| {
+                    (left[outer + 1], right[outer]) = (k, k);
+                    a.at(&left) * b.at(&right)
+                })
+                .sum()
+        })
+    }
+
+    fn agrees_with_the_oracle<B: OpBackend>() {
+        for [m, k, n] in [[1, 1, 1], [5, 7, 3], [1, 9, 1], [64, 64, 64], [33, 130, 65]] {
+            let case = Case::new(Product::<2>, &[&[m, k], &[k, n]]);
+            check_on::<B, _, _>(case, |x| product(&x[0], &x[1]));
+            let case = Case::new(Product::<4>, &[&[2, 3, m, k], &[2, 3, k, n]]);
+            check_on::<B, _, _>(case, |x| product(&x[0], &x[1]));
+        }
+    }
+
+    /// Factors that lie in memory in every way that burn's views give.
+    fn agrees_on_views<B: OpBackend>() {
+        fn views<B: OpBackend>() -> Vec<[Tensor<B, 4>; 2]> {
+            let (a, b) = (random::<B>([2, 3, 17, 9]), random::<B>([2, 3, 9, 21]));
+            let by_token = random::<B>([2, 17, 3, 9]);
+            vec![
+                [a.clone(), b.clone()],
+                [random::<B>([2, 3, 9, 17]).transpose(), b.clone()],
+                [a.clone(), random::<B>([2, 3, 21, 9]).transpose()],
+                [by_token.clone().swap_dims(1, 2), b.clone()],
+                [random::<B>([2, 3, 18, 9]).narrow(2, 1, 17), b.clone()],
+                [random::<B>([2, 3, 17, 12]).narrow(3, 3, 9), b.clone()],
+                [a.clone(), random::<B>([1, 1, 9, 21])],
+                [random::<B>([1, 3, 17, 9]), random::<B>([2, 1, 9, 21])],
+                [random::<B>([2, 3, 1, 9]).expand([2, 3, 17, 9]), b.clone()],
+                [a.clone().narrow(1, 1, 1), b.narrow(1, 2, 1)],
+                [a.clone(), a.transpose()],
+                [by_token.clone().swap_dims(1, 2), by_token.permute([0, 2, 3, 1])],
+            ]
+        }
+        for (at, ([a, b], [c, d])) in views::<B>().into_iter().zip(views::<Cpu>()).enumerate() {
+            let kernel = oracle(a.mm(b));
+            let mut sizes = c.dims();
+            (sizes[0], sizes[1]) = (sizes[0].max(d.dims()[0]), sizes[1].max(d.dims()[1]));
+            let mut other = d.dims();
+            (other[0], other[1]) = (sizes[0], sizes[1]);
+            let want = product(&oracle(c.clone().expand(sizes)), &oracle(d.clone().expand(other)));
+            let reference = oracle(c.mm(d));
+            assert_eq!(kernel.shape, want.shape, "views {at}");
+            assert_budget(&format!("views {at}"), &kernel.data, &reference.data, &want.data);
+        }
+    }
+
+    #[test]
+    fn products_agree_with_the_oracle() {
+        agrees_with_the_oracle::<Cpu>();
+    }
+
+    #[test]
+    fn products_of_views_agree_with_the_oracle() {
+        agrees_on_views::<Cpu>();
+    }
+
+    mod cuda {
+        use super::*;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn products_agree_with_the_oracle() {
+            agrees_with_the_oracle::<Cuda>();
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn products_of_views_agree_with_the_oracle() {
+            agrees_on_views::<Cuda>();
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn an_empty_inner_size_gives_zeros() {
+            let (a, b) = (random::<Cuda>([1, 2, 3, 4]), random::<Cuda>([1, 2, 4, 5]));
+            let product = a.narrow(3, 0, 0).mm(b.narrow(2, 0, 0));
+            assert_eq!(oracle(product), Oracle::new(&[1, 2, 3, 5], vec![0.0; 30]));
+        }
+
+        /// Products run on another stream than everything else: each must see all work before it,
+        /// and be seen by all work after.
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn products_keep_their_place_among_other_work() {
+            let chain = || {
+                let w = random::<Cuda>([1, 1, 512, 512]) / 512f32.sqrt();
+                let mut x = random::<Cuda>([1, 1, 512, 512]);
+                for _ in 0..300 {
+                    x = (x.clone().mm(w.clone()) + x.mm(w.clone()).sin()).tanh();
+                }
+                oracle(x).data
+            };
+            let first = chain();
+            assert!(first.iter().any(|&x| x.abs() > 1e-3), "the chain died out");
+            for _ in 0..3 {
+                assert_eq!(first, chain());
+            }
+        }
+    }
+}
