@@ -62,12 +62,12 @@ impl LayerNorm {
         B::float_reshape(primitive(y), shape)
     }
 
-    /// `[mean, 1 / √(var + eps)]` of a row, in two passes.
+    /// `[mean, var + eps]` of a row, in two passes.
     fn statistics(&self, x: &[f32]) -> [f32; 2] {
         let scale = 1.0 / x.len() as f32;
         let mean = math::sum(x) * scale;
         let variance = math::square_deviation(x, mean) * scale;
-        [mean, 1.0 / (variance + self.eps).sqrt()]
+        [mean, variance + self.eps]
     }
 
     fn forward(
@@ -86,9 +86,11 @@ impl LayerNorm {
         let task = width * rows_per_task(width, TASK);
         y.par_chunks_mut(task).zip(xs.par_chunks(task)).for_each(|(y, x)| {
             for (y, x) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
-                let [mean, inverse] = self.statistics(x);
+                let [mean, variance] = self.statistics(x);
+                // Divided by: the root's inverse would be rounded once more.
+                let root = variance.sqrt();
                 for (((y, x), w), b) in y.iter_mut().zip(x).zip(w).zip(b) {
-                    *y = math::mul_add((x - mean) * inverse, *w, *b);
+                    *y = math::mul_add((x - mean) / root, *w, *b);
                 }
             }
         });
@@ -137,16 +139,17 @@ impl LayerNorm {
     fn backward_row(&self, w: &[f32], x: &[f32], dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
         let width = w.len();
         let (x, dy, dx, dw) = (&x[..width], &dy[..width], &mut dx[..width], &mut dw[..width]);
-        let [mean, inverse] = self.statistics(x);
+        let [mean, variance] = self.statistics(x);
+        let root = variance.sqrt();
         for i in 0..width {
             dx[i] = dy[i] * w[i];
-            dw[i] += dy[i] * ((x[i] - mean) * inverse);
+            dw[i] += dy[i] * ((x[i] - mean) / root);
         }
         let scale = 1.0 / width as f32;
         let shift = math::sum(dx) * scale;
-        let slope = math::dot_shifted(x, mean, dx) * inverse * inverse * scale;
+        let slope = math::dot_shifted(x, mean, dx) / (variance * width as f32);
         for i in 0..width {
-            dx[i] = inverse * (dx[i] - shift - (x[i] - mean) * slope);
+            dx[i] = (dx[i] - shift - (x[i] - mean) * slope) / root;
         }
     }
 }

@@ -66,9 +66,10 @@ impl Op<2> for RmsNorm {
         y.par_chunks_mut(rows * width).enumerate().for_each(|(task, y)| {
             for (i, y) in y.chunks_exact_mut(width).enumerate() {
                 let x = xs.row(task * rows + i);
-                let inverse = self.inverse(x);
+                // Divided by: the root's inverse would be rounded once more.
+                let root = self.square(x).sqrt();
                 for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
-                    *y = x * inverse * w;
+                    *y = x / root * w;
                 }
             }
         });
@@ -109,24 +110,25 @@ impl Op<2> for RmsNorm {
 }
 
 impl RmsNorm {
-    /// 1 / √(mean(x²) + eps).
-    fn inverse(&self, x: &[f32]) -> f32 {
-        1.0 / (math::dot(x, x) / x.len() as f32 + self.eps).sqrt()
+    /// mean(x²) + eps.
+    fn square(&self, x: &[f32]) -> f32 {
+        math::dot(x, x) / x.len() as f32 + self.eps
     }
 
-    /// With x̂ the normalised row, r its factor and g = dy · weight: dx = r · (g − x̂ · mean(g · x̂)),
+    /// With x̂ = x / r the normalised row and g = dy · weight: dx = (g − x̂ · mean(g · x̂)) / r,
     /// dweight += dy · x̂.
     fn backward_row(&self, w: &[f32], x: &[f32], dy: &[f32], dx: &mut [f32], dw: &mut [f32]) {
         let width = w.len();
         let (x, dy, dx, dw) = (&x[..width], &dy[..width], &mut dx[..width], &mut dw[..width]);
-        let inverse = self.inverse(x);
+        let square = self.square(x);
+        let root = square.sqrt();
         for i in 0..width {
             dx[i] = dy[i] * w[i];
-            dw[i] += dy[i] * (x[i] * inverse);
+            dw[i] += dy[i] * (x[i] / root);
         }
-        let slope = math::dot(x, dx) * inverse * inverse / width as f32;
+        let slope = math::dot(x, dx) / (square * width as f32);
         for i in 0..width {
-            dx[i] = inverse * (dx[i] - x[i] * slope);
+            dx[i] = (dx[i] - x[i] * slope) / root;
         }
     }
 }

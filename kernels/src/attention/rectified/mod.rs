@@ -6,8 +6,8 @@ use longwall_config::Problems;
 use super::rowwise::{Weights, positive, power};
 use super::{AttentionShape, DocumentStarts};
 use crate::attention::blocks::places_in_documents;
-use crate::backend::{Op, OpBackend, primitive, tensor};
-use crate::ops::rms_norm::RmsNorm;
+use crate::backend::OpBackend;
+use crate::ops::rms_norm::rms_norm;
 
 /// a_ij = max(S_ij, 0)^p, where the scores already have the threshold subtracted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,19 +57,12 @@ const LARGEST_POWER: u32 = 16;
 pub fn l2_normalise<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     let head_dim = x.dims()[3];
     let weight = Tensor::full([head_dim], 1.0 / (head_dim as f32).sqrt(), &x.device());
-    plain_rms_norm(x, weight, L2_EPSILON)
+    rms_norm(x, weight, L2_EPSILON)
 }
 
 /// The RMS norm of outputs, with the learned `weight` `[value_dim]`.
 pub fn normalise_outputs<B: OpBackend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) -> Tensor<B, 4> {
-    plain_rms_norm(o, weight, NORM_EPSILON)
-}
-
-/// The RMS norm in plain operations, which divide by the root: the kernels multiply by its rounded
-/// inverse. A threshold subtracts from what is almost as large, and a row with one survivor has its
-/// gradient cancel in the norm; there the second rounding shows.
-fn plain_rms_norm<B: OpBackend>(x: Tensor<B, 4>, weight: Tensor<B, 1>, eps: f32) -> Tensor<B, 4> {
-    tensor(RmsNorm { eps }.reference::<B>([primitive(x), primitive(weight)], &[]))
+    rms_norm(o, weight, NORM_EPSILON)
 }
 
 /// τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim) with i the place in the document, 0 where the

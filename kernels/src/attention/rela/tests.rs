@@ -3,12 +3,18 @@
 use super::Config;
 use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, layer_norm, rows, weighted};
+use crate::attention::rowwise::oracles::{dot, layer_norm, away_from_zero, rows, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
+    const STEP: f64 = 1e-7;
+
     fn cases() -> Vec<Self> {
         vec![Config::default(), Config { rope: false, ..Config::default() }]
+    }
+
+    fn prepare(&self, inputs: &mut [Oracle]) {
+        away_from_zero(inputs, 1.0);
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
