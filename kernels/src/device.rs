@@ -39,7 +39,19 @@ pub enum NoCuda {
     /// The driver sees no GPU.
     #[error("the NVIDIA driver sees no GPU")]
     NoGpu,
+    /// The driver is older than what products are ordered with.
+    #[error(
+        "the NVIDIA driver supports CUDA {}.{} only; CUDA {}.{} or newer is needed",
+        .0 / 1000, .0 % 1000 / 10, OLDEST_CUDA / 1000, OLDEST_CUDA % 1000 / 10
+    )]
+    OldDriver(i32),
+    /// One of CUDA's own libraries is not installed.
+    #[error("CUDA's library {0} cannot be loaded; install CUDA's runtime libraries")]
+    NoLibrary(&'static str),
 }
+
+/// The driver API that has events of whole contexts, as `cuDriverGetVersion` writes 12.5.
+const OLDEST_CUDA: i32 = 12050;
 
 /// The first CUDA device.
 ///
@@ -55,9 +67,26 @@ pub fn cuda() -> Result<Device, NoCuda> {
         other => NoCuda::DriverFails(format!("{other:?}")),
     };
     cudarc::driver::result::init().map_err(fails)?;
-    match cudarc::driver::result::device::get_count().map_err(fails)? {
-        count if count > 0 => Ok(Device::Cuda(CudaDevice::new(0))),
-        _ => Err(NoCuda::NoGpu),
+    if cudarc::driver::result::device::get_count().map_err(fails)? == 0 {
+        return Err(NoCuda::NoGpu);
+    }
+    let mut version = 0;
+    // SAFETY: writes one number.
+    let asked = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
+    asked.result().map_err(fails)?;
+    if version < OLDEST_CUDA {
+        return Err(NoCuda::OldDriver(version));
+    }
+    // SAFETY: as above.
+    let present = unsafe {
+        [
+            ("libnvrtc", cudarc::nvrtc::sys::is_culib_present()),
+            ("libcublasLt", cudarc::cublaslt::sys::is_culib_present()),
+        ]
+    };
+    match present.iter().find(|(_, present)| !present) {
+        Some((name, _)) => Err(NoCuda::NoLibrary(name)),
+        None => Ok(Device::Cuda(CudaDevice::new(0))),
     }
 }
 

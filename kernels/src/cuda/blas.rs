@@ -14,7 +14,7 @@ use std::sync::Mutex;
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys as lt_sys;
 use cudarc::driver::sys as cu;
@@ -46,9 +46,6 @@ pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     assert_eq!(a.dtype, b.dtype, "types of the factors");
     shape[rank - 1] = sb[rank - 1];
     let (client, device, dtype) = (a.client.clone(), a.device.clone(), a.dtype);
-    if shape.contains(&0) || sa[rank - 1] == 0 {
-        return zeros_client(client, device, Shape::from(shape), dtype);
-    }
     let index = device.index;
     let out = empty_device_contiguous_dtype(client, device, Shape::from(shape), dtype);
     let (a, b) = (Factor::new(a), Factor::new(b));

@@ -75,7 +75,7 @@ fn decays<B: OpBackend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
 }
 
 /// The chunks of `rows` for the state: q and k decayed to the chunk's start and end, v, and the
-/// decay over the whole chunk `[chunks, 1 or head_dim, 1]`.
+/// decay over the whole chunk `[chunks, 1, 1 or head_dim]`.
 struct Chunks<B: OpBackend> {
     q: Tensor<B, 3>,
     k: Tensor<B, 3>,
@@ -91,7 +91,7 @@ impl<B: OpBackend> Chunks<B> {
             q: scaled(spans(&rows.q, size, 1, 0), &to_query),
             k: scaled(spans_of(&rows.k, size, 1, 0), &to_end),
             v: spans_of(&rows.v, size, 1, 0),
-            kept: log_decay.sum_dim(1).exp().swap_dims(1, 2),
+            kept: log_decay.sum_dim(1).exp(),
         }
     }
 

@@ -44,7 +44,9 @@ impl Sharpened {
         let offset = seen.clone().greater_elem(UNSHIFTED).float();
         let rest = positive(share.clone() - offset, hidden);
         // The weights do not depend on the maximum: it only keeps high powers in range.
-        let top = rest.clone().detach().max_dim(3);
+        // On CUDA a maximum passes over NaNs; with the sum they show.
+        let values = rest.clone().detach();
+        let top = values.clone().max_dim(3) + values.sum_dim(3) * 0.0;
         let flat = top.clone().lower_elem(LEAST);
         let top = top.mask_fill(flat.clone(), 1.0);
         let rest = rest.clone().mask_fill(flat.expand(rest.dims()), 0.0) / top.clone();

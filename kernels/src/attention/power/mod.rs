@@ -167,7 +167,7 @@ impl Config {
         let (q, k) = (rotate(q), rotate(k));
         let rows = batch * shape.kv_heads;
         let log_decay = match projections.into_iter().next() {
-            Some(logits) => log_sigmoid(logits).swap_dims(1, 2).unsqueeze_dim::<4>(3),
+            Some(logits) => log_sigmoid(logits).unsqueeze_dim::<4>(3).swap_dims(1, 2),
             None => Tensor::zeros([batch, shape.kv_heads, seq_len, 1], &q.device()),
         };
         let length = (q.clone() * q.clone()).sum_dim(3).sqrt().detach();

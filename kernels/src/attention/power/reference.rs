@@ -46,13 +46,6 @@ fn fold_group<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
     x.reshape([rows, group * queries, channels])
 }
 
-/// A value per query of a row, `[rows, queries]`, for each head of the group:
-/// `[rows, group · queries, 1]`.
-fn for_group<B: OpBackend>(x: Tensor<B, 2>, group: usize) -> Tensor<B, 3> {
-    let [rows, queries] = x.dims();
-    x.reshape([rows, 1, queries]).repeat_dim(1, group).reshape([rows, group * queries, 1])
-}
-
 impl<B: OpBackend> Rows<B> {
     /// The queries and keys of a block.
     fn of(&self, block: &Block) -> Self {
@@ -158,9 +151,10 @@ impl Power {
 
     /// Σ of the log decays from the first key to each query, `[rows, group · queries, 1]`.
     fn reach<B: OpBackend>(&self, rows: &Rows<B>) -> Tensor<B, 3> {
-        let (block, group) = (rows.block(), rows.q.dims()[1]);
-        let sums = rows.log_decay.clone().cumsum(1);
-        for_group(sums.narrow(1, block.queries.start, block.queries.len()), group)
+        let [n, group, queries, _] = rows.q.dims();
+        let sums = rows.log_decay.clone().cumsum(1).unsqueeze_dim::<3>(1);
+        let of_queries = sums.narrow(2, rows.block().queries.start, queries);
+        of_queries.repeat_dim(1, group).reshape([n, group * queries, 1])
     }
 
     /// `past` and the tokens after it: k, v and log decays, `[rows, n, channels]`.

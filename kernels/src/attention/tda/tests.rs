@@ -16,15 +16,15 @@ impl Conformance for Config {
         let config = Config::default();
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
-            Config { beta: 0.7, ..config.clone() },
+            Config { beta: 0.5, ..config.clone() },
             Config { p: 1, beta: 0.5, kappa: 3.0, rope: false, ..config.clone() },
-            Config { p: 3, beta: 0.7, theta: 100.0, ..config },
+            Config { p: 3, beta: 0.5, theta: 100.0, ..config },
         ]
     }
 
     fn prepare(&self, inputs: &mut [Oracle]) {
         away_from_zero(inputs, 2.0);
-        inputs[4].data[0] = 0.2; // λ
+        inputs[4].data[0] = 0.05; // λ
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
