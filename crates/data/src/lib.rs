@@ -5,6 +5,7 @@
 
 mod config;
 mod error;
+pub mod files;
 mod input;
 mod loader;
 mod mixture;

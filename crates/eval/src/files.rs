@@ -1,21 +1,13 @@
 //! Files that are there whole or not at all.
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::EvalError;
 
-/// Writes `bytes` to a temporary name beside `path`, then renames it.
+/// Writes a file whole or not at all.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), EvalError> {
-    with_temporary(path, |temporary| {
-        let write = || {
-            let mut file = File::create(temporary)?;
-            file.write_all(bytes)?;
-            file.sync_all()
-        };
-        write().map_err(EvalError::write(path))
-    })
+    longwall_data::files::write_atomically(path, bytes).map_err(EvalError::write(path))
 }
 
 /// Lets `write` make a file under a temporary name with `path`'s extension, then renames it to
@@ -68,16 +60,6 @@ mod tests {
         });
         assert!(result.is_err());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn a_write_replaces_the_whole_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("results.json");
-        write_atomically(&path, b"a longer text").unwrap();
-        write_atomically(&path, b"short").unwrap();
-        assert_eq!(fs::read(&path).unwrap(), b"short");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -8,7 +8,6 @@ pub mod checkpoint;
 pub mod config;
 pub mod console;
 mod error;
-mod files;
 pub mod gradients;
 pub mod guard;
 pub mod metrics;

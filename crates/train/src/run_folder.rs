@@ -4,10 +4,10 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use longwall_data::files;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, RunConfig};
-use crate::files;
 use crate::metrics::ValidationRecord;
 
 /// What training writes into a run folder; `--force` removes these and nothing else.

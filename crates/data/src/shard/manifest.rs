@@ -2,12 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
-use std::io::Write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DataError, Tokenizer};
+use crate::{DataError, Tokenizer, files};
 
 /// The manifest's name in the folder of shards.
 pub const MANIFEST_FILE: &str = "manifest.json";
@@ -175,32 +174,7 @@ pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Data
 
 /// Writes a file under a temporary name in the same folder and renames it.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> Result<(), DataError> {
-    let fail = |source| DataError::write(path, source);
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let mut file = tempfile::Builder::new()
-        .prefix(".")
-        .suffix(".partial")
-        .tempfile_in(folder)
-        .map_err(fail)?;
-    file.write_all(content).and_then(|()| file.as_file().sync_data()).map_err(fail)?;
-    readable_by_all(file.as_file()).map_err(fail)?;
-    file.persist(path).map_err(|error| fail(error.error))?;
-    Ok(())
-}
-
-/// Temporary files are private; what they become is not.
-#[cfg(unix)]
-fn readable_by_all(file: &std::fs::File) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    file.set_permissions(std::fs::Permissions::from_mode(0o644))
-}
-
-#[cfg(not(unix))]
-fn readable_by_all(_: &std::fs::File) -> std::io::Result<()> {
-    Ok(())
+    files::write_atomically(path, content).map_err(|source| DataError::write(path, source))
 }
 
 /// Counts lengths in buckets: exact below 64, then 32 buckets for every doubling.

@@ -4,10 +4,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use longwall_data::files;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
-use crate::files;
 
 /// Written last into a checkpoint; a folder without it is not one.
 pub(super) const STATE_FILE: &str = "state.json";

@@ -6,12 +6,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use longwall_data::files;
 use toml::{Table, Value};
 
 use super::results::{RunResult, Status, SweepResults};
 use super::{Plan, PlannedRun, SweepError};
 use crate::config::Difference;
-use crate::files;
 use crate::run_folder::{self, LOG_FILE};
 use crate::signals::StopFlag;
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use longwall_data::files::write_atomically;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
@@ -161,13 +162,6 @@ pub fn write(path: &Path, tensors: &[(String, Floats)]) -> Result<()> {
         (name, view.expect("the elements are those of the shape"))
     });
     let file = safetensors::serialize(views, None).expect("named f32 tensors can be serialised");
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = PathBuf::from(partial);
-    let written = std::fs::write(&partial, file).and_then(|()| std::fs::rename(&partial, path));
-    if written.is_err() {
-        // The error that matters is the first one.
-        let _ = std::fs::remove_file(&partial);
-    }
-    written.with_context(|| format!("cannot write the output file {}", path.display()))
+    write_atomically(path, &file)
+        .with_context(|| format!("cannot write the output file {}", path.display()))
 }
