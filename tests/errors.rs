@@ -232,6 +232,21 @@ fn unknown_suite_in_a_configuration() {
 }
 
 #[test]
+fn unknown_option_of_a_suite_in_a_configuration() {
+    let w = Workspace::new();
+    w.write("tiny.toml", &format!("{CONFIG}\n[[eval]]\nsuite = \"passkey\"\nlenghts = [500]\n"));
+    insta::assert_snapshot!(train_error(&w, &[]));
+}
+
+#[test]
+fn wrong_type_of_a_suites_option_in_a_configuration() {
+    let w = Workspace::new();
+    let eval = "[[eval]]\nsuite = \"passkey\"\nlengths = [500]\nbatch_tokens = true\n";
+    w.write("tiny.toml", &format!("{CONFIG}\n{eval}"));
+    insta::assert_snapshot!(train_error(&w, &[]));
+}
+
+#[test]
 fn option_out_of_range() {
     let w = Workspace::new();
     w.train("tiny", &["train.tokens=256"]);

@@ -44,6 +44,10 @@ fn fox() -> Vec<Raw> {
 const FOX: [&str; 8] =
     ["op", "--kind", "fox", "--input", "in.safetensors", "--output", "out.safetensors", "--grad"];
 
+fn fox_and<const N: usize>(more: [&'static str; N]) -> Vec<&'static str> {
+    FOX.into_iter().chain(more).collect()
+}
+
 #[test]
 fn an_operation_runs_on_a_file_and_its_paths_agree() {
     let w = Workspace::new();
@@ -68,8 +72,7 @@ fn an_operation_runs_on_a_file_and_its_paths_agree() {
     let gradient = read(&w.path("out.safetensors"), "grad_q");
     assert!(gradient[6] != 0.0 && gradient[..6].iter().chain(&gradient[8..]).all(|x| *x == 0.0));
 
-    let reference: Vec<&str> = FOX.into_iter().chain(["--path", "reference"]).collect();
-    w.succeed(&reference);
+    w.succeed(&fox_and(["--path", "reference"]));
     for (kernel, reference) in kernel.iter().zip(read(&w.path("out.safetensors"), "o")) {
         assert!((kernel - reference).abs() < 1e-6);
     }
@@ -124,8 +127,118 @@ fn unknown_kind_of_operation() {
 #[test]
 fn unknown_key_of_an_operation() {
     let w = Workspace::new();
-    let args: Vec<&str> = FOX.into_iter().chain(["--set", "thetta=3"]).collect();
+    insta::assert_snapshot!(w.fail(&fox_and(["--set", "thetta=3"])));
+}
+
+#[test]
+fn kind_of_an_operation_set_twice() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox());
+    insta::assert_snapshot!(w.fail(&fox_and(["--set", "kind=rope"])));
+}
+
+#[test]
+fn kernel_path_of_a_kind_without_one() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox()[..3]);
+    let args = FOX.map(|arg: &'static str| if arg == "fox" { "lssar" } else { arg });
+    let more = ["--device", "cpu", "--path", "kernel"];
+    let args: Vec<&str> = args[..7].iter().copied().chain(more).collect();
     insta::assert_snapshot!(w.fail(&args));
+}
+
+#[test]
+fn wrong_type_of_an_operations_tensor() {
+    let w = Workspace::new();
+    let mut tensors = fox();
+    tensors[3] = ("forget_gate", Dtype::F64, vec![1, 4, 2], vec![0; 64]);
+    write(&w.path("in.safetensors"), &tensors);
+    insta::assert_snapshot!(w.fail(&FOX));
+}
+
+#[test]
+fn missing_input_of_an_operation() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(w.fail(&FOX));
+}
+
+#[test]
+fn truncated_input_of_an_operation() {
+    let w = Workspace::new();
+    let path = w.path("in.safetensors");
+    write(&path, &fox());
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes.truncate(bytes.len() - 4);
+    std::fs::write(&path, bytes).unwrap();
+    insta::assert_snapshot!(w.fail(&FOX));
+}
+
+#[test]
+fn element_of_an_operations_tensor_that_is_not_finite() {
+    let w = Workspace::new();
+    let mut tensors = fox();
+    tensors[3] = floats("forget_gate", &[1, 4, 2], |at| if at == 5 { f32::NAN } else { 0.0 });
+    write(&w.path("in.safetensors"), &tensors);
+    insta::assert_snapshot!(w.fail(&FOX));
+}
+
+#[test]
+fn document_starts_that_are_none() {
+    let w = Workspace::new();
+    let starts: Vec<u8> = [0i32, 0, 1, 1].into_iter().flat_map(i32::to_le_bytes).collect();
+    let mut tensors = fox();
+    tensors.push(("document_starts", Dtype::I32, vec![1, 4], starts));
+    write(&w.path("in.safetensors"), &tensors);
+    insta::assert_snapshot!(w.fail(&FOX));
+}
+
+#[test]
+fn heads_of_an_operation_that_do_not_divide() {
+    let w = Workspace::new();
+    let mut tensors = fox();
+    tensors[0] = floats("q", &[1, 3, 4, 2], |_| 0.0);
+    tensors[1] = floats("k", &[1, 2, 4, 2], |_| 0.0);
+    write(&w.path("in.safetensors"), &tensors);
+    insta::assert_snapshot!(w.fail(&FOX));
+}
+
+#[test]
+fn window_of_an_operation_out_of_range() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox());
+    insta::assert_snapshot!(w.fail(&fox_and(["--window", "0"])));
+}
+
+#[test]
+fn key_of_an_operation_out_of_range() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox());
+    insta::assert_snapshot!(w.fail(&fox_and(["--set", "rope=true", "--set", "theta=0"])));
+}
+
+#[test]
+fn missing_output_folder_of_an_operation() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox());
+    let args = FOX.map(|arg: &'static str| match arg {
+        "out.safetensors" => "absent/out.safetensors",
+        _ => arg,
+    });
+    insta::assert_snapshot!(w.fail(&args));
+}
+
+#[test]
+fn output_of_an_operation_onto_its_input() {
+    let w = Workspace::new();
+    let path = w.path("in.safetensors");
+    write(&path, &fox());
+    let before = std::fs::read(&path).unwrap();
+    let args = FOX.map(|arg: &'static str| match arg {
+        "out.safetensors" => "./in.safetensors",
+        _ => arg,
+    });
+    insta::assert_snapshot!(w.fail(&args));
+    assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
 /// The documentation's table is the registry's.
@@ -147,7 +260,14 @@ fn documented_op_files_name_every_tensor() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/op-files.md");
     let text = std::fs::read_to_string(path).unwrap();
     let shape = AttentionShape::new(32, 4, 2, 8);
-    for config in AttentionConfig::defaults() {
+    let others = [
+        "kind = \"rope\"\nssmax = true",
+        "kind = \"wall\"\ngate_source = \"key\"",
+        "kind = \"path\"\nforget_gate = true",
+    ];
+    let others = others.map(|table| toml::from_str::<AttentionConfig>(table).unwrap());
+    let mut names = vec![];
+    for config in AttentionConfig::defaults().into_iter().chain(others) {
         let kind = config.kind();
         let section = text.split(&format!("\n### {kind}\n")).nth(1);
         let section = section.unwrap_or_else(|| panic!("no section on {kind}"));
@@ -155,6 +275,15 @@ fn documented_op_files_name_every_tensor() {
         let projections = config.projections(&shape).into_iter().map(|p| p.name);
         for name in projections.chain(config.parameters(&shape).into_iter().map(|p| p.name)) {
             assert!(section.contains(&format!("`{name}`")), "{kind}: {name} is not documented");
+            names.push((kind, name));
         }
+    }
+    for optional in [
+        ("rope", "ssmax_scale"),
+        ("wall", "key_gate_weight"),
+        ("wall", "key_gate_bias"),
+        ("path", "forget_gate"),
+    ] {
+        assert!(names.contains(&optional), "{optional:?} is not among {names:?}");
     }
 }

@@ -47,7 +47,8 @@ pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Devic
         }
         (DeviceChoice::Cuda, Err(reason)) => bail!(
             "the device is \"cuda\", but {reason}\n  \
-             hint: set device = \"cpu\" or \"auto\", or install an NVIDIA driver"
+             hint: use --device cpu, set device = \"cpu\" or \"auto\" in [run], or install an NVIDIA \
+             driver"
         ),
     };
     tracing::info!("device: {device}");

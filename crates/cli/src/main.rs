@@ -2,6 +2,7 @@
 
 mod commands;
 mod context;
+mod costs;
 mod progress;
 
 use std::process::ExitCode;
@@ -36,9 +37,9 @@ enum Command {
     Tokenizer(commands::tokenizer::Command),
     /// Draw the loss curves of one or several runs
     Plot(commands::plot::Args),
-    /// Show what a configuration's model costs: parameters, FLOPs, cache
+    /// Show what a configuration's model costs: parameters, FLOPs, state that decoding keeps
     Info(commands::info::Args),
-    /// List the attention kinds: source, keys, state, kernels
+    /// List the attention kinds: source, keys, kernels
     Variants(commands::variants::Args),
     /// Run one attention operation on tensors from a file
     Op(commands::op::Args),

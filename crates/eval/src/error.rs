@@ -49,7 +49,7 @@ pub enum EvalError {
 
     /// A length that cannot hold the shortest prompt and the answer.
     #[error(
-        "{suite}: length {length} is too short; allowed: at least {minimum} tokens of the {tokenizer} tokeniser ({prompt} for the shortest prompt, {generation} for the answer)\n  hint: ask for --lengths of {minimum} or more"
+        "{suite}: length {length} is too short; allowed: at least {minimum} tokens of the {tokenizer} tokenizer ({prompt} for the shortest prompt, {generation} for the answer)\n  hint: ask for --lengths of {minimum} or more"
     )]
     TooShort {
         /// The suite.
@@ -62,7 +62,7 @@ pub enum EvalError {
         prompt: usize,
         /// Tokens kept for the generated answer.
         generation: usize,
-        /// The tokeniser's name.
+        /// The tokenizer's name.
         tokenizer: String,
     },
 

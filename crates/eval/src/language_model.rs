@@ -8,7 +8,7 @@ use longwall_model::generate::{Sampling, generate};
 
 use crate::{EvalError, EvalModel, LogLikelihood};
 
-/// A [`LanguageModel`] on its device, with the tokeniser it was trained with.
+/// A [`LanguageModel`] on its device, with the tokenizer it was trained with.
 pub struct TrainedModel<B: OpBackend> {
     model: LanguageModel<B>,
     tokenizer: Tokenizer,

@@ -11,7 +11,7 @@
 //! - `grid.csv`: the scores by length and depth;
 //! - SVG plots.
 //!
-//! All lengths are in tokens of the model's own tokeniser, and prompt plus generation fit them.
+//! All lengths are in tokens of the model's own tokenizer, and prompt plus generation fit them.
 
 mod error;
 mod files;

@@ -19,7 +19,7 @@ pub struct LogLikelihood {
 /// A call gets one batch: the caller has chosen its size, and all its sequences have one length
 /// where the method says so. Answers come back in the order of the requests.
 pub trait EvalModel {
-    /// The tokeniser the model was trained with.
+    /// The tokenizer the model was trained with.
     fn tokenizer(&self) -> &Tokenizer;
 
     /// Length of the sequences the model was trained on, in tokens.

@@ -13,6 +13,10 @@ use crate::suite::{Batching, Trial};
 pub(crate) const DEFAULT_BATCH: usize = 16;
 /// Tokens in a call of the model, unless the user says otherwise.
 pub(crate) const DEFAULT_BATCH_TOKENS: usize = 65_536;
+/// The longest length, in tokens: that of a training row.
+const LONGEST: usize = 1 << 24;
+/// The most samples of one kind at one length, so that their numbers add up.
+pub(crate) const MOST_SAMPLES: usize = 100_000_000;
 
 /// Parses a length or a number of tokens on the command line: `4096`, `32k`.
 pub(crate) fn parse_size(text: &str) -> Result<usize, String> {
@@ -41,7 +45,7 @@ pub(crate) fn optional_sizes<'de, D: Deserializer<'de>>(
     sizes(deserializer).map(Some)
 }
 
-/// Checks a list of lengths: at least one, none 0, none twice.
+/// Checks a list of lengths: at least one, none 0, none too long, none twice.
 pub(crate) fn check_lengths(suite: &str, lengths: &[usize], problems: &mut Problems) {
     let key = format!("{suite}.lengths");
     problems.check(
@@ -53,6 +57,13 @@ pub(crate) fn check_lengths(suite: &str, lengths: &[usize], problems: &mut Probl
     );
     for (at, &length) in lengths.iter().enumerate() {
         problems.check(length > 0, &key, length, "lengths above 0, in tokens", "remove the 0");
+        problems.check(
+            length <= LONGEST,
+            &key,
+            length,
+            format!("lengths up to {LONGEST}, in tokens"),
+            "ask for shorter ones",
+        );
         problems.check(
             !lengths[..at].contains(&length),
             &key,

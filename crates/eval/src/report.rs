@@ -25,7 +25,7 @@ pub struct Score {
     pub estimate: Estimate,
 }
 
-/// The tokeniser an evaluation counted its lengths in.
+/// The tokenizer an evaluation counted its lengths in.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenizerReport {
     /// Its name.
@@ -53,7 +53,7 @@ pub struct Report {
     pub longwall_version: String,
     /// Device the model ran on.
     pub device: String,
-    /// The tokeniser.
+    /// The tokenizer.
     pub tokenizer: TokenizerReport,
     /// Length of the sequences the model was trained on, in tokens.
     pub train_seq_len: usize,
@@ -170,7 +170,7 @@ impl Display for Report {
         }
         write!(
             f,
-            "lengths in tokens of the {} tokeniser (trained at {}); ± is the standard error",
+            "lengths in tokens of the {} tokenizer (trained at {}); ± is the standard error",
             self.tokenizer.name, self.train_seq_len
         )
     }

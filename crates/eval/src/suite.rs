@@ -74,7 +74,7 @@ pub trait Suite: Sized {
 /// What a suite may know before it starts.
 #[derive(Clone, Copy)]
 pub struct Setting<'a> {
-    /// The model's tokeniser; every length is in its tokens.
+    /// The model's tokenizer; every length is in its tokens.
     pub tokenizer: &'a Tokenizer,
     /// Length of the sequences the model was trained on.
     pub train_seq_len: usize,

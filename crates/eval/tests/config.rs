@@ -103,7 +103,7 @@ fn every_option_out_of_range_is_reported_at_once() {
       hint: remove the 0
     passkey.lengths is 500 twice; allowed: every length once
       hint: remove the repetition
-    passkey.trials is 0; allowed: 1 or more
+    passkey.trials is 0; allowed: 1 to 100000000
       hint: the paper takes --trials 100
     passkey.max_tokens is 0; allowed: 1 to 1024
       hint: the paper generates --max-tokens 10
@@ -143,23 +143,28 @@ fn every_option_out_of_range_is_reported_at_once() {
       hint: use powers of two: all lengths are scored on the same tokens
     extrapolate.packed is true without extrapolate.text; allowed: only beside --text
       hint: leave out --packed: the validation split is packed anyway
-    extrapolate.sequences is 0; allowed: 1 or more
+    extrapolate.sequences is 0; allowed: 1 to 100000000
       hint: more --sequences give smaller standard errors; 16 is usual
     ");
 
     let config = SuiteConfig::Fflm(FflmOptions {
-        lengths: vec![2, 33],
+        lengths: vec![2, 33, 1 << 25],
+        sequences: Some(usize::MAX),
         dense_sequences: Some(0),
         ..FflmOptions::default()
     });
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
     insta::assert_snapshot!(error, @r"
-    the configuration has 3 problems:
+    the configuration has 5 problems:
+    fflm.lengths is 33554432; allowed: lengths up to 16777216, in tokens
+      hint: ask for shorter ones
     fflm.lengths is 2; allowed: even lengths of 4 or more: an instruction is two tokens, the first writes and the last reads
       hint: the paper's is 512
     fflm.lengths is 33; allowed: even lengths of 4 or more: an instruction is two tokens, the first writes and the last reads
       hint: the paper's is 512
-    fflm.dense_sequences is 0; allowed: 1 or more
+    fflm.sequences is 18446744073709551615; allowed: 1 to 100000000
+      hint: leave it out for the default
+    fflm.dense_sequences is 0; allowed: 1 to 100000000
       hint: leave it out for the default
     ");
 }

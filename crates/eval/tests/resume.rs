@@ -106,7 +106,7 @@ fn other_settings_are_refused_without_force() {
 }
 
 #[test]
-fn another_checkpoint_or_tokeniser_is_other_settings() {
+fn another_checkpoint_or_tokenizer_is_other_settings() {
     let dir = tempfile::tempdir().unwrap();
     let config = SuiteConfig::Passkey(options());
     evaluate(&config, &mut model(), dir.path()).unwrap();

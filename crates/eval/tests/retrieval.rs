@@ -217,7 +217,7 @@ fn lengths_below_the_shortest_prompt_name_the_minimum() {
     let error = evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap_err();
     let EvalError::TooShort { minimum, .. } = &error else { panic!("{error}") };
     insta::assert_snapshot!(error, @r"
-    passkey: length 200 is too short; allowed: at least 257 tokens of the bytes tokeniser (247 for the shortest prompt, 10 for the answer)
+    passkey: length 200 is too short; allowed: at least 257 tokens of the bytes tokenizer (247 for the shortest prompt, 10 for the answer)
       hint: ask for --lengths of 257 or more
     ");
     let options = PasskeyOptions { lengths: vec![*minimum], trials: 50, ..options };
@@ -236,7 +236,7 @@ fn lengths_below_the_shortest_prompt_name_the_minimum() {
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
     let EvalError::TooShort { minimum, .. } = &error else { panic!("{error}") };
     insta::assert_snapshot!(error, @r"
-    niah: length 100 is too short; allowed: at least 110 tokens of the gpt2 tokeniser (78 for the shortest prompt, 32 for the answer)
+    niah: length 100 is too short; allowed: at least 110 tokens of the gpt2 tokenizer (78 for the shortest prompt, 32 for the answer)
       hint: ask for --lengths of 110 or more
     ");
     let options = NiahOptions { lengths: Some(vec![*minimum]), trials: 50, ..options };
@@ -292,6 +292,6 @@ fn a_report_prints_as_a_table_and_reads_back() {
       1000  1.000 ± 0.000   1.000    1.000     1.000
       2000  1.000 ± 0.000   1.000    1.000     1.000
        all  1.000 ± 0.000
-    lengths in tokens of the bytes tokeniser (trained at 1024); ± is the standard error
+    lengths in tokens of the bytes tokenizer (trained at 1024); ± is the standard error
     ");
 }

@@ -1,7 +1,7 @@
 //! The `[model]` table.
 
 use longwall_config::Problems;
-use longwall_kernels::attention::{AttentionConfig, AttentionShape};
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, rwkv7};
 use serde::{Deserialize, Serialize};
 
 /// The family of blocks.
@@ -139,6 +139,12 @@ pub struct ModelConfig {
     pub attention: AttentionConfig,
 }
 
+/// The most layers.
+const MOST_LAYERS: usize = 1024;
+
+/// The largest width of anything.
+const MOST_CHANNELS: usize = 1 << 18;
+
 /// The table as written.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -223,10 +229,10 @@ impl ModelConfig {
         }
     }
 
-    /// Inner channels of the gated value residual's projection: 1.3 · √width, rounded to a
-    /// multiple of 32 and at least 32, as RWKV-7's released models have it.
+    /// Inner channels of the gated value residual's projection: 1.3 · √width, rounded as those of
+    /// RWKV-7's other projections.
     pub fn value_residual_rank(&self) -> usize {
-        ((1.3 * (self.width as f64).sqrt() / 32.0).round() as usize).max(1) * 32
+        rwkv7::rank(1.3 * (self.width as f64).sqrt(), self.width)
     }
 
     /// Hidden width of the MLP.
@@ -239,30 +245,35 @@ impl ModelConfig {
 
     /// Records everything that is wrong with the table.
     pub fn validate(&self, problems: &mut Problems) {
-        let sizes = [("layers", self.layers), ("width", self.width), ("heads", self.heads)];
-        for (key, value) in sizes {
+        let mut sound = true;
+        let mut check = |key: &str, value: usize, most: usize, remedy: &str| {
+            let allowed = (1..=most).contains(&value);
+            sound &= allowed;
             let key = format!("model.{key}");
-            problems.check(value > 0, &*key, value, "a whole number above 0", format!("set {key}"));
-        }
-        let options = [
+            let remedy = format!("{remedy} {key}");
+            problems.check(allowed, key, value, format!("from 1 to {most}"), remedy);
+        };
+        check("layers", self.layers, MOST_LAYERS, "set");
+        check("width", self.width, MOST_CHANNELS, "set");
+        check("heads", self.heads, MOST_CHANNELS, "set");
+        for (key, value) in [
             ("kv_heads", self.kv_heads),
             ("head_dim", self.head_dim),
             ("mlp_width", self.mlp_width),
-            ("window", self.window),
-        ];
-        for (key, value) in options {
-            problems.check(
-                value != Some(0),
-                format!("model.{key}"),
-                0,
-                "a whole number above 0",
-                format!("leave model.{key} out for its default"),
-            );
+        ] {
+            check(key, value.unwrap_or(1), MOST_CHANNELS, "change, or leave out,");
         }
-        if sizes.iter().any(|size| size.1 == 0) || options.iter().any(|size| size.1 == Some(0)) {
+        if !sound {
             return; // The checks below divide by these.
         }
         let shape = self.attention_shape(0);
+        problems.check(
+            shape.heads * shape.head_dim <= MOST_CHANNELS,
+            "model.head_dim",
+            shape.head_dim,
+            format!("heads · head_dim up to {MOST_CHANNELS}"),
+            "set model.head_dim or model.heads lower",
+        );
         problems.check(
             self.head_dim.is_some() || self.width.is_multiple_of(self.heads),
             "model.heads",

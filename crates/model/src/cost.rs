@@ -85,12 +85,10 @@ fn attention_parameters(config: &ModelConfig, layer: usize) -> usize {
     let own: usize = config.attention.parameters(&shape).iter().map(|p| p.elements).sum();
     let norms = if config.qk_norm { 2 * shape.head_dim } else { 0 };
     let sides = config.attention.projections(&shape);
-    let side_convs: usize =
-        sides.iter().filter_map(|p| p.conv.map(|conv| conv.taps * p.features)).sum();
+    let side_convs: usize = sides.iter().filter_map(|p| p.conv.map(|taps| taps * p.features)).sum();
     let channels: usize = channels(config, &shape).iter().sum();
     let convs = if config.short_conv { CONV_TAPS * channels } else { 0 };
-    let shifted = 3 + sides.len() + usize::from(config.output_gate);
-    let shifts = if config.token_shift { shifted * config.width } else { 0 };
+    let shifts = if config.token_shift { shifted(config, sides.len()) * config.width } else { 0 };
     let mixed = config.value_residual == ValueResidual::Learned && layer > 0;
     matrices + own + norms + side_convs + convs + shifts + if mixed { 2 } else { 0 }
 }
@@ -130,10 +128,15 @@ fn block_flops_per_token(config: &ModelConfig) -> f64 {
 }
 
 /// The weight-to-state FLOP ratio: FLOPs with the blocks' weights over those of the attention
-/// operations (Gelada et al., 2025, section 3.2). Near 1, neither parameters nor state are cheap
-/// to enlarge. The output projection is left out, which gives the paper's Table 2.
+/// operations' states, keys and values (Gelada et al., 2025, section 3.2). Near 1, neither
+/// parameters nor state are cheap to enlarge. The output projection is left out, which gives the
+/// softmax rows of the paper's Table 2. (Its linear row, 30:1, is for a state read and written once
+/// per token; `linear` also counts the scores inside a chunk that its chunked form computes.)
 pub fn weight_state_ratio(config: &ModelConfig, seq_len: usize) -> f64 {
-    block_flops_per_token(config) / attention_flops_per_token(config, seq_len)
+    let layer = |n| config.attention.weight_flops_per_token(&config.attention_shape(n));
+    let own: f64 = (0..config.layers).map(layer).sum();
+    let state = attention_flops_per_token(config, seq_len) - own;
+    (block_flops_per_token(config) + own) / state
 }
 
 /// FLOPs of the attention operations of all layers per token, forward.
@@ -147,8 +150,33 @@ pub fn train_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len: u
     3.0 * forward_flops_per_token(config, vocab_size, seq_len)
 }
 
-/// Elements that decoding keeps per sequence of `seq_len` tokens, over all layers.
+/// Elements that decoding keeps per sequence of `seq_len` tokens, over all layers: the attention
+/// variant's, and the last inputs of convolutions and token shifts.
 pub fn state_elements(config: &ModelConfig, seq_len: usize) -> u64 {
-    let layer = |n| config.attention.state_elements(&config.attention_shape(n), seq_len);
+    let layer = |n| {
+        config.attention.state_elements(&config.attention_shape(n), seq_len)
+            + history_elements(config, n, seq_len)
+    };
     (0..config.layers).map(layer).sum()
+}
+
+/// Elements of the last inputs that layer `layer` keeps after `seq_len` tokens.
+fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
+    let shape = config.attention_shape(layer);
+    let kept = |taps: usize, channels: usize| ((taps - 1).min(seq_len) * channels) as u64;
+    let sides = config.attention.projections(&shape);
+    let side_convs: u64 =
+        sides.iter().filter_map(|p| p.conv.map(|taps| kept(taps, p.features))).sum();
+    let channels: usize = channels(config, &shape).iter().sum();
+    let convs = if config.short_conv { kept(CONV_TAPS, channels) } else { 0 };
+    // Those of attention, and the MLP's.
+    let shifted = shifted(config, sides.len()) + 1;
+    let shifts = if config.token_shift { kept(2, shifted * config.width) } else { 0 };
+    side_convs + convs + shifts
+}
+
+/// Inputs of an attention layer that a token shift precedes: those of q, k, v, the side projections
+/// and the output gate.
+fn shifted(config: &ModelConfig, sides: usize) -> usize {
+    3 + sides + usize::from(config.output_gate)
 }

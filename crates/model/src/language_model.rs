@@ -41,6 +41,11 @@ impl<B: OpBackend> ModelState<B> {
     pub fn position(&self) -> usize {
         self.position
     }
+
+    /// Elements held, over all sequences.
+    pub fn elements(&self) -> usize {
+        self.blocks.iter().map(BlockState::elements).sum()
+    }
 }
 
 impl<B: OpBackend> LanguageModel<B> {

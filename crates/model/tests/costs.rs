@@ -1,5 +1,6 @@
 use burn::backend::Flex;
 use burn::module::Module;
+use burn::tensor::Tensor;
 use longwall_model::cost::Parameters;
 use longwall_model::{LanguageModel, cost};
 
@@ -33,6 +34,43 @@ fn gpt2_124m_has_its_known_size() {
     let attention = 12.0 * 4.0 * 768.0 * (1025.0 / 2.0);
     let flops = cost::forward_flops_per_token(&config, 50257, 1024);
     assert!((flops - (2.0 * matrices + attention)).abs() < 1.0, "{flops}");
+}
+
+/// The state of a model whose attention keeps a state of one size, with every kind of history.
+#[test]
+fn the_state_is_counted_as_it_is_held() {
+    for kind in ["rwkv7", "linear"] {
+        let text = format!(
+            "layers = 2\nwidth = 16\nheads = 2\nshort_conv = true\ntoken_shift = true\n\
+             output_gate = true\nattention = {{ kind = \"{kind}\" }}"
+        );
+        let config: longwall_model::ModelConfig = toml::from_str(&text).unwrap();
+        let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 0, &Default::default());
+        let mut state = model.start();
+        for seq_len in 1..6 {
+            model.extend(Tensor::zeros([3, 1], &Default::default()), &mut state);
+            let counted = cost::state_elements(&config, seq_len) as usize;
+            assert_eq!(state.elements(), 3 * counted, "{kind} after {seq_len} tokens");
+        }
+    }
+}
+
+/// RWKV-7's released models start the token shift of decay and rate apart from that of the gate.
+#[test]
+fn token_shifts_start_with_each_projections_exponent() {
+    let config: longwall_model::ModelConfig = toml::from_str(
+        "arch = \"rwkv7\"\nlayers = 2\nwidth = 16\nheads = 2\nattention = { kind = \"rwkv7\" }",
+    )
+    .unwrap();
+    let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 0, &Default::default());
+    let shifts = &model.blocks[0].attention.shifts;
+    // q, k, v, decay, rate, gate; channel 4 of 16 in the first of two layers.
+    for (mu, exponent) in shifts.iter().zip([0.2, 0.7, 0.7, 0.9, 0.9, 0.2]) {
+        let got = mu.val().into_data().to_vec::<f32>().unwrap()[4];
+        let want = 1.0 - 0.25f32.powf(exponent);
+        assert!((got - want).abs() < 1e-6, "{got} for {want}");
+    }
+    assert_eq!(shifts.len(), 6);
 }
 
 /// Table 2 of Gelada et al. (2025): 124M GPT-2 with softmax is 8:1 at 1,024 tokens, 1:1 at 8,192,

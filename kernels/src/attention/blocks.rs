@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, Int, Numeric, Tensor};
 
 use crate::backend::OpBackend;
 
@@ -91,7 +91,7 @@ pub fn hidden<B: OpBackend>(
     }
     if let Some(documents) = documents {
         let queries = block.queries.len();
-        let starts = documents.clone().narrow(1, block.queries.start, queries);
+        let starts = copied(documents.clone().narrow(1, block.queries.start, queries));
         let shape = [starts.dims()[0], 1, queries, block.keys.len()];
         let starts = starts.reshape([shape[0], 1, queries, 1]).expand(shape);
         hidden = hidden.expand(shape).bool_or(j.expand(shape).lower(starts));
@@ -113,6 +113,13 @@ pub fn places_in_documents<B: OpBackend>(
         Some(starts) => (at.expand(starts.dims()).cast(starts.dtype()) - starts.clone()).float(),
         None => at.float(),
     }
+}
+
+/// A copy in memory of its own, in the order of its elements: for a view that is reshaped although
+/// its last dimension may have one element (see [`crate::cuda`]), and for a part that is kept, where
+/// a view would keep the whole.
+pub fn copied<B: OpBackend, const D: usize, K: Numeric<B>>(x: Tensor<B, D, K>) -> Tensor<B, D, K> {
+    x.zeros_like() + x
 }
 
 /// Σ_{s>t} x_s along `dim`, summed from the end, so that nothing cancels.
@@ -163,7 +170,7 @@ pub fn sum_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
 pub fn decay_between<B: OpBackend>(log_decay: &Tensor<B, 3>, block: &Block) -> Tensor<B, 4> {
     let [batch, heads, _] = log_decay.dims();
     let (queries, start) = (block.queries.len(), block.queries.start);
-    let own = log_decay.clone().narrow(2, start, queries);
+    let own = copied(log_decay.clone().narrow(2, start, queries));
     // Row s, column j: ℓ_s where s > j. The mask is false in the strict lower triangle.
     let shape = [batch, heads, queries, queries];
     let steps = own.reshape([batch, heads, queries, 1]).expand(shape);

@@ -76,6 +76,9 @@ impl<B: OpBackend> KvCache<B> {
     /// When fewer are held.
     pub fn drop_oldest(&mut self, n: usize) {
         assert!(n <= self.len, "dropping {n} of {} tokens", self.len);
+        if n == 0 {
+            return;
+        }
         let (len, buffers) = (self.len, self.buffers.take());
         self.len -= n;
         self.buffers = buffers.filter(|_| n < len).map(|buffers| {

@@ -60,6 +60,12 @@ pub trait Cached:
         let channels = self.views() * (shape.head_dim + self.value_dim(shape));
         (2 * channels * shape.heads) as f64 * shape.mean_keys(seq_len)
     }
+
+    /// As [`Variant::weight_flops_per_token`].
+    fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
+        let _ = shape;
+        0.0
+    }
 }
 
 impl<C: Cached> Variant for C {
@@ -113,6 +119,10 @@ impl<C: Cached> Variant for C {
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         Cached::flops_per_token(self, shape, seq_len)
+    }
+
+    fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
+        Cached::weight_flops_per_token(self, shape)
     }
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {

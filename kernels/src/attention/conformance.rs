@@ -1,8 +1,9 @@
 //! The tests every registered variant gets: agreement with its f64 oracle (outputs and gradients
 //! of every input, at odd lengths, with grouped heads, windows and packed documents), causality,
-//! decoding, determinism. `K` is the backend that is tested, against its own f32 reference.
+//! decoding, determinism. `K` is the backend that is tested, against its own f32 reference: for
+//! a kind without a kernel there, these are one, and only the oracle is left to hold it.
 
-use burn::backend::Autodiff;
+use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng};
@@ -272,6 +273,10 @@ pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
         check_outputs::<V, K>(&variant, &Problem::new(&variant, [6, 2, 16, 2, 70], None));
         check_outputs::<V, K>(&variant, &Problem::new(&variant, [4, 1, 32, 1, 33], None));
     }
+    for head_dim in [64, 96, 128] {
+        let variant = &V::cases()[0];
+        check_outputs::<V, K>(variant, &Problem::new(variant, [2, 1, head_dim, 1, 40], None));
+    }
 }
 
 /// Gradients of every input.
@@ -304,6 +309,9 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
         for window in windows(&variant, &[7]) {
             let problem = Problem::new(&variant, [4, 2, 8, 2, 100], window);
             check_outputs::<V, K>(&variant, &problem.packed(&[0, 1, 17, 64, 99]));
+            // The last token stands alone in its piece.
+            let problem = Problem::new(&variant, [2, 1, 8, 2, 129], window);
+            check_outputs::<V, K>(&variant, &problem.packed(&[0, 40, 128]));
         }
         let problem = Problem::new(&variant, [2, 2, 8, 1, 100], None).packed(&[0, 40]);
         let inputs = problem.tensors::<K>();
@@ -353,18 +361,21 @@ pub fn is_causal<V: Conformance, K: OpBackend>() {
 pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in windows(&variant, &[1, 6]) {
-            let problem = Problem::new(&variant, [4, 2, 8, 2, 60], window);
-            let full = problem.attend::<V, K>(&variant);
-            let inputs = problem.tensors::<K>();
-            let mut state = variant.start::<K>(&problem.shape);
-            let mut outputs = vec![];
-            let mut first = 0;
-            for n in [17, 1, 1, 3, 1, 20, 17] {
-                let inputs = cut(&inputs, first, n);
-                outputs.push(variant.extend(&problem.shape, inputs, &mut state));
-                first += n;
+            for steps in [&[17, 1, 1, 3, 1, 20, 17][..], &[127, 1, 1, 1]] {
+                let tokens = steps.iter().sum();
+                let problem = Problem::new(&variant, [4, 2, 8, 2, tokens], window);
+                let full = problem.attend::<V, K>(&variant);
+                let inputs = problem.tensors::<K>();
+                let mut state = variant.start::<K>(&problem.shape);
+                let mut outputs = vec![];
+                let mut first = 0;
+                for &n in steps {
+                    let inputs = cut(&inputs, first, n);
+                    outputs.push(variant.extend(&problem.shape, inputs, &mut state));
+                    first += n;
+                }
+                assert_close(&to_vec(Tensor::cat(outputs, 2)), &full);
             }
-            assert_close(&to_vec(Tensor::cat(outputs, 2)), &full);
         }
     }
 }
@@ -412,6 +423,35 @@ pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
     }
 }
 
+/// Outputs and gradients at a training step's sizes, where another choice of stock kernels may
+/// begin, agree with the CPU's.
+pub fn agrees_with_the_cpu_at_a_models_size<V: Conformance, K: OpBackend>() {
+    let variant = &V::cases()[0];
+    for starts in [&[0][..], &[0, 1, 100, 161]] {
+        let problem = Problem::new(variant, [3, 3, 64, 16, 256], None).packed(starts);
+        let what = format!("{variant:?}, documents at {starts:?}");
+        let output = problem.attend::<V, Flex>(variant);
+        assert_near(&what, &problem.attend::<V, K>(variant), &output);
+        let shape = &problem.shape;
+        let sizes = [problem.batch, shape.heads, problem.seq_len, variant.value_dim(shape)];
+        let mut rng = ChaCha8Rng::seed_from_u64(3);
+        let draw = |_| f64::from(rng.random_range(-1.0f32..1.0));
+        let upstream = Oracle::new(&sizes, (0..sizes.iter().product()).map(draw).collect());
+        let got = gradients::<V, K>(variant, &problem, &upstream);
+        let want = gradients::<V, Flex>(variant, &problem, &upstream);
+        for (input, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_near(&format!("{what}, gradient of input {input}"), got, want);
+        }
+    }
+}
+
+/// Largest difference relative to the largest value.
+fn assert_near(what: &str, got: &[f64], want: &[f64]) {
+    let scale = want.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
+    let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(worst <= 2e-5 * scale, "{what}: off by {worst:.2e}, largest value {scale:.2e}");
+}
+
 /// The test modules of a registered variant, on the CPU and on CUDA.
 macro_rules! suite {
     ($module:ident) => {
@@ -447,6 +487,15 @@ macro_rules! suite {
                     crate::attention::conformance::$test::<super::$v, crate::Cuda>();
                 }
             )+
+
+            #[test]
+            #[ignore = "needs a GPU"]
+            fn agrees_with_the_cpu_at_a_models_size() {
+                crate::attention::conformance::agrees_with_the_cpu_at_a_models_size::<
+                    super::$v,
+                    crate::Cuda,
+                >();
+            }
         }
     };
 }

@@ -87,15 +87,6 @@ pub struct LowRank {
     pub activation: Activation,
 }
 
-/// A causal depthwise convolution over time, after the projection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Conv {
-    /// Number of taps; the last one multiplies the current token.
-    pub taps: usize,
-    /// Whether SiLU follows.
-    pub silu: bool,
-}
-
 /// A projection of the layer's input that a variant takes beside q, k and v.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Projection {
@@ -107,14 +98,18 @@ pub struct Projection {
     pub bias: Option<Start>,
     /// Through few channels.
     pub low_rank: Option<LowRank>,
-    /// Followed by a short convolution.
-    pub conv: Option<Conv>,
+    /// Taps of a causal depthwise convolution over time that follows; the last one multiplies the
+    /// current token.
+    pub conv: Option<usize>,
+    /// Where the model shifts tokens: the exponent e of the initial μ, 1 − (c / width)^(e · r) for
+    /// channel c, where r falls from 1 to 0 with depth.
+    pub shift: f64,
 }
 
 impl Projection {
-    /// A plain projection without a bias.
+    /// A plain projection without a bias; its shift is 0.9, as that of RWKV-7's decay and rate.
     pub fn new(name: &'static str, features: usize) -> Self {
-        Projection { name, features, bias: None, low_rank: None, conv: None }
+        Projection { name, features, bias: None, low_rank: None, conv: None, shift: 0.9 }
     }
 
     /// With a bias.
@@ -127,9 +122,14 @@ impl Projection {
         Projection { low_rank: Some(LowRank { rank, activation }), ..self }
     }
 
-    /// Followed by a short convolution.
-    pub fn conv(self, taps: usize, silu: bool) -> Self {
-        Projection { conv: Some(Conv { taps, silu }), ..self }
+    /// Followed by a short convolution of `taps` taps.
+    pub fn conv(self, taps: usize) -> Self {
+        Projection { conv: Some(taps), ..self }
+    }
+
+    /// With another initial token shift.
+    pub fn shift(self, shift: f64) -> Self {
+        Projection { shift, ..self }
     }
 }
 
@@ -239,6 +239,12 @@ pub trait Variant:
     /// FLOPs of the operation's forward pass per token (projections apart), averaged over a causal
     /// sequence of `seq_len` tokens.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
+
+    /// Those of [`Variant::flops_per_token`] that multiply by the variant's own parameters.
+    fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
+        let _ = shape;
+        0.0
+    }
 
     /// Elements that decoding keeps per sequence after `seq_len` tokens fed one by one. Buffers may
     /// be up to twice as large.

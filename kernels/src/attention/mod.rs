@@ -24,7 +24,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::contract::{
-    Activation, AttentionShape, Conv, DecodeState, DocumentStarts, Inputs, LowRank, Parameter,
+    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, LowRank, Parameter,
     Projection, Start, Variant,
 };
 use crate::backend::OpBackend;
@@ -63,6 +63,9 @@ registry::registry! {
     /// RWKV-7's time mix.
     Rwkv7 = "rwkv7" in rwkv7;
 }
+
+/// The longest window: longer ones leave the range of positions.
+const MOST_TOKENS: usize = 1 << 24;
 
 /// What tables say of a registered kind.
 #[derive(Clone, Copy, Debug)]

@@ -1,10 +1,6 @@
-//! Pieces that the variants with a state of constant size share: log decays that forget at the
-//! start of a document, and their sums anchored at the ends of a chunk.
-//!
-//! With ℓ ≤ 0 the log decay of each step, a token j enters the state at the end of its chunk with
-//! the weight exp(Σ_{s>j} ℓ_s) and a query i reads the state from before its chunk with the weight
-//! exp(Σ_{s≤i} ℓ_s). Both sums run inside the chunk and only ever add: nothing cancels, and no
-//! factor is above 1, however strong the decay.
+//! What the variants with a state of constant size share: log decays that forget at the start of a
+//! document.
+
 use burn::tensor::{Bool, Int, Tensor};
 
 use super::DocumentStarts;

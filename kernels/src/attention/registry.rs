@@ -52,6 +52,13 @@ macro_rules! registry {
             /// the variant does not allow.
             pub fn validate(&self, shape: &AttentionShape, problems: &mut Problems) {
                 problems.check(
+                    shape.window.is_none_or(|w| (1..=MOST_TOKENS).contains(&w)),
+                    "model.window",
+                    shape.window.unwrap_or_default(),
+                    format!("from 1 to {MOST_TOKENS}"),
+                    "set a window of at least 1, or leave model.window out",
+                );
+                problems.check(
                     shape.window.is_none() || self.allows_window(),
                     "model.window",
                     shape.window.unwrap_or_default(),
@@ -121,6 +128,11 @@ macro_rules! registry {
             /// As [`Variant::flops_per_token`].
             pub fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
                 match self { $(Self::$name(c) => c.flops_per_token(shape, seq_len),)+ }
+            }
+
+            /// As [`Variant::weight_flops_per_token`].
+            pub fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
+                match self { $(Self::$name(c) => c.weight_flops_per_token(shape),)+ }
             }
 
             /// As [`Variant::state_elements`].

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr::null_mut;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::into_contiguous;
@@ -23,6 +23,9 @@ use super::CudaTensor;
 
 /// Bytes of scratch memory, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
+
+/// Plans kept. Decoding makes new ones at every token, so there is no end to them.
+const MOST_PLANS: usize = 4096;
 
 /// What cuBLASLt assumes of an address unless told otherwise.
 const BEST_ALIGNMENT: u64 = 256;
@@ -44,12 +47,14 @@ pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     assert_eq!(sa[..rank - 2], sb[..rank - 2], "batches of the product of {sa:?} and {sb:?}");
     assert_eq!(sa[rank - 1], sb[rank - 2], "inner size of the product of {sa:?} and {sb:?}");
     assert_eq!(a.dtype, b.dtype, "types of the factors");
+    assert_eq!(a.device, b.device, "devices of the factors");
     shape[rank - 1] = sb[rank - 1];
     let (client, device, dtype) = (a.client.clone(), a.device.clone(), a.dtype);
     let index = device.index;
     let out = empty_device_contiguous_dtype(client, device, Shape::from(shape), dtype);
     let (a, b) = (Factor::new(a), Factor::new(b));
-    let mut all = BLAS.lock().expect("no product panicked");
+    // A product that failed has changed nothing that the next one uses.
+    let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
     let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
     blas.run(&a, &b, &Factor::new(out.clone()));
     out
@@ -98,7 +103,7 @@ impl Layout {
             columns: columns as u64,
             leading: leading as i64,
             by_columns,
-            batch: batch as i32,
+            batch: i32::try_from(batch).ok()?,
             batch_stride: batch_stride as i64,
         })
     }
@@ -190,6 +195,9 @@ impl Blas {
         let dtype = a.tensor.dtype;
         let key = (factors.map(|x| x.layout), alignments, dtype);
         let handle = self.handle;
+        if self.plans.len() >= MOST_PLANS {
+            self.plans.clear();
+        }
         let plan = self.plans.entry(key).or_insert_with(|| Plan::new(handle, &key));
         let scale = Scale::new(dtype);
         // SAFETY: addresses and layouts describe buffers that `resources` keeps alive until the
@@ -251,31 +259,26 @@ impl Scale {
     }
 }
 
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: made by `Plan::new` and destroyed once. cuBLASLt reads them only while a product
+        // is issued.
+        unsafe {
+            let _ = lt::destroy_matmul_desc(self.description);
+            for layout in self.layouts {
+                let _ = lt::destroy_matrix_layout(layout);
+            }
+        }
+    }
+}
+
 impl Plan {
     fn new(handle: lt_sys::cublasLtHandle_t, key: &Key) -> Self {
         let (layouts, alignments, dtype) = key;
-        let (data, compute, scale) = match dtype {
-            DType::F32 => (
-                lt_sys::cudaDataType::CUDA_R_32F,
-                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                lt_sys::cudaDataType::CUDA_R_32F,
-            ),
-            DType::BF16 => (
-                lt_sys::cudaDataType::CUDA_R_16BF,
-                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                lt_sys::cudaDataType::CUDA_R_32F,
-            ),
-            DType::F64 => (
-                lt_sys::cudaDataType::CUDA_R_64F,
-                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_64F,
-                lt_sys::cudaDataType::CUDA_R_64F,
-            ),
-            other => panic!("products of {other:?} are not supported; cast to f32, bf16 or f64"),
-        };
+        let (data, compute, scale) = types(*dtype);
         let [a, b, _] = layouts;
         let description = lt::create_matmul_desc(compute, scale).expect("a product's description");
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
-        use lt_sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         // Factors change places, see `Blas::run`.
         for (attribute, layout) in [
             (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
@@ -289,24 +292,7 @@ impl Plan {
             .expect("cuBLASLt knows the attribute");
         }
         let layouts = layouts.map(|layout| matrix_layout(&layout, data));
-        let preference = lt::create_matmul_pref().expect("a product's preference");
-        let set = |attribute, value: *const c_void, size| {
-            // SAFETY: each value has the attribute's size, given beside it.
-            unsafe { lt::set_matmul_pref_attribute(preference, attribute, value, size) }
-                .expect("cuBLASLt knows the attribute");
-        };
-        set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, address(&WORKSPACE), 8);
-        for (attribute, at) in [
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 1),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 0),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, 2),
-            (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, 2),
-        ] {
-            set(attribute, address(&(1u32 << alignments[at])), 4);
-        }
-        // Parts of a split inner sum are added in f32, in one order.
-        let schemes = lt_sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-        set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, address(&(schemes as u32)), 4);
+        let preference = preference(alignments);
         let [la, lb, lc] = layouts;
         // SAFETY: all were made above; the preference is destroyed once, after its use.
         let chosen = unsafe {
@@ -319,6 +305,45 @@ impl Plan {
             chosen.unwrap_or_else(|error| panic!("no algorithm for {key:?}: {error:?}")).algo;
         Plan { description, layouts, algorithm }
     }
+}
+
+/// The types of the elements, of the sums and of the factors of a product.
+fn types(
+    dtype: DType,
+) -> (lt_sys::cudaDataType, lt_sys::cublasComputeType_t, lt_sys::cudaDataType) {
+    use lt_sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F};
+    use lt_sys::cudaDataType::{CUDA_R_16BF, CUDA_R_32F, CUDA_R_64F};
+    match dtype {
+        DType::F32 => (CUDA_R_32F, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        DType::BF16 => (CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        DType::F64 => (CUDA_R_64F, CUBLAS_COMPUTE_64F, CUDA_R_64F),
+        other => panic!("products of {other:?} are not supported; cast to f32, bf16 or f64"),
+    }
+}
+
+/// What an algorithm may use: the workspace, the alignments (as powers of two) of a, b and the
+/// product.
+fn preference(alignments: &[u32; 3]) -> lt_sys::cublasLtMatmulPreference_t {
+    use lt_sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+    let preference = lt::create_matmul_pref().expect("a product's preference");
+    let set = |attribute, value: *const c_void, size| {
+        // SAFETY: each value has the attribute's size, given beside it.
+        unsafe { lt::set_matmul_pref_attribute(preference, attribute, value, size) }
+            .expect("cuBLASLt knows the attribute");
+    };
+    set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, address(&WORKSPACE), 8);
+    for (attribute, at) in [
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 1),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 0),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, 2),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, 2),
+    ] {
+        set(attribute, address(&(1u32 << alignments[at])), 4);
+    }
+    // Parts of a split inner sum are added in f32, in one order.
+    let schemes = lt_sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+    set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, address(&schemes), 4);
+    preference
 }
 
 fn address<T>(value: &T) -> *const c_void {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use longwall_data::{Loader, NoProgress, Split, Tokenizer};
 use longwall_eval::{EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel};
 use longwall_kernels::backend::OpBackend;
@@ -156,16 +156,11 @@ fn git_hash() -> Option<String> {
 pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<SuiteConfig>> {
     let parse = |(at, table): (usize, &toml::Table)| {
         let suite: SuiteConfig = table.clone().try_into().map_err(|error: toml::de::Error| {
-            anyhow::anyhow!(
-                "{}: eval.{at}: {}\n  hint: allowed suites: {}",
-                path.display(),
-                error.message(),
-                SuiteConfig::NAMES.join(", ")
-            )
+            table_error(&format!("{}: eval.{at}", path.display()), table, error.message())
         })?;
         let mut problems = longwall_config::Problems::new();
         suite.validate(&mut problems);
-        problems.into_result()?;
+        problems.into_result().map_err(|problems| anyhow!("{}: {problems}", path.display()))?;
         Ok(suite)
     };
     let suites = tables.iter().enumerate().map(parse).collect::<Result<Vec<_>>>()?;
@@ -180,4 +175,27 @@ pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<SuiteConfig>
         }
     }
     Ok(suites)
+}
+
+/// The error of the `[[eval]]` table at `place` that gave `message`. Serde buffers a tagged table and
+/// loses the key: it is the one without which the message changes.
+fn table_error(place: &str, table: &toml::Table, message: &str) -> anyhow::Error {
+    let suite = table.get("suite").and_then(toml::Value::as_str);
+    let Some(suite) = suite.filter(|suite| SuiteConfig::NAMES.contains(suite)) else {
+        let found = table.get("suite").map_or_else(|| "missing".to_owned(), toml::Value::to_string);
+        let names = SuiteConfig::NAMES.join(", ");
+        return anyhow!("{place}.suite is {found}; allowed: {names}\n  hint: use one of these");
+    };
+    let culprit = table.keys().filter(|key| *key != "suite").find(|key| {
+        let mut without = table.clone();
+        without.remove(*key);
+        let parsed: Result<SuiteConfig, toml::de::Error> = without.try_into();
+        parsed.err().is_none_or(|error| error.message() != message)
+    });
+    let key = culprit.map_or_else(String::new, |key| format!(".{key} is {}", table[key]));
+    let reason = match message.contains("untagged enum") {
+        true => "expected a whole number, or text such as \"32k\"",
+        false => message,
+    };
+    anyhow!("{place}{key}; {reason}\n  hint: docs/evaluation.md lists the options of {suite}")
 }

@@ -11,6 +11,8 @@ use longwall_model::cost::{self, Parameters};
 use longwall_train::config::RunConfig;
 use serde::Serialize;
 
+use crate::costs::{ratio, state_bytes};
+
 /// Arguments of `longwall info`.
 #[derive(clap::Args)]
 pub struct Args {
@@ -22,7 +24,7 @@ pub struct Args {
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
 
-    /// Length in tokens that FLOPs and cache are counted at; by default data.seq_len
+    /// Length in tokens that FLOPs and state are counted at; by default data.seq_len
     #[arg(long, value_parser = parse_count, value_name = "TOKENS")]
     seq_len: Option<u64>,
 
@@ -42,8 +44,8 @@ struct Info {
     forward_flops_per_token: f64,
     attention_flops_per_token: f64,
     train_flops_per_token: f64,
-    cache_bytes_per_sequence: u64,
-    cache_bytes_per_token: f64,
+    state_bytes_per_sequence: u64,
+    state_bytes_per_token: f64,
     weight_state_ratio: f64,
     steps: u64,
     train_flops: f64,
@@ -59,42 +61,49 @@ struct Kind {
     costs: Option<Costs>,
 }
 
-#[derive(Serialize)]
+#[derive(Clone, Copy, Serialize)]
 struct Costs {
     parameters: usize,
     attention_parameters: usize,
     attention_flops_per_token: f64,
-    cache_bytes_per_token: f64,
+    state_bytes_per_sequence: u64,
+    state_bytes_per_token: f64,
     weight_state_ratio: f64,
 }
 
 impl Costs {
-    fn of(model: &ModelConfig, vocab: usize, [trained_len, seq_len]: [usize; 2]) -> Self {
-        let parameters = Parameters::of(model, vocab, trained_len);
+    fn of(model: &ModelConfig, parameters: &Parameters, seq_len: usize) -> Self {
+        let state = state_bytes(model, seq_len);
         Costs {
             parameters: parameters.total(),
             attention_parameters: parameters.attention,
             attention_flops_per_token: cost::attention_flops_per_token(model, seq_len),
-            // The cache holds f32.
-            cache_bytes_per_token: 4.0 * cost::state_elements(model, seq_len) as f64
-                / seq_len as f64,
+            state_bytes_per_sequence: state,
+            state_bytes_per_token: state as f64 / seq_len as f64,
             weight_state_ratio: cost::weight_state_ratio(model, seq_len),
         }
     }
 }
 
-/// The model with each registered kind; the configured one keeps its settings.
-fn kinds(model: &ModelConfig, vocab: usize, lengths: [usize; 2]) -> Vec<Kind> {
+/// The model with each registered kind; the configured one keeps its settings and costs `own`.
+fn kinds(
+    model: &ModelConfig,
+    own: Costs,
+    vocab: usize,
+    [trained_len, seq_len]: [usize; 2],
+) -> Vec<Kind> {
     let with = |config: AttentionConfig| {
         let kind = config.kind();
-        let model = match kind == model.attention.kind() {
-            true => model.clone(),
-            false => ModelConfig { attention: config, ..model.clone() },
-        };
+        if kind == model.attention.kind() {
+            return Kind { kind, problem: None, costs: Some(own) };
+        }
+        let model = ModelConfig { attention: config, ..model.clone() };
         let mut problems = Problems::new();
         model.validate(&mut problems);
         let problem = problems.as_slice().first().map(|p| format!("{} is {}", p.key, p.value));
-        let costs = problem.is_none().then(|| Costs::of(&model, vocab, lengths));
+        let costs = problem
+            .is_none()
+            .then(|| Costs::of(&model, &Parameters::of(&model, vocab, trained_len), seq_len));
         Kind { kind, problem, costs }
     };
     AttentionConfig::defaults().into_iter().map(with).collect()
@@ -111,21 +120,20 @@ pub fn run(args: Args) -> Result<()> {
     let model = &config.model;
     let parameters = Parameters::of(model, vocab, config.data.seq_len);
     let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
-    // The cache holds f32.
-    let cache = 4 * cost::state_elements(model, seq_len);
+    let costs = Costs::of(model, &parameters, seq_len);
     let info = Info {
         attention: model.attention.kind(),
         vocab_size: vocab,
         parameters,
-        parameters_total: parameters.total(),
+        parameters_total: costs.parameters,
         seq_len,
         forward_flops_per_token: cost::forward_flops_per_token(model, vocab, seq_len),
-        attention_flops_per_token: cost::attention_flops_per_token(model, seq_len),
+        attention_flops_per_token: costs.attention_flops_per_token,
         train_flops_per_token: cost::train_flops_per_token(model, vocab, seq_len),
-        cache_bytes_per_sequence: cache,
-        cache_bytes_per_token: cache as f64 / seq_len as f64,
-        weight_state_ratio: cost::weight_state_ratio(model, seq_len),
-        kinds: kinds(model, vocab, [config.data.seq_len, seq_len]),
+        state_bytes_per_sequence: costs.state_bytes_per_sequence,
+        state_bytes_per_token: costs.state_bytes_per_token,
+        weight_state_ratio: costs.weight_state_ratio,
+        kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
         steps: config.train.total_steps(),
         train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
     };
@@ -156,21 +164,21 @@ fn print(info: &Info) {
     );
     println!("  training, per token    {:.3} MFLOP", info.train_flops_per_token / 1e6);
     println!(
-        "  cache, per sequence    {} bytes (f32; buffers grow by doubling)",
-        info.cache_bytes_per_sequence
+        "  state, per sequence    {} bytes (f32; buffers grow by doubling)",
+        info.state_bytes_per_sequence
     );
-    println!("  cache, per token       {:.0} bytes", info.cache_bytes_per_token);
+    println!("  state, per token       {:.0} bytes", info.state_bytes_per_token);
     println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
     println!("the same model with each kind of attention (default keys where not configured):");
-    println!("  kind              parameters  attention MFLOP/token  cache bytes/token  ratio");
+    println!("  kind              parameters  attention MFLOP/token  state bytes/token  ratio");
     for Kind { kind, problem, costs } in &info.kinds {
         match costs {
             Some(costs) => println!(
                 "  {kind:<16} {:>11}  {:>21.3}  {:>17.0}  {}",
                 costs.parameters,
                 costs.attention_flops_per_token / 1e6,
-                costs.cache_bytes_per_token,
+                costs.state_bytes_per_token,
                 ratio(costs.weight_state_ratio)
             ),
             None => {
@@ -178,9 +186,4 @@ fn print(info: &Info) {
             }
         }
     }
-}
-
-/// The weight-to-state FLOP ratio as `3.2:1` or `1:3.2`.
-fn ratio(x: f64) -> String {
-    if x >= 1.0 { format!("{x:.1}:1") } else { format!("1:{:.1}", 1.0 / x) }
 }

@@ -5,14 +5,16 @@ use longwall_kernels::attention::AttentionConfig;
 use longwall_model::{ModelConfig, cost};
 use serde::Serialize;
 
+use crate::costs::{ratio, short, state_bytes};
+
 /// Arguments of `longwall variants`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Print docs/variants.md
+    /// Print docs/variants.md, which has costs too
     #[arg(long)]
     markdown: bool,
 
-    /// Print JSON
+    /// Print JSON, with costs
     #[arg(long, conflicts_with = "markdown")]
     json: bool,
 }
@@ -64,8 +66,10 @@ fn rows() -> Result<Vec<Row>> {
         .iter()
         .zip(AttentionConfig::defaults())
         .map(|(kind, config)| {
-            let defaults =
-                toml::Table::try_from(&config).context("a kind's defaults are no table")?;
+            // By way of text: f32 values made into a table directly get the digits of f64.
+            let defaults = toml::to_string(&config).context("a kind's defaults are no table")?;
+            let defaults: toml::Table =
+                toml::from_str(&defaults).context("a kind's defaults are no TOML")?;
             let key = |&key: &&str| match defaults.get(key) {
                 Some(value) => format!("{key} = {value}"),
                 None => key.to_owned(),
@@ -75,7 +79,7 @@ fn rows() -> Result<Vec<Row>> {
                 seq_len,
                 attention_flops_per_token: cost::attention_flops_per_token(&model, seq_len),
                 weight_state_ratio: cost::weight_state_ratio(&model, seq_len),
-                state_bytes_per_sequence: 4 * cost::state_elements(&model, seq_len),
+                state_bytes_per_sequence: state_bytes(&model, seq_len),
             };
             Ok(Row {
                 kind: kind.kind,
@@ -134,19 +138,6 @@ fn bytes(n: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB"];
     let unit = (n.max(1).ilog2() as usize / 10).min(3);
     format!("{} {}", short(n as f64 / (1u64 << (10 * unit)) as f64), units[unit])
-}
-
-/// Three significant digits.
-fn short(x: f64) -> String {
-    match x {
-        x if x >= 99.95 => format!("{x:.0}"),
-        x if x >= 9.995 => format!("{x:.1}"),
-        x => format!("{x:.2}"),
-    }
-}
-
-fn ratio(x: f64) -> String {
-    if x >= 1.0 { format!("{}:1", short(x)) } else { format!("1:{}", short(1.0 / x)) }
 }
 
 const HEAD: &str = "\

@@ -29,7 +29,7 @@ pub use self::bins::{Bin, Binning};
 use self::stretches::Stretches;
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_batching, check_count, check_lengths,
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_batching, check_count, check_lengths,
     optional_sizes, parse_size, size,
 };
 use crate::report::Score;
@@ -40,7 +40,7 @@ use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, S
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields, default)]
 pub struct ExtrapolateOptions {
-    /// Context lengths in tokens of the model's tokeniser; the longest must be a multiple of each
+    /// Context lengths in tokens of the model's tokenizer; the longest must be a multiple of each
     /// [default: 1, 2, 4, … 32 times the training length, as far as text and model reach]
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
     #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
@@ -136,7 +136,7 @@ impl Suite for Extrapolate {
         );
         let remedy = "more --sequences give smaller standard errors; 16 is usual";
         let sequences = options.sequences;
-        check_count("extrapolate.sequences", sequences, 1..=usize::MAX, remedy, problems);
+        check_count("extrapolate.sequences", sequences, 1..=MOST_SAMPLES, remedy, problems);
         check_batching(Self::NAME, options.batching(), problems);
     }
 

@@ -19,8 +19,8 @@ use serde_json::{Value, json};
 
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_batching, check_count, check_lengths, parse_size,
-    sample_rng, size, sizes,
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_batching, check_count, check_lengths,
+    parse_size, sample_rng, size, sizes,
 };
 use crate::plot::{LineChart, Point, Scale, Series};
 use crate::report::Score;
@@ -191,18 +191,19 @@ impl Suite for Fflm {
         for (name, sequences) in options.sequences() {
             let remedy = "leave it out for the default";
             let value = sequences.unwrap_or(1);
-            check_count(format!("fflm.{name}"), value, 1..=usize::MAX, remedy, problems);
+            check_count(format!("fflm.{name}"), value, 1..=MOST_SAMPLES, remedy, problems);
         }
         check_batching(Self::NAME, options.batching(), problems);
     }
 
     fn open(options: &FflmOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let tokens = FlipFlopTokens::new(setting.tokenizer).map_err(|_| EvalError::Text {
-            what: format!(
-                "fflm: the {} tokeniser has no single token for one of w, r, i, 0 and 1",
-                setting.tokenizer.name()
-            ),
-            remedy: "evaluate a model with another tokeniser, for example bytes".to_string(),
+        let tokens = FlipFlopTokens::new(setting.tokenizer).map_err(|error| {
+            // The error's own hint is for training.
+            let error = error.to_string();
+            EvalError::Text {
+                what: format!("fflm: {}", error.split("\n  hint: ").next().unwrap_or(&error)),
+                remedy: "evaluate a model with another tokenizer, for example bytes".to_string(),
+            }
         })?;
         let asked = options.sequences();
         let share = usize::from(setting.device == "cpu");
@@ -229,9 +230,11 @@ impl Suite for Fflm {
     fn trials(&self) -> Vec<Trial> {
         let mut lengths = self.options.lengths.clone();
         lengths.sort_unstable();
+        // The options' bounds keep this far below what a number holds.
+        let sequences: usize = self.sequences.iter().sum();
         let mut list = Vec::new();
         for length in lengths {
-            for index in 0..self.sequences.iter().sum() {
+            for index in 0..sequences {
                 list.push(Trial { id: list.len() as u64, length, depth: None, index });
             }
         }

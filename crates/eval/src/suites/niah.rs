@@ -21,8 +21,8 @@ use self::needle::{INSTRUCTION, Needle, longest_needle};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths,
-    depth_grid, optional_sizes, parse_size, sample_rng, size,
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_answer, check_batching, check_count,
+    check_lengths, depth_grid, optional_sizes, parse_size, sample_rng, size,
 };
 use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
 
@@ -44,7 +44,7 @@ pub enum NiahMode {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields, default)]
 pub struct NiahOptions {
-    /// Lengths of prompt plus generation, in tokens of the model's tokeniser [default: as many as
+    /// Lengths of prompt plus generation, in tokens of the model's tokenizer [default: as many as
     /// --length-count, evenly from --min-length to --max-length]
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size)]
     #[serde(deserialize_with = "optional_sizes", skip_serializing_if = "Option::is_none")]
@@ -158,12 +158,12 @@ impl Suite for Niah {
             format!("up to niah.max_length, {}", options.max_length),
             "exchange them, or give --lengths",
         );
-        let any = 1..=usize::MAX;
         let remedy = "a usual grid has --length-count 11 or 35";
         check_count("niah.length_count", options.length_count, 1..=1001, remedy, problems);
         let remedy = "a usual grid has --depths 11 or 35";
         check_count("niah.depths", options.depths, 1..=1001, remedy, problems);
-        check_count("niah.trials", options.trials, any, "use --trials 1 or more", problems);
+        let remedy = "a usual number is --trials 5";
+        check_count("niah.trials", options.trials, 1..=MOST_SAMPLES, remedy, problems);
         let remedy = "the answer is a number of 7 digits: --max-tokens 32 is ample";
         check_count("niah.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
         problems.check(
@@ -173,7 +173,8 @@ impl Suite for Niah {
             "only beside haystack = \"text\"",
             "leave out --text, or use --haystack text",
         );
-        if options.lengths.is_some() || options.min_length <= options.max_length {
+        let is_grid = options.min_length <= options.max_length && options.length_count <= 1001;
+        if options.lengths.is_some() || is_grid {
             check_lengths(Self::NAME, &options.lengths(), problems);
         }
         check_batching(Self::NAME, options.batching(), problems);

@@ -16,8 +16,8 @@ use serde_json::{Value, json};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, check_answer, check_batching, check_count, check_lengths,
-    depth_grid, parse_size, sample_rng, size, sizes,
+    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_answer, check_batching, check_count,
+    check_lengths, depth_grid, parse_size, sample_rng, size, sizes,
 };
 use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
 
@@ -28,7 +28,7 @@ const STREAM: u64 = 1;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields, default)]
 pub struct PasskeyOptions {
-    /// Lengths of prompt plus generation, in tokens of the model's tokeniser
+    /// Lengths of prompt plus generation, in tokens of the model's tokenizer
     #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size,
           default_values_t = PasskeyOptions::default().lengths)]
     #[serde(deserialize_with = "sizes")]
@@ -94,7 +94,7 @@ impl Suite for Passkey {
         check_lengths(Self::NAME, &options.lengths, problems);
         let trials = options.trials;
         let remedy = "the paper takes --trials 100";
-        check_count("passkey.trials", trials, 1..=usize::MAX, remedy, problems);
+        check_count("passkey.trials", trials, 1..=MOST_SAMPLES, remedy, problems);
         let remedy = "the paper generates --max-tokens 10";
         check_count("passkey.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
         let remedy = "a usual grid is --depths 11; leave it out for random positions";

@@ -1,13 +1,13 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::{
-    Activation, AttentionConfig, AttentionShape, AttentionState, DocumentStarts, Inputs,
-    Projection, Start,
+    Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts,
+    Inputs, Projection, Start,
 };
 use longwall_kernels::backend::OpBackend;
 
 use super::projection::conv_taps;
-use super::time::{History, Past};
+use super::time::{History, Past, history_elements};
 use super::{Linear, Norm, SideProjection};
 use crate::config::{ModelConfig, NormKind, ValueResidual};
 use crate::init::Init;
@@ -57,6 +57,13 @@ pub struct AttentionLayerState<B: OpBackend> {
     history: History<B>,
 }
 
+impl<B: OpBackend> AttentionLayerState<B> {
+    /// Elements held.
+    pub fn elements(&self) -> usize {
+        self.attention.elements() + history_elements(&self.history)
+    }
+}
+
 impl<B: OpBackend> Attention<B> {
     pub(crate) fn new(init: &Init<B>, config: &ModelConfig, layer: usize) -> Self {
         let shape = config.attention_shape(layer);
@@ -98,7 +105,7 @@ impl<B: OpBackend> Attention<B> {
             k_norm: head_norm("k_norm"),
             output_gate: config.output_gate.then(|| linear("output_gate", inner)),
             convs,
-            shifts: token_shifts(init, config, &shape, specs.len()),
+            shifts: token_shifts(init, config, &shape, &specs),
             value_mix: (residual == ValueResidual::Learned)
                 .then(|| init.part("value_mix").constant(2, 0.5)),
             value_gate: (residual == ValueResidual::Gated).then(|| {
@@ -248,18 +255,18 @@ impl<B: OpBackend> Attention<B> {
 
 /// Initial μ of q, k, v, the side projections and the output gate: 1 − (c / width)^(e · r) for
 /// channel c, where r falls from 1 to 0 with depth and e is 0.2 for q and the output gate, 0.7 for
-/// k and v, 0.9 for the others, as RWKV-7's released models have it.
+/// k and v, and the variant's own for the others, as RWKV-7's released models have it.
 fn token_shifts<B: OpBackend>(
     init: &Init<B>,
     config: &ModelConfig,
     shape: &AttentionShape,
-    sides: usize,
+    sides: &[Projection],
 ) -> Vec<Param<Tensor<B, 1>>> {
     if !config.token_shift {
         return vec![];
     }
     let gate = config.output_gate.then_some(0.2);
-    let sides = std::iter::repeat_n(0.9, sides);
+    let sides = sides.iter().map(|side| side.shift);
     let exponents = [0.2, 0.7, 0.7].into_iter().chain(sides).chain(gate);
     exponents.map(|e| init.vector(shift_start(shape, |r| e * r))).collect()
 }

@@ -3,7 +3,7 @@ use burn::tensor::Tensor;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 
-use super::time::{History, Past};
+use super::time::{History, Past, history_elements};
 use super::{Attention, AttentionLayerState, Mlp, Norm};
 use crate::config::{ModelConfig, NormPosition};
 use crate::init::Init;
@@ -33,6 +33,13 @@ pub struct Block<B: OpBackend> {
 pub struct BlockState<B: OpBackend> {
     attention: AttentionLayerState<B>,
     mlp: History<B>,
+}
+
+impl<B: OpBackend> BlockState<B> {
+    /// Elements held.
+    pub fn elements(&self) -> usize {
+        self.attention.elements() + history_elements(&self.mlp)
+    }
 }
 
 impl<B: OpBackend> Block<B> {

@@ -1,6 +1,6 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
-use longwall_kernels::attention::{Activation, Conv, Projection};
+use longwall_kernels::attention::{Activation, Projection};
 use longwall_kernels::backend::OpBackend;
 
 use super::Linear;
@@ -19,8 +19,6 @@ pub struct SideProjection<B: OpBackend> {
     pub conv: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     activation: Activation,
-    #[module(skip)]
-    silu: bool,
 }
 
 impl<B: OpBackend> SideProjection<B> {
@@ -32,11 +30,8 @@ impl<B: OpBackend> SideProjection<B> {
         SideProjection {
             inner: rank.map(|rank| Linear::new(&init.part("inner"), width, rank, false)),
             outer,
-            conv: spec
-                .conv
-                .map(|Conv { taps, .. }| conv_taps(&init.part("conv"), spec.features, taps)),
+            conv: spec.conv.map(|taps| conv_taps(&init.part("conv"), spec.features, taps)),
             activation: spec.low_rank.map_or(Activation::Identity, |low_rank| low_rank.activation),
-            silu: spec.conv.is_some_and(|conv| conv.silu),
         }
     }
 
@@ -52,7 +47,7 @@ impl<B: OpBackend> SideProjection<B> {
         };
         let y = self.outer.forward(x);
         match &self.conv {
-            Some(taps) => past.conv(slot, y, taps.val(), self.silu),
+            Some(taps) => past.conv(slot, y, taps.val(), false),
             None => y,
         }
     }

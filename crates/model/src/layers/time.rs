@@ -7,6 +7,11 @@ use longwall_kernels::ops::short_conv::short_conv;
 /// `None` before the first token.
 pub(super) type History<B> = Vec<Option<Tensor<B, 3>>>;
 
+/// Elements held.
+pub(super) fn history_elements<B: OpBackend>(history: &History<B>) -> usize {
+    history.iter().flatten().map(|x| x.shape().num_elements()).sum()
+}
+
 /// What stands before a layer's input in time.
 pub(super) enum Past<'a, B: OpBackend> {
     /// Nothing: the input is whole rows, of one document each or packed.

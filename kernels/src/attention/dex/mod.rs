@@ -110,6 +110,10 @@ impl Cached for Config {
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         // qᵀk and p·v: two multiply-adds per channel and key; then the map of the outputs.
         let outputs = (shape.heads * shape.head_dim) as f64;
-        outputs * (4.0 * shape.mean_keys(seq_len) + 2.0 * shape.head_dim as f64)
+        outputs * 4.0 * shape.mean_keys(seq_len) + Cached::weight_flops_per_token(self, shape)
+    }
+
+    fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
+        (2 * shape.heads * shape.head_dim * shape.head_dim) as f64
     }
 }

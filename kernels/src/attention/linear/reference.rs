@@ -174,7 +174,12 @@ impl Linear {
             let [_, to_end] = decays(&spans_of(&rows.log_decay, half, 2, 0));
             let q = scaled(spans(&rows.q, half, 2, 1), &to_query);
             let k = scaled(spans_of(&rows.k, half, 2, 0), &to_end);
-            let read = q.mm(k.transpose()).mm(spans_of(&rows.v, half, 2, 0));
+            let v = spans_of(&rows.v, half, 2, 0);
+            // A matrix product of single numbers each would be a waste.
+            let read = match half {
+                1 => (q * k).sum_dim(2) * v,
+                _ => q.mm(k.transpose()).mm(v),
+            };
             y = y + unspan(read, [n, group, half], 2, 1);
             half /= 2;
         }

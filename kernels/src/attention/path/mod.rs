@@ -23,7 +23,11 @@
 //! Decoding keeps 2 · kv_heads · head_dim elements per token (+ heads with the forget gate), and
 //! kv_heads · head_dim² (+ heads) for the transforms of the newest tokens, up to 63. A step costs
 //! what it costs plain softmax attention, plus kv_heads · head_dim²/64 multiply-adds per cached
-//! token to keep the keys up to date, done once in 64 tokens.
+//! token to keep the keys up to date (done once in 64 tokens), plus up to kv_heads · head_dim² ·
+//! (head_dim + 63) for the newest transforms and keys, whatever the length.
+//!
+//! Memory: forward, a few blocks of scores. Training through plain operations keeps all scores for
+//! the backward pass, as plain softmax attention does: it grows with seq_len².
 
 mod decode;
 mod householder;
@@ -120,7 +124,7 @@ impl Variant for Config {
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
         let w = Projection::new("w", shape.kv_heads * shape.head_dim)
             .low_rank(self.rank(shape.width), Activation::Identity)
-            .conv(TAPS, false);
+            .conv(TAPS);
         let beta = Projection::new("beta", shape.kv_heads).bias(Start::Constant(0.0));
         let gate = Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
@@ -167,8 +171,8 @@ impl Variant for Config {
         let attention = shape.heads as f64 * keys * (4.0 * d + 2.0 * d * d / block);
         // Merging the block: three products per query and four per direction, over all lengths of
         // tiles together block · head_dim multiply-adds each; and the block's transform.
-        let queries = shape.heads as f64 * 3.0 * block * d;
-        let directions = shape.kv_heads as f64 * (4.0 * block * d + 2.0 * d * d);
+        let queries = shape.heads as f64 * 6.0 * block * d;
+        let directions = shape.kv_heads as f64 * (8.0 * block * d + 2.0 * d * d);
         let gate = if self.forget_gate { shape.heads as f64 * keys } else { 0.0 };
         attention + queries + directions + gate
     }

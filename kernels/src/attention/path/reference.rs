@@ -11,7 +11,7 @@ use burn::tensor::{Bool, Int, Tensor};
 
 use super::householder::Blocks;
 use super::spans::{Carry, Keys, Span, added};
-use crate::attention::blocks::{Block, HIDDEN, decay_between, hidden, sums_after};
+use crate::attention::blocks::{Block, HIDDEN, copied, decay_between, hidden, sums_after};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -240,7 +240,7 @@ impl<B: OpBackend> Chunk<B> {
         let blocks = Blocks::new([q, k, w, beta].map(|x| padded(x, block)), block);
         let decays = log_decay.map(|x| {
             let [rows, group, len] = x.dims();
-            let x = padded(x.reshape([rows, group, len, 1]), block);
+            let x = padded(copied(x).reshape([rows, group, len, 1]), block);
             Decays::new(x.reshape([rows, group, len.div_ceil(block), block]))
         });
         Chunk { tokens, blocks, decays, block, first }

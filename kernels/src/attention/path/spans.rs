@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 
+use crate::attention::blocks::copied;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -109,25 +110,19 @@ impl<B: OpBackend> Span<B> {
         parts.reverse();
         let keys = Keys {
             first: parts[0].first,
-            k: copied(parts.iter().map(|x| x.k.clone()).collect(), 2),
-            v: copied(parts.iter().map(|x| x.v.clone()).collect(), 2),
+            k: joined(parts.iter().map(|x| x.k.clone()).collect(), 2),
+            v: joined(parts.iter().map(|x| x.v.clone()).collect(), 2),
             decay: parts
                 .iter()
                 .map(|x| x.decay.clone())
                 .collect::<Option<_>>()
-                .map(|decays| copied(decays, 3)),
+                .map(|decays| joined(decays, 3)),
         };
         Span { keys, carry }
     }
 }
 
 /// Joins tensors into a new one.
-fn copied<B: OpBackend>(mut parts: Vec<Tensor<B, 4>>, dim: usize) -> Tensor<B, 4> {
-    match parts.len() {
-        1 => {
-            let part = parts.remove(0);
-            part.zeros_like() + part
-        }
-        _ => Tensor::cat(parts, dim),
-    }
+fn joined<B: OpBackend>(mut parts: Vec<Tensor<B, 4>>, dim: usize) -> Tensor<B, 4> {
+    if parts.len() == 1 { copied(parts.remove(0)) } else { Tensor::cat(parts, dim) }
 }

@@ -1,6 +1,8 @@
 //! The tiled symmetric power φ (Gelada et al., 2025, §4.1.1): φ(q)ᵀφ(k) = (qᵀk)^p.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::Tensor;
 
@@ -55,7 +57,17 @@ fn orders(sequence: &[usize]) -> f32 {
     orders
 }
 
+/// Every φ that was used, by p and head_dim: with p = 4 they are large.
+static SHARED: Mutex<BTreeMap<(u32, usize), Arc<Expansion>>> = Mutex::new(BTreeMap::new());
+
 impl Expansion {
+    /// [`Expansion::new`], made once.
+    pub fn shared(p: u32, head_dim: usize) -> Arc<Self> {
+        let mut all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = all.entry((p, head_dim)).or_insert_with(|| Arc::new(Self::new(p, head_dim)));
+        made.clone()
+    }
+
     /// φ of `head_dim` channels. A last tile may be narrower than the others.
     pub fn new(p: u32, head_dim: usize) -> Self {
         let width = tile_width(p);

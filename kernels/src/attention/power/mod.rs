@@ -15,7 +15,8 @@
 //! Parameters: the projection `gate` (kv_heads features, bias 6.9), none of its own.
 //!
 //! # Choices where the source is silent
-//! - The gate is one per kv head, so that the heads of a group share one state.
+//! - The paper's gate is one per head. Here it is one per kv head, so that the heads of a group
+//!   share one state; with kv_heads = heads, the same.
 //! - scale cancels in the ratio; so does the length of a query, which is divided out first.
 //! - A chunk reads itself *and the chunk before it* key by key, only older tokens through φ. Sums
 //!   through φ cancel where a query is all but orthogonal to the keys it sees: with strong gates
@@ -143,6 +144,21 @@ impl Config {
         }
     }
 
+    /// Records a state that is too large to be used.
+    fn validate_state(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        // Left to itself, the switch comes too late for such a state to be used.
+        let uses_sums = self.chunked_above(shape).is_some()
+            && (self.form == Form::Chunked || self.switch_len.is_some());
+        let state = self.sums_elements(shape);
+        problems.check(
+            !uses_sums || state <= MOST_ELEMENTS,
+            "model.head_dim",
+            shape.head_dim,
+            format!("a state of up to {MOST_ELEMENTS} elements per kv head, not {state}"),
+            format!("set {key}.p = 2, {key}.form = \"attention\", or more heads"),
+        );
+    }
+
     /// The operation for sequences of `seq_len` tokens.
     fn op(&self, shape: &AttentionShape, seq_len: usize) -> Power {
         let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
@@ -150,7 +166,7 @@ impl Config {
             p: self.p,
             window: shape.window,
             chunk: chunked.then(|| self.chunk(shape)),
-            expansion: Expansion::new(self.p, shape.head_dim),
+            head_dim: shape.head_dim,
         }
     }
 
@@ -196,17 +212,10 @@ impl Variant for Config {
             "2 or 4",
             "set p = 2; only even powers give positive weights",
         );
-        // Left to itself, the switch comes too late for such a state to be used.
-        let uses_sums = self.chunked_above(shape).is_some()
-            && (self.form == Form::Chunked || self.switch_len.is_some());
-        let state = self.sums_elements(shape);
-        problems.check(
-            !uses_sums || state <= MOST_ELEMENTS,
-            "model.head_dim",
-            shape.head_dim,
-            format!("a state of up to {MOST_ELEMENTS} elements per kv head, not {state}"),
-            format!("set {key}.p = 2, {key}.form = \"attention\", or more heads"),
-        );
+        // The state of another power may be beyond all numbers.
+        if [2, 4].contains(&self.p) {
+            self.validate_state(key, shape, problems);
+        }
         if self.rope {
             Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
         }
@@ -299,7 +308,7 @@ struct Power {
     window: Option<usize>,
     /// Tokens of a chunk; `None` is the attention form.
     chunk: Option<usize>,
-    expansion: Expansion,
+    head_dim: usize,
 }
 
 impl Power {

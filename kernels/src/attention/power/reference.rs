@@ -4,9 +4,12 @@
 //! head. Every result is a ratio of two sums, so a factor common to a query's weights cancels:
 //! queries come in at unit length, and weights are divided by exp(peak) of their query.
 
+use std::sync::Arc;
+
 use burn::tensor::Tensor;
 
 use super::Power;
+use super::expansion::Expansion;
 use crate::attention::blocks::sums_after;
 use crate::attention::blocks::{Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks};
 use crate::backend::OpBackend;
@@ -15,7 +18,8 @@ use crate::ops::matmul::MatMul;
 /// ε of p·ln(|s| + ε), below any score that counts: scores from 1e-30 on do not notice it.
 pub(super) const EPSILON: f32 = 1e-37;
 
-/// Weights that sum to less are taken as 0: only exact zeros do, see [`Power::floor`].
+/// Weights that sum to less are taken as 0: those of scores that are 0, or all but 0 (with p = 2,
+/// below 4e-30), see [`Power::floor`].
 pub(super) const LEAST_TOTAL: f32 = 1e-30;
 
 /// What a sum over older tokens can be resolved to, relative to its largest possible value.
@@ -72,6 +76,11 @@ impl<B: OpBackend> Rows<B> {
 }
 
 impl Power {
+    /// φ of the operation's power.
+    pub(super) fn expansion(&self) -> Arc<Expansion> {
+        Expansion::shared(self.p, self.head_dim)
+    }
+
     /// The lowest peak. Weights of scores that are exactly 0, ε^p, vanish below it.
     pub(super) fn floor(&self) -> f32 {
         self.p as f32 * EPSILON.ln() + 104.0
@@ -124,7 +133,7 @@ impl Power {
         if let (Some(past), Some(reach)) = (past, reach) {
             let values = sum.dims()[2];
             let factor = (reach - peak.clone()).exp();
-            let read = self.expansion.apply(&q, &past.sums) * factor.clone();
+            let read = self.expansion().apply(&q, &past.sums) * factor.clone();
             sum = sum + read.clone().narrow(2, 0, values);
             // Rounding may leave a sum of even powers below 0 where it all but vanishes.
             let least = factor.detach() * past.mass.clone() * RESOLUTION;
@@ -165,7 +174,7 @@ impl Power {
     ) -> Past<B> {
         let weight = sums_after(log_decay.clone(), 1).exp();
         let ones = weight.ones_like();
-        let sums = self.expansion.collect(&k, &(Tensor::cat(vec![v, ones], 2) * weight.clone()));
+        let sums = self.expansion().collect(&k, &(Tensor::cat(vec![v, ones], 2) * weight.clone()));
         let k = k.detach();
         let powers = (k.clone() * k).sum_dim(2).powi_scalar(self.p as i32 / 2);
         let mass = (powers * weight.detach()).sum_dim(1);

@@ -82,7 +82,7 @@ pub fn thresholds<B: OpBackend>(
     documents: &DocumentStarts<B>,
 ) -> Tensor<B, 2> {
     let places = places_in_documents(queries, first, documents.as_ref(), &beta.device());
-    let log = ((places + 1.0) / kappa).log().clamp_min(0.0);
+    let log = ((places + 1.0).log() - kappa.ln()).clamp_min(0.0);
     (log * (2.0 / shape.head_dim as f32)).sqrt() * beta.reshape([1, 1])
 }
 

@@ -25,7 +25,7 @@ use burn_flex::FlexTensor;
 
 use super::DocumentStarts;
 use super::blocks::{
-    Block, by_query_blocks, hidden, positions, query_blocks, repeat_heads, sum_groups,
+    Block, by_query_blocks, copied, hidden, positions, query_blocks, repeat_heads, sum_groups,
 };
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::ops::activation::Activation;
@@ -148,7 +148,8 @@ impl<W: Weights> Rowwise<W> {
         if let Some(offsets) = &inputs.offsets {
             let first = inputs.keys() - inputs.q.dims()[2];
             let queries = block.queries.len();
-            let offsets = offsets.clone().narrow(1, block.queries.start - first, queries);
+            let first = block.queries.start - first;
+            let offsets = copied(offsets.clone().narrow(1, first, queries));
             let [batch, heads, ..] = q.dims();
             let rows = offsets.dims()[0];
             // Repeated for every row of scores: other ways to broadcast them are slower.

@@ -93,7 +93,7 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 /// Table 16's ranks: `channels` to the nearest multiple of 32, at least 32, at most `width`.
-fn rank(channels: f64, width: usize) -> usize {
+pub fn rank(channels: f64, width: usize) -> usize {
     (((channels / 32.0).round() as usize).max(1) * 32).min(width)
 }
 
@@ -246,7 +246,9 @@ impl Variant for Config {
             Projection::new("rate", keys)
                 .low_rank(self.rate_rank(width), Activation::Identity)
                 .bias(Start::Constant(0.0)),
-            Projection::new("gate", outputs).low_rank(self.gate_rank(width), Activation::Sigmoid),
+            Projection::new("gate", outputs)
+                .low_rank(self.gate_rank(width), Activation::Sigmoid)
+                .shift(0.2),
         ]
     }
 

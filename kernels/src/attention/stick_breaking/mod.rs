@@ -61,6 +61,13 @@ impl Cached for Config {
     const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        problems.check(
+            shape.window != Some(1),
+            "model.window",
+            1,
+            "at least 2 with kind = \"stick_breaking\", where no token sees itself",
+            "set a window of at least 2, or leave model.window out",
+        );
         if let Some(rotation) = self.rotation() {
             rotation.validate(key, "rope = false", shape.head_dim, problems);
         }

@@ -3,9 +3,10 @@
 use burn::tensor::Tensor;
 
 use super::past::{Faded, Past};
-use super::piece::{Rows, copied};
+use super::piece::Rows;
 use super::reference::{attend_next, join, keys, next_piece, rows};
 use super::{Config, GateSource};
+use crate::attention::blocks::copied;
 use crate::attention::cache::KvCache;
 use crate::attention::{AttentionShape, DecodeState, Inputs};
 use crate::backend::OpBackend;

@@ -105,7 +105,7 @@ pub struct Config {
     /// Initial bias of the gate's logits, finite; default 7, usually 6 to 8.
     pub bias_init: f32,
     /// Largest decay of one step, above 0 and below 0.87; default 0.86. The bound keeps the
-    /// factors of a tile of 128 × 64 scores inside f32 (appendix G); looser is better.
+    /// factors of the paper's tiles of 128 × 64 scores inside f32 (appendix G); looser is better.
     pub g_max: f32,
     /// Rotate q and k too; default false.
     pub rope: bool,
@@ -315,11 +315,16 @@ impl Variant for Config {
         let keys = (4.0 + 1.0 / reference::CHUNK as f64) * d * heads * shape.mean_keys(seq_len);
         // Rescaling inside a chunk, where blocks join: its 16 rows, then 4 doublings to 256.
         let factors = 6.0 * d * (heads + self.gate_heads_of(shape) as f64);
-        let gate = match self.gate_source {
+        keys + factors + self.weight_flops_per_token(shape)
+    }
+
+    fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
+        match self.gate_source {
             GateSource::Hidden => 0.0,
-            GateSource::Key => 2.0 * d * (shape.kv_heads * self.key_gate_outputs(shape)) as f64,
-        };
-        keys + factors + gate
+            GateSource::Key => {
+                (2 * shape.head_dim * shape.kv_heads * self.key_gate_outputs(shape)) as f64
+            }
+        }
     }
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {

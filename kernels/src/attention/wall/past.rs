@@ -3,8 +3,8 @@
 
 use burn::tensor::Tensor;
 
-use super::piece::{Keys, Part, Sight, copied, repeat, times};
-use crate::attention::blocks::sums_after;
+use super::piece::{Keys, Part, Sight, repeat, times};
+use crate::attention::blocks::{copied, sums_after};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 

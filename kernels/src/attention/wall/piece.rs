@@ -6,7 +6,7 @@
 //! sequence lies at blocks · rows + row, so that blocks of other sizes are a reshape away.
 use burn::tensor::{BasicOps, Bool, Int, Tensor};
 
-use crate::attention::blocks::HIDDEN;
+use crate::attention::blocks::{HIDDEN, copied};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -170,11 +170,6 @@ pub(super) fn times<B: OpBackend>(x: Tensor<B, 5>, factor: Tensor<B, 5>) -> Tens
         })
     };
     stretch(x) * stretch(factor)
-}
-
-/// A copy in memory of its own, in the order of its elements.
-pub(super) fn copied<B: OpBackend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
-    x.zeros_like() + x
 }
 
 /// The scores of a piece's own keys, finest first (the diagonal sub-blocks; then, for blocks twice

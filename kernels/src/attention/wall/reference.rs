@@ -8,7 +8,7 @@ use burn::tensor::{Int, Tensor};
 use super::past::Past;
 use super::piece::{Keys, Rows, Sight, attend_piece, piece_len};
 use crate::attention::AttentionShape;
-use crate::attention::blocks::{BLOCK_ELEMENTS, repeat_heads};
+use crate::attention::blocks::{BLOCK_ELEMENTS, copied, repeat_heads};
 use crate::backend::OpBackend;
 
 /// Tokens of a chunk in training: within it scores cost the fewest operations.
@@ -106,8 +106,8 @@ fn lowest_seen<B: OpBackend>(
     });
     let Some(starts) = documents else { return by_window };
     let batch = starts.dims()[0];
-    let starts = starts.clone().narrow(1, range.start, rows).reshape([batch, 1, rows]);
-    let starts = starts.repeat_dim(1, n / batch).reshape([n, 1, 1, rows, 1]);
+    let starts = copied(starts.clone().narrow(1, range.start, rows)).reshape([batch, 1, rows]);
+    let starts = copied(starts.repeat_dim(1, n / batch)).reshape([n, 1, 1, rows, 1]);
     Some(match by_window {
         Some(lowest) => lowest.expand(starts.dims()).cast(starts.dtype()).max_pair(starts),
         None => starts,

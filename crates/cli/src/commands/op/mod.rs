@@ -2,14 +2,14 @@
 
 mod tensors;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor, TensorData};
 use clap::ValueEnum;
-use longwall_config::Problems;
+use longwall_config::{Problem, Problems};
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, DocumentStarts, Inputs};
 use longwall_kernels::backend::{OpBackend, with_reference};
 use longwall_kernels::device::{Device, OnDevice};
@@ -70,6 +70,7 @@ enum PathArg {
 /// Runs the operation on the tensors of a file.
 pub fn run(args: Args) -> Result<()> {
     let config = parse_kind(&args.kind, &args.sets)?;
+    check_output(&args.input, &args.output)?;
     let mut file = InputFile::read(&args.input)?;
     let (shape, op) = read_op(&args, &config, &mut file)?;
     file.finish(&expected(&config, &shape, args.grad))?;
@@ -90,11 +91,6 @@ pub fn run(args: Args) -> Result<()> {
 
 /// The configuration of a kind with some of its keys set.
 fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig> {
-    let mut table = toml::Table::new();
-    table.insert("kind".to_owned(), kind.into());
-    for set in sets {
-        Override::parse(set)?.apply(&mut table)?;
-    }
     let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
     let Some(known) = known else {
         let kinds: Vec<_> = AttentionConfig::KINDS.iter().map(|known| known.kind).collect();
@@ -106,7 +102,50 @@ fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig> {
     };
     let keys = (known.keys)().join(", ");
     let keys = if keys.is_empty() { "none".to_owned() } else { keys };
-    table.try_into().with_context(|| format!("--set for kind {kind}, whose keys are: {keys}"))
+    let mut table = toml::Table::new();
+    table.insert("kind".to_owned(), kind.into());
+    for text in sets {
+        let set = Override::parse(text)?;
+        if set.path[0] == "kind" {
+            bail!(
+                "--set {text} sets the kind; allowed: the keys of kind {kind}, which are: {keys}\n  \
+                 hint: choose the kind with --kind"
+            );
+        }
+        set.apply(&mut table)?;
+    }
+    table.try_into().map_err(|error: toml::de::Error| {
+        anyhow!(
+            "--set {}: {}; the keys of kind {kind} are: {keys}\n  \
+             hint: `longwall variants` lists the keys of each kind with their defaults",
+            sets.join(" --set "),
+            error.message()
+        )
+    })
+}
+
+/// Finds out before the operation runs that its results would have no place.
+fn check_output(input: &Path, output: &Path) -> Result<()> {
+    let path = output.display();
+    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        bail!(
+            "--output is {path}, and there is no folder {}; allowed: a file in a folder that \
+             exists\n  hint: make the folder, or choose another path",
+            folder.display()
+        );
+    }
+    if output.is_dir() {
+        bail!("--output is {path}, which is a folder; allowed: a file\n  hint: add a file name");
+    }
+    if let (Ok(input), Ok(output)) = (input.canonicalize(), output.canonicalize())
+        && input == output
+    {
+        bail!(
+            "--output is {path}, the input file; allowed: another file\n  hint: choose a new name"
+        );
+    }
+    Ok(())
 }
 
 /// Whether the reference runs on this device.
@@ -160,8 +199,9 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     let views = config.views();
     if q_heads % views != 0 || k_heads % views != 0 || k_heads == 0 || q_heads % k_heads != 0 {
         bail!(
-            "q has {q_heads} heads and k {k_heads}; allowed: multiples of the kind's {views} views, \
-             and those of k divide those of q\n  hint: docs/op-files.md tells the shapes"
+            "q in {} has {q_heads} heads and k {k_heads}; allowed: multiples of the kind's {views} \
+             views, and those of k divide those of q\n  hint: docs/op-files.md tells the shapes",
+            args.input.display()
         );
     }
     let (heads, kv_heads) = (q_heads / views, k_heads / views);
@@ -173,7 +213,9 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     };
     let mut problems = Problems::new();
     config.validate(&layer, &mut problems);
-    problems.into_result()?;
+    if !problems.as_slice().is_empty() {
+        bail!("{}", in_options(config.kind(), &problems));
+    }
     let shape = OpShape { layer, batch, seq_len };
     let inputs = expected(config, &shape, args.grad);
     let take = |(name, shape): &(String, Vec<usize>)| Ok((name.clone(), file.take(name, shape)?));
@@ -182,6 +224,26 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     let documents = file.take_documents(batch, seq_len)?;
     let projections = config.projections(&layer).len();
     Ok((shape, Op { config: config.clone(), layer, floats, projections, grad, documents }))
+}
+
+/// Problems with the options of this command in place of a configuration's keys.
+fn in_options(kind: &str, problems: &Problems) -> String {
+    let plain = |text: &str| {
+        text.replace("model.window", "--window")
+            .replace("model.head_dim", "head_dim of q")
+            .replace("model.width", "heads · head_dim of q")
+            .replace("model.attention.", "")
+    };
+    let mut text = format!("--kind {kind} does not go with these options and tensors:");
+    for Problem { key, value, allowed, remedy } in problems.as_slice() {
+        let key = match key.strip_prefix("model.attention.") {
+            Some(key) => format!("--set {key}"),
+            None => plain(key),
+        };
+        let (value, allowed, remedy) = (value.clone(), plain(allowed), plain(remedy));
+        text += &format!("\n{}", Problem { key, value, allowed, remedy });
+    }
+    text
 }
 
 /// The operation with its inputs.

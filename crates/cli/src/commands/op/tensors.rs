@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use longwall_data::files::write_atomically;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
@@ -32,10 +32,20 @@ const DOCUMENTS: &str = "document_starts";
 
 impl InputFile {
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path)
-            .with_context(|| format!("cannot read the input file {}", path.display()))?;
-        let file = SafeTensors::deserialize(&bytes)
-            .with_context(|| format!("{} is no valid safetensors file", path.display()))?;
+        let bytes = std::fs::read(path).map_err(|error| {
+            anyhow!(
+                "cannot read the input file {}: {error}\n  \
+                 hint: check the path, and that you may read the file",
+                path.display()
+            )
+        })?;
+        let file = SafeTensors::deserialize(&bytes).map_err(|error| {
+            anyhow!(
+                "{} is no valid safetensors file: {error}\n  \
+                 hint: it was cut short, damaged or saved in another format; save it again",
+                path.display()
+            )
+        })?;
         let raw = |view: &TensorView| Raw {
             dtype: view.dtype(),
             shape: view.shape().to_vec(),
@@ -68,7 +78,7 @@ impl InputFile {
         }
     }
 
-    /// Takes a tensor of the given shape out.
+    /// Takes a tensor of the given shape out; every element must be finite.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Floats> {
         let path = self.path.display();
         let raw = self.get(name)?;
@@ -86,9 +96,18 @@ impl InputFile {
             );
         }
         let data = raw.bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        let floats = Floats { shape: shape.to_vec(), data: data.collect() };
+        let data: Vec<f32> = data.collect();
+        if let Some(at) = data.iter().position(|x| !x.is_finite()) {
+            bail!(
+                "{name} in {path} is {} at {:?}; allowed: finite numbers\n  \
+                 hint: a large finite number does in place of an infinity; look for the source of a \
+                 NaN where the file was made",
+                data[at],
+                index_of(at, shape)
+            );
+        }
         self.tensors.remove(name);
-        Ok(floats)
+        Ok(Floats { shape: shape.to_vec(), data })
     }
 
     /// Takes the starts of packed documents out, if there are any: i32 or i64, `[batch, seq_len]`.
@@ -151,6 +170,16 @@ impl InputFile {
     }
 }
 
+/// The index in a tensor of `shape` of the element that is stored at place `at`.
+fn index_of(mut at: usize, shape: &[usize]) -> Vec<usize> {
+    let mut index = vec![0; shape.len()];
+    for (place, &size) in index.iter_mut().zip(shape).rev() {
+        *place = at % size;
+        at /= size;
+    }
+    index
+}
+
 /// Writes a file whole or not at all.
 pub fn write(path: &Path, tensors: &[(String, Floats)]) -> Result<()> {
     let bytes: Vec<Vec<u8>> = tensors
@@ -162,6 +191,11 @@ pub fn write(path: &Path, tensors: &[(String, Floats)]) -> Result<()> {
         (name, view.expect("the elements are those of the shape"))
     });
     let file = safetensors::serialize(views, None).expect("named f32 tensors can be serialised");
-    write_atomically(path, &file)
-        .with_context(|| format!("cannot write the output file {}", path.display()))
+    write_atomically(path, &file).map_err(|error| {
+        anyhow!(
+            "cannot write the output file {}: {error}\n  \
+             hint: make room on the disk, or check the permissions of the folder",
+            path.display()
+        )
+    })
 }

@@ -158,8 +158,8 @@ impl Row<'_> {
         let q = self.q_of(head, tile);
         through.clear();
         through.resize(tile.n * d, 0.0);
-        self.op.expansion.add_gradient(q, &past.sums, d_read, through, expansion);
-        self.op.expansion.add_collected(q, d_read, d_past, expansion);
+        self.op.expansion().add_gradient(q, &past.sums, d_read, through, expansion);
+        self.op.expansion().add_collected(q, d_read, d_past, expansion);
         let rows = self.at(head, tile);
         math::add_to(&mut grads.q[rows.start * d..rows.end * d], through);
         for ((q, through), d_reach) in q.chunks_exact(d).zip(through.chunks_exact(d)).zip(d_reach) {
@@ -208,9 +208,9 @@ impl Row<'_> {
             let (d_k, scratch) = (&mut buffers.weights, &mut buffers.expansion);
             d_k.clear();
             d_k.resize(n * d, 0.0);
-            self.op.expansion.add_gradient(k, later, &buffers.read, d_k, scratch);
+            self.op.expansion().add_gradient(k, later, &buffers.read, d_k, scratch);
             let d_entered = &mut buffers.slopes;
-            self.op.expansion.apply_rows(k, later, values + 1, d_entered, scratch);
+            self.op.expansion().apply_rows(k, later, values + 1, d_entered, scratch);
             math::add_to(&mut grads.k[first * d..][..n * d], d_k);
             for j in 0..n {
                 let decay = buffers.read[j * (values + 1) + values];

@@ -57,7 +57,7 @@ impl Row<'_> {
         gemm(o, values, 1.0, Mat::new(weights, tile.n, cols, cols), self.values(tile), 0.0);
         if let Some(past) = past {
             let q = self.q_of(head, tile);
-            self.op.expansion.apply_rows(q, &past.sums, values + 1, read, expansion);
+            self.op.expansion().apply_rows(q, &past.sums, values + 1, read, expansion);
             for (i, read) in read.chunks_exact(values + 1).enumerate() {
                 let factor = self.factor(tile, i, roots[i]);
                 let o = &mut o[i * values..][..values];

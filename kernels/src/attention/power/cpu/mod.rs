@@ -194,7 +194,7 @@ impl<'a> Row<'a> {
                 let sums = past.sums.iter().map(|x| x * kept).collect();
                 Past { sums, mass: past.mass * kept }
             }
-            None => Past { sums: vec![0.0; self.op.expansion.dim() * width], mass: 0.0 },
+            None => Past { sums: vec![0.0; self.op.expansion().dim() * width], mass: 0.0 },
         };
         let mut mass = 0.0;
         for first in (first..end).step_by(TILE) {
@@ -205,7 +205,7 @@ impl<'a> Row<'a> {
                 mass += math::dot(k, k).powi(self.op.p as i32 / 2) * entered[values];
             }
             let scratch = &mut buffers.expansion;
-            self.op.expansion.add_collected(k, &buffers.read, &mut new.sums, scratch);
+            self.op.expansion().add_collected(k, &buffers.read, &mut new.sums, scratch);
         }
         new.mass += mass;
         new
