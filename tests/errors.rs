@@ -35,6 +35,22 @@ fn unknown_attention_kind() {
 }
 
 #[test]
+fn costs_at_no_length_or_beyond_numbers() {
+    let w = Workspace::new();
+    for (len, name) in [("0", "zero"), ("9000000B", "beyond")] {
+        let error = w.fail(&["info", "--config", "tiny.toml", "--seq-len", len]);
+        insta::assert_snapshot!(format!("length_of_costs_{name}"), error);
+    }
+}
+
+#[test]
+fn window_with_a_kind_that_allows_none() {
+    let w = Workspace::new();
+    let sets = ["model.attention.kind=linear", "model.window=8"];
+    insta::assert_snapshot!(train_error(&w, &sets));
+}
+
+#[test]
 fn wrong_type() {
     let w = Workspace::new();
     w.write("tiny.toml", &CONFIG.replace("layers = 2", "layers = \"two\""));

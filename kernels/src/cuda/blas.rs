@@ -381,13 +381,16 @@ fn matrix_layout(layout: &Layout, data: lt_sys::cudaDataType) -> lt_sys::cublasL
 mod tests {
     use super::*;
 
-    fn layout(shape: &[usize], strides: &[usize]) -> Option<(i64, bool, i32, i64)> {
+    /// Leading stride, whether by columns, batch, batch stride.
+    type Found = Option<(i64, bool, i32, i64)>;
+
+    fn layout(shape: &[usize], strides: &[usize]) -> Found {
         Layout::of(shape, strides).map(|l| (l.leading, l.by_columns, l.batch, l.batch_stride))
     }
 
     #[test]
     fn a_layout_is_found_where_one_describes_the_matrices() {
-        let cases: [(&[usize], &[usize], Option<(i64, bool, i32, i64)>); 12] = [
+        let cases: [(&[usize], &[usize], Found); 12] = [
             (&[3, 5], &[5, 1], Some((5, false, 1, 0))),
             (&[3, 5], &[8, 1], Some((8, false, 1, 0))), // Padded rows.
             (&[3, 5], &[1, 3], Some((3, true, 1, 0))),  // Transposed.

@@ -13,6 +13,9 @@ use serde::Serialize;
 
 use crate::costs::{ratio, state_bytes};
 
+/// The greatest length that costs are counted at: past it they would leave the range of numbers.
+const LONGEST: usize = 1 << 40;
+
 /// Arguments of `longwall info`.
 #[derive(clap::Args)]
 pub struct Args {
@@ -114,8 +117,11 @@ pub fn run(args: Args) -> Result<()> {
     let config = RunConfig::load(&args.config, &args.sets)?;
     let vocab = Tokenizer::load(&config.tokenizer)?.vocab_size();
     let seq_len = args.seq_len.map_or(config.data.seq_len, |n| n as usize);
-    if seq_len == 0 {
-        bail!("--seq-len is 0; allowed: 1 or more tokens\n  hint: leave it out for data.seq_len");
+    if !(1..=LONGEST).contains(&seq_len) {
+        bail!(
+            "--seq-len is {seq_len}; allowed: from 1 to {LONGEST} tokens\n  \
+             hint: leave it out for data.seq_len"
+        );
     }
     let model = &config.model;
     let parameters = Parameters::of(model, vocab, config.data.seq_len);

@@ -8,7 +8,7 @@
 //!
 //! | parameter | elements | start |
 //! | --- | --- | --- |
-//! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`](crate::attention::tda) |
+//! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`] |
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
 //! | `norm_bias` | head_dim | 0 |
 //!
