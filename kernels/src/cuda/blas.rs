@@ -191,8 +191,12 @@ impl Blas {
             resource.expect("the buffer exists")
         });
         let at = [0, 1, 2].map(|i| resources[i].resource().ptr);
-        let alignments = at.map(|ptr| ptr.trailing_zeros().min(BEST_ALIGNMENT.ilog2()));
         let dtype = a.tensor.dtype;
+        // Of every matrix of the batch, not of the first alone.
+        let alignments = [0, 1, 2].map(|i| {
+            let stride = factors[i].layout.batch_stride as u64 * dtype.size() as u64;
+            (at[i] | stride).trailing_zeros().min(BEST_ALIGNMENT.ilog2())
+        });
         let key = (factors.map(|x| x.layout), alignments, dtype);
         let handle = self.handle;
         if self.plans.len() >= MOST_PLANS {

@@ -139,6 +139,10 @@ mod tests {
                 [a.clone().narrow(1, 1, 1), b.narrow(1, 2, 1)],
                 [a.clone(), a.transpose()],
                 [by_token.clone().swap_dims(1, 2), by_token.permute([0, 2, 3, 1])],
+                // Many small products, of which none but the first is well aligned.
+                [random::<B>([48, 128, 1, 64]), random::<B>([48, 128, 1, 64]).transpose()],
+                [random::<B>([48, 128, 1, 1]), random::<B>([48, 128, 1, 64])],
+                [random::<B>([70, 1000, 2, 3]), random::<B>([70, 1000, 3, 1])],
             ]
         }
         for (at, ([a, b], [c, d])) in views::<B>().into_iter().zip(views::<Cpu>()).enumerate() {
