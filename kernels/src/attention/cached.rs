@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::cache::KvCache;
+use super::rotation::{Rotation, rotate};
 use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Variant};
 use crate::backend::OpBackend;
 
@@ -20,8 +21,23 @@ pub trait Cached:
     /// As [`Variant::KERNELS`].
     const KERNELS: &'static [&'static str] = &[];
 
-    /// As [`Variant::validate`].
-    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems);
+    /// The setting that does without rotary positions.
+    const WITHOUT_ROTATION: &'static str = "rope = false";
+
+    /// The rotary positions, if there are any.
+    fn rotation(&self) -> Option<Rotation>;
+
+    /// As [`Variant::validate`]: of the rotation alone, unless the variant has more keys.
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        self.validate_rotation(key, shape, problems);
+    }
+
+    /// Records what is wrong with the rotary positions.
+    fn validate_rotation(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, Self::WITHOUT_ROTATION, shape.head_dim, problems);
+        }
+    }
 
     /// As [`Variant::views`].
     fn views(&self) -> usize {
@@ -40,8 +56,10 @@ pub trait Cached:
     }
 
     /// q or k `[batch, heads, seq_len, head_dim]` of the positions `first`, `first` + 1, …, as the
-    /// scores take them: rotated, for example.
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4>;
+    /// scores take them: rotated, unless the variant does more.
+    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        rotate(self.rotation(), x, first)
+    }
 
     /// The output `[batch, heads, queries, value_dim]` for prepared q, whose first position is
     /// `first`, prepared k, and v; the queries stand at the end of the keys.

@@ -52,6 +52,11 @@ impl Rotation {
         Rotation { theta, fraction: 1.0, scaling: Scaling::None {} }
     }
 
+    /// Of every channel, or none where a variant's key `rope` says so.
+    pub fn chosen(rope: bool, theta: f64, scaling: Scaling) -> Option<Self> {
+        rope.then_some(Rotation { scaling, ..Self::new(theta) })
+    }
+
     /// Channels that rotate: an even number.
     pub fn dims(&self, head_dim: usize) -> usize {
         (head_dim as f64 * self.fraction / 2.0).round() as usize * 2

@@ -22,20 +22,15 @@
 mod tests;
 
 use burn::tensor::Tensor;
-use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
 use super::diff::lambda_init;
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
-
-fn core(shape: &AttentionShape) -> Softmax {
-    Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
-}
 
 /// o − λ · o W_D, of `[batch, heads, queries, head_dim]`.
 fn adapt<B: OpBackend>(o: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B, 4> {
@@ -64,23 +59,14 @@ impl Default for Config {
     }
 }
 
-impl Config {
-    /// The rotary positions, if there are any.
-    fn rotation(&self) -> Option<Rotation> {
-        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
-    }
-}
-
 impl Cached for Config {
     const SOURCE: &'static str = "differential extension, DEX (Kong et al., 2025)";
 
     // Those of the softmax core.
     const KERNELS: &'static [&'static str] = &["cpu"];
 
-    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "rope = false", shape.head_dim, problems);
-        }
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
@@ -92,10 +78,6 @@ impl Cached for Config {
         ]
     }
 
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
-    }
-
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -104,7 +86,7 @@ impl Cached for Config {
         _first: usize,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        adapt(softmax(&core(shape), q, k, v, None, documents), parameters)
+        adapt(softmax(&Softmax::of(shape), q, k, v, None, documents), parameters)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

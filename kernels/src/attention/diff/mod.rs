@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
 use super::rectified::{difference, for_both_views};
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
@@ -71,18 +71,15 @@ impl Default for Config {
     }
 }
 
-impl Config {
-    /// The rotary positions, if there are any.
-    fn rotation(&self) -> Option<Rotation> {
-        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
-    }
-}
-
 impl Cached for Config {
     const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
 
     // Those of the softmax core.
     const KERNELS: &'static [&'static str] = &["cpu"];
+
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -92,9 +89,7 @@ impl Cached for Config {
             "1 or 2",
             "set value_factor = 2 with half of a softmax layer's heads, or 1 with all of them",
         );
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "rope = false", shape.head_dim, problems);
-        }
+        self.validate_rotation(key, shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -114,10 +109,6 @@ impl Cached for Config {
         vectors.into_iter().chain([norm]).collect()
     }
 
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
-    }
-
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -128,8 +119,7 @@ impl Cached for Config {
     ) -> Tensor<B, 4> {
         let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = vectors.try_into().expect("4 vectors of λ");
-        let window = shape.window;
-        let op = Softmax { scale: shape.scale(), softcap: None, window, slopes: vec![] };
+        let op = Softmax::of(shape);
         // The softmax core's values have k's channels: one pass for each such part of them.
         let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
         let parts = parts

@@ -17,12 +17,11 @@ mod weights;
 mod tests;
 
 use burn::tensor::Tensor;
-use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::weights::Entmax;
 use super::cached::Cached;
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, DocumentStarts};
 use crate::backend::OpBackend;
@@ -49,24 +48,11 @@ impl Default for Config {
     }
 }
 
-impl Config {
-    /// The rotary positions, if there are any.
-    fn rotation(&self) -> Option<Rotation> {
-        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
-    }
-}
-
 impl Cached for Config {
     const SOURCE: &'static str = "1.5-entmax attention (Peters et al., 2019)";
 
-    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "rope = false", shape.head_dim, problems);
-        }
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn output<B: OpBackend>(

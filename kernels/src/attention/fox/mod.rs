@@ -59,10 +59,6 @@ impl Config {
     }
 }
 
-fn core(shape: &AttentionShape) -> Softmax {
-    Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
-}
-
 /// ℓ `[batch, heads, seq_len]` from the gate's logits `[batch, seq_len, heads]`.
 fn log_decay<B: OpBackend>(logits: &[Tensor<B, 3>]) -> Tensor<B, 3> {
     log_sigmoid(logits[0].clone()).swap_dims(1, 2)
@@ -92,7 +88,7 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
         let log_decay = log_decay(&projections);
-        softmax(&core(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
+        softmax(&Softmax::of(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
@@ -116,7 +112,7 @@ impl Variant for Config {
         let dropped = all.dims()[2] - state.cache.len();
         let all = all.slice(s![.., .., dropped..]);
         state.log_decay = Some(all.clone());
-        softmax(&core(shape), self.rotate(q, first), k, v, Some(all), None)
+        softmax(&Softmax::of(shape), self.rotate(q, first), k, v, Some(all), None)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

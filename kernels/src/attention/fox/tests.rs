@@ -3,10 +3,10 @@
 use burn::backend::Flex;
 use burn::tensor::{Distribution, Tensor};
 
-use super::{Config, core};
+use super::Config;
 use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
-use crate::attention::softmax::softmax;
+use crate::attention::softmax::{Softmax, softmax};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -46,7 +46,7 @@ fn small_gates_count_after_long_strong_decay() {
     let last = Tensor::<Flex, 4>::ones([1, 1, 1, 8], &device);
     let v = Tensor::cat(vec![Tensor::zeros([1, 1, keys - 1, 8], &device), last], 2);
     let shape = AttentionShape::new(8, 1, 1, 8);
-    let o = softmax(&core(&shape), q, k, v, Some(log_decay), None);
+    let o = softmax(&Softmax::of(&shape), q, k, v, Some(log_decay), None);
     let got = f64::from(o.into_data().to_vec::<f32>().unwrap()[0]);
     let total: f64 = (0..=weak).map(|n| (-0.001f64 * n as f64).exp()).sum();
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);

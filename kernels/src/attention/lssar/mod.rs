@@ -59,15 +59,12 @@ impl Default for Config {
     }
 }
 
-impl Config {
-    /// The rotary positions, if there are any.
-    fn rotation(&self) -> Option<Rotation> {
-        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
-    }
-}
-
 impl Cached for Config {
     const SOURCE: &'static str = "softplus attention with re-weighting, LSSAR (Gao and Spratling, 2025)";
+
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -77,9 +74,7 @@ impl Cached for Config {
             format!("a whole number from 1 to {LARGEST_POWER}"),
             "set p = 15",
         );
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "rope = false", shape.head_dim, problems);
-        }
+        self.validate_rotation(key, shape, problems);
     }
 
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {

@@ -21,12 +21,11 @@
 mod tests;
 
 use burn::tensor::Tensor;
-use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
 use super::rectified::Rectified;
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
@@ -53,20 +52,11 @@ impl Default for Config {
     }
 }
 
-impl Config {
-    /// The rotary positions, if there are any.
-    fn rotation(&self) -> Option<Rotation> {
-        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
-    }
-}
-
 impl Cached for Config {
     const SOURCE: &'static str = "rectified linear attention, ReLA (Zhang et al., 2021)";
 
-    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "rope = false", shape.head_dim, problems);
-        }
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
@@ -75,10 +65,6 @@ impl Cached for Config {
             Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
             Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
         ]
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
     }
 
     fn output<B: OpBackend>(

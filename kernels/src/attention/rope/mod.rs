@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use super::blocks::places_in_documents;
 use super::cached::Cached;
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, alibi_slopes, softmax};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
@@ -76,12 +76,6 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The rotary positions, if these are the positions chosen.
-    fn rotation(&self) -> Option<Rotation> {
-        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
-        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
-    }
-
     /// q times s · ln(i+1) with `ssmax`.
     fn sharpen<B: OpBackend>(
         &self,
@@ -101,10 +95,9 @@ impl Config {
     fn core(&self, shape: &AttentionShape) -> Softmax {
         let alibi = self.position == Position::Alibi;
         Softmax {
-            scale: shape.scale(),
             softcap: self.softcap,
-            window: shape.window,
             slopes: if alibi { alibi_slopes(shape.heads) } else { vec![] },
+            ..Softmax::of(shape)
         }
     }
 }
@@ -114,10 +107,15 @@ impl Cached for Config {
 
     const KERNELS: &'static [&'static str] = &["cpu"];
 
+    const WITHOUT_ROTATION: &'static str = "position = \"none\"";
+
+    fn rotation(&self) -> Option<Rotation> {
+        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
+        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
+    }
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "position = \"none\"", shape.head_dim, problems);
-        }
+        self.validate_rotation(key, shape, problems);
         problems.check(
             self.softcap.is_none_or(|c| c > 0.0 && c.is_finite()),
             format!("{key}.softcap"),
@@ -131,10 +129,6 @@ impl Cached for Config {
         let (name, start) = ("ssmax_scale", Start::Constant(SSMAX_START));
         let scale = Parameter { name, elements: shape.heads, start };
         self.ssmax.then_some(scale).into_iter().collect()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
     }
 
     fn output<B: OpBackend>(

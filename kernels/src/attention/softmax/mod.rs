@@ -12,7 +12,7 @@ use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
-use super::DocumentStarts;
+use super::{AttentionShape, DocumentStarts};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 
 /// The core's settings.
@@ -26,6 +26,13 @@ pub struct Softmax {
     pub window: Option<usize>,
     /// ALiBi's slope of each query head, empty for none.
     pub slopes: Vec<f32>,
+}
+
+impl Softmax {
+    /// Of a layer, without further options.
+    pub fn of(shape: &AttentionShape) -> Self {
+        Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
+    }
 }
 
 /// The core.

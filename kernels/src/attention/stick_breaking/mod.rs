@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::weights::Sticks;
 use super::cached::Cached;
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, DocumentStarts};
 use crate::backend::OpBackend;
@@ -50,15 +50,12 @@ impl Default for Config {
     }
 }
 
-impl Config {
-    /// The rotary positions, if there are any.
-    fn rotation(&self) -> Option<Rotation> {
-        self.rope.then_some(Rotation { scaling: self.scaling, ..Rotation::new(self.theta) })
-    }
-}
-
 impl Cached for Config {
     const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
+
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -68,13 +65,7 @@ impl Cached for Config {
             "at least 2 with kind = \"stick_breaking\", where no token sees itself",
             "set a window of at least 2, or leave model.window out",
         );
-        if let Some(rotation) = self.rotation() {
-            rotation.validate(key, "rope = false", shape.head_dim, problems);
-        }
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
+        self.validate_rotation(key, shape, problems);
     }
 
     fn output<B: OpBackend>(
