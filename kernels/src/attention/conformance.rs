@@ -36,6 +36,7 @@ pub trait Conformance: Variant {
 }
 
 /// One problem: a shape, inputs and documents.
+#[derive(Clone)]
 struct Problem {
     shape: AttentionShape,
     batch: usize,
@@ -424,32 +425,54 @@ pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
 }
 
 /// Outputs and gradients at a training step's sizes, where another choice of stock kernels may
-/// begin, agree with the CPU's.
+/// begin, agree with the CPU's: to 2e-5 of the largest value, or as nearly as the CPU agrees with
+/// itself where each input is changed in its last bit (sums over a batch that cancel, say, have few
+/// digits that two roundings share).
 pub fn agrees_with_the_cpu_at_a_models_size<V: Conformance, K: OpBackend>() {
     let variant = &V::cases()[0];
     for starts in [&[0][..], &[0, 1, 100, 161]] {
-        let problem = Problem::new(variant, [3, 3, 64, 16, 256], None).packed(starts);
-        let what = format!("{variant:?}, documents at {starts:?}");
-        let output = problem.attend::<V, Flex>(variant);
-        assert_near(&what, &problem.attend::<V, K>(variant), &output);
+        let mut problem = Problem::new(variant, [3, 3, 64, 16, 256], None).packed(starts);
+        // Away from scores of zero, by which power's only key of a row is divided.
+        problem.inputs[..2].iter_mut().flat_map(|x| &mut x.data).for_each(|x| *x += 0.5);
         let shape = &problem.shape;
         let sizes = [problem.batch, shape.heads, problem.seq_len, variant.value_dim(shape)];
         let mut rng = ChaCha8Rng::seed_from_u64(3);
         let draw = |_| f64::from(rng.random_range(-1.0f32..1.0));
         let upstream = Oracle::new(&sizes, (0..sizes.iter().product()).map(draw).collect());
-        let got = gradients::<V, K>(variant, &problem, &upstream);
-        let want = gradients::<V, Flex>(variant, &problem, &upstream);
-        for (input, (got, want)) in got.iter().zip(&want).enumerate() {
-            assert_near(&format!("{what}, gradient of input {input}"), got, want);
+        let mut nudged = problem.clone();
+        for x in nudged.inputs.iter_mut().flat_map(|input| &mut input.data) {
+            let up = f64::from(rng.random::<bool>() as u8);
+            *x *= 1.0 + (2.0 * up - 1.0) * f64::from(f32::EPSILON);
+        }
+        let got = results::<V, K>(variant, &problem, &upstream);
+        let want = results::<V, Flex>(variant, &problem, &upstream);
+        let near = results::<V, Flex>(variant, &nudged, &upstream);
+        for (i, ((got, want), near)) in got.iter().zip(&want).zip(&near).enumerate() {
+            let scale = want.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
+            let allowed = (2e-5 * scale).max(4.0 * largest_difference(near, want));
+            let off = largest_difference(got, want);
+            assert!(
+                off <= allowed,
+                "{variant:?}, documents at {starts:?}, result {i} (output, then gradients): off by \
+                 {off:.2e}, allowed {allowed:.2e}, largest value {scale:.2e}"
+            );
         }
     }
 }
 
-/// Largest difference relative to the largest value.
-fn assert_near(what: &str, got: &[f64], want: &[f64]) {
-    let scale = want.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
-    let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-    assert!(worst <= 2e-5 * scale, "{what}: off by {worst:.2e}, largest value {scale:.2e}");
+/// The output, then every input's gradient.
+fn results<V: Conformance, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+    upstream: &Oracle,
+) -> Vec<Vec<f64>> {
+    let mut results = vec![problem.attend::<V, K>(variant)];
+    results.extend(gradients::<V, K>(variant, problem, upstream));
+    results
+}
+
+fn largest_difference(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 
 /// The test modules of a registered variant, on the CPU and on CUDA.
