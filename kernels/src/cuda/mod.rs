@@ -6,8 +6,34 @@
 
 pub mod blas;
 
+use burn::tensor::{DType, Shape};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::ArrayArg;
 
 /// A tensor of the CUDA backend.
 pub type CudaTensor = CubeTensor<CudaRuntime>;
+
+/// `x` row by row without gaps: itself, or a copy.
+pub fn contiguous(x: &CudaTensor) -> CudaTensor {
+    into_contiguous(x.clone())
+}
+
+/// A contiguous tensor on the device of `like`, its elements undefined.
+pub fn empty(like: &CudaTensor, shape: &[usize], dtype: DType) -> CudaTensor {
+    let shape = Shape::from(shape.to_vec());
+    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape, dtype)
+}
+
+/// The elements of a contiguous tensor, `lanes` at a time, as a kernel's argument.
+///
+/// # Panics
+/// When they cannot be read so: their number is no multiple of `lanes`.
+pub fn array(x: &CudaTensor, lanes: usize) -> ArrayArg<CudaRuntime> {
+    let len = x.meta.shape().num_elements();
+    assert!(len.is_multiple_of(lanes), "{len} elements, {lanes} at a time");
+    // SAFETY: the buffer holds as many elements, since the tensor is contiguous.
+    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), len / lanes) }
+}
