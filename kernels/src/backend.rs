@@ -15,13 +15,13 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorMetadata, TensorPrimitive};
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 use burn_flex::FlexTensor;
 use cubecl::cuda::CudaRuntime;
 
 use crate::cuda::CudaTensor;
-use crate::ops::adamw::AdamwStep;
+use crate::ops::adamw::{AdamwStep, Stepped};
 
 /// What a kernel's forward pass gives: the output, and what its backward pass will need.
 #[derive(Clone, Debug)]
@@ -111,8 +111,13 @@ pub trait OpBackend: Backend {
     ) -> FloatTensor<Self> {
         match Self::forward(op, &inputs, &ints, [false; N]) {
             Some(forward) => forward.output,
-            None => op.reference::<Self>(inputs, &ints),
+            None => in_f32::<Self, O, N>(op, inputs, &ints),
         }
+    }
+
+    /// `x` in f32. The gradient of a parameter stays f32, that of an activation becomes of its type.
+    fn widen(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        if x.dtype() == DType::BF16 { Self::float_cast(x, FloatDType::F32) } else { x }
     }
 
     /// The device's kernel for `op`, if it has one for these inputs.
@@ -132,16 +137,27 @@ pub trait OpBackend: Backend {
         needs: [bool; N],
     ) -> [Option<FloatTensor<Self>>; N];
 
-    /// One AdamW step on one parameter: returns the new `[parameter, m, v]`. Not differentiable.
+    /// One AdamW step on one parameter, from `[parameter, gradient, m, v]`: the new parameter, m
+    /// and v, and the new parameter as `copy`. Not differentiable.
     ///
     /// All four tensors have one shape; buffers owned by nobody else are updated in place.
-    fn adamw(step: &AdamwStep, tensors: [FloatTensor<Self>; 4]) -> [FloatTensor<Self>; 3] {
-        crate::ops::adamw::reference::<Self>(step, tensors)
+    fn adamw(
+        step: &AdamwStep,
+        tensors: [FloatTensor<Self>; 4],
+        copy: Option<DType>,
+    ) -> Stepped<FloatTensor<Self>> {
+        let new = crate::ops::adamw::reference::<Self>(step, tensors);
+        crate::ops::adamw::with_copy::<Self>(new, copy)
     }
 
     /// Σ x², shape `[1]`, in f32; the same bits at every call. Not differentiable.
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
         crate::ops::grad_norm::reference::<Self>(x)
+    }
+
+    /// Σ x² over all tensors together, as [`OpBackend::square_sum`].
+    fn square_sums(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        crate::ops::grad_norm::one_by_one::<Self>(tensors)
     }
 }
 
@@ -172,8 +188,13 @@ impl OpBackend for Flex {
         op.cpu_backward(saved, ints, grad, needs)
     }
 
-    fn adamw(step: &AdamwStep, tensors: [FlexTensor; 4]) -> [FlexTensor; 3] {
-        crate::ops::adamw::cpu(step, tensors)
+    fn adamw(
+        step: &AdamwStep,
+        tensors: [FlexTensor; 4],
+        copy: Option<DType>,
+    ) -> Stepped<FlexTensor> {
+        let new = crate::ops::adamw::cpu(step, tensors);
+        crate::ops::adamw::with_copy::<Self>(new, copy)
     }
 
     fn square_sum(x: FlexTensor) -> FlexTensor {
@@ -208,6 +229,22 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
         needs: [bool; N],
     ) -> [Option<CudaTensor>; N] {
         op.cuda_backward(saved, ints, grad, needs)
+    }
+
+    fn adamw(
+        step: &AdamwStep,
+        tensors: [CudaTensor; 4],
+        copy: Option<DType>,
+    ) -> Stepped<CudaTensor> {
+        crate::ops::cuda::elementwise::adamw(step, tensors, copy)
+    }
+
+    fn square_sum(x: CudaTensor) -> CudaTensor {
+        crate::ops::cuda::sums::squares(&[x])
+    }
+
+    fn square_sums(tensors: Vec<CudaTensor>) -> CudaTensor {
+        crate::ops::cuda::sums::squares(&tensors)
     }
 }
 
@@ -244,6 +281,27 @@ impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
     }
 }
 
+/// The autodiff node of [`OpBackend::widen`].
+#[derive(Debug)]
+struct Widen;
+
+impl<B: OpBackend> Backward<B, 1> for Widen {
+    /// The type of the gradient.
+    type State = DType;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let grad = grads.consume::<B>(&ops.node);
+        if let [Some(parent)] = &ops.parents {
+            grads.register::<B>(parent.id, B::float_cast(grad, ops.state.into()));
+        }
+    }
+}
+
 impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
     fn device_kind() -> &'static str {
         B::device_kind()
@@ -257,7 +315,7 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         let needs = std::array::from_fn(|i| !inputs[i].node.requirement.is_none());
         let primitives = std::array::from_fn(|i| inputs[i].primitive.clone());
         let Some(forward) = B::forward(op, &primitives, &ints, needs) else {
-            return op.reference::<Self>(inputs, &ints);
+            return in_f32::<Self, O, N>(op, inputs, &ints);
         };
         let nodes = inputs.map(|input| input.node);
         match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
@@ -266,6 +324,17 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
                 forward.output,
             ),
             OpsKind::UnTracked(prep) => prep.finish(forward.output),
+        }
+    }
+
+    fn widen(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let is_parameter = x.node.parents.is_empty();
+        match Widen.prepare::<C>([x.node.clone()]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let back = if is_parameter { DType::F32 } else { x.dtype() };
+                prep.finish(back, B::widen(x.primitive))
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::widen(x.primitive)),
         }
     }
 
@@ -288,13 +357,37 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         unreachable!("{op:?} was differentiated twice")
     }
 
-    fn adamw(step: &AdamwStep, tensors: [FloatTensor<Self>; 4]) -> [FloatTensor<Self>; 3] {
-        B::adamw(step, tensors.map(Self::inner)).map(Self::from_inner)
+    fn adamw(
+        step: &AdamwStep,
+        tensors: [FloatTensor<Self>; 4],
+        copy: Option<DType>,
+    ) -> Stepped<FloatTensor<Self>> {
+        let (new, copy) = B::adamw(step, tensors.map(Self::inner), copy);
+        (new.map(Self::from_inner), copy.map(Self::from_inner))
     }
 
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::from_inner(B::square_sum(Self::inner(x)))
     }
+
+    fn square_sums(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        Self::from_inner(B::square_sums(tensors.into_iter().map(Self::inner).collect()))
+    }
+}
+
+/// The reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
+/// input's type.
+fn in_f32<B: OpBackend, O: Op<N>, const N: usize>(
+    op: &O,
+    inputs: [FloatTensor<B>; N],
+    ints: &[IntTensor<B>],
+) -> FloatTensor<B> {
+    let dtype = inputs[0].dtype();
+    if inputs.iter().all(|x| x.dtype() != DType::BF16) {
+        return op.reference::<B>(inputs, ints);
+    }
+    let result = op.reference::<B>(inputs.map(B::widen), ints);
+    if dtype == DType::BF16 { B::float_cast(result, dtype.into()) } else { result }
 }
 
 thread_local! {

@@ -1,10 +1,15 @@
-//! Which device a run uses, and why.
+//! Which device a run uses, and why; what is known of it; where its compiled kernels are kept.
+
+mod kernel_cache;
 
 use std::fmt::{self, Display};
 
 use burn::backend::Flex;
 use burn::tensor::backend::BackendTypes;
-use cubecl::cuda::CudaDevice;
+use cubecl::cuda::{CudaDevice, CudaRuntime};
+use cubecl::prelude::Runtime;
+
+pub use kernel_cache::{KernelCache, keep_kernels};
 
 use crate::Cuda;
 use crate::backend::OpBackend;
@@ -22,7 +27,10 @@ impl Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Cpu => write!(f, "cpu, {} threads", rayon::current_num_threads()),
-            Device::Cuda(device) => write!(f, "cuda:{}", device.index),
+            Device::Cuda(device) => match name(device) {
+                Some(name) => write!(f, "cuda:{}, {name}", device.index),
+                None => write!(f, "cuda:{}", device.index),
+            },
         }
     }
 }
@@ -99,7 +107,48 @@ pub trait OnDevice {
     fn run<B: OpBackend>(self, device: B::Device) -> Self::Output;
 }
 
+/// Bytes of a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// In tensors that are alive.
+    pub in_use: u64,
+    /// Taken from the driver: those in use, and those kept for later tensors.
+    pub reserved: u64,
+}
+
+/// Peak dense bf16 FLOP/s of GPUs by a part of their names, as their data sheets give them. The
+/// first is how the driver calls the SXM board; the H100's others are slower.
+const PEAKS: [(&str, f64); 3] = [("H100 80GB HBM3", 989e12), ("H200", 989e12), ("A100", 312e12)];
+
+/// The peak bf16 FLOP/s of the GPU called `name`, where it is known.
+fn peak_of(name: &str) -> Option<f64> {
+    // The H200's NVL board is slower, too.
+    let entry = PEAKS.iter().find(|(part, _)| name.contains(part) && !name.contains("NVL"));
+    entry.map(|(_, peak)| *peak)
+}
+
+/// What the driver calls a GPU.
+fn name(device: &CudaDevice) -> Option<String> {
+    let device = cudarc::driver::result::device::get(device.index as i32).ok()?;
+    cudarc::driver::result::device::get_name(device).ok()
+}
+
 impl Device {
+    /// Peak dense FLOP/s in bf16, where the device is a GPU whose peak is known.
+    pub fn peak_bf16_flops(&self) -> Option<f64> {
+        match self {
+            Device::Cpu => None,
+            Device::Cuda(device) => peak_of(&name(device)?),
+        }
+    }
+
+    /// What this thread's tensors take of a GPU's own memory; `None` on the CPU.
+    pub fn memory(&self) -> Option<Memory> {
+        let Device::Cuda(device) = self else { return None };
+        let usage = CudaRuntime::client(device).memory_usage().ok()?;
+        Some(Memory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
+    }
+
     /// Does `work` on this device's backend.
     pub fn run<W: OnDevice>(self, work: W) -> W::Output {
         match self {
@@ -113,6 +162,16 @@ impl Device {
 mod tests {
     use super::*;
     use burn::tensor::Tensor;
+
+    #[test]
+    fn peaks_are_those_of_the_board() {
+        assert_eq!(peak_of("NVIDIA H100 80GB HBM3"), Some(989e12));
+        assert_eq!(peak_of("NVIDIA H200"), Some(989e12));
+        assert_eq!(peak_of("NVIDIA H100 PCIe"), None);
+        assert_eq!(peak_of("NVIDIA H100 NVL"), None);
+        assert_eq!(peak_of("NVIDIA H200 NVL"), None);
+        assert_eq!(peak_of("NVIDIA GeForce RTX 4090"), None);
+    }
 
     struct Sum;
 

@@ -12,6 +12,7 @@ pub mod cuda;
 pub mod device;
 pub mod ops;
 pub mod testing;
+mod tile;
 
 /// The CPU backend.
 pub type Cpu = burn::backend::Flex;

@@ -5,7 +5,7 @@
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -13,7 +13,7 @@ use super::{
     AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
 };
 use crate::backend::{OpBackend, with_reference};
-use crate::testing::{CHECKED, Oracle, assert_budget, differences};
+use crate::testing::{CHECKED, Oracle, assert_budget, differences, record};
 
 /// What a variant's `tests.rs` supplies.
 pub trait Conformance: Variant {
@@ -43,6 +43,8 @@ struct Problem {
     seq_len: usize,
     inputs: Vec<Oracle>,
     documents: Vec<Vec<usize>>,
+    /// Of q, k, v and the projections.
+    dtype: DType,
 }
 
 /// The expected initial value of element `at`.
@@ -86,7 +88,16 @@ impl Problem {
             inputs.push(random(&[elements], &|at| mean(&start, at), 0.1));
         }
         variant.prepare(&mut inputs);
-        Problem { shape, batch, seq_len, inputs, documents: vec![vec![0; seq_len]; batch] }
+        let documents = vec![vec![0; seq_len]; batch];
+        Problem { shape, batch, seq_len, inputs, documents, dtype: DType::F32 }
+    }
+
+    /// The problem with q, k, v and the projections rounded to bf16.
+    fn in_bf16(mut self) -> Self {
+        let activations = self.inputs.iter_mut().filter(|x| x.shape.len() > 1);
+        activations.flat_map(|x| &mut x.data).for_each(|x| *x = bf16::from_f64(*x).to_f64());
+        self.dtype = DType::BF16;
+        self
     }
 
     /// Splits every row into documents that start at the given positions; the second row has one
@@ -116,7 +127,8 @@ impl Problem {
         let [q, k, v, rest @ ..] = &self.inputs[..] else { panic!("at least q, k and v") };
         let [q, k, v] = [q, k, v].map(tensor::<B, 4>);
         let of_rank = |rank| rest.iter().filter(move |x| x.shape.len() == rank);
-        let projections = of_rank(3).map(tensor::<B, 3>).collect();
+        let [q, k, v] = [q, k, v].map(|x| x.cast(self.dtype));
+        let projections = of_rank(3).map(|x| tensor::<B, 3>(x).cast(self.dtype)).collect();
         Inputs { q, k, v, projections, parameters: of_rank(1).map(tensor::<B, 1>).collect() }
     }
 
@@ -168,7 +180,7 @@ fn gradients<V: Variant, K: OpBackend>(
     let o = variant.attend(&problem.shape, inputs, problem.documents());
     let weights = upstream.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
     let weights = Tensor::from_data(TensorData::new(weights, o.dims()), &Default::default());
-    let grads = (o * weights).sum().backward();
+    let grads = (o.cast(DType::F32) * weights).sum().backward();
     fn grad<K: OpBackend, const D: usize>(
         x: &Tensor<Ad<K>, D>,
         grads: &<Ad<K> as AutodiffBackend>::Gradients,
@@ -293,6 +305,62 @@ pub fn gradients_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
         let packed = Problem::new(&variant, [2, 2, 8, 2, 70], None).packed(&[0, 1, 30, 66]);
         check_gradients::<V, K>(&variant, &packed);
     }
+}
+
+/// Outputs and gradients of q, k, v and the projections in bf16, for a kind with a kernel for it.
+pub fn bf16_agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
+    for variant in V::cases() {
+        for sizes in [[2, 2, 8, 1, 1], [2, 1, 16, 1, 33], [4, 2, 64, 2, 100], [2, 2, 80, 1, 129]] {
+            check_bf16::<V, K>(&variant, Problem::new(&variant, sizes, None));
+        }
+        for window in windows(&variant, &[1, 65]) {
+            check_bf16::<V, K>(&variant, Problem::new(&variant, [2, 1, 128, 1, 140], window));
+        }
+        let packed = Problem::new(&variant, [4, 1, 64, 2, 200], None).packed(&[0, 1, 90, 130, 199]);
+        check_bf16::<V, K>(&variant, packed);
+    }
+}
+
+/// Holds a problem in bf16 to the roundings on its way (see [`assert_roundings`]).
+fn check_bf16<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    let problem = problem.in_bf16();
+    let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
+    let oracle = |inputs: &[Oracle]| variant.oracle(&problem.shape, inputs, &problem.documents);
+    let mut upstream = oracle(&problem.inputs);
+    assert_roundings(&what, &problem.attend::<V, K>(variant), &upstream.data);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let mut draw = || bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_f64();
+    upstream.data.iter_mut().for_each(|x| *x = draw());
+    let got = gradients::<V, K>(variant, &problem, &upstream);
+    // Those of q and k may vanish for a single key, so all are held to the largest of any.
+    let (mut all_got, mut all_want) = (vec![], vec![]);
+    for (input, got) in got.iter().enumerate() {
+        assert!(got.iter().all(|x| x.is_finite()), "{what}, gradient of input {input}");
+        if problem.inputs[input].shape.len() > 1 {
+            let (places, want) = differences(&problem.inputs, input, &upstream, V::STEP, &oracle);
+            all_got.extend(places.iter().map(|&p| got[p]));
+            all_want.extend(want);
+        }
+    }
+    assert_roundings(&format!("{what}, gradients"), &all_got, &all_want);
+    assert_eq!(got, gradients::<V, K>(variant, &problem, &upstream), "{what}: two runs differ");
+}
+
+/// At most five roundings to bf16: of q and k where they are rotated, of the weights or their slopes,
+/// of the result, and of a gradient that is rotated back. Each is at most 2⁻⁹ of what it rounds, and
+/// they are independent.
+fn assert_roundings(what: &str, got: &[f64], want: &[f64]) {
+    let largest = want.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+    let size = |x: &[f64]| (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64).sqrt();
+    let errors: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
+    let (worst, mean) = (largest_difference(got, want), size(&errors));
+    let rounding = 2f64.powi(-9);
+    record(worst / largest);
+    assert!(
+        worst <= 5.0 * rounding * largest && mean <= 5f64.sqrt() * rounding * size(want),
+        "{what}: off by {worst:.2e} of {largest:.2e}, root mean square {mean:.2e} of {:.2e}",
+        size(want)
+    );
 }
 
 /// Windows shorter and longer than the sequence.
@@ -451,6 +519,7 @@ pub fn agrees_with_the_cpu_at_a_models_size<V: Conformance, K: OpBackend>() {
             let scale = want.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
             let allowed = (2e-5 * scale).max(4.0 * largest_difference(near, want));
             let off = largest_difference(got, want);
+            record(off / scale);
             assert!(
                 off <= allowed,
                 "{variant:?}, documents at {starts:?}, result {i} (output, then gradients): off by \

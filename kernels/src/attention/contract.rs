@@ -1,6 +1,6 @@
 //! What a variant is told, what it asks for and what it must do.
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use longwall_config::Problems;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -158,6 +158,22 @@ pub struct Inputs<B: OpBackend> {
     pub projections: Vec<Tensor<B, 3>>,
     /// The learned vectors of [`Variant::parameters`].
     pub parameters: Vec<Tensor<B, 1>>,
+}
+
+impl<B: OpBackend> Inputs<B> {
+    /// The same numbers in f32.
+    pub(super) fn widened(self) -> Self {
+        fn f32<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+            x.cast(FloatDType::F32)
+        }
+        Inputs {
+            q: f32(self.q),
+            k: f32(self.k),
+            v: f32(self.v),
+            projections: self.projections.into_iter().map(f32).collect(),
+            parameters: self.parameters.into_iter().map(f32).collect(),
+        }
+    }
 }
 
 /// Index in its row of the first token of each position's document, `[batch, seq_len]`; `None`

@@ -19,7 +19,7 @@ pub mod rotation;
 pub mod rowwise;
 pub mod softmax;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 

@@ -100,7 +100,9 @@ macro_rules! registry {
                 inputs: Inputs<B>,
                 documents: DocumentStarts<B>,
             ) -> Tensor<B, 4> {
-                match self { $(Self::$name(c) => c.attend(shape, inputs, documents),)+ }
+                let (inputs, dtype) = self.widened(inputs);
+                let o = match self { $(Self::$name(c) => c.attend(shape, inputs, documents),)+ };
+                o.cast(dtype)
             }
 
             /// As [`Variant::start`].
@@ -118,11 +120,22 @@ macro_rules! registry {
                 inputs: Inputs<B>,
                 state: &mut AttentionState<B>,
             ) -> Tensor<B, 4> {
-                match (self, state) {
+                let (inputs, dtype) = self.widened(inputs);
+                let o = match (self, state) {
                     $((Self::$name(c), AttentionState::$name(s)) => c.extend(shape, inputs, s),)+
                     #[allow(unreachable_patterns)]
                     (config, _) => panic!("the decode state is not of kind {}", config.kind()),
-                }
+                };
+                o.cast(dtype)
+            }
+
+            /// The inputs as the variant takes them, in f32 where it has no kernel for CUDA, and the
+            /// type that its output is to have.
+            fn widened<B: OpBackend>(&self, inputs: Inputs<B>) -> (Inputs<B>, DType) {
+                let kernels = match self { $(Self::$name(_) => $module::Config::KERNELS,)+ };
+                let dtype = inputs.q.dtype();
+                let inputs = if kernels.contains(&"cuda") { inputs } else { inputs.widened() };
+                (inputs, dtype)
             }
 
             /// As [`Variant::flops_per_token`].

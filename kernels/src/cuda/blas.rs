@@ -12,14 +12,13 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Mutex, PoisonError};
 
-use burn::tensor::{DType, Shape};
-use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn::tensor::DType;
+use burn_cubecl::kernel::{cast, into_contiguous};
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys as lt_sys;
 use cudarc::driver::sys as cu;
 
-use super::CudaTensor;
+use super::{CudaTensor, empty};
 
 /// Bytes of scratch memory, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
@@ -40,6 +39,31 @@ const BEST_ALIGNMENT: u64 = 256;
 /// # Panics
 /// When the sizes or types do not fit, or cuBLASLt fails.
 pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
+    let dtype = a.dtype;
+    product(a, b, dtype, Epilogue::None)
+}
+
+/// What is done to a product before it is written.
+pub enum Epilogue {
+    /// Nothing.
+    None,
+    /// A tensor of the product's shape is added in f32. Its buffer takes the result where nobody
+    /// else owns it.
+    Add(CudaTensor),
+    /// A vector of n elements is added to each row.
+    Bias(CudaTensor),
+    /// GELU in its tanh form; the product itself is written to this contiguous tensor too.
+    Gelu(CudaTensor),
+    /// The result is multiplied by GELU's derivative at this contiguous tensor.
+    GeluGradient(CudaTensor),
+}
+
+/// a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is of type `dtype`:
+/// the inputs' own, or f32 of bf16 inputs.
+///
+/// # Panics
+/// When the sizes or types do not fit, or cuBLASLt fails.
+pub fn product(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue) -> CudaTensor {
     let mut shape = a.meta.shape().to_vec();
     let rank = shape.len();
     let (sa, sb) = (a.meta.shape().to_vec(), b.meta.shape().to_vec());
@@ -49,15 +73,67 @@ pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     assert_eq!(a.dtype, b.dtype, "types of the factors");
     assert_eq!(a.device, b.device, "devices of the factors");
     shape[rank - 1] = sb[rank - 1];
-    let (client, device, dtype) = (a.client.clone(), a.device.clone(), a.dtype);
-    let index = device.index;
-    let out = empty_device_contiguous_dtype(client, device, Shape::from(shape), dtype);
+    let index = a.device.index;
     let (a, b) = (Factor::new(a), Factor::new(b));
+    let (out, extra) = match epilogue {
+        Epilogue::None => (empty(&a.tensor, &shape, dtype), Extra::None),
+        Epilogue::Add(term) => {
+            assert_eq!(
+                (term.meta.shape().to_vec(), term.dtype),
+                (shape.clone(), dtype),
+                "the term"
+            );
+            let term = into_contiguous(term);
+            let own = term.can_mut();
+            let out = if own { term.clone() } else { empty(&a.tensor, &shape, dtype) };
+            (out, Extra::Add(term))
+        }
+        Epilogue::Bias(bias) => {
+            assert_eq!(bias.meta.shape().to_vec(), shape[rank - 1..], "the bias");
+            let bias = into_contiguous(cast(bias, dtype));
+            (empty(&a.tensor, &shape, dtype), Extra::Vector(bias))
+        }
+        Epilogue::Gelu(aux) => (empty(&a.tensor, &shape, dtype), Extra::Gelu(aux)),
+        Epilogue::GeluGradient(aux) => (empty(&a.tensor, &shape, dtype), Extra::Slope(aux)),
+    };
+    if let Extra::Gelu(aux) | Extra::Slope(aux) = &extra {
+        assert_eq!((aux.meta.shape().to_vec(), aux.dtype), (shape, dtype), "GELU's argument");
+        assert!(aux.is_contiguous(), "GELU's argument has gaps");
+    }
     // A product that failed has changed nothing that the next one uses.
     let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
     let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
-    blas.run(&a, &b, &Factor::new(out.clone()));
+    blas.run(&a, &b, &Factor::new(out.clone()), &extra);
     out
+}
+
+/// An [`Epilogue`] with its tensor in place.
+enum Extra {
+    None,
+    Add(CudaTensor),
+    Vector(CudaTensor),
+    Gelu(CudaTensor),
+    Slope(CudaTensor),
+}
+
+impl Extra {
+    fn tensor(&self) -> Option<&CudaTensor> {
+        match self {
+            Extra::None => None,
+            Extra::Add(x) | Extra::Vector(x) | Extra::Gelu(x) | Extra::Slope(x) => Some(x),
+        }
+    }
+
+    /// The epilogue as cuBLASLt names it; none for a sum, which is a factor's.
+    fn kind(&self) -> Option<lt_sys::cublasLtEpilogue_t> {
+        use lt_sys::cublasLtEpilogue_t as Kind;
+        match self {
+            Extra::None | Extra::Add(_) => None,
+            Extra::Vector(_) => Some(Kind::CUBLASLT_EPILOGUE_BIAS),
+            Extra::Gelu(_) => Some(Kind::CUBLASLT_EPILOGUE_GELU_AUX),
+            Extra::Slope(_) => Some(Kind::CUBLASLT_EPILOGUE_DGELU),
+        }
+    }
 }
 
 /// How a batch of matrices lies in memory.
@@ -127,9 +203,17 @@ impl Factor {
     }
 }
 
-/// What a plan depends on: the layouts of a, b and the product, their addresses' alignments, and
-/// the element type.
-type Key = ([Layout; 3], [u32; 3], DType);
+/// What a plan depends on.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    /// Of a, b and the product.
+    layouts: [Layout; 3],
+    /// Of their addresses and that of the epilogue's tensor, as powers of two.
+    alignments: [u32; 4],
+    /// Of the factors and of the product.
+    types: [DType; 2],
+    epilogue: Option<lt_sys::cublasLtEpilogue_t>,
+}
 
 /// One product, ready to run: cuBLASLt's descriptions of it and the algorithm it chose.
 struct Plan {
@@ -182,7 +266,7 @@ impl Blas {
         Blas { context, handle, stream, before, after, workspace, plans: HashMap::new() }
     }
 
-    fn run(&mut self, a: &Factor, b: &Factor, out: &Factor) {
+    fn run(&mut self, a: &Factor, b: &Factor, out: &Factor, extra: &Extra) {
         let factors = [a, b, out];
         // Blocks until the work that writes these buffers is issued. Held until the end: the
         // buffers stay reserved.
@@ -191,19 +275,32 @@ impl Blas {
             resource.expect("the buffer exists")
         });
         let at = [0, 1, 2].map(|i| resources[i].resource().ptr);
-        let dtype = a.tensor.dtype;
-        // Of every matrix of the batch, not of the first alone.
-        let alignments = [0, 1, 2].map(|i| {
-            let stride = factors[i].layout.batch_stride as u64 * dtype.size() as u64;
-            (at[i] | stride).trailing_zeros().min(BEST_ALIGNMENT.ilog2())
+        let extra_resource = extra.tensor().map(|x| {
+            let resource = x.client.get_resource(x.handle.clone());
+            resource.expect("the buffer exists")
         });
-        let key = (factors.map(|x| x.layout), alignments, dtype);
+        let extra_at = extra_resource.as_ref().map_or(0, |x| x.resource().ptr);
+        // Of every matrix of the batch, not of the first alone.
+        let align = |address: u64| address.trailing_zeros().min(BEST_ALIGNMENT.ilog2());
+        let [of_a, of_b, of_out] = [0, 1, 2].map(|i| {
+            let Factor { tensor, layout } = factors[i];
+            align(at[i] | layout.batch_stride as u64 * tensor.dtype.size() as u64)
+        });
+        let key = Key {
+            layouts: factors.map(|x| x.layout),
+            alignments: [of_a, of_b, of_out, align(extra_at)],
+            types: [a.tensor.dtype, out.tensor.dtype],
+            epilogue: extra.kind(),
+        };
         let handle = self.handle;
         if self.plans.len() >= MOST_PLANS {
             self.plans.clear();
         }
-        let plan = self.plans.entry(key).or_insert_with(|| Plan::new(handle, &key));
-        let scale = Scale::new(dtype);
+        let plan = self.plans.entry(key.clone()).or_insert_with(|| Plan::new(handle, &key));
+        plan.set_extra(extra, extra_at);
+        let scale = Scale::new(a.tensor.dtype);
+        let adds = matches!(extra, Extra::Add(_));
+        let (factor, term) = if adds { (scale.one(), extra_at) } else { (scale.zero(), at[2]) };
         // SAFETY: addresses and layouts describe buffers that `resources` keeps alive until the
         // last wait is issued; the workspace is used on this one stream only.
         unsafe {
@@ -215,12 +312,12 @@ impl Blas {
                 self.handle,
                 plan.description,
                 scale.one(),
-                scale.zero(),
+                factor,
                 at[1] as *const c_void,
                 plan.layouts[1],
                 at[0] as *const c_void,
                 plan.layouts[0],
-                at[2] as *const c_void,
+                term as *const c_void,
                 plan.layouts[2],
                 at[2] as *mut c_void,
                 plan.layouts[2],
@@ -278,8 +375,8 @@ impl Drop for Plan {
 
 impl Plan {
     fn new(handle: lt_sys::cublasLtHandle_t, key: &Key) -> Self {
-        let (layouts, alignments, dtype) = key;
-        let (data, compute, scale) = types(*dtype);
+        let Key { layouts, alignments, types: [factors, result], epilogue } = key;
+        let (_, compute, scale) = types(*factors);
         let [a, b, _] = layouts;
         let description = lt::create_matmul_desc(compute, scale).expect("a product's description");
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
@@ -295,7 +392,17 @@ impl Plan {
             }
             .expect("cuBLASLt knows the attribute");
         }
-        let layouts = layouts.map(|layout| matrix_layout(&layout, data));
+        if let Some(epilogue) = epilogue {
+            let epilogue = *epilogue as u32;
+            // SAFETY: the attribute is a 32-bit number.
+            unsafe {
+                let name = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE;
+                lt::set_matmul_desc_attribute(description, name, address(&epilogue), 4)
+            }
+            .expect("cuBLASLt knows the attribute");
+        }
+        let data = [factors, factors, result].map(|dtype| types(*dtype).0);
+        let layouts = [0, 1, 2].map(|i| matrix_layout(&layouts[i], data[i]));
         let preference = preference(alignments);
         let [la, lb, lc] = layouts;
         // SAFETY: all were made above; the preference is destroyed once, after its use.
@@ -308,6 +415,27 @@ impl Plan {
         let algorithm =
             chosen.unwrap_or_else(|error| panic!("no algorithm for {key:?}: {error:?}")).algo;
         Plan { description, layouts, algorithm }
+    }
+}
+
+impl Plan {
+    /// Points the epilogue to its tensor, which is a vector or contiguous.
+    fn set_extra(&self, extra: &Extra, at: cu::CUdeviceptr) {
+        use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let set = |attribute, value: *const c_void| {
+            // SAFETY: both attributes that are set here are 64-bit numbers.
+            unsafe { lt::set_matmul_desc_attribute(self.description, attribute, value, 8) }
+                .expect("cuBLASLt knows the attribute");
+        };
+        match extra {
+            Extra::None | Extra::Add(_) => {}
+            Extra::Vector(_) => set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(&at)),
+            Extra::Gelu(aux) | Extra::Slope(aux) => {
+                let columns = *aux.meta.shape().last().expect("a matrix") as i64;
+                set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, address(&at));
+                set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, address(&columns));
+            }
+        }
     }
 }
 
@@ -325,9 +453,9 @@ fn types(
     }
 }
 
-/// What an algorithm may use: the workspace, the alignments (as powers of two) of a, b and the
-/// product.
-fn preference(alignments: &[u32; 3]) -> lt_sys::cublasLtMatmulPreference_t {
+/// What an algorithm may use: the workspace, the alignments (as powers of two) of a, b, the product
+/// and what is added to it.
+fn preference(alignments: &[u32; 4]) -> lt_sys::cublasLtMatmulPreference_t {
     use lt_sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     let preference = lt::create_matmul_pref().expect("a product's preference");
     let set = |attribute, value: *const c_void, size| {
@@ -336,10 +464,11 @@ fn preference(alignments: &[u32; 3]) -> lt_sys::cublasLtMatmulPreference_t {
             .expect("cuBLASLt knows the attribute");
     };
     set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, address(&WORKSPACE), 8);
+    let c = if alignments[3] < alignments[2] { 3 } else { 2 };
     for (attribute, at) in [
         (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 1),
         (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 0),
-        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, 2),
+        (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
         (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, 2),
     ] {
         set(attribute, address(&(1u32 << alignments[at])), 4);

@@ -27,6 +27,14 @@ pub fn empty(like: &CudaTensor, shape: &[usize], dtype: DType) -> CudaTensor {
     empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape, dtype)
 }
 
+/// `x`, contiguous, with another shape of as many elements.
+pub fn reshaped(x: &CudaTensor, shape: &[usize]) -> CudaTensor {
+    let x = contiguous(x);
+    let shape = Shape::from(shape.to_vec());
+    assert_eq!(x.meta.shape().num_elements(), shape.num_elements(), "elements of {shape:?}");
+    CudaTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
 /// The elements of a contiguous tensor, `lanes` at a time, as a kernel's argument.
 ///
 /// # Panics

@@ -8,6 +8,8 @@ use rayon::prelude::*;
 
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::{buffer, contiguous, dense, from_vec_like, math};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::elementwise::{self, Function};
 
 /// √(2/π), the factor of GELU's tanh form.
 const GELU_SCALE: f32 = 0.797_884_6;
@@ -125,6 +127,37 @@ impl Op<1> for Activation {
         };
         [Some(dx)]
     }
+
+    fn cuda_forward(
+        &self,
+        [x]: &[CudaTensor; 1],
+        _ints: &[CudaTensor],
+        _needs: [bool; 1],
+    ) -> Option<Forward<CudaTensor>> {
+        let [output, x] = elementwise::activation(self.cuda(), x)?;
+        Some(Forward { output, saved: vec![x] })
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 1],
+    ) -> [Option<CudaTensor>; 1] {
+        [Some(elementwise::activation_backward(self.cuda(), &saved[0], &grad))]
+    }
+}
+
+impl Activation {
+    fn cuda(self) -> Function {
+        match self {
+            Activation::Gelu => Function::Gelu,
+            Activation::ReluSquared => Function::ReluSquared,
+            Activation::Silu => Function::Silu,
+            Activation::LogSigmoid => Function::LogSigmoid,
+        }
+    }
 }
 
 /// The operation of [`swiglu`]: inputs gate and up.
@@ -165,6 +198,27 @@ impl Op<2> for SwiGlu {
         let d_gate = || map([&gate, &up, &dy], |[gate, up, dy]| dy * up * silu_slope(gate));
         let d_up = || map([&gate, &dy], |[gate, dy]| dy * silu_value(gate));
         [needs[0].then(d_gate), needs[1].then(d_up)]
+    }
+
+    fn cuda_forward(
+        &self,
+        [gate, up]: &[CudaTensor; 2],
+        _ints: &[CudaTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        let [output, gate, up] = elementwise::swiglu(gate, up)?;
+        Some(Forward { output, saved: vec![gate, up] })
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 2],
+    ) -> [Option<CudaTensor>; 2] {
+        let [d_gate, d_up] = elementwise::swiglu_backward(&saved[0], &saved[1], &grad);
+        [needs[0].then_some(d_gate), needs[1].then_some(d_up)]
     }
 }
 
@@ -303,5 +357,77 @@ mod tests {
             assert_nan_shows([5, 9], |x| activation(kind, x));
         }
         assert_nan_shows([5, 9], |x| swiglu(x, wave([5, 9], 1.0)));
+    }
+
+    mod cuda {
+        use super::*;
+        use crate::ops::support::gpu::{assert_nan_shows, assert_views_agree, floats, strides};
+        use crate::ops::support::gpu::{values, wave};
+        use crate::testing::check_on;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn agree_with_the_oracle_and_its_gradients() {
+            for kind in KINDS {
+                for shape in [&[1][..], &[3, 7], &[2, 65, 33], &[1, 2, 3, 4097]] {
+                    for range in [1.7, 12.0] {
+                        let oracle = |inputs: &[Oracle]| {
+                            let x = &inputs[0];
+                            let y = x.data.iter().map(|&x| definition(kind, x)).collect();
+                            Oracle::new(&x.shape, y)
+                        };
+                        let case = || Case::new(kind, &[shape]).uniform(0, -range..range);
+                        check_on::<crate::Cuda, _, 1>(case(), oracle);
+                        check_on::<crate::Cuda, _, 1>(case().bf16(&[0]), oracle);
+                    }
+                }
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn swiglu_agrees_with_the_oracle_and_its_gradients() {
+            for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
+                let oracle = |inputs: &[Oracle]| {
+                    let [gate, up] = inputs else { panic!() };
+                    let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
+                    Oracle::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
+                };
+                check_on::<crate::Cuda, _, 2>(Case::new(SwiGlu, &[shape, shape]), oracle);
+                let rounded = Case::new(SwiGlu, &[shape, shape]).bf16(&[0, 1]);
+                check_on::<crate::Cuda, _, 2>(rounded, oracle);
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
+            // 8 channels, since memory has gaps after rows of 7.
+            let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
+            for kind in KINDS {
+                assert_views_agree(view(), |x| activation(kind, x));
+                assert_eq!(strides(&activation(kind, view())), strides(&view()));
+            }
+            let up = wave([2, 3, 5, 8], 1.0);
+            assert_views_agree(view(), |gate| swiglu(gate, up.clone()));
+            assert_views_agree(wave([3, 2000], 0.0).narrow(1, 128, 200), |x| swiglu(x.clone(), x));
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn extreme_values_stay_finite_and_a_nan_shows() {
+            let x = || floats(vec![-1e6, -90.0, 90.0, 1e6], [4]);
+            for smooth in [values(gelu(x())), values(silu(x()))] {
+                assert!(smooth[..2].iter().all(|x| x.abs() < 1e-30), "{smooth:?}");
+                assert_eq!(smooth[2..], [90.0, 1e6]);
+            }
+            let tail = values(log_sigmoid(x()));
+            assert_eq!(tail[..2], [-1e6, -90.0]);
+            assert!(tail[2..].iter().all(|&x| (-1e-30..=0.0).contains(&x)), "{tail:?}");
+            for kind in KINDS {
+                assert_nan_shows([5, 9], |x| activation(kind, x));
+            }
+            assert_nan_shows([5, 9], |x| swiglu(x, wave([5, 9], 1.0)));
+        }
     }
 }

@@ -1,12 +1,12 @@
 //! One AdamW step (Loshchilov and Hutter, 2019, algorithm 2), with the gradient's clipping factor
 //! folded in.
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::{DType, FloatDType, Tensor};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 use crate::cpu::{contiguous, slice};
 
 /// The numbers of one step.
@@ -30,7 +30,7 @@ pub struct AdamwStep {
 
 impl AdamwStep {
     /// `[1 − β₁ᵗ, 1 − β₂ᵗ]`.
-    fn corrections(&self) -> [f32; 2] {
+    pub(super) fn corrections(&self) -> [f32; 2] {
         [self.beta1, self.beta2].map(|b| (1.0 - f64::from(b).powf(self.step as f64)) as f32)
     }
 }
@@ -46,8 +46,35 @@ pub fn adamw<B: OpBackend, const D: usize>(
     m: Tensor<B, D>,
     v: Tensor<B, D>,
 ) -> [Tensor<B, D>; 3] {
-    use crate::backend::{primitive, tensor};
-    B::adamw(step, [parameter, grad, m, v].map(primitive)).map(tensor)
+    let (new, _) = B::adamw(step, [parameter, grad, m, v].map(primitive), None);
+    new.map(tensor)
+}
+
+/// As [`adamw`], and the new parameter in bf16, for the next forward pass.
+pub fn adamw_with_copy<B: OpBackend, const D: usize>(
+    step: &AdamwStep,
+    parameter: Tensor<B, D>,
+    grad: Tensor<B, D>,
+    m: Tensor<B, D>,
+    v: Tensor<B, D>,
+) -> ([Tensor<B, D>; 3], Tensor<B, D>) {
+    let tensors = [parameter, grad, m, v].map(primitive);
+    let (new, copy) = B::adamw(step, tensors, Some(DType::BF16));
+    (new.map(tensor), tensor(copy.expect("a copy was asked for")))
+}
+
+/// What a step gives: the new `[parameter, m, v]`, and the copy of the parameter where one was
+/// asked for.
+pub type Stepped<T> = ([T; 3], Option<T>);
+
+/// The copy that a step was asked for, made after it.
+pub(crate) fn with_copy<B: OpBackend>(
+    new: [FloatTensor<B>; 3],
+    copy: Option<DType>,
+) -> Stepped<FloatTensor<B>> {
+    let cast = |dtype: DType| B::float_cast(new[0].clone(), FloatDType::from(dtype));
+    let copy = copy.map(cast);
+    (new, copy)
 }
 
 /// The step in plain tensor operations.
@@ -146,6 +173,17 @@ mod tests {
     }
 
     #[test]
+    fn the_copy_is_the_new_parameter_rounded() {
+        let device = Default::default();
+        let x = |a: f32| Tensor::<Flex, 1>::from_floats([a, 2.7 * a, 0.3], &device);
+        let ([new, _, _], copy) = adamw_with_copy(&STEP, x(1.1), x(0.7), x(0.2), x(0.5));
+        assert_eq!(copy.dtype(), DType::BF16);
+        let rounded = |x: f32| burn::tensor::bf16::from_f32(x).to_f32();
+        let new: Vec<f32> = new.into_data().iter::<f32>().map(rounded).collect();
+        assert_eq!(copy.into_data().iter::<f32>().collect::<Vec<_>>(), new);
+    }
+
+    #[test]
     fn a_shared_tensor_is_not_changed() {
         let device = Default::default();
         let p = Tensor::<Flex, 1>::from_floats([1.0, 2.0], &device);
@@ -154,5 +192,64 @@ mod tests {
         let [new, _, _] = adamw(&STEP, p.clone(), g, z.clone(), z);
         assert_eq!(p.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0]);
         assert_ne!(new.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0]);
+    }
+
+    mod cuda {
+        use burn::tensor::{TensorData, bf16};
+
+        use super::*;
+        use crate::Cuda;
+
+        fn values<const D: usize>(x: Tensor<Cuda, D>) -> Vec<f32> {
+            x.into_data().iter::<f32>().collect()
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn follows_the_definition_and_copies_the_parameter() {
+            let n = 40_001;
+            let wave =
+                |a: f32, b: f32| -> Vec<f32> { (0..n).map(|i| (i as f32 * a + b).sin()).collect() };
+            let (p, m) = (wave(0.1, 0.0), wave(0.3, 2.0));
+            let v: Vec<f32> = wave(0.2, 0.5).iter().map(|x| x * x + 1e-3).collect();
+            let g: Vec<f32> = wave(0.7, 1.0).iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+            for dtype in [DType::F32, DType::BF16] {
+                let on = |x: &[f32], dtype: DType| {
+                    let data = TensorData::new(x.to_vec(), [n]).convert_dtype(dtype);
+                    Tensor::<Cuda, 1>::from_data(data, (&Default::default(), dtype))
+                };
+                let [p_, m_, v_] = [&p, &m, &v].map(|x| on(x, DType::F32));
+                let (new, copy) = adamw_with_copy(&STEP, p_, on(&g, dtype), m_, v_);
+                assert_eq!(copy.dtype(), DType::BF16);
+                let (new, copy) = (new.map(values), values(copy));
+                for i in 0..n {
+                    let want = oracle(p[i].into(), g[i].into(), m[i].into(), v[i].into());
+                    for (got, want) in new.iter().zip(want) {
+                        let got = f64::from(got[i]);
+                        assert!((got - want).abs() < 3e-7 * (1.0 + want.abs()), "{got} for {want}");
+                    }
+                    assert_eq!(copy[i], bf16::from_f32(new[0][i]).to_f32());
+                }
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_shared_tensor_is_not_changed_and_another_is_updated_in_place() {
+            let device = Default::default();
+            let p = Tensor::<Cuda, 1>::from_floats([1.0, 2.0], &device);
+            let z = || Tensor::<Cuda, 1>::zeros([2], &device);
+            let g = Tensor::<Cuda, 1>::ones([2], &device);
+            let [new, m, v] = adamw(&STEP, p.clone(), g.clone(), z(), z());
+            assert_eq!(values(p), [1.0, 2.0]);
+            assert_ne!(values(new.clone()), [1.0, 2.0]);
+            let place = |x: &Tensor<Cuda, 1>| {
+                let x = primitive(x.clone());
+                x.client.get_resource(x.handle.clone()).expect("the buffer exists").resource().ptr
+            };
+            let before = place(&new);
+            let [new, _, _] = adamw(&STEP, new, g, m, v);
+            assert_eq!(place(&new), before);
+        }
     }
 }

@@ -11,6 +11,8 @@ use super::embedding::token_ids;
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cpu::gemm::{Mat, matmul_into};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::cross_entropy as cuda;
 use crate::ops::matmul::MatMul;
 
 /// Σ weights · (ln Σ_v exp(z_v) − z_target) with z = x Wᵀ, in nats.
@@ -23,7 +25,9 @@ use crate::ops::matmul::MatMul;
 ///
 /// Returns `[1]`. Where a gradient is wanted, it is computed together with the loss, from one
 /// chunk of logits at a time, and the backward pass only scales it. Positions of weight 0 are not
-/// computed at all on the CPU; their targets must be in the vocabulary all the same.
+/// computed at all on the CPU; their targets must be in the vocabulary all the same. On CUDA, a
+/// target outside the vocabulary makes the loss NaN; the loss and the gradient of `weight` are f32
+/// whatever the inputs' types.
 ///
 /// # Panics
 /// When the sizes do not fit; on the CPU, when a target is outside the vocabulary.
@@ -43,7 +47,7 @@ pub fn linear_cross_entropy<B: OpBackend>(
 /// - `weight`: `[vocab, width]`
 /// - `targets`: `[batch, seq_len]`, each in `0..vocab`
 ///
-/// Returns `[batch, seq_len]`.
+/// Returns `[batch, seq_len]`; on CUDA in f32, and NaN for a target outside the vocabulary.
 ///
 /// # Panics
 /// When the sizes do not fit; on the CPU, when a target is outside the vocabulary.
@@ -151,6 +155,27 @@ impl Op<3> for LinearCrossEntropy {
         let mut next = |wanted: bool| wanted.then(|| saved.next().expect("a gradient per need"));
         [next(x), next(weight), None]
     }
+
+    fn cuda_forward(
+        &self,
+        [x, weight, weights]: &[CudaTensor; 3],
+        ints: &[CudaTensor],
+        needs: [bool; 3],
+    ) -> Option<Forward<CudaTensor>> {
+        let chunk = cuda::chunk_rows(weight.meta.shape()[0]);
+        cuda::weighted(x, weight, &ints[0], weights, [needs[0], needs[1]], chunk)
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 3],
+    ) -> [Option<CudaTensor>; 3] {
+        let [dx, dw] = cuda::backward(saved, &grad, [needs[0], needs[1]]);
+        [dx, dw, None]
+    }
 }
 
 impl Op<2> for TokenCrossEntropy {
@@ -176,6 +201,18 @@ impl Op<2> for TokenCrossEntropy {
         let width = dims(&weight)[1];
         let pass = Pass::run(slice(&x), slice(&weight), width, &targets, &[], [false; 2]);
         Some(Forward { output: from_vec(pass.losses, &dims(&ints[0])), saved: vec![] })
+    }
+
+    fn cuda_forward(
+        &self,
+        [x, weight]: &[CudaTensor; 2],
+        ints: &[CudaTensor],
+        needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        if needs != [false; 2] {
+            return None;
+        }
+        Some(Forward { output: cuda::per_token(x, weight, &ints[0])?, saved: vec![] })
     }
 }
 

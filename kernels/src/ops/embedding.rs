@@ -6,6 +6,8 @@ use rayon::prelude::*;
 
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::embedding as cuda;
 
 /// y_bt = row tokens_bt of `weight`.
 ///
@@ -13,7 +15,8 @@ use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, math, rows_per_tas
 /// - `tokens`: `[batch, seq_len]`, each in `0..vocab`
 ///
 /// Returns `[batch, seq_len, width]`. The gradient of `weight` is dense, and the same bits at every
-/// run.
+/// run; on CUDA it is f32 whatever the weight's type. There the row of a token id outside the
+/// vocabulary is NaN.
 ///
 /// # Panics
 /// On the CPU, when a token id is outside the vocabulary.
@@ -89,6 +92,26 @@ impl Op<1> for Embedding {
             }
         });
         [Some(from_vec(dw, &[vocab, width]))]
+    }
+
+    fn cuda_forward(
+        &self,
+        [weight]: &[CudaTensor; 1],
+        ints: &[CudaTensor],
+        _needs: [bool; 1],
+    ) -> Option<Forward<CudaTensor>> {
+        let output = cuda::gather(weight, &ints[0])?;
+        Some(Forward { output, saved: vec![weight.clone()] }) // For its shape.
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 1],
+    ) -> [Option<CudaTensor>; 1] {
+        [Some(cuda::backward(saved[0].meta.shape()[0], &ints[0], &grad))]
     }
 }
 
@@ -189,5 +212,77 @@ mod tests {
     fn a_token_outside_the_vocabulary_is_named() {
         let tokens = Tensor::<Ad, 2, Int>::from_ints([[0, 9]], &Default::default());
         embedding(wave([9, 2], 0.0), tokens);
+    }
+
+    mod cuda {
+        use super::*;
+        use crate::ops::support::gpu::{Gpu, floats, ints, values, wave};
+        use crate::testing::check_on;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn agrees_with_the_oracle_and_its_gradients() {
+            for (batch, seq_len, vocab, width) in [
+                (1, 1, 1, 1),
+                (2, 7, 5, 9),
+                (3, 101, 257, 33),
+                (2, 1500, 1100, 64),
+                (1, 1030, 3, 40),
+            ] {
+                let ids = ids(batch * seq_len, vocab);
+                let case = || {
+                    Case::new(Embedding, &[&[vocab, width]]).ints(&[batch, seq_len], ids.clone())
+                };
+                let oracle = |inputs: &[Oracle]| {
+                    Oracle::from_fn(&[batch, seq_len, width], |at| {
+                        inputs[0].at(&[ids[at[0] * seq_len + at[1]] as usize, at[2]])
+                    })
+                };
+                check_on::<crate::Cuda, _, 1>(case(), oracle);
+                check_on::<crate::Cuda, _, 1>(case().bf16(&[0]).parameters(&[0]), oracle);
+            }
+        }
+
+        /// The gradient under an upstream gradient of small whole numbers, and what it has to be: all
+        /// sums are exact.
+        fn whole_gradient(tokens: &[i32], vocab: usize, width: usize) -> [Vec<f32>; 2] {
+            let whole = |i: usize| ((i * 7919 + i / width) % 9) as f32 - 4.0;
+            let upstream: Vec<f32> = (0..tokens.len() * width).map(whole).collect();
+            let weight = wave([vocab, width], 0.0).require_grad();
+            let y = embedding(weight.clone(), ints(tokens.to_vec(), [1, tokens.len()]));
+            let grads = (y * floats(upstream.clone(), [1, tokens.len(), width])).sum().backward();
+            let got = values(Tensor::<Gpu, 2>::from_inner(weight.grad(&grads).unwrap()));
+            let mut want = vec![0.0; vocab * width];
+            for (&token, row) in tokens.iter().zip(upstream.chunks_exact(width)) {
+                math::add_to(&mut want[token as usize * width..][..width], row);
+            }
+            [got, want]
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn gradients_of_a_large_batch_are_exact() {
+            let (len, vocab, width) = (65_536, 50_304, 96);
+            let spread = |i: usize| (i * 48_271 % vocab) as i32;
+            // Tokens all over the vocabulary; one token most of the time; one token only; two in turns.
+            let batches: [&dyn Fn(usize) -> i32; 4] =
+                [&spread, &|i| if i % 7 == 0 { spread(i) } else { 50_000 }, &|_| 3, &|i| {
+                    if i < 600 { (i % 2) as i32 } else { 2 + (i / 300 % 3) as i32 }
+                }];
+            for (name, token) in batches.iter().enumerate() {
+                let tokens: Vec<i32> = (0..len).map(token).collect();
+                let [got, want] = whole_gradient(&tokens, vocab, width);
+                assert!(got == want, "batch {name}");
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_token_outside_the_vocabulary_shows() {
+            let rows = values(embedding(wave([9, 2], 0.0), ints(vec![0, 9, -1], [1, 3])));
+            assert!(
+                rows[..2].iter().all(|x| x.is_finite()) && rows[2..].iter().all(|x| x.is_nan())
+            );
+        }
     }
 }

@@ -6,6 +6,8 @@ use rayon::prelude::*;
 
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, rows_per_task, slice, sum_in_order};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::norm::Norm;
 
 /// Elements of a parallel task.
 const TASK: usize = 1 << 14;
@@ -13,10 +15,10 @@ const TASK: usize = 1 << 14;
 /// y = (x − mean(x)) / √(var(x) + eps) · weight + bias, with mean and variance over the last
 /// dimension (Ba et al., 2016, equation 4). The variance is the biased one.
 ///
-/// - `x`: `[…, width]`
+/// - `x`: `[…, width]`; on CUDA, a view with strides is read as it lies
 /// - `weight`, `bias`: `[width]`
 ///
-/// Returns the shape of `x`.
+/// Returns the shape of `x`; on CUDA, in the memory order of `x`.
 ///
 /// # Panics
 /// When the sizes do not fit.
@@ -95,6 +97,10 @@ impl LayerNorm {
             }
         });
         Forward { output: from_vec(y, &dims(&x)), saved: vec![x, weight] }
+    }
+
+    fn cuda(&self) -> Norm {
+        Norm { centred: true, eps: self.eps }
     }
 
     /// With x̂ the normalised row and g = dy · weight: dx = (g − mean(g) − x̂ · mean(g · x̂)) / σ,
@@ -189,6 +195,26 @@ impl Op<2> for LayerNorm {
         let [dx, dw, _] = self.backward(&saved, &grad, [needs[0], needs[1], false]);
         [dx, dw]
     }
+
+    fn cuda_forward(
+        &self,
+        [x, weight]: &[CudaTensor; 2],
+        _ints: &[CudaTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        self.cuda().forward(x, weight, None)
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 2],
+    ) -> [Option<CudaTensor>; 2] {
+        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false);
+        [needs[0].then_some(dx), needs[1].then_some(dw)]
+    }
 }
 
 impl Op<3> for LayerNorm {
@@ -217,6 +243,26 @@ impl Op<3> for LayerNorm {
         needs: [bool; 3],
     ) -> [Option<FlexTensor>; 3] {
         self.backward(&saved, &grad, needs)
+    }
+
+    fn cuda_forward(
+        &self,
+        [x, weight, bias]: &[CudaTensor; 3],
+        _ints: &[CudaTensor],
+        _needs: [bool; 3],
+    ) -> Option<Forward<CudaTensor>> {
+        self.cuda().forward(x, weight, Some(bias))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 3],
+    ) -> [Option<CudaTensor>; 3] {
+        let [dx, dw, db] = self.cuda().backward(&saved, &grad, true);
+        [needs[0].then_some(dx), needs[1].then_some(dw), needs[2].then_some(db)]
     }
 }
 
@@ -281,5 +327,56 @@ mod tests {
             let norm = |w| layer_norm(wave([3, 200, 64], 0.0), w, None, EPS);
             output_and_gradient(wave([64], 1.0), &norm).concat()
         });
+    }
+
+    mod cuda {
+        use super::*;
+        use crate::ops::support::gpu::{assert_nan_shows, assert_views_agree, strides, wave};
+        use crate::testing::check_on;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn agrees_with_the_oracle_and_its_gradients() {
+            let op = LayerNorm { eps: EPS };
+            // Parts of a warp, warps and blocks for a row; odd and even shares; more rows than 2^16.
+            for (shape, range) in [
+                (&[1, 1, 7][..], -1.7..1.7),
+                (&[3, 5, 33], -1.7..1.7),
+                (&[2, 65, 192], 4.0..7.0),
+                (&[101, 257], -1.7..1.7),
+                (&[600, 768], -1.7..1.7),
+                (&[70_001, 8], -1.7..1.7),
+                (&[5, 1032], -1.7..1.7),
+                (&[3, 2049], -1.7..1.7),
+                (&[3, 8192], -1.7..1.7),
+            ] {
+                let width = [shape[shape.len() - 1]];
+                let two =
+                    || Case::<_, 2>::new(op.clone(), &[shape, &width]).uniform(0, range.clone());
+                check_on::<crate::Cuda, _, 2>(two(), oracle);
+                check_on::<crate::Cuda, _, 2>(two().bf16(&[0]).parameters(&[1]), oracle);
+                let three = || Case::<_, 3>::new(op.clone(), &[shape, &width, &width]);
+                let three = || three().uniform(0, range.clone());
+                check_on::<crate::Cuda, _, 3>(three(), oracle);
+                check_on::<crate::Cuda, _, 3>(three().bf16(&[0]).parameters(&[1, 2]), oracle);
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
+            let norm = |x| layer_norm(x, wave([8], 1.0), Some(wave([8], 2.0)), EPS);
+            let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
+            assert_views_agree(view(), norm);
+            assert_eq!(strides(&norm(view())), strides(&view()));
+            assert_views_agree(wave([2, 5, 8, 3], 0.0).swap_dims(2, 3), norm);
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_nan_shows() {
+            assert_nan_shows([3, 9], |x| layer_norm(x, wave([9], 1.0), None, EPS));
+            assert_nan_shows([3, 2048], |x| layer_norm(x, wave([2048], 1.0), None, EPS));
+        }
     }
 }

@@ -1,4 +1,6 @@
-//! The linear layer, y = x Wᵀ + b.
+//! The linear layer, y = x Wᵀ + b, alone and added to a residual stream.
+
+pub(super) mod cuda;
 
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -7,6 +9,7 @@ use burn_flex::FlexTensor;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::gemm::{Mat, matmul, matmul_into};
 use crate::cpu::{contiguous, dims, from_vec, slice};
+use crate::cuda::CudaTensor;
 use crate::ops::matmul::MatMul;
 
 /// y = x Wᵀ + b.
@@ -31,9 +34,62 @@ pub fn linear<B: OpBackend>(
     })
 }
 
+/// y = r + x Wᵀ, in one pass where the device can.
+///
+/// - `x`: `[batch, seq_len, in_features]`
+/// - `weight`: `[out_features, in_features]`
+/// - `residual`: `[batch, seq_len, out_features]`
+///
+/// Returns `[batch, seq_len, out_features]`.
+///
+/// # Panics
+/// When the sizes do not fit.
+pub fn linear_add<B: OpBackend>(
+    x: Tensor<B, 3>,
+    weight: Tensor<B, 2>,
+    residual: Tensor<B, 3>,
+) -> Tensor<B, 3> {
+    let inputs = [primitive(x), primitive(weight), primitive(residual)];
+    tensor(B::run(&LinearAdd, inputs, vec![]))
+}
+
 /// The operation: inputs x, W and, with three inputs, b.
 #[derive(Clone, Debug)]
 pub struct Linear;
+
+/// The operation of [`linear_add`]: inputs x, W and r.
+#[derive(Clone, Debug)]
+pub struct LinearAdd;
+
+impl Op<3> for LinearAdd {
+    fn reference<B: OpBackend>(
+        &self,
+        [x, weight, residual]: [FloatTensor<B>; 3],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        B::float_add(residual, B::run(&Linear, [x, weight], vec![]))
+    }
+
+    fn cuda_forward(
+        &self,
+        [x, weight, residual]: &[CudaTensor; 3],
+        _ints: &[CudaTensor],
+        _needs: [bool; 3],
+    ) -> Option<Forward<CudaTensor>> {
+        Some(cuda::forward(x, weight, cuda::Then::Add(residual)))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 3],
+    ) -> [Option<CudaTensor>; 3] {
+        let [dx, dw, _] = cuda::backward(&saved, &grad, [needs[0], needs[1], false]);
+        [dx, dw, Some(grad)]
+    }
+}
 
 fn product<B: OpBackend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> Tensor<B, 3> {
     let (x, weight) = (tensor::<B, 3>(x), tensor::<B, 2>(weight));
@@ -70,6 +126,26 @@ impl Op<2> for Linear {
         let [dx, dw, _] = backward(&saved, &grad, [needs[0], needs[1], false]);
         [dx, dw]
     }
+
+    fn cuda_forward(
+        &self,
+        [x, weight]: &[CudaTensor; 2],
+        _ints: &[CudaTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        Some(cuda::forward(x, weight, cuda::Then::Nothing))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 2],
+    ) -> [Option<CudaTensor>; 2] {
+        let [dx, dw, _] = cuda::backward(&saved, &grad, [needs[0], needs[1], false]);
+        [dx, dw]
+    }
 }
 
 impl Op<3> for Linear {
@@ -98,6 +174,25 @@ impl Op<3> for Linear {
         needs: [bool; 3],
     ) -> [Option<FlexTensor>; 3] {
         backward(&saved, &grad, needs)
+    }
+
+    fn cuda_forward(
+        &self,
+        [x, weight, bias]: &[CudaTensor; 3],
+        _ints: &[CudaTensor],
+        _needs: [bool; 3],
+    ) -> Option<Forward<CudaTensor>> {
+        Some(cuda::forward(x, weight, cuda::Then::Bias(bias)))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 3],
+    ) -> [Option<CudaTensor>; 3] {
+        cuda::backward(&saved, &grad, needs)
     }
 }
 
@@ -160,7 +255,7 @@ pub(crate) fn column_sums(matrix: &[f32], cols: usize) -> Vec<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Case, Oracle, check};
+    use crate::testing::{Case, Oracle, check, check_on};
 
     /// y = x Wᵀ + b by its definition.
     fn oracle(inputs: &[Oracle]) -> Oracle {
@@ -180,6 +275,38 @@ mod tests {
             let x = [batch, seq_len, inputs];
             check(Case::<_, 2>::new(Linear, &[&x, &[outputs, inputs]]), oracle);
             check(Case::<_, 3>::new(Linear, &[&x, &[outputs, inputs], &[outputs]]), oracle);
+            let sum = [batch, seq_len, outputs];
+            check(Case::<_, 3>::new(LinearAdd, &[&x, &[outputs, inputs], &sum]), sum_oracle);
+        }
+    }
+
+    /// y = r + x Wᵀ by its definition.
+    fn sum_oracle(inputs: &[Oracle]) -> Oracle {
+        let product = oracle(&inputs[..2]);
+        let sums = product.data.iter().zip(&inputs[2].data).map(|(a, b)| a + b);
+        Oracle::new(&product.shape, sums.collect())
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn cuda_agrees_with_the_oracle_and_its_gradients() {
+        for (batch, seq_len, inputs, outputs) in
+            [(1, 1, 3, 5), (2, 7, 16, 9), (1, 65, 33, 17), (2, 100, 64, 72), (3, 50, 192, 96)]
+        {
+            let (x, w, sum) =
+                ([batch, seq_len, inputs], [outputs, inputs], [batch, seq_len, outputs]);
+            let on = check_on::<crate::Cuda, _, 2>;
+            on(Case::new(Linear, &[&x, &w]), oracle);
+            on(Case::new(Linear, &[&x, &w]).bf16(&[0, 1]).parameters(&[1]), oracle);
+            let on = check_on::<crate::Cuda, _, 3>;
+            on(Case::new(Linear, &[&x, &w, &[outputs]]), oracle);
+            // The bias is rounded to bf16 before it is added.
+            let rounded = Case::new(Linear, &[&x, &w, &[outputs]]).bf16(&[0, 1]).inside(1.0);
+            on(rounded.parameters(&[1, 2]), oracle);
+            let on = check_on::<crate::Cuda, _, 3>;
+            on(Case::new(LinearAdd, &[&x, &w, &sum]), sum_oracle);
+            let rounded = Case::new(LinearAdd, &[&x, &w, &sum]).bf16(&[0, 1, 2]);
+            on(rounded.parameters(&[1]), sum_oracle);
         }
     }
 }

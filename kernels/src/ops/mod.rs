@@ -3,13 +3,17 @@
 pub mod activation;
 pub mod adamw;
 pub mod cross_entropy;
+pub(crate) mod cuda;
 pub mod embedding;
 pub mod grad_norm;
 pub mod layer_norm;
 pub mod linear;
 pub mod matmul;
+pub mod mlp;
+pub mod prefix_sum;
 pub mod rms_norm;
 pub mod rotary;
+pub mod seed;
 pub mod short_conv;
 
 #[cfg(test)]

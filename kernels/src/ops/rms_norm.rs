@@ -7,6 +7,8 @@ use rayon::prelude::*;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::rows::{RowOrder, with_whole_rows};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, rows_per_task, slice, sum_in_order};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::norm::Norm;
 
 /// Elements of a parallel task.
 const TASK: usize = 1 << 14;
@@ -107,9 +109,33 @@ impl Op<2> for RmsNorm {
             needs[1].then(|| from_vec(sum_in_order(&parts), &[width])),
         ]
     }
+
+    fn cuda_forward(
+        &self,
+        [x, weight]: &[CudaTensor; 2],
+        _ints: &[CudaTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        self.cuda().forward(x, weight, None)
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 2],
+    ) -> [Option<CudaTensor>; 2] {
+        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false);
+        [needs[0].then_some(dx), needs[1].then_some(dw)]
+    }
 }
 
 impl RmsNorm {
+    fn cuda(&self) -> Norm {
+        Norm { centred: false, eps: self.eps }
+    }
+
     /// mean(x²) + eps.
     fn square(&self, x: &[f32]) -> f32 {
         math::dot(x, x) / x.len() as f32 + self.eps
@@ -186,5 +212,52 @@ mod tests {
             let norm = |w| rms_norm(wave([3, 200, 64], 0.0), w, EPS);
             output_and_gradient(wave([64], 1.0), &norm).concat()
         });
+    }
+
+    mod cuda {
+        use super::*;
+        use crate::ops::support::gpu::{assert_nan_shows, assert_views_agree, strides, wave};
+        use crate::testing::check_on;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn agrees_with_the_oracle_and_its_gradients() {
+            let shapes: [&[usize]; 9] = [
+                &[7],
+                &[1, 1, 9],
+                &[3, 5, 33],
+                &[2, 3, 65, 32],
+                &[101, 257],
+                &[2, 4, 300, 128],
+                &[66_000, 4],
+                &[4, 2049],
+                &[3, 4096],
+            ];
+            for shape in shapes {
+                let width = [shape[shape.len() - 1]];
+                let case = || Case::new(RmsNorm { eps: EPS }, &[shape, &width]);
+                check_on::<crate::Cuda, _, 2>(case(), oracle);
+                check_on::<crate::Cuda, _, 2>(case().bf16(&[0]).parameters(&[1]), oracle);
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
+            let norm = |x: Tensor<_, 4>| rms_norm(x.clone(), wave([x.dims()[3]], 1.0), EPS);
+            let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
+            assert_views_agree(view(), norm);
+            assert_eq!(strides(&norm(view())), strides(&view()));
+            // Queries out of a joint projection, and memory whose rows are not whole.
+            let joint = || wave([2, 5, 3, 384], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
+            assert_views_agree(joint(), norm);
+            assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), norm);
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_nan_shows() {
+            assert_nan_shows([3, 9], |x| rms_norm(x, wave([9], 1.0), EPS));
+        }
     }
 }

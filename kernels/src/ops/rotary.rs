@@ -10,6 +10,8 @@ use rayon::prelude::*;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::rows::{RowOrder, with_whole_rows};
 use crate::cpu::{buffer, rows_per_task};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::rotary::rotate;
 
 /// Rotates pairs of channels by an angle that grows with the position (Su et al., 2021, equation
 /// 34), in the half-split pairing of GPT-NeoX and Llama:
@@ -54,9 +56,9 @@ pub struct Rotary {
 }
 
 /// cos and sin of the angles of some rows: two row-major `[seq_len, rotary_dims / 2]`.
-struct Angles {
-    cos: Vec<f32>,
-    sin: Vec<f32>,
+pub(super) struct Angles {
+    pub(super) cos: Vec<f32>,
+    pub(super) sin: Vec<f32>,
 }
 
 /// The angles of recent calls: the layers of a model ask for the same ones, step after step.
@@ -66,7 +68,7 @@ const KEPT: usize = 4;
 
 impl Rotary {
     /// The angles of `seq_len` rows, computed in f64.
-    fn angles(&self, seq_len: usize) -> Angles {
+    pub(super) fn angles(&self, seq_len: usize) -> Angles {
         let half = self.rotary_dims / 2;
         let frequency = |i: usize| self.theta.powf(-(i as f64) / half as f64);
         let frequencies: Vec<f64> = (0..half).map(frequency).collect();
@@ -170,6 +172,25 @@ impl Op<1> for Rotary {
     ) -> [Option<FlexTensor>; 1] {
         [Some(self.rotate(&grad, -1.0))]
     }
+
+    fn cuda_forward(
+        &self,
+        [x]: &[CudaTensor; 1],
+        _ints: &[CudaTensor],
+        _needs: [bool; 1],
+    ) -> Option<Forward<CudaTensor>> {
+        Some(Forward { output: rotate(self, x, 1.0)?, saved: vec![] })
+    }
+
+    fn cuda_backward(
+        &self,
+        _saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 1],
+    ) -> [Option<CudaTensor>; 1] {
+        [rotate(self, &grad, -1.0)]
+    }
 }
 
 #[cfg(test)]
@@ -250,5 +271,66 @@ mod tests {
     #[should_panic(expected = "rotary_dims is 7; it must be even and at most head_dim, 8")]
     fn an_odd_number_of_channels_is_refused() {
         let _: Tensor<Ad, 4> = rotary(wave([1, 1, 2, 8], 0.0), 0, 10_000.0, 7);
+    }
+
+    mod cuda {
+        use super::*;
+        use crate::ops::support::gpu::{assert_views_agree, strides, values, wave};
+        use crate::testing::check_on;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn agrees_with_the_oracle_and_its_gradient() {
+            for (shape, first_position, theta, rotary_dims) in [
+                ([1, 1, 1, 2], 0, 10_000.0, 2),
+                ([2, 3, 65, 32], 0, 10_000.0, 32),
+                ([2, 5, 130, 64], 0, 10_000.0, 64),
+                ([1, 9, 33, 128], 4090, 10_000.0, 32),
+                ([1, 2, 7, 33], 1000, 500_000.0, 14),
+                ([1, 2, 1, 64], 123_456, 10_000.0, 64),
+                ([1, 2, 3, 5], 7, 10_000.0, 0),
+            ] {
+                let op = Rotary { first_position, theta, rotary_dims };
+                let case = || Case::new(op.clone(), &[&shape]);
+                check_on::<crate::Cuda, _, 1>(case(), |inputs| oracle(&op, &inputs[0]));
+                check_on::<crate::Cuda, _, 1>(case().bf16(&[0]), |inputs| oracle(&op, &inputs[0]));
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
+            let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
+            assert_views_agree(view(), |x| rotary(x, 3, 10_000.0, 6));
+            assert_views_agree(view(), |x| rotary(x, 3, 10_000.0, 8));
+            assert_eq!(strides(&rotary(view(), 3, 10_000.0, 8)), strides(&view()));
+            // Queries out of a joint projection, and memory whose rows are not whole.
+            let joint = wave([2, 5, 3, 384], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
+            assert_views_agree(joint, |x| rotary(x, 3, 10_000.0, 128));
+            assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), |x| {
+                rotary(x, 3, 10_000.0, 8)
+            });
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn kept_angles_belong_to_their_call() {
+            let run = |(first, theta, dims): (usize, f64, usize)| {
+                values(rotary(wave([1, 1, 6, 8], 0.0), first, theta, dims))
+            };
+            let calls = [
+                (0, 1e4, 8),
+                (1, 1e4, 8),
+                (4093, 1e4, 8),
+                (0, 1e5, 8),
+                (0, 1e4, 4),
+                (9000, 1e4, 8),
+            ];
+            let first: Vec<_> = calls.iter().map(|&call| run(call)).collect();
+            for (i, &call) in calls.iter().enumerate().rev() {
+                assert_eq!(run(call), first[i]);
+                assert!((0..i).all(|j| first[j] != first[i]));
+            }
+        }
     }
 }

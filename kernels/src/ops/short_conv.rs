@@ -7,10 +7,12 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::activation::{silu_slope, silu_value};
+use super::cuda::short_conv as cuda;
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cpu::{
     buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice, sum_in_order,
 };
+use crate::cuda::CudaTensor;
 
 /// y_tc = f(Σ_{j < taps} weight_cj · x_{t − taps + 1 + j, c}), each channel by itself, with f = SiLU
 /// or the identity.
@@ -124,6 +126,27 @@ impl Op<2> for ShortConv {
             contiguous(&dw.transpose(0, 1))
         };
         [needs[0].then(|| from_vec(dx, &dims(x))), needs[1].then(dw)]
+    }
+
+    fn cuda_forward(
+        &self,
+        [x, weight]: &[CudaTensor; 2],
+        ints: &[CudaTensor],
+        _needs: [bool; 2],
+    ) -> Option<Forward<CudaTensor>> {
+        let [output, x, weight] = cuda::forward(x, weight, ints, self.silu)?;
+        Some(Forward { output, saved: vec![x, weight] })
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; 2],
+    ) -> [Option<CudaTensor>; 2] {
+        let [dx, dw] = cuda::backward(&saved[0], &saved[1], ints, self.silu, &grad);
+        [needs[0].then_some(dx), needs[1].then_some(dw)]
     }
 }
 
@@ -330,5 +353,53 @@ mod tests {
             let conv = |w| short_conv(wave([3, 300, 70], 0.0), w, true, None);
             output_and_gradient(wave([70, 4], 1.0), &conv).concat()
         });
+    }
+
+    mod cuda {
+        use super::*;
+        use crate::ops::support::gpu::{Gpu, assert_nan_shows, assert_views_agree, wave};
+        use crate::testing::check_on;
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn agrees_with_the_oracle_and_its_gradients() {
+            for silu in [false, true] {
+                for ([batch, seq_len, channels], taps) in [
+                    ([1, 1, 1], 4),
+                    ([2, 2, 3], 4),
+                    ([2, 65, 33], 4),
+                    ([1, 70, 513], 3),
+                    ([3, 9, 5], 1),
+                    ([2, 200, 24], 4),
+                    ([1, 129, 16], 9),
+                ] {
+                    let op = ShortConv { silu };
+                    let x = [batch, seq_len, channels];
+                    let documents = starts(batch, seq_len);
+                    // In f32; x alone in bf16; both.
+                    for rounded in [&[][..], &[0], &[0, 1]] {
+                        let case = || Case::new(op.clone(), &[&x, &[channels, taps]]);
+                        let case = || case().bf16(rounded).parameters(&[1]);
+                        check_on::<crate::Cuda, _, 2>(case(), |inputs| oracle(&op, None, inputs));
+                        let case = case().ints(&[batch, seq_len], documents.clone());
+                        check_on::<crate::Cuda, _, 2>(case, |inputs| {
+                            oracle(&op, Some(&documents), inputs)
+                        });
+                    }
+                }
+            }
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn a_view_gives_what_its_copy_gives_and_a_nan_shows() {
+            let conv = |x: Tensor<Gpu, 3>| {
+                let channels = x.dims()[2];
+                short_conv(x, wave([4, channels], 1.0).transpose(), true, None)
+            };
+            assert_views_agree(wave([9, 2, 5], 0.0).swap_dims(0, 1), conv);
+            assert_views_agree(wave([2, 5, 9], 0.0).swap_dims(1, 2), conv);
+            assert_nan_shows([2, 9, 5], conv);
+        }
     }
 }

@@ -3,13 +3,21 @@
 //!
 //! The kernel's error against the oracle may be at most twice the reference's, plus rounding.
 //! Gradients are held to the same budget against central differences of the oracle.
+//!
+//! Where a case has inputs in bf16, oracle and reference get the rounded values, so that bf16 itself
+//! is no error; a result that is bf16 may further differ by its own rounding, half a unit in the
+//! last of 8 bits, 2⁻⁸ of each element. A result in f32 may not.
 
+#[cfg(test)]
+mod gpu_record;
+
+use std::io::Write;
 use std::ops::Range;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{Shape, TensorData, TensorMetadata};
+use burn::tensor::{DType, FloatDType, Shape, TensorData, TensorMetadata, bf16};
 use rand::seq::index::sample;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -70,6 +78,9 @@ pub struct Case<O, const N: usize> {
     inputs: Vec<Oracle>,
     ints: Vec<(Vec<usize>, Vec<i32>)>,
     no_grad: Vec<usize>,
+    bf16: Vec<usize>,
+    parameters: Vec<usize>,
+    inside: f64,
 }
 
 impl<O: Op<N>, const N: usize> Case<O, N> {
@@ -79,7 +90,15 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
     /// When the number of shapes is not `N`.
     pub fn new(op: O, shapes: &[&[usize]]) -> Self {
         assert_eq!(shapes.len(), N, "shapes for the inputs of {op:?}");
-        let mut case = Case { op, inputs: vec![], ints: vec![], no_grad: vec![] };
+        let mut case = Case {
+            op,
+            inputs: vec![],
+            ints: vec![],
+            no_grad: vec![],
+            bf16: vec![],
+            parameters: vec![],
+            inside: 0.0,
+        };
         for (input, shape) in shapes.iter().enumerate() {
             case.inputs.push(Oracle::new(shape, vec![0.0; shape.iter().product()]));
             case = case.uniform(input, -1.7..1.7);
@@ -93,7 +112,36 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
         for x in &mut self.inputs[input].data {
             *x = f64::from(rng.random_range(range.clone()));
         }
+        if self.bf16.contains(&input) { self.bf16(&[input]) } else { self }
+    }
+
+    /// Feeds these inputs to the kernel in bf16, and their values so rounded to the others. Their
+    /// gradients may be bf16 or f32.
+    pub fn bf16(mut self, inputs: &[usize]) -> Self {
+        for &input in inputs {
+            round(&mut self.inputs[input]);
+        }
+        self.bf16.extend(inputs);
         self
+    }
+
+    /// Requires f32 gradients of these inputs, whatever their own type.
+    pub fn parameters(mut self, inputs: &[usize]) -> Self {
+        self.parameters.extend(inputs);
+        self
+    }
+
+    /// Allows for values that the kernel rounds to bf16 on its way: each result may further differ
+    /// by `times` · 2⁻⁹ of its root mean square. Only for operations that have such values; the
+    /// test says how many roundings a result takes in.
+    pub fn inside(mut self, times: f64) -> Self {
+        self.inside = times;
+        self
+    }
+
+    /// The type in which the kernel gets an input.
+    fn dtype(&self, input: usize) -> DType {
+        if self.bf16.contains(&input) { DType::BF16 } else { DType::F32 }
     }
 
     /// Adds an integer input.
@@ -109,22 +157,30 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
     }
 }
 
-/// Output and input gradients of one run.
-struct Run {
-    output: Oracle,
-    grads: Vec<Oracle>,
+/// Rounds to bf16.
+fn round(x: &mut Oracle) {
+    for x in &mut x.data {
+        *x = bf16::from_f64(*x).to_f64();
+    }
 }
 
-fn to_oracle<B: OpBackend>(x: FloatTensor<B>) -> Oracle {
-    let shape = x.shape();
+/// Output and input gradients of one run, and their types.
+struct Run {
+    output: (Oracle, DType),
+    grads: Vec<(Oracle, DType)>,
+}
+
+fn to_oracle<B: OpBackend>(x: FloatTensor<B>) -> (Oracle, DType) {
+    let (shape, dtype) = (x.shape(), x.dtype());
     let flat = B::float_reshape(x, Shape::new([shape.num_elements()]));
     let data = tensor::<B, 1>(flat).into_data();
-    Oracle::new(shape.as_slice(), data.iter::<f64>().collect())
+    (Oracle::new(shape.as_slice(), data.iter::<f64>().collect()), dtype)
 }
 
-fn from_oracle<B: OpBackend>(x: &Oracle) -> FloatTensor<B> {
+fn from_oracle<B: OpBackend>(x: &Oracle, dtype: DType) -> FloatTensor<B> {
     let data: Vec<f32> = x.data.iter().map(|&x| x as f32).collect();
-    B::float_from_data(TensorData::new(data, x.shape.clone()), &Default::default())
+    let data = TensorData::new(data, x.shape.clone()).convert_dtype(dtype);
+    B::float_from_data(data, &Default::default())
 }
 
 /// Runs the operation on `B` with an upstream gradient, through its kernel or its reference.
@@ -135,7 +191,9 @@ fn run<B: OpBackend, O: Op<N>, const N: usize>(
 ) -> Run {
     type Ad<B> = Autodiff<B>;
     let inputs: [_; N] = std::array::from_fn(|i| {
-        let input = <Ad<B> as AutodiffBackend>::from_inner(from_oracle::<B>(&case.inputs[i]));
+        let dtype = if kernel { case.dtype(i) } else { DType::F32 };
+        let input = from_oracle::<B>(&case.inputs[i], dtype);
+        let input = <Ad<B> as AutodiffBackend>::from_inner(input);
         Ad::<B>::float_set_require_grad(Ad::<B>::float_detach(input), true)
     });
     let ints: Vec<_> = case
@@ -153,7 +211,12 @@ fn run<B: OpBackend, O: Op<N>, const N: usize>(
     };
     let result = to_oracle::<B>(<Ad<B> as AutodiffBackend>::inner(output.clone()));
     // The gradient of Σ upstream · output is the upstream gradient's pull-back.
-    let weight = <Ad<B> as AutodiffBackend>::from_inner(from_oracle::<B>(upstream));
+    let output = match output.dtype() {
+        DType::F32 => output,
+        _ => Ad::<B>::float_cast(output, FloatDType::F32),
+    };
+    let weight = from_oracle::<B>(upstream, DType::F32);
+    let weight = <Ad<B> as AutodiffBackend>::from_inner(weight);
     let loss = Ad::<B>::float_sum(Ad::<B>::float_mul(output, weight));
     let mut grads = <Ad<B> as AutodiffBackend>::backward(loss);
     let grads = inputs
@@ -163,25 +226,42 @@ fn run<B: OpBackend, O: Op<N>, const N: usize>(
             Some(grad) => to_oracle::<B>(grad),
             None => {
                 assert!(case.no_grad.contains(&i), "input {i} of {:?} has no gradient", case.op);
-                Oracle::new(&[0], vec![])
+                (Oracle::new(&[0], vec![]), DType::F32)
             }
         })
         .collect();
     Run { output: result, grads }
 }
 
-/// Largest absolute and root-mean-square error of `got` where `want` is known.
-fn errors(got: &[f64], want: &[f64]) -> (f64, f64) {
+/// Largest absolute and root-mean-square error of `got` where `want` is known, beyond what
+/// `slack` allows each element.
+fn errors(got: &[f64], want: &[f64], slack: impl Fn(f64) -> f64) -> (f64, f64) {
     let mut worst: f64 = 0.0;
     let mut square = 0.0;
-    for (got, want) in got.iter().zip(want) {
+    for (&got, &want) in got.iter().zip(want) {
         // `max` would pass over a NaN.
         let error = (got - want).abs();
         assert!(error.is_finite(), "found {got} where {want} is right");
+        let error = (error - slack(want)).max(0.0);
         worst = worst.max(error);
         square += error * error;
     }
     (worst, (square / want.len().max(1) as f64).sqrt())
+}
+
+fn root_mean_square(x: &[f64]) -> f64 {
+    (x.iter().map(|x| x * x).sum::<f64>() / x.len().max(1) as f64).sqrt()
+}
+
+/// Notes the error of the running test, relative to the largest value compared, in the file that
+/// scripts/gpu_test.sh asks for.
+pub(crate) fn record(error: f64) {
+    let Some(path) = std::env::var_os("LONGWALL_TEST_ERRORS") else { return };
+    let test = std::thread::current().name().unwrap_or("unnamed").to_owned();
+    let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    // One write, since several tests share the file.
+    let line = format!("{test} {error:e}\n");
+    file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the file can be written");
 }
 
 /// Holds `kernel` to twice the error of `reference`, plus rounding; holds `reference` to f32's own
@@ -190,13 +270,25 @@ fn errors(got: &[f64], want: &[f64]) -> (f64, f64) {
 /// # Panics
 /// When either is outside its budget.
 pub fn assert_budget(what: &str, kernel: &[f64], reference: &[f64], want: &[f64]) {
+    assert_rounded_budget(what, kernel, reference, want, |_| 0.0);
+}
+
+/// [`assert_budget`] of what the kernel's error has beyond the `slack` of each element.
+fn assert_rounded_budget(
+    what: &str,
+    kernel: &[f64],
+    reference: &[f64],
+    want: &[f64],
+    slack: impl Fn(f64) -> f64,
+) {
     assert_eq!(kernel.len(), want.len(), "{what}: number of elements");
     assert_eq!(reference.len(), want.len(), "{what}: number of elements");
     let scale = want.iter().fold(0.0f64, |a, x| a.max(x.abs())).max(1e-3);
-    let rms = (want.iter().map(|x| x * x).sum::<f64>() / want.len().max(1) as f64).sqrt();
+    let rms = root_mean_square(want);
     let epsilon = f64::from(f32::EPSILON);
-    let (reference_max, reference_rms) = errors(reference, want);
-    let (kernel_max, kernel_rms) = errors(kernel, want);
+    let (reference_max, reference_rms) = errors(reference, want, |_| 0.0);
+    let (kernel_max, kernel_rms) = errors(kernel, want, slack);
+    record(errors(kernel, want, |_| 0.0).0 / scale);
     assert!(
         reference_max <= 2e-5 * scale,
         "{what}: the reference is off by {reference_max:.2e}, largest value {scale:.2e}"
@@ -265,24 +357,39 @@ pub fn check_on<B: OpBackend, O: Op<N>, const N: usize>(
         format!("{:?} on {:?}", case.op, case.inputs.iter().map(|x| &x.shape).collect::<Vec<_>>());
     let want = oracle(&case.inputs);
     let mut rng = ChaCha8Rng::seed_from_u64(99);
-    let upstream = Oracle::new(
+    let mut upstream = Oracle::new(
         &want.shape,
         want.data.iter().map(|_| f64::from(rng.random_range(-1.0f32..1.0))).collect(),
     );
+    if !case.bf16.is_empty() {
+        round(&mut upstream);
+    }
+    // What a result of the kernel may differ by for bf16's sake, element by element.
+    let slack = |dtype: DType, rms: f64| {
+        let own = if dtype == DType::BF16 { 2f64.powi(-8) } else { 0.0 };
+        let inside = case.inside * 2f64.powi(-9) * rms;
+        move |want: f64| own * want.abs() + inside
+    };
     let reference = run::<Flex, _, _>(&case, &upstream, false);
     let kernel = run::<B, _, _>(&case, &upstream, true);
-    assert_eq!(kernel.output.shape, want.shape, "{what}: shape of the output");
-    assert_budget(&what, &kernel.output.data, &reference.output.data, &want.data);
+    let (output, dtype) = &kernel.output;
+    assert_eq!(output.shape, want.shape, "{what}: shape of the output");
+    let allowed = slack(*dtype, root_mean_square(&want.data));
+    assert_rounded_budget(&what, &output.data, &reference.output.0.data, &want.data, allowed);
     for input in (0..N).filter(|i| !case.no_grad.contains(i)) {
         let what = format!("{what}, gradient of input {input}");
-        assert_eq!(kernel.grads[input].shape, case.inputs[input].shape, "{what}: shape");
+        let ((grad, dtype), (reference, _)) = (&kernel.grads[input], &reference.grads[input]);
+        assert_eq!(grad.shape, case.inputs[input].shape, "{what}: shape");
+        let full = *dtype == DType::F32;
+        let own = *dtype == case.dtype(input) && !case.parameters.contains(&input);
+        assert!(full || own, "{what}: its type is {dtype:?}");
         let (places, want) = differences(&case.inputs, input, &upstream, 1e-5, &oracle);
         let pick = |grads: &Oracle| places.iter().map(|&p| grads.data[p]).collect::<Vec<_>>();
-        let (kernel, reference) = (&kernel.grads[input], &reference.grads[input]);
-        assert_budget(&what, &pick(kernel), &pick(reference), &want);
+        let allowed = slack(*dtype, root_mean_square(&reference.data));
+        assert_rounded_budget(&what, &pick(grad), &pick(reference), &want, allowed);
         // Elements that were not sampled are held to the reference.
         let scale = reference.data.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
-        let (worst, _) = errors(&kernel.data, &reference.data);
+        let (worst, _) = errors(&grad.data, &reference.data, allowed);
         assert!(worst <= 4e-5 * scale, "{what}: kernel and reference differ by {worst:.2e}");
     }
     let again = run::<B, _, _>(&case, &upstream, true);

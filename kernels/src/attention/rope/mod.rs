@@ -17,7 +17,7 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -89,7 +89,8 @@ impl Config {
         let places = places_in_documents(queries, first, documents.as_ref(), &q.device());
         let batch = places.dims()[0];
         let log = (places + 1.0).log().reshape([batch, 1, queries, 1]);
-        q * (log * scale.clone().reshape([1, heads, 1, 1]))
+        let dtype = q.dtype();
+        (q.cast(FloatDType::F32) * (log * scale.clone().reshape([1, heads, 1, 1]))).cast(dtype)
     }
 
     fn core(&self, shape: &AttentionShape) -> Softmax {
@@ -105,7 +106,7 @@ impl Config {
 impl Cached for Config {
     const SOURCE: &'static str = "softmax with rotary positions (Su et al., 2021), ALiBi or none";
 
-    const KERNELS: &'static [&'static str] = &["cpu"];
+    const KERNELS: &'static [&'static str] = &["cpu", "cuda"];
 
     const WITHOUT_ROTATION: &'static str = "position = \"none\"";
 

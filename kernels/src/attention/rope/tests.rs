@@ -66,3 +66,9 @@ fn alibi_slopes_are_the_papers() {
     assert_eq!(twelve[8], 2f64.powf(-0.5) as f32);
     assert_eq!(twelve.len(), 12);
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_agrees_with_the_oracle() {
+    crate::attention::conformance::bf16_agrees_with_the_oracle::<Config, crate::Cuda>();
+}

@@ -6,6 +6,7 @@
 //! gate, or ALiBi's slope), cap(x) = c·tanh(x/c).
 
 mod cpu;
+mod cuda;
 mod reference;
 
 use burn::tensor::Tensor;
@@ -14,6 +15,7 @@ use burn_flex::FlexTensor;
 
 use super::{AttentionShape, DocumentStarts};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
 
 /// The core's settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -103,6 +105,25 @@ impl Op<3> for Softmax {
     ) -> [Option<FlexTensor>; 3] {
         let [dq, dk, dv, _] = cpu::backward(self, saved, ints.first(), grad);
         [dq, dk, dv]
+    }
+
+    fn cuda_forward(
+        &self,
+        [q, k, v]: &[CudaTensor; 3],
+        ints: &[CudaTensor],
+        needs: [bool; 3],
+    ) -> Option<Forward<CudaTensor>> {
+        cuda::forward(self, [q, k, v], ints.first(), needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 3],
+    ) -> [Option<CudaTensor>; 3] {
+        cuda::backward(self, saved, ints.first(), grad).map(Some)
     }
 }
 

@@ -182,3 +182,177 @@ fn a_target_outside_the_vocabulary_is_named() {
     let targets = Tensor::<Ad, 2, Int>::from_ints([[0, -1]], &Default::default());
     token_cross_entropy(wave([1, 2, 4], 0.0), wave([3, 4], 0.0), targets);
 }
+
+mod cuda {
+    use super::*;
+    use crate::ops::cuda::cross_entropy::weighted;
+    use crate::ops::support::gpu::{self, Gpu, floats, ints};
+    use crate::testing::check_on;
+
+    type Inner = crate::Cuda;
+
+    /// A case of the three-way test, and its oracle.
+    fn case(
+        [batch, seq_len, width, vocab]: [usize; 4],
+        size: f32,
+    ) -> (Case<LinearCrossEntropy, 3>, impl Fn(&[Oracle]) -> Oracle) {
+        let ids = ids(batch * seq_len, vocab);
+        let shapes: [&[usize]; 3] = [&[batch, seq_len, width], &[vocab, width], &[batch, seq_len]];
+        let case = Case::new(LinearCrossEntropy, &shapes)
+            .uniform(0, -size..size)
+            .uniform(2, 0.0..0.1)
+            .ints(&[batch, seq_len], ids.clone())
+            .no_grad(2)
+            .parameters(&[1]);
+        let oracle = move |inputs: &[Oracle]| {
+            let [x, weight, weights] = inputs else { panic!() };
+            let row = |at: usize| {
+                let (b, t) = (at / seq_len, at % seq_len);
+                weights.data[at] * token_loss(x, weight, b, t, ids[at] as usize)
+            };
+            Oracle::new(&[1], vec![(0..batch * seq_len).map(row).sum()])
+        };
+        (case, oracle)
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn agrees_with_the_oracle_and_its_gradients() {
+        for (sizes, size) in [
+            ([1, 1, 1, 1], 1.7),
+            ([1, 1, 3, 5], 1.7),
+            ([2, 7, 17, 33], 1.7),
+            ([1, 37, 8, 65], 9.0), // Logits reach ±80 and beyond.
+            ([1, 9, 16, 1000], 1.7),
+        ] {
+            let (case, oracle) = case(sizes, size);
+            check_on::<Inner, _, 3>(case, oracle);
+        }
+    }
+
+    /// Logits of up to 2 are off by 2·2⁻⁹, and so probabilities by 4·2⁻⁹ of themselves; rounding
+    /// the logits' gradients adds 2·2⁻⁹. A gradient is a sum of products with these, whose sizes
+    /// are in all at most twice the largest weight of a row times the largest factor, each √3 of its
+    /// root mean square: 6 · 2 · 3 times 2⁻⁹ of the gradient's root mean square. A weight in f32 is
+    /// rounded too, which moves logits as far again and the gradients by 2·2⁻⁹: 12 · 2 · 3.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn agrees_with_the_oracle_in_bf16() {
+        for sizes in [[2, 7, 16, 33], [1, 50, 24, 65], [3, 50, 8, 40]] {
+            for (rounded, times) in [(&[0][..], 72.0), (&[0, 1], 36.0)] {
+                let (case, oracle) = case(sizes, 0.5);
+                let case = case.uniform(1, -0.5..0.5).bf16(rounded).inside(times);
+                check_on::<Inner, _, 3>(case, oracle);
+            }
+        }
+    }
+
+    fn near(got: &[f32], want: &[f32], what: &str) {
+        let scale = want.iter().fold(1e-3f32, |a, x| a.max(x.abs()));
+        assert_eq!(got.len(), want.len(), "{what}");
+        for (got, want) in got.iter().zip(want) {
+            assert!((got - want).abs() <= 1e-5 * scale, "{what}: {got} for {want}");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn several_chunks_give_what_one_gives() {
+        let inner = |x: Tensor<Gpu, 3>| primitive(x.inner());
+        let x = inner(gpu::wave([2, 65, 12], 1.0));
+        let w = primitive(gpu::wave([33, 12], 0.0).inner());
+        let weights = primitive((gpu::wave([2, 65], 0.0) * 0.01).inner());
+        let targets = ints(ids(130, 33), [2, 65]).inner().into_primitive();
+        let run = |chunk| {
+            let all = weighted(&x, &w, &targets, &weights, [true; 2], chunk).expect("a kernel");
+            let flat = |x| tensor::<Inner, 1>(x).into_data().iter::<f32>().collect::<Vec<_>>();
+            let flat2 = |x| tensor::<Inner, 2>(x).into_data().iter::<f32>().collect::<Vec<_>>();
+            let flat3 = |x| tensor::<Inner, 3>(x).into_data().iter::<f32>().collect::<Vec<_>>();
+            let [dx, dw] = &all.saved[..] else { panic!() };
+            [flat(all.output.clone()), flat3(dx.clone()), flat2(dw.clone())]
+        };
+        for (got, want) in run(32).iter().zip(&run(130)) {
+            near(got, want, "chunks of 32 rows");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn rows_that_shared_memory_does_not_hold_agree_with_the_cpu() {
+        let (shape, vocab) = ([1, 3], 30_001);
+        let loss = |x| {
+            let w = wave([vocab, 4], 0.0);
+            linear_cross_entropy(x, w, targets_of(shape, vocab), wave(shape, 1.0))
+        };
+        let want = output_and_gradient(wave([1, 3, 4], 0.5), &loss);
+        let got = gpu::output_and_gradient(gpu::wave([1, 3, 4], 0.5), &|x| {
+            let targets = ints(ids(3, vocab), shape);
+            linear_cross_entropy(x, gpu::wave([vocab, 4], 0.0), targets, gpu::wave(shape, 1.0))
+        });
+        near(&got[0], &want[0], "loss");
+        near(&got[1], &want[1], "gradient of x");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn token_losses_agree_with_the_cpu() {
+        for (batch, seq_len, width, vocab) in [(1, 1, 3, 5), (2, 601, 17, 33)] {
+            let want = token_cross_entropy(
+                wave([batch, seq_len, width], 0.0),
+                wave([vocab, width], 1.0),
+                targets_of([batch, seq_len], vocab),
+            );
+            let got = token_cross_entropy(
+                gpu::wave([batch, seq_len, width], 0.0),
+                gpu::wave([vocab, width], 1.0),
+                ints(ids(batch * seq_len, vocab), [batch, seq_len]),
+            );
+            assert_eq!(got.dims(), [batch, seq_len]);
+            near(&gpu::values(got), &values(want), "losses");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn positions_of_weight_zero_have_no_part() {
+        let (x, w) = (gpu::wave([2, 5, 7], 0.0), gpu::wave([11, 7], 1.0));
+        let weights = vec![0.5, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+        let mask = floats(weights, [2, 5]);
+        let targets = ints(ids(10, 11), [2, 5]);
+        let [loss, dx] = gpu::output_and_gradient(x.clone(), &|x| {
+            linear_cross_entropy(x, w.clone(), targets.clone(), mask.clone())
+        });
+        let want = token_cross_entropy(x, w, targets) * mask;
+        let want: f32 = gpu::values(want).iter().sum();
+        assert!((loss[0] - want).abs() < 1e-5, "{} for {want}", loss[0]);
+        for (row, dx) in dx.chunks(7).enumerate() {
+            assert_eq!(dx.iter().any(|&x| x != 0.0), row == 0 || row == 3, "row {row}");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn large_logits_stay_finite() {
+        let w = floats(vec![40.0, -40.0, 39.0], [3, 1]);
+        let [loss, dx] = gpu::output_and_gradient(floats(vec![80.0, -80.0], [1, 2, 1]), &|x| {
+            let ones = floats(vec![1.0, 1.0], [1, 2]);
+            linear_cross_entropy(x, w.clone(), ints(vec![1, 1], [1, 2]), ones)
+        });
+        assert_eq!(loss, [6400.0]);
+        assert!(dx.iter().all(|x| x.is_finite()), "{dx:?}");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn a_target_outside_the_vocabulary_and_a_nan_show() {
+        let targets = ints(vec![0, 3, -1, 2], [1, 4]);
+        let losses =
+            token_cross_entropy(gpu::wave([1, 4, 4], 0.0), gpu::wave([3, 4], 0.0), targets);
+        let nan: Vec<bool> = gpu::values(losses).iter().map(|x| x.is_nan()).collect();
+        assert_eq!(nan, [false, true, true, false]);
+        gpu::assert_nan_shows([2, 3, 7], |x: Tensor<Gpu, 3>| {
+            let targets = ints(ids(6, 11), [2, 3]);
+            linear_cross_entropy(x, gpu::wave([11, 7], 0.0), targets, gpu::wave([2, 3], 2.0))
+        });
+    }
+}

@@ -1,0 +1,587 @@
+//! The backward pass, without atomics: one kernel makes dq, block of queries by block of queries,
+//! another dk and dv, block of keys by block of keys, over all query heads of the kv head (Dao,
+//! "FlashAttention-2", 2023, algorithm 2, split in two). Both recompute
+//! P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − D), D = rowsum(dO ⊙ O).
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::barrier::Barrier;
+use cubecl::prelude::*;
+
+use super::scores::{
+    Options, Problem, cap_slope, first_key, full_score, hidden, make_scores, rest_of_scale,
+};
+use crate::tile::{
+    ALIGN, CHUNK, HIDDEN, Rows, add_abt, add_pb, add_tile_abt, bytes, exp2, fill_lefts, lefts,
+    load_rows, no_lefts, store_rows, zeros,
+};
+
+/// Lanes that share a row of [`row_sums`].
+pub const LANES_OF_A_ROW: usize = 8;
+
+/// D_i = Σ_c dO_ic O_ic, `[batch, heads, queries]`.
+///
+/// Grid: blocks of rows, batch · heads.
+#[cube(launch_unchecked)]
+pub fn row_sums<E: Numeric, V: Size>(
+    o: &Array<Vector<E, V>>,
+    grad: &Array<Vector<E, V>>,
+    sums: &mut Array<f32>,
+    heads: u32,
+    queries: u32,
+    o_rows: Rows,
+    grad_rows: Rows,
+    #[comptime] chunks: usize,
+) {
+    let rows = CUBE_DIM as usize / LANES_OF_A_ROW;
+    let row = CUBE_POS_X as usize * rows + UNIT_POS as usize / LANES_OF_A_ROW;
+    let lane = UNIT_POS as usize % LANES_OF_A_ROW;
+    let batch = CUBE_POS_Y as usize / heads as usize;
+    let head = CUBE_POS_Y as usize % heads as usize;
+    // Lanes past the last row repeat it: all lanes meet in the shuffles.
+    let from = min(row, queries as usize - 1);
+    let o_at = o_rows.base(batch, head) + from * o_rows.row as usize;
+    let grad_at = grad_rows.base(batch, head) + from * grad_rows.row as usize;
+    let mut sum = 0f32;
+    #[unroll]
+    for i in 0..comptime!(chunks.div_ceil(LANES_OF_A_ROW)) {
+        let chunk = i * LANES_OF_A_ROW + lane;
+        if comptime!(chunks.is_multiple_of(LANES_OF_A_ROW)) || chunk < chunks {
+            let o = Vector::<f32, V>::cast_from(o[o_at + chunk]);
+            let grad = Vector::<f32, V>::cast_from(grad[grad_at + chunk]);
+            #[unroll]
+            for e in 0..CHUNK {
+                sum += o[e] * grad[e];
+            }
+        }
+    }
+    sum += plane_shuffle_xor(sum, 1);
+    sum += plane_shuffle_xor(sum, 2);
+    sum += plane_shuffle_xor(sum, 4);
+    if (lane == 0) & (row < queries as usize) {
+        sums[CUBE_POS_Y as usize * queries as usize + row] = sum;
+    }
+}
+
+/// dq.
+///
+/// Grid: blocks of queries, batch · heads.
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
+#[allow(arithmetic_overflow)] // CUBE_POS_X and the like are no constants on the device.
+pub fn queries<E: Numeric, V: Size, W: Size>(
+    q: &TensorMap<E, Tiled>,
+    k: &TensorMap<E, Tiled>,
+    v: &TensorMap<E, Tiled>,
+    grad: &TensorMap<E, Tiled>,
+    lse: &Array<f32>,
+    sums: &Array<f32>,
+    documents: &Array<i32>,
+    slopes: &Array<f32>,
+    dq: &mut Array<Vector<E, W>>,
+    problem: Problem,
+    dq_rows: Rows,
+    #[comptime] options: Options,
+) {
+    let Options { dim, m, span, .. } = comptime!(options);
+    let rows = comptime!(options.rows());
+    let chunks = comptime!(dim / CHUNK);
+    let real = comptime!(options.real / CHUNK);
+    let steps = comptime!(dim / 16);
+    let (n_keys, n_dim) = comptime!((span / 8, dim / 8));
+
+    let lane = UNIT_POS_PLANE as usize;
+    let warp = UNIT_POS as usize / 32;
+    let batch = CUBE_POS_Y as usize / problem.heads as usize;
+    let head = CUBE_POS_Y as usize % problem.heads as usize;
+    let kv_head = head / problem.group as usize;
+    let queries = problem.queries as usize;
+    let keys = problem.keys as usize;
+    // The longest first.
+    let first_row = (CUBE_COUNT_X - 1 - CUBE_POS_X) as usize * rows;
+    let offset = keys - queries;
+
+    let def = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+    let size!(NA) = def.vector_size(MatrixIdent::A);
+    let size!(NB) = def.vector_size(MatrixIdent::B);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+
+    let ready = Barrier::shared(1, UNIT_POS == 0);
+    sync_async_proxy_shared();
+    // Two tiles of K and of V, by turns; q and dO pass through them first.
+    let widest = comptime!(if rows > 2 * span { rows } else { 2 * span });
+    let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(widest * chunks), ALIGN);
+    let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(widest * chunks), ALIGN);
+    sync_cube();
+
+    if UNIT_POS == 0 {
+        ready.arrive_and_expect_tx(1, comptime!(2 * bytes(rows, dim)));
+        load_rows::<E, V>(&ready, q, batch, head, first_row, &mut k_tile, 0, rows, dim);
+        load_rows::<E, V>(&ready, grad, batch, head, first_row, &mut v_tile, 0, rows, dim);
+    }
+    ready.wait_parity(0);
+    let own = warp * comptime!(16 * m);
+    let q_lefts = lefts::<E, V, NA>(&def, &k_tile, 0, own, m, steps, rows);
+    let grad_lefts = lefts::<E, V, NA>(&def, &v_tile, 0, own, m, steps, rows);
+    sync_cube();
+
+    let mut dq_acc = zeros::<NC>(comptime!(m * n_dim));
+    let mut row_lse = Array::<f32>::new(comptime!(2 * m));
+    let mut row_sum = Array::<f32>::new(comptime!(2 * m));
+    let mut first = Array::<u32>::new(comptime!(2 * m));
+    #[unroll]
+    for r in 0..comptime!(2 * m) {
+        let row = first_row + own + r * 8 + lane / 4;
+        let at = CUBE_POS_Y as usize * queries + min(row, queries - 1);
+        row_lse[r] = lse[at];
+        row_sum[r] = sums[at];
+        first[r] = first_key(&problem, documents, batch, offset + row, options) as u32;
+    }
+    let mut slope = 0f32;
+    if options.alibi {
+        slope = slopes[head];
+    }
+    let scale = rest_of_scale(&problem, options);
+
+    let last_row = offset + min(first_row + rows, queries) - 1;
+    let from = first_key(&problem, documents, batch, offset + first_row, options) / span;
+    let all_from = first_key(&problem, documents, batch, last_row, options);
+    let all_to = offset + first_row;
+    let blocks = last_row / span + 1 - from;
+
+    let pair = comptime!(2 * bytes(span, dim));
+    if UNIT_POS == 0 {
+        let column = from * span;
+        ready.arrive_and_expect_tx(1, pair);
+        load_rows::<E, V>(&ready, k, batch, kv_head, column, &mut k_tile, 0, span, dim);
+        load_rows::<E, V>(&ready, v, batch, kv_head, column, &mut v_tile, 0, span, dim);
+    }
+
+    for block in 0..blocks {
+        let first_column = (from + block) * span;
+        let turn = (block & 1) * comptime!(span * chunks);
+        ready.wait_parity(((block + 1) & 1) as u32);
+        // Nobody reads the other tile any more.
+        sync_cube();
+        if (UNIT_POS == 0) & (block + 1 < blocks) {
+            let (next, to) = (first_column + span, comptime!(span * chunks) - turn);
+            ready.arrive_and_expect_tx(1, pair);
+            load_rows::<E, V>(&ready, k, batch, kv_head, next, &mut k_tile, to, span, dim);
+            load_rows::<E, V>(&ready, v, batch, kv_head, next, &mut v_tile, to, span, dim);
+        }
+
+        let mut s = zeros::<NC>(comptime!(m * n_keys));
+        add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
+        let mut dp = zeros::<NC>(comptime!(m * n_keys));
+        add_abt::<E, V, NA, NB, NC>(&def, &grad_lefts, &v_tile, turn, &mut dp, m, n_keys, steps);
+
+        let edge = (first_column + span > all_to + 1) | (first_column < all_from);
+        let lane_row = (offset + first_row + own + lane / 4) as u32;
+        let lane_column = (first_column + (lane % 4) * 2) as u32;
+        make_scores::<NC>(
+            &mut s,
+            &problem,
+            slope,
+            lane_row,
+            lane_column,
+            &first,
+            edge,
+            n_keys,
+            options,
+        );
+        #[unroll]
+        for i in 0..m {
+            #[unroll]
+            for r in 0..2usize {
+                let state = comptime!(i * 2 + r);
+                #[unroll]
+                for n in 0..n_keys {
+                    let fragment = s.index_mut(comptime!(i * n_keys + n));
+                    let mut pair = fragment[r];
+                    let grads = dp.index(comptime!(i * n_keys + n))[r];
+                    #[unroll]
+                    for e in 0..2usize {
+                        let p = exp2(fma(pair[e], scale, -row_lse[state]));
+                        let mut ds = p * (grads[e] - row_sum[state]);
+                        if options.softcap {
+                            let row = lane_row + comptime!((i * 16 + r * 8) as u32);
+                            let column = lane_column + comptime!((n * 8 + e) as u32);
+                            ds *= cap_slope(pair[e], &problem, slope, row, column, options);
+                        }
+                        pair[e] = ds;
+                    }
+                    fragment[r] = pair;
+                }
+            }
+        }
+        add_pb::<E, V, NA, NB, NC>(&def, &s, &k_tile, turn, &mut dq_acc, m, n_keys, n_dim);
+    }
+
+    let mut factors = Array::<f32>::new(comptime!(2 * m));
+    #[unroll]
+    for r in 0..comptime!(2 * m) {
+        factors[r] = problem.scale;
+    }
+    let base = dq_rows.base(batch, head);
+    store_rows::<E, W, NC>(
+        &dq_acc,
+        &factors,
+        dq,
+        base,
+        dq_rows.row as usize,
+        first_row + own,
+        queries,
+        m,
+        n_dim,
+        real,
+    );
+}
+
+/// dk and dv. Here a warp's rows are keys, and columns are queries: what is computed is Sᵀ.
+///
+/// Grid: blocks of keys, batch · kv_heads.
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
+pub fn keys<E: Numeric, V: Size, W: Size>(
+    q: &TensorMap<E, Tiled>,
+    k: &TensorMap<E, Tiled>,
+    v: &TensorMap<E, Tiled>,
+    grad: &TensorMap<E, Tiled>,
+    lse: &Array<f32>,
+    sums: &Array<f32>,
+    documents: &Array<i32>,
+    slopes: &Array<f32>,
+    dk: &mut Array<Vector<E, W>>,
+    dv: &mut Array<Vector<E, W>>,
+    problem: Problem,
+    dk_rows: Rows,
+    dv_rows: Rows,
+    #[comptime] options: Options,
+) {
+    let Options { dim, m, span, .. } = comptime!(options);
+    let rows = comptime!(options.rows());
+    let chunks = comptime!(dim / CHUNK);
+    let real = comptime!(options.real / CHUNK);
+    let steps = comptime!(dim / 16);
+    let (n_queries, n_dim) = comptime!((span / 8, dim / 8));
+
+    let lane = UNIT_POS_PLANE as usize;
+    let unit = UNIT_POS as usize;
+    let warp = unit / 32;
+    let group = problem.group as usize;
+    let kv_heads = problem.heads as usize / group;
+    let batch = CUBE_POS_Y as usize / kv_heads;
+    let kv_head = CUBE_POS_Y as usize % kv_heads;
+    let queries = problem.queries as usize;
+    let keys = problem.keys as usize;
+    let first_column = CUBE_POS_X as usize * rows;
+    let last_column = min(first_column + rows, keys) - 1;
+    let offset = keys - queries;
+
+    let def = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+    let size!(NA) = def.vector_size(MatrixIdent::A);
+    let size!(NB) = def.vector_size(MatrixIdent::B);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+
+    let ready = Barrier::shared(1, UNIT_POS == 0);
+    sync_async_proxy_shared();
+    let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
+    let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
+    // Two tiles of q and of dO, by turns.
+    let mut q_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
+    let mut grad_tile =
+        SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
+    // lse of two queries, then their row sums.
+    let size!(N4) = 4usize;
+    let mut statistics = SharedMemory::<Vector<f32, N4>>::new_aligned(span, 16usize);
+    let mut row_first = SharedMemory::<u32>::new(comptime!(2 * span));
+    sync_cube();
+
+    // Queries that see some key of the block.
+    let mut from = 0usize;
+    if first_column > offset {
+        from = first_column - offset;
+    }
+    let from = from / span;
+    let to = end_of_sight(&problem, documents, batch, last_column, options);
+    let mut blocks = 0usize;
+    if to > offset + from * span {
+        blocks = (to - offset - from * span + span - 1) / span;
+    }
+    let total = blocks * group;
+
+    let own = warp * comptime!(16 * m);
+    let held = comptime!(if options.hold { m * steps } else { 0 });
+    let mut k_lefts = no_lefts::<E, NA>(held);
+    let mut v_lefts = no_lefts::<E, NA>(held);
+    let mut dk_acc = zeros::<NC>(comptime!(m * n_dim));
+    let mut dv_acc = zeros::<NC>(comptime!(m * n_dim));
+    let scale = rest_of_scale(&problem, options);
+
+    for turn_of in 0..total + 1 {
+        if turn_of > 0 {
+            ready.wait_parity(((turn_of - 1) & 1) as u32);
+        }
+        // Nobody reads the other tile any more.
+        sync_cube();
+        if turn_of < total {
+            let head = kv_head * group + turn_of / blocks;
+            let row = (from + turn_of % blocks) * span;
+            let turn = turn_of & 1;
+            if unit < span {
+                let to = turn * span + unit;
+                let row = min(row + unit, queries - 1);
+                row_first[to] = first_key(&problem, documents, batch, offset + row, options) as u32;
+            }
+            if unit < comptime!(span / 2) {
+                let at = (batch * problem.heads as usize + head) * queries;
+                let one = at + min(row + 2 * unit, queries - 1);
+                let two = at + min(row + 2 * unit + 1, queries - 1);
+                let mut pair = Vector::<f32, N4>::empty();
+                pair[0] = lse[one];
+                pair[1] = lse[two];
+                pair[2] = sums[one];
+                pair[3] = sums[two];
+                statistics[turn * comptime!(span / 2) + unit] = pair;
+            }
+            if unit == 0 {
+                let to = turn * comptime!(span * chunks);
+                let mut expected = comptime!(2 * bytes(span, dim)).runtime();
+                if turn_of == 0 {
+                    expected += comptime!(2 * bytes(rows, dim));
+                }
+                ready.arrive_and_expect_tx(1, expected);
+                if turn_of == 0 {
+                    load_rows::<E, V>(
+                        &ready,
+                        k,
+                        batch,
+                        kv_head,
+                        first_column,
+                        &mut k_tile,
+                        0,
+                        rows,
+                        dim,
+                    );
+                    load_rows::<E, V>(
+                        &ready,
+                        v,
+                        batch,
+                        kv_head,
+                        first_column,
+                        &mut v_tile,
+                        0,
+                        rows,
+                        dim,
+                    );
+                }
+                load_rows::<E, V>(&ready, q, batch, head, row, &mut q_tile, to, span, dim);
+                load_rows::<E, V>(&ready, grad, batch, head, row, &mut grad_tile, to, span, dim);
+            }
+        }
+        if turn_of > 0 {
+            let turn = turn_of - 1;
+            let first_row = (from + turn % blocks) * span;
+            let tile = (turn & 1) * span;
+            let at = (turn & 1) * comptime!(span * chunks);
+            let mut slope = 0f32;
+            if options.alibi {
+                slope = slopes[kv_head * group + turn / blocks];
+            }
+
+            let mut s = zeros::<NC>(comptime!(m * n_queries));
+            let mut dp = zeros::<NC>(comptime!(m * n_queries));
+            if options.hold {
+                if turn == 0 {
+                    fill_lefts::<E, V, NA>(&def, &mut k_lefts, &k_tile, own, m, steps, rows);
+                    fill_lefts::<E, V, NA>(&def, &mut v_lefts, &v_tile, own, m, steps, rows);
+                }
+                add_abt::<E, V, NA, NB, NC>(
+                    &def, &k_lefts, &q_tile, at, &mut s, m, n_queries, steps,
+                );
+                add_abt::<E, V, NA, NB, NC>(
+                    &def, &v_lefts, &grad_tile, at, &mut dp, m, n_queries, steps,
+                );
+            } else {
+                add_tile_abt::<E, V, NA, NB, NC>(
+                    &def, &k_tile, own, rows, &q_tile, at, &mut s, m, n_queries, steps,
+                );
+                add_tile_abt::<E, V, NA, NB, NC>(
+                    &def, &v_tile, own, rows, &grad_tile, at, &mut dp, m, n_queries, steps,
+                );
+            }
+
+            let last_row = first_row + span - 1;
+            let edge = (last_column > offset + first_row)
+                | (last_row >= queries)
+                | (row_first[tile + span - 1] as usize > first_column);
+            let lane_row = (offset + first_row + (lane % 4) * 2) as u32;
+            let lane_column = (first_column + own + lane / 4) as u32;
+            make_scores_of_keys::<NC>(
+                &mut s,
+                &problem,
+                slope,
+                lane_row,
+                lane_column,
+                &row_first,
+                tile,
+                edge,
+                n_queries,
+                options,
+            );
+            // dp becomes dS, s becomes P.
+            #[unroll]
+            for n in 0..n_queries {
+                let statistic = statistics[tile / 2 + comptime!(n * 4) + lane % 4];
+                #[unroll]
+                for i in 0..m {
+                    let fragment = comptime!(i * n_queries + n);
+                    #[unroll]
+                    for r in 0..2usize {
+                        let mut scores = s.index(fragment)[r];
+                        let mut grads = dp.index(fragment)[r];
+                        #[unroll]
+                        for e in 0..2usize {
+                            let p = exp2(fma(scores[e], scale, -statistic[e]));
+                            let mut ds = p * (grads[e] - statistic[comptime!(e + 2)]);
+                            if options.softcap {
+                                let row = lane_row + comptime!((n * 8 + e) as u32);
+                                let column = lane_column + comptime!((i * 16 + r * 8) as u32);
+                                ds *= cap_slope(scores[e], &problem, slope, row, column, options);
+                            }
+                            scores[e] = p;
+                            grads[e] = ds;
+                        }
+                        s.index_mut(fragment)[r] = scores;
+                        dp.index_mut(fragment)[r] = grads;
+                    }
+                }
+            }
+            add_pb::<E, V, NA, NB, NC>(&def, &s, &grad_tile, at, &mut dv_acc, m, n_queries, n_dim);
+            add_pb::<E, V, NA, NB, NC>(&def, &dp, &q_tile, at, &mut dk_acc, m, n_queries, n_dim);
+        }
+    }
+
+    let mut factors = Array::<f32>::new(comptime!(2 * m));
+    #[unroll]
+    for r in 0..comptime!(2 * m) {
+        factors[r] = 1f32;
+    }
+    let row = first_column + own;
+    let dv_base = dv_rows.base(batch, kv_head);
+    store_rows::<E, W, NC>(
+        &dv_acc,
+        &factors,
+        dv,
+        dv_base,
+        dv_rows.row as usize,
+        row,
+        keys,
+        m,
+        n_dim,
+        real,
+    );
+    #[unroll]
+    for r in 0..comptime!(2 * m) {
+        factors[r] = problem.scale;
+    }
+    let dk_base = dk_rows.base(batch, kv_head);
+    store_rows::<E, W, NC>(
+        &dk_acc,
+        &factors,
+        dk,
+        dk_base,
+        dk_rows.row as usize,
+        row,
+        keys,
+        m,
+        n_dim,
+        real,
+    );
+}
+
+/// As [`make_scores`](super::scores::make_scores), where rows of the accumulator are keys and columns
+/// queries. The first keys that queries see are in `row_first`, from `tile` on.
+#[cube]
+fn make_scores_of_keys<NC: Size>(
+    s: &mut Sequence<Array<Vector<f32, NC>>>,
+    problem: &Problem,
+    slope: f32,
+    row: u32,
+    column: u32,
+    row_first: &SharedMemory<u32>,
+    tile: usize,
+    edge: bool,
+    #[comptime] n_queries: usize,
+    #[comptime] options: Options,
+) {
+    if comptime!(options.softcap || options.alibi) {
+        #[unroll]
+        for at in 0..comptime!(options.m * n_queries) {
+            let (i, n) = comptime!((at / n_queries, at % n_queries));
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = s.index(at)[r];
+                let column = column + comptime!((i * 16 + r * 8) as u32);
+                #[unroll]
+                for e in 0..2usize {
+                    let row = row + comptime!((n * 8 + e) as u32);
+                    pair[e] = full_score(pair[e], problem, slope, row, column, options);
+                }
+                s.index_mut(at)[r] = pair;
+            }
+        }
+    }
+    if edge {
+        #[unroll]
+        for n in 0..n_queries {
+            #[unroll]
+            for e in 0..2usize {
+                let row = row + comptime!((n * 8 + e) as u32);
+                let lane = (UNIT_POS_PLANE % 4) as usize;
+                let first = row_first[tile + comptime!(n * 8 + e) + lane * 2];
+                #[unroll]
+                for i in 0..options.m {
+                    let at = comptime!(i * n_queries + n);
+                    #[unroll]
+                    for r in 0..2usize {
+                        let mut pair = s.index(at)[r];
+                        let column = column + comptime!((i * 16 + r * 8) as u32);
+                        // Past the last query there is nothing to see from.
+                        let hide = hidden(row, column, first) | (row >= problem.keys);
+                        pair[e] = select(hide, HIDDEN, pair[e]);
+                        s.index_mut(at)[r] = pair;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One past the last position whose query sees a key at or before `column`.
+#[cube]
+fn end_of_sight(
+    problem: &Problem,
+    documents: &Array<i32>,
+    batch: usize,
+    column: usize,
+    #[comptime] options: Options,
+) -> usize {
+    let keys = problem.keys as usize;
+    let mut end = keys;
+    if options.window {
+        end = min(end, column + problem.window as usize);
+    }
+    if options.documents {
+        // Starts never fall: halve the range in which they pass the column.
+        let mut low = column + 1;
+        let mut high = end;
+        while low < high {
+            let middle = (low + high) / 2;
+            if documents[batch * keys + middle] as usize > column {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        end = low;
+    }
+    end
+}

@@ -1,0 +1,185 @@
+//! The output projection with the cross-entropy loss, a chunk of logits at a time.
+
+use burn::tensor::DType;
+
+use super::elementwise::{in_type, scale, store};
+use super::kernels::cross_entropy::{Plan, rows as rows_kernel};
+use super::sums::total;
+use super::{
+    CudaTensor, WIDE, blocks, buffer, contiguous, dim, dims, integers, nothing, number, over,
+    supported,
+};
+use crate::backend::Forward;
+use crate::cuda::blas::{self, Epilogue};
+use crate::cuda::empty;
+
+/// Logits that exist at a time, at most, where rows are not very long: a sixteenth of those of a
+/// large batch. Each chunk adds to the whole gradient of the weight, so that fewer are faster.
+const LOGITS: usize = 1 << 28;
+/// Threads of a row.
+const THREADS: usize = 512;
+/// Bytes of a row that shared memory keeps, at most: two blocks fit a multiprocessor.
+const STAGED: usize = 110 << 10;
+
+/// Rows of a chunk; depends on the vocabulary alone, so that sums over chunks have one order.
+pub fn chunk_rows(vocab: usize) -> usize {
+    let most = (LOGITS / vocab).max(256);
+    1 << most.ilog2()
+}
+
+/// What one pass over the rows gives.
+struct Pass {
+    /// The loss of each row, `[rows]`, weighted where there are weights.
+    losses: CudaTensor,
+    /// The gradients of x and W, where wanted.
+    grads: [Option<CudaTensor>; 2],
+}
+
+/// Σ weights · loss, shape `[1]`. Saves the gradients that `needs` asks for, of x and weight.
+///
+/// - `x`: `[…, width]`
+/// - `weight`: `[vocab, width]`
+/// - `targets`, `weights`: `[…]`
+/// - `chunk`: rows of a chunk
+pub fn weighted(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    targets: &CudaTensor,
+    weights: &CudaTensor,
+    needs: [bool; 2],
+    chunk: usize,
+) -> Option<Forward<CudaTensor>> {
+    if !supported(x) {
+        return None;
+    }
+    assert_eq!(dims(weights), dims(targets), "shapes of the cross-entropy's weights and targets");
+    let weights = in_type(weights, DType::F32);
+    let Pass { losses, grads } = pass(x, weight, targets, Some(&weights), needs, chunk);
+    Some(Forward { output: total(&losses), saved: grads.into_iter().flatten().collect() })
+}
+
+/// The loss of every row, in the shape of `targets`.
+pub fn per_token(x: &CudaTensor, weight: &CudaTensor, targets: &CudaTensor) -> Option<CudaTensor> {
+    if !supported(x) {
+        return None;
+    }
+    let chunk = chunk_rows(dims(weight)[0]);
+    let losses = pass(x, weight, targets, None, [false; 2], chunk).losses;
+    let shape = dims(targets);
+    Some(over(&losses, 0, &shape, &row_major(&shape)))
+}
+
+/// The gradients that [`weighted`] saved, times the gradient of its result.
+pub fn backward(
+    saved: Vec<CudaTensor>,
+    grad: &CudaTensor,
+    needs: [bool; 2],
+) -> [Option<CudaTensor>; 2] {
+    let factor = in_type(grad, DType::F32);
+    let mut saved = saved.into_iter();
+    let mut next = || saved.next().expect("a gradient per need");
+    needs.map(|wanted| wanted.then(|| scale(next(), &factor)))
+}
+
+fn pass(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    targets: &CudaTensor,
+    weights: Option<&CudaTensor>,
+    needs: [bool; 2],
+    chunk: usize,
+) -> Pass {
+    let (shape, [_, width]) = (dims(x), matrix(weight));
+    let leading = &shape[..shape.len() - 1];
+    assert_eq!(shape.last(), Some(&width), "width of x {shape:?} and of the weight");
+    let targets = integers(targets, leading, "the cross-entropy's targets");
+    let rows: usize = leading.iter().product();
+    let x = over(&contiguous(x), 0, &[rows, width], &[width, 1]);
+    let weight = in_type(weight, x.dtype);
+    let losses = empty(&x, &[rows], DType::F32);
+    let dx = needs[0].then(|| empty(&x, &[rows, width], x.dtype));
+    let mut dw = None;
+    for first in (0..rows).step_by(chunk) {
+        let part = chunk.min(rows - first);
+        let rows_of = |x: &CudaTensor| over(x, first * width, &[part, width], &[width, 1]);
+        let z = logits(rows_of(&x), &weight);
+        softmax(&z, &targets, weights, &losses, first, needs != [false; 2]);
+        if let Some(dx) = &dx {
+            let part = blas::matmul(z.clone(), weight.clone());
+            store(&part, &rows_of(dx));
+        }
+        if needs[1] {
+            // In place from the second chunk on, since nobody else owns the sum.
+            let sum = dw.take().map_or(Epilogue::None, Epilogue::Add);
+            dw = Some(blas::product(transposed(&z), rows_of(&x), DType::F32, sum));
+        }
+    }
+    let dx = dx.map(|dx| over(&dx, 0, &shape, &row_major(&shape)));
+    Pass { losses, grads: [dx, dw] }
+}
+
+/// x Wᵀ, `[rows, vocab]`, whose rows start at multiples of 16 bytes: the softmax reads so many at
+/// once, and the products with its gradient are slow otherwise.
+fn logits(x: CudaTensor, weight: &CudaTensor) -> CudaTensor {
+    let z = blas::matmul(x, transposed(weight));
+    let [rows, vocab] = matrix(&z);
+    let stride = vocab.next_multiple_of(WIDE / z.dtype.size());
+    if stride == vocab {
+        return z;
+    }
+    let padded = over(&empty(&z, &[rows, stride], z.dtype), 0, &[rows, vocab], &[stride, 1]);
+    store(&z, &padded);
+    padded
+}
+
+/// The losses of a chunk's rows, and with `gradient` the logits' gradients in their place.
+fn softmax(
+    z: &CudaTensor,
+    targets: &CudaTensor,
+    weights: Option<&CudaTensor>,
+    losses: &CudaTensor,
+    first: usize,
+    gradient: bool,
+) {
+    let [rows, vocab] = matrix(z);
+    let lanes = WIDE / z.dtype.size();
+    let vectors = vocab.div_ceil(lanes);
+    let stride = z.meta.strides()[0] / lanes;
+    number(rows * stride);
+    let staged = if gradient && vectors * WIDE <= STAGED { vectors } else { 0 };
+    let even = vocab.is_multiple_of(lanes);
+    let plan = Plan { threads: THREADS, staged, even, weighted: weights.is_some(), gradient };
+    // SAFETY: `z` has `rows` rows of `stride` vectors; the others hold `first + rows` elements.
+    unsafe {
+        rows_kernel::launch_unchecked(
+            &z.client,
+            blocks(rows, 1),
+            dim(THREADS),
+            lanes,
+            buffer(z, lanes),
+            buffer(targets, 1),
+            weights.map_or_else(|| nothing(losses), |weights| buffer(weights, 1)),
+            buffer(losses, 1),
+            number(first),
+            number(vocab),
+            number(stride),
+            f32::NAN,
+            plan,
+            z.dtype.into(),
+        );
+    }
+}
+
+fn transposed(x: &CudaTensor) -> CudaTensor {
+    let ([rows, columns], strides) = (matrix(x), x.meta.strides());
+    over(x, 0, &[columns, rows], &[strides[1], strides[0]])
+}
+
+fn matrix(x: &CudaTensor) -> [usize; 2] {
+    dims(x).try_into().unwrap_or_else(|shape| panic!("{shape:?} is no matrix"))
+}
+
+/// The strides of a tensor without gaps.
+fn row_major(shape: &[usize]) -> Vec<usize> {
+    (1..=shape.len()).map(|dim| shape[dim..].iter().product()).collect()
+}

@@ -1,0 +1,116 @@
+//! The operations' CUDA side: [`kernels`] is device code, the other modules launch it.
+//!
+//! Activations are f32 or bf16. Matrices of parameters are of either type, vectors of parameters
+//! are f32. All arithmetic is in f32; gradients of activations have their type, gradients of
+//! parameters are f32. Sums have one order, so equal inputs give equal bits.
+//!
+//! Buffers lie at multiples of 512 bytes, and views made by burn do too, so that the first element
+//! of a tensor may be read as part of 16 bytes.
+
+pub mod cross_entropy;
+pub mod elementwise;
+pub mod embedding;
+mod kernels;
+pub mod norm;
+pub mod prefix_sum;
+pub mod rotary;
+mod rows;
+pub mod short_conv;
+pub mod sums;
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+use cubecl::zspace::metadata::Metadata;
+
+use crate::cuda::{CudaTensor, contiguous};
+
+/// Threads of a block whose kernel does not care.
+const THREADS: usize = 256;
+
+/// Bytes that a thread reads at once.
+const WIDE: usize = 16;
+
+/// Whether activations of this type have kernels.
+pub fn supported(x: &CudaTensor) -> bool {
+    matches!(x.dtype, DType::F32 | DType::BF16)
+}
+
+/// Elements that a thread reads at once from rows of `width`: as many as fit evenly.
+fn lanes(width: usize, dtype: DType) -> usize {
+    let most = WIDE / dtype.size();
+    1 << width.trailing_zeros().min(most.ilog2())
+}
+
+/// A size as kernels take it.
+///
+/// # Panics
+/// When it does not fit 32 bits.
+fn number(size: usize) -> u32 {
+    u32::try_from(size)
+        .unwrap_or_else(|_| panic!("{size} elements; a kernel addresses up to 2^32 at a time"))
+}
+
+/// Blocks of `threads` for so many pieces of work.
+fn blocks(work: usize, threads: usize) -> CubeCount {
+    CubeCount::Static(number(work.div_ceil(threads)), 1, 1)
+}
+
+fn dim(threads: usize) -> CubeDim {
+    CubeDim::new_1d(threads as u32)
+}
+
+fn dims(x: &CudaTensor) -> Vec<usize> {
+    x.meta.shape().to_vec()
+}
+
+fn elements(x: &CudaTensor) -> usize {
+    x.meta.shape().num_elements()
+}
+
+/// The buffer from a tensor's first element on, `lanes` at a time, however it is laid out.
+///
+/// # Panics
+/// When the first element is not aligned to 16 bytes.
+fn buffer(x: &CudaTensor, lanes: usize) -> ArrayArg<CudaRuntime> {
+    let offset = x.handle.offset_start.unwrap_or(0);
+    assert!(lanes == 1 || offset.is_multiple_of(WIDE as u64), "a view at byte {offset}");
+    // SAFETY: kernels stay within the tensor by its shape and strides; this length is not used.
+    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), elements(x) / lanes) }
+}
+
+/// Something to pass where a kernel reads nothing.
+fn nothing(x: &CudaTensor) -> ArrayArg<CudaRuntime> {
+    buffer(x, 1)
+}
+
+/// A tensor of another shape or other strides over the same buffer, `offset` elements on.
+fn over(x: &CudaTensor, offset: usize, shape: &[usize], strides: &[usize]) -> CudaTensor {
+    let handle = match offset * x.dtype.size() {
+        0 => x.handle.clone(),
+        bytes => x.handle.clone().offset_start(bytes as u64),
+    };
+    let meta = Metadata::new(Shape::from(shape.to_vec()), strides.to_vec());
+    CubeTensor::new(x.client.clone(), handle, meta, x.device.clone(), x.dtype)
+}
+
+/// A parameter vector, contiguous.
+///
+/// # Panics
+/// When it is not f32, or not of this shape.
+fn vector(x: &CudaTensor, len: usize, what: &str) -> CudaTensor {
+    assert_eq!(x.dtype, DType::F32, "type of {what}");
+    assert_eq!(dims(x), [len], "shape of {what}");
+    contiguous(x)
+}
+
+/// An integer tensor, contiguous.
+///
+/// # Panics
+/// When it is not i32, or not of this shape.
+fn integers(x: &CudaTensor, shape: &[usize], what: &str) -> CudaTensor {
+    assert_eq!(x.dtype, DType::I32, "type of {what}");
+    assert_eq!(dims(x), shape, "shape of {what}");
+    contiguous(x)
+}

@@ -1,0 +1,78 @@
+//! Linear layers by cuBLASLt.
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::kernel::cast;
+use burn_cubecl::ops::numeric::ones_client;
+
+use crate::backend::Forward;
+use crate::cuda::blas::{Epilogue, matmul, product};
+use crate::cuda::{CudaTensor, contiguous, reshaped};
+
+/// What follows x Wᵀ.
+pub enum Then<'a> {
+    Nothing,
+    /// A bias for each output.
+    Bias(&'a CudaTensor),
+    /// A tensor of the output's shape.
+    Add(&'a CudaTensor),
+}
+
+/// A tensor `[…, columns]` as a matrix of rows.
+pub fn as_rows(x: &CudaTensor) -> CudaTensor {
+    let columns = *x.meta.shape().to_vec().last().expect("x has dimensions");
+    reshaped(x, &[x.meta.shape().num_elements() / columns, columns])
+}
+
+/// The transpose of a matrix: a view.
+pub fn transposed(mut x: CudaTensor) -> CudaTensor {
+    x.meta.swap(0, 1);
+    x
+}
+
+/// A matrix of rows as a tensor with the leading sizes of `like`.
+pub fn like_rows_of(like: &CudaTensor, rows: &CudaTensor) -> CudaTensor {
+    let mut shape = like.meta.shape().to_vec();
+    *shape.last_mut().expect("a dimension") = rows.meta.shape()[1];
+    reshaped(rows, &shape)
+}
+
+/// y = x Wᵀ of x's type, and what `then` says; saves x and W.
+pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: Then) -> Forward<CudaTensor> {
+    let rows = as_rows(x);
+    let weight = contiguous(&cast(weight.clone(), x.dtype));
+    let epilogue = match then {
+        Then::Nothing => Epilogue::None,
+        Then::Bias(bias) => Epilogue::Bias(bias.clone()),
+        Then::Add(term) => Epilogue::Add(as_rows(term)),
+    };
+    let y = product(rows.clone(), transposed(weight.clone()), x.dtype, epilogue);
+    Forward { output: like_rows_of(x, &y), saved: vec![like_rows_of(x, &rows), weight] }
+}
+
+/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32.
+pub fn backward(
+    saved: &[CudaTensor],
+    grad: &CudaTensor,
+    needs: [bool; 3],
+) -> [Option<CudaTensor>; 3] {
+    let [x, weight] = saved else { unreachable!("linear saves two tensors") };
+    let dy = as_rows(grad);
+    let dx = needs[0].then(|| like_rows_of(x, &matmul(dy.clone(), weight.clone())));
+    let dw = needs[1].then(|| weight_gradient(&dy, &as_rows(x)));
+    let db = needs[2].then(|| column_sums(&dy));
+    [dx, dw, db]
+}
+
+/// dyᵀ x in f32.
+pub fn weight_gradient(dy: &CudaTensor, x: &CudaTensor) -> CudaTensor {
+    product(transposed(dy.clone()), x.clone(), DType::F32, Epilogue::None)
+}
+
+/// The sums of a matrix's columns, in f32: a product with a row of ones.
+fn column_sums(matrix: &CudaTensor) -> CudaTensor {
+    let [rows, columns] = matrix.meta.shape().dims();
+    let (client, device) = (matrix.client.clone(), matrix.device.clone());
+    let ones = ones_client(client, device, Shape::new([1, rows]), matrix.dtype);
+    let sums = product(ones, matrix.clone(), DType::F32, Epilogue::None);
+    reshaped(&sums, &[columns])
+}

@@ -1,0 +1,45 @@
+//! The MLP by cuBLASLt, with GELU, its derivative and the residual in the products' epilogues.
+
+use burn::tensor::DType;
+use burn_cubecl::kernel::cast;
+
+use crate::backend::Forward;
+use crate::cuda::blas::{Epilogue, matmul, product};
+use crate::cuda::{CudaTensor, contiguous, empty};
+use crate::ops::linear::cuda::{as_rows, like_rows_of, transposed, weight_gradient};
+
+/// Elements of bf16 that rows of GELU's argument must be a multiple of.
+const WHOLE: usize = 8;
+
+/// Saves x, U, D, x Uᵀ and its GELU. `None` where cuBLASLt has no such epilogue.
+pub fn forward([x, up, down, residual]: &[CudaTensor; 4]) -> Option<Forward<CudaTensor>> {
+    let [hidden, width] = up.meta.shape().dims();
+    if x.dtype != DType::BF16 || !hidden.is_multiple_of(WHOLE) || !width.is_multiple_of(WHOLE) {
+        return None;
+    }
+    let rows = as_rows(x);
+    let [up, down] = [up, down].map(|w| contiguous(&cast(w.clone(), x.dtype)));
+    let before = empty(x, &[rows.meta.shape()[0], hidden], x.dtype);
+    let gelu = Epilogue::Gelu(before.clone());
+    let after = product(rows.clone(), transposed(up.clone()), x.dtype, gelu);
+    let add = Epilogue::Add(as_rows(residual));
+    let y = product(after.clone(), transposed(down.clone()), x.dtype, add);
+    Some(Forward { output: like_rows_of(x, &y), saved: vec![rows, up, down, before, after] })
+}
+
+/// The gradients of x, U, D and r.
+pub fn backward(
+    saved: Vec<CudaTensor>,
+    grad: CudaTensor,
+    needs: [bool; 4],
+) -> [Option<CudaTensor>; 4] {
+    let [x, up, down, before, after] = saved.try_into().expect("five tensors were saved");
+    let dy = as_rows(&grad);
+    let d_down = needs[2].then(|| weight_gradient(&dy, &after));
+    drop(after);
+    let slope = Epilogue::GeluGradient(before);
+    let d_before = product(dy, down, x.dtype, slope);
+    let dx = needs[0].then(|| like_rows_of(&grad, &matmul(d_before.clone(), up)));
+    let d_up = needs[1].then(|| weight_gradient(&d_before, &x));
+    [dx, d_up, d_down, needs[3].then_some(grad)]
+}

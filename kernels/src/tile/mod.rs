@@ -1,0 +1,418 @@
+//! Pieces that attention kernels for tensor cores are built from: tiles of rows in shared memory,
+//! products of fragments, masks and the online softmax.
+//!
+//! A warp computes in fragments of `mma.sync` m16n8k16: bf16 factors, f32 sums. Its accumulator of
+//! 16·m rows by 8·n columns is a sequence of m·n fragments, row by row; in each, a lane holds two
+//! adjacent columns, `2·(lane % 4)`, of the rows `lane / 4` and `lane / 4 + 8`.
+//!
+//! Tiles are loaded by the tensor memory accelerator. One lies in panels of 64 channels, a panel as
+//! rows of eight chunks of 16 bytes, chunk c of row r at place c ⊕ (r mod 8) (the accelerator's
+//! swizzle of 128 bytes), so that `ldmatrix` meets no bank twice. Rows and channels past the
+//! tensor's last are zero.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::barrier::Barrier;
+use cubecl::prelude::*;
+
+/// Elements of a chunk of 16 bytes, of bf16.
+pub const CHUNK: usize = 8;
+
+/// The score of a key that a query does not see. Finite, so that a row that has seen no key yet
+/// makes no NaN; small enough to be wiped out by the first key seen.
+pub const HIDDEN: f32 = -1e30;
+
+/// log₂ e.
+pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// 2ˣ. With fast math this is one instruction, where eˣ takes a product more.
+#[cube]
+pub fn exp2(x: f32) -> f32 {
+    Powf::powf(2f32, x)
+}
+
+/// Where the rows of a `[batch, heads, rows, channels]` tensor lie, in chunks.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Rows {
+    /// From one sequence to the next.
+    pub batch: u32,
+    /// From one head to the next.
+    pub head: u32,
+    /// From one row to the next.
+    pub row: u32,
+}
+
+#[cube]
+impl Rows {
+    /// The first chunk of a head.
+    pub fn base(&self, batch: usize, head: usize) -> usize {
+        batch * self.batch as usize + head * self.head as usize
+    }
+}
+
+/// Chunks of a row of a panel.
+pub const PANEL: usize = 8;
+
+/// Channels of a panel.
+pub const PANEL_DIM: usize = PANEL * CHUNK;
+
+/// The alignment in bytes that the swizzle needs of a tile.
+pub const ALIGN: usize = 1024;
+
+/// The place of a chunk of a row of a panel. Rows that are 8 apart differ by a constant, which an
+/// address of 64 bits takes for nothing: kernels are compiled with such addresses.
+#[cube]
+fn place(row: u32, chunk: u32) -> usize {
+    (row * comptime!(PANEL as u32) + (chunk ^ (row & 7))) as usize
+}
+
+/// Starts the load of `rows` rows of a head, from `first` on, into the tile that starts at chunk
+/// `to`. One unit calls it, after it has told the barrier of the bytes ([`bytes`]).
+#[cube]
+pub fn load_rows<E: Numeric, V: Size>(
+    ready: &Barrier,
+    source: &TensorMap<E, Tiled>,
+    batch: usize,
+    head: usize,
+    first: usize,
+    tile: &mut SharedMemory<Vector<E, V>>,
+    to: usize,
+    #[comptime] rows: usize,
+    #[comptime] dim: usize,
+) {
+    #[unroll]
+    for panel in 0..comptime!(dim / PANEL_DIM) {
+        let from = to + panel * rows * PANEL;
+        let mut slice = tile.slice_mut(from, from + rows * PANEL);
+        let channel = comptime!((panel * PANEL_DIM) as i32);
+        ready.tma_load_4d(source, &mut slice, batch as i32, head as i32, first as i32, channel);
+    }
+}
+
+/// Bytes of a tile of bf16.
+pub const fn bytes(rows: usize, dim: usize) -> u32 {
+    (rows * dim * 2) as u32
+}
+
+/// An accumulator of `count` fragments, all zero.
+#[cube]
+pub fn zeros<N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<f32, N>>> {
+    let mut acc = Sequence::<Array<Vector<f32, N>>>::new();
+    #[unroll]
+    for _ in 0..count {
+        let mut fragment = Array::<Vector<f32, N>>::new(2usize);
+        fragment[0] = Vector::cast_from(0f32);
+        fragment[1] = Vector::cast_from(0f32);
+        acc.push(fragment);
+    }
+    acc
+}
+
+/// The left factor's fragment: 16 rows from `row` on of the tile of `rows` rows that starts at chunk
+/// `at`, channels 16·`step` to 16·`step` + 15.
+#[cube]
+pub fn left<E: Numeric, V: Size, N: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    row: usize,
+    #[comptime] step: usize,
+    #[comptime] rows: usize,
+) -> Array<Vector<E, N>> {
+    let lane = UNIT_POS_PLANE;
+    let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
+    let place = at + place(lane % 16, chunk + lane / 16) + (row + comptime!(panel * rows)) * PANEL;
+    def.load_matrix::<_, N>(&tile.slice(place, place + 1), MatrixIdent::A, 4usize, false)
+}
+
+/// The left factor's fragments of 16·`m` rows from `row` on and `steps`·16 channels, row by row.
+#[cube]
+pub fn lefts<E: Numeric, V: Size, N: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    row: usize,
+    #[comptime] m: usize,
+    #[comptime] steps: usize,
+    #[comptime] rows: usize,
+) -> Sequence<Array<Vector<E, N>>> {
+    let mut fragments = Sequence::<Array<Vector<E, N>>>::new();
+    #[unroll]
+    for i in 0..m {
+        #[unroll]
+        for step in 0..steps {
+            fragments.push(left::<E, V, N>(def, tile, at, row + i * 16, step, rows));
+        }
+    }
+    fragments
+}
+
+/// `count` fragments of a left factor, for [`fill_lefts`].
+#[cube]
+pub fn no_lefts<E: Numeric, N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<E, N>>> {
+    let mut fragments = Sequence::<Array<Vector<E, N>>>::new();
+    #[unroll]
+    for _ in 0..count {
+        fragments.push(Array::<Vector<E, N>>::new(4usize));
+    }
+    fragments
+}
+
+/// [`lefts`] into fragments that are there already.
+#[cube]
+pub fn fill_lefts<E: Numeric, V: Size, N: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    fragments: &mut Sequence<Array<Vector<E, N>>>,
+    tile: &SharedMemory<Vector<E, V>>,
+    row: usize,
+    #[comptime] m: usize,
+    #[comptime] steps: usize,
+    #[comptime] rows: usize,
+) {
+    #[unroll]
+    for i in 0..m {
+        #[unroll]
+        for step in 0..steps {
+            let loaded = left::<E, V, N>(def, tile, 0, row + i * 16, step, rows);
+            let fragment = fragments.index_mut(comptime!(i * steps + step));
+            #[unroll]
+            for part in 0..4usize {
+                fragment[part] = loaded[part];
+            }
+        }
+    }
+}
+
+/// Two neighbouring right factors, 16 columns: half `half` of what `ldmatrix` gave.
+#[cube]
+fn half<E: Numeric, N: Size>(
+    four: &Array<Vector<E, N>>,
+    #[comptime] half: usize,
+) -> Array<Vector<E, N>> {
+    let mut right = Array::<Vector<E, N>>::new(2usize);
+    right[0] = four[half * 2];
+    right[1] = four[half * 2 + 1];
+    right
+}
+
+/// acc += A · Bᵀ, where B's rows are the 8·`n` of the tile that starts at chunk `at`, and A, 16·`m`
+/// rows of `steps`·16 channels, is in `lefts`.
+#[cube]
+pub fn add_abt<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    lefts: &Sequence<Array<Vector<E, NA>>>,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    #[comptime] m: usize,
+    #[comptime] n: usize,
+    #[comptime] steps: usize,
+) {
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for step in 0..steps {
+        let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
+        let own = at + place((lane / 16) * 8 + lane % 8, chunk + (lane / 8) % 2);
+        #[unroll]
+        for pair in 0..comptime!(n / 2) {
+            let place = own + comptime!((panel * n * 8 + pair * 16) * PANEL);
+            let slice = tile.slice(place, place + 1);
+            let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, false);
+            #[unroll]
+            for i in 0..m {
+                let a = lefts.index(comptime!(i * steps + step));
+                #[unroll]
+                for h in 0..2usize {
+                    let c = acc.index_mut(comptime!(i * n + pair * 2 + h));
+                    def.execute_inplace(a, &half::<E, NB>(&four, h), c);
+                }
+            }
+        }
+    }
+}
+
+/// [`add_abt`] for 16 rows, with the 16 rows of B from `from` on in a tile of `rows` rows.
+#[cube]
+pub fn add_abt_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    lefts: &Sequence<Array<Vector<E, NA>>>,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    from: usize,
+    #[comptime] rows: usize,
+    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    #[comptime] steps: usize,
+) {
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for step in 0..steps {
+        let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
+        let place = at
+            + place((lane / 16) * 8 + lane % 8, chunk + (lane / 8) % 2)
+            + (from + comptime!(panel * rows)) * PANEL;
+        let slice = tile.slice(place, place + 1);
+        let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, false);
+        #[unroll]
+        for h in 0..2usize {
+            def.execute_inplace(lefts.index(step), &half::<E, NB>(&four, h), acc.index_mut(h));
+        }
+    }
+}
+
+/// [`add_pb`] for 16 rows of P and 16 columns, with the 16 rows of B from `from` on in a tile of
+/// `rows` rows.
+#[cube]
+pub fn add_pb_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    p: &Sequence<Array<Vector<f32, NC>>>,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    from: usize,
+    #[comptime] rows: usize,
+    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    #[comptime] n: usize,
+) {
+    let lane = UNIT_POS_PLANE;
+    let mut left = Array::<Vector<E, NA>>::new(4usize);
+    left[0] = Vector::cast_from(p.index(0usize)[0]);
+    left[1] = Vector::cast_from(p.index(0usize)[1]);
+    left[2] = Vector::cast_from(p.index(1usize)[0]);
+    left[3] = Vector::cast_from(p.index(1usize)[1]);
+    #[unroll]
+    for pair in 0..comptime!(n / 2) {
+        let (panel, chunk) = comptime!((pair / 4, (pair % 4) as u32 * 2));
+        let place =
+            at + place(lane % 16, chunk + lane / 16) + (from + comptime!(panel * rows)) * PANEL;
+        let slice = tile.slice(place, place + 1);
+        let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, true);
+        #[unroll]
+        for h in 0..2usize {
+            let c = acc.index_mut(comptime!(pair * 2 + h));
+            def.execute_inplace(&left, &half::<E, NB>(&four, h), c);
+        }
+    }
+}
+
+/// [`add_abt`] with A's rows in a tile of `rows` rows too, from `row` on: fewer registers, more loads.
+#[cube]
+pub fn add_tile_abt<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    left_tile: &SharedMemory<Vector<E, V>>,
+    row: usize,
+    #[comptime] rows: usize,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    #[comptime] m: usize,
+    #[comptime] n: usize,
+    #[comptime] steps: usize,
+) {
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for step in 0..steps {
+        let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
+        let own = at + place((lane / 16) * 8 + lane % 8, chunk + (lane / 8) % 2);
+        let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
+        #[unroll]
+        for i in 0..m {
+            lefts.push(left::<E, V, NA>(def, left_tile, 0, row + i * 16, step, rows));
+        }
+        #[unroll]
+        for pair in 0..comptime!(n / 2) {
+            let place = own + comptime!((panel * n * 8 + pair * 16) * PANEL);
+            let slice = tile.slice(place, place + 1);
+            let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, false);
+            #[unroll]
+            for i in 0..m {
+                #[unroll]
+                for h in 0..2usize {
+                    let c = acc.index_mut(comptime!(i * n + pair * 2 + h));
+                    def.execute_inplace(lefts.index(i), &half::<E, NB>(&four, h), c);
+                }
+            }
+        }
+    }
+}
+
+/// acc += P · B, where P, an accumulator of 16·`m` rows by 8·`k` columns, is rounded to the factors'
+/// type, and B's rows are the 8·`k` of the tile that starts at chunk `at`, 8·`n` channels each.
+#[cube]
+pub fn add_pb<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
+    def: &MmaDefinition<E, E, f32>,
+    p: &Sequence<Array<Vector<f32, NC>>>,
+    tile: &SharedMemory<Vector<E, V>>,
+    at: usize,
+    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    #[comptime] m: usize,
+    #[comptime] k: usize,
+    #[comptime] n: usize,
+) {
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for step in 0..comptime!(k / 2) {
+        let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
+        #[unroll]
+        for i in 0..m {
+            let mut a = Array::<Vector<E, NA>>::new(4usize);
+            a[0] = Vector::cast_from(p.index(comptime!(i * k + step * 2))[0]);
+            a[1] = Vector::cast_from(p.index(comptime!(i * k + step * 2))[1]);
+            a[2] = Vector::cast_from(p.index(comptime!(i * k + step * 2 + 1))[0]);
+            a[3] = Vector::cast_from(p.index(comptime!(i * k + step * 2 + 1))[1]);
+            lefts.push(a);
+        }
+        #[unroll]
+        for pair in 0..comptime!(n / 2) {
+            let (panel, chunk) = comptime!((pair / 4, (pair % 4) as u32 * 2));
+            let place = at
+                + place(lane % 16, chunk + lane / 16)
+                + comptime!((panel * k * 8 + step * 16) * PANEL);
+            let slice = tile.slice(place, place + 1);
+            let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, true);
+            #[unroll]
+            for i in 0..m {
+                #[unroll]
+                for h in 0..2usize {
+                    let c = acc.index_mut(comptime!(i * n + pair * 2 + h));
+                    def.execute_inplace(lefts.index(i), &half::<E, NB>(&four, h), c);
+                }
+            }
+        }
+    }
+}
+
+/// Writes an accumulator, its rows times `factors` (two for each 16 rows), as rows of a tensor of
+/// pairs. Rows from `total` on are not written; `row` is the warp's first.
+#[cube]
+pub fn store_rows<E: Numeric, W: Size, NC: Size>(
+    acc: &Sequence<Array<Vector<f32, NC>>>,
+    factors: &Array<f32>,
+    output: &mut Array<Vector<E, W>>,
+    base: usize,
+    stride: usize,
+    row: usize,
+    total: usize,
+    #[comptime] m: usize,
+    #[comptime] n: usize,
+    #[comptime] real: usize,
+) {
+    let lane = UNIT_POS_PLANE as usize;
+    #[unroll]
+    for i in 0..m {
+        #[unroll]
+        for r in 0..2usize {
+            let row = row + i * 16 + r * 8 + lane / 4;
+            if row < total {
+                let factor = factors[i * 2 + r];
+                // Pairs, where base and stride count chunks.
+                let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
+                #[unroll]
+                for column in 0..comptime!(if n < real { n } else { real }) {
+                    let value = acc.index(comptime!(i * n + column))[r];
+                    let mut pair = Vector::<f32, W>::empty();
+                    pair[0] = value[0] * factor;
+                    pair[1] = value[1] * factor;
+                    output[to + column * 4] = Vector::cast_from(pair);
+                }
+            }
+        }
+    }
+}
