@@ -66,6 +66,16 @@ fn values_out_of_range_are_all_reported() {
 }
 
 #[test]
+fn bf16_on_the_cpu() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(train_error(&w, &["run.precision=bf16"]));
+    // The device on the command line, after the file was found valid.
+    let sets = ["--set", "run.precision=bf16", "--set", "run.device=auto", "--device", "cpu"];
+    let error = w.fail(&[&["train", "--config", "tiny.toml"], &sets[..]].concat());
+    insta::assert_snapshot!("bf16_on_the_cpu_of_the_command_line", error);
+}
+
+#[test]
 fn not_toml() {
     let w = Workspace::new();
     w.write("tiny.toml", "[run\nname = 1");

@@ -1,5 +1,6 @@
 //! Whole-system tests: the `longwall` binary as its users run it.
 
+mod bench;
 mod configs;
 mod errors;
 mod op;

@@ -96,6 +96,21 @@ pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
         let _ = (saved, ints, grad, needs);
         unreachable!("{self:?} has a CUDA forward kernel but no backward kernel")
     }
+
+    /// [`Op::cuda_backward`] where some inputs have gradients already, from other uses of them: an
+    /// operation that adds to one in the same pass takes it from `onto`, and what is left there is
+    /// added afterwards.
+    fn cuda_backward_onto(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; N],
+        onto: &mut [Option<CudaTensor>; N],
+    ) -> [Option<CudaTensor>; N] {
+        let _ = onto;
+        self.cuda_backward(saved, ints, grad, needs)
+    }
 }
 
 /// A burn backend that runs Longwall's operations.
@@ -128,13 +143,15 @@ pub trait OpBackend: Backend {
         needs: [bool; N],
     ) -> Option<Forward<FloatTensor<Self>>>;
 
-    /// The gradients of the kernel that [`OpBackend::forward`] ran.
+    /// The gradients of the kernel that [`OpBackend::forward`] ran; `onto` as in
+    /// [`Op::cuda_backward_onto`].
     fn backward<O: Op<N>, const N: usize>(
         op: &O,
         saved: Vec<FloatTensor<Self>>,
         ints: &[IntTensor<Self>],
         grad: FloatTensor<Self>,
         needs: [bool; N],
+        onto: &mut [Option<FloatTensor<Self>>; N],
     ) -> [Option<FloatTensor<Self>>; N];
 
     /// One AdamW step on one parameter, from `[parameter, gradient, m, v]`: the new parameter, m
@@ -184,6 +201,7 @@ impl OpBackend for Flex {
         ints: &[FlexTensor],
         grad: FlexTensor,
         needs: [bool; N],
+        _onto: &mut [Option<FlexTensor>; N],
     ) -> [Option<FlexTensor>; N] {
         op.cpu_backward(saved, ints, grad, needs)
     }
@@ -227,8 +245,9 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
         ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; N],
+        onto: &mut [Option<CudaTensor>; N],
     ) -> [Option<CudaTensor>; N] {
-        op.cuda_backward(saved, ints, grad, needs)
+        op.cuda_backward_onto(saved, ints, grad, needs, onto)
     }
 
     fn adamw(
@@ -272,9 +291,16 @@ impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
     ) {
         let grad = grads.consume::<B>(&ops.node);
         let Saved { op, tensors, ints, needs } = ops.state;
-        let inputs = B::backward(&op, tensors, &ints, grad, needs);
-        for (parent, grad) in ops.parents.into_iter().zip(inputs) {
-            if let (Some(parent), Some(grad)) = (parent, grad) {
+        let mut onto = ops.parents.each_ref().map(|parent| {
+            // A tensor of the parent's node is what the container is asked for.
+            let mut of_parent = <Autodiff<B> as AutodiffBackend>::from_inner(grad.clone());
+            of_parent.node = parent.clone()?;
+            grads.remove::<B>(&of_parent)
+        });
+        let inputs = B::backward(&op, tensors, &ints, grad, needs, &mut onto);
+        for ((parent, old), new) in ops.parents.into_iter().zip(onto).zip(inputs) {
+            let Some(parent) = parent else { continue };
+            for grad in [old, new].into_iter().flatten() {
                 grads.register::<B>(parent.id, grad);
             }
         }
@@ -353,6 +379,7 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         _ints: &[IntTensor<Self>],
         _grad: FloatTensor<Self>,
         _needs: [bool; N],
+        _onto: &mut [Option<FloatTensor<Self>>; N],
     ) -> [Option<FloatTensor<Self>>; N] {
         unreachable!("{op:?} was differentiated twice")
     }

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::{self, Device};
-use longwall_model::{LanguageModel, weights};
+use longwall_kernels::device::{self, Device, KernelCache, keep_kernels};
+use longwall_model::{LanguageModel, Precision, weights};
 use longwall_train::checkpoint::{Checkpoint, TokenizerIdentity, Which};
 use longwall_train::config::DeviceChoice;
 
@@ -52,7 +52,47 @@ pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Devic
         ),
     };
     tracing::info!("device: {device}");
+    match keep_kernels(&device) {
+        KernelCache::Unneeded => {}
+        KernelCache::New(path) => {
+            let path = path.display();
+            tracing::info!("CUDA kernels are compiled when first used, and kept in {path}");
+        }
+        KernelCache::Found(path) => tracing::info!(
+            "compiled CUDA kernels are in {}; others are compiled when first used",
+            path.display()
+        ),
+        KernelCache::Nowhere(reason) => tracing::warn!(
+            "CUDA kernels are compiled anew in every run, because none can be kept: {reason}"
+        ),
+    }
     Ok(device)
+}
+
+/// The precision of a training run on `device`; logs it.
+pub fn training_precision(choice: Option<Precision>, device: &Device) -> Result<Precision> {
+    let precision = match (device, choice) {
+        (Device::Cpu, Some(Precision::Bf16)) => bail!(
+            "run.precision is \"bf16\", but the device is the CPU; allowed there: \"f32\"\n  \
+             hint: leave precision out (bf16 on CUDA, f32 on the CPU), or train on a machine with \
+             an NVIDIA GPU"
+        ),
+        (Device::Cpu, _) => Precision::F32,
+        (Device::Cuda(_), choice) => choice.unwrap_or(Precision::Bf16),
+    };
+    tracing::info!("precision: {precision}");
+    Ok(precision)
+}
+
+/// The precision that a trained model runs in on `device`: that of its training, but f32 on the CPU
+/// for every model; logs it.
+fn trained_precision(choice: Option<Precision>, device: &Device) -> Precision {
+    let precision = match device {
+        Device::Cpu => Precision::F32,
+        Device::Cuda(_) => choice.unwrap_or(Precision::Bf16),
+    };
+    tracing::info!("precision: {precision}");
+    precision
 }
 
 /// Sets the number of CPU threads, the first time it is called; a process has one pool.
@@ -94,6 +134,8 @@ pub struct OpenRun {
     pub tokenizer: Tokenizer,
     /// Where the model goes.
     pub device: Device,
+    /// What its weights are rounded to there.
+    pub precision: Precision,
 }
 
 impl RunArgs {
@@ -113,15 +155,16 @@ pub fn open_run(dir: &Path, which: Which, device: Option<DeviceChoice>) -> Resul
     let tokenizer = Tokenizer::load(&config.tokenizer)?;
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     let device = open_device(device.unwrap_or(config.run.device), config.run.threads)?;
-    Ok(OpenRun { dir: dir.to_owned(), checkpoint, tokenizer, device })
+    let precision = trained_precision(config.run.precision, &device);
+    Ok(OpenRun { dir: dir.to_owned(), checkpoint, tokenizer, device, precision })
 }
 
 impl OpenRun {
-    /// The model with the checkpoint's weights.
+    /// The model with the checkpoint's weights, in the precision it runs in.
     pub fn load<B: OpBackend>(&self, device: &B::Device) -> Result<LanguageModel<B>> {
         let config = &self.checkpoint.config;
         let (vocab, seq_len) = (self.tokenizer.vocab_size(), config.data.seq_len);
         let model = LanguageModel::<B>::new(&config.model, vocab, seq_len, config.run.seed, device);
-        Ok(weights::load(model, &self.checkpoint.weights())?)
+        Ok(self.precision.convert(weights::load(model, &self.checkpoint.weights())?))
     }
 }

@@ -3,6 +3,7 @@
 mod commands;
 mod context;
 mod costs;
+mod meters;
 mod progress;
 
 use std::process::ExitCode;
@@ -43,6 +44,9 @@ enum Command {
     Variants(commands::variants::Args),
     /// Run one attention operation on tensors from a file
     Op(commands::op::Args),
+    /// Measure speed and memory on this machine
+    #[command(subcommand)]
+    Bench(commands::bench::Command),
 }
 
 fn main() -> ExitCode {
@@ -64,6 +68,7 @@ fn main() -> ExitCode {
         Command::Info(args) => commands::info::run(args),
         Command::Variants(args) => commands::variants::run(args),
         Command::Op(args) => commands::op::run(args),
+        Command::Bench(command) => commands::bench::run(command),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -9,7 +9,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use longwall_eval::ProgressUpdate;
 use longwall_train::signals::StopFlag;
 
-fn bar(total: Option<u64>, template: &str) -> ProgressBar {
+/// A bar of `total` on stderr, or a spinner; hidden where stderr is no terminal.
+pub fn bar(total: Option<u64>, template: &str) -> ProgressBar {
     let bar = match total {
         Some(total) => ProgressBar::new(total),
         None => ProgressBar::new_spinner(),

@@ -1,7 +1,7 @@
 //! The language model: embedding, blocks, final norm, output projection.
 
 use burn::module::{Module, Param};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::{linear_cross_entropy, token_cross_entropy};
@@ -92,12 +92,22 @@ impl<B: OpBackend> LanguageModel<B> {
     /// The final norm's output for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
-        let mut x = self.embed(tokens, 0, documents.clone());
+        let mut x = self.embedded(tokens, documents.clone());
         let mut first_values = None;
         for block in &self.blocks {
             x = block.forward(x, documents.clone(), &mut first_values);
         }
         self.norm.forward(x)
+    }
+
+    /// The first block's input for whole rows: tokens `[batch, seq_len]` to
+    /// `[batch, seq_len, width]`.
+    pub fn embedded(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        documents: DocumentStarts<B>,
+    ) -> Tensor<B, 3> {
+        self.embed(tokens, 0, documents)
     }
 
     /// Token embeddings, plus those of positions counted from the document's start, normed.
@@ -152,6 +162,16 @@ impl<B: OpBackend> LanguageModel<B> {
         linear_cross_entropy(hidden, self.head_weight(), targets, weights)
     }
 
+    /// [`LanguageModel::loss`] from the last block's output, `[batch, seq_len, width]`.
+    pub fn loss_after_blocks(
+        &self,
+        x: Tensor<B, 3>,
+        targets: Tensor<B, 2, Int>,
+        weights: Tensor<B, 2>,
+    ) -> Tensor<B, 1> {
+        linear_cross_entropy(self.norm.forward(x), self.head_weight(), targets, weights)
+    }
+
     /// The cross-entropy of every token in nats, `[batch, seq_len]`, without gradients.
     pub fn token_losses(
         &self,
@@ -165,7 +185,16 @@ impl<B: OpBackend> LanguageModel<B> {
 
     /// The logits of whole rows: tokens `[batch, seq_len]` to `[batch, seq_len, vocab]`.
     pub fn logits(&self, tokens: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-        linear(self.hidden(tokens, None), self.head_weight(), None)
+        self.project(self.hidden(tokens, None))
+    }
+
+    /// The logits of `hidden`, in f32: rounded to bf16, likely tokens would tie.
+    fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
+        let wide = DType::F32;
+        match hidden.dtype() {
+            DType::BF16 => linear(hidden.cast(wide), self.head_weight().cast(wide), None),
+            _ => linear(hidden, self.head_weight(), None),
+        }
     }
 
     /// The state before the first token.
@@ -186,7 +215,6 @@ impl<B: OpBackend> LanguageModel<B> {
             x = block.extend(x, state, &mut first_values);
         }
         state.position += n;
-        let last = self.norm.forward(x.narrow(1, n - 1, 1));
-        linear(last, self.head_weight(), None).squeeze_dim(1)
+        self.project(self.norm.forward(x.narrow(1, n - 1, 1))).squeeze_dim(1)
     }
 }

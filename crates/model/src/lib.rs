@@ -6,7 +6,9 @@ pub mod generate;
 mod init;
 mod language_model;
 pub mod layers;
+pub mod precision;
 pub mod weights;
 
 pub use config::{Arch, MlpKind, ModelConfig, NormKind, Positions};
 pub use language_model::{LanguageModel, ModelState};
+pub use precision::Precision;

@@ -5,4 +5,5 @@ mod costs;
 mod decoding;
 mod documents;
 mod independent;
+mod precision;
 mod weights;

@@ -2,10 +2,11 @@
 
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
+use longwall_kernels::ops::grad_norm::square_sums;
 
 /// One gradient a parameter, in the order in which the module visits its parameters; `None` where
 /// the loss does not depend on the parameter.
@@ -39,9 +40,14 @@ impl<B: OpBackend> Gradients<B> {
         }
     }
 
-    /// Σ g² of every gradient, each of shape `[1]`, in order.
+    /// Tensors of shape `[1]` that add up to Σ g² over all gradients: one a gradient on the CPU, so
+    /// that they can be added up in f64; on a GPU a single one, which is one launch.
     pub fn square_sums(&self) -> Vec<Tensor<B, 1>> {
-        self.tensors.iter().flatten().map(|g| tensor(B::square_sum(g.clone()))).collect()
+        let gradients = self.tensors.iter().flatten().cloned();
+        match B::device_kind() {
+            "cpu" => gradients.map(|g| tensor(B::square_sum(g))).collect(),
+            _ => vec![square_sums::<B>(gradients.collect())],
+        }
     }
 }
 
@@ -52,7 +58,9 @@ struct Collect<'a, B: OpBackend> {
 
 impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Collect<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
-        self.tensors.push(param.grad_remove(self.gradients).map(primitive));
+        // Of a bf16 parameter too: sums over micro-batches and the optimiser's moments are f32.
+        let wide = |g: Tensor<B, D>| if g.dtype() == DType::BF16 { g.cast(DType::F32) } else { g };
+        self.tensors.push(param.grad_remove(self.gradients).map(|g| primitive(wide(g))));
     }
 }
 

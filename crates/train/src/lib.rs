@@ -4,6 +4,7 @@
 //! [`config::RunConfig`] is one TOML file; [`run::train`] does what it says;
 //! [`checkpoint::Checkpoint`] opens what came out; [`sweep`] does many runs.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod config;
 pub mod console;

@@ -1,4 +1,7 @@
 //! AdamW over a model's parameters, in groups: matrices decay, all else does not.
+//!
+//! A parameter that the model holds in bf16 has an f32 master here: updates run on it, and the
+//! model gets its rounded copy. Files hold masters.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -10,6 +13,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use longwall_kernels::ops::adamw::AdamwStep;
+use longwall_model::Precision;
 use longwall_model::weights::{WeightsError, read_tensors};
 use safetensors::{Dtype, SafeTensorError, View};
 
@@ -35,7 +39,8 @@ pub struct Update {
     pub grad_scale: f32,
 }
 
-/// AdamW's state: two moments a parameter, in the order in which the module visits them.
+/// AdamW's state: two moments a parameter, and its master where the model holds a rounded copy, in
+/// the order in which the module visits them.
 #[derive(Debug)]
 pub struct Optimiser<B: OpBackend> {
     config: OptimiserConfig,
@@ -50,14 +55,36 @@ struct Slot<B: OpBackend> {
     decays: bool,
     /// First and second moment; taken only while the parameter is being updated.
     moments: Option<[FloatTensor<B>; 2]>,
+    /// The parameter in f32, where the model's is rounded.
+    master: Option<FloatTensor<B>>,
 }
 
 impl<B: OpBackend> Optimiser<B> {
-    /// The state before the first update: all moments zero.
+    /// The state before the first update of an f32 model: all moments zero.
     pub fn new<M: Module<Autodiff<B>>>(config: &OptimiserConfig, model: &M) -> Self {
         let mut make = MakeSlots { path: Vec::new(), slots: Vec::new() };
         model.visit(&mut make);
         Optimiser { config: config.clone(), slots: make.slots }
+    }
+
+    /// Gives `model`, f32 as yet, in `precision`, and keeps the masters of what that rounds.
+    ///
+    /// # Panics
+    /// When the model is not the one that the optimiser was made for.
+    pub fn round<M: Module<Autodiff<B>>>(&mut self, model: M, precision: Precision) -> M {
+        let mut slots = self.slots.iter_mut();
+        let mut keep = KeepMasters { slots: &mut slots, precision };
+        model.visit(&mut keep);
+        assert!(slots.next().is_none(), "as many parameters as slots");
+        precision.convert(model)
+    }
+
+    /// `model` with its masters in place of their rounded copies: what files hold.
+    ///
+    /// # Panics
+    /// When the model is not the one that the optimiser was made for.
+    pub fn with_masters<M: Module<B>>(&self, model: M) -> M {
+        model.map(&mut PutMasters { slots: self.slots.iter() })
     }
 
     /// Elements of the parameters that decay, and of those that do not.
@@ -180,7 +207,38 @@ impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for MakeSlots<B> {
             path,
             shape: shape.to_vec(),
             moments: Some([zeros(), zeros()]),
+            master: None,
         });
+    }
+}
+
+struct KeepMasters<I> {
+    slots: I,
+    precision: Precision,
+}
+
+impl<'a, B: OpBackend, I> ModuleVisitor<Autodiff<B>> for KeepMasters<I>
+where
+    I: Iterator<Item = &'a mut Slot<B>>,
+{
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+        let slot = self.slots.next().expect("as many slots as parameters");
+        let rounds = self.precision.parameter(D) != param.val().dtype();
+        slot.master = rounds.then(|| primitive(param.val().inner()));
+    }
+}
+
+struct PutMasters<I> {
+    slots: I,
+}
+
+impl<'a, B: OpBackend, I: Iterator<Item = &'a Slot<B>>> ModuleMapper<B> for PutMasters<I> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let slot = self.slots.next().expect("as many slots as parameters");
+        match &slot.master {
+            Some(master) => param.map(|_| tensor::<B, D>(master.clone())),
+            None => param,
+        }
     }
 }
 
@@ -207,8 +265,19 @@ where
         let [m, v] = slot.moments.take().expect("moments are in place between updates");
         let weight_decay = if slot.decays { self.step.weight_decay } else { 0.0 };
         let step = AdamwStep { weight_decay, ..self.step };
-        let [value, m, v] = B::adamw(&step, [primitive(value.inner()), gradient, m, v]);
+        let (old, copy) = match slot.master.take() {
+            Some(master) => (master, Some(value.dtype())),
+            None => (primitive(value.inner()), None),
+        };
+        let ([new, m, v], copy) = B::adamw(&step, [old, gradient, m, v], copy);
         slot.moments = Some([m, v]);
+        let value = match copy {
+            Some(copy) => {
+                slot.master = Some(new);
+                copy
+            }
+            None => new,
+        };
         let value = Tensor::from_inner(tensor::<B, D>(value)).require_grad();
         Param::from_mapped_value(id, value, mapper)
     }

@@ -1,10 +1,12 @@
 //! One global batch: forward and backward, one micro-batch after another.
 
+mod recompute;
+
 use std::ops::Range;
 
 use burn::backend::Autodiff;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use longwall_data::Batch;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
@@ -43,9 +45,14 @@ pub struct Pass<B: OpBackend> {
 }
 
 impl<B: OpBackend> Pass<B> {
+    fn new(gradients: Gradients<B>, loss: Tensor<Autodiff<B>, 1>) -> Self {
+        let loss = loss.inner();
+        // A backend without a kernel for the loss gives the model's type.
+        let loss = if loss.dtype() == DType::BF16 { loss.cast(DType::F32) } else { loss };
+        Pass { gradients, loss }
+    }
+
     /// The mean loss and the global gradient norm, in one read from the device.
-    ///
-    /// The norm's squares are added up in f64, in the order of the parameters.
     pub fn loss_and_grad_norm(&self) -> (f32, f32) {
         let mut scalars = vec![self.loss.clone()];
         scalars.extend(self.gradients.square_sums());
@@ -61,7 +68,16 @@ pub fn weight_sum(batch: &Batch) -> f64 {
     batch.loss_weights.iter().map(|&weight| f64::from(weight)).sum()
 }
 
-/// Runs `model` forward and backward over `batch`, `micro_batch` rows at a time.
+/// How a batch is gone through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassPlan {
+    /// Rows of one forward and backward pass.
+    pub micro_batch: usize,
+    /// Whether the backward pass computes each block's forward pass again.
+    pub recompute: bool,
+}
+
+/// Runs `model` forward and backward over `batch`, a micro-batch at a time.
 ///
 /// Every position is weighted by its loss weight over `weight_sum`, that of the whole batch, so
 /// that losses and gradients of the micro-batches add up to those of the batch's mean.
@@ -72,26 +88,38 @@ pub fn forward_backward<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     batch: &Batch,
     weight_sum: f64,
-    micro_batch: usize,
+    plan: PassPlan,
     device: &B::Device,
 ) -> Pass<B> {
     let mut pass: Option<Pass<B>> = None;
-    for first in (0..batch.rows).step_by(micro_batch) {
-        let rows = first..(first + micro_batch).min(batch.rows);
+    for first in (0..batch.rows).step_by(plan.micro_batch) {
+        let rows = first..(first + plan.micro_batch).min(batch.rows);
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
-        let Rows { inputs, targets, document_starts } = Rows::new(batch, rows, device);
-        let loss = model.loss(inputs, targets, weights, document_starts);
-        let gradients = Gradients::collect(model, loss.backward());
-        let loss = loss.inner();
+        let rows = Rows::new(batch, rows, device);
+        let part = match plan.recompute {
+            false => whole(model, rows, weights),
+            true => recompute::block_by_block(model, rows, weights),
+        };
         pass = Some(match pass {
-            None => Pass { gradients, loss },
+            None => part,
             Some(mut sum) => {
-                sum.gradients.add(gradients);
-                Pass { loss: sum.loss + loss, ..sum }
+                sum.gradients.add(part.gradients);
+                Pass { loss: sum.loss + part.loss, ..sum }
             }
         });
     }
     pass.expect("a batch has at least one row")
+}
+
+/// One micro-batch in one graph.
+fn whole<B: OpBackend>(
+    model: &LanguageModel<Autodiff<B>>,
+    rows: Rows<Autodiff<B>>,
+    weights: Tensor<Autodiff<B>, 2>,
+) -> Pass<B> {
+    let loss = model.loss(rows.inputs, rows.targets, weights, rows.document_starts);
+    let gradients = Gradients::collect(model, loss.backward());
+    Pass::new(gradients, loss)
 }
 
 /// The loss weights of `rows` over `weight_sum`, `[rows, seq_len]`.
@@ -112,7 +140,8 @@ mod tests {
     use super::*;
     use crate::testing::{TestBackend, tiny_model};
 
-    fn batch() -> Batch {
+    /// Four rows, the first document of each ends after six tokens; every fifth token has no loss.
+    pub(super) fn batch() -> Batch {
         let token = |i: usize| (i * i % 23) as i32;
         Batch {
             rows: 4,
@@ -130,7 +159,7 @@ mod tests {
             &tiny_model(0),
             &batch,
             weight_sum(&batch),
-            micro_batch,
+            PassPlan { micro_batch, recompute: false },
             &Default::default(),
         );
         pass.loss_and_grad_norm()

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use longwall_data::Progress;
 use longwall_kernels::backend::OpBackend;
+use longwall_model::Precision;
 
 use crate::checkpoint::CheckpointFolder;
 use crate::config::RunConfig;
@@ -18,10 +19,12 @@ use crate::error::TrainError;
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
 use crate::optimiser::Update;
-use crate::pass::{forward_backward, weight_sum};
+use crate::pass::{PassPlan, forward_backward, weight_sum};
 use crate::signals::StopFlag;
 use recorder::StepFacts;
+pub use recorder::peak_resident_bytes;
 use setup::Run;
+pub(crate) use setup::default_micro_batch;
 
 /// How a run starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +47,10 @@ pub struct TrainOptions<'a> {
     pub progress: &'a dyn Progress,
     /// The device in words, for console and results.
     pub device_name: String,
+    /// What the model's matrices and activations are made of.
+    pub precision: Precision,
+    /// Whether the first step will have to compile the device's kernels.
+    pub compiles: bool,
     /// Peak FLOP/s of the device. `None`: on the CPU it is measured
     /// ([`peak::measure`](crate::peak::measure)), elsewhere there is no MFU.
     pub peak_flops: Option<f64>,
@@ -108,7 +115,8 @@ fn steps<B: OpBackend>(
         let weights = weight_sum(&batch);
 
         // Forward and backward, one micro-batch after another.
-        let pass = forward_backward(&run.model, &batch, weights, run.micro_batch, &run.device);
+        let plan = PassPlan { micro_batch: run.micro_batch, recompute: run.config.train.recompute };
+        let pass = forward_backward(&run.model, &batch, weights, plan, &run.device);
         let (loss, grad_norm) = pass.loss_and_grad_norm();
 
         // Clip and update, unless the step is skipped.

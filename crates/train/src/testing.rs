@@ -62,6 +62,11 @@ pub(crate) fn model_of_vocabulary(vocab_size: usize) -> TestModel {
     LanguageModel::new(&model_config("layers = 1"), vocab_size, 16, 0, &Default::default())
 }
 
+/// A model of 23 tokens.
+pub(crate) fn model_of(config: &ModelConfig) -> TestModel {
+    LanguageModel::new(config, 23, 16, 0, &Default::default())
+}
+
 fn model_config(keys: &str) -> ModelConfig {
     let table = format!("{keys}\nwidth = 16\nheads = 2\nattention = {{ kind = \"rope\" }}");
     toml::from_str(&table).unwrap()

@@ -113,7 +113,7 @@ fn grow<B: OpBackend>(
 ) -> Tensor<B, 4> {
     let [batch, heads, n, head_dim] = new.dims();
     let len = old.as_ref().map_or(0, |old| old.dims()[2]);
-    let buffer = Tensor::zeros([batch, heads, capacity, head_dim], &new.device());
+    let buffer = Tensor::zeros([batch, heads, capacity, head_dim], (&new.device(), new.dtype()));
     let buffer = match old {
         Some(old) => buffer.slice_assign(s![.., .., 0..len, ..], old),
         None => buffer,

@@ -54,8 +54,6 @@ pub enum Epilogue {
     Bias(CudaTensor),
     /// GELU in its tanh form; the product itself is written to this contiguous tensor too.
     Gelu(CudaTensor),
-    /// The result is multiplied by GELU's derivative at this contiguous tensor.
-    GeluGradient(CudaTensor),
 }
 
 /// a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is of type `dtype`:
@@ -94,9 +92,8 @@ pub fn product(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue) -
             (empty(&a.tensor, &shape, dtype), Extra::Vector(bias))
         }
         Epilogue::Gelu(aux) => (empty(&a.tensor, &shape, dtype), Extra::Gelu(aux)),
-        Epilogue::GeluGradient(aux) => (empty(&a.tensor, &shape, dtype), Extra::Slope(aux)),
     };
-    if let Extra::Gelu(aux) | Extra::Slope(aux) = &extra {
+    if let Extra::Gelu(aux) = &extra {
         assert_eq!((aux.meta.shape().to_vec(), aux.dtype), (shape, dtype), "GELU's argument");
         assert!(aux.is_contiguous(), "GELU's argument has gaps");
     }
@@ -113,14 +110,13 @@ enum Extra {
     Add(CudaTensor),
     Vector(CudaTensor),
     Gelu(CudaTensor),
-    Slope(CudaTensor),
 }
 
 impl Extra {
     fn tensor(&self) -> Option<&CudaTensor> {
         match self {
             Extra::None => None,
-            Extra::Add(x) | Extra::Vector(x) | Extra::Gelu(x) | Extra::Slope(x) => Some(x),
+            Extra::Add(x) | Extra::Vector(x) | Extra::Gelu(x) => Some(x),
         }
     }
 
@@ -131,7 +127,6 @@ impl Extra {
             Extra::None | Extra::Add(_) => None,
             Extra::Vector(_) => Some(Kind::CUBLASLT_EPILOGUE_BIAS),
             Extra::Gelu(_) => Some(Kind::CUBLASLT_EPILOGUE_GELU_AUX),
-            Extra::Slope(_) => Some(Kind::CUBLASLT_EPILOGUE_DGELU),
         }
     }
 }
@@ -430,7 +425,7 @@ impl Plan {
         match extra {
             Extra::None | Extra::Add(_) => {}
             Extra::Vector(_) => set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(&at)),
-            Extra::Gelu(aux) | Extra::Slope(aux) => {
+            Extra::Gelu(aux) => {
                 let columns = *aux.meta.shape().last().expect("a matrix") as i64;
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, address(&at));
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, address(&columns));

@@ -79,14 +79,16 @@ impl Op<3> for LinearAdd {
         Some(cuda::forward(x, weight, cuda::Then::Add(residual)))
     }
 
-    fn cuda_backward(
+    fn cuda_backward_onto(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 3],
+        [onto_x, onto_weight, ..]: &mut [Option<CudaTensor>; 3],
     ) -> [Option<CudaTensor>; 3] {
-        let [dx, dw, _] = cuda::backward(&saved, &grad, [needs[0], needs[1], false]);
+        let [dx, dw, _] =
+            cuda::backward(&saved, &grad, [needs[0], needs[1], false], [onto_x, onto_weight]);
         [dx, dw, Some(grad)]
     }
 }
@@ -136,14 +138,16 @@ impl Op<2> for Linear {
         Some(cuda::forward(x, weight, cuda::Then::Nothing))
     }
 
-    fn cuda_backward(
+    fn cuda_backward_onto(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 2],
+        [onto_x, onto_weight, ..]: &mut [Option<CudaTensor>; 2],
     ) -> [Option<CudaTensor>; 2] {
-        let [dx, dw, _] = cuda::backward(&saved, &grad, [needs[0], needs[1], false]);
+        let [dx, dw, _] =
+            cuda::backward(&saved, &grad, [needs[0], needs[1], false], [onto_x, onto_weight]);
         [dx, dw]
     }
 }
@@ -185,14 +189,15 @@ impl Op<3> for Linear {
         Some(cuda::forward(x, weight, cuda::Then::Bias(bias)))
     }
 
-    fn cuda_backward(
+    fn cuda_backward_onto(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 3],
+        [onto_x, onto_weight, ..]: &mut [Option<CudaTensor>; 3],
     ) -> [Option<CudaTensor>; 3] {
-        cuda::backward(&saved, &grad, needs)
+        cuda::backward(&saved, &grad, needs, [onto_x, onto_weight])
     }
 }
 

@@ -10,8 +10,8 @@ use crate::cuda::CudaTensor;
 use crate::ops::activation::Activation;
 use crate::ops::linear::{Linear, LinearAdd};
 
-/// y = r + GELU(x Uᵀ) Dᵀ, GELU in its tanh form. Where the device can, GELU, its derivative and the
-/// sum are parts of the products.
+/// y = r + GELU(x Uᵀ) Dᵀ, GELU in its tanh form. Where the device can, GELU and the sum are
+/// parts of the products.
 ///
 /// - `x`, `residual`: `[batch, seq_len, width]`
 /// - `up`: U, `[hidden, width]`
@@ -54,14 +54,15 @@ impl Op<4> for GeluMlp {
         cuda::forward(inputs)
     }
 
-    fn cuda_backward(
+    fn cuda_backward_onto(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 4],
+        onto: &mut [Option<CudaTensor>; 4],
     ) -> [Option<CudaTensor>; 4] {
-        cuda::backward(saved, grad, needs)
+        cuda::backward(saved, grad, needs, onto)
     }
 }
 

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::{Device, OnDevice};
-use longwall_model::Positions;
+use longwall_kernels::device::{Device, OnDevice, keep_kernels};
+use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::Which;
 use longwall_train::config::RunConfig;
 use longwall_train::run::{Outcome, Start, TrainOptions, train};
@@ -15,7 +15,8 @@ use longwall_train::{console, run_folder};
 
 use super::eval::{Replace, evaluate, suites_of};
 use super::plot::draw_run;
-use crate::context::{DeviceArg, open_device, open_run};
+use crate::context::{DeviceArg, open_device, open_run, training_precision};
+use crate::meters::Meters;
 use crate::progress::DataProgress;
 
 /// Arguments of `longwall train`.
@@ -62,8 +63,9 @@ pub fn run(args: Args) -> Result<()> {
     // A misspelt suite must show before hours of training.
     let suites = suites_of(&config.eval, &source)?;
     let device = open_device(config.run.device, config.run.threads)?;
+    let precision = training_precision(config.run.precision, &device)?;
     let stop = StopFlag::install()?;
-    let outcome = train_on(device, &config, start, &stop)?;
+    let outcome = train_on(device, precision, &config, start, &stop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
         // The run itself is safe: a run stopped before its first step has nothing to draw.
@@ -76,30 +78,43 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-fn train_on(device: Device, config: &RunConfig, start: Start, stop: &StopFlag) -> Result<Outcome> {
+fn train_on(
+    device: Device,
+    precision: Precision,
+    config: &RunConfig,
+    start: Start,
+    stop: &StopFlag,
+) -> Result<Outcome> {
     struct Train<'a> {
         config: &'a RunConfig,
         start: Start,
         stop: &'a StopFlag,
+        meters: Meters,
         device_name: String,
+        precision: Precision,
+        compiles: bool,
     }
     impl OnDevice for Train<'_> {
         type Output = Result<Outcome>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+            let memory = || self.meters.peak_memory();
             let options = TrainOptions {
                 start: self.start,
                 stop: self.stop.clone(),
                 progress: &DataProgress::new(Some(self.stop.clone())),
                 device_name: self.device_name,
-                peak_flops: None,
-                memory: None,
+                precision: self.precision,
+                compiles: self.compiles,
+                peak_flops: self.meters.peak_flops(self.precision),
+                memory: self.meters.has_memory().then_some(&memory),
             };
             let mut console = console::for_terminal();
             Ok(train::<B>(self.config, &device, &options, console.as_mut())?)
         }
     }
-    let device_name = device.to_string();
-    device.run(Train { config, start, stop, device_name })
+    let (meters, device_name) = (Meters::new(&device), device.to_string());
+    let compiles = keep_kernels(&device).is_empty();
+    device.run(Train { config, start, stop, meters, device_name, precision, compiles })
 }
 
 /// Runs the suites of `[[eval]]` on the last checkpoint.

@@ -11,6 +11,7 @@ use super::time::{History, Past, history_elements};
 use super::{Linear, Norm, SideProjection};
 use crate::config::{ModelConfig, NormKind, ValueResidual};
 use crate::init::Init;
+use crate::precision::cast;
 
 /// Taps of the short convolution.
 pub(crate) const CONV_TAPS: usize = 4;
@@ -121,17 +122,19 @@ impl<B: OpBackend> Attention<B> {
     }
 
     /// Whole rows: `[batch, seq_len, width]`, both ways. `first_values` is empty for the first
-    /// layer, which fills it, and serves the value residual of the others.
+    /// layer, which fills it, and serves the value residual of the others. The result is added to
+    /// `residual` if there is one.
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
         documents: DocumentStarts<B>,
         first_values: &mut Option<Tensor<B, 3>>,
+        residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
         let mut past = Past::Rows(&documents);
         let inputs = self.inputs(&x, first_values, &mut past);
         let o = self.variant.attend(&self.shape, inputs, documents.clone());
-        self.finish(o, x, &mut past)
+        self.finish(o, x, &mut past, residual)
     }
 
     /// The state before the first token.
@@ -142,18 +145,19 @@ impl<B: OpBackend> Attention<B> {
         }
     }
 
-    /// New tokens after those in `state`: `[batch, n, width]`, both ways; `first_values` as in
-    /// [`Attention::forward`].
+    /// New tokens after those in `state`: `[batch, n, width]`, both ways; `first_values` and
+    /// `residual` as in [`Attention::forward`].
     pub fn extend(
         &self,
         x: Tensor<B, 3>,
         state: &mut AttentionLayerState<B>,
         first_values: &mut Option<Tensor<B, 3>>,
+        residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
         let mut past = Past::Earlier(&mut state.history);
         let inputs = self.inputs(&x, first_values, &mut past);
         let o = self.variant.extend(&self.shape, inputs, &mut state.attention);
-        self.finish(o, x, &mut past)
+        self.finish(o, x, &mut past, residual)
     }
 
     /// The layer's input as projection number `at` (q, k, v, side projections, output gate) sees it.
@@ -228,8 +232,11 @@ impl<B: OpBackend> Attention<B> {
         let v = self.project(2, &self.v, x.clone(), past);
         let first = first_values.get_or_insert_with(|| v.clone()).clone();
         if let Some(mix) = &self.value_mix {
-            let lambda = |at| mix.val().narrow(0, at, 1).reshape([1, 1, 1]);
-            return first * lambda(0) + v * lambda(1);
+            // In f32: λ's gradient is a sum over every element.
+            let (dtype, lambdas) = (v.dtype(), mix.val());
+            let lambda = |at| lambdas.clone().narrow(0, at, 1).reshape([1, 1, 1]);
+            let wide = |x| cast(x, lambdas.dtype());
+            return cast(wide(first) * lambda(0) + wide(v) * lambda(1), dtype);
         }
         match &self.value_gate {
             // Without a convolution, the slot does not matter.
@@ -241,15 +248,21 @@ impl<B: OpBackend> Attention<B> {
         }
     }
 
-    /// Joins the heads, gates them and projects them back.
-    fn finish(&self, o: Tensor<B, 4>, x: Tensor<B, 3>, past: &mut Past<B>) -> Tensor<B, 3> {
+    /// Joins the heads, gates them, projects them back and adds them to `residual`.
+    fn finish(
+        &self,
+        o: Tensor<B, 4>,
+        x: Tensor<B, 3>,
+        past: &mut Past<B>,
+        residual: Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
         let [batch, heads, n, value_dim] = o.dims();
         let mut o = o.swap_dims(1, 2).reshape([batch, n, heads * value_dim]);
         if let Some(gate) = &self.output_gate {
             let x = self.shifted(3 + self.projections.len(), &x, past);
             o = o * activation::sigmoid(gate.forward(x));
         }
-        self.output.forward(o)
+        self.output.forward_onto(o, residual)
     }
 }
 

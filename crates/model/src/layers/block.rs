@@ -65,11 +65,12 @@ impl<B: OpBackend> Block<B> {
         documents: DocumentStarts<B>,
         first_values: &mut Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let x = self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x| {
-            self.attention.forward(x, documents.clone(), first_values)
-        });
-        self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x| {
-            self.mlp.forward(x, &mut Past::Rows(&documents))
+        let x =
+            self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x, residual| {
+                self.attention.forward(x, documents.clone(), first_values, residual)
+            });
+        self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
+            self.mlp.forward(x, &mut Past::Rows(&documents), residual)
         })
     }
 
@@ -86,29 +87,31 @@ impl<B: OpBackend> Block<B> {
         state: &mut BlockState<B>,
         first_values: &mut Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let x = self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x| {
-            self.attention.extend(x, &mut state.attention, first_values)
-        });
-        self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x| {
-            self.mlp.forward(x, &mut Past::Earlier(&mut state.mlp))
+        let x =
+            self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x, residual| {
+                self.attention.extend(x, &mut state.attention, first_values, residual)
+            });
+        self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
+            self.mlp.forward(x, &mut Past::Earlier(&mut state.mlp), residual)
         })
     }
 
-    /// Adds `f` to the residual stream, with the norms around it.
+    /// Adds `f` to the residual stream, with the norms around it. `f` adds its result to its second
+    /// argument, if there is one.
     fn add(
         &self,
         norm: &Norm<B>,
         out_norm: Option<&Norm<B>>,
         x: Tensor<B, 3>,
-        f: impl FnOnce(Tensor<B, 3>) -> Tensor<B, 3>,
+        f: impl FnOnce(Tensor<B, 3>, Option<Tensor<B, 3>>) -> Tensor<B, 3>,
     ) -> Tensor<B, 3> {
         if self.position == NormPosition::Post {
-            return norm.forward(x.clone() + f(x));
+            return norm.forward(f(x.clone(), Some(x)));
         }
-        let y = f(norm.forward(x.clone()));
-        x + match out_norm {
-            Some(out_norm) => out_norm.forward(y),
-            None => y,
+        let normed = norm.forward(x.clone());
+        match out_norm {
+            Some(out_norm) => x + out_norm.forward(f(normed, None)),
+            None => f(normed, Some(x)),
         }
     }
 }

@@ -1,7 +1,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::ops::linear::linear;
+use longwall_kernels::ops::linear::{linear, linear_add};
 
 use crate::init::Init;
 
@@ -29,5 +29,18 @@ impl<B: OpBackend> Linear<B> {
     /// `[batch, seq_len, in_features]` to `[batch, seq_len, out_features]`.
     pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+
+    /// [`Linear::forward`], added to `residual` `[batch, seq_len, out_features]` if there is one.
+    pub(super) fn forward_onto(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
+        match residual {
+            None => self.forward(x),
+            Some(residual) if self.bias.is_none() => linear_add(x, self.weight.val(), residual),
+            Some(residual) => residual + self.forward(x),
+        }
     }
 }

@@ -2,6 +2,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::activation::{gelu, relu_squared, swiglu};
+use longwall_kernels::ops::mlp::gelu_mlp;
 
 use super::Linear;
 use super::attention::shift_start;
@@ -40,17 +41,29 @@ impl<B: OpBackend> Mlp<B> {
         }
     }
 
-    /// `[batch, seq_len, width]`, both ways.
-    pub(super) fn forward(&self, x: Tensor<B, 3>, past: &mut Past<B>) -> Tensor<B, 3> {
+    /// `[batch, seq_len, width]`, both ways; added to `residual` if there is one.
+    pub(super) fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        past: &mut Past<B>,
+        residual: Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 3> {
         let x = match &self.shift {
             Some(mu) => past.shift(0, x, mu.val()),
             None => x,
         };
+        if let (None, MlpKind::Gelu, None, Some(_)) =
+            (&self.gate, self.kind, &self.up.bias, &residual)
+            && self.down.bias.is_none()
+        {
+            let residual = residual.expect("matched");
+            return gelu_mlp(x, self.up.weight.val(), self.down.weight.val(), residual);
+        }
         let hidden = match (&self.gate, self.kind) {
             (Some(gate), _) => swiglu(gate.forward(x.clone()), self.up.forward(x)),
             (None, MlpKind::ReluSquared) => relu_squared(self.up.forward(x)),
             (None, _) => gelu(self.up.forward(x)),
         };
-        self.down.forward(hidden)
+        self.down.forward_onto(hidden, residual)
     }
 }

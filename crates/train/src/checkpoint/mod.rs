@@ -235,7 +235,8 @@ fn is_harmless(key: &str) -> bool {
     key.starts_with("eval.")
         || key.starts_with("train.sample.")
         || key.starts_with("train.checkpoint.")
-        || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir"].contains(&key)
+        || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
+            .contains(&key)
 }
 
 /// Writes the parts of a checkpoint that are text; the state goes last.

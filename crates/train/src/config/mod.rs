@@ -11,7 +11,7 @@ use std::path::Path;
 
 use longwall_config::Problems;
 use longwall_data::{DataConfig, TokenizerConfig};
-use longwall_model::ModelConfig;
+use longwall_model::{ModelConfig, Precision};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
@@ -57,6 +57,9 @@ pub struct RunTable {
     pub seed: u64,
     /// The device.
     pub device: DeviceChoice,
+    /// What matrices and activations are made of. Default: bf16 on CUDA, f32 on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub precision: Option<Precision>,
     /// Threads on the CPU. Default: as many as there are cores.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -72,6 +75,7 @@ impl Default for RunTable {
             name: String::new(),
             seed: 0,
             device: DeviceChoice::Auto,
+            precision: None,
             threads: None,
             out_dir: "runs".into(),
             tensorboard: false,
@@ -137,6 +141,13 @@ impl RunConfig {
             0,
             "1 or more",
             "leave it out to use every core",
+        );
+        problems.check(
+            self.run.device != DeviceChoice::Cpu || self.run.precision != Some(Precision::Bf16),
+            "run.precision",
+            "\"bf16\" with run.device = \"cpu\"",
+            "\"f32\" on the CPU",
+            "leave it out: bf16 is the default on CUDA, f32 on the CPU",
         );
         self.data.validate(problems);
         // On its own: the model's checks stop at the first problem they find.

@@ -54,7 +54,7 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
@@ -74,7 +74,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
       hint: remove train.learning_rate, or use one of the keys above
     ");
 }
@@ -166,4 +166,22 @@ fn values_out_of_range_are_reported_together() {
     train.lr is 0; allowed: a number above 0
       hint: use for example 6e-4
     "#);
+}
+
+#[test]
+fn bf16_on_the_cpu_is_refused() {
+    insta::assert_snapshot!(error(&["run.precision=bf16", "run.device=cpu"]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    run.precision is "bf16" with run.device = "cpu"; allowed: "f32" on the CPU
+      hint: leave it out: bf16 is the default on CUDA, f32 on the CPU
+    "#);
+    insta::assert_snapshot!(error(&["run.precision=fp16"]), @r#"
+    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, bf16
+      hint: did you mean "bf16"?
+    "#);
+    for sets in [["run.precision=bf16", "run.device=cuda"], ["run.precision=f32", "run.device=cpu"]]
+    {
+        let config = parse(BASE, &sets).unwrap();
+        assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    }
 }

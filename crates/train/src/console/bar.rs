@@ -35,6 +35,9 @@ impl Console for BarConsole {
         self.bar.set_length(info.total_steps);
         self.bar.set_position(info.first_step);
         self.bar.println(format::begin(info));
+        if info.compiles {
+            self.bar.set_message("compiling kernels");
+        }
     }
 
     fn step(&mut self, view: &StepView) {

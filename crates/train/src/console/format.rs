@@ -61,6 +61,9 @@ pub(super) fn begin(info: &RunInfo) -> String {
     if info.first_step > 0 {
         text += &format!("\nresumed after step {}", info.first_step);
     }
+    if info.compiles {
+        text += "\nthe first step takes longer: it compiles the device's kernels";
+    }
     text
 }
 

@@ -105,6 +105,7 @@ mod tests {
             batch_tokens: 4096,
             rows: (8, 4),
             peak_flops: Some(1.5e11),
+            compiles: true,
         });
         console.step(&view(2, 2.25));
         console.step(&view(3, f32::NAN));
@@ -135,6 +136,7 @@ mod tests {
         4 steps of 4096 tokens: 2 x 4 rows; run folder runs/small
         MFU is against a peak of 150.0 GFLOP/s
         resumed after step 1
+        the first step takes longer: it compiles the device's kernels
         step 2/4 | loss 2.2500 (2.5000) | norm 0.812 | lr 6.00e-4 | 5.12k tok/s | mfu 41.5 % | left 3m12s | 1.21 GB
         step 3 skipped: the loss is NaN
         step 4/4 | loss 2.1250 (2.5000) | norm 0.812 | lr 6.00e-4 | 5.12k tok/s | mfu 41.5 % | left 3m12s | 1.21 GB

@@ -37,6 +37,8 @@ pub struct RunInfo {
     pub rows: (usize, usize),
     /// The FLOP/s that model FLOPs utilisation is measured against.
     pub peak_flops: Option<f64>,
+    /// Whether the first step will have to compile the device's kernels.
+    pub compiles: bool,
 }
 
 /// One step, for display.

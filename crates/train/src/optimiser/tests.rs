@@ -1,5 +1,6 @@
-use burn::tensor::TensorPrimitive;
+use burn::module::AutodiffModule;
 use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, TensorPrimitive};
 use longwall_model::weights::named_tensors;
 
 use super::*;
@@ -125,4 +126,68 @@ fn the_moments_of_another_model_are_refused() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("m.blocks.1."), "{error}");
+}
+
+/// A model's parameters, those of the optimiser's masters where it has them.
+fn masters(optimiser: &Optimiser<TestBackend>, model: &TestModel) -> Vec<(String, Vec<f32>)> {
+    let model = optimiser.with_masters(model.valid());
+    named_tensors(&model).into_iter().map(|(name, _, elements)| (name, elements)).collect()
+}
+
+/// Three updates of an f32 model, and of one rounded to bf16, with the same f32 gradients.
+fn exact_and_rounded() -> [(Optimiser<TestBackend>, TestModel); 2] {
+    let mut exact = (Optimiser::new(&ADAMW, &tiny_model(0)), tiny_model(0));
+    let mut rounded = (Optimiser::new(&ADAMW, &tiny_model(0)), tiny_model(0));
+    rounded.1 = rounded.0.round(rounded.1, Precision::Bf16);
+    for number in 1..=3 {
+        let gradients = || gradients(&tiny_model(number));
+        exact.1 = exact.0.step(exact.1, gradients(), update(number));
+        rounded.1 = rounded.0.step(rounded.1, gradients(), update(number));
+    }
+    [exact, rounded]
+}
+
+#[test]
+fn masters_move_as_an_f32_model_and_the_model_is_their_rounding() {
+    let [(_, exact), (optimiser, rounded)] = exact_and_rounded();
+    assert_eq!(masters(&optimiser, &rounded), values(&exact));
+    assert_eq!(rounded.embedding.val().dtype(), DType::BF16);
+    assert!(rounded.embedding.val().is_require_grad());
+    let expected = values(&Precision::Bf16.convert(exact.clone()));
+    assert_ne!(expected, values(&exact), "nothing was rounded");
+    assert_eq!(values(&rounded), expected);
+}
+
+#[test]
+fn a_rounded_model_goes_on_from_its_files_as_if_never_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let [_, (mut optimiser, model)] = exact_and_rounded();
+    let weights = file("weights.safetensors");
+    longwall_model::weights::save(&optimiser.with_masters(model.valid()), &weights).unwrap();
+    optimiser.save(&file("optimizer.safetensors")).unwrap();
+
+    let restored = longwall_model::weights::load(tiny_model(7), &weights).unwrap();
+    let mut other = Optimiser::<TestBackend>::new(&ADAMW, &restored);
+    other.load(&file("optimizer.safetensors"), &Default::default()).unwrap();
+    let restored = other.round(restored, Precision::Bf16);
+    assert_eq!(values(&restored), values(&model));
+
+    let step = |optimiser: &mut Optimiser<TestBackend>, model: TestModel| {
+        let model = optimiser.step(model, gradients(&tiny_model(4)), update(4));
+        (masters(optimiser, &model), values(&model))
+    };
+    assert_eq!(step(&mut optimiser, model), step(&mut other, restored));
+}
+
+#[test]
+fn gradients_in_bf16_are_widened_when_they_are_collected() {
+    let weight = Tensor::<Autodiff<TestBackend>, 2>::ones([2, 2], &Default::default());
+    let linear = burn::nn::Linear::<Autodiff<TestBackend>> {
+        weight: Param::from_tensor(weight.cast(DType::BF16)),
+        bias: None,
+    };
+    let graph = (linear.weight.val() * 3.0).sum().backward();
+    let gradients = Gradients::<TestBackend>::collect(&linear, graph);
+    assert_eq!(gradients.tensors[0].as_ref().map(|g| g.dtype()), Some(DType::F32));
 }

@@ -84,7 +84,8 @@ impl<B: OpBackend> Run<B> {
         let state = self.state()?;
         let path = self.checkpoints.write(step, |folder| {
             let weights = folder.join("weights.safetensors");
-            weights::save(&self.model.valid(), &weights).map_err(write_error)?;
+            let masters = self.optimiser.with_masters(self.model.valid());
+            weights::save(&masters, &weights).map_err(write_error)?;
             self.optimiser.save(&folder.join("optimizer.safetensors")).map_err(write_error)?;
             write_texts(folder, &self.config, &state)
         })?;

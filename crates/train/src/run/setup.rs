@@ -7,7 +7,7 @@ use burn::module::Module;
 use longwall_data::{Loader, Progress, Split, Tokenizer};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::cost::train_flops_per_token;
-use longwall_model::{LanguageModel, weights};
+use longwall_model::{LanguageModel, Precision, weights};
 
 use super::recorder::{Recorder, RecorderStart};
 use super::{Start, TrainOptions};
@@ -51,6 +51,7 @@ pub(super) struct Run<B: OpBackend> {
     pub rows: usize,
     pub micro_batch: usize,
     first_step: u64,
+    compiles: bool,
 }
 
 /// Where the run stands.
@@ -88,7 +89,8 @@ pub(super) fn open<B: OpBackend>(
     let checkpoint = checkpoint.as_ref();
     let micro_batch = micro_batch::<B>(config, checkpoint);
     let data = open_data(config, checkpoint, micro_batch, options.progress)?;
-    let (model, optimiser) = open_model::<B>(config, &data.tokenizer, checkpoint, device)?;
+    let (model, optimiser) =
+        open_model::<B>(config, &data.tokenizer, checkpoint, options.precision, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
     let folder = match resumed {
         Some(folder) => folder,
@@ -127,6 +129,7 @@ pub(super) fn open<B: OpBackend>(
         schedule: config.train.lr_schedule(),
         recorder,
         first_step: place.step,
+        compiles: options.compiles,
         place,
         total_steps,
         rows: config.train.batch_rows(config.data.seq_len),
@@ -170,6 +173,7 @@ fn open_model<B: OpBackend>(
     config: &RunConfig,
     tokenizer: &Tokenizer,
     checkpoint: Option<&Checkpoint>,
+    precision: Precision,
     device: &B::Device,
 ) -> Result<(LanguageModel<Autodiff<B>>, Optimiser<B>), TrainError> {
     let (vocab_size, seq_len) = (tokenizer.vocab_size(), config.data.seq_len);
@@ -183,6 +187,7 @@ fn open_model<B: OpBackend>(
     }
     let (decayed, plain) = optimiser.group_sizes();
     tracing::debug!("{decayed} parameters decay, {plain} do not");
+    let model = optimiser.round(model, precision);
     Ok((model, optimiser))
 }
 
@@ -239,14 +244,19 @@ fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
 
 /// Rows of a micro-batch. A resumed run keeps its own, so that gradients add up in the same order.
 fn micro_batch<B: OpBackend>(config: &RunConfig, checkpoint: Option<&Checkpoint>) -> usize {
+    match (config.train.micro_batch, checkpoint) {
+        (None, Some(checkpoint)) => checkpoint.state.micro_batch,
+        _ => default_micro_batch::<B>(config),
+    }
+}
+
+/// Rows of a micro-batch of a new run.
+pub(crate) fn default_micro_batch<B: OpBackend>(config: &RunConfig) -> usize {
     let budget = match B::device_kind() {
         "cpu" => CPU_MICRO_BATCH_TOKENS,
         _ => GPU_MICRO_BATCH_TOKENS,
     };
-    match (config.train.micro_batch, checkpoint) {
-        (None, Some(checkpoint)) => checkpoint.state.micro_batch,
-        _ => config.train.micro_batch_rows(config.data.seq_len, budget),
-    }
+    config.train.micro_batch_rows(config.data.seq_len, budget)
 }
 
 /// The place of a checkpoint's state, or the beginning.
@@ -286,6 +296,7 @@ impl<B: OpBackend> Run<B> {
             batch_tokens: self.config.train.batch_tokens,
             rows: (self.rows, self.micro_batch),
             peak_flops: self.recorder.peak_flops(),
+            compiles: self.compiles,
         }
     }
 }

@@ -3,6 +3,7 @@ use std::fs;
 use longwall_data::NoProgress;
 
 use super::*;
+use longwall_model::Precision;
 use longwall_model::weights::read_tensors;
 
 use crate::checkpoint::{Checkpoint, Which};
@@ -83,11 +84,23 @@ fn run_with(
     stop: StopFlag,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
+    run_in(Precision::F32, config, start, stop, console)
+}
+
+fn run_in(
+    precision: Precision,
+    config: &RunConfig,
+    start: Start,
+    stop: StopFlag,
+    console: &mut dyn Console,
+) -> Result<Outcome, TrainError> {
     let options = TrainOptions {
         start,
         stop,
         progress: &NoProgress,
         device_name: "cpu".into(),
+        precision,
+        compiles: false,
         peak_flops: Some(1e9),
         memory: None,
     };
@@ -305,4 +318,49 @@ fn keys_that_define_the_run_cannot_be_changed_on_resume() {
     let other = sandbox.config(&["model.layers=2"]);
     let error = run(&other, Start::Resume(dir.clone())).unwrap_err().to_string();
     assert!(error.contains("model.layers was 1, and is 2 now"), "{error}");
+}
+
+#[test]
+fn recomputed_blocks_change_no_weight() {
+    let sandbox = Sandbox::new();
+    let run = |name: &str, recompute: &str| {
+        let sets = [format!("run.name={name}"), format!("train.recompute={recompute}")];
+        let config = sandbox.config(&[&sets[0], &sets[1], "model.layers=3"]);
+        run(&config, Start::New).unwrap().run_dir
+    };
+    let (kept, recomputed) = (run("kept", "false"), run("recomputed", "true"));
+    assert_eq!(losses(&kept), losses(&recomputed));
+    assert_eq!(weights(&kept), weights(&recomputed));
+}
+
+/// As a GPU trains: the CPU computes bf16 through references.
+#[test]
+fn a_run_in_bf16_learns_as_one_in_f32_and_resumes_to_the_bit() {
+    let sandbox = Sandbox::new();
+    let more = ["train.sample.every=6", "model.token_shift=true", "model.output_gate=true"];
+    let config = |name: &str| sandbox.config(&[&more[..], &[&format!("run.name={name}")]].concat());
+    let bf16 = |config: &RunConfig, start, stop: StopFlag, console: &mut dyn Console| {
+        run_in(Precision::Bf16, config, start, stop, console).unwrap().run_dir
+    };
+    let exact = run(&config("f32"), Start::New).unwrap().run_dir;
+    let whole = bf16(&config("whole"), Start::New, StopFlag::new(), &mut SilentConsole);
+    let stop = StopFlag::new();
+    let mut console = After { step: 7, action: || stop.raise() };
+    let broken = bf16(&config("broken"), Start::New, stop.clone(), &mut console);
+    let start = Start::Resume(broken.clone());
+    bf16(&config("broken"), start, StopFlag::new(), &mut SilentConsole);
+    assert_eq!(losses(&broken), losses(&whole));
+    assert_eq!(weights(&broken), weights(&whole));
+
+    assert_ne!(weights(&exact), weights(&whole));
+    for (exact, rounded) in losses(&exact).iter().zip(&losses(&whole)) {
+        if let (Record::Step(exact), Record::Step(rounded)) = (exact, rounded) {
+            let (exact, rounded) = (exact.loss.unwrap(), rounded.loss.unwrap());
+            assert!((exact - rounded).abs() < 0.02 * exact, "{exact} and {rounded}");
+        }
+    }
+    // Files hold masters, not their rounding.
+    let tensors = read_tensors(&Checkpoint::open(&whole, Which::Latest).unwrap().weights());
+    let finer = |x: &f32| x.to_bits() & 0xffff != 0;
+    assert!(tensors.unwrap()["embedding"].1.iter().filter(|x| finer(x)).count() > 1000);
 }

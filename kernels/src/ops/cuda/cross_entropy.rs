@@ -1,6 +1,7 @@
 //! The output projection with the cross-entropy loss, a chunk of logits at a time.
 
-use burn::tensor::DType;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::ops::numeric::zeros_client;
 
 use super::elementwise::{in_type, scale, store};
 use super::kernels::cross_entropy::{Plan, rows as rows_kernel};
@@ -16,6 +17,8 @@ use crate::cuda::empty;
 /// Logits that exist at a time, at most, where rows are not very long: a sixteenth of those of a
 /// large batch. Each chunk adds to the whole gradient of the weight, so that fewer are faster.
 const LOGITS: usize = 1 << 28;
+/// Logits of a row are a multiple of so many.
+const WHOLE: usize = 64;
 /// Threads of a row.
 const THREADS: usize = 512;
 /// Bytes of a row that shared memory keeps, at most: two blocks fit a multiprocessor.
@@ -95,15 +98,18 @@ fn pass(
     let targets = integers(targets, leading, "the cross-entropy's targets");
     let rows: usize = leading.iter().product();
     let x = over(&contiguous(x), 0, &[rows, width], &[width, 1]);
-    let weight = in_type(weight, x.dtype);
+    let vocab = dims(weight)[0];
+    let weight = padded(&in_type(weight, x.dtype));
     let losses = empty(&x, &[rows], DType::F32);
     let dx = needs[0].then(|| empty(&x, &[rows, width], x.dtype));
     let mut dw = None;
     for first in (0..rows).step_by(chunk) {
         let part = chunk.min(rows - first);
         let rows_of = |x: &CudaTensor| over(x, first * width, &[part, width], &[width, 1]);
-        let z = logits(rows_of(&x), &weight);
-        softmax(&z, &targets, weights, &losses, first, needs != [false; 2]);
+        let z = blas::matmul(rows_of(&x), transposed(&weight));
+        let stride = dims(&z)[1];
+        let real = over(&z, 0, &[part, vocab], &[stride, 1]);
+        softmax(&real, &targets, weights, &losses, first, needs != [false; 2]);
         if let Some(dx) = &dx {
             let part = blas::matmul(z.clone(), weight.clone());
             store(&part, &rows_of(dx));
@@ -115,21 +121,23 @@ fn pass(
         }
     }
     let dx = dx.map(|dx| over(&dx, 0, &shape, &row_major(&shape)));
+    let dw = dw.map(|dw| over(&dw, 0, &[vocab, width], &[width, 1]));
     Pass { losses, grads: [dx, dw] }
 }
 
-/// x Wᵀ, `[rows, vocab]`, whose rows start at multiples of 16 bytes: the softmax reads so many at
-/// once, and the products with its gradient are slow otherwise.
-fn logits(x: CudaTensor, weight: &CudaTensor) -> CudaTensor {
-    let z = blas::matmul(x, transposed(weight));
-    let [rows, vocab] = matrix(&z);
-    let stride = vocab.next_multiple_of(WIDE / z.dtype.size());
-    if stride == vocab {
-        return z;
+/// W with rows of zeros up to a multiple of [`WHOLE`]: products with logits of odd lengths are slow,
+/// several times over. Their logits and gradients are 0.
+fn padded(weight: &CudaTensor) -> CudaTensor {
+    let [vocab, width] = matrix(weight);
+    let rows = vocab.next_multiple_of(WHOLE);
+    if rows == vocab {
+        return contiguous(weight);
     }
-    let padded = over(&empty(&z, &[rows, stride], z.dtype), 0, &[rows, vocab], &[stride, 1]);
-    store(&z, &padded);
-    padded
+    let (client, device) = (weight.client.clone(), weight.device.clone());
+    let shape = Shape::new([rows * width]);
+    let zeros = zeros_client(client, device, shape, weight.dtype);
+    store(weight, &over(&zeros, 0, &[vocab, width], &[width, 1]));
+    over(&zeros, 0, &[rows, width], &[width, 1])
 }
 
 /// The losses of a chunk's rows, and with `gradient` the logits' gradients in their place.

@@ -5,7 +5,7 @@ use burn_cubecl::kernel::cast;
 use burn_cubecl::ops::numeric::ones_client;
 
 use crate::backend::Forward;
-use crate::cuda::blas::{Epilogue, matmul, product};
+use crate::cuda::blas::{Epilogue, product};
 use crate::cuda::{CudaTensor, contiguous, reshaped};
 
 /// What follows x Wᵀ.
@@ -21,6 +21,11 @@ pub enum Then<'a> {
 pub fn as_rows(x: &CudaTensor) -> CudaTensor {
     let columns = *x.meta.shape().to_vec().last().expect("x has dimensions");
     reshaped(x, &[x.meta.shape().num_elements() / columns, columns])
+}
+
+/// [`as_rows`] of a tensor that is not needed any more.
+fn into_rows(x: CudaTensor) -> CudaTensor {
+    as_rows(&x)
 }
 
 /// The transpose of a matrix: a view.
@@ -49,23 +54,47 @@ pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: Then) -> Forward<CudaT
     Forward { output: like_rows_of(x, &y), saved: vec![like_rows_of(x, &rows), weight] }
 }
 
-/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32.
+/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32. What is in `onto` for x and W, gradients
+/// that are there already, is taken and added to.
 pub fn backward(
     saved: &[CudaTensor],
     grad: &CudaTensor,
     needs: [bool; 3],
+    onto: [&mut Option<CudaTensor>; 2],
 ) -> [Option<CudaTensor>; 3] {
     let [x, weight] = saved else { unreachable!("linear saves two tensors") };
-    let dy = as_rows(grad);
-    let dx = needs[0].then(|| like_rows_of(x, &matmul(dy.clone(), weight.clone())));
-    let dw = needs[1].then(|| weight_gradient(&dy, &as_rows(x)));
+    let (dy, [onto_x, onto_weight]) = (as_rows(grad), onto);
+    let dx = needs[0].then(|| like_rows_of(x, &input_gradient(&dy, weight, onto_x)));
+    let dw = needs[1].then(|| weight_gradient(&dy, &as_rows(x), onto_weight));
     let db = needs[2].then(|| column_sums(&dy));
     [dx, dw, db]
 }
 
-/// dyᵀ x in f32.
-pub fn weight_gradient(dy: &CudaTensor, x: &CudaTensor) -> CudaTensor {
-    product(transposed(dy.clone()), x.clone(), DType::F32, Epilogue::None)
+/// dy W in dy's type, plus what is in `onto`.
+pub fn input_gradient(
+    dy: &CudaTensor,
+    weight: &CudaTensor,
+    onto: &mut Option<CudaTensor>,
+) -> CudaTensor {
+    product(dy.clone(), weight.clone(), dy.dtype, sum(onto, dy.dtype))
+}
+
+/// dyᵀ x in f32, plus what is in `onto`.
+pub fn weight_gradient(
+    dy: &CudaTensor,
+    x: &CudaTensor,
+    onto: &mut Option<CudaTensor>,
+) -> CudaTensor {
+    product(transposed(dy.clone()), x.clone(), DType::F32, sum(onto, DType::F32))
+}
+
+/// Takes the sum that a gradient is added to, where it is of the gradient's type.
+fn sum(onto: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
+    match onto.take_if(|sum| sum.dtype == dtype) {
+        // Nobody else holds the sum's buffer then, and the product can write into it.
+        Some(sum) => Epilogue::Add(into_rows(sum)),
+        None => Epilogue::None,
+    }
 }
 
 /// The sums of a matrix's columns, in f32: a product with a row of ones.

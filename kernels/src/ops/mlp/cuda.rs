@@ -1,4 +1,4 @@
-//! The MLP by cuBLASLt, with GELU, its derivative and the residual in the products' epilogues.
+//! The MLP by cuBLASLt, with GELU and the residual in the products' epilogues.
 
 use burn::tensor::DType;
 use burn_cubecl::kernel::cast;
@@ -6,7 +6,10 @@ use burn_cubecl::kernel::cast;
 use crate::backend::Forward;
 use crate::cuda::blas::{Epilogue, matmul, product};
 use crate::cuda::{CudaTensor, contiguous, empty};
-use crate::ops::linear::cuda::{as_rows, like_rows_of, transposed, weight_gradient};
+use crate::ops::cuda::elementwise::{Function, activation_backward};
+use crate::ops::linear::cuda::{
+    as_rows, input_gradient, like_rows_of, transposed, weight_gradient,
+};
 
 /// Elements of bf16 that rows of GELU's argument must be a multiple of.
 const WHOLE: usize = 8;
@@ -32,14 +35,17 @@ pub fn backward(
     saved: Vec<CudaTensor>,
     grad: CudaTensor,
     needs: [bool; 4],
+    onto: &mut [Option<CudaTensor>; 4],
 ) -> [Option<CudaTensor>; 4] {
     let [x, up, down, before, after] = saved.try_into().expect("five tensors were saved");
     let dy = as_rows(&grad);
-    let d_down = needs[2].then(|| weight_gradient(&dy, &after));
+    let d_down = needs[2].then(|| weight_gradient(&dy, &after, &mut onto[2]));
     drop(after);
-    let slope = Epilogue::GeluGradient(before);
-    let d_before = product(dy, down, x.dtype, slope);
-    let dx = needs[0].then(|| like_rows_of(&grad, &matmul(d_before.clone(), up)));
-    let d_up = needs[1].then(|| weight_gradient(&d_before, &x));
+    // GELU's derivative is no epilogue here: cuBLASLt runs it as a kernel of its own, a slow one.
+    let d_after = matmul(dy, down);
+    let d_before = activation_backward(Function::Gelu, &before, &d_after);
+    drop((before, d_after));
+    let dx = needs[0].then(|| like_rows_of(&grad, &input_gradient(&d_before, &up, &mut onto[0])));
+    let d_up = needs[1].then(|| weight_gradient(&d_before, &x, &mut onto[1]));
     [dx, d_up, d_down, needs[3].then_some(grad)]
 }

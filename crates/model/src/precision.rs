@@ -1,0 +1,106 @@
+//! In which numbers a model computes.
+
+use std::fmt::{self, Display};
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+/// The numbers that a model's matrices and activations are made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Precision {
+    /// f32 throughout.
+    #[default]
+    F32,
+    /// bf16 activations, and parameters of two or more dimensions rounded to bf16. Vectors stay
+    /// f32, and so do softmax statistics, norms' statistics, losses and gradients of parameters.
+    Bf16,
+}
+
+impl Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Precision::F32 => "f32",
+            Precision::Bf16 => "bf16",
+        })
+    }
+}
+
+impl Precision {
+    /// The type of a parameter of `rank` dimensions.
+    pub fn parameter(self, rank: usize) -> DType {
+        match self {
+            Precision::Bf16 if rank >= 2 => DType::BF16,
+            _ => DType::F32,
+        }
+    }
+
+    /// `module` with every parameter in its type of this precision, rounded to nearest where it was
+    /// wider.
+    pub fn convert<B: Backend, M: Module<B>>(self, module: M) -> M {
+        module.map(&mut Convert(self))
+    }
+}
+
+struct Convert(Precision);
+
+impl<B: Backend> ModuleMapper<B> for Convert {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let dtype = self.0.parameter(D);
+        param.map(|old| {
+            if old.dtype() == dtype {
+                return old;
+            }
+            // A parameter is a leaf: its conversion is no part of the graph.
+            let wants_grad = old.is_require_grad();
+            let new = old.detach().cast(dtype).detach();
+            if wants_grad { new.require_grad() } else { new }
+        })
+    }
+}
+
+/// `x` as `dtype`: itself where it is that already.
+pub(crate) fn cast<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
+    if x.dtype() == dtype { x } else { x.cast(dtype) }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Autodiff;
+    use longwall_kernels::Cpu;
+
+    use super::*;
+    use crate::weights::named_tensors;
+    use crate::{LanguageModel, ModelConfig};
+
+    fn model() -> LanguageModel<Autodiff<Cpu>> {
+        let config = "layers = 1\nwidth = 16\nheads = 2\nattention = { kind = \"rope\" }";
+        let config: ModelConfig = toml::from_str(config).unwrap();
+        LanguageModel::new(&config, 23, 16, 0, &Default::default())
+    }
+
+    #[test]
+    fn matrices_are_rounded_and_vectors_are_not() {
+        let model = model();
+        let rounded = Precision::Bf16.convert(model.clone());
+        assert_eq!(rounded.embedding.val().dtype(), DType::BF16);
+        assert_eq!(rounded.norm.weight.val().dtype(), DType::F32);
+        assert!(rounded.embedding.val().is_require_grad());
+        for ((name, shape, exact), (_, _, rounded)) in
+            named_tensors(&model).iter().zip(named_tensors(&rounded))
+        {
+            for (x, y) in exact.iter().zip(rounded) {
+                let allowed = if shape.len() >= 2 { x.abs() / 256.0 } else { 0.0 };
+                assert!((x - y).abs() <= allowed, "{name}: {x} became {y}");
+            }
+        }
+    }
+
+    #[test]
+    fn f32_changes_nothing() {
+        let model = model();
+        assert_eq!(named_tensors(&Precision::F32.convert(model.clone())), named_tensors(&model));
+    }
+}

@@ -1,0 +1,139 @@
+//! Training steps on one batch of random tokens, timed: what a configuration's model costs, without
+//! its data and without a run folder.
+
+use std::time::Instant;
+
+use burn::module::Module;
+use longwall_data::Batch;
+use longwall_kernels::backend::OpBackend;
+use longwall_model::cost::train_flops_per_token;
+use longwall_model::{LanguageModel, Precision};
+
+use crate::config::RunConfig;
+use crate::gradients::clip_factor;
+use crate::optimiser::{Optimiser, Update};
+use crate::pass::{PassPlan, forward_backward, weight_sum};
+use crate::run::default_micro_batch;
+use crate::sampling::mix;
+
+/// What was timed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bench {
+    /// Parameters of the model.
+    pub parameters: usize,
+    /// FLOPs of a training step per token.
+    pub flops_per_token: f64,
+    /// Rows of a step, and of one of its micro-batches.
+    pub rows: (usize, usize),
+    /// The steps, in their order.
+    pub steps: Vec<BenchStep>,
+}
+
+/// One step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BenchStep {
+    /// The mean loss of the batch, in nats.
+    pub loss: f32,
+    /// From the step's begin until its loss and gradient norm were read back. The update that
+    /// follows is timed with the next step, as it runs beside it.
+    pub seconds: f64,
+}
+
+/// Trains the model of `config` for `steps` steps on one batch; `after` is called after each.
+pub fn run<B: OpBackend>(
+    config: &RunConfig,
+    vocab_size: usize,
+    precision: Precision,
+    device: &B::Device,
+    steps: u64,
+    after: &mut dyn FnMut(&BenchStep),
+) -> Bench {
+    let (train, seq_len, seed) = (&config.train, config.data.seq_len, config.run.seed);
+    let model = LanguageModel::new(&config.model, vocab_size, seq_len, seed, device);
+    let mut optimiser = Optimiser::<B>::new(&train.optimiser, &model);
+    let mut model = optimiser.round(model, precision);
+    let rows = train.batch_rows(seq_len);
+    let batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);
+    let weights = weight_sum(&batch);
+    let plan =
+        PassPlan { micro_batch: default_micro_batch::<B>(config), recompute: train.recompute };
+    let schedule = train.lr_schedule();
+    let mut bench = Bench {
+        parameters: model.num_params(),
+        flops_per_token: train_flops_per_token(&config.model, vocab_size, seq_len),
+        rows: (rows, plan.micro_batch),
+        steps: Vec::new(),
+    };
+    for step in 0..steps {
+        let started = Instant::now();
+        let pass = forward_backward(&model, &batch, weights, plan, device);
+        let (loss, grad_norm) = pass.loss_and_grad_norm();
+        let lr = schedule.lr(step.min(train.total_steps() - 1));
+        let grad_scale = clip_factor(train.clip.0, grad_norm);
+        let update = Update { lr, number: step + 1, grad_scale };
+        model = optimiser.step(model, pass.gradients, update);
+        bench.steps.push(BenchStep { loss, seconds: started.elapsed().as_secs_f64() });
+        after(&bench.steps[step as usize]);
+    }
+    bench
+}
+
+/// Rows of uniformly random tokens, each the one before shifted into the targets; one document a
+/// row where documents are masked.
+fn random_batch(
+    rows: usize,
+    seq_len: usize,
+    vocab_size: usize,
+    seed: u64,
+    document_mask: bool,
+) -> Batch {
+    let token = |at: usize| (mix(seed, at as u64) % vocab_size as u64) as i32;
+    let tokens = |shift: usize| {
+        let row = move |row: usize| (0..seq_len).map(move |at| (row * (seq_len + 1)) + at + shift);
+        (0..rows).flat_map(row).map(token).collect::<Vec<i32>>()
+    };
+    Batch {
+        rows,
+        seq_len,
+        inputs: tokens(0),
+        targets: tokens(1),
+        loss_weights: vec![1.0; rows * seq_len],
+        document_starts: document_mask.then(|| vec![0; rows * seq_len]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{TestBackend, config};
+
+    #[test]
+    fn the_batch_is_learned_by_heart() {
+        let config = config(&[
+            "data.seq_len=16",
+            "train.batch_tokens=32",
+            "train.lr=1e-2",
+            "train.schedule={ kind = \"constant\", warmup = 0 }",
+        ]);
+        let mut seen = 0;
+        let device = Default::default();
+        let bench =
+            run::<TestBackend>(&config, 257, Precision::F32, &device, 12, &mut |_| seen += 1);
+        assert_eq!((seen, bench.steps.len(), bench.rows), (12, 12, (2, 2)));
+        let [first, last] = [0, 11].map(|at| bench.steps[at].loss);
+        assert!((first - 257f32.ln()).abs() < 0.5, "{first}");
+        assert!(last < first - 0.1, "{first} became {last}");
+        assert!(bench.steps.iter().all(|step| step.seconds > 0.0));
+    }
+
+    #[test]
+    fn targets_are_the_next_tokens() {
+        let batch = random_batch(3, 5, 100, 1, true);
+        for row in 0..3 {
+            let row = row * 5..(row + 1) * 5;
+            assert_eq!(batch.inputs[row.clone()][1..], batch.targets[row][..4]);
+        }
+        assert_eq!(batch, random_batch(3, 5, 100, 1, true));
+        assert_ne!(batch.inputs, random_batch(3, 5, 100, 2, true).inputs);
+    }
+}

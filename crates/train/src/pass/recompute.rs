@@ -1,0 +1,201 @@
+//! A pass that keeps each block's input alone, and computes the block again when its gradient is due.
+
+use burn::backend::Autodiff;
+use burn::module::AutodiffModule;
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+use longwall_kernels::attention::DocumentStarts;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::seed;
+use longwall_model::LanguageModel;
+
+use super::{Pass, Rows};
+use crate::gradients::Gradients;
+
+type Graph<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
+
+/// One micro-batch. Embedding, each block, and what follows the blocks have a graph of their own
+/// each; the gradient of a part's output comes from the part after it. Losses and gradients are
+/// those of one graph, to the bit where kernels give the same bits twice.
+pub(super) fn block_by_block<B: OpBackend>(
+    model: &LanguageModel<Autodiff<B>>,
+    rows: Rows<Autodiff<B>>,
+    weights: Tensor<Autodiff<B>, 2>,
+) -> Pass<B> {
+    let Rows { inputs: tokens, targets, document_starts: documents } = rows;
+    let Inputs { mut blocks, output, first_values } = inputs(model, &tokens, &documents);
+
+    // What follows the blocks.
+    let x = Tensor::from_inner(output).require_grad();
+    let loss = model.loss_after_blocks(x.clone(), targets, weights);
+    let mut graph = loss.backward();
+    let mut dy = taken(&x, &mut graph);
+    let mut gradients = Gradients::collect(model, graph);
+
+    // The blocks, from the last to the first.
+    let mut d_first_values = Vec::new();
+    for (at, block) in model.blocks.iter().enumerate().rev() {
+        let x = blocks.pop().expect("as many inputs as blocks");
+        let x = Tensor::from_inner(x).require_grad();
+        // The first block makes the first values, the others take them.
+        let taken_values = (at > 0).then(|| first_values.clone()).flatten();
+        let taken_values = taken_values.map(|values| Tensor::from_inner(values).require_grad());
+        let mut values = taken_values.clone();
+        let y = block.forward(x.clone(), documents.clone(), &mut values);
+        let mut root = seed(y, dy);
+        if let (0, Some(values)) = (at, values) {
+            let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
+            root = with_first_values(root, values, std::mem::take(&mut d_first_values), learned);
+        }
+        let mut graph = root.backward();
+        dy = taken(&x, &mut graph);
+        let d_values = taken_values.and_then(|values| values.grad_remove(&mut graph));
+        d_first_values.extend(d_values);
+        gradients.add(Gradients::collect(model, graph));
+    }
+
+    // The embedding.
+    let graph = seed(model.embedded(tokens, documents), dy).backward();
+    gradients.add(Gradients::collect(model, graph));
+    Pass::new(gradients, loss)
+}
+
+/// What the forward pass keeps.
+struct Inputs<B: OpBackend> {
+    /// Each block's input.
+    blocks: Vec<Tensor<B, 3>>,
+    /// The last block's output.
+    output: Tensor<B, 3>,
+    /// The first block's values, for the value residual.
+    first_values: Option<Tensor<B, 3>>,
+}
+
+/// The forward pass without a graph, up to the last block's output.
+fn inputs<B: OpBackend>(
+    model: &LanguageModel<Autodiff<B>>,
+    tokens: &Tensor<Autodiff<B>, 2, burn::tensor::Int>,
+    documents: &DocumentStarts<Autodiff<B>>,
+) -> Inputs<B> {
+    let model = model.valid();
+    let documents = documents.clone().map(Tensor::inner);
+    let mut x = model.embedded(tokens.clone().inner(), documents.clone());
+    let (mut blocks, mut first_values) = (Vec::new(), None);
+    for block in &model.blocks {
+        blocks.push(x.clone());
+        x = block.forward(x, documents.clone(), &mut first_values);
+    }
+    Inputs { blocks, output: x, first_values }
+}
+
+/// The gradient of the leaf `x`.
+fn taken<B: OpBackend>(x: &Tensor<Autodiff<B>, 3>, graph: &mut Graph<B>) -> Tensor<B, 3> {
+    x.grad_remove(graph).expect("every part depends on its input")
+}
+
+/// A scalar whose gradient by `y` is `dy`, exactly.
+fn seed<B: OpBackend>(y: Tensor<Autodiff<B>, 3>, dy: Tensor<B, 3>) -> Tensor<Autodiff<B>, 1> {
+    assert_eq!(y.dtype(), dy.dtype(), "an output and its gradient are of one type");
+    seed::seed(y, Tensor::from_inner(dy))
+}
+
+/// `root` with the gradients `later` of the first block's `values`, which the later blocks took,
+/// the last block's first.
+///
+/// One graph adds up those gradients and the first block's own in an order that follows from its
+/// shape, and rounding depends on the order. Nodes come in order of their depth, and those of one
+/// depth as a depth-first search meets them, second operand first. The gated value residual takes
+/// `values` in nodes deeper than the first block's own: the last block's gradient first, the first
+/// block's last. The learned one takes them in nodes of the same depth, which gives the reverse.
+fn with_first_values<B: OpBackend>(
+    root: Tensor<Autodiff<B>, 1>,
+    values: Tensor<Autodiff<B>, 3>,
+    later: Vec<Tensor<B, 3>>,
+    learned: bool,
+) -> Tensor<Autodiff<B>, 1> {
+    let later = match learned {
+        true => later,
+        false => later.into_iter().reduce(|sum, d_values| sum + d_values).into_iter().collect(),
+    };
+    // The search begins with the root, as it does in one graph.
+    later.into_iter().rev().fold(root, |root, d_values| seed(values.clone(), d_values) + root)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorMetadata;
+    use burn::tensor::ops::FloatTensorOps;
+    use longwall_config::Problems;
+    use longwall_kernels::attention::AttentionConfig;
+    use longwall_kernels::backend::tensor;
+    use longwall_model::ModelConfig;
+
+    use crate::pass::tests::batch;
+    use crate::pass::{PassPlan, forward_backward, weight_sum};
+    use crate::testing::{TestBackend, TestModel, model_of};
+
+    /// Between them every option of the blocks, `[attention]` to be added.
+    const BLOCKS: [&str; 6] = [
+        "arch = \"gpt2\"\nbias = true\npositions = \"learned\"\nembedding_norm = true",
+        "arch = \"llama\"\nqk_norm = true\noutput_gate = true\nshort_conv = true\nkv_heads = 2",
+        "arch = \"llama\"\nnorm_position = \"sandwich\"\nvalue_residual = \"learned\"",
+        "arch = \"llama\"\nnorm_position = \"post\"\ntoken_shift = true\ntie_embeddings = true",
+        "arch = \"rwkv7\"",
+        "arch = \"rwkv7\"\nshort_conv = true\noutput_gate = true\nvalue_residual = \"learned\"",
+    ];
+
+    /// Every kind of attention that the blocks allow; the last blocks with a window where allowed.
+    fn configs() -> Vec<ModelConfig> {
+        let mut configs = Vec::new();
+        for (at, blocks) in BLOCKS.iter().enumerate() {
+            for attention in AttentionConfig::defaults() {
+                // Four layers: the values of the first reach three others.
+                let table = format!("{blocks}\nlayers = 4\nwidth = 32\nheads = 4");
+                let mut table: toml::Table = table.parse().unwrap();
+                let attention = toml::Value::try_from(&attention).unwrap();
+                table.insert("attention".to_owned(), attention);
+                if at == 5 {
+                    table.insert("window".to_owned(), 5.into());
+                }
+                let config: ModelConfig = table.try_into().unwrap();
+                let mut problems = Problems::new();
+                config.validate(&mut problems);
+                if problems.as_slice().is_empty() {
+                    configs.push(config);
+                }
+            }
+        }
+        configs
+    }
+
+    /// Loss, and every gradient with its place, as bits.
+    fn pass(model: &TestModel, recompute: bool) -> (u32, Vec<Option<Vec<u32>>>) {
+        let batch = batch();
+        let plan = PassPlan { micro_batch: 2, recompute };
+        let device = Default::default();
+        let pass =
+            forward_backward::<TestBackend>(model, &batch, weight_sum(&batch), plan, &device);
+        let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
+            let flat = TestBackend::float_reshape(x.clone(), [x.shape().num_elements()].into());
+            let data = tensor::<TestBackend, 1>(flat).into_data();
+            data.iter::<f32>().map(f32::to_bits).collect()
+        };
+        let loss = pass.loss.clone().into_scalar().to_bits();
+        (loss, pass.gradients.tensors.iter().map(|g| g.as_ref().map(bits)).collect())
+    }
+
+    #[test]
+    fn losses_and_gradients_equal_those_of_one_graph_to_the_bit() {
+        let configs = configs();
+        assert!(configs.len() > 60, "{} configurations are left", configs.len());
+        for config in configs {
+            let model = model_of(&config);
+            let ((loss, whole), (recomputed, parts)) = (pass(&model, false), pass(&model, true));
+            assert_eq!(loss, recomputed, "loss of {config:?}");
+            assert!(whole.iter().flatten().flatten().any(|bits| *bits != 0), "{config:?}");
+            assert_eq!(whole.len(), parts.len());
+            for (at, (whole, parts)) in whole.iter().zip(&parts).enumerate() {
+                assert!(whole == parts, "gradient {at} of {config:?}");
+            }
+        }
+    }
+}
