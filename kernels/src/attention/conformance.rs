@@ -13,7 +13,7 @@ use super::{
     AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
 };
 use crate::backend::{OpBackend, with_reference};
-use crate::testing::{CHECKED, Oracle, assert_budget, differences, record};
+use crate::testing::{CHECKED, Oracle, assert_conditioned_budget, differences, record};
 
 /// What a variant's `tests.rs` supplies.
 pub trait Conformance: Variant {
@@ -90,6 +90,17 @@ impl Problem {
         variant.prepare(&mut inputs);
         let documents = vec![vec![0; seq_len]; batch];
         Problem { shape, batch, seq_len, inputs, documents, dtype: DType::F32 }
+    }
+
+    /// The problem with each input changed by one unit in its last place, up or down.
+    fn nudged(&self) -> Self {
+        let mut nudged = self.clone();
+        let mut rng = ChaCha8Rng::seed_from_u64(17);
+        for x in nudged.inputs.iter_mut().flat_map(|input| &mut input.data) {
+            let up = f64::from(u8::from(rng.random::<bool>()));
+            *x *= 1.0 + (2.0 * up - 1.0) * f64::from(f32::EPSILON);
+        }
+        nudged
     }
 
     /// The problem with q, k, v and the projections rounded to bf16.
@@ -197,8 +208,9 @@ fn check_outputs<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
     let want = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
     let kernel = problem.attend::<V, K>(variant);
     let reference = with_reference(|| problem.attend::<V, K>(variant));
+    let nudged = with_reference(|| problem.nudged().attend::<V, K>(variant));
     let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
-    assert_budget(&what, &kernel, &reference, &want.data);
+    assert_conditioned_budget(&what, &kernel, [&reference, &nudged], &want.data);
 }
 
 /// The gradients for one upstream gradient, by the kernel and by the reference.
@@ -206,6 +218,7 @@ struct Pulled {
     upstream: Oracle,
     kernel: Vec<Vec<f64>>,
     reference: Vec<Vec<f64>>,
+    nudged: Vec<Vec<f64>>,
 }
 
 impl Pulled {
@@ -219,7 +232,9 @@ impl Pulled {
         upstream.data.iter_mut().for_each(|x| *x = f64::from(rng.random_range(-1.0f32..1.0)));
         let kernel = gradients::<V, K>(variant, problem, &upstream);
         let reference = with_reference(|| gradients::<V, K>(variant, problem, &upstream));
-        Pulled { upstream, kernel, reference }
+        let nudged = problem.nudged();
+        let nudged = with_reference(|| gradients::<V, K>(variant, &nudged, &upstream));
+        Pulled { upstream, kernel, reference, nudged }
     }
 }
 
@@ -228,6 +243,7 @@ impl Pulled {
 struct Sample {
     kernel: Vec<f64>,
     reference: Vec<f64>,
+    nudged: Vec<f64>,
     want: Vec<f64>,
 }
 
@@ -250,6 +266,7 @@ fn gradient_samples<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem
                 differences(&problem.inputs, input, &pulled.upstream, V::STEP, &oracle);
             sample.kernel.extend(places.iter().map(|&p| pulled.kernel[input][p]));
             sample.reference.extend(places.iter().map(|&p| pulled.reference[input][p]));
+            sample.nudged.extend(places.iter().map(|&p| pulled.nudged[input][p]));
             sample.want.extend(want);
         }
     }
@@ -260,9 +277,9 @@ fn gradient_samples<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem
 
 fn check_gradients<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
     let samples = gradient_samples::<V, K>(variant, problem);
-    for (input, Sample { kernel, reference, want }) in samples.into_iter().enumerate() {
+    for (input, Sample { kernel, reference, nudged, want }) in samples.into_iter().enumerate() {
         let what = format!("{variant:?}, {:?}, gradient of input {input}", problem.shape);
-        assert_budget(&what, &kernel, &reference, &want);
+        assert_conditioned_budget(&what, &kernel, [&reference, &nudged], &want);
     }
 }
 
@@ -274,7 +291,8 @@ fn check_gradients_of_one_token<V: Conformance, K: OpBackend>(variant: &V) {
     let all =
         |of: fn(&Sample) -> &Vec<f64>| samples.iter().flat_map(of).copied().collect::<Vec<_>>();
     let what = format!("{variant:?}, gradients for one token");
-    assert_budget(&what, &all(|s| &s.kernel), &all(|s| &s.reference), &all(|s| &s.want));
+    let references = [&all(|s| &s.reference)[..], &all(|s| &s.nudged)];
+    assert_conditioned_budget(&what, &all(|s| &s.kernel), references, &all(|s| &s.want));
 }
 
 /// Outputs at awkward lengths, with and without grouped heads.
@@ -318,7 +336,31 @@ pub fn bf16_agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
         }
         let packed = Problem::new(&variant, [4, 1, 64, 2, 200], None).packed(&[0, 1, 90, 130, 199]);
         check_bf16::<V, K>(&variant, packed);
+        for (sizes, window) in windows(&variant, &[70]).into_iter().flat_map(|window| {
+            [
+                ([4, 1, 64, 2, 130], window),
+                ([40, 2, 80, 1, 70], window),
+                ([2, 2, 128, 3, 700], window),
+            ]
+        }) {
+            check_bf16_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+        }
     }
+}
+
+/// Holds a prompt and then single tokens to the oracle, as [`check_bf16`].
+fn check_bf16_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    let problem = problem.in_bf16();
+    let want = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
+    let inputs = problem.tensors::<K>();
+    let mut state = variant.start::<K>(&problem.shape);
+    let prompt = problem.seq_len - 6;
+    let mut outputs = vec![variant.extend(&problem.shape, cut(&inputs, 0, prompt), &mut state)];
+    for t in prompt..problem.seq_len {
+        outputs.push(variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state));
+    }
+    let what = format!("{variant:?}, {:?}, decoding {}", problem.shape, problem.seq_len);
+    assert_roundings(&what, &to_vec(Tensor::cat(outputs, 2)), &want.data);
 }
 
 /// Holds a problem in bf16 to the roundings on its way (see [`assert_roundings`]).
@@ -507,11 +549,7 @@ pub fn agrees_with_the_cpu_at_a_models_size<V: Conformance, K: OpBackend>() {
         let mut rng = ChaCha8Rng::seed_from_u64(3);
         let draw = |_| f64::from(rng.random_range(-1.0f32..1.0));
         let upstream = Oracle::new(&sizes, (0..sizes.iter().product()).map(draw).collect());
-        let mut nudged = problem.clone();
-        for x in nudged.inputs.iter_mut().flat_map(|input| &mut input.data) {
-            let up = f64::from(rng.random::<bool>() as u8);
-            *x *= 1.0 + (2.0 * up - 1.0) * f64::from(f32::EPSILON);
-        }
+        let nudged = problem.nudged();
         let got = results::<V, K>(variant, &problem, &upstream);
         let want = results::<V, Flex>(variant, &problem, &upstream);
         let near = results::<V, Flex>(variant, &nudged, &upstream);

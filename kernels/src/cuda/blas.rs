@@ -279,7 +279,7 @@ impl Blas {
         let align = |address: u64| address.trailing_zeros().min(BEST_ALIGNMENT.ilog2());
         let [of_a, of_b, of_out] = [0, 1, 2].map(|i| {
             let Factor { tensor, layout } = factors[i];
-            align(at[i] | layout.batch_stride as u64 * tensor.dtype.size() as u64)
+            align(at[i] | (layout.batch_stride as u64 * tensor.dtype.size() as u64))
         });
         let key = Key {
             layouts: factors.map(|x| x.layout),

@@ -305,8 +305,9 @@ mod tests {
             on(Case::new(Linear, &[&x, &w]).bf16(&[0, 1]).parameters(&[1]), oracle);
             let on = check_on::<crate::Cuda, _, 3>;
             on(Case::new(Linear, &[&x, &w, &[outputs]]), oracle);
-            // The bias is rounded to bf16 before it is added.
-            let rounded = Case::new(Linear, &[&x, &w, &[outputs]]).bf16(&[0, 1]).inside(1.0);
+            // The bias and, for odd sizes, the product are rounded to bf16 before they are added: up
+            // to four times the root mean square.
+            let rounded = Case::new(Linear, &[&x, &w, &[outputs]]).bf16(&[0, 1]).inside(4.0);
             on(rounded.parameters(&[1, 2]), oracle);
             let on = check_on::<crate::Cuda, _, 3>;
             on(Case::new(LinearAdd, &[&x, &w, &sum]), sum_oracle);

@@ -146,42 +146,6 @@ pub fn lefts<E: Numeric, V: Size, N: Size>(
     fragments
 }
 
-/// `count` fragments of a left factor, for [`fill_lefts`].
-#[cube]
-pub fn no_lefts<E: Numeric, N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<E, N>>> {
-    let mut fragments = Sequence::<Array<Vector<E, N>>>::new();
-    #[unroll]
-    for _ in 0..count {
-        fragments.push(Array::<Vector<E, N>>::new(4usize));
-    }
-    fragments
-}
-
-/// [`lefts`] into fragments that are there already.
-#[cube]
-pub fn fill_lefts<E: Numeric, V: Size, N: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    fragments: &mut Sequence<Array<Vector<E, N>>>,
-    tile: &SharedMemory<Vector<E, V>>,
-    row: usize,
-    #[comptime] m: usize,
-    #[comptime] steps: usize,
-    #[comptime] rows: usize,
-) {
-    #[unroll]
-    for i in 0..m {
-        #[unroll]
-        for step in 0..steps {
-            let loaded = left::<E, V, N>(def, tile, 0, row + i * 16, step, rows);
-            let fragment = fragments.index_mut(comptime!(i * steps + step));
-            #[unroll]
-            for part in 0..4usize {
-                fragment[part] = loaded[part];
-            }
-        }
-    }
-}
-
 /// Two neighbouring right factors, 16 columns: half `half` of what `ldmatrix` gave.
 #[cube]
 fn half<E: Numeric, N: Size>(

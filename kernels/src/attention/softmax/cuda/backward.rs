@@ -11,8 +11,8 @@ use super::scores::{
     Options, Problem, cap_slope, first_key, full_score, hidden, make_scores, rest_of_scale,
 };
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, Rows, add_abt, add_pb, add_tile_abt, bytes, exp2, fill_lefts, lefts,
-    load_rows, no_lefts, store_rows, zeros,
+    ALIGN, CHUNK, HIDDEN, Rows, add_abt, add_pb, add_tile_abt, bytes, exp2, lefts, load_rows,
+    store_rows, zeros,
 };
 
 /// Lanes that share a row of [`row_sums`].
@@ -308,38 +308,40 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     let total = blocks * group;
 
     let own = warp * comptime!(16 * m);
-    let held = comptime!(if options.hold { m * steps } else { 0 });
-    let mut k_lefts = no_lefts::<E, NA>(held);
-    let mut v_lefts = no_lefts::<E, NA>(held);
     let mut dk_acc = zeros::<NC>(comptime!(m * n_dim));
     let mut dv_acc = zeros::<NC>(comptime!(m * n_dim));
     let scale = rest_of_scale(&problem, options);
 
+    // The tile that is loaded next, and the one that is worked on.
+    let mut next_head = kv_head * group;
+    let mut next_block = 0usize;
+    let mut head_now = next_head;
+    let mut row_now = 0usize;
     for turn_of in 0..total + 1 {
         if turn_of > 0 {
             ready.wait_parity(((turn_of - 1) & 1) as u32);
         }
         // Nobody reads the other tile any more.
         sync_cube();
+        let turn = turn_of & 1;
+        let row = (from + next_block) * span;
+        // On their way while the tile before is worked on.
+        let mut pair = Vector::<f32, N4>::empty();
+        let mut first_of_row = 0u32;
         if turn_of < total {
-            let head = kv_head * group + turn_of / blocks;
-            let row = (from + turn_of % blocks) * span;
-            let turn = turn_of & 1;
-            if unit < span {
-                let to = turn * span + unit;
-                let row = min(row + unit, queries - 1);
-                row_first[to] = first_key(&problem, documents, batch, offset + row, options) as u32;
+            let head = next_head;
+            if comptime!(options.window || options.documents) && unit < span {
+                let row = offset + min(row + unit, queries - 1);
+                first_of_row = first_key(&problem, documents, batch, row, options) as u32;
             }
             if unit < comptime!(span / 2) {
                 let at = (batch * problem.heads as usize + head) * queries;
                 let one = at + min(row + 2 * unit, queries - 1);
                 let two = at + min(row + 2 * unit + 1, queries - 1);
-                let mut pair = Vector::<f32, N4>::empty();
                 pair[0] = lse[one];
                 pair[1] = lse[two];
                 pair[2] = sums[one];
                 pair[3] = sums[two];
-                statistics[turn * comptime!(span / 2) + unit] = pair;
             }
             if unit == 0 {
                 let to = turn * comptime!(span * chunks);
@@ -377,36 +379,22 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
             }
         }
         if turn_of > 0 {
-            let turn = turn_of - 1;
-            let first_row = (from + turn % blocks) * span;
-            let tile = (turn & 1) * span;
-            let at = (turn & 1) * comptime!(span * chunks);
+            let first_row = row_now;
+            let tile = (1 - turn) * span;
+            let at = (1 - turn) * comptime!(span * chunks);
             let mut slope = 0f32;
             if options.alibi {
-                slope = slopes[kv_head * group + turn / blocks];
+                slope = slopes[head_now];
             }
 
             let mut s = zeros::<NC>(comptime!(m * n_queries));
             let mut dp = zeros::<NC>(comptime!(m * n_queries));
-            if options.hold {
-                if turn == 0 {
-                    fill_lefts::<E, V, NA>(&def, &mut k_lefts, &k_tile, own, m, steps, rows);
-                    fill_lefts::<E, V, NA>(&def, &mut v_lefts, &v_tile, own, m, steps, rows);
-                }
-                add_abt::<E, V, NA, NB, NC>(
-                    &def, &k_lefts, &q_tile, at, &mut s, m, n_queries, steps,
-                );
-                add_abt::<E, V, NA, NB, NC>(
-                    &def, &v_lefts, &grad_tile, at, &mut dp, m, n_queries, steps,
-                );
-            } else {
-                add_tile_abt::<E, V, NA, NB, NC>(
-                    &def, &k_tile, own, rows, &q_tile, at, &mut s, m, n_queries, steps,
-                );
-                add_tile_abt::<E, V, NA, NB, NC>(
-                    &def, &v_tile, own, rows, &grad_tile, at, &mut dp, m, n_queries, steps,
-                );
-            }
+            add_tile_abt::<E, V, NA, NB, NC>(
+                &def, &k_tile, own, rows, &q_tile, at, &mut s, m, n_queries, steps,
+            );
+            add_tile_abt::<E, V, NA, NB, NC>(
+                &def, &v_tile, own, rows, &grad_tile, at, &mut dp, m, n_queries, steps,
+            );
 
             let last_row = first_row + span - 1;
             let edge = (last_column > offset + first_row)
@@ -456,6 +444,19 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
             }
             add_pb::<E, V, NA, NB, NC>(&def, &s, &grad_tile, at, &mut dv_acc, m, n_queries, n_dim);
             add_pb::<E, V, NA, NB, NC>(&def, &dp, &q_tile, at, &mut dk_acc, m, n_queries, n_dim);
+        }
+        if unit < comptime!(span / 2) {
+            statistics[turn * comptime!(span / 2) + unit] = pair;
+        }
+        if unit < span {
+            row_first[turn * span + unit] = first_of_row;
+        }
+        head_now = next_head;
+        row_now = row;
+        next_block += 1;
+        if next_block == blocks {
+            next_block = 0;
+            next_head += 1;
         }
     }
 

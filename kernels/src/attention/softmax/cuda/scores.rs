@@ -18,8 +18,6 @@ pub struct Options {
     pub m: usize,
     /// Rows of the tiles that a block passes over, a multiple of 16.
     pub span: usize,
-    /// Whether a block's own rows stay in registers through its pass.
-    pub hold: bool,
     /// Whether scores are capped.
     pub softcap: bool,
     /// Whether distance is penalised.
