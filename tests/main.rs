@@ -3,6 +3,7 @@
 mod bench;
 mod configs;
 mod errors;
+mod get_data;
 mod op;
 mod pipeline;
 mod resume;

@@ -102,6 +102,16 @@ fn prepare_train_generate_evaluate_and_plot() {
 
     w.succeed(&["plot", "runs/shards", "--out", "both.png", "--x", "steps"]);
     assert_eq!(&std::fs::read(w.path("both.png")).unwrap()[1..4], b"PNG");
+
+    // Another run beside it, in one picture.
+    w.train("beside", &[shards, "model.attention={ kind = \"fox\" }"]);
+    w.succeed(&["plot", "runs/shards", "runs/beside", "--out", "two.svg", "--max-loss", "4"]);
+    let svg = w.read("two.svg");
+    for run in ["shards", "beside"] {
+        for loss in ["training", "validation"] {
+            assert!(svg.contains(&format!("{run}: {loss}")), "{run}: {loss}");
+        }
+    }
 }
 
 #[test]

@@ -36,6 +36,10 @@ pub struct Args {
     /// Smoothing of the training loss: weight of the past, 0 to below 1
     #[arg(long, default_value_t = 0.9, value_name = "WEIGHT")]
     smooth: f64,
+
+    /// Leave out losses above this, so that the curves' ends fill the picture
+    #[arg(long, value_name = "LOSS")]
+    max_loss: Option<f64>,
 }
 
 /// Draws the curves and prints the file's name.
@@ -43,8 +47,11 @@ pub fn run(args: Args) -> Result<()> {
     if !(0.0..1.0).contains(&args.smooth) {
         bail!("--smooth is {}; allowed: 0 to below 1\n  hint: 0.9 is the default", args.smooth);
     }
+    if let Some(limit) = args.max_loss.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
+        bail!("--max-loss is {limit}; allowed: above 0\n  hint: leave it out to see every loss");
+    }
     let out = args.out.unwrap_or_else(|| args.runs[0].join("loss.svg"));
-    draw(&args.runs, &out, args.x, args.smooth)?;
+    draw(&args.runs, &out, args.x, args.smooth, args.max_loss)?;
     println!("{}", out.display());
     Ok(())
 }
@@ -52,18 +59,24 @@ pub fn run(args: Args) -> Result<()> {
 /// The loss of one run over tokens, at the default smoothing, as `loss.svg` in its folder.
 pub fn draw_run(run: &Path) -> Result<PathBuf> {
     let out = run.join("loss.svg");
-    draw(&[run.to_owned()], &out, Axis::Tokens, 0.9)?;
+    draw(&[run.to_owned()], &out, Axis::Tokens, 0.9, None)?;
     Ok(out)
 }
 
-fn draw(runs: &[PathBuf], out: &Path, axis: Axis, smooth: f64) -> Result<()> {
+fn draw(
+    runs: &[PathBuf],
+    out: &Path,
+    axis: Axis,
+    smooth: f64,
+    max_loss: Option<f64>,
+) -> Result<()> {
     let curves = runs.iter().map(|run| curve(run, axis)).collect::<Result<Vec<_>>>()?;
     let axis = match axis {
         Axis::Steps => XAxis::Steps,
         Axis::Tokens => XAxis::Tokens,
         Axis::Seconds => XAxis::Seconds,
     };
-    Ok(plot_losses(&curves, axis, out, smooth)?)
+    Ok(plot_losses(&curves, axis, out, smooth, max_loss)?)
 }
 
 fn curve(run: &Path, axis: Axis) -> Result<Curve> {

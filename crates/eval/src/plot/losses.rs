@@ -44,16 +44,18 @@ impl XAxis {
 ///
 /// The training loss is drawn pale as it is and, where `smoothing` is above 0, as a line of its
 /// exponential moving average (`smoothing` is the weight of the past, 0 to below 1, corrected for
-/// its start); the validation loss as dots joined by a line. One colour is one run.
+/// its start); the validation loss as dots joined by a line. One colour is one run. What lies above
+/// `max_loss` is left out of the picture, so that the curves' ends fill it.
 ///
 /// # Errors
 /// [`EvalError::Plot`] for a path that ends in neither `.svg` nor `.png`, a smoothing out of range,
-/// and when no curve has a finite point.
+/// and when no curve has a finite point at or below `max_loss`.
 pub fn plot_losses(
     curves: &[Curve],
     x_axis: XAxis,
     path: &Path,
     smoothing: f64,
+    max_loss: Option<f64>,
 ) -> Result<(), EvalError> {
     if !(0.0..1.0).contains(&smoothing) {
         return Err(EvalError::Plot {
@@ -62,12 +64,16 @@ pub fn plot_losses(
             remedy: "give a smoothing such as 0.9",
         });
     }
+    let max_loss = max_loss.unwrap_or(f64::INFINITY);
     let mut series = Vec::new();
     for (colour, curve) in curves.iter().enumerate() {
         let raw = thin(&curve.train);
         let line = |name: String, points: Vec<(f64, f64)>, faint: bool, dots: bool| Series {
             name,
-            points: points.into_iter().map(|(x, y)| Point { x, y, error: None }).collect(),
+            points: points
+                .into_iter()
+                .map(|(x, y)| Point { x, y: if y > max_loss { f64::NAN } else { y }, error: None })
+                .collect(),
             colour,
             faint,
             dots,
@@ -83,6 +89,14 @@ pub fn plot_losses(
             let name = format!("{}: validation", curve.name);
             series.push(line(name, thin(&curve.validation), false, true));
         }
+    }
+    let drawn = |series: &Series| series.points.iter().any(|point| point.y.is_finite());
+    if max_loss.is_finite() && !series.iter().any(drawn) {
+        return Err(EvalError::Plot {
+            path: path.to_path_buf(),
+            reason: format!("no loss is at or below {max_loss}"),
+            remedy: "give a larger limit, or none",
+        });
     }
     let names: Vec<&str> = curves.iter().map(|curve| curve.name.as_str()).collect();
     let chart = LineChart {
