@@ -49,3 +49,237 @@ fn a_benchmark_without_a_configuration_names_the_path() {
     let error = w.fail(&["bench", "train", "--config", "absent.toml"]);
     assert!(error.starts_with("error: cannot read the configuration absent.toml"), "{error}");
 }
+
+/// Runs a benchmark of operations with `--json`, checks what all have in common and returns its
+/// results.
+fn results(w: &Workspace, args: &[&str]) -> Vec<serde_json::Value> {
+    let common = ["--device", "cpu", "--samples", "2", "--json"];
+    let json = w.succeed(&[&["bench"], args, &common].concat());
+    let report: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&report["precision"], &report["samples"]), (&"f32".into(), &2.into()), "{json}");
+    let results = report["results"].as_array().unwrap().clone();
+    for pass in results.iter().flat_map(|result| result["passes"].as_array().unwrap()) {
+        let number = |path: &str| pass.pointer(path).unwrap().as_f64().unwrap();
+        let [min, median, max] =
+            ["min", "median", "max"].map(|of| number(&format!("/milliseconds/{of}")));
+        assert!(0.0 < min && min <= median && median <= max, "{pass}");
+        let (work, ceiling) = match pass.get("flops") {
+            Some(flops) => (flops, &report["ceiling"]["flops_per_second"]),
+            None => (&pass["bytes"], &report["ceiling"]["bytes_per_second"]),
+        };
+        let per_second = work.as_f64().unwrap() / median * 1e3;
+        assert!((number("/per_second") / per_second - 1.0).abs() < 1e-9, "{pass}");
+        let share = per_second / ceiling.as_f64().unwrap();
+        assert!((number("/ceiling_share") / share - 1.0).abs() < 1e-9, "{pass}");
+    }
+    assert_eq!(w.list("."), ["corpus", "tiny.toml"], "something was left behind");
+    results
+}
+
+fn passes(result: &serde_json::Value) -> Vec<&str> {
+    let passes = result["passes"].as_array().unwrap();
+    passes.iter().map(|pass| pass["pass"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn attention_kinds_are_timed_at_each_shape() {
+    let w = Workspace::new();
+    let args = ["kernels", "--kind", "rope,tra", "--shape", "1,2,32,16", "--shape", "2,4,16,8"];
+    let found = results(&w, &[&args[..], &["--kv-heads", "2", "--document-len", "5"]].concat());
+    let [rope, tra] = [("rope", "kernel"), ("tra", "reference")];
+    for (result, ((kind, path), shape)) in found.iter().zip([
+        (rope, [1, 2, 32, 16]),
+        (tra, [1, 2, 32, 16]),
+        (rope, [2, 4, 16, 8]),
+        (tra, [2, 4, 16, 8]),
+    ]) {
+        let [batch, heads, seq_len, head_dim] = shape;
+        assert_eq!((&result["kind"], &result["path"]), (&kind.into(), &path.into()));
+        assert_eq!((&result["shape"], &result["kv_heads"]), (&shape.to_vec().into(), &2.into()));
+        assert_eq!(passes(result), ["forward", "forward_backward"]);
+        let flops = f64::from(2 * batch * heads * seq_len * seq_len * head_dim);
+        assert_eq!(result["passes"][0]["flops"], flops);
+        assert_eq!(result["passes"][1]["flops"], 3.5 * flops);
+    }
+    assert_eq!(found.len(), 4);
+}
+
+#[test]
+fn every_kind_can_be_timed_and_decoded() {
+    let w = Workspace::new();
+    let variants: serde_json::Value =
+        serde_json::from_str(&w.succeed(&["variants", "--json"])).unwrap();
+    let kinds: Vec<_> = variants.as_array().unwrap().iter().map(|v| &v["kind"]).collect();
+    let names: Vec<_> = kinds.iter().map(|kind| kind.as_str().unwrap()).collect();
+    let names = names.join(",");
+    let timed = results(&w, &["kernels", "--kind", &names, "--shape", "1,2,8,16"]);
+    let sizes = ["--heads", "2", "--head-dim", "16", "--context", "8,20"];
+    let decoded = results(&w, &[&["decode", "--kind", &names][..], &sizes].concat());
+    assert_eq!(timed.iter().map(|result| &result["kind"]).collect::<Vec<_>>(), kinds);
+    assert_eq!(decoded.len(), 2 * kinds.len());
+    for result in &decoded {
+        assert_eq!(passes(result), ["step"]);
+        assert!(result["passes"][0]["bytes"].as_f64().unwrap() > 0.0, "{result}");
+    }
+}
+
+#[test]
+fn decoding_counts_the_bytes_of_its_cache() {
+    let w = Workspace::new();
+    let sizes = ["--batch", "3", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"];
+    let kind = ["decode", "--kind", "rope", "--set", "position=\"none\"", "--context", "40"];
+    let found = results(&w, &[&kind[..], &sizes].concat());
+    let keys_and_values = 3 * 2 * 40 * 8 * 2;
+    assert_eq!(found[0]["passes"][0]["bytes"], f64::from(4 * keys_and_values));
+    assert_eq!(found[0]["settings"][0], "position=\"none\"");
+    assert_eq!(found[0]["context"], 40);
+}
+
+#[test]
+fn every_operation_is_timed() {
+    let w = Workspace::new();
+    let sizes = ["--batch", "2", "--seq-len", "8", "--width", "64", "--vocab-size", "50"];
+    let found = results(&w, &[&["ops"][..], &sizes].concat());
+    let (mut names, mut elsewhere) = (vec![], vec![]);
+    for result in &found {
+        let op = result["op"].as_str().unwrap();
+        names.push(op);
+        match op {
+            "adamw" => assert_eq!(passes(result), ["step"]),
+            _ => assert_eq!(passes(result), ["forward", "forward_backward"], "{op}"),
+        }
+        if result["passes"][0].get("flops").is_some() {
+            elsewhere.push(op);
+        }
+    }
+    assert_eq!(names.len(), 13, "{names:?}");
+    assert_eq!(elsewhere, ["linear", "gelu_mlp", "linear_cross_entropy"]);
+    let of = |op: &str| &found[names.iter().position(|name| *name == op).unwrap()]["passes"];
+    // x and y, then x, dy and dx; four f32 tensors read and three written.
+    let n = 4.0 * f64::from(2 * 8 * 64);
+    assert_eq!(
+        (&of("layer_norm")[0]["bytes"], &of("layer_norm")[1]["bytes"]),
+        (&(2.0 * n).into(), &(5.0 * n).into())
+    );
+    assert_eq!(of("adamw")[0]["bytes"], 7.0 * 4.0 * f64::from(50 * 64));
+    assert_eq!(of("linear")[1]["flops"], 3.0 * 2.0 * f64::from(2 * 8 * 64 * 3 * 64));
+    let one = results(&w, &["ops", "--op", "rotary,swiglu", "--batch", "1", "--seq-len", "4"]);
+    assert_eq!(
+        one.iter().map(|x| x["op"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["rotary", "swiglu"]
+    );
+}
+
+#[test]
+fn products_of_linear_layers_are_timed_in_three_passes() {
+    let w = Workspace::new();
+    let found = results(&w, &["gemm", "--shape", "24,16,8", "--shape", "5,3,2"]);
+    assert_eq!(found.len(), 2);
+    assert_eq!(
+        (passes(&found[0]), &found[0]["layer"]),
+        (vec!["forward", "dx", "dw"], &"linear".into())
+    );
+    for pass in 0..3 {
+        assert_eq!(found[0]["passes"][pass]["flops"], f64::from(2 * 24 * 16 * 8));
+    }
+}
+
+#[test]
+fn a_benchmark_prints_a_table() {
+    let w = Workspace::new();
+    let table = w.succeed(&["bench", "gemm", "--shape", "24,16,8", "--device", "cpu"]);
+    let lines: Vec<_> = table.lines().collect();
+    for (line, start) in lines.iter().zip([
+        "device     cpu",
+        "precision  f32",
+        "ceiling    ",
+        "samples    10",
+        "layer   shape        pass ",
+        "linear  [24, 16, 8]  forward ",
+        "linear  [24, 16, 8]  dx ",
+        "linear  [24, 16, 8]  dw ",
+    ]) {
+        assert!(line.starts_with(start), "{line:?} does not start with {start:?} in\n{table}");
+    }
+    assert_eq!(lines.len(), 8, "{table}");
+}
+
+#[test]
+fn bf16_of_a_benchmark_on_the_cpu() {
+    let w = Workspace::new();
+    let args = ["bench", "kernels", "--device", "cpu", "--precision", "bf16"];
+    insta::assert_snapshot!(w.fail(&args));
+}
+
+#[test]
+fn unknown_kind_of_a_benchmark() {
+    let w = Workspace::new();
+    let error = w.fail(&["bench", "kernels", "--device", "cpu", "--kind", "rope,foxx"]);
+    assert!(
+        error.contains("--kind is foxx, no known attention kind; allowed: rope, fox"),
+        "{error}"
+    );
+}
+
+#[test]
+fn key_that_not_every_kind_of_a_benchmark_has() {
+    let w = Workspace::new();
+    let kinds = ["--kind", "rope,linear", "--set", "softcap=30"];
+    insta::assert_snapshot!(
+        w.fail(&[&["bench", "decode", "--device", "cpu"], &kinds[..]].concat())
+    );
+}
+
+#[test]
+fn options_of_a_benchmark_that_a_kind_does_not_allow() {
+    let w = Workspace::new();
+    let kind = ["--kind", "linear", "--shape", "1,2,8,16", "--window", "4"];
+    insta::assert_snapshot!(
+        w.fail(&[&["bench", "kernels", "--device", "cpu"], &kind[..]].concat())
+    );
+}
+
+#[test]
+fn key_heads_of_a_benchmark_that_do_not_divide() {
+    let w = Workspace::new();
+    let shape = ["--shape", "1,4,8,16", "--kv-heads", "3"];
+    let args = [&["bench", "kernels", "--device", "cpu", "--kind", "rope"], &shape[..]].concat();
+    insta::assert_snapshot!(w.fail(&args));
+    let args = ["bench", "decode", "--device", "cpu", "--heads", "4", "--kv-heads", "3"];
+    insta::assert_snapshot!("key_heads_of_decoding_that_do_not_divide", w.fail(&args));
+}
+
+#[test]
+fn width_of_a_benchmark_without_whole_heads() {
+    let w = Workspace::new();
+    let args = ["bench", "ops", "--device", "cpu", "--width", "100"];
+    insta::assert_snapshot!(w.fail(&args));
+}
+
+#[test]
+fn sizes_of_a_benchmark_out_of_range() {
+    let w = Workspace::new();
+    let sizes = ["--batch", "65536", "--seq-len", "65536"];
+    insta::assert_snapshot!(w.fail(&[&["bench", "ops", "--device", "cpu"], &sizes[..]].concat()));
+}
+
+#[test]
+fn mistakes_in_the_use_of_a_benchmark() {
+    let w = Workspace::new();
+    for (args, told) in [
+        (
+            &["kernels", "--shape", "1,2,3"][..],
+            "`1,2,3` is no shape; allowed: batch, heads, seq_len",
+        ),
+        (&["gemm", "--shape", "0,2,3"], "`0,2,3` is no shape; allowed: tokens, outputs and inputs"),
+        (&["decode", "--context", "0"], "`0` is out of range; allowed: from 1 to 16777216 tokens"),
+        (&["decode", "--heads", "x"], "`x`; allowed: a whole number from 1 to 65536"),
+        (&["ops", "--op", "gelo"], "possible values: layer_norm, rms_norm, rotary"),
+        (&["ops", "--samples", "0"], "0 is not in 1..=10000"),
+    ] {
+        let output = w.run(&[&["bench"], args].concat());
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains(told), "{error}");
+    }
+}

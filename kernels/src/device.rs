@@ -149,6 +149,12 @@ impl Device {
         Some(Memory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
     }
 
+    /// Bytes of the largest tensor that a GPU can hold; `None` on the CPU.
+    pub fn largest_tensor(&self) -> Option<u64> {
+        let Device::Cuda(device) = self else { return None };
+        Some(CudaRuntime::client(device).properties().memory.max_page_size)
+    }
+
     /// Does `work` on this device's backend.
     pub fn run<W: OnDevice>(self, work: W) -> W::Output {
         match self {

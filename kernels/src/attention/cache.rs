@@ -3,7 +3,7 @@
 use burn::tensor::{Tensor, s};
 
 use super::DecodeState;
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 
 /// Keys and values of the tokens so far, in buffers that grow by doubling.
 #[derive(Clone, Debug)]
@@ -17,12 +17,14 @@ pub struct KvCache<B: OpBackend> {
     position: usize,
     /// Tokens that a query can see; older ones are dropped.
     window: Option<usize>,
+    /// Tokens that the first buffers have room for.
+    reserved: usize,
 }
 
 impl<B: OpBackend> KvCache<B> {
     /// An empty cache that keeps at least the last `window` tokens, or all of them.
     pub fn new(window: Option<usize>) -> Self {
-        KvCache { buffers: None, len: 0, position: 0, window }
+        KvCache { buffers: None, len: 0, position: 0, window, reserved: 0 }
     }
 
     /// The position of the next token.
@@ -51,7 +53,7 @@ impl<B: OpBackend> KvCache<B> {
         let needed = self.len + n;
         let start = self.len;
         let buffers = match self.buffers.take() {
-            None => [k, v].map(|new| grow(None, new, needed)),
+            None => [k, v].map(|new| grow(None, new, needed.max(self.reserved))),
             Some(old) => {
                 let mut new = [k, v].into_iter();
                 old.map(|old| {
@@ -65,7 +67,7 @@ impl<B: OpBackend> KvCache<B> {
         };
         self.len = needed;
         self.position += n;
-        let held = buffers.clone().map(|buffer| buffer.slice(s![.., .., 0..needed, ..]));
+        let held = buffers.clone().map(|buffer| tensor(B::leading(primitive(buffer), 2, needed)));
         self.buffers = Some(buffers);
         held
     }
@@ -103,6 +105,11 @@ impl<B: OpBackend> DecodeState for KvCache<B> {
     fn elements(&self) -> usize {
         self.buffers.iter().flatten().map(|buffer| buffer.shape().num_elements()).sum()
     }
+
+    /// Under a window, tokens are dropped in batches of one window.
+    fn reserve(&mut self, tokens: usize) {
+        self.reserved = self.window.map_or(tokens, |w| tokens.min(2 * w));
+    }
 }
 
 /// A buffer of `capacity` tokens that starts with `old`, then `new`.
@@ -119,4 +126,41 @@ fn grow<B: OpBackend>(
         None => buffer,
     };
     buffer.slice_assign(s![.., .., len..len + n, ..], new)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Distribution;
+
+    use super::*;
+    use crate::Cpu;
+
+    fn tokens(n: usize) -> Tensor<Cpu, 4> {
+        Tensor::random([2, 3, n, 4], Distribution::Default, &Default::default())
+    }
+
+    #[test]
+    fn reserved_buffers_hold_the_same_tokens_and_do_not_grow() {
+        let [mut plain, mut reserved] = [KvCache::<Cpu>::new(None), KvCache::new(None)];
+        reserved.reserve(9);
+        for n in [5, 1, 3] {
+            let (k, v) = (tokens(n), tokens(n));
+            let want = plain.append(k.clone(), v.clone());
+            let got = reserved.append(k, v);
+            for (want, got) in want.into_iter().zip(got) {
+                assert_eq!(want.into_data(), got.into_data());
+            }
+            assert_eq!(reserved.elements(), 2 * 2 * 3 * 9 * 4, "after {n} more");
+        }
+        reserved.append(tokens(1), tokens(1));
+        assert_eq!(reserved.elements(), 2 * 2 * 3 * 20 * 4, "twice what is needed");
+    }
+
+    #[test]
+    fn a_window_needs_no_more_than_two_of_it() {
+        let mut cache = KvCache::<Cpu>::new(Some(4));
+        cache.reserve(1000);
+        cache.append(tokens(1), tokens(1));
+        assert_eq!(cache.elements(), 2 * 2 * 3 * 8 * 4);
+    }
 }

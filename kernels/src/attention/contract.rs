@@ -184,6 +184,12 @@ pub type DocumentStarts<B> = Option<Tensor<B, 2, Int>>;
 pub trait DecodeState: Clone + std::fmt::Debug {
     /// Elements held now in all buffers, for the whole batch.
     fn elements(&self) -> usize;
+
+    /// Makes room for `tokens` tokens in all, where the state has buffers that grow: up to as many,
+    /// they are not copied into larger ones. To be called before the first token.
+    fn reserve(&mut self, tokens: usize) {
+        let _ = tokens;
+    }
 }
 
 /// One attention variant: the contract every folder here fulfils with its `Config`.

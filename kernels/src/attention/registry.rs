@@ -24,6 +24,10 @@ macro_rules! registry {
             fn elements(&self) -> usize {
                 match self { $(Self::$name(state) => state.elements(),)+ }
             }
+
+            fn reserve(&mut self, tokens: usize) {
+                match self { $(Self::$name(state) => state.reserve(tokens),)+ }
+            }
         }
 
         impl AttentionConfig {

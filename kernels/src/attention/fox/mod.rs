@@ -50,6 +50,10 @@ impl<B: OpBackend> DecodeState for State<B> {
         let log_decay = self.log_decay.as_ref().map_or(0, |x| x.shape().num_elements());
         self.cache.elements() + log_decay
     }
+
+    fn reserve(&mut self, tokens: usize) {
+        self.cache.reserve(tokens);
+    }
 }
 
 impl Config {

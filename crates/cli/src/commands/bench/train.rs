@@ -14,6 +14,7 @@ use longwall_train::peak;
 use longwall_train::run::peak_resident_bytes;
 use serde::Serialize;
 
+use super::timing::Spread;
 use crate::context::{DeviceArg, open_device, training_precision};
 use crate::meters::Meters;
 use crate::progress::bar;
@@ -69,24 +70,6 @@ struct Results {
     /// `null` where a loss is not finite.
     first_loss: Option<f32>,
     last_loss: Option<f32>,
-}
-
-/// A quantity over the timed steps.
-#[derive(Clone, Copy, Serialize)]
-struct Spread {
-    median: f64,
-    min: f64,
-    max: f64,
-}
-
-impl Spread {
-    fn of(values: impl Iterator<Item = f64>) -> Self {
-        let mut sorted: Vec<f64> = values.collect();
-        sorted.sort_by(f64::total_cmp);
-        let last = sorted.len() - 1;
-        let median = (sorted[last / 2] + sorted[last.div_ceil(2)]) / 2.0;
-        Spread { median, min: sorted[0], max: sorted[last] }
-    }
 }
 
 /// Times the steps and prints the results.
@@ -191,17 +174,4 @@ fn print(r: &Results) {
     println!("MFU             {mfu}");
     println!("peak memory     {}", r.peak_memory_bytes.map_or_else(unknown, bytes));
     println!("loss            {} at first, {} at last", loss(r.first_loss), loss(r.last_loss));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_is_that_of_the_middle() {
-        let spread = Spread::of([3.0, 1.0, 2.0].into_iter());
-        assert_eq!((spread.median, spread.min, spread.max), (2.0, 1.0, 3.0));
-        assert_eq!(Spread::of([4.0, 1.0, 2.0, 3.0].into_iter()).median, 2.5);
-        assert_eq!(Spread::of([7.0].into_iter()).median, 7.0);
-    }
 }

@@ -90,7 +90,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// The configuration of a kind with some of its keys set.
-fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig> {
+pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig> {
     let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
     let Some(known) = known else {
         let kinds: Vec<_> = AttentionConfig::KINDS.iter().map(|known| known.kind).collect();

@@ -1,0 +1,239 @@
+//! Attention kinds on the command line, and random inputs of their operations.
+
+use anyhow::{Result, bail};
+use burn::backend::Autodiff;
+use burn::tensor::{DType, Distribution, Tensor, TensorData};
+use longwall_config::{Problem, Problems};
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, Inputs, Projection, Start};
+use longwall_kernels::backend::{OpBackend, primitive, tensor};
+use serde::Serialize;
+
+use super::inputs::{copy, distributed, random};
+use super::setup::Setup;
+use crate::commands::op::parse_kind;
+
+/// Which kinds are timed.
+#[derive(clap::Args)]
+pub struct KindArgs {
+    /// Attention kinds; by default every one that has a kernel on the device
+    #[arg(long, value_name = "KIND", value_delimiter = ',')]
+    kind: Vec<String>,
+
+    /// A key of the kinds' tables: `--set theta=500000`
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+
+    /// Draw the projections beside q, k and v, such as gates' logits, uniformly from this range; by
+    /// default they are normal around the bias that they start with
+    #[arg(
+        long,
+        value_name = "LOW,HIGH",
+        value_parser = parse_range,
+        allow_hyphen_values = true
+    )]
+    pub projections: Option<[f64; 2]>,
+}
+
+fn parse_range(text: &str) -> Result<[f64; 2], String> {
+    let numbers = text.split(',').map(|x| x.trim().parse::<f64>().ok());
+    match numbers.collect::<Option<Vec<_>>>().as_deref() {
+        Some(&[low, high]) if low < high && low.is_finite() && high.is_finite() => Ok([low, high]),
+        _ => Err(format!("`{text}` is no range; allowed: two numbers that rise, for example 0,10")),
+    }
+}
+
+/// What runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Path {
+    /// The device's kernel.
+    Kernel,
+    /// Plain tensor operations, in f32.
+    Reference,
+}
+
+/// A kind to time.
+pub struct Kind {
+    /// Its settings.
+    pub config: AttentionConfig,
+    /// What runs on the device.
+    pub path: Path,
+    /// The range of the projections.
+    projections: Option<[f64; 2]>,
+}
+
+impl KindArgs {
+    /// The kinds, with a warning where one runs through its reference.
+    pub fn choose(&self, setup: &Setup) -> Result<Vec<Kind>> {
+        let device = setup.choose("cuda", "cpu");
+        let known = AttentionConfig::KINDS.iter();
+        let with_kernel: Vec<_> =
+            known.filter(|kind| kind.kernels.contains(&device)).map(|kind| kind.kind).collect();
+        let default = || with_kernel.iter().map(|kind| (*kind).to_owned()).collect();
+        let names: Vec<String> = if self.kind.is_empty() { default() } else { self.kind.clone() };
+        let kind = |name: &String| {
+            let config = parse_kind(name, &self.sets)?;
+            let has_kernel = with_kernel.contains(&name.as_str());
+            // CUDA's attention kernels are for bf16 alone.
+            let served = has_kernel && (!setup.on_cuda() || setup.dtype() == DType::BF16);
+            if !served {
+                let at =
+                    if has_kernel { format!(" at {}", setup.precision) } else { String::new() };
+                tracing::warn!(
+                    "kind {name} has no kernel on {device}{at}: its reference runs, in f32, and may \
+                     need memory for seq_len × seq_len"
+                );
+            }
+            let path = if served { Path::Kernel } else { Path::Reference };
+            Ok(Kind { config, path, projections: self.projections })
+        };
+        names.iter().map(kind).collect()
+    }
+}
+
+impl Kind {
+    /// Its name and path, for a table.
+    pub fn labels(&self) -> [String; 2] {
+        let path = match self.path {
+            Path::Kernel => "kernel",
+            Path::Reference => "reference",
+        };
+        [self.config.kind().to_owned(), path.to_owned()]
+    }
+
+    /// The settings fit the layer; `sizes` is the option that gives its sizes.
+    pub fn check(&self, layer: &AttentionShape, sizes: &str) -> Result<()> {
+        let mut problems = Problems::new();
+        self.config.validate(layer, &mut problems);
+        if problems.as_slice().is_empty() {
+            return Ok(());
+        }
+        let plain = |text: &str| {
+            text.replace("model.window", "--window")
+                .replace("model.head_dim", &format!("head_dim of {sizes}"))
+                .replace("model.width", &format!("heads · head_dim of {sizes}"))
+                .replace("model.attention.", "--set ")
+        };
+        let mut text = format!("--kind {} does not go with these options:", self.config.kind());
+        for Problem { key, value, allowed, remedy } in problems.as_slice() {
+            let [key, allowed, remedy] = [key, allowed, remedy].map(|text| plain(text));
+            text += &format!("\n{}", Problem { key, value: value.clone(), allowed, remedy });
+        }
+        bail!("{text}")
+    }
+
+    /// Random q, k, v and projections of type `dtype`, and parameters as they start.
+    pub fn inputs<B: OpBackend>(
+        &self,
+        layer: &AttentionShape,
+        [batch, tokens]: [usize; 2],
+        dtype: DType,
+        device: &B::Device,
+    ) -> Inputs<B> {
+        let (config, views) = (&self.config, self.config.views());
+        let heads = |heads: usize, channels: usize| {
+            tensor(random::<B>(&[batch, heads, tokens, channels], 1.0, dtype, device))
+        };
+        let projection = |p: &Projection| {
+            let shape = [batch, tokens, p.features];
+            if let Some([low, high]) = self.projections {
+                let range = Distribution::Uniform(low, high);
+                return tensor(distributed::<B>(&shape, range, dtype, device));
+            }
+            let x: Tensor<B, 3> = tensor(random::<B>(&shape, 1.0, DType::F32, device));
+            let bias = p.bias.as_ref().map(|start| parameter::<B>(start, p.features, device));
+            let x = bias.into_iter().fold(x, |x, bias| x + bias.reshape([1, 1, p.features]));
+            x.cast(dtype)
+        };
+        let parameters = config.parameters(layer).into_iter();
+        Inputs {
+            q: heads(views * layer.heads, layer.head_dim),
+            k: heads(views * layer.kv_heads, layer.head_dim),
+            v: heads(layer.kv_heads, config.value_dim(layer)),
+            projections: config.projections(layer).iter().map(projection).collect(),
+            parameters: parameters.map(|p| parameter(&p.start, p.elements, device)).collect(),
+        }
+    }
+}
+
+/// A vector as it starts.
+fn parameter<B: OpBackend>(start: &Start, elements: usize, device: &B::Device) -> Tensor<B, 1> {
+    match start {
+        Start::Constant(value) => Tensor::full([elements], *value, device),
+        Start::Values(values) => {
+            Tensor::from_data(TensorData::new(values.clone(), [elements]), device)
+        }
+        Start::Normal(deviation) => {
+            tensor(random::<B>(&[elements], f64::from(*deviation), DType::F32, device))
+        }
+    }
+}
+
+/// Bytes of everything that grows with the number of tokens.
+pub fn bytes<B: OpBackend>(inputs: &Inputs<B>) -> u64 {
+    let of = |elements: usize, dtype: DType| (elements * dtype.size()) as u64;
+    let heads = [&inputs.q, &inputs.k, &inputs.v];
+    let heads = heads.map(|x| of(x.shape().num_elements(), x.dtype()));
+    let projections = inputs.projections.iter().map(|x| of(x.shape().num_elements(), x.dtype()));
+    heads.into_iter().chain(projections).sum()
+}
+
+/// The same numbers elsewhere in memory; parameters, which are small, are shared.
+pub fn copied<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<B> {
+    fn other<B: OpBackend, const D: usize>(x: &Tensor<B, D>) -> Tensor<B, D> {
+        tensor(copy::<B>(&primitive(x.clone())))
+    }
+    Inputs {
+        q: other(&inputs.q),
+        k: other(&inputs.k),
+        v: other(&inputs.v),
+        projections: inputs.projections.iter().map(other).collect(),
+        parameters: inputs.parameters.clone(),
+    }
+}
+
+/// The inputs as leaves of a graph, each of which gets a gradient.
+pub fn leaves<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<Autodiff<B>> {
+    fn leaf<B: OpBackend, const D: usize>(x: &Tensor<B, D>) -> Tensor<Autodiff<B>, D> {
+        Tensor::from_inner(x.clone()).require_grad()
+    }
+    Inputs {
+        q: leaf(&inputs.q),
+        k: leaf(&inputs.k),
+        v: leaf(&inputs.v),
+        projections: inputs.projections.iter().map(leaf).collect(),
+        parameters: inputs.parameters.iter().map(leaf).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longwall_kernels::Cpu;
+
+    #[test]
+    fn a_range_is_two_numbers_that_rise() {
+        assert_eq!(parse_range("-1, 2.5"), Ok([-1.0, 2.5]));
+        for bad in ["", "1", "2,1", "1,1", "0,inf", "nan,1", "1,2,3", "a,b"] {
+            assert!(parse_range(bad).unwrap_err().contains("is no range"), "{bad}");
+        }
+    }
+
+    #[test]
+    fn projections_are_drawn_from_their_range() {
+        let config = parse_kind("fox", &[]).unwrap();
+        let layer = AttentionShape::new(16, 2, 1, 8);
+        let logits = |projections| {
+            let kind = Kind { config: config.clone(), path: Path::Kernel, projections };
+            let device = Default::default();
+            let inputs = kind.inputs::<Cpu>(&layer, [3, 50], DType::F32, &device);
+            assert_eq!((inputs.q.dims(), inputs.k.dims()), ([3, 2, 50, 8], [3, 1, 50, 8]));
+            assert_eq!(bytes(&inputs), 4 * 3 * 50 * (16 + 8 + 8 + 2));
+            inputs.projections[0].clone().into_data().to_vec::<f32>().unwrap()
+        };
+        let uniform = logits(Some([4.0, 6.0]));
+        assert!(uniform.iter().all(|x| (4.0..=6.0).contains(x)), "{uniform:?}");
+        let normal = logits(None); // Its bias starts at 0.
+        assert!(normal.iter().sum::<f32>().abs() / 300.0 < 0.3, "{normal:?}");
+    }
+}

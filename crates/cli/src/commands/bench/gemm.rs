@@ -1,0 +1,178 @@
+//! `longwall bench gemm`.
+
+use anyhow::Result;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::OnDevice;
+use longwall_kernels::ops::linear::Linear;
+use serde::Serialize;
+
+use super::ceiling::Ceiling;
+use super::inputs::{copies, copy, random};
+use super::report::{Measured, Report};
+use super::setup::{CommonArgs, Setup};
+use super::timing::{Clock, Pass, Work};
+use crate::progress::bar;
+
+/// Arguments of `longwall bench gemm`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Tokens, outputs and inputs of a linear layer, and again for more; by default the layers of
+    /// GPT-2 124M at 65,536 tokens on CUDA, and a small model's on the CPU
+    #[arg(long, value_name = "M,N,K", value_parser = parse_shape)]
+    shape: Vec<[usize; 3]>,
+
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+fn parse_shape(text: &str) -> Result<[usize; 3], String> {
+    /// So that no matrix has more than 2^32 elements.
+    const MOST: usize = 1 << 20;
+    let bad = || {
+        format!(
+            "`{text}` is no shape; allowed: tokens, outputs and inputs, whole numbers from 1 to {MOST} \
+             with at most 2^32 elements in a matrix, for example 65536,3072,768"
+        )
+    };
+    let numbers = text.split(',').map(|n| n.trim().parse::<usize>());
+    let numbers = numbers.collect::<Result<Vec<_>, _>>().map_err(|_| bad())?;
+    let shape: [usize; 3] = numbers.try_into().map_err(|_| bad())?;
+    let [m, n, k] = shape;
+    let fits = shape.iter().all(|size| (1..=MOST).contains(size))
+        && [m * n, n * k, m * k].iter().all(|elements| *elements as u64 <= 1 << 32);
+    if fits { Ok(shape) } else { Err(bad()) }
+}
+
+/// The layers of a GPT-2-like model: name, tokens, outputs, inputs.
+fn layers(tokens: usize, width: usize, vocab: usize) -> Vec<(&'static str, [usize; 3])> {
+    vec![
+        ("qkv", [tokens, 3 * width, width]),
+        ("projection", [tokens, width, width]),
+        ("mlp up", [tokens, 4 * width, width]),
+        ("mlp down", [tokens, width, 4 * width]),
+        ("vocabulary", [tokens, vocab, width]),
+    ]
+}
+
+/// What was measured of one layer.
+#[derive(Serialize)]
+struct Case {
+    layer: &'static str,
+    /// Tokens, outputs, inputs.
+    shape: [usize; 3],
+    passes: [Pass; 3],
+}
+
+impl Measured for Case {
+    const COLUMNS: &'static [&'static str] = &["layer", "shape"];
+
+    fn labels(&self) -> Vec<String> {
+        vec![self.layer.to_owned(), format!("{:?}", self.shape)]
+    }
+
+    fn passes(&self) -> &[Pass] {
+        &self.passes
+    }
+}
+
+/// Times the products and prints the results.
+pub fn run(args: Args) -> Result<()> {
+    let setup = args.common.open()?;
+    let shapes = if args.shape.is_empty() {
+        setup.choose(layers(65_536, 768, 50_304), layers(1024, 256, 4096))
+    } else {
+        args.shape.iter().map(|shape| ("linear", *shape)).collect()
+    };
+    let (ceiling, results) = setup.device.clone().run(Job { setup: &setup, shapes });
+    Report::new(&setup, ceiling, results).print(args.common.json)
+}
+
+/// The work on the device.
+struct Job<'a> {
+    setup: &'a Setup,
+    shapes: Vec<(&'static str, [usize; 3])>,
+}
+
+impl OnDevice for Job<'_> {
+    type Output = (Ceiling, Vec<Case>);
+
+    fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+        B::seed(&device, 0);
+        let ceiling = Ceiling::of_flops::<B>(self.setup, &device);
+        let clock = self.setup.clock::<B>(&device);
+        let bar = bar(Some(self.shapes.len() as u64), "{wide_bar} {pos}/{len} {msg}");
+        let mut cases = vec![];
+        for &(layer, shape) in &self.shapes {
+            bar.set_message(format!("{layer} {shape:?}"));
+            B::memory_cleanup(&device);
+            let passes = self.passes(shape, &ceiling, &clock, &device);
+            cases.push(Case { layer, shape, passes });
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        (ceiling, cases)
+    }
+}
+
+impl Job<'_> {
+    /// y = x Wᵀ, dx = dy W and dW = dyᵀ x, as a layer computes them.
+    fn passes<B: OpBackend>(
+        &self,
+        [m, n, k]: [usize; 3],
+        ceiling: &Ceiling,
+        clock: &Clock<B>,
+        device: &B::Device,
+    ) -> [Pass; 3] {
+        let dtype = self.setup.dtype();
+        let deviation = 1.0 / (k as f64).sqrt();
+        let x = random::<B>(&[1, m, k], 1.0, dtype, device);
+        let weight = random::<B>(&[n, k], deviation, dtype, device);
+        // Normal too; a product may have more elements than random numbers can be drawn at once.
+        let dy = B::run::<Linear, 2>(&Linear, [x.clone(), weight.clone()], vec![]);
+        // The two smallest matrices are all that one of the passes reads.
+        let elements = [m * k, n * k, m * n];
+        let read = elements.iter().sum::<usize>() - elements.iter().max().expect("three");
+        let copies = copies::<B>((read * dtype.size()) as u64);
+        let mut sets = vec![(x, weight, dy)];
+        for _ in 1..copies {
+            let (x, weight, dy) = &sets[0];
+            sets.push((copy::<B>(x), copy::<B>(weight), copy::<B>(dy)));
+        }
+        let forward = clock.time(|at| {
+            let (x, weight, _) = &sets[at % copies];
+            B::run::<Linear, 2>(&Linear, [x.clone(), weight.clone()], vec![]);
+        });
+        let backward = |needs: [bool; 2]| {
+            let save = |(x, weight, dy): &(_, _, _)| {
+                let inputs = [Clone::clone(x), Clone::clone(weight)];
+                let forward = B::forward::<Linear, 2>(&Linear, &inputs, &[], needs);
+                (
+                    forward.expect("every device has a kernel for linear layers").saved,
+                    Clone::clone(dy),
+                )
+            };
+            let saved: Vec<(Vec<_>, _)> = sets.iter().map(save).collect();
+            clock.time(|at| {
+                let (saved, dy) = saved[at % copies].clone();
+                B::backward::<Linear, 2>(&Linear, saved, &[], dy, needs, &mut [None, None]);
+            })
+        };
+        let (dx, dw) = (backward([true, false]), backward([false, true]));
+        let flops = Work::Flops(2.0 * m as f64 * n as f64 * k as f64);
+        [("forward", forward), ("dx", dx), ("dw", dw)]
+            .map(|(pass, time)| Pass::new(pass, time, flops, ceiling))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_is_three_numbers() {
+        assert_eq!(parse_shape("65536,3072, 768"), Ok([65_536, 3072, 768]));
+        for bad in ["", "1,2", "1,2,3,4", "1,2,x", "0,2,3", "2000000,2,3", "1000000,1000000,1"] {
+            assert!(parse_shape(bad).unwrap_err().contains("is no shape"), "{bad}");
+        }
+    }
+}

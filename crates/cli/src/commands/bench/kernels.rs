@@ -1,0 +1,300 @@
+//! `longwall bench kernels`.
+
+use anyhow::{Result, bail};
+use burn::backend::Autodiff;
+use burn::tensor::{Int, Tensor, TensorData};
+use longwall_kernels::attention::{AttentionShape, DocumentStarts};
+use longwall_kernels::backend::{OpBackend, tensor};
+use longwall_kernels::device::OnDevice;
+use longwall_kernels::ops::seed::seed;
+use longwall_train::console::bytes as text_of_bytes;
+use serde::Serialize;
+
+use super::attention::{Kind, KindArgs, Path, bytes, copied, leaves};
+use super::ceiling::Ceiling;
+use super::inputs::{copies, random};
+use super::report::{Measured, Report};
+use super::setup::{CommonArgs, Setup};
+use super::timing::{Clock, Pass, Work};
+use crate::progress::bar;
+
+/// Arguments of `longwall bench kernels`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    kinds: KindArgs,
+
+    /// Batch, heads, seq_len and head_dim, and again for more shapes; by default 8,12,1024,64,
+    /// 4,16,4096,64, 4,16,4096,128, 1,16,16384,128 and 1,16,65536,64 on CUDA, 1,8,1024,64 on the CPU
+    #[arg(long, value_name = "B,H,T,D", value_parser = parse_shape)]
+    shape: Vec<[usize; 4]>,
+
+    /// Heads of k and v; by default as many as q has
+    #[arg(long, value_name = "HEADS")]
+    kv_heads: Option<usize>,
+
+    /// A token attends to itself and the WINDOW − 1 tokens before it
+    #[arg(long, value_name = "TOKENS")]
+    window: Option<usize>,
+
+    /// Pack documents of so many tokens into each row; no token sees another document
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..=MOST_TOKENS))]
+    document_len: Option<u64>,
+
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+/// The longest document: longer ones leave the range of positions.
+const MOST_TOKENS: u64 = 1 << 24;
+
+/// Most elements of q: as many as kernels can count.
+const MOST_ELEMENTS: u128 = 1 << 32;
+
+const CUDA_SHAPES: &[[usize; 4]] = &[
+    [8, 12, 1024, 64],
+    [4, 16, 4096, 64],
+    [4, 16, 4096, 128],
+    [1, 16, 16_384, 128],
+    [1, 16, 65_536, 64],
+];
+
+const CPU_SHAPES: &[[usize; 4]] = &[[1, 8, 1024, 64]];
+
+fn parse_shape(text: &str) -> Result<[usize; 4], String> {
+    let bad = || {
+        format!(
+            "`{text}` is no shape; allowed: batch, heads, seq_len and head_dim, whole numbers from 1 \
+             with at most {MOST_ELEMENTS} elements together, for example 4,16,4096,128"
+        )
+    };
+    let numbers = text.split(',').map(|n| n.trim().parse::<usize>());
+    let numbers = numbers.collect::<Result<Vec<_>, _>>().map_err(|_| bad())?;
+    let shape: [usize; 4] = numbers.try_into().map_err(|_| bad())?;
+    let elements = shape.iter().try_fold(1u128, |all, &n| all.checked_mul(n as u128));
+    match elements {
+        Some(1..=MOST_ELEMENTS) => Ok(shape),
+        _ => Err(bad()),
+    }
+}
+
+/// What was measured of one kind at one shape.
+#[derive(Serialize)]
+struct Case {
+    kind: &'static str,
+    settings: Vec<String>,
+    /// The range of the projections; `null` where they are normal around their bias.
+    projections: Option<[f64; 2]>,
+    path: Path,
+    /// Batch, heads, seq_len, head_dim.
+    shape: [usize; 4],
+    kv_heads: usize,
+    window: Option<usize>,
+    document_len: Option<u64>,
+    passes: [Pass; 2],
+    /// By the output and what the backward pass needs, inputs apart; `null` on the CPU.
+    kept_bytes: Option<u64>,
+    /// Reserved by one forward and backward pass with its inputs, in the allocator's pages; `null` on
+    /// the CPU.
+    peak_memory_bytes: Option<u64>,
+    #[serde(skip)]
+    labels: Vec<String>,
+}
+
+impl Measured for Case {
+    const COLUMNS: &'static [&'static str] = &["kind", "path", "shape"];
+
+    fn labels(&self) -> Vec<String> {
+        self.labels.clone()
+    }
+
+    fn passes(&self) -> &[Pass] {
+        &self.passes
+    }
+
+    fn remark(&self) -> String {
+        match self.kept_bytes.zip(self.peak_memory_bytes) {
+            Some((kept, peak)) => {
+                format!("kept {}, peak {}", text_of_bytes(kept), text_of_bytes(peak))
+            }
+            None => String::new(),
+        }
+    }
+}
+
+/// Times the kinds and prints the results.
+pub fn run(args: Args) -> Result<()> {
+    let setup = args.common.open()?;
+    let kinds = args.kinds.choose(&setup)?;
+    let default = setup.choose(CUDA_SHAPES, CPU_SHAPES);
+    let shapes = if args.shape.is_empty() { default } else { &args.shape };
+    for shape in shapes {
+        for kind in &kinds {
+            kind.check(&args.layer(*shape)?, "--shape")?;
+        }
+    }
+    let job = Job { args: &args, setup: &setup, kinds: &kinds, shapes };
+    let (ceiling, results) = setup.device.clone().run(job);
+    Report::new(&setup, ceiling, results).print(args.common.json)
+}
+
+impl Args {
+    fn layer(&self, [_, heads, _, head_dim]: [usize; 4]) -> Result<AttentionShape> {
+        let kv_heads = self.kv_heads.unwrap_or(heads);
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!(
+                "--kv-heads is {kv_heads}; allowed: a divisor of the {heads} heads of --shape\n  \
+                 hint: leave it out for {heads}"
+            );
+        }
+        let layer = AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim);
+        Ok(AttentionShape { window: self.window, ..layer })
+    }
+}
+
+/// The work on the device.
+struct Job<'a> {
+    args: &'a Args,
+    setup: &'a Setup,
+    kinds: &'a [Kind],
+    shapes: &'a [[usize; 4]],
+}
+
+impl OnDevice for Job<'_> {
+    type Output = (Ceiling, Vec<Case>);
+
+    fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+        B::seed(&device, 0);
+        let ceiling = Ceiling::of_flops::<B>(self.setup, &device);
+        let clock = self.setup.clock::<B>(&device);
+        let bar = bar(
+            Some((self.kinds.len() * self.shapes.len()) as u64),
+            "{wide_bar} {pos}/{len} {msg}",
+        );
+        let mut cases = vec![];
+        for &shape in self.shapes {
+            for kind in self.kinds {
+                bar.set_message(format!("{} {shape:?}", kind.config.kind()));
+                cases.push(self.case(kind, shape, &ceiling, &clock, &device));
+                bar.inc(1);
+            }
+        }
+        bar.finish_and_clear();
+        (ceiling, cases)
+    }
+}
+
+impl Job<'_> {
+    fn case<B: OpBackend>(
+        &self,
+        kind: &Kind,
+        shape: [usize; 4],
+        ceiling: &Ceiling,
+        clock: &Clock<B>,
+        device: &B::Device,
+    ) -> Case {
+        let [batch, heads, seq_len, head_dim] = shape;
+        let (args, config) = (self.args, &kind.config);
+        let layer = args.layer(shape).expect("checked before the device was used");
+        B::memory_cleanup(device);
+        let sizes = [batch, seq_len];
+        let mut inputs = vec![kind.inputs::<B>(&layer, sizes, self.setup.dtype(), device)];
+        let out = [batch, heads, seq_len, config.value_dim(&layer)];
+        let dy = tensor::<B, 4>(random::<B>(&out, 1.0, self.setup.dtype(), device));
+        let dy = Tensor::<Autodiff<B>, 4>::from_inner(dy);
+        let documents = documents::<B>(args.document_len, sizes, device);
+        let tracked = documents.clone().map(Tensor::from_inner);
+        let forward = |at: &_| config.attend(&layer, leaves::<B>(at), tracked.clone());
+        let (kept, peak) = self.memory(
+            clock,
+            || forward(&inputs[0]),
+            |o| {
+                seed(o, dy.clone()).backward();
+            },
+        );
+        let copies = copies::<B>(bytes(&inputs[0]));
+        inputs.extend((1..copies).map(|_| copied(&inputs[0])).collect::<Vec<_>>());
+        let alone = clock.time(|at| {
+            config.attend(&layer, inputs[at % copies].clone(), documents.clone());
+        });
+        let both = clock.time(|at| {
+            seed(forward(&inputs[at % copies]), dy.clone()).backward();
+        });
+        // Of causal softmax attention, whatever the kind does.
+        let flops = 2.0 * (batch * heads * head_dim) as f64 * (seq_len as f64).powi(2);
+        let labels = kind.labels().into_iter().chain([format!("{shape:?}")]).collect();
+        Case {
+            kind: config.kind(),
+            settings: args.kinds.sets.clone(),
+            projections: args.kinds.projections,
+            path: kind.path,
+            shape,
+            kv_heads: layer.kv_heads,
+            window: layer.window,
+            document_len: args.document_len,
+            passes: [
+                Pass::new("forward", alone, Work::Flops(flops), ceiling),
+                Pass::new("forward_backward", both, Work::Flops(3.5 * flops), ceiling),
+            ],
+            kept_bytes: kept,
+            peak_memory_bytes: peak,
+            labels,
+        }
+    }
+
+    /// Bytes kept from a forward pass to its backward pass, and those reserved in the end.
+    fn memory<B: OpBackend, T>(
+        &self,
+        clock: &Clock<B>,
+        forward: impl FnOnce() -> T,
+        backward: impl FnOnce(T),
+    ) -> (Option<u64>, Option<u64>) {
+        let memory = || {
+            clock.wait();
+            self.setup.device.memory()
+        };
+        let before = memory();
+        let output = forward();
+        let after = memory();
+        backward(output);
+        let kept =
+            after.zip(before).map(|(after, before)| after.in_use.saturating_sub(before.in_use));
+        (kept, memory().map(|memory| memory.reserved))
+    }
+}
+
+/// Documents of `len` tokens each, or whatever is left at a row's end.
+fn documents<B: OpBackend>(
+    len: Option<u64>,
+    [batch, seq_len]: [usize; 2],
+    device: &B::Device,
+) -> DocumentStarts<B> {
+    let len = len? as usize;
+    let row = (0..seq_len).map(|at| (at / len * len) as i32);
+    let starts: Vec<i32> = (0..batch).flat_map(|_| row.clone()).collect();
+    Some(Tensor::<B, 2, Int>::from_data(TensorData::new(starts, [batch, seq_len]), device))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longwall_kernels::Cpu;
+
+    #[test]
+    fn a_shape_is_four_numbers() {
+        assert_eq!(parse_shape("4, 16,4096,128"), Ok([4, 16, 4096, 128]));
+        for bad in ["", "1,2,3", "1,2,3,4,5", "1,2,x,4", "1,0,3,4", "-1,2,3,4", "65536,65536,2,1"] {
+            assert!(parse_shape(bad).unwrap_err().contains("is no shape"), "{bad}");
+        }
+        let most = usize::MAX;
+        assert!(parse_shape(&format!("{most},{most},{most},{most}")).is_err());
+    }
+
+    #[test]
+    fn documents_start_at_multiples_of_their_length() {
+        let starts = documents::<Cpu>(Some(3), [2, 7], &Default::default()).unwrap();
+        let starts: Vec<i64> = starts.into_data().iter::<i64>().collect();
+        assert_eq!(starts, [[0, 0, 0, 3, 3, 3, 6]; 2].concat());
+        assert!(documents::<Cpu>(None, [2, 7], &Default::default()).is_none());
+    }
+}

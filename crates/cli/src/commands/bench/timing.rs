@@ -1,0 +1,203 @@
+//! How calls are timed, and what a time says of the work done.
+
+use std::time::Instant;
+
+use burn::tensor::Tensor;
+use longwall_kernels::backend::OpBackend;
+use serde::Serialize;
+
+use super::ceiling::Ceiling;
+
+/// Shortest time of a sample, in seconds, unless one call takes longer.
+const SAMPLE: f64 = 0.020;
+
+/// A quantity over several samples.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// Half of the samples are no greater.
+    pub median: f64,
+    /// The least.
+    pub min: f64,
+    /// The greatest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of at least one value.
+    pub fn of(values: impl Iterator<Item = f64>) -> Self {
+        let mut sorted: Vec<f64> = values.collect();
+        sorted.sort_by(f64::total_cmp);
+        let last = sorted.len() - 1;
+        let median = (sorted[last / 2] + sorted[last.div_ceil(2)]) / 2.0;
+        Spread { median, min: sorted[0], max: sorted[last] }
+    }
+}
+
+/// Work of one call.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Work {
+    /// Floating-point operations.
+    Flops(f64),
+    /// Bytes read or written.
+    Bytes(f64),
+}
+
+/// One timed pass.
+#[derive(Debug, Serialize)]
+pub struct Pass {
+    /// `forward`, `forward_backward`, …
+    pub pass: &'static str,
+    /// Of one call.
+    pub milliseconds: Spread,
+    /// Of one call.
+    #[serde(flatten)]
+    pub work: Work,
+    /// FLOPs or bytes, by the median.
+    pub per_second: f64,
+    /// Of the measured ceiling.
+    pub ceiling_share: f64,
+}
+
+impl Pass {
+    /// What a pass of `work` that took `milliseconds` says.
+    pub fn new(pass: &'static str, milliseconds: Spread, work: Work, ceiling: &Ceiling) -> Self {
+        let (amount, most) = match work {
+            Work::Flops(flops) => (flops, ceiling.flops_per_second),
+            Work::Bytes(bytes) => (bytes, ceiling.bytes_per_second),
+        };
+        let per_second = amount / (milliseconds.median / 1e3);
+        let ceiling_share = per_second / most.expect("the ceiling of this work is measured");
+        Pass { pass, milliseconds, work, per_second, ceiling_share }
+    }
+}
+
+/// Times calls on a device.
+#[derive(Clone)]
+pub struct Clock<B: OpBackend> {
+    samples: usize,
+    /// Most calls in a sample.
+    most_calls: usize,
+    /// Read back after some arithmetic, it tells that the device is done.
+    probe: Tensor<B, 1>,
+}
+
+impl<B: OpBackend> Clock<B> {
+    /// That takes `samples` samples.
+    pub fn new(samples: usize, device: &B::Device) -> Self {
+        Clock { samples, most_calls: 1 << 16, probe: Tensor::ones([1], device) }
+    }
+
+    /// With samples of at most so many calls, however short.
+    pub fn of_at_most(self, calls: usize) -> Self {
+        Clock { most_calls: self.most_calls.min(calls), ..self }
+    }
+
+    /// Waits until the device has done everything it was given.
+    pub fn wait(&self) {
+        let _ = (self.probe.clone() + 1.0).into_data();
+    }
+
+    /// Milliseconds of one call. `call` gets the number of calls before it.
+    pub fn time(&self, call: impl FnMut(usize)) -> Spread {
+        self.time_after(|_| (), call)
+    }
+
+    /// As [`Clock::time`]; before each sample, `prepare` gets the number of its calls, and is not
+    /// timed.
+    pub fn time_after(
+        &self,
+        mut prepare: impl FnMut(usize),
+        mut call: impl FnMut(usize),
+    ) -> Spread {
+        let mut done = 0;
+        let mut seconds = |calls: usize| {
+            prepare(calls);
+            self.wait();
+            let started = Instant::now();
+            for _ in 0..calls {
+                call(done);
+                done += 1;
+            }
+            self.wait();
+            started.elapsed().as_secs_f64()
+        };
+        seconds(1); // Compiles kernels, and takes memory from the system.
+        let mut calls = 1;
+        let mut last = seconds(calls);
+        while last < SAMPLE && calls < self.most_calls {
+            calls = more_calls(calls, last).min(self.most_calls);
+            last = seconds(calls);
+        }
+        Spread::of((0..self.samples).map(|_| seconds(calls) * 1e3 / calls as f64))
+    }
+}
+
+/// Calls that should take a sample's time where `calls` took `seconds`, too little.
+fn more_calls(calls: usize, seconds: f64) -> usize {
+    let wanted = (1.1 * SAMPLE / seconds * calls as f64).ceil() as usize;
+    // A first measurement may be far off.
+    wanted.clamp(calls + 1, 10 * calls)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_that_of_the_middle() {
+        let spread = Spread::of([3.0, 1.0, 2.0].into_iter());
+        assert_eq!((spread.median, spread.min, spread.max), (2.0, 1.0, 3.0));
+        assert_eq!(Spread::of([4.0, 1.0, 2.0, 3.0].into_iter()).median, 2.5);
+        assert_eq!(Spread::of([7.0].into_iter()).median, 7.0);
+    }
+
+    #[test]
+    fn samples_grow_until_they_are_long_enough() {
+        assert_eq!(more_calls(1, 0.012), 2);
+        assert_eq!(more_calls(10, 0.0041), 54);
+        assert_eq!(more_calls(10, 1e-9), 100);
+        assert_eq!(more_calls(10, 0.01999), 12);
+    }
+
+    #[test]
+    fn samples_stop_growing_at_the_most_calls() {
+        let clock = Clock::<longwall_kernels::Cpu>::new(2, &Default::default()).of_at_most(7);
+        let mut sizes = vec![];
+        clock.time_after(|calls| sizes.push(calls), |_| ());
+        assert!(sizes.ends_with(&[7, 7, 7]) && sizes.iter().all(|calls| *calls <= 7), "{sizes:?}");
+    }
+
+    #[test]
+    fn a_call_is_counted_once_and_prepared_for() {
+        let clock = Clock::<longwall_kernels::Cpu>::new(3, &Default::default());
+        let (mut calls, mut prepared, mut samples) = (vec![], 0, 0);
+        let spread = clock.time_after(
+            |n| {
+                prepared += n;
+                samples += 1;
+            },
+            |at| {
+                calls.push(at);
+                std::thread::sleep(std::time::Duration::from_millis(6));
+            },
+        );
+        assert!((6.0..60.0).contains(&spread.min), "{spread:?}");
+        assert!(spread.min <= spread.median && spread.median <= spread.max);
+        assert_eq!(calls, (0..prepared).collect::<Vec<_>>());
+        assert!(samples >= 5, "a warm-up, a trial and three samples, but {samples}");
+    }
+
+    #[test]
+    fn a_rate_is_a_share_of_its_own_ceiling() {
+        let ceiling = Ceiling { flops_per_second: Some(1e12), bytes_per_second: Some(4e9) };
+        let two = Spread { median: 2.0, min: 1.0, max: 3.0 };
+        let pass = Pass::new("forward", two, Work::Flops(1e9), &ceiling);
+        assert_eq!((pass.per_second, pass.ceiling_share), (5e11, 0.5));
+        let pass = Pass::new("forward", two, Work::Bytes(2e6), &ceiling);
+        assert_eq!((pass.per_second, pass.ceiling_share), (1e9, 0.25));
+        let json = serde_json::to_value(&pass).unwrap();
+        assert_eq!(json["bytes"], 2e6);
+        assert_eq!(json["milliseconds"]["min"], 1.0);
+    }
+}
