@@ -4,7 +4,9 @@
 //! backend runs an operation's reference; a backend with a kernel for it runs the kernel, and
 //! [`Autodiff`] then records one node with the kernel's own gradient.
 
-use std::cell::Cell;
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::fmt::Debug;
 use std::marker::PhantomData;
 
@@ -15,10 +17,11 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, FloatDType, Int, Slice, Tensor, TensorMetadata, TensorPrimitive};
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 use burn_flex::FlexTensor;
 use cubecl::cuda::CudaRuntime;
+use cubecl::zspace::metadata::Metadata;
 
 use crate::cuda::CudaTensor;
 use crate::ops::adamw::{AdamwStep, Stepped};
@@ -154,6 +157,13 @@ pub trait OpBackend: Backend {
         onto: &mut [Option<FloatTensor<Self>>; N],
     ) -> [Option<FloatTensor<Self>>; N];
 
+    /// The first `len` elements of dimension `dim`: a view, where the device would copy a slice.
+    fn leading(x: FloatTensor<Self>, dim: usize, len: usize) -> FloatTensor<Self> {
+        let range = |d: usize, size: usize| Slice::from(0..if d == dim { len } else { size });
+        let ranges: Vec<_> = x.shape().iter().enumerate().map(|(d, &n)| range(d, n)).collect();
+        Self::float_slice(x, &ranges)
+    }
+
     /// One AdamW step on one parameter, from `[parameter, gradient, m, v]`: the new parameter, m
     /// and v, and the new parameter as `copy`. Not differentiable.
     ///
@@ -250,6 +260,14 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
         op.cuda_backward_onto(saved, ints, grad, needs, onto)
     }
 
+    fn leading(mut x: CudaTensor, dim: usize, len: usize) -> CudaTensor {
+        let mut shape = x.meta.shape().clone();
+        assert!(len <= shape[dim], "the first {len} of {shape:?}");
+        shape[dim] = len;
+        *x.meta = Metadata::new(shape, x.meta.strides().clone());
+        x
+    }
+
     fn adamw(
         step: &AdamwStep,
         tensors: [CudaTensor; 4],
@@ -297,14 +315,66 @@ impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
             of_parent.node = parent.clone()?;
             grads.remove::<B>(&of_parent)
         });
+        let earlier: [Option<u64>; N] = std::array::from_fn(|i| {
+            let leaf = ops.parents[i].as_ref().filter(|_| onto[i].is_none())?.id.value;
+            onto[i] = exchange_earlier::<B>(leaf, None);
+            Some(leaf)
+        });
         let inputs = B::backward(&op, tensors, &ints, grad, needs, &mut onto);
-        for ((parent, old), new) in ops.parents.into_iter().zip(onto).zip(inputs) {
+        for (((parent, old), new), earlier) in
+            ops.parents.into_iter().zip(onto).zip(inputs).zip(earlier)
+        {
             let Some(parent) = parent else { continue };
-            for grad in [old, new].into_iter().flatten() {
-                grads.register::<B>(parent.id, grad);
+            match (old, earlier) {
+                (Some(old), Some(leaf)) => drop(exchange_earlier::<B>(leaf, Some(old))),
+                (Some(old), None) => grads.register::<B>(parent.id, old),
+                (None, _) => {}
+            }
+            if let Some(new) = new {
+                grads.register::<B>(parent.id, new);
             }
         }
     }
+}
+
+thread_local! {
+    /// The gradients of [`add_to_earlier`] that nobody has taken: an [`Earlier`].
+    static EARLIER: RefCell<Option<Box<dyn Any>>> = const { RefCell::new(None) };
+}
+
+/// Gradients of leaves, by [`leaf_id`].
+pub type Earlier<B> = HashMap<u64, FloatTensor<B>>;
+
+/// What tells a leaf of the graph from others.
+pub fn leaf_id<B: Backend>(x: &FloatTensor<Autodiff<B>>) -> u64 {
+    x.node.id.value
+}
+
+/// Runs `backward`, a backward pass, where leaves have gradients of earlier passes: an operation that
+/// adds to one in the same pass ([`Op::cuda_backward_onto`]) takes it, and the pass then gives the
+/// leaf's sum. Returns what nobody took.
+pub fn add_to_earlier<B: Backend, T>(
+    earlier: Earlier<B>,
+    backward: impl FnOnce() -> T,
+) -> (T, Earlier<B>) {
+    EARLIER.set(Some(Box::new(earlier)));
+    let result = backward();
+    let left = EARLIER.take().and_then(|left| left.downcast().ok());
+    (result, *left.expect("a backward pass does not run inside another"))
+}
+
+/// Takes the leaf's earlier gradient, and puts `gradient` in its place.
+fn exchange_earlier<B: Backend>(
+    leaf: u64,
+    gradient: Option<FloatTensor<B>>,
+) -> Option<FloatTensor<B>> {
+    EARLIER.with_borrow_mut(|all| {
+        let all = all.as_mut()?.downcast_mut::<Earlier<B>>()?;
+        match gradient {
+            Some(gradient) => all.insert(leaf, gradient),
+            None => all.remove(&leaf),
+        }
+    })
 }
 
 /// The autodiff node of [`OpBackend::widen`].

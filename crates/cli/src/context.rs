@@ -71,17 +71,14 @@ pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Devic
 
 /// The precision of a training run on `device`; logs it.
 pub fn training_precision(choice: Option<Precision>, device: &Device) -> Result<Precision> {
-    let precision = match (device, choice) {
-        (Device::Cpu, Some(Precision::Bf16)) => bail!(
-            "run.precision is \"bf16\", but the device is the CPU; allowed there: \"f32\"\n  \
+    if let (Device::Cpu, Some(choice @ (Precision::Bf16 | Precision::Tf32))) = (device, choice) {
+        bail!(
+            "run.precision is \"{choice}\", but the device is the CPU; allowed there: \"f32\"\n  \
              hint: leave precision out (bf16 on CUDA, f32 on the CPU), or train on a machine with \
              an NVIDIA GPU"
-        ),
-        (Device::Cpu, _) => Precision::F32,
-        (Device::Cuda(_), choice) => choice.unwrap_or(Precision::Bf16),
-    };
-    tracing::info!("precision: {precision}");
-    Ok(precision)
+        );
+    }
+    Ok(trained_precision(choice, device))
 }
 
 /// The precision that a trained model runs in on `device`: that of its training, but f32 on the CPU
@@ -91,6 +88,7 @@ fn trained_precision(choice: Option<Precision>, device: &Device) -> Precision {
         Device::Cpu => Precision::F32,
         Device::Cuda(_) => choice.unwrap_or(Precision::Bf16),
     };
+    longwall_kernels::cuda::blas::allow_tf32(precision == Precision::Tf32);
     tracing::info!("precision: {precision}");
     precision
 }

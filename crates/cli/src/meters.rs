@@ -33,7 +33,7 @@ impl Meters {
     pub fn peak_flops(&self, precision: Precision) -> Option<f64> {
         match precision {
             Precision::Bf16 => self.device.peak_bf16_flops(),
-            Precision::F32 => None,
+            Precision::F32 | Precision::Tf32 => None,
         }
     }
 }

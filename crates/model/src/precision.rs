@@ -14,6 +14,8 @@ pub enum Precision {
     /// f32 throughout.
     #[default]
     F32,
+    /// f32 throughout, but linear layers on CUDA round their factors to TF32 (10 bits of mantissa).
+    Tf32,
     /// bf16 activations, and parameters of two or more dimensions rounded to bf16. Vectors stay
     /// f32, and so do softmax statistics, norms' statistics, losses and gradients of parameters.
     Bf16,
@@ -23,6 +25,7 @@ impl Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Precision::F32 => "f32",
+            Precision::Tf32 => "tf32",
             Precision::Bf16 => "bf16",
         })
     }
@@ -59,11 +62,6 @@ impl<B: Backend> ModuleMapper<B> for Convert {
             if wants_grad { new.require_grad() } else { new }
         })
     }
-}
-
-/// `x` as `dtype`: itself where it is that already.
-pub(crate) fn cast<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
-    if x.dtype() == dtype { x } else { x.cast(dtype) }
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor};
-use longwall_kernels::backend::{OpBackend, primitive, tensor};
+use longwall_kernels::backend::{OpBackend, add_to_earlier, leaf_id, primitive, tensor};
 use longwall_kernels::ops::grad_norm::square_sums;
 
 /// One gradient a parameter, in the order in which the module visits its parameters; `None` where
@@ -16,28 +16,54 @@ pub struct Gradients<B: OpBackend> {
 }
 
 impl<B: OpBackend> Gradients<B> {
-    /// Takes the gradients of `model`'s parameters out of a backward pass.
-    pub fn collect<M: Module<Autodiff<B>>>(
-        model: &M,
-        mut gradients: <Autodiff<B> as AutodiffBackend>::Gradients,
-    ) -> Self {
-        let mut collect = Collect::<B> { gradients: &mut gradients, tensors: Vec::new() };
-        model.visit(&mut collect);
-        Gradients { tensors: collect.tensors }
+    /// No gradients yet of `model`'s parameters.
+    pub fn none<M: Module<Autodiff<B>>>(model: &M) -> Self {
+        let mut leaves = Leaves { ids: Vec::new() };
+        model.visit(&mut leaves);
+        Gradients { tensors: leaves.ids.iter().map(|_| None).collect() }
     }
 
-    /// Adds the gradients of another micro-batch.
+    /// The gradients of `model`'s parameters by `root`.
+    pub fn of<M: Module<Autodiff<B>>>(model: &M, root: Tensor<Autodiff<B>, 1>) -> Self {
+        let mut gradients = Gradients::none(model);
+        gradients.add_backward(model, root);
+        gradients
+    }
+
+    /// Adds other gradients of the same model.
     ///
     /// # Panics
     /// When `other` is of another model.
     pub fn add(&mut self, other: Self) {
         assert_eq!(self.tensors.len(), other.tensors.len(), "gradients of two different models");
         for (sum, term) in self.tensors.iter_mut().zip(other.tensors) {
-            *sum = match (sum.take(), term) {
-                (Some(sum), Some(term)) => Some(B::float_add(sum, term)),
-                (sum, term) => sum.or(term),
-            };
+            *sum = sum_of::<B>(sum.take(), term);
         }
+    }
+
+    /// Runs the backward pass of `root` and adds the gradients of `model`'s parameters: in the same
+    /// pass where an operation can, else afterwards. Returns the other gradients.
+    ///
+    /// # Panics
+    /// When these gradients are of another model.
+    pub fn add_backward<M: Module<Autodiff<B>>>(
+        &mut self,
+        model: &M,
+        root: Tensor<Autodiff<B>, 1>,
+    ) -> Graph<B> {
+        let mut leaves = Leaves { ids: Vec::new() };
+        model.visit(&mut leaves);
+        assert_eq!(self.tensors.len(), leaves.ids.len(), "gradients of two different models");
+        let places = leaves.ids.iter().zip(&mut self.tensors);
+        let sums = places.filter_map(|(&id, sum)| Some((id, sum.take()?))).collect();
+        let (mut graph, mut left) = add_to_earlier::<B, _>(sums, || root.backward());
+        let mut collect = Collect::<B> { gradients: &mut graph, tensors: Vec::new() };
+        model.visit(&mut collect);
+        let places = leaves.ids.iter().zip(&mut self.tensors);
+        for ((id, sum), term) in places.zip(collect.tensors) {
+            *sum = sum_of::<B>(left.remove(id), term);
+        }
+        graph
     }
 
     /// Tensors of shape `[1]` that add up to Σ g² over all gradients: one a gradient on the CPU, so
@@ -51,8 +77,32 @@ impl<B: OpBackend> Gradients<B> {
     }
 }
 
+fn sum_of<B: OpBackend>(
+    sum: Option<FloatTensor<B>>,
+    term: Option<FloatTensor<B>>,
+) -> Option<FloatTensor<B>> {
+    match (sum, term) {
+        (Some(sum), Some(term)) => Some(B::float_add(sum, term)),
+        (sum, term) => sum.or(term),
+    }
+}
+
+/// The gradients of one backward pass.
+pub type Graph<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
+
+/// The parameters as leaves of the graph.
+struct Leaves {
+    ids: Vec<u64>,
+}
+
+impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Leaves {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+        self.ids.push(leaf_id::<B>(&primitive(param.val())));
+    }
+}
+
 struct Collect<'a, B: OpBackend> {
-    gradients: &'a mut <Autodiff<B> as AutodiffBackend>::Gradients,
+    gradients: &'a mut Graph<B>,
     tensors: Vec<Option<FloatTensor<B>>>,
 }
 
@@ -81,10 +131,14 @@ mod tests {
 
     type Model = longwall_model::LanguageModel<Autodiff<TestBackend>>;
 
-    fn gradients(model: &Model, rows: Range<usize>) -> Gradients<TestBackend> {
+    fn loss(model: &Model, rows: Range<usize>) -> Tensor<Autodiff<TestBackend>, 1> {
         let [tokens, targets] = tiny_batch(rows);
         let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
-        Gradients::collect(model, model.loss(tokens, targets, weights, None).backward())
+        model.loss(tokens, targets, weights, None)
+    }
+
+    fn gradients(model: &Model, rows: Range<usize>) -> Gradients<TestBackend> {
+        Gradients::of(model, loss(model, rows))
     }
 
     fn elements(gradients: Gradients<TestBackend>) -> Vec<f32> {
@@ -101,8 +155,10 @@ mod tests {
     fn gradients_of_micro_batches_add_up_to_that_of_the_batch() {
         let model = tiny_model(1);
         let whole = elements(gradients(&model, 0..4));
-        let mut sum = gradients(&model, 0..1);
-        sum.add(gradients(&model, 1..4));
+        let mut sum = Gradients::none(&model);
+        for rows in [0..1, 1..4] {
+            sum.add_backward(&model, loss(&model, rows));
+        }
         let sum = elements(sum);
         assert_eq!(whole.len(), sum.len());
         assert!(whole.iter().any(|g| g.abs() > 1e-3), "all gradients vanish");

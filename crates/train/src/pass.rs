@@ -45,13 +45,6 @@ pub struct Pass<B: OpBackend> {
 }
 
 impl<B: OpBackend> Pass<B> {
-    fn new(gradients: Gradients<B>, loss: Tensor<Autodiff<B>, 1>) -> Self {
-        let loss = loss.inner();
-        // A backend without a kernel for the loss gives the model's type.
-        let loss = if loss.dtype() == DType::BF16 { loss.cast(DType::F32) } else { loss };
-        Pass { gradients, loss }
-    }
-
     /// The mean loss and the global gradient norm, in one read from the device.
     pub fn loss_and_grad_norm(&self) -> (f32, f32) {
         let mut scalars = vec![self.loss.clone()];
@@ -91,35 +84,37 @@ pub fn forward_backward<B: OpBackend>(
     plan: PassPlan,
     device: &B::Device,
 ) -> Pass<B> {
-    let mut pass: Option<Pass<B>> = None;
+    let mut gradients = Gradients::none(model);
+    let mut sum: Option<Tensor<B, 1>> = None;
     for first in (0..batch.rows).step_by(plan.micro_batch) {
         let rows = first..(first + plan.micro_batch).min(batch.rows);
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let rows = Rows::new(batch, rows, device);
-        let part = match plan.recompute {
-            false => whole(model, rows, weights),
-            true => recompute::block_by_block(model, rows, weights),
+        let loss = match plan.recompute {
+            false => whole(model, rows, weights, &mut gradients),
+            true => recompute::block_by_block(model, rows, weights, &mut gradients),
         };
-        pass = Some(match pass {
-            None => part,
-            Some(mut sum) => {
-                sum.gradients.add(part.gradients);
-                Pass { loss: sum.loss + part.loss, ..sum }
-            }
+        let loss = loss.inner();
+        // A backend without a kernel for the loss gives the model's type.
+        let loss = if loss.dtype() == DType::BF16 { loss.cast(DType::F32) } else { loss };
+        sum = Some(match sum {
+            None => loss,
+            Some(sum) => sum + loss,
         });
     }
-    pass.expect("a batch has at least one row")
+    Pass { gradients, loss: sum.expect("a batch has at least one row") }
 }
 
-/// One micro-batch in one graph.
+/// One micro-batch in one graph: its loss. Its gradients are added to `gradients`.
 fn whole<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: Rows<Autodiff<B>>,
     weights: Tensor<Autodiff<B>, 2>,
-) -> Pass<B> {
+    gradients: &mut Gradients<B>,
+) -> Tensor<Autodiff<B>, 1> {
     let loss = model.loss(rows.inputs, rows.targets, weights, rows.document_starts);
-    let gradients = Gradients::collect(model, loss.backward());
-    Pass::new(gradients, loss)
+    gradients.add_backward(model, loss.clone());
+    loss
 }
 
 /// The loss weights of `rows` over `weight_sum`, `[rows, seq_len]`.

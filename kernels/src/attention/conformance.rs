@@ -3,12 +3,15 @@
 //! decoding, determinism. `K` is the backend that is tested, against its own f32 reference: for
 //! a kind without a kernel there, these are one, and only the oracle is left to hold it.
 
+mod rounded;
+
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+pub use self::rounded::{bf16_agrees_with_the_oracle, bf16_is_deterministic_on_a_full_device};
 use super::{
     AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
 };
@@ -27,6 +30,12 @@ pub trait Conformance: Variant {
     /// would meet a kink, or leave nothing but rounding to compare.
     fn prepare(&self, inputs: &mut [Oracle]) {
         let _ = inputs;
+    }
+
+    /// How often a kernel in bf16 rounds what a result or a gradient comes from. Five: q and k where
+    /// they are rotated, the weights or their slopes, the result, a gradient that is rotated back.
+    fn roundings(&self) -> u32 {
+        5
     }
 
     /// The operation by its definition: `inputs` are q, k, v, the projections, the parameters;
@@ -109,6 +118,11 @@ impl Problem {
         activations.flat_map(|x| &mut x.data).for_each(|x| *x = bf16::from_f64(*x).to_f64());
         self.dtype = DType::BF16;
         self
+    }
+
+    /// The same values in f32.
+    fn in_f32(&self) -> Self {
+        Problem { dtype: DType::F32, ..self.clone() }
     }
 
     /// Splits every row into documents that start at the given positions; the second row has one
@@ -323,86 +337,6 @@ pub fn gradients_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
         let packed = Problem::new(&variant, [2, 2, 8, 2, 70], None).packed(&[0, 1, 30, 66]);
         check_gradients::<V, K>(&variant, &packed);
     }
-}
-
-/// Outputs and gradients of q, k, v and the projections in bf16, for a kind with a kernel for it.
-pub fn bf16_agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
-    for variant in V::cases() {
-        for sizes in [[2, 2, 8, 1, 1], [2, 1, 16, 1, 33], [4, 2, 64, 2, 100], [2, 2, 80, 1, 129]] {
-            check_bf16::<V, K>(&variant, Problem::new(&variant, sizes, None));
-        }
-        for window in windows(&variant, &[1, 65]) {
-            check_bf16::<V, K>(&variant, Problem::new(&variant, [2, 1, 128, 1, 140], window));
-        }
-        let packed = Problem::new(&variant, [4, 1, 64, 2, 200], None).packed(&[0, 1, 90, 130, 199]);
-        check_bf16::<V, K>(&variant, packed);
-        for (sizes, window) in windows(&variant, &[70]).into_iter().flat_map(|window| {
-            [
-                ([4, 1, 64, 2, 130], window),
-                ([40, 2, 80, 1, 70], window),
-                ([2, 2, 128, 3, 700], window),
-            ]
-        }) {
-            check_bf16_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
-        }
-    }
-}
-
-/// Holds a prompt and then single tokens to the oracle, as [`check_bf16`].
-fn check_bf16_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
-    let problem = problem.in_bf16();
-    let want = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
-    let inputs = problem.tensors::<K>();
-    let mut state = variant.start::<K>(&problem.shape);
-    let prompt = problem.seq_len - 6;
-    let mut outputs = vec![variant.extend(&problem.shape, cut(&inputs, 0, prompt), &mut state)];
-    for t in prompt..problem.seq_len {
-        outputs.push(variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state));
-    }
-    let what = format!("{variant:?}, {:?}, decoding {}", problem.shape, problem.seq_len);
-    assert_roundings(&what, &to_vec(Tensor::cat(outputs, 2)), &want.data);
-}
-
-/// Holds a problem in bf16 to the roundings on its way (see [`assert_roundings`]).
-fn check_bf16<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
-    let problem = problem.in_bf16();
-    let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
-    let oracle = |inputs: &[Oracle]| variant.oracle(&problem.shape, inputs, &problem.documents);
-    let mut upstream = oracle(&problem.inputs);
-    assert_roundings(&what, &problem.attend::<V, K>(variant), &upstream.data);
-    let mut rng = ChaCha8Rng::seed_from_u64(5);
-    let mut draw = || bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_f64();
-    upstream.data.iter_mut().for_each(|x| *x = draw());
-    let got = gradients::<V, K>(variant, &problem, &upstream);
-    // Those of q and k may vanish for a single key, so all are held to the largest of any.
-    let (mut all_got, mut all_want) = (vec![], vec![]);
-    for (input, got) in got.iter().enumerate() {
-        assert!(got.iter().all(|x| x.is_finite()), "{what}, gradient of input {input}");
-        if problem.inputs[input].shape.len() > 1 {
-            let (places, want) = differences(&problem.inputs, input, &upstream, V::STEP, &oracle);
-            all_got.extend(places.iter().map(|&p| got[p]));
-            all_want.extend(want);
-        }
-    }
-    assert_roundings(&format!("{what}, gradients"), &all_got, &all_want);
-    assert_eq!(got, gradients::<V, K>(variant, &problem, &upstream), "{what}: two runs differ");
-}
-
-/// At most five roundings to bf16: of q and k where they are rotated, of the weights or their slopes,
-/// of the result, and of a gradient that is rotated back. Each is at most 2⁻⁹ of what it rounds, and
-/// they are independent.
-fn assert_roundings(what: &str, got: &[f64], want: &[f64]) {
-    let largest = want.iter().fold(0.0f64, |a, x| a.max(x.abs()));
-    let size = |x: &[f64]| (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64).sqrt();
-    let errors: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
-    let (worst, mean) = (largest_difference(got, want), size(&errors));
-    let rounding = 2f64.powi(-9);
-    record(worst / largest);
-    assert!(
-        worst <= 5.0 * rounding * largest && mean <= 5f64.sqrt() * rounding * size(want),
-        "{what}: off by {worst:.2e} of {largest:.2e}, root mean square {mean:.2e} of {:.2e}",
-        size(want)
-    );
 }
 
 /// Windows shorter and longer than the sequence.

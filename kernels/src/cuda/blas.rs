@@ -1,7 +1,7 @@
 //! Matrix products on CUDA by cuBLASLt.
 //!
-//! f32 products are computed in f32, never in TF32; bf16 products accumulate in f32. Equal inputs
-//! give equal bits.
+//! f32 products are computed in f32, those of linear layers in TF32 where [`allow_tf32`] says so; bf16
+//! products accumulate in f32. Equal inputs give equal bits.
 //!
 //! cubecl keeps its stream private, so products run on a stream of their own between two events:
 //! it waits for all work that was issued to the context before, and what is issued to the context
@@ -10,6 +10,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::DType;
@@ -29,6 +30,15 @@ const MOST_PLANS: usize = 4096;
 /// What cuBLASLt assumes of an address unless told otherwise.
 const BEST_ALIGNMENT: u64 = 256;
 
+/// Whether linear layers may round f32 factors to TF32.
+static TF32: AtomicBool = AtomicBool::new(false);
+
+/// Lets the linear layers of this process multiply f32 factors as TF32, with 10 bits of mantissa
+/// instead of 23, on tensor cores. Off at first. Other products, [`matmul`]'s, stay exact.
+pub fn allow_tf32(allow: bool) {
+    TF32.store(allow, Ordering::Relaxed);
+}
+
 /// a · b for each matrix of a batch.
 ///
 /// - `a`: `[…, m, k]`, of any strides
@@ -40,15 +50,15 @@ const BEST_ALIGNMENT: u64 = 256;
 /// When the sizes or types do not fit, or cuBLASLt fails.
 pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     let dtype = a.dtype;
-    product(a, b, dtype, Epilogue::None)
+    run(a, b, dtype, Epilogue::None, false)
 }
 
 /// What is done to a product before it is written.
 pub enum Epilogue {
     /// Nothing.
     None,
-    /// A tensor of the product's shape is added in f32. Its buffer takes the result where nobody
-    /// else owns it.
+    /// A tensor of the product's shape is added in f32, though some of cuBLASLt's algorithms for small
+    /// bf16 products round the product first. Its buffer takes the result where nobody else owns it.
     Add(CudaTensor),
     /// A vector of n elements is added to each row.
     Bias(CudaTensor),
@@ -56,12 +66,16 @@ pub enum Epilogue {
     Gelu(CudaTensor),
 }
 
-/// a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is of type `dtype`:
-/// the inputs' own, or f32 of bf16 inputs.
+/// A linear layer's a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is
+/// of type `dtype`: the inputs' own, or f32 of bf16 inputs.
 ///
 /// # Panics
 /// When the sizes or types do not fit, or cuBLASLt fails.
 pub fn product(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue) -> CudaTensor {
+    run(a, b, dtype, epilogue, TF32.load(Ordering::Relaxed))
+}
+
+fn run(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue, tf32: bool) -> CudaTensor {
     let mut shape = a.meta.shape().to_vec();
     let rank = shape.len();
     let (sa, sb) = (a.meta.shape().to_vec(), b.meta.shape().to_vec());
@@ -100,7 +114,7 @@ pub fn product(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue) -
     // A product that failed has changed nothing that the next one uses.
     let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
     let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
-    blas.run(&a, &b, &Factor::new(out.clone()), &extra);
+    blas.run(&a, &b, &Factor::new(out.clone()), &extra, tf32);
     out
 }
 
@@ -207,6 +221,8 @@ struct Key {
     alignments: [u32; 4],
     /// Of the factors and of the product.
     types: [DType; 2],
+    /// Whether f32 factors are rounded to TF32.
+    tf32: bool,
     epilogue: Option<lt_sys::cublasLtEpilogue_t>,
 }
 
@@ -261,7 +277,7 @@ impl Blas {
         Blas { context, handle, stream, before, after, workspace, plans: HashMap::new() }
     }
 
-    fn run(&mut self, a: &Factor, b: &Factor, out: &Factor, extra: &Extra) {
+    fn run(&mut self, a: &Factor, b: &Factor, out: &Factor, extra: &Extra, tf32: bool) {
         let factors = [a, b, out];
         // Blocks until the work that writes these buffers is issued. Held until the end: the
         // buffers stay reserved.
@@ -285,6 +301,7 @@ impl Blas {
             layouts: factors.map(|x| x.layout),
             alignments: [of_a, of_b, of_out, align(extra_at)],
             types: [a.tensor.dtype, out.tensor.dtype],
+            tf32: tf32 && a.tensor.dtype == DType::F32,
             epilogue: extra.kind(),
         };
         let handle = self.handle;
@@ -370,8 +387,11 @@ impl Drop for Plan {
 
 impl Plan {
     fn new(handle: lt_sys::cublasLtHandle_t, key: &Key) -> Self {
-        let Key { layouts, alignments, types: [factors, result], epilogue } = key;
-        let (_, compute, scale) = types(*factors);
+        let Key { layouts, alignments, types: [factors, result], tf32, epilogue } = key;
+        let (_, mut compute, scale) = types(*factors);
+        if *tf32 {
+            compute = lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32;
+        }
         let [a, b, _] = layouts;
         let description = lt::create_matmul_desc(compute, scale).expect("a product's description");
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;

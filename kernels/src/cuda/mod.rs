@@ -35,13 +35,17 @@ pub fn reshaped(x: &CudaTensor, shape: &[usize]) -> CudaTensor {
     CudaTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
 }
 
-/// The elements of a contiguous tensor, `lanes` at a time, as a kernel's argument.
+/// Bytes that a thread reads at once.
+pub const WIDE: usize = 16;
+
+/// The buffer from a tensor's first element on, `lanes` at a time, however it is laid out.
 ///
 /// # Panics
-/// When they cannot be read so: their number is no multiple of `lanes`.
-pub fn array(x: &CudaTensor, lanes: usize) -> ArrayArg<CudaRuntime> {
-    let len = x.meta.shape().num_elements();
-    assert!(len.is_multiple_of(lanes), "{len} elements, {lanes} at a time");
-    // SAFETY: the buffer holds as many elements, since the tensor is contiguous.
-    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), len / lanes) }
+/// When several are read at a time and the first is not aligned to 16 bytes.
+pub fn buffer(x: &CudaTensor, lanes: usize) -> ArrayArg<CudaRuntime> {
+    let offset = x.handle.offset_start.unwrap_or(0);
+    assert!(lanes == 1 || offset.is_multiple_of(WIDE as u64), "a view at byte {offset}");
+    let elements = x.meta.shape().num_elements();
+    // SAFETY: kernels stay within the tensor by its shape and strides; this length is not used.
+    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), elements / lanes) }
 }

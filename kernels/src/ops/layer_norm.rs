@@ -205,14 +205,15 @@ impl Op<2> for LayerNorm {
         self.cuda().forward(x, weight, None)
     }
 
-    fn cuda_backward(
+    fn cuda_backward_onto(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 2],
+        [onto, ..]: &mut [Option<CudaTensor>; 2],
     ) -> [Option<CudaTensor>; 2] {
-        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false);
+        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false, onto);
         [needs[0].then_some(dx), needs[1].then_some(dw)]
     }
 }
@@ -254,14 +255,15 @@ impl Op<3> for LayerNorm {
         self.cuda().forward(x, weight, Some(bias))
     }
 
-    fn cuda_backward(
+    fn cuda_backward_onto(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 3],
+        [onto, ..]: &mut [Option<CudaTensor>; 3],
     ) -> [Option<CudaTensor>; 3] {
-        let [dx, dw, db] = self.cuda().backward(&saved, &grad, true);
+        let [dx, dw, db] = self.cuda().backward(&saved, &grad, true, onto);
         [needs[0].then_some(dx), needs[1].then_some(dw), needs[2].then_some(db)]
     }
 }
@@ -331,8 +333,31 @@ mod tests {
 
     mod cuda {
         use super::*;
-        use crate::ops::support::gpu::{assert_nan_shows, assert_views_agree, strides, wave};
+        use crate::ops::linear::{linear, linear_add};
+        use crate::ops::support::gpu::{
+            assert_nan_shows, assert_views_agree, output_and_gradient, strides, values, wave,
+        };
         use crate::testing::check_on;
+
+        /// The residual's gradient is there when the norm's own is added to it.
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn the_gradient_of_a_residual_block_is_the_sum_over_its_two_paths() {
+            // More rows than blocks, and a last block whose threads have too few.
+            for shape in [[3, 5, 32], [1, 1001, 64], [2, 700, 768]] {
+                let width = shape[2];
+                let weight = || wave([width, width], 0.1) * 0.05;
+                let norm = |x| layer_norm(x, wave([width], 1.0), None, EPS);
+                let plain = |x| linear(norm(x), weight(), None);
+                let block = |x: Tensor<_, 3>| linear_add(norm(x.clone()), weight(), x);
+                let [_, dx] = output_and_gradient(wave(shape, 0.0), &plain);
+                let [_, sum] = output_and_gradient(wave(shape, 0.0), &block);
+                let upstream = values(wave(shape, 0.3));
+                for ((dx, upstream), sum) in dx.iter().zip(upstream).zip(&sum) {
+                    assert!((dx + upstream - sum).abs() <= 1e-5, "{dx} + {upstream}, {sum}");
+                }
+            }
+        }
 
         #[test]
         #[ignore = "needs a GPU"]

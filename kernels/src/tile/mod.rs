@@ -9,6 +9,10 @@
 //! rows of eight chunks of 16 bytes, chunk c of row r at place c ⊕ (r mod 8) (the accelerator's
 //! swizzle of 128 bytes), so that `ldmatrix` meets no bank twice. Rows and channels past the
 //! tensor's last are zero.
+//!
+//! A tile may be loaded anew once the products with the fragments read from it have been issued and
+//! the block has met in `sync_cube`, which alone does not wait for `ldmatrix` still in flight: the
+//! accelerator can overtake it. A tile whose fragments are kept for later products is never reloaded.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;

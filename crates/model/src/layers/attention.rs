@@ -11,7 +11,6 @@ use super::time::{History, Past, history_elements};
 use super::{Linear, Norm, SideProjection};
 use crate::config::{ModelConfig, NormKind, ValueResidual};
 use crate::init::Init;
-use crate::precision::cast;
 
 /// Taps of the short convolution.
 pub(crate) const CONV_TAPS: usize = 4;
@@ -235,8 +234,8 @@ impl<B: OpBackend> Attention<B> {
             // In f32: λ's gradient is a sum over every element.
             let (dtype, lambdas) = (v.dtype(), mix.val());
             let lambda = |at| lambdas.clone().narrow(0, at, 1).reshape([1, 1, 1]);
-            let wide = |x| cast(x, lambdas.dtype());
-            return cast(wide(first) * lambda(0) + wide(v) * lambda(1), dtype);
+            let wide = |x: Tensor<B, 3>| x.cast(lambdas.dtype());
+            return (wide(first) * lambda(0) + wide(v) * lambda(1)).cast(dtype);
         }
         match &self.value_gate {
             // Without a convolution, the slot does not matter.

@@ -3,8 +3,6 @@ use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::short_conv::short_conv;
 
-use crate::precision::cast;
-
 /// The last inputs of each causal convolution of a layer, `[batch, up to taps − 1, channels]`;
 /// `None` before the first token.
 pub(super) type History<B> = Vec<Option<Tensor<B, 3>>>;
@@ -50,7 +48,7 @@ impl<B: OpBackend> Past<'_, B> {
     /// the first token is 0.
     pub fn shift(&mut self, slot: usize, x: Tensor<B, 3>, mu: Tensor<B, 1>) -> Tensor<B, 3> {
         let here = mu.ones_like() - mu.clone();
-        let taps = cast(Tensor::stack(vec![mu, here], 1), x.dtype());
+        let taps = Tensor::stack::<2>(vec![mu, here], 1).cast(x.dtype());
         self.conv(slot, x, taps, false)
     }
 }

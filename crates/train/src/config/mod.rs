@@ -142,10 +142,11 @@ impl RunConfig {
             "1 or more",
             "leave it out to use every core",
         );
+        let precision = self.run.precision.unwrap_or_default();
         problems.check(
-            self.run.device != DeviceChoice::Cpu || self.run.precision != Some(Precision::Bf16),
+            self.run.device != DeviceChoice::Cpu || precision == Precision::F32,
             "run.precision",
-            "\"bf16\" with run.device = \"cpu\"",
+            format!("\"{precision}\" with run.device = \"cpu\""),
             "\"f32\" on the CPU",
             "leave it out: bf16 is the default on CUDA, f32 on the CPU",
         );

@@ -176,11 +176,14 @@ fn bf16_on_the_cpu_is_refused() {
       hint: leave it out: bf16 is the default on CUDA, f32 on the CPU
     "#);
     insta::assert_snapshot!(error(&["run.precision=fp16"]), @r#"
-    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, bf16
+    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, tf32, bf16
       hint: did you mean "bf16"?
     "#);
-    for sets in [["run.precision=bf16", "run.device=cuda"], ["run.precision=f32", "run.device=cpu"]]
-    {
+    for sets in [
+        ["run.precision=bf16", "run.device=cuda"],
+        ["run.precision=tf32", "run.device=cuda"],
+        ["run.precision=f32", "run.device=cpu"],
+    ] {
         let config = parse(BASE, &sets).unwrap();
         assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
     }

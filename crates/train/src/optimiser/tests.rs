@@ -12,7 +12,7 @@ const ADAMW: OptimiserConfig =
 fn gradients(model: &TestModel) -> Gradients<TestBackend> {
     let [tokens, targets] = tiny_batch(0..4);
     let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
-    Gradients::collect(model, model.loss(tokens, targets, weights, None).backward())
+    Gradients::of(model, model.loss(tokens, targets, weights, None))
 }
 
 fn update(number: u64) -> Update {
@@ -85,7 +85,7 @@ fn updates_lower_the_loss_and_are_the_same_every_time() {
                 let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
                 let loss = model.loss(tokens.clone(), targets.clone(), weights, None);
                 let value = loss.clone().inner().into_scalar();
-                let gradients = Gradients::collect(&model, loss.backward());
+                let gradients = Gradients::of(&model, loss);
                 model = optimiser.step(model.clone(), gradients, update(number));
                 value
             })
@@ -187,7 +187,6 @@ fn gradients_in_bf16_are_widened_when_they_are_collected() {
         weight: Param::from_tensor(weight.cast(DType::BF16)),
         bias: None,
     };
-    let graph = (linear.weight.val() * 3.0).sum().backward();
-    let gradients = Gradients::<TestBackend>::collect(&linear, graph);
+    let gradients = Gradients::<TestBackend>::of(&linear, (linear.weight.val() * 3.0).sum());
     assert_eq!(gradients.tensors[0].as_ref().map(|g| g.dtype()), Some(DType::F32));
 }

@@ -3,34 +3,32 @@
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
-use burn::tensor::backend::AutodiffBackend;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::seed;
 use longwall_model::LanguageModel;
 
-use super::{Pass, Rows};
-use crate::gradients::Gradients;
+use super::Rows;
+use crate::gradients::{Gradients, Graph};
 
-type Graph<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
-
-/// One micro-batch. Embedding, each block, and what follows the blocks have a graph of their own
+/// One micro-batch: its loss. Its gradients are added to `gradients`. Embedding, each block, and what follows the blocks have a graph of their own
 /// each; the gradient of a part's output comes from the part after it. Losses and gradients are
 /// those of one graph, to the bit where kernels give the same bits twice.
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: Rows<Autodiff<B>>,
     weights: Tensor<Autodiff<B>, 2>,
-) -> Pass<B> {
+    gradients: &mut Gradients<B>,
+) -> Tensor<Autodiff<B>, 1> {
     let Rows { inputs: tokens, targets, document_starts: documents } = rows;
     let Inputs { mut blocks, output, first_values } = inputs(model, &tokens, &documents);
 
     // What follows the blocks.
     let x = Tensor::from_inner(output).require_grad();
     let loss = model.loss_after_blocks(x.clone(), targets, weights);
-    let mut graph = loss.backward();
+    let mut ends = Gradients::none(model);
+    let mut graph = ends.add_backward(model, loss.clone());
     let mut dy = taken(&x, &mut graph);
-    let mut gradients = Gradients::collect(model, graph);
 
     // The blocks, from the last to the first.
     let mut d_first_values = Vec::new();
@@ -47,17 +45,16 @@ pub(super) fn block_by_block<B: OpBackend>(
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
             root = with_first_values(root, values, std::mem::take(&mut d_first_values), learned);
         }
-        let mut graph = root.backward();
+        let mut graph = gradients.add_backward(model, root);
         dy = taken(&x, &mut graph);
         let d_values = taken_values.and_then(|values| values.grad_remove(&mut graph));
         d_first_values.extend(d_values);
-        gradients.add(Gradients::collect(model, graph));
     }
 
-    // The embedding.
-    let graph = seed(model.embedded(tokens, documents), dy).backward();
-    gradients.add(Gradients::collect(model, graph));
-    Pass::new(gradients, loss)
+    // The embedding, which may share its weight with what follows the blocks.
+    ends.add_backward(model, seed(model.embedded(tokens, documents), dy));
+    gradients.add(ends);
+    loss
 }
 
 /// What the forward pass keeps.

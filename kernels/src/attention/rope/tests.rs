@@ -25,6 +25,11 @@ impl Conformance for Config {
         ]
     }
 
+    fn roundings(&self) -> u32 {
+        // q is multiplied by its factor, and so is its gradient.
+        if self.ssmax { 7 } else { 5 }
+    }
+
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let group = shape.heads / shape.kv_heads;
@@ -71,4 +76,10 @@ fn alibi_slopes_are_the_papers() {
 #[ignore = "needs a GPU"]
 fn cuda_bf16_agrees_with_the_oracle() {
     crate::attention::conformance::bf16_agrees_with_the_oracle::<Config, crate::Cuda>();
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_is_deterministic_on_a_full_device() {
+    crate::attention::conformance::bf16_is_deterministic_on_a_full_device::<Config, crate::Cuda>();
 }

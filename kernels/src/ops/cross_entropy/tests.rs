@@ -241,7 +241,7 @@ mod cuda {
         for sizes in [[2, 7, 16, 33], [1, 50, 24, 65], [3, 50, 8, 40]] {
             for (rounded, times) in [(&[0][..], 72.0), (&[0, 1], 36.0)] {
                 let (case, oracle) = case(sizes, 0.5);
-                let case = case.uniform(1, -0.5..0.5).bf16(rounded).inside(times);
+                let case = case.uniform(1, -0.5..0.5).bf16(rounded).inside(times, times);
                 check_on::<Inner, _, 3>(case, oracle);
             }
         }

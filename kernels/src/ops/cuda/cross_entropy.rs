@@ -13,6 +13,7 @@ use super::{
 use crate::backend::Forward;
 use crate::cuda::blas::{self, Epilogue};
 use crate::cuda::empty;
+use crate::ops::linear::cuda::transposed;
 
 /// Logits that exist at a time, at most, where rows are not very long: a sixteenth of those of a
 /// large batch. Each chunk adds to the whole gradient of the weight, so that fewer are faster.
@@ -103,21 +104,22 @@ fn pass(
     let losses = empty(&x, &[rows], DType::F32);
     let dx = needs[0].then(|| empty(&x, &[rows, width], x.dtype));
     let mut dw = None;
+    let linear = |a, b| blas::product(a, b, x.dtype, Epilogue::None);
     for first in (0..rows).step_by(chunk) {
         let part = chunk.min(rows - first);
         let rows_of = |x: &CudaTensor| over(x, first * width, &[part, width], &[width, 1]);
-        let z = blas::matmul(rows_of(&x), transposed(&weight));
+        let z = linear(rows_of(&x), transposed(weight.clone()));
         let stride = dims(&z)[1];
         let real = over(&z, 0, &[part, vocab], &[stride, 1]);
         softmax(&real, &targets, weights, &losses, first, needs != [false; 2]);
         if let Some(dx) = &dx {
-            let part = blas::matmul(z.clone(), weight.clone());
+            let part = linear(z.clone(), weight.clone());
             store(&part, &rows_of(dx));
         }
         if needs[1] {
             // In place from the second chunk on, since nobody else owns the sum.
             let sum = dw.take().map_or(Epilogue::None, Epilogue::Add);
-            dw = Some(blas::product(transposed(&z), rows_of(&x), DType::F32, sum));
+            dw = Some(blas::product(transposed(z), rows_of(&x), DType::F32, sum));
         }
     }
     let dx = dx.map(|dx| over(&dx, 0, &shape, &row_major(&shape)));
@@ -176,11 +178,6 @@ fn softmax(
             z.dtype.into(),
         );
     }
-}
-
-fn transposed(x: &CudaTensor) -> CudaTensor {
-    let ([rows, columns], strides) = (matrix(x), x.meta.strides());
-    over(x, 0, &[columns, rows], &[strides[1], strides[0]])
 }
 
 fn matrix(x: &CudaTensor) -> [usize; 2] {

@@ -24,13 +24,10 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
-use crate::cuda::{CudaTensor, contiguous};
+use crate::cuda::{CudaTensor, WIDE, buffer, contiguous};
 
 /// Threads of a block whose kernel does not care.
 const THREADS: usize = 256;
-
-/// Bytes that a thread reads at once.
-const WIDE: usize = 16;
 
 /// Whether activations of this type have kernels.
 pub fn supported(x: &CudaTensor) -> bool {
@@ -67,17 +64,6 @@ fn dims(x: &CudaTensor) -> Vec<usize> {
 
 fn elements(x: &CudaTensor) -> usize {
     x.meta.shape().num_elements()
-}
-
-/// The buffer from a tensor's first element on, `lanes` at a time, however it is laid out.
-///
-/// # Panics
-/// When the first element is not aligned to 16 bytes.
-fn buffer(x: &CudaTensor, lanes: usize) -> ArrayArg<CudaRuntime> {
-    let offset = x.handle.offset_start.unwrap_or(0);
-    assert!(lanes == 1 || offset.is_multiple_of(WIDE as u64), "a view at byte {offset}");
-    // SAFETY: kernels stay within the tensor by its shape and strides; this length is not used.
-    unsafe { ArrayArg::from_raw_parts(x.handle.clone(), elements(x) / lanes) }
 }
 
 /// Something to pass where a kernel reads nothing.

@@ -40,7 +40,7 @@ impl Norm {
         };
         let held = vectors.div_ceil(threads);
         let even = vectors == threads * held;
-        Plan { threads, held, groups, even, centred: self.centred, biased }
+        Plan { threads, held, groups, even, centred: self.centred, biased, adds: false }
     }
 
     /// The norm of each row, in the memory order of `x`. Saves `x`, `weight` and statistics.
@@ -89,12 +89,14 @@ impl Norm {
         Some(Forward { output: y, saved: vec![x, weight, statistics] })
     }
 
-    /// The gradients of x, weight and, where `biased`, bias.
+    /// The gradients of x, weight and, where `biased`, bias. A gradient of x that is in `onto` is
+    /// taken and added to, unless others own it too.
     pub fn backward(
         &self,
         saved: &[CudaTensor],
         grad: &CudaTensor,
         biased: bool,
+        onto: &mut Option<CudaTensor>,
     ) -> [CudaTensor; 3] {
         let [x, weight, statistics] = saved else { unreachable!("norms save three tensors") };
         assert_eq!(grad.dtype, x.dtype, "types of the norm's input and of its gradient");
@@ -102,8 +104,10 @@ impl Norm {
         let (rows, width) = (order.rows(), order.width());
         let lanes = lanes(width, x.dtype);
         let grad = order.readable(grad, lanes);
-        let dx = order.empty(x, x.dtype);
-        let plan = self.plan(width / lanes, 1, biased);
+        let sum = onto.take_if(|sum| sum.dtype == x.dtype && order.is_dense(sum) && sum.can_mut());
+        let mut plan = self.plan(width / lanes, 1, biased);
+        plan.adds = sum.is_some();
+        let dx = sum.unwrap_or_else(|| order.empty(x, x.dtype));
         let most = PROCESSORS * (512 / (plan.threads * plan.groups)).max(1);
         let parts = rows.div_ceil(plan.groups).min(most);
         let row = if biased { 2 * width } else { width };

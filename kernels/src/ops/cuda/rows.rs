@@ -92,14 +92,23 @@ impl RowOrder {
 
     /// A tensor without gaps, its rows in this order and its elements undefined.
     pub fn empty(&self, like: &CudaTensor, dtype: DType) -> CudaTensor {
+        let made = empty(like, &self.shape, dtype);
+        number(elements(&made));
+        over(&made, 0, &self.shape, &self.dense_strides())
+    }
+
+    /// Whether `x` lies as what [`RowOrder::empty`] makes.
+    pub fn is_dense(&self, x: &CudaTensor) -> bool {
+        dims(x) == self.shape && x.meta.strides().to_vec() == self.dense_strides()
+    }
+
+    fn dense_strides(&self) -> Vec<usize> {
         let mut strides = vec![1; self.shape.len()];
         let mut step = self.width();
         for &dim in self.order.iter().rev() {
             strides[dim] = step;
             step *= self.shape[dim];
         }
-        let made = empty(like, &self.shape, dtype);
-        number(elements(&made));
-        over(&made, 0, &self.shape, &strides)
+        strides
     }
 }

@@ -1,12 +1,12 @@
 //! Linear layers by cuBLASLt.
 
 use burn::tensor::{DType, Shape};
-use burn_cubecl::kernel::cast;
 use burn_cubecl::ops::numeric::ones_client;
 
 use crate::backend::Forward;
 use crate::cuda::blas::{Epilogue, product};
-use crate::cuda::{CudaTensor, contiguous, reshaped};
+use crate::cuda::{CudaTensor, reshaped};
+use crate::ops::cuda::elementwise::in_type;
 
 /// What follows x Wᵀ.
 pub enum Then<'a> {
@@ -21,11 +21,6 @@ pub enum Then<'a> {
 pub fn as_rows(x: &CudaTensor) -> CudaTensor {
     let columns = *x.meta.shape().to_vec().last().expect("x has dimensions");
     reshaped(x, &[x.meta.shape().num_elements() / columns, columns])
-}
-
-/// [`as_rows`] of a tensor that is not needed any more.
-fn into_rows(x: CudaTensor) -> CudaTensor {
-    as_rows(&x)
 }
 
 /// The transpose of a matrix: a view.
@@ -44,7 +39,7 @@ pub fn like_rows_of(like: &CudaTensor, rows: &CudaTensor) -> CudaTensor {
 /// y = x Wᵀ of x's type, and what `then` says; saves x and W.
 pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: Then) -> Forward<CudaTensor> {
     let rows = as_rows(x);
-    let weight = contiguous(&cast(weight.clone(), x.dtype));
+    let weight = in_type(weight, x.dtype);
     let epilogue = match then {
         Then::Nothing => Epilogue::None,
         Then::Bias(bias) => Epilogue::Bias(bias.clone()),
@@ -92,7 +87,7 @@ pub fn weight_gradient(
 fn sum(onto: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
     match onto.take_if(|sum| sum.dtype == dtype) {
         // Nobody else holds the sum's buffer then, and the product can write into it.
-        Some(sum) => Epilogue::Add(into_rows(sum)),
+        Some(sum) => Epilogue::Add(as_rows(&sum)),
         None => Epilogue::None,
     }
 }

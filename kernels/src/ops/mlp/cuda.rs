@@ -1,12 +1,11 @@
 //! The MLP by cuBLASLt, with GELU and the residual in the products' epilogues.
 
 use burn::tensor::DType;
-use burn_cubecl::kernel::cast;
 
 use crate::backend::Forward;
-use crate::cuda::blas::{Epilogue, matmul, product};
-use crate::cuda::{CudaTensor, contiguous, empty};
-use crate::ops::cuda::elementwise::{Function, activation_backward};
+use crate::cuda::blas::{Epilogue, product};
+use crate::cuda::{CudaTensor, empty};
+use crate::ops::cuda::elementwise::{Function, activation_backward, in_type};
 use crate::ops::linear::cuda::{
     as_rows, input_gradient, like_rows_of, transposed, weight_gradient,
 };
@@ -21,7 +20,7 @@ pub fn forward([x, up, down, residual]: &[CudaTensor; 4]) -> Option<Forward<Cuda
         return None;
     }
     let rows = as_rows(x);
-    let [up, down] = [up, down].map(|w| contiguous(&cast(w.clone(), x.dtype)));
+    let [up, down] = [up, down].map(|w| in_type(w, x.dtype));
     let before = empty(x, &[rows.meta.shape()[0], hidden], x.dtype);
     let gelu = Epilogue::Gelu(before.clone());
     let after = product(rows.clone(), transposed(up.clone()), x.dtype, gelu);
@@ -42,7 +41,7 @@ pub fn backward(
     let d_down = needs[2].then(|| weight_gradient(&dy, &after, &mut onto[2]));
     drop(after);
     // GELU's derivative is no epilogue here: cuBLASLt runs it as a kernel of its own, a slow one.
-    let d_after = matmul(dy, down);
+    let d_after = product(dy, down, grad.dtype, Epilogue::None);
     let d_before = activation_backward(Function::Gelu, &before, &d_after);
     drop((before, d_after));
     let dx = needs[0].then(|| like_rows_of(&grad, &input_gradient(&d_before, &up, &mut onto[0])));

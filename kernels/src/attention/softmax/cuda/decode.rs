@@ -1,6 +1,6 @@
 //! Decoding: one query a head against a long cache. The keys are split among blocks, a block's tiles
 //! among its warps, and all query heads of a kv head share what is loaded (Dao et al.,
-//! "Flash-Decoding", 2023). A second kernel joins the parts.
+//! "Flash-Decoding", 2023). A second kernel joins the warps' parts.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
@@ -19,8 +19,8 @@ pub const ROWS: usize = 16;
 /// Keys of a tile that one warp works on.
 pub const KEYS_OF_A_WARP: usize = 16;
 
-/// Parts of o, `[splits, batch, heads, head_dim]`, each normalised on its own, and of lse,
-/// `[splits, batch, heads]`, to base 2; a part that sees no key has lse [`HIDDEN`].
+/// Parts of o, `[splits · warps, batch, heads, head_dim]`, each normalised on its own, and of lse,
+/// `[splits · warps, batch, heads]`, to base 2; a part that sees no key has lse [`HIDDEN`].
 ///
 /// Grid: splits, batch · kv_heads · blocks of [`ROWS`] query heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -60,15 +60,9 @@ pub fn split<E: Numeric, V: Size>(
 
     let ready = Barrier::shared(1, UNIT_POS == 0);
     sync_async_proxy_shared();
+    let mut q_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(ROWS * chunks), ALIGN);
     let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
-    sync_cube();
-    if UNIT_POS == 0 {
-        ready.arrive_and_expect_tx(1, comptime!(bytes(ROWS, dim)));
-        load_rows::<E, V>(&ready, q, batch, 0, first_head, &mut k_tile, 0, ROWS, dim);
-    }
-    ready.wait_parity(0);
-    let q_lefts = lefts::<E, V, NA>(&def, &k_tile, 0, 0, 1usize, steps, ROWS);
     sync_cube();
 
     let first = first_key(&problem, documents, batch, row, options);
@@ -78,6 +72,21 @@ pub fn split<E: Numeric, V: Size>(
     if to > from * span {
         blocks = (to - from * span + span - 1) / span;
     }
+    let pair = comptime!(2 * bytes(span, dim));
+    if UNIT_POS == 0 {
+        let mut expected = comptime!(bytes(ROWS, dim)).runtime();
+        if blocks > 0 {
+            expected += pair;
+        }
+        ready.arrive_and_expect_tx(1, expected);
+        load_rows::<E, V>(&ready, q, batch, 0, first_head, &mut q_tile, 0, ROWS, dim);
+        if blocks > 0 {
+            load_rows::<E, V>(&ready, k, batch, kv_head, from * span, &mut k_tile, 0, span, dim);
+            load_rows::<E, V>(&ready, v, batch, kv_head, from * span, &mut v_tile, 0, span, dim);
+        }
+    }
+    ready.wait_parity(0);
+    let q_lefts = lefts::<E, V, NA>(&def, &q_tile, 0, 0, 1usize, steps, ROWS);
 
     let mut o_acc = zeros::<NC>(n_dim);
     let mut highest = Array::<f32>::new(2usize);
@@ -93,17 +102,11 @@ pub fn split<E: Numeric, V: Size>(
         }
     }
     let scale = rest_of_scale(&problem, options);
-    let pair = comptime!(2 * bytes(span, dim));
-    if (UNIT_POS == 0) & (blocks > 0) {
-        ready.arrive_and_expect_tx(1, pair);
-        load_rows::<E, V>(&ready, k, batch, kv_head, from * span, &mut k_tile, 0, span, dim);
-        load_rows::<E, V>(&ready, v, batch, kv_head, from * span, &mut v_tile, 0, span, dim);
-    }
     let own = warp * KEYS_OF_A_WARP;
     for block in 0..blocks {
         let first_column = (from + block) * span;
         let turn = (block & 1) * comptime!(span * chunks);
-        ready.wait_parity(((block + 1) & 1) as u32);
+        ready.wait_parity((block & 1) as u32);
         // Nobody reads the other tile any more.
         sync_cube();
         if (UNIT_POS == 0) & (block + 1 < blocks) {
@@ -151,56 +154,30 @@ pub fn split<E: Numeric, V: Size>(
         add_pb_of_rows::<E, V, NA, NB, NC>(&def, &s, &v_tile, turn, own, span, &mut o_acc, n_dim);
     }
 
-    // The warps' parts meet in shared memory.
-    let mut tops = SharedMemory::<f32>::new(comptime!(warps * ROWS));
-    let mut sums = SharedMemory::<f32>::new(comptime!(warps * ROWS));
-    let mut joined = SharedMemory::<f32>::new(comptime!(warps * ROWS * dim));
+    let batches = CUBE_COUNT_Y as usize / (kv_heads * blocks_of_group);
+    let part = (CUBE_POS_X as usize * comptime!(warps) + warp) * batches + batch;
     #[unroll]
     for r in 0..2usize {
         let mut total = sum[r];
         total += plane_shuffle_xor(total, 1);
         total += plane_shuffle_xor(total, 2);
-        let row = warp * ROWS + r * 8 + lane / 4;
-        tops[row] = highest[r];
-        sums[row] = total;
-        #[unroll]
-        for n in 0..n_dim {
-            let value = o_acc.index(n)[r];
-            let at = row * dim + n * 8 + (lane % 4) * 2;
-            joined[at] = value[0];
-            joined[at + 1] = value[1];
-        }
-    }
-    sync_cube();
-    let part = CUBE_POS_X as usize * (CUBE_COUNT_Y as usize / (kv_heads * blocks_of_group)) + batch;
-    let mut at = UNIT_POS as usize;
-    while at < comptime!(ROWS * options.real) {
-        let row = at / options.real;
-        let channel = at % options.real;
-        let mut top = f32::cast_from(HIDDEN);
-        #[unroll]
-        for w in 0..warps {
-            top = max(top, tops[w * ROWS + row]);
-        }
-        let mut total = 0f32;
-        let mut value = 0f32;
-        #[unroll]
-        for w in 0..warps {
-            let factor = exp2((tops[w * ROWS + row] - top) * scale);
-            total += factor * sums[w * ROWS + row];
-            value += factor * joined[(w * ROWS + row) * dim + channel];
-        }
-        let head = first_head + row;
+        let head = first_head + r * 8 + lane / 4;
         if head < (kv_head + 1) * group {
-            let seen = top > HIDDEN;
-            parts[(part * heads + head) * options.real + channel] =
-                select(seen, value / total, 0f32);
-            if channel == 0 {
-                lse[part * heads + head] =
-                    select(seen, fma(top, scale, Log::ln(total) * LOG2_E), HIDDEN);
+            let seen = highest[r] > HIDDEN;
+            let factor = select(seen, 1f32 / total, 0f32);
+            let at = part * heads + head;
+            if lane % 4 == 0 {
+                let sum = fma(highest[r], scale, Log::ln(total) * LOG2_E);
+                lse[at] = select(seen, sum, HIDDEN);
+            }
+            #[unroll]
+            for n in 0..comptime!(options.real / 8) {
+                let value = o_acc.index(n)[r];
+                let to = at * options.real + n * 8 + (lane % 4) * 2;
+                parts[to] = value[0] * factor;
+                parts[to + 1] = value[1] * factor;
             }
         }
-        at += comptime!(32 * warps);
     }
 }
 
@@ -212,7 +189,7 @@ pub fn join<E: Numeric>(
     parts: &Array<f32>,
     lse: &Array<f32>,
     o: &mut Array<E>,
-    splits: u32,
+    count: u32,
     heads: u32,
     o_rows: Rows,
     #[comptime] real: usize,
@@ -220,18 +197,18 @@ pub fn join<E: Numeric>(
     let row = CUBE_POS_X as usize;
     let rows = CUBE_COUNT_X as usize;
     let mut top = f32::cast_from(HIDDEN);
-    for split in 0..splits as usize {
-        top = max(top, lse[split * rows + row]);
+    for part in 0..count as usize {
+        top = max(top, lse[part * rows + row]);
     }
     let base = o_rows.base(row / heads as usize, row % heads as usize) * CHUNK;
     let mut channel = UNIT_POS as usize;
     while channel < real {
         let mut total = 0f32;
         let mut value = 0f32;
-        for split in 0..splits as usize {
-            let weight = exp2(lse[split * rows + row] - top);
+        for part in 0..count as usize {
+            let weight = exp2(lse[part * rows + row] - top);
             total += weight;
-            value += weight * parts[(split * rows + row) * real + channel];
+            value += weight * parts[(part * rows + row) * real + channel];
         }
         o[base + channel] = E::cast_from(value / total);
         channel += CUBE_DIM as usize;

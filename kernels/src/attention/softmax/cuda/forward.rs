@@ -54,21 +54,31 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
 
     let ready = Barrier::shared(1, UNIT_POS == 0);
     sync_async_proxy_shared();
-    // Two tiles of K and of V, by turns; q passes through the first.
-    let widest = comptime!(if rows > 2 * span { rows } else { 2 * span });
-    let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(widest * chunks), ALIGN);
+    // Two tiles of K and of V, by turns.
+    let mut q_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
+    let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     sync_cube();
 
-    // Q by way of shared memory into registers.
+    // Keys that some query of the block sees, and those that all see.
+    let last_row = offset + min(first_row + rows, queries) - 1;
+    let from = first_key(&problem, documents, batch, offset + first_row, options) / span;
+    let all_from = first_key(&problem, documents, batch, last_row, options);
+    let all_to = offset + first_row;
+    let blocks = last_row / span + 1 - from;
+
+    let last = from + blocks - 1;
+    let pair = comptime!(2 * bytes(span, dim));
     if UNIT_POS == 0 {
-        ready.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)));
-        load_rows::<E, V>(&ready, q, batch, head, first_row, &mut k_tile, 0, rows, dim);
+        let column = last * span;
+        ready.arrive_and_expect_tx(1, comptime!(bytes(rows, dim) + pair));
+        load_rows::<E, V>(&ready, q, batch, head, first_row, &mut q_tile, 0, rows, dim);
+        load_rows::<E, V>(&ready, k, batch, kv_head, column, &mut k_tile, 0, span, dim);
+        load_rows::<E, V>(&ready, v, batch, kv_head, column, &mut v_tile, 0, span, dim);
     }
     ready.wait_parity(0);
     let own = warp * comptime!(16 * m);
-    let q_lefts = lefts::<E, V, NA>(&def, &k_tile, 0, own, m, steps, rows);
-    sync_cube();
+    let q_lefts = lefts::<E, V, NA>(&def, &q_tile, 0, own, m, steps, rows);
 
     let mut o_acc = zeros::<NC>(comptime!(m * n_dim));
     let mut highest = Array::<f32>::new(comptime!(2 * m));
@@ -87,26 +97,10 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     }
     let scale = rest_of_scale(&problem, options);
 
-    // Keys that some query of the block sees, and those that all see.
-    let last_row = offset + min(first_row + rows, queries) - 1;
-    let from = first_key(&problem, documents, batch, offset + first_row, options) / span;
-    let all_from = first_key(&problem, documents, batch, last_row, options);
-    let all_to = offset + first_row;
-    let blocks = last_row / span + 1 - from;
-
-    let last = from + blocks - 1;
-    let pair = comptime!(2 * bytes(span, dim));
-    if UNIT_POS == 0 {
-        let column = last * span;
-        ready.arrive_and_expect_tx(1, pair);
-        load_rows::<E, V>(&ready, k, batch, kv_head, column, &mut k_tile, 0, span, dim);
-        load_rows::<E, V>(&ready, v, batch, kv_head, column, &mut v_tile, 0, span, dim);
-    }
-
     for back in 0..blocks {
         let first_column = (last - back) * span;
         let turn = (back & 1) * comptime!(span * chunks);
-        ready.wait_parity(((back + 1) & 1) as u32);
+        ready.wait_parity((back & 1) as u32);
         // Nobody reads the other tile any more.
         sync_cube();
         if (UNIT_POS == 0) & (back + 1 < blocks) {

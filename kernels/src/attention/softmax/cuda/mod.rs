@@ -10,15 +10,15 @@ mod decode;
 mod forward;
 mod scores;
 
-use burn::tensor::{DType, bf16};
+use burn::tensor::{DType, Shape, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::scores::{Options, ProblemLaunch};
 use super::Softmax;
 use crate::backend::Forward;
-use crate::cuda::{CudaTensor, array, contiguous, empty};
-use crate::tile::{CHUNK, PANEL_DIM, RowsLaunch};
+use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
+use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
 
 /// Elements that a kernel writes at a time.
 const PAIR: usize = 2;
@@ -39,7 +39,7 @@ impl Heads {
         let strides = x.meta.strides();
         let whole = |d: usize| dims[d] == 1 || (strides[d] > 0 && strides[d].is_multiple_of(CHUNK));
         let offset = x.handle.offset_start.unwrap_or(0);
-        let fits = strides[3] == 1 && (0..3).all(whole) && offset.is_multiple_of(16);
+        let fits = strides[3] == 1 && (0..3).all(whole) && offset.is_multiple_of(WIDE as u64);
         let tensor = if fits { x.clone() } else { contiguous(x) };
         Heads { tensor, dims }
     }
@@ -76,14 +76,6 @@ impl Heads {
         TensorMapArg::new(TiledArgs { tile_size }, tensor, bf16::as_type_native_unchecked())
             .with_swizzle(TensorMapSwizzle::B128)
     }
-
-    /// The buffer from the tensor's first element to its last, `lanes` elements at a time.
-    fn arg(&self, lanes: usize) -> ArrayArg<CudaRuntime> {
-        let last = |(&size, stride): (&usize, usize)| size.saturating_sub(1) * stride;
-        let elements = self.dims.iter().zip(self.strides()).map(last).sum::<usize>() + 1;
-        // SAFETY: the buffer holds as many: the last row ends with a whole chunk.
-        unsafe { ArrayArg::from_raw_parts(self.tensor.handle.clone(), elements.div_ceil(lanes)) }
-    }
 }
 
 /// What all passes of one call share.
@@ -93,7 +85,7 @@ struct Call<'a> {
     k: Heads,
     v: Heads,
     documents: Option<CudaTensor>,
-    slopes: CudaTensor,
+    slopes: Option<CudaTensor>,
 }
 
 impl<'a> Call<'a> {
@@ -113,28 +105,26 @@ impl<'a> Call<'a> {
         if !served {
             return None;
         }
-        let bytes: Vec<u8> = op.slopes.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let slopes = CudaTensor::new_contiguous(
-            q.client.clone(),
-            q.device.clone(),
-            burn::tensor::Shape::new([op.slopes.len().max(1)]),
-            q.client.create_from_slice(if bytes.is_empty() { &[0; 4] } else { &bytes }),
-            DType::F32,
-        );
+        let slopes = (!op.slopes.is_empty()).then(|| {
+            let bytes: Vec<u8> = op.slopes.iter().flat_map(|x| x.to_ne_bytes()).collect();
+            let (client, device) = (q.client.clone(), q.device.clone());
+            let buffer = client.create_from_slice(&bytes);
+            let shape = Shape::new([op.slopes.len()]);
+            CudaTensor::new_contiguous(client, device, shape, buffer, DType::F32)
+        });
         let documents = documents.map(contiguous);
         let [q, k, v] = [q, k, v].map(Heads::new);
         Some(Call { op, q, k, v, documents, slopes })
     }
 
-    fn options(&self, shapes: &'static [Shape; 3]) -> Options {
+    fn options(&self, spans: [usize; 2]) -> Options {
         let real = self.q.dims[3];
-        let &Shape { warps, m, span } = shape(shapes, real);
         Options {
-            dim: real.next_multiple_of(64),
+            dim: real.next_multiple_of(PANEL_DIM),
             real,
-            warps,
-            m,
-            span,
+            warps: WARPS,
+            m: 1,
+            span: spans[usize::from(real > 128)],
             softcap: self.op.softcap.is_some(),
             alibi: !self.op.slopes.is_empty(),
             window: self.op.window.is_some(),
@@ -156,9 +146,14 @@ impl<'a> Call<'a> {
         )
     }
 
-    /// Document starts; any buffer where there are none.
+    /// Document starts; any buffer where there are none, which is not read.
     fn documents(&self) -> ArrayArg<CudaRuntime> {
-        array(self.documents.as_ref().unwrap_or(&self.slopes), 1)
+        buffer(self.documents.as_ref().unwrap_or(&self.q.tensor), 1)
+    }
+
+    /// ALiBi's slopes; any buffer where there are none, which is not read.
+    fn slopes(&self) -> ArrayArg<CudaRuntime> {
+        buffer(self.slopes.as_ref().unwrap_or(&self.q.tensor), 1)
     }
 
     /// A statistic of every query, `[batch, heads, queries]`.
@@ -173,33 +168,13 @@ fn grid(total: usize, rows: usize, heads: usize) -> CubeCount {
     CubeCount::Static(total.div_ceil(rows) as u32, heads as u32, 1)
 }
 
-/// How a kernel's work is cut.
-struct Shape {
-    /// Warps of a block.
-    warps: usize,
-    /// Rows of a warp, in 16s.
-    m: usize,
-    /// Rows of the tiles that a block passes over.
-    span: usize,
-}
+/// Warps of a block. With one fragment of rows a warp, this was fastest on an H200.
+const WARPS: usize = 4;
 
-/// The fastest shapes found on an H200, for heads of up to 64, 128 and 256 channels.
-const FORWARD: [Shape; 3] = [
-    Shape { warps: 4, m: 1, span: 64 },
-    Shape { warps: 4, m: 1, span: 64 },
-    Shape { warps: 4, m: 1, span: 32 },
-];
-const QUERIES: [Shape; 3] = FORWARD;
-const KEYS: [Shape; 3] = [
-    Shape { warps: 4, m: 1, span: 64 },
-    Shape { warps: 4, m: 1, span: 64 },
-    Shape { warps: 4, m: 1, span: 16 },
-];
-
-/// The shape for heads of `dim` channels.
-fn shape(shapes: &'static [Shape; 3], dim: usize) -> &'static Shape {
-    &shapes[if dim <= 64 { 0 } else { usize::from(dim > 128) + 1 }]
-}
+/// Rows of the tiles that a block passes over, for heads of up to 128 channels (fastest on an H200),
+/// and of more (what registers hold).
+const SPAN: [usize; 2] = [64, 32];
+const SPAN_OF_KEYS: [usize; 2] = [64, 16];
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o and lse.
 pub fn forward(
@@ -214,7 +189,7 @@ pub fn forward(
         return Some(Forward { output: decode(&call), saved: vec![] });
     }
     let (o, lse) = (call.q.like(), call.statistic());
-    let options = call.options(&FORWARD);
+    let options = call.options(SPAN);
     // SAFETY: grid and options are the kernel's own, and every row and chunk it reads is one of the
     // tensors' given here.
     unsafe {
@@ -228,9 +203,9 @@ pub fn forward(
             call.k.map(options.span),
             call.v.map(options.span),
             call.documents(),
-            array(&call.slopes, 1),
-            o.arg(PAIR),
-            array(&lse, 1),
+            call.slopes(),
+            buffer(&o.tensor, PAIR),
+            buffer(&lse, 1),
             call.problem(),
             o.rows(),
             options,
@@ -241,25 +216,43 @@ pub fn forward(
     Some(Forward { output: o.tensor, saved })
 }
 
-/// Most keys that one block of [`decode`] reads when there are blocks enough.
+/// Fewest keys that one block of [`decode`] reads, as long as there are as many.
 const KEYS_OF_A_SPLIT: usize = 256;
+
+/// Bytes of a Hopper multiprocessor's shared memory that blocks can use.
+const SHARED_MEMORY: usize = 227 << 10;
+
+/// Parts that the keys are split into, up to `most`, where each makes `rows` blocks: few, and hardly
+/// any of the device's `slots` for blocks is empty while the last ones run.
+fn splits(rows: usize, slots: usize, most: usize) -> usize {
+    let full = |splits: usize| {
+        let blocks = rows * splits;
+        blocks as f64 / blocks.next_multiple_of(slots) as f64
+    };
+    let choices = 1..=most.min(4 * slots.div_ceil(rows));
+    let best = choices.clone().map(full).fold(0.0, f64::max);
+    choices.into_iter().find(|&splits| full(splits) >= best - 0.05).unwrap_or(1)
+}
 
 /// o of one query a head.
 fn decode(call: &Call) -> CudaTensor {
-    const WARPS: usize = 4;
     let [batch, heads, _, head_dim] = call.q.dims;
     let [_, kv_heads, keys, _] = call.k.dims;
     let client = &call.q.tensor.client;
     let rows = batch * kv_heads * (heads / kv_heads).div_ceil(decode::ROWS);
-    // Four blocks for each multiprocessor, as long as each has enough to do.
     let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132);
-    let wanted = (4 * processors as usize).div_ceil(rows);
     let span = WARPS * decode::KEYS_OF_A_WARP;
-    let of_a_split = keys.div_ceil(wanted).max(KEYS_OF_A_SPLIT).next_multiple_of(span);
+    let options = Options { span, ..call.options(SPAN) };
+    // A tile of q, and two of k and of v, in bf16.
+    let tiles = (decode::ROWS + 4 * span) * options.dim * 2;
+    let resident = (SHARED_MEMORY / (tiles + tile::ALIGN)).clamp(1, 4);
+    let slots = processors as usize * resident;
+    let splits = splits(rows, slots, keys.div_ceil(KEYS_OF_A_SPLIT));
+    let of_a_split = keys.div_ceil(splits).next_multiple_of(span);
     let splits = keys.div_ceil(of_a_split);
-    let parts = empty(&call.q.tensor, &[splits, batch, heads, head_dim], DType::F32);
-    let lse = empty(&call.q.tensor, &[splits, batch, heads], DType::F32);
-    let options = Options { warps: WARPS, m: 1, span, ..call.options(&FORWARD) };
+    let count = splits * WARPS;
+    let parts = empty(&call.q.tensor, &[count, batch, heads, head_dim], DType::F32);
+    let lse = empty(&call.q.tensor, &[count, batch, heads], DType::F32);
     // Heads take the rows' place: [batch, 1, heads, head_dim].
     let mut q = call.q.tensor.clone();
     q.meta.swap(1, 2);
@@ -275,9 +268,9 @@ fn decode(call: &Call) -> CudaTensor {
             call.k.map(span),
             call.v.map(span),
             call.documents(),
-            array(&call.slopes, 1),
-            array(&parts, 1),
-            array(&lse, 1),
+            call.slopes(),
+            buffer(&parts, 1),
+            buffer(&lse, 1),
             call.problem(),
             of_a_split as u32,
             options,
@@ -290,10 +283,10 @@ fn decode(call: &Call) -> CudaTensor {
             client,
             CubeCount::Static((batch * heads) as u32, 1, 1),
             CubeDim::new_1d(head_dim.next_multiple_of(32) as u32),
-            array(&parts, 1),
-            array(&lse, 1),
-            o.arg(1),
-            splits as u32,
+            buffer(&parts, 1),
+            buffer(&lse, 1),
+            buffer(&o.tensor, 1),
+            count as u32,
             heads as u32,
             o.rows(),
             head_dim,
@@ -330,9 +323,9 @@ fn row_sums(call: &Call, o: &Heads, grad: &Heads) -> CudaTensor {
             grid(queries, ROWS, batch * heads),
             CubeDim::new_1d((ROWS * backward::LANES_OF_A_ROW) as u32),
             CHUNK,
-            o.arg(CHUNK),
-            grad.arg(CHUNK),
-            array(&sums, 1),
+            buffer(&o.tensor, CHUNK),
+            buffer(&grad.tensor, CHUNK),
+            buffer(&sums, 1),
             heads as u32,
             queries as u32,
             o.rows(),
@@ -346,7 +339,7 @@ fn row_sums(call: &Call, o: &Heads, grad: &Heads) -> CudaTensor {
 fn grad_of_queries(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) -> CudaTensor {
     let dq = call.q.like();
     let [batch, heads, queries, _] = call.q.dims;
-    let options = call.options(&QUERIES);
+    let options = call.options(SPAN);
     // SAFETY: as in `forward`.
     unsafe {
         backward::queries::launch_unchecked::<bf16, CudaRuntime>(
@@ -359,11 +352,11 @@ fn grad_of_queries(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTenso
             call.k.map(options.span),
             call.v.map(options.span),
             grad.map(options.rows()),
-            array(lse, 1),
-            array(sums, 1),
+            buffer(lse, 1),
+            buffer(sums, 1),
             call.documents(),
-            array(&call.slopes, 1),
-            dq.arg(PAIR),
+            call.slopes(),
+            buffer(&dq.tensor, PAIR),
             call.problem(),
             dq.rows(),
             options,
@@ -375,7 +368,7 @@ fn grad_of_queries(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTenso
 fn grad_of_keys(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) -> [CudaTensor; 2] {
     let (dk, dv) = (call.k.like(), call.v.like());
     let [batch, kv_heads, keys, _] = call.k.dims;
-    let options = call.options(&KEYS);
+    let options = call.options(SPAN_OF_KEYS);
     // SAFETY: as in `forward`.
     unsafe {
         backward::keys::launch_unchecked::<bf16, CudaRuntime>(
@@ -388,12 +381,12 @@ fn grad_of_keys(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) 
             call.k.map(options.rows()),
             call.v.map(options.rows()),
             grad.map(options.span),
-            array(lse, 1),
-            array(sums, 1),
+            buffer(lse, 1),
+            buffer(sums, 1),
             call.documents(),
-            array(&call.slopes, 1),
-            dk.arg(PAIR),
-            dv.arg(PAIR),
+            call.slopes(),
+            buffer(&dk.tensor, PAIR),
+            buffer(&dv.tensor, PAIR),
             call.problem(),
             dk.rows(),
             dv.rows(),
@@ -401,4 +394,23 @@ fn grad_of_keys(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) 
         );
     }
     [dk.tensor, dv.tensor]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_keys_are_split_so_that_blocks_fill_the_device() {
+        // Rows of blocks, slots, most splits: splits.
+        for (rows, slots, most, want) in [
+            (128, 396, 128, 3), // 384 blocks at once.
+            (128, 396, 2, 2),   // A short cache.
+            (16, 396, 512, 24),
+            (200, 396, 100, 5), // 1,000 blocks in three rounds.
+            (512, 396, 100, 3), // 1,536 in four.
+        ] {
+            assert_eq!(splits(rows, slots, most), want, "{rows} rows, {slots} slots, {most}");
+        }
+    }
 }

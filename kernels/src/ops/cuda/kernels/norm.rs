@@ -22,6 +22,8 @@ pub struct Plan {
     pub centred: bool,
     /// Whether there is a bias.
     pub biased: bool,
+    /// Whether the backward pass adds to what is in `dx`.
+    pub adds: bool,
 }
 
 /// y = (x − mean) / σ · weight + bias of each row.
@@ -109,7 +111,7 @@ pub fn forward<E: Float, N: Size>(
 /// - `x`, `dy`: `[rows, vectors]`, placed by `x_places` and `dy_places`
 /// - `weight`: `[vectors]`
 /// - `statistics`: `[rows, 2]`, see [`forward`]
-/// - `dx`: `[rows, vectors]`
+/// - `dx`: `[rows, vectors]`; where the plan says so, the result is added to it
 /// - `parts`: `[blocks, 2, vectors]`; without a bias `[blocks, vectors]`
 #[cube(launch_unchecked)]
 pub fn backward<E: Float, N: Size>(
@@ -140,6 +142,7 @@ pub fn backward<E: Float, N: Size>(
     let mut held_dy = Array::<Vector<E, N>>::new(plan.held);
     let mut next_x = Array::<Vector<E, N>>::new(plan.held);
     let mut next_dy = Array::<Vector<E, N>>::new(plan.held);
+    let mut held_dx = Array::<Vector<E, N>>::new(plan.held);
 
     let stride = CUBE_COUNT_X as usize * plan.groups;
     let first = CUBE_POS_X as usize * plan.groups;
@@ -167,6 +170,9 @@ pub fn backward<E: Float, N: Size>(
             load_row::<E, N>(dy, &mut next_dy, dy_places.start(row), lane, vectors, plan);
             next_inverse = statistics[row * 2];
             next_mean = statistics[row * 2 + 1];
+        }
+        if plan.adds {
+            load_row::<E, N>(dx, &mut held_dx, row * vectors, lane, vectors, plan);
         }
 
         // 1. mean(g) and mean(g · x̂), and the row's part of the sums.
@@ -204,10 +210,14 @@ pub fn backward<E: Float, N: Size>(
         #[unroll]
         for i in 0..plan.held {
             let at = lane + i * threads;
-            if inside(at, vectors, plan.even) {
+            if (own < rows) & inside(at, vectors, plan.even) {
                 let hat = (Vector::cast_from(held_x[i]) - mean) * inverse;
                 let g = Vector::<f32, N>::cast_from(held_dy[i]) * weight[at];
-                dx[row * vectors + at] = Vector::cast_from((g - shift - hat * slope) * inverse);
+                let mut value = (g - shift - hat * slope) * inverse;
+                if plan.adds {
+                    value += Vector::cast_from(held_dx[i]);
+                }
+                dx[row * vectors + at] = Vector::cast_from(value);
             }
         }
     }

@@ -1,0 +1,125 @@
+//! The conformance of a kind's bf16 kernels: outputs, gradients and decoding against the f64 oracle.
+
+use burn::backend::Flex;
+use burn::tensor::{Tensor, bf16};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{Conformance, Problem, cut, gradients, largest_difference, to_vec, windows};
+use crate::backend::OpBackend;
+use crate::testing::{record, root_mean_square};
+
+/// Outputs and gradients of q, k, v and the projections in bf16, for a kind with a kernel for it.
+pub fn bf16_agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
+    // Each size and mask is a kernel of its own, which takes seconds to compile.
+    for (at, variant) in V::cases().into_iter().enumerate() {
+        let check = |sizes, window| {
+            check_bf16::<V, K>(&variant, Problem::new(&variant, sizes, window));
+        };
+        let check_decoding = |sizes, window| {
+            check_bf16_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+        };
+        if at == 0 {
+            check([2, 2, 64, 1, 1], None);
+            check([2, 1, 16, 1, 33], None);
+            check([2, 2, 80, 1, 129], None);
+            for window in windows(&variant, &[1, 65]) {
+                check([2, 1, 128, 1, 140], window);
+            }
+        }
+        check([4, 2, 64, 2, 100], None);
+        let packed = Problem::new(&variant, [4, 1, 64, 2, 200], None).packed(&[0, 1, 90, 130, 199]);
+        check_bf16::<V, K>(&variant, packed);
+        for window in windows(&variant, &[70]) {
+            if at == 0 {
+                check_decoding([40, 2, 80, 1, 70], window);
+                check_decoding([2, 2, 128, 3, 700], window);
+            }
+            check_decoding([4, 1, 64, 2, 130], window);
+        }
+    }
+}
+
+/// The same bits in many runs that fill the device: a block that reads what is being overwritten
+/// shows in few of them.
+pub fn bf16_is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
+    const RUNS: usize = 8;
+    let variant = &V::cases()[0];
+    for sizes in [[12, 12, 64, 24, 1024], [16, 4, 128, 8, 1024]] {
+        let problem = Problem::new(variant, sizes, None).in_bf16();
+        let upstream = &problem.inputs[0];
+        let mut state = variant.start::<K>(&problem.shape);
+        let inputs = problem.tensors::<K>();
+        variant.extend(&problem.shape, cut(&inputs, 0, problem.seq_len - 1), &mut state);
+        let run = || {
+            let token = cut(&inputs, problem.seq_len - 1, 1);
+            let decoded = to_vec(variant.extend(&problem.shape, token, &mut state.clone()));
+            let gradients = gradients::<V, K>(variant, &problem, upstream);
+            (problem.attend::<V, K>(variant), gradients, decoded)
+        };
+        let (output, gradients, decoded) = run();
+        for at in 1..RUNS {
+            let (again, gradients_again, decoded_again) = run();
+            assert!(again == output, "outputs of {:?} in run {at}", problem.shape);
+            assert!(gradients_again == gradients, "gradients of {:?} in run {at}", problem.shape);
+            assert!(decoded_again == decoded, "decoding of {:?} in run {at}", problem.shape);
+        }
+    }
+}
+
+/// Holds a prompt and then single tokens to the whole pass in f32 on the CPU.
+fn check_bf16_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    let problem = problem.in_bf16();
+    let want = problem.in_f32().attend::<V, Flex>(variant);
+    let inputs = problem.tensors::<K>();
+    let mut state = variant.start::<K>(&problem.shape);
+    let prompt = problem.seq_len - 6;
+    let mut outputs = vec![variant.extend(&problem.shape, cut(&inputs, 0, prompt), &mut state)];
+    for t in prompt..problem.seq_len {
+        outputs.push(variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state));
+    }
+    let what = format!("{variant:?}, {:?}, decoding {}", problem.shape, problem.seq_len);
+    assert_roundings(&what, &to_vec(Tensor::cat(outputs, 2)), &want, variant.roundings(), 0.0);
+}
+
+/// Holds outputs to the oracle, and gradients to those in f32 on the CPU, which the other tests hold
+/// to the oracle's central differences.
+fn check_bf16<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    let problem = problem.in_bf16();
+    let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
+    let roundings = variant.roundings();
+    let mut upstream = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
+    assert_roundings(&what, &problem.attend::<V, K>(variant), &upstream.data, roundings, 0.0);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let mut draw = || bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_f64();
+    upstream.data.iter_mut().for_each(|x| *x = draw());
+    let got = gradients::<V, K>(variant, &problem, &upstream);
+    let want = gradients::<V, Flex>(variant, &problem.in_f32(), &upstream);
+    // Those of q and k may vanish, as for a single key, where v's do not.
+    let least = 0.1 * root_mean_square(&want.concat());
+    for (input, (got, want)) in got.iter().zip(&want).enumerate() {
+        if problem.inputs[input].shape.len() > 1 {
+            let what = format!("{what}, gradient of input {input}");
+            assert_roundings(&what, got, want, roundings, least);
+        }
+    }
+    assert_eq!(got, gradients::<V, K>(variant, &problem, &upstream), "{what}: two runs differ");
+}
+
+/// Allows for `roundings` to bf16, each at most 2⁻⁸ of what it rounds and 2⁻⁹ in the root mean
+/// square, and independent. The results' size counts as `least` at least.
+fn assert_roundings(what: &str, got: &[f64], want: &[f64], roundings: u32, least: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    assert!(got.iter().all(|x| x.is_finite()), "{what}: not finite");
+    let largest = want.iter().fold(least, |a, x| a.max(x.abs()));
+    let size = root_mean_square(want).max(least);
+    let errors: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
+    let (worst, mean) = (largest_difference(got, want), root_mean_square(&errors));
+    let allowed = f64::from(roundings).sqrt() * 2f64.powi(-9) * size;
+    record(worst / largest);
+    assert!(
+        worst <= 5.0 * 2f64.powi(-9) * largest && mean <= allowed,
+        "{what}: off by {worst:.2e} of {largest:.2e}, root mean square {mean:.2e}, allowed \
+         {allowed:.2e}"
+    );
+}

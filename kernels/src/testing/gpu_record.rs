@@ -1,0 +1,36 @@
+//! The record of the last run on a GPU, kernels/gpu_tested.toml.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use sha2::{Digest, Sha256};
+
+#[derive(serde::Deserialize)]
+struct Record {
+    sources: BTreeMap<String, String>,
+    tests: BTreeMap<String, f64>,
+}
+
+#[test]
+fn the_kernels_are_those_that_were_tested_on_a_gpu() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace's folder");
+    let listed = Command::new("bash").arg(root.join("scripts/kernel_sources.sh")).output();
+    let listed = listed.expect("bash runs");
+    assert!(listed.status.success(), "{listed:?}");
+    let now = String::from_utf8(listed.stdout).expect("names are UTF-8");
+    let hash = |file: &str| {
+        let text = std::fs::read(root.join(file)).expect("the script lists files");
+        let digest = Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect();
+        (file.to_owned(), digest)
+    };
+    let now: BTreeMap<String, String> = now.lines().map(hash).collect();
+    let record = std::fs::read_to_string(root.join("kernels/gpu_tested.toml"));
+    let record: Record = toml::from_str(&record.expect("the record exists")).expect("it is TOML");
+    assert!(!record.tests.is_empty(), "kernels/gpu_tested.toml names no test");
+    assert_eq!(
+        record.sources, now,
+        "kernels changed after kernels/gpu_tested.toml was written; run scripts/gpu_test.sh on a \
+         machine with a GPU and commit the record"
+    );
+}
