@@ -6,6 +6,7 @@
 //! gate, or ALiBi's slope), cap(x) = c·tanh(x/c).
 
 mod cpu;
+#[allow(clippy::manual_is_multiple_of)] // Device code, where cubecl has no `is_multiple_of`.
 mod cuda;
 mod reference;
 
