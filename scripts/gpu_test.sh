@@ -41,7 +41,10 @@ slowest='::(power|wall|tda|tra)::|attention::rope::'
 sort -u -o "$work/passed" "$work/passed"
 echo "$(wc -l < "$work/passed") of $(wc -l < "$work/tests") tests passed"
 [ -s "$work/tests" ] || { echo "no test was found in $binary" >&2; exit 1; }
-cmp -s "$work/passed" "$work/tests" || exit 1
+if ! cmp -s "$work/passed" "$work/tests"; then
+  comm -13 "$work/passed" "$work/tests" | sed 's/^/did not pass: /'
+  exit 1
+fi
 
 {
   echo "# Written by scripts/gpu_test.sh."

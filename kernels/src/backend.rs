@@ -317,7 +317,7 @@ impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
         });
         let earlier: [Option<u64>; N] = std::array::from_fn(|i| {
             let leaf = ops.parents[i].as_ref().filter(|_| onto[i].is_none())?.id.value;
-            onto[i] = exchange_earlier::<B>(leaf, None);
+            onto[i] = earlier_gradients::<B, _>(|all| all.remove(&leaf)).flatten();
             Some(leaf)
         });
         let inputs = B::backward(&op, tensors, &ints, grad, needs, &mut onto);
@@ -326,7 +326,9 @@ impl<B: OpBackend, O: Op<N>, const N: usize> Backward<B, N> for Node<O, N> {
         {
             let Some(parent) = parent else { continue };
             match (old, earlier) {
-                (Some(old), Some(leaf)) => drop(exchange_earlier::<B>(leaf, Some(old))),
+                (Some(old), Some(leaf)) => {
+                    earlier_gradients::<B, _>(|all| all.insert(leaf, old));
+                }
                 (Some(old), None) => grads.register::<B>(parent.id, old),
                 (None, _) => {}
             }
@@ -363,18 +365,9 @@ pub fn add_to_earlier<B: Backend, T>(
     (result, *left.expect("a backward pass does not run inside another"))
 }
 
-/// Takes the leaf's earlier gradient, and puts `gradient` in its place.
-fn exchange_earlier<B: Backend>(
-    leaf: u64,
-    gradient: Option<FloatTensor<B>>,
-) -> Option<FloatTensor<B>> {
-    EARLIER.with_borrow_mut(|all| {
-        let all = all.as_mut()?.downcast_mut::<Earlier<B>>()?;
-        match gradient {
-            Some(gradient) => all.insert(leaf, gradient),
-            None => all.remove(&leaf),
-        }
-    })
+/// Uses the earlier gradients, where a backward pass has some.
+fn earlier_gradients<B: Backend, T>(f: impl FnOnce(&mut Earlier<B>) -> T) -> Option<T> {
+    EARLIER.with_borrow_mut(|all| Some(f(all.as_mut()?.downcast_mut()?)))
 }
 
 /// The autodiff node of [`OpBackend::widen`].

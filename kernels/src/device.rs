@@ -53,6 +53,19 @@ pub enum NoCuda {
         .0 / 1000, .0 % 1000 / 10, OLDEST_CUDA / 1000, OLDEST_CUDA % 1000 / 10
     )]
     OldDriver(i32),
+    /// The GPU lacks what the kernels are written for.
+    #[error(
+        "the GPU is a {name} of compute capability {major}.{minor}; the kernels need 9.0 (Hopper) or \
+         newer"
+    )]
+    OldGpu {
+        /// What the driver calls it.
+        name: String,
+        /// Its compute capability.
+        major: i32,
+        /// As `major`, after the point.
+        minor: i32,
+    },
     /// One of CUDA's own libraries is not installed.
     #[error("CUDA's library {0} cannot be loaded; install CUDA's runtime libraries")]
     NoLibrary(&'static str),
@@ -60,6 +73,9 @@ pub enum NoCuda {
 
 /// The driver API that has events of whole contexts, as `cuDriverGetVersion` writes 12.5.
 const OLDEST_CUDA: i32 = 12050;
+
+/// The compute capability of Hopper, which has the tensor memory accelerator.
+const OLDEST_GPU: i32 = 9;
 
 /// The first CUDA device.
 ///
@@ -85,6 +101,10 @@ pub fn cuda() -> Result<Device, NoCuda> {
     if version < OLDEST_CUDA {
         return Err(NoCuda::OldDriver(version));
     }
+    let (name, [major, minor]) = describe(0).map_err(fails)?;
+    if major < OLDEST_GPU {
+        return Err(NoCuda::OldGpu { name, major, minor });
+    }
     // SAFETY: as above.
     let present = unsafe {
         [
@@ -96,6 +116,21 @@ pub fn cuda() -> Result<Device, NoCuda> {
         Some((name, _)) => Err(NoCuda::NoLibrary(name)),
         None => Ok(Device::Cuda(CudaDevice::new(0))),
     }
+}
+
+/// What the driver calls a GPU, and its compute capability.
+fn describe(index: i32) -> Result<(String, [i32; 2]), cudarc::driver::DriverError> {
+    use cudarc::driver::result::device;
+    use cudarc::driver::sys::CUdevice_attribute as Attribute;
+    let gpu = device::get(index)?;
+    // SAFETY: the device is one that the driver gave.
+    let capability = unsafe {
+        [
+            device::get_attribute(gpu, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            device::get_attribute(gpu, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ]
+    };
+    Ok((device::get_name(gpu)?, capability))
 }
 
 /// Work that runs on whichever backend a device has.
@@ -118,7 +153,7 @@ pub struct Memory {
 
 /// Peak dense bf16 FLOP/s of GPUs by a part of their names, as their data sheets give them. The
 /// first is how the driver calls the SXM board; the H100's others are slower.
-const PEAKS: [(&str, f64); 3] = [("H100 80GB HBM3", 989e12), ("H200", 989e12), ("A100", 312e12)];
+const PEAKS: [(&str, f64); 2] = [("H100 80GB HBM3", 989e12), ("H200", 989e12)];
 
 /// The peak bf16 FLOP/s of the GPU called `name`, where it is known.
 fn peak_of(name: &str) -> Option<f64> {
@@ -129,8 +164,7 @@ fn peak_of(name: &str) -> Option<f64> {
 
 /// What the driver calls a GPU.
 fn name(device: &CudaDevice) -> Option<String> {
-    let device = cudarc::driver::result::device::get(device.index as i32).ok()?;
-    cudarc::driver::result::device::get_name(device).ok()
+    Some(describe(device.index as i32).ok()?.0)
 }
 
 impl Device {

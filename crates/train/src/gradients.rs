@@ -109,8 +109,8 @@ struct Collect<'a, B: OpBackend> {
 impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Collect<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
         // Of a bf16 parameter too: sums over micro-batches and the optimiser's moments are f32.
-        let wide = |g: Tensor<B, D>| if g.dtype() == DType::BF16 { g.cast(DType::F32) } else { g };
-        self.tensors.push(param.grad_remove(self.gradients).map(|g| primitive(wide(g))));
+        let gradient = param.grad_remove(self.gradients);
+        self.tensors.push(gradient.map(|g| primitive(g.cast(DType::F32))));
     }
 }
 

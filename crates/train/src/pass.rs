@@ -94,9 +94,8 @@ pub fn forward_backward<B: OpBackend>(
             false => whole(model, rows, weights, &mut gradients),
             true => recompute::block_by_block(model, rows, weights, &mut gradients),
         };
-        let loss = loss.inner();
         // A backend without a kernel for the loss gives the model's type.
-        let loss = if loss.dtype() == DType::BF16 { loss.cast(DType::F32) } else { loss };
+        let loss = loss.inner().cast(DType::F32);
         sum = Some(match sum {
             None => loss,
             Some(sum) => sum + loss,

@@ -42,8 +42,8 @@ impl<B: OpBackend> KvCache<B> {
         self.len == 0
     }
 
-    /// Appends keys and values of `n` tokens `[batch, heads, n, channels]`; returns all that is held, oldest
-    /// first, after dropping what no query of these `n` tokens can see.
+    /// Appends keys and values of `n` tokens `[batch, heads, n, channels]`; returns all that is held,
+    /// oldest first, after dropping what no query of these `n` tokens can see.
     ///
     /// # Panics
     /// When the shapes differ from those of earlier calls.

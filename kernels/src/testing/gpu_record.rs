@@ -27,7 +27,14 @@ fn the_kernels_are_those_that_were_tested_on_a_gpu() {
     let now: BTreeMap<String, String> = now.lines().map(hash).collect();
     let record = std::fs::read_to_string(root.join("kernels/gpu_tested.toml"));
     let record: Record = toml::from_str(&record.expect("the record exists")).expect("it is TOML");
-    assert!(!record.tests.is_empty(), "kernels/gpu_tested.toml names no test");
+    let program = std::env::current_exe().expect("the tests' own path");
+    let tests = Command::new(program).args(["--list", "--ignored", "--format=terse"]).output();
+    let tests = String::from_utf8(tests.expect("the tests run").stdout).expect("names are UTF-8");
+    let mut tests: Vec<&str> =
+        tests.lines().filter_map(|line| line.strip_suffix(": test")).collect();
+    tests.sort_unstable();
+    let recorded: Vec<&str> = record.tests.keys().map(String::as_str).collect();
+    assert_eq!(recorded, tests, "tests in kernels/gpu_tested.toml and those that need a GPU");
     assert_eq!(
         record.sources, now,
         "kernels changed after kernels/gpu_tested.toml was written; run scripts/gpu_test.sh on a \

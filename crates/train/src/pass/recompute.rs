@@ -11,9 +11,11 @@ use longwall_model::LanguageModel;
 use super::Rows;
 use crate::gradients::{Gradients, Graph};
 
-/// One micro-batch: its loss. Its gradients are added to `gradients`. Embedding, each block, and what follows the blocks have a graph of their own
-/// each; the gradient of a part's output comes from the part after it. Losses and gradients are
-/// those of one graph, to the bit where kernels give the same bits twice.
+/// One micro-batch: its loss. Its gradients are added to `gradients`.
+///
+/// Embedding, each block, and what follows the blocks have a graph of their own each; the gradient
+/// of a part's output comes from the part after it. Losses and gradients are those of one graph, to
+/// the bit where kernels give the same bits twice.
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: Rows<Autodiff<B>>,
