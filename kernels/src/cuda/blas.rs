@@ -53,6 +53,11 @@ pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     run(a, b, dtype, Epilogue::None, false)
 }
 
+/// As [`matmul`], with a result in f32 of inputs in f32 or bf16.
+pub fn matmul_f32(a: CudaTensor, b: CudaTensor) -> CudaTensor {
+    run(a, b, DType::F32, Epilogue::None, false)
+}
+
 /// What is done to a product before it is written.
 pub enum Epilogue {
     /// Nothing.

@@ -395,6 +395,8 @@ mod tests {
             assert_views_agree(view(), norm);
             assert_eq!(strides(&norm(view())), strides(&view()));
             assert_views_agree(wave([2, 5, 8, 3], 0.0).swap_dims(2, 3), norm);
+            // Rows in another order than those of the copy that is made of them.
+            assert_views_agree(wave([2, 8, 5, 3], 0.0).swap_dims(1, 3), norm);
         }
 
         #[test]

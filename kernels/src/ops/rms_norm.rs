@@ -253,6 +253,10 @@ mod tests {
             let joint = || wave([2, 5, 3, 384], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
             assert_views_agree(joint(), norm);
             assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), norm);
+            // Rows in another order than those of the copy that is made of them.
+            assert_views_agree(wave([2, 8, 5, 3], 0.0).swap_dims(1, 3), norm);
+            let unaligned = wave([2, 5, 3, 385], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
+            assert_views_agree(unaligned, norm);
         }
 
         #[test]

@@ -10,8 +10,8 @@
 //! swizzle of 128 bytes), so that `ldmatrix` meets no bank twice. Rows and channels past the
 //! tensor's last are zero.
 //!
-//! A tile may be loaded anew once the products with the fragments read from it have been issued and
-//! the block has met in `sync_cube`, which alone does not wait for `ldmatrix` still in flight: the
+//! A tile may be loaded anew after [`release_tile`], once the products with the fragments read from it
+//! have been issued. `sync_cube` alone does not wait for `ldmatrix` still in flight, and the
 //! accelerator can overtake it. A tile whose fragments are kept for later products is never reloaded.
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -90,6 +90,13 @@ pub fn load_rows<E: Numeric, V: Size>(
         let channel = comptime!((panel * PANEL_DIM) as i32);
         ready.tma_load_4d(source, &mut slice, batch as i32, head as i32, first as i32, channel);
     }
+}
+
+/// Waits until no unit of the block reads its tiles any more, so that they can be loaded anew.
+#[cube]
+pub fn release_tile() {
+    sync_async_proxy_shared();
+    sync_cube();
 }
 
 /// Bytes of a tile of bf16.

@@ -46,7 +46,7 @@ fn lanes(width: usize, dtype: DType) -> usize {
 /// When it does not fit 32 bits.
 fn number(size: usize) -> u32 {
     u32::try_from(size)
-        .unwrap_or_else(|_| panic!("{size} elements; a kernel addresses up to 2^32 at a time"))
+        .unwrap_or_else(|_| panic!("{size} elements; a kernel addresses fewer than 2^32 at a time"))
 }
 
 /// Blocks of `threads` for so many pieces of work.
@@ -95,7 +95,7 @@ fn vector(x: &CudaTensor, len: usize, what: &str) -> CudaTensor {
 ///
 /// # Panics
 /// When it is not i32, or not of this shape.
-fn integers(x: &CudaTensor, shape: &[usize], what: &str) -> CudaTensor {
+pub fn integers(x: &CudaTensor, shape: &[usize], what: &str) -> CudaTensor {
     assert_eq!(x.dtype, DType::I32, "type of {what}");
     assert_eq!(dims(x), shape, "shape of {what}");
     contiguous(x)

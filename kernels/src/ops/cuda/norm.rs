@@ -62,6 +62,8 @@ impl Norm {
         let bias = bias.map(|bias| vector(bias, width, "the norm's bias"));
         let lanes = lanes(width, x.dtype);
         let x = order.readable(x, lanes);
+        // The backward pass has the rows in the order of what is saved, which may be a copy.
+        let order = RowOrder::of(&x);
         let y = order.empty(&x, x.dtype);
         let statistics = empty(&x, &[rows, 2], DType::F32);
         let plan = self.plan(width / lanes, 4, bias.is_some());

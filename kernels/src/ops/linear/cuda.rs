@@ -4,7 +4,7 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::ones_client;
 
 use crate::backend::Forward;
-use crate::cuda::blas::{Epilogue, product};
+use crate::cuda::blas::{Epilogue, matmul_f32, product};
 use crate::cuda::{CudaTensor, reshaped};
 use crate::ops::cuda::elementwise::in_type;
 
@@ -86,7 +86,7 @@ pub fn weight_gradient(
 /// Takes the sum that a gradient is added to, where it is of the gradient's type.
 fn sum(onto: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
     match onto.take_if(|sum| sum.dtype == dtype) {
-        // Nobody else holds the sum's buffer then, and the product can write into it.
+        // Where nobody else holds the sum's buffer, the product writes into it.
         Some(sum) => Epilogue::Add(as_rows(&sum)),
         None => Epilogue::None,
     }
@@ -97,6 +97,5 @@ fn column_sums(matrix: &CudaTensor) -> CudaTensor {
     let [rows, columns] = matrix.meta.shape().dims();
     let (client, device) = (matrix.client.clone(), matrix.device.clone());
     let ones = ones_client(client, device, Shape::new([1, rows]), matrix.dtype);
-    let sums = product(ones, matrix.clone(), DType::F32, Epilogue::None);
-    reshaped(&sums, &[columns])
+    reshaped(&matmul_f32(ones, matrix.clone()), &[columns])
 }

@@ -12,7 +12,7 @@ use super::scores::{
 };
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, Rows, add_abt, add_pb, add_tile_abt, bytes, exp2, lefts, load_rows,
-    store_rows, zeros,
+    release_tile, store_rows, zeros,
 };
 
 /// Lanes that share a row of [`row_sums`].
@@ -156,7 +156,7 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
         let turn = (block & 1) * comptime!(span * chunks);
         ready.wait_parity((block & 1) as u32);
         // Nobody reads the other tile any more.
-        sync_cube();
+        release_tile();
         if (UNIT_POS == 0) & (block + 1 < blocks) {
             let (next, to) = (first_column + span, comptime!(span * chunks) - turn);
             ready.arrive_and_expect_tx(1, pair);
@@ -318,7 +318,7 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
             ready.wait_parity(((turn_of - 1) & 1) as u32);
         }
         // Nobody reads the other tile any more.
-        sync_cube();
+        release_tile();
         let turn = turn_of & 1;
         let row = (from + next_block) * span;
         // On their way while the tile before is worked on.

@@ -10,7 +10,7 @@ use super::forward::add_tile_softmax;
 use super::scores::{Options, Problem, first_key, full_score, rest_of_scale};
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt_of_rows, add_pb_of_rows, bytes, exp2, lefts,
-    load_rows, zeros,
+    load_rows, release_tile, zeros,
 };
 
 /// Query heads that a block serves: rows of one fragment.
@@ -108,7 +108,7 @@ pub fn split<E: Numeric, V: Size>(
         let turn = (block & 1) * comptime!(span * chunks);
         ready.wait_parity((block & 1) as u32);
         // Nobody reads the other tile any more.
-        sync_cube();
+        release_tile();
         if (UNIT_POS == 0) & (block + 1 < blocks) {
             let (next, to) = (first_column + span, comptime!(span * chunks) - turn);
             ready.arrive_and_expect_tx(1, pair);

@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 
 use super::scores::{Options, Problem, first_key, make_scores, rest_of_scale};
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt, add_pb, bytes, exp2, lefts, load_rows, store_rows,
-    zeros,
+    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt, add_pb, bytes, exp2, lefts, load_rows,
+    release_tile, store_rows, zeros,
 };
 
 /// o, and lse `[batch, heads, queries]`, the logarithm of the softmax's sum to base 2.
@@ -102,7 +102,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         let turn = (back & 1) * comptime!(span * chunks);
         ready.wait_parity((back & 1) as u32);
         // Nobody reads the other tile any more.
-        sync_cube();
+        release_tile();
         if (UNIT_POS == 0) & (back + 1 < blocks) {
             let (next, to) = (first_column - span, comptime!(span * chunks) - turn);
             ready.arrive_and_expect_tx(1, pair);

@@ -18,6 +18,7 @@ use self::scores::{Options, ProblemLaunch};
 use super::Softmax;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
+use crate::ops::cuda::integers;
 use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
 
 /// Elements that a kernel writes at a time.
@@ -112,7 +113,8 @@ impl<'a> Call<'a> {
             let shape = Shape::new([op.slopes.len()]);
             CudaTensor::new_contiguous(client, device, shape, buffer, DType::F32)
         });
-        let documents = documents.map(contiguous);
+        let [batch, keys] = [k.meta.shape()[0], k.meta.shape()[2]];
+        let documents = documents.map(|x| integers(x, &[batch, keys], "document starts"));
         let [q, k, v] = [q, k, v].map(Heads::new);
         Some(Call { op, q, k, v, documents, slopes })
     }
