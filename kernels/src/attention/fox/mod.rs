@@ -10,7 +10,7 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{Tensor, s};
+use burn::tensor::{FloatDType, Tensor, s};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -63,9 +63,9 @@ impl Config {
     }
 }
 
-/// ℓ `[batch, heads, seq_len]` from the gate's logits `[batch, seq_len, heads]`.
+/// ℓ `[batch, heads, seq_len]` in f32 from the gate's logits `[batch, seq_len, heads]`.
 fn log_decay<B: OpBackend>(logits: &[Tensor<B, 3>]) -> Tensor<B, 3> {
-    log_sigmoid(logits[0].clone()).swap_dims(1, 2)
+    log_sigmoid(logits[0].clone().cast(FloatDType::F32)).swap_dims(1, 2)
 }
 
 impl Variant for Config {
@@ -73,7 +73,7 @@ impl Variant for Config {
 
     const SOURCE: &'static str = "forgetting attention (Lin et al., 2025)";
 
-    const KERNELS: &'static [&'static str] = &["cpu"];
+    const KERNELS: &'static [&'static str] = &["cpu", "cuda"];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if self.rope {

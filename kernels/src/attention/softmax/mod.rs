@@ -114,7 +114,7 @@ impl Op<3> for Softmax {
         ints: &[CudaTensor],
         needs: [bool; 3],
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(self, [q, k, v], ints.first(), needs.contains(&true))
+        cuda::forward(self, [q, k, v], None, ints.first(), needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -124,7 +124,8 @@ impl Op<3> for Softmax {
         grad: CudaTensor,
         _needs: [bool; 3],
     ) -> [Option<CudaTensor>; 3] {
-        cuda::backward(self, saved, ints.first(), grad).map(Some)
+        let [dq, dk, dv, _] = cuda::backward(self, saved, ints.first(), grad);
+        [dq, dk, dv]
     }
 }
 
@@ -154,5 +155,24 @@ impl Op<4> for Softmax {
         _needs: [bool; 4],
     ) -> [Option<FlexTensor>; 4] {
         cpu::backward(self, saved, ints.first(), grad)
+    }
+
+    fn cuda_forward(
+        &self,
+        [q, k, v, log_decay]: &[CudaTensor; 4],
+        ints: &[CudaTensor],
+        needs: [bool; 4],
+    ) -> Option<Forward<CudaTensor>> {
+        cuda::forward(self, [q, k, v], Some(log_decay), ints.first(), needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 4],
+    ) -> [Option<CudaTensor>; 4] {
+        cuda::backward(self, saved, ints.first(), grad)
     }
 }

@@ -10,7 +10,7 @@
 pub mod cross_entropy;
 pub mod elementwise;
 pub mod embedding;
-mod kernels;
+pub mod kernels;
 pub mod norm;
 pub mod prefix_sum;
 pub mod rotary;

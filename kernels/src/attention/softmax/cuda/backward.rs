@@ -7,6 +7,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
+use super::decay::{SPAN, add_biases, bias, sum_before};
 use super::scores::{
     Options, Problem, cap_slope, first_key, full_score, hidden, make_scores, rest_of_scale,
 };
@@ -62,7 +63,8 @@ pub fn row_sums<E: Numeric, V: Size>(
     }
 }
 
-/// dq.
+/// dq; with a decay, also Σ_j dS_ij of each query at its position in `d_rows`,
+/// `[batch, heads, keys]`.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -76,6 +78,9 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     sums: &Array<f32>,
     documents: &Array<i32>,
     slopes: &Array<f32>,
+    within: &Array<f32>,
+    before: &Array<f64>,
+    d_rows: &mut Array<f32>,
     dq: &mut Array<Vector<E, W>>,
     problem: Problem,
     dq_rows: Rows,
@@ -149,7 +154,18 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     if options.alibi {
         slope = slopes[head];
     }
-    let scale = rest_of_scale(&problem, options);
+    let mut scale = rest_of_scale(&problem, options);
+    let factor = scale;
+    let mut own_sum = f64::cast_from(0f32);
+    if options.decay {
+        own_sum = sum_before(before, CUBE_POS_Y as usize, keys, offset + first_row);
+        scale = 1f32;
+    }
+    let mut ds_sum = Array::<f32>::new(comptime!(2 * m));
+    #[unroll]
+    for r in 0..comptime!(2 * m) {
+        ds_sum[r] = 0f32;
+    }
 
     for block in 0..blocks {
         let first_column = (from + block) * span;
@@ -169,6 +185,20 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
         let mut dp = zeros::<NC>(comptime!(m * n_keys));
         add_abt::<E, V, NA, NB, NC>(&def, &grad_lefts, &v_tile, turn, &mut dp, m, n_keys, steps);
 
+        if options.decay {
+            add_biases::<NC>(
+                &mut s,
+                own_sum,
+                before,
+                within,
+                CUBE_POS_Y as usize,
+                keys,
+                first_column + (lane % 4) * 2,
+                factor,
+                m,
+                n_keys,
+            );
+        }
         let edge = (first_column + span > all_to + 1) | (first_column < all_from);
         let lane_row = (offset + first_row + own + lane / 4) as u32;
         let lane_column = (first_column + (lane % 4) * 2) as u32;
@@ -202,6 +232,9 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
                             let column = lane_column + comptime!((n * 8 + e) as u32);
                             ds *= cap_slope(pair[e], &problem, slope, row, column, options);
                         }
+                        if options.decay {
+                            ds_sum[state] += ds;
+                        }
                         pair[e] = ds;
                     }
                     fragment[r] = pair;
@@ -211,6 +244,16 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
         add_pb::<E, V, NA, NB, NC>(&def, &s, &k_tile, turn, &mut dq_acc, m, n_keys, n_dim);
     }
 
+    if options.decay {
+        #[unroll]
+        for r in 0..comptime!(2 * m) {
+            let row = first_row + own + r * 8 + lane / 4;
+            let total = sum_of_four(ds_sum[r]);
+            if (lane % 4 == 0) & (row < queries) {
+                d_rows[CUBE_POS_Y as usize * keys + offset + row] = total;
+            }
+        }
+    }
     let mut factors = Array::<f32>::new(comptime!(2 * m));
     #[unroll]
     for r in 0..comptime!(2 * m) {
@@ -231,7 +274,8 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     );
 }
 
-/// dk and dv. Here a warp's rows are keys, and columns are queries: what is computed is Sᵀ.
+/// dk and dv; with a decay, also Σ_i dS_ij of each key in `d_columns`, `[batch, heads, keys]`, which
+/// holds zeros before. Here a warp's rows are keys, and columns are queries: what is computed is Sᵀ.
 ///
 /// Grid: blocks of keys, batch · kv_heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -244,6 +288,9 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     sums: &Array<f32>,
     documents: &Array<i32>,
     slopes: &Array<f32>,
+    within: &Array<f32>,
+    before: &Array<f64>,
+    d_columns: &mut Array<f32>,
     dk: &mut Array<Vector<E, W>>,
     dv: &mut Array<Vector<E, W>>,
     problem: Problem,
@@ -307,6 +354,13 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     let mut dk_acc = zeros::<NC>(comptime!(m * n_dim));
     let mut dv_acc = zeros::<NC>(comptime!(m * n_dim));
     let scale = rest_of_scale(&problem, options);
+    let mut ds_sum = Array::<f32>::new(comptime!(2 * m));
+    let mut biases = Array::<f32>::new(comptime!(2 * m));
+    #[unroll]
+    for r in 0..comptime!(2 * m) {
+        ds_sum[r] = 0f32;
+        biases[r] = 0f32;
+    }
 
     // The tile that is loaded next, and the one that is worked on.
     let mut next_head = kv_head * group;
@@ -383,6 +437,20 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
                 slope = slopes[head_now];
             }
 
+            let decay_row = batch * problem.heads as usize + head_now;
+            if options.decay {
+                // Where the forward pass's block of this query begins.
+                let begin = offset + first_row / SPAN * SPAN;
+                let own_sum = sum_before(before, decay_row, keys, begin);
+                let sum = sum_before(before, decay_row, keys, first_column);
+                let between = f32::cast_from(own_sum - sum);
+                #[unroll]
+                for r in 0..comptime!(2 * m) {
+                    let column = first_column + own + r * 8 + lane / 4;
+                    biases[r] = bias(between, within, decay_row, keys, column);
+                }
+            }
+
             let mut s = zeros::<NC>(comptime!(m * n_queries));
             let mut dp = zeros::<NC>(comptime!(m * n_queries));
             add_tile_abt::<E, V, NA, NB, NC>(
@@ -423,12 +491,19 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
                         let mut grads = dp.index(fragment)[r];
                         #[unroll]
                         for e in 0..2usize {
-                            let p = exp2(fma(scores[e], scale, -statistic[e]));
+                            let mut shift = -statistic[e];
+                            if options.decay {
+                                shift += biases[comptime!(i * 2 + r)];
+                            }
+                            let p = exp2(fma(scores[e], scale, shift));
                             let mut ds = p * (grads[e] - statistic[comptime!(e + 2)]);
                             if options.softcap {
                                 let row = lane_row + comptime!((n * 8 + e) as u32);
                                 let column = lane_column + comptime!((i * 16 + r * 8) as u32);
                                 ds *= cap_slope(scores[e], &problem, slope, row, column, options);
+                            }
+                            if options.decay {
+                                ds_sum[comptime!(i * 2 + r)] += ds;
                             }
                             scores[e] = p;
                             grads[e] = ds;
@@ -440,6 +515,19 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
             }
             add_pb::<E, V, NA, NB, NC>(&def, &s, &grad_tile, at, &mut dv_acc, m, n_queries, n_dim);
             add_pb::<E, V, NA, NB, NC>(&def, &dp, &q_tile, at, &mut dk_acc, m, n_queries, n_dim);
+            if options.decay {
+                // After the head's last tile.
+                let done = (turn_of == total) | (next_head > head_now);
+                #[unroll]
+                for r in 0..comptime!(2 * m) {
+                    let column = first_column + own + r * 8 + lane / 4;
+                    let sum = sum_of_four(ds_sum[r]);
+                    if done & (lane % 4 == 0) & (column < keys) {
+                        d_columns[decay_row * keys + column] = sum;
+                    }
+                    ds_sum[r] = select(done, 0f32, ds_sum[r]);
+                }
+            }
         }
         if unit < comptime!(span / 2) {
             statistics[turn * comptime!(span / 2) + unit] = pair;
@@ -492,6 +580,13 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
         n_dim,
         real,
     );
+}
+
+/// The sum over the four lanes that share a row of an accumulator.
+#[cube]
+fn sum_of_four(x: f32) -> f32 {
+    let sum = x + plane_shuffle_xor(x, 1);
+    sum + plane_shuffle_xor(sum, 2)
 }
 
 /// As [`make_scores`](super::scores::make_scores), where rows of the accumulator are keys and columns

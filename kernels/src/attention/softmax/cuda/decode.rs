@@ -6,6 +6,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
+use super::decay::{bias, sum_before};
 use super::forward::add_tile_softmax;
 use super::scores::{Options, Problem, first_key, full_score, rest_of_scale};
 use crate::tile::{
@@ -30,6 +31,8 @@ pub fn split<E: Numeric, V: Size>(
     v: &TensorMap<E, Tiled>,
     documents: &Array<i32>,
     slopes: &Array<f32>,
+    within: &Array<f32>,
+    before: &Array<f64>,
     parts: &mut Array<f32>,
     lse: &mut Array<f32>,
     problem: Problem,
@@ -101,7 +104,11 @@ pub fn split<E: Numeric, V: Size>(
             slope[r] = slopes[min(first_head + r * 8 + lane / 4, heads - 1)];
         }
     }
-    let scale = rest_of_scale(&problem, options);
+    let mut scale = rest_of_scale(&problem, options);
+    let factor = scale;
+    if options.decay {
+        scale = 1f32;
+    }
     let own = warp * KEYS_OF_A_WARP;
     for block in 0..blocks {
         let first_column = (from + block) * span;
@@ -124,9 +131,21 @@ pub fn split<E: Numeric, V: Size>(
             #[unroll]
             for r in 0..2usize {
                 let mut scores = s.index(n)[r];
+                let head = min(first_head + r * 8 + lane / 4, heads - 1);
+                let decay_row = batch * heads + head;
+                let mut between = 0f32;
+                if options.decay {
+                    let own_sum = sum_before(before, decay_row, keys, row);
+                    let first = min(first_column, keys - 1);
+                    between = f32::cast_from(own_sum - sum_before(before, decay_row, keys, first));
+                }
                 #[unroll]
                 for e in 0..2usize {
                     let column = first_column + own + comptime!(n * 8 + e) + (lane % 4) * 2;
+                    if options.decay {
+                        let bias = bias(between, within, decay_row, keys, column);
+                        scores[e] = fma(scores[e], factor, bias);
+                    }
                     let score = full_score(
                         scores[e],
                         &problem,

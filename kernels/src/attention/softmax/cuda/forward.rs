@@ -6,13 +6,15 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
+use super::decay::{add_biases, sum_before};
 use super::scores::{Options, Problem, first_key, make_scores, rest_of_scale};
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt, add_pb, bytes, exp2, lefts, load_rows,
     release_tile, store_rows, zeros,
 };
 
-/// o, and lse `[batch, heads, queries]`, the logarithm of the softmax's sum to base 2.
+/// o, and lse `[batch, heads, queries]`, the logarithm of the softmax's sum to base 2; with a decay,
+/// relative to the sum before the span in which the block of queries begins.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -23,6 +25,8 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     v: &TensorMap<E, Tiled>,
     documents: &Array<i32>,
     slopes: &Array<f32>,
+    within: &Array<f32>,
+    before: &Array<f64>,
     o: &mut Array<Vector<E, W>>,
     lse: &mut Array<f32>,
     problem: Problem,
@@ -95,7 +99,13 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     if options.alibi {
         slope = slopes[head];
     }
-    let scale = rest_of_scale(&problem, options);
+    let mut scale = rest_of_scale(&problem, options);
+    let factor = scale;
+    let mut own_sum = f64::cast_from(0f32);
+    if options.decay {
+        own_sum = sum_before(before, CUBE_POS_Y as usize, keys, offset + first_row);
+        scale = 1f32;
+    }
 
     for back in 0..blocks {
         let first_column = (last - back) * span;
@@ -113,6 +123,20 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         let mut s = zeros::<NC>(comptime!(m * n_keys));
         add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
 
+        if options.decay {
+            add_biases::<NC>(
+                &mut s,
+                own_sum,
+                before,
+                within,
+                CUBE_POS_Y as usize,
+                keys,
+                first_column + (lane % 4) * 2,
+                factor,
+                m,
+                n_keys,
+            );
+        }
         let edge = (first_column + span > all_to + 1) | (first_column < all_from);
         make_scores::<NC>(
             &mut s,

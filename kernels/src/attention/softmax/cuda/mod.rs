@@ -4,6 +4,8 @@
 // Device code: cubecl gives `_v` beside an argument `v`, and has no `div_ceil` or `is_multiple_of`.
 #[allow(clippy::duplicate_underscore_argument, clippy::manual_div_ceil)]
 mod backward;
+#[allow(clippy::manual_div_ceil)]
+mod decay;
 #[allow(clippy::duplicate_underscore_argument, clippy::manual_div_ceil)]
 mod decode;
 #[allow(clippy::duplicate_underscore_argument, clippy::manual_is_multiple_of)]
@@ -11,6 +13,7 @@ mod forward;
 mod scores;
 
 use burn::tensor::{DType, Shape, bf16};
+use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
@@ -19,6 +22,7 @@ use super::Softmax;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::ops::cuda::integers;
+use crate::ops::cuda::prefix_sum::prefix_sum;
 use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
 
 /// Elements that a kernel writes at a time.
@@ -87,6 +91,40 @@ struct Call<'a> {
     v: Heads,
     documents: Option<CudaTensor>,
     slopes: Option<CudaTensor>,
+    decay: Option<Decay>,
+}
+
+/// A learned decay's prefix sums, see [`decay::prefix_sums`].
+struct Decay {
+    within: CudaTensor,
+    before: CudaTensor,
+}
+
+impl Decay {
+    /// Of ℓ, `[batch, heads, keys]` in f32.
+    fn new(log_decay: &CudaTensor) -> Self {
+        let [batch, heads, keys]: [usize; 3] = log_decay.meta.shape().dims();
+        let within = empty(log_decay, &[batch, heads, keys], DType::F32);
+        let spans = keys.div_ceil(decay::SPAN);
+        let before = empty(log_decay, &[batch, heads, spans], DType::F64);
+        let strides = log_decay.meta.strides();
+        let step = |d: usize| u32::try_from(strides[d]).expect("strides below 2^32");
+        // SAFETY: a block handles one of the rows, and stays within its tokens.
+        unsafe {
+            decay::prefix_sums::launch_unchecked::<CudaRuntime>(
+                &log_decay.client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(decay::THREADS as u32),
+                buffer(log_decay, 1),
+                buffer(&within, 1),
+                buffer(&before, 1),
+                heads as u32,
+                keys as u32,
+                decay::StepsLaunch::new(step(0), step(1), step(2)),
+            );
+        }
+        Decay { within, before }
+    }
 }
 
 impl<'a> Call<'a> {
@@ -94,6 +132,7 @@ impl<'a> Call<'a> {
     fn new(
         op: &'a Softmax,
         [q, k, v]: [&CudaTensor; 3],
+        decay: Option<Decay>,
         documents: Option<&CudaTensor>,
     ) -> Option<Self> {
         let head_dim = q.meta.shape()[3];
@@ -102,7 +141,8 @@ impl<'a> Call<'a> {
             && [q, k, v].iter().all(|x| !x.meta.shape().to_vec().contains(&0))
             && head_dim.is_multiple_of(CHUNK)
             && head_dim <= 256
-            && batch_heads <= MOST_HEADS;
+            && batch_heads <= MOST_HEADS
+            && (decay.is_none() || (op.softcap.is_none() && op.slopes.is_empty()));
         if !served {
             return None;
         }
@@ -116,7 +156,7 @@ impl<'a> Call<'a> {
         let [batch, keys] = [k.meta.shape()[0], k.meta.shape()[2]];
         let documents = documents.map(|x| integers(x, &[batch, keys], "document starts"));
         let [q, k, v] = [q, k, v].map(Heads::new);
-        Some(Call { op, q, k, v, documents, slopes })
+        Some(Call { op, q, k, v, documents, slopes, decay })
     }
 
     fn options(&self, spans: [usize; 2]) -> Options {
@@ -129,6 +169,7 @@ impl<'a> Call<'a> {
             span: spans[usize::from(real > 128)],
             softcap: self.op.softcap.is_some(),
             alibi: !self.op.slopes.is_empty(),
+            decay: self.decay.is_some(),
             window: self.op.window.is_some(),
             documents: self.documents.is_some(),
         }
@@ -158,6 +199,15 @@ impl<'a> Call<'a> {
         buffer(self.slopes.as_ref().unwrap_or(&self.q.tensor), 1)
     }
 
+    /// The decay's sums within spans and before them; any buffer where there are none, which is not
+    /// read.
+    fn decay(&self) -> [ArrayArg<CudaRuntime>; 2] {
+        match &self.decay {
+            Some(Decay { within, before }) => [buffer(within, 1), buffer(before, 1)],
+            None => [buffer(&self.q.tensor, 1), buffer(&self.q.tensor, 1)],
+        }
+    }
+
     /// A statistic of every query, `[batch, heads, queries]`.
     fn statistic(&self) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
@@ -178,20 +228,26 @@ const WARPS: usize = 4;
 const SPAN: [usize; 2] = [64, 32];
 const SPAN_OF_KEYS: [usize; 2] = [64, 16];
 
-/// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o and lse.
+/// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o, lse and the decay's
+/// sums, where there is one.
 pub fn forward(
     op: &Softmax,
     inputs: [&CudaTensor; 3],
+    log_decay: Option<&CudaTensor>,
     documents: Option<&CudaTensor>,
     needs: bool,
 ) -> Option<Forward<CudaTensor>> {
-    let call = Call::new(op, inputs, documents)?;
+    if log_decay.is_some_and(|x| x.dtype != DType::F32) {
+        return None;
+    }
+    let call = Call::new(op, inputs, log_decay.map(Decay::new), documents)?;
     let [batch, heads, queries, _] = call.q.dims;
     if queries == 1 && !needs {
         return Some(Forward { output: decode(&call), saved: vec![] });
     }
     let (o, lse) = (call.q.like(), call.statistic());
     let options = call.options(SPAN);
+    let [within, before] = call.decay();
     // SAFETY: grid and options are the kernel's own, and every row and chunk it reads is one of the
     // tensors' given here.
     unsafe {
@@ -206,6 +262,8 @@ pub fn forward(
             call.v.map(options.span),
             call.documents(),
             call.slopes(),
+            within,
+            before,
             buffer(&o.tensor, PAIR),
             buffer(&lse, 1),
             call.problem(),
@@ -213,8 +271,9 @@ pub fn forward(
             options,
         );
     }
-    let Call { q, k, v, .. } = call;
-    let saved = vec![q.tensor, k.tensor, v.tensor, o.tensor.clone(), lse];
+    let Call { q, k, v, decay, .. } = call;
+    let mut saved = vec![q.tensor, k.tensor, v.tensor, o.tensor.clone(), lse];
+    saved.extend(decay.map(|Decay { within, before }| [within, before]).into_iter().flatten());
     Some(Forward { output: o.tensor, saved })
 }
 
@@ -259,6 +318,7 @@ fn decode(call: &Call) -> CudaTensor {
     let mut q = call.q.tensor.clone();
     q.meta.swap(1, 2);
     let q = Heads::new(&q);
+    let [within, before] = call.decay();
     // SAFETY: as in `forward`.
     unsafe {
         decode::split::launch_unchecked::<bf16, CudaRuntime>(
@@ -271,6 +331,8 @@ fn decode(call: &Call) -> CudaTensor {
             call.v.map(span),
             call.documents(),
             call.slopes(),
+            within,
+            before,
             buffer(&parts, 1),
             buffer(&lse, 1),
             call.problem(),
@@ -297,20 +359,35 @@ fn decode(call: &Call) -> CudaTensor {
     o.tensor
 }
 
-/// The gradients of q, k and v from what [`forward`] saved.
+/// The gradients of q, k, v and, where there is one, the decay from what [`forward`] saved.
 pub fn backward(
     op: &Softmax,
     saved: Vec<CudaTensor>,
     documents: Option<&CudaTensor>,
     grad: CudaTensor,
-) -> [CudaTensor; 3] {
-    let [q, k, v, o, lse] = saved.try_into().expect("the forward pass saves five tensors");
-    let call = Call::new(op, [&q, &k, &v], documents).expect("served in the forward pass");
+) -> [Option<CudaTensor>; 4] {
+    let mut saved = saved.into_iter();
+    let mut next = || saved.next();
+    let [q, k, v, o, lse] = [(); 5].map(|()| next().expect("the forward pass saves five tensors"));
+    let decay = next().zip(next()).map(|(within, before)| Decay { within, before });
+    let call = Call::new(op, [&q, &k, &v], decay, documents).expect("served in the forward pass");
     let (o, grad) = (Heads::new(&o), Heads::new(&grad));
     let sums = row_sums(&call, &o, &grad);
-    let dq = grad_of_queries(&call, &grad, &lse, &sums);
-    let [dk, dv] = grad_of_keys(&call, &grad, &lse, &sums);
-    [dq, dk, dv]
+    // Σ dS of each query and of each key, where there is a decay.
+    let d_scores = call.decay.as_ref().map(|decay| {
+        let shape = decay.within.meta.shape().clone();
+        let zeros = |_| zeros_client(q.client.clone(), q.device.clone(), shape.clone(), DType::F32);
+        [(); 2].map(zeros)
+    });
+    let [d_rows, d_columns] = d_scores.clone().unwrap_or_else(|| [lse.clone(), lse.clone()]);
+    let dq = grad_of_queries(&call, &grad, &lse, &sums, &d_rows);
+    let [dk, dv] = grad_of_keys(&call, &grad, &lse, &sums, &d_columns);
+    // ℓ_t is a part of all scores between a query at t or later and a key before it.
+    let d_decay = d_scores.map(|[rows, columns]| {
+        let summed = prefix_sum(&burn_cubecl::ops::numeric::sub(rows, columns), true);
+        summed.expect("f32 has prefix sums")
+    });
+    [Some(dq), Some(dk), Some(dv), d_decay]
 }
 
 /// rowsum(dO ⊙ O), `[batch, heads, queries]`.
@@ -338,7 +415,14 @@ fn row_sums(call: &Call, o: &Heads, grad: &Heads) -> CudaTensor {
     sums
 }
 
-fn grad_of_queries(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) -> CudaTensor {
+fn grad_of_queries(
+    call: &Call,
+    grad: &Heads,
+    lse: &CudaTensor,
+    sums: &CudaTensor,
+    d_rows: &CudaTensor,
+) -> CudaTensor {
+    let [within, before] = call.decay();
     let dq = call.q.like();
     let [batch, heads, queries, _] = call.q.dims;
     let options = call.options(SPAN);
@@ -358,6 +442,9 @@ fn grad_of_queries(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTenso
             buffer(sums, 1),
             call.documents(),
             call.slopes(),
+            within,
+            before,
+            buffer(d_rows, 1),
             buffer(&dq.tensor, PAIR),
             call.problem(),
             dq.rows(),
@@ -367,7 +454,14 @@ fn grad_of_queries(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTenso
     dq.tensor
 }
 
-fn grad_of_keys(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) -> [CudaTensor; 2] {
+fn grad_of_keys(
+    call: &Call,
+    grad: &Heads,
+    lse: &CudaTensor,
+    sums: &CudaTensor,
+    d_columns: &CudaTensor,
+) -> [CudaTensor; 2] {
+    let [within, before] = call.decay();
     let (dk, dv) = (call.k.like(), call.v.like());
     let [batch, kv_heads, keys, _] = call.k.dims;
     let options = call.options(SPAN_OF_KEYS);
@@ -387,6 +481,9 @@ fn grad_of_keys(call: &Call, grad: &Heads, lse: &CudaTensor, sums: &CudaTensor) 
             buffer(sums, 1),
             call.documents(),
             call.slopes(),
+            within,
+            before,
+            buffer(d_columns, 1),
             buffer(&dk.tensor, PAIR),
             buffer(&dv.tensor, PAIR),
             call.problem(),

@@ -22,6 +22,8 @@ pub struct Options {
     pub softcap: bool,
     /// Whether distance is penalised.
     pub alibi: bool,
+    /// Whether keys decay by learned steps; without softcap and ALiBi.
+    pub decay: bool,
     /// Whether keys far back are hidden.
     pub window: bool,
     /// Whether keys of other documents are hidden.

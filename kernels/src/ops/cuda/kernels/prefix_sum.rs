@@ -89,7 +89,7 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
 
 /// Inclusive prefix sums over the lanes of a warp.
 #[cube]
-fn scan(x: f32) -> f32 {
+pub fn scan(x: f32) -> f32 {
     let mut sum = x;
     #[unroll]
     for step in 0..5u32 {

@@ -1,0 +1,137 @@
+//! A learned decay as a bias of keys. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
+//! c_i − c_j, of which softmax only needs what differs from key to key.
+//!
+//! c may reach millions where decays still matter by thousandths. So it is kept in two parts: sums
+//! within spans of 64 tokens in f32, and before each span in f64. A block of queries takes its
+//! scores relative to the span in which it begins.
+
+use cubecl::prelude::*;
+
+use crate::ops::cuda::kernels::prefix_sum::scan;
+use crate::tile::LOG2_E;
+
+/// Tokens of a span.
+pub const SPAN: usize = 64;
+
+/// Threads of a block of [`prefix_sums`].
+pub const THREADS: usize = 256;
+
+/// Where the elements of `[batch, heads, tokens]` lie.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Steps {
+    /// From one sequence to the next.
+    pub batch: u32,
+    /// From one head to the next.
+    pub head: u32,
+    /// From one token to the next.
+    pub token: u32,
+}
+
+/// Σ ℓ within spans, up to and with each token, and before each span.
+///
+/// - `log_decay`: `[batch, heads, tokens]`, placed by `steps`
+/// - `within`: `[batch, heads, tokens]`
+/// - `before`: `[batch, heads, spans]`
+///
+/// Grid: batch · heads.
+#[cube(launch_unchecked)]
+pub fn prefix_sums(
+    log_decay: &Array<f32>,
+    within: &mut Array<f32>,
+    before: &mut Array<f64>,
+    heads: u32,
+    tokens: u32,
+    steps: Steps,
+) {
+    let row = CUBE_POS_X as usize;
+    let (heads, tokens) = (heads as usize, tokens as usize);
+    let base = row / heads * steps.batch as usize + row % heads * steps.head as usize;
+    let spans = (tokens + SPAN - 1) / SPAN;
+    let lane = UNIT_POS_PLANE as usize;
+
+    // 1. Within spans, a warp for each; what a span adds up to.
+    let mut span = UNIT_POS as usize / 32;
+    while span < spans {
+        let first = span * SPAN + lane * 2;
+        let mut one = 0f32;
+        let mut two = 0f32;
+        if first < tokens {
+            one = log_decay[base + first * steps.token as usize];
+        }
+        if first + 1 < tokens {
+            two = log_decay[base + (first + 1) * steps.token as usize];
+        }
+        let through = scan(one + two);
+        let up_to = select(lane == 0, 0f32, plane_shuffle_up(through, 1u32));
+        if first < tokens {
+            within[row * tokens + first] = up_to + one;
+        }
+        if first + 1 < tokens {
+            within[row * tokens + first + 1] = through;
+        }
+        if lane == 31 {
+            before[row * spans + span] = f64::cast_from(through);
+        }
+        span += comptime!(THREADS / 32);
+    }
+    sync_cube();
+
+    // 2. Sums before spans.
+    if UNIT_POS == 0 {
+        let mut sum = f64::cast_from(0f32);
+        for span in 0..spans {
+            let own = before[row * spans + span];
+            before[row * spans + span] = sum;
+            sum += own;
+        }
+    }
+}
+
+/// Σ ℓ before the span of `position`, in the row `row` of `before`.
+#[cube]
+pub fn sum_before(before: &Array<f64>, row: usize, keys: usize, position: usize) -> f64 {
+    before[row * ((keys + SPAN - 1) / SPAN) + position / SPAN]
+}
+
+/// The bias of the key at `column`, to base 2, for queries whose scores are relative to a span
+/// before which the sum is `own`; `between` is `own` less the sum before the key's span.
+#[cube]
+pub fn bias(between: f32, within: &Array<f32>, row: usize, keys: usize, column: usize) -> f32 {
+    (between - within[row * keys + min(column, keys - 1)]) * LOG2_E
+}
+
+/// Products become scores to base 2: times `scale`, plus their keys' biases. A lane's first column
+/// is `column`; all columns lie in one span.
+#[cube]
+pub fn add_biases<NC: Size>(
+    s: &mut Sequence<Array<Vector<f32, NC>>>,
+    own: f64,
+    before: &Array<f64>,
+    within: &Array<f32>,
+    row: usize,
+    keys: usize,
+    column: usize,
+    scale: f32,
+    #[comptime] m: usize,
+    #[comptime] n_keys: usize,
+) {
+    let first = min(column, keys - 1);
+    let between = f32::cast_from(own - sum_before(before, row, keys, first));
+    #[unroll]
+    for n in 0..n_keys {
+        #[unroll]
+        for e in 0..2usize {
+            let bias = bias(between, within, row, keys, column + comptime!(n * 8 + e));
+            #[unroll]
+            for i in 0..m {
+                #[unroll]
+                for r in 0..2usize {
+                    let fragment = s.index_mut(comptime!(i * n_keys + n));
+                    let mut pair = fragment[r];
+                    pair[e] = fma(pair[e], scale, bias);
+                    fragment[r] = pair;
+                }
+            }
+        }
+    }
+}
