@@ -14,6 +14,28 @@
 #   SHAPES  B,H,T,D of the kernels, separated by spaces; by default five
 #   OUT     a folder for the raw results; by default a temporary one, removed at the end
 #   PYTHON  the Python that makes the table and runs the peers; by default python3
+#
+# The peers' scripts are not part of this repository. They write JSON, one object a line, into the
+# folder that the environment variable OUT names, and a log if they like (peers.log, train.log). Lines
+# that do not start with {, objects without a time or rate and other fields are ignored. A script that
+# fails ends with another status than 0; what it wrote counts.
+#   bench_peers.py --only NAMES --no-check [--shapes NUMBERS] (kernels and decode)
+#     --no-check  results are timed and not compared with each other
+#     NAMES       with commas between them: sdpa, those in `workers` below, and decode
+#     NUMBERS     with commas between them: the kernels' shapes to measure, as in `numbers` below
+#     peers.jsonl
+#       {"env": {"gpu": NAME, "torch": VERSION}}
+#       {"impl": NAME, "pass": "fwd" or "fwdbwd" (with backward), "shape": [B, H, T, D], "ms": TIME}
+#       {"impl": NAME, "pass": "decode", "shape": [B, H, context, D], "ms": TIME, "ms_graph": TIME}
+#     where ms_graph, of a step in a CUDA graph, may be null or absent; decoding is that of 8
+#     sequences with 16 heads of 128 channels after 4096, 32768 and 131072 tokens; the table knows
+#     the impl sdpa_flash and those in KERNELS and DECODE below
+#   bench_train.py --only NAMES (train)
+#     NAMES    with commas between them: sdpa, and those in `models` below
+#     train.jsonl
+#       {"attn": NAME, "B": BATCH, "T": SEQ_LEN, "tokens_s": RATE, "peak_gb": GIB}
+#     of GPT-2 124M in bf16 with batches of 65,536 tokens, B × T being 64 × 1024 and 16 × 4096; the
+#     table knows the attn sdpa and those in TRAIN below
 set -euo pipefail
 
 PARTS=${PARTS-kernels decode train}
@@ -21,15 +43,16 @@ SHAPES=${SHAPES:-8,12,1024,64 4,16,4096,64 4,16,4096,128 1,16,16384,128 1,16,655
 PYTHON=${PYTHON:-python3}
 for part in $PARTS; do
   case $part in
-    kernels | decode | train) ;;
+    kernels | decode) script=bench_peers.py ;;
+    train) script=bench_train.py ;;
     *) echo "PARTS has $part; allowed: kernels, decode, train" >&2; exit 2 ;;
   esac
+  if [ -n "${PEERS:-}" ] && [ ! -f "$PEERS/$script" ]; then
+    echo "PEERS is $PEERS, which has no $script; PARTS has $part, which needs it" >&2
+    exit 1
+  fi
 done
 command -v "$PYTHON" > /dev/null || { echo "$PYTHON is not installed; set PYTHON" >&2; exit 1; }
-if [ -n "${PEERS:-}" ] && [ ! -f "$PEERS/bench_peers.py" ]; then
-  echo "PEERS is $PEERS, which has no bench_peers.py" >&2
-  exit 1
-fi
 if [ -z "${OUT:-}" ]; then
   OUT=$(mktemp -d)
   trap 'rm -rf "$OUT"' EXIT

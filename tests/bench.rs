@@ -264,6 +264,49 @@ fn sizes_of_a_benchmark_out_of_range() {
 }
 
 #[test]
+fn settings_of_a_benchmark_that_its_shape_does_not_allow() {
+    let w = Workspace::new();
+    let cpu = ["bench", "kernels", "--device", "cpu", "--kind", "rope", "--shape", "1,2,16,15"];
+    insta::assert_snapshot!(w.fail(&[&cpu[..], &["--set", "theta=0"]].concat()));
+    w.succeed(&[&cpu[..], &["--set", "position=\"none\"", "--samples", "1"]].concat());
+}
+
+#[test]
+fn context_of_a_benchmark_beyond_the_memory() {
+    let w = Workspace::new();
+    let sizes = ["--batch", "1000", "--heads", "64", "--head-dim", "64", "--context", "16M"];
+    let error =
+        w.fail(&[&["bench", "decode", "--device", "cpu", "--kind", "rope"], &sizes[..]].concat());
+    let start = "error: --kind rope --batch 1000 --heads 64 --head-dim 64 --context 16000000 needs 798770.4 \
+                 GB of memory; allowed on this machine: up to ";
+    let end =
+        " GB, which are available\n  hint: choose a smaller --batch, or a shorter --context\n";
+    assert!(error.starts_with(start) && error.ends_with(end), "{error}");
+}
+
+#[test]
+fn elements_of_a_benchmark_beyond_32_bits() {
+    let w = Workspace::new();
+    for (args, elements) in [
+        ("gemm --shape 1048576,4096,4096", 1u64 << 32),
+        ("kernels --kind rope --shape 65536,65536,1,2", 1 << 33),
+        ("kernels --kind tda --set rope=false --shape 1,1,2147483648,1", 1 << 32),
+        ("ops --op gelu_mlp --width 1048576", 1 << 42),
+        (
+            "decode --kind rope --batch 65536 --heads 64 --head-dim 64 --context 1k",
+            (1 << 28) * 1000,
+        ),
+    ] {
+        let args: Vec<_> = args.split(' ').chain(["--device", "cpu"]).collect();
+        let error = w.fail(&[&["bench"], &args[..]].concat());
+        let told = format!(
+            "makes a tensor of {elements} elements; allowed: up to 4294967295\n  hint: choose "
+        );
+        assert!(error.contains(&told), "{args:?}: {error}");
+    }
+}
+
+#[test]
 fn mistakes_in_the_use_of_a_benchmark() {
     let w = Workspace::new();
     for (args, told) in [

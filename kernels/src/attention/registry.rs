@@ -109,6 +109,32 @@ macro_rules! registry {
                 o.cast(dtype)
             }
 
+            /// As [`Variant::KERNELS`].
+            fn kernels(&self) -> &'static [&'static str] {
+                match self { $(Self::$name(_) => $module::Config::KERNELS,)+ }
+            }
+
+            /// Whether the kernel of `device` (as in [`KindInfo::kernels`]) runs for `batch`
+            /// sequences with q, k and v of type `dtype`; else the reference runs.
+            pub fn runs_kernel(
+                &self,
+                device: &str,
+                shape: &AttentionShape,
+                batch: usize,
+                dtype: DType,
+            ) -> bool {
+                // Kernels for CUDA are all the softmax core's.
+                self.kernels().contains(&device)
+                    && (device != "cuda"
+                        || softmax::cuda_serves(dtype, batch * shape.heads, shape.head_dim))
+            }
+
+            /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has no
+            /// kernel for CUDA.
+            pub fn state_type(&self, dtype: DType) -> DType {
+                if self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
+            }
+
             /// As [`Variant::start`].
             pub fn start<B: OpBackend>(&self, shape: &AttentionShape) -> AttentionState<B> {
                 match self { $(Self::$name(c) => AttentionState::$name(c.start(shape)),)+ }
@@ -136,9 +162,9 @@ macro_rules! registry {
             /// The inputs as the variant takes them, in f32 where it has no kernel for CUDA, and the
             /// type that its output is to have.
             fn widened<B: OpBackend>(&self, inputs: Inputs<B>) -> (Inputs<B>, DType) {
-                let kernels = match self { $(Self::$name(_) => $module::Config::KERNELS,)+ };
                 let dtype = inputs.q.dtype();
-                let inputs = if kernels.contains(&"cuda") { inputs } else { inputs.widened() };
+                let cuda = self.kernels().contains(&"cuda");
+                let inputs = if cuda { inputs } else { inputs.widened() };
                 (inputs, dtype)
             }
 

@@ -10,8 +10,8 @@ mod cpu;
 mod cuda;
 mod reference;
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 
 use super::{AttentionShape, DocumentStarts};
@@ -69,6 +69,12 @@ pub fn softmax<B: OpBackend>(
         None => B::run(op, [q, k, v], ints),
         Some(log_decay) => B::run(op, [q, k, v, primitive(log_decay)], ints),
     })
+}
+
+/// Whether the CUDA kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads: the rule
+/// that they follow themselves. Elsewhere the reference runs, in f32.
+pub fn cuda_serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
+    dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
 }
 
 /// ALiBi's slopes: 2^(−8(h+1)/heads) for a power of two; else those of the next lower power of
@@ -174,5 +180,25 @@ impl Op<4> for Softmax {
         _needs: [bool; 4],
     ) -> [Option<CudaTensor>; 4] {
         cuda::backward(self, saved, ints.first(), grad)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuda_serves_bf16_heads_of_whole_chunks() {
+        for (dtype, batch_heads, head_dim, served) in [
+            (DType::BF16, 128, 64, true),
+            (DType::BF16, 65_535, 256, true),
+            (DType::BF16, 65_536, 64, false),
+            (DType::BF16, 1, 264, false),
+            (DType::BF16, 1, 100, false),
+            (DType::F32, 1, 64, false),
+        ] {
+            let found = cuda_serves(dtype, batch_heads, head_dim);
+            assert_eq!(found, served, "{dtype:?}, {batch_heads} heads of {head_dim} channels");
+        }
     }
 }

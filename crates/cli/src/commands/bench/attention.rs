@@ -1,15 +1,18 @@
 //! Attention kinds on the command line, and random inputs of their operations.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
-use longwall_config::{Problem, Problems};
+use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, Inputs, Projection, Start};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use serde::Serialize;
 
 use super::inputs::{copy, distributed, random};
 use super::setup::Setup;
+use crate::commands::op::options::{SizeNames, in_options};
 use crate::commands::op::parse_kind;
 
 /// Which kinds are timed.
@@ -56,14 +59,12 @@ pub enum Path {
 pub struct Kind {
     /// Its settings.
     pub config: AttentionConfig,
-    /// What runs on the device.
-    pub path: Path,
     /// The range of the projections.
-    projections: Option<[f64; 2]>,
+    pub projections: Option<[f64; 2]>,
 }
 
 impl KindArgs {
-    /// The kinds, with a warning where one runs through its reference.
+    /// The kinds.
     pub fn choose(&self, setup: &Setup) -> Result<Vec<Kind>> {
         let device = setup.choose("cuda", "cpu");
         let known = AttentionConfig::KINDS.iter();
@@ -72,54 +73,92 @@ impl KindArgs {
         let default = || with_kernel.iter().map(|kind| (*kind).to_owned()).collect();
         let names: Vec<String> = if self.kind.is_empty() { default() } else { self.kind.clone() };
         let kind = |name: &String| {
-            let config = parse_kind(name, &self.sets)?;
-            let has_kernel = with_kernel.contains(&name.as_str());
-            // CUDA's attention kernels are for bf16 alone.
-            let served = has_kernel && (!setup.on_cuda() || setup.dtype() == DType::BF16);
-            if !served {
-                let at =
-                    if has_kernel { format!(" at {}", setup.precision) } else { String::new() };
-                tracing::warn!(
-                    "kind {name} has no kernel on {device}{at}: its reference runs, in f32, and may \
-                     need memory for seq_len × seq_len"
-                );
-            }
-            let path = if served { Path::Kernel } else { Path::Reference };
-            Ok(Kind { config, path, projections: self.projections })
+            Ok(Kind { config: parse_kind(name, &self.sets)?, projections: self.projections })
         };
         names.iter().map(kind).collect()
     }
 }
 
+/// Warns of the kinds that run through their references, of those timed for so many sequences of a
+/// layer.
+pub fn warn_of_references<'a>(
+    setup: &Setup,
+    cases: impl Iterator<Item = (&'a Kind, usize, AttentionShape)>,
+) {
+    let reasons =
+        cases.filter_map(|(kind, batch, layer)| kind.without_kernel(setup, batch, &layer));
+    for reason in reasons.collect::<BTreeSet<_>>() {
+        tracing::warn!(
+            "{reason}: its reference runs, in f32, and may need memory for seq_len × seq_len"
+        );
+    }
+}
+
 impl Kind {
+    /// What runs for `batch` sequences.
+    pub fn path(&self, setup: &Setup, batch: usize, layer: &AttentionShape) -> Path {
+        let device = setup.choose("cuda", "cpu");
+        match self.config.runs_kernel(device, layer, batch, setup.dtype()) {
+            true => Path::Kernel,
+            false => Path::Reference,
+        }
+    }
+
+    /// Why the reference runs, where it does.
+    fn without_kernel(
+        &self,
+        setup: &Setup,
+        batch: usize,
+        layer: &AttentionShape,
+    ) -> Option<String> {
+        let (kind, device) = (self.config.kind(), setup.choose("cuda", "cpu"));
+        if self.path(setup, batch, layer) == Path::Kernel {
+            return None;
+        }
+        let text = format!("kind {kind} has no kernel on {device}");
+        let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
+        if known.is_none_or(|known| !known.kernels.contains(&device)) {
+            return Some(text);
+        }
+        if setup.dtype() != DType::BF16 {
+            return Some(format!("{text} at {}", setup.precision));
+        }
+        let AttentionShape { heads, head_dim, .. } = layer;
+        Some(format!("{text} for {batch} × {heads} heads of {head_dim} channels"))
+    }
+
     /// Its name and path, for a table.
-    pub fn labels(&self) -> [String; 2] {
-        let path = match self.path {
+    pub fn labels(&self, path: Path) -> [String; 2] {
+        let path = match path {
             Path::Kernel => "kernel",
             Path::Reference => "reference",
         };
         [self.config.kind().to_owned(), path.to_owned()]
     }
 
-    /// The settings fit the layer; `sizes` is the option that gives its sizes.
-    pub fn check(&self, layer: &AttentionShape, sizes: &str) -> Result<()> {
+    /// The settings fit the layer, whose sizes the command calls so.
+    pub fn check(&self, layer: &AttentionShape, sizes: SizeNames) -> Result<()> {
         let mut problems = Problems::new();
         self.config.validate(layer, &mut problems);
-        if problems.as_slice().is_empty() {
-            return Ok(());
+        if !problems.as_slice().is_empty() {
+            let problems = in_options(&problems, sizes);
+            bail!("--kind {} does not go with these options:{problems}", self.config.kind());
         }
-        let plain = |text: &str| {
-            text.replace("model.window", "--window")
-                .replace("model.head_dim", &format!("head_dim of {sizes}"))
-                .replace("model.width", &format!("heads · head_dim of {sizes}"))
-                .replace("model.attention.", "--set ")
-        };
-        let mut text = format!("--kind {} does not go with these options:", self.config.kind());
-        for Problem { key, value, allowed, remedy } in problems.as_slice() {
-            let [key, allowed, remedy] = [key, allowed, remedy].map(|text| plain(text));
-            text += &format!("\n{}", Problem { key, value: value.clone(), allowed, remedy });
-        }
-        bail!("{text}")
+        Ok(())
+    }
+
+    /// Elements of each of [`Kind::inputs`] that grows with the number of tokens.
+    pub fn elements(&self, layer: &AttentionShape, sizes: [usize; 2]) -> Vec<u128> {
+        let (config, views) = (&self.config, self.config.views());
+        let rows = sizes.map(|n| n as u128).iter().product::<u128>();
+        let heads = |heads: usize, channels: usize| heads as u128 * channels as u128;
+        let channels = [
+            heads(views * layer.heads, layer.head_dim),
+            heads(views * layer.kv_heads, layer.head_dim),
+            heads(layer.kv_heads, config.value_dim(layer)),
+        ];
+        let projections = config.projections(layer).into_iter().map(|p| p.features as u128);
+        channels.into_iter().chain(projections).map(|channels| rows * channels).collect()
     }
 
     /// Random q, k, v and projections of type `dtype`, and parameters as they start.
@@ -224,11 +263,12 @@ mod tests {
         let config = parse_kind("fox", &[]).unwrap();
         let layer = AttentionShape::new(16, 2, 1, 8);
         let logits = |projections| {
-            let kind = Kind { config: config.clone(), path: Path::Kernel, projections };
+            let kind = Kind { config: config.clone(), projections };
             let device = Default::default();
             let inputs = kind.inputs::<Cpu>(&layer, [3, 50], DType::F32, &device);
             assert_eq!((inputs.q.dims(), inputs.k.dims()), ([3, 2, 50, 8], [3, 1, 50, 8]));
             assert_eq!(bytes(&inputs), 4 * 3 * 50 * (16 + 8 + 8 + 2));
+            assert_eq!(kind.elements(&layer, [3, 50]), [16, 8, 8, 2].map(|n| 3 * 50 * n));
             inputs.projections[0].clone().into_data().to_vec::<f32>().unwrap()
         };
         let uniform = logits(Some([4.0, 6.0]));

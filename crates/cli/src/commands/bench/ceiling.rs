@@ -15,7 +15,8 @@ use super::timing::{Clock, Spread};
 /// Side of the square matrices whose product is timed on CUDA.
 const MATRIX: usize = 8192;
 
-/// Elements that are read and written: 1 GB of bf16 each way on CUDA, 128 MB of f32 on the CPU.
+/// Elements that are read and written: 1 GB of bf16 each way on CUDA (2 GB of f32), 128 MB of f32 on
+/// the CPU.
 const CUDA_ELEMENTS: usize = 1 << 29;
 const CPU_ELEMENTS: usize = 1 << 25;
 

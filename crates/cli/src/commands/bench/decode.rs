@@ -10,11 +10,12 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use serde::Serialize;
 
-use super::attention::{Kind, KindArgs, Path};
+use super::attention::{Kind, KindArgs, Path, warn_of_references};
 use super::ceiling::Ceiling;
 use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Setup};
+use super::setup::{CommonArgs, Need, Setup, kv_heads, parse_size};
 use super::timing::{Clock, Pass, Work};
+use crate::commands::op::options::SizeNames;
 use crate::progress::bar;
 
 /// Arguments of `longwall bench decode`.
@@ -29,19 +30,19 @@ pub struct Args {
     context: Vec<usize>,
 
     /// Sequences; by default 8 on CUDA, 1 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     batch: Option<usize>,
 
     /// Query heads; by default 16 on CUDA, 4 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     heads: Option<usize>,
 
     /// Heads of k and v; by default as many as q has
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     kv_heads: Option<usize>,
 
     /// Channels of a head; by default 128 on CUDA, 64 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     head_dim: Option<usize>,
 
     #[command(flatten)]
@@ -64,10 +65,8 @@ fn parse_context(text: &str) -> Result<usize, String> {
     }
 }
 
-fn parse_size(text: &str) -> Result<usize, String> {
-    let size = text.parse().ok().filter(|size| (1..=MOST_SIZE).contains(size));
-    size.ok_or_else(|| format!("`{text}`; allowed: a whole number from 1 to {MOST_SIZE}"))
-}
+/// What this command calls the sizes of a layer.
+const SIZE_NAMES: SizeNames = SizeNames { head_dim: "--head-dim", width: "--heads · --head-dim" };
 
 /// What was measured of one kind at one context.
 #[derive(Serialize)]
@@ -105,8 +104,9 @@ pub fn run(args: Args) -> Result<()> {
     let kinds = args.kinds.choose(&setup)?;
     let sizes = Sizes::new(&args, &setup)?;
     for kind in &kinds {
-        kind.check(&sizes.layer, "--head-dim")?;
+        kind.check(&sizes.layer, SIZE_NAMES)?;
     }
+    warn_of_references(&setup, kinds.iter().map(|kind| (kind, sizes.batch, sizes.layer)));
     let contexts = contexts(&args, &setup, &kinds, &sizes)?;
     let job = Job { args: &args.kinds, setup: &setup, kinds: &kinds, sizes, contexts };
     let (ceiling, results) = setup.device.clone().run(job);
@@ -125,49 +125,50 @@ impl Sizes {
         let batch = args.batch.unwrap_or(setup.choose(8, 1));
         let heads = args.heads.unwrap_or(setup.choose(16, 4));
         let head_dim = args.head_dim.unwrap_or(setup.choose(128, 64));
-        let kv_heads = args.kv_heads.unwrap_or(heads);
-        if !heads.is_multiple_of(kv_heads) {
-            bail!(
-                "--kv-heads is {kv_heads}; allowed: a divisor of the {heads} heads\n  \
-                 hint: leave it out for {heads}"
-            );
-        }
+        let kv_heads = kv_heads(args.kv_heads, heads)?;
         Ok(Sizes { batch, layer: AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim) })
     }
 
-    /// Bytes of the larger of a cache's keys and values.
-    fn cache_half(&self, kind: &Kind, tokens: usize, dtype: DType) -> u64 {
-        let Sizes { batch, layer } = self;
-        let keys = kind.config.views() * layer.head_dim;
-        let channels = keys.max(kind.config.value_dim(layer)) * layer.kv_heads;
-        [*batch, channels, tokens, dtype.size()].iter().map(|n| *n as u64).product()
+    /// A state with the most room, a copy of one of its tensors, as appending may make it, and the
+    /// tokens that fill the state and enter it.
+    fn need(&self, kind: &Kind, context: usize, dtype: DType) -> Need {
+        let (Sizes { batch, layer }, config) = (self, &kind.config);
+        let tokens = most_tokens(context, most_steps(context));
+        let bytes = config.state_type(dtype).size() as u128 * *batch as u128;
+        let state = |tokens: usize| bytes * u128::from(config.state_elements(layer, tokens));
+        // A cache's keys or values; a state that does not grow may be one tensor.
+        let channels = (config.views() * layer.head_dim).max(config.value_dim(layer));
+        let half = bytes * (channels * layer.kv_heads) as u128 * tokens as u128;
+        let largest = half.max(state(1)).min(state(tokens));
+        let inputs = [PIECE.min(context), 1].map(|tokens| kind.elements(layer, [*batch, tokens]));
+        Need::of(inputs.concat()).and(largest, state(tokens) + largest)
     }
 }
 
-/// The contexts whose caches the device can hold; an error where one was asked for that it cannot.
+/// The contexts whose states the device can hold; an error where one was asked for that it cannot.
 fn contexts(args: &Args, setup: &Setup, kinds: &[Kind], sizes: &Sizes) -> Result<Vec<usize>> {
     let default: &[usize] = setup.choose(&[4096, 32_768, 131_072], &[512, 2048]);
     let asked = if args.context.is_empty() { default } else { &args.context };
-    let most = setup.device.largest_tensor().unwrap_or(u64::MAX);
     let mut fitting = vec![];
     for &context in asked {
-        let bytes =
-            kinds.iter().map(|k| sizes.cache_half(k, most_tokens(context, 0), setup.dtype()));
-        let bytes = bytes.max().unwrap_or(0);
-        if bytes <= most {
-            fitting.push(context);
-            continue;
+        let excess = kinds.iter().find_map(|kind| {
+            let AttentionShape { heads, head_dim, .. } = sizes.layer;
+            let options = format!(
+                "--kind {} --batch {} --heads {heads} --head-dim {head_dim} --context {context}",
+                kind.config.kind(),
+                sizes.batch
+            );
+            setup.excess(&options, &sizes.need(kind, context, setup.dtype()))
+        });
+        match excess {
+            None => fitting.push(context),
+            Some(excess) if args.context.is_empty() => {
+                tracing::warn!("{excess}; this context is left out");
+            }
+            Some(excess) => {
+                bail!("{excess}\n  hint: choose a smaller --batch, or a shorter --context")
+            }
         }
-        let problem = format!(
-            "--context {context} needs {:.1} GB for keys, and as much for values; allowed on this \
-             device: up to {:.1} GB",
-            bytes as f64 / 1e9,
-            most as f64 / 1e9
-        );
-        if !args.context.is_empty() {
-            bail!("{problem}\n  hint: decode fewer sequences with --batch, or a shorter context");
-        }
-        tracing::warn!("{problem}; it is left out");
     }
     Ok(fitting)
 }
@@ -215,9 +216,9 @@ impl Job<'_> {
     ) -> Case {
         let Sizes { batch, layer } = self.sizes;
         let (config, dtype) = (&kind.config, self.setup.dtype());
-        let state_type = if kind.path == Path::Kernel { dtype } else { DType::F32 };
-        let elements = config.state_elements(&layer, context) * batch as u64;
-        let bytes = elements * state_type.size() as u64;
+        let path = kind.path(self.setup, batch, &layer);
+        let elements = config.state_elements(&layer, context) as f64 * batch as f64;
+        let bytes = elements * config.state_type(dtype).size() as f64;
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
         let (token, piece) = (inputs(1), inputs(PIECE.min(context)));
         let fill = |tokens: usize, room: usize| {
@@ -230,7 +231,7 @@ impl Job<'_> {
             state
         };
         let state = RefCell::new(Held { context, tokens: 0, state: None });
-        let time = clock.clone().of_at_most((context / 2).max(1)).time_after(
+        let time = clock.clone().of_at_most(most_steps(context)).time_after(
             |steps| state.borrow_mut().prepare(steps, &fill),
             |_| {
                 let mut held = state.borrow_mut();
@@ -243,14 +244,14 @@ impl Job<'_> {
             kind: config.kind(),
             settings: self.args.sets.clone(),
             projections: self.args.projections,
-            path: kind.path,
+            path,
             batch,
             heads: layer.heads,
             kv_heads: layer.kv_heads,
             head_dim: layer.head_dim,
             context,
-            passes: [Pass::new("step", time, Work::Bytes(bytes as f64), ceiling)],
-            labels: kind.labels().into_iter().chain([format!("{shape:?}")]).collect(),
+            passes: [Pass::new("step", time, Work::Bytes(bytes), ceiling)],
+            labels: kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect(),
         }
     }
 }
@@ -261,6 +262,12 @@ fn first_tokens<B: OpBackend>(inputs: &Inputs<B>, tokens: usize) -> Inputs<B> {
     let [q, k, v] = [q, k, v].map(|x| x.narrow(2, 0, tokens));
     let projections = projections.into_iter().map(|x| x.narrow(1, 0, tokens)).collect();
     Inputs { q, k, v, projections, parameters }
+}
+
+/// The most steps of a sample.
+fn most_steps(context: usize) -> usize {
+    // So many take 20 ms on any device.
+    (context / 2).clamp(1, 4096)
 }
 
 /// The most tokens that a state takes which is to hold `context` in the mean of `steps` steps.
@@ -292,6 +299,7 @@ impl<S> Held<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::commands::op::parse_kind;
 
     #[test]
     fn a_state_is_filled_anew_before_it_leaves_the_context() {
@@ -319,10 +327,45 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_contexts_have_ranges() {
-        assert_eq!((parse_context("32k"), parse_size("16")), (Ok(32_000), Ok(16)));
+    fn contexts_have_a_range() {
+        assert_eq!(parse_context("32k"), Ok(32_000));
         assert!(parse_context("0").unwrap_err().contains("from 1 to"));
         assert!(parse_context("17M").is_err() && parse_context("x").is_err());
-        assert!(["0", "-1", "65537", "a"].iter().all(|text| parse_size(text).is_err()));
+    }
+
+    #[test]
+    fn the_state_is_counted_in_its_own_type() {
+        let sizes = Sizes { batch: 3, layer: AttentionShape::new(32, 2, 1, 16) };
+        let need = |kind: &str, dtype| {
+            let kind = Kind { config: parse_kind(kind, &[]).unwrap(), projections: None };
+            let inputs = kind.elements(&sizes.layer, [3, 40]);
+            let token = kind.elements(&sizes.layer, [3, 1]);
+            (sizes.need(&kind, 40, dtype), Need::of([inputs, token].concat()))
+        };
+        // 40 tokens and half of a sample's 20 steps.
+        let half = 3 * 16 * (40 + 10);
+        let (rope, inputs) = need("rope", DType::BF16);
+        assert_eq!(rope, inputs.and(2 * half, 3 * 2 * half));
+        assert_eq!(need("rope", DType::F32).0, inputs.and(4 * half, 3 * 4 * half));
+        // References keep f32, here two keys a value; a state that does not grow is one tensor.
+        let (tda, inputs) = need("tda", DType::BF16);
+        assert_eq!(tda, inputs.and(2 * 4 * half, 5 * 4 * half));
+        let (rwkv7, inputs) = need("rwkv7", DType::BF16);
+        assert_eq!(rwkv7, inputs.and(4 * 3 * 16 * 16, 2 * 4 * 3 * 16 * 16));
+    }
+
+    #[test]
+    fn the_largest_sizes_are_counted() {
+        let layer = AttentionShape::new(MOST_SIZE * MOST_SIZE, MOST_SIZE, MOST_SIZE, MOST_SIZE);
+        let sizes = Sizes { batch: MOST_SIZE, layer };
+        let kind = Kind { config: parse_kind("rope", &[]).unwrap(), projections: None };
+        let need = sizes.need(&kind, MOST_TOKENS as usize, DType::F32);
+        let half = 4 * (1u128 << 48) * ((1 << 24) + (1 << 18));
+        assert_eq!(
+            need,
+            Need::of(kind.elements(&layer, [MOST_SIZE, PIECE]))
+                .and(half, 3 * half)
+                .and(0, 4 * 3 * (1 << 48))
+        );
     }
 }

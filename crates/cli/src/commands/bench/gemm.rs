@@ -7,9 +7,9 @@ use longwall_kernels::ops::linear::Linear;
 use serde::Serialize;
 
 use super::ceiling::Ceiling;
-use super::inputs::{copies, copy, random};
+use super::inputs::{copies, copies_on, copy, random};
 use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Setup};
+use super::setup::{CommonArgs, Need, Setup, parse_shape, shape_text};
 use super::timing::{Clock, Pass, Work};
 use crate::progress::bar;
 
@@ -18,29 +18,15 @@ use crate::progress::bar;
 pub struct Args {
     /// Tokens, outputs and inputs of a linear layer, and again for more; by default the layers of
     /// GPT-2 124M at 65,536 tokens on CUDA, and a small model's on the CPU
-    #[arg(long, value_name = "M,N,K", value_parser = parse_shape)]
+    #[arg(long, value_name = "M,N,K", value_parser = parse)]
     shape: Vec<[usize; 3]>,
 
     #[command(flatten)]
     common: CommonArgs,
 }
 
-fn parse_shape(text: &str) -> Result<[usize; 3], String> {
-    /// So that no matrix has more than 2^32 elements.
-    const MOST: usize = 1 << 20;
-    let bad = || {
-        format!(
-            "`{text}` is no shape; allowed: tokens, outputs and inputs, whole numbers from 1 to {MOST} \
-             with at most 2^32 elements in a matrix, for example 65536,3072,768"
-        )
-    };
-    let numbers = text.split(',').map(|n| n.trim().parse::<usize>());
-    let numbers = numbers.collect::<Result<Vec<_>, _>>().map_err(|_| bad())?;
-    let shape: [usize; 3] = numbers.try_into().map_err(|_| bad())?;
-    let [m, n, k] = shape;
-    let fits = shape.iter().all(|size| (1..=MOST).contains(size))
-        && [m * n, n * k, m * k].iter().all(|elements| *elements as u64 <= 1 << 32);
-    if fits { Ok(shape) } else { Err(bad()) }
+fn parse(text: &str) -> Result<[usize; 3], String> {
+    parse_shape(text, "tokens, outputs and inputs", [65_536, 3072, 768])
 }
 
 /// The layers of a GPT-2-like model: name, tokens, outputs, inputs.
@@ -83,8 +69,22 @@ pub fn run(args: Args) -> Result<()> {
     } else {
         args.shape.iter().map(|shape| ("linear", *shape)).collect()
     };
+    for (_, shape) in &shapes {
+        let options = format!("--shape {}", shape_text(shape));
+        setup.check(&options, &need(*shape), "choose a smaller --shape")?;
+    }
     let (ceiling, results) = setup.device.clone().run(Job { setup: &setup, shapes });
     Report::new(&setup, ceiling, results).print(args.common.json)
+}
+
+/// The copies of x, W and dy, and what a pass computes of them; for the CPU, where the total counts.
+fn need(shape: [usize; 3]) -> Need {
+    let [m, n, k] = shape.map(|size| size as u128);
+    let matrices = [m * k, n * k, m * n];
+    let largest = matrices.into_iter().max().expect("three matrices");
+    let read = matrices.iter().sum::<u128>() - largest;
+    let copies = copies_on("cpu", u64::try_from(4 * read).unwrap_or(u64::MAX));
+    Need::of(std::iter::repeat_n(matrices, copies).flatten().chain([largest]))
 }
 
 /// The work on the device.
@@ -169,10 +169,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shape_is_three_numbers() {
-        assert_eq!(parse_shape("65536,3072, 768"), Ok([65_536, 3072, 768]));
-        for bad in ["", "1,2", "1,2,3,4", "1,2,x", "0,2,3", "2000000,2,3", "1000000,1000000,1"] {
-            assert!(parse_shape(bad).unwrap_err().contains("is no shape"), "{bad}");
-        }
+    fn copies_of_three_matrices_and_a_result_are_held() {
+        let [m, n, k] = [5000, 4000, 3000];
+        let large = [m * k, n * k, m * n, m * n]; // Over 64 MB are read.
+        assert_eq!(need([5000, 4000, 3000]), Need::of(large));
+        let [x, weight, dy] = [1 << 20, 1 << 10, 1 << 20];
+        let one = [x, weight, dy]; // 4 MB and a little are read.
+        assert_eq!(
+            need([1 << 15, 1 << 5, 1 << 5]),
+            Need::of([one; 16].concat().into_iter().chain([x]))
+        );
     }
 }

@@ -40,7 +40,12 @@ pub fn copy<B: OpBackend>(x: &FloatTensor<B>) -> FloatTensor<B> {
 
 /// How many sets of inputs of `bytes` bytes the calls take in turn.
 pub fn copies<B: OpBackend>(bytes: u64) -> usize {
-    let flush = FLUSH[usize::from(B::device_kind() == "cpu")];
+    copies_on(B::device_kind(), bytes)
+}
+
+/// As [`copies`], by the name of the device's kind.
+pub fn copies_on(device_kind: &str, bytes: u64) -> usize {
+    let flush = FLUSH[usize::from(device_kind == "cpu")];
     flush.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES) as usize
 }
 

@@ -1,6 +1,6 @@
 //! `longwall bench kernels`.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_kernels::attention::{AttentionShape, DocumentStarts};
@@ -10,12 +10,13 @@ use longwall_kernels::ops::seed::seed;
 use longwall_train::console::bytes as text_of_bytes;
 use serde::Serialize;
 
-use super::attention::{Kind, KindArgs, Path, bytes, copied, leaves};
+use super::attention::{Kind, KindArgs, Path, bytes, copied, leaves, warn_of_references};
 use super::ceiling::Ceiling;
 use super::inputs::{copies, random};
 use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Setup};
+use super::setup::{CommonArgs, Need, Setup, kv_heads, parse_shape, shape_text};
 use super::timing::{Clock, Pass, Work};
+use crate::commands::op::options::SizeNames;
 use crate::progress::bar;
 
 /// Arguments of `longwall bench kernels`.
@@ -26,7 +27,7 @@ pub struct Args {
 
     /// Batch, heads, seq_len and head_dim, and again for more shapes; by default 8,12,1024,64,
     /// 4,16,4096,64, 4,16,4096,128, 1,16,16384,128 and 1,16,65536,64 on CUDA, 1,8,1024,64 on the CPU
-    #[arg(long, value_name = "B,H,T,D", value_parser = parse_shape)]
+    #[arg(long, value_name = "B,H,T,D", value_parser = parse)]
     shape: Vec<[usize; 4]>,
 
     /// Heads of k and v; by default as many as q has
@@ -48,9 +49,6 @@ pub struct Args {
 /// The longest document: longer ones leave the range of positions.
 const MOST_TOKENS: u64 = 1 << 24;
 
-/// Most elements of q: as many as kernels can count.
-const MOST_ELEMENTS: u128 = 1 << 32;
-
 const CUDA_SHAPES: &[[usize; 4]] = &[
     [8, 12, 1024, 64],
     [4, 16, 4096, 64],
@@ -61,22 +59,13 @@ const CUDA_SHAPES: &[[usize; 4]] = &[
 
 const CPU_SHAPES: &[[usize; 4]] = &[[1, 8, 1024, 64]];
 
-fn parse_shape(text: &str) -> Result<[usize; 4], String> {
-    let bad = || {
-        format!(
-            "`{text}` is no shape; allowed: batch, heads, seq_len and head_dim, whole numbers from 1 \
-             with at most {MOST_ELEMENTS} elements together, for example 4,16,4096,128"
-        )
-    };
-    let numbers = text.split(',').map(|n| n.trim().parse::<usize>());
-    let numbers = numbers.collect::<Result<Vec<_>, _>>().map_err(|_| bad())?;
-    let shape: [usize; 4] = numbers.try_into().map_err(|_| bad())?;
-    let elements = shape.iter().try_fold(1u128, |all, &n| all.checked_mul(n as u128));
-    match elements {
-        Some(1..=MOST_ELEMENTS) => Ok(shape),
-        _ => Err(bad()),
-    }
+fn parse(text: &str) -> Result<[usize; 4], String> {
+    parse_shape(text, "batch, heads, seq_len and head_dim", [4, 16, 4096, 128])
 }
+
+/// What this command calls the sizes of a layer.
+const SIZE_NAMES: SizeNames =
+    SizeNames { head_dim: "head_dim of --shape", width: "heads · head_dim of --shape" };
 
 /// What was measured of one kind at one shape.
 #[derive(Serialize)]
@@ -128,25 +117,35 @@ pub fn run(args: Args) -> Result<()> {
     let kinds = args.kinds.choose(&setup)?;
     let default = setup.choose(CUDA_SHAPES, CPU_SHAPES);
     let shapes = if args.shape.is_empty() { default } else { &args.shape };
-    for shape in shapes {
+    let mut cases = vec![];
+    for &shape in shapes {
+        let [batch, _, seq_len, _] = shape;
+        let layer = args.layer(shape)?;
         for kind in &kinds {
-            kind.check(&args.layer(*shape)?, "--shape")?;
+            let name = kind.config.kind();
+            kind.check(&layer, SIZE_NAMES)?;
+            let options = format!("--kind {name} --shape {}", shape_text(&shape));
+            let need = need(kind, &layer, [batch, seq_len]);
+            setup.check(&options, &need, "choose a smaller --shape")?;
+            cases.push((kind, batch, layer));
         }
     }
+    warn_of_references(&setup, cases.into_iter());
     let job = Job { args: &args, setup: &setup, kinds: &kinds, shapes };
     let (ceiling, results) = setup.device.clone().run(job);
     Report::new(&setup, ceiling, results).print(args.common.json)
 }
 
+/// The inputs, the output, and their gradients.
+fn need(kind: &Kind, layer: &AttentionShape, sizes: [usize; 2]) -> Need {
+    let [batch, seq_len] = sizes.map(|n| n as u128);
+    let out = batch * seq_len * layer.heads as u128 * kind.config.value_dim(layer) as u128;
+    Need::of(kind.elements(layer, sizes).into_iter().chain([out])).with_gradients()
+}
+
 impl Args {
     fn layer(&self, [_, heads, _, head_dim]: [usize; 4]) -> Result<AttentionShape> {
-        let kv_heads = self.kv_heads.unwrap_or(heads);
-        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-            bail!(
-                "--kv-heads is {kv_heads}; allowed: a divisor of the {heads} heads of --shape\n  \
-                 hint: leave it out for {heads}"
-            );
-        }
+        let kv_heads = kv_heads(self.kv_heads, heads)?;
         let layer = AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim);
         Ok(AttentionShape { window: self.window, ..layer })
     }
@@ -222,12 +221,13 @@ impl Job<'_> {
         });
         // Of causal softmax attention, whatever the kind does.
         let flops = 2.0 * (batch * heads * head_dim) as f64 * (seq_len as f64).powi(2);
-        let labels = kind.labels().into_iter().chain([format!("{shape:?}")]).collect();
+        let path = kind.path(self.setup, batch, &layer);
+        let labels = kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect();
         Case {
             kind: config.kind(),
             settings: args.kinds.sets.clone(),
             projections: args.kinds.projections,
-            path: kind.path,
+            path,
             shape,
             kv_heads: layer.kv_heads,
             window: layer.window,
@@ -278,16 +278,18 @@ fn documents<B: OpBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::commands::op::parse_kind;
     use longwall_kernels::Cpu;
 
     #[test]
-    fn a_shape_is_four_numbers() {
-        assert_eq!(parse_shape("4, 16,4096,128"), Ok([4, 16, 4096, 128]));
-        for bad in ["", "1,2,3", "1,2,3,4,5", "1,2,x,4", "1,0,3,4", "-1,2,3,4", "65536,65536,2,1"] {
-            assert!(parse_shape(bad).unwrap_err().contains("is no shape"), "{bad}");
-        }
-        let most = usize::MAX;
-        assert!(parse_shape(&format!("{most},{most},{most},{most}")).is_err());
+    fn both_views_and_all_value_channels_are_counted() {
+        let need = |kind: &str| {
+            let kind = Kind { config: parse_kind(kind, &[]).unwrap(), projections: None };
+            need(&kind, &AttentionShape::new(32, 2, 1, 16), [3, 50])
+        };
+        let [q, k] = [3 * 50 * 32, 3 * 50 * 16];
+        assert_eq!(need("rope"), Need::of([q, k, k, q]).with_gradients());
+        assert_eq!(need("tda"), Need::of([2 * q, 2 * k, k, q]).with_gradients());
     }
 
     #[test]

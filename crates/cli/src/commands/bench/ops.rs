@@ -25,7 +25,7 @@ use serde::Serialize;
 use super::ceiling::Ceiling;
 use super::inputs::{copies, copy, distributed, random};
 use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Setup};
+use super::setup::{CommonArgs, Need, Setup, parse_size};
 use super::timing::{Clock, Pass, Spread, Work};
 use crate::progress::bar;
 
@@ -37,19 +37,19 @@ pub struct Args {
     op: Vec<Name>,
 
     /// Rows of the batch; by default 64 on CUDA, 4 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     batch: Option<usize>,
 
     /// Tokens of a row; by default 1024 on CUDA, 256 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     seq_len: Option<usize>,
 
     /// Width of the model, of heads with 64 channels; by default 768 on CUDA, 256 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     width: Option<usize>,
 
     /// Tokens of the vocabulary; by default 50257 on CUDA, 4096 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
     vocab_size: Option<usize>,
 
     #[command(flatten)]
@@ -75,19 +75,18 @@ enum Name {
     Adamw,
 }
 
+impl Name {
+    /// As on the command line.
+    fn text(self) -> String {
+        self.to_possible_value().expect("every operation has a name").get_name().to_owned()
+    }
+}
+
 /// Channels of a head.
 const HEAD_DIM: usize = 64;
 
 /// The greatest of each size.
 const MOST_SIZE: usize = 1 << 20;
-
-/// The most elements of a tensor.
-const MOST_ELEMENTS: u128 = 1 << 32;
-
-fn parse_size(text: &str) -> Result<usize, String> {
-    let size = text.parse().ok().filter(|size| (1..=MOST_SIZE).contains(size));
-    size.ok_or_else(|| format!("`{text}`; allowed: a whole number from 1 to {MOST_SIZE}"))
-}
 
 /// The sizes of a step.
 #[derive(Clone, Copy)]
@@ -106,7 +105,7 @@ impl Sizes {
             width: args.width.unwrap_or(setup.choose(768, 256)),
             vocab: args.vocab_size.unwrap_or(setup.choose(50_257, 4096)),
         };
-        let Sizes { batch, seq_len, width, vocab } = sizes;
+        let width = sizes.width;
         if !width.is_multiple_of(HEAD_DIM) {
             bail!(
                 "--width is {width}; allowed: multiples of {HEAD_DIM}, the channels of a head\n  \
@@ -114,14 +113,37 @@ impl Sizes {
                 width.next_multiple_of(HEAD_DIM)
             );
         }
-        let rows = (batch * seq_len) as u128;
-        if rows * 4 * width as u128 > MOST_ELEMENTS || (vocab * width) as u128 > MOST_ELEMENTS {
-            bail!(
-                "--batch {batch} --seq-len {seq_len} --width {width} --vocab-size {vocab} makes a \
-                 tensor of over {MOST_ELEMENTS} elements\n  hint: choose smaller sizes"
-            );
-        }
         Ok(sizes)
+    }
+
+    /// Inputs and outputs, and their gradients; of GELU's MLP, a layer inside as well.
+    fn need(self, name: Name) -> Need {
+        let [batch, seq_len, width, vocab] =
+            [self.batch, self.seq_len, self.width, self.vocab].map(|size| size as u128);
+        let (x, square, table) = (batch * seq_len * width, width * width, vocab * width);
+        let held = match name {
+            Name::LayerNorm | Name::RmsNorm | Name::Rotary | Name::ShortConv | Name::PrefixSum => {
+                vec![x; 2]
+            }
+            Name::Swiglu => vec![4 * x; 3],
+            Name::Gelu | Name::ReluSquared => vec![4 * x; 2],
+            Name::Embedding => vec![x, table],
+            Name::Linear => vec![x, 3 * x, 3 * square],
+            Name::GeluMlp => vec![x, x, x, 4 * x, 4 * square, 4 * square],
+            Name::LinearCrossEntropy => vec![x, table],
+            Name::Adamw => vec![table; 2], // As large as the moments.
+        };
+        Need::of(held).with_gradients()
+    }
+
+    /// The device can hold what the operation needs.
+    fn check(self, name: Name, setup: &Setup) -> Result<()> {
+        let Sizes { batch, seq_len, width, vocab } = self;
+        let options = format!(
+            "--op {} --batch {batch} --seq-len {seq_len} --width {width} --vocab-size {vocab}",
+            name.text()
+        );
+        setup.check(&options, &self.need(name), "choose smaller sizes")
     }
 }
 
@@ -151,6 +173,9 @@ pub fn run(args: Args) -> Result<()> {
     let setup = args.common.open()?;
     let sizes = Sizes::new(&args, &setup)?;
     let names = if args.op.is_empty() { Name::value_variants() } else { &args.op };
+    for name in names {
+        sizes.check(*name, &setup)?;
+    }
     let (ceiling, results) = setup.device.clone().run(Job { setup: &setup, sizes, names });
     Report::new(&setup, ceiling, results).print(args.common.json)
 }
@@ -174,11 +199,11 @@ impl OnDevice for Job<'_> {
         let bar = bar(Some(self.names.len() as u64), "{wide_bar} {pos}/{len} {msg}");
         let mut cases = vec![];
         for &name in self.names {
-            let op = name.to_possible_value().expect("every operation has a name");
-            bar.set_message(op.get_name().to_owned());
+            let op = name.text();
+            bar.set_message(op.clone());
             B::memory_cleanup(&bench.device);
             let (shape, passes) = bench.measure(name);
-            cases.push(Case { op: op.get_name().to_owned(), shape, passes });
+            cases.push(Case { op, shape, passes });
             bar.inc(1);
         }
         bar.finish_and_clear();

@@ -1,5 +1,6 @@
 //! `longwall op --kind KIND --input FILE --output FILE`.
 
+pub mod options;
 mod tensors;
 
 use std::path::{Path, PathBuf};
@@ -9,12 +10,13 @@ use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor, TensorData};
 use clap::ValueEnum;
-use longwall_config::{Problem, Problems};
+use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, DocumentStarts, Inputs};
 use longwall_kernels::backend::{OpBackend, with_reference};
 use longwall_kernels::device::{Device, OnDevice};
 use longwall_train::config::Override;
 
+use self::options::{SizeNames, in_options};
 use self::tensors::{Floats, InputFile, write};
 use crate::context::{DeviceArg, open_device};
 
@@ -214,7 +216,12 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     let mut problems = Problems::new();
     config.validate(&layer, &mut problems);
     if !problems.as_slice().is_empty() {
-        bail!("{}", in_options(config.kind(), &problems));
+        let sizes = SizeNames { head_dim: "head_dim of q", width: "heads · head_dim of q" };
+        bail!(
+            "--kind {} does not go with these options and tensors:{}",
+            config.kind(),
+            in_options(&problems, sizes)
+        );
     }
     let shape = OpShape { layer, batch, seq_len };
     let inputs = expected(config, &shape, args.grad);
@@ -224,26 +231,6 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     let documents = file.take_documents(batch, seq_len)?;
     let projections = config.projections(&layer).len();
     Ok((shape, Op { config: config.clone(), layer, floats, projections, grad, documents }))
-}
-
-/// Problems with the options of this command in place of a configuration's keys.
-fn in_options(kind: &str, problems: &Problems) -> String {
-    let plain = |text: &str| {
-        text.replace("model.window", "--window")
-            .replace("model.head_dim", "head_dim of q")
-            .replace("model.width", "heads · head_dim of q")
-            .replace("model.attention.", "")
-    };
-    let mut text = format!("--kind {kind} does not go with these options and tensors:");
-    for Problem { key, value, allowed, remedy } in problems.as_slice() {
-        let key = match key.strip_prefix("model.attention.") {
-            Some(key) => format!("--set {key}"),
-            None => plain(key),
-        };
-        let (value, allowed, remedy) = (value.clone(), plain(allowed), plain(remedy));
-        text += &format!("\n{}", Problem { key, value, allowed, remedy });
-    }
-    text
 }
 
 /// The operation with its inputs.
