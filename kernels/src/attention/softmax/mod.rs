@@ -71,9 +71,10 @@ pub fn softmax<B: OpBackend>(
     })
 }
 
-/// Whether the CUDA kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads: the rule
-/// that they follow themselves. Elsewhere the reference runs, in f32.
+/// Whether the CUDA kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads.
+/// Elsewhere the reference runs, in f32.
 pub fn cuda_serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
+    // A grid has up to 65,535 blocks along y.
     dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
 }
 

@@ -18,7 +18,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::scores::{Options, ProblemLaunch};
-use super::Softmax;
+use super::{Softmax, cuda_serves};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::ops::cuda::integers;
@@ -27,9 +27,6 @@ use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
 
 /// Elements that a kernel writes at a time.
 const PAIR: usize = 2;
-
-/// Most blocks that a grid has along y.
-const MOST_HEADS: usize = 65_535;
 
 /// A tensor `[batch, heads, rows, channels]` whose rows can be read in chunks.
 struct Heads {
@@ -137,11 +134,8 @@ impl<'a> Call<'a> {
     ) -> Option<Self> {
         let head_dim = q.meta.shape()[3];
         let batch_heads = q.meta.shape()[0] * q.meta.shape()[1];
-        let served = [q, k, v].iter().all(|x| x.dtype == DType::BF16)
+        let served = [q, k, v].iter().all(|x| cuda_serves(x.dtype, batch_heads, head_dim))
             && [q, k, v].iter().all(|x| !x.meta.shape().to_vec().contains(&0))
-            && head_dim.is_multiple_of(CHUNK)
-            && head_dim <= 256
-            && batch_heads <= MOST_HEADS
             && (decay.is_none() || (op.softcap.is_none() && op.slopes.is_empty()));
         if !served {
             return None;
