@@ -71,8 +71,8 @@ pub fn softmax<B: OpBackend>(
     })
 }
 
-/// Whether the CUDA kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads: the rule
-/// that they follow themselves. Elsewhere the reference runs, in f32.
+/// Whether the CUDA kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads: the
+/// rule that they follow themselves. Elsewhere the reference runs, in f32.
 pub fn cuda_serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
     dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
 }

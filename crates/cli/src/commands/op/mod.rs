@@ -157,10 +157,7 @@ fn use_reference(
     shape: &OpShape,
     device: &Device,
 ) -> Result<bool> {
-    let name = match device {
-        Device::Cpu => "cpu",
-        Device::Cuda(_) => "cuda",
-    };
+    let name = device.kind();
     let has_kernel = config.runs_kernel(name, &shape.layer, shape.batch, DType::F32);
     if path == Some(PathArg::Kernel) && !has_kernel {
         bail!(
