@@ -168,6 +168,14 @@ fn name(device: &CudaDevice) -> Option<String> {
 }
 
 impl Device {
+    /// The name of its kind, as [`OpBackend::device_kind`] gives it.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Device::Cpu => Flex::device_kind(),
+            Device::Cuda(_) => Cuda::device_kind(),
+        }
+    }
+
     /// Peak dense FLOP/s in bf16, where the device is a GPU whose peak is known.
     pub fn peak_bf16_flops(&self) -> Option<f64> {
         match self {

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::cuda::blas::allow_tf32;
 use longwall_kernels::device::{self, Device, KernelCache, keep_kernels};
 use longwall_model::{LanguageModel, Precision, weights};
 use longwall_train::checkpoint::{Checkpoint, TokenizerIdentity, Which};
@@ -71,7 +72,7 @@ pub fn open_device(choice: DeviceChoice, threads: Option<usize>) -> Result<Devic
 
 /// The precision of a training run on `device`; logs it.
 pub fn training_precision(choice: Option<Precision>, device: &Device) -> Result<Precision> {
-    if let (Device::Cpu, Some(choice @ (Precision::Bf16 | Precision::Tf32))) = (device, choice) {
+    if let (None, Some(choice)) = (precision_on(device, choice), choice) {
         bail!(
             "run.precision is \"{choice}\", but the device is the CPU; allowed there: \"f32\"\n  \
              hint: leave precision out (bf16 on CUDA, f32 on the CPU), or train on a machine with \
@@ -84,13 +85,21 @@ pub fn training_precision(choice: Option<Precision>, device: &Device) -> Result<
 /// The precision that a trained model runs in on `device`: that of its training, but f32 on the CPU
 /// for every model; logs it.
 fn trained_precision(choice: Option<Precision>, device: &Device) -> Precision {
-    let precision = match device {
-        Device::Cpu => Precision::F32,
-        Device::Cuda(_) => choice.unwrap_or(Precision::Bf16),
-    };
-    longwall_kernels::cuda::blas::allow_tf32(precision == Precision::Tf32);
+    let precision = precision_on(device, choice).unwrap_or_default();
     tracing::info!("precision: {precision}");
     precision
+}
+
+/// The precision that was chosen, or the device's own, from now on used there; `None` where the
+/// device is the CPU, which has f32 alone, and another was chosen.
+pub fn precision_on(device: &Device, choice: Option<Precision>) -> Option<Precision> {
+    let precision = match (device, choice) {
+        (Device::Cpu, None | Some(Precision::F32)) => Precision::F32,
+        (Device::Cpu, Some(_)) => return None,
+        (Device::Cuda(_), choice) => choice.unwrap_or(Precision::Bf16),
+    };
+    allow_tf32(precision == Precision::Tf32);
+    Some(precision)
 }
 
 /// Sets the number of CPU threads, the first time it is called; a process has one pool.

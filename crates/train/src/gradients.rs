@@ -18,9 +18,7 @@ pub struct Gradients<B: OpBackend> {
 impl<B: OpBackend> Gradients<B> {
     /// No gradients yet of `model`'s parameters.
     pub fn none<M: Module<Autodiff<B>>>(model: &M) -> Self {
-        let mut leaves = Leaves { ids: Vec::new() };
-        model.visit(&mut leaves);
-        Gradients { tensors: leaves.ids.iter().map(|_| None).collect() }
+        Gradients { tensors: leaves(model).iter().map(|_| None).collect() }
     }
 
     /// The gradients of `model`'s parameters by `root`.
@@ -51,15 +49,14 @@ impl<B: OpBackend> Gradients<B> {
         model: &M,
         root: Tensor<Autodiff<B>, 1>,
     ) -> Graph<B> {
-        let mut leaves = Leaves { ids: Vec::new() };
-        model.visit(&mut leaves);
-        assert_eq!(self.tensors.len(), leaves.ids.len(), "gradients of two different models");
-        let places = leaves.ids.iter().zip(&mut self.tensors);
+        let leaves = leaves(model);
+        assert_eq!(self.tensors.len(), leaves.len(), "gradients of two different models");
+        let places = leaves.iter().zip(&mut self.tensors);
         let sums = places.filter_map(|(&id, sum)| Some((id, sum.take()?))).collect();
         let (mut graph, mut left) = add_to_earlier::<B, _>(sums, || root.backward());
         let mut collect = Collect::<B> { gradients: &mut graph, tensors: Vec::new() };
         model.visit(&mut collect);
-        let places = leaves.ids.iter().zip(&mut self.tensors);
+        let places = leaves.iter().zip(&mut self.tensors);
         for ((id, sum), term) in places.zip(collect.tensors) {
             *sum = sum_of::<B>(left.remove(id), term);
         }
@@ -90,7 +87,13 @@ fn sum_of<B: OpBackend>(
 /// The gradients of one backward pass.
 pub type Graph<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
-/// The parameters as leaves of the graph.
+/// What tells the parameters of `model` as leaves of a graph.
+fn leaves<B: OpBackend, M: Module<Autodiff<B>>>(model: &M) -> Vec<u64> {
+    let mut leaves = Leaves { ids: Vec::new() };
+    model.visit(&mut leaves);
+    leaves.ids
+}
+
 struct Leaves {
     ids: Vec<u64>,
 }

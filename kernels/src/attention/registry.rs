@@ -129,8 +129,8 @@ macro_rules! registry {
                         || softmax::cuda_serves(dtype, batch * shape.heads, shape.head_dim))
             }
 
-            /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has no
-            /// kernel for CUDA.
+            /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has
+            /// no kernel for CUDA.
             pub fn state_type(&self, dtype: DType) -> DType {
                 if self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
             }

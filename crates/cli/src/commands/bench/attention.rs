@@ -66,7 +66,7 @@ pub struct Kind {
 impl KindArgs {
     /// The kinds.
     pub fn choose(&self, setup: &Setup) -> Result<Vec<Kind>> {
-        let device = setup.choose("cuda", "cpu");
+        let device = setup.device.kind();
         let known = AttentionConfig::KINDS.iter();
         let with_kernel: Vec<_> =
             known.filter(|kind| kind.kernels.contains(&device)).map(|kind| kind.kind).collect();
@@ -97,7 +97,7 @@ pub fn warn_of_references<'a>(
 impl Kind {
     /// What runs for `batch` sequences.
     pub fn path(&self, setup: &Setup, batch: usize, layer: &AttentionShape) -> Path {
-        let device = setup.choose("cuda", "cpu");
+        let device = setup.device.kind();
         match self.config.runs_kernel(device, layer, batch, setup.dtype()) {
             true => Path::Kernel,
             false => Path::Reference,
@@ -111,7 +111,7 @@ impl Kind {
         batch: usize,
         layer: &AttentionShape,
     ) -> Option<String> {
-        let (kind, device) = (self.config.kind(), setup.choose("cuda", "cpu"));
+        let (kind, device) = (self.config.kind(), setup.device.kind());
         if self.path(setup, batch, layer) == Path::Kernel {
             return None;
         }

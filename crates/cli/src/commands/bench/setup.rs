@@ -4,12 +4,11 @@ use anyhow::{Result, bail};
 use burn::tensor::DType;
 use clap::ValueEnum;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::cuda::blas::allow_tf32;
 use longwall_kernels::device::Device;
 use longwall_model::Precision;
 
 use super::timing::Clock;
-use crate::context::{DeviceArg, open_device};
+use crate::context::{DeviceArg, open_device, precision_on};
 
 /// Options of every benchmark of operations.
 #[derive(clap::Args)]
@@ -61,15 +60,13 @@ impl CommonArgs {
             PrecisionArg::Tf32 => Precision::Tf32,
             PrecisionArg::Bf16 => Precision::Bf16,
         });
-        let precision = match (&device, asked) {
-            (Device::Cpu, None | Some(Precision::F32)) => Precision::F32,
-            (Device::Cpu, Some(asked)) => bail!(
-                "--precision is {asked}, but the device is the CPU; allowed there: f32\n  \
-                 hint: leave --precision out, or use a machine with an NVIDIA GPU"
-            ),
-            (Device::Cuda(_), asked) => asked.unwrap_or(Precision::Bf16),
+        let Some(precision) = precision_on(&device, asked) else {
+            bail!(
+                "--precision is {}, but the device is the CPU; allowed there: f32\n  \
+                 hint: leave --precision out, or use a machine with an NVIDIA GPU",
+                asked.unwrap_or_default()
+            )
         };
-        allow_tf32(precision == Precision::Tf32);
         Ok(Setup { device, precision, samples: self.samples as usize })
     }
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use clap::ValueEnum;
 use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, DocumentStarts, Inputs};
@@ -77,7 +77,7 @@ pub fn run(args: Args) -> Result<()> {
     let (shape, op) = read_op(&args, &config, &mut file)?;
     file.finish(&expected(&config, &shape, args.grad))?;
     let device = open_device(args.device.into(), None)?;
-    let reference = use_reference(args.path, &config, &device)?;
+    let reference = use_reference(args.path, &config, &shape, &device)?;
     tracing::info!(
         "path: {}",
         if reference { "reference, plain tensor operations" } else { "kernel" }
@@ -151,18 +151,19 @@ fn check_output(input: &Path, output: &Path) -> Result<()> {
 }
 
 /// Whether the reference runs on this device.
-fn use_reference(path: Option<PathArg>, config: &AttentionConfig, device: &Device) -> Result<bool> {
-    let name = match device {
-        Device::Cpu => "cpu",
-        Device::Cuda(_) => "cuda",
-    };
-    let kind = config.kind();
-    let kernels = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
-    let has_kernel = kernels.is_some_and(|known| known.kernels.contains(&name));
+fn use_reference(
+    path: Option<PathArg>,
+    config: &AttentionConfig,
+    shape: &OpShape,
+    device: &Device,
+) -> Result<bool> {
+    let name = device.kind();
+    let has_kernel = config.runs_kernel(name, &shape.layer, shape.batch, DType::F32);
     if path == Some(PathArg::Kernel) && !has_kernel {
         bail!(
-            "--path is kernel, but kind {kind} has no kernel on {name}; allowed: reference\n  \
-             hint: leave --path out, or choose another --device"
+            "--path is kernel, but kind {} has no kernel for f32 on {name}; allowed: reference\n  \
+             hint: leave --path out, or choose another --device",
+            config.kind()
         );
     }
     Ok(path == Some(PathArg::Reference) || !has_kernel)
