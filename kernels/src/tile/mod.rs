@@ -28,10 +28,23 @@ pub const HIDDEN: f32 = -1e30;
 /// log₂ e.
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// 2ˣ. With fast math this is one instruction, where eˣ takes a product more.
+/// 2ˣ, to be called after [`define_exp2`].
 #[cube]
 pub fn exp2(x: f32) -> f32 {
     Powf::powf(2f32, x)
+}
+
+/// Makes [`exp2`] one instruction in the kernel that begins with it; results below 2⁻¹²⁶ are 0.
+///
+/// `__powf(2, x)`, which fast math makes of it, is four instructions where denormal numbers count, and
+/// the runtime has no setting for that. It passes comments on as they are, though, and this one has
+/// another `__powf` behind it. Without it, kernels are slower, but as right.
+#[cube]
+pub fn define_exp2() {
+    comment!(
+        "of base 2:\n*/\n#define __powf(base, x) ([](float y) { float z; \
+         asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(z) : \"f\"(y)); return z; }(x))\n/*"
+    );
 }
 
 /// Where the rows of a `[batch, heads, rows, channels]` tensor lie, in chunks.

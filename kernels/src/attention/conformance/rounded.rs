@@ -127,8 +127,9 @@ fn check_bf16<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     let mut upstream = variant.oracle(&problem.shape, &problem.inputs, &problem.documents);
     let output = problem.attend::<V, K>(variant);
     assert_roundings(&what, &output, &upstream.data, roundings, 0.0);
-    if problem.seq_len > 32 {
-        // The reference rounds once, at its end, so that some element differs.
+    if problem.seq_len > 32 && problem.shape.window != Some(1) {
+        // The reference rounds once, at its end, so that some element differs, unless each output is
+        // one key's value.
         let reference = with_reference(|| problem.attend::<V, K>(variant));
         assert!(output != reference, "{what}: no kernel ran");
     }

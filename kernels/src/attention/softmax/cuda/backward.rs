@@ -7,13 +7,13 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::decay::{SPAN, add_biases, bias, sum_before};
+use super::decay::{SPAN, add_biases, bias, biases, sum_before};
 use super::scores::{
     Options, Problem, cap_slope, first_key, full_score, hidden, make_scores, rest_of_scale,
 };
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, Rows, add_abt, add_pb, add_tile_abt, bytes, exp2, lefts, load_rows,
-    release_tile, store_rows, zeros,
+    ALIGN, CHUNK, HIDDEN, Rows, add_abt, add_pb, add_tile_abt, bytes, define_exp2, exp2, lefts,
+    load_rows, release_tile, store_rows, zeros,
 };
 
 /// Lanes that share a row of [`row_sums`].
@@ -86,6 +86,7 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     dq_rows: Rows,
     #[comptime] options: Options,
 ) {
+    define_exp2();
     let Options { dim, m, span, .. } = comptime!(options);
     let rows = comptime!(options.rows());
     let chunks = comptime!(dim / CHUNK);
@@ -94,7 +95,8 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     let (n_keys, n_dim) = comptime!((span / 8, dim / 8));
 
     let lane = UNIT_POS_PLANE as usize;
-    let warp = UNIT_POS as usize / 32;
+    let unit = UNIT_POS as usize;
+    let warp = unit / 32;
     let batch = CUBE_POS_Y as usize / problem.heads as usize;
     let head = CUBE_POS_Y as usize % problem.heads as usize;
     let kv_head = head / problem.group as usize;
@@ -116,6 +118,8 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     let mut grad_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
     let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
+    let size!(N2) = 2usize;
+    let mut bias_tile = SharedMemory::<Vector<f32, N2>>::new_aligned(span, 8usize);
     sync_cube();
 
     let last_row = offset + min(first_row + rows, queries) - 1;
@@ -160,6 +164,11 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     if options.decay {
         own_sum = sum_before(before, CUBE_POS_Y as usize, keys, offset + first_row);
         scale = 1f32;
+        if unit < comptime!(span / 2) {
+            let column = from * span + unit * 2;
+            bias_tile[unit] =
+                biases::<N2>(own_sum, before, within, CUBE_POS_Y as usize, keys, column);
+        }
     }
     let mut ds_sum = Array::<f32>::new(comptime!(2 * m));
     #[unroll]
@@ -170,6 +179,7 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     for block in 0..blocks {
         let first_column = (from + block) * span;
         let turn = (block & 1) * comptime!(span * chunks);
+        let bias_at = (block & 1) * comptime!(span / 2);
         ready.wait_parity((block & 1) as u32);
         // Nobody reads the other tile any more.
         release_tile();
@@ -181,23 +191,12 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
         }
 
         let mut s = zeros::<NC>(comptime!(m * n_keys));
-        add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
         let mut dp = zeros::<NC>(comptime!(m * n_keys));
+        add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
         add_abt::<E, V, NA, NB, NC>(&def, &grad_lefts, &v_tile, turn, &mut dp, m, n_keys, steps);
 
         if options.decay {
-            add_biases::<NC>(
-                &mut s,
-                own_sum,
-                before,
-                within,
-                CUBE_POS_Y as usize,
-                keys,
-                first_column + (lane % 4) * 2,
-                factor,
-                m,
-                n_keys,
-            );
+            add_biases::<NC, N2>(&mut s, &bias_tile, bias_at, factor, m, n_keys);
         }
         let edge = (first_column + span > all_to + 1) | (first_column < all_from);
         let lane_row = (offset + first_row + own + lane / 4) as u32;
@@ -241,7 +240,16 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
                 }
             }
         }
+        // On their way during the last product.
+        let mut next_biases = Vector::<f32, N2>::empty();
+        if comptime!(options.decay) && (unit < comptime!(span / 2)) & (block + 1 < blocks) {
+            let column = first_column + span + unit * 2;
+            next_biases = biases::<N2>(own_sum, before, within, CUBE_POS_Y as usize, keys, column);
+        }
         add_pb::<E, V, NA, NB, NC>(&def, &s, &k_tile, turn, &mut dq_acc, m, n_keys, n_dim);
+        if comptime!(options.decay) && unit < comptime!(span / 2) {
+            bias_tile[comptime!(span / 2) - bias_at + unit] = next_biases;
+        }
     }
 
     if options.decay {
@@ -298,6 +306,7 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     dv_rows: Rows,
     #[comptime] options: Options,
 ) {
+    define_exp2();
     let Options { dim, m, span, .. } = comptime!(options);
     let rows = comptime!(options.rows());
     let chunks = comptime!(dim / CHUNK);
@@ -355,11 +364,11 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     let mut dv_acc = zeros::<NC>(comptime!(m * n_dim));
     let scale = rest_of_scale(&problem, options);
     let mut ds_sum = Array::<f32>::new(comptime!(2 * m));
-    let mut biases = Array::<f32>::new(comptime!(2 * m));
+    let mut key_bias = Array::<f32>::new(comptime!(2 * m));
     #[unroll]
     for r in 0..comptime!(2 * m) {
         ds_sum[r] = 0f32;
-        biases[r] = 0f32;
+        key_bias[r] = 0f32;
     }
 
     // The tile that is loaded next, and the one that is worked on.
@@ -442,12 +451,10 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
                 // Where the forward pass's block of this query begins.
                 let begin = offset + first_row / SPAN * SPAN;
                 let own_sum = sum_before(before, decay_row, keys, begin);
-                let sum = sum_before(before, decay_row, keys, first_column);
-                let between = f32::cast_from(own_sum - sum);
                 #[unroll]
                 for r in 0..comptime!(2 * m) {
                     let column = first_column + own + r * 8 + lane / 4;
-                    biases[r] = bias(between, within, decay_row, keys, column);
+                    key_bias[r] = bias(own_sum, before, within, decay_row, keys, column);
                 }
             }
 
@@ -493,7 +500,7 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
                         for e in 0..2usize {
                             let mut shift = -statistic[e];
                             if options.decay {
-                                shift += biases[comptime!(i * 2 + r)];
+                                shift += key_bias[comptime!(i * 2 + r)];
                             }
                             let p = exp2(fma(scores[e], scale, shift));
                             let mut ds = p * (grads[e] - statistic[comptime!(e + 2)]);

@@ -94,43 +94,60 @@ pub fn sum_before(before: &Array<f64>, row: usize, keys: usize, position: usize)
 }
 
 /// The bias of the key at `column`, to base 2, for queries whose scores are relative to a span
-/// before which the sum is `own`; `between` is `own` less the sum before the key's span.
+/// before which the sum is `own`; of the last key for those past it.
 #[cube]
-pub fn bias(between: f32, within: &Array<f32>, row: usize, keys: usize, column: usize) -> f32 {
-    (between - within[row * keys + min(column, keys - 1)]) * LOG2_E
-}
-
-/// Products become scores to base 2: times `scale`, plus their keys' biases. A lane's first column
-/// is `column`; all columns lie in one span.
-#[cube]
-pub fn add_biases<NC: Size>(
-    s: &mut Sequence<Array<Vector<f32, NC>>>,
+pub fn bias(
     own: f64,
     before: &Array<f64>,
     within: &Array<f32>,
     row: usize,
     keys: usize,
     column: usize,
+) -> f32 {
+    let column = min(column, keys - 1);
+    let between = f32::cast_from(own - sum_before(before, row, keys, column));
+    (between - within[row * keys + column]) * LOG2_E
+}
+
+/// The biases of two neighbouring keys from `column` on.
+#[cube]
+pub fn biases<N2: Size>(
+    own: f64,
+    before: &Array<f64>,
+    within: &Array<f32>,
+    row: usize,
+    keys: usize,
+    column: usize,
+) -> Vector<f32, N2> {
+    let mut pair = Vector::<f32, N2>::empty();
+    pair[0] = bias(own, before, within, row, keys, column);
+    pair[1] = bias(own, before, within, row, keys, column + 1);
+    pair
+}
+
+/// Products become scores to base 2: times `scale`, plus their keys' biases, which are in `biases`,
+/// two by two, from `at` on.
+#[cube]
+pub fn add_biases<NC: Size, N2: Size>(
+    s: &mut Sequence<Array<Vector<f32, NC>>>,
+    biases: &SharedMemory<Vector<f32, N2>>,
+    at: usize,
     scale: f32,
     #[comptime] m: usize,
     #[comptime] n_keys: usize,
 ) {
-    let first = min(column, keys - 1);
-    let between = f32::cast_from(own - sum_before(before, row, keys, first));
     #[unroll]
     for n in 0..n_keys {
+        let bias = biases[at + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
         #[unroll]
-        for e in 0..2usize {
-            let bias = bias(between, within, row, keys, column + comptime!(n * 8 + e));
+        for i in 0..m {
             #[unroll]
-            for i in 0..m {
-                #[unroll]
-                for r in 0..2usize {
-                    let fragment = s.index_mut(comptime!(i * n_keys + n));
-                    let mut pair = fragment[r];
-                    pair[e] = fma(pair[e], scale, bias);
-                    fragment[r] = pair;
-                }
+            for r in 0..2usize {
+                let fragment = s.index_mut(comptime!(i * n_keys + n));
+                let mut pair = fragment[r];
+                pair[0] = fma(pair[0], scale, bias[0]);
+                pair[1] = fma(pair[1], scale, bias[1]);
+                fragment[r] = pair;
             }
         }
     }

@@ -10,8 +10,8 @@ use super::decay::{bias, sum_before};
 use super::forward::add_tile_softmax;
 use super::scores::{Options, Problem, first_key, full_score, rest_of_scale};
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt_of_rows, add_pb_of_rows, bytes, exp2, lefts,
-    load_rows, release_tile, zeros,
+    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt_of_rows, add_pb_of_rows, bytes, define_exp2, exp2,
+    lefts, load_rows, release_tile, zeros,
 };
 
 /// Query heads that a block serves: rows of one fragment.
@@ -39,6 +39,7 @@ pub fn split<E: Numeric, V: Size>(
     keys_of_a_split: u32,
     #[comptime] options: Options,
 ) {
+    define_exp2();
     let Options { dim, warps, .. } = comptime!(options);
     let span = comptime!(warps * KEYS_OF_A_WARP);
     let chunks = comptime!(dim / CHUNK);
@@ -133,17 +134,15 @@ pub fn split<E: Numeric, V: Size>(
                 let mut scores = s.index(n)[r];
                 let head = min(first_head + r * 8 + lane / 4, heads - 1);
                 let decay_row = batch * heads + head;
-                let mut between = 0f32;
+                let mut own_sum = f64::cast_from(0f32);
                 if options.decay {
-                    let own_sum = sum_before(before, decay_row, keys, row);
-                    let first = min(first_column, keys - 1);
-                    between = f32::cast_from(own_sum - sum_before(before, decay_row, keys, first));
+                    own_sum = sum_before(before, decay_row, keys, row);
                 }
                 #[unroll]
                 for e in 0..2usize {
                     let column = first_column + own + comptime!(n * 8 + e) + (lane % 4) * 2;
                     if options.decay {
-                        let bias = bias(between, within, decay_row, keys, column);
+                        let bias = bias(own_sum, before, within, decay_row, keys, column);
                         scores[e] = fma(scores[e], factor, bias);
                     }
                     let score = full_score(
@@ -213,6 +212,7 @@ pub fn join<E: Numeric>(
     o_rows: Rows,
     #[comptime] real: usize,
 ) {
+    define_exp2();
     let row = CUBE_POS_X as usize;
     let rows = CUBE_COUNT_X as usize;
     let mut top = f32::cast_from(HIDDEN);

@@ -6,11 +6,11 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::decay::{add_biases, sum_before};
+use super::decay::{add_biases, biases, sum_before};
 use super::scores::{Options, Problem, first_key, make_scores, rest_of_scale};
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt, add_pb, bytes, exp2, lefts, load_rows,
-    release_tile, store_rows, zeros,
+    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt, add_pb, bytes, define_exp2, exp2, lefts,
+    load_rows, release_tile, store_rows, zeros,
 };
 
 /// o, and lse `[batch, heads, queries]`, the logarithm of the softmax's sum to base 2; with a decay,
@@ -33,6 +33,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     o_rows: Rows,
     #[comptime] options: Options,
 ) {
+    define_exp2();
     let Options { dim, m, span, .. } = comptime!(options);
     let rows = comptime!(options.rows());
     let chunks = comptime!(dim / CHUNK);
@@ -41,7 +42,8 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     let (n_keys, n_dim) = comptime!((span / 8, dim / 8));
 
     let lane = UNIT_POS_PLANE as usize;
-    let warp = UNIT_POS as usize / 32;
+    let unit = UNIT_POS as usize;
+    let warp = unit / 32;
     let batch = CUBE_POS_Y as usize / problem.heads as usize;
     let head = CUBE_POS_Y as usize % problem.heads as usize;
     let kv_head = head / problem.group as usize;
@@ -62,6 +64,8 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     let mut q_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
     let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
+    let size!(N2) = 2usize;
+    let mut bias_tile = SharedMemory::<Vector<f32, N2>>::new_aligned(span, 8usize);
     sync_cube();
 
     // Keys that some query of the block sees, and those that all see.
@@ -105,11 +109,17 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     if options.decay {
         own_sum = sum_before(before, CUBE_POS_Y as usize, keys, offset + first_row);
         scale = 1f32;
+        if unit < comptime!(span / 2) {
+            let column = last * span + unit * 2;
+            bias_tile[unit] =
+                biases::<N2>(own_sum, before, within, CUBE_POS_Y as usize, keys, column);
+        }
     }
 
     for back in 0..blocks {
         let first_column = (last - back) * span;
         let turn = (back & 1) * comptime!(span * chunks);
+        let bias_at = (back & 1) * comptime!(span / 2);
         ready.wait_parity((back & 1) as u32);
         // Nobody reads the other tile any more.
         release_tile();
@@ -124,18 +134,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
 
         if options.decay {
-            add_biases::<NC>(
-                &mut s,
-                own_sum,
-                before,
-                within,
-                CUBE_POS_Y as usize,
-                keys,
-                first_column + (lane % 4) * 2,
-                factor,
-                m,
-                n_keys,
-            );
+            add_biases::<NC, N2>(&mut s, &bias_tile, bias_at, factor, m, n_keys);
         }
         let edge = (first_column + span > all_to + 1) | (first_column < all_from);
         make_scores::<NC>(
@@ -150,7 +149,16 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             options,
         );
         add_tile_softmax::<NC>(&mut s, &mut o_acc, &mut highest, &mut sum, scale, m, n_keys, n_dim);
+        // On their way during the last product.
+        let mut next_biases = Vector::<f32, N2>::empty();
+        if comptime!(options.decay) && (unit < comptime!(span / 2)) & (back + 1 < blocks) {
+            let column = first_column - span + unit * 2;
+            next_biases = biases::<N2>(own_sum, before, within, CUBE_POS_Y as usize, keys, column);
+        }
         add_pb::<E, V, NA, NB, NC>(&def, &s, &v_tile, turn, &mut o_acc, m, n_keys, n_dim);
+        if comptime!(options.decay) && unit < comptime!(span / 2) {
+            bias_tile[comptime!(span / 2) - bias_at + unit] = next_biases;
+        }
     }
 
     let mut factors = Array::<f32>::new(comptime!(2 * m));
@@ -182,8 +190,12 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     );
 }
 
+/// How far scores, to base 2, may grow above what exponentials are relative to.
+const GROWTH: f32 = 8.0;
+
 /// One step of the online softmax (Milakov and Gimelshein, 2018, algorithm 3): scores become
-/// exponentials under the highest so far, and what was summed before is brought down to it.
+/// exponentials relative to `highest`. Where a score has outgrown that by [`GROWTH`], `highest` becomes
+/// the highest so far, and what was summed before is brought down to it.
 #[cube]
 pub fn add_tile_softmax<NC: Size>(
     s: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -195,6 +207,8 @@ pub fn add_tile_softmax<NC: Size>(
     #[comptime] n_keys: usize,
     #[comptime] n_dim: usize,
 ) {
+    let mut tops = Array::<f32>::new(comptime!(2 * m));
+    let mut grown = false;
     #[unroll]
     for i in 0..m {
         #[unroll]
@@ -208,11 +222,38 @@ pub fn add_tile_softmax<NC: Size>(
             }
             top = max(top, plane_shuffle_xor(top, 1));
             top = max(top, plane_shuffle_xor(top, 2));
-            let down = exp2((highest[state] - top) * scale);
-            highest[state] = top;
+            grown |= (top - highest[state]) * scale > GROWTH;
+            tops[state] = top;
+        }
+    }
+    if plane_any(grown) {
+        #[unroll]
+        for i in 0..m {
+            #[unroll]
+            for r in 0..2usize {
+                let state = comptime!(i * 2 + r);
+                let down = exp2((highest[state] - tops[state]) * scale);
+                highest[state] = tops[state];
+                sum[state] *= down;
+                #[unroll]
+                for n in 0..n_dim {
+                    let fragment = o.index_mut(comptime!(i * n_dim + n));
+                    let mut pair = fragment[r];
+                    pair[0] *= down;
+                    pair[1] *= down;
+                    fragment[r] = pair;
+                }
+            }
+        }
+    }
+    #[unroll]
+    for i in 0..m {
+        #[unroll]
+        for r in 0..2usize {
+            let state = comptime!(i * 2 + r);
             // A row that has seen no key yet: a shift of HIDDEN's size would not cancel in rounding.
-            let shift = select(top > HIDDEN, top * scale, 0f32);
-            let mut total = sum[state] * down;
+            let shift = select(highest[state] > HIDDEN, highest[state] * scale, 0f32);
+            let mut total = sum[state];
             #[unroll]
             for n in 0..n_keys {
                 let fragment = s.index_mut(comptime!(i * n_keys + n));
@@ -223,14 +264,6 @@ pub fn add_tile_softmax<NC: Size>(
                 fragment[r] = pair;
             }
             sum[state] = total;
-            #[unroll]
-            for n in 0..n_dim {
-                let fragment = o.index_mut(comptime!(i * n_dim + n));
-                let mut pair = fragment[r];
-                pair[0] *= down;
-                pair[1] *= down;
-                fragment[r] = pair;
-            }
         }
     }
 }

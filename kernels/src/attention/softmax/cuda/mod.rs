@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 use self::scores::{Options, ProblemLaunch};
 use super::{Softmax, cuda_serves};
 use crate::backend::Forward;
-use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
+use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty, reshaped};
 use crate::ops::cuda::integers;
 use crate::ops::cuda::prefix_sum::prefix_sum;
 use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
@@ -153,14 +153,14 @@ impl<'a> Call<'a> {
         Some(Call { op, q, k, v, documents, slopes, decay })
     }
 
-    fn options(&self, spans: [usize; 2]) -> Options {
+    fn options(&self, spans: [usize; 3]) -> Options {
         let real = self.q.dims[3];
         Options {
             dim: real.next_multiple_of(PANEL_DIM),
             real,
             warps: WARPS,
             m: 1,
-            span: spans[usize::from(real > 128)],
+            span: spans[usize::from(real > 64) + usize::from(real > 128)],
             softcap: self.op.softcap.is_some(),
             alibi: !self.op.slopes.is_empty(),
             decay: self.decay.is_some(),
@@ -217,10 +217,12 @@ fn grid(total: usize, rows: usize, heads: usize) -> CubeCount {
 /// Warps of a block. With one fragment of rows a warp, this was fastest on an H200.
 const WARPS: usize = 4;
 
-/// Rows of the tiles that a block passes over, for heads of up to 128 channels (fastest on an H200),
-/// and of more (what registers hold).
-const SPAN: [usize; 2] = [64, 32];
-const SPAN_OF_KEYS: [usize; 2] = [64, 16];
+/// Rows of the tiles that a block passes over, for heads of up to 64 channels, up to 128 (each the
+/// fastest on an H200), and more (what registers hold): in the forward pass and decoding, for dq, and
+/// for dk and dv.
+const SPAN: [usize; 3] = [64, 32, 32];
+const SPAN_OF_QUERIES: [usize; 3] = [64, 64, 32];
+const SPAN_OF_KEYS: [usize; 3] = [64, 64, 16];
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o, lse and the decay's
 /// sums, where there is one.
@@ -369,9 +371,11 @@ pub fn backward(
     let sums = row_sums(&call, &o, &grad);
     // Σ dS of each query and of each key, where there is a decay.
     let d_scores = call.decay.as_ref().map(|decay| {
-        let shape = decay.within.meta.shape().clone();
-        let zeros = |_| zeros_client(q.client.clone(), q.device.clone(), shape.clone(), DType::F32);
-        [(); 2].map(zeros)
+        let shape = decay.within.meta.shape();
+        // As one row: burn may leave gaps between rows.
+        let row = Shape::new([shape.num_elements()]);
+        let zeros = |_| zeros_client(q.client.clone(), q.device.clone(), row.clone(), DType::F32);
+        [(); 2].map(zeros).map(|sums| reshaped(&sums, &shape.dims::<3>()))
     });
     let [d_rows, d_columns] = d_scores.clone().unwrap_or_else(|| [lse.clone(), lse.clone()]);
     let dq = grad_of_queries(&call, &grad, &lse, &sums, &d_rows);
@@ -419,7 +423,7 @@ fn grad_of_queries(
     let [within, before] = call.decay();
     let dq = call.q.like();
     let [batch, heads, queries, _] = call.q.dims;
-    let options = call.options(SPAN);
+    let options = call.options(SPAN_OF_QUERIES);
     // SAFETY: as in `forward`.
     unsafe {
         backward::queries::launch_unchecked::<bf16, CudaRuntime>(
