@@ -123,16 +123,17 @@ macro_rules! registry {
                 batch: usize,
                 dtype: DType,
             ) -> bool {
-                // Kernels for CUDA are all the softmax core's.
+                // Kernels for CUDA are all made of the softmax core's.
                 self.kernels().contains(&device)
                     && (device != "cuda"
                         || softmax::cuda_serves(dtype, batch * shape.heads, shape.head_dim))
             }
 
             /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has
-            /// no kernel for CUDA.
+            /// no kernel for CUDA, or none for decoding.
             pub fn state_type(&self, dtype: DType) -> DType {
-                if self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
+                let keeps = match self { $(Self::$name(_) => $module::Config::KEEPS_TYPE,)+ };
+                if keeps && self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
             }
 
             /// As [`Variant::start`].

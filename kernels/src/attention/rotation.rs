@@ -5,7 +5,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::DocumentStarts;
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::rotary::rotary;
 
 /// How rotary angles change for contexts longer than those trained on.
@@ -85,6 +85,9 @@ impl Rotation {
         documents: &DocumentStarts<B>,
     ) -> Tensor<B, 4> {
         let Some(starts) = documents else { return self.apply(x, 0) };
+        // In f32, as the angles are.
+        let dtype = x.dtype();
+        let x = tensor::<B, 4>(B::widen(primitive(x)));
         let ([batch, _, seq_len, head_dim], device) = (x.dims(), x.device());
         let half = self.dims(head_dim) / 2;
         // Rotating the first axis of every pair gives the cosine and sine of each position.
@@ -107,7 +110,7 @@ impl Rotation {
         if 2 * half < head_dim {
             parts.push(x.narrow(3, 2 * half, head_dim - 2 * half));
         }
-        Tensor::cat(parts, 3)
+        Tensor::cat(parts, 3).cast(dtype)
     }
 
     /// Records what is wrong for heads of `head_dim` channels; `key` is the path of the variant's

@@ -281,12 +281,16 @@ pub fn add_pb_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
 }
 
 /// [`add_abt`] with A's rows in a tile of `rows` rows too, from `row` on: fewer registers, more loads.
+/// The first `scaled`·16 of A's channels are multiplied by the pairs in `factors`, from `first` on.
 #[cube]
 pub fn add_tile_abt<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
     def: &MmaDefinition<E, E, f32>,
     left_tile: &SharedMemory<Vector<E, V>>,
     row: usize,
     #[comptime] rows: usize,
+    factors: &SharedMemory<Vector<E, NA>>,
+    first: usize,
+    #[comptime] scaled: usize,
     tile: &SharedMemory<Vector<E, V>>,
     at: usize,
     acc: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -302,7 +306,16 @@ pub fn add_tile_abt<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
         let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
         #[unroll]
         for i in 0..m {
-            lefts.push(left::<E, V, NA>(def, left_tile, 0, row + i * 16, step, rows));
+            let mut a = left::<E, V, NA>(def, left_tile, 0, row + i * 16, step, rows);
+            if comptime!(step < scaled) {
+                let place = first + comptime!(step * 8) + (lane % 4) as usize;
+                let (near, far) = (factors[place], factors[place + 4]);
+                a[0] = a[0] * near;
+                a[1] = a[1] * near;
+                a[2] = a[2] * far;
+                a[3] = a[3] * far;
+            }
+            lefts.push(a);
         }
         #[unroll]
         for pair in 0..comptime!(n / 2) {

@@ -45,6 +45,15 @@ pub fn bf16_agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
     }
 }
 
+/// As [`bf16_agrees_with_the_oracle`], of one variant at one size.
+pub fn bf16_agrees_at<V: Conformance, K: OpBackend>(
+    variant: &V,
+    sizes: super::Sizes,
+    window: Option<usize>,
+) {
+    check_bf16::<V, K>(variant, Problem::new(variant, sizes, window));
+}
+
 /// The same bits in many runs that fill the device: a block that reads what is being overwritten
 /// shows in few of them.
 pub fn bf16_is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
@@ -150,9 +159,9 @@ fn check_bf16<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
 }
 
 /// Allows for `roundings` to bf16, each at most 2⁻⁸ of what it rounds and 2⁻⁹ in the root mean
-/// square, and independent: the mean over all results errs by the root of their number times that. A
-/// single one errs by its own rounding, 2⁻⁸, and three times a mean, of the largest result. Its size
-/// counts as `least` at least.
+/// square, and independent: the mean over all results errs by the root of their number times that, of
+/// their size, which counts as `least` at least. A single one errs by √5 times as much, of the largest
+/// result: with five roundings that is its own, 2⁻⁸, and three times 2⁻⁹.
 fn assert_roundings(what: &str, got: &[f64], want: &[f64], roundings: u32, least: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     assert!(got.iter().all(|x| x.is_finite()), "{what}: not finite");
@@ -160,10 +169,11 @@ fn assert_roundings(what: &str, got: &[f64], want: &[f64], roundings: u32, least
     let size = root_mean_square(want).max(least);
     let errors: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
     let (worst, mean) = (largest_difference(got, want), root_mean_square(&errors));
-    let allowed = f64::from(roundings).sqrt() * 2f64.powi(-9) * size;
+    let relative = f64::from(roundings).sqrt() * 2f64.powi(-9);
+    let allowed = relative * size;
     record(worst / largest);
     assert!(
-        worst <= 5.0 * 2f64.powi(-9) * largest && mean <= allowed,
+        worst <= 5f64.sqrt() * relative * largest && mean <= allowed,
         "{what}: off by {worst:.2e} of {largest:.2e}, root mean square {mean:.2e}, allowed \
          {allowed:.2e}"
     );

@@ -114,7 +114,7 @@ impl Variant for Config {
         };
         // The cache may have dropped tokens that left the window.
         let dropped = all.dims()[2] - state.cache.len();
-        let all = all.slice(s![.., .., dropped..]);
+        let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
         state.log_decay = Some(all.clone());
         softmax(&Softmax::of(shape), self.rotate(q, first), k, v, Some(all), None)
     }

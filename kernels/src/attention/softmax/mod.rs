@@ -7,7 +7,7 @@
 
 mod cpu;
 #[allow(clippy::manual_is_multiple_of)] // Device code, where cubecl has no `is_multiple_of`.
-mod cuda;
+pub(super) mod cuda;
 mod reference;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};

@@ -15,7 +15,8 @@
 //! # Numerics
 //! exp(−P_j) is never formed. Two tokens meet at an anchor between them, where both factors are at
 //! most 1 (section 3, per-tile anchors; appendix D); tokens of one sub-block of 16 rows meet at its
-//! first row, where factors stay below exp(15 · g_max).
+//! first row, where factors stay below exp(15 · g_max). On CUDA anchors are powers of two at the ends
+//! of tiles of 64 tokens, where factors stay below exp(64 · g_max), which bf16 holds.
 //!
 //! # Decoding
 //! Section 3, approach 1: the cache holds k_j · exp(R_c − P_j) with one anchor R_c per chunk of 128
@@ -44,6 +45,8 @@
 //! - The key gate belongs to the kv head, whose key it reads; W is not shared between heads.
 //! - A scalar key gate with gate_dims below head_dim decays the first gate_dims channels.
 
+#[allow(clippy::duplicate_underscore_argument)] // Device code.
+mod cuda;
 mod decode;
 mod gate;
 mod past;
@@ -52,14 +55,17 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::ops::{FloatTensor, IntTensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::decode::State;
+use super::blocks::repeat_heads;
 use super::rotation::Rotation;
 use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Projection, Start, Variant};
-use crate::backend::OpBackend;
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
 
 /// Whose gates there are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,8 +110,8 @@ pub struct Config {
     pub gate_dims: Option<usize>,
     /// Initial bias of the gate's logits, finite; default 7, usually 6 to 8.
     pub bias_init: f32,
-    /// Largest decay of one step, above 0 and below 0.87; default 0.86. The bound keeps the
-    /// factors of the paper's tiles of 128 × 64 scores inside f32 (appendix G); looser is better.
+    /// Largest decay of one step, above 0 and below 0.87; default 0.86. The paper's bound keeps the
+    /// factors of tiles of 128 × 64 scores inside f32 (appendix G); looser is better.
     pub g_max: f32,
     /// Rotate q and k too; default false.
     pub rope: bool,
@@ -233,6 +239,10 @@ impl Variant for Config {
 
     const SOURCE: &'static str = "Wall attention (Pai et al., 2026)";
 
+    const KERNELS: &'static [&'static str] = &["cuda"];
+
+    const KEEPS_TYPE: bool = false;
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if self.rope {
             Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
@@ -289,11 +299,20 @@ impl Variant for Config {
             }
             false => [q, k],
         };
-        let log_decay = match self.gate_source {
-            GateSource::Hidden => self.hidden_gate(shape, projections[0].clone()),
-            GateSource::Key => self.key_gate(shape, k.clone(), &parameters),
+        let gate = match self.gate_source {
+            GateSource::Hidden => primitive(projections[0].clone()),
+            GateSource::Key => {
+                let k = k.clone().cast(FloatDType::F32);
+                primitive(self.key_gate(shape, k, &parameters))
+            }
         };
-        reference::attend(shape, q, [k, v, log_decay], documents.as_ref())
+        // Each gate has its keys.
+        let gate_heads = self.gate_heads_of(shape);
+        let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
+        let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
+        let op = Wall { config: self.clone(), shape };
+        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
+        tensor(B::run(&op, [primitive(q), primitive(k), primitive(v), gate], ints))
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
@@ -306,7 +325,7 @@ impl Variant for Config {
         inputs: Inputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
-        decode::extend(self, shape, inputs, state)
+        decode::extend(self, shape, inputs.widened(), state)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -329,5 +348,50 @@ impl Variant for Config {
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
         decode::state_elements(self, shape, seq_len) as u64
+    }
+}
+
+/// The operation on q, k, v and the gate, for heads of k and v that have a gate each.
+///
+/// The gate comes as logits, `[batch, seq_len, kv_heads · gate_dims]`, or with `gate_source = "key"`
+/// as g, `[batch, kv_heads, seq_len, head_dim]`.
+#[derive(Clone, Debug)]
+struct Wall {
+    config: Config,
+    shape: AttentionShape,
+}
+
+impl Op<4> for Wall {
+    fn reference<B: OpBackend>(
+        &self,
+        [q, k, v, gate]: [FloatTensor<B>; 4],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        let log_decay = match self.config.gate_source {
+            GateSource::Hidden => self.config.hidden_gate(&self.shape, tensor::<B, 3>(gate)),
+            GateSource::Key => tensor::<B, 4>(gate),
+        };
+        let documents = ints.first().map(|x| Tensor::<B, 2, Int>::from_primitive(x.clone()));
+        let [q, k, v] = [q, k, v].map(tensor::<B, 4>);
+        primitive(reference::attend(&self.shape, q, [k, v, log_decay], documents.as_ref()))
+    }
+
+    fn cuda_forward(
+        &self,
+        inputs: &[CudaTensor; 4],
+        ints: &[CudaTensor],
+        _needs: [bool; 4],
+    ) -> Option<Forward<CudaTensor>> {
+        cuda::forward(self, inputs.each_ref(), ints.first())
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 4],
+    ) -> [Option<CudaTensor>; 4] {
+        cuda::backward(self, saved, ints.first(), grad)
     }
 }

@@ -13,7 +13,7 @@ use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, MapDeserializer};
 
 use super::{Config, GateHeads, GateSource, KeyGate};
-use crate::attention::conformance::{Conformance, softmax_oracle};
+use crate::attention::conformance::{Conformance, bf16_agrees_at, softmax_oracle};
 use crate::attention::{AttentionConfig, AttentionShape, Inputs, Variant};
 use crate::testing::Oracle;
 
@@ -39,6 +39,11 @@ impl Conformance for Config {
             Config { key_gate: Some(KeyGate::Scalar), bias_init: 2.0, ..key.clone() },
             Config { gate_dims: Some(3), evict_below: None, ..key },
         ]
+    }
+
+    /// Beside those of softmax attention, q and k where they are brought to their tiles' ends.
+    fn roundings(&self) -> u32 {
+        7
     }
 
     fn oracle(
@@ -275,4 +280,37 @@ fn names_are_kebab_case_and_unknown_keys_are_refused() {
     assert!(read([("gate_heads", "kv"), ("gates", "hidden")]).is_err());
     let scalar: Result<KeyGate, ValueError> = KeyGate::deserialize("scalar".into_deserializer());
     assert_eq!(scalar, Ok(KeyGate::Scalar));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_agrees_with_the_oracle() {
+    crate::attention::conformance::bf16_agrees_with_the_oracle::<Config, crate::Cuda>();
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_is_deterministic_on_a_full_device() {
+    crate::attention::conformance::bf16_is_deterministic_on_a_full_device::<Config, crate::Cuda>();
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_is_causal_and_shows_a_nan() {
+    crate::attention::conformance::bf16_is_causal_and_shows_a_nan::<Config, crate::Cuda>();
+}
+
+/// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±81.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_agrees_with_closed_gates() {
+    let closed = Config { bias_init: -20.0, ..Config::default() };
+    let mixed = Config { bias_init: -3.0, ..Config::default() };
+    for variant in [closed, mixed] {
+        for sizes in [[4, 2, 64, 2, 200], [2, 1, 128, 1, 140]] {
+            bf16_agrees_at::<Config, crate::Cuda>(&variant, sizes, None);
+        }
+    }
+    // A window that begins in the middle of a tile of gates.
+    bf16_agrees_at::<Config, crate::Cuda>(&Config::default(), [2, 1, 128, 1, 140], Some(97));
 }

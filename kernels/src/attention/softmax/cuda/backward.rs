@@ -7,7 +7,8 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::decay::{SPAN, add_biases, bias, biases, sum_before};
+use super::decay::{SPAN, add_biases, bias, biases, sum_before, sum_between};
+use super::gates::{TILE, gate_pairs, powers, scale_columns};
 use super::scores::{
     Options, Problem, cap_slope, first_key, full_score, hidden, make_scores, rest_of_scale,
 };
@@ -63,13 +64,13 @@ pub fn row_sums<E: Numeric, V: Size>(
     }
 }
 
-/// dq; with a decay, also Σ_j dS_ij of each query at its position in `d_rows`,
-/// `[batch, heads, keys]`.
+/// dq, with gates relative to 2^(p_i − E_I) and without the scale; with a decay, also Σ_j dS_ij of each
+/// query at its position in `d_rows`, `[batch, heads, keys]`.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
 #[allow(arithmetic_overflow)] // CUBE_POS_X and the like are no constants on the device.
-pub fn queries<E: Numeric, V: Size, W: Size>(
+pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
     q: &TensorMap<E, Tiled>,
     k: &TensorMap<E, Tiled>,
     v: &TensorMap<E, Tiled>,
@@ -81,13 +82,14 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     within: &Array<f32>,
     before: &Array<f64>,
     d_rows: &mut Array<f32>,
-    dq: &mut Array<Vector<E, W>>,
+    ends: &Array<i32>,
+    dq: &mut Array<Vector<O, W>>,
     problem: Problem,
     dq_rows: Rows,
     #[comptime] options: Options,
 ) {
     define_exp2();
-    let Options { dim, m, span, .. } = comptime!(options);
+    let Options { dim, m, span, gated, .. } = comptime!(options);
     let rows = comptime!(options.rows());
     let chunks = comptime!(dim / CHUNK);
     let real = comptime!(options.real / CHUNK);
@@ -120,6 +122,11 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     let size!(N2) = 2usize;
     let mut bias_tile = SharedMemory::<Vector<f32, N2>>::new_aligned(span, 8usize);
+    // By turns too: the gates' factors of q, and those that bring dq so far to the tile's units.
+    let mut gate_factors =
+        SharedMemory::<Vector<E, NA>>::new_aligned(comptime!(gate_pairs(2 * gated)), 16usize);
+    let mut gate_steps =
+        SharedMemory::<Vector<f32, N2>>::new_aligned(comptime!(gate_pairs(2 * gated)), 16usize);
     sync_cube();
 
     let last_row = offset + min(first_row + rows, queries) - 1;
@@ -176,6 +183,16 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
         ds_sum[r] = 0f32;
     }
 
+    let ends_at = (batch * (problem.heads / problem.group) as usize + kv_head)
+        * ((keys + TILE - 1) / TILE + 1)
+        * dim;
+    let own_end = first_row / TILE;
+    if comptime!(gated > 0) && unit < comptime!(gated * 8) {
+        let to = from * span / TILE + 1;
+        gate_factors[unit] = powers::<E, NA>(ends, ends_at, own_end, to, unit * 2, dim);
+        gate_steps[unit] = Vector::cast_from(0f32);
+    }
+
     for block in 0..blocks {
         let first_column = (from + block) * span;
         let turn = (block & 1) * comptime!(span * chunks);
@@ -192,7 +209,26 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
 
         let mut s = zeros::<NC>(comptime!(m * n_keys));
         let mut dp = zeros::<NC>(comptime!(m * n_keys));
-        add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
+        let gate_at = (block & 1) * comptime!(gated * 8);
+        if comptime!(gated > 0) {
+            add_tile_abt::<E, V, NA, NB, NC>(
+                &def,
+                &q_tile,
+                own,
+                rows,
+                &gate_factors,
+                gate_at,
+                gated,
+                &k_tile,
+                turn,
+                &mut s,
+                m,
+                n_keys,
+                steps,
+            );
+        } else {
+            add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
+        }
         add_abt::<E, V, NA, NB, NC>(&def, &grad_lefts, &v_tile, turn, &mut dp, m, n_keys, steps);
 
         if options.decay {
@@ -246,9 +282,23 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
             let column = first_column + span + unit * 2;
             next_biases = biases::<N2>(own_sum, before, within, CUBE_POS_Y as usize, keys, column);
         }
+        let mut next_factors = Vector::<E, NA>::empty();
+        let mut next_steps = Vector::<f32, N2>::empty();
+        if comptime!(gated > 0) {
+            if (unit < comptime!(gated * 8)) & (block + 1 < blocks) {
+                let (now, next) = (first_column / TILE + 1, (first_column + span) / TILE + 1);
+                next_factors = powers::<E, NA>(ends, ends_at, own_end, next, unit * 2, dim);
+                next_steps = powers::<f32, N2>(ends, ends_at, next, now, unit * 2, dim);
+            }
+            scale_columns::<N2, NC>(&mut dq_acc, &gate_steps, gate_at, m, n_dim, gated);
+        }
         add_pb::<E, V, NA, NB, NC>(&def, &s, &k_tile, turn, &mut dq_acc, m, n_keys, n_dim);
         if comptime!(options.decay) && unit < comptime!(span / 2) {
             bias_tile[comptime!(span / 2) - bias_at + unit] = next_biases;
+        }
+        if comptime!(gated > 0) && unit < comptime!(gated * 8) {
+            gate_factors[comptime!(gated * 8) - gate_at + unit] = next_factors;
+            gate_steps[comptime!(gated * 8) - gate_at + unit] = next_steps;
         }
     }
 
@@ -266,9 +316,12 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     #[unroll]
     for r in 0..comptime!(2 * m) {
         factors[r] = problem.scale;
+        if gated > 0 {
+            factors[r] = 1f32;
+        }
     }
     let base = dq_rows.base(batch, head);
-    store_rows::<E, W, NC>(
+    store_rows::<O, W, NC>(
         &dq_acc,
         &factors,
         dq,
@@ -282,12 +335,12 @@ pub fn queries<E: Numeric, V: Size, W: Size>(
     );
 }
 
-/// dk and dv; with a decay, also Σ_i dS_ij of each key in `d_columns`, `[batch, heads, keys]`, which
-/// holds zeros before. Here a warp's rows are keys, and columns are queries: what is computed is Sᵀ.
+/// dk and dv, with gates dk relative to 2^(E_{J−1} − p_j) and without the scale; with a decay, also
+/// Σ_i dS_ij of each key in `d_columns`, `[batch, heads, keys]`, which holds zeros before. Here a warp's rows are keys, and columns are queries: what is computed is Sᵀ.
 ///
 /// Grid: blocks of keys, batch · kv_heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
-pub fn keys<E: Numeric, V: Size, W: Size>(
+pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     q: &TensorMap<E, Tiled>,
     k: &TensorMap<E, Tiled>,
     v: &TensorMap<E, Tiled>,
@@ -299,7 +352,8 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     within: &Array<f32>,
     before: &Array<f64>,
     d_columns: &mut Array<f32>,
-    dk: &mut Array<Vector<E, W>>,
+    ends: &Array<i32>,
+    dk: &mut Array<Vector<O, W>>,
     dv: &mut Array<Vector<E, W>>,
     problem: Problem,
     dk_rows: Rows,
@@ -307,7 +361,7 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     #[comptime] options: Options,
 ) {
     define_exp2();
-    let Options { dim, m, span, .. } = comptime!(options);
+    let Options { dim, m, span, gated, .. } = comptime!(options);
     let rows = comptime!(options.rows());
     let chunks = comptime!(dim / CHUNK);
     let real = comptime!(options.real / CHUNK);
@@ -344,6 +398,12 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     let size!(N4) = 4usize;
     let mut statistics = SharedMemory::<Vector<f32, N4>>::new_aligned(span, 16usize);
     let mut row_first = SharedMemory::<u32>::new(comptime!(2 * span));
+    // By turns too: the gates' factors of k, and those that bring dk so far to the tile's units.
+    let size!(N2) = 2usize;
+    let mut gate_factors =
+        SharedMemory::<Vector<E, NA>>::new_aligned(comptime!(gate_pairs(2 * gated)), 16usize);
+    let mut gate_steps =
+        SharedMemory::<Vector<f32, N2>>::new_aligned(comptime!(gate_pairs(2 * gated)), 16usize);
     sync_cube();
 
     // Queries that see some key of the block.
@@ -371,9 +431,16 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
         key_bias[r] = 0f32;
     }
 
-    // The tile that is loaded next, and the one that is worked on.
+    let ends_at = CUBE_POS_Y as usize * ((keys + TILE - 1) / TILE + 1) * dim;
+    let own_end = first_column / TILE + 1;
+
+    // The tile that is loaded next, and the one that is worked on. With gates heads take turns, and
+    // queries come from the last to the first.
     let mut next_head = kv_head * group;
     let mut next_block = 0usize;
+    if comptime!(gated > 0) && blocks > 0 {
+        next_block = blocks - 1;
+    }
     let mut head_now = next_head;
     let mut row_now = 0usize;
     for turn_of in 0..total + 1 {
@@ -387,7 +454,14 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
         // On their way while the tile before is worked on.
         let mut pair = Vector::<f32, N4>::empty();
         let mut first_of_row = 0u32;
+        let mut next_factors = Vector::<E, NA>::empty();
+        let mut next_steps = Vector::<f32, N2>::empty();
         if turn_of < total {
+            if comptime!(gated > 0) && unit < comptime!(gated * 8) {
+                let (next, now) = (row / TILE, row_now / TILE);
+                next_factors = powers::<E, NA>(ends, ends_at, next, own_end, unit * 2, dim);
+                next_steps = powers::<f32, N2>(ends, ends_at, now, next, unit * 2, dim);
+            }
             let head = next_head;
             if comptime!(options.window || options.documents) && unit < span {
                 let row = offset + min(row + unit, queries - 1);
@@ -451,20 +525,46 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
                 // Where the forward pass's block of this query begins.
                 let begin = offset + first_row / SPAN * SPAN;
                 let own_sum = sum_before(before, decay_row, keys, begin);
+                let between = sum_between(own_sum, before, decay_row, keys, first_column);
                 #[unroll]
                 for r in 0..comptime!(2 * m) {
                     let column = first_column + own + r * 8 + lane / 4;
-                    key_bias[r] = bias(own_sum, before, within, decay_row, keys, column);
+                    key_bias[r] = bias(between, within, decay_row, keys, column);
                 }
             }
 
             let mut s = zeros::<NC>(comptime!(m * n_queries));
             let mut dp = zeros::<NC>(comptime!(m * n_queries));
+            let gate_at = (1 - turn) * comptime!(gated * 8);
             add_tile_abt::<E, V, NA, NB, NC>(
-                &def, &k_tile, own, rows, &q_tile, at, &mut s, m, n_queries, steps,
+                &def,
+                &k_tile,
+                own,
+                rows,
+                &gate_factors,
+                gate_at,
+                gated,
+                &q_tile,
+                at,
+                &mut s,
+                m,
+                n_queries,
+                steps,
             );
             add_tile_abt::<E, V, NA, NB, NC>(
-                &def, &v_tile, own, rows, &grad_tile, at, &mut dp, m, n_queries, steps,
+                &def,
+                &v_tile,
+                own,
+                rows,
+                &gate_factors,
+                0,
+                0usize,
+                &grad_tile,
+                at,
+                &mut dp,
+                m,
+                n_queries,
+                steps,
             );
 
             let last_row = first_row + span - 1;
@@ -521,6 +621,9 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
                 }
             }
             add_pb::<E, V, NA, NB, NC>(&def, &s, &grad_tile, at, &mut dv_acc, m, n_queries, n_dim);
+            if comptime!(gated > 0) {
+                scale_columns::<N2, NC>(&mut dk_acc, &gate_steps, gate_at, m, n_dim, gated);
+            }
             add_pb::<E, V, NA, NB, NC>(&def, &dp, &q_tile, at, &mut dk_acc, m, n_queries, n_dim);
             if options.decay {
                 // After the head's last tile.
@@ -542,12 +645,26 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
         if unit < span {
             row_first[turn * span + unit] = first_of_row;
         }
+        if comptime!(gated > 0) && unit < comptime!(gated * 8) {
+            gate_factors[turn * comptime!(gated * 8) + unit] = next_factors;
+            gate_steps[turn * comptime!(gated * 8) + unit] = next_steps;
+        }
         head_now = next_head;
         row_now = row;
-        next_block += 1;
-        if next_block == blocks {
-            next_block = 0;
+        if comptime!(gated > 0) {
             next_head += 1;
+            if next_head == (kv_head + 1) * group {
+                next_head = kv_head * group;
+                if next_block > 0 {
+                    next_block -= 1;
+                }
+            }
+        } else {
+            next_block += 1;
+            if next_block == blocks {
+                next_block = 0;
+                next_head += 1;
+            }
         }
     }
 
@@ -573,9 +690,12 @@ pub fn keys<E: Numeric, V: Size, W: Size>(
     #[unroll]
     for r in 0..comptime!(2 * m) {
         factors[r] = problem.scale;
+        if gated > 0 {
+            factors[r] = 1f32;
+        }
     }
     let dk_base = dk_rows.base(batch, kv_head);
-    store_rows::<E, W, NC>(
+    store_rows::<O, W, NC>(
         &dk_acc,
         &factors,
         dk,

@@ -14,7 +14,7 @@ use crate::tile::LOG2_E;
 pub const SPAN: usize = 64;
 
 /// Threads of a block of [`prefix_sums`].
-pub const THREADS: usize = 256;
+pub const THREADS: usize = 1024;
 
 /// Where the elements of `[batch, heads, tokens]` lie.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -61,7 +61,7 @@ pub fn prefix_sums(
         if first + 1 < tokens {
             two = log_decay[base + (first + 1) * steps.token as usize];
         }
-        let through = scan(one + two);
+        let through = scan::<f32>(one + two);
         let up_to = select(lane == 0, 0f32, plane_shuffle_up(through, 1u32));
         if first < tokens {
             within[row * tokens + first] = up_to + one;
@@ -76,13 +76,18 @@ pub fn prefix_sums(
     }
     sync_cube();
 
-    // 2. Sums before spans.
-    if UNIT_POS == 0 {
+    // 2. Sums before spans, by one warp.
+    if UNIT_POS < 32 {
         let mut sum = f64::cast_from(0f32);
-        for span in 0..spans {
-            let own = before[row * spans + span];
-            before[row * spans + span] = sum;
-            sum += own;
+        for group in 0..(spans + 31) / 32 {
+            let span = group * 32 + lane;
+            let at = row * spans + min(span, spans - 1);
+            let through = scan::<f64>(before[at]);
+            let up_to = plane_shuffle_up(through, 1u32);
+            if span < spans {
+                before[at] = sum + select(lane == 0, f64::cast_from(0f32), up_to);
+            }
+            sum += plane_shuffle(through, 31u32);
         }
     }
 }
@@ -93,23 +98,21 @@ pub fn sum_before(before: &Array<f64>, row: usize, keys: usize, position: usize)
     before[row * ((keys + SPAN - 1) / SPAN) + position / SPAN]
 }
 
-/// The bias of the key at `column`, to base 2, for queries whose scores are relative to a span
-/// before which the sum is `own`; of the last key for those past it.
+/// Σ ℓ from before the span of `column` up to where the sum is `own`; that of the last key's span for
+/// columns past it.
 #[cube]
-pub fn bias(
-    own: f64,
-    before: &Array<f64>,
-    within: &Array<f32>,
-    row: usize,
-    keys: usize,
-    column: usize,
-) -> f32 {
-    let column = min(column, keys - 1);
-    let between = f32::cast_from(own - sum_before(before, row, keys, column));
-    (between - within[row * keys + column]) * LOG2_E
+pub fn sum_between(own: f64, before: &Array<f64>, row: usize, keys: usize, column: usize) -> f32 {
+    f32::cast_from(own - sum_before(before, row, keys, min(column, keys - 1)))
 }
 
-/// The biases of two neighbouring keys from `column` on.
+/// The bias of the key at `column`, to base 2, for queries whose scores are relative to a span, where
+/// `between` is [`sum_between`] that and the key's; of the last key for those past it.
+#[cube]
+pub fn bias(between: f32, within: &Array<f32>, row: usize, keys: usize, column: usize) -> f32 {
+    (between - within[row * keys + min(column, keys - 1)]) * LOG2_E
+}
+
+/// The biases of two neighbouring keys of one span, from `column` on; `own` as in [`sum_between`].
 #[cube]
 pub fn biases<N2: Size>(
     own: f64,
@@ -119,9 +122,10 @@ pub fn biases<N2: Size>(
     keys: usize,
     column: usize,
 ) -> Vector<f32, N2> {
+    let between = sum_between(own, before, row, keys, column);
     let mut pair = Vector::<f32, N2>::empty();
-    pair[0] = bias(own, before, within, row, keys, column);
-    pair[1] = bias(own, before, within, row, keys, column + 1);
+    pair[0] = bias(between, within, row, keys, column);
+    pair[1] = bias(between, within, row, keys, column + 1);
     pair
 }
 

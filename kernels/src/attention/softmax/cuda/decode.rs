@@ -6,7 +6,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::decay::{bias, sum_before};
+use super::decay::{bias, sum_before, sum_between};
 use super::forward::add_tile_softmax;
 use super::scores::{Options, Problem, first_key, full_score, rest_of_scale};
 use crate::tile::{
@@ -132,17 +132,19 @@ pub fn split<E: Numeric, V: Size>(
             #[unroll]
             for r in 0..2usize {
                 let mut scores = s.index(n)[r];
-                let head = min(first_head + r * 8 + lane / 4, heads - 1);
+                // Rows without a head repeat the group's last, so that they read nothing else.
+                let head = min(first_head + r * 8 + lane / 4, (kv_head + 1) * group - 1);
                 let decay_row = batch * heads + head;
-                let mut own_sum = f64::cast_from(0f32);
+                let mut between = 0f32;
                 if options.decay {
-                    own_sum = sum_before(before, decay_row, keys, row);
+                    let own_sum = sum_before(before, decay_row, keys, row);
+                    between = sum_between(own_sum, before, decay_row, keys, first_column);
                 }
                 #[unroll]
                 for e in 0..2usize {
                     let column = first_column + own + comptime!(n * 8 + e) + (lane % 4) * 2;
                     if options.decay {
-                        let bias = bias(own_sum, before, within, decay_row, keys, column);
+                        let bias = bias(between, within, decay_row, keys, column);
                         scores[e] = fma(scores[e], factor, bias);
                     }
                     let score = full_score(

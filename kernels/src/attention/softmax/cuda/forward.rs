@@ -7,6 +7,7 @@ use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 use super::decay::{add_biases, biases, sum_before};
+use super::gates::{TILE, gate_pairs, powers, scale_lefts};
 use super::scores::{Options, Problem, first_key, make_scores, rest_of_scale};
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt, add_pb, bytes, define_exp2, exp2, lefts,
@@ -27,6 +28,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     slopes: &Array<f32>,
     within: &Array<f32>,
     before: &Array<f64>,
+    ends: &Array<i32>,
     o: &mut Array<Vector<E, W>>,
     lse: &mut Array<f32>,
     problem: Problem,
@@ -34,7 +36,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     #[comptime] options: Options,
 ) {
     define_exp2();
-    let Options { dim, m, span, .. } = comptime!(options);
+    let Options { dim, m, span, gated, .. } = comptime!(options);
     let rows = comptime!(options.rows());
     let chunks = comptime!(dim / CHUNK);
     let real = comptime!(options.real / CHUNK);
@@ -66,6 +68,9 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
     let size!(N2) = 2usize;
     let mut bias_tile = SharedMemory::<Vector<f32, N2>>::new_aligned(span, 8usize);
+    // By turns too: the gates' factors, by which q goes on to the next tile.
+    let mut gate_factors =
+        SharedMemory::<Vector<E, NA>>::new_aligned(comptime!(gate_pairs(2 * gated)), 16usize);
     sync_cube();
 
     // Keys that some query of the block sees, and those that all see.
@@ -86,7 +91,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     }
     ready.wait_parity(0);
     let own = warp * comptime!(16 * m);
-    let q_lefts = lefts::<E, V, NA>(&def, &q_tile, 0, own, m, steps, rows);
+    let mut q_lefts = lefts::<E, V, NA>(&def, &q_tile, 0, own, m, steps, rows);
 
     let mut o_acc = zeros::<NC>(comptime!(m * n_dim));
     let mut highest = Array::<f32>::new(comptime!(2 * m));
@@ -116,6 +121,14 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         }
     }
 
+    let ends_at = (batch * (problem.heads / problem.group) as usize + kv_head)
+        * ((keys + TILE - 1) / TILE + 1)
+        * dim;
+    if comptime!(gated > 0) && unit < comptime!(gated * 8) {
+        let (from, to) = (first_row / TILE, last * span / TILE + 1);
+        gate_factors[unit] = powers::<E, NA>(ends, ends_at, from, to, unit * 2, dim);
+    }
+
     for back in 0..blocks {
         let first_column = (last - back) * span;
         let turn = (back & 1) * comptime!(span * chunks);
@@ -130,6 +143,13 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             load_rows::<E, V>(&ready, v, batch, kv_head, next, &mut v_tile, to, span, dim);
         }
 
+        let gate_at = (back & 1) * comptime!(gated * 8);
+        if comptime!(gated > 0) {
+            // Unless the tile of gates is the one before's.
+            if (back == 0) | ((first_column + span) % TILE == 0) {
+                scale_lefts::<E, NA>(&mut q_lefts, &gate_factors, gate_at, m, steps, gated);
+            }
+        }
         let mut s = zeros::<NC>(comptime!(m * n_keys));
         add_abt::<E, V, NA, NB, NC>(&def, &q_lefts, &k_tile, turn, &mut s, m, n_keys, steps);
 
@@ -155,9 +175,17 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             let column = first_column - span + unit * 2;
             next_biases = biases::<N2>(own_sum, before, within, CUBE_POS_Y as usize, keys, column);
         }
+        let mut next_factors = Vector::<E, NA>::empty();
+        if comptime!(gated > 0) && (unit < comptime!(gated * 8)) & (back + 1 < blocks) {
+            let (from, to) = (first_column / TILE + 1, (first_column - span) / TILE + 1);
+            next_factors = powers::<E, NA>(ends, ends_at, from, to, unit * 2, dim);
+        }
         add_pb::<E, V, NA, NB, NC>(&def, &s, &v_tile, turn, &mut o_acc, m, n_keys, n_dim);
         if comptime!(options.decay) && unit < comptime!(span / 2) {
             bias_tile[comptime!(span / 2) - bias_at + unit] = next_biases;
+        }
+        if comptime!(gated > 0) && unit < comptime!(gated * 8) {
+            gate_factors[comptime!(gated * 8) - gate_at + unit] = next_factors;
         }
     }
 

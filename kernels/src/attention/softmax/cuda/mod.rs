@@ -1,15 +1,25 @@
 //! The softmax core on CUDA's tensor cores, in bf16 with f32 sums: FlashAttention-2's passes (Dao,
 //! 2023), with masks by position alone, so that no mask is ever in memory.
 
-// Device code: cubecl gives `_v` beside an argument `v`, and has no `div_ceil` or `is_multiple_of`.
-#[allow(clippy::duplicate_underscore_argument, clippy::manual_div_ceil)]
+// Device code: cubecl gives `_v` beside an argument `v`, and has no `div_ceil`, `is_multiple_of` or
+// `saturating_sub`.
+#[allow(
+    clippy::duplicate_underscore_argument,
+    clippy::implicit_saturating_sub,
+    clippy::manual_div_ceil
+)]
 mod backward;
 #[allow(clippy::manual_div_ceil)]
 mod decay;
 #[allow(clippy::duplicate_underscore_argument, clippy::manual_div_ceil)]
 mod decode;
-#[allow(clippy::duplicate_underscore_argument, clippy::manual_is_multiple_of)]
+#[allow(
+    clippy::duplicate_underscore_argument,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of
+)]
 mod forward;
+mod gates;
 mod scores;
 
 use burn::tensor::{DType, Shape, bf16};
@@ -29,14 +39,16 @@ use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
 const PAIR: usize = 2;
 
 /// A tensor `[batch, heads, rows, channels]` whose rows can be read in chunks.
-struct Heads {
-    tensor: CudaTensor,
-    dims: [usize; 4],
+pub struct Heads {
+    /// The tensor.
+    pub tensor: CudaTensor,
+    /// Its shape.
+    pub dims: [usize; 4],
 }
 
 impl Heads {
     /// `x` as it lies where chunks are whole and aligned, else a copy.
-    fn new(x: &CudaTensor) -> Self {
+    pub fn new(x: &CudaTensor) -> Self {
         let dims: [usize; 4] = x.meta.shape().dims();
         let strides = x.meta.strides();
         let whole = |d: usize| dims[d] == 1 || (strides[d] > 0 && strides[d].is_multiple_of(CHUNK));
@@ -48,9 +60,14 @@ impl Heads {
 
     /// A new tensor of this one's shape, which lies as `[batch, rows, heads, channels]`, the order
     /// of what projections give and take.
-    fn like(&self) -> Self {
+    pub fn like(&self) -> Self {
+        self.of(self.tensor.dtype)
+    }
+
+    /// [`Heads::like`] in another type.
+    fn of(&self, dtype: DType) -> Self {
         let [batch, heads, rows, channels] = self.dims;
-        let mut tensor = empty(&self.tensor, &[batch, rows, heads, channels], self.tensor.dtype);
+        let mut tensor = empty(&self.tensor, &[batch, rows, heads, channels], dtype);
         tensor.meta.swap(1, 2);
         Heads { tensor, dims: self.dims }
     }
@@ -63,7 +80,7 @@ impl Heads {
     }
 
     /// Where rows lie, for a kernel that writes them.
-    fn rows(&self) -> RowsLaunch<CudaRuntime> {
+    pub fn rows(&self) -> RowsLaunch<CudaRuntime> {
         let chunks = |d: usize| u32::try_from(self.strides()[d] / CHUNK);
         let chunks = |d| chunks(d).expect("strides below 2^32 chunks");
         RowsLaunch::new(chunks(0), chunks(1), chunks(2))
@@ -89,6 +106,24 @@ struct Call<'a> {
     documents: Option<CudaTensor>,
     slopes: Option<CudaTensor>,
     decay: Option<Decay>,
+    gates: Option<Gates>,
+}
+
+/// Gates by channel, to which q and k are relative already, see [`gates`].
+#[derive(Clone)]
+pub struct Gates {
+    /// E_{−1}, E_0, …, `[batch, kv_heads, tiles + 1, padded(head_dim)]`, 32-bit integers.
+    pub ends: CudaTensor,
+    /// Channels with a gate, the first ones.
+    pub channels: usize,
+}
+
+pub use self::decay::{Steps, StepsLaunch};
+pub use self::gates::{TILE as GATE_TILE, power};
+
+/// Channels of a head in the kernels.
+pub fn padded(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(PANEL_DIM)
 }
 
 /// A learned decay's prefix sums, see [`decay::prefix_sums`].
@@ -150,13 +185,26 @@ impl<'a> Call<'a> {
         let [batch, keys] = [k.meta.shape()[0], k.meta.shape()[2]];
         let documents = documents.map(|x| integers(x, &[batch, keys], "document starts"));
         let [q, k, v] = [q, k, v].map(Heads::new);
-        Some(Call { op, q, k, v, documents, slopes, decay })
+        Some(Call { op, q, k, v, documents, slopes, decay, gates: None })
+    }
+
+    /// With q and k that are relative to `gates`.
+    fn gated(
+        op: &'a Softmax,
+        inputs: [&CudaTensor; 3],
+        gates: &Gates,
+        documents: Option<&CudaTensor>,
+    ) -> Self {
+        let call = Call::new(op, inputs, None, documents).expect("inputs that the kernels serve");
+        let plain = op.softcap.is_none() && op.slopes.is_empty();
+        assert!(plain && call.q.dims[2] == call.k.dims[2], "gates with {op:?}, {:?}", call.q.dims);
+        Call { gates: Some(gates.clone()), ..call }
     }
 
     fn options(&self, spans: [usize; 3]) -> Options {
         let real = self.q.dims[3];
         Options {
-            dim: real.next_multiple_of(PANEL_DIM),
+            dim: padded(real),
             real,
             warps: WARPS,
             m: 1,
@@ -164,6 +212,7 @@ impl<'a> Call<'a> {
             softcap: self.op.softcap.is_some(),
             alibi: !self.op.slopes.is_empty(),
             decay: self.decay.is_some(),
+            gated: self.gates.as_ref().map_or(0, |gates| gates.channels.div_ceil(16)),
             window: self.op.window.is_some(),
             documents: self.documents.is_some(),
         }
@@ -202,6 +251,16 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Ends of the gates' tiles; any buffer where there are none, which is not read.
+    fn ends(&self) -> ArrayArg<CudaRuntime> {
+        buffer(self.gates.as_ref().map_or(&self.q.tensor, |gates| &gates.ends), 1)
+    }
+
+    /// A gradient of q or k: with gates in f32, as it is not complete.
+    fn gradient(&self, of: &Heads) -> Heads {
+        if self.gates.is_some() { of.of(DType::F32) } else { of.like() }
+    }
+
     /// A statistic of every query, `[batch, heads, queries]`.
     fn statistic(&self) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
@@ -224,6 +283,18 @@ const SPAN: [usize; 3] = [64, 32, 32];
 const SPAN_OF_QUERIES: [usize; 3] = [64, 64, 32];
 const SPAN_OF_KEYS: [usize; 3] = [64, 64, 16];
 
+// A block's rows are one tile of gates and one span of decays, and the tiles it passes over lie in one.
+const _: () = {
+    assert!(16 * WARPS == gates::TILE && 16 * WARPS == decay::SPAN);
+    let mut i = 0;
+    while i < SPAN.len() {
+        assert!(gates::TILE.is_multiple_of(SPAN[i]));
+        assert!(gates::TILE.is_multiple_of(SPAN_OF_QUERIES[i]));
+        assert!(gates::TILE.is_multiple_of(SPAN_OF_KEYS[i]));
+        i += 1;
+    }
+};
+
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o, lse and the decay's
 /// sums, where there is one.
 pub fn forward(
@@ -237,10 +308,32 @@ pub fn forward(
         return None;
     }
     let call = Call::new(op, inputs, log_decay.map(Decay::new), documents)?;
-    let [batch, heads, queries, _] = call.q.dims;
-    if queries == 1 && !needs {
+    if call.q.dims[2] == 1 && !needs {
         return Some(Forward { output: decode(&call), saved: vec![] });
     }
+    let [o, lse] = attend(&call);
+    let Call { q, k, v, decay, .. } = call;
+    let mut saved = vec![q.tensor, k.tensor, v.tensor, o.clone(), lse];
+    saved.extend(decay.map(|Decay { within, before }| [within, before]).into_iter().flatten());
+    Some(Forward { output: o, saved })
+}
+
+/// o and lse of q and k relative to `gates`.
+///
+/// # Panics
+/// Where [`cuda_serves`] says no, with softcap or slopes, or fewer queries than keys.
+pub fn forward_gated(
+    op: &Softmax,
+    inputs: [&CudaTensor; 3],
+    gates: &Gates,
+    documents: Option<&CudaTensor>,
+) -> [CudaTensor; 2] {
+    attend(&Call::gated(op, inputs, gates, documents))
+}
+
+/// o and lse.
+fn attend(call: &Call) -> [CudaTensor; 2] {
+    let [batch, heads, queries, _] = call.q.dims;
     let (o, lse) = (call.q.like(), call.statistic());
     let options = call.options(SPAN);
     let [within, before] = call.decay();
@@ -260,6 +353,7 @@ pub fn forward(
             call.slopes(),
             within,
             before,
+            call.ends(),
             buffer(&o.tensor, PAIR),
             buffer(&lse, 1),
             call.problem(),
@@ -267,10 +361,7 @@ pub fn forward(
             options,
         );
     }
-    let Call { q, k, v, decay, .. } = call;
-    let mut saved = vec![q.tensor, k.tensor, v.tensor, o.tensor.clone(), lse];
-    saved.extend(decay.map(|Decay { within, before }| [within, before]).into_iter().flatten());
-    Some(Forward { output: o.tensor, saved })
+    [o.tensor, lse]
 }
 
 /// Fewest keys that one block of [`decode`] reads, as long as there are as many.
@@ -315,7 +406,7 @@ fn decode(call: &Call) -> CudaTensor {
     q.meta.swap(1, 2);
     let q = Heads::new(&q);
     let [within, before] = call.decay();
-    // SAFETY: as in `forward`.
+    // SAFETY: as in `attend`.
     unsafe {
         decode::split::launch_unchecked::<bf16, CudaRuntime>(
             client,
@@ -337,7 +428,7 @@ fn decode(call: &Call) -> CudaTensor {
         );
     }
     let o = call.q.like();
-    // SAFETY: as in `forward`.
+    // SAFETY: as in `attend`.
     unsafe {
         decode::join::launch_unchecked::<bf16, CudaRuntime>(
             client,
@@ -388,12 +479,30 @@ pub fn backward(
     [Some(dq), Some(dk), Some(dv), d_decay]
 }
 
+/// The gradients of q and k relative to the gates' tiles, in f32 and without the scale, and that of
+/// v: with I the tile of token t, q's times scale · 2^(p_t − E_I) and k's times
+/// scale · 2^(E_{I−1} − p_t) are dq and dk.
+pub fn backward_gated(
+    op: &Softmax,
+    inputs: [&CudaTensor; 3],
+    gates: &Gates,
+    documents: Option<&CudaTensor>,
+    [o, lse, grad]: [&CudaTensor; 3],
+) -> [CudaTensor; 3] {
+    let call = Call::gated(op, inputs, gates, documents);
+    let (o, grad) = (Heads::new(o), Heads::new(grad));
+    let sums = row_sums(&call, &o, &grad);
+    let dq = grad_of_queries(&call, &grad, lse, &sums, lse);
+    let [dk, dv] = grad_of_keys(&call, &grad, lse, &sums, lse);
+    [dq, dk, dv]
+}
+
 /// rowsum(dO ⊙ O), `[batch, heads, queries]`.
 fn row_sums(call: &Call, o: &Heads, grad: &Heads) -> CudaTensor {
     const ROWS: usize = 32;
     let sums = call.statistic();
     let [batch, heads, queries, head_dim] = call.q.dims;
-    // SAFETY: as in `forward`.
+    // SAFETY: as in `attend`.
     unsafe {
         backward::row_sums::launch_unchecked::<bf16, CudaRuntime>(
             &o.tensor.client,
@@ -421,12 +530,16 @@ fn grad_of_queries(
     d_rows: &CudaTensor,
 ) -> CudaTensor {
     let [within, before] = call.decay();
-    let dq = call.q.like();
+    let dq = call.gradient(&call.q);
     let [batch, heads, queries, _] = call.q.dims;
     let options = call.options(SPAN_OF_QUERIES);
-    // SAFETY: as in `forward`.
+    let launch = match call.gates {
+        None => backward::queries::launch_unchecked::<bf16, bf16, CudaRuntime>,
+        Some(_) => backward::queries::launch_unchecked::<bf16, f32, CudaRuntime>,
+    };
+    // SAFETY: as in `attend`.
     unsafe {
-        backward::queries::launch_unchecked::<bf16, CudaRuntime>(
+        launch(
             &dq.tensor.client,
             grid(queries, options.rows(), batch * heads),
             CubeDim::new_1d(options.threads() as u32),
@@ -443,6 +556,7 @@ fn grad_of_queries(
             within,
             before,
             buffer(d_rows, 1),
+            call.ends(),
             buffer(&dq.tensor, PAIR),
             call.problem(),
             dq.rows(),
@@ -460,12 +574,16 @@ fn grad_of_keys(
     d_columns: &CudaTensor,
 ) -> [CudaTensor; 2] {
     let [within, before] = call.decay();
-    let (dk, dv) = (call.k.like(), call.v.like());
+    let (dk, dv) = (call.gradient(&call.k), call.v.like());
     let [batch, kv_heads, keys, _] = call.k.dims;
     let options = call.options(SPAN_OF_KEYS);
-    // SAFETY: as in `forward`.
+    let launch = match call.gates {
+        None => backward::keys::launch_unchecked::<bf16, bf16, CudaRuntime>,
+        Some(_) => backward::keys::launch_unchecked::<bf16, f32, CudaRuntime>,
+    };
+    // SAFETY: as in `attend`.
     unsafe {
-        backward::keys::launch_unchecked::<bf16, CudaRuntime>(
+        launch(
             &dk.tensor.client,
             grid(keys, options.rows(), batch * kv_heads),
             CubeDim::new_1d(options.threads() as u32),
@@ -482,6 +600,7 @@ fn grad_of_keys(
             within,
             before,
             buffer(d_columns, 1),
+            call.ends(),
             buffer(&dk.tensor, PAIR),
             buffer(&dv.tensor, PAIR),
             call.problem(),

@@ -24,6 +24,8 @@ pub struct Options {
     pub alibi: bool,
     /// Whether keys decay by learned steps; without softcap and ALiBi.
     pub decay: bool,
+    /// Channels with a gate, in 16s, the first ones; without softcap, ALiBi and decay.
+    pub gated: usize,
     /// Whether keys far back are hidden.
     pub window: bool,
     /// Whether keys of other documents are hidden.

@@ -46,7 +46,7 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
         }
 
         // 2. What the warp's lanes before hold, and what the warps before do.
-        let through = scan(sum);
+        let through = scan::<f32>(sum);
         if lane == 31 {
             sums[warp] = through;
         }
@@ -55,7 +55,7 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
         if (lane as usize) < warps {
             part = sums[lane as usize];
         }
-        let part = scan(part);
+        let part = scan::<f32>(part);
         let all = plane_shuffle(part, 31u32);
         let mut before = plane_shuffle(part, max(warp as u32, 1u32) - 1);
         if warp == 0 {
@@ -89,7 +89,7 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
 
 /// Inclusive prefix sums over the lanes of a warp.
 #[cube]
-pub fn scan(x: f32) -> f32 {
+pub fn scan<N: Numeric>(x: N) -> N {
     let mut sum = x;
     #[unroll]
     for step in 0..5u32 {

@@ -1,0 +1,103 @@
+//! Gates by channel: q and k come relative to powers of two, so that what is left to do for a pair of
+//! tiles loses no digit.
+//!
+//! With p_t = Σ_{s ≤ t} g_s · log₂ e, a channel's part of a score is 2^(p_i − p_j) q_i k_j. Tiles have
+//! [`TILE`] tokens; E_J = ⌊p⌋ at the last token of tile J, and E_{−1} = 0. Queries of tile I come as
+//! q_i 2^(p_i − E_{I−1}), keys of tile J as k_j 2^(E_J − p_j): factors of at most 2. What a pair of
+//! tiles lacks is f_IJ = 2^(E_{I−1} − E_J), a power of two: bf16 numbers are multiplied by it without
+//! rounding. Where J < I it is at most 1; in the tile of I itself it brings the queries up to E_I,
+//! by at most 2^82 with gates above −0.87, which bf16 holds.
+//!
+//! Gradients are summed up in units that follow the tiles, so that all that is ever done to a sum is
+//! to multiply it by powers of two that are at most 1: dq over tiles of keys in their order, dk over
+//! tiles of queries in the reverse order.
+
+use cubecl::prelude::*;
+
+/// Tokens of a tile of gates.
+pub const TILE: usize = 64;
+
+/// Pairs of `gated`·16 channels; one where there are none, as shared memory is never empty.
+pub const fn gate_pairs(gated: usize) -> usize {
+    if gated == 0 { 1 } else { gated * 8 }
+}
+
+/// 2ˣ; 0 below 2⁻¹²⁶.
+#[cube]
+pub fn power(x: i32) -> f32 {
+    let bits = min(max(x, -127), 127) + 127;
+    f32::reinterpret(u32::cast_from(bits) << 23u32)
+}
+
+/// 2^(E_from − E_to) of the channels `channel` and `channel` + 1, where `ends` holds E_{−1}, E_0, … of
+/// `dim` channels each, from element `base` on, and `from` and `to` count from E_{−1}.
+#[cube]
+pub fn powers<E: Numeric, N: Size>(
+    ends: &Array<i32>,
+    base: usize,
+    from: usize,
+    to: usize,
+    channel: usize,
+    #[comptime] dim: usize,
+) -> Vector<E, N> {
+    let mut pair = Vector::<E, N>::empty();
+    let (from, to) = (base + from * dim + channel, base + to * dim + channel);
+    pair[0] = E::cast_from(power(ends[from] - ends[to]));
+    pair[1] = E::cast_from(power(ends[from + 1] - ends[to + 1]));
+    pair
+}
+
+/// Multiplies the channels of a left factor's fragments, 16·`m` rows of `steps`·16 channels, of which
+/// the first `gated`·16 have a gate, by the pairs in `factors` from `at` on.
+#[cube]
+pub fn scale_lefts<E: Numeric, NA: Size>(
+    lefts: &mut Sequence<Array<Vector<E, NA>>>,
+    factors: &SharedMemory<Vector<E, NA>>,
+    at: usize,
+    #[comptime] m: usize,
+    #[comptime] steps: usize,
+    #[comptime] gated: usize,
+) {
+    #[unroll]
+    for step in 0..gated {
+        let place = at + comptime!(step * 8) + UNIT_POS_PLANE as usize % 4;
+        let near = factors[place];
+        let far = factors[place + 4];
+        #[unroll]
+        for i in 0..m {
+            let left = lefts.index_mut(comptime!(i * steps + step));
+            left[0] = left[0] * near;
+            left[1] = left[1] * near;
+            left[2] = left[2] * far;
+            left[3] = left[3] * far;
+        }
+    }
+}
+
+/// Multiplies the columns of an accumulator of 16·`m` rows by 8·`n` columns, of which the first
+/// `gated`·16 have a gate, by the pairs in `factors` from `at` on.
+#[cube]
+pub fn scale_columns<N2: Size, NC: Size>(
+    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    factors: &SharedMemory<Vector<f32, N2>>,
+    at: usize,
+    #[comptime] m: usize,
+    #[comptime] n: usize,
+    #[comptime] gated: usize,
+) {
+    #[unroll]
+    for column in 0..comptime!(gated * 2) {
+        let factor = factors[at + comptime!(column * 4) + UNIT_POS_PLANE as usize % 4];
+        #[unroll]
+        for i in 0..m {
+            let fragment = acc.index_mut(comptime!(i * n + column));
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = fragment[r];
+                pair[0] *= factor[0];
+                pair[1] *= factor[1];
+                fragment[r] = pair;
+            }
+        }
+    }
+}

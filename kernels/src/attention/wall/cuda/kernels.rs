@@ -1,0 +1,483 @@
+//! What is done once for each token: q and k become relative to their tiles' ends, and gradients
+//! relative to these become those of q, k and the gate.
+//!
+//! p_t = Σ_{s ≤ t} g_s · log₂ e is known as a whole number at the end of each tile, E_J, and a rest in
+//! [0, 1), both from sums in f64: no sum over the whole sequence is formed in f32.
+
+use cubecl::prelude::*;
+
+use crate::attention::softmax::cuda::{GATE_TILE as TILE, Steps, power};
+use crate::tile::{CHUNK, LOG2_E, Rows, define_exp2, exp2};
+
+/// What the kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Options {
+    /// Channels of a head, padded as the attention kernels have them.
+    pub dim: usize,
+    /// Channels of a head.
+    pub real: usize,
+    /// Channels with a gate, the first ones.
+    pub gated: usize,
+    /// Whether the gate comes as logits; else as g.
+    pub logits: bool,
+}
+
+/// Sizes and numbers.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Sizes {
+    /// Heads of k and of the gate.
+    pub kv_heads: u32,
+    /// Query heads of each.
+    pub group: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Factor on q·k.
+    pub scale: f32,
+}
+
+/// The soft clamp's largest decay of one step.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Clamp {
+    /// g_max.
+    pub most: f32,
+    /// 1 / g_max.
+    pub inverse: f32,
+}
+
+#[cube]
+impl Sizes {
+    /// Tiles of a row of tokens.
+    fn tiles(&self) -> usize {
+        (self.tokens as usize + TILE - 1) / TILE
+    }
+
+    /// The first token of this block's tile.
+    fn first(&self) -> usize {
+        CUBE_POS_X as usize * TILE
+    }
+
+    /// Tokens of this block's tile.
+    fn count(&self) -> usize {
+        min(TILE, self.tokens as usize - self.first())
+    }
+
+    /// Where this block's sequence and head of the gate begin.
+    fn gate_base(&self, steps: &Steps) -> usize {
+        let (row, heads) = (CUBE_POS_Y as usize, self.kv_heads as usize);
+        row / heads * steps.batch as usize + row % heads * steps.head as usize
+    }
+}
+
+/// e^y − 1 for y ≤ 0, where digits are kept near 0.
+#[cube]
+fn exp_m1(y: f32) -> f32 {
+    let near = y * (1.0 + y * (0.5 + y * (1.0 / 6.0 + y * (1.0 / 24.0))));
+    select(y > -0.05, near, exp2(y * LOG2_E) - 1.0)
+}
+
+/// ln σ(z).
+#[cube]
+fn log_sigmoid(z: f32) -> f32 {
+    let u = exp2(-Abs::abs(z) * LOG2_E);
+    let near = u * (1.0 - u * (0.5 - u * (1.0 / 3.0 - u * 0.25)));
+    min(z, 0f32) - select(u < 0.03, near, Log::ln(1.0 + u))
+}
+
+/// g, as [`soft_clamp`](super::super::gate) has it, from a logit; or g itself.
+#[cube]
+fn decay(gate: f32, clamp: &Clamp, #[comptime] logits: bool) -> f32 {
+    let mut g = gate;
+    if logits {
+        g = clamp.most * exp_m1(log_sigmoid(gate) * clamp.inverse);
+    }
+    g
+}
+
+/// dg/dz of [`decay`]: e^(ln σ(z) / g_max) · σ(−z) for a logit z.
+#[cube]
+fn slope(gate: f32, clamp: &Clamp, #[comptime] logits: bool) -> f32 {
+    let mut slope = 1f32;
+    if logits {
+        let open = exp2(log_sigmoid(gate) * clamp.inverse * LOG2_E);
+        slope = open / (1.0 + exp2(gate * LOG2_E));
+    }
+    slope
+}
+
+/// The gates of two neighbouring channels, 0 where they have none.
+#[cube]
+fn load_gates<Z: Numeric, N: Size>(
+    gate: &Array<Z>,
+    at: usize,
+    channel: usize,
+    #[comptime] options: Options,
+) -> Vector<f32, N> {
+    let mut pair = Vector::<f32, N>::cast_from(0f32);
+    #[unroll]
+    for e in 0..2usize {
+        if channel + e < options.gated {
+            pair[e] = f32::cast_from(gate[at + channel + e]);
+        }
+    }
+    pair
+}
+
+/// g · log₂ e of two neighbouring channels, 0 where they have no gate.
+#[cube]
+fn decays<N: Size>(
+    gates: Vector<f32, N>,
+    channel: usize,
+    clamp: &Clamp,
+    #[comptime] options: Options,
+) -> Vector<f32, N> {
+    let mut pair = Vector::<f32, N>::cast_from(0f32);
+    #[unroll]
+    for e in 0..2usize {
+        if channel + e < options.gated {
+            pair[e] = decay(gates[e], clamp, options.logits) * LOG2_E;
+        }
+    }
+    pair
+}
+
+/// Σ g · log₂ e of each tile and channel, `[batch · kv_heads, tiles, dim]`.
+///
+/// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn tile_sums<Z: Numeric, W: Size>(
+    gate: &Array<Z>,
+    sums: &mut Array<Vector<f32, W>>,
+    steps: Steps,
+    sizes: Sizes,
+    clamp: Clamp,
+    #[comptime] options: Options,
+) {
+    define_exp2();
+    let channel = UNIT_POS as usize * 2;
+    let base = sizes.gate_base(&steps);
+    let mut sum = Vector::<f32, W>::cast_from(0f32);
+    for t in 0..sizes.count() {
+        let at = base + (sizes.first() + t) * steps.token as usize;
+        let gates = load_gates::<Z, W>(gate, at, channel, options);
+        sum += decays::<W>(gates, channel, &clamp, options);
+    }
+    let tile = CUBE_POS_Y as usize * sizes.tiles() + CUBE_POS_X as usize;
+    sums[tile * comptime!(options.dim / 2) + UNIT_POS as usize] = sum;
+}
+
+/// Tokens whose numbers are on their way together.
+const TOGETHER: usize = 4;
+
+/// Tiles that are read together.
+const AHEAD: usize = 8;
+
+/// E and the rests at the tiles' ends, `[batch · kv_heads, tiles + 1, dim]`, from [`tile_sums`]; the
+/// first are those before all tokens.
+///
+/// Grid: batch · kv_heads; a unit for each channel.
+#[cube(launch_unchecked)]
+pub fn tile_ends(sums: &Array<f32>, ends: &mut Array<i32>, rests: &mut Array<f32>, tiles: u32) {
+    let dim = CUBE_DIM as usize;
+    let tiles = tiles as usize;
+    let from = CUBE_POS_X as usize * tiles * dim + UNIT_POS as usize;
+    let to = CUBE_POS_X as usize * (tiles + 1) * dim + UNIT_POS as usize;
+    ends[to] = 0;
+    rests[to] = 0f32;
+    let mut sum = f64::cast_from(0f32);
+    let mut own = Array::<f32>::new(AHEAD);
+    for group in 0..(tiles + AHEAD - 1) / AHEAD {
+        let first = group * AHEAD;
+        #[unroll]
+        for i in 0..AHEAD {
+            own[i] = sums[from + min(first + i, tiles - 1) * dim];
+        }
+        #[unroll]
+        for i in 0..AHEAD {
+            if first + i < tiles {
+                sum += f64::cast_from(own[i]);
+                let whole = Floor::floor(sum);
+                ends[to + (first + i + 1) * dim] = i32::cast_from(whole);
+                rests[to + (first + i + 1) * dim] = f32::cast_from(sum - whole);
+            }
+        }
+    }
+}
+
+/// q_t · 2^(p_t − E_{J−1}) and k_t · 2^(E_J − p_t), J the tile of t.
+///
+/// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
+    q: &Array<Vector<E, W>>,
+    k: &Array<Vector<E, W>>,
+    gate: &Array<Z>,
+    ends: &Array<i32>,
+    rests: &Array<f32>,
+    queries: &mut Array<Vector<E, W>>,
+    keys: &mut Array<Vector<E, W>>,
+    q_rows: Rows,
+    k_rows: Rows,
+    queries_rows: Rows,
+    keys_rows: Rows,
+    steps: Steps,
+    sizes: Sizes,
+    clamp: Clamp,
+    #[comptime] options: Options,
+) {
+    define_exp2();
+    let channel = UNIT_POS as usize * 2;
+    let row = CUBE_POS_Y as usize;
+    let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
+    let group = sizes.group as usize;
+    let base = sizes.gate_base(&steps);
+    let end = (row * (sizes.tiles() + 1) + CUBE_POS_X as usize) * options.dim + channel;
+    // p − E_{J−1}, and 2^(E_J − E_{J−1}).
+    let mut since = Vector::<f32, W>::empty();
+    let mut span = Vector::<f32, W>::empty();
+    #[unroll]
+    for e in 0..2usize {
+        since[e] = rests[end + e];
+        span[e] = power(ends[end + options.dim + e] - ends[end + e]);
+    }
+    let count = sizes.count();
+    if channel < options.real {
+        for some in 0..(count + TOGETHER - 1) / TOGETHER {
+            let mut gates = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut own = Array::<Vector<f32, W>>::new(TOGETHER);
+            #[unroll]
+            for i in 0..TOGETHER {
+                let t = sizes.first() + min(some * TOGETHER + i, count - 1);
+                let at = base + t * steps.token as usize;
+                gates[i] = load_gates::<Z, W>(gate, at, channel, options);
+                own[i] = Vector::cast_from(k[pair_at(&k_rows, batch, kv_head, t)]);
+            }
+            let mut shrunk = Array::<Vector<f32, W>>::new(TOGETHER);
+            #[unroll]
+            for i in 0..TOGETHER {
+                since += decays::<W>(gates[i], channel, &clamp, options);
+                let mut down = Vector::<f32, W>::empty();
+                let mut up = Vector::<f32, W>::empty();
+                #[unroll]
+                for e in 0..2usize {
+                    down[e] = exp2(since[e]);
+                    // By a power of two apart: what comes after in the tile changes no digit.
+                    up[e] = exp2(-since[e]) * span[e];
+                }
+                shrunk[i] = down;
+                if some * TOGETHER + i < count {
+                    let t = sizes.first() + some * TOGETHER + i;
+                    let to = pair_at(&keys_rows, batch, kv_head, t);
+                    keys[to] = Vector::cast_from(own[i] * up);
+                }
+            }
+            for member in 0..group {
+                let head = kv_head * group + member;
+                #[unroll]
+                for i in 0..TOGETHER {
+                    let t = sizes.first() + min(some * TOGETHER + i, count - 1);
+                    own[i] = Vector::cast_from(q[pair_at(&q_rows, batch, head, t)]);
+                }
+                #[unroll]
+                for i in 0..TOGETHER {
+                    if some * TOGETHER + i < count {
+                        let t = sizes.first() + some * TOGETHER + i;
+                        let to = pair_at(&queries_rows, batch, head, t);
+                        queries[to] = Vector::cast_from(own[i] * shrunk[i]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where this unit's pair of channels of a token lies.
+#[cube]
+fn pair_at(rows: &Rows, batch: usize, head: usize, token: usize) -> usize {
+    (rows.base(batch, head) + token * rows.row as usize) * comptime!(CHUNK / 2) + UNIT_POS as usize
+}
+
+/// dq and dk from what the attention kernels give, and Σ_{u ≥ t} dP_u within tiles in f32,
+/// dP = q ⊙ dq − k ⊙ dk (Pai et al., section 3), with what tiles add up to.
+///
+/// q ⊙ dq is taken from q as it was multiplied, so that the parts that pairs of tokens after t have in
+/// q ⊙ dq and in k ⊙ dk cancel but for the rounding of sums in f32.
+///
+/// - `queries`, `keys`: as [`rescale`] gives them; `queries_grad`, `keys_grad`: in the same places
+/// - `within`: `[batch · kv_heads, tokens, dim]`; `totals`: `[batch · kv_heads, tiles, dim]`
+///
+/// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn gradients<E: Numeric, Z: Numeric, W: Size>(
+    queries: &Array<Vector<E, W>>,
+    keys: &Array<Vector<E, W>>,
+    queries_grad: &Array<Vector<f32, W>>,
+    keys_grad: &Array<Vector<f32, W>>,
+    gate: &Array<Z>,
+    sums: &Array<f32>,
+    ends: &Array<i32>,
+    rests: &Array<f32>,
+    dq: &mut Array<Vector<E, W>>,
+    dk: &mut Array<Vector<E, W>>,
+    within: &mut Array<Vector<f32, W>>,
+    totals: &mut Array<Vector<f32, W>>,
+    q_rows: Rows,
+    k_rows: Rows,
+    steps: Steps,
+    sizes: Sizes,
+    clamp: Clamp,
+    #[comptime] options: Options,
+) {
+    define_exp2();
+    let unit = UNIT_POS as usize;
+    let channel = unit * 2;
+    let row = CUBE_POS_Y as usize;
+    let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
+    let group = sizes.group as usize;
+    let base = sizes.gate_base(&steps);
+    let tile = row * sizes.tiles() + CUBE_POS_X as usize;
+    let end = (row * (sizes.tiles() + 1) + CUBE_POS_X as usize) * options.dim + channel;
+    // p − E_{J−1} at the tile's last token, and 2^(E_{J−1} − E_J) times the scale.
+    let mut since = Vector::<f32, W>::empty();
+    let mut span = Vector::<f32, W>::empty();
+    #[unroll]
+    for e in 0..2usize {
+        since[e] = rests[end + e] + sums[tile * options.dim + channel + e];
+        span[e] = power(ends[end + e] - ends[end + options.dim + e]) * sizes.scale;
+    }
+    let mut after = Vector::<f32, W>::cast_from(0f32);
+    let half = comptime!(options.dim / 2);
+    let count = sizes.count();
+    if channel < options.real {
+        // From the tile's last token to its first.
+        for some in 0..(count + TOGETHER - 1) / TOGETHER {
+            let mut gates = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut grads = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut own = Array::<Vector<f32, W>>::new(TOGETHER);
+            #[unroll]
+            for i in 0..TOGETHER {
+                let t = sizes.first() + count - 1 - min(some * TOGETHER + i, count - 1);
+                let at = base + t * steps.token as usize;
+                gates[i] = load_gates::<Z, W>(gate, at, channel, options);
+                let at = pair_at(&k_rows, batch, kv_head, t);
+                grads[i] = keys_grad[at];
+                own[i] = Vector::cast_from(keys[at]);
+            }
+            let mut shrunk = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut dp = Array::<Vector<f32, W>>::new(TOGETHER);
+            #[unroll]
+            for i in 0..TOGETHER {
+                let mut down = Vector::<f32, W>::empty();
+                let mut up = Vector::<f32, W>::empty();
+                #[unroll]
+                for e in 0..2usize {
+                    down[e] = exp2(since[e]) * span[e];
+                    up[e] = exp2(-since[e]) * sizes.scale;
+                }
+                since -= decays::<W>(gates[i], channel, &clamp, options);
+                shrunk[i] = down;
+                dp[i] = Vector::cast_from(0f32) - grads[i] * own[i];
+                if some * TOGETHER + i < count {
+                    let t = sizes.first() + count - 1 - (some * TOGETHER + i);
+                    dk[pair_at(&k_rows, batch, kv_head, t)] = Vector::cast_from(grads[i] * up);
+                }
+            }
+            for member in 0..group {
+                let head = kv_head * group + member;
+                #[unroll]
+                for i in 0..TOGETHER {
+                    let t = sizes.first() + count - 1 - min(some * TOGETHER + i, count - 1);
+                    let at = pair_at(&q_rows, batch, head, t);
+                    grads[i] = queries_grad[at];
+                    own[i] = Vector::cast_from(queries[at]);
+                }
+                #[unroll]
+                for i in 0..TOGETHER {
+                    dp[i] += grads[i] * own[i];
+                    if some * TOGETHER + i < count {
+                        let t = sizes.first() + count - 1 - (some * TOGETHER + i);
+                        let at = pair_at(&q_rows, batch, head, t);
+                        dq[at] = Vector::cast_from(grads[i] * shrunk[i]);
+                    }
+                }
+            }
+            #[unroll]
+            for i in 0..TOGETHER {
+                if some * TOGETHER + i < count {
+                    let t = sizes.first() + count - 1 - (some * TOGETHER + i);
+                    after += dp[i] * span;
+                    within[(row * sizes.tokens as usize + t) * half + unit] = after;
+                }
+            }
+        }
+    }
+    totals[tile * half + unit] = after;
+}
+
+/// What tiles add up to becomes what the tiles after them do.
+///
+/// Grid: batch · kv_heads; a unit for each channel.
+#[cube(launch_unchecked)]
+pub fn after_tiles(totals: &mut Array<f32>, tiles: u32) {
+    let dim = CUBE_DIM as usize;
+    let tiles = tiles as usize;
+    let base = CUBE_POS_X as usize * tiles * dim + UNIT_POS as usize;
+    let mut sum = f64::cast_from(0f32);
+    let mut own = Array::<f32>::new(AHEAD);
+    for group in 0..(tiles + AHEAD - 1) / AHEAD {
+        let first = group * AHEAD;
+        #[unroll]
+        for i in 0..AHEAD {
+            own[i] = totals[base + (tiles - 1 - min(first + i, tiles - 1)) * dim];
+        }
+        #[unroll]
+        for i in 0..AHEAD {
+            if first + i < tiles {
+                totals[base + (tiles - 1 - first - i) * dim] = f32::cast_from(sum);
+                sum += f64::cast_from(own[i]);
+            }
+        }
+    }
+}
+
+/// The gate's gradient, in the gate's places: dg_t = Σ_{u ≥ t} dP_u, times the soft clamp's slope.
+///
+/// Grid: tiles, batch · kv_heads; a unit for each channel with a gate, and more.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn gate_gradients<Z: Numeric>(
+    within: &Array<f32>,
+    after: &Array<f32>,
+    gate: &Array<Z>,
+    d_gate: &mut Array<Z>,
+    steps: Steps,
+    sizes: Sizes,
+    clamp: Clamp,
+    #[comptime] options: Options,
+) {
+    define_exp2();
+    let channel = UNIT_POS as usize;
+    let row = CUBE_POS_Y as usize;
+    let base = sizes.gate_base(&steps) + channel;
+    let dim = options.dim;
+    let count = sizes.count();
+    if channel < options.gated {
+        let later = after[(row * sizes.tiles() + CUBE_POS_X as usize) * dim + channel];
+        for some in 0..(count + TOGETHER - 1) / TOGETHER {
+            let mut gates = Array::<f32>::new(TOGETHER);
+            let mut sums = Array::<f32>::new(TOGETHER);
+            #[unroll]
+            for i in 0..TOGETHER {
+                let t = sizes.first() + min(some * TOGETHER + i, count - 1);
+                gates[i] = f32::cast_from(gate[base + t * steps.token as usize]);
+                sums[i] = within[(row * sizes.tokens as usize + t) * dim + channel];
+            }
+            #[unroll]
+            for i in 0..TOGETHER {
+                if some * TOGETHER + i < count {
+                    let t = sizes.first() + some * TOGETHER + i;
+                    let dz = (sums[i] + later) * slope(gates[i], &clamp, options.logits);
+                    d_gate[base + t * steps.token as usize] = Z::cast_from(dz);
+                }
+            }
+        }
+    }
+}
