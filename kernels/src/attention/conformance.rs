@@ -11,6 +11,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+pub(crate) use self::rounded::bf16_suite;
 pub use self::rounded::{
     bf16_agrees_at, bf16_agrees_with_the_oracle, bf16_is_causal_and_shows_a_nan,
     bf16_is_deterministic_on_a_full_device,

@@ -11,6 +11,33 @@ use super::{Conformance, Problem, cut, gradients, largest_difference, to_vec, wi
 use crate::backend::{OpBackend, with_reference};
 use crate::testing::{record, root_mean_square};
 
+/// The tests of a kind with bf16 kernels on CUDA.
+macro_rules! bf16_suite {
+    ($v:ty) => {
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn cuda_bf16_agrees_with_the_oracle() {
+            crate::attention::conformance::bf16_agrees_with_the_oracle::<$v, crate::Cuda>();
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn cuda_bf16_is_deterministic_on_a_full_device() {
+            crate::attention::conformance::bf16_is_deterministic_on_a_full_device::<
+                $v,
+                crate::Cuda,
+            >();
+        }
+
+        #[test]
+        #[ignore = "needs a GPU"]
+        fn cuda_bf16_is_causal_and_shows_a_nan() {
+            crate::attention::conformance::bf16_is_causal_and_shows_a_nan::<$v, crate::Cuda>();
+        }
+    };
+}
+pub(crate) use bf16_suite;
+
 /// Outputs and gradients of q, k, v and the projections in bf16, for a kind with a kernel for it.
 pub fn bf16_agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
     // Each size and mask is a kernel of its own, which takes seconds to compile.

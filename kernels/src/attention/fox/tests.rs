@@ -52,20 +52,4 @@ fn small_gates_count_after_long_strong_decay() {
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);
 }
 
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_agrees_with_the_oracle() {
-    crate::attention::conformance::bf16_agrees_with_the_oracle::<Config, crate::Cuda>();
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_is_deterministic_on_a_full_device() {
-    crate::attention::conformance::bf16_is_deterministic_on_a_full_device::<Config, crate::Cuda>();
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_is_causal_and_shows_a_nan() {
-    crate::attention::conformance::bf16_is_causal_and_shows_a_nan::<Config, crate::Cuda>();
-}
+crate::attention::conformance::bf16_suite!(Config);

@@ -72,20 +72,4 @@ fn alibi_slopes_are_the_papers() {
     assert_eq!(twelve.len(), 12);
 }
 
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_agrees_with_the_oracle() {
-    crate::attention::conformance::bf16_agrees_with_the_oracle::<Config, crate::Cuda>();
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_is_deterministic_on_a_full_device() {
-    crate::attention::conformance::bf16_is_deterministic_on_a_full_device::<Config, crate::Cuda>();
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_is_causal_and_shows_a_nan() {
-    crate::attention::conformance::bf16_is_causal_and_shows_a_nan::<Config, crate::Cuda>();
-}
+crate::attention::conformance::bf16_suite!(Config);

@@ -282,23 +282,7 @@ fn names_are_kebab_case_and_unknown_keys_are_refused() {
     assert_eq!(scalar, Ok(KeyGate::Scalar));
 }
 
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_agrees_with_the_oracle() {
-    crate::attention::conformance::bf16_agrees_with_the_oracle::<Config, crate::Cuda>();
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_is_deterministic_on_a_full_device() {
-    crate::attention::conformance::bf16_is_deterministic_on_a_full_device::<Config, crate::Cuda>();
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn cuda_bf16_is_causal_and_shows_a_nan() {
-    crate::attention::conformance::bf16_is_causal_and_shows_a_nan::<Config, crate::Cuda>();
-}
+crate::attention::conformance::bf16_suite!(Config);
 
 /// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±81.
 #[test]
