@@ -2,8 +2,8 @@
 //! products of fragments, masks and the online softmax.
 //!
 //! A warp computes in fragments of `mma.sync` m16n8k16: bf16 factors, f32 sums. Its accumulator of
-//! 16·m rows by 8·n columns is a sequence of m·n fragments, row by row; in each, a lane holds two
-//! adjacent columns, `2·(lane % 4)`, of the rows `lane / 4` and `lane / 4 + 8`.
+//! 16 rows by 8·n columns is a sequence of n fragments; in each, a lane holds two adjacent columns,
+//! `2·(lane % 4)`, of the rows `lane / 4` and `lane / 4 + 8`.
 //!
 //! Tiles are loaded by the tensor memory accelerator. One lies in panels of 64 channels, a panel as
 //! rows of eight chunks of 16 bytes, chunk c of row r at place c ⊕ (r mod 8) (the accelerator's
@@ -13,6 +13,8 @@
 //! A tile may be loaded anew after [`release_tile`], once the products with the fragments read from it
 //! have been issued. `sync_cube` alone does not wait for `ldmatrix` still in flight, and the
 //! accelerator can overtake it. A tile whose fragments are kept for later products is never reloaded.
+
+pub mod warpgroup;
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
@@ -131,41 +133,35 @@ pub fn zeros<N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<f32, N>
     acc
 }
 
-/// The left factor's fragment: 16 rows from `row` on of the tile of `rows` rows that starts at chunk
-/// `at`, channels 16·`step` to 16·`step` + 15.
+/// The left factor's fragment: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
+/// 16·`step` + 15.
 #[cube]
 pub fn left<E: Numeric, V: Size, N: Size>(
     def: &MmaDefinition<E, E, f32>,
     tile: &SharedMemory<Vector<E, V>>,
-    at: usize,
     row: usize,
     #[comptime] step: usize,
     #[comptime] rows: usize,
 ) -> Array<Vector<E, N>> {
     let lane = UNIT_POS_PLANE;
     let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
-    let place = at + place(lane % 16, chunk + lane / 16) + (row + comptime!(panel * rows)) * PANEL;
+    let place = place(lane % 16, chunk + lane / 16) + (row + comptime!(panel * rows)) * PANEL;
     def.load_matrix::<_, N>(&tile.slice(place, place + 1), MatrixIdent::A, 4usize, false)
 }
 
-/// The left factor's fragments of 16·`m` rows from `row` on and `steps`·16 channels, row by row.
+/// The left factor's fragments of 16 rows from `row` on and `steps`·16 channels.
 #[cube]
 pub fn lefts<E: Numeric, V: Size, N: Size>(
     def: &MmaDefinition<E, E, f32>,
     tile: &SharedMemory<Vector<E, V>>,
-    at: usize,
     row: usize,
-    #[comptime] m: usize,
     #[comptime] steps: usize,
     #[comptime] rows: usize,
 ) -> Sequence<Array<Vector<E, N>>> {
     let mut fragments = Sequence::<Array<Vector<E, N>>>::new();
     #[unroll]
-    for i in 0..m {
-        #[unroll]
-        for step in 0..steps {
-            fragments.push(left::<E, V, N>(def, tile, at, row + i * 16, step, rows));
-        }
+    for step in 0..steps {
+        fragments.push(left::<E, V, N>(def, tile, row, step, rows));
     }
     fragments
 }
@@ -182,43 +178,8 @@ fn half<E: Numeric, N: Size>(
     right
 }
 
-/// acc += A · Bᵀ, where B's rows are the 8·`n` of the tile that starts at chunk `at`, and A, 16·`m`
-/// rows of `steps`·16 channels, is in `lefts`.
-#[cube]
-pub fn add_abt<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    lefts: &Sequence<Array<Vector<E, NA>>>,
-    tile: &SharedMemory<Vector<E, V>>,
-    at: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
-    #[comptime] m: usize,
-    #[comptime] n: usize,
-    #[comptime] steps: usize,
-) {
-    let lane = UNIT_POS_PLANE;
-    #[unroll]
-    for step in 0..steps {
-        let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
-        let own = at + place((lane / 16) * 8 + lane % 8, chunk + (lane / 8) % 2);
-        #[unroll]
-        for pair in 0..comptime!(n / 2) {
-            let place = own + comptime!((panel * n * 8 + pair * 16) * PANEL);
-            let slice = tile.slice(place, place + 1);
-            let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, false);
-            #[unroll]
-            for i in 0..m {
-                let a = lefts.index(comptime!(i * steps + step));
-                #[unroll]
-                for h in 0..2usize {
-                    let c = acc.index_mut(comptime!(i * n + pair * 2 + h));
-                    def.execute_inplace(a, &half::<E, NB>(&four, h), c);
-                }
-            }
-        }
-    }
-}
-
-/// [`add_abt`] for 16 rows, with the 16 rows of B from `from` on in a tile of `rows` rows.
+/// acc += A · Bᵀ, where A, 16 rows of `steps`·16 channels, is in `lefts`, and B is the 16 rows from
+/// `from` on of a tile of `rows` rows that starts at chunk `at`.
 #[cube]
 pub fn add_abt_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
     def: &MmaDefinition<E, E, f32>,
@@ -246,8 +207,8 @@ pub fn add_abt_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
     }
 }
 
-/// [`add_pb`] for 16 rows of P and 16 columns, with the 16 rows of B from `from` on in a tile of
-/// `rows` rows.
+/// acc += P · B, where P, an accumulator of 16 rows by 16 columns, is rounded to the factors' type, and
+/// B is the 16 rows from `from` on of a tile of `rows` rows that starts at chunk `at`, 8·`n` channels.
 #[cube]
 pub fn add_pb_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
     def: &MmaDefinition<E, E, f32>,
@@ -280,108 +241,8 @@ pub fn add_pb_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
     }
 }
 
-/// [`add_abt`] with A's rows in a tile of `rows` rows too, from `row` on: fewer registers, more loads.
-/// The first `scaled`·16 of A's channels are multiplied by the pairs in `factors`, from `first` on.
-#[cube]
-pub fn add_tile_abt<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    left_tile: &SharedMemory<Vector<E, V>>,
-    row: usize,
-    #[comptime] rows: usize,
-    factors: &SharedMemory<Vector<E, NA>>,
-    first: usize,
-    #[comptime] scaled: usize,
-    tile: &SharedMemory<Vector<E, V>>,
-    at: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
-    #[comptime] m: usize,
-    #[comptime] n: usize,
-    #[comptime] steps: usize,
-) {
-    let lane = UNIT_POS_PLANE;
-    #[unroll]
-    for step in 0..steps {
-        let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
-        let own = at + place((lane / 16) * 8 + lane % 8, chunk + (lane / 8) % 2);
-        let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
-        #[unroll]
-        for i in 0..m {
-            let mut a = left::<E, V, NA>(def, left_tile, 0, row + i * 16, step, rows);
-            if comptime!(step < scaled) {
-                let place = first + comptime!(step * 8) + (lane % 4) as usize;
-                let (near, far) = (factors[place], factors[place + 4]);
-                a[0] = a[0] * near;
-                a[1] = a[1] * near;
-                a[2] = a[2] * far;
-                a[3] = a[3] * far;
-            }
-            lefts.push(a);
-        }
-        #[unroll]
-        for pair in 0..comptime!(n / 2) {
-            let place = own + comptime!((panel * n * 8 + pair * 16) * PANEL);
-            let slice = tile.slice(place, place + 1);
-            let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, false);
-            #[unroll]
-            for i in 0..m {
-                #[unroll]
-                for h in 0..2usize {
-                    let c = acc.index_mut(comptime!(i * n + pair * 2 + h));
-                    def.execute_inplace(lefts.index(i), &half::<E, NB>(&four, h), c);
-                }
-            }
-        }
-    }
-}
-
-/// acc += P · B, where P, an accumulator of 16·`m` rows by 8·`k` columns, is rounded to the factors'
-/// type, and B's rows are the 8·`k` of the tile that starts at chunk `at`, 8·`n` channels each.
-#[cube]
-pub fn add_pb<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    p: &Sequence<Array<Vector<f32, NC>>>,
-    tile: &SharedMemory<Vector<E, V>>,
-    at: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
-    #[comptime] m: usize,
-    #[comptime] k: usize,
-    #[comptime] n: usize,
-) {
-    let lane = UNIT_POS_PLANE;
-    #[unroll]
-    for step in 0..comptime!(k / 2) {
-        let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
-        #[unroll]
-        for i in 0..m {
-            let mut a = Array::<Vector<E, NA>>::new(4usize);
-            a[0] = Vector::cast_from(p.index(comptime!(i * k + step * 2))[0]);
-            a[1] = Vector::cast_from(p.index(comptime!(i * k + step * 2))[1]);
-            a[2] = Vector::cast_from(p.index(comptime!(i * k + step * 2 + 1))[0]);
-            a[3] = Vector::cast_from(p.index(comptime!(i * k + step * 2 + 1))[1]);
-            lefts.push(a);
-        }
-        #[unroll]
-        for pair in 0..comptime!(n / 2) {
-            let (panel, chunk) = comptime!((pair / 4, (pair % 4) as u32 * 2));
-            let place = at
-                + place(lane % 16, chunk + lane / 16)
-                + comptime!((panel * k * 8 + step * 16) * PANEL);
-            let slice = tile.slice(place, place + 1);
-            let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, true);
-            #[unroll]
-            for i in 0..m {
-                #[unroll]
-                for h in 0..2usize {
-                    let c = acc.index_mut(comptime!(i * n + pair * 2 + h));
-                    def.execute_inplace(lefts.index(i), &half::<E, NB>(&four, h), c);
-                }
-            }
-        }
-    }
-}
-
-/// Writes an accumulator, its rows times `factors` (two for each 16 rows), as rows of a tensor of
-/// pairs. Rows from `total` on are not written; `row` is the warp's first.
+/// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of pairs.
+/// Rows from `total` on are not written; `row` is the warp's first.
 #[cube]
 pub fn store_rows<E: Numeric, W: Size, NC: Size>(
     acc: &Sequence<Array<Vector<f32, NC>>>,
@@ -391,29 +252,43 @@ pub fn store_rows<E: Numeric, W: Size, NC: Size>(
     stride: usize,
     row: usize,
     total: usize,
-    #[comptime] m: usize,
     #[comptime] n: usize,
     #[comptime] real: usize,
 ) {
     let lane = UNIT_POS_PLANE as usize;
     #[unroll]
-    for i in 0..m {
-        #[unroll]
-        for r in 0..2usize {
-            let row = row + i * 16 + r * 8 + lane / 4;
-            if row < total {
-                let factor = factors[i * 2 + r];
-                // Pairs, where base and stride count chunks.
-                let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
-                #[unroll]
-                for column in 0..comptime!(if n < real { n } else { real }) {
-                    let value = acc.index(comptime!(i * n + column))[r];
-                    let mut pair = Vector::<f32, W>::empty();
-                    pair[0] = value[0] * factor;
-                    pair[1] = value[1] * factor;
-                    output[to + column * 4] = Vector::cast_from(pair);
-                }
+    for r in 0..2usize {
+        let row = row + r * 8 + lane / 4;
+        if row < total {
+            // Pairs, where base and stride count chunks.
+            let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
+            #[unroll]
+            for column in 0..comptime!(if n < real { n } else { real }) {
+                let value = acc.index(column)[r];
+                let mut pair = Vector::<f32, W>::empty();
+                pair[0] = value[0] * factors[r];
+                pair[1] = value[1] * factors[r];
+                output[to + column * 4] = Vector::cast_from(pair);
             }
         }
     }
+}
+
+/// Puts a warp's `values`, `count` in all, lane by lane, into the warp's own part of `notes`.
+#[cube]
+pub fn write_notes<E: Numeric, N: Size>(
+    notes: &mut SharedMemory<Vector<E, N>>,
+    values: &Array<Vector<E, N>>,
+    warp: usize,
+    #[comptime] count: usize,
+) {
+    sync_plane();
+    #[unroll]
+    for i in 0..comptime!(count.div_ceil(32)) {
+        let at = i * 32 + UNIT_POS_PLANE as usize;
+        if comptime!(count.is_multiple_of(32)) || at < count {
+            notes[warp * count + at] = values[i];
+        }
+    }
+    sync_plane();
 }

@@ -112,47 +112,84 @@ pub fn bias(between: f32, within: &Array<f32>, row: usize, keys: usize, column: 
     (between - within[row * keys + min(column, keys - 1)]) * LOG2_E
 }
 
-/// The biases of two neighbouring keys of one span, from `column` on; `own` as in [`sum_between`].
-#[cube]
-pub fn biases<N2: Size>(
-    own: f64,
-    before: &Array<f64>,
-    within: &Array<f32>,
-    row: usize,
-    keys: usize,
-    column: usize,
-) -> Vector<f32, N2> {
-    let between = sum_between(own, before, row, keys, column);
-    let mut pair = Vector::<f32, N2>::empty();
-    pair[0] = bias(between, within, row, keys, column);
-    pair[1] = bias(between, within, row, keys, column + 1);
-    pair
+/// What the biases of a tile's keys are made of. Read a while before it is needed.
+#[derive(CubeType)]
+pub struct TileSums {
+    /// Σ ℓ before each span of the tile.
+    before: Array<f64>,
+    /// Σ ℓ within them, up to two neighbouring keys.
+    within: Array<f32>,
 }
 
-/// Products become scores to base 2: times `scale`, plus their keys' biases, which are in `biases`,
-/// two by two, from `at` on.
 #[cube]
-pub fn add_biases<NC: Size, N2: Size>(
+impl TileSums {
+    /// For tiles of `span` keys.
+    pub fn new(#[comptime] span: usize) -> TileSums {
+        let pairs = comptime!((span / 2).div_ceil(32));
+        TileSums {
+            before: Array::<f64>::new(pairs),
+            within: Array::<f32>::new(comptime!(2 * pairs)),
+        }
+    }
+
+    /// Reads those of the tile from `column` on, in the row `row`.
+    pub fn read(
+        &mut self,
+        before: &Array<f64>,
+        within: &Array<f32>,
+        row: usize,
+        keys: usize,
+        column: usize,
+        #[comptime] span: usize,
+    ) {
+        #[unroll]
+        for i in 0..comptime!((span / 2).div_ceil(32)) {
+            let column = column + (i * 32 + UNIT_POS_PLANE as usize) * 2;
+            self.before[i] = sum_before(before, row, keys, min(column, keys - 1));
+            self.within[i * 2] = within[row * keys + min(column, keys - 1)];
+            self.within[i * 2 + 1] = within[row * keys + min(column + 1, keys - 1)];
+        }
+    }
+
+    /// The keys' biases times `factor`, relative to where the sum is `own`.
+    pub fn biases<N2: Size>(
+        &self,
+        own: f64,
+        factor: f32,
+        #[comptime] span: usize,
+    ) -> Array<Vector<f32, N2>> {
+        let pairs = comptime!((span / 2).div_ceil(32));
+        let mut biases = Array::<Vector<f32, N2>>::new(pairs);
+        #[unroll]
+        for i in 0..pairs {
+            let between = f32::cast_from(own - self.before[i]);
+            let mut pair = Vector::<f32, N2>::empty();
+            pair[0] = (between - self.within[i * 2]) * factor;
+            pair[1] = (between - self.within[i * 2 + 1]) * factor;
+            biases[i] = pair;
+        }
+        biases
+    }
+}
+
+/// Lets products of queries and keys start from their keys' biases, which are in `biases`, two by two,
+/// from `at` on.
+#[cube]
+pub fn start_from_biases<NC: Size, N2: Size>(
     s: &mut Sequence<Array<Vector<f32, NC>>>,
     biases: &SharedMemory<Vector<f32, N2>>,
     at: usize,
-    scale: f32,
-    #[comptime] m: usize,
     #[comptime] n_keys: usize,
 ) {
     #[unroll]
     for n in 0..n_keys {
         let bias = biases[at + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
         #[unroll]
-        for i in 0..m {
-            #[unroll]
-            for r in 0..2usize {
-                let fragment = s.index_mut(comptime!(i * n_keys + n));
-                let mut pair = fragment[r];
-                pair[0] = fma(pair[0], scale, bias[0]);
-                pair[1] = fma(pair[1], scale, bias[1]);
-                fragment[r] = pair;
-            }
+        for r in 0..2usize {
+            let mut pair = Vector::<f32, NC>::empty();
+            pair[0] = bias[0];
+            pair[1] = bias[1];
+            s.index_mut(n)[r] = pair;
         }
     }
 }

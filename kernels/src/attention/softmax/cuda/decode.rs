@@ -17,6 +17,9 @@ use crate::tile::{
 /// Query heads that a block serves: rows of one fragment.
 pub const ROWS: usize = 16;
 
+/// Warps of a block.
+pub const WARPS: usize = 4;
+
 /// Keys of a tile that one warp works on.
 pub const KEYS_OF_A_WARP: usize = 16;
 
@@ -90,7 +93,7 @@ pub fn split<E: Numeric, V: Size>(
         }
     }
     ready.wait_parity(0);
-    let q_lefts = lefts::<E, V, NA>(&def, &q_tile, 0, 0, 1usize, steps, ROWS);
+    let q_lefts = lefts::<E, V, NA>(&def, &q_tile, 0, steps, ROWS);
 
     let mut o_acc = zeros::<NC>(n_dim);
     let mut highest = Array::<f32>::new(2usize);
@@ -161,16 +164,7 @@ pub fn split<E: Numeric, V: Size>(
                 s.index_mut(n)[r] = scores;
             }
         }
-        add_tile_softmax::<NC>(
-            &mut s,
-            &mut o_acc,
-            &mut highest,
-            &mut sum,
-            scale,
-            1usize,
-            2usize,
-            n_dim,
-        );
+        add_tile_softmax::<NC>(&mut s, &mut o_acc, &mut highest, &mut sum, scale, 2usize, n_dim);
         add_pb_of_rows::<E, V, NA, NB, NC>(&def, &s, &v_tile, turn, own, span, &mut o_acc, n_dim);
     }
 

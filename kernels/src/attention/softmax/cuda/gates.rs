@@ -29,33 +29,58 @@ pub fn power(x: i32) -> f32 {
     f32::reinterpret(u32::cast_from(bits) << 23u32)
 }
 
-/// 2^(E_from − E_to) of the channels `channel` and `channel` + 1, where `ends` holds E_{−1}, E_0, … of
-/// `dim` channels each, from element `base` on, and `from` and `to` count from E_{−1}.
+/// Reads E of `count` pairs of channels, lane by lane, where `ends` holds E_{−1}, E_0, … of `dim` channels
+/// each, from element `base` on, and `end` counts from E_{−1}. Needed a while later.
 #[cube]
-pub fn powers<E: Numeric, N: Size>(
+pub fn read_ends<N2: Size>(
     ends: &Array<i32>,
     base: usize,
-    from: usize,
-    to: usize,
-    channel: usize,
+    end: usize,
+    pairs: &mut Array<Vector<i32, N2>>,
+    #[comptime] count: usize,
     #[comptime] dim: usize,
-) -> Vector<E, N> {
-    let mut pair = Vector::<E, N>::empty();
-    let (from, to) = (base + from * dim + channel, base + to * dim + channel);
-    pair[0] = E::cast_from(power(ends[from] - ends[to]));
-    pair[1] = E::cast_from(power(ends[from + 1] - ends[to + 1]));
-    pair
+) {
+    #[unroll]
+    for i in 0..comptime!(count.div_ceil(32)) {
+        let mut channel = (i * 32 + UNIT_POS_PLANE as usize) * 2;
+        if channel >= comptime!(2 * count) {
+            channel = 0usize;
+        }
+        let at = base + end * dim + channel;
+        let mut pair = Vector::<i32, N2>::empty();
+        pair[0] = ends[at];
+        pair[1] = ends[at + 1];
+        pairs[i] = pair;
+    }
 }
 
-/// Multiplies the channels of a left factor's fragments, 16·`m` rows of `steps`·16 channels, of which
-/// the first `gated`·16 have a gate, by the pairs in `factors` from `at` on.
+/// 2^(E_from − E_to).
+#[cube]
+pub fn powers<E: Numeric, N: Size, N2: Size>(
+    from: &Array<Vector<i32, N2>>,
+    to: &Array<Vector<i32, N2>>,
+    #[comptime] count: usize,
+) -> Array<Vector<E, N>> {
+    let lanes = comptime!(count.div_ceil(32));
+    let mut powers = Array::<Vector<E, N>>::new(lanes);
+    #[unroll]
+    for i in 0..lanes {
+        let (from, to) = (from[i], to[i]);
+        let mut pair = Vector::<E, N>::empty();
+        pair[0] = E::cast_from(power(from[0] - to[0]));
+        pair[1] = E::cast_from(power(from[1] - to[1]));
+        powers[i] = pair;
+    }
+    powers
+}
+
+/// Multiplies the channels of a left factor's fragments, of which the first `gated`·16 have a gate, by
+/// the pairs in `factors` from `at` on.
 #[cube]
 pub fn scale_lefts<E: Numeric, NA: Size>(
     lefts: &mut Sequence<Array<Vector<E, NA>>>,
     factors: &SharedMemory<Vector<E, NA>>,
     at: usize,
-    #[comptime] m: usize,
-    #[comptime] steps: usize,
     #[comptime] gated: usize,
 ) {
     #[unroll]
@@ -63,41 +88,33 @@ pub fn scale_lefts<E: Numeric, NA: Size>(
         let place = at + comptime!(step * 8) + UNIT_POS_PLANE as usize % 4;
         let near = factors[place];
         let far = factors[place + 4];
-        #[unroll]
-        for i in 0..m {
-            let left = lefts.index_mut(comptime!(i * steps + step));
-            left[0] = left[0] * near;
-            left[1] = left[1] * near;
-            left[2] = left[2] * far;
-            left[3] = left[3] * far;
-        }
+        let left = lefts.index_mut(step);
+        left[0] = left[0] * near;
+        left[1] = left[1] * near;
+        left[2] = left[2] * far;
+        left[3] = left[3] * far;
     }
 }
 
-/// Multiplies the columns of an accumulator of 16·`m` rows by 8·`n` columns, of which the first
-/// `gated`·16 have a gate, by the pairs in `factors` from `at` on.
+/// Multiplies the columns of an accumulator, of which the first `gated`·16 have a gate, by the pairs in
+/// `factors` from `at` on.
 #[cube]
 pub fn scale_columns<N2: Size, NC: Size>(
     acc: &mut Sequence<Array<Vector<f32, NC>>>,
     factors: &SharedMemory<Vector<f32, N2>>,
     at: usize,
-    #[comptime] m: usize,
-    #[comptime] n: usize,
     #[comptime] gated: usize,
 ) {
     #[unroll]
     for column in 0..comptime!(gated * 2) {
         let factor = factors[at + comptime!(column * 4) + UNIT_POS_PLANE as usize % 4];
+        let fragment = acc.index_mut(column);
         #[unroll]
-        for i in 0..m {
-            let fragment = acc.index_mut(comptime!(i * n + column));
-            #[unroll]
-            for r in 0..2usize {
-                let mut pair = fragment[r];
-                pair[0] *= factor[0];
-                pair[1] *= factor[1];
-                fragment[r] = pair;
-            }
+        for r in 0..2usize {
+            let mut pair = fragment[r];
+            pair[0] *= factor[0];
+            pair[1] *= factor[1];
+            fragment[r] = pair;
         }
     }
 }

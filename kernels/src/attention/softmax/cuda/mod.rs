@@ -27,12 +27,14 @@ use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use self::backward::keys::Parts;
 use self::scores::{Options, ProblemLaunch};
 use super::{Softmax, cuda_serves};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty, reshaped};
 use crate::ops::cuda::integers;
 use crate::ops::cuda::prefix_sum::prefix_sum;
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS};
 use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
 
 /// Elements that a kernel writes at a time.
@@ -201,14 +203,19 @@ impl<'a> Call<'a> {
         Call { gates: Some(gates.clone()), ..call }
     }
 
-    fn options(&self, spans: [usize; 3]) -> Options {
+    fn options(&self, shapes: [(usize, usize); 3]) -> Options {
         let real = self.q.dims[3];
+        let mut shape = shapes[usize::from(real > 64) + usize::from(real > 128)];
+        if self.gates.is_some() {
+            // A warpgroup's rows are scaled for one tile of gates at a time.
+            shape = (1, shape.1.min(gates::TILE));
+        }
+        let (groups, span) = shape;
         Options {
             dim: padded(real),
             real,
-            warps: WARPS,
-            m: 1,
-            span: spans[usize::from(real > 64) + usize::from(real > 128)],
+            warps: groups * GROUP_WARPS,
+            span,
             softcap: self.op.softcap.is_some(),
             alibi: !self.op.slopes.is_empty(),
             decay: self.decay.is_some(),
@@ -273,27 +280,15 @@ fn grid(total: usize, rows: usize, heads: usize) -> CubeCount {
     CubeCount::Static(total.div_ceil(rows) as u32, heads as u32, 1)
 }
 
-/// Warps of a block. With one fragment of rows a warp, this was fastest on an H200.
-const WARPS: usize = 4;
+/// Warpgroups of a block, and rows of the tiles that it passes over, for heads of up to 64 channels,
+/// up to 128 (each the fastest on an H200), and more (what registers and shared memory hold): in the
+/// forward pass, for dq, and for dk and dv.
+const SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
+const SHAPES_OF_QUERIES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
+const SHAPES_OF_KEYS: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
 
-/// Rows of the tiles that a block passes over, for heads of up to 64 channels, up to 128 (each the
-/// fastest on an H200), and more (what registers hold): in the forward pass and decoding, for dq, and
-/// for dk and dv.
-const SPAN: [usize; 3] = [64, 32, 32];
-const SPAN_OF_QUERIES: [usize; 3] = [64, 64, 32];
-const SPAN_OF_KEYS: [usize; 3] = [64, 64, 16];
-
-// A block's rows are one tile of gates and one span of decays, and the tiles it passes over lie in one.
-const _: () = {
-    assert!(16 * WARPS == gates::TILE && 16 * WARPS == decay::SPAN);
-    let mut i = 0;
-    while i < SPAN.len() {
-        assert!(gates::TILE.is_multiple_of(SPAN[i]));
-        assert!(gates::TILE.is_multiple_of(SPAN_OF_QUERIES[i]));
-        assert!(gates::TILE.is_multiple_of(SPAN_OF_KEYS[i]));
-        i += 1;
-    }
-};
+// A warpgroup's rows are one tile of gates and one span of decays.
+const _: () = assert!(GROUP_ROWS == gates::TILE && GROUP_ROWS == decay::SPAN);
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o, lse and the decay's
 /// sums, where there is one.
@@ -335,7 +330,7 @@ pub fn forward_gated(
 fn attend(call: &Call) -> [CudaTensor; 2] {
     let [batch, heads, queries, _] = call.q.dims;
     let (o, lse) = (call.q.like(), call.statistic());
-    let options = call.options(SPAN);
+    let options = call.options(SHAPES);
     let [within, before] = call.decay();
     // SAFETY: grid and options are the kernel's own, and every row and chunk it reads is one of the
     // tensors' given here.
@@ -389,8 +384,9 @@ fn decode(call: &Call) -> CudaTensor {
     let client = &call.q.tensor.client;
     let rows = batch * kv_heads * (heads / kv_heads).div_ceil(decode::ROWS);
     let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132);
-    let span = WARPS * decode::KEYS_OF_A_WARP;
-    let options = Options { span, ..call.options(SPAN) };
+    let warps = decode::WARPS;
+    let span = warps * decode::KEYS_OF_A_WARP;
+    let options = Options { warps, span, ..call.options(SHAPES) };
     // A tile of q, and two of k and of v, in bf16.
     let tiles = (decode::ROWS + 4 * span) * options.dim * 2;
     let resident = (SHARED_MEMORY / (tiles + tile::ALIGN)).clamp(1, 4);
@@ -398,7 +394,7 @@ fn decode(call: &Call) -> CudaTensor {
     let splits = splits(rows, slots, keys.div_ceil(KEYS_OF_A_SPLIT));
     let of_a_split = keys.div_ceil(splits).next_multiple_of(span);
     let splits = keys.div_ceil(of_a_split);
-    let count = splits * WARPS;
+    let count = splits * warps;
     let parts = empty(&call.q.tensor, &[count, batch, heads, head_dim], DType::F32);
     let lse = empty(&call.q.tensor, &[count, batch, heads], DType::F32);
     // Heads take the rows' place: [batch, 1, heads, head_dim].
@@ -411,7 +407,7 @@ fn decode(call: &Call) -> CudaTensor {
         decode::split::launch_unchecked::<bf16, CudaRuntime>(
             client,
             CubeCount::Static(splits as u32, rows as u32, 1),
-            CubeDim::new_1d(options.threads() as u32),
+            CubeDim::new_1d(32 * warps as u32),
             CHUNK,
             q.map(decode::ROWS),
             call.k.map(span),
@@ -532,10 +528,10 @@ fn grad_of_queries(
     let [within, before] = call.decay();
     let dq = call.gradient(&call.q);
     let [batch, heads, queries, _] = call.q.dims;
-    let options = call.options(SPAN_OF_QUERIES);
+    let options = call.options(SHAPES_OF_QUERIES);
     let launch = match call.gates {
-        None => backward::queries::launch_unchecked::<bf16, bf16, CudaRuntime>,
-        Some(_) => backward::queries::launch_unchecked::<bf16, f32, CudaRuntime>,
+        None => backward::queries::queries::launch_unchecked::<bf16, bf16, CudaRuntime>,
+        Some(_) => backward::queries::queries::launch_unchecked::<bf16, f32, CudaRuntime>,
     };
     // SAFETY: as in `attend`.
     unsafe {
@@ -573,41 +569,45 @@ fn grad_of_keys(
     sums: &CudaTensor,
     d_columns: &CudaTensor,
 ) -> [CudaTensor; 2] {
-    let [within, before] = call.decay();
     let (dk, dv) = (call.gradient(&call.k), call.v.like());
     let [batch, kv_heads, keys, _] = call.k.dims;
-    let options = call.options(SPAN_OF_KEYS);
+    let options = call.options(SHAPES_OF_KEYS);
     let launch = match call.gates {
-        None => backward::keys::launch_unchecked::<bf16, bf16, CudaRuntime>,
-        Some(_) => backward::keys::launch_unchecked::<bf16, f32, CudaRuntime>,
+        None => backward::keys::keys::launch_unchecked::<bf16, bf16, CudaRuntime>,
+        Some(_) => backward::keys::keys::launch_unchecked::<bf16, f32, CudaRuntime>,
     };
-    // SAFETY: as in `attend`.
-    unsafe {
-        launch(
-            &dk.tensor.client,
-            grid(keys, options.rows(), batch * kv_heads),
-            CubeDim::new_1d(options.threads() as u32),
-            CHUNK,
-            PAIR,
-            call.q.map(options.span),
-            call.k.map(options.rows()),
-            call.v.map(options.rows()),
-            grad.map(options.span),
-            buffer(lse, 1),
-            buffer(sums, 1),
-            call.documents(),
-            call.slopes(),
-            within,
-            before,
-            buffer(d_columns, 1),
-            call.ends(),
-            buffer(&dk.tensor, PAIR),
-            buffer(&dv.tensor, PAIR),
-            call.problem(),
-            dk.rows(),
-            dv.rows(),
-            options,
-        );
+    let parts = if options.dim > 128 { &[Parts::Dk, Parts::Dv][..] } else { &[Parts::Both] };
+    for &parts in parts {
+        let [within, before] = call.decay();
+        // SAFETY: as in `attend`.
+        unsafe {
+            launch(
+                &dk.tensor.client,
+                grid(keys, options.rows(), batch * kv_heads),
+                CubeDim::new_1d(options.threads() as u32),
+                CHUNK,
+                PAIR,
+                call.q.map(options.span),
+                call.k.map(options.rows()),
+                call.v.map(options.rows()),
+                grad.map(options.span),
+                buffer(lse, 1),
+                buffer(sums, 1),
+                call.documents(),
+                call.slopes(),
+                within,
+                before,
+                buffer(d_columns, 1),
+                call.ends(),
+                buffer(&dk.tensor, PAIR),
+                buffer(&dv.tensor, PAIR),
+                call.problem(),
+                dk.rows(),
+                dv.rows(),
+                options,
+                parts,
+            );
+        }
     }
     [dk.tensor, dv.tensor]
 }

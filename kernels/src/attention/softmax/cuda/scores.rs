@@ -12,10 +12,8 @@ pub struct Options {
     pub dim: usize,
     /// Channels of a head in memory, a multiple of 8.
     pub real: usize,
-    /// Warps of a block.
+    /// Warps of a block, 16 rows each.
     pub warps: usize,
-    /// Rows of a warp, in 16s.
-    pub m: usize,
     /// Rows of the tiles that a block passes over, a multiple of 16.
     pub span: usize,
     /// Whether scores are capped.
@@ -40,7 +38,7 @@ impl Options {
 
     /// Rows of a block.
     pub fn rows(&self) -> usize {
-        16 * self.warps * self.m
+        16 * self.warps
     }
 }
 
@@ -144,7 +142,7 @@ pub fn hidden(row: u32, column: u32, first: u32) -> bool {
     (column > row) | (column < first)
 }
 
-/// Sixteen·`m` rows of products become scores, up to [`rest_of_scale`]: capped, with the penalty
+/// Sixteen rows of products become scores, up to [`rest_of_scale`]: capped, with the penalty
 /// and, where `edge` says that some key is hidden, [`HIDDEN`]. A lane's first row and column are
 /// `row` and `column`, and the first key it sees in each of its rows is in `first`.
 #[cube]
@@ -161,42 +159,35 @@ pub fn make_scores<NC: Size>(
 ) {
     if comptime!(options.softcap || options.alibi) {
         #[unroll]
-        for i in 0..options.m {
+        for r in 0..2usize {
+            let row = row + comptime!((r * 8) as u32);
             #[unroll]
-            for r in 0..2usize {
-                let row = row + comptime!((i * 16 + r * 8) as u32);
+            for n in 0..n_keys {
+                let fragment = s.index_mut(n);
+                let mut pair = fragment[r];
                 #[unroll]
-                for n in 0..n_keys {
-                    let fragment = s.index_mut(comptime!(i * n_keys + n));
-                    let mut pair = fragment[r];
-                    #[unroll]
-                    for e in 0..2usize {
-                        let column = column + comptime!((n * 8 + e) as u32);
-                        pair[e] = full_score(pair[e], problem, slope, row, column, options);
-                    }
-                    fragment[r] = pair;
+                for e in 0..2usize {
+                    let column = column + comptime!((n * 8 + e) as u32);
+                    pair[e] = full_score(pair[e], problem, slope, row, column, options);
                 }
+                fragment[r] = pair;
             }
         }
     }
     if edge {
         #[unroll]
-        for i in 0..options.m {
+        for r in 0..2usize {
+            let row = row + comptime!((r * 8) as u32);
             #[unroll]
-            for r in 0..2usize {
-                let row = row + comptime!((i * 16 + r * 8) as u32);
-                let first = first[comptime!(i * 2 + r)];
+            for n in 0..n_keys {
+                let fragment = s.index_mut(n);
+                let mut pair = fragment[r];
                 #[unroll]
-                for n in 0..n_keys {
-                    let fragment = s.index_mut(comptime!(i * n_keys + n));
-                    let mut pair = fragment[r];
-                    #[unroll]
-                    for e in 0..2usize {
-                        let hide = hidden(row, column + comptime!((n * 8 + e) as u32), first);
-                        pair[e] = select(hide, HIDDEN, pair[e]);
-                    }
-                    fragment[r] = pair;
+                for e in 0..2usize {
+                    let hide = hidden(row, column + comptime!((n * 8 + e) as u32), first[r]);
+                    pair[e] = select(hide, HIDDEN, pair[e]);
                 }
+                fragment[r] = pair;
             }
         }
     }

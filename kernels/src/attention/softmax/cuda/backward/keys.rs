@@ -1,0 +1,604 @@
+//! dk and dv.
+
+use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::prelude::*;
+
+use super::super::decay::{SPAN, sum_before};
+use super::super::gates::{TILE, gate_pairs, powers, read_ends, scale_columns, scale_lefts};
+use super::super::scores::{
+    Options, Problem, cap_slope, first_key, full_score, hidden, rest_of_scale,
+};
+use super::sum_of_four;
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, start_abt, start_pb, start_tile_abt, unset, wait,
+};
+use crate::tile::{
+    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, write_notes,
+    zeros,
+};
+
+/// What a launch of [`keys`] makes: registers hold both for heads of up to 128 channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Parts {
+    Both,
+    Dk,
+    Dv,
+}
+
+/// dk and dv, with gates dk relative to 2^(E_{J−1} − p_j) and without the scale; with a decay, also
+/// Σ_i dS_ij of each key in `d_columns`, `[batch, heads, keys]`, which holds zeros before. Here a warp's
+/// rows are keys, and columns are queries: what is computed is Sᵀ.
+///
+/// Grid: blocks of keys, batch · kv_heads.
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
+pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
+    q: &TensorMap<E, Tiled>,
+    k: &TensorMap<E, Tiled>,
+    v: &TensorMap<E, Tiled>,
+    grad: &TensorMap<E, Tiled>,
+    lse: &Array<f32>,
+    sums: &Array<f32>,
+    documents: &Array<i32>,
+    slopes: &Array<f32>,
+    within: &Array<f32>,
+    before: &Array<f64>,
+    d_columns: &mut Array<f32>,
+    ends: &Array<i32>,
+    dk: &mut Array<Vector<O, W>>,
+    dv: &mut Array<Vector<E, W>>,
+    problem: Problem,
+    dk_rows: Rows,
+    dv_rows: Rows,
+    #[comptime] options: Options,
+    #[comptime] parts: Parts,
+) {
+    define_exp2();
+    let Options { dim, warps, span, gated, .. } = comptime!(options);
+    let (with_dk, with_dv) = comptime!((parts != Parts::Dv, parts != Parts::Dk));
+    let rows = comptime!(options.rows());
+    let chunks = comptime!(dim / CHUNK);
+    let real = comptime!(options.real / CHUNK);
+    let steps = comptime!(dim / 16);
+    let (n_queries, n_dim) = comptime!((span / 8, dim / 8));
+
+    let lane = UNIT_POS_PLANE as usize;
+    // Shuffled, the compiler knows that it is one for the warp.
+    let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
+    let group = problem.group as usize;
+    let kv_heads = problem.heads as usize / group;
+    let batch = CUBE_POS_Y as usize / kv_heads;
+    let kv_head = CUBE_POS_Y as usize % kv_heads;
+    let queries = problem.queries as usize;
+    let keys = problem.keys as usize;
+    let first_column = CUBE_POS_X as usize * rows;
+    let offset = keys - queries;
+
+    let def = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
+    let size!(NA) = def.vector_size(MatrixIdent::A);
+    let size!(NC) = def.vector_size(MatrixIdent::Accumulator);
+
+    let stages = Stages::new();
+    sync_async_proxy_shared();
+    let mut k_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
+    let mut v_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(rows * chunks), ALIGN);
+    // Two tiles of q and of dO, by turns.
+    let mut q_tile = SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
+    let mut grad_tile =
+        SharedMemory::<Vector<E, V>>::new_aligned(comptime!(2 * span * chunks), ALIGN);
+    // Each warp's own: lse of two queries, then their row sums; the first keys that they see; the
+    // gates' factors of k for a tile, and those that bring dk so far to the tile's units.
+    let size!(N2) = 2usize;
+    let size!(N4) = 4usize;
+    let mut statistics =
+        SharedMemory::<Vector<f32, N4>>::new_aligned(comptime!(warps * span / 2), 16usize);
+    let mut row_first =
+        SharedMemory::<Vector<u32, N2>>::new_aligned(comptime!(warps * span / 2), 8usize);
+    let pairs = comptime!(gate_pairs(gated));
+    let mut gate_factors =
+        SharedMemory::<Vector<E, NA>>::new_aligned(comptime!(warps * pairs), 16usize);
+    let mut gate_steps =
+        SharedMemory::<Vector<f32, N2>>::new_aligned(comptime!(warps * pairs), 16usize);
+    sync_cube();
+
+    // The tiles with queries that see some key of the block.
+    let mut from = 0usize;
+    if first_column > offset {
+        from = first_column - offset;
+    }
+    let from = from / span;
+    let block_last = min(first_column + rows, keys) - 1;
+    let to = end_of_sight(&problem, documents, batch, block_last, options);
+    let mut blocks = 0usize;
+    if to > offset + from * span {
+        blocks = (to - offset - from * span + span - 1) / span;
+    }
+    let total = blocks * group;
+
+    if UNIT_POS == 0 {
+        for turn in 0..2usize {
+            if turn < total {
+                let mut expected = comptime!(2 * bytes(span, dim)).runtime();
+                if turn == 0 {
+                    expected += comptime!(2 * bytes(rows, dim));
+                }
+                stages.expect(turn, expected);
+                if turn == 0 {
+                    let row = first_column;
+                    stages.load::<E, V>(turn, k, batch, kv_head, row, &mut k_tile, 0, rows, dim);
+                    stages.load::<E, V>(turn, v, batch, kv_head, row, &mut v_tile, 0, rows, dim);
+                }
+                let head = head_of(turn, kv_head, group, blocks, gated);
+                let row = (from + block_of(turn, group, blocks, gated)) * span;
+                let to = turn * comptime!(span * chunks);
+                stages.load::<E, V>(turn, q, batch, head, row, &mut q_tile, to, span, dim);
+                stages.load::<E, V>(turn, grad, batch, head, row, &mut grad_tile, to, span, dim);
+            }
+        }
+    }
+
+    // The warpgroup's keys.
+    let of_group = warp / GROUP_WARPS * GROUP_ROWS;
+    let group_column = first_column + of_group;
+    let group_last = min(group_column + GROUP_ROWS, keys) - 1;
+    let own = first_column + warp * 16;
+
+    let mut dk_acc = zeros::<NC>(n_dim);
+    let mut dv_acc = zeros::<NC>(n_dim);
+    let mut s = unset::<NC>(n_queries);
+    let mut dp = unset::<NC>(n_queries);
+    let scale = rest_of_scale(&problem, options);
+    let mut ds_sum = Array::<f32>::new(2usize);
+    // Of each span of the tile's queries.
+    let spans = comptime!(span.div_ceil(SPAN));
+    let mut key_bias = Array::<f32>::new(comptime!(2 * spans));
+    ds_sum[0] = 0f32;
+    ds_sum[1] = 0f32;
+    let ends_at = CUBE_POS_Y as usize * ((keys + TILE - 1) / TILE + 1) * dim;
+    let own_end = group_column / TILE + 1;
+    let mut next_statistics = Array::<Vector<f32, N4>>::new(comptime!((span / 2).div_ceil(32)));
+    let mut next_first = Array::<Vector<u32, N2>>::new(comptime!((span / 2).div_ceil(32)));
+    // Where the gates of k are, of dk so far, and of the next tile.
+    let mut own_ends = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
+    let mut here = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
+    let mut there = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
+    // Σ ℓ before the spans of the next tile's queries, then before the keys' span, and within it.
+    let mut next_before = Array::<f64>::new(comptime!(spans + 1));
+    let mut next_within = Array::<f32>::new(2usize);
+
+    if total > 0 {
+        let head = head_of(0usize, kv_head, group, blocks, gated);
+        let row = (from + block_of(0usize, group, blocks, gated)) * span;
+        let at = (batch * problem.heads as usize + head) * queries;
+        read_statistics::<N4>(&mut next_statistics, lse, sums, at, row, queries, span);
+        if comptime!(options.window || options.documents) {
+            read_first::<N2>(&mut next_first, &problem, documents, batch, row, options);
+        }
+        if comptime!(gated > 0) {
+            read_ends::<N2>(ends, ends_at, own_end, &mut own_ends, pairs, dim);
+            read_ends::<N2>(ends, ends_at, row / TILE, &mut here, pairs, dim);
+            read_ends::<N2>(ends, ends_at, row / TILE, &mut there, pairs, dim);
+        }
+        if options.decay {
+            let decay_row = batch * problem.heads as usize + head;
+            read_sums(
+                &mut next_before,
+                &mut next_within,
+                before,
+                within,
+                decay_row,
+                &problem,
+                row,
+                own,
+                spans,
+            );
+        }
+    }
+    for turn in 0..total {
+        let head = head_of(turn, kv_head, group, blocks, gated);
+        let first_row = (from + block_of(turn, group, blocks, gated)) * span;
+        let ahead = turn + 1 < total;
+        let next = min(turn + 1, total - 1);
+        let next_head = head_of(next, kv_head, group, blocks, gated);
+        let next_row = (from + block_of(next, group, blocks, gated)) * span;
+        let tile = turn % 2 * comptime!(span * chunks);
+        let notes = warp * comptime!(span / 2);
+        let decay_row = batch * problem.heads as usize + head;
+        let next_at = (batch * problem.heads as usize + next_head) * queries;
+
+        write_notes::<f32, N4>(&mut statistics, &next_statistics, warp, span / 2);
+        if comptime!(options.window || options.documents) {
+            write_notes::<u32, N2>(&mut row_first, &next_first, warp, span / 2);
+        }
+        if comptime!(gated > 0) {
+            let factors = powers::<E, NA, N2>(&there, &own_ends, pairs);
+            let steps_to = powers::<f32, N2, N2>(&here, &there, pairs);
+            write_notes::<E, NA>(&mut gate_factors, &factors, warp, pairs);
+            write_notes::<f32, N2>(&mut gate_steps, &steps_to, warp, pairs);
+            #[unroll]
+            for i in 0..comptime!(pairs.div_ceil(32)) {
+                here[i] = there[i];
+            }
+        }
+        if options.decay {
+            #[unroll]
+            for i in 0..spans {
+                let between = f32::cast_from(next_before[i] - next_before[spans]);
+                key_bias[i * 2] = (between - next_within[0]) * LOG2_E;
+                key_bias[i * 2 + 1] = (between - next_within[1]) * LOG2_E;
+            }
+        }
+        // On their way while this tile is worked on.
+        if ahead {
+            read_statistics::<N4>(
+                &mut next_statistics,
+                lse,
+                sums,
+                next_at,
+                next_row,
+                queries,
+                span,
+            );
+            if comptime!(options.window || options.documents) {
+                read_first::<N2>(&mut next_first, &problem, documents, batch, next_row, options);
+            }
+            if comptime!(gated > 0) {
+                read_ends::<N2>(ends, ends_at, next_row / TILE, &mut there, pairs, dim);
+            }
+            if options.decay {
+                let decay_row = batch * problem.heads as usize + next_head;
+                read_sums(
+                    &mut next_before,
+                    &mut next_within,
+                    before,
+                    within,
+                    decay_row,
+                    &problem,
+                    next_row,
+                    own,
+                    spans,
+                );
+            }
+        }
+
+        stages.wait(turn);
+        if (offset + first_row + span > group_column) & (group_column < keys) {
+            if comptime!(gated > 0) {
+                let mut k_lefts = lefts::<E, V, NA>(&def, &k_tile, warp * 16, steps, rows);
+                scale_lefts::<E, NA>(&mut k_lefts, &gate_factors, warp * pairs, gated);
+                start_abt::<E, V, NA, NC>(&k_lefts, &q_tile, tile, &mut s, true, n_queries);
+            } else {
+                start_tile_abt::<E, V, NC>(
+                    &k_tile, of_group, rows, &q_tile, tile, &mut s, true, n_queries, steps,
+                );
+            }
+            if with_dk {
+                start_tile_abt::<E, V, NC>(
+                    &v_tile, of_group, rows, &grad_tile, tile, &mut dp, true, n_queries, steps,
+                );
+            }
+            let mut slope = 0f32;
+            if options.alibi {
+                slope = slopes[head];
+            }
+            wait::<NC>(&mut s, comptime!(usize::from(with_dk)));
+
+            let mut edge = (group_last > offset + first_row) | (first_row + span > queries);
+            if comptime!(options.window || options.documents) {
+                let last = row_first[notes + comptime!(span / 2 - 1)];
+                edge |= last[1] as usize > group_column;
+            }
+            let lane_row = (offset + first_row + (lane % 4) * 2) as u32;
+            let lane_column = (own + lane / 4) as u32;
+            make_scores_of_keys::<NC, N2>(
+                &mut s,
+                &problem,
+                slope,
+                lane_row,
+                lane_column,
+                &row_first,
+                notes,
+                edge,
+                n_queries,
+                options,
+            );
+            // s becomes P; the cap's slopes are kept.
+            let mut cap_slopes =
+                zeros::<NC>(comptime!(if options.softcap { n_queries } else { 0usize }));
+            #[unroll]
+            for n in 0..n_queries {
+                let statistic = statistics[notes + comptime!(n * 4) + lane % 4];
+                #[unroll]
+                for r in 0..2usize {
+                    let mut pair = s.index(n)[r];
+                    if options.softcap {
+                        let mut pair_of_slopes = pair;
+                        #[unroll]
+                        for e in 0..2usize {
+                            let row = lane_row + comptime!((n * 8 + e) as u32);
+                            let column = lane_column + comptime!((r * 8) as u32);
+                            pair_of_slopes[e] =
+                                cap_slope(pair[e], &problem, slope, row, column, options);
+                        }
+                        cap_slopes.index_mut(n)[r] = pair_of_slopes;
+                    }
+                    #[unroll]
+                    for e in 0..2usize {
+                        let mut shift = -statistic[e];
+                        if options.decay {
+                            shift += key_bias[comptime!(n * 8 / SPAN * 2 + r)];
+                        }
+                        pair[e] = exp2(fma(pair[e], scale, shift));
+                    }
+                    s.index_mut(n)[r] = pair;
+                }
+            }
+            if with_dv {
+                let p = as_lefts::<E, NA, NC>(&s, n_queries);
+                start_pb::<E, V, NA, NC>(&p, &grad_tile, tile, &mut dv_acc);
+            }
+            if with_dk {
+                wait::<NC>(&mut dp, comptime!(usize::from(with_dv)));
+                // dp becomes dS.
+                #[unroll]
+                for n in 0..n_queries {
+                    let statistic = statistics[notes + comptime!(n * 4) + lane % 4];
+                    #[unroll]
+                    for r in 0..2usize {
+                        let p = s.index(n)[r];
+                        let mut pair = dp.index(n)[r];
+                        #[unroll]
+                        for e in 0..2usize {
+                            let mut ds = p[e] * (pair[e] - statistic[comptime!(e + 2)]);
+                            if options.softcap {
+                                ds *= cap_slopes.index(n)[r][e];
+                            }
+                            if options.decay {
+                                ds_sum[r] += ds;
+                            }
+                            pair[e] = ds;
+                        }
+                        dp.index_mut(n)[r] = pair;
+                    }
+                }
+                if comptime!(gated > 0) {
+                    scale_columns::<N2, NC>(&mut dk_acc, &gate_steps, warp * pairs, gated);
+                }
+                let ds = as_lefts::<E, NA, NC>(&dp, n_queries);
+                start_pb::<E, V, NA, NC>(&ds, &q_tile, tile, &mut dk_acc);
+                wait::<NC>(&mut dk_acc, 0usize);
+            }
+            if with_dv {
+                wait::<NC>(&mut dv_acc, 0usize);
+            }
+        }
+        if stages.leave(turn, warps) & (turn + 2 < total) {
+            let of = turn + 2;
+            let head = head_of(of, kv_head, group, blocks, gated);
+            let row = (from + block_of(of, group, blocks, gated)) * span;
+            stages.expect(of, comptime!(2 * bytes(span, dim)));
+            stages.load::<E, V>(of, q, batch, head, row, &mut q_tile, tile, span, dim);
+            stages.load::<E, V>(of, grad, batch, head, row, &mut grad_tile, tile, span, dim);
+        }
+        if comptime!(options.decay && with_dk) {
+            // After the head's last tile.
+            let done = (turn + 1 == total) | (next_head > head);
+            #[unroll]
+            for r in 0..2usize {
+                let column = own + r * 8 + lane / 4;
+                let sum = sum_of_four(ds_sum[r]);
+                if done & (lane % 4 == 0) & (column < keys) {
+                    d_columns[decay_row * keys + column] = sum;
+                }
+                ds_sum[r] = select(done, 0f32, ds_sum[r]);
+            }
+        }
+    }
+
+    let mut factors = Array::<f32>::new(2usize);
+    if with_dv {
+        factors[0] = 1f32;
+        factors[1] = 1f32;
+        let (base, stride) = (dv_rows.base(batch, kv_head), dv_rows.row as usize);
+        store_rows::<E, W, NC>(&dv_acc, &factors, dv, base, stride, own, keys, n_dim, real);
+    }
+    if with_dk {
+        #[unroll]
+        for r in 0..2usize {
+            factors[r] = problem.scale;
+            if gated > 0 {
+                factors[r] = 1f32;
+            }
+        }
+        let (base, stride) = (dk_rows.base(batch, kv_head), dk_rows.row as usize);
+        store_rows::<O, W, NC>(&dk_acc, &factors, dk, base, stride, own, keys, n_dim, real);
+    }
+}
+
+/// The query head of a turn. Tiles come head by head; with gates heads take turns at each tile.
+#[cube]
+fn head_of(
+    turn: usize,
+    kv_head: usize,
+    group: usize,
+    blocks: usize,
+    #[comptime] gated: usize,
+) -> usize {
+    let mut own = turn as u32 / blocks as u32;
+    if gated > 0 {
+        own = turn as u32 % group as u32;
+    }
+    kv_head * group + own as usize
+}
+
+/// The tile of a turn, from the first to the last; with gates from the last to the first.
+#[cube]
+fn block_of(turn: usize, group: usize, blocks: usize, #[comptime] gated: usize) -> usize {
+    let mut block = turn as u32 % blocks as u32;
+    if gated > 0 {
+        block = blocks as u32 - 1 - turn as u32 / group as u32;
+    }
+    block as usize
+}
+
+/// lse and row sums of a tile's `span` queries from `row` on, two neighbours a lane.
+#[cube]
+fn read_statistics<N4: Size>(
+    values: &mut Array<Vector<f32, N4>>,
+    lse: &Array<f32>,
+    sums: &Array<f32>,
+    at: usize,
+    row: usize,
+    queries: usize,
+    #[comptime] span: usize,
+) {
+    #[unroll]
+    for i in 0..comptime!((span / 2).div_ceil(32)) {
+        let first = row + (i * 32 + UNIT_POS_PLANE as usize) * 2;
+        let one = at + min(first, queries - 1);
+        let two = at + min(first + 1, queries - 1);
+        let mut four = Vector::<f32, N4>::empty();
+        four[0] = lse[one];
+        four[1] = lse[two];
+        four[2] = sums[one];
+        four[3] = sums[two];
+        values[i] = four;
+    }
+}
+
+/// Σ ℓ before the spans of a tile's queries from `first_row` on, then before the span of a warp's keys from
+/// `column` on, and within it, up to a lane's two keys.
+#[cube]
+fn read_sums(
+    sums_before: &mut Array<f64>,
+    sums_within: &mut Array<f32>,
+    before: &Array<f64>,
+    within: &Array<f32>,
+    decay_row: usize,
+    problem: &Problem,
+    first_row: usize,
+    column: usize,
+    #[comptime] spans: usize,
+) {
+    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
+    #[unroll]
+    for i in 0..spans {
+        let row = min(first_row / SPAN * SPAN + i * SPAN, queries - 1);
+        sums_before[i] = sum_before(before, decay_row, keys, keys - queries + row);
+    }
+    sums_before[spans] = sum_before(before, decay_row, keys, min(column, keys - 1));
+    #[unroll]
+    for r in 0..2usize {
+        let column = column + r * 8 + UNIT_POS_PLANE as usize / 4;
+        sums_within[r] = within[decay_row * keys + min(column, keys - 1)];
+    }
+}
+
+/// The first keys that a tile's queries see, from `row` on, two neighbours a lane.
+#[cube]
+fn read_first<N2: Size>(
+    values: &mut Array<Vector<u32, N2>>,
+    problem: &Problem,
+    documents: &Array<i32>,
+    batch: usize,
+    row: usize,
+    #[comptime] options: Options,
+) {
+    let (offset, last) = ((problem.keys - problem.queries) as usize, problem.queries as usize - 1);
+    #[unroll]
+    for i in 0..comptime!((options.span / 2).div_ceil(32)) {
+        let first = row + (i * 32 + UNIT_POS_PLANE as usize) * 2;
+        let mut pair = Vector::<u32, N2>::empty();
+        #[unroll]
+        for e in 0..2usize {
+            let row = offset + min(first + e, last);
+            pair[e] = first_key(problem, documents, batch, row, options) as u32;
+        }
+        values[i] = pair;
+    }
+}
+
+/// As [`make_scores`](super::super::scores::make_scores), where rows of the accumulator are keys and
+/// columns queries. The first keys that queries see are in `row_first`, from `notes` on.
+#[cube]
+fn make_scores_of_keys<NC: Size, N2: Size>(
+    s: &mut Sequence<Array<Vector<f32, NC>>>,
+    problem: &Problem,
+    slope: f32,
+    row: u32,
+    column: u32,
+    row_first: &SharedMemory<Vector<u32, N2>>,
+    notes: usize,
+    edge: bool,
+    #[comptime] n_queries: usize,
+    #[comptime] options: Options,
+) {
+    if comptime!(options.softcap || options.alibi) {
+        #[unroll]
+        for n in 0..n_queries {
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = s.index(n)[r];
+                let column = column + comptime!((r * 8) as u32);
+                #[unroll]
+                for e in 0..2usize {
+                    let row = row + comptime!((n * 8 + e) as u32);
+                    pair[e] = full_score(pair[e], problem, slope, row, column, options);
+                }
+                s.index_mut(n)[r] = pair;
+            }
+        }
+    }
+    if edge {
+        #[unroll]
+        for n in 0..n_queries {
+            let mut first = Vector::<u32, N2>::cast_from(0u32);
+            if comptime!(options.window || options.documents) {
+                first = row_first[notes + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
+            }
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = s.index(n)[r];
+                let column = column + comptime!((r * 8) as u32);
+                #[unroll]
+                for e in 0..2usize {
+                    let row = row + comptime!((n * 8 + e) as u32);
+                    // Past the last query there is nothing to see from.
+                    let hide = hidden(row, column, first[e]) | (row >= problem.keys);
+                    pair[e] = select(hide, HIDDEN, pair[e]);
+                }
+                s.index_mut(n)[r] = pair;
+            }
+        }
+    }
+}
+
+/// One past the last position whose query sees a key at or before `column`.
+#[cube]
+fn end_of_sight(
+    problem: &Problem,
+    documents: &Array<i32>,
+    batch: usize,
+    column: usize,
+    #[comptime] options: Options,
+) -> usize {
+    let keys = problem.keys as usize;
+    let mut end = keys;
+    if options.window {
+        end = min(end, column + problem.window as usize);
+    }
+    if options.documents {
+        // Starts never fall: halve the range in which they pass the column.
+        let mut low = column + 1;
+        let mut high = end;
+        while low < high {
+            let middle = (low + high) / 2;
+            if documents[batch * keys + middle] as usize > column {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        end = low;
+    }
+    end
+}
