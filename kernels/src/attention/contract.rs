@@ -266,6 +266,16 @@ pub trait Variant:
     /// sequence of `seq_len` tokens.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
 
+    /// The share of all pairs of a query and a key at or before it that [`attend`](Self::attend) leaves
+    /// out of its work, 0 to 1, as the kind's `prune` says; `None` where nothing is to be left out.
+    fn share_left_out<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        _inputs: Inputs<B>,
+    ) -> Option<f64> {
+        None
+    }
+
     /// Those of [`Variant::flops_per_token`] that multiply by the variant's own parameters.
     fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
         let _ = shape;

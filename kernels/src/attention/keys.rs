@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn keys_are_those_of_the_table() {
-        assert_eq!(of::<crate::attention::fox::Config>(), ["rope", "theta"]);
+        assert_eq!(of::<crate::attention::fox::Config>(), ["rope", "theta", "prune"]);
         assert!(of::<String>().is_empty());
     }
 }

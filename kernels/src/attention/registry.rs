@@ -174,6 +174,15 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.flops_per_token(shape, seq_len),)+ }
             }
 
+            /// As [`Variant::share_left_out`].
+            pub fn share_left_out<B: OpBackend>(
+                &self,
+                shape: &AttentionShape,
+                inputs: Inputs<B>,
+            ) -> Option<f64> {
+                match self { $(Self::$name(c) => c.share_left_out(shape, inputs),)+ }
+            }
+
             /// As [`Variant::weight_flops_per_token`].
             pub fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
                 match self { $(Self::$name(c) => c.weight_flops_per_token(shape),)+ }

@@ -10,7 +10,8 @@
 //! swizzle of 128 bytes), so that `ldmatrix` meets no bank twice. Rows and channels past the
 //! tensor's last are zero.
 //!
-//! A tile may be loaded anew after [`release_tile`], once the products with the fragments read from it
+//! Passes over many rows multiply by [`warpgroup`]; decoding, where a warp has 16 rows, by `mma.sync`. Its
+//! tiles may be loaded anew after [`release_tile`], once the products with the fragments read from them
 //! have been issued. `sync_cube` alone does not wait for `ldmatrix` still in flight, and the
 //! accelerator can overtake it. A tile whose fragments are kept for later products is never reloaded.
 
@@ -105,6 +106,13 @@ pub fn load_rows<E: Numeric, V: Size>(
         let channel = comptime!((panel * PANEL_DIM) as i32);
         ready.tma_load_4d(source, &mut slice, batch as i32, head as i32, first as i32, channel);
     }
+}
+
+/// The sum over the four lanes that share a row of an accumulator.
+#[cube]
+pub fn sum_of_four(x: f32) -> f32 {
+    let sum = x + plane_shuffle_xor(x, 1);
+    sum + plane_shuffle_xor(sum, 2)
 }
 
 /// Waits until no unit of the block reads its tiles any more, so that they can be loaded anew.

@@ -1,7 +1,7 @@
 //! Products of warpgroups, four warps that hold 64 rows: `wgmma`, which reads its right factor straight
 //! from shared memory and is twice as fast as `mma.sync` (PTX ISA, "Asynchronous warpgroup level matrix
-//! multiply-accumulate instructions"). And what such products need: tiles that a warp of its own keeps
-//! loading while warpgroups compute, each at its own pace.
+//! multiply-accumulate instructions"). And what such products need: tiles that are loaded while others
+//! are worked on, by warpgroups each at its own pace.
 //!
 //! cubecl has no name for the instruction, but passes comments on as they are, and the text that is
 //! written here as one is a statement after a comment. All it names are local arrays and shared
@@ -14,13 +14,13 @@ use cubecl::ir::{NonSemantic, VariableKind};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::{CHUNK, PANEL, PANEL_DIM, load_rows};
-
-/// Rows of a warpgroup.
-pub const GROUP_ROWS: usize = 64;
+use super::{CHUNK, PANEL, bytes, load_rows};
 
 /// Warps of a warpgroup.
 pub const GROUP_WARPS: usize = 4;
+
+/// Rows of a warpgroup.
+pub const GROUP_ROWS: usize = 16 * GROUP_WARPS;
 
 /// How a tile in shared memory takes part in a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -132,10 +132,17 @@ fn product(
     )
 }
 
-/// The number of a local array or a shared memory.
-fn number(variable: cubecl::ir::Variable) -> u32 {
+/// The number of a local array or a shared memory, whose elements are vectors of `width`, in an array as
+/// many as `length`: what the statements above take for granted.
+fn number(variable: cubecl::ir::Variable, width: usize, length: usize) -> u32 {
+    let found = variable.ty.vector_size();
+    assert_eq!(found, width, "elements of {variable:?} in a product");
     match variable.kind {
-        VariableKind::LocalArray { id, .. } | VariableKind::SharedArray { id, .. } => id,
+        VariableKind::LocalArray { id, length: found, .. } => {
+            assert_eq!(found, length, "length of {variable:?} in a product");
+            id
+        }
+        VariableKind::SharedArray { id, .. } => id,
         kind => panic!("{kind:?} is no local array or shared memory"),
     }
 }
@@ -152,9 +159,9 @@ fn start_with_registers<E: Numeric, V: Size, NA: Size, NC: Size>(
     #[comptime] right: Factor,
 ) {
     intrinsic!(|scope| {
-        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand)).collect();
-        let registers: Vec<u32> = lefts.iter_cloned().map(|x| number(*x.expand)).collect();
-        let right = (right, number(*tile.expand), number(*at.expand));
+        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
+        let registers: Vec<u32> = lefts.iter_cloned().map(|x| number(*x.expand, 2, 4)).collect();
+        let right = (right, number(*tile.expand, CHUNK, 0), number(*at.expand, 1, 1));
         let content = product(&sums, fresh, &registers, None, right, registers.len());
         scope.register(NonSemantic::Comment { content });
     })
@@ -175,9 +182,9 @@ fn start_with_tile<E: Numeric, V: Size, NC: Size>(
     #[comptime] steps: usize,
 ) {
     intrinsic!(|scope| {
-        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand)).collect();
-        let left = (left, number(*left_tile.expand), number(*left_at.expand));
-        let right = (right, number(*tile.expand), number(*at.expand));
+        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
+        let left = (left, number(*left_tile.expand, CHUNK, 0), number(*left_at.expand, 1, 1));
+        let right = (right, number(*tile.expand, CHUNK, 0), number(*at.expand, 1, 1));
         let content = product(&sums, fresh, &[], Some(left), right, steps);
         scope.register(NonSemantic::Comment { content });
     })
@@ -189,7 +196,7 @@ fn start_with_tile<E: Numeric, V: Size, NC: Size>(
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 pub fn wait<NC: Size>(acc: &mut Sequence<Array<Vector<f32, NC>>>, #[comptime] pending: usize) {
     intrinsic!(|scope| {
-        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand)).collect();
+        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
         let all: Vec<String> = (0..4 * sums.len())
             .map(|i| format!("\"+f\"(reinterpret_cast<float*>(l_arr_{})[{}])", sums[i / 4], i % 4))
             .collect();
@@ -267,21 +274,44 @@ pub fn start_pb<E: Numeric, V: Size, NA: Size, NC: Size>(
     start_with_registers::<E, V, NA, NC>(acc, lefts, tile, &place_of(at), false, right);
 }
 
+/// A left factor of `steps`·16 columns that holds nothing yet.
+#[cube]
+pub fn unset_lefts<E: Numeric, NA: Size>(
+    #[comptime] steps: usize,
+) -> Sequence<Array<Vector<E, NA>>> {
+    let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
+    #[unroll]
+    for _ in 0..steps {
+        lefts.push(Array::<Vector<E, NA>>::new(4usize));
+    }
+    lefts
+}
+
+/// Rounds a pair of an accumulator, of its 8 columns `column` and a lane's row `row`, into a left factor.
+#[cube]
+pub fn set_left<E: Numeric, NA: Size, NC: Size>(
+    lefts: &mut Sequence<Array<Vector<E, NA>>>,
+    #[comptime] column: usize,
+    #[comptime] row: usize,
+    pair: Vector<f32, NC>,
+) {
+    let (step, place) = comptime!((column / 2, column % 2 * 2 + row));
+    lefts.index_mut(step)[place] = Vector::cast_from(pair);
+}
+
 /// An accumulator of 8·`n` columns, rounded, as a left factor.
 #[cube]
 pub fn as_lefts<E: Numeric, NA: Size, NC: Size>(
     p: &Sequence<Array<Vector<f32, NC>>>,
     #[comptime] n: usize,
 ) -> Sequence<Array<Vector<E, NA>>> {
-    let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
+    let mut lefts = unset_lefts::<E, NA>(comptime!(n / 2));
     #[unroll]
-    for step in 0..comptime!(n / 2) {
-        let mut a = Array::<Vector<E, NA>>::new(4usize);
-        a[0] = Vector::cast_from(p.index(comptime!(step * 2))[0]);
-        a[1] = Vector::cast_from(p.index(comptime!(step * 2))[1]);
-        a[2] = Vector::cast_from(p.index(comptime!(step * 2 + 1))[0]);
-        a[3] = Vector::cast_from(p.index(comptime!(step * 2 + 1))[1]);
-        lefts.push(a);
+    for column in 0..n {
+        #[unroll]
+        for row in 0..2usize {
+            set_left::<E, NA, NC>(&mut lefts, column, row, p.index(column)[row]);
+        }
     }
     lefts
 }
@@ -311,7 +341,7 @@ impl Stages {
     }
 
     /// Announces the bytes of the `turn`-th tiles.
-    pub fn expect(&self, turn: usize, bytes: u32) {
+    fn expect(&self, turn: usize, bytes: u32) {
         #[unroll]
         for stage in 0..2usize {
             if turn % 2 == stage {
@@ -342,6 +372,28 @@ impl Stages {
         }
     }
 
+    /// Starts the loads of two tiles of `rows` rows each, from `first` on, into the stage of the `turn`-th
+    /// tiles, `others` being the bytes of what else the turn waits for.
+    pub fn fill<E: Numeric, V: Size>(
+        &self,
+        turn: usize,
+        one: &TensorMap<E, Tiled>,
+        two: &TensorMap<E, Tiled>,
+        batch: usize,
+        head: usize,
+        first: usize,
+        one_tile: &mut SharedMemory<Vector<E, V>>,
+        two_tile: &mut SharedMemory<Vector<E, V>>,
+        others: u32,
+        #[comptime] rows: usize,
+        #[comptime] dim: usize,
+    ) {
+        let at = turn % 2 * comptime!(rows * dim / CHUNK);
+        self.expect(turn, comptime!(2 * bytes(rows, dim)) + others);
+        self.load::<E, V>(turn, one, batch, head, first, one_tile, at, rows, dim);
+        self.load::<E, V>(turn, two, batch, head, first, two_tile, at, rows, dim);
+    }
+
     /// Waits for the `turn`-th tiles.
     pub fn wait(&self, turn: usize) {
         #[unroll]
@@ -353,7 +405,8 @@ impl Stages {
     }
 
     /// Tells that this warp does not read the `turn`-th tiles any more. True in one unit once all
-    /// `warps` have: the stage is free for the tiles of turn + 2.
+    /// `warps` have: the stage is free for the tiles of turn + 2. Only products may read the tiles of a
+    /// stage, and they have been waited for.
     pub fn leave(&self, turn: usize, #[comptime] warps: usize) -> bool {
         let mut last = false;
         if UNIT_POS_PLANE == 0 {
@@ -363,5 +416,3 @@ impl Stages {
         last
     }
 }
-
-const _: () = assert!(PANEL_DIM == PANEL * CHUNK && GROUP_ROWS == 16 * GROUP_WARPS);

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cache::KvCache;
 use super::rotation::Rotation;
-use super::softmax::{Softmax, softmax};
+use super::softmax::{Softmax, share_left_out, softmax};
 use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Projection, Start, Variant};
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
@@ -29,11 +29,14 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
+    /// Leave out keys that have decayed so far that all of a row together weigh at most 2^-24 of it;
+    /// default false. On CUDA, steps of one token read all keys nonetheless.
+    pub prune: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: false, theta: 10_000.0 }
+        Config { rope: false, theta: 10_000.0, prune: false }
     }
 }
 
@@ -60,6 +63,10 @@ impl Config {
     /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    }
+
+    fn core(&self, shape: &AttentionShape) -> Softmax {
+        Softmax { prune: self.prune, ..Softmax::of(shape) }
     }
 }
 
@@ -92,7 +99,18 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
         let log_decay = log_decay(&projections);
-        softmax(&Softmax::of(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
+        softmax(&self.core(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
+    }
+
+    fn share_left_out<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, projections, .. }: Inputs<B>,
+    ) -> Option<f64> {
+        let log_decay = log_decay(&projections);
+        self.prune.then(|| {
+            share_left_out(&self.core(shape), self.rotate(q, 0), self.rotate(k, 0), log_decay)
+        })
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
@@ -116,7 +134,7 @@ impl Variant for Config {
         let dropped = all.dims()[2] - state.cache.len();
         let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
         state.log_decay = Some(all.clone());
-        softmax(&Softmax::of(shape), self.rotate(q, first), k, v, Some(all), None)
+        softmax(&self.core(shape), self.rotate(q, first), k, v, Some(all), None)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

@@ -1,17 +1,24 @@
 //! This variant's cases for the conformance suite, and its numerics at length.
 
 use burn::backend::Flex;
-use burn::tensor::{Distribution, Tensor};
+use burn::backend::Autodiff;
+use burn::tensor::{Distribution, ElementConversion, FloatDType, Tensor, s};
 
 use super::Config;
 use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
 use crate::attention::softmax::{Softmax, softmax};
+use crate::backend::OpBackend;
 use crate::testing::Oracle;
+use crate::{Cpu, Cuda};
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rope: true, ..Config::default() }]
+        vec![
+            Config::default(),
+            Config { rope: true, ..Config::default() },
+            Config { prune: true, ..Config::default() },
+        ]
     }
 
     fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
@@ -50,6 +57,53 @@ fn small_gates_count_after_long_strong_decay() {
     let got = f64::from(o.into_data().to_vec::<f32>().unwrap()[0]);
     let total: f64 = (0..=weak).map(|n| (-0.001f64 * n as f64).exp()).sum();
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);
+}
+
+/// Outputs and gradients of the queries from 320 on, without pruning and with it, where values that have
+/// decayed too far to matter are no numbers.
+fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dtype: FloatDType) {
+    let (tokens, far, near) = (600, 128, 320);
+    let normal = Distribution::Normal(0.0, 0.3);
+    let random = |heads: usize| {
+        Tensor::<Autodiff<B>, 4>::random([2, heads, tokens, 64], normal, device).cast(dtype)
+    };
+    let [q, k, v] = [random(4), random(2), random(2)].map(|x| x.detach().require_grad());
+    let log_decay = Tensor::full([2, 4, tokens], -0.5, device);
+    let results = |prune: bool, v: Tensor<Autodiff<B>, 4>| {
+        let op = Softmax { prune, ..Softmax::of(&AttentionShape::new(256, 4, 2, tokens)) };
+        let o = softmax(&op, q.clone(), k.clone(), v.clone(), Some(log_decay.clone()), None);
+        let o = o.slice(s![.., .., near.., ..]).cast(FloatDType::F32);
+        let grads = o.clone().powi_scalar(2).sum().backward();
+        let grads = [&q, &k, &v].map(|x| x.grad(&grads).expect("a gradient").cast(FloatDType::F32));
+        (o.inner(), grads)
+    };
+    let nothing = Tensor::<_, 4>::full([2, 2, far, 64], f32::NAN, device).cast(dtype);
+    let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
+    let (want, want_grads) = results(false, v);
+    let (got, got_grads) = results(true, holed.detach().require_grad());
+    // What is left out may bring a result to the other side of a rounding.
+    let unit = if dtype == FloatDType::BF16 { 2f32.powi(-8) } else { 2f32.powi(-20) };
+    let check = |name: &str, want: Tensor<B, 4>, got: Tensor<B, 4>| {
+        let largest: f32 = want.clone().abs().max().into_scalar().elem();
+        let worst: f32 = (want - got).abs().max().into_scalar().elem();
+        assert!(worst <= unit * largest, "{name} is off by {worst}, of {largest}");
+    };
+    check("o", want, got);
+    for (name, (want, got)) in ["dq", "dk", "dv"].iter().zip(want_grads.into_iter().zip(got_grads)) {
+        let from = if *name == "dq" { near } else { far };
+        check(name, want.slice(s![.., .., from.., ..]), got.slice(s![.., .., from.., ..]));
+    }
+}
+
+#[test]
+fn pruning_leaves_out_what_does_not_matter_on_the_cpu() {
+    pruning_leaves_out_what_does_not_matter::<Cpu>(&Default::default(), FloatDType::F32);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_pruning_leaves_out_what_does_not_matter() {
+    pruning_leaves_out_what_does_not_matter::<Cuda>(&Default::default(), FloatDType::BF16);
 }
 
 crate::attention::conformance::bf16_suite!(Config);

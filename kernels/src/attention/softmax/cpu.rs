@@ -7,7 +7,7 @@
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::Softmax;
+use super::{Softmax, prune};
 use crate::backend::Forward;
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::heads::{HeadView, HeadsOut};
@@ -24,6 +24,8 @@ struct Call<'a> {
     v: HeadView<'a>,
     /// Σ_{s≤j} ℓ_s for each batch and head, in f64: differences stay exact at any length.
     decay: Vec<Vec<f64>>,
+    /// For each batch and head, the first key that still matters to each query; empty without pruning.
+    pruned: Vec<Vec<usize>>,
     documents: Option<Vec<i32>>,
     batch: usize,
     heads: usize,
@@ -66,18 +68,47 @@ impl<'a> Call<'a> {
         };
         let documents = documents.map(int_vec);
         let [q, k, v] = [q, k, v].map(HeadView::new);
-        Call { op, q, k, v, decay, documents, batch, heads, kv_heads, queries, keys, head_dim }
+        let mut call = Call {
+            op,
+            q,
+            k,
+            v,
+            decay,
+            pruned: vec![],
+            documents,
+            batch,
+            heads,
+            kv_heads,
+            queries,
+            keys,
+            head_dim,
+        };
+        if op.prune && log_decay.is_some() {
+            let rows = (0..batch * heads).into_par_iter();
+            call.pruned = rows.map(|row| call.first_keys(row / heads, row % heads)).collect();
+        }
+        call
+    }
+
+    /// The first key that still matters to each query of a head.
+    fn first_keys(&self, batch: usize, head: usize) -> Vec<usize> {
+        let kv_head = head / (self.heads / self.kv_heads);
+        let norm = |row: &[f32]| math::dot(row, row).sqrt();
+        let q_norms = (0..self.queries).map(|i| norm(self.q.row(batch, head, i)));
+        let k_norms = (0..self.keys).map(|j| norm(self.k.row(batch, kv_head, j)));
+        prune::first_keys(self.op, q_norms, k_norms, &self.decay[batch * self.heads + head])
     }
 
     /// The block of queries that starts at `first`, and what it sees.
-    fn block(&self, batch: usize, first: usize) -> Block {
+    fn block(&self, batch: usize, head: usize, first: usize) -> Block {
         let rows = BLOCK.min(self.queries - first);
         let position = |row: usize| self.keys - self.queries + first + row;
         let start = |row: usize| {
             let i = position(row);
             let window = self.op.window.map_or(0, |w| (i + 1).saturating_sub(w));
             let document = self.documents.as_ref().map_or(0, |d| d[batch * self.keys + i] as usize);
-            window.max(document)
+            let pruned = self.pruned.get(batch * self.heads + head).map_or(0, |x| x[first + row]);
+            window.max(document).max(pruned)
         };
         let starts: Vec<usize> = (0..rows).map(start).collect();
         let lo = *starts.iter().min().expect("a block has rows");
@@ -157,7 +188,7 @@ pub(super) fn forward(
             |(scores, slopes, o), task| {
                 let (head, first) = (task / blocks, task % blocks * BLOCK);
                 let (b, h) = (head / heads, head % heads);
-                let block = call.block(b, first);
+                let block = call.block(b, h, first);
                 call.scores(b, h, &block, scores, slopes);
                 o.resize(block.rows * head_dim, 0.0);
                 let lse = attend_block(&call, b, h, &block, scores, o);
@@ -291,7 +322,7 @@ fn backward_kv_head(
     for head in kv_head * group..(kv_head + 1) * group {
         let mut decay = vec![0.0; if with_decay { call.keys } else { 0 }];
         for first in (0..call.queries).step_by(BLOCK) {
-            let block = call.block(batch, first);
+            let block = call.block(batch, head, first);
             backward_block(
                 call,
                 upstream,

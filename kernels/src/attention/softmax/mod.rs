@@ -8,12 +8,14 @@
 mod cpu;
 #[allow(clippy::manual_is_multiple_of)] // Device code, where cubecl has no `is_multiple_of`.
 pub(super) mod cuda;
+mod prune;
 mod reference;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 
+pub use self::prune::share_left_out;
 use super::{AttentionShape, DocumentStarts};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
@@ -29,12 +31,19 @@ pub struct Softmax {
     pub window: Option<usize>,
     /// ALiBi's slope of each query head, empty for none.
     pub slopes: Vec<f32>,
+    /// Leave out keys that a decay ℓ has made so small that all of a row together weigh no more than
+    /// [`PRUNED`] of it; without softcap.
+    pub prune: bool,
 }
+
+/// The share of a row's weight that pruning may leave out.
+pub const PRUNED: f32 = 1.0 / (1 << 24) as f32;
 
 impl Softmax {
     /// Of a layer, without further options.
     pub fn of(shape: &AttentionShape) -> Self {
-        Softmax { scale: shape.scale(), softcap: None, window: shape.window, slopes: vec![] }
+        let (scale, window) = (shape.scale(), shape.window);
+        Softmax { scale, softcap: None, window, slopes: vec![], prune: false }
     }
 }
 
@@ -186,7 +195,11 @@ impl Op<4> for Softmax {
 
 #[cfg(test)]
 mod tests {
+    use burn::backend::Autodiff;
+    use burn::tensor::{Distribution, FloatDType, Int, TensorData, bf16};
+
     use super::*;
+    use crate::{Cpu, Cuda};
 
     #[test]
     fn cuda_serves_bf16_heads_of_whole_chunks() {
@@ -200,6 +213,59 @@ mod tests {
         ] {
             let found = cuda_serves(dtype, batch_heads, head_dim);
             assert_eq!(found, served, "{dtype:?}, {batch_heads} heads of {head_dim} channels");
+        }
+    }
+
+    /// Random numbers that bf16 holds.
+    fn numbers(dims: [usize; 4]) -> TensorData {
+        let normal = Distribution::Normal(0.0, 1.0);
+        let numbers = Tensor::<Cpu, 4>::random(dims, normal, &Default::default());
+        let numbers =
+            numbers.into_data().iter::<f32>().map(|x| bf16::from_f32(x).to_f32()).collect();
+        TensorData::new::<f32, _>(numbers, dims)
+    }
+
+    /// o, dq, dk and dv from q, k, v and dO, of 4 heads on 2.
+    fn results<B: OpBackend>(
+        inputs: &[TensorData; 4],
+        documents: bool,
+        dtype: FloatDType,
+        device: &B::Device,
+    ) -> [Vec<f32>; 4] {
+        let [q, k, v, dy] = inputs.clone().map(|data| {
+            Tensor::<Autodiff<B>, 4>::from_data(data, device).cast(dtype).require_grad()
+        });
+        let [batch, heads, _, head_dim] = q.dims();
+        let [_, kv_heads, keys, _] = k.dims();
+        let log_decay = Tensor::full([batch, heads, keys], -0.02, device);
+        let starts: Vec<i32> = (0..batch * keys).map(|i| (i % keys / 77 * 77) as i32).collect();
+        let starts = TensorData::new(starts, [batch, keys]);
+        let starts = documents.then(|| Tensor::<Autodiff<B>, 2, Int>::from_data(starts, device));
+        let op = Softmax::of(&AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim));
+        let o = softmax(&op, q.clone(), k.clone(), v.clone(), Some(log_decay), starts);
+        let grads = (o.clone() * dy).sum().backward();
+        let [dq, dk, dv] = [q, k, v].map(|x| x.grad(&grads).expect("a gradient"));
+        [o.inner(), dq, dk, dv].map(|x| x.cast(FloatDType::F32).into_data().to_vec().unwrap())
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn cuda_serves_queries_after_a_cache_and_documents_in_wide_heads() {
+        for ([before, queries], documents) in
+            [([33, 70], false), ([64, 70], false), ([0, 200], true)]
+        {
+            let sizes = [before, queries];
+            let (q, k) = ([2, 4, queries, 128], [2, 2, before + queries, 128]);
+            let inputs = [q, k, k, q].map(numbers);
+            let want = results::<Cpu>(&inputs, documents, FloatDType::F32, &Default::default());
+            let got = results::<Cuda>(&inputs, documents, FloatDType::BF16, &Default::default());
+            for (name, (want, got)) in ["o", "dq", "dk", "dv"].iter().zip(want.iter().zip(&got)) {
+                let square = |x: f32| f64::from(x).powi(2);
+                let off: f64 = want.iter().zip(got).map(|(want, got)| square(want - got)).sum();
+                let all: f64 = want.iter().copied().map(square).sum();
+                let error = (off / all).sqrt();
+                assert!(error < 0.005, "{name} of {sizes:?}, {documents}: off by {error}");
+            }
         }
     }
 }

@@ -86,6 +86,8 @@ struct Case {
     /// Reserved by one forward and backward pass with its inputs, in the allocator's pages; `null` on
     /// the CPU.
     peak_memory_bytes: Option<u64>,
+    /// The share of pairs of query and key that pruning leaves out; `null` where nothing is to be.
+    share_left_out: Option<f64>,
     #[serde(skip)]
     labels: Vec<String>,
 }
@@ -102,12 +104,11 @@ impl Measured for Case {
     }
 
     fn remark(&self) -> String {
-        match self.kept_bytes.zip(self.peak_memory_bytes) {
-            Some((kept, peak)) => {
-                format!("kept {}, peak {}", text_of_bytes(kept), text_of_bytes(peak))
-            }
-            None => String::new(),
-        }
+        let memory = self.kept_bytes.zip(self.peak_memory_bytes).map(|(kept, peak)| {
+            format!("kept {}, peak {}", text_of_bytes(kept), text_of_bytes(peak))
+        });
+        let share = self.share_left_out.map(|share| format!("{:.1} % left out", 100.0 * share));
+        memory.into_iter().chain(share).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -238,6 +239,7 @@ impl Job<'_> {
             ],
             kept_bytes: kept,
             peak_memory_bytes: peak,
+            share_left_out: config.share_left_out(&layer, inputs[0].clone()),
             labels,
         }
     }

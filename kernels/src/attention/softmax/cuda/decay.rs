@@ -2,8 +2,13 @@
 //! c_i − c_j, of which softmax only needs what differs from key to key.
 //!
 //! c may reach millions where decays still matter by thousandths. So it is kept in two parts: sums
-//! within spans of 64 tokens in f32, and before each span in f64. A block of queries takes its
-//! scores relative to the span in which it begins.
+//! within spans of 64 tokens in f32, and before each span in f64. The queries of a warpgroup take their
+//! scores relative to the span in which they begin.
+//!
+//! The accumulators of scores start from biases over the scale of scores. Tensor cores then lose digits
+//! of a bias: by emulation some 3e-7 of it, so that scores are off by 3e-3 where a key that still counts
+//! lies 10,000 (natural logarithm) from the span's beginning. Only decays below −100 a token, token after
+//! token, bring that about.
 
 use cubecl::prelude::*;
 

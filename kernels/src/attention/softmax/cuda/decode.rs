@@ -11,7 +11,7 @@ use super::forward::add_tile_softmax;
 use super::scores::{Options, Problem, first_key, full_score, rest_of_scale};
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt_of_rows, add_pb_of_rows, bytes, define_exp2, exp2,
-    lefts, load_rows, release_tile, zeros,
+    lefts, load_rows, release_tile, sum_of_four, zeros,
 };
 
 /// Query heads that a block serves: rows of one fragment.
@@ -172,9 +172,7 @@ pub fn split<E: Numeric, V: Size>(
     let part = (CUBE_POS_X as usize * comptime!(warps) + warp) * batches + batch;
     #[unroll]
     for r in 0..2usize {
-        let mut total = sum[r];
-        total += plane_shuffle_xor(total, 1);
-        total += plane_shuffle_xor(total, 2);
+        let total = sum_of_four(sum[r]);
         let head = first_head + r * 8 + lane / 4;
         if head < (kv_head + 1) * group {
             let seen = highest[r] > HIDDEN;

@@ -1,24 +1,25 @@
 //! The forward pass: one block for 16·warps queries of a head, which passes over the keys from the
-//! last to the first (Dao, "FlashAttention-2", 2023, algorithm 1). One warp keeps loading tiles of K
-//! and V; each warpgroup works on 64 queries, at its own pace (Shah et al., "FlashAttention-3", 2024,
-//! algorithm 1).
+//! last to the first (Dao, "FlashAttention-2", 2023, algorithm 1). Each warpgroup works on 64 queries, at
+//! its own pace, and has the next tile's scores computed while it waits for this tile's product (Shah et
+//! al., "FlashAttention-3", 2024, section 3).
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use super::decay::{TileSums, start_from_biases, sum_before};
 use super::gates::{TILE, gate_pairs, powers, read_ends, scale_lefts};
+use super::prune::{bounds_of_group, least_of_block, start_of};
 use super::scores::{Options, Problem, first_key, make_scores, rest_of_scale};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, start_abt, start_pb, start_tile_abt, unset, wait,
 };
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, write_notes,
-    zeros,
+    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, sum_of_four,
+    write_notes, zeros,
 };
 
 /// o, and lse `[batch, heads, queries]`, the logarithm of the softmax's sum to base 2; with a decay,
-/// relative to the sum before the span in which the query lies.
+/// relative to the sum before the span in which its warpgroup's queries begin.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -32,6 +33,8 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     within: &Array<f32>,
     before: &Array<f64>,
     ends: &Array<i32>,
+    starts: &Array<i32>,
+    bounds: &Array<i32>,
     o: &mut Array<Vector<E, W>>,
     lse: &mut Array<f32>,
     problem: Problem,
@@ -79,24 +82,38 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
 
     // The tiles with keys that some query of the block sees.
     let block_last = offset + min(first_row + rows, queries) - 1;
-    let from = first_key(&problem, documents, batch, offset + first_row, options) / span;
+    let mut from = first_key(&problem, documents, batch, offset + first_row, options);
+    if options.prune {
+        from = max(from, least_of_block(bounds, CUBE_POS_Y as usize, first_row, queries, warps));
+    }
+    let from = from / span;
     let blocks = block_last / span + 1 - from;
     let last = from + blocks - 1;
 
     if UNIT_POS == 0 {
         for back in 0..2usize {
             if back < blocks {
-                let mut expected = comptime!(2 * bytes(span, dim)).runtime();
+                let mut others = 0u32;
                 if back == 0 {
-                    expected += comptime!(bytes(rows, dim));
+                    others += comptime!(bytes(rows, dim));
                 }
-                stages.expect(back, expected);
+                let column = (last - back) * span;
+                stages.fill::<E, V>(
+                    back,
+                    k,
+                    v,
+                    batch,
+                    kv_head,
+                    column,
+                    &mut k_tile,
+                    &mut v_tile,
+                    others,
+                    span,
+                    dim,
+                );
                 if back == 0 {
                     stages.load::<E, V>(back, q, batch, head, first_row, &mut q_tile, 0, rows, dim);
                 }
-                let (column, to) = ((last - back) * span, back * comptime!(span * chunks));
-                stages.load::<E, V>(back, k, batch, kv_head, column, &mut k_tile, to, span, dim);
-                stages.load::<E, V>(back, v, batch, kv_head, column, &mut v_tile, to, span, dim);
             }
         }
     }
@@ -105,11 +122,18 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     let group_row = first_row + warp / GROUP_WARPS * GROUP_ROWS;
     let all_to = offset + group_row;
     let group_last = offset + min(group_row + GROUP_ROWS, queries) - 1;
-    let group_from = first_key(&problem, documents, batch, all_to, options);
-    let all_from = first_key(&problem, documents, batch, group_last, options);
+    let mut group_from = first_key(&problem, documents, batch, all_to, options);
+    let mut all_from = first_key(&problem, documents, batch, group_last, options);
+    if options.prune {
+        let (least, most) = bounds_of_group(bounds, CUBE_POS_Y as usize, group_row, queries);
+        group_from = max(group_from, least);
+        all_from = max(all_from, most);
+    }
+    // Shuffled, as the warp's number is.
+    let group_from = plane_shuffle(group_from as u32, 0u32) as usize;
     let own = first_row + warp * 16;
-    stages.wait(0);
     let mut q_lefts = if comptime!(gated > 0) {
+        stages.wait(0);
         lefts::<E, V, NA>(&def, &q_tile, warp * 16, steps, rows)
     } else {
         Sequence::<Array<Vector<E, NA>>>::new()
@@ -125,14 +149,23 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         sum[r] = 0f32;
         let row = offset + own + r * 8 + lane / 4;
         first[r] = first_key(&problem, documents, batch, row, options) as u32;
+        if options.prune {
+            first[r] = max(first[r], start_of(starts, CUBE_POS_Y as usize, row - offset, queries));
+        }
     }
     let mut slope = 0f32;
     if options.alibi {
         slope = slopes[head];
     }
     let scale = rest_of_scale(&problem, options);
-    // The first tile that the warpgroup sees.
+    // The first tile that the warpgroup sees, and which of the block's it sees.
     let start = group_last / span * span;
+    let mut seen_from = last - start / span;
+    let mut seen_to = last + 1 - group_from / span;
+    if group_row >= queries {
+        seen_from = blocks;
+        seen_to = blocks;
+    }
     let row = CUBE_POS_Y as usize;
     let mut own_sum = f64::cast_from(0f32);
     let mut sums = TileSums::new(span);
@@ -158,111 +191,130 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         read_ends::<N2>(ends, ends_at, start / TILE + 1, &mut there, pairs, dim);
     }
 
-    for back in 0..blocks {
-        let first_column = (last - back) * span;
-        let turn = back % 2 * comptime!(span * chunks);
-        stages.wait(back);
-        let seen = (first_column <= group_last) & (first_column + span > group_from);
-        if seen & (group_row < queries) {
-            if first_column == start {
-                start_scores::<E, V, NA, NC, N2>(
-                    &mut s,
-                    &mut q_lefts,
-                    &q_tile,
-                    &k_tile,
-                    turn,
-                    &mut gate_factors,
-                    &mut here,
-                    &there,
-                    warp,
-                    options,
-                );
-                if comptime!(gated > 0) && start > group_from {
-                    let next = (start - span) / TILE + 1;
-                    read_ends::<N2>(ends, ends_at, next, &mut there, pairs, dim);
-                }
-            }
-            wait::<NC>(&mut s, 0usize);
-
-            let edge = (first_column + span > all_to + 1) | (first_column < all_from);
-            make_scores::<NC>(
-                &mut s,
-                &problem,
-                slope,
-                (offset + own + lane / 4) as u32,
-                (first_column + (lane % 4) * 2) as u32,
-                &first,
-                edge,
-                n_keys,
-                options,
-            );
-            add_tile_softmax::<NC>(
-                &mut s,
-                &mut o_acc,
-                &mut highest,
-                &mut sum,
-                scale,
-                n_keys,
-                n_dim,
-            );
-            let p = as_lefts::<E, NA, NC>(&s, n_keys);
-            start_pb::<E, V, NA, NC>(&p, &v_tile, turn, &mut o_acc);
-            // The next tile's scores are under way before this tile's product is waited for.
-            if first_column > group_from {
-                let next = first_column - span;
-                if options.decay {
-                    let biases = sums.biases::<N2>(own_sum, LOG2_E / scale, span);
-                    write_notes::<f32, N2>(&mut bias_tile, &biases, warp, span / 2);
-                    start_from_biases::<NC, N2>(&mut s, &bias_tile, warp * span / 2, n_keys);
-                }
-                stages.wait(back + 1);
-                let turn = comptime!(span * chunks) - turn;
-                start_scores::<E, V, NA, NC, N2>(
-                    &mut s,
-                    &mut q_lefts,
-                    &q_tile,
-                    &k_tile,
-                    turn,
-                    &mut gate_factors,
-                    &mut here,
-                    &there,
-                    warp,
-                    options,
-                );
-                if next > group_from {
-                    if options.decay {
-                        sums.read(before, within, row, keys, next - span, span);
-                    }
-                    if comptime!(gated > 0) {
-                        read_ends::<N2>(
-                            ends,
-                            ends_at,
-                            (next - span) / TILE + 1,
-                            &mut there,
-                            pairs,
-                            dim,
-                        );
-                    }
-                }
-                wait::<NC>(&mut o_acc, 1usize);
-            } else {
-                wait::<NC>(&mut o_acc, 0usize);
-            }
-        }
-        if stages.leave(back, warps) & (back + 2 < blocks) {
-            let (turn_of, column) = (back + 2, first_column - 2 * span);
-            stages.expect(turn_of, comptime!(2 * bytes(span, dim)));
-            stages.load::<E, V>(turn_of, k, batch, kv_head, column, &mut k_tile, turn, span, dim);
-            stages.load::<E, V>(turn_of, v, batch, kv_head, column, &mut v_tile, turn, span, dim);
+    pass_by::<E, V>(
+        &stages,
+        0usize,
+        seen_from,
+        blocks,
+        k,
+        v,
+        batch,
+        kv_head,
+        last,
+        &mut k_tile,
+        &mut v_tile,
+        options,
+    );
+    if seen_from < seen_to {
+        stages.wait(seen_from);
+        let at = seen_from % 2 * comptime!(span * chunks);
+        start_scores::<E, V, NA, NC, N2>(
+            &mut s,
+            &mut q_lefts,
+            &q_tile,
+            &k_tile,
+            at,
+            &mut gate_factors,
+            &mut here,
+            &there,
+            warp,
+            options,
+        );
+        if comptime!(gated > 0) && start > group_from {
+            read_ends::<N2>(ends, ends_at, (start - span) / TILE + 1, &mut there, pairs, dim);
         }
     }
+    for back in seen_from..seen_to {
+        let first_column = (last - back) * span;
+        let at = back % 2 * comptime!(span * chunks);
+        wait::<NC>(&mut s, 0usize);
+
+        let edge = (first_column + span > all_to + 1) | (first_column < all_from);
+        make_scores::<NC>(
+            &mut s,
+            &problem,
+            slope,
+            (offset + own + lane / 4) as u32,
+            (first_column + (lane % 4) * 2) as u32,
+            &first,
+            edge,
+            n_keys,
+            options,
+        );
+        add_tile_softmax::<NC>(&mut s, &mut o_acc, &mut highest, &mut sum, scale, n_keys, n_dim);
+        let p = as_lefts::<E, NA, NC>(&s, n_keys);
+        start_pb::<E, V, NA, NC>(&p, &v_tile, at, &mut o_acc);
+        // The next tile's scores are under way before this tile's product is waited for.
+        if back + 1 < seen_to {
+            let next = first_column - span;
+            if options.decay {
+                let biases = sums.biases::<N2>(own_sum, LOG2_E / scale, span);
+                write_notes::<f32, N2>(&mut bias_tile, &biases, warp, span / 2);
+                start_from_biases::<NC, N2>(&mut s, &bias_tile, warp * span / 2, n_keys);
+            }
+            stages.wait(back + 1);
+            let next_at = comptime!(span * chunks) - at;
+            start_scores::<E, V, NA, NC, N2>(
+                &mut s,
+                &mut q_lefts,
+                &q_tile,
+                &k_tile,
+                next_at,
+                &mut gate_factors,
+                &mut here,
+                &there,
+                warp,
+                options,
+            );
+            if next > group_from {
+                if options.decay {
+                    sums.read(before, within, row, keys, next - span, span);
+                }
+                if comptime!(gated > 0) {
+                    let end = (next - span) / TILE + 1;
+                    read_ends::<N2>(ends, ends_at, end, &mut there, pairs, dim);
+                }
+            }
+            wait::<NC>(&mut o_acc, 1usize);
+        } else {
+            wait::<NC>(&mut o_acc, 0usize);
+        }
+        if stages.leave(back, warps) & (back + 2 < blocks) {
+            let column = first_column - 2 * span;
+            stages.fill::<E, V>(
+                back + 2,
+                k,
+                v,
+                batch,
+                kv_head,
+                column,
+                &mut k_tile,
+                &mut v_tile,
+                0u32,
+                span,
+                dim,
+            );
+        }
+    }
+    pass_by::<E, V>(
+        &stages,
+        seen_to,
+        blocks,
+        blocks,
+        k,
+        v,
+        batch,
+        kv_head,
+        last,
+        &mut k_tile,
+        &mut v_tile,
+        options,
+    );
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]
     for r in 0..2usize {
-        let mut total = sum[r];
-        total += plane_shuffle_xor(total, 1);
-        total += plane_shuffle_xor(total, 2);
+        let total = sum_of_four(sum[r]);
         factors[r] = 1f32 / total;
         let at = own + r * 8 + lane / 4;
         if (lane % 4 == 0) & (at < queries) {
@@ -274,6 +326,33 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     store_rows::<E, W, NC>(&o_acc, &factors, o, base, stride, own, queries, n_dim, real);
 }
 
+/// Passes by tiles that the warpgroup does not see.
+#[cube]
+fn pass_by<E: Numeric, V: Size>(
+    stages: &Stages,
+    from: usize,
+    to: usize,
+    blocks: usize,
+    k: &TensorMap<E, Tiled>,
+    v: &TensorMap<E, Tiled>,
+    batch: usize,
+    kv_head: usize,
+    last: usize,
+    k_tile: &mut SharedMemory<Vector<E, V>>,
+    v_tile: &mut SharedMemory<Vector<E, V>>,
+    #[comptime] options: Options,
+) {
+    let Options { dim, warps, span, .. } = comptime!(options);
+    for back in from..to {
+        stages.wait(back);
+        if stages.leave(back, warps) & (back + 2 < blocks) {
+            let (next, column) = (back + 2, (last - back - 2) * span);
+            stages
+                .fill::<E, V>(next, k, v, batch, kv_head, column, k_tile, v_tile, 0u32, span, dim);
+        }
+    }
+}
+
 /// Starts a tile's scores; with gates, after q has been brought to its keys' gates.
 #[cube]
 fn start_scores<E: Numeric, V: Size, NA: Size, NC: Size, N2: Size>(
@@ -281,7 +360,7 @@ fn start_scores<E: Numeric, V: Size, NA: Size, NC: Size, N2: Size>(
     q_lefts: &mut Sequence<Array<Vector<E, NA>>>,
     q_tile: &SharedMemory<Vector<E, V>>,
     k_tile: &SharedMemory<Vector<E, V>>,
-    turn: usize,
+    at: usize,
     gate_factors: &mut SharedMemory<Vector<E, NA>>,
     here: &mut Array<Vector<i32, N2>>,
     there: &Array<Vector<i32, N2>>,
@@ -299,12 +378,12 @@ fn start_scores<E: Numeric, V: Size, NA: Size, NC: Size, N2: Size>(
         for i in 0..comptime!(pairs.div_ceil(32)) {
             here[i] = there[i];
         }
-        start_abt::<E, V, NA, NC>(q_lefts, k_tile, turn, s, true, n_keys);
+        start_abt::<E, V, NA, NC>(q_lefts, k_tile, at, s, true, n_keys);
     } else {
         let row = warp / GROUP_WARPS * GROUP_ROWS;
         let fresh = comptime!(!options.decay);
         let (rows, steps) = comptime!((options.rows(), dim / 16));
-        start_tile_abt::<E, V, NC>(q_tile, row, rows, k_tile, turn, s, fresh, n_keys, steps);
+        start_tile_abt::<E, V, NC>(q_tile, row, rows, k_tile, at, s, fresh, n_keys, steps);
     }
 }
 

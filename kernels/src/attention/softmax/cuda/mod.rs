@@ -20,6 +20,8 @@ mod decode;
 )]
 mod forward;
 mod gates;
+#[allow(clippy::manual_div_ceil)]
+mod prune;
 mod scores;
 
 use burn::tensor::{DType, Shape, bf16};
@@ -29,7 +31,7 @@ use cubecl::prelude::*;
 
 use self::backward::keys::Parts;
 use self::scores::{Options, ProblemLaunch};
-use super::{Softmax, cuda_serves};
+use super::{PRUNED, Softmax, cuda_serves};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty, reshaped};
 use crate::ops::cuda::integers;
@@ -109,6 +111,7 @@ struct Call<'a> {
     slopes: Option<CudaTensor>,
     decay: Option<Decay>,
     gates: Option<Gates>,
+    pruned: Option<Pruned>,
 }
 
 /// Gates by channel, to which q and k are relative already, see [`gates`].
@@ -161,6 +164,63 @@ impl Decay {
     }
 }
 
+/// Where queries begin to see keys under pruning, 32-bit integers, see [`prune`].
+struct Pruned {
+    starts: CudaTensor,
+    bounds: CudaTensor,
+    least: CudaTensor,
+}
+
+impl Pruned {
+    /// Of a call with a decay.
+    fn new(call: &Call, decay: &Decay) -> Self {
+        let [batch, heads, queries, _] = call.q.dims;
+        let [_, kv_heads, keys, _] = call.k.dims;
+        let client = &call.q.tensor.client;
+        let (q_norms, k_norms) = (row_sums(&call.q, &call.q), row_sums(&call.k, &call.k));
+        let groups = queries.div_ceil(decay::SPAN);
+        let integers = |shape: &[usize]| empty(&call.q.tensor, shape, DType::I32);
+        let starts = integers(&[batch, heads, queries]);
+        let bounds = integers(&[batch, heads, groups, 2]);
+        let least = integers(&[batch, heads, groups]);
+        // SAFETY: every row and group of the tensors has its thread, which stays within it.
+        unsafe {
+            prune::largest_norms::launch_unchecked::<CudaRuntime>(
+                client,
+                CubeCount::Static((batch * kv_heads) as u32, 1, 1),
+                CubeDim::new_1d(prune::THREADS as u32),
+                buffer(&k_norms, 1),
+                keys as u32,
+            );
+            prune::first_keys::launch_unchecked::<CudaRuntime>(
+                client,
+                grid(queries, decay::SPAN, batch * heads),
+                CubeDim::new_1d(decay::SPAN as u32),
+                buffer(&q_norms, 1),
+                buffer(&k_norms, 1),
+                buffer(&decay.within, 1),
+                buffer(&decay.before, 1),
+                buffer(&starts, 1),
+                buffer(&bounds, 1),
+                queries as u32,
+                keys as u32,
+                (heads / kv_heads) as u32,
+                call.op.scale,
+                PRUNED.ln(),
+            );
+            prune::least_after::launch_unchecked::<CudaRuntime>(
+                client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(32),
+                buffer(&bounds, 1),
+                buffer(&least, 1),
+                groups as u32,
+            );
+        }
+        Pruned { starts, bounds, least }
+    }
+}
+
 impl<'a> Call<'a> {
     /// `None` where the kernels do not serve these inputs.
     fn new(
@@ -187,7 +247,7 @@ impl<'a> Call<'a> {
         let [batch, keys] = [k.meta.shape()[0], k.meta.shape()[2]];
         let documents = documents.map(|x| integers(x, &[batch, keys], "document starts"));
         let [q, k, v] = [q, k, v].map(Heads::new);
-        Some(Call { op, q, k, v, documents, slopes, decay, gates: None })
+        Some(Call { op, q, k, v, documents, slopes, decay, gates: None, pruned: None })
     }
 
     /// With q and k that are relative to `gates`.
@@ -207,8 +267,10 @@ impl<'a> Call<'a> {
         let real = self.q.dims[3];
         let mut shape = shapes[usize::from(real > 64) + usize::from(real > 128)];
         if self.gates.is_some() {
-            // A warpgroup's rows are scaled for one tile of gates at a time.
-            shape = (1, shape.1.min(gates::TILE));
+            // One warpgroup is faster, and its rows are scaled for one tile of gates at a time; with wide
+            // heads their factors take the registers of half a tile.
+            let most = if real > 128 { shape.1 / 2 } else { gates::TILE };
+            shape = (1, shape.1.min(most));
         }
         let (groups, span) = shape;
         Options {
@@ -222,6 +284,7 @@ impl<'a> Call<'a> {
             gated: self.gates.as_ref().map_or(0, |gates| gates.channels.div_ceil(16)),
             window: self.op.window.is_some(),
             documents: self.documents.is_some(),
+            prune: self.pruned.is_some(),
         }
     }
 
@@ -263,6 +326,15 @@ impl<'a> Call<'a> {
         buffer(self.gates.as_ref().map_or(&self.q.tensor, |gates| &gates.ends), 1)
     }
 
+    /// Starts, bounds and least starts of a pruned call; any buffer where there are none, which is not
+    /// read.
+    fn pruned(&self) -> [ArrayArg<CudaRuntime>; 3] {
+        let any = &self.q.tensor;
+        let of =
+            |part: fn(&Pruned) -> &CudaTensor| buffer(self.pruned.as_ref().map_or(any, part), 1);
+        [of(|x| &x.starts), of(|x| &x.bounds), of(|x| &x.least)]
+    }
+
     /// A gradient of q or k: with gates in f32, as it is not complete.
     fn gradient(&self, of: &Heads) -> Heads {
         if self.gates.is_some() { of.of(DType::F32) } else { of.like() }
@@ -287,11 +359,20 @@ const SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
 const SHAPES_OF_QUERIES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
 const SHAPES_OF_KEYS: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
 
-// A warpgroup's rows are one tile of gates and one span of decays.
-const _: () = assert!(GROUP_ROWS == gates::TILE && GROUP_ROWS == decay::SPAN);
+// A warpgroup's rows are one tile of gates and one span of decays, of which a tile of queries has a whole
+// number or is a part.
+const _: () = {
+    assert!(GROUP_ROWS == gates::TILE && GROUP_ROWS == decay::SPAN);
+    let mut i = 0;
+    while i < SHAPES_OF_KEYS.len() {
+        let (_, span) = SHAPES_OF_KEYS[i];
+        assert!(span.is_multiple_of(decay::SPAN) || decay::SPAN.is_multiple_of(span));
+        i += 1;
+    }
+};
 
-/// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o, lse and the decay's
-/// sums, where there is one.
+/// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q, k, v, o, lse and, where there is
+/// a decay, its sums and what pruning has found.
 pub fn forward(
     op: &Softmax,
     inputs: [&CudaTensor; 3],
@@ -306,10 +387,14 @@ pub fn forward(
     if call.q.dims[2] == 1 && !needs {
         return Some(Forward { output: decode(&call), saved: vec![] });
     }
+    let pruned = call.decay.as_ref().filter(|_| op.prune).map(|decay| Pruned::new(&call, decay));
+    let call = Call { pruned, ..call };
     let [o, lse] = attend(&call);
-    let Call { q, k, v, decay, .. } = call;
+    let Call { q, k, v, decay, pruned, .. } = call;
     let mut saved = vec![q.tensor, k.tensor, v.tensor, o.clone(), lse];
     saved.extend(decay.map(|Decay { within, before }| [within, before]).into_iter().flatten());
+    let parts = pruned.map(|Pruned { starts, bounds, least }| [starts, bounds, least]);
+    saved.extend(parts.into_iter().flatten());
     Some(Forward { output: o, saved })
 }
 
@@ -332,6 +417,7 @@ fn attend(call: &Call) -> [CudaTensor; 2] {
     let (o, lse) = (call.q.like(), call.statistic());
     let options = call.options(SHAPES);
     let [within, before] = call.decay();
+    let [starts, bounds, _] = call.pruned();
     // SAFETY: grid and options are the kernel's own, and every row and chunk it reads is one of the
     // tensors' given here.
     unsafe {
@@ -349,6 +435,8 @@ fn attend(call: &Call) -> [CudaTensor; 2] {
             within,
             before,
             call.ends(),
+            starts,
+            bounds,
             buffer(&o.tensor, PAIR),
             buffer(&lse, 1),
             call.problem(),
@@ -453,9 +541,12 @@ pub fn backward(
     let mut next = || saved.next();
     let [q, k, v, o, lse] = [(); 5].map(|()| next().expect("the forward pass saves five tensors"));
     let decay = next().zip(next()).map(|(within, before)| Decay { within, before });
+    let pruned = next().zip(next()).zip(next());
+    let pruned = pruned.map(|((starts, bounds), least)| Pruned { starts, bounds, least });
     let call = Call::new(op, [&q, &k, &v], decay, documents).expect("served in the forward pass");
+    let call = Call { pruned, ..call };
     let (o, grad) = (Heads::new(&o), Heads::new(&grad));
-    let sums = row_sums(&call, &o, &grad);
+    let sums = row_sums(&o, &grad);
     // Σ dS of each query and of each key, where there is a decay.
     let d_scores = call.decay.as_ref().map(|decay| {
         let shape = decay.within.meta.shape();
@@ -487,31 +578,31 @@ pub fn backward_gated(
 ) -> [CudaTensor; 3] {
     let call = Call::gated(op, inputs, gates, documents);
     let (o, grad) = (Heads::new(o), Heads::new(grad));
-    let sums = row_sums(&call, &o, &grad);
+    let sums = row_sums(&o, &grad);
     let dq = grad_of_queries(&call, &grad, lse, &sums, lse);
     let [dk, dv] = grad_of_keys(&call, &grad, lse, &sums, lse);
     [dq, dk, dv]
 }
 
-/// rowsum(dO ⊙ O), `[batch, heads, queries]`.
-fn row_sums(call: &Call, o: &Heads, grad: &Heads) -> CudaTensor {
+/// rowsum(x ⊙ y), `[batch, heads, rows]`.
+fn row_sums(x: &Heads, y: &Heads) -> CudaTensor {
     const ROWS: usize = 32;
-    let sums = call.statistic();
-    let [batch, heads, queries, head_dim] = call.q.dims;
+    let [batch, heads, rows, head_dim] = x.dims;
+    let sums = empty(&x.tensor, &[batch, heads, rows], DType::F32);
     // SAFETY: as in `attend`.
     unsafe {
         backward::row_sums::launch_unchecked::<bf16, CudaRuntime>(
-            &o.tensor.client,
-            grid(queries, ROWS, batch * heads),
+            &x.tensor.client,
+            grid(rows, ROWS, batch * heads),
             CubeDim::new_1d((ROWS * backward::LANES_OF_A_ROW) as u32),
             CHUNK,
-            buffer(&o.tensor, CHUNK),
-            buffer(&grad.tensor, CHUNK),
+            buffer(&x.tensor, CHUNK),
+            buffer(&y.tensor, CHUNK),
             buffer(&sums, 1),
             heads as u32,
-            queries as u32,
-            o.rows(),
-            grad.rows(),
+            rows as u32,
+            x.rows(),
+            y.rows(),
             head_dim / CHUNK,
         );
     }
@@ -526,6 +617,7 @@ fn grad_of_queries(
     d_rows: &CudaTensor,
 ) -> CudaTensor {
     let [within, before] = call.decay();
+    let [starts, bounds, _] = call.pruned();
     let dq = call.gradient(&call.q);
     let [batch, heads, queries, _] = call.q.dims;
     let options = call.options(SHAPES_OF_QUERIES);
@@ -553,6 +645,8 @@ fn grad_of_queries(
             before,
             buffer(d_rows, 1),
             call.ends(),
+            starts,
+            bounds,
             buffer(&dq.tensor, PAIR),
             call.problem(),
             dq.rows(),
@@ -579,6 +673,7 @@ fn grad_of_keys(
     let parts = if options.dim > 128 { &[Parts::Dk, Parts::Dv][..] } else { &[Parts::Both] };
     for &parts in parts {
         let [within, before] = call.decay();
+        let [starts, _, least] = call.pruned();
         // SAFETY: as in `attend`.
         unsafe {
             launch(
@@ -599,6 +694,8 @@ fn grad_of_keys(
                 before,
                 buffer(d_columns, 1),
                 call.ends(),
+                starts,
+                least,
                 buffer(&dk.tensor, PAIR),
                 buffer(&dv.tensor, PAIR),
                 call.problem(),

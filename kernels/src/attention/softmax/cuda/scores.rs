@@ -12,7 +12,7 @@ pub struct Options {
     pub dim: usize,
     /// Channels of a head in memory, a multiple of 8.
     pub real: usize,
-    /// Warps of a block, 16 rows each.
+    /// Warps of a block, 16 rows each but in decoding, where they share the rows.
     pub warps: usize,
     /// Rows of the tiles that a block passes over, a multiple of 16.
     pub span: usize,
@@ -28,6 +28,8 @@ pub struct Options {
     pub window: bool,
     /// Whether keys of other documents are hidden.
     pub documents: bool,
+    /// Whether keys that have decayed too far are left out; only with a decay.
+    pub prune: bool,
 }
 
 impl Options {
@@ -39,6 +41,11 @@ impl Options {
     /// Rows of a block.
     pub fn rows(&self) -> usize {
         16 * self.warps
+    }
+
+    /// Whether queries do not see all keys before them.
+    pub fn hides(&self) -> bool {
+        self.window || self.documents || self.prune
     }
 }
 

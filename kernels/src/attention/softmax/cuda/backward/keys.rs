@@ -5,16 +5,17 @@ use cubecl::prelude::*;
 
 use super::super::decay::{SPAN, sum_before};
 use super::super::gates::{TILE, gate_pairs, powers, read_ends, scale_columns, scale_lefts};
+use super::super::prune::{end_of_queries, start_of};
 use super::super::scores::{
     Options, Problem, cap_slope, first_key, full_score, hidden, rest_of_scale,
 };
-use super::sum_of_four;
 use crate::tile::warpgroup::{
-    GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, start_abt, start_pb, start_tile_abt, unset, wait,
+    GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, set_left, start_abt, start_pb, start_tile_abt,
+    unset, unset_lefts, wait,
 };
 use crate::tile::{
-    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, write_notes,
-    zeros,
+    ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, sum_of_four,
+    write_notes, zeros,
 };
 
 /// What a launch of [`keys`] makes: registers hold both for heads of up to 128 channels.
@@ -44,6 +45,8 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     before: &Array<f64>,
     d_columns: &mut Array<f32>,
     ends: &Array<i32>,
+    starts: &Array<i32>,
+    least: &Array<i32>,
     dk: &mut Array<Vector<O, W>>,
     dv: &mut Array<Vector<E, W>>,
     problem: Problem,
@@ -107,7 +110,15 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     }
     let from = from / span;
     let block_last = min(first_column + rows, keys) - 1;
-    let to = end_of_sight(&problem, documents, batch, block_last, options);
+    let mut to = end_of_sight(&problem, documents, batch, block_last, options);
+    if options.prune {
+        let mut end = 0usize;
+        for head in kv_head * group..(kv_head + 1) * group {
+            let row = batch * problem.heads as usize + head;
+            end = max(end, end_of_queries(least, row, queries, block_last));
+        }
+        to = min(to, offset + end);
+    }
     let mut blocks = 0usize;
     if to > offset + from * span {
         blocks = (to - offset - from * span + span - 1) / span;
@@ -117,21 +128,30 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     if UNIT_POS == 0 {
         for turn in 0..2usize {
             if turn < total {
-                let mut expected = comptime!(2 * bytes(span, dim)).runtime();
+                let mut others = 0u32;
                 if turn == 0 {
-                    expected += comptime!(2 * bytes(rows, dim));
-                }
-                stages.expect(turn, expected);
-                if turn == 0 {
-                    let row = first_column;
-                    stages.load::<E, V>(turn, k, batch, kv_head, row, &mut k_tile, 0, rows, dim);
-                    stages.load::<E, V>(turn, v, batch, kv_head, row, &mut v_tile, 0, rows, dim);
+                    others += comptime!(2 * bytes(rows, dim));
                 }
                 let head = head_of(turn, kv_head, group, blocks, gated);
                 let row = (from + block_of(turn, group, blocks, gated)) * span;
-                let to = turn * comptime!(span * chunks);
-                stages.load::<E, V>(turn, q, batch, head, row, &mut q_tile, to, span, dim);
-                stages.load::<E, V>(turn, grad, batch, head, row, &mut grad_tile, to, span, dim);
+                stages.fill::<E, V>(
+                    turn,
+                    q,
+                    grad,
+                    batch,
+                    head,
+                    row,
+                    &mut q_tile,
+                    &mut grad_tile,
+                    others,
+                    span,
+                    dim,
+                );
+                if turn == 0 {
+                    let (row, at) = (first_column, 0usize);
+                    stages.load::<E, V>(turn, k, batch, kv_head, row, &mut k_tile, at, rows, dim);
+                    stages.load::<E, V>(turn, v, batch, kv_head, row, &mut v_tile, at, rows, dim);
+                }
             }
         }
     }
@@ -170,8 +190,17 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
         let row = (from + block_of(0usize, group, blocks, gated)) * span;
         let at = (batch * problem.heads as usize + head) * queries;
         read_statistics::<N4>(&mut next_statistics, lse, sums, at, row, queries, span);
-        if comptime!(options.window || options.documents) {
-            read_first::<N2>(&mut next_first, &problem, documents, batch, row, options);
+        if comptime!(options.hides()) {
+            read_first::<N2>(
+                &mut next_first,
+                &problem,
+                documents,
+                starts,
+                batch,
+                head,
+                row,
+                options,
+            );
         }
         if comptime!(gated > 0) {
             read_ends::<N2>(ends, ends_at, own_end, &mut own_ends, pairs, dim);
@@ -205,9 +234,21 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
         let decay_row = batch * problem.heads as usize + head;
         let next_at = (batch * problem.heads as usize + next_head) * queries;
 
+        // Keys that some and that all of the tile's queries see.
+        let mut tile_from = 0usize;
+        let mut tile_all_from = 0usize;
         write_notes::<f32, N4>(&mut statistics, &next_statistics, warp, span / 2);
-        if comptime!(options.window || options.documents) {
+        if comptime!(options.hides()) {
             write_notes::<u32, N2>(&mut row_first, &next_first, warp, span / 2);
+            let (mut least, mut most) = (next_first[0][0], next_first[0][0]);
+            #[unroll]
+            for i in 0..comptime!((span / 2).div_ceil(32)) {
+                least = min(least, min(next_first[i][0], next_first[i][1]));
+                most = max(most, max(next_first[i][0], next_first[i][1]));
+            }
+            // Shuffled, as the warp's number is.
+            tile_from = plane_shuffle(plane_min(least), 0u32) as usize;
+            tile_all_from = plane_shuffle(plane_max(most), 0u32) as usize;
         }
         if comptime!(gated > 0) {
             let factors = powers::<E, NA, N2>(&there, &own_ends, pairs);
@@ -238,20 +279,29 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
                 queries,
                 span,
             );
-            if comptime!(options.window || options.documents) {
-                read_first::<N2>(&mut next_first, &problem, documents, batch, next_row, options);
+            if comptime!(options.hides()) {
+                read_first::<N2>(
+                    &mut next_first,
+                    &problem,
+                    documents,
+                    starts,
+                    batch,
+                    next_head,
+                    next_row,
+                    options,
+                );
             }
             if comptime!(gated > 0) {
                 read_ends::<N2>(ends, ends_at, next_row / TILE, &mut there, pairs, dim);
             }
             if options.decay {
-                let decay_row = batch * problem.heads as usize + next_head;
+                let next_decay_row = batch * problem.heads as usize + next_head;
                 read_sums(
                     &mut next_before,
                     &mut next_within,
                     before,
                     within,
-                    decay_row,
+                    next_decay_row,
                     &problem,
                     next_row,
                     own,
@@ -261,7 +311,8 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
         }
 
         stages.wait(turn);
-        if (offset + first_row + span > group_column) & (group_column < keys) {
+        let seen = (offset + first_row + span > group_column) & (tile_from <= group_last);
+        if seen & (group_column < keys) {
             if comptime!(gated > 0) {
                 let mut k_lefts = lefts::<E, V, NA>(&def, &k_tile, warp * 16, steps, rows);
                 scale_lefts::<E, NA>(&mut k_lefts, &gate_factors, warp * pairs, gated);
@@ -283,10 +334,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
             wait::<NC>(&mut s, comptime!(usize::from(with_dk)));
 
             let mut edge = (group_last > offset + first_row) | (first_row + span > queries);
-            if comptime!(options.window || options.documents) {
-                let last = row_first[notes + comptime!(span / 2 - 1)];
-                edge |= last[1] as usize > group_column;
-            }
+            edge |= tile_all_from > group_column;
             let lane_row = (offset + first_row + (lane % 4) * 2) as u32;
             let lane_column = (own + lane / 4) as u32;
             make_scores_of_keys::<NC, N2>(
@@ -301,39 +349,38 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
                 n_queries,
                 options,
             );
-            // s becomes P; the cap's slopes are kept.
-            let mut cap_slopes =
-                zeros::<NC>(comptime!(if options.softcap { n_queries } else { 0usize }));
+            // s becomes P, with a cap times its slope, and p what dv takes.
+            let mut p = unset_lefts::<E, NA>(comptime!(n_queries / 2));
             #[unroll]
             for n in 0..n_queries {
                 let statistic = statistics[notes + comptime!(n * 4) + lane % 4];
                 #[unroll]
                 for r in 0..2usize {
-                    let mut pair = s.index(n)[r];
-                    if options.softcap {
-                        let mut pair_of_slopes = pair;
-                        #[unroll]
-                        for e in 0..2usize {
-                            let row = lane_row + comptime!((n * 8 + e) as u32);
-                            let column = lane_column + comptime!((r * 8) as u32);
-                            pair_of_slopes[e] =
-                                cap_slope(pair[e], &problem, slope, row, column, options);
-                        }
-                        cap_slopes.index_mut(n)[r] = pair_of_slopes;
-                    }
+                    let scores = s.index(n)[r];
+                    let mut pair = scores;
                     #[unroll]
                     for e in 0..2usize {
                         let mut shift = -statistic[e];
                         if options.decay {
                             shift += key_bias[comptime!(n * 8 / SPAN * 2 + r)];
                         }
-                        pair[e] = exp2(fma(pair[e], scale, shift));
+                        pair[e] = exp2(fma(scores[e], scale, shift));
+                    }
+                    if with_dv {
+                        set_left::<E, NA, NC>(&mut p, n, r, pair);
+                    }
+                    if options.softcap {
+                        #[unroll]
+                        for e in 0..2usize {
+                            let row = lane_row + comptime!((n * 8 + e) as u32);
+                            let column = lane_column + comptime!((r * 8) as u32);
+                            pair[e] *= cap_slope(scores[e], &problem, slope, row, column, options);
+                        }
                     }
                     s.index_mut(n)[r] = pair;
                 }
             }
             if with_dv {
-                let p = as_lefts::<E, NA, NC>(&s, n_queries);
                 start_pb::<E, V, NA, NC>(&p, &grad_tile, tile, &mut dv_acc);
             }
             if with_dk {
@@ -348,10 +395,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
                         let mut pair = dp.index(n)[r];
                         #[unroll]
                         for e in 0..2usize {
-                            let mut ds = p[e] * (pair[e] - statistic[comptime!(e + 2)]);
-                            if options.softcap {
-                                ds *= cap_slopes.index(n)[r][e];
-                            }
+                            let ds = p[e] * (pair[e] - statistic[comptime!(e + 2)]);
                             if options.decay {
                                 ds_sum[r] += ds;
                             }
@@ -372,12 +416,21 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
             }
         }
         if stages.leave(turn, warps) & (turn + 2 < total) {
-            let of = turn + 2;
-            let head = head_of(of, kv_head, group, blocks, gated);
-            let row = (from + block_of(of, group, blocks, gated)) * span;
-            stages.expect(of, comptime!(2 * bytes(span, dim)));
-            stages.load::<E, V>(of, q, batch, head, row, &mut q_tile, tile, span, dim);
-            stages.load::<E, V>(of, grad, batch, head, row, &mut grad_tile, tile, span, dim);
+            let head = head_of(turn + 2, kv_head, group, blocks, gated);
+            let row = (from + block_of(turn + 2, group, blocks, gated)) * span;
+            stages.fill::<E, V>(
+                turn + 2,
+                q,
+                grad,
+                batch,
+                head,
+                row,
+                &mut q_tile,
+                &mut grad_tile,
+                0u32,
+                span,
+                dim,
+            );
         }
         if comptime!(options.decay && with_dk) {
             // After the head's last tile.
@@ -499,7 +552,9 @@ fn read_first<N2: Size>(
     values: &mut Array<Vector<u32, N2>>,
     problem: &Problem,
     documents: &Array<i32>,
+    starts: &Array<i32>,
     batch: usize,
+    head: usize,
     row: usize,
     #[comptime] options: Options,
 ) {
@@ -510,8 +565,12 @@ fn read_first<N2: Size>(
         let mut pair = Vector::<u32, N2>::empty();
         #[unroll]
         for e in 0..2usize {
-            let row = offset + min(first + e, last);
-            pair[e] = first_key(problem, documents, batch, row, options) as u32;
+            let query = min(first + e, last);
+            pair[e] = first_key(problem, documents, batch, offset + query, options) as u32;
+            if options.prune {
+                let row = batch * problem.heads as usize + head;
+                pair[e] = max(pair[e], start_of(starts, row, query, last + 1));
+            }
         }
         values[i] = pair;
     }
@@ -552,7 +611,7 @@ fn make_scores_of_keys<NC: Size, N2: Size>(
         #[unroll]
         for n in 0..n_queries {
             let mut first = Vector::<u32, N2>::cast_from(0u32);
-            if comptime!(options.window || options.documents) {
+            if comptime!(options.hides()) {
                 first = row_first[notes + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
             }
             #[unroll]

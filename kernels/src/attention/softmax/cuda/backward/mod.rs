@@ -13,18 +13,18 @@ use crate::tile::{CHUNK, Rows};
 /// Lanes that share a row of [`row_sums`].
 pub const LANES_OF_A_ROW: usize = 8;
 
-/// D_i = Σ_c dO_ic O_ic, `[batch, heads, queries]`.
+/// Σ_c x_ic y_ic of each row, `[batch, heads, rows]`; of o and dO this is D.
 ///
 /// Grid: blocks of rows, batch · heads.
 #[cube(launch_unchecked)]
 pub fn row_sums<E: Numeric, V: Size>(
-    o: &Array<Vector<E, V>>,
-    grad: &Array<Vector<E, V>>,
+    x: &Array<Vector<E, V>>,
+    y: &Array<Vector<E, V>>,
     sums: &mut Array<f32>,
     heads: u32,
-    queries: u32,
-    o_rows: Rows,
-    grad_rows: Rows,
+    count: u32,
+    x_rows: Rows,
+    y_rows: Rows,
     #[comptime] chunks: usize,
 ) {
     let rows = CUBE_DIM as usize / LANES_OF_A_ROW;
@@ -33,33 +33,26 @@ pub fn row_sums<E: Numeric, V: Size>(
     let batch = CUBE_POS_Y as usize / heads as usize;
     let head = CUBE_POS_Y as usize % heads as usize;
     // Lanes past the last row repeat it: all lanes meet in the shuffles.
-    let from = min(row, queries as usize - 1);
-    let o_at = o_rows.base(batch, head) + from * o_rows.row as usize;
-    let grad_at = grad_rows.base(batch, head) + from * grad_rows.row as usize;
+    let from = min(row, count as usize - 1);
+    let x_at = x_rows.base(batch, head) + from * x_rows.row as usize;
+    let y_at = y_rows.base(batch, head) + from * y_rows.row as usize;
     let mut sum = 0f32;
     #[unroll]
     for i in 0..comptime!(chunks.div_ceil(LANES_OF_A_ROW)) {
         let chunk = i * LANES_OF_A_ROW + lane;
         if comptime!(chunks.is_multiple_of(LANES_OF_A_ROW)) || chunk < chunks {
-            let o = Vector::<f32, V>::cast_from(o[o_at + chunk]);
-            let grad = Vector::<f32, V>::cast_from(grad[grad_at + chunk]);
+            let x = Vector::<f32, V>::cast_from(x[x_at + chunk]);
+            let y = Vector::<f32, V>::cast_from(y[y_at + chunk]);
             #[unroll]
             for e in 0..CHUNK {
-                sum += o[e] * grad[e];
+                sum += x[e] * y[e];
             }
         }
     }
     sum += plane_shuffle_xor(sum, 1);
     sum += plane_shuffle_xor(sum, 2);
     sum += plane_shuffle_xor(sum, 4);
-    if (lane == 0) & (row < queries as usize) {
-        sums[CUBE_POS_Y as usize * queries as usize + row] = sum;
+    if (lane == 0) & (row < count as usize) {
+        sums[CUBE_POS_Y as usize * count as usize + row] = sum;
     }
-}
-
-/// The sum over the four lanes that share a row of an accumulator.
-#[cube]
-fn sum_of_four(x: f32) -> f32 {
-    let sum = x + plane_shuffle_xor(x, 1);
-    sum + plane_shuffle_xor(sum, 2)
 }

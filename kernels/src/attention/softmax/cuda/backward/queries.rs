@@ -5,13 +5,14 @@ use cubecl::prelude::*;
 
 use super::super::decay::{TileSums, start_from_biases, sum_before};
 use super::super::gates::{TILE, gate_pairs, powers, read_ends, scale_columns, scale_lefts};
+use super::super::prune::{bounds_of_group, least_of_block, start_of};
 use super::super::scores::{Options, Problem, cap_slope, first_key, make_scores, rest_of_scale};
-use super::sum_of_four;
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, start_abt, start_pb, start_tile_abt, unset, wait,
 };
 use crate::tile::{
-    ALIGN, CHUNK, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, write_notes, zeros,
+    ALIGN, CHUNK, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, sum_of_four,
+    write_notes, zeros,
 };
 
 /// dq, with gates relative to 2^(p_i − E_I) and without the scale; with a decay, also Σ_j dS_ij of each
@@ -33,6 +34,8 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
     before: &Array<f64>,
     d_rows: &mut Array<f32>,
     ends: &Array<i32>,
+    starts: &Array<i32>,
+    bounds: &Array<i32>,
     dq: &mut Array<Vector<O, W>>,
     problem: Problem,
     dq_rows: Rows,
@@ -82,20 +85,37 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
 
     // The tiles with keys that some query of the block sees.
     let block_last = offset + min(first_row + rows, queries) - 1;
-    let from = first_key(&problem, documents, batch, offset + first_row, options) / span;
+    let mut from = first_key(&problem, documents, batch, offset + first_row, options);
+    if options.prune {
+        from = max(from, least_of_block(bounds, CUBE_POS_Y as usize, first_row, queries, warps));
+    }
+    let from = from / span;
     let blocks = block_last / span + 1 - from;
 
     if UNIT_POS == 0 {
         for block in 0..2usize {
             if block < blocks {
-                let mut expected = comptime!(2 * bytes(span, dim)).runtime();
+                let mut others = 0u32;
                 if block == 0 {
-                    expected += comptime!(2 * bytes(rows, dim));
+                    others += comptime!(2 * bytes(rows, dim));
                 }
-                stages.expect(block, expected);
+                let column = (from + block) * span;
+                stages.fill::<E, V>(
+                    block,
+                    k,
+                    v,
+                    batch,
+                    kv_head,
+                    column,
+                    &mut k_tile,
+                    &mut v_tile,
+                    others,
+                    span,
+                    dim,
+                );
                 if block == 0 {
-                    let row = first_row;
-                    stages.load::<E, V>(block, q, batch, head, row, &mut q_tile, 0, rows, dim);
+                    let (row, at) = (first_row, 0usize);
+                    stages.load::<E, V>(block, q, batch, head, row, &mut q_tile, at, rows, dim);
                     stages.load::<E, V>(
                         block,
                         grad,
@@ -103,25 +123,28 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
                         head,
                         row,
                         &mut grad_tile,
-                        0,
+                        at,
                         rows,
                         dim,
                     );
                 }
-                let (column, to) = ((from + block) * span, block * comptime!(span * chunks));
-                stages.load::<E, V>(block, k, batch, kv_head, column, &mut k_tile, to, span, dim);
-                stages.load::<E, V>(block, v, batch, kv_head, column, &mut v_tile, to, span, dim);
             }
         }
     }
 
     // The warpgroup's queries, and the keys that some and that all of them see.
-    let of_group = warp / GROUP_WARPS * GROUP_ROWS;
-    let group_row = first_row + of_group;
+    let group_row = first_row + warp / GROUP_WARPS * GROUP_ROWS;
     let all_to = offset + group_row;
     let group_last = offset + min(group_row + GROUP_ROWS, queries) - 1;
-    let group_from = first_key(&problem, documents, batch, all_to, options);
-    let all_from = first_key(&problem, documents, batch, group_last, options);
+    let mut group_from = first_key(&problem, documents, batch, all_to, options);
+    let mut all_from = first_key(&problem, documents, batch, group_last, options);
+    if options.prune {
+        let (least, most) = bounds_of_group(bounds, CUBE_POS_Y as usize, group_row, queries);
+        group_from = max(group_from, least);
+        all_from = max(all_from, most);
+    }
+    // Shuffled, as the warp's number is.
+    let group_from = plane_shuffle(group_from as u32, 0u32) as usize;
     let own = first_row + warp * 16;
     let row = CUBE_POS_Y as usize;
 
@@ -137,6 +160,9 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
         row_lse[r] = lse[at];
         row_sum[r] = sums[at];
         first[r] = first_key(&problem, documents, batch, offset + query, options) as u32;
+        if options.prune {
+            first[r] = max(first[r], start_of(starts, row, query, queries));
+        }
         ds_sum[r] = 0f32;
     }
     let mut slope = 0f32;
@@ -144,8 +170,14 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
         slope = slopes[head];
     }
     let scale = rest_of_scale(&problem, options);
-    // The first tile that the warpgroup sees.
+    // The first tile that the warpgroup sees, and which of the block's it sees.
     let start = group_from / span * span;
+    let mut seen_from = start / span - from;
+    let mut seen_to = group_last / span + 1 - from;
+    if group_row >= queries {
+        seen_from = blocks;
+        seen_to = blocks;
+    }
     let mut own_sum = f64::cast_from(0f32);
     let mut tile_sums = TileSums::new(span);
     let mut s = unset::<NC>(n_keys);
@@ -175,11 +207,10 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
 
     for block in 0..blocks {
         let first_column = (from + block) * span;
-        let turn = block % 2 * comptime!(span * chunks);
+        let at = block % 2 * comptime!(span * chunks);
         stages.wait(block);
-        let seen = (first_column <= group_last) & (first_column + span > group_from);
-        if seen & (group_row < queries) {
-            if first_column == start {
+        if (block >= seen_from) & (block < seen_to) {
+            if block == seen_from {
                 start_scores::<E, V, NA, NC, N2>(
                     &def,
                     &mut s,
@@ -188,7 +219,7 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
                     &grad_tile,
                     &k_tile,
                     &v_tile,
-                    turn,
+                    at,
                     &mut gate_factors,
                     &own_ends,
                     &there,
@@ -265,17 +296,16 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
                 scale_columns::<N2, NC>(&mut dq_acc, &gate_steps, warp * pairs, gated);
             }
             let ds = as_lefts::<E, NA, NC>(&s, n_keys);
-            start_pb::<E, V, NA, NC>(&ds, &k_tile, turn, &mut dq_acc);
+            start_pb::<E, V, NA, NC>(&ds, &k_tile, at, &mut dq_acc);
             // The next tile's scores are under way before this tile's product is waited for.
-            let next = first_column + span;
-            if next <= group_last {
+            if block + 1 < seen_to {
                 if options.decay {
                     let biases = tile_sums.biases::<N2>(own_sum, LOG2_E / scale, span);
                     write_notes::<f32, N2>(&mut bias_tile, &biases, warp, span / 2);
                     start_from_biases::<NC, N2>(&mut s, &bias_tile, warp * span / 2, n_keys);
                 }
                 stages.wait(block + 1);
-                let turn = comptime!(span * chunks) - turn;
+                let next_at = comptime!(span * chunks) - at;
                 start_scores::<E, V, NA, NC, N2>(
                     &def,
                     &mut s,
@@ -284,15 +314,16 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
                     &grad_tile,
                     &k_tile,
                     &v_tile,
-                    turn,
+                    next_at,
                     &mut gate_factors,
                     &own_ends,
                     &there,
                     warp,
                     options,
                 );
-                if comptime!(options.decay) && next + span <= group_last {
-                    tile_sums.read(before, within, row, keys, next + span, span);
+                let next = first_column + 2 * span;
+                if comptime!(options.decay) && next <= group_last {
+                    tile_sums.read(before, within, row, keys, next, span);
                 }
                 wait::<NC>(&mut dq_acc, 2usize);
             } else {
@@ -300,10 +331,20 @@ pub fn queries<E: Numeric, O: Numeric, V: Size, W: Size>(
             }
         }
         if stages.leave(block, warps) & (block + 2 < blocks) {
-            let (turn_of, column) = (block + 2, first_column + 2 * span);
-            stages.expect(turn_of, comptime!(2 * bytes(span, dim)));
-            stages.load::<E, V>(turn_of, k, batch, kv_head, column, &mut k_tile, turn, span, dim);
-            stages.load::<E, V>(turn_of, v, batch, kv_head, column, &mut v_tile, turn, span, dim);
+            let column = first_column + 2 * span;
+            stages.fill::<E, V>(
+                block + 2,
+                k,
+                v,
+                batch,
+                kv_head,
+                column,
+                &mut k_tile,
+                &mut v_tile,
+                0u32,
+                span,
+                dim,
+            );
         }
     }
 
@@ -340,7 +381,7 @@ fn start_scores<E: Numeric, V: Size, NA: Size, NC: Size, N2: Size>(
     grad_tile: &SharedMemory<Vector<E, V>>,
     k_tile: &SharedMemory<Vector<E, V>>,
     v_tile: &SharedMemory<Vector<E, V>>,
-    turn: usize,
+    at: usize,
     gate_factors: &mut SharedMemory<Vector<E, NA>>,
     own_ends: &Array<Vector<i32, N2>>,
     ends_of_tile: &Array<Vector<i32, N2>>,
@@ -356,10 +397,10 @@ fn start_scores<E: Numeric, V: Size, NA: Size, NC: Size, N2: Size>(
         write_notes::<E, NA>(gate_factors, &factors, warp, pairs);
         let mut q_lefts = lefts::<E, V, NA>(def, q_tile, warp * 16, steps, rows);
         scale_lefts::<E, NA>(&mut q_lefts, gate_factors, warp * pairs, gated);
-        start_abt::<E, V, NA, NC>(&q_lefts, k_tile, turn, s, true, n_keys);
+        start_abt::<E, V, NA, NC>(&q_lefts, k_tile, at, s, true, n_keys);
     } else {
         let fresh = comptime!(!options.decay);
-        start_tile_abt::<E, V, NC>(q_tile, row, rows, k_tile, turn, s, fresh, n_keys, steps);
+        start_tile_abt::<E, V, NC>(q_tile, row, rows, k_tile, at, s, fresh, n_keys, steps);
     }
-    start_tile_abt::<E, V, NC>(grad_tile, row, rows, v_tile, turn, dp, true, n_keys, steps);
+    start_tile_abt::<E, V, NC>(grad_tile, row, rows, v_tile, at, dp, true, n_keys, steps);
 }
