@@ -4,6 +4,10 @@
 //! ℓ_t = ln σ(w_fᵀx_t + b_f) per query head; S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s. The gate's
 //! bias starts at 0. No positions by default; `rope = true` rotates q and k as well.
 //!
+//! With `prune = true` keys are left out that have decayed so far that all of a row together weigh at most
+//! 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting Transformer", 2025); which
+//! they are follows from the norms of queries and keys, for each query from no later token.
+//!
 //! Decoding caches keys, values and, per query head, the gate's log decay of each token:
 //! 2 · kv_heads · head_dim + heads elements per token.
 
