@@ -111,9 +111,9 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, projections, .. }: Inputs<B>,
     ) -> Option<f64> {
-        let log_decay = log_decay(&projections);
         self.prune.then(|| {
-            share_left_out(&self.core(shape), self.rotate(q, 0), self.rotate(k, 0), log_decay)
+            let [q, k] = [q, k].map(|x| self.rotate(x, 0));
+            share_left_out(&self.core(shape), q, k, log_decay(&projections))
         })
     }
 

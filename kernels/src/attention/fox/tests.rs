@@ -1,7 +1,6 @@
 //! This variant's cases for the conformance suite, and its numerics at length.
 
-use burn::backend::Flex;
-use burn::backend::Autodiff;
+use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, ElementConversion, FloatDType, Tensor, s};
 
 use super::Config;

@@ -156,7 +156,7 @@ impl<'a> Call<'a> {
 }
 
 /// Inclusive prefix sums of each row of `keys` elements, in f64.
-fn prefix_sums(log_decay: &[f32], keys: usize) -> Vec<Vec<f64>> {
+pub(super) fn prefix_sums(log_decay: &[f32], keys: usize) -> Vec<Vec<f64>> {
     let row = |row: &[f32]| {
         let mut sum = 0.0;
         row.iter()

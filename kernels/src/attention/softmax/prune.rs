@@ -2,6 +2,7 @@
 
 use burn::tensor::{FloatDType, Tensor};
 
+use super::cpu::prefix_sums;
 use super::{PRUNED, Softmax};
 use crate::backend::OpBackend;
 
@@ -56,19 +57,14 @@ pub fn share_left_out<B: OpBackend>(
         norms.iter::<f32>().collect::<Vec<_>>()
     });
     let log_decay: Vec<f32> = log_decay.cast(FloatDType::F32).into_data().iter::<f32>().collect();
-    let left_out: usize = (0..batch * heads)
-        .map(|row| {
+    let left_out: usize = prefix_sums(&log_decay, tokens)
+        .iter()
+        .enumerate()
+        .map(|(row, decay)| {
             let kv_row = row / heads * kv_heads + row % heads / (heads / kv_heads);
             let of = |row: usize| row * tokens..(row + 1) * tokens;
-            let decay: Vec<f64> = log_decay[of(row)]
-                .iter()
-                .scan(0.0, |sum, step| {
-                    *sum += f64::from(*step);
-                    Some(*sum)
-                })
-                .collect();
             let [q, k] = [&q[of(row)], &k[of(kv_row)]].map(|x| x.iter().copied());
-            first_keys(op, q, k, &decay).into_iter().sum::<usize>()
+            first_keys(op, q, k, decay).into_iter().sum::<usize>()
         })
         .sum();
     left_out as f64 / (batch * heads * tokens * (tokens + 1) / 2) as f64
