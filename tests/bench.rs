@@ -131,6 +131,10 @@ fn decoding_counts_the_bytes_of_its_cache() {
     let found = results(&w, &[&kind[..], &sizes].concat());
     let keys_and_values = 3 * 2 * 40 * 8 * 2;
     assert_eq!(found[0]["passes"][0]["bytes"], f64::from(4 * keys_and_values));
+    // The context, half of a sample's steps, and no more.
+    let held = found[0]["held_elements"].as_f64().unwrap();
+    let one = f64::from(keys_and_values) / 40.0;
+    assert!((40.0 * one..=51.0 * one).contains(&held), "{held}");
     assert_eq!(found[0]["settings"][0], "position=\"none\"");
     assert_eq!(found[0]["context"], 40);
 }

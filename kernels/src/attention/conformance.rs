@@ -3,6 +3,7 @@
 //! decoding, determinism. `K` is the backend that is tested, against its own f32 reference: for
 //! a kind without a kernel there, these are one, and only the oracle is left to hold it.
 
+mod length;
 mod rounded;
 
 use burn::backend::{Autodiff, Flex};
@@ -11,6 +12,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+pub use self::length::{Decay, holds_at_length};
 pub(crate) use self::rounded::bf16_suite;
 pub use self::rounded::{
     bf16_agrees_at, bf16_agrees_with_the_oracle, bf16_is_causal_and_shows_a_nan,

@@ -82,6 +82,8 @@ struct Case {
     head_dim: usize,
     context: usize,
     passes: [Pass; 1],
+    /// In the buffers of all sequences' states at the end, with their spare room.
+    held_elements: usize,
     #[serde(skip)]
     labels: Vec<String>,
 }
@@ -95,6 +97,10 @@ impl Measured for Case {
 
     fn passes(&self) -> &[Pass] {
         &self.passes
+    }
+
+    fn remark(&self) -> String {
+        format!("{:.3}M elements held", self.held_elements as f64 / 1e6)
     }
 }
 
@@ -239,6 +245,7 @@ impl Job<'_> {
                 config.extend(&layer, token.clone(), state);
             },
         );
+        let held_elements = state.borrow().state.as_ref().map_or(0, DecodeState::elements);
         let shape = [batch, layer.heads, context, layer.head_dim];
         Case {
             kind: config.kind(),
@@ -251,6 +258,7 @@ impl Job<'_> {
             head_dim: layer.head_dim,
             context,
             passes: [Pass::new("step", time, Work::Bytes(bytes), ceiling)],
+            held_elements,
             labels: kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect(),
         }
     }

@@ -1,15 +1,17 @@
 //! Numerics at 65,536 tokens with adversarial gates.
 
 use burn::backend::{Autodiff, Flex};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 
 use super::{random, values};
+use crate::attention::conformance::{Decay, holds_at_length};
 use crate::attention::wall::past::Past;
 use crate::attention::wall::piece::Rows;
 use crate::attention::wall::reference::{CHUNK, attend_next, keys, rows};
 use crate::attention::wall::{Config, decode};
 use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
 use crate::backend::OpBackend;
+use crate::{Cpu, Cuda};
 
 const SEQ_LEN: usize = 1 << 16;
 const DIM: usize = 4;
@@ -118,6 +120,22 @@ fn outputs_hold_at_length() {
                 }
             }
         }
+    }
+}
+
+const OF_CHANNELS: Decay = Decay::OfChannels { g_max: G_MAX as f64 };
+
+#[test]
+fn holds_at_length_on_the_cpu() {
+    holds_at_length::<Config, Cpu>(&Config::default(), OF_CHANNELS, DType::F32, 3000);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_holds_at_length() {
+    for prune in [false, true] {
+        let config = Config { prune, ..Config::default() };
+        holds_at_length::<Config, Cuda>(&config, OF_CHANNELS, DType::BF16, SEQ_LEN);
     }
 }
 

@@ -1,0 +1,243 @@
+//! Decaying attention over long rows, with gates that are hard on its numerics: some rows of queries,
+//! outputs and gradients, against f64.
+
+use burn::tensor::{DType, Tensor};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::rounded::assert_roundings;
+use super::{Conformance, Problem, cut, gradients, largest_difference, to_vec};
+use crate::backend::OpBackend;
+use crate::testing::{Oracle, root_mean_square};
+
+/// How scores decay, from logits z with ln σ(z) = y.
+#[derive(Clone, Copy, Debug)]
+pub enum Decay {
+    /// Each query head has a gate: y is added to the score.
+    OfHeads,
+    /// Each channel of a kv head has a gate: its part of the score is multiplied by
+    /// exp(−g_max (1 − e^(y / g_max))).
+    OfChannels { g_max: f64 },
+}
+
+impl Decay {
+    /// The logarithm of what one step leaves, and its derivative by the logit.
+    fn log_decay(self, z: f64) -> (f64, f64) {
+        let y = z.min(0.0) - (-z.abs()).exp().ln_1p();
+        let slope = 1.0 / (1.0 + z.exp());
+        match self {
+            Decay::OfHeads => (y, slope),
+            Decay::OfChannels { g_max } => {
+                (g_max * (y / g_max).exp_m1(), (y / g_max).exp() * slope)
+            }
+        }
+    }
+}
+
+const HEADS: usize = 2;
+const DIM: usize = 64;
+
+/// Tokens that are decoded one by one, more than a tile of the kernels.
+const STEPS: usize = 70;
+
+/// The logit of token t of so many, in feature n.
+type Logit = fn(t: usize, tokens: usize, n: usize) -> f64;
+
+/// At the clamp (or e^−30 a token); open; both by turns; weak after strong; of different speed, some of
+/// it in steps far apart; one closed gate among open ones, within a tile.
+const LOGITS: [Logit; 6] = [
+    |_, _, _| -30.0,
+    |_, _, _| 40.0,
+    |t, _, n| if (t + n) % 2 == 0 { -30.0 } else { 40.0 },
+    |t, tokens, _| if t < tokens - tokens / 20 { -30.0 } else { 9.0 },
+    |t, _, n| [-30.0, 8.5, 11.0, if t % 1000 == 0 { -30.0 } else { 12.0 }][n % 4],
+    |t, tokens, _| if t == tokens / 2 + 21 { -9984.0 } else { 12.0 },
+];
+
+/// Outputs, decoded outputs and gradients of a kind that decays as `decay`, over `tokens` tokens: in bf16 by
+/// its roundings, else to 1e-4 of their size.
+pub fn holds_at_length<V: Conformance, K: OpBackend>(
+    variant: &V,
+    decay: Decay,
+    dtype: DType,
+    tokens: usize,
+) {
+    let rows = [0, 1, 63, 64, 65, tokens / 3, tokens / 2 + 20, tokens / 2 + 22, tokens - 1000];
+    let rows: Vec<usize> = rows.into_iter().chain(tokens - 3..tokens).collect();
+    for (case, logit) in LOGITS.into_iter().enumerate() {
+        let mut problem = Problem::new(variant, [HEADS, HEADS, DIM, 1, tokens], None).in_bf16();
+        problem.dtype = dtype;
+        let features = problem.inputs[3].shape[2];
+        problem.inputs[3] =
+            Oracle::from_fn(&[1, tokens, features], |at| logit(at[1], tokens, at[2]));
+        let mut rng = ChaCha8Rng::seed_from_u64(case as u64);
+        let mut upstream = Oracle::from_fn(&[1, HEADS, tokens, DIM], |_| 0.0);
+        for at in 0..HEADS * rows.len() * DIM {
+            let (head, row, n) = (at / DIM / rows.len(), rows[at / DIM % rows.len()], at % DIM);
+            upstream.data[(head * tokens + row) * DIM + n] =
+                f64::from(rng.random_range(-8i8..8)) / 8.0;
+        }
+        let want = exact(&problem, decay, &rows, &upstream);
+        let what = |of: String| format!("{variant:?}, gates {case}, {of}");
+
+        let check = |what: &str, got: &[f64], want: &[f64], least: f64| {
+            if dtype == DType::BF16 {
+                return assert_roundings(what, got, want, variant.roundings(), least);
+            }
+            let largest = want.iter().fold(least, |a, x| a.max(x.abs()));
+            let worst = largest_difference(got, want);
+            assert!(worst <= 1e-4 * largest, "{what}: off by {worst:.2e} of {largest:.2e}");
+        };
+        let o = problem.attend::<V, K>(variant);
+        let decoded = decode::<V, K>(variant, &problem, STEPS);
+        for head in 0..HEADS {
+            for (at, &row) in rows.iter().enumerate() {
+                let want = &want.o[(head * rows.len() + at) * DIM..][..DIM];
+                let got = &o[(head * tokens + row) * DIM..][..DIM];
+                check(&what(format!("row {row}")), got, want, 0.0);
+                if row + STEPS >= tokens {
+                    let got = &decoded[(head * STEPS + row + STEPS - tokens) * DIM..][..DIM];
+                    check(&what(format!("decoded row {row}")), got, want, 0.0);
+                }
+            }
+        }
+        let mut got = gradients::<V, K>(variant, &problem, &upstream);
+        let mut wanted = want.grads;
+        // The gate's by its log decays, where these depend on the logits at all.
+        let depends = |at: &usize| want.slopes[*at] > 1e-12;
+        let places: Vec<usize> = (0..want.slopes.len()).filter(depends).collect();
+        got[3] = places.iter().map(|&at| got[3][at] / want.slopes[at]).collect();
+        wanted[3] = places.iter().map(|&at| wanted[3][at]).collect();
+        let of = |part: fn(&Gradient) -> f64, grads: &[Gradient]| -> Vec<f64> {
+            grads.iter().map(part).collect()
+        };
+        // Those of q, k and the gate may vanish where v's do not.
+        let least = 0.1 * root_mean_square(&of(|x| x.value, &wanted.concat()));
+        for (input, (got, want)) in got.iter().zip(&wanted).enumerate() {
+            if want.is_empty() {
+                continue;
+            }
+            let what = what(format!("gradient of input {input}"));
+            let size = root_mean_square(&of(|x| x.size, want));
+            let want = of(|x| x.value, want);
+            check(&what, got, &want, least.max(root_mean_square(&want).hypot(size)));
+        }
+    }
+}
+
+/// The outputs of the last `steps` tokens, one by one after the others at once.
+fn decode<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem, steps: usize) -> Vec<f64> {
+    let inputs = problem.tensors::<K>();
+    let mut state = variant.start::<K>(&problem.shape);
+    let first = problem.seq_len - steps;
+    variant.extend(&problem.shape, cut(&inputs, 0, first), &mut state);
+    let outputs = (first..problem.seq_len)
+        .map(|t| variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state));
+    to_vec(Tensor::cat(outputs.collect(), 2))
+}
+
+/// Outputs of some rows, `[heads, rows, DIM]`, and the gradients of q, k, v and the gate's log decays, with
+/// what these change by the logits.
+struct Exact {
+    o: Vec<f64>,
+    grads: [Vec<Gradient>; 4],
+    slopes: Vec<f64>,
+}
+
+/// A gradient, which is linear in dS = P ⊙ (dP − D), D = dO·o.
+#[derive(Clone, Copy, Debug, Default)]
+struct Gradient {
+    value: f64,
+    /// What it would be with √(Σ (dO_c o_c)²) in place of dP − D, which errors of o are relative to; of the
+    /// gate, together with the root of the squares of all terms, which come from two passes and cancel.
+    size: f64,
+}
+
+impl Gradient {
+    fn add(&mut self, Gradient { value, size }: Gradient, factor: f64) {
+        self.value += value * factor;
+        self.size += size * factor;
+    }
+}
+
+/// From queries in `rows` alone: `upstream` is 0 elsewhere.
+fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Oracle) -> Exact {
+    let (tokens, scale) = (problem.seq_len, 1.0 / (DIM as f64).sqrt());
+    let [q, k, v, logits] = &problem.inputs[..] else { panic!("q, k, v and a gate") };
+    let features = logits.shape[2];
+    let gates: Vec<_> = logits.data.iter().map(|&z| decay.log_decay(z)).collect();
+    let mut o = vec![];
+    let [mut dq, mut dk, mut dv] = [q, k, v].map(|x| vec![Gradient::default(); x.data.len()]);
+    // By the sum of a feature's log decays up to each token; the terms' squares.
+    let mut d_sums = vec![Gradient::default(); tokens * features];
+    let mut squares = vec![0.0; tokens * features];
+    for (head, &i) in (0..HEADS).flat_map(|head| rows.iter().map(move |i| (head, i))) {
+        // Of a token's query, key and value of the head.
+        let row = |t: usize| (head * tokens + t) * DIM..(head * tokens + t + 1) * DIM;
+        let (q, d_o) = (&q.data[row(i)], &upstream.data[row(i)]);
+        let feature = |n: usize| match decay {
+            Decay::OfHeads => head,
+            Decay::OfChannels { .. } => head * DIM + n,
+        };
+        // The sums of log decays between the key at j and the query, from the last key to the first.
+        let backwards = |f: &mut dyn FnMut(usize, &[f64; DIM])| {
+            let mut sums = [0.0; DIM];
+            for j in (0..=i).rev() {
+                f(j, &sums);
+                (0..DIM).for_each(|n| sums[n] += gates[j * features + feature(n)].0);
+            }
+        };
+        let left = |sum: f64| match decay {
+            Decay::OfHeads => 1.0,
+            Decay::OfChannels { .. } => sum.exp(),
+        };
+        let mut weights = vec![0.0; i + 1];
+        backwards(&mut |j, sums| {
+            let k = &k.data[row(j)];
+            let dot: f64 = (0..DIM).map(|n| left(sums[n]) * q[n] * k[n]).sum();
+            weights[j] = scale * dot + if matches!(decay, Decay::OfHeads) { sums[0] } else { 0.0 };
+        });
+        let highest = weights.iter().copied().fold(f64::MIN, f64::max);
+        weights.iter_mut().for_each(|x| *x = (*x - highest).exp());
+        let total: f64 = weights.iter().sum();
+        weights.iter_mut().for_each(|x| *x /= total);
+        let weighted =
+            |n: usize| weights.iter().zip(v.data[row(0).start + n..].iter().step_by(DIM));
+        let output: Vec<f64> = (0..DIM).map(|n| weighted(n).map(|(p, v)| p * v).sum()).collect();
+
+        let dot = |x: &[f64]| d_o.iter().zip(x).map(|(a, b)| a * b).sum::<f64>();
+        let mean = dot(&output);
+        let size = d_o.iter().zip(&output).map(|(a, b)| (a * b).powi(2)).sum::<f64>().sqrt();
+        backwards(&mut |j, sums| {
+            let (key, value, weight) = (&k.data[row(j)], &v.data[row(j)], weights[j]);
+            let d_score = Gradient { value: weight * (dot(value) - mean), size: weight * size };
+            for n in 0..DIM {
+                let d_dot = scale * left(sums[n]);
+                dv[row(j)][n].value += weight * d_o[n];
+                dk[row(j)][n].add(d_score, d_dot * q[n]);
+                dq[row(i)][n].add(d_score, d_dot * key[n]);
+                let d_sum = match decay {
+                    // Once for all channels.
+                    Decay::OfHeads => f64::from(u8::from(n == 0)),
+                    Decay::OfChannels { .. } => d_dot * q[n] * key[n],
+                };
+                for (t, d_sum) in [(i, d_sum), (j, -d_sum)] {
+                    d_sums[t * features + feature(n)].add(d_score, d_sum);
+                    squares[t * features + feature(n)] += (d_score.value * d_sum).powi(2);
+                }
+            }
+        });
+        o.extend(output);
+    }
+    let mut d_gates = vec![Gradient::default(); d_sums.len()];
+    let mut later = vec![(Gradient::default(), 0.0); features];
+    for at in (0..d_sums.len()).rev() {
+        let (sum, square) = &mut later[at % features];
+        sum.add(d_sums[at], 1.0);
+        *square += squares[at];
+        let size = sum.size.hypot(square.sqrt());
+        d_gates[at] = Gradient { value: sum.value, size };
+    }
+    let slopes = gates.iter().map(|gate| gate.1).collect();
+    Exact { o, grads: [dq, dk, dv, d_gates], slopes }
+}
