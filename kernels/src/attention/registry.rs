@@ -130,9 +130,10 @@ macro_rules! registry {
             }
 
             /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has
-            /// no kernel for CUDA.
+            /// no kernel for CUDA, or none for decoding.
             pub fn state_type(&self, dtype: DType) -> DType {
-                if self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
+                let keeps = match self { $(Self::$name(_) => $module::Config::KEEPS_TYPE,)+ };
+                if keeps && self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
             }
 
             /// As [`Variant::start`].

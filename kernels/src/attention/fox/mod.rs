@@ -20,10 +20,9 @@ use serde::{Deserialize, Serialize};
 
 use super::cache::KvCache;
 use super::rotation::Rotation;
-use super::softmax::cuda::{Decaying, room};
-use super::softmax::{Softmax, cuda_inputs, share_left_out, softmax};
+use super::softmax::{Softmax, share_left_out, softmax};
 use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Projection, Start, Variant};
-use crate::backend::{OpBackend, primitive, tensor};
+use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
 
 /// `[model.attention]` with `kind = "fox"`.
@@ -35,7 +34,7 @@ pub struct Config {
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
     /// Leave out keys that have decayed so far that all of a row together weigh at most 2^-24 of it;
-    /// default false.
+    /// default false. On CUDA, steps of one token read all keys nonetheless.
     pub prune: bool,
 }
 
@@ -45,39 +44,22 @@ impl Default for Config {
     }
 }
 
-/// Keys, values and decays of the tokens so far.
+/// Keys, values and log decays of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct State<B: OpBackend> {
-    held: Held<B>,
-    /// Position of the next token.
-    position: usize,
-    /// Tokens to make room for.
-    reserved: usize,
-}
-
-#[derive(Clone, Debug)]
-enum Held<B: OpBackend> {
-    /// Keys and values, and ℓ, `[batch, heads, tokens]`.
-    Plain(KvCache<B>, Option<Tensor<B, 3>>),
-    /// What the kernels for CUDA keep.
-    OnCuda(Box<Decaying>),
+    cache: KvCache<B>,
+    /// ℓ, `[batch, heads, tokens]`.
+    log_decay: Option<Tensor<B, 3>>,
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
-        match &self.held {
-            Held::Plain(cache, log_decay) => {
-                cache.elements() + log_decay.as_ref().map_or(0, |x| x.shape().num_elements())
-            }
-            Held::OnCuda(held) => held.elements(),
-        }
+        let log_decay = self.log_decay.as_ref().map_or(0, |x| x.shape().num_elements());
+        self.cache.elements() + log_decay
     }
 
     fn reserve(&mut self, tokens: usize) {
-        self.reserved = tokens;
-        if let Held::Plain(cache, _) = &mut self.held {
-            cache.reserve(tokens);
-        }
+        self.cache.reserve(tokens);
     }
 }
 
@@ -136,51 +118,27 @@ impl Variant for Config {
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
-        let held = Held::Plain(KvCache::new(shape.window), None);
-        State { held, position: 0, reserved: 0 }
+        State { cache: KvCache::new(shape.window), log_decay: None }
     }
 
-    /// # Panics
-    /// When the kernels for CUDA have begun the sequence, and do not serve these inputs.
     fn extend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, v, projections, .. }: Inputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
-        let (first, tokens) = (state.position, q.dims()[2]);
-        let [q, k] = [q, k].map(|x| self.rotate(x, first));
+        let first = state.cache.position();
+        let [k, v] = state.cache.append(self.rotate(k, first), v);
         let new = log_decay(&projections);
-        let core = self.core(shape);
-        let served = cuda_inputs([&q, &k, &v]);
-        if first == 0
-            && let Some([_, k, _]) = &served
-        {
-            let room = room(shape.window, state.reserved, tokens);
-            state.held = Held::OnCuda(Box::new(Decaying::new(k, shape.heads, room)));
-        }
-        state.position += tokens;
-        match &mut state.held {
-            Held::OnCuda(held) => {
-                let Some([q, k, v]) = &served else {
-                    panic!("inputs of {:?} after a state of bf16 on CUDA's kernels", q.dtype())
-                };
-                let new = B::into_cuda(primitive(new)).expect("served on CUDA");
-                tensor(B::from_cuda(held.extend(&core, [q, k, v], &new)))
-            }
-            Held::Plain(cache, log_decay) => {
-                let [k, v] = cache.append(k, v);
-                let all = match log_decay.take() {
-                    Some(old) => Tensor::cat(vec![old, new], 2),
-                    None => new,
-                };
-                // The cache may have dropped tokens that left the window.
-                let dropped = all.dims()[2] - cache.len();
-                let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
-                *log_decay = Some(all.clone());
-                softmax(&core, q, k, v, Some(all), None)
-            }
-        }
+        let all = match state.log_decay.take() {
+            Some(old) => Tensor::cat(vec![old, new], 2),
+            None => new,
+        };
+        // The cache may have dropped tokens that left the window.
+        let dropped = all.dims()[2] - state.cache.len();
+        let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
+        state.log_decay = Some(all.clone());
+        softmax(&self.core(shape), self.rotate(q, first), k, v, Some(all), None)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

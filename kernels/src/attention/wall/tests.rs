@@ -2,7 +2,6 @@
 
 mod decoding;
 mod length;
-mod pruning;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};
