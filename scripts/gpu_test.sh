@@ -23,9 +23,10 @@ trap 'rm -rf "$work"' EXIT
 export LONGWALL_TEST_ERRORS="$work/errors" binary work
 touch "$LONGWALL_TEST_ERRORS"
 
-# A group is a module's tests: one process runs them all, so that it compiles each kernel once.
+# A group is the tests of a suite or of operations, which one process runs, so that it compiles each kernel
+# once; or a single test.
 run_group() {
-  "$binary" --ignored --test-threads=1 "$1::" > "$work/$1.log" 2>&1 || true
+  "$binary" --ignored --test-threads=1 "$1" > "$work/$1.log" 2>&1 || true
   sed -n 's/^test \(.*\) \.\.\. ok$/\1/p' "$work/$1.log" >> "$work/passed"
   sed -n 's/^test \(.*\) \.\.\. FAILED$/FAILED \1/p' "$work/$1.log"
   grep -A 1 'panicked' "$work/$1.log" | grep -v '^--$' || true
@@ -33,7 +34,7 @@ run_group() {
 export -f run_group
 touch "$work/passed"
 "$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p' | sort > "$work/tests"
-sed 's/::[^:]*$//' "$work/tests" | sort -u > "$work/groups"
+sed -E '/^(attention::suites|ops)::/s/[^:]*$//' "$work/tests" | sort -u > "$work/groups"
 # The slowest first.
 slowest='::(power|wall|tda|tra|fox)::|attention::rope::'
 { grep -E "$slowest" "$work/groups"; grep -vE "$slowest" "$work/groups"; } |
