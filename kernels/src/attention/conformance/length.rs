@@ -84,6 +84,7 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
             if dtype == DType::BF16 {
                 return assert_roundings(what, got, want, variant.roundings(), least);
             }
+            assert!(got.iter().all(|x| x.is_finite()), "{what}: not finite");
             let largest = want.iter().fold(least, |a, x| a.max(x.abs()));
             let worst = largest_difference(got, want);
             assert!(worst <= 1e-4 * largest, "{what}: off by {worst:.2e} of {largest:.2e}");
