@@ -21,9 +21,8 @@ use burn::tensor::{DType, FloatDType, Int, Slice, Tensor, TensorMetadata, Tensor
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 use burn_flex::FlexTensor;
 use cubecl::cuda::CudaRuntime;
-use cubecl::zspace::metadata::Metadata;
 
-use crate::cuda::CudaTensor;
+use crate::cuda::{CudaTensor, narrow};
 use crate::ops::adamw::{AdamwStep, Stepped};
 
 /// What a kernel's forward pass gives: the output, and what its backward pass will need.
@@ -164,6 +163,21 @@ pub trait OpBackend: Backend {
         Self::float_slice(x, &ranges)
     }
 
+    /// `x` for work that has its own form on CUDA, as decoding has, which changes what it keeps in place:
+    /// `None` on other devices, and under [`with_reference`].
+    fn into_cuda(x: FloatTensor<Self>) -> Option<CudaTensor> {
+        let _ = x;
+        None
+    }
+
+    /// What [`OpBackend::into_cuda`] gave, or work on it.
+    ///
+    /// # Panics
+    /// On other devices.
+    fn from_cuda(x: CudaTensor) -> FloatTensor<Self> {
+        unreachable!("a CUDA tensor of {:?} on {}", x.meta.shape(), Self::device_kind())
+    }
+
     /// One AdamW step on one parameter, from `[parameter, gradient, m, v]`: the new parameter, m
     /// and v, and the new parameter as `copy`. Not differentiable.
     ///
@@ -260,11 +274,15 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
         op.cuda_backward_onto(saved, ints, grad, needs, onto)
     }
 
-    fn leading(mut x: CudaTensor, dim: usize, len: usize) -> CudaTensor {
-        let mut shape = x.meta.shape().clone();
-        assert!(len <= shape[dim], "the first {len} of {shape:?}");
-        shape[dim] = len;
-        *x.meta = Metadata::new(shape, x.meta.strides().clone());
+    fn leading(x: CudaTensor, dim: usize, len: usize) -> CudaTensor {
+        narrow(&x, dim, 0..len)
+    }
+
+    fn into_cuda(x: CudaTensor) -> Option<CudaTensor> {
+        (!REFERENCE.get()).then_some(x)
+    }
+
+    fn from_cuda(x: CudaTensor) -> CudaTensor {
         x
     }
 

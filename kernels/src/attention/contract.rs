@@ -207,10 +207,6 @@ pub trait Variant:
     /// reference runs.
     const KERNELS: &'static [&'static str] = &[];
 
-    /// Whether decoding, where there is a kernel for CUDA, keeps its state in the inputs' type; else
-    /// it runs, and keeps its state, in f32.
-    const KEEPS_TYPE: bool = true;
-
     /// Records what is wrong with the configuration for a layer of this shape; `key` is the path
     /// of the variant's table.
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems);

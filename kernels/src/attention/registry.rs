@@ -130,10 +130,9 @@ macro_rules! registry {
             }
 
             /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has
-            /// no kernel for CUDA, or none for decoding.
+            /// no kernel for CUDA.
             pub fn state_type(&self, dtype: DType) -> DType {
-                let keeps = match self { $(Self::$name(_) => $module::Config::KEEPS_TYPE,)+ };
-                if keeps && self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
+                if self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
             }
 
             /// As [`Variant::start`].

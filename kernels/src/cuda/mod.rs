@@ -6,12 +6,15 @@
 
 pub mod blas;
 
+use std::ops::Range;
+
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::ArrayArg;
+use cubecl::zspace::metadata::Metadata;
 
 /// A tensor of the CUDA backend.
 pub type CudaTensor = CubeTensor<CudaRuntime>;
@@ -27,12 +30,42 @@ pub fn empty(like: &CudaTensor, shape: &[usize], dtype: DType) -> CudaTensor {
     empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape, dtype)
 }
 
+/// As [`empty`], of zeros.
+pub fn zeros(like: &CudaTensor, shape: &[usize], dtype: DType) -> CudaTensor {
+    // As one row: burn may leave gaps between rows.
+    let row = Shape::new([shape.iter().product()]);
+    reshaped(&zeros_client(like.client.clone(), like.device.clone(), row, dtype), shape)
+}
+
 /// `x`, contiguous, with another shape of as many elements.
 pub fn reshaped(x: &CudaTensor, shape: &[usize]) -> CudaTensor {
     let x = contiguous(x);
     let shape = Shape::from(shape.to_vec());
     assert_eq!(x.meta.shape().num_elements(), shape.num_elements(), "elements of {shape:?}");
     CudaTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
+/// The elements in `range` of dimension `dim`, a view.
+///
+/// # Panics
+/// When there are fewer.
+pub fn narrow(x: &CudaTensor, dim: usize, range: Range<usize>) -> CudaTensor {
+    let (mut shape, strides) = (x.meta.shape().clone(), x.meta.strides().clone());
+    assert!(range.start <= range.end && range.end <= shape[dim], "{range:?} of {shape:?}");
+    shape[dim] = range.len();
+    let bytes = range.start * strides[dim] * x.dtype.size();
+    let mut view = x.clone();
+    view.handle = view.handle.offset_start(bytes as u64);
+    *view.meta = Metadata::new(shape, strides);
+    view
+}
+
+/// Lets nobody else hold the buffer of `x`, a contiguous tensor, so that it can be changed.
+pub fn unshare(x: &mut CudaTensor) {
+    if !x.can_mut() {
+        // burn may leave gaps between rows.
+        *x = contiguous(&x.copy());
+    }
 }
 
 /// Bytes that a thread reads at once.

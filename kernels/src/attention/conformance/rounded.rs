@@ -105,6 +105,10 @@ pub fn bf16_is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
             assert!(gradients_again == gradients, "gradients of {:?} in run {at}", problem.shape);
             assert!(decoded_again == decoded, "decoding of {:?} in run {at}", problem.shape);
         }
+        // What its copies decoded has not changed the state.
+        let token = cut(&inputs, problem.seq_len - 1, 1);
+        let last = to_vec(variant.extend(&problem.shape, token, &mut state));
+        assert!(last == decoded, "decoding of {:?} after copies", problem.shape);
     }
 }
 
@@ -129,14 +133,24 @@ pub fn bf16_is_causal_and_shows_a_nan<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// Holds a prompt and then single tokens to the whole pass in f32 on the CPU.
+/// Holds a prompt in pieces and then single tokens to the whole pass in f32 on the CPU.
 fn check_bf16_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     let problem = problem.in_bf16();
     let want = problem.in_f32().attend::<V, Flex>(variant);
     let inputs = problem.tensors::<K>();
     let mut state = variant.start::<K>(&problem.shape);
     let prompt = problem.seq_len - 6;
-    let prefilled = variant.extend(&problem.shape, cut(&inputs, 0, prompt), &mut state);
+    // Long ones begin with a single token; pieces end within tiles of 64 tokens, with one, and after one.
+    let pieces = match prompt {
+        200.. => vec![1, 62, 1, 1, 64, 1, 13, prompt - 143],
+        _ => vec![prompt * 2 / 3, prompt - prompt * 2 / 3],
+    };
+    let mut first = 0;
+    let pieces = pieces.into_iter().map(|n| {
+        first += n;
+        variant.extend(&problem.shape, cut(&inputs, first - n, n), &mut state)
+    });
+    let prefilled = Tensor::cat(pieces.collect(), 2);
     let steps = (prompt..problem.seq_len)
         .map(|t| variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state))
         .collect();

@@ -20,9 +20,10 @@ use serde::{Deserialize, Serialize};
 
 use super::cache::KvCache;
 use super::rotation::Rotation;
-use super::softmax::{Softmax, share_left_out, softmax};
+use super::softmax::cuda::{Decaying, room};
+use super::softmax::{Softmax, cuda_inputs, share_left_out, softmax};
 use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Projection, Start, Variant};
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
 
 /// `[model.attention]` with `kind = "fox"`.
@@ -34,7 +35,7 @@ pub struct Config {
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
     /// Leave out keys that have decayed so far that all of a row together weigh at most 2^-24 of it;
-    /// default false. On CUDA, steps of one token read all keys nonetheless.
+    /// default false.
     pub prune: bool,
 }
 
@@ -44,22 +45,39 @@ impl Default for Config {
     }
 }
 
-/// Keys, values and log decays of the tokens so far.
+/// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct State<B: OpBackend> {
-    cache: KvCache<B>,
-    /// ℓ, `[batch, heads, tokens]`.
-    log_decay: Option<Tensor<B, 3>>,
+    held: Held<B>,
+    /// Position of the next token.
+    position: usize,
+    /// Tokens to make room for.
+    reserved: usize,
+}
+
+#[derive(Clone, Debug)]
+enum Held<B: OpBackend> {
+    /// Keys and values, and ℓ, `[batch, heads, tokens]`.
+    Plain(KvCache<B>, Option<Tensor<B, 3>>),
+    /// What the kernels for CUDA keep.
+    OnCuda(Box<Decaying>),
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
-        let log_decay = self.log_decay.as_ref().map_or(0, |x| x.shape().num_elements());
-        self.cache.elements() + log_decay
+        match &self.held {
+            Held::Plain(cache, log_decay) => {
+                cache.elements() + log_decay.as_ref().map_or(0, |x| x.shape().num_elements())
+            }
+            Held::OnCuda(held) => held.elements(),
+        }
     }
 
     fn reserve(&mut self, tokens: usize) {
-        self.cache.reserve(tokens);
+        self.reserved = tokens;
+        if let Held::Plain(cache, _) = &mut self.held {
+            cache.reserve(tokens);
+        }
     }
 }
 
@@ -118,27 +136,51 @@ impl Variant for Config {
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
-        State { cache: KvCache::new(shape.window), log_decay: None }
+        let held = Held::Plain(KvCache::new(shape.window), None);
+        State { held, position: 0, reserved: 0 }
     }
 
+    /// # Panics
+    /// When the kernels for CUDA have begun the sequence, and do not serve these inputs.
     fn extend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, v, projections, .. }: Inputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
-        let first = state.cache.position();
-        let [k, v] = state.cache.append(self.rotate(k, first), v);
+        let (first, tokens) = (state.position, q.dims()[2]);
+        let [q, k] = [q, k].map(|x| self.rotate(x, first));
         let new = log_decay(&projections);
-        let all = match state.log_decay.take() {
-            Some(old) => Tensor::cat(vec![old, new], 2),
-            None => new,
-        };
-        // The cache may have dropped tokens that left the window.
-        let dropped = all.dims()[2] - state.cache.len();
-        let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
-        state.log_decay = Some(all.clone());
-        softmax(&self.core(shape), self.rotate(q, first), k, v, Some(all), None)
+        let core = self.core(shape);
+        let served = cuda_inputs([&q, &k, &v]);
+        if first == 0
+            && let Some([_, k, _]) = &served
+        {
+            let room = room(shape.window, state.reserved, tokens);
+            state.held = Held::OnCuda(Box::new(Decaying::new(k, shape.heads, room)));
+        }
+        state.position += tokens;
+        match &mut state.held {
+            Held::OnCuda(held) => {
+                let Some([q, k, v]) = &served else {
+                    panic!("inputs of {:?} after a state of bf16 on CUDA's kernels", q.dtype())
+                };
+                let new = B::into_cuda(primitive(new)).expect("served on CUDA");
+                tensor(B::from_cuda(held.extend(&core, [q, k, v], &new)))
+            }
+            Held::Plain(cache, log_decay) => {
+                let [k, v] = cache.append(k, v);
+                let all = match log_decay.take() {
+                    Some(old) => Tensor::cat(vec![old, new], 2),
+                    None => new,
+                };
+                // The cache may have dropped tokens that left the window.
+                let dropped = all.dims()[2] - cache.len();
+                let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
+                *log_decay = Some(all.clone());
+                softmax(&core, q, k, v, Some(all), None)
+            }
+        }
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

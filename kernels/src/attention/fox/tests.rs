@@ -6,8 +6,10 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, ElementConversion, FloatDType, Tensor, s};
 
 use super::Config;
-use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
+use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::conformance::{
+    Conformance, rotated, softmax_oracle,
+};
 use crate::attention::softmax::{Softmax, softmax};
 use crate::backend::OpBackend;
 use crate::testing::Oracle;
@@ -105,6 +107,41 @@ fn pruning_leaves_out_what_does_not_matter_on_the_cpu() {
 #[ignore = "needs a GPU"]
 fn cuda_pruning_leaves_out_what_does_not_matter() {
     pruning_leaves_out_what_does_not_matter::<Cuda>(&Default::default(), FloatDType::BF16);
+}
+
+/// Steps of decoding, without pruning and with it, where values that have decayed too far to matter are no
+/// numbers.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_steps_leave_out_what_does_not_matter() {
+    let (tokens, far) = (600, 128);
+    let shape = AttentionShape::new(256, 4, 2, 64);
+    let device = Default::default();
+    let normal = Distribution::Normal(0.0, 0.3);
+    let random = |heads: usize| {
+        Tensor::<Cuda, 4>::random([2, heads, tokens, 64], normal, &device).cast(FloatDType::BF16)
+    };
+    let [q, k, v] = [random(4), random(2), random(2)];
+    // σ(−0.43) = e^−0.5.
+    let logits = Tensor::<Cuda, 3>::full([2, tokens, 4], -0.43, &device);
+    let steps = |prune: bool, v: &Tensor<Cuda, 4>| {
+        let config = Config { prune, ..Config::default() };
+        let mut state = config.start::<Cuda>(&shape);
+        let mut extend = |first: usize, n: usize| {
+            let [q, k, v] = [&q, &k, v].map(|x| x.clone().narrow(2, first, n));
+            let projections = vec![logits.clone().narrow(1, first, n)];
+            config.extend(&shape, Inputs { q, k, v, projections, parameters: vec![] }, &mut state)
+        };
+        extend(0, 400);
+        let steps = (400..tokens).map(|t| extend(t, 1)).collect();
+        Tensor::cat(steps, 2).cast(FloatDType::F32)
+    };
+    let nothing = Tensor::<Cuda, 4>::full([2, 2, far, 64], f32::NAN, &device).cast(FloatDType::BF16);
+    let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
+    let (want, got) = (steps(false, &v), steps(true, &holed));
+    let largest: f32 = want.clone().abs().max().into_scalar().elem();
+    let worst: f32 = (want - got).abs().max().into_scalar().elem();
+    assert!(worst <= largest / 256.0, "off by {worst}, of {largest}");
 }
 
 crate::attention::conformance::bf16_suite!(Config);

@@ -87,6 +87,15 @@ pub fn cuda_serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
     dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
 }
 
+/// q, k and v for work that has its own form on CUDA, where the kernels there serve them.
+pub fn cuda_inputs<B: OpBackend>(inputs: [&Tensor<B, 4>; 3]) -> Option<[CudaTensor; 3]> {
+    let [batch, heads, _, head_dim] = inputs[0].dims();
+    let served = inputs.iter().all(|x| cuda_serves(x.dtype(), batch * heads, head_dim));
+    let into_cuda = |x: &Tensor<B, 4>| B::into_cuda(primitive(x.clone()));
+    let [q, k, v] = inputs.map(|x| into_cuda(x).filter(|_| served));
+    Some([q?, k?, v?])
+}
+
 /// ALiBi's slopes: 2^(−8(h+1)/heads) for a power of two; else those of the next lower power of
 /// two, then every other one of the next higher (Press et al., 2022, and their released code).
 pub fn alibi_slopes(heads: usize) -> Vec<f32> {

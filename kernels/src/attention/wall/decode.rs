@@ -1,15 +1,17 @@
 //! Decoding: what is kept between calls.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, FloatDType, Tensor};
 
 use super::past::{Faded, Past};
 use super::piece::Rows;
 use super::reference::{attend_next, join, keys, next_piece, rows};
-use super::{Config, GateSource};
-use crate::attention::blocks::copied;
+use super::{Config, GateSource, Wall, cuda};
+use crate::attention::blocks::{copied, repeat_heads};
 use crate::attention::cache::KvCache;
+use crate::attention::softmax::cuda::room;
+use crate::attention::softmax::cuda_inputs;
 use crate::attention::{AttentionShape, DecodeState, Inputs};
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
 
 /// Tokens of a chunk of the cache (Pai et al., section 3, approach 1).
 pub(super) const CHUNK: usize = 128;
@@ -20,6 +22,8 @@ pub struct State<B: OpBackend> {
     held: Held<B>,
     /// Position of the next token.
     position: usize,
+    /// Tokens to make room for, where buffers grow.
+    reserved: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -29,6 +33,8 @@ enum Held<B: OpBackend> {
     /// Keys and values alone, and what is left of evicted ones: the gate is computed from the keys
     /// again.
     Plain(KvCache<B>, Option<Faded<B>>),
+    /// What the kernels for CUDA keep, wherever the gate comes from, and what is left of evicted tokens.
+    OnCuda(Box<cuda::decode::State>, Option<Faded<B>>),
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
@@ -38,7 +44,14 @@ impl<B: OpBackend> DecodeState for State<B> {
             Held::Plain(cache, faded) => {
                 cache.elements() + faded.as_ref().map_or(0, Faded::elements)
             }
+            Held::OnCuda(state, faded) => {
+                state.elements() + faded.as_ref().map_or(0, Faded::elements)
+            }
         }
+    }
+
+    fn reserve(&mut self, tokens: usize) {
+        self.reserved = tokens;
     }
 }
 
@@ -49,7 +62,7 @@ impl<B: OpBackend> State<B> {
             GateSource::Hidden => Held::Rescaled(Past::new(CHUNK, None)),
             GateSource::Key => Held::Plain(KvCache::new(shape.window), None),
         };
-        State { held, position: 0 }
+        State { held, position: 0, reserved: 0 }
     }
 }
 
@@ -57,13 +70,18 @@ impl<B: OpBackend> State<B> {
 pub(super) fn extend<B: OpBackend>(
     config: &Config,
     shape: &AttentionShape,
-    Inputs { q, k, v, projections, parameters }: Inputs<B>,
+    inputs: Inputs<B>,
     state: &mut State<B>,
 ) -> Tensor<B, 4> {
+    if let Some(o) = extend_on_cuda(config, shape, &inputs, state) {
+        return o;
+    }
+    let Inputs { q, k, v, projections, parameters } = inputs.widened();
     let tokens = q.dims()[2];
     let [q, k] = [q, k].map(|x| config.rotate(x, state.position));
     state.position += tokens;
     let outputs = match &mut state.held {
+        Held::OnCuda(..) => unreachable!("served above"),
         Held::Rescaled(past) => {
             let log_decay = config.hidden_gate(shape, projections[0].clone());
             let rows = rows(shape, q, keys(shape, [k, v, log_decay]));
@@ -88,6 +106,59 @@ pub(super) fn extend<B: OpBackend>(
         }
     };
     join(shape, outputs)
+}
+
+/// As [`extend`], where the kernels for CUDA serve and no other path has begun the sequence.
+///
+/// # Panics
+/// When they do not, though they have begun it.
+fn extend_on_cuda<B: OpBackend>(
+    config: &Config,
+    shape: &AttentionShape,
+    Inputs { q, k, v, projections, parameters }: &Inputs<B>,
+    state: &mut State<B>,
+) -> Option<Tensor<B, 4>> {
+    let begun = matches!(state.held, Held::OnCuda(..));
+    let gate_type = projections.first().map_or(DType::F32, |x| x.dtype());
+    let served = cuda_inputs([q, k, v]).is_some() && matches!(gate_type, DType::F32 | DType::BF16);
+    assert!(served || !begun, "inputs of {:?} after a state of bf16 on CUDA's kernels", q.dtype());
+    if !served || (state.position > 0 && !begun) {
+        return None;
+    }
+    let [q, k] = [q, k].map(|x| config.rotate(x.clone(), state.position));
+    let gate_heads = config.gate_heads_of(shape);
+    let of_gates = repeat_heads(k.clone(), gate_heads / shape.kv_heads);
+    let gate = B::into_cuda(config.gate(shape, k, projections, parameters))?;
+    let [q, of_gates, v] = cuda_inputs([&q, &of_gates, v])?;
+    let tokens = q.meta.shape()[2];
+    if !begun {
+        let room = room(shape.window, state.reserved, tokens);
+        let held = cuda::decode::State::new(&of_gates, &v, room);
+        state.held = Held::OnCuda(Box::new(held), None);
+    }
+    let Held::OnCuda(held, faded) = &mut state.held else { unreachable!("set above") };
+    state.position += tokens;
+    let op =
+        Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };
+    let before = held.tiles();
+    let results = held.extend(&op, [&q, &of_gates, &v], &gate);
+    let [o, sums] = results.map(|x| tensor(B::from_cuda(primitive(x))));
+    let o = match faded {
+        None => o,
+        Some(faded) => faded.join(o, sums),
+    };
+    if let Some(threshold) = config.evict_below
+        && held.tiles() > before
+    {
+        let tiles = held.faded(threshold);
+        if tiles > 0 {
+            let values: Tensor<B, 4> = tensor(B::from_cuda(held.evict(tiles)));
+            let [batch, kv_heads, tokens, channels] = values.dims();
+            let values = values.reshape([batch * kv_heads, 1, 1, tokens, channels]);
+            *faded = Some(Faded::add(faded.take(), values.cast(FloatDType::F32)));
+        }
+    }
+    Some(o)
 }
 
 /// The outputs of `rows`, piece by piece, each of which joins `past`.

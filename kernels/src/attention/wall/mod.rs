@@ -26,15 +26,27 @@
 //! held relative to the newest one, so that P itself, which grows with the sequence, is nowhere
 //! stored. A token costs kv_heads · head_dim · (2 + 1/128) elements, those of the open chunk kv_heads
 //! · head_dim more each. With `gate_heads = "query"` each query head needs its own rescaled keys:
-//! head_dim · (heads · (1 + 1/128) + kv_heads), and heads · head_dim more in the open chunk. With `gate_source = "key"` it costs 2 · kv_heads ·
-//! head_dim and nothing else: g is computed again from all cached keys at every step, which takes
-//! 2 · head_dim · outputs FLOPs a cached token and kv head.
+//! head_dim · (heads · (1 + 1/128) + kv_heads), and heads · head_dim more in the open chunk. With
+//! `gate_source = "key"` it costs 2 · kv_heads · head_dim and nothing else: g is computed again from all
+//! cached keys at every step, which takes 2 · head_dim · outputs FLOPs a cached token and kv head.
+//!
+//! On CUDA, in bf16, keys are relative to the starts of tiles of 64 tokens instead, up to
+//! exp(64 · g_max), which bf16 holds: no key is written twice, there is no open chunk, and one kernel makes
+//! a step's keys, queries and running P. With `gate_source = "key"` g is computed from the new key alone,
+//! once. A token costs kv_heads · head_dim · (2 + 1/64) elements wherever the gate comes from, with
+//! `gate_heads = "query"` head_dim · (heads · (1 + 1/64) + kv_heads).
 //!
 //! Appendix E evicts forgotten keys "at no cost". A forgotten key has score 0, not −∞: it keeps the
 //! weight e⁰ in the softmax, and many of them together outweigh the rest. So `evict_below` leaves
 //! behind their number and the mean of their values, which enter the softmax with score 0. What
 //! changes is then bounded by the threshold: a score by evict_below · scale · Σ_n |q_n k_n|. Whole
-//! chunks are evicted, all heads and batch rows of the layer together, when a chunk completes.
+//! chunks (on CUDA tiles) are evicted, all heads and batch rows of the layer together, when one completes.
+//!
+//! # Pruning
+//! With `prune`, the CUDA kernels for whole rows leave out tiles of keys that every channel has forgotten
+//! down to 2⁻¹²⁷, where the exponentials of scores are 1 in f32; their part of the softmax, their number and the
+//! sum of their values, is added afterwards. Results change by the order of sums and one more rounding of
+//! outputs and of dv. Elsewhere `prune` changes nothing.
 //!
 //! # Choices
 //! - With `rope`, q and k are rotated first, then gated. Scores then depend on
@@ -51,6 +63,7 @@ mod decode;
 mod gate;
 mod past;
 mod piece;
+mod prune;
 mod reference;
 #[cfg(test)]
 mod tests;
@@ -124,6 +137,10 @@ pub struct Config {
     /// Decoding evicts keys that have decayed below this factor in every channel, above 0 and
     /// below 1; default none. Needs a gate in every channel, and no window.
     pub evict_below: Option<f32>,
+    /// On CUDA, leave out of training and evaluation the tiles of 64 keys that every channel has forgotten,
+    /// down to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel, and no window;
+    /// rows of several documents are not pruned.
+    pub prune: bool,
 }
 
 impl Default for Config {
@@ -138,6 +155,7 @@ impl Default for Config {
             gate_source: GateSource::Hidden,
             key_gate: None,
             evict_below: None,
+            prune: false,
         }
     }
 }
@@ -165,6 +183,22 @@ impl Config {
     /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    }
+
+    /// The gate as [`Wall`] takes it: logits, or g of the keys `k`.
+    fn gate<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        k: Tensor<B, 4>,
+        projections: &[Tensor<B, 3>],
+        parameters: &[Tensor<B, 1>],
+    ) -> FloatTensor<B> {
+        match self.gate_source {
+            GateSource::Hidden => primitive(projections[0].clone()),
+            GateSource::Key => {
+                primitive(self.key_gate(shape, k.cast(FloatDType::F32), parameters))
+            }
+        }
     }
 
     /// What is wrong with the sizes and constants of the gate.
@@ -216,6 +250,13 @@ impl Config {
                 "leave key_gate out, or set gate_source = \"key\"",
             );
         }
+        problems.check(
+            !self.prune || self.gate_dims_of(shape) >= shape.head_dim,
+            format!("{key}.prune"),
+            true,
+            "only with a gate in every channel: the others never decay",
+            "leave gate_dims or prune out",
+        );
         let Some(threshold) = self.evict_below else { return };
         problems.check(
             threshold > 0.0 && threshold < 1.0,
@@ -241,8 +282,6 @@ impl Variant for Config {
 
     const KERNELS: &'static [&'static str] = &["cuda"];
 
-    const KEEPS_TYPE: bool = false;
-
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if self.rope {
             Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
@@ -251,10 +290,10 @@ impl Variant for Config {
         self.validate_options(key, shape, problems);
     }
 
-    /// Not with `evict_below`: what is left of evicted tokens is a sum, out of which those that
-    /// leave the window could not be taken.
+    /// Not with `evict_below` and `prune`: what is left of forgotten tokens is a sum, out of which those
+    /// that leave the window could not be taken.
     fn allows_window(&self) -> bool {
-        self.evict_below.is_none()
+        self.evict_below.is_none() && !self.prune
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
@@ -299,13 +338,7 @@ impl Variant for Config {
             }
             false => [q, k],
         };
-        let gate = match self.gate_source {
-            GateSource::Hidden => primitive(projections[0].clone()),
-            GateSource::Key => {
-                let k = k.clone().cast(FloatDType::F32);
-                primitive(self.key_gate(shape, k, &parameters))
-            }
-        };
+        let gate = self.gate(shape, k.clone(), &projections, &parameters);
         // Each gate has its keys.
         let gate_heads = self.gate_heads_of(shape);
         let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
@@ -313,6 +346,20 @@ impl Variant for Config {
         let op = Wall { config: self.clone(), shape };
         let ints = documents.into_iter().map(Tensor::into_primitive).collect();
         tensor(B::run(&op, [primitive(q), primitive(k), primitive(v), gate], ints))
+    }
+
+    fn share_left_out<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<f64> {
+        self.prune.then(|| {
+            let Inputs { k, projections, parameters, .. } = inputs.widened();
+            prune::share_forgotten(match self.gate_source {
+                GateSource::Hidden => self.hidden_gate(shape, projections[0].clone()),
+                GateSource::Key => self.key_gate(shape, self.rotate(k, 0), &parameters),
+            })
+        })
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
@@ -325,7 +372,7 @@ impl Variant for Config {
         inputs: Inputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
-        decode::extend(self, shape, inputs.widened(), state)
+        decode::extend(self, shape, inputs, state)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -359,6 +406,14 @@ impl Variant for Config {
 struct Wall {
     config: Config,
     shape: AttentionShape,
+}
+
+impl Wall {
+    /// Whether tiles of keys may be left out.
+    fn prunes(&self) -> bool {
+        let every = self.config.gate_dims_of(&self.shape) >= self.shape.head_dim;
+        self.config.prune && every && self.shape.window.is_none()
+    }
 }
 
 impl Op<4> for Wall {

@@ -1,10 +1,11 @@
 //! The tokens before the current piece: keys of complete chunks rescaled to their chunk's end, the
 //! open chunk as it came.
 
-use burn::tensor::Tensor;
+use burn::tensor::activation::sigmoid;
+use burn::tensor::{FloatDType, Tensor};
 
 use super::piece::{Keys, Part, Sight, repeat, times};
-use crate::attention::blocks::{copied, sums_after};
+use crate::attention::blocks::{copied, repeat_heads, sums_after};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -31,8 +32,19 @@ pub(super) struct Faded<B: OpBackend> {
 }
 
 impl<B: OpBackend> Faded<B> {
+    /// Outputs `[batch, heads, rows, value_dim]` with the evicted tokens' part, where `sums` has the
+    /// logarithms of the softmax's sums over the others, to base 2, `[batch, heads, rows, 1]`.
+    pub fn join(&self, o: Tensor<B, 4>, sums: Tensor<B, 4>) -> Tensor<B, 4> {
+        let ([batch, heads, _, value_dim], dtype) = (o.dims(), o.dtype());
+        let mean = self.mean.clone();
+        let kv_heads = mean.dims()[0] / batch;
+        let mean = repeat_heads(mean.reshape([batch, kv_heads, 1, value_dim]), heads / kv_heads);
+        let share = sigmoid((sums - (self.tokens as f64).log2()) * std::f64::consts::LN_2);
+        (mean.clone() + (o.cast(FloatDType::F32) - mean) * share).cast(dtype)
+    }
+
     /// Adds tokens with values `[batch · kv_heads, 1, chunks, chunk, value_dim]`.
-    fn add(old: Option<Self>, values: Tensor<B, 5>) -> Self {
+    pub fn add(old: Option<Self>, values: Tensor<B, 5>) -> Self {
         let [rows, _, chunks, chunk, value_dim] = values.dims();
         let new = chunks * chunk;
         let mean = values.reshape([rows, 1, 1, new, value_dim]).mean_dim(3);

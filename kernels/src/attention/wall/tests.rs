@@ -2,6 +2,7 @@
 
 mod decoding;
 mod length;
+mod pruning;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};

@@ -10,16 +10,67 @@
 //! lies 10,000 (natural logarithm) from the span's beginning. Only decays below −100 a token, token after
 //! token, bring that about.
 
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use super::{number, steps};
+use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::kernels::prefix_sum::scan;
-use crate::tile::LOG2_E;
 
 /// Tokens of a span.
 pub const SPAN: usize = 64;
 
 /// Threads of a block of [`prefix_sums`].
 pub const THREADS: usize = 1024;
+
+/// A learned decay's prefix sums, see [`prefix_sums`]: `[batch, heads, tokens]` and
+/// `[batch, heads, spans + 1]`, which may have more room than that.
+pub struct Decay {
+    /// Σ ℓ within spans.
+    pub within: CudaTensor,
+    /// Σ ℓ before spans.
+    pub before: CudaTensor,
+}
+
+impl Decay {
+    /// Of ℓ, `[batch, heads, keys]` in f32.
+    pub fn new(log_decay: &CudaTensor) -> Self {
+        let [batch, heads, keys]: [usize; 3] = log_decay.meta.shape().dims();
+        let within = empty(log_decay, &[batch, heads, keys], DType::F32);
+        let spans = keys.div_ceil(SPAN);
+        let before = empty(log_decay, &[batch, heads, spans + 1], DType::F64);
+        let decay = Decay { within, before };
+        decay.add(log_decay, 0);
+        decay
+    }
+
+    /// Adds the sums of tokens with ℓ `[batch, heads, tokens]` to those of the `held` before them.
+    pub fn add(&self, log_decay: &CudaTensor, held: usize) {
+        let [batch, heads, tokens]: [usize; 3] = log_decay.meta.shape().dims();
+        // SAFETY: a block handles one of the rows, and stays within its tokens.
+        unsafe {
+            prefix_sums::launch_unchecked::<CudaRuntime>(
+                &log_decay.client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(THREADS as u32),
+                buffer(log_decay, 1),
+                buffer(&self.within, 1),
+                buffer(&self.before, 1),
+                heads as u32,
+                tokens as u32,
+                steps(log_decay),
+                self.sums(held),
+            );
+        }
+    }
+
+    /// Where the sums lie, of which `held` tokens' are there.
+    pub fn sums(&self, held: usize) -> SumsLaunch<CudaRuntime> {
+        let row = |x: &CudaTensor| number(x.meta.strides()[1]);
+        SumsLaunch::new(row(&self.within), row(&self.before), number(held))
+    }
+}
 
 /// Where the elements of `[batch, heads, tokens]` lie.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -32,11 +83,31 @@ pub struct Steps {
     pub token: u32,
 }
 
-/// Σ ℓ within spans, up to and with each token, and before each span.
+/// Where sums lie, and how many tokens they go over already.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Sums {
+    /// From one row of `within` to the next.
+    pub within: u32,
+    /// From one row of `before` to the next.
+    pub before: u32,
+    /// Tokens whose sums are there.
+    pub held: u32,
+}
+
+#[cube]
+impl Sums {
+    /// Σ ℓ up to and with the token at `position`.
+    pub fn at(&self, row: usize, within: &Array<f32>, before: &Array<f64>, position: usize) -> f64 {
+        before[row * self.before as usize + position / SPAN]
+            + f64::cast_from(within[row * self.within as usize + position])
+    }
+}
+
+/// Σ ℓ within spans, up to and with each token, and before each span, of tokens that follow those held.
 ///
 /// - `log_decay`: `[batch, heads, tokens]`, placed by `steps`
-/// - `within`: `[batch, heads, tokens]`
-/// - `before`: `[batch, heads, spans]`
+/// - `within`: `[batch, heads, held + tokens]`
+/// - `before`: `[batch, heads, spans + 1]`; the last is that of all tokens
 ///
 /// Grid: batch · heads.
 #[cube(launch_unchecked)]
@@ -47,35 +118,46 @@ pub fn prefix_sums(
     heads: u32,
     tokens: u32,
     steps: Steps,
+    sums: Sums,
 ) {
     let row = CUBE_POS_X as usize;
-    let (heads, tokens) = (heads as usize, tokens as usize);
+    let (heads, held) = (heads as usize, sums.held as usize);
+    let end = held + tokens as usize;
     let base = row / heads * steps.batch as usize + row % heads * steps.head as usize;
-    let spans = (tokens + SPAN - 1) / SPAN;
+    let within_at = row * sums.within as usize;
+    let before_at = row * sums.before as usize;
+    let (first_span, spans) = (held / SPAN, (end + SPAN - 1) / SPAN);
     let lane = UNIT_POS_PLANE as usize;
 
     // 1. Within spans, a warp for each; what a span adds up to.
-    let mut span = UNIT_POS as usize / 32;
+    if (held == 0) & (UNIT_POS == 0) {
+        before[before_at] = f64::cast_from(0f32);
+    }
+    let mut span = first_span + UNIT_POS as usize / 32;
     while span < spans {
         let first = span * SPAN + lane * 2;
+        let mut own = 0f32;
+        if span * SPAN < held {
+            own = within[within_at + held - 1];
+        }
         let mut one = 0f32;
         let mut two = 0f32;
-        if first < tokens {
-            one = log_decay[base + first * steps.token as usize];
+        if (first >= held) & (first < end) {
+            one = log_decay[base + (first - held) * steps.token as usize];
         }
-        if first + 1 < tokens {
-            two = log_decay[base + (first + 1) * steps.token as usize];
+        if (first + 1 >= held) & (first + 1 < end) {
+            two = log_decay[base + (first + 1 - held) * steps.token as usize];
         }
         let through = scan::<f32>(one + two);
-        let up_to = select(lane == 0, 0f32, plane_shuffle_up(through, 1u32));
-        if first < tokens {
-            within[row * tokens + first] = up_to + one;
+        let up_to = own + select(lane == 0, 0f32, plane_shuffle_up(through, 1u32));
+        if (first >= held) & (first < end) {
+            within[within_at + first] = up_to + one;
         }
-        if first + 1 < tokens {
-            within[row * tokens + first + 1] = through;
+        if (first + 1 >= held) & (first + 1 < end) {
+            within[within_at + first + 1] = own + through;
         }
         if lane == 31 {
-            before[row * spans + span] = f64::cast_from(through);
+            before[before_at + span + 1] = f64::cast_from(own + through);
         }
         span += comptime!(THREADS / 32);
     }
@@ -83,14 +165,13 @@ pub fn prefix_sums(
 
     // 2. Sums before spans, by one warp.
     if UNIT_POS < 32 {
-        let mut sum = f64::cast_from(0f32);
-        for group in 0..(spans + 31) / 32 {
-            let span = group * 32 + lane;
-            let at = row * spans + min(span, spans - 1);
+        let mut sum = before[before_at + first_span];
+        for group in 0..(spans - first_span + 31) / 32 {
+            let span = first_span + group * 32 + lane;
+            let at = before_at + min(span, spans - 1) + 1;
             let through = scan::<f64>(before[at]);
-            let up_to = plane_shuffle_up(through, 1u32);
             if span < spans {
-                before[at] = sum + select(lane == 0, f64::cast_from(0f32), up_to);
+                before[at] = sum + through;
             }
             sum += plane_shuffle(through, 31u32);
         }
@@ -100,21 +181,7 @@ pub fn prefix_sums(
 /// Σ ℓ before the span of `position`, in the row `row` of `before`.
 #[cube]
 pub fn sum_before(before: &Array<f64>, row: usize, keys: usize, position: usize) -> f64 {
-    before[row * ((keys + SPAN - 1) / SPAN) + position / SPAN]
-}
-
-/// Σ ℓ from before the span of `column` up to where the sum is `own`; that of the last key's span for
-/// columns past it.
-#[cube]
-pub fn sum_between(own: f64, before: &Array<f64>, row: usize, keys: usize, column: usize) -> f32 {
-    f32::cast_from(own - sum_before(before, row, keys, min(column, keys - 1)))
-}
-
-/// The bias of the key at `column`, to base 2, for queries whose scores are relative to a span, where
-/// `between` is [`sum_between`] that and the key's; of the last key for those past it.
-#[cube]
-pub fn bias(between: f32, within: &Array<f32>, row: usize, keys: usize, column: usize) -> f32 {
-    (between - within[row * keys + min(column, keys - 1)]) * LOG2_E
+    before[row * ((keys + SPAN - 1) / SPAN + 1) + position / SPAN]
 }
 
 /// What the biases of a tile's keys are made of. Read a while before it is needed.

@@ -180,15 +180,19 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             sums.read(before, within, row, keys, start - span, span);
         }
     }
-    let ends_at = (batch * (problem.heads / problem.group) as usize + kv_head)
-        * ((keys + TILE - 1) / TILE + 1)
-        * dim;
-    // Where q's gates are, and where they go for the next tile.
+    // The starts of tiles go up to the one that the next token is in.
+    let mut ends_of_row = keys / TILE + 1;
+    if comptime!(!options.from_starts) {
+        ends_of_row = (keys + TILE - 1) / TILE + 1;
+    }
+    let ends_at = (batch * (problem.heads / problem.group) as usize + kv_head) * ends_of_row * dim;
+    // Where q's gates are, and where they go for the next tile: to its end, or its start.
+    let anchor = comptime!(if options.from_starts { 0usize } else { 1usize });
     let mut here = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
     let mut there = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
     if comptime!(gated > 0) {
         read_ends::<N2>(ends, ends_at, all_to / TILE, &mut here, pairs, dim);
-        read_ends::<N2>(ends, ends_at, start / TILE + 1, &mut there, pairs, dim);
+        read_ends::<N2>(ends, ends_at, start / TILE + anchor, &mut there, pairs, dim);
     }
 
     pass_by::<E, V>(
@@ -221,7 +225,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             options,
         );
         if comptime!(gated > 0) && start > group_from {
-            read_ends::<N2>(ends, ends_at, (start - span) / TILE + 1, &mut there, pairs, dim);
+            read_ends::<N2>(ends, ends_at, (start - span) / TILE + anchor, &mut there, pairs, dim);
         }
     }
     for back in seen_from..seen_to {
@@ -271,7 +275,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
                     sums.read(before, within, row, keys, next - span, span);
                 }
                 if comptime!(gated > 0) {
-                    let end = (next - span) / TILE + 1;
+                    let end = (next - span) / TILE + anchor;
                     read_ends::<N2>(ends, ends_at, end, &mut there, pairs, dim);
                 }
             }

@@ -8,6 +8,10 @@
 //! rounding. Where J < I it is at most 1; in the tile of I itself it brings the queries up to E_I,
 //! by at most 2^82 with gates above −0.87, which bf16 holds.
 //!
+//! Decoding keeps keys as k_j 2^(E_{J−1} − p_j) instead, factors of at most 2^82: what comes after in the tile
+//! changes no key that is there already. A pair of tiles then lacks 2^(E_{I−1} − E_{J−1}), at most 1; as q bears
+//! all of it, what has decayed below some 2⁻⁴⁶ may become 0.
+//!
 //! Gradients are summed up in units that follow the tiles, so that all that is ever done to a sum is
 //! to multiply it by powers of two that are at most 1: dq over tiles of keys in their order, dk over
 //! tiles of queries in the reverse order.

@@ -11,6 +11,12 @@
 mod backward;
 #[allow(clippy::manual_div_ceil)]
 mod decay;
+#[allow(
+    clippy::duplicate_underscore_argument,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of
+)]
+mod decaying;
 #[allow(clippy::duplicate_underscore_argument, clippy::manual_div_ceil)]
 mod decode;
 #[allow(
@@ -20,86 +26,30 @@ mod decode;
 )]
 mod forward;
 mod gates;
+mod heads;
+mod kept;
 #[allow(clippy::manual_div_ceil)]
 mod prune;
 mod scores;
 
 use burn::tensor::{DType, Shape, bf16};
-use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::backward::keys::Parts;
+use self::decay::Decay;
+use self::decode::decode;
 use self::scores::{Options, ProblemLaunch};
-use super::{PRUNED, Softmax, cuda_serves};
+use super::{Softmax, cuda_serves};
 use crate::backend::Forward;
-use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty, reshaped};
+use crate::cuda::{CudaTensor, buffer, empty, zeros};
 use crate::ops::cuda::integers;
 use crate::ops::cuda::prefix_sum::prefix_sum;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS};
-use crate::tile::{self, CHUNK, PANEL_DIM, RowsLaunch};
+use crate::tile::{CHUNK, PANEL_DIM};
 
 /// Elements that a kernel writes at a time.
 const PAIR: usize = 2;
-
-/// A tensor `[batch, heads, rows, channels]` whose rows can be read in chunks.
-pub struct Heads {
-    /// The tensor.
-    pub tensor: CudaTensor,
-    /// Its shape.
-    pub dims: [usize; 4],
-}
-
-impl Heads {
-    /// `x` as it lies where chunks are whole and aligned, else a copy.
-    pub fn new(x: &CudaTensor) -> Self {
-        let dims: [usize; 4] = x.meta.shape().dims();
-        let strides = x.meta.strides();
-        let whole = |d: usize| dims[d] == 1 || (strides[d] > 0 && strides[d].is_multiple_of(CHUNK));
-        let offset = x.handle.offset_start.unwrap_or(0);
-        let fits = strides[3] == 1 && (0..3).all(whole) && offset.is_multiple_of(WIDE as u64);
-        let tensor = if fits { x.clone() } else { contiguous(x) };
-        Heads { tensor, dims }
-    }
-
-    /// A new tensor of this one's shape, which lies as `[batch, rows, heads, channels]`, the order
-    /// of what projections give and take.
-    pub fn like(&self) -> Self {
-        self.of(self.tensor.dtype)
-    }
-
-    /// [`Heads::like`] in another type.
-    fn of(&self, dtype: DType) -> Self {
-        let [batch, heads, rows, channels] = self.dims;
-        let mut tensor = empty(&self.tensor, &[batch, rows, heads, channels], dtype);
-        tensor.meta.swap(1, 2);
-        Heads { tensor, dims: self.dims }
-    }
-
-    /// The strides, a whole row where a dimension of one element may have any.
-    fn strides(&self) -> [usize; 4] {
-        let strides = self.tensor.meta.strides();
-        let row = self.dims[3].next_multiple_of(CHUNK);
-        std::array::from_fn(|d| if d < 3 && self.dims[d] == 1 { row } else { strides[d] })
-    }
-
-    /// Where rows lie, for a kernel that writes them.
-    pub fn rows(&self) -> RowsLaunch<CudaRuntime> {
-        let chunks = |d: usize| u32::try_from(self.strides()[d] / CHUNK);
-        let chunks = |d| chunks(d).expect("strides below 2^32 chunks");
-        RowsLaunch::new(chunks(0), chunks(1), chunks(2))
-    }
-
-    /// The tensor for a kernel that loads `rows` rows at a time.
-    fn map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
-        let (handle, strides) = (self.tensor.handle.clone(), self.strides());
-        // SAFETY: the buffer holds the tensor.
-        let tensor = unsafe { TensorArg::from_raw_parts(handle, strides.into(), self.dims.into()) };
-        let tile_size = [1, 1, rows, PANEL_DIM].into();
-        TensorMapArg::new(TiledArgs { tile_size }, tensor, bf16::as_type_native_unchecked())
-            .with_swizzle(TensorMapSwizzle::B128)
-    }
-}
 
 /// What all passes of one call share.
 struct Call<'a> {
@@ -117,108 +67,36 @@ struct Call<'a> {
 /// Gates by channel, to which q and k are relative already, see [`gates`].
 #[derive(Clone)]
 pub struct Gates {
-    /// E_{−1}, E_0, …, `[batch, kv_heads, tiles + 1, padded(head_dim)]`, 32-bit integers.
+    /// E_{−1}, E_0, …, `[batch, kv_heads, tiles + 1, padded(head_dim)]`, 32-bit integers; there may be room
+    /// for more in decoding.
     pub ends: CudaTensor,
+    /// Whether keys are relative to the starts of their tiles, as in decoding; else to their ends.
+    pub from_starts: bool,
     /// Channels with a gate, the first ones.
     pub channels: usize,
 }
 
 pub use self::decay::{Steps, StepsLaunch};
+pub use self::decaying::Decaying;
 pub use self::gates::{TILE as GATE_TILE, power};
+pub use self::heads::Heads;
+pub use self::kept::{Kept, room, unseen};
+pub use self::prune::Pruned;
 
 /// Channels of a head in the kernels.
 pub fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL_DIM)
 }
 
-/// A learned decay's prefix sums, see [`decay::prefix_sums`].
-struct Decay {
-    within: CudaTensor,
-    before: CudaTensor,
+/// Where the elements of `[batch, heads, tokens]` lie.
+fn steps(x: &CudaTensor) -> StepsLaunch<CudaRuntime> {
+    let strides = x.meta.strides();
+    StepsLaunch::new(number(strides[0]), number(strides[1]), number(strides[2]))
 }
 
-impl Decay {
-    /// Of ℓ, `[batch, heads, keys]` in f32.
-    fn new(log_decay: &CudaTensor) -> Self {
-        let [batch, heads, keys]: [usize; 3] = log_decay.meta.shape().dims();
-        let within = empty(log_decay, &[batch, heads, keys], DType::F32);
-        let spans = keys.div_ceil(decay::SPAN);
-        let before = empty(log_decay, &[batch, heads, spans], DType::F64);
-        let strides = log_decay.meta.strides();
-        let step = |d: usize| u32::try_from(strides[d]).expect("strides below 2^32");
-        // SAFETY: a block handles one of the rows, and stays within its tokens.
-        unsafe {
-            decay::prefix_sums::launch_unchecked::<CudaRuntime>(
-                &log_decay.client,
-                CubeCount::Static((batch * heads) as u32, 1, 1),
-                CubeDim::new_1d(decay::THREADS as u32),
-                buffer(log_decay, 1),
-                buffer(&within, 1),
-                buffer(&before, 1),
-                heads as u32,
-                keys as u32,
-                decay::StepsLaunch::new(step(0), step(1), step(2)),
-            );
-        }
-        Decay { within, before }
-    }
-}
-
-/// Where queries begin to see keys under pruning, 32-bit integers, see [`prune`].
-struct Pruned {
-    starts: CudaTensor,
-    bounds: CudaTensor,
-    least: CudaTensor,
-}
-
-impl Pruned {
-    /// Of a call with a decay.
-    fn new(call: &Call, decay: &Decay) -> Self {
-        let [batch, heads, queries, _] = call.q.dims;
-        let [_, kv_heads, keys, _] = call.k.dims;
-        let client = &call.q.tensor.client;
-        let (q_norms, k_norms) = (row_sums(&call.q, &call.q), row_sums(&call.k, &call.k));
-        let groups = queries.div_ceil(decay::SPAN);
-        let integers = |shape: &[usize]| empty(&call.q.tensor, shape, DType::I32);
-        let starts = integers(&[batch, heads, queries]);
-        let bounds = integers(&[batch, heads, groups, 2]);
-        let least = integers(&[batch, heads, groups]);
-        // SAFETY: every row and group of the tensors has its thread, which stays within it.
-        unsafe {
-            prune::largest_norms::launch_unchecked::<CudaRuntime>(
-                client,
-                CubeCount::Static((batch * kv_heads) as u32, 1, 1),
-                CubeDim::new_1d(prune::THREADS as u32),
-                buffer(&k_norms, 1),
-                keys as u32,
-            );
-            prune::first_keys::launch_unchecked::<CudaRuntime>(
-                client,
-                grid(queries, decay::SPAN, batch * heads),
-                CubeDim::new_1d(decay::SPAN as u32),
-                buffer(&q_norms, 1),
-                buffer(&k_norms, 1),
-                buffer(&decay.within, 1),
-                buffer(&decay.before, 1),
-                buffer(&starts, 1),
-                buffer(&bounds, 1),
-                queries as u32,
-                keys as u32,
-                (heads / kv_heads) as u32,
-                call.op.scale,
-                PRUNED.ln(),
-            );
-            prune::least_after::launch_unchecked::<CudaRuntime>(
-                client,
-                CubeCount::Static((batch * heads) as u32, 1, 1),
-                CubeDim::new_1d(32),
-                buffer(&bounds, 1),
-                buffer(&least, 1),
-                groups as u32,
-            );
-        }
-        Pruned { starts, bounds, least }
-    }
+/// A size or a stride as kernels take it.
+fn number(size: usize) -> u32 {
+    u32::try_from(size).expect("sizes below 2^32")
 }
 
 impl<'a> Call<'a> {
@@ -259,7 +137,12 @@ impl<'a> Call<'a> {
     ) -> Self {
         let call = Call::new(op, inputs, None, documents).expect("inputs that the kernels serve");
         let plain = op.softcap.is_none() && op.slopes.is_empty();
-        assert!(plain && call.q.dims[2] == call.k.dims[2], "gates with {op:?}, {:?}", call.q.dims);
+        let (queries, keys) = (call.q.dims[2], call.k.dims[2]);
+        let whole = match gates.from_starts {
+            true => queries == 1 || (keys - queries).is_multiple_of(GATE_TILE),
+            false => keys == queries,
+        };
+        assert!(plain && whole, "gates with {op:?}, {queries} queries on {keys} keys");
         Call { gates: Some(gates.clone()), ..call }
     }
 
@@ -282,6 +165,7 @@ impl<'a> Call<'a> {
             alibi: !self.op.slopes.is_empty(),
             decay: self.decay.is_some(),
             gated: self.gates.as_ref().map_or(0, |gates| gates.channels.div_ceil(16)),
+            from_starts: self.gates.as_ref().is_some_and(|gates| gates.from_starts),
             window: self.op.window.is_some(),
             documents: self.documents.is_some(),
             prune: self.pruned.is_some(),
@@ -289,14 +173,13 @@ impl<'a> Call<'a> {
     }
 
     fn problem(&self) -> ProblemLaunch<CudaRuntime> {
-        let count = |n: usize| u32::try_from(n).expect("sizes below 2^32");
         let [heads, kv_heads] = [self.q.dims[1], self.k.dims[1]];
         ProblemLaunch::new(
-            count(heads),
-            count(heads / kv_heads),
-            count(self.q.dims[2]),
-            count(self.k.dims[2]),
-            self.op.window.map_or(u32::MAX, count),
+            number(heads),
+            number(heads / kv_heads),
+            number(self.q.dims[2]),
+            number(self.k.dims[2]),
+            self.op.window.map_or(u32::MAX, number),
             self.op.scale,
             self.op.softcap.unwrap_or(1.0),
         )
@@ -385,7 +268,8 @@ pub fn forward(
     }
     let call = Call::new(op, inputs, log_decay.map(Decay::new), documents)?;
     if call.q.dims[2] == 1 && !needs {
-        return Some(Forward { output: decode(&call), saved: vec![] });
+        let [o, _] = decode(&call, None);
+        return Some(Forward { output: o, saved: vec![] });
     }
     let pruned = call.decay.as_ref().filter(|_| op.prune).map(|decay| Pruned::new(&call, decay));
     let call = Call { pruned, ..call };
@@ -401,14 +285,27 @@ pub fn forward(
 /// o and lse of q and k relative to `gates`.
 ///
 /// # Panics
-/// Where [`cuda_serves`] says no, with softcap or slopes, or fewer queries than keys.
+/// Where [`cuda_serves`] says no, with softcap or slopes; with fewer queries than keys, but where these are
+/// relative to the starts of their tiles and the queries begin with one.
 pub fn forward_gated(
     op: &Softmax,
     inputs: [&CudaTensor; 3],
     gates: &Gates,
+    pruned: Option<&Pruned>,
     documents: Option<&CudaTensor>,
 ) -> [CudaTensor; 2] {
-    attend(&Call::gated(op, inputs, gates, documents))
+    let pruned = pruned.cloned();
+    attend(&Call { pruned, ..Call::gated(op, inputs, gates, documents) })
+}
+
+/// o and lse of one query a head, relative to `gates` as the keys are, to the starts of their tiles. Heads of
+/// k may share one of v.
+///
+/// # Panics
+/// As [`forward_gated`].
+pub fn decode_gated(op: &Softmax, inputs: [&CudaTensor; 3], gates: &Gates) -> [CudaTensor; 2] {
+    assert!(gates.from_starts, "keys relative to the ends of their tiles");
+    decode(&Call::gated(op, inputs, gates, None), None)
 }
 
 /// o and lse.
@@ -447,89 +344,6 @@ fn attend(call: &Call) -> [CudaTensor; 2] {
     [o.tensor, lse]
 }
 
-/// Fewest keys that one block of [`decode`] reads, as long as there are as many.
-const KEYS_OF_A_SPLIT: usize = 256;
-
-/// Bytes of a Hopper multiprocessor's shared memory that blocks can use.
-const SHARED_MEMORY: usize = 227 << 10;
-
-/// Parts that the keys are split into, up to `most`, where each makes `rows` blocks: few, and hardly
-/// any of the device's `slots` for blocks is empty while the last ones run.
-fn splits(rows: usize, slots: usize, most: usize) -> usize {
-    let full = |splits: usize| {
-        let blocks = rows * splits;
-        blocks as f64 / blocks.next_multiple_of(slots) as f64
-    };
-    let choices = 1..=most.min(4 * slots.div_ceil(rows));
-    let best = choices.clone().map(full).fold(0.0, f64::max);
-    choices.into_iter().find(|&splits| full(splits) >= best - 0.05).unwrap_or(1)
-}
-
-/// o of one query a head.
-fn decode(call: &Call) -> CudaTensor {
-    let [batch, heads, _, head_dim] = call.q.dims;
-    let [_, kv_heads, keys, _] = call.k.dims;
-    let client = &call.q.tensor.client;
-    let rows = batch * kv_heads * (heads / kv_heads).div_ceil(decode::ROWS);
-    let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132);
-    let warps = decode::WARPS;
-    let span = warps * decode::KEYS_OF_A_WARP;
-    let options = Options { warps, span, ..call.options(SHAPES) };
-    // A tile of q, and two of k and of v, in bf16.
-    let tiles = (decode::ROWS + 4 * span) * options.dim * 2;
-    let resident = (SHARED_MEMORY / (tiles + tile::ALIGN)).clamp(1, 4);
-    let slots = processors as usize * resident;
-    let splits = splits(rows, slots, keys.div_ceil(KEYS_OF_A_SPLIT));
-    let of_a_split = keys.div_ceil(splits).next_multiple_of(span);
-    let splits = keys.div_ceil(of_a_split);
-    let count = splits * warps;
-    let parts = empty(&call.q.tensor, &[count, batch, heads, head_dim], DType::F32);
-    let lse = empty(&call.q.tensor, &[count, batch, heads], DType::F32);
-    // Heads take the rows' place: [batch, 1, heads, head_dim].
-    let mut q = call.q.tensor.clone();
-    q.meta.swap(1, 2);
-    let q = Heads::new(&q);
-    let [within, before] = call.decay();
-    // SAFETY: as in `attend`.
-    unsafe {
-        decode::split::launch_unchecked::<bf16, CudaRuntime>(
-            client,
-            CubeCount::Static(splits as u32, rows as u32, 1),
-            CubeDim::new_1d(32 * warps as u32),
-            CHUNK,
-            q.map(decode::ROWS),
-            call.k.map(span),
-            call.v.map(span),
-            call.documents(),
-            call.slopes(),
-            within,
-            before,
-            buffer(&parts, 1),
-            buffer(&lse, 1),
-            call.problem(),
-            of_a_split as u32,
-            options,
-        );
-    }
-    let o = call.q.like();
-    // SAFETY: as in `attend`.
-    unsafe {
-        decode::join::launch_unchecked::<bf16, CudaRuntime>(
-            client,
-            CubeCount::Static((batch * heads) as u32, 1, 1),
-            CubeDim::new_1d(head_dim.next_multiple_of(32) as u32),
-            buffer(&parts, 1),
-            buffer(&lse, 1),
-            buffer(&o.tensor, 1),
-            count as u32,
-            heads as u32,
-            o.rows(),
-            head_dim,
-        );
-    }
-    o.tensor
-}
-
 /// The gradients of q, k, v and, where there is one, the decay from what [`forward`] saved.
 pub fn backward(
     op: &Softmax,
@@ -549,11 +363,8 @@ pub fn backward(
     let sums = row_sums(&o, &grad);
     // Σ dS of each query and of each key, where there is a decay.
     let d_scores = call.decay.as_ref().map(|decay| {
-        let shape = decay.within.meta.shape();
-        // As one row: burn may leave gaps between rows.
-        let row = Shape::new([shape.num_elements()]);
-        let zeros = |_| zeros_client(q.client.clone(), q.device.clone(), row.clone(), DType::F32);
-        [(); 2].map(zeros).map(|sums| reshaped(&sums, &shape.dims::<3>()))
+        let shape = decay.within.meta.shape().dims::<3>();
+        [(); 2].map(|()| zeros(&q, &shape, DType::F32))
     });
     let [d_rows, d_columns] = d_scores.clone().unwrap_or_else(|| [lse.clone(), lse.clone()]);
     let dq = grad_of_queries(&call, &grad, &lse, &sums, &d_rows);
@@ -573,10 +384,12 @@ pub fn backward_gated(
     op: &Softmax,
     inputs: [&CudaTensor; 3],
     gates: &Gates,
+    pruned: Option<&Pruned>,
     documents: Option<&CudaTensor>,
     [o, lse, grad]: [&CudaTensor; 3],
 ) -> [CudaTensor; 3] {
-    let call = Call::gated(op, inputs, gates, documents);
+    let pruned = pruned.cloned();
+    let call = Call { pruned, ..Call::gated(op, inputs, gates, documents) };
     let (o, grad) = (Heads::new(o), Heads::new(grad));
     let sums = row_sums(&o, &grad);
     let dq = grad_of_queries(&call, &grad, lse, &sums, lse);
@@ -707,23 +520,4 @@ fn grad_of_keys(
         }
     }
     [dk.tensor, dv.tensor]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_keys_are_split_so_that_blocks_fill_the_device() {
-        // Rows of blocks, slots, most splits: splits.
-        for (rows, slots, most, want) in [
-            (128, 396, 128, 3), // 384 blocks at once.
-            (128, 396, 2, 2),   // A short cache.
-            (16, 396, 512, 24),
-            (200, 396, 100, 5), // 1,000 blocks in three rounds.
-            (512, 396, 100, 3), // 1,536 in four.
-        ] {
-            assert_eq!(splits(rows, slots, most), want, "{rows} rows, {slots} slots, {most}");
-        }
-    }
 }

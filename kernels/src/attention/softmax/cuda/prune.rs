@@ -7,12 +7,78 @@
 //! Lin et al., "Adaptive computation pruning for the Forgetting Transformer", 2025, with bounds of each
 //! row in place of one for all). What is left out depends on no later token.
 
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{SPAN, sum_before};
+use super::decay::{Decay, SPAN, sum_before};
+use super::{Call, grid, row_sums};
+use crate::attention::softmax::PRUNED;
+use crate::cuda::{CudaTensor, buffer, empty};
 
 /// Threads of a block of [`largest_norms`].
 pub const THREADS: usize = 1024;
+
+/// Where queries begin to see keys under pruning, 32-bit integers, with tiles of 64 queries.
+#[derive(Clone)]
+pub struct Pruned {
+    /// The first key that each query sees, `[batch, heads, queries]`.
+    pub starts: CudaTensor,
+    /// The least and the most of each tile's, `[batch, heads, tiles, 2]`.
+    pub bounds: CudaTensor,
+    /// The least of each tile's and all later ones', `[batch, heads, tiles]`.
+    pub least: CudaTensor,
+}
+
+impl Pruned {
+    /// Of a call with a decay, see [`first_keys`].
+    pub(super) fn new(call: &Call, decay: &Decay) -> Self {
+        let [batch, heads, queries, _] = call.q.dims;
+        let [_, kv_heads, keys, _] = call.k.dims;
+        let client = &call.q.tensor.client;
+        let (q_norms, k_norms) = (row_sums(&call.q, &call.q), row_sums(&call.k, &call.k));
+        let groups = queries.div_ceil(SPAN);
+        let integers = |shape: &[usize]| empty(&call.q.tensor, shape, DType::I32);
+        let starts = integers(&[batch, heads, queries]);
+        let bounds = integers(&[batch, heads, groups, 2]);
+        let least = integers(&[batch, heads, groups]);
+        // SAFETY: every row and group of the tensors has its thread, which stays within it.
+        unsafe {
+            largest_norms::launch_unchecked::<CudaRuntime>(
+                client,
+                CubeCount::Static((batch * kv_heads) as u32, 1, 1),
+                CubeDim::new_1d(THREADS as u32),
+                buffer(&k_norms, 1),
+                keys as u32,
+            );
+            first_keys::launch_unchecked::<CudaRuntime>(
+                client,
+                grid(queries, SPAN, batch * heads),
+                CubeDim::new_1d(SPAN as u32),
+                buffer(&q_norms, 1),
+                buffer(&k_norms, 1),
+                buffer(&decay.within, 1),
+                buffer(&decay.before, 1),
+                buffer(&starts, 1),
+                buffer(&bounds, 1),
+                queries as u32,
+                keys as u32,
+                (heads / kv_heads) as u32,
+                call.op.scale,
+                PRUNED.ln(),
+            );
+            least_after::launch_unchecked::<CudaRuntime>(
+                client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(32),
+                buffer(&bounds, 1),
+                buffer(&least, 1),
+                groups as u32,
+            );
+        }
+        Pruned { starts, bounds, least }
+    }
+}
 
 /// max_{s ≤ t} x_s of each row, in place.
 ///

@@ -24,11 +24,13 @@ pub struct Options {
     pub decay: bool,
     /// Channels with a gate, in 16s, the first ones; without softcap, ALiBi and decay.
     pub gated: usize,
+    /// Whether keys are relative to the starts of their tiles of gates; else to their ends.
+    pub from_starts: bool,
     /// Whether keys far back are hidden.
     pub window: bool,
     /// Whether keys of other documents are hidden.
     pub documents: bool,
-    /// Whether keys that have decayed too far are left out; only with a decay.
+    /// Whether keys that have decayed too far are left out; only with a decay or with gates.
     pub prune: bool,
 }
 

@@ -20,6 +20,8 @@ pub struct Options {
     pub gated: usize,
     /// Whether the gate comes as logits; else as g.
     pub logits: bool,
+    /// Whether keys become relative to the starts of their tiles; else to their ends.
+    pub from_starts: bool,
 }
 
 /// Sizes and numbers.
@@ -31,6 +33,8 @@ pub struct Sizes {
     pub group: u32,
     /// Tokens.
     pub tokens: u32,
+    /// Tokens of the first one's tile that are before it.
+    pub skip: u32,
     /// Factor on q·k.
     pub scale: f32,
 }
@@ -47,22 +51,23 @@ pub struct Clamp {
 #[cube]
 impl Sizes {
     /// Tiles of a row of tokens.
-    fn tiles(&self) -> usize {
-        (self.tokens as usize + TILE - 1) / TILE
+    pub fn tiles(&self) -> usize {
+        ((self.skip + self.tokens) as usize + TILE - 1) / TILE
     }
 
     /// The first token of this block's tile.
-    fn first(&self) -> usize {
-        CUBE_POS_X as usize * TILE
+    pub fn first(&self) -> usize {
+        max(CUBE_POS_X as usize * TILE, self.skip as usize) - self.skip as usize
     }
 
     /// Tokens of this block's tile.
-    fn count(&self) -> usize {
-        min(TILE, self.tokens as usize - self.first())
+    pub fn count(&self) -> usize {
+        let end = (CUBE_POS_X as usize + 1) * TILE - self.skip as usize;
+        min(end, self.tokens as usize) - self.first()
     }
 
     /// Where this block's sequence and head of the gate begin.
-    fn gate_base(&self, steps: &Steps) -> usize {
+    pub fn gate_base(&self, steps: &Steps) -> usize {
         let (row, heads) = (CUBE_POS_Y as usize, self.kv_heads as usize);
         row / heads * steps.batch as usize + row % heads * steps.head as usize
     }
@@ -106,7 +111,7 @@ fn slope(gate: f32, clamp: &Clamp, #[comptime] logits: bool) -> f32 {
 
 /// The gates of two neighbouring channels, 0 where they have none.
 #[cube]
-fn load_gates<Z: Numeric, N: Size>(
+pub fn load_gates<Z: Numeric, N: Size>(
     gate: &Array<Z>,
     at: usize,
     channel: usize,
@@ -124,7 +129,7 @@ fn load_gates<Z: Numeric, N: Size>(
 
 /// g · log₂ e of two neighbouring channels, 0 where they have no gate.
 #[cube]
-fn decays<N: Size>(
+pub fn decays<N: Size>(
     gates: Vector<f32, N>,
     channel: usize,
     clamp: &Clamp,
@@ -203,7 +208,8 @@ pub fn tile_ends(sums: &Array<f32>, ends: &mut Array<i32>, rests: &mut Array<f32
     }
 }
 
-/// q_t · 2^(p_t − E_{J−1}) and k_t · 2^(E_J − p_t), J the tile of t.
+/// q_t · 2^(p_t − E_{J−1}) and k_t · 2^(E_J − p_t), or with `from_starts` k_t · 2^(E_{J−1} − p_t), J the tile
+/// of t.
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
@@ -237,7 +243,10 @@ pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
     #[unroll]
     for e in 0..2usize {
         since[e] = rests[end + e];
-        span[e] = power(ends[end + options.dim + e] - ends[end + e]);
+        span[e] = 1f32;
+        if !options.from_starts {
+            span[e] = power(ends[end + options.dim + e] - ends[end + e]);
+        }
     }
     let count = sizes.count();
     if channel < options.real {
@@ -292,7 +301,7 @@ pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
 
 /// Where this unit's pair of channels of a token lies.
 #[cube]
-fn pair_at(rows: &Rows, batch: usize, head: usize, token: usize) -> usize {
+pub fn pair_at(rows: &Rows, batch: usize, head: usize, token: usize) -> usize {
     (rows.base(batch, head) + token * rows.row as usize) * comptime!(CHUNK / 2) + UNIT_POS as usize
 }
 

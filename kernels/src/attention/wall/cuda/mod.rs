@@ -1,8 +1,12 @@
 //! Wall attention on CUDA's tensor cores: softmax attention on q and k that are relative to their
 //! tiles' ends (`softmax::cuda::gates`), with what is done once for each token before and after.
 
-#[allow(clippy::manual_div_ceil)] // Device code has no `div_ceil`.
+// Device code has no `div_ceil` or `is_multiple_of`.
+#[allow(clippy::manual_is_multiple_of)]
+pub(super) mod decode;
+#[allow(clippy::manual_div_ceil)]
 mod kernels;
+mod prune;
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -11,7 +15,7 @@ use cubecl::prelude::*;
 use self::kernels::{ClampLaunch, Options, SizesLaunch};
 use super::{GateSource, Wall};
 use crate::attention::softmax::cuda::{
-    GATE_TILE, Gates, Heads, StepsLaunch, backward_gated, forward_gated, padded,
+    GATE_TILE, Gates, Heads, Pruned, StepsLaunch, backward_gated, forward_gated, padded,
 };
 use crate::attention::softmax::{Softmax, cuda_serves};
 use crate::backend::Forward;
@@ -27,12 +31,18 @@ struct Call<'a> {
     dims: [usize; 4],
     kv_heads: usize,
     gate: CudaTensor,
+    /// Tokens of the first one's tile that are before it.
+    skip: usize,
+    /// Whether keys become relative to the starts of their tiles, as decoding keeps them.
+    from_starts: bool,
 }
 
 impl<'a> Call<'a> {
+    /// Of whole sequences.
     fn new(op: &'a Wall, q: &CudaTensor, k: &CudaTensor, gate: CudaTensor) -> Self {
         let dims: [usize; 4] = q.meta.shape().dims();
-        let call = Call { op, dims, kv_heads: k.meta.shape()[1], gate };
+        let kv_heads = k.meta.shape()[1];
+        let call = Call { op, dims, kv_heads, gate, skip: 0, from_starts: false };
         let elements = call.rows() * dims[2] * call.options().dim;
         assert!(u32::try_from(elements).is_ok(), "k of shape {:?}, 2^32 elements", k.meta.shape());
         call
@@ -46,11 +56,11 @@ impl<'a> Call<'a> {
         let logits = self.op.config.gate_source == GateSource::Hidden;
         let real = self.dims[3];
         let gated = if logits { self.op.config.gate_dims_of(&self.op.shape) } else { real };
-        Options { dim: padded(real), real, gated, logits }
+        Options { dim: padded(real), real, gated, logits, from_starts: self.from_starts }
     }
 
     fn tiles(&self) -> usize {
-        self.dims[2].div_ceil(GATE_TILE)
+        (self.skip + self.dims[2]).div_ceil(GATE_TILE)
     }
 
     /// Rows of tokens with gates: batch · kv_heads.
@@ -63,6 +73,7 @@ impl<'a> Call<'a> {
             self.kv_heads as u32,
             (self.dims[1] / self.kv_heads) as u32,
             self.dims[2] as u32,
+            self.skip as u32,
             self.op.shape.scale(),
         )
     }
@@ -104,21 +115,17 @@ impl<'a> Call<'a> {
         empty(&self.gate, &[self.rows(), rows, self.options().dim], dtype)
     }
 
-    /// Σ g · log₂ e of the tiles; E and the rests at their ends.
-    fn ends(&self) -> [CudaTensor; 3] {
-        let tiles = self.tiles();
-        let sums = self.table(tiles, DType::F32);
-        let ends = self.table(tiles + 1, DType::I32);
-        let rests = self.table(tiles + 1, DType::F32);
+    /// Σ g · log₂ e of the tiles.
+    fn tile_sums(&self) -> CudaTensor {
+        let sums = self.table(self.tiles(), DType::F32);
         let launch = match self.gate.dtype {
             DType::BF16 => kernels::tile_sums::launch_unchecked::<bf16, CudaRuntime>,
             _ => kernels::tile_sums::launch_unchecked::<f32, CudaRuntime>,
         };
-        let client = &self.gate.client;
-        // SAFETY: a block handles a tile of one row, or one row, and stays within its tokens.
+        // SAFETY: a block handles a tile of one row, and stays within its tokens.
         unsafe {
             launch(
-                client,
+                &self.gate.client,
                 self.by_tile(),
                 self.pairs(),
                 PAIR,
@@ -129,8 +136,19 @@ impl<'a> Call<'a> {
                 self.clamp(),
                 self.options(),
             );
+        }
+        sums
+    }
+
+    /// [`Call::tile_sums`]; E and the rests at the tiles' ends.
+    fn ends(&self) -> [CudaTensor; 3] {
+        let (tiles, sums) = (self.tiles(), self.tile_sums());
+        let ends = self.table(tiles + 1, DType::I32);
+        let rests = self.table(tiles + 1, DType::F32);
+        // SAFETY: a block handles a row, and stays within its tiles.
+        unsafe {
             kernels::tile_ends::launch_unchecked::<CudaRuntime>(
-                client,
+                &self.gate.client,
                 self.by_row(),
                 self.channels(),
                 buffer(&sums, 1),
@@ -142,13 +160,50 @@ impl<'a> Call<'a> {
         [sums, ends, rests]
     }
 
+    /// Writes q and k relative to `ends`, with the rests there, to `queries` and `keys`.
+    fn rescale(
+        &self,
+        [q, k]: [&Heads; 2],
+        [ends, rests]: [&CudaTensor; 2],
+        [queries, keys]: [&Heads; 2],
+    ) {
+        let launch = match self.gate.dtype {
+            DType::BF16 => kernels::rescale::launch_unchecked::<bf16, bf16, CudaRuntime>,
+            _ => kernels::rescale::launch_unchecked::<bf16, f32, CudaRuntime>,
+        };
+        // SAFETY: as in `Call::tile_sums`.
+        unsafe {
+            launch(
+                &self.gate.client,
+                self.by_tile(),
+                self.pairs(),
+                PAIR,
+                buffer(&q.tensor, PAIR),
+                buffer(&k.tensor, PAIR),
+                buffer(&self.gate, 1),
+                buffer(ends, 1),
+                buffer(rests, 1),
+                buffer(&queries.tensor, PAIR),
+                buffer(&keys.tensor, PAIR),
+                q.rows(),
+                k.rows(),
+                queries.rows(),
+                keys.rows(),
+                self.steps(),
+                self.sizes(),
+                self.clamp(),
+                self.options(),
+            );
+        }
+    }
+
     fn gates(&self, ends: CudaTensor) -> Gates {
-        Gates { ends, channels: self.options().gated }
+        Gates { ends, from_starts: self.from_starts, channels: self.options().gated }
     }
 }
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q and k relative to the tiles'
-/// ends, v, o, lse, the gate, and what [`Call::ends`] gives.
+/// ends, v, o, lse, the gate, what [`Call::ends`] gives, and what is pruned.
 pub fn forward(
     op: &Wall,
     [q, k, v, gate]: [&CudaTensor; 4],
@@ -163,41 +218,21 @@ pub fn forward(
     }
     let call = Call::new(op, q, k, contiguous(gate));
     let [sums, ends, rests] = call.ends();
+    let pruned = (op.prunes() && documents.is_none()).then(|| call.remembered(&ends));
     let (q, k) = (Heads::new(q), Heads::new(k));
     let (queries, keys) = (q.like(), k.like());
-    let launch = match call.gate.dtype {
-        DType::BF16 => kernels::rescale::launch_unchecked::<bf16, bf16, CudaRuntime>,
-        _ => kernels::rescale::launch_unchecked::<bf16, f32, CudaRuntime>,
-    };
-    // SAFETY: as in `Call::ends`.
-    unsafe {
-        launch(
-            &call.gate.client,
-            call.by_tile(),
-            call.pairs(),
-            PAIR,
-            buffer(&q.tensor, PAIR),
-            buffer(&k.tensor, PAIR),
-            buffer(&call.gate, 1),
-            buffer(&ends, 1),
-            buffer(&rests, 1),
-            buffer(&queries.tensor, PAIR),
-            buffer(&keys.tensor, PAIR),
-            q.rows(),
-            k.rows(),
-            queries.rows(),
-            keys.rows(),
-            call.steps(),
-            call.sizes(),
-            call.clamp(),
-            call.options(),
-        );
-    }
+    call.rescale([&q, &k], [&ends, &rests], [&queries, &keys]);
     let (queries, keys) = (queries.tensor, keys.tensor);
     let gates = call.gates(ends);
-    let [o, lse] = forward_gated(&call.softmax(), [&queries, &keys, v], &gates, documents);
+    let inputs = [&queries, &keys, v];
+    let [o, lse] = forward_gated(&call.softmax(), inputs, &gates, pruned.as_ref(), documents);
+    let lse = match &pruned {
+        None => lse,
+        Some(pruned) => call.add_forgotten(pruned, v, &o, &lse),
+    };
     let Call { gate, .. } = call;
-    let saved = vec![queries, keys, v.clone(), o.clone(), lse, gate, sums, gates.ends, rests];
+    let mut saved = vec![queries, keys, v.clone(), o.clone(), lse, gate, sums, gates.ends, rests];
+    saved.extend(pruned.map(|x| [x.starts, x.bounds, x.least]).into_iter().flatten());
     Some(Forward { output: o, saved })
 }
 
@@ -208,17 +243,25 @@ pub fn backward(
     documents: Option<&CudaTensor>,
     grad: CudaTensor,
 ) -> [Option<CudaTensor>; 4] {
-    let saved: [CudaTensor; 9] = saved.try_into().expect("the forward pass saves nine tensors");
-    let [queries, keys, v, o, lse, gate, sums, ends, rests] = saved;
+    let mut saved = saved.into_iter();
+    let mut next = || saved.next();
+    let [queries, keys, v, o, lse, gate, sums, ends, rests] =
+        [(); 9].map(|()| next().expect("the forward pass saves nine tensors"));
+    let pruned = next().zip(next()).zip(next());
+    let pruned = pruned.map(|((starts, bounds), least)| Pruned { starts, bounds, least });
     let call = Call::new(op, &queries, &keys, gate);
     let gates = call.gates(ends);
     let [queries_grad, keys_grad, dv] = backward_gated(
         &call.softmax(),
         [&queries, &keys, &v],
         &gates,
+        pruned.as_ref(),
         documents,
         [&o, &lse, &grad],
     );
+    if let Some(pruned) = &pruned {
+        call.add_gradients_of_forgotten(pruned, &grad, &lse, &dv);
+    }
     let (queries, keys) = (Heads::new(&queries), Heads::new(&keys));
     let (dq, dk) = (queries.like(), keys.like());
     let within = call.table(call.dims[2], DType::F32);
@@ -234,7 +277,7 @@ pub fn backward(
         _ => kernels::gate_gradients::launch_unchecked::<f32, CudaRuntime>,
     };
     let client = &call.gate.client;
-    // SAFETY: as in `Call::ends`; gradients lie as what they are of does.
+    // SAFETY: as in `Call::tile_sums` and `Call::ends`; gradients lie as what they are of does.
     unsafe {
         launch(
             client,

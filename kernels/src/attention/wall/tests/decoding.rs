@@ -1,11 +1,13 @@
 //! What decoding keeps, and what eviction changes.
 
 use burn::backend::Flex;
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 
 use super::{random, values};
 use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate, State};
+use crate::Cuda;
 use crate::attention::{AttentionShape, DecodeState, Inputs, Start, Variant};
+use crate::backend::{OpBackend, with_reference};
 
 const BATCH: usize = 2;
 
@@ -15,30 +17,34 @@ fn shape() -> AttentionShape {
 
 /// Inputs of `seq_len` tokens with gates and weights around their initial values.
 fn inputs(config: &Config, seq_len: usize) -> Inputs<Flex> {
-    let shape = shape();
+    inputs_of(config, &shape(), seq_len)
+}
+
+fn inputs_of(config: &Config, shape: &AttentionShape, seq_len: usize) -> Inputs<Flex> {
+    let head_dim = shape.head_dim;
     let bias = |start: &Option<Start>| match start {
         Some(Start::Constant(bias)) => *bias,
         _ => 0.0,
     };
     Inputs {
-        q: random([BATCH, shape.heads, seq_len, 8], 1),
-        k: random([BATCH, shape.kv_heads, seq_len, 8], 2),
-        v: random([BATCH, shape.kv_heads, seq_len, 8], 3),
+        q: random([BATCH, shape.heads, seq_len, head_dim], 1),
+        k: random([BATCH, shape.kv_heads, seq_len, head_dim], 2),
+        v: random([BATCH, shape.kv_heads, seq_len, head_dim], 3),
         projections: config
-            .projections(&shape)
+            .projections(shape)
             .iter()
             .map(|p| random([BATCH, seq_len, p.features], 4) + bias(&p.bias))
             .collect(),
         parameters: config
-            .parameters(&shape)
+            .parameters(shape)
             .into_iter()
             .map(|p| random([p.elements], 5) * 0.1 + bias(&Some(p.start)))
             .collect(),
     }
 }
 
-fn cut(inputs: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
-    let cut = |x: &Tensor<Flex, 4>| x.clone().narrow(2, first, n);
+fn cut<B: OpBackend>(inputs: &Inputs<B>, first: usize, n: usize) -> Inputs<B> {
+    let cut = |x: &Tensor<B, 4>| x.clone().narrow(2, first, n);
     Inputs {
         q: cut(&inputs.q),
         k: cut(&inputs.k),
@@ -184,4 +190,54 @@ fn one_open_channel_keeps_a_key() {
     let all = BATCH * config.state_elements(&shape, n) as usize;
     assert_eq!(run(1), all);
     assert!(run(0) < all / 2);
+}
+
+/// On CUDA tiles of 64 tokens are evicted, and outputs stay what the reference gives without eviction, by
+/// roundings.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_eviction_frees_memory_and_changes_outputs_within_its_promise() {
+    let (prefill, tokens) = (600, 800);
+    let hidden = Config { bias_init: 1.0, ..Config::default() };
+    let query = Config { gate_heads: GateHeads::Query, ..hidden.clone() };
+    let key = Config { gate_source: GateSource::Key, ..hidden.clone() };
+    for (config, head_dim) in [(hidden.clone(), 64), (hidden, 96), (query, 64), (key, 64)] {
+        let shape = AttentionShape::new(4 * head_dim, 4, 2, head_dim);
+        let drawn = inputs_of(&config, &shape, tokens);
+        let inputs = Inputs::<Cuda> {
+            q: on_cuda(drawn.q),
+            k: on_cuda(drawn.k),
+            v: on_cuda(drawn.v),
+            projections: drawn.projections.into_iter().map(on_cuda).collect(),
+            parameters: drawn
+                .parameters
+                .into_iter()
+                .map(|x| on_cuda(x).cast(FloatDType::F32))
+                .collect(),
+        };
+        let run = |evict_below: Option<f32>| {
+            let config = Config { evict_below, ..config.clone() };
+            let mut state = config.start::<Cuda>(&shape);
+            let mut outputs = vec![];
+            let mut first = 0;
+            for n in [&[prefill][..], &[1; 140], &[tokens - prefill - 140]].concat() {
+                outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
+                first += n;
+            }
+            (values(Tensor::cat(outputs, 2)), state.elements())
+        };
+        let ((full, all), (evicted, few)) = (run(None), run(Some(1e-4)));
+        assert!(few < all / 2, "{config:?}: {few} elements of {all}");
+        let want = with_reference(|| values(config.attend(&shape, inputs, None)));
+        let largest = want.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+        for (name, got) in [("all", full), ("evicting", evicted)] {
+            let difference = largest_difference(&want, &got);
+            assert!(difference <= largest / 64.0, "{config:?}, {name}: {difference:.1e}");
+        }
+    }
+}
+
+/// The same numbers in bf16 on the GPU.
+fn on_cuda<const D: usize>(x: Tensor<Flex, D>) -> Tensor<Cuda, D> {
+    Tensor::<Cuda, D>::from_data(x.into_data(), &Default::default()).cast(FloatDType::BF16)
 }

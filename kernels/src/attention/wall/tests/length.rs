@@ -11,7 +11,7 @@ use crate::attention::wall::reference::{CHUNK, attend_next, keys, rows};
 use crate::attention::wall::{Config, decode};
 use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
 use crate::backend::OpBackend;
-use crate::Cpu;
+use crate::{Cpu, Cuda};
 
 const SEQ_LEN: usize = 1 << 16;
 const DIM: usize = 4;
@@ -123,10 +123,20 @@ fn outputs_hold_at_length() {
     }
 }
 
+const OF_CHANNELS: Decay = Decay::OfChannels { g_max: G_MAX as f64 };
+
 #[test]
 fn holds_at_length_on_the_cpu() {
-    let decay = Decay::OfChannels { g_max: G_MAX.into() };
-    holds_at_length::<Config, Cpu>(&Config::default(), decay, DType::F32, 3000);
+    holds_at_length::<Config, Cpu>(&Config::default(), OF_CHANNELS, DType::F32, 3000);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_holds_at_length() {
+    for prune in [false, true] {
+        let config = Config { prune, ..Config::default() };
+        holds_at_length::<Config, Cuda>(&config, OF_CHANNELS, DType::BF16, SEQ_LEN);
+    }
 }
 
 /// Weights that only a right decay gives: with one key that stands out, the output is its share.

@@ -1,0 +1,119 @@
+//! What decoding keeps from token to token.
+
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, Slice};
+
+use crate::Cuda;
+use crate::cuda::{CudaTensor, narrow, zeros};
+
+/// Rows `[batch, heads, rows, channels]` of any type, in a buffer that grows by doubling.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// `[batch, heads, room, channels]`, where the room is a multiple of [`ROOM`].
+    buffer: CudaTensor,
+    rows: usize,
+}
+
+/// What the room is a multiple of, and how many rows are dropped at a time: tiles of gates and spans of
+/// decays stay whole.
+const ROOM: usize = 64;
+
+impl Kept {
+    /// No rows, with room for some, which are zero.
+    pub fn new(
+        like: &CudaTensor,
+        [batch, heads, channels]: [usize; 3],
+        dtype: DType,
+        room: usize,
+    ) -> Self {
+        let room = room.next_multiple_of(ROOM).max(ROOM);
+        Kept { buffer: zeros(like, &[batch, heads, room, channels], dtype), rows: 0 }
+    }
+
+    /// Rows held.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Rows that there is room for, from one head to the next.
+    pub fn room(&self) -> u32 {
+        u32::try_from(self.buffer.meta.shape()[2]).expect("rows below 2^32")
+    }
+
+    /// Elements of the buffer.
+    pub fn elements(&self) -> usize {
+        self.buffer.meta.shape().num_elements()
+    }
+
+    /// The whole buffer.
+    pub fn buffer(&self) -> &CudaTensor {
+        &self.buffer
+    }
+
+    /// The rows held, a view.
+    pub fn held(&self) -> CudaTensor {
+        narrow(&self.buffer, 2, 0..self.rows)
+    }
+
+    /// Counts `new` more rows as held, which the caller writes, in a buffer that nobody else has.
+    pub fn add(&mut self, new: usize) {
+        let rows = self.rows + new;
+        if rows > self.room() as usize {
+            self.move_to(2 * rows, 0);
+        } else if !self.buffer.can_mut() {
+            self.move_to(self.room() as usize, 0);
+        }
+        self.rows = rows;
+    }
+
+    /// Adds rows `[batch, heads, rows, channels]`.
+    pub fn append(&mut self, new: CudaTensor) {
+        let (at, rows) = (self.rows, new.meta.shape()[2]);
+        self.add(rows);
+        self.write(at, new);
+    }
+
+    /// Drops the first `rows` rows and frees their memory.
+    pub fn drop_first(&mut self, rows: usize) {
+        if rows > 0 {
+            self.move_to(self.rows - rows, rows);
+        }
+    }
+
+    /// Moves the rows from `from` on to a new buffer.
+    fn move_to(&mut self, room: usize, from: usize) {
+        let [batch, heads, _, channels]: [usize; 4] = self.buffer.meta.shape().dims();
+        let rows = self.rows - from;
+        let old = narrow(&self.buffer, 2, from..self.rows);
+        *self = Kept::new(&old, [batch, heads, channels], old.dtype, room);
+        if rows > 0 {
+            self.write(0, old);
+        }
+        self.rows = rows;
+    }
+
+    fn write(&mut self, at: usize, new: CudaTensor) {
+        let [batch, heads, rows, channels]: [usize; 4] = new.meta.shape().dims();
+        let slices = [0..batch, 0..heads, at..at + rows, 0..channels].map(Slice::from);
+        // Nobody else holds the buffer while it is written, which would copy it.
+        let buffer = std::mem::replace(&mut self.buffer, new.clone());
+        self.buffer = Cuda::float_slice_assign(buffer, &slices, new);
+    }
+}
+
+/// Rows to make room for at the start: `reserved`, as far as a window lets them be held, and at least the
+/// first `tokens`.
+pub fn room(window: Option<usize>, reserved: usize, tokens: usize) -> usize {
+    window.map_or(reserved, |w| reserved.min(2 * w.max(ROOM))).max(tokens)
+}
+
+/// How many of the first rows no later token sees under a window, where `new` rows are to join those
+/// `held`: whole tiles, once they are as many as those inside it.
+pub fn unseen(window: Option<usize>, held: usize, new: usize) -> usize {
+    let Some(window) = window else { return 0 };
+    let seen = window - 1;
+    if held + new < 2 * window.max(ROOM) || held < seen {
+        return 0;
+    }
+    (held - seen) / ROOM * ROOM
+}

@@ -1,0 +1,339 @@
+//! Decoding: keys are kept relative to the starts of their tiles of 64 tokens, so that none is ever
+//! written again, and nothing is stored for the gate but E at the tiles' starts
+//! (`softmax::cuda::gates`).
+
+use burn::tensor::{DType, Int, Tensor, bf16};
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use super::kernels::{Clamp, Options, Sizes, decays, load_gates, pair_at};
+use super::{Call, PAIR, Wall};
+use crate::Cuda;
+use crate::attention::blocks::repeat_heads;
+use crate::attention::softmax::cuda::{
+    GATE_TILE as TILE, Heads, Kept, Steps, decode_gated, forward_gated, padded, unseen,
+};
+use crate::backend::{primitive, tensor};
+use crate::cuda::{CudaTensor, buffer, contiguous, narrow, unshare, zeros};
+use crate::tile::{Rows, define_exp2, exp2};
+
+/// Keys, values and decays of the tokens so far.
+#[derive(Clone, Debug)]
+pub struct State {
+    /// k_j · 2^(E_{J−1} − p_j), J the tile of j, `[batch, gate heads, tokens, head_dim]`.
+    keys: Kept,
+    /// `[batch, kv_heads, tokens, head_dim]`
+    values: Kept,
+    /// E at the starts of tiles, up to the one that the next token is in, `[batch, gate heads, tiles,
+    /// padded(head_dim)]`, 32-bit integers.
+    starts: Kept,
+    /// p at the last token, relative to E of the next one's tile, `[batch, gate heads,
+    /// padded(head_dim)]`.
+    since: CudaTensor,
+}
+
+impl State {
+    /// No tokens yet, for keys of each gate, `[batch, gate heads, _, head_dim]`, and values like these, with
+    /// `room` for so many.
+    pub fn new(k: &CudaTensor, v: &CudaTensor, room: usize) -> Self {
+        let [batch, gate_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
+        let tokens = |x: &CudaTensor| {
+            let heads = x.meta.shape()[1];
+            Kept::new(x, [batch, heads, head_dim], x.dtype, room)
+        };
+        let dim = padded(head_dim);
+        let mut starts = Kept::new(k, [batch, gate_heads, dim], DType::I32, room / TILE + 1);
+        starts.add(1);
+        State {
+            keys: tokens(k),
+            values: tokens(v),
+            starts,
+            since: zeros(k, &[batch, gate_heads, dim], DType::F32),
+        }
+    }
+
+    /// Elements of all buffers.
+    pub fn elements(&self) -> usize {
+        let kept = [&self.keys, &self.values, &self.starts].map(Kept::elements);
+        kept.iter().sum::<usize>() + self.since.meta.shape().num_elements()
+    }
+
+    /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and the logarithms of
+    /// their softmax's sums to base 2, `[batch, heads, tokens]`.
+    ///
+    /// - `k`: of each gate, `[batch, gate heads, tokens, head_dim]`
+    /// - `gate`: as [`Wall`] takes it
+    pub fn extend(
+        &mut self,
+        op: &Wall,
+        [q, k, v]: [&CudaTensor; 3],
+        gate: &CudaTensor,
+    ) -> [Tensor<Cuda, 4>; 2] {
+        let tokens = k.meta.shape()[2];
+        self.drop_first(unseen(op.shape.window, self.keys.rows(), tokens) / TILE);
+        let held = self.keys.rows();
+        let call = Call { skip: held % TILE, from_starts: true, ..Call::new(op, q, k, contiguous(gate)) };
+        self.keys.add(tokens);
+        self.starts.add((held + tokens) / TILE - held / TILE);
+        unshare(&mut self.since);
+        let queries = if tokens == 1 {
+            self.values.add(1);
+            self.append(&call, [q, k, v])
+        } else {
+            self.values.append(v.clone());
+            self.append_many(&call, [q, k])
+        };
+        let share = k.meta.shape()[1] / v.meta.shape()[1];
+        let (keys, values) = (self.keys.held(), self.values.held());
+        let softmax = call.softmax();
+        if tokens == 1 {
+            let gates = call.gates(self.starts.held());
+            return decode_gated(&softmax, [&queries, &keys, &values], &gates).map(with_rows);
+        }
+        let values = primitive(repeat_heads(tensor::<Cuda, 4>(values), share));
+        // Without room for more, as the kernel for many queries wants it.
+        let gates = call.gates(contiguous(&self.starts.held()));
+        forward_gated(&softmax, [&queries, &keys, &values], &gates, None, None)
+            .map(with_rows)
+            .map(|x| x.narrow(2, held % TILE, tokens))
+    }
+
+    /// One token joins; its queries, relative to its tile's start.
+    fn append(&mut self, call: &Call, [q, k, v]: [&CudaTensor; 3]) -> CudaTensor {
+        let [q, k, v] = [q, k, v].map(Heads::new);
+        let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
+        let queries = q.like();
+        let launch = match call.gate.dtype {
+            DType::BF16 => append::launch_unchecked::<bf16, bf16, CudaRuntime>,
+            _ => append::launch_unchecked::<bf16, f32, CudaRuntime>,
+        };
+        // SAFETY: a block handles one gate's head, and stays within its token.
+        unsafe {
+            launch(
+                &call.gate.client,
+                CubeCount::Static(1, call.rows() as u32, 1),
+                call.pairs(),
+                PAIR,
+                buffer(&q.tensor, PAIR),
+                buffer(&k.tensor, PAIR),
+                buffer(&v.tensor, PAIR),
+                buffer(&call.gate, 1),
+                buffer(&self.since, PAIR),
+                buffer(self.starts.buffer(), PAIR),
+                buffer(&queries.tensor, PAIR),
+                buffer(&keys.tensor, PAIR),
+                buffer(&values.tensor, PAIR),
+                q.rows(),
+                k.rows(),
+                v.rows(),
+                queries.rows(),
+                keys.rows(),
+                values.rows(),
+                call.steps(),
+                call.sizes(),
+                call.clamp(),
+                (self.keys.rows() - 1) as u32,
+                self.starts.room(),
+                (k.dims[1] / v.dims[1]) as u32,
+                call.options(),
+            );
+        }
+        queries.tensor
+    }
+
+    /// The keys and decays of tokens join; their queries, after as many rows of zeros as their first tile
+    /// has tokens before them.
+    fn append_many(&mut self, call: &Call, [q, k]: [&CudaTensor; 2]) -> CudaTensor {
+        let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
+        let (rests, sums) = (call.table(call.tiles() + 1, DType::F32), call.tile_sums());
+        let held = self.keys.rows() - tokens;
+        let pairs = self.keys.elements() / PAIR;
+        assert!(u32::try_from(pairs).is_ok(), "a cache of {pairs} pairs of channels of k, 2^32 or more");
+        let queries = zeros(q, &[batch, heads, call.skip + tokens, head_dim], q.dtype);
+        let keys = narrow(self.keys.buffer(), 2, held..held + tokens);
+        // SAFETY: a unit handles a channel of a row of tokens, and stays within them.
+        unsafe {
+            go_on::launch_unchecked::<CudaRuntime>(
+                &call.gate.client,
+                call.by_row(),
+                call.channels(),
+                buffer(&sums, 1),
+                buffer(&self.since, 1),
+                buffer(self.starts.buffer(), 1),
+                buffer(&rests, 1),
+                call.sizes(),
+                held as u32,
+                self.starts.room(),
+            );
+        }
+        let from_skip = Heads::in_place(&narrow(&queries, 2, call.skip..call.skip + tokens));
+        let keys = Heads::in_place(&keys);
+        call.rescale([&Heads::new(q), &Heads::new(k)], [self.starts.buffer(), &rests], [&from_skip, &keys]);
+        queries
+    }
+
+    /// Drops the oldest tiles, at least one; returns their values, `[batch, kv_heads, tokens, head_dim]`.
+    pub fn evict(&mut self, tiles: usize) -> CudaTensor {
+        let values = contiguous(&narrow(&self.values.held(), 2, 0..tiles * TILE));
+        self.drop_first(tiles);
+        values
+    }
+
+    fn drop_first(&mut self, tiles: usize) {
+        self.keys.drop_first(tiles * TILE);
+        self.values.drop_first(tiles * TILE);
+        self.starts.drop_first(tiles);
+    }
+
+    /// Complete tiles held.
+    pub fn tiles(&self) -> usize {
+        self.starts.rows() - 1
+    }
+
+    /// How many of the oldest tiles have every token's factors below `threshold`, over all gate heads and
+    /// batch rows.
+    pub fn faded(&self, threshold: f32) -> usize {
+        let tiles = self.tiles();
+        if tiles == 0 {
+            return 0;
+        }
+        // Channels past the head's never decay.
+        let head_dim = self.keys.buffer().meta.shape()[3];
+        let starts = Tensor::<Cuda, 4, Int>::from_primitive(self.starts.held());
+        let starts = starts.narrow(3, 0, head_dim);
+        // p − p_j < E + 1 − E_J for the tokens of tile J, as p is below E + 1 and p_j at least E_J.
+        let now = starts.clone().narrow(2, tiles, 1);
+        let ends = starts.narrow(2, 1, tiles);
+        let most = (now - ends).max_dim(0).max_dim(1).max_dim(3).into_data();
+        let least = threshold.log2();
+        most.iter::<i32>().take_while(|&most| (most + 1) as f32 <= least).count()
+    }
+}
+
+/// A statistic of queries, `[batch, heads, queries]`, with one channel; others as they are.
+fn with_rows(x: CudaTensor) -> Tensor<Cuda, 4> {
+    let dims = x.meta.shape().to_vec();
+    match dims[..] {
+        [batch, heads, queries] => tensor::<Cuda, 3>(x).reshape([batch, heads, queries, 1]),
+        _ => tensor(x),
+    }
+}
+
+/// One token joins those held: q and k become relative to the start of its tile.
+///
+/// - `q`, `queries`: `[batch, heads, 1, head_dim]`
+/// - `k`, `keys`: `[batch, gate heads, tokens, head_dim]`; `v`, `values`: of kv_heads, each of which serves
+///   `share` of k
+/// - `since`, `starts`: as [`State`] has them, with room for `room` tiles
+///
+/// Grid: 1, batch · gate heads; a unit for each pair of channels.
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
+fn append<E: Numeric, Z: Numeric, W: Size>(
+    q: &Array<Vector<E, W>>,
+    k: &Array<Vector<E, W>>,
+    v: &Array<Vector<E, W>>,
+    gate: &Array<Z>,
+    since: &mut Array<Vector<f32, W>>,
+    starts: &mut Array<Vector<i32, W>>,
+    queries: &mut Array<Vector<E, W>>,
+    keys: &mut Array<Vector<E, W>>,
+    values: &mut Array<Vector<E, W>>,
+    q_rows: Rows,
+    k_rows: Rows,
+    v_rows: Rows,
+    queries_rows: Rows,
+    keys_rows: Rows,
+    values_rows: Rows,
+    steps: Steps,
+    sizes: Sizes,
+    clamp: Clamp,
+    held: u32,
+    room: u32,
+    share: u32,
+    #[comptime] options: Options,
+) {
+    define_exp2();
+    let channel = UNIT_POS as usize * 2;
+    let row = CUBE_POS_Y as usize;
+    let (gate_heads, group) = (sizes.kv_heads as usize, sizes.group as usize);
+    let (batch, gate_head) = (row / gate_heads, row % gate_heads);
+    let (held, share) = (held as usize, share as usize);
+    let half = comptime!(options.dim / 2);
+
+    let gates = load_gates::<Z, W>(gate, sizes.gate_base(&steps), channel, options);
+    let at = row * half + UNIT_POS as usize;
+    let mut sum = since[at] + decays::<W>(gates, channel, &clamp, options);
+    if channel < options.real {
+        let mut down = Vector::<f32, W>::empty();
+        let mut up = Vector::<f32, W>::empty();
+        #[unroll]
+        for e in 0..2usize {
+            down[e] = exp2(sum[e]);
+            up[e] = exp2(-sum[e]);
+        }
+        let key = Vector::<f32, W>::cast_from(k[pair_at(&k_rows, batch, gate_head, 0usize)]);
+        keys[pair_at(&keys_rows, batch, gate_head, held)] = Vector::cast_from(key * up);
+        if gate_head % share == 0 {
+            let head = gate_head / share;
+            values[pair_at(&values_rows, batch, head, held)] = v[pair_at(&v_rows, batch, head, 0usize)];
+        }
+        for member in 0..group {
+            let head = gate_head * group + member;
+            let query = Vector::<f32, W>::cast_from(q[pair_at(&q_rows, batch, head, 0usize)]);
+            queries[pair_at(&queries_rows, batch, head, 0usize)] = Vector::cast_from(query * down);
+        }
+    }
+    if (held + 1) % TILE == 0 {
+        let from = (row * room as usize + held / TILE) * half + UNIT_POS as usize;
+        let mut start = starts[from];
+        #[unroll]
+        for e in 0..2usize {
+            let whole = Floor::floor(sum[e]);
+            start[e] += i32::cast_from(whole);
+            sum[e] -= whole;
+        }
+        starts[from + half] = start;
+    }
+    since[at] = sum;
+}
+
+/// Goes on with E and p over tokens that follow those held, in the sums of tiles that
+/// [`tile_sums`](super::kernels::tile_sums) gives of them: E at the starts of tiles, p at the last token,
+/// and in `rests` p before each tile's first of these tokens, relative to its E.
+///
+/// - `since`, `starts`: as [`State`] has them, with room for `room` tiles
+/// - `rests`: `[batch · gate heads, tiles + 1, dim]`
+///
+/// Grid: batch · gate heads; a unit for each channel.
+#[cube(launch_unchecked, address_type = "u64")]
+fn go_on(
+    sums: &Array<f32>,
+    since: &mut Array<f32>,
+    starts: &mut Array<i32>,
+    rests: &mut Array<f32>,
+    sizes: Sizes,
+    held: u32,
+    room: u32,
+) {
+    let dim = CUBE_DIM as usize;
+    let row = CUBE_POS_X as usize;
+    let tiles = sizes.tiles();
+    let own = row * dim + UNIT_POS as usize;
+    let sums_at = row * tiles * dim + UNIT_POS as usize;
+    let rests_at = row * (tiles + 1) * dim + UNIT_POS as usize;
+    let mut to = (row * room as usize + held as usize / TILE) * dim + UNIT_POS as usize;
+    let mut start = starts[to];
+    let mut sum = f64::cast_from(since[own]);
+    for tile in 0..tiles {
+        rests[rests_at + tile * dim] = f32::cast_from(sum);
+        sum += f64::cast_from(sums[sums_at + tile * dim]);
+        if (tile + 1) * TILE <= (sizes.skip + sizes.tokens) as usize {
+            let whole = Floor::floor(sum);
+            start += i32::cast_from(whole);
+            sum -= whole;
+            to += dim;
+            starts[to] = start;
+        }
+    }
+    since[own] = f32::cast_from(sum);
+}
