@@ -190,6 +190,12 @@ pub trait DecodeState: Clone + std::fmt::Debug {
     fn reserve(&mut self, tokens: usize) {
         let _ = tokens;
     }
+
+    /// The share of the keys it may see that the last call, of one token, left out of its work as the kind's
+    /// `prune` says, 0 to 1; `None` where nothing is to be left out, and where that is not known.
+    fn share_left_out(&self) -> Option<f64> {
+        None
+    }
 }
 
 /// One attention variant: the contract every folder here fulfils with its `Config`.
@@ -262,12 +268,13 @@ pub trait Variant:
     /// sequence of `seq_len` tokens.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
 
-    /// The share of all pairs of a query and a key at or before it that [`attend`](Self::attend) leaves
-    /// out of its work, 0 to 1, as the kind's `prune` says; `None` where nothing is to be left out.
+    /// The share of pairs of a query and a key it may see that [`attend`](Self::attend) leaves out of its
+    /// work on this device, 0 to 1, as the kind's `prune` says; `None` where nothing is to be left out.
     fn share_left_out<B: OpBackend>(
         &self,
         _shape: &AttentionShape,
         _inputs: Inputs<B>,
+        _documents: DocumentStarts<B>,
     ) -> Option<f64> {
         None
     }

@@ -28,6 +28,10 @@ macro_rules! registry {
             fn reserve(&mut self, tokens: usize) {
                 match self { $(Self::$name(state) => state.reserve(tokens),)+ }
             }
+
+            fn share_left_out(&self) -> Option<f64> {
+                match self { $(Self::$name(state) => state.share_left_out(),)+ }
+            }
         }
 
         impl AttentionConfig {
@@ -178,8 +182,9 @@ macro_rules! registry {
                 &self,
                 shape: &AttentionShape,
                 inputs: Inputs<B>,
+                documents: DocumentStarts<B>,
             ) -> Option<f64> {
-                match self { $(Self::$name(c) => c.share_left_out(shape, inputs),)+ }
+                match self { $(Self::$name(c) => c.share_left_out(shape, inputs, documents),)+ }
             }
 
             /// As [`Variant::weight_flops_per_token`].

@@ -81,6 +81,15 @@ pub fn bf16_agrees_at<V: Conformance, K: OpBackend>(
     check_bf16::<V, K>(variant, Problem::new(variant, sizes, window));
 }
 
+/// As [`bf16_agrees_at`], with documents that begin at `starts` as far as a row goes.
+pub fn bf16_agrees_packed<V: Conformance, K: OpBackend>(
+    variant: &V,
+    sizes: super::Sizes,
+    starts: &[usize],
+) {
+    check_bf16::<V, K>(variant, Problem::new(variant, sizes, None).packed(starts));
+}
+
 /// The same bits in many runs that fill the device: a block that reads what is being overwritten
 /// shows in few of them.
 pub fn bf16_is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {

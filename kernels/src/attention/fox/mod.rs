@@ -79,6 +79,14 @@ impl<B: OpBackend> DecodeState for State<B> {
             cache.reserve(tokens);
         }
     }
+
+    /// Known where the kernels for CUDA serve.
+    fn share_left_out(&self) -> Option<f64> {
+        match &self.held {
+            Held::Plain(..) => None,
+            Held::OnCuda(held) => held.share_left_out(),
+        }
+    }
 }
 
 impl Config {
@@ -127,12 +135,14 @@ impl Variant for Config {
     fn share_left_out<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, projections, .. }: Inputs<B>,
+        Inputs { q, k, v, projections, .. }: Inputs<B>,
+        documents: DocumentStarts<B>,
     ) -> Option<f64> {
-        self.prune.then(|| {
-            let [q, k] = [q, k].map(|x| self.rotate(x, 0));
-            share_left_out(&self.core(shape), q, k, log_decay(&projections))
-        })
+        // CUDA's kernels prune and the CPU's; the reference, which runs on CUDA in f32, does not.
+        let on_cuda = B::into_cuda(primitive(q.clone())).is_some();
+        let pruned = !on_cuda || cuda_inputs([&q, &k, &v]).is_some();
+        (self.prune && pruned)
+            .then(|| share_left_out(&self.core(shape), q, k, log_decay(&projections), documents))
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {

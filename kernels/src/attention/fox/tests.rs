@@ -3,10 +3,10 @@
 mod length;
 
 use burn::backend::{Autodiff, Flex};
-use burn::tensor::{Distribution, ElementConversion, FloatDType, Tensor, s};
+use burn::tensor::{Distribution, ElementConversion, FloatDType, Int, Tensor, s};
 
 use super::Config;
-use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
 use crate::attention::conformance::{
     Conformance, rotated, softmax_oracle,
 };
@@ -109,6 +109,41 @@ fn cuda_pruning_leaves_out_what_does_not_matter() {
     pruning_leaves_out_what_does_not_matter::<Cuda>(&Default::default(), FloatDType::BF16);
 }
 
+/// With keys of zeros and a decay of ℓ a step, the query at position i keeps keys less than (24 ln 2 +
+/// ln (i + 1)) / −ℓ places back.
+#[test]
+fn the_share_left_out_is_that_of_pairs_that_are_seen() {
+    let (tokens, decay) = (200, 0.5f64);
+    // ln σ(z) = −0.5.
+    let logit = -(decay.exp() - 1.0).ln();
+    let device = Default::default();
+    let inputs = || {
+        let x = || Tensor::<Flex, 4>::zeros([2, 1, tokens, 8], &device);
+        let projections = vec![Tensor::full([2, tokens, 1], logit as f32, &device)];
+        Inputs { q: x(), k: x(), v: x(), projections, parameters: vec![] }
+    };
+    // The first sequence's second document begins at 70.
+    let start = |b: usize, i: usize| if b == 0 && i >= 70 { 70 } else { 0 };
+    let documents: Vec<i32> = (0..2 * tokens).map(|at| start(at / tokens, at % tokens) as i32).collect();
+    let documents = Tensor::<Flex, 1, Int>::from_ints(&documents[..], &device).reshape([2, tokens]);
+    for (window, packed) in [(None, false), (Some(60), false), (None, true), (Some(60), true)] {
+        let (mut left_out, mut pairs) = (0, 0);
+        for (b, i) in (0..2).flat_map(|b| (0..tokens).map(move |i| (b, i))) {
+            let kept = (24.0 * 2f64.ln() + (i as f64 + 1.0).ln()) / decay;
+            let first = (i as f64 - kept).floor() as i64 + 1;
+            let hidden = if packed { start(b, i) } else { 0 };
+            let hidden = hidden.max((i + 1).saturating_sub(window.unwrap_or(tokens)));
+            left_out += (first - hidden as i64).max(0);
+            pairs += i + 1 - hidden;
+        }
+        let shape = AttentionShape { window, ..AttentionShape::new(8, 1, 1, 8) };
+        let config = Config { prune: true, ..Config::default() };
+        let share = config.share_left_out(&shape, inputs(), packed.then(|| documents.clone()));
+        assert_eq!(share, Some(left_out as f64 / pairs as f64), "window {window:?}, packed {packed}");
+        assert_eq!(Config::default().share_left_out(&shape, inputs(), None), None);
+    }
+}
+
 /// Steps of decoding, without pruning and with it, where values that have decayed too far to matter are no
 /// numbers.
 #[test]
@@ -122,8 +157,8 @@ fn cuda_steps_leave_out_what_does_not_matter() {
         Tensor::<Cuda, 4>::random([2, heads, tokens, 64], normal, &device).cast(FloatDType::BF16)
     };
     let [q, k, v] = [random(4), random(2), random(2)];
-    // σ(−0.43) = e^−0.5.
-    let logits = Tensor::<Cuda, 3>::full([2, tokens, 4], -0.43, &device);
+    // σ(0.43) = e^−0.5.
+    let logits = Tensor::<Cuda, 3>::full([2, tokens, 4], 0.43, &device);
     let steps = |prune: bool, v: &Tensor<Cuda, 4>| {
         let config = Config { prune, ..Config::default() };
         let mut state = config.start::<Cuda>(&shape);
@@ -134,11 +169,15 @@ fn cuda_steps_leave_out_what_does_not_matter() {
         };
         extend(0, 400);
         let steps = (400..tokens).map(|t| extend(t, 1)).collect();
-        Tensor::cat(steps, 2).cast(FloatDType::F32)
+        let share = state.share_left_out();
+        (Tensor::cat(steps, 2).cast(FloatDType::F32), share)
     };
     let nothing = Tensor::<Cuda, 4>::full([2, 2, far, 64], f32::NAN, &device).cast(FloatDType::BF16);
     let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
-    let (want, got) = (steps(false, &v), steps(true, &holed));
+    let ((want, none), (got, share)) = (steps(false, &v), steps(true, &holed));
+    assert_eq!(none, None);
+    // Some (24 ln 2 + ln 600) / 0.5 = 46 keys count, and more by the bound on their scores.
+    assert!(share.is_some_and(|share| (0.8..1.0 - 46.0 / 600.0).contains(&share)), "{share:?}");
     let largest: f32 = want.clone().abs().max().into_scalar().elem();
     let worst: f32 = (want - got).abs().max().into_scalar().elem();
     assert!(worst <= largest / 256.0, "off by {worst}, of {largest}");

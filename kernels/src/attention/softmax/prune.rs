@@ -4,6 +4,7 @@ use burn::tensor::{FloatDType, Tensor};
 
 use super::cpu::prefix_sums;
 use super::{PRUNED, Softmax};
+use crate::attention::DocumentStarts;
 use crate::backend::OpBackend;
 
 /// The first key that still matters to each of the last queries.
@@ -38,34 +39,43 @@ pub fn first_keys(
     q_norms.zip(largest.skip(offset)).enumerate().map(first_key).collect()
 }
 
-/// The share of all pairs of a query and a key at or before it that pruning leaves out, 0 to 1; windows and
-/// documents aside.
+/// The share of pairs of a query and a key it may see that pruning leaves out, 0 to 1.
 ///
 /// - `q`: `[batch, heads, tokens, head_dim]`, `k`: `[batch, kv_heads, tokens, head_dim]`
 /// - `log_decay`: ℓ, `[batch, heads, tokens]`
+/// - `documents`: `[batch, tokens]`
 pub fn share_left_out<B: OpBackend>(
     op: &Softmax,
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     log_decay: Tensor<B, 3>,
+    documents: DocumentStarts<B>,
 ) -> f64 {
     let [batch, heads, tokens, _] = q.dims();
     let kv_heads = k.dims()[1];
+    let window = op.window.unwrap_or(tokens);
+    let starts = match documents {
+        Some(documents) => documents.into_data().iter::<i64>().map(|at| at as usize).collect(),
+        None => vec![0; batch * tokens],
+    };
     let [q, k] = [q, k].map(|x| {
         let x = x.cast(FloatDType::F32);
         let norms = (x.clone() * x).sum_dim(3).sqrt().into_data();
         norms.iter::<f32>().collect::<Vec<_>>()
     });
     let log_decay: Vec<f32> = log_decay.cast(FloatDType::F32).into_data().iter::<f32>().collect();
-    let left_out: usize = prefix_sums(&log_decay, tokens)
-        .iter()
-        .enumerate()
-        .map(|(row, decay)| {
-            let kv_row = row / heads * kv_heads + row % heads / (heads / kv_heads);
-            let of = |row: usize| row * tokens..(row + 1) * tokens;
-            let [q, k] = [&q[of(row)], &k[of(kv_row)]].map(|x| x.iter().copied());
-            first_keys(op, q, k, decay).into_iter().sum::<usize>()
-        })
-        .sum();
-    left_out as f64 / (batch * heads * tokens * (tokens + 1) / 2) as f64
+    let (mut left_out, mut pairs) = (0, 0);
+    for (row, decay) in prefix_sums(&log_decay, tokens).iter().enumerate() {
+        let kv_row = row / heads * kv_heads + row % heads / (heads / kv_heads);
+        let of = |row: usize| row * tokens..(row + 1) * tokens;
+        let [q, k] = [&q[of(row)], &k[of(kv_row)]].map(|x| x.iter().copied());
+        let starts = &starts[of(row / heads)];
+        for (i, (first, &start)) in first_keys(op, q, k, decay).into_iter().zip(starts).enumerate()
+        {
+            let seen_from = start.max((i + 1).saturating_sub(window));
+            left_out += first.saturating_sub(seen_from);
+            pairs += i + 1 - seen_from;
+        }
+    }
+    left_out as f64 / pairs as f64
 }

@@ -83,13 +83,15 @@ pub(super) fn extend<B: OpBackend>(
     let outputs = match &mut state.held {
         Held::OnCuda(..) => unreachable!("served above"),
         Held::Rescaled(past) => {
-            let log_decay = config.hidden_gate(shape, projections[0].clone());
+            let logits = config.logits(shape, k.clone(), &projections, &parameters);
+            let log_decay = config.log_decay(shape, logits);
             let rows = rows(shape, q, keys(shape, [k, v, log_decay]));
             extend_past(config, shape, past, &rows)
         }
         Held::Plain(cache, faded) => {
             let [k, v] = cache.append(k, v);
-            let log_decay = config.key_gate(shape, k.clone(), &parameters);
+            let logits = config.logits(shape, k.clone(), &projections, &parameters);
+            let log_decay = config.log_decay(shape, logits);
             let all = keys(shape, [k, v, log_decay]);
             let old = all.len() - tokens;
             let mut past = Past::new(CHUNK, faded.take());
@@ -128,9 +130,14 @@ fn extend_on_cuda<B: OpBackend>(
     let [q, k] = [q, k].map(|x| config.rotate(x.clone(), state.position));
     let gate_heads = config.gate_heads_of(shape);
     let of_gates = repeat_heads(k.clone(), gate_heads / shape.kv_heads);
-    let gate = B::into_cuda(config.gate(shape, k, projections, parameters))?;
+    let tokens = q.dims()[2];
     let [q, of_gates, v] = cuda_inputs([&q, &of_gates, v])?;
-    let tokens = q.meta.shape()[2];
+    let gate = if tokens == 1 && config.gate_source == GateSource::Key {
+        let [weight, bias] = [0, 1].map(|at| B::into_cuda(primitive(parameters[at].clone())));
+        cuda::logits_of_token(&of_gates, [&weight?, &bias?], config.gate_dims_of(shape))
+    } else {
+        B::into_cuda(primitive(config.logits(shape, k, projections, parameters)))?
+    };
     if !begun {
         let room = room(shape.window, state.reserved, tokens);
         let held = cuda::decode::State::new(&of_gates, &v, room);

@@ -1,8 +1,8 @@
-//! Log decays from a gate's logits.
+//! A gate's logits, and log decays from these.
 
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 
-use super::Config;
+use super::{Config, GateSource};
 use crate::attention::AttentionShape;
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
@@ -17,40 +17,42 @@ fn soft_clamp<B: OpBackend>(logits: Tensor<B, 4>, g_max: f32) -> Tensor<B, 4> {
 }
 
 impl Config {
-    /// g of the gate's own projection, `[batch, gate heads, seq_len, head_dim]`, 0 in channels
-    /// without a gate. `logits` is `[batch, seq_len, gate heads · gate_dims]`.
-    pub(super) fn hidden_gate<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        logits: Tensor<B, 3>,
-    ) -> Tensor<B, 4> {
-        let [batch, seq_len, _] = logits.dims();
-        let (heads, dims) = (self.gate_heads_of(shape), self.gate_dims_of(shape));
-        let logits = logits.reshape([batch, seq_len, heads, dims]).swap_dims(1, 2);
-        self.widen(shape, soft_clamp(logits, self.g_max))
-    }
-
-    /// g from the keys as they are cached, `[batch, kv_heads, seq_len, head_dim]`, 0 in channels
-    /// without a gate. The parameters are W, `[kv_heads, head_dim, outputs]`, and b,
-    /// `[kv_heads, outputs]`, both flat.
-    pub(super) fn key_gate<B: OpBackend>(
+    /// The gate's logits, `[batch, gate heads, seq_len, gate_dims]`, of whichever source.
+    ///
+    /// - `k`: `[batch, kv_heads, seq_len, head_dim]`, as it is attended to
+    /// - `projections`, `parameters`: as the layer has them; the parameters of a key's gate are W,
+    ///   `[kv_heads, head_dim, outputs]`, and b, `[kv_heads, outputs]`, both flat
+    pub(super) fn logits<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         k: Tensor<B, 4>,
+        projections: &[Tensor<B, 3>],
         parameters: &[Tensor<B, 1>],
     ) -> Tensor<B, 4> {
-        let (kv_heads, outputs) = (shape.kv_heads, self.key_gate_outputs(shape));
-        let weight = parameters[0].clone().reshape([1, kv_heads, shape.head_dim, outputs]);
-        let bias = parameters[1].clone().reshape([1, kv_heads, 1, outputs]);
-        let g = soft_clamp(k.mm(weight) + bias, self.g_max);
         let dims = self.gate_dims_of(shape);
-        // One output is a scalar gate (or the only channel's): it serves every gated channel.
-        let g = if outputs < dims { g.repeat_dim(3, dims) } else { g };
-        self.widen(shape, g)
+        match self.gate_source {
+            GateSource::Hidden => {
+                let ([batch, seq_len, _], heads) = (projections[0].dims(), self.gate_heads_of(shape));
+                projections[0].clone().reshape([batch, seq_len, heads, dims]).swap_dims(1, 2)
+            }
+            GateSource::Key => {
+                let (heads, outputs) = (shape.kv_heads, self.key_gate_outputs(shape));
+                let weight = parameters[0].clone().reshape([1, heads, shape.head_dim, outputs]);
+                let bias = parameters[1].clone().reshape([1, heads, 1, outputs]);
+                let logits = k.cast(FloatDType::F32).mm(weight) + bias;
+                // One output is a scalar gate (or the only channel's): it serves every gated channel.
+                if outputs < dims { logits.repeat_dim(3, dims) } else { logits }
+            }
+        }
     }
 
-    /// Adds the channels without a gate: they keep everything.
-    fn widen<B: OpBackend>(&self, shape: &AttentionShape, g: Tensor<B, 4>) -> Tensor<B, 4> {
+    /// g of [`Config::logits`], `[batch, gate heads, seq_len, head_dim]`, 0 in channels without a gate.
+    pub(super) fn log_decay<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        logits: Tensor<B, 4>,
+    ) -> Tensor<B, 4> {
+        let g = soft_clamp(logits, self.g_max);
         let [batch, heads, seq_len, dims] = g.dims();
         if dims == shape.head_dim {
             return g;

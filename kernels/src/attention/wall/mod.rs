@@ -68,7 +68,7 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
@@ -76,6 +76,7 @@ use serde::{Deserialize, Serialize};
 pub use self::decode::State;
 use super::blocks::repeat_heads;
 use super::rotation::Rotation;
+use super::softmax::cuda_inputs;
 use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Projection, Start, Variant};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
@@ -138,8 +139,8 @@ pub struct Config {
     /// below 1; default none. Needs a gate in every channel, and no window.
     pub evict_below: Option<f32>,
     /// On CUDA, leave out of training and evaluation the tiles of 64 keys that every channel has forgotten,
-    /// down to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel, and no window;
-    /// rows of several documents are not pruned.
+    /// down to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel,
+    /// and no window.
     pub prune: bool,
 }
 
@@ -183,22 +184,6 @@ impl Config {
     /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
-    }
-
-    /// The gate as [`Wall`] takes it: logits, or g of the keys `k`.
-    fn gate<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        k: Tensor<B, 4>,
-        projections: &[Tensor<B, 3>],
-        parameters: &[Tensor<B, 1>],
-    ) -> FloatTensor<B> {
-        match self.gate_source {
-            GateSource::Hidden => primitive(projections[0].clone()),
-            GateSource::Key => {
-                primitive(self.key_gate(shape, k.cast(FloatDType::F32), parameters))
-            }
-        }
     }
 
     /// What is wrong with the sizes and constants of the gate.
@@ -338,7 +323,7 @@ impl Variant for Config {
             }
             false => [q, k],
         };
-        let gate = self.gate(shape, k.clone(), &projections, &parameters);
+        let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
         // Each gate has its keys.
         let gate_heads = self.gate_heads_of(shape);
         let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
@@ -352,14 +337,13 @@ impl Variant for Config {
         &self,
         shape: &AttentionShape,
         inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
     ) -> Option<f64> {
-        self.prune.then(|| {
-            let Inputs { k, projections, parameters, .. } = inputs.widened();
-            prune::share_forgotten(match self.gate_source {
-                GateSource::Hidden => self.hidden_gate(shape, projections[0].clone()),
-                GateSource::Key => self.key_gate(shape, self.rotate(k, 0), &parameters),
-            })
-        })
+        // The reference prunes nothing.
+        cuda_inputs([&inputs.q, &inputs.k, &inputs.v]).filter(|_| self.prune)?;
+        let Inputs { k, projections, parameters, .. } = inputs.widened();
+        let logits = self.logits(shape, self.rotate(k, 0), &projections, &parameters);
+        Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
@@ -400,8 +384,7 @@ impl Variant for Config {
 
 /// The operation on q, k, v and the gate, for heads of k and v that have a gate each.
 ///
-/// The gate comes as logits, `[batch, seq_len, kv_heads · gate_dims]`, or with `gate_source = "key"`
-/// as g, `[batch, kv_heads, seq_len, head_dim]`.
+/// The gate comes as logits, `[batch, kv_heads, seq_len, gate_dims]`.
 #[derive(Clone, Debug)]
 struct Wall {
     config: Config,
@@ -422,10 +405,7 @@ impl Op<4> for Wall {
         [q, k, v, gate]: [FloatTensor<B>; 4],
         ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        let log_decay = match self.config.gate_source {
-            GateSource::Hidden => self.config.hidden_gate(&self.shape, tensor::<B, 3>(gate)),
-            GateSource::Key => tensor::<B, 4>(gate),
-        };
+        let log_decay = self.config.log_decay(&self.shape, tensor(gate));
         let documents = ints.first().map(|x| Tensor::<B, 2, Int>::from_primitive(x.clone()));
         let [q, k, v] = [q, k, v].map(tensor::<B, 4>);
         primitive(reference::attend(&self.shape, q, [k, v, log_decay], documents.as_ref()))

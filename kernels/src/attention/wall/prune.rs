@@ -2,32 +2,52 @@
 
 use burn::tensor::Tensor;
 
+use crate::attention::DocumentStarts;
 use crate::attention::softmax::cuda::GATE_TILE as TILE;
 use crate::backend::OpBackend;
 
-/// The share of all pairs of a query and a key at or before it whose tiles every channel has forgotten, 0
-/// to 1, from g, `[batch, gate heads, seq_len, head_dim]`.
-pub fn share_forgotten<B: OpBackend>(log_decay: Tensor<B, 4>) -> f64 {
+/// The share of pairs of a query and a key it may see whose tiles every channel has forgotten, 0 to 1, from g,
+/// `[batch, gate heads, seq_len, head_dim]`, and `documents`, `[batch, seq_len]`.
+pub fn share_forgotten<B: OpBackend>(
+    log_decay: Tensor<B, 4>,
+    documents: DocumentStarts<B>,
+) -> f64 {
     let [batch, heads, tokens, channels] = log_decay.dims();
-    let log_decay: Vec<f32> = log_decay.into_data().iter::<f32>().collect();
-    let mut left_out = 0;
-    for row in log_decay.chunks_exact(tokens * channels) {
-        let mut sums = vec![0.0; channels];
-        let mut ends = vec![vec![0; channels]];
-        for tile in row.chunks(TILE * channels) {
-            for (at, g) in tile.iter().enumerate() {
-                sums[at % channels] += f64::from(*g) * std::f64::consts::LOG2_E;
+    let documents: Vec<usize> = match documents {
+        Some(documents) => documents.into_data().iter::<i64>().map(|at| at as usize).collect(),
+        None => vec![0; batch * tokens],
+    };
+    // The last tile's end is nobody's start.
+    let ends = (tokens - 1) / TILE;
+    let mut sums = vec![];
+    if ends > 0 {
+        let complete = log_decay.narrow(2, 0, ends * TILE);
+        let complete = complete.reshape([batch * heads, ends, TILE, channels]).sum_dim(2);
+        sums = complete.into_data().iter::<f32>().collect();
+    }
+    let (mut left_out, mut pairs) = (0, 0);
+    for row in 0..batch * heads {
+        // E where tiles begin.
+        let mut sum = vec![0.0; channels];
+        let mut starts = vec![vec![0; channels]];
+        for of_tile in sums[row * ends * channels..(row + 1) * ends * channels].chunks(channels) {
+            for (sum, g) in sum.iter_mut().zip(of_tile) {
+                *sum += f64::from(*g) * std::f64::consts::LOG2_E;
             }
-            ends.push(sums.iter().map(|p| p.floor() as i64).collect());
+            starts.push(sum.iter().map(|p| p.floor() as i64).collect());
         }
         let mut first = 0;
-        for (tile, start) in ends[..ends.len() - 1].iter().enumerate() {
-            let forgotten = |end: &[i64]| start.iter().zip(end).all(|(from, to)| from - to <= -127);
-            while first < tile && forgotten(&ends[first + 1]) {
+        for (tile, own) in starts.iter().enumerate() {
+            let forgotten = |end: &[i64]| own.iter().zip(end).all(|(from, to)| from - to <= -127);
+            while first < tile && forgotten(&starts[first + 1]) {
                 first += 1;
             }
-            left_out += first * TILE * TILE.min(tokens - tile * TILE);
+            for t in tile * TILE..tokens.min((tile + 1) * TILE) {
+                let seen_from = documents[row / heads * tokens + t];
+                left_out += (first * TILE).saturating_sub(seen_from);
+                pairs += t + 1 - seen_from;
+            }
         }
     }
-    left_out as f64 / (batch * heads * tokens * (tokens + 1) / 2) as f64
+    left_out as f64 / pairs as f64
 }

@@ -160,13 +160,13 @@ fn values<B: crate::backend::OpBackend, const D: usize>(x: Tensor<B, D>) -> Vec<
 #[test]
 fn saturated_gates_are_the_clamp_and_zero() {
     let shape = AttentionShape::new(4, 1, 1, 4);
-    let logits = Tensor::<Autodiff<Flex>, 3>::from_floats(
-        [[[-1000.0, 1000.0, -1e30, 1e30]]],
+    let logits = Tensor::<Autodiff<Flex>, 4>::from_floats(
+        [[[[-1000.0, 1000.0, -1e30, 1e30]]]],
         &Default::default(),
     )
     .require_grad();
     let config = Config::default();
-    let g = config.hidden_gate(&shape, logits.clone());
+    let g = config.log_decay(&shape, logits.clone());
     let grads = g.clone().sum().backward();
     assert_eq!(values(g), [-0.86f32, 0.0, -0.86, 0.0].map(f64::from));
     let slope = logits.grad(&grads).expect("logits have a gradient");
@@ -177,8 +177,8 @@ fn saturated_gates_are_the_clamp_and_zero() {
 fn nearly_open_gates_keep_their_digits() {
     let shape = AttentionShape::new(5, 1, 1, 5);
     let logits = [0.0f32, 5.0, 7.0, 10.0, 14.0];
-    let tensor = Tensor::<Flex, 3>::from_floats([[logits]], &Default::default());
-    let got = values(Config::default().hidden_gate(&shape, tensor));
+    let tensor = Tensor::<Flex, 4>::from_floats([[[logits]]], &Default::default());
+    let got = values(Config::default().log_decay(&shape, tensor));
     for (got, logit) in got.iter().zip(logits) {
         // g = g_max · (e^y − 1), here with a function made for small y.
         let y = -(-f64::from(logit)).exp().ln_1p() / 0.86;

@@ -84,6 +84,9 @@ struct Case {
     passes: [Pass; 1],
     /// In the buffers of all sequences' states at the end, with their spare room.
     held_elements: usize,
+    /// The share of the keys that pruning left out of the last step; `null` where nothing is to be left out,
+    /// and where no kernel for CUDA serves.
+    share_left_out: Option<f64>,
     #[serde(skip)]
     labels: Vec<String>,
 }
@@ -100,7 +103,9 @@ impl Measured for Case {
     }
 
     fn remark(&self) -> String {
-        format!("{:.3}M elements held", self.held_elements as f64 / 1e6)
+        let held = format!("{:.3}M elements held", self.held_elements as f64 / 1e6);
+        let share = self.share_left_out.map(|share| format!(", {:.1} % left out", 100.0 * share));
+        held + &share.unwrap_or_default()
     }
 }
 
@@ -245,7 +250,7 @@ impl Job<'_> {
                 config.extend(&layer, token.clone(), state);
             },
         );
-        let held_elements = state.borrow().state.as_ref().map_or(0, DecodeState::elements);
+        let held = state.into_inner().state.expect("filled before the first step");
         let shape = [batch, layer.heads, context, layer.head_dim];
         Case {
             kind: config.kind(),
@@ -258,7 +263,8 @@ impl Job<'_> {
             head_dim: layer.head_dim,
             context,
             passes: [Pass::new("step", time, Work::Bytes(bytes), ceiling)],
-            held_elements,
+            held_elements: held.elements(),
+            share_left_out: held.share_left_out(),
             labels: kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect(),
         }
     }

@@ -239,7 +239,7 @@ impl Job<'_> {
             ],
             kept_bytes: kept,
             peak_memory_bytes: peak,
-            share_left_out: config.share_left_out(&layer, inputs[0].clone()),
+            share_left_out: config.share_left_out(&layer, inputs[0].clone(), documents),
             labels,
         }
     }

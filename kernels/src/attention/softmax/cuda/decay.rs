@@ -17,6 +17,7 @@ use cubecl::prelude::*;
 use super::{number, steps};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::cuda::kernels::prefix_sum::scan;
+use crate::tile::write_notes;
 
 /// Tokens of a span.
 pub const SPAN: usize = 64;
@@ -184,6 +185,13 @@ pub fn sum_before(before: &Array<f64>, row: usize, keys: usize, position: usize)
     before[row * ((keys + SPAN - 1) / SPAN + 1) + position / SPAN]
 }
 
+/// A key's bias, (between − within) · factor: `between` is what the sum grows by from before the key's span to
+/// where biases are relative to.
+#[cube]
+pub fn bias(between: f64, within: f32, factor: f32) -> f32 {
+    (f32::cast_from(between) - within) * factor
+}
+
 /// What the biases of a tile's keys are made of. Read a while before it is needed.
 #[derive(CubeType)]
 pub struct TileSums {
@@ -223,45 +231,39 @@ impl TileSums {
         }
     }
 
-    /// The keys' biases times `factor`, relative to where the sum is `own`.
-    pub fn biases<N2: Size>(
+    /// Lets products of queries and keys start from their keys' biases times `factor`, relative to where the
+    /// sum is `own`. The biases pass through the warp's part of `notes`.
+    pub fn start_from_biases<NC: Size, N2: Size>(
         &self,
+        s: &mut Sequence<Array<Vector<f32, NC>>>,
+        notes: &mut SharedMemory<Vector<f32, N2>>,
         own: f64,
         factor: f32,
+        warp: usize,
         #[comptime] span: usize,
-    ) -> Array<Vector<f32, N2>> {
+    ) {
         let pairs = comptime!((span / 2).div_ceil(32));
         let mut biases = Array::<Vector<f32, N2>>::new(pairs);
         #[unroll]
         for i in 0..pairs {
-            let between = f32::cast_from(own - self.before[i]);
+            let between = own - self.before[i];
             let mut pair = Vector::<f32, N2>::empty();
-            pair[0] = (between - self.within[i * 2]) * factor;
-            pair[1] = (between - self.within[i * 2 + 1]) * factor;
+            pair[0] = bias(between, self.within[i * 2], factor);
+            pair[1] = bias(between, self.within[i * 2 + 1], factor);
             biases[i] = pair;
         }
-        biases
-    }
-}
-
-/// Lets products of queries and keys start from their keys' biases, which are in `biases`, two by two,
-/// from `at` on.
-#[cube]
-pub fn start_from_biases<NC: Size, N2: Size>(
-    s: &mut Sequence<Array<Vector<f32, NC>>>,
-    biases: &SharedMemory<Vector<f32, N2>>,
-    at: usize,
-    #[comptime] n_keys: usize,
-) {
-    #[unroll]
-    for n in 0..n_keys {
-        let bias = biases[at + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
+        write_notes::<f32, N2>(notes, &biases, warp, span / 2);
         #[unroll]
-        for r in 0..2usize {
-            let mut pair = Vector::<f32, NC>::empty();
-            pair[0] = bias[0];
-            pair[1] = bias[1];
-            s.index_mut(n)[r] = pair;
+        for n in 0..comptime!(span / 8) {
+            let place = warp * comptime!(span / 2) + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4;
+            let biases = notes[place];
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = Vector::<f32, NC>::empty();
+                pair[0] = biases[0];
+                pair[1] = biases[1];
+                s.index_mut(n)[r] = pair;
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Decoding under a learned decay: what it keeps, and how a token joins it.
 
-use burn::tensor::{DType, bf16};
+use burn::tensor::{DType, Int, Tensor, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
@@ -26,6 +26,9 @@ pub struct Decaying {
     before: Kept,
     /// The largest |k|² so far, `[batch, kv_heads, 1]`, where keys are pruned.
     largest: CudaTensor,
+    /// If the last call was a pruned one of one token: the first keys that still mattered to its queries,
+    /// `[batch, heads]`, and the first one inside the window.
+    starts: Option<(CudaTensor, usize)>,
 }
 
 impl Decaying {
@@ -39,13 +42,23 @@ impl Decaying {
             within: tokens(heads, 1, DType::F32),
             before: Kept::new(k, [batch, heads, 1], DType::F64, room.div_ceil(SPAN) + 1),
             largest: zeros(k, &[batch, kv_heads, 1], DType::F32),
+            starts: None,
         }
     }
 
-    /// Elements of all buffers.
+    /// Elements of all buffers that grow, and of the largest norms.
     pub fn elements(&self) -> usize {
         let kept = [&self.keys, &self.values, &self.within, &self.before];
         kept.map(Kept::elements).iter().sum::<usize>() + self.largest.meta.shape().num_elements()
+    }
+
+    /// See [`DecodeState::share_left_out`](crate::attention::DecodeState::share_left_out).
+    pub fn share_left_out(&self) -> Option<f64> {
+        let (starts, seen_from) = self.starts.clone()?;
+        let starts = Tensor::<Cuda, 2, Int>::from_primitive(starts).into_data();
+        let seen = starts.num_elements() * (self.keys.rows() - seen_from);
+        let left_out = starts.iter::<i64>().map(|start| (start as usize).saturating_sub(seen_from));
+        Some(left_out.sum::<usize>() as f64 / seen as f64)
     }
 
     /// Appends tokens and returns their outputs, `[batch, heads, tokens, head_dim]`.
@@ -72,8 +85,11 @@ impl Decaying {
             let starts = self.append(op, [q, k, v], log_decay);
             let call = self.call(op, q, self.sums());
             let [o, _] = decode(&call, op.prune.then_some(&starts));
+            let seen_from = op.window.map_or(0, |window| self.keys.rows().saturating_sub(window));
+            self.starts = op.prune.then_some((starts, seen_from));
             return o;
         }
+        self.starts = None;
         self.keys.append(k.clone());
         self.values.append(v.clone());
         self.sums().add(log_decay, held);

@@ -8,15 +8,15 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::decay::{SPAN, Sums, SumsLaunch};
+use super::decay::{SPAN, Sums, SumsLaunch, bias};
 use super::forward::add_tile_softmax;
-use super::gates::{TILE, gate_pairs, powers, read_ends, scale_lefts};
+use super::gates::{TILE, bring_lefts, copy_ends, gate_pairs, read_ends};
 use super::scores::{Options, Problem, first_key, full_score, rest_of_scale};
 use super::{Call, Heads, SHAPES, number};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, add_abt_of_rows, add_pb_of_rows, bytes, define_exp2, exp2,
-    lefts, load_rows, release_tile, sum_of_four, write_notes, zeros,
+    lefts, load_rows, release_tile, sum_of_four, zeros,
 };
 
 /// Fewest keys that one block of [`split`] reads, as long as there are as many.
@@ -276,13 +276,12 @@ pub fn split<E: Numeric, V: Size>(
         if options.decay {
             #[unroll]
             for r in 0..2usize {
-                let between =
-                    f32::cast_from(own_sum[r] - before[before_at[r] + first_column / SPAN]);
+                let between = own_sum[r] - before[before_at[r] + first_column / SPAN];
                 #[unroll]
                 for i in 0..4usize {
                     let column = first_column + own + comptime!(i / 2 * 8 + i % 2) + (lane % 4) * 2;
                     let within = within[within_at[r] + min(column, keys - 1)];
-                    biases[r * 4 + i] = (between - within) * LOG2_E;
+                    biases[r * 4 + i] = bias(between, within, LOG2_E);
                 }
             }
         }
@@ -296,13 +295,8 @@ pub fn split<E: Numeric, V: Size>(
             load_rows::<E, V>(&ready, v, batch, value_head, next, &mut v_tile, to, span, dim);
         }
         if comptime!(gated > 0) {
-            let factors = powers::<E, NA, N2>(&here, &there, pairs);
-            write_notes::<E, NA>(&mut gate_factors, &factors, warp, pairs);
-            scale_lefts::<E, NA>(&mut q_lefts, &gate_factors, warp * pairs, gated);
-            #[unroll]
-            for i in 0..comptime!(pairs.div_ceil(32)) {
-                here[i] = there[i];
-            }
+            bring_lefts::<E, NA, N2>(&mut q_lefts, &here, &there, &mut gate_factors, warp, gated);
+            copy_ends::<N2>(&there, &mut here, pairs);
             if block + 1 < blocks {
                 read_ends::<N2>(ends, ends_at, first_column / TILE - 1, &mut there, pairs, dim);
             }

@@ -6,16 +6,16 @@
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::decay::{TileSums, start_from_biases, sum_before};
-use super::gates::{TILE, gate_pairs, powers, read_ends, scale_lefts};
-use super::prune::{bounds_of_group, least_of_block, start_of};
-use super::scores::{Options, Problem, first_key, make_scores, rest_of_scale};
+use super::decay::{TileSums, sum_before};
+use super::gates::{TILE, bring_lefts, copy_ends, gate_pairs, read_ends};
+use super::scores::{Options, Problem, make_scores, rest_of_scale};
+use super::sight::QueryBlock;
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, start_abt, start_pb, start_tile_abt, unset, wait,
 };
 use crate::tile::{
     ALIGN, CHUNK, HIDDEN, LOG2_E, Rows, bytes, define_exp2, exp2, lefts, store_rows, sum_of_four,
-    write_notes, zeros,
+    zeros,
 };
 
 /// o, and lse `[batch, heads, queries]`, the logarithm of the softmax's sum to base 2; with a decay,
@@ -23,7 +23,6 @@ use crate::tile::{
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
-#[allow(arithmetic_overflow)] // CUBE_POS_X and the like are no constants on the device.
 pub fn forward<E: Numeric, V: Size, W: Size>(
     q: &TensorMap<E, Tiled>,
     k: &TensorMap<E, Tiled>,
@@ -52,14 +51,10 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     let lane = UNIT_POS_PLANE as usize;
     // Shuffled, the compiler knows that it is one for the warp.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
-    let batch = CUBE_POS_Y as usize / problem.heads as usize;
-    let head = CUBE_POS_Y as usize % problem.heads as usize;
-    let kv_head = head / problem.group as usize;
-    let queries = problem.queries as usize;
-    let keys = problem.keys as usize;
-    // The longest first.
-    let first_row = (CUBE_COUNT_X - 1 - CUBE_POS_X) as usize * rows;
-    let offset = keys - queries;
+    let block = QueryBlock::new(&problem, documents, bounds, options);
+    let (batch, kv_head, row) = (block.batch, block.kv_head, block.row);
+    let (offset, from, tiles) = (block.offset, block.from, block.tiles);
+    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
 
     let def = MmaDefinition::<E, E, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = def.vector_size(MatrixIdent::A);
@@ -80,19 +75,10 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         SharedMemory::<Vector<E, NA>>::new_aligned(comptime!(warps * pairs), 16usize);
     sync_cube();
 
-    // The tiles with keys that some query of the block sees.
-    let block_last = offset + min(first_row + rows, queries) - 1;
-    let mut from = first_key(&problem, documents, batch, offset + first_row, options);
-    if options.prune {
-        from = max(from, least_of_block(bounds, CUBE_POS_Y as usize, first_row, queries, warps));
-    }
-    let from = from / span;
-    let blocks = block_last / span + 1 - from;
-    let last = from + blocks - 1;
-
+    let last = from + tiles - 1;
     if UNIT_POS == 0 {
         for back in 0..2usize {
-            if back < blocks {
+            if back < tiles {
                 let mut others = 0u32;
                 if back == 0 {
                     others += comptime!(bytes(rows, dim));
@@ -112,26 +98,24 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
                     dim,
                 );
                 if back == 0 {
-                    stages.load::<E, V>(back, q, batch, head, first_row, &mut q_tile, 0, rows, dim);
+                    stages.load::<E, V>(
+                        back,
+                        q,
+                        batch,
+                        block.head,
+                        block.first_query,
+                        &mut q_tile,
+                        0,
+                        rows,
+                        dim,
+                    );
                 }
             }
         }
     }
 
-    // The warpgroup's queries, and the keys that some and that all of them see.
-    let group_row = first_row + warp / GROUP_WARPS * GROUP_ROWS;
-    let all_to = offset + group_row;
-    let group_last = offset + min(group_row + GROUP_ROWS, queries) - 1;
-    let mut group_from = first_key(&problem, documents, batch, all_to, options);
-    let mut all_from = first_key(&problem, documents, batch, group_last, options);
-    if options.prune {
-        let (least, most) = bounds_of_group(bounds, CUBE_POS_Y as usize, group_row, queries);
-        group_from = max(group_from, least);
-        all_from = max(all_from, most);
-    }
-    // Shuffled, as the warp's number is.
-    let group_from = plane_shuffle(group_from as u32, 0u32) as usize;
-    let own = first_row + warp * 16;
+    let group = block.of_group(&problem, documents, bounds, warp, options);
+    let own = block.first_query + warp * 16;
     let mut q_lefts = if comptime!(gated > 0) {
         stages.wait(0);
         lefts::<E, V, NA>(&def, &q_tile, warp * 16, steps, rows)
@@ -142,41 +126,40 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     let mut o_acc = zeros::<NC>(n_dim);
     let mut highest = Array::<f32>::new(2usize);
     let mut sum = Array::<f32>::new(2usize);
-    let mut first = Array::<u32>::new(2usize);
+    let first = block.first_keys(&problem, documents, starts, own, options);
     #[unroll]
     for r in 0..2usize {
         highest[r] = HIDDEN;
         sum[r] = 0f32;
-        let row = offset + own + r * 8 + lane / 4;
-        first[r] = first_key(&problem, documents, batch, row, options) as u32;
-        if options.prune {
-            first[r] = max(first[r], start_of(starts, CUBE_POS_Y as usize, row - offset, queries));
-        }
     }
     let mut slope = 0f32;
     if options.alibi {
-        slope = slopes[head];
+        slope = slopes[block.head];
     }
     let scale = rest_of_scale(&problem, options);
     // The first tile that the warpgroup sees, and which of the block's it sees.
-    let start = group_last / span * span;
+    let start = group.last / span * span;
     let mut seen_from = last - start / span;
-    let mut seen_to = last + 1 - group_from / span;
-    if group_row >= queries {
-        seen_from = blocks;
-        seen_to = blocks;
+    let mut seen_to = last + 1 - group.from / span;
+    if group.empty {
+        seen_from = tiles;
+        seen_to = tiles;
     }
-    let row = CUBE_POS_Y as usize;
     let mut own_sum = f64::cast_from(0f32);
     let mut sums = TileSums::new(span);
     let mut s = unset::<NC>(n_keys);
     if options.decay {
-        own_sum = sum_before(before, row, keys, min(all_to, keys - 1));
+        own_sum = sum_before(before, row, keys, min(group.first, keys - 1));
         sums.read(before, within, row, keys, start, span);
-        let biases = sums.biases::<N2>(own_sum, LOG2_E / scale, span);
-        write_notes::<f32, N2>(&mut bias_tile, &biases, warp, span / 2);
-        start_from_biases::<NC, N2>(&mut s, &bias_tile, warp * span / 2, n_keys);
-        if start > group_from {
+        sums.start_from_biases::<NC, N2>(
+            &mut s,
+            &mut bias_tile,
+            own_sum,
+            LOG2_E / scale,
+            warp,
+            span,
+        );
+        if start > group.from {
             sums.read(before, within, row, keys, start - span, span);
         }
     }
@@ -185,13 +168,13 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     if comptime!(!options.from_starts) {
         ends_of_row = (keys + TILE - 1) / TILE + 1;
     }
-    let ends_at = (batch * (problem.heads / problem.group) as usize + kv_head) * ends_of_row * dim;
+    let ends_at = block.gates_at(&problem, ends_of_row, options);
     // Where q's gates are, and where they go for the next tile: to its end, or its start.
     let anchor = comptime!(if options.from_starts { 0usize } else { 1usize });
     let mut here = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
     let mut there = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
     if comptime!(gated > 0) {
-        read_ends::<N2>(ends, ends_at, all_to / TILE, &mut here, pairs, dim);
+        read_ends::<N2>(ends, ends_at, group.first / TILE, &mut here, pairs, dim);
         read_ends::<N2>(ends, ends_at, start / TILE + anchor, &mut there, pairs, dim);
     }
 
@@ -199,7 +182,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         &stages,
         0usize,
         seen_from,
-        blocks,
+        tiles,
         k,
         v,
         batch,
@@ -224,7 +207,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             warp,
             options,
         );
-        if comptime!(gated > 0) && start > group_from {
+        if comptime!(gated > 0) && start > group.from {
             read_ends::<N2>(ends, ends_at, (start - span) / TILE + anchor, &mut there, pairs, dim);
         }
     }
@@ -233,7 +216,6 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         let at = back % 2 * comptime!(span * chunks);
         wait::<NC>(&mut s, 0usize);
 
-        let edge = (first_column + span > all_to + 1) | (first_column < all_from);
         make_scores::<NC>(
             &mut s,
             &problem,
@@ -241,7 +223,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             (offset + own + lane / 4) as u32,
             (first_column + (lane % 4) * 2) as u32,
             &first,
-            edge,
+            group.at_edge(first_column, span),
             n_keys,
             options,
         );
@@ -252,9 +234,14 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         if back + 1 < seen_to {
             let next = first_column - span;
             if options.decay {
-                let biases = sums.biases::<N2>(own_sum, LOG2_E / scale, span);
-                write_notes::<f32, N2>(&mut bias_tile, &biases, warp, span / 2);
-                start_from_biases::<NC, N2>(&mut s, &bias_tile, warp * span / 2, n_keys);
+                sums.start_from_biases::<NC, N2>(
+                    &mut s,
+                    &mut bias_tile,
+                    own_sum,
+                    LOG2_E / scale,
+                    warp,
+                    span,
+                );
             }
             stages.wait(back + 1);
             let next_at = comptime!(span * chunks) - at;
@@ -270,7 +257,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
                 warp,
                 options,
             );
-            if next > group_from {
+            if next > group.from {
                 if options.decay {
                     sums.read(before, within, row, keys, next - span, span);
                 }
@@ -283,7 +270,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
         } else {
             wait::<NC>(&mut o_acc, 0usize);
         }
-        if stages.leave(back, warps) & (back + 2 < blocks) {
+        if stages.leave(back, warps) & (back + 2 < tiles) {
             let column = first_column - 2 * span;
             stages.fill::<E, V>(
                 back + 2,
@@ -303,8 +290,8 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
     pass_by::<E, V>(
         &stages,
         seen_to,
-        blocks,
-        blocks,
+        tiles,
+        tiles,
         k,
         v,
         batch,
@@ -325,7 +312,7 @@ pub fn forward<E: Numeric, V: Size, W: Size>(
             lse[row * queries + at] = fma(highest[r], scale, Log::ln(total) * LOG2_E);
         }
     }
-    let base = o_rows.base(batch, head);
+    let base = o_rows.base(batch, block.head);
     let stride = o_rows.row as usize;
     store_rows::<E, W, NC>(&o_acc, &factors, o, base, stride, own, queries, n_dim, real);
 }
@@ -336,7 +323,7 @@ fn pass_by<E: Numeric, V: Size>(
     stages: &Stages,
     from: usize,
     to: usize,
-    blocks: usize,
+    tiles: usize,
     k: &TensorMap<E, Tiled>,
     v: &TensorMap<E, Tiled>,
     batch: usize,
@@ -349,7 +336,7 @@ fn pass_by<E: Numeric, V: Size>(
     let Options { dim, warps, span, .. } = comptime!(options);
     for back in from..to {
         stages.wait(back);
-        if stages.leave(back, warps) & (back + 2 < blocks) {
+        if stages.leave(back, warps) & (back + 2 < tiles) {
             let (next, column) = (back + 2, (last - back - 2) * span);
             stages
                 .fill::<E, V>(next, k, v, batch, kv_head, column, k_tile, v_tile, 0u32, span, dim);
@@ -374,14 +361,8 @@ fn start_scores<E: Numeric, V: Size, NA: Size, NC: Size, N2: Size>(
     let Options { dim, span, gated, .. } = comptime!(options);
     let n_keys = comptime!(span / 8);
     if comptime!(gated > 0) {
-        let pairs = comptime!(gate_pairs(gated));
-        let factors = powers::<E, NA, N2>(here, there, pairs);
-        write_notes::<E, NA>(gate_factors, &factors, warp, pairs);
-        scale_lefts::<E, NA>(q_lefts, gate_factors, warp * pairs, gated);
-        #[unroll]
-        for i in 0..comptime!(pairs.div_ceil(32)) {
-            here[i] = there[i];
-        }
+        bring_lefts::<E, NA, N2>(q_lefts, here, there, gate_factors, warp, gated);
+        copy_ends::<N2>(there, here, comptime!(gate_pairs(gated)));
         start_abt::<E, V, NA, NC>(q_lefts, k_tile, at, s, true, n_keys);
     } else {
         let row = warp / GROUP_WARPS * GROUP_ROWS;

@@ -18,6 +18,8 @@
 
 use cubecl::prelude::*;
 
+use crate::tile::write_notes;
+
 /// Tokens of a tile of gates.
 pub const TILE: usize = 64;
 
@@ -120,5 +122,34 @@ pub fn scale_columns<N2: Size, NC: Size>(
             pair[1] *= factor[1];
             fragment[r] = pair;
         }
+    }
+}
+
+/// Brings a left factor, of whose fragments the first `gated`·16 channels have a gate, from gates at
+/// E = `from` on to those at `to`. The powers pass through the warp's part of `notes`.
+#[cube]
+pub fn bring_lefts<E: Numeric, NA: Size, N2: Size>(
+    lefts: &mut Sequence<Array<Vector<E, NA>>>,
+    from: &Array<Vector<i32, N2>>,
+    to: &Array<Vector<i32, N2>>,
+    notes: &mut SharedMemory<Vector<E, NA>>,
+    warp: usize,
+    #[comptime] gated: usize,
+) {
+    let pairs = comptime!(gate_pairs(gated));
+    write_notes::<E, NA>(notes, &powers::<E, NA, N2>(from, to, pairs), warp, pairs);
+    scale_lefts::<E, NA>(lefts, notes, warp * pairs, gated);
+}
+
+/// `to` = `from`, of `count` pairs of channels.
+#[cube]
+pub fn copy_ends<N2: Size>(
+    from: &Array<Vector<i32, N2>>,
+    to: &mut Array<Vector<i32, N2>>,
+    #[comptime] count: usize,
+) {
+    #[unroll]
+    for i in 0..comptime!(count.div_ceil(32)) {
+        to[i] = from[i];
     }
 }

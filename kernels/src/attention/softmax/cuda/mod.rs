@@ -31,6 +31,7 @@ mod kept;
 #[allow(clippy::manual_div_ceil)]
 mod prune;
 mod scores;
+mod sight;
 
 use burn::tensor::{DType, Shape, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -88,8 +89,8 @@ pub fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL_DIM)
 }
 
-/// Where the elements of `[batch, heads, tokens]` lie.
-fn steps(x: &CudaTensor) -> StepsLaunch<CudaRuntime> {
+/// Where the elements of `[batch, heads, tokens]` lie, or rows of channels of `[batch, heads, tokens, channels]`.
+pub fn steps(x: &CudaTensor) -> StepsLaunch<CudaRuntime> {
     let strides = x.meta.strides();
     StepsLaunch::new(number(strides[0]), number(strides[1]), number(strides[2]))
 }

@@ -72,7 +72,7 @@ impl State {
         let tokens = k.meta.shape()[2];
         self.drop_first(unseen(op.shape.window, self.keys.rows(), tokens) / TILE);
         let held = self.keys.rows();
-        let call = Call { skip: held % TILE, from_starts: true, ..Call::new(op, q, k, contiguous(gate)) };
+        let call = Call { skip: held % TILE, from_starts: true, ..Call::new(op, q, k, gate) };
         self.keys.add(tokens);
         self.starts.add((held + tokens) / TILE - held / TILE);
         unshare(&mut self.since);

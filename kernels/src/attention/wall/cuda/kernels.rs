@@ -18,8 +18,6 @@ pub struct Options {
     pub real: usize,
     /// Channels with a gate, the first ones.
     pub gated: usize,
-    /// Whether the gate comes as logits; else as g.
-    pub logits: bool,
     /// Whether keys become relative to the starts of their tiles; else to their ends.
     pub from_starts: bool,
 }
@@ -88,25 +86,16 @@ fn log_sigmoid(z: f32) -> f32 {
     min(z, 0f32) - select(u < 0.03, near, Log::ln(1.0 + u))
 }
 
-/// g, as [`soft_clamp`](super::super::gate) has it, from a logit; or g itself.
+/// g of a logit, as [`soft_clamp`](super::super::gate) has it.
 #[cube]
-fn decay(gate: f32, clamp: &Clamp, #[comptime] logits: bool) -> f32 {
-    let mut g = gate;
-    if logits {
-        g = clamp.most * exp_m1(log_sigmoid(gate) * clamp.inverse);
-    }
-    g
+fn decay(z: f32, clamp: &Clamp) -> f32 {
+    clamp.most * exp_m1(log_sigmoid(z) * clamp.inverse)
 }
 
-/// dg/dz of [`decay`]: e^(ln σ(z) / g_max) · σ(−z) for a logit z.
+/// dg/dz of [`decay`]: e^(ln σ(z) / g_max) · σ(−z).
 #[cube]
-fn slope(gate: f32, clamp: &Clamp, #[comptime] logits: bool) -> f32 {
-    let mut slope = 1f32;
-    if logits {
-        let open = exp2(log_sigmoid(gate) * clamp.inverse * LOG2_E);
-        slope = open / (1.0 + exp2(gate * LOG2_E));
-    }
-    slope
+fn slope(z: f32, clamp: &Clamp) -> f32 {
+    exp2(log_sigmoid(z) * clamp.inverse * LOG2_E) / (1.0 + exp2(z * LOG2_E))
 }
 
 /// The gates of two neighbouring channels, 0 where they have none.
@@ -139,7 +128,7 @@ pub fn decays<N: Size>(
     #[unroll]
     for e in 0..2usize {
         if channel + e < options.gated {
-            pair[e] = decay(gates[e], clamp, options.logits) * LOG2_E;
+            pair[e] = decay(gates[e], clamp) * LOG2_E;
         }
     }
     pair
@@ -483,7 +472,7 @@ pub fn gate_gradients<Z: Numeric>(
             for i in 0..TOGETHER {
                 if some * TOGETHER + i < count {
                     let t = sizes.first() + some * TOGETHER + i;
-                    let dz = (sums[i] + later) * slope(gates[i], &clamp, options.logits);
+                    let dz = (sums[i] + later) * slope(gates[i], &clamp);
                     d_gate[base + t * steps.token as usize] = Z::cast_from(dz);
                 }
             }

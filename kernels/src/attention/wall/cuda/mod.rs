@@ -4,6 +4,8 @@
 // Device code has no `div_ceil` or `is_multiple_of`.
 #[allow(clippy::manual_is_multiple_of)]
 pub(super) mod decode;
+#[allow(clippy::duplicate_underscore_argument)]
+mod key_gate;
 #[allow(clippy::manual_div_ceil)]
 mod kernels;
 mod prune;
@@ -12,10 +14,11 @@ use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+pub use self::key_gate::logits_of_token;
 use self::kernels::{ClampLaunch, Options, SizesLaunch};
-use super::{GateSource, Wall};
+use super::Wall;
 use crate::attention::softmax::cuda::{
-    GATE_TILE, Gates, Heads, Pruned, StepsLaunch, backward_gated, forward_gated, padded,
+    GATE_TILE, Gates, Heads, Pruned, StepsLaunch, backward_gated, forward_gated, padded, steps,
 };
 use crate::attention::softmax::{Softmax, cuda_serves};
 use crate::backend::Forward;
@@ -30,6 +33,7 @@ struct Call<'a> {
     /// `[batch, heads, tokens, head_dim]` of q.
     dims: [usize; 4],
     kv_heads: usize,
+    /// `[batch, kv_heads, tokens, gated]`, [`dense`].
     gate: CudaTensor,
     /// Tokens of the first one's tile that are before it.
     skip: usize,
@@ -39,9 +43,10 @@ struct Call<'a> {
 
 impl<'a> Call<'a> {
     /// Of whole sequences.
-    fn new(op: &'a Wall, q: &CudaTensor, k: &CudaTensor, gate: CudaTensor) -> Self {
+    fn new(op: &'a Wall, q: &CudaTensor, k: &CudaTensor, gate: &CudaTensor) -> Self {
         let dims: [usize; 4] = q.meta.shape().dims();
         let kv_heads = k.meta.shape()[1];
+        let gate = if dense(gate) { gate.clone() } else { contiguous(gate) };
         let call = Call { op, dims, kv_heads, gate, skip: 0, from_starts: false };
         let elements = call.rows() * dims[2] * call.options().dim;
         assert!(u32::try_from(elements).is_ok(), "k of shape {:?}, 2^32 elements", k.meta.shape());
@@ -53,10 +58,8 @@ impl<'a> Call<'a> {
     }
 
     fn options(&self) -> Options {
-        let logits = self.op.config.gate_source == GateSource::Hidden;
-        let real = self.dims[3];
-        let gated = if logits { self.op.config.gate_dims_of(&self.op.shape) } else { real };
-        Options { dim: padded(real), real, gated, logits, from_starts: self.from_starts }
+        let (real, gated) = (self.dims[3], self.gate.meta.shape()[3]);
+        Options { dim: padded(real), real, gated, from_starts: self.from_starts }
     }
 
     fn tiles(&self) -> usize {
@@ -83,15 +86,9 @@ impl<'a> Call<'a> {
         ClampLaunch::new(most, 1.0 / most)
     }
 
-    /// Where the gate's rows lie: `[batch, tokens, kv_heads · channels]` of logits,
-    /// `[batch, kv_heads, tokens, channels]` of g.
+    /// Where the gate's rows lie.
     fn steps(&self) -> StepsLaunch<CudaRuntime> {
-        let (tokens, Options { gated, logits, .. }) = (self.dims[2], self.options());
-        let batch = (self.kv_heads * tokens * gated) as u32;
-        match logits {
-            true => StepsLaunch::new(batch, gated as u32, (self.kv_heads * gated) as u32),
-            false => StepsLaunch::new(batch, (tokens * gated) as u32, gated as u32),
-        }
+        steps(&self.gate)
     }
 
     fn by_tile(&self) -> CubeCount {
@@ -202,6 +199,24 @@ impl<'a> Call<'a> {
     }
 }
 
+/// Whether the elements of `[batch, heads, tokens, channels]` fill a stretch of memory, token by token or
+/// head by head.
+fn dense(x: &CudaTensor) -> bool {
+    let [_, heads, tokens, channels]: [usize; 4] = x.meta.shape().dims();
+    let head = heads * tokens * channels;
+    let by_head = [head, tokens * channels, channels, 1];
+    let by_token = [head, channels, heads * channels, 1];
+    let strides = x.meta.strides();
+    strides[..] == by_head || strides[..] == by_token
+}
+
+/// A new tensor that lies as the [`dense`] `x` does.
+fn like(x: &CudaTensor) -> CudaTensor {
+    let mut like = empty(x, &x.meta.shape().to_vec(), x.dtype);
+    like.meta = x.meta.clone();
+    like
+}
+
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q and k relative to the tiles'
 /// ends, v, o, lse, the gate, what [`Call::ends`] gives, and what is pruned.
 pub fn forward(
@@ -216,9 +231,9 @@ pub fn forward(
     if !served {
         return None;
     }
-    let call = Call::new(op, q, k, contiguous(gate));
+    let call = Call::new(op, q, k, gate);
     let [sums, ends, rests] = call.ends();
-    let pruned = (op.prunes() && documents.is_none()).then(|| call.remembered(&ends));
+    let pruned = op.prunes().then(|| call.remembered(&ends));
     let (q, k) = (Heads::new(q), Heads::new(k));
     let (queries, keys) = (q.like(), k.like());
     call.rescale([&q, &k], [&ends, &rests], [&queries, &keys]);
@@ -228,7 +243,7 @@ pub fn forward(
     let [o, lse] = forward_gated(&call.softmax(), inputs, &gates, pruned.as_ref(), documents);
     let lse = match &pruned {
         None => lse,
-        Some(pruned) => call.add_forgotten(pruned, v, &o, &lse),
+        Some(pruned) => call.add_forgotten(pruned, documents, v, &o, &lse),
     };
     let Call { gate, .. } = call;
     let mut saved = vec![queries, keys, v.clone(), o.clone(), lse, gate, sums, gates.ends, rests];
@@ -249,7 +264,7 @@ pub fn backward(
         [(); 9].map(|()| next().expect("the forward pass saves nine tensors"));
     let pruned = next().zip(next()).zip(next());
     let pruned = pruned.map(|((starts, bounds), least)| Pruned { starts, bounds, least });
-    let call = Call::new(op, &queries, &keys, gate);
+    let call = Call::new(op, &queries, &keys, &gate);
     let gates = call.gates(ends);
     let [queries_grad, keys_grad, dv] = backward_gated(
         &call.softmax(),
@@ -260,14 +275,13 @@ pub fn backward(
         [&o, &lse, &grad],
     );
     if let Some(pruned) = &pruned {
-        call.add_gradients_of_forgotten(pruned, &grad, &lse, &dv);
+        call.add_gradients_of_forgotten(pruned, documents, &grad, &lse, &dv);
     }
     let (queries, keys) = (Heads::new(&queries), Heads::new(&keys));
     let (dq, dk) = (queries.like(), keys.like());
     let within = call.table(call.dims[2], DType::F32);
     let totals = call.table(call.tiles(), DType::F32);
-    let shape = call.gate.meta.shape().to_vec();
-    let d_gate = empty(&call.gate, &shape, call.gate.dtype);
+    let d_gate = like(&call.gate);
     let launch = match call.gate.dtype {
         DType::BF16 => kernels::gradients::launch_unchecked::<bf16, bf16, CudaRuntime>,
         _ => kernels::gradients::launch_unchecked::<bf16, f32, CudaRuntime>,

@@ -3,6 +3,10 @@
 //! never rise, this holds for the tiles before J too. The attention kernels leave these keys out, and what
 //! they do to the softmax is added afterwards: each weighs e⁰, so that their number and the sum of their
 //! values is all that counts, and their values' gradients are one and the same.
+//!
+//! In rows of several documents a query has forgotten keys of its own document alone: those before the first
+//! remembered tile, from where the document begins. Queries of one tile that have forgotten some are all of
+//! one document, that of the tile's first; keys of one tile that are forgotten too, that of its last.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -12,6 +16,7 @@ use super::kernels::{Options, Sizes, after_tiles, pair_at};
 use super::{Call, PAIR};
 use crate::attention::softmax::cuda::{GATE_TILE as TILE, Heads, Pruned};
 use crate::cuda::{CudaTensor, buffer, empty};
+use crate::ops::cuda::integers;
 use crate::tile::{LOG2_E, Rows, define_exp2, exp2};
 
 impl Call<'_> {
@@ -46,11 +51,13 @@ impl Call<'_> {
     pub(super) fn add_forgotten(
         &self,
         pruned: &Pruned,
+        documents: Option<&CudaTensor>,
         v: &CudaTensor,
         o: &CudaTensor,
         lse: &CudaTensor,
     ) -> CudaTensor {
-        let before = self.sums_of_tiles(&Heads::new(v), lse, false);
+        let v = Heads::new(v);
+        let before = self.sums_of_tiles(&v, lse, false);
         let o = Heads::in_place(o);
         let all = empty(lse, &lse.meta.shape().to_vec(), DType::F32);
         // SAFETY: as in `remembered`.
@@ -60,14 +67,18 @@ impl Call<'_> {
                 self.by_tile(),
                 self.pairs(),
                 PAIR,
+                buffer(&v.tensor, PAIR),
                 buffer(&o.tensor, PAIR),
                 buffer(lse, 1),
                 buffer(&all, 1),
                 buffer(&before, PAIR),
                 buffer(&pruned.least, 1),
+                self.documents(documents),
+                v.rows(),
                 o.rows(),
                 self.sizes(),
                 self.options(),
+                documents.is_some(),
             );
         }
         all
@@ -77,11 +88,13 @@ impl Call<'_> {
     pub(super) fn add_gradients_of_forgotten(
         &self,
         pruned: &Pruned,
+        documents: Option<&CudaTensor>,
         grad: &CudaTensor,
         lse: &CudaTensor,
         dv: &CudaTensor,
     ) {
-        let after = self.sums_of_tiles(&Heads::new(grad), lse, true);
+        let grad = Heads::new(grad);
+        let after = self.sums_of_tiles(&grad, lse, true);
         let dv = Heads::in_place(dv);
         // SAFETY: as in `remembered`.
         unsafe {
@@ -90,13 +103,27 @@ impl Call<'_> {
                 self.by_tile(),
                 self.pairs(),
                 PAIR,
+                buffer(&grad.tensor, PAIR),
+                buffer(lse, 1),
                 buffer(&dv.tensor, PAIR),
                 buffer(&after, PAIR),
                 buffer(&pruned.least, 1),
+                self.documents(documents),
+                grad.rows(),
                 dv.rows(),
                 self.sizes(),
                 self.options(),
+                documents.is_some(),
             );
+        }
+    }
+
+    /// Where each token's document begins; something else where nothing reads it.
+    fn documents(&self, documents: Option<&CudaTensor>) -> ArrayArg<CudaRuntime> {
+        let [batch, _, tokens, _] = self.dims;
+        match documents {
+            Some(x) => buffer(&integers(x, &[batch, tokens], "document starts"), 1),
+            None => buffer(&self.gate, 1),
         }
     }
 
@@ -236,34 +263,57 @@ fn totals_of_tiles<E: Numeric, W: Size>(
 /// o and lse over remembered keys become those over all.
 ///
 /// - `before`: Σ v of the tiles before each, from the last tile's on, `[batch · kv_heads, tiles, dim]`
+/// - `documents`: where `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 fn add_forgotten<E: Numeric, W: Size>(
+    v: &Array<Vector<E, W>>,
     o: &mut Array<Vector<E, W>>,
     lse: &Array<f32>,
     all_lse: &mut Array<f32>,
     before: &Array<Vector<f32, W>>,
     least: &Array<i32>,
+    documents: &Array<i32>,
+    v_rows: Rows,
     o_rows: Rows,
     sizes: Sizes,
     #[comptime] options: Options,
+    #[comptime] packed: bool,
 ) {
     define_exp2();
     let unit = UNIT_POS as usize;
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
     let (tiles, group) = (sizes.tiles(), sizes.group as usize);
-    let forgotten = least[row * group * tiles + tile] as usize;
-    let number = f32::cast_from(forgotten as u32);
-    let at = row * tiles + tiles - 1 - forgotten / TILE;
-    let values = before[at * comptime!(options.dim / 2) + unit];
+    let half = comptime!(options.dim / 2);
+    let tokens_at = batch * sizes.tokens as usize;
+    let last = row * tiles + tiles - 1;
+    // Keys from `from` to `to` are forgotten, where there are any.
+    let to = least[row * group * tiles + tile] as usize;
+    let mut from = 0usize;
+    let mut values = before[(last - to / TILE) * half + unit];
+    if packed {
+        from = min(documents[tokens_at + sizes.first()] as usize, to);
+        values -= before[(last - from / TILE) * half + unit];
+        if unit * 2 < options.real {
+            for t in from / TILE * TILE..from {
+                values -= Vector::cast_from(v[pair_at(&v_rows, batch, kv_head, t)]);
+            }
+        }
+    }
+    let number = f32::cast_from((to - from) as u32);
     for member in 0..group {
         for i in 0..sizes.count() {
             let t = sizes.first() + i;
             let statistic = (row * group + member) * sizes.tokens as usize + t;
             let mut sum = lse[statistic];
-            if forgotten > 0 {
+            let mut forgets = to > from;
+            if packed {
+                // Not in a document that begins in this tile.
+                forgets = (documents[tokens_at + t] as usize) < to;
+            }
+            if forgets {
                 // Relative to the larger of both.
                 let top = max(sum, Log::ln(number) * LOG2_E);
                 let (own, one) = (exp2(sum - top), exp2(-top));
@@ -289,17 +339,24 @@ fn add_forgotten<E: Numeric, W: Size>(
 /// dv gets the part of the queries that have forgotten its key.
 ///
 /// - `after`: Σ of queries after each tile, `[batch · kv_heads, tiles, dim]`
+/// - `documents`: where `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 fn add_gradients<E: Numeric, W: Size>(
+    grad: &Array<Vector<E, W>>,
+    lse: &Array<f32>,
     dv: &mut Array<Vector<E, W>>,
     after: &Array<Vector<f32, W>>,
     least: &Array<i32>,
+    documents: &Array<i32>,
+    grad_rows: Rows,
     dv_rows: Rows,
     sizes: Sizes,
     #[comptime] options: Options,
+    #[comptime] packed: bool,
 ) {
+    define_exp2();
     let unit = UNIT_POS as usize;
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
@@ -316,12 +373,44 @@ fn add_gradients<E: Numeric, W: Size>(
             low = middle + 1;
         }
     }
-    if (low < tiles) & (unit * 2 < options.real) {
-        let later = after[(row * tiles + low - 1) * comptime!(options.dim / 2) + unit];
+    let half = comptime!(options.dim / 2);
+    let tokens = sizes.tokens as usize;
+    // The keys that are forgotten, from `from` on, and one past the last query that may have forgotten them.
+    let mut from = 0usize;
+    let mut to = tokens;
+    if packed {
+        let last = sizes.first() + sizes.count() - 1;
+        from = documents[batch * tokens + last] as usize;
+        let mut start = last + 1;
+        while start < to {
+            let middle = (start + to) / 2;
+            if documents[batch * tokens + middle] as usize > last {
+                to = middle;
+            } else {
+                start = middle + 1;
+            }
+        }
+    }
+    if (low * TILE < to) & (unit * 2 < options.real) {
+        let mut later = after[(row * tiles + low - 1) * half + unit];
+        if packed {
+            later -= after[(row * tiles + to / TILE - 1) * half + unit];
+            for member in 0..sizes.group as usize {
+                let head = kv_head * sizes.group as usize + member;
+                for t in to / TILE * TILE..to {
+                    let own = Vector::<f32, W>::cast_from(grad[pair_at(&grad_rows, batch, head, t)]);
+                    let at = (row * sizes.group as usize + member) * tokens + t;
+                    later += own * Vector::cast_from(exp2(-lse[at]));
+                }
+            }
+        }
         for i in 0..sizes.count() {
-            let at = pair_at(&dv_rows, batch, kv_head, sizes.first() + i);
-            let own = Vector::<f32, W>::cast_from(dv[at]);
-            dv[at] = Vector::cast_from(own + later);
+            let t = sizes.first() + i;
+            if t >= from {
+                let at = pair_at(&dv_rows, batch, kv_head, t);
+                let own = Vector::<f32, W>::cast_from(dv[at]);
+                dv[at] = Vector::cast_from(own + later);
+            }
         }
     }
 }

@@ -1,11 +1,12 @@
 //! Tiles of keys that every channel has forgotten.
 
 use burn::backend::Flex;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::conformance::bf16_agrees_at;
+use crate::attention::conformance::{bf16_agrees_at, bf16_agrees_packed};
+use crate::attention::wall::prune::share_forgotten;
 use crate::attention::wall::{Config, GateHeads, GateSource};
 use crate::attention::{AttentionShape, Inputs, Variant};
 
@@ -16,22 +17,39 @@ fn closed() -> Config {
 
 #[test]
 fn the_share_left_out_is_what_all_channels_forget() {
-    let (shape, tokens) = (AttentionShape::new(8, 2, 1, 4), 700);
-    let inputs = |open: usize| {
-        let gate = |channels, logit| Tensor::<Flex, 3>::full([1, tokens, channels], logit, &Default::default());
-        let [q, k, v] = [2, 1, 1].map(|heads| random([1, heads, tokens, 4], 1));
-        let gates = match open {
-            0 => gate(4, -1000.0),
-            _ => Tensor::cat(vec![gate(open, 1000.0), gate(4 - open, -1000.0)], 2),
+    let tokens = 700;
+    let device = Default::default();
+    // At the clamp, 79.4 bits a tile, and `open` channels that forget nothing.
+    let share = |open: usize, starts: &[usize]| {
+        let gate = |channels, g| Tensor::<Flex, 4>::full([1, 1, tokens, channels], g, &device);
+        let g = match open {
+            0 => gate(4, -0.86),
+            _ => Tensor::cat(vec![gate(open, 0.0), gate(4 - open, -0.86)], 3),
         };
-        Inputs { q, k, v, projections: vec![gates], parameters: vec![] }
+        let start = |t: usize| *starts.iter().rfind(|&&s| s <= t).expect("a first document");
+        let documents: Vec<i32> = (0..tokens).map(|t| start(t) as i32).collect();
+        let documents = Tensor::<Flex, 1, Int>::from_ints(&documents[..], &device);
+        let (mut left_out, mut pairs) = (0, 0);
+        for t in 0..tokens {
+            // The two tiles before a query's own are remembered.
+            left_out += ((t / 64).saturating_sub(2) * 64).saturating_sub(start(t));
+            pairs += t + 1 - start(t);
+        }
+        let want = if open > 0 { 0.0 } else { left_out as f64 / pairs as f64 };
+        let packed = (starts.len() > 1).then(|| documents.reshape([1, tokens]));
+        (share_forgotten(g, packed), want)
     };
-    let queries = |tile: usize| 64.min(tokens - tile * 64);
-    let want: usize = (3..11).map(|tile| queries(tile) * (tile - 2) * 64).sum();
-    let share = closed().share_left_out(&shape, inputs(0)).expect("a share");
-    assert_eq!(share, want as f64 / (tokens * (tokens + 1) / 2) as f64);
-    assert_eq!(closed().share_left_out(&shape, inputs(1)), Some(0.0));
-    assert_eq!(Config::default().share_left_out(&shape, inputs(0)), None);
+    for open in [0, 1] {
+        for starts in [&[0][..], &[0, 70, 320, 450]] {
+            let (got, want) = share(open, starts);
+            assert_eq!(got, want, "{open} open channels, documents from {starts:?}");
+        }
+    }
+    let q = || random::<Flex, 4>([1, 1, tokens, 4], 1);
+    let gates = Tensor::full([1, tokens, 4], -1000.0, &device);
+    let inputs = Inputs { q: q(), k: q(), v: q(), projections: vec![gates], parameters: vec![] };
+    let none = closed().share_left_out(&AttentionShape::new(4, 1, 1, 4), inputs, None);
+    assert_eq!(none, None, "the CPU prunes nothing");
 }
 
 #[test]
@@ -51,6 +69,8 @@ fn cuda_pruned_tiles_count_as_if_they_were_read() {
         (key, [4, 2, 64, 1, 400]),
     ] {
         bf16_agrees_at::<Config, Cuda>(&config, sizes, None);
+        // Documents that end in the tile where they began, in the next, and after many.
+        bf16_agrees_packed::<Config, Cuda>(&config, sizes, &[0, 1, 20, 80, 200, 210, 383, 590]);
     }
 }
 
@@ -69,6 +89,8 @@ fn cuda_pruned_keys_are_not_read() {
     let k = random::<Cuda, 4>([2, 2, tokens, 64], 2);
     let nothing = Tensor::full([2, 2, far, 64], f32::NAN, &Default::default());
     let holed = Tensor::cat(vec![nothing, k.clone().narrow(2, far, tokens - far)], 2);
+    let share = closed().share_left_out(&shape, inputs(k.clone()), None);
+    assert!(share.is_some_and(|share| share > 0.5), "{share:?}");
     let [want, got] = [k, holed].map(|k| {
         let o = closed().attend(&shape, inputs(k), None);
         values(o.narrow(2, near, tokens - near))

@@ -3,12 +3,13 @@
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::super::decay::{SPAN, sum_before};
-use super::super::gates::{TILE, gate_pairs, powers, read_ends, scale_columns, scale_lefts};
-use super::super::prune::{end_of_queries, start_of};
-use super::super::scores::{
-    Options, Problem, cap_slope, first_key, full_score, hidden, rest_of_scale,
+use super::super::decay::{SPAN, bias};
+use super::super::gates::{
+    TILE, copy_ends, gate_pairs, powers, read_ends, scale_columns, scale_lefts,
 };
+use super::super::prune::end_of_queries;
+use super::super::scores::{Options, Problem, cap_slope, full_score, hidden, rest_of_scale};
+use super::query_tile::{QueryTile, spans_of};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, set_left, start_abt, start_pb, start_tile_abt,
     unset, unset_lefts, wait,
@@ -67,8 +68,8 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     let lane = UNIT_POS_PLANE as usize;
     // Shuffled, the compiler knows that it is one for the warp.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
-    let group = problem.group as usize;
-    let kv_heads = problem.heads as usize / group;
+    let (heads, group) = (problem.heads as usize, problem.group as usize);
+    let kv_heads = heads / group;
     let batch = CUBE_POS_Y as usize / kv_heads;
     let kv_head = CUBE_POS_Y as usize % kv_heads;
     let queries = problem.queries as usize;
@@ -114,7 +115,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     if options.prune {
         let mut end = 0usize;
         for head in kv_head * group..(kv_head + 1) * group {
-            let row = batch * problem.heads as usize + head;
+            let row = batch * heads + head;
             end = max(end, end_of_queries(least, row, queries, block_last));
         }
         to = min(to, offset + end);
@@ -169,57 +170,27 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
     let scale = rest_of_scale(&problem, options);
     let mut ds_sum = Array::<f32>::new(2usize);
     // Of each span of the tile's queries.
-    let spans = comptime!(span.div_ceil(SPAN));
+    let spans = comptime!(spans_of(span));
     let mut key_bias = Array::<f32>::new(comptime!(2 * spans));
     ds_sum[0] = 0f32;
     ds_sum[1] = 0f32;
     let ends_at = CUBE_POS_Y as usize * ((keys + TILE - 1) / TILE + 1) * dim;
     let own_end = group_column / TILE + 1;
-    let mut next_statistics = Array::<Vector<f32, N4>>::new(comptime!((span / 2).div_ceil(32)));
-    let mut next_first = Array::<Vector<u32, N2>>::new(comptime!((span / 2).div_ceil(32)));
-    // Where the gates of k are, of dk so far, and of the next tile.
+    let mut next_tile = QueryTile::<N4, N2>::new(options);
+    // Where the gates of k are, and of dk so far.
     let mut own_ends = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
     let mut here = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
-    let mut there = Array::<Vector<i32, N2>>::new(comptime!(pairs.div_ceil(32)));
-    // Σ ℓ before the spans of the next tile's queries, then before the keys' span, and within it.
-    let mut next_before = Array::<f64>::new(comptime!(spans + 1));
-    let mut next_within = Array::<f32>::new(2usize);
 
     if total > 0 {
         let head = head_of(0usize, kv_head, group, blocks, gated);
         let row = (from + block_of(0usize, group, blocks, gated)) * span;
-        let at = (batch * problem.heads as usize + head) * queries;
-        read_statistics::<N4>(&mut next_statistics, lse, sums, at, row, queries, span);
-        if comptime!(options.hides()) {
-            read_first::<N2>(
-                &mut next_first,
-                &problem,
-                documents,
-                starts,
-                batch,
-                head,
-                row,
-                options,
-            );
-        }
+        next_tile.read(
+            lse, sums, documents, starts, ends, before, within, &problem, batch, head, ends_at,
+            row, own, options,
+        );
         if comptime!(gated > 0) {
             read_ends::<N2>(ends, ends_at, own_end, &mut own_ends, pairs, dim);
-            read_ends::<N2>(ends, ends_at, row / TILE, &mut here, pairs, dim);
-            read_ends::<N2>(ends, ends_at, row / TILE, &mut there, pairs, dim);
-        }
-        if options.decay {
-            let decay_row = batch * problem.heads as usize + head;
-            read_sums(
-                &mut next_before,
-                &mut next_within,
-                before,
-                within,
-                decay_row,
-                &problem,
-                row,
-                own,
-                spans,
-            );
+            copy_ends::<N2>(&next_tile.ends, &mut here, pairs);
         }
     }
     for turn in 0..total {
@@ -230,84 +201,40 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
         let next_head = head_of(next, kv_head, group, blocks, gated);
         let next_row = (from + block_of(next, group, blocks, gated)) * span;
         let tile = turn % 2 * comptime!(span * chunks);
-        let notes = warp * comptime!(span / 2);
-        let decay_row = batch * problem.heads as usize + head;
-        let next_at = (batch * problem.heads as usize + next_head) * queries;
+        let place = warp * comptime!(span / 2);
 
         // Keys that some and that all of the tile's queries see.
         let mut tile_from = 0usize;
         let mut tile_all_from = 0usize;
-        write_notes::<f32, N4>(&mut statistics, &next_statistics, warp, span / 2);
+        write_notes::<f32, N4>(&mut statistics, &next_tile.statistics, warp, span / 2);
         if comptime!(options.hides()) {
-            write_notes::<u32, N2>(&mut row_first, &next_first, warp, span / 2);
-            let (mut least, mut most) = (next_first[0][0], next_first[0][0]);
-            #[unroll]
-            for i in 0..comptime!((span / 2).div_ceil(32)) {
-                least = min(least, min(next_first[i][0], next_first[i][1]));
-                most = max(most, max(next_first[i][0], next_first[i][1]));
-            }
+            write_notes::<u32, N2>(&mut row_first, &next_tile.first_keys, warp, span / 2);
+            let (least, most) = next_tile.least_and_most(options);
             // Shuffled, as the warp's number is.
             tile_from = plane_shuffle(plane_min(least), 0u32) as usize;
             tile_all_from = plane_shuffle(plane_max(most), 0u32) as usize;
         }
         if comptime!(gated > 0) {
-            let factors = powers::<E, NA, N2>(&there, &own_ends, pairs);
-            let steps_to = powers::<f32, N2, N2>(&here, &there, pairs);
+            let factors = powers::<E, NA, N2>(&next_tile.ends, &own_ends, pairs);
+            let steps_to = powers::<f32, N2, N2>(&here, &next_tile.ends, pairs);
             write_notes::<E, NA>(&mut gate_factors, &factors, warp, pairs);
             write_notes::<f32, N2>(&mut gate_steps, &steps_to, warp, pairs);
-            #[unroll]
-            for i in 0..comptime!(pairs.div_ceil(32)) {
-                here[i] = there[i];
-            }
+            copy_ends::<N2>(&next_tile.ends, &mut here, pairs);
         }
         if options.decay {
             #[unroll]
             for i in 0..spans {
-                let between = f32::cast_from(next_before[i] - next_before[spans]);
-                key_bias[i * 2] = (between - next_within[0]) * LOG2_E;
-                key_bias[i * 2 + 1] = (between - next_within[1]) * LOG2_E;
+                let between = next_tile.before[i] - next_tile.before[spans];
+                key_bias[i * 2] = bias(between, next_tile.within[0], LOG2_E);
+                key_bias[i * 2 + 1] = bias(between, next_tile.within[1], LOG2_E);
             }
         }
         // On their way while this tile is worked on.
         if ahead {
-            read_statistics::<N4>(
-                &mut next_statistics,
-                lse,
-                sums,
-                next_at,
-                next_row,
-                queries,
-                span,
+            next_tile.read(
+                lse, sums, documents, starts, ends, before, within, &problem, batch, next_head,
+                ends_at, next_row, own, options,
             );
-            if comptime!(options.hides()) {
-                read_first::<N2>(
-                    &mut next_first,
-                    &problem,
-                    documents,
-                    starts,
-                    batch,
-                    next_head,
-                    next_row,
-                    options,
-                );
-            }
-            if comptime!(gated > 0) {
-                read_ends::<N2>(ends, ends_at, next_row / TILE, &mut there, pairs, dim);
-            }
-            if options.decay {
-                let next_decay_row = batch * problem.heads as usize + next_head;
-                read_sums(
-                    &mut next_before,
-                    &mut next_within,
-                    before,
-                    within,
-                    next_decay_row,
-                    &problem,
-                    next_row,
-                    own,
-                    spans,
-                );
-            }
         }
 
         stages.wait(turn);
@@ -344,7 +271,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
                 lane_row,
                 lane_column,
                 &row_first,
-                notes,
+                place,
                 edge,
                 n_queries,
                 options,
@@ -353,7 +280,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
             let mut p = unset_lefts::<E, NA>(comptime!(n_queries / 2));
             #[unroll]
             for n in 0..n_queries {
-                let statistic = statistics[notes + comptime!(n * 4) + lane % 4];
+                let statistic = statistics[place + comptime!(n * 4) + lane % 4];
                 #[unroll]
                 for r in 0..2usize {
                     let scores = s.index(n)[r];
@@ -388,7 +315,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
                 // dp becomes dS.
                 #[unroll]
                 for n in 0..n_queries {
-                    let statistic = statistics[notes + comptime!(n * 4) + lane % 4];
+                    let statistic = statistics[place + comptime!(n * 4) + lane % 4];
                     #[unroll]
                     for r in 0..2usize {
                         let p = s.index(n)[r];
@@ -440,7 +367,7 @@ pub fn keys<E: Numeric, O: Numeric, V: Size, W: Size>(
                 let column = own + r * 8 + lane / 4;
                 let sum = sum_of_four(ds_sum[r]);
                 if done & (lane % 4 == 0) & (column < keys) {
-                    d_columns[decay_row * keys + column] = sum;
+                    d_columns[(batch * heads + head) * keys + column] = sum;
                 }
                 ds_sum[r] = select(done, 0f32, ds_sum[r]);
             }
@@ -493,91 +420,8 @@ fn block_of(turn: usize, group: usize, blocks: usize, #[comptime] gated: usize) 
     block as usize
 }
 
-/// lse and row sums of a tile's `span` queries from `row` on, two neighbours a lane.
-#[cube]
-fn read_statistics<N4: Size>(
-    values: &mut Array<Vector<f32, N4>>,
-    lse: &Array<f32>,
-    sums: &Array<f32>,
-    at: usize,
-    row: usize,
-    queries: usize,
-    #[comptime] span: usize,
-) {
-    #[unroll]
-    for i in 0..comptime!((span / 2).div_ceil(32)) {
-        let first = row + (i * 32 + UNIT_POS_PLANE as usize) * 2;
-        let one = at + min(first, queries - 1);
-        let two = at + min(first + 1, queries - 1);
-        let mut four = Vector::<f32, N4>::empty();
-        four[0] = lse[one];
-        four[1] = lse[two];
-        four[2] = sums[one];
-        four[3] = sums[two];
-        values[i] = four;
-    }
-}
-
-/// Σ ℓ before the spans of a tile's queries from `first_row` on, then before the span of a warp's keys from
-/// `column` on, and within it, up to a lane's two keys.
-#[cube]
-fn read_sums(
-    sums_before: &mut Array<f64>,
-    sums_within: &mut Array<f32>,
-    before: &Array<f64>,
-    within: &Array<f32>,
-    decay_row: usize,
-    problem: &Problem,
-    first_row: usize,
-    column: usize,
-    #[comptime] spans: usize,
-) {
-    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
-    #[unroll]
-    for i in 0..spans {
-        let row = min(first_row / SPAN * SPAN + i * SPAN, queries - 1);
-        sums_before[i] = sum_before(before, decay_row, keys, keys - queries + row);
-    }
-    sums_before[spans] = sum_before(before, decay_row, keys, min(column, keys - 1));
-    #[unroll]
-    for r in 0..2usize {
-        let column = column + r * 8 + UNIT_POS_PLANE as usize / 4;
-        sums_within[r] = within[decay_row * keys + min(column, keys - 1)];
-    }
-}
-
-/// The first keys that a tile's queries see, from `row` on, two neighbours a lane.
-#[cube]
-fn read_first<N2: Size>(
-    values: &mut Array<Vector<u32, N2>>,
-    problem: &Problem,
-    documents: &Array<i32>,
-    starts: &Array<i32>,
-    batch: usize,
-    head: usize,
-    row: usize,
-    #[comptime] options: Options,
-) {
-    let (offset, last) = ((problem.keys - problem.queries) as usize, problem.queries as usize - 1);
-    #[unroll]
-    for i in 0..comptime!((options.span / 2).div_ceil(32)) {
-        let first = row + (i * 32 + UNIT_POS_PLANE as usize) * 2;
-        let mut pair = Vector::<u32, N2>::empty();
-        #[unroll]
-        for e in 0..2usize {
-            let query = min(first + e, last);
-            pair[e] = first_key(problem, documents, batch, offset + query, options) as u32;
-            if options.prune {
-                let row = batch * problem.heads as usize + head;
-                pair[e] = max(pair[e], start_of(starts, row, query, last + 1));
-            }
-        }
-        values[i] = pair;
-    }
-}
-
 /// As [`make_scores`](super::super::scores::make_scores), where rows of the accumulator are keys and
-/// columns queries. The first keys that queries see are in `row_first`, from `notes` on.
+/// columns queries. The first keys that queries see are in `row_first`, from `place` on.
 #[cube]
 fn make_scores_of_keys<NC: Size, N2: Size>(
     s: &mut Sequence<Array<Vector<f32, NC>>>,
@@ -586,7 +430,7 @@ fn make_scores_of_keys<NC: Size, N2: Size>(
     row: u32,
     column: u32,
     row_first: &SharedMemory<Vector<u32, N2>>,
-    notes: usize,
+    place: usize,
     edge: bool,
     #[comptime] n_queries: usize,
     #[comptime] options: Options,
@@ -612,7 +456,7 @@ fn make_scores_of_keys<NC: Size, N2: Size>(
         for n in 0..n_queries {
             let mut first = Vector::<u32, N2>::cast_from(0u32);
             if comptime!(options.hides()) {
-                first = row_first[notes + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
+                first = row_first[place + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4];
             }
             #[unroll]
             for r in 0..2usize {

@@ -5,6 +5,7 @@
 
 pub mod keys;
 pub mod queries;
+mod query_tile;
 
 use cubecl::prelude::*;
 
