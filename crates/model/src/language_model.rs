@@ -100,6 +100,24 @@ impl<B: OpBackend> LanguageModel<B> {
         self.norm.forward(x)
     }
 
+    /// The share of pairs of a query and a key it may see that the attention layers leave out of their
+    /// work on whole rows, as their kind's `prune` says, mean over the layers, 0 to 1; `None` where
+    /// nothing is to be left out. Tokens and documents are `[batch, seq_len]`.
+    pub fn share_left_out(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        documents: DocumentStarts<B>,
+    ) -> Option<f64> {
+        let mut x = self.embedded(tokens, documents.clone());
+        let mut first_values = None;
+        let mut sum = 0.0;
+        for block in &self.blocks {
+            sum += block.share_left_out(&x, &documents, &mut first_values)?;
+            x = block.forward(x, documents.clone(), &mut first_values);
+        }
+        Some(sum / self.blocks.len() as f64)
+    }
+
     /// The first block's input for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn embedded(

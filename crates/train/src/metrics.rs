@@ -48,6 +48,9 @@ pub struct ValidationRecord {
     /// All nats over `ln 2` and over the bytes that the counted targets stand for.
     #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
+    /// The share of pairs of a query and a key it may see that `prune` leaves out of attention's work, 0
+    /// to 1, mean over the layers, on the first validation row. `null` where nothing is to be left out.
+    pub share_left_out: Option<f64>,
     /// Seconds of training so far.
     pub seconds: f64,
 }
@@ -216,6 +219,7 @@ mod tests {
             validation_loss: 2.5,
             perplexity: 2.5f64.exp(),
             bits_per_byte: 1.2,
+            share_left_out: None,
             seconds: 0.6,
         })
     }

@@ -21,6 +21,8 @@ pub struct ValidationScores {
     /// All nats over `ln 2` and over the bytes that these targets stand for. An end of text stands
     /// for none, but its nats count: they are part of what it costs to encode the text.
     pub bits_per_byte: f64,
+    /// See [`LanguageModel::share_left_out`]; of the first row.
+    pub share_left_out: Option<f64>,
 }
 
 /// Sums over validation rows.
@@ -42,10 +44,11 @@ impl Sums {
         }
     }
 
-    fn scores(self) -> ValidationScores {
+    fn scores(self, share_left_out: Option<f64>) -> ValidationScores {
         ValidationScores {
             loss: self.nats / self.weight,
             bits_per_byte: self.nats / std::f64::consts::LN_2 / self.bytes,
+            share_left_out,
         }
     }
 }
@@ -73,7 +76,8 @@ impl Validator {
             let losses = model.token_losses(inputs, targets, document_starts).into_data();
             sums.add(&batch, losses.iter::<f32>(), &self.token_bytes);
         }
-        sums.scores()
+        let first = Rows::<B>::new(&self.loader.batch(0, 1), 0..1, device);
+        sums.scores(model.share_left_out(first.inputs, first.document_starts))
     }
 }
 
@@ -94,7 +98,7 @@ mod tests {
         let mut sums = Sums::default();
         let nat = std::f32::consts::LN_2;
         sums.add(&batch, [nat, 3.0 * nat, 2.0 * nat, 100.0].into_iter(), &[0, 1, 5]);
-        let scores = sums.scores();
+        let scores = sums.scores(None);
         assert!((scores.loss - 2.0 * f64::from(nat)).abs() < 1e-12);
         // 6 bits for the 1 + 5 + 0 bytes of three targets.
         assert!((scores.bits_per_byte - 1.0).abs() < 1e-6);

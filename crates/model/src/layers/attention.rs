@@ -136,6 +136,17 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, x, &mut past, residual)
     }
 
+    /// See [`Block::share_left_out`](super::Block::share_left_out).
+    pub fn share_left_out(
+        &self,
+        x: Tensor<B, 3>,
+        documents: &DocumentStarts<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Option<f64> {
+        let inputs = self.inputs(&x, first_values, &mut Past::Rows(documents));
+        self.variant.share_left_out(&self.shape, inputs, documents.clone())
+    }
+
     /// The state before the first token.
     pub fn start(&self) -> AttentionLayerState<B> {
         AttentionLayerState {

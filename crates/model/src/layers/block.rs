@@ -74,6 +74,22 @@ impl<B: OpBackend> Block<B> {
         })
     }
 
+    /// The share of pairs of a query and a key it may see that attention leaves out of its work, see
+    /// [`Variant::share_left_out`](longwall_kernels::attention::Variant::share_left_out); arguments as
+    /// [`Block::forward`] takes them.
+    pub fn share_left_out(
+        &self,
+        x: &Tensor<B, 3>,
+        documents: &DocumentStarts<B>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> Option<f64> {
+        let x = match self.position {
+            NormPosition::Post => x.clone(),
+            _ => self.attention_norm.forward(x.clone()),
+        };
+        self.attention.share_left_out(x, documents, first_values)
+    }
+
     /// The state before the first token.
     pub fn start(&self) -> BlockState<B> {
         BlockState { attention: self.attention.start(), mlp: vec![None] }

@@ -96,14 +96,17 @@ pub(super) fn skip(view: &StepView) -> Option<String> {
 
 /// The line of a validation.
 pub(super) fn validation(record: &ValidationRecord, best: bool) -> String {
-    format!(
-        "step {}: validation loss {:.4}, perplexity {:.2}, {:.4} bits per byte{}",
-        record.step,
-        record.validation_loss,
-        record.perplexity,
-        record.bits_per_byte,
-        if best { " (best)" } else { "" }
-    )
+    let mut text = format!(
+        "step {}: validation loss {:.4}, perplexity {:.2}, {:.4} bits per byte",
+        record.step, record.validation_loss, record.perplexity, record.bits_per_byte
+    );
+    if let Some(share) = record.share_left_out {
+        text += &format!(", {:.1} % of attention left out", 100.0 * share);
+    }
+    if best {
+        text += " (best)";
+    }
+    text
 }
 
 /// The line of a sample, on one line and cut.

@@ -132,11 +132,12 @@ impl Recorder {
         console: &mut dyn Console,
     ) -> Result<(), TrainError> {
         self.metrics.append_record(&Record::Validation(record.clone()))?;
-        let scalars = [
+        let mut scalars = vec![
             ("validation/loss", record.validation_loss),
             ("validation/perplexity", record.perplexity),
             ("validation/bits_per_byte", record.bits_per_byte),
         ];
+        scalars.extend(record.share_left_out.map(|share| ("validation/share_left_out", share)));
         self.scalars(record.step, &scalars)?;
         console.validation(record, is_best);
         Ok(())

@@ -246,6 +246,33 @@ fn a_run_that_cannot_start_leaves_no_folder() {
     assert!(!config.run_dir().exists());
 }
 
+/// What each validation says is left out of attention's work.
+fn shares_left_out(sets: &[&str]) -> Vec<Option<f64>> {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[&["data.seq_len=64"], sets].concat());
+    let dir = run(&config, Start::New).unwrap().run_dir;
+    let shares: Vec<_> = losses(&dir)
+        .into_iter()
+        .filter_map(|record| match record {
+            Record::Validation(v) => Some(v.share_left_out),
+            Record::Step(_) => None,
+        })
+        .collect();
+    assert_eq!(shares.len(), 3);
+    shares
+}
+
+#[test]
+fn validations_tell_what_is_left_out() {
+    // Gates begin half closed: of 64 tokens, some 30 weigh more than the others' 2⁻²⁴ in all.
+    let fox = ["model.attention.kind=fox", "train.lr=1e-6"];
+    let shares = shares_left_out(&[&fox[..], &["model.attention.prune=true"]].concat());
+    for share in shares {
+        assert!(share.is_some_and(|share| (0.1..0.4).contains(&share)), "{share:?}");
+    }
+    assert!(shares_left_out(&fox).iter().all(Option::is_none));
+}
+
 #[test]
 fn the_best_checkpoint_is_kept() {
     let sandbox = Sandbox::new();
