@@ -6,4 +6,5 @@ mod decoding;
 mod documents;
 mod independent;
 mod precision;
+mod pruning;
 mod weights;

@@ -15,7 +15,7 @@ use rand_chacha::ChaCha8Rng;
 pub use self::length::{Decay, holds_at_length};
 pub(crate) use self::rounded::bf16_suite;
 pub use self::rounded::{
-    bf16_agrees_at, bf16_agrees_packed, bf16_agrees_with_the_oracle,
+    bf16_agrees_at, bf16_agrees_pruned_and_packed, bf16_agrees_with_the_oracle, bf16_decodes_at,
     bf16_is_causal_and_shows_a_nan, bf16_is_deterministic_on_a_full_device,
 };
 use super::{

@@ -81,13 +81,22 @@ pub fn bf16_agrees_at<V: Conformance, K: OpBackend>(
     check_bf16::<V, K>(variant, Problem::new(variant, sizes, window));
 }
 
-/// As [`bf16_agrees_at`], with documents that begin at `starts` as far as a row goes.
-pub fn bf16_agrees_packed<V: Conformance, K: OpBackend>(
+/// As [`bf16_agrees_at`], with documents that begin at `starts`, where pruning leaves something out.
+pub fn bf16_agrees_pruned_and_packed<V: Conformance, K: OpBackend>(
     variant: &V,
     sizes: super::Sizes,
     starts: &[usize],
 ) {
-    check_bf16::<V, K>(variant, Problem::new(variant, sizes, None).packed(starts));
+    let problem = Problem::new(variant, sizes, None).packed(starts);
+    let (shape, documents) = (problem.shape, problem.documents());
+    let share = variant.share_left_out(&shape, problem.clone().in_bf16().tensors::<K>(), documents);
+    assert!(share.is_some_and(|share| share > 0.0), "{share:?} left out of {sizes:?}");
+    check_bf16::<V, K>(variant, problem);
+}
+
+/// Decoding in bf16, as in [`bf16_agrees_with_the_oracle`], of one variant at one size.
+pub fn bf16_decodes_at<V: Conformance, K: OpBackend>(variant: &V, sizes: super::Sizes) {
+    check_bf16_decoding::<V, K>(variant, Problem::new(variant, sizes, None));
 }
 
 /// The same bits in many runs that fill the device: a block that reads what is being overwritten

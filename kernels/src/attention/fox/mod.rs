@@ -14,7 +14,7 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{FloatDType, Tensor, s};
+use burn::tensor::{DType, FloatDType, Tensor, s};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -139,8 +139,8 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
     ) -> Option<f64> {
         // CUDA's kernels prune and the CPU's; the reference, which runs on CUDA in f32, does not.
-        let on_cuda = B::into_cuda(primitive(q.clone())).is_some();
-        let pruned = !on_cuda || cuda_inputs([&q, &k, &v]).is_some();
+        let on_cpu = B::into_cuda(primitive(q.clone())).is_none() && q.dtype() == DType::F32;
+        let pruned = on_cpu || cuda_inputs([&q, &k, &v]).is_some();
         (self.prune && pruned)
             .then(|| share_left_out(&self.core(shape), q, k, log_decay(&projections), documents))
     }

@@ -109,18 +109,26 @@ fn cuda_pruning_leaves_out_what_does_not_matter() {
     pruning_leaves_out_what_does_not_matter::<Cuda>(&Default::default(), FloatDType::BF16);
 }
 
-/// With keys of zeros and a decay of ℓ a step, the query at position i keeps keys less than (24 ln 2 +
-/// ln (i + 1)) / −ℓ places back.
+/// With queries and keys of one length, and so one bound U on a head's scores, and a decay of ℓ a step, the
+/// query at position i keeps keys less than (24 ln 2 + ln (i + 1) + 2 U) / −ℓ places back.
 #[test]
 fn the_share_left_out_is_that_of_pairs_that_are_seen() {
-    let (tokens, decay) = (200, 0.5f64);
-    // ln σ(z) = −0.5.
-    let logit = -(decay.exp() - 1.0).ln();
+    let (tokens, decays) = (200, [0.5f64, 1.0, 0.25, 2.0]);
+    // Of the kv heads' keys, with queries of length 1.
+    let lengths = [0.0f32, 4.0];
     let device = Default::default();
     let inputs = || {
-        let x = || Tensor::<Flex, 4>::zeros([2, 1, tokens, 8], &device);
-        let projections = vec![Tensor::full([2, tokens, 1], logit as f32, &device)];
-        Inputs { q: x(), k: x(), v: x(), projections, parameters: vec![] }
+        let of_length = |length: f32| {
+            let first = Tensor::<Flex, 4>::full([2, 1, tokens, 1], length, &device);
+            Tensor::cat(vec![first, Tensor::zeros([2, 1, tokens, 7], &device)], 3)
+        };
+        let q = of_length(1.0).repeat_dim(1, 4);
+        let k = Tensor::cat(lengths.map(of_length).to_vec(), 1);
+        // ln σ(z) = −decay.
+        let logits = decays.map(|decay| -(decay.exp() - 1.0).ln());
+        let logits = Tensor::<Flex, 1>::from_floats(logits, &device).reshape([1, 1, 4]);
+        let projections = vec![logits.expand([2, tokens, 4])];
+        Inputs { q, k: k.clone(), v: k, projections, parameters: vec![] }
     };
     // The first sequence's second document begins at 70.
     let start = |b: usize, i: usize| if b == 0 && i >= 70 { 70 } else { 0 };
@@ -128,15 +136,17 @@ fn the_share_left_out_is_that_of_pairs_that_are_seen() {
     let documents = Tensor::<Flex, 1, Int>::from_ints(&documents[..], &device).reshape([2, tokens]);
     for (window, packed) in [(None, false), (Some(60), false), (None, true), (Some(60), true)] {
         let (mut left_out, mut pairs) = (0, 0);
-        for (b, i) in (0..2).flat_map(|b| (0..tokens).map(move |i| (b, i))) {
-            let kept = (24.0 * 2f64.ln() + (i as f64 + 1.0).ln()) / decay;
+        for (b, h, i) in (0..2).flat_map(|b| (0..4).flat_map(move |h| (0..tokens).map(move |i| (b, h, i)))) {
+            // A little more than 2 U.
+            let bound = 2.001 * f64::from(lengths[h / 2]) / 8f64.sqrt();
+            let kept = (24.0 * 2f64.ln() + (i as f64 + 1.0).ln() + bound) / decays[h];
             let first = (i as f64 - kept).floor() as i64 + 1;
             let hidden = if packed { start(b, i) } else { 0 };
             let hidden = hidden.max((i + 1).saturating_sub(window.unwrap_or(tokens)));
             left_out += (first - hidden as i64).max(0);
             pairs += i + 1 - hidden;
         }
-        let shape = AttentionShape { window, ..AttentionShape::new(8, 1, 1, 8) };
+        let shape = AttentionShape { window, ..AttentionShape::new(32, 4, 2, 8) };
         let config = Config { prune: true, ..Config::default() };
         let share = config.share_left_out(&shape, inputs(), packed.then(|| documents.clone()));
         assert_eq!(share, Some(left_out as f64 / pairs as f64), "window {window:?}, packed {packed}");

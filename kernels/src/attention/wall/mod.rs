@@ -186,6 +186,18 @@ impl Config {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
     }
 
+    /// q or k of whole rows, rotated by positions in documents if so configured.
+    fn rotate_in_documents<B: OpBackend>(
+        &self,
+        x: Tensor<B, 4>,
+        documents: &DocumentStarts<B>,
+    ) -> Tensor<B, 4> {
+        match self.rope {
+            true => Rotation::new(self.theta).apply_in_documents(x, documents),
+            false => x,
+        }
+    }
+
     /// What is wrong with the sizes and constants of the gate.
     fn validate_gate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let dims = self.gate_dims_of(shape);
@@ -316,13 +328,7 @@ impl Variant for Config {
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        let [q, k] = match self.rope {
-            true => {
-                let rotation = Rotation::new(self.theta);
-                [q, k].map(|x| rotation.apply_in_documents(x, &documents))
-            }
-            false => [q, k],
-        };
+        let [q, k] = [q, k].map(|x| self.rotate_in_documents(x, &documents));
         let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
         // Each gate has its keys.
         let gate_heads = self.gate_heads_of(shape);
@@ -340,9 +346,13 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
     ) -> Option<f64> {
         // The reference prunes nothing.
-        cuda_inputs([&inputs.q, &inputs.k, &inputs.v]).filter(|_| self.prune)?;
+        let served = cuda_inputs([&inputs.q, &inputs.k, &inputs.v]).is_some();
+        if !served || !(Wall { config: self.clone(), shape: *shape }).prunes() {
+            return None;
+        }
         let Inputs { k, projections, parameters, .. } = inputs.widened();
-        let logits = self.logits(shape, self.rotate(k, 0), &projections, &parameters);
+        let k = self.rotate_in_documents(k, &documents);
+        let logits = self.logits(shape, k, &projections, &parameters);
         Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
     }
 

@@ -83,6 +83,7 @@ pub use self::gates::{TILE as GATE_TILE, power};
 pub use self::heads::Heads;
 pub use self::kept::{Kept, room, unseen};
 pub use self::prune::Pruned;
+pub use self::scores::first_above;
 
 /// Channels of a head in the kernels.
 pub fn padded(head_dim: usize) -> usize {

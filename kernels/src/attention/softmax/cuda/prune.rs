@@ -12,6 +12,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::decay::{Decay, SPAN, sum_before};
+use super::scores::first_above;
 use super::{Call, grid, row_sums};
 use crate::attention::softmax::PRUNED;
 use crate::cuda::{CudaTensor, buffer, empty};
@@ -265,15 +266,7 @@ pub fn least_of_block(
 #[cube]
 pub fn end_of_queries(least: &Array<i32>, row: usize, queries: usize, column: usize) -> usize {
     let groups = (queries + SPAN - 1) / SPAN;
-    let mut low = 0usize;
-    let mut high = groups;
-    while low < high {
-        let middle = (low + high) / 2;
-        if least[row * groups + middle] as usize > column {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    min(low * SPAN, queries)
+    // A literal would be of another type.
+    let first = usize::cast_from(0u32);
+    min(first_above(least, row * groups, column, first, groups) * SPAN, queries)
 }

@@ -94,6 +94,29 @@ pub fn first_key(
     first
 }
 
+/// The first place from `low` on whose value is above `bound`; `high` where there is none before it. Values
+/// lie in `values` from `base` on, and never fall.
+#[cube]
+pub fn first_above(
+    values: &Array<i32>,
+    base: usize,
+    bound: usize,
+    low: usize,
+    high: usize,
+) -> usize {
+    let mut low = low;
+    let mut high = high;
+    while low < high {
+        let middle = (low + high) / 2;
+        if values[base + middle] as usize > bound {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    low
+}
+
 /// The factor that scores still need before they are exponents of 2.
 #[cube]
 pub fn rest_of_scale(problem: &Problem, #[comptime] options: Options) -> f32 {

@@ -411,26 +411,60 @@ pub fn gradients<E: Numeric, Z: Numeric, W: Size>(
     totals[tile * half + unit] = after;
 }
 
+/// How far sums over tiles reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reach {
+    /// Over all tiles.
+    Row,
+    /// Over those of one document: no further than tiles in which one begins.
+    Document,
+    /// The same, where tiles lie in reverse order.
+    ReversedDocument,
+}
+
 /// What tiles add up to becomes what the tiles after them do.
+///
+/// - `totals`: `[batch · kv_heads, tiles, dim]`
+/// - `documents`: `[batch, tokens]`, unless sums reach over all tiles
 ///
 /// Grid: batch · kv_heads; a unit for each channel.
 #[cube(launch_unchecked)]
-pub fn after_tiles(totals: &mut Array<f32>, tiles: u32) {
+pub fn after_tiles(
+    totals: &mut Array<f32>,
+    documents: &Array<i32>,
+    sizes: Sizes,
+    #[comptime] reach: Reach,
+) {
     let dim = CUBE_DIM as usize;
-    let tiles = tiles as usize;
-    let base = CUBE_POS_X as usize * tiles * dim + UNIT_POS as usize;
+    let (tiles, tokens) = (sizes.tiles(), sizes.tokens as usize);
+    let row = CUBE_POS_X as usize;
+    let base = row * tiles * dim + UNIT_POS as usize;
+    let tokens_at = row / sizes.kv_heads as usize * tokens;
     let mut sum = f64::cast_from(0f32);
     let mut own = Array::<f32>::new(AHEAD);
+    let mut begins = Array::<bool>::new(AHEAD);
     for group in 0..(tiles + AHEAD - 1) / AHEAD {
         let first = group * AHEAD;
         #[unroll]
         for i in 0..AHEAD {
-            own[i] = totals[base + (tiles - 1 - min(first + i, tiles - 1)) * dim];
+            let place = tiles - 1 - min(first + i, tiles - 1);
+            own[i] = totals[base + place * dim];
+            if comptime!(reach != Reach::Row) {
+                let mut tile = place;
+                if comptime!(reach == Reach::ReversedDocument) {
+                    tile = tiles - 1 - place;
+                }
+                let last = min((tile + 1) * TILE, tokens) - 1;
+                begins[i] = documents[tokens_at + last] as usize >= tile * TILE;
+            }
         }
         #[unroll]
         for i in 0..AHEAD {
             if first + i < tiles {
                 totals[base + (tiles - 1 - first - i) * dim] = f32::cast_from(sum);
+                if comptime!(reach != Reach::Row) {
+                    sum = select(begins[i], f64::cast_from(0f32), sum);
+                }
                 sum += f64::cast_from(own[i]);
             }
         }

@@ -6,7 +6,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use crate::attention::softmax::cuda::Heads;
-use crate::cuda::{CudaTensor, buffer, empty};
+use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::tile::{CHUNK, Rows};
 
 /// Parts of the sum over channels.
@@ -25,7 +25,10 @@ struct Options {
 /// k W + b in f32, `[batch, kv_heads, 1, gated]`.
 ///
 /// - `k`: bf16 `[batch, kv_heads, 1, head_dim]`
-/// - `weight`: W, `[kv_heads, head_dim, outputs]`, and `bias`: b, `[kv_heads, outputs]`, f32, flat, contiguous
+/// - `weight`: W, `[kv_heads, head_dim, outputs]`, and `bias`: b, `[kv_heads, outputs]`, f32, flat
+///
+/// # Panics
+/// When the parameters are of other sizes or types.
 pub fn logits_of_token(
     k: &CudaTensor,
     [weight, bias]: [&CudaTensor; 2],
@@ -33,7 +36,14 @@ pub fn logits_of_token(
 ) -> CudaTensor {
     let k = Heads::new(k);
     let [batch, kv_heads, _, head_dim] = k.dims;
-    let outputs = bias.meta.shape().num_elements() / kv_heads;
+    let [weight, bias] = [weight, bias].map(contiguous);
+    let [weights, outputs] = [&weight, &bias].map(|x| {
+        assert_eq!(x.dtype, DType::F32, "type of a key gate's parameters");
+        x.meta.shape().num_elements()
+    });
+    let outputs = outputs / kv_heads;
+    assert!(outputs == 1 || outputs == gated, "{outputs} outputs for {gated} channels");
+    assert_eq!(weights, kv_heads * head_dim * outputs, "weights of a key's gate");
     let logits = empty(&k.tensor, &[batch, kv_heads, 1, gated], DType::F32);
     // SAFETY: a block handles one key, and stays within its head's parameters.
     unsafe {
@@ -42,8 +52,8 @@ pub fn logits_of_token(
             CubeCount::Static((batch * kv_heads) as u32, 1, 1),
             CubeDim::new_1d((outputs.next_multiple_of(32) * PARTS) as u32),
             buffer(&k.tensor, 1),
-            buffer(weight, 1),
-            buffer(bias, 1),
+            buffer(&weight, 1),
+            buffer(&bias, 1),
             buffer(&logits, 1),
             k.rows(),
             kv_heads as u32,

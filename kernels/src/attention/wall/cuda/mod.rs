@@ -15,7 +15,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 pub use self::key_gate::logits_of_token;
-use self::kernels::{ClampLaunch, Options, SizesLaunch};
+use self::kernels::{ClampLaunch, Options, Reach, SizesLaunch};
 use super::Wall;
 use crate::attention::softmax::cuda::{
     GATE_TILE, Gates, Heads, Pruned, StepsLaunch, backward_gated, forward_gated, padded, steps,
@@ -23,6 +23,7 @@ use crate::attention::softmax::cuda::{
 use crate::attention::softmax::{Softmax, cuda_serves};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
+use crate::ops::cuda::integers;
 
 /// Channels that a unit handles.
 const PAIR: usize = 2;
@@ -194,6 +195,15 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Where each token's document begins; something else where nothing reads it.
+    fn documents(&self, documents: Option<&CudaTensor>) -> ArrayArg<CudaRuntime> {
+        let [batch, _, tokens, _] = self.dims;
+        match documents {
+            Some(x) => buffer(&integers(x, &[batch, tokens], "document starts"), 1),
+            None => buffer(&self.gate, 1),
+        }
+    }
+
     fn gates(&self, ends: CudaTensor) -> Gates {
         Gates { ends, from_starts: self.from_starts, channels: self.options().gated }
     }
@@ -322,7 +332,9 @@ pub fn backward(
             call.by_row(),
             call.channels(),
             buffer(&totals, 1),
-            call.tiles() as u32,
+            call.documents(None),
+            call.sizes(),
+            Reach::Row,
         );
         launch_last(
             client,

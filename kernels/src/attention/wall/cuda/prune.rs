@@ -6,17 +6,18 @@
 //!
 //! In rows of several documents a query has forgotten keys of its own document alone: those before the first
 //! remembered tile, from where the document begins. Queries of one tile that have forgotten some are all of
-//! one document, that of the tile's first; keys of one tile that are forgotten too, that of its last.
+//! one document, that of the tile's first; keys of one tile that are forgotten by queries of later ones too,
+//! that of its last. So sums over tiles start anew where documents begin: nothing of one document enters
+//! another's sums, not even to be subtracted again.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::kernels::{Options, Sizes, after_tiles, pair_at};
+use super::kernels::{Options, Reach, Sizes, after_tiles, pair_at};
 use super::{Call, PAIR};
-use crate::attention::softmax::cuda::{GATE_TILE as TILE, Heads, Pruned};
+use crate::attention::softmax::cuda::{GATE_TILE as TILE, Heads, Pruned, first_above};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::ops::cuda::integers;
 use crate::tile::{LOG2_E, Rows, define_exp2, exp2};
 
 impl Call<'_> {
@@ -56,8 +57,7 @@ impl Call<'_> {
         o: &CudaTensor,
         lse: &CudaTensor,
     ) -> CudaTensor {
-        let v = Heads::new(v);
-        let before = self.sums_of_tiles(&v, lse, false);
+        let before = self.sums_of_tiles(&Heads::new(v), documents, None);
         let o = Heads::in_place(o);
         let all = empty(lse, &lse.meta.shape().to_vec(), DType::F32);
         // SAFETY: as in `remembered`.
@@ -67,14 +67,12 @@ impl Call<'_> {
                 self.by_tile(),
                 self.pairs(),
                 PAIR,
-                buffer(&v.tensor, PAIR),
                 buffer(&o.tensor, PAIR),
                 buffer(lse, 1),
                 buffer(&all, 1),
                 buffer(&before, PAIR),
                 buffer(&pruned.least, 1),
                 self.documents(documents),
-                v.rows(),
                 o.rows(),
                 self.sizes(),
                 self.options(),
@@ -93,8 +91,7 @@ impl Call<'_> {
         lse: &CudaTensor,
         dv: &CudaTensor,
     ) {
-        let grad = Heads::new(grad);
-        let after = self.sums_of_tiles(&grad, lse, true);
+        let after = self.sums_of_tiles(&Heads::new(grad), documents, Some(lse));
         let dv = Heads::in_place(dv);
         // SAFETY: as in `remembered`.
         unsafe {
@@ -103,13 +100,10 @@ impl Call<'_> {
                 self.by_tile(),
                 self.pairs(),
                 PAIR,
-                buffer(&grad.tensor, PAIR),
-                buffer(lse, 1),
                 buffer(&dv.tensor, PAIR),
                 buffer(&after, PAIR),
                 buffer(&pruned.least, 1),
                 self.documents(documents),
-                grad.rows(),
                 dv.rows(),
                 self.sizes(),
                 self.options(),
@@ -118,19 +112,21 @@ impl Call<'_> {
         }
     }
 
-    /// Where each token's document begins; something else where nothing reads it.
-    fn documents(&self, documents: Option<&CudaTensor>) -> ArrayArg<CudaRuntime> {
-        let [batch, _, tokens, _] = self.dims;
-        match documents {
-            Some(x) => buffer(&integers(x, &[batch, tokens], "document starts"), 1),
-            None => buffer(&self.gate, 1),
-        }
-    }
-
     /// What the tiles before each add up to, of values, from the last tile's on; of queries' gradients, each
-    /// over the softmax's sum, what those after each do.
-    fn sums_of_tiles(&self, x: &Heads, lse: &CudaTensor, of_queries: bool) -> CudaTensor {
+    /// over the softmax's sum, whose logarithms are `lse`, what those after each do. With `documents`, as far as
+    /// the document goes in which the tile begins, or ends.
+    fn sums_of_tiles(
+        &self,
+        x: &Heads,
+        documents: Option<&CudaTensor>,
+        lse: Option<&CudaTensor>,
+    ) -> CudaTensor {
         let totals = self.table(self.tiles(), DType::F32);
+        let reach = match (documents, lse) {
+            (None, _) => Reach::Row,
+            (Some(_), None) => Reach::ReversedDocument,
+            (Some(_), Some(_)) => Reach::Document,
+        };
         // SAFETY: as in `remembered`.
         unsafe {
             totals_of_tiles::launch_unchecked::<bf16, CudaRuntime>(
@@ -139,19 +135,23 @@ impl Call<'_> {
                 self.pairs(),
                 PAIR,
                 buffer(&x.tensor, PAIR),
-                buffer(lse, 1),
+                buffer(lse.unwrap_or(&totals), 1),
+                self.documents(documents),
                 buffer(&totals, PAIR),
                 x.rows(),
                 self.sizes(),
                 self.options(),
-                of_queries,
+                lse.is_some(),
+                documents.is_some(),
             );
             after_tiles::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
                 self.by_row(),
                 self.channels(),
                 buffer(&totals, 1),
-                self.tiles() as u32,
+                self.documents(documents),
+                self.sizes(),
+                reach,
             );
         }
         totals
@@ -216,20 +216,24 @@ fn first_keys(
 }
 
 /// Σ_t v_t of each tile, from the last tile's on; or Σ_t dO_t / Σ of t's softmax, over the heads of the group,
-/// from the first's.
+/// from the first's. Where `packed`, of the values those that a later tile's queries may see, of the queries
+/// those that see an earlier tile's values.
 ///
 /// - `totals`: `[batch · kv_heads, tiles, dim]`
+/// - `documents`: where `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 fn totals_of_tiles<E: Numeric, W: Size>(
     x: &Array<Vector<E, W>>,
     lse: &Array<f32>,
+    documents: &Array<i32>,
     totals: &mut Array<Vector<f32, W>>,
     x_rows: Rows,
     sizes: Sizes,
     #[comptime] options: Options,
     #[comptime] of_queries: bool,
+    #[comptime] packed: bool,
 ) {
     define_exp2();
     let row = CUBE_POS_Y as usize;
@@ -241,15 +245,27 @@ fn totals_of_tiles<E: Numeric, W: Size>(
         tile = CUBE_POS_X as usize;
         group = sizes.group as usize;
     }
+    let (first, count) = (sizes.first(), sizes.count());
+    let tokens_at = batch * sizes.tokens as usize;
+    // The first of the values that count.
+    let mut from = 0usize;
+    if comptime!(packed && !of_queries) {
+        from = documents[tokens_at + first + count - 1] as usize;
+    }
     if UNIT_POS as usize * 2 < options.real {
         for member in 0..group {
             let head = kv_head * group + member;
-            for i in 0..sizes.count() {
-                let t = sizes.first() + i;
+            for t in max(first, from)..first + count {
                 let own = Vector::<f32, W>::cast_from(x[pair_at(&x_rows, batch, head, t)]);
                 if of_queries {
                     let at = (row * group + member) * sizes.tokens as usize + t;
-                    sum += own * Vector::cast_from(exp2(-lse[at]));
+                    let mut counts = true;
+                    if packed {
+                        counts = (documents[tokens_at + t] as usize) < first;
+                    }
+                    if counts {
+                        sum += own * Vector::cast_from(exp2(-lse[at]));
+                    }
                 } else {
                     sum += own;
                 }
@@ -262,20 +278,19 @@ fn totals_of_tiles<E: Numeric, W: Size>(
 
 /// o and lse over remembered keys become those over all.
 ///
-/// - `before`: Σ v of the tiles before each, from the last tile's on, `[batch · kv_heads, tiles, dim]`
+/// - `before`: Σ v of the tiles before each, from the last tile's on, `[batch · kv_heads, tiles, dim]`; where
+///   `packed`, of the document in which the tile before it ends
 /// - `documents`: where `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 fn add_forgotten<E: Numeric, W: Size>(
-    v: &Array<Vector<E, W>>,
     o: &mut Array<Vector<E, W>>,
     lse: &Array<f32>,
     all_lse: &mut Array<f32>,
     before: &Array<Vector<f32, W>>,
     least: &Array<i32>,
     documents: &Array<i32>,
-    v_rows: Rows,
     o_rows: Rows,
     sizes: Sizes,
     #[comptime] options: Options,
@@ -286,22 +301,15 @@ fn add_forgotten<E: Numeric, W: Size>(
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
     let (tiles, group) = (sizes.tiles(), sizes.group as usize);
-    let half = comptime!(options.dim / 2);
     let tokens_at = batch * sizes.tokens as usize;
-    let last = row * tiles + tiles - 1;
     // Keys from `from` to `to` are forgotten, where there are any.
     let to = least[row * group * tiles + tile] as usize;
     let mut from = 0usize;
-    let mut values = before[(last - to / TILE) * half + unit];
     if packed {
         from = min(documents[tokens_at + sizes.first()] as usize, to);
-        values -= before[(last - from / TILE) * half + unit];
-        if unit * 2 < options.real {
-            for t in from / TILE * TILE..from {
-                values -= Vector::cast_from(v[pair_at(&v_rows, batch, kv_head, t)]);
-            }
-        }
     }
+    let at = row * tiles + tiles - 1 - to / TILE;
+    let values = before[at * comptime!(options.dim / 2) + unit];
     let number = f32::cast_from((to - from) as u32);
     for member in 0..group {
         for i in 0..sizes.count() {
@@ -338,72 +346,42 @@ fn add_forgotten<E: Numeric, W: Size>(
 
 /// dv gets the part of the queries that have forgotten its key.
 ///
-/// - `after`: Σ of queries after each tile, `[batch · kv_heads, tiles, dim]`
+/// - `after`: Σ of queries after each tile, `[batch · kv_heads, tiles, dim]`; where `packed`, of the document in
+///   which the tile ends
 /// - `documents`: where `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 fn add_gradients<E: Numeric, W: Size>(
-    grad: &Array<Vector<E, W>>,
-    lse: &Array<f32>,
     dv: &mut Array<Vector<E, W>>,
     after: &Array<Vector<f32, W>>,
     least: &Array<i32>,
     documents: &Array<i32>,
-    grad_rows: Rows,
     dv_rows: Rows,
     sizes: Sizes,
     #[comptime] options: Options,
     #[comptime] packed: bool,
 ) {
-    define_exp2();
     let unit = UNIT_POS as usize;
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
     let tiles = sizes.tiles();
     let base = row * sizes.group as usize * tiles;
     // The first tile whose queries have forgotten this one.
-    let mut low = tile + 1;
-    let mut high = tiles;
-    while low < high {
-        let middle = (low + high) / 2;
-        if least[base + middle] as usize > tile * TILE {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    let half = comptime!(options.dim / 2);
-    let tokens = sizes.tokens as usize;
-    // The keys that are forgotten, from `from` on, and one past the last query that may have forgotten them.
+    let low = first_above(least, base, tile * TILE, tile + 1, tiles);
+    // Keys from `from` on are forgotten, if there are such queries in their document.
     let mut from = 0usize;
-    let mut to = tokens;
+    let mut forgotten = low < tiles;
     if packed {
+        let tokens_at = batch * sizes.tokens as usize;
         let last = sizes.first() + sizes.count() - 1;
-        from = documents[batch * tokens + last] as usize;
-        let mut start = last + 1;
-        while start < to {
-            let middle = (start + to) / 2;
-            if documents[batch * tokens + middle] as usize > last {
-                to = middle;
-            } else {
-                start = middle + 1;
-            }
+        from = documents[tokens_at + last] as usize;
+        if documents[tokens_at + min(low, tiles - 1) * TILE] as usize > last {
+            forgotten = false;
         }
     }
-    if (low * TILE < to) & (unit * 2 < options.real) {
-        let mut later = after[(row * tiles + low - 1) * half + unit];
-        if packed {
-            later -= after[(row * tiles + to / TILE - 1) * half + unit];
-            for member in 0..sizes.group as usize {
-                let head = kv_head * sizes.group as usize + member;
-                for t in to / TILE * TILE..to {
-                    let own = Vector::<f32, W>::cast_from(grad[pair_at(&grad_rows, batch, head, t)]);
-                    let at = (row * sizes.group as usize + member) * tokens + t;
-                    later += own * Vector::cast_from(exp2(-lse[at]));
-                }
-            }
-        }
+    if forgotten & (unit * 2 < options.real) {
+        let later = after[(row * tiles + low - 1) * comptime!(options.dim / 2) + unit];
         for i in 0..sizes.count() {
             let t = sizes.first() + i;
             if t >= from {

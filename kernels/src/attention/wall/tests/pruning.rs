@@ -1,13 +1,15 @@
-//! Tiles of keys that every channel has forgotten.
+//! Tiles of keys that every channel has forgotten, and gates from keys in decoding.
 
-use burn::backend::Flex;
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::backend::{Autodiff, Flex};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::conformance::{bf16_agrees_at, bf16_agrees_packed};
+use crate::attention::conformance::{
+    bf16_agrees_at, bf16_agrees_pruned_and_packed, bf16_decodes_at,
+};
 use crate::attention::wall::prune::share_forgotten;
-use crate::attention::wall::{Config, GateHeads, GateSource};
+use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
 use crate::attention::{AttentionShape, Inputs, Variant};
 
 /// Gates at the clamp forget what lies two whole tiles back.
@@ -69,8 +71,72 @@ fn cuda_pruned_tiles_count_as_if_they_were_read() {
         (key, [4, 2, 64, 1, 400]),
     ] {
         bf16_agrees_at::<Config, Cuda>(&config, sizes, None);
-        // Documents that end in the tile where they began, in the next, and after many.
-        bf16_agrees_packed::<Config, Cuda>(&config, sizes, &[0, 1, 20, 80, 200, 210, 383, 590]);
+        // Documents of one token, within a tile, and of many; that begin and end at tiles' edges.
+        let starts: &[usize] = match sizes[4] {
+            700 => &[0, 1, 20, 64, 448, 690],
+            _ => &[0, 1, 20, 64, 384, 385],
+        };
+        bf16_agrees_pruned_and_packed::<Config, Cuda>(&config, sizes, starts);
+    }
+}
+
+/// A later document whose first scores are far below 0, so that its softmax's sums are tiny, changes no bit of
+/// an earlier one's gradients.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_pruned_documents_do_not_reach_each_other() {
+    let (shape, tokens, end) = (AttentionShape::new(256, 4, 2, 64), 700, 600);
+    let device = Default::default();
+    let leaf = |x: Tensor<Cuda, 4>| {
+        Tensor::<Autodiff<Cuda>, 4>::from_inner(x.cast(FloatDType::BF16)).require_grad()
+    };
+    let starts: Vec<i32> = (0..2 * tokens).map(|at| if at % tokens < end { 0 } else { end as i32 }).collect();
+    let gradients = |factor: f64| {
+        let (k, v) = (random::<Cuda, 4>([2, 2, tokens, 64], 2), random([2, 2, tokens, 64], 3));
+        let q = random::<Cuda, 4>([2, 4, tokens, 64], 1);
+        // Its queries look away from all of its keys, which are alike.
+        let ones = |heads| Tensor::ones([2, heads, tokens - end, 64], &device);
+        let q = Tensor::cat(vec![q.narrow(2, 0, end), ones(4) * factor], 2);
+        let k = Tensor::cat(vec![k.narrow(2, 0, end), ones(2)], 2);
+        let [q, k, v] = [q, k, v].map(leaf);
+        let gates = Tensor::full([2, tokens, 128], -1000.0, &device);
+        let inputs = Inputs {
+            q: q.clone(),
+            k: k.clone(),
+            v: v.clone(),
+            projections: vec![gates],
+            parameters: vec![],
+        };
+        let data = TensorData::new(starts.clone(), [2, tokens]);
+        let documents = Tensor::<Autodiff<Cuda>, 2, Int>::from_data(data, &device);
+        let o = closed().attend(&shape, inputs, Some(documents));
+        let grads = o.powi_scalar(2).sum().backward();
+        [&q, &k, &v].map(|x| values(x.grad(&grads).expect("a gradient")))
+    };
+    // First scores of 8, −20 and −200.
+    let [want, some, far] = [1.0, -2.5, -25.0].map(gradients);
+    for got in [some, far] {
+        for (name, (want, got)) in ["q", "k", "v"].iter().zip(want.iter().zip(&got)) {
+            assert!(got.iter().all(|x| x.is_finite()), "the gradient of {name}");
+            let rows = want.chunks_exact(64).zip(got.chunks_exact(64));
+            for (at, (want, got)) in rows.enumerate().filter(|(at, _)| at % tokens < end) {
+                assert_eq!(want, got, "the gradient of {name} in row {at}");
+            }
+        }
+    }
+}
+
+/// One gate's output for all channels, and few of them, of several heads.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_decodes_with_key_gates() {
+    let key = Config { gate_source: GateSource::Key, bias_init: 2.0, ..Config::default() };
+    for config in [
+        Config { key_gate: Some(KeyGate::Scalar), ..key.clone() },
+        Config { gate_dims: Some(3), ..key.clone() },
+        Config { key_gate: Some(KeyGate::Scalar), gate_dims: Some(40), ..key },
+    ] {
+        bf16_decodes_at::<Config, Cuda>(&config, [4, 2, 80, 2, 130]);
     }
 }
 

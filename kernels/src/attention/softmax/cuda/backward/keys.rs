@@ -8,7 +8,9 @@ use super::super::gates::{
     TILE, copy_ends, gate_pairs, powers, read_ends, scale_columns, scale_lefts,
 };
 use super::super::prune::end_of_queries;
-use super::super::scores::{Options, Problem, cap_slope, full_score, hidden, rest_of_scale};
+use super::super::scores::{
+    Options, Problem, cap_slope, first_above, full_score, hidden, rest_of_scale,
+};
 use super::query_tile::{QueryTile, spans_of};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Stages, as_lefts, set_left, start_abt, start_pb, start_tile_abt,
@@ -490,18 +492,7 @@ fn end_of_sight(
         end = min(end, column + problem.window as usize);
     }
     if options.documents {
-        // Starts never fall: halve the range in which they pass the column.
-        let mut low = column + 1;
-        let mut high = end;
-        while low < high {
-            let middle = (low + high) / 2;
-            if documents[batch * keys + middle] as usize > column {
-                high = middle;
-            } else {
-                low = middle + 1;
-            }
-        }
-        end = low;
+        end = first_above(documents, batch * keys, column, column + 1, end);
     }
     end
 }

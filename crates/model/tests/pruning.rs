@@ -1,0 +1,59 @@
+use burn::backend::Flex;
+use burn::module::Param;
+use burn::tensor::{Int, Tensor, TensorData};
+use longwall_model::{LanguageModel, ModelConfig};
+
+const TOKENS: usize = 90;
+
+/// The share of pairs that FoX leaves out where all keys are zero and each step decays by `decay`: a query at
+/// position i keeps keys less than (24 ln 2 + ln (i + 1)) / decay places back.
+fn share(decay: f64, starts: &[usize]) -> f64 {
+    let (mut left_out, mut pairs) = (0, 0);
+    for (i, start) in starts.iter().enumerate() {
+        let kept = (24.0 * 2f64.ln() + (i as f64 + 1.0).ln()) / decay;
+        left_out += ((i as f64 - kept).floor() as i64 + 1 - *start as i64).max(0);
+        pairs += i + 1 - start;
+    }
+    left_out as f64 / pairs as f64
+}
+
+/// The mean over the layers, each with its own gates, whatever stands around attention.
+#[test]
+fn the_share_left_out_is_that_of_every_layer() {
+    let device = Default::default();
+    let decays = [0.5, 2.0];
+    let packed: Vec<usize> = (0..TOKENS).map(|t| if t < 40 { 0 } else { 40 }).collect();
+    for position in ["pre", "post", "sandwich"] {
+        for residual in ["none", "learned", "gated"] {
+            let table = format!(
+                "layers = 2\nwidth = 16\nheads = 2\nnorm_position = {position:?}\n\
+                 value_residual = {residual:?}\nattention = {{ kind = \"fox\", prune = true }}"
+            );
+            let config: ModelConfig = toml::from_str(&table).expect("a valid table");
+            let mut model = LanguageModel::<Flex>::new(&config, 23, TOKENS, 3, &device);
+            for (block, decay) in model.blocks.iter_mut().zip(decays) {
+                let zeros = |x: &Param<Tensor<Flex, 2>>| Param::from_tensor(x.val().zeros_like());
+                let attention = &mut block.attention;
+                attention.k.weight = zeros(&attention.k.weight);
+                let gate = &mut attention.projections[0].outer;
+                gate.weight = zeros(&gate.weight);
+                // ln σ(logit) = −decay.
+                let logit = -(f64::exp(decay) - 1.0).ln();
+                gate.bias = Some(Param::from_tensor(Tensor::full([2], logit as f32, &device)));
+            }
+            let ints = |values: Vec<i32>| {
+                let data = TensorData::new(values, [1, TOKENS]);
+                Tensor::<Flex, 2, Int>::from_data(data, &device)
+            };
+            let tokens = || ints((0..TOKENS as i32).map(|t| t * t % 23).collect());
+            for starts in [None, Some(&packed)] {
+                let documents =
+                    starts.map(|starts| ints(starts.iter().map(|&t| t as i32).collect()));
+                let got = model.share_left_out(tokens(), documents).expect("FoX prunes");
+                let starts = starts.cloned().unwrap_or(vec![0; TOKENS]);
+                let want = decays.map(|decay| share(decay, &starts)).iter().sum::<f64>() / 2.0;
+                assert!((got - want).abs() < 1e-12, "{position}, {residual}: {got} for {want}");
+            }
+        }
+    }
+}
