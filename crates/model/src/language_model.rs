@@ -108,6 +108,9 @@ impl<B: OpBackend> LanguageModel<B> {
         tokens: Tensor<B, 2, Int>,
         documents: DocumentStarts<B>,
     ) -> Option<f64> {
+        if !self.blocks.iter().any(|block| block.attention.prunes()) {
+            return None;
+        }
         let mut x = self.embedded(tokens, documents.clone());
         let mut first_values = None;
         let mut sum = 0.0;

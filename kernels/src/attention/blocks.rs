@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::{Bool, Int, Numeric, Tensor};
 
+use super::DocumentStarts;
 use crate::backend::OpBackend;
 
 /// Score of a key that a query must not see: its softmax weight is exactly 0 in f32.
@@ -33,6 +34,18 @@ impl Block {
     /// The rows of a tensor `[batch, heads, keys, channels]`.
     pub fn keys_of<B: OpBackend>(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
         x.clone().narrow(2, self.keys.start, self.keys.len())
+    }
+}
+
+/// Where each token's document begins, row after row, from `[batch, tokens]`; zeros without documents.
+pub fn starts_of_documents<B: OpBackend>(
+    documents: DocumentStarts<B>,
+    batch: usize,
+    tokens: usize,
+) -> Vec<usize> {
+    match documents {
+        Some(documents) => documents.into_data().iter::<i64>().map(|at| at as usize).collect(),
+        None => vec![0; batch * tokens],
     }
 }
 

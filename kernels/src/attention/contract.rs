@@ -268,6 +268,11 @@ pub trait Variant:
     /// sequence of `seq_len` tokens.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
 
+    /// Whether the kind's `prune` is set.
+    fn prunes(&self) -> bool {
+        false
+    }
+
     /// The share of pairs of a query and a key it may see that [`attend`](Self::attend) leaves out of its
     /// work on this device, 0 to 1, as the kind's `prune` says; `None` where nothing is to be left out.
     fn share_left_out<B: OpBackend>(

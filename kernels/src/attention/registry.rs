@@ -177,6 +177,11 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.flops_per_token(shape, seq_len),)+ }
             }
 
+            /// As [`Variant::prunes`].
+            pub fn prunes(&self) -> bool {
+                match self { $(Self::$name(c) => c.prunes(),)+ }
+            }
+
             /// As [`Variant::share_left_out`].
             pub fn share_left_out<B: OpBackend>(
                 &self,

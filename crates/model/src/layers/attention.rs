@@ -136,6 +136,11 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, x, &mut past, residual)
     }
 
+    /// Whether the variant's `prune` is set.
+    pub fn prunes(&self) -> bool {
+        self.variant.prunes()
+    }
+
     /// See [`Block::share_left_out`](super::Block::share_left_out).
     pub fn share_left_out(
         &self,

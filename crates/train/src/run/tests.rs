@@ -246,18 +246,20 @@ fn a_run_that_cannot_start_leaves_no_folder() {
     assert!(!config.run_dir().exists());
 }
 
+/// The validations of a run.
+fn validations(run_dir: &Path) -> impl Iterator<Item = ValidationRecord> {
+    losses(run_dir).into_iter().filter_map(|record| match record {
+        Record::Validation(validation) => Some(validation),
+        Record::Step(_) => None,
+    })
+}
+
 /// What each validation says is left out of attention's work.
 fn shares_left_out(sets: &[&str]) -> Vec<Option<f64>> {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[&["data.seq_len=64"], sets].concat());
     let dir = run(&config, Start::New).unwrap().run_dir;
-    let shares: Vec<_> = losses(&dir)
-        .into_iter()
-        .filter_map(|record| match record {
-            Record::Validation(v) => Some(v.share_left_out),
-            Record::Step(_) => None,
-        })
-        .collect();
+    let shares: Vec<_> = validations(&dir).map(|v| v.share_left_out).collect();
     assert_eq!(shares.len(), 3);
     shares
 }
@@ -280,13 +282,7 @@ fn the_best_checkpoint_is_kept() {
     let sets = ["train.validate.every=2", "train.checkpoint.keep_last=1"];
     let config = sandbox.config(&[&sets[..], &["train.lr=0.5", "train.clip=\"off\""]].concat());
     let dir = run(&config, Start::New).unwrap().run_dir;
-    let validations: Vec<(u64, f64)> = losses(&dir)
-        .into_iter()
-        .filter_map(|record| match record {
-            Record::Validation(v) => Some((v.step, v.validation_loss)),
-            Record::Step(_) => None,
-        })
-        .collect();
+    let validations: Vec<_> = validations(&dir).map(|v| (v.step, v.validation_loss)).collect();
     let best = validations.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
     let checkpoint = Checkpoint::open(&dir, Which::Best).unwrap();
     assert_eq!(checkpoint.state.step, best.0);

@@ -132,6 +132,10 @@ impl Variant for Config {
         softmax(&self.core(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
     }
 
+    fn prunes(&self) -> bool {
+        self.prune
+    }
+
     fn share_left_out<B: OpBackend>(
         &self,
         shape: &AttentionShape,

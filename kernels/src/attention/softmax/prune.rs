@@ -5,6 +5,7 @@ use burn::tensor::{FloatDType, Tensor};
 use super::cpu::prefix_sums;
 use super::{PRUNED, Softmax};
 use crate::attention::DocumentStarts;
+use crate::attention::blocks::starts_of_documents;
 use crate::backend::OpBackend;
 
 /// The first key that still matters to each of the last queries.
@@ -54,10 +55,7 @@ pub fn share_left_out<B: OpBackend>(
     let [batch, heads, tokens, _] = q.dims();
     let kv_heads = k.dims()[1];
     let window = op.window.unwrap_or(tokens);
-    let starts = match documents {
-        Some(documents) => documents.into_data().iter::<i64>().map(|at| at as usize).collect(),
-        None => vec![0; batch * tokens],
-    };
+    let starts = starts_of_documents(documents, batch, tokens);
     let [q, k] = [q, k].map(|x| {
         let x = x.cast(FloatDType::F32);
         let norms = (x.clone() * x).sum_dim(3).sqrt().into_data();

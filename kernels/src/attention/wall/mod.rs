@@ -339,6 +339,10 @@ impl Variant for Config {
         tensor(B::run(&op, [primitive(q), primitive(k), primitive(v), gate], ints))
     }
 
+    fn prunes(&self) -> bool {
+        self.prune
+    }
+
     fn share_left_out<B: OpBackend>(
         &self,
         shape: &AttentionShape,

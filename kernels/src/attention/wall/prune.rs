@@ -3,6 +3,7 @@
 use burn::tensor::Tensor;
 
 use crate::attention::DocumentStarts;
+use crate::attention::blocks::starts_of_documents;
 use crate::attention::softmax::cuda::GATE_TILE as TILE;
 use crate::backend::OpBackend;
 
@@ -13,10 +14,7 @@ pub fn share_forgotten<B: OpBackend>(
     documents: DocumentStarts<B>,
 ) -> f64 {
     let [batch, heads, tokens, channels] = log_decay.dims();
-    let documents: Vec<usize> = match documents {
-        Some(documents) => documents.into_data().iter::<i64>().map(|at| at as usize).collect(),
-        None => vec![0; batch * tokens],
-    };
+    let documents = starts_of_documents(documents, batch, tokens);
     // The last tile's end is nobody's start.
     let ends = (tokens - 1) / TILE;
     let mut sums = vec![];
