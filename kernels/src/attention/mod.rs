@@ -1,6 +1,6 @@
 //! Attention variants: the contract, and the registry.
 //!
-//! A variant is one folder and one line in `registry!` below. Its `Config` is the
+//! A variant is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
 //! `[model.attention]` table of a run's configuration; the layer (projections of the input, norms,
 //! output) is the model's. A variant receives q, k and v, the projections of the layer's input it
 //! asked for and its own learned vectors, and returns o.
@@ -11,13 +11,29 @@ pub mod cached;
 #[cfg(test)]
 mod conformance;
 mod contract;
+pub mod dex;
+pub mod diff;
+pub mod diff_rela;
+pub mod entmax;
+pub mod fox;
 mod keys;
+pub mod linear;
+pub mod lssar;
+pub mod path;
+pub mod power;
 pub mod rectified;
 pub mod recurrent;
 mod registry;
+pub mod rela;
+pub mod rope;
 pub mod rotation;
 pub mod rowwise;
+pub mod rwkv7;
 pub mod softmax;
+pub mod stick_breaking;
+pub mod tda;
+pub mod tra;
+pub mod wall;
 
 use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;

@@ -1,12 +1,10 @@
 //! The registry: one line a variant. It gives the configuration's enum, the dispatch and, in
 //! tests, the conformance suite; no other `match` on the variant exists.
 //!
-//! The macro is expanded in the parent module, so that a variant's folder lies there.
+//! The macro is expanded in the parent module, which declares the variants' modules.
 
 macro_rules! registry {
     ($($(#[$doc:meta])* $name:ident = $kind:literal in $module:ident;)+) => {
-        $($(#[$doc])* pub mod $module;)+
-
         /// The `[model.attention]` table: `kind` and that kind's own keys.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "kind")]

@@ -4,9 +4,9 @@ use burn::backend::Flex;
 use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
-use crate::attention::{AttentionShape, Inputs, Start, Variant, rope};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, rows, softmax, weighted};
+use crate::attention::{AttentionShape, Inputs, Start, Variant, rope};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -15,7 +15,12 @@ impl Conformance for Config {
     }
 
     /// The weight of a single key is 1.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, w_d, lambda] = inputs else { panic!("q, k, v and 2 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

@@ -101,8 +101,7 @@ impl Cached for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        let vector =
-            |name| Parameter { name, elements: shape.head_dim, start: Start::Normal(0.1) };
+        let vector = |name| Parameter { name, elements: shape.head_dim, start: Start::Normal(0.1) };
         let elements = self.value_dim(shape);
         let norm = Parameter { name: "norm", elements, start: Start::Constant(1.0) };
         let vectors = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"].map(vector);
@@ -122,9 +121,8 @@ impl Cached for Config {
         let op = Softmax::of(shape);
         // The softmax core's values have k's channels: one pass for each such part of them.
         let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
-        let parts = parts
-            .map(|v| softmax(&op, q.clone(), k.clone(), v, None, documents.clone()))
-            .collect();
+        let parts =
+            parts.map(|v| softmax(&op, q.clone(), k.clone(), v, None, documents.clone())).collect();
         let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
     }

@@ -13,7 +13,12 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, vectors @ .., norm] = inputs else { panic!("q, k, v and 5 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

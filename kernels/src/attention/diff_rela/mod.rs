@@ -25,9 +25,7 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
-use super::rectified::{
-    LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views,
-};
+use super::rectified::{LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views};
 use super::rotation::{Rotation, Scaling};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};

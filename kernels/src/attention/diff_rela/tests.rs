@@ -3,7 +3,7 @@
 use super::Config;
 use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, layer_norm, away_from_zero, rows, weighted};
+use crate::attention::rowwise::oracles::{away_from_zero, dot, layer_norm, rows, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -19,7 +19,12 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, lambda, norm, bias] = inputs else { panic!("q, k, v and 3 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),
@@ -27,8 +32,7 @@ impl Conformance for Config {
         });
         let root = (shape.head_dim as f64).sqrt();
         let o = weighted(shape, v, documents, |b, h, i, keys| {
-            let weight =
-                |view, j| (dot(shape, [&q, &k], [view, b, h, i, j]) / root).max(0.0);
+            let weight = |view, j| (dot(shape, [&q, &k], [view, b, h, i, j]) / root).max(0.0);
             keys.map(|j| weight(0, j) - lambda.data[0] * weight(1, j)).collect()
         });
         rows(&o, |row| layer_norm(row, norm, bias, 1e-5))

@@ -12,9 +12,9 @@
 //!
 //! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
 
-mod weights;
 #[cfg(test)]
 mod tests;
+mod weights;
 
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};

@@ -6,8 +6,8 @@ use burn::tensor::Tensor;
 use super::{Config, Entmax};
 use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::rowwise::oracles::{dot, weighted};
+use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -15,7 +15,12 @@ impl Conformance for Config {
         vec![Config::default(), Config { rope: false, ..Config::default() }]
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v] = inputs else { panic!("q, k and v") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

@@ -48,7 +48,11 @@ fn threshold<B: OpBackend>(z: &Tensor<B, 4>, hidden: &Tensor<B, 4, Bool>) -> Ten
 impl Weights for Entmax {
     /// τ is found without a gradient; one more Newton step, whose slope is constant, has the
     /// gradient that the implicit function theorem gives: dτ = Σ r dz / Σ r with r = max(z − τ, 0).
-    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+    ) -> Tensor<B, 4> {
         let z = shifted(scores, hidden.clone());
         let tau = threshold(&z.clone().detach(), &hidden);
         let rest = positive(z.clone() - tau.clone(), hidden.clone());

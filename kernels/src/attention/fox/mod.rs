@@ -129,7 +129,14 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
         let log_decay = log_decay(&projections);
-        softmax(&self.core(shape), self.rotate(q, 0), self.rotate(k, 0), v, Some(log_decay), documents)
+        softmax(
+            &self.core(shape),
+            self.rotate(q, 0),
+            self.rotate(k, 0),
+            v,
+            Some(log_decay),
+            documents,
+        )
     }
 
     fn prunes(&self) -> bool {

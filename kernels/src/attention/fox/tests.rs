@@ -6,11 +6,9 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, ElementConversion, FloatDType, Int, Tensor, s};
 
 use super::Config;
-use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
-use crate::attention::conformance::{
-    Conformance, rotated, softmax_oracle,
-};
+use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
 use crate::attention::softmax::{Softmax, softmax};
+use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
 use crate::backend::OpBackend;
 use crate::testing::Oracle;
 use crate::{Cpu, Cuda};
@@ -24,7 +22,12 @@ impl Conformance for Config {
         ]
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, logits] = inputs else { panic!("q, k, v and the gate") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
@@ -92,7 +95,8 @@ fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dty
         assert!(worst <= unit * largest, "{name} is off by {worst}, of {largest}");
     };
     check("o", want, got);
-    for (name, (want, got)) in ["dq", "dk", "dv"].iter().zip(want_grads.into_iter().zip(got_grads)) {
+    for (name, (want, got)) in ["dq", "dk", "dv"].iter().zip(want_grads.into_iter().zip(got_grads))
+    {
         let from = if *name == "dq" { near } else { far };
         check(name, want.slice(s![.., .., from.., ..]), got.slice(s![.., .., from.., ..]));
     }
@@ -132,11 +136,14 @@ fn the_share_left_out_is_that_of_pairs_that_are_seen() {
     };
     // The first sequence's second document begins at 70.
     let start = |b: usize, i: usize| if b == 0 && i >= 70 { 70 } else { 0 };
-    let documents: Vec<i32> = (0..2 * tokens).map(|at| start(at / tokens, at % tokens) as i32).collect();
+    let documents: Vec<i32> =
+        (0..2 * tokens).map(|at| start(at / tokens, at % tokens) as i32).collect();
     let documents = Tensor::<Flex, 1, Int>::from_ints(&documents[..], &device).reshape([2, tokens]);
     for (window, packed) in [(None, false), (Some(60), false), (None, true), (Some(60), true)] {
         let (mut left_out, mut pairs) = (0, 0);
-        for (b, h, i) in (0..2).flat_map(|b| (0..4).flat_map(move |h| (0..tokens).map(move |i| (b, h, i)))) {
+        for (b, h, i) in
+            (0..2).flat_map(|b| (0..4).flat_map(move |h| (0..tokens).map(move |i| (b, h, i))))
+        {
             // A little more than 2 U.
             let bound = 2.001 * f64::from(lengths[h / 2]) / 8f64.sqrt();
             let kept = (24.0 * 2f64.ln() + (i as f64 + 1.0).ln() + bound) / decays[h];
@@ -149,7 +156,11 @@ fn the_share_left_out_is_that_of_pairs_that_are_seen() {
         let shape = AttentionShape { window, ..AttentionShape::new(32, 4, 2, 8) };
         let config = Config { prune: true, ..Config::default() };
         let share = config.share_left_out(&shape, inputs(), packed.then(|| documents.clone()));
-        assert_eq!(share, Some(left_out as f64 / pairs as f64), "window {window:?}, packed {packed}");
+        assert_eq!(
+            share,
+            Some(left_out as f64 / pairs as f64),
+            "window {window:?}, packed {packed}"
+        );
         assert_eq!(Config::default().share_left_out(&shape, inputs(), None), None);
     }
 }
@@ -182,7 +193,8 @@ fn cuda_steps_leave_out_what_does_not_matter() {
         let share = state.share_left_out();
         (Tensor::cat(steps, 2).cast(FloatDType::F32), share)
     };
-    let nothing = Tensor::<Cuda, 4>::full([2, 2, far, 64], f32::NAN, &device).cast(FloatDType::BF16);
+    let nothing =
+        Tensor::<Cuda, 4>::full([2, 2, far, 64], f32::NAN, &device).cast(FloatDType::BF16);
     let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
     let ((want, none), (got, share)) = (steps(false, &v), steps(true, &holed));
     assert_eq!(none, None);

@@ -6,8 +6,8 @@ use burn::tensor::{Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::reference::Rows;
 use super::Linear;
+use super::reference::Rows;
 use crate::backend::{OpBackend, primitive, tensor, with_reference};
 
 type Ad = Autodiff<Flex>;
@@ -29,7 +29,8 @@ fn problem() -> [Vec<f32>; 5] {
         (0, _) => -30.0,
         (1, _) => 0.0,
         (2, t) => [-30.0, -1e-4][(t + at % D) % 2],
-        _ => [-30.0, -0.7, -1e-4, 0.0][if rng.random_bool(0.99) { 3 } else { rng.random_range(0..4) }],
+        _ => [-30.0, -0.7, -1e-4, 0.0]
+            [if rng.random_bool(0.99) { 3 } else { rng.random_range(0..4) }],
     });
     let log_decay = log_decay.collect();
     [q, k, v, upstream, log_decay]
@@ -42,7 +43,8 @@ fn run([q, k, v, upstream, log_decay]: &[Vec<f32>; 5]) -> [Vec<f64>; 5] {
     };
     let inputs = [q, k, v, log_decay].map(tensor3);
     let [q, k, v, log_decay] = inputs.clone();
-    let inputs4 = [primitive(q.unsqueeze_dim::<4>(1)), primitive(k), primitive(v), primitive(log_decay)];
+    let inputs4 =
+        [primitive(q.unsqueeze_dim::<4>(1)), primitive(k), primitive(v), primitive(log_decay)];
     let y: Tensor<Ad, 4> = tensor(Ad::run(&Linear { chunk: 64 }, inputs4, vec![]));
     let y = y.squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor3(upstream)).sum().backward();

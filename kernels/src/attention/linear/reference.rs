@@ -23,12 +23,7 @@ pub(super) struct Rows<B: OpBackend> {
 
 /// The spans of `size` tokens that stand at `side` in each run of `of` spans:
 /// `[rows · runs, group · size, channels]` of a tensor `[rows, group, seq_len, channels]`.
-fn spans<B: OpBackend>(
-    x: &Tensor<B, 4>,
-    size: usize,
-    of: usize,
-    side: usize,
-) -> Tensor<B, 3> {
+fn spans<B: OpBackend>(x: &Tensor<B, 4>, size: usize, of: usize, side: usize) -> Tensor<B, 3> {
     let [rows, group, seq_len, channels] = x.dims();
     let runs = seq_len / (of * size);
     let x = x.clone().reshape([rows, group, runs, of, size * channels]).narrow(3, side, 1);
@@ -51,12 +46,7 @@ fn unspan<B: OpBackend>(
 }
 
 /// [`spans`] of a tensor without a group, `[rows, seq_len, channels]`.
-fn spans_of<B: OpBackend>(
-    x: &Tensor<B, 3>,
-    size: usize,
-    of: usize,
-    side: usize,
-) -> Tensor<B, 3> {
+fn spans_of<B: OpBackend>(x: &Tensor<B, 3>, size: usize, of: usize, side: usize) -> Tensor<B, 3> {
     spans(&x.clone().unsqueeze_dim::<4>(1), size, of, side)
 }
 
@@ -97,11 +87,7 @@ impl<B: OpBackend> Chunks<B> {
 
     /// S before each chunk, `[chunks, head_dim, value_dim]`, and after the last,
     /// `[rows, head_dim, value_dim]`.
-    fn states(
-        &self,
-        rows: usize,
-        start: Option<Tensor<B, 3>>,
-    ) -> (Tensor<B, 3>, Tensor<B, 3>) {
+    fn states(&self, rows: usize, start: Option<Tensor<B, 3>>) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let new = self.k.clone().transpose().mm(self.v.clone());
         let [chunks, d, values] = new.dims();
         let n = chunks / rows;

@@ -3,8 +3,8 @@
 use longwall_config::Problems;
 
 use super::{Config, EPS, Gate};
-use crate::attention::{AttentionShape, Start, Variant};
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::{AttentionShape, Start, Variant};
 use crate::testing::Oracle;
 
 /// The recurrence, one step at a time.
@@ -26,7 +26,12 @@ impl Conformance for Config {
         inputs[0].data.iter_mut().for_each(|q| *q /= 256.0);
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let (d, kv_heads) = (shape.head_dim, shape.kv_heads);
         let norm = &rest[rest.len() - 1];

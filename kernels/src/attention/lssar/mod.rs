@@ -18,9 +18,9 @@
 //!
 //! Decoding caches normalised, rotated keys, and values: 2 · kv_heads · head_dim elements per token.
 
-mod weights;
 #[cfg(test)]
 mod tests;
+mod weights;
 
 use burn::tensor::Tensor;
 use longwall_config::Problems;
@@ -60,7 +60,8 @@ impl Default for Config {
 }
 
 impl Cached for Config {
-    const SOURCE: &'static str = "softplus attention with re-weighting, LSSAR (Gao and Spratling, 2025)";
+    const SOURCE: &'static str =
+        "softplus attention with re-weighting, LSSAR (Gao and Spratling, 2025)";
 
     fn rotation(&self) -> Option<Rotation> {
         Rotation::chosen(self.rope, self.theta, self.scaling)

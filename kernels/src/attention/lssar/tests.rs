@@ -4,22 +4,24 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
 use super::{Config, Sharpened};
-use crate::attention::{AttentionShape, Inputs, Variant};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::rowwise::oracles::{cosine, weighted};
+use crate::attention::rowwise::{Rowwise, rowwise};
+use crate::attention::{AttentionShape, Inputs, Variant};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         let config = Config::default();
-        vec![
-            config.clone(),
-            Config { p: 1, rope: false, ..config },
-        ]
+        vec![config.clone(), Config { p: 1, rope: false, ..config }]
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v] = inputs else { panic!("q, k and v") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

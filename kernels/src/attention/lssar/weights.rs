@@ -62,7 +62,11 @@ fn total<B: OpBackend>(x: &Tensor<B, 4>) -> Tensor<B, 4> {
 }
 
 impl Weights for Sharpened {
-    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+    ) -> Tensor<B, 4> {
         let sharp = power(self.row(scores, hidden).rest, self.power);
         let total = total(&sharp);
         sharp / total

@@ -47,10 +47,7 @@ impl<B: OpBackend> Blocks<B> {
     ///
     /// # Panics
     /// When `block` is not a power of two, or does not divide the number of tokens.
-    pub fn new(
-        [q, k, w, beta]: [Tensor<B, 4>; 4],
-        block: usize,
-    ) -> Self {
+    pub fn new([q, k, w, beta]: [Tensor<B, 4>; 4], block: usize) -> Self {
         let tokens = w.dims()[2];
         assert!(
             block.is_power_of_two() && tokens.is_multiple_of(block),

@@ -44,9 +44,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::{BLOCK, Tokens, Visible};
-use super::{
-    Activation, AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant,
-};
+use super::{Activation, AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
 
@@ -159,8 +157,7 @@ impl Variant for Config {
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
         let dims = inputs.q.dims();
-        let visible =
-            Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
+        let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
         state.extend(&tokens(shape, inputs), &visible).reshape(dims)
     }
 

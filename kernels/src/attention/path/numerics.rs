@@ -298,4 +298,3 @@ fn rows_after_one_transform_repeated_agree_with_their_recurrence() {
         check_last_rows_of_one("projections among reflections", &sample().beta(rarely));
     }
 }
-

@@ -78,7 +78,10 @@ impl<B: OpBackend> Carry<B> {
 }
 
 /// Sums of ℓ over neighbouring tokens, where there is a forget gate.
-pub fn added<B: OpBackend>(a: Option<Tensor<B, 4>>, b: Option<Tensor<B, 4>>) -> Option<Tensor<B, 4>> {
+pub fn added<B: OpBackend>(
+    a: Option<Tensor<B, 4>>,
+    b: Option<Tensor<B, 4>>,
+) -> Option<Tensor<B, 4>> {
     a.zip(b).map(|(a, b)| a + b)
 }
 

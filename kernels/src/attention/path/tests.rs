@@ -35,7 +35,12 @@ impl Conformance for Config {
         vec![Config::default(), Config { forget_gate: true, ..Config::default() }]
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, w, beta, gate @ ..] = inputs else { panic!("q, k, v, w, beta") };
         let [batch, heads, seq_len, d] = q.shape[..] else { panic!("q has 4 dimensions") };
         let group = shape.heads / shape.kv_heads;
@@ -118,8 +123,7 @@ fn gradients_stay_finite_at_the_ends_of_every_range() {
         let Inputs { q, k, v, projections, .. } = layer::<Autodiff<Flex>>(&shape, 200, gates);
         let [w, beta, gate] = &projections[..] else { panic!("three projections") };
         let w = w.clone() / gates * directions;
-        let projections: Vec<_> =
-            [w, beta.clone(), gate.clone()].map(Tensor::require_grad).into();
+        let projections: Vec<_> = [w, beta.clone(), gate.clone()].map(Tensor::require_grad).into();
         let q = q.require_grad();
         let inputs =
             Inputs { q: q.clone(), k, v, projections: projections.clone(), parameters: vec![] };
@@ -177,7 +181,11 @@ fn a_rank_outside_the_layer_is_reported() {
     let shape = AttentionShape::new(16, 2, 1, 8);
     for (rank, ok) in [(0, false), (1, true), (16, true), (17, false)] {
         let mut problems = Problems::new();
-        Config { rank: Some(rank), ..Config::default() }.validate("model.attention", &shape, &mut problems);
+        Config { rank: Some(rank), ..Config::default() }.validate(
+            "model.attention",
+            &shape,
+            &mut problems,
+        );
         assert_eq!(problems.as_slice().is_empty(), ok, "rank {rank}: {problems}");
         for problem in problems.as_slice() {
             assert_eq!(problem.key, "model.attention.rank");

@@ -188,7 +188,8 @@ mod tests {
 
     #[test]
     fn the_width_is_that_of_the_tiled_symmetric_power() {
-        let binomial = |n: usize, k: usize| (0..k).map(|i| n - i).product::<usize>() / [1, 1, 2, 6, 24][k];
+        let binomial =
+            |n: usize, k: usize| (0..k).map(|i| n - i).product::<usize>() / [1, 1, 2, 6, 24][k];
         for d in [8, 32, 64, 128] {
             assert_eq!(Expansion::new(2, d).dim(), binomial(d / 8 + 1, 2) * 64);
         }

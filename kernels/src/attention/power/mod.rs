@@ -133,9 +133,7 @@ impl Config {
 
     /// Tokens above which the chunked form is used; `None` for never.
     fn chunked_above(&self, shape: &AttentionShape) -> Option<usize> {
-        let default = || {
-            (2 * Expansion::size(self.p, shape.head_dim)).max(2 * self.chunk(shape))
-        };
+        let default = || (2 * Expansion::size(self.p, shape.head_dim)).max(2 * self.chunk(shape));
         match self.form {
             _ if shape.window.is_some() => None,
             Form::Attention => None,

@@ -11,7 +11,9 @@ use burn::tensor::Tensor;
 use super::Power;
 use super::expansion::Expansion;
 use crate::attention::blocks::sums_after;
-use crate::attention::blocks::{Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks};
+use crate::attention::blocks::{
+    Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks,
+};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 

@@ -28,9 +28,10 @@ pub(super) fn near(chunk: usize, switch: usize, seq_len: usize) -> usize {
 impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
         let log_decay = self.log_decay.as_ref().map_or(0, |x| x.shape().num_elements());
-        let past = self.past.as_ref().map_or(0, |past| {
-            past.sums.shape().num_elements() + past.mass.shape().num_elements()
-        });
+        let past = self
+            .past
+            .as_ref()
+            .map_or(0, |past| past.sums.shape().num_elements() + past.mass.shape().num_elements());
         self.cache.elements() + log_decay + past
     }
 }

@@ -30,7 +30,12 @@ impl Conformance for Config {
         ]
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v] = &inputs[..3] else { panic!("q, k and v") };
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
         let rotate = |x: &Oracle| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
@@ -213,7 +218,9 @@ fn state_flops_are_those_of_the_source() {
     let shape = AttentionShape::new(768, 12, 12, 64);
     let attention = Config { form: Form::Attention, ..Config::default() };
     let weights = 2.0 * 12.0 * 12.0 * 768.0 * 768.0;
-    for (seq_len, ratio) in [(1_024, 8.0), (8_192, 1.0), (65_536, 1.0 / 8.0), (1_000_000, 1.0 / 125.0)] {
+    for (seq_len, ratio) in
+        [(1_024, 8.0), (8_192, 1.0), (65_536, 1.0 / 8.0), (1_000_000, 1.0 / 125.0)]
+    {
         let got = weights / (12.0 * attention.flops_per_token(&shape, seq_len));
         assert!((0.8..1.25).contains(&(got / ratio)), "{got} where {ratio} is right");
     }

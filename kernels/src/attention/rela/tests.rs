@@ -3,7 +3,7 @@
 use super::Config;
 use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, layer_norm, away_from_zero, rows, weighted};
+use crate::attention::rowwise::oracles::{away_from_zero, dot, layer_norm, rows, weighted};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -18,7 +18,12 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, norm, bias] = inputs else { panic!("q, k, v and the norm") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

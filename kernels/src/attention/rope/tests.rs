@@ -30,7 +30,12 @@ impl Conformance for Config {
         if self.ssmax { 7 } else { 5 }
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
@@ -65,7 +70,10 @@ impl Conformance for Config {
 
 #[test]
 fn alibi_slopes_are_the_papers() {
-    assert_eq!(alibi_slopes(8), [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]);
+    assert_eq!(
+        alibi_slopes(8),
+        [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
+    );
     let twelve = alibi_slopes(12);
     assert_eq!(twelve[..8], alibi_slopes(8));
     assert_eq!(twelve[8], 2f64.powf(-0.5) as f32);

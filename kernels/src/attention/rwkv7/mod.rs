@@ -181,9 +181,11 @@ fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B
         return x;
     }
     let [batch, seq_len, features] = x.dims();
-    x.reshape([batch, seq_len, heads, 1, features / heads])
-        .repeat_dim(3, group)
-        .reshape([batch, seq_len, group * features])
+    x.reshape([batch, seq_len, heads, 1, features / heads]).repeat_dim(3, group).reshape([
+        batch,
+        seq_len,
+        group * features,
+    ])
 }
 
 /// Each head of `x`, times the sum over the same head of `weight`; both are

@@ -8,16 +8,26 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Config;
 use crate::attention::conformance::Conformance;
-use crate::attention::{AttentionShape, DecodeState, Inputs, Parameter, Projection, Start, Variant};
+use crate::attention::{
+    AttentionShape, DecodeState, Inputs, Parameter, Projection, Start, Variant,
+};
 use crate::backend::OpBackend;
 use crate::testing::{Oracle, assert_budget};
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { decay_rank: Some(2), rate_rank: Some(3), gate_rank: Some(1) }]
+        vec![
+            Config::default(),
+            Config { decay_rank: Some(2), rate_rank: Some(3), gate_rank: Some(1) },
+        ]
     }
 
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, ..] = inputs else { panic!("at least q") };
         let mut out = q.clone();
         let [batch, heads, seq_len, d] = q.shape[..] else { panic!("q has 4 dimensions") };
@@ -67,8 +77,10 @@ fn head(
             .collect();
         let kappa: Vec<f64> = channels.clone().map(|n| k[n] * xi.data[kv * d + n]).collect();
         let norm = (kappa.iter().map(|x| x * x).sum::<f64>() + 1e-12).sqrt();
-        let key: Vec<f64> =
-            channels.clone().map(|n| k[n] * (1.0 + (a[n] - 1.0) * alpha.data[kv * d + n])).collect();
+        let key: Vec<f64> = channels
+            .clone()
+            .map(|n| k[n] * (1.0 + (a[n] - 1.0) * alpha.data[kv * d + n]))
+            .collect();
         // The transition matrix of equation 19.
         let g = |i: usize, j: usize| {
             let diagonal = if i == j { w[i] } else { 0.0 };
@@ -110,9 +122,8 @@ fn long_row(
         Oracle::new(dims, data)
     };
     let AttentionShape { heads, kv_heads, head_dim, .. } = *shape;
-    let mut inputs: Vec<_> = [heads, kv_heads, kv_heads]
-        .map(|heads| random(&[1, heads, seq_len, head_dim]))
-        .into();
+    let mut inputs: Vec<_> =
+        [heads, kv_heads, kv_heads].map(|heads| random(&[1, heads, seq_len, head_dim])).into();
     let logits = [1, seq_len, kv_heads * head_dim];
     inputs.push(Oracle::from_fn(&logits, |at| decay(at[1], at[2])));
     inputs.push(Oracle::from_fn(&logits, |at| rate(at[1], at[2])));
@@ -177,7 +188,11 @@ fn decays_hold_at_length() {
         }),
     ];
     for (what, decay) in decays {
-        check_long_row(what, &shape, &long_row(&shape, LONG, decay, |t, n| ((t + n) % 9) as f64 - 4.0));
+        check_long_row(
+            what,
+            &shape,
+            &long_row(&shape, LONG, decay, |t, n| ((t + n) % 9) as f64 - 4.0),
+        );
     }
 }
 

@@ -13,9 +13,9 @@
 //!
 //! Decoding caches keys and values: 2 · kv_heads · head_dim elements per token.
 
-mod weights;
 #[cfg(test)]
 mod tests;
+mod weights;
 
 use burn::tensor::Tensor;
 use longwall_config::Problems;

@@ -24,7 +24,11 @@ fn sum_before<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
 impl Weights for Sticks {
     const SEES_ITSELF: bool = false;
 
-    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+    fn weigh<B: OpBackend>(
+        &self,
+        scores: Tensor<B, 4>,
+        hidden: Tensor<B, 4, Bool>,
+    ) -> Tensor<B, 4> {
         // ln(1 − σ(s)) = ln σ(−s).
         let passed = log_sigmoid(scores.clone().neg()).mask_fill(hidden.clone(), 0.0);
         // Added rather than filled in: the first token sees no key, but a NaN in it must show.

@@ -4,9 +4,9 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
-use crate::attention::{AttentionShape, Inputs, Variant};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{cosine, away_from_zero, rms_norm, rows, weighted};
+use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
+use crate::attention::{AttentionShape, Inputs, Variant};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -28,7 +28,12 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, beta, lambda, norm] = inputs else { panic!("q, k, v and 3 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),
@@ -73,8 +78,8 @@ fn run([q, k, v]: [&Tensor<Ad, 4>; 3], lambda: f32) -> [Vec<f32>; 3] {
     let o = Config::default().attend(&shape, inputs, None);
     let weights = o.clone().detach() + 0.3;
     let grads = (o.clone() * weights).sum().backward();
-    let [dq, dlambda] =
-        [q.grad(&grads).map(values), lambda.grad(&grads).map(values)].map(|x| x.expect("a gradient"));
+    let [dq, dlambda] = [q.grad(&grads).map(values), lambda.grad(&grads).map(values)]
+        .map(|x| x.expect("a gradient"));
     [values(o.inner()), dq, dlambda]
 }
 
@@ -139,11 +144,8 @@ fn thresholds_count_tokens_that_left_the_window() {
             let term = |j: usize| (weight(0, j) - 0.5 * weight(1, j)) * v.at(&[0, 0, j, n]);
             keys.clone().map(term).sum()
         };
-        let want = rms_norm(
-            &(0..d).map(sum).collect::<Vec<_>>(),
-            &Oracle::new(&[d], vec![1.0; d]),
-            1e-6,
-        );
+        let want =
+            rms_norm(&(0..d).map(sum).collect::<Vec<_>>(), &Oracle::new(&[d], vec![1.0; d]), 1e-6);
         for (n, want) in want.iter().enumerate() {
             let got = f64::from(o[i * d + n]);
             assert!((got - want).abs() < 1e-4, "row {i}: {got} where {want} is right");

@@ -29,7 +29,9 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
-use super::rectified::{Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold};
+use super::rectified::{
+    Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold,
+};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};

@@ -11,7 +11,7 @@ use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rectified::Rectified;
 use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
-use crate::attention::rowwise::oracles::{cosine, away_from_zero, rms_norm, rows, weighted};
+use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::{AttentionShape, Inputs, Variant};
 use crate::ops::matmul::MatMul;
 use crate::testing::Oracle;
@@ -25,7 +25,13 @@ impl Conformance for Config {
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
             Config { p: 1, beta: 0.65, kappa: 3.0, rope: false, ..config.clone() },
-            Config { p: 3, beta: 0.5, theta: 100.0, scaling: Scaling::Ntk { factor: 4.0 }, ..config },
+            Config {
+                p: 3,
+                beta: 0.5,
+                theta: 100.0,
+                scaling: Scaling::Ntk { factor: 4.0 },
+                ..config
+            },
         ]
     }
 
@@ -34,7 +40,12 @@ impl Conformance for Config {
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
-    fn oracle(&self, shape: &AttentionShape, inputs: &[Oracle], documents: &[Vec<usize>]) -> Oracle {
+    fn oracle(
+        &self,
+        shape: &AttentionShape,
+        inputs: &[Oracle],
+        documents: &[Vec<usize>],
+    ) -> Oracle {
         let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
         let d = shape.head_dim as f64;
         let theta = match self.scaling {
@@ -172,7 +183,11 @@ fn bad_values_are_reported_with_what_is_allowed() {
     assert_eq!(keys[..4], table);
     assert!(keys[4..].contains(&"model.head_dim"), "{keys:?}");
     let mut problems = Problems::new();
-    Config::default().validate("model.attention", &AttentionShape::new(64, 1, 1, 64), &mut problems);
+    Config::default().validate(
+        "model.attention",
+        &AttentionShape::new(64, 1, 1, 64),
+        &mut problems,
+    );
     assert_eq!(problems.as_slice(), []);
     let misspelt = MapDeserializer::<_, Error>::new([("bta", 1.0f32)].into_iter());
     assert!(Config::deserialize(misspelt).is_err());

@@ -32,7 +32,8 @@ impl Config {
         let dims = self.gate_dims_of(shape);
         match self.gate_source {
             GateSource::Hidden => {
-                let ([batch, seq_len, _], heads) = (projections[0].dims(), self.gate_heads_of(shape));
+                let ([batch, seq_len, _], heads) =
+                    (projections[0].dims(), self.gate_heads_of(shape));
                 projections[0].clone().reshape([batch, seq_len, heads, dims]).swap_dims(1, 2)
             }
             GateSource::Key => {

@@ -68,8 +68,8 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{Int, Tensor};
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 

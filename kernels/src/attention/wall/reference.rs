@@ -51,7 +51,11 @@ pub(super) fn keys<B: OpBackend>(shape: &AttentionShape, [k, v, g]: [Tensor<B, 4
 }
 
 /// Queries, scaled, with their keys.
-pub(super) fn rows<B: OpBackend>(shape: &AttentionShape, q: Tensor<B, 4>, keys: Keys<B>) -> Rows<B> {
+pub(super) fn rows<B: OpBackend>(
+    shape: &AttentionShape,
+    q: Tensor<B, 4>,
+    keys: Keys<B>,
+) -> Rows<B> {
     let [batch, heads, tokens, head_dim] = q.dims();
     let n = keys.k.dims()[0];
     let q = (q * shape.scale()).reshape([n, batch * heads / n, 1, tokens, head_dim]);

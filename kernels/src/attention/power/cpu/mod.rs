@@ -226,7 +226,9 @@ impl<'a> Row<'a> {
 }
 
 fn sizes(inputs: &[FlexTensor]) -> (usize, Sizes) {
-    let [rows, group, seq_len, head_dim] = dims(&inputs[0])[..] else { panic!("q of 4 dimensions") };
+    let [rows, group, seq_len, head_dim] = dims(&inputs[0])[..] else {
+        panic!("q of 4 dimensions")
+    };
     let value_dim = dims(&inputs[2])[2];
     (rows, Sizes { group, seq_len, head_dim, value_dim })
 }

@@ -148,7 +148,10 @@ impl State {
         let (rests, sums) = (call.table(call.tiles() + 1, DType::F32), call.tile_sums());
         let held = self.keys.rows() - tokens;
         let pairs = self.keys.elements() / PAIR;
-        assert!(u32::try_from(pairs).is_ok(), "a cache of {pairs} pairs of channels of k, 2^32 or more");
+        assert!(
+            u32::try_from(pairs).is_ok(),
+            "a cache of {pairs} pairs of channels of k, 2^32 or more"
+        );
         let queries = zeros(q, &[batch, heads, call.skip + tokens, head_dim], q.dtype);
         let keys = narrow(self.keys.buffer(), 2, held..held + tokens);
         // SAFETY: a unit handles a channel of a row of tokens, and stays within them.
@@ -168,7 +171,11 @@ impl State {
         }
         let from_skip = Heads::in_place(&narrow(&queries, 2, call.skip..call.skip + tokens));
         let keys = Heads::in_place(&keys);
-        call.rescale([&Heads::new(q), &Heads::new(k)], [self.starts.buffer(), &rests], [&from_skip, &keys]);
+        call.rescale(
+            [&Heads::new(q), &Heads::new(k)],
+            [self.starts.buffer(), &rests],
+            [&from_skip, &keys],
+        );
         queries
     }
 
@@ -275,7 +282,8 @@ fn append<E: Numeric, Z: Numeric, W: Size>(
         keys[pair_at(&keys_rows, batch, gate_head, held)] = Vector::cast_from(key * up);
         if gate_head % share == 0 {
             let head = gate_head / share;
-            values[pair_at(&values_rows, batch, head, held)] = v[pair_at(&v_rows, batch, head, 0usize)];
+            values[pair_at(&values_rows, batch, head, held)] =
+                v[pair_at(&v_rows, batch, head, 0usize)];
         }
         for member in 0..group {
             let head = gate_head * group + member;

@@ -4,18 +4,18 @@
 // Device code has no `div_ceil` or `is_multiple_of`.
 #[allow(clippy::manual_is_multiple_of)]
 pub(super) mod decode;
-#[allow(clippy::duplicate_underscore_argument)]
-mod key_gate;
 #[allow(clippy::manual_div_ceil)]
 mod kernels;
+#[allow(clippy::duplicate_underscore_argument)]
+mod key_gate;
 mod prune;
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-pub use self::key_gate::logits_of_token;
 use self::kernels::{ClampLaunch, Options, Reach, SizesLaunch};
+pub use self::key_gate::logits_of_token;
 use super::Wall;
 use crate::attention::softmax::cuda::{
     GATE_TILE, Gates, Heads, Pruned, StepsLaunch, backward_gated, forward_gated, padded, steps,

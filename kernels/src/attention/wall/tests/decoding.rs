@@ -4,8 +4,8 @@ use burn::backend::Flex;
 use burn::tensor::{FloatDType, Tensor};
 
 use super::{random, values};
-use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate, State};
 use crate::Cuda;
+use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate, State};
 use crate::attention::{AttentionShape, DecodeState, Inputs, Start, Variant};
 use crate::backend::{OpBackend, with_reference};
 

@@ -90,7 +90,8 @@ fn cuda_pruned_documents_do_not_reach_each_other() {
     let leaf = |x: Tensor<Cuda, 4>| {
         Tensor::<Autodiff<Cuda>, 4>::from_inner(x.cast(FloatDType::BF16)).require_grad()
     };
-    let starts: Vec<i32> = (0..2 * tokens).map(|at| if at % tokens < end { 0 } else { end as i32 }).collect();
+    let starts: Vec<i32> =
+        (0..2 * tokens).map(|at| if at % tokens < end { 0 } else { end as i32 }).collect();
     let gradients = |factor: f64| {
         let (k, v) = (random::<Cuda, 4>([2, 2, tokens, 64], 2), random([2, 2, tokens, 64], 3));
         let q = random::<Cuda, 4>([2, 4, tokens, 64], 1);
@@ -163,4 +164,3 @@ fn cuda_pruned_keys_are_not_read() {
     });
     assert_eq!(want, got);
 }
-
