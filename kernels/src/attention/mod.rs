@@ -15,6 +15,7 @@ pub mod dex;
 pub mod diff;
 pub mod diff_rela;
 pub mod entmax;
+mod flash;
 pub mod fox;
 mod keys;
 pub mod linear;

@@ -128,7 +128,7 @@ macro_rules! registry {
                 // Kernels for CUDA are all made of the softmax core's.
                 self.kernels().contains(&device)
                     && (device != "cuda"
-                        || softmax::cuda_serves(dtype, batch * shape.heads, shape.head_dim))
+                        || flash::serves(dtype, batch * shape.heads, shape.head_dim))
             }
 
             /// The type of what decoding keeps of inputs of type `dtype`: f32 where the variant has

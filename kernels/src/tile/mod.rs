@@ -17,6 +17,7 @@
 
 pub mod warpgroup;
 
+use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
@@ -24,9 +25,24 @@ use cubecl::prelude::*;
 /// Elements of a chunk of 16 bytes, of bf16.
 pub const CHUNK: usize = 8;
 
+/// A chunk of bf16 channels, in shared memory or in a tensor.
+pub type Chunk = Vector<bf16, Const<CHUNK>>;
+
+/// Two neighbouring columns of an operand's fragment.
+pub type Bf16Pair = Vector<bf16, Const<2>>;
+
+/// Two neighbouring columns of an accumulator.
+pub type Pair = Vector<f32, Const<2>>;
+
+/// Fragments of an operand A in registers: 16 rows a warp, 16 channels a fragment.
+pub type AFragments = Sequence<Array<Bf16Pair>>;
+
+/// An accumulator in registers: 16 rows a warp, 8 columns a fragment.
+pub type Accumulator = Sequence<Array<Pair>>;
+
 /// The score of a key that a query does not see. Finite, so that a row that has seen no key yet
 /// makes no NaN; small enough to be wiped out by the first key seen.
-pub const HIDDEN: f32 = -1e30;
+pub const MASKED: f32 = -1e30;
 
 /// log₂ e.
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -88,13 +104,13 @@ fn place(row: u32, chunk: u32) -> usize {
 /// Starts the load of `rows` rows of a head, from `first` on, into the tile that starts at chunk
 /// `to`. One unit calls it, after it has told the barrier of the bytes ([`bytes`]).
 #[cube]
-pub fn load_rows<E: Numeric, V: Size>(
+pub fn load_rows(
     ready: &Barrier,
-    source: &TensorMap<E, Tiled>,
+    source: &TensorMap<bf16, Tiled>,
     batch: usize,
     head: usize,
     first: usize,
-    tile: &mut SharedMemory<Vector<E, V>>,
+    tile: &mut SharedMemory<Chunk>,
     to: usize,
     #[comptime] rows: usize,
     #[comptime] dim: usize,
@@ -129,11 +145,11 @@ pub const fn bytes(rows: usize, dim: usize) -> u32 {
 
 /// An accumulator of `count` fragments, all zero.
 #[cube]
-pub fn zeros<N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<f32, N>>> {
-    let mut acc = Sequence::<Array<Vector<f32, N>>>::new();
+pub fn zeros(#[comptime] count: usize) -> Accumulator {
+    let mut acc = Accumulator::new();
     #[unroll]
     for _ in 0..count {
-        let mut fragment = Array::<Vector<f32, N>>::new(2usize);
+        let mut fragment = Array::<Pair>::new(2usize);
         fragment[0] = Vector::cast_from(0f32);
         fragment[1] = Vector::cast_from(0f32);
         acc.push(fragment);
@@ -144,43 +160,40 @@ pub fn zeros<N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<f32, N>
 /// The left factor's fragment: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
 /// 16·`step` + 15.
 #[cube]
-pub fn left<E: Numeric, V: Size, N: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    tile: &SharedMemory<Vector<E, V>>,
+pub fn load_a_frag(
+    def: &MmaDefinition<bf16, bf16, f32>,
+    tile: &SharedMemory<Chunk>,
     row: usize,
     #[comptime] step: usize,
     #[comptime] rows: usize,
-) -> Array<Vector<E, N>> {
+) -> Array<Bf16Pair> {
     let lane = UNIT_POS_PLANE;
     let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
     let place = place(lane % 16, chunk + lane / 16) + (row + comptime!(panel * rows)) * PANEL;
-    def.load_matrix::<_, N>(&tile.slice(place, place + 1), MatrixIdent::A, 4usize, false)
+    def.load_matrix::<_, Const<2>>(&tile.slice(place, place + 1), MatrixIdent::A, 4usize, false)
 }
 
 /// The left factor's fragments of 16 rows from `row` on and `steps`·16 channels.
 #[cube]
-pub fn lefts<E: Numeric, V: Size, N: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    tile: &SharedMemory<Vector<E, V>>,
+pub fn load_a_frags(
+    def: &MmaDefinition<bf16, bf16, f32>,
+    tile: &SharedMemory<Chunk>,
     row: usize,
     #[comptime] steps: usize,
     #[comptime] rows: usize,
-) -> Sequence<Array<Vector<E, N>>> {
-    let mut fragments = Sequence::<Array<Vector<E, N>>>::new();
+) -> AFragments {
+    let mut fragments = AFragments::new();
     #[unroll]
     for step in 0..steps {
-        fragments.push(left::<E, V, N>(def, tile, row, step, rows));
+        fragments.push(load_a_frag(def, tile, row, step, rows));
     }
     fragments
 }
 
 /// Two neighbouring right factors, 16 columns: half `half` of what `ldmatrix` gave.
 #[cube]
-fn half<E: Numeric, N: Size>(
-    four: &Array<Vector<E, N>>,
-    #[comptime] half: usize,
-) -> Array<Vector<E, N>> {
-    let mut right = Array::<Vector<E, N>>::new(2usize);
+fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
+    let mut right = Array::<Bf16Pair>::new(2usize);
     right[0] = four[half * 2];
     right[1] = four[half * 2 + 1];
     right
@@ -189,14 +202,14 @@ fn half<E: Numeric, N: Size>(
 /// acc += A · Bᵀ, where A, 16 rows of `steps`·16 channels, is in `lefts`, and B is the 16 rows from
 /// `from` on of a tile of `rows` rows that starts at chunk `at`.
 #[cube]
-pub fn add_abt_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    lefts: &Sequence<Array<Vector<E, NA>>>,
-    tile: &SharedMemory<Vector<E, V>>,
+pub fn add_abt_of_rows(
+    def: &MmaDefinition<bf16, bf16, f32>,
+    a_frags: &AFragments,
+    tile: &SharedMemory<Chunk>,
     at: usize,
     from: usize,
     #[comptime] rows: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    acc: &mut Accumulator,
     #[comptime] steps: usize,
 ) {
     let lane = UNIT_POS_PLANE;
@@ -207,10 +220,10 @@ pub fn add_abt_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
             + place((lane / 16) * 8 + lane % 8, chunk + (lane / 8) % 2)
             + (from + comptime!(panel * rows)) * PANEL;
         let slice = tile.slice(place, place + 1);
-        let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, false);
+        let four = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::B, 4usize, false);
         #[unroll]
         for h in 0..2usize {
-            def.execute_inplace(lefts.index(step), &half::<E, NB>(&four, h), acc.index_mut(h));
+            def.execute_inplace(a_frags.index(step), &half(&four, h), acc.index_mut(h));
         }
     }
 }
@@ -218,33 +231,33 @@ pub fn add_abt_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
 /// acc += P · B, where P, an accumulator of 16 rows by 16 columns, is rounded to the factors' type, and
 /// B is the 16 rows from `from` on of a tile of `rows` rows that starts at chunk `at`, 8·`n` channels.
 #[cube]
-pub fn add_pb_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
-    def: &MmaDefinition<E, E, f32>,
-    p: &Sequence<Array<Vector<f32, NC>>>,
-    tile: &SharedMemory<Vector<E, V>>,
+pub fn add_pb_of_rows(
+    def: &MmaDefinition<bf16, bf16, f32>,
+    p: &Accumulator,
+    tile: &SharedMemory<Chunk>,
     at: usize,
     from: usize,
     #[comptime] rows: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    acc: &mut Accumulator,
     #[comptime] n: usize,
 ) {
     let lane = UNIT_POS_PLANE;
-    let mut left = Array::<Vector<E, NA>>::new(4usize);
-    left[0] = Vector::cast_from(p.index(0usize)[0]);
-    left[1] = Vector::cast_from(p.index(0usize)[1]);
-    left[2] = Vector::cast_from(p.index(1usize)[0]);
-    left[3] = Vector::cast_from(p.index(1usize)[1]);
+    let mut a_frag = Array::<Bf16Pair>::new(4usize);
+    a_frag[0] = Vector::cast_from(p.index(0usize)[0]);
+    a_frag[1] = Vector::cast_from(p.index(0usize)[1]);
+    a_frag[2] = Vector::cast_from(p.index(1usize)[0]);
+    a_frag[3] = Vector::cast_from(p.index(1usize)[1]);
     #[unroll]
     for pair in 0..comptime!(n / 2) {
         let (panel, chunk) = comptime!((pair / 4, (pair % 4) as u32 * 2));
         let place =
             at + place(lane % 16, chunk + lane / 16) + (from + comptime!(panel * rows)) * PANEL;
         let slice = tile.slice(place, place + 1);
-        let four = def.load_matrix::<_, NB>(&slice, MatrixIdent::B, 4usize, true);
+        let four = def.load_matrix::<_, Const<2>>(&slice, MatrixIdent::B, 4usize, true);
         #[unroll]
         for h in 0..2usize {
             let c = acc.index_mut(comptime!(pair * 2 + h));
-            def.execute_inplace(&left, &half::<E, NB>(&four, h), c);
+            def.execute_inplace(&a_frag, &half(&four, h), c);
         }
     }
 }
@@ -252,16 +265,16 @@ pub fn add_pb_of_rows<E: Numeric, V: Size, NA: Size, NB: Size, NC: Size>(
 /// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of pairs.
 /// Rows from `total` on are not written; `row` is the warp's first.
 #[cube]
-pub fn store_rows<E: Numeric, W: Size, NC: Size>(
-    acc: &Sequence<Array<Vector<f32, NC>>>,
+pub fn store_rows<O: Numeric>(
+    acc: &Accumulator,
     factors: &Array<f32>,
-    output: &mut Array<Vector<E, W>>,
+    output: &mut Array<Vector<O, Const<2>>>,
     base: usize,
     stride: usize,
     row: usize,
     total: usize,
     #[comptime] n: usize,
-    #[comptime] real: usize,
+    #[comptime] chunks: usize,
 ) {
     let lane = UNIT_POS_PLANE as usize;
     #[unroll]
@@ -271,9 +284,9 @@ pub fn store_rows<E: Numeric, W: Size, NC: Size>(
             // Pairs, where base and stride count chunks.
             let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
             #[unroll]
-            for column in 0..comptime!(if n < real { n } else { real }) {
+            for column in 0..comptime!(if n < chunks { n } else { chunks }) {
                 let value = acc.index(column)[r];
-                let mut pair = Vector::<f32, W>::empty();
+                let mut pair = Pair::empty();
                 pair[0] = value[0] * factors[r];
                 pair[1] = value[1] * factors[r];
                 output[to + column * 4] = Vector::cast_from(pair);
@@ -282,10 +295,10 @@ pub fn store_rows<E: Numeric, W: Size, NC: Size>(
     }
 }
 
-/// Puts a warp's `values`, `count` in all, lane by lane, into the warp's own part of `notes`.
+/// Puts a warp's `values`, `count` in all, lane by lane, into the warp's own part of `smem`.
 #[cube]
-pub fn write_notes<E: Numeric, N: Size>(
-    notes: &mut SharedMemory<Vector<E, N>>,
+pub fn stage_to_smem<E: Numeric, N: Size>(
+    smem: &mut SharedMemory<Vector<E, N>>,
     values: &Array<Vector<E, N>>,
     warp: usize,
     #[comptime] count: usize,
@@ -295,7 +308,7 @@ pub fn write_notes<E: Numeric, N: Size>(
     for i in 0..comptime!(count.div_ceil(32)) {
         let at = i * 32 + UNIT_POS_PLANE as usize;
         if comptime!(count.is_multiple_of(32)) || at < count {
-            notes[warp * count + at] = values[i];
+            smem[warp * count + at] = values[i];
         }
     }
     sync_plane();

@@ -10,11 +10,14 @@
 //! A product runs on after it has been started. What it adds to may be touched again after [`wait`];
 //! products finish in the order in which they were started.
 
+use burn::tensor::bf16;
 use cubecl::ir::{NonSemantic, VariableKind};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::{CHUNK, PANEL, bytes, load_rows};
+use super::{
+    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, Pair, bytes, load_rows,
+};
 
 /// Warps of a warpgroup.
 pub const GROUP_WARPS: usize = 4;
@@ -150,17 +153,17 @@ fn number(variable: cubecl::ir::Variable, width: usize, length: usize) -> u32 {
 /// acc = A · Bᵀ, or acc += where it is not `fresh`, started: A in registers.
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
-fn start_with_registers<E: Numeric, V: Size, NA: Size, NC: Size>(
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
-    lefts: &Sequence<Array<Vector<E, NA>>>,
-    tile: &SharedMemory<Vector<E, V>>,
+fn start_with_registers(
+    acc: &mut Accumulator,
+    a_frags: &AFragments,
+    tile: &SharedMemory<Chunk>,
     at: &Array<u32>,
     #[comptime] fresh: bool,
     #[comptime] right: Factor,
 ) {
     intrinsic!(|scope| {
         let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
-        let registers: Vec<u32> = lefts.iter_cloned().map(|x| number(*x.expand, 2, 4)).collect();
+        let registers: Vec<u32> = a_frags.iter_cloned().map(|x| number(*x.expand, 2, 4)).collect();
         let right = (right, number(*tile.expand, CHUNK, 0), number(*at.expand, 1, 1));
         let content = product(&sums, fresh, &registers, None, right, registers.len());
         scope.register(NonSemantic::Comment { content });
@@ -170,11 +173,11 @@ fn start_with_registers<E: Numeric, V: Size, NA: Size, NC: Size>(
 /// As [`start_with_registers`], with A in a tile.
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
-fn start_with_tile<E: Numeric, V: Size, NC: Size>(
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
-    left_tile: &SharedMemory<Vector<E, V>>,
+fn start_with_tile(
+    acc: &mut Accumulator,
+    left_tile: &SharedMemory<Chunk>,
     left_at: &Array<u32>,
-    tile: &SharedMemory<Vector<E, V>>,
+    tile: &SharedMemory<Chunk>,
     at: &Array<u32>,
     #[comptime] fresh: bool,
     #[comptime] left: Factor,
@@ -194,7 +197,7 @@ fn start_with_tile<E: Numeric, V: Size, NC: Size>(
 /// them.
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
-pub fn wait<NC: Size>(acc: &mut Sequence<Array<Vector<f32, NC>>>, #[comptime] pending: usize) {
+pub fn wait(acc: &mut Accumulator, #[comptime] pending: usize) {
     intrinsic!(|scope| {
         let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
         let all: Vec<String> = (0..4 * sums.len())
@@ -218,39 +221,39 @@ fn place_of(at: usize) -> Array<u32> {
 
 /// An accumulator of `count` fragments that holds nothing yet.
 #[cube]
-pub fn unset<N: Size>(#[comptime] count: usize) -> Sequence<Array<Vector<f32, N>>> {
-    let mut acc = Sequence::<Array<Vector<f32, N>>>::new();
+pub fn uninit(#[comptime] count: usize) -> Accumulator {
+    let mut acc = Accumulator::new();
     #[unroll]
     for _ in 0..count {
-        acc.push(Array::<Vector<f32, N>>::new(2usize));
+        acc.push(Array::<Pair>::new(2usize));
     }
     acc
 }
 
 /// Starts acc += A · Bᵀ, or acc = A · Bᵀ where it is `fresh`. B's rows are the 8·`n` of the tile that
-/// starts at chunk `at`, and A, 64 rows a warpgroup, is in `lefts`.
+/// starts at chunk `at`, and A, 64 rows a warpgroup, is in `a_frags`.
 #[cube]
-pub fn start_abt<E: Numeric, V: Size, NA: Size, NC: Size>(
-    lefts: &Sequence<Array<Vector<E, NA>>>,
-    tile: &SharedMemory<Vector<E, V>>,
+pub fn start_abt(
+    a_frags: &AFragments,
+    tile: &SharedMemory<Chunk>,
     at: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    acc: &mut Accumulator,
     #[comptime] fresh: bool,
     #[comptime] n: usize,
 ) {
     let right = comptime!(Factor { along: Along::Channels, rows: n * 8 });
-    start_with_registers::<E, V, NA, NC>(acc, lefts, tile, &place_of(at), fresh, right);
+    start_with_registers(acc, a_frags, tile, &place_of(at), fresh, right);
 }
 
 /// [`start_abt`] with A's rows in a tile of `rows` rows, from `row` on, and `steps`·16 channels.
 #[cube]
-pub fn start_tile_abt<E: Numeric, V: Size, NC: Size>(
-    left_tile: &SharedMemory<Vector<E, V>>,
+pub fn start_tile_abt(
+    left_tile: &SharedMemory<Chunk>,
     row: usize,
     #[comptime] rows: usize,
-    tile: &SharedMemory<Vector<E, V>>,
+    tile: &SharedMemory<Chunk>,
     at: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    acc: &mut Accumulator,
     #[comptime] fresh: bool,
     #[comptime] n: usize,
     #[comptime] steps: usize,
@@ -258,160 +261,178 @@ pub fn start_tile_abt<E: Numeric, V: Size, NC: Size>(
     let left = comptime!(Factor { along: Along::Channels, rows });
     let right = comptime!(Factor { along: Along::Channels, rows: n * 8 });
     let (from, to) = (place_of(row * PANEL), place_of(at));
-    start_with_tile::<E, V, NC>(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
+    start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
 }
 
 /// Starts acc += P · B, where B's rows are those of the tile that starts at chunk `at`, as many as P has
-/// columns, and P, 64 rows a warpgroup, is in `lefts`.
+/// columns, and P, 64 rows a warpgroup, is in `a_frags`.
 #[cube]
-pub fn start_pb<E: Numeric, V: Size, NA: Size, NC: Size>(
-    lefts: &Sequence<Array<Vector<E, NA>>>,
-    tile: &SharedMemory<Vector<E, V>>,
+pub fn start_pb(
+    a_frags: &AFragments,
+    tile: &SharedMemory<Chunk>,
     at: usize,
-    acc: &mut Sequence<Array<Vector<f32, NC>>>,
+    acc: &mut Accumulator,
 ) {
-    let right = comptime!(Factor { along: Along::Rows, rows: 16 * lefts.len() });
-    start_with_registers::<E, V, NA, NC>(acc, lefts, tile, &place_of(at), false, right);
+    let right = comptime!(Factor { along: Along::Rows, rows: 16 * a_frags.len() });
+    start_with_registers(acc, a_frags, tile, &place_of(at), false, right);
 }
 
 /// A left factor of `steps`·16 columns that holds nothing yet.
 #[cube]
-pub fn unset_lefts<E: Numeric, NA: Size>(
-    #[comptime] steps: usize,
-) -> Sequence<Array<Vector<E, NA>>> {
-    let mut lefts = Sequence::<Array<Vector<E, NA>>>::new();
+pub fn uninit_a_frags(#[comptime] steps: usize) -> AFragments {
+    let mut a_frags = AFragments::new();
     #[unroll]
     for _ in 0..steps {
-        lefts.push(Array::<Vector<E, NA>>::new(4usize));
+        a_frags.push(Array::<Bf16Pair>::new(4usize));
     }
-    lefts
+    a_frags
 }
 
 /// Rounds a pair of an accumulator, of its 8 columns `column` and a lane's row `row`, into a left factor.
 #[cube]
-pub fn set_left<E: Numeric, NA: Size, NC: Size>(
-    lefts: &mut Sequence<Array<Vector<E, NA>>>,
+pub fn set_a_frag(
+    a_frags: &mut AFragments,
     #[comptime] column: usize,
     #[comptime] row: usize,
-    pair: Vector<f32, NC>,
+    pair: Pair,
 ) {
     let (step, place) = comptime!((column / 2, column % 2 * 2 + row));
-    lefts.index_mut(step)[place] = Vector::cast_from(pair);
+    a_frags.index_mut(step)[place] = Vector::cast_from(pair);
 }
 
 /// An accumulator of 8·`n` columns, rounded, as a left factor.
 #[cube]
-pub fn as_lefts<E: Numeric, NA: Size, NC: Size>(
-    p: &Sequence<Array<Vector<f32, NC>>>,
-    #[comptime] n: usize,
-) -> Sequence<Array<Vector<E, NA>>> {
-    let mut lefts = unset_lefts::<E, NA>(comptime!(n / 2));
+pub fn to_a_frags(p: &Accumulator, #[comptime] n: usize) -> AFragments {
+    let mut a_frags = uninit_a_frags(comptime!(n / 2));
     #[unroll]
     for column in 0..n {
         #[unroll]
         for row in 0..2usize {
-            set_left::<E, NA, NC>(&mut lefts, column, row, p.index(column)[row]);
+            set_a_frag(&mut a_frags, column, row, p.index(column)[row]);
         }
     }
-    lefts
+    a_frags
 }
 
-/// Two stages of tiles, by turns: while one is worked on, the other is loaded. Warps need not keep
-/// pace; the last that leaves a stage has the next tiles loaded into it.
+/// Two stages of two tiles each, in turns: while one stage is worked on, the other is loaded. Warps need not
+/// keep pace; the last that releases a stage has the next tiles loaded into it.
 #[derive(CubeType)]
-pub struct Stages {
+pub struct Pipeline {
     full: Sequence<Shared<Barrier>>,
-    left: SharedMemory<Atomic<u32>>,
+    released: SharedMemory<Atomic<u32>>,
+    /// The first tiles of both stages.
+    pub one: SharedMemory<Chunk>,
+    /// The second tiles of both stages.
+    pub two: SharedMemory<Chunk>,
+    /// Rows of a tile.
+    #[cube(comptime)]
+    rows: usize,
+    /// Channels of a tile.
+    #[cube(comptime)]
+    dim: usize,
+    /// Warps of the block.
+    #[cube(comptime)]
+    warps: usize,
 }
 
 #[cube]
-impl Stages {
-    /// Empty stages. The block is to meet before they are used.
-    pub fn new() -> Stages {
+impl Pipeline {
+    /// Empty stages of tiles of `rows` rows and `dim` channels. The block synchronises before they are used.
+    pub fn new(
+        #[comptime] rows: usize,
+        #[comptime] dim: usize,
+        #[comptime] warps: usize,
+    ) -> Pipeline {
         let mut full = Sequence::<Shared<Barrier>>::new();
         #[unroll]
         for _ in 0..2usize {
             full.push(Barrier::shared(1, UNIT_POS == 0));
         }
-        let left = SharedMemory::<Atomic<u32>>::new(2usize);
+        let released = SharedMemory::<Atomic<u32>>::new(2usize);
         if UNIT_POS < 2 {
-            left[UNIT_POS as usize].store(0u32);
+            released[UNIT_POS as usize].store(0u32);
         }
-        Stages { full, left }
+        sync_async_proxy_shared();
+        let chunks = comptime!(2 * rows * dim / CHUNK);
+        Pipeline {
+            full,
+            released,
+            one: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
+            two: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
+            rows,
+            dim,
+            warps,
+        }
     }
 
-    /// Announces the bytes of the `turn`-th tiles.
-    fn expect(&self, turn: usize, bytes: u32) {
-        #[unroll]
-        for stage in 0..2usize {
-            if turn % 2 == stage {
-                self.full.index(stage).arrive_and_expect_tx(1, bytes);
-            }
-        }
+    /// The first chunk of the tiles of an iteration.
+    pub fn place(&self, iteration: usize) -> usize {
+        iteration % 2 * comptime!(self.rows * self.dim / CHUNK)
     }
 
-    /// Starts a load into the stage of the `turn`-th tiles, see [`load_rows`].
-    pub fn load<E: Numeric, V: Size>(
+    /// Starts the load of another tile, which the iteration waits for too: [`load_rows`] into its first chunk.
+    pub fn load_also(
         &self,
-        turn: usize,
-        source: &TensorMap<E, Tiled>,
+        iteration: usize,
+        source: &TensorMap<bf16, Tiled>,
         batch: usize,
         head: usize,
         first: usize,
-        tile: &mut SharedMemory<Vector<E, V>>,
-        to: usize,
+        tile: &mut SharedMemory<Chunk>,
         #[comptime] rows: usize,
-        #[comptime] dim: usize,
     ) {
         #[unroll]
         for stage in 0..2usize {
-            if turn % 2 == stage {
+            if iteration % 2 == stage {
                 let full = self.full.index(stage);
-                load_rows::<E, V>(full, source, batch, head, first, tile, to, rows, dim);
+                load_rows(full, source, batch, head, first, tile, 0usize, rows, self.dim);
             }
         }
     }
 
-    /// Starts the loads of two tiles of `rows` rows each, from `first` on, into the stage of the `turn`-th
-    /// tiles, `others` being the bytes of what else the turn waits for.
-    pub fn fill<E: Numeric, V: Size>(
-        &self,
-        turn: usize,
-        one: &TensorMap<E, Tiled>,
-        two: &TensorMap<E, Tiled>,
+    /// Starts the loads of an iteration's two tiles, rows from `first` on. `others` counts the bytes that
+    /// [`Pipeline::load_also`] loads for the same iteration.
+    pub fn load(
+        &mut self,
+        iteration: usize,
+        one: &TensorMap<bf16, Tiled>,
+        two: &TensorMap<bf16, Tiled>,
         batch: usize,
         head: usize,
         first: usize,
-        one_tile: &mut SharedMemory<Vector<E, V>>,
-        two_tile: &mut SharedMemory<Vector<E, V>>,
         others: u32,
-        #[comptime] rows: usize,
-        #[comptime] dim: usize,
     ) {
-        let at = turn % 2 * comptime!(rows * dim / CHUNK);
-        self.expect(turn, comptime!(2 * bytes(rows, dim)) + others);
-        self.load::<E, V>(turn, one, batch, head, first, one_tile, at, rows, dim);
-        self.load::<E, V>(turn, two, batch, head, first, two_tile, at, rows, dim);
-    }
-
-    /// Waits for the `turn`-th tiles.
-    pub fn wait(&self, turn: usize) {
+        let at = self.place(iteration);
+        let (rows, dim) = comptime!((self.rows, self.dim));
         #[unroll]
         for stage in 0..2usize {
-            if turn % 2 == stage {
-                self.full.index(stage).wait_parity((turn / 2 % 2) as u32);
+            if iteration % 2 == stage {
+                let full = self.full.index(stage);
+                full.arrive_and_expect_tx(1, comptime!(2 * bytes(rows, dim)) + others);
+                load_rows(full, one, batch, head, first, &mut self.one, at, rows, dim);
+                load_rows(full, two, batch, head, first, &mut self.two, at, rows, dim);
             }
         }
     }
 
-    /// Tells that this warp does not read the `turn`-th tiles any more. True in one unit once all
-    /// `warps` have: the stage is free for the tiles of turn + 2. Only products may read the tiles of a
+    /// Waits for the tiles of an iteration.
+    pub fn wait(&self, iteration: usize) {
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                self.full.index(stage).wait_parity((iteration / 2 % 2) as u32);
+            }
+        }
+    }
+
+    /// Tells that this warp no longer reads the tiles of an iteration. True in one unit once all warps have
+    /// done so: the stage is free for the tiles of iteration + 2. Only products may read the tiles of a
     /// stage, and they have been waited for.
-    pub fn leave(&self, turn: usize, #[comptime] warps: usize) -> bool {
+    pub fn release(&self, iteration: usize) -> bool {
         let mut last = false;
         if UNIT_POS_PLANE == 0 {
-            let before = self.left[turn % 2].fetch_add(1u32);
-            last = before + 1 == (turn as u32 / 2 + 1) * comptime!(warps as u32);
+            let before = self.released[iteration % 2].fetch_add(1u32);
+            last = before + 1 == (iteration as u32 / 2 + 1) * comptime!(self.warps as u32);
         }
         last
     }

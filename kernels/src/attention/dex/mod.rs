@@ -86,7 +86,7 @@ impl Cached for Config {
         _first: usize,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        adapt(softmax(&Softmax::of(shape), q, k, v, None, documents), parameters)
+        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents), parameters)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

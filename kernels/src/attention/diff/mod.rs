@@ -121,8 +121,9 @@ impl Cached for Config {
         let op = Softmax::of(shape);
         // The softmax core's values have k's channels: one pass for each such part of them.
         let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
-        let parts =
-            parts.map(|v| softmax(&op, q.clone(), k.clone(), v, None, documents.clone())).collect();
+        let parts = parts
+            .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone()))
+            .collect();
         let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
     }

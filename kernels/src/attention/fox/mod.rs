@@ -8,9 +8,15 @@
 //! 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting Transformer", 2025); which
 //! they are follows from the norms of queries and keys, for each query from no later token.
 //!
+//! | parameter | elements | start |
+//! | --- | --- | --- |
+//! | `sinks` (with `sinks`) | heads | 0, natural logarithms |
+//!
 //! Decoding caches keys, values and, per query head, the gate's log decay of each token:
 //! 2 · kv_heads · head_dim + heads elements per token.
 
+mod cuda;
+mod op;
 #[cfg(test)]
 mod tests;
 
@@ -18,11 +24,15 @@ use burn::tensor::{DType, FloatDType, Tensor, s};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use self::cuda::DecayKvCache;
+use self::op::{Forgetting, forgetting};
 use super::cache::KvCache;
+use super::flash::{capacity, cuda_inputs};
 use super::rotation::Rotation;
-use super::softmax::cuda::{Decaying, room};
-use super::softmax::{Softmax, cuda_inputs, share_left_out, softmax};
-use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Projection, Start, Variant};
+use super::softmax::{Softmax, pruned_fraction, sinks};
+use super::{
+    AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
+};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
 
@@ -37,11 +47,13 @@ pub struct Config {
     /// Leave out keys that have decayed so far that all of a row together weigh at most 2^-24 of it;
     /// default false.
     pub prune: bool,
+    /// A learned logit per head in the softmax's sum, without a value; default false.
+    pub sinks: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: false, theta: 10_000.0, prune: false }
+        Config { rope: false, theta: 10_000.0, prune: false, sinks: false }
     }
 }
 
@@ -60,7 +72,7 @@ enum Held<B: OpBackend> {
     /// Keys and values, and ℓ, `[batch, heads, tokens]`.
     Plain(KvCache<B>, Option<Tensor<B, 3>>),
     /// What the kernels for CUDA keep.
-    OnCuda(Box<Decaying>),
+    OnCuda(Box<DecayKvCache>),
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
@@ -84,7 +96,7 @@ impl<B: OpBackend> DecodeState for State<B> {
     fn share_left_out(&self) -> Option<f64> {
         match &self.held {
             Held::Plain(..) => None,
-            Held::OnCuda(held) => held.share_left_out(),
+            Held::OnCuda(held) => held.pruned_fraction(),
         }
     }
 }
@@ -95,8 +107,8 @@ impl Config {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
     }
 
-    fn core(&self, shape: &AttentionShape) -> Softmax {
-        Softmax { prune: self.prune, ..Softmax::of(shape) }
+    fn operation(&self, shape: &AttentionShape) -> Forgetting {
+        Forgetting { core: Softmax { prune: self.prune, ..Softmax::of(shape) } }
     }
 }
 
@@ -122,21 +134,20 @@ impl Variant for Config {
         vec![Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0))]
     }
 
+    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        self.sinks.then(|| sinks(shape)).into_iter().collect()
+    }
+
     fn attend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, v, projections, .. }: Inputs<B>,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
         let log_decay = log_decay(&projections);
-        softmax(
-            &self.core(shape),
-            self.rotate(q, 0),
-            self.rotate(k, 0),
-            v,
-            Some(log_decay),
-            documents,
-        )
+        let [q, k] = [q, k].map(|x| self.rotate(x, 0));
+        let sinks = parameters.into_iter().next();
+        forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents)
     }
 
     fn prunes(&self) -> bool {
@@ -152,8 +163,9 @@ impl Variant for Config {
         // CUDA's kernels prune and the CPU's; the reference, which runs on CUDA in f32, does not.
         let on_cpu = B::into_cuda(primitive(q.clone())).is_none() && q.dtype() == DType::F32;
         let pruned = on_cpu || cuda_inputs([&q, &k, &v]).is_some();
-        (self.prune && pruned)
-            .then(|| share_left_out(&self.core(shape), q, k, log_decay(&projections), documents))
+        (self.prune && pruned).then(|| {
+            pruned_fraction(&self.operation(shape).core, q, k, log_decay(&projections), documents)
+        })
     }
 
     fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
@@ -166,19 +178,20 @@ impl Variant for Config {
     fn extend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, v, projections, .. }: Inputs<B>,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
         state: &mut State<B>,
     ) -> Tensor<B, 4> {
         let (first, tokens) = (state.position, q.dims()[2]);
         let [q, k] = [q, k].map(|x| self.rotate(x, first));
         let new = log_decay(&projections);
-        let core = self.core(shape);
+        let op = self.operation(shape);
+        let sinks = parameters.into_iter().next();
         let served = cuda_inputs([&q, &k, &v]);
         if first == 0
             && let Some([_, k, _]) = &served
         {
-            let room = room(shape.window, state.reserved, tokens);
-            state.held = Held::OnCuda(Box::new(Decaying::new(k, shape.heads, room)));
+            let capacity = capacity(shape.window, state.reserved, tokens);
+            state.held = Held::OnCuda(Box::new(DecayKvCache::new(k, shape.heads, capacity)));
         }
         state.position += tokens;
         match &mut state.held {
@@ -186,8 +199,9 @@ impl Variant for Config {
                 let Some([q, k, v]) = &served else {
                     panic!("inputs of {:?} after a state of bf16 on CUDA's kernels", q.dtype())
                 };
-                let new = B::into_cuda(primitive(new)).expect("served on CUDA");
-                tensor(B::from_cuda(held.extend(&core, [q, k, v], &new)))
+                let cuda = |x| B::into_cuda(x).expect("served on CUDA");
+                let (new, sinks) = (cuda(primitive(new)), sinks.map(|x| cuda(primitive(x))));
+                tensor(B::from_cuda(held.extend(&op, [q, k, v], &new, sinks.as_ref())))
             }
             Held::Plain(cache, log_decay) => {
                 let [k, v] = cache.append(k, v);
@@ -199,7 +213,7 @@ impl Variant for Config {
                 let dropped = all.dims()[2] - cache.len();
                 let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
                 *log_decay = Some(all.clone());
-                softmax(&core, q, k, v, Some(all), None)
+                forgetting(&op, [q, k, v], all, sinks, None)
             }
         }
     }

@@ -10,6 +10,7 @@
 //!
 //! | parameter | elements | start |
 //! | --- | --- | --- |
+//! | `sinks` (with `sinks`) | heads | 0: o_i = Σ_j exp(S_ij) v_j / (Σ_j exp(S_ij) + exp(sink)), as in gpt-oss (OpenAI, 2025) |
 //! | `ssmax_scale` (with `ssmax`) | heads | 0.168, the inverse of ln n's mean over lengths up to 1,024 (Nakanishi) |
 //!
 //! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
@@ -24,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::blocks::places_in_documents;
 use super::cached::Cached;
 use super::rotation::{Rotation, Scaling};
-use super::softmax::{Softmax, alibi_slopes, softmax};
+use super::softmax::{Softmax, alibi_slopes, sinks, softmax};
 use super::{AttentionShape, DocumentStarts, Parameter, Start};
 use crate::backend::OpBackend;
 
@@ -57,6 +58,8 @@ pub struct Config {
     pub softcap: Option<f32>,
     /// Multiply q·k by s · ln(i+1), s learned per head; default false.
     pub ssmax: bool,
+    /// A learned logit per head in the softmax's sum, without a value; default false.
+    pub sinks: bool,
 }
 
 /// Start of `ssmax_scale`.
@@ -71,6 +74,7 @@ impl Default for Config {
             scaling: Scaling::None {},
             softcap: None,
             ssmax: false,
+            sinks: false,
         }
     }
 }
@@ -128,8 +132,8 @@ impl Cached for Config {
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let (name, start) = ("ssmax_scale", Start::Constant(SSMAX_START));
-        let scale = Parameter { name, elements: shape.heads, start };
-        self.ssmax.then_some(scale).into_iter().collect()
+        let scale = self.ssmax.then_some(Parameter { name, elements: shape.heads, start });
+        scale.into_iter().chain(self.sinks.then(|| sinks(shape))).collect()
     }
 
     fn output<B: OpBackend>(
@@ -140,7 +144,8 @@ impl Cached for Config {
         first: usize,
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        let q = self.sharpen(q, parameters, first, &documents);
-        softmax(&self.core(shape), q, k, v, None, documents)
+        let (ssmax, sinks) = parameters.split_at(usize::from(self.ssmax));
+        let q = self.sharpen(q, ssmax, first, &documents);
+        softmax(&self.core(shape), [q, k, v], sinks.first().cloned(), documents)
     }
 }

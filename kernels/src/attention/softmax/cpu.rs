@@ -7,7 +7,7 @@
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::{Softmax, prune};
+use super::{Gradients, Softmax, prune};
 use crate::backend::Forward;
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::heads::{HeadView, HeadsOut};
@@ -26,6 +26,8 @@ struct Call<'a> {
     decay: Vec<Vec<f64>>,
     /// For each batch and head, the first key that still matters to each query; empty without pruning.
     pruned: Vec<Vec<usize>>,
+    /// Of each head; empty for none.
+    sinks: &'a [f32],
     documents: Option<Vec<i32>>,
     batch: usize,
     heads: usize,
@@ -52,6 +54,7 @@ impl<'a> Call<'a> {
         op: &'a Softmax,
         [q, k, v]: [&'a FlexTensor; 3],
         log_decay: Option<&FlexTensor>,
+        sinks: Option<&'a FlexTensor>,
         documents: Option<&FlexTensor>,
     ) -> Self {
         let [batch, heads, queries, head_dim] = dims(q)[..] else { panic!("q has 4 dimensions") };
@@ -75,6 +78,7 @@ impl<'a> Call<'a> {
             v,
             decay,
             pruned: vec![],
+            sinks: sinks.map_or(&[], slice),
             documents,
             batch,
             heads,
@@ -169,15 +173,45 @@ pub(super) fn prefix_sums(log_decay: &[f32], keys: usize) -> Vec<Vec<f64>> {
     log_decay.chunks_exact(keys).map(row).collect()
 }
 
-pub(super) fn forward(
+/// What the forward pass keeps for the backward pass.
+pub(in crate::attention) struct Saved {
+    /// q, k and v.
+    inputs: [FlexTensor; 3],
+    o: FlexTensor,
+    /// Natural logarithms of the rows' sums, `[batch, heads, queries]`.
+    lse: FlexTensor,
+    log_decay: Option<FlexTensor>,
+    sinks: Option<FlexTensor>,
+}
+
+impl Saved {
+    fn pack(self) -> Vec<FlexTensor> {
+        let [q, k, v] = self.inputs;
+        [q, k, v, self.o, self.lse].into_iter().chain(self.log_decay).chain(self.sinks).collect()
+    }
+
+    /// Of an operation that has a decay, where `decays` says so.
+    pub fn unpack(saved: Vec<FlexTensor>, decays: bool) -> Self {
+        let mut saved = saved.into_iter();
+        let mut next = || saved.next().expect("the forward pass saves five tensors");
+        let (inputs, o, lse) = ([next(), next(), next()], next(), next());
+        let log_decay = decays.then(next);
+        Saved { inputs, o, lse, log_decay, sinks: saved.next() }
+    }
+}
+
+/// o and, where `save` says so, what [`backward`] needs.
+///
+/// `log_decay` is `[batch, heads, keys]`, `sinks` is `[heads]`.
+pub(in crate::attention) fn forward(
     op: &Softmax,
     [q, k, v]: [&FlexTensor; 3],
-    log_decay: Option<&FlexTensor>,
+    (log_decay, sinks): (Option<&FlexTensor>, Option<&FlexTensor>),
     documents: Option<&FlexTensor>,
     save: bool,
 ) -> Forward<FlexTensor> {
-    let log_decay = log_decay.map(contiguous);
-    let call = Call::new(op, [q, k, v], log_decay.as_ref(), documents);
+    let [log_decay, sinks] = [log_decay, sinks].map(|x| x.map(contiguous));
+    let call = Call::new(op, [q, k, v], log_decay.as_ref(), sinks.as_ref(), documents);
     let Call { batch, heads, queries, head_dim, .. } = call;
     let blocks = queries.div_ceil(BLOCK);
     let out = HeadsOut::new(batch, heads, queries, head_dim);
@@ -202,8 +236,8 @@ pub(super) fn forward(
     let mut saved = vec![];
     if save {
         let lse = from_vec(lse.concat(), &[batch, heads, queries]);
-        saved = vec![q.clone(), k.clone(), v.clone(), output.clone(), lse];
-        saved.extend(log_decay);
+        let inputs = [q, k, v].map(Clone::clone);
+        saved = Saved { inputs, o: output.clone(), lse, log_decay, sinks }.pack();
     }
     Forward { output, saved }
 }
@@ -229,6 +263,13 @@ fn attend_block(
         scores[end..].fill(0.0);
         lse[row] = max + sum.ln();
         inverse[row] = 1.0 / sum;
+        if let Some(&sink) = call.sinks.get(head) {
+            // The sink takes part in the sum.
+            let top = lse[row].max(sink);
+            let with_sink = top + ((lse[row] - top).exp() + (sink - top).exp()).ln();
+            inverse[row] *= (lse[row] - with_sink).exp();
+            lse[row] = with_sink;
+        }
     }
     let p = Mat::new(scores, rows, cols, cols);
     gemm(o, call.head_dim, 1.0, p, call.v.rows(batch, kv_head, lo, cols), 0.0);
@@ -253,6 +294,8 @@ struct HeadGrads {
     dv: Vec<f32>,
     /// d/d(prefix sum of ℓ) of each query head of the group.
     decay: Vec<Vec<f64>>,
+    /// d/d(sink) of each query head of the group.
+    sinks: Vec<f64>,
 }
 
 /// What the backward pass reads beside the call.
@@ -262,21 +305,20 @@ struct Upstream<'a> {
     lse: &'a [f32],
 }
 
-pub(super) fn backward(
+/// The gradients of all inputs.
+pub(in crate::attention) fn backward(
     op: &Softmax,
-    saved: Vec<FlexTensor>,
+    Saved { inputs, o, lse, log_decay, sinks }: Saved,
     documents: Option<&FlexTensor>,
     grad: FlexTensor,
-) -> [Option<FlexTensor>; 4] {
-    let [q, k, v, o, lse, ..] = &saved[..] else { unreachable!("softmax saves 5 or 6 tensors") };
-    let log_decay = saved.get(5);
-    let call = Call::new(op, [q, k, v], log_decay, documents);
-    let upstream = Upstream { o: HeadView::new(o), grad: HeadView::new(&grad), lse: slice(lse) };
+) -> Gradients<FlexTensor> {
+    let call = Call::new(op, inputs.each_ref(), log_decay.as_ref(), sinks.as_ref(), documents);
+    let upstream = Upstream { o: HeadView::new(&o), grad: HeadView::new(&grad), lse: slice(&lse) };
     let Call { batch, heads, kv_heads, queries, keys, head_dim, .. } = call;
     let dq = HeadsOut::new(batch, heads, queries, head_dim);
     let dk = HeadsOut::new(batch, kv_heads, keys, head_dim);
     let dv = HeadsOut::new(batch, kv_heads, keys, head_dim);
-    let decay: Vec<Vec<Vec<f64>>> = (0..batch * kv_heads)
+    let (decay, d_sinks): (Vec<Vec<Vec<f64>>>, Vec<Vec<f64>>) = (0..batch * kv_heads)
         .into_par_iter()
         .map(|task| {
             let (b, kv_head) = (task / kv_heads, task % kv_heads);
@@ -286,14 +328,25 @@ pub(super) fn backward(
                 dk.write(b, kv_head, 0, &grads.dk);
                 dv.write(b, kv_head, 0, &grads.dv);
             }
-            grads.decay
+            (grads.decay, grads.sinks)
         })
-        .collect();
-    let dlog_decay = log_decay.map(|_| {
+        .unzip();
+    let dlog_decay = log_decay.as_ref().map(|_| {
         let rows = decay.into_iter().flatten().flat_map(suffix_sums).collect();
         from_vec(rows, &[batch, heads, keys])
     });
-    [Some(dq.into_tensor()), Some(dk.into_tensor()), Some(dv.into_tensor()), dlog_decay]
+    let d_sinks = sinks.as_ref().map(|_| {
+        let all: Vec<f64> = d_sinks.into_iter().flatten().collect();
+        let of_head = |h: usize| (0..batch).map(|b| all[b * heads + h]).sum::<f64>() as f32;
+        from_vec((0..heads).map(of_head).collect(), &[heads])
+    });
+    Gradients {
+        q: dq.into_tensor(),
+        k: dk.into_tensor(),
+        v: dv.into_tensor(),
+        log_decay: dlog_decay,
+        sinks: d_sinks,
+    }
 }
 
 /// dℓ_s = Σ_{t≥s} dP_t.
@@ -317,10 +370,12 @@ fn backward_kv_head(
 ) -> HeadGrads {
     let group = call.heads / call.kv_heads;
     let size = call.keys * call.head_dim;
-    let mut grads = HeadGrads { dk: vec![0.0; size], dv: vec![0.0; size], decay: vec![] };
+    let (dk, dv) = (vec![0.0; size], vec![0.0; size]);
+    let mut grads = HeadGrads { dk, dv, decay: vec![], sinks: vec![] };
     let mut scratch = Scratch::default();
     for head in kv_head * group..(kv_head + 1) * group {
         let mut decay = vec![0.0; if with_decay { call.keys } else { 0 }];
+        grads.sinks.push(0.0);
         for first in (0..call.queries).step_by(BLOCK) {
             let block = call.block(batch, head, first);
             backward_block(
@@ -372,6 +427,11 @@ fn backward_block(
         let at = row * cols..(row + 1) * cols;
         let o = upstream.o.row(batch, head, first + row);
         let delta = math::dot(o, upstream.grad.row(batch, head, first + row));
+        if let Some(&sink) = call.sinks.get(head) {
+            // A sink has no value: it only takes weight from keys.
+            let of_head = grads.sinks.last_mut().expect("pushed for each head");
+            *of_head -= f64::from((sink - lse[row]).exp() * delta);
+        }
         for (dp, p) in dp[at.clone()].iter_mut().zip(&scores[at.clone()]) {
             *dp = p * (*dp - delta);
         }

@@ -45,7 +45,7 @@ pub fn first_keys(
 /// - `q`: `[batch, heads, tokens, head_dim]`, `k`: `[batch, kv_heads, tokens, head_dim]`
 /// - `log_decay`: ℓ, `[batch, heads, tokens]`
 /// - `documents`: `[batch, tokens]`
-pub fn share_left_out<B: OpBackend>(
+pub fn pruned_fraction<B: OpBackend>(
     op: &Softmax,
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,

@@ -11,10 +11,12 @@ use crate::attention::blocks::{
 use crate::backend::{OpBackend, int_tensor, primitive, tensor};
 use crate::ops::matmul::MatMul;
 
-pub(super) fn attend<B: OpBackend>(
+/// The operation; `log_decay` is `[batch, heads, keys]`, `sinks` is `[heads]`.
+pub(in crate::attention) fn attend<B: OpBackend>(
     op: &Softmax,
     [q, k, v]: [FloatTensor<B>; 3],
     log_decay: Option<Tensor<B, 3>>,
+    sinks: Option<Tensor<B, 1>>,
     documents: Option<&IntTensor<B>>,
 ) -> FloatTensor<B> {
     let (q, k, v) = (tensor::<B, 4>(q), tensor::<B, 4>(k), tensor::<B, 4>(v));
@@ -42,6 +44,15 @@ pub(super) fn attend<B: OpBackend>(
         }
         let hidden = hidden(&block, op.window, documents.as_ref(), &device).expand(scores.shape());
         // No row is without a key it may see: the query's own.
-        activation::softmax(scores.mask_fill(hidden, HIDDEN), 3).mm(block.keys_of(&v))
+        let scores = scores.mask_fill(hidden, HIDDEN);
+        weights(scores, sinks.clone()).mm(block.keys_of(&v))
     }))
+}
+
+/// The softmax of each row, where the sink of its head takes part in the sum.
+fn weights<B: OpBackend>(scores: Tensor<B, 4>, sinks: Option<Tensor<B, 1>>) -> Tensor<B, 4> {
+    let Some(sinks) = sinks else { return activation::softmax(scores, 3) };
+    let [batch, heads, queries, keys] = scores.dims();
+    let sinks = sinks.reshape([1, heads, 1, 1]).expand([batch, heads, queries, 1]);
+    activation::softmax(Tensor::cat(vec![scores, sinks], 3), 3).narrow(3, 0, keys)
 }

@@ -8,8 +8,7 @@ use super::reference::{attend_next, join, keys, next_piece, rows};
 use super::{Config, GateSource, Wall, cuda};
 use crate::attention::blocks::{copied, repeat_heads};
 use crate::attention::cache::KvCache;
-use crate::attention::softmax::cuda::room;
-use crate::attention::softmax::cuda_inputs;
+use crate::attention::flash::{capacity, cuda_inputs};
 use crate::attention::{AttentionShape, DecodeState, Inputs};
 use crate::backend::{OpBackend, primitive, tensor};
 
@@ -85,7 +84,7 @@ pub(super) fn extend<B: OpBackend>(
         Held::Rescaled(past) => {
             let logits = config.logits(shape, k.clone(), &projections, &parameters);
             let log_decay = config.log_decay(shape, logits);
-            let rows = rows(shape, q, keys(shape, [k, v, log_decay]));
+            let rows = rows(shape, q, keys(shape, [k, v, log_decay]), config.sinks_of(&parameters));
             extend_past(config, shape, past, &rows)
         }
         Held::Plain(cache, faded) => {
@@ -98,7 +97,7 @@ pub(super) fn extend<B: OpBackend>(
             if old > 0 {
                 past.push(all.cut(0, old));
             }
-            let rows = rows(shape, q, all.cut(old, tokens));
+            let rows = rows(shape, q, all.cut(old, tokens), config.sinks_of(&parameters));
             let outputs = extend_past(config, shape, &mut past, &rows);
             if config.evict_below.is_some() {
                 cache.drop_oldest(past.first());
@@ -139,8 +138,8 @@ fn extend_on_cuda<B: OpBackend>(
         B::into_cuda(primitive(config.logits(shape, k, projections, parameters)))?
     };
     if !begun {
-        let room = room(shape.window, state.reserved, tokens);
-        let held = cuda::decode::State::new(&of_gates, &v, room);
+        let capacity = capacity(shape.window, state.reserved, tokens);
+        let held = cuda::decode::State::new(&of_gates, &v, capacity);
         state.held = Held::OnCuda(Box::new(held), None);
     }
     let Held::OnCuda(held, faded) = &mut state.held else { unreachable!("set above") };
@@ -148,7 +147,8 @@ fn extend_on_cuda<B: OpBackend>(
     let op =
         Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };
     let before = held.tiles();
-    let results = held.extend(&op, [&q, &of_gates, &v], &gate);
+    let sinks = config.sinks_of(parameters).and_then(|x| B::into_cuda(primitive(x)));
+    let results = held.extend(&op, [&q, &of_gates, &v], &gate, sinks.as_ref());
     let [o, sums] = results.map(|x| tensor(B::from_cuda(primitive(x))));
     let o = match faded {
         None => o,

@@ -12,6 +12,8 @@
 //! (section 3, decode, approach 2), with gate_dims outputs (the text's vector gate) or one (its
 //! listing's scalar gate).
 //!
+//! With `sinks = true`, `sinks` `[heads]` from 0 are logits that take part in the softmax's sum.
+//!
 //! # Numerics
 //! exp(−P_j) is never formed. Two tokens meet at an anchor between them, where both factors are at
 //! most 1 (section 3, per-tile anchors; appendix D); tokens of one sub-block of 16 rows meet at its
@@ -75,8 +77,9 @@ use serde::{Deserialize, Serialize};
 
 pub use self::decode::State;
 use super::blocks::repeat_heads;
+use super::flash::cuda_inputs;
 use super::rotation::Rotation;
-use super::softmax::cuda_inputs;
+use super::softmax::sinks;
 use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Projection, Start, Variant};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
@@ -142,6 +145,8 @@ pub struct Config {
     /// down to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel,
     /// and no window.
     pub prune: bool,
+    /// A learned logit per head in the softmax's sum, without a value; default false.
+    pub sinks: bool,
 }
 
 impl Default for Config {
@@ -157,6 +162,7 @@ impl Default for Config {
             key_gate: None,
             evict_below: None,
             prune: false,
+            sinks: false,
         }
     }
 }
@@ -179,6 +185,11 @@ impl Config {
             KeyGate::Vector => self.gate_dims_of(shape),
             KeyGate::Scalar => 1,
         }
+    }
+
+    /// The sinks, the last of the layer's parameters.
+    fn sinks_of<B: OpBackend>(&self, parameters: &[Tensor<B, 1>]) -> Option<Tensor<B, 1>> {
+        parameters.last().filter(|_| self.sinks).cloned()
     }
 
     /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
@@ -304,11 +315,12 @@ impl Variant for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+        let sinks = self.sinks.then(|| sinks(shape));
         if self.gate_source == GateSource::Hidden {
-            return vec![];
+            return sinks.into_iter().collect();
         }
         let features = shape.kv_heads * self.key_gate_outputs(shape);
-        vec![
+        let of_gate = [
             Parameter {
                 name: "key_gate_weight",
                 elements: features * shape.head_dim,
@@ -319,7 +331,8 @@ impl Variant for Config {
                 elements: features,
                 start: Start::Constant(self.bias_init),
             },
-        ]
+        ];
+        of_gate.into_iter().chain(sinks).collect()
     }
 
     fn attend<B: OpBackend>(
@@ -336,7 +349,11 @@ impl Variant for Config {
         let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
         let op = Wall { config: self.clone(), shape };
         let ints = documents.into_iter().map(Tensor::into_primitive).collect();
-        tensor(B::run(&op, [primitive(q), primitive(k), primitive(v), gate], ints))
+        let [q, k, v] = [q, k, v].map(primitive);
+        tensor(match self.sinks_of(&parameters) {
+            None => B::run(&op, [q, k, v, gate], ints),
+            Some(sinks) => B::run(&op, [q, k, v, gate, primitive(sinks)], ints),
+        })
     }
 
     fn prunes(&self) -> bool {
@@ -413,25 +430,31 @@ impl Wall {
     }
 }
 
-impl Op<4> for Wall {
+/// q, k, v, the gate and, with 5 inputs, the sinks.
+impl<const N: usize> Op<N> for Wall {
     fn reference<B: OpBackend>(
         &self,
-        [q, k, v, gate]: [FloatTensor<B>; 4],
+        inputs: [FloatTensor<B>; N],
         ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
+        let mut inputs = inputs.into_iter();
+        let mut next = || inputs.next().expect("q, k, v and the gate");
+        let ([q, k, v], gate) = ([(); 3].map(|()| tensor::<B, 4>(next())), next());
+        let sinks = inputs.next().map(tensor::<B, 1>);
         let log_decay = self.config.log_decay(&self.shape, tensor(gate));
         let documents = ints.first().map(|x| Tensor::<B, 2, Int>::from_primitive(x.clone()));
-        let [q, k, v] = [q, k, v].map(tensor::<B, 4>);
-        primitive(reference::attend(&self.shape, q, [k, v, log_decay], documents.as_ref()))
+        let kvg = [k, v, log_decay];
+        primitive(reference::attend(&self.shape, q, kvg, sinks, documents.as_ref()))
     }
 
     fn cuda_forward(
         &self,
-        inputs: &[CudaTensor; 4],
+        inputs: &[CudaTensor; N],
         ints: &[CudaTensor],
-        _needs: [bool; 4],
+        _needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(self, inputs.each_ref(), ints.first())
+        let [q, k, v, gate, ..] = inputs.each_ref()[..] else { unreachable!("N is 4 or 5") };
+        cuda::forward(self, [q, k, v, gate], inputs.get(4), ints.first())
     }
 
     fn cuda_backward(
@@ -439,8 +462,11 @@ impl Op<4> for Wall {
         saved: Vec<CudaTensor>,
         ints: &[CudaTensor],
         grad: CudaTensor,
-        _needs: [bool; 4],
-    ) -> [Option<CudaTensor>; 4] {
-        cuda::backward(self, saved, ints.first(), grad)
+        _needs: [bool; N],
+    ) -> [Option<CudaTensor>; N] {
+        let cuda::Gradients { q, k, v, gate, sinks } =
+            cuda::backward(self, saved, ints.first(), &grad);
+        let mut all = [q, k, v, gate].into_iter().chain(sinks);
+        std::array::from_fn(|_| all.next())
     }
 }

@@ -48,6 +48,8 @@ pub(super) struct Rows<B: OpBackend> {
     pub q: Tensor<B, 5>,
     /// Their keys.
     pub keys: Keys<B>,
+    /// The sinks of their heads, `[n, group, 1, 1, 1]`.
+    pub sinks: Option<Tensor<B, 5>>,
 }
 
 impl<B: OpBackend> Rows<B> {
@@ -58,7 +60,8 @@ impl<B: OpBackend> Rows<B> {
 
     /// Tokens `first` to `first + n`.
     pub fn cut(&self, first: usize, n: usize) -> Self {
-        Rows { q: self.q.clone().narrow(3, first, n), keys: self.keys.cut(first, n) }
+        let (q, sinks) = (self.q.clone().narrow(3, first, n), self.sinks.clone());
+        Rows { q, keys: self.keys.cut(first, n), sinks }
     }
 }
 
@@ -246,7 +249,8 @@ pub(super) fn attend_piece<B: OpBackend>(
     past: impl FnOnce(Tensor<B, 5>) -> Vec<Part<B>>,
 ) -> Tensor<B, 5> {
     let (own, queries) = own_parts(rows, sight);
-    let past = past(queries);
+    let mut past = past(queries);
+    past.extend(rows.sinks.as_ref().map(|sinks| sink_part(rows, sinks)));
     let top = row_maximum(&own, &past);
     let mut own = own.into_iter();
     let diagonal = own.next().expect("the diagonal sub-blocks");
@@ -263,6 +267,14 @@ pub(super) fn attend_piece<B: OpBackend>(
     }
     let value_dim = sums.dims()[4] - 1;
     sums.clone().narrow(4, 0, value_dim) / sums.narrow(4, value_dim, 1)
+}
+
+/// A key whose score is the sink, without a value.
+fn sink_part<B: OpBackend>(rows: &Rows<B>, sinks: &Tensor<B, 5>) -> Part<B> {
+    let [n, group, ..] = sinks.dims();
+    let value_dim = rows.keys.v.dims()[4];
+    let scores = sinks.clone().expand([n, group, 1, rows.len(), 1]);
+    Part { scores, values: Tensor::zeros([n, 1, 1, 1, value_dim], &sinks.device()) }
 }
 
 /// Values of kv heads, repeated for `n` = batch · gate heads.

@@ -2,9 +2,9 @@
 
 use burn::tensor::Tensor;
 
+use super::cuda::TILE;
 use crate::attention::DocumentStarts;
 use crate::attention::blocks::starts_of_documents;
-use crate::attention::softmax::cuda::GATE_TILE as TILE;
 use crate::backend::OpBackend;
 
 /// The share of pairs of a query and a key it may see whose tiles every channel has forgotten, 0 to 1, from g,

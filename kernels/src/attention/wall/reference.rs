@@ -18,14 +18,16 @@ pub(super) const CHUNK: usize = 256;
 ///
 /// - `q`: `[batch, heads, seq_len, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_len, channels]`
 /// - `log_decay`: g ≤ 0, `[batch, gate heads, seq_len, head_dim]`; gate heads are kv_heads or heads
+/// - `sinks`: `[heads]`
 /// - `documents`: `[batch, seq_len]`
 pub(super) fn attend<B: OpBackend>(
     shape: &AttentionShape,
     q: Tensor<B, 4>,
     kvg: [Tensor<B, 4>; 3],
+    sinks: Option<Tensor<B, 1>>,
     documents: Option<&Tensor<B, 2, Int>>,
 ) -> Tensor<B, 4> {
-    let rows = rows(shape, q, keys(shape, kvg));
+    let rows = rows(shape, q, keys(shape, kvg), sinks);
     let (mut past, mut outputs, mut first) = (Past::new(CHUNK, None), vec![], 0);
     loop {
         let piece = rows.cut(first, next_piece(&past, &rows, first));
@@ -50,16 +52,19 @@ pub(super) fn keys<B: OpBackend>(shape: &AttentionShape, [k, v, g]: [Tensor<B, 4
     Keys { k, v, log_decay }
 }
 
-/// Queries, scaled, with their keys.
+/// Queries, scaled, with their keys and the sinks of their heads, `[heads]`.
 pub(super) fn rows<B: OpBackend>(
     shape: &AttentionShape,
     q: Tensor<B, 4>,
     keys: Keys<B>,
+    sinks: Option<Tensor<B, 1>>,
 ) -> Rows<B> {
     let [batch, heads, tokens, head_dim] = q.dims();
     let n = keys.k.dims()[0];
-    let q = (q * shape.scale()).reshape([n, batch * heads / n, 1, tokens, head_dim]);
-    Rows { q, keys }
+    let group = batch * heads / n;
+    let q = (q * shape.scale()).reshape([n, group, 1, tokens, head_dim]);
+    let of_sequences = |x: Tensor<B, 1>| x.repeat_dim(0, batch).reshape([n, group, 1, 1, 1]);
+    Rows { q, keys, sinks: sinks.map(of_sequences) }
 }
 
 /// The outputs of all pieces, `[batch, heads, seq_len, value_dim]`.

@@ -1,32 +1,33 @@
 //! Decoding: keys are kept relative to the starts of their tiles of 64 tokens, so that none is ever
 //! written again, and nothing is stored for the gate but E at the tiles' starts
-//! (`softmax::cuda::gates`).
+//! ([`operands`](super::operands)).
 
 use burn::tensor::{DType, Int, Tensor, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::kernels::{Clamp, Options, Sizes, decays, load_gates, pair_at};
+use super::kernels::{Gate, Options, Sizes, decays};
+use super::operands::TILE;
 use super::{Call, PAIR, Wall};
 use crate::Cuda;
 use crate::attention::blocks::repeat_heads;
-use crate::attention::softmax::cuda::{
-    GATE_TILE as TILE, Heads, Kept, Steps, decode_gated, forward_gated, padded, unseen,
+use crate::attention::flash::{
+    CacheBuffer, HeadPairs, Heads, decode as decode_one, expired, padded,
 };
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, narrow, unshare, zeros};
-use crate::tile::{Rows, define_exp2, exp2};
+use crate::tile::{Pair, define_exp2, exp2};
 
 /// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct State {
     /// k_j · 2^(E_{J−1} − p_j), J the tile of j, `[batch, gate heads, tokens, head_dim]`.
-    keys: Kept,
+    keys: CacheBuffer,
     /// `[batch, kv_heads, tokens, head_dim]`
-    values: Kept,
+    values: CacheBuffer,
     /// E at the starts of tiles, up to the one that the next token is in, `[batch, gate heads, tiles,
     /// padded(head_dim)]`, 32-bit integers.
-    starts: Kept,
+    starts: CacheBuffer,
     /// p at the last token, relative to E of the next one's tile, `[batch, gate heads,
     /// padded(head_dim)]`.
     since: CudaTensor,
@@ -34,15 +35,16 @@ pub struct State {
 
 impl State {
     /// No tokens yet, for keys of each gate, `[batch, gate heads, _, head_dim]`, and values like these, with
-    /// `room` for so many.
-    pub fn new(k: &CudaTensor, v: &CudaTensor, room: usize) -> Self {
+    /// room for `capacity` tokens.
+    pub fn new(k: &CudaTensor, v: &CudaTensor, capacity: usize) -> Self {
         let [batch, gate_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let tokens = |x: &CudaTensor| {
             let heads = x.meta.shape()[1];
-            Kept::new(x, [batch, heads, head_dim], x.dtype, room)
+            CacheBuffer::new(x, [batch, heads, head_dim], x.dtype, capacity)
         };
         let dim = padded(head_dim);
-        let mut starts = Kept::new(k, [batch, gate_heads, dim], DType::I32, room / TILE + 1);
+        let mut starts =
+            CacheBuffer::new(k, [batch, gate_heads, dim], DType::I32, capacity / TILE + 1);
         starts.add(1);
         State {
             keys: tokens(k),
@@ -54,7 +56,7 @@ impl State {
 
     /// Elements of all buffers.
     pub fn elements(&self) -> usize {
-        let kept = [&self.keys, &self.values, &self.starts].map(Kept::elements);
+        let kept = [&self.keys, &self.values, &self.starts].map(CacheBuffer::elements);
         kept.iter().sum::<usize>() + self.since.meta.shape().num_elements()
     }
 
@@ -62,17 +64,20 @@ impl State {
     /// their softmax's sums to base 2, `[batch, heads, tokens]`.
     ///
     /// - `k`: of each gate, `[batch, gate heads, tokens, head_dim]`
-    /// - `gate`: as [`Wall`] takes it
+    /// - `gate`, `sinks`: as [`Wall`] takes them
     pub fn extend(
         &mut self,
         op: &Wall,
         [q, k, v]: [&CudaTensor; 3],
         gate: &CudaTensor,
+        sinks: Option<&CudaTensor>,
     ) -> [Tensor<Cuda, 4>; 2] {
         let tokens = k.meta.shape()[2];
-        self.drop_first(unseen(op.shape.window, self.keys.rows(), tokens) / TILE);
+        self.drop_first(expired(op.shape.window, self.keys.rows(), tokens) / TILE);
+        let skip = self.keys.rows() % TILE;
+        let call =
+            Call { skip, from_starts: true, sinks: sinks.cloned(), ..Call::new(op, q, k, gate) };
         let held = self.keys.rows();
-        let call = Call { skip: held % TILE, from_starts: true, ..Call::new(op, q, k, gate) };
         self.keys.add(tokens);
         self.starts.add((held + tokens) / TILE - held / TILE);
         unshare(&mut self.since);
@@ -83,19 +88,16 @@ impl State {
             self.values.append(v.clone());
             self.append_many(&call, [q, k])
         };
-        let share = k.meta.shape()[1] / v.meta.shape()[1];
-        let (keys, values) = (self.keys.held(), self.values.held());
-        let softmax = call.softmax();
+        let (keys, values, starts) = (self.keys.held(), self.values.held(), self.starts.held());
         if tokens == 1 {
-            let gates = call.gates(self.starts.held());
-            return decode_gated(&softmax, [&queries, &keys, &values], &gates).map(with_rows);
+            let flash = call.flash([&queries, &keys, &values], &starts, None, None);
+            return decode_one(&flash, None).map(with_rows);
         }
+        let share = k.meta.shape()[1] / v.meta.shape()[1];
         let values = primitive(repeat_heads(tensor::<Cuda, 4>(values), share));
-        // Without room for more, as the kernel for many queries wants it.
-        let gates = call.gates(contiguous(&self.starts.held()));
-        forward_gated(&softmax, [&queries, &keys, &values], &gates, None, None)
-            .map(with_rows)
-            .map(|x| x.narrow(2, held % TILE, tokens))
+        let flash = call.flash([&queries, &keys, &values], &starts, None, None);
+        let result = flash.softmax(sinks.is_some());
+        [result.o, result.lse].map(with_rows).map(|x| x.narrow(2, skip, tokens))
     }
 
     /// One token joins; its queries, relative to its tile's start.
@@ -103,42 +105,42 @@ impl State {
         let [q, k, v] = [q, k, v].map(Heads::new);
         let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
         let queries = q.like();
-        let launch = match call.gate.dtype {
-            DType::BF16 => append::launch_unchecked::<bf16, bf16, CudaRuntime>,
-            _ => append::launch_unchecked::<bf16, f32, CudaRuntime>,
-        };
+        match call.gate.dtype {
+            DType::BF16 => {
+                self.launch_append::<bf16>(call, [&q, &k, &v], [&queries, &keys, &values])
+            }
+            _ => self.launch_append::<f32>(call, [&q, &k, &v], [&queries, &keys, &values]),
+        }
+        queries.tensor
+    }
+
+    fn launch_append<Z: Numeric>(
+        &self,
+        call: &Call,
+        [q, k, v]: [&Heads; 3],
+        [queries, keys, values]: [&Heads; 3],
+    ) {
         // SAFETY: a block handles one gate's head, and stays within its token.
         unsafe {
-            launch(
+            append::launch_unchecked::<Z, CudaRuntime>(
                 &call.gate.client,
                 CubeCount::Static(1, call.rows() as u32, 1),
                 call.pairs(),
-                PAIR,
-                buffer(&q.tensor, PAIR),
-                buffer(&k.tensor, PAIR),
-                buffer(&v.tensor, PAIR),
-                buffer(&call.gate, 1),
-                buffer(&self.since, PAIR),
-                buffer(self.starts.buffer(), PAIR),
-                buffer(&queries.tensor, PAIR),
-                buffer(&keys.tensor, PAIR),
-                buffer(&values.tensor, PAIR),
-                q.rows(),
-                k.rows(),
-                v.rows(),
-                queries.rows(),
-                keys.rows(),
-                values.rows(),
-                call.steps(),
+                TokenLaunch::new(q.pairs(), k.pairs(), v.pairs(), queries.pairs()),
+                call.gate::<Z>(),
+                CacheLaunch::new(
+                    keys.pairs(),
+                    values.pairs(),
+                    buffer(&self.since, PAIR),
+                    buffer(self.starts.buffer(), PAIR),
+                    (self.keys.rows() - 1) as u32,
+                    self.starts.capacity(),
+                    (k.dims[1] / v.dims[1]) as u32,
+                ),
                 call.sizes(),
-                call.clamp(),
-                (self.keys.rows() - 1) as u32,
-                self.starts.room(),
-                (k.dims[1] / v.dims[1]) as u32,
                 call.options(),
             );
         }
-        queries.tensor
     }
 
     /// The keys and decays of tokens join; their queries, after as many rows of zeros as their first tile
@@ -156,7 +158,7 @@ impl State {
         let keys = narrow(self.keys.buffer(), 2, held..held + tokens);
         // SAFETY: a unit handles a channel of a row of tokens, and stays within them.
         unsafe {
-            go_on::launch_unchecked::<CudaRuntime>(
+            extend_prefix::launch_unchecked::<CudaRuntime>(
                 &call.gate.client,
                 call.by_row(),
                 call.channels(),
@@ -166,7 +168,7 @@ impl State {
                 buffer(&rests, 1),
                 call.sizes(),
                 held as u32,
-                self.starts.room(),
+                self.starts.capacity(),
             );
         }
         let from_skip = Heads::in_place(&narrow(&queries, 2, call.skip..call.skip + tokens));
@@ -226,102 +228,114 @@ fn with_rows(x: CudaTensor) -> Tensor<Cuda, 4> {
     }
 }
 
+/// A new token.
+#[derive(CubeType, CubeLaunch)]
+struct Token {
+    /// `[batch, heads, 1, head_dim]`
+    q: HeadPairs<bf16>,
+    /// `[batch, gate heads, 1, head_dim]`
+    k: HeadPairs<bf16>,
+    /// `[batch, kv_heads, 1, head_dim]`
+    v: HeadPairs<bf16>,
+    /// q relative to the start of the token's tile.
+    rescaled_q: HeadPairs<bf16>,
+}
+
+/// What is kept of the tokens before, see [`State`].
+#[derive(CubeType, CubeLaunch)]
+struct Cache {
+    keys: HeadPairs<bf16>,
+    values: HeadPairs<bf16>,
+    since: Array<Pair>,
+    starts: Array<Vector<i32, Const<2>>>,
+    /// Tokens.
+    held: u32,
+    /// Tiles that there is room for in `starts`.
+    capacity: u32,
+    /// Heads of k that each head of v serves.
+    share: u32,
+}
+
 /// One token joins those held: q and k become relative to the start of its tile.
-///
-/// - `q`, `queries`: `[batch, heads, 1, head_dim]`
-/// - `k`, `keys`: `[batch, gate heads, tokens, head_dim]`; `v`, `values`: of kv_heads, each of which serves
-///   `share` of k
-/// - `since`, `starts`: as [`State`] has them, with room for `room` tiles
 ///
 /// Grid: 1, batch · gate heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
-fn append<E: Numeric, Z: Numeric, W: Size>(
-    q: &Array<Vector<E, W>>,
-    k: &Array<Vector<E, W>>,
-    v: &Array<Vector<E, W>>,
-    gate: &Array<Z>,
-    since: &mut Array<Vector<f32, W>>,
-    starts: &mut Array<Vector<i32, W>>,
-    queries: &mut Array<Vector<E, W>>,
-    keys: &mut Array<Vector<E, W>>,
-    values: &mut Array<Vector<E, W>>,
-    q_rows: Rows,
-    k_rows: Rows,
-    v_rows: Rows,
-    queries_rows: Rows,
-    keys_rows: Rows,
-    values_rows: Rows,
-    steps: Steps,
+fn append<Z: Numeric>(
+    token: &mut Token,
+    gate: &Gate<Z>,
+    cache: &mut Cache,
     sizes: Sizes,
-    clamp: Clamp,
-    held: u32,
-    room: u32,
-    share: u32,
     #[comptime] options: Options,
 ) {
     define_exp2();
-    let channel = UNIT_POS as usize * 2;
+    let unit = UNIT_POS as usize;
+    let channel = unit * 2;
     let row = CUBE_POS_Y as usize;
     let (gate_heads, group) = (sizes.kv_heads as usize, sizes.group as usize);
     let (batch, gate_head) = (row / gate_heads, row % gate_heads);
-    let (held, share) = (held as usize, share as usize);
-    let half = comptime!(options.dim / 2);
+    let (held, share) = (cache.held as usize, cache.share as usize);
+    let half = comptime!(options.padded_head_dim / 2);
 
-    let gates = load_gates::<Z, W>(gate, sizes.gate_base(&steps), channel, options);
-    let at = row * half + UNIT_POS as usize;
-    let mut sum = since[at] + decays::<W>(gates, channel, &clamp, options);
-    if channel < options.real {
-        let mut down = Vector::<f32, W>::empty();
-        let mut up = Vector::<f32, W>::empty();
+    let gates = gate.load(gate.base(&sizes), 0usize, channel, options);
+    let at = row * half + unit;
+    let mut sum = cache.since[at] + decays(gates, channel, &gate.clamp, options);
+    if channel < options.head_dim {
+        let mut down = Pair::empty();
+        let mut up = Pair::empty();
         #[unroll]
         for e in 0..2usize {
             down[e] = exp2(sum[e]);
             up[e] = exp2(-sum[e]);
         }
-        let key = Vector::<f32, W>::cast_from(k[pair_at(&k_rows, batch, gate_head, 0usize)]);
-        keys[pair_at(&keys_rows, batch, gate_head, held)] = Vector::cast_from(key * up);
+        let from = token.k.at(batch, gate_head, 0usize, unit);
+        let key = Pair::cast_from(token.k.pairs[from]);
+        let to = cache.keys.at(batch, gate_head, held, unit);
+        cache.keys.pairs[to] = Vector::cast_from(key * up);
         if gate_head % share == 0 {
             let head = gate_head / share;
-            values[pair_at(&values_rows, batch, head, held)] =
-                v[pair_at(&v_rows, batch, head, 0usize)];
+            let from = token.v.at(batch, head, 0usize, unit);
+            let to = cache.values.at(batch, head, held, unit);
+            cache.values.pairs[to] = token.v.pairs[from];
         }
         for member in 0..group {
             let head = gate_head * group + member;
-            let query = Vector::<f32, W>::cast_from(q[pair_at(&q_rows, batch, head, 0usize)]);
-            queries[pair_at(&queries_rows, batch, head, 0usize)] = Vector::cast_from(query * down);
+            let from = token.q.at(batch, head, 0usize, unit);
+            let query = Pair::cast_from(token.q.pairs[from]);
+            let to = token.rescaled_q.at(batch, head, 0usize, unit);
+            token.rescaled_q.pairs[to] = Vector::cast_from(query * down);
         }
     }
     if (held + 1) % TILE == 0 {
-        let from = (row * room as usize + held / TILE) * half + UNIT_POS as usize;
-        let mut start = starts[from];
+        let from = (row * cache.capacity as usize + held / TILE) * half + unit;
+        let mut start = cache.starts[from];
         #[unroll]
         for e in 0..2usize {
             let whole = Floor::floor(sum[e]);
             start[e] += i32::cast_from(whole);
             sum[e] -= whole;
         }
-        starts[from + half] = start;
+        cache.starts[from + half] = start;
     }
-    since[at] = sum;
+    cache.since[at] = sum;
 }
 
-/// Goes on with E and p over tokens that follow those held, in the sums of tiles that
+/// Extends E and p over tokens that follow those held, in the sums of tiles that
 /// [`tile_sums`](super::kernels::tile_sums) gives of them: E at the starts of tiles, p at the last token,
 /// and in `rests` p before each tile's first of these tokens, relative to its E.
 ///
-/// - `since`, `starts`: as [`State`] has them, with room for `room` tiles
+/// - `since`, `starts`: as [`State`] has them, with room for `capacity` tiles
 /// - `rests`: `[batch · gate heads, tiles + 1, dim]`
 ///
 /// Grid: batch · gate heads; a unit for each channel.
 #[cube(launch_unchecked, address_type = "u64")]
-fn go_on(
+fn extend_prefix(
     sums: &Array<f32>,
     since: &mut Array<f32>,
     starts: &mut Array<i32>,
     rests: &mut Array<f32>,
     sizes: Sizes,
     held: u32,
-    room: u32,
+    capacity: u32,
 ) {
     let dim = CUBE_DIM as usize;
     let row = CUBE_POS_X as usize;
@@ -329,7 +343,7 @@ fn go_on(
     let own = row * dim + UNIT_POS as usize;
     let sums_at = row * tiles * dim + UNIT_POS as usize;
     let rests_at = row * (tiles + 1) * dim + UNIT_POS as usize;
-    let mut to = (row * room as usize + held as usize / TILE) * dim + UNIT_POS as usize;
+    let mut to = (row * capacity as usize + held as usize / TILE) * dim + UNIT_POS as usize;
     let mut start = starts[to];
     let mut sum = f64::cast_from(since[own]);
     for tile in 0..tiles {

@@ -4,18 +4,20 @@
 //! p_t = Σ_{s ≤ t} g_s · log₂ e is known as a whole number at the end of each tile, E_J, and a rest in
 //! [0, 1), both from sums in f64: no sum over the whole sequence is formed in f32.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use crate::attention::softmax::cuda::{GATE_TILE as TILE, Steps, power};
-use crate::tile::{CHUNK, LOG2_E, Rows, define_exp2, exp2};
+use super::operands::{TILE, power};
+use crate::attention::flash::{HeadPairs, Strides};
+use crate::tile::{LOG2_E, Pair, define_exp2, exp2};
 
 /// What the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Options {
     /// Channels of a head, padded as the attention kernels have them.
-    pub dim: usize,
+    pub padded_head_dim: usize,
     /// Channels of a head.
-    pub real: usize,
+    pub head_dim: usize,
     /// Channels with a gate, the first ones.
     pub gated: usize,
     /// Whether keys become relative to the starts of their tiles; else to their ends.
@@ -35,6 +37,17 @@ pub struct Sizes {
     pub skip: u32,
     /// Factor on q·k.
     pub scale: f32,
+}
+
+/// The gate's logits, `[batch, heads, tokens, gated]`, and how they become decays.
+#[derive(CubeType, CubeLaunch)]
+pub struct Gate<Z: Numeric> {
+    /// Their elements.
+    pub logits: Array<Z>,
+    /// Where they lie.
+    pub strides: Strides,
+    /// The soft clamp.
+    pub clamp: Clamp,
 }
 
 /// The soft clamp's largest decay of one step.
@@ -62,12 +75,6 @@ impl Sizes {
     pub fn count(&self) -> usize {
         let end = (CUBE_POS_X as usize + 1) * TILE - self.skip as usize;
         min(end, self.tokens as usize) - self.first()
-    }
-
-    /// Where this block's sequence and head of the gate begin.
-    pub fn gate_base(&self, steps: &Steps) -> usize {
-        let (row, heads) = (CUBE_POS_Y as usize, self.kv_heads as usize);
-        row / heads * steps.batch as usize + row % heads * steps.head as usize
     }
 }
 
@@ -98,33 +105,38 @@ fn slope(z: f32, clamp: &Clamp) -> f32 {
     exp2(log_sigmoid(z) * clamp.inverse * LOG2_E) / (1.0 + exp2(z * LOG2_E))
 }
 
-/// The gates of two neighbouring channels, 0 where they have none.
 #[cube]
-pub fn load_gates<Z: Numeric, N: Size>(
-    gate: &Array<Z>,
-    at: usize,
-    channel: usize,
-    #[comptime] options: Options,
-) -> Vector<f32, N> {
-    let mut pair = Vector::<f32, N>::cast_from(0f32);
-    #[unroll]
-    for e in 0..2usize {
-        if channel + e < options.gated {
-            pair[e] = f32::cast_from(gate[at + channel + e]);
-        }
+impl<Z: Numeric> Gate<Z> {
+    /// Where this block's sequence and head begin.
+    pub fn base(&self, sizes: &Sizes) -> usize {
+        let (row, heads) = (CUBE_POS_Y as usize, sizes.kv_heads as usize);
+        row / heads * self.strides.batch as usize + row % heads * self.strides.head as usize
     }
-    pair
+
+    /// The logits of two neighbouring channels of a token, 0 where they have none.
+    pub fn load(
+        &self,
+        base: usize,
+        token: usize,
+        channel: usize,
+        #[comptime] options: Options,
+    ) -> Pair {
+        let at = base + token * self.strides.token as usize;
+        let mut pair = Pair::cast_from(0f32);
+        #[unroll]
+        for e in 0..2usize {
+            if channel + e < options.gated {
+                pair[e] = f32::cast_from(self.logits[at + channel + e]);
+            }
+        }
+        pair
+    }
 }
 
 /// g · log₂ e of two neighbouring channels, 0 where they have no gate.
 #[cube]
-pub fn decays<N: Size>(
-    gates: Vector<f32, N>,
-    channel: usize,
-    clamp: &Clamp,
-    #[comptime] options: Options,
-) -> Vector<f32, N> {
-    let mut pair = Vector::<f32, N>::cast_from(0f32);
+pub fn decays(gates: Pair, channel: usize, clamp: &Clamp, #[comptime] options: Options) -> Pair {
+    let mut pair = Pair::cast_from(0f32);
     #[unroll]
     for e in 0..2usize {
         if channel + e < options.gated {
@@ -138,25 +150,22 @@ pub fn decays<N: Size>(
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn tile_sums<Z: Numeric, W: Size>(
-    gate: &Array<Z>,
-    sums: &mut Array<Vector<f32, W>>,
-    steps: Steps,
+pub fn tile_sums<Z: Numeric>(
+    gate: &Gate<Z>,
+    sums: &mut Array<Pair>,
     sizes: Sizes,
-    clamp: Clamp,
     #[comptime] options: Options,
 ) {
     define_exp2();
     let channel = UNIT_POS as usize * 2;
-    let base = sizes.gate_base(&steps);
-    let mut sum = Vector::<f32, W>::cast_from(0f32);
+    let base = gate.base(&sizes);
+    let mut sum = Pair::cast_from(0f32);
     for t in 0..sizes.count() {
-        let at = base + (sizes.first() + t) * steps.token as usize;
-        let gates = load_gates::<Z, W>(gate, at, channel, options);
-        sum += decays::<W>(gates, channel, &clamp, options);
+        let gates = gate.load(base, sizes.first() + t, channel, options);
+        sum += decays(gates, channel, &gate.clamp, options);
     }
     let tile = CUBE_POS_Y as usize * sizes.tiles() + CUBE_POS_X as usize;
-    sums[tile * comptime!(options.dim / 2) + UNIT_POS as usize] = sum;
+    sums[tile * comptime!(options.padded_head_dim / 2) + UNIT_POS as usize] = sum;
 }
 
 /// Tokens whose numbers are on their way together.
@@ -202,21 +211,15 @@ pub fn tile_ends(sums: &Array<f32>, ends: &mut Array<i32>, rests: &mut Array<f32
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
-    q: &Array<Vector<E, W>>,
-    k: &Array<Vector<E, W>>,
-    gate: &Array<Z>,
+pub fn rescale<Z: Numeric>(
+    q: &HeadPairs<bf16>,
+    k: &HeadPairs<bf16>,
+    gate: &Gate<Z>,
     ends: &Array<i32>,
     rests: &Array<f32>,
-    queries: &mut Array<Vector<E, W>>,
-    keys: &mut Array<Vector<E, W>>,
-    q_rows: Rows,
-    k_rows: Rows,
-    queries_rows: Rows,
-    keys_rows: Rows,
-    steps: Steps,
+    queries: &mut HeadPairs<bf16>,
+    keys: &mut HeadPairs<bf16>,
     sizes: Sizes,
-    clamp: Clamp,
     #[comptime] options: Options,
 ) {
     define_exp2();
@@ -224,37 +227,36 @@ pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
     let row = CUBE_POS_Y as usize;
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
     let group = sizes.group as usize;
-    let base = sizes.gate_base(&steps);
-    let end = (row * (sizes.tiles() + 1) + CUBE_POS_X as usize) * options.dim + channel;
+    let base = gate.base(&sizes);
+    let end = (row * (sizes.tiles() + 1) + CUBE_POS_X as usize) * options.padded_head_dim + channel;
     // p − E_{J−1}, and 2^(E_J − E_{J−1}).
-    let mut since = Vector::<f32, W>::empty();
-    let mut span = Vector::<f32, W>::empty();
+    let mut since = Pair::empty();
+    let mut span = Pair::empty();
     #[unroll]
     for e in 0..2usize {
         since[e] = rests[end + e];
         span[e] = 1f32;
         if !options.from_starts {
-            span[e] = power(ends[end + options.dim + e] - ends[end + e]);
+            span[e] = power(ends[end + options.padded_head_dim + e] - ends[end + e]);
         }
     }
     let count = sizes.count();
-    if channel < options.real {
+    if channel < options.head_dim {
         for some in 0..(count + TOGETHER - 1) / TOGETHER {
-            let mut gates = Array::<Vector<f32, W>>::new(TOGETHER);
-            let mut own = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut gates = Array::<Pair>::new(TOGETHER);
+            let mut own = Array::<Pair>::new(TOGETHER);
             #[unroll]
             for i in 0..TOGETHER {
                 let t = sizes.first() + min(some * TOGETHER + i, count - 1);
-                let at = base + t * steps.token as usize;
-                gates[i] = load_gates::<Z, W>(gate, at, channel, options);
-                own[i] = Vector::cast_from(k[pair_at(&k_rows, batch, kv_head, t)]);
+                gates[i] = gate.load(base, t, channel, options);
+                own[i] = Pair::cast_from(k.pairs[k.at(batch, kv_head, t, UNIT_POS as usize)]);
             }
-            let mut shrunk = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut shrunk = Array::<Pair>::new(TOGETHER);
             #[unroll]
             for i in 0..TOGETHER {
-                since += decays::<W>(gates[i], channel, &clamp, options);
-                let mut down = Vector::<f32, W>::empty();
-                let mut up = Vector::<f32, W>::empty();
+                since += decays(gates[i], channel, &gate.clamp, options);
+                let mut down = Pair::empty();
+                let mut up = Pair::empty();
                 #[unroll]
                 for e in 0..2usize {
                     down[e] = exp2(since[e]);
@@ -264,8 +266,8 @@ pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
                 shrunk[i] = down;
                 if some * TOGETHER + i < count {
                     let t = sizes.first() + some * TOGETHER + i;
-                    let to = pair_at(&keys_rows, batch, kv_head, t);
-                    keys[to] = Vector::cast_from(own[i] * up);
+                    let to = keys.at(batch, kv_head, t, UNIT_POS as usize);
+                    keys.pairs[to] = Vector::cast_from(own[i] * up);
                 }
             }
             for member in 0..group {
@@ -273,14 +275,14 @@ pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
                 #[unroll]
                 for i in 0..TOGETHER {
                     let t = sizes.first() + min(some * TOGETHER + i, count - 1);
-                    own[i] = Vector::cast_from(q[pair_at(&q_rows, batch, head, t)]);
+                    own[i] = Pair::cast_from(q.pairs[q.at(batch, head, t, UNIT_POS as usize)]);
                 }
                 #[unroll]
                 for i in 0..TOGETHER {
                     if some * TOGETHER + i < count {
                         let t = sizes.first() + some * TOGETHER + i;
-                        let to = pair_at(&queries_rows, batch, head, t);
-                        queries[to] = Vector::cast_from(own[i] * shrunk[i]);
+                        let to = queries.at(batch, head, t, UNIT_POS as usize);
+                        queries.pairs[to] = Vector::cast_from(own[i] * shrunk[i]);
                     }
                 }
             }
@@ -288,10 +290,26 @@ pub fn rescale<E: Numeric, Z: Numeric, W: Size>(
     }
 }
 
-/// Where this unit's pair of channels of a token lies.
-#[cube]
-pub fn pair_at(rows: &Rows, batch: usize, head: usize, token: usize) -> usize {
-    (rows.base(batch, head) + token * rows.row as usize) * comptime!(CHUNK / 2) + UNIT_POS as usize
+/// What is known of p at tiles' ends, and of the sums of tiles.
+#[derive(CubeType, CubeLaunch)]
+pub struct TileEnds {
+    /// Σ g · log₂ e of each tile, `[batch · kv_heads, tiles, dim]`.
+    pub sums: Array<f32>,
+    /// E_{−1}, E_0, …, `[batch · kv_heads, tiles + 1, dim]`.
+    pub ends: Array<i32>,
+    /// p − E there.
+    pub rests: Array<f32>,
+}
+
+/// q or k relative to tiles, its gradient relative to them, in the same places, and where the gradient goes.
+#[derive(CubeType, CubeLaunch)]
+pub struct Rescaled {
+    /// As [`rescale`] gives it.
+    pub x: Array<Vector<bf16, Const<2>>>,
+    /// As the attention kernels give it.
+    pub relative_grad: Array<Pair>,
+    /// The gradient of q or k.
+    pub grad: HeadPairs<bf16>,
 }
 
 /// dq and dk from what the attention kernels give, and Σ_{u ≥ t} dP_u within tiles in f32,
@@ -300,29 +318,18 @@ pub fn pair_at(rows: &Rows, batch: usize, head: usize, token: usize) -> usize {
 /// q ⊙ dq is taken from q as it was multiplied, so that the parts that pairs of tokens after t have in
 /// q ⊙ dq and in k ⊙ dk cancel but for the rounding of sums in f32.
 ///
-/// - `queries`, `keys`: as [`rescale`] gives them; `queries_grad`, `keys_grad`: in the same places
 /// - `within`: `[batch · kv_heads, tokens, dim]`; `totals`: `[batch · kv_heads, tiles, dim]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-pub fn gradients<E: Numeric, Z: Numeric, W: Size>(
-    queries: &Array<Vector<E, W>>,
-    keys: &Array<Vector<E, W>>,
-    queries_grad: &Array<Vector<f32, W>>,
-    keys_grad: &Array<Vector<f32, W>>,
-    gate: &Array<Z>,
-    sums: &Array<f32>,
-    ends: &Array<i32>,
-    rests: &Array<f32>,
-    dq: &mut Array<Vector<E, W>>,
-    dk: &mut Array<Vector<E, W>>,
-    within: &mut Array<Vector<f32, W>>,
-    totals: &mut Array<Vector<f32, W>>,
-    q_rows: Rows,
-    k_rows: Rows,
-    steps: Steps,
+pub fn gradients<Z: Numeric>(
+    q: &mut Rescaled,
+    k: &mut Rescaled,
+    gate: &Gate<Z>,
+    tiles: &TileEnds,
+    within: &mut Array<Pair>,
+    totals: &mut Array<Pair>,
     sizes: Sizes,
-    clamp: Clamp,
     #[comptime] options: Options,
 ) {
     define_exp2();
@@ -331,52 +338,53 @@ pub fn gradients<E: Numeric, Z: Numeric, W: Size>(
     let row = CUBE_POS_Y as usize;
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
     let group = sizes.group as usize;
-    let base = sizes.gate_base(&steps);
+    let base = gate.base(&sizes);
     let tile = row * sizes.tiles() + CUBE_POS_X as usize;
-    let end = (row * (sizes.tiles() + 1) + CUBE_POS_X as usize) * options.dim + channel;
+    let end = (row * (sizes.tiles() + 1) + CUBE_POS_X as usize) * options.padded_head_dim + channel;
     // p − E_{J−1} at the tile's last token, and 2^(E_{J−1} − E_J) times the scale.
-    let mut since = Vector::<f32, W>::empty();
-    let mut span = Vector::<f32, W>::empty();
+    let mut since = Pair::empty();
+    let mut span = Pair::empty();
     #[unroll]
     for e in 0..2usize {
-        since[e] = rests[end + e] + sums[tile * options.dim + channel + e];
-        span[e] = power(ends[end + e] - ends[end + options.dim + e]) * sizes.scale;
+        since[e] = tiles.rests[end + e] + tiles.sums[tile * options.padded_head_dim + channel + e];
+        span[e] = power(tiles.ends[end + e] - tiles.ends[end + options.padded_head_dim + e])
+            * sizes.scale;
     }
-    let mut after = Vector::<f32, W>::cast_from(0f32);
-    let half = comptime!(options.dim / 2);
+    let mut after = Pair::cast_from(0f32);
+    let half = comptime!(options.padded_head_dim / 2);
     let count = sizes.count();
-    if channel < options.real {
+    if channel < options.head_dim {
         // From the tile's last token to its first.
         for some in 0..(count + TOGETHER - 1) / TOGETHER {
-            let mut gates = Array::<Vector<f32, W>>::new(TOGETHER);
-            let mut grads = Array::<Vector<f32, W>>::new(TOGETHER);
-            let mut own = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut gates = Array::<Pair>::new(TOGETHER);
+            let mut grads = Array::<Pair>::new(TOGETHER);
+            let mut own = Array::<Pair>::new(TOGETHER);
             #[unroll]
             for i in 0..TOGETHER {
                 let t = sizes.first() + count - 1 - min(some * TOGETHER + i, count - 1);
-                let at = base + t * steps.token as usize;
-                gates[i] = load_gates::<Z, W>(gate, at, channel, options);
-                let at = pair_at(&k_rows, batch, kv_head, t);
-                grads[i] = keys_grad[at];
-                own[i] = Vector::cast_from(keys[at]);
+                gates[i] = gate.load(base, t, channel, options);
+                let at = k.grad.at(batch, kv_head, t, unit);
+                grads[i] = k.relative_grad[at];
+                own[i] = Pair::cast_from(k.x[at]);
             }
-            let mut shrunk = Array::<Vector<f32, W>>::new(TOGETHER);
-            let mut dp = Array::<Vector<f32, W>>::new(TOGETHER);
+            let mut shrunk = Array::<Pair>::new(TOGETHER);
+            let mut dp = Array::<Pair>::new(TOGETHER);
             #[unroll]
             for i in 0..TOGETHER {
-                let mut down = Vector::<f32, W>::empty();
-                let mut up = Vector::<f32, W>::empty();
+                let mut down = Pair::empty();
+                let mut up = Pair::empty();
                 #[unroll]
                 for e in 0..2usize {
                     down[e] = exp2(since[e]) * span[e];
                     up[e] = exp2(-since[e]) * sizes.scale;
                 }
-                since -= decays::<W>(gates[i], channel, &clamp, options);
+                since -= decays(gates[i], channel, &gate.clamp, options);
                 shrunk[i] = down;
                 dp[i] = Vector::cast_from(0f32) - grads[i] * own[i];
                 if some * TOGETHER + i < count {
                     let t = sizes.first() + count - 1 - (some * TOGETHER + i);
-                    dk[pair_at(&k_rows, batch, kv_head, t)] = Vector::cast_from(grads[i] * up);
+                    let to = k.grad.at(batch, kv_head, t, unit);
+                    k.grad.pairs[to] = Vector::cast_from(grads[i] * up);
                 }
             }
             for member in 0..group {
@@ -384,17 +392,17 @@ pub fn gradients<E: Numeric, Z: Numeric, W: Size>(
                 #[unroll]
                 for i in 0..TOGETHER {
                     let t = sizes.first() + count - 1 - min(some * TOGETHER + i, count - 1);
-                    let at = pair_at(&q_rows, batch, head, t);
-                    grads[i] = queries_grad[at];
-                    own[i] = Vector::cast_from(queries[at]);
+                    let at = q.grad.at(batch, head, t, unit);
+                    grads[i] = q.relative_grad[at];
+                    own[i] = Pair::cast_from(q.x[at]);
                 }
                 #[unroll]
                 for i in 0..TOGETHER {
                     dp[i] += grads[i] * own[i];
                     if some * TOGETHER + i < count {
                         let t = sizes.first() + count - 1 - (some * TOGETHER + i);
-                        let at = pair_at(&q_rows, batch, head, t);
-                        dq[at] = Vector::cast_from(grads[i] * shrunk[i]);
+                        let at = q.grad.at(batch, head, t, unit);
+                        q.grad.pairs[at] = Vector::cast_from(grads[i] * shrunk[i]);
                     }
                 }
             }
@@ -431,7 +439,7 @@ pub enum Reach {
 #[cube(launch_unchecked)]
 pub fn after_tiles(
     totals: &mut Array<f32>,
-    documents: &Array<i32>,
+    documents: &ComptimeOption<Array<i32>>,
     sizes: Sizes,
     #[comptime] reach: Reach,
 ) {
@@ -455,7 +463,8 @@ pub fn after_tiles(
                     tile = tiles - 1 - place;
                 }
                 let last = min((tile + 1) * TILE, tokens) - 1;
-                begins[i] = documents[tokens_at + last] as usize >= tile * TILE;
+                let document = documents.as_ref().unwrap()[tokens_at + last] as usize;
+                begins[i] = document >= tile * TILE;
             }
         }
         #[unroll]
@@ -478,18 +487,16 @@ pub fn after_tiles(
 pub fn gate_gradients<Z: Numeric>(
     within: &Array<f32>,
     after: &Array<f32>,
-    gate: &Array<Z>,
+    gate: &Gate<Z>,
     d_gate: &mut Array<Z>,
-    steps: Steps,
     sizes: Sizes,
-    clamp: Clamp,
     #[comptime] options: Options,
 ) {
     define_exp2();
     let channel = UNIT_POS as usize;
     let row = CUBE_POS_Y as usize;
-    let base = sizes.gate_base(&steps) + channel;
-    let dim = options.dim;
+    let base = gate.base(&sizes) + channel;
+    let dim = options.padded_head_dim;
     let count = sizes.count();
     if channel < options.gated {
         let later = after[(row * sizes.tiles() + CUBE_POS_X as usize) * dim + channel];
@@ -499,15 +506,15 @@ pub fn gate_gradients<Z: Numeric>(
             #[unroll]
             for i in 0..TOGETHER {
                 let t = sizes.first() + min(some * TOGETHER + i, count - 1);
-                gates[i] = f32::cast_from(gate[base + t * steps.token as usize]);
+                gates[i] = f32::cast_from(gate.logits[base + t * gate.strides.token as usize]);
                 sums[i] = within[(row * sizes.tokens as usize + t) * dim + channel];
             }
             #[unroll]
             for i in 0..TOGETHER {
                 if some * TOGETHER + i < count {
                     let t = sizes.first() + some * TOGETHER + i;
-                    let dz = (sums[i] + later) * slope(gates[i], &clamp);
-                    d_gate[base + t * steps.token as usize] = Z::cast_from(dz);
+                    let dz = (sums[i] + later) * slope(gates[i], &gate.clamp);
+                    d_gate[base + t * gate.strides.token as usize] = Z::cast_from(dz);
                 }
             }
         }

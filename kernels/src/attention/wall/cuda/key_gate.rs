@@ -5,7 +5,7 @@ use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use crate::attention::softmax::cuda::Heads;
+use crate::attention::flash::Heads;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::tile::{CHUNK, Rows};
 

@@ -1,32 +1,78 @@
 //! Wall attention on CUDA's tensor cores: softmax attention on q and k that are relative to their
-//! tiles' ends (`softmax::cuda::gates`), with what is done once for each token before and after.
+//! tiles' ends ([`operands`]), with what is done once for each token before and after.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
-#[allow(clippy::manual_is_multiple_of)]
+#![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
+
 pub(super) mod decode;
-#[allow(clippy::manual_div_ceil)]
 mod kernels;
-#[allow(clippy::duplicate_underscore_argument)]
 mod key_gate;
+mod operands;
 mod prune;
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use self::kernels::{ClampLaunch, Options, Reach, SizesLaunch};
-pub use self::key_gate::logits_of_token;
-use super::Wall;
-use crate::attention::softmax::cuda::{
-    GATE_TILE, Gates, Heads, Pruned, StepsLaunch, backward_gated, forward_gated, padded, steps,
+use self::kernels::{
+    ClampLaunch, GateLaunch, Options, Reach, RescaledLaunch, SizesLaunch, TileEndsLaunch,
 };
-use crate::attention::softmax::{Softmax, cuda_serves};
+pub use self::key_gate::logits_of_token;
+pub use self::operands::TILE;
+use self::operands::{GatedOperands, Gates, GatesLaunch};
+use super::Wall;
+use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, ScaledScore};
+use crate::attention::flash::mask::Pruned;
+use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
+use crate::attention::flash::{Call as FlashCall, Heads, PAIR, padded, serves_tensors, strides};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::integers;
 
-/// Channels that a unit handles.
-const PAIR: usize = 2;
+/// The hooks, with their tensors.
+struct GatedHooks {
+    /// E, `[…, rows, padded_head_dim]`, 32-bit integers; there may be room for more rows.
+    ends: CudaTensor,
+    /// Whether keys are relative to the starts of their tiles, as in decoding; else to their ends.
+    from_starts: bool,
+    /// Channels with a gate, the first ones.
+    channels: usize,
+    /// `[heads]`
+    sinks: Option<CudaTensor>,
+}
+
+impl Hooks for GatedHooks {
+    type Operands = GatedOperands;
+    type Biases = NoBiases;
+    type Score = ScaledScore;
+    type Weight = SoftmaxWeight;
+
+    fn operands(&self) -> LaunchOf<Gates> {
+        let (shape, strides) = (self.ends.meta.shape(), self.ends.meta.strides());
+        let rank = shape.num_dims();
+        let rows = u32::try_from(strides[rank - 3] / shape[rank - 1]);
+        GatesLaunch::new(
+            buffer(&self.ends, 1),
+            rows.expect("tiles below 2^32"),
+            self.channels.div_ceil(16),
+            self.from_starts,
+        )
+    }
+
+    fn biases(&self) {}
+
+    fn score(&self) {}
+
+    fn weight(&self) -> LaunchOf<Sinks> {
+        sinks(self.sinks.as_ref())
+    }
+
+    /// One warpgroup is faster, and its rows are scaled for one tile of gates at a time; with wide heads their
+    /// factors take the registers of half a tile.
+    fn block_shape(&self, (_, tile): (usize, usize), head_dim: usize) -> (usize, usize) {
+        (1, tile.min(if head_dim > 128 { tile / 2 } else { TILE }))
+    }
+}
 
 /// What all passes of one call share.
 struct Call<'a> {
@@ -40,6 +86,8 @@ struct Call<'a> {
     skip: usize,
     /// Whether keys become relative to the starts of their tiles, as decoding keeps them.
     from_starts: bool,
+    /// `[heads]`
+    sinks: Option<CudaTensor>,
 }
 
 impl<'a> Call<'a> {
@@ -48,23 +96,40 @@ impl<'a> Call<'a> {
         let dims: [usize; 4] = q.meta.shape().dims();
         let kv_heads = k.meta.shape()[1];
         let gate = if dense(gate) { gate.clone() } else { contiguous(gate) };
-        let call = Call { op, dims, kv_heads, gate, skip: 0, from_starts: false };
-        let elements = call.rows() * dims[2] * call.options().dim;
+        let call = Call { op, dims, kv_heads, gate, skip: 0, from_starts: false, sinks: None };
+        let elements = call.rows() * dims[2] * call.options().padded_head_dim;
         assert!(u32::try_from(elements).is_ok(), "k of shape {:?}, 2^32 elements", k.meta.shape());
         call
     }
 
-    fn softmax(&self) -> Softmax {
-        Softmax::of(&self.op.shape)
+    /// The call of the flash core for q and k relative to `ends`.
+    fn flash(
+        &self,
+        inputs: [&CudaTensor; 3],
+        ends: &CudaTensor,
+        documents: Option<&CudaTensor>,
+        pruned: Option<&Pruned>,
+    ) -> FlashCall<GatedHooks> {
+        let hooks = GatedHooks {
+            ends: ends.clone(),
+            from_starts: self.from_starts,
+            channels: self.options().gated,
+            sinks: self.sinks.clone(),
+        };
+        FlashCall::new(inputs, self.op.shape.scale(), hooks)
+            .window(self.op.shape.window)
+            .documents(documents)
+            .pruned(pruned.cloned())
     }
 
     fn options(&self) -> Options {
-        let (real, gated) = (self.dims[3], self.gate.meta.shape()[3]);
-        Options { dim: padded(real), real, gated, from_starts: self.from_starts }
+        let (head_dim, gated) = (self.dims[3], self.gate.meta.shape()[3]);
+        let padded_head_dim = padded(head_dim);
+        Options { padded_head_dim, head_dim, gated, from_starts: self.from_starts }
     }
 
     fn tiles(&self) -> usize {
-        (self.skip + self.dims[2]).div_ceil(GATE_TILE)
+        (self.skip + self.dims[2]).div_ceil(TILE)
     }
 
     /// Rows of tokens with gates: batch · kv_heads.
@@ -82,14 +147,11 @@ impl<'a> Call<'a> {
         )
     }
 
-    fn clamp(&self) -> ClampLaunch<CudaRuntime> {
+    /// The gate's logits, of either type.
+    fn gate<Z: Numeric>(&self) -> GateLaunch<Z, CudaRuntime> {
         let most = self.op.config.g_max;
-        ClampLaunch::new(most, 1.0 / most)
-    }
-
-    /// Where the gate's rows lie.
-    fn steps(&self) -> StepsLaunch<CudaRuntime> {
-        steps(&self.gate)
+        let clamp = ClampLaunch::new(most, 1.0 / most);
+        GateLaunch::new(buffer(&self.gate, 1), strides(&self.gate), clamp)
     }
 
     fn by_tile(&self) -> CubeCount {
@@ -101,41 +163,41 @@ impl<'a> Call<'a> {
     }
 
     fn pairs(&self) -> CubeDim {
-        CubeDim::new_1d((self.options().dim / PAIR) as u32)
+        CubeDim::new_1d((self.options().padded_head_dim / PAIR) as u32)
     }
 
     fn channels(&self) -> CubeDim {
-        CubeDim::new_1d(self.options().dim as u32)
+        CubeDim::new_1d(self.options().padded_head_dim as u32)
     }
 
     /// A tensor `[batch · kv_heads, rows, dim]`.
     fn table(&self, rows: usize, dtype: DType) -> CudaTensor {
-        empty(&self.gate, &[self.rows(), rows, self.options().dim], dtype)
+        empty(&self.gate, &[self.rows(), rows, self.options().padded_head_dim], dtype)
     }
 
     /// Σ g · log₂ e of the tiles.
     fn tile_sums(&self) -> CudaTensor {
         let sums = self.table(self.tiles(), DType::F32);
-        let launch = match self.gate.dtype {
-            DType::BF16 => kernels::tile_sums::launch_unchecked::<bf16, CudaRuntime>,
-            _ => kernels::tile_sums::launch_unchecked::<f32, CudaRuntime>,
-        };
+        match self.gate.dtype {
+            DType::BF16 => self.launch_tile_sums::<bf16>(&sums),
+            _ => self.launch_tile_sums::<f32>(&sums),
+        }
+        sums
+    }
+
+    fn launch_tile_sums<Z: Numeric>(&self, sums: &CudaTensor) {
         // SAFETY: a block handles a tile of one row, and stays within its tokens.
         unsafe {
-            launch(
+            kernels::tile_sums::launch_unchecked::<Z, CudaRuntime>(
                 &self.gate.client,
                 self.by_tile(),
                 self.pairs(),
-                PAIR,
-                buffer(&self.gate, 1),
-                buffer(&sums, PAIR),
-                self.steps(),
+                self.gate::<Z>(),
+                buffer(sums, PAIR),
                 self.sizes(),
-                self.clamp(),
                 self.options(),
             );
         }
-        sums
     }
 
     /// [`Call::tile_sums`]; E and the rests at the tiles' ends.
@@ -159,53 +221,46 @@ impl<'a> Call<'a> {
     }
 
     /// Writes q and k relative to `ends`, with the rests there, to `queries` and `keys`.
-    fn rescale(
+    fn rescale(&self, qk: [&Heads; 2], [ends, rests]: [&CudaTensor; 2], rescaled: [&Heads; 2]) {
+        match self.gate.dtype {
+            DType::BF16 => self.launch_rescale::<bf16>(qk, [ends, rests], rescaled),
+            _ => self.launch_rescale::<f32>(qk, [ends, rests], rescaled),
+        }
+    }
+
+    fn launch_rescale<Z: Numeric>(
         &self,
         [q, k]: [&Heads; 2],
         [ends, rests]: [&CudaTensor; 2],
         [queries, keys]: [&Heads; 2],
     ) {
-        let launch = match self.gate.dtype {
-            DType::BF16 => kernels::rescale::launch_unchecked::<bf16, bf16, CudaRuntime>,
-            _ => kernels::rescale::launch_unchecked::<bf16, f32, CudaRuntime>,
-        };
-        // SAFETY: as in `Call::tile_sums`.
+        // SAFETY: as in `Call::launch_tile_sums`.
         unsafe {
-            launch(
+            kernels::rescale::launch_unchecked::<Z, CudaRuntime>(
                 &self.gate.client,
                 self.by_tile(),
                 self.pairs(),
-                PAIR,
-                buffer(&q.tensor, PAIR),
-                buffer(&k.tensor, PAIR),
-                buffer(&self.gate, 1),
+                q.pairs(),
+                k.pairs(),
+                self.gate::<Z>(),
                 buffer(ends, 1),
                 buffer(rests, 1),
-                buffer(&queries.tensor, PAIR),
-                buffer(&keys.tensor, PAIR),
-                q.rows(),
-                k.rows(),
-                queries.rows(),
-                keys.rows(),
-                self.steps(),
+                queries.pairs(),
+                keys.pairs(),
                 self.sizes(),
-                self.clamp(),
                 self.options(),
             );
         }
     }
 
-    /// Where each token's document begins; something else where nothing reads it.
-    fn documents(&self, documents: Option<&CudaTensor>) -> ArrayArg<CudaRuntime> {
+    /// Where each token's document begins.
+    fn documents(
+        &self,
+        documents: Option<&CudaTensor>,
+    ) -> ComptimeOptionArgs<Array<i32>, CudaRuntime> {
         let [batch, _, tokens, _] = self.dims;
-        match documents {
-            Some(x) => buffer(&integers(x, &[batch, tokens], "document starts"), 1),
-            None => buffer(&self.gate, 1),
-        }
-    }
-
-    fn gates(&self, ends: CudaTensor) -> Gates {
-        Gates { ends, from_starts: self.from_starts, channels: self.options().gated }
+        let starts = |x| buffer(&integers(x, &[batch, tokens], "document starts"), 1);
+        documents.map(starts).into()
     }
 }
 
@@ -227,128 +282,168 @@ fn like(x: &CudaTensor) -> CudaTensor {
     like
 }
 
-/// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): saves q and k relative to the tiles'
-/// ends, v, o, lse, the gate, what [`Call::ends`] gives, and what is pruned.
+/// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward).
 pub fn forward(
     op: &Wall,
     [q, k, v, gate]: [&CudaTensor; 4],
+    sinks: Option<&CudaTensor>,
     documents: Option<&CudaTensor>,
 ) -> Option<Forward<CudaTensor>> {
-    let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
-    let served = [q, k, v].iter().all(|x| cuda_serves(x.dtype, batch * heads, head_dim))
-        && matches!(gate.dtype, DType::BF16 | DType::F32)
-        && batch * tokens > 0;
-    if !served {
+    if !serves_tensors([q, k, v]) || !matches!(gate.dtype, DType::BF16 | DType::F32) {
         return None;
     }
-    let call = Call::new(op, q, k, gate);
+    let call = Call { sinks: sinks.cloned(), ..Call::new(op, q, k, gate) };
     let [sums, ends, rests] = call.ends();
     let pruned = op.prunes().then(|| call.remembered(&ends));
     let (q, k) = (Heads::new(q), Heads::new(k));
     let (queries, keys) = (q.like(), k.like());
     call.rescale([&q, &k], [&ends, &rests], [&queries, &keys]);
-    let (queries, keys) = (queries.tensor, keys.tensor);
-    let gates = call.gates(ends);
-    let inputs = [&queries, &keys, v];
-    let [o, lse] = forward_gated(&call.softmax(), inputs, &gates, pruned.as_ref(), documents);
-    let lse = match &pruned {
-        None => lse,
-        Some(pruned) => call.add_forgotten(pruned, documents, v, &o, &lse),
-    };
-    let Call { gate, .. } = call;
-    let mut saved = vec![queries, keys, v.clone(), o.clone(), lse, gate, sums, gates.ends, rests];
-    saved.extend(pruned.map(|x| [x.starts, x.bounds, x.least]).into_iter().flatten());
-    Some(Forward { output: o, saved })
+    let inputs = [queries.tensor, keys.tensor, v.clone()];
+    let flash = call.flash(inputs.each_ref(), &ends, documents, pruned.as_ref());
+    let mut result = flash.softmax(sinks.is_some());
+    if let Some(pruned) = &pruned {
+        call.add_forgotten(pruned, documents, v, &mut result);
+    }
+    let output = result.o.clone();
+    let Call { gate, sinks, .. } = call;
+    let tiles = Tiles { sums, ends, rests };
+    let saved = Saved { inputs, gate, tiles, sinks, result, pruned };
+    Some(Forward { output, saved: saved.pack() })
 }
 
-/// The gradients of q, k, v and the gate from what [`forward`] saved.
+/// The gradients of q, k, v, the gate and the sinks from what [`forward`] saved.
 pub fn backward(
     op: &Wall,
     saved: Vec<CudaTensor>,
     documents: Option<&CudaTensor>,
-    grad: CudaTensor,
-) -> [Option<CudaTensor>; 4] {
-    let mut saved = saved.into_iter();
-    let mut next = || saved.next();
-    let [queries, keys, v, o, lse, gate, sums, ends, rests] =
-        [(); 9].map(|()| next().expect("the forward pass saves nine tensors"));
-    let pruned = next().zip(next()).zip(next());
-    let pruned = pruned.map(|((starts, bounds), least)| Pruned { starts, bounds, least });
-    let call = Call::new(op, &queries, &keys, &gate);
-    let gates = call.gates(ends);
-    let [queries_grad, keys_grad, dv] = backward_gated(
-        &call.softmax(),
-        [&queries, &keys, &v],
-        &gates,
-        pruned.as_ref(),
-        documents,
-        [&o, &lse, &grad],
-    );
+    grad: &CudaTensor,
+) -> Gradients {
+    let Saved { inputs, gate, tiles, sinks, result, pruned } = Saved::unpack(op, saved);
+    let [queries, keys, _] = &inputs;
+    let call = Call { sinks, ..Call::new(op, queries, keys, &gate) };
+    let flash = call.flash(inputs.each_ref(), &tiles.ends, documents, pruned.as_ref());
+    let (relative, sinks) = flash.softmax_backward(&result, grad);
     if let Some(pruned) = &pruned {
-        call.add_gradients_of_forgotten(pruned, documents, &grad, &lse, &dv);
+        call.add_gradients_of_forgotten(pruned, documents, grad, &result.lse, &relative.dv);
     }
-    let (queries, keys) = (Heads::new(&queries), Heads::new(&keys));
+    let (queries, keys) = (Heads::new(queries), Heads::new(keys));
     let (dq, dk) = (queries.like(), keys.like());
-    let within = call.table(call.dims[2], DType::F32);
-    let totals = call.table(call.tiles(), DType::F32);
-    let d_gate = like(&call.gate);
-    let launch = match call.gate.dtype {
-        DType::BF16 => kernels::gradients::launch_unchecked::<bf16, bf16, CudaRuntime>,
-        _ => kernels::gradients::launch_unchecked::<bf16, f32, CudaRuntime>,
+    let gate = {
+        let queries = [&queries.tensor, &relative.dq];
+        let keys = [&keys.tensor, &relative.dk];
+        match call.gate.dtype {
+            DType::BF16 => call.gradients::<bf16>(queries, keys, &tiles, [&dq, &dk]),
+            _ => call.gradients::<f32>(queries, keys, &tiles, [&dq, &dk]),
+        }
     };
-    let launch_last = match call.gate.dtype {
-        DType::BF16 => kernels::gate_gradients::launch_unchecked::<bf16, CudaRuntime>,
-        _ => kernels::gate_gradients::launch_unchecked::<f32, CudaRuntime>,
-    };
-    let client = &call.gate.client;
-    // SAFETY: as in `Call::tile_sums` and `Call::ends`; gradients lie as what they are of does.
-    unsafe {
-        launch(
-            client,
-            call.by_tile(),
-            call.pairs(),
-            PAIR,
-            buffer(&queries.tensor, PAIR),
-            buffer(&keys.tensor, PAIR),
-            buffer(&queries_grad, PAIR),
-            buffer(&keys_grad, PAIR),
-            buffer(&call.gate, 1),
-            buffer(&sums, 1),
-            buffer(&gates.ends, 1),
-            buffer(&rests, 1),
-            buffer(&dq.tensor, PAIR),
-            buffer(&dk.tensor, PAIR),
-            buffer(&within, PAIR),
-            buffer(&totals, PAIR),
-            queries.rows(),
-            keys.rows(),
-            call.steps(),
-            call.sizes(),
-            call.clamp(),
-            call.options(),
-        );
-        kernels::after_tiles::launch_unchecked::<CudaRuntime>(
-            client,
-            call.by_row(),
-            call.channels(),
-            buffer(&totals, 1),
-            call.documents(None),
-            call.sizes(),
-            Reach::Row,
-        );
-        launch_last(
-            client,
-            call.by_tile(),
-            call.channels(),
-            buffer(&within, 1),
-            buffer(&totals, 1),
-            buffer(&call.gate, 1),
-            buffer(&d_gate, 1),
-            call.steps(),
-            call.sizes(),
-            call.clamp(),
-            call.options(),
-        );
+    Gradients { q: dq.tensor, k: dk.tensor, v: relative.dv, gate, sinks }
+}
+
+/// The gradients of the operation's inputs.
+pub struct Gradients {
+    pub q: CudaTensor,
+    pub k: CudaTensor,
+    pub v: CudaTensor,
+    pub gate: CudaTensor,
+    pub sinks: Option<CudaTensor>,
+}
+
+/// What [`Call::ends`] gives.
+struct Tiles {
+    sums: CudaTensor,
+    ends: CudaTensor,
+    rests: CudaTensor,
+}
+
+/// What the forward pass keeps for the backward pass.
+struct Saved {
+    /// q and k relative to the tiles' ends, and v.
+    inputs: [CudaTensor; 3],
+    gate: CudaTensor,
+    tiles: Tiles,
+    sinks: Option<CudaTensor>,
+    result: SoftmaxOutput,
+    pruned: Option<Pruned>,
+}
+
+impl Saved {
+    fn pack(self) -> Vec<CudaTensor> {
+        let SoftmaxOutput { o, lse, sink } = self.result;
+        let ([q, k, v], Tiles { sums, ends, rests }) = (self.inputs, self.tiles);
+        let pruned = self.pruned.map(|Pruned { first, bounds, least }| [first, bounds, least]);
+        let all = [q, k, v, self.gate, sums, ends, rests, o, lse].into_iter();
+        all.chain(pruned.into_iter().flatten()).chain(self.sinks).chain(sink).collect()
     }
-    [Some(dq.tensor), Some(dk.tensor), Some(dv), Some(d_gate)]
+
+    fn unpack(op: &Wall, saved: Vec<CudaTensor>) -> Self {
+        let mut saved = saved.into_iter();
+        let mut next = || saved.next().expect("what the forward pass saves");
+        let (inputs, gate) = ([next(), next(), next()], next());
+        let tiles = Tiles { sums: next(), ends: next(), rests: next() };
+        let (o, lse) = (next(), next());
+        let pruned = op.prunes().then(|| Pruned { first: next(), bounds: next(), least: next() });
+        let (sinks, sink) = (saved.next(), saved.next());
+        Saved { inputs, gate, tiles, sinks, result: SoftmaxOutput { o, lse, sink }, pruned }
+    }
+}
+
+impl Call<'_> {
+    /// Writes dq and dk; returns the gradient of the gate. q and k come as they were multiplied, with their
+    /// gradients.
+    fn gradients<Z: Numeric>(
+        &self,
+        queries: [&CudaTensor; 2],
+        keys: [&CudaTensor; 2],
+        tiles: &Tiles,
+        [dq, dk]: [&Heads; 2],
+    ) -> CudaTensor {
+        let within = self.table(self.dims[2], DType::F32);
+        let totals = self.table(self.tiles(), DType::F32);
+        let d_gate = like(&self.gate);
+        let rescaled = |[x, grad]: [&CudaTensor; 2], to: &Heads| {
+            RescaledLaunch::new(buffer(x, PAIR), buffer(grad, PAIR), to.pairs())
+        };
+        let client = &self.gate.client;
+        // SAFETY: as in `Call::launch_tile_sums` and `Call::ends`; a gradient lies as its tensor does.
+        unsafe {
+            kernels::gradients::launch_unchecked::<Z, CudaRuntime>(
+                client,
+                self.by_tile(),
+                self.pairs(),
+                rescaled(queries, dq),
+                rescaled(keys, dk),
+                self.gate::<Z>(),
+                TileEndsLaunch::new(
+                    buffer(&tiles.sums, 1),
+                    buffer(&tiles.ends, 1),
+                    buffer(&tiles.rests, 1),
+                ),
+                buffer(&within, PAIR),
+                buffer(&totals, PAIR),
+                self.sizes(),
+                self.options(),
+            );
+            kernels::after_tiles::launch_unchecked::<CudaRuntime>(
+                client,
+                self.by_row(),
+                self.channels(),
+                buffer(&totals, 1),
+                self.documents(None),
+                self.sizes(),
+                Reach::Row,
+            );
+            kernels::gate_gradients::launch_unchecked::<Z, CudaRuntime>(
+                client,
+                self.by_tile(),
+                self.channels(),
+                buffer(&within, 1),
+                buffer(&totals, 1),
+                self.gate::<Z>(),
+                buffer(&d_gate, 1),
+                self.sizes(),
+                self.options(),
+            );
+        }
+        d_gate
+    }
 }

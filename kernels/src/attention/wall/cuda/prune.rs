@@ -14,23 +14,22 @@ use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::kernels::{Options, Reach, Sizes, after_tiles, pair_at};
+use super::kernels::{Options, Reach, Sizes, after_tiles};
+use super::operands::TILE;
 use super::{Call, PAIR};
-use crate::attention::softmax::cuda::{GATE_TILE as TILE, Heads, Pruned, first_above};
+use crate::Cuda;
+use crate::attention::flash::mask::{Pruned, first_above};
+use crate::attention::flash::weight::SoftmaxOutput;
+use crate::attention::flash::{HeadPairs, Heads};
+use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::{LOG2_E, Rows, define_exp2, exp2};
+use crate::tile::{LOG2_E, Pair, define_exp2, exp2};
 
 impl Call<'_> {
     /// Where queries begin to see keys that some channel remembers, from E at the tiles' ends.
     pub(super) fn remembered(&self, ends: &CudaTensor) -> Pruned {
         let [batch, heads, tokens, _] = self.dims;
-        let tiles = self.tiles();
-        let integers = |shape: &[usize]| empty(&self.gate, shape, DType::I32);
-        let pruned = Pruned {
-            starts: integers(&[batch, heads, tokens]),
-            bounds: integers(&[batch, heads, tiles, 2]),
-            least: integers(&[batch, heads, tiles]),
-        };
+        let pruned = Pruned::uninit(&self.gate, [batch, heads, tokens]);
         // SAFETY: a warp handles a tile of one row, and stays within its tokens.
         unsafe {
             first_keys::launch_unchecked::<CudaRuntime>(
@@ -38,7 +37,7 @@ impl Call<'_> {
                 self.by_tile(),
                 CubeDim::new_1d(32),
                 buffer(ends, 1),
-                buffer(&pruned.starts, 1),
+                buffer(&pruned.first, 1),
                 buffer(&pruned.bounds, 1),
                 buffer(&pruned.least, 1),
                 self.sizes(),
@@ -48,38 +47,40 @@ impl Call<'_> {
         pruned
     }
 
-    /// Adds forgotten keys' part to `o`; returns the logarithms of the softmax's sums with it.
+    /// Adds forgotten keys' part to a softmax over the others.
     pub(super) fn add_forgotten(
         &self,
         pruned: &Pruned,
         documents: Option<&CudaTensor>,
         v: &CudaTensor,
-        o: &CudaTensor,
-        lse: &CudaTensor,
-    ) -> CudaTensor {
+        result: &mut SoftmaxOutput,
+    ) {
         let before = self.sums_of_tiles(&Heads::new(v), documents, None);
-        let o = Heads::in_place(o);
-        let all = empty(lse, &lse.meta.shape().to_vec(), DType::F32);
+        let o = Heads::in_place(&result.o);
+        let all = empty(&result.lse, &result.lse.meta.shape().to_vec(), DType::F32);
         // SAFETY: as in `remembered`.
         unsafe {
-            add_forgotten::launch_unchecked::<bf16, CudaRuntime>(
+            add_forgotten::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
                 self.by_tile(),
                 self.pairs(),
-                PAIR,
-                buffer(&o.tensor, PAIR),
-                buffer(lse, 1),
+                o.pairs(),
+                buffer(&result.lse, 1),
                 buffer(&all, 1),
                 buffer(&before, PAIR),
                 buffer(&pruned.least, 1),
                 self.documents(documents),
-                o.rows(),
                 self.sizes(),
                 self.options(),
                 documents.is_some(),
             );
         }
-        all
+        let lse = std::mem::replace(&mut result.lse, all.clone());
+        result.sink = result.sink.take().map(|sink| {
+            // The sum has grown.
+            let [sink, lse, all] = [sink, lse, all].map(tensor::<Cuda, 3>);
+            primitive(sink * ((lse - all) * std::f32::consts::LN_2).exp())
+        });
     }
 
     /// Adds the part of queries that have forgotten them to the gradients of values.
@@ -95,16 +96,14 @@ impl Call<'_> {
         let dv = Heads::in_place(dv);
         // SAFETY: as in `remembered`.
         unsafe {
-            add_gradients::launch_unchecked::<bf16, CudaRuntime>(
+            add_gradients::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
                 self.by_tile(),
                 self.pairs(),
-                PAIR,
-                buffer(&dv.tensor, PAIR),
+                dv.pairs(),
                 buffer(&after, PAIR),
                 buffer(&pruned.least, 1),
                 self.documents(documents),
-                dv.rows(),
                 self.sizes(),
                 self.options(),
                 documents.is_some(),
@@ -129,16 +128,14 @@ impl Call<'_> {
         };
         // SAFETY: as in `remembered`.
         unsafe {
-            totals_of_tiles::launch_unchecked::<bf16, CudaRuntime>(
+            totals_of_tiles::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
                 self.by_tile(),
                 self.pairs(),
-                PAIR,
-                buffer(&x.tensor, PAIR),
-                buffer(lse.unwrap_or(&totals), 1),
+                x.pairs(),
+                lse.map(|x| buffer(x, 1)).into(),
                 self.documents(documents),
                 buffer(&totals, PAIR),
-                x.rows(),
                 self.sizes(),
                 self.options(),
                 lse.is_some(),
@@ -175,19 +172,19 @@ fn first_keys(
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
     let (tiles, group) = (sizes.tiles(), sizes.group as usize);
     let lane = UNIT_POS as usize;
-    let base = row * (tiles + 1) * options.dim;
-    let own = base + tile * options.dim;
+    let base = row * (tiles + 1) * options.padded_head_dim;
+    let own = base + tile * options.padded_head_dim;
     // Forgotten tiles come first: halve the range of those that may be the first remembered.
     let mut low = 0usize;
     let mut high = tile;
     while low < high {
         let middle = (low + high) / 2;
-        let end = base + (middle + 1) * options.dim;
+        let end = base + (middle + 1) * options.padded_head_dim;
         let mut most = i32::cast_from(i32::MIN);
         #[unroll]
-        for i in 0..comptime!(options.real.div_ceil(32)) {
+        for i in 0..comptime!(options.head_dim.div_ceil(32)) {
             let channel = i * 32 + lane;
-            if channel < options.real {
+            if channel < options.head_dim {
                 most = max(most, ends[own + channel] - ends[end + channel]);
             }
         }
@@ -224,12 +221,11 @@ fn first_keys(
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-fn totals_of_tiles<E: Numeric, W: Size>(
-    x: &Array<Vector<E, W>>,
-    lse: &Array<f32>,
-    documents: &Array<i32>,
-    totals: &mut Array<Vector<f32, W>>,
-    x_rows: Rows,
+fn totals_of_tiles(
+    x: &HeadPairs<bf16>,
+    lse: &ComptimeOption<Array<f32>>,
+    documents: &ComptimeOption<Array<i32>>,
+    totals: &mut Array<Pair>,
     sizes: Sizes,
     #[comptime] options: Options,
     #[comptime] of_queries: bool,
@@ -238,7 +234,7 @@ fn totals_of_tiles<E: Numeric, W: Size>(
     define_exp2();
     let row = CUBE_POS_Y as usize;
     let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
-    let mut sum = Vector::<f32, W>::cast_from(0f32);
+    let mut sum = Pair::cast_from(0f32);
     let mut tile = sizes.tiles() - 1 - CUBE_POS_X as usize;
     let mut group = 1usize;
     if of_queries {
@@ -250,21 +246,21 @@ fn totals_of_tiles<E: Numeric, W: Size>(
     // The first of the values that count.
     let mut from = 0usize;
     if comptime!(packed && !of_queries) {
-        from = documents[tokens_at + first + count - 1] as usize;
+        from = documents.as_ref().unwrap()[tokens_at + first + count - 1] as usize;
     }
-    if UNIT_POS as usize * 2 < options.real {
+    if UNIT_POS as usize * 2 < options.head_dim {
         for member in 0..group {
             let head = kv_head * group + member;
             for t in max(first, from)..first + count {
-                let own = Vector::<f32, W>::cast_from(x[pair_at(&x_rows, batch, head, t)]);
+                let own = Pair::cast_from(x.pairs[x.at(batch, head, t, UNIT_POS as usize)]);
                 if of_queries {
                     let at = (row * group + member) * sizes.tokens as usize + t;
                     let mut counts = true;
                     if packed {
-                        counts = (documents[tokens_at + t] as usize) < first;
+                        counts = (documents.as_ref().unwrap()[tokens_at + t] as usize) < first;
                     }
                     if counts {
-                        sum += own * Vector::cast_from(exp2(-lse[at]));
+                        sum += own * Vector::cast_from(exp2(-lse.as_ref().unwrap()[at]));
                     }
                 } else {
                     sum += own;
@@ -273,7 +269,7 @@ fn totals_of_tiles<E: Numeric, W: Size>(
         }
     }
     let at = row * sizes.tiles() + tile;
-    totals[at * comptime!(options.dim / 2) + UNIT_POS as usize] = sum;
+    totals[at * comptime!(options.padded_head_dim / 2) + UNIT_POS as usize] = sum;
 }
 
 /// o and lse over remembered keys become those over all.
@@ -284,14 +280,13 @@ fn totals_of_tiles<E: Numeric, W: Size>(
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-fn add_forgotten<E: Numeric, W: Size>(
-    o: &mut Array<Vector<E, W>>,
+fn add_forgotten(
+    o: &mut HeadPairs<bf16>,
     lse: &Array<f32>,
     all_lse: &mut Array<f32>,
-    before: &Array<Vector<f32, W>>,
+    before: &Array<Pair>,
     least: &Array<i32>,
-    documents: &Array<i32>,
-    o_rows: Rows,
+    documents: &ComptimeOption<Array<i32>>,
     sizes: Sizes,
     #[comptime] options: Options,
     #[comptime] packed: bool,
@@ -306,10 +301,10 @@ fn add_forgotten<E: Numeric, W: Size>(
     let to = least[row * group * tiles + tile] as usize;
     let mut from = 0usize;
     if packed {
-        from = min(documents[tokens_at + sizes.first()] as usize, to);
+        from = min(documents.as_ref().unwrap()[tokens_at + sizes.first()] as usize, to);
     }
     let at = row * tiles + tiles - 1 - to / TILE;
-    let values = before[at * comptime!(options.dim / 2) + unit];
+    let values = before[at * comptime!(options.padded_head_dim / 2) + unit];
     let number = f32::cast_from((to - from) as u32);
     for member in 0..group {
         for i in 0..sizes.count() {
@@ -319,7 +314,7 @@ fn add_forgotten<E: Numeric, W: Size>(
             let mut forgets = to > from;
             if packed {
                 // Not in a document that begins in this tile.
-                forgets = (documents[tokens_at + t] as usize) < to;
+                forgets = (documents.as_ref().unwrap()[tokens_at + t] as usize) < to;
             }
             if forgets {
                 // Relative to the larger of both.
@@ -327,14 +322,14 @@ fn add_forgotten<E: Numeric, W: Size>(
                 let (own, one) = (exp2(sum - top), exp2(-top));
                 let total = fma(number, one, own);
                 sum = top + Log::ln(total) * LOG2_E;
-                if unit * 2 < options.real {
-                    let to = pair_at(&o_rows, batch, kv_head * group + member, t);
-                    let mut pair = Vector::<f32, W>::cast_from(o[to]);
+                if unit * 2 < options.head_dim {
+                    let to = o.at(batch, kv_head * group + member, t, unit);
+                    let mut pair = Pair::cast_from(o.pairs[to]);
                     #[unroll]
                     for e in 0..2usize {
                         pair[e] = fma(values[e], one, pair[e] * own) / total;
                     }
-                    o[to] = Vector::cast_from(pair);
+                    o.pairs[to] = Vector::cast_from(pair);
                 }
             }
             if unit == 0 {
@@ -352,12 +347,11 @@ fn add_forgotten<E: Numeric, W: Size>(
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
-fn add_gradients<E: Numeric, W: Size>(
-    dv: &mut Array<Vector<E, W>>,
-    after: &Array<Vector<f32, W>>,
+fn add_gradients(
+    dv: &mut HeadPairs<bf16>,
+    after: &Array<Pair>,
     least: &Array<i32>,
-    documents: &Array<i32>,
-    dv_rows: Rows,
+    documents: &ComptimeOption<Array<i32>>,
     sizes: Sizes,
     #[comptime] options: Options,
     #[comptime] packed: bool,
@@ -375,19 +369,19 @@ fn add_gradients<E: Numeric, W: Size>(
     if packed {
         let tokens_at = batch * sizes.tokens as usize;
         let last = sizes.first() + sizes.count() - 1;
-        from = documents[tokens_at + last] as usize;
-        if documents[tokens_at + min(low, tiles - 1) * TILE] as usize > last {
+        from = documents.as_ref().unwrap()[tokens_at + last] as usize;
+        if documents.as_ref().unwrap()[tokens_at + min(low, tiles - 1) * TILE] as usize > last {
             forgotten = false;
         }
     }
-    if forgotten & (unit * 2 < options.real) {
-        let later = after[(row * tiles + low - 1) * comptime!(options.dim / 2) + unit];
+    if forgotten & (unit * 2 < options.head_dim) {
+        let later = after[(row * tiles + low - 1) * comptime!(options.padded_head_dim / 2) + unit];
         for i in 0..sizes.count() {
             let t = sizes.first() + i;
             if t >= from {
-                let at = pair_at(&dv_rows, batch, kv_head, t);
-                let own = Vector::<f32, W>::cast_from(dv[at]);
-                dv[at] = Vector::cast_from(own + later);
+                let at = dv.at(batch, kv_head, t, unit);
+                let own = Pair::cast_from(dv.pairs[at]);
+                dv.pairs[at] = Vector::cast_from(own + later);
             }
         }
     }

@@ -7,78 +7,62 @@
 //! Lin et al., "Adaptive computation pruning for the Forgetting Transformer", 2025, with bounds of each
 //! row in place of one for all). What is left out depends on no later token.
 
-use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{Decay, SPAN, sum_before};
-use super::scores::first_above;
-use super::{Call, grid, row_sums};
+use super::decay::{DecaySums, SPAN, Sums};
+use crate::attention::flash::hooks::Hooks;
+use crate::attention::flash::mask::Pruned;
+use crate::attention::flash::{Call, grid, row_dots};
 use crate::attention::softmax::PRUNED;
-use crate::cuda::{CudaTensor, buffer, empty};
+use crate::cuda::buffer;
 
 /// Threads of a block of [`largest_norms`].
 pub const THREADS: usize = 1024;
 
-/// Where queries begin to see keys under pruning, 32-bit integers, with tiles of 64 queries.
-#[derive(Clone)]
-pub struct Pruned {
-    /// The first key that each query sees, `[batch, heads, queries]`.
-    pub starts: CudaTensor,
-    /// The least and the most of each tile's, `[batch, heads, tiles, 2]`.
-    pub bounds: CudaTensor,
-    /// The least of each tile's and all later ones', `[batch, heads, tiles]`.
-    pub least: CudaTensor,
-}
-
-impl Pruned {
-    /// Of a call with a decay, see [`first_keys`].
-    pub(super) fn new(call: &Call, decay: &Decay) -> Self {
-        let [batch, heads, queries, _] = call.q.dims;
-        let [_, kv_heads, keys, _] = call.k.dims;
-        let client = &call.q.tensor.client;
-        let (q_norms, k_norms) = (row_sums(&call.q, &call.q), row_sums(&call.k, &call.k));
-        let groups = queries.div_ceil(SPAN);
-        let integers = |shape: &[usize]| empty(&call.q.tensor, shape, DType::I32);
-        let starts = integers(&[batch, heads, queries]);
-        let bounds = integers(&[batch, heads, groups, 2]);
-        let least = integers(&[batch, heads, groups]);
-        // SAFETY: every row and group of the tensors has its thread, which stays within it.
-        unsafe {
-            largest_norms::launch_unchecked::<CudaRuntime>(
-                client,
-                CubeCount::Static((batch * kv_heads) as u32, 1, 1),
-                CubeDim::new_1d(THREADS as u32),
-                buffer(&k_norms, 1),
-                keys as u32,
-            );
-            first_keys::launch_unchecked::<CudaRuntime>(
-                client,
-                grid(queries, SPAN, batch * heads),
-                CubeDim::new_1d(SPAN as u32),
-                buffer(&q_norms, 1),
-                buffer(&k_norms, 1),
-                buffer(&decay.within, 1),
-                buffer(&decay.before, 1),
-                buffer(&starts, 1),
-                buffer(&bounds, 1),
-                queries as u32,
-                keys as u32,
-                (heads / kv_heads) as u32,
-                call.op.scale,
-                PRUNED.ln(),
-            );
-            least_after::launch_unchecked::<CudaRuntime>(
-                client,
-                CubeCount::Static((batch * heads) as u32, 1, 1),
-                CubeDim::new_1d(32),
-                buffer(&bounds, 1),
-                buffer(&least, 1),
-                groups as u32,
-            );
-        }
-        Pruned { starts, bounds, least }
+/// Where pruning lets the queries of a call begin, see [`first_keys`].
+pub fn prune<H: Hooks>(call: &Call<H>, decay: &DecaySums) -> Pruned {
+    let (q, k) = (call.q(), call.k());
+    let [batch, heads, queries, _] = q.dims;
+    let [_, kv_heads, keys, _] = k.dims;
+    let client = &q.tensor.client;
+    let (q_norms, k_norms) = (row_dots(q, q), row_dots(k, k));
+    let pruned = Pruned::uninit(&q.tensor, [batch, heads, queries]);
+    let Pruned { first, bounds, least } = &pruned;
+    // SAFETY: every row and group of the tensors has its thread, which stays within it.
+    unsafe {
+        largest_norms::launch_unchecked::<CudaRuntime>(
+            client,
+            CubeCount::Static((batch * kv_heads) as u32, 1, 1),
+            CubeDim::new_1d(THREADS as u32),
+            buffer(&k_norms, 1),
+            keys as u32,
+        );
+        first_keys::launch_unchecked::<CudaRuntime>(
+            client,
+            grid(queries, SPAN, batch * heads),
+            CubeDim::new_1d(SPAN as u32),
+            buffer(&q_norms, 1),
+            buffer(&k_norms, 1),
+            decay.launch(),
+            buffer(first, 1),
+            buffer(bounds, 1),
+            queries as u32,
+            keys as u32,
+            (heads / kv_heads) as u32,
+            call.scale(),
+            PRUNED.ln(),
+        );
+        least_after::launch_unchecked::<CudaRuntime>(
+            client,
+            CubeCount::Static((batch * heads) as u32, 1, 1),
+            CubeDim::new_1d(32),
+            buffer(bounds, 1),
+            buffer(least, 1),
+            queries.div_ceil(SPAN) as u32,
+        );
     }
+    pruned
 }
 
 /// max_{s ≤ t} x_s of each row, in place.
@@ -133,15 +117,14 @@ pub fn largest_norms(x: &mut Array<f32>, len: u32) {
 ///
 /// - `q_norms`: |q_i|², `[batch, heads, queries]`
 /// - `k_norms`: max_{j ≤ i} |k_j|², `[batch, kv_heads, keys]`
-/// - `within`, `before`: of [`prefix_sums`](super::decay::prefix_sums)
+/// - `sums`: of [`prefix_sums`](super::decay::prefix_sums)
 ///
 /// Grid: groups of 64 queries, batch · heads; 64 threads.
 #[cube(launch_unchecked)]
 pub fn first_keys(
     q_norms: &Array<f32>,
     k_norms: &Array<f32>,
-    within: &Array<f32>,
-    before: &Array<f64>,
+    sums: &Sums,
     starts: &mut Array<i32>,
     bounds: &mut Array<i32>,
     queries: u32,
@@ -160,17 +143,14 @@ pub fn first_keys(
     let bound = 2.001f32 * f32::abs(scale) * Sqrt::sqrt(norms);
     let count = f32::cast_from(position as u32 + 1);
     let least = log_pruned - bound - Log::ln(count);
-    let own =
-        sum_before(before, row, keys, position) + f64::cast_from(within[row * keys + position]);
+    let own = sums.at(row, position);
     // Prefix sums never rise: halve the range in which the decay passes the bound. The query's own
     // key, which has decayed by nothing, is kept.
     let mut low = 0usize;
     let mut high = position;
     while low < high {
         let middle = (low + high) / 2;
-        let sum =
-            sum_before(before, row, keys, middle) + f64::cast_from(within[row * keys + middle]);
-        if f32::cast_from(own - sum) > least {
+        if f32::cast_from(own - sums.at(row, middle)) > least {
             high = middle;
         } else {
             low = middle + 1;
@@ -221,52 +201,4 @@ pub fn least_after(bounds: &Array<i32>, least: &mut Array<i32>, groups: u32) {
         }
         carry = plane_shuffle(value, 31u32);
     }
-}
-
-/// The first key that `query` sees, in the row `row` of `starts`; of the last query for those past it.
-#[cube]
-pub fn start_of(starts: &Array<i32>, row: usize, query: usize, queries: usize) -> u32 {
-    starts[row * queries + min(query, queries - 1)] as u32
-}
-
-/// The least and the most of the first keys of the 64 queries from `query` on; of the last 64 for those
-/// past them.
-#[cube]
-pub fn bounds_of_group(
-    bounds: &Array<i32>,
-    row: usize,
-    query: usize,
-    queries: usize,
-) -> (usize, usize) {
-    let groups = (queries + SPAN - 1) / SPAN;
-    let at = (row * groups + min(query, queries - 1) / SPAN) * 2;
-    (bounds[at] as usize, bounds[at + 1] as usize)
-}
-
-/// The least of the first keys of a block's queries from `first_row` on, 16 a warp.
-#[cube]
-pub fn least_of_block(
-    bounds: &Array<i32>,
-    row: usize,
-    first_row: usize,
-    queries: usize,
-    #[comptime] warps: usize,
-) -> usize {
-    let (mut least, _) = bounds_of_group(bounds, row, first_row, queries);
-    #[unroll]
-    for i in 1..comptime!(warps * 16 / SPAN) {
-        let (other, _) = bounds_of_group(bounds, row, first_row + i * SPAN, queries);
-        least = min(least, other);
-    }
-    least
-}
-
-/// One past the last 64 queries of which one sees a key at or before `column`, where `least` is of
-/// [`least_after`].
-#[cube]
-pub fn end_of_queries(least: &Array<i32>, row: usize, queries: usize, column: usize) -> usize {
-    let groups = (queries + SPAN - 1) / SPAN;
-    // A literal would be of another type.
-    let first = usize::cast_from(0u32);
-    min(first_above(least, row * groups, column, first, groups) * SPAN, queries)
 }

@@ -4,8 +4,10 @@ use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use crate::cuda::{CudaTensor, WIDE, contiguous, empty};
-use crate::tile::{CHUNK, PANEL_DIM, RowsLaunch};
+use super::PAIR;
+use super::problem::Config;
+use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
+use crate::tile::{Accumulator, CHUNK, PANEL_DIM, Rows, RowsLaunch, store_rows};
 
 /// A tensor `[batch, heads, rows, channels]` whose rows can be read in chunks.
 pub struct Heads {
@@ -59,6 +61,11 @@ impl Heads {
         RowsLaunch::new(chunks(0), chunks(1), chunks(2))
     }
 
+    /// The tensor in pairs of channels.
+    pub fn pairs<O: Numeric>(&self) -> HeadPairsLaunch<O, CudaRuntime> {
+        HeadPairsLaunch::new(buffer(&self.tensor, PAIR), self.rows())
+    }
+
     /// The tensor for a kernel that loads `rows` rows at a time.
     pub(super) fn map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
         let (handle, strides) = (self.tensor.handle.clone(), self.strides());
@@ -67,6 +74,39 @@ impl Heads {
         let tile_size = [1, 1, rows, PANEL_DIM].into();
         TensorMapArg::new(TiledArgs { tile_size }, tensor, bf16::as_type_native_unchecked())
             .with_swizzle(TensorMapSwizzle::B128)
+    }
+}
+
+/// A tensor `[batch, heads, rows, channels]` in pairs of channels.
+#[derive(CubeType, CubeLaunch)]
+pub struct HeadPairs<O: Numeric> {
+    /// Its elements.
+    pub pairs: Array<Vector<O, Const<2>>>,
+    /// Where its rows lie.
+    pub rows: Rows,
+}
+
+#[cube]
+impl<O: Numeric> HeadPairs<O> {
+    /// The place of a row's pair of channels 2·`unit` and 2·`unit` + 1.
+    pub fn at(&self, batch: usize, head: usize, row: usize, unit: usize) -> usize {
+        (self.rows.base(batch, head) + row * self.rows.row as usize) * comptime!(CHUNK / 2) + unit
+    }
+
+    /// Writes a warp's 16 rows from `row` on, times their factors, as far as there are `total`.
+    pub fn store(
+        &mut self,
+        acc: &Accumulator,
+        factors: &Array<f32>,
+        batch: usize,
+        head: usize,
+        row: usize,
+        total: usize,
+        #[comptime] config: Config,
+    ) {
+        let (base, stride) = (self.rows.base(batch, head), self.rows.row as usize);
+        let (n, chunks) = comptime!((config.padded_head_dim / 8, config.head_dim / CHUNK));
+        store_rows::<O>(acc, factors, &mut self.pairs, base, stride, row, total, n, chunks);
     }
 }
 

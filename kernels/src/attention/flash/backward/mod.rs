@@ -1,26 +1,45 @@
 //! The backward pass, without atomics: one kernel makes dq, block of queries by block of queries,
 //! another dk and dv, block of keys by block of keys, over all query heads of the kv head (Dao,
 //! "FlashAttention-2", 2023, algorithm 2, split in two). Both recompute
-//! P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − D), D = rowsum(dO ⊙ O).
+//! P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − δ), δ = rowsum(dO ⊙ O), for softmax.
 
-pub mod keys;
-pub mod queries;
+pub mod dkv;
+pub mod dq;
 mod query_tile;
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use crate::tile::{CHUNK, Rows};
+use super::heads::HeadPairs;
+use super::hooks::GradientOf;
+use crate::tile::{CHUNK, Chunk, Rows};
 
-/// Lanes that share a row of [`row_sums`].
+/// q, k, v and dO, `[batch, heads or kv_heads, tokens, head_dim]`.
+#[derive(CubeType, CubeLaunch)]
+pub struct BackwardInputs {
+    /// Queries.
+    pub q: TensorMap<bf16, Tiled>,
+    /// Keys.
+    pub k: TensorMap<bf16, Tiled>,
+    /// Values.
+    pub v: TensorMap<bf16, Tiled>,
+    /// The gradient of o.
+    pub grad: TensorMap<bf16, Tiled>,
+}
+
+/// Where dq or dk is written.
+pub type GradientOutput<A> = HeadPairs<GradientOf<A>>;
+
+/// Lanes that share a row of [`row_dots`].
 pub const LANES_OF_A_ROW: usize = 8;
 
-/// Σ_c x_ic y_ic of each row, `[batch, heads, rows]`; of o and dO this is D.
+/// Σ_c x_ic y_ic of each row, `[batch, heads, rows]`; of o and dO this is δ.
 ///
 /// Grid: blocks of rows, batch · heads.
 #[cube(launch_unchecked)]
-pub fn row_sums<E: Numeric, V: Size>(
-    x: &Array<Vector<E, V>>,
-    y: &Array<Vector<E, V>>,
+pub fn row_dots(
+    x: &Array<Chunk>,
+    y: &Array<Chunk>,
     sums: &mut Array<f32>,
     heads: u32,
     count: u32,
@@ -42,8 +61,8 @@ pub fn row_sums<E: Numeric, V: Size>(
     for i in 0..comptime!(chunks.div_ceil(LANES_OF_A_ROW)) {
         let chunk = i * LANES_OF_A_ROW + lane;
         if comptime!(chunks.is_multiple_of(LANES_OF_A_ROW)) || chunk < chunks {
-            let x = Vector::<f32, V>::cast_from(x[x_at + chunk]);
-            let y = Vector::<f32, V>::cast_from(y[y_at + chunk]);
+            let x = Vector::<f32, Const<CHUNK>>::cast_from(x[x_at + chunk]);
+            let y = Vector::<f32, Const<CHUNK>>::cast_from(y[y_at + chunk]);
             #[unroll]
             for e in 0..CHUNK {
                 sum += x[e] * y[e];

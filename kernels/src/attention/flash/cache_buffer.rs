@@ -8,26 +8,26 @@ use crate::cuda::{CudaTensor, narrow, zeros};
 
 /// Rows `[batch, heads, rows, channels]` of any type, in a buffer that grows by doubling.
 #[derive(Clone, Debug)]
-pub struct Kept {
-    /// `[batch, heads, room, channels]`, where the room is a multiple of [`ROOM`].
+pub struct CacheBuffer {
+    /// `[batch, heads, capacity, channels]`, where the capacity is a multiple of [`GRANULE`].
     buffer: CudaTensor,
     rows: usize,
 }
 
-/// What the room is a multiple of, and how many rows are dropped at a time: tiles of gates and spans of
+/// What the capacity is a multiple of, and how many rows are dropped at a time: tiles of gates and spans of
 /// decays stay whole.
-const ROOM: usize = 64;
+const GRANULE: usize = 64;
 
-impl Kept {
-    /// No rows, with room for some, which are zero.
+impl CacheBuffer {
+    /// No rows, with room for `capacity`, which are zero.
     pub fn new(
         like: &CudaTensor,
         [batch, heads, channels]: [usize; 3],
         dtype: DType,
-        room: usize,
+        capacity: usize,
     ) -> Self {
-        let room = room.next_multiple_of(ROOM).max(ROOM);
-        Kept { buffer: zeros(like, &[batch, heads, room, channels], dtype), rows: 0 }
+        let capacity = capacity.next_multiple_of(GRANULE).max(GRANULE);
+        CacheBuffer { buffer: zeros(like, &[batch, heads, capacity, channels], dtype), rows: 0 }
     }
 
     /// Rows held.
@@ -36,7 +36,7 @@ impl Kept {
     }
 
     /// Rows that there is room for, from one head to the next.
-    pub fn room(&self) -> u32 {
+    pub fn capacity(&self) -> u32 {
         u32::try_from(self.buffer.meta.shape()[2]).expect("rows below 2^32")
     }
 
@@ -58,10 +58,10 @@ impl Kept {
     /// Counts `new` more rows as held, which the caller writes, in a buffer that nobody else has.
     pub fn add(&mut self, new: usize) {
         let rows = self.rows + new;
-        if rows > self.room() as usize {
+        if rows > self.capacity() as usize {
             self.move_to(2 * rows, 0);
         } else if !self.buffer.can_mut() {
-            self.move_to(self.room() as usize, 0);
+            self.move_to(self.capacity() as usize, 0);
         }
         self.rows = rows;
     }
@@ -81,11 +81,11 @@ impl Kept {
     }
 
     /// Moves the rows from `from` on to a new buffer.
-    fn move_to(&mut self, room: usize, from: usize) {
+    fn move_to(&mut self, capacity: usize, from: usize) {
         let [batch, heads, _, channels]: [usize; 4] = self.buffer.meta.shape().dims();
         let rows = self.rows - from;
         let old = narrow(&self.buffer, 2, from..self.rows);
-        *self = Kept::new(&old, [batch, heads, channels], old.dtype, room);
+        *self = CacheBuffer::new(&old, [batch, heads, channels], old.dtype, capacity);
         if rows > 0 {
             self.write(0, old);
         }
@@ -101,19 +101,19 @@ impl Kept {
     }
 }
 
-/// Rows to make room for at the start: `reserved`, as far as a window lets them be held, and at least the
+/// The capacity to start with: `reserved`, as far as a window lets them be held, and at least the
 /// first `tokens`.
-pub fn room(window: Option<usize>, reserved: usize, tokens: usize) -> usize {
-    window.map_or(reserved, |w| reserved.min(2 * w.max(ROOM))).max(tokens)
+pub fn capacity(window: Option<usize>, reserved: usize, tokens: usize) -> usize {
+    window.map_or(reserved, |w| reserved.min(2 * w.max(GRANULE))).max(tokens)
 }
 
 /// How many of the first rows no later token sees under a window, where `new` rows are to join those
 /// `held`: whole tiles, once they are as many as those inside it.
-pub fn unseen(window: Option<usize>, held: usize, new: usize) -> usize {
+pub fn expired(window: Option<usize>, held: usize, new: usize) -> usize {
     let Some(window) = window else { return 0 };
     let seen = window - 1;
-    if held + new < 2 * window.max(ROOM) || held < seen {
+    if held + new < 2 * window.max(GRANULE) || held < seen {
         return 0;
     }
-    (held - seen) / ROOM * ROOM
+    (held - seen) / GRANULE * GRANULE
 }

@@ -1,0 +1,439 @@
+//! dk and dv.
+
+use burn::tensor::bf16;
+use cubecl::prelude::*;
+
+use super::super::heads::HeadPairs;
+use super::super::hooks::{
+    BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+};
+use super::super::mask::{Mask, masked};
+use super::super::problem::{Config, Problem};
+use super::BackwardInputs;
+use super::query_tile::QueryTile;
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_WARPS, Pipeline, set_a_frag, start_pb, start_tile_abt, to_a_frags, uninit,
+    uninit_a_frags, wait,
+};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, sum_of_four, zeros,
+};
+
+/// What a launch of [`dkv`] makes: registers hold both for heads of up to 128 channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Parts {
+    Both,
+    Dk,
+    Dv,
+}
+
+/// Where the kernel writes.
+#[derive(CubeType, CubeLaunch)]
+pub struct KeyGradients<O: Numeric> {
+    /// `[batch, kv_heads, keys, head_dim]`
+    pub dk: HeadPairs<O>,
+    /// `[batch, kv_heads, keys, head_dim]`
+    pub dv: HeadPairs<bf16>,
+    /// Σ_i dS_ij of each key, `[batch, heads, keys]`, zeros before; where biases want them.
+    pub ds_columns: ComptimeOption<Array<f32>>,
+}
+
+/// [`KeyGradients`] of a kind.
+pub type KeyGradientsOf<A> = KeyGradients<GradientOf<A>>;
+
+/// dk and dv, over all query heads of the kv head. Here a warp's rows are keys, and columns are queries:
+/// what is computed is Sᵀ.
+///
+/// Grid: blocks of keys, batch · kv_heads.
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
+pub fn dkv<A: Hooks>(
+    inputs: &BackwardInputs,
+    mask: &Mask,
+    operands: &OperandArgs<A>,
+    biases: &BiasArgs<A>,
+    score: &ScoreArgs<A>,
+    saved: &SavedRows<A>,
+    gradients: &mut KeyGradientsOf<A>,
+    problem: Problem,
+    #[comptime] config: Config,
+    #[comptime] parts: Parts,
+) {
+    define_exp2();
+    let Config { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let (with_dk, with_dv) = comptime!((parts != Parts::Dv, parts != Parts::Dk));
+    let biased = comptime!(BiasesOf::<A>::SOME);
+    let with_sums = comptime!(BiasesOf::<A>::SUMS && with_dk);
+    let rows = comptime!(config.rows());
+    let steps = comptime!(dim / 16);
+    let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
+
+    let lane = UNIT_POS_PLANE as usize;
+    // Shuffled, the compiler knows that it is one for the warp.
+    let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
+    let queries = problem.queries as usize;
+    let keys = problem.keys as usize;
+    let first_column = CUBE_POS_X as usize * rows;
+    let offset = keys - queries;
+
+    // Two tiles of q and of dO, in turns.
+    let mut pipeline = Pipeline::new(tile, dim, warps);
+    let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut query_tile = QueryTile::new(config);
+    sync_cube();
+
+    let passes = Passes::new(&problem, mask, first_column, config);
+    let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
+    let in_reverse = comptime!(OperandsOf::<A>::DK_FROM_THE_END);
+    if UNIT_POS == 0 {
+        for iteration in 0..2usize {
+            if iteration < total {
+                let mut others = 0u32;
+                if iteration == 0 {
+                    others += comptime!(2 * bytes(rows, dim));
+                }
+                let (head, row) = passes.head_and_query(iteration, in_reverse, tile);
+                pipeline.load(iteration, &inputs.q, &inputs.grad, batch, head, row, others);
+                if iteration == 0 {
+                    let (head, first) = (kv_head, first_column);
+                    pipeline.load_also(0usize, &inputs.k, batch, head, first, &mut k_tile, rows);
+                    pipeline.load_also(0usize, &inputs.v, batch, head, first, &mut v_tile, rows);
+                }
+            }
+        }
+    }
+
+    // The warpgroup's keys.
+    let group_row = warp / GROUP_WARPS * GROUP_ROWS;
+    let group_column = first_column + group_row;
+    let group_last = min(group_column + GROUP_ROWS, keys) - 1;
+    let own = first_column + warp * 16;
+
+    let mut dk_acc = zeros(n_dim);
+    let mut dv_acc = zeros(n_dim);
+    let mut s = uninit(n_queries);
+    let mut dp = uninit(n_queries);
+    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::UNIT;
+    let mut ds_sum = Array::<f32>::new(2usize);
+    ds_sum[0] = 0f32;
+    ds_sum[1] = 0f32;
+    let kv_row = CUBE_POS_Y as usize;
+    let mut of_operands = OperandsOf::<A>::dkv(operands, &problem, kv_row, group_column, config);
+    let mut of_biases = BiasesOf::<A>::over_queries(config);
+
+    if total > 0 {
+        let (head, first_query) = passes.head_and_query(0usize, in_reverse, tile);
+        query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
+        OperandsOf::<A>::read_queries(&mut of_operands, operands, first_query, true, config);
+        let row = batch * problem.heads as usize + head;
+        BiasesOf::<A>::read_queries(
+            &mut of_biases,
+            biases,
+            &problem,
+            row,
+            first_query,
+            own,
+            config,
+        );
+    }
+    for iteration in 0..total {
+        let (head, first_query) = passes.head_and_query(iteration, in_reverse, tile);
+        let ahead = iteration + 1 < total;
+        let next = min(iteration + 1, total - 1);
+        let (next_head, next_query) = passes.head_and_query(next, in_reverse, tile);
+        let at = pipeline.place(iteration);
+
+        // The first keys of the tile's queries, at least and at most.
+        let mut tile_from = 0usize;
+        let mut tile_all_from = 0usize;
+        query_tile.begin::<A>(mask, warp, config);
+        if comptime!(mask.limits.any()) {
+            let (least, most) = query_tile.least_and_most(config);
+            tile_from = least;
+            tile_all_from = most;
+        }
+        OperandsOf::<A>::begin_tile_of_dkv(&mut of_operands, warp, config);
+        BiasesOf::<A>::begin_tile(&mut of_biases, config);
+        // On their way while this tile is worked on.
+        if ahead {
+            query_tile.read::<A>(saved, mask, &problem, batch, next_head, next_query, config);
+            OperandsOf::<A>::read_queries(&mut of_operands, operands, next_query, false, config);
+            let row = batch * problem.heads as usize + next_head;
+            BiasesOf::<A>::read_queries(
+                &mut of_biases,
+                biases,
+                &problem,
+                row,
+                next_query,
+                own,
+                config,
+            );
+        }
+
+        pipeline.wait(iteration);
+        let seen = (offset + first_query + tile > group_column) & (tile_from <= group_last);
+        if seen & (group_column < keys) {
+            OperandsOf::<A>::start_scores_of_dkv(
+                &mut of_operands,
+                &mut s,
+                &k_tile,
+                &pipeline.one,
+                at,
+                warp,
+                config,
+            );
+            if with_dk {
+                start_tile_abt(
+                    &v_tile,
+                    group_row,
+                    rows,
+                    &pipeline.two,
+                    at,
+                    &mut dp,
+                    true,
+                    n_queries,
+                    steps,
+                );
+            }
+            let of_head = ScoreOf::<A>::head(score, head);
+            wait(&mut s, comptime!(usize::from(with_dk)));
+
+            let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
+            edge |= tile_all_from > group_column;
+            let lane_row = (offset + first_query + (lane % 4) * 2) as u32;
+            let lane_column = (own + lane / 4) as u32;
+            make_scores_of_keys::<A>(
+                &mut s,
+                score,
+                &problem,
+                &of_head,
+                lane_row,
+                lane_column,
+                mask,
+                &query_tile,
+                warp,
+                edge,
+                config,
+            );
+            // s becomes the slope of the weights with respect to scale · q·k, and p what dv takes.
+            let mut p = uninit_a_frags(comptime!(n_queries / 2));
+            #[unroll]
+            for n in 0..n_queries {
+                let statistics = query_tile.statistics::<A>(warp, n, config);
+                #[unroll]
+                for r in 0..2usize {
+                    let scores = s.index(n)[r];
+                    let mut pair = scores;
+                    #[unroll]
+                    for e in 0..2usize {
+                        let mut shift = -statistics[e];
+                        if biased {
+                            let bias = BiasesOf::<A>::bias_of_key(&of_biases, n, r, config);
+                            shift += bias;
+                        }
+                        pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
+                    }
+                    if with_dv {
+                        set_a_frag(&mut p, n, r, pair);
+                    }
+                    #[unroll]
+                    for e in 0..2usize {
+                        pair[e] = WeightOf::<A>::slope(scores[e], pair[e]);
+                        if comptime!(config.bends_scores) {
+                            let row = lane_row + comptime!((n * 8 + e) as u32);
+                            let column = lane_column + comptime!((r * 8) as u32);
+                            let bend = ScoreOf::<A>::slope(
+                                score, &problem, &of_head, scores[e], row, column,
+                            );
+                            pair[e] *= bend;
+                        }
+                    }
+                    s.index_mut(n)[r] = pair;
+                }
+            }
+            if with_dv {
+                start_pb(&p, &pipeline.two, at, &mut dv_acc);
+            }
+            if with_dk {
+                wait(&mut dp, comptime!(usize::from(with_dv)));
+                // dp becomes dS.
+                #[unroll]
+                for n in 0..n_queries {
+                    let statistics = query_tile.statistics::<A>(warp, n, config);
+                    #[unroll]
+                    for r in 0..2usize {
+                        let slopes = s.index(n)[r];
+                        let mut pair = dp.index(n)[r];
+                        #[unroll]
+                        for e in 0..2usize {
+                            let ds = slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
+                            if with_sums {
+                                ds_sum[r] += ds;
+                            }
+                            pair[e] = ds;
+                        }
+                        dp.index_mut(n)[r] = pair;
+                    }
+                }
+                OperandsOf::<A>::rescale_dk(&of_operands, &mut dk_acc, warp, config);
+                let ds = to_a_frags(&dp, n_queries);
+                start_pb(&ds, &pipeline.one, at, &mut dk_acc);
+                wait(&mut dk_acc, 0usize);
+            }
+            if with_dv {
+                wait(&mut dv_acc, 0usize);
+            }
+        }
+        if pipeline.release(iteration) & (iteration + 2 < total) {
+            let (head, row) = passes.head_and_query(iteration + 2, in_reverse, tile);
+            pipeline.load(iteration + 2, &inputs.q, &inputs.grad, batch, head, row, 0u32);
+        }
+        if with_sums {
+            // After the head's last tile.
+            let done = (iteration + 1 == total) | (next_head > head);
+            #[unroll]
+            for r in 0..2usize {
+                let column = own + r * 8 + lane / 4;
+                let sum = sum_of_four(ds_sum[r]);
+                if done & (lane % 4 == 0) & (column < keys) {
+                    let at = (batch * problem.heads as usize + head) * keys + column;
+                    gradients.ds_columns.as_mut().unwrap()[at] = sum;
+                }
+                ds_sum[r] = select(done, 0f32, ds_sum[r]);
+            }
+        }
+    }
+
+    let mut factors = Array::<f32>::new(2usize);
+    if with_dv {
+        factors[0] = 1f32;
+        factors[1] = 1f32;
+        gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
+    }
+    if with_dk {
+        #[unroll]
+        for r in 0..2usize {
+            factors[r] = 1f32;
+            if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
+                factors[r] = problem.scale;
+            }
+        }
+        gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
+    }
+}
+
+/// The tiles of queries that attend to some key of this cube's block, over all heads of the group.
+#[derive(CubeType, Clone, Copy)]
+struct Passes {
+    batch: usize,
+    kv_head: usize,
+    group: usize,
+    /// The first tile of queries.
+    from: usize,
+    /// Tiles of a head.
+    blocks: usize,
+    /// Tiles of all heads.
+    total: usize,
+}
+
+#[cube]
+impl Passes {
+    fn new(
+        problem: &Problem,
+        mask: &Mask,
+        first_column: usize,
+        #[comptime] config: Config,
+    ) -> Passes {
+        let (heads, group) = (problem.heads as usize, problem.group as usize);
+        let kv_heads = heads / group;
+        let batch = CUBE_POS_Y as usize / kv_heads;
+        let kv_head = CUBE_POS_Y as usize % kv_heads;
+        let keys = problem.keys as usize;
+        let offset = keys - problem.queries as usize;
+        let mut from = 0usize;
+        if first_column > offset {
+            from = first_column - offset;
+        }
+        let from = from / config.tile;
+        let last = min(first_column + comptime!(config.rows()), keys) - 1;
+        let to = mask.end_of_queries(problem, batch, kv_head, last);
+        let mut blocks = 0usize;
+        if to > offset + from * config.tile {
+            blocks = (to - offset - from * config.tile + config.tile - 1) / config.tile;
+        }
+        Passes { batch, kv_head, group, from, blocks, total: blocks * group }
+    }
+
+    /// The query head and the first query of an iteration. Tiles come head by head, from the first to the last;
+    /// in reverse, heads take turns at each tile, from the last to the first.
+    fn head_and_query(
+        &self,
+        iteration: usize,
+        #[comptime] in_reverse: bool,
+        #[comptime] tile: usize,
+    ) -> (usize, usize) {
+        let (group, blocks) = (self.group as u32, self.blocks as u32);
+        let mut head = iteration as u32 / blocks;
+        let mut block = iteration as u32 % blocks;
+        if in_reverse {
+            head = iteration as u32 % group;
+            block = blocks - 1 - iteration as u32 / group;
+        }
+        (self.kv_head * self.group + head as usize, (self.from + block as usize) * tile)
+    }
+}
+
+/// As [`make_scores`](super::super::forward::make_scores), where rows of the accumulator are keys and columns
+/// queries.
+#[cube]
+fn make_scores_of_keys<A: Hooks>(
+    s: &mut Accumulator,
+    args: &ScoreArgs<A>,
+    problem: &Problem,
+    head: &<A::Score as Score>::Head,
+    row: u32,
+    column: u32,
+    mask: &Mask,
+    query_tile: &QueryTile,
+    warp: usize,
+    edge: bool,
+    #[comptime] config: Config,
+) {
+    let n_queries = comptime!(config.tile / 8);
+    if comptime!(config.changes_scores) {
+        #[unroll]
+        for n in 0..n_queries {
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = s.index(n)[r];
+                let column = column + comptime!((r * 8) as u32);
+                #[unroll]
+                for e in 0..2usize {
+                    let row = row + comptime!((n * 8 + e) as u32);
+                    pair[e] = ScoreOf::<A>::score(args, problem, head, pair[e], row, column);
+                }
+                s.index_mut(n)[r] = pair;
+            }
+        }
+    }
+    if edge {
+        #[unroll]
+        for n in 0..n_queries {
+            let first = query_tile.first_keys(mask, warp, n, config);
+            #[unroll]
+            for r in 0..2usize {
+                let mut pair = s.index(n)[r];
+                let column = column + comptime!((r * 8) as u32);
+                #[unroll]
+                for e in 0..2usize {
+                    let row = row + comptime!((n * 8 + e) as u32);
+                    // Past the last query there is nothing to attend from.
+                    let hide = masked(row, column, first[e]) | (row >= problem.keys);
+                    pair[e] = select(hide, MASKED, pair[e]);
+                }
+                s.index_mut(n)[r] = pair;
+            }
+        }
+    }
+}

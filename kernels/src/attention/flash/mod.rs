@@ -1,0 +1,399 @@
+//! The flash core: attention whose weights come from scores of queries and keys, on CUDA's tensor cores, in
+//! bf16 with f32 sums, in FlashAttention-2's passes (Dao, 2023).
+//!
+//! S_ij = score(q_iᵀk_j) + bias_ij, o_i = Σ_j weight(S_i)_j v_j,
+//!
+//! over the keys that the [mask](mask) leaves. The core knows blocks, tiles, pipelines and products; a kind
+//! says by [hooks](hooks) how q and k enter a product, what a product becomes, how a score becomes a weight,
+//! and which further inputs there are. No score is ever in memory.
+
+// Device code has no `div_ceil`, `is_multiple_of` or `saturating_sub`, and its states of hooks may be `()`.
+#![allow(
+    clippy::implicit_saturating_sub,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of,
+    clippy::unused_unit,
+    clippy::let_unit_value
+)]
+
+mod backward;
+mod cache_buffer;
+pub mod decode;
+mod forward;
+mod heads;
+pub mod hooks;
+pub mod mask;
+pub mod problem;
+pub mod weight;
+
+use burn::tensor::{DType, Element, Tensor};
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use self::backward::dkv::{KeyGradientsLaunch, Parts};
+use self::backward::{BackwardInputsLaunch, LANES_OF_A_ROW, dkv, dq};
+pub use self::cache_buffer::{CacheBuffer, capacity, expired};
+pub use self::decode::decode;
+use self::forward::QkvLaunch;
+pub use self::heads::{HeadPairs, Heads};
+use self::hooks::{Biases, BiasesOf, GradientOf, Hooks, LaunchOf, SavedRows, StatisticsOf};
+use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
+use self::problem::{Config, ProblemLaunch};
+use crate::backend::{OpBackend, primitive};
+use crate::cuda::{CudaTensor, buffer, empty, zeros};
+use crate::ops::cuda::integers;
+use crate::tile::warpgroup::GROUP_WARPS;
+use crate::tile::{CHUNK, PANEL_DIM};
+
+/// Elements that a kernel writes at a time.
+pub const PAIR: usize = 2;
+
+/// Channels of a head in shared memory.
+pub fn padded(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(PANEL_DIM)
+}
+
+/// A size or a stride as kernels take it.
+pub fn number(size: usize) -> u32 {
+    u32::try_from(size).expect("sizes below 2^32")
+}
+
+/// Where the elements of `[batch, heads, tokens]` lie.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Strides {
+    /// From one sequence to the next.
+    pub batch: u32,
+    /// From one head to the next.
+    pub head: u32,
+    /// From one token to the next.
+    pub token: u32,
+}
+
+/// The strides of `[batch, heads, tokens]`, or of the rows of `[batch, heads, tokens, channels]`.
+pub fn strides(x: &CudaTensor) -> StridesLaunch<CudaRuntime> {
+    let strides = x.meta.strides();
+    StridesLaunch::new(number(strides[0]), number(strides[1]), number(strides[2]))
+}
+
+/// Whether the kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads.
+pub fn serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
+    // A grid has up to 65,535 blocks along y.
+    dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
+}
+
+/// Whether the kernels serve these q, k and v.
+pub fn serves_tensors(inputs: [&CudaTensor; 3]) -> bool {
+    let [batch, heads, _, head_dim]: [usize; 4] = inputs[0].meta.shape().dims();
+    inputs
+        .iter()
+        .all(|x| serves(x.dtype, batch * heads, head_dim) && !x.meta.shape().to_vec().contains(&0))
+}
+
+/// q, k and v for work that has its own form on CUDA, where the kernels there serve them.
+pub fn cuda_inputs<B: OpBackend>(inputs: [&Tensor<B, 4>; 3]) -> Option<[CudaTensor; 3]> {
+    let [q, k, v] = inputs.map(|x| B::into_cuda(primitive(x.clone())));
+    let inputs = [q?, k?, v?];
+    serves_tensors(inputs.each_ref()).then_some(inputs)
+}
+
+/// One call of the core: its inputs, its mask and the kind's hooks.
+///
+/// - q: `[batch, heads, queries, head_dim]`
+/// - k, v: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query i stands at
+///   position keys − queries + i
+pub struct Call<A: Hooks> {
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    scale: f32,
+    window: Option<usize>,
+    documents: Option<CudaTensor>,
+    pruned: Option<Pruned>,
+    hooks: A,
+}
+
+/// Warpgroups of a block, and rows of the tiles that it passes over, for heads of up to 64 channels,
+/// up to 128 (each the fastest on an H200), and more (what registers and shared memory hold): in the
+/// forward pass, for dq, and for dk and dv.
+const SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
+const SHAPES_OF_DQ: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
+const SHAPES_OF_DKV: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
+
+impl<A: Hooks> Call<A> {
+    /// Of inputs that the kernels serve, with a factor on q·k.
+    ///
+    /// # Panics
+    /// Where [`serves_tensors`] says no.
+    pub fn new(inputs: [&CudaTensor; 3], scale: f32, hooks: A) -> Self {
+        assert!(serves_tensors(inputs), "{:?} that the kernels do not serve", inputs[0].meta);
+        let [q, k, v] = inputs.map(Heads::new);
+        Call { q, k, v, scale, window: None, documents: None, pruned: None, hooks }
+    }
+
+    /// With a window w, a query attends to its own key and the w − 1 before it.
+    pub fn window(self, window: Option<usize>) -> Self {
+        Call { window, ..self }
+    }
+
+    /// With the beginning of each position's document, `[batch, keys]`.
+    pub fn documents(self, documents: Option<&CudaTensor>) -> Self {
+        let dims = [self.k.dims[0], self.k.dims[2]];
+        Call { documents: documents.map(|x| integers(x, &dims, "document starts")), ..self }
+    }
+
+    /// With the first keys that pruning leaves.
+    pub fn pruned(self, pruned: Option<Pruned>) -> Self {
+        Call { pruned, ..self }
+    }
+
+    /// The queries.
+    pub fn q(&self) -> &Heads {
+        &self.q
+    }
+
+    /// The keys.
+    pub fn k(&self) -> &Heads {
+        &self.k
+    }
+
+    /// The factor on q·k.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// A statistic of every query, `[batch, heads, queries]`, not yet written.
+    pub fn statistic(&self) -> CudaTensor {
+        let [batch, heads, queries, _] = self.q.dims;
+        empty(&self.q.tensor, &[batch, heads, queries], DType::F32)
+    }
+
+    fn config(&self, shapes: [(usize, usize); 3]) -> Config {
+        let head_dim = self.q.dims[3];
+        let shape = shapes[usize::from(head_dim > 64) + usize::from(head_dim > 128)];
+        let (groups, tile) = self.hooks.block_shape(shape, head_dim);
+        let [changes_scores, bends_scores] = self.hooks.changes_scores();
+        Config {
+            head_dim,
+            padded_head_dim: padded(head_dim),
+            warps: groups * GROUP_WARPS,
+            tile,
+            changes_scores,
+            bends_scores,
+        }
+    }
+
+    fn problem(&self) -> ProblemLaunch<CudaRuntime> {
+        let [heads, kv_heads] = [self.q.dims[1], self.k.dims[1]];
+        ProblemLaunch::new(
+            number(heads),
+            number(heads / kv_heads),
+            number(self.q.dims[2]),
+            number(self.k.dims[2]),
+            self.scale,
+        )
+    }
+
+    fn mask(&self) -> MaskLaunch<CudaRuntime> {
+        let pruned = self.pruned.as_ref().map(|Pruned { first, bounds, least }| {
+            PrunedKeysLaunch::new(buffer(first, 1), buffer(bounds, 1), buffer(least, 1))
+        });
+        let limits = Limits { pruned: pruned.is_some(), ..self.limits() };
+        MaskLaunch::new(self.document_starts(), pruned.into(), self.window_size(), limits)
+    }
+
+    /// The mask of one query a head, whose pruning comes apart.
+    fn mask_of_decoding(&self) -> MaskLaunch<CudaRuntime> {
+        let limits = self.limits();
+        MaskLaunch::new(self.document_starts(), None.into(), self.window_size(), limits)
+    }
+
+    fn limits(&self) -> Limits {
+        let (window, documents) = (self.window.is_some(), self.documents.is_some());
+        Limits { window, documents, pruned: false }
+    }
+
+    fn document_starts(&self) -> ComptimeOptionArgs<Array<i32>, CudaRuntime> {
+        self.documents.as_ref().map(|x| buffer(x, 1)).into()
+    }
+
+    fn window_size(&self) -> u32 {
+        self.window.map_or(u32::MAX, number)
+    }
+
+    /// o; the weights' `statistics` are written.
+    pub fn forward(&self, statistics: LaunchOf<StatisticsOf<A>>) -> CudaTensor {
+        let [batch, heads, queries, _] = self.q.dims;
+        let o = self.q.like();
+        let config = self.config(SHAPES);
+        // SAFETY: grid and configuration are the kernel's own, and every row and chunk it reads is one of
+        // the tensors' given here.
+        unsafe {
+            forward::forward::launch_unchecked::<A, CudaRuntime>(
+                &self.q.tensor.client,
+                grid(queries, config.rows(), batch * heads),
+                CubeDim::new_1d(config.threads() as u32),
+                QkvLaunch::new(
+                    self.q.map(config.rows()),
+                    self.k.map(config.tile),
+                    self.v.map(config.tile),
+                ),
+                self.mask(),
+                self.hooks.operands(),
+                self.hooks.biases(),
+                self.hooks.score(),
+                self.hooks.weight(),
+                o.pairs(),
+                statistics,
+                self.problem(),
+                config,
+            );
+        }
+        o.tensor
+    }
+
+    /// The gradients for dO = `grad`, where `saved` gives what the weights need of each row.
+    pub fn backward(
+        &self,
+        grad: &CudaTensor,
+        saved: impl Fn() -> LaunchOf<SavedRows<A>>,
+    ) -> Gradients {
+        let grad = Heads::new(grad);
+        let ds_sums = BiasesOf::<A>::SUMS.then(|| {
+            let [batch, heads, _, _] = self.q.dims;
+            let shape = [batch, heads, self.k.dims[2]];
+            [(); 2].map(|()| zeros(&self.q.tensor, &shape, DType::F32))
+        });
+        let [ds_rows, ds_columns] = match &ds_sums {
+            Some([rows, columns]) => [Some(rows), Some(columns)],
+            None => [None, None],
+        };
+        let dq = self.dq(&grad, saved(), ds_rows);
+        let [dk, dv] = self.dkv(&grad, saved, ds_columns);
+        Gradients { dq, dk, dv, ds_sums }
+    }
+
+    /// A new tensor for the gradient of q or k.
+    fn gradient(&self, of: &Heads) -> Heads {
+        of.of(<GradientOf<A> as Element>::dtype())
+    }
+
+    fn dq(
+        &self,
+        grad: &Heads,
+        saved: LaunchOf<SavedRows<A>>,
+        ds_rows: Option<&CudaTensor>,
+    ) -> CudaTensor {
+        let [batch, heads, queries, _] = self.q.dims;
+        let dq = self.gradient(&self.q);
+        let config = self.config(SHAPES_OF_DQ);
+        // SAFETY: as in `forward`.
+        unsafe {
+            dq::dq::launch_unchecked::<A, CudaRuntime>(
+                &dq.tensor.client,
+                grid(queries, config.rows(), batch * heads),
+                CubeDim::new_1d(config.threads() as u32),
+                BackwardInputsLaunch::new(
+                    self.q.map(config.rows()),
+                    self.k.map(config.tile),
+                    self.v.map(config.tile),
+                    grad.map(config.rows()),
+                ),
+                self.mask(),
+                self.hooks.operands(),
+                self.hooks.biases(),
+                self.hooks.score(),
+                saved,
+                dq.pairs(),
+                ds_rows.map(|x| buffer(x, 1)).into(),
+                self.problem(),
+                config,
+            );
+        }
+        dq.tensor
+    }
+
+    fn dkv(
+        &self,
+        grad: &Heads,
+        saved: impl Fn() -> LaunchOf<SavedRows<A>>,
+        ds_columns: Option<&CudaTensor>,
+    ) -> [CudaTensor; 2] {
+        let (dk, dv) = (self.gradient(&self.k), self.v.like());
+        let [batch, kv_heads, keys, _] = self.k.dims;
+        let config = self.config(SHAPES_OF_DKV);
+        let wide = config.padded_head_dim > 128;
+        let parts = if wide { &[Parts::Dk, Parts::Dv][..] } else { &[Parts::Both] };
+        for &parts in parts {
+            // SAFETY: as in `forward`.
+            unsafe {
+                dkv::dkv::launch_unchecked::<A, CudaRuntime>(
+                    &dk.tensor.client,
+                    grid(keys, config.rows(), batch * kv_heads),
+                    CubeDim::new_1d(config.threads() as u32),
+                    BackwardInputsLaunch::new(
+                        self.q.map(config.tile),
+                        self.k.map(config.rows()),
+                        self.v.map(config.rows()),
+                        grad.map(config.tile),
+                    ),
+                    self.mask(),
+                    self.hooks.operands(),
+                    self.hooks.biases(),
+                    self.hooks.score(),
+                    saved(),
+                    KeyGradientsLaunch::new(
+                        dk.pairs(),
+                        dv.pairs(),
+                        ds_columns.map(|x| buffer(x, 1)).into(),
+                    ),
+                    self.problem(),
+                    config,
+                    parts,
+                );
+            }
+        }
+        [dk.tensor, dv.tensor]
+    }
+}
+
+/// What a backward pass gives.
+pub struct Gradients {
+    /// Of q, `[batch, heads, queries, head_dim]`.
+    pub dq: CudaTensor,
+    /// Of k, `[batch, kv_heads, keys, head_dim]`.
+    pub dk: CudaTensor,
+    /// Of v, `[batch, kv_heads, keys, head_dim]`.
+    pub dv: CudaTensor,
+    /// Where biases want them: Σ_j dS_ij of each query at its position, and Σ_i dS_ij of each key,
+    /// `[batch, heads, keys]` in f32.
+    pub ds_sums: Option<[CudaTensor; 2]>,
+}
+
+/// One block for `rows` rows of each of `heads` heads.
+pub fn grid(total: usize, rows: usize, heads: usize) -> CubeCount {
+    CubeCount::Static(total.div_ceil(rows) as u32, heads as u32, 1)
+}
+
+/// rowsum(x ⊙ y), `[batch, heads, rows]` in f32.
+pub fn row_dots(x: &Heads, y: &Heads) -> CudaTensor {
+    const ROWS: usize = 32;
+    let [batch, heads, rows, head_dim] = x.dims;
+    let sums = empty(&x.tensor, &[batch, heads, rows], DType::F32);
+    // SAFETY: as in `Call::forward`.
+    unsafe {
+        backward::row_dots::launch_unchecked::<CudaRuntime>(
+            &x.tensor.client,
+            grid(rows, ROWS, batch * heads),
+            CubeDim::new_1d((ROWS * LANES_OF_A_ROW) as u32),
+            buffer(&x.tensor, CHUNK),
+            buffer(&y.tensor, CHUNK),
+            buffer(&sums, 1),
+            heads as u32,
+            rows as u32,
+            x.rows(),
+            y.rows(),
+            head_dim / CHUNK,
+        );
+    }
+    sums
+}

@@ -1,0 +1,181 @@
+//! The prefix sums of a learned decay. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
+//! c_i − c_j, of which softmax only needs what differs from key to key.
+//!
+//! c may reach millions where decays still matter by thousandths. So it is kept in two parts: sums
+//! within spans of 64 tokens in f32, and before each span in f64. The queries of a warpgroup take their
+//! scores relative to the span in which they begin.
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use crate::attention::flash::{Strides, number, strides};
+use crate::cuda::{CudaTensor, buffer, empty};
+use crate::ops::cuda::kernels::prefix_sum::scan;
+
+/// Tokens of a span.
+pub const SPAN: usize = 64;
+
+/// Threads of a block of [`prefix_sums`].
+pub const THREADS: usize = 1024;
+
+/// A learned decay's prefix sums, see [`prefix_sums`]: `[batch, heads, tokens]` and
+/// `[batch, heads, spans + 1]`, which may have more room than that.
+#[derive(Clone, Debug)]
+pub struct DecaySums {
+    /// Σ ℓ within spans.
+    pub within: CudaTensor,
+    /// Σ ℓ before spans.
+    pub before: CudaTensor,
+}
+
+impl DecaySums {
+    /// Of ℓ, `[batch, heads, keys]` in f32.
+    pub fn new(log_decay: &CudaTensor) -> Self {
+        let [batch, heads, keys]: [usize; 3] = log_decay.meta.shape().dims();
+        let within = empty(log_decay, &[batch, heads, keys], DType::F32);
+        let spans = keys.div_ceil(SPAN);
+        let before = empty(log_decay, &[batch, heads, spans + 1], DType::F64);
+        let decay = DecaySums { within, before };
+        decay.add(log_decay, 0);
+        decay
+    }
+
+    /// Adds the sums of tokens with ℓ `[batch, heads, tokens]` to those of the `held` before them.
+    pub fn add(&self, log_decay: &CudaTensor, held: usize) {
+        let [batch, heads, tokens]: [usize; 3] = log_decay.meta.shape().dims();
+        // SAFETY: a block handles one of the rows, and stays within its tokens.
+        unsafe {
+            prefix_sums::launch_unchecked::<CudaRuntime>(
+                &log_decay.client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(THREADS as u32),
+                buffer(log_decay, 1),
+                self.launch(),
+                heads as u32,
+                tokens as u32,
+                held as u32,
+                strides(log_decay),
+            );
+        }
+    }
+
+    /// As kernels take them.
+    pub fn launch(&self) -> SumsLaunch<CudaRuntime> {
+        let stride = |x: &CudaTensor| number(x.meta.strides()[1]);
+        let (within, before) = (&self.within, &self.before);
+        SumsLaunch::new(buffer(within, 1), buffer(before, 1), stride(within), stride(before))
+    }
+}
+
+/// A learned decay's prefix sums as kernels read them.
+#[derive(CubeType, CubeLaunch)]
+pub struct Sums {
+    /// Σ ℓ within spans.
+    pub within: Array<f32>,
+    /// Σ ℓ before spans.
+    pub before: Array<f64>,
+    /// From one row of `within` to the next.
+    pub within_stride: u32,
+    /// From one row of `before` to the next.
+    pub before_stride: u32,
+}
+
+#[cube]
+impl Sums {
+    /// Σ ℓ before the span of `position`.
+    pub fn before_span(&self, row: usize, position: usize) -> f64 {
+        self.before[row * self.before_stride as usize + position / SPAN]
+    }
+
+    /// Σ ℓ from the beginning of its span up to and with the token at `position`.
+    pub fn within_span(&self, row: usize, position: usize) -> f32 {
+        self.within[row * self.within_stride as usize + position]
+    }
+
+    /// Σ ℓ up to and with the token at `position`.
+    pub fn at(&self, row: usize, position: usize) -> f64 {
+        self.before_span(row, position) + f64::cast_from(self.within_span(row, position))
+    }
+}
+
+/// Σ ℓ within spans, up to and with each token, and before each span, of tokens that follow those held.
+///
+/// - `log_decay`: `[batch, heads, tokens]`, placed by `strides`
+/// - `sums`: within spans `[batch, heads, held + tokens]`, before them `[batch, heads, spans + 1]`; the last is
+///   that of all tokens
+///
+/// Grid: batch · heads.
+#[cube(launch_unchecked)]
+pub fn prefix_sums(
+    log_decay: &Array<f32>,
+    sums: &mut Sums,
+    heads: u32,
+    tokens: u32,
+    held: u32,
+    strides: Strides,
+) {
+    let row = CUBE_POS_X as usize;
+    let (heads, held) = (heads as usize, held as usize);
+    let end = held + tokens as usize;
+    let base = row / heads * strides.batch as usize + row % heads * strides.head as usize;
+    let within_at = row * sums.within_stride as usize;
+    let before_at = row * sums.before_stride as usize;
+    let (first_span, spans) = (held / SPAN, (end + SPAN - 1) / SPAN);
+    let lane = UNIT_POS_PLANE as usize;
+
+    // 1. Within spans, a warp for each; what a span adds up to.
+    if (held == 0) & (UNIT_POS == 0) {
+        sums.before[before_at] = f64::cast_from(0f32);
+    }
+    let mut span = first_span + UNIT_POS as usize / 32;
+    while span < spans {
+        let first = span * SPAN + lane * 2;
+        let mut own = 0f32;
+        if span * SPAN < held {
+            own = sums.within[within_at + held - 1];
+        }
+        let mut one = 0f32;
+        let mut two = 0f32;
+        if (first >= held) & (first < end) {
+            one = log_decay[base + (first - held) * strides.token as usize];
+        }
+        if (first + 1 >= held) & (first + 1 < end) {
+            two = log_decay[base + (first + 1 - held) * strides.token as usize];
+        }
+        let through = scan::<f32>(one + two);
+        let up_to = own + select(lane == 0, 0f32, plane_shuffle_up(through, 1u32));
+        if (first >= held) & (first < end) {
+            sums.within[within_at + first] = up_to + one;
+        }
+        if (first + 1 >= held) & (first + 1 < end) {
+            sums.within[within_at + first + 1] = own + through;
+        }
+        if lane == 31 {
+            sums.before[before_at + span + 1] = f64::cast_from(own + through);
+        }
+        span += comptime!(THREADS / 32);
+    }
+    sync_cube();
+
+    // 2. Sums before spans, by one warp.
+    if UNIT_POS < 32 {
+        let mut sum = sums.before[before_at + first_span];
+        for group in 0..(spans - first_span + 31) / 32 {
+            let span = first_span + group * 32 + lane;
+            let at = before_at + min(span, spans - 1) + 1;
+            let through = scan::<f64>(sums.before[at]);
+            if span < spans {
+                sums.before[at] = sum + through;
+            }
+            sum += plane_shuffle(through, 31u32);
+        }
+    }
+}
+
+/// A key's bias, (between − within) · factor: `between` is what the sum grows by from before the key's span to
+/// where biases are relative to.
+#[cube]
+pub fn bias(between: f64, within: f32, factor: f32) -> f32 {
+    (f32::cast_from(between) - within) * factor
+}

@@ -1,0 +1,318 @@
+//! Decoding under a learned decay: what it keeps, and how a token joins it.
+
+use burn::tensor::{DType, Int, Tensor};
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use super::decay::{DecaySums, SPAN, Sums};
+use super::{DecayHooks, call, prune};
+use crate::Cuda;
+use crate::attention::flash::{
+    CacheBuffer, Call, Heads, Strides, decode, expired, number, row_dots, strides,
+};
+use crate::attention::fox::op::Forgetting;
+use crate::attention::softmax::PRUNED;
+use crate::backend::{primitive, tensor};
+use crate::cuda::{CudaTensor, buffer, empty, unshare, zeros};
+use crate::tile::{CHUNK, Chunk, Rows};
+
+/// Keys, values and the decay's sums of the tokens so far.
+#[derive(Clone, Debug)]
+pub struct DecayKvCache {
+    keys: CacheBuffer,
+    values: CacheBuffer,
+    /// Σ ℓ within spans, `[batch, heads, tokens, 1]`.
+    within: CacheBuffer,
+    /// Σ ℓ before spans, `[batch, heads, spans + 1, 1]`.
+    before: CacheBuffer,
+    /// The largest |k|² so far, `[batch, kv_heads, 1]`, where keys are pruned.
+    largest: CudaTensor,
+    /// If the last call was a pruned one of one token: the first keys that still mattered to its queries,
+    /// `[batch, heads]`, and the first one inside the window.
+    starts: Option<(CudaTensor, usize)>,
+}
+
+impl DecayKvCache {
+    /// No tokens yet, of `heads` query heads and keys like `k`, with room for `capacity` tokens.
+    pub fn new(k: &CudaTensor, heads: usize, capacity: usize) -> Self {
+        let [batch, kv_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
+        let tokens =
+            |heads, channels, dtype| CacheBuffer::new(k, [batch, heads, channels], dtype, capacity);
+        DecayKvCache {
+            keys: tokens(kv_heads, head_dim, k.dtype),
+            values: tokens(kv_heads, head_dim, k.dtype),
+            within: tokens(heads, 1, DType::F32),
+            before: CacheBuffer::new(k, [batch, heads, 1], DType::F64, capacity.div_ceil(SPAN) + 1),
+            largest: zeros(k, &[batch, kv_heads, 1], DType::F32),
+            starts: None,
+        }
+    }
+
+    /// Elements of all buffers that grow, and of the largest norms.
+    pub fn elements(&self) -> usize {
+        let kept = [&self.keys, &self.values, &self.within, &self.before];
+        kept.map(CacheBuffer::elements).iter().sum::<usize>()
+            + self.largest.meta.shape().num_elements()
+    }
+
+    /// See [`DecodeState::pruned_fraction`](crate::attention::DecodeState::pruned_fraction).
+    pub fn pruned_fraction(&self) -> Option<f64> {
+        let (starts, seen_from) = self.starts.clone()?;
+        let starts = Tensor::<Cuda, 2, Int>::from_primitive(starts).into_data();
+        let seen = starts.num_elements() * (self.keys.rows() - seen_from);
+        let left_out = starts.iter::<i64>().map(|start| (start as usize).saturating_sub(seen_from));
+        Some(left_out.sum::<usize>() as f64 / seen as f64)
+    }
+
+    /// Appends tokens and returns their outputs, `[batch, heads, tokens, head_dim]`.
+    ///
+    /// - `log_decay`: ℓ, `[batch, heads, tokens]` in f32
+    /// - `sinks`: `[heads]`
+    pub fn extend(
+        &mut self,
+        op: &Forgetting,
+        [q, k, v]: [&CudaTensor; 3],
+        log_decay: &CudaTensor,
+        sinks: Option<&CudaTensor>,
+    ) -> CudaTensor {
+        let (tokens, window) = (k.meta.shape()[2], op.core.window);
+        let old = expired(window, self.keys.rows(), tokens);
+        for (buffer, rows) in [(&mut self.keys, old), (&mut self.values, old)]
+            .into_iter()
+            .chain([(&mut self.within, old), (&mut self.before, old / SPAN)])
+        {
+            buffer.drop_first(rows);
+        }
+        let held = self.keys.rows();
+        self.within.add(tokens);
+        self.before.add((held + tokens).div_ceil(SPAN) + 1 - self.before.rows());
+        if tokens == 1 {
+            let starts = self.append(op, [q, k, v], log_decay);
+            let call = self.call(op, q, sinks);
+            let [o, _] = decode(&call, op.core.prune.then_some(&starts));
+            let seen_from = window.map_or(0, |window| self.keys.rows().saturating_sub(window));
+            self.starts = op.core.prune.then_some((starts, seen_from));
+            return o;
+        }
+        self.starts = None;
+        self.keys.append(k.clone());
+        self.values.append(v.clone());
+        let sums = self.sums();
+        sums.add(log_decay, held);
+        let call = self.call(op, q, sinks);
+        let pruned = op.core.prune.then(|| prune(&call, &sums));
+        let o = call.pruned(pruned).softmax(sinks.is_some()).o;
+        if op.core.prune {
+            let k = Heads::new(k);
+            let new = tensor::<Cuda, 3>(row_dots(&k, &k)).max_dim(2);
+            self.largest = primitive(tensor::<Cuda, 3>(self.largest.clone()).max_pair(new));
+        }
+        o
+    }
+
+    /// The sums held, views.
+    fn sums(&self) -> DecaySums {
+        DecaySums { within: self.within.held(), before: self.before.held() }
+    }
+
+    /// A call with the keys held.
+    fn call(
+        &self,
+        op: &Forgetting,
+        q: &CudaTensor,
+        sinks: Option<&CudaTensor>,
+    ) -> Call<DecayHooks> {
+        let hooks = DecayHooks { sums: self.sums(), sinks: sinks.cloned() };
+        call(op, [q, &self.keys.held(), &self.values.held()], hooks, None)
+    }
+
+    /// Appends one token; returns where its queries begin, `[batch, heads]`, which is defined where keys are
+    /// pruned.
+    fn append(
+        &mut self,
+        op: &Forgetting,
+        [q, k, v]: [&CudaTensor; 3],
+        log_decay: &CudaTensor,
+    ) -> CudaTensor {
+        let held = self.keys.rows();
+        self.keys.add(1);
+        self.values.add(1);
+        unshare(&mut self.largest);
+        let [q, k, v] = [q, k, v].map(Heads::new);
+        let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
+        let [batch, heads, _, head_dim] = q.dims;
+        let starts = empty(&q.tensor, &[batch, heads], DType::I32);
+        let chunks = |x: &Heads| ChunksLaunch::new(buffer(&x.tensor, CHUNK), x.rows());
+        let sums = DecaySums {
+            within: self.within.buffer().clone(),
+            before: self.before.buffer().clone(),
+        };
+        // SAFETY: a warp handles a row of the decay, and the token of its head.
+        unsafe {
+            append::launch_unchecked::<CudaRuntime>(
+                &q.tensor.client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(32),
+                TokenLaunch::new(
+                    chunks(&q),
+                    chunks(&k),
+                    chunks(&v),
+                    buffer(log_decay, 1),
+                    strides(log_decay),
+                ),
+                CacheLaunch::new(
+                    chunks(&keys),
+                    chunks(&values),
+                    sums.launch(),
+                    buffer(&self.largest, 1),
+                    held as u32,
+                ),
+                buffer(&starts, 1),
+                number(heads),
+                number(heads / k.dims[1]),
+                op.core.scale,
+                PRUNED.ln(),
+                head_dim / CHUNK,
+                op.core.prune,
+            );
+        }
+        starts
+    }
+}
+
+/// Rows of channels, in chunks.
+#[derive(CubeType, CubeLaunch)]
+struct Chunks {
+    chunks: Array<Chunk>,
+    rows: Rows,
+}
+
+/// A new token.
+#[derive(CubeType, CubeLaunch)]
+struct Token {
+    /// `[batch, heads, 1, head_dim]`
+    q: Chunks,
+    /// `[batch, kv_heads, 1, head_dim]`
+    k: Chunks,
+    /// `[batch, kv_heads, 1, head_dim]`
+    v: Chunks,
+    /// ℓ, `[batch, heads, 1]`.
+    log_decay: Array<f32>,
+    strides: Strides,
+}
+
+/// What is kept of the tokens before.
+#[derive(CubeType, CubeLaunch)]
+struct Cache {
+    /// `[batch, kv_heads, tokens, head_dim]`
+    keys: Chunks,
+    /// `[batch, kv_heads, tokens, head_dim]`
+    values: Chunks,
+    sums: Sums,
+    /// max |k_j|², `[batch, kv_heads]`.
+    largest: Array<f32>,
+    /// Tokens.
+    held: u32,
+}
+
+/// A token joins those held: its key and value, and the decay's sums up to it. With pruning, the first key
+/// that still matters to each of its queries, `[batch, heads]`, as [`first_keys`](super::prune::first_keys) has
+/// it.
+///
+/// Grid: batch · heads; a warp.
+#[cube(launch_unchecked, address_type = "u64")]
+fn append(
+    token: &Token,
+    cache: &mut Cache,
+    starts: &mut Array<i32>,
+    heads: u32,
+    group: u32,
+    scale: f32,
+    log_pruned: f32,
+    #[comptime] chunks: usize,
+    #[comptime] prune: bool,
+) {
+    let row = CUBE_POS_X as usize;
+    let (heads, group) = (heads as usize, group as usize);
+    let (batch, head) = (row / heads, row % heads);
+    let kv_head = head / group;
+    let lane = UNIT_POS as usize;
+    let position = cache.held as usize;
+
+    let mut q_norm = 0f32;
+    let mut k_norm = 0f32;
+    if lane < chunks {
+        let key = token.k.chunks[token.k.rows.base(batch, kv_head) + lane];
+        if head % group == 0 {
+            let rows = cache.keys.rows;
+            let to = rows.base(batch, kv_head) + position * rows.row as usize + lane;
+            cache.keys.chunks[to] = key;
+            let rows = cache.values.rows;
+            let to = rows.base(batch, kv_head) + position * rows.row as usize + lane;
+            cache.values.chunks[to] = token.v.chunks[token.v.rows.base(batch, kv_head) + lane];
+        }
+        if prune {
+            let at = token.q.rows.base(batch, head) + lane;
+            let query = Vector::<f32, Const<CHUNK>>::cast_from(token.q.chunks[at]);
+            let key = Vector::<f32, Const<CHUNK>>::cast_from(key);
+            #[unroll]
+            for e in 0..CHUNK {
+                q_norm += query[e] * query[e];
+                k_norm += key[e] * key[e];
+            }
+        }
+    }
+
+    let span = position / SPAN;
+    let within_at = row * cache.sums.within_stride as usize + position;
+    let before_at = row * cache.sums.before_stride as usize + span;
+    let strides = token.strides;
+    let mut own = token.log_decay[batch * strides.batch as usize + head * strides.head as usize];
+    let mut start = f64::cast_from(0f32);
+    if position % SPAN != 0 {
+        own += cache.sums.within[within_at - 1];
+    }
+    if position > 0 {
+        start = cache.sums.before[before_at];
+    }
+    let sum = start + f64::cast_from(own);
+    if lane == 0 {
+        cache.sums.within[within_at] = own;
+        cache.sums.before[before_at + 1] = sum;
+        if position == 0 {
+            cache.sums.before[before_at] = start;
+        }
+    }
+
+    if prune {
+        let at = row / group;
+        let most = max(cache.largest[at], plane_sum(k_norm));
+        if (lane == 0) & (head % group == 0) {
+            cache.largest[at] = most;
+        }
+        let bound = 2.001f32 * f32::abs(scale) * Sqrt::sqrt(plane_sum(q_norm) * most);
+        let least = log_pruned - bound - Log::ln(f32::cast_from(position as u32 + 1));
+        // The range in which the decay passes the bound, parted in 32.
+        let mut low = 0usize;
+        let mut high = position;
+        while low < high {
+            let step = (high - low + 31) / 32;
+            let at = low + lane * step;
+            let mut passed = 0u32;
+            if at < high {
+                let decay = f32::cast_from(sum - cache.sums.at(row, at));
+                passed = select(decay > least, 0u32, 1u32);
+            }
+            let count = plane_sum(passed) as usize;
+            if count == 0 {
+                high = low;
+            } else {
+                high = min(high, low + count * step);
+                low += (count - 1) * step + 1;
+            }
+        }
+        if lane == 0 {
+            starts[row] = low as i32;
+        }
+    }
+}

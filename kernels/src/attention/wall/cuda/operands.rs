@@ -1,0 +1,500 @@
+//! Gates by channel: q and k come relative to powers of two, so that what is left to do for a pair of
+//! tiles loses no digit.
+//!
+//! With p_t = Σ_{s ≤ t} g_s · log₂ e, a channel's part of a score is 2^(p_i − p_j) q_i k_j. Tiles have
+//! [`TILE`] tokens; E_J = ⌊p⌋ at the last token of tile J, and E_{−1} = 0. Queries of tile I come as
+//! q_i 2^(p_i − E_{I−1}), keys of tile J as k_j 2^(E_J − p_j): factors of at most 2. What a pair of
+//! tiles lacks is f_IJ = 2^(E_{I−1} − E_J), a power of two: bf16 numbers are multiplied by it without
+//! rounding. Where J < I it is at most 1; in the tile of I itself it brings the queries up to E_I,
+//! by at most 2^82 with gates above −0.87, which bf16 holds.
+//!
+//! Decoding keeps keys as k_j 2^(E_{J−1} − p_j) instead, factors of at most 2^82: what comes after in the tile
+//! changes no key that is there already. A pair of tiles then lacks 2^(E_{I−1} − E_{J−1}), at most 1; as q bears
+//! all of it, what has decayed below some 2⁻⁴⁶ may become 0.
+//!
+//! Gradients are summed up in units that follow the tiles, so that all that is ever done to a sum is
+//! to multiply it by powers of two that are at most 1: dq over tiles of keys in their order, dk over
+//! tiles of queries in the reverse order.
+
+use burn::tensor::bf16;
+use cubecl::cmma::MmaDefinition;
+use cubecl::prelude::*;
+
+use crate::attention::flash::decode::{KEYS_OF_A_WARP, WARPS};
+use crate::attention::flash::hooks::Operands;
+use crate::attention::flash::mask::{QueryBlock, QueryGroup};
+use crate::attention::flash::problem::{Config, Problem};
+use crate::tile::warpgroup::{GROUP_ROWS, start_abt};
+use crate::tile::{AFragments, Accumulator, Bf16Pair, Chunk, Pair, load_a_frags, stage_to_smem};
+
+/// Tokens of a tile of gates.
+pub const TILE: usize = 64;
+
+// A warpgroup's rows are one tile of gates, and so is a tile of decoding.
+const _: () = assert!(GROUP_ROWS == TILE && WARPS * KEYS_OF_A_WARP == TILE);
+
+/// 2ˣ; 0 below 2⁻¹²⁶.
+#[cube]
+pub fn power(x: i32) -> f32 {
+    let bits = min(max(x, -127), 127) + 127;
+    f32::reinterpret(u32::cast_from(bits) << 23u32)
+}
+
+/// E of pairs of channels, lane by lane.
+type Ends = Array<Vector<i32, Const<2>>>;
+
+/// The gates, as kernels read them.
+#[derive(CubeType, CubeLaunch)]
+pub struct Gates {
+    /// E_{−1}, E_0, …, `[batch, kv_heads, rows, padded_head_dim]`.
+    pub ends: Array<i32>,
+    /// Rows of a head in `ends`, one more than tiles at least.
+    pub rows: u32,
+    /// Channels with a gate, in 16s, the first ones.
+    #[cube(comptime)]
+    pub gated: usize,
+    /// Whether keys are relative to the starts of their tiles, as in decoding; else to their ends.
+    #[cube(comptime)]
+    pub from_starts: bool,
+}
+
+/// Registers of pairs of `gated`·16 channels in each lane.
+const fn lanes(gated: usize) -> usize {
+    (gated * 8).div_ceil(32)
+}
+
+#[cube]
+impl Gates {
+    /// Where the gates of a kv head begin; `row` is its place among those of all sequences.
+    fn base(&self, row: usize, #[comptime] dim: usize) -> usize {
+        row * self.rows as usize * dim
+    }
+
+    /// Reads E; `end` counts from E_{−1}. Needed a while later.
+    fn read(&self, base: usize, end: usize, pairs: &mut Ends, #[comptime] dim: usize) {
+        let count = comptime!(self.gated * 8);
+        #[unroll]
+        for i in 0..comptime!(count.div_ceil(32)) {
+            let mut channel = (i * 32 + UNIT_POS_PLANE as usize) * 2;
+            if channel >= comptime!(2 * count) {
+                channel = 0usize;
+            }
+            let at = base + end * dim + channel;
+            let mut pair = Vector::<i32, Const<2>>::empty();
+            pair[0] = self.ends[at];
+            pair[1] = self.ends[at + 1];
+            pairs[i] = pair;
+        }
+    }
+}
+
+/// No E read yet.
+#[cube]
+fn no_ends(#[comptime] gated: usize) -> Ends {
+    Ends::new(comptime!(lanes(gated)))
+}
+
+/// 2^(E_from − E_to).
+#[cube]
+fn powers<E: Numeric>(
+    from: &Ends,
+    to: &Ends,
+    #[comptime] gated: usize,
+) -> Array<Vector<E, Const<2>>> {
+    let lanes = comptime!(lanes(gated));
+    let mut powers = Array::<Vector<E, Const<2>>>::new(lanes);
+    #[unroll]
+    for i in 0..lanes {
+        let (from, to) = (from[i], to[i]);
+        let mut pair = Vector::<E, Const<2>>::empty();
+        pair[0] = E::cast_from(power(from[0] - to[0]));
+        pair[1] = E::cast_from(power(from[1] - to[1]));
+        powers[i] = pair;
+    }
+    powers
+}
+
+/// Multiplies the channels of fragments, of which the first `gated`·16 have a gate, by the pairs in
+/// `factors` from `at` on.
+#[cube]
+fn scale_a_frags(
+    a_frags: &mut AFragments,
+    factors: &SharedMemory<Bf16Pair>,
+    at: usize,
+    #[comptime] gated: usize,
+) {
+    #[unroll]
+    for step in 0..gated {
+        let place = at + comptime!(step * 8) + UNIT_POS_PLANE as usize % 4;
+        let near = factors[place];
+        let far = factors[place + 4];
+        let a_frag = a_frags.index_mut(step);
+        a_frag[0] = a_frag[0] * near;
+        a_frag[1] = a_frag[1] * near;
+        a_frag[2] = a_frag[2] * far;
+        a_frag[3] = a_frag[3] * far;
+    }
+}
+
+/// Multiplies the columns of an accumulator, of which the first `gated`·16 have a gate, by the pairs in
+/// `factors` from `at` on.
+#[cube]
+fn scale_columns(
+    acc: &mut Accumulator,
+    factors: &SharedMemory<Pair>,
+    at: usize,
+    #[comptime] gated: usize,
+) {
+    #[unroll]
+    for column in 0..comptime!(gated * 2) {
+        let factor = factors[at + comptime!(column * 4) + UNIT_POS_PLANE as usize % 4];
+        let fragment = acc.index_mut(column);
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = fragment[r];
+            pair[0] *= factor[0];
+            pair[1] *= factor[1];
+            fragment[r] = pair;
+        }
+    }
+}
+
+/// Multiplies fragments by 2^(E_from − E_to), which pass through the warp's part of `factors`.
+#[cube]
+fn rescale(
+    a_frags: &mut AFragments,
+    from: &Ends,
+    to: &Ends,
+    factors: &mut SharedMemory<Bf16Pair>,
+    warp: usize,
+    #[comptime] gated: usize,
+) {
+    let pairs = comptime!(gated * 8);
+    stage_to_smem::<bf16, Const<2>>(factors, &powers::<bf16>(from, to, gated), warp, pairs);
+    scale_a_frags(a_frags, factors, warp * pairs, gated);
+}
+
+/// `to` = `from`.
+#[cube]
+fn copy(from: &Ends, to: &mut Ends, #[comptime] gated: usize) {
+    #[unroll]
+    for i in 0..comptime!(lanes(gated)) {
+        to[i] = from[i];
+    }
+}
+
+/// Shared memory for factors of operands, for each warp.
+#[cube]
+fn factors_of_operands(
+    #[comptime] gated: usize,
+    #[comptime] warps: usize,
+) -> SharedMemory<Bf16Pair> {
+    SharedMemory::<Bf16Pair>::new_aligned(comptime!(warps * gated * 8), 16usize)
+}
+
+/// Shared memory for factors of sums, for each warp.
+#[cube]
+fn factors_of_sums(#[comptime] gated: usize, #[comptime] warps: usize) -> SharedMemory<Pair> {
+    SharedMemory::<Pair>::new_aligned(comptime!(warps * gated * 8), 16usize)
+}
+
+/// Queries and keys relative to powers of two: a warp brings its own to the gates of each tile it meets.
+pub struct GatedOperands;
+
+/// The queries of a warp, in registers, relative to the tile of keys that they met last.
+#[derive(CubeType)]
+pub struct Queries {
+    q: AFragments,
+    /// Where the keys' gates begin.
+    base: usize,
+    /// E to which q is relative, and E of the next tile.
+    here: Ends,
+    next: Ends,
+    factors: SharedMemory<Bf16Pair>,
+    #[cube(comptime)]
+    gated: usize,
+}
+
+/// For dq, which is relative to the tile of keys that was met last.
+#[derive(CubeType)]
+pub struct QueryGradients {
+    /// Where the keys' gates begin.
+    base: usize,
+    /// E to which q is relative, that of dq so far, and that of the next tile.
+    own: Ends,
+    here: Ends,
+    next: Ends,
+    factors: SharedMemory<Bf16Pair>,
+    /// Factors that bring dq so far to the tile's units.
+    steps: SharedMemory<Pair>,
+    #[cube(comptime)]
+    gated: usize,
+}
+
+/// For dk, which is relative to the tile of queries that was met last.
+#[derive(CubeType)]
+pub struct KeyGradients {
+    /// Where the gates begin.
+    base: usize,
+    /// E to which k is relative, that of dk so far, and that of the next tile.
+    own: Ends,
+    here: Ends,
+    next: Ends,
+    /// Factors of k for a tile.
+    factors: SharedMemory<Bf16Pair>,
+    /// Factors that bring dk so far to the tile's units.
+    steps: SharedMemory<Pair>,
+    #[cube(comptime)]
+    gated: usize,
+}
+
+/// For one query a head.
+#[derive(CubeType)]
+pub struct OneQuery {
+    /// Where the keys' gates begin.
+    base: usize,
+    /// E to which q is relative, and E of the next tile.
+    here: Ends,
+    next: Ends,
+    factors: SharedMemory<Bf16Pair>,
+    #[cube(comptime)]
+    gated: usize,
+}
+
+#[cube]
+impl Operands for GatedOperands {
+    type Args = Gates;
+    /// In f32, as they are not complete.
+    type Gradient = f32;
+    type Forward = Queries;
+    type Dq = QueryGradients;
+    type Dkv = KeyGradients;
+    type Decode = OneQuery;
+
+    const QUERIES_IN_REGISTERS: bool = true;
+    const DK_FROM_THE_END: bool = true;
+    const SCALES_GRADIENTS: bool = false;
+
+    fn forward(
+        args: &Gates,
+        problem: &Problem,
+        block: &QueryBlock,
+        group: &QueryGroup,
+        q_tile: &SharedMemory<Chunk>,
+        column: usize,
+        warp: usize,
+        #[comptime] config: Config,
+    ) -> Queries {
+        let dim = config.padded_head_dim;
+        let gated = args.gated;
+        let (rows, steps) = comptime!((config.rows(), dim / 16));
+        let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+        let q = load_a_frags(&def, q_tile, warp * 16, steps, rows);
+        let kv_heads = (problem.heads / problem.group) as usize;
+        let base = args.base(block.batch * kv_heads + block.kv_head, dim);
+        let mut here = no_ends(gated);
+        let mut next = no_ends(gated);
+        args.read(base, group.first / TILE, &mut here, dim);
+        args.read(base, column / TILE + comptime!(anchor(args.from_starts)), &mut next, dim);
+        let factors = factors_of_operands(gated, config.warps);
+        Queries { q, base, here, next, factors, gated }
+    }
+
+    fn start_scores(
+        state: &mut Queries,
+        s: &mut Accumulator,
+        _q_tile: &SharedMemory<Chunk>,
+        k_tile: &SharedMemory<Chunk>,
+        at: usize,
+        warp: usize,
+        #[comptime] fresh: bool,
+        #[comptime] config: Config,
+    ) {
+        let gated = state.gated;
+        rescale(&mut state.q, &state.here, &state.next, &mut state.factors, warp, gated);
+        copy(&state.next, &mut state.here, gated);
+        start_abt(&state.q, k_tile, at, s, fresh, comptime!(config.tile / 8));
+    }
+
+    fn read_ahead(state: &mut Queries, args: &Gates, column: usize, #[comptime] config: Config) {
+        let end = column / TILE + comptime!(anchor(args.from_starts));
+        args.read(state.base, end, &mut state.next, config.padded_head_dim);
+    }
+
+    fn dq(
+        args: &Gates,
+        problem: &Problem,
+        block: &QueryBlock,
+        group: &QueryGroup,
+        column: usize,
+        #[comptime] config: Config,
+    ) -> QueryGradients {
+        let dim = config.padded_head_dim;
+        let gated = args.gated;
+        let kv_heads = (problem.heads / problem.group) as usize;
+        let base = args.base(block.batch * kv_heads + block.kv_head, dim);
+        let mut own = no_ends(gated);
+        let mut here = no_ends(gated);
+        let mut next = no_ends(gated);
+        args.read(base, group.first / TILE, &mut own, dim);
+        args.read(base, column / TILE + 1, &mut here, dim);
+        args.read(base, column / TILE + 1, &mut next, dim);
+        let factors = factors_of_operands(gated, config.warps);
+        let steps = factors_of_sums(gated, config.warps);
+        QueryGradients { base, own, here, next, factors, steps, gated }
+    }
+
+    fn start_scores_of_dq(
+        state: &mut QueryGradients,
+        s: &mut Accumulator,
+        q_tile: &SharedMemory<Chunk>,
+        k_tile: &SharedMemory<Chunk>,
+        at: usize,
+        warp: usize,
+        #[comptime] fresh: bool,
+        #[comptime] config: Config,
+    ) {
+        let gated = state.gated;
+        let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
+        let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+        let mut q = load_a_frags(&def, q_tile, warp * 16, steps, rows);
+        rescale(&mut q, &state.own, &state.next, &mut state.factors, warp, gated);
+        start_abt(&q, k_tile, at, s, fresh, comptime!(config.tile / 8));
+    }
+
+    fn begin_tile_of_dq(
+        state: &mut QueryGradients,
+        args: &Gates,
+        warp: usize,
+        next: usize,
+        ahead: bool,
+        #[comptime] config: Config,
+    ) {
+        let gated = state.gated;
+        let steps = powers::<f32>(&state.next, &state.here, gated);
+        stage_to_smem::<f32, Const<2>>(&mut state.steps, &steps, warp, comptime!(gated * 8));
+        copy(&state.next, &mut state.here, gated);
+        if ahead {
+            args.read(state.base, next / TILE + 1, &mut state.next, config.padded_head_dim);
+        }
+    }
+
+    fn rescale_dq(
+        state: &QueryGradients,
+        dq: &mut Accumulator,
+        warp: usize,
+        #[comptime] _config: Config,
+    ) {
+        let gated = state.gated;
+        scale_columns(dq, &state.steps, warp * comptime!(gated * 8), gated);
+    }
+
+    fn dkv(
+        args: &Gates,
+        _problem: &Problem,
+        row: usize,
+        column: usize,
+        #[comptime] config: Config,
+    ) -> KeyGradients {
+        let dim = config.padded_head_dim;
+        let gated = args.gated;
+        let base = args.base(row, dim);
+        let mut own = no_ends(gated);
+        // Past the last key there is no tile.
+        args.read(base, min(column / TILE + 1, args.rows as usize - 1), &mut own, dim);
+        let factors = factors_of_operands(gated, config.warps);
+        let steps = factors_of_sums(gated, config.warps);
+        let (here, next) = (no_ends(gated), no_ends(gated));
+        KeyGradients { base, own, here, next, factors, steps, gated }
+    }
+
+    fn read_queries(
+        state: &mut KeyGradients,
+        args: &Gates,
+        first_query: usize,
+        #[comptime] first: bool,
+        #[comptime] config: Config,
+    ) {
+        args.read(state.base, first_query / TILE, &mut state.next, config.padded_head_dim);
+        if first {
+            copy(&state.next, &mut state.here, state.gated);
+        }
+    }
+
+    fn begin_tile_of_dkv(state: &mut KeyGradients, warp: usize, #[comptime] _config: Config) {
+        let gated = state.gated;
+        let pairs = comptime!(gated * 8);
+        let factors = powers::<bf16>(&state.next, &state.own, gated);
+        let steps = powers::<f32>(&state.here, &state.next, gated);
+        stage_to_smem::<bf16, Const<2>>(&mut state.factors, &factors, warp, pairs);
+        stage_to_smem::<f32, Const<2>>(&mut state.steps, &steps, warp, pairs);
+        copy(&state.next, &mut state.here, gated);
+    }
+
+    fn start_scores_of_dkv(
+        state: &mut KeyGradients,
+        s: &mut Accumulator,
+        k_tile: &SharedMemory<Chunk>,
+        q_tile: &SharedMemory<Chunk>,
+        at: usize,
+        warp: usize,
+        #[comptime] config: Config,
+    ) {
+        let gated = state.gated;
+        let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
+        let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+        let mut k = load_a_frags(&def, k_tile, warp * 16, steps, rows);
+        scale_a_frags(&mut k, &state.factors, warp * comptime!(gated * 8), gated);
+        start_abt(&k, q_tile, at, s, true, comptime!(config.tile / 8));
+    }
+
+    fn rescale_dk(
+        state: &KeyGradients,
+        dk: &mut Accumulator,
+        warp: usize,
+        #[comptime] _config: Config,
+    ) {
+        let gated = state.gated;
+        scale_columns(dk, &state.steps, warp * comptime!(gated * 8), gated);
+    }
+
+    fn decode(
+        args: &Gates,
+        problem: &Problem,
+        row: usize,
+        column: usize,
+        #[comptime] config: Config,
+    ) -> OneQuery {
+        let dim = config.padded_head_dim;
+        let gated = args.gated;
+        let base = args.base(row, dim);
+        let mut here = no_ends(gated);
+        let mut next = no_ends(gated);
+        args.read(base, (problem.keys as usize - 1) / TILE, &mut here, dim);
+        args.read(base, column / TILE, &mut next, dim);
+        let factors = factors_of_operands(gated, config.warps);
+        OneQuery { base, here, next, factors, gated }
+    }
+
+    fn rescale_q(
+        state: &mut OneQuery,
+        args: &Gates,
+        q: &mut AFragments,
+        warp: usize,
+        next: usize,
+        ahead: bool,
+        #[comptime] config: Config,
+    ) {
+        let gated = state.gated;
+        rescale(q, &state.here, &state.next, &mut state.factors, warp, gated);
+        copy(&state.next, &mut state.here, gated);
+        if ahead {
+            args.read(state.base, next / TILE, &mut state.next, config.padded_head_dim);
+        }
+    }
+}
+
+/// How far E to which keys are relative is from E at the start of their tile.
+const fn anchor(from_starts: bool) -> usize {
+    if from_starts { 0 } else { 1 }
+}
