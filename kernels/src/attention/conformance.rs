@@ -605,6 +605,7 @@ pub fn rotated(x: &Oracle, theta: f64, dims: usize) -> Oracle {
 pub fn softmax_oracle(
     shape: &AttentionShape,
     [q, v]: [&Oracle; 2],
+    sinks: Option<&Oracle>,
     documents: &[Vec<usize>],
     score: impl Fn(usize, usize, usize, usize) -> f64,
 ) -> Oracle {
@@ -617,8 +618,10 @@ pub fn softmax_oracle(
                 let window = shape.window.map_or(0, |w| (i + 1).saturating_sub(w));
                 let keys = documents[b][i].max(window)..i + 1;
                 let scores: Vec<f64> = keys.clone().map(|j| score(b, h, i, j)).collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                let sink = sinks.map(|sinks| sinks.data[h]);
+                let all = || scores.iter().copied().chain(sink);
+                let max = all().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = all().map(|s| (s - max).exp()).sum();
                 for n in 0..head_dim {
                     let value = |j: usize| v.at(&[b, h / group, j, n]);
                     let sum: f64 = scores

@@ -14,9 +14,7 @@ use super::hooks::{
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{Config, Problem};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
-use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, zeros,
-};
+use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, zeros};
 
 /// q, k and v, `[batch, heads or kv_heads, tokens, head_dim]`.
 #[derive(CubeType, CubeLaunch)]

@@ -397,3 +397,23 @@ pub fn row_dots(x: &Heads, y: &Heads) -> CudaTensor {
     }
     sums
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_heads_of_whole_chunks_are_served() {
+        for (dtype, batch_heads, head_dim, served) in [
+            (DType::BF16, 128, 64, true),
+            (DType::BF16, 65_535, 256, true),
+            (DType::BF16, 65_536, 64, false),
+            (DType::BF16, 1, 264, false),
+            (DType::BF16, 1, 100, false),
+            (DType::F32, 1, 64, false),
+        ] {
+            let found = serves(dtype, batch_heads, head_dim);
+            assert_eq!(found, served, "{dtype:?}, {batch_heads} heads of {head_dim} channels");
+        }
+    }
+}

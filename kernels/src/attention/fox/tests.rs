@@ -1,13 +1,15 @@
 //! This variant's cases for the conformance suite, and its numerics at length.
 
+mod cuda;
 mod length;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, ElementConversion, FloatDType, Int, Tensor, s};
 
 use super::Config;
+use super::op::{Forgetting, forgetting};
 use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
-use crate::attention::softmax::{Softmax, softmax};
+use crate::attention::softmax::Softmax;
 use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
 use crate::backend::OpBackend;
 use crate::testing::Oracle;
@@ -19,6 +21,7 @@ impl Conformance for Config {
             Config::default(),
             Config { rope: true, ..Config::default() },
             Config { prune: true, ..Config::default() },
+            Config { sinks: true, ..Config::default() },
         ]
     }
 
@@ -28,7 +31,7 @@ impl Conformance for Config {
         inputs: &[Oracle],
         documents: &[Vec<usize>],
     ) -> Oracle {
-        let [q, k, v, logits] = inputs else { panic!("q, k, v and the gate") };
+        let [q, k, v, logits, sinks @ ..] = inputs else { panic!("q, k, v and the gate") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
         let rotate = |x: &Oracle| match self.rope {
@@ -37,11 +40,16 @@ impl Conformance for Config {
         };
         let (q, k) = (rotate(q), rotate(k));
         let log_decay = |b: usize, h: usize, t: usize| -(-logits.at(&[b, t, h])).exp().ln_1p();
-        softmax_oracle(shape, [&q, v], documents, |b, h, i, j| {
+        softmax_oracle(shape, [&q, v], sinks.first(), documents, |b, h, i, j| {
             let dot: f64 = (0..d).map(|n| q.at(&[b, h, i, n]) * k.at(&[b, h / group, j, n])).sum();
             dot / (d as f64).sqrt() + (j + 1..=i).map(|s| log_decay(b, h, s)).sum::<f64>()
         })
     }
+}
+
+/// The operation of a layer.
+fn of_layer(shape: &AttentionShape) -> Forgetting {
+    Forgetting { core: Softmax::of(shape) }
 }
 
 /// After 16,000 steps that decay by 30 each, the prefix sum is near −500,000, where neighbouring
@@ -59,7 +67,7 @@ fn small_gates_count_after_long_strong_decay() {
     let last = Tensor::<Flex, 4>::ones([1, 1, 1, 8], &device);
     let v = Tensor::cat(vec![Tensor::zeros([1, 1, keys - 1, 8], &device), last], 2);
     let shape = AttentionShape::new(8, 1, 1, 8);
-    let o = softmax(&Softmax::of(&shape), q, k, v, Some(log_decay), None);
+    let o = forgetting(&of_layer(&shape), [q, k, v], log_decay, None, None);
     let got = f64::from(o.into_data().to_vec::<f32>().unwrap()[0]);
     let total: f64 = (0..=weak).map(|n| (-0.001f64 * n as f64).exp()).sum();
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);
@@ -76,8 +84,10 @@ fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dty
     let [q, k, v] = [random(4), random(2), random(2)].map(|x| x.detach().require_grad());
     let log_decay = Tensor::full([2, 4, tokens], -0.5, device);
     let results = |prune: bool, v: Tensor<Autodiff<B>, 4>| {
-        let op = Softmax { prune, ..Softmax::of(&AttentionShape::new(256, 4, 2, tokens)) };
-        let o = softmax(&op, q.clone(), k.clone(), v.clone(), Some(log_decay.clone()), None);
+        let mut op = of_layer(&AttentionShape::new(256, 4, 2, tokens));
+        op.core.prune = prune;
+        let qkv = [q.clone(), k.clone(), v.clone()];
+        let o = forgetting(&op, qkv, log_decay.clone(), None, None);
         let o = o.slice(s![.., .., near.., ..]).cast(FloatDType::F32);
         let grads = o.clone().powi_scalar(2).sum().backward();
         let grads = [&q, &k, &v].map(|x| x.grad(&grads).expect("a gradient").cast(FloatDType::F32));

@@ -67,7 +67,7 @@ impl Conformance for Config {
                 }
             }
         }
-        softmax_oracle(shape, [q, v], documents, |b, h, i, j| scores[b][h][i][j])
+        softmax_oracle(shape, [q, v], None, documents, |b, h, i, j| scores[b][h][i][j])
     }
 }
 

@@ -21,7 +21,9 @@ impl Conformance for Config {
                 ..config.clone()
             },
             Config { ssmax: true, theta: 100.0, ..config.clone() },
-            Config { position: Position::None, ssmax: true, softcap: Some(3.0), ..config },
+            Config { position: Position::None, ssmax: true, softcap: Some(3.0), ..config.clone() },
+            Config { sinks: true, ..config.clone() },
+            Config { position: Position::Alibi, ssmax: true, sinks: true, ..config },
         ]
     }
 
@@ -51,7 +53,8 @@ impl Conformance for Config {
             }
         };
         let (q, k) = (rotated(q, theta, rotary_dims), rotated(k, theta, rotary_dims));
-        softmax_oracle(shape, [&q, v], documents, |b, h, i, j| {
+        let sinks = rest.last().filter(|_| self.sinks);
+        softmax_oracle(shape, [&q, v], sinks, documents, |b, h, i, j| {
             let dot: f64 = (0..d).map(|n| q.at(&[b, h, i, n]) * k.at(&[b, h / group, j, n])).sum();
             let mut score = dot / (d as f64).sqrt();
             if self.ssmax {

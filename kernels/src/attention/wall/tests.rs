@@ -38,7 +38,9 @@ impl Conformance for Config {
             // The one bias of a head sums the gradients of all tokens and channels. From 1 they
             // cancel to 1/2000 of their size in one problem, which leaves f32 no digits to compare.
             Config { key_gate: Some(KeyGate::Scalar), bias_init: 2.0, ..key.clone() },
-            Config { gate_dims: Some(3), evict_below: None, ..key },
+            Config { gate_dims: Some(3), evict_below: None, ..key.clone() },
+            Config { bias_init: 1.0, sinks: true, ..Config::default() },
+            Config { bias_init: 2.0, sinks: true, ..key },
         ]
     }
 
@@ -56,8 +58,9 @@ impl Conformance for Config {
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
         let [q, k] = [&inputs[0], &inputs[1]].map(|x| self.oracle_rotated(x, documents));
         let kept = products(&self.oracle_retention(shape, &k, &inputs[3..]));
+        let sinks = inputs.last().filter(|_| self.sinks);
         let gate_head = |h: usize| if self.gate_heads == GateHeads::Query { h } else { h / group };
-        softmax_oracle(shape, [&q, &inputs[2]], documents, |b, h, i, j| {
+        softmax_oracle(shape, [&q, &inputs[2]], sinks, documents, |b, h, i, j| {
             let kept = channels(&kept, &[b, gate_head(h), i, j]);
             let (q, k) = (channels(&q, &[b, h, i]), channels(&k, &[b, h / group, j]));
             (0..d).map(|n| kept[n] * q[n] * k[n]).sum::<f64>() / (d as f64).sqrt()
