@@ -1,12 +1,15 @@
 //! What the rectified variants share: rows of max(s − τ, 0)^p, normalised queries and keys, and
 //! the difference of two views.
+mod cuda;
+
 use burn::tensor::{Bool, Tensor};
 use longwall_config::Problems;
 
-use super::rowwise::{Weights, positive, power};
+use super::rowwise::{Rowwise, Weights, positive, power};
 use super::{AttentionShape, DocumentStarts};
 use crate::attention::blocks::places_in_documents;
-use crate::backend::OpBackend;
+use crate::backend::{Forward, OpBackend};
+use crate::cuda::CudaTensor;
 use crate::ops::rms_norm::rms_norm;
 
 /// a_ij = max(S_ij, 0)^p, where the scores already have the threshold subtracted.
@@ -40,6 +43,24 @@ impl Weights for Rectified {
         let slope = power(rest.clone(), self.power - 1);
         let d_scores = d_weights * slope.clone() * self.power as f32;
         [slope * rest, d_scores]
+    }
+
+    fn cuda_forward(
+        op: &Rowwise<Self>,
+        inputs: [&CudaTensor; 3],
+        documents: Option<&CudaTensor>,
+        needs: bool,
+    ) -> Option<Forward<CudaTensor>> {
+        cuda::forward(op, inputs, documents, needs)
+    }
+
+    fn cuda_backward(
+        op: &Rowwise<Self>,
+        saved: [CudaTensor; 3],
+        documents: Option<&CudaTensor>,
+        grad: &CudaTensor,
+    ) -> [CudaTensor; 3] {
+        cuda::backward(op, &saved, documents, grad)
     }
 }
 

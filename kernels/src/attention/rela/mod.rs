@@ -55,6 +55,8 @@ impl Default for Config {
 impl Cached for Config {
     const SOURCE: &'static str = "rectified linear attention, ReLA (Zhang et al., 2021)";
 
+    const KERNELS: &'static [&'static str] = &["cuda"];
+
     fn rotation(&self) -> Option<Rotation> {
         Rotation::chosen(self.rope, self.theta, self.scaling)
     }

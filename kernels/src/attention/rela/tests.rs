@@ -36,3 +36,5 @@ impl Conformance for Config {
         rows(&o, |row| layer_norm(row, norm, bias, 1e-5))
     }
 }
+
+crate::attention::conformance::bf16_suite!(Config);

@@ -28,6 +28,7 @@ use super::blocks::{
     Block, by_query_blocks, copied, hidden, positions, query_blocks, repeat_heads, sum_groups,
 };
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
+use crate::cuda::CudaTensor;
 use crate::ops::activation::Activation;
 use crate::ops::matmul::MatMul;
 
@@ -50,6 +51,28 @@ pub trait Weights: Clone + Debug + Send + Sync + 'static {
         hidden: Tensor<B, 4, Bool>,
         d_weights: Tensor<B, 4>,
     ) -> [Tensor<B, 4>; 2];
+
+    /// The kernel for CUDA, without offsets, as [`Op::cuda_forward`]; q, k and v are what it saves.
+    fn cuda_forward(
+        op: &Rowwise<Self>,
+        inputs: [&CudaTensor; 3],
+        documents: Option<&CudaTensor>,
+        needs: bool,
+    ) -> Option<Forward<CudaTensor>> {
+        let _ = (op, inputs, documents, needs);
+        None
+    }
+
+    /// The gradients of q, k and v by the kernel for CUDA.
+    fn cuda_backward(
+        op: &Rowwise<Self>,
+        saved: [CudaTensor; 3],
+        documents: Option<&CudaTensor>,
+        grad: &CudaTensor,
+    ) -> [CudaTensor; 3] {
+        let _ = (saved, documents, grad);
+        unreachable!("{op:?} has no kernel for CUDA")
+    }
 }
 
 /// The core's settings.
@@ -193,42 +216,57 @@ impl<W: Weights> Rowwise<W> {
     }
 }
 
-/// The operation for q, k, v (3 inputs), and the offsets (4).
-macro_rules! operation {
-    ($inputs:literal) => {
-        impl<W: Weights> Op<$inputs> for Rowwise<W> {
-            fn reference<B: OpBackend>(
-                &self,
-                inputs: [FloatTensor<B>; $inputs],
-                ints: &[IntTensor<B>],
-            ) -> FloatTensor<B> {
-                primitive(self.attend(&Inputs::<B>::new(inputs, ints)))
-            }
+/// q, k, v and, with 4 inputs, the offsets.
+impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
+    fn reference<B: OpBackend>(
+        &self,
+        inputs: [FloatTensor<B>; N],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        primitive(self.attend(&Inputs::<B>::new(inputs, ints)))
+    }
 
-            fn cpu_forward(
-                &self,
-                inputs: &[FlexTensor; $inputs],
-                ints: &[FlexTensor],
-                needs: [bool; $inputs],
-            ) -> Option<Forward<FlexTensor>> {
-                self.forward(inputs, ints, needs)
-            }
+    fn cpu_forward(
+        &self,
+        inputs: &[FlexTensor; N],
+        ints: &[FlexTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<FlexTensor>> {
+        self.forward(inputs, ints, needs)
+    }
 
-            fn cpu_backward(
-                &self,
-                saved: Vec<FlexTensor>,
-                ints: &[FlexTensor],
-                grad: FlexTensor,
-                _needs: [bool; $inputs],
-            ) -> [Option<FlexTensor>; $inputs] {
-                self.backward(saved, ints, grad)
-            }
-        }
-    };
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; N],
+    ) -> [Option<FlexTensor>; N] {
+        self.backward(saved, ints, grad)
+    }
+
+    fn cuda_forward(
+        &self,
+        inputs: &[CudaTensor; N],
+        ints: &[CudaTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<CudaTensor>> {
+        let [q, k, v] = inputs.each_ref()[..] else { return None };
+        W::cuda_forward(self, [q, k, v], ints.first(), needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; N],
+    ) -> [Option<CudaTensor>; N] {
+        let saved = saved.try_into().expect("q, k and v are saved");
+        let mut gradients = W::cuda_backward(self, saved, ints.first(), &grad).into_iter();
+        std::array::from_fn(|_| gradients.next())
+    }
 }
-
-operation!(3);
-operation!(4);
 
 /// max(x, 0), and 0 where `hidden`; a NaN stays a NaN.
 pub fn positive<B: OpBackend>(x: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {

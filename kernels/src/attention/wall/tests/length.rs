@@ -86,7 +86,7 @@ fn problem<B: OpBackend>(
     n: usize,
     chunk: usize,
 ) -> (Past<B>, Rows<B>) {
-    let all = rows(&shape(), q, keys(&shape(), [k, v, g]));
+    let all = rows(&shape(), q, keys(&shape(), [k, v, g]), None);
     let mut past = Past::new(chunk, None);
     if first > 0 {
         past.push(all.keys.cut(0, first));
