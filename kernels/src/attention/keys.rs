@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn keys_are_those_of_the_table() {
-        assert_eq!(of::<crate::attention::fox::Config>(), ["rope", "theta", "prune"]);
+        assert_eq!(of::<crate::attention::fox::Config>(), ["rope", "theta", "prune", "sinks"]);
         assert!(of::<String>().is_empty());
     }
 }

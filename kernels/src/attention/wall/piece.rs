@@ -249,9 +249,11 @@ pub(super) fn attend_piece<B: OpBackend>(
     past: impl FnOnce(Tensor<B, 5>) -> Vec<Part<B>>,
 ) -> Tensor<B, 5> {
     let (own, queries) = own_parts(rows, sight);
-    let mut past = past(queries);
-    past.extend(rows.sinks.as_ref().map(|sinks| sink_part(rows, sinks)));
-    let top = row_maximum(&own, &past);
+    let past = past(queries);
+    let mut top = row_maximum(&own, &past);
+    if let Some(sinks) = &rows.sinks {
+        top = top.clone().max_pair(sinks.clone().detach().expand(top.dims()));
+    }
     let mut own = own.into_iter();
     let diagonal = own.next().expect("the diagonal sub-blocks");
     let sub = diagonal.scores.dims()[3];
@@ -266,15 +268,12 @@ pub(super) fn attend_piece<B: OpBackend>(
         sums = sums + weigh(part, top.clone()).sum_dim(2);
     }
     let value_dim = sums.dims()[4] - 1;
-    sums.clone().narrow(4, 0, value_dim) / sums.narrow(4, value_dim, 1)
-}
-
-/// A key whose score is the sink, without a value.
-fn sink_part<B: OpBackend>(rows: &Rows<B>, sinks: &Tensor<B, 5>) -> Part<B> {
-    let [n, group, ..] = sinks.dims();
-    let value_dim = rows.keys.v.dims()[4];
-    let scores = sinks.clone().expand([n, group, 1, rows.len(), 1]);
-    Part { scores, values: Tensor::zeros([n, 1, 1, 1, value_dim], &sinks.device()) }
+    let mut total = sums.clone().narrow(4, value_dim, 1);
+    if let Some(sinks) = &rows.sinks {
+        // A sink has no value.
+        total = total + (sinks.clone() - top).exp();
+    }
+    sums.narrow(4, 0, value_dim) / total
 }
 
 /// Values of kv heads, repeated for `n` = batch · gate heads.
