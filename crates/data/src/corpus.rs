@@ -1,152 +1,106 @@
-//! Where text comes from: files of several formats, cut into documents in an order that never
-//! varies.
+//! Text to be encoded: the [`Corpus`] trait, and what its implementations share.
 
-mod cargo;
 pub(crate) mod discover;
 mod document;
-mod parquet;
 mod reader;
 
+use std::fmt::Debug;
 use std::path::PathBuf;
 
-use crate::config::default_text_field;
-use crate::{DataError, SourceConfig};
+use crate::DataError;
 
-pub(crate) use document::{Document, Outcome};
-pub(crate) use reader::{Position, ReadBytes, read};
+pub use document::{Document, Outcome, Payload, Text};
+pub use reader::{FileDocuments, Position, ReadBytes, Sink, Stop};
+pub(crate) use reader::{open, read, read_error};
 
-/// A corpus of text.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Corpus {
-    /// Text, JSONL and Parquet files; see [`SourceConfig::Text`].
-    Files {
-        /// Files, folders and patterns.
-        paths: Vec<PathBuf>,
-        /// Field or column that holds the text.
-        text_field: String,
-        /// What separates the documents of a plain text file.
-        separator: Option<String>,
-    },
-    /// Rust sources in cargo's registry folder; see [`SourceConfig::CargoSources`].
-    CargoSources {
-        /// Bytes to read, at most.
-        max_bytes: u64,
-        /// The `registry/src` folder, if not that of `CARGO_HOME` or `~/.cargo`.
-        path: Option<PathBuf>,
-    },
+/// Text in documents: what [`prepare`](crate::prepare()) encodes into shards, and
+/// [`train_bpe`](crate::train_bpe) learns from.
+pub trait Corpus: Debug + Send + Sync {
+    /// The corpus in words, for manifests.
+    fn describe(&self) -> String;
+
+    /// What decides the documents beside the input files. It is part of the key that prepared
+    /// shards are found by: with other settings, the text is prepared again.
+    fn settings(&self) -> String;
+
+    /// Whether text in the cache stays valid whatever happens to the input files. If not, their
+    /// paths, sizes and times of change are part of the key.
+    fn is_frozen_in_cache(&self) -> bool {
+        false
+    }
+
+    /// Finds the input files.
+    ///
+    /// # Errors
+    /// When a file or folder is missing, or nothing can be read.
+    fn find(&self) -> Result<Inputs, DataError>;
+
+    /// Hands the documents to `sink`, in an order that depends on `inputs` alone. Those in front of
+    /// [`Sink::start`] may be left out.
+    ///
+    /// # Errors
+    /// [`Stop::Failed`] for input that cannot be read, and [`Stop::Closed`] from the sink.
+    fn read(&self, inputs: &Inputs, sink: &mut Sink) -> Result<(), Stop>;
 }
 
-impl Corpus {
-    /// Files with the default text field, one document each if they are plain text.
-    pub fn files(paths: Vec<PathBuf>) -> Self {
-        Corpus::Files { paths, text_field: default_text_field(), separator: None }
-    }
-
-    /// The corpus of a source; `None` for kinds that hold no text.
-    pub fn of_source(source: &SourceConfig) -> Option<Self> {
-        match source {
-            SourceConfig::Text { paths, text_field, separator, .. } => Some(Corpus::Files {
-                paths: paths.clone(),
-                text_field: text_field.clone(),
-                separator: separator.clone(),
-            }),
-            SourceConfig::CargoSources { max_bytes, path, .. } => {
-                Some(Corpus::CargoSources { max_bytes: *max_bytes, path: path.clone() })
-            }
-            SourceConfig::Shards { .. }
-            | SourceConfig::Passkey { .. }
-            | SourceConfig::Fflm { .. } => None,
-        }
-    }
-
-    /// Finds the corpus's files.
-    pub(crate) fn open(&self) -> Result<Inputs, DataError> {
-        match self {
-            Corpus::Files { paths, text_field, separator } => Ok(Inputs {
-                files: discover::text_files(paths)?,
-                reading: Reading::Files {
-                    text_field: text_field.clone(),
-                    separator: separator.clone(),
-                },
-            }),
-            Corpus::CargoSources { max_bytes, path } => {
-                let folder = cargo::registry(path.as_deref())?;
-                let files = cargo::files(&folder)?;
-                Ok(Inputs { files, reading: Reading::Cargo { folder, max_bytes: *max_bytes } })
-            }
-        }
-    }
-
-    /// The corpus in words, for manifests and messages.
-    pub(crate) fn describe(&self) -> String {
-        match self {
-            Corpus::Files { paths, .. } => {
-                let paths: Vec<String> =
-                    paths.iter().map(|path| path.display().to_string()).collect();
-                paths.join(", ")
-            }
-            Corpus::CargoSources { max_bytes, path } => {
-                let folder = path
-                    .as_ref()
-                    .map_or("cargo's registry folder".into(), |path| path.display().to_string());
-                format!("at most {max_bytes} bytes of Rust sources in {folder}")
-            }
-        }
-    }
-}
-
-/// The files of a corpus, and how to read them.
+/// The input files of a corpus, in the order in which they are read.
 #[derive(Debug)]
-pub(crate) struct Inputs {
-    pub(crate) files: Vec<InputFile>,
-    pub(crate) reading: Reading,
+pub struct Inputs {
+    /// The files.
+    pub files: Vec<InputFile>,
+    /// Bytes that will be read, compressed where the files are; for progress.
+    pub total_bytes: u64,
 }
 
 impl Inputs {
-    /// Bytes of input, compressed where the files are.
-    pub(crate) fn total_bytes(&self) -> u64 {
-        let files = self.files.iter().map(|file| file.bytes).sum();
-        match self.reading {
-            Reading::Files { .. } => files,
-            Reading::Cargo { max_bytes, .. } => max_bytes.min(files),
-        }
+    /// Files that are read to their end.
+    pub fn new(files: Vec<InputFile>) -> Self {
+        let total_bytes = files.iter().map(|file| file.bytes).sum();
+        Inputs { files, total_bytes }
     }
 }
 
-#[derive(Debug)]
-pub(crate) enum Reading {
-    Files { text_field: String, separator: Option<String> },
-    Cargo { folder: PathBuf, max_bytes: u64 },
-}
-
-/// One file.
+/// One input file.
 #[derive(Clone, Debug)]
-pub(crate) struct InputFile {
-    pub(crate) path: PathBuf,
-    pub(crate) format: Format,
-    pub(crate) compression: Compression,
-    pub(crate) bytes: u64,
+pub struct InputFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What it holds, by its name.
+    pub format: Format,
+    /// How it is compressed, by its name.
+    pub compression: Compression,
+    /// Its size on the disk.
+    pub bytes: u64,
     /// Time of the last change, in nanoseconds since 1970.
-    pub(crate) modified: u128,
+    pub modified: u128,
     /// Whether the user named this very file: then it must be text.
-    pub(crate) named: bool,
+    pub named: bool,
 }
 
+/// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
+pub enum Format {
+    /// Plain text.
     Plain,
+    /// One JSON object a line.
     JsonLines,
+    /// A Parquet table.
     Parquet,
 }
 
+/// How a file is compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Compression {
+pub enum Compression {
+    /// Not at all.
     None,
+    /// gzip.
     Gzip,
+    /// Zstandard.
     Zstd,
 }
 
 impl Compression {
+    /// The name in messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Compression::None => "plain",
@@ -155,6 +109,3 @@ impl Compression {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

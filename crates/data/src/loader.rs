@@ -11,14 +11,15 @@
 //! So no state is kept: a cursor is the number of the next row.
 
 mod open;
-mod source;
+mod windows;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::mixture::Mixture;
+use crate::sources::RowGenerator;
 use crate::{DataConfig, DataError, Progress, Tokenizer};
-use source::Source;
+use windows::Windows;
 
 /// Which part of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -110,10 +111,32 @@ pub struct Loader {
     document_mask: bool,
     end_of_text: i32,
     tokenizer: String,
-    sources: Vec<Source>,
+    sources: Vec<SourceRows>,
     summaries: Vec<SourceSummary>,
     weights: Vec<f64>,
     plan: Plan,
+}
+
+/// The rows of one source.
+#[derive(Debug)]
+enum SourceRows {
+    /// Cut from a stream of tokens.
+    Windows(Windows),
+    /// Made by the source.
+    Generated(Box<dyn RowGenerator>),
+}
+
+impl SourceRows {
+    /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
+    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+        match self {
+            SourceRows::Windows(windows) => {
+                windows.fill(index, tokens);
+                weights.fill(1.0);
+            }
+            SourceRows::Generated(rows) => rows.fill(index, tokens, weights),
+        }
+    }
 }
 
 /// Which source a row comes from.

@@ -8,23 +8,25 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use flate2::read::MultiGzDecoder;
 use serde::{Deserialize, Serialize};
 
-use super::document::Payload;
-use super::{Compression, Document, Format, InputFile, Inputs, Reading, cargo, parquet};
+use super::{Compression, Corpus, Document, InputFile, Inputs, Payload};
 use crate::DataError;
 
 /// The next document to read: a file, and how many of its documents are done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(crate) struct Position {
-    pub(crate) input: usize,
-    pub(crate) document: u64,
+pub struct Position {
+    /// Index of the input file.
+    pub input: usize,
+    /// Documents of that file in front of this one.
+    pub document: u64,
 }
 
 /// Counts the bytes of input that were read, compressed where the files are.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct ReadBytes(Arc<AtomicU64>);
+pub struct ReadBytes(Arc<AtomicU64>);
 
 impl ReadBytes {
-    pub(crate) fn add(&self, bytes: u64) {
+    /// Counts `bytes` more.
+    pub fn add(&self, bytes: u64) {
         self.0.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -35,9 +37,11 @@ impl ReadBytes {
 }
 
 /// Why reading stopped before the end.
-pub(crate) enum Stop {
+#[derive(Debug)]
+pub enum Stop {
     /// The receiver wants no more.
     Closed,
+    /// The input cannot be read.
     Failed(DataError),
 }
 
@@ -47,124 +51,87 @@ impl From<DataError> for Stop {
     }
 }
 
-/// Takes a document and the position behind it; false ends the reading.
-pub(crate) type Emit<'a> = dyn FnMut(Document, Position) -> bool + 'a;
+/// Takes the documents that a corpus reads.
+pub struct Sink<'a> {
+    start: Position,
+    read_bytes: &'a ReadBytes,
+    emit: &'a mut dyn FnMut(Document, Position) -> bool,
+}
 
-/// Hands the documents from `start` on to `emit`, in order.
+impl<'a> Sink<'a> {
+    /// The first document that is wanted.
+    pub fn start(&self) -> Position {
+        self.start
+    }
+
+    /// The count of bytes that were read.
+    pub fn read_bytes(&self) -> &'a ReadBytes {
+        self.read_bytes
+    }
+
+    /// Takes the documents of the file at index `input`, all of them and in order.
+    pub fn file(&mut self, input: usize) -> FileDocuments<'_, 'a> {
+        let skipped = match input.cmp(&self.start.input) {
+            std::cmp::Ordering::Less => u64::MAX,
+            std::cmp::Ordering::Equal => self.start.document,
+            std::cmp::Ordering::Greater => 0,
+        };
+        FileDocuments { input, skipped, count: 0, sink: self }
+    }
+}
+
+/// Takes the documents of one file, and leaves out those in front of [`Sink::start`].
+pub struct FileDocuments<'s, 'a> {
+    input: usize,
+    skipped: u64,
+    count: u64,
+    sink: &'s mut Sink<'a>,
+}
+
+impl FileDocuments<'_, '_> {
+    /// Takes the next document.
+    ///
+    /// # Errors
+    /// [`Stop::Closed`] when no more are wanted.
+    pub fn emit(&mut self, payload: Payload) -> Result<(), Stop> {
+        self.emit_grouped(payload, None)
+    }
+
+    /// Takes the next document; those of one `group` end up in one split.
+    ///
+    /// # Errors
+    /// As [`emit`](Self::emit).
+    pub fn emit_grouped(&mut self, payload: Payload, group: Option<String>) -> Result<(), Stop> {
+        self.count += 1;
+        if self.count <= self.skipped {
+            return Ok(());
+        }
+        let document = Document { input: self.input, payload, group };
+        let next = Position { input: self.input, document: self.count };
+        if (self.sink.emit)(document, next) { Ok(()) } else { Err(Stop::Closed) }
+    }
+}
+
+/// Hands the documents of a corpus from `start` on to `emit`, in order, each with the position
+/// behind it, until `emit` returns false.
 pub(crate) fn read(
+    corpus: &dyn Corpus,
     inputs: &Inputs,
     start: Position,
     read_bytes: &ReadBytes,
-    emit: &mut Emit,
+    emit: &mut dyn FnMut(Document, Position) -> bool,
 ) -> Result<(), DataError> {
-    let result = match &inputs.reading {
-        Reading::Cargo { folder, max_bytes } => {
-            cargo::read(inputs, folder, *max_bytes, start, read_bytes, emit)
-        }
-        Reading::Files { text_field, separator } => {
-            read_files(inputs, text_field, separator.as_deref(), start, read_bytes, emit)
-        }
-    };
-    match result {
+    match corpus.read(inputs, &mut Sink { start, read_bytes, emit }) {
         Ok(()) | Err(Stop::Closed) => Ok(()),
         Err(Stop::Failed(error)) => Err(error),
     }
 }
 
-fn read_files(
-    inputs: &Inputs,
-    text_field: &str,
-    separator: Option<&str>,
-    start: Position,
-    read_bytes: &ReadBytes,
-    emit: &mut Emit,
-) -> Result<(), Stop> {
-    read_bytes.add(inputs.files[..start.input].iter().map(|file| file.bytes).sum());
-    for (input, file) in inputs.files.iter().enumerate().skip(start.input) {
-        let skip = if input == start.input { start.document } else { 0 };
-        let mut out = Output { input, skip, done: 0, emit };
-        match (file.format, separator) {
-            (Format::Parquet, _) => parquet::read(file, text_field, read_bytes, &mut out)?,
-            (Format::JsonLines, _) => read_lines(file, read_bytes, &mut out)?,
-            (Format::Plain, Some(separator)) => {
-                read_separated(file, separator, read_bytes, &mut out)?
-            }
-            (Format::Plain, None) if file.compression == Compression::None => {
-                out.emit(0, Payload::File)?;
-                read_bytes.add(file.bytes);
-            }
-            (Format::Plain, None) => {
-                let mut text = Vec::new();
-                open(file, read_bytes)?
-                    .read_to_end(&mut text)
-                    .map_err(|error| read_error(file, error))?;
-                out.emit(0, Payload::Text(text))?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Counts one file's documents and leaves out those that are done.
-pub(crate) struct Output<'a, 'b> {
-    input: usize,
-    skip: u64,
-    done: u64,
-    emit: &'a mut Emit<'b>,
-}
-
-impl Output<'_, '_> {
-    pub(crate) fn emit(&mut self, line: u64, payload: Payload) -> Result<(), Stop> {
-        self.done += 1;
-        if self.done <= self.skip {
-            return Ok(());
-        }
-        let document = Document { input: self.input, line, payload, group: None };
-        let next = Position { input: self.input, document: self.done };
-        if (self.emit)(document, next) { Ok(()) } else { Err(Stop::Closed) }
-    }
-}
-
-fn read_lines(file: &InputFile, read_bytes: &ReadBytes, out: &mut Output) -> Result<(), Stop> {
-    let mut reader = open(file, read_bytes)?;
-    for number in 1.. {
-        let mut line = Vec::new();
-        if reader.read_until(b'\n', &mut line).map_err(|error| read_error(file, error))? == 0 {
-            break;
-        }
-        if !line.trim_ascii().is_empty() {
-            out.emit(number, Payload::Json(line))?;
-        }
-    }
-    Ok(())
-}
-
-/// Cuts a plain text file at every `separator`, which belongs to no document.
-fn read_separated(
+/// Opens a file; what is read of it is decompressed on the way, and its bytes are counted.
+pub(crate) fn open(
     file: &InputFile,
-    separator: &str,
     read_bytes: &ReadBytes,
-    out: &mut Output,
-) -> Result<(), Stop> {
-    let mut reader = open(file, read_bytes)?;
-    let separator = separator.as_bytes();
-    let last = separator[separator.len() - 1];
-    let mut text = Vec::new();
-    loop {
-        let count = reader.read_until(last, &mut text).map_err(|error| read_error(file, error))?;
-        let found = text.ends_with(separator);
-        if count == 0 || found {
-            text.truncate(text.len() - if found { separator.len() } else { 0 });
-            out.emit(0, Payload::Text(std::mem::take(&mut text)))?;
-        }
-        if count == 0 {
-            return Ok(());
-        }
-    }
-}
-
-/// Opens a file and decompresses it on the way.
-fn open(file: &InputFile, read_bytes: &ReadBytes) -> Result<Box<dyn BufRead>, DataError> {
+) -> Result<Box<dyn BufRead>, DataError> {
     const BUFFER: usize = 256 * 1024;
     let raw = File::open(&file.path).map_err(|source| DataError::read(&file.path, source))?;
     let raw = BufReader::with_capacity(BUFFER, Counted { raw, read_bytes: read_bytes.clone() });
@@ -179,7 +146,8 @@ fn open(file: &InputFile, read_bytes: &ReadBytes) -> Result<Box<dyn BufRead>, Da
     })
 }
 
-fn read_error(file: &InputFile, source: io::Error) -> DataError {
+/// The error of reading from what [`open`] returned.
+pub(crate) fn read_error(file: &InputFile, source: io::Error) -> DataError {
     match file.compression {
         Compression::None => DataError::read(&file.path, source),
         codec => DataError::Decompress { path: file.path.clone(), codec: codec.name(), source },

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::{PrepareOptions, in_use};
-use crate::input::{Inputs, Position};
+use crate::corpus::{Inputs, Position};
 use crate::shard::{
     LengthHistogram, Manifest, ShardEntry, Skipped, SplitState, SplitSummary, TokenizerStamp,
     write_json,

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::PrepareOptions;
 use super::journal::{Journal, SplitProgress, State};
-use crate::input::{Document, Inputs, Outcome, Position, ReadBytes, read};
+use crate::corpus::{Document, Inputs, Outcome, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
 use crate::{DataError, Progress, Tokenizer};
 
@@ -62,7 +62,7 @@ pub(super) fn run(
         let (to_write, encoded) = sync_channel::<Done>(WAITING);
         let start = writer.state.position;
         let counter = &read_bytes;
-        scope.spawn(move || read_batches(options.batch_bytes, inputs, start, counter, &to_encode));
+        scope.spawn(move || read_batches(options, inputs, start, counter, &to_encode));
         scope.spawn(move || {
             pool.install(|| encode_batches(options, tokenizer, inputs, documents, &to_write))
         });
@@ -72,7 +72,7 @@ pub(super) fn run(
 }
 
 fn read_batches(
-    batch_bytes: u64,
+    options: &PrepareOptions,
     inputs: &Inputs,
     start: Position,
     read_bytes: &ReadBytes,
@@ -80,11 +80,11 @@ fn read_batches(
 ) {
     let mut batch = Batch { items: Vec::new(), next: start };
     let mut bytes = 0;
-    let result = read(inputs, start, read_bytes, &mut |document, next| {
+    let result = read(&*options.corpus, inputs, start, read_bytes, &mut |document, next| {
         bytes += document.weight(inputs);
         batch.items.push(document);
         batch.next = next;
-        if bytes < batch_bytes && batch.items.len() < BATCH_DOCUMENTS {
+        if bytes < options.batch_bytes && batch.items.len() < BATCH_DOCUMENTS {
             return true;
         }
         bytes = 0;
