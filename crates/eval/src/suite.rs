@@ -1,6 +1,7 @@
 //! The trait behind which every suite stands, and what passes through it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -19,8 +20,9 @@ use crate::{EvalError, LogLikelihood};
 /// A trial's request is a pure function of the suite's options and the trial, so that a suite can
 /// be cut short and resumed, and gives the same samples whatever the order and the batch.
 pub trait Suite: Sized {
-    /// The options a user sets: command-line arguments and a table of a configuration file.
-    type Options: Serialize;
+    /// The suite's own options, which a user sets on the command line or in a table of a
+    /// configuration file, beside those that every suite has.
+    type Options: clap::Args + Serialize + DeserializeOwned;
     /// What [`judge`](Self::judge) says of an answer; one line of `samples.jsonl` keeps it.
     type Verdict: Serialize + DeserializeOwned;
 
@@ -28,6 +30,9 @@ pub trait Suite: Sized {
     const NAME: &'static str;
     /// Bumped whenever a change of the suite changes its numbers.
     const VERSION: u32;
+    /// The random streams of its samples. No two suites share one, so that equal seeds draw
+    /// different samples in each.
+    const STREAMS: Range<u64>;
 
     /// Records every option that is out of range.
     fn validate(options: &Self::Options, problems: &mut Problems);
@@ -37,12 +42,6 @@ pub trait Suite: Sized {
     /// # Errors
     /// Lengths the prompt cannot fit, text that is missing or too short.
     fn open(options: &Self::Options, setting: &Setting<'_>) -> Result<Self, EvalError>;
-
-    /// The seed every sample comes from.
-    fn seed(&self) -> u64;
-
-    /// How many sequences a call of the model gets.
-    fn batching(&self) -> Batching;
 
     /// What the options left open and [`open`](Self::open) decided: default lengths, the text read.
     /// Part of the settings that a resumed evaluation must share.
@@ -82,6 +81,8 @@ pub struct Setting<'a> {
     pub max_len: Option<usize>,
     /// The device, as [`EvalModel::device`](crate::EvalModel::device) names it.
     pub device: &'a str,
+    /// The seed that all samples come from.
+    pub seed: u64,
     /// The run's own held-out text, where it has one.
     pub held_out: Option<&'a dyn HeldOut>,
 }
@@ -210,15 +211,6 @@ pub struct Scoring {
     pub scores: Vec<Score>,
     /// Further results of this suite alone: curves, bins.
     pub details: Value,
-}
-
-/// The size of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Batching {
-    /// The most sequences in a call.
-    pub rows: usize,
-    /// The most tokens in a call; a longer sequence is alone in its call.
-    pub tokens: usize,
 }
 
 /// Where and as what an evaluation runs.

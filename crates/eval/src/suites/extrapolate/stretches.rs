@@ -62,7 +62,7 @@ impl Stretches {
                 "the text is too short for lengths {left_out:?}: the longest here is {longest}"
             );
         }
-        let stretches = text.stretches(longest, options.sequences, options.seed);
+        let stretches = text.stretches(longest, options.sequences, setting.seed);
         if stretches.len() < options.sequences {
             tracing::warn!(
                 "the text has {} stretches of {longest} tokens; {} were asked for",
@@ -155,7 +155,7 @@ impl Text {
         }
         let mut files = list_files(&options.text)?;
         let source = format!("{} files of --text", files.len());
-        files.shuffle(&mut ChaCha8Rng::seed_from_u64(options.seed));
+        files.shuffle(&mut ChaCha8Rng::seed_from_u64(setting.seed));
         let mut documents = Vec::new();
         if options.packed {
             let name = source.clone();

@@ -65,7 +65,7 @@ impl Haystack {
         let (source, tokens) = match options.haystack {
             HaystackKind::Text if !options.text.is_empty() => {
                 let files = format!("{} files of --text", list_files(&options.text)?.len());
-                (files, from_files(options, tokenizer, wanted)?)
+                (files, from_files(options, setting, wanted)?)
             }
             HaystackKind::Text => {
                 let held_out = setting.held_out.ok_or_else(|| no_text("niah"))?;
@@ -78,7 +78,7 @@ impl Haystack {
                 (held_out.describe(), tokens)
             }
             HaystackKind::Noise => {
-                let tokens = noise(options.seed, wanted, tokenizer);
+                let tokens = noise(setting.seed, wanted, tokenizer);
                 ("sentences of made-up words".to_string(), tokens)
             }
             HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
@@ -140,18 +140,18 @@ impl Haystack {
 /// Whole files in a seeded order, until there are enough tokens.
 fn from_files(
     options: &NiahOptions,
-    tokenizer: &Tokenizer,
+    setting: &Setting<'_>,
     wanted: usize,
 ) -> Result<Vec<u32>, EvalError> {
     let mut files = list_files(&options.text)?;
-    files.shuffle(&mut ChaCha8Rng::seed_from_u64(options.seed));
-    let newline = tokenizer.encode("\n");
+    files.shuffle(&mut ChaCha8Rng::seed_from_u64(setting.seed));
+    let newline = setting.tokenizer.encode("\n");
     let mut tokens = Vec::new();
     for file in files {
         if tokens.len() >= wanted {
             break;
         }
-        tokens.extend(read_document(&file, tokenizer)?.tokens);
+        tokens.extend(read_document(&file, setting.tokenizer)?.tokens);
         tokens.extend(&newline);
     }
     Ok(tokens)
@@ -193,6 +193,7 @@ mod tests {
             train_seq_len: 64,
             max_len: None,
             device: "cpu",
+            seed: 0,
             held_out: None,
         };
         let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
