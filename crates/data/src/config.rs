@@ -1,4 +1,4 @@
-//! The `[data]` table: what is read, how it is cut into rows, what is held out.
+//! The `[data]` table: what is read, how it is cut into rows, and what is held out.
 
 use std::path::PathBuf;
 

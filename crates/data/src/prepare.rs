@@ -1,5 +1,5 @@
-//! Text to token shards: parallel, in bounded memory, the same bytes whatever the number of
-//! threads, and resumable after an interruption.
+//! Encodes text into token shards: in parallel, in bounded memory, with the same bytes whatever the
+//! number of threads, and resumable after an interruption.
 
 mod journal;
 mod options;
@@ -112,13 +112,13 @@ fn prepare_inputs(
             let encoded_bytes = manifest.bytes - before;
             Ok(report(options, manifest, start, encoded_bytes, started))
         }
-        // What was written can be continued once the disk, or the user, is ready.
+        // A later run can continue what was written.
         Err(
             error @ (DataError::Write { .. }
             | DataError::Read { .. }
             | DataError::Interrupted { .. }),
         ) => Err(error),
-        // To mend the input changes it: nothing here would be of use.
+        // The input must be changed, so nothing written so far can be used.
         Err(error) => {
             discard(options, &journal);
             lock.release();
@@ -218,8 +218,8 @@ fn listing(inputs: &Inputs) -> String {
     hex(&sha.finalize())
 }
 
-/// Keeps other processes out of a folder; waits for them to end. The ranks of a distributed run
-/// all open the loader: one of them prepares, and the others find the result.
+/// Keeps other processes out of a folder, and waits for one that is there. The ranks of a
+/// distributed run all open the loader: one of them prepares, and the others find the result.
 struct Lock {
     path: PathBuf,
     _file: File,

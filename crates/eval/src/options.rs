@@ -171,9 +171,9 @@ pub(crate) fn check_answer(
     Ok(problems.into_result()?)
 }
 
-/// The generator of one sample: its key is the numbers of the trial themselves, so that a sample
-/// depends on the seed and its own place, and never on which other samples are taken. `stream`
-/// tells the suites apart.
+/// The random generator of one sample. Its key holds the seed and the trial's length, depth and
+/// index, so that a sample never depends on which others are taken; `stream` is one of the suite's
+/// own ([`Suite::STREAMS`](crate::Suite::STREAMS)).
 pub(crate) fn sample_rng(seed: u64, stream: u64, trial: &Trial) -> ChaCha8Rng {
     let depth = trial.depth.map_or(u64::MAX, f64::to_bits);
     let mut key = [0; 32];

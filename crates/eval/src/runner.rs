@@ -13,7 +13,7 @@ use crate::report::{Report, TokenizerReport};
 use crate::suite::{Answer, Call, ProgressUpdate, Request, RunContext, Setting, Suite, Trial};
 use crate::{EvalError, EvalModel};
 
-/// Batches whose requests are made at one time: enough to sort by length, few enough for memory.
+/// Batches whose requests are made at a time: enough to sort them by length, few enough for memory.
 const BATCHES_AT_A_TIME: usize = 16;
 
 /// Records every option of a suite that is out of range.
@@ -110,7 +110,7 @@ fn blank_report<S: Suite>(
     }
 }
 
-/// What a resumed evaluation must share with the one it goes on from.
+/// What a resumed evaluation must have in common with the one it continues.
 fn settings(report: &Report) -> Value {
     let mut options = report.config.clone();
     if let Some(options) = options.as_object_mut() {
@@ -256,7 +256,7 @@ fn ask(
     Ok(answers)
 }
 
-/// What a batch gives the model; batches hold calls of one kind.
+/// The inputs of a batch, whose calls are all of one kind.
 fn inputs<T>(batch: &[&(&Trial, Request)], input: impl Fn(&Call) -> Option<T>) -> Vec<T> {
     batch
         .iter()
@@ -275,7 +275,7 @@ fn check_count(what: &str, found: usize, expected: usize) -> Result<(), EvalErro
     })
 }
 
-/// Samples a second, and the time left by the tokens that are left.
+/// Measures samples a second, and estimates the time left from the tokens left.
 struct Speed {
     start: Instant,
     total: u64,

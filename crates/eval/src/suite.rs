@@ -1,4 +1,4 @@
-//! The trait behind which every suite stands, and what passes through it.
+//! The trait that every suite implements, and the types that it uses.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,7 +23,7 @@ pub trait Suite: Sized {
     /// The suite's own options, which a user sets on the command line or in a table of a
     /// configuration file, beside those that every suite has.
     type Options: clap::Args + Serialize + DeserializeOwned;
-    /// What [`judge`](Self::judge) says of an answer; one line of `samples.jsonl` keeps it.
+    /// The result of [`judge`](Self::judge), kept in a line of `samples.jsonl`.
     type Verdict: Serialize + DeserializeOwned;
 
     /// The suite's name on the command line, in configuration files and as its folder.
@@ -56,10 +56,10 @@ pub trait Suite: Sized {
     /// A prompt that does not fit.
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError>;
 
-    /// What the answer is worth.
+    /// Judges the model's answer.
     fn judge(&self, trial: &Trial, request: &Request, answer: &Answer) -> Self::Verdict;
 
-    /// Scores of all the verdicts, which come in the order of the trials.
+    /// Turns the verdicts, which come in the order of the trials, into scores.
     fn score(&self, outcomes: &[Outcome<Self::Verdict>]) -> Scoring;
 
     /// Writes the suite's own files beside `results.json` and `grid.csv`: plots, further tables.
@@ -70,7 +70,7 @@ pub trait Suite: Sized {
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError>;
 }
 
-/// What a suite may know before it starts.
+/// What a suite is told when it opens.
 #[derive(Clone, Copy)]
 pub struct Setting<'a> {
     /// The model's tokenizer; every length is in its tokens.
@@ -198,11 +198,11 @@ pub struct Outcome<V> {
     pub trial: Trial,
     /// Where the information stood in the prompt, 0 to 1.
     pub depth: Option<f64>,
-    /// What its answer was worth.
+    /// The verdict on its answer.
     pub verdict: V,
 }
 
-/// What a suite's verdicts add up to.
+/// The scores of a suite.
 #[derive(Clone, Debug, Default)]
 pub struct Scoring {
     /// The few numbers that sweeps compare.
@@ -213,7 +213,7 @@ pub struct Scoring {
     pub details: Value,
 }
 
-/// Where and as what an evaluation runs.
+/// The run that is evaluated, where the results go, and who follows the progress.
 pub struct RunContext<'a> {
     /// The folder of this suite's files, for example `runs/wall/eval/passkey`.
     pub out_dir: PathBuf,
@@ -227,7 +227,7 @@ pub struct RunContext<'a> {
     pub force: bool,
     /// The run's held-out text, where it has one.
     pub held_out: Option<&'a dyn HeldOut>,
-    /// Who draws the progress.
+    /// Receives the progress.
     pub progress: &'a dyn Progress,
     /// Set to stop after the batch under way; what is done is kept.
     pub stop: Option<&'a AtomicBool>,
@@ -239,14 +239,14 @@ impl RunContext<'_> {
     }
 }
 
-/// How far an evaluation is.
+/// How far an evaluation has come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProgressUpdate {
     /// Samples done, those of an earlier run of the suite among them.
     pub done: u64,
     /// Samples in all.
     pub total: u64,
-    /// Length under way, in tokens.
+    /// Length of the current samples, in tokens.
     pub length: usize,
     /// Samples a second since this start; none before the first batch.
     pub samples_per_second: Option<f64>,
@@ -254,7 +254,7 @@ pub struct ProgressUpdate {
     pub time_left: Option<Duration>,
 }
 
-/// Draws the progress of an evaluation; the binary does so on stderr.
+/// Receives the progress of an evaluation; the binary draws it on stderr.
 pub trait Progress {
     /// The suite begins, with `done` of `total` samples there from an earlier run of it.
     fn start(&self, suite: &str, done: u64, total: u64);

@@ -1,4 +1,4 @@
-//! Files, folders and patterns to a list of files in a fixed order.
+//! Expands files, folders and patterns into a list of files in a fixed order.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -14,12 +14,12 @@ const SPELLING: &str = "check the spelling; relative paths start at the folder t
 /// A file found through what the user gave.
 pub(crate) struct Found {
     pub(crate) path: PathBuf,
-    /// Whether the user gave its very path, not a folder or pattern it is in.
+    /// Whether the user gave this path itself, not a folder or pattern that it is in.
     pub(crate) named: bool,
 }
 
-/// Expands files, folders (recursively) and patterns: in the order given, folders and patterns by
-/// path, hidden files left out, every file once.
+/// Expands files, folders (searched recursively) and patterns, in the order given; the files of a
+/// folder or pattern are ordered by path. Hidden files are left out, and every file comes once.
 pub(crate) fn expand(paths: &[PathBuf], what: &'static str) -> Result<Vec<Found>, DataError> {
     let mut found = Vec::new();
     for path in paths {
@@ -90,7 +90,7 @@ pub(crate) fn text_files(paths: &[PathBuf]) -> Result<Vec<InputFile>, DataError>
     found.into_iter().map(|file| input_file(file.path, file.named)).collect()
 }
 
-/// Reads a file's format from its name, and its size and age from the disk.
+/// Describes a file: its format by its name, its size and time of change by the disk.
 pub(crate) fn input_file(path: PathBuf, named: bool) -> Result<InputFile, DataError> {
     let metadata = std::fs::metadata(&path).map_err(|source| DataError::read(&path, source))?;
     let age = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());

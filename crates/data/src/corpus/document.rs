@@ -1,4 +1,4 @@
-//! From what a reader hands out to a document's text; runs in parallel.
+//! Decodes what a reader handed out into a document's text. This part runs in parallel.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::DataError;
 /// The mark that some editors put in front of UTF-8.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// A document as it was read: decoding it is left to the parallel part of the work.
+/// A document as it was read, not decoded yet.
 #[derive(Debug)]
 pub struct Document {
     /// Index of the input file it is from.
@@ -61,7 +61,7 @@ pub struct Text {
 }
 
 impl Document {
-    /// The bytes that the document keeps in memory, or will.
+    /// Bytes of memory that the document takes, at the latest once it is decoded.
     pub(crate) fn weight(&self, inputs: &Inputs) -> u64 {
         match &self.payload {
             Payload::File => inputs.files[self.input].bytes,

@@ -1,4 +1,4 @@
-//! From the configuration to open sources.
+//! Opens the sources of a configuration.
 
 use super::windows::{Order, Windows};
 use super::{Loader, Plan, SourceRows, SourceSummary, Split};
@@ -62,7 +62,7 @@ fn train_plan(weights: &[f64], seed: u64, summaries: &mut [SourceSummary]) -> Pl
     Plan::Train(mixture)
 }
 
-/// Shares the rows of a pass among the sources by weight; a source with fewer gives what it has.
+/// Divides the rows of a pass among the sources by weight; a source with fewer rows gives all it has.
 fn validation_plan(
     config: &DataConfig,
     weights: &[f64],

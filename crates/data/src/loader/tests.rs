@@ -149,16 +149,16 @@ fn shares_are_those_of_the_weights() {
 }
 
 #[test]
-fn validation_is_the_same_for_every_seed_and_ends_in_filling() {
+fn validation_is_the_same_for_every_seed_and_ends_in_padding() {
     let dir = tempfile::tempdir().unwrap();
     let config = mixed(&dir);
     let loader = open(&config, 1, Split::Validation).unwrap();
     let rows = loader.validation_rows().unwrap();
     assert!((6..=8).contains(&rows), "{rows}");
     assert_eq!(loader.batch(0, 8), open(&config, 2, Split::Validation).unwrap().batch(0, 8));
-    let filling = loader.batch(rows, 3);
-    assert!(filling.loss_weights.iter().all(|&weight| weight == 0.0));
-    assert!(filling.inputs.iter().all(|&token| token == END as i32));
+    let padding = loader.batch(rows, 3);
+    assert!(padding.loss_weights.iter().all(|&weight| weight == 0.0));
+    assert!(padding.inputs.iter().all(|&token| token == END as i32));
     assert_eq!(open(&config, 1, Split::Train).unwrap().validation_rows(), None);
 }
 

@@ -34,7 +34,7 @@ impl Windows {
         let (tokens, seq_len) = (stream.tokens(), seq_len as u64);
         assert!(tokens > seq_len, "{tokens} tokens for windows of {seq_len} + 1");
         let count = match order {
-            // One less than there is room for, so that the windows can shift by up to seq_len - 1.
+            // One fewer than fit, so that the windows can shift by up to seq_len - 1.
             Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
             Order::Spread { .. } => (tokens - 1) / seq_len,
         };
@@ -68,7 +68,7 @@ impl Windows {
         );
     }
 
-    /// The first token of a row.
+    /// Where in the stream a row starts.
     pub(super) fn start(&self, index: u64) -> u64 {
         match self.order {
             Order::Shuffled { key } => {

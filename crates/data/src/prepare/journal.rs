@@ -12,7 +12,7 @@ use crate::shard::{
 };
 use crate::{DataError, Tokenizer};
 
-/// How far a run is. Everything in front of `position` is counted here, and is in the shards.
+/// How far a run has come. The documents before `position` are counted here and are in the shards.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) key: String,

@@ -1,4 +1,4 @@
-//! What `prepare` is told, and what it reports.
+//! The options of `prepare`, and its report.
 
 use std::fmt::{self, Display};
 use std::path::PathBuf;
@@ -84,7 +84,7 @@ impl PrepareOptions {
     }
 }
 
-/// Whether a run had to do all of the work.
+/// Where a run started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrepareStart {
     /// From the beginning.

@@ -13,7 +13,7 @@ use crate::corpus::{Document, Inputs, Outcome, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
 use crate::{DataError, Progress, Tokenizer};
 
-/// A batch ends here, or at the bytes that the options say.
+/// The most documents in a batch; `batch_bytes` bounds it too.
 const BATCH_DOCUMENTS: usize = 8192;
 
 /// Batches that wait between two stages.
@@ -21,7 +21,7 @@ const WAITING: usize = 2;
 
 struct Batch<T> {
     items: Vec<T>,
-    /// What comes behind the batch.
+    /// The position behind the batch.
     next: Position,
 }
 
@@ -36,7 +36,7 @@ struct Encoded {
 type Read = Result<Batch<Document>, DataError>;
 type Done = Result<Batch<Outcome<Encoded>>, DataError>;
 
-/// Works from `state` to the end of the inputs and returns the final state.
+/// Encodes the documents from `state` to the end of the inputs and returns the final state.
 pub(super) fn run(
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
@@ -128,18 +128,19 @@ fn encode(
         Outcome::Empty => return Ok(Outcome::Empty),
         Outcome::Binary => return Ok(Outcome::Binary),
     };
-    let decides = group.as_deref().unwrap_or(&text.text);
+    let deciding = group.as_deref().unwrap_or(&text.text);
     let mut tokens = tokenizer.encode(&text.text);
     tokens.push(tokenizer.end_of_text());
     Ok(Outcome::Document(Encoded {
         tokens,
         bytes: text.text.len() as u64,
-        validation: is_validation(decides, options.validation_fraction),
+        validation: is_validation(deciding, options.validation_fraction),
         replaced: text.replaced,
     }))
 }
 
-/// Whether what has this text is held out: its hash, as a number in [0, 1), is below `fraction`.
+/// Whether documents that `text` decides for are held out: whether its hash, as a number in [0, 1),
+/// is below `fraction`.
 pub(super) fn is_validation(text: &str, fraction: f64) -> bool {
     let digest = Sha256::new_with_prefix(b"longwall split").chain_update(text).finalize();
     let hash = digest.iter().take(8).fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));

@@ -128,7 +128,7 @@ mod tests {
     fn exactly_the_read_bits_count() {
         let rows = rows(true, 1, Split::Train);
         for index in 0..20 {
-            // Two sequences with their ends of text, and some filling.
+            // Two sequences with their ends of text, and some padding.
             let (tokens, weights) = row(&*rows, index, 1100);
             let tokens: Vec<u32> = tokens.iter().map(|&token| token as u32).collect();
             let text = tokenizer().decode(&tokens[..1026]);

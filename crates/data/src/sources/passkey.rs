@@ -15,7 +15,7 @@ use crate::{DataConfig, DataError, Tokenizer};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Least length of an example in tokens; by default the least there can be.
+    /// Least length of an example in tokens; by default that of an example without garbage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_len: Option<usize>,
     /// Greatest length of an example in tokens; by default `seq_len`.
@@ -100,7 +100,7 @@ impl PasskeyRows {
         Ok(PasskeyRows { fitter, tokenizer, min_len, max_len, answer_only, seed })
     }
 
-    /// An example, of which the answer may alone count, with the full stop that ends it.
+    /// An example. With `answer_only`, the answer and the full stop that ends it count for the loss.
     fn example(&self, rng: &mut ChaCha8Rng) -> Example {
         let length = rng.random_range(self.min_len..=self.max_len);
         // The longest answer's tokens, so that the example fits whatever the answer.
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn with_all_targets_only_the_filling_does_not_count() {
+    fn with_all_targets_only_the_padding_does_not_count() {
         let (tokens, weights) = row(&*rows(false, 1, Split::Train), 0, SEQ_LEN);
         let end = tokenizer().end_of_text() as i32;
         let text = tokens.iter().rposition(|&token| token != end).unwrap();

@@ -81,8 +81,8 @@ fn check_manifest(
     })
 }
 
-/// The shards that `paths` lead to. Files that are named count for whatever split they are named
-/// for; of folders and patterns, `_val_` in the name decides.
+/// The shards of `split` that `paths` lead to. A file that the user names is taken in any case; of
+/// folders and patterns, `_val_` in a file's name decides.
 fn find(paths: &[PathBuf], split: Split) -> Result<Vec<PathBuf>, DataError> {
     let found = expand(paths, "shard")?;
     let place =

@@ -61,7 +61,7 @@ impl Default for ExtrapolateOptions {
     }
 }
 
-/// The losses of one window, in nats a token; none where one is infinite or not a number.
+/// The mean losses of one window, in nats a token; none where a loss is infinite or not a number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
     /// Mean over the window.
@@ -204,7 +204,8 @@ impl Suite for Extrapolate {
 }
 
 impl Extrapolate {
-    /// Mean over windows with a standard error over documents; not finite as soon as one is not.
+    /// Mean over windows, with a standard error over documents; without a value when one window has
+    /// none.
     fn estimate(
         &self,
         outcomes: &[Outcome<Losses>],

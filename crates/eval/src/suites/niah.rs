@@ -27,7 +27,7 @@ use crate::options::{
 };
 use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
 
-/// How the needle is put.
+/// How the needle is phrased.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum NiahMode {
@@ -66,7 +66,7 @@ pub struct NiahOptions {
     /// Trials at each length and depth
     #[arg(long, default_value_t = NiahOptions::default().trials)]
     pub trials: usize,
-    /// How the needle is put
+    /// How the needle is phrased
     #[arg(long, value_enum, default_value_t)]
     pub mode: NiahMode,
     /// What the needle is hidden in

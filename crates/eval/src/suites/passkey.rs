@@ -154,7 +154,7 @@ impl Suite for Passkey {
     }
 }
 
-/// The first run of digits, less leading zeros: integers match by value, of any length.
+/// The first run of digits, without leading zeros: integers of any length are compared by value.
 fn first_number(text: &str) -> Option<&str> {
     let start = text.find(|c: char| c.is_ascii_digit())?;
     let rest = &text[start..];

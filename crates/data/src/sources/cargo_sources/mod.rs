@@ -17,10 +17,10 @@ use super::{Content, OpenContext, Source};
 use crate::corpus::{Corpus, InputFile, Inputs, Payload, Sink, Stop, discover};
 use crate::{DataConfig, DataError};
 
-/// Larger files are tables and bindings more often than code.
+/// Larger files are mostly tables and bindings.
 const MOST_FILE_BYTES: u64 = 256 * 1024;
 
-/// A longer line was not written by hand.
+/// Longer lines are not written by hand.
 const MOST_LINE_BYTES: usize = 1000;
 
 /// The keys of `kind = "cargo-sources"`.
@@ -79,7 +79,7 @@ impl Corpus for Config {
     }
 
     /// Emits the files that pass, until `max_bytes` are reached. Repeated contents are left out, so
-    /// the files in front of the start are read again, to know theirs.
+    /// the files before the start are read too, to know their contents.
     fn read(&self, inputs: &Inputs, sink: &mut Sink) -> Result<(), Stop> {
         let folder = self.folder()?;
         let mut seen = HashSet::new();
@@ -129,8 +129,8 @@ fn cargo_home() -> PathBuf {
     env::var_os("CARGO_HOME").map_or_else(home, PathBuf::from)
 }
 
-/// The candidates, in an order that depends on nothing but their paths below the index's folder
-/// (`crate-1.0.0/src/lib.rs`): by the hash of the path.
+/// All `.rs` files, ordered by the hash of their path below the index's folder
+/// (`crate-1.0.0/src/lib.rs`): the order is the same on every machine.
 fn files(folder: &Path) -> Result<Vec<InputFile>, DataError> {
     let mut files = Vec::new();
     for entry in WalkDir::new(folder) {

@@ -1,5 +1,5 @@
-//! The text of the suite: stretches of the longest length, taken from whole documents or from
-//! documents joined.
+//! The text of the suite: stretches of the longest length, taken from single documents or from
+//! joined ones.
 
 use longwall_data::Tokenizer;
 use rand::seq::SliceRandom;
@@ -15,10 +15,10 @@ use crate::text::{Document, list_files, no_text, read_document};
 
 /// Default lengths are 1, 2, 4, … this many times the training length.
 const LONGEST_FACTOR: usize = 32;
-/// Default lengths stop where the text has fewer stretches than this (or than asked for).
+/// Default lengths stop where the text has fewer stretches than this, or than were asked for.
 const FEWEST: usize = 4;
 
-/// Text of the longest length and one token, many times.
+/// The stretches, each of the longest length plus one token.
 pub(super) struct Stretches {
     lengths: Vec<usize>,
     left_out: Vec<usize>,
@@ -28,7 +28,7 @@ pub(super) struct Stretches {
 }
 
 struct Stretch {
-    /// Which document it is from; a stretch of joined documents is one of its own.
+    /// Index of its document; a stretch of joined documents counts as a document of its own.
     document: usize,
     name: String,
     tokens: Vec<u32>,
@@ -198,7 +198,8 @@ impl Text {
         }
     }
 
-    /// `count` stretches, or as many as there are: one of every document first, then second ones.
+    /// `count` stretches, or as many as there are: first one of every document, then a second one of
+    /// each, and so on.
     ///
     /// In a document the stretches start at a random place, so that they are not all beginnings.
     fn stretches(&self, length: usize, count: usize, seed: u64) -> Vec<Stretch> {

@@ -16,9 +16,9 @@ use crate::text::{list_files, no_text, read_document};
 const SENTENCE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
 
-/// Text is read up to this many times the longest length, so that trials differ.
+/// As much text is read as this many prompts of the longest length hold, so that trials differ.
 const TEXTS_PER_LENGTH: usize = 16;
-/// The needle moves back by up to this many tokens to stand behind a whole sentence.
+/// The needle moves back by fewer than this many tokens to stand behind a whole sentence.
 const LOOK_BACK: usize = 200;
 
 /// Kinds of haystacks.
@@ -44,7 +44,7 @@ impl HaystackKind {
     }
 }
 
-/// Tokens to hide needles in, read round and round.
+/// Tokens to hide needles in; reading past the end starts again at the beginning.
 pub(super) struct Haystack {
     kind: HaystackKind,
     tokens: Vec<u32>,
@@ -54,7 +54,7 @@ pub(super) struct Haystack {
 }
 
 impl Haystack {
-    /// Reads or makes hay for prompts of up to `longest` tokens.
+    /// Reads or generates text for prompts of up to `longest` tokens.
     pub(super) fn open(
         options: &NiahOptions,
         setting: &Setting<'_>,
@@ -111,7 +111,7 @@ impl Haystack {
         })
     }
 
-    /// `count` tokens from a random place on; the repeated text always from its start.
+    /// `count` tokens, starting at a random place; the repeated text always starts at its beginning.
     pub(super) fn take(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<u32> {
         let start = match self.kind {
             HaystackKind::Repeat => 0,
@@ -120,8 +120,8 @@ impl Haystack {
         self.tokens.iter().cycle().skip(start).take(count).copied().collect()
     }
 
-    /// Where in `hay` a needle of this depth goes: behind the last whole sentence before it, if
-    /// one ends near.
+    /// The index in `hay` where a needle of this depth goes: behind the last sentence that ends within
+    /// [`LOOK_BACK`] tokens before the depth, else at the depth itself.
     pub(super) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
         let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());
         if at == hay.len() {
