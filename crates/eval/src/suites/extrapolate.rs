@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 pub use self::bins::{Bin, Binning};
 use self::stretches::Stretches;
 use crate::EvalError;
-use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size, size};
+use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size};
 use crate::report::Score;
 use crate::stats::Estimate;
 use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
@@ -74,7 +74,6 @@ pub struct Losses {
 
 /// The suite.
 pub struct Extrapolate {
-    options: ExtrapolateOptions,
     stretches: Stretches,
     train_seq_len: usize,
 }
@@ -117,7 +116,7 @@ impl Suite for Extrapolate {
     fn open(options: &ExtrapolateOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
         let stretches = Stretches::open(options, setting)?;
         let train_seq_len = setting.train_seq_len;
-        Ok(Extrapolate { options: options.clone(), stretches, train_seq_len })
+        Ok(Extrapolate { stretches, train_seq_len })
     }
 
     fn resolved(&self) -> Value {

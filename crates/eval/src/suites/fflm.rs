@@ -19,9 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::EvalError;
-use crate::options::{
-    MOST_SAMPLES, check_count, check_lengths, parse_size, sample_rng, size, sizes,
-};
+use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sample_rng, sizes};
 use crate::plot::{LineChart, Point, Scale, Series};
 use crate::report::Score;
 use crate::stats::Estimate;

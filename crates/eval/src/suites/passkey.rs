@@ -18,7 +18,7 @@ use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
     MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, parse_size, sample_rng,
-    size, sizes,
+    sizes,
 };
 use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
 
