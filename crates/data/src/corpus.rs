@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use crate::DataError;
 
-pub use document::{Document, Outcome, Payload, Text};
+pub use document::{DecodedText, Document, Outcome, Payload};
 pub use reader::{FileDocuments, Position, ReadBytes, Sink, Stop};
 pub(crate) use reader::{open, read, read_error};
 

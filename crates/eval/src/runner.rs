@@ -10,7 +10,7 @@ use longwall_data::Tokenizer;
 use crate::journal::Journal;
 use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
-use crate::suite::{Answer, Call, ProgressUpdate, Request, RunContext, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial};
 use crate::{EvalError, EvalModel};
 
 /// Batches whose requests are made at a time: enough to sort them by length, few enough for memory.
@@ -35,7 +35,7 @@ pub(crate) fn run_suite<S: Suite>(
     let tokenizer = model.tokenizer().clone();
     let suite = S::open(
         own,
-        &Setting {
+        &OpenContext {
             tokenizer: &tokenizer,
             train_seq_len: model.train_seq_len(),
             max_len: model.max_len(),

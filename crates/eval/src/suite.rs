@@ -41,7 +41,7 @@ pub trait Suite: Sized {
     ///
     /// # Errors
     /// Lengths the prompt cannot fit, text that is missing or too short.
-    fn open(options: &Self::Options, setting: &Setting<'_>) -> Result<Self, EvalError>;
+    fn open(options: &Self::Options, context: &OpenContext<'_>) -> Result<Self, EvalError>;
 
     /// What the options left open and [`open`](Self::open) decided: default lengths, the text read.
     /// Part of the settings that a resumed evaluation must share.
@@ -72,7 +72,7 @@ pub trait Suite: Sized {
 
 /// What a suite is told when it opens.
 #[derive(Clone, Copy)]
-pub struct Setting<'a> {
+pub struct OpenContext<'a> {
     /// The model's tokenizer; every length is in its tokens.
     pub tokenizer: &'a Tokenizer,
     /// Length of the sequences the model was trained on.

@@ -53,7 +53,7 @@ pub enum Outcome<T> {
 
 /// A document's text.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Text {
+pub struct DecodedText {
     /// The text.
     pub text: String,
     /// Whether bytes that are not UTF-8 were replaced.
@@ -70,7 +70,7 @@ impl Document {
     }
 
     /// Reads and decodes the text.
-    pub(crate) fn text(self, inputs: &Inputs) -> Result<Outcome<Text>, DataError> {
+    pub(crate) fn text(self, inputs: &Inputs) -> Result<Outcome<DecodedText>, DataError> {
         let file = &inputs.files[self.input];
         let bytes = match self.payload {
             Payload::File => {
@@ -93,10 +93,10 @@ impl Document {
             None => bytes,
         };
         let text = match String::from_utf8(bytes) {
-            Ok(text) => Text { text, replaced: false },
+            Ok(text) => DecodedText { text, replaced: false },
             Err(error) => {
                 let lossy = String::from_utf8_lossy(error.as_bytes());
-                Text { replaced: matches!(lossy, Cow::Owned(_)), text: lossy.into_owned() }
+                DecodedText { replaced: matches!(lossy, Cow::Owned(_)), text: lossy.into_owned() }
             }
         };
         if text.text.trim().is_empty() { Ok(Outcome::Empty) } else { Ok(Outcome::Document(text)) }

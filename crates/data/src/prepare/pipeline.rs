@@ -19,7 +19,7 @@ const BATCH_DOCUMENTS: usize = 8192;
 /// Batches that wait between two stages.
 const WAITING: usize = 2;
 
-struct Batch<T> {
+struct DocumentBatch<T> {
     items: Vec<T>,
     /// The position behind the batch.
     next: Position,
@@ -33,8 +33,8 @@ struct Encoded {
     replaced: bool,
 }
 
-type Read = Result<Batch<Document>, DataError>;
-type Done = Result<Batch<Outcome<Encoded>>, DataError>;
+type ReadBatch = Result<DocumentBatch<Document>, DataError>;
+type EncodedBatch = Result<DocumentBatch<Outcome<Encoded>>, DataError>;
 
 /// Encodes the documents from `state` to the end of the inputs and returns the final state.
 pub(super) fn run(
@@ -58,8 +58,8 @@ pub(super) fn run(
     let mut writer = Writer::open(options, tokenizer, state)?;
     std::thread::scope(|scope| {
         // The channels end with this closure's scope: when the writer stops, the others do too.
-        let (to_encode, documents) = sync_channel::<Read>(WAITING);
-        let (to_write, encoded) = sync_channel::<Done>(WAITING);
+        let (to_encode, documents) = sync_channel::<ReadBatch>(WAITING);
+        let (to_write, encoded) = sync_channel::<EncodedBatch>(WAITING);
         let start = writer.state.position;
         let counter = &read_bytes;
         scope.spawn(move || read_batches(options, inputs, start, counter, &to_encode));
@@ -76,9 +76,9 @@ fn read_batches(
     inputs: &Inputs,
     start: Position,
     read_bytes: &ReadBytes,
-    out: &SyncSender<Read>,
+    out: &SyncSender<ReadBatch>,
 ) {
-    let mut batch = Batch { items: Vec::new(), next: start };
+    let mut batch = DocumentBatch { items: Vec::new(), next: start };
     let mut bytes = 0;
     let result = read(&*options.corpus, inputs, start, read_bytes, &mut |document, next| {
         bytes += document.weight(inputs);
@@ -88,7 +88,7 @@ fn read_batches(
             return true;
         }
         bytes = 0;
-        let full = std::mem::replace(&mut batch, Batch { items: Vec::new(), next });
+        let full = std::mem::replace(&mut batch, DocumentBatch { items: Vec::new(), next });
         out.send(Ok(full)).is_ok()
     });
     // A closed channel means that the writer has stopped, and knows why.
@@ -99,16 +99,16 @@ fn encode_batches(
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
     inputs: &Inputs,
-    documents: Receiver<Read>,
-    out: &SyncSender<Done>,
+    documents: Receiver<ReadBatch>,
+    out: &SyncSender<EncodedBatch>,
 ) {
     let encode = |document| encode(document, options, tokenizer, inputs);
     for batch in documents {
-        let encoded = batch.and_then(|Batch { items, next }| {
+        let encoded = batch.and_then(|DocumentBatch { items, next }| {
             // Not `collect` into a Result: that returns any error, and this the first.
             let results: Vec<_> = items.into_par_iter().map(encode).collect();
             let items = results.into_iter().collect::<Result<_, _>>()?;
-            Ok(Batch { items, next })
+            Ok(DocumentBatch { items, next })
         });
         if out.send(encoded).is_err() {
             return;
@@ -174,7 +174,7 @@ impl Writer {
 
     fn write_all(
         &mut self,
-        batches: Receiver<Done>,
+        batches: Receiver<EncodedBatch>,
         options: &PrepareOptions,
         journal: &Journal,
         progress: &dyn Progress,

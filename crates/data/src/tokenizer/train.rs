@@ -110,9 +110,9 @@ fn failed(reason: &str) -> DataError {
     }
 }
 
-/// What was read.
+/// How much was read.
 #[derive(Default)]
-struct Read {
+struct ReadCounts {
     documents: u64,
     bytes: u64,
 }
@@ -121,7 +121,7 @@ fn train(
     options: &TrainBpe,
     inputs: &Inputs,
     progress: &dyn Progress,
-) -> Result<(HfTokenizer, Read), DataError> {
+) -> Result<(HfTokenizer, ReadCounts), DataError> {
     let byte_level = ByteLevel::new(false, true, true);
     let mut made = HfTokenizer::new(BPE::default());
     made.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
@@ -149,9 +149,9 @@ fn read_texts(
     inputs: &Inputs,
     progress: &dyn Progress,
     send: SyncSender<String>,
-) -> Result<Read, DataError> {
+) -> Result<ReadCounts, DataError> {
     let read_bytes = ReadBytes::default();
-    let (mut done, mut failure) = (Read::default(), None);
+    let (mut done, mut failure) = (ReadCounts::default(), None);
     let most = options.max_bytes.unwrap_or(u64::MAX);
     read(&*options.corpus, inputs, Position::default(), &read_bytes, &mut |document, _| {
         match document.text(inputs) {

@@ -32,7 +32,7 @@ use crate::EvalError;
 use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval extrapolate`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -113,9 +113,9 @@ impl Suite for Extrapolate {
         check_count("extrapolate.sequences", sequences, 1..=MOST_SAMPLES, remedy, problems);
     }
 
-    fn open(options: &ExtrapolateOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let stretches = Stretches::open(options, setting)?;
-        let train_seq_len = setting.train_seq_len;
+    fn open(options: &ExtrapolateOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let stretches = Stretches::open(options, context)?;
+        let train_seq_len = context.train_seq_len;
         Ok(Extrapolate { stretches, train_seq_len })
     }
 

@@ -23,7 +23,7 @@ use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sampl
 use crate::plot::{LineChart, Point, Scale, Series};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// A distribution of sequences.
 struct Set {
@@ -174,8 +174,8 @@ impl Suite for Fflm {
         }
     }
 
-    fn open(options: &FflmOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let tokens = FlipFlopTokens::new(setting.tokenizer).map_err(|error| {
+    fn open(options: &FflmOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let tokens = FlipFlopTokens::new(context.tokenizer).map_err(|error| {
             // The error's own hint is for training.
             let error = error.to_string();
             EvalError::Text {
@@ -184,10 +184,10 @@ impl Suite for Fflm {
             }
         })?;
         let asked = options.sequences();
-        let share = usize::from(setting.device == "cpu");
+        let share = usize::from(context.device == "cpu");
         let sequences =
             std::array::from_fn(|set| asked[set].1.unwrap_or(SETS[set].sequences[share]));
-        let Setting { seed, train_seq_len, .. } = *setting;
+        let OpenContext { seed, train_seq_len, .. } = *context;
         Ok(Fflm { options: options.clone(), tokens, sequences, seed, train_seq_len })
     }
 
@@ -294,7 +294,7 @@ mod tests {
 
     fn open(options: &FflmOptions, device: &str) -> Fflm {
         let tokenizer = &Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let setting = Setting {
+        let context = OpenContext {
             tokenizer,
             train_seq_len: 512,
             max_len: None,
@@ -302,7 +302,7 @@ mod tests {
             seed: 0,
             held_out: None,
         };
-        Fflm::open(options, &setting).unwrap()
+        Fflm::open(options, &context).unwrap()
     }
 
     #[test]

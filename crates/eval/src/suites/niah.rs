@@ -25,7 +25,7 @@ use crate::options::{
     MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, optional_sizes, parse_size,
     sample_rng, size,
 };
-use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// How the needle is phrased.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -161,8 +161,8 @@ impl Suite for Niah {
         }
     }
 
-    fn open(options: &NiahOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let tokenizer = setting.tokenizer;
+    fn open(options: &NiahOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let tokenizer = context.tokenizer;
         check_answer(Self::NAME, options.max_tokens, " 9876543", tokenizer)?;
         let lengths = options.lengths();
         let instruction = tokenizer.encode(INSTRUCTION);
@@ -179,8 +179,8 @@ impl Suite for Niah {
             });
         }
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        let haystack = Haystack::open(options, setting, longest)?;
-        let Setting { seed, train_seq_len, .. } = *setting;
+        let haystack = Haystack::open(options, context, longest)?;
+        let OpenContext { seed, train_seq_len, .. } = *context;
         let options = options.clone();
         Ok(Niah { options, lengths, instruction, haystack, seed, train_seq_len })
     }

@@ -20,7 +20,7 @@ use crate::options::{
     MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, parse_size, sample_rng,
     sizes,
 };
-use crate::suite::{Answer, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval passkey`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -81,9 +81,9 @@ impl Suite for Passkey {
         check_count("passkey.depths", options.depths.unwrap_or(1), 1..=1001, remedy, problems);
     }
 
-    fn open(options: &PasskeyOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        check_answer(Self::NAME, options.max_tokens, " 50000", setting.tokenizer)?;
-        let fitter = PasskeyFitter::new(setting.tokenizer);
+    fn open(options: &PasskeyOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        check_answer(Self::NAME, options.max_tokens, " 50000", context.tokenizer)?;
+        let fitter = PasskeyFitter::new(context.tokenizer);
         let prompt = fitter.shortest_prompt();
         let minimum = prompt + options.max_tokens;
         if let Some(&length) = options.lengths.iter().find(|&&length| length < minimum) {
@@ -93,10 +93,10 @@ impl Suite for Passkey {
                 minimum,
                 prompt,
                 generation: options.max_tokens,
-                tokenizer: setting.tokenizer.name().to_string(),
+                tokenizer: context.tokenizer.name().to_string(),
             });
         }
-        let Setting { seed, train_seq_len, .. } = *setting;
+        let OpenContext { seed, train_seq_len, .. } = *context;
         Ok(Passkey { options: options.clone(), fitter, seed, train_seq_len })
     }
 

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::NiahOptions;
 use crate::EvalError;
-use crate::suite::Setting;
+use crate::suite::OpenContext;
 use crate::text::{list_files, no_text, read_document};
 
 const SENTENCE: &str =
@@ -57,18 +57,18 @@ impl Haystack {
     /// Reads or generates text for prompts of up to `longest` tokens.
     pub(super) fn open(
         options: &NiahOptions,
-        setting: &Setting<'_>,
+        context: &OpenContext<'_>,
         longest: usize,
     ) -> Result<Self, EvalError> {
         let wanted = longest * TEXTS_PER_LENGTH;
-        let tokenizer = setting.tokenizer;
+        let tokenizer = context.tokenizer;
         let (source, tokens) = match options.haystack {
             HaystackKind::Text if !options.text.is_empty() => {
                 let files = format!("{} files of --text", list_files(&options.text)?.len());
-                (files, from_files(options, setting, wanted)?)
+                (files, from_files(options, context, wanted)?)
             }
             HaystackKind::Text => {
-                let held_out = setting.held_out.ok_or_else(|| no_text("niah"))?;
+                let held_out = context.held_out.ok_or_else(|| no_text("niah"))?;
                 let newline = tokenizer.encode("\n");
                 let tokens = held_out
                     .validation_tokens(wanted)?
@@ -78,7 +78,7 @@ impl Haystack {
                 (held_out.describe(), tokens)
             }
             HaystackKind::Noise => {
-                let tokens = noise(setting.seed, wanted, tokenizer);
+                let tokens = noise(context.seed, wanted, tokenizer);
                 ("sentences of made-up words".to_string(), tokens)
             }
             HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
@@ -140,18 +140,18 @@ impl Haystack {
 /// Whole files in a seeded order, until there are enough tokens.
 fn from_files(
     options: &NiahOptions,
-    setting: &Setting<'_>,
+    context: &OpenContext<'_>,
     wanted: usize,
 ) -> Result<Vec<u32>, EvalError> {
     let mut files = list_files(&options.text)?;
-    files.shuffle(&mut ChaCha8Rng::seed_from_u64(setting.seed));
-    let newline = setting.tokenizer.encode("\n");
+    files.shuffle(&mut ChaCha8Rng::seed_from_u64(context.seed));
+    let newline = context.tokenizer.encode("\n");
     let mut tokens = Vec::new();
     for file in files {
         if tokens.len() >= wanted {
             break;
         }
-        tokens.extend(read_document(&file, setting.tokenizer)?.tokens);
+        tokens.extend(read_document(&file, context.tokenizer)?.tokens);
         tokens.extend(&newline);
     }
     Ok(tokens)
@@ -188,7 +188,7 @@ mod tests {
 
     fn haystack(kind: HaystackKind) -> (Haystack, Tokenizer) {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let setting = Setting {
+        let context = OpenContext {
             tokenizer: &tokenizer,
             train_seq_len: 64,
             max_len: None,
@@ -197,7 +197,7 @@ mod tests {
             held_out: None,
         };
         let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
-        (Haystack::open(&options, &setting, 500).unwrap(), tokenizer)
+        (Haystack::open(&options, &context, 500).unwrap(), tokenizer)
     }
 
     #[test]
