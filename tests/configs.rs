@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use longwall_data::SourceConfig;
 use longwall_train::config::RunConfig;
 use longwall_train::sweep::{Plan, SweepConfig};
 
@@ -59,7 +58,7 @@ fn small(w: &Workspace, path: &Path) -> Vec<String> {
         "model.layers=2",
         "run.threads=1",
     ];
-    if matches!(config.data.sources[0], SourceConfig::CargoSources { .. }) {
+    if config.data.sources[0].kind() == "cargo-sources" {
         sets.push("data.sources.0={ kind = \"text\", paths = [\"corpus\"] }");
         sets.push("data.validation_fraction=0.2");
     }

@@ -9,7 +9,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::cuda::blas::allow_tf32;
 use longwall_kernels::device::{self, Device, KernelCache, keep_kernels};
 use longwall_model::{LanguageModel, Precision, weights};
-use longwall_train::checkpoint::{Checkpoint, TokenizerIdentity, Which};
+use longwall_train::checkpoint::{Checkpoint, CheckpointSelector, TokenizerIdentity};
 use longwall_train::config::DeviceChoice;
 
 /// The device on the command line.
@@ -124,7 +124,7 @@ pub struct RunArgs {
 
     /// The checkpoint: `latest`, `best`, or a step
     #[arg(long, global = true, default_value_t)]
-    pub checkpoint: Which,
+    pub checkpoint: CheckpointSelector,
 
     /// The device; by default the one the run was trained with
     #[arg(long, global = true)]
@@ -156,8 +156,12 @@ impl RunArgs {
 }
 
 /// Opens a run's checkpoint, its tokenizer and the device.
-pub fn open_run(dir: &Path, which: Which, device: Option<DeviceChoice>) -> Result<OpenRun> {
-    let checkpoint = Checkpoint::open(dir, which)?;
+pub fn open_run(
+    dir: &Path,
+    wanted: CheckpointSelector,
+    device: Option<DeviceChoice>,
+) -> Result<OpenRun> {
+    let checkpoint = Checkpoint::open(dir, wanted)?;
     let config = &checkpoint.config;
     let tokenizer = Tokenizer::load(&config.tokenizer)?;
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;

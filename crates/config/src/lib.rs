@@ -1,10 +1,14 @@
 //! What every part of the configuration shares: problems that name key, value, allowed range and
-//! remedy, and intervals in steps or tokens.
+//! remedy, intervals in steps or tokens, and tables that two structs share.
+
+mod table;
 
 use std::fmt::{self, Display};
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+pub use table::{culprit, keys_of, side_by_side};
 
 /// One thing wrong with a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,7 +185,7 @@ fn parse_number_or_text<'de, D: Deserializer<'de>, T>(
     parse: impl Fn(&str) -> Result<T, String>,
 ) -> Result<T, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged)]
+    #[serde(untagged, expecting = "expected a whole number, or text such as \"10M\"")]
     enum NumberOrText {
         Number(u64),
         Text(String),

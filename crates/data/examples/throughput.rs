@@ -9,8 +9,10 @@
 
 use std::error::Error;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
+use longwall_data::sources::{cargo_sources, passkey, shards, text};
 use longwall_data::{
     Corpus, DataConfig, Loader, NoProgress, PrepareOptions, SourceConfig, Split, Tokenizer,
     TokenizerConfig, prepare,
@@ -20,10 +22,10 @@ const SEQ_LEN: usize = 1024;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let paths: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
-    let corpus = if paths.is_empty() {
-        Corpus::CargoSources { max_bytes: 100_000_000, path: None }
+    let corpus: Arc<dyn Corpus> = if paths.is_empty() {
+        Arc::new(cargo_sources::Config { max_bytes: 100_000_000, path: None })
     } else {
-        Corpus::files(paths)
+        Arc::new(text::Config::new(paths))
     };
     let folder = tempfile::tempdir()?;
     for kind in [TokenizerConfig::Bytes, TokenizerConfig::Gpt2] {
@@ -36,10 +38,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             prepare(&options, &tokenizer, &NoProgress)?
         );
 
-        let shards = SourceConfig::Shards { weight: 1.0, train: vec![out], validation: vec![] };
-        let passkey =
-            SourceConfig::Passkey { weight: 1.0, min_len: None, max_len: None, answer_only: true };
-        for source in [shards, passkey] {
+        let shards = shards::Config { train: vec![out], validation: vec![] };
+        let passkey = passkey::Config::default();
+        for source in [SourceConfig::from(shards), SourceConfig::from(passkey)] {
             println!(
                 "loader, {}, {}: {}",
                 tokenizer.name(),

@@ -1,4 +1,4 @@
-//! Writing files so that no reader, and no crash, ever meets half of one.
+//! Atomic writes: no reader sees half a file, and no crash leaves one.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Writes `bytes` to a temporary name beside `path`, waits for the disk, and renames.
 ///
 /// # Errors
-/// What the system says; the temporary file is removed then.
+/// The system's error; the temporary file is removed then.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = with_suffix(path, ".tmp");
     let write = || {
@@ -32,7 +32,7 @@ pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 /// Waits until every file directly in `folder`, and the folder itself, is on the disk.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub fn sync_files_in(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -47,7 +47,7 @@ pub fn sync_files_in(folder: &Path) -> io::Result<()> {
 /// Waits until the entries of `folder` are on the disk, where the system can do that.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     if cfg!(unix) {
         let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };

@@ -1,4 +1,4 @@
-//! Rows of tokens for training and validation, at random access.
+//! Rows of tokens for training and validation, with random access.
 //!
 //! The order is a function of the configuration, the seed and the row's number:
 //! - [`Mixture`] says which source a row comes from, and which of the source's rows it is.
@@ -11,21 +11,22 @@
 //! So no state is kept: a cursor is the number of the next row.
 
 mod open;
-mod source;
+mod windows;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::mixture::Mixture;
+use crate::sources::RowGenerator;
 use crate::{DataConfig, DataError, Progress, Tokenizer};
-use source::Source;
+use windows::Windows;
 
-/// Which part of the data.
+/// A part of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Split {
-    /// What is trained on: endless, in a random order.
+    /// Trained on: endless, in a random order.
     Train,
-    /// What is held out: finite, the same rows in the same order every time.
+    /// Held out: finite, the same rows in the same order every time.
     Validation,
 }
 
@@ -50,7 +51,7 @@ pub struct Batch {
     pub inputs: Vec<i32>,
     /// The token that follows each input.
     pub targets: Vec<i32>,
-    /// How much each target counts for the loss: 0 or 1.
+    /// The weight of each target in the loss: 0 or 1.
     pub loss_weights: Vec<f32>,
     /// For each position, the index in its row of the first token of its document: attention must
     /// not go further back. `None` when `document_mask` is off.
@@ -74,7 +75,7 @@ pub struct SourceSummary {
     pub fingerprint: String,
 }
 
-/// The place in the training order, and what the order depends on. Kept in checkpoints.
+/// A position in the training order, and what the order depends on. Kept in checkpoints.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cursor {
@@ -102,7 +103,7 @@ pub struct CursorSource {
     pub fingerprint: String,
 }
 
-/// Hands out rows. Shared by threads as it is; clones are not needed.
+/// Hands out rows. Threads can share one loader.
 #[derive(Debug)]
 pub struct Loader {
     seq_len: usize,
@@ -110,13 +111,35 @@ pub struct Loader {
     document_mask: bool,
     end_of_text: i32,
     tokenizer: String,
-    sources: Vec<Source>,
+    sources: Vec<SourceRows>,
     summaries: Vec<SourceSummary>,
     weights: Vec<f64>,
     plan: Plan,
 }
 
-/// Which source a row comes from.
+/// The rows of one source.
+#[derive(Debug)]
+enum SourceRows {
+    /// Cut from a stream of tokens.
+    Windows(Windows),
+    /// Made by the source.
+    Generated(Box<dyn RowGenerator>),
+}
+
+impl SourceRows {
+    /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
+    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+        match self {
+            SourceRows::Windows(windows) => {
+                windows.fill(index, tokens);
+                weights.fill(1.0);
+            }
+            SourceRows::Generated(rows) => rows.fill(index, tokens, weights),
+        }
+    }
+}
+
+/// How rows are assigned to sources.
 #[derive(Debug)]
 enum Plan {
     Train(Mixture),
@@ -143,11 +166,11 @@ impl Loader {
 
     /// Rows `first_row..first_row + rows`. Ranks that share a batch ask for slices of it.
     ///
-    /// With `document_mask`, the loss at an end of text is 0: its target is the first token of the
-    /// next document, of which the position sees nothing.
+    /// With `document_mask`, the target behind an end of text has no loss: it is the first token of
+    /// the next document, which nothing in this one predicts.
     ///
-    /// Validation rows from [`validation_rows`](Self::validation_rows) on are filling, with no
-    /// loss, so that the last batch of a pass can be as large as the others.
+    /// Validation rows from [`validation_rows`](Self::validation_rows) on are padding without loss,
+    /// so that the last batch of a pass can be as large as the others.
     ///
     /// # Panics
     /// When a shard was changed after it was opened and holds a token that the tokenizer lacks.
@@ -250,7 +273,7 @@ impl Loader {
         }
     }
 
-    /// The next row of a cursor, when this loader's order is the one it was made in.
+    /// The cursor's next row, provided that this loader has the order that the cursor was made in.
     ///
     /// # Errors
     /// When tokens, sources, weights, `seq_len`, seed or tokenizer differ; the message names the
@@ -289,7 +312,8 @@ impl Loader {
     }
 }
 
-/// Gives every position the start of its document, and no loss to ends of text.
+/// Writes the start of every position's document into `starts`, and takes the loss away from the
+/// target behind each end of text.
 fn separate_documents(end_of_text: i32, inputs: &[i32], weights: &mut [f32], starts: &mut [i32]) {
     let mut start = 0;
     for (at, &token) in inputs.iter().enumerate() {

@@ -1,10 +1,11 @@
-//! Which source a row comes from.
+//! Assigns rows to sources by weight.
 
 use sha2::{Digest, Sha256};
 
 use crate::permutation::Permutation;
 
-/// Rows in a block of the schedule; weights are kept exactly to one part in so many.
+/// Rows in a block of the schedule. Every block has each source's share exactly, rounded to whole
+/// rows.
 pub const BLOCK_ROWS: u64 = 1000;
 
 /// Draws rows from sources by weight, exactly and without state.

@@ -1,5 +1,5 @@
-//! Text to token shards: parallel, in bounded memory, the same bytes whatever the number of
-//! threads, and resumable after an interruption.
+//! Encodes text into token shards: in parallel, in bounded memory, with the same bytes whatever the
+//! number of threads, and resumable after an interruption.
 
 mod journal;
 mod options;
@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use sha2::{Digest, Sha256};
 
-use crate::input::{Corpus, Inputs, Reading};
+use crate::corpus::Inputs;
 use crate::shard::Manifest;
 use crate::tokenizer::hex;
 use crate::{DataError, Progress, Tokenizer};
@@ -36,14 +36,13 @@ pub fn prepare(
     progress: &dyn Progress,
 ) -> Result<PrepareReport, DataError> {
     options.check()?;
-    let inputs = options.corpus.open()?;
+    let inputs = options.corpus.find()?;
     let key = key(options, tokenizer, Some(&inputs));
     prepare_inputs(options, tokenizer, &inputs, &key, progress)
 }
 
-/// Prepares into a folder of `cache` that is named by what decides the content. Rust sources are
-/// not looked for again once they are there: crates that are added to the registry later would
-/// otherwise change the data of runs under way.
+/// Prepares into a folder of `cache` that is named by what decides the content. The input files of a
+/// corpus that is frozen in the cache are not looked for once it is there.
 pub(crate) fn prepare_cached(
     mut options: PrepareOptions,
     cache: &Path,
@@ -51,15 +50,15 @@ pub(crate) fn prepare_cached(
     progress: &dyn Progress,
 ) -> Result<(PathBuf, Manifest), DataError> {
     options.check()?;
-    let fixed = matches!(options.corpus, Corpus::CargoSources { .. });
-    let inputs = if fixed { None } else { Some(options.corpus.open()?) };
+    let frozen = options.corpus.is_frozen_in_cache();
+    let inputs = if frozen { None } else { Some(options.corpus.find()?) };
     let key = key(&options, tokenizer, inputs.as_ref());
     options.out = cache.join(format!("{}-{}", options.name, &key[..16]));
     if let Some(manifest) = Manifest::read(&options.out)? {
         tracing::info!(folder = %options.out.display(), tokens = manifest.tokens, "using prepared shards");
         return Ok((options.out, manifest));
     }
-    let inputs = inputs.map_or_else(|| options.corpus.open(), Ok)?;
+    let inputs = inputs.map_or_else(|| options.corpus.find(), Ok)?;
     let report = prepare_inputs(&options, tokenizer, &inputs, &key, progress)?;
     Ok((report.out, report.manifest))
 }
@@ -101,7 +100,7 @@ fn prepare_inputs(
     journal.save(&state)?;
     let before = state.bytes();
 
-    progress.start(&format!("preparing {}", options.name), Some(inputs.total_bytes()));
+    progress.start(&format!("preparing {}", options.name), Some(inputs.total_bytes));
     let done = pipeline::run(options, tokenizer, inputs, state, &journal, progress)
         .and_then(|state| complete(state, options, tokenizer, inputs));
     match done {
@@ -113,13 +112,13 @@ fn prepare_inputs(
             let encoded_bytes = manifest.bytes - before;
             Ok(report(options, manifest, start, encoded_bytes, started))
         }
-        // What was written can be continued once the disk, or the user, is ready.
+        // A later run can continue what was written.
         Err(
             error @ (DataError::Write { .. }
             | DataError::Read { .. }
             | DataError::Interrupted { .. }),
         ) => Err(error),
-        // To mend the input changes it: nothing here would be of use.
+        // The input must be changed, so nothing written so far can be used.
         Err(error) => {
             discard(options, &journal);
             lock.release();
@@ -188,32 +187,25 @@ fn holds_shards(folder: &Path) -> bool {
         .any(|entry| entry.path().extension().is_some_and(|extension| extension == "bin"))
 }
 
-/// SHA-256 of all that decides the shards: options, tokenizer, and the inputs' paths, sizes and
-/// ages. With another key, nothing is reused.
+/// SHA-256 of all that decides the shards: options, tokenizer, and, unless the corpus is frozen in
+/// the cache, the inputs' paths, sizes and times of change. With another key, nothing is reused.
 fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>) -> String {
-    let corpus = match &options.corpus {
-        // Its paths are in the inputs.
-        Corpus::Files { text_field, separator, .. } => {
-            format!("files {text_field:?} {separator:?}")
-        }
-        corpus @ Corpus::CargoSources { .. } => format!("{corpus:?}"),
-    };
     let settings = (
         Manifest::format(),
-        corpus,
+        options.corpus.settings(),
         &options.name,
         options.validation_fraction,
         options.shard_tokens,
         tokenizer.fingerprint(),
     );
     let mut sha = Sha256::new_with_prefix(format!("{settings:?}"));
-    if let Some(inputs) = inputs.filter(|inputs| matches!(inputs.reading, Reading::Files { .. })) {
+    if let Some(inputs) = inputs.filter(|_| !options.corpus.is_frozen_in_cache()) {
         sha.update(listing(inputs));
     }
     hex(&sha.finalize())
 }
 
-/// SHA-256 of the inputs' paths, sizes and ages, in their order.
+/// SHA-256 of the inputs' paths, sizes and times of change, in their order.
 fn listing(inputs: &Inputs) -> String {
     let mut sha = Sha256::new();
     for file in &inputs.files {
@@ -226,8 +218,8 @@ fn listing(inputs: &Inputs) -> String {
     hex(&sha.finalize())
 }
 
-/// Keeps other processes out of a folder; waits for them to end. The ranks of a distributed run
-/// all open the loader: one of them prepares, and the others find the result.
+/// Keeps other processes out of a folder, and waits for one that is there. The ranks of a
+/// distributed run all open the loader: one of them prepares, and the others find the result.
 struct Lock {
     path: PathBuf,
     _file: File,

@@ -1,4 +1,4 @@
-//! How long work reports its progress, without this crate knowing how it is drawn.
+//! Progress reports of long-running work. How they are drawn is left to the caller.
 
 /// Receives the progress of [`prepare`](crate::prepare), [`train_bpe`](crate::train_bpe) and
 /// [`Loader::open`](crate::Loader::open). All methods do nothing by default.
@@ -6,10 +6,10 @@ pub trait Progress: Sync {
     /// A task starts: `task` says what, `total` how many bytes of text it will read, if known.
     fn start(&self, _task: &str, _total: Option<u64>) {}
 
-    /// So many more bytes of input are done.
+    /// `bytes` more of the input are done.
     fn advance(&self, _bytes: u64) {}
 
-    /// The task started last has ended; `summary` says with what result.
+    /// The task that started last has ended; `summary` is its result.
     fn finish(&self, _summary: &str) {}
 
     /// Whether the user asked to stop. `prepare` then saves its state and returns

@@ -1,5 +1,5 @@
-//! Generated tasks: prompts for evaluation, and rows for training.
+//! Generated tasks, for evaluation prompts and for training rows.
 
 pub mod fflm;
+pub(crate) mod packing;
 pub mod passkey;
-pub(crate) mod rows;

@@ -131,7 +131,7 @@ impl Tokenizer {
         bytes
     }
 
-    /// One more than the greatest token: 50,257 for `gpt2`, 257 for `bytes`.
+    /// One more than the largest token: 50,257 for `gpt2`, 257 for `bytes`.
     pub fn vocab_size(&self) -> usize {
         self.0.tokens.len()
     }

@@ -66,7 +66,7 @@ pub enum EvalError {
         tokenizer: String,
     },
 
-    /// A length beyond what the model can read.
+    /// A length that is longer than the model's context.
     #[error(
         "{suite}: length {length} is longer than the model can read; allowed: at most {max_len} tokens, because its positions are learned\n  hint: ask for --lengths of {max_len} or less, or train a model with relative positions"
     )]

@@ -1,11 +1,11 @@
-//! Files that are there whole or not at all.
+//! Atomic writes: a file is there whole, or not at all.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::EvalError;
 
-/// Writes a file whole or not at all.
+/// Writes a file under a temporary name and renames it.
 pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), EvalError> {
     longwall_data::files::write_atomically(path, bytes).map_err(EvalError::write(path))
 }

@@ -1,5 +1,5 @@
-//! `samples.jsonl`: one line a finished trial, appended as trials finish, so that an evaluation cut
-//! short goes on where it stopped.
+//! `samples.jsonl`: one line for each finished trial, appended as trials finish, so that an
+//! interrupted evaluation continues where it stopped.
 
 use std::collections::HashSet;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -48,7 +48,7 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Opens the folder's samples: new ones, or those an earlier run with equal `settings` left.
+    /// Opens the folder's samples: none yet, or those of an earlier run with equal `settings`.
     pub(crate) fn open(
         folder: &Path,
         settings: &Value,
@@ -66,7 +66,7 @@ impl Journal {
             Err(TryLockError::WouldBlock) => {
                 return Err(EvalError::Busy { folder: folder.to_path_buf() });
             }
-            // A file system without locks: one has to trust the user.
+            // Without locks in the file system, the user must see to it.
             Err(TryLockError::Error(_)) | Ok(()) => {}
         }
         let mut journal = Journal {
@@ -81,7 +81,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Makes sure that the samples in the folder, if any, were taken with `settings`.
+    /// Makes sure that the samples in the folder, if there are any, were taken with `settings`.
     fn settle(&mut self, settings: &Value, force: bool) -> Result<(), EvalError> {
         let path = self.folder.join("settings.json");
         if force {
@@ -104,8 +104,8 @@ impl Journal {
         write_atomically(&path, (json + "\n").as_bytes())
     }
 
-    /// Compares the settings on disk with those of now. Another commit is no other setting, but the
-    /// samples keep that of their beginning.
+    /// Compares the settings on disk with those of now. The commit may differ: then the report names
+    /// the one at which the samples were begun.
     fn check_settings(&mut self, path: &Path, now: &Value) -> Result<(), EvalError> {
         #[derive(Deserialize)]
         struct Written {

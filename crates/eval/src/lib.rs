@@ -30,10 +30,11 @@ mod text;
 pub use error::EvalError;
 pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
+pub use options::{SamplingOptions, SuiteOptions};
 pub use plot::{Curve, XAxis, plot_losses};
 pub use report::{Report, Score, TokenizerReport};
 pub use suite::{
-    Answer, Batching, Call, HeldOut, Outcome, Progress, ProgressUpdate, Request, RunContext,
-    Scoring, Setting, Silent, Suite, Trial,
+    Answer, Call, HeldOut, OpenContext, Outcome, Progress, ProgressUpdate, Request, RunContext,
+    Scoring, Silent, Suite, Trial,
 };
 pub use suites::{SuiteConfig, run};

@@ -1,18 +1,82 @@
-//! Pieces that the options of several suites share.
+//! The options that every suite has, and what the suites' own options share.
 
-use longwall_config::{Problems, parse_count};
+use longwall_config::{Problems, parse_count, side_by_side};
 use longwall_data::Tokenizer;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
-use serde::{Deserialize, Deserializer};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::EvalError;
-use crate::suite::{Batching, Trial};
+use crate::suite::Trial;
 
-/// Sequences in a call of the model, unless the user says otherwise.
-pub(crate) const DEFAULT_BATCH: usize = 16;
-/// Tokens in a call of the model, unless the user says otherwise.
-pub(crate) const DEFAULT_BATCH_TOKENS: usize = 65_536;
+/// The options that every suite has.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, default)]
+pub struct SamplingOptions {
+    /// Seed of the samples
+    #[arg(long, default_value_t = SamplingOptions::default().seed)]
+    pub seed: u64,
+    /// The most sequences in a call of the model
+    #[arg(long, default_value_t = SamplingOptions::default().batch)]
+    pub batch: usize,
+    /// The most tokens in a call of the model; a longer sequence gets a call of its own
+    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
+          default_value_t = SamplingOptions::default().batch_tokens)]
+    #[serde(deserialize_with = "size")]
+    pub batch_tokens: usize,
+}
+
+impl Default for SamplingOptions {
+    fn default() -> Self {
+        SamplingOptions { seed: 0, batch: 16, batch_tokens: 65_536 }
+    }
+}
+
+impl SamplingOptions {
+    /// The keys that change how fast a suite runs, and none of its samples.
+    pub(crate) const SPEED_KEYS: [&str; 2] = ["batch", "batch_tokens"];
+
+    /// Records every option that is out of range; `suite` is the suite's name.
+    pub(crate) fn validate(&self, suite: &str, problems: &mut Problems) {
+        let any = 1..=usize::MAX;
+        let remedy = "--batch 1 takes least memory";
+        check_count(format!("{suite}.batch"), self.batch, any.clone(), remedy, problems);
+        let (key, remedy) = (
+            format!("{suite}.batch_tokens"),
+            "--batch-tokens 1 puts every sequence in a call of its own",
+        );
+        check_count(key, self.batch_tokens, any, remedy, problems);
+    }
+}
+
+/// The options of a suite: its own, and those that every suite has. In a configuration file they
+/// share one table.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, clap::Args)]
+pub struct SuiteOptions<O: clap::Args> {
+    /// The suite's own options.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub own: O,
+    /// Which samples are taken, and how many at a time.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub sampling: SamplingOptions,
+}
+
+impl<O: clap::Args> From<O> for SuiteOptions<O> {
+    fn from(own: O) -> Self {
+        SuiteOptions { own, sampling: SamplingOptions::default() }
+    }
+}
+
+impl<'de, O: clap::Args + DeserializeOwned> Deserialize<'de> for SuiteOptions<O> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let (own, sampling) = side_by_side(deserializer)?;
+        Ok(SuiteOptions { own, sampling })
+    }
+}
+
 /// The longest length, in tokens: that of a training row.
 const LONGEST: usize = 1 << 24;
 /// The most samples of one kind at one length, so that their numbers add up.
@@ -89,25 +153,6 @@ pub(crate) fn check_count(
     problems.check(allowed.contains(&value), key, value, text, remedy);
 }
 
-/// Checks the size of a batch.
-pub(crate) fn check_batching(suite: &str, batching: Batching, problems: &mut Problems) {
-    let any = 1..=usize::MAX;
-    check_count(
-        format!("{suite}.batch"),
-        batching.rows,
-        any.clone(),
-        "--batch 1 takes least memory",
-        problems,
-    );
-    check_count(
-        format!("{suite}.batch_tokens"),
-        batching.tokens,
-        any,
-        "--batch-tokens 1 puts every sequence in a call of its own",
-        problems,
-    );
-}
-
 /// Checks that the longest answer fits what may be generated: an answer cut short is never right.
 ///
 /// # Errors
@@ -126,9 +171,9 @@ pub(crate) fn check_answer(
     Ok(problems.into_result()?)
 }
 
-/// The generator of one sample: its key is the numbers of the trial themselves, so that a sample
-/// depends on the seed and its own place, and never on which other samples are taken. `stream`
-/// tells the suites apart.
+/// The random generator of one sample. Its key holds the seed and the trial's length, depth and
+/// index, so that a sample never depends on which others are taken; `stream` is one of the suite's
+/// own ([`Suite::STREAMS`](crate::Suite::STREAMS)).
 pub(crate) fn sample_rng(seed: u64, stream: u64, trial: &Trial) -> ChaCha8Rng {
     let depth = trial.depth.map_or(u64::MAX, f64::to_bits);
     let mut key = [0; 32];

@@ -8,35 +8,39 @@ use longwall_config::Problems;
 use longwall_data::Tokenizer;
 
 use crate::journal::Journal;
+use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
-use crate::suite::{
-    Answer, Batching, Call, ProgressUpdate, Request, RunContext, Setting, Suite, Trial,
-};
+use crate::suite::{Answer, Call, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial};
 use crate::{EvalError, EvalModel};
 
-/// Batches whose requests are made at one time: enough to sort by length, few enough for memory.
+/// Batches whose requests are made at a time: enough to sort them by length, few enough for memory.
 const BATCHES_AT_A_TIME: usize = 16;
 
-/// Options that change how fast a suite runs and nothing else.
-const SPEED_OPTIONS: [&str; 2] = ["batch", "batch_tokens"];
+/// Records every option of a suite that is out of range.
+pub(crate) fn validate<S: Suite>(options: &SuiteOptions<S::Options>, problems: &mut Problems) {
+    S::validate(&options.own, problems);
+    options.sampling.validate(S::NAME, problems);
+}
 
 /// Runs one suite from its options to its report.
 pub(crate) fn run_suite<S: Suite>(
-    options: &S::Options,
+    options: &SuiteOptions<S::Options>,
     model: &mut dyn EvalModel,
     context: &RunContext<'_>,
 ) -> Result<Report, EvalError> {
     let mut problems = Problems::new();
-    S::validate(options, &mut problems);
+    validate::<S>(options, &mut problems);
     problems.into_result()?;
+    let SuiteOptions { own, sampling } = options;
     let tokenizer = model.tokenizer().clone();
     let suite = S::open(
-        options,
-        &Setting {
+        own,
+        &OpenContext {
             tokenizer: &tokenizer,
             train_seq_len: model.train_seq_len(),
             max_len: model.max_len(),
             device: &model.device(),
+            seed: sampling.seed,
             held_out: context.held_out,
         },
     )?;
@@ -48,7 +52,7 @@ pub(crate) fn run_suite<S: Suite>(
     let mut journal = Journal::open(&context.out_dir, &settings(&report), git_hash, context.force)?;
     report.git_hash = journal.git_hash().map(str::to_string);
     context.progress.start(S::NAME, journal.len(), trials.len() as u64);
-    let taken = take_samples(&suite, &trials, &tokenizer, model, &mut journal, context);
+    let taken = take_samples(&suite, sampling, &trials, &tokenizer, model, &mut journal, context);
     context.progress.finish();
     taken?;
 
@@ -77,7 +81,7 @@ fn check_lengths<S: Suite>(trials: &[Trial], max_len: Option<usize>) -> Result<(
 /// The report before any sample.
 fn blank_report<S: Suite>(
     suite: &S,
-    options: &S::Options,
+    options: &SuiteOptions<S::Options>,
     model: &dyn EvalModel,
     context: &RunContext<'_>,
 ) -> Report {
@@ -96,7 +100,7 @@ fn blank_report<S: Suite>(
             vocab_size: tokenizer.vocab_size(),
         },
         train_seq_len: model.train_seq_len(),
-        seed: suite.seed(),
+        seed: options.sampling.seed,
         config: serde_json::to_value(options).expect("options are plain data"),
         resolved: suite.resolved(),
         samples: 0,
@@ -106,11 +110,11 @@ fn blank_report<S: Suite>(
     }
 }
 
-/// What a resumed evaluation must share with the one it goes on from.
+/// What a resumed evaluation must have in common with the one it continues.
 fn settings(report: &Report) -> Value {
     let mut options = report.config.clone();
     if let Some(options) = options.as_object_mut() {
-        for name in SPEED_OPTIONS {
+        for name in SamplingOptions::SPEED_KEYS {
             options.remove(name);
         }
     }
@@ -132,16 +136,16 @@ fn settings(report: &Report) -> Value {
 /// its samples in the same order.
 fn take_samples<S: Suite>(
     suite: &S,
+    sampling: &SamplingOptions,
     trials: &[Trial],
     tokenizer: &Tokenizer,
     model: &mut dyn EvalModel,
     journal: &mut Journal,
     context: &RunContext<'_>,
 ) -> Result<(), EvalError> {
-    let batching = suite.batching();
     let mut speed = Speed::new(trials, journal);
     for trials in trials.chunk_by(|a, b| a.length == b.length) {
-        for chunk in trials.chunks(batching.rows * BATCHES_AT_A_TIME) {
+        for chunk in trials.chunks(sampling.batch * BATCHES_AT_A_TIME) {
             if chunk.iter().all(|trial| journal.has(trial)) {
                 continue;
             }
@@ -149,7 +153,7 @@ fn take_samples<S: Suite>(
             for trial in chunk {
                 requests.push((trial, checked_request(suite, trial, tokenizer)?));
             }
-            for batch in batches(&mut requests, batching) {
+            for batch in batches(&mut requests, sampling) {
                 let pending: Vec<_> =
                     batch.iter().filter(|(trial, _)| !journal.has(trial)).collect();
                 if pending.is_empty() {
@@ -197,16 +201,16 @@ fn checked_request<S: Suite>(
     Ok(request)
 }
 
-/// Cuts requests into batches of equal shape, at most `rows` sequences and `tokens` tokens each.
+/// Cuts requests into batches of equal shape, as large as the options allow.
 fn batches<'r, 't>(
     requests: &'r mut [(&'t Trial, Request)],
-    batching: Batching,
+    sampling: &SamplingOptions,
 ) -> Vec<&'r [(&'t Trial, Request)]> {
     requests.sort_by_key(|(trial, request)| (request.call.batch_key(), trial.id));
     let mut batches = Vec::new();
     for group in requests.chunk_by(|a, b| a.1.call.batch_key() == b.1.call.batch_key()) {
         let context_len = group[0].1.call.context_len().max(1);
-        let rows = batching.rows.min(batching.tokens / context_len).max(1);
+        let rows = sampling.batch.min(sampling.batch_tokens / context_len).max(1);
         batches.extend(group.chunks(rows));
     }
     batches
@@ -252,7 +256,7 @@ fn ask(
     Ok(answers)
 }
 
-/// What a batch gives the model; batches hold calls of one kind.
+/// The inputs of a batch, whose calls are all of one kind.
 fn inputs<T>(batch: &[&(&Trial, Request)], input: impl Fn(&Call) -> Option<T>) -> Vec<T> {
     batch
         .iter()
@@ -271,7 +275,7 @@ fn check_count(what: &str, found: usize, expected: usize) -> Result<(), EvalErro
     })
 }
 
-/// Samples a second, and the time left by the tokens that are left.
+/// Measures samples a second, and estimates the time left from the tokens left.
 struct Speed {
     start: Instant,
     total: u64,

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A mean and how sure it is.
+/// A mean and its standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Estimate {
     /// The mean; none when a value in it was infinite or not a number.
     pub value: Option<f64>,
-    /// Standard error of the mean; none when one sample (or one document) cannot tell.
+    /// Standard error of the mean; none when there is a single sample, or a single document.
     pub standard_error: Option<f64>,
     /// How many samples the mean is over.
     pub samples: usize,
@@ -30,8 +30,8 @@ impl Estimate {
         Estimate { value: Some(p), standard_error, samples }
     }
 
-    /// Mean of `(cluster, value)` pairs with a standard error that knows that the values of one
-    /// cluster (one document) are not independent.
+    /// Mean of `(cluster, value)` pairs, with a standard error that allows for dependence between the
+    /// values of one cluster (one document).
     ///
     /// With `G` clusters and `n` values it is `sqrt(G / (G − 1) · Σ_g (Σ_{i∈g} (x_i − mean))²) / n`;
     /// where every cluster has one value this is the usual `s / sqrt(n)`.
@@ -57,9 +57,9 @@ impl Estimate {
     /// The 95 % confidence interval of a share of `samples` in `clusters` (documents, sequences), by
     /// Wilson's score (1927, with z = 1.96), which holds for few samples and shares near 0 or 1.
     ///
-    /// The samples count as as many independent ones as give the same standard error, at most all
-    /// of them. At a share of 0 or 1 there is no telling: each cluster counts as one. None where
-    /// there is no value or no cluster.
+    /// Its number of samples is the effective one: that of independent samples with the same standard
+    /// error, at most all of them. At a share of 0 or 1 the standard error says nothing, and each
+    /// cluster counts as one sample. None where there is no value or no cluster.
     pub fn share_interval(&self, clusters: usize) -> Option<[f64; 2]> {
         let p = self.value.filter(|_| clusters > 0)?;
         let variance = p * (1.0 - p);
@@ -77,7 +77,7 @@ impl Estimate {
     }
 
     /// `exp` of a mean loss: perplexity. Its standard error is the delta method's,
-    /// `perplexity · standard error of the loss`. None where it is too large for a number.
+    /// `perplexity · standard error of the loss`. Without a value where it overflows.
     pub fn exp(self) -> Self {
         let value = self.value.map(f64::exp).filter(|value| value.is_finite());
         let standard_error = value.zip(self.standard_error).map(|(value, error)| value * error);

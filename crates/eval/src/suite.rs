@@ -1,6 +1,7 @@
-//! The trait behind which every suite stands, and what passes through it.
+//! The trait that every suite implements, and the types that it uses.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -19,15 +20,19 @@ use crate::{EvalError, LogLikelihood};
 /// A trial's request is a pure function of the suite's options and the trial, so that a suite can
 /// be cut short and resumed, and gives the same samples whatever the order and the batch.
 pub trait Suite: Sized {
-    /// The options a user sets: command-line arguments and a table of a configuration file.
-    type Options: Serialize;
-    /// What [`judge`](Self::judge) says of an answer; one line of `samples.jsonl` keeps it.
+    /// The suite's own options, which a user sets on the command line or in a table of a
+    /// configuration file, beside those that every suite has.
+    type Options: clap::Args + Serialize + DeserializeOwned;
+    /// The result of [`judge`](Self::judge), kept in a line of `samples.jsonl`.
     type Verdict: Serialize + DeserializeOwned;
 
     /// The suite's name on the command line, in configuration files and as its folder.
     const NAME: &'static str;
     /// Bumped whenever a change of the suite changes its numbers.
     const VERSION: u32;
+    /// The random streams of its samples. No two suites share one, so that equal seeds draw
+    /// different samples in each.
+    const STREAMS: Range<u64>;
 
     /// Records every option that is out of range.
     fn validate(options: &Self::Options, problems: &mut Problems);
@@ -36,13 +41,7 @@ pub trait Suite: Sized {
     ///
     /// # Errors
     /// Lengths the prompt cannot fit, text that is missing or too short.
-    fn open(options: &Self::Options, setting: &Setting<'_>) -> Result<Self, EvalError>;
-
-    /// The seed every sample comes from.
-    fn seed(&self) -> u64;
-
-    /// How many sequences a call of the model gets.
-    fn batching(&self) -> Batching;
+    fn open(options: &Self::Options, context: &OpenContext<'_>) -> Result<Self, EvalError>;
 
     /// What the options left open and [`open`](Self::open) decided: default lengths, the text read.
     /// Part of the settings that a resumed evaluation must share.
@@ -57,10 +56,10 @@ pub trait Suite: Sized {
     /// A prompt that does not fit.
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError>;
 
-    /// What the answer is worth.
+    /// Judges the model's answer.
     fn judge(&self, trial: &Trial, request: &Request, answer: &Answer) -> Self::Verdict;
 
-    /// Scores of all the verdicts, which come in the order of the trials.
+    /// Turns the verdicts, which come in the order of the trials, into scores.
     fn score(&self, outcomes: &[Outcome<Self::Verdict>]) -> Scoring;
 
     /// Writes the suite's own files beside `results.json` and `grid.csv`: plots, further tables.
@@ -71,9 +70,9 @@ pub trait Suite: Sized {
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError>;
 }
 
-/// What a suite may know before it starts.
+/// What a suite is told when it opens.
 #[derive(Clone, Copy)]
-pub struct Setting<'a> {
+pub struct OpenContext<'a> {
     /// The model's tokenizer; every length is in its tokens.
     pub tokenizer: &'a Tokenizer,
     /// Length of the sequences the model was trained on.
@@ -82,6 +81,8 @@ pub struct Setting<'a> {
     pub max_len: Option<usize>,
     /// The device, as [`EvalModel::device`](crate::EvalModel::device) names it.
     pub device: &'a str,
+    /// The seed that all samples come from.
+    pub seed: u64,
     /// The run's own held-out text, where it has one.
     pub held_out: Option<&'a dyn HeldOut>,
 }
@@ -197,11 +198,11 @@ pub struct Outcome<V> {
     pub trial: Trial,
     /// Where the information stood in the prompt, 0 to 1.
     pub depth: Option<f64>,
-    /// What its answer was worth.
+    /// The verdict on its answer.
     pub verdict: V,
 }
 
-/// What a suite's verdicts add up to.
+/// The scores of a suite.
 #[derive(Clone, Debug, Default)]
 pub struct Scoring {
     /// The few numbers that sweeps compare.
@@ -212,16 +213,7 @@ pub struct Scoring {
     pub details: Value,
 }
 
-/// The size of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Batching {
-    /// The most sequences in a call.
-    pub rows: usize,
-    /// The most tokens in a call; a longer sequence is alone in its call.
-    pub tokens: usize,
-}
-
-/// Where and as what an evaluation runs.
+/// The run that is evaluated, where the results go, and who follows the progress.
 pub struct RunContext<'a> {
     /// The folder of this suite's files, for example `runs/wall/eval/passkey`.
     pub out_dir: PathBuf,
@@ -235,7 +227,7 @@ pub struct RunContext<'a> {
     pub force: bool,
     /// The run's held-out text, where it has one.
     pub held_out: Option<&'a dyn HeldOut>,
-    /// Who draws the progress.
+    /// Receives the progress.
     pub progress: &'a dyn Progress,
     /// Set to stop after the batch under way; what is done is kept.
     pub stop: Option<&'a AtomicBool>,
@@ -247,14 +239,14 @@ impl RunContext<'_> {
     }
 }
 
-/// How far an evaluation is.
+/// How far an evaluation has come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProgressUpdate {
     /// Samples done, those of an earlier run of the suite among them.
     pub done: u64,
     /// Samples in all.
     pub total: u64,
-    /// Length under way, in tokens.
+    /// Length of the current samples, in tokens.
     pub length: usize,
     /// Samples a second since this start; none before the first batch.
     pub samples_per_second: Option<f64>,
@@ -262,7 +254,7 @@ pub struct ProgressUpdate {
     pub time_left: Option<Duration>,
 }
 
-/// Draws the progress of an evaluation; the binary does so on stderr.
+/// Receives the progress of an evaluation; the binary draws it on stderr.
 pub trait Progress {
     /// The suite begins, with `done` of `total` samples there from an earlier run of it.
     fn start(&self, suite: &str, done: u64, total: u64);

@@ -4,11 +4,11 @@
 use crate::common::{FakeModel, evaluate, passkey};
 use clap::Parser;
 use longwall_config::Problems;
-use longwall_eval::SuiteConfig;
 use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::suites::fflm::FflmOptions;
 use longwall_eval::suites::niah::{HaystackKind, NiahMode, NiahOptions};
 use longwall_eval::suites::passkey::PasskeyOptions;
+use longwall_eval::{SamplingOptions, SuiteConfig, SuiteOptions};
 
 #[derive(Debug, Parser)]
 struct Cli {
@@ -29,10 +29,10 @@ fn the_command_line_is_sound() {
 #[test]
 fn defaults_are_those_of_the_protocols_on_both_ways_in() {
     for (line, config) in [
-        ("passkey", SuiteConfig::Passkey(PasskeyOptions::default())),
-        ("niah", SuiteConfig::Niah(NiahOptions::default())),
-        ("extrapolate", SuiteConfig::Extrapolate(ExtrapolateOptions::default())),
-        ("fflm", SuiteConfig::Fflm(FflmOptions::default())),
+        ("passkey", SuiteConfig::from(PasskeyOptions::default())),
+        ("niah", SuiteConfig::from(NiahOptions::default())),
+        ("extrapolate", SuiteConfig::from(ExtrapolateOptions::default())),
+        ("fflm", SuiteConfig::from(FflmOptions::default())),
     ] {
         assert_eq!(cli(line).unwrap(), config);
         assert_eq!(toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(), config);
@@ -43,6 +43,7 @@ fn defaults_are_those_of_the_protocols_on_both_ways_in() {
         assert!(problems.as_slice().is_empty());
     }
     let SuiteConfig::Passkey(passkey) = cli("passkey").unwrap() else { unreachable!() };
+    let passkey = passkey.own;
     assert_eq!(passkey.lengths, [500, 1000, 1500, 2000, 2500, 3000, 3500, 4000]);
     assert_eq!((passkey.trials, passkey.depths, passkey.max_tokens), (100, None, 10));
 }
@@ -52,13 +53,15 @@ fn the_command_line_and_a_table_say_the_same() {
     let line =
         cli("niah --lengths 1k,4096 --depths 5 --mode easy --haystack noise --batch-tokens 8k");
     let table = "suite = \"niah\"\nlengths = [\"1k\", 4096]\ndepths = 5\nmode = \"easy\"\nhaystack = \"noise\"\nbatch_tokens = \"8k\"";
-    let expected = SuiteConfig::Niah(NiahOptions {
-        lengths: Some(vec![1000, 4096]),
-        depths: 5,
-        mode: NiahMode::Easy,
-        haystack: HaystackKind::Noise,
-        batch_tokens: 8000,
-        ..NiahOptions::default()
+    let expected = SuiteConfig::Niah(SuiteOptions {
+        own: NiahOptions {
+            lengths: Some(vec![1000, 4096]),
+            depths: 5,
+            mode: NiahMode::Easy,
+            haystack: HaystackKind::Noise,
+            ..Default::default()
+        },
+        sampling: SamplingOptions { batch_tokens: 8000, ..Default::default() },
     });
     assert_eq!(line.unwrap(), expected);
     assert_eq!(toml::from_str::<SuiteConfig>(table).unwrap(), expected);
@@ -86,14 +89,10 @@ fn unknown_keys_and_suites_are_errors() {
 
 #[test]
 fn every_option_out_of_range_is_reported_at_once() {
-    let config = SuiteConfig::Passkey(PasskeyOptions {
-        lengths: vec![0, 500, 500],
-        trials: 0,
-        depths: Some(0),
-        max_tokens: 0,
-        batch: 0,
-        ..PasskeyOptions::default()
-    });
+    let own =
+        PasskeyOptions { lengths: vec![0, 500, 500], trials: 0, depths: Some(0), max_tokens: 0 };
+    let sampling = SamplingOptions { batch: 0, ..Default::default() };
+    let config = SuiteConfig::Passkey(SuiteOptions { own, sampling });
     let dir = tempfile::tempdir().unwrap();
     let mut model = FakeModel::bytes(|_| String::new());
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
@@ -113,7 +112,7 @@ fn every_option_out_of_range_is_reported_at_once() {
       hint: --batch 1 takes least memory
     ");
 
-    let config = SuiteConfig::Niah(NiahOptions {
+    let config = SuiteConfig::from(NiahOptions {
         min_length: 9000,
         max_length: 2000,
         length_count: 2,
@@ -130,7 +129,7 @@ fn every_option_out_of_range_is_reported_at_once() {
       hint: leave out --text, or use --haystack text
     "#);
 
-    let config = SuiteConfig::Extrapolate(ExtrapolateOptions {
+    let config = SuiteConfig::from(ExtrapolateOptions {
         lengths: Some(vec![1000, 1024]),
         packed: true,
         sequences: 0,
@@ -147,7 +146,7 @@ fn every_option_out_of_range_is_reported_at_once() {
       hint: more --sequences give smaller standard errors; 16 is usual
     ");
 
-    let config = SuiteConfig::Fflm(FflmOptions {
+    let config = SuiteConfig::from(FflmOptions {
         lengths: vec![2, 33, 1 << 25],
         sequences: Some(usize::MAX),
         dense_sequences: Some(0),
@@ -172,7 +171,7 @@ fn every_option_out_of_range_is_reported_at_once() {
 #[test]
 fn results_json_keeps_its_shape() {
     let dir = tempfile::tempdir().unwrap();
-    let config = SuiteConfig::Passkey(PasskeyOptions {
+    let config = SuiteConfig::from(PasskeyOptions {
         lengths: vec![500],
         trials: 4,
         depths: Some(2),

@@ -7,7 +7,7 @@ use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::{Report, SuiteConfig};
 
 fn config(lengths: Option<Vec<usize>>, text: &Path) -> SuiteConfig {
-    SuiteConfig::Extrapolate(ExtrapolateOptions {
+    SuiteConfig::from(ExtrapolateOptions {
         lengths,
         text: vec![text.to_path_buf()],
         sequences: 4,
@@ -147,7 +147,7 @@ fn the_validation_split_is_read_packed() {
     let held_out = Tokens((0..2000).map(|n| if n % 100 == 99 { 256 } else { 97 }).collect());
     let options =
         ExtrapolateOptions { lengths: Some(vec![64, 256]), sequences: 4, ..Default::default() };
-    let config = SuiteConfig::Extrapolate(options);
+    let config = SuiteConfig::from(options);
     let report = evaluate_with(&config, &mut silent(), dir.path(), false, Some(&held_out)).unwrap();
     assert_eq!(report.resolved["packed"], true);
     assert_eq!(report.resolved["text"], "validation split of a test");
@@ -185,6 +185,6 @@ fn text_that_is_too_short_is_said_to_be() {
         packed: true,
         ..Default::default()
     };
-    let report = evaluate(&SuiteConfig::Extrapolate(options), &mut silent(), &out).unwrap();
+    let report = evaluate(&SuiteConfig::from(options), &mut silent(), &out).unwrap();
     assert_eq!(report.samples, 3);
 }

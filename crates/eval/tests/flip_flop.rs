@@ -9,7 +9,7 @@ const WRITE: u32 = b'w' as u32;
 const READ: u32 = b'r' as u32;
 
 fn config() -> SuiteConfig {
-    SuiteConfig::Fflm(FflmOptions {
+    SuiteConfig::from(FflmOptions {
         lengths: vec![64, 256],
         sequences: Some(40),
         sparse_sequences: Some(60),

@@ -7,10 +7,16 @@ use std::sync::Mutex;
 
 use crate::common::{FakeModel, evaluate, evaluate_with, files, passkey};
 use longwall_eval::suites::passkey::PasskeyOptions;
-use longwall_eval::{EvalError, Progress, ProgressUpdate, RunContext, SuiteConfig, run};
+use longwall_eval::{
+    EvalError, Progress, ProgressUpdate, RunContext, SamplingOptions, SuiteConfig, SuiteOptions,
+    run,
+};
 
-fn options() -> PasskeyOptions {
-    PasskeyOptions { lengths: vec![500, 600], trials: 40, batch: 7, ..PasskeyOptions::default() }
+fn options() -> SuiteOptions<PasskeyOptions> {
+    SuiteOptions {
+        own: PasskeyOptions { lengths: vec![500, 600], trials: 40, ..Default::default() },
+        sampling: SamplingOptions { batch: 7, ..Default::default() },
+    }
 }
 
 fn model() -> FakeModel {
@@ -77,7 +83,8 @@ fn a_finished_evaluation_asks_the_model_nothing() {
     evaluate(&SuiteConfig::Passkey(options()), &mut model(), dir.path()).unwrap();
     let before = content(dir.path());
     let mut again = model();
-    let faster = PasskeyOptions { batch: 64, batch_tokens: 1 << 20, ..options() };
+    let sampling = SamplingOptions { batch: 64, batch_tokens: 1 << 20, ..Default::default() };
+    let faster = SuiteOptions { sampling, ..options() };
     evaluate(&SuiteConfig::Passkey(faster), &mut again, dir.path()).unwrap();
     assert!(again.calls.is_empty(), "the size of a batch changes no sample");
     let samples = |files: &[(String, Vec<u8>)]| {
@@ -92,7 +99,9 @@ fn other_settings_are_refused_without_force() {
     let folder = dir.path().join("passkey");
     evaluate(&SuiteConfig::Passkey(options()), &mut model(), &folder).unwrap();
     let before = content(&folder);
-    let other = SuiteConfig::Passkey(PasskeyOptions { trials: 3, seed: 1, ..options() });
+    let mut other = options();
+    (other.own.trials, other.sampling.seed) = (3, 1);
+    let other = SuiteConfig::Passkey(other);
     let error = evaluate(&other, &mut model(), &folder).unwrap_err();
     insta::assert_snapshot!(error.to_string().replace(dir.path().to_str().unwrap(), "DIR"), @r"
         DIR/passkey holds an evaluation with other settings:

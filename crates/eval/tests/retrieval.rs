@@ -6,20 +6,22 @@ use crate::common::{FakeModel, Tokens, evaluate, evaluate_with, magic_number, pa
 use longwall_data::TokenizerConfig;
 use longwall_eval::suites::niah::{HaystackKind, NiahMode, NiahOptions};
 use longwall_eval::suites::passkey::PasskeyOptions;
-use longwall_eval::{EvalError, Report, SuiteConfig};
+use longwall_eval::{EvalError, Report, SamplingOptions, SuiteConfig, SuiteOptions};
 
 fn passkey_config(depths: Option<usize>) -> SuiteConfig {
-    SuiteConfig::Passkey(PasskeyOptions {
-        lengths: vec![500, 1000, 2000],
-        trials: 12,
-        depths,
-        batch: 5,
-        ..PasskeyOptions::default()
+    SuiteConfig::Passkey(SuiteOptions {
+        own: PasskeyOptions {
+            lengths: vec![500, 1000, 2000],
+            trials: 12,
+            depths,
+            ..Default::default()
+        },
+        sampling: SamplingOptions { batch: 5, ..Default::default() },
     })
 }
 
 fn niah_config(haystack: HaystackKind, mode: NiahMode) -> SuiteConfig {
-    SuiteConfig::Niah(NiahOptions {
+    SuiteConfig::from(NiahOptions {
         lengths: Some(vec![600, 1500]),
         depths: 3,
         trials: 4,
@@ -106,7 +108,8 @@ fn prompt_and_generation_fit_the_length_and_fill_it() {
 fn a_batch_holds_no_more_tokens_than_asked() {
     let dir = tempfile::tempdir().unwrap();
     let SuiteConfig::Passkey(options) = passkey_config(None) else { unreachable!() };
-    let options = PasskeyOptions { batch: 8, batch_tokens: 1100, ..options };
+    let sampling = SamplingOptions { batch: 8, batch_tokens: 1100, ..options.sampling };
+    let options = SuiteOptions { sampling, ..options };
     let mut model = FakeModel::bytes(right);
     evaluate(&SuiteConfig::Passkey(options), &mut model, dir.path()).unwrap();
     for (rows, length, generation) in model.calls {
@@ -140,8 +143,9 @@ fn positions_are_random_or_a_grid() {
 fn samples_depend_on_the_seed_and_on_their_own_length_alone() {
     let prompts = |lengths: Vec<usize>, seed: u64| -> Vec<(u64, String)> {
         let dir = tempfile::tempdir().unwrap();
-        let options = PasskeyOptions { lengths, seed, trials: 3, ..PasskeyOptions::default() };
-        let config = SuiteConfig::Passkey(options);
+        let own = PasskeyOptions { lengths, trials: 3, ..Default::default() };
+        let sampling = SamplingOptions { seed, ..Default::default() };
+        let config = SuiteConfig::Passkey(SuiteOptions { own, sampling });
         evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap();
         samples(dir.path())
             .iter()
@@ -201,7 +205,7 @@ fn text_files_make_a_haystack_that_is_read_round_when_it_is_short() {
     let SuiteConfig::Niah(options) = niah_config(HaystackKind::Text, NiahMode::Easy) else {
         unreachable!()
     };
-    let config = SuiteConfig::Niah(NiahOptions { text: vec![text], ..options });
+    let config = SuiteConfig::from(NiahOptions { text: vec![text], ..options.own });
     let out = dir.path().join("out");
     let mut model = FakeModel::bytes(magic_number);
     let report = evaluate(&config, &mut model, &out).unwrap();
@@ -213,7 +217,7 @@ fn text_files_make_a_haystack_that_is_read_round_when_it_is_short() {
 fn lengths_below_the_shortest_prompt_name_the_minimum() {
     let dir = tempfile::tempdir().unwrap();
     let options = PasskeyOptions { lengths: vec![200], ..PasskeyOptions::default() };
-    let config = SuiteConfig::Passkey(options.clone());
+    let config = SuiteConfig::from(options.clone());
     let error = evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap_err();
     let EvalError::TooShort { minimum, .. } = &error else { panic!("{error}") };
     insta::assert_snapshot!(error, @r"
@@ -221,7 +225,7 @@ fn lengths_below_the_shortest_prompt_name_the_minimum() {
       hint: ask for --lengths of 257 or more
     ");
     let options = PasskeyOptions { lengths: vec![*minimum], trials: 50, ..options };
-    let config = SuiteConfig::Passkey(options);
+    let config = SuiteConfig::from(options);
     evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap();
 
     let dir = tempfile::tempdir().unwrap();
@@ -231,7 +235,7 @@ fn lengths_below_the_shortest_prompt_name_the_minimum() {
         depths: 2,
         ..NiahOptions::default()
     };
-    let config = SuiteConfig::Niah(options.clone());
+    let config = SuiteConfig::from(options.clone());
     let mut model = FakeModel::new(TokenizerConfig::Gpt2, |_| String::new());
     let error = evaluate(&config, &mut model, dir.path()).unwrap_err();
     let EvalError::TooShort { minimum, .. } = &error else { panic!("{error}") };
@@ -240,7 +244,7 @@ fn lengths_below_the_shortest_prompt_name_the_minimum() {
       hint: ask for --lengths of 110 or more
     ");
     let options = NiahOptions { lengths: Some(vec![*minimum]), trials: 50, ..options };
-    evaluate(&SuiteConfig::Niah(options), &mut model, dir.path()).unwrap();
+    evaluate(&SuiteConfig::from(options), &mut model, dir.path()).unwrap();
 }
 
 #[test]
@@ -259,7 +263,7 @@ fn lengths_beyond_learned_positions_are_refused() {
 fn an_answer_that_cannot_be_generated_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let options = PasskeyOptions { max_tokens: 3, ..PasskeyOptions::default() };
-    let config = SuiteConfig::Passkey(options);
+    let config = SuiteConfig::from(options);
     let error = evaluate(&config, &mut FakeModel::bytes(right), dir.path()).unwrap_err();
     insta::assert_snapshot!(error, @r"
     the configuration has 1 problem:

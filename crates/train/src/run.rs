@@ -106,9 +106,9 @@ fn steps<B: OpBackend>(
     let clip = run.config.train.clip.0;
     let rows = run.rows as u64;
     console.begin(&run.info());
-    while run.place.step < run.total_steps && !options.stop.is_raised() {
+    while run.progress.step < run.total_steps && !options.stop.is_raised() {
         let started = Instant::now();
-        let step = run.place.step;
+        let step = run.progress.step;
 
         // Rows of this step: a function of the step alone.
         let batch = run.loader.batch(step * rows, run.rows);
@@ -123,17 +123,17 @@ fn steps<B: OpBackend>(
         let lr = run.schedule.lr(step);
         let skip = run.guard.judge(loss, grad_norm, weights);
         if skip.is_none() {
-            run.place.updates += 1;
+            run.progress.updates += 1;
             let grad_scale = clip_factor(clip, grad_norm);
-            let update = Update { lr, number: run.place.updates, grad_scale };
+            let update = Update { lr, number: run.progress.updates, grad_scale };
             run.model = run.optimiser.step(run.model, pass.gradients, update);
         }
-        run.place.step += 1;
-        run.place.loss = skip.is_none().then_some(loss);
+        run.progress.step += 1;
+        run.progress.loss = skip.is_none().then_some(loss);
 
         // Metrics.
         let seconds = started.elapsed().as_secs_f64();
-        let facts = StepFacts { step: run.place.step, loss, grad_norm, lr, seconds, skip };
+        let facts = StepFacts { step: run.progress.step, loss, grad_norm, lr, seconds, skip };
         run.recorder.step(&facts, memory(options), console)?;
         run.check_skips(skip)?;
 
@@ -141,7 +141,7 @@ fn steps<B: OpBackend>(
         run.after_step(console)?;
     }
     run.save_checkpoint(console)?;
-    if run.place.step >= run.total_steps {
+    if run.progress.step >= run.total_steps {
         run.finish()?;
     }
     Ok(end(&run, console))
@@ -150,10 +150,10 @@ fn steps<B: OpBackend>(
 fn end<B: OpBackend>(run: &Run<B>, console: &mut dyn Console) -> Outcome {
     let outcome = Outcome {
         run_dir: run.folder.path().to_owned(),
-        step: run.place.step,
+        step: run.progress.step,
         total_steps: run.total_steps,
         skipped: run.guard.state().skipped,
-        validation: run.place.validation.clone(),
+        validation: run.progress.validation.clone(),
     };
     console.end(&Ending {
         step: outcome.step,

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
+use longwall_config::{Problems, culprit};
 use longwall_data::{Loader, NoProgress, Split, Tokenizer};
 use longwall_eval::{EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel};
 use longwall_kernels::backend::OpBackend;
@@ -158,7 +159,7 @@ pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<SuiteConfig>
         let suite: SuiteConfig = table.clone().try_into().map_err(|error: toml::de::Error| {
             table_error(&format!("{}: eval.{at}", path.display()), table, error.message())
         })?;
-        let mut problems = longwall_config::Problems::new();
+        let mut problems = Problems::new();
         suite.validate(&mut problems);
         problems.into_result().map_err(|problems| anyhow!("{}: {problems}", path.display()))?;
         Ok(suite)
@@ -177,8 +178,7 @@ pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<SuiteConfig>
     Ok(suites)
 }
 
-/// The error of the `[[eval]]` table at `place` that gave `message`. Serde buffers a tagged table and
-/// loses the key: it is the one without which the message changes.
+/// The error of the `[[eval]]` table at `place` for which serde gave `message`.
 fn table_error(place: &str, table: &toml::Table, message: &str) -> anyhow::Error {
     let suite = table.get("suite").and_then(toml::Value::as_str);
     let Some(suite) = suite.filter(|suite| SuiteConfig::NAMES.contains(suite)) else {
@@ -186,16 +186,11 @@ fn table_error(place: &str, table: &toml::Table, message: &str) -> anyhow::Error
         let names = SuiteConfig::NAMES.join(", ");
         return anyhow!("{place}.suite is {found}; allowed: {names}\n  hint: use one of these");
     };
-    let culprit = table.keys().filter(|key| *key != "suite").find(|key| {
-        let mut without = table.clone();
-        without.remove(*key);
-        let parsed: Result<SuiteConfig, toml::de::Error> = without.try_into();
-        parsed.err().is_none_or(|error| error.message() != message)
-    });
-    let key = culprit.map_or_else(String::new, |key| format!(".{key} is {}", table[key]));
-    let reason = match message.contains("untagged enum") {
-        true => "expected a whole number, or text such as \"32k\"",
-        false => message,
+    let error_of = |table: toml::Table| {
+        let parsed: Result<SuiteConfig, toml::de::Error> = table.try_into();
+        parsed.err().map(|error| error.message().to_owned())
     };
-    anyhow!("{place}{key}; {reason}\n  hint: docs/evaluation.md lists the options of {suite}")
+    let culprit = culprit(table, "suite", message, error_of).filter(|key| *key != "suite");
+    let key = culprit.map_or_else(String::new, |key| format!(".{key} is {}", table[key]));
+    anyhow!("{place}{key}; {message}\n  hint: docs/evaluation.md lists the options of {suite}")
 }

@@ -1,10 +1,12 @@
 //! `longwall prepare PATHS… --out FOLDER`.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use longwall_config::parse_count;
+use longwall_data::sources::{cargo_sources, text};
 use longwall_data::{Corpus, PrepareOptions, Tokenizer, TokenizerConfig, prepare};
 use longwall_train::signals::StopFlag;
 
@@ -34,13 +36,14 @@ pub struct CorpusArgs {
     separator: Option<String>,
 }
 
-impl From<CorpusArgs> for Corpus {
-    fn from(args: CorpusArgs) -> Self {
-        if args.cargo_sources {
-            return Corpus::CargoSources { max_bytes: args.cargo_bytes, path: None };
+impl CorpusArgs {
+    /// The corpus that the arguments name.
+    pub fn corpus(self) -> Arc<dyn Corpus> {
+        if self.cargo_sources {
+            return Arc::new(cargo_sources::Config { max_bytes: self.cargo_bytes, path: None });
         }
-        let CorpusArgs { paths, text_field, separator, .. } = args;
-        Corpus::Files { paths, text_field, separator }
+        let CorpusArgs { paths, text_field, separator, .. } = self;
+        Arc::new(text::Config { paths, text_field, separator })
     }
 }
 
@@ -104,7 +107,7 @@ pub fn run(args: Args) -> Result<()> {
         (None | Some(TokenizerKind::Gpt2), None) => TokenizerConfig::Gpt2,
     };
     let tokenizer = Tokenizer::load(&config)?;
-    let mut options = PrepareOptions::new(args.corpus.into(), args.out, args.name);
+    let mut options = PrepareOptions::new(args.corpus.corpus(), args.out, args.name);
     options.validation_fraction = args.validation_fraction;
     options.shard_tokens = args.shard_tokens;
     options.threads = args.threads;

@@ -42,7 +42,7 @@ pub struct TrainArgs {
 /// Trains a tokenizer and prints what was made.
 pub fn run(Command::Train(args): Command) -> Result<()> {
     let options = TrainBpe {
-        corpus: args.corpus.into(),
+        corpus: args.corpus.corpus(),
         out: args.out,
         vocab_size: args.vocab_size as usize,
         min_frequency: args.min_frequency,

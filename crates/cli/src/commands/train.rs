@@ -7,7 +7,7 @@ use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{Device, OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
-use longwall_train::checkpoint::Which;
+use longwall_train::checkpoint::CheckpointSelector;
 use longwall_train::config::RunConfig;
 use longwall_train::run::{Outcome, Start, TrainOptions, train};
 use longwall_train::signals::StopFlag;
@@ -127,7 +127,7 @@ fn evaluate_after(
     if suites.is_empty() {
         return Ok(());
     }
-    let run = open_run(run_dir, Which::Latest, Some(config.run.device))?;
+    let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
     // Results of an earlier checkpoint, before the run was lengthened, are replaced.
     for report in evaluate(run, suites, Replace::OtherCheckpoints, stop)? {
         println!("{report}");

@@ -1,60 +1,20 @@
 mod errors;
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::source::{Order, Windows};
+use super::windows::{Order, Windows};
 use super::*;
-use crate::shard::{Shard, SplitWriter, TokenStream, Width};
-use crate::{NoProgress, SourceConfig, TokenizerConfig};
+use crate::SourceConfig;
+use crate::shard::{Shard, TokenStream};
+use crate::sources::testing::{END, config, documents, message, open, shard, tokenizer};
+use crate::sources::{Weighted, fflm, passkey, shards, text};
 
-const END: u32 = 256;
-
-fn tokenizer() -> Tokenizer {
-    Tokenizer::load(&TokenizerConfig::Bytes).unwrap()
-}
-
-fn shard(folder: &Path, stem: &str, tokens: &[u32]) -> PathBuf {
-    let mut writer = SplitWriter::new(folder, stem.into(), 1, Width::U16, 1 << 30);
-    writer.push(tokens).unwrap();
-    folder.join(&writer.finish().unwrap()[0].file)
-}
-
-/// Documents of `lengths` tokens, ends included; every document repeats one token of its own.
-fn documents(lengths: &[usize]) -> Vec<u32> {
-    let document = |(n, &length): (usize, &usize)| {
-        let mut tokens = vec![n as u32 % 256; length];
-        tokens[length - 1] = END;
-        tokens
-    };
-    lengths.iter().enumerate().flat_map(document).collect()
-}
-
-fn shards(weight: f64, train: &Path, validation: &[PathBuf]) -> SourceConfig {
-    SourceConfig::Shards { weight, train: vec![train.into()], validation: validation.to_vec() }
-}
-
-fn config(dir: &TempDir, seq_len: usize, sources: Vec<SourceConfig>) -> DataConfig {
-    DataConfig {
-        seq_len,
-        document_mask: true,
-        validation_fraction: 0.1,
-        validation_tokens: 8 * seq_len as u64,
-        cache_dir: dir.path().join("cache"),
-        sources,
-    }
-}
-
-fn open(config: &DataConfig, seed: u64, split: Split) -> Result<Loader, DataError> {
-    Loader::open(config, &tokenizer(), seed, split, &NoProgress)
-}
-
-fn message(dir: &TempDir, config: &DataConfig, split: Split) -> String {
-    let error = open(config, 0, split).unwrap_err().to_string();
-    error.replace(&dir.path().display().to_string(), "DIR")
+fn shards(train: &Path) -> SourceConfig {
+    shards::Config { train: vec![train.into()], validation: vec![] }.into()
 }
 
 fn windows(tokens: u64, seq_len: usize, order: Order) -> Windows {
@@ -95,7 +55,7 @@ proptest! {
         let tokens = documents(&lengths);
         prop_assume!(tokens.len() > 34);
         let path = shard(dir.path(), "x_train", &tokens);
-        let loader = open(&config(&dir, 16, vec![shards(1.0, &path, &[])]), 3, Split::Train).unwrap();
+        let loader = open(&config(&dir, 16, vec![shards(&path)]), 3, Split::Train).unwrap();
         let batch = loader.batch(0, 20);
         let starts = batch.document_starts.as_ref().unwrap();
         for at in 0..20 * 16 {
@@ -117,7 +77,7 @@ fn targets_follow_inputs_and_come_from_the_stream() {
     let dir = tempfile::tempdir().unwrap();
     let tokens: Vec<u32> = (0..200).collect();
     let path = shard(dir.path(), "x_train", &tokens);
-    let loader = open(&config(&dir, 8, vec![shards(1.0, &path, &[])]), 5, Split::Train).unwrap();
+    let loader = open(&config(&dir, 8, vec![shards(&path)]), 5, Split::Train).unwrap();
     let batch = loader.batch(0, 50);
     assert_eq!(batch.inputs.len(), 400);
     for (input, target) in batch.inputs.iter().zip(&batch.targets) {
@@ -130,7 +90,7 @@ fn targets_follow_inputs_and_come_from_the_stream() {
 fn without_the_mask_every_target_counts() {
     let dir = tempfile::tempdir().unwrap();
     let path = shard(dir.path(), "x_train", &documents(&[5; 40]));
-    let mut config = config(&dir, 16, vec![shards(1.0, &path, &[])]);
+    let mut config = config(&dir, 16, vec![shards(&path)]);
     config.document_mask = false;
     let batch = open(&config, 0, Split::Train).unwrap().batch(0, 4);
     assert_eq!(batch.document_starts, None);
@@ -147,15 +107,11 @@ fn mixed(dir: &TempDir) -> DataConfig {
     }
     let train = shard(dir.path(), "x_train", &documents(&[70; 100]));
     let validation = shard(dir.path(), "x_val", &documents(&[90; 70]));
-    let text = SourceConfig::Text {
-        weight: 2.0,
-        paths: vec![folder],
-        text_field: "text".into(),
-        separator: None,
-    };
-    let passkey =
-        SourceConfig::Passkey { weight: 1.0, min_len: None, max_len: None, answer_only: true };
-    config(dir, 512, vec![shards(5.0, &train, &[validation]), text, passkey])
+    let shards = shards::Config { train: vec![train], validation: vec![validation] };
+    let shards = SourceConfig::Shards(Weighted { weight: 5.0, source: shards });
+    let text = text::Config::new(vec![folder]);
+    let text = SourceConfig::Text(Weighted { weight: 2.0, source: text });
+    config(dir, 512, vec![shards, text, passkey::Config::default().into()])
 }
 
 #[test]
@@ -193,16 +149,16 @@ fn shares_are_those_of_the_weights() {
 }
 
 #[test]
-fn validation_is_the_same_for_every_seed_and_ends_in_filling() {
+fn validation_is_the_same_for_every_seed_and_ends_in_padding() {
     let dir = tempfile::tempdir().unwrap();
     let config = mixed(&dir);
     let loader = open(&config, 1, Split::Validation).unwrap();
     let rows = loader.validation_rows().unwrap();
     assert!((6..=8).contains(&rows), "{rows}");
     assert_eq!(loader.batch(0, 8), open(&config, 2, Split::Validation).unwrap().batch(0, 8));
-    let filling = loader.batch(rows, 3);
-    assert!(filling.loss_weights.iter().all(|&weight| weight == 0.0));
-    assert!(filling.inputs.iter().all(|&token| token == END as i32));
+    let padding = loader.batch(rows, 3);
+    assert!(padding.loss_weights.iter().all(|&weight| weight == 0.0));
+    assert!(padding.inputs.iter().all(|&token| token == END as i32));
     assert_eq!(open(&config, 1, Split::Train).unwrap().validation_rows(), None);
 }
 
@@ -252,30 +208,11 @@ fn text_is_encoded_once() {
 }
 
 #[test]
-fn folders_of_shards_give_each_split_its_files() {
-    let dir = tempfile::tempdir().unwrap();
-    let folder = dir.path().join("shards");
-    std::fs::create_dir(&folder).unwrap();
-    shard(&folder, "x_train", &[1; 100]);
-    shard(&folder, "x_val", &[2; 100]);
-    std::fs::write(folder.join("README.md"), "about").unwrap();
-    let config = config(&dir, 16, vec![shards(1.0, &folder, std::slice::from_ref(&folder))]);
-    let first = |split| open(&config, 0, split).unwrap().batch(0, 1).inputs[0];
-    assert_eq!((first(Split::Train), first(Split::Validation)), (1, 2));
-}
-
-#[test]
 fn flip_flop_sources_are_mixed_in_and_keep_documents_apart() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = mixed(&dir);
-    config.sources.push(SourceConfig::Fflm {
-        weight: 2.0,
-        instructions: 100,
-        p_write: 0.1,
-        p_read: 0.1,
-        p_ignore: 0.8,
-        reads_only: false,
-    });
+    let source = fflm::Config { instructions: 100, reads_only: false, ..Default::default() };
+    config.sources.push(SourceConfig::Fflm(Weighted { weight: 2.0, source }));
     let loader = open(&config, 1, Split::Train).unwrap();
     assert_eq!(loader.sources()[3].share, 0.2);
     let batch = loader.batch(0, 100);

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::{PrepareOptions, in_use};
-use crate::input::{Inputs, Position};
+use crate::corpus::{Inputs, Position};
 use crate::shard::{
     LengthHistogram, Manifest, ShardEntry, Skipped, SplitState, SplitSummary, TokenizerStamp,
     write_json,
 };
 use crate::{DataError, Tokenizer};
 
-/// How far a run is. Everything in front of `position` is counted here, and is in the shards.
+/// How far a run has come. The documents before `position` are counted here and are in the shards.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) key: String,

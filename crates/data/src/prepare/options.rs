@@ -1,7 +1,8 @@
-//! What `prepare` is told, and what it reports.
+//! The options of `prepare`, and its report.
 
 use std::fmt::{self, Display};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::shard::{MOST_TOKENS, Manifest};
@@ -11,7 +12,7 @@ use crate::{Corpus, DataError};
 #[derive(Clone, Debug)]
 pub struct PrepareOptions {
     /// The text.
-    pub corpus: Corpus,
+    pub corpus: Arc<dyn Corpus>,
     /// Folder for the shards; made if it does not exist. A folder holds one prepared corpus.
     pub out: PathBuf,
     /// First part of the shards' names.
@@ -32,7 +33,7 @@ pub struct PrepareOptions {
 impl PrepareOptions {
     /// The defaults: 1 % for validation, shards of 100M tokens, one thread a core, state saved
     /// every 10 seconds.
-    pub fn new(corpus: Corpus, out: PathBuf, name: impl Into<String>) -> Self {
+    pub fn new(corpus: Arc<dyn Corpus>, out: PathBuf, name: impl Into<String>) -> Self {
         PrepareOptions {
             corpus,
             out,
@@ -83,7 +84,7 @@ impl PrepareOptions {
     }
 }
 
-/// Whether a run had to do all of the work.
+/// Where a run started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrepareStart {
     /// From the beginning.

@@ -9,19 +9,19 @@ use sha2::{Digest, Sha256};
 
 use super::PrepareOptions;
 use super::journal::{Journal, SplitProgress, State};
-use crate::input::{Document, Inputs, Outcome, Position, ReadBytes, read};
+use crate::corpus::{Document, Inputs, Outcome, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
 use crate::{DataError, Progress, Tokenizer};
 
-/// A batch ends here, or at the bytes that the options say.
+/// The most documents in a batch; `batch_bytes` bounds it too.
 const BATCH_DOCUMENTS: usize = 8192;
 
 /// Batches that wait between two stages.
 const WAITING: usize = 2;
 
-struct Batch<T> {
+struct DocumentBatch<T> {
     items: Vec<T>,
-    /// What comes behind the batch.
+    /// The position behind the batch.
     next: Position,
 }
 
@@ -33,10 +33,10 @@ struct Encoded {
     replaced: bool,
 }
 
-type Read = Result<Batch<Document>, DataError>;
-type Done = Result<Batch<Outcome<Encoded>>, DataError>;
+type ReadBatch = Result<DocumentBatch<Document>, DataError>;
+type EncodedBatch = Result<DocumentBatch<Outcome<Encoded>>, DataError>;
 
-/// Works from `state` to the end of the inputs and returns the final state.
+/// Encodes the documents from `state` to the end of the inputs and returns the final state.
 pub(super) fn run(
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
@@ -58,11 +58,11 @@ pub(super) fn run(
     let mut writer = Writer::open(options, tokenizer, state)?;
     std::thread::scope(|scope| {
         // The channels end with this closure's scope: when the writer stops, the others do too.
-        let (to_encode, documents) = sync_channel::<Read>(WAITING);
-        let (to_write, encoded) = sync_channel::<Done>(WAITING);
+        let (to_encode, documents) = sync_channel::<ReadBatch>(WAITING);
+        let (to_write, encoded) = sync_channel::<EncodedBatch>(WAITING);
         let start = writer.state.position;
         let counter = &read_bytes;
-        scope.spawn(move || read_batches(options.batch_bytes, inputs, start, counter, &to_encode));
+        scope.spawn(move || read_batches(options, inputs, start, counter, &to_encode));
         scope.spawn(move || {
             pool.install(|| encode_batches(options, tokenizer, inputs, documents, &to_write))
         });
@@ -72,23 +72,23 @@ pub(super) fn run(
 }
 
 fn read_batches(
-    batch_bytes: u64,
+    options: &PrepareOptions,
     inputs: &Inputs,
     start: Position,
     read_bytes: &ReadBytes,
-    out: &SyncSender<Read>,
+    out: &SyncSender<ReadBatch>,
 ) {
-    let mut batch = Batch { items: Vec::new(), next: start };
+    let mut batch = DocumentBatch { items: Vec::new(), next: start };
     let mut bytes = 0;
-    let result = read(inputs, start, read_bytes, &mut |document, next| {
+    let result = read(&*options.corpus, inputs, start, read_bytes, &mut |document, next| {
         bytes += document.weight(inputs);
         batch.items.push(document);
         batch.next = next;
-        if bytes < batch_bytes && batch.items.len() < BATCH_DOCUMENTS {
+        if bytes < options.batch_bytes && batch.items.len() < BATCH_DOCUMENTS {
             return true;
         }
         bytes = 0;
-        let full = std::mem::replace(&mut batch, Batch { items: Vec::new(), next });
+        let full = std::mem::replace(&mut batch, DocumentBatch { items: Vec::new(), next });
         out.send(Ok(full)).is_ok()
     });
     // A closed channel means that the writer has stopped, and knows why.
@@ -99,16 +99,16 @@ fn encode_batches(
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
     inputs: &Inputs,
-    documents: Receiver<Read>,
-    out: &SyncSender<Done>,
+    documents: Receiver<ReadBatch>,
+    out: &SyncSender<EncodedBatch>,
 ) {
     let encode = |document| encode(document, options, tokenizer, inputs);
     for batch in documents {
-        let encoded = batch.and_then(|Batch { items, next }| {
+        let encoded = batch.and_then(|DocumentBatch { items, next }| {
             // Not `collect` into a Result: that returns any error, and this the first.
             let results: Vec<_> = items.into_par_iter().map(encode).collect();
             let items = results.into_iter().collect::<Result<_, _>>()?;
-            Ok(Batch { items, next })
+            Ok(DocumentBatch { items, next })
         });
         if out.send(encoded).is_err() {
             return;
@@ -128,18 +128,19 @@ fn encode(
         Outcome::Empty => return Ok(Outcome::Empty),
         Outcome::Binary => return Ok(Outcome::Binary),
     };
-    let decides = group.as_deref().unwrap_or(&text.text);
+    let deciding = group.as_deref().unwrap_or(&text.text);
     let mut tokens = tokenizer.encode(&text.text);
     tokens.push(tokenizer.end_of_text());
     Ok(Outcome::Document(Encoded {
         tokens,
         bytes: text.text.len() as u64,
-        validation: is_validation(decides, options.validation_fraction),
+        validation: is_validation(deciding, options.validation_fraction),
         replaced: text.replaced,
     }))
 }
 
-/// Whether what has this text is held out: its hash, as a number in [0, 1), is below `fraction`.
+/// Whether documents that `text` decides for are held out: whether its hash, as a number in [0, 1),
+/// is below `fraction`.
 pub(super) fn is_validation(text: &str, fraction: f64) -> bool {
     let digest = Sha256::new_with_prefix(b"longwall split").chain_update(text).finalize();
     let hash = digest.iter().take(8).fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));
@@ -173,7 +174,7 @@ impl Writer {
 
     fn write_all(
         &mut self,
-        batches: Receiver<Done>,
+        batches: Receiver<EncodedBatch>,
         options: &PrepareOptions,
         journal: &Journal,
         progress: &dyn Progress,

@@ -1,4 +1,5 @@
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::shard::{Shard, TokenStream};
+use crate::sources::{cargo_sources, text};
 use crate::{NoProgress, TokenizerConfig};
 
 fn tokenizer() -> Tokenizer {
@@ -33,6 +35,10 @@ fn corpus(dir: &Path) -> PathBuf {
     folder
 }
 
+fn text(path: PathBuf) -> Arc<text::Config> {
+    Arc::new(text::Config::new(vec![path]))
+}
+
 fn options(dir: &TempDir, out: &str) -> PrepareOptions {
     options_in(dir.path(), out)
 }
@@ -43,7 +49,7 @@ fn options_in(dir: &Path, out: &str) -> PrepareOptions {
         shard_tokens: 5000,
         batch_bytes: 1000,
         save_every: Duration::ZERO,
-        ..PrepareOptions::new(Corpus::files(vec![corpus(dir)]), dir.join(out), "x")
+        ..PrepareOptions::new(text(corpus(dir)), dir.join(out), "x")
     }
 }
 
@@ -274,7 +280,7 @@ fn an_empty_corpus_is_refused_and_leaves_nothing() {
     let mut options = options(&dir, "out");
     let empty = dir.path().join("empty.txt");
     std::fs::write(&empty, " \n").unwrap();
-    options.corpus = Corpus::files(vec![empty]);
+    options.corpus = text(empty);
     insta::assert_snapshot!(message(&dir, &options), @r"
     the corpus is empty: files read: 1, documents with text: 0
       hint: give at least one file with text in it
@@ -330,6 +336,14 @@ fn an_unwritable_folder_is_refused_with_a_remedy() {
     cannot write DIR/file/out: Not a directory (os error 20)
       hint: choose a folder you may write to, with enough space on its disk
     ");
+}
+
+#[test]
+fn the_key_of_a_frozen_corpus_never_changes() {
+    let corpus = Arc::new(cargo_sources::Config { max_bytes: 64_000_000, path: None });
+    let options = PrepareOptions::new(corpus, PathBuf::new(), "cargo-sources");
+    // Another one would encode the text of every cache anew, and change the data of runs under way.
+    assert!(key(&options, &tokenizer(), None).starts_with("1237c129c4c6288e"));
 }
 
 #[test]

@@ -129,8 +129,8 @@ impl Shard {
         }
     }
 
-    /// Adds to `sha` what tells this shard from others: its length, both ends, and a sample of
-    /// what lies between. A hash of everything would read the whole corpus at every start.
+    /// Adds to `sha` what tells this shard from others: its length, both ends, and a sample of what
+    /// lies between. To hash everything would take reading the whole corpus at every start.
     fn sample(&self, sha: &mut Sha256) {
         const ENDS: u64 = 32 * 1024;
         const SAMPLES: u64 = 64;

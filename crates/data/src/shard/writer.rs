@@ -16,7 +16,7 @@ use crate::DataError;
 pub(crate) struct SplitState {
     /// Shards that are whole.
     pub(crate) shards: Vec<ShardEntry>,
-    /// Tokens in the shard under way.
+    /// Tokens in the open shard.
     pub(crate) open_tokens: u64,
 }
 
@@ -117,7 +117,7 @@ impl SplitWriter {
         }
     }
 
-    /// Brings everything written so far onto the disk and says where the split stands.
+    /// Waits until everything written so far is on the disk, and returns where the split stands.
     pub(crate) fn sync(&mut self) -> Result<SplitState, DataError> {
         if let Some(file) = &mut self.open {
             let synced = file.flush().and_then(|()| file.get_ref().sync_data());
@@ -126,7 +126,7 @@ impl SplitWriter {
         Ok(self.state.clone())
     }
 
-    /// Completes the shard under way, if any, and returns all shards.
+    /// Completes the open shard, if there is one, and returns all shards.
     pub(crate) fn finish(mut self) -> Result<Vec<ShardEntry>, DataError> {
         if self.state.open_tokens > 0 {
             self.finish_shard()?;
@@ -154,7 +154,7 @@ impl SplitWriter {
         Ok(())
     }
 
-    /// The temporary and the final path of the shard under way.
+    /// The temporary and the final path of the open shard.
     fn paths(&self) -> (PathBuf, PathBuf) {
         let name = format!("{}_{:06}.bin", self.stem, self.first + self.state.shards.len());
         (self.folder.join(format!(".{name}.partial")), self.folder.join(name))

@@ -42,7 +42,8 @@ impl FlipFlop {
         let mut text = String::with_capacity(self.chars());
         let mut written = '0';
         for at in 0..self.instructions {
-            // Every instruction takes the same draws, so that sequences of one seed are alike.
+            // Every instruction takes two draws, so that sequences of one seed differ only where
+            // their probabilities do.
             let (place, random) = (rng.random::<f64>(), if rng.random() { '1' } else { '0' });
             let instruction = match at {
                 0 => 'w',
@@ -61,7 +62,7 @@ impl FlipFlop {
     }
 }
 
-/// The places of a sequence's read bits, counted in characters.
+/// Indices of the bits that a sequence reads, in characters.
 pub fn read_bits(text: &str) -> impl Iterator<Item = usize> + '_ {
     text.bytes().enumerate().filter(|&(_, symbol)| symbol == b'r').map(|(at, _)| at + 1)
 }

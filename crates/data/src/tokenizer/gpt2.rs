@@ -13,7 +13,7 @@ const VOCAB_SIZE: u32 = 50_257;
 /// Longer texts are encoded in parts of about this many bytes, in parallel.
 const PART: usize = 256 * 1024;
 
-/// From here on, `encode_ordinary` merges in less than quadratic time.
+/// From this many bytes on, `encode_ordinary` merges in less than quadratic time.
 const LONG_PIECE: usize = 100;
 
 /// The encoder. Most of `tiktoken-rs`'s time goes into its regex, and most text is ASCII, in which
@@ -135,8 +135,8 @@ impl Kind {
     }
 }
 
-/// The last place up to `at` where `text` may be split (see [`parts`]), else 0. All bytes in front
-/// of `at` are ASCII.
+/// The last place up to `at` where `text` may be split (see [`parts`]), else 0. All bytes before
+/// `at` are ASCII.
 fn split_before(text: &str, at: usize) -> usize {
     let bytes = text.as_bytes();
     let space = |at: usize| Kind::of(bytes[at]) == Kind::Space;
@@ -150,7 +150,7 @@ fn split_before(text: &str, at: usize) -> usize {
     0
 }
 
-/// Splits `text` where the tokens cannot tell. GPT-2's pattern never looks back, and
+/// Splits `text` only where that does not change its tokens. GPT-2's pattern never looks back, and
 /// - no piece has white space after anything else: a piece starts with every run of white space;
 /// - a run in front of other text is one piece up to its last character, which starts the next.
 ///

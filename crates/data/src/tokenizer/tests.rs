@@ -6,6 +6,7 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::models::wordlevel::WordLevel;
 
 use super::*;
+use crate::sources::text;
 
 fn load(config: TokenizerConfig) -> Tokenizer {
     Tokenizer::load(&config).unwrap()
@@ -208,7 +209,7 @@ fn train(
     let text = folder.join("text.txt");
     std::fs::write(&text, "the cat sat on the mat, and the dog did not. ".repeat(50)).unwrap();
     let options = TrainBpe {
-        corpus: crate::Corpus::files(vec![text]),
+        corpus: Arc::new(text::Config::new(vec![text])),
         out: folder.join("bpe.json"),
         vocab_size,
         min_frequency: 2,

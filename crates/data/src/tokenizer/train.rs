@@ -1,6 +1,7 @@
 //! Training a byte-level BPE on the user's text.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
@@ -10,7 +11,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
 
 use super::{END_OF_TEXT, Tokenizer, TokenizerConfig};
-use crate::input::{Inputs, Outcome, Position, ReadBytes, read};
+use crate::corpus::{Inputs, Outcome, Position, ReadBytes, read};
 use crate::shard::write_atomically;
 use crate::{Corpus, DataError, Progress};
 
@@ -21,7 +22,7 @@ const LEAST_VOCAB: usize = 257;
 #[derive(Clone, Debug)]
 pub struct TrainBpe {
     /// The text to learn from.
-    pub corpus: Corpus,
+    pub corpus: Arc<dyn Corpus>,
     /// The `tokenizer.json` to write; its folder must exist.
     pub out: PathBuf,
     /// Tokens in the vocabulary, at least 257: the bytes, end of text, and the merges.
@@ -56,8 +57,8 @@ pub struct TrainBpeReport {
 pub fn train_bpe(options: &TrainBpe, progress: &dyn Progress) -> Result<TrainBpeReport, DataError> {
     let started = Instant::now();
     check(options)?;
-    let inputs = options.corpus.open()?;
-    progress.start("training a tokenizer", Some(inputs.total_bytes()));
+    let inputs = options.corpus.find()?;
+    progress.start("training a tokenizer", Some(inputs.total_bytes));
     let (made, read) = train(options, &inputs, progress)?;
     if read.bytes == 0 {
         let hint = "give at least one file with text in it".into();
@@ -109,9 +110,9 @@ fn failed(reason: &str) -> DataError {
     }
 }
 
-/// What was read.
+/// How much was read.
 #[derive(Default)]
-struct Read {
+struct ReadCounts {
     documents: u64,
     bytes: u64,
 }
@@ -120,7 +121,7 @@ fn train(
     options: &TrainBpe,
     inputs: &Inputs,
     progress: &dyn Progress,
-) -> Result<(HfTokenizer, Read), DataError> {
+) -> Result<(HfTokenizer, ReadCounts), DataError> {
     let byte_level = ByteLevel::new(false, true, true);
     let mut made = HfTokenizer::new(BPE::default());
     made.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
@@ -134,7 +135,7 @@ fn train(
         .into();
     let read = std::thread::scope(|scope| {
         let (send, texts): (_, Receiver<String>) = sync_channel(64);
-        let reader = scope.spawn(move || read_texts(inputs, options.max_bytes, progress, send));
+        let reader = scope.spawn(move || read_texts(options, inputs, progress, send));
         let trained = made.train(&mut trainer, texts.into_iter());
         let read = reader.join().map_err(|_| failed("the reader stopped"))?;
         trained.map_err(|error| failed(&error.to_string()))?;
@@ -144,19 +145,16 @@ fn train(
 }
 
 fn read_texts(
+    options: &TrainBpe,
     inputs: &Inputs,
-    max_bytes: Option<u64>,
     progress: &dyn Progress,
     send: SyncSender<String>,
-) -> Result<Read, DataError> {
+) -> Result<ReadCounts, DataError> {
     let read_bytes = ReadBytes::default();
-    let (mut done, mut failure) = (Read::default(), None);
-    let most = max_bytes.unwrap_or(u64::MAX);
-    read(
-        inputs,
-        Position::default(),
-        &read_bytes,
-        &mut |document, _| match document.text(inputs) {
+    let (mut done, mut failure) = (ReadCounts::default(), None);
+    let most = options.max_bytes.unwrap_or(u64::MAX);
+    read(&*options.corpus, inputs, Position::default(), &read_bytes, &mut |document, _| {
+        match document.text(inputs) {
             Ok(Outcome::Document(mut text)) => {
                 let room = usize::try_from(most - done.bytes).unwrap_or(usize::MAX);
                 text.text.truncate(text.text.floor_char_boundary(room));
@@ -170,8 +168,8 @@ fn read_texts(
                 failure = Some(error);
                 false
             }
-        },
-    )?;
+        }
+    })?;
     match failure {
         Some(error) => Err(error),
         None => Ok(done),

@@ -1,4 +1,4 @@
-//! An axis whose ticks are chosen by us: plotters' own are powers of ten at best.
+//! An axis with ticks at given places: those that plotters chooses are multiples of powers of ten.
 
 use std::ops::Range;
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{LineChart, Point, Scale, Series};
 use crate::EvalError;
 
-/// More points than pixels tell nothing: longer curves are drawn by this many of their points.
+/// Longer curves are drawn by this many of their points: a plot has no more pixels to show them.
 const MOST_POINTS: usize = 2000;
 
 /// The losses of one run.
@@ -42,9 +42,9 @@ impl XAxis {
 
 /// Draws the losses of runs into one `.svg` or `.png` file.
 ///
-/// The training loss is drawn pale as it is and, where `smoothing` is above 0, as a line of its
-/// exponential moving average (`smoothing` is the weight of the past, 0 to below 1, corrected for
-/// its start); the validation loss as dots joined by a line. One colour is one run. What lies above
+/// The training loss is drawn as a pale line and, where `smoothing` is above 0, its exponential moving
+/// average as a second line (`smoothing` is the weight of the past, 0 to below 1, with the usual
+/// correction of the first values); the validation loss is drawn as dots joined by a line. One colour is one run. What lies above
 /// `max_loss` is left out of the picture, so that the curves' ends fill it.
 ///
 /// # Errors

@@ -32,7 +32,7 @@ pub(crate) trait Chart {
         DB::ErrorType: 'static;
 }
 
-/// Whatever the drawing library said.
+/// An error of the drawing library.
 pub(crate) type DrawError = Box<dyn std::error::Error>;
 
 /// Draws a chart into an `.svg` or `.png` file, written to a temporary name and renamed.

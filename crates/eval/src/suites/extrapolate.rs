@@ -18,6 +18,7 @@ mod plots;
 mod stretches;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
@@ -28,13 +29,10 @@ use serde_json::{Value, json};
 pub use self::bins::{Bin, Binning};
 use self::stretches::Stretches;
 use crate::EvalError;
-use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_batching, check_count, check_lengths,
-    optional_sizes, parse_size, size,
-};
+use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval extrapolate`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -55,40 +53,15 @@ pub struct ExtrapolateOptions {
     /// Join the documents of --text, each ended by end of text, instead of leaving out short ones
     #[arg(long)]
     pub packed: bool,
-    /// Seed of the choice of documents and of places in them
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// The most windows in a batch
-    #[arg(long, default_value_t = DEFAULT_BATCH)]
-    pub batch: usize,
-    /// The most tokens in a batch; a longer window is a batch of its own
-    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
-          default_value_t = DEFAULT_BATCH_TOKENS)]
-    #[serde(deserialize_with = "size")]
-    pub batch_tokens: usize,
 }
 
 impl Default for ExtrapolateOptions {
     fn default() -> Self {
-        ExtrapolateOptions {
-            lengths: None,
-            sequences: 16,
-            text: Vec::new(),
-            packed: false,
-            seed: 0,
-            batch: DEFAULT_BATCH,
-            batch_tokens: DEFAULT_BATCH_TOKENS,
-        }
+        ExtrapolateOptions { lengths: None, sequences: 16, text: Vec::new(), packed: false }
     }
 }
 
-impl ExtrapolateOptions {
-    fn batching(&self) -> Batching {
-        Batching { rows: self.batch, tokens: self.batch_tokens }
-    }
-}
-
-/// The losses of one window, in nats a token; none where one is infinite or not a number.
+/// The mean losses of one window, in nats a token; none where a loss is infinite or not a number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
     /// Mean over the window.
@@ -101,7 +74,6 @@ pub struct Losses {
 
 /// The suite.
 pub struct Extrapolate {
-    options: ExtrapolateOptions,
     stretches: Stretches,
     train_seq_len: usize,
 }
@@ -112,6 +84,8 @@ impl Suite for Extrapolate {
 
     const NAME: &'static str = "extrapolate";
     const VERSION: u32 = 1;
+    /// None: its samples are places in the text.
+    const STREAMS: Range<u64> = 0..0;
 
     fn validate(options: &ExtrapolateOptions, problems: &mut Problems) {
         if let Some(lengths) = &options.lengths {
@@ -137,21 +111,12 @@ impl Suite for Extrapolate {
         let remedy = "more --sequences give smaller standard errors; 16 is usual";
         let sequences = options.sequences;
         check_count("extrapolate.sequences", sequences, 1..=MOST_SAMPLES, remedy, problems);
-        check_batching(Self::NAME, options.batching(), problems);
     }
 
-    fn open(options: &ExtrapolateOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let stretches = Stretches::open(options, setting)?;
-        let train_seq_len = setting.train_seq_len;
-        Ok(Extrapolate { options: options.clone(), stretches, train_seq_len })
-    }
-
-    fn seed(&self) -> u64 {
-        self.options.seed
-    }
-
-    fn batching(&self) -> Batching {
-        self.options.batching()
+    fn open(options: &ExtrapolateOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let stretches = Stretches::open(options, context)?;
+        let train_seq_len = context.train_seq_len;
+        Ok(Extrapolate { stretches, train_seq_len })
     }
 
     fn resolved(&self) -> Value {
@@ -238,7 +203,8 @@ impl Suite for Extrapolate {
 }
 
 impl Extrapolate {
-    /// Mean over windows with a standard error over documents; not finite as soon as one is not.
+    /// Mean over windows, with a standard error over documents; without a value when one window has
+    /// none.
     fn estimate(
         &self,
         outcomes: &[Outcome<Losses>],

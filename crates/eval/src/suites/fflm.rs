@@ -9,6 +9,7 @@
 //! from [`longwall_data::synthetic::fflm`], where training can draw from them too.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use longwall_config::Problems;
@@ -18,18 +19,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::EvalError;
-use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_batching, check_count, check_lengths,
-    parse_size, sample_rng, size, sizes,
-};
+use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sample_rng, sizes};
 use crate::plot::{LineChart, Point, Scale, Series};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
-
-/// The first of this suite's streams, one for each set; they tell its samples from those of others
-/// with one seed.
-const STREAM: u64 = 10;
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// A distribution of sequences.
 struct Set {
@@ -80,17 +74,6 @@ pub struct FflmOptions {
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_sequences: Option<usize>,
-    /// Seed of the sequences
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// The most sequences in a batch
-    #[arg(long, default_value_t = DEFAULT_BATCH)]
-    pub batch: usize,
-    /// The most tokens in a batch; a longer sequence is a batch of its own
-    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
-          default_value_t = DEFAULT_BATCH_TOKENS)]
-    #[serde(deserialize_with = "size")]
-    pub batch_tokens: usize,
 }
 
 impl Default for FflmOptions {
@@ -100,18 +83,11 @@ impl Default for FflmOptions {
             sequences: None,
             sparse_sequences: None,
             dense_sequences: None,
-            seed: 0,
-            batch: DEFAULT_BATCH,
-            batch_tokens: DEFAULT_BATCH_TOKENS,
         }
     }
 }
 
 impl FflmOptions {
-    fn batching(&self) -> Batching {
-        Batching { rows: self.batch, tokens: self.batch_tokens }
-    }
-
     /// The sequences asked for, in the order of [`SETS`].
     fn sequences(&self) -> [(&'static str, Option<usize>); SETS.len()] {
         [
@@ -137,6 +113,7 @@ pub struct Fflm {
     tokens: FlipFlopTokens,
     /// Sequences of each set at each length.
     sequences: [usize; SETS.len()],
+    seed: u64,
     train_seq_len: usize,
 }
 
@@ -175,6 +152,8 @@ impl Suite for Fflm {
 
     const NAME: &'static str = "fflm";
     const VERSION: u32 = 1;
+    /// One for each set.
+    const STREAMS: Range<u64> = 10..10 + SETS.len() as u64;
 
     fn validate(options: &FflmOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
@@ -193,11 +172,10 @@ impl Suite for Fflm {
             let value = sequences.unwrap_or(1);
             check_count(format!("fflm.{name}"), value, 1..=MOST_SAMPLES, remedy, problems);
         }
-        check_batching(Self::NAME, options.batching(), problems);
     }
 
-    fn open(options: &FflmOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let tokens = FlipFlopTokens::new(setting.tokenizer).map_err(|error| {
+    fn open(options: &FflmOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let tokens = FlipFlopTokens::new(context.tokenizer).map_err(|error| {
             // The error's own hint is for training.
             let error = error.to_string();
             EvalError::Text {
@@ -206,19 +184,11 @@ impl Suite for Fflm {
             }
         })?;
         let asked = options.sequences();
-        let share = usize::from(setting.device == "cpu");
+        let share = usize::from(context.device == "cpu");
         let sequences =
             std::array::from_fn(|set| asked[set].1.unwrap_or(SETS[set].sequences[share]));
-        let train_seq_len = setting.train_seq_len;
-        Ok(Fflm { options: options.clone(), tokens, sequences, train_seq_len })
-    }
-
-    fn seed(&self) -> u64 {
-        self.options.seed
-    }
-
-    fn batching(&self) -> Batching {
-        self.options.batching()
+        let OpenContext { seed, train_seq_len, .. } = *context;
+        Ok(Fflm { options: options.clone(), tokens, sequences, seed, train_seq_len })
     }
 
     fn resolved(&self) -> Value {
@@ -244,7 +214,7 @@ impl Suite for Fflm {
     fn request(&self, trial: &Trial, _tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let (set, index) = self.set_of(trial);
         let place = Trial { index, ..trial.clone() };
-        let mut rng = sample_rng(self.options.seed, STREAM + set as u64, &place);
+        let mut rng = sample_rng(self.seed, Self::STREAMS.start + set as u64, &place);
         let prompt = self.task(set, trial.length).draw(&mut rng);
         let tokens = self.tokens.encode(&prompt);
         Ok(Request { call: Call::Rolling { tokens }, prompt, expected: None, depth: None })
@@ -324,9 +294,15 @@ mod tests {
 
     fn open(options: &FflmOptions, device: &str) -> Fflm {
         let tokenizer = &Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let setting =
-            Setting { tokenizer, train_seq_len: 512, max_len: None, device, held_out: None };
-        Fflm::open(options, &setting).unwrap()
+        let context = OpenContext {
+            tokenizer,
+            train_seq_len: 512,
+            max_len: None,
+            device,
+            seed: 0,
+            held_out: None,
+        };
+        Fflm::open(options, &context).unwrap()
     }
 
     #[test]

@@ -8,19 +8,20 @@ mod retrieval;
 
 use serde::{Deserialize, Serialize};
 
-use crate::runner::run_suite;
+use crate::options::SuiteOptions;
+use crate::runner::{run_suite, validate};
 use crate::suite::{RunContext, Suite};
 use crate::{EvalError, EvalModel, Report};
 
 /// Generates [`SuiteConfig`] (subcommands for clap, tagged tables for serde) and [`run`].
 macro_rules! suites {
-    ($($(#[$doc:meta])* $variant:ident => $options:ty, $suite:ty;)*) => {
+    ($($(#[$doc:meta])* $variant:ident => $suite:ty;)*) => {
         /// A suite and its options: a subcommand of `longwall eval`, or a table
         /// `[[eval]] suite = "passkey"` with the same options as keys.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Subcommand)]
         #[serde(tag = "suite", rename_all = "kebab-case")]
         pub enum SuiteConfig {
-            $($(#[$doc])* $variant($options),)*
+            $($(#[$doc])* $variant(SuiteOptions<<$suite as Suite>::Options>),)*
         }
 
         impl SuiteConfig {
@@ -37,12 +38,19 @@ macro_rules! suites {
             /// Records every option that is out of range.
             pub fn validate(&self, problems: &mut longwall_config::Problems) {
                 match self {
-                    $(SuiteConfig::$variant(options) => {
-                        <$suite as Suite>::validate(options, problems)
-                    })*
+                    $(SuiteConfig::$variant(options) => validate::<$suite>(options, problems),)*
                 }
             }
         }
+
+        $(impl From<<$suite as Suite>::Options> for SuiteConfig {
+            fn from(options: <$suite as Suite>::Options) -> Self {
+                SuiteConfig::$variant(options.into())
+            }
+        })*
+
+        #[cfg(test)]
+        const STREAMS: &[std::ops::Range<u64>] = &[$(<$suite as Suite>::STREAMS),*];
 
         /// Runs a suite on a model, or what is left of it, and writes its files into the context's
         /// folder.
@@ -65,11 +73,25 @@ macro_rules! suites {
 
 suites! {
     /// Passkey retrieval: a number hidden in repeated text, asked for at the end
-    Passkey => passkey::PasskeyOptions, passkey::Passkey;
+    Passkey => passkey::Passkey;
     /// Needle in a haystack: a magic number in long text, by length and depth
-    Niah => niah::NiahOptions, niah::Niah;
+    Niah => niah::Niah;
     /// Length extrapolation: loss by context length and by position on held-out text
-    Extrapolate => extrapolate::ExtrapolateOptions, extrapolate::Extrapolate;
+    Extrapolate => extrapolate::Extrapolate;
     /// Flip-flop language modelling: errors in reading back the last bit written
-    Fflm => fflm::FflmOptions, fflm::Fflm;
+    Fflm => fflm::Fflm;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::STREAMS;
+
+    #[test]
+    fn no_two_suites_share_a_random_stream() {
+        let mut all: Vec<u64> = STREAMS.iter().cloned().flatten().collect();
+        let count = all.len();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), count, "{STREAMS:?}");
+    }
 }

@@ -8,6 +8,7 @@
 mod haystack;
 mod needle;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
@@ -21,15 +22,12 @@ use self::needle::{INSTRUCTION, Needle, longest_needle};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_answer, check_batching, check_count,
-    check_lengths, depth_grid, optional_sizes, parse_size, sample_rng, size,
+    MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, optional_sizes, parse_size,
+    sample_rng, size,
 };
-use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
-/// Tells this suite's samples from those of others with one seed.
-const STREAM: u64 = 2;
-
-/// How the needle is put.
+/// How the needle is phrased.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum NiahMode {
@@ -68,7 +66,7 @@ pub struct NiahOptions {
     /// Trials at each length and depth
     #[arg(long, default_value_t = NiahOptions::default().trials)]
     pub trials: usize,
-    /// How the needle is put
+    /// How the needle is phrased
     #[arg(long, value_enum, default_value_t)]
     pub mode: NiahMode,
     /// What the needle is hidden in
@@ -80,17 +78,6 @@ pub struct NiahOptions {
     /// The most tokens generated for an answer
     #[arg(long, default_value_t = NiahOptions::default().max_tokens)]
     pub max_tokens: usize,
-    /// Seed of needles and haystacks
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// The most prompts in a batch
-    #[arg(long, default_value_t = DEFAULT_BATCH)]
-    pub batch: usize,
-    /// The most tokens in a batch; a longer prompt is a batch of its own
-    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
-          default_value_t = DEFAULT_BATCH_TOKENS)]
-    #[serde(deserialize_with = "size")]
-    pub batch_tokens: usize,
 }
 
 impl Default for NiahOptions {
@@ -106,18 +93,11 @@ impl Default for NiahOptions {
             haystack: HaystackKind::Text,
             text: Vec::new(),
             max_tokens: 32,
-            seed: 0,
-            batch: DEFAULT_BATCH,
-            batch_tokens: DEFAULT_BATCH_TOKENS,
         }
     }
 }
 
 impl NiahOptions {
-    fn batching(&self) -> Batching {
-        Batching { rows: self.batch, tokens: self.batch_tokens }
-    }
-
     /// The lengths asked for, or evenly from the shortest to the longest.
     fn lengths(&self) -> Vec<usize> {
         if let Some(lengths) = &self.lengths {
@@ -140,6 +120,7 @@ pub struct Niah {
     lengths: Vec<usize>,
     instruction: Vec<u32>,
     haystack: Haystack,
+    seed: u64,
     train_seq_len: usize,
 }
 
@@ -149,6 +130,7 @@ impl Suite for Niah {
 
     const NAME: &'static str = "niah";
     const VERSION: u32 = 1;
+    const STREAMS: Range<u64> = 2..3;
 
     fn validate(options: &NiahOptions, problems: &mut Problems) {
         problems.check(
@@ -177,11 +159,10 @@ impl Suite for Niah {
         if options.lengths.is_some() || is_grid {
             check_lengths(Self::NAME, &options.lengths(), problems);
         }
-        check_batching(Self::NAME, options.batching(), problems);
     }
 
-    fn open(options: &NiahOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        let tokenizer = setting.tokenizer;
+    fn open(options: &NiahOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let tokenizer = context.tokenizer;
         check_answer(Self::NAME, options.max_tokens, " 9876543", tokenizer)?;
         let lengths = options.lengths();
         let instruction = tokenizer.encode(INSTRUCTION);
@@ -198,17 +179,10 @@ impl Suite for Niah {
             });
         }
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        let haystack = Haystack::open(options, setting, longest)?;
-        let train_seq_len = setting.train_seq_len;
-        Ok(Niah { options: options.clone(), lengths, instruction, haystack, train_seq_len })
-    }
-
-    fn seed(&self) -> u64 {
-        self.options.seed
-    }
-
-    fn batching(&self) -> Batching {
-        self.options.batching()
+        let haystack = Haystack::open(options, context, longest)?;
+        let OpenContext { seed, train_seq_len, .. } = *context;
+        let options = options.clone();
+        Ok(Niah { options, lengths, instruction, haystack, seed, train_seq_len })
     }
 
     fn resolved(&self) -> Value {
@@ -221,7 +195,7 @@ impl Suite for Niah {
     }
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
-        let mut rng = sample_rng(self.options.seed, STREAM, trial);
+        let mut rng = sample_rng(self.seed, Self::STREAMS.start, trial);
         let needle = Needle::draw(&mut rng, self.options.mode);
         let statement = tokenizer.encode(&needle.statement);
         let question = tokenizer.encode(&needle.question);

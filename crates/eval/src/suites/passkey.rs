@@ -5,6 +5,7 @@
 //! decoding of at most 10 tokens; an answer is right when its first number is x. The texts live in
 //! [`longwall_data::synthetic`], where training can draw from them too.
 
+use std::ops::Range;
 use std::path::Path;
 
 use longwall_config::Problems;
@@ -16,13 +17,10 @@ use serde_json::{Value, json};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    DEFAULT_BATCH, DEFAULT_BATCH_TOKENS, MOST_SAMPLES, check_answer, check_batching, check_count,
-    check_lengths, depth_grid, parse_size, sample_rng, size, sizes,
+    MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, parse_size, sample_rng,
+    sizes,
 };
-use crate::suite::{Answer, Batching, Call, Outcome, Request, Scoring, Setting, Suite, Trial};
-
-/// Tells this suite's samples from those of others with one seed.
-const STREAM: u64 = 1;
+use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval passkey`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -43,17 +41,6 @@ pub struct PasskeyOptions {
     /// The most tokens generated for an answer
     #[arg(long, default_value_t = PasskeyOptions::default().max_tokens)]
     pub max_tokens: usize,
-    /// Seed of passkeys and positions
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
-    /// The most prompts in a batch
-    #[arg(long, default_value_t = DEFAULT_BATCH)]
-    pub batch: usize,
-    /// The most tokens in a batch; a longer prompt is a batch of its own
-    #[arg(long, value_name = "TOKENS", value_parser = parse_size,
-          default_value_t = DEFAULT_BATCH_TOKENS)]
-    #[serde(deserialize_with = "size")]
-    pub batch_tokens: usize,
 }
 
 impl Default for PasskeyOptions {
@@ -63,16 +50,7 @@ impl Default for PasskeyOptions {
             trials: 100,
             depths: None,
             max_tokens: 10,
-            seed: 0,
-            batch: DEFAULT_BATCH,
-            batch_tokens: DEFAULT_BATCH_TOKENS,
         }
-    }
-}
-
-impl PasskeyOptions {
-    fn batching(&self) -> Batching {
-        Batching { rows: self.batch, tokens: self.batch_tokens }
     }
 }
 
@@ -80,6 +58,7 @@ impl PasskeyOptions {
 pub struct Passkey {
     options: PasskeyOptions,
     fitter: PasskeyFitter,
+    seed: u64,
     train_seq_len: usize,
 }
 
@@ -89,6 +68,7 @@ impl Suite for Passkey {
 
     const NAME: &'static str = "passkey";
     const VERSION: u32 = 1;
+    const STREAMS: Range<u64> = 1..2;
 
     fn validate(options: &PasskeyOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
@@ -99,12 +79,11 @@ impl Suite for Passkey {
         check_count("passkey.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
         let remedy = "a usual grid is --depths 11; leave it out for random positions";
         check_count("passkey.depths", options.depths.unwrap_or(1), 1..=1001, remedy, problems);
-        check_batching(Self::NAME, options.batching(), problems);
     }
 
-    fn open(options: &PasskeyOptions, setting: &Setting<'_>) -> Result<Self, EvalError> {
-        check_answer(Self::NAME, options.max_tokens, " 50000", setting.tokenizer)?;
-        let fitter = PasskeyFitter::new(setting.tokenizer);
+    fn open(options: &PasskeyOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        check_answer(Self::NAME, options.max_tokens, " 50000", context.tokenizer)?;
+        let fitter = PasskeyFitter::new(context.tokenizer);
         let prompt = fitter.shortest_prompt();
         let minimum = prompt + options.max_tokens;
         if let Some(&length) = options.lengths.iter().find(|&&length| length < minimum) {
@@ -114,18 +93,11 @@ impl Suite for Passkey {
                 minimum,
                 prompt,
                 generation: options.max_tokens,
-                tokenizer: setting.tokenizer.name().to_string(),
+                tokenizer: context.tokenizer.name().to_string(),
             });
         }
-        Ok(Passkey { options: options.clone(), fitter, train_seq_len: setting.train_seq_len })
-    }
-
-    fn seed(&self) -> u64 {
-        self.options.seed
-    }
-
-    fn batching(&self) -> Batching {
-        self.options.batching()
+        let OpenContext { seed, train_seq_len, .. } = *context;
+        Ok(Passkey { options: options.clone(), fitter, seed, train_seq_len })
     }
 
     fn resolved(&self) -> Value {
@@ -141,7 +113,7 @@ impl Suite for Passkey {
     }
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
-        let mut rng = sample_rng(self.options.seed, STREAM, trial);
+        let mut rng = sample_rng(self.seed, Self::STREAMS.start, trial);
         let budget = trial.length - self.options.max_tokens;
         let prompt =
             self.fitter.fit(&mut rng, budget, trial.depth, "--lengths").map_err(|error| {
@@ -182,7 +154,7 @@ impl Suite for Passkey {
     }
 }
 
-/// The first run of digits, less leading zeros: integers match by value, of any length.
+/// The first run of digits, without leading zeros: integers of any length are compared by value.
 fn first_number(text: &str) -> Option<&str> {
     let start = text.find(|c: char| c.is_ascii_digit())?;
     let rest = &text[start..];

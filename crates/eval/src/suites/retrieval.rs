@@ -22,7 +22,7 @@ pub struct Found {
     pub correct: bool,
 }
 
-/// Which of the depths a trial counts for.
+/// The depth that a trial is counted at.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Depths {
     /// A grid: the trial's own depth.

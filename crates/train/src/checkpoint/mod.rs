@@ -52,12 +52,12 @@ pub enum CheckpointError {
         reason: String,
     },
     /// The checkpoint asked for is not there.
-    #[error("{} has no {which} checkpoint; there: {}\n  hint: choose one of these, or train the run first", run_dir.display(), listed(there))]
+    #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these, or train the run first", run_dir.display(), listed(there))]
     Missing {
         /// The run's folder.
         run_dir: PathBuf,
-        /// Which was asked for.
-        which: Which,
+        /// The one asked for.
+        wanted: CheckpointSelector,
         /// The steps of the checkpoints that are there.
         there: Vec<u64>,
     },
@@ -99,9 +99,9 @@ fn shown(differences: &[(String, String, String)]) -> String {
     differences.iter().map(line).collect()
 }
 
-/// Which checkpoint of a run: `latest`, `best`, or a step.
+/// Selects a checkpoint of a run: `latest`, `best`, or a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Which {
+pub enum CheckpointSelector {
     /// The newest.
     #[default]
     Latest,
@@ -111,30 +111,26 @@ pub enum Which {
     Step(u64),
 }
 
-impl FromStr for Which {
+impl FromStr for CheckpointSelector {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
-            "latest" => Ok(Which::Latest),
-            "best" => Ok(Which::Best),
-            _ => {
-                text.strip_prefix("step-").unwrap_or(text).parse().map(Which::Step).map_err(|_| {
-                    format!(
-                        "`{text}` is no checkpoint; allowed: latest, best, or a step such as 1000"
-                    )
-                })
-            }
+            "latest" => Ok(Self::Latest),
+            "best" => Ok(Self::Best),
+            _ => text.strip_prefix("step-").unwrap_or(text).parse().map(Self::Step).map_err(|_| {
+                format!("`{text}` is no checkpoint; allowed: latest, best, or a step such as 1000")
+            }),
         }
     }
 }
 
-impl Display for Which {
+impl Display for CheckpointSelector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Which::Latest => f.write_str("latest"),
-            Which::Best => f.write_str("best"),
-            Which::Step(step) => write!(f, "step-{step}"),
+            Self::Latest => f.write_str("latest"),
+            Self::Best => f.write_str("best"),
+            Self::Step(step) => write!(f, "step-{step}"),
         }
     }
 }
@@ -155,17 +151,17 @@ impl Checkpoint {
     ///
     /// # Errors
     /// When it is not there, or its state or configuration cannot be read.
-    pub fn open(run_dir: &Path, which: Which) -> Result<Self, CheckpointError> {
+    pub fn open(run_dir: &Path, wanted: CheckpointSelector) -> Result<Self, CheckpointError> {
         let folder = CheckpointFolder::new(run_dir);
         let steps = folder.steps()?;
-        let wanted = match which {
-            Which::Latest => steps.last().copied(),
-            Which::Best => folder.best()?.map(|best| best.step),
-            Which::Step(step) => Some(step),
+        let step = match wanted {
+            CheckpointSelector::Latest => steps.last().copied(),
+            CheckpointSelector::Best => folder.best()?.map(|best| best.step),
+            CheckpointSelector::Step(step) => Some(step),
         };
-        let Some(step) = wanted.filter(|step| steps.contains(step)) else {
+        let Some(step) = step.filter(|step| steps.contains(step)) else {
             let run_dir = run_dir.to_owned();
-            return Err(CheckpointError::Missing { run_dir, which, there: steps });
+            return Err(CheckpointError::Missing { run_dir, wanted, there: steps });
         };
         let path = folder.step_dir(step);
         let state = State::read(&path.join(folder::STATE_FILE))?;

@@ -52,7 +52,7 @@ fn shown(run: &Path, error: CheckpointError) -> String {
 fn a_checkpoint_reads_back_as_written() {
     let run = tempfile::tempdir().unwrap();
     write(run.path(), 3);
-    let checkpoint = Checkpoint::open(run.path(), Which::Latest).unwrap();
+    let checkpoint = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap();
     assert_eq!(checkpoint.state, state(3));
     assert_eq!(checkpoint.config, config(&[]));
     assert_eq!(checkpoint.path, run.path().join("checkpoints/step-3"));
@@ -75,13 +75,13 @@ fn latest_best_and_steps_are_found() {
     RUN has no step-5 checkpoint; there: step 1, step 2, step 10
       hint: choose one of these, or train the run first
     ");
-    insta::assert_snapshot!("newest".parse::<Which>().unwrap_err(), @"`newest` is no checkpoint; allowed: latest, best, or a step such as 1000");
+    insta::assert_snapshot!("newest".parse::<CheckpointSelector>().unwrap_err(), @"`newest` is no checkpoint; allowed: latest, best, or a step such as 1000");
 }
 
 #[test]
 fn a_run_without_checkpoints_says_so() {
     let run = tempfile::tempdir().unwrap();
-    let error = Checkpoint::open(run.path(), Which::Latest).unwrap_err();
+    let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
     RUN has no latest checkpoint; there: none
       hint: choose one of these, or train the run first
@@ -93,7 +93,7 @@ fn a_damaged_state_names_the_file() {
     let run = tempfile::tempdir().unwrap();
     write(run.path(), 3);
     std::fs::write(run.path().join("checkpoints/step-3/state.json"), "{\"step\": 3").unwrap();
-    let error = Checkpoint::open(run.path(), Which::Latest).unwrap_err();
+    let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
     RUN/checkpoints/step-3/state.json is damaged: EOF while parsing an object at line 1 column 10
       hint: remove that checkpoint's folder; the one before it is used then
@@ -104,7 +104,7 @@ fn a_damaged_state_names_the_file() {
 fn another_tokenizer_is_refused() {
     let run = tempfile::tempdir().unwrap();
     write(run.path(), 3);
-    let checkpoint = Checkpoint::open(run.path(), Which::Latest).unwrap();
+    let checkpoint = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap();
     checkpoint.check_tokenizer(&tokenizer("bytes")).unwrap();
     let error = checkpoint.check_tokenizer(&tokenizer("gpt2")).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
@@ -117,7 +117,7 @@ fn another_tokenizer_is_refused() {
 fn keys_that_define_the_run_cannot_change_on_resume() {
     let run = tempfile::tempdir().unwrap();
     write(run.path(), 3);
-    let checkpoint = Checkpoint::open(run.path(), Which::Latest).unwrap();
+    let checkpoint = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap();
     checkpoint.check_config(&config(&["train.lr=1e-4", "train.tokens=2M"])).unwrap();
     let changed = config(&["model.layers=3", "run.seed=4", "train.lr=1e-4"]);
     let error = checkpoint.check_config(&changed).unwrap_err();

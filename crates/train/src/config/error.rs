@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use longwall_config::Problems;
+use longwall_config::{Problems, culprit};
 use serde_path_to_error::Segment;
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
@@ -101,18 +101,15 @@ fn narrow(
     retry: &impl Fn(Table) -> Option<String>,
 ) {
     while let Some(Value::Table(inner)) = value_at(table, key) {
-        let mut names: Vec<&String> = inner.keys().collect();
-        // Without its kind no table is read at all: it is the culprit only when no other key is.
-        names.sort_by_key(|name| *name == "kind");
-        let culprit = names.into_iter().find(|name| {
-            let mut without = table.clone();
-            if let Some(Value::Table(parent)) = value_at_mut(&mut without, key) {
-                parent.remove(*name);
+        let error_of = |changed: Table| {
+            let mut whole = table.clone();
+            if let Some(place) = value_at_mut(&mut whole, key) {
+                *place = Value::Table(changed);
             }
-            retry(without).as_deref() != Some(message)
-        });
-        match culprit {
-            Some(name) => key.push(name.clone()),
+            retry(whole)
+        };
+        match culprit(inner, "kind", message, error_of) {
+            Some(name) => key.push(name.to_owned()),
             None => return,
         }
     }
@@ -173,9 +170,6 @@ fn describe(key: &[String], value: Option<&Value>, message: &str) -> (String, St
     let reason = match expected {
         Some(expected) if message.starts_with("invalid") => {
             format!("expected {}", in_words(expected))
-        }
-        _ if message.contains("untagged enum") => {
-            "expected a whole number, or text such as \"10M\"".to_owned()
         }
         _ => message.to_owned(),
     };

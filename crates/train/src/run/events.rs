@@ -18,7 +18,7 @@ impl<B: OpBackend> Run<B> {
     pub fn check_skips(&self, skip: Option<SkipReason>) -> Result<(), TrainError> {
         match skip {
             Some(reason) if self.guard.must_stop() => Err(TrainError::TooManySkips {
-                step: self.place.step,
+                step: self.progress.step,
                 in_a_row: self.guard.state().in_a_row,
                 reason: reason.to_string(),
             }),
@@ -28,7 +28,7 @@ impl<B: OpBackend> Run<B> {
 
     /// Validation, samples and a checkpoint, where they are due.
     pub fn after_step(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
-        let step = self.place.step;
+        let step = self.progress.step;
         let config = &self.config.train;
         let due = |every: Every| every.is_due(step, config.batch_tokens);
         let validate = due(config.validate.every) || step == self.total_steps;
@@ -47,12 +47,12 @@ impl<B: OpBackend> Run<B> {
     /// Validates, if validation is on. Returns whether the loss is the lowest so far.
     pub fn validate(&mut self, console: &mut dyn Console) -> Result<bool, TrainError> {
         let Some(validator) = &self.validator else { return Ok(false) };
-        let step = self.place.step;
+        let step = self.progress.step;
         let scores = validator.run(&self.model.valid(), &self.device);
-        let is_best = self.place.best.is_none_or(|best| scores.loss < best.validation_loss)
+        let is_best = self.progress.best.is_none_or(|best| scores.loss < best.validation_loss)
             && scores.loss.is_finite();
         if is_best {
-            self.place.best = Some(Best { step, validation_loss: scores.loss });
+            self.progress.best = Some(Best { step, validation_loss: scores.loss });
         }
         let record = ValidationRecord {
             step,
@@ -64,22 +64,22 @@ impl<B: OpBackend> Run<B> {
             seconds: self.recorder.seconds(),
         };
         self.recorder.validation(&record, is_best, console)?;
-        self.place.validation = Some(record);
+        self.progress.validation = Some(record);
         Ok(is_best)
     }
 
     /// Lets the model write after each prompt.
     pub fn sample(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let Some(sampler) = &self.sampler else { return Ok(()) };
-        let step = self.place.step;
+        let step = self.progress.step;
         let samples = sampler.run(&self.model.valid(), step, &self.device)?;
         self.recorder.samples(step, &samples, console)
     }
 
     /// Writes a checkpoint of this step, unless there is one, and removes old ones.
     pub fn save_checkpoint(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
-        let step = self.place.step;
-        if self.place.saved == Some(step) {
+        let step = self.progress.step;
+        if self.progress.saved == Some(step) {
             return Ok(());
         }
         let state = self.state()?;
@@ -90,9 +90,9 @@ impl<B: OpBackend> Run<B> {
             self.optimiser.save(&folder.join("optimizer.safetensors")).map_err(write_error)?;
             write_texts(folder, &self.config, &state)
         })?;
-        self.place.saved = Some(step);
+        self.progress.saved = Some(step);
         let kept = &self.config.train.checkpoint;
-        if let Some(best) = self.place.best.filter(|best| kept.best && best.step == step) {
+        if let Some(best) = self.progress.best.filter(|best| kept.best && best.step == step) {
             self.checkpoints.mark_best(best)?;
         }
         self.checkpoints.prune(kept.keep_last)?;
@@ -103,17 +103,17 @@ impl<B: OpBackend> Run<B> {
     /// Where the run stands, for a checkpoint.
     fn state(&mut self) -> Result<State, TrainError> {
         let (metrics_bytes, samples_bytes) = self.recorder.sync()?;
-        let step = self.place.step;
+        let step = self.progress.step;
         Ok(State {
             step,
             tokens: step * self.config.train.batch_tokens,
-            updates: self.place.updates,
+            updates: self.progress.updates,
             seed: self.config.run.seed,
             cursor: self.loader.cursor(step * self.rows as u64),
             guard: self.guard.state().clone(),
-            loss: self.place.loss,
-            best: self.place.best,
-            validation: self.place.validation.clone(),
+            loss: self.progress.loss,
+            best: self.progress.best,
+            validation: self.progress.validation.clone(),
             metrics_bytes,
             samples_bytes,
             seconds: self.recorder.seconds(),
@@ -130,10 +130,10 @@ impl<B: OpBackend> Run<B> {
         }
         let tokens_per_second = median_throughput(&metrics::read(&self.folder.metrics())?);
         self.folder.finish(&Finished {
-            step: self.place.step,
-            tokens: self.place.step * self.config.train.batch_tokens,
-            loss: self.place.loss,
-            validation: self.place.validation.clone(),
+            step: self.progress.step,
+            tokens: self.progress.step * self.config.train.batch_tokens,
+            loss: self.progress.loss,
+            validation: self.progress.validation.clone(),
             skipped: self.guard.state().skipped,
             tokens_per_second,
             seconds: self.recorder.seconds(),

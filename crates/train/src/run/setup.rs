@@ -11,7 +11,9 @@ use longwall_model::{LanguageModel, Precision, weights};
 
 use super::recorder::{Recorder, RecorderStart};
 use super::{Start, TrainOptions};
-use crate::checkpoint::{Best, Checkpoint, CheckpointFolder, State, TokenizerIdentity, Which};
+use crate::checkpoint::{
+    Best, Checkpoint, CheckpointFolder, CheckpointSelector, State, TokenizerIdentity,
+};
 use crate::config::RunConfig;
 use crate::console::RunInfo;
 use crate::error::TrainError;
@@ -45,7 +47,7 @@ pub(super) struct Run<B: OpBackend> {
     pub guard: StepGuard,
     pub schedule: Schedule,
     pub recorder: Recorder,
-    pub place: Place,
+    pub progress: RunProgress,
     pub total_steps: u64,
     /// Rows of a step, and rows of one of its micro-batches.
     pub rows: usize,
@@ -54,9 +56,9 @@ pub(super) struct Run<B: OpBackend> {
     compiles: bool,
 }
 
-/// Where the run stands.
+/// How far a run has come.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Place {
+pub(super) struct RunProgress {
     /// Finished steps.
     pub step: u64,
     /// Steps that the optimiser took.
@@ -98,16 +100,16 @@ pub(super) fn open<B: OpBackend>(
     };
     let checkpoints = CheckpointFolder::new(folder.path());
     let state = checkpoint.map(|checkpoint| &checkpoint.state);
-    let place = place(&checkpoints, config, state)?;
+    let progress = saved_progress(&checkpoints, config, state)?;
     let total_steps = config.train.total_steps();
-    if place.step > total_steps {
+    if progress.step > total_steps {
         return Err(TrainError::AlreadyLonger {
             tokens: config.train.tokens,
-            done: place.step * config.train.batch_tokens,
-            step: place.step,
+            done: progress.step * config.train.batch_tokens,
+            step: progress.step,
         });
     }
-    if place.step < total_steps {
+    if progress.step < total_steps {
         folder.start(config)?;
     }
     let vocab_size = data.tokenizer.vocab_size();
@@ -128,9 +130,9 @@ pub(super) fn open<B: OpBackend>(
         guard: StepGuard::new(&config.train.skip, guard),
         schedule: config.train.lr_schedule(),
         recorder,
-        first_step: place.step,
+        first_step: progress.step,
         compiles: options.compiles,
-        place,
+        progress,
         total_steps,
         rows: config.train.batch_rows(config.data.seq_len),
         micro_batch,
@@ -237,7 +239,7 @@ fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
         tracing::info!("{run} has no checkpoint yet: starting from the first step");
         return Ok(None);
     }
-    let checkpoint = Checkpoint::open(run_dir, Which::Latest)?;
+    let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Latest)?;
     tracing::info!("resuming from {}", checkpoint.path.display());
     Ok(Some(checkpoint))
 }
@@ -259,13 +261,13 @@ pub(crate) fn default_micro_batch<B: OpBackend>(config: &RunConfig) -> usize {
     config.train.micro_batch_rows(config.data.seq_len, budget)
 }
 
-/// The place of a checkpoint's state, or the beginning.
-fn place(
+/// The progress that a checkpoint's state holds, or none.
+fn saved_progress(
     checkpoints: &CheckpointFolder,
     config: &RunConfig,
     state: Option<&State>,
-) -> Result<Place, TrainError> {
-    let Some(state) = state else { return Ok(Place::default()) };
+) -> Result<RunProgress, TrainError> {
+    let Some(state) = state else { return Ok(RunProgress::default()) };
     // A run may have been killed between a checkpoint and its mark as the best one.
     let marks_best = |best: &Best| config.train.checkpoint.best && best.step == state.step;
     if let Some(best) = state.best.filter(marks_best)
@@ -273,7 +275,7 @@ fn place(
     {
         checkpoints.mark_best(best)?;
     }
-    Ok(Place {
+    Ok(RunProgress {
         step: state.step,
         updates: state.updates,
         loss: state.loss,

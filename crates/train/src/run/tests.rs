@@ -6,7 +6,7 @@ use super::*;
 use longwall_model::Precision;
 use longwall_model::weights::read_tensors;
 
-use crate::checkpoint::{Checkpoint, Which};
+use crate::checkpoint::{Checkpoint, CheckpointSelector};
 use crate::console::{RunInfo, SilentConsole, StepView};
 use crate::metrics::{self, Record};
 use crate::run_folder;
@@ -133,7 +133,7 @@ fn losses(run_dir: &Path) -> Vec<Record> {
 }
 
 fn weights(run_dir: &Path) -> Vec<u8> {
-    let checkpoint = Checkpoint::open(run_dir, Which::Latest).unwrap();
+    let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Latest).unwrap();
     fs::read(checkpoint.weights()).unwrap()
 }
 
@@ -156,7 +156,7 @@ fn a_run_leaves_everything_it_should() {
     assert!(samples.starts_with("=== step 6, prompt \"\"\n") && samples.contains("=== step 12"));
     assert_eq!(fs::read_dir(dir.join("tb")).unwrap().count(), 1);
     assert_eq!(run_folder::config_of(dir, &[]).unwrap(), config);
-    let best = Checkpoint::open(dir, Which::Best).unwrap();
+    let best = Checkpoint::open(dir, CheckpointSelector::Best).unwrap();
     assert_eq!(read_tensors(&best.weights()).unwrap()["embedding"].0[0], 257);
 }
 
@@ -284,7 +284,7 @@ fn the_best_checkpoint_is_kept() {
     let dir = run(&config, Start::New).unwrap().run_dir;
     let validations: Vec<_> = validations(&dir).map(|v| (v.step, v.validation_loss)).collect();
     let best = validations.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-    let checkpoint = Checkpoint::open(&dir, Which::Best).unwrap();
+    let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Best).unwrap();
     assert_eq!(checkpoint.state.step, best.0);
     let kept = CheckpointFolder::new(&dir).steps().unwrap();
     assert!(kept.len() <= 2 && kept.last() == Some(&12), "{kept:?}");
@@ -383,7 +383,8 @@ fn a_run_in_bf16_learns_as_one_in_f32_and_resumes_to_the_bit() {
         }
     }
     // Files hold masters, not their rounding.
-    let tensors = read_tensors(&Checkpoint::open(&whole, Which::Latest).unwrap().weights());
+    let tensors =
+        read_tensors(&Checkpoint::open(&whole, CheckpointSelector::Latest).unwrap().weights());
     let finer = |x: &f32| x.to_bits() & 0xffff != 0;
     assert!(tensors.unwrap()["embedding"].1.iter().filter(|x| finer(x)).count() > 1000);
 }

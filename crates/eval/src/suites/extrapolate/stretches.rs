@@ -1,5 +1,5 @@
-//! The text of the suite: stretches of the longest length, taken from whole documents or from
-//! documents joined.
+//! The text of the suite: stretches of the longest length, taken from single documents or from
+//! joined ones.
 
 use longwall_data::Tokenizer;
 use rand::seq::SliceRandom;
@@ -10,15 +10,15 @@ use sha2::{Digest, Sha256};
 
 use super::ExtrapolateOptions;
 use crate::EvalError;
-use crate::suite::Setting;
+use crate::suite::OpenContext;
 use crate::text::{Document, list_files, no_text, read_document};
 
 /// Default lengths are 1, 2, 4, … this many times the training length.
 const LONGEST_FACTOR: usize = 32;
-/// Default lengths stop where the text has fewer stretches than this (or than asked for).
+/// Default lengths stop where the text has fewer stretches than this, or than were asked for.
 const FEWEST: usize = 4;
 
-/// Text of the longest length and one token, many times.
+/// The stretches, each of the longest length plus one token.
 pub(super) struct Stretches {
     lengths: Vec<usize>,
     left_out: Vec<usize>,
@@ -28,7 +28,7 @@ pub(super) struct Stretches {
 }
 
 struct Stretch {
-    /// Which document it is from; a stretch of joined documents is one of its own.
+    /// Index of its document; a stretch of joined documents counts as a document of its own.
     document: usize,
     name: String,
     tokens: Vec<u32>,
@@ -38,12 +38,12 @@ impl Stretches {
     /// Reads as much text as the options ask for and settles the lengths.
     pub(super) fn open(
         options: &ExtrapolateOptions,
-        setting: &Setting<'_>,
+        context: &OpenContext<'_>,
     ) -> Result<Self, EvalError> {
-        let mut lengths = options.lengths.clone().unwrap_or_else(|| default_lengths(setting));
+        let mut lengths = options.lengths.clone().unwrap_or_else(|| default_lengths(context));
         lengths.sort_unstable();
         let longest = lengths.last().copied().unwrap_or(1);
-        let text = Text::read(options, setting, longest)?;
+        let text = Text::read(options, context, longest)?;
 
         let mut left_out = Vec::new();
         if options.lengths.is_none() {
@@ -62,7 +62,7 @@ impl Stretches {
                 "the text is too short for lengths {left_out:?}: the longest here is {longest}"
             );
         }
-        let stretches = text.stretches(longest, options.sequences, options.seed);
+        let stretches = text.stretches(longest, options.sequences, context.seed);
         if stretches.len() < options.sequences {
             tracing::warn!(
                 "the text has {} stretches of {longest} tokens; {} were asked for",
@@ -122,12 +122,12 @@ impl Stretches {
 }
 
 /// Powers of two times the training length, as far as the model can read.
-fn default_lengths(setting: &Setting<'_>) -> Vec<usize> {
-    let train = setting.train_seq_len;
+fn default_lengths(context: &OpenContext<'_>) -> Vec<usize> {
+    let train = context.train_seq_len;
     let factors = (0..).map(|n| 1 << n).take_while(|&factor: &usize| factor <= LONGEST_FACTOR);
     factors
         .map(|factor| factor * train)
-        .filter(|&length| length == train || setting.max_len.is_none_or(|most| length <= most))
+        .filter(|&length| length == train || context.max_len.is_none_or(|most| length <= most))
         .collect()
 }
 
@@ -141,13 +141,13 @@ struct Text {
 impl Text {
     fn read(
         options: &ExtrapolateOptions,
-        setting: &Setting<'_>,
+        context: &OpenContext<'_>,
         longest: usize,
     ) -> Result<Self, EvalError> {
-        let tokenizer = setting.tokenizer;
+        let tokenizer = context.tokenizer;
         let wanted = options.sequences.saturating_mul(longest).saturating_add(1);
         if options.text.is_empty() {
-            let held_out = setting.held_out.ok_or_else(|| no_text("extrapolate"))?;
+            let held_out = context.held_out.ok_or_else(|| no_text("extrapolate"))?;
             let source = held_out.describe();
             let tokens = held_out.validation_tokens(wanted)?;
             let documents = vec![Document { name: source.clone(), tokens }];
@@ -155,7 +155,7 @@ impl Text {
         }
         let mut files = list_files(&options.text)?;
         let source = format!("{} files of --text", files.len());
-        files.shuffle(&mut ChaCha8Rng::seed_from_u64(options.seed));
+        files.shuffle(&mut ChaCha8Rng::seed_from_u64(context.seed));
         let mut documents = Vec::new();
         if options.packed {
             let name = source.clone();
@@ -198,7 +198,8 @@ impl Text {
         }
     }
 
-    /// `count` stretches, or as many as there are: one of every document first, then second ones.
+    /// `count` stretches, or as many as there are: first one of every document, then a second one of
+    /// each, and so on.
     ///
     /// In a document the stretches start at a random place, so that they are not all beginnings.
     fn stretches(&self, length: usize, count: usize, seed: u64) -> Vec<Stretch> {

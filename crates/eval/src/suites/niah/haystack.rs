@@ -10,15 +10,15 @@ use sha2::{Digest, Sha256};
 
 use super::NiahOptions;
 use crate::EvalError;
-use crate::suite::Setting;
+use crate::suite::OpenContext;
 use crate::text::{list_files, no_text, read_document};
 
 const SENTENCE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
 
-/// Text is read up to this many times the longest length, so that trials differ.
+/// As much text is read as this many prompts of the longest length hold, so that trials differ.
 const TEXTS_PER_LENGTH: usize = 16;
-/// The needle moves back by up to this many tokens to stand behind a whole sentence.
+/// The needle moves back by fewer than this many tokens to stand behind a whole sentence.
 const LOOK_BACK: usize = 200;
 
 /// Kinds of haystacks.
@@ -44,7 +44,7 @@ impl HaystackKind {
     }
 }
 
-/// Tokens to hide needles in, read round and round.
+/// Tokens to hide needles in; reading past the end starts again at the beginning.
 pub(super) struct Haystack {
     kind: HaystackKind,
     tokens: Vec<u32>,
@@ -54,21 +54,21 @@ pub(super) struct Haystack {
 }
 
 impl Haystack {
-    /// Reads or makes hay for prompts of up to `longest` tokens.
+    /// Reads or generates text for prompts of up to `longest` tokens.
     pub(super) fn open(
         options: &NiahOptions,
-        setting: &Setting<'_>,
+        context: &OpenContext<'_>,
         longest: usize,
     ) -> Result<Self, EvalError> {
         let wanted = longest * TEXTS_PER_LENGTH;
-        let tokenizer = setting.tokenizer;
+        let tokenizer = context.tokenizer;
         let (source, tokens) = match options.haystack {
             HaystackKind::Text if !options.text.is_empty() => {
                 let files = format!("{} files of --text", list_files(&options.text)?.len());
-                (files, from_files(options, tokenizer, wanted)?)
+                (files, from_files(options, context, wanted)?)
             }
             HaystackKind::Text => {
-                let held_out = setting.held_out.ok_or_else(|| no_text("niah"))?;
+                let held_out = context.held_out.ok_or_else(|| no_text("niah"))?;
                 let newline = tokenizer.encode("\n");
                 let tokens = held_out
                     .validation_tokens(wanted)?
@@ -78,7 +78,7 @@ impl Haystack {
                 (held_out.describe(), tokens)
             }
             HaystackKind::Noise => {
-                let tokens = noise(options.seed, wanted, tokenizer);
+                let tokens = noise(context.seed, wanted, tokenizer);
                 ("sentences of made-up words".to_string(), tokens)
             }
             HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
@@ -111,7 +111,7 @@ impl Haystack {
         })
     }
 
-    /// `count` tokens from a random place on; the repeated text always from its start.
+    /// `count` tokens, starting at a random place; the repeated text always starts at its beginning.
     pub(super) fn take(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<u32> {
         let start = match self.kind {
             HaystackKind::Repeat => 0,
@@ -120,8 +120,8 @@ impl Haystack {
         self.tokens.iter().cycle().skip(start).take(count).copied().collect()
     }
 
-    /// Where in `hay` a needle of this depth goes: behind the last whole sentence before it, if
-    /// one ends near.
+    /// The index in `hay` where a needle of this depth goes: behind the last sentence that ends within
+    /// [`LOOK_BACK`] tokens before the depth, else at the depth itself.
     pub(super) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
         let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());
         if at == hay.len() {
@@ -140,18 +140,18 @@ impl Haystack {
 /// Whole files in a seeded order, until there are enough tokens.
 fn from_files(
     options: &NiahOptions,
-    tokenizer: &Tokenizer,
+    context: &OpenContext<'_>,
     wanted: usize,
 ) -> Result<Vec<u32>, EvalError> {
     let mut files = list_files(&options.text)?;
-    files.shuffle(&mut ChaCha8Rng::seed_from_u64(options.seed));
-    let newline = tokenizer.encode("\n");
+    files.shuffle(&mut ChaCha8Rng::seed_from_u64(context.seed));
+    let newline = context.tokenizer.encode("\n");
     let mut tokens = Vec::new();
     for file in files {
         if tokens.len() >= wanted {
             break;
         }
-        tokens.extend(read_document(&file, tokenizer)?.tokens);
+        tokens.extend(read_document(&file, context.tokenizer)?.tokens);
         tokens.extend(&newline);
     }
     Ok(tokens)
@@ -188,15 +188,16 @@ mod tests {
 
     fn haystack(kind: HaystackKind) -> (Haystack, Tokenizer) {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let setting = Setting {
+        let context = OpenContext {
             tokenizer: &tokenizer,
             train_seq_len: 64,
             max_len: None,
             device: "cpu",
+            seed: 0,
             held_out: None,
         };
         let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
-        (Haystack::open(&options, &setting, 500).unwrap(), tokenizer)
+        (Haystack::open(&options, &context, 500).unwrap(), tokenizer)
     }
 
     #[test]

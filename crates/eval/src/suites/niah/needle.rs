@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::NiahMode;
 
-/// What stands before the haystack.
+/// The text in front of the haystack.
 pub(super) const INSTRUCTION: &str = "A special magic number is hidden within the following text. Remember it: you will be asked for it afterwards.\n";
 
 const ADJECTIVES: [&str; 24] = [
@@ -20,11 +20,11 @@ const NOUNS: [&str; 24] = [
     "marble", "garden", "saddle", "tunnel", "button", "island",
 ];
 
-/// The text of one trial but for its haystack.
+/// The text of one trial without its haystack.
 pub(super) struct Needle {
-    /// The sentence in the haystack, lines of its own.
+    /// The sentence in the haystack, on a line of its own.
     pub statement: String,
-    /// What stands behind the haystack.
+    /// The text behind the haystack.
     pub question: String,
     /// The answer.
     pub number: String,
@@ -53,7 +53,7 @@ impl Needle {
     }
 }
 
-/// Tokens that needle and question take together at most, over all keys and numbers.
+/// The most tokens that needle and question take together, over all keys and numbers.
 pub(super) fn longest_needle(tokenizer: &Tokenizer, mode: NiahMode) -> usize {
     let mut longest = 0;
     for adjective in ADJECTIVES {

@@ -1,75 +1,84 @@
-//! From what a reader hands out to a document's text; runs in parallel.
+//! Decodes what a reader handed out into a document's text. This part runs in parallel.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Format, InputFile, Inputs, Reading};
+use super::{Format, InputFile, Inputs};
 use crate::DataError;
 
 /// The mark that some editors put in front of UTF-8.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// A document as it was read: decoding it is left to the parallel part of the work.
+/// A document as it was read, not decoded yet.
 #[derive(Debug)]
-pub(crate) struct Document {
-    /// Which input file.
-    pub(crate) input: usize,
-    /// Line in the file, from 1; 0 when lines mean nothing.
-    pub(crate) line: u64,
-    pub(crate) payload: Payload,
+pub struct Document {
+    /// Index of the input file it is from.
+    pub input: usize,
+    /// What was read.
+    pub payload: Payload,
     /// What decides the split instead of the text, so that related documents stay together.
-    pub(crate) group: Option<String>,
+    pub group: Option<String>,
 }
 
+/// What was read of a document.
 #[derive(Debug)]
-pub(crate) enum Payload {
-    /// The whole of the input file, not read yet.
+pub enum Payload {
+    /// Nothing yet: the whole of the input file is the document.
     File,
     /// The text.
     Text(Vec<u8>),
-    /// A line of JSON.
-    Json(Vec<u8>),
+    /// A JSON object that has the text in one of its fields.
+    Json {
+        /// The object.
+        object: Vec<u8>,
+        /// The field.
+        field: Arc<str>,
+        /// The line of the file, from 1.
+        line: u64,
+    },
 }
 
 /// What became of a document.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Outcome<T> {
+pub enum Outcome<T> {
+    /// It has text.
     Document(T),
+    /// It has no text, or white space alone.
     Empty,
+    /// It is binary data, in a file that the user did not name.
     Binary,
 }
 
 /// A document's text.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Text {
-    pub(crate) text: String,
+pub struct DecodedText {
+    /// The text.
+    pub text: String,
     /// Whether bytes that are not UTF-8 were replaced.
-    pub(crate) replaced: bool,
+    pub replaced: bool,
 }
 
 impl Document {
-    /// The bytes that the document keeps in memory, or will.
+    /// Bytes of memory that the document takes, at the latest once it is decoded.
     pub(crate) fn weight(&self, inputs: &Inputs) -> u64 {
         match &self.payload {
             Payload::File => inputs.files[self.input].bytes,
-            Payload::Text(bytes) | Payload::Json(bytes) => bytes.len() as u64,
+            Payload::Text(bytes) | Payload::Json { object: bytes, .. } => bytes.len() as u64,
         }
     }
 
     /// Reads and decodes the text.
-    pub(crate) fn text(self, inputs: &Inputs) -> Result<Outcome<Text>, DataError> {
+    pub(crate) fn text(self, inputs: &Inputs) -> Result<Outcome<DecodedText>, DataError> {
         let file = &inputs.files[self.input];
         let bytes = match self.payload {
             Payload::File => {
                 std::fs::read(&file.path).map_err(|source| DataError::read(&file.path, source))?
             }
             Payload::Text(bytes) => bytes,
-            Payload::Json(line) => {
-                let Reading::Files { text_field, .. } = &inputs.reading else {
-                    unreachable!("only files hold JSON")
-                };
-                json_text(file, self.line, &line, text_field)?.into_bytes()
+            Payload::Json { object, field, line } => {
+                json_text(file, line, &object, &field)?.into_bytes()
             }
         };
         if file.format == Format::Plain && bytes.iter().take(8192).any(|&byte| byte == 0) {
@@ -84,10 +93,10 @@ impl Document {
             None => bytes,
         };
         let text = match String::from_utf8(bytes) {
-            Ok(text) => Text { text, replaced: false },
+            Ok(text) => DecodedText { text, replaced: false },
             Err(error) => {
                 let lossy = String::from_utf8_lossy(error.as_bytes());
-                Text { replaced: matches!(lossy, Cow::Owned(_)), text: lossy.into_owned() }
+                DecodedText { replaced: matches!(lossy, Cow::Owned(_)), text: lossy.into_owned() }
             }
         };
         if text.text.trim().is_empty() { Ok(Outcome::Empty) } else { Ok(Outcome::Document(text)) }

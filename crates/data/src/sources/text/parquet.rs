@@ -8,10 +8,8 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::InputFile;
-use super::document::Payload;
-use super::reader::{Output, ReadBytes, Stop};
 use crate::DataError;
+use crate::corpus::{FileDocuments, InputFile, Payload, ReadBytes, Stop};
 
 /// Rows read at a time.
 const ROWS: usize = 1024;
@@ -20,7 +18,7 @@ pub(super) fn read(
     file: &InputFile,
     column: &str,
     read_bytes: &ReadBytes,
-    out: &mut Output,
+    out: &mut FileDocuments,
 ) -> Result<(), Stop> {
     let fail = |error: ParquetError| DataError::Parquet {
         path: file.path.clone(),
@@ -56,7 +54,7 @@ enum ColumnStop {
 /// Emits every row; a missing value is an empty document, so that rows keep their number.
 fn read_column(
     mut column: ColumnReaderImpl<ByteArrayType>,
-    out: &mut Output,
+    out: &mut FileDocuments,
 ) -> Result<(), ColumnStop> {
     let (mut values, mut levels): (Vec<ByteArray>, Vec<i16>) = (Vec::new(), Vec::new());
     loop {
@@ -75,7 +73,7 @@ fn read_column(
             let present = all_present || levels[row] > 0;
             let value = if present { values.next() } else { None };
             let text = value.map_or(Vec::new(), |value| value.data().to_vec());
-            out.emit(0, Payload::Text(text)).map_err(ColumnStop::Stop)?;
+            out.emit(Payload::Text(text)).map_err(ColumnStop::Stop)?;
         }
     }
 }

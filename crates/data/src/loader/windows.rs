@@ -1,30 +1,8 @@
-//! One source's rows.
+//! The rows of a stream of tokens.
 
 use crate::mixture::derive_key;
 use crate::permutation::Permutation;
 use crate::shard::TokenStream;
-use crate::synthetic::rows::{FlipFlopRows, PasskeyRows};
-
-#[derive(Debug)]
-pub(super) enum Source {
-    Text(Windows),
-    Passkey(Box<PasskeyRows>),
-    FlipFlop(FlipFlopRows),
-}
-
-impl Source {
-    /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
-    pub(super) fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
-        match self {
-            Source::Text(windows) => {
-                windows.fill(index, tokens);
-                weights.fill(1.0);
-            }
-            Source::Passkey(rows) => rows.fill(index, tokens, weights),
-            Source::FlipFlop(rows) => rows.fill(index, tokens, weights),
-        }
-    }
-}
 
 /// A stream of tokens, cut into windows.
 #[derive(Debug)]
@@ -56,7 +34,7 @@ impl Windows {
         let (tokens, seq_len) = (stream.tokens(), seq_len as u64);
         assert!(tokens > seq_len, "{tokens} tokens for windows of {seq_len} + 1");
         let count = match order {
-            // One less than there is room for, so that the windows can shift by up to seq_len - 1.
+            // One fewer than fit, so that the windows can shift by up to seq_len - 1.
             Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
             Order::Spread { .. } => (tokens - 1) / seq_len,
         };
@@ -77,7 +55,8 @@ impl Windows {
         self.stream.fingerprint()
     }
 
-    fn fill(&self, index: u64, tokens: &mut [i32]) {
+    /// Fills the row's `seq_len + 1` tokens.
+    pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) {
         let start = self.start(index);
         self.stream.read(start, tokens);
         let greatest = tokens.iter().map(|&token| token as u32).max().unwrap_or(0);
@@ -89,7 +68,7 @@ impl Windows {
         );
     }
 
-    /// The first token of a row.
+    /// Where in the stream a row starts.
     pub(super) fn start(&self, index: u64) -> u64 {
         match self.order {
             Order::Shuffled { key } => {

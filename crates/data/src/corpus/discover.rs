@@ -1,4 +1,4 @@
-//! Files, folders and patterns to a list of files in a fixed order.
+//! Expands files, folders and patterns into a list of files in a fixed order.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -12,22 +12,22 @@ use crate::DataError;
 const SPELLING: &str = "check the spelling; relative paths start at the folder the command runs in";
 
 /// A file found through what the user gave.
-pub(crate) struct Found {
+pub(crate) struct FoundFile {
     pub(crate) path: PathBuf,
-    /// Whether the user gave its very path, not a folder or pattern it is in.
+    /// Whether the user gave this path itself, not a folder or pattern that it is in.
     pub(crate) named: bool,
 }
 
-/// Expands files, folders (recursively) and patterns: in the order given, folders and patterns by
-/// path, hidden files left out, every file once.
-pub(crate) fn expand(paths: &[PathBuf], what: &'static str) -> Result<Vec<Found>, DataError> {
+/// Expands files, folders (searched recursively) and patterns, in the order given; the files of a
+/// folder or pattern are ordered by path. Hidden files are left out, and every file comes once.
+pub(crate) fn expand(paths: &[PathBuf], what: &'static str) -> Result<Vec<FoundFile>, DataError> {
     let mut found = Vec::new();
     for path in paths {
         let before = found.len();
         if path.is_dir() {
             walk(path, &mut found)?;
         } else if path.exists() {
-            found.push(Found { path: path.clone(), named: true });
+            found.push(FoundFile { path: path.clone(), named: true });
         } else if is_pattern(path) {
             matches(path, &mut found)?;
         } else {
@@ -48,7 +48,7 @@ fn is_pattern(path: &Path) -> bool {
     path.to_string_lossy().contains(['*', '?', '['])
 }
 
-fn matches(pattern: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
+fn matches(pattern: &Path, found: &mut Vec<FoundFile>) -> Result<(), DataError> {
     let pattern = pattern.to_string_lossy();
     let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
     let paths = glob::glob_with(&pattern, options).map_err(|error| DataError::Pattern {
@@ -61,13 +61,13 @@ fn matches(pattern: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
             DataError::read(&place, error.into())
         })?;
         if path.is_file() {
-            found.push(Found { path, named: false });
+            found.push(FoundFile { path, named: false });
         }
     }
     Ok(())
 }
 
-fn walk(folder: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
+fn walk(folder: &Path, found: &mut Vec<FoundFile>) -> Result<(), DataError> {
     let visible = |name: &std::ffi::OsStr| !name.as_encoded_bytes().starts_with(b".");
     let entries = WalkDir::new(folder).follow_links(true).sort_by_file_name();
     for entry in
@@ -78,7 +78,7 @@ fn walk(folder: &Path, found: &mut Vec<Found>) -> Result<(), DataError> {
             DataError::read(&path, error.into())
         })?;
         if entry.file_type().is_file() {
-            found.push(Found { path: entry.into_path(), named: false });
+            found.push(FoundFile { path: entry.into_path(), named: false });
         }
     }
     Ok(())
@@ -90,7 +90,7 @@ pub(crate) fn text_files(paths: &[PathBuf]) -> Result<Vec<InputFile>, DataError>
     found.into_iter().map(|file| input_file(file.path, file.named)).collect()
 }
 
-/// Reads a file's format from its name, and its size and age from the disk.
+/// Describes a file: its format by its name, its size and time of change by the disk.
 pub(crate) fn input_file(path: PathBuf, named: bool) -> Result<InputFile, DataError> {
     let metadata = std::fs::metadata(&path).map_err(|source| DataError::read(&path, source))?;
     let age = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());

@@ -1,0 +1,168 @@
+//! Streams the documents of a corpus, in order, from any position.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use flate2::read::MultiGzDecoder;
+use serde::{Deserialize, Serialize};
+
+use super::{Compression, Corpus, Document, InputFile, Inputs, Payload};
+use crate::DataError;
+
+/// The next document to read: a file, and how many of its documents are done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Position {
+    /// Index of the input file.
+    pub input: usize,
+    /// Documents of that file in front of this one.
+    pub document: u64,
+}
+
+/// Counts the bytes of input that were read, compressed where the files are.
+#[derive(Clone, Debug, Default)]
+pub struct ReadBytes(Arc<AtomicU64>);
+
+impl ReadBytes {
+    /// Counts `bytes` more.
+    pub fn add(&self, bytes: u64) {
+        self.0.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// The bytes counted since the last call.
+    pub(crate) fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::Relaxed)
+    }
+}
+
+/// Why reading stopped before the end.
+#[derive(Debug)]
+pub enum Stop {
+    /// The receiver wants no more.
+    Closed,
+    /// The input cannot be read.
+    Failed(DataError),
+}
+
+impl From<DataError> for Stop {
+    fn from(error: DataError) -> Self {
+        Stop::Failed(error)
+    }
+}
+
+/// Takes the documents that a corpus reads.
+pub struct Sink<'a> {
+    start: Position,
+    read_bytes: &'a ReadBytes,
+    emit: &'a mut dyn FnMut(Document, Position) -> bool,
+}
+
+impl<'a> Sink<'a> {
+    /// The first document that is wanted.
+    pub fn start(&self) -> Position {
+        self.start
+    }
+
+    /// The count of bytes that were read.
+    pub fn read_bytes(&self) -> &'a ReadBytes {
+        self.read_bytes
+    }
+
+    /// Takes the documents of the file at index `input`, all of them and in order.
+    pub fn file(&mut self, input: usize) -> FileDocuments<'_, 'a> {
+        let skipped = match input.cmp(&self.start.input) {
+            std::cmp::Ordering::Less => u64::MAX,
+            std::cmp::Ordering::Equal => self.start.document,
+            std::cmp::Ordering::Greater => 0,
+        };
+        FileDocuments { input, skipped, count: 0, sink: self }
+    }
+}
+
+/// Takes the documents of one file, and leaves out those in front of [`Sink::start`].
+pub struct FileDocuments<'s, 'a> {
+    input: usize,
+    skipped: u64,
+    count: u64,
+    sink: &'s mut Sink<'a>,
+}
+
+impl FileDocuments<'_, '_> {
+    /// Takes the next document.
+    ///
+    /// # Errors
+    /// [`Stop::Closed`] when no more are wanted.
+    pub fn emit(&mut self, payload: Payload) -> Result<(), Stop> {
+        self.emit_grouped(payload, None)
+    }
+
+    /// Takes the next document; those of one `group` end up in one split.
+    ///
+    /// # Errors
+    /// As [`emit`](Self::emit).
+    pub fn emit_grouped(&mut self, payload: Payload, group: Option<String>) -> Result<(), Stop> {
+        self.count += 1;
+        if self.count <= self.skipped {
+            return Ok(());
+        }
+        let document = Document { input: self.input, payload, group };
+        let next = Position { input: self.input, document: self.count };
+        if (self.sink.emit)(document, next) { Ok(()) } else { Err(Stop::Closed) }
+    }
+}
+
+/// Hands the documents of a corpus from `start` on to `emit`, in order, each with the position
+/// behind it, until `emit` returns false.
+pub(crate) fn read(
+    corpus: &dyn Corpus,
+    inputs: &Inputs,
+    start: Position,
+    read_bytes: &ReadBytes,
+    emit: &mut dyn FnMut(Document, Position) -> bool,
+) -> Result<(), DataError> {
+    match corpus.read(inputs, &mut Sink { start, read_bytes, emit }) {
+        Ok(()) | Err(Stop::Closed) => Ok(()),
+        Err(Stop::Failed(error)) => Err(error),
+    }
+}
+
+/// Opens a file; what is read of it is decompressed on the way, and its bytes are counted.
+pub(crate) fn open(
+    file: &InputFile,
+    read_bytes: &ReadBytes,
+) -> Result<Box<dyn BufRead>, DataError> {
+    const BUFFER: usize = 256 * 1024;
+    let raw = File::open(&file.path).map_err(|source| DataError::read(&file.path, source))?;
+    let raw = BufReader::with_capacity(BUFFER, Counted { raw, read_bytes: read_bytes.clone() });
+    Ok(match file.compression {
+        Compression::None => Box::new(raw),
+        Compression::Gzip => Box::new(BufReader::with_capacity(BUFFER, MultiGzDecoder::new(raw))),
+        Compression::Zstd => {
+            let decoder =
+                zstd::Decoder::with_buffer(raw).map_err(|error| read_error(file, error))?;
+            Box::new(BufReader::with_capacity(BUFFER, decoder))
+        }
+    })
+}
+
+/// The error of reading from what [`open`] returned.
+pub(crate) fn read_error(file: &InputFile, source: io::Error) -> DataError {
+    match file.compression {
+        Compression::None => DataError::read(&file.path, source),
+        codec => DataError::Decompress { path: file.path.clone(), codec: codec.name(), source },
+    }
+}
+
+struct Counted {
+    raw: File,
+    read_bytes: ReadBytes,
+}
+
+impl Read for Counted {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.raw.read(buffer)?;
+        self.read_bytes.add(count as u64);
+        Ok(count)
+    }
+}

@@ -1,0 +1,187 @@
+//! Where rows come from: the [`Source`] trait, and the registry of its kinds.
+//!
+//! A kind is one file or folder, its `pub mod` line and one line in `registry!` below. Its `Config`
+//! holds the keys of its `[[data.sources]]` table; `kind` and `weight`, which all tables have, are
+//! the registry's.
+
+pub mod cargo_sources;
+#[cfg(test)]
+mod conformance;
+pub mod fflm;
+pub mod passkey;
+mod registry;
+pub mod shards;
+#[cfg(test)]
+pub(crate) mod testing;
+pub mod text;
+
+use std::fmt::Debug;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use longwall_config::{Problems, side_by_side};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::corpus::Corpus;
+use crate::mixture::derive_key;
+use crate::prepare::{PrepareOptions, prepare_cached};
+use crate::shard::{Shard, ShardEntry, TokenStream};
+use crate::{DataConfig, DataError, Progress, Split, Tokenizer};
+
+registry::registry! {
+    /// Text, JSONL or Parquet, plain or compressed. Encoded once, into `cache_dir`.
+    Text = "text" in text;
+    /// The Rust sources in cargo's registry folder. Encoded once, into `cache_dir`.
+    CargoSources = "cargo-sources" in cargo_sources;
+    /// Token shards in llm.c's format.
+    Shards = "shards" in shards;
+    /// Generated passkey examples.
+    Passkey = "passkey" in passkey;
+    /// Generated flip-flop sequences.
+    Fflm = "fflm" in fflm;
+}
+
+impl SourceConfig {
+    /// Whether the source makes its rows itself: these are no text.
+    pub fn is_generated(&self) -> bool {
+        self.source().is_generated()
+    }
+}
+
+/// What a kind of source implements, for its `Config`.
+///
+/// A source of text also implements [`Corpus`], and opens with [`OpenContext::encoded`].
+pub(crate) trait Source {
+    /// Whether the source makes its rows itself: these are no text.
+    fn is_generated(&self) -> bool {
+        false
+    }
+
+    /// Records the values that cannot work; `key` is the table's, for example `data.sources[0]`.
+    /// What depends on files is left to [`open`](Self::open).
+    fn validate(&self, key: &str, data: &DataConfig, problems: &mut Problems);
+
+    /// Opens the split that the context names.
+    ///
+    /// # Errors
+    /// When files are missing, malformed or made with another tokenizer, when the cache cannot be
+    /// written, or when the tokenizer does not suit the task.
+    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError>;
+}
+
+/// What a source has for one split.
+#[derive(Debug)]
+pub(crate) enum Content {
+    /// Tokens, document after document; the loader cuts them into rows. May be empty.
+    Stream(TokenStream),
+    /// Rows that the source makes itself.
+    Generated {
+        /// Makes them.
+        rows: Box<dyn RowGenerator>,
+        /// The settings that the rows depend on beside seed and tokenizer, in words: when it
+        /// changes, a run is not resumed.
+        fingerprint: String,
+    },
+}
+
+/// Makes rows of tokens at random access.
+pub(crate) trait RowGenerator: Debug + Send + Sync {
+    /// Fills row `index`: its `seq_len + 1` tokens, and the weight of each token but the first as a
+    /// target. A function of the index and of [`OpenContext::generator_seed`].
+    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]);
+}
+
+/// What a source is opened with.
+pub(crate) struct OpenContext<'a> {
+    /// The source's kind.
+    pub(crate) kind: &'static str,
+    /// The table `[data]`.
+    pub(crate) data: &'a DataConfig,
+    /// The tokenizer of the rows.
+    pub(crate) tokenizer: &'a Tokenizer,
+    /// The split that is wanted.
+    pub(crate) split: Split,
+    /// The source's own seed, from the run's and the source's place in the list.
+    pub(crate) seed: u64,
+    /// Who is told of long work.
+    pub(crate) progress: &'a dyn Progress,
+}
+
+impl OpenContext<'_> {
+    /// The seed of generated rows. Those of the two splits come from different hashes; validation
+    /// has the same rows whatever the run's seed.
+    pub(crate) fn generator_seed(&self) -> u64 {
+        let purpose = format!("{} {}", self.kind, self.split.name());
+        match self.split {
+            Split::Train => derive_key(&purpose, &[self.seed]),
+            Split::Validation => derive_key(&purpose, &[]),
+        }
+    }
+
+    /// The tokens of a corpus: encoded into `cache_dir`, unless they are there already.
+    pub(crate) fn encoded(&self, corpus: Arc<dyn Corpus>) -> Result<Content, DataError> {
+        let mut options = PrepareOptions::new(corpus, PathBuf::new(), self.kind);
+        options.validation_fraction = self.data.validation_fraction;
+        let cache = &self.data.cache_dir;
+        let (folder, manifest) = prepare_cached(options, cache, self.tokenizer, self.progress)?;
+        let split = match self.split {
+            Split::Train => &manifest.train,
+            Split::Validation => &manifest.validation,
+        };
+        let open = |shard: &ShardEntry| {
+            let path = folder.join(&shard.file);
+            if path.exists() {
+                return Shard::open(&path);
+            }
+            let hint = format!("delete {}, and it is prepared again", folder.display());
+            Err(DataError::Missing { what: "prepared shard", path, hint })
+        };
+        let shards = split.shards.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Content::Stream(TokenStream::new(shards)))
+    }
+}
+
+/// A source's table without `kind`: the kind's own keys, and the `weight` that all sources have.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Weighted<C> {
+    /// Share of the rows, relative to the other sources' weights. Default 1.
+    pub weight: f64,
+    /// The kind's own keys.
+    #[serde(flatten)]
+    pub source: C,
+}
+
+impl<C> From<C> for Weighted<C> {
+    fn from(source: C) -> Self {
+        Weighted { weight: default_weight(), source }
+    }
+}
+
+impl<'de, C: DeserializeOwned> Deserialize<'de> for Weighted<C> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Weight {
+            #[serde(default = "default_weight")]
+            weight: f64,
+        }
+        let (Weight { weight }, source) = side_by_side(deserializer)?;
+        Ok(Weighted { weight, source })
+    }
+}
+
+fn default_weight() -> f64 {
+    1.0
+}
+
+/// Records an empty list of paths.
+fn check_paths(problems: &mut Problems, key: &str, name: &str, paths: &[PathBuf]) {
+    problems.check(
+        !paths.is_empty(),
+        format!("{key}.{name}"),
+        "empty",
+        "at least one file, folder or pattern",
+        "add one, for example \"corpus/*.txt\"",
+    );
+}

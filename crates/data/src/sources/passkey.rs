@@ -1,0 +1,213 @@
+//! Generated passkey examples, whole ones packed into rows: prompt, answer, full stop, end of text.
+//! [`synthetic::passkey`](crate::synthetic::passkey) makes the prompts.
+
+use longwall_config::Problems;
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+use super::{Content, OpenContext, RowGenerator, Source};
+use crate::synthetic::packing::{Example, pack};
+use crate::synthetic::passkey::PasskeyFitter;
+use crate::{DataConfig, DataError, Tokenizer};
+
+/// The keys of `kind = "passkey"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Least length of an example in tokens; by default that of an example without garbage.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub min_len: Option<usize>,
+    /// Greatest length of an example in tokens; by default `seq_len`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_len: Option<usize>,
+    /// Whether only the answer's tokens count for the loss. Default true.
+    #[serde(default = "yes")]
+    pub answer_only: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { min_len: None, max_len: None, answer_only: true }
+    }
+}
+
+impl Source for Config {
+    fn is_generated(&self) -> bool {
+        true
+    }
+
+    fn validate(&self, key: &str, data: &DataConfig, problems: &mut Problems) {
+        let max_len = self.max_len.unwrap_or(data.seq_len);
+        problems.check(
+            max_len <= data.seq_len,
+            format!("{key}.max_len"),
+            max_len,
+            format!("at most data.seq_len = {}", data.seq_len),
+            "lower it, or raise data.seq_len",
+        );
+        if let Some(min_len) = self.min_len {
+            problems.check(
+                min_len <= max_len,
+                format!("{key}.min_len"),
+                min_len,
+                format!("at most max_len = {max_len}"),
+                "lower it, or raise max_len",
+            );
+        }
+    }
+
+    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError> {
+        let max_len = self.max_len.unwrap_or(context.data.seq_len);
+        let rows = PasskeyRows::new(self, max_len, context.tokenizer, context.generator_seed())?;
+        let fingerprint = format!("passkey {:?} {max_len} {}", self.min_len, self.answer_only);
+        Ok(Content::Generated { rows: Box::new(rows), fingerprint })
+    }
+}
+
+#[derive(Debug)]
+struct PasskeyRows {
+    fitter: PasskeyFitter,
+    tokenizer: Tokenizer,
+    min_len: usize,
+    max_len: usize,
+    answer_only: bool,
+    seed: u64,
+}
+
+impl PasskeyRows {
+    fn new(
+        config: &Config,
+        max_len: usize,
+        tokenizer: &Tokenizer,
+        seed: u64,
+    ) -> Result<Self, DataError> {
+        let fitter = PasskeyFitter::new(tokenizer);
+        let needed = fitter.shortest_example();
+        let min_len = config.min_len.unwrap_or(needed);
+        let key_of_max = "max_len (by default data.seq_len)";
+        for (budget, key) in [(max_len, key_of_max), (min_len, "min_len")] {
+            if budget < needed {
+                let tokenizer = tokenizer.name().into();
+                return Err(DataError::PromptTooLong { budget, key, needed, tokenizer });
+            }
+        }
+        let (answer_only, tokenizer) = (config.answer_only, tokenizer.clone());
+        Ok(PasskeyRows { fitter, tokenizer, min_len, max_len, answer_only, seed })
+    }
+
+    /// An example. With `answer_only`, the answer and the full stop that ends it count for the loss.
+    fn example(&self, rng: &mut ChaCha8Rng) -> Example {
+        let length = rng.random_range(self.min_len..=self.max_len);
+        // The longest answer's tokens, so that the example fits whatever the answer.
+        let reserved = self.fitter.shortest_example() - self.fitter.shortest_prompt();
+        let prompt = match self.fitter.fit(rng, length - reserved, None, "min_len") {
+            Ok(prompt) => prompt,
+            Err(error) => unreachable!("min_len was checked: {error}"),
+        };
+        let mut tokens = self.tokenizer.encode(&prompt.prompt);
+        let start = tokens.len();
+        tokens.extend(self.tokenizer.encode(&prompt.completion()));
+        let counted = self.answer_only.then(|| (start..tokens.len()).collect());
+        tokens.push(self.tokenizer.end_of_text());
+        Example { tokens, counted }
+    }
+}
+
+impl RowGenerator for PasskeyRows {
+    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+        let end_of_text = self.tokenizer.end_of_text();
+        pack((self.seed, index), end_of_text, |rng| self.example(rng), tokens, weights);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::sources::testing::{Example, generator, row, tokenizer};
+    use crate::{SourceConfig, Split};
+
+    const SEQ_LEN: usize = 1024;
+
+    impl Example for Config {
+        fn example(_folder: &Path) -> Self {
+            Config { min_len: Some(260), ..Config::default() }
+        }
+    }
+
+    fn rows(answer_only: bool, seed: u64, split: Split) -> Box<dyn RowGenerator> {
+        let source = Config { max_len: Some(500), answer_only, ..Config::default() };
+        generator(&SourceConfig::from(source), SEQ_LEN, seed, split).unwrap()
+    }
+
+    #[test]
+    fn exactly_the_answers_count() {
+        let rows = rows(true, 1, Split::Train);
+        for index in 0..50 {
+            let (tokens, weights) = row(&*rows, index, SEQ_LEN);
+            let tokens: Vec<u32> = tokens.iter().map(|&token| token as u32).collect();
+            let text = tokenizer().decode(&tokens);
+            let examples: Vec<&str> =
+                text.split("<|endoftext|>").filter(|text| !text.is_empty()).collect();
+            let expected: String = examples
+                .iter()
+                .map(|example| {
+                    let answer = example.rsplit("The pass key is").next().unwrap();
+                    let needle = format!("The pass key is{} Remember it.", answer);
+                    assert!(example.contains(&needle), "{example}");
+                    answer
+                })
+                .collect();
+            let counted: Vec<u32> =
+                (0..SEQ_LEN).filter(|&t| weights[t] == 1.0).map(|t| tokens[t + 1]).collect();
+            assert_eq!(tokenizer().decode(&counted), expected);
+            assert!(
+                !examples.is_empty()
+                    && weights.iter().all(|&weight| weight == 0.0 || weight == 1.0)
+            );
+        }
+    }
+
+    #[test]
+    fn with_all_targets_only_the_padding_does_not_count() {
+        let (tokens, weights) = row(&*rows(false, 1, Split::Train), 0, SEQ_LEN);
+        let end = tokenizer().end_of_text() as i32;
+        let text = tokens.iter().rposition(|&token| token != end).unwrap();
+        assert!(weights[..=text].iter().all(|&weight| weight == 1.0));
+        assert!(weights[text + 1..].iter().all(|&weight| weight == 0.0));
+    }
+
+    #[test]
+    fn rows_depend_on_index_and_seed_and_splits_are_disjoint() {
+        let row = |seed, split, index| row(&*rows(true, seed, split), index, SEQ_LEN);
+        let first = row(1, Split::Train, 7);
+        assert_eq!(first, row(1, Split::Train, 7));
+        assert_ne!(first, row(1, Split::Train, 8));
+        assert_ne!(first, row(2, Split::Train, 7));
+        assert_eq!(row(1, Split::Validation, 7), row(2, Split::Validation, 7));
+        assert_ne!(first, row(1, Split::Validation, 7));
+    }
+
+    #[test]
+    fn lengths_below_the_shortest_example_are_refused() {
+        let message = |min_len, max_len| {
+            let source = Config { min_len, max_len: Some(max_len), answer_only: true };
+            let opened = generator(&SourceConfig::from(source), SEQ_LEN, 0, Split::Train);
+            opened.unwrap_err().to_string()
+        };
+        insta::assert_snapshot!(message(None, 128), @r"
+        a passkey example takes at least 255 tokens with the tokenizer bytes; max_len (by default data.seq_len) is 128
+          hint: raise max_len (by default data.seq_len) to 255 or more, or use a tokenizer with longer tokens
+        ");
+        insta::assert_snapshot!(message(Some(10), 512), @r"
+        a passkey example takes at least 255 tokens with the tokenizer bytes; min_len is 10
+          hint: raise min_len to 255 or more, or use a tokenizer with longer tokens
+        ");
+    }
+}

@@ -1,0 +1,134 @@
+//! What the tests of several kinds share.
+
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use super::{Content, OpenContext, RowGenerator, SourceConfig};
+use crate::corpus::{Corpus, Outcome, Position, ReadBytes, read};
+use crate::shard::{SplitWriter, Width};
+use crate::{DataConfig, DataError, Loader, NoProgress, Split, Tokenizer, TokenizerConfig};
+
+/// End of text in the tokenizer of the tests.
+pub(crate) const END: u32 = 256;
+
+/// A source for the tests that every kind gets.
+pub(crate) trait Example: Into<SourceConfig> {
+    /// A source with text, if it reads any, in `folder`, for rows of 300 bytes.
+    fn example(folder: &Path) -> Self;
+}
+
+pub(crate) fn tokenizer() -> Tokenizer {
+    Tokenizer::load(&TokenizerConfig::Bytes).unwrap()
+}
+
+pub(crate) fn config(dir: &TempDir, seq_len: usize, sources: Vec<SourceConfig>) -> DataConfig {
+    DataConfig {
+        seq_len,
+        document_mask: true,
+        validation_fraction: 0.1,
+        validation_tokens: 8 * seq_len as u64,
+        cache_dir: dir.path().join("cache"),
+        sources,
+    }
+}
+
+pub(crate) fn open(config: &DataConfig, seed: u64, split: Split) -> Result<Loader, DataError> {
+    Loader::open(config, &tokenizer(), seed, split, &NoProgress)
+}
+
+/// The message of the error of [`open`].
+pub(crate) fn message(dir: &TempDir, config: &DataConfig, split: Split) -> String {
+    without_folder(dir, &open(config, 0, split).unwrap_err())
+}
+
+/// An error's message with `DIR` for the folder.
+pub(crate) fn without_folder(dir: &TempDir, error: &DataError) -> String {
+    error.to_string().replace(&dir.path().display().to_string(), "DIR")
+}
+
+/// Writes a file into a folder, and makes the folders above it.
+pub(crate) fn put(folder: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+    let path = folder.join(name);
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    std::fs::write(&path, content).unwrap();
+    path
+}
+
+/// Writes one shard of `tokens`.
+pub(crate) fn shard(folder: &Path, stem: &str, tokens: &[u32]) -> PathBuf {
+    let mut writer = SplitWriter::new(folder, stem.into(), 1, Width::U16, 1 << 30);
+    writer.push(tokens).unwrap();
+    folder.join(&writer.finish().unwrap()[0].file)
+}
+
+/// Documents of `lengths` tokens, ends included; every document repeats one token of its own.
+pub(crate) fn documents(lengths: &[usize]) -> Vec<u32> {
+    let document = |(n, &length): (usize, &usize)| {
+        let mut tokens = vec![n as u32 % 256; length];
+        tokens[length - 1] = END;
+        tokens
+    };
+    lengths.iter().enumerate().flat_map(document).collect()
+}
+
+/// The rows of a source that generates them.
+pub(crate) fn generator(
+    source: &SourceConfig,
+    seq_len: usize,
+    seed: u64,
+    split: Split,
+) -> Result<Box<dyn RowGenerator>, DataError> {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, tokenizer) = (config(&dir, seq_len, vec![]), tokenizer());
+    let context = OpenContext {
+        kind: source.kind(),
+        data: &data,
+        tokenizer: &tokenizer,
+        split,
+        seed,
+        progress: &NoProgress,
+    };
+    match source.source().open(&context)? {
+        Content::Generated { rows, .. } => Ok(rows),
+        Content::Stream(_) => panic!("{source:?} generates nothing"),
+    }
+}
+
+/// Row `index`: its tokens, and the weights of its targets.
+pub(crate) fn row(rows: &dyn RowGenerator, index: u64, seq_len: usize) -> (Vec<i32>, Vec<f32>) {
+    let (mut tokens, mut weights) = (vec![-1; seq_len + 1], vec![-1.0; seq_len]);
+    rows.fill(index, &mut tokens, &mut weights);
+    (tokens, weights)
+}
+
+/// The texts of a corpus from `start` on, each with the position behind it; `-` for an empty
+/// document, `#` for a binary file.
+pub(crate) fn texts_from(
+    corpus: &dyn Corpus,
+    start: Position,
+) -> Result<Vec<(String, Position)>, DataError> {
+    let inputs = corpus.find()?;
+    let mut texts = Vec::new();
+    let mut failure = Ok(());
+    read(corpus, &inputs, start, &ReadBytes::default(), &mut |document, next| {
+        match document.text(&inputs) {
+            Ok(Outcome::Document(text)) => texts.push((text.text, next)),
+            Ok(Outcome::Empty) => texts.push(("-".into(), next)),
+            Ok(Outcome::Binary) => texts.push(("#".into(), next)),
+            Err(error) => failure = Err(error),
+        }
+        failure.is_ok()
+    })?;
+    failure.map(|()| texts)
+}
+
+/// All texts of a corpus.
+pub(crate) fn texts(corpus: &dyn Corpus) -> Result<Vec<String>, DataError> {
+    Ok(texts_from(corpus, Position::default())?.into_iter().map(|(text, _)| text).collect())
+}
+
+/// The message of the error of [`texts`].
+pub(crate) fn texts_message(dir: &TempDir, corpus: &dyn Corpus) -> String {
+    without_folder(dir, &texts(corpus).unwrap_err())
+}
