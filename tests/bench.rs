@@ -333,6 +333,7 @@ fn mistakes_in_the_use_of_a_benchmark() {
     }
 }
 
+/// The peers' results in `bench_results` were recorded; ours, and the errors, are made up.
 #[test]
 fn tables_compare_ours_with_the_peers_and_say_what_is_missing() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
