@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up and runs every check: formatting, lints, tests, documentation.
-# Needs Rust (rust-toolchain.toml names the version) and a C compiler; about 20 minutes on 2 cores
-# from nothing, a few when built before.
+# Needs Rust (rust-toolchain.toml names the version), a C compiler, and Python 3 for the test of the
+# benchmarks' tables; about 20 minutes on 2 cores from nothing, a few when built before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -3,7 +3,6 @@
 mod commands;
 mod context;
 mod costs;
-mod meters;
 mod progress;
 
 use std::process::ExitCode;

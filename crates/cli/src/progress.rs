@@ -1,4 +1,4 @@
-//! Progress bars on stderr for reading data and for evaluations; nothing where stderr is no
+//! Progress bars on stderr for reading data, evaluations and benchmarks; nothing where stderr is no
 //! terminal.
 
 use std::io::IsTerminal;
@@ -10,7 +10,7 @@ use longwall_eval::ProgressUpdate;
 use longwall_train::signals::StopFlag;
 
 /// A bar of `total` on stderr, or a spinner; hidden where stderr is no terminal.
-pub fn bar(total: Option<u64>, template: &str) -> ProgressBar {
+fn bar(total: Option<u64>, template: &str) -> ProgressBar {
     let bar = match total {
         Some(total) => ProgressBar::new(total),
         None => ProgressBar::new_spinner(),
@@ -104,5 +104,41 @@ impl longwall_eval::Progress for EvalProgress {
 
     fn finish(&self) {
         self.bar.lock().expect("no thread panicked while drawing").finish_and_clear();
+    }
+}
+
+/// Progress of a benchmark.
+pub struct BenchProgress {
+    bar: Mutex<ProgressBar>,
+}
+
+impl BenchProgress {
+    /// No benchmark yet.
+    pub fn new() -> Self {
+        BenchProgress { bar: Mutex::new(ProgressBar::hidden()) }
+    }
+
+    fn current(&self) -> ProgressBar {
+        self.bar.lock().expect("no thread panicked while drawing").clone()
+    }
+}
+
+impl longwall_bench::Progress for BenchProgress {
+    fn start(&self, total: usize, unit: &str) {
+        let unit = if unit.is_empty() { String::new() } else { format!(" {unit}") };
+        let new = bar(Some(total as u64), &format!("{{wide_bar}} {{pos}}/{{len}}{unit} {{msg}}"));
+        *self.bar.lock().expect("no thread panicked while drawing") = new;
+    }
+
+    fn measuring(&self, what: &str) {
+        self.current().set_message(what.to_owned());
+    }
+
+    fn done(&self) {
+        self.current().inc(1);
+    }
+
+    fn finish(&self) {
+        self.current().finish_and_clear();
     }
 }

@@ -74,7 +74,7 @@ pub fn evaluate(
             evaluate_on::<B>(&run, suites, replace, stop, device)
         }
     }
-    run.device.clone().run(Evaluate(run, suites, replace, stop))
+    run.compute.clone().run(Evaluate(run, suites, replace, stop))
 }
 
 fn evaluate_on<B: OpBackend>(

@@ -52,7 +52,7 @@ pub fn run(args: Args) -> Result<()> {
             stream::<B>(&self.0, &self.1, &device)
         }
     }
-    run.device.clone().run(Generate(run, args))
+    run.compute.clone().run(Generate(run, args))
 }
 
 fn check(args: &Args) -> Result<()> {

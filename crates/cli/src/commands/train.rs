@@ -5,18 +5,19 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::{Device, OnDevice, keep_kernels};
+use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::CheckpointSelector;
 use longwall_train::config::RunConfig;
+use longwall_train::device::{self, Compute};
+use longwall_train::meters::Meters;
 use longwall_train::run::{Outcome, Start, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
 use super::eval::{Replace, evaluate, suites_of};
 use super::plot::draw_run;
-use crate::context::{DeviceArg, open_device, open_run, training_precision};
-use crate::meters::Meters;
+use crate::context::{DeviceArg, open_run};
 use crate::progress::DataProgress;
 
 /// Arguments of `longwall train`.
@@ -62,10 +63,10 @@ pub fn run(args: Args) -> Result<()> {
     }
     // A misspelt suite must show before hours of training.
     let suites = suites_of(&config.eval, &source)?;
-    let device = open_device(config.run.device, config.run.threads)?;
-    let precision = training_precision(config.run.precision, &device)?;
+    let device = device::open(config.run.device, config.run.threads)?;
+    let compute = Compute::for_training(device, config.run.precision)?;
     let stop = StopFlag::install()?;
-    let outcome = train_on(device, precision, &config, start, &stop)?;
+    let outcome = train_on(&compute, &config, start, &stop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
         // The run itself is safe: a run stopped before its first step has nothing to draw.
@@ -79,8 +80,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 fn train_on(
-    device: Device,
-    precision: Precision,
+    compute: &Compute,
     config: &RunConfig,
     start: Start,
     stop: &StopFlag,
@@ -112,9 +112,10 @@ fn train_on(
             Ok(train::<B>(self.config, &device, &options, console.as_mut())?)
         }
     }
-    let (meters, device_name) = (Meters::new(&device), device.to_string());
-    let compiles = keep_kernels(&device).is_empty();
-    device.run(Train { config, start, stop, meters, device_name, precision, compiles })
+    let Compute { device, precision } = compute;
+    let (meters, device_name, precision) = (Meters::new(device), device.to_string(), *precision);
+    let compiles = keep_kernels(device).is_empty();
+    compute.run(Train { config, start, stop, meters, device_name, precision, compiles })
 }
 
 /// Runs the suites of `[[eval]]` on the last checkpoint.

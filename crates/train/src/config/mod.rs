@@ -1,6 +1,7 @@
 //! The run configuration: one TOML file, dotted overrides, every problem reported at once.
 
 mod error;
+mod kind;
 mod overrides;
 mod scalars;
 #[cfg(test)]
@@ -17,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 pub use error::ConfigError;
+pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, Span};
 pub use train::{

@@ -1,24 +1,22 @@
 //! `longwall op --kind KIND --input FILE --output FILE`.
 
-pub mod options;
 mod tensors;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use clap::ValueEnum;
-use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, DocumentStarts, Inputs};
 use longwall_kernels::backend::{OpBackend, with_reference};
 use longwall_kernels::device::{Device, OnDevice};
-use longwall_train::config::Override;
+use longwall_train::config::{SizeNames, check_kind, parse_kind};
+use longwall_train::device;
 
-use self::options::{SizeNames, in_options};
 use self::tensors::{Floats, InputFile, write};
-use crate::context::{DeviceArg, open_device};
+use crate::context::DeviceArg;
 
 /// Arguments of `longwall op`.
 #[derive(clap::Args)]
@@ -76,7 +74,7 @@ pub fn run(args: Args) -> Result<()> {
     let mut file = InputFile::read(&args.input)?;
     let (shape, op) = read_op(&args, &config, &mut file)?;
     file.finish(&expected(&config, &shape, args.grad))?;
-    let device = open_device(args.device.into(), None)?;
+    let device = device::open(args.device.into(), None)?;
     let reference = use_reference(args.path, &config, &shape, &device)?;
     tracing::info!(
         "path: {}",
@@ -89,41 +87,6 @@ pub fn run(args: Args) -> Result<()> {
     write(&args.output, &outputs)?;
     println!("{}: {}", args.output.display(), names(&outputs));
     Ok(())
-}
-
-/// The configuration of a kind with some of its keys set.
-pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig> {
-    let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
-    let Some(known) = known else {
-        let kinds: Vec<_> = AttentionConfig::KINDS.iter().map(|known| known.kind).collect();
-        bail!(
-            "--kind is {kind}, no known attention kind; allowed: {}\n  \
-             hint: `longwall variants` describes them",
-            kinds.join(", ")
-        );
-    };
-    let keys = (known.keys)().join(", ");
-    let keys = if keys.is_empty() { "none".to_owned() } else { keys };
-    let mut table = toml::Table::new();
-    table.insert("kind".to_owned(), kind.into());
-    for text in sets {
-        let set = Override::parse(text)?;
-        if set.path[0] == "kind" {
-            bail!(
-                "--set {text} sets the kind; allowed: the keys of kind {kind}, which are: {keys}\n  \
-                 hint: choose the kind with --kind"
-            );
-        }
-        set.apply(&mut table)?;
-    }
-    table.try_into().map_err(|error: toml::de::Error| {
-        anyhow!(
-            "--set {}: {}; the keys of kind {kind} are: {keys}\n  \
-             hint: `longwall variants` lists the keys of each kind with their defaults",
-            sets.join(" --set "),
-            error.message()
-        )
-    })
 }
 
 /// Finds out before the operation runs that its results would have no place.
@@ -195,6 +158,13 @@ struct OpShape {
     seq_len: usize,
 }
 
+/// What this command calls the sizes of a layer.
+const SIZE_NAMES: SizeNames = SizeNames {
+    given: "options and tensors",
+    head_dim: "head_dim of q",
+    width: "heads · head_dim of q",
+};
+
 /// Takes from the file what the kind needs.
 fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Result<(OpShape, Op)> {
     let [batch, q_heads, seq_len, head_dim] = file.dims("q")?;
@@ -214,16 +184,7 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
         layers: args.layer + 1,
         ..AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim)
     };
-    let mut problems = Problems::new();
-    config.validate(&layer, &mut problems);
-    if !problems.as_slice().is_empty() {
-        let sizes = SizeNames { head_dim: "head_dim of q", width: "heads · head_dim of q" };
-        bail!(
-            "--kind {} does not go with these options and tensors:{}",
-            config.kind(),
-            in_options(&problems, sizes)
-        );
-    }
+    check_kind(config, &layer, SIZE_NAMES)?;
     let shape = OpShape { layer, batch, seq_len };
     let inputs = expected(config, &shape, args.grad);
     let take = |(name, shape): &(String, Vec<usize>)| Ok((name.clone(), file.take(name, shape)?));

@@ -1,12 +1,10 @@
-//! How calls are timed, and what a time says of the work done.
+//! How calls are timed.
 
 use std::time::Instant;
 
 use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
 use serde::Serialize;
-
-use super::ceiling::Ceiling;
 
 /// Shortest time of a sample, in seconds, unless one call takes longer.
 const SAMPLE: f64 = 0.020;
@@ -24,51 +22,12 @@ pub struct Spread {
 
 impl Spread {
     /// Of at least one value.
-    pub fn of(values: impl Iterator<Item = f64>) -> Self {
+    pub(crate) fn of(values: impl Iterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = values.collect();
         sorted.sort_by(f64::total_cmp);
         let last = sorted.len() - 1;
         let median = (sorted[last / 2] + sorted[last.div_ceil(2)]) / 2.0;
         Spread { median, min: sorted[0], max: sorted[last] }
-    }
-}
-
-/// Work of one call.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Work {
-    /// Floating-point operations.
-    Flops(f64),
-    /// Bytes read or written.
-    Bytes(f64),
-}
-
-/// One timed pass.
-#[derive(Debug, Serialize)]
-pub struct Pass {
-    /// `forward`, `forward_backward`, …
-    pub pass: &'static str,
-    /// Of one call.
-    pub milliseconds: Spread,
-    /// Of one call.
-    #[serde(flatten)]
-    pub work: Work,
-    /// FLOPs or bytes, by the median.
-    pub per_second: f64,
-    /// Of the measured ceiling.
-    pub ceiling_share: f64,
-}
-
-impl Pass {
-    /// What a pass of `work` that took `milliseconds` says.
-    pub fn new(pass: &'static str, milliseconds: Spread, work: Work, ceiling: &Ceiling) -> Self {
-        let (amount, most) = match work {
-            Work::Flops(flops) => (flops, ceiling.flops_per_second),
-            Work::Bytes(bytes) => (bytes, ceiling.bytes_per_second),
-        };
-        let per_second = amount / (milliseconds.median / 1e3);
-        let ceiling_share = per_second / most.expect("the ceiling of this work is measured");
-        Pass { pass, milliseconds, work, per_second, ceiling_share }
     }
 }
 
@@ -186,18 +145,5 @@ mod tests {
         assert!(spread.min <= spread.median && spread.median <= spread.max);
         assert_eq!(calls, (0..prepared).collect::<Vec<_>>());
         assert!(samples >= 5, "a warm-up, a trial and three samples, but {samples}");
-    }
-
-    #[test]
-    fn a_rate_is_a_share_of_its_own_ceiling() {
-        let ceiling = Ceiling { flops_per_second: Some(1e12), bytes_per_second: Some(4e9) };
-        let two = Spread { median: 2.0, min: 1.0, max: 3.0 };
-        let pass = Pass::new("forward", two, Work::Flops(1e9), &ceiling);
-        assert_eq!((pass.per_second, pass.ceiling_share), (5e11, 0.5));
-        let pass = Pass::new("forward", two, Work::Bytes(2e6), &ceiling);
-        assert_eq!((pass.per_second, pass.ceiling_share), (1e9, 0.25));
-        let json = serde_json::to_value(&pass).unwrap();
-        assert_eq!(json["bytes"], 2e6);
-        assert_eq!(json["milliseconds"]["min"], 1.0);
     }
 }

@@ -1,13 +1,10 @@
-//! `longwall bench ops`.
+//! Each operation with its inputs, and the work it does.
 
-use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensor};
 use burn::tensor::{DType, Distribution, Int, Tensor, TensorData, TensorMetadata};
-use clap::ValueEnum;
 use longwall_kernels::backend::{Op, OpBackend, tensor};
-use longwall_kernels::device::OnDevice;
 use longwall_kernels::ops::activation::{Activation, SwiGlu};
 use longwall_kernels::ops::adamw::AdamwStep;
 use longwall_kernels::ops::cross_entropy::LinearCrossEntropy;
@@ -20,196 +17,12 @@ use longwall_kernels::ops::rms_norm::RmsNorm;
 use longwall_kernels::ops::rotary::Rotary;
 use longwall_kernels::ops::seed::Seed;
 use longwall_kernels::ops::short_conv::ShortConv;
-use serde::Serialize;
 
-use super::ceiling::Ceiling;
-use super::inputs::{copies, copy, distributed, random};
-use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Need, Setup, parse_size};
-use super::timing::{Clock, Pass, Spread, Work};
-use crate::progress::bar;
-
-/// Arguments of `longwall bench ops`.
-#[derive(clap::Args)]
-pub struct Args {
-    /// Operations; by default all
-    #[arg(long, value_name = "OP", value_delimiter = ',')]
-    op: Vec<Name>,
-
-    /// Rows of the batch; by default 64 on CUDA, 4 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    batch: Option<usize>,
-
-    /// Tokens of a row; by default 1024 on CUDA, 256 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    seq_len: Option<usize>,
-
-    /// Width of the model, of heads with 64 channels; by default 768 on CUDA, 256 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    width: Option<usize>,
-
-    /// Tokens of the vocabulary; by default 50257 on CUDA, 4096 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    vocab_size: Option<usize>,
-
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
-/// The operations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-enum Name {
-    LayerNorm,
-    RmsNorm,
-    Rotary,
-    Swiglu,
-    Gelu,
-    ReluSquared,
-    ShortConv,
-    PrefixSum,
-    Embedding,
-    Linear,
-    GeluMlp,
-    LinearCrossEntropy,
-    Adamw,
-}
-
-impl Name {
-    /// As on the command line.
-    fn text(self) -> String {
-        self.to_possible_value().expect("every operation has a name").get_name().to_owned()
-    }
-}
-
-/// Channels of a head.
-const HEAD_DIM: usize = 64;
-
-/// The greatest of each size.
-const MOST_SIZE: usize = 1 << 20;
-
-/// The sizes of a step.
-#[derive(Clone, Copy)]
-struct Sizes {
-    batch: usize,
-    seq_len: usize,
-    width: usize,
-    vocab: usize,
-}
-
-impl Sizes {
-    fn new(args: &Args, setup: &Setup) -> Result<Self> {
-        let sizes = Sizes {
-            batch: args.batch.unwrap_or(setup.choose(64, 4)),
-            seq_len: args.seq_len.unwrap_or(setup.choose(1024, 256)),
-            width: args.width.unwrap_or(setup.choose(768, 256)),
-            vocab: args.vocab_size.unwrap_or(setup.choose(50_257, 4096)),
-        };
-        let width = sizes.width;
-        if !width.is_multiple_of(HEAD_DIM) {
-            bail!(
-                "--width is {width}; allowed: multiples of {HEAD_DIM}, the channels of a head\n  \
-                 hint: --width {}",
-                width.next_multiple_of(HEAD_DIM)
-            );
-        }
-        Ok(sizes)
-    }
-
-    /// Inputs and outputs, and their gradients; of GELU's MLP, a layer inside as well.
-    fn need(self, name: Name) -> Need {
-        let [batch, seq_len, width, vocab] =
-            [self.batch, self.seq_len, self.width, self.vocab].map(|size| size as u128);
-        let (x, square, table) = (batch * seq_len * width, width * width, vocab * width);
-        let held = match name {
-            Name::LayerNorm | Name::RmsNorm | Name::Rotary | Name::ShortConv | Name::PrefixSum => {
-                vec![x; 2]
-            }
-            Name::Swiglu => vec![4 * x; 3],
-            Name::Gelu | Name::ReluSquared => vec![4 * x; 2],
-            Name::Embedding => vec![x, table],
-            Name::Linear => vec![x, 3 * x, 3 * square],
-            Name::GeluMlp => vec![x, x, x, 4 * x, 4 * square, 4 * square],
-            Name::LinearCrossEntropy => vec![x, table],
-            Name::Adamw => vec![table; 2], // As large as the moments.
-        };
-        Need::of(held).with_gradients()
-    }
-
-    /// The device can hold what the operation needs.
-    fn check(self, name: Name, setup: &Setup) -> Result<()> {
-        let Sizes { batch, seq_len, width, vocab } = self;
-        let options = format!(
-            "--op {} --batch {batch} --seq-len {seq_len} --width {width} --vocab-size {vocab}",
-            name.text()
-        );
-        setup.check(&options, &self.need(name), "choose smaller sizes")
-    }
-}
-
-/// What was measured of one operation.
-#[derive(Serialize)]
-struct Case {
-    op: String,
-    /// Of the input that the operation is applied to.
-    shape: Vec<usize>,
-    passes: Vec<Pass>,
-}
-
-impl Measured for Case {
-    const COLUMNS: &'static [&'static str] = &["operation", "shape"];
-
-    fn labels(&self) -> Vec<String> {
-        vec![self.op.clone(), format!("{:?}", self.shape)]
-    }
-
-    fn passes(&self) -> &[Pass] {
-        &self.passes
-    }
-}
-
-/// Times the operations and prints the results.
-pub fn run(args: Args) -> Result<()> {
-    let setup = args.common.open()?;
-    let sizes = Sizes::new(&args, &setup)?;
-    let names = if args.op.is_empty() { Name::value_variants() } else { &args.op };
-    for name in names {
-        sizes.check(*name, &setup)?;
-    }
-    let (ceiling, results) = setup.device.clone().run(Job { setup: &setup, sizes, names });
-    Report::new(&setup, ceiling, results).print(args.common.json)
-}
-
-/// The work on the device.
-struct Job<'a> {
-    setup: &'a Setup,
-    sizes: Sizes,
-    names: &'a [Name],
-}
-
-impl OnDevice for Job<'_> {
-    type Output = (Ceiling, Vec<Case>);
-
-    fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
-        B::seed(&device, 0);
-        let ceiling = Ceiling::of_both::<B>(self.setup, &device);
-        let clock = self.setup.clock::<B>(&device);
-        let dtype = self.setup.dtype();
-        let bench = Bench::<B> { sizes: self.sizes, dtype, ceiling, clock, device };
-        let bar = bar(Some(self.names.len() as u64), "{wide_bar} {pos}/{len} {msg}");
-        let mut cases = vec![];
-        for &name in self.names {
-            let op = name.text();
-            bar.set_message(op.clone());
-            B::memory_cleanup(&bench.device);
-            let (shape, passes) = bench.measure(name);
-            cases.push(Case { op, shape, passes });
-            bar.inc(1);
-        }
-        bar.finish_and_clear();
-        (ceiling, cases)
-    }
-}
+use super::{HEAD_DIM, Operation, Sizes};
+use crate::ceiling::Ceiling;
+use crate::inputs::{copies, copy, distributed, random};
+use crate::pass::{Pass, Work};
+use crate::timing::{Clock, Spread};
 
 /// A random input of an operation.
 struct Input {
@@ -221,21 +34,22 @@ struct Input {
 }
 
 /// What the operations are measured with.
-struct Bench<B: OpBackend> {
-    sizes: Sizes,
-    dtype: DType,
-    ceiling: Ceiling,
-    clock: Clock<B>,
-    device: B::Device,
+pub(super) struct Bench<B: OpBackend> {
+    pub sizes: Sizes,
+    /// The type of activations and matrices.
+    pub dtype: DType,
+    pub ceiling: Ceiling,
+    pub clock: Clock<B>,
+    pub device: B::Device,
 }
 
 /// The shape of the main input, and what was timed.
-type Timed = (Vec<usize>, Vec<Pass>);
+pub(super) type Timed = (Vec<usize>, Vec<Pass>);
 
 impl<B: OpBackend> Bench<B> {
     /// Bytes are those of tensors that must be read or written once, vectors left out: x and y
     /// forward; backward x, dy and dx again, where the gradient depends on x.
-    fn measure(&self, name: Name) -> Timed {
+    pub fn measure(&self, operation: Operation) -> Timed {
         let Sizes { batch, seq_len, width, .. } = self.sizes;
         let (x, hidden) = ([batch, seq_len, width], [batch, seq_len, 4 * width]);
         let in_type =
@@ -246,44 +60,44 @@ impl<B: OpBackend> Bench<B> {
         let activation = |kind: Activation| {
             self.time(kind, [self.activation(&hidden)], &[], bytes(&hidden, [2, 5]))
         };
-        match name {
-            Name::LayerNorm => {
+        match operation {
+            Operation::LayerNorm => {
                 let inputs = [self.activation(&x), self.vector(width)];
                 self.time::<_, 2>(LayerNorm { eps: 1e-5 }, inputs, &[], bytes(&x, [2, 5]))
             }
-            Name::RmsNorm => {
+            Operation::RmsNorm => {
                 let inputs = [self.activation(&x), self.vector(width)];
                 self.time(RmsNorm { eps: 1e-5 }, inputs, &[], bytes(&x, [2, 5]))
             }
-            Name::Rotary => {
+            Operation::Rotary => {
                 let q = [batch, width / HEAD_DIM, seq_len, HEAD_DIM];
                 let op = Rotary { first_position: 0, theta: 10_000.0, rotary_dims: HEAD_DIM };
                 self.time(op, [self.activation(&q)], &[], bytes(&q, [2, 4]))
             }
-            Name::Swiglu => {
+            Operation::Swiglu => {
                 let inputs = [self.activation(&hidden), self.activation(&hidden)];
                 self.time(SwiGlu, inputs, &[], bytes(&hidden, [3, 8]))
             }
-            Name::Gelu => activation(Activation::Gelu),
-            Name::ReluSquared => activation(Activation::ReluSquared),
-            Name::ShortConv => {
+            Operation::Gelu => activation(Activation::Gelu),
+            Operation::ReluSquared => activation(Activation::ReluSquared),
+            Operation::ShortConv => {
                 let inputs = [self.activation(&x), self.matrix([width, 4])];
                 self.time(ShortConv { silu: true }, inputs, &[], bytes(&x, [2, 5]))
             }
-            Name::PrefixSum => self.prefix_sum(),
-            Name::Embedding => self.embedding(),
-            Name::Linear => {
+            Operation::PrefixSum => self.prefix_sum(),
+            Operation::Embedding => self.embedding(),
+            Operation::Linear => {
                 let inputs = [self.activation(&x), self.matrix([3 * width, width])];
                 self.time::<_, 2>(Linear, inputs, &[], self.products(3 * width * width))
             }
-            Name::GeluMlp => {
+            Operation::GeluMlp => {
                 let [up, down] = [[4 * width, width], [width, 4 * width]];
                 let inputs =
                     [self.activation(&x), self.matrix(up), self.matrix(down), self.activation(&x)];
                 self.time(GeluMlp, inputs, &[], self.products(8 * width * width))
             }
-            Name::LinearCrossEntropy => self.cross_entropy(),
-            Name::Adamw => self.adamw(),
+            Operation::LinearCrossEntropy => self.cross_entropy(),
+            Operation::Adamw => self.adamw(),
         }
     }
 

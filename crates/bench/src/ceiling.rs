@@ -8,9 +8,9 @@ use longwall_train::peak;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::inputs::random;
-use super::setup::Setup;
-use super::timing::{Clock, Spread};
+use crate::inputs::random;
+use crate::setup::Setup;
+use crate::timing::{Clock, Spread};
 
 /// Side of the square matrices whose product is timed on CUDA.
 const MATRIX: usize = 8192;
@@ -31,17 +31,17 @@ pub struct Ceiling {
 
 impl Ceiling {
     /// Of matrix products.
-    pub fn of_flops<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
+    pub(crate) fn of_flops<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
         Ceiling { flops_per_second: Some(flops::<B>(setup, device)), bytes_per_second: None }
     }
 
     /// Of memory.
-    pub fn of_bytes<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
+    pub(crate) fn of_bytes<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
         Ceiling { flops_per_second: None, bytes_per_second: Some(bytes::<B>(setup, device)) }
     }
 
     /// Of both.
-    pub fn of_both<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
+    pub(crate) fn of_both<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
         let flops_per_second = Some(flops::<B>(setup, device));
         Ceiling { flops_per_second, bytes_per_second: Some(bytes::<B>(setup, device)) }
     }

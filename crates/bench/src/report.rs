@@ -1,14 +1,15 @@
-//! What is printed: JSON, or a table.
+//! The results of a benchmark, as JSON or as a table.
 
-use anyhow::Result;
+use std::fmt::{self, Display};
+
 use longwall_model::Precision;
 use serde::Serialize;
 
-use super::ceiling::Ceiling;
-use super::setup::Setup;
-use super::timing::{Pass, Work};
+use crate::ceiling::Ceiling;
+use crate::pass::{Pass, Work};
+use crate::setup::Setup;
 
-/// The results of one command.
+/// The results of one benchmark. It serialises as JSON and displays as a table.
 #[derive(Serialize)]
 pub struct Report<R> {
     device: String,
@@ -37,31 +38,10 @@ pub trait Measured: Serialize {
 
 impl<R: Measured> Report<R> {
     /// Of a run with these settings.
-    pub fn new(setup: &Setup, ceiling: Ceiling, results: Vec<R>) -> Self {
-        let Setup { device, precision, samples } = setup;
-        let (device, precision, samples) = (device.to_string(), *precision, *samples);
-        Report { device, precision, samples, ceiling, results }
-    }
-
-    /// Prints it on stdout.
-    pub fn print(&self, json: bool) -> Result<()> {
-        if json {
-            println!("{}", serde_json::to_string_pretty(self)?);
-            return Ok(());
-        }
-        println!("device     {}", self.device);
-        println!("precision  {}", self.precision);
-        let ceilings = [
-            self.ceiling.flops_per_second.map(|most| rate(most, "FLOP/s")),
-            self.ceiling.bytes_per_second.map(|most| rate(most, "B/s")),
-        ];
-        let ceilings: Vec<_> = ceilings.into_iter().flatten().collect();
-        println!("ceiling    {}, measured", ceilings.join(" and "));
-        println!("samples    {}", self.samples);
-        for line in self.table() {
-            println!("{line}");
-        }
-        Ok(())
+    pub(crate) fn new(setup: &Setup, ceiling: Ceiling, results: Vec<R>) -> Self {
+        let Setup { compute, samples } = setup;
+        let (device, precision) = (compute.device.to_string(), compute.precision);
+        Report { device, precision, samples: *samples, ceiling, results }
     }
 
     fn table(&self) -> Vec<String> {
@@ -77,6 +57,21 @@ impl<R: Measured> Report<R> {
             }
         }
         aligned(&rows, R::COLUMNS.len() + 1)
+    }
+}
+
+impl<R: Measured> Display for Report<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "device     {}", self.device)?;
+        writeln!(f, "precision  {}", self.precision)?;
+        let ceilings = [
+            self.ceiling.flops_per_second.map(|most| rate(most, "FLOP/s")),
+            self.ceiling.bytes_per_second.map(|most| rate(most, "B/s")),
+        ];
+        let ceilings: Vec<_> = ceilings.into_iter().flatten().collect();
+        writeln!(f, "ceiling    {}, measured", ceilings.join(" and "))?;
+        writeln!(f, "samples    {}", self.samples)?;
+        f.write_str(&self.table().join("\n"))
     }
 }
 
@@ -137,7 +132,9 @@ fn aligned(rows: &[Vec<String>], texts: usize) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::bench::timing::Spread;
+    use crate::timing::Spread;
+    use longwall_kernels::device::Device;
+    use longwall_train::device::Compute;
 
     #[derive(Serialize)]
     struct One(Vec<Pass>);
@@ -160,11 +157,8 @@ mod tests {
 
     #[test]
     fn a_table_has_a_line_a_pass() {
-        let setup = Setup {
-            device: longwall_kernels::device::Device::Cpu,
-            precision: Precision::F32,
-            samples: 2,
-        };
+        let compute = Compute { device: Device::Cpu, precision: Precision::F32 };
+        let setup = Setup { compute, samples: 2 };
         let ceiling = Ceiling { flops_per_second: Some(2e12), bytes_per_second: Some(1e12) };
         let time = |median| Spread { median, min: 0.5, max: 120.25 };
         let passes = vec![

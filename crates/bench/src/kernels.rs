@@ -1,53 +1,45 @@
-//! `longwall bench kernels`.
+//! Attention kinds' operations, forward alone and forward with backward.
 
-use anyhow::Result;
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_kernels::attention::{AttentionShape, DocumentStarts};
 use longwall_kernels::backend::{OpBackend, tensor};
 use longwall_kernels::device::OnDevice;
 use longwall_kernels::ops::seed::seed;
+use longwall_train::config::{SizeNames, check_kind};
 use longwall_train::console::bytes as text_of_bytes;
 use serde::Serialize;
 
-use super::attention::{Kind, KindArgs, Path, bytes, copied, leaves, warn_of_references};
-use super::ceiling::Ceiling;
-use super::inputs::{copies, random};
-use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Need, Setup, kv_heads, parse_shape, shape_text};
-use super::timing::{Clock, Pass, Work};
-use crate::commands::op::options::SizeNames;
-use crate::progress::bar;
+use crate::attention::{Kind, KindOptions, Path, bytes, copied, leaves, warn_of_references};
+use crate::ceiling::Ceiling;
+use crate::error::BenchError;
+use crate::inputs::{copies, random};
+use crate::memory::Need;
+use crate::pass::{Pass, Work};
+use crate::progress::Progress;
+use crate::report::{Measured, Report};
+use crate::setup::{self, Setup, kv_heads, shape_text};
+use crate::timing::Clock;
 
-/// Arguments of `longwall bench kernels`.
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(flatten)]
-    kinds: KindArgs,
-
-    /// Batch, heads, seq_len and head_dim, and again for more shapes; by default 8,12,1024,64,
-    /// 4,16,4096,64, 4,16,4096,128, 1,16,16384,128 and 1,16,65536,64 on CUDA, 1,8,1024,64 on the CPU
-    #[arg(long, value_name = "B,H,T,D", value_parser = parse)]
-    shape: Vec<[usize; 4]>,
-
-    /// Heads of k and v; by default as many as q has
-    #[arg(long, value_name = "HEADS")]
-    kv_heads: Option<usize>,
-
-    /// A token attends to itself and the WINDOW − 1 tokens before it
-    #[arg(long, value_name = "TOKENS")]
-    window: Option<usize>,
-
-    /// Pack documents of so many tokens into each row; no token sees another document
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..=MOST_TOKENS))]
-    document_len: Option<u64>,
-
-    #[command(flatten)]
-    common: CommonArgs,
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The kinds.
+    pub kinds: KindOptions,
+    /// Batch, heads, seq_len and head_dim. Where there is none: five on CUDA, one on the CPU.
+    pub shapes: Vec<[usize; 4]>,
+    /// Heads of k and v. Default: as many as q has.
+    pub kv_heads: Option<usize>,
+    /// A token attends to itself and the window − 1 tokens before it.
+    pub window: Option<usize>,
+    /// Documents of so many tokens, from 1 to [`MOST_TOKENS`], are packed into each row.
+    pub document_len: Option<u64>,
+    /// Device, precision and samples.
+    pub common: setup::Options,
 }
 
 /// The longest document: longer ones leave the range of positions.
-const MOST_TOKENS: u64 = 1 << 24;
+pub const MOST_TOKENS: u64 = 1 << 24;
 
 const CUDA_SHAPES: &[[usize; 4]] = &[
     [8, 12, 1024, 64],
@@ -59,17 +51,16 @@ const CUDA_SHAPES: &[[usize; 4]] = &[
 
 const CPU_SHAPES: &[[usize; 4]] = &[[1, 8, 1024, 64]];
 
-fn parse(text: &str) -> Result<[usize; 4], String> {
-    parse_shape(text, "batch, heads, seq_len and head_dim", [4, 16, 4096, 128])
-}
-
 /// What this command calls the sizes of a layer.
-const SIZE_NAMES: SizeNames =
-    SizeNames { head_dim: "head_dim of --shape", width: "heads · head_dim of --shape" };
+const SIZE_NAMES: SizeNames = SizeNames {
+    given: "options",
+    head_dim: "head_dim of --shape",
+    width: "heads · head_dim of --shape",
+};
 
 /// What was measured of one kind at one shape.
-#[derive(Serialize)]
-struct Case {
+#[derive(Debug, Serialize)]
+pub struct Case {
     kind: &'static str,
     settings: Vec<String>,
     /// The range of the projections; `null` where they are normal around their bias.
@@ -112,29 +103,32 @@ impl Measured for Case {
     }
 }
 
-/// Times the kinds and prints the results.
-pub fn run(args: Args) -> Result<()> {
-    let setup = args.common.open()?;
-    let kinds = args.kinds.choose(&setup)?;
+/// Times the kinds at each shape.
+///
+/// # Errors
+/// When there is no such device, kind or key, sizes do not fit each other or a kind, or the device
+/// cannot hold them.
+pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
+    let setup = options.common.open()?;
+    let kinds = options.kinds.choose(&setup)?;
     let default = setup.choose(CUDA_SHAPES, CPU_SHAPES);
-    let shapes = if args.shape.is_empty() { default } else { &args.shape };
+    let shapes = if options.shapes.is_empty() { default } else { &options.shapes };
     let mut cases = vec![];
     for &shape in shapes {
         let [batch, _, seq_len, _] = shape;
-        let layer = args.layer(shape)?;
+        let layer = options.layer(shape)?;
         for kind in &kinds {
-            let name = kind.config.kind();
-            kind.check(&layer, SIZE_NAMES)?;
-            let options = format!("--kind {name} --shape {}", shape_text(&shape));
+            check_kind(&kind.config, &layer, SIZE_NAMES)?;
+            let asked = format!("--kind {} --shape {}", kind.config.kind(), shape_text(&shape));
             let need = need(kind, &layer, [batch, seq_len]);
-            setup.check(&options, &need, "choose a smaller --shape")?;
+            setup.check(&asked, &need, "choose a smaller --shape")?;
             cases.push((kind, batch, layer));
         }
     }
     warn_of_references(&setup, cases.into_iter());
-    let job = Job { args: &args, setup: &setup, kinds: &kinds, shapes };
-    let (ceiling, results) = setup.device.clone().run(job);
-    Report::new(&setup, ceiling, results).print(args.common.json)
+    let job = Job { options, setup: &setup, kinds: &kinds, shapes, progress };
+    let (ceiling, results) = setup.compute.run(job);
+    Ok(Report::new(&setup, ceiling, results))
 }
 
 /// The inputs, the output, and their gradients.
@@ -144,8 +138,8 @@ fn need(kind: &Kind, layer: &AttentionShape, sizes: [usize; 2]) -> Need {
     Need::of(kind.elements(layer, sizes).into_iter().chain([out])).with_gradients()
 }
 
-impl Args {
-    fn layer(&self, [_, heads, _, head_dim]: [usize; 4]) -> Result<AttentionShape> {
+impl Options {
+    fn layer(&self, [_, heads, _, head_dim]: [usize; 4]) -> Result<AttentionShape, BenchError> {
         let kv_heads = kv_heads(self.kv_heads, heads)?;
         let layer = AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim);
         Ok(AttentionShape { window: self.window, ..layer })
@@ -154,10 +148,11 @@ impl Args {
 
 /// The work on the device.
 struct Job<'a> {
-    args: &'a Args,
+    options: &'a Options,
     setup: &'a Setup,
     kinds: &'a [Kind],
     shapes: &'a [[usize; 4]],
+    progress: &'a dyn Progress,
 }
 
 impl OnDevice for Job<'_> {
@@ -167,19 +162,16 @@ impl OnDevice for Job<'_> {
         B::seed(&device, 0);
         let ceiling = Ceiling::of_flops::<B>(self.setup, &device);
         let clock = self.setup.clock::<B>(&device);
-        let bar = bar(
-            Some((self.kinds.len() * self.shapes.len()) as u64),
-            "{wide_bar} {pos}/{len} {msg}",
-        );
+        self.progress.start(self.kinds.len() * self.shapes.len(), "");
         let mut cases = vec![];
         for &shape in self.shapes {
             for kind in self.kinds {
-                bar.set_message(format!("{} {shape:?}", kind.config.kind()));
+                self.progress.measuring(&format!("{} {shape:?}", kind.config.kind()));
                 cases.push(self.case(kind, shape, &ceiling, &clock, &device));
-                bar.inc(1);
+                self.progress.done();
             }
         }
-        bar.finish_and_clear();
+        self.progress.finish();
         (ceiling, cases)
     }
 }
@@ -194,15 +186,15 @@ impl Job<'_> {
         device: &B::Device,
     ) -> Case {
         let [batch, heads, seq_len, head_dim] = shape;
-        let (args, config) = (self.args, &kind.config);
-        let layer = args.layer(shape).expect("checked before the device was used");
+        let (options, config) = (self.options, &kind.config);
+        let layer = options.layer(shape).expect("checked before the device was used");
         B::memory_cleanup(device);
         let sizes = [batch, seq_len];
         let mut inputs = vec![kind.inputs::<B>(&layer, sizes, self.setup.dtype(), device)];
         let out = [batch, heads, seq_len, config.value_dim(&layer)];
         let dy = tensor::<B, 4>(random::<B>(&out, 1.0, self.setup.dtype(), device));
         let dy = Tensor::<Autodiff<B>, 4>::from_inner(dy);
-        let documents = documents::<B>(args.document_len, sizes, device);
+        let documents = documents::<B>(options.document_len, sizes, device);
         let tracked = documents.clone().map(Tensor::from_inner);
         let forward = |at: &_| config.attend(&layer, leaves::<B>(at), tracked.clone());
         let (kept, peak) = self.memory(
@@ -226,13 +218,13 @@ impl Job<'_> {
         let labels = kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect();
         Case {
             kind: config.kind(),
-            settings: args.kinds.sets.clone(),
-            projections: args.kinds.projections,
+            settings: options.kinds.sets.clone(),
+            projections: options.kinds.projections,
             path,
             shape,
             kv_heads: layer.kv_heads,
             window: layer.window,
-            document_len: args.document_len,
+            document_len: options.document_len,
             passes: [
                 Pass::new("forward", alone, Work::Flops(flops), ceiling),
                 Pass::new("forward_backward", both, Work::Flops(3.5 * flops), ceiling),
@@ -253,7 +245,7 @@ impl Job<'_> {
     ) -> (Option<u64>, Option<u64>) {
         let memory = || {
             clock.wait();
-            self.setup.device.memory()
+            self.setup.compute.device.memory()
         };
         let before = memory();
         let output = forward();
@@ -280,8 +272,8 @@ fn documents<B: OpBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::op::parse_kind;
     use longwall_kernels::Cpu;
+    use longwall_train::config::parse_kind;
 
     #[test]
     fn both_views_and_all_value_channels_are_counted() {

@@ -1,51 +1,30 @@
-//! Attention kinds on the command line, and random inputs of their operations.
+//! Attention kinds to measure, and random inputs of their operations.
 
 use std::collections::BTreeSet;
 
-use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
-use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, Inputs, Projection, Start};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
+use longwall_train::config::{KindError, parse_kind};
 use serde::Serialize;
 
-use super::inputs::{copy, distributed, random};
-use super::setup::Setup;
-use crate::commands::op::options::{SizeNames, in_options};
-use crate::commands::op::parse_kind;
+use crate::inputs::{copy, distributed, random};
+use crate::setup::Setup;
 
-/// Which kinds are timed.
-#[derive(clap::Args)]
-pub struct KindArgs {
-    /// Attention kinds; by default every one that has a kernel on the device
-    #[arg(long, value_name = "KIND", value_delimiter = ',')]
-    kind: Vec<String>,
-
-    /// A key of the kinds' tables: `--set theta=500000`
-    #[arg(long = "set", value_name = "KEY=VALUE")]
+/// Which attention kinds are measured.
+#[derive(Clone, Debug, Default)]
+pub struct KindOptions {
+    /// Their names. Where there is none: every kind with a kernel on the device.
+    pub kinds: Vec<String>,
+    /// Keys of the kinds' tables, as `key=value`.
     pub sets: Vec<String>,
-
-    /// Draw the projections beside q, k and v, such as gates' logits, uniformly from this range; by
-    /// default they are normal around the bias that they start with
-    #[arg(
-        long,
-        value_name = "LOW,HIGH",
-        value_parser = parse_range,
-        allow_hyphen_values = true
-    )]
+    /// Projections beside q, k and v, such as gates' logits, are drawn uniformly from this range.
+    /// Default: normal around the bias that they start with.
     pub projections: Option<[f64; 2]>,
 }
 
-fn parse_range(text: &str) -> Result<[f64; 2], String> {
-    let numbers = text.split(',').map(|x| x.trim().parse::<f64>().ok());
-    match numbers.collect::<Option<Vec<_>>>().as_deref() {
-        Some(&[low, high]) if low < high && low.is_finite() && high.is_finite() => Ok([low, high]),
-        _ => Err(format!("`{text}` is no range; allowed: two numbers that rise, for example 0,10")),
-    }
-}
-
-/// What runs.
+/// Which implementation runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Path {
@@ -55,23 +34,23 @@ pub enum Path {
     Reference,
 }
 
-/// A kind to time.
-pub struct Kind {
+/// A kind to measure.
+pub(crate) struct Kind {
     /// Its settings.
     pub config: AttentionConfig,
     /// The range of the projections.
     pub projections: Option<[f64; 2]>,
 }
 
-impl KindArgs {
+impl KindOptions {
     /// The kinds.
-    pub fn choose(&self, setup: &Setup) -> Result<Vec<Kind>> {
-        let device = setup.device.kind();
+    pub(crate) fn choose(&self, setup: &Setup) -> Result<Vec<Kind>, KindError> {
+        let device = setup.compute.device.kind();
         let known = AttentionConfig::KINDS.iter();
         let with_kernel: Vec<_> =
             known.filter(|kind| kind.kernels.contains(&device)).map(|kind| kind.kind).collect();
         let default = || with_kernel.iter().map(|kind| (*kind).to_owned()).collect();
-        let names: Vec<String> = if self.kind.is_empty() { default() } else { self.kind.clone() };
+        let names: Vec<String> = if self.kinds.is_empty() { default() } else { self.kinds.clone() };
         let kind = |name: &String| {
             Ok(Kind { config: parse_kind(name, &self.sets)?, projections: self.projections })
         };
@@ -81,7 +60,7 @@ impl KindArgs {
 
 /// Warns of the kinds that run through their references, of those timed for so many sequences of a
 /// layer.
-pub fn warn_of_references<'a>(
+pub(crate) fn warn_of_references<'a>(
     setup: &Setup,
     cases: impl Iterator<Item = (&'a Kind, usize, AttentionShape)>,
 ) {
@@ -97,7 +76,7 @@ pub fn warn_of_references<'a>(
 impl Kind {
     /// What runs for `batch` sequences.
     pub fn path(&self, setup: &Setup, batch: usize, layer: &AttentionShape) -> Path {
-        let device = setup.device.kind();
+        let device = setup.compute.device.kind();
         match self.config.runs_kernel(device, layer, batch, setup.dtype()) {
             true => Path::Kernel,
             false => Path::Reference,
@@ -111,7 +90,7 @@ impl Kind {
         batch: usize,
         layer: &AttentionShape,
     ) -> Option<String> {
-        let (kind, device) = (self.config.kind(), setup.device.kind());
+        let (kind, device) = (self.config.kind(), setup.compute.device.kind());
         if self.path(setup, batch, layer) == Path::Kernel {
             return None;
         }
@@ -121,7 +100,7 @@ impl Kind {
             return Some(text);
         }
         if setup.dtype() != DType::BF16 {
-            return Some(format!("{text} at {}", setup.precision));
+            return Some(format!("{text} at {}", setup.compute.precision));
         }
         let AttentionShape { heads, head_dim, .. } = layer;
         Some(format!("{text} for {batch} × {heads} heads of {head_dim} channels"))
@@ -134,17 +113,6 @@ impl Kind {
             Path::Reference => "reference",
         };
         [self.config.kind().to_owned(), path.to_owned()]
-    }
-
-    /// The settings fit the layer, whose sizes the command calls so.
-    pub fn check(&self, layer: &AttentionShape, sizes: SizeNames) -> Result<()> {
-        let mut problems = Problems::new();
-        self.config.validate(layer, &mut problems);
-        if !problems.as_slice().is_empty() {
-            let problems = in_options(&problems, sizes);
-            bail!("--kind {} does not go with these options:{problems}", self.config.kind());
-        }
-        Ok(())
     }
 
     /// Elements of each of [`Kind::inputs`] that grows with the number of tokens.
@@ -249,14 +217,6 @@ pub fn leaves<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<Autodiff<B>> {
 mod tests {
     use super::*;
     use longwall_kernels::Cpu;
-
-    #[test]
-    fn a_range_is_two_numbers_that_rise() {
-        assert_eq!(parse_range("-1, 2.5"), Ok([-1.0, 2.5]));
-        for bad in ["", "1", "2,1", "1,1", "0,inf", "nan,1", "1,2,3", "a,b"] {
-            assert!(parse_range(bad).unwrap_err().contains("is no range"), "{bad}");
-        }
-    }
 
     #[test]
     fn projections_are_drawn_from_their_range() {

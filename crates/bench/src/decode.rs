@@ -1,76 +1,60 @@
-//! `longwall bench decode`.
+//! Attention kinds' decoding of one token after a long context.
 
 use std::cell::RefCell;
 
-use anyhow::{Result, bail};
 use burn::tensor::DType;
-use longwall_config::parse_count;
 use longwall_kernels::attention::{AttentionShape, DecodeState, Inputs};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
+use longwall_train::config::{SizeNames, check_kind};
 use serde::Serialize;
 
-use super::attention::{Kind, KindArgs, Path, warn_of_references};
-use super::ceiling::Ceiling;
-use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Need, Setup, kv_heads, parse_size};
-use super::timing::{Clock, Pass, Work};
-use crate::commands::op::options::SizeNames;
-use crate::progress::bar;
+use crate::attention::{Kind, KindOptions, Path, warn_of_references};
+use crate::ceiling::Ceiling;
+use crate::error::BenchError;
+use crate::memory::Need;
+use crate::pass::{Pass, Work};
+use crate::progress::Progress;
+use crate::report::{Measured, Report};
+use crate::setup::{self, Setup, kv_heads};
+use crate::timing::Clock;
 
-/// Arguments of `longwall bench decode`.
-#[derive(clap::Args)]
-pub struct Args {
-    #[command(flatten)]
-    kinds: KindArgs,
-
-    /// Tokens before the one that is decoded; by default 4096, 32768 and 131072 on CUDA, 512 and
-    /// 2048 on the CPU
-    #[arg(long, value_name = "TOKENS", value_delimiter = ',', value_parser = parse_context)]
-    context: Vec<usize>,
-
-    /// Sequences; by default 8 on CUDA, 1 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    batch: Option<usize>,
-
-    /// Query heads; by default 16 on CUDA, 4 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    heads: Option<usize>,
-
-    /// Heads of k and v; by default as many as q has
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    kv_heads: Option<usize>,
-
-    /// Channels of a head; by default 128 on CUDA, 64 on the CPU
-    #[arg(long, value_name = "N", value_parser = parse_size::<MOST_SIZE>)]
-    head_dim: Option<usize>,
-
-    #[command(flatten)]
-    common: CommonArgs,
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The kinds.
+    pub kinds: KindOptions,
+    /// Tokens before the one that is decoded, from 1 to [`MOST_TOKENS`]. Where there is none: three
+    /// contexts on CUDA, two on the CPU; those that the device cannot hold are left out.
+    pub contexts: Vec<usize>,
+    /// Sequences, up to [`MOST_SIZE`], as all sizes are. Default: 8 on CUDA, 1 on the CPU.
+    pub batch: Option<usize>,
+    /// Query heads. Default: 16 on CUDA, 4 on the CPU.
+    pub heads: Option<usize>,
+    /// Heads of k and v. Default: as many as q has.
+    pub kv_heads: Option<usize>,
+    /// Channels of a head. Default: 128 on CUDA, 64 on the CPU.
+    pub head_dim: Option<usize>,
+    /// Device, precision and samples.
+    pub common: setup::Options,
 }
 
 /// The longest context.
-const MOST_TOKENS: u64 = 1 << 24;
+pub const MOST_TOKENS: u64 = 1 << 24;
 
 /// The greatest batch, number of heads and number of channels.
-const MOST_SIZE: usize = 1 << 16;
+pub const MOST_SIZE: usize = 1 << 16;
 
 /// Tokens that enter the state at once while it is filled.
 const PIECE: usize = 1024;
 
-fn parse_context(text: &str) -> Result<usize, String> {
-    match parse_count(text)? {
-        tokens @ 1..=MOST_TOKENS => Ok(tokens as usize),
-        _ => Err(format!("`{text}` is out of range; allowed: from 1 to {MOST_TOKENS} tokens")),
-    }
-}
-
 /// What this command calls the sizes of a layer.
-const SIZE_NAMES: SizeNames = SizeNames { head_dim: "--head-dim", width: "--heads · --head-dim" };
+const SIZE_NAMES: SizeNames =
+    SizeNames { given: "options", head_dim: "--head-dim", width: "--heads · --head-dim" };
 
 /// What was measured of one kind at one context.
-#[derive(Serialize)]
-struct Case {
+#[derive(Debug, Serialize)]
+pub struct Case {
     kind: &'static str,
     settings: Vec<String>,
     /// The range of the projections; `null` where they are normal around their bias.
@@ -109,19 +93,24 @@ impl Measured for Case {
     }
 }
 
-/// Times the kinds and prints the results.
-pub fn run(args: Args) -> Result<()> {
-    let setup = args.common.open()?;
-    let kinds = args.kinds.choose(&setup)?;
-    let sizes = Sizes::new(&args, &setup)?;
+/// Times the kinds after each context.
+///
+/// # Errors
+/// When there is no such device, kind or key, sizes do not fit each other or a kind, or the device
+/// cannot hold a context that was asked for.
+pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
+    let setup = options.common.open()?;
+    let kinds = options.kinds.choose(&setup)?;
+    let sizes = Sizes::new(options, &setup)?;
     for kind in &kinds {
-        kind.check(&sizes.layer, SIZE_NAMES)?;
+        check_kind(&kind.config, &sizes.layer, SIZE_NAMES)?;
     }
     warn_of_references(&setup, kinds.iter().map(|kind| (kind, sizes.batch, sizes.layer)));
-    let contexts = contexts(&args, &setup, &kinds, &sizes)?;
-    let job = Job { args: &args.kinds, setup: &setup, kinds: &kinds, sizes, contexts };
-    let (ceiling, results) = setup.device.clone().run(job);
-    Report::new(&setup, ceiling, results).print(args.common.json)
+    let contexts = contexts(options, &setup, &kinds, &sizes)?;
+    let job =
+        Job { options: &options.kinds, setup: &setup, kinds: &kinds, sizes, contexts, progress };
+    let (ceiling, results) = setup.compute.run(job);
+    Ok(Report::new(&setup, ceiling, results))
 }
 
 /// The sizes of a layer and its batch.
@@ -132,11 +121,11 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(args: &Args, setup: &Setup) -> Result<Self> {
-        let batch = args.batch.unwrap_or(setup.choose(8, 1));
-        let heads = args.heads.unwrap_or(setup.choose(16, 4));
-        let head_dim = args.head_dim.unwrap_or(setup.choose(128, 64));
-        let kv_heads = kv_heads(args.kv_heads, heads)?;
+    fn new(options: &Options, setup: &Setup) -> Result<Self, BenchError> {
+        let batch = options.batch.unwrap_or(setup.choose(8, 1));
+        let heads = options.heads.unwrap_or(setup.choose(16, 4));
+        let head_dim = options.head_dim.unwrap_or(setup.choose(128, 64));
+        let kv_heads = kv_heads(options.kv_heads, heads)?;
         Ok(Sizes { batch, layer: AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim) })
     }
 
@@ -157,27 +146,33 @@ impl Sizes {
 }
 
 /// The contexts whose states the device can hold; an error where one was asked for that it cannot.
-fn contexts(args: &Args, setup: &Setup, kinds: &[Kind], sizes: &Sizes) -> Result<Vec<usize>> {
+fn contexts(
+    options: &Options,
+    setup: &Setup,
+    kinds: &[Kind],
+    sizes: &Sizes,
+) -> Result<Vec<usize>, BenchError> {
     let default: &[usize] = setup.choose(&[4096, 32_768, 131_072], &[512, 2048]);
-    let asked = if args.context.is_empty() { default } else { &args.context };
+    let asked = if options.contexts.is_empty() { default } else { &options.contexts };
     let mut fitting = vec![];
     for &context in asked {
         let excess = kinds.iter().find_map(|kind| {
             let AttentionShape { heads, head_dim, .. } = sizes.layer;
-            let options = format!(
+            let asked = format!(
                 "--kind {} --batch {} --heads {heads} --head-dim {head_dim} --context {context}",
                 kind.config.kind(),
                 sizes.batch
             );
-            setup.excess(&options, &sizes.need(kind, context, setup.dtype()))
+            setup.excess(&asked, &sizes.need(kind, context, setup.dtype()))
         });
         match excess {
             None => fitting.push(context),
-            Some(excess) if args.context.is_empty() => {
+            Some(excess) if options.contexts.is_empty() => {
                 tracing::warn!("{excess}; this context is left out");
             }
             Some(excess) => {
-                bail!("{excess}\n  hint: choose a smaller --batch, or a shorter --context")
+                let remedy = "choose a smaller --batch, or a shorter --context";
+                return Err(BenchError::TooLarge { excess, remedy });
             }
         }
     }
@@ -186,11 +181,12 @@ fn contexts(args: &Args, setup: &Setup, kinds: &[Kind], sizes: &Sizes) -> Result
 
 /// The work on the device.
 struct Job<'a> {
-    args: &'a KindArgs,
+    options: &'a KindOptions,
     setup: &'a Setup,
     kinds: &'a [Kind],
     sizes: Sizes,
     contexts: Vec<usize>,
+    progress: &'a dyn Progress,
 }
 
 impl OnDevice for Job<'_> {
@@ -200,18 +196,17 @@ impl OnDevice for Job<'_> {
         B::seed(&device, 0);
         let ceiling = Ceiling::of_bytes::<B>(self.setup, &device);
         let clock = self.setup.clock::<B>(&device);
-        let total = (self.kinds.len() * self.contexts.len()) as u64;
-        let bar = bar(Some(total), "{wide_bar} {pos}/{len} {msg}");
+        self.progress.start(self.kinds.len() * self.contexts.len(), "");
         let mut cases = vec![];
         for &context in &self.contexts {
             for kind in self.kinds {
-                bar.set_message(format!("{} {context}", kind.config.kind()));
+                self.progress.measuring(&format!("{} {context}", kind.config.kind()));
                 B::memory_cleanup(&device);
                 cases.push(self.case(kind, context, &ceiling, &clock, &device));
-                bar.inc(1);
+                self.progress.done();
             }
         }
-        bar.finish_and_clear();
+        self.progress.finish();
         (ceiling, cases)
     }
 }
@@ -254,8 +249,8 @@ impl Job<'_> {
         let shape = [batch, layer.heads, context, layer.head_dim];
         Case {
             kind: config.kind(),
-            settings: self.args.sets.clone(),
-            projections: self.args.projections,
+            settings: self.options.sets.clone(),
+            projections: self.options.projections,
             path,
             batch,
             heads: layer.heads,
@@ -313,7 +308,7 @@ impl<S> Held<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::op::parse_kind;
+    use longwall_train::config::parse_kind;
 
     #[test]
     fn a_state_is_filled_anew_before_it_leaves_the_context() {
@@ -338,13 +333,6 @@ mod tests {
         let mut held = Held { context: 1, tokens: 0, state: None };
         held.prepare(1, &|tokens, room| assert_eq!((tokens, room), (1, 2)));
         assert_eq!(held.tokens, 2);
-    }
-
-    #[test]
-    fn contexts_have_a_range() {
-        assert_eq!(parse_context("32k"), Ok(32_000));
-        assert!(parse_context("0").unwrap_err().contains("from 1 to"));
-        assert!(parse_context("17M").is_err() && parse_context("x").is_err());
     }
 
     #[test]

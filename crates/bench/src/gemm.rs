@@ -1,32 +1,28 @@
-//! `longwall bench gemm`.
+//! Matrix products of linear layers, forward and backward.
 
-use anyhow::Result;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_kernels::ops::linear::Linear;
 use serde::Serialize;
 
-use super::ceiling::Ceiling;
-use super::inputs::{copies, copies_on, copy, random};
-use super::report::{Measured, Report};
-use super::setup::{CommonArgs, Need, Setup, parse_shape, shape_text};
-use super::timing::{Clock, Pass, Work};
-use crate::progress::bar;
+use crate::ceiling::Ceiling;
+use crate::error::BenchError;
+use crate::inputs::{copies, copies_on, copy, random};
+use crate::memory::Need;
+use crate::pass::{Pass, Work};
+use crate::progress::Progress;
+use crate::report::{Measured, Report};
+use crate::setup::{self, Setup, shape_text};
+use crate::timing::Clock;
 
-/// Arguments of `longwall bench gemm`.
-#[derive(clap::Args)]
-pub struct Args {
-    /// Tokens, outputs and inputs of a linear layer, and again for more; by default the layers of
-    /// GPT-2 124M at 65,536 tokens on CUDA, and a small model's on the CPU
-    #[arg(long, value_name = "M,N,K", value_parser = parse)]
-    shape: Vec<[usize; 3]>,
-
-    #[command(flatten)]
-    common: CommonArgs,
-}
-
-fn parse(text: &str) -> Result<[usize; 3], String> {
-    parse_shape(text, "tokens, outputs and inputs", [65_536, 3072, 768])
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Tokens, outputs and inputs of a linear layer. Where there is none: the layers of GPT-2 124M
+    /// at 65,536 tokens on CUDA, and a small model's on the CPU.
+    pub shapes: Vec<[usize; 3]>,
+    /// Device, precision and samples.
+    pub common: setup::Options,
 }
 
 /// The layers of a GPT-2-like model: name, tokens, outputs, inputs.
@@ -41,8 +37,8 @@ fn layers(tokens: usize, width: usize, vocab: usize) -> Vec<(&'static str, [usiz
 }
 
 /// What was measured of one layer.
-#[derive(Serialize)]
-struct Case {
+#[derive(Debug, Serialize)]
+pub struct Case {
     layer: &'static str,
     /// Tokens, outputs, inputs.
     shape: [usize; 3],
@@ -61,20 +57,23 @@ impl Measured for Case {
     }
 }
 
-/// Times the products and prints the results.
-pub fn run(args: Args) -> Result<()> {
-    let setup = args.common.open()?;
-    let shapes = if args.shape.is_empty() {
+/// Times the products of each layer.
+///
+/// # Errors
+/// When there is no such device, or it cannot hold a layer.
+pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
+    let setup = options.common.open()?;
+    let shapes = if options.shapes.is_empty() {
         setup.choose(layers(65_536, 768, 50_304), layers(1024, 256, 4096))
     } else {
-        args.shape.iter().map(|shape| ("linear", *shape)).collect()
+        options.shapes.iter().map(|shape| ("linear", *shape)).collect()
     };
     for (_, shape) in &shapes {
-        let options = format!("--shape {}", shape_text(shape));
-        setup.check(&options, &need(*shape), "choose a smaller --shape")?;
+        let asked = format!("--shape {}", shape_text(shape));
+        setup.check(&asked, &need(*shape), "choose a smaller --shape")?;
     }
-    let (ceiling, results) = setup.device.clone().run(Job { setup: &setup, shapes });
-    Report::new(&setup, ceiling, results).print(args.common.json)
+    let (ceiling, results) = setup.compute.run(Job { setup: &setup, shapes, progress });
+    Ok(Report::new(&setup, ceiling, results))
 }
 
 /// The copies of x, W and dy, and what a pass computes of them; for the CPU, where the total counts.
@@ -91,6 +90,7 @@ fn need(shape: [usize; 3]) -> Need {
 struct Job<'a> {
     setup: &'a Setup,
     shapes: Vec<(&'static str, [usize; 3])>,
+    progress: &'a dyn Progress,
 }
 
 impl OnDevice for Job<'_> {
@@ -100,16 +100,16 @@ impl OnDevice for Job<'_> {
         B::seed(&device, 0);
         let ceiling = Ceiling::of_flops::<B>(self.setup, &device);
         let clock = self.setup.clock::<B>(&device);
-        let bar = bar(Some(self.shapes.len() as u64), "{wide_bar} {pos}/{len} {msg}");
+        self.progress.start(self.shapes.len(), "");
         let mut cases = vec![];
         for &(layer, shape) in &self.shapes {
-            bar.set_message(format!("{layer} {shape:?}"));
+            self.progress.measuring(&format!("{layer} {shape:?}"));
             B::memory_cleanup(&device);
             let passes = self.passes(shape, &ceiling, &clock, &device);
             cases.push(Case { layer, shape, passes });
-            bar.inc(1);
+            self.progress.done();
         }
-        bar.finish_and_clear();
+        self.progress.finish();
         (ceiling, cases)
     }
 }

@@ -1,0 +1,55 @@
+"""What is measured beside Longwall's attention kinds, and the module that it needs beside PyTorch.
+
+No other file lists the peers: the measuring scripts and tables.py read this one.
+"""
+
+TORCH, FLA, FOT, RETENTION = "torch", "fla", "forgetting_transformer", "retention"
+
+# Implementations of a kind's operation: see operations.py.
+KERNELS = {
+    "softmax": {"sdpa_flash": TORCH, "sdpa_cudnn": TORCH, "fla_attn": FLA},
+    "fox": {"fla_fox": FLA, "fot_fox": FOT, "fot_fox_acp": FOT},
+    "wall": {"fla_wall": FLA},
+    "path": {"fla_path": FLA},
+    "power": {"power_attn": RETENTION, "power_c256": RETENTION, "power_c1024": RETENTION},
+    "linear": {"fla_gla": FLA},
+    "rwkv7": {"fla_rwkv7": FLA},
+}
+
+# Of decoding one token: see decoding.py.
+DECODE = {
+    "softmax": {"sdpa_flash": TORCH, "sdpa_cudnn": TORCH, "fla_decode": FLA},
+    "fox": {"fla_decode_fox": FLA, "fot_decode": FOT},
+    "wall": {"wall_decode_c64": FLA, "wall_decode_c128": FLA},
+    "path": {"path_decode": FLA},
+    "linear": {"gla_recurrent": FLA},
+    "rwkv7": {"rwkv7_recurrent": FLA},
+}
+
+# Of training GPT-2 124M: see gpt2.py.
+TRAIN = {
+    "softmax": {"sdpa": TORCH, "cudnn": TORCH},
+    "fox": {"fox_fla": FLA, "fox_fot": FOT},
+    "wall": {"wall_fla": FLA},
+    "path": {"path_fla": FLA},
+}
+
+# What every kind is compared with: FlashAttention-2, as PyTorch's scaled_dot_product_attention.
+BASELINE, TRAIN_BASELINE = "sdpa_flash", "sdpa"
+
+# What pip installs for a module, where it does.
+PACKAGES = {
+    FLA: "flash-linear-attention",
+    FOT: "the FoX authors' forgetting-transformer, from their repository",
+}
+
+
+def peers_of(kind, table):
+    """The names of a kind's implementations; `rope` is softmax attention with a rotation before."""
+    return list(table.get("softmax" if kind == "rope" else kind, {}))
+
+
+def chosen(table, kinds):
+    """A table's entries for some kinds, those of softmax attention first and in any case."""
+    kinds = ["softmax", *("softmax" if kind == "rope" else kind for kind in kinds)]
+    return {kind: table[kind] for kind in dict.fromkeys(kinds) if kind in table}

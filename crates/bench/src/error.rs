@@ -1,0 +1,57 @@
+//! Why something cannot be measured.
+
+use longwall_data::DataError;
+use longwall_model::Precision;
+use longwall_train::config::{ConfigError, KindError};
+use longwall_train::device::DeviceError;
+
+/// Why something cannot be measured. Messages name the options of `longwall bench`.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The configuration of training steps.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Its tokenizer.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// An attention kind, its keys, or sizes that it does not allow.
+    #[error(transparent)]
+    Kind(#[from] KindError),
+    /// The CPU has no such precision.
+    #[error(
+        "--precision is {0}, but the device is the CPU; allowed there: f32\n  hint: leave --precision out, or use a machine with an NVIDIA GPU"
+    )]
+    Precision(Precision),
+    /// Heads of q cannot share those of k and v evenly.
+    #[error(
+        "--kv-heads is {kv_heads}; allowed: a divisor of the {heads} heads\n  hint: leave it out for {heads}"
+    )]
+    KvHeads {
+        /// Heads of k and v.
+        kv_heads: usize,
+        /// Heads of q.
+        heads: usize,
+    },
+    /// The width is not one of whole heads.
+    #[error(
+        "--width is {width}; allowed: multiples of {head_dim}, the channels of a head\n  hint: --width {}",
+        width.next_multiple_of(*head_dim)
+    )]
+    Width {
+        /// The width.
+        width: usize,
+        /// Channels of a head.
+        head_dim: usize,
+    },
+    /// The device cannot hold what is to be measured.
+    #[error("{excess}\n  hint: {remedy}")]
+    TooLarge {
+        /// The options, what they need, and what is allowed.
+        excess: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+}

@@ -1,0 +1,33 @@
+//! Benchmarks: how fast attention, other operations, matrix products, decoding and training steps
+//! are on this machine, and how much memory they take.
+//!
+//! Each of [`kernels`], [`ops`], [`gemm`], [`decode`] and [`train`] has its options, a `run` and a
+//! report, which [`Display`](std::fmt::Display)s as a table and serialises as JSON. Inputs are random
+//! and never zero, and calls take copies of them in turn, so that no cache holds what a call reads.
+//! Times are medians of samples, each of calls that last 20 ms together. Rates are compared with a
+//! ceiling that is measured in the same run.
+
+mod attention;
+mod ceiling;
+pub mod decode;
+mod error;
+pub mod gemm;
+mod inputs;
+pub mod kernels;
+mod memory;
+pub mod ops;
+mod pass;
+mod progress;
+mod report;
+mod setup;
+mod timing;
+pub mod train;
+
+pub use attention::{KindOptions, Path};
+pub use ceiling::Ceiling;
+pub use error::BenchError;
+pub use pass::{Pass, Work};
+pub use progress::Progress;
+pub use report::{Measured, Report};
+pub use setup::Options;
+pub use timing::Spread;

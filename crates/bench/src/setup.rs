@@ -1,0 +1,76 @@
+//! What the benchmarks of operations share: the device, the precision, and some sizes.
+
+use burn::tensor::DType;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::Device;
+use longwall_model::Precision;
+use longwall_train::config::DeviceChoice;
+use longwall_train::device::{self, Compute};
+
+use crate::error::BenchError;
+use crate::timing::Clock;
+
+/// Options of every benchmark of operations.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// The device.
+    pub device: DeviceChoice,
+    /// What the inputs are rounded to. Default: bf16 on CUDA, f32 on the CPU.
+    pub precision: Option<Precision>,
+    /// Samples of each measurement, at least 1.
+    pub samples: usize,
+}
+
+/// A device that is ready to be measured.
+pub(crate) struct Setup {
+    /// The device, and what the inputs are rounded to.
+    pub compute: Compute,
+    /// Samples of each measurement.
+    pub samples: usize,
+}
+
+impl Options {
+    /// Opens the device.
+    pub(crate) fn open(&self) -> Result<Setup, BenchError> {
+        let device = device::open(self.device, None)?;
+        let compute = Compute::new(device, self.precision)
+            .ok_or_else(|| BenchError::Precision(self.precision.unwrap_or_default()))?;
+        Ok(Setup { compute, samples: self.samples })
+    }
+}
+
+impl Setup {
+    /// Whether the device is a GPU.
+    pub fn on_cuda(&self) -> bool {
+        matches!(self.compute.device, Device::Cuda(_))
+    }
+
+    /// The type of activations and matrices.
+    pub fn dtype(&self) -> DType {
+        self.compute.precision.parameter(2)
+    }
+
+    /// That takes this run's number of samples.
+    pub fn clock<B: OpBackend>(&self, device: &B::Device) -> Clock<B> {
+        Clock::new(self.samples, device)
+    }
+
+    /// `cuda` where the device is a GPU, else `cpu`.
+    pub fn choose<T>(&self, cuda: T, cpu: T) -> T {
+        if self.on_cuda() { cuda } else { cpu }
+    }
+}
+
+/// A shape as on the command line.
+pub fn shape_text(shape: &[usize]) -> String {
+    shape.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// The heads of k and v, where `asked` is what --kv-heads says.
+pub fn kv_heads(asked: Option<usize>, heads: usize) -> Result<usize, BenchError> {
+    let kv_heads = asked.unwrap_or(heads);
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(BenchError::KvHeads { kv_heads, heads });
+    }
+    Ok(kv_heads)
+}

@@ -1,0 +1,157 @@
+//! What a run computes on: the device it asked for, and the precision there.
+
+use longwall_kernels::cuda::blas::allow_tf32;
+use longwall_kernels::device::{self, Device, KernelCache, NoCuda, OnDevice, keep_kernels};
+use longwall_model::Precision;
+
+use crate::config::DeviceChoice;
+
+/// Why a run cannot have the device that it asks for.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// CUDA was asked for, and there is none.
+    #[error(
+        "the device is \"cuda\", but {0}\n  hint: use --device cpu, set device = \"cpu\" or \"auto\" in [run], or install an NVIDIA driver"
+    )]
+    NoCuda(NoCuda),
+    /// The CPU's threads do not start.
+    #[error("cannot start {threads} threads: {source}")]
+    Threads {
+        /// How many were asked for.
+        threads: usize,
+        /// Why they do not start.
+        source: rayon::ThreadPoolBuildError,
+    },
+    /// The CPU has no such precision.
+    #[error(
+        "run.precision is \"{0}\", but the device is the CPU; allowed there: \"f32\"\n  hint: leave precision out (bf16 on CUDA, f32 on the CPU), or train on a machine with an NVIDIA GPU"
+    )]
+    Precision(Precision),
+}
+
+/// Finds the device, logs which and why, and sets the number of CPU threads.
+///
+/// # Errors
+/// When CUDA is asked for and there is none, or the threads do not start.
+pub fn open(choice: DeviceChoice, threads: Option<usize>) -> Result<Device, DeviceError> {
+    set_threads(threads)?;
+    if choice == DeviceChoice::Cpu {
+        tracing::info!("device: {}", Device::Cpu);
+        return Ok(Device::Cpu); // The driver is not even asked.
+    }
+    let device = match (choice, device::cuda()) {
+        (_, Ok(cuda)) => cuda,
+        (DeviceChoice::Auto | DeviceChoice::Cpu, Err(reason)) => {
+            tracing::info!("device: {} ({reason})", Device::Cpu);
+            return Ok(Device::Cpu);
+        }
+        (DeviceChoice::Cuda, Err(reason)) => return Err(DeviceError::NoCuda(reason)),
+    };
+    tracing::info!("device: {device}");
+    match keep_kernels(&device) {
+        KernelCache::Unneeded => {}
+        KernelCache::New(path) => {
+            let path = path.display();
+            tracing::info!("CUDA kernels are compiled when first used, and kept in {path}");
+        }
+        KernelCache::Found(path) => tracing::info!(
+            "compiled CUDA kernels are in {}; others are compiled when first used",
+            path.display()
+        ),
+        KernelCache::Nowhere(reason) => tracing::warn!(
+            "CUDA kernels are compiled anew in every run, because none can be kept: {reason}"
+        ),
+    }
+    Ok(device)
+}
+
+/// Sets the number of CPU threads, the first time it is called; a process has one pool.
+fn set_threads(threads: Option<usize>) -> Result<(), DeviceError> {
+    static SET: std::sync::Once = std::sync::Once::new();
+    let mut result = Ok(());
+    SET.call_once(|| {
+        if let Some(threads) = threads {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+            let started = pool.build_global();
+            result = started.map_err(|source| DeviceError::Threads { threads, source });
+        }
+    });
+    result
+}
+
+/// A device, and the precision that work computes in there.
+#[derive(Clone, Debug)]
+pub struct Compute {
+    /// The device.
+    pub device: Device,
+    /// The precision.
+    pub precision: Precision,
+}
+
+impl Compute {
+    /// With the precision that was chosen, or the device's own: bf16 on CUDA, f32 on the CPU.
+    /// `None` where the device lacks the one chosen: the CPU has f32 alone.
+    pub fn new(device: Device, choice: Option<Precision>) -> Option<Self> {
+        let precision = match (&device, choice) {
+            (Device::Cpu, None | Some(Precision::F32)) => Precision::F32,
+            (Device::Cpu, Some(_)) => return None,
+            (Device::Cuda(_), choice) => choice.unwrap_or(Precision::Bf16),
+        };
+        Some(Compute { device, precision })
+    }
+
+    /// For a training run; logs the precision.
+    ///
+    /// # Errors
+    /// When the device lacks the precision chosen.
+    pub fn for_training(device: Device, choice: Option<Precision>) -> Result<Self, DeviceError> {
+        let compute = Compute::new(device, choice)
+            .ok_or_else(|| DeviceError::Precision(choice.unwrap_or_default()))?;
+        tracing::info!("precision: {}", compute.precision);
+        Ok(compute)
+    }
+
+    /// For a trained model: in the precision of its training, but in f32 on the CPU for every
+    /// model; logs the precision.
+    pub fn for_trained(device: Device, trained: Option<Precision>) -> Self {
+        let compute = Compute::new(device.clone(), trained)
+            .unwrap_or(Compute { device, precision: Precision::F32 });
+        tracing::info!("precision: {}", compute.precision);
+        compute
+    }
+
+    /// Does `work` on the device. Linear layers may round f32 factors to TF32 while it lasts, where
+    /// that is the precision, and not before or after. Of the work of several threads at once, all
+    /// must have one precision: CUDA's matrix products know one setting a process.
+    pub fn run<W: OnDevice>(&self, work: W) -> W::Output {
+        allow_tf32(self.precision == Precision::Tf32);
+        let output = self.device.clone().run(work);
+        allow_tf32(false);
+        output
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cpu_computes_in_f32_alone() {
+        let precision = |choice| Compute::new(Device::Cpu, choice).map(|c| c.precision);
+        assert_eq!(precision(None), Some(Precision::F32));
+        assert_eq!(precision(Some(Precision::F32)), Some(Precision::F32));
+        assert_eq!(precision(Some(Precision::Bf16)), None);
+        assert_eq!(precision(Some(Precision::Tf32)), None);
+    }
+
+    #[test]
+    fn a_model_trained_in_bf16_runs_on_the_cpu_but_does_not_train_there() {
+        let bf16 = Some(Precision::Bf16);
+        assert_eq!(Compute::for_trained(Device::Cpu, bf16).precision, Precision::F32);
+        let error = Compute::for_training(Device::Cpu, bf16).unwrap_err().to_string();
+        assert!(
+            error.starts_with("run.precision is \"bf16\", but the device is the CPU"),
+            "{error}"
+        );
+    }
+}
