@@ -52,7 +52,7 @@ pub struct Args {
 struct Results {
     device: String,
     precision: Precision,
-    attention: &'static str,
+    attention: String,
     parameters: usize,
     seq_len: usize,
     batch_tokens: u64,
@@ -133,7 +133,7 @@ impl Job<'_> {
         Results {
             device: self.device.to_string(),
             precision: self.precision,
-            attention: config.model.attention.kind(),
+            attention: config.model.attention_label(),
             parameters: bench.parameters,
             seq_len: config.data.seq_len,
             batch_tokens: config.train.batch_tokens,
