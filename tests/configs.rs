@@ -28,7 +28,7 @@ fn every_shipped_configuration_is_valid() {
     std::env::set_current_dir(repository()).unwrap();
     let mut found = vec![];
     files(Path::new("configs"), &mut found);
-    assert!(found.len() >= 47, "{} files: {found:?}", found.len());
+    assert!(found.len() >= 50, "{} files: {found:?}", found.len());
     for path in found {
         if path.starts_with("configs/sweeps") {
             let sweep = SweepConfig::load(&path).unwrap_or_else(|e| panic!("{e}"));
@@ -55,7 +55,6 @@ fn small(w: &Workspace, path: &Path) -> Vec<String> {
         "train.batch_tokens=256",
         "train.schedule.warmup=5 steps",
         "model.width=24",
-        "model.layers=2",
         "run.threads=1",
     ];
     if config.data.sources[0].kind() == "cargo-sources" {
@@ -63,6 +62,9 @@ fn small(w: &Workspace, path: &Path) -> Vec<String> {
         sets.push("data.validation_fraction=0.2");
     }
     let mut sets: Vec<String> = sets.into_iter().map(str::to_owned).collect();
+    // Every kind of a pattern has a layer.
+    let layers = config.model.pattern.as_ref().map_or(2, Vec::len);
+    sets.push(format!("model.layers={layers}"));
     if let Some(head_dim) = config.model.head_dim {
         // Heads as wide as they were, relative to the model.
         sets.push(format!("model.head_dim={}", 24 * head_dim / config.model.width));
@@ -99,5 +101,5 @@ fn every_configuration_for_the_cpu_trains() {
         assert_eq!(first, losses("b"), "{name}: equal seeds, other losses");
         trained += 1;
     }
-    assert!(trained >= 26, "{trained} configurations");
+    assert!(trained >= 29, "{trained} configurations");
 }

@@ -51,6 +51,17 @@ fn window_with_a_kind_that_allows_none() {
 }
 
 #[test]
+fn a_wrong_pattern_of_kinds() {
+    let w = Workspace::new();
+    let sets = [
+        "model.pattern=[\"locl\", \"linear\"]",
+        "model.kinds.local={ kind = \"rope\", window = 64 }",
+        "model.kinds.linear={ kind = \"linear\", window = 8 }",
+    ];
+    insta::assert_snapshot!(train_error(&w, &sets));
+}
+
+#[test]
 fn wrong_type() {
     let w = Workspace::new();
     w.write("tiny.toml", &CONFIG.replace("layers = 2", "layers = \"two\""));

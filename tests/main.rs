@@ -4,6 +4,7 @@ mod bench;
 mod configs;
 mod errors;
 mod get_data;
+mod hybrid;
 mod op;
 mod pipeline;
 mod resume;

@@ -40,7 +40,7 @@ pub struct Options {
 pub struct Results {
     device: String,
     precision: Precision,
-    attention: &'static str,
+    attention: String,
     parameters: usize,
     seq_len: usize,
     batch_tokens: u64,
@@ -118,7 +118,7 @@ impl Job<'_> {
         Results {
             device: compute.device.to_string(),
             precision: compute.precision,
-            attention: config.model.attention.kind(),
+            attention: config.model.attention_label(),
             parameters: bench.parameters,
             seq_len: config.data.seq_len,
             batch_tokens: config.train.batch_tokens,

@@ -1,8 +1,10 @@
-//! What a model costs: parameters, FLOPs and cache.
+//! What a model costs: parameters, FLOPs, and the state that decoding keeps.
 
-use longwall_kernels::attention::{AttentionShape, Projection};
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, Projection};
 
-use crate::config::{MlpKind, ModelConfig, NormKind, NormPosition, Positions, ValueResidual};
+use crate::config::{
+    KindLayers, MlpKind, ModelConfig, NormKind, NormPosition, Positions, ValueResidual,
+};
 use crate::layers::CONV_TAPS;
 
 /// Number of parameters, by part.
@@ -10,18 +12,18 @@ use crate::layers::CONV_TAPS;
 pub struct Parameters {
     /// Token embedding, and learned positions.
     pub embedding: usize,
-    /// The output projection, 0 when it is the embedding.
+    /// The output projection; 0 when the embedding serves as such.
     pub head: usize,
     /// All attention layers, with gates and norms of q and k.
     pub attention: usize,
     /// All MLPs.
     pub mlp: usize,
-    /// Norms of blocks and head.
+    /// Norms of blocks and embedding, and the one before the output projection.
     pub norms: usize,
 }
 
 impl Parameters {
-    /// Of a model of this configuration; `seq_len` counts for learned positions.
+    /// The parameters of a model of this configuration; learned positions are `seq_len` vectors.
     pub fn of(config: &ModelConfig, vocab_size: usize, seq_len: usize) -> Self {
         let width = config.width;
         let learned = config.positions == Positions::Learned;
@@ -49,15 +51,15 @@ fn linear(inputs: usize, outputs: usize, bias: bool) -> usize {
     inputs * outputs + if bias { outputs } else { 0 }
 }
 
-/// The matrices that multiply every token in one attention layer: inputs, outputs, bias.
+/// The weight matrices of one attention layer: inputs, outputs, and whether there is a bias.
 fn attention_matrices(config: &ModelConfig, layer: usize) -> Vec<(usize, usize, bool)> {
-    let shape = config.attention_shape(layer);
+    let (shape, attention) = (config.attention_shape(layer), config.attention_of(layer));
     let (width, bias) = (config.width, config.bias);
-    let [q, k, v] = channels(config, &shape);
-    let inner = shape.heads * config.attention.value_dim(&shape);
+    let [q, k, v] = channels(attention, &shape);
+    let inner = shape.heads * attention.value_dim(&shape);
     let mut matrices = vec![(width, q, bias), (width, k, bias), (width, v, bias)];
     matrices.push((inner, width, bias));
-    for Projection { features, bias, low_rank, .. } in config.attention.projections(&shape) {
+    for Projection { features, bias, low_rank, .. } in attention.projections(&shape) {
         matrices.extend(low_rank.map(|inner| (width, inner.rank, false)));
         matrices.push((low_rank.map_or(width, |inner| inner.rank), features, bias.is_some()));
     }
@@ -72,25 +74,26 @@ fn attention_matrices(config: &ModelConfig, layer: usize) -> Vec<(usize, usize, 
 }
 
 /// Channels of q, k and v over all heads.
-fn channels(config: &ModelConfig, shape: &AttentionShape) -> [usize; 3] {
-    let (views, value_dim) = (config.attention.views(), config.attention.value_dim(shape));
+fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
+    let (views, value_dim) = (attention.views(), attention.value_dim(shape));
     let keys = views * shape.head_dim;
     [shape.heads * keys, shape.kv_heads * keys, shape.kv_heads * value_dim]
 }
 
 fn attention_parameters(config: &ModelConfig, layer: usize) -> usize {
-    let shape = config.attention_shape(layer);
+    let (shape, attention) = (config.attention_shape(layer), config.attention_of(layer));
     let matrices = attention_matrices(config, layer);
     let matrices: usize = matrices.iter().map(|&(i, o, bias)| linear(i, o, bias)).sum();
-    let own: usize = config.attention.parameters(&shape).iter().map(|p| p.elements).sum();
+    let own: usize = attention.parameters(&shape).iter().map(|p| p.elements).sum();
     let norms = if config.qk_norm { 2 * shape.head_dim } else { 0 };
-    let sides = config.attention.projections(&shape);
-    let side_convs: usize = sides.iter().filter_map(|p| p.conv.map(|taps| taps * p.features)).sum();
-    let channels: usize = channels(config, &shape).iter().sum();
+    let extra = attention.projections(&shape);
+    let extra_convs: usize =
+        extra.iter().filter_map(|p| p.conv.map(|taps| taps * p.features)).sum();
+    let channels: usize = channels(attention, &shape).iter().sum();
     let convs = if config.short_conv { CONV_TAPS * channels } else { 0 };
-    let shifts = if config.token_shift { shifted(config, sides.len()) * config.width } else { 0 };
+    let shifts = if config.token_shift { shifted(config, extra.len()) * config.width } else { 0 };
     let mixed = config.value_residual == ValueResidual::Learned && layer > 0;
-    matrices + own + norms + side_convs + convs + shifts + if mixed { 2 } else { 0 }
+    matrices + own + norms + extra_convs + convs + shifts + if mixed { 2 } else { 0 }
 }
 
 fn mlp_matrices(config: &ModelConfig) -> usize {
@@ -127,13 +130,15 @@ fn block_flops_per_token(config: &ModelConfig) -> f64 {
     2.0 * (attention + mlp) as f64
 }
 
-/// The weight-to-state FLOP ratio: FLOPs with the blocks' weights over those of the attention
-/// operations' states, keys and values (Gelada et al., 2025, section 3.2). Near 1, neither
-/// parameters nor state are cheap to enlarge. The output projection is left out, which gives the
-/// softmax rows of the paper's Table 2. (Its linear row, 30:1, is for a state read and written once
-/// per token; `linear` also counts the scores inside a chunk that its chunked form computes.)
+/// The weight-to-state FLOP ratio (Gelada et al., 2025, section 3.2): FLOPs that multiply by the
+/// blocks' weights, over FLOPs that multiply by the attention operations' states, keys or values. A
+/// ratio far from 1 means that one of the two, weights or state, could grow at little cost.
+///
+/// The output projection is left out, which gives the softmax rows of the paper's Table 2. The paper's
+/// linear row, 30:1, counts one read and one write of the state per token; for `linear`, the scores
+/// within a chunk, which its chunked form computes, count too.
 pub fn weight_state_ratio(config: &ModelConfig, seq_len: usize) -> f64 {
-    let layer = |n| config.attention.weight_flops_per_token(&config.attention_shape(n));
+    let layer = |n| config.attention_of(n).weight_flops_per_token(&config.attention_shape(n));
     let own: f64 = (0..config.layers).map(layer).sum();
     let state = attention_flops_per_token(config, seq_len) - own;
     (block_flops_per_token(config) + own) / state
@@ -141,8 +146,43 @@ pub fn weight_state_ratio(config: &ModelConfig, seq_len: usize) -> f64 {
 
 /// FLOPs of the attention operations of all layers per token, forward.
 pub fn attention_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
-    let layer = |n| config.attention.flops_per_token(&config.attention_shape(n), seq_len);
-    (0..config.layers).map(layer).sum()
+    (0..config.layers).map(|layer| layer_flops_per_token(config, layer, seq_len)).sum()
+}
+
+/// FLOPs of the attention operation of layer `layer` per token, forward.
+fn layer_flops_per_token(config: &ModelConfig, layer: usize, seq_len: usize) -> f64 {
+    config.attention_of(layer).flops_per_token(&config.attention_shape(layer), seq_len)
+}
+
+/// What the attention layers of one kind cost together.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KindCost<'a> {
+    /// The kind and its layers.
+    pub kind: KindLayers<'a>,
+    /// Parameters, with gates and norms of q and k.
+    pub parameters: usize,
+    /// FLOPs of the attention operations per token, forward.
+    pub flops_per_token: f64,
+    /// Elements that decoding keeps per sequence.
+    pub state_elements: u64,
+}
+
+impl<'a> KindCost<'a> {
+    fn of(config: &ModelConfig, kind: KindLayers<'a>, seq_len: usize) -> Self {
+        let layers = || kind.layers.iter().copied();
+        KindCost {
+            parameters: layers().map(|layer| attention_parameters(config, layer)).sum(),
+            flops_per_token: layers().map(|n| layer_flops_per_token(config, n, seq_len)).sum(),
+            state_elements: layers().map(|n| layer_state_elements(config, n, seq_len)).sum(),
+            kind,
+        }
+    }
+}
+
+/// The costs of each kind of the model, at a length of `seq_len` tokens.
+pub fn by_kind(config: &ModelConfig, seq_len: usize) -> Vec<KindCost<'_>> {
+    let kinds = config.layers_by_kind().into_iter();
+    kinds.map(|kind| KindCost::of(config, kind, seq_len)).collect()
 }
 
 /// FLOPs of a training step per token: the backward pass counts twice the forward.
@@ -150,33 +190,34 @@ pub fn train_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len: u
     3.0 * forward_flops_per_token(config, vocab_size, seq_len)
 }
 
-/// Elements that decoding keeps per sequence of `seq_len` tokens, over all layers: the attention
-/// variant's, and the last inputs of convolutions and token shifts.
+/// Elements that decoding keeps per sequence after `seq_len` tokens, over all layers: the attention
+/// variant's state, and the last inputs of convolutions and token shifts.
 pub fn state_elements(config: &ModelConfig, seq_len: usize) -> u64 {
-    let layer = |n| {
-        config.attention.state_elements(&config.attention_shape(n), seq_len)
-            + history_elements(config, n, seq_len)
-    };
-    (0..config.layers).map(layer).sum()
+    (0..config.layers).map(|layer| layer_state_elements(config, layer, seq_len)).sum()
 }
 
-/// Elements of the last inputs that layer `layer` keeps after `seq_len` tokens.
+fn layer_state_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
+    config.attention_of(layer).state_elements(&config.attention_shape(layer), seq_len)
+        + history_elements(config, layer, seq_len)
+}
+
+/// Elements of the last inputs that the convolutions and token shifts of layer `layer` keep.
 fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
-    let shape = config.attention_shape(layer);
+    let (shape, attention) = (config.attention_shape(layer), config.attention_of(layer));
     let kept = |taps: usize, channels: usize| ((taps - 1).min(seq_len) * channels) as u64;
-    let sides = config.attention.projections(&shape);
-    let side_convs: u64 =
-        sides.iter().filter_map(|p| p.conv.map(|taps| kept(taps, p.features))).sum();
-    let channels: usize = channels(config, &shape).iter().sum();
+    let extra = attention.projections(&shape);
+    let extra_convs: u64 =
+        extra.iter().filter_map(|p| p.conv.map(|taps| kept(taps, p.features))).sum();
+    let channels: usize = channels(attention, &shape).iter().sum();
     let convs = if config.short_conv { kept(CONV_TAPS, channels) } else { 0 };
-    // Those of attention, and the MLP's.
-    let shifted = shifted(config, sides.len()) + 1;
+    // Attention's projections, and the MLP.
+    let shifted = shifted(config, extra.len()) + 1;
     let shifts = if config.token_shift { kept(2, shifted * config.width) } else { 0 };
-    side_convs + convs + shifts
+    extra_convs + convs + shifts
 }
 
-/// Inputs of an attention layer that a token shift precedes: those of q, k, v, the side projections
-/// and the output gate.
-fn shifted(config: &ModelConfig, sides: usize) -> usize {
-    3 + sides + usize::from(config.output_gate)
+/// Projections of an attention layer that shift tokens: to q, k and v, `extra` ones of its kind, and
+/// to the output gate.
+fn shifted(config: &ModelConfig, extra: usize) -> usize {
+    3 + extra + usize::from(config.output_gate)
 }

@@ -11,11 +11,12 @@ use crate::LanguageModel;
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
-    /// Divides the logits; 0 always takes the most likely token.
+    /// Divides the logits before the softmax; at 0, the most likely token is always taken.
     pub temperature: f32,
-    /// Keep the k most likely tokens.
+    /// Draw from the k most likely tokens alone.
     pub top_k: Option<usize>,
-    /// Keep the most likely tokens that together reach this probability, in (0, 1].
+    /// Draw from the fewest most likely tokens that together have at least this probability, in
+    /// (0, 1].
     pub top_p: Option<f32>,
     /// Seed of the draws.
     pub seed: u64,
@@ -29,32 +30,33 @@ impl Sampling {
 /// Why nothing can be generated.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
-    /// No token to start from.
+    /// A prompt is empty.
     #[error("the prompt has no token; give at least one")]
     EmptyPrompt,
     /// Prompts of one batch differ in length.
     #[error("prompts of one batch have {0} and {1} tokens; they must be equally long")]
     UnequalPrompts(usize, usize),
-    /// Learned positions end before the text does.
+    /// There are learned positions for fewer tokens.
     #[error(
         "prompt and generation take {wanted} tokens; the model's learned positions end at {allowed}\n  \
          hint: shorten the prompt, or train with model.positions = \"none\""
     )]
     TooLong {
-        /// Tokens asked for.
+        /// Tokens of prompt and generation.
         wanted: usize,
-        /// Tokens that positions allow.
+        /// Tokens that have positions.
         allowed: usize,
     },
 }
 
-/// Continues each prompt by up to `max_tokens` tokens, until `stop` (not returned).
+/// Continues each prompt by up to `max_tokens` tokens, or until the token `stop`, which is not
+/// returned.
 ///
-/// `emit(row, token)` is called for each token as soon as it is known. All prompts are equally
-/// long; each row has a random stream of its own.
+/// All prompts are equally long; each row has a random stream of its own. `emit(row, token)` is called
+/// for each new token as soon as it is known.
 ///
 /// # Errors
-/// When a prompt is empty, prompts differ in length, or learned positions are too short.
+/// When a prompt is empty, prompts differ in length, or there are learned positions for fewer tokens.
 pub fn generate<B: OpBackend>(
     model: &LanguageModel<B>,
     prompts: &[Vec<u32>],
@@ -125,7 +127,7 @@ fn check<B: OpBackend>(
     }
 }
 
-/// One token from the logits of a vocabulary.
+/// One token, drawn from the softmax of the vocabulary's `logits` as `sampling` says.
 pub fn choose(logits: &[f32], sampling: &Sampling, rng: &mut impl Rng) -> u32 {
     let best = (0..logits.len())
         .max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)))

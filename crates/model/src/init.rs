@@ -1,10 +1,13 @@
-//! Initial weights: each parameter has a random stream of its own, named by its path, so that
-//! adding a layer or an option changes no other parameter.
+//! Initial weights. Each random parameter has a stream of its own, named by the parameter's path, so
+//! that adding a layer or an option changes no other parameter.
+//!
+//! These paths are part of what a seed means, and apart from the names of weights in files: a weight
+//! that is renamed there keeps its path here, and so its initial values.
 
 use burn::module::Param;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use longwall_kernels::attention::Start;
+use longwall_kernels::attention::{AttentionShape, Start};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -13,7 +16,7 @@ use rand_distr::{Distribution, Normal};
 const STD: f32 = 0.02;
 
 /// Makes the initial parameters of one part of a model.
-pub(crate) struct Init<'a, B: Backend> {
+pub(crate) struct WeightInit<'a, B: Backend> {
     seed: u64,
     path: String,
     /// Standard deviation of projections into the residual stream.
@@ -21,21 +24,21 @@ pub(crate) struct Init<'a, B: Backend> {
     pub device: &'a B::Device,
 }
 
-impl<'a, B: Backend> Init<'a, B> {
+impl<'a, B: Backend> WeightInit<'a, B> {
     /// For a model of `layers` blocks, whose two residual projections each are scaled by
     /// 1/√(2·layers) (Radford et al., 2019; nanoGPT).
     pub fn new(seed: u64, layers: usize, device: &'a B::Device) -> Self {
         let residual_std = STD / (2.0 * layers as f32).sqrt();
-        Init { seed, path: String::new(), residual_std, device }
+        WeightInit { seed, path: String::new(), residual_std, device }
     }
 
-    /// The same for a part of this part.
+    /// The same for the part `name` of this part.
     pub fn part(&self, name: impl std::fmt::Display) -> Self {
         let path = format!("{}.{name}", self.path);
-        Init { seed: self.seed, path, residual_std: self.residual_std, device: self.device }
+        WeightInit { seed: self.seed, path, residual_std: self.residual_std, device: self.device }
     }
 
-    /// A weight matrix, normal with standard deviation 0.02.
+    /// A weight matrix `[outputs, inputs]`, normal with standard deviation 0.02.
     pub fn weight(&self, shape: [usize; 2]) -> Param<Tensor<B, 2>> {
         self.normal(shape, STD)
     }
@@ -56,10 +59,10 @@ impl<'a, B: Backend> Init<'a, B> {
         Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
     }
 
-    /// A vector of `len` elements with a variant's own initial values.
+    /// A vector of `len` elements with the initial values that an attention variant asks for.
     ///
     /// # Panics
-    /// When these are not as many.
+    /// When the variant lists another number of values.
     pub fn start(&self, len: usize, start: &Start) -> Param<Tensor<B, 1>> {
         match start {
             Start::Constant(value) => self.constant(len, *value),
@@ -83,6 +86,15 @@ impl<'a, B: Backend> Init<'a, B> {
         let normal = Normal::new(0.0, std).expect("a standard deviation of 0 or above");
         normal.sample_iter(rng).take(len).collect()
     }
+}
+
+/// Initial μ of a token shift: 1 − (c / width)^e for each channel c of `width`, where the exponent
+/// e is a function of r = 1 − layer / layers, which falls from 1 to 0 with depth (Peng et al., 2025,
+/// released models).
+pub(crate) fn token_shift(shape: &AttentionShape, exponent: impl Fn(f64) -> f64) -> Vec<f32> {
+    let r = 1.0 - shape.layer as f64 / shape.layers as f64;
+    let mu = |c| 1.0 - (c as f64 / shape.width as f64).powf(exponent(r));
+    (0..shape.width).map(|c| mu(c) as f32).collect()
 }
 
 /// The FNV-1a hash, 64 bits: stable across platforms and versions.

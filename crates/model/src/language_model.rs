@@ -9,7 +9,7 @@ use longwall_kernels::ops::embedding::embedding;
 use longwall_kernels::ops::linear::linear;
 
 use crate::config::{ModelConfig, Positions};
-use crate::init::Init;
+use crate::init::WeightInit;
 use crate::layers::{Block, BlockState, Norm};
 
 /// A decoder-only language model.
@@ -19,17 +19,17 @@ pub struct LanguageModel<B: OpBackend> {
     pub embedding: Param<Tensor<B, 2>>,
     /// Learned absolute positions, `[seq_len, width]`.
     pub positions: Option<Param<Tensor<B, 2>>>,
-    /// After the embedding.
+    /// Norm of the embedded tokens.
     pub embedding_norm: Option<Norm<B>>,
     /// The blocks.
     pub blocks: Vec<Block<B>>,
-    /// Before the output projection.
+    /// Norm before the output projection.
     pub norm: Norm<B>,
-    /// Output projection `[vocab, width]`, unless the embedding serves.
+    /// Output projection `[vocab, width]`; `None` where the embedding serves as such.
     pub head: Option<Param<Tensor<B, 2>>>,
 }
 
-/// What decoding keeps between calls.
+/// What decoding keeps between calls, for a batch of sequences of one length.
 #[derive(Clone, Debug)]
 pub struct ModelState<B: OpBackend> {
     blocks: Vec<BlockState<B>>,
@@ -49,9 +49,9 @@ impl<B: OpBackend> ModelState<B> {
 }
 
 impl<B: OpBackend> LanguageModel<B> {
-    /// A model with initial weights, which depend on `seed` and on each parameter's name alone.
+    /// A model with initial weights. Each depends on `seed` and on its place in the model alone.
     ///
-    /// `seq_len`, the training length in tokens, bounds learned positions.
+    /// There are learned positions for `seq_len` tokens, the training length.
     pub fn new(
         config: &ModelConfig,
         vocab_size: usize,
@@ -59,7 +59,7 @@ impl<B: OpBackend> LanguageModel<B> {
         seed: u64,
         device: &B::Device,
     ) -> Self {
-        let init = Init::<B>::new(seed, config.layers, device);
+        let init = WeightInit::<B>::new(seed, config.layers, device);
         let width = config.width;
         let learned = config.positions == Positions::Learned;
         let block = |n: usize| Block::new(&init.part("blocks").part(n), config, n);
@@ -89,7 +89,7 @@ impl<B: OpBackend> LanguageModel<B> {
         self.head.as_ref().unwrap_or(&self.embedding).val()
     }
 
-    /// The final norm's output for whole rows: tokens `[batch, seq_len]` to
+    /// The normed output of the last block for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
         let mut x = self.embedded(tokens, documents.clone());
@@ -100,9 +100,9 @@ impl<B: OpBackend> LanguageModel<B> {
         self.norm.forward(x)
     }
 
-    /// The share of pairs of a query and a key it may see that the attention layers leave out of their
-    /// work on whole rows, as their kind's `prune` says, mean over the layers, 0 to 1; `None` where
-    /// nothing is to be left out. Tokens and documents are `[batch, seq_len]`.
+    /// The share of (query, visible key) pairs that attention leaves out of its work on whole rows
+    /// because of its kind's `prune`: the mean over the layers, 0 to 1; `None` where no layer prunes.
+    /// Tokens and documents are `[batch, seq_len]`.
     pub fn share_left_out(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -113,15 +113,17 @@ impl<B: OpBackend> LanguageModel<B> {
         }
         let mut x = self.embedded(tokens, documents.clone());
         let mut first_values = None;
-        let mut sum = 0.0;
+        let mut shares = vec![];
         for block in &self.blocks {
-            sum += block.share_left_out(&x, &documents, &mut first_values)?;
+            shares.push(block.share_left_out(&x, &documents, &mut first_values));
             x = block.forward(x, documents.clone(), &mut first_values);
         }
-        Some(sum / self.blocks.len() as f64)
+        let pruned: Vec<f64> = shares.into_iter().flatten().collect();
+        // Layers of kinds that do not prune leave nothing out.
+        (!pruned.is_empty()).then(|| pruned.iter().sum::<f64>() / self.blocks.len() as f64)
     }
 
-    /// The first block's input for whole rows: tokens `[batch, seq_len]` to
+    /// The input of the first block for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn embedded(
         &self,
@@ -131,7 +133,8 @@ impl<B: OpBackend> LanguageModel<B> {
         self.embed(tokens, 0, documents)
     }
 
-    /// Token embeddings, plus those of positions counted from the document's start, normed.
+    /// Embeddings of `tokens`, the first of which has position `first`, plus learned positions
+    /// counted from the document's start, normed.
     fn embed(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -167,11 +170,10 @@ impl<B: OpBackend> LanguageModel<B> {
         x + embedding(positions.val(), at)
     }
 
-    /// Σ weights · cross-entropy in nats, shape `[1]`.
+    /// Σ weight · cross-entropy of the target, in nats, shape `[1]`.
     ///
-    /// - `tokens`, `targets`: `[batch, seq_len]`
-    /// - `weights`: `[batch, seq_len]`; divided by the batch's total they give a mean
-    /// - `documents`: `[batch, seq_len]`
+    /// - `tokens`, `targets`, `documents`: `[batch, seq_len]`
+    /// - `weights`: `[batch, seq_len]`; where they add up to 1, the result is a mean
     pub fn loss(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -209,7 +211,7 @@ impl<B: OpBackend> LanguageModel<B> {
         self.project(self.hidden(tokens, None))
     }
 
-    /// The logits of `hidden`, in f32: rounded to bf16, likely tokens would tie.
+    /// The logits of `hidden`. In f32 even where the model is in bf16, in which close logits would tie.
     fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
         let wide = DType::F32;
         match hidden.dtype() {
@@ -218,7 +220,7 @@ impl<B: OpBackend> LanguageModel<B> {
         }
     }
 
-    /// The state before the first token.
+    /// The decoding state before the first token.
     pub fn start(&self) -> ModelState<B> {
         ModelState { blocks: self.blocks.iter().map(Block::start).collect(), position: 0 }
     }

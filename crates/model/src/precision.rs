@@ -1,4 +1,4 @@
-//! In which numbers a model computes.
+//! The number formats that a model computes in.
 
 use std::fmt::{self, Display};
 
@@ -7,17 +7,19 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-/// The numbers that a model's matrices and activations are made of.
+/// The number format of a model's matrices and activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
     /// f32 throughout.
     #[default]
     F32,
-    /// f32 throughout, but linear layers on CUDA round their factors to TF32 (10 bits of mantissa).
+    /// f32 throughout, but linear layers on CUDA round the matrices they multiply to TF32 (10 bits of
+    /// mantissa).
     Tf32,
-    /// bf16 activations, and parameters of two or more dimensions rounded to bf16. Vectors stay
-    /// f32, and so do softmax statistics, norms' statistics, losses and gradients of parameters.
+    /// Activations, and parameters of two or more dimensions, are in bf16. Parameters that are
+    /// vectors stay in f32, and so do the statistics of softmax and norms, losses, and gradients of
+    /// parameters.
     Bf16,
 }
 
@@ -32,7 +34,7 @@ impl Display for Precision {
 }
 
 impl Precision {
-    /// The type of a parameter of `rank` dimensions.
+    /// The element type of a parameter of `rank` dimensions.
     pub fn parameter(self, rank: usize) -> DType {
         match self {
             Precision::Bf16 if rank >= 2 => DType::BF16,
@@ -40,8 +42,7 @@ impl Precision {
         }
     }
 
-    /// `module` with every parameter in its type of this precision, rounded to nearest where it was
-    /// wider.
+    /// `module` with every parameter in the type that this precision gives it, rounded to nearest.
     pub fn convert<B: Backend, M: Module<B>>(self, module: M) -> M {
         module.map(&mut Convert(self))
     }

@@ -68,6 +68,43 @@ const CONFIGS: &[&str] = &[
     norm_bias = true
     attention = { kind = "rope" }
     "#,
+    r#"
+    layers = 3
+    width = 8
+    heads = 2
+    mlp_width = 12
+    window = 5
+    output_gate = true
+    value_residual = "learned"
+    pattern = ["local", "fox"]
+    kinds.local = { kind = "rope", window = 3 }
+    kinds.fox = { kind = "fox", window = "none" }
+    "#,
+];
+
+/// Hybrids of kinds that decode from caches and from states, with windows of their own.
+const HYBRIDS: &[&str] = &[
+    r#"
+    layers = 5
+    width = 16
+    heads = 4
+    kv_heads = 2
+    mlp_width = 12
+    qk_norm = true
+    pattern = ["linear", "wall", "tda"]
+    kinds.wall = { kind = "wall", window = 4 }
+    "#,
+    r#"
+    arch = "rwkv7"
+    layers = 4
+    width = 16
+    heads = 4
+    mlp_width = 12
+    window = 3
+    short_conv = true
+    pattern = ["rwkv7", "rwkv7", "rwkv7", "rope"]
+    kinds.rwkv7 = { kind = "rwkv7", window = "none" }
+    "#,
 ];
 
 /// Blocks that every registered kind of attention is put into.
@@ -103,7 +140,8 @@ pub fn configs() -> impl Iterator<Item = ModelConfig> {
     CONFIGS.iter().map(|text| valid(toml::from_str(text).expect("a valid configuration")))
 }
 
-/// Each configuration, and every registered kind of attention in blocks of different families.
+/// Each configuration, hybrids, and every registered kind of attention in blocks of different
+/// families.
 pub fn configs_and_kinds() -> impl Iterator<Item = ModelConfig> {
     let kinds = AttentionConfig::defaults().into_iter().flat_map(|attention| {
         BLOCKS.iter().map(move |blocks| {
@@ -113,5 +151,7 @@ pub fn configs_and_kinds() -> impl Iterator<Item = ModelConfig> {
             valid(table.try_into().expect("a valid configuration"))
         })
     });
-    configs().chain(kinds)
+    let hybrids =
+        HYBRIDS.iter().map(|text| valid(toml::from_str(text).expect("a valid configuration")));
+    configs().chain(hybrids).chain(kinds)
 }

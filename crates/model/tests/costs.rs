@@ -63,14 +63,23 @@ fn token_shifts_start_with_each_projections_exponent() {
     )
     .unwrap();
     let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 0, &Default::default());
-    let shifts = &model.blocks[0].attention.shifts;
-    // q, k, v, decay, rate, gate; channel 4 of 16 in the first of two layers.
-    for (mu, exponent) in shifts.iter().zip([0.2, 0.7, 0.7, 0.9, 0.9, 0.2]) {
-        let got = mu.val().into_data().to_vec::<f32>().unwrap()[4];
+    let attention = &model.blocks[0].attention;
+    let extra = |name| attention.extra.get(name).expect("RWKV-7 projects it");
+    for (projection, exponent) in [
+        (&attention.q, 0.2),
+        (&attention.k, 0.7),
+        (&attention.v, 0.7),
+        (extra("decay"), 0.9),
+        (extra("rate"), 0.9),
+        (extra("gate"), 0.2),
+    ] {
+        let mu = projection.shift.as_ref().expect("the blocks shift tokens").val();
+        // Channel 4 of 16 in the first of two layers.
+        let got = mu.into_data().to_vec::<f32>().unwrap()[4];
         let want = 1.0 - 0.25f32.powf(exponent);
         assert!((got - want).abs() < 1e-6, "{got} for {want}");
     }
-    assert_eq!(shifts.len(), 6);
+    assert_eq!(attention.extra.names().len(), 3);
 }
 
 /// Table 2 of Gelada et al. (2025): 124M GPT-2 with softmax is 8:1 at 1,024 tokens, 1:1 at 8,192,

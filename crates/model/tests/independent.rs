@@ -74,13 +74,9 @@ impl Oracle<'_> {
         x.iter().map(row).collect()
     }
 
-    /// Token shift of projection `at` of a layer.
-    fn shift(&self, layer: &str, at: usize, x: &Row) -> Row {
-        let name = match layer.ends_with("mlp") {
-            true => format!("{layer}.shift"),
-            false => format!("{layer}.shifts.{at}"),
-        };
-        let Some(mu) = self.parameters.get(&name) else { return x.clone() };
+    /// The token shift `name.shift`, if there is one.
+    fn shift(&self, name: &str, x: &Row) -> Row {
+        let Some(mu) = self.parameters.get(&format!("{name}.shift")) else { return x.clone() };
         let value = |t: usize, c: usize| {
             let before = if t > self.starts[t] { x[t - 1][c] } else { 0.0 };
             x[t][c] + mu[c] * (before - x[t][c])
@@ -93,8 +89,9 @@ impl Oracle<'_> {
         let d = v[0][0].len();
         let gate = self.config.value_residual == ValueResidual::Gated;
         let nu = gate.then(|| {
-            let inner = self.linear(&format!("{layer}.value_gate.inner"), &self.shift(layer, 2, x));
-            self.linear(&format!("{layer}.value_gate.outer"), &inner)
+            let x = self.shift(&format!("{layer}.v"), x);
+            let inner = self.linear(&format!("{layer}.value_gate.inner"), &x);
+            self.linear(&format!("{layer}.value_gate"), &inner)
         });
         let value = |h: usize, t: usize, c: usize| match &nu {
             Some(nu) => {
@@ -111,14 +108,12 @@ impl Oracle<'_> {
     }
 
     /// Projection, short convolution, heads `[head][time][channel]`, norm, rotation.
-    fn heads(&self, name: &str, at: usize, x: &Row, norm: Option<&str>) -> Vec<Row> {
+    fn heads(&self, name: &str, d: usize, x: &Row, norm: Option<&str>) -> Vec<Row> {
         let layer = name.rsplit_once('.').unwrap().0;
-        let mut y = self.linear(name, &self.shift(layer, at, x));
+        let mut y = self.linear(name, &self.shift(name, x));
         if self.config.short_conv {
-            y = self.short_conv(self.get(&format!("{layer}.convs.{at}")), &y);
+            y = self.short_conv(self.get(&format!("{name}.conv")), &y);
         }
-        let shape = self.config.attention_shape(0);
-        let d = shape.head_dim;
         let head = |h: usize| -> Row {
             let channels = |y: &Vec<f64>| y[h * d..(h + 1) * d].to_vec();
             let rows = y.iter().map(channels);
@@ -153,17 +148,19 @@ impl Oracle<'_> {
         }
     }
 
-    fn attention(&self, name: &str, x: &Row, first_values: &mut Vec<Row>) -> Row {
-        let shape = self.config.attention_shape(0);
-        let mut q = self.heads(&format!("{name}.q"), 0, x, Some("q_norm"));
-        let mut k = self.heads(&format!("{name}.k"), 1, x, Some("k_norm"));
-        let mut v = self.heads(&format!("{name}.v"), 2, x, None);
+    fn attention(&self, layer: usize, name: &str, x: &Row, first_values: &mut Vec<Row>) -> Row {
+        let shape = self.config.attention_shape(layer);
+        let variant = self.config.attention_of(layer);
+        let d = shape.head_dim;
+        let mut q = self.heads(&format!("{name}.q"), d, x, Some("q_norm"));
+        let mut k = self.heads(&format!("{name}.k"), d, x, Some("k_norm"));
+        let mut v = self.heads(&format!("{name}.v"), d, x, None);
         if first_values.is_empty() {
             *first_values = v.clone();
         } else if self.config.value_residual != ValueResidual::None {
             v = self.mix_values(name, x, v, first_values);
         }
-        let text = toml::to_string(&self.config.attention).unwrap();
+        let text = toml::to_string(variant).unwrap();
         if text.contains("position = \"rope\"") {
             for heads in [&mut q, &mut k] {
                 heads.iter_mut().for_each(|h| {
@@ -171,8 +168,8 @@ impl Oracle<'_> {
                 });
             }
         }
-        let forget = (self.config.attention.kind() == "fox")
-            .then(|| self.linear(&format!("{name}.projections.0.outer"), &self.shift(name, 3, x)));
+        let gate = format!("{name}.forget_gate");
+        let forget = (variant.kind() == "fox").then(|| self.linear(&gate, &self.shift(&gate, x)));
         let log_decay =
             |t: usize, h: usize| forget.as_ref().map_or(0.0, |f| -(-f[t][h]).exp().ln_1p());
         let mut joined: Row = vec![vec![]; x.len()];
@@ -193,8 +190,8 @@ impl Oracle<'_> {
             }
         }
         if self.config.output_gate {
-            let last = if forget.is_some() { 4 } else { 3 };
-            let gate = self.linear(&format!("{name}.output_gate"), &self.shift(name, last, x));
+            let gate = format!("{name}.output_gate");
+            let gate = self.linear(&gate, &self.shift(&gate, x));
             for (o, g) in joined.iter_mut().flatten().zip(gate.iter().flatten()) {
                 *o /= 1.0 + (-g).exp();
             }
@@ -203,7 +200,7 @@ impl Oracle<'_> {
     }
 
     fn mlp(&self, name: &str, x: &Row) -> Row {
-        let x = &self.shift(name, 0, x);
+        let x = &self.shift(name, x);
         let mut hidden = self.linear(&format!("{name}.up"), x);
         match self.config.mlp {
             MlpKind::Gelu => hidden.iter_mut().flatten().for_each(|x| {
@@ -254,7 +251,7 @@ impl Oracle<'_> {
         for layer in 0..self.config.layers {
             let name = format!("blocks.{layer}");
             x = self.add(&format!("{name}.attention"), x, |name, x| {
-                self.attention(name, x, &mut first_values)
+                self.attention(layer, name, x, &mut first_values)
             });
             x = self.add(&format!("{name}.mlp"), x, |name, x| self.mlp(name, x));
         }

@@ -5,8 +5,8 @@ use longwall_model::{LanguageModel, ModelConfig};
 
 const TOKENS: usize = 90;
 
-/// The share of pairs that FoX leaves out where all keys are zero and each step decays by `decay`: a query at
-/// position i keeps keys less than (24 ln 2 + ln (i + 1)) / decay places back.
+/// The share of pairs that FoX leaves out where all keys are zero and each step decays by `decay`: a
+/// query at position i keeps keys less than (24 ln 2 + ln (i + 1)) / decay places back.
 fn share(decay: f64, starts: &[usize]) -> f64 {
     let (mut left_out, mut pairs) = (0, 0);
     for (i, start) in starts.iter().enumerate() {
@@ -35,7 +35,7 @@ fn the_share_left_out_is_that_of_every_layer() {
                 let zeros = |x: &Param<Tensor<Flex, 2>>| Param::from_tensor(x.val().zeros_like());
                 let attention = &mut block.attention;
                 attention.k.weight = zeros(&attention.k.weight);
-                let gate = &mut attention.projections[0].outer;
+                let gate = attention.extra.get_mut("forget_gate").expect("FoX has one");
                 gate.weight = zeros(&gate.weight);
                 // ln σ(logit) = −decay.
                 let logit = -(f64::exp(decay) - 1.0).ln();

@@ -1,8 +1,10 @@
+use std::collections::HashMap;
+
 use burn::backend::Flex;
-use longwall_model::weights::{load, named_tensors, save};
+use longwall_model::weights::{load, named_tensors, save, write_tensors};
 use longwall_model::{LanguageModel, ModelConfig};
 
-use crate::configs::{SEQ_LEN, VOCAB, configs};
+use crate::configs::{SEQ_LEN, VOCAB, configs, configs_and_kinds};
 
 fn model(config: &ModelConfig, seed: u64) -> LanguageModel<Flex> {
     LanguageModel::new(config, VOCAB, SEQ_LEN, seed, &Default::default())
@@ -33,17 +35,17 @@ fn tensors_are_named_by_their_place() {
             "embedding [11, 8]",
             "blocks.0.attention_norm.weight [8]",
             "blocks.0.attention.q.weight [8, 8]",
+            "blocks.0.attention.q.conv [8, 4]",
             "blocks.0.attention.k.weight [4, 8]",
+            "blocks.0.attention.k.conv [4, 4]",
             "blocks.0.attention.v.weight [4, 8]",
+            "blocks.0.attention.v.conv [4, 4]",
             "blocks.0.attention.output.weight [8, 8]",
-            "blocks.0.attention.projections.0.outer.weight [4, 8]",
-            "blocks.0.attention.projections.0.outer.bias [4]",
+            "blocks.0.attention.forget_gate.weight [4, 8]",
+            "blocks.0.attention.forget_gate.bias [4]",
             "blocks.0.attention.q_norm.weight [2]",
             "blocks.0.attention.k_norm.weight [2]",
             "blocks.0.attention.output_gate.weight [8, 8]",
-            "blocks.0.attention.convs.0 [8, 4]",
-            "blocks.0.attention.convs.1 [4, 4]",
-            "blocks.0.attention.convs.2 [4, 4]",
             "blocks.0.mlp_norm.weight [8]",
             "blocks.0.mlp.gate.weight [12, 8]",
             "blocks.0.mlp.up.weight [12, 8]",
@@ -85,4 +87,87 @@ fn initial_weights_depend_on_the_name_alone() {
     for tensor in &plain {
         assert!(gated.contains(tensor), "{}", tensor.0);
     }
+}
+
+#[test]
+fn every_weight_has_a_name_of_its_own() {
+    for config in configs_and_kinds() {
+        let mut names: Vec<_> =
+            named_tensors(&model(&config, 0)).into_iter().map(|(name, ..)| name).collect();
+        let count = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), count, "{config:?}");
+        let unnamed = |part: &str| part.parse::<usize>().is_ok();
+        // `blocks.N` apart, no part of a name is a number.
+        let bad =
+            names.iter().find(|name| name.split('.').filter(|part| unnamed(part)).count() > 1);
+        assert_eq!(bad, None, "{config:?}");
+    }
+}
+
+/// The names that files had before each weight was called by what it is, written out for a model
+/// with everything that was renamed.
+#[test]
+fn files_with_earlier_names_are_read() {
+    let config: ModelConfig = toml::from_str(
+        r#"
+        arch = "rwkv7"
+        layers = 2
+        width = 8
+        heads = 2
+        mlp_width = 12
+        short_conv = true
+        output_gate = true
+        pattern = ["path", "tda"]
+        "#,
+    )
+    .expect("a valid configuration");
+    let earlier: HashMap<&str, &str> = [
+        ("blocks.0.attention.q.conv", "blocks.0.attention.convs.0"),
+        ("blocks.0.attention.k.conv", "blocks.0.attention.convs.1"),
+        ("blocks.0.attention.v.conv", "blocks.0.attention.convs.2"),
+        ("blocks.0.attention.q.shift", "blocks.0.attention.shifts.0"),
+        ("blocks.0.attention.k.shift", "blocks.0.attention.shifts.1"),
+        ("blocks.0.attention.v.shift", "blocks.0.attention.shifts.2"),
+        ("blocks.0.attention.w.shift", "blocks.0.attention.shifts.3"),
+        ("blocks.0.attention.beta.shift", "blocks.0.attention.shifts.4"),
+        ("blocks.0.attention.output_gate.shift", "blocks.0.attention.shifts.5"),
+        ("blocks.0.attention.w.inner.weight", "blocks.0.attention.projections.0.inner.weight"),
+        ("blocks.0.attention.w.weight", "blocks.0.attention.projections.0.outer.weight"),
+        ("blocks.0.attention.w.conv", "blocks.0.attention.projections.0.conv"),
+        ("blocks.0.attention.beta.weight", "blocks.0.attention.projections.1.outer.weight"),
+        ("blocks.0.attention.beta.bias", "blocks.0.attention.projections.1.outer.bias"),
+        ("blocks.1.attention.q.conv", "blocks.1.attention.convs.0"),
+        ("blocks.1.attention.k.conv", "blocks.1.attention.convs.1"),
+        ("blocks.1.attention.v.conv", "blocks.1.attention.convs.2"),
+        ("blocks.1.attention.q.shift", "blocks.1.attention.shifts.0"),
+        ("blocks.1.attention.k.shift", "blocks.1.attention.shifts.1"),
+        ("blocks.1.attention.v.shift", "blocks.1.attention.shifts.2"),
+        ("blocks.1.attention.output_gate.shift", "blocks.1.attention.shifts.3"),
+        ("blocks.1.attention.beta", "blocks.1.attention.parameters.0"),
+        ("blocks.1.attention.lambda", "blocks.1.attention.parameters.1"),
+        ("blocks.1.attention.norm", "blocks.1.attention.parameters.2"),
+        ("blocks.1.attention.value_gate.weight", "blocks.1.attention.value_gate.outer.weight"),
+        ("blocks.1.attention.value_gate.bias", "blocks.1.attention.value_gate.outer.bias"),
+    ]
+    .into();
+    let original = named_tensors(&model(&config, 1));
+    let mut renamed = 0;
+    let rename = |(name, shape, data): &(String, _, _)| {
+        let name = match earlier.get(name.as_str()) {
+            Some(earlier) => {
+                renamed += 1;
+                (*earlier).to_owned()
+            }
+            None => name.clone(),
+        };
+        (name, Vec::clone(shape), Vec::clone(data))
+    };
+    let written = original.iter().map(rename).collect();
+    assert_eq!(renamed, earlier.len());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    write_tensors(&path, &written).unwrap();
+    assert_eq!(named_tensors(&load(model(&config, 2), &path).unwrap()), original);
 }

@@ -14,7 +14,7 @@ use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use longwall_kernels::ops::adamw::AdamwStep;
 use longwall_model::Precision;
-use longwall_model::weights::{WeightsError, read_tensors};
+use longwall_model::weights::{EarlierNames, WeightsError, read_tensors};
 use safetensors::{Dtype, SafeTensorError, View};
 
 use crate::config::OptimiserConfig;
@@ -143,12 +143,18 @@ impl<B: OpBackend> Optimiser<B> {
         })
     }
 
-    /// Reads the moments that [`Optimiser::save`] wrote.
+    /// Reads the moments that [`Optimiser::save`] wrote, perhaps when the model's weights had
+    /// `earlier` names.
     ///
     /// # Errors
     /// When the file cannot be read, or holds the moments of another model.
-    pub fn load(&mut self, path: &Path, device: &B::Device) -> Result<(), WeightsError> {
-        let mut tensors = read_tensors(path)?;
+    pub fn load(
+        &mut self,
+        path: &Path,
+        earlier: &EarlierNames,
+        device: &B::Device,
+    ) -> Result<(), WeightsError> {
+        let mut tensors = earlier.replace(read_tensors(path)?);
         for slot in &mut self.slots {
             let m = take(&mut tensors, path, &format!("m.{}", slot.path), &slot.shape)?;
             let v = take(&mut tensors, path, &format!("v.{}", slot.path), &slot.shape)?;

@@ -7,7 +7,7 @@ use longwall_config::{Problems, parse_count};
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::AttentionConfig;
 use longwall_model::ModelConfig;
-use longwall_model::cost::{self, Parameters};
+use longwall_model::cost::{self, KindCost, Parameters};
 use longwall_train::config::RunConfig;
 use serde::Serialize;
 
@@ -39,7 +39,8 @@ pub struct Args {
 /// What a model costs.
 #[derive(Serialize)]
 struct Info {
-    attention: &'static str,
+    /// The kind; of a hybrid, its kinds with their numbers of layers.
+    attention: String,
     vocab_size: usize,
     parameters: Parameters,
     parameters_total: usize,
@@ -52,7 +53,36 @@ struct Info {
     weight_state_ratio: f64,
     steps: u64,
     train_flops: f64,
+    layers: Vec<Layers>,
     kinds: Vec<Kind>,
+}
+
+/// The layers of one kind, and what they cost together.
+#[derive(Serialize)]
+struct Layers {
+    name: String,
+    kind: &'static str,
+    window: Option<usize>,
+    /// Indices, from 0.
+    layers: Vec<usize>,
+    attention_parameters: usize,
+    attention_flops_per_token: f64,
+    state_bytes_per_sequence: u64,
+}
+
+impl Layers {
+    fn of(cost: KindCost<'_>) -> Self {
+        let KindCost { kind, parameters, flops_per_token, state_elements } = cost;
+        Layers {
+            name: kind.name.to_owned(),
+            kind: kind.attention.kind(),
+            window: kind.window,
+            layers: kind.layers,
+            attention_parameters: parameters,
+            attention_flops_per_token: flops_per_token,
+            state_bytes_per_sequence: 4 * state_elements,
+        }
+    }
 }
 
 /// The same model with a kind of attention at its default settings, or as configured.
@@ -88,19 +118,24 @@ impl Costs {
     }
 }
 
-/// The model with each registered kind; the configured one keeps its settings and costs `own`.
+/// What [`Kind`] calls a model with a pattern of kinds.
+const PATTERN: &str = "pattern";
+
+/// The model with each registered kind in all layers; the configured one keeps its settings and costs
+/// `own`. A model with a pattern comes first.
 fn kinds(
     model: &ModelConfig,
     own: Costs,
     vocab: usize,
     [trained_len, seq_len]: [usize; 2],
 ) -> Vec<Kind> {
+    let configured = |kind| Kind { kind, problem: None, costs: Some(own) };
     let with = |config: AttentionConfig| {
         let kind = config.kind();
-        if kind == model.attention.kind() {
-            return Kind { kind, problem: None, costs: Some(own) };
+        if model.attention.as_ref().is_some_and(|attention| attention.kind() == kind) {
+            return configured(kind);
         }
-        let model = ModelConfig { attention: config, ..model.clone() };
+        let model = model.with_attention(config);
         let mut problems = Problems::new();
         model.validate(&mut problems);
         let problem = problems.as_slice().first().map(|p| format!("{} is {}", p.key, p.value));
@@ -109,7 +144,8 @@ fn kinds(
             .then(|| Costs::of(&model, &Parameters::of(&model, vocab, trained_len), seq_len));
         Kind { kind, problem, costs }
     };
-    AttentionConfig::defaults().into_iter().map(with).collect()
+    let pattern = model.pattern.as_ref().map(|_| configured(PATTERN));
+    pattern.into_iter().chain(AttentionConfig::defaults().into_iter().map(with)).collect()
 }
 
 /// Prints the costs.
@@ -128,7 +164,7 @@ pub fn run(args: Args) -> Result<()> {
     let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
     let costs = Costs::of(model, &parameters, seq_len);
     let info = Info {
-        attention: model.attention.kind(),
+        attention: model.attention_label(),
         vocab_size: vocab,
         parameters,
         parameters_total: costs.parameters,
@@ -139,6 +175,7 @@ pub fn run(args: Args) -> Result<()> {
         state_bytes_per_sequence: costs.state_bytes_per_sequence,
         state_bytes_per_token: costs.state_bytes_per_token,
         weight_state_ratio: costs.weight_state_ratio,
+        layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
         kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
         steps: config.train.total_steps(),
         train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
@@ -147,6 +184,10 @@ pub fn run(args: Args) -> Result<()> {
         println!("{}", serde_json::to_string_pretty(&info)?);
     } else {
         print(&info);
+        if model.pattern.is_some() {
+            print_layers(&info.layers);
+        }
+        print_kinds(&info.kinds);
     }
     Ok(())
 }
@@ -176,9 +217,41 @@ fn print(info: &Info) {
     println!("  state, per token       {:.0} bytes", info.state_bytes_per_token);
     println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
+}
+
+/// What the layers of each kind of a pattern cost.
+fn print_layers(layers: &[Layers]) {
+    println!("attention by kind of layer (of all its layers; layers counted from 0):");
+    println!(
+        "  name              kind              window   parameters  MFLOP/token  state bytes  layers"
+    );
+    for group in layers {
+        println!(
+            "  {:<16}  {:<16} {:>7}  {:>11}  {:>11.3}  {:>11}  {}",
+            group.name,
+            group.kind,
+            group.window.map_or_else(|| "none".to_owned(), |tokens| tokens.to_string()),
+            group.attention_parameters,
+            group.attention_flops_per_token / 1e6,
+            group.state_bytes_per_sequence,
+            ranges(&group.layers),
+        );
+    }
+}
+
+/// Ascending numbers with runs taken together: `0-4, 6`.
+fn ranges(numbers: &[usize]) -> String {
+    let runs = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        _ => run[0].to_string(),
+    });
+    runs.collect::<Vec<_>>().join(", ")
+}
+
+fn print_kinds(kinds: &[Kind]) {
     println!("the same model with each kind of attention (default keys where not configured):");
     println!("  kind              parameters  attention MFLOP/token  state bytes/token  ratio");
-    for Kind { kind, problem, costs } in &info.kinds {
+    for Kind { kind, problem, costs } in kinds {
         match costs {
             Some(costs) => println!(
                 "  {kind:<16} {:>11}  {:>21.3}  {:>17.0}  {}",

@@ -2,15 +2,15 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::{
     Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts,
-    Inputs, Projection, Start,
+    Inputs, Projection as ExtraSpec, Start,
 };
 use longwall_kernels::backend::OpBackend;
 
-use super::projection::conv_taps;
-use super::time::{History, Past, history_elements};
-use super::{Linear, Norm, SideProjection};
+use super::projection::{ProjectionHistory, conv_taps};
+use super::time::Preceding;
+use super::{Linear, Named, Norm, Projection};
 use crate::config::{ModelConfig, NormKind, ValueResidual};
-use crate::init::Init;
+use crate::init::{WeightInit, token_shift};
 
 /// Taps of the short convolution.
 pub(crate) const CONV_TAPS: usize = 4;
@@ -19,31 +19,27 @@ pub(crate) const CONV_TAPS: usize = 4;
 #[derive(Module, Debug)]
 pub struct Attention<B: OpBackend> {
     /// To `views · heads · head_dim`.
-    pub q: Linear<B>,
+    pub q: Projection<B>,
     /// To `views · kv_heads · head_dim`.
-    pub k: Linear<B>,
+    pub k: Projection<B>,
     /// To `kv_heads · value_dim`.
-    pub v: Linear<B>,
+    pub v: Projection<B>,
     /// From `heads · value_dim` back to the residual stream.
     pub output: Linear<B>,
-    /// What the variant projects beside q, k and v, in its order.
-    pub projections: Vec<SideProjection<B>>,
-    /// The variant's own learned vectors, in its order.
-    pub parameters: Vec<Param<Tensor<B, 1>>>,
+    /// What the variant projects beside q, k and v, by its names and in its order.
+    pub extra: Named<Projection<B>>,
+    /// The variant's own learned vectors, by its names and in its order.
+    pub parameters: Named<Param<Tensor<B, 1>>>,
     /// Norm of each head's q.
     pub q_norm: Option<Norm<B>>,
     /// Norm of each head's k.
     pub k_norm: Option<Norm<B>>,
-    /// Gate on the output, per channel.
-    pub output_gate: Option<Linear<B>>,
-    /// Taps of the short convolutions of q, k and v, `[channels, 4]`.
-    pub convs: Vec<Param<Tensor<B, 2>>>,
-    /// Token shift's μ of q, k, v, the side projections and the output gate, `[width]` each.
-    pub shifts: Vec<Param<Tensor<B, 1>>>,
+    /// Logits of the gate on the output, to `heads · value_dim`.
+    pub output_gate: Option<Projection<B>>,
     /// λ₁ and λ₂ of the learned value residual.
     pub value_mix: Option<Param<Tensor<B, 1>>>,
-    /// ν of the gated value residual.
-    pub value_gate: Option<SideProjection<B>>,
+    /// Logits ν of the gated value residual, to `kv_heads · value_dim`; its input is that of v.
+    pub value_gate: Option<Projection<B>>,
     #[module(skip)]
     shape: AttentionShape,
     #[module(skip)]
@@ -54,75 +50,69 @@ pub struct Attention<B: OpBackend> {
 #[derive(Clone, Debug)]
 pub struct AttentionLayerState<B: OpBackend> {
     attention: AttentionState<B>,
-    history: History<B>,
+    projections: Histories<B>,
+}
+
+/// What decoding keeps of a layer's projections.
+#[derive(Clone, Debug)]
+struct Histories<B: OpBackend> {
+    q: ProjectionHistory<B>,
+    k: ProjectionHistory<B>,
+    v: ProjectionHistory<B>,
+    /// In the order of [`Attention::extra`].
+    extra: Vec<ProjectionHistory<B>>,
+    output_gate: ProjectionHistory<B>,
 }
 
 impl<B: OpBackend> AttentionLayerState<B> {
     /// Elements held.
     pub fn elements(&self) -> usize {
-        self.attention.elements() + history_elements(&self.history)
+        let Histories { q, k, v, extra, output_gate } = &self.projections;
+        let projections = [q, k, v, output_gate].into_iter().chain(extra);
+        self.attention.elements() + projections.map(ProjectionHistory::elements).sum::<usize>()
     }
 }
 
 impl<B: OpBackend> Attention<B> {
-    pub(crate) fn new(init: &Init<B>, config: &ModelConfig, layer: usize) -> Self {
+    pub(crate) fn new(init: &WeightInit<B>, config: &ModelConfig, layer: usize) -> Self {
         let shape = config.attention_shape(layer);
-        let variant = &config.attention;
-        let width = config.width;
+        let variant = config.attention_of(layer);
+        let parts = Parts { init, config, shape };
         let q = variant.views() * shape.heads * shape.head_dim;
         let k = variant.views() * shape.kv_heads * shape.head_dim;
         let v = shape.kv_heads * variant.value_dim(&shape);
         let inner = shape.heads * variant.value_dim(&shape);
-        let linear =
-            |name: &str, outputs| Linear::new(&init.part(name), width, outputs, config.bias);
-        let head_norm = |name: &str| {
-            let init = init.part(name);
-            config.qk_norm.then(|| Norm::new(&init, NormKind::RmsNorm, shape.head_dim, false))
-        };
-        let side = |spec: &Projection| SideProjection::new(&init.part(spec.name), width, spec);
-        let specs = variant.projections(&shape);
+        let extra = variant.projections(&shape);
         let parameters = variant.parameters(&shape);
-        let convs = if config.short_conv {
-            [("q_conv", q), ("k_conv", k), ("v_conv", v)]
-                .map(|(name, channels)| conv_taps(&init.part(name), channels, CONV_TAPS))
-                .into()
-        } else {
-            vec![]
-        };
         // The first layer's values are the residual's.
         let residual = if layer == 0 { ValueResidual::None } else { config.value_residual };
         Attention {
-            q: linear("q", q),
-            k: linear("k", k),
-            v: linear("v", v),
-            output: Linear::residual(&init.part("output"), inner, width, config.bias),
-            projections: specs.iter().map(side).collect(),
-            parameters: parameters
-                .iter()
-                .map(|p| init.part(p.name).start(p.elements, &p.start))
-                .collect(),
-            q_norm: head_norm("q_norm"),
-            k_norm: head_norm("k_norm"),
-            output_gate: config.output_gate.then(|| linear("output_gate", inner)),
-            convs,
-            shifts: token_shifts(init, config, &shape, &specs),
+            q: parts.convolved("q", q, Q_SHIFT),
+            k: parts.convolved("k", k, K_SHIFT),
+            v: parts.convolved("v", v, V_SHIFT),
+            output: Linear::residual(&init.part("output"), inner, config.width, config.bias),
+            extra: Named::new("extra", extra.iter().map(|spec| (spec.name, parts.extra(spec)))),
+            parameters: Named::new(
+                "parameters",
+                parameters.iter().map(|p| (p.name, init.part(p.name).start(p.elements, &p.start))),
+            ),
+            q_norm: parts.head_norm("q_norm"),
+            k_norm: parts.head_norm("k_norm"),
+            output_gate: config.output_gate.then(|| parts.plain("output_gate", inner, GATE_SHIFT)),
             value_mix: (residual == ValueResidual::Learned)
                 .then(|| init.part("value_mix").constant(2, 0.5)),
-            value_gate: (residual == ValueResidual::Gated).then(|| {
-                let rank = config.value_residual_rank();
-                let spec = Projection::new("value_gate", v)
-                    .low_rank(rank, Activation::Identity)
-                    .bias(Start::Constant(1.0));
-                side(&spec)
-            }),
+            value_gate: (residual == ValueResidual::Gated).then(|| parts.value_gate(v)),
             shape,
             variant: variant.clone(),
         }
     }
 
-    /// Whole rows: `[batch, seq_len, width]`, both ways. `first_values` is empty for the first
-    /// layer, which fills it, and serves the value residual of the others. The result is added to
-    /// `residual` if there is one.
+    /// Attention over whole rows.
+    ///
+    /// - `x`: `[batch, seq_len, width]`, as the result
+    /// - `first_values`: the first layer's values v₁ for the value residual,
+    ///   `[batch, seq_len, kv_heads · value_dim]`; the first layer finds `None` and fills it
+    /// - `residual`: added to the result, if there is one
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -130,10 +120,10 @@ impl<B: OpBackend> Attention<B> {
         first_values: &mut Option<Tensor<B, 3>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let mut past = Past::Rows(&documents);
-        let inputs = self.inputs(&x, first_values, &mut past);
+        let mut preceding = Preceding::Nothing(&documents);
+        let inputs = self.inputs(&x, first_values, &mut preceding);
         let o = self.variant.attend(&self.shape, inputs, documents.clone());
-        self.finish(o, x, &mut past, residual)
+        self.finish(o, &x, &mut preceding, residual)
     }
 
     /// Whether the variant's `prune` is set.
@@ -148,20 +138,22 @@ impl<B: OpBackend> Attention<B> {
         documents: &DocumentStarts<B>,
         first_values: &mut Option<Tensor<B, 3>>,
     ) -> Option<f64> {
-        let inputs = self.inputs(&x, first_values, &mut Past::Rows(documents));
+        let inputs = self.inputs(&x, first_values, &mut Preceding::Nothing(documents));
         self.variant.share_left_out(&self.shape, inputs, documents.clone())
     }
 
-    /// The state before the first token.
+    /// The decoding state before the first token.
     pub fn start(&self) -> AttentionLayerState<B> {
+        let new = ProjectionHistory::new;
+        let extra = self.extra.iter().map(|_| new()).collect();
         AttentionLayerState {
             attention: self.variant.start(&self.shape),
-            history: vec![None; 3 + self.projections.len() + self.shifts.len()],
+            projections: Histories { q: new(), k: new(), v: new(), extra, output_gate: new() },
         }
     }
 
-    /// New tokens after those in `state`: `[batch, n, width]`, both ways; `first_values` and
-    /// `residual` as in [`Attention::forward`].
+    /// Attention of new tokens to themselves and to those in `state`: `x` and the result are
+    /// `[batch, n, width]`; `first_values` and `residual` are as in [`Attention::forward`].
     pub fn extend(
         &self,
         x: Tensor<B, 3>,
@@ -169,34 +161,10 @@ impl<B: OpBackend> Attention<B> {
         first_values: &mut Option<Tensor<B, 3>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let mut past = Past::Earlier(&mut state.history);
-        let inputs = self.inputs(&x, first_values, &mut past);
+        let mut preceding = Preceding::Held(&mut state.projections);
+        let inputs = self.inputs(&x, first_values, &mut preceding);
         let o = self.variant.extend(&self.shape, inputs, &mut state.attention);
-        self.finish(o, x, &mut past, residual)
-    }
-
-    /// The layer's input as projection number `at` (q, k, v, side projections, output gate) sees it.
-    fn shifted(&self, at: usize, x: &Tensor<B, 3>, past: &mut Past<B>) -> Tensor<B, 3> {
-        let slot = 3 + self.projections.len() + at;
-        match self.shifts.get(at) {
-            Some(mu) => past.shift(slot, x.clone(), mu.val()),
-            None => x.clone(),
-        }
-    }
-
-    /// Projection number `at` of q, k and v, convolved.
-    fn project(
-        &self,
-        at: usize,
-        linear: &Linear<B>,
-        x: Tensor<B, 3>,
-        past: &mut Past<B>,
-    ) -> Tensor<B, 3> {
-        let y = linear.forward(x);
-        match self.convs.get(at) {
-            Some(taps) => past.conv(at, y, taps.val(), true),
-            None => y,
-        }
+        self.finish(o, &x, &mut preceding, residual)
     }
 
     /// What the variant's operation takes.
@@ -204,34 +172,29 @@ impl<B: OpBackend> Attention<B> {
         &self,
         x: &Tensor<B, 3>,
         first_values: &mut Option<Tensor<B, 3>>,
-        past: &mut Past<B>,
+        preceding: &mut Preceding<B, Histories<B>>,
     ) -> Inputs<B> {
-        let [batch, n, _] = x.dims();
-        let heads = |y: Tensor<B, 3>, channels: usize| {
-            let heads = y.dims()[2] / channels;
-            y.reshape([batch, n, heads, channels]).swap_dims(1, 2)
-        };
         let head_dim = self.shape.head_dim;
-        let mut query_or_key = |at, linear, norm: Option<&Norm<B>>| {
-            let shifted = self.shifted(at, x, past);
-            let y = heads(self.project(at, linear, shifted, past), head_dim);
+        let query_or_key = |y: Tensor<B, 3>, norm: &Option<Norm<B>>| {
+            let y = split_heads(y, head_dim);
             match norm {
                 Some(norm) => norm.forward(y),
                 None => y,
             }
         };
-        let q = query_or_key(0, &self.q, self.q_norm.as_ref());
-        let k = query_or_key(1, &self.k, self.k_norm.as_ref());
-        let v = self.values(x, first_values, past);
-        let mut side = |(at, side): (usize, &SideProjection<B>)| {
-            let x = self.shifted(3 + at, x, past);
-            side.forward(3 + at, x, past)
-        };
+        let q = self.q.forward(x, preceding.part(|held| &mut held.q));
+        let q = query_or_key(q, &self.q_norm);
+        let k = self.k.forward(x, preceding.part(|held| &mut held.k));
+        let k = query_or_key(k, &self.k_norm);
+        let v = self.values(x, first_values, preceding);
+        let extra = self.extra.iter().enumerate().map(|(at, projection)| {
+            projection.forward(x, preceding.part(|held| &mut held.extra[at]))
+        });
         Inputs {
             q,
             k,
-            v: heads(v, self.variant.value_dim(&self.shape)),
-            projections: self.projections.iter().enumerate().map(&mut side).collect(),
+            v: split_heads(v, self.variant.value_dim(&self.shape)),
+            projections: extra.collect(),
             parameters: self.parameters.iter().map(Param::val).collect(),
         }
     }
@@ -241,67 +204,106 @@ impl<B: OpBackend> Attention<B> {
         &self,
         x: &Tensor<B, 3>,
         first_values: &mut Option<Tensor<B, 3>>,
-        past: &mut Past<B>,
+        preceding: &mut Preceding<B, Histories<B>>,
     ) -> Tensor<B, 3> {
-        let x = self.shifted(2, x, past);
-        let v = self.project(2, &self.v, x.clone(), past);
+        let x = self.v.shifted(x, preceding.part(|held| &mut held.v.shift));
+        let v = self.v.linear(x.clone());
+        let v = self.v.convolved(v, preceding.part(|held| &mut held.v.conv));
         let first = first_values.get_or_insert_with(|| v.clone()).clone();
         if let Some(mix) = &self.value_mix {
             // In f32: λ's gradient is a sum over every element.
             let (dtype, lambdas) = (v.dtype(), mix.val());
             let lambda = |at| lambdas.clone().narrow(0, at, 1).reshape([1, 1, 1]);
-            let wide = |x: Tensor<B, 3>| x.cast(lambdas.dtype());
-            return (wide(first) * lambda(0) + wide(v) * lambda(1)).cast(dtype);
+            let to_f32 = |x: Tensor<B, 3>| x.cast(lambdas.dtype());
+            return (to_f32(first) * lambda(0) + to_f32(v) * lambda(1)).cast(dtype);
         }
         match &self.value_gate {
-            // Without a convolution, the slot does not matter.
             Some(gate) => {
-                let nu = activation::sigmoid(gate.forward(0, x, past));
-                v.clone() + nu * (first - v)
+                let gate = activation::sigmoid(gate.linear(x));
+                v.clone() + gate * (first - v)
             }
             None => v,
         }
     }
 
-    /// Joins the heads, gates them, projects them back and adds them to `residual`.
+    /// Joins the heads of `o` `[batch, heads, n, value_dim]`, gates them by the layer's input `x`,
+    /// projects them back and adds them to `residual`.
     fn finish(
         &self,
         o: Tensor<B, 4>,
-        x: Tensor<B, 3>,
-        past: &mut Past<B>,
+        x: &Tensor<B, 3>,
+        preceding: &mut Preceding<B, Histories<B>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
         let [batch, heads, n, value_dim] = o.dims();
         let mut o = o.swap_dims(1, 2).reshape([batch, n, heads * value_dim]);
         if let Some(gate) = &self.output_gate {
-            let x = self.shifted(3 + self.projections.len(), &x, past);
-            o = o * activation::sigmoid(gate.forward(x));
+            let logits = gate.forward(x, preceding.part(|held| &mut held.output_gate));
+            o = o * activation::sigmoid(logits);
         }
         self.output.forward_onto(o, residual)
     }
 }
 
-/// Initial μ of q, k, v, the side projections and the output gate: 1 − (c / width)^(e · r) for
-/// channel c, where r falls from 1 to 0 with depth and e is 0.2 for q and the output gate, 0.7 for
-/// k and v, and the variant's own for the others, as RWKV-7's released models have it.
-fn token_shifts<B: OpBackend>(
-    init: &Init<B>,
-    config: &ModelConfig,
-    shape: &AttentionShape,
-    sides: &[Projection],
-) -> Vec<Param<Tensor<B, 1>>> {
-    if !config.token_shift {
-        return vec![];
-    }
-    let gate = config.output_gate.then_some(0.2);
-    let sides = sides.iter().map(|side| side.shift);
-    let exponents = [0.2, 0.7, 0.7].into_iter().chain(sides).chain(gate);
-    exponents.map(|e| init.vector(shift_start(shape, |r| e * r))).collect()
+/// `[batch, n, heads · channels]` to `[batch, heads, n, channels]`.
+fn split_heads<B: OpBackend>(y: Tensor<B, 3>, channels: usize) -> Tensor<B, 4> {
+    let [batch, n, features] = y.dims();
+    y.reshape([batch, n, features / channels, channels]).swap_dims(1, 2)
 }
 
-/// 1 − (c / width)^e(r) for each channel c, where r falls from 1 to 0 with depth.
-pub(super) fn shift_start(shape: &AttentionShape, exponent: impl Fn(f64) -> f64) -> Vec<f32> {
-    let r = 1.0 - shape.layer as f64 / shape.layers as f64;
-    let start = |c| 1.0 - (c as f64 / shape.width as f64).powf(exponent(r));
-    (0..shape.width).map(|c| start(c) as f32).collect()
+/// Exponents of the token shifts' initial μ, see [`token_shift`]: those of RWKV-7's released models.
+const Q_SHIFT: f64 = 0.2;
+const K_SHIFT: f64 = 0.7;
+const V_SHIFT: f64 = 0.7;
+const GATE_SHIFT: f64 = 0.2;
+
+/// Makes the parts of an attention layer.
+struct Parts<'a, B: OpBackend> {
+    init: &'a WeightInit<'a, B>,
+    config: &'a ModelConfig,
+    shape: AttentionShape,
+}
+
+impl<B: OpBackend> Parts<'_, B> {
+    /// A projection to `features`; with a token shift where the model has it.
+    fn plain(&self, name: &str, features: usize, shift: f64) -> Projection<B> {
+        let ModelConfig { width, bias, .. } = *self.config;
+        let linear = Linear::new(&self.init.part(name), width, features, bias);
+        Projection::new(linear).with_shift(self.token_shift(shift))
+    }
+
+    /// As [`Parts::plain`], followed by the short convolution where the model has it.
+    fn convolved(&self, name: &str, features: usize, shift: f64) -> Projection<B> {
+        let taps = self
+            .config
+            .short_conv
+            .then(|| conv_taps(&self.init.part(format_args!("{name}_conv")), features, CONV_TAPS));
+        self.plain(name, features, shift).with_silu_conv(taps)
+    }
+
+    /// A projection that the variant asks for.
+    fn extra(&self, spec: &ExtraSpec) -> Projection<B> {
+        let projection = Projection::extra(&self.init.part(spec.name), self.config.width, spec);
+        projection.with_shift(self.token_shift(spec.shift))
+    }
+
+    /// The gated value residual's projection, to `features`.
+    fn value_gate(&self, features: usize) -> Projection<B> {
+        let rank = self.config.value_residual_rank();
+        let spec = ExtraSpec::new("value_gate", features)
+            .low_rank(rank, Activation::Identity)
+            .bias(Start::Constant(1.0));
+        Projection::extra(&self.init.part(spec.name), self.config.width, &spec)
+    }
+
+    fn head_norm(&self, name: &str) -> Option<Norm<B>> {
+        let init = self.init.part(name);
+        let norm = || Norm::new(&init, NormKind::RmsNorm, self.shape.head_dim, false);
+        self.config.qk_norm.then(norm)
+    }
+
+    fn token_shift(&self, exponent: f64) -> Option<Param<Tensor<B, 1>>> {
+        let mu = || self.init.vector(token_shift(&self.shape, |r| exponent * r));
+        self.config.token_shift.then(mu)
+    }
 }

@@ -3,26 +3,26 @@ use burn::tensor::Tensor;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 
-use super::time::{History, Past, history_elements};
+use super::time::{History, Preceding};
 use super::{Attention, AttentionLayerState, Mlp, Norm};
 use crate::config::{ModelConfig, NormPosition};
-use crate::init::Init;
+use crate::init::WeightInit;
 
-/// A block: attention, then MLP, each added to the residual stream, with norms where
-/// [`NormPosition`] says.
+/// A block: attention, then an MLP, each added to the residual stream; [`NormPosition`] says where
+/// the norms are.
 #[derive(Module, Debug)]
 pub struct Block<B: OpBackend> {
-    /// Before the attention, or after its addition.
+    /// Norm of attention's input; in post-norm blocks, of its sum with the residual stream.
     pub attention_norm: Norm<B>,
     /// The attention layer.
     pub attention: Attention<B>,
-    /// On the attention's output, in a sandwich.
+    /// Norm of attention's output, in sandwich-norm blocks.
     pub attention_out_norm: Option<Norm<B>>,
-    /// Before the MLP, or after its addition.
+    /// Norm of the MLP's input; in post-norm blocks, of its sum with the residual stream.
     pub mlp_norm: Norm<B>,
     /// The MLP.
     pub mlp: Mlp<B>,
-    /// On the MLP's output, in a sandwich.
+    /// Norm of the MLP's output, in sandwich-norm blocks.
     pub mlp_out_norm: Option<Norm<B>>,
     #[module(skip)]
     position: NormPosition,
@@ -32,18 +32,19 @@ pub struct Block<B: OpBackend> {
 #[derive(Clone, Debug)]
 pub struct BlockState<B: OpBackend> {
     attention: AttentionLayerState<B>,
+    /// Of the MLP's token shift.
     mlp: History<B>,
 }
 
 impl<B: OpBackend> BlockState<B> {
     /// Elements held.
     pub fn elements(&self) -> usize {
-        self.attention.elements() + history_elements(&self.mlp)
+        self.attention.elements() + self.mlp.elements()
     }
 }
 
 impl<B: OpBackend> Block<B> {
-    pub(crate) fn new(init: &Init<B>, config: &ModelConfig, layer: usize) -> Self {
+    pub(crate) fn new(init: &WeightInit<B>, config: &ModelConfig, layer: usize) -> Self {
         let norm = |name| Norm::new(&init.part(name), config.norm, config.width, config.norm_bias);
         let out_norm = |name| (config.norm_position == NormPosition::Sandwich).then(|| norm(name));
         Block {
@@ -57,8 +58,8 @@ impl<B: OpBackend> Block<B> {
         }
     }
 
-    /// Whole rows: `[batch, seq_len, width]`, both ways; `first_values` as in
-    /// [`Attention::forward`].
+    /// The block's output for whole rows: `x` and the result are `[batch, seq_len, width]`,
+    /// `first_values` is as in [`Attention::forward`].
     pub fn forward(
         &self,
         x: Tensor<B, 3>,
@@ -70,11 +71,11 @@ impl<B: OpBackend> Block<B> {
                 self.attention.forward(x, documents.clone(), first_values, residual)
             });
         self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
-            self.mlp.forward(x, &mut Past::Rows(&documents), residual)
+            self.mlp.forward(x, Preceding::Nothing(&documents), residual)
         })
     }
 
-    /// The share of pairs of a query and a key it may see that attention leaves out of its work, see
+    /// The share of (query, visible key) pairs that attention leaves out of its work, see
     /// [`Variant::share_left_out`](longwall_kernels::attention::Variant::share_left_out); arguments as
     /// [`Block::forward`] takes them.
     pub fn share_left_out(
@@ -90,13 +91,13 @@ impl<B: OpBackend> Block<B> {
         self.attention.share_left_out(x, documents, first_values)
     }
 
-    /// The state before the first token.
+    /// The decoding state before the first token.
     pub fn start(&self) -> BlockState<B> {
-        BlockState { attention: self.attention.start(), mlp: vec![None] }
+        BlockState { attention: self.attention.start(), mlp: History::new() }
     }
 
-    /// New tokens after those in `state`: `[batch, n, width]`, both ways; `first_values` as in
-    /// [`Attention::forward`].
+    /// The block's output for new tokens, which follow those in `state`: `x` and the result are
+    /// `[batch, n, width]`, `first_values` is as in [`Attention::forward`].
     pub fn extend(
         &self,
         x: Tensor<B, 3>,
@@ -108,12 +109,12 @@ impl<B: OpBackend> Block<B> {
                 self.attention.extend(x, &mut state.attention, first_values, residual)
             });
         self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
-            self.mlp.forward(x, &mut Past::Earlier(&mut state.mlp), residual)
+            self.mlp.forward(x, Preceding::Held(&mut state.mlp), residual)
         })
     }
 
-    /// Adds `f` to the residual stream, with the norms around it. `f` adds its result to its second
-    /// argument, if there is one.
+    /// Adds f, attention or MLP, to the residual stream `x`, with the norms around it. `f` takes its
+    /// input, and what to add its output to, if there is anything.
     fn add(
         &self,
         norm: &Norm<B>,

@@ -3,7 +3,7 @@ use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::linear::{linear, linear_add};
 
-use crate::init::Init;
+use crate::init::WeightInit;
 
 /// y = x Wᵀ + b.
 #[derive(Module, Debug)]
@@ -15,13 +15,18 @@ pub struct Linear<B: OpBackend> {
 }
 
 impl<B: OpBackend> Linear<B> {
-    pub(crate) fn new(init: &Init<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
+    pub(crate) fn new(init: &WeightInit<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
         let bias = bias.then(|| init.constant(outputs, 0.0));
         Linear { weight: init.weight([outputs, inputs]), bias }
     }
 
-    /// A projection into the residual stream, scaled down with depth.
-    pub(crate) fn residual(init: &Init<B>, inputs: usize, outputs: usize, bias: bool) -> Self {
+    /// A projection into the residual stream, whose initial weights are smaller in deeper models.
+    pub(crate) fn residual(
+        init: &WeightInit<B>,
+        inputs: usize,
+        outputs: usize,
+        bias: bool,
+    ) -> Self {
         let bias = bias.then(|| init.constant(outputs, 0.0));
         Linear { weight: init.residual_weight([outputs, inputs]), bias }
     }

@@ -5,19 +5,18 @@ use longwall_kernels::ops::activation::{gelu, relu_squared, swiglu};
 use longwall_kernels::ops::mlp::gelu_mlp;
 
 use super::Linear;
-use super::attention::shift_start;
-use super::time::Past;
+use super::time::{History, Preceding};
 use crate::config::{MlpKind, ModelConfig};
-use crate::init::Init;
+use crate::init::{WeightInit, token_shift};
 
 /// The MLP of a block.
 #[derive(Module, Debug)]
 pub struct Mlp<B: OpBackend> {
-    /// SwiGLU's gate.
+    /// SwiGLU's gate, W₁ of [`MlpKind::Swiglu`].
     pub gate: Option<Linear<B>>,
-    /// Into the hidden width.
+    /// To the hidden width.
     pub up: Linear<B>,
-    /// Back to the residual stream.
+    /// From the hidden width back to the residual stream.
     pub down: Linear<B>,
     /// Token shift's μ, `[width]`.
     pub shift: Option<Param<Tensor<B, 1>>>,
@@ -26,30 +25,30 @@ pub struct Mlp<B: OpBackend> {
 }
 
 impl<B: OpBackend> Mlp<B> {
-    pub(crate) fn new(init: &Init<B>, config: &ModelConfig, layer: usize) -> Self {
+    pub(crate) fn new(init: &WeightInit<B>, config: &ModelConfig, layer: usize) -> Self {
         let (width, hidden) = (config.width, config.mlp_hidden());
         let gated = config.mlp == MlpKind::Swiglu;
         Mlp {
             gate: gated.then(|| Linear::new(&init.part("gate"), width, hidden, config.bias)),
             up: Linear::new(&init.part("up"), width, hidden, config.bias),
             down: Linear::residual(&init.part("down"), hidden, width, config.bias),
-            // RWKV-7's channel mix: 1 − (c / width)^(r⁴).
+            // As in RWKV-7's channel mix.
             shift: config
                 .token_shift
-                .then(|| init.vector(shift_start(&config.attention_shape(layer), |r| r.powi(4)))),
+                .then(|| init.vector(token_shift(&config.attention_shape(layer), |r| r.powi(4)))),
             kind: config.mlp,
         }
     }
 
-    /// `[batch, seq_len, width]`, both ways; added to `residual` if there is one.
+    /// The MLP's output, added to `residual` if there is one: all are `[batch, n, width]`.
     pub(super) fn forward(
         &self,
         x: Tensor<B, 3>,
-        past: &mut Past<B>,
+        preceding: Preceding<B, History<B>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
         let x = match &self.shift {
-            Some(mu) => past.shift(0, x, mu.val()),
+            Some(mu) => preceding.shift(x, mu.val()),
             None => x,
         };
         if let (None, MlpKind::Gelu, None, Some(_)) =

@@ -5,7 +5,7 @@ use longwall_kernels::ops::layer_norm::layer_norm;
 use longwall_kernels::ops::rms_norm::rms_norm;
 
 use crate::config::NormKind;
-use crate::init::Init;
+use crate::init::WeightInit;
 
 const EPS: f32 = 1e-5;
 
@@ -21,12 +21,12 @@ pub struct Norm<B: OpBackend> {
 }
 
 impl<B: OpBackend> Norm<B> {
-    pub(crate) fn new(init: &Init<B>, kind: NormKind, width: usize, bias: bool) -> Self {
+    pub(crate) fn new(init: &WeightInit<B>, kind: NormKind, width: usize, bias: bool) -> Self {
         let bias = (bias && kind == NormKind::LayerNorm).then(|| init.constant(width, 0.0));
         Norm { weight: init.constant(width, 1.0), bias, kind }
     }
 
-    /// The shape of `x`.
+    /// The normed `x`, in its shape.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         match self.kind {
             NormKind::LayerNorm => {

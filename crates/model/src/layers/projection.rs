@@ -1,42 +1,117 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
-use longwall_kernels::attention::{Activation, Projection};
+use longwall_kernels::attention::{Activation, Projection as ExtraSpec};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::linear::linear;
 
 use super::Linear;
-use super::time::Past;
-use crate::init::Init;
+use super::time::{History, Preceding};
+use crate::init::WeightInit;
 
-/// What a variant projects beside q, k and v: W x + b or W f(W_a x) + b, then perhaps a short
-/// convolution.
+/// A projection of the input x of an attention layer, with what it takes from earlier tokens:
+///
+/// 1. token shift, x_t + μ ⊙ (x_{t−1} − x_t);
+/// 2. y = W x + b, or of low rank, y = W f(W_a x) + b;
+/// 3. a causal depthwise convolution of y over time, perhaps with SiLU.
+///
+/// The first and the last step are optional.
 #[derive(Module, Debug)]
-pub struct SideProjection<B: OpBackend> {
-    /// W_a, into the inner channels of a low-rank projection.
+pub struct Projection<B: OpBackend> {
+    /// W, `[features, width]`, or of low rank `[features, rank]`.
+    pub weight: Param<Tensor<B, 2>>,
+    /// b, `[features]`.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+    /// W_a of a low-rank projection, `[rank, width]`.
     pub inner: Option<Linear<B>>,
-    /// W and b.
-    pub outer: Linear<B>,
     /// Taps of the convolution, `[features, taps]`.
     pub conv: Option<Param<Tensor<B, 2>>>,
+    /// μ of the token shift, `[width]`.
+    pub shift: Option<Param<Tensor<B, 1>>>,
+    /// f.
     #[module(skip)]
     activation: Activation,
+    /// Whether SiLU follows the convolution.
+    #[module(skip)]
+    silu: bool,
 }
 
-impl<B: OpBackend> SideProjection<B> {
-    pub(crate) fn new(init: &Init<B>, width: usize, spec: &Projection) -> Self {
+/// What decoding keeps of a projection.
+#[derive(Clone, Debug)]
+pub(super) struct ProjectionHistory<B: OpBackend> {
+    /// Inputs of the token shift.
+    pub shift: History<B>,
+    /// Inputs of the convolution.
+    pub conv: History<B>,
+}
+
+impl<B: OpBackend> ProjectionHistory<B> {
+    /// Before the first token.
+    pub fn new() -> Self {
+        ProjectionHistory { shift: History::new(), conv: History::new() }
+    }
+
+    /// Elements held.
+    pub fn elements(&self) -> usize {
+        self.shift.elements() + self.conv.elements()
+    }
+}
+
+impl<B: OpBackend> Projection<B> {
+    /// W x + b alone.
+    pub(super) fn new(linear: Linear<B>) -> Self {
+        let Linear { weight, bias } = linear;
+        let activation = Activation::Identity;
+        Projection { weight, bias, inner: None, conv: None, shift: None, activation, silu: false }
+    }
+
+    /// What a kind of attention asks for beside q, k and v.
+    pub(super) fn extra(init: &WeightInit<B>, width: usize, spec: &ExtraSpec) -> Self {
         let rank = spec.low_rank.map(|low_rank| low_rank.rank);
-        let mut outer =
-            Linear::new(&init.part("outer"), rank.unwrap_or(width), spec.features, false);
-        outer.bias = spec.bias.as_ref().map(|start| init.part("bias").start(spec.features, start));
-        SideProjection {
+        let outer = Linear::new(&init.part("outer"), rank.unwrap_or(width), spec.features, false);
+        let bias = |values| init.part("bias").start(spec.features, values);
+        Projection {
+            bias: spec.bias.as_ref().map(bias),
             inner: rank.map(|rank| Linear::new(&init.part("inner"), width, rank, false)),
-            outer,
             conv: spec.conv.map(|taps| conv_taps(&init.part("conv"), spec.features, taps)),
             activation: spec.low_rank.map_or(Activation::Identity, |low_rank| low_rank.activation),
+            ..Projection::new(outer)
         }
     }
 
-    /// `[batch, n, width]` to `[batch, n, features]`; `slot` is the convolution's.
-    pub(super) fn forward(&self, slot: usize, x: Tensor<B, 3>, past: &mut Past<B>) -> Tensor<B, 3> {
+    /// With a convolution of these taps and SiLU, if there are taps.
+    pub(super) fn with_silu_conv(self, taps: Option<Param<Tensor<B, 2>>>) -> Self {
+        Projection { conv: taps, silu: true, ..self }
+    }
+
+    /// With a token shift by this μ, if there is one.
+    pub(super) fn with_shift(self, mu: Option<Param<Tensor<B, 1>>>) -> Self {
+        Projection { shift: mu, ..self }
+    }
+
+    /// `[batch, n, width]` to `[batch, n, features]`.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor<B, 3>,
+        mut preceding: Preceding<B, ProjectionHistory<B>>,
+    ) -> Tensor<B, 3> {
+        let x = self.shifted(x, preceding.part(|history| &mut history.shift));
+        self.convolved(self.linear(x), preceding.part(|history| &mut history.conv))
+    }
+
+    /// Step 1: `x` and the result are `[batch, n, width]`.
+    pub(super) fn shifted(
+        &self,
+        x: &Tensor<B, 3>,
+        preceding: Preceding<B, History<B>>,
+    ) -> Tensor<B, 3> {
+        match &self.shift {
+            Some(mu) => preceding.shift(x.clone(), mu.val()),
+            None => x.clone(),
+        }
+    }
+
+    /// Step 2, `[batch, n, width]` to `[batch, n, features]`.
+    pub(super) fn linear(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let x = match &self.inner {
             None => x,
             Some(inner) => match (inner.forward(x), self.activation) {
@@ -45,18 +120,26 @@ impl<B: OpBackend> SideProjection<B> {
                 (x, Activation::Sigmoid) => activation::sigmoid(x),
             },
         };
-        let y = self.outer.forward(x);
+        linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+
+    /// Step 3: `y` and the result are `[batch, n, features]`.
+    pub(super) fn convolved(
+        &self,
+        y: Tensor<B, 3>,
+        preceding: Preceding<B, History<B>>,
+    ) -> Tensor<B, 3> {
         match &self.conv {
-            Some(taps) => past.conv(slot, y, taps.val(), false),
+            Some(taps) => preceding.conv(y, taps.val(), self.silu),
             None => y,
         }
     }
 }
 
-/// Initial taps `[channels, taps]`. Uniform in ±1/√taps would be a convolution's usual start; this
-/// is a normal of that spread.
+/// Initial taps `[channels, taps]`, normal with the standard deviation of the usual uniform start
+/// in ±1/√taps.
 pub(super) fn conv_taps<B: OpBackend>(
-    init: &Init<B>,
+    init: &WeightInit<B>,
     channels: usize,
     taps: usize,
 ) -> Param<Tensor<B, 2>> {

@@ -1,54 +1,73 @@
+//! Short convolutions and token shifts: what a layer reads of earlier tokens outside attention.
+
 use burn::tensor::{Tensor, s};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::short_conv::short_conv;
 
-/// The last inputs of each causal convolution of a layer, `[batch, up to taps − 1, channels]`;
+/// What decoding keeps of a causal convolution: its last inputs, `[batch, up to taps − 1, channels]`;
 /// `None` before the first token.
-pub(super) type History<B> = Vec<Option<Tensor<B, 3>>>;
+#[derive(Clone, Debug)]
+pub(super) struct History<B: OpBackend>(Option<Tensor<B, 3>>);
 
-/// Elements held.
-pub(super) fn history_elements<B: OpBackend>(history: &History<B>) -> usize {
-    history.iter().flatten().map(|x| x.shape().num_elements()).sum()
-}
+impl<B: OpBackend> History<B> {
+    /// Before the first token.
+    pub fn new() -> Self {
+        History(None)
+    }
 
-/// What stands before a layer's input in time.
-pub(super) enum Past<'a, B: OpBackend> {
-    /// Nothing: the input is whole rows, of one document each or packed.
-    Rows(&'a DocumentStarts<B>),
-    /// The tokens of earlier calls.
-    Earlier(&'a mut History<B>),
-}
+    /// Elements held.
+    pub fn elements(&self) -> usize {
+        self.0.as_ref().map_or(0, |x| x.shape().num_elements())
+    }
 
-impl<B: OpBackend> Past<'_, B> {
-    /// The causal convolution number `slot` of the layer: `x` `[batch, n, channels]`, `weight`
+    /// The convolution of new inputs, which follow those held: `x` `[batch, n, channels]`, `weight`
     /// `[channels, taps]`.
-    pub fn conv(
-        &mut self,
-        slot: usize,
-        x: Tensor<B, 3>,
-        weight: Tensor<B, 2>,
-        silu: bool,
-    ) -> Tensor<B, 3> {
-        let history = match self {
-            Past::Rows(documents) => return short_conv(x, weight, silu, (*documents).clone()),
-            Past::Earlier(history) => &mut history[slot],
-        };
+    fn conv(&mut self, x: Tensor<B, 3>, weight: Tensor<B, 2>, silu: bool) -> Tensor<B, 3> {
         let (n, taps) = (x.dims()[1], weight.dims()[1]);
-        let all = match history.take() {
-            Some(old) => Tensor::cat(vec![old, x], 1),
+        let all = match self.0.take() {
+            Some(held) => Tensor::cat(vec![held, x], 1),
             None => x,
         };
         let len = all.dims()[1];
-        *history = Some(all.clone().slice(s![.., len.saturating_sub(taps - 1)..]));
+        self.0 = Some(all.clone().slice(s![.., len.saturating_sub(taps - 1)..]));
         short_conv(all, weight, silu, None).slice(s![.., len - n..])
     }
+}
 
-    /// Token shift: x_t + μ ⊙ (x_{t−1} − x_t), a convolution with the taps μ and 1 − μ; x before
-    /// the first token is 0.
-    pub fn shift(&mut self, slot: usize, x: Tensor<B, 3>, mu: Tensor<B, 1>) -> Tensor<B, 3> {
+/// The tokens that precede those of a call.
+pub(super) enum Preceding<'a, B: OpBackend, H> {
+    /// None: the call has whole rows, of one document each or packed.
+    Nothing(&'a DocumentStarts<B>),
+    /// Those of earlier decoding calls, as far as the layer's histories `H` hold them.
+    Held(&'a mut H),
+}
+
+impl<B: OpBackend, H> Preceding<'_, B, H> {
+    /// The same for a part of the layer, whose histories are those that `part` picks.
+    pub fn part<P>(&mut self, part: impl FnOnce(&mut H) -> &mut P) -> Preceding<'_, B, P> {
+        match self {
+            Preceding::Nothing(documents) => Preceding::Nothing(documents),
+            Preceding::Held(histories) => Preceding::Held(part(histories)),
+        }
+    }
+}
+
+impl<B: OpBackend> Preceding<'_, B, History<B>> {
+    /// A causal depthwise convolution: `x` `[batch, n, channels]`, `weight` `[channels, taps]`, whose
+    /// last tap multiplies the current token; then SiLU, where `silu`.
+    pub fn conv(self, x: Tensor<B, 3>, weight: Tensor<B, 2>, silu: bool) -> Tensor<B, 3> {
+        match self {
+            Preceding::Nothing(documents) => short_conv(x, weight, silu, documents.clone()),
+            Preceding::Held(history) => history.conv(x, weight, silu),
+        }
+    }
+
+    /// The token shift of `x` `[batch, n, width]`: x_t + μ ⊙ (x_{t−1} − x_t), a convolution with the
+    /// taps μ and 1 − μ. Before a document's first token, x is 0.
+    pub fn shift(self, x: Tensor<B, 3>, mu: Tensor<B, 1>) -> Tensor<B, 3> {
         let here = mu.ones_like() - mu.clone();
         let taps = Tensor::stack::<2>(vec![mu, here], 1).cast(x.dtype());
-        self.conv(slot, x, taps, false)
+        self.conv(x, taps, false)
     }
 }

@@ -58,7 +58,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
-    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, attention
+    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
       hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
@@ -166,6 +166,82 @@ fn values_out_of_range_are_reported_together() {
     train.lr is 0; allowed: a number above 0
       hint: use for example 6e-4
     "#);
+}
+
+/// [`BASE`] with another choice of attention, `keys`, in its table `[model]`.
+fn hybrid(keys: &str) -> String {
+    BASE.replace("attention = { kind = \"rope\" }", keys)
+}
+
+fn hybrid_error(keys: &str) -> String {
+    parse(&hybrid(keys), &[]).unwrap_err().to_string()
+}
+
+#[test]
+fn a_pattern_of_kinds_repeats_over_the_layers() {
+    let keys = "layers = 5\nwindow = 128\npattern = [\"local\", \"fox\"]\n\
+                kinds.local = { kind = \"rope\", theta = 500.0, window = \"none\" }";
+    let source = hybrid(keys).replacen("layers = 2\n", "", 1);
+    let config = parse(&source, &[]).unwrap();
+    let windows = |config: &RunConfig| {
+        let window = |layer| config.model.attention_shape(layer).window;
+        (0..5).map(window).collect::<Vec<_>>()
+    };
+    let kinds: Vec<_> = (0..5).map(|layer| config.model.attention_of(layer).kind()).collect();
+    assert_eq!(kinds, ["rope", "fox", "rope", "fox", "rope"]);
+    assert_eq!(windows(&config), [None, Some(128), None, Some(128), None]);
+    assert_eq!(config.model.attention_label(), "local (rope) ×3, fox ×2");
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+
+    let config = parse(&source, &["model.kinds.local.window=64"]).unwrap();
+    assert_eq!(windows(&config), [Some(64), Some(128), Some(64), Some(128), Some(64)]);
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    let config = parse(&source, &["model.pattern=[\"local\"]"]).unwrap();
+    assert_eq!(config.model.attention_label(), "local (rope) ×5");
+}
+
+#[test]
+fn a_wrong_choice_of_kinds_is_told_in_full() {
+    insta::assert_snapshot!(hybrid_error(""), @"");
+    insta::assert_snapshot!(hybrid_error("pattern = []"), @"");
+    insta::assert_snapshot!(hybrid_error(
+        "pattern = [\"rope\", \"lokal\"]\n\
+         kinds.local = { kind = \"rope\", window = 64 }"
+    ), @"");
+    insta::assert_snapshot!(hybrid_error(
+        "pattern = [\"rope\", \"fox\", \"fox\"]\nattention = { kind = \"rope\", theta = 0.0 }"
+    ), @"");
+    insta::assert_snapshot!(hybrid_error(
+        "attention = { kind = \"rope\" }\nkinds.local = { kind = \"rope\" }"
+    ), @"");
+}
+
+#[test]
+fn a_kinds_problems_are_told_where_they_can_be_changed() {
+    insta::assert_snapshot!(hybrid_error(
+        "window = 64\npattern = [\"linear\", \"a\"]\n\
+         kinds.a = { kind = \"rope\", theta = 0.5, window = 0 }"
+    ), @"");
+    insta::assert_snapshot!(hybrid_error(
+        "pattern = [\"a\", \"b\"]\nhead_dim = 15\nvalue_residual = \"learned\"\n\
+         kinds.a = { kind = \"rwkv7\", window = 8 }\nkinds.b = { kind = \"diff\" }"
+    ), @"");
+}
+
+#[test]
+fn a_kinds_table_is_read_as_an_attention_table() {
+    insta::assert_snapshot!(hybrid_error(
+        "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", windows = 8 }"
+    ), @"");
+    insta::assert_snapshot!(hybrid_error(
+        "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", window = \"full\" }"
+    ), @"");
+    insta::assert_snapshot!(hybrid_error(
+        "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", window = -1 }"
+    ), @"");
+    insta::assert_snapshot!(hybrid_error("pattern = [\"a\"]\nkinds.a = { kind = \"roap\" }"), @"");
+    insta::assert_snapshot!(hybrid_error("pattern = [\"rope\"]\nkinds.rope = { window = 8 }"), @"");
+    insta::assert_snapshot!(hybrid_error("pattern = \"rope\""), @"");
 }
 
 #[test]

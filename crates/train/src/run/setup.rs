@@ -7,7 +7,8 @@ use burn::module::Module;
 use longwall_data::{Loader, Progress, Split, Tokenizer};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::cost::train_flops_per_token;
-use longwall_model::{LanguageModel, Precision, weights};
+use longwall_model::weights::{self, EarlierNames};
+use longwall_model::{LanguageModel, Precision};
 
 use super::recorder::{Recorder, RecorderStart};
 use super::{Start, TrainOptions};
@@ -185,7 +186,7 @@ fn open_model<B: OpBackend>(
     }
     let mut optimiser = Optimiser::new(&config.train.optimiser, &model);
     if let Some(checkpoint) = checkpoint {
-        optimiser.load(&checkpoint.optimizer(), device)?;
+        optimiser.load(&checkpoint.optimizer(), &EarlierNames::of(&model), device)?;
     }
     let (decayed, plain) = optimiser.group_sizes();
     tracing::debug!("{decayed} parameters decay, {plain} do not");

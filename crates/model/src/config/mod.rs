@@ -1,10 +1,16 @@
 //! The `[model]` table.
 
+mod pattern;
+
+use std::collections::BTreeMap;
+
 use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, rwkv7};
 use serde::{Deserialize, Serialize};
 
-/// The family of blocks.
+pub use self::pattern::{KindLayers, NamedKind, Window};
+
+/// The family of blocks: sets the defaults of other keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Arch {
@@ -13,13 +19,13 @@ pub enum Arch {
     Gpt2,
     /// RMS norms and SwiGLU, the embedding not tied (Touvron et al., 2023).
     Llama,
-    /// RWKV-7's blocks (Peng et al., 2025): layer norms with biases, one after the embedding too,
-    /// token shift before every projection, squared ReLU in the channel mix, gated value
-    /// residual. The time mix is the attention: `kind = "rwkv7"`, or any other kind.
+    /// RWKV-7's blocks (Peng et al., 2025): layer norms with biases, one of them after the embedding,
+    /// token shift before every projection, squared ReLU in the MLP (their channel mix), gated value
+    /// residual. Attention takes the place of their time mix: `kind = "rwkv7"`, or any other kind.
     Rwkv7,
 }
 
-/// Where the norms of a block stand.
+/// Where the norms of a block are. Below, f is attention or MLP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NormPosition {
@@ -32,7 +38,7 @@ pub enum NormPosition {
     Sandwich,
 }
 
-/// How later layers see the first layer's values v₁.
+/// How later layers mix the first layer's values v₁ into their own values v.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ValueResidual {
@@ -41,7 +47,7 @@ pub enum ValueResidual {
     None,
     /// v ← λ₁ v₁ + λ₂ v with learned scalars, ½ each at the start (Zhou et al., 2024).
     Learned,
-    /// v ← v + σ(ν) ⊙ (v₁ − v), where ν is a low-rank projection of the layer's input, with a bias
+    /// v ← v + σ(ν) ⊙ (v₁ − v), where ν is a low-rank projection of the layer's input, with biases
     /// of 1 at the start (Peng et al., 2025, equations 8 to 10).
     Gated,
 }
@@ -74,10 +80,10 @@ pub enum NormKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Positions {
-    /// None: positions, if any, are the attention's.
+    /// None: attention alone tells positions apart.
     #[default]
     None,
-    /// A learned vector per position in the document, up to the training length.
+    /// A learned vector for each position in the document, up to the training length.
     Learned,
 }
 
@@ -87,7 +93,7 @@ pub enum Positions {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Table")]
 pub struct ModelConfig {
-    /// The family of blocks; default `"gpt2"`.
+    /// The family of blocks, which sets the defaults of other keys; default `"gpt2"`.
     pub arch: Arch,
     /// Number of blocks.
     pub layers: usize,
@@ -107,17 +113,17 @@ pub struct ModelConfig {
     /// of 64.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlp_width: Option<usize>,
-    /// The norms.
+    /// The kind of norms in blocks, before the output projection and after the embedding.
     pub norm: NormKind,
     /// Where the norms of a block stand; default `"pre"`.
     pub norm_position: NormPosition,
-    /// A norm right after the embedding.
+    /// Whether a norm follows the embedding.
     pub embedding_norm: bool,
     /// Biases in linear layers; default false, as in nanoGPT.
     pub bias: bool,
     /// Biases in layer norms; default `bias`, for RWKV-7 true.
     pub norm_bias: bool,
-    /// Use the embedding as the output projection.
+    /// Whether the embedding is the output projection too.
     pub tie_embeddings: bool,
     /// Absolute positions; default `"none"`.
     pub positions: Positions,
@@ -127,25 +133,34 @@ pub struct ModelConfig {
     pub output_gate: bool,
     /// A causal depthwise convolution of width 4 with SiLU on q, k and v; default false.
     pub short_conv: bool,
-    /// Before each projection of attention and MLP, x_t + μ ⊙ (x_{t−1} − x_t) with a learned μ of
-    /// its own.
+    /// Token shift: each projection of attention, and the MLP, take x_t + μ ⊙ (x_{t−1} − x_t) in
+    /// place of x_t, with a learned μ each.
     pub token_shift: bool,
-    /// How later layers see the first layer's values.
+    /// How later layers mix in the first layer's values.
     pub value_residual: ValueResidual,
-    /// With a window w, a token attends to itself and the w − 1 tokens before it.
+    /// With a window w, a token attends to itself and the w − 1 tokens before it; for all layers
+    /// whose kind sets no window of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
-    /// The attention variant and its own keys.
-    pub attention: AttentionConfig,
+    /// The kinds of the first layers, by name; the layers after them repeat the pattern.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<Vec<String>>,
+    /// The attention variant of all layers and its own keys; not beside `pattern`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attention: Option<AttentionConfig>,
+    /// The tables that `pattern` names. Reading a configuration adds one, with the defaults, for each
+    /// registered kind that `pattern` names without a table.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub kinds: BTreeMap<String, NamedKind>,
 }
 
-/// The most layers.
+/// The most layers that a configuration may have.
 const MOST_LAYERS: usize = 1024;
 
-/// The largest width of anything.
+/// The most channels of any activation.
 const MOST_CHANNELS: usize = 1 << 18;
 
-/// The table as written.
+/// The table as it is in the file, where keys may be left out.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Table {
@@ -177,11 +192,15 @@ struct Table {
     token_shift: Option<bool>,
     value_residual: Option<ValueResidual>,
     window: Option<usize>,
-    attention: AttentionConfig,
+    pattern: Option<Vec<String>>,
+    attention: Option<AttentionConfig>,
+    #[serde(default)]
+    kinds: BTreeMap<String, NamedKind>,
 }
 
 impl From<Table> for ModelConfig {
-    fn from(t: Table) -> Self {
+    fn from(mut t: Table) -> Self {
+        pattern::add_registered_kinds(t.pattern.as_deref().unwrap_or_default(), &mut t.kinds);
         let rwkv7 = t.arch == Arch::Rwkv7;
         let (mlp, norm, residual) = match t.arch {
             Arch::Gpt2 => (MlpKind::Gelu, NormKind::LayerNorm, ValueResidual::None),
@@ -210,7 +229,9 @@ impl From<Table> for ModelConfig {
             token_shift: t.token_shift.unwrap_or(rwkv7),
             value_residual: t.value_residual.unwrap_or(residual),
             window: t.window,
+            pattern: t.pattern,
             attention: t.attention,
+            kinds: t.kinds,
         }
     }
 }
@@ -223,14 +244,14 @@ impl ModelConfig {
             heads: self.heads,
             kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim: self.head_dim.unwrap_or(self.width / self.heads.max(1)),
-            window: self.window,
+            window: self.window_of(layer),
             layer,
             layers: self.layers,
         }
     }
 
-    /// Inner channels of the gated value residual's projection: 1.3 · √width, rounded as those of
-    /// RWKV-7's other projections.
+    /// Rank of the gated value residual's projection: 1.3 · √width, rounded as those of RWKV-7's
+    /// other projections.
     pub fn value_residual_rank(&self) -> usize {
         rwkv7::rank(1.3 * (self.width as f64).sqrt(), self.width)
     }
@@ -263,6 +284,7 @@ impl ModelConfig {
         ] {
             check(key, value.unwrap_or(1), MOST_CHANNELS, "change, or leave out,");
         }
+        self.validate_choice(problems);
         if !sound {
             return; // The checks below divide by these.
         }
@@ -288,6 +310,6 @@ impl ModelConfig {
             format!("a divisor of model.heads, {}", self.heads),
             format!("set model.kv_heads = {}, or leave it out", self.heads),
         );
-        self.attention.validate(&shape, problems);
+        self.validate_kinds(problems);
     }
 }

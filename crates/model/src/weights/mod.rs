@@ -1,5 +1,7 @@
-//! Weights on disk: one safetensors file, f32, each tensor named by its module path
-//! (`blocks.0.attention.q.weight`).
+//! Weights on disk: one safetensors file, f32, each tensor named by its place in the model and by
+//! what it is (`blocks.0.attention.forget_gate.weight`).
+
+mod earlier_names;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,6 +13,7 @@ use longwall_kernels::backend::OpBackend;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
+pub use self::earlier_names::EarlierNames;
 use crate::LanguageModel;
 
 /// Why weights could not be written or read.
@@ -37,7 +40,7 @@ pub enum WeightsError {
         /// The reader's reason.
         reason: String,
     },
-    /// The tensors are not those of the model.
+    /// The file's tensors are not those of the model.
     #[error(
         "the weights in {} do not fit the model: {reason}\n  hint: use the config.toml that lies beside them",
         path.display()
@@ -50,7 +53,7 @@ pub enum WeightsError {
     },
 }
 
-/// Named f32 tensors in module order: name, shape, elements.
+/// Named f32 tensors in the model's order: name, shape, elements.
 pub type NamedTensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
 /// Shapes and elements of f32 tensors by name.
@@ -97,12 +100,13 @@ pub fn read_tensors(path: &Path) -> Result<TensorMap, WeightsError> {
         .collect()
 }
 
-/// A model's parameters by name, in module order.
+/// A model's parameters by name, in the model's order.
 pub fn named_tensors<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
     collect(model, true)
 }
 
-/// Names and shapes; elements only with `read`, because they come from the device.
+/// Names and shapes of a model's parameters; elements only with `read`, because they come from the
+/// device.
 fn collect<B: OpBackend>(model: &LanguageModel<B>, read: bool) -> NamedTensors {
     struct Collect {
         path: Vec<String>,
@@ -137,7 +141,8 @@ pub fn save<B: OpBackend>(model: &LanguageModel<B>, path: &Path) -> Result<(), W
     write_tensors(path, &named_tensors(model))
 }
 
-/// Puts the weights of a file into a model of the same configuration.
+/// Puts the weights of a file into a model of the same configuration. The file may have earlier
+/// names, see [`EarlierNames`].
 ///
 /// # Errors
 /// When the file cannot be read, or its names or shapes differ from the model's.
@@ -146,7 +151,7 @@ pub fn load<B: OpBackend>(
     path: &Path,
 ) -> Result<LanguageModel<B>, WeightsError> {
     let mismatch = |reason: String| WeightsError::Mismatch { path: path.to_owned(), reason };
-    let mut tensors = read_tensors(path)?;
+    let mut tensors = EarlierNames::of(&model).replace(read_tensors(path)?);
     let wanted = collect(&model, false);
     for (name, shape, _) in &wanted {
         match tensors.get(name) {
@@ -168,7 +173,7 @@ pub fn load<B: OpBackend>(
     Ok(model)
 }
 
-/// Puts tensors into the parameters of their names.
+/// Replaces each parameter by the tensor of its name.
 struct Replace<'a> {
     path: Vec<String>,
     tensors: &'a mut TensorMap,
