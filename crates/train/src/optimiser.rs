@@ -12,7 +12,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
-use longwall_kernels::ops::adamw::AdamwStep;
+use longwall_kernels::ops::adamw::{AdamwStep, adamw};
 use longwall_model::Precision;
 use longwall_model::weights::{WeightsError, read_tensors};
 use safetensors::{Dtype, SafeTensorError, View};
@@ -269,7 +269,7 @@ where
             Some(master) => (master, Some(value.dtype())),
             None => (primitive(value.inner()), None),
         };
-        let ([new, m, v], copy) = B::adamw(&step, [old, gradient, m, v], copy);
+        let ([new, m, v], copy) = adamw::<B>(&step, [old, gradient, m, v], copy);
         slot.moments = Some([m, v]);
         let value = match copy {
             Some(copy) => {

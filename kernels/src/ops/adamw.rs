@@ -1,13 +1,16 @@
 //! One AdamW step (Loshchilov and Hutter, 2019, algorithm 2), with the gradient's clipping factor
 //! folded in.
 
-use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::backend::Flex;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, FloatDType};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use crate::backend::{OpBackend, primitive, tensor};
+use crate::backend::{NoGradOp, OpBackend};
 use crate::cpu::{contiguous, slice};
+use crate::cuda::CudaTensor;
+use crate::ops::cuda::elementwise as cuda;
 
 /// The numbers of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,68 +39,74 @@ impl AdamwStep {
 }
 
 /// One step on one parameter: m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
-/// p ← p − lr·(m̂ / (√v̂ + ε) + λp). Returns the new `[parameter, m, v]`.
+/// p ← p − lr·(m̂ / (√v̂ + ε) + λp). Not differentiable.
 ///
-/// Tensors that nobody else owns are updated in place.
-pub fn adamw<B: OpBackend, const D: usize>(
+/// - `tensors`: the parameter, its gradient, m and v, all of one shape; those that nobody else owns
+///   are updated in place
+/// - `copy`: the type of a copy of the new parameter, for the next forward pass
+pub fn adamw<B: OpBackend>(
     step: &AdamwStep,
-    parameter: Tensor<B, D>,
-    grad: Tensor<B, D>,
-    m: Tensor<B, D>,
-    v: Tensor<B, D>,
-) -> [Tensor<B, D>; 3] {
-    let (new, _) = B::adamw(step, [parameter, grad, m, v].map(primitive), None);
-    new.map(tensor)
-}
-
-/// As [`adamw`], and the new parameter in bf16, for the next forward pass.
-pub fn adamw_with_copy<B: OpBackend, const D: usize>(
-    step: &AdamwStep,
-    parameter: Tensor<B, D>,
-    grad: Tensor<B, D>,
-    m: Tensor<B, D>,
-    v: Tensor<B, D>,
-) -> ([Tensor<B, D>; 3], Tensor<B, D>) {
-    let tensors = [parameter, grad, m, v].map(primitive);
-    let (new, copy) = B::adamw(step, tensors, Some(DType::BF16));
-    (new.map(tensor), tensor(copy.expect("a copy was asked for")))
-}
-
-/// What a step gives: the new `[parameter, m, v]`, and the copy of the parameter where one was
-/// asked for.
-pub type Stepped<T> = ([T; 3], Option<T>);
-
-/// The copy that a step was asked for, made after it.
-pub(crate) fn with_copy<B: OpBackend>(
-    new: [FloatTensor<B>; 3],
+    tensors: [FloatTensor<B>; 4],
     copy: Option<DType>,
 ) -> Stepped<FloatTensor<B>> {
-    let cast = |dtype: DType| B::float_cast(new[0].clone(), FloatDType::from(dtype));
-    let copy = copy.map(cast);
-    (new, copy)
+    B::run_no_grad(&Adamw { step: *step, copy }, tensors)
 }
 
-/// The step in plain tensor operations.
-pub(crate) fn reference<B: OpBackend>(
-    step: &AdamwStep,
-    [p, g, m, v]: [FloatTensor<B>; 4],
-) -> [FloatTensor<B>; 3] {
-    type Ops<B> = B;
-    let add = <Ops<B> as FloatTensorOps<B>>::float_add;
-    let scale = |x, s: f32| B::float_mul_scalar(x, s.into());
-    let [c1, c2] = step.corrections();
-    let g = scale(g, step.grad_scale);
-    let m = add(scale(m, step.beta1), scale(g.clone(), 1.0 - step.beta1));
-    let v = add(scale(v, step.beta2), scale(B::float_mul(g.clone(), g), 1.0 - step.beta2));
-    let denominator = B::float_sqrt(scale(v.clone(), 1.0 / c2));
-    let denominator = B::float_add_scalar(denominator, step.eps.into());
-    let update = B::float_div(scale(m.clone(), step.lr / c1), denominator);
-    let p = B::float_sub(scale(p, 1.0 - step.lr * step.weight_decay), update);
-    [p, m, v]
+/// What a step gives: the new parameter, m and v, and the copy of the parameter where one was asked
+/// for.
+pub type Stepped<T> = ([T; 3], Option<T>);
+
+/// The operation of [`adamw`].
+#[derive(Clone, Copy, Debug)]
+pub struct Adamw {
+    /// The step's numbers.
+    pub step: AdamwStep,
+    /// The type of the new parameter's copy.
+    pub copy: Option<DType>,
+}
+
+impl NoGradOp for Adamw {
+    type Inputs<T> = [T; 4];
+    type Outputs<T> = Stepped<T>;
+
+    fn reference<B: OpBackend>(
+        &self,
+        [p, g, m, v]: [FloatTensor<B>; 4],
+    ) -> Stepped<FloatTensor<B>> {
+        let add = |x, y| B::float_add(x, y);
+        let scale = |x, s: f32| B::float_mul_scalar(x, s.into());
+        let AdamwStep { lr, beta1, beta2, eps, weight_decay, grad_scale, .. } = self.step;
+        let [c1, c2] = self.step.corrections();
+        let g = scale(B::to_f32(g), grad_scale);
+        let m = add(scale(m, beta1), scale(g.clone(), 1.0 - beta1));
+        let v = add(scale(v, beta2), scale(B::float_mul(g.clone(), g), 1.0 - beta2));
+        let denominator = B::float_sqrt(scale(v.clone(), 1.0 / c2));
+        let denominator = B::float_add_scalar(denominator, eps.into());
+        let update = B::float_div(scale(m.clone(), lr / c1), denominator);
+        let p = B::float_sub(scale(p, 1.0 - lr * weight_decay), update);
+        self.with_copy::<B>([p, m, v])
+    }
+
+    fn cpu(&self, tensors: [FlexTensor; 4]) -> Stepped<FlexTensor> {
+        self.with_copy::<Flex>(cpu(&self.step, tensors))
+    }
+
+    fn cuda(&self, tensors: [CudaTensor; 4]) -> Stepped<CudaTensor> {
+        cuda::adamw(&self.step, tensors, self.copy)
+    }
+}
+
+impl Adamw {
+    /// `new`, and the copy that was asked for, made after the step.
+    fn with_copy<B: OpBackend>(&self, new: [FloatTensor<B>; 3]) -> Stepped<FloatTensor<B>> {
+        let cast = |dtype: DType| B::float_cast(new[0].clone(), FloatDType::from(dtype));
+        let copy = self.copy.map(cast);
+        (new, copy)
+    }
 }
 
 /// The step in one pass on the CPU.
-pub(crate) fn cpu(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTensor; 3] {
+fn cpu(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTensor; 3] {
     const CHUNK: usize = 1 << 14;
     let [mut p, mut m, mut v] =
         [p, m, v].map(|x| if x.is_contiguous() { x } else { contiguous(&x) });
@@ -129,8 +138,17 @@ pub(crate) fn cpu(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTenso
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::backend::Flex;
+    use crate::backend::{primitive, tensor};
     use burn::tensor::Tensor;
+
+    /// A step on one parameter, its gradient, m and v.
+    fn step<B: OpBackend>(
+        tensors: [Tensor<B, 1>; 4],
+        copy: Option<DType>,
+    ) -> Stepped<Tensor<B, 1>> {
+        let (new, copy) = adamw::<B>(&STEP, tensors.map(primitive), copy);
+        (new.map(tensor), copy.map(tensor))
+    }
 
     const STEP: AdamwStep = AdamwStep {
         lr: 0.01,
@@ -159,9 +177,9 @@ mod tests {
         let v: Vec<f32> = wave(0.2, 0.5).iter().map(|x| x * x + 1e-3).collect();
         let device = Default::default();
         let tensors = || [&p, &g, &m, &v].map(|x| Tensor::<Flex, 1>::from_floats(&x[..], &device));
-        let tensors = || tensors().map(crate::backend::primitive);
-        let results = [cpu(&STEP, tensors()), reference::<Flex>(&STEP, tensors())];
-        for result in &results {
+        let tensors = || tensors().map(primitive);
+        let op = Adamw { step: STEP, copy: None };
+        for (result, _) in [op.cpu(tensors()), op.reference::<Flex>(tensors())] {
             for i in 0..n {
                 let want = oracle(p[i].into(), g[i].into(), m[i].into(), v[i].into());
                 for (got, want) in result.iter().zip(want) {
@@ -176,7 +194,8 @@ mod tests {
     fn the_copy_is_the_new_parameter_rounded() {
         let device = Default::default();
         let x = |a: f32| Tensor::<Flex, 1>::from_floats([a, 2.7 * a, 0.3], &device);
-        let ([new, _, _], copy) = adamw_with_copy(&STEP, x(1.1), x(0.7), x(0.2), x(0.5));
+        let ([new, _, _], copy) = step([1.1, 0.7, 0.2, 0.5].map(x), Some(DType::BF16));
+        let copy = copy.expect("a copy was asked for");
         assert_eq!(copy.dtype(), DType::BF16);
         let rounded = |x: f32| burn::tensor::bf16::from_f32(x).to_f32();
         let new: Vec<f32> = new.into_data().iter::<f32>().map(rounded).collect();
@@ -189,7 +208,7 @@ mod tests {
         let p = Tensor::<Flex, 1>::from_floats([1.0, 2.0], &device);
         let z = Tensor::<Flex, 1>::zeros([2], &device);
         let g = Tensor::<Flex, 1>::ones([2], &device);
-        let [new, _, _] = adamw(&STEP, p.clone(), g, z.clone(), z);
+        let ([new, _, _], _) = step([p.clone(), g, z.clone(), z], None);
         assert_eq!(p.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0]);
         assert_ne!(new.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0]);
     }
@@ -219,7 +238,8 @@ mod tests {
                     Tensor::<Cuda, 1>::from_data(data, (&Default::default(), dtype))
                 };
                 let [p_, m_, v_] = [&p, &m, &v].map(|x| on(x, DType::F32));
-                let (new, copy) = adamw_with_copy(&STEP, p_, on(&g, dtype), m_, v_);
+                let (new, copy) = step([p_, on(&g, dtype), m_, v_], Some(DType::BF16));
+                let copy = copy.expect("a copy was asked for");
                 assert_eq!(copy.dtype(), DType::BF16);
                 let (new, copy) = (new.map(values), values(copy));
                 for i in 0..n {
@@ -240,7 +260,7 @@ mod tests {
             let p = Tensor::<Cuda, 1>::from_floats([1.0, 2.0], &device);
             let z = || Tensor::<Cuda, 1>::zeros([2], &device);
             let g = Tensor::<Cuda, 1>::ones([2], &device);
-            let [new, m, v] = adamw(&STEP, p.clone(), g.clone(), z(), z());
+            let ([new, m, v], _) = step([p.clone(), g.clone(), z(), z()], None);
             assert_eq!(values(p), [1.0, 2.0]);
             assert_ne!(values(new.clone()), [1.0, 2.0]);
             let place = |x: &Tensor<Cuda, 1>| {
@@ -248,7 +268,7 @@ mod tests {
                 x.client.get_resource(x.handle.clone()).expect("the buffer exists").resource().ptr
             };
             let before = place(&new);
-            let [new, _, _] = adamw(&STEP, new, g, m, v);
+            let ([new, _, _], _) = step([new, g, m, v], None);
             assert_eq!(place(&new), before);
         }
     }

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, rows_per_task, slice, sum_in_order};
 use crate::cuda::CudaTensor;
+use crate::ops::bias;
 use crate::ops::cuda::norm::Norm;
 
 /// Elements of a parallel task.
@@ -44,26 +45,6 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    fn plain<B: OpBackend>(
-        &self,
-        x: FloatTensor<B>,
-        weight: FloatTensor<B>,
-        bias: Option<FloatTensor<B>>,
-    ) -> FloatTensor<B> {
-        let shape = x.shape();
-        let width = shape[shape.num_dims() - 1];
-        let rows = shape.num_elements() / width;
-        let x = tensor::<B, 2>(B::float_reshape(x, [rows, width].into()));
-        let centred = x.clone() - x.mean_dim(1);
-        let variance = (centred.clone() * centred.clone()).mean_dim(1);
-        let y = centred / (variance + self.eps).sqrt() * tensor::<B, 1>(weight).unsqueeze();
-        let y = match bias {
-            None => y,
-            Some(bias) => y + tensor::<B, 1>(bias).unsqueeze(),
-        };
-        B::float_reshape(primitive(y), shape)
-    }
-
     /// `[mean, var + eps]` of a row, in two passes.
     fn statistics(&self, x: &[f32]) -> [f32; 2] {
         let scale = 1.0 / x.len() as f32;
@@ -167,22 +148,36 @@ fn width(x: &FlexTensor, weight: &FlexTensor) -> usize {
     width
 }
 
-impl Op<2> for LayerNorm {
+impl<const N: usize> Op<N> for LayerNorm {
     fn reference<B: OpBackend>(
         &self,
-        [x, weight]: [FloatTensor<B>; 2],
+        inputs: [FloatTensor<B>; N],
         _ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        self.plain::<B>(x, weight, None)
+        let (x, weight, bias) = bias::inputs(&inputs);
+        let shape = x.shape();
+        let width = shape[shape.num_dims() - 1];
+        let rows = shape.num_elements() / width;
+        let x = tensor::<B, 2>(B::float_reshape(x.clone(), [rows, width].into()));
+        let centred = x.clone() - x.mean_dim(1);
+        let variance = (centred.clone() * centred.clone()).mean_dim(1);
+        let weight = tensor::<B, 1>(weight.clone());
+        let y = centred / (variance + self.eps).sqrt() * weight.unsqueeze();
+        let y = match bias {
+            None => y,
+            Some(bias) => y + tensor::<B, 1>(bias.clone()).unsqueeze(),
+        };
+        B::float_reshape(primitive(y), shape)
     }
 
     fn cpu_forward(
         &self,
-        [x, weight]: &[FlexTensor; 2],
+        inputs: &[FlexTensor; N],
         _ints: &[FlexTensor],
-        _needs: [bool; 2],
+        _needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        Some(self.forward(x, weight, None))
+        let (x, weight, bias) = bias::inputs(inputs);
+        Some(self.forward(x, weight, bias))
     }
 
     fn cpu_backward(
@@ -190,81 +185,33 @@ impl Op<2> for LayerNorm {
         saved: Vec<FlexTensor>,
         _ints: &[FlexTensor],
         grad: FlexTensor,
-        needs: [bool; 2],
-    ) -> [Option<FlexTensor>; 2] {
-        let [dx, dw, _] = self.backward(&saved, &grad, [needs[0], needs[1], false]);
-        [dx, dw]
+        needs: [bool; N],
+    ) -> [Option<FlexTensor>; N] {
+        bias::gradients(self.backward(&saved, &grad, bias::needs(needs)))
     }
 
     fn cuda_forward(
         &self,
-        [x, weight]: &[CudaTensor; 2],
+        inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        _needs: [bool; 2],
+        _needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        self.cuda().forward(x, weight, None)
+        let (x, weight, bias) = bias::inputs(inputs);
+        self.cuda().forward(x, weight, bias)
     }
 
-    fn cuda_backward_onto(
+    fn cuda_backward_accumulating(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
-        needs: [bool; 2],
-        [onto, ..]: &mut [Option<CudaTensor>; 2],
-    ) -> [Option<CudaTensor>; 2] {
-        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false, onto);
-        [needs[0].then_some(dx), needs[1].then_some(dw)]
-    }
-}
-
-impl Op<3> for LayerNorm {
-    fn reference<B: OpBackend>(
-        &self,
-        [x, weight, bias]: [FloatTensor<B>; 3],
-        _ints: &[IntTensor<B>],
-    ) -> FloatTensor<B> {
-        self.plain::<B>(x, weight, Some(bias))
-    }
-
-    fn cpu_forward(
-        &self,
-        [x, weight, bias]: &[FlexTensor; 3],
-        _ints: &[FlexTensor],
-        _needs: [bool; 3],
-    ) -> Option<Forward<FlexTensor>> {
-        Some(self.forward(x, weight, Some(bias)))
-    }
-
-    fn cpu_backward(
-        &self,
-        saved: Vec<FlexTensor>,
-        _ints: &[FlexTensor],
-        grad: FlexTensor,
-        needs: [bool; 3],
-    ) -> [Option<FlexTensor>; 3] {
-        self.backward(&saved, &grad, needs)
-    }
-
-    fn cuda_forward(
-        &self,
-        [x, weight, bias]: &[CudaTensor; 3],
-        _ints: &[CudaTensor],
-        _needs: [bool; 3],
-    ) -> Option<Forward<CudaTensor>> {
-        self.cuda().forward(x, weight, Some(bias))
-    }
-
-    fn cuda_backward_onto(
-        &self,
-        saved: Vec<CudaTensor>,
-        _ints: &[CudaTensor],
-        grad: CudaTensor,
-        needs: [bool; 3],
-        [onto, ..]: &mut [Option<CudaTensor>; 3],
-    ) -> [Option<CudaTensor>; 3] {
-        let [dx, dw, db] = self.cuda().backward(&saved, &grad, true, onto);
-        [needs[0].then_some(dx), needs[1].then_some(dw), needs[2].then_some(db)]
+        needs: [bool; N],
+        grad_accum: &mut [Option<CudaTensor>; N],
+    ) -> [Option<CudaTensor>; N] {
+        let gradients = self.cuda().backward(&saved, &grad, N == 3, &mut grad_accum[0]);
+        let needs = bias::needs(needs);
+        let mut wanted = gradients.into_iter().zip(needs).map(|(dx, needs)| needs.then_some(dx));
+        std::array::from_fn(|_| wanted.next().flatten())
     }
 }
 

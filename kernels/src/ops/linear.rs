@@ -10,6 +10,7 @@ use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::gemm::{Mat, matmul, matmul_into};
 use crate::cpu::{contiguous, dims, from_vec, slice};
 use crate::cuda::CudaTensor;
+use crate::ops::bias;
 use crate::ops::matmul::MatMul;
 
 /// y = x Wᵀ + b.
@@ -79,43 +80,46 @@ impl Op<3> for LinearAdd {
         Some(cuda::forward(x, weight, cuda::Then::Add(residual)))
     }
 
-    fn cuda_backward_onto(
+    fn cuda_backward_accumulating(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 3],
-        [onto_x, onto_weight, ..]: &mut [Option<CudaTensor>; 3],
+        [x_accum, weight_accum, ..]: &mut [Option<CudaTensor>; 3],
     ) -> [Option<CudaTensor>; 3] {
         let [dx, dw, _] =
-            cuda::backward(&saved, &grad, [needs[0], needs[1], false], [onto_x, onto_weight]);
+            cuda::backward(&saved, &grad, [needs[0], needs[1], false], [x_accum, weight_accum]);
         [dx, dw, Some(grad)]
     }
 }
 
-fn product<B: OpBackend>(x: FloatTensor<B>, weight: FloatTensor<B>) -> Tensor<B, 3> {
-    let (x, weight) = (tensor::<B, 3>(x), tensor::<B, 2>(weight));
-    let [batch, seq_len, inputs] = x.dims();
-    let outputs = weight.dims()[0];
-    x.reshape([batch * seq_len, inputs]).mm(weight.transpose()).reshape([batch, seq_len, outputs])
-}
-
-impl Op<2> for Linear {
+impl<const N: usize> Op<N> for Linear {
     fn reference<B: OpBackend>(
         &self,
-        [x, weight]: [FloatTensor<B>; 2],
+        inputs: [FloatTensor<B>; N],
         _ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        primitive(product::<B>(x, weight))
+        let (x, weight, bias) = bias::inputs(&inputs);
+        let (x, weight) = (tensor::<B, 3>(x.clone()), tensor::<B, 2>(weight.clone()));
+        let [batch, seq_len, features] = x.dims();
+        let outputs = weight.dims()[0];
+        let y = x.reshape([batch * seq_len, features]).mm(weight.transpose());
+        let y = y.reshape([batch, seq_len, outputs]);
+        primitive(match bias {
+            None => y,
+            Some(bias) => y + tensor::<B, 1>(bias.clone()).unsqueeze(),
+        })
     }
 
     fn cpu_forward(
         &self,
-        [x, weight]: &[FlexTensor; 2],
+        inputs: &[FlexTensor; N],
         _ints: &[FlexTensor],
-        _needs: [bool; 2],
+        _needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        Some(forward(x, weight, None))
+        let (x, weight, bias) = bias::inputs(inputs);
+        Some(forward(x, weight, bias))
     }
 
     fn cpu_backward(
@@ -123,81 +127,32 @@ impl Op<2> for Linear {
         saved: Vec<FlexTensor>,
         _ints: &[FlexTensor],
         grad: FlexTensor,
-        needs: [bool; 2],
-    ) -> [Option<FlexTensor>; 2] {
-        let [dx, dw, _] = backward(&saved, &grad, [needs[0], needs[1], false]);
-        [dx, dw]
+        needs: [bool; N],
+    ) -> [Option<FlexTensor>; N] {
+        bias::gradients(backward(&saved, &grad, bias::needs(needs)))
     }
 
     fn cuda_forward(
         &self,
-        [x, weight]: &[CudaTensor; 2],
+        inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        _needs: [bool; 2],
+        _needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        Some(cuda::forward(x, weight, cuda::Then::Nothing))
+        let (x, weight, bias) = bias::inputs(inputs);
+        Some(cuda::forward(x, weight, bias.map_or(cuda::Then::Nothing, cuda::Then::Bias)))
     }
 
-    fn cuda_backward_onto(
+    fn cuda_backward_accumulating(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
-        needs: [bool; 2],
-        [onto_x, onto_weight, ..]: &mut [Option<CudaTensor>; 2],
-    ) -> [Option<CudaTensor>; 2] {
-        let [dx, dw, _] =
-            cuda::backward(&saved, &grad, [needs[0], needs[1], false], [onto_x, onto_weight]);
-        [dx, dw]
-    }
-}
-
-impl Op<3> for Linear {
-    fn reference<B: OpBackend>(
-        &self,
-        [x, weight, bias]: [FloatTensor<B>; 3],
-        _ints: &[IntTensor<B>],
-    ) -> FloatTensor<B> {
-        primitive(product::<B>(x, weight) + tensor::<B, 1>(bias).unsqueeze())
-    }
-
-    fn cpu_forward(
-        &self,
-        [x, weight, bias]: &[FlexTensor; 3],
-        _ints: &[FlexTensor],
-        _needs: [bool; 3],
-    ) -> Option<Forward<FlexTensor>> {
-        Some(forward(x, weight, Some(bias)))
-    }
-
-    fn cpu_backward(
-        &self,
-        saved: Vec<FlexTensor>,
-        _ints: &[FlexTensor],
-        grad: FlexTensor,
-        needs: [bool; 3],
-    ) -> [Option<FlexTensor>; 3] {
-        backward(&saved, &grad, needs)
-    }
-
-    fn cuda_forward(
-        &self,
-        [x, weight, bias]: &[CudaTensor; 3],
-        _ints: &[CudaTensor],
-        _needs: [bool; 3],
-    ) -> Option<Forward<CudaTensor>> {
-        Some(cuda::forward(x, weight, cuda::Then::Bias(bias)))
-    }
-
-    fn cuda_backward_onto(
-        &self,
-        saved: Vec<CudaTensor>,
-        _ints: &[CudaTensor],
-        grad: CudaTensor,
-        needs: [bool; 3],
-        [onto_x, onto_weight, ..]: &mut [Option<CudaTensor>; 3],
-    ) -> [Option<CudaTensor>; 3] {
-        cuda::backward(&saved, &grad, needs, [onto_x, onto_weight])
+        needs: [bool; N],
+        grad_accum: &mut [Option<CudaTensor>; N],
+    ) -> [Option<CudaTensor>; N] {
+        let [x_accum, weight_accum, ..] = &mut grad_accum[..] else { unreachable!("x and W") };
+        let needs = bias::needs(needs);
+        bias::gradients(cuda::backward(&saved, &grad, needs, [x_accum, weight_accum]))
     }
 }
 
@@ -260,7 +215,7 @@ pub(crate) fn column_sums(matrix: &[f32], cols: usize) -> Vec<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{add_to_earlier, leaf_id};
+    use crate::backend::{leaf_id, take_accumulated_grad, with_accumulated_grads};
     use crate::ops::support::gpu;
     use crate::testing::{Case, Oracle, check, check_on};
 
@@ -304,9 +259,11 @@ mod tests {
         let once = gradient(loss().backward());
         let values = |x| gpu::values(Tensor::<gpu::Gpu, 2>::from_inner(tensor(x)));
         let want: Vec<f32> = values(once.clone()).iter().map(|x| 2.0 * x).collect();
-        let earlier = [(leaf_id::<crate::Cuda>(&primitive(weight.clone())), once)].into();
-        let (graph, left) = add_to_earlier::<crate::Cuda, _>(earlier, || loss().backward());
-        assert!(left.is_empty(), "the earlier gradient was not taken");
+        let leaf = primitive(weight.clone());
+        let sums = vec![(leaf_id::<crate::Cuda>(&leaf), once)];
+        let mut graph = with_accumulated_grads::<crate::Cuda>(loss(), sums).backward();
+        let left = take_accumulated_grad::<crate::Cuda>(&leaf, &mut graph);
+        assert!(left.is_none(), "the earlier gradient was not taken");
         let sum = gradient(graph);
         for (sum, want) in values(sum).iter().zip(want) {
             assert!((sum - want).abs() <= 1e-4, "{sum} for {want}");

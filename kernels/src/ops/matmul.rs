@@ -33,8 +33,7 @@ impl<B: OpBackend, const D: usize> MatMul for Tensor<B, D> {
 struct Product<const D: usize>;
 
 impl<const D: usize> Op<2> for Product<D> {
-    /// References are made of it.
-    const IN_REFERENCES: bool = true;
+    const PART_OF_REFERENCES: bool = true;
 
     #[allow(clippy::disallowed_methods)] // The one place for it.
     fn reference<B: OpBackend>(

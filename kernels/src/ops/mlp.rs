@@ -54,15 +54,15 @@ impl Op<4> for GeluMlp {
         cuda::forward(inputs)
     }
 
-    fn cuda_backward_onto(
+    fn cuda_backward_accumulating(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 4],
-        onto: &mut [Option<CudaTensor>; 4],
+        grad_accum: &mut [Option<CudaTensor>; 4],
     ) -> [Option<CudaTensor>; 4] {
-        cuda::backward(saved, grad, needs, onto)
+        cuda::backward(saved, grad, needs, grad_accum)
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod activation;
 pub mod adamw;
+mod bias;
 pub mod cross_entropy;
 pub(crate) mod cuda;
 pub mod embedding;
@@ -13,8 +14,8 @@ pub mod mlp;
 pub mod prefix_sum;
 pub mod rms_norm;
 pub mod rotary;
-pub mod seed;
 pub mod short_conv;
+pub mod vjp_root;
 
 #[cfg(test)]
 mod support;

@@ -119,15 +119,15 @@ impl Op<2> for RmsNorm {
         self.cuda().forward(x, weight, None)
     }
 
-    fn cuda_backward_onto(
+    fn cuda_backward_accumulating(
         &self,
         saved: Vec<CudaTensor>,
         _ints: &[CudaTensor],
         grad: CudaTensor,
         needs: [bool; 2],
-        [onto, ..]: &mut [Option<CudaTensor>; 2],
+        [grad_accum, ..]: &mut [Option<CudaTensor>; 2],
     ) -> [Option<CudaTensor>; 2] {
-        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false, onto);
+        let [dx, dw, _] = self.cuda().backward(&saved, &grad, false, grad_accum);
         [needs[0].then_some(dx), needs[1].then_some(dw)]
     }
 }

@@ -91,14 +91,14 @@ impl Norm {
         Some(Forward { output: y, saved: vec![x, weight, statistics] })
     }
 
-    /// The gradients of x, weight and, where `biased`, bias. A gradient of x that is in `onto` is
+    /// The gradients of x, weight and, where `biased`, bias. A gradient of x in `grad_accum` is
     /// taken and added to, unless others own it too.
     pub fn backward(
         &self,
         saved: &[CudaTensor],
         grad: &CudaTensor,
         biased: bool,
-        onto: &mut Option<CudaTensor>,
+        grad_accum: &mut Option<CudaTensor>,
     ) -> [CudaTensor; 3] {
         let [x, weight, statistics] = saved else { unreachable!("norms save three tensors") };
         assert_eq!(grad.dtype, x.dtype, "types of the norm's input and of its gradient");
@@ -106,7 +106,8 @@ impl Norm {
         let (rows, width) = (order.rows(), order.width());
         let lanes = lanes(width, x.dtype);
         let grad = order.readable(grad, lanes);
-        let sum = onto.take_if(|sum| sum.dtype == x.dtype && order.is_dense(sum) && sum.can_mut());
+        let sum =
+            grad_accum.take_if(|sum| sum.dtype == x.dtype && order.is_dense(sum) && sum.can_mut());
         let mut plan = self.plan(width / lanes, 1, biased);
         plan.adds = sum.is_some();
         let dx = sum.unwrap_or_else(|| order.empty(x, x.dtype));

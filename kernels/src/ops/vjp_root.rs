@@ -1,4 +1,4 @@
-//! The start of a backward pass in the middle of a model.
+//! The root of a vector-Jacobian product: a backward pass that starts in the middle of a model.
 
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -12,16 +12,16 @@ use crate::cuda::{CudaTensor, empty};
 /// with the upstream gradient `dy`, which is of y's shape and type. The number itself means nothing.
 ///
 /// Returns `[1]`.
-pub fn seed<B: OpBackend, const D: usize>(y: Tensor<B, D>, dy: Tensor<B, D>) -> Tensor<B, 1> {
+pub fn vjp_root<B: OpBackend, const D: usize>(y: Tensor<B, D>, dy: Tensor<B, D>) -> Tensor<B, 1> {
     assert_eq!(y.dims(), dy.dims(), "shapes of y and dy");
-    tensor(B::run(&Seed, [primitive(y), primitive(dy.detach())], vec![]))
+    tensor(B::run(&VjpRoot, [primitive(y), primitive(dy.detach())], vec![]))
 }
 
-/// The operation of [`seed`]: inputs y and dy, which has no gradient.
+/// The operation of [`vjp_root`]: inputs y and dy, which has no gradient.
 #[derive(Clone, Debug)]
-pub struct Seed;
+pub struct VjpRoot;
 
-impl Op<2> for Seed {
+impl Op<2> for VjpRoot {
     fn reference<B: OpBackend>(
         &self,
         [y, dy]: [FloatTensor<B>; 2],
@@ -75,12 +75,12 @@ mod tests {
     use burn::backend::{Autodiff, Flex};
 
     #[test]
-    fn the_gradient_is_the_seed() {
+    fn the_gradient_is_the_upstream_gradient() {
         type Ad = Autodiff<Flex>;
         let device = Default::default();
         let x = Tensor::<Ad, 2>::from_floats([[1.5, -2.0], [0.3, 7.0]], &device).require_grad();
         let dy = Tensor::<Ad, 2>::from_floats([[0.1, 0.2], [-0.3, 1e-9]], &device);
-        let grads = seed(x.clone() * 2.0, dy).backward();
+        let grads = vjp_root(x.clone() * 2.0, dy).backward();
         let got = x.grad(&grads).unwrap().into_data().to_vec::<f32>().unwrap();
         assert_eq!(got, [0.2, 0.4, -0.6, 2e-9]);
     }
