@@ -19,9 +19,7 @@ use toml::{Table, Value};
 pub use error::ConfigError;
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, Span};
-pub use train::{
-    CheckpointConfig, OptimiserConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
-};
+pub use train::{CheckpointConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig};
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.
 ///
