@@ -1,4 +1,15 @@
 //! The operations a language model is built of, beside attention.
+//!
+//! An operation is a folder: its function, its equation and its reference in `mod.rs`, kernels for the
+//! CPU in `cpu.rs`, device code in `kernel.rs` and what launches it in `cuda.rs`. What their CUDA sides
+//! share is in [`cuda`].
+
+#![allow(
+    clippy::collapsible_if,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of,
+    reason = "device code has no such methods, and its && does not stop early"
+)]
 
 pub mod activation;
 pub mod adamw;

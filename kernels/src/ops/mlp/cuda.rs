@@ -5,7 +5,9 @@ use burn::tensor::DType;
 use crate::backend::Forward;
 use crate::cuda::blas::{Epilogue, product};
 use crate::cuda::{CudaTensor, empty};
-use crate::ops::cuda::elementwise::{Function, activation_backward, in_type};
+use crate::ops::activation::cuda::activation_backward;
+use crate::ops::activation::kernel::Function;
+use crate::ops::cuda::elementwise::in_type;
 use crate::ops::linear::cuda::{
     as_rows, input_gradient, like_rows_of, transposed, weight_gradient,
 };

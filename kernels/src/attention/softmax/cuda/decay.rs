@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 
 use super::{number, steps};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::ops::cuda::kernels::prefix_sum::scan;
+use crate::ops::prefix_sum::kernel::scan;
 use crate::tile::write_notes;
 
 /// Tokens of a span.

@@ -45,7 +45,7 @@ use super::{Softmax, cuda_serves};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, empty, zeros};
 use crate::ops::cuda::integers;
-use crate::ops::cuda::prefix_sum::prefix_sum;
+use crate::ops::prefix_sum::cuda::prefix_sum;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS};
 use crate::tile::{CHUNK, PANEL_DIM};
 
