@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use longwall_kernels::attention::{AttentionShape, DocumentStarts};
 use longwall_kernels::backend::{OpBackend, tensor};
 use longwall_kernels::device::OnDevice;
-use longwall_kernels::ops::seed::seed;
+use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_train::config::{SizeNames, check_kind};
 use longwall_train::console::bytes as text_of_bytes;
 use serde::Serialize;
@@ -201,7 +201,7 @@ impl Job<'_> {
             clock,
             || forward(&inputs[0]),
             |o| {
-                seed(o, dy.clone()).backward();
+                vjp_root(o, dy.clone()).backward();
             },
         );
         let copies = copies::<B>(bytes(&inputs[0]));
@@ -210,7 +210,7 @@ impl Job<'_> {
             config.attend(&layer, inputs[at % copies].clone(), documents.clone());
         });
         let both = clock.time(|at| {
-            seed(forward(&inputs[at % copies]), dy.clone()).backward();
+            vjp_root(forward(&inputs[at % copies]), dy.clone()).backward();
         });
         // Of causal softmax attention, whatever the kind does.
         let flops = 2.0 * (batch * heads * head_dim) as f64 * (seq_len as f64).powi(2);

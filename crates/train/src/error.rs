@@ -25,7 +25,7 @@ pub enum TrainError {
     /// Metrics or samples.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
-    /// Weights or the optimiser's moments.
+    /// Weights or the optimiser's state.
     #[error(transparent)]
     Weights(#[from] WeightsError),
     /// The prompts of `train.sample`.

@@ -1,11 +1,14 @@
 //! Gradients of all parameters: collected after each backward pass, added up, measured.
 
 use burn::backend::Autodiff;
+use burn::backend::autodiff::NodeId;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor};
-use longwall_kernels::backend::{OpBackend, add_to_earlier, leaf_id, primitive, tensor};
+use longwall_kernels::backend::{
+    OpBackend, leaf_id, primitive, take_accumulated_grad, tensor, with_accumulated_grads,
+};
 use longwall_kernels::ops::grad_norm::square_sums;
 
 /// One gradient a parameter, in the order in which the module visits its parameters; `None` where
@@ -51,26 +54,17 @@ impl<B: OpBackend> Gradients<B> {
     ) -> Graph<B> {
         let leaves = leaves(model);
         assert_eq!(self.tensors.len(), leaves.len(), "gradients of two different models");
-        let places = leaves.iter().zip(&mut self.tensors);
-        let sums = places.filter_map(|(&id, sum)| Some((id, sum.take()?))).collect();
-        let (mut graph, mut left) = add_to_earlier::<B, _>(sums, || root.backward());
-        let mut collect = Collect::<B> { gradients: &mut graph, tensors: Vec::new() };
-        model.visit(&mut collect);
-        let places = leaves.iter().zip(&mut self.tensors);
-        for ((id, sum), term) in places.zip(collect.tensors) {
-            *sum = sum_of::<B>(left.remove(id), term);
-        }
+        let sums = leaves.into_iter().zip(&mut self.tensors);
+        let sums = sums.filter_map(|(leaf, sum)| Some((leaf, sum.take()?))).collect();
+        let mut graph = with_accumulated_grads::<B>(root, sums).backward();
+        model.visit(&mut Collect { graph: &mut graph, sums: self.tensors.iter_mut() });
         graph
     }
 
-    /// Tensors of shape `[1]` that add up to Σ g² over all gradients: one a gradient on the CPU, so
-    /// that they can be added up in f64; on a GPU a single one, which is one launch.
+    /// Tensors of shape `[1]` that add up to Σ g² over all gradients ([`square_sums`]).
     pub fn square_sums(&self) -> Vec<Tensor<B, 1>> {
-        let gradients = self.tensors.iter().flatten().cloned();
-        match B::device_kind() {
-            "cpu" => gradients.map(|g| tensor(B::square_sum(g))).collect(),
-            _ => vec![square_sums::<B>(gradients.collect())],
-        }
+        let gradients = self.tensors.iter().flatten().cloned().collect();
+        square_sums::<B>(gradients).into_iter().map(tensor).collect()
     }
 }
 
@@ -88,14 +82,14 @@ fn sum_of<B: OpBackend>(
 pub type Graph<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
 /// What tells the parameters of `model` as leaves of a graph.
-fn leaves<B: OpBackend, M: Module<Autodiff<B>>>(model: &M) -> Vec<u64> {
+fn leaves<B: OpBackend, M: Module<Autodiff<B>>>(model: &M) -> Vec<NodeId> {
     let mut leaves = Leaves { ids: Vec::new() };
     model.visit(&mut leaves);
     leaves.ids
 }
 
 struct Leaves {
-    ids: Vec<u64>,
+    ids: Vec<NodeId>,
 }
 
 impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Leaves {
@@ -104,16 +98,24 @@ impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Leaves {
     }
 }
 
-struct Collect<'a, B: OpBackend> {
-    gradients: &'a mut Graph<B>,
-    tensors: Vec<Option<FloatTensor<B>>>,
+/// Moves the parameters' gradients out of a graph, and the sums that no operation added to.
+struct Collect<'a, B: OpBackend, I> {
+    graph: &'a mut Graph<B>,
+    /// Where they go.
+    sums: I,
 }
 
-impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Collect<'_, B> {
+impl<'a, B, I> ModuleVisitor<Autodiff<B>> for Collect<'_, B, I>
+where
+    B: OpBackend,
+    I: Iterator<Item = &'a mut Option<FloatTensor<B>>>,
+{
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
-        // Of a bf16 parameter too: sums over micro-batches and the optimiser's moments are f32.
-        let gradient = param.grad_remove(self.gradients);
-        self.tensors.push(gradient.map(|g| primitive(g.cast(DType::F32))));
+        let sum = self.sums.next().expect("as many gradients as parameters");
+        let untouched = take_accumulated_grad::<B>(&primitive(param.val()), self.graph);
+        // Of a bf16 parameter too: sums over micro-batches and the optimiser's state are f32.
+        let gradient = param.grad_remove(self.graph).map(|g| primitive(g.cast(DType::F32)));
+        *sum = sum_of::<B>(untouched, gradient);
     }
 }
 

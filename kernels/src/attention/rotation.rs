@@ -87,7 +87,7 @@ impl Rotation {
         let Some(starts) = documents else { return self.apply(x, 0) };
         // In f32, as the angles are.
         let dtype = x.dtype();
-        let x = tensor::<B, 4>(B::widen(primitive(x)));
+        let x = tensor::<B, 4>(B::to_f32(primitive(x)));
         let ([batch, _, seq_len, head_dim], device) = (x.dims(), x.device());
         let half = self.dims(head_dim) / 2;
         // Rotating the first axis of every pair gives the cosine and sine of each position.

@@ -1,7 +1,19 @@
 //! The operations a language model is built of, beside attention.
+//!
+//! An operation is a folder: its function, its equation and its reference in `mod.rs`, kernels for the
+//! CPU in `cpu.rs`, device code in `kernel.rs` and what launches it in `cuda.rs`. What their CUDA sides
+//! share is in [`cuda`].
+
+#![allow(
+    clippy::collapsible_if,
+    clippy::manual_div_ceil,
+    clippy::manual_is_multiple_of,
+    reason = "device code has no such methods, and its && does not stop early"
+)]
 
 pub mod activation;
 pub mod adamw;
+mod bias;
 pub mod cross_entropy;
 pub(crate) mod cuda;
 pub mod embedding;
@@ -13,8 +25,8 @@ pub mod mlp;
 pub mod prefix_sum;
 pub mod rms_norm;
 pub mod rotary;
-pub mod seed;
 pub mod short_conv;
+pub mod vjp_root;
 
 #[cfg(test)]
 mod support;

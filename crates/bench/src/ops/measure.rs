@@ -6,7 +6,7 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensor};
 use burn::tensor::{DType, Distribution, Int, Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{Op, OpBackend, tensor};
 use longwall_kernels::ops::activation::{Activation, SwiGlu};
-use longwall_kernels::ops::adamw::AdamwStep;
+use longwall_kernels::ops::adamw::{AdamwStep, adamw};
 use longwall_kernels::ops::cross_entropy::LinearCrossEntropy;
 use longwall_kernels::ops::embedding::Embedding;
 use longwall_kernels::ops::layer_norm::LayerNorm;
@@ -15,8 +15,8 @@ use longwall_kernels::ops::mlp::GeluMlp;
 use longwall_kernels::ops::prefix_sum::PrefixSum;
 use longwall_kernels::ops::rms_norm::RmsNorm;
 use longwall_kernels::ops::rotary::Rotary;
-use longwall_kernels::ops::seed::Seed;
 use longwall_kernels::ops::short_conv::ShortConv;
+use longwall_kernels::ops::vjp_root::VjpRoot;
 
 use super::{HEAD_DIM, Operation, Sizes};
 use crate::ceiling::Ceiling;
@@ -160,7 +160,7 @@ impl<B: OpBackend> Bench<B> {
             let (grad, state) = &mut sets[at % copies];
             // Nobody else owns them, so they are updated in place.
             let [p, m, v] = state.take().expect("put back by the step before");
-            let (new, _) = B::adamw(&step, [p, grad.clone(), m, v], copy_type);
+            let (new, _) = adamw::<B>(&step, [p, grad.clone(), m, v], copy_type);
             *state = Some(new);
         });
         let bytes = 28 + copy_type.map_or(0, |dtype| dtype.size());
@@ -223,7 +223,7 @@ impl<B: OpBackend> Bench<B> {
                 if wanted[i] { Autodiff::<B>::float_set_require_grad(x, true) } else { x }
             };
             let y = Autodiff::<B>::run(&op, std::array::from_fn(leaf), ints.to_vec());
-            let start = Autodiff::<B>::run(&Seed, [y, dy.clone()], vec![]);
+            let start = Autodiff::<B>::run(&VjpRoot, [y, dy.clone()], vec![]);
             tensor::<Autodiff<B>, 1>(start).backward();
         });
         let pass = |name, time: Spread, work| Pass::new(name, time, work, &self.ceiling);

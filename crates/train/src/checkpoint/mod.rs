@@ -79,7 +79,7 @@ pub enum CheckpointError {
         /// `(key, value in the checkpoint, value asked for)`.
         differences: Vec<(String, String, String)>,
     },
-    /// Weights or moments cannot be encoded.
+    /// Weights or the optimiser's state cannot be encoded.
     #[error(transparent)]
     Tensors(#[from] longwall_model::weights::WeightsError),
     /// The configuration in the checkpoint cannot be read.
@@ -174,7 +174,7 @@ impl Checkpoint {
         self.path.join("weights.safetensors")
     }
 
-    /// The optimiser's moments.
+    /// The optimiser's state.
     pub fn optimizer(&self) -> PathBuf {
         self.path.join("optimizer.safetensors")
     }

@@ -21,9 +21,7 @@ pub use error::ConfigError;
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, Span};
-pub use train::{
-    CheckpointConfig, OptimiserConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
-};
+pub use train::{CheckpointConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig};
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.
 ///

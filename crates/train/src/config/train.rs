@@ -4,6 +4,7 @@ use longwall_config::{Problems, count};
 use serde::{Deserialize, Serialize};
 
 use super::scalars::{Every, OrOff};
+use crate::optimiser::OptimiserConfig;
 use crate::schedule::{Schedule, ScheduleConfig};
 
 /// The table `[train]`: how long, with what batch, and with which optimiser.
@@ -51,55 +52,6 @@ pub struct TrainConfig {
 
 fn default_clip() -> OrOff {
     OrOff(Some(1.0))
-}
-
-/// The table `[train.optimiser]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum OptimiserConfig {
-    /// AdamW (Loshchilov and Hutter 2019, algorithm 2), with decay on matrices only: norms, biases,
-    /// gates' biases, scalars and embeddings do not decay.
-    Adamw {
-        /// Decay rate of the first moment.
-        #[serde(default = "default_beta1")]
-        beta1: f64,
-        /// Decay rate of the second moment.
-        #[serde(default = "default_beta2")]
-        beta2: f64,
-        /// Added to the root of the second moment.
-        #[serde(default = "default_eps")]
-        eps: f64,
-        /// Decoupled weight decay, times the learning rate of the step.
-        #[serde(default = "default_weight_decay")]
-        weight_decay: f64,
-    },
-}
-
-fn default_beta1() -> f64 {
-    0.9
-}
-
-fn default_beta2() -> f64 {
-    0.95
-}
-
-fn default_eps() -> f64 {
-    1e-8
-}
-
-fn default_weight_decay() -> f64 {
-    0.1
-}
-
-impl Default for OptimiserConfig {
-    fn default() -> Self {
-        OptimiserConfig::Adamw {
-            beta1: default_beta1(),
-            beta2: default_beta2(),
-            eps: default_eps(),
-            weight_decay: default_weight_decay(),
-        }
-    }
 }
 
 /// The table `[train.skip]`: steps whose loss or gradient norm is not finite are always skipped;
@@ -273,35 +225,6 @@ impl TrainConfig {
 fn nearest_divisor(n: usize, wanted: usize) -> usize {
     let divisors = (1..=n).filter(|d| n.is_multiple_of(*d));
     divisors.min_by_key(|d| d.abs_diff(wanted)).unwrap_or(1)
-}
-
-impl OptimiserConfig {
-    fn validate(&self, problems: &mut Problems) {
-        let OptimiserConfig::Adamw { beta1, beta2, eps, weight_decay } = self;
-        for (key, beta) in [("beta1", beta1), ("beta2", beta2)] {
-            problems.check(
-                (0.0..1.0).contains(beta),
-                format!("train.optimiser.{key}"),
-                beta,
-                "0 up to but not including 1",
-                "use 0.9 for beta1 and 0.95 or 0.999 for beta2",
-            );
-        }
-        problems.check(
-            eps.is_finite() && *eps > 0.0,
-            "train.optimiser.eps",
-            eps,
-            "a number above 0",
-            "use 1e-8",
-        );
-        problems.check(
-            weight_decay.is_finite() && *weight_decay >= 0.0,
-            "train.optimiser.weight_decay",
-            weight_decay,
-            "0 or more",
-            "use 0.1, or 0 for no decay",
-        );
-    }
 }
 
 impl SkipConfig {

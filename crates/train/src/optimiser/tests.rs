@@ -1,45 +1,44 @@
 use burn::module::AutodiffModule;
-use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{DType, TensorPrimitive};
-use longwall_model::weights::named_tensors;
+use burn::tensor::DType;
+use longwall_model::weights::{EarlierNames, named_tensors};
 
 use super::*;
 use crate::testing::{TestBackend, TestModel, tiny_batch, tiny_model};
 
-const ADAMW: OptimiserConfig =
-    OptimiserConfig::Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-
-fn gradients(model: &TestModel) -> Gradients<TestBackend> {
+pub(super) fn gradients(model: &TestModel) -> Gradients<TestBackend> {
     let [tokens, targets] = tiny_batch(0..4);
     let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
     Gradients::of(model, model.loss(tokens, targets, weights, None))
 }
 
-fn update(number: u64) -> Update {
+pub(super) fn update(number: u64) -> Update {
     Update { lr: 1e-2, number, grad_scale: 1.0 }
 }
 
 /// Parameters by name.
-fn values(model: &TestModel) -> Vec<(String, Vec<f32>)> {
+pub(super) fn values(model: &TestModel) -> Vec<(String, Vec<f32>)> {
     named_tensors(model).into_iter().map(|(name, _, elements)| (name, elements)).collect()
 }
 
 #[test]
 fn matrices_decay_and_nothing_else() {
-    assert!(decays("blocks.0.attention.q.weight", 2));
-    assert!(decays("blocks.0.attention.forget_gate.weight", 2));
-    assert!(decays("head", 2));
-    assert!(!decays("embedding", 2));
-    assert!(!decays("positions", 2));
-    assert!(!decays("blocks.0.attention_norm.weight", 1));
-    assert!(!decays("blocks.0.attention.forget_gate.bias", 1));
-    assert!(!decays("norm.bias", 1));
+    let decays = |path: &str, shape: &[usize]| {
+        Parameter { path: path.to_owned(), shape: shape.to_vec() }.decays()
+    };
+    assert!(decays("blocks.0.attention.q.weight", &[4, 4]));
+    assert!(decays("blocks.0.attention.forget_gate.weight", &[4, 4]));
+    assert!(decays("head", &[4, 4]));
+    assert!(!decays("embedding", &[4, 4]));
+    assert!(!decays("positions", &[4, 4]));
+    assert!(!decays("blocks.0.attention_norm.weight", &[4]));
+    assert!(!decays("blocks.0.attention.forget_gate.bias", &[4]));
+    assert!(!decays("norm.bias", &[4]));
 }
 
 #[test]
 fn the_groups_cover_the_model() {
     let model = tiny_model(0);
-    let optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
+    let optimiser = Optimiser::<TestBackend>::new(&OptimiserConfig::default(), &model);
     let (decayed, plain) = optimiser.group_sizes();
     assert_eq!(decayed + plain, model.num_params());
     let embedding = model.vocab_size() * 16;
@@ -48,37 +47,22 @@ fn the_groups_cover_the_model() {
 }
 
 #[test]
-fn without_gradients_the_decay_alone_shrinks_matrices() {
-    let model = tiny_model(0);
-    let before = values(&model);
-    let mut optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
-    let mut zero = gradients(&model);
-    for gradient in zero.tensors.iter_mut().flatten() {
-        let shape = gradient.shape();
-        let zeros = Tensor::<TestBackend, 1>::zeros([shape.num_elements()], &Default::default());
-        let TensorPrimitive::Float(zeros) = zeros.into_primitive() else { unreachable!() };
-        *gradient = TestBackend::float_reshape(zeros, shape);
-    }
-    let after = values(&optimiser.step(model, zero, update(1)));
-    for ((name, before), (_, after)) in before.iter().zip(&after) {
-        let factor = if decays(name, rank(name)) { 1.0 - 1e-2 * 0.1 } else { 1.0 };
-        for (before, after) in before.iter().zip(after) {
-            assert!((before * factor - after).abs() < 1e-6, "{name}: {before} became {after}");
+fn the_tensors_of_a_parameters_state_have_names_of_their_own() {
+    for config in OptimiserConfig::defaults() {
+        for slot in Optimiser::<TestBackend>::new(&config, &tiny_model(0)).slots {
+            let mut names: Vec<&str> = slot.layout.iter().map(|tensor| tensor.name).collect();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), slot.layout.len(), "{config:?} for {:?}", slot.parameter);
         }
     }
 }
 
-/// The rank of the tiny model's parameter `name`.
-fn rank(name: &str) -> usize {
-    let shapes = named_tensors(&tiny_model(0));
-    shapes.iter().find(|(other, ..)| other == name).map_or(0, |(_, shape, _)| shape.len())
-}
-
 #[test]
 fn updates_lower_the_loss_and_are_the_same_every_time() {
-    let run = || {
+    let run = |config: &OptimiserConfig| {
         let mut model = tiny_model(0);
-        let mut optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
+        let mut optimiser = Optimiser::<TestBackend>::new(config, &model);
         let [tokens, targets] = tiny_batch(0..4);
         let losses: Vec<f32> = (1..=20)
             .map(|number| {
@@ -92,36 +76,40 @@ fn updates_lower_the_loss_and_are_the_same_every_time() {
             .collect();
         losses
     };
-    let losses = run();
-    assert!(losses[19] < losses[0] - 0.5, "{losses:?}");
-    assert_eq!(losses, run());
+    for config in OptimiserConfig::defaults() {
+        let losses = run(&config);
+        assert!(losses[19] < losses[0] - 0.5, "{config:?}: {losses:?}");
+        assert_eq!(losses, run(&config));
+    }
 }
 
 #[test]
 fn a_saved_optimiser_goes_on_as_if_never_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
-    let model = tiny_model(0);
-    let mut optimiser = Optimiser::<TestBackend>::new(&ADAMW, &model);
-    let first = gradients(&model);
-    let model = optimiser.step(model, first, update(1));
-    optimiser.save(&path).unwrap();
-    let mut restored = Optimiser::<TestBackend>::new(&ADAMW, &model);
-    restored.load(&path, &EarlierNames::of(&model), &Default::default()).unwrap();
-    let (one, other) = (gradients(&model), gradients(&model));
-    let unbroken = optimiser.step(model.clone(), one, update(2));
-    let resumed = restored.step(model, other, update(2));
-    assert_eq!(values(&unbroken), values(&resumed));
+    for config in OptimiserConfig::defaults() {
+        let model = tiny_model(0);
+        let mut optimiser = Optimiser::<TestBackend>::new(&config, &model);
+        let first = gradients(&model);
+        let model = optimiser.step(model, first, update(1));
+        optimiser.save(&path).unwrap();
+        let mut restored = Optimiser::<TestBackend>::new(&config, &model);
+        restored.load(&path, &EarlierNames::of(&model), &Default::default()).unwrap();
+        let (one, other) = (gradients(&model), gradients(&model));
+        let unbroken = optimiser.step(model.clone(), one, update(2));
+        let resumed = restored.step(model, other, update(2));
+        assert_eq!(values(&unbroken), values(&resumed), "{config:?}");
+    }
 }
 
 #[test]
-fn the_moments_of_another_model_are_refused() {
+fn the_state_of_another_model_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
-    let optimiser = Optimiser::<TestBackend>::new(&ADAMW, &tiny_model(0));
+    let optimiser = Optimiser::<TestBackend>::new(&OptimiserConfig::default(), &tiny_model(0));
     optimiser.save(&path).unwrap();
     let bigger = crate::testing::model_with("layers = 2", 0);
-    let error = Optimiser::<TestBackend>::new(&ADAMW, &bigger)
+    let error = Optimiser::<TestBackend>::new(&OptimiserConfig::default(), &bigger)
         .load(&path, &EarlierNames::of(&bigger), &Default::default())
         .unwrap_err()
         .to_string();
@@ -135,9 +123,9 @@ fn masters(optimiser: &Optimiser<TestBackend>, model: &TestModel) -> Vec<(String
 }
 
 /// Three updates of an f32 model, and of one rounded to bf16, with the same f32 gradients.
-fn exact_and_rounded() -> [(Optimiser<TestBackend>, TestModel); 2] {
-    let mut exact = (Optimiser::new(&ADAMW, &tiny_model(0)), tiny_model(0));
-    let mut rounded = (Optimiser::new(&ADAMW, &tiny_model(0)), tiny_model(0));
+fn exact_and_rounded(config: &OptimiserConfig) -> [(Optimiser<TestBackend>, TestModel); 2] {
+    let mut exact = (Optimiser::new(config, &tiny_model(0)), tiny_model(0));
+    let mut rounded = (Optimiser::new(config, &tiny_model(0)), tiny_model(0));
     rounded.1 = rounded.0.round(rounded.1, Precision::Bf16);
     for number in 1..=3 {
         let gradients = || gradients(&tiny_model(number));
@@ -149,40 +137,43 @@ fn exact_and_rounded() -> [(Optimiser<TestBackend>, TestModel); 2] {
 
 #[test]
 fn masters_move_as_an_f32_model_and_the_model_is_their_rounding() {
-    let [(_, exact), (optimiser, rounded)] = exact_and_rounded();
-    assert_eq!(masters(&optimiser, &rounded), values(&exact));
-    assert_eq!(rounded.embedding.val().dtype(), DType::BF16);
-    assert!(rounded.embedding.val().is_require_grad());
-    let expected = values(&Precision::Bf16.convert(exact.clone()));
-    assert_ne!(expected, values(&exact), "nothing was rounded");
-    assert_eq!(values(&rounded), expected);
+    for config in OptimiserConfig::defaults() {
+        let [(_, exact), (optimiser, rounded)] = exact_and_rounded(&config);
+        assert_eq!(masters(&optimiser, &rounded), values(&exact), "{config:?}");
+        assert_eq!(rounded.embedding.val().dtype(), DType::BF16);
+        assert!(rounded.embedding.val().is_require_grad());
+        let expected = values(&Precision::Bf16.convert(exact.clone()));
+        assert_ne!(expected, values(&exact), "nothing was rounded");
+        assert_eq!(values(&rounded), expected, "{config:?}");
+    }
 }
 
 #[test]
 fn a_rounded_model_goes_on_from_its_files_as_if_never_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
-    let [_, (mut optimiser, model)] = exact_and_rounded();
-    let weights = file("weights.safetensors");
-    longwall_model::weights::save(&optimiser.with_masters(model.valid()), &weights).unwrap();
-    optimiser.save(&file("optimizer.safetensors")).unwrap();
-
-    let restored = longwall_model::weights::load(tiny_model(7), &weights).unwrap();
-    let mut other = Optimiser::<TestBackend>::new(&ADAMW, &restored);
-    let names = EarlierNames::of(&restored);
-    other.load(&file("optimizer.safetensors"), &names, &Default::default()).unwrap();
-    let restored = other.round(restored, Precision::Bf16);
-    assert_eq!(values(&restored), values(&model));
-
     let step = |optimiser: &mut Optimiser<TestBackend>, model: TestModel| {
         let model = optimiser.step(model, gradients(&tiny_model(4)), update(4));
         (masters(optimiser, &model), values(&model))
     };
-    assert_eq!(step(&mut optimiser, model), step(&mut other, restored));
+    for config in OptimiserConfig::defaults() {
+        let [_, (mut optimiser, model)] = exact_and_rounded(&config);
+        let weights = file("weights.safetensors");
+        longwall_model::weights::save(&optimiser.with_masters(model.valid()), &weights).unwrap();
+        optimiser.save(&file("optimizer.safetensors")).unwrap();
+
+        let restored = longwall_model::weights::load(tiny_model(7), &weights).unwrap();
+        let mut other = Optimiser::<TestBackend>::new(&config, &restored);
+        let earlier = EarlierNames::of(&restored);
+        other.load(&file("optimizer.safetensors"), &earlier, &Default::default()).unwrap();
+        let restored = other.round(restored, Precision::Bf16);
+        assert_eq!(values(&restored), values(&model), "{config:?}");
+        assert_eq!(step(&mut optimiser, model), step(&mut other, restored), "{config:?}");
+    }
 }
 
 #[test]
-fn gradients_in_bf16_are_widened_when_they_are_collected() {
+fn gradients_in_bf16_become_f32_when_they_are_collected() {
     let weight = Tensor::<Autodiff<TestBackend>, 2>::ones([2, 2], &Default::default());
     let linear = burn::nn::Linear::<Autodiff<TestBackend>> {
         weight: Param::from_tensor(weight.cast(DType::BF16)),

@@ -5,7 +5,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::ops::seed;
+use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
 
 use super::Rows;
@@ -42,7 +42,7 @@ pub(super) fn block_by_block<B: OpBackend>(
         let taken_values = taken_values.map(|values| Tensor::from_inner(values).require_grad());
         let mut values = taken_values.clone();
         let y = block.forward(x.clone(), documents.clone(), &mut values);
-        let mut root = seed(y, dy);
+        let mut root = vjp(y, dy);
         if let (0, Some(values)) = (at, values) {
             let learned = model.blocks.iter().any(|block| block.attention.value_mix.is_some());
             root = with_first_values(root, values, std::mem::take(&mut d_first_values), learned);
@@ -54,7 +54,7 @@ pub(super) fn block_by_block<B: OpBackend>(
     }
 
     // The embedding, which may share its weight with what follows the blocks.
-    ends.add_backward(model, seed(model.embedded(tokens, documents), dy));
+    ends.add_backward(model, vjp(model.embedded(tokens, documents), dy));
     gradients.add(ends);
     loss
 }
@@ -92,9 +92,9 @@ fn taken<B: OpBackend>(x: &Tensor<Autodiff<B>, 3>, graph: &mut Graph<B>) -> Tens
 }
 
 /// A scalar whose gradient by `y` is `dy`, exactly.
-fn seed<B: OpBackend>(y: Tensor<Autodiff<B>, 3>, dy: Tensor<B, 3>) -> Tensor<Autodiff<B>, 1> {
+fn vjp<B: OpBackend>(y: Tensor<Autodiff<B>, 3>, dy: Tensor<B, 3>) -> Tensor<Autodiff<B>, 1> {
     assert_eq!(y.dtype(), dy.dtype(), "an output and its gradient are of one type");
-    seed::seed(y, Tensor::from_inner(dy))
+    vjp_root(y, Tensor::from_inner(dy))
 }
 
 /// `root` with the gradients `later` of the first block's `values`, which the later blocks took,
@@ -116,7 +116,7 @@ fn with_first_values<B: OpBackend>(
         false => later.into_iter().reduce(|sum, d_values| sum + d_values).into_iter().collect(),
     };
     // The search begins with the root, as it does in one graph.
-    later.into_iter().rev().fold(root, |root, d_values| seed(values.clone(), d_values) + root)
+    later.into_iter().rev().fold(root, |root, d_values| vjp(values.clone(), d_values) + root)
 }
 
 #[cfg(test)]

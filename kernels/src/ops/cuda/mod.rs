@@ -1,4 +1,5 @@
-//! The operations' CUDA side: [`kernels`] is device code, the other modules launch it.
+//! What the operations' CUDA sides share. An operation's `kernel.rs` is device code, its `cuda.rs`
+//! launches it.
 //!
 //! Activations are f32 or bf16. Matrices of parameters are of either type, vectors of parameters
 //! are f32. All arithmetic is in f32; gradients of activations have their type, gradients of
@@ -7,15 +8,10 @@
 //! Buffers lie at multiples of 512 bytes, and views made by burn do too, so that the first element
 //! of a tensor may be read as part of 16 bytes.
 
-pub mod cross_entropy;
+pub mod block;
 pub mod elementwise;
-pub mod embedding;
-pub mod kernels;
 pub mod norm;
-pub mod prefix_sum;
-pub mod rotary;
-mod rows;
-pub mod short_conv;
+pub mod rows;
 pub mod sums;
 
 use burn::tensor::{DType, Shape};
@@ -27,7 +23,7 @@ use cubecl::zspace::metadata::Metadata;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous};
 
 /// Threads of a block whose kernel does not care.
-const THREADS: usize = 256;
+pub const THREADS: usize = 256;
 
 /// Whether activations of this type have kernels.
 pub fn supported(x: &CudaTensor) -> bool {
@@ -35,7 +31,7 @@ pub fn supported(x: &CudaTensor) -> bool {
 }
 
 /// Elements that a thread reads at once from rows of `width`: as many as fit evenly.
-fn lanes(width: usize, dtype: DType) -> usize {
+pub fn lanes(width: usize, dtype: DType) -> usize {
     let most = WIDE / dtype.size();
     1 << width.trailing_zeros().min(most.ilog2())
 }
@@ -44,35 +40,38 @@ fn lanes(width: usize, dtype: DType) -> usize {
 ///
 /// # Panics
 /// When it does not fit 32 bits.
-fn number(size: usize) -> u32 {
+pub fn number(size: usize) -> u32 {
     u32::try_from(size)
         .unwrap_or_else(|_| panic!("{size} elements; a kernel addresses fewer than 2^32 at a time"))
 }
 
 /// Blocks of `threads` for so many pieces of work.
-fn blocks(work: usize, threads: usize) -> CubeCount {
+pub fn blocks(work: usize, threads: usize) -> CubeCount {
     CubeCount::Static(number(work.div_ceil(threads)), 1, 1)
 }
 
-fn dim(threads: usize) -> CubeDim {
+/// A block of so many threads.
+pub fn dim(threads: usize) -> CubeDim {
     CubeDim::new_1d(threads as u32)
 }
 
-fn dims(x: &CudaTensor) -> Vec<usize> {
+/// The sizes of the dimensions.
+pub fn dims(x: &CudaTensor) -> Vec<usize> {
     x.meta.shape().to_vec()
 }
 
-fn elements(x: &CudaTensor) -> usize {
+/// Number of elements.
+pub fn elements(x: &CudaTensor) -> usize {
     x.meta.shape().num_elements()
 }
 
 /// Something to pass where a kernel reads nothing.
-fn nothing(x: &CudaTensor) -> ArrayArg<CudaRuntime> {
+pub fn nothing(x: &CudaTensor) -> ArrayArg<CudaRuntime> {
     buffer(x, 1)
 }
 
 /// A tensor of another shape or other strides over the same buffer, `offset` elements on.
-fn over(x: &CudaTensor, offset: usize, shape: &[usize], strides: &[usize]) -> CudaTensor {
+pub fn over(x: &CudaTensor, offset: usize, shape: &[usize], strides: &[usize]) -> CudaTensor {
     let handle = match offset * x.dtype.size() {
         0 => x.handle.clone(),
         bytes => x.handle.clone().offset_start(bytes as u64),
@@ -85,7 +84,7 @@ fn over(x: &CudaTensor, offset: usize, shape: &[usize], strides: &[usize]) -> Cu
 ///
 /// # Panics
 /// When it is not f32, or not of this shape.
-fn vector(x: &CudaTensor, len: usize, what: &str) -> CudaTensor {
+pub fn vector(x: &CudaTensor, len: usize, what: &str) -> CudaTensor {
     assert_eq!(x.dtype, DType::F32, "type of {what}");
     assert_eq!(dims(x), [len], "shape of {what}");
     contiguous(x)

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 
-use super::kernels::block::RowsLaunch;
+use super::block::RowsLaunch;
 use super::{CudaTensor, contiguous, dims, elements, number, over};
 use crate::cuda::empty;
 

@@ -49,43 +49,43 @@ pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: Then) -> Forward<CudaT
     Forward { output: like_rows_of(x, &y), saved: vec![like_rows_of(x, &rows), weight] }
 }
 
-/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32. What is in `onto` for x and W, gradients
-/// that are there already, is taken and added to.
+/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32. What `grad_accum` holds for x and W,
+/// gradients that are there already, is taken and added to.
 pub fn backward(
     saved: &[CudaTensor],
     grad: &CudaTensor,
     needs: [bool; 3],
-    onto: [&mut Option<CudaTensor>; 2],
+    grad_accum: [&mut Option<CudaTensor>; 2],
 ) -> [Option<CudaTensor>; 3] {
     let [x, weight] = saved else { unreachable!("linear saves two tensors") };
-    let (dy, [onto_x, onto_weight]) = (as_rows(grad), onto);
-    let dx = needs[0].then(|| like_rows_of(x, &input_gradient(&dy, weight, onto_x)));
-    let dw = needs[1].then(|| weight_gradient(&dy, &as_rows(x), onto_weight));
+    let (dy, [x_accum, weight_accum]) = (as_rows(grad), grad_accum);
+    let dx = needs[0].then(|| like_rows_of(x, &input_gradient(&dy, weight, x_accum)));
+    let dw = needs[1].then(|| weight_gradient(&dy, &as_rows(x), weight_accum));
     let db = needs[2].then(|| column_sums(&dy));
     [dx, dw, db]
 }
 
-/// dy W in dy's type, plus what is in `onto`.
+/// dy W in dy's type, plus what is in `grad_accum`.
 pub fn input_gradient(
     dy: &CudaTensor,
     weight: &CudaTensor,
-    onto: &mut Option<CudaTensor>,
+    grad_accum: &mut Option<CudaTensor>,
 ) -> CudaTensor {
-    product(dy.clone(), weight.clone(), dy.dtype, sum(onto, dy.dtype))
+    product(dy.clone(), weight.clone(), dy.dtype, sum(grad_accum, dy.dtype))
 }
 
-/// dyᵀ x in f32, plus what is in `onto`.
+/// dyᵀ x in f32, plus what is in `grad_accum`.
 pub fn weight_gradient(
     dy: &CudaTensor,
     x: &CudaTensor,
-    onto: &mut Option<CudaTensor>,
+    grad_accum: &mut Option<CudaTensor>,
 ) -> CudaTensor {
-    product(transposed(dy.clone()), x.clone(), DType::F32, sum(onto, DType::F32))
+    product(transposed(dy.clone()), x.clone(), DType::F32, sum(grad_accum, DType::F32))
 }
 
 /// Takes the sum that a gradient is added to, where it is of the gradient's type.
-fn sum(onto: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
-    match onto.take_if(|sum| sum.dtype == dtype) {
+fn sum(grad_accum: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
+    match grad_accum.take_if(|sum| sum.dtype == dtype) {
         // Where nobody else holds the sum's buffer, the product writes into it.
         Some(sum) => Epilogue::Add(as_rows(&sum)),
         None => Epilogue::None,

@@ -5,7 +5,9 @@ use burn::tensor::DType;
 use crate::backend::Forward;
 use crate::cuda::blas::{Epilogue, product};
 use crate::cuda::{CudaTensor, empty};
-use crate::ops::cuda::elementwise::{Function, activation_backward, in_type};
+use crate::ops::activation::cuda::activation_backward;
+use crate::ops::activation::kernel::Function;
+use crate::ops::cuda::elementwise::in_type;
 use crate::ops::linear::cuda::{
     as_rows, input_gradient, like_rows_of, transposed, weight_gradient,
 };
@@ -34,17 +36,18 @@ pub fn backward(
     saved: Vec<CudaTensor>,
     grad: CudaTensor,
     needs: [bool; 4],
-    onto: &mut [Option<CudaTensor>; 4],
+    grad_accum: &mut [Option<CudaTensor>; 4],
 ) -> [Option<CudaTensor>; 4] {
     let [x, up, down, before, after] = saved.try_into().expect("five tensors were saved");
     let dy = as_rows(&grad);
-    let d_down = needs[2].then(|| weight_gradient(&dy, &after, &mut onto[2]));
+    let d_down = needs[2].then(|| weight_gradient(&dy, &after, &mut grad_accum[2]));
     drop(after);
     // GELU's derivative is no epilogue here: cuBLASLt runs it as a kernel of its own, a slow one.
     let d_after = product(dy, down, grad.dtype, Epilogue::None);
     let d_before = activation_backward(Function::Gelu, &before, &d_after);
     drop((before, d_after));
-    let dx = needs[0].then(|| like_rows_of(&grad, &input_gradient(&d_before, &up, &mut onto[0])));
-    let d_up = needs[1].then(|| weight_gradient(&d_before, &x, &mut onto[1]));
+    let dx =
+        needs[0].then(|| like_rows_of(&grad, &input_gradient(&d_before, &up, &mut grad_accum[0])));
+    let d_up = needs[1].then(|| weight_gradient(&d_before, &x, &mut grad_accum[1]));
     [dx, d_up, d_down, needs[3].then_some(grad)]
 }

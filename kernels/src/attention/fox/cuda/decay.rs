@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 
 use crate::attention::flash::{Strides, number, strides};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::ops::cuda::kernels::prefix_sum::scan;
+use crate::ops::prefix_sum::kernel::scan;
 
 /// Tokens of a span.
 pub const SPAN: usize = 64;

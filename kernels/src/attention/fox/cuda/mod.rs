@@ -22,7 +22,7 @@ use crate::attention::flash::{Call, decode as decode_one, serves_tensors};
 use crate::attention::softmax::Gradients;
 use crate::backend::Forward;
 use crate::cuda::CudaTensor;
-use crate::ops::cuda::prefix_sum::prefix_sum;
+use crate::ops::prefix_sum::cuda::prefix_sum;
 
 /// The hooks, with their tensors.
 struct DecayHooks {

@@ -1,0 +1,219 @@
+//! The optimiser: updates of a model's parameters by their gradients.
+//!
+//! A kind is one folder, its `mod` line and one line in `registry!` below. Its `Config` is the
+//! `[train.optimiser]` table of a run's configuration, and an [`OptimiserKind`]: it names the state
+//! that it keeps for a parameter, and updates one parameter.
+//!
+//! A parameter that the model holds in bf16 has an f32 master here: updates run on it, and the
+//! model gets its rounded copy. Files hold masters.
+
+pub mod adamw;
+mod contract;
+mod files;
+mod registry;
+
+use burn::backend::Autodiff;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+use burn::tensor::ops::FloatTensor;
+use longwall_config::Problems;
+use longwall_kernels::backend::{OpBackend, primitive, tensor};
+use longwall_model::Precision;
+use serde::{Deserialize, Serialize};
+
+pub use self::contract::{OptimiserKind, Parameter, StateTensor, StepInputs, StepOutputs, Update};
+use crate::gradients::Gradients;
+
+registry::registry! {
+    /// Adam with decoupled weight decay.
+    Adamw = "adamw" in adamw;
+}
+
+/// The first kind of the registry.
+impl Default for OptimiserConfig {
+    fn default() -> Self {
+        Self::defaults().swap_remove(0)
+    }
+}
+
+/// An optimiser of one model: the state of each parameter, and its master where the model holds a
+/// rounded copy, in the order in which the module visits them.
+#[derive(Debug)]
+pub struct Optimiser<B: OpBackend> {
+    config: OptimiserConfig,
+    slots: Vec<Slot<B>>,
+}
+
+/// What is kept of one parameter.
+#[derive(Debug)]
+struct Slot<B: OpBackend> {
+    parameter: Parameter,
+    layout: Vec<StateTensor>,
+    /// As `layout` says; taken only while the parameter is being updated.
+    state: Vec<FloatTensor<B>>,
+    /// The parameter in f32, where the model's is rounded.
+    master: Option<FloatTensor<B>>,
+}
+
+impl<B: OpBackend> Optimiser<B> {
+    /// The optimiser before the first update of an f32 model: all state zero.
+    pub fn new<M: Module<Autodiff<B>>>(config: &OptimiserConfig, model: &M) -> Self {
+        let mut make = MakeSlots { config, path: Vec::new(), slots: Vec::new() };
+        model.visit(&mut make);
+        let slots = make.slots;
+        Optimiser { config: config.clone(), slots }
+    }
+
+    /// Gives `model`, f32 as yet, in `precision`, and keeps the masters of what that rounds.
+    ///
+    /// # Panics
+    /// When the model is not the one that the optimiser was made for.
+    pub fn round<M: Module<Autodiff<B>>>(&mut self, model: M, precision: Precision) -> M {
+        let mut slots = self.slots.iter_mut();
+        let mut keep = KeepMasters { slots: &mut slots, precision };
+        model.visit(&mut keep);
+        assert!(slots.next().is_none(), "as many parameters as slots");
+        precision.convert(model)
+    }
+
+    /// `model` with its masters in place of their rounded copies: what files hold.
+    ///
+    /// # Panics
+    /// When the model is not the one that the optimiser was made for.
+    pub fn with_masters<M: Module<B>>(&self, model: M) -> M {
+        model.map(&mut PutMasters { slots: self.slots.iter() })
+    }
+
+    /// Elements of the parameters that decay, and of those that do not.
+    pub fn group_sizes(&self) -> (usize, usize) {
+        let size = |decays| {
+            let parameters = self.slots.iter().map(|slot| &slot.parameter);
+            let group = parameters.filter(|parameter| parameter.decays() == decays);
+            group.map(|parameter| parameter.shape.iter().product::<usize>()).sum()
+        };
+        (size(true), size(false))
+    }
+
+    /// One update of every parameter that has a gradient. Buffers that nobody else owns are
+    /// updated in place.
+    ///
+    /// # Panics
+    /// When model or gradients are not those that the optimiser was made for.
+    pub fn step<M: Module<Autodiff<B>>>(
+        &mut self,
+        model: M,
+        gradients: Gradients<B>,
+        update: Update,
+    ) -> M {
+        let slots = self.slots.len();
+        assert_eq!(gradients.tensors.len(), slots, "as many gradients as parameters");
+        let pairs = self.slots.iter_mut().zip(gradients.tensors);
+        model.map(&mut ApplyUpdate { config: &self.config, update, pairs })
+    }
+}
+
+struct MakeSlots<'a, B: OpBackend> {
+    config: &'a OptimiserConfig,
+    path: Vec<String>,
+    slots: Vec<Slot<B>>,
+}
+
+impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for MakeSlots<'_, B> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+        let parameter = Parameter { path: self.path.join("."), shape: param.dims().to_vec() };
+        let layout = self.config.state(&parameter);
+        let device = param.device();
+        let zeros = |tensor: &StateTensor| {
+            let flat = Tensor::<B, 1>::zeros([tensor.shape.iter().product::<usize>()], &device);
+            B::float_reshape(primitive(flat), tensor.shape.clone().into())
+        };
+        let state = layout.iter().map(zeros).collect();
+        self.slots.push(Slot { parameter, layout, state, master: None });
+    }
+}
+
+struct KeepMasters<I> {
+    slots: I,
+    precision: Precision,
+}
+
+impl<'a, B: OpBackend, I> ModuleVisitor<Autodiff<B>> for KeepMasters<I>
+where
+    I: Iterator<Item = &'a mut Slot<B>>,
+{
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
+        let slot = self.slots.next().expect("as many slots as parameters");
+        let rounds = self.precision.parameter(D) != param.val().dtype();
+        slot.master = rounds.then(|| primitive(param.val().inner()));
+    }
+}
+
+struct PutMasters<I> {
+    slots: I,
+}
+
+impl<'a, B: OpBackend, I: Iterator<Item = &'a Slot<B>>> ModuleMapper<B> for PutMasters<I> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let slot = self.slots.next().expect("as many slots as parameters");
+        match &slot.master {
+            Some(master) => param.map(|_| tensor::<B, D>(master.clone())),
+            None => param,
+        }
+    }
+}
+
+struct ApplyUpdate<'c, I> {
+    config: &'c OptimiserConfig,
+    update: Update,
+    pairs: I,
+}
+
+impl<'a, B, I> ModuleMapper<Autodiff<B>> for ApplyUpdate<'_, I>
+where
+    B: OpBackend,
+    I: Iterator<Item = (&'a mut Slot<B>, Option<FloatTensor<B>>)>,
+{
+    fn map_float<const D: usize>(
+        &mut self,
+        param: Param<Tensor<Autodiff<B>, D>>,
+    ) -> Param<Tensor<Autodiff<B>, D>> {
+        let (slot, gradient) = self.pairs.next().expect("as many slots as parameters");
+        let (id, value, mapper) = param.consume();
+        let Some(gradient) = gradient else {
+            return Param::from_mapped_value(id, value, mapper);
+        };
+        let Parameter { path, shape } = &slot.parameter;
+        assert_eq!(value.dims()[..], shape[..], "the shape of {path}");
+        let (old, copy) = match slot.master.take() {
+            Some(master) => (master, Some(value.dtype())),
+            None => (primitive(value.inner()), None),
+        };
+        let state = std::mem::take(&mut slot.state);
+        let inputs = StepInputs { parameter: old, gradient, state, copy };
+        let new = self.config.step::<B>(&slot.parameter, &self.update, inputs);
+        assert_eq!(new.state.len(), slot.layout.len(), "state tensors after an update");
+        slot.state = new.state;
+        let value = match copy {
+            Some(dtype) => {
+                let rounded = || B::float_cast(new.parameter.clone(), dtype.into());
+                let rounded = new.copy.unwrap_or_else(rounded);
+                slot.master = Some(new.parameter);
+                rounded
+            }
+            None => new.parameter,
+        };
+        let value = Tensor::from_inner(tensor::<B, D>(value)).require_grad();
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+#[cfg(test)]
+mod tests;

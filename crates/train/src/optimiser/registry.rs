@@ -1,0 +1,44 @@
+//! The registry: one line a kind. It gives the configuration's enum and the dispatch; no other
+//! `match` on the kind exists.
+//!
+//! The macro is expanded in the parent module, which declares the kinds' modules.
+
+macro_rules! registry {
+    ($($(#[$doc:meta])* $name:ident = $kind:literal in $module:ident;)+) => {
+        /// The table `[train.optimiser]`: `kind` and that kind's own keys.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(tag = "kind")]
+        pub enum OptimiserConfig {
+            $($(#[$doc])* #[serde(rename = $kind)] $name($module::Config),)+
+        }
+
+        impl OptimiserConfig {
+            /// Every registered kind with its default settings, in the registry's order.
+            pub fn defaults() -> Vec<Self> {
+                vec![$(Self::$name(<$module::Config as Default>::default()),)+]
+            }
+
+            /// As [`OptimiserKind::validate`], for the table `train.optimiser`.
+            pub fn validate(&self, problems: &mut Problems) {
+                match self { $(Self::$name(c) => c.validate("train.optimiser", problems),)+ }
+            }
+
+            /// As [`OptimiserKind::state`].
+            fn state(&self, parameter: &Parameter) -> Vec<StateTensor> {
+                match self { $(Self::$name(c) => c.state(parameter),)+ }
+            }
+
+            /// As [`OptimiserKind::step`].
+            fn step<B: OpBackend>(
+                &self,
+                parameter: &Parameter,
+                update: &Update,
+                inputs: StepInputs<B>,
+            ) -> StepOutputs<B> {
+                match self { $(Self::$name(c) => c.step(parameter, update, inputs),)+ }
+            }
+        }
+    };
+}
+
+pub(super) use registry;

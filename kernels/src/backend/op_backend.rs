@@ -1,0 +1,164 @@
+//! The devices' side of the contract.
+
+use burn::backend::Flex;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, FloatDType, Slice, TensorMetadata};
+use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
+use burn_flex::FlexTensor;
+use cubecl::cuda::CudaRuntime;
+
+use super::reference::{self, kernels_allowed};
+use super::{Forward, NoGradOp, Op};
+use crate::cuda::{CudaTensor, narrow};
+
+/// A burn backend that runs Longwall's operations.
+pub trait OpBackend: Backend {
+    /// The device's name for logs and reports, for example `cpu` or `cuda`.
+    fn device_kind() -> &'static str;
+
+    /// Runs `op`: its kernel on this device, or its reference where there is none.
+    fn run<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: [FloatTensor<Self>; N],
+        ints: Vec<IntTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        match Self::forward(op, &inputs, &ints, [false; N]) {
+            Some(forward) => forward.output,
+            None => reference::run::<Self, O, N>(op, inputs, &ints),
+        }
+    }
+
+    /// Runs `op`, which has no gradient: its kernel on this device, or its reference where there is
+    /// none.
+    fn run_no_grad<O: NoGradOp>(
+        op: &O,
+        inputs: O::Inputs<FloatTensor<Self>>,
+    ) -> O::Outputs<FloatTensor<Self>> {
+        op.reference::<Self>(inputs)
+    }
+
+    /// `x` in f32. The gradient of a parameter stays f32, that of an activation becomes of its type.
+    fn to_f32(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        if x.dtype() == DType::BF16 { Self::float_cast(x, FloatDType::F32) } else { x }
+    }
+
+    /// The device's kernel for `op`, if it has one for these inputs.
+    fn forward<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+        needs: [bool; N],
+    ) -> Option<Forward<FloatTensor<Self>>>;
+
+    /// The gradients of the kernel that [`OpBackend::forward`] ran; `grad_accum` as in
+    /// [`Op::cuda_backward_accumulating`].
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        saved: Vec<FloatTensor<Self>>,
+        ints: &[IntTensor<Self>],
+        grad: FloatTensor<Self>,
+        needs: [bool; N],
+        grad_accum: &mut [Option<FloatTensor<Self>>; N],
+    ) -> [Option<FloatTensor<Self>>; N];
+
+    /// The first `len` elements of dimension `dim`: a view, where the device would copy a slice.
+    fn leading(x: FloatTensor<Self>, dim: usize, len: usize) -> FloatTensor<Self> {
+        let range = |d: usize, size: usize| Slice::from(0..if d == dim { len } else { size });
+        let ranges: Vec<_> = x.shape().iter().enumerate().map(|(d, &n)| range(d, n)).collect();
+        Self::float_slice(x, &ranges)
+    }
+
+    /// `x` for work that has its own form on CUDA, as decoding has, which changes what it keeps in
+    /// place: `None` on other devices, and under [`with_reference`](super::with_reference).
+    fn into_cuda(x: FloatTensor<Self>) -> Option<CudaTensor> {
+        let _ = x;
+        None
+    }
+
+    /// What [`OpBackend::into_cuda`] gave, or work on it.
+    ///
+    /// # Panics
+    /// On other devices.
+    fn from_cuda(x: CudaTensor) -> FloatTensor<Self> {
+        unreachable!("a CUDA tensor of {:?} on {}", x.meta.shape(), Self::device_kind())
+    }
+}
+
+impl OpBackend for Flex {
+    fn device_kind() -> &'static str {
+        "cpu"
+    }
+
+    fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<FlexTensor>) -> O::Outputs<FlexTensor> {
+        if kernels_allowed() { op.cpu(inputs) } else { op.reference::<Self>(inputs) }
+    }
+
+    fn forward<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[FlexTensor; N],
+        ints: &[FlexTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<FlexTensor>> {
+        // The kernels are f32; f64 tensors take the reference.
+        let served = inputs.iter().all(|t| t.dtype() == DType::F32);
+        let runs = served && (O::PART_OF_REFERENCES || kernels_allowed());
+        if runs { op.cpu_forward(inputs, ints, needs) } else { None }
+    }
+
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        saved: Vec<FlexTensor>,
+        ints: &[FlexTensor],
+        grad: FlexTensor,
+        needs: [bool; N],
+        _grad_accum: &mut [Option<FlexTensor>; N],
+    ) -> [Option<FlexTensor>; N] {
+        op.cpu_backward(saved, ints, grad, needs)
+    }
+}
+
+impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
+    for CubeBackend<CudaRuntime, F, I, BT>
+{
+    fn device_kind() -> &'static str {
+        "cuda"
+    }
+
+    fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<CudaTensor>) -> O::Outputs<CudaTensor> {
+        if kernels_allowed() { op.cuda(inputs) } else { op.reference::<Self>(inputs) }
+    }
+
+    fn forward<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[CudaTensor; N],
+        ints: &[CudaTensor],
+        needs: [bool; N],
+    ) -> Option<Forward<CudaTensor>> {
+        let runs = O::PART_OF_REFERENCES || kernels_allowed();
+        if runs { op.cuda_forward(inputs, ints, needs) } else { None }
+    }
+
+    fn backward<O: Op<N>, const N: usize>(
+        op: &O,
+        saved: Vec<CudaTensor>,
+        ints: &[CudaTensor],
+        grad: CudaTensor,
+        needs: [bool; N],
+        grad_accum: &mut [Option<CudaTensor>; N],
+    ) -> [Option<CudaTensor>; N] {
+        op.cuda_backward_accumulating(saved, ints, grad, needs, grad_accum)
+    }
+
+    fn leading(x: CudaTensor, dim: usize, len: usize) -> CudaTensor {
+        narrow(&x, dim, 0..len)
+    }
+
+    fn into_cuda(x: CudaTensor) -> Option<CudaTensor> {
+        kernels_allowed().then_some(x)
+    }
+
+    fn from_cuda(x: CudaTensor) -> CudaTensor {
+        x
+    }
+}

@@ -1,0 +1,52 @@
+//! References in place of kernels: the one switch, [`with_reference`].
+//!
+//! An operation runs the device's kernel where there is one for its inputs, else its reference. Under
+//! [`with_reference`] every operation of the thread runs its reference, and
+//! [`OpBackend::into_cuda`] gives `None`, so that work with a form of its own on CUDA takes the form
+//! that it has elsewhere. Operations that references are made of keep their kernels
+//! ([`Op::PART_OF_REFERENCES`]). Devices ask [`kernels_allowed`] before they run a kernel; nothing
+//! else depends on the switch.
+
+use std::cell::Cell;
+
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, TensorMetadata};
+
+use super::{Op, OpBackend};
+
+thread_local! {
+    static REFERENCES_ONLY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `f` with every operation of this thread taking its reference, on any device: the slow and
+/// obvious path that kernels are compared with. A panic in `f` turns kernels on again.
+pub fn with_reference<T>(f: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            REFERENCES_ONLY.set(self.0);
+        }
+    }
+    let _restore = Restore(REFERENCES_ONLY.replace(true));
+    f()
+}
+
+/// Whether operations of this thread may run their kernels.
+pub(super) fn kernels_allowed() -> bool {
+    !REFERENCES_ONLY.get()
+}
+
+/// The reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
+/// input's type.
+pub(super) fn run<B: OpBackend, O: Op<N>, const N: usize>(
+    op: &O,
+    inputs: [FloatTensor<B>; N],
+    ints: &[IntTensor<B>],
+) -> FloatTensor<B> {
+    let dtype = inputs[0].dtype();
+    if inputs.iter().all(|x| x.dtype() != DType::BF16) {
+        return op.reference::<B>(inputs, ints);
+    }
+    let result = op.reference::<B>(inputs.map(B::to_f32), ints);
+    if dtype == DType::BF16 { B::float_cast(result, dtype.into()) } else { result }
+}

@@ -1,0 +1,140 @@
+use super::*;
+use crate::ops::support::{Ad, assert_nan_shows, assert_views_agree, strides, values, wave};
+use crate::testing::{Case, Oracle, check};
+
+const KINDS: [Activation; 4] =
+    [Activation::Gelu, Activation::ReluSquared, Activation::Silu, Activation::LogSigmoid];
+
+fn definition(kind: Activation, x: f64) -> f64 {
+    match kind {
+        Activation::Gelu => {
+            let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+            x / 2.0 * (1.0 + u.tanh())
+        }
+        Activation::ReluSquared => x.max(0.0).powi(2),
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::LogSigmoid => x.min(0.0) - (-x.abs()).exp().ln_1p(),
+    }
+}
+
+#[test]
+fn agree_with_the_oracle_and_its_gradients() {
+    for kind in KINDS {
+        for shape in [&[1][..], &[3, 7], &[2, 65, 33], &[1, 2, 3, 4097]] {
+            for range in [1.7, 12.0] {
+                let case = Case::new(kind, &[shape]).uniform(0, -range..range);
+                check(case, |inputs| {
+                    let x = &inputs[0];
+                    Oracle::new(&x.shape, x.data.iter().map(|&x| definition(kind, x)).collect())
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn swiglu_agrees_with_the_oracle_and_its_gradients() {
+    for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
+        check(Case::new(SwiGlu, &[shape, shape]), |inputs| {
+            let [gate, up] = inputs else { panic!() };
+            let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
+            Oracle::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
+        });
+    }
+}
+
+#[test]
+fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
+    let view = || wave([2, 5, 3, 7], 0.0).swap_dims(1, 2);
+    for kind in KINDS {
+        assert_views_agree(view(), |x| activation(kind, x));
+        assert_eq!(strides(&activation(kind, view())), strides(&view()));
+    }
+    let up = wave([2, 3, 5, 7], 1.0);
+    assert_views_agree(view(), |gate| swiglu(gate, up.clone()));
+    assert_views_agree(wave([3, 20], 0.0).narrow(1, 5, 10), |x| swiglu(x.clone(), x));
+}
+
+#[test]
+fn extreme_values_stay_finite_and_a_nan_shows() {
+    let x = Tensor::<Ad, 1>::from_floats([-1e6, -90.0, 90.0, 1e6], &Default::default());
+    assert_eq!(values(gelu(x.clone())), [0.0, 0.0, 90.0, 1e6]);
+    assert_eq!(values(silu(x.clone())), [0.0, 0.0, 90.0, 1e6]);
+    let tail = values(log_sigmoid(x));
+    assert_eq!(tail[..2], [-1e6, -90.0]);
+    assert!(tail[2..].iter().all(|&x| (-1e-30..=0.0).contains(&x)), "{tail:?}");
+    for kind in KINDS {
+        assert_nan_shows(wave([5, 9], 0.0), |x| activation(kind, x));
+    }
+    assert_nan_shows(wave([5, 9], 0.0), |x| swiglu(x, wave([5, 9], 1.0)));
+}
+
+mod cuda {
+    use super::*;
+    use crate::ops::support::gpu::{floats, wave};
+    use crate::testing::check_on;
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn agree_with_the_oracle_and_its_gradients() {
+        for kind in KINDS {
+            for shape in [&[1][..], &[3, 7], &[2, 65, 33], &[1, 2, 3, 4097]] {
+                for range in [1.7, 12.0] {
+                    let oracle = |inputs: &[Oracle]| {
+                        let x = &inputs[0];
+                        let y = x.data.iter().map(|&x| definition(kind, x)).collect();
+                        Oracle::new(&x.shape, y)
+                    };
+                    let case = || Case::new(kind, &[shape]).uniform(0, -range..range);
+                    check_on::<crate::Cuda, _, 1>(case(), oracle);
+                    check_on::<crate::Cuda, _, 1>(case().bf16(&[0]), oracle);
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn swiglu_agrees_with_the_oracle_and_its_gradients() {
+        for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
+            let oracle = |inputs: &[Oracle]| {
+                let [gate, up] = inputs else { panic!() };
+                let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
+                Oracle::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
+            };
+            check_on::<crate::Cuda, _, 2>(Case::new(SwiGlu, &[shape, shape]), oracle);
+            let rounded = Case::new(SwiGlu, &[shape, shape]).bf16(&[0, 1]);
+            check_on::<crate::Cuda, _, 2>(rounded, oracle);
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
+        // 8 channels, since memory has gaps after rows of 7.
+        let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
+        for kind in KINDS {
+            assert_views_agree(view(), |x| activation(kind, x));
+            assert_eq!(strides(&activation(kind, view())), strides(&view()));
+        }
+        let up = wave([2, 3, 5, 8], 1.0);
+        assert_views_agree(view(), |gate| swiglu(gate, up.clone()));
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn extreme_values_stay_finite_and_a_nan_shows() {
+        let x = || floats(vec![-1e6, -90.0, 90.0, 1e6], [4]);
+        for smooth in [values(gelu(x())), values(silu(x()))] {
+            assert!(smooth[..2].iter().all(|x| x.abs() < 1e-30), "{smooth:?}");
+            assert_eq!(smooth[2..], [90.0, 1e6]);
+        }
+        let tail = values(log_sigmoid(x()));
+        assert_eq!(tail[..2], [-1e6, -90.0]);
+        assert!(tail[2..].iter().all(|&x| (-1e-30..=0.0).contains(&x)), "{tail:?}");
+        for kind in KINDS {
+            assert_nan_shows(wave([5, 9], 0.0), |x| activation(kind, x));
+        }
+        assert_nan_shows(wave([5, 9], 0.0), |x| swiglu(x, wave([5, 9], 1.0)));
+    }
+}

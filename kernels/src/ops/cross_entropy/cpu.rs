@@ -1,0 +1,184 @@
+//! The output projection with the cross-entropy loss on the CPU, a chunk of logits at a time.
+
+use burn_flex::FlexTensor;
+use rayon::prelude::*;
+
+use crate::backend::Forward;
+use crate::cpu::gemm::{Mat, matmul_into};
+use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
+use crate::ops::embedding::token_ids;
+
+/// Σ weights · loss, and the gradients of x and W that are wanted.
+pub fn weighted(
+    x: &FlexTensor,
+    weight: &FlexTensor,
+    targets: &FlexTensor,
+    weights: &FlexTensor,
+    needs: [bool; 2],
+) -> Forward<FlexTensor> {
+    let (x, weight, weights) = (contiguous(x), contiguous(weight), contiguous(weights));
+    let shape = dims(targets);
+    let targets = token_targets(&x, &weight, targets);
+    let width = dims(&weight)[1];
+    let row_weights = slice(&weights);
+    assert_eq!(dims(&weights), shape, "shapes of the cross-entropy's weights and targets");
+    // A NaN weight is not 0, so it counts and shows.
+    let counted: Vec<usize> = (0..targets.len()).filter(|&row| row_weights[row] != 0.0).collect();
+    let picked: Vec<f32>;
+    let rows = if counted.len() == targets.len() {
+        slice(&x)
+    } else {
+        picked = counted.iter().flat_map(|&row| row_of(slice(&x), row, width)).copied().collect();
+        &picked
+    };
+    let pass = Pass::run(
+        rows,
+        slice(&weight),
+        width,
+        &counted.iter().map(|&row| targets[row]).collect::<Vec<_>>(),
+        &counted.iter().map(|&row| row_weights[row]).collect::<Vec<_>>(),
+        needs,
+    );
+    let terms = pass.losses.iter().zip(&counted);
+    let loss: f64 = terms.map(|(loss, &row)| f64::from(loss * row_weights[row])).sum();
+    let dx = pass.dx.map(|dx| from_vec(spread(dx, &counted, targets.len(), width), &dims(&x)));
+    let dw = pass.dw.map(|dw| from_vec(dw, &dims(&weight)));
+    Forward { output: from_vec(vec![loss as f32], &[1]), saved: dx.into_iter().chain(dw).collect() }
+}
+
+/// The gradients of x and W that [`weighted`] computed, times the loss's own.
+pub fn backward(
+    saved: Vec<FlexTensor>,
+    grad: &FlexTensor,
+    needs: [bool; 2],
+) -> [Option<FlexTensor>; 2] {
+    let factor = slice(&contiguous(grad))[0];
+    let mut saved = saved.into_iter().map(|grad| scaled(grad, factor));
+    needs.map(|wanted| wanted.then(|| saved.next().expect("a gradient per need")))
+}
+
+/// The loss of every token.
+pub fn per_token(x: &FlexTensor, weight: &FlexTensor, targets: &FlexTensor) -> FlexTensor {
+    let (x, weight) = (contiguous(x), contiguous(weight));
+    let shape = dims(targets);
+    let targets = token_targets(&x, &weight, targets);
+    let width = dims(&weight)[1];
+    let pass = Pass::run(slice(&x), slice(&weight), width, &targets, &[], [false; 2]);
+    from_vec(pass.losses, &shape)
+}
+
+/// The targets as indices, with every size checked.
+fn token_targets(x: &FlexTensor, weight: &FlexTensor, targets: &FlexTensor) -> Vec<usize> {
+    let (x, weight) = (dims(x), dims(weight));
+    let (width, rows) = x.split_last().expect("x has dimensions");
+    assert_eq!(*width, weight[1], "width of x {x:?} and weight {weight:?}");
+    assert_eq!(rows, dims(targets), "rows of x {x:?} and shape of the targets");
+    token_ids(targets, weight[0], "target")
+}
+
+fn row_of(matrix: &[f32], row: usize, width: usize) -> &[f32] {
+    &matrix[row * width..][..width]
+}
+
+/// The rows of `dx` at their places among `rows`, zeros elsewhere.
+fn spread(dx: Vec<f32>, places: &[usize], rows: usize, width: usize) -> Vec<f32> {
+    if places.len() == rows {
+        return dx;
+    }
+    let mut whole = buffer(rows * width);
+    for (row, &place) in dx.chunks_exact(width).zip(places) {
+        whole[place * width..][..width].copy_from_slice(row);
+    }
+    whole
+}
+
+/// `factor` · `grad`, in place.
+fn scaled(mut grad: FlexTensor, factor: f32) -> FlexTensor {
+    if factor != 1.0 {
+        let scale = |part: &mut [f32]| part.iter_mut().for_each(|x| *x *= factor);
+        grad.storage_mut::<f32>().par_chunks_mut(1 << 14).for_each(scale);
+    }
+    grad
+}
+
+/// Rows of logits that exist at a time: at most 32 MiB of them, so that they stay near the
+/// processor at small vocabularies, and enough rows for the products' speed at large ones.
+///
+/// Depends on the vocabulary alone, so that sums over chunks have one order.
+pub fn chunk_rows(vocab: usize) -> usize {
+    ((1 << 23) / vocab).next_multiple_of(64).clamp(256, 1024)
+}
+
+/// What one pass over the rows gives.
+struct Pass {
+    /// The unweighted loss of each row.
+    losses: Vec<f32>,
+    /// Σ weights · d loss / dx, where wanted.
+    dx: Option<Vec<f32>>,
+    /// Σ weights · d loss / dW, where wanted.
+    dw: Option<Vec<f32>>,
+}
+
+impl Pass {
+    /// Losses of the rows of `x`, and the gradients wanted for x and W under `row_weights`, which
+    /// may be empty when none is.
+    fn run(
+        x: &[f32],
+        weight: &[f32],
+        width: usize,
+        targets: &[usize],
+        row_weights: &[f32],
+        [want_dx, want_dw]: [bool; 2],
+    ) -> Self {
+        let (rows, vocab) = (targets.len(), weight.len() / width);
+        let w = Mat::new(weight, vocab, width, width);
+        let chunk = chunk_rows(vocab).min(rows);
+        let mut logits = buffer(chunk * vocab);
+        let mut losses = buffer(rows);
+        let mut dx = want_dx.then(|| buffer(rows * width));
+        let mut dw = want_dw.then(|| buffer(vocab * width));
+        for first in (0..rows).step_by(chunk.max(1)) {
+            let rows = chunk.min(rows - first);
+            let part = first..first + rows;
+            let x = Mat::new(&x[first * width..], rows, width, width);
+            let logits = &mut logits[..rows * vocab];
+            matmul_into(logits, x, w.t(), 0.0);
+            let row_weights = (want_dx || want_dw).then(|| &row_weights[part.clone()]);
+            softmax_rows(logits, vocab, &targets[part.clone()], row_weights, &mut losses[part]);
+            let d_logits = Mat::new(logits, rows, vocab, vocab);
+            if let Some(dx) = &mut dx {
+                matmul_into(&mut dx[first * width..][..rows * width], d_logits, w, 0.0);
+            }
+            if let Some(dw) = &mut dw {
+                let beta = if first == 0 { 0.0 } else { 1.0 };
+                matmul_into(dw, d_logits.t(), x, beta);
+            }
+        }
+        Pass { losses, dx, dw }
+    }
+}
+
+/// The loss of every row of logits. With weights, the logits become the gradients with respect to
+/// them, weight · (softmax(z) − onehot(target)).
+fn softmax_rows(
+    logits: &mut [f32],
+    vocab: usize,
+    targets: &[usize],
+    row_weights: Option<&[f32]>,
+    losses: &mut [f32],
+) {
+    logits.par_chunks_mut(vocab).zip(losses.par_iter_mut().enumerate()).for_each(
+        |(z, (row, loss))| {
+            let target = targets[row];
+            let shift = math::max(z);
+            let picked = z[target] - shift;
+            let sum = math::exp_shifted(z, shift);
+            *loss = sum.ln() - picked;
+            if let Some(weights) = row_weights {
+                let factor = weights[row] / sum;
+                z.iter_mut().for_each(|z| *z *= factor);
+                z[target] -= weights[row];
+            }
+        },
+    );
+}

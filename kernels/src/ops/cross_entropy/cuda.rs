@@ -1,0 +1,187 @@
+//! The output projection with the cross-entropy loss, a chunk of logits at a time.
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::ops::numeric::zeros_client;
+
+use super::kernel::{Plan, rows as rows_kernel};
+use crate::backend::Forward;
+use crate::cuda::blas::{self, Epilogue};
+use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
+use crate::ops::cuda::elementwise::{in_type, scale, store};
+use crate::ops::cuda::sums::total;
+use crate::ops::cuda::{blocks, dim, dims, integers, nothing, number, over, supported};
+use crate::ops::linear::cuda::transposed;
+
+/// Logits that exist at a time, at most, where rows are not very long: a sixteenth of those of a
+/// large batch. Each chunk adds to the whole gradient of the weight, so that fewer are faster.
+const LOGITS: usize = 1 << 28;
+/// Logits of a row are a multiple of so many.
+const WHOLE: usize = 64;
+/// Threads of a row.
+const THREADS: usize = 512;
+/// Bytes of a row that shared memory keeps, at most: two blocks fit a multiprocessor.
+const STAGED: usize = 110 << 10;
+
+/// Rows of a chunk; depends on the vocabulary alone, so that sums over chunks have one order.
+pub fn chunk_rows(vocab: usize) -> usize {
+    let most = (LOGITS / vocab).max(256);
+    1 << most.ilog2()
+}
+
+/// What one pass over the rows gives.
+struct Pass {
+    /// The loss of each row, `[rows]`, weighted where there are weights.
+    losses: CudaTensor,
+    /// The gradients of x and W, where wanted.
+    grads: [Option<CudaTensor>; 2],
+}
+
+/// Σ weights · loss, shape `[1]`. Saves the gradients that `needs` asks for, of x and weight.
+///
+/// - `x`: `[…, width]`
+/// - `weight`: `[vocab, width]`
+/// - `targets`, `weights`: `[…]`
+/// - `chunk`: rows of a chunk
+pub fn weighted(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    targets: &CudaTensor,
+    weights: &CudaTensor,
+    needs: [bool; 2],
+    chunk: usize,
+) -> Option<Forward<CudaTensor>> {
+    if !supported(x) {
+        return None;
+    }
+    assert_eq!(dims(weights), dims(targets), "shapes of the cross-entropy's weights and targets");
+    let weights = in_type(weights, DType::F32);
+    let Pass { losses, grads } = pass(x, weight, targets, Some(&weights), needs, chunk);
+    Some(Forward { output: total(&losses), saved: grads.into_iter().flatten().collect() })
+}
+
+/// The loss of every row, in the shape of `targets`.
+pub fn per_token(x: &CudaTensor, weight: &CudaTensor, targets: &CudaTensor) -> Option<CudaTensor> {
+    if !supported(x) {
+        return None;
+    }
+    let chunk = chunk_rows(dims(weight)[0]);
+    let losses = pass(x, weight, targets, None, [false; 2], chunk).losses;
+    let shape = dims(targets);
+    Some(over(&losses, 0, &shape, &row_major(&shape)))
+}
+
+/// The gradients that [`weighted`] saved, times the gradient of its result.
+pub fn backward(
+    saved: Vec<CudaTensor>,
+    grad: &CudaTensor,
+    needs: [bool; 2],
+) -> [Option<CudaTensor>; 2] {
+    let factor = in_type(grad, DType::F32);
+    let mut saved = saved.into_iter();
+    let mut next = || saved.next().expect("a gradient per need");
+    needs.map(|wanted| wanted.then(|| scale(next(), &factor)))
+}
+
+fn pass(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    targets: &CudaTensor,
+    weights: Option<&CudaTensor>,
+    needs: [bool; 2],
+    chunk: usize,
+) -> Pass {
+    let (shape, [_, width]) = (dims(x), matrix(weight));
+    let leading = &shape[..shape.len() - 1];
+    assert_eq!(shape.last(), Some(&width), "width of x {shape:?} and of the weight");
+    let targets = integers(targets, leading, "the cross-entropy's targets");
+    let rows: usize = leading.iter().product();
+    let x = over(&contiguous(x), 0, &[rows, width], &[width, 1]);
+    let vocab = dims(weight)[0];
+    let weight = padded(&in_type(weight, x.dtype));
+    let losses = empty(&x, &[rows], DType::F32);
+    let dx = needs[0].then(|| empty(&x, &[rows, width], x.dtype));
+    let mut dw = None;
+    let linear = |a, b| blas::product(a, b, x.dtype, Epilogue::None);
+    for first in (0..rows).step_by(chunk) {
+        let part = chunk.min(rows - first);
+        let rows_of = |x: &CudaTensor| over(x, first * width, &[part, width], &[width, 1]);
+        let z = linear(rows_of(&x), transposed(weight.clone()));
+        let stride = dims(&z)[1];
+        let real = over(&z, 0, &[part, vocab], &[stride, 1]);
+        softmax(&real, &targets, weights, &losses, first, needs != [false; 2]);
+        if let Some(dx) = &dx {
+            let part = linear(z.clone(), weight.clone());
+            store(&part, &rows_of(dx));
+        }
+        if needs[1] {
+            // In place from the second chunk on, since nobody else owns the sum.
+            let sum = dw.take().map_or(Epilogue::None, Epilogue::Add);
+            dw = Some(blas::product(transposed(z), rows_of(&x), DType::F32, sum));
+        }
+    }
+    let dx = dx.map(|dx| over(&dx, 0, &shape, &row_major(&shape)));
+    let dw = dw.map(|dw| over(&dw, 0, &[vocab, width], &[width, 1]));
+    Pass { losses, grads: [dx, dw] }
+}
+
+/// W with rows of zeros up to a multiple of [`WHOLE`]: products with logits of odd lengths are slow,
+/// several times over. Their logits and gradients are 0.
+fn padded(weight: &CudaTensor) -> CudaTensor {
+    let [vocab, width] = matrix(weight);
+    let rows = vocab.next_multiple_of(WHOLE);
+    if rows == vocab {
+        return contiguous(weight);
+    }
+    let (client, device) = (weight.client.clone(), weight.device.clone());
+    let shape = Shape::new([rows * width]);
+    let zeros = zeros_client(client, device, shape, weight.dtype);
+    store(weight, &over(&zeros, 0, &[vocab, width], &[width, 1]));
+    over(&zeros, 0, &[rows, width], &[width, 1])
+}
+
+/// The losses of a chunk's rows, and with `gradient` the logits' gradients in their place.
+fn softmax(
+    z: &CudaTensor,
+    targets: &CudaTensor,
+    weights: Option<&CudaTensor>,
+    losses: &CudaTensor,
+    first: usize,
+    gradient: bool,
+) {
+    let [rows, vocab] = matrix(z);
+    let lanes = WIDE / z.dtype.size();
+    let vectors = vocab.div_ceil(lanes);
+    let stride = z.meta.strides()[0] / lanes;
+    number(rows * stride);
+    let staged = if gradient && vectors * WIDE <= STAGED { vectors } else { 0 };
+    let even = vocab.is_multiple_of(lanes);
+    let plan = Plan { threads: THREADS, staged, even, weighted: weights.is_some(), gradient };
+    // SAFETY: `z` has `rows` rows of `stride` vectors; the others hold `first + rows` elements.
+    unsafe {
+        rows_kernel::launch_unchecked(
+            &z.client,
+            blocks(rows, 1),
+            dim(THREADS),
+            lanes,
+            buffer(z, lanes),
+            buffer(targets, 1),
+            weights.map_or_else(|| nothing(losses), |weights| buffer(weights, 1)),
+            buffer(losses, 1),
+            number(first),
+            number(vocab),
+            number(stride),
+            f32::NAN,
+            plan,
+            z.dtype.into(),
+        );
+    }
+}
+
+fn matrix(x: &CudaTensor) -> [usize; 2] {
+    dims(x).try_into().unwrap_or_else(|shape| panic!("{shape:?} is no matrix"))
+}
+
+/// The strides of a tensor without gaps.
+fn row_major(shape: &[usize]) -> Vec<usize> {
+    (1..=shape.len()).map(|dim| shape[dim..].iter().product()).collect()
+}

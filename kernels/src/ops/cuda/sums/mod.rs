@@ -1,0 +1,52 @@
+//! Sums over many elements, of a fixed order.
+
+mod kernel;
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+
+use super::{CudaTensor, blocks, buffer, dim, dims, elements, number};
+use crate::cuda::empty;
+
+/// Sums of the columns from `first` on of `parts`, `[rows, columns]` in f32, as a tensor of
+/// `shape`. With `transposed` m they are read as `[m, n]` and written as `[n, m]`; 1 changes
+/// nothing.
+pub fn columns(parts: &CudaTensor, first: usize, shape: &[usize], transposed: usize) -> CudaTensor {
+    let [rows, row] = dims(parts)[..] else { unreachable!("partial sums are a matrix") };
+    let out = empty(parts, shape, DType::F32);
+    let columns = elements(&out);
+    number(rows * row);
+    // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
+    unsafe {
+        kernel::columns::launch_unchecked::<CudaRuntime>(
+            &parts.client,
+            blocks(columns, kernel::COLUMNS),
+            dim(kernel::COLUMNS * kernel::WARPS),
+            buffer(parts, 1),
+            buffer(&out, 1),
+            number(rows),
+            number(row),
+            number(first),
+            number(columns),
+            number(transposed),
+        );
+    }
+    out
+}
+
+/// The sum of all elements of an f32 tensor without gaps, shape `[1]`.
+pub fn total(parts: &CudaTensor) -> CudaTensor {
+    let out = empty(parts, &[1], DType::F32);
+    // SAFETY: one block reads all elements and writes one.
+    unsafe {
+        kernel::total::launch_unchecked::<CudaRuntime>(
+            &parts.client,
+            blocks(1, 1),
+            dim(kernel::THREADS),
+            buffer(parts, 1),
+            buffer(&out, 1),
+            number(elements(parts)),
+        );
+    }
+    out
+}

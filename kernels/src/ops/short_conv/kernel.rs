@@ -1,0 +1,255 @@
+//! The short causal convolution over time, each channel by itself.
+//!
+//! A thread handles a vector of channels over a run of rows, and keeps the last rows it has read.
+//! Distances count backwards: tap `back` multiplies the row that many before the current one.
+
+use cubecl::prelude::*;
+
+use crate::ops::activation::kernel::{silu, silu_slope};
+
+/// Rows of a run.
+pub const RUN: usize = 64;
+
+/// What a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Plan {
+    /// Taps of a channel.
+    pub taps: usize,
+    /// Whether SiLU follows.
+    pub silu: bool,
+    /// Whether rows of other documents are left out.
+    pub documents: bool,
+}
+
+/// y_t = f(Σ_back w_back · x_{t − back}) within the document.
+///
+/// - `x`, `y`: `[batch, seq_len, vectors]`
+/// - `weight`: `[channels, taps]`, the last tap at distance 0
+/// - `documents`: `[batch, seq_len]`, see [`Plan::documents`]
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn forward<E: Float, W: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    weight: &Array<W>,
+    documents: &Array<i32>,
+    y: &mut Array<Vector<E, N>>,
+    batch: u32,
+    seq_len: u32,
+    vectors: u32,
+    #[comptime] plan: Plan,
+    #[define(E, W)] _dtypes: [StorageType; 2],
+) {
+    let seq_len = seq_len as usize;
+    let vectors = vectors as usize;
+    let column = ABSOLUTE_POS % vectors;
+    let run = ABSOLUTE_POS / vectors;
+    let runs = (seq_len + RUN - 1) / RUN;
+    if run / runs < batch as usize {
+        let row0 = run / runs * seq_len; // Of the sequence.
+        let first = run % runs * RUN;
+        let taps = taps::<W, N>(weight, column, plan.taps);
+        let mut window = before::<E, N>(x, row0, first, column, vectors, plan.taps);
+        for t in first..min(first + RUN, seq_len) {
+            let at = (row0 + t) * vectors + column;
+            push::<N>(&mut window, Vector::cast_from(x[at]), plan.taps);
+            let reach = reach(documents, row0, t, plan);
+            let z = convolve::<N>(&taps, &window, reach, plan.taps);
+            y[at] = Vector::cast_from(apply::<N>(z, false, plan.silu));
+        }
+    }
+}
+
+/// With z the convolution and dz = dy · f'(z): dx_t = Σ_back w_back · dz_{t + back} within the
+/// document, and each run's Σ_t dz_t · x_{t − back}.
+///
+/// - `parts`: `[batch · runs, taps, vectors]`, in the weight's order of taps
+///
+/// The rest as in [`forward`].
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn backward<E: Float, W: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    weight: &Array<W>,
+    documents: &Array<i32>,
+    dy: &Array<Vector<E, N>>,
+    dx: &mut Array<Vector<E, N>>,
+    parts: &mut Array<Vector<f32, N>>,
+    batch: u32,
+    seq_len: u32,
+    vectors: u32,
+    #[comptime] plan: Plan,
+    #[define(E, W)] _dtypes: [StorageType; 2],
+) {
+    let seq_len = seq_len as usize;
+    let vectors = vectors as usize;
+    let column = ABSOLUTE_POS % vectors;
+    let run = ABSOLUTE_POS / vectors;
+    let runs = (seq_len + RUN - 1) / RUN;
+    if run / runs < batch as usize {
+        let row0 = run / runs * seq_len;
+        let first = run % runs * RUN;
+        let last = comptime!(plan.taps - 1);
+        let taps = taps::<W, N>(weight, column, plan.taps);
+        let mut window = before::<E, N>(x, row0, first, column, vectors, plan.taps);
+        // dz of the last rows, and how many rows back each of them reaches.
+        let mut slopes = Array::<Vector<f32, N>>::new(plan.taps);
+        let mut reaches = Array::<u32>::new(plan.taps);
+        let mut dw = Array::<Vector<f32, N>>::new(plan.taps);
+        #[unroll]
+        for i in 0..plan.taps {
+            slopes[i] = Vector::cast_from(0f32);
+            reaches[i] = 0u32;
+            dw[i] = Vector::cast_from(0f32);
+        }
+        let end = min(first + RUN, seq_len);
+        for t in first..end + last {
+            // 1. dz of row t: 0 past the sequence.
+            let at = (row0 + t) * vectors + column;
+            let mut dz = Vector::<f32, N>::cast_from(0f32);
+            let mut reach_t = 0u32;
+            if t < seq_len {
+                push::<N>(&mut window, Vector::cast_from(x[at]), plan.taps);
+                reach_t = reach(documents, row0, t, plan);
+                dz = Vector::cast_from(dy[at]);
+                if plan.silu {
+                    let z = convolve::<N>(&taps, &window, reach_t, plan.taps);
+                    dz *= apply::<N>(z, true, true);
+                }
+            }
+            #[unroll]
+            for i in 0..last {
+                slopes[last - i] = slopes[last - 1 - i];
+                reaches[last - i] = reaches[last - 1 - i];
+            }
+            slopes[0] = dz;
+            reaches[0] = reach_t;
+
+            // 2. The taps' part, of the run's own rows.
+            if t < end {
+                #[unroll]
+                for back in 0..plan.taps {
+                    if (back as u32) < reach_t {
+                        dw[back] = dw[back] + window[back] * dz;
+                    }
+                }
+            }
+
+            // 3. dx of the row that now has all dz it takes part in.
+            if t >= first + last {
+                let mut sum = Vector::<f32, N>::cast_from(0f32);
+                #[unroll]
+                for back in 0..plan.taps {
+                    let later = comptime!(last - back);
+                    if (back as u32) < reaches[later] {
+                        sum += taps[back] * slopes[later];
+                    }
+                }
+                dx[(row0 + t - last) * vectors + column] = Vector::cast_from(sum);
+            }
+        }
+        #[unroll]
+        for back in 0..plan.taps {
+            parts[(run * plan.taps + (last - back)) * vectors + column] = dw[back];
+        }
+    }
+}
+
+/// The taps of a vector of channels, by distance.
+#[cube]
+fn taps<W: Float, N: Size>(
+    weight: &Array<W>,
+    column: usize,
+    #[comptime] taps: usize,
+) -> Array<Vector<f32, N>> {
+    let mut values = Array::<Vector<f32, N>>::new(taps);
+    #[unroll]
+    for back in 0..taps {
+        let mut tap = Vector::<f32, N>::cast_from(0f32);
+        #[unroll]
+        for i in 0..N::value() {
+            let channel = column * N::value() + i;
+            tap[i] = f32::cast_from(weight[channel * taps + (taps - 1 - back)]);
+        }
+        values[back] = tap;
+    }
+    values
+}
+
+/// The rows before `first`, the nearest first; zeros before the sequence.
+#[cube]
+fn before<E: Float, N: Size>(
+    x: &Array<Vector<E, N>>,
+    row0: usize,
+    first: usize,
+    column: usize,
+    vectors: usize,
+    #[comptime] taps: usize,
+) -> Array<Vector<f32, N>> {
+    let mut window = Array::<Vector<f32, N>>::new(taps);
+    #[unroll]
+    for back in 0..taps {
+        window[back] = Vector::cast_from(0f32);
+        if first > back {
+            window[back] = Vector::cast_from(x[(row0 + first - 1 - back) * vectors + column]);
+        }
+    }
+    window
+}
+
+/// Moves the window one row on.
+#[cube]
+fn push<N: Size>(window: &mut Array<Vector<f32, N>>, row: Vector<f32, N>, #[comptime] taps: usize) {
+    let last = comptime!(taps - 1);
+    #[unroll]
+    for i in 0..last {
+        window[last - i] = window[last - 1 - i];
+    }
+    window[0] = row;
+}
+
+/// How many rows, from `t` back, `t` takes in: those of its document.
+#[cube]
+fn reach(documents: &Array<i32>, row0: usize, t: usize, #[comptime] plan: Plan) -> u32 {
+    let mut reach = t as u32 + 1;
+    if plan.documents {
+        let start = max(documents[row0 + t], 0) as u32;
+        reach -= min(start, reach);
+    }
+    reach
+}
+
+#[cube]
+fn convolve<N: Size>(
+    weight: &Array<Vector<f32, N>>,
+    window: &Array<Vector<f32, N>>,
+    reach: u32,
+    #[comptime] taps: usize,
+) -> Vector<f32, N> {
+    let mut z = Vector::<f32, N>::cast_from(0f32);
+    #[unroll]
+    for back in 0..taps {
+        if (back as u32) < reach {
+            z += weight[back] * window[back];
+        }
+    }
+    z
+}
+
+/// f(z), or with `slope` f'(z); without `silu`, f is the identity.
+#[cube]
+fn apply<N: Size>(
+    z: Vector<f32, N>,
+    #[comptime] slope: bool,
+    #[comptime] with_silu: bool,
+) -> Vector<f32, N> {
+    let mut out = z;
+    if with_silu {
+        #[unroll]
+        for i in 0..N::value() {
+            if slope {
+                out[i] = silu_slope(z[i]);
+            } else {
+                out[i] = silu(z[i]);
+            }
+        }
+    }
+    out
+}
