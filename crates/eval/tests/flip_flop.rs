@@ -14,7 +14,6 @@ fn config() -> SuiteConfig {
         sequences: Some(40),
         sparse_sequences: Some(60),
         dense_sequences: Some(20),
-        ..FflmOptions::default()
     })
 }
 

@@ -217,7 +217,7 @@ fn a_checkpoint_with_earlier_names_resumes_to_the_bit() {
     let unbroken = run(&sandbox.config(&[model, "run.name=unbroken"]), Start::New).unwrap().run_dir;
     let broken = sandbox.config(&[model, "run.name=broken"]);
     let dir = run_until(&broken, Start::New, 7).unwrap().run_dir;
-    let checkpoint = Checkpoint::open(&dir, Which::Latest).unwrap();
+    let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap();
     for file in [checkpoint.weights(), checkpoint.optimizer()] {
         let mut renamed = 0;
         let earlier = |name: &str| {
