@@ -4,7 +4,7 @@
 use burn::module::Param;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use longwall_kernels::attention::Start;
+use longwall_kernels::attention;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -60,14 +60,14 @@ impl<'a, B: Backend> Init<'a, B> {
     ///
     /// # Panics
     /// When these are not as many.
-    pub fn start(&self, len: usize, start: &Start) -> Param<Tensor<B, 1>> {
-        match start {
-            Start::Constant(value) => self.constant(len, *value),
-            Start::Values(values) => {
+    pub fn start(&self, len: usize, init: &attention::Init) -> Param<Tensor<B, 1>> {
+        match init {
+            attention::Init::Constant(value) => self.constant(len, *value),
+            attention::Init::Values(values) => {
                 assert_eq!(values.len(), len, "initial values of {}", self.path);
                 self.vector(values.clone())
             }
-            Start::Normal(std) => self.vector(self.sample(len, *std)),
+            attention::Init::Normal(std) => self.vector(self.sample(len, *std)),
         }
     }
 

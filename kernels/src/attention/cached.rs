@@ -119,7 +119,7 @@ impl<C: Cached> Variant for C {
         self.output(shape, [q, k, v], &parameters, 0, documents)
     }
 
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> KvCache<B> {
+    fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> KvCache<B> {
         KvCache::new(shape.window)
     }
 

@@ -19,7 +19,7 @@ pub use self::rounded::{
     bf16_is_causal_and_shows_a_nan, bf16_is_deterministic_on_a_full_device,
 };
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
+    AttentionShape, DecodeState, DocumentStarts, Init, Inputs, Parameter, Projection, Variant,
 };
 use crate::backend::{OpBackend, with_reference};
 use crate::testing::{CHECKED, Oracle, assert_conditioned_budget, differences, record};
@@ -63,11 +63,11 @@ struct Problem {
 }
 
 /// The expected initial value of element `at`.
-fn mean(start: &Start, at: usize) -> f32 {
-    match start {
-        Start::Constant(value) => *value,
-        Start::Values(values) => values[at],
-        Start::Normal(_) => 0.0,
+fn mean(init: &Init, at: usize) -> f32 {
+    match init {
+        Init::Constant(value) => *value,
+        Init::Values(values) => values[at],
+        Init::Normal(_) => 0.0,
     }
 }
 
@@ -94,13 +94,13 @@ impl Problem {
             random(&[batch, kv_heads, seq_len, value_dim], &|_| 0.0, 1.7),
         ];
         for Projection { features, bias, .. } in variant.projections(&shape) {
-            let bias = bias.unwrap_or(Start::Constant(0.0));
+            let bias = bias.unwrap_or(Init::Constant(0.0));
             let center = |at| mean(&bias, at % features);
             inputs.push(random(&[batch, seq_len, features], &center, 1.7));
         }
-        for Parameter { elements, start, .. } in variant.parameters(&shape) {
-            // Away from the start, where parts may vanish.
-            inputs.push(random(&[elements], &|at| mean(&start, at), 0.1));
+        for Parameter { elements, init, .. } in variant.parameters(&shape) {
+            // Away from the initial values, where parts may vanish.
+            inputs.push(random(&[elements], &|at| mean(&init, at), 0.1));
         }
         variant.prepare(&mut inputs);
         let documents = vec![vec![0; seq_len]; batch];
@@ -427,7 +427,7 @@ pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
                 let problem = Problem::new(&variant, [4, 2, 8, 2, tokens], window);
                 let full = problem.attend::<V, K>(&variant);
                 let inputs = problem.tensors::<K>();
-                let mut state = variant.start::<K>(&problem.shape);
+                let mut state = variant.init_state::<K>(&problem.shape);
                 let mut outputs = vec![];
                 let mut first = 0;
                 for &n in steps {
@@ -449,7 +449,7 @@ pub fn the_state_is_as_large_as_documented<V: Conformance, K: OpBackend>() {
             let batch = 2;
             let problem = Problem::new(&variant, [4, 2, 8, batch, 300], window);
             let inputs = problem.tensors::<K>();
-            let mut state = variant.start::<K>(&problem.shape);
+            let mut state = variant.init_state::<K>(&problem.shape);
             for t in 0..300 {
                 variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state);
                 let documented = variant.state_elements(&problem.shape, t + 1) as usize;

@@ -58,7 +58,7 @@ impl AttentionShape {
 
 /// Initial values.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Start {
+pub enum Init {
     /// One value everywhere.
     Constant(f32),
     /// These values.
@@ -95,7 +95,7 @@ pub struct Projection {
     /// Output features.
     pub features: usize,
     /// Initial bias; `None` for no bias.
-    pub bias: Option<Start>,
+    pub bias: Option<Init>,
     /// Through few channels.
     pub low_rank: Option<LowRank>,
     /// Taps of a causal depthwise convolution over time that follows; the last one multiplies the
@@ -113,8 +113,8 @@ impl Projection {
     }
 
     /// With a bias.
-    pub fn bias(self, start: Start) -> Self {
-        Projection { bias: Some(start), ..self }
+    pub fn bias(self, init: Init) -> Self {
+        Projection { bias: Some(init), ..self }
     }
 
     /// Through `rank` channels.
@@ -141,7 +141,7 @@ pub struct Parameter {
     /// Number of elements.
     pub elements: usize,
     /// Initial values.
-    pub start: Start,
+    pub init: Init,
 }
 
 /// What a variant's operation takes.
@@ -253,7 +253,7 @@ pub trait Variant:
     ) -> Tensor<B, 4>;
 
     /// The state before the first token.
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> Self::State<B>;
+    fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> Self::State<B>;
 
     /// Appends the inputs' tokens (one or more) to the sequences in `state` and returns their
     /// outputs: a prefill first, then single steps.

@@ -40,8 +40,8 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::contract::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, LowRank, Parameter,
-    Projection, Start, Variant,
+    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, Parameter,
+    Projection, Variant,
 };
 use crate::backend::OpBackend;
 

@@ -137,9 +137,9 @@ macro_rules! registry {
                 if self.kernels().contains(&"cuda") { dtype } else { DType::F32 }
             }
 
-            /// As [`Variant::start`].
-            pub fn start<B: OpBackend>(&self, shape: &AttentionShape) -> AttentionState<B> {
-                match self { $(Self::$name(c) => AttentionState::$name(c.start(shape)),)+ }
+            /// As [`Variant::init_state`].
+            pub fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> AttentionState<B> {
+                match self { $(Self::$name(c) => AttentionState::$name(c.init_state(shape)),)+ }
             }
 
             /// As [`Variant::extend`].

@@ -1,8 +1,8 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::{
-    Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts,
-    Inputs, Projection, Start,
+    self, Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts,
+    Inputs, Projection,
 };
 use longwall_kernels::backend::OpBackend;
 
@@ -99,7 +99,7 @@ impl<B: OpBackend> Attention<B> {
             projections: specs.iter().map(side).collect(),
             parameters: parameters
                 .iter()
-                .map(|p| init.part(p.name).start(p.elements, &p.start))
+                .map(|p| init.part(p.name).start(p.elements, &p.init))
                 .collect(),
             q_norm: head_norm("q_norm"),
             k_norm: head_norm("k_norm"),
@@ -112,7 +112,7 @@ impl<B: OpBackend> Attention<B> {
                 let rank = config.value_residual_rank();
                 let spec = Projection::new("value_gate", v)
                     .low_rank(rank, Activation::Identity)
-                    .bias(Start::Constant(1.0));
+                    .bias(attention::Init::Constant(1.0));
                 side(&spec)
             }),
             shape,
@@ -155,7 +155,7 @@ impl<B: OpBackend> Attention<B> {
     /// The state before the first token.
     pub fn start(&self) -> AttentionLayerState<B> {
         AttentionLayerState {
-            attention: self.variant.start(&self.shape),
+            attention: self.variant.init_state(&self.shape),
             history: vec![None; 3 + self.projections.len() + self.shifts.len()],
         }
     }

@@ -129,7 +129,7 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
 /// The outputs of the last `steps` tokens, one by one after the others at once.
 fn decode<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem, steps: usize) -> Vec<f64> {
     let inputs = problem.tensors::<K>();
-    let mut state = variant.start::<K>(&problem.shape);
+    let mut state = variant.init_state::<K>(&problem.shape);
     let first = problem.seq_len - steps;
     variant.extend(&problem.shape, cut(&inputs, 0, first), &mut state);
     let outputs = (first..problem.seq_len)

@@ -107,7 +107,7 @@ pub fn bf16_is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
     for sizes in [[12, 12, 64, 24, 1024], [16, 4, 128, 8, 1024]] {
         let problem = Problem::new(variant, sizes, None).in_bf16();
         let upstream = &problem.inputs[0];
-        let mut state = variant.start::<K>(&problem.shape);
+        let mut state = variant.init_state::<K>(&problem.shape);
         let inputs = problem.tensors::<K>();
         variant.extend(&problem.shape, cut(&inputs, 0, problem.seq_len - 1), &mut state);
         let run = || {
@@ -156,7 +156,7 @@ fn check_bf16_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Probl
     let problem = problem.in_bf16();
     let want = problem.in_f32().attend::<V, Flex>(variant);
     let inputs = problem.tensors::<K>();
-    let mut state = variant.start::<K>(&problem.shape);
+    let mut state = variant.init_state::<K>(&problem.shape);
     let prompt = problem.seq_len - 6;
     // Long ones begin with a single token; pieces end within tiles of 64 tokens, with one, and after one.
     let pieces = match prompt {

@@ -5,7 +5,7 @@
 //! outputs, shared by the layer's heads, subtracts what the other view of differential attention
 //! would. There is one softmax, and no second view.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `w_d` | head_dim², W_D by rows | 0: the layer starts as softmax attention, also with trained weights |
 //! | `lambda` | 1 | λ_init = 0.8 − 0.6 · exp(−0.3 · layer), with layers from 0 |
@@ -28,7 +28,7 @@ use super::cached::Cached;
 use super::diff::lambda_init;
 use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -71,10 +71,10 @@ impl Cached for Config {
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let elements = shape.head_dim * shape.head_dim;
-        let lambda = Start::Constant(lambda_init(shape.layer));
+        let lambda = Init::Constant(lambda_init(shape.layer));
         vec![
-            Parameter { name: "w_d", elements, start: Start::Constant(0.0) },
-            Parameter { name: "lambda", elements: 1, start: lambda },
+            Parameter { name: "w_d", elements, init: Init::Constant(0.0) },
+            Parameter { name: "lambda", elements: 1, init: lambda },
         ]
     }
 

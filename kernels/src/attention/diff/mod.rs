@@ -11,7 +11,7 @@
 //! `model.heads`, keep `model.head_dim`, and the layer has as many parameters as a softmax layer.
 //! `value_factor = 1` is the form that Huang et al. (2026) compare with: as many heads as softmax.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2` | head_dim each | normal(0, 0.1), shared by the layer's heads |
 //! | `norm` | value_factor · head_dim | 1, the RMS norm's scale, shared by the layer's heads |
@@ -33,7 +33,7 @@ use super::cached::Cached;
 use super::rectified::{difference, for_both_views};
 use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
 
@@ -101,9 +101,9 @@ impl Cached for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        let vector = |name| Parameter { name, elements: shape.head_dim, start: Start::Normal(0.1) };
+        let vector = |name| Parameter { name, elements: shape.head_dim, init: Init::Normal(0.1) };
         let elements = self.value_dim(shape);
-        let norm = Parameter { name: "norm", elements, start: Start::Constant(1.0) };
+        let norm = Parameter { name: "norm", elements, init: Init::Constant(1.0) };
         let vectors = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"].map(vector);
         vectors.into_iter().chain([norm]).collect()
     }

@@ -6,7 +6,7 @@
 //!
 //! a⁽ᵗ⁾_ij = max(scale · q⁽ᵗ⁾_iᵀk⁽ᵗ⁾_j, 0), o_i = LayerNorm(Σ_{j≤i} (a⁽¹⁾_ij − λ a⁽²⁾_ij) v_j).
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`] |
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
@@ -25,10 +25,10 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
-use super::rectified::{LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views};
+use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views};
 use super::rotation::{Rotation, Scaling};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -67,9 +67,9 @@ impl Cached for Config {
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let head_dim = shape.head_dim;
         vec![
-            Parameter { name: "lambda", elements: 1, start: Start::Constant(LAMBDA_START) },
-            Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
-            Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
+            Parameter { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
+            Parameter { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
+            Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
 

@@ -22,7 +22,7 @@ use super::cache::KvCache;
 use super::rotation::Rotation;
 use super::softmax::cuda::{Decaying, room};
 use super::softmax::{Softmax, cuda_inputs, share_left_out, softmax};
-use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Projection, Start, Variant};
+use super::{AttentionShape, DecodeState, DocumentStarts, Init, Inputs, Projection, Variant};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
 
@@ -119,7 +119,7 @@ impl Variant for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        vec![Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0))]
+        vec![Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0))]
     }
 
     fn attend<B: OpBackend>(
@@ -156,7 +156,7 @@ impl Variant for Config {
             .then(|| share_left_out(&self.core(shape), q, k, log_decay(&projections), documents))
     }
 
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
+    fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
         let held = Held::Plain(KvCache::new(shape.window), None);
         State { held, position: 0, reserved: 0 }
     }

@@ -182,7 +182,7 @@ fn cuda_steps_leave_out_what_does_not_matter() {
     let logits = Tensor::<Cuda, 3>::full([2, tokens, 4], 0.43, &device);
     let steps = |prune: bool, v: &Tensor<Cuda, 4>| {
         let config = Config { prune, ..Config::default() };
-        let mut state = config.start::<Cuda>(&shape);
+        let mut state = config.init_state::<Cuda>(&shape);
         let mut extend = |first: usize, n: usize| {
             let [q, k, v] = [&q, &k, v].map(|x| x.clone().narrow(2, first, n));
             let projections = vec![logits.clone().narrow(1, first, n)];

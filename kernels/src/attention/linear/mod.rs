@@ -42,7 +42,7 @@ use self::reference::Rows;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start,
+    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, Parameter, Projection,
     Variant,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
@@ -173,18 +173,18 @@ impl Variant for Config {
                 let last = (kv_heads - 1).max(1) as f32;
                 // σ(b) = 1 − 2^(−5−n), so b = ln(2^(5+n) − 1).
                 let bias = |head| (2f32.powf(5.0 + 7.0 * head as f32 / last) - 1.0).ln();
-                let start = Start::Values((0..kv_heads).map(bias).collect());
-                vec![Projection::new("gate", kv_heads).bias(start)]
+                let init = Init::Values((0..kv_heads).map(bias).collect());
+                vec![Projection::new("gate", kv_heads).bias(init)]
             }
             Gate::Diagonal => {
                 let gate = Projection::new("gate", kv_heads * shape.head_dim);
-                vec![gate.low_rank(RANK, Activation::Identity).bias(Start::Constant(0.0))]
+                vec![gate.low_rank(RANK, Activation::Identity).bias(Init::Constant(0.0))]
             }
         }
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        vec![Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) }]
+        vec![Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
     }
 
     fn attend<B: OpBackend>(
@@ -202,7 +202,7 @@ impl Variant for Config {
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 
-    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
+    fn init_state<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
         State { sums: None, position: 0 }
     }
 

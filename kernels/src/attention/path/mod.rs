@@ -44,7 +44,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::{BLOCK, Tokens, Visible};
-use super::{Activation, AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
+use super::{Activation, AttentionShape, DocumentStarts, Init, Inputs, Projection, Variant};
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
 
@@ -123,8 +123,8 @@ impl Variant for Config {
         let w = Projection::new("w", shape.kv_heads * shape.head_dim)
             .low_rank(self.rank(shape.width), Activation::Identity)
             .conv(TAPS);
-        let beta = Projection::new("beta", shape.kv_heads).bias(Start::Constant(0.0));
-        let gate = Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0));
+        let beta = Projection::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
+        let gate = Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
     }
 
@@ -146,7 +146,7 @@ impl Variant for Config {
         out + (tokens.w.sum() + tokens.beta.sum()).reshape([1, 1, 1, 1]) * 0.0
     }
 
-    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
+    fn init_state<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
         State::default()
     }
 

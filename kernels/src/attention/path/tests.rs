@@ -144,7 +144,7 @@ fn decoding_across_rewrites_equals_the_full_pass() {
         let shape = AttentionShape { window, ..AttentionShape::new(16, 2, 1, 8) };
         let inputs = layer::<Flex>(&shape, 500, 1.0);
         let full = values(config.attend(&shape, inputs.clone(), None));
-        let mut state = config.start::<Flex>(&shape);
+        let mut state = config.init_state::<Flex>(&shape);
         let (mut outputs, mut first) = (vec![], 0);
         for n in [1, 62, 1, 64, 1, 100, 33, 30, 2, 1, 130, 63, 12] {
             outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
@@ -161,7 +161,7 @@ fn a_windowed_state_does_not_grow() {
     let shape = AttentionShape { window: Some(100), ..AttentionShape::new(16, 2, 1, 8) };
     let config = Config { forget_gate: true, ..Config::default() };
     let inputs = layer::<Flex>(&shape, 1000, 1.0);
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = config.init_state::<Flex>(&shape);
     let mut extend = |first, n| {
         config.extend(&shape, cut(&inputs, first, n), &mut state);
         state.elements()

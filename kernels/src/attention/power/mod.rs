@@ -54,7 +54,7 @@ use self::reference::Rows;
 use self::state::near;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
-use super::{AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
+use super::{AttentionShape, DocumentStarts, Init, Inputs, Projection, Variant};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
 
@@ -238,7 +238,7 @@ impl Variant for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        let gate = Projection::new("gate", shape.kv_heads).bias(Start::Constant(6.9));
+        let gate = Projection::new("gate", shape.kv_heads).bias(Init::Constant(6.9));
         if self.gate { vec![gate] } else { vec![] }
     }
 
@@ -253,7 +253,7 @@ impl Variant for Config {
         self.op(shape, dims[2]).of_rows(rows).reshape(dims)
     }
 
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
+    fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
         State::new(shape.window)
     }
 

@@ -111,7 +111,7 @@ fn the_state_stops_growing() {
     for (form, switch_len) in [(Form::Chunked, None), (Form::Auto, Some(600))] {
         let config = Config { form, switch_len, chunk: Some(128), ..Config::default() };
         let inputs = random_inputs(&config, &shape, 128, 1.0);
-        let mut state = config.start::<Ad>(&shape);
+        let mut state = config.init_state::<Ad>(&shape);
         let mut sizes = vec![];
         for _ in 0..12 {
             config.extend(&shape, inputs.clone(), &mut state);
@@ -142,7 +142,7 @@ fn a_prefill_hands_over_its_state() {
                 parameters: vec![],
             }
         };
-        let mut state = config.start::<Ad>(&shape);
+        let mut state = config.init_state::<Ad>(&shape);
         let mut outputs = vec![];
         let mut first = 0;
         for n in [900, 1, 1, 1, 200, 97] {

@@ -5,7 +5,7 @@
 //!
 //! Weights do not sum to 1, and most are exactly 0.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
 //! | `norm_bias` | head_dim | 0 |
@@ -27,7 +27,7 @@ use super::cached::Cached;
 use super::rectified::Rectified;
 use super::rotation::{Rotation, Scaling};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -62,8 +62,8 @@ impl Cached for Config {
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let head_dim = shape.head_dim;
         vec![
-            Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
-            Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
+            Parameter { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
+            Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
 

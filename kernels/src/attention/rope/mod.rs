@@ -8,7 +8,7 @@
 //! s · ln(i+1), where i counts from 0 in the document (also under a window) and s is learned; before
 //! the cap, and ALiBi's penalty is not multiplied.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `ssmax_scale` (with `ssmax`) | heads | 0.168, the inverse of ln n's mean over lengths up to 1,024 (Nakanishi) |
 //!
@@ -25,7 +25,7 @@ use super::blocks::places_in_documents;
 use super::cached::Cached;
 use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, alibi_slopes, softmax};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 
 /// Where positions enter.
@@ -59,8 +59,8 @@ pub struct Config {
     pub ssmax: bool,
 }
 
-/// Start of `ssmax_scale`.
-const SSMAX_START: f32 = 0.168;
+/// The initial `ssmax_scale`.
+const SSMAX_INIT: f32 = 0.168;
 
 impl Default for Config {
     fn default() -> Self {
@@ -127,8 +127,8 @@ impl Cached for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        let (name, start) = ("ssmax_scale", Start::Constant(SSMAX_START));
-        let scale = Parameter { name, elements: shape.heads, start };
+        let (name, init) = ("ssmax_scale", Init::Constant(SSMAX_INIT));
+        let scale = Parameter { name, elements: shape.heads, init };
         self.ssmax.then_some(scale).into_iter().collect()
     }
 

@@ -18,7 +18,7 @@
 //! There is no softmax scale, no position and no window: a state that decays has none to limit.
 //! Token shift (3) and the values' residual (8 to 10) are the block's.
 //!
-//! | vector | elements | start |
+//! | vector | elements | initial value |
 //! |---|---|---|
 //! | bias of d, channel n of N, layer l of L | kv_heads · head_dim | −6.5 + 5 (n/(N−1))^(0.85 + √(l/(L−1))) |
 //! | bias of a | kv_heads · head_dim | 0 |
@@ -47,7 +47,7 @@ use serde::{Deserialize, Serialize};
 
 use self::recurrence::{Weights, wkv};
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start,
+    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, Parameter, Projection,
     Variant,
 };
 use crate::backend::OpBackend;
@@ -204,12 +204,12 @@ fn times_head_sums<B: OpBackend>(
 }
 
 /// The decay's bias: slow channels first, and a faster rise in deeper layers.
-fn decay_start(shape: &AttentionShape) -> Start {
+fn decay_bias(shape: &AttentionShape) -> Init {
     let channels = shape.kv_heads * shape.head_dim;
     let depth = shape.layer as f64 / (shape.layers.max(2) - 1) as f64;
     let power = 0.85 + depth.sqrt();
     let place = |n: usize| n as f64 / (channels.max(2) - 1) as f64;
-    Start::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
+    Init::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
 }
 
 impl Variant for Config {
@@ -244,10 +244,10 @@ impl Variant for Config {
         vec![
             Projection::new("decay", keys)
                 .low_rank(self.decay_rank(width), Activation::Tanh)
-                .bias(decay_start(shape)),
+                .bias(decay_bias(shape)),
             Projection::new("rate", keys)
                 .low_rank(self.rate_rank(width), Activation::Identity)
-                .bias(Start::Constant(0.0)),
+                .bias(Init::Constant(0.0)),
             Projection::new("gate", outputs)
                 .low_rank(self.gate_rank(width), Activation::Sigmoid)
                 .shift(0.2),
@@ -265,7 +265,7 @@ impl Variant for Config {
             ("norm_scale", outputs, scale),
             ("norm_bias", outputs, 0.0),
         ]
-        .map(|(name, elements, start)| Parameter { name, elements, start: Start::Constant(start) })
+        .map(|(name, elements, init)| Parameter { name, elements, init: Init::Constant(init) })
         .into()
     }
 
@@ -278,7 +278,7 @@ impl Variant for Config {
         self.run(shape, inputs, documents, None).0
     }
 
-    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
+    fn init_state<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
         State { wkv: None }
     }
 

@@ -8,9 +8,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Config;
 use crate::attention::conformance::Conformance;
-use crate::attention::{
-    AttentionShape, DecodeState, Inputs, Parameter, Projection, Start, Variant,
-};
+use crate::attention::{AttentionShape, DecodeState, Init, Inputs, Parameter, Projection, Variant};
 use crate::backend::OpBackend;
 use crate::testing::{Oracle, assert_budget};
 
@@ -128,8 +126,8 @@ fn long_row(
     inputs.push(Oracle::from_fn(&logits, |at| decay(at[1], at[2])));
     inputs.push(Oracle::from_fn(&logits, |at| rate(at[1], at[2])));
     inputs.push(random(&[1, seq_len, heads * head_dim]));
-    for Parameter { elements, start, .. } in Config::default().parameters(shape) {
-        let Start::Constant(value) = start else { panic!("vectors start at one value") };
+    for Parameter { elements, init, .. } in Config::default().parameters(shape) {
+        let Init::Constant(value) = init else { panic!("vectors start at one value") };
         inputs.push(Oracle::new(&[elements], vec![f64::from(value); elements]));
     }
     inputs
@@ -267,7 +265,7 @@ fn the_state_does_not_grow() {
     let row = long_row(&shape, 4_000, |_, _| -3.0, |_, _| 0.0);
     let all = inputs::<Flex>(&row);
     let config = Config::default();
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = config.init_state::<Flex>(&shape);
     for first in [0, 1_000, 2_000, 3_000] {
         config.extend(&shape, part(&all, first, 1_000), &mut state);
         assert_eq!(state.elements(), 2 * 8 * 8);
@@ -297,7 +295,7 @@ fn ranks_are_the_papers() {
 fn starts_depend_on_channel_and_layer() {
     let shape = |layer| AttentionShape { layer, layers: 3, ..AttentionShape::new(64, 2, 2, 32) };
     let decay = |layer| match &Config::default().projections(&shape(layer))[0] {
-        Projection { bias: Some(Start::Values(values)), .. } => values.clone(),
+        Projection { bias: Some(Init::Values(values)), .. } => values.clone(),
         other => panic!("no values in {other:?}"),
     };
     let (first, last) = (decay(0), decay(2));
@@ -306,12 +304,12 @@ fn starts_depend_on_channel_and_layer() {
         assert!(values.is_sorted());
     }
     assert!(first[30] > last[30]);
-    let scale = |layer| Config::default().parameters(&shape(layer))[3].start.clone();
-    assert_eq!(scale(2), Start::Constant(1.0));
-    assert_eq!(scale(0), Start::Constant((1.0f32 / 3.0).powf(0.7)));
+    let scale = |layer| Config::default().parameters(&shape(layer))[3].init.clone();
+    assert_eq!(scale(2), Init::Constant(1.0));
+    assert_eq!(scale(0), Init::Constant((1.0f32 / 3.0).powf(0.7)));
     // A model of one layer divides by no zero.
     let alone = Config::default().projections(&AttentionShape::new(1, 1, 1, 1));
-    assert_eq!(alone[0].bias, Some(Start::Values(vec![-6.5])));
+    assert_eq!(alone[0].bias, Some(Init::Values(vec![-6.5])));
 }
 
 #[test]

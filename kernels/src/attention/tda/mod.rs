@@ -9,7 +9,7 @@
 //! (§4.2 leaves the power out, its experiments and appendix C have it.) A row in which no key passes
 //! either threshold gives o = 0.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `beta` | 1 | `beta`, 1 |
 //! | `lambda` | 1 | 0.5, clamped to [0, 1] in the operation |
@@ -30,12 +30,12 @@ use serde::{Deserialize, Serialize};
 
 use super::cached::Cached;
 use super::rectified::{
-    LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
+    LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
     normalise_outputs, thresholds, validate_threshold,
 };
 use super::rotation::{Rotation, Scaling, rotate};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tda"`.
@@ -46,7 +46,7 @@ pub struct Config {
     pub p: u32,
     /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
     pub kappa: f32,
-    /// Start of the threshold's learned factor, above 0; default 1.
+    /// Initial value of the learned factor of the threshold, above 0; default 1.
     pub beta: f32,
     /// Rotate q and k; default true.
     pub rope: bool,
@@ -87,9 +87,9 @@ impl Cached for Config {
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         vec![
-            Parameter { name: "beta", elements: 1, start: Start::Constant(self.beta) },
-            Parameter { name: "lambda", elements: 1, start: Start::Constant(LAMBDA_START) },
-            Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) },
+            Parameter { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+            Parameter { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
+            Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
         ]
     }
 

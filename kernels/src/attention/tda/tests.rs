@@ -124,7 +124,7 @@ fn thresholds_count_tokens_that_left_the_window() {
             vec![Tensor::from_floats([beta], &device), Tensor::from_floats([0.5], &device), norm];
         Inputs { q, k, v, projections: vec![], parameters }
     };
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = config.init_state::<Flex>(&shape);
     config.extend(&shape, inputs(0, tokens - last), &mut state);
     let o = values(config.extend(&shape, inputs(tokens - last, last), &mut state));
     let cut = |x: &Tensor<Flex, 4>| {

@@ -10,7 +10,7 @@
 //! also under a window; τ is 0 where the logarithm is negative. A row in which no key passes the
 //! threshold gives o = 0, and so does a query of zeros in the first row.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `beta` | 1 | `beta`, 1 |
 //! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
@@ -34,7 +34,7 @@ use super::rectified::{
 };
 use super::rotation::{Rotation, Scaling, rotate};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tra"`.
@@ -45,7 +45,7 @@ pub struct Config {
     pub p: u32,
     /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
     pub kappa: f32,
-    /// Start of the threshold's learned factor, above 0; default 1.
+    /// Initial value of the learned factor of the threshold, above 0; default 1.
     pub beta: f32,
     /// Rotate q and k; default true.
     pub rope: bool,
@@ -82,8 +82,8 @@ impl Cached for Config {
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         vec![
-            Parameter { name: "beta", elements: 1, start: Start::Constant(self.beta) },
-            Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) },
+            Parameter { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+            Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
         ]
     }
 

@@ -77,7 +77,7 @@ pub use self::decode::State;
 use super::blocks::repeat_heads;
 use super::rotation::Rotation;
 use super::softmax::cuda_inputs;
-use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Projection, Start, Variant};
+use super::{AttentionShape, DocumentStarts, Init, Inputs, Parameter, Projection, Variant};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -298,7 +298,7 @@ impl Variant for Config {
         match self.gate_source {
             GateSource::Key => vec![],
             GateSource::Hidden => {
-                vec![Projection::new("gate", features).bias(Start::Constant(self.bias_init))]
+                vec![Projection::new("gate", features).bias(Init::Constant(self.bias_init))]
             }
         }
     }
@@ -312,12 +312,12 @@ impl Variant for Config {
             Parameter {
                 name: "key_gate_weight",
                 elements: features * shape.head_dim,
-                start: Start::Normal(0.02),
+                init: Init::Normal(0.02),
             },
             Parameter {
                 name: "key_gate_bias",
                 elements: features,
-                start: Start::Constant(self.bias_init),
+                init: Init::Constant(self.bias_init),
             },
         ]
     }
@@ -360,7 +360,7 @@ impl Variant for Config {
         Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
     }
 
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
+    fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
         State::new(self, shape)
     }
 

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
 use longwall_config::Problems;
-use longwall_kernels::attention::{AttentionConfig, AttentionShape, Inputs, Projection, Start};
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, Init, Inputs, Projection};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use serde::Serialize;
 
@@ -180,7 +180,7 @@ impl Kind {
                 return tensor(distributed::<B>(&shape, range, dtype, device));
             }
             let x: Tensor<B, 3> = tensor(random::<B>(&shape, 1.0, DType::F32, device));
-            let bias = p.bias.as_ref().map(|start| parameter::<B>(start, p.features, device));
+            let bias = p.bias.as_ref().map(|init| parameter::<B>(init, p.features, device));
             let x = bias.into_iter().fold(x, |x, bias| x + bias.reshape([1, 1, p.features]));
             x.cast(dtype)
         };
@@ -190,19 +190,19 @@ impl Kind {
             k: heads(views * layer.kv_heads, layer.head_dim),
             v: heads(layer.kv_heads, config.value_dim(layer)),
             projections: config.projections(layer).iter().map(projection).collect(),
-            parameters: parameters.map(|p| parameter(&p.start, p.elements, device)).collect(),
+            parameters: parameters.map(|p| parameter(&p.init, p.elements, device)).collect(),
         }
     }
 }
 
 /// A vector as it starts.
-fn parameter<B: OpBackend>(start: &Start, elements: usize, device: &B::Device) -> Tensor<B, 1> {
-    match start {
-        Start::Constant(value) => Tensor::full([elements], *value, device),
-        Start::Values(values) => {
+fn parameter<B: OpBackend>(init: &Init, elements: usize, device: &B::Device) -> Tensor<B, 1> {
+    match init {
+        Init::Constant(value) => Tensor::full([elements], *value, device),
+        Init::Values(values) => {
             Tensor::from_data(TensorData::new(values.clone(), [elements]), device)
         }
-        Start::Normal(deviation) => {
+        Init::Normal(deviation) => {
             tensor(random::<B>(&[elements], f64::from(*deviation), DType::F32, device))
         }
     }

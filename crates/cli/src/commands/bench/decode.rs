@@ -233,7 +233,7 @@ impl Job<'_> {
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
         let (token, piece) = (inputs(1), inputs(PIECE.min(context)));
         let fill = |tokens: usize, room: usize| {
-            let mut state = config.start::<B>(&layer);
+            let mut state = config.init_state::<B>(&layer);
             state.reserve(room);
             for first in (0..tokens).step_by(PIECE) {
                 let piece = first_tokens(&piece, PIECE.min(tokens - first));

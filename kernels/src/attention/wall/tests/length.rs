@@ -236,7 +236,7 @@ fn a_whole_row_with_a_window_is_finite_both_ways() {
 fn a_window_bounds_the_state() {
     let shape = AttentionShape { window: Some(200), ..shape() };
     let config = Config::default();
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = config.init_state::<Flex>(&shape);
     let step = 500;
     for seed in 0..20 {
         let x = || random([1, 1, step, DIM], seed);
