@@ -126,10 +126,22 @@ pub trait OpBackend: Backend {
         inputs: [FloatTensor<Self>; N],
         ints: Vec<IntTensor<Self>>,
     ) -> FloatTensor<Self> {
-        match Self::forward(op, &inputs, &ints, [false; N]) {
-            Some(forward) => forward.output,
-            None => in_f32::<Self, O, N>(op, inputs, &ints),
+        match Self::run_kernel(op, &inputs, &ints) {
+            Some(output) => output,
+            None => run_reference::<Self, O, N>(op, inputs, &ints),
         }
+    }
+
+    /// Runs the device's kernel for `op`, if it has one for these inputs.
+    fn run_kernel<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+    ) -> Option<FloatTensor<Self>> {
+        let forward = Self::forward(op, inputs, ints, [false; N])?;
+        #[cfg(test)]
+        crate::testing::served::by_kernel::<O>();
+        Some(forward.output)
     }
 
     /// `x` in f32. The gradient of a parameter stays f32, that of an activation becomes of its type.
@@ -414,24 +426,24 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         B::device_kind()
     }
 
-    fn run<O: Op<N>, const N: usize>(
+    fn run_kernel<O: Op<N>, const N: usize>(
         op: &O,
-        inputs: [FloatTensor<Self>; N],
-        ints: Vec<IntTensor<Self>>,
-    ) -> FloatTensor<Self> {
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+    ) -> Option<FloatTensor<Self>> {
         let needs = std::array::from_fn(|i| !inputs[i].node.requirement.is_none());
         let primitives = std::array::from_fn(|i| inputs[i].primitive.clone());
-        let Some(forward) = B::forward(op, &primitives, &ints, needs) else {
-            return in_f32::<Self, O, N>(op, inputs, &ints);
-        };
-        let nodes = inputs.map(|input| input.node);
-        match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+        let forward = B::forward(op, &primitives, ints, needs)?;
+        #[cfg(test)]
+        crate::testing::served::by_kernel::<O>();
+        let nodes = inputs.each_ref().map(|input| input.node.clone());
+        Some(match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(
-                Saved { op: op.clone(), tensors: forward.saved, ints, needs },
+                Saved { op: op.clone(), tensors: forward.saved, ints: ints.to_vec(), needs },
                 forward.output,
             ),
             OpsKind::UnTracked(prep) => prep.finish(forward.output),
-        }
+        })
     }
 
     fn widen(x: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -483,13 +495,15 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
     }
 }
 
-/// The reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
-/// input's type.
-fn in_f32<B: OpBackend, O: Op<N>, const N: usize>(
+/// Runs the reference of `op`, which computes in f32 where inputs are bf16; the result is of the
+/// first input's type.
+pub fn run_reference<B: OpBackend, O: Op<N>, const N: usize>(
     op: &O,
     inputs: [FloatTensor<B>; N],
     ints: &[IntTensor<B>],
 ) -> FloatTensor<B> {
+    #[cfg(test)]
+    crate::testing::served::by_reference::<O>();
     let dtype = inputs[0].dtype();
     if inputs.iter().all(|x| x.dtype() != DType::BF16) {
         return op.reference::<B>(inputs, ints);
@@ -503,7 +517,12 @@ thread_local! {
 }
 
 fn reference_forced<O: Op<N>, const N: usize>() -> bool {
-    REFERENCE.get() && !O::IN_REFERENCES
+    references_only() && !O::IN_REFERENCES
+}
+
+/// Whether this runs inside [`with_reference`].
+pub fn references_only() -> bool {
+    REFERENCE.get()
 }
 
 /// Runs `f` with every operation of this thread taking its reference, on any device: the slow and

@@ -155,7 +155,7 @@ impl<B: OpBackend> Attention<B> {
     /// The state before the first token.
     pub fn start(&self) -> AttentionLayerState<B> {
         AttentionLayerState {
-            attention: self.variant.init_state(&self.shape),
+            attention: self.variant.init_state(0),
             history: vec![None; 3 + self.projections.len() + self.shifts.len()],
         }
     }

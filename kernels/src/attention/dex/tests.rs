@@ -6,7 +6,7 @@ use burn::tensor::{Distribution, Tensor};
 use super::Config;
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, rows, softmax, weighted};
-use crate::attention::{AttentionShape, Init, Inputs, Variant, rope};
+use crate::attention::{AttentionShape, Init, Inputs, VariantSpec, dispatch, rope};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -56,6 +56,9 @@ fn it_starts_as_softmax_attention() {
         let (q, k, v) = (q.clone(), k.clone(), v.clone());
         Inputs { q, k, v, projections: vec![], parameters }
     };
-    let dex = config.attend(&shape, inputs(parameters.collect()), None).into_data();
-    assert_eq!(dex, rope::Config::default().attend(&shape, inputs(vec![]), None).into_data());
+    let dex = dispatch::attend(&config, &shape, inputs(parameters.collect()), None).into_data();
+    assert_eq!(
+        dex,
+        dispatch::attend(&rope::Config::default(), &shape, inputs(vec![]), None).into_data()
+    );
 }

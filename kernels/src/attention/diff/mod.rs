@@ -29,11 +29,11 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{difference, for_both_views};
-use super::rotation::{Rotation, Scaling};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, DocumentStarts, Init, Parameter};
+use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
 
@@ -71,15 +71,11 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
 
-    // Those of the softmax core.
-    const KERNELS: &'static [&'static str] = &["cpu"];
-
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
-    }
+    // That of the softmax core.
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -89,7 +85,7 @@ impl Cached for Config {
             "1 or 2",
             "set value_factor = 2 with half of a softmax layer's heads, or 1 with all of them",
         );
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -108,13 +104,22 @@ impl Cached for Config {
         vectors.into_iter().chain([norm]).collect()
     }
 
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        // qᵀk and p·v in each view, both for each part of the values.
+        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
+        per_key as f64 * shape.mean_keys(seq_len)
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
+    }
+
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = vectors.try_into().expect("4 vectors of λ");
@@ -125,11 +130,5 @@ impl Cached for Config {
             parts.map(|v| softmax(&op, q.clone(), k.clone(), v, None, documents.clone())).collect();
         let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
-    }
-
-    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // qᵀk and p·v in each view, both for each part of the values.
-        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
-        per_key as f64 * shape.mean_keys(seq_len)
     }
 }

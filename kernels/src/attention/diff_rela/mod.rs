@@ -22,13 +22,14 @@
 mod tests;
 
 use burn::tensor::Tensor;
+use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views};
-use super::rotation::{Rotation, Scaling};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Init, Parameter};
+use super::{AttentionShape, Init, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -53,11 +54,11 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
 
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -72,14 +73,17 @@ impl Cached for Config {
             Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
+    }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };

@@ -4,7 +4,7 @@ use longwall_config::Problems;
 
 use super::{Config, EPS, Gate};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::{AttentionShape, Init, Variant};
+use crate::attention::{AttentionShape, Init, VariantSpec};
 use crate::testing::Oracle;
 
 /// The recurrence, one step at a time.

@@ -22,11 +22,12 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::blocks::places_in_documents;
-use super::cached::Cached;
-use super::rotation::{Rotation, Scaling};
-use super::softmax::{Softmax, alibi_slopes, softmax};
-use super::{AttentionShape, DocumentStarts, Init, Parameter};
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::softmax::{Softmax, alibi_slopes, cuda_serves, softmax};
+use super::{AttentionShape, DocumentStarts, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
+use crate::device::DeviceKind;
 
 /// Where positions enter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,20 +104,20 @@ impl Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "softmax with rotary positions (Su et al., 2021), ALiBi or none";
 
-    const KERNELS: &'static [&'static str] = &["cpu", "cuda"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
-    const WITHOUT_ROTATION: &'static str = "position = \"none\"";
-
-    fn rotation(&self) -> Option<Rotation> {
-        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
-        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => cuda_serves(kernel.dtype, batch * shape.heads, shape.head_dim),
+        }
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "position = \"none\"", shape, problems);
         problems.check(
             self.softcap.is_none_or(|c| c > 0.0 && c.is_finite()),
             format!("{key}.softcap"),
@@ -131,14 +132,18 @@ impl Cached for Config {
         let scale = Parameter { name, elements: shape.heads, init };
         self.ssmax.then_some(scale).into_iter().collect()
     }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
+        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
+    }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let q = self.sharpen(q, parameters, first, &documents);
         softmax(&self.core(shape), q, k, v, None, documents)

@@ -47,8 +47,8 @@ use serde::{Deserialize, Serialize};
 
 use self::recurrence::{Weights, wkv};
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, Parameter, Projection,
-    Variant,
+    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Parameter,
+    Projection, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
@@ -212,9 +212,7 @@ fn decay_bias(shape: &AttentionShape) -> Init {
     Init::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "RWKV-7's time mix (Peng et al., 2025)";
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -269,30 +267,6 @@ impl Variant for Config {
         .into()
     }
 
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, None).0
-    }
-
-    fn init_state<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
-        State { wkv: None }
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
-        state.wkv = Some(wkv);
-        o
-    }
-
     fn flops_per_token(&self, shape: &AttentionShape, _seq_len: usize) -> f64 {
         // By the recurrence, per element of the state: S κ̂ᵀ, the decay, and two rank-one updates;
         // then r Sᵀ for each query head.
@@ -302,5 +276,40 @@ impl Variant for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * self.value_dim(shape)) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        self.run(shape, inputs, documents, None).0
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        _path: ExecPath,
+        _capacity: usize,
+    ) -> State<B> {
+        State { wkv: None }
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
+        state.wkv = Some(wkv);
+        o
     }
 }

@@ -8,7 +8,9 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Config;
 use crate::attention::conformance::Conformance;
-use crate::attention::{AttentionShape, DecodeState, Init, Inputs, Parameter, Projection, Variant};
+use crate::attention::{
+    AttentionShape, DecodeState, Init, Inputs, Parameter, Projection, VariantSpec, dispatch,
+};
 use crate::backend::OpBackend;
 use crate::testing::{Oracle, assert_budget};
 
@@ -160,7 +162,7 @@ fn part(all: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
 /// Holds the outputs of a long row to the oracle's, all of them.
 fn check_long_row(what: &str, shape: &AttentionShape, row: &[Oracle]) {
     let seq_len = row[0].shape[2];
-    let got = Config::default().attend::<Flex>(shape, inputs(row), None);
+    let got = dispatch::attend::<_, Flex>(&Config::default(), shape, inputs(row), None);
     let got: Vec<f64> = got.into_data().iter::<f64>().collect();
     let want = Config::default().oracle(shape, row, &[vec![0; seq_len]]);
     assert_budget(what, &got, &got, &want.data);
@@ -228,7 +230,7 @@ fn gradients_stay_finite_at_length() {
     inputs.k = inputs.k.require_grad();
     inputs.projections = inputs.projections.into_iter().map(Tensor::require_grad).collect();
     let (k, projections) = (inputs.k.clone(), inputs.projections.clone());
-    let grads = Config::default().attend(&shape, inputs, None).sum().backward();
+    let grads = dispatch::attend(&Config::default(), &shape, inputs, None).sum().backward();
     let finite = |values: Vec<f32>| values.iter().all(|x| x.is_finite());
     assert!(finite(k.grad(&grads).unwrap().into_data().to_vec().unwrap()));
     for logits in projections {
@@ -249,10 +251,10 @@ fn documents_stay_apart_across_segments() {
         (0..seq_len as i32).map(|t| *starts.iter().rfind(|&&s| s <= t).unwrap()).collect();
     let documents = Tensor::from_data(TensorData::new(of, [1, seq_len]), &Default::default());
     let config = Config::default();
-    let packed = config.attend(&shape, all.clone(), Some(documents));
+    let packed = dispatch::attend(&config, &shape, all.clone(), Some(documents));
     for (at, &start) in starts.iter().enumerate() {
         let (start, end) = (start as usize, starts.get(at + 1).map_or(seq_len, |&s| s as usize));
-        let alone = config.attend(&shape, part(&all, start, end - start), None);
+        let alone = dispatch::attend(&config, &shape, part(&all, start, end - start), None);
         let error = (packed.clone().narrow(2, start, end - start) - alone).abs().max();
         let error = error.into_data().iter::<f64>().next().unwrap();
         assert!(error < 2e-5, "document {at} is off by {error}");
@@ -265,9 +267,9 @@ fn the_state_does_not_grow() {
     let row = long_row(&shape, 4_000, |_, _| -3.0, |_, _| 0.0);
     let all = inputs::<Flex>(&row);
     let config = Config::default();
-    let mut state = config.init_state::<Flex>(&shape);
+    let mut state = dispatch::State::<_, Flex>::new(0);
     for first in [0, 1_000, 2_000, 3_000] {
-        config.extend(&shape, part(&all, first, 1_000), &mut state);
+        dispatch::extend(&config, &shape, part(&all, first, 1_000), &mut state);
         assert_eq!(state.elements(), 2 * 8 * 8);
     }
 }

@@ -76,8 +76,11 @@ use serde::{Deserialize, Serialize};
 pub use self::decode::State;
 use super::blocks::repeat_heads;
 use super::rotation::Rotation;
-use super::softmax::cuda_inputs;
-use super::{AttentionShape, DocumentStarts, Init, Inputs, Parameter, Projection, Variant};
+use super::softmax::cuda_serves;
+use super::{
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, Parameter, Projection, Variant,
+    VariantSpec,
+};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -272,12 +275,14 @@ impl Config {
     }
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "Wall attention (Pai et al., 2026)";
 
-    const KERNELS: &'static [&'static str] = &["cuda"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        cuda_serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if self.rope {
@@ -322,55 +327,8 @@ impl Variant for Config {
         ]
     }
 
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        Inputs { q, k, v, projections, parameters }: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        let [q, k] = [q, k].map(|x| self.rotate_in_documents(x, &documents));
-        let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
-        // Each gate has its keys.
-        let gate_heads = self.gate_heads_of(shape);
-        let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
-        let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
-        let op = Wall { config: self.clone(), shape };
-        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
-        tensor(B::run(&op, [primitive(q), primitive(k), primitive(v), gate], ints))
-    }
-
     fn prunes(&self) -> bool {
         self.prune
-    }
-
-    fn share_left_out<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Option<f64> {
-        // The reference prunes nothing.
-        let served = cuda_inputs([&inputs.q, &inputs.k, &inputs.v]).is_some();
-        if !served || !(Wall { config: self.clone(), shape: *shape }).prunes() {
-            return None;
-        }
-        let Inputs { k, projections, parameters, .. } = inputs.widened();
-        let k = self.rotate_in_documents(k, &documents);
-        let logits = self.logits(shape, k, &projections, &parameters);
-        Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
-    }
-
-    fn init_state<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
-        State::new(self, shape)
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        decode::extend(self, shape, inputs, state)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -393,6 +351,65 @@ impl Variant for Config {
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
         decode::state_elements(self, shape, seq_len) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let [q, k] = [q, k].map(|x| self.rotate_in_documents(x, &documents));
+        let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
+        // Each gate has its keys.
+        let gate_heads = self.gate_heads_of(shape);
+        let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
+        let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
+        let op = Wall { config: self.clone(), shape };
+        let ints: Vec<_> = documents.into_iter().map(Tensor::into_primitive).collect();
+        tensor(path.run::<B, _, 4>(&op, [primitive(q), primitive(k), primitive(v), gate], &ints))
+    }
+
+    fn share_left_out<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Option<f64> {
+        // The reference prunes nothing.
+        let prunes = (Wall { config: self.clone(), shape: *shape }).prunes();
+        if path == ExecPath::Reference || !prunes {
+            return None;
+        }
+        let Inputs { k, projections, parameters, .. } = inputs.in_f32();
+        let k = self.rotate_in_documents(k, &documents);
+        let logits = self.logits(shape, k, &projections, &parameters);
+        Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        path: ExecPath,
+        capacity: usize,
+    ) -> State<B> {
+        State::new(self, shape, path, capacity)
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        decode::extend(self, shape, inputs, state)
     }
 }
 

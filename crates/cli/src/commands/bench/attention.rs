@@ -6,7 +6,9 @@ use anyhow::{Result, bail};
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
 use longwall_config::Problems;
-use longwall_kernels::attention::{AttentionConfig, AttentionShape, Init, Inputs, Projection};
+use longwall_kernels::attention::{
+    AttentionConfig, AttentionShape, ExecPath, Init, Inputs, Kernel, Projection,
+};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use serde::Serialize;
 
@@ -69,7 +71,7 @@ impl KindArgs {
         let device = setup.device.kind();
         let known = AttentionConfig::KINDS.iter();
         let with_kernel: Vec<_> =
-            known.filter(|kind| kind.kernels.contains(&device)).map(|kind| kind.kind).collect();
+            known.filter(|kind| kind.devices().contains(&device)).map(|kind| kind.kind).collect();
         let default = || with_kernel.iter().map(|kind| (*kind).to_owned()).collect();
         let names: Vec<String> = if self.kind.is_empty() { default() } else { self.kind.clone() };
         let kind = |name: &String| {
@@ -77,6 +79,11 @@ impl KindArgs {
         };
         names.iter().map(kind).collect()
     }
+}
+
+/// The kernel that the inputs of a run need.
+pub fn kernel(setup: &Setup) -> Kernel {
+    Kernel { device: setup.device.kind(), dtype: setup.dtype() }
 }
 
 /// Warns of the kinds that run through their references, of those timed for so many sequences of a
@@ -97,10 +104,9 @@ pub fn warn_of_references<'a>(
 impl Kind {
     /// What runs for `batch` sequences.
     pub fn path(&self, setup: &Setup, batch: usize, layer: &AttentionShape) -> Path {
-        let device = setup.device.kind();
-        match self.config.runs_kernel(device, layer, batch, setup.dtype()) {
-            true => Path::Kernel,
-            false => Path::Reference,
+        match self.config.path(kernel(setup), layer, batch) {
+            ExecPath::Kernel(_) => Path::Kernel,
+            ExecPath::Reference => Path::Reference,
         }
     }
 
@@ -117,7 +123,7 @@ impl Kind {
         }
         let text = format!("kind {kind} has no kernel on {device}");
         let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
-        if known.is_none_or(|known| !known.kernels.contains(&device)) {
+        if known.is_none_or(|known| !known.devices().contains(&device)) {
             return Some(text);
         }
         if setup.dtype() != DType::BF16 {

@@ -3,14 +3,13 @@
 use std::cell::RefCell;
 
 use anyhow::{Result, bail};
-use burn::tensor::DType;
 use longwall_config::parse_count;
-use longwall_kernels::attention::{AttentionShape, DecodeState, Inputs};
+use longwall_kernels::attention::{AttentionShape, DecodeState, Inputs, Kernel};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use serde::Serialize;
 
-use super::attention::{Kind, KindArgs, Path, warn_of_references};
+use super::attention::{Kind, KindArgs, Path, kernel, warn_of_references};
 use super::ceiling::Ceiling;
 use super::report::{Measured, Report};
 use super::setup::{CommonArgs, Need, Setup, kv_heads, parse_size};
@@ -142,10 +141,11 @@ impl Sizes {
 
     /// A state with the most room, a copy of one of its tensors, as appending may make it, and the
     /// tokens that fill the state and enter it.
-    fn need(&self, kind: &Kind, context: usize, dtype: DType) -> Need {
+    fn need(&self, kind: &Kind, context: usize, kernel: Kernel) -> Need {
         let (Sizes { batch, layer }, config) = (self, &kind.config);
         let tokens = most_tokens(context, most_steps(context));
-        let bytes = config.state_type(dtype).size() as u128 * *batch as u128;
+        let dtype = config.path(kernel, layer, *batch).dtype(kernel.dtype);
+        let bytes = dtype.size() as u128 * *batch as u128;
         let state = |tokens: usize| bytes * u128::from(config.state_elements(layer, tokens));
         // A cache's keys or values; a state that does not grow may be one tensor.
         let channels = (config.views() * layer.head_dim).max(config.value_dim(layer));
@@ -169,7 +169,7 @@ fn contexts(args: &Args, setup: &Setup, kinds: &[Kind], sizes: &Sizes) -> Result
                 kind.config.kind(),
                 sizes.batch
             );
-            setup.excess(&options, &sizes.need(kind, context, setup.dtype()))
+            setup.excess(&options, &sizes.need(kind, context, kernel(setup)))
         });
         match excess {
             None => fitting.push(context),
@@ -229,12 +229,12 @@ impl Job<'_> {
         let (config, dtype) = (&kind.config, self.setup.dtype());
         let path = kind.path(self.setup, batch, &layer);
         let elements = config.state_elements(&layer, context) as f64 * batch as f64;
-        let bytes = elements * config.state_type(dtype).size() as f64;
+        let state_type = config.path(kernel(self.setup), &layer, batch).dtype(dtype);
+        let bytes = elements * state_type.size() as f64;
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
         let (token, piece) = (inputs(1), inputs(PIECE.min(context)));
         let fill = |tokens: usize, room: usize| {
-            let mut state = config.init_state::<B>(&layer);
-            state.reserve(room);
+            let mut state = config.init_state::<B>(room);
             for first in (0..tokens).step_by(PIECE) {
                 let piece = first_tokens(&piece, PIECE.min(tokens - first));
                 config.extend(&layer, piece, &mut state);
@@ -312,6 +312,9 @@ impl<S> Held<S> {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::DType;
+    use longwall_kernels::device::DeviceKind;
+
     use super::*;
     use crate::commands::op::parse_kind;
 
@@ -347,6 +350,10 @@ mod tests {
         assert!(parse_context("17M").is_err() && parse_context("x").is_err());
     }
 
+    fn on_cuda(dtype: DType) -> Kernel {
+        Kernel { device: DeviceKind::Cuda, dtype }
+    }
+
     #[test]
     fn the_state_is_counted_in_its_own_type() {
         let sizes = Sizes { batch: 3, layer: AttentionShape::new(32, 2, 1, 16) };
@@ -354,7 +361,7 @@ mod tests {
             let kind = Kind { config: parse_kind(kind, &[]).unwrap(), projections: None };
             let inputs = kind.elements(&sizes.layer, [3, 40]);
             let token = kind.elements(&sizes.layer, [3, 1]);
-            (sizes.need(&kind, 40, dtype), Need::of([inputs, token].concat()))
+            (sizes.need(&kind, 40, on_cuda(dtype)), Need::of([inputs, token].concat()))
         };
         // 40 tokens and half of a sample's 20 steps.
         let half = 3 * 16 * (40 + 10);
@@ -373,7 +380,7 @@ mod tests {
         let layer = AttentionShape::new(MOST_SIZE * MOST_SIZE, MOST_SIZE, MOST_SIZE, MOST_SIZE);
         let sizes = Sizes { batch: MOST_SIZE, layer };
         let kind = Kind { config: parse_kind("rope", &[]).unwrap(), projections: None };
-        let need = sizes.need(&kind, MOST_TOKENS as usize, DType::F32);
+        let need = sizes.need(&kind, MOST_TOKENS as usize, on_cuda(DType::F32));
         let half = 4 * (1u128 << 48) * ((1 << 24) + (1 << 18));
         assert_eq!(
             need,
