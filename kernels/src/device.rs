@@ -8,11 +8,38 @@ use burn::backend::Flex;
 use burn::tensor::backend::BackendTypes;
 use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cubecl::prelude::Runtime;
+use serde::Serialize;
 
 pub use kernel_cache::{KernelCache, keep_kernels};
 
 use crate::Cuda;
 use crate::backend::OpBackend;
+
+/// What kernels are written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// The CPU.
+    Cpu,
+    /// NVIDIA GPUs.
+    Cuda,
+}
+
+impl DeviceKind {
+    /// That of a backend.
+    pub fn of<B: OpBackend>() -> Self {
+        if B::device_kind() == Cuda::device_kind() { DeviceKind::Cuda } else { DeviceKind::Cpu }
+    }
+}
+
+impl Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DeviceKind::Cpu => Flex::device_kind(),
+            DeviceKind::Cuda => Cuda::device_kind(),
+        })
+    }
+}
 
 /// A device that answers.
 #[derive(Clone, Debug)]
@@ -168,11 +195,11 @@ fn name(device: &CudaDevice) -> Option<String> {
 }
 
 impl Device {
-    /// The name of its kind, as [`OpBackend::device_kind`] gives it.
-    pub fn kind(&self) -> &'static str {
+    /// Its kind.
+    pub fn kind(&self) -> DeviceKind {
         match self {
-            Device::Cpu => Flex::device_kind(),
-            Device::Cuda(_) => Cuda::device_kind(),
+            Device::Cpu => DeviceKind::Cpu,
+            Device::Cuda(_) => DeviceKind::Cuda,
         }
     }
 

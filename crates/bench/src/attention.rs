@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
-use longwall_kernels::attention::{AttentionConfig, AttentionShape, Inputs, Projection, Start};
+use longwall_kernels::attention::{
+    AttentionConfig, AttentionShape, ExecPath, Init, Inputs, Kernel, Projection,
+};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use longwall_train::config::{KindError, parse_kind};
 use serde::Serialize;
@@ -48,7 +50,7 @@ impl KindOptions {
         let device = setup.compute.device.kind();
         let known = AttentionConfig::KINDS.iter();
         let with_kernel: Vec<_> =
-            known.filter(|kind| kind.kernels.contains(&device)).map(|kind| kind.kind).collect();
+            known.filter(|kind| kind.devices().contains(&device)).map(|kind| kind.kind).collect();
         let default = || with_kernel.iter().map(|kind| (*kind).to_owned()).collect();
         let names: Vec<String> = if self.kinds.is_empty() { default() } else { self.kinds.clone() };
         let kind = |name: &String| {
@@ -56,6 +58,11 @@ impl KindOptions {
         };
         names.iter().map(kind).collect()
     }
+}
+
+/// The kernel that the inputs of a run need.
+pub(crate) fn kernel(setup: &Setup) -> Kernel {
+    Kernel { device: setup.compute.device.kind(), dtype: setup.dtype() }
 }
 
 /// Warns of the kinds that run through their references, of those timed for so many sequences of a
@@ -76,10 +83,9 @@ pub(crate) fn warn_of_references<'a>(
 impl Kind {
     /// What runs for `batch` sequences.
     pub fn path(&self, setup: &Setup, batch: usize, layer: &AttentionShape) -> Path {
-        let device = setup.compute.device.kind();
-        match self.config.runs_kernel(device, layer, batch, setup.dtype()) {
-            true => Path::Kernel,
-            false => Path::Reference,
+        match self.config.path(kernel(setup), layer, batch) {
+            ExecPath::Kernel(_) => Path::Kernel,
+            ExecPath::Reference => Path::Reference,
         }
     }
 
@@ -96,7 +102,7 @@ impl Kind {
         }
         let text = format!("kind {kind} has no kernel on {device}");
         let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
-        if known.is_none_or(|known| !known.kernels.contains(&device)) {
+        if known.is_none_or(|known| !known.devices().contains(&device)) {
             return Some(text);
         }
         if setup.dtype() != DType::BF16 {
@@ -148,7 +154,7 @@ impl Kind {
                 return tensor(distributed::<B>(&shape, range, dtype, device));
             }
             let x: Tensor<B, 3> = tensor(random::<B>(&shape, 1.0, DType::F32, device));
-            let bias = p.bias.as_ref().map(|start| parameter::<B>(start, p.features, device));
+            let bias = p.bias.as_ref().map(|init| parameter::<B>(init, p.features, device));
             let x = bias.into_iter().fold(x, |x, bias| x + bias.reshape([1, 1, p.features]));
             x.cast(dtype)
         };
@@ -158,19 +164,19 @@ impl Kind {
             k: heads(views * layer.kv_heads, layer.head_dim),
             v: heads(layer.kv_heads, config.value_dim(layer)),
             projections: config.projections(layer).iter().map(projection).collect(),
-            parameters: parameters.map(|p| parameter(&p.start, p.elements, device)).collect(),
+            parameters: parameters.map(|p| parameter(&p.init, p.elements, device)).collect(),
         }
     }
 }
 
 /// A vector as it starts.
-fn parameter<B: OpBackend>(start: &Start, elements: usize, device: &B::Device) -> Tensor<B, 1> {
-    match start {
-        Start::Constant(value) => Tensor::full([elements], *value, device),
-        Start::Values(values) => {
+fn parameter<B: OpBackend>(init: &Init, elements: usize, device: &B::Device) -> Tensor<B, 1> {
+    match init {
+        Init::Constant(value) => Tensor::full([elements], *value, device),
+        Init::Values(values) => {
             Tensor::from_data(TensorData::new(values.clone(), [elements]), device)
         }
-        Start::Normal(deviation) => {
+        Init::Normal(deviation) => {
             tensor(random::<B>(&[elements], f64::from(*deviation), DType::F32, device))
         }
     }

@@ -2,14 +2,13 @@
 
 use std::cell::RefCell;
 
-use burn::tensor::DType;
-use longwall_kernels::attention::{AttentionShape, DecodeState, Inputs};
+use longwall_kernels::attention::{AttentionShape, DecodeState, Inputs, Kernel};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_train::config::{SizeNames, check_kind};
 use serde::Serialize;
 
-use crate::attention::{Kind, KindOptions, Path, warn_of_references};
+use crate::attention::{Kind, KindOptions, Path, kernel, warn_of_references};
 use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::memory::Need;
@@ -131,10 +130,11 @@ impl Sizes {
 
     /// A state with the most room, a copy of one of its tensors, as appending may make it, and the
     /// tokens that fill the state and enter it.
-    fn need(&self, kind: &Kind, context: usize, dtype: DType) -> Need {
+    fn need(&self, kind: &Kind, context: usize, kernel: Kernel) -> Need {
         let (Sizes { batch, layer }, config) = (self, &kind.config);
         let tokens = most_tokens(context, most_steps(context));
-        let bytes = config.state_type(dtype).size() as u128 * *batch as u128;
+        let dtype = config.path(kernel, layer, *batch).dtype(kernel.dtype);
+        let bytes = dtype.size() as u128 * *batch as u128;
         let state = |tokens: usize| bytes * u128::from(config.state_elements(layer, tokens));
         // A cache's keys or values; a state that does not grow may be one tensor.
         let channels = (config.views() * layer.head_dim).max(config.value_dim(layer));
@@ -163,7 +163,7 @@ fn contexts(
                 kind.config.kind(),
                 sizes.batch
             );
-            setup.excess(&asked, &sizes.need(kind, context, setup.dtype()))
+            setup.excess(&asked, &sizes.need(kind, context, kernel(setup)))
         });
         match excess {
             None => fitting.push(context),
@@ -224,12 +224,12 @@ impl Job<'_> {
         let (config, dtype) = (&kind.config, self.setup.dtype());
         let path = kind.path(self.setup, batch, &layer);
         let elements = config.state_elements(&layer, context) as f64 * batch as f64;
-        let bytes = elements * config.state_type(dtype).size() as f64;
+        let state_type = config.path(kernel(self.setup), &layer, batch).dtype(dtype);
+        let bytes = elements * state_type.size() as f64;
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
         let (token, piece) = (inputs(1), inputs(PIECE.min(context)));
         let fill = |tokens: usize, room: usize| {
-            let mut state = config.start::<B>(&layer);
-            state.reserve(room);
+            let mut state = config.init_state::<B>(room);
             for first in (0..tokens).step_by(PIECE) {
                 let piece = first_tokens(&piece, PIECE.min(tokens - first));
                 config.extend(&layer, piece, &mut state);
@@ -307,6 +307,9 @@ impl<S> Held<S> {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::DType;
+    use longwall_kernels::device::DeviceKind;
+
     use super::*;
     use longwall_train::config::parse_kind;
 
@@ -335,6 +338,10 @@ mod tests {
         assert_eq!(held.tokens, 2);
     }
 
+    fn on_cuda(dtype: DType) -> Kernel {
+        Kernel { device: DeviceKind::Cuda, dtype }
+    }
+
     #[test]
     fn the_state_is_counted_in_its_own_type() {
         let sizes = Sizes { batch: 3, layer: AttentionShape::new(32, 2, 1, 16) };
@@ -342,7 +349,7 @@ mod tests {
             let kind = Kind { config: parse_kind(kind, &[]).unwrap(), projections: None };
             let inputs = kind.elements(&sizes.layer, [3, 40]);
             let token = kind.elements(&sizes.layer, [3, 1]);
-            (sizes.need(&kind, 40, dtype), Need::of([inputs, token].concat()))
+            (sizes.need(&kind, 40, on_cuda(dtype)), Need::of([inputs, token].concat()))
         };
         // 40 tokens and half of a sample's 20 steps.
         let half = 3 * 16 * (40 + 10);
@@ -361,7 +368,7 @@ mod tests {
         let layer = AttentionShape::new(MOST_SIZE * MOST_SIZE, MOST_SIZE, MOST_SIZE, MOST_SIZE);
         let sizes = Sizes { batch: MOST_SIZE, layer };
         let kind = Kind { config: parse_kind("rope", &[]).unwrap(), projections: None };
-        let need = sizes.need(&kind, MOST_TOKENS as usize, DType::F32);
+        let need = sizes.need(&kind, MOST_TOKENS as usize, on_cuda(DType::F32));
         let half = 4 * (1u128 << 48) * ((1 << 24) + (1 << 18));
         assert_eq!(
             need,

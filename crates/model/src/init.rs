@@ -7,7 +7,7 @@
 use burn::module::Param;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use longwall_kernels::attention::{AttentionShape, Start};
+use longwall_kernels::attention::{self, AttentionShape};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
@@ -63,14 +63,14 @@ impl<'a, B: Backend> WeightInit<'a, B> {
     ///
     /// # Panics
     /// When the variant lists another number of values.
-    pub fn start(&self, len: usize, start: &Start) -> Param<Tensor<B, 1>> {
-        match start {
-            Start::Constant(value) => self.constant(len, *value),
-            Start::Values(values) => {
+    pub fn start(&self, len: usize, init: &attention::Init) -> Param<Tensor<B, 1>> {
+        match init {
+            attention::Init::Constant(value) => self.constant(len, *value),
+            attention::Init::Values(values) => {
                 assert_eq!(values.len(), len, "initial values of {}", self.path);
                 self.vector(values.clone())
             }
-            Start::Normal(std) => self.vector(self.sample(len, *std)),
+            attention::Init::Normal(std) => self.vector(self.sample(len, *std)),
         }
     }
 

@@ -17,14 +17,17 @@ pub struct KvCache<B: OpBackend> {
     position: usize,
     /// Tokens that a query can see; older ones are dropped.
     window: Option<usize>,
-    /// Tokens that the first buffers have room for.
-    reserved: usize,
+    /// Tokens that the first buffers have room for at least.
+    capacity: usize,
 }
 
 impl<B: OpBackend> KvCache<B> {
-    /// An empty cache that keeps at least the last `window` tokens, or all of them.
-    pub fn new(window: Option<usize>) -> Self {
-        KvCache { buffers: None, len: 0, position: 0, window, reserved: 0 }
+    /// An empty cache that keeps at least the last `window` tokens, or all of them, and does not
+    /// copy its buffers into larger ones up to `capacity` tokens.
+    pub fn new(window: Option<usize>, capacity: usize) -> Self {
+        // Under a window, tokens are dropped in batches of one window.
+        let capacity = window.map_or(capacity, |w| capacity.min(2 * w));
+        KvCache { buffers: None, len: 0, position: 0, window, capacity }
     }
 
     /// The position of the next token.
@@ -53,7 +56,7 @@ impl<B: OpBackend> KvCache<B> {
         let needed = self.len + n;
         let start = self.len;
         let buffers = match self.buffers.take() {
-            None => [k, v].map(|new| grow(None, new, needed.max(self.reserved))),
+            None => [k, v].map(|new| grow(None, new, needed.max(self.capacity))),
             Some(old) => {
                 let mut new = [k, v].into_iter();
                 old.map(|old| {
@@ -105,11 +108,6 @@ impl<B: OpBackend> DecodeState for KvCache<B> {
     fn elements(&self) -> usize {
         self.buffers.iter().flatten().map(|buffer| buffer.shape().num_elements()).sum()
     }
-
-    /// Under a window, tokens are dropped in batches of one window.
-    fn reserve(&mut self, tokens: usize) {
-        self.reserved = self.window.map_or(tokens, |w| tokens.min(2 * w));
-    }
 }
 
 /// A buffer of `capacity` tokens that starts with `old`, then `new`.
@@ -141,8 +139,7 @@ mod tests {
 
     #[test]
     fn reserved_buffers_hold_the_same_tokens_and_do_not_grow() {
-        let [mut plain, mut reserved] = [KvCache::<Cpu>::new(None), KvCache::new(None)];
-        reserved.reserve(9);
+        let [mut plain, mut reserved] = [0, 9].map(|capacity| KvCache::<Cpu>::new(None, capacity));
         for n in [5, 1, 3] {
             let (k, v) = (tokens(n), tokens(n));
             let want = plain.append(k.clone(), v.clone());
@@ -158,8 +155,7 @@ mod tests {
 
     #[test]
     fn a_window_needs_no_more_than_two_of_it() {
-        let mut cache = KvCache::<Cpu>::new(Some(4));
-        cache.reserve(1000);
+        let mut cache = KvCache::<Cpu>::new(Some(4), 1000);
         cache.append(tokens(1), tokens(1));
         assert_eq!(cache.elements(), 2 * 2 * 3 * 8 * 4);
     }

@@ -1,10 +1,11 @@
-//! What a variant is told, what it asks for and what it must do.
+//! The contract of an attention kind: [`VariantSpec`] describes it, [`Variant`] runs it.
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 use longwall_config::Problems;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::dispatch::{ExecPath, Kernel};
 use crate::backend::OpBackend;
 
 /// The sizes of one attention layer, and its place.
@@ -58,7 +59,7 @@ impl AttentionShape {
 
 /// Initial values.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Start {
+pub enum Init {
     /// One value everywhere.
     Constant(f32),
     /// These values.
@@ -95,7 +96,7 @@ pub struct Projection {
     /// Output features.
     pub features: usize,
     /// Initial bias; `None` for no bias.
-    pub bias: Option<Start>,
+    pub bias: Option<Init>,
     /// Through few channels.
     pub low_rank: Option<LowRank>,
     /// Taps of a causal depthwise convolution over time that follows; the last one multiplies the
@@ -113,8 +114,8 @@ impl Projection {
     }
 
     /// With a bias.
-    pub fn bias(self, start: Start) -> Self {
-        Projection { bias: Some(start), ..self }
+    pub fn bias(self, init: Init) -> Self {
+        Projection { bias: Some(init), ..self }
     }
 
     /// Through `rank` channels.
@@ -141,7 +142,7 @@ pub struct Parameter {
     /// Number of elements.
     pub elements: usize,
     /// Initial values.
-    pub start: Start,
+    pub init: Init,
 }
 
 /// What a variant's operation takes.
@@ -150,21 +151,21 @@ pub struct Inputs<B: OpBackend> {
     /// Queries, `[batch, views · heads, seq_len, head_dim]`: all heads of the first view, then all
     /// of the second.
     pub q: Tensor<B, 4>,
-    /// Keys, `[batch, views · kv_heads, seq_len, head_dim]`, in the same order.
+    /// Keys, `[batch, views · kv_heads, seq_len, head_dim]`, in the same order and of q's type.
     pub k: Tensor<B, 4>,
-    /// Values, `[batch, kv_heads, seq_len, value_dim]`.
+    /// Values, `[batch, kv_heads, seq_len, value_dim]`, of q's type.
     pub v: Tensor<B, 4>,
-    /// The outputs of [`Variant::projections`], `[batch, seq_len, features]` each.
+    /// The outputs of [`VariantSpec::projections`], `[batch, seq_len, features]` each.
     pub projections: Vec<Tensor<B, 3>>,
-    /// The learned vectors of [`Variant::parameters`].
+    /// The learned vectors of [`VariantSpec::parameters`].
     pub parameters: Vec<Tensor<B, 1>>,
 }
 
 impl<B: OpBackend> Inputs<B> {
-    /// The same numbers in f32.
-    pub(super) fn widened(self) -> Self {
+    /// The same numbers, in f32 where they are bf16.
+    pub(super) fn in_f32(self) -> Self {
         fn f32<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-            x.cast(FloatDType::F32)
+            if x.dtype() == DType::BF16 { x.cast(FloatDType::F32) } else { x }
         }
         Inputs {
             q: f32(self.q),
@@ -185,33 +186,30 @@ pub trait DecodeState: Clone + std::fmt::Debug {
     /// Elements held now in all buffers, for the whole batch.
     fn elements(&self) -> usize;
 
-    /// Makes room for `tokens` tokens in all, where the state has buffers that grow: up to as many,
-    /// they are not copied into larger ones. To be called before the first token.
-    fn reserve(&mut self, tokens: usize) {
-        let _ = tokens;
-    }
-
-    /// The share of the keys it may see that the last call, of one token, left out of its work as the kind's
-    /// `prune` says, 0 to 1; `None` where nothing is to be left out, and where that is not known.
+    /// The share, 0 to 1, of the visible keys that the last step did not read because the kind's
+    /// `prune` ruled them out. `None` without `prune`, where the path does not prune, and after a
+    /// call of several tokens.
     fn share_left_out(&self) -> Option<f64> {
         None
     }
 }
 
-/// One attention variant: the contract every folder here fulfils with its `Config`.
-pub trait Variant:
+/// What an attention kind is: its configuration, what it needs of the layer, what it costs, and
+/// where it has kernels. Every kind's `Config` implements this and [`Variant`].
+pub trait VariantSpec:
     Clone + std::fmt::Debug + Default + PartialEq + Serialize + DeserializeOwned
 {
-    /// What decoding keeps between calls.
-    type State<B: OpBackend>: DecodeState;
-
-    /// Title and source of the variant, for tables.
+    /// Title and source, for tables.
     const SOURCE: &'static str;
 
-    /// The devices with a kernel of the operation's own, as
-    /// [`OpBackend::device_kind`](crate::backend::OpBackend::device_kind) names them; elsewhere the
-    /// reference runs.
-    const KERNELS: &'static [&'static str] = &[];
+    /// The kernels of the kind's own operation. Every other call runs the reference, in f32.
+    const KERNELS: &'static [Kernel] = &[];
+
+    /// Whether `kernel`, one of [`VariantSpec::KERNELS`], serves `batch` sequences of this layer.
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        let _ = (kernel, shape, batch);
+        true
+    }
 
     /// Records what is wrong with the configuration for a layer of this shape; `key` is the path
     /// of the variant's table.
@@ -244,53 +242,79 @@ pub trait Variant:
         vec![]
     }
 
-    /// Causal attention over whole rows: `[batch, heads, seq_len, value_dim]`.
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4>;
-
-    /// The state before the first token.
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> Self::State<B>;
-
-    /// Appends the inputs' tokens (one or more) to the sequences in `state` and returns their
-    /// outputs: a prefill first, then single steps.
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut Self::State<B>,
-    ) -> Tensor<B, 4>;
-
-    /// FLOPs of the operation's forward pass per token (projections apart), averaged over a causal
-    /// sequence of `seq_len` tokens.
-    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64;
-
     /// Whether the kind's `prune` is set.
     fn prunes(&self) -> bool {
         false
     }
 
-    /// The share of pairs of a query and a key it may see that [`attend`](Self::attend) leaves out of its
-    /// work on this device, 0 to 1, as the kind's `prune` says; `None` where nothing is to be left out.
-    fn share_left_out<B: OpBackend>(
-        &self,
-        _shape: &AttentionShape,
-        _inputs: Inputs<B>,
-        _documents: DocumentStarts<B>,
-    ) -> Option<f64> {
-        None
+    /// FLOPs of the operation's forward pass per token (projections apart), averaged over a causal
+    /// sequence of `seq_len` tokens. By default those of qᵀk and a·v in each view, a multiply-add
+    /// per channel and visible key.
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        let channels = self.views() * (shape.head_dim + self.value_dim(shape));
+        (2 * channels * shape.heads) as f64 * shape.mean_keys(seq_len)
     }
 
-    /// Those of [`Variant::flops_per_token`] that multiply by the variant's own parameters.
+    /// Those of [`VariantSpec::flops_per_token`] that multiply by the variant's own parameters.
     fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
         let _ = shape;
         0.0
     }
 
     /// Elements that decoding keeps per sequence after `seq_len` tokens fed one by one. Buffers may
-    /// be up to twice as large.
-    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64;
+    /// be up to twice as large. By default those of a [`KvCache`](super::cache::KvCache) of the keys
+    /// of all views, and the values.
+    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
+        let channels = self.views() * shape.head_dim + self.value_dim(shape);
+        (channels * shape.kv_heads * shape.cached_tokens(seq_len)) as u64
+    }
+}
+
+/// What runs an attention kind. Callers use the functions of [`dispatch`](super::dispatch), which
+/// choose the [`ExecPath`] and hand it down: nothing here finds out which device it is on.
+pub trait Variant: VariantSpec {
+    /// What decoding keeps between calls.
+    type State<B: OpBackend>: DecodeState;
+
+    /// Causal attention over whole rows: `[batch, heads, seq_len, value_dim]`.
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4>;
+
+    /// The state before the first token, for this path. `capacity` tokens are expected: buffers that
+    /// grow may make room for them at once.
+    fn init_state<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        path: ExecPath,
+        capacity: usize,
+    ) -> Self::State<B>;
+
+    /// Appends the inputs' tokens (one or more) to the sequences in `state`, which is of the same
+    /// path, and returns their outputs: a prefill first, then single steps.
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut Self::State<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4>;
+
+    /// The share, 0 to 1, of the visible pairs of a query and a key that [`Variant::attend`] does
+    /// not compute on this path because the kind's `prune` rules them out; `None` where it prunes
+    /// nothing.
+    fn share_left_out<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Option<f64> {
+        let _ = (shape, inputs, documents, path);
+        None
+    }
 }

@@ -1,23 +1,25 @@
-//! Attention variants: the contract, and the registry.
+//! Attention kinds (variants): the contract, and the registry.
 //!
-//! A variant is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
+//! A kind is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
 //! `[model.attention]` table of a run's configuration; the layer (projections of the input, norms,
-//! output) is the model's. A variant receives q, k and v, the projections of the layer's input it
-//! asked for and its own learned vectors, and returns o.
+//! output) is the model's. A kind receives q, k and v, the projections of the layer's input it
+//! asked for and its own learned vectors, and returns o. [`dispatch`] chooses between its kernels
+//! and its reference.
 
 pub mod blocks;
 pub mod cache;
-pub mod cached;
 #[cfg(test)]
 mod conformance;
 mod contract;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
+pub mod dispatch;
 pub mod entmax;
 mod flash;
 pub mod fox;
 mod keys;
+pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
 pub mod path;
@@ -36,15 +38,17 @@ pub mod tda;
 pub mod tra;
 pub mod wall;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::contract::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, LowRank, Parameter,
-    Projection, Start, Variant,
+    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, Parameter,
+    Projection, Variant, VariantSpec,
 };
+pub use self::dispatch::{ExecPath, Kernel};
 use crate::backend::OpBackend;
+use crate::device::DeviceKind;
 
 registry::registry! {
     /// Softmax attention with rotary positions, ALiBi, or none.
@@ -91,8 +95,17 @@ pub struct KindInfo {
     pub kind: &'static str,
     /// Title and source.
     pub source: &'static str,
-    /// As [`Variant::KERNELS`].
-    pub kernels: &'static [&'static str],
+    /// As [`VariantSpec::KERNELS`].
+    pub kernels: &'static [Kernel],
     /// The keys of the kind's table beside `kind`.
     pub keys: fn() -> &'static [&'static str],
+}
+
+impl KindInfo {
+    /// The devices with a kernel, each once.
+    pub fn devices(&self) -> Vec<DeviceKind> {
+        let mut devices: Vec<_> = self.kernels.iter().map(|kernel| kernel.device).collect();
+        devices.dedup();
+        devices
+    }
 }

@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::DocumentStarts;
+use super::{AttentionShape, DocumentStarts};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::rotary::rotary;
 
@@ -31,6 +31,20 @@ pub fn rotate<B: OpBackend>(
     match rotation {
         Some(rotation) => rotation.apply(x, first),
         None => x,
+    }
+}
+
+/// Records what is wrong with the rotary positions, if there are any; arguments as of
+/// [`Rotation::validate`].
+pub fn validate_rotation(
+    rotation: Option<Rotation>,
+    key: &str,
+    without: &str,
+    shape: &AttentionShape,
+    problems: &mut Problems,
+) {
+    if let Some(rotation) = rotation {
+        rotation.validate(key, without, shape.head_dim, problems);
     }
 }
 

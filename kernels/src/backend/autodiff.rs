@@ -13,7 +13,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, TensorMetadata};
 
 use super::grad_accumulation::take_grad_accum;
-use super::{Forward, Op, OpBackend, reference};
+use super::{Forward, Op, OpBackend};
 
 /// The node of an operation that ran a kernel.
 #[derive(Debug)]
@@ -83,24 +83,24 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         B::device_kind()
     }
 
-    fn run<O: Op<N>, const N: usize>(
+    fn run_kernel<O: Op<N>, const N: usize>(
         op: &O,
-        inputs: [FloatTensor<Self>; N],
-        ints: Vec<IntTensor<Self>>,
-    ) -> FloatTensor<Self> {
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+    ) -> Option<FloatTensor<Self>> {
         let needs = std::array::from_fn(|i| !inputs[i].node.requirement.is_none());
         let primitives = std::array::from_fn(|i| inputs[i].primitive.clone());
-        let Some(forward) = B::forward(op, &primitives, &ints, needs) else {
-            return reference::run::<Self, O, N>(op, inputs, &ints);
-        };
-        let nodes = inputs.map(|input| input.node);
-        match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+        let forward = B::forward(op, &primitives, ints, needs)?;
+        #[cfg(test)]
+        crate::testing::served::by_kernel::<O>();
+        let nodes = inputs.each_ref().map(|input| input.node.clone());
+        Some(match Node::<O, N>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(
-                Saved { op: op.clone(), tensors: forward.saved, ints, needs },
+                Saved { op: op.clone(), tensors: forward.saved, ints: ints.to_vec(), needs },
                 forward.output,
             ),
             OpsKind::UnTracked(prep) => prep.finish(forward.output),
-        }
+        })
     }
 
     fn to_f32(x: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -8,7 +8,7 @@ use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 use burn_flex::FlexTensor;
 use cubecl::cuda::CudaRuntime;
 
-use super::reference::{self, kernels_allowed};
+use super::reference::{kernels_allowed, run_reference};
 use super::{Forward, NoGradOp, Op};
 use crate::cuda::{CudaTensor, narrow};
 
@@ -23,10 +23,22 @@ pub trait OpBackend: Backend {
         inputs: [FloatTensor<Self>; N],
         ints: Vec<IntTensor<Self>>,
     ) -> FloatTensor<Self> {
-        match Self::forward(op, &inputs, &ints, [false; N]) {
-            Some(forward) => forward.output,
-            None => reference::run::<Self, O, N>(op, inputs, &ints),
+        match Self::run_kernel(op, &inputs, &ints) {
+            Some(output) => output,
+            None => run_reference::<Self, O, N>(op, inputs, &ints),
         }
+    }
+
+    /// Runs the device's kernel for `op`, if it has one for these inputs.
+    fn run_kernel<O: Op<N>, const N: usize>(
+        op: &O,
+        inputs: &[FloatTensor<Self>; N],
+        ints: &[IntTensor<Self>],
+    ) -> Option<FloatTensor<Self>> {
+        let forward = Self::forward(op, inputs, ints, [false; N])?;
+        #[cfg(test)]
+        crate::testing::served::by_kernel::<O>();
+        Some(forward.output)
     }
 
     /// Runs `op`, which has no gradient: its kernel on this device, or its reference where there is

@@ -31,18 +31,20 @@ pub fn with_reference<T>(f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Whether operations of this thread may run their kernels.
-pub(super) fn kernels_allowed() -> bool {
+/// Whether operations of this thread may run their kernels: not under [`with_reference`].
+pub(crate) fn kernels_allowed() -> bool {
     !REFERENCES_ONLY.get()
 }
 
-/// The reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
+/// Runs the reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
 /// input's type.
-pub(super) fn run<B: OpBackend, O: Op<N>, const N: usize>(
+pub(crate) fn run_reference<B: OpBackend, O: Op<N>, const N: usize>(
     op: &O,
     inputs: [FloatTensor<B>; N],
     ints: &[IntTensor<B>],
 ) -> FloatTensor<B> {
+    #[cfg(test)]
+    crate::testing::served::by_reference::<O>();
     let dtype = inputs[0].dtype();
     if inputs.iter().all(|x| x.dtype() != DType::BF16) {
         return op.reference::<B>(inputs, ints);

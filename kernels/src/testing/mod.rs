@@ -10,6 +10,8 @@
 
 #[cfg(test)]
 mod gpu_record;
+#[cfg(test)]
+pub(crate) mod served;
 
 use std::io::Write;
 use std::ops::Range;

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use longwall_kernels::attention::AttentionConfig;
+use longwall_kernels::device::DeviceKind;
 use longwall_model::{ModelConfig, cost};
 use serde::Serialize;
 
@@ -29,7 +30,8 @@ struct Row {
     source: &'static str,
     /// The keys of its table; defaults where they have one.
     keys: Vec<String>,
-    kernels: &'static [&'static str],
+    /// The devices that have one.
+    kernels: Vec<DeviceKind>,
     costs: Vec<Cost>,
 }
 
@@ -53,7 +55,7 @@ pub fn run(args: Args) -> Result<()> {
         print!("{}", markdown(&rows));
     } else {
         for row in &rows {
-            let kernels = if row.kernels.is_empty() { "none" } else { &row.kernels.join(", ") };
+            let kernels = list(&row.kernels, "none");
             println!("{:<16} {}", row.kind, row.source);
             println!("{:<16} keys: {}; kernels: {kernels}", "", list(&row.keys, "none"));
         }
@@ -85,7 +87,7 @@ fn rows() -> Result<Vec<Row>> {
                 kind: kind.kind,
                 source: kind.source,
                 keys: (kind.keys)().iter().map(key).collect(),
-                kernels: kind.kernels,
+                kernels: kind.devices(),
                 costs: LENGTHS.map(cost).into(),
             })
         })
@@ -103,8 +105,11 @@ fn gpt2_124m(attention: &toml::Table) -> Result<ModelConfig> {
     model.try_into().context("a kind's defaults do not fit GPT-2's shape")
 }
 
-fn list(items: &[String], none: &str) -> String {
-    if items.is_empty() { none.to_owned() } else { items.join(", ") }
+fn list(items: &[impl ToString], none: &str) -> String {
+    if items.is_empty() {
+        return none.to_owned();
+    }
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn markdown(rows: &[Row]) -> String {
@@ -112,8 +117,7 @@ fn markdown(rows: &[Row]) -> String {
     text.push_str("| kind | source | keys and defaults | kernels |\n|---|---|---|---|\n");
     for row in rows {
         let keys: Vec<_> = row.keys.iter().map(|key| format!("`{key}`")).collect();
-        let kernels =
-            if row.kernels.is_empty() { "reference only" } else { &row.kernels.join(", ") };
+        let kernels = list(&row.kernels, "reference only");
         text +=
             &format!("| `{}` | {} | {} | {kernels} |\n", row.kind, row.source, list(&keys, "–"));
     }

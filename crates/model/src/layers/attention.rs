@@ -1,8 +1,8 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::{
-    Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts,
-    Inputs, Projection as ExtraSpec, Start,
+    Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts, Init,
+    Inputs, Projection as ExtraSpec,
 };
 use longwall_kernels::backend::OpBackend;
 
@@ -94,7 +94,7 @@ impl<B: OpBackend> Attention<B> {
             extra: Named::new("extra", extra.iter().map(|spec| (spec.name, parts.extra(spec)))),
             parameters: Named::new(
                 "parameters",
-                parameters.iter().map(|p| (p.name, init.part(p.name).start(p.elements, &p.start))),
+                parameters.iter().map(|p| (p.name, init.part(p.name).start(p.elements, &p.init))),
             ),
             q_norm: parts.head_norm("q_norm"),
             k_norm: parts.head_norm("k_norm"),
@@ -147,7 +147,7 @@ impl<B: OpBackend> Attention<B> {
         let new = ProjectionHistory::new;
         let extra = self.extra.iter().map(|_| new()).collect();
         AttentionLayerState {
-            attention: self.variant.start(&self.shape),
+            attention: self.variant.init_state(0),
             projections: Histories { q: new(), k: new(), v: new(), extra, output_gate: new() },
         }
     }
@@ -292,7 +292,7 @@ impl<B: OpBackend> Parts<'_, B> {
         let rank = self.config.value_residual_rank();
         let spec = ExtraSpec::new("value_gate", features)
             .low_rank(rank, Activation::Identity)
-            .bias(Start::Constant(1.0));
+            .bias(Init::Constant(1.0));
         Projection::extra(&self.init.part(spec.name), self.config.width, &spec)
     }
 

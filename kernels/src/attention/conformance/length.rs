@@ -6,7 +6,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::rounded::assert_roundings;
-use super::{Conformance, Problem, cut, gradients, largest_difference, to_vec};
+use super::{Conformance, Problem, cut, dispatch, gradients, largest_difference, to_vec};
 use crate::backend::OpBackend;
 use crate::testing::{Oracle, root_mean_square};
 
@@ -129,11 +129,11 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
 /// The outputs of the last `steps` tokens, one by one after the others at once.
 fn decode<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem, steps: usize) -> Vec<f64> {
     let inputs = problem.tensors::<K>();
-    let mut state = variant.start::<K>(&problem.shape);
+    let mut state = dispatch::State::<_, K>::new(0);
     let first = problem.seq_len - steps;
-    variant.extend(&problem.shape, cut(&inputs, 0, first), &mut state);
+    dispatch::extend(variant, &problem.shape, cut(&inputs, 0, first), &mut state);
     let outputs = (first..problem.seq_len)
-        .map(|t| variant.extend(&problem.shape, cut(&inputs, t, 1), &mut state));
+        .map(|t| dispatch::extend(variant, &problem.shape, cut(&inputs, t, 1), &mut state));
     to_vec(Tensor::cat(outputs.collect(), 2))
 }
 

@@ -5,7 +5,7 @@
 //! outputs, shared by the layer's heads, subtracts what the other view of differential attention
 //! would. There is one softmax, and no second view.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `w_d` | head_dim², W_D by rows | 0: the layer starts as softmax attention, also with trained weights |
 //! | `lambda` | 1 | λ_init = 0.8 − 0.6 · exp(−0.3 · layer), with layers from 0 |
@@ -22,13 +22,14 @@
 mod tests;
 
 use burn::tensor::Tensor;
+use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
 use super::diff::lambda_init;
-use super::rotation::{Rotation, Scaling};
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -59,43 +60,46 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "differential extension, DEX (Kong et al., 2025)";
 
-    // Those of the softmax core.
-    const KERNELS: &'static [&'static str] = &["cpu"];
+    // That of the softmax core.
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let elements = shape.head_dim * shape.head_dim;
-        let lambda = Start::Constant(lambda_init(shape.layer));
+        let lambda = Init::Constant(lambda_init(shape.layer));
         vec![
-            Parameter { name: "w_d", elements, start: Start::Constant(0.0) },
-            Parameter { name: "lambda", elements: 1, start: lambda },
+            Parameter { name: "w_d", elements, init: Init::Constant(0.0) },
+            Parameter { name: "lambda", elements: 1, init: lambda },
         ]
-    }
-
-    fn output<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents), parameters)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         // qᵀk and p·v: two multiply-adds per channel and key; then the map of the outputs.
         let outputs = (shape.heads * shape.head_dim) as f64;
-        outputs * 4.0 * shape.mean_keys(seq_len) + Cached::weight_flops_per_token(self, shape)
+        outputs * 4.0 * shape.mean_keys(seq_len) + self.weight_flops_per_token(shape)
     }
 
     fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
         (2 * shape.heads * shape.head_dim * shape.head_dim) as f64
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
+    }
+
+    fn output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+    ) -> Tensor<B, 4> {
+        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents), parameters)
     }
 }

@@ -6,7 +6,7 @@ use burn::tensor::{Distribution, Tensor};
 use super::Config;
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, rows, softmax, weighted};
-use crate::attention::{AttentionShape, Inputs, Start, Variant, rope};
+use crate::attention::{AttentionShape, Init, Inputs, VariantSpec, dispatch, rope};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -47,8 +47,8 @@ fn it_starts_as_softmax_attention() {
         Tensor::<Flex, 4>::random([1, heads, 20, 8], Distribution::Normal(0.0, 1.0), &device)
     };
     let config = Config::default();
-    let parameters = config.parameters(&shape).into_iter().map(|parameter| match parameter.start {
-        Start::Constant(value) => Tensor::<Flex, 1>::full([parameter.elements], value, &device),
+    let parameters = config.parameters(&shape).into_iter().map(|parameter| match parameter.init {
+        Init::Constant(value) => Tensor::<Flex, 1>::full([parameter.elements], value, &device),
         other => panic!("{other:?}"),
     });
     let (q, k, v) = (random(2), random(1), random(1));
@@ -56,6 +56,9 @@ fn it_starts_as_softmax_attention() {
         let (q, k, v) = (q.clone(), k.clone(), v.clone());
         Inputs { q, k, v, projections: vec![], parameters }
     };
-    let dex = config.attend(&shape, inputs(parameters.collect()), None).into_data();
-    assert_eq!(dex, rope::Config::default().attend(&shape, inputs(vec![]), None).into_data());
+    let dex = dispatch::attend(&config, &shape, inputs(parameters.collect()), None).into_data();
+    assert_eq!(
+        dex,
+        dispatch::attend(&rope::Config::default(), &shape, inputs(vec![]), None).into_data()
+    );
 }

@@ -11,7 +11,7 @@
 //! `model.heads`, keep `model.head_dim`, and the layer has as many parameters as a softmax layer.
 //! `value_factor = 1` is the form that Huang et al. (2026) compare with: as many heads as softmax.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2` | head_dim each | normal(0, 0.1), shared by the layer's heads |
 //! | `norm` | value_factor · head_dim | 1, the RMS norm's scale, shared by the layer's heads |
@@ -29,11 +29,11 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{difference, for_both_views};
-use super::rotation::{Rotation, Scaling};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
 
@@ -71,15 +71,11 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
 
-    // Those of the softmax core.
-    const KERNELS: &'static [&'static str] = &["cpu"];
-
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
-    }
+    // That of the softmax core.
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -89,7 +85,7 @@ impl Cached for Config {
             "1 or 2",
             "set value_factor = 2 with half of a softmax layer's heads, or 1 with all of them",
         );
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -101,20 +97,29 @@ impl Cached for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        let vector = |name| Parameter { name, elements: shape.head_dim, start: Start::Normal(0.1) };
+        let vector = |name| Parameter { name, elements: shape.head_dim, init: Init::Normal(0.1) };
         let elements = self.value_dim(shape);
-        let norm = Parameter { name: "norm", elements, start: Start::Constant(1.0) };
+        let norm = Parameter { name: "norm", elements, init: Init::Constant(1.0) };
         let vectors = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"].map(vector);
         vectors.into_iter().chain([norm]).collect()
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        // qᵀk and p·v in each view, both for each part of the values.
+        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
+        per_key as f64 * shape.mean_keys(seq_len)
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = vectors.try_into().expect("4 vectors of λ");
@@ -126,11 +131,5 @@ impl Cached for Config {
             .collect();
         let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
-    }
-
-    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // qᵀk and p·v in each view, both for each part of the values.
-        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
-        per_key as f64 * shape.mean_keys(seq_len)
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! a⁽ᵗ⁾_ij = max(scale · q⁽ᵗ⁾_iᵀk⁽ᵗ⁾_j, 0), o_i = LayerNorm(Σ_{j≤i} (a⁽¹⁾_ij − λ a⁽²⁾_ij) v_j).
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`] |
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
@@ -22,13 +22,14 @@
 mod tests;
 
 use burn::tensor::Tensor;
+use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
-use super::rectified::{LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views};
-use super::rotation::{Rotation, Scaling};
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, Init, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -53,11 +54,11 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
 
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -67,19 +68,22 @@ impl Cached for Config {
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let head_dim = shape.head_dim;
         vec![
-            Parameter { name: "lambda", elements: 1, start: Start::Constant(LAMBDA_START) },
-            Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
-            Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
+            Parameter { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
+            Parameter { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
+            Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };

@@ -17,13 +17,14 @@ mod tests;
 mod weights;
 
 use burn::tensor::Tensor;
+use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::weights::Entmax;
-use super::cached::Cached;
-use super::rotation::{Rotation, Scaling};
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts};
+use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
 
 fn core(shape: &AttentionShape) -> Rowwise<Entmax> {
@@ -48,9 +49,15 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "1.5-entmax attention (Peters et al., 2019)";
 
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+    }
+}
+
+impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
         Rotation::chosen(self.rope, self.theta, self.scaling)
     }
@@ -58,10 +65,7 @@ impl Cached for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        _parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         rowwise(&core(shape), q, k, v, None, documents)
     }

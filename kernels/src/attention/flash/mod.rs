@@ -26,7 +26,7 @@ pub mod mask;
 pub mod problem;
 pub mod weight;
 
-use burn::tensor::{DType, Element, Tensor};
+use burn::tensor::{DType, Element};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
@@ -39,7 +39,6 @@ pub use self::heads::{HeadPairs, Heads};
 use self::hooks::{Biases, BiasesOf, GradientOf, Hooks, LaunchOf, SavedRows, StatisticsOf};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{Config, ProblemLaunch};
-use crate::backend::{OpBackend, primitive};
 use crate::cuda::{CudaTensor, buffer, empty, zeros};
 use crate::ops::cuda::integers;
 use crate::tile::warpgroup::GROUP_WARPS;
@@ -87,13 +86,6 @@ pub fn serves_tensors(inputs: [&CudaTensor; 3]) -> bool {
     inputs
         .iter()
         .all(|x| serves(x.dtype, batch * heads, head_dim) && !x.meta.shape().to_vec().contains(&0))
-}
-
-/// q, k and v for work that has its own form on CUDA, where the kernels there serve them.
-pub fn cuda_inputs<B: OpBackend>(inputs: [&Tensor<B, 4>; 3]) -> Option<[CudaTensor; 3]> {
-    let [q, k, v] = inputs.map(|x| B::into_cuda(primitive(x.clone())));
-    let inputs = [q?, k?, v?];
-    serves_tensors(inputs.each_ref()).then_some(inputs)
 }
 
 /// One call of the core: its inputs, its mask and the kind's hooks.

@@ -20,20 +20,23 @@ mod op;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{DType, FloatDType, Tensor, s};
+use burn::tensor::{FloatDType, Tensor, s};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::cuda::DecayKvCache;
 use self::op::{Forgetting, forgetting};
 use super::cache::KvCache;
-use super::flash::{capacity, cuda_inputs};
+use super::dispatch::on_cuda;
+use super::flash::{self, capacity};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, pruned_fraction, sinks};
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start, Variant,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, Parameter,
+    Projection, Variant, VariantSpec,
 };
-use crate::backend::{OpBackend, primitive, tensor};
+use crate::backend::{OpBackend, tensor};
+use crate::device::DeviceKind;
 use crate::ops::activation::log_sigmoid;
 
 /// `[model.attention]` with `kind = "fox"`.
@@ -60,43 +63,35 @@ impl Default for Config {
 /// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct State<B: OpBackend> {
-    held: Held<B>,
+    cache: CacheStorage<B>,
     /// Position of the next token.
     position: usize,
     /// Tokens to make room for.
-    reserved: usize,
+    capacity: usize,
 }
 
 #[derive(Clone, Debug)]
-enum Held<B: OpBackend> {
+enum CacheStorage<B: OpBackend> {
     /// Keys and values, and ℓ, `[batch, heads, tokens]`.
-    Plain(KvCache<B>, Option<Tensor<B, 3>>),
-    /// What the kernels for CUDA keep.
-    OnCuda(Box<DecayKvCache>),
+    Tensors(KvCache<B>, Option<Tensor<B, 3>>),
+    /// What the kernels for CUDA keep, from the first token on.
+    Cuda(Option<Box<DecayKvCache>>),
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
-        match &self.held {
-            Held::Plain(cache, log_decay) => {
+        match &self.cache {
+            CacheStorage::Tensors(cache, log_decay) => {
                 cache.elements() + log_decay.as_ref().map_or(0, |x| x.shape().num_elements())
             }
-            Held::OnCuda(held) => held.elements(),
+            CacheStorage::Cuda(cache) => cache.as_ref().map_or(0, |cache| cache.elements()),
         }
     }
 
-    fn reserve(&mut self, tokens: usize) {
-        self.reserved = tokens;
-        if let Held::Plain(cache, _) = &mut self.held {
-            cache.reserve(tokens);
-        }
-    }
-
-    /// Known where the kernels for CUDA serve.
     fn share_left_out(&self) -> Option<f64> {
-        match &self.held {
-            Held::Plain(..) => None,
-            Held::OnCuda(held) => held.pruned_fraction(),
+        match &self.cache {
+            CacheStorage::Tensors(..) => None,
+            CacheStorage::Cuda(cache) => cache.as_ref()?.pruned_fraction(),
         }
     }
 }
@@ -117,12 +112,17 @@ fn log_decay<B: OpBackend>(logits: &[Tensor<B, 3>]) -> Tensor<B, 3> {
     log_sigmoid(logits[0].clone().cast(FloatDType::F32)).swap_dims(1, 2)
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "forgetting attention (Lin et al., 2025)";
 
-    const KERNELS: &'static [&'static str] = &["cpu", "cuda"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim),
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if self.rope {
@@ -131,79 +131,80 @@ impl Variant for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        vec![Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0))]
+        vec![Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0))]
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         self.sinks.then(|| sinks(shape)).into_iter().collect()
     }
 
+    fn prunes(&self) -> bool {
+        self.prune
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        // qᵀk and p·v, two multiply-adds per channel and key, and the bias's addition.
+        (4 * shape.head_dim + 1) as f64 * shape.heads as f64 * shape.mean_keys(seq_len)
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
+        let per_token = 2 * shape.kv_heads * shape.head_dim + shape.heads;
+        (per_token * shape.cached_tokens(seq_len)) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
     fn attend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
+        _path: ExecPath,
     ) -> Tensor<B, 4> {
-        let log_decay = log_decay(&projections);
         let [q, k] = [q, k].map(|x| self.rotate(x, 0));
-        let sinks = parameters.into_iter().next();
+        let (log_decay, sinks) = (log_decay(&projections), parameters.into_iter().next());
         forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents)
     }
 
-    fn prunes(&self) -> bool {
-        self.prune
-    }
-
-    fn share_left_out<B: OpBackend>(
+    fn init_state<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Inputs { q, k, v, projections, .. }: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Option<f64> {
-        // CUDA's kernels prune and the CPU's; the reference, which runs on CUDA in f32, does not.
-        let on_cpu = B::into_cuda(primitive(q.clone())).is_none() && q.dtype() == DType::F32;
-        let pruned = on_cpu || cuda_inputs([&q, &k, &v]).is_some();
-        (self.prune && pruned).then(|| {
-            pruned_fraction(&self.operation(shape).core, q, k, log_decay(&projections), documents)
-        })
+        path: ExecPath,
+        capacity: usize,
+    ) -> State<B> {
+        let cache = match path {
+            ExecPath::Kernel(DeviceKind::Cuda) => CacheStorage::Cuda(None),
+            _ => CacheStorage::Tensors(KvCache::new(shape.window, capacity), None),
+        };
+        State { cache, position: 0, capacity }
     }
 
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
-        let held = Held::Plain(KvCache::new(shape.window), None);
-        State { held, position: 0, reserved: 0 }
-    }
-
-    /// # Panics
-    /// When the kernels for CUDA have begun the sequence, and do not serve these inputs.
     fn extend<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         state: &mut State<B>,
+        _path: ExecPath,
     ) -> Tensor<B, 4> {
         let (first, tokens) = (state.position, q.dims()[2]);
+        state.position += tokens;
         let [q, k] = [q, k].map(|x| self.rotate(x, first));
         let new = log_decay(&projections);
         let op = self.operation(shape);
         let sinks = parameters.into_iter().next();
-        let served = cuda_inputs([&q, &k, &v]);
-        if first == 0
-            && let Some([_, k, _]) = &served
-        {
-            let capacity = capacity(shape.window, state.reserved, tokens);
-            state.held = Held::OnCuda(Box::new(DecayKvCache::new(k, shape.heads, capacity)));
-        }
-        state.position += tokens;
-        match &mut state.held {
-            Held::OnCuda(held) => {
-                let Some([q, k, v]) = &served else {
-                    panic!("inputs of {:?} after a state of bf16 on CUDA's kernels", q.dtype())
-                };
-                let cuda = |x| B::into_cuda(x).expect("served on CUDA");
-                let (new, sinks) = (cuda(primitive(new)), sinks.map(|x| cuda(primitive(x))));
-                tensor(B::from_cuda(held.extend(&op, [q, k, v], &new, sinks.as_ref())))
+        match &mut state.cache {
+            CacheStorage::Cuda(cache) => {
+                let [q, k, v] = [q, k, v].map(on_cuda);
+                let cache = cache.get_or_insert_with(|| {
+                    let capacity = capacity(shape.window, state.capacity, tokens);
+                    Box::new(DecayKvCache::new(&k, shape.heads, capacity))
+                });
+                let (new, sinks) = (on_cuda(new), sinks.map(on_cuda));
+                tensor(B::from_cuda(cache.extend(&op, [&q, &k, &v], &new, sinks.as_ref())))
             }
-            Held::Plain(cache, log_decay) => {
+            CacheStorage::Tensors(cache, log_decay) => {
                 let [k, v] = cache.append(k, v);
                 let all = match log_decay.take() {
                     Some(old) => Tensor::cat(vec![old, new], 2),
@@ -218,13 +219,16 @@ impl Variant for Config {
         }
     }
 
-    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // qᵀk and p·v, two multiply-adds per channel and key, and the bias's addition.
-        (4 * shape.head_dim + 1) as f64 * shape.heads as f64 * shape.mean_keys(seq_len)
-    }
-
-    fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
-        let per_token = 2 * shape.kv_heads * shape.head_dim + shape.heads;
-        (per_token * shape.cached_tokens(seq_len)) as u64
+    /// Every kernel prunes, and the reference does not.
+    fn share_left_out<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, projections, .. }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Option<f64> {
+        (self.prune && path != ExecPath::Reference).then(|| {
+            pruned_fraction(&self.operation(shape).core, q, k, log_decay(&projections), documents)
+        })
     }
 }

@@ -10,7 +10,7 @@ use super::Config;
 use super::op::{Forgetting, forgetting};
 use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
 use crate::attention::softmax::Softmax;
-use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
+use crate::attention::{AttentionShape, DecodeState, Inputs, dispatch};
 use crate::backend::OpBackend;
 use crate::testing::Oracle;
 use crate::{Cpu, Cuda};
@@ -165,13 +165,14 @@ fn the_share_left_out_is_that_of_pairs_that_are_seen() {
         }
         let shape = AttentionShape { window, ..AttentionShape::new(32, 4, 2, 8) };
         let config = Config { prune: true, ..Config::default() };
-        let share = config.share_left_out(&shape, inputs(), packed.then(|| documents.clone()));
+        let share =
+            dispatch::share_left_out(&config, &shape, inputs(), packed.then(|| documents.clone()));
         assert_eq!(
             share,
             Some(left_out as f64 / pairs as f64),
             "window {window:?}, packed {packed}"
         );
-        assert_eq!(Config::default().share_left_out(&shape, inputs(), None), None);
+        assert_eq!(dispatch::share_left_out(&Config::default(), &shape, inputs(), None), None);
     }
 }
 
@@ -192,11 +193,16 @@ fn cuda_steps_leave_out_what_does_not_matter() {
     let logits = Tensor::<Cuda, 3>::full([2, tokens, 4], 0.43, &device);
     let steps = |prune: bool, v: &Tensor<Cuda, 4>| {
         let config = Config { prune, ..Config::default() };
-        let mut state = config.start::<Cuda>(&shape);
+        let mut state = dispatch::State::<_, Cuda>::new(0);
         let mut extend = |first: usize, n: usize| {
             let [q, k, v] = [&q, &k, v].map(|x| x.clone().narrow(2, first, n));
             let projections = vec![logits.clone().narrow(1, first, n)];
-            config.extend(&shape, Inputs { q, k, v, projections, parameters: vec![] }, &mut state)
+            dispatch::extend(
+                &config,
+                &shape,
+                Inputs { q, k, v, projections, parameters: vec![] },
+                &mut state,
+            )
         };
         extend(0, 400);
         let steps = (400..tokens).map(|t| extend(t, 1)).collect();

@@ -42,8 +42,8 @@ use self::reference::Rows;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start,
-    Variant,
+    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel,
+    Parameter, Projection, Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
@@ -141,12 +141,10 @@ impl Config {
     }
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "gated linear attention (Yang et al., 2024)";
 
-    const KERNELS: &'static [&'static str] = &["cpu"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -173,51 +171,18 @@ impl Variant for Config {
                 let last = (kv_heads - 1).max(1) as f32;
                 // σ(b) = 1 − 2^(−5−n), so b = ln(2^(5+n) − 1).
                 let bias = |head| (2f32.powf(5.0 + 7.0 * head as f32 / last) - 1.0).ln();
-                let start = Start::Values((0..kv_heads).map(bias).collect());
-                vec![Projection::new("gate", kv_heads).bias(start)]
+                let init = Init::Values((0..kv_heads).map(bias).collect());
+                vec![Projection::new("gate", kv_heads).bias(init)]
             }
             Gate::Diagonal => {
                 let gate = Projection::new("gate", kv_heads * shape.head_dim);
-                vec![gate.low_rank(RANK, Activation::Identity).bias(Start::Constant(0.0))]
+                vec![gate.low_rank(RANK, Activation::Identity).bias(Init::Constant(0.0))]
             }
         }
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        vec![Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) }]
-    }
-
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        Inputs { q, k, v, projections, parameters }: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        let dims = q.dims();
-        let logits = projections.into_iter().next();
-        let rows = self.rows(shape, [q, k, v], logits, documents, 0);
-        let Rows { q, k, v, log_decay } = rows;
-        let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        let y = tensor::<B, 4>(B::run(&Linear { chunk: self.chunk }, inputs, vec![]));
-        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
-    }
-
-    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
-        State { sums: None, position: 0 }
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        Inputs { q, k, v, projections, parameters }: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        let dims = q.dims();
-        let logits = projections.into_iter().next();
-        let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = Linear { chunk: self.chunk }.forward(rows, state.sums.take());
-        *state = State { sums: Some(sums), position: state.position + dims[2] };
-        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+        vec![Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
     }
 
     /// FLOPs between an activation and the state: scores and weighted values inside a chunk, and
@@ -231,6 +196,50 @@ impl Variant for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * shape.head_dim) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = q.dims();
+        let logits = projections.into_iter().next();
+        let rows = self.rows(shape, [q, k, v], logits, documents, 0);
+        let Rows { q, k, v, log_decay } = rows;
+        let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
+        let y = tensor::<B, 4>(path.run::<B, _, 4>(&Linear { chunk: self.chunk }, inputs, &[]));
+        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        _path: ExecPath,
+        _capacity: usize,
+    ) -> State<B> {
+        State { sums: None, position: 0 }
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = q.dims();
+        let logits = projections.into_iter().next();
+        let rows = self.rows(shape, [q, k, v], logits, None, state.position);
+        let (y, sums) = Linear { chunk: self.chunk }.forward(rows, state.sums.take());
+        *state = State { sums: Some(sums), position: state.position + dims[2] };
+        rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 }
 

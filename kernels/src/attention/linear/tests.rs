@@ -4,7 +4,7 @@ use longwall_config::Problems;
 
 use super::{Config, EPS, Gate};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::{AttentionShape, Start, Variant};
+use crate::attention::{AttentionShape, Init, VariantSpec};
 use crate::testing::Oracle;
 
 /// The recurrence, one step at a time.
@@ -86,7 +86,7 @@ fn problems_name_key_value_and_remedy() {
 fn the_scalar_gate_starts_at_the_decays_of_retention() {
     let config = Config { gate: Gate::Scalar, ..Config::default() };
     let projections = config.projections(&AttentionShape::new(128, 8, 8, 16));
-    let Some(Start::Values(biases)) = &projections[0].bias else { panic!("one bias a head") };
+    let Some(Init::Values(biases)) = &projections[0].bias else { panic!("one bias a head") };
     for (head, bias) in biases.iter().enumerate() {
         let decay = 1.0 / (1.0 + (-f64::from(*bias)).exp());
         assert!((decay - (1.0 - 2f64.powi(-5 - head as i32))).abs() < 1e-6);

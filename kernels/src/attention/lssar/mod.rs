@@ -28,11 +28,11 @@ use serde::{Deserialize, Serialize};
 
 pub use self::weights::Sharpened;
 use super::blocks::places_in_documents;
-use super::cached::Cached;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::l2_normalise;
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling, rotate, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts};
+use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
 
 /// The largest power: the source goes to 15.
@@ -59,13 +59,9 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str =
         "softplus attention with re-weighting, LSSAR (Gao and Spratling, 2025)";
-
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
-    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -75,7 +71,13 @@ impl Cached for Config {
             format!("a whole number from 1 to {LARGEST_POWER}"),
             "set p = 15",
         );
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
@@ -85,10 +87,7 @@ impl Cached for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        _parameters: &[Tensor<B, 1>],
-        first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, first, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let queries = q.dims()[2];
         let places = places_in_documents(queries, first, documents.as_ref(), &q.device());

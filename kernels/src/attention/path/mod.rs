@@ -44,7 +44,10 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::{BLOCK, Tokens, Visible};
-use super::{Activation, AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
+use super::{
+    Activation, AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Projection, Variant,
+    VariantSpec,
+};
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
 
@@ -103,9 +106,7 @@ fn tokens<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> Tokens<B> 
     }
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "PaTH and PaTH-FoX (Yang et al., 2025)";
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -123,42 +124,9 @@ impl Variant for Config {
         let w = Projection::new("w", shape.kv_heads * shape.head_dim)
             .low_rank(self.rank(shape.width), Activation::Identity)
             .conv(TAPS);
-        let beta = Projection::new("beta", shape.kv_heads).bias(Start::Constant(0.0));
-        let gate = Projection::new("forget_gate", shape.heads).bias(Start::Constant(0.0));
+        let beta = Projection::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
+        let gate = Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
-    }
-
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let visible = Visible { window: shape.window, documents, kv_heads: shape.kv_heads };
-        let tokens = tokens(shape, inputs);
-        let (out, _) = reference::attend(&tokens, &visible, &[], 0);
-        let out = out.reshape(dims);
-        if tokens.len() > 1 && shape.window != Some(1) {
-            return out;
-        }
-        // No transform lies between a token and itself: w and β have a gradient of 0, not none.
-        out + (tokens.w.sum() + tokens.beta.sum()).reshape([1, 1, 1, 1]) * 0.0
-    }
-
-    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
-        State::default()
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
-        state.extend(&tokens(shape, inputs), &visible).reshape(dims)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -180,5 +148,49 @@ impl Variant for Config {
         let per_token = 2 * shape.kv_heads * shape.head_dim + gates;
         let carry = shape.kv_heads * shape.head_dim * shape.head_dim + gates;
         (per_token * (closed + open) + if open > 0 { carry } else { 0 }) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = inputs.q.dims();
+        let visible = Visible { window: shape.window, documents, kv_heads: shape.kv_heads };
+        let tokens = tokens(shape, inputs);
+        let (out, _) = reference::attend(&tokens, &visible, &[], 0);
+        let out = out.reshape(dims);
+        if tokens.len() > 1 && shape.window != Some(1) {
+            return out;
+        }
+        // No transform lies between a token and itself: w and β have a gradient of 0, not none.
+        out + (tokens.w.sum() + tokens.beta.sum()).reshape([1, 1, 1, 1]) * 0.0
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        _path: ExecPath,
+        _capacity: usize,
+    ) -> State<B> {
+        State::default()
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = inputs.q.dims();
+        let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
+        state.extend(&tokens(shape, inputs), &visible).reshape(dims)
     }
 }

@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Config;
 use crate::attention::conformance::{Conformance, softmax_oracle};
-use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
+use crate::attention::{AttentionShape, DecodeState, Inputs, VariantSpec, dispatch};
 use crate::backend::OpBackend;
 use crate::testing::{Oracle, assert_budget};
 
@@ -127,7 +127,12 @@ fn gradients_stay_finite_at_the_ends_of_every_range() {
         let q = q.require_grad();
         let inputs =
             Inputs { q: q.clone(), k, v, projections: projections.clone(), parameters: vec![] };
-        let out = Config { forget_gate: true, ..Config::default() }.attend(&shape, inputs, None);
+        let out = dispatch::attend(
+            &Config { forget_gate: true, ..Config::default() },
+            &shape,
+            inputs,
+            None,
+        );
         assert!(values(out.clone().inner()).iter().all(|x| x.is_finite()), "outputs");
         let grads = (out.clone() * out).sum().backward();
         let finite = |x: Vec<f64>| assert!(x.iter().all(|x| x.is_finite()), "gradients");
@@ -143,11 +148,11 @@ fn decoding_across_rewrites_equals_the_full_pass() {
     for window in [None, Some(1), Some(64), Some(100)] {
         let shape = AttentionShape { window, ..AttentionShape::new(16, 2, 1, 8) };
         let inputs = layer::<Flex>(&shape, 500, 1.0);
-        let full = values(config.attend(&shape, inputs.clone(), None));
-        let mut state = config.start::<Flex>(&shape);
+        let full = values(dispatch::attend(&config, &shape, inputs.clone(), None));
+        let mut state = dispatch::State::<_, Flex>::new(0);
         let (mut outputs, mut first) = (vec![], 0);
         for n in [1, 62, 1, 64, 1, 100, 33, 30, 2, 1, 130, 63, 12] {
-            outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
+            outputs.push(dispatch::extend(&config, &shape, cut(&inputs, first, n), &mut state));
             first += n;
         }
         let got = values(Tensor::cat(outputs, 2));
@@ -161,9 +166,9 @@ fn a_windowed_state_does_not_grow() {
     let shape = AttentionShape { window: Some(100), ..AttentionShape::new(16, 2, 1, 8) };
     let config = Config { forget_gate: true, ..Config::default() };
     let inputs = layer::<Flex>(&shape, 1000, 1.0);
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = dispatch::State::<_, Flex>::new(0);
     let mut extend = |first, n| {
-        config.extend(&shape, cut(&inputs, first, n), &mut state);
+        dispatch::extend(&config, &shape, cut(&inputs, first, n), &mut state);
         state.elements()
     };
     let (token, carry) = (2 * 8 + 2, 8 * 8 + 2);

@@ -7,7 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::{Config, Form};
-use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::{AttentionShape, Inputs, dispatch};
 use crate::backend::with_reference;
 
 type Ad = Autodiff<Flex>;
@@ -75,7 +75,7 @@ impl Problem {
             projections: vec![logits.clone()],
             parameters: vec![],
         };
-        let o = config.attend(&AttentionShape::new(D, 1, 1, D), inputs, None);
+        let o = dispatch::attend(config, &AttentionShape::new(D, 1, 1, D), inputs, None);
         let grads = (o.clone() * heads(&self.upstream)).sum().backward();
         let of = |x: Tensor<Flex, 4>| x.into_data().iter::<f64>().collect::<Vec<_>>();
         let [d_q, d_k, d_v] = [q, k, v].map(|x| of(x.grad(&grads).unwrap()));

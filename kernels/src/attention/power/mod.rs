@@ -54,7 +54,10 @@ use self::reference::Rows;
 use self::state::near;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
-use super::{AttentionShape, DocumentStarts, Inputs, Projection, Start, Variant};
+use super::{
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, Projection, Variant,
+    VariantSpec,
+};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
 
@@ -195,12 +198,10 @@ impl Config {
     }
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "power attention (Gelada et al., 2025)";
 
-    const KERNELS: &'static [&'static str] = &["cpu"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -238,35 +239,8 @@ impl Variant for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        let gate = Projection::new("gate", shape.kv_heads).bias(Start::Constant(6.9));
+        let gate = Projection::new("gate", shape.kv_heads).bias(Init::Constant(6.9));
         if self.gate { vec![gate] } else { vec![] }
-    }
-
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let rows = self.rows(shape, inputs, documents, 0);
-        self.op(shape, dims[2]).of_rows(rows).reshape(dims)
-    }
-
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
-        State::new(shape.window)
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let rows = self.rows(shape, inputs, None, state.position());
-        let (chunk, switch) = (self.chunk(shape), self.chunked_above(shape));
-        state.extend(&self.op(shape, dims[2]), rows, chunk, switch).reshape(dims)
     }
 
     /// FLOPs between an activation and the state, the source's state FLOPs (§3.2): scores and
@@ -298,6 +272,44 @@ impl Variant for Config {
     }
 }
 
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = inputs.q.dims();
+        let rows = self.rows(shape, inputs, documents, 0);
+        self.op(shape, dims[2]).of_rows(rows, path).reshape(dims)
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        _path: ExecPath,
+        _capacity: usize,
+    ) -> State<B> {
+        State::new(shape.window)
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let dims = inputs.q.dims();
+        let rows = self.rows(shape, inputs, None, state.position());
+        let (chunk, switch) = (self.chunk(shape), self.chunked_above(shape));
+        state.extend(&self.op(shape, dims[2]), rows, chunk, switch, path).reshape(dims)
+    }
+}
+
 /// The operation: inputs q `[rows, group, seq_len, head_dim]` of unit length, k and v
 /// `[rows, seq_len, head_dim]`, log decays `[rows, seq_len]`; the output is shaped as q.
 #[derive(Clone, Debug)]
@@ -310,10 +322,14 @@ struct Power {
 }
 
 impl Power {
-    /// Attention over whole sequences, by the device's kernel where it has one.
-    fn of_rows<B: OpBackend>(&self, Rows { q, k, v, log_decay }: Rows<B>) -> Tensor<B, 4> {
+    /// Attention over whole sequences.
+    fn of_rows<B: OpBackend>(
+        &self,
+        Rows { q, k, v, log_decay }: Rows<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        tensor(B::run(self, inputs, vec![]))
+        tensor(path.run::<B, _, 4>(self, inputs, &[]))
     }
 }
 

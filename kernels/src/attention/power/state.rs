@@ -4,8 +4,8 @@ use burn::tensor::{Tensor, s};
 
 use super::Power;
 use super::reference::{Past, Rows};
-use crate::attention::DecodeState;
 use crate::attention::cache::KvCache;
+use crate::attention::{DecodeState, ExecPath};
 use crate::backend::OpBackend;
 
 /// Recent tokens and the sums over older ones.
@@ -38,7 +38,7 @@ impl<B: OpBackend> DecodeState for State<B> {
 
 impl<B: OpBackend> State<B> {
     pub(super) fn new(window: Option<usize>) -> Self {
-        State { cache: KvCache::new(window), log_decay: None, past: None }
+        State { cache: KvCache::new(window, 0), log_decay: None, past: None }
     }
 
     /// The position of the next token.
@@ -54,13 +54,14 @@ impl<B: OpBackend> State<B> {
         rows: Rows<B>,
         chunk: usize,
         switch: Option<usize>,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         if self.position() == 0 {
             // A prefill is a forward pass, whose tokens then enter the state.
             let kv = [rows.k.clone(), rows.v.clone()];
             let near = self.append(rows.q.clone(), kv, rows.log_decay.clone());
             self.fold(op, chunk, switch, &near);
-            return op.of_rows(rows);
+            return op.of_rows(rows, path);
         }
         let n = rows.q.dims()[2];
         let mut outputs = vec![];

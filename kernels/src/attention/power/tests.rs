@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::{Config, Form};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
+use crate::attention::{AttentionShape, DecodeState, Inputs, VariantSpec, dispatch};
 use crate::testing::Oracle;
 
 type Ad = Autodiff<Flex>;
@@ -96,7 +96,7 @@ fn both_forms_agree() {
             let chunked = Config { form: Form::Chunked, chunk: Some(128), ..attention.clone() };
             let [want, got] = [attention, chunked].map(|config| {
                 let inputs = random_inputs(&config, &shape, 1500, size);
-                to_vec(config.attend(&shape, inputs, None).inner())
+                to_vec(dispatch::attend(&config, &shape, inputs, None).inner())
             });
             for (got, want) in got.iter().zip(&want) {
                 assert!((got - want).abs() < 1e-5, "{got} and {want} with p = {p}, {size}");
@@ -111,10 +111,10 @@ fn the_state_stops_growing() {
     for (form, switch_len) in [(Form::Chunked, None), (Form::Auto, Some(600))] {
         let config = Config { form, switch_len, chunk: Some(128), ..Config::default() };
         let inputs = random_inputs(&config, &shape, 128, 1.0);
-        let mut state = config.start::<Ad>(&shape);
+        let mut state = dispatch::State::<_, Ad>::new(0);
         let mut sizes = vec![];
         for _ in 0..12 {
-            config.extend(&shape, inputs.clone(), &mut state);
+            dispatch::extend(&config, &shape, inputs.clone(), &mut state);
             sizes.push(state.elements());
         }
         let settled = sizes[8];
@@ -142,15 +142,15 @@ fn a_prefill_hands_over_its_state() {
                 parameters: vec![],
             }
         };
-        let mut state = config.start::<Ad>(&shape);
+        let mut state = dispatch::State::<_, Ad>::new(0);
         let mut outputs = vec![];
         let mut first = 0;
         for n in [900, 1, 1, 1, 200, 97] {
-            outputs.push(config.extend(&shape, part(first, n), &mut state));
+            outputs.push(dispatch::extend(&config, &shape, part(first, n), &mut state));
             first += n;
         }
         let got = to_vec(Tensor::cat(outputs, 2).inner());
-        let want = to_vec(config.attend(&shape, part(0, 1200), None).inner());
+        let want = to_vec(dispatch::attend(&config, &shape, part(0, 1200), None).inner());
         for (got, want) in got.iter().zip(&want) {
             assert!((got - want).abs() < 1e-5, "{got} and {want} with {config:?}");
         }
@@ -172,7 +172,7 @@ fn queries_without_a_score_get_nothing_and_pass_no_gradient() {
                 *x = x.clone().detach().require_grad();
                 x.clone()
             });
-            let o = config.attend(&shape, inputs, None);
+            let o = dispatch::attend(&config, &shape, inputs, None);
             let grads = (o.clone() * o.clone() + o.clone()).sum().backward();
             let o = to_vec(o.inner());
             for (t, o) in o.chunks(8).enumerate() {

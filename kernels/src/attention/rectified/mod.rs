@@ -139,8 +139,8 @@ pub fn difference<B: OpBackend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor
     o.clone().narrow(1, 0, heads) - o.narrow(1, heads, heads) * lambda.reshape([1, 1, 1, 1])
 }
 
-/// Start of a learned λ.
-pub const LAMBDA_START: f32 = 0.5;
+/// The initial value of a learned λ.
+pub const LAMBDA_INIT: f32 = 0.5;
 
 /// λ clamped to [0, 1]. The gradient passes as if it were not clamped: with a clamp's own gradient,
 /// 0 outside, a λ that stepped out of the range would never move again.

@@ -5,7 +5,7 @@
 //!
 //! Weights do not sum to 1, and most are exactly 0.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
 //! | `norm_bias` | head_dim | 0 |
@@ -21,13 +21,15 @@
 mod tests;
 
 use burn::tensor::Tensor;
+use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
+use super::flash;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::Rectified;
-use super::rotation::{Rotation, Scaling};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -52,30 +54,37 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "rectified linear attention, ReLA (Zhang et al., 2021)";
 
-    const KERNELS: &'static [&'static str] = &["cuda"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         let head_dim = shape.head_dim;
         vec![
-            Parameter { name: "norm", elements: head_dim, start: Start::Constant(1.0) },
-            Parameter { name: "norm_bias", elements: head_dim, start: Start::Constant(0.0) },
+            Parameter { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
+            Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [norm, bias] = parameters else { panic!("2 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };

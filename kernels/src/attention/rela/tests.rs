@@ -17,6 +17,16 @@ impl Conformance for Config {
         away_from_zero(inputs, 1.0);
     }
 
+    /// Beside those of attention, the sum that the norm reads, and the norm's gradient.
+    fn roundings(&self) -> u32 {
+        7
+    }
+
+    /// The norm makes the gradients of a single key's score a difference of equal terms.
+    fn vanished(&self) -> f64 {
+        0.2
+    }
+
     /// A norm follows, so that the weight of a single key does not matter.
     fn oracle(
         &self,

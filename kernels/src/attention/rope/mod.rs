@@ -8,7 +8,7 @@
 //! s · ln(i+1), where i counts from 0 in the document (also under a window) and s is learned; before
 //! the cap, and ALiBi's penalty is not multiplied.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `sinks` (with `sinks`) | heads | 0: o_i = Σ_j exp(S_ij) v_j / (Σ_j exp(S_ij) + exp(sink)), as in gpt-oss (OpenAI, 2025) |
 //! | `ssmax_scale` (with `ssmax`) | heads | 0.168, the inverse of ln n's mean over lengths up to 1,024 (Nakanishi) |
@@ -23,11 +23,13 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::blocks::places_in_documents;
-use super::cached::Cached;
-use super::rotation::{Rotation, Scaling};
+use super::flash;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::softmax::{Softmax, alibi_slopes, sinks, softmax};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
+use crate::device::DeviceKind;
 
 /// Where positions enter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,8 +64,8 @@ pub struct Config {
     pub sinks: bool,
 }
 
-/// Start of `ssmax_scale`.
-const SSMAX_START: f32 = 0.168;
+/// The initial `ssmax_scale`.
+const SSMAX_INIT: f32 = 0.168;
 
 impl Default for Config {
     fn default() -> Self {
@@ -107,20 +109,20 @@ impl Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "softmax with rotary positions (Su et al., 2021), ALiBi or none";
 
-    const KERNELS: &'static [&'static str] = &["cpu", "cuda"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
-    const WITHOUT_ROTATION: &'static str = "position = \"none\"";
-
-    fn rotation(&self) -> Option<Rotation> {
-        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
-        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim),
+        }
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "position = \"none\"", shape, problems);
         problems.check(
             self.softcap.is_none_or(|c| c > 0.0 && c.is_finite()),
             format!("{key}.softcap"),
@@ -131,18 +133,22 @@ impl Cached for Config {
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        let (name, start) = ("ssmax_scale", Start::Constant(SSMAX_START));
-        let scale = self.ssmax.then_some(Parameter { name, elements: shape.heads, start });
+        let (name, init) = ("ssmax_scale", Init::Constant(SSMAX_INIT));
+        let scale = self.ssmax.then_some(Parameter { name, elements: shape.heads, init });
         scale.into_iter().chain(self.sinks.then(|| sinks(shape))).collect()
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        let Config { theta, rotary_fraction: fraction, scaling, .. } = *self;
+        (self.position == Position::Rope).then_some(Rotation { theta, fraction, scaling })
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let (ssmax, sinks) = parameters.split_at(usize::from(self.ssmax));
         let q = self.sharpen(q, ssmax, first, &documents);

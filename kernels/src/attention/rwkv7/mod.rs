@@ -18,7 +18,7 @@
 //! There is no softmax scale, no position and no window: a state that decays has none to limit.
 //! Token shift (3) and the values' residual (8 to 10) are the block's.
 //!
-//! | vector | elements | start |
+//! | vector | elements | initial value |
 //! |---|---|---|
 //! | bias of d, channel n of N, layer l of L | kv_heads · head_dim | −6.5 + 5 (n/(N−1))^(0.85 + √(l/(L−1))) |
 //! | bias of a | kv_heads · head_dim | 0 |
@@ -47,8 +47,8 @@ use serde::{Deserialize, Serialize};
 
 use self::recurrence::{Weights, wkv};
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Inputs, Parameter, Projection, Start,
-    Variant,
+    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Parameter,
+    Projection, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
@@ -204,17 +204,15 @@ fn times_head_sums<B: OpBackend>(
 }
 
 /// The decay's bias: slow channels first, and a faster rise in deeper layers.
-fn decay_start(shape: &AttentionShape) -> Start {
+fn decay_bias(shape: &AttentionShape) -> Init {
     let channels = shape.kv_heads * shape.head_dim;
     let depth = shape.layer as f64 / (shape.layers.max(2) - 1) as f64;
     let power = 0.85 + depth.sqrt();
     let place = |n: usize| n as f64 / (channels.max(2) - 1) as f64;
-    Start::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
+    Init::Values((0..channels).map(|n| (-6.5 + 5.0 * place(n).powf(power)) as f32).collect())
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "RWKV-7's time mix (Peng et al., 2025)";
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -244,10 +242,10 @@ impl Variant for Config {
         vec![
             Projection::new("decay", keys)
                 .low_rank(self.decay_rank(width), Activation::Tanh)
-                .bias(decay_start(shape)),
+                .bias(decay_bias(shape)),
             Projection::new("rate", keys)
                 .low_rank(self.rate_rank(width), Activation::Identity)
-                .bias(Start::Constant(0.0)),
+                .bias(Init::Constant(0.0)),
             Projection::new("gate", outputs)
                 .low_rank(self.gate_rank(width), Activation::Sigmoid)
                 .shift(0.2),
@@ -265,32 +263,8 @@ impl Variant for Config {
             ("norm_scale", outputs, scale),
             ("norm_bias", outputs, 0.0),
         ]
-        .map(|(name, elements, start)| Parameter { name, elements, start: Start::Constant(start) })
+        .map(|(name, elements, init)| Parameter { name, elements, init: Init::Constant(init) })
         .into()
-    }
-
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, None).0
-    }
-
-    fn start<B: OpBackend>(&self, _shape: &AttentionShape) -> State<B> {
-        State { wkv: None }
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
-        state.wkv = Some(wkv);
-        o
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, _seq_len: usize) -> f64 {
@@ -302,5 +276,40 @@ impl Variant for Config {
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
         (shape.kv_heads * shape.head_dim * self.value_dim(shape)) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        self.run(shape, inputs, documents, None).0
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        _path: ExecPath,
+        _capacity: usize,
+    ) -> State<B> {
+        State { wkv: None }
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let (o, wkv) = self.run(shape, inputs, None, state.wkv.take());
+        state.wkv = Some(wkv);
+        o
     }
 }

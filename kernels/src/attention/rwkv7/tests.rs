@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use super::Config;
 use crate::attention::conformance::Conformance;
 use crate::attention::{
-    AttentionShape, DecodeState, Inputs, Parameter, Projection, Start, Variant,
+    AttentionShape, DecodeState, Init, Inputs, Parameter, Projection, VariantSpec, dispatch,
 };
 use crate::backend::OpBackend;
 use crate::testing::{Oracle, assert_budget};
@@ -128,8 +128,8 @@ fn long_row(
     inputs.push(Oracle::from_fn(&logits, |at| decay(at[1], at[2])));
     inputs.push(Oracle::from_fn(&logits, |at| rate(at[1], at[2])));
     inputs.push(random(&[1, seq_len, heads * head_dim]));
-    for Parameter { elements, start, .. } in Config::default().parameters(shape) {
-        let Start::Constant(value) = start else { panic!("vectors start at one value") };
+    for Parameter { elements, init, .. } in Config::default().parameters(shape) {
+        let Init::Constant(value) = init else { panic!("vectors start at one value") };
         inputs.push(Oracle::new(&[elements], vec![f64::from(value); elements]));
     }
     inputs
@@ -162,7 +162,7 @@ fn part(all: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
 /// Holds the outputs of a long row to the oracle's, all of them.
 fn check_long_row(what: &str, shape: &AttentionShape, row: &[Oracle]) {
     let seq_len = row[0].shape[2];
-    let got = Config::default().attend::<Flex>(shape, inputs(row), None);
+    let got = dispatch::attend::<_, Flex>(&Config::default(), shape, inputs(row), None);
     let got: Vec<f64> = got.into_data().iter::<f64>().collect();
     let want = Config::default().oracle(shape, row, &[vec![0; seq_len]]);
     assert_budget(what, &got, &got, &want.data);
@@ -230,7 +230,7 @@ fn gradients_stay_finite_at_length() {
     inputs.k = inputs.k.require_grad();
     inputs.projections = inputs.projections.into_iter().map(Tensor::require_grad).collect();
     let (k, projections) = (inputs.k.clone(), inputs.projections.clone());
-    let grads = Config::default().attend(&shape, inputs, None).sum().backward();
+    let grads = dispatch::attend(&Config::default(), &shape, inputs, None).sum().backward();
     let finite = |values: Vec<f32>| values.iter().all(|x| x.is_finite());
     assert!(finite(k.grad(&grads).unwrap().into_data().to_vec().unwrap()));
     for logits in projections {
@@ -251,10 +251,10 @@ fn documents_stay_apart_across_segments() {
         (0..seq_len as i32).map(|t| *starts.iter().rfind(|&&s| s <= t).unwrap()).collect();
     let documents = Tensor::from_data(TensorData::new(of, [1, seq_len]), &Default::default());
     let config = Config::default();
-    let packed = config.attend(&shape, all.clone(), Some(documents));
+    let packed = dispatch::attend(&config, &shape, all.clone(), Some(documents));
     for (at, &start) in starts.iter().enumerate() {
         let (start, end) = (start as usize, starts.get(at + 1).map_or(seq_len, |&s| s as usize));
-        let alone = config.attend(&shape, part(&all, start, end - start), None);
+        let alone = dispatch::attend(&config, &shape, part(&all, start, end - start), None);
         let error = (packed.clone().narrow(2, start, end - start) - alone).abs().max();
         let error = error.into_data().iter::<f64>().next().unwrap();
         assert!(error < 2e-5, "document {at} is off by {error}");
@@ -267,9 +267,9 @@ fn the_state_does_not_grow() {
     let row = long_row(&shape, 4_000, |_, _| -3.0, |_, _| 0.0);
     let all = inputs::<Flex>(&row);
     let config = Config::default();
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = dispatch::State::<_, Flex>::new(0);
     for first in [0, 1_000, 2_000, 3_000] {
-        config.extend(&shape, part(&all, first, 1_000), &mut state);
+        dispatch::extend(&config, &shape, part(&all, first, 1_000), &mut state);
         assert_eq!(state.elements(), 2 * 8 * 8);
     }
 }
@@ -297,7 +297,7 @@ fn ranks_are_the_papers() {
 fn starts_depend_on_channel_and_layer() {
     let shape = |layer| AttentionShape { layer, layers: 3, ..AttentionShape::new(64, 2, 2, 32) };
     let decay = |layer| match &Config::default().projections(&shape(layer))[0] {
-        Projection { bias: Some(Start::Values(values)), .. } => values.clone(),
+        Projection { bias: Some(Init::Values(values)), .. } => values.clone(),
         other => panic!("no values in {other:?}"),
     };
     let (first, last) = (decay(0), decay(2));
@@ -306,12 +306,12 @@ fn starts_depend_on_channel_and_layer() {
         assert!(values.is_sorted());
     }
     assert!(first[30] > last[30]);
-    let scale = |layer| Config::default().parameters(&shape(layer))[3].start.clone();
-    assert_eq!(scale(2), Start::Constant(1.0));
-    assert_eq!(scale(0), Start::Constant((1.0f32 / 3.0).powf(0.7)));
+    let scale = |layer| Config::default().parameters(&shape(layer))[3].init.clone();
+    assert_eq!(scale(2), Init::Constant(1.0));
+    assert_eq!(scale(0), Init::Constant((1.0f32 / 3.0).powf(0.7)));
     // A model of one layer divides by no zero.
     let alone = Config::default().projections(&AttentionShape::new(1, 1, 1, 1));
-    assert_eq!(alone[0].bias, Some(Start::Values(vec![-6.5])));
+    assert_eq!(alone[0].bias, Some(Init::Values(vec![-6.5])));
 }
 
 #[test]

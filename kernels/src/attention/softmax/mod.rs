@@ -16,7 +16,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 pub use self::prune::pruned_fraction;
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, DocumentStarts, Init, Parameter};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -49,7 +49,7 @@ impl Softmax {
 
 /// The sinks of a layer, a parameter of variants whose softmax has them (gpt-oss, OpenAI, 2025).
 pub fn sinks(shape: &AttentionShape) -> Parameter {
-    Parameter { name: "sinks", elements: shape.heads, start: Start::Constant(0.0) }
+    Parameter { name: "sinks", elements: shape.heads, init: Init::Constant(0.0) }
 }
 
 /// The operation, without a learned decay.

@@ -22,10 +22,10 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::weights::Sticks;
-use super::cached::Cached;
-use super::rotation::{Rotation, Scaling};
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::rotation::{Rotation, Scaling, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts};
+use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
 
 fn core(shape: &AttentionShape) -> Rowwise<Sticks> {
@@ -50,12 +50,8 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
-
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
-    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -65,16 +61,19 @@ impl Cached for Config {
             "at least 2 with kind = \"stick_breaking\", where no token sees itself",
             "set a window of at least 2, or leave model.window out",
         );
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        _parameters: &[Tensor<B, 1>],
-        _first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         rowwise(&core(shape), q, k, v, None, documents)
     }

@@ -9,7 +9,7 @@
 //! (§4.2 leaves the power out, its experiments and appendix C have it.) A row in which no key passes
 //! either threshold gives o = 0.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `beta` | 1 | `beta`, 1 |
 //! | `lambda` | 1 | 0.5, clamped to [0, 1] in the operation |
@@ -28,14 +28,14 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    LAMBDA_START, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
+    LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
     normalise_outputs, thresholds, validate_threshold,
 };
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling, rotate, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, Init, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tda"`.
@@ -46,7 +46,7 @@ pub struct Config {
     pub p: u32,
     /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
     pub kappa: f32,
-    /// Start of the threshold's learned factor, above 0; default 1.
+    /// Initial value of the learned factor of the threshold, above 0; default 1.
     pub beta: f32,
     /// Rotate q and k; default true.
     pub rope: bool,
@@ -69,16 +69,12 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold differential attention (Huang et al., 2026)";
-
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
-    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -87,10 +83,16 @@ impl Cached for Config {
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         vec![
-            Parameter { name: "beta", elements: 1, start: Start::Constant(self.beta) },
-            Parameter { name: "lambda", elements: 1, start: Start::Constant(LAMBDA_START) },
-            Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) },
+            Parameter { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+            Parameter { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
+            Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
         ]
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
@@ -100,10 +102,7 @@ impl Cached for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [beta, lambda, norm] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let queries = q.dims()[2];

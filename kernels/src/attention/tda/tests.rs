@@ -6,7 +6,7 @@ use burn::tensor::{Distribution, Tensor};
 use super::Config;
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
-use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::{AttentionShape, Inputs, dispatch};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -75,7 +75,7 @@ fn run([q, k, v]: [&Tensor<Ad, 4>; 3], lambda: f32) -> [Vec<f32>; 3] {
     let parameters = vec![beta, lambda.clone(), Tensor::ones([d], &device)];
     let (k, v) = (k.clone(), v.clone());
     let inputs = Inputs { q: q.clone(), k, v, projections: vec![], parameters };
-    let o = Config::default().attend(&shape, inputs, None);
+    let o = dispatch::attend(&Config::default(), &shape, inputs, None);
     let weights = o.clone().detach() + 0.3;
     let grads = (o.clone() * weights).sum().backward();
     let [dq, dlambda] = [q.grad(&grads).map(values), lambda.grad(&grads).map(values)]
@@ -124,9 +124,9 @@ fn thresholds_count_tokens_that_left_the_window() {
             vec![Tensor::from_floats([beta], &device), Tensor::from_floats([0.5], &device), norm];
         Inputs { q, k, v, projections: vec![], parameters }
     };
-    let mut state = config.start::<Flex>(&shape);
-    config.extend(&shape, inputs(0, tokens - last), &mut state);
-    let o = values(config.extend(&shape, inputs(tokens - last, last), &mut state));
+    let mut state = dispatch::State::<_, Flex>::new(0);
+    dispatch::extend(&config, &shape, inputs(0, tokens - last), &mut state);
+    let o = values(dispatch::extend(&config, &shape, inputs(tokens - last, last), &mut state));
     let cut = |x: &Tensor<Flex, 4>| {
         let x = x.clone().narrow(2, tokens - last - window, last + window);
         Oracle::new(&x.dims(), values(x).into_iter().map(f64::from).collect())

@@ -10,7 +10,7 @@
 //! also under a window; τ is 0 where the logarithm is negative. A row in which no key passes the
 //! threshold gives o = 0, and so does a query of zeros in the first row.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `beta` | 1 | `beta`, 1 |
 //! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
@@ -28,13 +28,13 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::cached::Cached;
+use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
     Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold,
 };
-use super::rotation::{Rotation, Scaling, rotate};
+use super::rotation::{Rotation, Scaling, rotate, validate_rotation};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, DocumentStarts, Parameter, Start};
+use super::{AttentionShape, Init, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tra"`.
@@ -45,7 +45,7 @@ pub struct Config {
     pub p: u32,
     /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
     pub kappa: f32,
-    /// Start of the threshold's learned factor, above 0; default 1.
+    /// Initial value of the learned factor of the threshold, above 0; default 1.
     pub beta: f32,
     /// Rotate q and k; default true.
     pub rope: bool,
@@ -68,23 +68,25 @@ impl Default for Config {
     }
 }
 
-impl Cached for Config {
+impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold rectified attention (Huang et al., 2026)";
-
-    fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
-    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
-        self.validate_rotation(key, shape, problems);
+        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
         vec![
-            Parameter { name: "beta", elements: 1, start: Start::Constant(self.beta) },
-            Parameter { name: "norm", elements: shape.head_dim, start: Start::Constant(1.0) },
+            Parameter { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+            Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
         ]
+    }
+}
+
+impl KvCacheVariant for Config {
+    fn rotation(&self) -> Option<Rotation> {
+        Rotation::chosen(self.rope, self.theta, self.scaling)
     }
 
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
@@ -94,10 +96,7 @@ impl Cached for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        [q, k, v]: [Tensor<B, 4>; 3],
-        parameters: &[Tensor<B, 1>],
-        first: usize,
-        documents: DocumentStarts<B>,
+        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [beta, norm] = parameters else { panic!("2 parameters, not {parameters:?}") };
         let queries = q.dims()[2];

@@ -8,11 +8,12 @@ use serde::de::value::{Error, MapDeserializer};
 
 use super::Config;
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
 use crate::attention::rectified::Rectified;
 use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
 use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
-use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::{AttentionShape, ExecPath, Inputs, VariantSpec, dispatch};
 use crate::ops::matmul::MatMul;
 use crate::testing::Oracle;
 
@@ -83,7 +84,7 @@ fn run([q, k, v]: [Tensor<Ad, 4>; 3], beta: f32) -> [Vec<f32>; 5] {
     let parameters = vec![beta.clone(), Tensor::ones([d], &device)];
     let inputs =
         Inputs { q: q.clone(), k: k.clone(), v: v.clone(), projections: vec![], parameters };
-    let o = Config::default().attend(&shape, inputs, None);
+    let o = dispatch::attend(&Config::default(), &shape, inputs, None);
     let grads = (o.clone() * random(o.dims())).sum().backward();
     let [dq, dk, dv] = [q, k, v].map(|x| values(x.grad(&grads).expect("a gradient")));
     [values(o.inner()), dq, dk, dv, values(beta.grad(&grads).expect("a gradient"))]
@@ -134,8 +135,6 @@ fn chance_survivors_stay_below_kappa() {
 /// gradients.
 #[test]
 fn long_sequences_agree_with_the_oracle() {
-    use crate::attention::cached::Cached;
-
     let (tokens, last, d, beta) = (65_536, 32, 16, 0.6);
     let shape = AttentionShape::new(d, 1, 1, d);
     let config = Config { rope: false, ..Config::default() };
@@ -143,9 +142,17 @@ fn long_sequences_agree_with_the_oracle() {
     let device = Default::default();
     let learned = Tensor::<Ad, 1>::from_floats([beta], &device).require_grad();
     let parameters = [learned.clone(), Tensor::ones([d], &device)];
-    let prepared = |x: &Tensor<Ad, 4>, first| Cached::prepare(&config, x.clone(), first);
-    let inputs = [prepared(&q, tokens - last), prepared(&k, 0), v.clone()];
-    let o = config.output(&shape, inputs, &parameters, tokens - last, None);
+    let first = tokens - last;
+    let call = Prepared {
+        q: KvCacheVariant::prepare(&config, q.clone(), first),
+        k: KvCacheVariant::prepare(&config, k.clone(), 0),
+        v: v.clone(),
+        parameters: &parameters,
+        first,
+        documents: None,
+        path: ExecPath::Reference,
+    };
+    let o = config.output(&shape, call);
     let grads = o.clone().powi_scalar(3).sum().backward();
     let grads = [q.grad(&grads), k.grad(&grads), v.grad(&grads)].map(|x| x.expect("a gradient"));
     assert!(grads.into_iter().flat_map(values).all(|x| x.is_finite()));

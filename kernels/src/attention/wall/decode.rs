@@ -1,6 +1,6 @@
 //! Decoding: what is kept between calls.
 
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 
 use super::past::{Faded, Past};
 use super::piece::Rows;
@@ -8,9 +8,11 @@ use super::reference::{attend_next, join, keys, next_piece, rows};
 use super::{Config, GateSource, Wall, cuda};
 use crate::attention::blocks::{copied, repeat_heads};
 use crate::attention::cache::KvCache;
-use crate::attention::flash::{capacity, cuda_inputs};
-use crate::attention::{AttentionShape, DecodeState, Inputs};
+use crate::attention::dispatch::on_cuda;
+use crate::attention::flash::capacity as capacity_of;
+use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs};
 use crate::backend::{OpBackend, primitive, tensor};
+use crate::device::DeviceKind;
 
 /// Tokens of a chunk of the cache (Pai et al., section 3, approach 1).
 pub(super) const CHUNK: usize = 128;
@@ -18,50 +20,62 @@ pub(super) const CHUNK: usize = 128;
 /// The tokens so far.
 #[derive(Clone, Debug)]
 pub struct State<B: OpBackend> {
-    held: Held<B>,
+    cache: CacheStorage<B>,
     /// Position of the next token.
     position: usize,
     /// Tokens to make room for, where buffers grow.
-    reserved: usize,
+    capacity: usize,
 }
 
 #[derive(Clone, Debug)]
-enum Held<B: OpBackend> {
+enum CacheStorage<B: OpBackend> {
     /// Rescaled keys, anchors and values: the gate comes from the hidden state.
     Rescaled(Past<B>),
     /// Keys and values alone, and what is left of evicted ones: the gate is computed from the keys
     /// again.
     Plain(KvCache<B>, Option<Faded<B>>),
-    /// What the kernels for CUDA keep, wherever the gate comes from, and what is left of evicted tokens.
-    OnCuda(Box<cuda::decode::State>, Option<Faded<B>>),
+    /// What the kernels for CUDA keep, wherever the gate comes from.
+    Cuda(CudaCache<B>),
+}
+
+/// What the kernels for CUDA keep.
+#[derive(Clone, Debug)]
+struct CudaCache<B: OpBackend> {
+    /// From the first token on.
+    tokens: Option<Box<cuda::decode::State>>,
+    /// What is left of evicted tokens.
+    faded: Option<Faded<B>>,
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
-        match &self.held {
-            Held::Rescaled(past) => past.elements(),
-            Held::Plain(cache, faded) => {
-                cache.elements() + faded.as_ref().map_or(0, Faded::elements)
-            }
-            Held::OnCuda(state, faded) => {
-                state.elements() + faded.as_ref().map_or(0, Faded::elements)
+        let of_faded = |faded: &Option<Faded<B>>| faded.as_ref().map_or(0, Faded::elements);
+        match &self.cache {
+            CacheStorage::Rescaled(past) => past.elements(),
+            CacheStorage::Plain(cache, faded) => cache.elements() + of_faded(faded),
+            CacheStorage::Cuda(CudaCache { tokens, faded }) => {
+                tokens.as_ref().map_or(0, |tokens| tokens.elements()) + of_faded(faded)
             }
         }
-    }
-
-    fn reserve(&mut self, tokens: usize) {
-        self.reserved = tokens;
     }
 }
 
 impl<B: OpBackend> State<B> {
     /// Before the first token.
-    pub(super) fn new(config: &Config, shape: &AttentionShape) -> Self {
-        let held = match config.gate_source {
-            GateSource::Hidden => Held::Rescaled(Past::new(CHUNK, None)),
-            GateSource::Key => Held::Plain(KvCache::new(shape.window), None),
+    pub(super) fn new(
+        config: &Config,
+        shape: &AttentionShape,
+        path: ExecPath,
+        capacity: usize,
+    ) -> Self {
+        let cache = match (path, config.gate_source) {
+            (ExecPath::Kernel(DeviceKind::Cuda), _) => {
+                CacheStorage::Cuda(CudaCache { tokens: None, faded: None })
+            }
+            (_, GateSource::Hidden) => CacheStorage::Rescaled(Past::new(CHUNK, None)),
+            (_, GateSource::Key) => CacheStorage::Plain(KvCache::new(shape.window, capacity), None),
         };
-        State { held, position: 0, reserved: 0 }
+        State { cache, position: 0, capacity }
     }
 }
 
@@ -69,25 +83,26 @@ impl<B: OpBackend> State<B> {
 pub(super) fn extend<B: OpBackend>(
     config: &Config,
     shape: &AttentionShape,
-    inputs: Inputs<B>,
+    mut inputs: Inputs<B>,
     state: &mut State<B>,
 ) -> Tensor<B, 4> {
-    if let Some(o) = extend_on_cuda(config, shape, &inputs, state) {
-        return o;
-    }
-    let Inputs { q, k, v, projections, parameters } = inputs.widened();
-    let tokens = q.dims()[2];
-    let [q, k] = [q, k].map(|x| config.rotate(x, state.position));
+    let tokens = inputs.q.dims()[2];
+    inputs.q = config.rotate(inputs.q, state.position);
+    inputs.k = config.rotate(inputs.k, state.position);
     state.position += tokens;
-    let outputs = match &mut state.held {
-        Held::OnCuda(..) => unreachable!("served above"),
-        Held::Rescaled(past) => {
+    let outputs = match &mut state.cache {
+        CacheStorage::Cuda(cache) => {
+            return extend_on_cuda(config, shape, inputs, cache, state.capacity);
+        }
+        CacheStorage::Rescaled(past) => {
+            let Inputs { q, k, v, projections, parameters } = inputs;
             let logits = config.logits(shape, k.clone(), &projections, &parameters);
             let log_decay = config.log_decay(shape, logits);
             let rows = rows(shape, q, keys(shape, [k, v, log_decay]), config.sinks_of(&parameters));
             extend_past(config, shape, past, &rows)
         }
-        Held::Plain(cache, faded) => {
+        CacheStorage::Plain(cache, faded) => {
+            let Inputs { q, k, v, projections, parameters } = inputs;
             let [k, v] = cache.append(k, v);
             let logits = config.logits(shape, k.clone(), &projections, &parameters);
             let log_decay = config.log_decay(shape, logits);
@@ -109,48 +124,35 @@ pub(super) fn extend<B: OpBackend>(
     join(shape, outputs)
 }
 
-/// As [`extend`], where the kernels for CUDA serve and no other path has begun the sequence.
-///
-/// # Panics
-/// When they do not, though they have begun it.
+/// [`extend`] by the kernels for CUDA, of rotated q and k.
 fn extend_on_cuda<B: OpBackend>(
     config: &Config,
     shape: &AttentionShape,
-    Inputs { q, k, v, projections, parameters }: &Inputs<B>,
-    state: &mut State<B>,
-) -> Option<Tensor<B, 4>> {
-    let begun = matches!(state.held, Held::OnCuda(..));
-    let gate_type = projections.first().map_or(DType::F32, |x| x.dtype());
-    let served = cuda_inputs([q, k, v]).is_some() && matches!(gate_type, DType::F32 | DType::BF16);
-    assert!(served || !begun, "inputs of {:?} after a state of bf16 on CUDA's kernels", q.dtype());
-    if !served || (state.position > 0 && !begun) {
-        return None;
-    }
-    let [q, k] = [q, k].map(|x| config.rotate(x.clone(), state.position));
+    Inputs { q, k, v, projections, parameters }: Inputs<B>,
+    cache: &mut CudaCache<B>,
+    capacity: usize,
+) -> Tensor<B, 4> {
     let gate_heads = config.gate_heads_of(shape);
-    let of_gates = repeat_heads(k.clone(), gate_heads / shape.kv_heads);
     let tokens = q.dims()[2];
-    let [q, of_gates, v] = cuda_inputs([&q, &of_gates, v])?;
+    let of_gates = on_cuda(repeat_heads(k.clone(), gate_heads / shape.kv_heads));
+    let [q, v] = [q, v].map(on_cuda);
     let gate = if tokens == 1 && config.gate_source == GateSource::Key {
-        let [weight, bias] = [0, 1].map(|at| B::into_cuda(primitive(parameters[at].clone())));
-        cuda::logits_of_token(&of_gates, [&weight?, &bias?], config.gate_dims_of(shape))
+        let [weight, bias] = [0, 1].map(|at| on_cuda(parameters[at].clone()));
+        cuda::logits_of_token(&of_gates, [&weight, &bias], config.gate_dims_of(shape))
     } else {
-        B::into_cuda(primitive(config.logits(shape, k, projections, parameters)))?
+        on_cuda(config.logits(shape, k, &projections, &parameters))
     };
-    if !begun {
-        let capacity = capacity(shape.window, state.reserved, tokens);
-        let held = cuda::decode::State::new(&of_gates, &v, capacity);
-        state.held = Held::OnCuda(Box::new(held), None);
-    }
-    let Held::OnCuda(held, faded) = &mut state.held else { unreachable!("set above") };
-    state.position += tokens;
+    let held = cache.tokens.get_or_insert_with(|| {
+        let capacity = capacity_of(shape.window, capacity, tokens);
+        Box::new(cuda::decode::State::new(&of_gates, &v, capacity))
+    });
     let op =
         Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };
     let before = held.tiles();
-    let sinks = config.sinks_of(parameters).and_then(|x| B::into_cuda(primitive(x)));
+    let sinks = config.sinks_of(&parameters).map(on_cuda);
     let results = held.extend(&op, [&q, &of_gates, &v], &gate, sinks.as_ref());
     let [o, sums] = results.map(|x| tensor(B::from_cuda(primitive(x))));
-    let o = match faded {
+    let o = match &cache.faded {
         None => o,
         Some(faded) => faded.join(o, sums),
     };
@@ -162,10 +164,10 @@ fn extend_on_cuda<B: OpBackend>(
             let values: Tensor<B, 4> = tensor(B::from_cuda(held.evict(tiles)));
             let [batch, kv_heads, tokens, channels] = values.dims();
             let values = values.reshape([batch * kv_heads, 1, 1, tokens, channels]);
-            *faded = Some(Faded::add(faded.take(), values.cast(FloatDType::F32)));
+            cache.faded = Some(Faded::add(cache.faded.take(), values.cast(FloatDType::F32)));
         }
     }
-    Some(o)
+    o
 }
 
 /// The outputs of `rows`, piece by piece, each of which joins `past`.
@@ -187,7 +189,7 @@ fn extend_past<B: OpBackend>(
     outputs
 }
 
-/// As [`Variant::state_elements`](crate::attention::Variant::state_elements).
+/// As [`VariantSpec::state_elements`](crate::attention::VariantSpec::state_elements).
 pub(super) fn state_elements(config: &Config, shape: &AttentionShape, seq_len: usize) -> usize {
     let values = shape.kv_heads * shape.head_dim;
     if config.gate_source == GateSource::Key {

@@ -77,10 +77,13 @@ use serde::{Deserialize, Serialize};
 
 pub use self::decode::State;
 use super::blocks::repeat_heads;
-use super::flash::cuda_inputs;
+use super::flash;
 use super::rotation::Rotation;
 use super::softmax::sinks;
-use super::{AttentionShape, DocumentStarts, Inputs, Parameter, Projection, Start, Variant};
+use super::{
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, Parameter, Projection, Variant,
+    VariantSpec,
+};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -283,12 +286,14 @@ impl Config {
     }
 }
 
-impl Variant for Config {
-    type State<B: OpBackend> = State<B>;
-
+impl VariantSpec for Config {
     const SOURCE: &'static str = "Wall attention (Pai et al., 2026)";
 
-    const KERNELS: &'static [&'static str] = &["cuda"];
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if self.rope {
@@ -309,7 +314,7 @@ impl Variant for Config {
         match self.gate_source {
             GateSource::Key => vec![],
             GateSource::Hidden => {
-                vec![Projection::new("gate", features).bias(Start::Constant(self.bias_init))]
+                vec![Projection::new("gate", features).bias(Init::Constant(self.bias_init))]
             }
         }
     }
@@ -324,70 +329,19 @@ impl Variant for Config {
             Parameter {
                 name: "key_gate_weight",
                 elements: features * shape.head_dim,
-                start: Start::Normal(0.02),
+                init: Init::Normal(0.02),
             },
             Parameter {
                 name: "key_gate_bias",
                 elements: features,
-                start: Start::Constant(self.bias_init),
+                init: Init::Constant(self.bias_init),
             },
         ];
         of_gate.into_iter().chain(sinks).collect()
     }
 
-    fn attend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        Inputs { q, k, v, projections, parameters }: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Tensor<B, 4> {
-        let [q, k] = [q, k].map(|x| self.rotate_in_documents(x, &documents));
-        let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
-        // Each gate has its keys.
-        let gate_heads = self.gate_heads_of(shape);
-        let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
-        let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
-        let op = Wall { config: self.clone(), shape };
-        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
-        let [q, k, v] = [q, k, v].map(primitive);
-        tensor(match self.sinks_of(&parameters) {
-            None => B::run(&op, [q, k, v, gate], ints),
-            Some(sinks) => B::run(&op, [q, k, v, gate, primitive(sinks)], ints),
-        })
-    }
-
     fn prunes(&self) -> bool {
         self.prune
-    }
-
-    fn share_left_out<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        documents: DocumentStarts<B>,
-    ) -> Option<f64> {
-        // The reference prunes nothing.
-        let served = cuda_inputs([&inputs.q, &inputs.k, &inputs.v]).is_some();
-        if !served || !(Wall { config: self.clone(), shape: *shape }).prunes() {
-            return None;
-        }
-        let Inputs { k, projections, parameters, .. } = inputs.widened();
-        let k = self.rotate_in_documents(k, &documents);
-        let logits = self.logits(shape, k, &projections, &parameters);
-        Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
-    }
-
-    fn start<B: OpBackend>(&self, shape: &AttentionShape) -> State<B> {
-        State::new(self, shape)
-    }
-
-    fn extend<B: OpBackend>(
-        &self,
-        shape: &AttentionShape,
-        inputs: Inputs<B>,
-        state: &mut State<B>,
-    ) -> Tensor<B, 4> {
-        decode::extend(self, shape, inputs, state)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -410,6 +364,69 @@ impl Variant for Config {
 
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
         decode::state_elements(self, shape, seq_len) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let [q, k] = [q, k].map(|x| self.rotate_in_documents(x, &documents));
+        let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
+        // Each gate has its keys.
+        let gate_heads = self.gate_heads_of(shape);
+        let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
+        let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
+        let op = Wall { config: self.clone(), shape };
+        let ints: Vec<_> = documents.into_iter().map(Tensor::into_primitive).collect();
+        let [q, k, v] = [q, k, v].map(primitive);
+        tensor(match self.sinks_of(&parameters) {
+            None => path.run::<B, _, 4>(&op, [q, k, v, gate], &ints),
+            Some(sinks) => path.run::<B, _, 5>(&op, [q, k, v, gate, primitive(sinks)], &ints),
+        })
+    }
+
+    fn share_left_out<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Option<f64> {
+        // The reference prunes nothing.
+        let prunes = (Wall { config: self.clone(), shape: *shape }).prunes();
+        if path == ExecPath::Reference || !prunes {
+            return None;
+        }
+        let Inputs { k, projections, parameters, .. } = inputs.in_f32();
+        let k = self.rotate_in_documents(k, &documents);
+        let logits = self.logits(shape, k, &projections, &parameters);
+        Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        path: ExecPath,
+        capacity: usize,
+    ) -> State<B> {
+        State::new(self, shape, path, capacity)
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        decode::extend(self, shape, inputs, state)
     }
 }
 

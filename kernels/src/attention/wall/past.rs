@@ -118,7 +118,7 @@ impl<B: OpBackend> Past<B> {
     }
 
     /// Tokens until the open chunk is complete, at least 1.
-    pub fn room(&self) -> usize {
+    pub fn capacity(&self) -> usize {
         self.chunk - self.open_len()
     }
 

@@ -81,7 +81,7 @@ pub(super) fn join<B: OpBackend>(
 /// into memory.
 pub(super) fn next_piece<B: OpBackend>(past: &Past<B>, rows: &Rows<B>, first: usize) -> usize {
     let [n, group, _, tokens, _] = rows.q.dims();
-    let limit = (tokens - first).min(past.room());
+    let limit = (tokens - first).min(past.capacity());
     let per_row = n * group * (past.len() + limit);
     piece_len(limit.min((BLOCK_ELEMENTS / per_row).max(1)))
 }

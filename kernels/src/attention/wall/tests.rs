@@ -15,7 +15,7 @@ use serde::de::value::{Error as ValueError, MapDeserializer};
 
 use super::{Config, GateHeads, GateSource, KeyGate};
 use crate::attention::conformance::{Conformance, bf16_agrees_at, softmax_oracle};
-use crate::attention::{AttentionConfig, AttentionShape, Inputs, Variant};
+use crate::attention::{AttentionConfig, AttentionShape, Inputs, VariantSpec, dispatch};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -213,7 +213,7 @@ fn saturated_gates_agree_with_the_oracle() {
             projections: vec![logits.clone()],
             parameters: vec![],
         };
-        let got = values(config.attend(&shape, inputs, None));
+        let got = values(dispatch::attend(&config, &shape, inputs, None));
         let logits = Oracle::new(&[1, seq_len, 4], values(logits));
         let inputs = [oracle(q.clone()), oracle(k.clone()), oracle(v.clone()), logits];
         let want = config.oracle(&shape, &inputs, &[vec![0; seq_len]]);

@@ -9,7 +9,9 @@ use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use clap::ValueEnum;
-use longwall_kernels::attention::{AttentionConfig, AttentionShape, DocumentStarts, Inputs};
+use longwall_kernels::attention::{
+    AttentionConfig, AttentionShape, DocumentStarts, ExecPath, Inputs, Kernel,
+};
 use longwall_kernels::backend::{OpBackend, with_reference};
 use longwall_kernels::device::{Device, OnDevice};
 use longwall_train::config::{SizeNames, check_kind, parse_kind};
@@ -120,13 +122,14 @@ fn use_reference(
     shape: &OpShape,
     device: &Device,
 ) -> Result<bool> {
-    let name = device.kind();
-    let has_kernel = config.runs_kernel(name, &shape.layer, shape.batch, DType::F32);
+    let kernel = Kernel { device: device.kind(), dtype: DType::F32 };
+    let has_kernel = config.path(kernel, &shape.layer, shape.batch) != ExecPath::Reference;
     if path == Some(PathArg::Kernel) && !has_kernel {
         bail!(
-            "--path is kernel, but kind {} has no kernel for f32 on {name}; allowed: reference\n  \
+            "--path is kernel, but kind {} has no kernel for f32 on {}; allowed: reference\n  \
              hint: leave --path out, or choose another --device",
-            config.kind()
+            config.kind(),
+            kernel.device
         );
     }
     Ok(path == Some(PathArg::Reference) || !has_kernel)

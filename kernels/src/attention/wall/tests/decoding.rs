@@ -5,8 +5,8 @@ use burn::tensor::{FloatDType, Tensor};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate, State};
-use crate::attention::{AttentionShape, DecodeState, Inputs, Start, Variant};
+use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
+use crate::attention::{AttentionShape, DecodeState, Init, Inputs, VariantSpec, dispatch};
 use crate::backend::{OpBackend, with_reference};
 
 const BATCH: usize = 2;
@@ -22,8 +22,8 @@ fn inputs(config: &Config, seq_len: usize) -> Inputs<Flex> {
 
 fn inputs_of(config: &Config, shape: &AttentionShape, seq_len: usize) -> Inputs<Flex> {
     let head_dim = shape.head_dim;
-    let bias = |start: &Option<Start>| match start {
-        Some(Start::Constant(bias)) => *bias,
+    let bias = |init: &Option<Init>| match init {
+        Some(Init::Constant(bias)) => *bias,
         _ => 0.0,
     };
     Inputs {
@@ -38,7 +38,7 @@ fn inputs_of(config: &Config, shape: &AttentionShape, seq_len: usize) -> Inputs<
         parameters: config
             .parameters(shape)
             .into_iter()
-            .map(|p| random([p.elements], 5) * 0.1 + bias(&Some(p.start)))
+            .map(|p| random([p.elements], 5) * 0.1 + bias(&Some(p.init)))
             .collect(),
     }
 }
@@ -55,13 +55,17 @@ fn cut<B: OpBackend>(inputs: &Inputs<B>, first: usize, n: usize) -> Inputs<B> {
 }
 
 /// The outputs of a prefill and of single steps after it, and the elements held after each.
-fn decode(config: &Config, prefill: usize, seq_len: usize) -> (Vec<f64>, Vec<usize>, State<Flex>) {
+fn decode(
+    config: &Config,
+    prefill: usize,
+    seq_len: usize,
+) -> (Vec<f64>, Vec<usize>, dispatch::State<Config, Flex>) {
     let (shape, inputs) = (shape(), inputs(config, seq_len));
-    let mut state = config.start(&shape);
-    let mut outputs = vec![config.extend(&shape, cut(&inputs, 0, prefill), &mut state)];
+    let mut state = dispatch::State::new(0);
+    let mut outputs = vec![dispatch::extend(config, &shape, cut(&inputs, 0, prefill), &mut state)];
     let mut held = vec![state.elements()];
     for t in prefill..seq_len {
-        outputs.push(config.extend(&shape, cut(&inputs, t, 1), &mut state));
+        outputs.push(dispatch::extend(config, &shape, cut(&inputs, t, 1), &mut state));
         held.push(state.elements());
     }
     (values(Tensor::cat(outputs, 2)), held, state)
@@ -85,11 +89,11 @@ fn steps_across_chunks_equal_the_full_pass() {
         for window in [None, Some(50), Some(128), Some(200)] {
             let shape = AttentionShape { window, ..shape() };
             let inputs = inputs(&config, 450);
-            let full = values(config.attend(&shape, inputs.clone(), None));
-            let mut state = config.start::<Flex>(&shape);
+            let full = values(dispatch::attend(&config, &shape, inputs.clone(), None));
+            let mut state = dispatch::State::<_, Flex>::new(0);
             let (mut outputs, mut first) = (vec![], 0);
             for n in [127, 1, 1, 126, 2, 100, 1, 30, 1, 1, 60] {
-                outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
+                outputs.push(dispatch::extend(&config, &shape, cut(&inputs, first, n), &mut state));
                 first += n;
             }
             let steps = values(Tensor::cat(outputs, 2));
@@ -162,11 +166,11 @@ fn evicted_tokens_keep_their_weight() {
     let ones = Tensor::ones([BATCH, shape.kv_heads, 896, 8], &Default::default());
     let zeros = Tensor::zeros([BATCH, shape.kv_heads, n - 896, 8], &Default::default());
     inputs.v = Tensor::cat(vec![ones, zeros], 2);
-    let mut state = config.start::<Flex>(&shape);
-    config.extend(&shape, cut(&inputs, 0, n - 1), &mut state);
+    let mut state = dispatch::State::<_, Flex>::new(0);
+    dispatch::extend(&config, &shape, cut(&inputs, 0, n - 1), &mut state);
     let one_chunk = BATCH * config.state_elements(&shape, 128) as usize;
     assert!(state.elements() < 2 * one_chunk, "{} elements", state.elements());
-    let share = values(config.extend(&shape, cut(&inputs, n - 1, 1), &mut state));
+    let share = values(dispatch::extend(&config, &shape, cut(&inputs, n - 1, 1), &mut state));
     assert!(share.iter().all(|&share| share > 0.8 && share < 0.9), "{share:?}");
 }
 
@@ -183,8 +187,8 @@ fn one_open_channel_keeps_a_key() {
             0 => closed,
             _ => Tensor::cat(vec![closed, opened], 2),
         };
-        let mut state = config.start::<Flex>(&shape);
-        config.extend(&shape, inputs, &mut state);
+        let mut state = dispatch::State::<_, Flex>::new(0);
+        dispatch::extend(&config, &shape, inputs, &mut state);
         state.elements()
     };
     let all = BATCH * config.state_elements(&shape, n) as usize;
@@ -217,18 +221,18 @@ fn cuda_eviction_frees_memory_and_changes_outputs_within_its_promise() {
         };
         let run = |evict_below: Option<f32>| {
             let config = Config { evict_below, ..config.clone() };
-            let mut state = config.start::<Cuda>(&shape);
+            let mut state = dispatch::State::<_, Cuda>::new(0);
             let mut outputs = vec![];
             let mut first = 0;
             for n in [&[prefill][..], &[1; 140], &[tokens - prefill - 140]].concat() {
-                outputs.push(config.extend(&shape, cut(&inputs, first, n), &mut state));
+                outputs.push(dispatch::extend(&config, &shape, cut(&inputs, first, n), &mut state));
                 first += n;
             }
             (values(Tensor::cat(outputs, 2)), state.elements())
         };
         let ((full, all), (evicted, few)) = (run(None), run(Some(1e-4)));
         assert!(few < all / 2, "{config:?}: {few} elements of {all}");
-        let want = with_reference(|| values(config.attend(&shape, inputs, None)));
+        let want = with_reference(|| values(dispatch::attend(&config, &shape, inputs, None)));
         let largest = want.iter().fold(0.0f64, |a, x| a.max(x.abs()));
         for (name, got) in [("all", full), ("evicting", evicted)] {
             let difference = largest_difference(&want, &got);

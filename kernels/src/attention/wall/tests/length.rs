@@ -10,7 +10,7 @@ use crate::attention::wall::past::Past;
 use crate::attention::wall::piece::Rows;
 use crate::attention::wall::reference::{CHUNK, attend_next, keys, rows};
 use crate::attention::wall::{Config, decode};
-use crate::attention::{AttentionShape, DecodeState, Inputs, Variant};
+use crate::attention::{AttentionShape, DecodeState, Inputs, dispatch};
 use crate::backend::OpBackend;
 use crate::{Cpu, Cuda};
 
@@ -219,7 +219,7 @@ fn a_whole_row_with_a_window_is_finite_both_ways() {
         projections: vec![logits.clone()],
         parameters: vec![],
     };
-    let o = Config::default().attend(&shape, inputs, None);
+    let o = dispatch::attend(&Config::default(), &shape, inputs, None);
     assert_eq!(o.dims(), [1, 1, SEQ_LEN, DIM]);
     let grads = o.clone().sum().backward();
     assert!(values(o).iter().all(|x| x.is_finite()));
@@ -236,13 +236,13 @@ fn a_whole_row_with_a_window_is_finite_both_ways() {
 fn a_window_bounds_the_state() {
     let shape = AttentionShape { window: Some(200), ..shape() };
     let config = Config::default();
-    let mut state = config.start::<Flex>(&shape);
+    let mut state = dispatch::State::<_, Flex>::new(0);
     let step = 500;
     for seed in 0..20 {
         let x = || random([1, 1, step, DIM], seed);
         let projections = vec![random([1, step, DIM], seed)];
         let inputs = Inputs { q: x(), k: x(), v: x(), projections, parameters: vec![] };
-        config.extend(&shape, inputs, &mut state);
+        dispatch::extend(&config, &shape, inputs, &mut state);
         assert!(state.elements() <= (200 + 2 * 128) * 3 * DIM, "{} elements", state.elements());
     }
 }

@@ -10,7 +10,7 @@ use crate::attention::conformance::{
 };
 use crate::attention::wall::prune::share_forgotten;
 use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
-use crate::attention::{AttentionShape, Inputs, Variant};
+use crate::attention::{AttentionShape, Inputs, dispatch};
 
 /// Gates at the clamp forget what lies two whole tiles back.
 fn closed() -> Config {
@@ -50,7 +50,7 @@ fn the_share_left_out_is_what_all_channels_forget() {
     let q = || random::<Flex, 4>([1, 1, tokens, 4], 1);
     let gates = Tensor::full([1, tokens, 4], -1000.0, &device);
     let inputs = Inputs { q: q(), k: q(), v: q(), projections: vec![gates], parameters: vec![] };
-    let none = closed().share_left_out(&AttentionShape::new(4, 1, 1, 4), inputs, None);
+    let none = dispatch::share_left_out(&closed(), &AttentionShape::new(4, 1, 1, 4), inputs, None);
     assert_eq!(none, None, "the CPU prunes nothing");
 }
 
@@ -110,7 +110,7 @@ fn cuda_pruned_documents_do_not_reach_each_other() {
         };
         let data = TensorData::new(starts.clone(), [2, tokens]);
         let documents = Tensor::<Autodiff<Cuda>, 2, Int>::from_data(data, &device);
-        let o = closed().attend(&shape, inputs, Some(documents));
+        let o = dispatch::attend(&closed(), &shape, inputs, Some(documents));
         let grads = o.powi_scalar(2).sum().backward();
         [&q, &k, &v].map(|x| values(x.grad(&grads).expect("a gradient")))
     };
@@ -156,10 +156,10 @@ fn cuda_pruned_keys_are_not_read() {
     let k = random::<Cuda, 4>([2, 2, tokens, 64], 2);
     let nothing = Tensor::full([2, 2, far, 64], f32::NAN, &Default::default());
     let holed = Tensor::cat(vec![nothing, k.clone().narrow(2, far, tokens - far)], 2);
-    let share = closed().share_left_out(&shape, inputs(k.clone()), None);
+    let share = dispatch::share_left_out(&closed(), &shape, inputs(k.clone()), None);
     assert!(share.is_some_and(|share| share > 0.5), "{share:?}");
     let [want, got] = [k, holed].map(|k| {
-        let o = closed().attend(&shape, inputs(k), None);
+        let o = dispatch::attend(&closed(), &shape, inputs(k), None);
         values(o.narrow(2, near, tokens - near))
     });
     assert_eq!(want, got);

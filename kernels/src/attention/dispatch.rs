@@ -1,0 +1,220 @@
+//! Which implementation serves a call.
+//!
+//! A kind says where it has kernels ([`VariantSpec::KERNELS`]) and what they serve
+//! ([`VariantSpec::serves`]). It is asked once a call; the answer, a [`ExecPath`], decides the type that
+//! the call computes in and goes down to the kind's code, which therefore knows its device without
+//! looking for it.
+
+use std::fmt::{self, Display};
+
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor, TensorMetadata};
+
+use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec};
+use crate::backend::{Op, OpBackend, kernels_allowed, primitive, run_reference};
+use crate::cuda::CudaTensor;
+use crate::device::DeviceKind;
+
+/// A kernel of a kind: the device it runs on, and the type of q, k and v that it takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// The device.
+    pub device: DeviceKind,
+    /// The type of q, k and v.
+    pub dtype: DType,
+}
+
+impl Kernel {
+    /// On the CPU, in f32.
+    pub const CPU_F32: Kernel = Kernel { device: DeviceKind::Cpu, dtype: DType::F32 };
+
+    /// On CUDA, in bf16.
+    pub const CUDA_BF16: Kernel = Kernel { device: DeviceKind::Cuda, dtype: DType::BF16 };
+}
+
+/// What serves a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExecPath {
+    /// The kind's kernel for this device.
+    Kernel(DeviceKind),
+    /// The kind's reference: plain tensor operations, in f32 where the inputs are bf16.
+    Reference,
+}
+
+impl Display for ExecPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ExecPath::Kernel(device) => write!(f, "kernel for {device}"),
+            ExecPath::Reference => f.write_str("reference"),
+        }
+    }
+}
+
+impl ExecPath {
+    /// The path of `batch` sequences of a layer whose q, k and v would need `kernel`.
+    pub fn of<V: VariantSpec>(
+        variant: &V,
+        kernel: Kernel,
+        shape: &AttentionShape,
+        batch: usize,
+    ) -> Self {
+        let served = V::KERNELS.contains(&kernel) && variant.serves(kernel, shape, batch);
+        if served { ExecPath::Kernel(kernel.device) } else { ExecPath::Reference }
+    }
+
+    /// The path of these inputs. Under [`with_reference`](crate::backend::with_reference) it is the
+    /// reference.
+    ///
+    /// # Panics
+    /// When q, k and v are not of one type.
+    fn of_inputs<V: VariantSpec, B: OpBackend>(
+        variant: &V,
+        shape: &AttentionShape,
+        Inputs { q, k, v, .. }: &Inputs<B>,
+    ) -> Self {
+        let dtype = q.dtype();
+        let types = [dtype, k.dtype(), v.dtype()];
+        assert!(types.iter().all(|x| *x == dtype), "types of q, k and v: {types:?}");
+        if !kernels_allowed() {
+            return ExecPath::Reference;
+        }
+        Self::of(variant, Kernel { device: DeviceKind::of::<B>(), dtype }, shape, q.dims()[0])
+    }
+
+    /// The type in which the path computes, and keeps what decoding needs, for q, k and v of type
+    /// `dtype`.
+    pub fn dtype(self, dtype: DType) -> DType {
+        match self {
+            ExecPath::Reference if dtype == DType::BF16 => DType::F32,
+            _ => dtype,
+        }
+    }
+
+    /// The inputs in the path's type.
+    fn cast<B: OpBackend>(self, inputs: Inputs<B>) -> Inputs<B> {
+        match self {
+            ExecPath::Kernel(_) => inputs,
+            ExecPath::Reference => inputs.in_f32(),
+        }
+    }
+
+    /// Runs a kind's operation on this path.
+    ///
+    /// # Panics
+    /// When the path is a kernel's, and the operation has none for these inputs: then
+    /// [`VariantSpec::serves`] says yes to what the kernel declines.
+    pub(crate) fn run<B: OpBackend, O: Op<N>, const N: usize>(
+        self,
+        op: &O,
+        inputs: [FloatTensor<B>; N],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        match self {
+            ExecPath::Reference => run_reference::<B, O, N>(op, inputs, ints),
+            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, ints).unwrap_or_else(|| {
+                let inputs = inputs.each_ref().map(|x| (x.shape(), x.dtype()));
+                panic!("{op:?} has no kernel on {device} for {inputs:?}, which its kind serves")
+            }),
+        }
+    }
+}
+
+/// `x` as the kernels for CUDA take it.
+///
+/// # Panics
+/// Where the path is not theirs, and while autodiff records: work on these tensors has no gradient.
+pub(super) fn on_cuda<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> CudaTensor {
+    B::into_cuda(primitive(x)).unwrap_or_else(|| {
+        panic!(
+            "a tensor of {} for kernels for CUDA, without a gradient",
+            std::any::type_name::<B>()
+        )
+    })
+}
+
+/// As [`Variant::attend`], on the path that serves these inputs; the output is of q's type.
+pub fn attend<V: Variant, B: OpBackend>(
+    variant: &V,
+    shape: &AttentionShape,
+    inputs: Inputs<B>,
+    documents: DocumentStarts<B>,
+) -> Tensor<B, 4> {
+    let path = ExecPath::of_inputs(variant, shape, &inputs);
+    attend_on(path, variant, shape, inputs, documents)
+}
+
+/// [`attend`] on a path that the caller chooses.
+pub(super) fn attend_on<V: Variant, B: OpBackend>(
+    path: ExecPath,
+    variant: &V,
+    shape: &AttentionShape,
+    inputs: Inputs<B>,
+    documents: DocumentStarts<B>,
+) -> Tensor<B, 4> {
+    let dtype = inputs.q.dtype();
+    variant.attend(shape, path.cast(inputs), documents, path).cast(dtype)
+}
+
+/// As [`Variant::share_left_out`], on the path that serves these inputs.
+pub fn share_left_out<V: Variant, B: OpBackend>(
+    variant: &V,
+    shape: &AttentionShape,
+    inputs: Inputs<B>,
+    documents: DocumentStarts<B>,
+) -> Option<f64> {
+    let path = ExecPath::of_inputs(variant, shape, &inputs);
+    variant.share_left_out(shape, path.cast(inputs), documents, path)
+}
+
+/// What decoding keeps between calls, from the first tokens on: these decide the path.
+#[derive(Clone, Debug)]
+pub struct State<V: Variant, B: OpBackend> {
+    /// The path, and what the kind keeps on it.
+    begun: Option<(ExecPath, V::State<B>)>,
+    /// Tokens to make room for.
+    capacity: usize,
+}
+
+impl<V: Variant, B: OpBackend> State<V, B> {
+    /// Before the first token; `capacity` as in [`Variant::init_state`].
+    pub fn new(capacity: usize) -> Self {
+        State { begun: None, capacity }
+    }
+
+    /// The path of the first tokens.
+    pub fn path(&self) -> Option<ExecPath> {
+        self.begun.as_ref().map(|(path, _)| *path)
+    }
+}
+
+impl<V: Variant, B: OpBackend> DecodeState for State<V, B> {
+    fn elements(&self) -> usize {
+        self.begun.as_ref().map_or(0, |(_, state)| state.elements())
+    }
+
+    fn share_left_out(&self) -> Option<f64> {
+        self.begun.as_ref()?.1.share_left_out()
+    }
+}
+
+/// As [`Variant::extend`], on the path of the state's first tokens; the output is of q's type.
+///
+/// # Panics
+/// When these inputs take another path than the first tokens did.
+pub fn extend<V: Variant, B: OpBackend>(
+    variant: &V,
+    shape: &AttentionShape,
+    inputs: Inputs<B>,
+    state: &mut State<V, B>,
+) -> Tensor<B, 4> {
+    let path = ExecPath::of_inputs(variant, shape, &inputs);
+    let (dtype, batch) = (inputs.q.dtype(), inputs.q.dims()[0]);
+    let capacity = state.capacity;
+    let (begun, state) =
+        state.begun.get_or_insert_with(|| (path, variant.init_state(shape, path, capacity)));
+    assert!(
+        *begun == path,
+        "the state was made for the {begun}, and {dtype:?} inputs of {batch} sequences take the {path}"
+    );
+    variant.extend(shape, path.cast(inputs), state, path).cast(dtype)
+}
