@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up and runs every check: formatting, lints, tests, documentation.
-# Needs Rust (rust-toolchain.toml names the version), a C compiler, and Python 3 for the test of the
-# benchmarks' tables; about 20 minutes on 2 cores from nothing, a few when built before.
+# Needs Rust (rust-toolchain.toml names the version) and a C compiler; about 20 minutes on 2 cores
+# from nothing, a few when built before. The tables of benchmarks are checked where there is Python 3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,6 +20,12 @@ step "build and tests"
 cargo nextest run --workspace --release --locked
 step "documentation examples"
 cargo test --workspace --release --locked --doc --quiet
+if command -v python3 > /dev/null; then
+  step "tables of benchmarks"
+  python3 -B benchmarks/tables.py tests/bench_results | diff tests/bench_results/expected.md -
+else
+  step "no python3: the tables of benchmarks, which it makes, are not checked"
+fi
 step "lints"
 cargo clippy --workspace --release --locked --all-targets -- -D warnings
 step "documentation"

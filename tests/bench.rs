@@ -1,8 +1,6 @@
 //! `longwall bench`: measurements that need no data and leave nothing behind.
 
 use std::fs;
-use std::path::Path;
-use std::process::Command;
 
 use crate::support::Workspace;
 
@@ -331,16 +329,4 @@ fn mistakes_in_the_use_of_a_benchmark() {
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(error.contains(told), "{error}");
     }
-}
-
-/// The peers' results in `bench_results` were recorded; ours, and the errors, are made up.
-#[test]
-fn tables_compare_ours_with_the_peers_and_say_what_is_missing() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut python = Command::new("python3");
-    python.arg("-B").args(["benchmarks/tables.py", "tests/bench_results"].map(|p| root.join(p)));
-    let output = python.output().expect("python3, which makes the tables of benchmarks, starts");
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{stderr}");
-    insta::assert_snapshot!(String::from_utf8(output.stdout).unwrap());
 }
