@@ -1,6 +1,7 @@
 use burn::backend::Flex;
 use burn::module::Param;
 use burn::tensor::{Int, Tensor, TensorData};
+use longwall_model::layers::Attention;
 use longwall_model::{LanguageModel, ModelConfig};
 
 const TOKENS: usize = 90;
@@ -15,6 +16,38 @@ fn share(decay: f64, starts: &[usize]) -> f64 {
         pairs += i + 1 - start;
     }
     left_out as f64 / pairs as f64
+}
+
+/// Makes all keys zero and lets each step decay by `decay`.
+fn decay_by(decay: f64, attention: &mut Attention<Flex>) {
+    let zeros = |x: &Param<Tensor<Flex, 2>>| Param::from_tensor(x.val().zeros_like());
+    attention.k.weight = zeros(&attention.k.weight);
+    let gate = attention.extra.get_mut("forget_gate").expect("FoX has one");
+    gate.weight = zeros(&gate.weight);
+    // ln σ(logit) = −decay.
+    let logit = -(f64::exp(decay) - 1.0).ln();
+    let logits = Tensor::full([2], logit as f32, &Default::default());
+    gate.bias = Some(Param::from_tensor(logits));
+}
+
+fn ints(values: Vec<i32>) -> Tensor<Flex, 2, Int> {
+    Tensor::from_data(TensorData::new(values, [1, TOKENS]), &Default::default())
+}
+
+fn tokens() -> Tensor<Flex, 2, Int> {
+    ints((0..TOKENS as i32).map(|t| t * t % 23).collect())
+}
+
+#[test]
+fn layers_of_kinds_that_do_not_prune_leave_nothing_out() {
+    let table = "layers = 3\nwidth = 16\nheads = 2\npattern = [\"rope\", \"fox\"]\n\
+                 kinds.fox = { kind = \"fox\", prune = true }";
+    let config: ModelConfig = toml::from_str(table).expect("a valid table");
+    let mut model = LanguageModel::<Flex>::new(&config, 23, TOKENS, 3, &Default::default());
+    decay_by(0.5, &mut model.blocks[1].attention);
+    let got = model.share_left_out(tokens(), None).expect("FoX prunes");
+    let want = share(0.5, &[0; TOKENS]) / 3.0;
+    assert!(want > 0.0 && (got - want).abs() < 1e-12, "{got} for {want}");
 }
 
 /// The mean over the layers, each with its own gates, whatever stands around attention.
@@ -32,20 +65,8 @@ fn the_share_left_out_is_that_of_every_layer() {
             let config: ModelConfig = toml::from_str(&table).expect("a valid table");
             let mut model = LanguageModel::<Flex>::new(&config, 23, TOKENS, 3, &device);
             for (block, decay) in model.blocks.iter_mut().zip(decays) {
-                let zeros = |x: &Param<Tensor<Flex, 2>>| Param::from_tensor(x.val().zeros_like());
-                let attention = &mut block.attention;
-                attention.k.weight = zeros(&attention.k.weight);
-                let gate = attention.extra.get_mut("forget_gate").expect("FoX has one");
-                gate.weight = zeros(&gate.weight);
-                // ln σ(logit) = −decay.
-                let logit = -(f64::exp(decay) - 1.0).ln();
-                gate.bias = Some(Param::from_tensor(Tensor::full([2], logit as f32, &device)));
+                decay_by(decay, &mut block.attention);
             }
-            let ints = |values: Vec<i32>| {
-                let data = TensorData::new(values, [1, TOKENS]);
-                Tensor::<Flex, 2, Int>::from_data(data, &device)
-            };
-            let tokens = || ints((0..TOKENS as i32).map(|t| t * t % 23).collect());
             for starts in [None, Some(&packed)] {
                 let documents =
                     starts.map(|starts| ints(starts.iter().map(|&t| t as i32).collect()));

@@ -221,7 +221,7 @@ fn print(info: &Info) {
 
 /// What the layers of each kind of a pattern cost.
 fn print_layers(layers: &[Layers]) {
-    println!("attention by kind of layer (of all its layers; layers counted from 0):");
+    println!("attention by kind, summed over the layers of each, which are counted from 0:");
     println!(
         "  name              kind              window   parameters  MFLOP/token  state bytes  layers"
     );

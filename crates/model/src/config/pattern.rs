@@ -80,16 +80,22 @@ pub struct NamedKind {
 }
 
 impl<'de> Deserialize<'de> for NamedKind {
-    /// Takes `window` out of the table; the rest is the attention variant's, which rejects keys that
-    /// it does not know.
+    /// The attention variant rejects the keys that it does not know; `window` joins those that its
+    /// error lists.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut table = toml::Table::deserialize(deserializer)?;
-        let message = |error: toml::de::Error| error.message().to_owned();
-        let window = table.remove("window").map(toml::Value::try_into).transpose();
-        let window = window.map_err(message).map_err(D::Error::custom)?;
-        let attention = table.try_into().map_err(message).map_err(|message| {
-            let keys = message.starts_with("unknown field") && message.ends_with('`');
-            D::Error::custom(if keys { format!("{message}, `window`") } else { message })
+        #[derive(Deserialize)]
+        struct Table {
+            #[serde(flatten)]
+            attention: AttentionConfig,
+            window: Option<Window>,
+        }
+        let Table { attention, window } = Table::deserialize(deserializer).map_err(|error| {
+            let text = error.to_string();
+            let message = text.trim_end();
+            match message.starts_with("unknown field") && message.ends_with('`') {
+                true => D::Error::custom(format!("{message}, `window`")),
+                false => error,
+            }
         })?;
         Ok(NamedKind { attention, window })
     }
@@ -212,12 +218,16 @@ impl ModelConfig {
         );
         self.validate_names(pattern, problems);
         for name in self.kinds.keys().filter(|name| !pattern.contains(name)) {
+            let use_it = match &self.pattern {
+                Some(_) => format!("put \"{name}\" into model.pattern"),
+                None => format!("put model.pattern with \"{name}\" in place of model.attention"),
+            };
             problems.check(
                 false,
                 format!("model.kinds.{name}"),
                 "a table that no layer uses",
                 "tables that model.pattern names",
-                format!("put \"{name}\" into model.pattern, or remove the table"),
+                format!("{use_it}, or remove the table"),
             );
         }
     }
@@ -302,15 +312,12 @@ impl ModelConfig {
             (group.name, group.attention.value_dim(&shape))
         });
         let sizes: Vec<_> = sizes.collect();
-        let list = sizes.iter().map(|(name, size)| format!("{name} {size}"));
+        let list = sizes.iter().map(|(name, size)| format!("{size} of {name}"));
         problems.check(
             sizes.windows(2).all(|pair| pair[0].1 == pair[1].1),
             "model.value_residual",
-            format!(
-                "set for kinds with values of different size ({})",
-                list.collect::<Vec<_>>().join(", ")
-            ),
-            "kinds with as many channels a value",
+            format!("set, but values differ in channels ({})", list.collect::<Vec<_>>().join(", ")),
+            "kinds with as many channels in each head's values",
             "set model.value_residual = \"none\", or choose other kinds",
         );
     }

@@ -202,18 +202,44 @@ fn a_pattern_of_kinds_repeats_over_the_layers() {
 
 #[test]
 fn a_wrong_choice_of_kinds_is_told_in_full() {
-    insta::assert_snapshot!(hybrid_error(""), @"");
-    insta::assert_snapshot!(hybrid_error("pattern = []"), @"");
+    insta::assert_snapshot!(hybrid_error(""), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    model.attention is missing; allowed: a table with `kind`, or model.pattern with the kinds of the layers
+      hint: add for example [model.attention] with kind = "rope"
+    "#);
+    insta::assert_snapshot!(hybrid_error("pattern = []"), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    model.pattern is []; allowed: at least one name
+      hint: name the kinds of the first layers, for example pattern = ["wall", "rope"]
+    "#);
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"rope\", \"lokal\"]\n\
          kinds.local = { kind = \"rope\", window = 64 }"
-    ), @"");
+    ), @r#"
+    configs/small.toml: the configuration has 2 problems:
+    model.pattern.1 is "lokal"; allowed: the name of a table under model.kinds or of a kind: local, rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7
+      hint: add a table [model.kinds.lokal] with its `kind`, or use one of these
+    model.kinds.local is a table that no layer uses; allowed: tables that model.pattern names
+      hint: put "local" into model.pattern, or remove the table
+    "#);
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"rope\", \"fox\", \"fox\"]\nattention = { kind = \"rope\", theta = 0.0 }"
-    ), @"");
+    ), @r"
+    configs/small.toml: the configuration has 3 problems:
+    model.pattern is set beside model.attention; allowed: one of the two: one kind for all layers, or a pattern of kinds
+      hint: remove the table [model.attention], or model.pattern
+    model.pattern is 3 names; allowed: at most model.layers, 2: every name has a layer
+      hint: set model.layers to 3 or more, or shorten the pattern
+    model.attention.theta is 0; allowed: a number above 1
+      hint: set theta = 10000
+    ");
     insta::assert_snapshot!(hybrid_error(
         "attention = { kind = \"rope\" }\nkinds.local = { kind = \"rope\" }"
-    ), @"");
+    ), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    model.kinds.local is a table that no layer uses; allowed: tables that model.pattern names
+      hint: put model.pattern with "local" in place of model.attention, or remove the table
+    "#);
 }
 
 #[test]
@@ -221,27 +247,61 @@ fn a_kinds_problems_are_told_where_they_can_be_changed() {
     insta::assert_snapshot!(hybrid_error(
         "window = 64\npattern = [\"linear\", \"a\"]\n\
          kinds.a = { kind = \"rope\", theta = 0.5, window = 0 }"
-    ), @"");
+    ), @r#"
+    configs/small.toml: the configuration has 3 problems:
+    model.window is 64; allowed: no window with this configuration of kind = "linear"
+      hint: leave model.window out, or set model.kinds.linear.window = "none"
+    model.kinds.a.window is 0; allowed: from 1 to 16777216
+      hint: set a window of at least 1, or leave model.kinds.a.window out
+    model.kinds.a.theta is 0.5; allowed: a number above 1
+      hint: set theta = 10000
+    "#);
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"a\", \"b\"]\nhead_dim = 15\nvalue_residual = \"learned\"\n\
          kinds.a = { kind = \"rwkv7\", window = 8 }\nkinds.b = { kind = \"diff\" }"
-    ), @"");
+    ), @r#"
+    configs/small.toml: the configuration has 3 problems:
+    model.kinds.a.window is 8; allowed: no window with this configuration of kind = "rwkv7"
+      hint: leave model.kinds.a.window out
+    model.head_dim is 15; allowed: an even number with rotary positions
+      hint: set model.kinds.b.rope = false, or choose an even width / heads
+    model.value_residual is set, but values differ in channels (15 of a, 30 of b); allowed: kinds with as many channels in each head's values
+      hint: set model.value_residual = "none", or choose other kinds
+    "#);
 }
 
 #[test]
 fn a_kinds_table_is_read_as_an_attention_table() {
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", windows = 8 }"
-    ), @"");
+    ), @r"
+    configs/small.toml:20: model.kinds.a.windows is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap, ssmax, window
+      hint: did you mean `window`?
+    ");
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", window = \"full\" }"
-    ), @"");
+    ), @r#"
+    configs/small.toml:20: model.kinds.a.window is "full"; expected a number of tokens, or "none"
+      hint: change the value of model.kinds.a.window
+    "#);
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", window = -1 }"
-    ), @"");
-    insta::assert_snapshot!(hybrid_error("pattern = [\"a\"]\nkinds.a = { kind = \"roap\" }"), @"");
-    insta::assert_snapshot!(hybrid_error("pattern = [\"rope\"]\nkinds.rope = { window = 8 }"), @"");
-    insta::assert_snapshot!(hybrid_error("pattern = \"rope\""), @"");
+    ), @r#"
+    configs/small.toml:20: model.kinds.a.window is -1; expected a number of tokens, or "none"
+      hint: change the value of model.kinds.a.window
+    "#);
+    insta::assert_snapshot!(hybrid_error("pattern = [\"a\"]\nkinds.a = { kind = \"roap\" }"), @r#"
+    configs/small.toml:20: model.kinds.a.kind is "roap"; allowed: rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7
+      hint: did you mean "rope"?
+    "#);
+    insta::assert_snapshot!(hybrid_error("pattern = [\"rope\"]\nkinds.rope = { window = 8 }"), @r"
+    configs/small.toml:20: model.kinds.rope.kind is missing
+      hint: add `kind = …` under [model.kinds.rope]
+    ");
+    insta::assert_snapshot!(hybrid_error("pattern = \"rope\""), @r#"
+    configs/small.toml:19: model.pattern is "rope"; expected an array [...]
+      hint: change the value of model.pattern
+    "#);
 }
 
 #[test]
