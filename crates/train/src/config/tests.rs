@@ -62,7 +62,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
-    configs/small.toml:19: model.attention.theda is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap, ssmax
+    configs/small.toml:19: model.attention.theda is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap, ssmax, sinks
       hint: did you mean `theta`?
     ");
     insta::assert_snapshot!(error_of("max_bytes", "max_byte"), @r"
