@@ -275,7 +275,7 @@ fn a_kinds_table_is_read_as_an_attention_table() {
     insta::assert_snapshot!(hybrid_error(
         "pattern = [\"a\"]\nkinds.a = { kind = \"rope\", windows = 8 }"
     ), @r"
-    configs/small.toml:20: model.kinds.a.windows is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap, ssmax, window
+    configs/small.toml:20: model.kinds.a.windows is no known key; allowed here: position, theta, rotary_fraction, scaling, softcap, ssmax, sinks, window
       hint: did you mean `window`?
     ");
     insta::assert_snapshot!(hybrid_error(
