@@ -11,7 +11,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 
 use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec};
-use crate::backend::{Op, OpBackend, kernels_allowed, primitive, run_reference};
+use crate::backend::{Op, OpBackend, kernels_allowed, primitive};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 
@@ -98,7 +98,8 @@ impl ExecPath {
         }
     }
 
-    /// Runs a kind's operation on this path.
+    /// Runs a kind's operation on this path. A reference may have a kernel of its own that computes
+    /// the same in less memory, as [`Rowwise`](super::rowwise::Rowwise) has on the CPU.
     ///
     /// # Panics
     /// When the path is a kernel's, and the operation has none for these inputs: then
@@ -107,11 +108,11 @@ impl ExecPath {
         self,
         op: &O,
         inputs: [FloatTensor<B>; N],
-        ints: &[IntTensor<B>],
+        ints: Vec<IntTensor<B>>,
     ) -> FloatTensor<B> {
         match self {
-            ExecPath::Reference => run_reference::<B, O, N>(op, inputs, ints),
-            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, ints).unwrap_or_else(|| {
+            ExecPath::Reference => B::run(op, inputs, ints),
+            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, &ints).unwrap_or_else(|| {
                 let inputs = inputs.each_ref().map(|x| (x.shape(), x.dtype()));
                 panic!("{op:?} has no kernel on {device} for {inputs:?}, which its kind serves")
             }),

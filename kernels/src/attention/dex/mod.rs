@@ -98,8 +98,8 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents), parameters)
+        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents, path), parameters)
     }
 }

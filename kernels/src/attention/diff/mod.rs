@@ -119,7 +119,7 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = vectors.try_into().expect("4 vectors of λ");
@@ -127,7 +127,7 @@ impl KvCacheVariant for Config {
         // The softmax core's values have k's channels: one pass for each such part of them.
         let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
         let parts = parts
-            .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone()))
+            .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone(), path))
             .collect();
         let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))

@@ -83,12 +83,12 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let both = rowwise(&op, q, k, for_both_views(v), None, documents);
+        let both = rowwise(&op, q, k, for_both_views(v), None, documents, path);
         let o = difference(both, clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }

@@ -65,8 +65,8 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        rowwise(&core(shape), q, k, v, None, documents)
+        rowwise(&core(shape), q, k, v, None, documents, path)
     }
 }

@@ -161,11 +161,11 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let [q, k] = [q, k].map(|x| self.rotate(x, 0));
         let (log_decay, sinks) = (log_decay(&projections), parameters.into_iter().next());
-        forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents)
+        forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents, path)
     }
 
     fn init_state<B: OpBackend>(
@@ -186,7 +186,7 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let (first, tokens) = (state.position, q.dims()[2]);
         state.position += tokens;
@@ -214,7 +214,7 @@ impl Variant for Config {
                 let dropped = all.dims()[2] - cache.len();
                 let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
                 *log_decay = Some(all.clone());
-                forgetting(&op, [q, k, v], all, sinks, None)
+                forgetting(&op, [q, k, v], all, sinks, None, path)
             }
         }
     }

@@ -87,7 +87,7 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, first, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, first, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let queries = q.dims()[2];
         let places = places_in_documents(queries, first, documents.as_ref(), &q.device());
@@ -100,6 +100,6 @@ impl KvCacheVariant for Config {
         let q = q * scale.reshape([batch, 1, queries, 1]);
         let weights = Sharpened { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        rowwise(&op, q, k, v, None, documents)
+        rowwise(&op, q, k, v, None, documents, path)
     }
 }

@@ -7,7 +7,7 @@ use super::{Config, Sharpened};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{cosine, weighted};
 use crate::attention::rowwise::{Rowwise, rowwise};
-use crate::attention::{AttentionShape, Inputs, dispatch};
+use crate::attention::{AttentionShape, ExecPath, Inputs, dispatch};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -90,7 +90,7 @@ fn long_rows_agree_with_the_oracle() {
         let row = |x: &[f32]| Tensor::<Ad, 1>::from_floats(x, &device).reshape([1, 1, keys, 1]);
         let q = Tensor::<Ad, 4>::ones([1, 1, 1, 1], &device).require_grad();
         let k = row(&scores).require_grad();
-        let o = rowwise(&op, q.clone(), k.clone(), row(&value), None, None);
+        let o = rowwise(&op, q.clone(), k.clone(), row(&value), None, None, ExecPath::Reference);
         let grads = o.clone().sum().backward();
         let phi: Vec<f64> = scores.iter().map(|&s| f64::from(s).exp().ln_1p()).collect();
         let mean = phi.iter().sum::<f64>() / keys as f64;

@@ -329,7 +329,7 @@ impl Power {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        tensor(path.run::<B, _, 4>(self, inputs, &[]))
+        tensor(path.run::<B, _, 4>(self, inputs, vec![]))
     }
 }
 

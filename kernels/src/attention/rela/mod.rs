@@ -84,12 +84,12 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [norm, bias] = parameters else { panic!("2 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let o = rowwise(&op, q, k, v, None, documents);
+        let o = rowwise(&op, q, k, v, None, documents, path);
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }
 }

@@ -148,10 +148,10 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, first, documents, path }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let (ssmax, sinks) = parameters.split_at(usize::from(self.ssmax));
         let q = self.sharpen(q, ssmax, first, &documents);
-        softmax(&self.core(shape), [q, k, v], sinks.first().cloned(), documents)
+        softmax(&self.core(shape), [q, k, v], sinks.first().cloned(), documents, path)
     }
 }

@@ -23,10 +23,10 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Bool, Int, Tensor};
 use burn_flex::FlexTensor;
 
-use super::DocumentStarts;
 use super::blocks::{
     Block, by_query_blocks, copied, hidden, positions, query_blocks, repeat_heads, sum_groups,
 };
+use super::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::ops::activation::Activation;
@@ -106,6 +106,7 @@ pub fn rowwise<B: OpBackend, W: Weights>(
     v: Tensor<B, 4>,
     offsets: Option<Tensor<B, 2>>,
     documents: DocumentStarts<B>,
+    path: ExecPath,
 ) -> Tensor<B, 4> {
     let [[batch, heads, queries, head_dim], [_, kv_heads, keys, value_dim]] = [q.dims(), v.dims()];
     assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
@@ -115,8 +116,8 @@ pub fn rowwise<B: OpBackend, W: Weights>(
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
     let (q, k, v) = (primitive(q), primitive(k), primitive(v));
     tensor(match offsets {
-        None => B::run(op, [q, k, v], ints),
-        Some(offsets) => B::run(op, [q, k, v, primitive(offsets)], ints),
+        None => path.run::<B, _, 3>(op, [q, k, v], ints),
+        Some(offsets) => path.run::<B, _, 4>(op, [q, k, v, primitive(offsets)], ints),
     })
 }
 

@@ -4,10 +4,10 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
 use super::{Config, Sticks};
-use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rowwise::oracles::{dot, weighted};
 use crate::attention::rowwise::{Rowwise, rowwise};
+use crate::attention::{AttentionShape, ExecPath};
 use crate::testing::Oracle;
 
 impl Conformance for Config {
@@ -65,7 +65,7 @@ fn long_sticks_agree_with_the_recurrence() {
         let row = |x: &[f32]| Tensor::<Ad, 1>::from_floats(x, &device).reshape([1, 1, keys, 1]);
         let q = Tensor::<Ad, 4>::ones([1, 1, 1, 1], &device).require_grad();
         let k = row(&scores).require_grad();
-        let o = rowwise(&op, q.clone(), k.clone(), row(&values), None, None);
+        let o = rowwise(&op, q.clone(), k.clone(), row(&values), None, None, ExecPath::Reference);
         let grads = o.clone().sum().backward();
         let (mut want, mut left) = (0.0f64, 1.0f64);
         for j in (0..keys - 1).rev() {

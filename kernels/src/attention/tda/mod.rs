@@ -102,14 +102,14 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, first, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [beta, lambda, norm] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let queries = q.dims()[2];
         let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
         let weights = Rectified { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        let both = rowwise(&op, q, k, for_both_views(v), Some(tau), documents);
+        let both = rowwise(&op, q, k, for_both_views(v), Some(tau), documents, path);
         let o = difference(both, clamp_lambda(lambda.clone()));
         normalise_outputs(o, norm.clone())
     }

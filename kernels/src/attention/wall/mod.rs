@@ -384,11 +384,11 @@ impl Variant for Config {
         let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
         let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
         let op = Wall { config: self.clone(), shape };
-        let ints: Vec<_> = documents.into_iter().map(Tensor::into_primitive).collect();
+        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
         let [q, k, v] = [q, k, v].map(primitive);
         tensor(match self.sinks_of(&parameters) {
-            None => path.run::<B, _, 4>(&op, [q, k, v, gate], &ints),
-            Some(sinks) => path.run::<B, _, 5>(&op, [q, k, v, gate, primitive(sinks)], &ints),
+            None => path.run::<B, _, 4>(&op, [q, k, v, gate], ints),
+            Some(sinks) => path.run::<B, _, 5>(&op, [q, k, v, gate, primitive(sinks)], ints),
         })
     }
 
