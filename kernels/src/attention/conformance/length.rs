@@ -5,10 +5,11 @@ use burn::tensor::{DType, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::rounded::assert_roundings;
-use super::{Conformance, Problem, cut, dispatch, gradients, largest_difference, to_vec};
+use super::in_bf16::assert_roundings;
+use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
+use super::{Conformance, Problem};
 use crate::backend::OpBackend;
-use crate::testing::{Oracle, root_mean_square};
+use crate::testing::{Tensor64, root_mean_square};
 
 /// How scores decay, from logits z with ln σ(z) = y.
 #[derive(Clone, Copy, Debug)]
@@ -69,9 +70,9 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
         problem.dtype = dtype;
         let features = problem.inputs[3].shape[2];
         problem.inputs[3] =
-            Oracle::from_fn(&[1, tokens, features], |at| logit(at[1], tokens, at[2]));
+            Tensor64::from_fn(&[1, tokens, features], |at| logit(at[1], tokens, at[2]));
         let mut rng = ChaCha8Rng::seed_from_u64(case as u64);
-        let mut upstream = Oracle::from_fn(&[1, HEADS, tokens, DIM], |_| 0.0);
+        let mut upstream = Tensor64::from_fn(&[1, HEADS, tokens, DIM], |_| 0.0);
         for at in 0..HEADS * rows.len() * DIM {
             let (head, row, n) = (at / DIM / rows.len(), rows[at / DIM % rows.len()], at % DIM);
             upstream.data[(head * tokens + row) * DIM + n] =
@@ -89,7 +90,7 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
             let worst = largest_difference(got, want);
             assert!(worst <= 1e-4 * largest, "{what}: off by {worst:.2e} of {largest:.2e}");
         };
-        let o = problem.attend::<V, K>(variant);
+        let o = attend::<V, K>(variant, &problem);
         let decoded = decode::<V, K>(variant, &problem, STEPS);
         for head in 0..HEADS {
             for (at, &row) in rows.iter().enumerate() {
@@ -128,13 +129,9 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
 
 /// The outputs of the last `steps` tokens, one by one after the others at once.
 fn decode<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem, steps: usize) -> Vec<f64> {
-    let inputs = problem.tensors::<K>();
-    let mut state = dispatch::State::<_, K>::new(0);
-    let first = problem.seq_len - steps;
-    dispatch::extend(variant, &problem.shape, cut(&inputs, 0, first), &mut state);
-    let outputs = (first..problem.seq_len)
-        .map(|t| dispatch::extend(variant, &problem.shape, cut(&inputs, t, 1), &mut state));
-    to_vec(Tensor::cat(outputs.collect(), 2))
+    let mut decoding = Decoding::<V, K>::new(variant, problem);
+    decoding.extend(problem.seq_len - steps);
+    to_vec(Tensor::cat((0..steps).map(|_| decoding.extend(1)).collect(), 2))
 }
 
 /// Outputs of some rows, `[heads, rows, DIM]`, and the gradients of q, k, v and the gate's log decays, with
@@ -162,7 +159,7 @@ impl Gradient {
 }
 
 /// From queries in `rows` alone: `upstream` is 0 elsewhere.
-fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Oracle) -> Exact {
+fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -> Exact {
     let (tokens, scale) = (problem.seq_len, 1.0 / (DIM as f64).sqrt());
     let [q, k, v, logits] = &problem.inputs[..] else { panic!("q, k, v and a gate") };
     let features = logits.shape[2];

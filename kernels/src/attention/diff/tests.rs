@@ -2,9 +2,9 @@
 
 use super::{Config, lambda_init};
 use crate::attention::AttentionShape;
+use crate::attention::conformance::rowwise::{dot, rms_norm, rows, softmax, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, rms_norm, rows, softmax, weighted};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -16,16 +16,17 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, vectors @ .., norm] = inputs else { panic!("q, k, v and 5 parameters") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),
             false => x.clone(),
         });
-        let inner =
-            |a: &Oracle, b: &Oracle| a.data.iter().zip(&b.data).map(|(a, b)| a * b).sum::<f64>();
+        let inner = |a: &Tensor64, b: &Tensor64| {
+            a.data.iter().zip(&b.data).map(|(a, b)| a * b).sum::<f64>()
+        };
         let init = 0.8 - 0.6 * (-0.3 * shape.layer as f64).exp();
         let lambda =
             inner(&vectors[0], &vectors[1]).exp() - inner(&vectors[2], &vectors[3]).exp() + init;

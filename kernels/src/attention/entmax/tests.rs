@@ -4,11 +4,11 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
 use super::{Config, Entmax};
+use crate::attention::conformance::rowwise::{dot, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, weighted};
 use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::{AttentionShape, ExecPath};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -18,9 +18,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v] = inputs else { panic!("q, k and v") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

@@ -13,7 +13,7 @@ use crate::attention::softmax::Softmax;
 use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs, dispatch};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 use crate::{Cpu, Cuda};
 
 impl Conformance for Config {
@@ -29,13 +29,13 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, logits, sinks @ ..] = inputs else { panic!("q, k, v and the gate") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
-        let rotate = |x: &Oracle| match self.rope {
+        let rotate = |x: &Tensor64| match self.rope {
             true => rotated(x, self.theta, d),
             false => x.clone(),
         };
@@ -223,5 +223,3 @@ fn cuda_steps_leave_out_what_does_not_matter() {
     let worst: f32 = (want - got).abs().max().into_scalar().elem();
     assert!(worst <= largest / 256.0, "off by {worst}, of {largest}");
 }
-
-crate::attention::conformance::bf16_suite!(Config);

@@ -25,8 +25,6 @@
 //! Decoding keeps S, kv_heads · head_dim² elements whatever the length. A token costs
 //! 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
 
-#[cfg(test)]
-mod at_length;
 mod cpu;
 mod reference;
 #[cfg(test)]

@@ -4,11 +4,11 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
 use super::{Config, Sharpened};
+use crate::attention::conformance::rowwise::{cosine, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{cosine, weighted};
 use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::{AttentionShape, ExecPath, Inputs, dispatch};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -19,9 +19,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v] = inputs else { panic!("q, k and v") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),

@@ -35,8 +35,6 @@
 //! 2·D·(head_dim + 1) FLOPs per query head, as many per kv head once its chunk enters the sums, and
 //! the attention of one to two chunks.
 
-#[cfg(test)]
-mod at_length;
 mod cpu;
 mod expansion;
 mod reference;

@@ -2,9 +2,9 @@
 
 use super::Config;
 use crate::attention::AttentionShape;
+use crate::attention::conformance::rowwise::{away_from_zero, dot, layer_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{away_from_zero, dot, layer_norm, rows, weighted};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     const STEP: f64 = 1e-7;
@@ -13,7 +13,7 @@ impl Conformance for Config {
         vec![Config::default(), Config { rope: false, ..Config::default() }]
     }
 
-    fn prepare(&self, inputs: &mut [Oracle]) {
+    fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 1.0);
     }
 
@@ -31,9 +31,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, norm, bias] = inputs else { panic!("q, k, v and the norm") };
         let [q, k] = [q, k].map(|x| match self.rope {
             true => rotated(x, self.theta, shape.head_dim),
@@ -46,5 +46,3 @@ impl Conformance for Config {
         rows(&o, |row| layer_norm(row, norm, bias, 1e-5))
     }
 }
-
-crate::attention::conformance::bf16_suite!(Config);

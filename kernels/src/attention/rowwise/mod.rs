@@ -12,8 +12,6 @@
 
 mod gradients;
 #[cfg(test)]
-pub mod oracles;
-#[cfg(test)]
 mod tests;
 
 use std::fmt::Debug;

@@ -7,15 +7,15 @@ use serde::Deserialize;
 use serde::de::value::{Error, MapDeserializer};
 
 use super::Config;
+use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
 use crate::attention::rectified::Rectified;
 use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
-use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::{AttentionShape, ExecPath, Inputs, VariantSpec, dispatch};
 use crate::ops::matmul::MatMul;
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     const STEP: f64 = 1e-7;
@@ -36,7 +36,7 @@ impl Conformance for Config {
         ]
     }
 
-    fn prepare(&self, inputs: &mut [Oracle]) {
+    fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 2.0);
     }
 
@@ -44,9 +44,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
         let d = shape.head_dim as f64;
         let theta = match self.scaling {
@@ -172,7 +172,7 @@ fn long_sequences_agree_with_the_oracle() {
             let weight = (inner(&query, &key) / length - tau).max(0.0).powi(2);
             want.iter_mut().zip(row(&v, j)).for_each(|(o, v)| *o += weight * v);
         }
-        let want = rms_norm(&want, &Oracle::new(&[d], vec![1.0; d]), 1e-6);
+        let want = rms_norm(&want, &Tensor64::new(&[d], vec![1.0; d]), 1e-6);
         for (n, want) in want.iter().enumerate() {
             let got = f64::from(o[i * d + n]);
             assert!((got - want).abs() < 3e-5, "row {i}: {got} where {want} is right");
