@@ -29,6 +29,7 @@ pub mod recurrent;
 mod registry;
 pub mod rela;
 pub mod rope;
+pub mod rotary;
 pub mod rotation;
 pub mod rowwise;
 pub mod rwkv7;

@@ -4,12 +4,13 @@ use super::{Config, lambda_init};
 use crate::attention::AttentionShape;
 use crate::attention::conformance::rowwise::{dot, rms_norm, rows, softmax, weighted};
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::rotary::Rotary;
 use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         let config = Config::default();
-        vec![config.clone(), Config { value_factor: 1, rope: false, ..config }]
+        vec![config.clone(), Config { value_factor: 1, rotary: Rotary::new(false), ..config }]
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
@@ -20,8 +21,8 @@ impl Conformance for Config {
         documents: &[Vec<usize>],
     ) -> Tensor64 {
         let [q, k, v, vectors @ .., norm] = inputs else { panic!("q, k, v and 5 parameters") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let inner = |a: &Tensor64, b: &Tensor64| {

@@ -6,13 +6,14 @@ use burn::tensor::Tensor;
 use super::{Config, Entmax};
 use crate::attention::conformance::rowwise::{dot, weighted};
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::rotary::Rotary;
 use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::{AttentionShape, ExecPath};
 use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rope: false, ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false), ..Config::default() }]
     }
 
     fn oracle(
@@ -22,8 +23,8 @@ impl Conformance for Config {
         documents: &[Vec<usize>],
     ) -> Tensor64 {
         let [q, k, v] = inputs else { panic!("q, k and v") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let root = (shape.head_dim as f64).sqrt();

@@ -6,6 +6,7 @@ use burn::tensor::{Distribution, Tensor};
 use super::{Config, Sharpened};
 use crate::attention::conformance::rowwise::{cosine, weighted};
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::rotary::Rotary;
 use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::{AttentionShape, ExecPath, Inputs, dispatch};
 use crate::testing::Tensor64;
@@ -13,7 +14,7 @@ use crate::testing::Tensor64;
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         let config = Config::default();
-        vec![config.clone(), Config { p: 1, rope: false, ..config }]
+        vec![config.clone(), Config { p: 1, rotary: Rotary::new(false), ..config }]
     }
 
     fn oracle(
@@ -23,8 +24,8 @@ impl Conformance for Config {
         documents: &[Vec<usize>],
     ) -> Tensor64 {
         let [q, k, v] = inputs else { panic!("q, k and v") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         weighted(shape, v, documents, |b, h, i, keys| {
@@ -59,7 +60,7 @@ fn equal_keys_give_zero_and_finite_gradients() {
     let q = random(20).require_grad();
     let k = random(1).repeat_dim(2, 20).require_grad();
     let v = random(20);
-    let config = Config { rope: false, ..Config::default() };
+    let config = Config { rotary: Rotary::new(false), ..Config::default() };
     let (projections, parameters) = (vec![], vec![]);
     let inputs = Inputs { q: q.clone(), k: k.clone(), v, projections, parameters };
     let o = dispatch::attend(&config, &shape, inputs, None);

@@ -4,13 +4,14 @@ use super::Config;
 use crate::attention::AttentionShape;
 use crate::attention::conformance::rowwise::{away_from_zero, dot, layer_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::rotary::Rotary;
 use crate::testing::Tensor64;
 
 impl Conformance for Config {
     const STEP: f64 = 1e-7;
 
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rope: false, ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false), ..Config::default() }]
     }
 
     fn prepare(&self, inputs: &mut [Tensor64]) {
@@ -35,8 +36,8 @@ impl Conformance for Config {
         documents: &[Vec<usize>],
     ) -> Tensor64 {
         let [q, k, v, norm, bias] = inputs else { panic!("q, k, v and the norm") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let root = (shape.head_dim as f64).sqrt();

@@ -6,6 +6,7 @@ use burn::tensor::{Distribution, Tensor};
 use super::Config;
 use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::rotary::Rotary;
 use crate::attention::{AttentionShape, Inputs, dispatch};
 use crate::testing::Tensor64;
 
@@ -17,8 +18,13 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rope: false, ..config.clone() },
-            Config { p: 3, beta: 0.5, theta: 100.0, ..config },
+            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false), ..config.clone() },
+            Config {
+                p: 3,
+                beta: 0.5,
+                rotary: Rotary { theta: 100.0, ..Rotary::new(true) },
+                ..config
+            },
         ]
     }
 
@@ -35,8 +41,8 @@ impl Conformance for Config {
         documents: &[Vec<usize>],
     ) -> Tensor64 {
         let [q, k, v, beta, lambda, norm] = inputs else { panic!("q, k, v and 3 parameters") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let lambda = lambda.data[0].clamp(0.0, 1.0);
@@ -112,7 +118,7 @@ fn equal_views_cancel_to_zero_with_finite_gradients() {
 fn thresholds_count_tokens_that_left_the_window() {
     let (tokens, last, d, window) = (65_536, 8, 8, 64);
     let shape = AttentionShape { window: Some(window), ..AttentionShape::new(d, 1, 1, d) };
-    let config = Config { rope: false, ..Config::default() };
+    let config = Config { rotary: Rotary::new(false), ..Config::default() };
     let device = Default::default();
     let [q, k] = [(); 2].map(|()| random([1, 2, tokens, d]).inner());
     let v = random([1, 1, tokens, d]).inner();

@@ -11,6 +11,7 @@ use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, r
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
 use crate::attention::rectified::Rectified;
+use crate::attention::rotary::Rotary;
 use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
 use crate::attention::{AttentionShape, ExecPath, Inputs, VariantSpec, dispatch};
@@ -25,12 +26,15 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rope: false, ..config.clone() },
+            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false), ..config.clone() },
             Config {
                 p: 3,
                 beta: 0.5,
-                theta: 100.0,
-                scaling: Scaling::Ntk { factor: 4.0 },
+                rotary: Rotary {
+                    theta: 100.0,
+                    scaling: Scaling::Ntk { factor: 4.0 },
+                    ..Rotary::new(true)
+                },
                 ..config
             },
         ]
@@ -49,11 +53,11 @@ impl Conformance for Config {
     ) -> Tensor64 {
         let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
         let d = shape.head_dim as f64;
-        let theta = match self.scaling {
-            Scaling::None {} => self.theta,
-            Scaling::Ntk { factor } => self.theta * factor.powf(d / (d - 2.0)),
+        let theta = match self.rotary.scaling {
+            Scaling::None {} => self.rotary.theta,
+            Scaling::Ntk { factor } => self.rotary.theta * factor.powf(d / (d - 2.0)),
         };
-        let [q, k] = [q, k].map(|x| match self.rope {
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
             true => rotated(x, theta, shape.head_dim),
             false => x.clone(),
         });
@@ -137,7 +141,7 @@ fn chance_survivors_stay_below_kappa() {
 fn long_sequences_agree_with_the_oracle() {
     let (tokens, last, d, beta) = (65_536, 32, 16, 0.6);
     let shape = AttentionShape::new(d, 1, 1, d);
-    let config = Config { rope: false, ..Config::default() };
+    let config = Config { rotary: Rotary::new(false), ..Config::default() };
     let [q, k, v] = [last, tokens, tokens].map(|n| random([1, 1, n, d]).require_grad());
     let device = Default::default();
     let learned = Tensor::<Ad, 1>::from_floats([beta], &device).require_grad();
@@ -182,7 +186,8 @@ fn long_sequences_agree_with_the_oracle() {
 
 #[test]
 fn bad_values_are_reported_with_what_is_allowed() {
-    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, theta: 0.5, ..Config::default() };
+    let rotary = Rotary { theta: 0.5, ..Rotary::new(true) };
+    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, rotary, ..Config::default() };
     let mut problems = Problems::new();
     config.validate("model.attention", &AttentionShape::new(10, 2, 2, 5), &mut problems);
     let keys: Vec<_> = problems.as_slice().iter().map(|problem| problem.key.as_str()).collect();
