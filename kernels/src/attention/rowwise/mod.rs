@@ -27,7 +27,6 @@ use super::blocks::{
 use super::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cuda::CudaTensor;
-use crate::ops::activation::Activation;
 use crate::ops::matmul::MatMul;
 
 /// How a query's row of scores becomes the weights of its keys.
@@ -281,9 +280,4 @@ pub fn power<B: OpBackend>(x: Tensor<B, 4>, p: u32) -> Tensor<B, 4> {
     let half = power(x.clone(), p / 2);
     let square = half.clone() * half;
     if p.is_multiple_of(2) { square } else { square * x }
-}
-
-/// ln σ(x), which neither overflows nor cancels.
-pub fn log_sigmoid<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
-    tensor(Activation::LogSigmoid.reference::<B>([primitive(x)], &[]))
 }
