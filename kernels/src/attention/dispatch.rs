@@ -78,7 +78,7 @@ impl ExecPath {
         if !kernels_allowed() {
             return ExecPath::Reference;
         }
-        Self::of(variant, Kernel { device: DeviceKind::of::<B>(), dtype }, shape, q.dims()[0])
+        Self::of(variant, Kernel { device: B::device_kind(), dtype }, shape, q.dims()[0])
     }
 
     /// The type in which the path computes, and keeps what decoding needs, for q, k and v of type

@@ -7,14 +7,13 @@ use burn::tensor::{DType, Tensor, TensorData};
 use super::Problem;
 use crate::attention::{DecodeState, ExecPath, Inputs, Kernel, Variant, dispatch};
 use crate::backend::{OpBackend, references_only};
-use crate::device::DeviceKind;
 use crate::testing::Tensor64;
 use crate::testing::served::{Served, served};
 
 /// The path that a kind must take on `K` for inputs of type `dtype`: that of a kernel wherever the
 /// kind says that it has one, whatever the shape.
 fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
-    let kernel = Kernel { device: DeviceKind::of::<K>(), dtype };
+    let kernel = Kernel { device: K::device_kind(), dtype };
     if V::KERNELS.contains(&kernel) && !references_only() {
         ExecPath::Kernel(kernel.device)
     } else {

@@ -85,7 +85,7 @@ fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dty
     };
     let [q, k, v] = [random(4), random(2), random(2)].map(|x| x.detach().require_grad());
     let log_decay = Tensor::full([2, 4, tokens], -0.5, device);
-    let path = ExecPath::Kernel(DeviceKind::of::<B>());
+    let path = ExecPath::Kernel(B::device_kind());
     let results = |prune: bool, v: Tensor<Autodiff<B>, 4>| {
         let mut op = of_layer(&AttentionShape::new(256, 4, 2, tokens));
         op.core.prune = prune;

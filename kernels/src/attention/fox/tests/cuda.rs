@@ -7,7 +7,6 @@ use super::super::op::forgetting;
 use super::of_layer;
 use crate::attention::{AttentionShape, ExecPath};
 use crate::backend::OpBackend;
-use crate::device::DeviceKind;
 use crate::{Cpu, Cuda};
 
 /// Random numbers that bf16 holds.
@@ -34,7 +33,7 @@ fn results<B: OpBackend>(
     let starts: Vec<i32> = (0..batch * keys).map(|i| (i % keys / 77 * 77) as i32).collect();
     let starts = TensorData::new(starts, [batch, keys]);
     let starts = documents.then(|| Tensor::<Autodiff<B>, 2, Int>::from_data(starts, device));
-    let path = ExecPath::Kernel(DeviceKind::of::<B>());
+    let path = ExecPath::Kernel(B::device_kind());
     let op = of_layer(&AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim));
     let o = forgetting(&op, [q.clone(), k.clone(), v.clone()], log_decay, None, starts, path);
     let grads = (o.clone() * dy).sum().backward();
