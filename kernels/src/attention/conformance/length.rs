@@ -1,5 +1,5 @@
-//! Decaying attention over long rows, with gates that are hard on its numerics: some rows of queries,
-//! outputs and gradients, against f64.
+//! Numerics of attention with decay over long rows, with adversarial gates: the outputs of some queries,
+//! and all gradients that they cause, against f64.
 
 use burn::tensor::{DType, Tensor};
 use rand::{Rng, SeedableRng};
@@ -11,18 +11,18 @@ use super::{Conformance, Problem};
 use crate::backend::OpBackend;
 use crate::testing::{Tensor64, root_mean_square};
 
-/// How scores decay, from logits z with ln σ(z) = y.
+/// How scores decay. The gates are logits z; y = ln σ(z).
 #[derive(Clone, Copy, Debug)]
 pub enum Decay {
-    /// Each query head has a gate: y is added to the score.
+    /// One gate per query head: each step adds y to the score.
     OfHeads,
-    /// Each channel of a kv head has a gate: its part of the score is multiplied by
+    /// One gate per channel of a kv head: each step multiplies the channel's part of the score by
     /// exp(−g_max (1 − e^(y / g_max))).
     OfChannels { g_max: f64 },
 }
 
 impl Decay {
-    /// The logarithm of what one step leaves, and its derivative by the logit.
+    /// The log decay of one step, and its derivative by the logit.
     fn log_decay(self, z: f64) -> (f64, f64) {
         let y = z.min(0.0) - (-z.abs()).exp().ln_1p();
         let slope = 1.0 / (1.0 + z.exp());
@@ -44,8 +44,9 @@ const STEPS: usize = 70;
 /// The logit of token t of so many, in feature n.
 type Logit = fn(t: usize, tokens: usize, n: usize) -> f64;
 
-/// At the clamp (or e^−30 a token); open; both by turns; weak after strong; of different speed, some of
-/// it in steps far apart; one closed gate among open ones, within a tile.
+/// Closed gates (at the clamp, or e^−30 a token); open ones; both in turn; weak decay after strong;
+/// channels of different speed, one of which decays in rare large steps; one closed gate among open ones,
+/// within a tile.
 const LOGITS: [Logit; 6] = [
     |_, _, _| -30.0,
     |_, _, _| 40.0,
@@ -146,8 +147,9 @@ struct Exact {
 #[derive(Clone, Copy, Debug, Default)]
 struct Gradient {
     value: f64,
-    /// What it would be with √(Σ (dO_c o_c)²) in place of dP − D, which errors of o are relative to; of the
-    /// gate, together with the root of the squares of all terms, which come from two passes and cancel.
+    /// The size that errors are relative to: the same sum with √(Σ (dO_c o_c)²) in place of dP − D, since a
+    /// rounded o moves D by a share of that. For the gate also the root of the sum of its terms' squares,
+    /// since the terms come from two passes and cancel.
     size: f64,
 }
 
