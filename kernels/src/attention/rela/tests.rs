@@ -18,14 +18,16 @@ impl Conformance for Config {
         away_from_zero(inputs, 1.0);
     }
 
-    /// Beside those of attention, the sum that the norm reads, and the norm's gradient.
+    /// Beside those of attention the sum that the norm reads, and the norm's gradient; and scores that rounding
+    /// moves past 0, whose gradients appear or vanish: by emulation they count as six more.
     fn roundings(&self) -> u32 {
-        7
+        16
     }
 
-    /// The norm makes the gradients of a single key's score a difference of equal terms.
+    /// What the norm gives back is orthogonal to the sum that it read, so that the gradients of scores, and
+    /// of q and k, are differences of large terms: rounding is held to the size of all gradients.
     fn vanished(&self) -> f64 {
-        0.2
+        1.0
     }
 
     /// A norm follows, so that the weight of a single key does not matter.

@@ -63,7 +63,9 @@ pub(super) fn rows<B: OpBackend>(
     let n = keys.k.dims()[0];
     let group = batch * heads / n;
     let q = (q * shape.scale()).reshape([n, group, 1, tokens, head_dim]);
-    let of_sequences = |x: Tensor<B, 1>| x.repeat_dim(0, batch).reshape([n, group, 1, 1, 1]);
+    // As one row: burn 0.21's gradient of `repeat_dim` is right for a dimension of one element alone.
+    let of_sequences =
+        |x: Tensor<B, 1>| x.reshape([1, heads]).repeat_dim(0, batch).reshape([n, group, 1, 1, 1]);
     Rows { q, keys, sinks: sinks.map(of_sequences) }
 }
 
