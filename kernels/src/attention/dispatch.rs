@@ -1,7 +1,7 @@
 //! Which implementation serves a call.
 //!
 //! A kind says where it has kernels ([`VariantSpec::KERNELS`]) and what they serve
-//! ([`VariantSpec::serves`]). It is asked once a call; the answer, a [`ExecPath`], decides the type that
+//! ([`VariantSpec::serves`]). It is asked once a call; the answer, an [`ExecPath`], decides the type that
 //! the call computes in and goes down to the kind's code, which therefore knows its device without
 //! looking for it.
 
@@ -67,7 +67,7 @@ impl ExecPath {
     ///
     /// # Panics
     /// When q, k and v are not of one type.
-    fn of_inputs<V: VariantSpec, B: OpBackend>(
+    pub(super) fn of_inputs<V: VariantSpec, B: OpBackend>(
         variant: &V,
         shape: &AttentionShape,
         Inputs { q, k, v, .. }: &Inputs<B>,
@@ -120,16 +120,13 @@ impl ExecPath {
     }
 }
 
-/// `x` as the kernels for CUDA take it.
+/// `x` for work that has its own form on CUDA and no gradient, as decoding has.
 ///
 /// # Panics
-/// Where the path is not theirs, and while autodiff records: work on these tensors has no gradient.
+/// On other devices, and where autodiff records.
 pub(super) fn on_cuda<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> CudaTensor {
     B::into_cuda(primitive(x)).unwrap_or_else(|| {
-        panic!(
-            "a tensor of {} for kernels for CUDA, without a gradient",
-            std::any::type_name::<B>()
-        )
+        panic!("{} gives no tensors for work on CUDA itself", std::any::type_name::<B>())
     })
 }
 

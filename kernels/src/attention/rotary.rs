@@ -111,7 +111,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for OwnKeys<'_, D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        let keys = self.keys.get_or_init(|| [fields, &KEYS].concat());
+        let keys = self.keys.get_or_init(|| [fields, &KEYS[..]].concat());
         let visitor = OwnKeys { inner: visitor, keys: self.keys, given: self.given };
         self.inner.deserialize_struct(name, keys, visitor)
     }
