@@ -72,8 +72,9 @@ macro_rules! with_rotary_keys {
                 static KEYS: std::sync::OnceLock<Vec<&'static str>> = std::sync::OnceLock::new();
                 let mut given = crate::attention::rotary::Given::default();
                 let own = crate::attention::rotary::OwnKeys::new(deserializer, &KEYS, &mut given);
-                let config = <$config>::deserialize(own)?;
-                Ok(Self { rotary: config.rotary.with(given), ..config })
+                let mut config = <$config>::deserialize(own)?;
+                config.rotary = config.rotary.with(given);
+                Ok(config)
             }
         }
     };

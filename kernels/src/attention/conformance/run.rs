@@ -6,7 +6,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use super::Problem;
 use crate::attention::{DecodeState, ExecPath, Inputs, Kernel, Variant, dispatch};
-use crate::backend::{OpBackend, references_only};
+use crate::backend::{OpBackend, kernels_allowed};
 use crate::testing::Tensor64;
 use crate::testing::served::{Served, served};
 
@@ -14,7 +14,7 @@ use crate::testing::served::{Served, served};
 /// kind says that it has one, whatever the shape.
 fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
     let kernel = Kernel { device: K::device_kind(), dtype };
-    if V::KERNELS.contains(&kernel) && !references_only() {
+    if V::KERNELS.contains(&kernel) && kernels_allowed() {
         ExecPath::Kernel(kernel.device)
     } else {
         ExecPath::Reference

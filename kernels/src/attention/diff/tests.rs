@@ -10,7 +10,7 @@ use crate::testing::Tensor64;
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         let config = Config::default();
-        vec![config.clone(), Config { value_factor: 1, rotary: Rotary::new(false), ..config }]
+        vec![config.clone(), Config { value_factor: 1, rotary: Rotary::new(false) }]
     }
 
     /// A norm follows, so that the weight of a single key does not matter.

@@ -11,7 +11,7 @@ impl Conformance for Config {
     const STEP: f64 = 1e-7;
 
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rotary: Rotary::new(false), ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false) }]
     }
 
     fn prepare(&self, inputs: &mut [Tensor64]) {

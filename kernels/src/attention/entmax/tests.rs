@@ -13,7 +13,7 @@ use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rotary: Rotary::new(false), ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false) }]
     }
 
     fn oracle(

@@ -13,7 +13,7 @@ use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rotary: Rotary::new(true), ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(true) }]
     }
 
     fn oracle(

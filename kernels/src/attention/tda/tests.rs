@@ -18,7 +18,7 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false), ..config.clone() },
+            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false) },
             Config {
                 p: 3,
                 beta: 0.5,

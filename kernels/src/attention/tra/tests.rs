@@ -3,7 +3,6 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 use longwall_config::Problems;
-use serde::Deserialize;
 use serde::de::value::{Error, MapDeserializer};
 
 use super::Config;
@@ -26,7 +25,7 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false), ..config.clone() },
+            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false) },
             Config {
                 p: 3,
                 beta: 0.5,
@@ -187,7 +186,7 @@ fn long_sequences_agree_with_the_oracle() {
 #[test]
 fn bad_values_are_reported_with_what_is_allowed() {
     let rotary = Rotary { theta: 0.5, ..Rotary::new(true) };
-    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, rotary, ..Config::default() };
+    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, rotary };
     let mut problems = Problems::new();
     config.validate("model.attention", &AttentionShape::new(10, 2, 2, 5), &mut problems);
     let keys: Vec<_> = problems.as_slice().iter().map(|problem| problem.key.as_str()).collect();
