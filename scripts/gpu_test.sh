@@ -36,7 +36,7 @@ touch "$work/passed"
 "$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p' | sort > "$work/tests"
 sed -E '/^(attention::suites|ops)::/s/[^:]*$//' "$work/tests" | sort -u > "$work/groups"
 # The slowest first.
-slowest='::(power|wall|tda|tra|fox)::|attention::rope::'
+slowest='::(power|wall|tda|tra|fox|rope)::'
 { grep -E "$slowest" "$work/groups"; grep -vE "$slowest" "$work/groups"; } |
   xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"

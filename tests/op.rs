@@ -148,6 +148,14 @@ fn kernel_path_of_a_kind_without_one() {
 }
 
 #[test]
+fn bf16_of_an_operation_on_the_cpu() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox());
+    insta::assert_snapshot!(w.fail(&fox_and(["--device", "cpu", "--precision", "bf16"])));
+    assert!(!w.path("out.safetensors").exists());
+}
+
+#[test]
 fn wrong_type_of_an_operations_tensor() {
     let w = Workspace::new();
     let mut tensors = fox();

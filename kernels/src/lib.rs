@@ -11,7 +11,8 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod ops;
-pub mod testing;
+#[cfg(test)]
+mod testing;
 mod tile;
 
 /// The CPU backend.

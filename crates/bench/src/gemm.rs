@@ -1,7 +1,7 @@
 //! Matrix products of linear layers, forward and backward.
 
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::OnDevice;
+use longwall_kernels::device::{DeviceKind, OnDevice};
 use longwall_kernels::ops::linear::Linear;
 use serde::Serialize;
 
@@ -82,7 +82,7 @@ fn need(shape: [usize; 3]) -> Need {
     let matrices = [m * k, n * k, m * n];
     let largest = matrices.into_iter().max().expect("three matrices");
     let read = matrices.iter().sum::<u128>() - largest;
-    let copies = copies_on("cpu", u64::try_from(4 * read).unwrap_or(u64::MAX));
+    let copies = copies_on(DeviceKind::Cpu, u64::try_from(4 * read).unwrap_or(u64::MAX));
     Need::of(std::iter::repeat_n(matrices, copies).flatten().chain([largest]))
 }
 

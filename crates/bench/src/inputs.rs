@@ -3,6 +3,7 @@
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Distribution, FloatDType};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::DeviceKind;
 
 /// Bytes of all copies together: over twice the L2 cache of an H200 (50 MB), or twice the L3 of the
 /// CPUs this was made on (32 MB).
@@ -43,9 +44,9 @@ pub fn copies<B: OpBackend>(bytes: u64) -> usize {
     copies_on(B::device_kind(), bytes)
 }
 
-/// As [`copies`], by the name of the device's kind.
-pub fn copies_on(device_kind: &str, bytes: u64) -> usize {
-    let flush = FLUSH[usize::from(device_kind == "cpu")];
+/// As [`copies`], on a device of this kind.
+pub fn copies_on(device: DeviceKind, bytes: u64) -> usize {
+    let flush = FLUSH[usize::from(device == DeviceKind::Cpu)];
     flush.div_ceil(bytes.max(1)).clamp(1, MOST_COPIES) as usize
 }
 

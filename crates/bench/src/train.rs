@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::OnDevice;
+use longwall_kernels::device::{DeviceKind, OnDevice};
 use longwall_model::Precision;
 use longwall_train::bench::{self, Bench};
 use longwall_train::config::{DeviceChoice, RunConfig};
@@ -91,7 +91,7 @@ impl OnDevice for Job<'_> {
         let Job { config, vocab_size, options, compute, progress } = self;
         let precision = compute.precision;
         let meters = Meters::new(&compute.device);
-        let measure = || (B::device_kind() == "cpu").then(|| peak::measure::<B>(&device));
+        let measure = || (B::device_kind() == DeviceKind::Cpu).then(|| peak::measure::<B>(&device));
         let peak_flops = meters.peak_flops(precision).or_else(measure);
         let steps = options.warmup + options.steps;
         progress.start(steps as usize, "steps");

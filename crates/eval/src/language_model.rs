@@ -47,7 +47,7 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
     }
 
     fn device(&self) -> String {
-        B::device_kind().to_owned()
+        B::device_kind().to_string()
     }
 
     fn log_likelihood(

@@ -17,13 +17,13 @@ pub struct KvCache<B: OpBackend> {
     position: usize,
     /// Tokens that a query can see; older ones are dropped.
     window: Option<usize>,
-    /// Tokens that the first buffers have room for at least.
+    /// The least capacity of the first buffers, in tokens.
     capacity: usize,
 }
 
 impl<B: OpBackend> KvCache<B> {
-    /// An empty cache that keeps at least the last `window` tokens, or all of them, and does not
-    /// copy its buffers into larger ones up to `capacity` tokens.
+    /// An empty cache that keeps at least the last `window` tokens, or all of them. Up to `capacity`
+    /// tokens, its buffers are not copied into larger ones.
     pub fn new(window: Option<usize>, capacity: usize) -> Self {
         // Under a window, tokens are dropped in batches of one window.
         let capacity = window.map_or(capacity, |w| capacity.min(2 * w));

@@ -1,7 +1,7 @@
 //! Which implementation serves a call.
 //!
 //! A kind says where it has kernels ([`VariantSpec::KERNELS`]) and what they serve
-//! ([`VariantSpec::serves`]). It is asked once a call; the answer, a [`ExecPath`], decides the type that
+//! ([`VariantSpec::serves`]). It is asked once a call; the answer, an [`ExecPath`], decides the type that
 //! the call computes in and goes down to the kind's code, which therefore knows its device without
 //! looking for it.
 
@@ -11,7 +11,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 
 use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec};
-use crate::backend::{Op, OpBackend, kernels_allowed, primitive, run_reference};
+use crate::backend::{Op, OpBackend, kernels_allowed, primitive};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 
@@ -67,7 +67,7 @@ impl ExecPath {
     ///
     /// # Panics
     /// When q, k and v are not of one type.
-    fn of_inputs<V: VariantSpec, B: OpBackend>(
+    pub(super) fn of_inputs<V: VariantSpec, B: OpBackend>(
         variant: &V,
         shape: &AttentionShape,
         Inputs { q, k, v, .. }: &Inputs<B>,
@@ -78,7 +78,7 @@ impl ExecPath {
         if !kernels_allowed() {
             return ExecPath::Reference;
         }
-        Self::of(variant, Kernel { device: DeviceKind::of::<B>(), dtype }, shape, q.dims()[0])
+        Self::of(variant, Kernel { device: B::device_kind(), dtype }, shape, q.dims()[0])
     }
 
     /// The type in which the path computes, and keeps what decoding needs, for q, k and v of type
@@ -98,7 +98,8 @@ impl ExecPath {
         }
     }
 
-    /// Runs a kind's operation on this path.
+    /// Runs a kind's operation on this path. A reference may have a kernel of its own that computes
+    /// the same in less memory, as [`Rowwise`](super::rowwise::Rowwise) has on the CPU.
     ///
     /// # Panics
     /// When the path is a kernel's, and the operation has none for these inputs: then
@@ -107,11 +108,11 @@ impl ExecPath {
         self,
         op: &O,
         inputs: [FloatTensor<B>; N],
-        ints: &[IntTensor<B>],
+        ints: Vec<IntTensor<B>>,
     ) -> FloatTensor<B> {
         match self {
-            ExecPath::Reference => run_reference::<B, O, N>(op, inputs, ints),
-            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, ints).unwrap_or_else(|| {
+            ExecPath::Reference => B::run(op, inputs, ints),
+            ExecPath::Kernel(device) => B::run_kernel(op, &inputs, &ints).unwrap_or_else(|| {
                 let inputs = inputs.each_ref().map(|x| (x.shape(), x.dtype()));
                 panic!("{op:?} has no kernel on {device} for {inputs:?}, which its kind serves")
             }),
@@ -119,16 +120,13 @@ impl ExecPath {
     }
 }
 
-/// `x` as the kernels for CUDA take it.
+/// `x` for work that has its own form on CUDA and no gradient, as decoding has.
 ///
 /// # Panics
-/// Where the path is not theirs, and while autodiff records: work on these tensors has no gradient.
+/// On other devices, and where autodiff records.
 pub(super) fn on_cuda<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> CudaTensor {
     B::into_cuda(primitive(x)).unwrap_or_else(|| {
-        panic!(
-            "a tensor of {} for kernels for CUDA, without a gradient",
-            std::any::type_name::<B>()
-        )
+        panic!("{} gives no tensors for work on CUDA itself", std::any::type_name::<B>())
     })
 }
 

@@ -29,6 +29,7 @@ pub mod recurrent;
 mod registry;
 pub mod rela;
 pub mod rope;
+pub mod rotary;
 pub mod rotation;
 pub mod rowwise;
 pub mod rwkv7;
@@ -52,11 +53,11 @@ use crate::device::DeviceKind;
 
 registry::registry! {
     /// Softmax attention with rotary positions, ALiBi, or none.
-    Rope = "rope" in rope;
+    Rope = "rope" in rope, kernels for cuda in bf16;
     /// Forgetting attention.
-    Fox = "fox" in fox;
+    Fox = "fox" in fox, kernels for cuda in bf16;
     /// Wall attention: diagonal gates.
-    Wall = "wall" in wall;
+    Wall = "wall" in wall, kernels for cuda in bf16;
     /// Positions by accumulated Householder transforms.
     Path = "path" in path;
     /// Power attention: the p-th power of scores, at linear cost.
@@ -66,7 +67,7 @@ registry::registry! {
     /// Threshold differential attention.
     Tda = "tda" in tda;
     /// Rectified linear attention.
-    Rela = "rela" in rela;
+    Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
     Diff = "diff" in diff;
     /// Softmax attention with the differential extension.

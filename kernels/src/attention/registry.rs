@@ -1,10 +1,15 @@
 //! The registry: one line a kind. It gives the configuration's enum, the calls of each kind and, in
 //! tests, the conformance suites; no other `match` on the kind exists.
 //!
-//! The macro is expanded in the parent module, which declares the kinds' modules.
+//! The macro is expanded in the parent module, which declares the kinds' modules. A line names the
+//! kind, its module and, where the kind has kernels for CUDA, the types they take, each of which gets
+//! a suite of tests.
 
 macro_rules! registry {
-    ($($(#[$doc:meta])* $name:ident = $kind:literal in $module:ident;)+) => {
+    ($(
+        $(#[$doc:meta])* $name:ident = $kind:literal in $module:ident
+        $(, kernels for cuda in $($precision:ident)+)?;
+    )+) => {
         /// The `[model.attention]` table: `kind` and that kind's own keys.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "kind")]
@@ -173,7 +178,7 @@ macro_rules! registry {
 
         #[cfg(test)]
         mod suites {
-            $(super::conformance::suite!($module);)+
+            $(super::conformance::suites!($module $($($precision)+)?);)+
         }
     };
 }

@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::{AttentionShape, DocumentStarts};
+use super::DocumentStarts;
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::rotary::rotary;
 
@@ -34,20 +34,6 @@ pub fn rotate<B: OpBackend>(
     }
 }
 
-/// Records what is wrong with the rotary positions, if there are any; arguments as of
-/// [`Rotation::validate`].
-pub fn validate_rotation(
-    rotation: Option<Rotation>,
-    key: &str,
-    without: &str,
-    shape: &AttentionShape,
-    problems: &mut Problems,
-) {
-    if let Some(rotation) = rotation {
-        rotation.validate(key, without, shape.head_dim, problems);
-    }
-}
-
 /// Rotary positions of q and k: the channel pairs (n, n + dims/2) turn by t · θ^(−2n/dims), the
 /// half-split pairing of GPT-NeoX and Llama.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -64,11 +50,6 @@ impl Rotation {
     /// Of every channel, for the trained length.
     pub fn new(theta: f64) -> Self {
         Rotation { theta, fraction: 1.0, scaling: Scaling::None {} }
-    }
-
-    /// Of every channel, or none where a variant's key `rope` says so.
-    pub fn chosen(rope: bool, theta: f64, scaling: Scaling) -> Option<Self> {
-        rope.then_some(Rotation { scaling, ..Self::new(theta) })
     }
 
     /// Channels that rotate: an even number.

@@ -14,6 +14,7 @@ use burn::tensor::{DType, TensorMetadata};
 
 use super::grad_accumulation::take_grad_accum;
 use super::{Forward, Op, OpBackend};
+use crate::device::DeviceKind;
 
 /// The node of an operation that ran a kernel.
 #[derive(Debug)]
@@ -79,7 +80,7 @@ impl<B: OpBackend> Backward<B, 1> for ToF32 {
 }
 
 impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
-    fn device_kind() -> &'static str {
+    fn device_kind() -> DeviceKind {
         B::device_kind()
     }
 

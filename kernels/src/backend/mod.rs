@@ -18,8 +18,8 @@ use burn::tensor::{Int, Tensor, TensorPrimitive};
 pub use grad_accumulation::{leaf_id, take_accumulated_grad, with_accumulated_grads};
 pub use op::{Forward, NoGradOp, Op};
 pub use op_backend::OpBackend;
+pub(crate) use reference::kernels_allowed;
 pub use reference::with_reference;
-pub(crate) use reference::{kernels_allowed, run_reference};
 
 /// A float tensor from its primitive.
 pub fn tensor<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {

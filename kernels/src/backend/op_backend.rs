@@ -11,11 +11,12 @@ use cubecl::cuda::CudaRuntime;
 use super::reference::{kernels_allowed, run_reference};
 use super::{Forward, NoGradOp, Op};
 use crate::cuda::{CudaTensor, narrow};
+use crate::device::DeviceKind;
 
 /// A burn backend that runs Longwall's operations.
 pub trait OpBackend: Backend {
-    /// The device's name for logs and reports, for example `cpu` or `cuda`.
-    fn device_kind() -> &'static str;
+    /// What its devices are.
+    fn device_kind() -> DeviceKind;
 
     /// Runs `op`: its kernel on this device, or its reference where there is none.
     fn run<O: Op<N>, const N: usize>(
@@ -98,8 +99,8 @@ pub trait OpBackend: Backend {
 }
 
 impl OpBackend for Flex {
-    fn device_kind() -> &'static str {
-        "cpu"
+    fn device_kind() -> DeviceKind {
+        DeviceKind::Cpu
     }
 
     fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<FlexTensor>) -> O::Outputs<FlexTensor> {
@@ -133,8 +134,8 @@ impl OpBackend for Flex {
 impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
     for CubeBackend<CudaRuntime, F, I, BT>
 {
-    fn device_kind() -> &'static str {
-        "cuda"
+    fn device_kind() -> DeviceKind {
+        DeviceKind::Cuda
     }
 
     fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<CudaTensor>) -> O::Outputs<CudaTensor> {

@@ -38,7 +38,7 @@ pub(crate) fn kernels_allowed() -> bool {
 
 /// Runs the reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
 /// input's type.
-pub(crate) fn run_reference<B: OpBackend, O: Op<N>, const N: usize>(
+pub(super) fn run_reference<B: OpBackend, O: Op<N>, const N: usize>(
     op: &O,
     inputs: [FloatTensor<B>; N],
     ints: &[IntTensor<B>],

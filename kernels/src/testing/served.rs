@@ -5,7 +5,7 @@ use std::cell::RefCell;
 
 /// The operations, by the names of their types.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Served {
+pub struct Served {
     /// Those that ran a kernel.
     pub kernels: Vec<&'static str>,
     /// Those that ran their reference.
@@ -17,17 +17,17 @@ thread_local! {
 }
 
 /// An operation of this thread ran a kernel.
-pub(crate) fn by_kernel<O>() {
+pub fn by_kernel<O>() {
     SERVED.with_borrow_mut(|served| served.kernels.push(type_name::<O>()));
 }
 
 /// An operation of this thread ran its reference.
-pub(crate) fn by_reference<O>() {
+pub fn by_reference<O>() {
     SERVED.with_borrow_mut(|served| served.references.push(type_name::<O>()));
 }
 
 /// Runs `f`; what served it.
-pub(crate) fn served<T>(f: impl FnOnce() -> T) -> (T, Served) {
+pub fn served<T>(f: impl FnOnce() -> T) -> (T, Served) {
     SERVED.take();
     let result = f();
     (result, SERVED.take())

@@ -6,6 +6,7 @@ use burn::backend::Autodiff;
 use burn::module::Module;
 use longwall_data::{Loader, Progress, Split, Tokenizer};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::train_flops_per_token;
 use longwall_model::weights::{self, EarlierNames};
 use longwall_model::{LanguageModel, Precision};
@@ -216,7 +217,7 @@ fn open_recorder<B: OpBackend>(
     device: &B::Device,
     options: &TrainOptions,
 ) -> Result<Recorder, TrainError> {
-    let measure = || (B::device_kind() == "cpu").then(|| peak::measure::<B>(device));
+    let measure = || (B::device_kind() == DeviceKind::Cpu).then(|| peak::measure::<B>(device));
     let start = RecorderStart {
         step: state.map_or(0, |state| state.step),
         metrics_bytes: state.map_or(0, |state| state.metrics_bytes),
@@ -256,8 +257,8 @@ fn micro_batch<B: OpBackend>(config: &RunConfig, checkpoint: Option<&Checkpoint>
 /// Rows of a micro-batch of a new run.
 pub(crate) fn default_micro_batch<B: OpBackend>(config: &RunConfig) -> usize {
     let budget = match B::device_kind() {
-        "cpu" => CPU_MICRO_BATCH_TOKENS,
-        _ => GPU_MICRO_BATCH_TOKENS,
+        DeviceKind::Cpu => CPU_MICRO_BATCH_TOKENS,
+        DeviceKind::Cuda => GPU_MICRO_BATCH_TOKENS,
     };
     config.train.micro_batch_rows(config.data.seq_len, budget)
 }

@@ -1,27 +1,28 @@
-//! Decaying attention over long rows, with gates that are hard on its numerics: some rows of queries,
-//! outputs and gradients, against f64.
+//! Numerics of attention with decay over long rows, with adversarial gates: the outputs of some queries,
+//! and all gradients that they cause, against f64.
 
 use burn::tensor::{DType, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::rounded::assert_roundings;
-use super::{Conformance, Problem, cut, dispatch, gradients, largest_difference, to_vec};
+use super::in_bf16::assert_roundings;
+use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
+use super::{Conformance, Problem};
 use crate::backend::OpBackend;
-use crate::testing::{Oracle, root_mean_square};
+use crate::testing::{Tensor64, root_mean_square};
 
-/// How scores decay, from logits z with ln σ(z) = y.
+/// How scores decay. The gates are logits z; y = ln σ(z).
 #[derive(Clone, Copy, Debug)]
 pub enum Decay {
-    /// Each query head has a gate: y is added to the score.
+    /// One gate per query head: each step adds y to the score.
     OfHeads,
-    /// Each channel of a kv head has a gate: its part of the score is multiplied by
+    /// One gate per channel of a kv head: each step multiplies the channel's part of the score by
     /// exp(−g_max (1 − e^(y / g_max))).
     OfChannels { g_max: f64 },
 }
 
 impl Decay {
-    /// The logarithm of what one step leaves, and its derivative by the logit.
+    /// The log decay of one step, and its derivative by the logit.
     fn log_decay(self, z: f64) -> (f64, f64) {
         let y = z.min(0.0) - (-z.abs()).exp().ln_1p();
         let slope = 1.0 / (1.0 + z.exp());
@@ -43,8 +44,9 @@ const STEPS: usize = 70;
 /// The logit of token t of so many, in feature n.
 type Logit = fn(t: usize, tokens: usize, n: usize) -> f64;
 
-/// At the clamp (or e^−30 a token); open; both by turns; weak after strong; of different speed, some of
-/// it in steps far apart; one closed gate among open ones, within a tile.
+/// Closed gates (at the clamp, or e^−30 a token); open ones; both in turn; weak decay after strong;
+/// channels of different speed, one of which decays in rare large steps; one closed gate among open ones,
+/// within a tile.
 const LOGITS: [Logit; 6] = [
     |_, _, _| -30.0,
     |_, _, _| 40.0,
@@ -69,9 +71,9 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
         problem.dtype = dtype;
         let features = problem.inputs[3].shape[2];
         problem.inputs[3] =
-            Oracle::from_fn(&[1, tokens, features], |at| logit(at[1], tokens, at[2]));
+            Tensor64::from_fn(&[1, tokens, features], |at| logit(at[1], tokens, at[2]));
         let mut rng = ChaCha8Rng::seed_from_u64(case as u64);
-        let mut upstream = Oracle::from_fn(&[1, HEADS, tokens, DIM], |_| 0.0);
+        let mut upstream = Tensor64::from_fn(&[1, HEADS, tokens, DIM], |_| 0.0);
         for at in 0..HEADS * rows.len() * DIM {
             let (head, row, n) = (at / DIM / rows.len(), rows[at / DIM % rows.len()], at % DIM);
             upstream.data[(head * tokens + row) * DIM + n] =
@@ -89,7 +91,7 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
             let worst = largest_difference(got, want);
             assert!(worst <= 1e-4 * largest, "{what}: off by {worst:.2e} of {largest:.2e}");
         };
-        let o = problem.attend::<V, K>(variant);
+        let o = attend::<V, K>(variant, &problem);
         let decoded = decode::<V, K>(variant, &problem, STEPS);
         for head in 0..HEADS {
             for (at, &row) in rows.iter().enumerate() {
@@ -128,13 +130,9 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
 
 /// The outputs of the last `steps` tokens, one by one after the others at once.
 fn decode<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem, steps: usize) -> Vec<f64> {
-    let inputs = problem.tensors::<K>();
-    let mut state = dispatch::State::<_, K>::new(0);
-    let first = problem.seq_len - steps;
-    dispatch::extend(variant, &problem.shape, cut(&inputs, 0, first), &mut state);
-    let outputs = (first..problem.seq_len)
-        .map(|t| dispatch::extend(variant, &problem.shape, cut(&inputs, t, 1), &mut state));
-    to_vec(Tensor::cat(outputs.collect(), 2))
+    let mut decoding = Decoding::<V, K>::new(variant, problem);
+    decoding.extend(problem.seq_len - steps);
+    to_vec(Tensor::cat((0..steps).map(|_| decoding.extend(1)).collect(), 2))
 }
 
 /// Outputs of some rows, `[heads, rows, DIM]`, and the gradients of q, k, v and the gate's log decays, with
@@ -149,8 +147,9 @@ struct Exact {
 #[derive(Clone, Copy, Debug, Default)]
 struct Gradient {
     value: f64,
-    /// What it would be with √(Σ (dO_c o_c)²) in place of dP − D, which errors of o are relative to; of the
-    /// gate, together with the root of the squares of all terms, which come from two passes and cancel.
+    /// The size that errors are relative to: the same sum with √(Σ (dO_c o_c)²) in place of dP − D, since a
+    /// rounded o moves D by a share of that. For the gate also the root of the sum of its terms' squares,
+    /// since the terms come from two passes and cancel.
     size: f64,
 }
 
@@ -162,7 +161,7 @@ impl Gradient {
 }
 
 /// From queries in `rows` alone: `upstream` is 0 elsewhere.
-fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Oracle) -> Exact {
+fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -> Exact {
     let (tokens, scale) = (problem.seq_len, 1.0 / (DIM as f64).sqrt());
     let [q, k, v, logits] = &problem.inputs[..] else { panic!("q, k, v and a gate") };
     let features = logits.shape[2];

@@ -27,7 +27,8 @@ use serde::{Deserialize, Serialize};
 
 use super::diff::lambda_init;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
@@ -44,19 +45,18 @@ fn adapt<B: OpBackend>(o: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B
 
 /// `[model.attention]` with `kind = "dex"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+        Config { rotary: Rotary::new(true) }
     }
 }
 
@@ -67,7 +67,7 @@ impl VariantSpec for Config {
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
@@ -92,14 +92,14 @@ impl VariantSpec for Config {
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents), parameters)
+        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents, path), parameters)
     }
 }

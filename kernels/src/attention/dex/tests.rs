@@ -4,26 +4,27 @@ use burn::backend::Flex;
 use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
+use crate::attention::conformance::rowwise::{dot, rows, softmax, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, rows, softmax, weighted};
+use crate::attention::rotary::Rotary;
 use crate::attention::{AttentionShape, Init, Inputs, VariantSpec, dispatch, rope};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rope: false, ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false) }]
     }
 
     /// The weight of a single key is 1.
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, w_d, lambda] = inputs else { panic!("q, k, v and 2 parameters") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let d = shape.head_dim;

@@ -31,7 +31,8 @@ use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{difference, for_both_views};
-use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
@@ -53,21 +54,20 @@ fn lambda<B: OpBackend>(vectors: &[Tensor<B, 1>; 4], layer: usize) -> Tensor<B, 
 
 /// `[model.attention]` with `kind = "diff"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
     /// Channels of a head's values over those of its queries, 1 or 2; default 2.
     pub value_factor: usize,
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { value_factor: 2, rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+        Config { value_factor: 2, rotary: Rotary::new(true) }
     }
 }
 
@@ -85,7 +85,7 @@ impl VariantSpec for Config {
             "1 or 2",
             "set value_factor = 2 with half of a softmax layer's heads, or 1 with all of them",
         );
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -113,13 +113,13 @@ impl VariantSpec for Config {
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = vectors.try_into().expect("4 vectors of λ");
@@ -127,7 +127,7 @@ impl KvCacheVariant for Config {
         // The softmax core's values have k's channels: one pass for each such part of them.
         let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
         let parts = parts
-            .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone()))
+            .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone(), path))
             .collect();
         let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))

@@ -2,30 +2,32 @@
 
 use super::{Config, lambda_init};
 use crate::attention::AttentionShape;
+use crate::attention::conformance::rowwise::{dot, rms_norm, rows, softmax, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, rms_norm, rows, softmax, weighted};
-use crate::testing::Oracle;
+use crate::attention::rotary::Rotary;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         let config = Config::default();
-        vec![config.clone(), Config { value_factor: 1, rope: false, ..config }]
+        vec![config.clone(), Config { value_factor: 1, rotary: Rotary::new(false) }]
     }
 
     /// A norm follows, so that the weight of a single key does not matter.
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, vectors @ .., norm] = inputs else { panic!("q, k, v and 5 parameters") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
-        let inner =
-            |a: &Oracle, b: &Oracle| a.data.iter().zip(&b.data).map(|(a, b)| a * b).sum::<f64>();
+        let inner = |a: &Tensor64, b: &Tensor64| {
+            a.data.iter().zip(&b.data).map(|(a, b)| a * b).sum::<f64>()
+        };
         let init = 0.8 - 0.6 * (-0.3 * shape.layer as f64).exp();
         let lambda =
             inner(&vectors[0], &vectors[1]).exp() - inner(&vectors[2], &vectors[3]).exp() + init;

@@ -27,7 +27,8 @@ use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views};
-use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, Init, Parameter, VariantSpec};
 use crate::backend::OpBackend;
@@ -38,19 +39,18 @@ const NORM_EPSILON: f32 = 1e-5;
 
 /// `[model.attention]` with `kind = "diff_rela"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+        Config { rotary: Rotary::new(true) }
     }
 }
 
@@ -58,7 +58,7 @@ impl VariantSpec for Config {
     const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -77,18 +77,18 @@ impl VariantSpec for Config {
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let both = rowwise(&op, q, k, for_both_views(v), None, documents);
+        let both = rowwise(&op, q, k, for_both_views(v), None, documents, path);
         let o = difference(both, clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }

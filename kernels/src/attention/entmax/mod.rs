@@ -22,7 +22,8 @@ use serde::{Deserialize, Serialize};
 
 pub use self::weights::Entmax;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
@@ -33,19 +34,18 @@ fn core(shape: &AttentionShape) -> Rowwise<Entmax> {
 
 /// `[model.attention]` with `kind = "entmax"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+        Config { rotary: Rotary::new(true) }
     }
 }
 
@@ -53,20 +53,20 @@ impl VariantSpec for Config {
     const SOURCE: &'static str = "1.5-entmax attention (Peters et al., 2019)";
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 }
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        rowwise(&core(shape), q, k, v, None, documents)
+        rowwise(&core(shape), q, k, v, None, documents, path)
     }
 }

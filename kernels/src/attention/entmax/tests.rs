@@ -4,26 +4,27 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
 use super::{Config, Entmax};
-use crate::attention::AttentionShape;
+use crate::attention::conformance::rowwise::{dot, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{dot, weighted};
+use crate::attention::rotary::Rotary;
 use crate::attention::rowwise::{Rowwise, rowwise};
-use crate::testing::Oracle;
+use crate::attention::{AttentionShape, ExecPath};
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rope: false, ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false) }]
     }
 
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v] = inputs else { panic!("q, k and v") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let root = (shape.head_dim as f64).sqrt();
@@ -67,7 +68,7 @@ fn long_rows_agree_with_the_oracle() {
         let row = |x: &[f32]| Tensor::<Ad, 1>::from_floats(x, &device).reshape([1, 1, keys, 1]);
         let q = Tensor::<Ad, 4>::ones([1, 1, 1, 1], &device).require_grad();
         let k = row(&scores).require_grad();
-        let o = rowwise(&op, q.clone(), k.clone(), row(&values), None, None);
+        let o = rowwise(&op, q.clone(), k.clone(), row(&values), None, None, ExecPath::Reference);
         let grads = o.clone().sum().backward();
         let weights = entmax(&scores.iter().map(|&s| f64::from(s)).collect::<Vec<_>>());
         let want: f64 = weights.iter().zip(&values).map(|(p, &v)| p * f64::from(v)).sum();

@@ -4,9 +4,10 @@
 //! ℓ_t = ln σ(w_fᵀx_t + b_f) per query head; S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s. The gate's
 //! bias starts at 0. No positions by default; `rope = true` rotates q and k as well.
 //!
-//! With `prune = true` keys are left out that have decayed so far that all of a row together weigh at most
-//! 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting Transformer", 2025); which
-//! they are follows from the norms of queries and keys, for each query from no later token.
+//! With `prune = true`, keys that have decayed too far to matter are skipped: those skipped in a row weigh
+//! together at most 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting
+//! Transformer", 2025). Which keys these are follows from the decay and the norms of the queries and keys up
+//! to the query, and depends on no later token.
 //!
 //! | parameter | elements | start |
 //! | --- | --- | --- |
@@ -47,8 +48,8 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
-    /// Leave out keys that have decayed so far that all of a row together weigh at most 2^-24 of it;
-    /// default false.
+    /// Skip keys that have decayed too far to matter: those skipped in a row weigh together at most 2^-24
+    /// of it; default false.
     pub prune: bool,
     /// A learned logit per head in the softmax's sum, without a value; default false.
     pub sinks: bool,
@@ -161,11 +162,11 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let [q, k] = [q, k].map(|x| self.rotate(x, 0));
         let (log_decay, sinks) = (log_decay(&projections), parameters.into_iter().next());
-        forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents)
+        forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents, path)
     }
 
     fn init_state<B: OpBackend>(
@@ -186,7 +187,7 @@ impl Variant for Config {
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let (first, tokens) = (state.position, q.dims()[2]);
         state.position += tokens;
@@ -214,7 +215,7 @@ impl Variant for Config {
                 let dropped = all.dims()[2] - cache.len();
                 let all = if dropped > 0 { all.slice(s![.., .., dropped..]) } else { all };
                 *log_decay = Some(all.clone());
-                forgetting(&op, [q, k, v], all, sinks, None)
+                forgetting(&op, [q, k, v], all, sinks, None, path)
             }
         }
     }

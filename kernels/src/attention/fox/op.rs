@@ -5,8 +5,8 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use super::cuda;
-use crate::attention::DocumentStarts;
 use crate::attention::softmax::{Softmax, assert_shapes, cpu, reference};
+use crate::attention::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -34,13 +34,14 @@ pub(super) fn forgetting<B: OpBackend>(
     log_decay: Tensor<B, 3>,
     sinks: Option<Tensor<B, 1>>,
     documents: DocumentStarts<B>,
+    path: ExecPath,
 ) -> Tensor<B, 4> {
     assert_shapes(&qkv);
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
     let ([q, k, v], log_decay) = (qkv.map(primitive), primitive(log_decay));
     tensor(match sinks {
-        None => B::run(op, [q, k, v, log_decay], ints),
-        Some(sinks) => B::run(op, [q, k, v, log_decay, primitive(sinks)], ints),
+        None => path.run::<B, _, 4>(op, [q, k, v, log_decay], ints),
+        Some(sinks) => path.run::<B, _, 5>(op, [q, k, v, log_decay, primitive(sinks)], ints),
     })
 }
 

@@ -10,9 +10,10 @@ use super::Config;
 use super::op::{Forgetting, forgetting};
 use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
 use crate::attention::softmax::Softmax;
-use crate::attention::{AttentionShape, DecodeState, Inputs, dispatch};
+use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs, dispatch};
 use crate::backend::OpBackend;
-use crate::testing::Oracle;
+use crate::device::DeviceKind;
+use crate::testing::Tensor64;
 use crate::{Cpu, Cuda};
 
 impl Conformance for Config {
@@ -28,13 +29,13 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, logits, sinks @ ..] = inputs else { panic!("q, k, v and the gate") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
-        let rotate = |x: &Oracle| match self.rope {
+        let rotate = |x: &Tensor64| match self.rope {
             true => rotated(x, self.theta, d),
             false => x.clone(),
         };
@@ -67,7 +68,8 @@ fn small_gates_count_after_long_strong_decay() {
     let last = Tensor::<Flex, 4>::ones([1, 1, 1, 8], &device);
     let v = Tensor::cat(vec![Tensor::zeros([1, 1, keys - 1, 8], &device), last], 2);
     let shape = AttentionShape::new(8, 1, 1, 8);
-    let o = forgetting(&of_layer(&shape), [q, k, v], log_decay, None, None);
+    let path = ExecPath::Kernel(DeviceKind::Cpu);
+    let o = forgetting(&of_layer(&shape), [q, k, v], log_decay, None, None, path);
     let got = f64::from(o.into_data().to_vec::<f32>().unwrap()[0]);
     let total: f64 = (0..=weak).map(|n| (-0.001f64 * n as f64).exp()).sum();
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);
@@ -83,11 +85,12 @@ fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dty
     };
     let [q, k, v] = [random(4), random(2), random(2)].map(|x| x.detach().require_grad());
     let log_decay = Tensor::full([2, 4, tokens], -0.5, device);
+    let path = ExecPath::Kernel(B::device_kind());
     let results = |prune: bool, v: Tensor<Autodiff<B>, 4>| {
         let mut op = of_layer(&AttentionShape::new(256, 4, 2, tokens));
         op.core.prune = prune;
         let qkv = [q.clone(), k.clone(), v.clone()];
-        let o = forgetting(&op, qkv, log_decay.clone(), None, None);
+        let o = forgetting(&op, qkv, log_decay.clone(), None, None, path);
         let o = o.slice(s![.., .., near.., ..]).cast(FloatDType::F32);
         let grads = o.clone().powi_scalar(2).sum().backward();
         let grads = [&q, &k, &v].map(|x| x.grad(&grads).expect("a gradient").cast(FloatDType::F32));
@@ -220,5 +223,3 @@ fn cuda_steps_leave_out_what_does_not_matter() {
     let worst: f32 = (want - got).abs().max().into_scalar().elem();
     assert!(worst <= largest / 256.0, "off by {worst}, of {largest}");
 }
-
-crate::attention::conformance::bf16_suite!(Config);

@@ -25,8 +25,6 @@
 //! Decoding keeps S, kv_heads · head_dim² elements whatever the length. A token costs
 //! 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
 
-#[cfg(test)]
-mod at_length;
 mod cpu;
 mod reference;
 #[cfg(test)]
@@ -214,7 +212,7 @@ impl Variant for Config {
         let rows = self.rows(shape, [q, k, v], logits, documents, 0);
         let Rows { q, k, v, log_decay } = rows;
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        let y = tensor::<B, 4>(path.run::<B, _, 4>(&Linear { chunk: self.chunk }, inputs, &[]));
+        let y = tensor::<B, 4>(path.run::<B, _, 4>(&Linear { chunk: self.chunk }, inputs, vec![]));
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 

@@ -1,11 +1,13 @@
 //! This variant's cases for the conformance suite, and its numerics at length.
 
+mod length;
+
 use longwall_config::Problems;
 
 use super::{Config, EPS, Gate};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::{AttentionShape, Init, VariantSpec};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 /// The recurrence, one step at a time.
 impl Conformance for Config {
@@ -22,20 +24,20 @@ impl Conformance for Config {
     /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. A
     /// norm's output does not depend on the size of its input otherwise, and the gradient of a lone
     /// token's score is nothing but rounding.
-    fn prepare(&self, inputs: &mut [Oracle]) {
+    fn prepare(&self, inputs: &mut [Tensor64]) {
         inputs[0].data.iter_mut().for_each(|q| *q /= 256.0);
     }
 
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let (d, kv_heads) = (shape.head_dim, shape.kv_heads);
         let norm = &rest[rest.len() - 1];
-        let rotate = |x: &Oracle| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
+        let rotate = |x: &Tensor64| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
         let (q, k) = (rotate(q), rotate(k));
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let gate = |b: usize, h: usize, t: usize, n: usize| match self.gate {
@@ -43,7 +45,7 @@ impl Conformance for Config {
             Gate::Scalar => sigmoid(rest[0].at(&[b, t, h])),
             Gate::Diagonal => sigmoid(rest[0].at(&[b, t, h * d + n])).powf(1.0 / 16.0),
         };
-        let mut out = Oracle::from_fn(&q.shape, |_| 0.0);
+        let mut out = Tensor64::from_fn(&q.shape, |_| 0.0);
         let [batch, heads, seq_len, _] = q.shape[..] else { panic!("q has 4 dimensions") };
         for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
             let kv = h / (heads / kv_heads);

@@ -30,7 +30,8 @@ pub use self::weights::Sharpened;
 use super::blocks::places_in_documents;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::l2_normalise;
-use super::rotation::{Rotation, Scaling, rotate, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::{Rotation, rotate};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
@@ -40,22 +41,21 @@ const LARGEST_POWER: u32 = 32;
 
 /// `[model.attention]` with `kind = "lssar"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
     /// The power that sharpens the weights, 1 to 32; default 15, the source's best beyond the
     /// trained length (3 is its best within).
     pub p: u32,
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { p: 15, rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+        Config { p: 15, rotary: Rotary::new(true) }
     }
 }
 
@@ -71,13 +71,13 @@ impl VariantSpec for Config {
             format!("a whole number from 1 to {LARGEST_POWER}"),
             "set p = 15",
         );
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 }
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
@@ -87,7 +87,7 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, first, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, first, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let queries = q.dims()[2];
         let places = places_in_documents(queries, first, documents.as_ref(), &q.device());
@@ -100,6 +100,6 @@ impl KvCacheVariant for Config {
         let q = q * scale.reshape([batch, 1, queries, 1]);
         let weights = Sharpened { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        rowwise(&op, q, k, v, None, documents)
+        rowwise(&op, q, k, v, None, documents, path)
     }
 }

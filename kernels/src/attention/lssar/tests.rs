@@ -4,27 +4,28 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
 use super::{Config, Sharpened};
+use crate::attention::conformance::rowwise::{cosine, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{cosine, weighted};
+use crate::attention::rotary::Rotary;
 use crate::attention::rowwise::{Rowwise, rowwise};
-use crate::attention::{AttentionShape, Inputs, dispatch};
-use crate::testing::Oracle;
+use crate::attention::{AttentionShape, ExecPath, Inputs, dispatch};
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         let config = Config::default();
-        vec![config.clone(), Config { p: 1, rope: false, ..config }]
+        vec![config.clone(), Config { p: 1, rotary: Rotary::new(false) }]
     }
 
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v] = inputs else { panic!("q, k and v") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         weighted(shape, v, documents, |b, h, i, keys| {
@@ -59,7 +60,7 @@ fn equal_keys_give_zero_and_finite_gradients() {
     let q = random(20).require_grad();
     let k = random(1).repeat_dim(2, 20).require_grad();
     let v = random(20);
-    let config = Config { rope: false, ..Config::default() };
+    let config = Config { rotary: Rotary::new(false), ..Config::default() };
     let (projections, parameters) = (vec![], vec![]);
     let inputs = Inputs { q: q.clone(), k: k.clone(), v, projections, parameters };
     let o = dispatch::attend(&config, &shape, inputs, None);
@@ -90,7 +91,7 @@ fn long_rows_agree_with_the_oracle() {
         let row = |x: &[f32]| Tensor::<Ad, 1>::from_floats(x, &device).reshape([1, 1, keys, 1]);
         let q = Tensor::<Ad, 4>::ones([1, 1, 1, 1], &device).require_grad();
         let k = row(&scores).require_grad();
-        let o = rowwise(&op, q.clone(), k.clone(), row(&value), None, None);
+        let o = rowwise(&op, q.clone(), k.clone(), row(&value), None, None, ExecPath::Reference);
         let grads = o.clone().sum().backward();
         let phi: Vec<f64> = scores.iter().map(|&s| f64::from(s).exp().ln_1p()).collect();
         let mean = phi.iter().sum::<f64>() / keys as f64;

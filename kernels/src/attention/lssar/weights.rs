@@ -3,8 +3,9 @@
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Bool, Tensor};
 
-use crate::attention::rowwise::{Weights, log_sigmoid, positive, power};
-use crate::backend::OpBackend;
+use crate::attention::rowwise::{Weights, positive, power};
+use crate::backend::{Op, OpBackend, primitive, tensor};
+use crate::ops::activation::Activation;
 
 /// Rows that see at most so many keys are not shifted.
 const UNSHIFTED: f32 = 3.0;
@@ -38,7 +39,8 @@ impl Sharpened {
     fn row<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Row<B> {
         let seen = hidden.clone().bool_not().float().sum_dim(3);
         // ln(1 + eˣ) = −ln σ(−x).
-        let softplus = log_sigmoid(scores.neg()).neg().mask_fill(hidden.clone(), 0.0);
+        let log_sigmoid = Activation::LogSigmoid.reference::<B>([primitive(scores.neg())], &[]);
+        let softplus = tensor::<B, 4>(log_sigmoid).neg().mask_fill(hidden.clone(), 0.0);
         let mean = softplus.clone().sum_dim(3) / seen.clone();
         let share = softplus / mean.clone();
         let offset = seen.clone().greater_elem(UNSHIFTED).float();

@@ -31,8 +31,6 @@
 
 mod decode;
 mod householder;
-#[cfg(test)]
-mod numerics;
 mod reference;
 mod spans;
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! This variant's cases for the conformance suite, decoding, and the ends of its ranges.
 
+mod numerics;
+
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};
 use longwall_config::Problems;
@@ -10,10 +12,10 @@ use super::Config;
 use crate::attention::conformance::{Conformance, softmax_oracle};
 use crate::attention::{AttentionShape, DecodeState, Inputs, VariantSpec, dispatch};
 use crate::backend::OpBackend;
-use crate::testing::{Oracle, assert_budget};
+use crate::testing::{Tensor64, assert_budget};
 
 /// w / √(Σ w² + 1e-6) of one token's head.
-fn direction(w: &Oracle, at: [usize; 3], head_dim: usize) -> Vec<f64> {
+fn direction(w: &Tensor64, at: [usize; 3], head_dim: usize) -> Vec<f64> {
     let [b, h, t] = at;
     let w: Vec<f64> = (0..head_dim).map(|n| w.at(&[b, t, h * head_dim + n])).collect();
     let length = (w.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
@@ -38,9 +40,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, w, beta, gate @ ..] = inputs else { panic!("q, k, v, w, beta") };
         let [batch, heads, seq_len, d] = q.shape[..] else { panic!("q has 4 dimensions") };
         let group = shape.heads / shape.kv_heads;
@@ -48,7 +50,7 @@ impl Conformance for Config {
         let mut scores = vec![vec![vec![vec![0.0; seq_len]; seq_len]; heads]; batch];
         for b in 0..batch {
             for h in 0..heads {
-                let row = |x: &Oracle, h: usize, t: usize| -> Vec<f64> {
+                let row = |x: &Tensor64, h: usize, t: usize| -> Vec<f64> {
                     (0..d).map(|n| x.at(&[b, h, t, n])).collect()
                 };
                 let kv = h / group;

@@ -35,14 +35,13 @@
 //! 2·D·(head_dim + 1) FLOPs per query head, as many per kv head once its chunk enters the sums, and
 //! the attention of one to two chunks.
 
-#[cfg(test)]
-mod at_length;
 mod cpu;
 mod expansion;
 mod reference;
 mod state;
 #[cfg(test)]
 mod tests;
+
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
@@ -93,14 +92,15 @@ pub struct Config {
     pub theta: f64,
     /// `"auto"` (default), `"attention"` or `"chunked"`.
     pub form: Form,
-    /// Tokens of a chunk, 128 to 1,024. Left out: 128 for D below 1,000, 256 below 5,000, 512 below 20,000, else 1,024. Larger chunks cost attention
-    /// inside them, smaller ones memory for a state per chunk.
+    /// Tokens of a chunk, 128 to 1,024. Default: 128 for D below 1,000, 256 below 5,000, 512 below
+    /// 20,000, else 1,024. Larger chunks cost more attention inside them, smaller ones more memory, for a
+    /// state per chunk.
     pub chunk: Option<usize>,
-    /// Longest sequence that `form = "auto"` computes in the attention form, at least 1. Left out:
-    /// 2·D, or two chunks if that is longer: forward and backward pass of both forms took the same
-    /// processor time on the CPU near 1,500 tokens for 32 channels, 3,500 for 64 and 15,000 for 128
-    /// with p = 2 (D = 640, 2,304 and 8,704), and 16,000 for 16 channels with p = 4 (D = 8,960).
-    /// (Measured at 4,096 to 16,384 tokens, the attention form's time taken to grow with length.)
+    /// Longest sequence that `form = "auto"` computes in the attention form, at least 1. Default: 2·D, or
+    /// two chunks if that is longer. Forward and backward pass together took as much processor time in
+    /// either form near 1,500 tokens for 32 channels, 3,500 for 64 and 15,000 for 128 with p = 2 (D = 640,
+    /// 2,304 and 8,704), and near 16,000 for 16 channels with p = 4 (D = 8,960); measured on the CPU at 4,096
+    /// to 16,384 tokens, where the attention form's time was taken to grow in proportion to the length.
     pub switch_len: Option<usize>,
 }
 
@@ -329,7 +329,7 @@ impl Power {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        tensor(path.run::<B, _, 4>(self, inputs, &[]))
+        tensor(path.run::<B, _, 4>(self, inputs, vec![]))
     }
 }
 

@@ -1,6 +1,8 @@
 //! This variant's cases for the conformance suite, both forms against each other, and numerics at
 //! length.
 
+mod length;
+
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData, s};
 use longwall_config::Problems;
@@ -10,7 +12,7 @@ use rand_chacha::ChaCha8Rng;
 use super::{Config, Form};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::{AttentionShape, DecodeState, Inputs, VariantSpec, dispatch};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 type Ad = Autodiff<Flex>;
 
@@ -33,15 +35,15 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v] = &inputs[..3] else { panic!("q, k and v") };
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
-        let rotate = |x: &Oracle| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
+        let rotate = |x: &Tensor64| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
         let (q, k) = (rotate(q), rotate(k));
         let gate = |b, t, h| inputs.get(3).map_or(1.0, |x| 1.0 / (1.0 + (-x.at(&[b, t, h])).exp()));
-        let mut out = Oracle::from_fn(&q.shape, |_| 0.0);
+        let mut out = Tensor64::from_fn(&q.shape, |_| 0.0);
         let [batch, heads, seq_len, _] = q.shape[..] else { panic!("q has 4 dimensions") };
         let rows = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
         for (row, (b, h)) in rows.enumerate() {

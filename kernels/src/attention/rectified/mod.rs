@@ -1,5 +1,6 @@
 //! What the rectified variants share: rows of max(s − τ, 0)^p, normalised queries and keys, and
 //! the difference of two views.
+
 mod cuda;
 
 use burn::tensor::{Bool, Tensor};

@@ -27,7 +27,8 @@ use serde::{Deserialize, Serialize};
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::Rectified;
-use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
@@ -38,19 +39,18 @@ const NORM_EPSILON: f32 = 1e-5;
 
 /// `[model.attention]` with `kind = "rela"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: true, theta: 10_000.0, scaling: Scaling::None {} }
+        Config { rotary: Rotary::new(true) }
     }
 }
 
@@ -64,7 +64,7 @@ impl VariantSpec for Config {
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
@@ -78,18 +78,18 @@ impl VariantSpec for Config {
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [norm, bias] = parameters else { panic!("2 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let o = rowwise(&op, q, k, v, None, documents);
+        let o = rowwise(&op, q, k, v, None, documents, path);
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }
 }

@@ -2,18 +2,19 @@
 
 use super::Config;
 use crate::attention::AttentionShape;
+use crate::attention::conformance::rowwise::{away_from_zero, dot, layer_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{away_from_zero, dot, layer_norm, rows, weighted};
-use crate::testing::Oracle;
+use crate::attention::rotary::Rotary;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     const STEP: f64 = 1e-7;
 
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { rope: false, ..Config::default() }]
+        vec![Config::default(), Config { rotary: Rotary::new(false) }]
     }
 
-    fn prepare(&self, inputs: &mut [Oracle]) {
+    fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 1.0);
     }
 
@@ -33,12 +34,12 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, norm, bias] = inputs else { panic!("q, k, v and the norm") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let root = (shape.head_dim as f64).sqrt();
@@ -48,5 +49,3 @@ impl Conformance for Config {
         rows(&o, |row| layer_norm(row, norm, bias, 1e-5))
     }
 }
-
-crate::attention::conformance::bf16_suite!(Config);

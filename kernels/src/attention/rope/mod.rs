@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::blocks::places_in_documents;
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rotation::{Rotation, Scaling, validate_rotation};
+use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, alibi_slopes, sinks, softmax};
 use super::{AttentionShape, DocumentStarts, Init, Kernel, Parameter, VariantSpec};
 use crate::backend::OpBackend;
@@ -122,7 +122,9 @@ impl VariantSpec for Config {
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        validate_rotation(self.rotation(), key, "position = \"none\"", shape, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "position = \"none\"", shape.head_dim, problems);
+        }
         problems.check(
             self.softcap.is_none_or(|c| c > 0.0 && c.is_finite()),
             format!("{key}.softcap"),
@@ -148,10 +150,10 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, first, documents, path }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let (ssmax, sinks) = parameters.split_at(usize::from(self.ssmax));
         let q = self.sharpen(q, ssmax, first, &documents);
-        softmax(&self.core(shape), [q, k, v], sinks.first().cloned(), documents)
+        softmax(&self.core(shape), [q, k, v], sinks.first().cloned(), documents, path)
     }
 }

@@ -5,7 +5,7 @@ use crate::attention::AttentionShape;
 use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
 use crate::attention::rotation::Scaling;
 use crate::attention::softmax::alibi_slopes;
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -35,9 +35,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
@@ -82,5 +82,3 @@ fn alibi_slopes_are_the_papers() {
     assert_eq!(twelve[8], 2f64.powf(-0.5) as f32);
     assert_eq!(twelve.len(), 12);
 }
-
-crate::attention::conformance::bf16_suite!(Config);

@@ -12,8 +12,6 @@
 
 mod gradients;
 #[cfg(test)]
-pub mod oracles;
-#[cfg(test)]
 mod tests;
 
 use std::fmt::Debug;
@@ -23,13 +21,12 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Bool, Int, Tensor};
 use burn_flex::FlexTensor;
 
-use super::DocumentStarts;
 use super::blocks::{
     Block, by_query_blocks, copied, hidden, positions, query_blocks, repeat_heads, sum_groups,
 };
+use super::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cuda::CudaTensor;
-use crate::ops::activation::Activation;
 use crate::ops::matmul::MatMul;
 
 /// How a query's row of scores becomes the weights of its keys.
@@ -106,6 +103,7 @@ pub fn rowwise<B: OpBackend, W: Weights>(
     v: Tensor<B, 4>,
     offsets: Option<Tensor<B, 2>>,
     documents: DocumentStarts<B>,
+    path: ExecPath,
 ) -> Tensor<B, 4> {
     let [[batch, heads, queries, head_dim], [_, kv_heads, keys, value_dim]] = [q.dims(), v.dims()];
     assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
@@ -115,8 +113,8 @@ pub fn rowwise<B: OpBackend, W: Weights>(
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
     let (q, k, v) = (primitive(q), primitive(k), primitive(v));
     tensor(match offsets {
-        None => B::run(op, [q, k, v], ints),
-        Some(offsets) => B::run(op, [q, k, v, primitive(offsets)], ints),
+        None => path.run::<B, _, 3>(op, [q, k, v], ints),
+        Some(offsets) => path.run::<B, _, 4>(op, [q, k, v, primitive(offsets)], ints),
     })
 }
 
@@ -282,9 +280,4 @@ pub fn power<B: OpBackend>(x: Tensor<B, 4>, p: u32) -> Tensor<B, 4> {
     let half = power(x.clone(), p / 2);
     let square = half.clone() * half;
     if p.is_multiple_of(2) { square } else { square * x }
-}
-
-/// ln σ(x), which neither overflows nor cancels.
-pub fn log_sigmoid<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
-    tensor(Activation::LogSigmoid.reference::<B>([primitive(x)], &[]))
 }

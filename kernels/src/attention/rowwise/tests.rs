@@ -7,6 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::{Rowwise, Weights, rowwise};
+use crate::attention::ExecPath;
 use crate::attention::entmax::Entmax;
 use crate::attention::lssar::Sharpened;
 use crate::attention::rectified::Rectified;
@@ -58,7 +59,8 @@ impl Problem {
         let offsets = self.offsets.clone().map(|x| Tensor::<Ad, 2>::from_inner(x).require_grad());
         let documents = self.documents.clone();
         let documents = documents.map(|starts| Tensor::<Ad, 2, Int>::from_data(starts, &device));
-        let o = rowwise(op, q.clone(), k.clone(), v.clone(), offsets.clone(), documents);
+        let [a, b, c] = [&q, &k, &v].map(Tensor::clone);
+        let o = rowwise(op, a, b, c, offsets.clone(), documents, ExecPath::Reference);
         let grads = (o.clone() * upstream).sum().backward();
         let mut all = vec![values(o.inner())];
         all.extend([&q, &k, &v].map(|x| values(x.grad(&grads).expect("a gradient"))));

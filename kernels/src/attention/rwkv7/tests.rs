@@ -12,7 +12,7 @@ use crate::attention::{
     AttentionShape, DecodeState, Init, Inputs, Parameter, Projection, VariantSpec, dispatch,
 };
 use crate::backend::OpBackend;
-use crate::testing::{Oracle, assert_budget};
+use crate::testing::{Tensor64, assert_budget};
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -25,9 +25,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, ..] = inputs else { panic!("at least q") };
         let mut out = q.clone();
         let [batch, heads, seq_len, d] = q.shape[..] else { panic!("q has 4 dimensions") };
@@ -51,7 +51,7 @@ fn sigmoid(x: f64) -> f64 {
 /// The outputs of one query head, token by token, equations 4 to 22.
 fn head(
     shape: &AttentionShape,
-    inputs: &[Oracle],
+    inputs: &[Tensor64],
     documents: &[usize],
     b: usize,
     h: usize,
@@ -66,7 +66,7 @@ fn head(
         if documents[t] == t {
             state = vec![vec![0.0; d]; d];
         }
-        let of_keys = |x: &Oracle, n: usize| x.at(&[b, t, kv * d + n]);
+        let of_keys = |x: &Tensor64, n: usize| x.at(&[b, t, kv * d + n]);
         let channels = 0..d;
         let k: Vec<f64> = channels.clone().map(|n| k.at(&[b, kv, t, n])).collect();
         let r: Vec<f64> = channels.clone().map(|n| q.at(&[b, h, t, n])).collect();
@@ -114,33 +114,33 @@ fn long_row(
     seq_len: usize,
     decay: impl Fn(usize, usize) -> f64,
     rate: impl Fn(usize, usize) -> f64,
-) -> Vec<Oracle> {
+) -> Vec<Tensor64> {
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     let mut random = |dims: &[usize]| {
         let len = dims.iter().product();
         let data = (0..len).map(|_| f64::from(rng.random_range(-1.7f32..1.7))).collect();
-        Oracle::new(dims, data)
+        Tensor64::new(dims, data)
     };
     let AttentionShape { heads, kv_heads, head_dim, .. } = *shape;
     let mut inputs: Vec<_> =
         [heads, kv_heads, kv_heads].map(|heads| random(&[1, heads, seq_len, head_dim])).into();
     let logits = [1, seq_len, kv_heads * head_dim];
-    inputs.push(Oracle::from_fn(&logits, |at| decay(at[1], at[2])));
-    inputs.push(Oracle::from_fn(&logits, |at| rate(at[1], at[2])));
+    inputs.push(Tensor64::from_fn(&logits, |at| decay(at[1], at[2])));
+    inputs.push(Tensor64::from_fn(&logits, |at| rate(at[1], at[2])));
     inputs.push(random(&[1, seq_len, heads * head_dim]));
     for Parameter { elements, init, .. } in Config::default().parameters(shape) {
         let Init::Constant(value) = init else { panic!("vectors start at one value") };
-        inputs.push(Oracle::new(&[elements], vec![f64::from(value); elements]));
+        inputs.push(Tensor64::new(&[elements], vec![f64::from(value); elements]));
     }
     inputs
 }
 
-fn tensor<B: OpBackend, const D: usize>(x: &Oracle) -> Tensor<B, D> {
+fn tensor<B: OpBackend, const D: usize>(x: &Tensor64) -> Tensor<B, D> {
     let data = x.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
     Tensor::from_data(TensorData::new(data, x.shape.clone()), &Default::default())
 }
 
-fn inputs<B: OpBackend>(all: &[Oracle]) -> Inputs<B> {
+fn inputs<B: OpBackend>(all: &[Tensor64]) -> Inputs<B> {
     let [q, k, v] = [0, 1, 2].map(|i| tensor::<B, 4>(&all[i]));
     let projections = all[3..6].iter().map(tensor::<B, 3>).collect();
     let parameters = all[6..].iter().map(tensor::<B, 1>).collect();
@@ -160,7 +160,7 @@ fn part(all: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
 }
 
 /// Holds the outputs of a long row to the oracle's, all of them.
-fn check_long_row(what: &str, shape: &AttentionShape, row: &[Oracle]) {
+fn check_long_row(what: &str, shape: &AttentionShape, row: &[Tensor64]) {
     let seq_len = row[0].shape[2];
     let got = dispatch::attend::<_, Flex>(&Config::default(), shape, inputs(row), None);
     let got: Vec<f64> = got.into_data().iter::<f64>().collect();
@@ -207,8 +207,8 @@ fn identical_keys_replace_each_other() {
     for decay in [-ALL, 0.0, ALL] {
         let mut row = long_row(&shape, LONG, |_, _| decay, |_, _| 12.0);
         let key = |n: usize| (n as f64 * 0.7).cos();
-        row[1] = Oracle::from_fn(&row[1].shape, |at| key(at[3]));
-        row[0] = Oracle::from_fn(&row[0].shape, |at| key(at[3]) + 0.2 * row[0].at(at));
+        row[1] = Tensor64::from_fn(&row[1].shape, |at| key(at[3]));
+        row[0] = Tensor64::from_fn(&row[0].shape, |at| key(at[3]) + 0.2 * row[0].at(at));
         check_long_row(&format!("identical keys, decay {decay}"), &shape, &row);
     }
 }
@@ -220,7 +220,7 @@ fn gradients_stay_finite_at_length() {
     let rate = |t: usize, n: usize| [ALL, -ALL, 0.0][(t / 1_000 + n) % 3];
     let mut row = long_row(&shape, LONG, decay, rate);
     // Keys without a direction, as well as large ones.
-    row[1] = Oracle::from_fn(&row[1].shape, |at| match at[2] % 7 {
+    row[1] = Tensor64::from_fn(&row[1].shape, |at| match at[2] % 7 {
         0 => 0.0,
         1 => 100.0,
         t => ((t * 8 + at[3]) as f64).sin(),

@@ -16,7 +16,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 pub use self::prune::pruned_fraction;
-use super::{AttentionShape, DocumentStarts, Init, Parameter};
+use super::{AttentionShape, DocumentStarts, ExecPath, Init, Parameter};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -69,13 +69,14 @@ pub fn softmax<B: OpBackend>(
     qkv: [Tensor<B, 4>; 3],
     sinks: Option<Tensor<B, 1>>,
     documents: DocumentStarts<B>,
+    path: ExecPath,
 ) -> Tensor<B, 4> {
     assert_shapes(&qkv);
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
     let [q, k, v] = qkv.map(primitive);
     tensor(match sinks {
-        None => B::run(op, [q, k, v], ints),
-        Some(sinks) => B::run(op, [q, k, v, primitive(sinks)], ints),
+        None => path.run::<B, _, 3>(op, [q, k, v], ints),
+        Some(sinks) => path.run::<B, _, 4>(op, [q, k, v, primitive(sinks)], ints),
     })
 }
 

@@ -4,8 +4,9 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::{Bool, Tensor};
 
 use crate::attention::blocks::{HIDDEN, sums_after};
-use crate::attention::rowwise::{Weights, log_sigmoid};
-use crate::backend::OpBackend;
+use crate::attention::rowwise::Weights;
+use crate::backend::{Op, OpBackend, primitive, tensor};
+use crate::ops::activation::Activation;
 
 /// A_j = σ(s_j) Π_{j<m<i} (1 − σ(s_m)).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +30,9 @@ impl Weights for Sticks {
         scores: Tensor<B, 4>,
         hidden: Tensor<B, 4, Bool>,
     ) -> Tensor<B, 4> {
+        let log_sigmoid = |x: Tensor<B, 4>| -> Tensor<B, 4> {
+            tensor(Activation::LogSigmoid.reference::<B>([primitive(x)], &[]))
+        };
         // ln(1 − σ(s)) = ln σ(−s).
         let passed = log_sigmoid(scores.clone().neg()).mask_fill(hidden.clone(), 0.0);
         // Added rather than filled in: the first token sees no key, but a NaN in it must show.

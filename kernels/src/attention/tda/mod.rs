@@ -33,14 +33,15 @@ use super::rectified::{
     LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
     normalise_outputs, thresholds, validate_threshold,
 };
-use super::rotation::{Rotation, Scaling, rotate, validate_rotation};
+use super::rotary::{Rotary, with_rotary_keys};
+use super::rotation::{Rotation, rotate};
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, Init, Parameter, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tda"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
     /// The weights' power, 1 to 16; default 2.
     pub p: u32,
@@ -48,24 +49,16 @@ pub struct Config {
     pub kappa: f32,
     /// Initial value of the learned factor of the threshold, above 0; default 1.
     pub beta: f32,
-    /// Rotate q and k; default true.
-    pub rope: bool,
-    /// Base of the rotary angles, above 1; default 10,000.
-    pub theta: f64,
-    /// Change of the angles for long contexts; default none.
-    pub scaling: Scaling,
+    /// Rotary positions; on by default.
+    #[serde(flatten, skip_deserializing)]
+    pub rotary: Rotary,
 }
+
+with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config {
-            p: 2,
-            kappa: 1.0,
-            beta: 1.0,
-            rope: true,
-            theta: 10_000.0,
-            scaling: Scaling::None {},
-        }
+        Config { p: 2, kappa: 1.0, beta: 1.0, rotary: Rotary::new(true) }
     }
 }
 
@@ -74,7 +67,7 @@ impl VariantSpec for Config {
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
-        validate_rotation(self.rotation(), key, "rope = false", shape, problems);
+        self.rotary.validate(key, shape, problems);
     }
 
     fn views(&self) -> usize {
@@ -92,7 +85,7 @@ impl VariantSpec for Config {
 
 impl KvCacheVariant for Config {
     fn rotation(&self) -> Option<Rotation> {
-        Rotation::chosen(self.rope, self.theta, self.scaling)
+        self.rotary.rotation()
     }
 
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
@@ -102,14 +95,14 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, first, documents, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, parameters, first, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let [beta, lambda, norm] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let queries = q.dims()[2];
         let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
         let weights = Rectified { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        let both = rowwise(&op, q, k, for_both_views(v), Some(tau), documents);
+        let both = rowwise(&op, q, k, for_both_views(v), Some(tau), documents, path);
         let o = difference(both, clamp_lambda(lambda.clone()));
         normalise_outputs(o, norm.clone())
     }

@@ -4,10 +4,11 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
+use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
-use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
+use crate::attention::rotary::Rotary;
 use crate::attention::{AttentionShape, Inputs, dispatch};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     const STEP: f64 = 1e-7;
@@ -17,12 +18,17 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rope: false, ..config.clone() },
-            Config { p: 3, beta: 0.5, theta: 100.0, ..config },
+            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false) },
+            Config {
+                p: 3,
+                beta: 0.5,
+                rotary: Rotary { theta: 100.0, ..Rotary::new(true) },
+                ..config
+            },
         ]
     }
 
-    fn prepare(&self, inputs: &mut [Oracle]) {
+    fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 2.0);
         inputs[4].data[0] = 0.05; // λ
     }
@@ -31,12 +37,12 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, beta, lambda, norm] = inputs else { panic!("q, k, v and 3 parameters") };
-        let [q, k] = [q, k].map(|x| match self.rope {
-            true => rotated(x, self.theta, shape.head_dim),
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
+            true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
         });
         let lambda = lambda.data[0].clamp(0.0, 1.0);
@@ -112,7 +118,7 @@ fn equal_views_cancel_to_zero_with_finite_gradients() {
 fn thresholds_count_tokens_that_left_the_window() {
     let (tokens, last, d, window) = (65_536, 8, 8, 64);
     let shape = AttentionShape { window: Some(window), ..AttentionShape::new(d, 1, 1, d) };
-    let config = Config { rope: false, ..Config::default() };
+    let config = Config { rotary: Rotary::new(false), ..Config::default() };
     let device = Default::default();
     let [q, k] = [(); 2].map(|()| random([1, 2, tokens, d]).inner());
     let v = random([1, 1, tokens, d]).inner();
@@ -129,7 +135,7 @@ fn thresholds_count_tokens_that_left_the_window() {
     let o = values(dispatch::extend(&config, &shape, inputs(tokens - last, last), &mut state));
     let cut = |x: &Tensor<Flex, 4>| {
         let x = x.clone().narrow(2, tokens - last - window, last + window);
-        Oracle::new(&x.dims(), values(x).into_iter().map(f64::from).collect())
+        Tensor64::new(&x.dims(), values(x).into_iter().map(f64::from).collect())
     };
     let (q, k, v) = (cut(&q), cut(&k), cut(&v));
     for i in 0..last {
@@ -144,8 +150,11 @@ fn thresholds_count_tokens_that_left_the_window() {
             let term = |j: usize| (weight(0, j) - 0.5 * weight(1, j)) * v.at(&[0, 0, j, n]);
             keys.clone().map(term).sum()
         };
-        let want =
-            rms_norm(&(0..d).map(sum).collect::<Vec<_>>(), &Oracle::new(&[d], vec![1.0; d]), 1e-6);
+        let want = rms_norm(
+            &(0..d).map(sum).collect::<Vec<_>>(),
+            &Tensor64::new(&[d], vec![1.0; d]),
+            1e-6,
+        );
         for (n, want) in want.iter().enumerate() {
             let got = f64::from(o[i * d + n]);
             assert!((got - want).abs() < 1e-4, "row {i}: {got} where {want} is right");

@@ -3,19 +3,19 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 use longwall_config::Problems;
-use serde::Deserialize;
 use serde::de::value::{Error, MapDeserializer};
 
 use super::Config;
+use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
 use crate::attention::rectified::Rectified;
+use crate::attention::rotary::Rotary;
 use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
-use crate::attention::rowwise::oracles::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::{AttentionShape, ExecPath, Inputs, VariantSpec, dispatch};
 use crate::ops::matmul::MatMul;
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     const STEP: f64 = 1e-7;
@@ -25,18 +25,21 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rope: false, ..config.clone() },
+            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false) },
             Config {
                 p: 3,
                 beta: 0.5,
-                theta: 100.0,
-                scaling: Scaling::Ntk { factor: 4.0 },
+                rotary: Rotary {
+                    theta: 100.0,
+                    scaling: Scaling::Ntk { factor: 4.0 },
+                    ..Rotary::new(true)
+                },
                 ..config
             },
         ]
     }
 
-    fn prepare(&self, inputs: &mut [Oracle]) {
+    fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 2.0);
     }
 
@@ -44,16 +47,16 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
         let d = shape.head_dim as f64;
-        let theta = match self.scaling {
-            Scaling::None {} => self.theta,
-            Scaling::Ntk { factor } => self.theta * factor.powf(d / (d - 2.0)),
+        let theta = match self.rotary.scaling {
+            Scaling::None {} => self.rotary.theta,
+            Scaling::Ntk { factor } => self.rotary.theta * factor.powf(d / (d - 2.0)),
         };
-        let [q, k] = [q, k].map(|x| match self.rope {
+        let [q, k] = [q, k].map(|x| match self.rotary.rope {
             true => rotated(x, theta, shape.head_dim),
             false => x.clone(),
         });
@@ -137,7 +140,7 @@ fn chance_survivors_stay_below_kappa() {
 fn long_sequences_agree_with_the_oracle() {
     let (tokens, last, d, beta) = (65_536, 32, 16, 0.6);
     let shape = AttentionShape::new(d, 1, 1, d);
-    let config = Config { rope: false, ..Config::default() };
+    let config = Config { rotary: Rotary::new(false), ..Config::default() };
     let [q, k, v] = [last, tokens, tokens].map(|n| random([1, 1, n, d]).require_grad());
     let device = Default::default();
     let learned = Tensor::<Ad, 1>::from_floats([beta], &device).require_grad();
@@ -172,7 +175,7 @@ fn long_sequences_agree_with_the_oracle() {
             let weight = (inner(&query, &key) / length - tau).max(0.0).powi(2);
             want.iter_mut().zip(row(&v, j)).for_each(|(o, v)| *o += weight * v);
         }
-        let want = rms_norm(&want, &Oracle::new(&[d], vec![1.0; d]), 1e-6);
+        let want = rms_norm(&want, &Tensor64::new(&[d], vec![1.0; d]), 1e-6);
         for (n, want) in want.iter().enumerate() {
             let got = f64::from(o[i * d + n]);
             assert!((got - want).abs() < 3e-5, "row {i}: {got} where {want} is right");
@@ -182,7 +185,8 @@ fn long_sequences_agree_with_the_oracle() {
 
 #[test]
 fn bad_values_are_reported_with_what_is_allowed() {
-    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, theta: 0.5, ..Config::default() };
+    let rotary = Rotary { theta: 0.5, ..Rotary::new(true) };
+    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, rotary };
     let mut problems = Problems::new();
     config.validate("model.attention", &AttentionShape::new(10, 2, 2, 5), &mut problems);
     let keys: Vec<_> = problems.as_slice().iter().map(|problem| problem.key.as_str()).collect();

@@ -15,10 +15,11 @@
 //! With `sinks = true`, `sinks` `[heads]` from 0 are logits that take part in the softmax's sum.
 //!
 //! # Numerics
-//! exp(−P_j) is never formed. Two tokens meet at an anchor between them, where both factors are at
-//! most 1 (section 3, per-tile anchors; appendix D); tokens of one sub-block of 16 rows meet at its
-//! first row, where factors stay below exp(15 · g_max). On CUDA anchors are powers of two at the ends
-//! of tiles of 64 tokens, where factors stay below exp(64 · g_max), which bf16 holds.
+//! exp(−P_j) is never formed. The factor exp(P_i − P_j) of a query and a key is split at an anchor
+//! between them, into two factors of at most 1 (section 3, per-tile anchors; appendix D). Within a
+//! sub-block of 16 rows the anchor is the first row, and factors stay below exp(15 · g_max). On CUDA
+//! anchors are powers of two at the ends of tiles of 64 tokens, and factors stay below
+//! exp(64 · g_max), which bf16 holds.
 //!
 //! # Decoding
 //! Section 3, approach 1: the cache holds k_j · exp(R_c − P_j) with one anchor R_c per chunk of 128
@@ -45,10 +46,10 @@
 //! chunks (on CUDA tiles) are evicted, all heads and batch rows of the layer together, when one completes.
 //!
 //! # Pruning
-//! With `prune`, the CUDA kernels for whole rows leave out tiles of keys that every channel has forgotten
-//! down to 2⁻¹²⁷, where the exponentials of scores are 1 in f32; their part of the softmax, their number and the
-//! sum of their values, is added afterwards. Results change by the order of sums and one more rounding of
-//! outputs and of dv. Elsewhere `prune` changes nothing.
+//! With `prune`, the CUDA kernels for whole rows skip tiles of keys that every channel has forgotten down to
+//! 2⁻¹²⁷: their scores are so near 0 that the exponentials are 1 in f32. Their part of the softmax, which is
+//! their number and the sum of their values, is added afterwards. Results change only by the order of sums and
+//! by one more rounding of outputs and of dv. Elsewhere `prune` changes nothing.
 //!
 //! # Choices
 //! - With `rope`, q and k are rotated first, then gated. Scores then depend on
@@ -144,9 +145,9 @@ pub struct Config {
     /// Decoding evicts keys that have decayed below this factor in every channel, above 0 and
     /// below 1; default none. Needs a gate in every channel, and no window.
     pub evict_below: Option<f32>,
-    /// On CUDA, leave out of training and evaluation the tiles of 64 keys that every channel has forgotten,
-    /// down to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel,
-    /// and no window.
+    /// On CUDA, skip in training and evaluation the tiles of 64 keys that every channel has forgotten down
+    /// to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel, and
+    /// no window.
     pub prune: bool,
     /// A learned logit per head in the softmax's sum, without a value; default false.
     pub sinks: bool,
@@ -384,11 +385,11 @@ impl Variant for Config {
         let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
         let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
         let op = Wall { config: self.clone(), shape };
-        let ints: Vec<_> = documents.into_iter().map(Tensor::into_primitive).collect();
+        let ints = documents.into_iter().map(Tensor::into_primitive).collect();
         let [q, k, v] = [q, k, v].map(primitive);
         tensor(match self.sinks_of(&parameters) {
-            None => path.run::<B, _, 4>(&op, [q, k, v, gate], &ints),
-            Some(sinks) => path.run::<B, _, 5>(&op, [q, k, v, gate, primitive(sinks)], &ints),
+            None => path.run::<B, _, 4>(&op, [q, k, v, gate], ints),
+            Some(sinks) => path.run::<B, _, 5>(&op, [q, k, v, gate, primitive(sinks)], ints),
         })
     }
 

@@ -14,9 +14,9 @@ use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, MapDeserializer};
 
 use super::{Config, GateHeads, GateSource, KeyGate};
-use crate::attention::conformance::{Conformance, bf16_agrees_at, softmax_oracle};
+use crate::attention::conformance::{Conformance, in_bf16, softmax_oracle};
 use crate::attention::{AttentionConfig, AttentionShape, Inputs, VariantSpec, dispatch};
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
@@ -52,9 +52,9 @@ impl Conformance for Config {
     fn oracle(
         &self,
         shape: &AttentionShape,
-        inputs: &[Oracle],
+        inputs: &[Tensor64],
         documents: &[Vec<usize>],
-    ) -> Oracle {
+    ) -> Tensor64 {
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
         let [q, k] = [&inputs[0], &inputs[1]].map(|x| self.oracle_rotated(x, documents));
         let kept = products(&self.oracle_retention(shape, &k, &inputs[3..]));
@@ -69,14 +69,14 @@ impl Conformance for Config {
 }
 
 /// The elements along the last dimension.
-fn channels<'a>(x: &'a Oracle, index: &[usize]) -> &'a [f64] {
+fn channels<'a>(x: &'a Tensor64, index: &[usize]) -> &'a [f64] {
     let row = index.iter().zip(&x.shape).fold(0, |row, (i, size)| row * size + i);
     let width = *x.shape.last().expect("a dimension");
     &x.data[row * width..][..width]
 }
 
 /// Π_{u=j+1..i} of the retention, `[batch, gate heads, i, j, head_dim]`, 0 for j > i.
-fn products(retention: &Oracle) -> Oracle {
+fn products(retention: &Tensor64) -> Tensor64 {
     let [batch, heads, seq_len, d] = retention.shape[..] else { panic!("4 dimensions") };
     let mut data = vec![];
     for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
@@ -91,17 +91,17 @@ fn products(retention: &Oracle) -> Oracle {
             data.extend(row);
         }
     }
-    Oracle::new(&[batch, heads, seq_len, seq_len, d], data)
+    Tensor64::new(&[batch, heads, seq_len, seq_len, d], data)
 }
 
 impl Config {
     /// q or k with rotary positions that start from 0 in every document, by their definition.
-    fn oracle_rotated(&self, x: &Oracle, documents: &[Vec<usize>]) -> Oracle {
+    fn oracle_rotated(&self, x: &Tensor64, documents: &[Vec<usize>]) -> Tensor64 {
         if !self.rope {
             return x.clone();
         }
         let half = x.shape[3] / 2;
-        Oracle::from_fn(&x.shape, |at| {
+        Tensor64::from_fn(&x.shape, |at| {
             let [b, h, t, n] = at[..] else { panic!("q and k have 4 dimensions") };
             let position = (t - documents[b][t]) as f64;
             let angle = position * self.theta.powf(-((n % half) as f64) / half as f64);
@@ -113,7 +113,12 @@ impl Config {
 
     /// exp(g), `[batch, gate heads, seq_len, head_dim]`; `inputs` is the gate's projection or its
     /// two parameters.
-    fn oracle_retention(&self, shape: &AttentionShape, k: &Oracle, inputs: &[Oracle]) -> Oracle {
+    fn oracle_retention(
+        &self,
+        shape: &AttentionShape,
+        k: &Tensor64,
+        inputs: &[Tensor64],
+    ) -> Tensor64 {
         let (batch, seq_len, d) = (k.shape[0], k.shape[2], shape.head_dim);
         let dims = self.gate_dims.unwrap_or(d);
         let heads = match self.gate_heads {
@@ -121,7 +126,7 @@ impl Config {
             GateHeads::Query => shape.heads,
         };
         let outputs = if self.key_gate == Some(KeyGate::Scalar) { 1 } else { dims };
-        Oracle::from_fn(&[batch, heads, seq_len, d], |at| {
+        Tensor64::from_fn(&[batch, heads, seq_len, d], |at| {
             let [b, h, t, n] = at[..] else { panic!("4 dimensions") };
             if n >= dims {
                 return 1.0;
@@ -196,7 +201,7 @@ fn saturated_gates_agree_with_the_oracle() {
     let config = Config::default();
     let shape = AttentionShape::new(8, 2, 1, 4);
     let seq_len = 150;
-    let oracle = |x: Tensor<Flex, 4>| Oracle::new(&x.dims(), values(x));
+    let oracle = |x: Tensor<Flex, 4>| Tensor64::new(&x.dims(), values(x));
     let (q, k) = (random([1, 2, seq_len, 4], 1), random([1, 1, seq_len, 4], 2));
     let v = random([1, 1, seq_len, 4], 3);
     let patterns: [&dyn Fn(usize, usize) -> f32; 3] = [&|_, _| -1000.0, &|_, _| 1000.0, &|t, n| {
@@ -214,7 +219,7 @@ fn saturated_gates_agree_with_the_oracle() {
             parameters: vec![],
         };
         let got = values(dispatch::attend(&config, &shape, inputs, None));
-        let logits = Oracle::new(&[1, seq_len, 4], values(logits));
+        let logits = Tensor64::new(&[1, seq_len, 4], values(logits));
         let inputs = [oracle(q.clone()), oracle(k.clone()), oracle(v.clone()), logits];
         let want = config.oracle(&shape, &inputs, &[vec![0; seq_len]]);
         for (got, want) in got.iter().zip(want.data) {
@@ -286,8 +291,6 @@ fn names_are_kebab_case_and_unknown_keys_are_refused() {
     assert_eq!(scalar, Ok(KeyGate::Scalar));
 }
 
-crate::attention::conformance::bf16_suite!(Config);
-
 /// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±81.
 #[test]
 #[ignore = "needs a GPU"]
@@ -296,9 +299,9 @@ fn cuda_bf16_agrees_with_closed_gates() {
     let mixed = Config { bias_init: -3.0, ..Config::default() };
     for variant in [closed, mixed] {
         for sizes in [[4, 2, 64, 2, 200], [2, 1, 128, 1, 140]] {
-            bf16_agrees_at::<Config, crate::Cuda>(&variant, sizes, None);
+            in_bf16::agrees_at::<Config, crate::Cuda>(&variant, sizes, None);
         }
     }
     // A window that begins in the middle of a tile of gates.
-    bf16_agrees_at::<Config, crate::Cuda>(&Config::default(), [2, 1, 128, 1, 140], Some(97));
+    in_bf16::agrees_at::<Config, crate::Cuda>(&Config::default(), [2, 1, 128, 1, 140], Some(97));
 }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::ops::support::{Ad, assert_nan_shows, assert_views_agree, strides, values, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 const KINDS: [Activation; 4] =
     [Activation::Gelu, Activation::ReluSquared, Activation::Silu, Activation::LogSigmoid];
@@ -25,7 +25,7 @@ fn agree_with_the_oracle_and_its_gradients() {
                 let case = Case::new(kind, &[shape]).uniform(0, -range..range);
                 check(case, |inputs| {
                     let x = &inputs[0];
-                    Oracle::new(&x.shape, x.data.iter().map(|&x| definition(kind, x)).collect())
+                    Tensor64::new(&x.shape, x.data.iter().map(|&x| definition(kind, x)).collect())
                 });
             }
         }
@@ -38,7 +38,7 @@ fn swiglu_agrees_with_the_oracle_and_its_gradients() {
         check(Case::new(SwiGlu, &[shape, shape]), |inputs| {
             let [gate, up] = inputs else { panic!() };
             let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
-            Oracle::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
+            Tensor64::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
         });
     }
 }
@@ -80,10 +80,10 @@ mod cuda {
         for kind in KINDS {
             for shape in [&[1][..], &[3, 7], &[2, 65, 33], &[1, 2, 3, 4097]] {
                 for range in [1.7, 12.0] {
-                    let oracle = |inputs: &[Oracle]| {
+                    let oracle = |inputs: &[Tensor64]| {
                         let x = &inputs[0];
                         let y = x.data.iter().map(|&x| definition(kind, x)).collect();
-                        Oracle::new(&x.shape, y)
+                        Tensor64::new(&x.shape, y)
                     };
                     let case = || Case::new(kind, &[shape]).uniform(0, -range..range);
                     check_on::<crate::Cuda, _, 1>(case(), oracle);
@@ -97,10 +97,10 @@ mod cuda {
     #[ignore = "needs a GPU"]
     fn swiglu_agrees_with_the_oracle_and_its_gradients() {
         for shape in [&[1, 1, 1][..], &[2, 7, 33], &[3, 4099]] {
-            let oracle = |inputs: &[Oracle]| {
+            let oracle = |inputs: &[Tensor64]| {
                 let [gate, up] = inputs else { panic!() };
                 let value = |(&g, u): (&f64, &f64)| definition(Activation::Silu, g) * u;
-                Oracle::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
+                Tensor64::new(&gate.shape, gate.data.iter().zip(&up.data).map(value).collect())
             };
             check_on::<crate::Cuda, _, 2>(Case::new(SwiGlu, &[shape, shape]), oracle);
             let rounded = Case::new(SwiGlu, &[shape, shape]).bf16(&[0, 1]);

@@ -1,7 +1,7 @@
 use super::*;
 use crate::ops::support::{Ad, assert_nan_shows, assert_threads_agree, assert_views_agree};
 use crate::ops::support::{output_and_gradient, values, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 fn ids(len: usize, vocab: usize) -> Vec<i32> {
     (0..len).map(|i| ((i * i * 7 + i / 3) % vocab) as i32).collect()
@@ -13,7 +13,7 @@ fn targets_of(shape: [usize; 2], vocab: usize) -> Tensor<Ad, 2, Int> {
 }
 
 /// The loss of one token by its definition.
-fn token_loss(x: &Oracle, weight: &Oracle, b: usize, t: usize, target: usize) -> f64 {
+fn token_loss(x: &Tensor64, weight: &Tensor64, b: usize, t: usize, target: usize) -> f64 {
     let (vocab, width) = (weight.shape[0], weight.shape[1]);
     let logit = |v: usize| (0..width).map(|i| x.at(&[b, t, i]) * weight.at(&[v, i])).sum::<f64>();
     let logits: Vec<f64> = (0..vocab).map(logit).collect();
@@ -43,7 +43,7 @@ fn agrees_with_the_oracle_and_its_gradients() {
                 let (b, t) = (at / seq_len, at % seq_len);
                 weights.data[at] * token_loss(x, weight, b, t, ids[at] as usize)
             };
-            Oracle::new(&[1], vec![(0..batch * seq_len).map(row).sum()])
+            Tensor64::new(&[1], vec![(0..batch * seq_len).map(row).sum()])
         });
     }
 }
@@ -77,7 +77,7 @@ fn token_losses_agree_with_the_definition() {
     for (batch, seq_len, width, vocab) in [(1, 1, 3, 5), (2, 601, 17, 33)] {
         let (x, weight) = (wave([batch, seq_len, width], 0.0), wave([vocab, width], 1.0));
         let oracle = |data: Vec<f32>, shape: &[usize]| {
-            Oracle::new(shape, data.iter().map(|&x| x.into()).collect())
+            Tensor64::new(shape, data.iter().map(|&x| x.into()).collect())
         };
         let (xs, ws) = (
             oracle(values(x.clone()), &[batch, seq_len, width]),
@@ -195,7 +195,7 @@ mod cuda {
     fn case(
         [batch, seq_len, width, vocab]: [usize; 4],
         size: f32,
-    ) -> (Case<LinearCrossEntropy, 3>, impl Fn(&[Oracle]) -> Oracle) {
+    ) -> (Case<LinearCrossEntropy, 3>, impl Fn(&[Tensor64]) -> Tensor64) {
         let ids = ids(batch * seq_len, vocab);
         let shapes: [&[usize]; 3] = [&[batch, seq_len, width], &[vocab, width], &[batch, seq_len]];
         let case = Case::new(LinearCrossEntropy, &shapes)
@@ -204,13 +204,13 @@ mod cuda {
             .ints(&[batch, seq_len], ids.clone())
             .no_grad(2)
             .parameters(&[1]);
-        let oracle = move |inputs: &[Oracle]| {
+        let oracle = move |inputs: &[Tensor64]| {
             let [x, weight, weights] = inputs else { panic!() };
             let row = |at: usize| {
                 let (b, t) = (at / seq_len, at % seq_len);
                 weights.data[at] * token_loss(x, weight, b, t, ids[at] as usize)
             };
-            Oracle::new(&[1], vec![(0..batch * seq_len).map(row).sum()])
+            Tensor64::new(&[1], vec![(0..batch * seq_len).map(row).sum()])
         };
         (case, oracle)
     }

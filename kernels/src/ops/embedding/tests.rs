@@ -2,7 +2,7 @@ use super::*;
 use crate::cpu::math;
 use crate::ops::support::{Ad, assert_nan_shows, assert_threads_agree, assert_views_agree};
 use crate::ops::support::{output_and_gradient, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 /// Token ids with repeats, and some that never occur.
 fn ids(len: usize, vocab: usize) -> Vec<i32> {
@@ -20,7 +20,7 @@ fn agrees_with_the_oracle_and_its_gradients() {
         let ids = ids(batch * seq_len, vocab);
         let case = Case::new(Embedding, &[&[vocab, width]]).ints(&[batch, seq_len], ids.clone());
         check(case, |inputs| {
-            Oracle::from_fn(&[batch, seq_len, width], |at| {
+            Tensor64::from_fn(&[batch, seq_len, width], |at| {
                 inputs[0].at(&[ids[at[0] * seq_len + at[1]] as usize, at[2]])
             })
         });
@@ -72,8 +72,8 @@ mod cuda {
             let ids = ids(batch * seq_len, vocab);
             let case =
                 || Case::new(Embedding, &[&[vocab, width]]).ints(&[batch, seq_len], ids.clone());
-            let oracle = |inputs: &[Oracle]| {
-                Oracle::from_fn(&[batch, seq_len, width], |at| {
+            let oracle = |inputs: &[Tensor64]| {
+                Tensor64::from_fn(&[batch, seq_len, width], |at| {
                     inputs[0].at(&[ids[at[0] * seq_len + at[1]] as usize, at[2]])
                 })
             };

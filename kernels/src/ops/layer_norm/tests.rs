@@ -1,12 +1,12 @@
 use super::*;
 use crate::ops::support::{assert_nan_shows, assert_threads_agree, assert_views_agree};
 use crate::ops::support::{output_and_gradient, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 const EPS: f32 = 1e-5;
 
 /// Layer norm by its definition.
-fn oracle(inputs: &[Oracle]) -> Oracle {
+fn oracle(inputs: &[Tensor64]) -> Tensor64 {
     let (x, weight) = (&inputs[0], &inputs[1]);
     let width = weight.data.len();
     let rows = x.data.chunks_exact(width).flat_map(|row| {
@@ -16,7 +16,7 @@ fn oracle(inputs: &[Oracle]) -> Oracle {
         let bias = |i: usize| inputs.get(2).map_or(0.0, |bias| bias.data[i]);
         (0..width).map(|i| (row[i] - mean) / root * weight.data[i] + bias(i)).collect::<Vec<_>>()
     });
-    Oracle::new(&x.shape, rows.collect())
+    Tensor64::new(&x.shape, rows.collect())
 }
 
 #[test]

@@ -1,14 +1,14 @@
 use super::*;
 use crate::backend::{leaf_id, take_accumulated_grad, with_accumulated_grads};
 use crate::ops::support::{gpu, values};
-use crate::testing::{Case, Oracle, check, check_on};
+use crate::testing::{Case, Tensor64, check, check_on};
 
 /// y = x Wᵀ + b by its definition.
-fn oracle(inputs: &[Oracle]) -> Oracle {
+fn oracle(inputs: &[Tensor64]) -> Tensor64 {
     let [x, weight] = [&inputs[0], &inputs[1]];
     let [batch, seq_len, features] = x.shape[..] else { panic!() };
     let outputs = weight.shape[0];
-    Oracle::from_fn(&[batch, seq_len, outputs], |at| {
+    Tensor64::from_fn(&[batch, seq_len, outputs], |at| {
         let [b, t, o] = at[..] else { panic!() };
         let bias = inputs.get(2).map_or(0.0, |bias| bias.at(&[o]));
         bias + (0..features).map(|i| x.at(&[b, t, i]) * weight.at(&[o, i])).sum::<f64>()
@@ -27,10 +27,10 @@ fn agrees_with_the_oracle_and_its_gradients() {
 }
 
 /// y = r + x Wᵀ by its definition.
-fn sum_oracle(inputs: &[Oracle]) -> Oracle {
+fn sum_oracle(inputs: &[Tensor64]) -> Tensor64 {
     let product = oracle(&inputs[..2]);
     let sums = product.data.iter().zip(&inputs[2].data).map(|(a, b)| a + b);
-    Oracle::new(&product.shape, sums.collect())
+    Tensor64::new(&product.shape, sums.collect())
 }
 
 #[test]

@@ -3,7 +3,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::*;
-use crate::testing::{Case, Oracle, assert_budget, check_on};
+use crate::testing::{Case, Tensor64, assert_budget, check_on};
 use crate::{Cpu, Cuda};
 
 fn random<B: OpBackend>(shape: [usize; 4]) -> Tensor<B, 4> {
@@ -13,16 +13,16 @@ fn random<B: OpBackend>(shape: [usize; 4]) -> Tensor<B, 4> {
     Tensor::from_data(TensorData::new(data, shape), &Default::default())
 }
 
-fn oracle<B: OpBackend>(x: Tensor<B, 4>) -> Oracle {
+fn oracle<B: OpBackend>(x: Tensor<B, 4>) -> Tensor64 {
     let shape = x.dims();
-    Oracle::new(&shape, x.into_data().iter::<f64>().collect())
+    Tensor64::new(&shape, x.into_data().iter::<f64>().collect())
 }
 
 /// The definition, for `[…, m, k]` and `[…, k, n]`.
-fn product(a: &Oracle, b: &Oracle) -> Oracle {
+fn product(a: &Tensor64, b: &Tensor64) -> Tensor64 {
     let outer = a.shape.len() - 2;
     let shape = [&a.shape[..outer + 1], &b.shape[outer + 1..]].concat();
-    Oracle::from_fn(&shape, |at| {
+    Tensor64::from_fn(&shape, |at| {
         let (mut left, mut right) = (at.to_vec(), at.to_vec());
         (0..b.shape[outer])
             .map(|k| {

@@ -1,7 +1,7 @@
 use super::*;
-use crate::testing::{Case, Oracle, check, check_on};
+use crate::testing::{Case, Tensor64, check, check_on};
 
-fn oracle(inputs: &[Oracle]) -> Oracle {
+fn oracle(inputs: &[Tensor64]) -> Tensor64 {
     let [x, up, down, residual] = inputs else { panic!() };
     let [hidden, width] = up.shape[..] else { panic!() };
     let gelu = |x: f64| {

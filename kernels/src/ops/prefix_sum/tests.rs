@@ -1,9 +1,9 @@
 use super::*;
 use crate::ops::support::{assert_nan_shows, assert_views_agree, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 /// Prefix sums by their definition.
-fn oracle(inputs: &[Oracle]) -> Oracle {
+fn oracle(inputs: &[Tensor64]) -> Tensor64 {
     let x = &inputs[0];
     let rows = x.data.chunks_exact(x.shape[x.shape.len() - 1]).flat_map(|row| {
         row.iter().scan(0.0, |sum, x| {
@@ -11,7 +11,7 @@ fn oracle(inputs: &[Oracle]) -> Oracle {
             Some(*sum)
         })
     });
-    Oracle::new(&x.shape, rows.collect())
+    Tensor64::new(&x.shape, rows.collect())
 }
 
 #[test]

@@ -1,12 +1,12 @@
 use super::*;
 use crate::ops::support::{assert_nan_shows, assert_threads_agree, assert_views_agree};
 use crate::ops::support::{output_and_gradient, strides, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 const EPS: f32 = 1e-6;
 
 /// RMS norm by its definition.
-fn oracle(inputs: &[Oracle]) -> Oracle {
+fn oracle(inputs: &[Tensor64]) -> Tensor64 {
     let [x, weight] = inputs else { panic!() };
     let width = weight.data.len();
     let rows = x.data.chunks_exact(width).flat_map(|row| {
@@ -14,7 +14,7 @@ fn oracle(inputs: &[Oracle]) -> Oracle {
         let root = (square + f64::from(EPS)).sqrt();
         (0..width).map(|i| row[i] / root * weight.data[i]).collect::<Vec<_>>()
     });
-    Oracle::new(&x.shape, rows.collect())
+    Tensor64::new(&x.shape, rows.collect())
 }
 
 #[test]

@@ -1,11 +1,11 @@
 use super::*;
 use crate::ops::support::{Ad, assert_nan_shows, assert_views_agree, strides, values, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 /// The rotation by its definition, pair by pair.
-fn oracle(op: &Rotary, x: &Oracle) -> Oracle {
+fn oracle(op: &Rotary, x: &Tensor64) -> Tensor64 {
     let half = op.rotary_dims / 2;
-    Oracle::from_fn(&x.shape, |at| {
+    Tensor64::from_fn(&x.shape, |at| {
         let [b, h, t, i] = at[..] else { panic!() };
         if i >= 2 * half {
             return x.at(at);

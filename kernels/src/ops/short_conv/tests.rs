@@ -1,13 +1,13 @@
 use super::*;
 use crate::ops::support::{Ad, assert_nan_shows, assert_threads_agree, assert_views_agree};
 use crate::ops::support::{output_and_gradient, values, wave};
-use crate::testing::{Case, Oracle, check};
+use crate::testing::{Case, Tensor64, check};
 
 /// The convolution by its definition.
-fn oracle(op: &ShortConv, starts: Option<&[i32]>, inputs: &[Oracle]) -> Oracle {
+fn oracle(op: &ShortConv, starts: Option<&[i32]>, inputs: &[Tensor64]) -> Tensor64 {
     let [x, weight] = inputs else { panic!() };
     let (seq_len, taps) = (x.shape[1], weight.shape[1]);
-    Oracle::from_fn(&x.shape, |at| {
+    Tensor64::from_fn(&x.shape, |at| {
         let [b, t, c] = at[..] else { panic!() };
         let start = starts.map_or(0, |starts| starts[b * seq_len + t] as usize);
         let z: f64 = (0..taps)

@@ -13,7 +13,7 @@ use longwall_kernels::attention::{
     AttentionConfig, AttentionShape, DocumentStarts, ExecPath, Inputs, Kernel,
 };
 use longwall_kernels::backend::{OpBackend, with_reference};
-use longwall_kernels::device::{Device, OnDevice};
+use longwall_kernels::device::{Device, DeviceKind, OnDevice};
 use longwall_train::config::{SizeNames, check_kind, parse_kind};
 use longwall_train::device;
 
@@ -58,6 +58,29 @@ pub struct Args {
     /// The implementation; by default the kernel where the kind has one on the device
     #[arg(long)]
     path: Option<PathArg>,
+
+    /// What q, k, v and the projections are rounded to before the operation; bf16, which training
+    /// on CUDA uses, needs CUDA
+    #[arg(long, default_value = "f32")]
+    precision: PrecisionArg,
+}
+
+/// The type of q, k, v and the projections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum PrecisionArg {
+    /// As they are in the file
+    F32,
+    /// Rounded to bf16; so are o and these gradients
+    Bf16,
+}
+
+impl PrecisionArg {
+    fn dtype(self) -> DType {
+        match self {
+            PrecisionArg::F32 => DType::F32,
+            PrecisionArg::Bf16 => DType::BF16,
+        }
+    }
 }
 
 /// Which implementation runs.
@@ -77,7 +100,8 @@ pub fn run(args: Args) -> Result<()> {
     let (shape, op) = read_op(&args, &config, &mut file)?;
     file.finish(&expected(&config, &shape, args.grad))?;
     let device = device::open(args.device.into(), None)?;
-    let reference = use_reference(args.path, &config, &shape, &device)?;
+    let kernel = kernel(args.precision, &device)?;
+    let reference = use_reference(args.path, &config, &shape, kernel)?;
     tracing::info!(
         "path: {}",
         if reference { "reference, plain tensor operations" } else { "kernel" }
@@ -115,20 +139,37 @@ fn check_output(input: &Path, output: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether the reference runs on this device.
+/// The kernel that inputs of this precision need.
+fn kernel(precision: PrecisionArg, device: &Device) -> Result<Kernel> {
+    let kernel = Kernel { device: device.kind(), dtype: precision.dtype() };
+    if precision == PrecisionArg::Bf16 && kernel.device == DeviceKind::Cpu {
+        bail!(
+            "--precision is bf16, but the device is the CPU; allowed there: f32\n  \
+             hint: leave --precision out, or use a machine with an NVIDIA GPU"
+        );
+    }
+    Ok(kernel)
+}
+
+/// Whether the reference runs where the inputs need `kernel`.
 fn use_reference(
     path: Option<PathArg>,
     config: &AttentionConfig,
-    shape: &OpShape,
-    device: &Device,
+    OpShape { layer, batch, .. }: &OpShape,
+    kernel: Kernel,
 ) -> Result<bool> {
-    let kernel = Kernel { device: device.kind(), dtype: DType::F32 };
-    let has_kernel = config.path(kernel, &shape.layer, shape.batch) != ExecPath::Reference;
+    let has_kernel = config.path(kernel, layer, *batch) != ExecPath::Reference;
     if path == Some(PathArg::Kernel) && !has_kernel {
+        let known = AttentionConfig::KINDS.iter().find(|known| known.kind == config.kind());
+        let sizes = match known.is_some_and(|known| known.kernels.contains(&kernel)) {
+            true => format!(" for {batch} × {} heads of {} channels", layer.heads, layer.head_dim),
+            false => String::new(),
+        };
         bail!(
-            "--path is kernel, but kind {} has no kernel for f32 on {}; allowed: reference\n  \
-             hint: leave --path out, or choose another --device",
+            "--path is kernel, but kind {} has no kernel for {} on {}{sizes}; allowed: reference\n  \
+             hint: leave --path out, or choose another --device or --precision",
             config.kind(),
+            kernel.dtype.name(),
             kernel.device
         );
     }
@@ -195,7 +236,8 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     let grad = args.grad.then(|| floats.pop().expect("the upstream gradient is the last").1);
     let documents = file.take_documents(batch, seq_len)?;
     let projections = config.projections(&layer).len();
-    Ok((shape, Op { config: config.clone(), layer, floats, projections, grad, documents }))
+    let dtype = args.precision.dtype();
+    Ok((shape, Op { config: config.clone(), layer, floats, projections, grad, documents, dtype }))
 }
 
 /// The operation with its inputs.
@@ -207,6 +249,8 @@ struct Op {
     projections: usize,
     grad: Option<Floats>,
     documents: Option<(Vec<i32>, [usize; 2])>,
+    /// Of q, k, v and the projections.
+    dtype: DType,
 }
 
 impl OnDevice for Op {
@@ -227,11 +271,14 @@ impl OnDevice for Op {
 impl Op {
     fn inputs<B: OpBackend>(&self, device: &B::Device) -> Inputs<B> {
         let sides = 3..3 + self.projections;
+        let [q, k, v] =
+            [0, 1, 2].map(|at| tensor::<B, 4>(&self.floats[at].1, device).cast(self.dtype));
+        let projection = |x: &(String, Floats)| tensor::<B, 3>(&x.1, device).cast(self.dtype);
         Inputs {
-            q: tensor(&self.floats[0].1, device),
-            k: tensor(&self.floats[1].1, device),
-            v: tensor(&self.floats[2].1, device),
-            projections: self.floats[sides.clone()].iter().map(|x| tensor(&x.1, device)).collect(),
+            q,
+            k,
+            v,
+            projections: self.floats[sides.clone()].iter().map(projection).collect(),
             parameters: self.floats[sides.end..].iter().map(|x| tensor(&x.1, device)).collect(),
         }
     }
@@ -255,7 +302,7 @@ impl Op {
             parameters: parameters.clone(),
         };
         let o = self.config.attend(&self.layer, inputs, self.documents(device));
-        let grads = (o.clone() * tensor(grad, device)).sum().backward();
+        let grads = (o.clone().cast(DType::F32) * tensor(grad, device)).sum().backward();
         let first = [&q, &k, &v].map(|x| gradient(x, &grads));
         let projections = projections.iter().map(|x| gradient(x, &grads));
         let parameters = parameters.iter().map(|x| gradient(x, &grads));

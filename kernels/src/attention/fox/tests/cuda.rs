@@ -5,7 +5,7 @@ use burn::tensor::{Distribution, FloatDType, Int, Tensor, TensorData, bf16};
 
 use super::super::op::forgetting;
 use super::of_layer;
-use crate::attention::AttentionShape;
+use crate::attention::{AttentionShape, ExecPath};
 use crate::backend::OpBackend;
 use crate::{Cpu, Cuda};
 
@@ -33,8 +33,9 @@ fn results<B: OpBackend>(
     let starts: Vec<i32> = (0..batch * keys).map(|i| (i % keys / 77 * 77) as i32).collect();
     let starts = TensorData::new(starts, [batch, keys]);
     let starts = documents.then(|| Tensor::<Autodiff<B>, 2, Int>::from_data(starts, device));
+    let path = ExecPath::Kernel(B::device_kind());
     let op = of_layer(&AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim));
-    let o = forgetting(&op, [q.clone(), k.clone(), v.clone()], log_decay, None, starts);
+    let o = forgetting(&op, [q.clone(), k.clone(), v.clone()], log_decay, None, starts, path);
     let grads = (o.clone() * dy).sum().backward();
     let [dq, dk, dv] = [q, k, v].map(|x| x.grad(&grads).expect("a gradient"));
     [o.inner(), dq, dk, dv].map(|x| x.cast(FloatDType::F32).into_data().to_vec().unwrap())

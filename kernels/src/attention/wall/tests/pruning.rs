@@ -5,9 +5,7 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::conformance::{
-    bf16_agrees_at, bf16_agrees_pruned_and_packed, bf16_decodes_at,
-};
+use crate::attention::conformance::in_bf16;
 use crate::attention::wall::prune::share_forgotten;
 use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
 use crate::attention::{AttentionShape, Inputs, dispatch};
@@ -70,13 +68,13 @@ fn cuda_pruned_tiles_count_as_if_they_were_read() {
         (query, [4, 2, 64, 1, 400]),
         (key, [4, 2, 64, 1, 400]),
     ] {
-        bf16_agrees_at::<Config, Cuda>(&config, sizes, None);
+        in_bf16::agrees_at::<Config, Cuda>(&config, sizes, None);
         // Documents of one token, within a tile, and of many; that begin and end at tiles' edges.
         let starts: &[usize] = match sizes[4] {
             700 => &[0, 1, 20, 64, 448, 690],
             _ => &[0, 1, 20, 64, 384, 385],
         };
-        bf16_agrees_pruned_and_packed::<Config, Cuda>(&config, sizes, starts);
+        in_bf16::agrees_pruned_and_packed::<Config, Cuda>(&config, sizes, starts);
     }
 }
 
@@ -137,7 +135,7 @@ fn cuda_bf16_decodes_with_key_gates() {
         Config { gate_dims: Some(3), ..key.clone() },
         Config { key_gate: Some(KeyGate::Scalar), gate_dims: Some(40), ..key },
     ] {
-        bf16_decodes_at::<Config, Cuda>(&config, [4, 2, 80, 2, 130]);
+        in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 80, 2, 130]);
     }
 }
 

@@ -3,16 +3,16 @@
 use std::ops::Range;
 
 use crate::attention::AttentionShape;
-use crate::testing::Oracle;
+use crate::testing::Tensor64;
 
 /// Σ_j weight_j v_j, where `weights(b, h, i, keys)` gives the weights of the keys that query i of
 /// head h in row b sees.
 pub fn weighted(
     shape: &AttentionShape,
-    v: &Oracle,
+    v: &Tensor64,
     documents: &[Vec<usize>],
     weights: impl Fn(usize, usize, usize, Range<usize>) -> Vec<f64>,
-) -> Oracle {
+) -> Tensor64 {
     let [batch, kv_heads, seq_len, value_dim] = v.shape[..] else { panic!("v has 4 dimensions") };
     let group = shape.heads / kv_heads;
     let mut data = vec![];
@@ -29,13 +29,13 @@ pub fn weighted(
             }
         }
     }
-    Oracle::new(&[batch, shape.heads, seq_len, value_dim], data)
+    Tensor64::new(&[batch, shape.heads, seq_len, value_dim], data)
 }
 
 /// Makes the sums over keys well above rounding, which a norm that follows would make as large as
 /// the rest: q and k get the common mean `mean`, so that every query finds keys, and the channels of
 /// v get means of ±1.5, so that sums seldom cancel.
-pub fn away_from_zero(inputs: &mut [Oracle], mean: f64) {
+pub fn away_from_zero(inputs: &mut [Tensor64], mean: f64) {
     let [q, k, v, ..] = inputs else { panic!("q, k and v") };
     for x in [q, k] {
         x.data.iter_mut().for_each(|x| *x += mean);
@@ -46,17 +46,17 @@ pub fn away_from_zero(inputs: &mut [Oracle], mean: f64) {
 }
 
 /// q_iᵀk_j of head h in a view.
-pub fn dot(shape: &AttentionShape, [q, k]: [&Oracle; 2], [view, b, h, i, j]: [usize; 5]) -> f64 {
+pub fn dot(shape: &AttentionShape, [q, k]: [&Tensor64; 2], [view, b, h, i, j]: [usize; 5]) -> f64 {
     let group = shape.heads / shape.kv_heads;
     let (query_head, key_head) = (view * shape.heads + h, view * shape.kv_heads + h / group);
     (0..shape.head_dim).map(|n| q.at(&[b, query_head, i, n]) * k.at(&[b, key_head, j, n])).sum()
 }
 
 /// As [`dot`], of the vectors divided by their lengths.
-pub fn cosine(shape: &AttentionShape, [q, k]: [&Oracle; 2], at: [usize; 5]) -> f64 {
+pub fn cosine(shape: &AttentionShape, [q, k]: [&Tensor64; 2], at: [usize; 5]) -> f64 {
     let [view, b, h, i, j] = at;
     let group = shape.heads / shape.kv_heads;
-    let norm = |x: &Oracle, head: usize, t: usize| -> f64 {
+    let norm = |x: &Tensor64, head: usize, t: usize| -> f64 {
         (0..shape.head_dim).map(|n| x.at(&[b, head, t, n]).powi(2)).sum::<f64>().sqrt()
     };
     let query = norm(q, view * shape.heads + h, i);
@@ -71,19 +71,19 @@ pub fn softmax(scores: &[f64]) -> Vec<f64> {
 }
 
 /// Each row of the last dimension through `f`.
-pub fn rows(x: &Oracle, f: impl Fn(&[f64]) -> Vec<f64>) -> Oracle {
+pub fn rows(x: &Tensor64, f: impl Fn(&[f64]) -> Vec<f64>) -> Tensor64 {
     let width = x.shape[x.shape.len() - 1];
-    Oracle::new(&x.shape, x.data.chunks_exact(width).flat_map(f).collect())
+    Tensor64::new(&x.shape, x.data.chunks_exact(width).flat_map(f).collect())
 }
 
 /// The RMS norm of a row.
-pub fn rms_norm(row: &[f64], weight: &Oracle, eps: f64) -> Vec<f64> {
+pub fn rms_norm(row: &[f64], weight: &Tensor64, eps: f64) -> Vec<f64> {
     let square = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
     row.iter().zip(&weight.data).map(|(x, w)| x / (square + eps).sqrt() * w).collect()
 }
 
 /// The layer norm of a row.
-pub fn layer_norm(row: &[f64], weight: &Oracle, bias: &Oracle, eps: f64) -> Vec<f64> {
+pub fn layer_norm(row: &[f64], weight: &Tensor64, bias: &Tensor64, eps: f64) -> Vec<f64> {
     let mean = row.iter().sum::<f64>() / row.len() as f64;
     let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / row.len() as f64;
     let scaled =

@@ -6,8 +6,8 @@ use burn::tensor::{Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::Linear;
-use super::reference::Rows;
+use crate::attention::linear::Linear;
+use crate::attention::linear::reference::Rows;
 use crate::backend::{OpBackend, primitive, tensor, with_reference};
 
 type Ad = Autodiff<Flex>;

@@ -6,9 +6,9 @@ use burn::tensor::{Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::householder::Blocks;
-use super::reference::{BLOCK, Tokens, Visible, attend};
-use super::tests::{dot, householder, uniform, values};
+use super::{dot, householder, uniform, values};
+use crate::attention::path::householder::Blocks;
+use crate::attention::path::reference::{BLOCK, Tokens, Visible, attend};
 use crate::testing::assert_budget;
 
 /// Tokens of one key head, as f32 numbers in row-major order; `decays[h]` are query head h's gates.

@@ -6,7 +6,7 @@ use burn::tensor::{Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{Config, Form};
+use crate::attention::power::{Config, Form};
 use crate::attention::{AttentionShape, Inputs, dispatch};
 use crate::backend::with_reference;
 

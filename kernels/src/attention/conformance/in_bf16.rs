@@ -1,0 +1,278 @@
+//! The suite of kernels in bf16: outputs and the gradients of every input, packing, windows,
+//! decoding, causality, determinism on a full device.
+//!
+//! Outputs are held to the f64 oracle, gradients to those in f32 on the CPU, which `in_f32` holds to
+//! the oracle's central differences. Both may err by what [`Conformance::roundings`] to bf16 amount
+//! to. Each size, option and mask is a kernel of its own, which takes seconds to compile.
+
+use std::ops::Range;
+
+use burn::backend::Flex;
+use burn::tensor::{Tensor, bf16};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::problem::windows;
+use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
+use super::{Conformance, Problem, Sizes};
+use crate::attention::dispatch;
+use crate::backend::OpBackend;
+use crate::testing::{Tensor64, record, root_mean_square};
+
+/// Lengths within, at and beyond tiles of 64 and 128 tokens.
+const LENGTHS: [usize; 9] = [1, 2, 33, 63, 64, 65, 100, 129, 257];
+
+/// Outputs and gradients: ragged lengths, grouped heads, head dims up to the widest.
+pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
+    for (at, variant) in V::cases().into_iter().enumerate() {
+        let check = |sizes| check::<V, K>(&variant, Problem::new(&variant, sizes, None));
+        for seq_len in LENGTHS {
+            check([2, 2, 64, 1, seq_len]);
+        }
+        check([4, 2, 64, 2, 100]);
+        if at == 0 {
+            check([2, 1, 16, 1, 33]);
+            check([2, 2, 80, 1, 129]);
+            check([2, 1, 128, 1, 140]);
+            check([2, 1, 192, 1, 70]);
+            check([2, 2, 256, 1, 100]);
+        }
+    }
+}
+
+/// Windows of one token, within and beyond a tile, and longer than the sequence.
+pub fn windows_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
+    for (at, variant) in V::cases().into_iter().enumerate() {
+        for window in windows(&variant, &[1, 65, 97, 300]).into_iter().flatten() {
+            let check = |sizes| {
+                check::<V, K>(&variant, Problem::new(&variant, sizes, Some(window)));
+            };
+            check([4, 2, 64, 2, 200]);
+            if at == 0 {
+                check([2, 1, 128, 1, 140]);
+            }
+        }
+    }
+}
+
+/// Packed documents, of one token and of several tiles, with and without a window.
+pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
+    for variant in V::cases() {
+        for window in windows(&variant, &[70]) {
+            for (seq_len, starts) in [(200, &[0, 1, 90, 130, 199][..]), (129, &[0, 40, 128][..])] {
+                let problem = Problem::new(&variant, [4, 1, 64, 2, seq_len], window);
+                check::<V, K>(&variant, problem.packed(starts));
+            }
+        }
+    }
+}
+
+/// A prompt in pieces and then single tokens give what the whole pass does.
+pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
+    for (at, variant) in V::cases().into_iter().enumerate() {
+        for window in windows(&variant, &[70]) {
+            let check = |sizes| {
+                check_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+            };
+            if at == 0 {
+                check([40, 2, 80, 1, 70]);
+                check([2, 2, 128, 3, 700]);
+                check([2, 1, 256, 1, 90]);
+            }
+            check([4, 1, 64, 2, 130]);
+        }
+    }
+}
+
+/// A later token changes no earlier output, not by a bit; it does change its own.
+pub fn is_causal<V: Conformance, K: OpBackend>() {
+    for variant in V::cases() {
+        let problem = Problem::new(&variant, [4, 2, 64, 2, 100], None);
+        let value_dim = variant.value_dim(&problem.shape);
+        let attend = |problem: Problem| attend::<V, K>(&variant, &problem.in_bf16());
+        for from in [1, 63, 64, 70, 99] {
+            let (before, after) = (attend(problem.clone()), attend(problem.changed(from)));
+            let rows = before.chunks_exact(value_dim).zip(after.chunks_exact(value_dim));
+            for (at, (before, after)) in rows.enumerate() {
+                let t = at % 100;
+                assert_eq!(before == after, t < from, "{variant:?} at position {t}");
+            }
+        }
+    }
+}
+
+/// A NaN in q, k or v shows in the output.
+pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
+    for variant in V::cases() {
+        for input in 0..3 {
+            let mut problem = Problem::new(&variant, [4, 2, 64, 2, 100], None).in_bf16();
+            problem.inputs[input].data[3] = f64::NAN;
+            let shows = attend::<V, K>(&variant, &problem).iter().any(|x| x.is_nan());
+            assert!(shows, "{variant:?}: NaN in input {input}");
+        }
+    }
+}
+
+/// The same bits in many runs that fill the device: a block that reads what is being overwritten
+/// shows in few of them.
+pub fn is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
+    const RUNS: usize = 8;
+    let variant = &V::cases()[0];
+    for sizes in [[12, 12, 64, 24, 1024], [16, 4, 128, 8, 1024]] {
+        let problem = Problem::new(variant, sizes, None).in_bf16();
+        let upstream = &problem.inputs[0];
+        let mut prefilled = Decoding::<V, K>::new(variant, &problem);
+        prefilled.extend(problem.seq_len - 1);
+        let run = || {
+            let decoded = to_vec(prefilled.clone().extend(1));
+            let gradients = gradients::<V, K>(variant, &problem, upstream);
+            (attend::<V, K>(variant, &problem), gradients, decoded)
+        };
+        let (output, gradients, decoded) = run();
+        for at in 1..RUNS {
+            let (again, gradients_again, decoded_again) = run();
+            assert!(again == output, "outputs of {:?} in run {at}", problem.shape);
+            assert!(gradients_again == gradients, "gradients of {:?} in run {at}", problem.shape);
+            assert!(decoded_again == decoded, "decoding of {:?} in run {at}", problem.shape);
+        }
+        // What its copies decoded has not changed the state.
+        let last = to_vec(prefilled.extend(1));
+        assert!(last == decoded, "decoding of {:?} after copies", problem.shape);
+    }
+}
+
+/// As [`agrees_with_the_oracle`], of one variant at one size.
+pub fn agrees_at<V: Conformance, K: OpBackend>(variant: &V, sizes: Sizes, window: Option<usize>) {
+    check::<V, K>(variant, Problem::new(variant, sizes, window));
+}
+
+/// As [`agrees_at`], with documents that begin at `starts`, where pruning leaves something out.
+pub fn agrees_pruned_and_packed<V: Conformance, K: OpBackend>(
+    variant: &V,
+    sizes: Sizes,
+    starts: &[usize],
+) {
+    let problem = Problem::new(variant, sizes, None).packed(starts);
+    let inputs = problem.clone().in_bf16().tensors::<K>();
+    let share = dispatch::share_left_out(variant, &problem.shape, inputs, problem.documents());
+    assert!(share.is_some_and(|share| share > 0.0), "{share:?} left out of {sizes:?}");
+    check::<V, K>(variant, problem);
+}
+
+/// As [`decoding_equals_the_full_pass`], of one variant at one size.
+pub fn decodes_at<V: Conformance, K: OpBackend>(variant: &V, sizes: Sizes) {
+    check_decoding::<V, K>(variant, Problem::new(variant, sizes, None));
+}
+
+/// Holds a prompt in pieces and then single tokens to the whole pass in f32 on the CPU.
+fn check_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    let problem = problem.in_bf16();
+    let want = attend::<V, Flex>(variant, &problem.in_f32());
+    let mut decoding = Decoding::<V, K>::new(variant, &problem);
+    let prompt = problem.seq_len - 6;
+    // Long ones begin with a single token; pieces end within tiles of 64 tokens, with one, and after one.
+    let pieces = match prompt {
+        200.. => vec![1, 62, 1, 1, 64, 1, 13, prompt - 143],
+        _ => vec![prompt * 2 / 3, prompt - prompt * 2 / 3],
+    };
+    let pieces = pieces.into_iter().map(|n| decoding.extend(n)).collect();
+    let prefilled = Tensor::cat(pieces, 2);
+    let steps = (prompt..problem.seq_len).map(|_| decoding.extend(1)).collect();
+    let what = format!("{variant:?}, {:?}, decoding {}", problem.shape, problem.seq_len);
+    let value_dim = prefilled.dims()[3];
+    // The elements of some tokens, as `to_vec` has them.
+    let of = |tokens: Range<usize>| {
+        let rows = want.chunks_exact(problem.seq_len * value_dim);
+        rows.flat_map(|row| &row[tokens.start * value_dim..tokens.end * value_dim])
+            .copied()
+            .collect()
+    };
+    let parts = [(prefilled, 0..prompt), (Tensor::cat(steps, 2), prompt..problem.seq_len)];
+    for (got, tokens) in parts {
+        let want: Vec<f64> = of(tokens);
+        assert_roundings(&what, &to_vec(got), &want, variant.roundings(), 0.0);
+    }
+}
+
+/// Outputs and the gradients of every input; the same bits in two runs.
+fn check<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    let problem = problem.in_bf16();
+    let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
+    let roundings = variant.roundings();
+    let mut upstream = problem.oracle(variant);
+    let output = attend::<V, K>(variant, &problem);
+    assert_roundings(&what, &output, &upstream.data, roundings, 0.0);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let mut draw = || bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_f64();
+    upstream.data.iter_mut().for_each(|x| *x = draw());
+    let got = gradients::<V, K>(variant, &problem, &upstream);
+    let want = gradients::<V, Flex>(variant, &problem.in_f32(), &upstream);
+    // Those of q and k may vanish, as for a single key, where v's do not.
+    let least = variant.vanished() * root_mean_square(&want.concat());
+    let is_parameter = |input: usize| problem.inputs[input].shape.len() == 1;
+    for (input, (got, want)) in got.iter().zip(&want).enumerate().filter(|x| !is_parameter(x.0)) {
+        let what = format!("{what}, gradient of input {input}");
+        assert_roundings(&what, got, want, roundings, least);
+    }
+    if (0..want.len()).any(is_parameter) {
+        check_parameters(&what, variant, &problem, &upstream, [&got, &want], least);
+    }
+    assert_eq!(got, gradients::<V, K>(variant, &problem, &upstream), "{what}: two runs differ");
+}
+
+/// Holds the gradients of learned vectors to what `roundings` roundings move them. An element is a
+/// sum over all tokens, which may cancel: how far one rounding moves it is seen from inputs that are
+/// nudged by 2⁻⁹, a rounding's root mean square. Where it vanishes, as for a single key, other
+/// gradients' size counts, `least`.
+fn check_parameters<V: Conformance>(
+    what: &str,
+    variant: &V,
+    problem: &Problem,
+    upstream: &Tensor64,
+    [got, want]: [&[Vec<f64>]; 2],
+    least: f64,
+) {
+    const NUDGE: f64 = 1.0 / 512.0;
+    const DRAWS: u64 = 4;
+    let draw = |draw: u64| {
+        let nudged = problem.in_f32().nudged(NUDGE, draw);
+        gradients::<V, Flex>(variant, &nudged, upstream)
+    };
+    let nudged: Vec<_> = (0..DRAWS).map(draw).collect();
+    let roundings = f64::from(variant.roundings()).sqrt();
+    for input in (0..want.len()).filter(|&input| problem.inputs[input].shape.len() == 1) {
+        let (got, want) = (&got[input], &want[input]);
+        let differences = |x: &[f64]| x.iter().zip(want).map(|(a, b)| a - b).collect::<Vec<_>>();
+        let moved: Vec<f64> = nudged.iter().flat_map(|x| differences(&x[input])).collect();
+        let largest = moved.iter().fold(NUDGE * least, |a, x| a.max(x.abs()));
+        let moved = root_mean_square(&moved).max(NUDGE * least);
+        let (worst, mean) = (largest_difference(got, want), root_mean_square(&differences(got)));
+        record(worst / want.iter().fold(least, |a, x| a.max(x.abs())));
+        assert!(
+            worst <= 5f64.sqrt() * roundings * largest && mean <= 2.0 * roundings * moved,
+            "{what}, gradient of learned vector {input}: off by {worst:.2e}, root mean square \
+             {mean:.2e}; one rounding moves it by {largest:.2e}, root mean square {moved:.2e}"
+        );
+    }
+}
+
+/// Allows for `roundings` to bf16, each at most 2⁻⁸ of what it rounds and 2⁻⁹ in the root mean
+/// square, and independent: the mean over all results errs by the root of their number times that, of
+/// their size, which counts as `least` at least. A single one errs by √5 times as much, of the largest
+/// result: with five roundings that is its own, 2⁻⁸, and three times 2⁻⁹.
+pub fn assert_roundings(what: &str, got: &[f64], want: &[f64], roundings: u32, least: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    assert!(got.iter().all(|x| x.is_finite()), "{what}: not finite");
+    let largest = want.iter().fold(least, |a, x| a.max(x.abs()));
+    let size = root_mean_square(want).max(least);
+    let errors: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
+    let (worst, mean) = (largest_difference(got, want), root_mean_square(&errors));
+    let relative = f64::from(roundings).sqrt() * 2f64.powi(-9);
+    let allowed = relative * size;
+    record(worst / largest);
+    assert!(
+        worst <= 5f64.sqrt() * relative * largest && mean <= allowed,
+        "{what}: off by {worst:.2e} of {largest:.2e}, root mean square {mean:.2e}, allowed \
+         {allowed:.2e}"
+    );
+}

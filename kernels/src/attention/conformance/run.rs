@@ -1,0 +1,137 @@
+//! Runs a kind on a problem, and makes sure of what served it.
+
+use burn::backend::Autodiff;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, Tensor, TensorData};
+
+use super::Problem;
+use crate::attention::{DecodeState, ExecPath, Inputs, Kernel, Variant, dispatch};
+use crate::backend::{OpBackend, kernels_allowed};
+use crate::testing::Tensor64;
+use crate::testing::served::{Served, served};
+
+/// The path that a kind must take on `K` for inputs of type `dtype`: that of a kernel wherever the
+/// kind says that it has one, whatever the shape.
+fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
+    let kernel = Kernel { device: K::device_kind(), dtype };
+    if V::KERNELS.contains(&kernel) && kernels_allowed() {
+        ExecPath::Kernel(kernel.device)
+    } else {
+        ExecPath::Reference
+    }
+}
+
+/// Panics when an operation of the kinds' own ran its reference though a kernel was to serve.
+fn check_served<V: Variant>(variant: &V, path: ExecPath, served: &Served) {
+    let references: Vec<_> =
+        served.references.iter().filter(|op| op.contains("::attention::")).collect();
+    assert!(
+        path == ExecPath::Reference || references.is_empty(),
+        "{variant:?}: {references:?} ran as references, where the {path} was to serve"
+    );
+}
+
+/// As [`dispatch::attend`], of the whole problem.
+fn attend_tensors<V: Variant, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+    inputs: Inputs<K>,
+) -> Tensor<K, 4> {
+    let path = path::<V, K>(problem.dtype);
+    let chosen = ExecPath::of_inputs(variant, &problem.shape, &inputs);
+    assert_eq!(chosen, path, "the path of {variant:?} for {:?}", problem.shape);
+    let (o, served) =
+        served(|| dispatch::attend(variant, &problem.shape, inputs, problem.documents()));
+    check_served(variant, path, &served);
+    let kernels = served.kernels.iter().filter(|op| op.contains("::attention::")).count();
+    assert!(
+        path == ExecPath::Reference || kernels > 0,
+        "{variant:?}: no kernel ran, where the {path} was to serve"
+    );
+    o
+}
+
+/// The outputs.
+pub fn attend<V: Variant, K: OpBackend>(variant: &V, problem: &Problem) -> Vec<f64> {
+    to_vec(attend_tensors::<V, K>(variant, problem, problem.tensors()))
+}
+
+/// The gradients of Σ upstream · o with respect to every input.
+pub fn gradients<V: Variant, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+    upstream: &Tensor64,
+) -> Vec<Vec<f64>> {
+    type Ad<K> = Autodiff<K>;
+    let Inputs { q, k, v, projections, parameters } = problem.tensors::<Ad<K>>();
+    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
+    let projections: Vec<_> = projections.into_iter().map(Tensor::require_grad).collect();
+    let parameters: Vec<_> = parameters.into_iter().map(Tensor::require_grad).collect();
+    let inputs = Inputs {
+        q: q.clone(),
+        k: k.clone(),
+        v: v.clone(),
+        projections: projections.clone(),
+        parameters: parameters.clone(),
+    };
+    let o = attend_tensors(variant, problem, inputs);
+    let weights = upstream.data.iter().map(|&x| x as f32).collect::<Vec<_>>();
+    let weights = Tensor::from_data(TensorData::new(weights, o.dims()), &Default::default());
+    let grads = (o.cast(DType::F32) * weights).sum().backward();
+    fn grad<K: OpBackend, const D: usize>(
+        x: &Tensor<Ad<K>, D>,
+        grads: &<Ad<K> as AutodiffBackend>::Gradients,
+    ) -> Vec<f64> {
+        to_vec(x.grad(grads).expect("every input has a gradient"))
+    }
+    let first = [&q, &k, &v].map(|x| grad(x, &grads));
+    let projections = projections.iter().map(|x| grad(x, &grads));
+    let parameters = parameters.iter().map(|x| grad(x, &grads));
+    first.into_iter().chain(projections).chain(parameters).collect()
+}
+
+/// The decoding of a problem.
+#[derive(Clone)]
+pub struct Decoding<'a, V: Variant, K: OpBackend> {
+    variant: &'a V,
+    problem: &'a Problem,
+    inputs: Inputs<K>,
+    state: dispatch::State<V, K>,
+    /// Tokens so far.
+    tokens: usize,
+}
+
+impl<'a, V: Variant, K: OpBackend> Decoding<'a, V, K> {
+    /// Before the first token.
+    pub fn new(variant: &'a V, problem: &'a Problem) -> Self {
+        let state = dispatch::State::new(0);
+        Decoding { variant, problem, inputs: problem.tensors(), state, tokens: 0 }
+    }
+
+    /// The outputs of the next `n` tokens.
+    pub fn extend(&mut self, n: usize) -> Tensor<K, 4> {
+        let path = path::<V, K>(self.problem.dtype);
+        let inputs = super::problem::cut(&self.inputs, self.tokens, n);
+        self.tokens += n;
+        let (variant, shape) = (self.variant, &self.problem.shape);
+        let (o, served) = served(|| dispatch::extend(variant, shape, inputs, &mut self.state));
+        assert_eq!(self.state.path(), Some(path), "the path of decoding {variant:?}, {shape:?}");
+        check_served(variant, path, &served);
+        o
+    }
+
+    /// Elements that the state holds.
+    pub fn elements(&self) -> usize {
+        self.state.elements()
+    }
+}
+
+/// The elements of a tensor.
+pub fn to_vec<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
+    x.into_data().iter::<f64>().collect()
+}
+
+/// The largest |a − b|.
+pub fn largest_difference(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
