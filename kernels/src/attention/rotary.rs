@@ -3,7 +3,7 @@
 //!
 //! In the table the keys of both stand together, and any other key is an error. serde's `flatten`
 //! takes no `deny_unknown_fields` that could name the keys which are allowed, so that
-//! [`with_rotary_keys`] reads the rotary keys itself and leaves the others to the derived code.
+//! the macro `with_rotary_keys` reads the rotary keys itself and leaves the others to the derived code.
 
 use std::sync::OnceLock;
 

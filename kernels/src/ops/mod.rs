@@ -2,7 +2,7 @@
 //!
 //! An operation is a folder: its function, its equation and its reference in `mod.rs`, kernels for the
 //! CPU in `cpu.rs`, device code in `kernel.rs` and what launches it in `cuda.rs`. What their CUDA sides
-//! share is in [`cuda`].
+//! share is in `cuda`.
 
 #![allow(
     clippy::collapsible_if,

@@ -1,4 +1,4 @@
-//! Where rows come from: the [`Source`] trait, and the registry of its kinds.
+//! Where rows come from: the `Source` trait, and the registry of its kinds.
 //!
 //! A kind is one file or folder, its `pub mod` line and one line in `registry!` below. Its `Config`
 //! holds the keys of its `[[data.sources]]` table; `kind` and `weight`, which all tables have, are

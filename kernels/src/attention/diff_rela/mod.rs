@@ -8,7 +8,7 @@
 //!
 //! | parameter | elements | initial value |
 //! | --- | --- | --- |
-//! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`] |
+//! | `lambda` | 1 | 0.5, clamped to [0, 1] as in [`tda`](super::tda) |
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
 //! | `norm_bias` | head_dim | 0 |
 //!

@@ -2,7 +2,7 @@
 //! §4.2 and appendix C).
 //!
 //! Two views, each with its own projections of queries and keys, and one set of values. In each
-//! view t, the weights of [`tra`] with the same threshold:
+//! view t, the weights of [`tra`](super::tra) with the same threshold:
 //!
 //! a⁽ᵗ⁾_ij = max(q̂⁽ᵗ⁾_iᵀk̂⁽ᵗ⁾_j − τ_i, 0)^p, o_i = RMSNorm(Σ_{j≤i} (a⁽¹⁾_ij − λ a⁽²⁾_ij) v_j).
 //!
