@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Measures attention, decoding and training on this machine's GPU, and the implementations of others
-# in the same run (benchmarks/peers), and prints tables that compare them. What cannot be measured,
-# for lack of PyTorch or a package of it, is listed below the tables.
+# Measures attention, decoding and training on this machine's GPU, and other implementations in the
+# same run (benchmarks/peers), and prints tables that compare them. Below the tables it lists what
+# could not be measured because PyTorch or another package is missing.
 #
 #   scripts/bench.sh           builds Longwall and measures it
 #   scripts/bench.sh BINARY    measures a binary that was built elsewhere
 #
-# Chosen by environment variables:
-#   PARTS   what is measured: kernels, decode, train; by default all three. Empty, the tables are made
-#           of the results in OUT
-#   KINDS   attention kinds; by default those with a kernel for CUDA. rope is measured without its
-#           rotation as well, as "softmax", which is what the peers' softmax attention does
+# Environment variables:
+#   PARTS   what to measure: kernels, decode, train; by default all three. If empty, only prints the
+#           tables of the results in OUT
+#   KINDS   attention kinds; by default those with a CUDA kernel. rope is also measured without its
+#           rotation, as "softmax", to match the peers' softmax attention
 #   SHAPES  B,H,T,D of the kernels, separated by spaces; by default five
-#   PEERS   none: ours alone are measured
+#   PEERS   none: measure Longwall only
 #   OUT     a folder for the raw results; by default a temporary one, removed at the end
 #   PYTHON  the Python that makes the tables and runs the peers; by default python3
 set -euo pipefail
@@ -49,7 +49,7 @@ measure() {
     { rm "$OUT/$1"; echo "longwall bench ${*:2}" >> "$OUT/failed.txt"; }
 }
 
-# peers SCRIPT ARGUMENTS…: a script of benchmarks/peers.
+# peers SCRIPT ARGUMENTS…: runs a script of benchmarks/peers.
 peers() {
   [ "${PEERS:-}" != none ] || return 0
   echo "== $*" >&2
@@ -77,7 +77,7 @@ for part in kernels decode; do
   if [ $part = kernels ]; then options=("${shapes[@]}"); fi
   for kind in $kinds; do
     gates=()
-    # The range of its authors' benchmark, which the peers draw from too.
+    # The range that the FoX authors' benchmark uses, and the peers too.
     if [ "$kind" = fox ]; then gates=(--projections 0,10); fi
     if [ "$kind" = rope ]; then
       measure "ours-$part-softmax.json" $part --kind rope --set 'position="none"' "${options[@]}"

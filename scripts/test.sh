@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: formatting, lints, tests, documentation.
-# Needs Rust (rust-toolchain.toml names the version) and a C compiler; about 20 minutes on 2 cores
-# from nothing, a few when built before. The tables of benchmarks are checked where there is Python 3.
+# Installs cargo-nextest if it is missing and runs every check: formatting, lints, tests, documentation.
+# Needs Rust (rust-toolchain.toml names the version) and a C compiler. Takes about 20 minutes on 2 cores
+# from a fresh clone, a few if built before. Checks the benchmark tables if Python 3 is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,7 +24,7 @@ if command -v python3 > /dev/null; then
   step "tables of benchmarks"
   python3 -B benchmarks/tables.py tests/bench_results | diff tests/bench_results/expected.md -
 else
-  step "no python3: the tables of benchmarks, which it makes, are not checked"
+  step "no python3: the benchmark tables are not checked"
 fi
 step "lints"
 cargo clippy --workspace --release --locked --all-targets -- -D warnings
