@@ -12,10 +12,10 @@ use crate::attention::{Kind, KindOptions, Path, kernel, warn_of_references};
 use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::memory::Need;
-use crate::pass::{Pass, Work};
 use crate::progress::Progress;
 use crate::report::{Measured, Report};
 use crate::setup::{self, Setup, kv_heads};
+use crate::timed_pass::{TimedPass, Work};
 use crate::timing::Clock;
 
 /// What is measured.
@@ -45,7 +45,7 @@ pub const MOST_TOKENS: u64 = 1 << 24;
 pub const MOST_SIZE: usize = 1 << 16;
 
 /// Tokens that enter the state at once while it is filled.
-const PIECE: usize = 1024;
+const PREFILL_CHUNK: usize = 1024;
 
 /// What this command calls the sizes of a layer.
 const SIZE_NAMES: SizeNames =
@@ -64,8 +64,8 @@ pub struct Case {
     kv_heads: usize,
     head_dim: usize,
     context: usize,
-    passes: [Pass; 1],
-    /// In the buffers of all sequences' states at the end, with their spare room.
+    passes: [TimedPass; 1],
+    /// In the buffers of all sequences' states at the end, unused capacity included.
     held_elements: usize,
     /// The share of the keys that pruning left out of the last step; `null` where nothing is to be left out,
     /// and where no kernel for CUDA serves.
@@ -81,7 +81,7 @@ impl Measured for Case {
         self.labels.clone()
     }
 
-    fn passes(&self) -> &[Pass] {
+    fn passes(&self) -> &[TimedPass] {
         &self.passes
     }
 
@@ -128,7 +128,7 @@ impl Sizes {
         Ok(Sizes { batch, layer: AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim) })
     }
 
-    /// A state with the most room, a copy of one of its tensors, as appending may make it, and the
+    /// A state of full capacity, a copy of one of its tensors, as appending may make it, and the
     /// tokens that fill the state and enter it.
     fn need(&self, kind: &Kind, context: usize, kernel: Kernel) -> Need {
         let (Sizes { batch, layer }, config) = (self, &kind.config);
@@ -140,7 +140,8 @@ impl Sizes {
         let channels = (config.views() * layer.head_dim).max(config.value_dim(layer));
         let half = bytes * (channels * layer.kv_heads) as u128 * tokens as u128;
         let largest = half.max(state(1)).min(state(tokens));
-        let inputs = [PIECE.min(context), 1].map(|tokens| kind.elements(layer, [*batch, tokens]));
+        let inputs =
+            [PREFILL_CHUNK.min(context), 1].map(|tokens| kind.elements(layer, [*batch, tokens]));
         Need::of(inputs.concat()).and(largest, state(tokens) + largest)
     }
 }
@@ -227,16 +228,16 @@ impl Job<'_> {
         let state_type = config.path(kernel(self.setup), &layer, batch).dtype(dtype);
         let bytes = elements * state_type.size() as f64;
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
-        let (token, piece) = (inputs(1), inputs(PIECE.min(context)));
-        let fill = |tokens: usize, room: usize| {
-            let mut state = config.init_state::<B>(room);
-            for first in (0..tokens).step_by(PIECE) {
-                let piece = first_tokens(&piece, PIECE.min(tokens - first));
-                config.extend(&layer, piece, &mut state);
+        let (token, chunk) = (inputs(1), inputs(PREFILL_CHUNK.min(context)));
+        let fill = |tokens: usize, capacity: usize| {
+            let mut state = config.init_state::<B>(capacity);
+            for first in (0..tokens).step_by(PREFILL_CHUNK) {
+                let chunk = first_tokens(&chunk, PREFILL_CHUNK.min(tokens - first));
+                config.extend(&layer, chunk, &mut state);
             }
             state
         };
-        let state = RefCell::new(Held { context, tokens: 0, state: None });
+        let state = RefCell::new(RefilledState { context, tokens: 0, state: None });
         let time = clock.clone().of_at_most(most_steps(context)).time_after(
             |steps| state.borrow_mut().prepare(steps, &fill),
             |_| {
@@ -257,7 +258,7 @@ impl Job<'_> {
             kv_heads: layer.kv_heads,
             head_dim: layer.head_dim,
             context,
-            passes: [Pass::new("step", time, Work::Bytes(bytes), ceiling)],
+            passes: [TimedPass::new("step", time, Work::Bytes(bytes), ceiling)],
             held_elements: held.elements(),
             share_left_out: held.share_left_out(),
             labels: kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect(),
@@ -285,15 +286,15 @@ fn most_tokens(context: usize, steps: usize) -> usize {
 }
 
 /// A state of `context` tokens, or nearly so: each step appends one.
-struct Held<S> {
+struct RefilledState<S> {
     context: usize,
     tokens: usize,
     state: Option<S>,
 }
 
-impl<S> Held<S> {
+impl<S> RefilledState<S> {
     /// Fills the state anew where `steps` more steps would take it too far from the context. `fill`
-    /// gets its tokens, and those to make room for.
+    /// gets its tokens and the capacity to reserve.
     fn prepare(&mut self, steps: usize, fill: &impl Fn(usize, usize) -> S) {
         let most = most_tokens(self.context, steps);
         if self.state.is_none() || self.tokens + steps > most {
@@ -316,8 +317,8 @@ mod tests {
     #[test]
     fn a_state_is_filled_anew_before_it_leaves_the_context() {
         let filled = RefCell::new(vec![]);
-        let fill = |tokens, room| filled.borrow_mut().push((tokens, room));
-        let mut held = Held { context: 640, tokens: 0, state: None };
+        let fill = |tokens, capacity| filled.borrow_mut().push((tokens, capacity));
+        let mut held = RefilledState { context: 640, tokens: 0, state: None };
         held.prepare(1, &fill);
         assert_eq!(filled.take(), [(640, 650)]);
         held.prepare(9, &fill);
@@ -333,8 +334,8 @@ mod tests {
 
     #[test]
     fn a_state_of_one_token_is_possible() {
-        let mut held = Held { context: 1, tokens: 0, state: None };
-        held.prepare(1, &|tokens, room| assert_eq!((tokens, room), (1, 2)));
+        let mut held = RefilledState { context: 1, tokens: 0, state: None };
+        held.prepare(1, &|tokens, capacity| assert_eq!((tokens, capacity), (1, 2)));
         assert_eq!(held.tokens, 2);
     }
 
@@ -372,7 +373,7 @@ mod tests {
         let half = 4 * (1u128 << 48) * ((1 << 24) + (1 << 18));
         assert_eq!(
             need,
-            Need::of(kind.elements(&layer, [MOST_SIZE, PIECE]))
+            Need::of(kind.elements(&layer, [MOST_SIZE, PREFILL_CHUNK]))
                 .and(half, 3 * half)
                 .and(0, 4 * 3 * (1 << 48))
         );

@@ -9,10 +9,10 @@ use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::inputs::{copies, copies_on, copy, random};
 use crate::memory::Need;
-use crate::pass::{Pass, Work};
 use crate::progress::Progress;
 use crate::report::{Measured, Report};
 use crate::setup::{self, Setup, shape_text};
+use crate::timed_pass::{TimedPass, Work};
 use crate::timing::Clock;
 
 /// What is measured.
@@ -42,7 +42,7 @@ pub struct Case {
     layer: &'static str,
     /// Tokens, outputs, inputs.
     shape: [usize; 3],
-    passes: [Pass; 3],
+    passes: [TimedPass; 3],
 }
 
 impl Measured for Case {
@@ -52,7 +52,7 @@ impl Measured for Case {
         vec![self.layer.to_owned(), format!("{:?}", self.shape)]
     }
 
-    fn passes(&self) -> &[Pass] {
+    fn passes(&self) -> &[TimedPass] {
         &self.passes
     }
 }
@@ -122,7 +122,7 @@ impl Job<'_> {
         ceiling: &Ceiling,
         clock: &Clock<B>,
         device: &B::Device,
-    ) -> [Pass; 3] {
+    ) -> [TimedPass; 3] {
         let dtype = self.setup.dtype();
         let deviation = 1.0 / (k as f64).sqrt();
         let x = random::<B>(&[1, m, k], 1.0, dtype, device);
@@ -160,7 +160,7 @@ impl Job<'_> {
         let (dx, dw) = (backward([true, false]), backward([false, true]));
         let flops = Work::Flops(2.0 * m as f64 * n as f64 * k as f64);
         [("forward", forward), ("dx", dx), ("dw", dw)]
-            .map(|(pass, time)| Pass::new(pass, time, flops, ceiling))
+            .map(|(pass, time)| TimedPass::new(pass, time, flops, ceiling))
     }
 }
 

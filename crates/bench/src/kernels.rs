@@ -15,10 +15,10 @@ use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::inputs::{copies, random};
 use crate::memory::Need;
-use crate::pass::{Pass, Work};
 use crate::progress::Progress;
 use crate::report::{Measured, Report};
 use crate::setup::{self, Setup, kv_heads, shape_text};
+use crate::timed_pass::{TimedPass, Work};
 use crate::timing::Clock;
 
 /// What is measured.
@@ -71,7 +71,7 @@ pub struct Case {
     kv_heads: usize,
     window: Option<usize>,
     document_len: Option<u64>,
-    passes: [Pass; 2],
+    passes: [TimedPass; 2],
     /// By the output and what the backward pass needs, inputs apart; `null` on the CPU.
     kept_bytes: Option<u64>,
     /// Reserved by one forward and backward pass with its inputs, in the allocator's pages; `null` on
@@ -90,7 +90,7 @@ impl Measured for Case {
         self.labels.clone()
     }
 
-    fn passes(&self) -> &[Pass] {
+    fn passes(&self) -> &[TimedPass] {
         &self.passes
     }
 
@@ -226,8 +226,8 @@ impl Job<'_> {
             window: layer.window,
             document_len: options.document_len,
             passes: [
-                Pass::new("forward", alone, Work::Flops(flops), ceiling),
-                Pass::new("forward_backward", both, Work::Flops(3.5 * flops), ceiling),
+                TimedPass::new("forward", alone, Work::Flops(flops), ceiling),
+                TimedPass::new("forward_backward", both, Work::Flops(3.5 * flops), ceiling),
             ],
             kept_bytes: kept,
             peak_memory_bytes: peak,

@@ -6,8 +6,8 @@ use longwall_model::Precision;
 use serde::Serialize;
 
 use crate::ceiling::Ceiling;
-use crate::pass::{Pass, Work};
 use crate::setup::Setup;
+use crate::timed_pass::{TimedPass, Work};
 
 /// The results of one benchmark. It serialises as JSON and displays as a table.
 #[derive(Serialize)]
@@ -28,7 +28,7 @@ pub trait Measured: Serialize {
     fn labels(&self) -> Vec<String>;
 
     /// What was timed.
-    fn passes(&self) -> &[Pass];
+    fn passes(&self) -> &[TimedPass];
 
     /// A remark at the end of the last pass.
     fn remark(&self) -> String {
@@ -76,7 +76,7 @@ impl<R: Measured> Display for Report<R> {
 }
 
 /// A pass as cells of a table.
-fn cells(pass: &Pass) -> [String; 6] {
+fn cells(pass: &TimedPass) -> [String; 6] {
     let unit = match pass.work {
         Work::Flops(_) => "FLOP/s",
         Work::Bytes(_) => "B/s",
@@ -137,7 +137,7 @@ mod tests {
     use longwall_train::device::Compute;
 
     #[derive(Serialize)]
-    struct One(Vec<Pass>);
+    struct One(Vec<TimedPass>);
 
     impl Measured for One {
         const COLUMNS: &'static [&'static str] = &["op"];
@@ -146,7 +146,7 @@ mod tests {
             vec!["gelu".to_owned()]
         }
 
-        fn passes(&self) -> &[Pass] {
+        fn passes(&self) -> &[TimedPass] {
             &self.0
         }
 
@@ -162,8 +162,8 @@ mod tests {
         let ceiling = Ceiling { flops_per_second: Some(2e12), bytes_per_second: Some(1e12) };
         let time = |median| Spread { median, min: 0.5, max: 120.25 };
         let passes = vec![
-            Pass::new("forward", time(10.0), Work::Flops(5e9), &ceiling),
-            Pass::new("forward_backward", time(2.0), Work::Bytes(2.4e9), &ceiling),
+            TimedPass::new("forward", time(10.0), Work::Flops(5e9), &ceiling),
+            TimedPass::new("forward_backward", time(2.0), Work::Bytes(2.4e9), &ceiling),
         ];
         let report = Report::new(&setup, ceiling, vec![One(passes)]);
         assert_eq!(

@@ -39,14 +39,14 @@ where
 pub fn keys_of<T: DeserializeOwned>() -> &'static [&'static str] {
     let mut keys: &[&str] = &[];
     // The attempt always fails; what counts is the names that it asks for.
-    let _ = T::deserialize(Keys(&mut keys));
+    let _ = T::deserialize(FieldNames(&mut keys));
     keys
 }
 
 /// Records the field names that a struct asks for, and has no values.
-struct Keys<'a>(&'a mut &'static [&'static str]);
+struct FieldNames<'a>(&'a mut &'static [&'static str]);
 
-impl<'de> Deserializer<'de> for Keys<'_> {
+impl<'de> Deserializer<'de> for FieldNames<'_> {
     type Error = NoValue;
 
     fn deserialize_any<V: Visitor<'de>>(self, _visitor: V) -> Result<V::Value, NoValue> {

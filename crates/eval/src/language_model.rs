@@ -55,7 +55,7 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         requests: &[(Vec<u32>, Vec<u32>)],
     ) -> Result<Vec<LogLikelihood>, EvalError> {
         let score = |(context, continuation): &(Vec<u32>, Vec<u32>)| {
-            let mut state = self.model.start();
+            let mut state = self.model.init_state();
             let mut total = LogLikelihood { sum: 0.0, greedy: true };
             let mut input = &context[..];
             for (at, &token) in continuation.iter().enumerate() {

@@ -34,7 +34,7 @@ pub use options::{SamplingOptions, SuiteOptions};
 pub use plot::{Curve, XAxis, plot_losses};
 pub use report::{Report, Score, TokenizerReport};
 pub use suite::{
-    Answer, Call, HeldOut, OpenContext, Outcome, Progress, ProgressUpdate, Request, RunContext,
-    Scoring, Silent, Suite, Trial,
+    Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,
+    RunContext, Scoring, Silent, Suite, Trial,
 };
 pub use suites::{SuiteConfig, run};

@@ -10,7 +10,9 @@ use longwall_data::Tokenizer;
 use crate::journal::Journal;
 use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
-use crate::suite::{Answer, Call, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial};
+use crate::suite::{
+    Answer, ModelCall, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial,
+};
 use crate::{EvalError, EvalModel};
 
 /// Batches whose requests are made at a time: enough to sort them by length, few enough for memory.
@@ -223,33 +225,33 @@ fn ask(
     batch: &[&(&Trial, Request)],
 ) -> Result<Vec<Answer>, EvalError> {
     let answers: Vec<Answer> = match batch[0].1.call {
-        Call::Generate { max_tokens, .. } => {
+        ModelCall::Generate { max_tokens, .. } => {
             let prompts: Vec<Vec<u32>> = inputs(batch, |call| match call {
-                Call::Generate { prompt, .. } => Some(prompt.clone()),
+                ModelCall::Generate { prompt, .. } => Some(prompt.clone()),
                 _ => None,
             });
             let outputs = model.generate(&prompts, max_tokens)?;
             outputs.iter().map(|tokens| Answer::Text(tokenizer.decode(tokens))).collect()
         }
-        Call::LogLikelihood { .. } => {
+        ModelCall::LogLikelihood { .. } => {
             let pairs: Vec<(Vec<u32>, Vec<u32>)> = inputs(batch, |call| match call {
-                Call::LogLikelihood { context, continuation } => {
+                ModelCall::LogLikelihood { context, continuation } => {
                     Some((context.clone(), continuation.clone()))
                 }
                 _ => None,
             });
             model.log_likelihood(&pairs)?.into_iter().map(Answer::LogLikelihood).collect()
         }
-        Call::Rolling { .. } => {
+        ModelCall::RollingLogLikelihood { .. } => {
             let sequences: Vec<Vec<u32>> = inputs(batch, |call| match call {
-                Call::Rolling { tokens } => Some(tokens.clone()),
+                ModelCall::RollingLogLikelihood { tokens } => Some(tokens.clone()),
                 _ => None,
             });
             let values = model.token_log_likelihoods(&sequences)?;
             for (values, sequence) in values.iter().zip(&sequences) {
                 check_count("log-likelihoods of a sequence", values.len(), sequence.len() - 1)?;
             }
-            values.into_iter().map(Answer::Tokens).collect()
+            values.into_iter().map(Answer::TokenLogProbs).collect()
         }
     };
     check_count("answers to a batch", answers.len(), batch.len())?;
@@ -257,7 +259,7 @@ fn ask(
 }
 
 /// The inputs of a batch, whose calls are all of one kind.
-fn inputs<T>(batch: &[&(&Trial, Request)], input: impl Fn(&Call) -> Option<T>) -> Vec<T> {
+fn inputs<T>(batch: &[&(&Trial, Request)], input: impl Fn(&ModelCall) -> Option<T>) -> Vec<T> {
     batch
         .iter()
         .map(|(_, request)| input(&request.call).expect("a batch holds calls of one kind"))

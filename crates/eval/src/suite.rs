@@ -117,7 +117,7 @@ pub struct Trial {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     /// The call.
-    pub call: Call,
+    pub call: ModelCall,
     /// The text of the prompt, kept in `samples.jsonl`.
     pub prompt: String,
     /// The right answer, where there is one.
@@ -128,7 +128,7 @@ pub struct Request {
 
 /// A call of the model.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Call {
+pub enum ModelCall {
     /// Greedy generation.
     Generate {
         /// Tokens of the prompt.
@@ -144,26 +144,28 @@ pub enum Call {
         continuation: Vec<u32>,
     },
     /// Log-likelihood of every token but the first.
-    Rolling {
+    RollingLogLikelihood {
         /// The tokens, one more than the context the model reads.
         tokens: Vec<u32>,
     },
 }
 
-impl Call {
+impl ModelCall {
     /// Tokens given to the model.
     pub fn input_len(&self) -> usize {
         match self {
-            Call::Generate { prompt, .. } => prompt.len(),
-            Call::LogLikelihood { context, continuation } => context.len() + continuation.len(),
-            Call::Rolling { tokens } => tokens.len().saturating_sub(1),
+            ModelCall::Generate { prompt, .. } => prompt.len(),
+            ModelCall::LogLikelihood { context, continuation } => {
+                context.len() + continuation.len()
+            }
+            ModelCall::RollingLogLikelihood { tokens } => tokens.len().saturating_sub(1),
         }
     }
 
     /// The longest context the call needs: what it reads and what it generates.
     pub fn context_len(&self) -> usize {
         match self {
-            Call::Generate { prompt, max_tokens } => prompt.len() + max_tokens,
+            ModelCall::Generate { prompt, max_tokens } => prompt.len() + max_tokens,
             _ => self.input_len(),
         }
     }
@@ -171,16 +173,16 @@ impl Call {
     /// Calls with one key may stand in one batch.
     pub(crate) fn batch_key(&self) -> (u8, usize, usize) {
         match self {
-            Call::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
-            Call::LogLikelihood { context, continuation } => {
+            ModelCall::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
+            ModelCall::LogLikelihood { context, continuation } => {
                 (1, context.len() + continuation.len(), 0)
             }
-            Call::Rolling { tokens } => (2, tokens.len(), 0),
+            ModelCall::RollingLogLikelihood { tokens } => (2, tokens.len(), 0),
         }
     }
 }
 
-/// The model's answer to a [`Call`].
+/// The model's answer to a [`ModelCall`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
     /// The generated text.
@@ -188,7 +190,7 @@ pub enum Answer {
     /// The continuation's log-likelihood.
     LogLikelihood(LogLikelihood),
     /// ln p of every token but the first, in nats.
-    Tokens(Vec<f32>),
+    TokenLogProbs(Vec<f32>),
 }
 
 /// A finished trial, as the scores need it.

@@ -12,13 +12,13 @@ use crate::layers::CONV_TAPS;
 pub struct Parameters {
     /// Token embedding, and learned positions.
     pub embedding: usize,
-    /// The output projection; 0 when the embedding serves as such.
+    /// The output layer; 0 when tied to the embedding.
     pub head: usize,
     /// All attention layers, with gates and norms of q and k.
     pub attention: usize,
     /// All MLPs.
     pub mlp: usize,
-    /// Norms of blocks and embedding, and the one before the output projection.
+    /// Norms of blocks and embedding, and the one before the output layer.
     pub norms: usize,
 }
 
@@ -40,7 +40,7 @@ impl Parameters {
         }
     }
 
-    /// All of them.
+    /// The total.
     pub fn total(&self) -> usize {
         self.embedding + self.head + self.attention + self.mlp + self.norms
     }
@@ -107,15 +107,15 @@ fn mlp_parameters(config: &ModelConfig) -> usize {
     ups * linear(width, hidden, config.bias) + linear(hidden, width, config.bias) + shift
 }
 
-/// FLOPs of the forward pass per token, averaged over a causal sequence of `seq_len` tokens: two
-/// per weight of every matrix (the output projection included, the embedding look-up not) and the
-/// attention operation's own, as its kind counts them.
+/// FLOPs of the forward pass per token, averaged over a causal sequence of `seq_len` tokens: two per
+/// weight of every matrix (including the output layer, but not the embedding lookup), plus those of
+/// the attention operations, as each kind counts them.
 pub fn forward_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len: usize) -> f64 {
     weight_flops_per_token(config, vocab_size) + attention_flops_per_token(config, seq_len)
 }
 
-/// FLOPs of the forward pass per token that multiply by weights: those of the blocks and the
-/// output projection.
+/// FLOPs of the forward pass per token that multiply by weights: those of the blocks and of the
+/// output layer.
 fn weight_flops_per_token(config: &ModelConfig, vocab_size: usize) -> f64 {
     block_flops_per_token(config) + 2.0 * (vocab_size * config.width) as f64
 }
@@ -134,9 +134,9 @@ fn block_flops_per_token(config: &ModelConfig) -> f64 {
 /// blocks' weights, over FLOPs that multiply by the attention operations' states, keys or values. A
 /// ratio far from 1 means that one of the two, weights or state, could grow at little cost.
 ///
-/// The output projection is left out, which gives the softmax rows of the paper's Table 2. The paper's
-/// linear row, 30:1, counts one read and one write of the state per token; for `linear`, the scores
-/// within a chunk, which its chunked form computes, count too.
+/// The output layer is not counted; this gives the softmax rows of the paper's Table 2. The paper's
+/// linear row, 30:1, counts one read and one write of the state per token; for `linear` this function
+/// also counts the scores within a chunk, which its chunked form computes.
 pub fn weight_state_ratio(config: &ModelConfig, seq_len: usize) -> f64 {
     let layer = |n| config.attention_of(n).weight_flops_per_token(&config.attention_shape(n));
     let own: f64 = (0..config.layers).map(layer).sum();
@@ -185,7 +185,7 @@ pub fn by_kind(config: &ModelConfig, seq_len: usize) -> Vec<KindCost<'_>> {
     kinds.map(|kind| KindCost::of(config, kind, seq_len)).collect()
 }
 
-/// FLOPs of a training step per token: the backward pass counts twice the forward.
+/// FLOPs of a training step per token: the backward pass counts as twice the forward pass.
 pub fn train_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len: usize) -> f64 {
     3.0 * forward_flops_per_token(config, vocab_size, seq_len)
 }
@@ -216,8 +216,8 @@ fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
     extra_convs + convs + shifts
 }
 
-/// Projections of an attention layer that shift tokens: to q, k and v, `extra` ones of its kind, and
-/// to the output gate.
+/// How many projections of an attention layer have a token shift: q, k and v, the `extra` ones of its
+/// kind, and the output gate.
 fn shifted(config: &ModelConfig, extra: usize) -> usize {
     3 + extra + usize::from(config.output_gate)
 }

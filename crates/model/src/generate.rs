@@ -1,4 +1,4 @@
-//! Generation: a prefill, then cached steps.
+//! Generation: a prefill, then decoding steps with a cache.
 
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_kernels::backend::OpBackend;
@@ -11,12 +11,12 @@ use crate::LanguageModel;
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
-    /// Divides the logits before the softmax; at 0, the most likely token is always taken.
+    /// Divides the logits before the softmax; 0 always takes the most likely token.
     pub temperature: f32,
-    /// Draw from the k most likely tokens alone.
+    /// Draw only from the k most likely tokens.
     pub top_k: Option<usize>,
-    /// Draw from the fewest most likely tokens that together have at least this probability, in
-    /// (0, 1].
+    /// Draw only from the smallest set of most likely tokens whose total probability is at least this,
+    /// in (0, 1].
     pub top_p: Option<f32>,
     /// Seed of the draws.
     pub seed: u64,
@@ -36,7 +36,7 @@ pub enum GenerateError {
     /// Prompts of one batch differ in length.
     #[error("prompts of one batch have {0} and {1} tokens; they must be equally long")]
     UnequalPrompts(usize, usize),
-    /// There are learned positions for fewer tokens.
+    /// Prompt and generation exceed the learned positions.
     #[error(
         "prompt and generation take {wanted} tokens; the model's learned positions end at {allowed}\n  \
          hint: shorten the prompt, or train with model.positions = \"none\""
@@ -52,11 +52,11 @@ pub enum GenerateError {
 /// Continues each prompt by up to `max_tokens` tokens, or until the token `stop`, which is not
 /// returned.
 ///
-/// All prompts are equally long; each row has a random stream of its own. `emit(row, token)` is called
+/// All prompts have the same length; each row has its own random stream. `emit(row, token)` is called
 /// for each new token as soon as it is known.
 ///
 /// # Errors
-/// When a prompt is empty, prompts differ in length, or there are learned positions for fewer tokens.
+/// When a prompt is empty, prompts differ in length, or the sequence exceeds the learned positions.
 pub fn generate<B: OpBackend>(
     model: &LanguageModel<B>,
     prompts: &[Vec<u32>],
@@ -79,7 +79,7 @@ pub fn generate<B: OpBackend>(
             rng
         })
         .collect();
-    let mut state = model.start();
+    let mut state = model.init_state();
     let mut next: Vec<u32> = prompts.concat();
     for _ in 0..max_tokens {
         let width = next.len() / prompts.len();
@@ -127,7 +127,7 @@ fn check<B: OpBackend>(
     }
 }
 
-/// One token, drawn from the softmax of the vocabulary's `logits` as `sampling` says.
+/// Draws one token from the softmax of `logits` as `sampling` says.
 pub fn choose(logits: &[f32], sampling: &Sampling, rng: &mut impl Rng) -> u32 {
     let best = (0..logits.len())
         .max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)))
@@ -135,7 +135,7 @@ pub fn choose(logits: &[f32], sampling: &Sampling, rng: &mut impl Rng) -> u32 {
     if sampling.temperature <= 0.0 {
         return best as u32;
     }
-    // Most likely first; ties in the order of the vocabulary.
+    // Most likely first; ties in vocabulary order.
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     order.truncate(sampling.top_k.unwrap_or(order.len()).max(1));

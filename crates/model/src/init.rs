@@ -1,8 +1,8 @@
-//! Initial weights. Each random parameter has a stream of its own, named by the parameter's path, so
-//! that adding a layer or an option changes no other parameter.
+//! Initial weights. Each random parameter has its own random stream, named by the parameter's path,
+//! so that adding a layer or an option changes no other parameter.
 //!
-//! These paths are part of what a seed means, and apart from the names of weights in files: a weight
-//! that is renamed there keeps its path here, and so its initial values.
+//! Changing a path here changes what a seed produces. Paths are therefore independent of the names of
+//! weights in files: a weight renamed there keeps its path here, and so its initial values.
 
 use burn::module::Param;
 use burn::tensor::backend::Backend;
@@ -25,8 +25,8 @@ pub(crate) struct WeightInit<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> WeightInit<'a, B> {
-    /// For a model of `layers` blocks, whose two residual projections each are scaled by
-    /// 1/√(2·layers) (Radford et al., 2019; nanoGPT).
+    /// For a model of `layers` blocks. The two projections of each block into the residual stream are
+    /// scaled by 1/√(2·layers) (Radford et al., 2019; nanoGPT).
     pub fn new(seed: u64, layers: usize, device: &'a B::Device) -> Self {
         let residual_std = STD / (2.0 * layers as f32).sqrt();
         WeightInit { seed, path: String::new(), residual_std, device }
@@ -48,7 +48,7 @@ impl<'a, B: Backend> WeightInit<'a, B> {
         self.normal(shape, self.residual_std)
     }
 
-    /// A vector of one value.
+    /// A vector that repeats one value.
     pub fn constant(&self, len: usize, value: f32) -> Param<Tensor<B, 1>> {
         self.vector(vec![value; len])
     }
@@ -62,8 +62,8 @@ impl<'a, B: Backend> WeightInit<'a, B> {
     /// A vector of `len` elements with the initial values that an attention variant asks for.
     ///
     /// # Panics
-    /// When the variant lists another number of values.
-    pub fn start(&self, len: usize, init: &attention::Init) -> Param<Tensor<B, 1>> {
+    /// When the variant does not list `len` values.
+    pub fn variant_vector(&self, len: usize, init: &attention::Init) -> Param<Tensor<B, 1>> {
         match init {
             attention::Init::Constant(value) => self.constant(len, *value),
             attention::Init::Values(values) => {
@@ -88,8 +88,8 @@ impl<'a, B: Backend> WeightInit<'a, B> {
     }
 }
 
-/// Initial μ of a token shift: 1 − (c / width)^e for each channel c of `width`, where the exponent
-/// e is a function of r = 1 − layer / layers, which falls from 1 to 0 with depth (Peng et al., 2025,
+/// Initial μ of a token shift: 1 − (c / width)^e for each channel c of `width`. The exponent e is a
+/// function of r = 1 − layer / layers, which falls from 1 towards 0 with depth (Peng et al., 2025,
 /// released models).
 pub(crate) fn token_shift(shape: &AttentionShape, exponent: impl Fn(f64) -> f64) -> Vec<f32> {
     let r = 1.0 - shape.layer as f64 / shape.layers as f64;

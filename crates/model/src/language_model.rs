@@ -1,4 +1,4 @@
-//! The language model: embedding, blocks, final norm, output projection.
+//! The language model: embedding, blocks, final norm, output layer.
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Int, Tensor};
@@ -23,13 +23,13 @@ pub struct LanguageModel<B: OpBackend> {
     pub embedding_norm: Option<Norm<B>>,
     /// The blocks.
     pub blocks: Vec<Block<B>>,
-    /// Norm before the output projection.
+    /// Norm before the output layer.
     pub norm: Norm<B>,
-    /// Output projection `[vocab, width]`; `None` where the embedding serves as such.
+    /// Weight of the output layer, `[vocab, width]`; `None` when tied to the embedding.
     pub head: Option<Param<Tensor<B, 2>>>,
 }
 
-/// What decoding keeps between calls, for a batch of sequences of one length.
+/// What decoding keeps between calls, for a batch of sequences of equal length.
 #[derive(Clone, Debug)]
 pub struct ModelState<B: OpBackend> {
     blocks: Vec<BlockState<B>>,
@@ -49,9 +49,9 @@ impl<B: OpBackend> ModelState<B> {
 }
 
 impl<B: OpBackend> LanguageModel<B> {
-    /// A model with initial weights. Each depends on `seed` and on its place in the model alone.
+    /// A model with initial weights. Each depends only on `seed` and on its place in the model.
     ///
-    /// There are learned positions for `seq_len` tokens, the training length.
+    /// Learned positions, if any, cover `seq_len` tokens, the training length.
     pub fn new(
         config: &ModelConfig,
         vocab_size: usize,
@@ -74,22 +74,22 @@ impl<B: OpBackend> LanguageModel<B> {
         }
     }
 
-    /// Number of entries of the vocabulary.
+    /// Size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.embedding.dims()[0]
     }
 
-    /// The longest sequence that learned positions allow; `None` for any.
+    /// The longest sequence that learned positions allow; `None` if there is no limit.
     pub fn max_len(&self) -> Option<usize> {
         self.positions.as_ref().map(|positions| positions.dims()[0])
     }
 
-    /// The output projection, `[vocab, width]`.
+    /// The weight of the output layer, `[vocab, width]`.
     fn head_weight(&self) -> Tensor<B, 2> {
         self.head.as_ref().unwrap_or(&self.embedding).val()
     }
 
-    /// The normed output of the last block for whole rows: tokens `[batch, seq_len]` to
+    /// The output of the last block after the final norm, for whole rows: tokens `[batch, seq_len]` to
     /// `[batch, seq_len, width]`.
     pub fn hidden(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Tensor<B, 3> {
         let mut x = self.embedded(tokens, documents.clone());
@@ -133,8 +133,8 @@ impl<B: OpBackend> LanguageModel<B> {
         self.embed(tokens, 0, documents)
     }
 
-    /// Embeddings of `tokens`, the first of which has position `first`, plus learned positions
-    /// counted from the document's start, normed.
+    /// Embeddings of `tokens`, the first of which is at position `first`, plus learned positions
+    /// counted from the document's start, normalised if the model has an embedding norm.
     fn embed(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -173,7 +173,7 @@ impl<B: OpBackend> LanguageModel<B> {
     /// Σ weight · cross-entropy of the target, in nats, shape `[1]`.
     ///
     /// - `tokens`, `targets`, `documents`: `[batch, seq_len]`
-    /// - `weights`: `[batch, seq_len]`; where they add up to 1, the result is a mean
+    /// - `weights`: `[batch, seq_len]`; if they sum to 1, the result is a mean
     pub fn loss(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -211,7 +211,7 @@ impl<B: OpBackend> LanguageModel<B> {
         self.project(self.hidden(tokens, None))
     }
 
-    /// The logits of `hidden`. In f32 even where the model is in bf16, in which close logits would tie.
+    /// The logits of `hidden`, in f32 even for a bf16 model: in bf16, close logits would tie.
     fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
         let wide = DType::F32;
         match hidden.dtype() {
@@ -221,15 +221,15 @@ impl<B: OpBackend> LanguageModel<B> {
     }
 
     /// The decoding state before the first token.
-    pub fn start(&self) -> ModelState<B> {
-        ModelState { blocks: self.blocks.iter().map(Block::start).collect(), position: 0 }
+    pub fn init_state(&self) -> ModelState<B> {
+        ModelState { blocks: self.blocks.iter().map(Block::init_state).collect(), position: 0 }
     }
 
     /// Appends tokens `[batch, n]` to the sequences in `state`; returns the logits after the last,
     /// `[batch, vocab]`.
     ///
     /// # Panics
-    /// When learned positions end before the sequence does: see [`LanguageModel::max_len`].
+    /// When the sequence is longer than the learned positions: see [`LanguageModel::max_len`].
     pub fn extend(&self, tokens: Tensor<B, 2, Int>, state: &mut ModelState<B>) -> Tensor<B, 2> {
         let n = tokens.dims()[1];
         let mut x = self.embed(tokens, state.position, None);

@@ -42,7 +42,7 @@ impl Precision {
         }
     }
 
-    /// `module` with every parameter in the type that this precision gives it, rounded to nearest.
+    /// `module` with every parameter converted to the type of this precision, rounded to nearest.
     pub fn convert<B: Backend, M: Module<B>>(self, module: M) -> M {
         module.map(&mut Convert(self))
     }
@@ -57,7 +57,7 @@ impl<B: Backend> ModuleMapper<B> for Convert {
             if old.dtype() == dtype {
                 return old;
             }
-            // A parameter is a leaf: its conversion is no part of the graph.
+            // A parameter is a leaf: its conversion must not be part of the graph.
             let wants_grad = old.is_require_grad();
             let new = old.detach().cast(dtype).detach();
             if wants_grad { new.require_grad() } else { new }

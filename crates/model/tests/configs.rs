@@ -1,4 +1,4 @@
-//! Small configurations that between them use every option.
+//! Small configurations that together use every option.
 
 use longwall_kernels::attention::AttentionConfig;
 use longwall_model::ModelConfig;
@@ -82,7 +82,7 @@ const CONFIGS: &[&str] = &[
     "#,
 ];
 
-/// Hybrids of kinds that decode from caches and from states, with windows of their own.
+/// Hybrids of kinds that decode from caches and from states, some with their own windows.
 const HYBRIDS: &[&str] = &[
     r#"
     layers = 5
@@ -107,7 +107,7 @@ const HYBRIDS: &[&str] = &[
     "#,
 ];
 
-/// Blocks that every registered kind of attention is put into.
+/// Blocks in which every registered attention kind is tested.
 const BLOCKS: &[&str] = &[
     r#"
     layers = 2
@@ -140,8 +140,8 @@ pub fn configs() -> impl Iterator<Item = ModelConfig> {
     CONFIGS.iter().map(|text| valid(toml::from_str(text).expect("a valid configuration")))
 }
 
-/// Each configuration, hybrids, and every registered kind of attention in blocks of different
-/// families.
+/// Each configuration, hybrids, and every registered attention kind in blocks of different
+/// architectures.
 pub fn configs_and_kinds() -> impl Iterator<Item = ModelConfig> {
     let kinds = AttentionConfig::defaults().into_iter().flat_map(|attention| {
         BLOCKS.iter().map(move |blocks| {

@@ -36,7 +36,7 @@ fn gpt2_124m_has_its_known_size() {
     assert!((flops - (2.0 * matrices + attention)).abs() < 1.0, "{flops}");
 }
 
-/// The state of a model whose attention keeps a state of one size, with every kind of history.
+/// The state of a model whose attention keeps a state of fixed size, with every kind of history.
 #[test]
 fn the_state_is_counted_as_it_is_held() {
     for kind in ["rwkv7", "linear"] {
@@ -46,7 +46,7 @@ fn the_state_is_counted_as_it_is_held() {
         );
         let config: longwall_model::ModelConfig = toml::from_str(&text).unwrap();
         let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 0, &Default::default());
-        let mut state = model.start();
+        let mut state = model.init_state();
         for seq_len in 1..6 {
             model.extend(Tensor::zeros([3, 1], &Default::default()), &mut state);
             let counted = cost::state_elements(&config, seq_len) as usize;
@@ -55,7 +55,7 @@ fn the_state_is_counted_as_it_is_held() {
     }
 }
 
-/// RWKV-7's released models start the token shift of decay and rate apart from that of the gate.
+/// RWKV-7's released models initialise the token shift of decay and rate differently from the gate's.
 #[test]
 fn token_shifts_start_with_each_projections_exponent() {
     let config: longwall_model::ModelConfig = toml::from_str(
@@ -83,7 +83,7 @@ fn token_shifts_start_with_each_projections_exponent() {
 }
 
 /// Table 2 of Gelada et al. (2025): 124M GPT-2 with softmax is 8:1 at 1,024 tokens, 1:1 at 8,192,
-/// 1:8 at 65,536 and 1:125 at a million, rounded there to powers of two or so.
+/// 1:8 at 65,536 and 1:125 at a million; the paper rounds them, roughly to powers of two.
 #[test]
 fn weight_to_state_ratios_are_the_papers() {
     let config: longwall_model::ModelConfig =

@@ -16,7 +16,7 @@ fn cached_decoding_gives_the_logits_of_the_full_pass() {
     for config in configs_and_kinds() {
         let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 3, &Default::default());
         let full = model.logits(tokens(&rows)); // [batch, seq_len, vocab]
-        let mut state = model.start();
+        let mut state = model.init_state();
         let mut at = 0;
         for n in [3, 1, 1, 2] {
             let part: Vec<_> = rows.iter().map(|row| row[at..at + n].to_vec()).collect();

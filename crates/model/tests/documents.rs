@@ -8,7 +8,7 @@ fn row(values: &[i32]) -> Tensor<Flex, 2, Int> {
     Tensor::from_data(TensorData::new(values.to_vec(), [1, values.len()]), &Default::default())
 }
 
-/// A row that packs two documents gives each the losses it has alone.
+/// In a row that packs two documents, each has the losses that it has alone.
 #[test]
 fn packed_documents_have_the_losses_they_have_alone() {
     let (tokens, targets) = ([1, 5, 3, 9, 9, 0, 2], [5, 3, 10, 9, 0, 2, 10]);

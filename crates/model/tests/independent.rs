@@ -27,7 +27,7 @@ type Parameters = HashMap<String, Vec<f64>>;
 /// One row of activations: `[time][channel]`.
 type Row = Vec<Vec<f64>>;
 
-/// The model written again from its definition, for one row of tokens.
+/// An independent implementation of the model from its definition, for one row of tokens.
 struct Oracle<'a> {
     config: &'a ModelConfig,
     parameters: &'a Parameters,
@@ -312,7 +312,7 @@ fn loss_and_all_gradients_equal_an_independent_f64_computation() {
     for config in configs() {
         let device = <Ad as burn::tensor::backend::BackendTypes>::Device::default();
         let model = LanguageModel::<Ad>::new(&config, VOCAB, SEQ_LEN, 3, &device);
-        // Initial weights leave most paths nearly linear: larger ones use them.
+        // With the initial weights most paths are nearly linear; larger weights exercise them.
         let model = model.map(&mut Enlarge);
         let weights = Tensor::<Ad, 2>::from_floats(WEIGHTS, &device);
         let loss = model.loss(ints(&TOKENS), ints(&TARGETS), weights, Some(ints(&STARTS)));
@@ -346,7 +346,7 @@ fn loss_and_all_gradients_equal_an_independent_f64_computation() {
     }
 }
 
-/// Every parameter of every kind of attention takes part in the loss.
+/// Every parameter of every attention kind affects the loss.
 #[test]
 fn all_gradients_exist_and_are_finite() {
     for config in configs_and_kinds() {
@@ -374,7 +374,7 @@ impl<B: Backend> burn::module::ModuleMapper<B> for Enlarge {
     }
 }
 
-/// Adds 0.1 to vectors: some start at 0, where what they multiply has no gradient.
+/// Adds 0.1 to vectors: some start at 0, and whatever they multiply would have no gradient.
 struct Shift;
 
 impl<B: Backend> burn::module::ModuleMapper<B> for Shift {

@@ -1,5 +1,5 @@
-//! Models in bf16 on the CPU, where operations that mix types of numbers stop the program: on a GPU
-//! they would give wrong numbers.
+//! Models in bf16 on the CPU, where operations that mix number types panic; on a GPU they would give
+//! wrong numbers.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -26,7 +26,8 @@ fn documents() -> Tensor<Graph, 2, Int> {
     Tensor::from_data(data, &Default::default())
 }
 
-/// Loss with its gradient's norm by the embedding; logits of the last token, decoded one by one.
+/// The loss, the norm of its gradient by the embedding, and the logits of the last token, decoded one
+/// token at a time.
 fn results(model: &Model<Graph>, documents: Option<Tensor<Graph, 2, Int>>) -> (f32, f32, Vec<f32>) {
     let weights = Tensor::ones([2, SEQ_LEN], &Default::default()) / (2 * SEQ_LEN) as f32;
     let loss = model.loss(tokens(0), tokens(1), weights, documents);
@@ -35,14 +36,14 @@ fn results(model: &Model<Graph>, documents: Option<Tensor<Graph, 2, Int>>) -> (f
     let norm = dw.cast(DType::F32).powf_scalar(2.0).sum().sqrt().into_scalar();
 
     let model = model.valid();
-    let (mut state, rows) = (model.start(), tokens::<Cpu>(0));
+    let (mut state, rows) = (model.init_state(), tokens::<Cpu>(0));
     let logits = (0..SEQ_LEN).map(|at| model.extend(rows.clone().narrow(1, at, 1), &mut state));
     let logits = logits.last().expect("at least one token").into_data();
     let loss = loss.inner().cast(DType::F32).into_scalar();
     (loss, norm, logits.iter::<f32>().collect())
 }
 
-/// What is wrong with the model of `config` in bf16, if something is.
+/// What is wrong with the model of `config` in bf16, if anything.
 fn problem(config: &ModelConfig) -> Option<String> {
     let exact = Model::<Graph>::new(config, VOCAB, SEQ_LEN, 0, &Default::default());
     let rounded = Precision::Bf16.convert(exact.clone());

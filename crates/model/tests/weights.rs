@@ -77,7 +77,7 @@ fn another_models_weights_are_refused() {
     assert!(error.contains("is not a valid safetensors file"), "{error}");
 }
 
-/// Options and depth change no parameter that both models have, so that ablations start equal.
+/// Options and depth do not change parameters that two models share, so that ablations start equal.
 #[test]
 fn initial_weights_depend_on_the_name_alone() {
     let config = configs().nth(2).unwrap();
@@ -100,15 +100,14 @@ fn every_weight_has_a_name_of_its_own() {
         names.dedup();
         assert_eq!(names.len(), count, "{config:?}");
         let unnamed = |part: &str| part.parse::<usize>().is_ok();
-        // `blocks.N` apart, no part of a name is a number.
+        // Apart from `blocks.N`, no part of a name is a number.
         let bad =
             names.iter().find(|name| name.split('.').filter(|part| unnamed(part)).count() > 1);
         assert_eq!(bad, None, "{config:?}");
     }
 }
 
-/// The names that files had before each weight was called by what it is, written out for a model
-/// with everything that was renamed.
+/// The names in older files, listed for a model with every weight that was renamed.
 #[test]
 fn files_with_earlier_names_are_read() {
     let config: ModelConfig = toml::from_str(

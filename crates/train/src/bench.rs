@@ -1,5 +1,5 @@
-//! Training steps on one batch of random tokens, timed: what a configuration's model costs, without
-//! its data and without a run folder.
+//! Times training steps of a configuration's model on one batch of random tokens, without its data
+//! and without a run folder.
 
 use std::time::Instant;
 
@@ -10,9 +10,9 @@ use longwall_model::cost::train_flops_per_token;
 use longwall_model::{LanguageModel, Precision};
 
 use crate::config::RunConfig;
+use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::optimiser::{Optimiser, Update};
-use crate::pass::{PassPlan, forward_backward, weight_sum};
 use crate::run::default_micro_batch;
 use crate::sampling::mix;
 
@@ -23,7 +23,7 @@ pub struct Bench {
     pub parameters: usize,
     /// FLOPs of a training step per token.
     pub flops_per_token: f64,
-    /// Rows of a step, and of one of its micro-batches.
+    /// Rows of a step, and rows of one of its micro-batches.
     pub rows: (usize, usize),
     /// The steps, in their order.
     pub steps: Vec<BenchStep>,
@@ -34,8 +34,8 @@ pub struct Bench {
 pub struct BenchStep {
     /// The mean loss of the batch, in nats.
     pub loss: f32,
-    /// From the step's begin until its loss and gradient norm were read back. The update that
-    /// follows is timed with the next step, as it runs beside it.
+    /// From the start of the step until its loss and gradient norm were read back. The update that
+    /// follows overlaps with the next step, and is timed with it.
     pub seconds: f64,
 }
 
@@ -55,8 +55,10 @@ pub fn run<B: OpBackend>(
     let rows = train.batch_rows(seq_len);
     let batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);
     let weights = weight_sum(&batch);
-    let plan =
-        PassPlan { micro_batch: default_micro_batch::<B>(config), recompute: train.recompute };
+    let plan = AccumulationPlan {
+        micro_batch: default_micro_batch::<B>(config),
+        recompute: train.recompute,
+    };
     let schedule = train.lr_schedule();
     let mut bench = Bench {
         parameters: model.num_params(),
@@ -78,8 +80,8 @@ pub fn run<B: OpBackend>(
     bench
 }
 
-/// Rows of uniformly random tokens, each the one before shifted into the targets; one document a
-/// row where documents are masked.
+/// Rows of uniformly random tokens; targets are the tokens shifted by one. With a document mask, each
+/// row is one document.
 fn random_batch(
     rows: usize,
     seq_len: usize,

@@ -1,4 +1,4 @@
-//! What a run computes on: the device it asked for, and the precision there.
+//! The device that a run computes on, and its precision there.
 
 use longwall_kernels::cuda::blas::allow_tf32;
 use longwall_kernels::device::{self, Device, KernelCache, NoCuda, OnDevice, keep_kernels};
@@ -22,7 +22,7 @@ pub enum DeviceError {
         /// Why they do not start.
         source: rayon::ThreadPoolBuildError,
     },
-    /// The CPU has no such precision.
+    /// The CPU lacks this precision.
     #[error(
         "run.precision is \"{0}\", but the device is the CPU; allowed there: \"f32\"\n  hint: leave precision out (bf16 on CUDA, f32 on the CPU), or train on a machine with an NVIDIA GPU"
     )]
@@ -37,7 +37,7 @@ pub fn open(choice: DeviceChoice, threads: Option<usize>) -> Result<Device, Devi
     set_threads(threads)?;
     if choice == DeviceChoice::Cpu {
         tracing::info!("device: {}", Device::Cpu);
-        return Ok(Device::Cpu); // The driver is not even asked.
+        return Ok(Device::Cpu); // Without touching the driver.
     }
     let device = match (choice, device::cuda()) {
         (_, Ok(cuda)) => cuda,
@@ -79,7 +79,7 @@ fn set_threads(threads: Option<usize>) -> Result<(), DeviceError> {
     result
 }
 
-/// A device, and the precision that work computes in there.
+/// A device, and the precision of the work there.
 #[derive(Clone, Debug)]
 pub struct Compute {
     /// The device.
@@ -89,8 +89,8 @@ pub struct Compute {
 }
 
 impl Compute {
-    /// With the precision that was chosen, or the device's own: bf16 on CUDA, f32 on the CPU.
-    /// `None` where the device lacks the one chosen: the CPU has f32 alone.
+    /// With the chosen precision, or the device's default: bf16 on CUDA, f32 on the CPU. `None` if the
+    /// device lacks the chosen one: the CPU has only f32.
     pub fn new(device: Device, choice: Option<Precision>) -> Option<Self> {
         let precision = match (&device, choice) {
             (Device::Cpu, None | Some(Precision::F32)) => Precision::F32,
@@ -111,8 +111,8 @@ impl Compute {
         Ok(compute)
     }
 
-    /// For a trained model: in the precision of its training, but in f32 on the CPU for every
-    /// model; logs the precision.
+    /// For a trained model: the precision it was trained in, but always f32 on the CPU; logs the
+    /// precision.
     pub fn for_trained(device: Device, trained: Option<Precision>) -> Self {
         let compute = Compute::new(device.clone(), trained)
             .unwrap_or(Compute { device, precision: Precision::F32 });
@@ -120,9 +120,9 @@ impl Compute {
         compute
     }
 
-    /// Does `work` on the device. Linear layers may round f32 factors to TF32 while it lasts, where
-    /// that is the precision, and not before or after. Of the work of several threads at once, all
-    /// must have one precision: CUDA's matrix products know one setting a process.
+    /// Does `work` on the device. With precision `tf32`, linear layers may round f32 factors to TF32
+    /// while the work runs, and not before or after. Work that runs at the same time in several threads
+    /// must have one precision: CUDA's matrix products have one setting per process.
     pub fn run<W: OnDevice>(&self, work: W) -> W::Output {
         allow_tf32(self.precision == Precision::Tf32);
         let output = self.device.clone().run(work);

@@ -1,4 +1,4 @@
-//! Why a run cannot start or go on.
+//! Why a run cannot start or continue.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::checkpoint::CheckpointError;
 use crate::metrics::MetricsError;
 use crate::run_folder::RunFolderError;
 
-/// Why a run cannot start or go on.
+/// Why a run cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// Tokenizer or data.
@@ -51,7 +51,7 @@ pub enum TrainError {
         /// Why the last one was.
         reason: String,
     },
-    /// A resumed run has trained for longer than it is asked to.
+    /// A resumed run has already trained for longer than `train.tokens`.
     #[error(
         "train.tokens is {tokens}, but the run has trained on {done} tokens already ({step} steps); allowed: {done} or more\n  hint: raise train.tokens to train further, or start a new run"
     )]
@@ -63,7 +63,7 @@ pub enum TrainError {
         /// Finished steps.
         step: u64,
     },
-    /// The run failed with checkpoints behind it.
+    /// The run failed after it had written checkpoints.
     #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), run_dir.display())]
     AfterCheckpoint {
         /// What happened.

@@ -1,4 +1,4 @@
-//! Gradients of all parameters: collected after each backward pass, added up, measured.
+//! Gradients of all parameters: collected after each backward pass, summed, and their norm.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::NodeId;
@@ -11,20 +11,20 @@ use longwall_kernels::backend::{
 };
 use longwall_kernels::ops::grad_norm::square_sums;
 
-/// One gradient a parameter, in the order in which the module visits its parameters; `None` where
-/// the loss does not depend on the parameter.
+/// One gradient per parameter, in the order in which the module visits its parameters; `None` if the
+/// loss does not depend on the parameter.
 #[derive(Debug)]
 pub struct Gradients<B: OpBackend> {
     pub(crate) tensors: Vec<Option<FloatTensor<B>>>,
 }
 
 impl<B: OpBackend> Gradients<B> {
-    /// No gradients yet of `model`'s parameters.
+    /// No gradients yet for `model`'s parameters.
     pub fn none<M: Module<Autodiff<B>>>(model: &M) -> Self {
         Gradients { tensors: leaves(model).iter().map(|_| None).collect() }
     }
 
-    /// The gradients of `model`'s parameters by `root`.
+    /// The gradients of `root` with respect to `model`'s parameters.
     pub fn of<M: Module<Autodiff<B>>>(model: &M, root: Tensor<Autodiff<B>, 1>) -> Self {
         let mut gradients = Gradients::none(model);
         gradients.add_backward(model, root);
@@ -34,7 +34,7 @@ impl<B: OpBackend> Gradients<B> {
     /// Adds other gradients of the same model.
     ///
     /// # Panics
-    /// When `other` is of another model.
+    /// When `other` belongs to another model.
     pub fn add(&mut self, other: Self) {
         assert_eq!(self.tensors.len(), other.tensors.len(), "gradients of two different models");
         for (sum, term) in self.tensors.iter_mut().zip(other.tensors) {
@@ -42,11 +42,11 @@ impl<B: OpBackend> Gradients<B> {
         }
     }
 
-    /// Runs the backward pass of `root` and adds the gradients of `model`'s parameters: in the same
-    /// pass where an operation can, else afterwards. Returns the other gradients.
+    /// Runs the backward pass of `root` and accumulates the gradients of `model`'s parameters: within
+    /// the pass if an operation can, else afterwards. Returns the gradients of all other leaves.
     ///
     /// # Panics
-    /// When these gradients are of another model.
+    /// When these gradients belong to another model.
     pub fn add_backward<M: Module<Autodiff<B>>>(
         &mut self,
         model: &M,
@@ -61,7 +61,7 @@ impl<B: OpBackend> Gradients<B> {
         graph
     }
 
-    /// Tensors of shape `[1]` that add up to Σ g² over all gradients ([`square_sums`]).
+    /// Tensors of shape `[1]` that sum to Σ g² over all gradients ([`square_sums`]).
     pub fn square_sums(&self) -> Vec<Tensor<B, 1>> {
         let gradients = self.tensors.iter().flatten().cloned().collect();
         square_sums::<B>(gradients).into_iter().map(tensor).collect()
@@ -81,7 +81,7 @@ fn sum_of<B: OpBackend>(
 /// The gradients of one backward pass.
 pub type Graph<B> = <Autodiff<B> as AutodiffBackend>::Gradients;
 
-/// What tells the parameters of `model` as leaves of a graph.
+/// The graph nodes of `model`'s parameters.
 fn leaves<B: OpBackend, M: Module<Autodiff<B>>>(model: &M) -> Vec<NodeId> {
     let mut leaves = Leaves { ids: Vec::new() };
     model.visit(&mut leaves);
@@ -98,7 +98,7 @@ impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for Leaves {
     }
 }
 
-/// Moves the parameters' gradients out of a graph, and the sums that no operation added to.
+/// Moves the parameters' gradients out of a graph, and adds the sums that no operation accumulated.
 struct Collect<'a, B: OpBackend, I> {
     graph: &'a mut Graph<B>,
     /// Where they go.
@@ -113,13 +113,13 @@ where
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
         let sum = self.sums.next().expect("as many gradients as parameters");
         let untouched = take_accumulated_grad::<B>(&primitive(param.val()), self.graph);
-        // Of a bf16 parameter too: sums over micro-batches and the optimiser's state are f32.
+        // In f32 for bf16 parameters too: sums over micro-batches and the optimiser's state are f32.
         let gradient = param.grad_remove(self.graph).map(|g| primitive(g.cast(DType::F32)));
         *sum = sum_of::<B>(untouched, gradient);
     }
 }
 
-/// The factor that brings a gradient of norm `grad_norm` down to `clip`; 1 when it is not above it.
+/// The factor that scales a gradient of norm `grad_norm` down to `clip`; 1 if the norm is no larger.
 pub fn clip_factor(clip: Option<f64>, grad_norm: f32) -> f32 {
     clip.map_or(1.0, |clip| (clip / (f64::from(grad_norm) + 1e-6)).min(1.0) as f32)
 }

@@ -1,4 +1,4 @@
-//! Which steps are skipped: NaN and infinity always, outliers on request.
+//! Decides which steps are skipped: NaN and infinity always, outliers on request.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Display};
@@ -14,7 +14,7 @@ pub enum SkipReason {
     LossNotFinite(f32),
     /// The gradient norm is NaN or infinite.
     GradNormNotFinite(f32),
-    /// No position of the batch has a loss weight above 0: there is nothing to learn from it.
+    /// No position of the batch has a loss weight above 0.
     NoTargets,
     /// The loss lies this many standard deviations above its mean.
     LossOutlier(f64),
@@ -52,7 +52,7 @@ pub struct GuardState {
     grad_norms: VecDeque<f32>,
 }
 
-/// Judges every step before the optimiser takes it.
+/// Checks every step before the optimiser takes it.
 #[derive(Clone, Debug)]
 pub struct StepGuard {
     config: SkipConfig,
@@ -60,7 +60,7 @@ pub struct StepGuard {
 }
 
 impl StepGuard {
-    /// A guard that goes on from `state`.
+    /// A guard that continues from `state`.
     pub fn new(config: &SkipConfig, state: GuardState) -> Self {
         StepGuard { config: config.clone(), state }
     }
@@ -70,11 +70,11 @@ impl StepGuard {
         &self.state
     }
 
-    /// Judges a step by its `loss`, its gradient norm, and the sum of its loss weights: `None` when
-    /// it shall be taken, else why it is skipped.
+    /// Checks a step by its `loss`, its gradient norm and the sum of its loss weights: `None` if the
+    /// optimiser should take it, else why it is skipped.
     ///
-    /// Only steps that are taken enter the window of the outlier test, so that a loss that has
-    /// blown up does not become the new normal.
+    /// Only steps that are taken enter the window of the outlier test, so that a diverged loss does not
+    /// become the new normal.
     pub fn judge(&mut self, loss: f32, grad_norm: f32, weight_sum: f64) -> Option<SkipReason> {
         let reason = self.reason(loss, grad_norm, weight_sum);
         if reason.is_some() {
@@ -90,7 +90,7 @@ impl StepGuard {
         None
     }
 
-    /// Whether so many steps in a row were skipped that the run must stop.
+    /// Whether the run must stop because too many steps in a row were skipped.
     pub fn must_stop(&self) -> bool {
         self.state.in_a_row >= self.config.max_in_a_row
     }
@@ -123,8 +123,8 @@ fn push(window: &mut VecDeque<f32>, value: f32, length: usize) {
     window.push_back(value);
 }
 
-/// Standard deviations of `value` above the mean of a full `window`; 0 while it fills, or when all
-/// its values are the same.
+/// How many standard deviations `value` is above the mean of a full `window`; 0 while the window
+/// fills, or if all its values are equal.
 fn z_score(window: &VecDeque<f32>, length: usize, value: f32) -> f64 {
     if window.len() < length {
         return 0.0;

@@ -1,8 +1,8 @@
 //! Longwall's trainer: the run configuration, the loop, the optimiser, schedules, checkpoints,
 //! metrics, and sweeps.
 //!
-//! [`config::RunConfig`] is one TOML file; [`run::train`] does what it says;
-//! [`checkpoint::Checkpoint`] opens what came out; [`sweep`] does many runs.
+//! [`config::RunConfig`] is one TOML file; [`run::train`] trains its model;
+//! [`checkpoint::Checkpoint`] opens the result; [`sweep`] does many runs.
 
 pub mod bench;
 pub mod checkpoint;
@@ -10,12 +10,12 @@ pub mod config;
 pub mod console;
 pub mod device;
 mod error;
+pub mod grad_accumulation;
 pub mod gradients;
 pub mod guard;
 pub mod meters;
 pub mod metrics;
 pub mod optimiser;
-pub mod pass;
 pub mod peak;
 pub mod run;
 pub mod run_folder;

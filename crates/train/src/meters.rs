@@ -1,35 +1,35 @@
-//! What a device tells of itself while a model trains on it.
+//! Memory and peak FLOP/s of the device that a model trains on.
 
 use std::cell::Cell;
 
 use longwall_kernels::device::Device;
 use longwall_model::Precision;
 
-/// A device's memory and speed.
+/// A device's memory use and peak rate.
 pub struct Meters {
     device: Device,
     peak_memory: Cell<u64>,
 }
 
 impl Meters {
-    /// Of `device`; nothing is measured yet.
+    /// The meters of `device`; nothing is measured yet.
     pub fn new(device: &Device) -> Self {
         Meters { device: device.clone(), peak_memory: Cell::new(0) }
     }
 
-    /// Whether the device has a memory of its own.
+    /// Whether the device has its own memory.
     pub fn has_memory(&self) -> bool {
         matches!(self.device, Device::Cuda(_))
     }
 
-    /// The most bytes that were reserved at any call so far; `None` on the CPU.
+    /// The most bytes reserved at any call of this function so far; `None` on the CPU.
     pub fn peak_memory(&self) -> Option<u64> {
         let now = self.device.memory()?.reserved;
         self.peak_memory.set(self.peak_memory.get().max(now));
         Some(self.peak_memory.get())
     }
 
-    /// Peak FLOP/s, where known. Data sheets give those of a GPU's bf16.
+    /// Peak FLOP/s, if known: for bf16 on a GPU, from its data sheet.
     pub fn peak_flops(&self, precision: Precision) -> Option<f64> {
         match precision {
             Precision::Bf16 => self.device.peak_bf16_flops(),

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one JSON object a line, one line for each step and for each validation.
+//! `metrics.jsonl`: one JSON object per line, one line for each step and each validation.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
@@ -23,8 +23,8 @@ pub struct StepRecord {
     pub lr: f64,
     /// Training throughput of the step, tokens over wall-clock seconds.
     pub tokens_per_second: f64,
-    /// Model FLOPs utilisation: the model's training FLOPs over what the device's peak would have
-    /// done in the same time. `null` where the peak is not known.
+    /// Model FLOPs utilisation: the model's training FLOPs over those that the device's peak rate
+    /// allows in the same time. `null` if the peak is not known.
     pub mfu: Option<f64>,
     /// Seconds of training so far, over all resumed parts; validation and checkpoints included.
     pub seconds: f64,
@@ -45,7 +45,7 @@ pub struct ValidationRecord {
     /// `exp(validation_loss)`.
     #[serde(deserialize_with = "null_as_nan")]
     pub perplexity: f64,
-    /// All nats over `ln 2` and over the bytes that the counted targets stand for.
+    /// Total nats over `ln 2` and over the bytes that the counted targets encode.
     #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
     /// The share of pairs of a query and a key it may see that `prune` leaves out of attention's work, 0
@@ -101,8 +101,7 @@ pub enum MetricsError {
     },
 }
 
-/// A text file that grows by whole entries, and that a resume cuts back to where its checkpoint
-/// was taken.
+/// A text file that grows by whole entries. A resume truncates it to its length at the checkpoint.
 #[derive(Debug)]
 pub struct AppendLog {
     path: PathBuf,
@@ -111,12 +110,12 @@ pub struct AppendLog {
 }
 
 impl AppendLog {
-    /// Opens `path` for appending, cut back to `length` bytes; made where it is not there.
+    /// Opens `path` for appending, truncated to `length` bytes; creates it if it does not exist.
     ///
-    /// A file shorter than `length` has lost entries: that is logged, and it grows from there.
+    /// A file shorter than `length` has lost entries: this is logged, and new entries follow the rest.
     ///
     /// # Errors
-    /// When the file cannot be opened or cut.
+    /// When the file cannot be opened or truncated.
     pub fn open(path: &Path, length: u64) -> Result<Self, MetricsError> {
         let io = |source| MetricsError::Io { path: path.to_owned(), source };
         let mut options = OpenOptions::new();
@@ -154,10 +153,10 @@ impl AppendLog {
         self.append(&line)
     }
 
-    /// Waits until everything appended is on the disk, and gives the length in bytes.
+    /// Flushes everything appended to disk, and returns the length in bytes.
     ///
     /// # Errors
-    /// When the disk does not take it.
+    /// When the flush fails.
     pub fn sync(&mut self) -> Result<u64, MetricsError> {
         self.file.sync_data().map_err(|source| self.error(source))?;
         Ok(self.length)
@@ -168,8 +167,7 @@ impl AppendLog {
     }
 }
 
-/// Reads every record of `path`. A last line without its end, which a killed run leaves, is left
-/// out.
+/// Reads every record of `path`. Skips an incomplete last line, which a killed run may leave.
 ///
 /// # Errors
 /// When the file cannot be read, or a line is no record.

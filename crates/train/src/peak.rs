@@ -1,4 +1,4 @@
-//! What model FLOPs utilisation is measured against.
+//! The peak rate that model FLOPs utilisation is relative to.
 
 use std::time::{Duration, Instant};
 
@@ -8,21 +8,21 @@ use longwall_kernels::ops::linear::linear;
 
 /// Side of the square matrices.
 const SIZE: usize = 1024;
-/// How long it is measured.
+/// How long to measure.
 const BUDGET: Duration = Duration::from_millis(200);
 
 /// The FLOP/s of the fastest of several products of two 1024 × 1024 matrices on the device, through
 /// the operation that the model's linear layers use. Takes about 0.2 s.
 ///
-/// A CPU has no published peak that its cores, clock and neighbours would let it reach: the share of
-/// this measured one says how much of a training step is spent outside matrix products.
+/// A CPU cannot reach a published peak: its cores, its clock and other processes limit it. Relative to
+/// this measured peak, utilisation shows how much of a training step is spent outside matrix products.
 pub fn measure<B: OpBackend>(device: &B::Device) -> f64 {
     let x = Tensor::<B, 3>::ones([1, SIZE, SIZE], device);
     let weight = Tensor::<B, 2>::ones([SIZE, SIZE], device);
     let product = || {
         let started = Instant::now();
         let y = linear(x.clone(), weight.clone(), None);
-        // Reading one element waits for the device.
+        // Reading one element synchronises with the device.
         let _ = y.slice([0..1, 0..1, 0..1]).into_data();
         started.elapsed()
     };

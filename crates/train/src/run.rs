@@ -16,10 +16,10 @@ use crate::checkpoint::CheckpointFolder;
 use crate::config::RunConfig;
 use crate::console::{Console, Ending};
 use crate::error::TrainError;
+use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
 use crate::optimiser::Update;
-use crate::pass::{PassPlan, forward_backward, weight_sum};
 use crate::signals::StopFlag;
 use recorder::StepFacts;
 pub use recorder::peak_resident_bytes;
@@ -28,33 +28,34 @@ pub(crate) use setup::default_micro_batch;
 
 /// How a run starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Start {
-    /// In a folder of its own, which must not be there yet.
+pub enum RunStart {
+    /// In a new folder.
     New,
-    /// As [`Start::New`], but a run that is there is deleted first.
+    /// As [`RunStart::New`], but deletes an existing run first.
     Force,
-    /// From the newest checkpoint in this run folder, or from the beginning if it has none.
+    /// From the newest checkpoint in this run folder, or from the first step if it has none.
     Resume(PathBuf),
 }
 
-/// What the caller decides about a run beside its configuration.
+/// What the caller decides about a run, besides its configuration.
 pub struct TrainOptions<'a> {
     /// How it starts.
-    pub start: Start,
-    /// Raised to make the run write a checkpoint and end.
+    pub start: RunStart,
+    /// Makes the run write a checkpoint and end.
     pub stop: StopFlag,
     /// Shows the preparation of the data.
     pub progress: &'a dyn Progress,
     /// The device in words, for console and results.
     pub device_name: String,
-    /// What the model's matrices and activations are made of.
+    /// The type of the model's matrices and activations.
     pub precision: Precision,
-    /// Whether the first step will have to compile the device's kernels.
+    /// Whether the first step must compile the device's kernels.
     pub compiles: bool,
-    /// Peak FLOP/s of the device. `None`: on the CPU it is measured
-    /// ([`peak::measure`](crate::peak::measure)), elsewhere there is no MFU.
+    /// Peak FLOP/s of the device. With `None` it is measured on the CPU
+    /// ([`peak::measure`](crate::peak::measure)), and there is no MFU elsewhere.
     pub peak_flops: Option<f64>,
-    /// Bytes of device memory in use. `None`: the peak resident size of the process is shown.
+    /// Returns the bytes of device memory in use. With `None`, the console shows the peak resident size
+    /// of the process.
     pub memory: Option<&'a dyn Fn() -> Option<u64>>,
 }
 
@@ -74,7 +75,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Whether the run reached its last step; otherwise it was stopped, and can be resumed.
+    /// Whether the run reached its last step; if not, it was stopped and can be resumed.
     pub fn is_finished(&self) -> bool {
         self.step >= self.total_steps
     }
@@ -82,11 +83,11 @@ impl Outcome {
 
 /// Trains the model of `config` on `device`.
 ///
-/// `config` is valid ([`RunConfig::load`] saw to that); for [`Start::Resume`] it is the run's own,
-/// with overrides on top ([`config_of`](crate::run_folder::config_of)).
+/// `config` must be valid ([`RunConfig::load`] ensures it); for [`RunStart::Resume`] it is the run's own,
+/// with overrides ([`config_of`](crate::run_folder::config_of)).
 ///
 /// # Errors
-/// See [`TrainError`]. Once there is a checkpoint, the error names the last one.
+/// See [`TrainError`]. If there is a checkpoint, the error names the last one.
 pub fn train<B: OpBackend>(
     config: &RunConfig,
     device: &B::Device,
@@ -115,7 +116,10 @@ fn steps<B: OpBackend>(
         let weights = weight_sum(&batch);
 
         // Forward and backward, one micro-batch after another.
-        let plan = PassPlan { micro_batch: run.micro_batch, recompute: run.config.train.recompute };
+        let plan = AccumulationPlan {
+            micro_batch: run.micro_batch,
+            recompute: run.config.train.recompute,
+        };
         let pass = forward_backward(&run.model, &batch, weights, plan, &run.device);
         let (loss, grad_norm) = pass.loss_and_grad_norm();
 
@@ -137,7 +141,7 @@ fn steps<B: OpBackend>(
         run.recorder.step(&facts, memory(options), console)?;
         run.check_skips(skip)?;
 
-        // Validation, samples, checkpoint, where they are due.
+        // Validation, samples, checkpoint, when they are due.
         run.after_step(console)?;
     }
     run.save_checkpoint(console)?;
@@ -166,7 +170,7 @@ fn end<B: OpBackend>(run: &Run<B>, console: &mut dyn Console) -> Outcome {
     outcome
 }
 
-/// Memory in use: the device's where the caller can tell, else the peak of this process.
+/// Memory in use: the device's if the caller knows it, else the peak of this process.
 fn memory(options: &TrainOptions) -> Option<u64> {
     options.memory.map_or_else(recorder::peak_resident_bytes, |memory| memory())
 }

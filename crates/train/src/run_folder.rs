@@ -1,4 +1,4 @@
-//! The folder of a run: made once, never overwritten unasked, held by one process at a time.
+//! The folder of a run: created once, overwritten only on request, used by one process at a time.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -26,19 +26,19 @@ const OURS: [&str; 9] = [
 /// Why a run folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RunFolderError {
-    /// There is something there already.
+    /// The folder exists already.
     #[error("the run folder {} exists already\n  hint: continue it with --resume {}, choose another run.name, or start over with --force, which deletes it", path.display(), path.display())]
     Exists {
         /// The folder.
         path: PathBuf,
     },
-    /// `--force` on a folder that no run was in.
+    /// `--force` on a folder without a run.
     #[error("{} is not empty and holds no run (no config.toml): --force does not delete it\n  hint: choose another run.name or run.out_dir, or empty the folder yourself", path.display())]
     NotARun {
         /// The folder.
         path: PathBuf,
     },
-    /// `--resume` of a folder that no run was in.
+    /// `--resume` of a folder without a run.
     #[error("{} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME", path.display())]
     NoRun {
         /// The folder.
@@ -50,7 +50,7 @@ pub enum RunFolderError {
         /// The folder.
         path: PathBuf,
     },
-    /// The system refuses.
+    /// The system reports an error.
     #[error("cannot write to the run folder {}: {source}\n  hint: check its permissions and the room on the disk, or set run.out_dir", path.display())]
     Io {
         /// The folder or file.
@@ -63,7 +63,7 @@ pub enum RunFolderError {
     Config(#[from] ConfigError),
 }
 
-/// What a finished run leaves in `finished.json`: the marker that it is complete, and its results.
+/// The contents of `finished.json`: the marker of a complete run, with its results.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Finished {
@@ -77,7 +77,7 @@ pub struct Finished {
     pub validation: Option<ValidationRecord>,
     /// Skipped steps.
     pub skipped: u64,
-    /// Median training throughput of the steps of the last part of the run.
+    /// Median training throughput over the steps since the run was last started or resumed.
     pub tokens_per_second: f64,
     /// Seconds of training, over all resumed parts.
     pub seconds: f64,
@@ -95,12 +95,12 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Checks that a new run may go into `path`, and leaves everything as it is: a run finds out
-    /// before it prepares its data. Returns whether an old run is there, to be deleted.
+    /// Checks that a new run may use `path`, without changing anything, so that a run fails before it
+    /// prepares its data. Returns whether there is an old run to delete.
     ///
     /// # Errors
-    /// [`RunFolderError::Exists`] when something is there, unless `force` and it is a run;
-    /// [`RunFolderError::Io`] when nothing can be written there.
+    /// [`RunFolderError::Exists`] when the folder is not empty, unless it is a run and `force` is set;
+    /// [`RunFolderError::Io`] when the folder cannot be written.
     pub fn check_new(path: &Path, force: bool) -> Result<bool, RunFolderError> {
         let io = |source| RunFolderError::Io { path: path.to_owned(), source };
         let entries = match fs::read_dir(path) {
@@ -125,10 +125,10 @@ impl RunFolder {
         Ok(taken)
     }
 
-    /// Makes the folder `path` for a new run.
+    /// Creates the folder `path` for a new run; with `force`, removes the files of an existing run.
     ///
     /// # Errors
-    /// As [`RunFolder::check_new`]; with `force`, the files of a run that is there are removed.
+    /// As [`RunFolder::check_new`].
     pub fn create(path: &Path, force: bool) -> Result<Self, RunFolderError> {
         let io = |source| RunFolderError::Io { path: path.to_owned(), source };
         let taken = Self::check_new(path, force)?;
@@ -141,10 +141,10 @@ impl RunFolder {
         Ok(folder)
     }
 
-    /// Opens the folder of a run that is there.
+    /// Opens the folder of an existing run.
     ///
     /// # Errors
-    /// When there is none, or another process trains it.
+    /// When there is no run, or another process trains it.
     pub fn open(path: &Path) -> Result<Self, RunFolderError> {
         if !path.join("config.toml").is_file() {
             return Err(RunFolderError::NoRun { path: path.to_owned() });
@@ -163,7 +163,7 @@ impl RunFolder {
         }
     }
 
-    /// Removes what an old run left.
+    /// Removes the files of an old run.
     fn clear(&self) -> Result<(), RunFolderError> {
         for name in OURS {
             let path = self.path.join(name);
@@ -199,10 +199,10 @@ impl RunFolder {
         self.path.join("tb")
     }
 
-    /// Writes the resolved configuration, and takes back the mark of a finished run.
+    /// Writes the resolved configuration, and removes the marker of a finished run.
     ///
     /// # Errors
-    /// When the system refuses.
+    /// When a file cannot be written or removed.
     pub fn start(&self, config: &RunConfig) -> Result<(), RunFolderError> {
         let finished = self.path.join(FINISHED_FILE);
         match fs::remove_file(&finished) {
@@ -217,7 +217,7 @@ impl RunFolder {
     /// Marks the run as finished.
     ///
     /// # Errors
-    /// When the system refuses.
+    /// When the marker cannot be written.
     pub fn finish(&self, finished: &Finished) -> Result<(), RunFolderError> {
         let text = serde_json::to_vec_pretty(finished).expect("results have a JSON form");
         self.write(FINISHED_FILE, &text)
@@ -229,7 +229,7 @@ impl RunFolder {
     }
 }
 
-/// Makes and removes a file in `path`, or in the nearest folder above it that is there.
+/// Creates and removes a file in `path`, or in its nearest existing parent folder.
 fn check_writable(path: &Path) -> io::Result<()> {
     let absolute = std::path::absolute(path)?;
     let there = absolute.ancestors().find(|folder| folder.exists()).unwrap_or(Path::new("/"));
@@ -244,10 +244,10 @@ const FINISHED_FILE: &str = "finished.json";
 /// The console output of a run that a sweep started.
 pub const LOG_FILE: &str = "log.txt";
 
-/// The resolved configuration of the run in `path`, with the overrides `sets` on top.
+/// The resolved configuration of the run in `path`, with the overrides `sets`.
 ///
 /// # Errors
-/// When there is no run, or its configuration and the overrides do not fit.
+/// When there is no run, or the configuration with the overrides is invalid.
 pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderError> {
     let file = path.join("config.toml");
     if !file.is_file() {
@@ -259,7 +259,7 @@ pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderErr
 /// The results of the run in `path`, if it is finished.
 ///
 /// # Errors
-/// When the marker is there but cannot be read.
+/// When the marker exists but cannot be read.
 pub fn finished(path: &Path) -> Result<Option<Finished>, RunFolderError> {
     let file = path.join(FINISHED_FILE);
     let io = |source| RunFolderError::Io { path: file.clone(), source };

@@ -1,4 +1,4 @@
-//! Text that the model writes in the loop.
+//! Text sampled from the model during training.
 
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
@@ -17,7 +17,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Encodes the prompts, and checks that they and the text after them fit into `max_len` tokens.
+    /// Encodes the prompts, and checks that prompt and sample fit into `max_len` tokens.
     ///
     /// # Errors
     /// [`GenerateError::TooLong`] when one does not fit.
@@ -30,7 +30,7 @@ impl Sampler {
         let encode = |prompt: &String| {
             let mut tokens = tokenizer.encode(prompt);
             if tokens.is_empty() {
-                // A document starts after the end of another.
+                // A document starts after an end of text.
                 tokens.push(tokenizer.end_of_text());
             }
             (prompt.clone(), tokens)
@@ -54,8 +54,8 @@ impl Sampler {
         })
     }
 
-    /// Prompts and what `model` writes after each. The draws depend on the run's seed and on
-    /// `step`.
+    /// The prompts, each with the text that `model` generates after it. The draws depend on the run's
+    /// seed and on `step`.
     ///
     /// # Errors
     /// See [`generate`].

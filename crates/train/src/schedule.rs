@@ -2,17 +2,17 @@
 //!
 //! A schedule is a *shape*: it maps a step to a factor in `0..=1` of the peak learning rate.
 //! Steps count from 0. The warm-up of `w` steps rises linearly, `(step + 1) / w`, so that no step
-//! is spent at a rate of zero; the last step of the warm-up runs at the peak. After it the shape is
+//! has a rate of zero; the last step of the warm-up runs at the peak. After it the shape is
 //! evaluated at `progress = (step - w) / (total - w)`, which is 0 on the first step after the
-//! warm-up and reaches 1, the final rate, only at `total`, one past the last step: no step of a
-//! schedule that falls to zero is wasted.
+//! warm-up and reaches 1, the final rate, only at `total`, one past the last step: a schedule that
+//! falls to zero wastes no step.
 
 use std::f64::consts::PI;
 
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use crate::config::Span;
+use crate::config::PhaseLength;
 
 /// How the learning rate falls in the decay phase of [`ScheduleConfig::Wsd`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ impl DecayShape {
 
 /// The table `[train.schedule]`.
 ///
-/// `final_lr_ratio` is the final learning rate over the peak.
+/// `final_lr_ratio` is the ratio of the final to the peak learning rate.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ScheduleConfig {
@@ -49,8 +49,8 @@ pub enum ScheduleConfig {
     Cosine {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
-        warmup: Span,
-        /// Final over peak rate. Default 0.1.
+        warmup: PhaseLength,
+        /// Ratio of the final to the peak rate. Default 0.1.
         #[serde(default = "default_cosine_ratio")]
         final_lr_ratio: f64,
     },
@@ -58,14 +58,14 @@ pub enum ScheduleConfig {
     Wsd {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
-        warmup: Span,
+        warmup: PhaseLength,
         /// Length of the decay. Default: the last 20 % of the run.
         #[serde(default = "default_decay")]
-        decay: Span,
+        decay: PhaseLength,
         /// Shape of the decay. Default `one-minus-sqrt`.
         #[serde(default)]
         shape: DecayShape,
-        /// Final over peak rate. Default 0.
+        /// Ratio of the final to the peak rate. Default 0.
         #[serde(default)]
         final_lr_ratio: f64,
     },
@@ -73,8 +73,8 @@ pub enum ScheduleConfig {
     Linear {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
-        warmup: Span,
-        /// Final over peak rate. Default 0.
+        warmup: PhaseLength,
+        /// Ratio of the final to the peak rate. Default 0.
         #[serde(default)]
         final_lr_ratio: f64,
     },
@@ -82,16 +82,16 @@ pub enum ScheduleConfig {
     Constant {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
-        warmup: Span,
+        warmup: PhaseLength,
     },
 }
 
-fn default_warmup() -> Span {
-    Span::Fraction(0.01)
+fn default_warmup() -> PhaseLength {
+    PhaseLength::Fraction(0.01)
 }
 
-fn default_decay() -> Span {
-    Span::Fraction(0.2)
+fn default_decay() -> PhaseLength {
+    PhaseLength::Fraction(0.2)
 }
 
 fn default_cosine_ratio() -> f64 {
@@ -106,7 +106,7 @@ impl Default for ScheduleConfig {
 
 impl ScheduleConfig {
     /// The warm-up, which every kind has.
-    fn warmup(&self) -> Span {
+    fn warmup(&self) -> PhaseLength {
         match self {
             ScheduleConfig::Cosine { warmup, .. }
             | ScheduleConfig::Wsd { warmup, .. }
@@ -170,11 +170,11 @@ impl ScheduleConfig {
     }
 }
 
-/// `span` as it was written, and the steps it comes to where it does not say so itself.
-fn in_steps(span: Span, steps: u64) -> String {
-    match span {
-        Span::Steps(_) => span.to_string(),
-        _ => format!("{span} ({steps} steps)"),
+/// `length` as it was written, and its number of steps unless it is given in steps.
+fn in_steps(length: PhaseLength, steps: u64) -> String {
+    match length {
+        PhaseLength::Steps(_) => length.to_string(),
+        _ => format!("{length} ({steps} steps)"),
     }
 }
 
@@ -217,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    const STEPS: Span = Span::Fraction(0.1);
+    const STEPS: PhaseLength = PhaseLength::Fraction(0.1);
 
     fn schedule(config: ScheduleConfig) -> Schedule {
         config.schedule(2.0, 100, 64)
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn linear_falls_in_a_line_and_never_spends_a_step_at_zero() {
-        let config = ScheduleConfig::Linear { warmup: Span::Steps(0), final_lr_ratio: 0.0 };
+        let config = ScheduleConfig::Linear { warmup: PhaseLength::Steps(0), final_lr_ratio: 0.0 };
         let schedule = schedule(config);
         assert_eq!(schedule.lr(0), 2.0);
         assert_eq!(schedule.lr(50), 1.0);
@@ -257,7 +257,7 @@ mod tests {
     fn wsd_is_stable_until_its_decay() {
         let config = |shape| ScheduleConfig::Wsd {
             warmup: STEPS,
-            decay: Span::Fraction(0.2),
+            decay: PhaseLength::Fraction(0.2),
             shape,
             final_lr_ratio: 0.0,
         };
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn warmup_longer_than_the_run_is_a_problem() {
         let mut problems = Problems::new();
-        ScheduleConfig::Linear { warmup: Span::Steps(100), final_lr_ratio: 1.5 }.validate(
+        ScheduleConfig::Linear { warmup: PhaseLength::Steps(100), final_lr_ratio: 1.5 }.validate(
             100,
             64,
             &mut problems,
@@ -286,8 +286,8 @@ mod tests {
     fn decay_and_warmup_must_fit_the_run() {
         let mut problems = Problems::new();
         let config = ScheduleConfig::Wsd {
-            warmup: Span::Fraction(0.5),
-            decay: Span::Fraction(0.6),
+            warmup: PhaseLength::Fraction(0.5),
+            decay: PhaseLength::Fraction(0.6),
             shape: DecayShape::Linear,
             final_lr_ratio: 0.0,
         };
@@ -304,14 +304,14 @@ mod tests {
             ratio in 0.0f64..=1.0,
             step in 0u64..600,
         ) {
-            let warmup = Span::Fraction(warmup);
+            let warmup = PhaseLength::Fraction(warmup);
             let configs = [
                 ScheduleConfig::Cosine { warmup, final_lr_ratio: ratio },
                 ScheduleConfig::Linear { warmup, final_lr_ratio: ratio },
                 ScheduleConfig::Constant { warmup },
                 ScheduleConfig::Wsd {
                     warmup,
-                    decay: Span::Fraction(decay),
+                    decay: PhaseLength::Fraction(decay),
                     shape: DecayShape::OneMinusSqrt,
                     final_lr_ratio: ratio,
                 },

@@ -1,4 +1,4 @@
-//! Ctrl-C and TERM end a run cleanly: the step under way finishes, a checkpoint is written.
+//! Ctrl-C and TERM end a run cleanly: the current step finishes, then a checkpoint is written.
 
 use std::io;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-/// Set once the process was asked to stop.
+/// Set once the process is asked to stop.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag(Arc<AtomicBool>);
 
@@ -25,14 +25,15 @@ impl StopFlag {
     pub fn install() -> io::Result<Self> {
         let stop = Self::default();
         for signal in [SIGINT, SIGTERM] {
-            // Order matters: the first signal finds the flag down, passes here, and raises it below.
+            // Order matters: on the first signal the flag is still down, so this does nothing; the next
+            // handler raises it.
             flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop.0))?;
             flag::register(signal, Arc::clone(&stop.0))?;
         }
         Ok(stop)
     }
 
-    /// Whether a stop was asked for.
+    /// Whether a stop was requested.
     pub fn is_raised(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
@@ -42,7 +43,7 @@ impl StopFlag {
         &self.0
     }
 
-    /// Asks for a stop.
+    /// Requests a stop.
     pub fn raise(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

@@ -2,8 +2,8 @@
 //!
 //! An event file is a sequence of TFRecords: length (u64 LE), masked CRC-32C of it, the bytes of an
 //! `Event` protocol buffer, masked CRC-32C of these. Only the fields that scalars need are encoded.
-//! Each part of a resumed run writes a file of its own, which begins with a session start: with it
-//! TensorBoard drops the scalars of earlier files from that step on.
+//! Each part of a resumed run writes its own file, which begins with a session start: this makes
+//! TensorBoard drop the scalars of earlier files from that step on.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -17,11 +17,11 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// Makes a new event file in `folder` for a run, or a part of one, that starts after
-    /// `first_step` steps.
+    /// Creates an event file in `folder` for a run, or a part of one, that starts after `first_step`
+    /// steps.
     ///
     /// # Errors
-    /// When folder or file cannot be made.
+    /// When folder or file cannot be created.
     pub fn create(folder: &Path, first_step: u64) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let seconds = now();
@@ -76,7 +76,7 @@ fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
 }
 
-/// TFRecord's checksum: rotated and offset, so that a record may hold records.
+/// TFRecord's checksum: rotated and offset, because a record may itself hold checksums.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -1,4 +1,4 @@
-//! What the tests of several modules share.
+//! Helpers shared by the tests of several modules.
 
 use std::ops::Range;
 use std::path::Path;
@@ -52,7 +52,7 @@ pub(crate) fn tiny_model(seed: u64) -> TestModel {
     model_with("layers = 1", seed)
 }
 
-/// A model of width 16 and 23 tokens, with `keys` beside these.
+/// A model of width 16 and 23 tokens, with further `keys`.
 pub(crate) fn model_with(keys: &str, seed: u64) -> TestModel {
     LanguageModel::new(&model_config(keys), 23, 16, seed, &Default::default())
 }

@@ -4,22 +4,22 @@ use longwall_data::{Batch, Loader, Tokenizer};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 
-use crate::pass::Rows;
+use crate::grad_accumulation::MicroBatch;
 
-/// The held-out rows, and what their tokens stand for.
+/// The held-out rows, and the bytes that each token encodes.
 pub struct Validator {
     loader: Loader,
     token_bytes: Vec<u32>,
     micro_batch: usize,
 }
 
-/// What a pass over the validation rows gave.
+/// The result of a pass over the validation rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ValidationScores {
     /// Mean loss of the weighted targets, in nats.
     pub loss: f64,
-    /// All nats over `ln 2` and over the bytes that these targets stand for. An end of text stands
-    /// for none, but its nats count: they are part of what it costs to encode the text.
+    /// Total nats over `ln 2` and over the bytes that these targets encode. An end of text encodes no
+    /// bytes, but its nats count: they are part of the cost of encoding the text.
     pub bits_per_byte: f64,
     /// See [`LanguageModel::share_left_out`]; of the first row.
     pub share_left_out: Option<f64>,
@@ -54,13 +54,13 @@ impl Sums {
 }
 
 impl Validator {
-    /// Validation over all rows of `loader`, which is open on the validation split, `micro_batch`
-    /// rows at a time.
+    /// Validates on all rows of `loader`, which is open on the validation split, `micro_batch` rows at
+    /// a time.
     pub fn new(loader: Loader, tokenizer: &Tokenizer, micro_batch: usize) -> Self {
         Validator { loader, token_bytes: tokenizer.token_byte_lengths(), micro_batch }
     }
 
-    /// One pass. Rows and their order are the same at every call.
+    /// One pass, over the same rows in the same order at every call.
     pub fn run<B: OpBackend>(
         &self,
         model: &LanguageModel<B>,
@@ -69,14 +69,14 @@ impl Validator {
         let rows = self.loader.validation_rows().unwrap_or(0);
         let mut sums = Sums::default();
         for first in (0..rows).step_by(self.micro_batch) {
-            // Rows past the last one carry no weight: every batch has one shape.
+            // Rows past the last one have no weight, so that every batch has the same shape.
             let batch = self.loader.batch(first, self.micro_batch);
-            let Rows { inputs, targets, document_starts } =
-                Rows::<B>::new(&batch, 0..batch.rows, device);
+            let MicroBatch { inputs, targets, document_starts } =
+                MicroBatch::<B>::new(&batch, 0..batch.rows, device);
             let losses = model.token_losses(inputs, targets, document_starts).into_data();
             sums.add(&batch, losses.iter::<f32>(), &self.token_bytes);
         }
-        let first = Rows::<B>::new(&self.loader.batch(0, 1), 0..1, device);
+        let first = MicroBatch::<B>::new(&self.loader.batch(0, 1), 0..1, device);
         sums.scores(model.share_left_out(first.inputs, first.document_starts))
     }
 }

@@ -21,7 +21,7 @@ use longwall_kernels::ops::vjp_root::VjpRoot;
 use super::{HEAD_DIM, Operation, Sizes};
 use crate::ceiling::Ceiling;
 use crate::inputs::{copies, copy, distributed, random};
-use crate::pass::{Pass, Work};
+use crate::timed_pass::{TimedPass, Work};
 use crate::timing::{Clock, Spread};
 
 /// A random input of an operation.
@@ -44,7 +44,7 @@ pub(super) struct Bench<B: OpBackend> {
 }
 
 /// The shape of the main input, and what was timed.
-pub(super) type Timed = (Vec<usize>, Vec<Pass>);
+pub(super) type Timed = (Vec<usize>, Vec<TimedPass>);
 
 impl<B: OpBackend> Bench<B> {
     /// Bytes are those of tensors that must be read or written once, vectors left out: x and y
@@ -165,7 +165,7 @@ impl<B: OpBackend> Bench<B> {
         });
         let bytes = 28 + copy_type.map_or(0, |dtype| dtype.size());
         let work = Work::Bytes((bytes * elements) as f64);
-        (shape.to_vec(), vec![Pass::new("step", time, work, &self.ceiling)])
+        (shape.to_vec(), vec![TimedPass::new("step", time, work, &self.ceiling)])
     }
 
     fn activation(&self, shape: &[usize]) -> Input {
@@ -226,7 +226,7 @@ impl<B: OpBackend> Bench<B> {
             let start = Autodiff::<B>::run(&VjpRoot, [y, dy.clone()], vec![]);
             tensor::<Autodiff<B>, 1>(start).backward();
         });
-        let pass = |name, time: Spread, work| Pass::new(name, time, work, &self.ceiling);
+        let pass = |name, time: Spread, work| TimedPass::new(name, time, work, &self.ceiling);
         let passes = vec![pass("forward", alone, work[0]), pass("forward_backward", both, work[1])];
         (inputs[0].shape.clone(), passes)
     }

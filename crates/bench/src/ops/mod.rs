@@ -10,10 +10,10 @@ use self::measure::Bench;
 use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::memory::Need;
-use crate::pass::Pass;
 use crate::progress::Progress;
 use crate::report::{Measured, Report};
 use crate::setup::{self, Setup};
+use crate::timed_pass::TimedPass;
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -155,7 +155,7 @@ pub struct Case {
     op: Operation,
     /// Of the input that the operation is applied to.
     shape: Vec<usize>,
-    passes: Vec<Pass>,
+    passes: Vec<TimedPass>,
 }
 
 impl Measured for Case {
@@ -165,7 +165,7 @@ impl Measured for Case {
         vec![self.op.name().to_owned(), format!("{:?}", self.shape)]
     }
 
-    fn passes(&self) -> &[Pass] {
+    fn passes(&self) -> &[TimedPass] {
         &self.passes
     }
 }

@@ -11,7 +11,7 @@ use longwall_train::checkpoint::CheckpointSelector;
 use longwall_train::config::RunConfig;
 use longwall_train::device::{self, Compute};
 use longwall_train::meters::Meters;
-use longwall_train::run::{Outcome, Start, TrainOptions, train};
+use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
@@ -50,11 +50,11 @@ pub fn run(args: Args) -> Result<()> {
         (Some(run), _) => {
             let config = run_folder::config_of(&run, &args.sets)?;
             let source = run.join("config.toml");
-            (config, Start::Resume(run), source)
+            (config, RunStart::Resume(run), source)
         }
         (None, Some(path)) => {
             let config = RunConfig::load(&path, &args.sets)?;
-            (config, if args.force { Start::Force } else { Start::New }, path)
+            (config, if args.force { RunStart::Force } else { RunStart::New }, path)
         }
         (None, None) => unreachable!("the parser asks for one of them"),
     };
@@ -82,12 +82,12 @@ pub fn run(args: Args) -> Result<()> {
 fn train_on(
     compute: &Compute,
     config: &RunConfig,
-    start: Start,
+    start: RunStart,
     stop: &StopFlag,
 ) -> Result<Outcome> {
     struct Train<'a> {
         config: &'a RunConfig,
-        start: Start,
+        start: RunStart,
         stop: &'a StopFlag,
         meters: Meters,
         device_name: String,

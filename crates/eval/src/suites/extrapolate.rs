@@ -32,7 +32,7 @@ use crate::EvalError;
 use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval extrapolate`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -138,14 +138,14 @@ impl Suite for Extrapolate {
         let tokens = self.stretches.window(trial.length, trial.index).to_vec();
         Ok(Request {
             prompt: tokenizer.decode(&tokens),
-            call: Call::Rolling { tokens },
+            call: ModelCall::RollingLogLikelihood { tokens },
             expected: None,
             depth: None,
         })
     }
 
     fn judge(&self, trial: &Trial, _request: &Request, answer: &Answer) -> Losses {
-        let Answer::Tokens(values) = answer else {
+        let Answer::TokenLogProbs(values) = answer else {
             unreachable!("a rolling log-likelihood was answered by {answer:?}");
         };
         let mean = |from: usize, to: usize| {

@@ -23,7 +23,7 @@ use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sampl
 use crate::plot::{LineChart, Point, Scale, Series};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// A distribution of sequences.
 struct Set {
@@ -217,11 +217,16 @@ impl Suite for Fflm {
         let mut rng = sample_rng(self.seed, Self::STREAMS.start + set as u64, &place);
         let prompt = self.task(set, trial.length).draw(&mut rng);
         let tokens = self.tokens.encode(&prompt);
-        Ok(Request { call: Call::Rolling { tokens }, prompt, expected: None, depth: None })
+        Ok(Request {
+            call: ModelCall::RollingLogLikelihood { tokens },
+            prompt,
+            expected: None,
+            depth: None,
+        })
     }
 
     fn judge(&self, _trial: &Trial, request: &Request, answer: &Answer) -> Reads {
-        let Answer::Tokens(values) = answer else {
+        let Answer::TokenLogProbs(values) = answer else {
             unreachable!("a rolling log-likelihood was answered by {answer:?}");
         };
         let mut verdict = Reads { reads: 0, errors: 0 };

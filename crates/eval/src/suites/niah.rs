@@ -25,7 +25,7 @@ use crate::options::{
     MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, optional_sizes, parse_size,
     sample_rng, size,
 };
-use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// How the needle is phrased.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -206,7 +206,7 @@ impl Suite for Niah {
         let prompt = [&self.instruction, &hay[..at], &statement, &hay[at..], &question].concat();
         Ok(Request {
             prompt: tokenizer.decode(&prompt),
-            call: Call::Generate { prompt, max_tokens: self.options.max_tokens },
+            call: ModelCall::Generate { prompt, max_tokens: self.options.max_tokens },
             expected: Some(needle.number),
             depth: trial.depth,
         })

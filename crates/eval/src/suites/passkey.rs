@@ -20,7 +20,7 @@ use crate::options::{
     MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, parse_size, sample_rng,
     sizes,
 };
-use crate::suite::{Answer, Call, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval passkey`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -123,7 +123,7 @@ impl Suite for Passkey {
                 }
             })?;
         Ok(Request {
-            call: Call::Generate {
+            call: ModelCall::Generate {
                 prompt: tokenizer.encode(&prompt.prompt),
                 max_tokens: self.options.max_tokens,
             },

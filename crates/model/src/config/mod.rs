@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::pattern::{KindLayers, NamedKind, Window};
 
-/// The family of blocks: sets the defaults of other keys.
+/// The block architecture: sets the defaults of other keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Arch {
@@ -20,8 +20,8 @@ pub enum Arch {
     /// RMS norms and SwiGLU, the embedding not tied (Touvron et al., 2023).
     Llama,
     /// RWKV-7's blocks (Peng et al., 2025): layer norms with biases, one of them after the embedding,
-    /// token shift before every projection, squared ReLU in the MLP (their channel mix), gated value
-    /// residual. Attention takes the place of their time mix: `kind = "rwkv7"`, or any other kind.
+    /// token shift before every projection, squared ReLU in the MLP (the channel mix), gated value
+    /// residual. Attention takes the place of the time mix: `kind = "rwkv7"`, or any other kind.
     Rwkv7,
 }
 
@@ -80,7 +80,7 @@ pub enum NormKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Positions {
-    /// None: attention alone tells positions apart.
+    /// None: only attention encodes positions.
     #[default]
     None,
     /// A learned vector for each position in the document, up to the training length.
@@ -93,7 +93,7 @@ pub enum Positions {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Table")]
 pub struct ModelConfig {
-    /// The family of blocks, which sets the defaults of other keys; default `"gpt2"`.
+    /// The block architecture, which sets the defaults of other keys; default `"gpt2"`.
     pub arch: Arch,
     /// Number of blocks.
     pub layers: usize,
@@ -113,9 +113,9 @@ pub struct ModelConfig {
     /// of 64.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlp_width: Option<usize>,
-    /// The kind of norms in blocks, before the output projection and after the embedding.
+    /// The kind of all norms: in blocks, before the output layer and after the embedding.
     pub norm: NormKind,
-    /// Where the norms of a block stand; default `"pre"`.
+    /// Where the norms of a block are; default `"pre"`.
     pub norm_position: NormPosition,
     /// Whether a norm follows the embedding.
     pub embedding_norm: bool,
@@ -123,7 +123,7 @@ pub struct ModelConfig {
     pub bias: bool,
     /// Biases in layer norms; default `bias`, for RWKV-7 true.
     pub norm_bias: bool,
-    /// Whether the embedding is the output projection too.
+    /// Whether the output layer shares the embedding's weights.
     pub tie_embeddings: bool,
     /// Absolute positions; default `"none"`.
     pub positions: Positions,
@@ -134,21 +134,21 @@ pub struct ModelConfig {
     /// A causal depthwise convolution of width 4 with SiLU on q, k and v; default false.
     pub short_conv: bool,
     /// Token shift: each projection of attention, and the MLP, take x_t + μ ⊙ (x_{t−1} − x_t) in
-    /// place of x_t, with a learned μ each.
+    /// place of x_t, each with its own learned μ.
     pub token_shift: bool,
     /// How later layers mix in the first layer's values.
     pub value_residual: ValueResidual,
-    /// With a window w, a token attends to itself and the w − 1 tokens before it; for all layers
+    /// With a window w, a token attends to itself and the w − 1 tokens before it; applies to all layers
     /// whose kind sets no window of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
     /// The kinds of the first layers, by name; the layers after them repeat the pattern.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pattern: Option<Vec<String>>,
-    /// The attention variant of all layers and its own keys; not beside `pattern`.
+    /// The attention variant of all layers and its own keys; not together with `pattern`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub attention: Option<AttentionConfig>,
-    /// The tables that `pattern` names. Reading a configuration adds one, with the defaults, for each
+    /// The tables that `pattern` names. Reading a configuration adds one with defaults for each
     /// registered kind that `pattern` names without a table.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub kinds: BTreeMap<String, NamedKind>,
@@ -250,7 +250,7 @@ impl ModelConfig {
         }
     }
 
-    /// Rank of the gated value residual's projection: 1.3 · √width, rounded as those of RWKV-7's
+    /// Rank of the gated value residual's projection: 1.3 · √width, rounded like the ranks of RWKV-7's
     /// other projections.
     pub fn value_residual_rank(&self) -> usize {
         rwkv7::rank(1.3 * (self.width as f64).sqrt(), self.width)

@@ -1,4 +1,4 @@
-//! Which attention each layer has: one kind in all of them, or a pattern of named kinds.
+//! Which attention each layer has: the same kind in all layers, or a pattern of named kinds.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -80,7 +80,7 @@ pub struct NamedKind {
 }
 
 impl<'de> Deserialize<'de> for NamedKind {
-    /// The attention variant rejects the keys that it does not know; `window` joins those that its
+    /// The attention variant rejects keys that it does not know; this adds `window` to the keys that its
     /// error lists.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
@@ -125,8 +125,8 @@ impl Display for KindLayers<'_> {
     }
 }
 
-/// Adds the tables that `pattern` may leave out: names of registered kinds mean these kinds with
-/// their defaults.
+/// Adds the tables that `pattern` may omit: the name of a registered kind means that kind with its
+/// defaults.
 pub(super) fn add_registered_kinds(pattern: &[String], kinds: &mut BTreeMap<String, NamedKind>) {
     for attention in AttentionConfig::defaults() {
         let name = attention.kind().to_owned();
@@ -140,7 +140,7 @@ impl ModelConfig {
     /// The attention variant of layer `layer`, from 0.
     ///
     /// # Panics
-    /// When the configuration is not valid and gives the layer none.
+    /// When the configuration is invalid and gives the layer no attention.
     pub fn attention_of(&self, layer: usize) -> &AttentionConfig {
         self.kind_of(layer).unwrap_or_else(|| panic!("layer {layer} has no attention")).1
     }
@@ -174,7 +174,7 @@ impl ModelConfig {
         groups
     }
 
-    /// The attention in words: `rope`, or for a pattern for example `local (rope) ×5, global (rope) ×1`.
+    /// The attention in words: `rope`, or for a pattern `local (rope) ×5, global (rope) ×1`.
     pub fn attention_label(&self) -> String {
         let groups = self.layers_by_kind();
         match (&self.pattern, &groups[..]) {
@@ -270,14 +270,14 @@ impl ModelConfig {
             attention.validate(&shape, &mut own);
             found.extend_from_slice(own.as_slice());
         }
-        // Kinds share the keys of [model]: a problem with one of these is told once.
+        // Kinds share the keys of [model]: report a problem with one of these only once.
         for (at, p) in found.iter().enumerate() {
             problems.check(found[..at].contains(p), &p.key, &p.value, &p.allowed, &p.remedy);
         }
         self.validate_value_residual(problems);
     }
 
-    /// What is wrong with one kind, under the keys where it can be changed.
+    /// The problems of one kind, under the keys where they can be fixed.
     fn kind_problems(&self, group: &KindLayers<'_>, shape: &AttentionShape) -> Vec<Problem> {
         let mut problems = Problems::new();
         group.attention.validate(shape, &mut problems);
@@ -301,7 +301,7 @@ impl ModelConfig {
         problems.as_slice().iter().map(of_table).collect()
     }
 
-    /// Later layers mix in the first layer's values: all values are of one size.
+    /// Later layers mix in the first layer's values, so all values must have the same size.
     fn validate_value_residual(&self, problems: &mut Problems) {
         if self.value_residual == ValueResidual::None {
             return;

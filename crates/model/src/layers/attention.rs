@@ -26,9 +26,9 @@ pub struct Attention<B: OpBackend> {
     pub v: Projection<B>,
     /// From `heads · value_dim` back to the residual stream.
     pub output: Linear<B>,
-    /// What the variant projects beside q, k and v, by its names and in its order.
+    /// The variant's projections besides q, k and v, under its names and in its order.
     pub extra: Named<Projection<B>>,
-    /// The variant's own learned vectors, by its names and in its order.
+    /// The variant's own learned vectors, under its names and in its order.
     pub parameters: Named<Param<Tensor<B, 1>>>,
     /// Norm of each head's q.
     pub q_norm: Option<Norm<B>>,
@@ -84,7 +84,7 @@ impl<B: OpBackend> Attention<B> {
         let inner = shape.heads * variant.value_dim(&shape);
         let extra = variant.projections(&shape);
         let parameters = variant.parameters(&shape);
-        // The first layer's values are the residual's.
+        // The first layer supplies the values that later layers mix in.
         let residual = if layer == 0 { ValueResidual::None } else { config.value_residual };
         Attention {
             q: parts.convolved("q", q, Q_SHIFT),
@@ -94,7 +94,9 @@ impl<B: OpBackend> Attention<B> {
             extra: Named::new("extra", extra.iter().map(|spec| (spec.name, parts.extra(spec)))),
             parameters: Named::new(
                 "parameters",
-                parameters.iter().map(|p| (p.name, init.part(p.name).start(p.elements, &p.init))),
+                parameters
+                    .iter()
+                    .map(|p| (p.name, init.part(p.name).variant_vector(p.elements, &p.init))),
             ),
             q_norm: parts.head_norm("q_norm"),
             k_norm: parts.head_norm("k_norm"),
@@ -109,7 +111,7 @@ impl<B: OpBackend> Attention<B> {
 
     /// Attention over whole rows.
     ///
-    /// - `x`: `[batch, seq_len, width]`, as the result
+    /// - `x`, and the result: `[batch, seq_len, width]`
     /// - `first_values`: the first layer's values v₁ for the value residual,
     ///   `[batch, seq_len, kv_heads · value_dim]`; the first layer finds `None` and fills it
     /// - `residual`: added to the result, if there is one
@@ -143,7 +145,7 @@ impl<B: OpBackend> Attention<B> {
     }
 
     /// The decoding state before the first token.
-    pub fn start(&self) -> AttentionLayerState<B> {
+    pub fn init_state(&self) -> AttentionLayerState<B> {
         let new = ProjectionHistory::new;
         let extra = self.extra.iter().map(|_| new()).collect();
         AttentionLayerState {
@@ -167,7 +169,7 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, &x, &mut preceding, residual)
     }
 
-    /// What the variant's operation takes.
+    /// The inputs of the variant's operation.
     fn inputs(
         &self,
         x: &Tensor<B, 3>,
@@ -227,7 +229,7 @@ impl<B: OpBackend> Attention<B> {
     }
 
     /// Joins the heads of `o` `[batch, heads, n, value_dim]`, gates them by the layer's input `x`,
-    /// projects them back and adds them to `residual`.
+    /// applies the output projection and adds `residual`.
     fn finish(
         &self,
         o: Tensor<B, 4>,
@@ -251,7 +253,7 @@ fn split_heads<B: OpBackend>(y: Tensor<B, 3>, channels: usize) -> Tensor<B, 4> {
     y.reshape([batch, n, features / channels, channels]).swap_dims(1, 2)
 }
 
-/// Exponents of the token shifts' initial μ, see [`token_shift`]: those of RWKV-7's released models.
+/// Exponents of the token shifts' initial μ (see [`token_shift`]), as in RWKV-7's released models.
 const Q_SHIFT: f64 = 0.2;
 const K_SHIFT: f64 = 0.7;
 const V_SHIFT: f64 = 0.7;
@@ -265,14 +267,14 @@ struct Parts<'a, B: OpBackend> {
 }
 
 impl<B: OpBackend> Parts<'_, B> {
-    /// A projection to `features`; with a token shift where the model has it.
+    /// A projection to `features`, with a token shift if the model has them.
     fn plain(&self, name: &str, features: usize, shift: f64) -> Projection<B> {
         let ModelConfig { width, bias, .. } = *self.config;
         let linear = Linear::new(&self.init.part(name), width, features, bias);
         Projection::new(linear).with_shift(self.token_shift(shift))
     }
 
-    /// As [`Parts::plain`], followed by the short convolution where the model has it.
+    /// As [`Parts::plain`], followed by a short convolution if the model has them.
     fn convolved(&self, name: &str, features: usize, shift: f64) -> Projection<B> {
         let taps = self
             .config

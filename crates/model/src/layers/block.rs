@@ -92,8 +92,8 @@ impl<B: OpBackend> Block<B> {
     }
 
     /// The decoding state before the first token.
-    pub fn start(&self) -> BlockState<B> {
-        BlockState { attention: self.attention.start(), mlp: History::new() }
+    pub fn init_state(&self) -> BlockState<B> {
+        BlockState { attention: self.attention.init_state(), mlp: History::new() }
     }
 
     /// The block's output for new tokens, which follow those in `state`: `x` and the result are
@@ -113,8 +113,8 @@ impl<B: OpBackend> Block<B> {
         })
     }
 
-    /// Adds f, attention or MLP, to the residual stream `x`, with the norms around it. `f` takes its
-    /// input, and what to add its output to, if there is anything.
+    /// Adds f (attention or MLP) to the residual stream `x`, with the norms around it. `f` takes its
+    /// input and, optionally, the residual to add its output to.
     fn add(
         &self,
         norm: &Norm<B>,

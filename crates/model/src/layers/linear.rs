@@ -20,7 +20,7 @@ impl<B: OpBackend> Linear<B> {
         Linear { weight: init.weight([outputs, inputs]), bias }
     }
 
-    /// A projection into the residual stream, whose initial weights are smaller in deeper models.
+    /// A projection into the residual stream: the deeper the model, the smaller its initial weights.
     pub(crate) fn residual(
         init: &WeightInit<B>,
         inputs: usize,

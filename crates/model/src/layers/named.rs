@@ -4,10 +4,10 @@ use burn::module::{
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 
-/// What visitors are told that the names belong to.
+/// The container name that visitors see.
 const CONTAINER: &str = "Named";
 
-/// Modules of one type with names of their own, which are known only when the program runs.
+/// Modules of one type whose names are known only at run time.
 ///
 /// To a visitor they are fields of the module that holds the collection: a weight is called
 /// `attention.forget_gate.weight`, not `attention.extra.0.weight`.
@@ -76,8 +76,8 @@ impl<B: Backend, M: Module<B>> Module<B> for Named<M> {
         self.each(|part| part.to_device(device))
     }
 
-    /// Leaves the field that holds the collection while it visits the parts, so that their names
-    /// take its place.
+    /// Exits the field that holds the collection while it visits the parts, so that their names
+    /// replace the field's.
     fn visit<V: ModuleVisitor<B>>(&self, visitor: &mut V) {
         visitor.exit_module(self.field, CONTAINER);
         for (name, part) in &self.parts {

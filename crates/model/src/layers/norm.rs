@@ -26,7 +26,7 @@ impl<B: OpBackend> Norm<B> {
         Norm { weight: init.constant(width, 1.0), bias, kind }
     }
 
-    /// The normed `x`, in its shape.
+    /// `x` normalised, in the same shape.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         match self.kind {
             NormKind::LayerNorm => {

@@ -8,16 +8,16 @@ use super::Linear;
 use super::time::{History, Preceding};
 use crate::init::WeightInit;
 
-/// A projection of the input x of an attention layer, with what it takes from earlier tokens:
+/// A projection of an attention layer's input x, with token shift and convolution:
 ///
 /// 1. token shift, x_t + μ ⊙ (x_{t−1} − x_t);
-/// 2. y = W x + b, or of low rank, y = W f(W_a x) + b;
-/// 3. a causal depthwise convolution of y over time, perhaps with SiLU.
+/// 2. y = W x + b, or with low rank y = W f(W_a x) + b;
+/// 3. a causal depthwise convolution of y over time, optionally with SiLU.
 ///
-/// The first and the last step are optional.
+/// Steps 1 and 3 are optional.
 #[derive(Module, Debug)]
 pub struct Projection<B: OpBackend> {
-    /// W, `[features, width]`, or of low rank `[features, rank]`.
+    /// W, `[features, width]`, or `[features, rank]` with low rank.
     pub weight: Param<Tensor<B, 2>>,
     /// b, `[features]`.
     pub bias: Option<Param<Tensor<B, 1>>>,
@@ -57,18 +57,18 @@ impl<B: OpBackend> ProjectionHistory<B> {
 }
 
 impl<B: OpBackend> Projection<B> {
-    /// W x + b alone.
+    /// Only W x + b.
     pub(super) fn new(linear: Linear<B>) -> Self {
         let Linear { weight, bias } = linear;
         let activation = Activation::Identity;
         Projection { weight, bias, inner: None, conv: None, shift: None, activation, silu: false }
     }
 
-    /// What a kind of attention asks for beside q, k and v.
+    /// A projection that an attention kind asks for besides q, k and v.
     pub(super) fn extra(init: &WeightInit<B>, width: usize, spec: &ExtraSpec) -> Self {
         let rank = spec.low_rank.map(|low_rank| low_rank.rank);
         let outer = Linear::new(&init.part("outer"), rank.unwrap_or(width), spec.features, false);
-        let bias = |values| init.part("bias").start(spec.features, values);
+        let bias = |values| init.part("bias").variant_vector(spec.features, values);
         Projection {
             bias: spec.bias.as_ref().map(bias),
             inner: rank.map(|rank| Linear::new(&init.part("inner"), width, rank, false)),
@@ -78,12 +78,12 @@ impl<B: OpBackend> Projection<B> {
         }
     }
 
-    /// With a convolution of these taps and SiLU, if there are taps.
+    /// Adds a convolution with these taps and SiLU, if there are taps.
     pub(super) fn with_silu_conv(self, taps: Option<Param<Tensor<B, 2>>>) -> Self {
         Projection { conv: taps, silu: true, ..self }
     }
 
-    /// With a token shift by this μ, if there is one.
+    /// Adds a token shift with this μ, if there is one.
     pub(super) fn with_shift(self, mu: Option<Param<Tensor<B, 1>>>) -> Self {
         Projection { shift: mu, ..self }
     }
@@ -136,8 +136,8 @@ impl<B: OpBackend> Projection<B> {
     }
 }
 
-/// Initial taps `[channels, taps]`, normal with the standard deviation of the usual uniform start
-/// in ±1/√taps.
+/// Initial taps `[channels, taps]`: normal, with the standard deviation of the usual uniform
+/// initialisation in ±1/√taps.
 pub(super) fn conv_taps<B: OpBackend>(
     init: &WeightInit<B>,
     channels: usize,

@@ -1,4 +1,4 @@
-//! Short convolutions and token shifts: what a layer reads of earlier tokens outside attention.
+//! Short convolutions and token shifts: what a layer reads from earlier tokens outside attention.
 
 use burn::tensor::{Tensor, s};
 use longwall_kernels::attention::DocumentStarts;
@@ -11,7 +11,7 @@ use longwall_kernels::ops::short_conv::short_conv;
 pub(super) struct History<B: OpBackend>(Option<Tensor<B, 3>>);
 
 impl<B: OpBackend> History<B> {
-    /// Before the first token.
+    /// The history before the first token.
     pub fn new() -> Self {
         History(None)
     }
@@ -21,7 +21,7 @@ impl<B: OpBackend> History<B> {
         self.0.as_ref().map_or(0, |x| x.shape().num_elements())
     }
 
-    /// The convolution of new inputs, which follow those held: `x` `[batch, n, channels]`, `weight`
+    /// The convolution of new inputs `x` `[batch, n, channels]` after those held; `weight` is
     /// `[channels, taps]`.
     fn conv(&mut self, x: Tensor<B, 3>, weight: Tensor<B, 2>, silu: bool) -> Tensor<B, 3> {
         let (n, taps) = (x.dims()[1], weight.dims()[1]);
@@ -35,16 +35,16 @@ impl<B: OpBackend> History<B> {
     }
 }
 
-/// The tokens that precede those of a call.
+/// The tokens before those of a call.
 pub(super) enum Preceding<'a, B: OpBackend, H> {
-    /// None: the call has whole rows, of one document each or packed.
+    /// None: the call has whole rows, of one or several packed documents.
     Nothing(&'a DocumentStarts<B>),
-    /// Those of earlier decoding calls, as far as the layer's histories `H` hold them.
+    /// Those of earlier decoding calls, in the layer's histories `H`.
     Held(&'a mut H),
 }
 
 impl<B: OpBackend, H> Preceding<'_, B, H> {
-    /// The same for a part of the layer, whose histories are those that `part` picks.
+    /// The same for one part of the layer, with the histories that `part` selects.
     pub fn part<P>(&mut self, part: impl FnOnce(&mut H) -> &mut P) -> Preceding<'_, B, P> {
         match self {
             Preceding::Nothing(documents) => Preceding::Nothing(documents),
@@ -55,7 +55,7 @@ impl<B: OpBackend, H> Preceding<'_, B, H> {
 
 impl<B: OpBackend> Preceding<'_, B, History<B>> {
     /// A causal depthwise convolution: `x` `[batch, n, channels]`, `weight` `[channels, taps]`, whose
-    /// last tap multiplies the current token; then SiLU, where `silu`.
+    /// last tap multiplies the current token; then SiLU, if `silu`.
     pub fn conv(self, x: Tensor<B, 3>, weight: Tensor<B, 2>, silu: bool) -> Tensor<B, 3> {
         match self {
             Preceding::Nothing(documents) => short_conv(x, weight, silu, documents.clone()),

@@ -1,4 +1,4 @@
-//! Names that attention layers' weights had in files before each was called by what it is:
+//! Names that attention layers' weights had in older files, which numbered them:
 //! `projections.0.outer.weight` is now `forget_gate.weight`.
 
 use std::collections::HashMap;
@@ -9,12 +9,12 @@ use super::TensorMap;
 use crate::LanguageModel;
 use crate::layers::Attention;
 
-/// For each earlier name of a model's weight, its name now.
+/// Maps each earlier name of a model's weight to its current name.
 #[derive(Clone, Debug)]
 pub struct EarlierNames(HashMap<String, String>);
 
 impl EarlierNames {
-    /// Those of `model`'s weights.
+    /// The earlier names of `model`'s weights.
     pub fn of<B: OpBackend>(model: &LanguageModel<B>) -> Self {
         let layers = model.blocks.iter().enumerate();
         let names = layers.flat_map(|(layer, block)| {
@@ -25,8 +25,8 @@ impl EarlierNames {
         EarlierNames(names.collect())
     }
 
-    /// Gives the tensors of a file their names of now. What stands before `blocks`, as in an
-    /// optimiser's `m.blocks.0…`, stays.
+    /// Gives the tensors of a file their current names. A prefix before `blocks`, as in an optimiser's
+    /// `m.blocks.0…`, is kept.
     pub fn replace(&self, tensors: TensorMap) -> TensorMap {
         let name_now = |name: String| {
             let at = name.find("blocks.").unwrap_or(0);
@@ -39,7 +39,7 @@ impl EarlierNames {
     }
 }
 
-/// Earlier names and names now of one layer's weights, of those whose names differ.
+/// Earlier and current names of one layer's weights, for those whose names differ.
 fn of_layer<B: OpBackend>(attention: &Attention<B>) -> Vec<(String, String)> {
     let mut names = vec![];
     let mut add = |was: String, is: String| names.push((was, is));

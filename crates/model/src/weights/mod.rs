@@ -1,5 +1,5 @@
-//! Weights on disk: one safetensors file, f32, each tensor named by its place in the model and by
-//! what it is (`blocks.0.attention.forget_gate.weight`).
+//! Weights on disk: one safetensors file, f32, each tensor named by its place and role in the model
+//! (`blocks.0.attention.forget_gate.weight`).
 
 mod earlier_names;
 
@@ -79,7 +79,7 @@ pub fn write_tensors(path: &Path, tensors: &NamedTensors) -> Result<(), WeightsE
 /// Reads every tensor of a safetensors file, by name.
 ///
 /// # Errors
-/// When the file cannot be read, is damaged, or holds another type than f32.
+/// When the file cannot be read, is damaged, or holds a type other than f32.
 pub fn read_tensors(path: &Path) -> Result<TensorMap, WeightsError> {
     let bytes = std::fs::read(path).map_err(|source| WeightsError::Io {
         action: "read",
@@ -105,8 +105,8 @@ pub fn named_tensors<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
     collect(model, true)
 }
 
-/// Names and shapes of a model's parameters; elements only with `read`, because they come from the
-/// device.
+/// Names and shapes of a model's parameters; elements only with `read`, because reading them copies
+/// them from the device.
 fn collect<B: OpBackend>(model: &LanguageModel<B>, read: bool) -> NamedTensors {
     struct Collect {
         path: Vec<String>,
@@ -141,7 +141,7 @@ pub fn save<B: OpBackend>(model: &LanguageModel<B>, path: &Path) -> Result<(), W
     write_tensors(path, &named_tensors(model))
 }
 
-/// Puts the weights of a file into a model of the same configuration. The file may have earlier
+/// Loads the weights of a file into a model of the same configuration. The file may have earlier
 /// names, see [`EarlierNames`].
 ///
 /// # Errors
@@ -173,7 +173,7 @@ pub fn load<B: OpBackend>(
     Ok(model)
 }
 
-/// Replaces each parameter by the tensor of its name.
+/// Replaces each parameter with the tensor of its name.
 struct Replace<'a> {
     path: Vec<String>,
     tensors: &'a mut TensorMap,

@@ -1,4 +1,4 @@
-//! The folder `checkpoints/`: which checkpoints are there, writing one, removing old ones.
+//! The folder `checkpoints/`: lists, writes and removes checkpoints.
 
 use std::fs;
 use std::io;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
 
-/// Written last into a checkpoint; a folder without it is not one.
+/// Written last into a checkpoint; a folder without it is not a checkpoint.
 pub(super) const STATE_FILE: &str = "state.json";
 const BEST_FILE: &str = "best.json";
 
@@ -30,12 +30,12 @@ pub struct CheckpointFolder {
 }
 
 impl CheckpointFolder {
-    /// The checkpoints of the run in `run_dir`. Nothing is made or read yet.
+    /// The checkpoints of the run in `run_dir`. Does not access the disk.
     pub fn new(run_dir: &Path) -> Self {
         CheckpointFolder { path: run_dir.join("checkpoints") }
     }
 
-    /// The folder of `step`'s checkpoint, whether it is there or not.
+    /// The folder of `step`'s checkpoint, whether it exists or not.
     pub fn step_dir(&self, step: u64) -> PathBuf {
         self.path.join(format!("step-{step}"))
     }
@@ -43,7 +43,7 @@ impl CheckpointFolder {
     /// The steps of all complete checkpoints, in ascending order.
     ///
     /// # Errors
-    /// When the folder is there but cannot be read.
+    /// When the folder exists but cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
         let mut steps = Vec::new();
         for (name, path) in self.entries()? {
@@ -58,7 +58,7 @@ impl CheckpointFolder {
         Ok(steps)
     }
 
-    /// Removes what a killed run left half-written or half-removed.
+    /// Removes checkpoints that a killed run left partly written or partly removed.
     ///
     /// # Errors
     /// When something cannot be removed.
@@ -76,12 +76,12 @@ impl CheckpointFolder {
         Ok(())
     }
 
-    /// Lets `fill` write the checkpoint of `step` into a temporary folder, waits for the disk, and
+    /// Lets `fill` write the checkpoint of `step` into a temporary folder, flushes it to disk, and
     /// renames it into place.
     ///
     /// # Errors
-    /// What `fill` returns, or what the system says; the temporary folder is removed then, and
-    /// every other checkpoint stays as it is.
+    /// Those of `fill` and of the system; then the temporary folder is removed, and every other
+    /// checkpoint is unchanged.
     pub fn write(
         &self,
         step: u64,
@@ -103,7 +103,7 @@ impl CheckpointFolder {
         Ok(target)
     }
 
-    /// Names the best checkpoint in `best.json`.
+    /// Records the best checkpoint in `best.json`.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -114,7 +114,7 @@ impl CheckpointFolder {
             .map_err(|source| CheckpointError::Write { path, source })
     }
 
-    /// What `best.json` says, if it is there.
+    /// The contents of `best.json`, if it exists.
     ///
     /// # Errors
     /// When it cannot be read.
@@ -139,7 +139,7 @@ impl CheckpointFolder {
         let old = &steps[..steps.len().saturating_sub(keep_last)];
         for &step in old.iter().filter(|&&step| Some(step) != best) {
             let path = self.step_dir(step);
-            // Its state goes first: a removal cut short leaves nothing that looks complete.
+            // The state goes first, so that an interrupted removal leaves nothing that looks complete.
             fs::remove_file(path.join(STATE_FILE))
                 .and_then(|()| fs::remove_dir_all(&path))
                 .map_err(|source| CheckpointError::Remove { path, source })?;
@@ -147,7 +147,7 @@ impl CheckpointFolder {
         Ok(())
     }
 
-    /// Names and paths of what lies in the folder; nothing when it is not there.
+    /// Names and paths of the folder's entries; none if the folder does not exist.
     fn entries(&self) -> Result<Vec<(String, PathBuf)>, CheckpointError> {
         let io = |source| CheckpointError::Read { path: self.path.clone(), source };
         let entries = match fs::read_dir(&self.path) {

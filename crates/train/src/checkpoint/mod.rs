@@ -1,4 +1,4 @@
-//! Checkpoints: written atomically, kept by age and by validation loss, opened again.
+//! Checkpoints: written atomically, kept by age and by validation loss, and opened to resume.
 //!
 //! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, `config.toml` and
 //! `state.json`; `checkpoints/best.json` names the step with the lowest validation loss.
@@ -43,7 +43,7 @@ pub enum CheckpointError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// A file does not hold what it should.
+    /// A file is damaged.
     #[error("{} is damaged: {reason}\n  hint: remove that checkpoint's folder; the one before it is used then", path.display())]
     Damaged {
         /// The file.
@@ -51,14 +51,14 @@ pub enum CheckpointError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The checkpoint asked for is not there.
+    /// The requested checkpoint does not exist.
     #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these, or train the run first", run_dir.display(), listed(there))]
     Missing {
         /// The run's folder.
         run_dir: PathBuf,
-        /// The one asked for.
+        /// The requested one.
         wanted: CheckpointSelector,
-        /// The steps of the checkpoints that are there.
+        /// The steps of the existing checkpoints.
         there: Vec<u64>,
     },
     /// The checkpoint was made with another tokenizer.
@@ -107,7 +107,7 @@ pub enum CheckpointSelector {
     Latest,
     /// The one with the lowest validation loss.
     Best,
-    /// The one after so many steps.
+    /// The one after this many steps.
     Step(u64),
 }
 
@@ -179,7 +179,7 @@ impl Checkpoint {
         self.path.join("optimizer.safetensors")
     }
 
-    /// Refuses a tokenizer that is not the one the checkpoint was made with.
+    /// Rejects a tokenizer other than the one the checkpoint was made with.
     ///
     /// # Errors
     /// [`CheckpointError::Tokenizer`], with both.
@@ -191,8 +191,8 @@ impl Checkpoint {
         Err(CheckpointError::Tokenizer { path: self.path.clone(), theirs, ours })
     }
 
-    /// Refuses a configuration under which the run could not go on; keys that merely change how it
-    /// goes on (learning rate, intervals, length) are logged.
+    /// Rejects a configuration that cannot continue the run; changes of keys that only affect how it
+    /// continues (learning rate, intervals, length) are logged.
     ///
     /// # Errors
     /// [`CheckpointError::OtherConfig`], with every such key.
@@ -215,8 +215,8 @@ impl Checkpoint {
     }
 }
 
-/// Keys that a resumed run cannot change: what its weights, its optimiser state and its place in
-/// the data mean depends on them.
+/// Keys that a resumed run cannot change, because its weights, its optimiser state or its position in
+/// the data depend on them.
 fn is_fixed(key: &str) -> bool {
     const FREE_DATA: [&str; 2] = ["data.cache_dir", "data.validation_tokens"];
     let below = |table: &str| key.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'));
@@ -226,7 +226,7 @@ fn is_fixed(key: &str) -> bool {
         || ["run.seed", "train.batch_tokens", "train.optimiser.kind"].contains(&key)
 }
 
-/// Keys that change nothing about the numbers of a run.
+/// Keys that do not affect a run's numbers.
 fn is_harmless(key: &str) -> bool {
     key.starts_with("eval.")
         || key.starts_with("train.sample.")
@@ -235,7 +235,7 @@ fn is_harmless(key: &str) -> bool {
             .contains(&key)
 }
 
-/// Writes the parts of a checkpoint that are text; the state goes last.
+/// Writes the text files of a checkpoint; the state goes last.
 ///
 /// # Errors
 /// When a file cannot be written.

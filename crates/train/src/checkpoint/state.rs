@@ -1,4 +1,4 @@
-//! `state.json`: everything of a run's place that is no tensor.
+//! `state.json`: where a run stands, except for its tensors.
 
 use std::fs;
 use std::path::Path;
@@ -19,12 +19,12 @@ pub struct State {
     pub step: u64,
     /// Tokens seen.
     pub tokens: u64,
-    /// Steps that the optimiser took: finished steps less the skipped ones.
+    /// Optimiser updates: finished steps minus skipped ones.
     pub updates: u64,
-    /// The run's seed. All randomness is a function of it and of the step, so that it is the whole
-    /// random state.
+    /// The run's seed. All randomness is a function of it and of the step, so no other random state is
+    /// needed.
     pub seed: u64,
-    /// The loader's place.
+    /// The loader's position.
     pub cursor: Cursor,
     /// Skipped steps, and the window of the outlier test.
     pub guard: GuardState,
@@ -34,13 +34,13 @@ pub struct State {
     pub best: Option<Best>,
     /// The last validation.
     pub validation: Option<ValidationRecord>,
-    /// Length of `metrics.jsonl`: a resume cuts what follows.
+    /// Length of `metrics.jsonl`: a resume truncates the file to it.
     pub metrics_bytes: u64,
-    /// Length of `samples.txt`: a resume cuts what follows.
+    /// Length of `samples.txt`: a resume truncates the file to it.
     pub samples_bytes: u64,
     /// Seconds of training so far.
     pub seconds: f64,
-    /// Rows of one forward and backward pass: the order in which gradients add up.
+    /// Rows of one forward and backward pass: decides the order in which gradients are summed.
     pub micro_batch: usize,
     /// The tokenizer.
     pub tokenizer: TokenizerIdentity,
@@ -68,7 +68,7 @@ impl State {
     }
 }
 
-/// What tells one tokenizer from another.
+/// Identifies a tokenizer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenizerIdentity {

@@ -43,7 +43,7 @@ fn write(run: &Path, step: u64) {
     folder.write(step, |path| write_texts(path, &config(&[]), &state(step))).unwrap();
 }
 
-/// A run folder's messages name temporary paths: these are replaced by `RUN`.
+/// The message of `error`, with the run folder's temporary path replaced by `RUN`.
 fn shown(run: &Path, error: CheckpointError) -> String {
     error.to_string().replace(&run.display().to_string(), "RUN")
 }

@@ -1,4 +1,4 @@
-//! Errors of loading a configuration, and where in the file they come from.
+//! Errors when loading a configuration, with their place in the file.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub enum ConfigError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The file is no TOML.
+    /// The file is not TOML.
     #[error("{} is not valid TOML\n{message}", path.display())]
     Syntax {
         /// The file.
@@ -61,9 +61,9 @@ pub enum ConfigError {
 
 /// Builds the error of a table that does not fit the configuration's types.
 ///
-/// `retry` deserialises a changed copy of `table` and gives its error's path and message: tagged
-/// tables are buffered by serde, which loses the path below them, so that the culprit is found by
-/// leaving out one key after another.
+/// `retry` deserialises a changed copy of `table` and returns its error's message: serde buffers
+/// tagged tables and loses the path below them, so the culprit is found by leaving out one key after
+/// another.
 pub(super) fn key_error(
     path: &Path,
     source: &str,
@@ -115,7 +115,7 @@ fn narrow(
     }
 }
 
-/// The value that `key` leads to.
+/// The value at `key`.
 fn value_at<'a>(table: &'a Table, key: &[String]) -> Option<&'a Value> {
     let (first, rest) = key.split_first()?;
     rest.iter().try_fold(table.get(first)?, |value, segment| match value {
@@ -134,7 +134,7 @@ fn value_at_mut<'a>(table: &'a mut Table, key: &[String]) -> Option<&'a mut Valu
     })
 }
 
-/// Problem and hint, in words, of serde's message about `key`.
+/// Turns serde's message about `key` into a problem and a hint.
 fn describe(key: &[String], value: Option<&Value>, message: &str) -> (String, String) {
     let name = if key.is_empty() { "the file".to_owned() } else { key.join(".") };
     let allowed = quoted_list(message);
@@ -205,7 +205,7 @@ fn quoted_list(message: &str) -> Vec<String> {
     list.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// The allowed name that is most like `name`, if one is like it at all.
+/// The allowed name most similar to `name`, if any is similar enough.
 fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> {
     let score = |other: &str| {
         let alike = strsim::normalized_damerau_levenshtein(name, other);
@@ -216,8 +216,8 @@ fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> {
     (score(best) >= 0.5).then_some(best)
 }
 
-/// Where `key` was set: the `--set` that did, else file and line of the deepest part of it that
-/// stands in the file.
+/// Where `key` was set: the `--set`, else the file and the line of the deepest part of it that the
+/// file has.
 fn place(path: &Path, source: &str, sets: &[Override], key: &[String]) -> String {
     let sets_key = |set: &&Override| key.starts_with(&set.path) || set.path.starts_with(key);
     if !key.is_empty()
@@ -231,7 +231,7 @@ fn place(path: &Path, source: &str, sets: &[Override], key: &[String]) -> String
     }
 }
 
-/// The line, from 1, of the deepest part of `key` that stands in `source`.
+/// The line, from 1, of the deepest part of `key` that `source` has.
 fn line_of(source: &str, key: &[String]) -> Option<usize> {
     let root = DeTable::parse(source).ok()?;
     let mut at = None;

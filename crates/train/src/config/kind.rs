@@ -1,4 +1,4 @@
-//! An attention kind given by a command's options, and its problems told in those options.
+//! An attention kind given by a command's options; its problems are reported in terms of these options.
 
 use longwall_config::{Problem, Problems};
 use longwall_kernels::attention::{AttentionConfig, AttentionShape};
@@ -19,7 +19,7 @@ pub enum KindError {
         /// All names.
         known: String,
     },
-    /// A `--set` is no `key=value`.
+    /// A `--set` is not `key=value`.
     #[error(transparent)]
     Override(#[from] ConfigError),
     /// A `--set` names `kind`.
@@ -53,9 +53,9 @@ pub enum KindError {
     Unfit {
         /// The kind.
         kind: &'static str,
-        /// What gives the layer's sizes.
+        /// Where the layer's sizes come from.
         given: &'static str,
-        /// All that is wrong, in lines of their own.
+        /// All problems, each on its own lines.
         problems: String,
     },
 }
@@ -91,7 +91,7 @@ pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig, KindEr
 /// What a command calls the sizes of a layer.
 #[derive(Clone, Copy)]
 pub struct SizeNames {
-    /// What gives them: `options`, for example.
+    /// Where they come from: `options`, for example.
     pub given: &'static str,
     /// Channels of a head.
     pub head_dim: &'static str,
@@ -99,10 +99,10 @@ pub struct SizeNames {
     pub width: &'static str,
 }
 
-/// The settings fit the layer, whose sizes the command calls `names`.
+/// Checks that the settings fit the layer, whose sizes the command calls `names`.
 ///
 /// # Errors
-/// When they do not: all problems at once.
+/// All problems at once, if they do not.
 pub fn check_kind(
     config: &AttentionConfig,
     layer: &AttentionShape,
@@ -117,7 +117,7 @@ pub fn check_kind(
     Err(KindError::Unfit { kind: config.kind(), given: names.given, problems })
 }
 
-/// The problems below each other, with options in place of a configuration's keys.
+/// The problems one below another, with options instead of a configuration's keys.
 fn in_options(problems: &Problems, sizes: SizeNames) -> String {
     let plain = |text: &str| {
         text.replace("model.window", "--window")
@@ -137,7 +137,7 @@ fn in_options(problems: &Problems, sizes: SizeNames) -> String {
     problems.as_slice().iter().map(one).collect()
 }
 
-/// `text` with each `key = value` (or `set key = value`) as an option that a shell understands.
+/// `text` with each `key = value` (or `set key = value`) written as a shell option.
 fn settings(text: &str) -> String {
     let (mut done, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once(" = ") {

@@ -20,12 +20,12 @@ use toml::{Table, Value};
 pub use error::ConfigError;
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
-pub use scalars::{Every, OrOff, Span};
+pub use scalars::{Every, OrOff, PhaseLength};
 pub use train::{CheckpointConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig};
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.
 ///
-/// Relative paths in it are relative to the current directory.
+/// Relative paths in it are relative to the current folder.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
@@ -41,8 +41,8 @@ pub struct RunConfig {
     pub model: ModelConfig,
     /// Length, batch, optimiser, schedule.
     pub train: TrainConfig,
-    /// Evaluation suites to run after training; each table names its `suite`, the other keys are
-    /// that suite's own.
+    /// Evaluation suites to run after training; each table names its `suite`, and the other keys are
+    /// the suite's own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eval: Vec<Table>,
 }
@@ -51,13 +51,13 @@ pub struct RunConfig {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RunTable {
-    /// Name of the run and of its folder. Default: the file's name without its ending.
+    /// Name of the run and of its folder. Default: the file's name without its extension.
     pub name: String,
     /// Seed of the initial weights, the data's order and the samples.
     pub seed: u64,
     /// The device.
     pub device: DeviceChoice,
-    /// What matrices and activations are made of. Default: bf16 on CUDA, f32 on the CPU.
+    /// Type of matrices and activations. Default: bf16 on CUDA, f32 on the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
     /// Threads on the CPU. Default: as many as there are cores.
@@ -87,7 +87,7 @@ impl Default for RunTable {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceChoice {
-    /// CUDA where a driver and a GPU answer, else the CPU.
+    /// CUDA if a driver and a GPU respond, else the CPU.
     #[default]
     Auto,
     /// The CPU.
@@ -97,8 +97,8 @@ pub enum DeviceChoice {
 }
 
 impl RunConfig {
-    /// Reads `path`, applies the overrides `sets` (`key=value` with dotted keys) in their order,
-    /// and validates the whole.
+    /// Reads `path`, applies the overrides `sets` (`key=value` with dotted keys) in order, and validates
+    /// the result.
     ///
     /// # Errors
     /// See [`ConfigError`]; values out of range are all reported at once.
@@ -151,7 +151,7 @@ impl RunConfig {
             "leave it out: bf16 is the default on CUDA, f32 on the CPU",
         );
         self.data.validate(problems);
-        // On its own: the model's checks stop at the first problem they find.
+        // Separately: the model's checks stop at their first problem, and must not see those above.
         let mut model = Problems::new();
         self.model.validate(&mut model);
         for p in model.as_slice() {
@@ -182,8 +182,8 @@ impl RunConfig {
         toml::to_string_pretty(self).expect("a configuration has a TOML form")
     }
 
-    /// The keys whose values differ between `self` and `other`, with both values as TOML; a key
-    /// that one of them lacks has the value `(unset)` there.
+    /// The keys whose values differ between `self` and `other`, with both values as TOML; where a key is
+    /// missing, its value is `(unset)`.
     pub fn differences(&self, other: &Self) -> Vec<Difference> {
         let flat = |config: &Self| {
             let mut leaves = std::collections::BTreeMap::new();
@@ -207,8 +207,8 @@ impl RunConfig {
     }
 }
 
-/// Deserialises the text `source` of the file `path`, with the overrides `sets` on top; an error
-/// says which key is wrong, and where it was set.
+/// Deserialises the text `source` of the file `path` with the overrides `sets`; an error says which
+/// key is wrong and where it was set.
 pub(crate) fn read_toml<T: DeserializeOwned>(
     source: &str,
     path: &Path,
@@ -231,7 +231,7 @@ pub(crate) fn read_toml<T: DeserializeOwned>(
     })
 }
 
-/// A key with another value in another configuration.
+/// A key whose value differs between two configurations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
     /// The dotted key.

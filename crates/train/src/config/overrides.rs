@@ -11,7 +11,7 @@ pub struct Override {
     pub text: String,
     /// The key's segments.
     pub path: Vec<String>,
-    /// The value: TOML where it parses as such, else a string.
+    /// The value: TOML if it parses as TOML, else a string.
     pub value: Value,
 }
 
@@ -34,11 +34,11 @@ impl Override {
         Ok(Override { text: text.to_owned(), path, value: parse_value(value.trim()) })
     }
 
-    /// Sets the value in `table`, making tables on the way where there are none.
+    /// Sets the value in `table`, creating missing tables on the way.
     ///
     /// # Errors
-    /// When a segment goes into something that is neither a table nor an array, or its index into
-    /// an array is no number below the array's length.
+    /// When a segment leads into something that is neither a table nor an array, or is no valid index
+    /// of an array.
     pub fn apply(&self, table: &mut Table) -> Result<(), ConfigError> {
         let (last, parents) = self.path.split_last().expect("a parsed key has a segment");
         let Some((first, rest)) = parents.split_first() else {
@@ -53,7 +53,7 @@ impl Override {
         Ok(())
     }
 
-    /// The entry `segment` of `place`, which the first `depth` segments lead to.
+    /// The entry `segment` of `place`, which is at the first `depth` segments.
     fn child<'a>(
         &self,
         place: &'a mut Value,

@@ -7,12 +7,13 @@ use longwall_config::Interval;
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A part of a run: a share of its steps, or a count of steps or tokens.
+/// The length of a phase of a run, such as the warm-up: a share of its steps, or a count of steps or
+/// tokens.
 ///
 /// In TOML: a number below 1 (`warmup = 0.01`, a share), a whole number (`warmup = 100`, steps) or
 /// a string (`"100 steps"`, `"10M tokens"`, `"1 %"`).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Span {
+pub enum PhaseLength {
     /// A share of the run's steps, `0..=1`.
     Fraction(f64),
     /// A number of steps, 0 allowed.
@@ -21,28 +22,28 @@ pub enum Span {
     Tokens(u64),
 }
 
-impl Span {
+impl PhaseLength {
     /// The length in steps of a run of `total_steps` steps of `batch_tokens` tokens each.
     pub fn steps(self, total_steps: u64, batch_tokens: u64) -> u64 {
         match self {
-            Span::Fraction(share) => (share * total_steps as f64).round() as u64,
-            Span::Steps(steps) => steps,
-            Span::Tokens(tokens) => tokens.div_ceil(batch_tokens.max(1)),
+            PhaseLength::Fraction(share) => (share * total_steps as f64).round() as u64,
+            PhaseLength::Steps(steps) => steps,
+            PhaseLength::Tokens(tokens) => tokens.div_ceil(batch_tokens.max(1)),
         }
     }
 }
 
-impl Display for Span {
+impl Display for PhaseLength {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Span::Fraction(share) => write!(f, "{share}"),
-            Span::Steps(steps) => write!(f, "{steps} steps"),
-            Span::Tokens(tokens) => write!(f, "{tokens} tokens"),
+            PhaseLength::Fraction(share) => write!(f, "{share}"),
+            PhaseLength::Steps(steps) => write!(f, "{steps} steps"),
+            PhaseLength::Tokens(tokens) => write!(f, "{tokens} tokens"),
         }
     }
 }
 
-impl FromStr for Span {
+impl FromStr for PhaseLength {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -50,47 +51,47 @@ impl FromStr for Span {
             let share = percent.trim().parse::<f64>().ok().map(|p| p / 100.0);
             return share
                 .filter(|share| (0.0..=1.0).contains(share))
-                .map(Span::Fraction)
-                .ok_or_else(|| not_a_span(text));
+                .map(PhaseLength::Fraction)
+                .ok_or_else(|| not_a_length(text));
         }
         if text.trim().trim_end_matches("steps").trim() == "0" {
-            return Ok(Span::Steps(0));
+            return Ok(PhaseLength::Steps(0));
         }
         match text.parse() {
-            Ok(Interval::Steps(steps)) => Ok(Span::Steps(steps)),
-            Ok(Interval::Tokens(tokens)) => Ok(Span::Tokens(tokens)),
-            Err(_) => Err(not_a_span(text)),
+            Ok(Interval::Steps(steps)) => Ok(PhaseLength::Steps(steps)),
+            Ok(Interval::Tokens(tokens)) => Ok(PhaseLength::Tokens(tokens)),
+            Err(_) => Err(not_a_length(text)),
         }
     }
 }
 
-fn not_a_span(text: impl Display) -> String {
+fn not_a_length(text: impl Display) -> String {
     format!(
         "`{text}` is not a length; allowed: a share of the run from 0 to 1 (0.01 or \"1 %\"), steps (100 or \"100 steps\") or tokens (\"10M tokens\")"
     )
 }
 
-impl Serialize for Span {
+impl Serialize for PhaseLength {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
-            Span::Fraction(share) => serializer.serialize_f64(*share),
+            PhaseLength::Fraction(share) => serializer.serialize_f64(*share),
             _ => serializer.collect_str(self),
         }
     }
 }
 
-impl<'de> Deserialize<'de> for Span {
+impl<'de> Deserialize<'de> for PhaseLength {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         match Scalar::deserialize(deserializer, "a share, steps or tokens")? {
-            Scalar::Whole(steps) => Ok(Span::Steps(steps)),
-            Scalar::Real(share) if (0.0..=1.0).contains(&share) => Ok(Span::Fraction(share)),
-            Scalar::Real(share) => Err(D::Error::custom(not_a_span(share))),
+            Scalar::Whole(steps) => Ok(PhaseLength::Steps(steps)),
+            Scalar::Real(share) if (0.0..=1.0).contains(&share) => Ok(PhaseLength::Fraction(share)),
+            Scalar::Real(share) => Err(D::Error::custom(not_a_length(share))),
             Scalar::Text(text) => text.parse().map_err(D::Error::custom),
         }
     }
 }
 
-/// How often something happens: an interval, or `"never"`.
+/// How often something happens: at an interval, or `"never"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Every(pub Option<Interval>);
 
@@ -178,7 +179,7 @@ enum Scalar {
 }
 
 impl Scalar {
-    /// Reads one; an error of the wrong type names what was `expected`.
+    /// Reads one; for a value of the wrong type, the error says what was `expected`.
     fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
         expected: &'static str,
@@ -230,26 +231,26 @@ mod tests {
     }
 
     #[test]
-    fn spans_take_shares_steps_and_tokens() {
-        assert_eq!(parse("0.25"), Ok(Span::Fraction(0.25)));
-        assert_eq!(parse("1.0"), Ok(Span::Fraction(1.0)));
-        assert_eq!(parse("\"2 %\""), Ok(Span::Fraction(0.02)));
-        assert_eq!(parse("100"), Ok(Span::Steps(100)));
-        assert_eq!(parse("0"), Ok(Span::Steps(0)));
-        assert_eq!(parse("\"0 steps\""), Ok(Span::Steps(0)));
-        assert_eq!(parse("\"2k steps\""), Ok(Span::Steps(2000)));
-        assert_eq!(parse("\"10M tokens\""), Ok(Span::Tokens(10_000_000)));
-        assert!(parse::<Span>("1.5").unwrap_err().contains("share of the run"));
-        assert!(parse::<Span>("\"many\"").is_err());
-        assert!(parse::<Span>("\"200 %\"").is_err());
-        assert!(parse::<Span>("true").unwrap_err().contains("a share, steps or tokens"));
+    fn phase_lengths_take_shares_steps_and_tokens() {
+        assert_eq!(parse("0.25"), Ok(PhaseLength::Fraction(0.25)));
+        assert_eq!(parse("1.0"), Ok(PhaseLength::Fraction(1.0)));
+        assert_eq!(parse("\"2 %\""), Ok(PhaseLength::Fraction(0.02)));
+        assert_eq!(parse("100"), Ok(PhaseLength::Steps(100)));
+        assert_eq!(parse("0"), Ok(PhaseLength::Steps(0)));
+        assert_eq!(parse("\"0 steps\""), Ok(PhaseLength::Steps(0)));
+        assert_eq!(parse("\"2k steps\""), Ok(PhaseLength::Steps(2000)));
+        assert_eq!(parse("\"10M tokens\""), Ok(PhaseLength::Tokens(10_000_000)));
+        assert!(parse::<PhaseLength>("1.5").unwrap_err().contains("share of the run"));
+        assert!(parse::<PhaseLength>("\"many\"").is_err());
+        assert!(parse::<PhaseLength>("\"200 %\"").is_err());
+        assert!(parse::<PhaseLength>("true").unwrap_err().contains("a share, steps or tokens"));
     }
 
     #[test]
-    fn spans_become_steps() {
-        assert_eq!(Span::Fraction(0.1).steps(95, 10), 10);
-        assert_eq!(Span::Steps(7).steps(95, 10), 7);
-        assert_eq!(Span::Tokens(21).steps(95, 10), 3);
+    fn phase_lengths_become_steps() {
+        assert_eq!(PhaseLength::Fraction(0.1).steps(95, 10), 10);
+        assert_eq!(PhaseLength::Steps(7).steps(95, 10), 7);
+        assert_eq!(PhaseLength::Tokens(21).steps(95, 10), 3);
     }
 
     #[test]
@@ -272,8 +273,13 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_back() {
-        for span in [Span::Fraction(0.01), Span::Fraction(1.0), Span::Steps(0), Span::Tokens(500)] {
-            let table = Table { key: span };
+        for length in [
+            PhaseLength::Fraction(0.01),
+            PhaseLength::Fraction(1.0),
+            PhaseLength::Steps(0),
+            PhaseLength::Tokens(500),
+        ] {
+            let table = Table { key: length };
             assert_eq!(toml::from_str(&toml::to_string(&table).unwrap()), Ok(table));
         }
         for every in [Every(None), Every::steps(20), Every(Some(Interval::Tokens(9)))] {

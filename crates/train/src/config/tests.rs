@@ -168,7 +168,7 @@ fn values_out_of_range_are_reported_together() {
     "#);
 }
 
-/// [`BASE`] with another choice of attention, `keys`, in its table `[model]`.
+/// [`BASE`] with another choice of attention, `keys`, in its `[model]` table.
 fn hybrid(keys: &str) -> String {
     BASE.replace("attention = { kind = \"rope\" }", keys)
 }

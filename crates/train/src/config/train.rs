@@ -7,7 +7,7 @@ use super::scalars::{Every, OrOff};
 use crate::optimiser::OptimiserConfig;
 use crate::schedule::{Schedule, ScheduleConfig};
 
-/// The table `[train]`: how long, with what batch, and with which optimiser.
+/// The table `[train]`: length of the run, batch and optimiser.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainConfig {
@@ -17,12 +17,12 @@ pub struct TrainConfig {
     /// Tokens of one optimiser step, over all its micro-batches: a multiple of `data.seq_len`.
     #[serde(deserialize_with = "count")]
     pub batch_tokens: u64,
-    /// Rows of one forward and backward pass. Gradient accumulation follows from it. Default: the
-    /// largest divisor of the batch's rows that stays within the device's default token budget.
+    /// Rows of one forward and backward pass; determines the gradient accumulation steps. Default: the
+    /// largest divisor of the batch's rows within the device's default token budget.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<usize>,
-    /// Whether the backward pass computes each block's forward pass again instead of keeping what
-    /// it saved: less memory, about a third more work, the same numbers. Default false.
+    /// Activation checkpointing: the backward pass recomputes each block's forward pass instead of
+    /// keeping its activations. Less memory, about a third more work, the same numbers. Default false.
     #[serde(default)]
     pub recompute: bool,
     /// Peak learning rate.
@@ -42,7 +42,7 @@ pub struct TrainConfig {
     /// Validation in the loop.
     #[serde(default)]
     pub validate: ValidateConfig,
-    /// Text written by the model in the loop.
+    /// Samples from the model in the loop.
     #[serde(default)]
     pub sample: SampleConfig,
     /// Checkpoints.
@@ -60,11 +60,11 @@ fn default_clip() -> OrOff {
 #[serde(default, deny_unknown_fields)]
 pub struct SkipConfig {
     /// A step is skipped when its loss or gradient norm lies more than this many standard
-    /// deviations above the mean of the last `window` steps taken. Default `"off"`; 6 is usual.
+    /// deviations above the mean of the last `window` unskipped steps. Default `"off"`; 6 is usual.
     pub outlier_z: OrOff,
-    /// Steps that mean and deviation are taken over; until so many are there, none is an outlier.
+    /// Steps that mean and deviation are over; until there are that many, no step is an outlier.
     pub window: usize,
-    /// After this many skipped steps in a row the run stops.
+    /// The run stops after this many skipped steps in a row.
     pub max_in_a_row: u64,
 }
 
@@ -88,15 +88,15 @@ impl Default for ValidateConfig {
     }
 }
 
-/// The table `[train.sample]`: text the model writes in the loop, appended to `samples.txt`.
+/// The table `[train.sample]`: text sampled from the model in the loop, appended to `samples.txt`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SampleConfig {
     /// How often. Default never.
     pub every: Every,
-    /// One sample for each prompt. An empty prompt starts a document.
+    /// One sample per prompt. An empty prompt starts a document.
     pub prompts: Vec<String>,
-    /// Tokens written after each prompt.
+    /// Tokens generated after each prompt.
     pub tokens: usize,
     /// Softmax temperature; 0 is greedy.
     pub temperature: f64,
@@ -113,16 +113,16 @@ impl Default for SampleConfig {
     }
 }
 
-/// The table `[train.checkpoint]`. The last step and a stop on Ctrl-C or TERM always leave one.
+/// The table `[train.checkpoint]`. The last step and a stop on Ctrl-C or TERM always write one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
     /// How often. Default every 1000 steps.
     pub every: Every,
-    /// How many of the newest are kept.
+    /// How many of the newest to keep.
     pub keep_last: usize,
-    /// Whether a validation loss lower than all before it leaves a checkpoint too, which is kept
-    /// until a better one comes.
+    /// Whether to write a checkpoint also at each new lowest validation loss, and keep it until a
+    /// better one.
     pub best: bool,
 }
 
@@ -143,8 +143,8 @@ impl TrainConfig {
         self.batch_tokens as usize / seq_len.max(1)
     }
 
-    /// Rows of one forward and backward pass: `micro_batch` where the file says so, else the
-    /// largest divisor of the batch's rows within `budget_tokens`, at least one row.
+    /// Rows of one forward and backward pass: `micro_batch` if it is set, else the largest divisor of
+    /// the batch's rows within `budget_tokens`, at least one row.
     pub fn micro_batch_rows(&self, seq_len: usize, budget_tokens: usize) -> usize {
         let rows = self.batch_rows(seq_len);
         let fits = |n: &usize| rows.is_multiple_of(*n) && n * seq_len <= budget_tokens;
@@ -221,7 +221,7 @@ impl TrainConfig {
     }
 }
 
-/// The divisor of `n` nearest to `wanted`, the smaller one of two.
+/// The divisor of `n` nearest to `wanted`; the smaller one of two equally near.
 fn nearest_divisor(n: usize, wanted: usize) -> usize {
     let divisors = (1..=n).filter(|d| n.is_multiple_of(*d));
     divisors.min_by_key(|d| d.abs_diff(wanted)).unwrap_or(1)

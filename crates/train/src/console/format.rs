@@ -109,7 +109,7 @@ pub(super) fn validation(record: &ValidationRecord, best: bool) -> String {
     text
 }
 
-/// The line of a sample, on one line and cut.
+/// A sample as one line, truncated.
 pub(super) fn sample(step: u64, prompt: &str, text: &str) -> String {
     const SHOWN: usize = 160;
     let whole = format!("{prompt}{text}");

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use super::{Console, Ending, RunInfo, StepView, format};
 use crate::metrics::ValidationRecord;
 
-/// Between two lines of steps; `metrics.jsonl` has every step.
+/// Time between two lines of steps; `metrics.jsonl` has every step.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Writes a line for the first and the last step, for every skipped one, and otherwise every ten
+/// Writes a line for the first and the last step, for every skipped step, and otherwise every ten
 /// seconds.
 #[derive(Debug)]
 pub struct LineConsole<W> {
@@ -18,12 +18,12 @@ pub struct LineConsole<W> {
 }
 
 impl<W: Write> LineConsole<W> {
-    /// Lines written to `out`.
+    /// Writes lines to `out`.
     pub fn new(out: W) -> Self {
         LineConsole { out, last: None }
     }
 
-    /// A console that cannot be written to (a closed pipe) must not end the run.
+    /// Ignores errors: a console that cannot be written to (a closed pipe) must not end the run.
     fn line(&mut self, text: &str) {
         let _ = writeln!(self.out, "{text}");
     }

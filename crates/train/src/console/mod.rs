@@ -29,15 +29,15 @@ pub struct RunInfo {
     pub data_tokens: u64,
     /// Steps of the whole run.
     pub total_steps: u64,
-    /// Steps that were finished before: 0 unless the run is resumed.
+    /// Steps already finished: 0 unless the run is resumed.
     pub first_step: u64,
     /// Tokens of one step.
     pub batch_tokens: u64,
     /// Rows of one step, and rows of one of its micro-batches.
     pub rows: (usize, usize),
-    /// The FLOP/s that model FLOPs utilisation is measured against.
+    /// The peak FLOP/s that model FLOPs utilisation is relative to.
     pub peak_flops: Option<f64>,
-    /// Whether the first step will have to compile the device's kernels.
+    /// Whether the first step must compile the device's kernels.
     pub compiles: bool,
 }
 
@@ -50,7 +50,7 @@ pub struct StepView {
     pub total_steps: u64,
     /// Exponential moving average of the loss since the run was started or resumed.
     pub smoothed_loss: f64,
-    /// Seconds until the run ends, at its pace so far.
+    /// Estimated seconds until the run ends.
     pub seconds_left: f64,
     /// Memory in use, in bytes: the device's where it has its own, else the process's peak.
     pub memory_bytes: Option<u64>,
@@ -83,7 +83,7 @@ pub trait Console {
     fn step(&mut self, view: &StepView);
     /// A validation is finished; `best` when its loss is the lowest so far.
     fn validation(&mut self, record: &ValidationRecord, best: bool);
-    /// The model wrote `text` after `prompt`.
+    /// The model generated `text` after `prompt`.
     fn sample(&mut self, step: u64, prompt: &str, text: &str);
     /// Something worth a line happened.
     fn note(&mut self, text: &str);

@@ -1,4 +1,4 @@
-//! What a kind of optimiser is to the trainer.
+//! The contract between an optimiser kind and the trainer.
 
 use std::fmt::Debug;
 
@@ -9,20 +9,20 @@ use longwall_kernels::backend::OpBackend;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A kind of optimiser: its settings, which are the table `[train.optimiser]`, and its update.
+/// An optimiser kind: its settings, which are the table `[train.optimiser]`, and its update.
 ///
-/// The trainer keeps the state, holds f32 masters of rounded parameters, and writes both to
-/// checkpoints; a kind says what its state is, and updates one parameter at a time.
+/// The trainer keeps the state and the f32 masters of rounded parameters, and writes both to
+/// checkpoints; a kind declares its state, and updates one parameter at a time.
 pub trait OptimiserKind:
     Clone + Debug + Default + PartialEq + Serialize + DeserializeOwned
 {
     /// Records every problem of the settings; `table` is the dotted name of their table.
     fn validate(&self, table: &str, problems: &mut Problems);
 
-    /// What is kept for `parameter` between updates. All of it is f32 and zero before the first.
+    /// The state of `parameter` between updates: f32, and zero before the first.
     fn state(&self, parameter: &Parameter) -> Vec<StateTensor>;
 
-    /// One update of `parameter`. Buffers that nobody else owns may be updated in place.
+    /// One update of `parameter`. Buffers with no other owner may be updated in place.
     fn step<B: OpBackend>(
         &self,
         parameter: &Parameter,
@@ -52,8 +52,8 @@ impl Parameter {
 /// One tensor of a parameter's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateTensor {
-    /// Its name, which no other tensor of the parameter's state has: checkpoints hold it as
-    /// `NAME.PATH`, the path being the parameter's.
+    /// Its name, unique in the parameter's state. Checkpoints store it as `NAME.PATH`, where PATH is
+    /// the parameter's path.
     pub name: &'static str,
     /// Its shape.
     pub shape: Vec<usize>,
@@ -71,7 +71,7 @@ impl StateTensor {
 pub struct Update {
     /// Learning rate.
     pub lr: f64,
-    /// How many updates there were, this one included: 1 for the first.
+    /// The number of this update, from 1.
     pub number: u64,
     /// Factor on the gradients.
     pub grad_scale: f32,
@@ -86,7 +86,7 @@ pub struct StepInputs<B: OpBackend> {
     pub gradient: FloatTensor<B>,
     /// Its state, in the order of [`OptimiserKind::state`].
     pub state: Vec<FloatTensor<B>>,
-    /// The type of the copy that the model computes with, where it is not f32.
+    /// The type of the copy that the model computes with, if it is not f32.
     pub copy: Option<DType>,
 }
 
@@ -97,7 +97,7 @@ pub struct StepOutputs<B: OpBackend> {
     pub parameter: FloatTensor<B>,
     /// Its new state, in the order of [`OptimiserKind::state`].
     pub state: Vec<FloatTensor<B>>,
-    /// The new parameter as [`StepInputs::copy`], from a kind that makes it in the same pass;
-    /// otherwise the trainer makes it.
+    /// The new parameter in the type of [`StepInputs::copy`], if the kind computes it in the same pass;
+    /// otherwise the trainer rounds it.
     pub copy: Option<FloatTensor<B>>,
 }

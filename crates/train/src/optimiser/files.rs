@@ -1,5 +1,5 @@
-//! The optimiser's state in a checkpoint: one safetensors file, each tensor as `NAME.PATH`, the name
-//! of the state tensor and the path of its parameter.
+//! The optimiser's state in a checkpoint: one safetensors file with tensors `NAME.PATH`, the name of
+//! the state tensor and the path of its parameter.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -33,8 +33,8 @@ impl<B: OpBackend> Optimiser<B> {
         })
     }
 
-    /// Reads the state that [`Optimiser::save`] wrote, perhaps when the model's weights had `earlier`
-    /// names.
+    /// Reads the state that [`Optimiser::save`] wrote, possibly under `earlier` names of the model's
+    /// weights.
     ///
     /// # Errors
     /// When the file cannot be read, or holds the state of another model.
@@ -81,7 +81,7 @@ fn take(
     }
 }
 
-/// A tensor that is fetched from the device when it is written.
+/// A tensor that is copied from the device only when it is written.
 struct Fetched<B: OpBackend> {
     shape: Vec<usize>,
     tensor: FloatTensor<B>,

@@ -1,11 +1,11 @@
 //! The optimiser: updates of a model's parameters by their gradients.
 //!
-//! A kind is one folder, its `mod` line and one line in `registry!` below. Its `Config` is the
-//! `[train.optimiser]` table of a run's configuration, and an [`OptimiserKind`]: it names the state
-//! that it keeps for a parameter, and updates one parameter.
+//! A kind is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
+//! `[train.optimiser]` table of a run's configuration and implements [`OptimiserKind`]: it declares
+//! the state that it keeps for a parameter, and updates one parameter.
 //!
-//! A parameter that the model holds in bf16 has an f32 master here: updates run on it, and the
-//! model gets its rounded copy. Files hold masters.
+//! A parameter that the model holds in bf16 has an f32 master here: the optimiser updates the master,
+//! and the model gets a rounded copy. Files hold masters.
 
 pub mod adamw;
 mod contract;
@@ -36,7 +36,7 @@ impl Default for OptimiserConfig {
     }
 }
 
-/// An optimiser of one model: the state of each parameter, and its master where the model holds a
+/// The optimiser of one model: the state of each parameter, and its master if the model holds a
 /// rounded copy, in the order in which the module visits them.
 #[derive(Debug)]
 pub struct Optimiser<B: OpBackend> {
@@ -44,19 +44,19 @@ pub struct Optimiser<B: OpBackend> {
     slots: Vec<Slot<B>>,
 }
 
-/// What is kept of one parameter.
+/// What the optimiser keeps for one parameter.
 #[derive(Debug)]
 struct Slot<B: OpBackend> {
     parameter: Parameter,
     layout: Vec<StateTensor>,
-    /// As `layout` says; taken only while the parameter is being updated.
+    /// As declared in `layout`; empty only while the parameter is being updated.
     state: Vec<FloatTensor<B>>,
-    /// The parameter in f32, where the model's is rounded.
+    /// The parameter in f32, if the model's is rounded.
     master: Option<FloatTensor<B>>,
 }
 
 impl<B: OpBackend> Optimiser<B> {
-    /// The optimiser before the first update of an f32 model: all state zero.
+    /// The optimiser of an f32 model before the first update: all state is zero.
     pub fn new<M: Module<Autodiff<B>>>(config: &OptimiserConfig, model: &M) -> Self {
         let mut make = MakeSlots { config, path: Vec::new(), slots: Vec::new() };
         model.visit(&mut make);
@@ -64,10 +64,10 @@ impl<B: OpBackend> Optimiser<B> {
         Optimiser { config: config.clone(), slots }
     }
 
-    /// Gives `model`, f32 as yet, in `precision`, and keeps the masters of what that rounds.
+    /// Converts the f32 `model` to `precision`, and keeps the masters of the parameters that this rounds.
     ///
     /// # Panics
-    /// When the model is not the one that the optimiser was made for.
+    /// When the optimiser was made for another model.
     pub fn round<M: Module<Autodiff<B>>>(&mut self, model: M, precision: Precision) -> M {
         let mut slots = self.slots.iter_mut();
         let mut keep = KeepMasters { slots: &mut slots, precision };
@@ -76,15 +76,15 @@ impl<B: OpBackend> Optimiser<B> {
         precision.convert(model)
     }
 
-    /// `model` with its masters in place of their rounded copies: what files hold.
+    /// `model` with the masters instead of their rounded copies, as files hold it.
     ///
     /// # Panics
-    /// When the model is not the one that the optimiser was made for.
+    /// When the optimiser was made for another model.
     pub fn with_masters<M: Module<B>>(&self, model: M) -> M {
         model.map(&mut PutMasters { slots: self.slots.iter() })
     }
 
-    /// Elements of the parameters that decay, and of those that do not.
+    /// How many elements have weight decay, and how many do not.
     pub fn group_sizes(&self) -> (usize, usize) {
         let size = |decays| {
             let parameters = self.slots.iter().map(|slot| &slot.parameter);
@@ -94,11 +94,11 @@ impl<B: OpBackend> Optimiser<B> {
         (size(true), size(false))
     }
 
-    /// One update of every parameter that has a gradient. Buffers that nobody else owns are
-    /// updated in place.
+    /// One update of every parameter that has a gradient. Buffers with no other owner are updated in
+    /// place.
     ///
     /// # Panics
-    /// When model or gradients are not those that the optimiser was made for.
+    /// When model or gradients do not match the optimiser.
     pub fn step<M: Module<Autodiff<B>>>(
         &mut self,
         model: M,

@@ -1,5 +1,5 @@
-//! The registry: one line a kind. It gives the configuration's enum and the dispatch; no other
-//! `match` on the kind exists.
+//! The registry: one line per kind. It generates the configuration enum and the dispatch; no other
+//! code matches on the kind.
 //!
 //! The macro is expanded in the parent module, which declares the kinds' modules.
 

@@ -116,7 +116,7 @@ fn the_state_of_another_model_is_refused() {
     assert!(error.contains("m.blocks.1."), "{error}");
 }
 
-/// A model's parameters, those of the optimiser's masters where it has them.
+/// A model's parameters, from the optimiser's masters if it has them.
 fn masters(optimiser: &Optimiser<TestBackend>, model: &TestModel) -> Vec<(String, Vec<f32>)> {
     let model = optimiser.with_masters(model.valid());
     named_tensors(&model).into_iter().map(|(name, _, elements)| (name, elements)).collect()

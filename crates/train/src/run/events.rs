@@ -14,7 +14,7 @@ use crate::metrics::{self, Record, ValidationRecord};
 use crate::run_folder::{self, Finished};
 
 impl<B: OpBackend> Run<B> {
-    /// Ends the run when too many steps in a row were skipped.
+    /// Ends the run if too many steps in a row were skipped.
     pub fn check_skips(&self, skip: Option<SkipReason>) -> Result<(), TrainError> {
         match skip {
             Some(reason) if self.guard.must_stop() => Err(TrainError::TooManySkips {
@@ -26,7 +26,7 @@ impl<B: OpBackend> Run<B> {
         }
     }
 
-    /// Validation, samples and a checkpoint, where they are due.
+    /// Validation, samples and a checkpoint, when they are due.
     pub fn after_step(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let step = self.progress.step;
         let config = &self.config.train;
@@ -68,7 +68,7 @@ impl<B: OpBackend> Run<B> {
         Ok(is_best)
     }
 
-    /// Lets the model write after each prompt.
+    /// Samples a continuation of each prompt.
     pub fn sample(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let Some(sampler) = &self.sampler else { return Ok(()) };
         let step = self.progress.step;
@@ -76,7 +76,7 @@ impl<B: OpBackend> Run<B> {
         self.recorder.samples(step, &samples, console)
     }
 
-    /// Writes a checkpoint of this step, unless there is one, and removes old ones.
+    /// Writes a checkpoint of this step if there is none, and removes old ones.
     pub fn save_checkpoint(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let step = self.progress.step;
         if self.progress.saved == Some(step) {
@@ -123,7 +123,7 @@ impl<B: OpBackend> Run<B> {
         })
     }
 
-    /// Leaves the mark of a finished run with its results, unless it is there.
+    /// Writes `finished.json`, the marker of a finished run with its results, unless it exists.
     pub fn finish(&self) -> Result<(), TrainError> {
         if run_folder::finished(self.folder.path())?.is_some() {
             return Ok(());
@@ -144,7 +144,7 @@ impl<B: OpBackend> Run<B> {
     }
 }
 
-/// A failed write of tensors, as that of their checkpoint.
+/// A failed write of tensors, reported as a failed write of their checkpoint.
 fn write_error(error: WeightsError) -> CheckpointError {
     match error {
         WeightsError::Io { path, source, .. } => CheckpointError::Write { path, source },

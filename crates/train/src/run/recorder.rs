@@ -1,4 +1,4 @@
-//! Everything a run writes down as it goes: metrics, samples, TensorBoard, console.
+//! Everything a run records as it goes: metrics, samples, TensorBoard, console.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use crate::metrics::{AppendLog, Record, StepRecord, ValidationRecord};
 use crate::run_folder::RunFolder;
 use crate::tensorboard::EventWriter;
 
-/// Weight of the past in the smoothed loss of the console.
+/// Weight of the past in the console's smoothed loss.
 const SMOOTHING: f64 = 0.98;
 
 /// How a recorder starts.
@@ -36,7 +36,7 @@ pub(super) struct StepFacts {
     pub skip: Option<SkipReason>,
 }
 
-/// Writes down what happens.
+/// Records what happens.
 pub(super) struct Recorder {
     start: RecorderStart,
     metrics: AppendLog,
@@ -47,7 +47,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    /// Opens the run's files, cut back to where its checkpoint was taken.
+    /// Opens the run's files, truncated to their lengths at the checkpoint.
     pub fn open(folder: &RunFolder, start: RecorderStart) -> Result<Self, TrainError> {
         let tensorboard = match start.tensorboard {
             true => {
@@ -73,12 +73,12 @@ impl Recorder {
         self.start.seconds + self.began.elapsed().as_secs_f64()
     }
 
-    /// The FLOP/s that MFU is measured against.
+    /// The peak FLOP/s that MFU is relative to.
     pub fn peak_flops(&self) -> Option<f64> {
         self.start.peak_flops
     }
 
-    /// Writes down a step.
+    /// Records a step.
     pub fn step(
         &mut self,
         facts: &StepFacts,
@@ -124,7 +124,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Writes down a validation.
+    /// Records a validation.
     pub fn validation(
         &mut self,
         record: &ValidationRecord,
@@ -143,7 +143,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Writes down what the model wrote after each prompt.
+    /// Records what the model generated after each prompt.
     pub fn samples(
         &mut self,
         step: u64,
@@ -157,7 +157,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Waits for the disk; gives the lengths of `metrics.jsonl` and `samples.txt`.
+    /// Flushes to disk; returns the lengths of `metrics.jsonl` and `samples.txt`.
     pub fn sync(&mut self) -> Result<(u64, u64), TrainError> {
         Ok((self.metrics.sync()?, self.samples.sync()?))
     }
@@ -188,7 +188,7 @@ impl Smoothed {
     }
 }
 
-/// The greatest resident size of this process so far, where the system says.
+/// The peak resident size of this process so far, if the system reports it.
 pub fn peak_resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

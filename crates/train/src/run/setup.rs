@@ -1,4 +1,4 @@
-//! Opening a run: everything it needs, fresh or from its newest checkpoint.
+//! Opening a run: everything it needs, new or from its newest checkpoint.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use longwall_model::weights::{self, EarlierNames};
 use longwall_model::{LanguageModel, Precision};
 
 use super::recorder::{Recorder, RecorderStart};
-use super::{Start, TrainOptions};
+use super::{RunStart, TrainOptions};
 use crate::checkpoint::{
     Best, Checkpoint, CheckpointFolder, CheckpointSelector, State, TokenizerIdentity,
 };
@@ -28,7 +28,7 @@ use crate::sampling::Sampler;
 use crate::schedule::Schedule;
 use crate::validation::Validator;
 
-/// Tokens of a micro-batch when the configuration leaves its size open.
+/// Tokens of a micro-batch if the configuration does not set its size.
 const CPU_MICRO_BATCH_TOKENS: usize = 1 << 13;
 /// As [`CPU_MICRO_BATCH_TOKENS`], on a GPU.
 const GPU_MICRO_BATCH_TOKENS: usize = 1 << 16;
@@ -63,7 +63,7 @@ pub(super) struct Run<B: OpBackend> {
 pub(super) struct RunProgress {
     /// Finished steps.
     pub step: u64,
-    /// Steps that the optimiser took.
+    /// Optimiser updates.
     pub updates: u64,
     /// Loss of the last step, unless it was skipped.
     pub loss: Option<f32>,
@@ -75,17 +75,17 @@ pub(super) struct RunProgress {
     pub saved: Option<u64>,
 }
 
-/// Opens the run of `config`. A new run's folder is made last, so that a run that cannot start
+/// Opens the run of `config`. A new run's folder is created last, so that a run that cannot start
 /// leaves none behind.
 pub(super) fn open<B: OpBackend>(
     config: &RunConfig,
     device: &B::Device,
     options: &TrainOptions,
 ) -> Result<Run<B>, TrainError> {
-    let force = options.start == Start::Force;
+    let force = options.start == RunStart::Force;
     let (resumed, checkpoint) = match &options.start {
-        Start::Resume(path) => (Some(RunFolder::open(path)?), newest(path)?),
-        Start::New | Start::Force => {
+        RunStart::Resume(path) => (Some(RunFolder::open(path)?), newest(path)?),
+        RunStart::New | RunStart::Force => {
             RunFolder::check_new(&config.run_dir(), force)?;
             (None, None)
         }
@@ -141,14 +141,14 @@ pub(super) fn open<B: OpBackend>(
     })
 }
 
-/// Tokens, and what they come from.
+/// The data, and the tokenizer it was encoded with.
 struct Data {
     tokenizer: Tokenizer,
     loader: Loader,
     validator: Option<Validator>,
 }
 
-/// Opens tokenizer and loaders, and checks that they are those of the checkpoint.
+/// Opens tokenizer and loaders, and checks that they match the checkpoint.
 fn open_data(
     config: &RunConfig,
     checkpoint: Option<&Checkpoint>,
@@ -172,7 +172,7 @@ fn open_data(
     Ok(Data { tokenizer, loader, validator })
 }
 
-/// A model with its optimiser: initial, or those of the checkpoint.
+/// The model and its optimiser: initial, or from the checkpoint.
 fn open_model<B: OpBackend>(
     config: &RunConfig,
     tokenizer: &Tokenizer,
@@ -195,7 +195,7 @@ fn open_model<B: OpBackend>(
     Ok((model, optimiser))
 }
 
-/// The prompts that the model continues, if it does so in the loop.
+/// The sampler, if the loop samples.
 fn open_sampler(
     config: &RunConfig,
     tokenizer: &Tokenizer,
@@ -208,7 +208,7 @@ fn open_sampler(
     }
 }
 
-/// The run's files, cut back to where its checkpoint was taken.
+/// Opens the run's files, truncated to their lengths at the checkpoint.
 fn open_recorder<B: OpBackend>(
     config: &RunConfig,
     vocab_size: usize,
@@ -232,7 +232,7 @@ fn open_recorder<B: OpBackend>(
     Recorder::open(folder, start)
 }
 
-/// The newest checkpoint, once what a killed run left half-written is gone.
+/// Removes what a killed run left incomplete, and opens the newest checkpoint.
 fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
     let checkpoints = CheckpointFolder::new(run_dir);
     checkpoints.remove_leftovers()?;
@@ -246,7 +246,7 @@ fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
     Ok(Some(checkpoint))
 }
 
-/// Rows of a micro-batch. A resumed run keeps its own, so that gradients add up in the same order.
+/// Rows of a micro-batch. A resumed run keeps its own, so that gradients are summed in the same order.
 fn micro_batch<B: OpBackend>(config: &RunConfig, checkpoint: Option<&Checkpoint>) -> usize {
     match (config.train.micro_batch, checkpoint) {
         (None, Some(checkpoint)) => checkpoint.state.micro_batch,
@@ -263,14 +263,14 @@ pub(crate) fn default_micro_batch<B: OpBackend>(config: &RunConfig) -> usize {
     config.train.micro_batch_rows(config.data.seq_len, budget)
 }
 
-/// The progress that a checkpoint's state holds, or none.
+/// The progress in a checkpoint's state; without one, none.
 fn saved_progress(
     checkpoints: &CheckpointFolder,
     config: &RunConfig,
     state: Option<&State>,
 ) -> Result<RunProgress, TrainError> {
     let Some(state) = state else { return Ok(RunProgress::default()) };
-    // A run may have been killed between a checkpoint and its mark as the best one.
+    // A run may have been killed after it wrote its best checkpoint and before it marked it as best.
     let marks_best = |best: &Best| config.train.checkpoint.best && best.step == state.step;
     if let Some(best) = state.best.filter(marks_best)
         && checkpoints.best()? != Some(best)

@@ -14,7 +14,7 @@ use crate::metrics::{self, Record};
 use crate::run_folder;
 use crate::testing::TestBackend;
 
-/// A corpus and a configuration in a folder of their own.
+/// A corpus and a configuration in a temporary folder.
 struct Sandbox(tempfile::TempDir);
 
 impl Sandbox {
@@ -29,7 +29,7 @@ impl Sandbox {
         Sandbox(folder)
     }
 
-    /// Twelve steps of four rows of 32 bytes, in two micro-batches.
+    /// Twelve steps of four rows of 32 byte tokens, in two micro-batches.
     fn config(&self, sets: &[&str]) -> RunConfig {
         let path = |name: &str| self.0.path().join(name);
         let text = format!(
@@ -61,7 +61,7 @@ impl Sandbox {
     }
 }
 
-/// Does something after a step.
+/// Calls a function after each step.
 struct After<F> {
     step: u64,
     action: F,
@@ -82,7 +82,7 @@ impl<F: FnMut()> Console for After<F> {
 
 fn run_with(
     config: &RunConfig,
-    start: Start,
+    start: RunStart,
     stop: StopFlag,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
@@ -92,7 +92,7 @@ fn run_with(
 fn run_in(
     precision: Precision,
     config: &RunConfig,
-    start: Start,
+    start: RunStart,
     stop: StopFlag,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
@@ -110,17 +110,17 @@ fn run_in(
 }
 
 /// Runs as if the user pressed Ctrl-C during `step`.
-fn run_until(config: &RunConfig, start: Start, step: u64) -> Result<Outcome, TrainError> {
+fn run_until(config: &RunConfig, start: RunStart, step: u64) -> Result<Outcome, TrainError> {
     let stop = StopFlag::new();
     let mut console = After { step, action: || stop.raise() };
     run_with(config, start, stop.clone(), &mut console)
 }
 
-fn run(config: &RunConfig, start: Start) -> Result<Outcome, TrainError> {
+fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, TrainError> {
     run_with(config, start, StopFlag::new(), &mut SilentConsole)
 }
 
-/// The lines of `metrics.jsonl`, without what depends on the clock.
+/// The lines of `metrics.jsonl`, without the times.
 fn losses(run_dir: &Path) -> Vec<Record> {
     let mut records = metrics::read(&run_dir.join("metrics.jsonl")).unwrap();
     for record in &mut records {
@@ -143,7 +143,7 @@ fn weights(run_dir: &Path) -> Vec<u8> {
 fn a_run_leaves_everything_it_should() {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&["train.sample.every=6", "run.tensorboard=true"]);
-    let outcome = run(&config, Start::New).unwrap();
+    let outcome = run(&config, RunStart::New).unwrap();
     assert!(outcome.is_finished());
     let dir = &outcome.run_dir;
     let records = losses(dir);
@@ -167,17 +167,17 @@ fn a_resumed_run_equals_an_unbroken_one_to_the_bit() {
     let sandbox = Sandbox::new();
     let more = ["train.sample.every=3", "train.skip.outlier_z=3", "train.skip.window=8"];
     let unbroken = sandbox.config(&[&more[..], &["run.name=unbroken"]].concat());
-    let unbroken = run(&unbroken, Start::New).unwrap().run_dir;
+    let unbroken = run(&unbroken, RunStart::New).unwrap().run_dir;
     // Stopped right before, at, and after a checkpoint and a validation, again and again.
     let broken = sandbox.config(&[&more[..], &["run.name=broken"]].concat());
-    let mut outcome = run_until(&broken, Start::New, 3).unwrap();
+    let mut outcome = run_until(&broken, RunStart::New, 3).unwrap();
     for step in [4, 5, 6, 11] {
         assert!(!outcome.is_finished());
-        let start = Start::Resume(outcome.run_dir.clone());
+        let start = RunStart::Resume(outcome.run_dir.clone());
         outcome = run_until(&broken, start, step).unwrap();
         assert_eq!(outcome.step, step);
     }
-    let start = Start::Resume(outcome.run_dir.clone());
+    let start = RunStart::Resume(outcome.run_dir.clone());
     let broken = run(&broken, start).unwrap().run_dir;
     assert_eq!(losses(&broken), losses(&unbroken));
     assert_eq!(weights(&broken), weights(&unbroken));
@@ -189,15 +189,15 @@ fn a_resumed_run_equals_an_unbroken_one_to_the_bit() {
 fn a_killed_run_resumes_from_its_last_checkpoint() {
     let sandbox = Sandbox::new();
     let unbroken = sandbox.config(&["run.name=unbroken"]);
-    let unbroken = run(&unbroken, Start::New).unwrap().run_dir;
+    let unbroken = run(&unbroken, RunStart::New).unwrap().run_dir;
     let config = sandbox.config(&["run.name=killed", "train.checkpoint.keep_last=9"]);
-    let dir = run(&config, Start::New).unwrap().run_dir;
+    let dir = run(&config, RunStart::New).unwrap().run_dir;
     // As if killed in step 11, while it wrote a checkpoint.
     fs::remove_file(dir.join("finished.json")).unwrap();
     fs::remove_dir_all(dir.join("checkpoints/step-12")).unwrap();
     fs::remove_dir_all(dir.join("checkpoints/step-10")).unwrap();
     fs::create_dir(dir.join("checkpoints/step-12.tmp")).unwrap();
-    let outcome = run(&config, Start::Resume(dir.clone())).unwrap();
+    let outcome = run(&config, RunStart::Resume(dir.clone())).unwrap();
     assert!(outcome.is_finished());
     assert!(!dir.join("checkpoints/step-12.tmp").exists());
     assert_eq!(losses(&dir), losses(&unbroken));
@@ -208,11 +208,11 @@ fn a_killed_run_resumes_from_its_last_checkpoint() {
 fn a_run_killed_before_its_first_checkpoint_starts_again() {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[]);
-    let dir = run(&config, Start::New).unwrap().run_dir;
+    let dir = run(&config, RunStart::New).unwrap().run_dir;
     let whole = losses(&dir);
     fs::remove_file(dir.join("finished.json")).unwrap();
     fs::remove_dir_all(dir.join("checkpoints")).unwrap();
-    run(&config, Start::Resume(dir.clone())).unwrap();
+    run(&config, RunStart::Resume(dir.clone())).unwrap();
     assert_eq!(losses(&dir), whole);
 }
 
@@ -220,12 +220,12 @@ fn a_run_killed_before_its_first_checkpoint_starts_again() {
 fn a_finished_run_stays_as_it_is_unless_it_is_made_longer() {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&["train.schedule.kind=constant"]);
-    let dir = run(&config, Start::New).unwrap().run_dir;
+    let dir = run(&config, RunStart::New).unwrap().run_dir;
     let before = fs::read(dir.join("finished.json")).unwrap();
-    run(&config, Start::Resume(dir.clone())).unwrap();
+    run(&config, RunStart::Resume(dir.clone())).unwrap();
     assert_eq!(fs::read(dir.join("finished.json")).unwrap(), before);
     let longer = sandbox.config(&["train.schedule.kind=constant", "train.tokens=1792"]);
-    let outcome = run(&longer, Start::Resume(dir.clone())).unwrap();
+    let outcome = run(&longer, RunStart::Resume(dir.clone())).unwrap();
     assert_eq!((outcome.step, outcome.total_steps), (14, 14));
     assert_eq!(run_folder::finished(&dir).unwrap().unwrap().step, 14);
 }
@@ -234,17 +234,17 @@ fn a_finished_run_stays_as_it_is_unless_it_is_made_longer() {
 fn a_run_folder_is_not_overwritten_unless_forced() {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[]);
-    run(&config, Start::New).unwrap();
-    let error = run(&config, Start::New).unwrap_err();
+    run(&config, RunStart::New).unwrap();
+    let error = run(&config, RunStart::New).unwrap_err();
     assert!(matches!(error, TrainError::Folder(run_folder::RunFolderError::Exists { .. })));
-    run(&config, Start::Force).unwrap();
+    run(&config, RunStart::Force).unwrap();
 }
 
 #[test]
 fn a_run_that_cannot_start_leaves_no_folder() {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&["data.sources.0.paths=[\"no/such/folder\"]"]);
-    assert!(matches!(run(&config, Start::New), Err(TrainError::Data(_))));
+    assert!(matches!(run(&config, RunStart::New), Err(TrainError::Data(_))));
     assert!(!config.run_dir().exists());
 }
 
@@ -260,7 +260,7 @@ fn validations(run_dir: &Path) -> impl Iterator<Item = ValidationRecord> {
 fn shares_left_out(sets: &[&str]) -> Vec<Option<f64>> {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[&["data.seq_len=64"], sets].concat());
-    let dir = run(&config, Start::New).unwrap().run_dir;
+    let dir = run(&config, RunStart::New).unwrap().run_dir;
     let shares: Vec<_> = validations(&dir).map(|v| v.share_left_out).collect();
     assert_eq!(shares.len(), 3);
     shares
@@ -283,7 +283,7 @@ fn the_best_checkpoint_is_kept() {
     // The rate explodes at the end: the last validations are not the best.
     let sets = ["train.validate.every=2", "train.checkpoint.keep_last=1"];
     let config = sandbox.config(&[&sets[..], &["train.lr=0.5", "train.clip=\"off\""]].concat());
-    let dir = run(&config, Start::New).unwrap().run_dir;
+    let dir = run(&config, RunStart::New).unwrap().run_dir;
     let validations: Vec<_> = validations(&dir).map(|v| (v.step, v.validation_loss)).collect();
     let best = validations.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
     let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Best).unwrap();
@@ -297,10 +297,10 @@ fn ten_skipped_steps_in_a_row_end_the_run_and_name_the_last_checkpoint() {
     let sandbox = Sandbox::new();
     let sets = ["train.schedule.kind=constant", "train.skip.max_in_a_row=3"];
     let config = sandbox.config(&sets);
-    let dir = run_until(&config, Start::New, 4).unwrap().run_dir;
-    // A rate that throws the weights out of range: every later loss is NaN.
+    let dir = run_until(&config, RunStart::New, 4).unwrap().run_dir;
+    // At this rate the weights overflow: every later loss is NaN.
     let wild = sandbox.config(&[&sets[..], &["train.lr=1e38"]].concat());
-    let error = run(&wild, Start::Resume(dir.clone())).unwrap_err();
+    let error = run(&wild, RunStart::Resume(dir.clone())).unwrap_err();
     let text = error.to_string().replace(&dir.display().to_string(), "RUN");
     assert!(
         text.starts_with("3 steps in a row were skipped, the last one, step 8, because"),
@@ -320,11 +320,11 @@ fn ten_skipped_steps_in_a_row_end_the_run_and_name_the_last_checkpoint() {
 fn a_checkpoint_that_cannot_be_written_ends_the_run_with_a_clear_error() {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[]);
-    let dir = run_until(&config, Start::New, 2).unwrap().run_dir;
-    // The next checkpoint's name is taken while the run goes on: the rename fails as on a full disk.
+    let dir = run_until(&config, RunStart::New, 2).unwrap().run_dir;
+    // Something takes the next checkpoint's name during the run: the rename fails as on a full disk.
     let taken = dir.join("checkpoints/step-4");
     let mut console = After { step: 3, action: || fs::write(&taken, "in the way").unwrap() };
-    let start = Start::Resume(dir.clone());
+    let start = RunStart::Resume(dir.clone());
     let error = run_with(&config, start, StopFlag::new(), &mut console).unwrap_err().to_string();
     let error = error.replace(&dir.display().to_string(), "RUN");
     insta::assert_snapshot!(error, @r"
@@ -339,9 +339,9 @@ fn a_checkpoint_that_cannot_be_written_ends_the_run_with_a_clear_error() {
 #[test]
 fn keys_that_define_the_run_cannot_be_changed_on_resume() {
     let sandbox = Sandbox::new();
-    let dir = run_until(&sandbox.config(&[]), Start::New, 2).unwrap().run_dir;
+    let dir = run_until(&sandbox.config(&[]), RunStart::New, 2).unwrap().run_dir;
     let other = sandbox.config(&["model.layers=2"]);
-    let error = run(&other, Start::Resume(dir.clone())).unwrap_err().to_string();
+    let error = run(&other, RunStart::Resume(dir.clone())).unwrap_err().to_string();
     assert!(error.contains("model.layers was 1, and is 2 now"), "{error}");
 }
 
@@ -351,14 +351,14 @@ fn recomputed_blocks_change_no_weight() {
     let run = |name: &str, recompute: &str| {
         let sets = [format!("run.name={name}"), format!("train.recompute={recompute}")];
         let config = sandbox.config(&[&sets[0], &sets[1], "model.layers=3"]);
-        run(&config, Start::New).unwrap().run_dir
+        run(&config, RunStart::New).unwrap().run_dir
     };
     let (kept, recomputed) = (run("kept", "false"), run("recomputed", "true"));
     assert_eq!(losses(&kept), losses(&recomputed));
     assert_eq!(weights(&kept), weights(&recomputed));
 }
 
-/// As a GPU trains: the CPU computes bf16 through references.
+/// bf16 as on a GPU: the CPU computes it through references.
 #[test]
 fn a_run_in_bf16_learns_as_one_in_f32_and_resumes_to_the_bit() {
     let sandbox = Sandbox::new();
@@ -367,12 +367,12 @@ fn a_run_in_bf16_learns_as_one_in_f32_and_resumes_to_the_bit() {
     let bf16 = |config: &RunConfig, start, stop: StopFlag, console: &mut dyn Console| {
         run_in(Precision::Bf16, config, start, stop, console).unwrap().run_dir
     };
-    let exact = run(&config("f32"), Start::New).unwrap().run_dir;
-    let whole = bf16(&config("whole"), Start::New, StopFlag::new(), &mut SilentConsole);
+    let exact = run(&config("f32"), RunStart::New).unwrap().run_dir;
+    let whole = bf16(&config("whole"), RunStart::New, StopFlag::new(), &mut SilentConsole);
     let stop = StopFlag::new();
     let mut console = After { step: 7, action: || stop.raise() };
-    let broken = bf16(&config("broken"), Start::New, stop.clone(), &mut console);
-    let start = Start::Resume(broken.clone());
+    let broken = bf16(&config("broken"), RunStart::New, stop.clone(), &mut console);
+    let start = RunStart::Resume(broken.clone());
     bf16(&config("broken"), start, StopFlag::new(), &mut SilentConsole);
     assert_eq!(losses(&broken), losses(&whole));
     assert_eq!(weights(&broken), weights(&whole));
@@ -384,7 +384,7 @@ fn a_run_in_bf16_learns_as_one_in_f32_and_resumes_to_the_bit() {
             assert!((exact - rounded).abs() < 0.02 * exact, "{exact} and {rounded}");
         }
     }
-    // Files hold masters, not their rounding.
+    // Files hold the f32 masters, not the rounded copies.
     let tensors =
         read_tensors(&Checkpoint::open(&whole, CheckpointSelector::Latest).unwrap().weights());
     let finer = |x: &f32| x.to_bits() & 0xffff != 0;

@@ -12,11 +12,11 @@ use crate::config::{ConfigError, read_toml};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SweepConfig {
-    /// Name of the sweep and of its folder. Default: the file's name without its ending.
+    /// Name of the sweep and of its folder. Default: the file's name without its extension.
     #[serde(default)]
     pub name: String,
-    /// The run configuration that all runs start from, relative to the current folder or else
-    /// to that of the sweep file.
+    /// The run configuration that all runs start from, relative to the current folder or, failing that,
+    /// to the sweep file's folder.
     pub base: PathBuf,
     /// The folder that the sweep's folder goes into. Default `runs`.
     #[serde(default = "default_out_dir")]
@@ -133,8 +133,8 @@ impl Axis {
     }
 }
 
-/// `table` as `key=value` overrides: a quoted dotted key, or one whose value is no table, as it is;
-/// other tables are descended into.
+/// `table` as `key=value` overrides. A quoted dotted key, or a key whose value is not a table, becomes
+/// one override; other tables are flattened.
 pub(super) fn overrides(table: &Table) -> Vec<String> {
     fn descend(key: &str, value: &Value, sets: &mut Vec<String>) {
         match value {

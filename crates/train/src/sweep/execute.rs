@@ -1,4 +1,4 @@
-//! Doing a sweep: one process after another, picking up where the run folders say it stands.
+//! Runs a sweep: one process after another, continuing from the state of the run folders.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ use crate::config::Difference;
 use crate::run_folder::{self, LOG_FILE};
 use crate::signals::StopFlag;
 
-/// The arguments that the evaluations of a run were done with.
+/// Holds the arguments that a run was evaluated with.
 const EVALS_FILE: &str = "evals.json";
 
 /// One call of the `longwall` binary.
@@ -32,11 +32,11 @@ pub struct Job {
 pub enum JobStatus {
     /// With exit code 0.
     Success,
-    /// Otherwise; in words.
+    /// With another exit code or by a signal; in words.
     Failure(String),
 }
 
-/// Runs `job` with the program that is running now, and waits for it.
+/// Runs `job` with the current executable, and waits for it.
 ///
 /// # Errors
 /// When the log cannot be opened or the process cannot be started.
@@ -51,12 +51,12 @@ pub fn launch_current_exe(job: &Job) -> io::Result<JobStatus> {
     Ok(if status.success() { JobStatus::Success } else { JobStatus::Failure(status.to_string()) })
 }
 
-/// Does what is left of `plan`, calling `launch` for every job and `note` with every line worth
-/// showing. `results.csv` is brought up to date after every run. A run that fails does not stop
-/// the others; a raised `stop` flag ends the sweep after the job under way.
+/// Runs the remaining jobs of `plan`: calls `launch` for every job and `note` with every line to
+/// show, and updates `results.csv` after every run. A run that fails does not stop the others; a
+/// raised `stop` flag ends the sweep after the current job.
 ///
 /// # Errors
-/// When the sweep's own folder cannot be written. What goes wrong with a run is its result.
+/// When the sweep's own folder cannot be written. A run's failure is part of the results.
 pub fn execute(
     plan: &Plan,
     launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
@@ -95,7 +95,7 @@ fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult
     result.status = status;
 }
 
-/// Trains and evaluates one run as far as that is still to do. The error is the reason in words.
+/// Trains and evaluates one run, skipping what is done already. The error is the reason in words.
 fn do_run(
     plan: &Plan,
     run: &PlannedRun,
@@ -146,7 +146,7 @@ fn do_run(
     Ok(Status::Finished)
 }
 
-/// Whether there is a run to resume. A run of another configuration under the same name is an
+/// Whether there is a run to resume. A run with the same name but another configuration is an
 /// error.
 fn check_old_run(run: &PlannedRun) -> Result<bool, String> {
     let dir = run.dir();
@@ -182,8 +182,8 @@ fn suite_of(eval: &Table) -> String {
     eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
-/// The command line of an evaluation: every key is an option, repeated for each value of an array;
-/// `true` is a bare flag, `false` is left out.
+/// The command line of an evaluation: every key becomes an option, repeated for each value of an
+/// array; `true` becomes a bare flag, `false` is left out.
 fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
     let run = run_dir.display().to_string();
     let mut args = vec!["eval".to_owned(), suite_of(eval), "--run".to_owned(), run];
@@ -207,8 +207,8 @@ fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
     args
 }
 
-/// `None` when the evaluation is done with the same arguments; else whether it must be forced,
-/// because there are results of other arguments.
+/// `None` if the evaluation was already done with the same arguments; else whether it must be
+/// forced, because there are results for other arguments.
 fn eval_to_do(run_dir: &Path, suite: &str, args: &[String]) -> Option<bool> {
     let has_results = run_dir.join("eval").join(suite).join("results.json").is_file();
     let recorded = recorded_evals(run_dir).remove(suite);

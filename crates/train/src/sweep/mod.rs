@@ -18,8 +18,8 @@
 //! lengths = [500, 1000]
 //! ```
 //!
-//! Every run is a process of its own, so that a crash ends only that run. What is finished is read
-//! off the run folders: a sweep that is started again does what is left.
+//! Every run is a separate process, so that a crash ends only that run. The run folders show what is
+//! finished: a sweep that is started again does only what is missing.
 
 mod config;
 mod execute;
@@ -42,7 +42,7 @@ pub enum SweepError {
     /// The sweep file cannot be used.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A combination of the axes gives no valid run.
+    /// A combination of the axes gives an invalid configuration.
     #[error("the run {run} of the sweep cannot be configured: {source}")]
     Run {
         /// The run's name.

@@ -19,7 +19,7 @@ pub struct PlannedRun {
     pub seed: u64,
     /// The overrides of the base, in their order.
     pub sets: Vec<String>,
-    /// The configuration that comes out.
+    /// The resulting configuration.
     pub config: RunConfig,
 }
 
@@ -30,7 +30,7 @@ impl PlannedRun {
     }
 }
 
-/// A sweep's runs, in the order in which they are done.
+/// A sweep's runs, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The sweep file.
@@ -60,7 +60,7 @@ impl Plan {
         Ok(Plan { sweep, runs })
     }
 
-    /// The list that `--dry-run` prints: every run, its overrides, and what is there already.
+    /// The list that `--dry-run` prints: every run, its overrides, and what already exists.
     ///
     /// # Errors
     /// When a run folder cannot be read.
@@ -116,7 +116,7 @@ fn plan_run(sweep: &SweepConfig, indices: &[usize], seed: u64) -> Result<Planned
     Ok(PlannedRun { name, labels, seed, sets, config })
 }
 
-/// `label` with everything that does not belong into a folder's name replaced by `-`.
+/// `label` with every character that does not belong in a folder name replaced by `-`.
 fn file_name(label: &str) -> String {
     let keep = |c: char| c.is_alphanumeric() || "._+-=".contains(c);
     let replaced: String = label.chars().map(|c| if keep(c) { c } else { '-' }).collect();

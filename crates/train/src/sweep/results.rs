@@ -1,4 +1,4 @@
-//! What the runs of a sweep gave: one row a run in `results.csv`, and a table over the seeds.
+//! The results of a sweep's runs: one row per run in `results.csv`, and a table over the seeds.
 
 use std::fs;
 use std::path::Path;
@@ -33,7 +33,7 @@ pub struct RunResult {
 }
 
 impl RunResult {
-    /// A run that nothing is known of.
+    /// A run without results.
     pub(super) fn pending(run: &PlannedRun) -> Self {
         RunResult {
             name: run.name.clone(),
@@ -44,7 +44,7 @@ impl RunResult {
         }
     }
 
-    /// Reads the figures of a finished training run and of its evaluations off its folder.
+    /// Reads the figures of a finished training run and of its evaluations from its folder.
     pub(super) fn read_figures(&mut self, run_dir: &Path, finished: &Finished, suites: &[String]) {
         let mut figures = Vec::new();
         if let Some(validation) = &finished.validation {
@@ -66,7 +66,7 @@ impl RunResult {
     }
 }
 
-/// The headline scores of an evaluation, none where it has no readable results.
+/// The headline scores of an evaluation; none if its results cannot be read.
 fn headline(path: &Path) -> Vec<(String, f64)> {
     let parsed = fs::read(path)
         .ok()
@@ -82,7 +82,7 @@ fn headline(path: &Path) -> Vec<(String, f64)> {
 pub struct SweepResults {
     /// The axes' names.
     pub axes: Vec<String>,
-    /// One entry a run, in the plan's order.
+    /// One entry per run, in the plan's order.
     pub runs: Vec<RunResult>,
 }
 
@@ -119,7 +119,7 @@ impl SweepResults {
         names
     }
 
-    /// One row a run: name, axes, seed, status, figures.
+    /// One row per run: name, axes, seed, status, figures.
     pub fn to_csv(&self) -> String {
         let figures = self.figure_names();
         let axes = self.axes.iter().map(String::as_str);
@@ -146,8 +146,8 @@ impl SweepResults {
         csv
     }
 
-    /// A table with one line for each combination of the axes: how many of its seeds are finished,
-    /// and mean ± standard error over these.
+    /// A table with one line for each combination of the axes: how many of its seeds are finished, and
+    /// the mean ± standard error over these.
     pub fn table(&self) -> String {
         let figures = self.figure_names();
         let mut rows = vec![
@@ -173,7 +173,7 @@ impl SweepResults {
     }
 }
 
-/// `mean ± standard error` with digits that fit the error; the mean alone of one value.
+/// `mean ± standard error` with digits that fit the error; for one value, only the mean.
 fn mean_and_error(values: &[f64]) -> String {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;

@@ -55,11 +55,11 @@ fn setting<'a>(args: &'a [String], key: &str) -> Option<&'a str> {
     args.iter().find_map(|arg| arg.strip_prefix(key)?.strip_prefix('='))
 }
 
-/// Stands in for the binary: trains and evaluates by writing what these leave behind.
+/// A stand-in for the binary: writes the files that training and evaluation would leave.
 #[derive(Default)]
 struct FakeBinary {
     jobs: Vec<String>,
-    /// Jobs whose arguments contain this fail.
+    /// Fails jobs whose arguments contain this.
     broken: Option<&'static str>,
     /// The job after which the user presses Ctrl-C.
     stop_after: Option<(usize, StopFlag)>,

@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2).
 //!
 //! m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², p ← p − lr·(m̂ / (√v̂ + ε) + λp), where m̂ = m / (1−β₁ᵗ)
-//! and v̂ = v / (1−β₂ᵗ) at update t. λ is 0 for what does not decay ([`Parameter::decays`]).
+//! and v̂ = v / (1−β₂ᵗ) at update t. λ is 0 for parameters without decay ([`Parameter::decays`]).
 
 use longwall_config::Problems;
 use longwall_kernels::backend::OpBackend;
@@ -18,9 +18,9 @@ pub struct Config {
     pub beta1: f64,
     /// β₂, decay rate of the second moment. Default 0.95.
     pub beta2: f64,
-    /// ε, added to the root of the second moment. Default 1e-8.
+    /// ε, added to the square root of the second moment. Default 1e-8.
     pub eps: f64,
-    /// λ, decoupled weight decay, times the learning rate of the step. Default 0.1.
+    /// λ, decoupled weight decay, multiplied by the step's learning rate. Default 0.1.
     pub weight_decay: f64,
 }
 

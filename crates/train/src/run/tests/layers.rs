@@ -1,10 +1,10 @@
-//! Runs of models with layers of several kinds, and of checkpoints from before their weights had names.
+//! Runs of models with layers of several kinds, and of checkpoints with earlier names of weights.
 
 use longwall_model::weights::write_tensors;
 
 use super::*;
 
-/// Layers of different kinds: caches with windows of their own, and states.
+/// Layers of different kinds: caches with different windows, and recurrent states.
 const HYBRID: &str = "model={ layers = 4, width = 16, heads = 2, short_conv = true, token_shift = true, \
      window = 12, pattern = [\"local\", \"fox\", \"rwkv7\"], \
      kinds = { local = { kind = \"rope\", window = 5 }, rwkv7 = { kind = \"rwkv7\", window = \"none\" } } }";
@@ -13,31 +13,32 @@ const HYBRID: &str = "model={ layers = 4, width = 16, heads = 2, short_conv = tr
 fn a_hybrid_learns_and_resumes_to_the_bit() {
     let sandbox = Sandbox::new();
     let unbroken = sandbox.config(&[HYBRID, "run.name=unbroken", "train.sample.every=6"]);
-    let unbroken = run(&unbroken, Start::New).unwrap().run_dir;
+    let unbroken = run(&unbroken, RunStart::New).unwrap().run_dir;
     let steps: Vec<f32> = losses(&unbroken)
         .iter()
         .filter_map(|record| if let Record::Step(step) = record { step.loss } else { None })
         .collect();
     assert!(steps[11] < steps[0] - 0.5, "{steps:?}");
     let broken = sandbox.config(&[HYBRID, "run.name=broken", "train.sample.every=6"]);
-    let stopped = run_until(&broken, Start::New, 7).unwrap();
-    let broken = run(&broken, Start::Resume(stopped.run_dir)).unwrap().run_dir;
+    let stopped = run_until(&broken, RunStart::New, 7).unwrap();
+    let broken = run(&broken, RunStart::Resume(stopped.run_dir)).unwrap().run_dir;
     assert_eq!(losses(&broken), losses(&unbroken));
     assert_eq!(weights(&broken), weights(&unbroken));
     let recomputed = sandbox.config(&[HYBRID, "run.name=recomputed", "train.recompute=true"]);
-    let recomputed = run(&recomputed, Start::New).unwrap().run_dir;
+    let recomputed = run(&recomputed, RunStart::New).unwrap().run_dir;
     assert_eq!(losses(&recomputed), losses(&unbroken));
 }
 
-/// A checkpoint from before attention's weights were called by what they are.
+/// A checkpoint from before attention's weights had their current names.
 #[test]
 fn a_checkpoint_with_earlier_names_resumes_to_the_bit() {
     let sandbox = Sandbox::new();
     let model = "model={ layers = 2, width = 16, heads = 2, short_conv = true, token_shift = true, \
                  attention = { kind = \"fox\" } }";
-    let unbroken = run(&sandbox.config(&[model, "run.name=unbroken"]), Start::New).unwrap().run_dir;
+    let unbroken =
+        run(&sandbox.config(&[model, "run.name=unbroken"]), RunStart::New).unwrap().run_dir;
     let broken = sandbox.config(&[model, "run.name=broken"]);
-    let dir = run_until(&broken, Start::New, 7).unwrap().run_dir;
+    let dir = run_until(&broken, RunStart::New, 7).unwrap().run_dir;
     let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap();
     for file in [checkpoint.weights(), checkpoint.optimizer()] {
         let mut renamed = 0;
@@ -65,7 +66,7 @@ fn a_checkpoint_with_earlier_names_resumes_to_the_bit() {
         // Nine names in each layer, in one file of weights or one of two moments.
         assert!(renamed == 18 || renamed == 36, "{renamed} names of {}", file.display());
     }
-    run(&broken, Start::Resume(dir.clone())).unwrap();
+    run(&broken, RunStart::Resume(dir.clone())).unwrap();
     assert_eq!(losses(&dir), losses(&unbroken));
     assert_eq!(weights(&dir), weights(&unbroken));
 }

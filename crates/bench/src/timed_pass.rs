@@ -17,7 +17,7 @@ pub enum Work {
 
 /// One timed pass.
 #[derive(Debug, Serialize)]
-pub struct Pass {
+pub struct TimedPass {
     /// `forward`, `forward_backward`, …
     pub pass: &'static str,
     /// Of one call.
@@ -31,7 +31,7 @@ pub struct Pass {
     pub ceiling_share: f64,
 }
 
-impl Pass {
+impl TimedPass {
     /// What a pass of `work` that took `milliseconds` says.
     pub(crate) fn new(
         pass: &'static str,
@@ -45,7 +45,7 @@ impl Pass {
         };
         let per_second = amount / (milliseconds.median / 1e3);
         let ceiling_share = per_second / most.expect("the ceiling of this work is measured");
-        Pass { pass, milliseconds, work, per_second, ceiling_share }
+        TimedPass { pass, milliseconds, work, per_second, ceiling_share }
     }
 }
 
@@ -57,9 +57,9 @@ mod tests {
     fn a_rate_is_a_share_of_its_own_ceiling() {
         let ceiling = Ceiling { flops_per_second: Some(1e12), bytes_per_second: Some(4e9) };
         let two = Spread { median: 2.0, min: 1.0, max: 3.0 };
-        let pass = Pass::new("forward", two, Work::Flops(1e9), &ceiling);
+        let pass = TimedPass::new("forward", two, Work::Flops(1e9), &ceiling);
         assert_eq!((pass.per_second, pass.ceiling_share), (5e11, 0.5));
-        let pass = Pass::new("forward", two, Work::Bytes(2e6), &ceiling);
+        let pass = TimedPass::new("forward", two, Work::Bytes(2e6), &ceiling);
         assert_eq!((pass.per_second, pass.ceiling_share), (1e9, 0.25));
         let json = serde_json::to_value(&pass).unwrap();
         assert_eq!(json["bytes"], 2e6);

@@ -1,4 +1,5 @@
-//! A pass that keeps each block's input alone, and computes the block again when its gradient is due.
+//! Activation checkpointing: keeps only each block's input, and recomputes the block in the backward
+//! pass.
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -8,24 +9,24 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
 
-use super::Rows;
+use super::MicroBatch;
 use crate::gradients::{Gradients, Graph};
 
-/// One micro-batch: its loss. Its gradients are added to `gradients`.
+/// Runs one micro-batch: returns its loss and adds its gradients to `gradients`.
 ///
-/// Embedding, each block, and what follows the blocks have a graph of their own each; the gradient
-/// of a part's output comes from the part after it. Losses and gradients are those of one graph, to
-/// the bit where kernels give the same bits twice.
+/// The embedding, each block, and the layers after the blocks each have their own graph; the gradient
+/// of a part's output comes from the part after it. Losses and gradients equal those of one graph, bit
+/// for bit if kernels are deterministic.
 pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
-    rows: Rows<Autodiff<B>>,
+    rows: MicroBatch<Autodiff<B>>,
     weights: Tensor<Autodiff<B>, 2>,
     gradients: &mut Gradients<B>,
 ) -> Tensor<Autodiff<B>, 1> {
-    let Rows { inputs: tokens, targets, document_starts: documents } = rows;
+    let MicroBatch { inputs: tokens, targets, document_starts: documents } = rows;
     let Inputs { mut blocks, output, first_values } = inputs(model, &tokens, &documents);
 
-    // What follows the blocks.
+    // The layers after the blocks.
     let x = Tensor::from_inner(output).require_grad();
     let loss = model.loss_after_blocks(x.clone(), targets, weights);
     let mut ends = Gradients::none(model);
@@ -37,7 +38,7 @@ pub(super) fn block_by_block<B: OpBackend>(
     for (at, block) in model.blocks.iter().enumerate().rev() {
         let x = blocks.pop().expect("as many inputs as blocks");
         let x = Tensor::from_inner(x).require_grad();
-        // The first block makes the first values, the others take them.
+        // The first block computes the first values, the others read them.
         let taken_values = (at > 0).then(|| first_values.clone()).flatten();
         let taken_values = taken_values.map(|values| Tensor::from_inner(values).require_grad());
         let mut values = taken_values.clone();
@@ -53,13 +54,13 @@ pub(super) fn block_by_block<B: OpBackend>(
         d_first_values.extend(d_values);
     }
 
-    // The embedding, which may share its weight with what follows the blocks.
+    // The embedding, which may share its weight with the output layer.
     ends.add_backward(model, vjp(model.embedded(tokens, documents), dy));
     gradients.add(ends);
     loss
 }
 
-/// What the forward pass keeps.
+/// The activations that the forward pass keeps.
 struct Inputs<B: OpBackend> {
     /// Each block's input.
     blocks: Vec<Tensor<B, 3>>,
@@ -91,20 +92,21 @@ fn taken<B: OpBackend>(x: &Tensor<Autodiff<B>, 3>, graph: &mut Graph<B>) -> Tens
     x.grad_remove(graph).expect("every part depends on its input")
 }
 
-/// A scalar whose gradient by `y` is `dy`, exactly.
+/// A scalar whose gradient with respect to `y` is exactly `dy`.
 fn vjp<B: OpBackend>(y: Tensor<Autodiff<B>, 3>, dy: Tensor<B, 3>) -> Tensor<Autodiff<B>, 1> {
     assert_eq!(y.dtype(), dy.dtype(), "an output and its gradient are of one type");
     vjp_root(y, Tensor::from_inner(dy))
 }
 
-/// `root` with the gradients `later` of the first block's `values`, which the later blocks took,
-/// the last block's first.
+/// `root`, plus the gradients `later` of the first block's `values` from the later blocks, the last
+/// block's first.
 ///
-/// One graph adds up those gradients and the first block's own in an order that follows from its
-/// shape, and rounding depends on the order. Nodes come in order of their depth, and those of one
-/// depth as a depth-first search meets them, second operand first. The gated value residual takes
-/// `values` in nodes deeper than the first block's own: the last block's gradient first, the first
-/// block's last. The learned one takes them in nodes of the same depth, which gives the reverse.
+/// A single graph sums these gradients and the first block's own in an order that depends on its
+/// structure, and rounding depends on the order. burn visits nodes in order of their depth, and nodes
+/// of equal depth as a depth-first search finds them, second operand first. The gated value residual
+/// reads `values` in nodes deeper than the first block's own: the last block's gradient comes first,
+/// the first block's last. The learned one reads them in nodes of the same depth, which reverses the
+/// order.
 fn with_first_values<B: OpBackend>(
     root: Tensor<Autodiff<B>, 1>,
     values: Tensor<Autodiff<B>, 3>,
@@ -115,7 +117,7 @@ fn with_first_values<B: OpBackend>(
         true => later,
         false => later.into_iter().reduce(|sum, d_values| sum + d_values).into_iter().collect(),
     };
-    // The search begins with the root, as it does in one graph.
+    // The search begins at the root, as in a single graph.
     later.into_iter().rev().fold(root, |root, d_values| vjp(values.clone(), d_values) + root)
 }
 
@@ -128,11 +130,11 @@ mod tests {
     use longwall_kernels::backend::tensor;
     use longwall_model::ModelConfig;
 
-    use crate::pass::tests::batch;
-    use crate::pass::{PassPlan, forward_backward, weight_sum};
+    use crate::grad_accumulation::tests::batch;
+    use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
     use crate::testing::{TestBackend, TestModel, model_of};
 
-    /// Between them every option of the blocks, `[attention]` to be added.
+    /// Block configurations that together use every option; `[attention]` is added later.
     const BLOCKS: [&str; 6] = [
         "arch = \"gpt2\"\nbias = true\npositions = \"learned\"\nembedding_norm = true",
         "arch = \"llama\"\nqk_norm = true\noutput_gate = true\nshort_conv = true\nkv_heads = 2",
@@ -142,7 +144,7 @@ mod tests {
         "arch = \"rwkv7\"\nshort_conv = true\noutput_gate = true\nvalue_residual = \"learned\"",
     ];
 
-    /// Every kind of attention that the blocks allow; the last blocks with a window where allowed.
+    /// Every attention kind that the blocks allow; the last blocks have a window if the kind allows one.
     fn configs() -> Vec<ModelConfig> {
         let mut configs = Vec::new();
         for (at, blocks) in BLOCKS.iter().enumerate() {
@@ -166,10 +168,10 @@ mod tests {
         configs
     }
 
-    /// Loss, and every gradient with its place, as bits.
+    /// The bits of the loss and of every gradient, in order.
     fn pass(model: &TestModel, recompute: bool) -> (u32, Vec<Option<Vec<u32>>>) {
         let batch = batch();
-        let plan = PassPlan { micro_batch: 2, recompute };
+        let plan = AccumulationPlan { micro_batch: 2, recompute };
         let device = Default::default();
         let pass =
             forward_backward::<TestBackend>(model, &batch, weight_sum(&batch), plan, &device);

@@ -1,4 +1,4 @@
-//! One global batch: forward and backward, one micro-batch after another.
+//! Gradient accumulation: forward and backward over a batch, one micro-batch after another.
 
 mod recompute;
 
@@ -14,21 +14,21 @@ use longwall_model::LanguageModel;
 
 use crate::gradients::Gradients;
 
-/// Some rows of a batch on the device, each tensor `[rows, seq_len]`.
-pub(crate) struct Rows<B: OpBackend> {
+/// Some rows of a batch, on the device; each tensor is `[rows, seq_len]`.
+pub(crate) struct MicroBatch<B: OpBackend> {
     pub inputs: Tensor<B, 2, Int>,
     pub targets: Tensor<B, 2, Int>,
     pub document_starts: DocumentStarts<B>,
 }
 
-impl<B: OpBackend> Rows<B> {
+impl<B: OpBackend> MicroBatch<B> {
     pub fn new(batch: &Batch, rows: Range<usize>, device: &B::Device) -> Self {
         let shape = [rows.len(), batch.seq_len];
         let part = rows.start * batch.seq_len..rows.end * batch.seq_len;
         let ints = |all: &[i32]| {
             Tensor::from_data(TensorData::new(all[part.clone()].to_vec(), shape), device)
         };
-        Rows {
+        MicroBatch {
             inputs: ints(&batch.inputs),
             targets: ints(&batch.targets),
             document_starts: batch.document_starts.as_deref().map(ints),
@@ -36,16 +36,16 @@ impl<B: OpBackend> Rows<B> {
     }
 }
 
-/// The gradients of a global batch, not yet read back.
-pub struct Pass<B: OpBackend> {
+/// The loss and gradients of a whole batch, still on the device.
+pub struct BatchGradients<B: OpBackend> {
     /// Gradients of the mean loss.
     pub gradients: Gradients<B>,
     /// The mean loss over the batch's loss weights, `[1]`.
     loss: Tensor<B, 1>,
 }
 
-impl<B: OpBackend> Pass<B> {
-    /// The mean loss and the global gradient norm, in one read from the device.
+impl<B: OpBackend> BatchGradients<B> {
+    /// The mean loss and the global gradient norm, with one read from the device.
     pub fn loss_and_grad_norm(&self) -> (f32, f32) {
         let mut scalars = vec![self.loss.clone()];
         scalars.extend(self.gradients.square_sums());
@@ -61,19 +61,19 @@ pub fn weight_sum(batch: &Batch) -> f64 {
     batch.loss_weights.iter().map(|&weight| f64::from(weight)).sum()
 }
 
-/// How a batch is gone through.
+/// How a batch is processed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PassPlan {
+pub struct AccumulationPlan {
     /// Rows of one forward and backward pass.
     pub micro_batch: usize,
-    /// Whether the backward pass computes each block's forward pass again.
+    /// Whether the backward pass recomputes each block's forward pass.
     pub recompute: bool,
 }
 
 /// Runs `model` forward and backward over `batch`, a micro-batch at a time.
 ///
-/// Every position is weighted by its loss weight over `weight_sum`, that of the whole batch, so
-/// that losses and gradients of the micro-batches add up to those of the batch's mean.
+/// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
+/// that the micro-batches' losses and gradients sum to those of the batch's mean loss.
 ///
 /// # Panics
 /// When the batch has no rows.
@@ -81,33 +81,33 @@ pub fn forward_backward<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     batch: &Batch,
     weight_sum: f64,
-    plan: PassPlan,
+    plan: AccumulationPlan,
     device: &B::Device,
-) -> Pass<B> {
+) -> BatchGradients<B> {
     let mut gradients = Gradients::none(model);
     let mut sum: Option<Tensor<B, 1>> = None;
     for first in (0..batch.rows).step_by(plan.micro_batch) {
         let rows = first..(first + plan.micro_batch).min(batch.rows);
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
-        let rows = Rows::new(batch, rows, device);
+        let rows = MicroBatch::new(batch, rows, device);
         let loss = match plan.recompute {
-            false => whole(model, rows, weights, &mut gradients),
+            false => one_graph(model, rows, weights, &mut gradients),
             true => recompute::block_by_block(model, rows, weights, &mut gradients),
         };
-        // A backend without a kernel for the loss gives the model's type.
+        // Without a kernel, the loss has the model's type.
         let loss = loss.inner().cast(DType::F32);
         sum = Some(match sum {
             None => loss,
             Some(sum) => sum + loss,
         });
     }
-    Pass { gradients, loss: sum.expect("a batch has at least one row") }
+    BatchGradients { gradients, loss: sum.expect("a batch has at least one row") }
 }
 
-/// One micro-batch in one graph: its loss. Its gradients are added to `gradients`.
-fn whole<B: OpBackend>(
+/// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`.
+fn one_graph<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
-    rows: Rows<Autodiff<B>>,
+    rows: MicroBatch<Autodiff<B>>,
     weights: Tensor<Autodiff<B>, 2>,
     gradients: &mut Gradients<B>,
 ) -> Tensor<Autodiff<B>, 1> {
@@ -116,7 +116,7 @@ fn whole<B: OpBackend>(
     loss
 }
 
-/// The loss weights of `rows` over `weight_sum`, `[rows, seq_len]`.
+/// The loss weights of `rows` divided by `weight_sum`, `[rows, seq_len]`.
 fn weights<B: Backend>(
     batch: &Batch,
     rows: Range<usize>,
@@ -153,7 +153,7 @@ mod tests {
             &tiny_model(0),
             &batch,
             weight_sum(&batch),
-            PassPlan { micro_batch, recompute: false },
+            AccumulationPlan { micro_batch, recompute: false },
             &Default::default(),
         );
         pass.loss_and_grad_norm()
@@ -162,7 +162,7 @@ mod tests {
     #[test]
     fn the_loss_is_the_mean_over_the_weights_of_the_whole_batch() {
         let (loss, grad_norm) = run(4);
-        // An untrained model of 23 tokens is near the uniform loss.
+        // An untrained model with 23 tokens is near the uniform loss.
         assert!((loss - 23f32.ln()).abs() < 0.5, "{loss}");
         assert!(grad_norm > 0.01);
         for micro_batch in [1, 2, 3] {
