@@ -1,4 +1,4 @@
-//! The `[data]` table: what is read, how it is cut into rows, and what is held out.
+//! The `[data]` table: what to read, how to cut it into rows, and what to hold out.
 
 use std::path::PathBuf;
 
@@ -28,9 +28,8 @@ use crate::mixture::BLOCK_ROWS;
 pub struct DataConfig {
     /// Tokens in a row, at least 2.
     pub seq_len: usize,
-    /// Whether attention stays within a document: the loader then gives every position the start
-    /// of its document, and no loss to a document's first token, which has no context. Default
-    /// true.
+    /// Whether attention stays within a document: the loader then gives every position the start of
+    /// its document, and a document's first token, which has no context, no loss. Default true.
     #[serde(default = "yes")]
     pub document_mask: bool,
     /// Share of the documents held out for validation, by the hash of their text (by the hash of
@@ -38,14 +37,14 @@ pub struct DataConfig {
     /// 0.01.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
-    /// Tokens that one validation pass reads, at most. Takes suffixes: `"256k"`. Default 262,144.
+    /// Most tokens that one validation pass reads. Takes suffixes: `"256k"`. Default 262,144.
     #[serde(default = "default_validation_tokens", deserialize_with = "longwall_config::count")]
     pub validation_tokens: u64,
     /// Folder for the token shards of text sources, keyed by source and tokenizer. Default
     /// `data/cache`.
     #[serde(default = "default_cache_dir")]
     pub cache_dir: PathBuf,
-    /// What is read; rows are drawn from the sources by their weights.
+    /// The sources; rows are drawn from them by their weights.
     #[serde(default)]
     pub sources: Vec<SourceConfig>,
 }
@@ -67,8 +66,8 @@ fn default_cache_dir() -> PathBuf {
 }
 
 impl DataConfig {
-    /// Records everything in the table that cannot work. What depends on files is checked by
-    /// [`Loader::open`](crate::Loader::open).
+    /// Records invalid values of the table. [`Loader::open`](crate::Loader::open) checks what depends on
+    /// files.
     pub fn validate(&self, problems: &mut Problems) {
         problems.check(
             (2..=1 << 24).contains(&self.seq_len),

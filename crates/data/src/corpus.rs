@@ -1,4 +1,4 @@
-//! Text to be encoded: the [`Corpus`] trait, and what its implementations share.
+//! Text to encode: the [`Corpus`] trait, and the types that its implementations share.
 
 pub(crate) mod discover;
 mod document;
@@ -9,22 +9,22 @@ use std::path::PathBuf;
 
 use crate::DataError;
 
-pub use document::{DecodedText, Document, Outcome, Payload};
+pub use document::{Decoded, DecodedText, Document, Payload};
 pub use reader::{FileDocuments, Position, ReadBytes, Sink, Stop};
 pub(crate) use reader::{open, read, read_error};
 
-/// Text in documents: what [`prepare`](crate::prepare()) encodes into shards, and
-/// [`train_bpe`](crate::train_bpe) learns from.
+/// Text in documents: [`prepare`](crate::prepare()) encodes it into shards, and
+/// [`train_bpe`](crate::train_bpe) trains a tokenizer on it.
 pub trait Corpus: Debug + Send + Sync {
     /// The corpus in words, for manifests.
     fn describe(&self) -> String;
 
-    /// What decides the documents beside the input files. It is part of the key that prepared
-    /// shards are found by: with other settings, the text is prepared again.
+    /// The settings that, besides the input files, determine the documents. They are part of the cache
+    /// key of prepared shards: with other settings, the text is prepared again.
     fn settings(&self) -> String;
 
-    /// Whether text in the cache stays valid whatever happens to the input files. If not, their
-    /// paths, sizes and times of change are part of the key.
+    /// Whether cached text stays valid even if the input files change. If not, their paths, sizes and
+    /// modification times are part of the key.
     fn is_frozen_in_cache(&self) -> bool {
         false
     }
@@ -35,8 +35,8 @@ pub trait Corpus: Debug + Send + Sync {
     /// When a file or folder is missing, or nothing can be read.
     fn find(&self) -> Result<Inputs, DataError>;
 
-    /// Hands the documents to `sink`, in an order that depends on `inputs` alone. Those in front of
-    /// [`Sink::start`] may be left out.
+    /// Passes the documents to `sink`, in an order that depends only on `inputs`. Those before
+    /// [`Sink::start`] may be skipped.
     ///
     /// # Errors
     /// [`Stop::Failed`] for input that cannot be read, and [`Stop::Closed`] from the sink.
@@ -48,7 +48,7 @@ pub trait Corpus: Debug + Send + Sync {
 pub struct Inputs {
     /// The files.
     pub files: Vec<InputFile>,
-    /// Bytes that will be read, compressed where the files are; for progress.
+    /// Bytes to read (compressed, for compressed files); for progress.
     pub total_bytes: u64,
 }
 
@@ -65,24 +65,24 @@ impl Inputs {
 pub struct InputFile {
     /// Where it is.
     pub path: PathBuf,
-    /// What it holds, by its name.
+    /// Its format, from its name.
     pub format: Format,
-    /// How it is compressed, by its name.
+    /// Its compression, from its name.
     pub compression: Compression,
     /// Its size on the disk.
     pub bytes: u64,
-    /// Time of the last change, in nanoseconds since 1970.
+    /// Modification time, in nanoseconds since 1970.
     pub modified: u128,
-    /// Whether the user named this very file: then it must be text.
+    /// Whether the user named this file itself: then it must be text.
     pub named: bool,
 }
 
-/// What a file holds.
+/// The format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Plain text.
     Plain,
-    /// One JSON object a line.
+    /// One JSON object per line.
     JsonLines,
     /// A Parquet table.
     Parquet,

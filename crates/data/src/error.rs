@@ -1,5 +1,5 @@
-//! Everything that can go wrong with data, each message with place, value, what is allowed and
-//! what to do.
+//! Everything that can go wrong with data. Each message gives the place, the value, what is allowed
+//! and what to do.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// A file or folder named by the user is not there.
+    /// A file or folder named by the user does not exist.
     #[error("{what} {} does not exist\n  hint: {hint}", path.display())]
     Missing {
         /// What was looked for: "text file", "shard", "tokenizer file".
@@ -26,7 +26,7 @@ pub enum DataError {
         /// The system's reason.
         source: io::Error,
     },
-    /// Writing a file or making a folder failed.
+    /// Writing a file or creating a folder failed.
     #[error("cannot write {}: {source}\n  hint: choose a folder you may write to, with enough space on its disk", path.display())]
     Write {
         /// The file or folder.
@@ -44,7 +44,7 @@ pub enum DataError {
         /// What is wrong with it.
         reason: String,
     },
-    /// A path or pattern leads to no file that could be read.
+    /// A path or pattern matches no readable file.
     #[error("no {what} found in {place}\n  hint: {hint}")]
     NothingFound {
         /// What was looked for.
@@ -64,7 +64,7 @@ pub enum DataError {
         /// The decoder's reason.
         source: io::Error,
     },
-    /// A line of a JSONL file is not what it should be.
+    /// A line of a JSONL file is malformed.
     #[error("{}:{line}: {reason}\n  hint: {hint}", path.display())]
     JsonLine {
         /// The file.
@@ -100,7 +100,7 @@ pub enum DataError {
         /// The file.
         path: PathBuf,
     },
-    /// There was input, but not one token in it.
+    /// The input has no tokens.
     #[error("the corpus is empty: files read: {inputs}, documents with text: 0\n  hint: {hint}")]
     EmptyCorpus {
         /// Input files read.
@@ -117,7 +117,7 @@ pub enum DataError {
         source_name: String,
         /// "training" or "validation".
         split: &'static str,
-        /// Tokens there are.
+        /// Tokens in the split.
         tokens: u64,
         /// Tokens one row needs.
         needed: u64,
@@ -177,7 +177,7 @@ pub enum DataError {
         path: PathBuf,
         /// The token.
         token: u32,
-        /// Where it stands, in tokens from the start of the shard.
+        /// Its position, in tokens from the start of the shard.
         position: u64,
         /// The tokenizer's name.
         tokenizer: String,
@@ -230,16 +230,16 @@ pub enum DataError {
         /// What the user can do.
         hint: String,
     },
-    /// A synthetic prompt does not fit the length asked for.
+    /// A synthetic prompt does not fit the requested length.
     #[error(
         "a passkey example takes at least {needed} tokens with the tokenizer {tokenizer}; {key} is {budget}\n  hint: raise {key} to {needed} or more, or use a tokenizer with longer tokens"
     )]
     PromptTooLong {
-        /// The length asked for.
+        /// The requested length.
         budget: usize,
         /// Which setting it came from.
         key: &'static str,
-        /// The least length that fits.
+        /// The smallest length that fits.
         needed: usize,
         /// The tokenizer's name.
         tokenizer: String,
@@ -254,7 +254,7 @@ pub enum DataError {
         /// The tokenizer's name.
         tokenizer: String,
     },
-    /// A resumed run finds other data than it was started with.
+    /// A resumed run finds other data than before.
     #[error(
         "the data changed since the checkpoint: {change}\n  hint: restore the data and the [data] table as they were, or start a new run"
     )]

@@ -1,13 +1,13 @@
-//! Atomic writes: no reader sees half a file, and no crash leaves one.
+//! Atomic writes: no reader ever sees a partial file, and no crash leaves one.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Writes `bytes` to a temporary name beside `path`, waits for the disk, and renames.
+/// Writes `bytes` to a temporary file beside `path`, flushes it to disk, and renames it.
 ///
 /// # Errors
-/// The system's error; the temporary file is removed then.
+/// The system's error; the temporary file is then removed.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = with_suffix(path, ".tmp");
     let write = || {
@@ -22,14 +22,14 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     })
 }
 
-/// `path` with `suffix` appended to its last part.
+/// `path` with `suffix` appended to its last component.
 pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
 }
 
-/// Waits until every file directly in `folder`, and the folder itself, is on the disk.
+/// Flushes every file directly in `folder`, and the folder itself, to disk.
 ///
 /// # Errors
 /// The system's error.
@@ -37,14 +37,14 @@ pub fn sync_files_in(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         if entry.file_type()?.is_file() {
-            // Windows flushes only handles that may write.
+            // Windows flushes only handles opened for writing.
             File::options().read(true).write(true).open(entry.path())?.sync_all()?;
         }
     }
     sync_folder(folder)
 }
 
-/// Waits until the entries of `folder` are on the disk, where the system can do that.
+/// Flushes the entries of `folder` to disk, if the system supports it.
 ///
 /// # Errors
 /// The system's error.

@@ -1,5 +1,5 @@
-//! Longwall's data: tokenizers, token shards, mixtures, generated tasks, and the loader that
-//! hands them to training in a seeded order that can be resumed anywhere.
+//! Longwall's data: tokenizers, token shards, mixtures, generated tasks, and the loader that feeds
+//! them to training in a seeded order that can be resumed anywhere.
 //!
 //! `text, JSONL, Parquet → [prepare] → token shards → [Loader] → [Batch]`
 

@@ -4,19 +4,18 @@ use sha2::{Digest, Sha256};
 
 use crate::permutation::Permutation;
 
-/// Rows in a block of the schedule. Every block has each source's share exactly, rounded to whole
-/// rows.
+/// Rows in a block of the schedule. Every block has each source's exact share, rounded to whole rows.
 pub const BLOCK_ROWS: u64 = 1000;
 
 /// Draws rows from sources by weight, exactly and without state.
 ///
-/// The rows are cut into blocks of [`BLOCK_ROWS`]. In every block each source has the same number
+/// The rows are divided into blocks of [`BLOCK_ROWS`]. In every block each source has the same number
 /// of rows, its share of the block rounded by largest remainder; a permutation seeded by the block
-/// mixes them. So the place of a row in its source is known at once: whole blocks times the
-/// source's count, plus its rank in the block.
+/// shuffles them. So a row's index in its source follows directly: whole blocks times the source's
+/// count, plus its rank in the block.
 #[derive(Clone, Debug)]
 pub struct Mixture {
-    /// First rank of each source in a block, and the block's size at the end.
+    /// First rank of each source in a block, followed by the block's size.
     starts: Vec<u64>,
     seed: u64,
 }
@@ -31,7 +30,7 @@ impl Mixture {
         Mixture { starts, seed }
     }
 
-    /// The source of `row`, and the row's place among the source's rows.
+    /// The source of `row`, and the row's index among the source's rows.
     pub fn locate(&self, row: u64) -> (usize, u64) {
         let sources = self.starts.len() - 1;
         if sources == 1 {
@@ -50,8 +49,8 @@ impl Mixture {
     }
 }
 
-/// Whole numbers that add up to `total`, each within 1 of its weight's share: every share is
-/// rounded down, and what is left goes to the greatest remainders, the first one first.
+/// Whole numbers that sum to `total`, each within 1 of its weight's share: every share is rounded
+/// down, and the rest goes to the largest remainders, the first of equal ones first.
 pub fn largest_remainder(weights: &[f64], total: u64) -> Vec<u64> {
     let sum: f64 = weights.iter().sum();
     let shares: Vec<f64> = weights.iter().map(|weight| weight / sum * total as f64).collect();
@@ -69,7 +68,7 @@ pub fn largest_remainder(weights: &[f64], total: u64) -> Vec<u64> {
 }
 
 /// A key for one purpose: the first bytes of a SHA-256, so that keys of different purposes and
-/// numbers have nothing in common.
+/// numbers are unrelated.
 pub fn derive_key(purpose: &str, numbers: &[u64]) -> u64 {
     let mut sha = Sha256::new_with_prefix(b"longwall ");
     sha.update(purpose.as_bytes());

@@ -1,11 +1,11 @@
 //! A random order of the numbers below n that is computed, not stored.
 
-/// A bijection of 0..n onto itself that a key chooses, with random access and no memory.
+/// A bijection of 0..n onto itself, chosen by a key, with random access and no memory.
 ///
 /// A Feistel network over pairs (l, r), l in 0..a and r in 0..b with a·b ≥ n: every round adds a
-/// hash of one half to the other, modulo a or b, which can be undone, so the network is a
-/// bijection of 0..a·b. Values at or above n are sent through again until one is below n (cycle
-/// walking), which keeps it a bijection of 0..n. As a·b < n + 2·√n + 1, that is rare.
+/// hash of one half to the other, modulo a or b. This is invertible, so the network is a bijection of
+/// 0..a·b. Values at or above n go through again until one is below n (cycle walking), which gives a
+/// bijection of 0..n. As a·b < n + 2·√n + 1, this is rare.
 #[derive(Clone, Copy, Debug)]
 pub struct Permutation {
     n: u64,
@@ -28,7 +28,7 @@ impl Permutation {
         Permutation { n, a, b: n.div_ceil(a), key }
     }
 
-    /// Where `index` goes.
+    /// The image of `index`.
     ///
     /// # Panics
     /// When `index` is not below n.
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn every_place_is_equally_likely() {
-        // 5 items, 6000 keys: each item stands in each place 1200 times; sigma is 31.
+        // 5 items, 6000 keys: each item is in each place 1200 times on average; sigma is 31.
         let mut counts = [[0u32; 5]; 5];
         for key in 0..6000 {
             let order = Permutation::new(5, key);

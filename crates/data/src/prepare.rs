@@ -1,5 +1,5 @@
-//! Encodes text into token shards: in parallel, in bounded memory, with the same bytes whatever the
-//! number of threads, and resumable after an interruption.
+//! Encodes text into token shards: in parallel, in bounded memory, with the same result for any number
+//! of threads, and resumable after an interruption.
 
 mod journal;
 mod options;
@@ -21,15 +21,14 @@ pub use options::{PrepareOptions, PrepareReport, PrepareStart};
 
 /// Encodes a corpus into token shards, with a manifest beside them.
 ///
-/// The shards are a function of the corpus, the tokenizer and the options, not of the number of
-/// threads, nor of interruptions: a run that was stopped, even killed, continues when it is
-/// started again, and a complete folder is left as it is. Memory is bounded by the largest
-/// document and a few batches. Bytes that are not UTF-8 become U+FFFD; how many documents that
-/// touched is counted.
+/// The shards are a function of the corpus, the tokenizer and the options; they do not depend on the
+/// number of threads or on interruptions. A run that was stopped, even killed, continues when it is
+/// started again, and a complete folder is left unchanged. Memory is bounded by the largest document
+/// and a few batches. Bytes that are not UTF-8 become U+FFFD; affected documents are counted.
 ///
 /// # Errors
 /// When the input is missing, empty or malformed, when the folder cannot be written or holds
-/// something else, or when `progress` says that the user cancelled.
+/// something else, or when `progress` reports that the user cancelled.
 pub fn prepare(
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
@@ -41,8 +40,8 @@ pub fn prepare(
     prepare_inputs(options, tokenizer, &inputs, &key, progress)
 }
 
-/// Prepares into a folder of `cache` that is named by what decides the content. The input files of a
-/// corpus that is frozen in the cache are not looked for once it is there.
+/// Prepares into a folder of `cache` whose name is derived from everything that determines the
+/// content. Once a corpus that is frozen in the cache is there, its input files are not read again.
 pub(crate) fn prepare_cached(
     mut options: PrepareOptions,
     cache: &Path,
@@ -112,7 +111,7 @@ fn prepare_inputs(
             let encoded_bytes = manifest.bytes - before;
             Ok(report(options, manifest, start, encoded_bytes, started))
         }
-        // A later run can continue what was written.
+        // A later run can continue from what was written.
         Err(
             error @ (DataError::Write { .. }
             | DataError::Read { .. }
@@ -156,7 +155,7 @@ fn report(
     PrepareReport { out: options.out.clone(), manifest, start, encoded_bytes, seconds }
 }
 
-/// Removes the shards of a failed run; there were none before it.
+/// Removes the shards of a failed run; the folder had none before.
 fn discard(options: &PrepareOptions, journal: &Journal) {
     let stems = [format!("{}_train_", options.name), format!("{}_val_", options.name)];
     let entries = std::fs::read_dir(&options.out).into_iter().flatten().flatten();
@@ -187,8 +186,9 @@ fn holds_shards(folder: &Path) -> bool {
         .any(|entry| entry.path().extension().is_some_and(|extension| extension == "bin"))
 }
 
-/// SHA-256 of all that decides the shards: options, tokenizer, and, unless the corpus is frozen in
-/// the cache, the inputs' paths, sizes and times of change. With another key, nothing is reused.
+/// SHA-256 of everything that determines the shards: options, tokenizer, and, unless the corpus is
+/// frozen in the cache, the inputs' paths, sizes and modification times. With another key, nothing is
+/// reused.
 fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>) -> String {
     let settings = (
         Manifest::format(),
@@ -205,7 +205,7 @@ fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>)
     hex(&sha.finalize())
 }
 
-/// SHA-256 of the inputs' paths, sizes and times of change, in their order.
+/// SHA-256 of the inputs' paths, sizes and modification times, in order.
 fn listing(inputs: &Inputs) -> String {
     let mut sha = Sha256::new();
     for file in &inputs.files {
@@ -218,8 +218,8 @@ fn listing(inputs: &Inputs) -> String {
     hex(&sha.finalize())
 }
 
-/// Keeps other processes out of a folder, and waits for one that is there. The ranks of a
-/// distributed run all open the loader: one of them prepares, and the others find the result.
+/// Locks a folder, waiting for another process that holds the lock. The ranks of a distributed run
+/// all open the loader: one of them prepares, and the others find the result.
 struct Lock {
     path: PathBuf,
     _file: File,
@@ -242,8 +242,8 @@ impl Lock {
         Ok(Lock { path, _file: file })
     }
 
-    /// Removes the lock's file, once the folder's manifest is there: whoever waits for the lock
-    /// looks for the manifest first.
+    /// Removes the lock file once the folder has its manifest: a process that waited for the lock looks
+    /// for the manifest first.
     fn release(self) {
         if let Err(error) = std::fs::remove_file(&self.path) {
             tracing::debug!(%error, path = %self.path.display(), "the lock's file stays behind");

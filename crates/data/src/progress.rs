@@ -1,15 +1,15 @@
-//! Progress reports of long-running work. How they are drawn is left to the caller.
+//! Progress reports of long-running work. The caller decides how to show them.
 
 /// Receives the progress of [`prepare`](crate::prepare), [`train_bpe`](crate::train_bpe) and
 /// [`Loader::open`](crate::Loader::open). All methods do nothing by default.
 pub trait Progress: Sync {
-    /// A task starts: `task` says what, `total` how many bytes of text it will read, if known.
+    /// A task starts: `task` describes it, `total` is how many bytes of text it will read, if known.
     fn start(&self, _task: &str, _total: Option<u64>) {}
 
-    /// `bytes` more of the input are done.
+    /// `bytes` more of the input have been read.
     fn advance(&self, _bytes: u64) {}
 
-    /// The task that started last has ended; `summary` is its result.
+    /// The task that started last has ended; `summary` describes its result.
     fn finish(&self, _summary: &str) {}
 
     /// Whether the user asked to stop. `prepare` then saves its state and returns

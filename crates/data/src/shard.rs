@@ -24,7 +24,7 @@ pub(crate) use writer::{SplitState, SplitWriter};
 pub(crate) const HEADER_BYTES: u64 = 1024;
 const MAGIC: i32 = 20_240_520;
 
-/// The most tokens a shard can say it has.
+/// The most tokens that a shard's header can record.
 pub(crate) const MOST_TOKENS: u64 = i32::MAX as u64;
 
 /// Bytes of a token.

@@ -15,7 +15,7 @@ use crate::DataError;
 
 pub use train::{TrainBpe, TrainBpeReport, train_bpe};
 
-/// How end of text is shown when it is decoded.
+/// The text that the end-of-text token decodes to.
 pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// The `[tokenizer]` table.
@@ -30,7 +30,7 @@ pub(crate) const END_OF_TEXT: &str = "<|endoftext|>";
 pub enum TokenizerConfig {
     /// GPT-2's byte-level BPE, 50,257 tokens; nothing to download.
     Gpt2,
-    /// One token a byte, and 256 for end of text.
+    /// One token per byte, and 256 for end of text.
     #[default]
     Bytes,
     /// A Hugging Face `tokenizer.json`, for example one written by [`train_bpe`].
@@ -40,7 +40,8 @@ pub enum TokenizerConfig {
     },
 }
 
-/// What is read: serde lets unit variants of a tagged enum have any key, and these refuse them.
+/// The table as it is read: serde accepts any key beside a unit variant of a tagged enum; these
+/// variants reject them.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 enum TokenizerTable {
@@ -66,7 +67,7 @@ pub struct Tokenizer(Arc<Inner>);
 struct Inner {
     name: String,
     encoder: Encoder,
-    /// The bytes of every token, by its number.
+    /// The bytes of every token, by id.
     tokens: TokenTable,
     end_of_text: u32,
     fingerprint: String,
@@ -100,7 +101,7 @@ impl Tokenizer {
     }
 
     /// The tokens of `text`. Special tokens spelled out in the text are ordinary text: a document
-    /// that quotes `<|endoftext|>` does not end there. No token is added in front or behind.
+    /// that quotes `<|endoftext|>` does not end there. No tokens are added before or after.
     pub fn encode(&self, text: &str) -> Vec<u32> {
         match &self.0.encoder {
             Encoder::Gpt2(encoder) => encoder.encode(text),
@@ -109,15 +110,14 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `tokens`; bytes that are not UTF-8 are read as U+FFFD. End of text reads
+    /// The text of `tokens`; bytes that are not UTF-8 become U+FFFD. End of text becomes
     /// `<|endoftext|>`, or as its file spells it.
     pub fn decode(&self, tokens: &[u32]) -> String {
         String::from_utf8_lossy(&self.decode_bytes(tokens)).into_owned()
     }
 
-    /// The bytes of `tokens`: exact for `gpt2`, `bytes` and byte-level files. A number outside the
-    /// vocabulary (a model's may be padded) gives U+FFFD; files that are not byte-level leave it
-    /// out.
+    /// The bytes of `tokens`: exact for `gpt2`, `bytes` and byte-level files. An id outside the
+    /// vocabulary (a model's may be padded) gives U+FFFD; files that are not byte-level skip it.
     pub fn decode_bytes(&self, tokens: &[u32]) -> Vec<u8> {
         if let Encoder::File(encoder) = &self.0.encoder
             && !encoder.is_byte_level()
@@ -141,15 +141,14 @@ impl Tokenizer {
         self.0.end_of_text
     }
 
-    /// SHA-256, in hex, of everything that decides which tokens a text gets. Shards and
-    /// checkpoints keep it, so that they are never mixed with another tokenizer's.
+    /// SHA-256, in hex, of everything that determines a text's tokens. Shards and checkpoints record
+    /// it, so that they are never mixed with another tokenizer's.
     pub fn fingerprint(&self) -> String {
         self.0.fingerprint.clone()
     }
 
-    /// How many bytes of text each token stands for, for bits per byte; end of text stands for
-    /// none. For files that are not byte-level, a space that the tokenizer adds in front of a text
-    /// counts as a byte.
+    /// How many bytes of text each token encodes, for bits per byte; end of text encodes none. For files
+    /// that are not byte-level, a space that the tokenizer adds before a text counts as a byte.
     pub fn token_byte_lengths(&self) -> Vec<u32> {
         let mut lengths = self.0.tokens.lengths();
         lengths[self.0.end_of_text as usize] = 0;

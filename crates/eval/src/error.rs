@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 
-/// An evaluation that could not be done. Every message says what, where, what is allowed and what
-/// to do.
+/// Why an evaluation failed. Every message says what, where, what is allowed and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
     /// Options outside their range; all of them at once.
@@ -43,7 +42,7 @@ pub enum EvalError {
         what: String,
         /// What came back.
         found: String,
-        /// What the contract asks.
+        /// What the contract requires.
         expected: String,
     },
 

@@ -1,4 +1,4 @@
-//! Atomic writes: a file is there whole, or not at all.
+//! Atomic writes: a file is complete, or does not exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,8 +10,8 @@ pub(crate) fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), EvalErro
     longwall_data::files::write_atomically(path, bytes).map_err(EvalError::write(path))
 }
 
-/// Lets `write` make a file under a temporary name with `path`'s extension, then renames it to
-/// `path`. When `write` fails, the temporary file is removed.
+/// Lets `write` create a file under a temporary name with `path`'s extension, then renames it to
+/// `path`. If `write` fails, the temporary file is removed.
 pub(crate) fn with_temporary(
     path: &Path,
     write: impl FnOnce(&Path) -> Result<(), EvalError>,
@@ -20,7 +20,7 @@ pub(crate) fn with_temporary(
     let result = write(&temporary)
         .and_then(|()| fs::rename(&temporary, path).map_err(EvalError::write(path)));
     if result.is_err() {
-        // The file may not exist, and the first error is the one to tell.
+        // The file may not exist, and the first error is the one to report.
         let _ = fs::remove_file(&temporary);
     }
     result
@@ -31,12 +31,12 @@ fn temporary_name(path: &Path) -> PathBuf {
     path.with_file_name(format!(".tmp-{}-{name}", std::process::id()))
 }
 
-/// Makes a folder and those above it.
+/// Creates a folder and its parents.
 pub(crate) fn create_dir(dir: &Path) -> Result<(), EvalError> {
     fs::create_dir_all(dir).map_err(EvalError::write(dir))
 }
 
-/// Removes a file; one that is not there is fine.
+/// Removes a file, if it exists.
 pub(crate) fn remove(path: &Path) -> Result<(), EvalError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

@@ -29,7 +29,7 @@ struct Line<'a, V> {
     prompt: &'a str,
 }
 
-/// What is read back of a line: all but the texts.
+/// The part of a line that is read back: all but the texts.
 #[derive(Deserialize)]
 struct ReadLine<V> {
     id: u64,
@@ -48,7 +48,7 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Opens the folder's samples: none yet, or those of an earlier run with equal `settings`.
+    /// Opens the folder's samples: none yet, or those of an earlier run with the same `settings`.
     pub(crate) fn open(
         folder: &Path,
         settings: &Value,
@@ -66,7 +66,7 @@ impl Journal {
             Err(TryLockError::WouldBlock) => {
                 return Err(EvalError::Busy { folder: folder.to_path_buf() });
             }
-            // Without locks in the file system, the user must see to it.
+            // If the file system has no locks, the user must ensure it.
             Err(TryLockError::Error(_)) | Ok(()) => {}
         }
         let mut journal = Journal {
@@ -81,7 +81,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Makes sure that the samples in the folder, if there are any, were taken with `settings`.
+    /// Ensures that any samples in the folder were taken with `settings`.
     fn settle(&mut self, settings: &Value, force: bool) -> Result<(), EvalError> {
         let path = self.folder.join("settings.json");
         if force {
@@ -104,8 +104,8 @@ impl Journal {
         write_atomically(&path, (json + "\n").as_bytes())
     }
 
-    /// Compares the settings on disk with those of now. The commit may differ: then the report names
-    /// the one at which the samples were begun.
+    /// Compares the settings on disk with the current ones. The commit may differ: then the report names
+    /// the one at which sampling began.
     fn check_settings(&mut self, path: &Path, now: &Value) -> Result<(), EvalError> {
         #[derive(Deserialize)]
         struct Written {
@@ -135,12 +135,12 @@ impl Journal {
         Ok(())
     }
 
-    /// The commit at which the samples were begun.
+    /// The commit at which sampling began.
     pub(crate) fn git_hash(&self) -> Option<&str> {
         self.git_hash.as_deref()
     }
 
-    /// Reads which trials are done and cuts off a last line that was not written to its end.
+    /// Reads which trials are done, and removes an incomplete last line.
     fn recover(&mut self) -> Result<(), EvalError> {
         #[derive(Deserialize)]
         struct Id {
@@ -159,7 +159,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Calls `each` with the number and the bytes of every whole line; returns their total length.
+    /// Calls `each` with the number and the bytes of every complete line; returns their total length.
     fn each_line(
         &self,
         mut each: impl FnMut(&Self, usize, &[u8]) -> Result<(), EvalError>,
@@ -203,7 +203,7 @@ impl Journal {
         self.done.len() as u64
     }
 
-    /// Appends finished trials, with the text the model generated for each, if it did.
+    /// Appends finished trials, each with the text that the model generated, if any.
     pub(crate) fn append<'a, V: Serialize + 'a>(
         &mut self,
         samples: impl IntoIterator<Item = (&'a Trial, &'a Request, Option<&'a str>, V)>,
@@ -232,8 +232,8 @@ impl Journal {
         Ok(())
     }
 
-    /// The outcomes of all `trials`, in their order, read from the file: a resumed evaluation and
-    /// an unbroken one are scored from the same bytes.
+    /// The outcomes of all `trials`, in order, read from the file: a resumed and an uninterrupted
+    /// evaluation are scored from the same bytes.
     pub(crate) fn outcomes<V: DeserializeOwned>(
         &self,
         trials: &[Trial],

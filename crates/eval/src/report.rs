@@ -36,12 +36,12 @@ pub struct TokenizerReport {
     pub vocab_size: usize,
 }
 
-/// Everything `results.json` holds: the scores, and what one needs to get them again.
+/// The contents of `results.json`: the scores, and what is needed to reproduce them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// The suite.
     pub suite: String,
-    /// The suite's version; numbers of different versions do not compare.
+    /// The suite's version; numbers of different versions are not comparable.
     pub suite_version: u32,
     /// Name of the run.
     pub run: String,
@@ -61,7 +61,7 @@ pub struct Report {
     pub seed: u64,
     /// The suite's options as the user set them.
     pub config: Value,
-    /// What the options left open: default lengths, the text read.
+    /// Values chosen by default: lengths, the text read.
     pub resolved: Value,
     /// Samples taken.
     pub samples: u64,
@@ -69,7 +69,7 @@ pub struct Report {
     pub headline: BTreeMap<String, Option<f64>>,
     /// Every score.
     pub scores: Vec<Score>,
-    /// Further results of this suite alone.
+    /// Further results specific to the suite.
     pub details: Value,
 }
 
@@ -77,7 +77,7 @@ impl Report {
     /// Reads a `results.json`.
     ///
     /// # Errors
-    /// [`EvalError::Io`] when it cannot be read, [`EvalError::Damaged`] when it is no report.
+    /// [`EvalError::Io`] when it cannot be read, [`EvalError::Damaged`] when it is not a report.
     pub fn load(path: &Path) -> Result<Self, EvalError> {
         let text = std::fs::read_to_string(path).map_err(EvalError::read(path))?;
         serde_json::from_str(&text).map_err(|error| EvalError::Damaged {
@@ -94,7 +94,7 @@ impl Report {
         write_atomically(&dir.join("results.json"), (json + "\n").as_bytes())
     }
 
-    /// The scores as CSV, one a line.
+    /// The scores as CSV, one per line.
     pub fn csv(&self) -> String {
         let mut csv = String::from("metric,length,depth,value,standard_error,samples\n");
         for score in &self.scores {
@@ -119,7 +119,7 @@ impl Report {
         )
     }
 
-    /// Rows of the terminal's table: one a length, a column for each metric and depth.
+    /// Rows of the terminal's table: one per length, with a column for each metric and depth.
     fn table(&self) -> Vec<Vec<String>> {
         let mut columns: Vec<(&str, Option<f64>)> = Vec::new();
         let mut lengths: Vec<Option<usize>> = Vec::new();

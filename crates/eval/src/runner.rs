@@ -1,4 +1,4 @@
-//! Runs a suite: trials in batches, samples to disk as they finish, then scores, plots and report.
+//! Runs a suite: trials in batches, samples written as they finish, then scores, plots and report.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::suite::{
 };
 use crate::{EvalError, EvalModel};
 
-/// Batches whose requests are made at a time: enough to sort them by length, few enough for memory.
+/// Batches whose requests are built at a time: enough to sort by length, few enough for memory.
 const BATCHES_AT_A_TIME: usize = 16;
 
 /// Records every option of a suite that is out of range.
@@ -69,7 +69,7 @@ pub(crate) fn run_suite<S: Suite>(
     Ok(report)
 }
 
-/// A length the model cannot read is an error before the first sample.
+/// Rejects lengths that the model cannot read, before the first sample.
 fn check_lengths<S: Suite>(trials: &[Trial], max_len: Option<usize>) -> Result<(), EvalError> {
     let longest = trials.iter().map(|trial| trial.length).max().unwrap_or(0);
     match max_len {
@@ -112,7 +112,7 @@ fn blank_report<S: Suite>(
     }
 }
 
-/// What a resumed evaluation must have in common with the one it continues.
+/// The settings that a resumed evaluation must share with the one it continues.
 fn settings(report: &Report) -> Value {
     let mut options = report.config.clone();
     if let Some(options) = options.as_object_mut() {
@@ -134,8 +134,8 @@ fn settings(report: &Report) -> Value {
 
 /// Takes every sample that the journal does not hold.
 ///
-/// The batches are those of an unbroken run, less what is done, so that a resumed evaluation takes
-/// its samples in the same order.
+/// The batches are those of an uninterrupted run, minus what is done, so that a resumed evaluation
+/// takes its samples in the same order.
 fn take_samples<S: Suite>(
     suite: &S,
     sampling: &SamplingOptions,
@@ -185,7 +185,7 @@ fn take_samples<S: Suite>(
     Ok(())
 }
 
-/// A trial's request; one that needs more context than the trial's length is a bug of the suite.
+/// A trial's request. Panics if it needs more context than the trial's length: a bug in the suite.
 fn checked_request<S: Suite>(
     suite: &S,
     trial: &Trial,
@@ -203,7 +203,7 @@ fn checked_request<S: Suite>(
     Ok(request)
 }
 
-/// Cuts requests into batches of equal shape, as large as the options allow.
+/// Groups requests into batches of equal shape, as large as the options allow.
 fn batches<'r, 't>(
     requests: &'r mut [(&'t Trial, Request)],
     sampling: &SamplingOptions,
@@ -218,7 +218,7 @@ fn batches<'r, 't>(
     batches
 }
 
-/// One call of the model for a batch of equal calls.
+/// Runs the model once for a batch of calls of equal shape.
 fn ask(
     model: &mut dyn EvalModel,
     tokenizer: &Tokenizer,
@@ -277,7 +277,7 @@ fn check_count(what: &str, found: usize, expected: usize) -> Result<(), EvalErro
     })
 }
 
-/// Measures samples a second, and estimates the time left from the tokens left.
+/// Measures samples per second, and estimates the time left from the tokens left.
 struct Speed {
     start: Instant,
     total: u64,

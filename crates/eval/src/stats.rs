@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 /// A mean and its standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Estimate {
-    /// The mean; none when a value in it was infinite or not a number.
+    /// The mean; none if a value was infinite or not a number.
     pub value: Option<f64>,
-    /// Standard error of the mean; none when there is a single sample, or a single document.
+    /// Standard error of the mean; none for a single sample or a single document.
     pub standard_error: Option<f64>,
-    /// How many samples the mean is over.
+    /// Number of samples.
     pub samples: usize,
 }
 
@@ -19,8 +19,8 @@ impl Estimate {
     /// Share of correct samples, with the standard error of a sample mean,
     /// `sqrt(p (1 − p) / (n − 1))`.
     ///
-    /// A score of 0 or 1 has a standard error of 0 by this formula, however few the samples are:
-    /// read `samples` beside it.
+    /// By this formula a score of 0 or 1 has a standard error of 0, however few the samples: read it
+    /// together with `samples`.
     pub fn proportion(correct: usize, samples: usize) -> Self {
         if samples == 0 {
             return Estimate { value: None, standard_error: None, samples };
@@ -30,11 +30,11 @@ impl Estimate {
         Estimate { value: Some(p), standard_error, samples }
     }
 
-    /// Mean of `(cluster, value)` pairs, with a standard error that allows for dependence between the
-    /// values of one cluster (one document).
+    /// Mean of `(cluster, value)` pairs, with a standard error that allows values of the same cluster (one
+    /// document) to be dependent.
     ///
     /// With `G` clusters and `n` values it is `sqrt(G / (G − 1) · Σ_g (Σ_{i∈g} (x_i − mean))²) / n`;
-    /// where every cluster has one value this is the usual `s / sqrt(n)`.
+    /// if every cluster has one value, this is the usual `s / sqrt(n)`.
     pub fn clustered(values: impl IntoIterator<Item = (u64, f64)>) -> Self {
         let values: Vec<(u64, f64)> = values.into_iter().collect();
         let samples = values.len();
@@ -54,12 +54,12 @@ impl Estimate {
         Estimate { value: Some(mean), standard_error, samples }
     }
 
-    /// The 95 % confidence interval of a share of `samples` in `clusters` (documents, sequences), by
-    /// Wilson's score (1927, with z = 1.96), which holds for few samples and shares near 0 or 1.
+    /// The 95 % confidence interval of a share of `samples` in `clusters` (documents, sequences): Wilson's
+    /// score interval (1927, with z = 1.96), which is valid for few samples and shares near 0 or 1.
     ///
-    /// Its number of samples is the effective one: that of independent samples with the same standard
-    /// error, at most all of them. At a share of 0 or 1 the standard error says nothing, and each
-    /// cluster counts as one sample. None where there is no value or no cluster.
+    /// It uses the effective number of samples: that of independent samples with the same standard error,
+    /// at most all of them. At a share of 0 or 1 the standard error carries no information, and each
+    /// cluster counts as one sample. None if there is no value or no cluster.
     pub fn share_interval(&self, clusters: usize) -> Option<[f64; 2]> {
         let p = self.value.filter(|_| clusters > 0)?;
         let variance = p * (1.0 - p);
@@ -76,8 +76,8 @@ impl Estimate {
         Some([(middle - half).max(0.0), (middle + half).min(1.0)])
     }
 
-    /// `exp` of a mean loss: perplexity. Its standard error is the delta method's,
-    /// `perplexity · standard error of the loss`. Without a value where it overflows.
+    /// `exp` of a mean loss: perplexity. Its standard error is that of the delta method,
+    /// `perplexity · standard error of the loss`. Has no value if it overflows.
     pub fn exp(self) -> Self {
         let value = self.value.map(f64::exp).filter(|value| value.is_finite());
         let standard_error = value.zip(self.standard_error).map(|(value, error)| value * error);
@@ -122,7 +122,7 @@ mod tests {
             let got = got.unwrap();
             assert!((got[0] - want[0]).abs() < 1e-4 && (got[1] - want[1]).abs() < 1e-4, "{got:?}");
         };
-        // Ten of a hundred, each by itself: the textbook's 0.0552 to 0.1744.
+        // Ten of a hundred, each its own cluster: the textbook interval, 0.0552 to 0.1744.
         let values = (0..100).map(|n| (n, f64::from(u8::from(n < 10))));
         close(Estimate::clustered(values).share_interval(100), [0.0552, 0.1744]);
         // None of a hundred in ten clusters: z² / (10 + z²).

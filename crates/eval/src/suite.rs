@@ -17,11 +17,11 @@ use crate::{EvalError, LogLikelihood};
 /// One evaluation: it lists its trials, makes each trial's request, judges the model's answer and
 /// turns the verdicts into scores.
 ///
-/// A trial's request is a pure function of the suite's options and the trial, so that a suite can
-/// be cut short and resumed, and gives the same samples whatever the order and the batch.
+/// A trial's request is a pure function of the suite's options and the trial, so that a suite can be
+/// interrupted and resumed, and gives the same samples whatever the order and the batch size.
 pub trait Suite: Sized {
-    /// The suite's own options, which a user sets on the command line or in a table of a
-    /// configuration file, beside those that every suite has.
+    /// The suite's own options, which a user sets on the command line or in a table of a configuration
+    /// file, besides those that every suite has.
     type Options: clap::Args + Serialize + DeserializeOwned;
     /// The result of [`judge`](Self::judge), kept in a line of `samples.jsonl`.
     type Verdict: Serialize + DeserializeOwned;
@@ -30,27 +30,27 @@ pub trait Suite: Sized {
     const NAME: &'static str;
     /// Bumped whenever a change of the suite changes its numbers.
     const VERSION: u32;
-    /// The random streams of its samples. No two suites share one, so that equal seeds draw
-    /// different samples in each.
+    /// The random streams of its samples. No two suites share one, so that the same seed draws different
+    /// samples in each.
     const STREAMS: Range<u64>;
 
     /// Records every option that is out of range.
     fn validate(options: &Self::Options, problems: &mut Problems);
 
-    /// Makes the suite ready for a model: resolves defaults, reads text.
+    /// Prepares the suite for a model: resolves defaults, reads text.
     ///
     /// # Errors
-    /// Lengths the prompt cannot fit, text that is missing or too short.
+    /// Lengths too short for the prompt, text that is missing or too short.
     fn open(options: &Self::Options, context: &OpenContext<'_>) -> Result<Self, EvalError>;
 
-    /// What the options left open and [`open`](Self::open) decided: default lengths, the text read.
+    /// Values that the options did not set and [`open`](Self::open) chose: default lengths, the text read.
     /// Part of the settings that a resumed evaluation must share.
     fn resolved(&self) -> Value;
 
-    /// All trials, by growing length; each `id` is its place in the list.
+    /// All trials, by increasing length; each `id` is its index in the list.
     fn trials(&self) -> Vec<Trial>;
 
-    /// What the model is asked in a trial.
+    /// The request of a trial.
     ///
     /// # Errors
     /// A prompt that does not fit.
@@ -62,7 +62,7 @@ pub trait Suite: Sized {
     /// Turns the verdicts, which come in the order of the trials, into scores.
     fn score(&self, outcomes: &[Outcome<Self::Verdict>]) -> Scoring;
 
-    /// Writes the suite's own files beside `results.json` and `grid.csv`: plots, further tables.
+    /// Writes the suite's own files besides `results.json` and `grid.csv`: plots, further tables.
     /// `title` names the run.
     ///
     /// # Errors
@@ -70,63 +70,63 @@ pub trait Suite: Sized {
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError>;
 }
 
-/// What a suite is told when it opens.
+/// What a suite knows when it opens.
 #[derive(Clone, Copy)]
 pub struct OpenContext<'a> {
     /// The model's tokenizer; every length is in its tokens.
     pub tokenizer: &'a Tokenizer,
     /// Length of the sequences the model was trained on.
     pub train_seq_len: usize,
-    /// The longest context the model can read, where there is a bound.
+    /// The longest context the model can read, if it is limited.
     pub max_len: Option<usize>,
     /// The device, as [`EvalModel::device`](crate::EvalModel::device) names it.
     pub device: &'a str,
     /// The seed that all samples come from.
     pub seed: u64,
-    /// The run's own held-out text, where it has one.
+    /// The run's own held-out text, if it has any.
     pub held_out: Option<&'a dyn HeldOut>,
 }
 
 /// Text that the run held out from training.
 pub trait HeldOut {
-    /// The first `wanted` tokens of the validation split, documents one after another, each ended
-    /// by the end-of-text token; fewer where the split is smaller.
+    /// The first `wanted` tokens of the validation split, document after document, each ended by the
+    /// end-of-text token; fewer if the split is smaller.
     ///
     /// # Errors
     /// [`EvalError::Text`] when the split cannot be read.
     fn validation_tokens(&self, wanted: usize) -> Result<Vec<u32>, EvalError>;
 
-    /// What the text is, for the report: for example "validation split of runs/wall".
+    /// A description for the report, for example "validation split of runs/wall".
     fn describe(&self) -> String;
 }
 
 /// One sample to take.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trial {
-    /// Place in the list of trials.
+    /// Index in the list of trials.
     pub id: u64,
-    /// Length asked for, in tokens.
+    /// Requested length, in tokens.
     pub length: usize,
-    /// Depth asked for, 0 (start) to 1 (end); none where it is random or has no meaning.
+    /// Requested depth, 0 (start) to 1 (end); none if it is random or has no meaning.
     pub depth: Option<f64>,
-    /// Which of the trials of this length and depth it is.
+    /// Index among the trials of this length and depth.
     pub index: usize,
 }
 
-/// What the model is asked in a trial.
+/// A trial's call of the model, and what is needed to judge the answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     /// The call.
     pub call: ModelCall,
     /// The text of the prompt, kept in `samples.jsonl`.
     pub prompt: String,
-    /// The right answer, where there is one.
+    /// The correct answer, if there is one.
     pub expected: Option<String>,
-    /// Where in the prompt the information stands, 0 to 1.
+    /// Where the information is in the prompt, 0 to 1.
     pub depth: Option<f64>,
 }
 
-/// A call of the model.
+/// A call of the model, like the request types of lm-evaluation-harness.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModelCall {
     /// Greedy generation.
@@ -143,9 +143,9 @@ pub enum ModelCall {
         /// Tokens of the continuation.
         continuation: Vec<u32>,
     },
-    /// Log-likelihood of every token but the first.
+    /// Log-likelihood of every token but the first, each given all before it.
     RollingLogLikelihood {
-        /// The tokens, one more than the context the model reads.
+        /// The tokens, one more than the model reads.
         tokens: Vec<u32>,
     },
 }
@@ -170,7 +170,7 @@ impl ModelCall {
         }
     }
 
-    /// Calls with one key may stand in one batch.
+    /// Calls with the same key may share a batch.
     pub(crate) fn batch_key(&self) -> (u8, usize, usize) {
         match self {
             ModelCall::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
@@ -198,7 +198,7 @@ pub enum Answer {
 pub struct Outcome<V> {
     /// The trial.
     pub trial: Trial,
-    /// Where the information stood in the prompt, 0 to 1.
+    /// Where the information was in the prompt, 0 to 1.
     pub depth: Option<f64>,
     /// The verdict on its answer.
     pub verdict: V,
@@ -211,11 +211,11 @@ pub struct Scoring {
     pub headline: BTreeMap<String, Option<f64>>,
     /// Every score, with its standard error.
     pub scores: Vec<Score>,
-    /// Further results of this suite alone: curves, bins.
+    /// Further results specific to the suite: curves, bins.
     pub details: Value,
 }
 
-/// The run that is evaluated, where the results go, and who follows the progress.
+/// The run to evaluate, where the results go, and who receives the progress.
 pub struct RunContext<'a> {
     /// The folder of this suite's files, for example `runs/wall/eval/passkey`.
     pub out_dir: PathBuf,
@@ -223,15 +223,15 @@ pub struct RunContext<'a> {
     pub run: String,
     /// Step of the checkpoint; none for a model without one.
     pub checkpoint_step: Option<u64>,
-    /// The git commit of the working tree, where there is one.
+    /// The git commit of the working tree, if there is one.
     pub git_hash: Option<String>,
-    /// Throw away what the folder holds of an earlier evaluation.
+    /// Discard the folder's earlier evaluation.
     pub force: bool,
-    /// The run's held-out text, where it has one.
+    /// The run's held-out text, if it has any.
     pub held_out: Option<&'a dyn HeldOut>,
     /// Receives the progress.
     pub progress: &'a dyn Progress,
-    /// Set to stop after the batch under way; what is done is kept.
+    /// Set to stop after the current batch; finished samples are kept.
     pub stop: Option<&'a AtomicBool>,
 }
 
@@ -244,29 +244,29 @@ impl RunContext<'_> {
 /// How far an evaluation has come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProgressUpdate {
-    /// Samples done, those of an earlier run of the suite among them.
+    /// Samples done, including those of an earlier run of the suite.
     pub done: u64,
-    /// Samples in all.
+    /// All samples.
     pub total: u64,
     /// Length of the current samples, in tokens.
     pub length: usize,
-    /// Samples a second since this start; none before the first batch.
+    /// Samples per second since this start; none before the first batch.
     pub samples_per_second: Option<f64>,
-    /// Time left, from the tokens a second so far; none before the first batch.
+    /// Time left, from the tokens per second so far; none before the first batch.
     pub time_left: Option<Duration>,
 }
 
 /// Receives the progress of an evaluation; the binary draws it on stderr.
 pub trait Progress {
-    /// The suite begins, with `done` of `total` samples there from an earlier run of it.
+    /// The suite begins; `done` of `total` samples exist from an earlier run.
     fn start(&self, suite: &str, done: u64, total: u64);
     /// A batch is done.
     fn update(&self, update: &ProgressUpdate);
-    /// The suite is done, or has stopped.
+    /// The suite has finished or stopped.
     fn finish(&self);
 }
 
-/// Draws nothing.
+/// Reports nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Silent;
 

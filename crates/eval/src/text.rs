@@ -1,4 +1,4 @@
-//! Text files to evaluate on: one file is one document.
+//! Text files to evaluate on: each file is one document.
 
 use std::path::{Path, PathBuf};
 
@@ -16,8 +16,8 @@ pub(crate) struct Document {
     pub tokens: Vec<u32>,
 }
 
-/// The files that `paths` name: a file itself, and of a folder every file in it and below it, but
-/// for hidden ones, in the order of their paths.
+/// The files of `paths`: files themselves, and all files in and below folders except hidden ones,
+/// sorted by path.
 pub(crate) fn list_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, EvalError> {
     let mut files = Vec::new();
     for path in paths {
@@ -68,7 +68,7 @@ pub(crate) fn read_document(path: &Path, tokenizer: &Tokenizer) -> Result<Docume
     Ok(Document { name: path.display().to_string(), tokens })
 }
 
-/// The error of a suite that needs text and was given none.
+/// The error of a suite that needs text but has none.
 pub(crate) fn no_text(suite: &str) -> EvalError {
     EvalError::Text {
         what: format!(

@@ -72,7 +72,7 @@ fn positions_and_best_context_are_those_of_a_model_that_breaks_down() {
     let dir = tempfile::tempdir().unwrap();
     let text = documents(dir.path());
     let out = dir.path().join("out");
-    // The loss falls by the logarithm of the context up to 256 tokens and is 9 past them.
+    // The loss falls with the logarithm of the context up to 256 tokens, and is 9 beyond.
     let loss = |read: usize| {
         if read <= 256 { 8.0 - (read as f32).log2() / 2.0 } else { 9.0 }
     };
@@ -117,7 +117,7 @@ fn standard_errors_are_over_documents() {
     let variance = losses.iter().map(|loss| (loss - mean).powi(2)).sum::<f64>() / 3.0;
     let expected = (mean, (variance / 4.0).sqrt());
     assert!(expected.1 > 0.1);
-    // 64 windows of each document tell no more than one: the errors are equal at both lengths.
+    // 64 windows of a document carry no more information than one: the errors are equal at both lengths.
     for length in [64, 4096] {
         let (loss, error) = score(&report, "loss", length);
         assert!((loss - expected.0).abs() < 1e-9 && (error - expected.1).abs() < 1e-9);

@@ -17,7 +17,7 @@ fn config() -> SuiteConfig {
     })
 }
 
-/// A model that takes `answer(tokens read)` for the next bit, and is sure of it.
+/// A model that is certain that the next bit is `answer(tokens read)`.
 fn model(answer: impl Fn(&[u32]) -> u8 + 'static) -> FakeModel {
     FakeModel {
         token_log_p: Box::new(move |at, _, tokens| {
@@ -54,7 +54,7 @@ fn a_model_that_remembers_makes_no_error() {
     let rates = report.details["error_rates"].as_array().unwrap();
     let dense = &rates[2];
     assert_eq!((&dense["set"], &dense["sequences"]), (&Value::from("dense"), &Value::from(20)));
-    // No error in 20 sequences leaves room for many.
+    // No error in 20 sequences still allows a high error rate.
     let interval: Vec<f64> = serde_json::from_value(dense["confidence_95"].clone()).unwrap();
     assert!(interval[0] == 0.0 && (interval[1] - 0.1611).abs() < 1e-3, "{interval:?}");
     assert_eq!(

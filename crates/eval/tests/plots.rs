@@ -1,4 +1,4 @@
-//! Plots: that they are drawn, whole, in the format their name says.
+//! Plots are complete and in the format of their file name.
 
 use std::fs;
 
@@ -68,7 +68,7 @@ fn a_curve_with_gaps_is_drawn() {
     plot_losses(&[gaps], XAxis::Steps, &dir.path().join("loss.svg"), 0.5, None).unwrap();
 }
 
-/// The labels of the vertical axis, which stand left of the plot.
+/// The labels of the vertical axis, to the left of the plot.
 fn loss_labels(svg: &str) -> Vec<f64> {
     let labels = svg.split("<text x=\"").skip(1).filter_map(|text| {
         let x: f64 = text.split('"').next()?.parse().ok()?;

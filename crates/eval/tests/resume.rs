@@ -1,4 +1,4 @@
-//! Evaluations that were cut short, and folders that hold something else.
+//! Interrupted evaluations, and folders that hold something else.
 
 use std::fs;
 use std::path::Path;
@@ -172,7 +172,7 @@ fn a_model_that_fails_keeps_what_is_done() {
     assert_eq!(report.samples, 80);
 }
 
-/// Keeps what it is told.
+/// Records the progress it receives.
 #[derive(Default)]
 struct Record(Mutex<Vec<String>>);
 

@@ -11,15 +11,15 @@ use crate::DataError;
 
 const SPELLING: &str = "check the spelling; relative paths start at the folder the command runs in";
 
-/// A file found through what the user gave.
+/// A file found from a path that the user gave.
 pub(crate) struct FoundFile {
     pub(crate) path: PathBuf,
-    /// Whether the user gave this path itself, not a folder or pattern that it is in.
+    /// Whether the user gave this path itself, not a folder or pattern that contains it.
     pub(crate) named: bool,
 }
 
 /// Expands files, folders (searched recursively) and patterns, in the order given; the files of a
-/// folder or pattern are ordered by path. Hidden files are left out, and every file comes once.
+/// folder or pattern are sorted by path. Hidden files are skipped, and every file comes only once.
 pub(crate) fn expand(paths: &[PathBuf], what: &'static str) -> Result<Vec<FoundFile>, DataError> {
     let mut found = Vec::new();
     for path in paths {
@@ -84,13 +84,13 @@ fn walk(folder: &Path, found: &mut Vec<FoundFile>) -> Result<(), DataError> {
     Ok(())
 }
 
-/// The text files that `paths` lead to.
+/// The text files that `paths` match.
 pub(crate) fn text_files(paths: &[PathBuf]) -> Result<Vec<InputFile>, DataError> {
     let found = expand(paths, "text file")?;
     found.into_iter().map(|file| input_file(file.path, file.named)).collect()
 }
 
-/// Describes a file: its format by its name, its size and time of change by the disk.
+/// Describes a file: its format from its name, its size and modification time from the disk.
 pub(crate) fn input_file(path: PathBuf, named: bool) -> Result<InputFile, DataError> {
     let metadata = std::fs::metadata(&path).map_err(|source| DataError::read(&path, source))?;
     let age = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
@@ -105,7 +105,7 @@ pub(crate) fn input_file(path: PathBuf, named: bool) -> Result<InputFile, DataEr
     Ok(InputFile { format, compression, bytes: metadata.len(), modified, named, path })
 }
 
-/// The format and compression that a file's name says.
+/// The format and compression, from a file's name.
 fn format_of(path: &Path) -> (Format, Compression) {
     let extension = |path: &Path| {
         path.extension().map(|e| e.to_string_lossy().to_lowercase()).unwrap_or_default()

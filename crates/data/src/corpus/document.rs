@@ -1,4 +1,4 @@
-//! Decodes what a reader handed out into a document's text. This part runs in parallel.
+//! Decodes a document's text from what a reader has read. This part runs in parallel.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -8,24 +8,24 @@ use serde_json::Value;
 use super::{Format, InputFile, Inputs};
 use crate::DataError;
 
-/// The mark that some editors put in front of UTF-8.
+/// The byte order mark that some editors put before UTF-8 text.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// A document as it was read, not decoded yet.
+/// A document as it was read, not yet decoded.
 #[derive(Debug)]
 pub struct Document {
-    /// Index of the input file it is from.
+    /// Index of its input file.
     pub input: usize,
     /// What was read.
     pub payload: Payload,
-    /// What decides the split instead of the text, so that related documents stay together.
+    /// If set, decides the split instead of the text, so that related documents stay together.
     pub group: Option<String>,
 }
 
 /// What was read of a document.
 #[derive(Debug)]
 pub enum Payload {
-    /// Nothing yet: the whole of the input file is the document.
+    /// Nothing yet: the whole input file is the document.
     File,
     /// The text.
     Text(Vec<u8>),
@@ -40,12 +40,12 @@ pub enum Payload {
     },
 }
 
-/// What became of a document.
+/// The result of decoding a document.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Outcome<T> {
+pub enum Decoded<T> {
     /// It has text.
     Document(T),
-    /// It has no text, or white space alone.
+    /// It has no text, or only white space.
     Empty,
     /// It is binary data, in a file that the user did not name.
     Binary,
@@ -61,7 +61,7 @@ pub struct DecodedText {
 }
 
 impl Document {
-    /// Bytes of memory that the document takes, at the latest once it is decoded.
+    /// Bytes of memory that the document takes, at most, once it is decoded.
     pub(crate) fn weight(&self, inputs: &Inputs) -> u64 {
         match &self.payload {
             Payload::File => inputs.files[self.input].bytes,
@@ -70,7 +70,7 @@ impl Document {
     }
 
     /// Reads and decodes the text.
-    pub(crate) fn text(self, inputs: &Inputs) -> Result<Outcome<DecodedText>, DataError> {
+    pub(crate) fn text(self, inputs: &Inputs) -> Result<Decoded<DecodedText>, DataError> {
         let file = &inputs.files[self.input];
         let bytes = match self.payload {
             Payload::File => {
@@ -85,7 +85,7 @@ impl Document {
             return if file.named {
                 Err(DataError::Binary { path: file.path.clone() })
             } else {
-                Ok(Outcome::Binary)
+                Ok(Decoded::Binary)
             };
         }
         let bytes = match bytes.strip_prefix(BYTE_ORDER_MARK) {
@@ -99,7 +99,7 @@ impl Document {
                 DecodedText { replaced: matches!(lossy, Cow::Owned(_)), text: lossy.into_owned() }
             }
         };
-        if text.text.trim().is_empty() { Ok(Outcome::Empty) } else { Ok(Outcome::Document(text)) }
+        if text.text.trim().is_empty() { Ok(Decoded::Empty) } else { Ok(Decoded::Document(text)) }
     }
 }
 
@@ -112,7 +112,7 @@ fn json_text(file: &InputFile, line: u64, json: &[u8], field: &str) -> Result<St
     };
     let json = json.strip_prefix(BYTE_ORDER_MARK).unwrap_or(json);
     let record = serde_json::from_slice(json.trim_ascii()).map_err(|error| {
-        // Its own line number counts from this line.
+        // The parser's own line number counts from this line.
         let text = error.to_string();
         let what = text.split(" at line ").next().unwrap_or_default();
         let reason = format!("not valid JSON at column {}: {what}", error.column());

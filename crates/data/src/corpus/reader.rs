@@ -11,26 +11,26 @@ use serde::{Deserialize, Serialize};
 use super::{Compression, Corpus, Document, InputFile, Inputs, Payload};
 use crate::DataError;
 
-/// The next document to read: a file, and how many of its documents are done.
+/// The next document to read: a file, and how many of its documents come before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Position {
     /// Index of the input file.
     pub input: usize,
-    /// Documents of that file in front of this one.
+    /// Documents of that file before this one.
     pub document: u64,
 }
 
-/// Counts the bytes of input that were read, compressed where the files are.
+/// Counts the bytes of input read (compressed, for compressed files).
 #[derive(Clone, Debug, Default)]
 pub struct ReadBytes(Arc<AtomicU64>);
 
 impl ReadBytes {
-    /// Counts `bytes` more.
+    /// Adds `bytes`.
     pub fn add(&self, bytes: u64) {
         self.0.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// The bytes counted since the last call.
+    /// The bytes added since the last call.
     pub(crate) fn take(&self) -> u64 {
         self.0.swap(0, Ordering::Relaxed)
     }
@@ -51,7 +51,7 @@ impl From<DataError> for Stop {
     }
 }
 
-/// Takes the documents that a corpus reads.
+/// Receives the documents that a corpus reads.
 pub struct Sink<'a> {
     start: Position,
     read_bytes: &'a ReadBytes,
@@ -59,17 +59,17 @@ pub struct Sink<'a> {
 }
 
 impl<'a> Sink<'a> {
-    /// The first document that is wanted.
+    /// The first document to pass on.
     pub fn start(&self) -> Position {
         self.start
     }
 
-    /// The count of bytes that were read.
+    /// The count of bytes read.
     pub fn read_bytes(&self) -> &'a ReadBytes {
         self.read_bytes
     }
 
-    /// Takes the documents of the file at index `input`, all of them and in order.
+    /// Receives the documents of the file at index `input`, all of them and in order.
     pub fn file(&mut self, input: usize) -> FileDocuments<'_, 'a> {
         let skipped = match input.cmp(&self.start.input) {
             std::cmp::Ordering::Less => u64::MAX,
@@ -80,7 +80,7 @@ impl<'a> Sink<'a> {
     }
 }
 
-/// Takes the documents of one file, and leaves out those in front of [`Sink::start`].
+/// Receives the documents of one file, and skips those before [`Sink::start`].
 pub struct FileDocuments<'s, 'a> {
     input: usize,
     skipped: u64,
@@ -89,15 +89,15 @@ pub struct FileDocuments<'s, 'a> {
 }
 
 impl FileDocuments<'_, '_> {
-    /// Takes the next document.
+    /// Receives the next document.
     ///
     /// # Errors
-    /// [`Stop::Closed`] when no more are wanted.
+    /// [`Stop::Closed`] when the receiver wants no more.
     pub fn emit(&mut self, payload: Payload) -> Result<(), Stop> {
         self.emit_grouped(payload, None)
     }
 
-    /// Takes the next document; those of one `group` end up in one split.
+    /// Receives the next document; all documents of one `group` are in the same split.
     ///
     /// # Errors
     /// As [`emit`](Self::emit).
@@ -112,8 +112,8 @@ impl FileDocuments<'_, '_> {
     }
 }
 
-/// Hands the documents of a corpus from `start` on to `emit`, in order, each with the position
-/// behind it, until `emit` returns false.
+/// Passes the documents of a corpus from `start` on to `emit`, in order, each with the position
+/// after it, until `emit` returns false.
 pub(crate) fn read(
     corpus: &dyn Corpus,
     inputs: &Inputs,
@@ -127,7 +127,7 @@ pub(crate) fn read(
     }
 }
 
-/// Opens a file; what is read of it is decompressed on the way, and its bytes are counted.
+/// Opens a file for reading; decompresses it and counts the bytes read.
 pub(crate) fn open(
     file: &InputFile,
     read_bytes: &ReadBytes,
@@ -146,7 +146,7 @@ pub(crate) fn open(
     })
 }
 
-/// The error of reading from what [`open`] returned.
+/// The error of reading from the reader that [`open`] returned.
 pub(crate) fn read_error(file: &InputFile, source: io::Error) -> DataError {
     match file.compression {
         Compression::None => DataError::read(&file.path, source),

@@ -4,7 +4,7 @@ use super::windows::{Order, Windows};
 use super::{Loader, Plan, SourceRows, SourceSummary, Split};
 use crate::mixture::{BLOCK_ROWS, Mixture, derive_key, largest_remainder};
 use crate::shard::TokenStream;
-use crate::sources::{Content, OpenContext};
+use crate::sources::{OpenContext, SourceData};
 use crate::{DataConfig, DataError, Progress, Tokenizer};
 
 pub(super) fn open(
@@ -62,7 +62,7 @@ fn train_plan(weights: &[f64], seed: u64, summaries: &mut [SourceSummary]) -> Pl
     Plan::Train(mixture)
 }
 
-/// Divides the rows of a pass among the sources by weight; a source with fewer rows gives all it has.
+/// Divides the rows of a pass among the sources by weight; a source with fewer rows gives all of them.
 fn validation_plan(
     config: &DataConfig,
     weights: &[f64],
@@ -95,10 +95,10 @@ enum Opened {
     },
 }
 
-/// The rows of an opened source: a stream of tokens is cut into windows.
+/// The rows of an opened source; cuts a stream of tokens into windows.
 fn open_rows(
     name: String,
-    content: Content,
+    content: SourceData,
     context: &OpenContext<'_>,
 ) -> Result<Opened, DataError> {
     let summary = |name, tokens, rows, fingerprint| {
@@ -106,8 +106,8 @@ fn open_rows(
         SourceSummary { name, kind, tokens, rows, share, fingerprint }
     };
     let stream = match content {
-        Content::Stream(stream) => stream,
-        Content::Generated { rows, fingerprint } => {
+        SourceData::Stream(stream) => stream,
+        SourceData::Generated { rows, fingerprint } => {
             let summary = summary(name, None, None, fingerprint);
             return Ok(Opened::Rows(SourceRows::Generated(rows), summary));
         }
@@ -128,7 +128,7 @@ fn open_rows(
     Ok(Opened::Rows(SourceRows::Windows(windows), summary))
 }
 
-/// Warns when documents cannot be told apart: shards made elsewhere may end them otherwise.
+/// Warns if documents cannot be separated: shards from other programs may end them differently.
 fn look_for_documents(name: &str, stream: &TokenStream, context: &OpenContext<'_>) {
     let mut head = vec![0; stream.tokens().min(1 << 20) as usize];
     stream.read(0, &mut head);

@@ -35,7 +35,7 @@ proptest! {
         prop_assert!(starts[0] < seq_len);
         prop_assert!(starts.windows(2).all(|pair| pair[1] - pair[0] == seq_len));
         prop_assert!(starts[starts.len() - 1] + seq_len < tokens);
-        // Nothing is left out but less than a row at either end.
+        // Less than a row is left out at either end.
         prop_assert!(tokens - 1 - starts.len() as u64 * seq_len < 2 * seq_len);
     }
 
@@ -63,7 +63,7 @@ proptest! {
             let input = |t: usize| batch.inputs[row * 16 + t];
             let start = starts[at] as usize;
             prop_assert!(start <= t);
-            // Between the start and here no document ends, and none goes on in front of it.
+            // No document ends between the start and here, and the start is where one begins.
             prop_assert!((start..t).all(|seen| input(seen) != END as i32));
             prop_assert!(start == 0 || input(start - 1) == END as i32);
             let crosses = input(t) == END as i32;
@@ -120,7 +120,7 @@ fn rows_are_a_function_of_their_number() {
     let config = mixed(&dir);
     let loader = open(&config, 9, Split::Train).unwrap();
     let whole = loader.batch(1000, 12);
-    // Slices, as ranks ask for them, and a loader opened anew, as after a restart.
+    // Slices, as ranks read them, and a reopened loader, as after a restart.
     let again = open(&config, 9, Split::Train).unwrap();
     let cells = 4 * loader.seq_len();
     for slice in 0..3 {
@@ -175,7 +175,7 @@ fn no_document_is_in_both_splits() {
         for row in batch.inputs.chunks(32) {
             let text =
                 tokenizer().decode(&row.iter().map(|&token| token as u32).collect::<Vec<_>>());
-            // Between the word and a space: none that the row's ends have cut.
+            // Only numbers between the word and a space: none that the row's ends have cut.
             let found = text.split("document ").skip(1).filter_map(|part| part.split_once(' '));
             numbers.extend(found.map(|(number, _)| number.parse::<u32>().unwrap()));
         }
@@ -225,7 +225,7 @@ fn flip_flop_sources_are_mixed_in_and_keep_documents_apart() {
     assert!(rows.len() > 10, "{rows:?}");
     for row in rows {
         let at = row * 512;
-        // The second sequence starts behind the first one's end of text, and its w has no loss.
+        // The second sequence starts after the first one's end of text, and its w has no loss.
         assert_eq!((starts[at + 200], starts[at + 201], starts[at + 300]), (0, 201, 201));
         let weights = &batch.loss_weights[at..at + 512];
         assert_eq!((weights[199], weights[200], weights[201]), (1.0, 0.0, 1.0));

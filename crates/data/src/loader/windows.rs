@@ -1,4 +1,4 @@
-//! The rows of a stream of tokens.
+//! Rows as windows of a stream of tokens.
 
 use crate::mixture::derive_key;
 use crate::permutation::Permutation;
@@ -17,7 +17,7 @@ pub(super) struct Windows {
 
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Permuted and shifted, epoch by epoch; `key` stands for seed and source.
+    /// Permuted and shifted in each epoch; `key` is derived from seed and source.
     Shuffled { key: u64 },
     /// `rows` windows, spread evenly over the stream.
     Spread { rows: u64 },
@@ -34,7 +34,7 @@ impl Windows {
         let (tokens, seq_len) = (stream.tokens(), seq_len as u64);
         assert!(tokens > seq_len, "{tokens} tokens for windows of {seq_len} + 1");
         let count = match order {
-            // One fewer than fit, so that the windows can shift by up to seq_len - 1.
+            // One fewer than would fit, so that the windows can shift by up to seq_len - 1.
             Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
             Order::Spread { .. } => (tokens - 1) / seq_len,
         };

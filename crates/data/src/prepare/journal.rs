@@ -12,11 +12,11 @@ use crate::shard::{
 };
 use crate::{DataError, Tokenizer};
 
-/// How far a run has come. The documents before `position` are counted here and are in the shards.
+/// The progress of a run. The documents before `position` are counted here and are in the shards.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct State {
     pub(super) key: String,
-    /// Hash of the list of inputs, which `position` counts in.
+    /// Hash of the list of inputs that `position` indexes.
     pub(super) listing: String,
     pub(super) position: Position,
     pub(super) train: SplitProgress,
@@ -96,7 +96,7 @@ impl Journal {
         Journal { folder: folder.to_path_buf(), path: folder.join(".prepare.json") }
     }
 
-    /// The state of an interrupted run; `None` when there was none.
+    /// The state of an interrupted run, if there was one.
     pub(super) fn load(&self, key: &str) -> Result<Option<State>, DataError> {
         let content = match std::fs::read(&self.path) {
             Ok(content) => content,

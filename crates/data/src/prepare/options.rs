@@ -13,26 +13,26 @@ use crate::{Corpus, DataError};
 pub struct PrepareOptions {
     /// The text.
     pub corpus: Arc<dyn Corpus>,
-    /// Folder for the shards; made if it does not exist. A folder holds one prepared corpus.
+    /// Folder for the shards; created if it does not exist. A folder holds one prepared corpus.
     pub out: PathBuf,
     /// First part of the shards' names.
     pub name: String,
-    /// Share of the documents held out for validation, 0 to below 1. A document's hash decides
-    /// (for `cargo-sources` its crate's), so other documents never change its side.
+    /// Share of the documents held out for validation, 0 to below 1. A document's hash decides (for
+    /// `cargo-sources` its crate's), so its split does not depend on other documents.
     pub validation_fraction: f64,
     /// Tokens in a shard; the last one of a split is shorter.
     pub shard_tokens: u64,
-    /// Threads that encode; by default one a core.
+    /// Threads that encode; by default one per core.
     pub threads: Option<usize>,
-    /// Bytes of text that are encoded at a time; a few times as much is in memory.
+    /// Bytes of text encoded at a time; memory holds a few times as much.
     pub batch_bytes: u64,
     /// How often the state is saved, for resuming.
     pub save_every: Duration,
 }
 
 impl PrepareOptions {
-    /// The defaults: 1 % for validation, shards of 100M tokens, one thread a core, state saved
-    /// every 10 seconds.
+    /// The defaults: 1 % for validation, shards of 100M tokens, one thread per core, state saved every
+    /// 10 seconds.
     pub fn new(corpus: Arc<dyn Corpus>, out: PathBuf, name: impl Into<String>) -> Self {
         PrepareOptions {
             corpus,
@@ -89,13 +89,13 @@ impl PrepareOptions {
 pub enum PrepareStart {
     /// From the beginning.
     Fresh,
-    /// From where an interrupted run had stopped.
+    /// Where an interrupted run had stopped.
     Resumed,
-    /// Not at all: the folder was complete.
+    /// It did not start: the folder was complete.
     Complete,
 }
 
-/// What [`prepare`](crate::prepare()) did. Displays as the lines that the command prints.
+/// The result of [`prepare`](crate::prepare()). Displays as the lines that the command prints.
 #[derive(Clone, Debug)]
 pub struct PrepareReport {
     /// The folder of shards.
@@ -111,7 +111,7 @@ pub struct PrepareReport {
 }
 
 impl PrepareReport {
-    /// Megabytes (10⁶) of text a second, in this run.
+    /// Megabytes (10⁶) of text per second, in this run.
     pub fn mb_per_second(&self) -> f64 {
         self.encoded_bytes as f64 / 1e6 / self.seconds.max(1e-9)
     }

@@ -1,5 +1,5 @@
-//! Read, encode, write: three stages on their own threads, the middle one in parallel. Batches
-//! stay in order, so the output does too.
+//! Read, encode, write: three stages on their own threads, the middle one parallel. Batches stay in
+//! order, and so does the output.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
@@ -9,19 +9,19 @@ use sha2::{Digest, Sha256};
 
 use super::PrepareOptions;
 use super::journal::{Journal, SplitProgress, State};
-use crate::corpus::{Document, Inputs, Outcome, Position, ReadBytes, read};
+use crate::corpus::{Decoded, Document, Inputs, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
 use crate::{DataError, Progress, Tokenizer};
 
-/// The most documents in a batch; `batch_bytes` bounds it too.
+/// The most documents in a batch; `batch_bytes` also limits it.
 const BATCH_DOCUMENTS: usize = 8192;
 
-/// Batches that wait between two stages.
+/// Batches that may wait between two stages.
 const WAITING: usize = 2;
 
 struct DocumentBatch<T> {
     items: Vec<T>,
-    /// The position behind the batch.
+    /// The position after the batch.
     next: Position,
 }
 
@@ -34,7 +34,7 @@ struct Encoded {
 }
 
 type ReadBatch = Result<DocumentBatch<Document>, DataError>;
-type EncodedBatch = Result<DocumentBatch<Outcome<Encoded>>, DataError>;
+type EncodedBatch = Result<DocumentBatch<Decoded<Encoded>>, DataError>;
 
 /// Encodes the documents from `state` to the end of the inputs and returns the final state.
 pub(super) fn run(
@@ -57,7 +57,7 @@ pub(super) fn run(
     let read_bytes = ReadBytes::default();
     let mut writer = Writer::open(options, tokenizer, state)?;
     std::thread::scope(|scope| {
-        // The channels end with this closure's scope: when the writer stops, the others do too.
+        // The channels close with this closure's scope: when the writer stops, so do the other stages.
         let (to_encode, documents) = sync_channel::<ReadBatch>(WAITING);
         let (to_write, encoded) = sync_channel::<EncodedBatch>(WAITING);
         let start = writer.state.position;
@@ -91,7 +91,7 @@ fn read_batches(
         let full = std::mem::replace(&mut batch, DocumentBatch { items: Vec::new(), next });
         out.send(Ok(full)).is_ok()
     });
-    // A closed channel means that the writer has stopped, and knows why.
+    // A closed channel means that the writer has stopped; it reports why.
     let _ = out.send(result.map(|()| batch));
 }
 
@@ -105,7 +105,7 @@ fn encode_batches(
     let encode = |document| encode(document, options, tokenizer, inputs);
     for batch in documents {
         let encoded = batch.and_then(|DocumentBatch { items, next }| {
-            // Not `collect` into a Result: that returns any error, and this the first.
+            // Not `collect` into a Result: that returns any of the errors, this returns the first.
             let results: Vec<_> = items.into_par_iter().map(encode).collect();
             let items = results.into_iter().collect::<Result<_, _>>()?;
             Ok(DocumentBatch { items, next })
@@ -121,17 +121,17 @@ fn encode(
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
     inputs: &Inputs,
-) -> Result<Outcome<Encoded>, DataError> {
+) -> Result<Decoded<Encoded>, DataError> {
     let group = document.group.clone();
     let text = match document.text(inputs)? {
-        Outcome::Document(text) => text,
-        Outcome::Empty => return Ok(Outcome::Empty),
-        Outcome::Binary => return Ok(Outcome::Binary),
+        Decoded::Document(text) => text,
+        Decoded::Empty => return Ok(Decoded::Empty),
+        Decoded::Binary => return Ok(Decoded::Binary),
     };
     let deciding = group.as_deref().unwrap_or(&text.text);
     let mut tokens = tokenizer.encode(&text.text);
     tokens.push(tokenizer.end_of_text());
-    Ok(Outcome::Document(Encoded {
+    Ok(Decoded::Document(Encoded {
         tokens,
         bytes: text.text.len() as u64,
         validation: is_validation(deciding, options.validation_fraction),
@@ -139,8 +139,8 @@ fn encode(
     }))
 }
 
-/// Whether documents that `text` decides for are held out: whether its hash, as a number in [0, 1),
-/// is below `fraction`.
+/// Whether documents whose split depends on `text` are held out: whether its hash, as a number in
+/// [0, 1), is below `fraction`.
 pub(super) fn is_validation(text: &str, fraction: f64) -> bool {
     let digest = Sha256::new_with_prefix(b"longwall split").chain_update(text).finalize();
     let hash = digest.iter().take(8).fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));
@@ -203,14 +203,14 @@ impl Writer {
         Ok(())
     }
 
-    fn add(&mut self, outcome: Outcome<Encoded>) -> Result<(), DataError> {
+    fn add(&mut self, outcome: Decoded<Encoded>) -> Result<(), DataError> {
         let document = match outcome {
-            Outcome::Document(document) => document,
-            Outcome::Empty => {
+            Decoded::Document(document) => document,
+            Decoded::Empty => {
                 self.state.skipped.empty += 1;
                 return Ok(());
             }
-            Outcome::Binary => {
+            Decoded::Binary => {
                 self.state.skipped.binary += 1;
                 return Ok(());
             }

@@ -138,7 +138,7 @@ fn a_run_that_was_interrupted_ends_as_an_unbroken_one() {
         let error =
             prepare(&options, &tokenizer(), &CancelAt(stop, AtomicUsize::new(0))).unwrap_err();
         assert!(matches!(error, DataError::Interrupted { .. }), "{error}");
-        // A killed process may have written more than its last saved state says.
+        // A killed process may have written more than its last saved state records.
         for (name, mut bytes) in contents(&options.out) {
             if name.ends_with(".partial") {
                 bytes.extend(b"lost work");
@@ -154,7 +154,7 @@ fn a_run_that_was_interrupted_ends_as_an_unbroken_one() {
 
 const KILLED_IN: &str = "LONGWALL_TEST_KILLED_IN";
 
-/// Takes its time, so that the parent can kill it half-way.
+/// Slows the work down, so that the parent can kill it half-way.
 struct Slow;
 
 impl Progress for Slow {
@@ -163,7 +163,7 @@ impl Progress for Slow {
     }
 }
 
-/// Works in the folder that the variable names until it is killed.
+/// Prepares in the folder that the environment variable names, until it is killed.
 #[test]
 #[ignore = "the child process of a_killed_process_leaves_nothing_that_matters"]
 fn work_until_killed() {
@@ -213,7 +213,7 @@ fn another_document_moves_none_to_the_other_split() {
     let options = options(&dir, "out");
     prepare(&options, &tokenizer(), &NoProgress).unwrap();
     let more = PrepareOptions { out: dir.path().join("more"), ..options.clone() };
-    // In front of all others, and empty: nothing but positions could change.
+    // Sorted before all others, and empty: it changes only positions.
     std::fs::write(dir.path().join("corpus/0.jsonl.a.txt"), "an added document").unwrap();
     let report = prepare(&more, &tokenizer(), &NoProgress).unwrap();
     assert_eq!(report.manifest.documents, 301);
@@ -342,7 +342,7 @@ fn an_unwritable_folder_is_refused_with_a_remedy() {
 fn the_key_of_a_frozen_corpus_never_changes() {
     let corpus = Arc::new(cargo_sources::Config { max_bytes: 64_000_000, path: None });
     let options = PrepareOptions::new(corpus, PathBuf::new(), "cargo-sources");
-    // Another one would encode the text of every cache anew, and change the data of runs under way.
+    // Another key would re-encode the text of every cache, and change the data of existing runs.
     assert!(key(&options, &tokenizer(), None).starts_with("1237c129c4c6288e"));
 }
 

@@ -1,4 +1,4 @@
-//! What `prepare` writes beside the shards.
+//! The manifest that `prepare` writes beside the shards.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -13,7 +13,7 @@ pub const MANIFEST_FILE: &str = "manifest.json";
 
 const FORMAT: &str = "longwall-shards-1";
 
-/// Describes a folder of shards; written last, so that a folder with a manifest is complete.
+/// Describes a folder of shards. Written last: a folder with a manifest is complete.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// The manifest's own format and version.
@@ -34,7 +34,7 @@ pub struct Manifest {
     pub bytes: u64,
     /// How long documents are, in tokens without the end of text.
     pub lengths: LengthSummary,
-    /// What was left out or repaired.
+    /// What was skipped or repaired.
     pub skipped: Skipped,
     /// The training split.
     pub train: SplitSummary,
@@ -90,14 +90,14 @@ pub struct ShardEntry {
     pub sha256: String,
 }
 
-/// What `prepare` left out or repaired.
+/// What `prepare` skipped or repaired.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Skipped {
     /// Documents without text.
     pub empty: u64,
     /// Files of a folder that hold binary data.
     pub binary: u64,
-    /// Documents read in spite of bytes that are not UTF-8; those became U+FFFD.
+    /// Documents with bytes that are not UTF-8, which became U+FFFD.
     pub invalid_utf8: u64,
 }
 
@@ -128,7 +128,7 @@ impl Manifest {
         FORMAT.into()
     }
 
-    /// Reads the manifest of `folder`; `None` when it has none.
+    /// Reads the manifest of `folder`, if it has one.
     pub(crate) fn read(folder: &Path) -> Result<Option<Self>, DataError> {
         let path = folder.join(MANIFEST_FILE);
         let content = match std::fs::read(&path) {
@@ -164,7 +164,7 @@ impl Manifest {
     }
 }
 
-/// Writes JSON to a temporary file in the same folder and renames it: readers see all or nothing.
+/// Writes JSON to a temporary file in the same folder and renames it: readers see all of it or nothing.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), DataError> {
     let mut text = serde_json::to_string_pretty(value)
         .map_err(|error| DataError::write(path, error.into()))?;

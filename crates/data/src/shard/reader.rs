@@ -10,8 +10,8 @@ use sha2::{Digest, Sha256};
 use super::{HEADER_BYTES, MAGIC, Width};
 use crate::{DataError, Tokenizer};
 
-/// A shard, mapped into memory. The file must not be cut short while it is in use: reading past
-/// its end ends the process.
+/// A memory-mapped shard. The file must not be truncated while it is in use: reading past its end
+/// kills the process.
 #[derive(Debug)]
 pub(crate) struct Shard {
     path: PathBuf,
@@ -38,8 +38,8 @@ impl Shard {
                 "the file was cut short, or is no shard; make it again with `longwall prepare`",
             ));
         }
-        // SAFETY: the map is read-only, and the documentation of this type tells the user not to
-        // change the file meanwhile.
+        // SAFETY: the map is read-only, and the documentation of this type tells the user not to change
+        // the file while it is in use.
         let map = unsafe { Mmap::map(&file) }.map_err(read_error)?;
         let field = |at: usize| {
             i32::from_le_bytes([map[4 * at], map[4 * at + 1], map[4 * at + 2], map[4 * at + 3]])
@@ -83,7 +83,7 @@ impl Shard {
         &self.map[at(start)..at(start + count)]
     }
 
-    /// Copies the tokens from `start` on into `out`, as many as it holds.
+    /// Fills `out` with the tokens from `start` on.
     pub(crate) fn read(&self, start: u64, out: &mut [i32]) {
         let bytes = self.bytes(start, out.len() as u64);
         match self.width {
@@ -129,8 +129,8 @@ impl Shard {
         }
     }
 
-    /// Adds to `sha` what tells this shard from others: its length, both ends, and a sample of what
-    /// lies between. To hash everything would take reading the whole corpus at every start.
+    /// Adds to `sha` what identifies this shard: its length, both ends, and a sample of the tokens
+    /// between. Hashing everything would mean reading the whole corpus at every start.
     fn sample(&self, sha: &mut Sha256) {
         const ENDS: u64 = 32 * 1024;
         const SAMPLES: u64 = 64;
@@ -147,11 +147,11 @@ impl Shard {
     }
 }
 
-/// Shards one after the other, as one stream of tokens.
+/// Consecutive shards as one stream of tokens.
 #[derive(Debug)]
 pub(crate) struct TokenStream {
     shards: Vec<Shard>,
-    /// First token of each shard in the stream, and the stream's length at the end.
+    /// Index in the stream of each shard's first token, followed by the stream's length.
     starts: Vec<u64>,
 }
 
@@ -168,7 +168,7 @@ impl TokenStream {
         self.starts[self.shards.len()]
     }
 
-    /// Copies the tokens from `start` on into `out`, across shards if need be.
+    /// Fills `out` with the tokens from `start` on, across shards if necessary.
     ///
     /// # Panics
     /// When the stream ends before `out` is full.

@@ -72,7 +72,7 @@ fn a_resumed_writer_cuts_off_what_came_after_its_state() {
         let mut writer = SplitWriter::new(resumed.path(), "x_train".into(), 1, Width::U16, 100);
         writer.push(&tokens[..cut]).unwrap();
         let state = writer.sync().unwrap();
-        // Lost work: past the state, and past the end of its shard.
+        // Work that is lost: beyond the saved state, and beyond the end of its shard.
         writer.push(&tokens[cut..cut + 80]).unwrap();
         drop(writer);
 

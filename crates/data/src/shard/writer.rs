@@ -1,4 +1,4 @@
-//! Writing shards: under a temporary name until they are whole, and resumable.
+//! Writing shards: resumable, and under a temporary name until they are complete.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
@@ -11,10 +11,10 @@ use super::manifest::ShardEntry;
 use super::{HEADER_BYTES, Width, header};
 use crate::DataError;
 
-/// Where a split stands: enough to continue it after an interruption.
+/// The progress of a split: enough to continue it after an interruption.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct SplitState {
-    /// Shards that are whole.
+    /// Complete shards.
     pub(crate) shards: Vec<ShardEntry>,
     /// Tokens in the open shard.
     pub(crate) open_tokens: u64,
@@ -26,7 +26,7 @@ pub(crate) struct SplitWriter {
     folder: PathBuf,
     /// `{name}_train` or `{name}_val`.
     stem: String,
-    /// Number of the first shard: llm.c counts training shards from 1, and validation is 0.
+    /// Number of the first shard: llm.c numbers training shards from 1, and validation is 0.
     first: usize,
     width: Width,
     shard_tokens: u64,
@@ -55,7 +55,7 @@ impl SplitWriter {
         }
     }
 
-    /// Continues from `state`: what was written after it is cut off.
+    /// Continues from `state`: truncates what was written after it.
     pub(crate) fn resume(&mut self, state: SplitState) -> Result<(), DataError> {
         self.state = state;
         if self.state.open_tokens == 0 {
@@ -100,7 +100,7 @@ impl SplitWriter {
     fn write(&mut self, tokens: &[u32]) -> io::Result<()> {
         if self.open.is_none() {
             let mut file = BufWriter::with_capacity(1 << 20, File::create(self.paths().0)?);
-            // A file that never gets further is no valid shard.
+            // Zeros, so that an unfinished file is no valid shard.
             file.write_all(&[0; HEADER_BYTES as usize])?;
             self.open = Some(file);
         }
@@ -117,7 +117,7 @@ impl SplitWriter {
         }
     }
 
-    /// Waits until everything written so far is on the disk, and returns where the split stands.
+    /// Flushes everything written so far to disk, and returns the split's progress.
     pub(crate) fn sync(&mut self) -> Result<SplitState, DataError> {
         if let Some(file) = &mut self.open {
             let synced = file.flush().and_then(|()| file.get_ref().sync_data());

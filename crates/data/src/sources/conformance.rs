@@ -1,4 +1,4 @@
-//! The tests that the registry gives every kind of source.
+//! The tests that the registry generates for every kind of source.
 
 use longwall_config::{Problems, keys_of};
 use serde::de::DeserializeOwned;
@@ -45,7 +45,7 @@ macro_rules! suite {
 }
 pub(super) use suite;
 
-/// A configuration with the kind's example alone.
+/// A configuration with only the kind's example.
 fn example<C: Example>() -> (TempDir, DataConfig) {
     let dir = tempfile::tempdir().unwrap();
     let source: SourceConfig = C::example(dir.path()).into();

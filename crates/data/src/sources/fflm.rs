@@ -1,16 +1,16 @@
-//! Generated flip-flop sequences, each followed by an end of text, whole ones packed into rows.
+//! Generated flip-flop sequences, each followed by an end of text; rows hold whole sequences.
 //! [`synthetic::fflm`](crate::synthetic::fflm) draws them.
 
 use longwall_config::Problems;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::{Content, OpenContext, RowGenerator, Source};
+use super::{OpenContext, RowGenerator, Source, SourceData};
 use crate::synthetic::fflm::{FlipFlop, FlipFlopTokens, read_bits};
 use crate::synthetic::packing::{Example, pack};
 use crate::{DataConfig, DataError};
 
-/// How far from 1 the probabilities may add up: they are written in decimals.
+/// How far from 1 the sum of the probabilities may be: users write them as decimals.
 const SUM_TOLERANCE: f64 = 1e-9;
 
 /// The keys of `kind = "fflm"`.
@@ -23,7 +23,7 @@ pub struct Config {
     pub p_write: f64,
     /// Probability that it reads, 0 to 1. Default 0.1.
     pub p_read: f64,
-    /// Probability that it is ignored, 0 to 1; the three add up to 1. Default 0.8.
+    /// Probability that it is ignored, 0 to 1; the three sum to 1. Default 0.8.
     pub p_ignore: f64,
     /// Whether only the bits that are read count for the loss: no other token can be predicted.
     /// Default true.
@@ -70,7 +70,7 @@ impl Source for Config {
         );
     }
 
-    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError> {
+    fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         let Config { instructions, p_write, p_read, reads_only, .. } = *self;
         let rows = FlipFlopRows {
             task: FlipFlop { instructions, p_write, p_read },
@@ -80,7 +80,7 @@ impl Source for Config {
             seed: context.generator_seed(),
         };
         let fingerprint = format!("fflm {instructions} {p_write} {p_read} {reads_only}");
-        Ok(Content::Generated { rows: Box::new(rows), fingerprint })
+        Ok(SourceData::Generated { rows: Box::new(rows), fingerprint })
     }
 }
 

@@ -1,8 +1,8 @@
 //! Where rows come from: the `Source` trait, and the registry of its kinds.
 //!
 //! A kind is one file or folder, its `pub mod` line and one line in `registry!` below. Its `Config`
-//! holds the keys of its `[[data.sources]]` table; `kind` and `weight`, which all tables have, are
-//! the registry's.
+//! holds the keys of its `[[data.sources]]` table; the registry adds `kind` and `weight`, which all
+//! tables have.
 
 pub mod cargo_sources;
 #[cfg(test)]
@@ -43,23 +43,23 @@ registry::registry! {
 }
 
 impl SourceConfig {
-    /// Whether the source makes its rows itself: these are no text.
+    /// Whether the source generates its rows instead of reading text.
     pub fn is_generated(&self) -> bool {
         self.source().is_generated()
     }
 }
 
-/// What a kind of source implements, for its `Config`.
+/// Implemented by the `Config` of every kind of source.
 ///
 /// A source of text also implements [`Corpus`], and opens with [`OpenContext::encoded`].
 pub(crate) trait Source {
-    /// Whether the source makes its rows itself: these are no text.
+    /// Whether the source generates its rows instead of reading text.
     fn is_generated(&self) -> bool {
         false
     }
 
-    /// Records the values that cannot work; `key` is the table's, for example `data.sources[0]`.
-    /// What depends on files is left to [`open`](Self::open).
+    /// Records invalid values; `key` is the table's, for example `data.sources[0]`. [`open`](Self::open)
+    /// checks what depends on files.
     fn validate(&self, key: &str, data: &DataConfig, problems: &mut Problems);
 
     /// Opens the split that the context names.
@@ -67,32 +67,32 @@ pub(crate) trait Source {
     /// # Errors
     /// When files are missing, malformed or made with another tokenizer, when the cache cannot be
     /// written, or when the tokenizer does not suit the task.
-    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError>;
+    fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError>;
 }
 
-/// What a source has for one split.
+/// The data of a source for one split.
 #[derive(Debug)]
-pub(crate) enum Content {
+pub(crate) enum SourceData {
     /// Tokens, document after document; the loader cuts them into rows. May be empty.
     Stream(TokenStream),
-    /// Rows that the source makes itself.
+    /// Rows that the source generates.
     Generated {
-        /// Makes them.
+        /// Generates them.
         rows: Box<dyn RowGenerator>,
-        /// The settings that the rows depend on beside seed and tokenizer, in words: when it
-        /// changes, a run is not resumed.
+        /// The settings that the rows depend on, besides seed and tokenizer, in words: a run cannot
+        /// be resumed if it changes.
         fingerprint: String,
     },
 }
 
-/// Makes rows of tokens at random access.
+/// Generates rows of tokens with random access.
 pub(crate) trait RowGenerator: Debug + Send + Sync {
     /// Fills row `index`: its `seq_len + 1` tokens, and the weight of each token but the first as a
     /// target. A function of the index and of [`OpenContext::generator_seed`].
     fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]);
 }
 
-/// What a source is opened with.
+/// The arguments for opening a source.
 pub(crate) struct OpenContext<'a> {
     /// The source's kind.
     pub(crate) kind: &'static str,
@@ -100,17 +100,17 @@ pub(crate) struct OpenContext<'a> {
     pub(crate) data: &'a DataConfig,
     /// The tokenizer of the rows.
     pub(crate) tokenizer: &'a Tokenizer,
-    /// The split that is wanted.
+    /// The split to open.
     pub(crate) split: Split,
-    /// The source's own seed, from the run's and the source's place in the list.
+    /// The source's own seed, derived from the run's seed and the source's index in the list.
     pub(crate) seed: u64,
-    /// Who is told of long work.
+    /// Receives the progress of long work.
     pub(crate) progress: &'a dyn Progress,
 }
 
 impl OpenContext<'_> {
-    /// The seed of generated rows. Those of the two splits come from different hashes; validation
-    /// has the same rows whatever the run's seed.
+    /// The seed of generated rows: different for the two splits. Validation has the same rows for every
+    /// run seed.
     pub(crate) fn generator_seed(&self) -> u64 {
         let purpose = format!("{} {}", self.kind, self.split.name());
         match self.split {
@@ -119,8 +119,8 @@ impl OpenContext<'_> {
         }
     }
 
-    /// The tokens of a corpus: encoded into `cache_dir`, unless they are there already.
-    pub(crate) fn encoded(&self, corpus: Arc<dyn Corpus>) -> Result<Content, DataError> {
+    /// The tokens of a corpus, encoded into `cache_dir` unless they are there already.
+    pub(crate) fn encoded(&self, corpus: Arc<dyn Corpus>) -> Result<SourceData, DataError> {
         let mut options = PrepareOptions::new(corpus, PathBuf::new(), self.kind);
         options.validation_fraction = self.data.validation_fraction;
         let cache = &self.data.cache_dir;
@@ -138,7 +138,7 @@ impl OpenContext<'_> {
             Err(DataError::Missing { what: "prepared shard", path, hint })
         };
         let shards = split.shards.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Content::Stream(TokenStream::new(shards)))
+        Ok(SourceData::Stream(TokenStream::new(shards)))
     }
 }
 

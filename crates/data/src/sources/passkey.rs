@@ -1,4 +1,4 @@
-//! Generated passkey examples, whole ones packed into rows: prompt, answer, full stop, end of text.
+//! Generated passkey examples: prompt, answer, full stop, end of text; rows hold whole examples.
 //! [`synthetic::passkey`](crate::synthetic::passkey) makes the prompts.
 
 use longwall_config::Problems;
@@ -6,7 +6,7 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::{Content, OpenContext, RowGenerator, Source};
+use super::{OpenContext, RowGenerator, Source, SourceData};
 use crate::synthetic::packing::{Example, pack};
 use crate::synthetic::passkey::PasskeyFitter;
 use crate::{DataConfig, DataError, Tokenizer};
@@ -15,10 +15,10 @@ use crate::{DataConfig, DataError, Tokenizer};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Least length of an example in tokens; by default that of an example without garbage.
+    /// Shortest example in tokens; by default that of an example without garbage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_len: Option<usize>,
-    /// Greatest length of an example in tokens; by default `seq_len`.
+    /// Longest example in tokens; by default `seq_len`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_len: Option<usize>,
     /// Whether only the answer's tokens count for the loss. Default true.
@@ -61,11 +61,11 @@ impl Source for Config {
         }
     }
 
-    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError> {
+    fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         let max_len = self.max_len.unwrap_or(context.data.seq_len);
         let rows = PasskeyRows::new(self, max_len, context.tokenizer, context.generator_seed())?;
         let fingerprint = format!("passkey {:?} {max_len} {}", self.min_len, self.answer_only);
-        Ok(Content::Generated { rows: Box::new(rows), fingerprint })
+        Ok(SourceData::Generated { rows: Box::new(rows), fingerprint })
     }
 }
 
@@ -103,7 +103,7 @@ impl PasskeyRows {
     /// An example. With `answer_only`, the answer and the full stop that ends it count for the loss.
     fn example(&self, rng: &mut ChaCha8Rng) -> Example {
         let length = rng.random_range(self.min_len..=self.max_len);
-        // The longest answer's tokens, so that the example fits whatever the answer.
+        // Room for the longest answer, so that the example fits whatever the answer is.
         let reserved = self.fitter.shortest_example() - self.fitter.shortest_prompt();
         let prompt = match self.fitter.fit(rng, length - reserved, None, "min_len") {
             Ok(prompt) => prompt,

@@ -1,5 +1,5 @@
-//! The registry: one line a kind of source. It gives the configuration's enum and, in tests, the
-//! suite that every kind must pass; no other `match` on the kind exists.
+//! The registry: one line per kind of source. It generates the configuration enum and, in tests, the
+//! suite that every kind must pass; no other code matches on the kind.
 //!
 //! The macro is expanded in the parent module, which declares the kinds' modules.
 

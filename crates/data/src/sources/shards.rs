@@ -1,4 +1,4 @@
-//! Token shards in llm.c's format, made by `longwall prepare` or elsewhere.
+//! Token shards in llm.c's format, made by `longwall prepare` or other programs.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::{Content, OpenContext, Source, check_paths};
+use super::{OpenContext, Source, SourceData, check_paths};
 use crate::corpus::discover::expand;
 use crate::shard::{MANIFEST_FILE, Manifest, Shard, TokenStream};
 use crate::{DataConfig, DataError, Split, Tokenizer};
@@ -27,13 +27,13 @@ impl Source for Config {
         check_paths(problems, key, "train", &self.train);
     }
 
-    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError> {
+    fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         let paths = match context.split {
             Split::Train => &self.train,
             Split::Validation => &self.validation,
         };
         let files = find(paths, context.split)?;
-        Ok(Content::Stream(TokenStream::new(open(&files, context.tokenizer)?)))
+        Ok(SourceData::Stream(TokenStream::new(open(&files, context.tokenizer)?)))
     }
 }
 
@@ -81,8 +81,8 @@ fn check_manifest(
     })
 }
 
-/// The shards of `split` that `paths` lead to. A file that the user names is taken in any case; of
-/// folders and patterns, `_val_` in a file's name decides.
+/// The shards of `split` that `paths` match. A file that the user names is always taken; in folders
+/// and patterns, `_val_` in a file's name decides.
 fn find(paths: &[PathBuf], split: Split) -> Result<Vec<PathBuf>, DataError> {
     let found = expand(paths, "shard")?;
     let place =

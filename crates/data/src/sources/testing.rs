@@ -1,11 +1,11 @@
-//! What the tests of several kinds share.
+//! Helpers shared by the tests of several kinds.
 
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use super::{Content, OpenContext, RowGenerator, SourceConfig};
-use crate::corpus::{Corpus, Outcome, Position, ReadBytes, read};
+use super::{OpenContext, RowGenerator, SourceConfig, SourceData};
+use crate::corpus::{Corpus, Decoded, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
 use crate::{DataConfig, DataError, Loader, NoProgress, Split, Tokenizer, TokenizerConfig};
 
@@ -14,7 +14,7 @@ pub(crate) const END: u32 = 256;
 
 /// A source for the tests that every kind gets.
 pub(crate) trait Example: Into<SourceConfig> {
-    /// A source with text, if it reads any, in `folder`, for rows of 300 bytes.
+    /// A source for rows of 300 byte tokens; if it reads text, it writes some into `folder`.
     fn example(folder: &Path) -> Self;
 }
 
@@ -47,7 +47,7 @@ pub(crate) fn without_folder(dir: &TempDir, error: &DataError) -> String {
     error.to_string().replace(&dir.path().display().to_string(), "DIR")
 }
 
-/// Writes a file into a folder, and makes the folders above it.
+/// Writes a file into a folder, and creates its parent folders.
 pub(crate) fn put(folder: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
     let path = folder.join(name);
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -62,7 +62,7 @@ pub(crate) fn shard(folder: &Path, stem: &str, tokens: &[u32]) -> PathBuf {
     folder.join(&writer.finish().unwrap()[0].file)
 }
 
-/// Documents of `lengths` tokens, ends included; every document repeats one token of its own.
+/// Documents of `lengths` tokens, end of text included; every document repeats its own token.
 pub(crate) fn documents(lengths: &[usize]) -> Vec<u32> {
     let document = |(n, &length): (usize, &usize)| {
         let mut tokens = vec![n as u32 % 256; length];
@@ -90,8 +90,8 @@ pub(crate) fn generator(
         progress: &NoProgress,
     };
     match source.source().open(&context)? {
-        Content::Generated { rows, .. } => Ok(rows),
-        Content::Stream(_) => panic!("{source:?} generates nothing"),
+        SourceData::Generated { rows, .. } => Ok(rows),
+        SourceData::Stream(_) => panic!("{source:?} generates nothing"),
     }
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn row(rows: &dyn RowGenerator, index: u64, seq_len: usize) -> (Vec<i
     (tokens, weights)
 }
 
-/// The texts of a corpus from `start` on, each with the position behind it; `-` for an empty
+/// The texts of a corpus from `start` on, each with the position after it; `-` for an empty
 /// document, `#` for a binary file.
 pub(crate) fn texts_from(
     corpus: &dyn Corpus,
@@ -113,9 +113,9 @@ pub(crate) fn texts_from(
     let mut failure = Ok(());
     read(corpus, &inputs, start, &ReadBytes::default(), &mut |document, next| {
         match document.text(&inputs) {
-            Ok(Outcome::Document(text)) => texts.push((text.text, next)),
-            Ok(Outcome::Empty) => texts.push(("-".into(), next)),
-            Ok(Outcome::Binary) => texts.push(("#".into(), next)),
+            Ok(Decoded::Document(text)) => texts.push((text.text, next)),
+            Ok(Decoded::Empty) => texts.push(("-".into(), next)),
+            Ok(Decoded::Binary) => texts.push(("#".into(), next)),
             Err(error) => failure = Err(error),
         }
         failure.is_ok()

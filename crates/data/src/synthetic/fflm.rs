@@ -1,4 +1,4 @@
-//! Flip-flop language modelling: a register of one bit, written, read and ignored.
+//! Flip-flop language modelling: a one-bit register with instructions to write, read and ignore.
 //!
 //! After Liu et al., "Exposing attention glitches with flip-flop language modeling", 2023, section
 //! 3: a sequence of instructions w (write), r (read) and i (ignore), each followed by a bit. It
@@ -26,7 +26,7 @@ pub struct FlipFlop {
 }
 
 impl FlipFlop {
-    /// The family FFL(p_ignore) of the paper: what is not ignored is half written, half read.
+    /// The family FFL(p_ignore) of the paper: the other instructions are half writes, half reads.
     pub fn ignoring(instructions: usize, p_ignore: f64) -> Self {
         let half = (1.0 - p_ignore) / 2.0;
         FlipFlop { instructions, p_write: half, p_read: half }
@@ -42,8 +42,8 @@ impl FlipFlop {
         let mut text = String::with_capacity(self.chars());
         let mut written = '0';
         for at in 0..self.instructions {
-            // Every instruction takes two draws, so that sequences of one seed differ only where
-            // their probabilities do.
+            // Every instruction takes two draws, so that sequences of one seed but different
+            // probabilities stay aligned.
             let (place, random) = (rng.random::<f64>(), if rng.random() { '1' } else { '0' });
             let instruction = match at {
                 0 => 'w',
@@ -62,7 +62,7 @@ impl FlipFlop {
     }
 }
 
-/// Indices of the bits that a sequence reads, in characters.
+/// Indices, in characters, of the bits that follow read instructions.
 pub fn read_bits(text: &str) -> impl Iterator<Item = usize> + '_ {
     text.bytes().enumerate().filter(|&(_, symbol)| symbol == b'r').map(|(at, _)| at + 1)
 }
@@ -75,7 +75,7 @@ pub struct FlipFlopTokens {
 }
 
 impl FlipFlopTokens {
-    /// Looks the symbols up.
+    /// Looks up the symbols' tokens.
     ///
     /// # Errors
     /// [`DataError::NoSymbol`] when one of them is not a token of its own.
@@ -84,7 +84,7 @@ impl FlipFlopTokens {
         for (token, symbol) in tokens.iter_mut().zip(SYMBOLS) {
             let text = symbol.to_string();
             match tokenizer.encode(&text)[..] {
-                // Not one for unknown text.
+                // Not the token for unknown text.
                 [single] if tokenizer.decode(&[single]) == text => *token = single,
                 _ => {
                     return Err(DataError::NoSymbol { symbol, tokenizer: tokenizer.name().into() });

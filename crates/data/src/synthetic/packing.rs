@@ -11,9 +11,8 @@ pub(crate) struct Example {
     pub(crate) counted: Option<Vec<usize>>,
 }
 
-/// Packs whole examples into a row of `tokens`, and fills what is left with ends of text that do not
-/// count for the loss. `weights` has one element less: the weight of each token but the first as a
-/// target.
+/// Packs whole examples into a row of `tokens`, and pads it with end-of-text tokens that do not count
+/// for the loss. `weights` has one element less: the weight of each token but the first as a target.
 ///
 /// A row is a function of the seed and its index.
 pub(crate) fn pack(
@@ -37,7 +36,7 @@ pub(crate) fn pack(
         for (token, new) in tokens[at..end].iter_mut().zip(&new) {
             *token = *new as i32;
         }
-        // The weight of target t stands at the position in front of it.
+        // The weight of target t is at the position before it.
         match counted {
             Some(places) => {
                 for place in places {

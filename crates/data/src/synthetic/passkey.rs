@@ -19,11 +19,11 @@ const GREATEST_ANSWER: u32 = 50_000;
 /// One prompt and its answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PasskeyPrompt {
-    /// The text up to and without the space in front of the answer.
+    /// The text up to the space before the answer, which it does not include.
     pub prompt: String,
-    /// The number to be found, 1 to 50,000.
+    /// The number to find, 1 to 50,000.
     pub answer: u32,
-    /// The share of the garbage that stands in front of the needle, 0 to 1; 0 without garbage.
+    /// The share of the garbage before the needle, 0 to 1; 0 without garbage.
     pub depth: f64,
 }
 
@@ -35,11 +35,11 @@ impl PasskeyPrompt {
     }
 }
 
-/// What is random about a prompt.
+/// The random draws of a prompt.
 #[derive(Clone, Copy)]
 struct Draw {
     answer: u32,
-    /// Uniform in [0, 1): where in the garbage the needle stands, unless a depth is given.
+    /// Uniform in [0, 1): the needle's place in the garbage, unless a depth is given.
     position: f64,
 }
 
@@ -48,7 +48,7 @@ impl Draw {
         Draw { answer: rng.random_range(1..=GREATEST_ANSWER), position: rng.random() }
     }
 
-    /// Characters of garbage in front of the needle: uniform in 0..=garbage_chars.
+    /// Characters of garbage before the needle: uniform in 0..=garbage_chars.
     fn prefix_chars(&self, garbage_chars: usize, depth: Option<f64>) -> usize {
         let prefix = match depth {
             Some(depth) => (depth.clamp(0.0, 1.0) * garbage_chars as f64).round(),
@@ -80,10 +80,10 @@ fn garbage(chars: usize) -> String {
     text
 }
 
-/// A prompt with `garbage_chars` characters of garbage in all.
+/// A prompt with `garbage_chars` characters of garbage in total.
 ///
-/// `depth` is the share of it in front of the needle, 0 (start) to 1 (end); `None` draws it
-/// uniformly. Two draws are taken from `rng` in either case.
+/// `depth` is the share of it before the needle, 0 (start) to 1 (end); `None` draws it uniformly.
+/// Takes two draws from `rng` in either case.
 pub fn passkey_prompt(
     rng: &mut ChaCha8Rng,
     garbage_chars: usize,
@@ -94,8 +94,8 @@ pub fn passkey_prompt(
 
 /// Makes prompts of a given length in tokens.
 ///
-/// The garbage is periodic, so the number of tokens is predicted from one period, and only the
-/// chosen prompt is encoded, to be sure.
+/// The garbage is periodic, so one period predicts the number of tokens, and only the chosen prompt
+/// is encoded, as a check.
 #[derive(Clone, Debug)]
 pub struct PasskeyFitter {
     tokenizer: Tokenizer,
@@ -122,7 +122,7 @@ impl PasskeyFitter {
         }
     }
 
-    /// The tokens of the longest prompt without garbage: any budget from here on can be met.
+    /// The tokens of the longest prompt without garbage: any budget of at least this many can be met.
     pub fn shortest_prompt(&self) -> usize {
         self.prompt_tokens(&Draw { answer: self.longest_answer, position: 0.0 }.prompt(0, None))
     }
@@ -134,8 +134,8 @@ impl PasskeyFitter {
         self.prompt_tokens(&shortest) + self.tokenizer.encode(&shortest.completion()).len() + 1
     }
 
-    /// A prompt with as much garbage as fits into `budget` tokens, prompt only: subtract what is
-    /// to be generated first. `depth` is as in [`passkey_prompt`].
+    /// A prompt with as much garbage as fits into `budget` tokens, which must not include the generated
+    /// ones. `depth` is as in [`passkey_prompt`].
     ///
     /// # Errors
     /// When not even a prompt without garbage fits; `key` is the setting the error names.
@@ -162,8 +162,8 @@ impl PasskeyFitter {
         }
     }
 
-    /// The most characters of garbage predicted to fit: a search by halves, then a look past the
-    /// end, because a character more can complete a word and so save a token.
+    /// The most characters of garbage predicted to fit: a binary search, then a look past the end,
+    /// because one more character can complete a word and so save a token.
     fn predicted_fit(&self, draw: &Draw, bare: usize, budget: usize, depth: Option<f64>) -> usize {
         let fits = |garbage_chars: usize| {
             let prefix = draw.prefix_chars(garbage_chars, depth);

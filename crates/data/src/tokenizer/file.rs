@@ -9,7 +9,7 @@ use tokenizers::Tokenizer as HfTokenizer;
 use super::{Encoder, Inner, TokenTable, hex};
 use crate::DataError;
 
-/// Names of the token that ends a document, the first one present wins.
+/// Names of the token that ends a document; the first that exists is used.
 const END_OF_TEXT_NAMES: [&str; 6] =
     ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"];
 
@@ -29,7 +29,7 @@ impl FileEncoder {
     pub(super) fn encode(&self, text: &str) -> Vec<u32> {
         match self.tokenizer.encode_fast(text, false) {
             Ok(encoding) => encoding.get_ids().to_vec(),
-            // `load` has encoded PROBE: with a token for unknown characters, none can fail.
+            // `load` has encoded PROBE: there is a token for unknown characters, so no text can fail.
             Err(error) => panic!("the tokenizer failed on a text of {} bytes: {error}", text.len()),
         }
     }
@@ -117,8 +117,8 @@ fn token_table(tokenizer: &HfTokenizer, byte_level: bool) -> TokenTable {
     TokenTable::new(tokens)
 }
 
-/// Undoes GPT-2's table, in which every byte is a printable character: printable Latin-1 stands
-/// for itself, the other 68 bytes follow from U+0100 on.
+/// Inverts GPT-2's table, which maps every byte to a printable character: printable Latin-1 to
+/// itself, the other 68 bytes to U+0100 and up.
 fn byte_of_character(character: char) -> Vec<u8> {
     let stands_for_itself = |code: u32| matches!(code, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let code = character as u32;
@@ -149,7 +149,7 @@ pub(super) fn plain_bytes(token: &str) -> Vec<u8> {
     token.replace('\u{2581}', " ").into_bytes()
 }
 
-/// Hashes the vocabulary and the rules that lead to it, whatever the file's layout.
+/// Hashes the vocabulary and the tokenizer's rules, independently of the file's layout.
 fn fingerprint(tokens: &TokenTable, json: &Value) -> String {
     let mut sha = tokens.digest("file");
     for part in ["normalizer", "pre_tokenizer", "model", "added_tokens"] {

@@ -16,9 +16,9 @@ const PART: usize = 256 * 1024;
 /// From this many bytes on, `encode_ordinary` merges in less than quadratic time.
 const LONG_PIECE: usize = 100;
 
-/// The encoder. Most of `tiktoken-rs`'s time goes into its regex, and most text is ASCII, in which
-/// the pattern's pieces are found by looking at bytes. The merging, and words with other
-/// characters, are left to `tiktoken-rs`.
+/// The encoder. `tiktoken-rs` spends most of its time in its regex. Most text is ASCII, where this
+/// encoder finds the pattern's pieces from the bytes; it leaves merging, and words with other
+/// characters, to `tiktoken-rs`.
 pub(super) struct Gpt2 {
     bpe: CoreBPE,
     /// Every token but end of text, by its bytes.
@@ -57,7 +57,7 @@ impl Gpt2 {
         encoded.concat()
     }
 
-    /// Encodes words with characters outside ASCII by the regex, and what is between them by
+    /// Encodes words with characters outside ASCII through the regex, and the text between them from its
     /// bytes.
     fn encode_part(&self, text: &str) -> Vec<u32> {
         let mut tokens = Vec::with_capacity(text.len() / 3);
@@ -110,7 +110,7 @@ fn ascii_piece(text: &[u8]) -> usize {
         Some(kind) if kind != Kind::Space => run(word, kind),
         _ => {
             let end = run(0, Kind::Space);
-            // In front of other text, the last character starts the next piece.
+            // Before other text, the last character starts the next piece.
             if end == text.len() { end } else { (end - 1).max(1) }
         }
     }
@@ -152,7 +152,7 @@ fn split_before(text: &str, at: usize) -> usize {
 
 /// Splits `text` only where that does not change its tokens. GPT-2's pattern never looks back, and
 /// - no piece has white space after anything else: a piece starts with every run of white space;
-/// - a run in front of other text is one piece up to its last character, which starts the next.
+/// - a run before other text is one piece up to its last character, which starts the next.
 ///
 /// The second split also keeps long runs at the end of a part, where the pattern matches them
 /// without backtracking; elsewhere a run of a million characters overflows the regex's stack.

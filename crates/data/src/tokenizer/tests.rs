@@ -66,7 +66,7 @@ fn fingerprints_differ_and_are_stable() {
     let (gpt2, bytes) = (load(TokenizerConfig::Gpt2), load(TokenizerConfig::Bytes));
     assert_ne!(gpt2.fingerprint(), bytes.fingerprint());
     assert_eq!(gpt2.fingerprint().len(), 64);
-    // A changed value here makes every checkpoint and shard made before unusable.
+    // A change of this value makes all existing checkpoints and shards unusable.
     insta::assert_snapshot!(&gpt2.fingerprint()[..16], @"e587dc115a73802b");
     insta::assert_snapshot!(&bytes.fingerprint()[..16], @"0b0b1bc8348c9b9c");
 }

@@ -11,7 +11,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
 
 use super::{END_OF_TEXT, Tokenizer, TokenizerConfig};
-use crate::corpus::{Inputs, Outcome, Position, ReadBytes, read};
+use crate::corpus::{Decoded, Inputs, Position, ReadBytes, read};
 use crate::shard::write_atomically;
 use crate::{Corpus, DataError, Progress};
 
@@ -29,16 +29,16 @@ pub struct TrainBpe {
     pub vocab_size: usize,
     /// How often a pair must occur to be merged.
     pub min_frequency: u64,
-    /// Bytes of text to read, at most; `None` reads everything. Word counts are kept in memory.
+    /// Most bytes of text to read; `None` reads everything. Word counts are kept in memory.
     pub max_bytes: Option<u64>,
 }
 
-/// What [`train_bpe`] did.
+/// The result of [`train_bpe`].
 #[derive(Clone, Debug)]
 pub struct TrainBpeReport {
     /// The file written.
     pub out: PathBuf,
-    /// Tokens in the vocabulary; fewer than asked for when the text has no more pairs to merge.
+    /// Tokens in the vocabulary; fewer than requested if the text has no more pairs to merge.
     pub vocab_size: usize,
     /// Documents read.
     pub documents: u64,
@@ -49,8 +49,8 @@ pub struct TrainBpeReport {
 }
 
 /// Trains a byte-level BPE with GPT-2's pre-tokenizer and writes it as a Hugging Face
-/// `tokenizer.json`, all or nothing. `<|endoftext|>` is its only special token, number 0. The same
-/// text gives the same file.
+/// `tokenizer.json`, atomically. `<|endoftext|>` is its only special token, id 0. The same text gives
+/// the same file.
 ///
 /// # Errors
 /// When the options or the text cannot be used, or the file cannot be written.
@@ -155,7 +155,7 @@ fn read_texts(
     let most = options.max_bytes.unwrap_or(u64::MAX);
     read(&*options.corpus, inputs, Position::default(), &read_bytes, &mut |document, _| {
         match document.text(inputs) {
-            Ok(Outcome::Document(mut text)) => {
+            Ok(Decoded::Document(mut text)) => {
                 let room = usize::try_from(most - done.bytes).unwrap_or(usize::MAX);
                 text.text.truncate(text.text.floor_char_boundary(room));
                 done.documents += 1;
@@ -163,7 +163,7 @@ fn read_texts(
                 progress.advance(read_bytes.take());
                 send.send(text.text).is_ok() && done.bytes + 4 <= most
             }
-            Ok(Outcome::Empty | Outcome::Binary) => true,
+            Ok(Decoded::Empty | Decoded::Binary) => true,
             Err(error) => {
                 failure = Some(error);
                 false

@@ -1,4 +1,4 @@
-//! An axis with ticks at given places: those that plotters chooses are multiples of powers of ten.
+//! An axis with ticks at given places; plotters itself only chooses multiples of powers of ten.
 
 use std::ops::Range;
 

@@ -10,7 +10,7 @@ use super::style::{LABEL_SIZE, TICK_SIZE, TITLE_SIZE, ink_on, text, viridis};
 use super::{Chart, DrawError, render};
 use crate::EvalError;
 
-/// Values in at most this many rows and columns are written in their cells.
+/// Maps with at most this many rows and columns show the values in their cells.
 const WRITTEN: usize = 15;
 const LEFT: i32 = 90;
 const RIGHT: i32 = 110;
@@ -29,11 +29,11 @@ pub struct Heatmap {
     pub y_label: String,
     /// Name of the values.
     pub value_label: String,
-    /// One name a column.
+    /// One name per column.
     pub x: Vec<String>,
-    /// One name a row, the first on top.
+    /// One name per row, the first at the top.
     pub y: Vec<String>,
-    /// `values[row][column]`; none is drawn grey.
+    /// `values[row][column]`; missing values are grey.
     pub values: Vec<Vec<Option<f64>>>,
     /// Draw a line before this column, with this name: the training length.
     pub boundary: Option<(usize, String)>,
@@ -46,7 +46,7 @@ impl Heatmap {
     /// [`EvalError::Plot`] for another extension or when drawing fails.
     ///
     /// # Panics
-    /// When `values` is not as many rows and columns as `y` and `x` name.
+    /// When the rows and columns of `values` do not match `y` and `x`.
     pub fn save(&self, path: &Path) -> Result<(), EvalError> {
         assert_eq!(self.values.len(), self.y.len(), "rows of the heat map");
         for row in &self.values {
@@ -98,7 +98,7 @@ impl Heatmap {
     {
         let (width, height) = self.cell_size();
         let (right, bottom) = self.corner(self.x.len(), self.y.len());
-        // Names that would touch are left out: one in every `step` stays.
+        // Names that would overlap are left out: one in every `step` remains.
         let step = |room: i32, cell: i32| ((room + cell - 1) / cell).max(1) as usize;
         let longest = self.x.iter().map(|name| name.len()).max().unwrap_or(1) as i32;
         let below = text(TICK_SIZE, HPos::Center, VPos::Top);

@@ -13,15 +13,15 @@ use crate::EvalError;
 
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
-/// Lines with at most this many points show each as a dot.
+/// Lines with at most this many points show each point as a dot.
 const DOTTED: usize = 64;
 
 /// One point of a line. A point that is not finite breaks the line.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
-    /// Across.
+    /// Horizontal.
     pub x: f64,
-    /// Up.
+    /// Vertical.
     pub y: f64,
     /// Half the length of the error bar.
     pub error: Option<f64>,
@@ -30,11 +30,11 @@ pub struct Point {
 /// One line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Series {
-    /// Its name in the legend; an empty one is not in the legend.
+    /// Its name in the legend; if empty, the line is not in the legend.
     pub name: String,
-    /// Its points, by growing x.
+    /// Its points, by increasing x.
     pub points: Vec<Point>,
-    /// Which colour: series with one number share it.
+    /// Index of its colour; several series may share one.
     pub colour: usize,
     /// Drawn thin and pale, behind the others: raw values under a smoothed line.
     pub faint: bool,
@@ -42,7 +42,7 @@ pub struct Series {
     pub dots: bool,
 }
 
-/// How an axis maps numbers to place.
+/// How an axis maps numbers to positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
     /// Evenly.
@@ -62,7 +62,7 @@ pub struct LineChart {
     pub y_label: String,
     /// Scale of the x axis.
     pub x_scale: Scale,
-    /// Range of the y axis; none: that of the points.
+    /// Range of the y axis; by default that of the points.
     pub y_range: Option<(f64, f64)>,
     /// The lines.
     pub series: Vec<Series>,
@@ -86,7 +86,7 @@ impl LineChart {
         render(self, path)
     }
 
-    /// The points that can be drawn, with x as its place on the axis.
+    /// The points that can be drawn, with x as the position on the axis.
     fn finite_points(&self) -> impl Iterator<Item = Point> + '_ {
         self.series.iter().flat_map(|series| &series.points).filter_map(|point| self.place(point))
     }
@@ -136,7 +136,7 @@ impl LineChart {
         Axis { low, high, ticks: round_ticks(low, high, 8) }
     }
 
-    /// The corner with the fewest points, for the legend; the upper right where several have none.
+    /// The corner with the fewest points, for the legend; the upper right if several have none.
     fn emptiest_corner(&self, x: &Axis, y: &Axis) -> SeriesLabelPosition {
         let corners = [
             (SeriesLabelPosition::UpperRight, true, true),

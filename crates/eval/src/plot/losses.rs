@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{LineChart, Point, Scale, Series};
 use crate::EvalError;
 
-/// Longer curves are drawn by this many of their points: a plot has no more pixels to show them.
+/// Longer curves are thinned to this many points: a plot has no pixels to show more.
 const MOST_POINTS: usize = 2000;
 
 /// The losses of one run.
@@ -13,13 +13,13 @@ const MOST_POINTS: usize = 2000;
 pub struct Curve {
     /// The run's name, for the legend.
     pub name: String,
-    /// Training loss: (x, nats a token), by growing x.
+    /// Training loss: (x, nats per token), by increasing x.
     pub train: Vec<(f64, f64)>,
-    /// Validation loss: (x, nats a token), by growing x.
+    /// Validation loss: (x, nats per token), by increasing x.
     pub validation: Vec<(f64, f64)>,
 }
 
-/// What the x of a curve counts.
+/// The unit of a curve's x.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum XAxis {
     /// Optimiser steps.
@@ -42,10 +42,10 @@ impl XAxis {
 
 /// Draws the losses of runs into one `.svg` or `.png` file.
 ///
-/// The training loss is drawn as a pale line and, where `smoothing` is above 0, its exponential moving
-/// average as a second line (`smoothing` is the weight of the past, 0 to below 1, with the usual
-/// correction of the first values); the validation loss is drawn as dots joined by a line. One colour is one run. What lies above
-/// `max_loss` is left out of the picture, so that the curves' ends fill it.
+/// The training loss is a pale line and, if `smoothing` is above 0, its exponential moving average a
+/// second line (`smoothing` is the weight of the past, 0 to below 1, with bias correction); the
+/// validation loss is dots joined by a line. Each run has one colour. Losses above `max_loss` are left
+/// out, so that the curves' ends fill the plot.
 ///
 /// # Errors
 /// [`EvalError::Plot`] for a path that ends in neither `.svg` nor `.png`, a smoothing out of range,
@@ -114,7 +114,7 @@ pub fn plot_losses(
     chart.save(path)
 }
 
-/// Exponential moving average, corrected for its start; values that are not finite stay gaps.
+/// Exponential moving average with bias correction; values that are not finite remain gaps.
 fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
     let (mut sum, mut total) = (0.0, 0.0);
     points
@@ -130,7 +130,7 @@ fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// At most [`MOST_POINTS`] of the points, evenly, the last among them.
+/// At most [`MOST_POINTS`] of the points, evenly spaced, including the last.
 fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let step = points.len().div_ceil(MOST_POINTS).max(1);
     let mut thinned: Vec<(f64, f64)> = points.iter().step_by(step).copied().collect();

@@ -1,6 +1,6 @@
 //! Plots as SVG or PNG: loss curves, heat maps, lines with error bars.
 //!
-//! Text in PNG files is drawn with a font the binary carries, so that a machine needs none.
+//! Text in PNG files uses a font embedded in the binary, so that the machine needs none.
 
 mod axis;
 mod heatmap;

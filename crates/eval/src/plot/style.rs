@@ -12,8 +12,8 @@ pub(super) const LABEL_SIZE: i32 = 18;
 /// Size of tick labels and cell values.
 pub(super) const TICK_SIZE: i32 = 16;
 
-/// Colours of lines: the Okabe-Ito set, which colour-blind readers can tell apart (its yellow,
-/// faint on white, left out).
+/// Colours of lines: the Okabe-Ito set, which colour-blind readers can tell apart, without its yellow,
+/// which is faint on white.
 const LINES: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -29,8 +29,8 @@ pub(super) fn line_colour(n: usize) -> RGBColor {
     LINES[n % LINES.len()]
 }
 
-/// The viridis map at eighths, blended in between: dark is low and bright is high, in grey too and
-/// to colour-blind readers.
+/// The viridis map at eighths, interpolated: dark is low and bright is high, also in greyscale and for
+/// colour-blind readers.
 const VIRIDIS: [(f64, f64, f64); 9] = [
     (68.0, 1.0, 84.0),
     (71.0, 44.0, 122.0),
@@ -58,7 +58,7 @@ pub(super) fn ink_on(RGBColor(r, g, b): RGBColor) -> RGBColor {
     if luminance > 140.0 { BLACK } else { WHITE }
 }
 
-/// Text of a size, anchored at a point.
+/// A text style of this size and anchor.
 pub(super) fn text<'a>(size: i32, h: HPos, v: VPos) -> TextStyle<'a> {
     (FONT, size).into_font().color(&BLACK).pos(Pos::new(h, v))
 }

@@ -1,15 +1,15 @@
 //! Length extrapolation: the loss on held-out text at growing context lengths, and by position.
 //!
-//! Stretches of text as long as the longest length are cut into windows of each length, so that
-//! every length is scored on the very same tokens and differs in its context alone: a window of
-//! length L reads L tokens and predicts the L that follow each. What is reported:
+//! Stretches of text as long as the longest length are cut into windows of each length, so that every
+//! length is scored on the same tokens and differs only in its context: a window of length L reads L
+//! tokens and predicts the token after each of them. The suite reports:
 //!
-//! - mean loss (nats a token) and perplexity at each length;
-//! - loss by position, in linear buckets of 2048 tokens, an eighth of the length where that is
-//!   less, and in logarithmic bins, two an octave: the in-context-learning curve;
+//! - mean loss (nats per token) and perplexity at each length;
+//! - loss by position, in linear buckets of 2048 tokens (or an eighth of the length, if less), and in
+//!   logarithmic bins, two per octave: the in-context-learning curve;
 //! - the best-context loss (appendix D of the power-attention paper, after Buckman and Gelada): the
-//!   least of the logarithmic bins, and where it stands. A model whose loss only falls has it in
-//!   the last bin; a model that breaks down past its training length has it before.
+//!   lowest of the logarithmic bins, and its position. If the loss keeps falling, this is the last bin;
+//!   if the model breaks down past its training length, an earlier one.
 //!
 //! Standard errors are over documents: windows of one document are not independent.
 
@@ -61,7 +61,7 @@ impl Default for ExtrapolateOptions {
     }
 }
 
-/// The mean losses of one window, in nats a token; none where a loss is infinite or not a number.
+/// The mean losses of one window, in nats per token; none if a loss is infinite or not a number.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
     /// Mean over the window.
@@ -84,7 +84,7 @@ impl Suite for Extrapolate {
 
     const NAME: &'static str = "extrapolate";
     const VERSION: u32 = 1;
-    /// None: its samples are places in the text.
+    /// Empty: its samples are places in the text.
     const STREAMS: Range<u64> = 0..0;
 
     fn validate(options: &ExtrapolateOptions, problems: &mut Problems) {
@@ -123,7 +123,7 @@ impl Suite for Extrapolate {
         self.stretches.describe()
     }
 
-    /// A trial's index counts windows: those of the first stretch, of the second, and so on.
+    /// A trial's index counts windows: first those of the first stretch, then of the second, and so on.
     fn trials(&self) -> Vec<Trial> {
         let mut list = Vec::new();
         for &length in self.stretches.lengths() {
@@ -203,8 +203,7 @@ impl Suite for Extrapolate {
 }
 
 impl Extrapolate {
-    /// Mean over windows, with a standard error over documents; without a value when one window has
-    /// none.
+    /// Mean over windows, with a standard error over documents; has no value if a window has none.
     fn estimate(
         &self,
         outcomes: &[Outcome<Losses>],
@@ -233,7 +232,7 @@ impl Extrapolate {
     }
 }
 
-/// The bin with the least loss.
+/// The bin with the lowest loss.
 fn least(bins: &[Bin]) -> Option<&Bin> {
     bins.iter()
         .filter(|bin| bin.loss.value.is_some())

@@ -1,12 +1,12 @@
-//! Flip-flop language modelling: the error rate of the bits that are read.
+//! Flip-flop language modelling: the error rate of the bits after read instructions.
 //!
-//! The protocol is that of Liu et al. (2023), as the PaTH paper has it (section 4.1): sequences of
-//! 256 instructions from three distributions, of which training mostly saw the first: 80 % ignored
-//! (in distribution), 98 % (sparse: long distances) and 10 % (dense: many writes to choose from),
-//! half of the rest written, half read. A model reads the true sequence. A bit that is read is
-//! right when it has more than half of the probability, more than all other tokens together; where
-//! the model gives nearly all of it to the two bits, that is the greedy answer. The sequences come
-//! from [`longwall_data::synthetic::fflm`], where training can draw from them too.
+//! The protocol is that of Liu et al. (2023), as in the PaTH paper (section 4.1): sequences of 256
+//! instructions from three distributions: 80 % ignored (in distribution, as in training), 98 %
+//! (sparse: long distances) and 10 % (dense: many writes to choose from); the other instructions are
+//! half writes, half reads. The model reads the true sequence. A bit is correct if it has more than
+//! half of the probability, more than all other tokens together; if the model gives nearly all of it
+//! to the two bits, that is the greedy answer. The sequences come from
+//! [`longwall_data::synthetic::fflm`], from which training can draw too.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,11 +28,11 @@ use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Su
 /// A distribution of sequences.
 struct Set {
     name: &'static str,
-    /// What plots call it.
+    /// Its name in plots.
     label: &'static str,
     /// Share of instructions that are ignored.
     p_ignore: f64,
-    /// Sequences at each length: of the protocol, and of a CPU's share of it.
+    /// Sequences at each length: those of the protocol, and fewer on a CPU.
     sequences: [usize; 2],
 }
 
@@ -88,7 +88,7 @@ impl Default for FflmOptions {
 }
 
 impl FflmOptions {
-    /// The sequences asked for, in the order of [`SETS`].
+    /// The requested numbers of sequences, in the order of [`SETS`].
     fn sequences(&self) -> [(&'static str, Option<usize>); SETS.len()] {
         [
             ("sequences", self.sequences),
@@ -98,12 +98,12 @@ impl FflmOptions {
     }
 }
 
-/// The bits of one sequence that are read.
+/// The read instructions of one sequence.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reads {
     /// How many there are, at least 1.
     pub reads: usize,
-    /// How many the model has wrong.
+    /// How many the model gets wrong.
     pub errors: usize,
 }
 
@@ -118,8 +118,8 @@ pub struct Fflm {
 }
 
 impl Fflm {
-    /// A trial's set, and which of the set's trials of this length it is: a trial's index counts
-    /// those of the first set, of the second, and so on.
+    /// A trial's set, and the trial's index among the set's trials of this length: a trial's own index
+    /// counts first those of the first set, then of the second, and so on.
     fn set_of(&self, trial: &Trial) -> (usize, usize) {
         let mut index = trial.index;
         for (set, &sequences) in self.sequences.iter().enumerate() {
@@ -200,7 +200,7 @@ impl Suite for Fflm {
     fn trials(&self) -> Vec<Trial> {
         let mut lengths = self.options.lengths.clone();
         lengths.sort_unstable();
-        // The options' bounds keep this far below what a number holds.
+        // The options' bounds keep this far from overflow.
         let sequences: usize = self.sequences.iter().sum();
         let mut list = Vec::new();
         for length in lengths {
@@ -232,7 +232,7 @@ impl Suite for Fflm {
         let mut verdict = Reads { reads: 0, errors: 0 };
         for place in read_bits(&request.prompt) {
             verdict.reads += 1;
-            // The first token has no value. A value that is not a number is no right answer.
+            // The first token has no value. NaN counts as wrong.
             let right = f64::from(values[place - 1]) > 0.5f64.ln();
             verdict.errors += usize::from(!right);
         }

@@ -52,11 +52,11 @@ macro_rules! suites {
         #[cfg(test)]
         const STREAMS: &[std::ops::Range<u64>] = &[$(<$suite as Suite>::STREAMS),*];
 
-        /// Runs a suite on a model, or what is left of it, and writes its files into the context's
-        /// folder.
+        /// Runs a suite on a model, or the rest of an interrupted one, and writes its files into the
+        /// context's folder.
         ///
         /// # Errors
-        /// Options out of range, lengths that the prompt or the model cannot fit, missing text, a
+        /// Options out of range, lengths that do not fit the prompt or the model, missing text, a
         /// folder with other settings, files that cannot be written, a model that fails, and
         /// [`EvalError::Stopped`] when the context's stop flag was set.
         pub fn run(

@@ -1,8 +1,8 @@
-//! Needle in a haystack: a magic number in long text, asked for at the end, over a grid of lengths
-//! and depths; an answer is right when the number is in it.
+//! Needle in a haystack: a magic number in long text, asked for at the end, over a grid of lengths and
+//! depths; an answer is correct if it contains the number.
 //!
-//! `--mode standard` states the number in a sentence and asks for it. `--mode easy` puts the very
-//! question, answered, into the haystack, so that a small base model that can only copy shows
+//! `--mode standard` states the number in a sentence and asks for it. `--mode easy` puts the question
+//! itself, with its answer, into the haystack, so that even a small base model that can only copy shows
 //! whether it reaches that far.
 
 mod haystack;
@@ -98,7 +98,7 @@ impl Default for NiahOptions {
 }
 
 impl NiahOptions {
-    /// The lengths asked for, or evenly from the shortest to the longest.
+    /// The requested lengths, or evenly spaced ones from the shortest to the longest.
     fn lengths(&self) -> Vec<usize> {
         if let Some(lengths) = &self.lengths {
             return lengths.clone();

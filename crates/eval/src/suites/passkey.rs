@@ -2,8 +2,8 @@
 //!
 //! The protocol is that of the TRA/TDA paper, appendix D: the instruction, a garbage prefix, the
 //! needle, a garbage suffix and the question, joined by newlines; x uniform in 1 to 50,000; greedy
-//! decoding of at most 10 tokens; an answer is right when its first number is x. The texts live in
-//! [`longwall_data::synthetic`], where training can draw from them too.
+//! decoding of at most 10 tokens; an answer is correct if its first number is x. The texts come from
+//! [`longwall_data::synthetic`], from which training can draw too.
 
 use std::ops::Range;
 use std::path::Path;

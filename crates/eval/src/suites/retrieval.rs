@@ -1,4 +1,4 @@
-//! What the retrieval suites share: a verdict, accuracy by length and depth, heat maps.
+//! Shared by the retrieval suites: the verdict, accuracy by length and depth, heat maps.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::report::Score;
 use crate::stats::Estimate;
 use crate::suite::{Outcome, Scoring, Trial};
 
-/// Random positions are shown by tenths of the depth.
+/// Random positions are grouped by tenths of the depth.
 const TENTHS: usize = 10;
 
 /// Whether the answer was found.
@@ -22,12 +22,12 @@ pub struct Found {
     pub correct: bool,
 }
 
-/// The depth that a trial is counted at.
+/// The depth at which a trial is counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Depths {
     /// A grid: the trial's own depth.
     Grid,
-    /// Random positions: the middle of the tenth of the depth it fell into.
+    /// Random positions: the middle of the tenth of the depth that the position is in.
     Random,
 }
 
@@ -60,7 +60,7 @@ pub(super) fn grid_trials(lengths: &[usize], depths: &[Option<f64>], trials: usi
 
 /// Accuracy by length and depth, by length, and over all trials.
 ///
-/// `train_seq_len` splits the headline: lengths the model was trained at, and lengths past them.
+/// `train_seq_len` splits the headline: lengths up to the training length, and lengths past it.
 pub(super) fn score(outcomes: &[Outcome<Found>], depths: Depths, train_seq_len: usize) -> Scoring {
     let mut scores = Vec::new();
     for outcomes in outcomes.chunk_by(|a, b| a.trial.length == b.trial.length) {
@@ -89,7 +89,7 @@ fn score_length(outcomes: &[Outcome<Found>], depths: Depths) -> Vec<Score> {
     let mut cells = BTreeMap::<u64, Tally>::new();
     for outcome in outcomes {
         if let Some(depth) = depths.of(outcome) {
-            // Depths are not negative, so their bits sort as they do.
+            // Depths are not negative, so their bits sort like the numbers.
             cells.entry(depth.to_bits()).or_default().add(outcome);
         }
     }
@@ -104,7 +104,7 @@ fn accuracy(length: Option<usize>, depth: Option<f64>, estimate: Estimate) -> Sc
     Score { metric: "accuracy".to_string(), length, depth, estimate }
 }
 
-/// Right answers among samples.
+/// Correct answers among samples.
 #[derive(Clone, Copy, Default)]
 struct Tally {
     correct: usize,
@@ -214,7 +214,7 @@ fn heatmap(
     }
 }
 
-/// A logarithmic axis where lengths span more than a factor of 16.
+/// A logarithmic axis if lengths span more than a factor of 16.
 fn length_scale(lengths: &[usize]) -> Scale {
     let (least, most) = (lengths.iter().min(), lengths.iter().max());
     match least.zip(most) {
@@ -223,7 +223,7 @@ fn length_scale(lengths: &[usize]) -> Scale {
     }
 }
 
-/// The training length on the x axis, where it is within or near the lengths.
+/// The training length on the x axis, if it is within or near the lengths.
 fn boundary_x(lengths: &[usize], train_seq_len: usize) -> Option<(f64, String)> {
     let least = lengths.iter().min()?;
     let most = lengths.iter().max()?;

@@ -1,4 +1,4 @@
-//! Models whose answers are known, and runs of a suite on them.
+//! Models with known answers, and runs of a suite on them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub struct FakeModel {
     pub max_len: Option<usize>,
     /// What it generates for a prompt.
     pub reply: Box<dyn Fn(&str) -> String>,
-    /// ln p of the token at a position, which has read `position + 1` tokens of `length`.
+    /// ln p of the token predicted at a position, after reading `position + 1` tokens of `length`.
     pub token_log_p: TokenLogP,
     /// Every call: (sequences, tokens of each, tokens it may generate).
     pub calls: Vec<(usize, usize, usize)>,
@@ -34,7 +34,7 @@ pub struct FakeModel {
 }
 
 impl FakeModel {
-    /// Generates what `reply` says; every token is as likely as any other.
+    /// Generates what `reply` returns; all tokens are equally likely.
     pub fn new(tokenizer: TokenizerConfig, reply: impl Fn(&str) -> String + 'static) -> Self {
         let tokenizer = Tokenizer::load(&tokenizer).unwrap();
         let uniform = -(tokenizer.vocab_size() as f32).ln();
@@ -192,7 +192,7 @@ pub fn evaluate_with(
     )
 }
 
-/// The samples a suite left.
+/// The samples that a suite wrote.
 pub fn samples(dir: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join("samples.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()

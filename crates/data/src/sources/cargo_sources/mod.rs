@@ -1,4 +1,4 @@
-//! The Rust sources in cargo's registry folder, which every machine that has built Longwall has.
+//! The Rust sources in cargo's registry folder; every machine that has built Longwall has them.
 
 #[cfg(test)]
 mod tests;
@@ -13,21 +13,21 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use walkdir::WalkDir;
 
-use super::{Content, OpenContext, Source};
+use super::{OpenContext, Source, SourceData};
 use crate::corpus::{Corpus, InputFile, Inputs, Payload, Sink, Stop, discover};
 use crate::{DataConfig, DataError};
 
 /// Larger files are mostly tables and bindings.
 const MOST_FILE_BYTES: u64 = 256 * 1024;
 
-/// Longer lines are not written by hand.
+/// Files with longer lines are not written by hand.
 const MOST_LINE_BYTES: usize = 1000;
 
 /// The keys of `kind = "cargo-sources"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Bytes of source to read, at most. Default 64M.
+    /// Most bytes of source to read. Default 64M.
     #[serde(default = "default_max_bytes", deserialize_with = "longwall_config::count")]
     pub max_bytes: u64,
     /// The `registry/src` folder; by default that of `CARGO_HOME`, or `~/.cargo`.
@@ -50,7 +50,7 @@ impl Source for Config {
         );
     }
 
-    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError> {
+    fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         context.encoded(Arc::new(self.clone()))
     }
 }
@@ -68,7 +68,7 @@ impl Corpus for Config {
         format!("CargoSources {{ max_bytes: {}, path: {:?} }}", self.max_bytes, self.path)
     }
 
-    /// Crates that are added to the registry would otherwise change the data of runs under way.
+    /// Otherwise crates added to the registry would change the data of existing runs.
     fn is_frozen_in_cache(&self) -> bool {
         true
     }
@@ -78,8 +78,8 @@ impl Corpus for Config {
         Ok(Inputs { total_bytes: inputs.total_bytes.min(self.max_bytes), ..inputs })
     }
 
-    /// Emits the files that pass, until `max_bytes` are reached. Repeated contents are left out, so
-    /// the files before the start are read too, to know their contents.
+    /// Emits the files that pass, up to `max_bytes`. Duplicates are skipped, so the files before the
+    /// start are read as well, to know their contents.
     fn read(&self, inputs: &Inputs, sink: &mut Sink) -> Result<(), Stop> {
         let folder = self.folder()?;
         let mut seen = HashSet::new();
@@ -142,7 +142,7 @@ fn files(folder: &Path) -> Result<Vec<InputFile>, DataError> {
         if entry.file_type().is_file()
             && path.extension().is_some_and(|extension| extension == "rs")
         {
-            // Without the index's folder, whose name depends on the registry's address.
+            // Without the folder of the index, whose name depends on the registry's address.
             let below: PathBuf = relative(path, folder).iter().skip(1).collect();
             files.push((Sha256::digest(below.to_string_lossy().as_bytes()), entry.into_path()));
         }
@@ -157,7 +157,7 @@ fn files(folder: &Path) -> Result<Vec<InputFile>, DataError> {
     files.into_iter().map(|(_, path)| discover::input_file(path, false)).collect()
 }
 
-/// Whether a file is UTF-8 and neither says that it is generated nor has very long lines.
+/// Whether a file is UTF-8, does not say that it is generated, and has no very long lines.
 fn looks_written(text: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(text) else {
         return false;

@@ -18,7 +18,7 @@ fn at(path: impl Into<PathBuf>, max_bytes: u64) -> Config {
     Config { max_bytes, path: Some(path.into()) }
 }
 
-/// A registry folder with files to read and files to leave out.
+/// A registry folder with files to read and files to skip.
 fn registry(dir: &TempDir) -> Config {
     for (name, content) in [
         ("index-0a1b/one-1.0.0/src/lib.rs", "fn one() {}".to_string()),
@@ -47,7 +47,7 @@ fn cargo_sources_leave_out_copies_and_what_nobody_wrote() {
     found.sort();
     assert_eq!(found, ["fn one() {}", "fn three() {}", "fn two() {}"]);
 
-    // The same crates below another index: the order stays.
+    // The same crates below another index: the same order.
     let other = tempfile::tempdir().unwrap();
     registry(&other);
     std::fs::rename(other.path().join("index-0a1b"), other.path().join("mirror-77")).unwrap();

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::{Content, OpenContext, Source, check_paths};
+use super::{OpenContext, Source, SourceData, check_paths};
 use crate::corpus::{
     Compression, Corpus, FileDocuments, Format, InputFile, Inputs, Payload, ReadBytes, Sink, Stop,
     discover, open, read_error,
@@ -27,8 +27,8 @@ pub struct Config {
     /// Field (JSONL) or column (Parquet) that holds the text. Default `text`.
     #[serde(default = "default_text_field")]
     pub text_field: String,
-    /// What separates the documents of a plain text file, for example `<|endoftext|>`. By default
-    /// each file is one document.
+    /// The text between documents in a plain text file, for example `<|endoftext|>`. By default each
+    /// file is one document.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub separator: Option<String>,
 }
@@ -38,7 +38,7 @@ fn default_text_field() -> String {
 }
 
 impl Config {
-    /// `paths` with the default text field, and one document a plain text file.
+    /// `paths` with the default text field, and one document per plain text file.
     pub fn new(paths: Vec<PathBuf>) -> Self {
         Config { paths, text_field: default_text_field(), separator: None }
     }
@@ -56,7 +56,7 @@ impl Source for Config {
         );
     }
 
-    fn open(&self, context: &OpenContext<'_>) -> Result<Content, DataError> {
+    fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         context.encoded(Arc::new(self.clone()))
     }
 }
@@ -67,7 +67,7 @@ impl Corpus for Config {
         paths.join(", ")
     }
 
-    /// Not the paths: those of the files that they lead to are in the key.
+    /// Not the paths: the key already has those of the files they match.
     fn settings(&self) -> String {
         format!("files {:?} {:?}", self.text_field, self.separator)
     }
@@ -133,7 +133,7 @@ fn read_lines(
     Ok(())
 }
 
-/// Cuts a plain text file at every `separator`, which belongs to no document.
+/// Splits a plain text file at every `separator`, which belongs to no document.
 fn read_separated(
     file: &InputFile,
     separator: &str,

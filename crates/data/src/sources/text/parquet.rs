@@ -51,7 +51,7 @@ enum ColumnStop {
     Stop(Stop),
 }
 
-/// Emits every row; a missing value is an empty document, so that rows keep their number.
+/// Emits every row; a missing value is an empty document, so that rows keep their numbers.
 fn read_column(
     mut column: ColumnReaderImpl<ByteArrayType>,
     out: &mut FileDocuments,

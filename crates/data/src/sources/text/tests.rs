@@ -11,7 +11,7 @@ use ::parquet::schema::parser::parse_message_type;
 use tempfile::TempDir;
 
 use super::*;
-use crate::corpus::{Document, Outcome, Position};
+use crate::corpus::{Decoded, Document, Position};
 use crate::sources::testing::{Example, put, texts, texts_from, texts_message};
 
 impl Example for Config {
@@ -150,6 +150,6 @@ fn invalid_utf8_is_replaced_and_reported() {
     let path = put(dir.path(), "latin1.txt", b"caf\xe9");
     let inputs = files(path).find().unwrap();
     let document = Document { input: 0, payload: Payload::File, group: None };
-    let Outcome::Document(text) = document.text(&inputs).unwrap() else { panic!("no document") };
+    let Decoded::Document(text) = document.text(&inputs).unwrap() else { panic!("no document") };
     assert_eq!((text.text.as_str(), text.replaced), ("caf\u{fffd}", true));
 }

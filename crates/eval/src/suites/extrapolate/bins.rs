@@ -1,21 +1,21 @@
-//! Positions in groups: linear buckets and logarithmic bins.
+//! Groups of positions: linear buckets and logarithmic bins.
 
 use serde::{Deserialize, Serialize};
 
 use crate::stats::Estimate;
 
-/// Width of a linear bucket, in tokens, where the length has room for eight of them.
+/// Width of a linear bucket in tokens, if the length fits eight of them.
 const BUCKET: usize = 2048;
-/// Linear buckets a length has at least.
+/// The fewest linear buckets of a length.
 const LEAST_BUCKETS: usize = 8;
 
 /// How positions are grouped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Binning {
-    /// Buckets of one width.
+    /// Buckets of equal width.
     Linear,
-    /// Bins of one width on a logarithmic scale, two an octave.
+    /// Bins of equal width on a logarithmic scale, two per octave.
     Logarithmic,
 }
 
@@ -37,7 +37,7 @@ impl Binning {
                         .take_while(|&edge| edge < length),
                 );
                 edges.dedup();
-                // A few positions left over at the end join the bin before: alone they are noise.
+                // A few positions left over at the end join the bin before: on their own they are noise.
                 let last = edges[edges.len() - 1];
                 if edges.len() > 2 && (length - last) * 5 < last {
                     edges.pop();
@@ -60,13 +60,13 @@ pub struct Bin {
     pub from: usize,
     /// One past the last position.
     pub to: usize,
-    /// Mean loss, nats a token.
+    /// Mean loss, nats per token.
     #[serde(flatten)]
     pub loss: Estimate,
 }
 
 impl Bin {
-    /// Where the bin is drawn, in tokens read: the middle, on its own scale.
+    /// Where to plot the bin, in tokens read: its middle, on its own scale.
     pub(super) fn middle(&self) -> f64 {
         match self.binning {
             Binning::Linear => (self.from + 1 + self.to) as f64 / 2.0,

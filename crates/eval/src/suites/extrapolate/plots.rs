@@ -11,7 +11,7 @@ use crate::plot::{LineChart, Point, Scale, Series};
 use crate::suite::Scoring;
 
 /// Writes `loss_by_length.svg`, `loss_by_position.svg`, `in_context_learning.svg` and
-/// `positions.csv`. Plots without a finite loss are left out, with a warning.
+/// `positions.csv`. Plots without a finite loss are skipped, with a warning.
 pub(super) fn draw(
     scoring: &Scoring,
     title: &str,
@@ -73,7 +73,7 @@ fn by_position(bins: &[Bin], binning: Binning) -> Vec<Series> {
                 .map(|bin| Point {
                     x: bin.middle(),
                     y: bin.loss.value.unwrap_or(f64::NAN),
-                    // Error bars of several lines hide each other.
+                    // Error bars of several lines would hide each other.
                     error: None,
                 })
                 .collect(),

@@ -1,5 +1,4 @@
-//! The text of the suite: stretches of the longest length, taken from single documents or from
-//! joined ones.
+//! The suite's text: stretches of the longest length, from single or joined documents.
 
 use longwall_data::Tokenizer;
 use rand::seq::SliceRandom;
@@ -15,7 +14,7 @@ use crate::text::{Document, list_files, no_text, read_document};
 
 /// Default lengths are 1, 2, 4, … this many times the training length.
 const LONGEST_FACTOR: usize = 32;
-/// Default lengths stop where the text has fewer stretches than this, or than were asked for.
+/// Default lengths stop where the text has fewer stretches than this, or than requested.
 const FEWEST: usize = 4;
 
 /// The stretches, each of the longest length plus one token.
@@ -28,14 +27,14 @@ pub(super) struct Stretches {
 }
 
 struct Stretch {
-    /// Index of its document; a stretch of joined documents counts as a document of its own.
+    /// Index of its document; a stretch of joined documents counts as one document.
     document: usize,
     name: String,
     tokens: Vec<u32>,
 }
 
 impl Stretches {
-    /// Reads as much text as the options ask for and settles the lengths.
+    /// Reads as much text as the options need, and chooses the lengths.
     pub(super) fn open(
         options: &ExtrapolateOptions,
         context: &OpenContext<'_>,
@@ -73,7 +72,7 @@ impl Stretches {
         Ok(Stretches { lengths, left_out, stretches, source: text.source, packed: text.packed })
     }
 
-    /// The lengths to score, growing.
+    /// The lengths to score, in increasing order.
     pub(super) fn lengths(&self) -> &[usize] {
         &self.lengths
     }
@@ -82,7 +81,7 @@ impl Stretches {
         self.lengths[self.lengths.len() - 1] / length
     }
 
-    /// How many windows of a length there are.
+    /// Number of windows of a length.
     pub(super) fn windows(&self, length: usize) -> usize {
         self.stretches.len() * self.per_stretch(length)
     }
@@ -94,12 +93,12 @@ impl Stretches {
         &self.stretches[index / count].tokens[start..start + length + 1]
     }
 
-    /// The document a window is from.
+    /// The document of a window.
     pub(super) fn document(&self, length: usize, index: usize) -> usize {
         self.stretches[index / self.per_stretch(length)].document
     }
 
-    /// The text for the report; its hash makes sure that a resumed evaluation has the same.
+    /// Describes the text for the report; its hash ensures that a resumed evaluation has the same.
     pub(super) fn describe(&self) -> Value {
         let mut hash = Sha256::new();
         for stretch in &self.stretches {
@@ -174,7 +173,7 @@ impl Text {
         Ok(Text { documents, source, packed: options.packed })
     }
 
-    /// Stretches of a length that stand side by side in the text.
+    /// How many adjacent stretches of a length fit into the text.
     fn slots(&self, length: usize) -> usize {
         self.documents.iter().map(|document| slots(document, length)).sum()
     }
@@ -201,7 +200,7 @@ impl Text {
     /// `count` stretches, or as many as there are: first one of every document, then a second one of
     /// each, and so on.
     ///
-    /// In a document the stretches start at a random place, so that they are not all beginnings.
+    /// Within a document, stretches start at a random place, so that they are not all beginnings.
     fn stretches(&self, length: usize, count: usize, seed: u64) -> Vec<Stretch> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(1);
@@ -235,7 +234,7 @@ fn slots(document: &Document, length: usize) -> usize {
     document.tokens.len().saturating_sub(1) / length
 }
 
-/// Documents in the order of `files`, each ended by end of text, until there are enough tokens.
+/// Documents in the order of `files`, each followed by end of text, until there are enough tokens.
 fn joined(
     files: &[std::path::PathBuf],
     tokenizer: &Tokenizer,
@@ -280,7 +279,7 @@ mod tests {
     fn stretches_of_a_document_do_not_overlap() {
         let stretches = text(&[1050]).stretches(100, 10, 7);
         assert_eq!(stretches.len(), 10);
-        // The last token of one may be the first of the next: it is predicted once.
+        // The last token of one may be the first of the next, and is predicted only once.
         let mut predicted: Vec<u32> =
             stretches.iter().flat_map(|s| s.tokens[1..].iter().copied()).collect();
         predicted.sort_unstable();

@@ -1,4 +1,4 @@
-//! What the needle is hidden in: held-out text, noise, or a repeated sentence.
+//! The haystack: held-out text, noise, or a repeated sentence.
 
 use longwall_data::Tokenizer;
 use rand::seq::SliceRandom;
@@ -16,9 +16,9 @@ use crate::text::{list_files, no_text, read_document};
 const SENTENCE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
 
-/// As much text is read as this many prompts of the longest length hold, so that trials differ.
+/// The suite reads as much text as this many prompts of the longest length, so that trials differ.
 const TEXTS_PER_LENGTH: usize = 16;
-/// The needle moves back by fewer than this many tokens to stand behind a whole sentence.
+/// The needle moves back by fewer than this many tokens, to follow a complete sentence.
 const LOOK_BACK: usize = 200;
 
 /// Kinds of haystacks.
@@ -44,7 +44,7 @@ impl HaystackKind {
     }
 }
 
-/// Tokens to hide needles in; reading past the end starts again at the beginning.
+/// Tokens to hide needles in; reading wraps around at the end.
 pub(super) struct Haystack {
     kind: HaystackKind,
     tokens: Vec<u32>,
@@ -100,7 +100,7 @@ impl Haystack {
         Ok(Haystack { kind: options.haystack, tokens, source, sha256, longest })
     }
 
-    /// The haystack for the report; its hash makes sure that a resumed evaluation has the same.
+    /// Describes the haystack for the report; its hash ensures that a resumed evaluation has the same.
     pub(super) fn describe(&self) -> Value {
         json!({
             "haystack": self.kind.name(),
@@ -120,7 +120,7 @@ impl Haystack {
         self.tokens.iter().cycle().skip(start).take(count).copied().collect()
     }
 
-    /// The index in `hay` where a needle of this depth goes: behind the last sentence that ends within
+    /// The index in `hay` for a needle at this depth: after the last sentence that ends within
     /// [`LOOK_BACK`] tokens before the depth, else at the depth itself.
     pub(super) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
         let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());

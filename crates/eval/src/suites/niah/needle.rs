@@ -1,4 +1,4 @@
-//! The needle, the question for it, and the words they are made of.
+//! The needle, the question, and their vocabulary.
 
 use longwall_data::Tokenizer;
 use rand::Rng;
@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::NiahMode;
 
-/// The text in front of the haystack.
+/// The text before the haystack.
 pub(super) const INSTRUCTION: &str = "A special magic number is hidden within the following text. Remember it: you will be asked for it afterwards.\n";
 
 const ADJECTIVES: [&str; 24] = [
@@ -22,9 +22,9 @@ const NOUNS: [&str; 24] = [
 
 /// The text of one trial without its haystack.
 pub(super) struct Needle {
-    /// The sentence in the haystack, on a line of its own.
+    /// The sentence in the haystack, on its own line.
     pub statement: String,
-    /// The text behind the haystack.
+    /// The text after the haystack.
     pub question: String,
     /// The answer.
     pub number: String,
