@@ -42,7 +42,7 @@ fn every_shipped_configuration_is_valid() {
     }
 }
 
-/// The configurations beside the quick start, each with what makes them small.
+/// Overrides that make a configuration small.
 fn small(w: &Workspace, path: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap();
     let name = path.file_stem().unwrap().to_str().unwrap();
@@ -62,11 +62,11 @@ fn small(w: &Workspace, path: &Path) -> Vec<String> {
         sets.push("data.validation_fraction=0.2");
     }
     let mut sets: Vec<String> = sets.into_iter().map(str::to_owned).collect();
-    // Every kind of a pattern has a layer.
+    // Every kind of a pattern needs a layer.
     let layers = config.model.pattern.as_ref().map_or(2, Vec::len);
     sets.push(format!("model.layers={layers}"));
     if let Some(head_dim) = config.model.head_dim {
-        // Heads as wide as they were, relative to the model.
+        // Keeps the ratio of head size to width.
         sets.push(format!("model.head_dim={}", 24 * head_dim / config.model.width));
     }
     sets
@@ -81,7 +81,7 @@ fn every_configuration_for_the_cpu_trains() {
         let path = entry.unwrap().path();
         let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
         if path.is_dir() || name.starts_with("passkey") || name.starts_with("fflm") {
-            continue; // These learn tasks that need their full size.
+            continue; // These tasks need the full size.
         }
         let sets = small(&w, &path);
         let losses = |run: &str| -> Vec<f64> {

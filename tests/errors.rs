@@ -83,7 +83,7 @@ fn values_out_of_range_are_all_reported() {
 fn bf16_on_the_cpu() {
     let w = Workspace::new();
     insta::assert_snapshot!(train_error(&w, &["run.precision=bf16"]));
-    // The device on the command line, after the file was found valid.
+    // The device comes from the command line, after the file was validated.
     let sets = ["--set", "run.precision=bf16", "--set", "run.device=auto", "--device", "cpu"];
     let error = w.fail(&[&["train", "--config", "tiny.toml"], &sets[..]].concat());
     insta::assert_snapshot!("bf16_on_the_cpu_of_the_command_line", error);
@@ -127,7 +127,7 @@ fn corpus_shorter_than_a_row() {
     insta::assert_snapshot!(train_error(&w, &sets));
 }
 
-/// Shards of the corpus, of which one is then damaged.
+/// Shards of the corpus, one of which is damaged.
 fn damaged_shard(damage: impl Fn(&mut Vec<u8>)) -> (Workspace, String) {
     let w = Workspace::new();
     w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "bytes"]);
@@ -227,7 +227,7 @@ fn context_longer_than_learned_positions() {
     insta::assert_snapshot!(w.fail(&args));
 }
 
-/// A limit on file sizes stands in for a full disk: the write fails the same way.
+/// A limit on file sizes simulates a full disk: the write fails in the same way.
 #[test]
 #[cfg(unix)]
 fn disk_full_while_checkpointing() {
@@ -249,10 +249,10 @@ fn disk_full_while_checkpointing() {
 fn cuda_without_a_gpu() {
     let w = Workspace::new();
     if longwall_kernels::device::cuda().is_ok() {
-        return; // This machine has one: the error cannot occur.
+        return; // This machine has a GPU: the error cannot occur.
     }
     let error = train_error(&w, &["run.device=cuda"]);
-    // Which of the reasons holds depends on the machine.
+    // The reason depends on the machine.
     let reason = error.split("but ").nth(1).unwrap().split('\n').next().unwrap().to_owned();
     insta::assert_snapshot!(error.replace(&reason, "<reason>"));
 }

@@ -1,4 +1,4 @@
-//! `scripts/get_data.sh` against registries' clients that this file makes up.
+//! `scripts/get_data.sh` with fake registry clients.
 #![cfg(unix)]
 
 use std::fs;
@@ -12,13 +12,13 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// A copy of the script with a manifest and clients of its own.
+/// A copy of the script with its own manifest and clients.
 struct Project {
     folder: tempfile::TempDir,
 }
 
 impl Project {
-    /// A text `moby-dick` of npm, whose package holds one sentence, and a text `perl-doc` of Debian.
+    /// Has a text `moby-dick` from npm, whose package holds one sentence, and `perl-doc` from Debian.
     fn new() -> Self {
         let project = Project { folder: tempfile::tempdir().unwrap() };
         for folder in ["scripts", "data", "bin", "package/moby-dick/data"] {
@@ -53,7 +53,7 @@ impl Project {
         self.write("data/manifest.toml", &text);
     }
 
-    /// Puts a program before those of the machine.
+    /// Adds a fake client that takes precedence over the machine's.
     fn client(&self, name: &str, body: &str) {
         let file = format!("bin/{name}");
         self.write(&file, &format!("#!/bin/sh\n{body}\n"));
@@ -75,7 +75,7 @@ impl Project {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs the script, which must fail and leave no text.
+    /// Runs the script, which must fail and leave no text behind.
     fn fail(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let stderr = String::from_utf8(output.stderr).unwrap();

@@ -29,7 +29,7 @@ fn read(path: &Path, name: &str) -> Vec<f32> {
     data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
-/// fox on two heads that share one key head, four tokens, two channels.
+/// Inputs of fox: two heads that share one key head, four tokens, two channels.
 fn fox() -> Vec<Raw> {
     let wave = |scale: f32| move |at: usize| (at as f32 * scale).sin();
     vec![
@@ -57,7 +57,7 @@ fn an_operation_runs_on_a_file_and_its_paths_agree() {
                  grad_forget_gate [1, 4, 2]";
     assert_eq!(out.trim(), format!("out.safetensors: {names}"));
     let kernel = read(&w.path("out.safetensors"), "o");
-    // The first token sees itself alone.
+    // The first token sees only itself.
     let v = read(&w.path("in.safetensors"), "v");
     assert_eq!(kernel[..2], v[..2]);
     // By hand, head 0 at the second token.
@@ -68,7 +68,7 @@ fn an_operation_runs_on_a_file_and_its_paths_agree() {
     let (first, second) = ((dot(0) + decay).exp(), dot(1).exp());
     let want = (first * at("v", 0) + second * at("v", 2)) / (first + second);
     assert!((f64::from(kernel[2]) - want).abs() < 1e-6, "{} for {want}", kernel[2]);
-    // The upstream gradient is that of the last token of head 0 alone.
+    // The upstream gradient is zero except at the last token of head 0.
     let gradient = read(&w.path("out.safetensors"), "grad_q");
     assert!(gradient[6] != 0.0 && gradient[..6].iter().chain(&gradient[8..]).all(|x| *x == 0.0));
 
@@ -249,7 +249,7 @@ fn output_of_an_operation_onto_its_input() {
     assert_eq!(std::fs::read(&path).unwrap(), before);
 }
 
-/// The documentation's table is the registry's.
+/// docs/variants.md is up to date with the registry.
 #[test]
 fn documented_variants_are_those_registered() {
     let made = Workspace::new().succeed(&["variants", "--markdown"]);

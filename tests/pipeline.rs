@@ -1,4 +1,4 @@
-//! The main job from text to plots.
+//! The whole pipeline, from text to plots.
 
 use crate::support::Workspace;
 
@@ -103,7 +103,7 @@ fn prepare_train_generate_evaluate_and_plot() {
     w.succeed(&["plot", "runs/shards", "--out", "both.png", "--x", "steps"]);
     assert_eq!(&std::fs::read(w.path("both.png")).unwrap()[1..4], b"PNG");
 
-    // Another run beside it, in one picture.
+    // Two runs in one plot.
     w.train("beside", &[shards, "model.attention={ kind = \"fox\" }"]);
     w.succeed(&["plot", "runs/shards", "runs/beside", "--out", "two.svg", "--max-loss", "4"]);
     let svg = w.read("two.svg");

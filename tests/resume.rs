@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::Workspace;
 
-/// The lines of metrics.jsonl without what depends on the clock.
+/// The lines of metrics.jsonl without the times.
 fn metrics(w: &Workspace, run: &str) -> Vec<String> {
     let text = w.read(&format!("runs/{run}/metrics.jsonl"));
     text.lines()
@@ -34,8 +34,8 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Killed again and again at arbitrary moments, a run ends with the losses of an unbroken one, bit
-/// for bit, and with the same weights.
+/// A run killed repeatedly at arbitrary moments ends with the losses and weights of an uninterrupted
+/// one, bit for bit.
 #[test]
 fn a_killed_run_resumes_exactly() {
     let w = Workspace::new();
@@ -74,7 +74,7 @@ fn a_killed_run_resumes_exactly() {
     assert!(weights("broken").unwrap() == weights("whole").unwrap(), "the weights differ");
 }
 
-/// TERM and Ctrl-C leave a checkpoint and a clean end.
+/// TERM and Ctrl-C leave a checkpoint and end the run cleanly.
 #[test]
 #[cfg(unix)]
 fn a_stopped_run_leaves_a_checkpoint_and_resumes_exactly() {
@@ -109,7 +109,7 @@ fn equal_seeds_give_equal_losses() {
     assert_ne!(metrics(&w, "a"), metrics(&w, "c"));
 }
 
-/// The loss does not depend on how the batch is cut into micro-batches, up to rounding.
+/// Up to rounding, the loss does not depend on how the batch is split into micro-batches.
 #[test]
 fn accumulation_changes_only_the_rounding() {
     let w = Workspace::new();

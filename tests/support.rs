@@ -78,7 +78,7 @@ impl Workspace {
         fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
-    /// The binary with these arguments, not started.
+    /// The binary with these arguments, not yet started.
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_longwall"));
         command.args(args).current_dir(self.folder.path()).stdin(Stdio::null());
@@ -99,8 +99,7 @@ impl Workspace {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs the binary, which must fail with exit code 1; returns its error, with the folder's
-    /// path taken out.
+    /// Runs the binary, which must fail with exit code 1; returns its error, without the folder's path.
     pub fn fail(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let stderr = String::from_utf8(output.stderr).unwrap();

@@ -29,7 +29,7 @@ fn a_sweep_compares_and_does_nothing_twice() {
     let csv = w.read("runs/compare/results.csv");
     assert_eq!(csv.lines().count(), 5, "{csv}");
 
-    // What is finished is not done again: the run folders keep their files.
+    // Finished runs are not repeated: the run folders keep their files.
     let stamp = |w: &Workspace| {
         let runs = w.list("runs/compare");
         let run =

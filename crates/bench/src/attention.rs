@@ -14,15 +14,15 @@ use serde::Serialize;
 use crate::inputs::{copy, distributed, random};
 use crate::setup::Setup;
 
-/// Which attention kinds are measured.
+/// Which attention kinds to measure.
 #[derive(Clone, Debug, Default)]
 pub struct KindOptions {
-    /// Their names. Where there is none: every kind with a kernel on the device.
+    /// Their names. If empty: every kind with a kernel on the device.
     pub kinds: Vec<String>,
     /// Keys of the kinds' tables, as `key=value`.
     pub sets: Vec<String>,
-    /// Projections beside q, k and v, such as gates' logits, are drawn uniformly from this range.
-    /// Default: normal around the bias that they start with.
+    /// Projections besides q, k and v, such as gates' logits, are drawn uniformly from this range.
+    /// Default: normal around their initial bias.
     pub projections: Option<[f64; 2]>,
 }
 
@@ -65,8 +65,7 @@ pub(crate) fn kernel(setup: &Setup) -> Kernel {
     Kernel { device: setup.compute.device.kind(), dtype: setup.dtype() }
 }
 
-/// Warns of the kinds that run through their references, of those timed for so many sequences of a
-/// layer.
+/// Warns about kinds that run their references; `cases` are the kinds, each with its batch and layer.
 pub(crate) fn warn_of_references<'a>(
     setup: &Setup,
     cases: impl Iterator<Item = (&'a Kind, usize, AttentionShape)>,
@@ -89,7 +88,7 @@ impl Kind {
         }
     }
 
-    /// Why the reference runs, where it does.
+    /// Why the reference runs, if it does.
     fn without_kernel(
         &self,
         setup: &Setup,
@@ -121,7 +120,7 @@ impl Kind {
         [self.config.kind().to_owned(), path.to_owned()]
     }
 
-    /// Elements of each of [`Kind::inputs`] that grows with the number of tokens.
+    /// Elements of each of [`Kind::inputs`] whose size depends on the number of tokens.
     pub fn elements(&self, layer: &AttentionShape, sizes: [usize; 2]) -> Vec<u128> {
         let (config, views) = (&self.config, self.config.views());
         let rows = sizes.map(|n| n as u128).iter().product::<u128>();
@@ -135,7 +134,7 @@ impl Kind {
         channels.into_iter().chain(projections).map(|channels| rows * channels).collect()
     }
 
-    /// Random q, k, v and projections of type `dtype`, and parameters as they start.
+    /// Random q, k, v and projections of type `dtype`, and parameters with their initial values.
     pub fn inputs<B: OpBackend>(
         &self,
         layer: &AttentionShape,
@@ -169,7 +168,7 @@ impl Kind {
     }
 }
 
-/// A vector as it starts.
+/// A parameter with its initial values.
 fn parameter<B: OpBackend>(init: &Init, elements: usize, device: &B::Device) -> Tensor<B, 1> {
     match init {
         Init::Constant(value) => Tensor::full([elements], *value, device),
@@ -182,7 +181,7 @@ fn parameter<B: OpBackend>(init: &Init, elements: usize, device: &B::Device) -> 
     }
 }
 
-/// Bytes of everything that grows with the number of tokens.
+/// Bytes of all inputs whose size depends on the number of tokens.
 pub fn bytes<B: OpBackend>(inputs: &Inputs<B>) -> u64 {
     let of = |elements: usize, dtype: DType| (elements * dtype.size()) as u64;
     let heads = [&inputs.q, &inputs.k, &inputs.v];
@@ -191,7 +190,7 @@ pub fn bytes<B: OpBackend>(inputs: &Inputs<B>) -> u64 {
     heads.into_iter().chain(projections).sum()
 }
 
-/// The same numbers elsewhere in memory; parameters, which are small, are shared.
+/// A copy in other memory; parameters, which are small, are shared.
 pub fn copied<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<B> {
     fn other<B: OpBackend, const D: usize>(x: &Tensor<B, D>) -> Tensor<B, D> {
         tensor(copy::<B>(&primitive(x.clone())))
@@ -205,7 +204,7 @@ pub fn copied<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<B> {
     }
 }
 
-/// The inputs as leaves of a graph, each of which gets a gradient.
+/// The inputs as leaves of an autodiff graph, each with a gradient.
 pub fn leaves<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<Autodiff<B>> {
     fn leaf<B: OpBackend, const D: usize>(x: &Tensor<B, D>) -> Tensor<Autodiff<B>, D> {
         Tensor::from_inner(x.clone()).require_grad()

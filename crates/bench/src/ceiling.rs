@@ -1,4 +1,4 @@
-//! What the device reaches at its best, measured at the start of each run.
+//! The device's peak rates, measured at the start of each run.
 
 use burn::tensor::Tensor;
 use longwall_kernels::backend::{OpBackend, tensor};
@@ -20,27 +20,27 @@ const MATRIX: usize = 8192;
 const CUDA_ELEMENTS: usize = 1 << 29;
 const CPU_ELEMENTS: usize = 1 << 25;
 
-/// The greatest rates measured; those that a command compares with nothing are not measured.
+/// The measured peak rates; a command measures only those that it compares with.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Ceiling {
     /// Of a square matrix product in the run's precision, through the operation of linear layers.
     pub flops_per_second: Option<f64>,
-    /// Read and written by an operation that does little else.
+    /// Bytes read and written by an elementwise operation.
     pub bytes_per_second: Option<f64>,
 }
 
 impl Ceiling {
-    /// Of matrix products.
+    /// The ceiling of matrix products.
     pub(crate) fn of_flops<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
         Ceiling { flops_per_second: Some(flops::<B>(setup, device)), bytes_per_second: None }
     }
 
-    /// Of memory.
+    /// The ceiling of memory.
     pub(crate) fn of_bytes<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
         Ceiling { flops_per_second: None, bytes_per_second: Some(bytes::<B>(setup, device)) }
     }
 
-    /// Of both.
+    /// Both ceilings.
     pub(crate) fn of_both<B: OpBackend>(setup: &Setup, device: &B::Device) -> Self {
         let flops_per_second = Some(flops::<B>(setup, device));
         Ceiling { flops_per_second, bytes_per_second: Some(bytes::<B>(setup, device)) }
@@ -60,7 +60,7 @@ fn flops<B: OpBackend>(setup: &Setup, device: &B::Device) -> f64 {
     2.0 * (MATRIX as f64).powi(3) / (time.min / 1e3)
 }
 
-/// Of an update in place on the CPU; on a GPU, of the better of burn's kernel and ours.
+/// The rate of an in-place update on the CPU; on a GPU, of the faster of burn's kernel and Longwall's.
 fn bytes<B: OpBackend>(setup: &Setup, device: &B::Device) -> f64 {
     let clock: Clock<B> = setup.clock(device);
     let elements = setup.choose(CUDA_ELEMENTS, CPU_ELEMENTS);

@@ -18,15 +18,15 @@ use crate::setup::{self, Setup, kv_heads};
 use crate::timed_pass::{TimedPass, Work};
 use crate::timing::Clock;
 
-/// What is measured.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The kinds.
     pub kinds: KindOptions,
-    /// Tokens before the one that is decoded, from 1 to [`MOST_TOKENS`]. Where there is none: three
-    /// contexts on CUDA, two on the CPU; those that the device cannot hold are left out.
+    /// Tokens before the decoded one, from 1 to [`MOST_TOKENS`]. If empty: three contexts on CUDA, two
+    /// on the CPU, except those that the device cannot hold.
     pub contexts: Vec<usize>,
-    /// Sequences, up to [`MOST_SIZE`], as all sizes are. Default: 8 on CUDA, 1 on the CPU.
+    /// Sequences, up to [`MOST_SIZE`] like all sizes. Default: 8 on CUDA, 1 on the CPU.
     pub batch: Option<usize>,
     /// Query heads. Default: 16 on CUDA, 4 on the CPU.
     pub heads: Option<usize>,
@@ -41,7 +41,7 @@ pub struct Options {
 /// The longest context.
 pub const MOST_TOKENS: u64 = 1 << 24;
 
-/// The greatest batch, number of heads and number of channels.
+/// The largest batch, number of heads and number of channels.
 pub const MOST_SIZE: usize = 1 << 16;
 
 /// Tokens that enter the state at once while it is filled.
@@ -51,12 +51,12 @@ const PREFILL_CHUNK: usize = 1024;
 const SIZE_NAMES: SizeNames =
     SizeNames { given: "options", head_dim: "--head-dim", width: "--heads · --head-dim" };
 
-/// What was measured of one kind at one context.
+/// The measurement of one kind at one context.
 #[derive(Debug, Serialize)]
 pub struct Case {
     kind: &'static str,
     settings: Vec<String>,
-    /// The range of the projections; `null` where they are normal around their bias.
+    /// The range of the projections; `null` if they are normal around their bias.
     projections: Option<[f64; 2]>,
     path: Path,
     batch: usize,
@@ -65,7 +65,7 @@ pub struct Case {
     head_dim: usize,
     context: usize,
     passes: [TimedPass; 1],
-    /// In the buffers of all sequences' states at the end, unused capacity included.
+    /// Elements in all sequences' states at the end, unused capacity included.
     held_elements: usize,
     /// The share of the keys that pruning left out of the last step; `null` where nothing is to be left out,
     /// and where no kernel for CUDA serves.
@@ -95,8 +95,8 @@ impl Measured for Case {
 /// Times the kinds after each context.
 ///
 /// # Errors
-/// When there is no such device, kind or key, sizes do not fit each other or a kind, or the device
-/// cannot hold a context that was asked for.
+/// When the device, a kind or a key does not exist, sizes do not fit each other or a kind, or the
+/// device cannot hold a requested context.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
     let setup = options.common.open()?;
     let kinds = options.kinds.choose(&setup)?;
@@ -128,15 +128,15 @@ impl Sizes {
         Ok(Sizes { batch, layer: AttentionShape::new(heads * head_dim, heads, kv_heads, head_dim) })
     }
 
-    /// A state of full capacity, a copy of one of its tensors, as appending may make it, and the
-    /// tokens that fill the state and enter it.
+    /// Memory for a state of full capacity, a copy of one of its tensors (appending may make one), and
+    /// the tokens that fill the state and enter it.
     fn need(&self, kind: &Kind, context: usize, kernel: Kernel) -> Need {
         let (Sizes { batch, layer }, config) = (self, &kind.config);
         let tokens = most_tokens(context, most_steps(context));
         let dtype = config.path(kernel, layer, *batch).dtype(kernel.dtype);
         let bytes = dtype.size() as u128 * *batch as u128;
         let state = |tokens: usize| bytes * u128::from(config.state_elements(layer, tokens));
-        // A cache's keys or values; a state that does not grow may be one tensor.
+        // A cache's keys or values; a state of fixed size may be one tensor.
         let channels = (config.views() * layer.head_dim).max(config.value_dim(layer));
         let half = bytes * (channels * layer.kv_heads) as u128 * tokens as u128;
         let largest = half.max(state(1)).min(state(tokens));
@@ -146,7 +146,7 @@ impl Sizes {
     }
 }
 
-/// The contexts whose states the device can hold; an error where one was asked for that it cannot.
+/// The contexts whose states the device can hold; an error if it cannot hold a requested one.
 fn contexts(
     options: &Options,
     setup: &Setup,
@@ -276,16 +276,17 @@ fn first_tokens<B: OpBackend>(inputs: &Inputs<B>, tokens: usize) -> Inputs<B> {
 
 /// The most steps of a sample.
 fn most_steps(context: usize) -> usize {
-    // So many take 20 ms on any device.
+    // This many take at least 20 ms on any device.
     (context / 2).clamp(1, 4096)
 }
 
-/// The most tokens that a state takes which is to hold `context` in the mean of `steps` steps.
+/// The most tokens of a state that holds `context` tokens on average over `steps` steps.
 fn most_tokens(context: usize, steps: usize) -> usize {
     context + steps.div_ceil(2).max(context / 64)
 }
 
-/// A state of `context` tokens, or nearly so: each step appends one.
+/// A state of about `context` tokens. Each step appends one; the state is refilled before it is too
+/// long.
 struct RefilledState<S> {
     context: usize,
     tokens: usize,
@@ -293,12 +294,12 @@ struct RefilledState<S> {
 }
 
 impl<S> RefilledState<S> {
-    /// Fills the state anew where `steps` more steps would take it too far from the context. `fill`
-    /// gets its tokens and the capacity to reserve.
+    /// Refills the state if `steps` more steps would take it too far from the context. `fill` gets the
+    /// number of tokens and the capacity to reserve.
     fn prepare(&mut self, steps: usize, fill: &impl Fn(usize, usize) -> S) {
         let most = most_tokens(self.context, steps);
         if self.state.is_none() || self.tokens + steps > most {
-            self.state = None; // Its memory serves the new one.
+            self.state = None; // Frees its memory for the new one.
             self.tokens = self.context.saturating_sub(steps / 2).max(1);
             self.state = Some(fill(self.tokens, most));
         }
@@ -325,7 +326,7 @@ mod tests {
         assert_eq!((filled.take(), held.tokens), (vec![], 650));
         held.prepare(1, &fill);
         assert_eq!((filled.take().len(), held.tokens), (1, 641));
-        // Many steps stand around the context.
+        // Many steps are centred on the context.
         for _ in 0..2 {
             held.prepare(101, &fill);
             assert_eq!((filled.take(), held.tokens), (vec![(590, 691)], 691));
@@ -357,7 +358,7 @@ mod tests {
         let (rope, inputs) = need("rope", DType::BF16);
         assert_eq!(rope, inputs.and(2 * half, 3 * 2 * half));
         assert_eq!(need("rope", DType::F32).0, inputs.and(4 * half, 3 * 4 * half));
-        // References keep f32, here two keys a value; a state that does not grow is one tensor.
+        // References keep f32, here two keys per value; a state of fixed size is one tensor.
         let (tda, inputs) = need("tda", DType::BF16);
         assert_eq!(tda, inputs.and(2 * 4 * half, 5 * 4 * half));
         let (rwkv7, inputs) = need("rwkv7", DType::BF16);

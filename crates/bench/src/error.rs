@@ -20,12 +20,12 @@ pub enum BenchError {
     /// An attention kind, its keys, or sizes that it does not allow.
     #[error(transparent)]
     Kind(#[from] KindError),
-    /// The CPU has no such precision.
+    /// The CPU lacks this precision.
     #[error(
         "--precision is {0}, but the device is the CPU; allowed there: f32\n  hint: leave --precision out, or use a machine with an NVIDIA GPU"
     )]
     Precision(Precision),
-    /// Heads of q cannot share those of k and v evenly.
+    /// The number of kv_heads does not divide the number of heads.
     #[error(
         "--kv-heads is {kv_heads}; allowed: a divisor of the {heads} heads\n  hint: leave it out for {heads}"
     )]
@@ -35,7 +35,7 @@ pub enum BenchError {
         /// Heads of q.
         heads: usize,
     },
-    /// The width is not one of whole heads.
+    /// The width is not a multiple of the head size.
     #[error(
         "--width is {width}; allowed: multiples of {head_dim}, the channels of a head\n  hint: --width {}",
         width.next_multiple_of(*head_dim)
@@ -46,7 +46,7 @@ pub enum BenchError {
         /// Channels of a head.
         head_dim: usize,
     },
-    /// The device cannot hold what is to be measured.
+    /// The device cannot hold the tensors.
     #[error("{excess}\n  hint: {remedy}")]
     TooLarge {
         /// The options, what they need, and what is allowed.

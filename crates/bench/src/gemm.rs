@@ -15,11 +15,11 @@ use crate::setup::{self, Setup, shape_text};
 use crate::timed_pass::{TimedPass, Work};
 use crate::timing::Clock;
 
-/// What is measured.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Tokens, outputs and inputs of a linear layer. Where there is none: the layers of GPT-2 124M
-    /// at 65,536 tokens on CUDA, and a small model's on the CPU.
+    /// Tokens, outputs and inputs of a linear layer. If empty: the layers of GPT-2 124M at 65,536
+    /// tokens on CUDA, and a small model's on the CPU.
     pub shapes: Vec<[usize; 3]>,
     /// Device, precision and samples.
     pub common: setup::Options,
@@ -36,7 +36,7 @@ fn layers(tokens: usize, width: usize, vocab: usize) -> Vec<(&'static str, [usiz
     ]
 }
 
-/// What was measured of one layer.
+/// The measurement of one layer.
 #[derive(Debug, Serialize)]
 pub struct Case {
     layer: &'static str,
@@ -60,7 +60,7 @@ impl Measured for Case {
 /// Times the products of each layer.
 ///
 /// # Errors
-/// When there is no such device, or it cannot hold a layer.
+/// When the device does not exist, or cannot hold a layer.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
     let setup = options.common.open()?;
     let shapes = if options.shapes.is_empty() {
@@ -76,7 +76,8 @@ pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, B
     Ok(Report::new(&setup, ceiling, results))
 }
 
-/// The copies of x, W and dy, and what a pass computes of them; for the CPU, where the total counts.
+/// Memory for the copies of x, W and dy, and for a pass's result; with the number of copies on the CPU,
+/// where the total matters.
 fn need(shape: [usize; 3]) -> Need {
     let [m, n, k] = shape.map(|size| size as u128);
     let matrices = [m * k, n * k, m * n];
@@ -127,9 +128,9 @@ impl Job<'_> {
         let deviation = 1.0 / (k as f64).sqrt();
         let x = random::<B>(&[1, m, k], 1.0, dtype, device);
         let weight = random::<B>(&[n, k], deviation, dtype, device);
-        // Normal too; a product may have more elements than random numbers can be drawn at once.
+        // Also normal. Drawn as a product, because it may have more elements than one random draw allows.
         let dy = B::run::<Linear, 2>(&Linear, [x.clone(), weight.clone()], vec![]);
-        // The two smallest matrices are all that one of the passes reads.
+        // One of the passes reads only the two smallest matrices.
         let elements = [m * k, n * k, m * n];
         let read = elements.iter().sum::<usize>() - elements.iter().max().expect("three");
         let copies = copies::<B>((read * dtype.size()) as u64);

@@ -1,18 +1,18 @@
-//! Random inputs, and enough copies of them that none is left in a cache when its turn comes.
+//! Random inputs, and enough copies of them that none is still in a cache when it is used again.
 
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Distribution, FloatDType};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
 
-/// Bytes of all copies together: over twice the L2 cache of an H200 (50 MB), or twice the L3 of the
-/// CPUs this was made on (32 MB).
+/// Bytes of all copies together: over twice the L2 cache of an H200 (50 MB), or twice the L3 of a
+/// typical server CPU (32 MB).
 const FLUSH: [u64; 2] = [128 << 20, 64 << 20];
 
 /// Most copies; smaller inputs stay in cache.
 const MOST_COPIES: u64 = 1024;
 
-/// Normal with this standard deviation.
+/// Normal random numbers with this standard deviation.
 pub fn random<B: OpBackend>(
     shape: &[usize],
     deviation: f64,
@@ -33,13 +33,13 @@ pub fn distributed<B: OpBackend>(
     if dtype == DType::F32 { x } else { B::float_cast(x, dtype.into()) }
 }
 
-/// The same numbers elsewhere in memory.
+/// A copy in other memory.
 pub fn copy<B: OpBackend>(x: &FloatTensor<B>) -> FloatTensor<B> {
-    // The product is not made in place, since `x` is held.
+    // `x` is still referenced, so the product is not in place.
     B::float_mul_scalar(x.clone(), 1.0f32.into())
 }
 
-/// How many sets of inputs of `bytes` bytes the calls take in turn.
+/// How many copies of inputs of `bytes` bytes the calls cycle through.
 pub fn copies<B: OpBackend>(bytes: u64) -> usize {
     copies_on(B::device_kind(), bytes)
 }

@@ -1,4 +1,4 @@
-//! Attention kinds' operations, forward alone and forward with backward.
+//! Attention kinds' operations, forward only and forward with backward.
 
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -21,24 +21,24 @@ use crate::setup::{self, Setup, kv_heads, shape_text};
 use crate::timed_pass::{TimedPass, Work};
 use crate::timing::Clock;
 
-/// What is measured.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The kinds.
     pub kinds: KindOptions,
-    /// Batch, heads, seq_len and head_dim. Where there is none: five on CUDA, one on the CPU.
+    /// Batch, heads, seq_len and head_dim. If empty: five shapes on CUDA, one on the CPU.
     pub shapes: Vec<[usize; 4]>,
     /// Heads of k and v. Default: as many as q has.
     pub kv_heads: Option<usize>,
     /// A token attends to itself and the window − 1 tokens before it.
     pub window: Option<usize>,
-    /// Documents of so many tokens, from 1 to [`MOST_TOKENS`], are packed into each row.
+    /// Packs documents of this many tokens, from 1 to [`MOST_TOKENS`], into each row.
     pub document_len: Option<u64>,
     /// Device, precision and samples.
     pub common: setup::Options,
 }
 
-/// The longest document: longer ones leave the range of positions.
+/// The longest document: longer ones exceed the range of positions.
 pub const MOST_TOKENS: u64 = 1 << 24;
 
 const CUDA_SHAPES: &[[usize; 4]] = &[
@@ -58,12 +58,12 @@ const SIZE_NAMES: SizeNames = SizeNames {
     width: "heads · head_dim of --shape",
 };
 
-/// What was measured of one kind at one shape.
+/// The measurement of one kind at one shape.
 #[derive(Debug, Serialize)]
 pub struct Case {
     kind: &'static str,
     settings: Vec<String>,
-    /// The range of the projections; `null` where they are normal around their bias.
+    /// The range of the projections; `null` if they are normal around their bias.
     projections: Option<[f64; 2]>,
     path: Path,
     /// Batch, heads, seq_len, head_dim.
@@ -72,7 +72,7 @@ pub struct Case {
     window: Option<usize>,
     document_len: Option<u64>,
     passes: [TimedPass; 2],
-    /// By the output and what the backward pass needs, inputs apart; `null` on the CPU.
+    /// Kept by the output and for the backward pass, without the inputs; `null` on the CPU.
     kept_bytes: Option<u64>,
     /// Reserved by one forward and backward pass with its inputs, in the allocator's pages; `null` on
     /// the CPU.
@@ -106,8 +106,8 @@ impl Measured for Case {
 /// Times the kinds at each shape.
 ///
 /// # Errors
-/// When there is no such device, kind or key, sizes do not fit each other or a kind, or the device
-/// cannot hold them.
+/// When the device, a kind or a key does not exist, sizes do not fit each other or a kind, or the
+/// device cannot hold them.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
     let setup = options.common.open()?;
     let kinds = options.kinds.choose(&setup)?;
@@ -131,7 +131,7 @@ pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, B
     Ok(Report::new(&setup, ceiling, results))
 }
 
-/// The inputs, the output, and their gradients.
+/// Memory for the inputs, the output, and their gradients.
 fn need(kind: &Kind, layer: &AttentionShape, sizes: [usize; 2]) -> Need {
     let [batch, seq_len] = sizes.map(|n| n as u128);
     let out = batch * seq_len * layer.heads as u128 * kind.config.value_dim(layer) as u128;
@@ -212,7 +212,7 @@ impl Job<'_> {
         let both = clock.time(|at| {
             vjp_root(forward(&inputs[at % copies]), dy.clone()).backward();
         });
-        // Of causal softmax attention, whatever the kind does.
+        // The FLOPs of causal softmax attention, for every kind.
         let flops = 2.0 * (batch * heads * head_dim) as f64 * (seq_len as f64).powi(2);
         let path = kind.path(self.setup, batch, &layer);
         let labels = kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect();
@@ -236,7 +236,7 @@ impl Job<'_> {
         }
     }
 
-    /// Bytes kept from a forward pass to its backward pass, and those reserved in the end.
+    /// Bytes kept from a forward pass for its backward pass, and bytes reserved at the end.
     fn memory<B: OpBackend, T>(
         &self,
         clock: &Clock<B>,
@@ -257,7 +257,7 @@ impl Job<'_> {
     }
 }
 
-/// Documents of `len` tokens each, or whatever is left at a row's end.
+/// Documents of `len` tokens each; the last of a row may be shorter.
 fn documents<B: OpBackend>(
     len: Option<u64>,
     [batch, seq_len]: [usize; 2],

@@ -3,9 +3,9 @@
 //!
 //! Each of [`kernels`], [`ops`], [`gemm`], [`decode`] and [`train`] has its options, a `run` and a
 //! report, which [`Display`](std::fmt::Display)s as a table and serialises as JSON. Inputs are random
-//! and never zero, and calls take copies of them in turn, so that no cache holds what a call reads.
-//! Times are medians of samples, each of calls that last 20 ms together. Rates are compared with a
-//! ceiling that is measured in the same run.
+//! and never zero, and calls cycle through copies of them, so that no cache holds what a call reads.
+//! Times are medians of samples, each of as many calls as last 20 ms. Rates are relative to a ceiling
+//! measured in the same run.
 
 mod attention;
 mod ceiling;

@@ -1,4 +1,4 @@
-//! What a benchmark needs of a device's memory, and what there is.
+//! How much memory a benchmark needs, and how much the device has.
 
 use crate::error::BenchError;
 use crate::setup::Setup;
@@ -6,10 +6,10 @@ use crate::setup::Setup;
 /// The most elements of a tensor: kernels count them in 32 bits.
 const MOST_ELEMENTS: u128 = u32::MAX as u128;
 
-/// What a benchmark holds at once.
+/// What a benchmark needs at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
-    /// Elements of the largest tensor that kernels take.
+    /// Elements of the largest tensor passed to kernels.
     elements: u128,
     /// Bytes of the largest tensor.
     largest: u128,
@@ -18,8 +18,8 @@ pub struct Need {
 }
 
 impl Need {
-    /// Tensors of so many elements each, which kernels take. They are drawn in f32, and stay so on
-    /// the CPU.
+    /// Tensors with these numbers of elements, passed to kernels. They are drawn in f32, and stay f32
+    /// on the CPU.
     pub fn of(tensors: impl IntoIterator<Item = u128>) -> Self {
         tensors.into_iter().fold(Need::default(), |need, elements| {
             let need = Need { elements: need.elements.max(elements), ..need };
@@ -27,28 +27,28 @@ impl Need {
         })
     }
 
-    /// And `total` bytes more, of tensors of up to `largest` bytes.
+    /// Adds `total` bytes, in tensors of up to `largest` bytes.
     pub fn and(self, largest: u128, total: u128) -> Self {
         Need { largest: self.largest.max(largest), total: self.total + total, ..self }
     }
 
-    /// And a gradient of each tensor.
+    /// Adds a gradient of each tensor.
     pub fn with_gradients(self) -> Self {
         Need { total: 2 * self.total, ..self }
     }
 }
 
-/// Bytes that a device can give, where they are known.
+/// Bytes that a device has, if known.
 #[derive(Clone, Copy, Debug)]
 struct Limits {
-    /// To one tensor.
+    /// For one tensor.
     tensor: Option<u64>,
-    /// To all.
+    /// In total.
     memory: Option<u64>,
 }
 
 impl Limits {
-    /// What `need`, that of a benchmark with these options, has too much of.
+    /// Says which limit `need` exceeds, for a benchmark with these options.
     fn excess(self, options: &str, need: &Need) -> Option<String> {
         let gb = |bytes: u128| bytes as f64 / 1e9;
         let over = |need: u128, most: Option<u64>| {
@@ -74,13 +74,13 @@ impl Limits {
 }
 
 impl Setup {
-    /// Says what of it the device cannot hold, where a benchmark with these options needs so much.
+    /// Says what the device cannot hold, if a benchmark with these options needs too much.
     pub fn excess(&self, options: &str, need: &Need) -> Option<String> {
         let memory = if self.on_cuda() { None } else { available_memory() };
         Limits { tensor: self.compute.device.largest_tensor(), memory }.excess(options, need)
     }
 
-    /// The device can hold what a benchmark with these options needs.
+    /// Checks that the device can hold what a benchmark with these options needs.
     pub fn check(
         &self,
         options: &str,
@@ -94,7 +94,7 @@ impl Setup {
     }
 }
 
-/// Bytes that programs can still take of this machine's memory; `None` where the system does not say.
+/// Bytes of memory available on this machine; `None` if the system does not report it.
 fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

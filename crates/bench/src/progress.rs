@@ -1,12 +1,12 @@
-//! How a benchmark tells what it is doing.
+//! Progress of a benchmark.
 
-/// Hears of a benchmark's progress.
+/// Receives a benchmark's progress.
 pub trait Progress {
-    /// `total` measurements begin, each of which is one of `unit`: `steps`, or nothing to say.
+    /// `total` measurements begin, counted in `unit`: `steps`, or empty.
     fn start(&self, total: usize, unit: &str);
     /// The measurement of `what` begins.
     fn measuring(&self, what: &str);
-    /// One measurement more is done.
+    /// One more measurement is done.
     fn done(&self);
     /// All are done.
     fn finish(&self);

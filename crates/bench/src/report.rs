@@ -19,15 +19,15 @@ pub struct Report<R> {
     results: Vec<R>,
 }
 
-/// What was measured of one thing.
+/// One row of a benchmark's results.
 pub trait Measured: Serialize {
-    /// Heads of the columns that tell what it is.
+    /// Titles of the columns that identify it.
     const COLUMNS: &'static [&'static str];
 
-    /// The texts of these columns.
+    /// The text in these columns.
     fn labels(&self) -> Vec<String>;
 
-    /// What was timed.
+    /// The timed passes.
     fn passes(&self) -> &[TimedPass];
 
     /// A remark at the end of the last pass.
@@ -37,7 +37,7 @@ pub trait Measured: Serialize {
 }
 
 impl<R: Measured> Report<R> {
-    /// Of a run with these settings.
+    /// The report of a run with these settings.
     pub(crate) fn new(setup: &Setup, ceiling: Ceiling, results: Vec<R>) -> Self {
         let Setup { compute, samples } = setup;
         let (device, precision) = (compute.device.to_string(), compute.precision);
@@ -92,7 +92,7 @@ fn cells(pass: &TimedPass) -> [String; 6] {
         .expect("six cells")
 }
 
-/// Four digits or so.
+/// About four digits.
 fn milliseconds(ms: f64) -> String {
     match ms {
         ..1.0 => format!("{ms:.4}"),
@@ -110,8 +110,7 @@ fn rate(per_second: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {prefix}{unit}")
 }
 
-/// Rows whose columns stand below each other: the first `texts` to the left, and the last; numbers
-/// to the right.
+/// Rows with aligned columns: the first `texts` and the last to the left, numbers to the right.
 fn aligned(rows: &[Vec<String>], texts: usize) -> Vec<String> {
     let columns = rows[0].len();
     let width = |at: usize| rows.iter().map(|row| row[at].chars().count()).max().unwrap_or(0);

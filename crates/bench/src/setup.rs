@@ -1,4 +1,4 @@
-//! What the benchmarks of operations share: the device, the precision, and some sizes.
+//! Shared by the benchmarks of operations: the device, the precision, and some sizes.
 
 use burn::tensor::DType;
 use longwall_kernels::backend::OpBackend;
@@ -50,23 +50,23 @@ impl Setup {
         self.compute.precision.parameter(2)
     }
 
-    /// That takes this run's number of samples.
+    /// A clock that takes this run's number of samples.
     pub fn clock<B: OpBackend>(&self, device: &B::Device) -> Clock<B> {
         Clock::new(self.samples, device)
     }
 
-    /// `cuda` where the device is a GPU, else `cpu`.
+    /// `cuda` if the device is a GPU, else `cpu`.
     pub fn choose<T>(&self, cuda: T, cpu: T) -> T {
         if self.on_cuda() { cuda } else { cpu }
     }
 }
 
-/// A shape as on the command line.
+/// A shape as written on the command line.
 pub fn shape_text(shape: &[usize]) -> String {
     shape.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// The heads of k and v, where `asked` is what --kv-heads says.
+/// The heads of k and v, where `asked` is the value of --kv-heads.
 pub fn kv_heads(asked: Option<usize>, heads: usize) -> Result<usize, BenchError> {
     let kv_heads = asked.unwrap_or(heads);
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {

@@ -1,4 +1,4 @@
-//! What a time says of the work done.
+//! A timed pass: its time, its work and its rate.
 
 use serde::Serialize;
 
@@ -20,19 +20,19 @@ pub enum Work {
 pub struct TimedPass {
     /// `forward`, `forward_backward`, …
     pub pass: &'static str,
-    /// Of one call.
+    /// Per call.
     pub milliseconds: Spread,
-    /// Of one call.
+    /// Per call.
     #[serde(flatten)]
     pub work: Work,
-    /// FLOPs or bytes, by the median.
+    /// FLOPs or bytes per second, from the median time.
     pub per_second: f64,
-    /// Of the measured ceiling.
+    /// The rate as a share of the measured ceiling.
     pub ceiling_share: f64,
 }
 
 impl TimedPass {
-    /// What a pass of `work` that took `milliseconds` says.
+    /// A pass that did `work` in `milliseconds`.
     pub(crate) fn new(
         pass: &'static str,
         milliseconds: Spread,

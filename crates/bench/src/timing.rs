@@ -1,4 +1,4 @@
-//! How calls are timed.
+//! Timing of calls.
 
 use std::time::Instant;
 
@@ -12,16 +12,16 @@ const SAMPLE: f64 = 0.020;
 /// A quantity over several samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Spread {
-    /// Half of the samples are no greater.
+    /// The median.
     pub median: f64,
-    /// The least.
+    /// The minimum.
     pub min: f64,
-    /// The greatest.
+    /// The maximum.
     pub max: f64,
 }
 
 impl Spread {
-    /// Of at least one value.
+    /// The spread of at least one value.
     pub(crate) fn of(values: impl Iterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = values.collect();
         sorted.sort_by(f64::total_cmp);
@@ -37,22 +37,22 @@ pub struct Clock<B: OpBackend> {
     samples: usize,
     /// Most calls in a sample.
     most_calls: usize,
-    /// Read back after some arithmetic, it tells that the device is done.
+    /// Reading it back after some arithmetic synchronises with the device.
     probe: Tensor<B, 1>,
 }
 
 impl<B: OpBackend> Clock<B> {
-    /// That takes `samples` samples.
+    /// A clock that takes `samples` samples.
     pub fn new(samples: usize, device: &B::Device) -> Self {
         Clock { samples, most_calls: 1 << 16, probe: Tensor::ones([1], device) }
     }
 
-    /// With samples of at most so many calls, however short.
+    /// Limits samples to this many calls, however short they are.
     pub fn of_at_most(self, calls: usize) -> Self {
         Clock { most_calls: self.most_calls.min(calls), ..self }
     }
 
-    /// Waits until the device has done everything it was given.
+    /// Synchronises with the device.
     pub fn wait(&self) {
         let _ = (self.probe.clone() + 1.0).into_data();
     }
@@ -62,8 +62,8 @@ impl<B: OpBackend> Clock<B> {
         self.time_after(|_| (), call)
     }
 
-    /// As [`Clock::time`]; before each sample, `prepare` gets the number of its calls, and is not
-    /// timed.
+    /// As [`Clock::time`], but before each sample calls `prepare` with the sample's number of calls,
+    /// untimed.
     pub fn time_after(
         &self,
         mut prepare: impl FnMut(usize),
@@ -81,7 +81,7 @@ impl<B: OpBackend> Clock<B> {
             self.wait();
             started.elapsed().as_secs_f64()
         };
-        seconds(1); // Compiles kernels, and takes memory from the system.
+        seconds(1); // Compiles kernels and allocates memory.
         let mut calls = 1;
         let mut last = seconds(calls);
         while last < SAMPLE && calls < self.most_calls {
@@ -92,7 +92,7 @@ impl<B: OpBackend> Clock<B> {
     }
 }
 
-/// Calls that should take a sample's time where `calls` took `seconds`, too little.
+/// How many calls should take a sample's time, given that `calls` took only `seconds`.
 fn more_calls(calls: usize, seconds: f64) -> usize {
     let wanted = (1.1 * SAMPLE / seconds * calls as f64).ceil() as usize;
     // A first measurement may be far off.

@@ -20,7 +20,7 @@ use crate::error::BenchError;
 use crate::progress::Progress;
 use crate::timing::Spread;
 
-/// What is measured.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The configuration whose model, batch and optimiser are timed; its data is not read.
@@ -35,7 +35,7 @@ pub struct Options {
     pub warmup: u64,
 }
 
-/// What was measured. It serialises as JSON and displays as a table.
+/// The results. They serialise as JSON and display as a table.
 #[derive(Debug, Serialize)]
 pub struct Results {
     device: String,
@@ -50,12 +50,12 @@ pub struct Results {
     steps: u64,
     tokens_per_second: Spread,
     step_milliseconds: Spread,
-    /// Of the median step; `null` where the device's peak is not known.
+    /// For the median step; `null` if the device's peak is not known.
     mfu: Option<f64>,
     peak_flops: Option<f64>,
-    /// Reserved on a GPU; on the CPU, the process's greatest resident size.
+    /// Reserved on a GPU; on the CPU, the process's peak resident size.
     peak_memory_bytes: Option<u64>,
-    /// `null` where a loss is not finite.
+    /// `null` if a loss is not finite.
     first_loss: Option<f32>,
     last_loss: Option<f32>,
 }
@@ -63,7 +63,7 @@ pub struct Results {
 /// Times the steps.
 ///
 /// # Errors
-/// When the configuration, its tokenizer or its device cannot be had.
+/// When the configuration, its tokenizer or its device cannot be opened.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Results, BenchError> {
     let mut config = RunConfig::load(&options.config, &options.sets)?;
     if let Some(device) = options.device {

@@ -1,4 +1,4 @@
-//! What commands share: the device's option, and a run's model.
+//! Shared by commands: the device option, and opening a run's model.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use longwall_train::device::{self, Compute};
 /// The device on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum DeviceArg {
-    /// CUDA where a driver and a GPU answer, else the CPU
+    /// CUDA if a driver and a GPU respond, else the CPU
     Auto,
     /// The CPU
     Cpu,
@@ -56,7 +56,7 @@ pub struct OpenRun {
     pub checkpoint: Checkpoint,
     /// The tokenizer it was trained with.
     pub tokenizer: Tokenizer,
-    /// Where the model goes, and what its weights are rounded to there.
+    /// The device and precision that the model runs in.
     pub compute: Compute,
 }
 

@@ -1,4 +1,4 @@
-//! Costs as `longwall info` and `longwall variants` give them.
+//! Costs as `longwall info` and `longwall variants` print them.
 
 use longwall_model::{ModelConfig, cost};
 
@@ -7,7 +7,7 @@ pub fn state_bytes(model: &ModelConfig, seq_len: usize) -> u64 {
     4 * cost::state_elements(model, seq_len)
 }
 
-/// A number above 0 with three significant digits, or as many as its whole part has.
+/// A number above 0 with three significant digits, or all digits of its whole part if more.
 pub fn short(x: f64) -> String {
     match x {
         x if x >= 99.95 => format!("{x:.0}"),

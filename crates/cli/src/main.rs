@@ -32,7 +32,7 @@ enum Command {
     Generate(commands::generate::Args),
     /// Turn text into token shards
     Prepare(commands::prepare::Args),
-    /// Make tokenizers
+    /// Train tokenizers
     #[command(subcommand)]
     Tokenizer(commands::tokenizer::Command),
     /// Draw the loss curves of one or several runs
@@ -78,7 +78,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// An error and its causes; a cause that the message tells already is not repeated.
+/// An error and its causes, without causes that the message already contains.
 fn describe(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |text, cause| {
         let cause = cause.to_string();
@@ -106,8 +106,8 @@ fn check_cpu() -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Training allocates and frees the same large buffers in every step: pages that went back to the
-/// system would have to be zeroed again.
+/// Training allocates and frees the same large buffers in every step; pages returned to the system
+/// would have to be zeroed again.
 fn keep_freed_memory() {
     // mi_option_purge_delay of mimalloc.h, which the bindings do not name; −1 is never.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;

@@ -1,4 +1,4 @@
-//! Progress bars on stderr for reading data, evaluations and benchmarks; nothing where stderr is no
+//! Progress bars on stderr for reading data, evaluations and benchmarks; nothing if stderr is not a
 //! terminal.
 
 use std::io::IsTerminal;
@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use longwall_eval::ProgressUpdate;
 use longwall_train::signals::StopFlag;
 
-/// A bar of `total` on stderr, or a spinner; hidden where stderr is no terminal.
+/// A bar of `total` on stderr, or a spinner; hidden if stderr is not a terminal.
 fn bar(total: Option<u64>, template: &str) -> ProgressBar {
     let bar = match total {
         Some(total) => ProgressBar::new(total),

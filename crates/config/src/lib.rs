@@ -1,5 +1,5 @@
-//! What every part of the configuration shares: problems that name key, value, allowed range and
-//! remedy, intervals in steps or tokens, and tables that two structs share.
+//! Shared by all parts of the configuration: problems that name key, value, allowed values and remedy,
+//! intervals in steps or tokens, and tables that two structs share.
 
 mod table;
 
@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use table::{culprit, keys_of, side_by_side};
 
-/// One thing wrong with a configuration.
+/// One problem of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// Dotted key in the TOML file, for example `model.heads`.
@@ -75,7 +75,7 @@ impl Problems {
         &self.0
     }
 
-    /// `Ok` when nothing was found, else all problems as the error.
+    /// `Ok` if there are no problems, else all of them as the error.
     ///
     /// # Errors
     /// Returns `self` when at least one problem was recorded.
@@ -87,7 +87,7 @@ impl Problems {
 /// A count of tokens or steps written with an optional suffix: `500`, `20k`, `1.5M`, `2B`.
 ///
 /// # Errors
-/// Says what was read and what is allowed when `text` is no such number.
+/// When `text` is no such number; says what was read and what is allowed.
 pub fn parse_count(text: &str) -> Result<u64, String> {
     let bad = || {
         format!(
@@ -108,7 +108,7 @@ pub fn parse_count(text: &str) -> Result<u64, String> {
     Ok(value as u64)
 }
 
-/// How often something happens: every so many steps, or every so many tokens.
+/// How often something happens: every n steps, or every n tokens.
 ///
 /// In TOML: a whole number (`every = 100`, steps), or a string (`every = "100 steps"`,
 /// `every = "10M tokens"`).

@@ -1,16 +1,15 @@
-//! TOML tables: two structs in one table, a struct's keys, and the key that an error is about.
+//! TOML tables: two structs in one table, a struct's keys, and the key that causes an error.
 
 use serde::de::value::Error as NoValue;
 use serde::de::{DeserializeOwned, Deserializer, Error, Visitor};
 use serde::{Deserialize, forward_to_deserialize_any};
 use toml::Table;
 
-/// Deserialises two structs whose keys share one table. `#[serde(flatten)]` does the same, but it
+/// Deserialises two structs whose keys share one table. `#[serde(flatten)]` does the same, but
 /// accepts keys that neither struct has.
 ///
 /// # Errors
-/// A key that neither struct has, named together with the keys of both, and whatever the structs
-/// say of their own keys.
+/// A key that neither struct has, reported with the keys of both, and the structs' own errors.
 pub fn side_by_side<'de, A, B, D>(deserializer: D) -> Result<(A, B), D::Error>
 where
     A: DeserializeOwned,
@@ -34,16 +33,16 @@ where
     Ok((a.try_into().map_err(fail)?, b.try_into().map_err(fail)?))
 }
 
-/// The keys of the struct `T` as serde knows them, in the order of its fields; none when `T` is no
+/// The keys of the struct `T` as serde knows them, in the order of its fields; none if `T` is not a
 /// struct.
 pub fn keys_of<T: DeserializeOwned>() -> &'static [&'static str] {
     let mut keys: &[&str] = &[];
-    // The attempt always fails; what counts is the names that it asks for.
+    // The attempt always fails, but records the names it asks for.
     let _ = T::deserialize(FieldNames(&mut keys));
     keys
 }
 
-/// Records the field names that a struct asks for, and has no values.
+/// A deserializer without values that records the field names a struct asks for.
 struct FieldNames<'a>(&'a mut &'static [&'static str]);
 
 impl<'de> Deserializer<'de> for FieldNames<'_> {
@@ -69,12 +68,12 @@ impl<'de> Deserializer<'de> for FieldNames<'_> {
     }
 }
 
-/// The key of `table` that serde's error `message` is about: the first key without which the message
-/// changes. Serde buffers tables with a tag, such as `kind`, and so loses the place of an error
-/// inside them.
+/// The key of `table` that serde's error `message` is about: the first key whose removal changes the
+/// message. Serde buffers tables with a tag, such as `kind`, and so loses the place of an error inside
+/// them.
 ///
-/// `error_of` deserialises a copy of `table` and returns the message of its error, if any. Without
-/// the key `tag` no table can be read at all, so it is found only when no other key is.
+/// `error_of` deserialises a copy of `table` and returns the message of its error, if any. No table can
+/// be read without the key `tag`, so the tag is tried last.
 pub fn culprit<'t>(
     table: &'t Table,
     tag: &str,

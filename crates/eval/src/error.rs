@@ -29,7 +29,7 @@ pub enum EvalError {
         "the model failed on {what}: {source}\n  hint: lower --batch or --batch-tokens if memory ran out"
     )]
     Model {
-        /// What the model was asked for.
+        /// What was requested of the model.
         what: String,
         /// The model's reason.
         source: Box<dyn std::error::Error + Send + Sync>,
@@ -38,7 +38,7 @@ pub enum EvalError {
     /// The model broke the contract of [`EvalModel`](crate::EvalModel).
     #[error("the model gave {found} for {what}; expected {expected}")]
     ModelContract {
-        /// What the model was asked for.
+        /// What was requested of the model.
         what: String,
         /// What came back.
         found: String,
@@ -53,7 +53,7 @@ pub enum EvalError {
     TooShort {
         /// The suite.
         suite: &'static str,
-        /// The length asked for, in tokens.
+        /// The requested length, in tokens.
         length: usize,
         /// The smallest length allowed, in tokens.
         minimum: usize,
@@ -72,7 +72,7 @@ pub enum EvalError {
     TooLong {
         /// The suite.
         suite: &'static str,
-        /// The length asked for, in tokens.
+        /// The requested length, in tokens.
         length: usize,
         /// The longest context of the model.
         max_len: usize,

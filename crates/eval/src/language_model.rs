@@ -17,7 +17,7 @@ pub struct TrainedModel<B: OpBackend> {
 }
 
 impl<B: OpBackend> TrainedModel<B> {
-    /// `train_seq_len` is the length of the rows it was trained on, in tokens.
+    /// `train_seq_len` is the length of the training rows, in tokens.
     pub fn new(
         model: LanguageModel<B>,
         tokenizer: Tokenizer,

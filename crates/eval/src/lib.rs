@@ -4,14 +4,14 @@
 //! A caller gives [`run`] a [`SuiteConfig`] (from the command line or a configuration file), an
 //! [`EvalModel`] and a [`RunContext`]. The suite's folder then holds
 //!
-//! - `results.json`: the [`Report`], every score with its standard error and what is needed to get
-//!   it again;
-//! - `samples.jsonl`: one line a sample (prompt, output, verdict), appended as samples finish; with
-//!   `settings.json` it lets an evaluation that was cut short go on;
+//! - `results.json`: the [`Report`], every score with its standard error and what is needed to
+//!   reproduce it;
+//! - `samples.jsonl`: one line per sample (prompt, output, verdict), appended as samples finish; with
+//!   `settings.json` an interrupted evaluation can continue from it;
 //! - `grid.csv`: the scores by length and depth;
 //! - SVG plots.
 //!
-//! All lengths are in tokens of the model's own tokenizer, and prompt plus generation fit them.
+//! All lengths are in tokens of the model's own tokenizer; prompt plus generation fit into them.
 
 mod error;
 mod files;

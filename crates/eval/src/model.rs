@@ -1,4 +1,4 @@
-//! What a suite asks of a model.
+//! The interface between suites and a model.
 
 use longwall_data::Tokenizer;
 
@@ -9,15 +9,15 @@ use crate::EvalError;
 pub struct LogLikelihood {
     /// Sum of ln p over the continuation's tokens, in nats, at most 0.
     pub sum: f64,
-    /// Whether greedy decoding of the context would give exactly this continuation.
+    /// Whether greedy decoding after the context would give exactly this continuation.
     pub greedy: bool,
 }
 
-/// A language model under evaluation. Three calls answer every suite: the log-likelihood of a
+/// A language model under evaluation. Every suite needs only three calls: the log-likelihood of a
 /// continuation, the rolling log-likelihood of a text, and greedy generation.
 ///
-/// A call gets one batch: the caller has chosen its size, and all its sequences have one length
-/// where the method says so. Answers come back in the order of the requests.
+/// A call gets one batch, whose size the caller chooses; all its sequences have the same length if the
+/// method says so. Answers are in the order of the requests.
 pub trait EvalModel {
     /// The tokenizer the model was trained with.
     fn tokenizer(&self) -> &Tokenizer;
@@ -25,8 +25,8 @@ pub trait EvalModel {
     /// Length of the sequences the model was trained on, in tokens.
     fn train_seq_len(&self) -> usize;
 
-    /// The longest context the model can read, where learned absolute positions bound it. None:
-    /// any length.
+    /// The longest context the model can read, if learned absolute positions limit it; `None` for any
+    /// length.
     fn max_len(&self) -> Option<usize>;
 
     /// The device, as the reports name it.
@@ -44,16 +44,16 @@ pub trait EvalModel {
 
     /// ln p of every token but the first, for each sequence, in nats: rolling log-likelihood.
     ///
-    /// All sequences have one length `n + 1`; the model reads the first `n` tokens, so that `n` up
-    /// to [`max_len`](Self::max_len) is fine; `n` values come back for each.
+    /// All sequences have the same length `n + 1`. The model reads the first `n` tokens, so `n` may be
+    /// up to [`max_len`](Self::max_len), and returns `n` values for each sequence.
     ///
     /// # Errors
     /// [`EvalError::Model`] when the model cannot run.
     fn token_log_likelihoods(&mut self, sequences: &[Vec<u32>])
     -> Result<Vec<Vec<f32>>, EvalError>;
 
-    /// Greedy continuation of each prompt (all prompts of one length), at most `max_tokens` tokens
-    /// each; it ends before the end-of-text token, which is not part of it.
+    /// Greedy continuation of each prompt (all of the same length), at most `max_tokens` tokens each;
+    /// it stops at the end-of-text token, which it does not include.
     ///
     /// # Errors
     /// [`EvalError::Model`] when the model cannot run.

@@ -1,4 +1,4 @@
-//! The options that every suite has, and what the suites' own options share.
+//! The options that every suite has, and helpers for the suites' own options.
 
 use longwall_config::{Problems, parse_count, side_by_side};
 use longwall_data::Tokenizer;
@@ -17,10 +17,10 @@ pub struct SamplingOptions {
     /// Seed of the samples
     #[arg(long, default_value_t = SamplingOptions::default().seed)]
     pub seed: u64,
-    /// The most sequences in a call of the model
+    /// The most sequences in a forward pass
     #[arg(long, default_value_t = SamplingOptions::default().batch)]
     pub batch: usize,
-    /// The most tokens in a call of the model; a longer sequence gets a call of its own
+    /// The most tokens in a forward pass; a longer sequence runs alone
     #[arg(long, value_name = "TOKENS", value_parser = parse_size,
           default_value_t = SamplingOptions::default().batch_tokens)]
     #[serde(deserialize_with = "size")]
@@ -34,7 +34,7 @@ impl Default for SamplingOptions {
 }
 
 impl SamplingOptions {
-    /// The keys that change how fast a suite runs, and none of its samples.
+    /// The keys that affect only a suite's speed, not its samples.
     pub(crate) const SPEED_KEYS: [&str; 2] = ["batch", "batch_tokens"];
 
     /// Records every option that is out of range; `suite` is the suite's name.
@@ -50,8 +50,8 @@ impl SamplingOptions {
     }
 }
 
-/// The options of a suite: its own, and those that every suite has. In a configuration file they
-/// share one table.
+/// The options of a suite: its own and those that every suite has, in one table of a configuration
+/// file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, clap::Args)]
 pub struct SuiteOptions<O: clap::Args> {
     /// The suite's own options.
@@ -79,7 +79,7 @@ impl<'de, O: clap::Args + DeserializeOwned> Deserialize<'de> for SuiteOptions<O>
 
 /// The longest length, in tokens: that of a training row.
 const LONGEST: usize = 1 << 24;
-/// The most samples of one kind at one length, so that their numbers add up.
+/// The most samples of one kind at one length, so that their total does not overflow.
 pub(crate) const MOST_SAMPLES: usize = 100_000_000;
 
 /// Parses a length or a number of tokens on the command line: `4096`, `32k`.
@@ -102,7 +102,7 @@ pub(crate) fn sizes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<us
     Ok(sizes.into_iter().map(|size| size.0 as usize).collect())
 }
 
-/// For `#[serde(deserialize_with, default)]`: lengths that may be left out.
+/// For `#[serde(deserialize_with, default)]`: optional lengths.
 pub(crate) fn optional_sizes<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Vec<usize>>, D::Error> {
@@ -153,7 +153,7 @@ pub(crate) fn check_count(
     problems.check(allowed.contains(&value), key, value, text, remedy);
 }
 
-/// Checks that the longest answer fits what may be generated: an answer cut short is never right.
+/// Checks that the longest answer fits into `max_tokens`: a truncated answer is never correct.
 ///
 /// # Errors
 /// [`EvalError::Options`] when it does not.
@@ -171,9 +171,9 @@ pub(crate) fn check_answer(
     Ok(problems.into_result()?)
 }
 
-/// The random generator of one sample. Its key holds the seed and the trial's length, depth and
-/// index, so that a sample never depends on which others are taken; `stream` is one of the suite's
-/// own ([`Suite::STREAMS`](crate::Suite::STREAMS)).
+/// The random generator of one sample. Its key is the seed and the trial's length, depth and index, so
+/// that a sample never depends on which others are taken; `stream` is one of the suite's own
+/// ([`Suite::STREAMS`](crate::Suite::STREAMS)).
 pub(crate) fn sample_rng(seed: u64, stream: u64, trial: &Trial) -> ChaCha8Rng {
     let depth = trial.depth.map_or(u64::MAX, f64::to_bits);
     let mut key = [0; 32];
@@ -187,7 +187,7 @@ pub(crate) fn sample_rng(seed: u64, stream: u64, trial: &Trial) -> ChaCha8Rng {
     rng
 }
 
-/// `count` depths evenly from 0 to 1; a single one is the middle.
+/// `count` depths, evenly spaced from 0 to 1; a single one is the middle.
 pub(crate) fn depth_grid(count: usize) -> Vec<f64> {
     match count {
         1 => vec![0.5],

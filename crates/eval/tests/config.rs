@@ -124,7 +124,7 @@ fn every_option_out_of_range_is_reported_at_once() {
     insta::assert_snapshot!(error, @r#"
     the configuration has 2 problems:
     niah.min_length is 9000; allowed: up to niah.max_length, 2000
-      hint: exchange them, or give --lengths
+      hint: swap them, or give --lengths
     niah.text is given beside haystack = "repeat"; allowed: only beside haystack = "text"
       hint: leave out --text, or use --haystack text
     "#);

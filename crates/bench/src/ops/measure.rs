@@ -1,4 +1,4 @@
-//! Each operation with its inputs, and the work it does.
+//! Each operation with its inputs and its work.
 
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
@@ -33,7 +33,7 @@ struct Input {
     grad: bool,
 }
 
-/// What the operations are measured with.
+/// The settings that operations are measured with.
 pub(super) struct Bench<B: OpBackend> {
     pub sizes: Sizes,
     /// The type of activations and matrices.
@@ -47,8 +47,8 @@ pub(super) struct Bench<B: OpBackend> {
 pub(super) type Timed = (Vec<usize>, Vec<TimedPass>);
 
 impl<B: OpBackend> Bench<B> {
-    /// Bytes are those of tensors that must be read or written once, vectors left out: x and y
-    /// forward; backward x, dy and dx again, where the gradient depends on x.
+    /// Bytes are those of tensors that must be read or written once, without vectors: x and y forward;
+    /// dy, dx and, if the gradient depends on it, x backward.
     pub fn measure(&self, operation: Operation) -> Timed {
         let Sizes { batch, seq_len, width, .. } = self.sizes;
         let (x, hidden) = ([batch, seq_len, width], [batch, seq_len, 4 * width]);
@@ -101,7 +101,7 @@ impl<B: OpBackend> Bench<B> {
         }
     }
 
-    /// A sum for each channel, as gates take it: f32.
+    /// A sum for each channel in f32, as gates use it.
     fn prefix_sum(&self) -> Timed {
         let Sizes { batch, seq_len, width, .. } = self.sizes;
         let x = Input { dtype: DType::F32, ..self.activation(&[batch, width, seq_len]) };
@@ -133,8 +133,8 @@ impl<B: OpBackend> Bench<B> {
         self.time(LinearCrossEntropy, inputs, &[self.tokens()], self.products(vocab * width))
     }
 
-    /// A step on the vocabulary's matrix. It reads the parameter, its gradient and two moments and
-    /// writes all but the gradient, in f32; where activations are not f32, it writes a rounded copy.
+    /// A step on the output matrix. It reads the parameter, its gradient and two moments and writes all
+    /// but the gradient, in f32; if activations are not f32, it also writes a rounded copy.
     fn adamw(&self) -> Timed {
         let shape = [self.sizes.vocab, self.sizes.width];
         let elements = self.sizes.vocab * self.sizes.width;
@@ -158,7 +158,7 @@ impl<B: OpBackend> Bench<B> {
         let mut sets: Vec<_> = (0..copies).map(|_| set()).collect();
         let time = self.clock.time(|at| {
             let (grad, state) = &mut sets[at % copies];
-            // Nobody else owns them, so they are updated in place.
+            // They have no other owner, so they are updated in place.
             let [p, m, v] = state.take().expect("put back by the step before");
             let (new, _) = adamw::<B>(&step, [p, grad.clone(), m, v], copy_type);
             *state = Some(new);
@@ -172,7 +172,7 @@ impl<B: OpBackend> Bench<B> {
         Input { shape: shape.to_vec(), deviation: 1.0, dtype: self.dtype, grad: true }
     }
 
-    /// Weights that keep the scale of what they are multiplied with.
+    /// Weights that preserve the scale of their input.
     fn matrix(&self, shape: [usize; 2]) -> Input {
         Input { deviation: 1.0 / (shape[1] as f64).sqrt(), ..self.activation(&shape) }
     }
@@ -181,7 +181,7 @@ impl<B: OpBackend> Bench<B> {
         Input { dtype: DType::F32, ..self.activation(&[elements]) }
     }
 
-    /// Of products with matrices of so many elements: one forward, two more backward.
+    /// Work of products with matrices of `elements` elements in total: one forward, two more backward.
     fn products(&self, elements: usize) -> [Work; 2] {
         let forward = 2.0 * (self.sizes.batch * self.sizes.seq_len) as f64 * elements as f64;
         [Work::Flops(forward), Work::Flops(3.0 * forward)]
@@ -190,7 +190,7 @@ impl<B: OpBackend> Bench<B> {
     /// Uniform token ids, `[batch, seq_len]`.
     fn tokens(&self) -> IntTensor<B> {
         let Sizes { batch, seq_len, vocab, .. } = self.sizes;
-        // Multiples of a prime modulo a prime fall all over the vocabulary.
+        // Multiples of a prime modulo a prime spread over the vocabulary.
         let id = |at: usize| ((at as u64 * 48_271 % 2_147_483_647) % vocab as u64) as i32;
         let ids: Vec<i32> = (1..=batch * seq_len).map(id).collect();
         let data = TensorData::new(ids, [batch, seq_len]);
@@ -231,7 +231,7 @@ impl<B: OpBackend> Bench<B> {
         (inputs[0].shape.clone(), passes)
     }
 
-    /// A random upstream gradient of an output, without a gradient of its own.
+    /// A random upstream gradient of an output; a constant of the graph.
     fn upstream(&self, y: FloatTensor<B>) -> FloatTensor<Autodiff<B>> {
         let shape: Vec<usize> = y.shape().iter().copied().collect();
         Autodiff::<B>::from_inner(random::<B>(&shape, 1.0, y.dtype(), &self.device))

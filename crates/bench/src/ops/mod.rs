@@ -1,4 +1,4 @@
-//! The operations of a model beside attention, forward alone and with backward.
+//! The operations of a model besides attention, forward only and with backward.
 
 mod measure;
 
@@ -15,12 +15,12 @@ use crate::report::{Measured, Report};
 use crate::setup::{self, Setup};
 use crate::timed_pass::TimedPass;
 
-/// What is measured.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The operations. Where there is none: all.
+    /// The operations. If empty: all.
     pub operations: Vec<Operation>,
-    /// Rows of the batch, up to [`MOST_SIZE`], as all sizes are. Default: 64 on CUDA, 4 on the CPU.
+    /// Rows of the batch, up to [`MOST_SIZE`] like all sizes. Default: 64 on CUDA, 4 on the CPU.
     pub batch: Option<usize>,
     /// Tokens of a row. Default: 1024 on CUDA, 256 on the CPU.
     pub seq_len: Option<usize>,
@@ -71,7 +71,7 @@ operations! {
     PrefixSum = "prefix_sum",
     /// The embedding of tokens.
     Embedding = "embedding",
-    /// A linear layer, of the shape of attention's first.
+    /// A linear layer with the shape of attention's joint q, k and v projection.
     Linear = "linear",
     /// GPT-2's MLP.
     GeluMlp = "gelu_mlp",
@@ -90,7 +90,7 @@ impl Serialize for Operation {
 /// Channels of a head.
 const HEAD_DIM: usize = 64;
 
-/// The greatest of each size.
+/// The largest value of each size.
 pub const MOST_SIZE: usize = 1 << 20;
 
 /// The sizes of a step.
@@ -116,7 +116,7 @@ impl Sizes {
         Ok(sizes)
     }
 
-    /// Inputs and outputs, and their gradients; of GELU's MLP, a layer inside as well.
+    /// Memory for inputs and outputs and their gradients; for GELU's MLP also the hidden layer.
     fn need(self, operation: Operation) -> Need {
         let [batch, seq_len, width, vocab] =
             [self.batch, self.seq_len, self.width, self.vocab].map(|size| size as u128);
@@ -133,12 +133,12 @@ impl Sizes {
             Operation::Linear => vec![x, 3 * x, 3 * square],
             Operation::GeluMlp => vec![x, x, x, 4 * x, 4 * square, 4 * square],
             Operation::LinearCrossEntropy => vec![x, table],
-            Operation::Adamw => vec![table; 2], // As large as the moments.
+            Operation::Adamw => vec![table; 2], // For the two moments.
         };
         Need::of(held).with_gradients()
     }
 
-    /// The device can hold what the operation needs.
+    /// Checks that the device can hold what the operation needs.
     fn check(self, operation: Operation, setup: &Setup) -> Result<(), BenchError> {
         let Sizes { batch, seq_len, width, vocab } = self;
         let asked = format!(
@@ -149,11 +149,11 @@ impl Sizes {
     }
 }
 
-/// What was measured of one operation.
+/// The measurement of one operation.
 #[derive(Debug, Serialize)]
 pub struct Case {
     op: Operation,
-    /// Of the input that the operation is applied to.
+    /// Shape of the main input.
     shape: Vec<usize>,
     passes: Vec<TimedPass>,
 }
@@ -173,8 +173,8 @@ impl Measured for Case {
 /// Times the operations.
 ///
 /// # Errors
-/// When there is no such device, the width is not one of whole heads, or the device cannot hold an
-/// operation's tensors.
+/// When the device does not exist, the width is not a multiple of the head size, or the device cannot
+/// hold an operation's tensors.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, BenchError> {
     let setup = options.common.open()?;
     let sizes = Sizes::new(options, &setup)?;

@@ -20,7 +20,7 @@ pub struct Args {
     #[command(flatten)]
     run: RunArgs,
 
-    /// Throw away the results of an earlier evaluation with other settings
+    /// Discard the results of an earlier evaluation with other settings
     #[arg(long, global = true)]
     force: bool,
 
@@ -48,7 +48,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Which results of an earlier evaluation are thrown away.
+/// Which results of an earlier evaluation are discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Replace {
     /// None: other settings are an error.
@@ -125,8 +125,8 @@ struct ValidationText<'a> {
 impl HeldOut for ValidationText<'_> {
     fn validation_tokens(&self, wanted: usize) -> Result<Vec<u32>, EvalError> {
         let mut data = self.config.data.clone();
-        // Contexts longer than a row need text that goes on from row to row: all rows of the split,
-        // of which the first are read. Generated examples are no text.
+        // Contexts longer than a row need text that continues from row to row: open all rows of the
+        // split, and read the first. Generated examples are not text.
         data.validation_tokens = ALL;
         data.sources.retain(|source| !source.is_generated());
         let seed = self.config.run.seed;
@@ -146,7 +146,7 @@ impl HeldOut for ValidationText<'_> {
     }
 }
 
-/// The commit of the working tree in the current folder, if it is one.
+/// The git commit of the current folder, if it is in a repository.
 fn git_hash() -> Option<String> {
     let mut git = std::process::Command::new("git");
     let output = git.args(["rev-parse", "HEAD"]).output().ok().filter(|o| o.status.success())?;

@@ -20,7 +20,7 @@ pub struct Args {
     #[arg(long, default_value = "")]
     prompt: String,
 
-    /// The most tokens to write
+    /// The most tokens to generate
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
 
@@ -73,7 +73,7 @@ fn stream<B: OpBackend>(run: &OpenRun, args: &Args, device: &B::Device) -> Resul
     let tokenizer = &run.tokenizer;
     let mut prompt = tokenizer.encode(&args.prompt);
     if prompt.is_empty() {
-        // A document starts after the end of another.
+        // A document starts after an end of text.
         prompt.push(tokenizer.end_of_text());
     }
     let sampling = Sampling {
@@ -101,7 +101,7 @@ struct Stream<'a> {
 impl Stream<'_> {
     fn push(&mut self, token: u32) {
         self.pending.extend(self.tokenizer.decode_bytes(&[token]));
-        // Up to three bytes of an unfinished character wait for the rest of it.
+        // Up to three bytes of an incomplete character wait for the rest of it.
         let ready = match std::str::from_utf8(&self.pending) {
             Err(error) if error.error_len().is_none() => error.valid_up_to(),
             _ => self.pending.len(),
@@ -122,7 +122,7 @@ impl Stream<'_> {
         self.write(rest.as_bytes());
         self.write(b"\n");
         match self.failed {
-            // The reader has gone, as with `| head`.
+            // The reader has closed the pipe, as with `| head`.
             Some(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
             Some(error) => Err(error.into()),
             None => Ok(()),

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::costs::{ratio, state_bytes};
 
-/// The greatest length that costs are counted at: past it they would leave the range of numbers.
+/// The greatest length to count costs at: beyond it they would overflow.
 const LONGEST: usize = 1 << 40;
 
 /// Arguments of `longwall info`.
@@ -39,7 +39,7 @@ pub struct Args {
 /// What a model costs.
 #[derive(Serialize)]
 struct Info {
-    /// The kind; of a hybrid, its kinds with their numbers of layers.
+    /// The kind; for a hybrid, its kinds with their numbers of layers.
     attention: String,
     vocab_size: usize,
     parameters: Parameters,
@@ -85,11 +85,11 @@ impl Layers {
     }
 }
 
-/// The same model with a kind of attention at its default settings, or as configured.
+/// The same model with another attention kind, with its default settings or as configured.
 #[derive(Serialize)]
 struct Kind {
     kind: &'static str,
-    /// Why the model cannot have it; then it has no costs.
+    /// Why the model cannot have this kind; then there are no costs.
     problem: Option<String>,
     costs: Option<Costs>,
 }
@@ -118,11 +118,11 @@ impl Costs {
     }
 }
 
-/// What [`Kind`] calls a model with a pattern of kinds.
+/// The name in [`Kind`] of a model with a pattern of kinds.
 const PATTERN: &str = "pattern";
 
-/// The model with each registered kind in all layers; the configured one keeps its settings and costs
-/// `own`. A model with a pattern comes first.
+/// The model with each registered kind in all layers; the configured kind keeps its settings and has
+/// the costs `own`. A model with a pattern comes first.
 fn kinds(
     model: &ModelConfig,
     own: Costs,
@@ -219,7 +219,7 @@ fn print(info: &Info) {
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
 }
 
-/// What the layers of each kind of a pattern cost.
+/// The costs of the layers of each kind of a pattern.
 fn print_layers(layers: &[Layers]) {
     println!("attention by kind, summed over the layers of each, which are counted from 0:");
     println!(
@@ -239,7 +239,7 @@ fn print_layers(layers: &[Layers]) {
     }
 }
 
-/// Ascending numbers with runs taken together: `0-4, 6`.
+/// Ascending numbers, with runs as ranges: `0-4, 6`.
 fn ranges(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),

@@ -37,7 +37,7 @@ pub struct Args {
     #[arg(long, default_value_t = 0.9, value_name = "WEIGHT")]
     smooth: f64,
 
-    /// Leave out losses above this, so that the curves' ends fill the picture
+    /// Leave out losses above this, so that the ends of the curves fill the plot
     #[arg(long, value_name = "LOSS")]
     max_loss: Option<f64>,
 }

@@ -23,7 +23,7 @@ pub struct CorpusArgs {
     #[arg(long, conflicts_with = "paths")]
     cargo_sources: bool,
 
-    /// Bytes to read of the cargo sources, at most
+    /// Most bytes to read of the cargo sources
     #[arg(long, default_value = "64M", value_parser = parse_count, value_name = "BYTES")]
     cargo_bytes: u64,
 
@@ -31,7 +31,7 @@ pub struct CorpusArgs {
     #[arg(long, default_value = "text", value_name = "NAME")]
     text_field: String,
 
-    /// What separates documents in a plain text file; by default a file is one document
+    /// The text between documents in a plain text file; by default a file is one document
     #[arg(long, value_name = "TEXT")]
     separator: Option<String>,
 }
@@ -64,7 +64,7 @@ pub struct Args {
     #[command(flatten)]
     corpus: CorpusArgs,
 
-    /// Folder for the shards; made if it does not exist
+    /// Folder for the shards; created if it does not exist
     #[arg(long, value_name = "FOLDER")]
     out: PathBuf,
 
@@ -88,12 +88,12 @@ pub struct Args {
     #[arg(long, default_value = "100M", value_parser = parse_count, value_name = "TOKENS")]
     shard_tokens: u64,
 
-    /// Threads that encode; by default one a core
+    /// Threads that encode; by default one per core
     #[arg(long)]
     threads: Option<usize>,
 }
 
-/// Encodes a corpus and prints what was made.
+/// Encodes a corpus and prints a report.
 pub fn run(args: Args) -> Result<()> {
     let config = match (args.tokenizer, args.tokenizer_file) {
         (None | Some(TokenizerKind::File), Some(path)) => TokenizerConfig::File { path },

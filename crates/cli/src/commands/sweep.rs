@@ -14,15 +14,15 @@ pub struct Args {
     /// The sweep file
     file: PathBuf,
 
-    /// List the runs and what is there already, and do nothing
+    /// Only list the runs, and which of them exist
     #[arg(long)]
     dry_run: bool,
 }
 
-/// Does what is left of a sweep and prints the table of results.
+/// Runs the rest of a sweep and prints the table of results.
 pub fn run(args: Args) -> Result<()> {
     let sweep = SweepConfig::load(&args.file)?;
-    // A misspelt option of an evaluation must show before hours of training.
+    // Report a misspelt option of an evaluation before hours of training.
     suites_of(&sweep.eval, &args.file)?;
     let plan = Plan::new(sweep)?;
     if args.dry_run {

@@ -34,12 +34,12 @@ pub struct TrainArgs {
     #[arg(long, default_value_t = 2, value_name = "COUNT")]
     min_frequency: u64,
 
-    /// Bytes of text to read, at most; by default all
+    /// Most bytes of text to read; by default all
     #[arg(long, value_parser = parse_count, value_name = "BYTES")]
     max_bytes: Option<u64>,
 }
 
-/// Trains a tokenizer and prints what was made.
+/// Trains a tokenizer and prints a report.
 pub fn run(Command::Train(args): Command) -> Result<()> {
     let options = TrainBpe {
         corpus: args.corpus.corpus(),

@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
 
-    /// The device, in place of run.device
+    /// The device, overriding run.device
     #[arg(long)]
     device: Option<DeviceArg>,
 
@@ -61,7 +61,7 @@ pub fn run(args: Args) -> Result<()> {
     if let Some(device) = args.device {
         config.run.device = device.into();
     }
-    // A misspelt suite must show before hours of training.
+    // Report a misspelt suite before hours of training.
     let suites = suites_of(&config.eval, &source)?;
     let device = device::open(config.run.device, config.run.threads)?;
     let compute = Compute::for_training(device, config.run.precision)?;
@@ -69,7 +69,7 @@ pub fn run(args: Args) -> Result<()> {
     let outcome = train_on(&compute, &config, start, &stop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
-        // The run itself is safe: a run stopped before its first step has nothing to draw.
+        // Only a warning: a run stopped before its first step has nothing to draw.
         Err(error) => tracing::warn!("no loss curves: {error:#}"),
     }
     if outcome.is_finished() {
@@ -129,7 +129,7 @@ fn evaluate_after(
         return Ok(());
     }
     let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
-    // Results of an earlier checkpoint, before the run was lengthened, are replaced.
+    // Replaces results of an earlier last checkpoint, if the run was extended.
     for report in evaluate(run, suites, Replace::OtherCheckpoints, stop)? {
         println!("{report}");
     }

@@ -20,7 +20,7 @@ pub struct Args {
     json: bool,
 }
 
-/// The lengths in tokens that costs are given at.
+/// The sequence lengths to give costs at.
 const LENGTHS: [usize; 3] = [1024, 8192, 65_536];
 
 /// One kind with its default settings, in a model of GPT-2's 124M shape.
@@ -28,9 +28,9 @@ const LENGTHS: [usize; 3] = [1024, 8192, 65_536];
 struct Row {
     kind: &'static str,
     source: &'static str,
-    /// The keys of its table; defaults where they have one.
+    /// The keys of its table, with their defaults if they have any.
     keys: Vec<String>,
-    /// The devices that have one.
+    /// The devices with a kernel.
     kernels: Vec<DeviceKind>,
     costs: Vec<Cost>,
 }
@@ -68,7 +68,7 @@ fn rows() -> Result<Vec<Row>> {
         .iter()
         .zip(AttentionConfig::defaults())
         .map(|(kind, config)| {
-            // By way of text: f32 values made into a table directly get the digits of f64.
+            // Through text: f32 values converted to a table directly would show the digits of f64.
             let defaults = toml::to_string(&config).context("a kind's defaults are no table")?;
             let defaults: toml::Table =
                 toml::from_str(&defaults).context("a kind's defaults are no TOML")?;

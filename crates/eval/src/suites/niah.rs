@@ -138,7 +138,7 @@ impl Suite for Niah {
             "niah.min_length",
             options.min_length,
             format!("up to niah.max_length, {}", options.max_length),
-            "exchange them, or give --lengths",
+            "swap them, or give --lengths",
         );
         let remedy = "a usual grid has --length-count 11 or 35";
         check_count("niah.length_count", options.length_count, 1..=1001, remedy, problems);

@@ -1,4 +1,4 @@
-//! `longwall bench …`: how fast things are on this machine.
+//! `longwall bench …`: benchmarks on this machine.
 
 mod parse;
 
@@ -23,13 +23,13 @@ use crate::progress::BenchProgress;
 pub enum Command {
     /// Time training steps of a configuration's model on one random batch
     Train(TrainArgs),
-    /// Time attention kinds' operations, forward alone and with backward
+    /// Time attention kinds' operations, forward only and with backward
     Kernels(KernelsArgs),
-    /// Time the other operations of a model, forward alone and with backward
+    /// Time the other operations of a model, forward only and with backward
     Ops(OpsArgs),
     /// Time the matrix products of linear layers, forward and backward
     Gemm(GemmArgs),
-    /// Time attention kinds' decoding of one token after a long context
+    /// Time each attention kind's decoding of one token after a long context
     Decode(DecodeArgs),
 }
 
@@ -80,7 +80,7 @@ struct CommonArgs {
     #[arg(long)]
     precision: Option<PrecisionArg>,
 
-    /// Samples to take: calls that last 20 ms together, or one that takes longer
+    /// Samples per measurement; a sample is as many calls as last 20 ms, at least one
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     samples: u64,
 
@@ -111,7 +111,7 @@ impl From<CommonArgs> for Options {
     }
 }
 
-/// Which attention kinds are timed.
+/// Which attention kinds to time.
 #[derive(clap::Args)]
 struct KindArgs {
     /// Attention kinds; by default every one that has a kernel on the device
@@ -122,8 +122,8 @@ struct KindArgs {
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
 
-    /// Draw the projections beside q, k and v, such as gates' logits, uniformly from this range; by
-    /// default they are normal around the bias that they start with
+    /// Draw the projections besides q, k and v, such as gates' logits, uniformly from this range; by
+    /// default they are normal around their initial bias
     #[arg(
         long,
         value_name = "LOW,HIGH",
@@ -145,7 +145,7 @@ pub struct KernelsArgs {
     #[command(flatten)]
     kinds: KindArgs,
 
-    /// Batch, heads, seq_len and head_dim, and again for more shapes; by default 8,12,1024,64,
+    /// Batch, heads, seq_len and head_dim; repeat for more shapes; by default 8,12,1024,64,
     /// 4,16,4096,64, 4,16,4096,128, 1,16,16384,128 and 1,16,65536,64 on CUDA, 1,8,1024,64 on the CPU
     #[arg(long, value_name = "B,H,T,D", value_parser = kernel_shape)]
     shape: Vec<[usize; 4]>,
@@ -158,7 +158,7 @@ pub struct KernelsArgs {
     #[arg(long, value_name = "TOKENS")]
     window: Option<usize>,
 
-    /// Pack documents of so many tokens into each row; no token sees another document
+    /// Pack documents of this many tokens into each row; no token sees another document
     #[arg(
         long,
         value_name = "TOKENS",
@@ -226,7 +226,7 @@ impl From<OpsArgs> for ops::Options {
 /// Arguments of `longwall bench gemm`.
 #[derive(clap::Args)]
 pub struct GemmArgs {
-    /// Tokens, outputs and inputs of a linear layer, and again for more; by default the layers of
+    /// Tokens, outputs and inputs of a linear layer; repeat for more; by default the layers of
     /// GPT-2 124M at 65,536 tokens on CUDA, and a small model's on the CPU
     #[arg(long, value_name = "M,N,K", value_parser = gemm_shape)]
     shape: Vec<[usize; 3]>,
@@ -247,7 +247,7 @@ pub struct DecodeArgs {
     #[command(flatten)]
     kinds: KindArgs,
 
-    /// Tokens before the one that is decoded; by default 4096, 32768 and 131072 on CUDA, 512 and
+    /// Tokens before the decoded one; by default 4096, 32768 and 131072 on CUDA, 512 and
     /// 2048 on the CPU
     #[arg(long, value_name = "TOKENS", value_delimiter = ',', value_parser = parse_context)]
     context: Vec<usize>,
@@ -297,7 +297,7 @@ pub struct TrainArgs {
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
 
-    /// The device, in place of run.device
+    /// The device, overriding run.device
     #[arg(long)]
     device: Option<DeviceArg>,
 
@@ -305,7 +305,7 @@ pub struct TrainArgs {
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     steps: u64,
 
-    /// Steps before these that are not timed
+    /// Untimed steps before these
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     warmup: u64,
 

@@ -21,7 +21,7 @@ pub fn gemm_shape(text: &str) -> Result<[usize; 3], String> {
     parse_shape(text, "tokens, outputs and inputs", "65536,3072,768")
 }
 
-/// As many sizes, called `names`, with commas between them.
+/// N sizes, called `names`, separated by commas.
 fn parse_shape<const N: usize>(
     text: &str,
     names: &str,
@@ -45,7 +45,7 @@ pub fn parse_context(text: &str) -> Result<usize, String> {
     }
 }
 
-/// Two numbers that rise.
+/// Two increasing numbers.
 pub fn parse_range(text: &str) -> Result<[f64; 2], String> {
     let numbers = text.split(',').map(|x| x.trim().parse::<f64>().ok());
     match numbers.collect::<Option<Vec<_>>>().as_deref() {

@@ -27,7 +27,7 @@ pub struct Args {
     #[arg(long)]
     kind: String,
 
-    /// The safetensors file with q, k, v and what else the kind takes: see docs/op-files.md
+    /// The safetensors file with q, k, v and the kind's other tensors: see docs/op-files.md
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
 
@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
 
-    /// Read the upstream gradient `grad_o` as well, and write the gradient of every input
+    /// Also read the upstream gradient `grad_o`, and write the gradient of every input
     #[arg(long)]
     grad: bool,
 
@@ -55,11 +55,11 @@ pub struct Args {
     #[arg(long, default_value = "auto")]
     device: DeviceArg,
 
-    /// The implementation; by default the kernel where the kind has one on the device
+    /// The implementation; by default the kernel if the kind has one on the device
     #[arg(long)]
     path: Option<PathArg>,
 
-    /// What q, k, v and the projections are rounded to before the operation; bf16, which training
+    /// Type that q, k, v and the projections are rounded to before the operation; bf16, which training
     /// on CUDA uses, needs CUDA
     #[arg(long, default_value = "f32")]
     precision: PrecisionArg,
@@ -70,7 +70,7 @@ pub struct Args {
 enum PrecisionArg {
     /// As they are in the file
     F32,
-    /// Rounded to bf16; so are o and these gradients
+    /// Rounded to bf16, like o and the gradients of these inputs
     Bf16,
 }
 
@@ -88,7 +88,7 @@ impl PrecisionArg {
 enum PathArg {
     /// Plain tensor operations
     Reference,
-    /// The kernel of the device; an error where the kind has none
+    /// The device's kernel; an error if the kind has none
     Kernel,
 }
 
@@ -115,7 +115,7 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Finds out before the operation runs that its results would have no place.
+/// Checks before the operation runs that its results can be written.
 fn check_output(input: &Path, output: &Path) -> Result<()> {
     let path = output.display();
     let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -151,7 +151,7 @@ fn kernel(precision: PrecisionArg, device: &Device) -> Result<Kernel> {
     Ok(kernel)
 }
 
-/// Whether the reference runs where the inputs need `kernel`.
+/// Whether the reference runs, for inputs that need `kernel`.
 fn use_reference(
     path: Option<PathArg>,
     config: &AttentionConfig,
@@ -209,7 +209,7 @@ const SIZE_NAMES: SizeNames = SizeNames {
     width: "heads · head_dim of q",
 };
 
-/// Takes from the file what the kind needs.
+/// Takes the kind's tensors from the file.
 fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Result<(OpShape, Op)> {
     let [batch, q_heads, seq_len, head_dim] = file.dims("q")?;
     let [_, k_heads, _, _] = file.dims("k")?;
@@ -217,7 +217,7 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
     if q_heads % views != 0 || k_heads % views != 0 || k_heads == 0 || q_heads % k_heads != 0 {
         bail!(
             "q in {} has {q_heads} heads and k {k_heads}; allowed: multiples of the kind's {views} \
-             views, and those of k divide those of q\n  hint: docs/op-files.md tells the shapes",
+             views, and those of k divide those of q\n  hint: docs/op-files.md lists the shapes",
             args.input.display()
         );
     }
@@ -249,7 +249,7 @@ struct Op {
     projections: usize,
     grad: Option<Floats>,
     documents: Option<(Vec<i32>, [usize; 2])>,
-    /// Of q, k, v and the projections.
+    /// Type of q, k, v and the projections.
     dtype: DType,
 }
 
@@ -320,7 +320,7 @@ fn floats<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Floats {
     Floats { shape: x.dims().to_vec(), data: x.into_data().iter::<f32>().collect() }
 }
 
-/// The gradient of an input; zeros when the output does not depend on it.
+/// The gradient of an input; zeros if the output does not depend on it.
 fn gradient<B: OpBackend, const D: usize>(
     x: &Tensor<Autodiff<B>, D>,
     grads: &<Autodiff<B> as AutodiffBackend>::Gradients,

@@ -14,14 +14,14 @@ pub struct Floats {
     pub data: Vec<f32>,
 }
 
-/// A tensor as it lies in the file.
+/// A tensor as stored in the file.
 struct Raw {
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Vec<u8>,
 }
 
-/// The tensors of a file that are not taken yet.
+/// The tensors of a file that have not been taken yet.
 pub struct InputFile {
     path: PathBuf,
     tensors: BTreeMap<String, Raw>,
@@ -72,20 +72,20 @@ impl InputFile {
             Ok(dims) if !dims.contains(&0) => Ok(dims),
             _ => bail!(
                 "{name} in {} has shape {shape:?}; allowed: [batch, heads, seq_len, channels], \
-                 none of them 0\n  hint: docs/op-files.md tells the shapes",
+                 none of them 0\n  hint: docs/op-files.md lists the shapes",
                 self.path.display()
             ),
         }
     }
 
-    /// Takes a tensor of the given shape out; every element must be finite.
+    /// Removes and returns a tensor of the given shape; every element must be finite.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Floats> {
         let path = self.path.display();
         let raw = self.get(name)?;
         if raw.shape != shape {
             bail!(
                 "{name} in {path} has shape {:?}; allowed: {shape:?}, which follows from q, k and \
-                 the kind's keys\n  hint: docs/op-files.md tells the shapes",
+                 the kind's keys\n  hint: docs/op-files.md lists the shapes",
                 raw.shape
             );
         }
@@ -100,7 +100,7 @@ impl InputFile {
         if let Some(at) = data.iter().position(|x| !x.is_finite()) {
             bail!(
                 "{name} in {path} is {} at {:?}; allowed: finite numbers\n  \
-                 hint: a large finite number does in place of an infinity; look for the source of a \
+                 hint: use a large finite number instead of an infinity; look for the source of a \
                  NaN where the file was made",
                 data[at],
                 index_of(at, shape)
@@ -110,7 +110,8 @@ impl InputFile {
         Ok(Floats { shape: shape.to_vec(), data })
     }
 
-    /// Takes the starts of packed documents out, if there are any: i32 or i64, `[batch, seq_len]`.
+    /// Removes and returns the starts of packed documents, if there are any: i32 or i64,
+    /// `[batch, seq_len]`.
     pub fn take_documents(
         &mut self,
         batch: usize,
@@ -136,7 +137,7 @@ impl InputFile {
         if raw.shape != [batch, seq_len] {
             bail!(
                 "{DOCUMENTS} in {path} has shape {:?}; allowed: {:?}, batch and seq_len of q\n  \
-                 hint: docs/op-files.md tells the shapes",
+                 hint: docs/op-files.md lists the shapes",
                 raw.shape,
                 [batch, seq_len]
             );
@@ -156,7 +157,7 @@ impl InputFile {
         Ok(Some((starts.into_iter().map(|s| s as i32).collect(), [batch, seq_len])))
     }
 
-    /// Makes sure that nothing is left that the operation would ignore.
+    /// Checks that no tensor is left that the operation would ignore.
     pub fn finish(self, expected: &[(String, Vec<usize>)]) -> Result<()> {
         let Some(name) = self.tensors.keys().next() else { return Ok(()) };
         let names: Vec<_> = expected.iter().map(|(name, _)| name.as_str()).collect();
@@ -170,7 +171,7 @@ impl InputFile {
     }
 }
 
-/// The index in a tensor of `shape` of the element that is stored at place `at`.
+/// The index in a tensor of `shape` of the element at offset `at`.
 fn index_of(mut at: usize, shape: &[usize]) -> Vec<usize> {
     let mut index = vec![0; shape.len()];
     for (place, &size) in index.iter_mut().zip(shape).rev() {
@@ -180,7 +181,7 @@ fn index_of(mut at: usize, shape: &[usize]) -> Vec<usize> {
     index
 }
 
-/// Writes a file whole or not at all.
+/// Writes a file atomically.
 pub fn write(path: &Path, tensors: &[(String, Floats)]) -> Result<()> {
     let bytes: Vec<Vec<u8>> = tensors
         .iter()
