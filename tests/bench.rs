@@ -28,7 +28,8 @@ fn training_is_timed_without_data_and_without_a_run_folder() {
     assert!((number("/first_loss") - 257f64.ln()).abs() < 0.5, "{json}");
 
     let table = w.succeed(&args);
-    for line in ["device", "precision       f32", "tokens/s", "ms a step", "peak memory", "loss"] {
+    for line in ["device", "precision       f32", "tokens/s", "ms per step", "peak memory", "loss"]
+    {
         assert!(table.lines().any(|found| found.starts_with(line)), "{line} is not in\n{table}");
     }
     assert_eq!(w.list("."), ["tiny.toml"], "something was left behind");

@@ -269,8 +269,9 @@ fn documented_op_files_name_every_tensor() {
     let text = std::fs::read_to_string(path).unwrap();
     let shape = AttentionShape::new(32, 4, 2, 8);
     let others = [
-        "kind = \"rope\"\nssmax = true",
-        "kind = \"wall\"\ngate_source = \"key\"",
+        "kind = \"rope\"\nssmax = true\nsinks = true",
+        "kind = \"fox\"\nsinks = true",
+        "kind = \"wall\"\ngate_source = \"key\"\nsinks = true",
         "kind = \"path\"\nforget_gate = true",
     ];
     let others = others.map(|table| toml::from_str::<AttentionConfig>(table).unwrap());
@@ -288,6 +289,9 @@ fn documented_op_files_name_every_tensor() {
     }
     for optional in [
         ("rope", "ssmax_scale"),
+        ("rope", "sinks"),
+        ("fox", "sinks"),
+        ("wall", "sinks"),
         ("wall", "key_gate_weight"),
         ("wall", "key_gate_bias"),
         ("path", "forget_gate"),

@@ -238,7 +238,7 @@ impl Job<'_> {
             state
         };
         let state = RefCell::new(RefilledState { context, tokens: 0, state: None });
-        let time = clock.clone().of_at_most(most_steps(context)).time_after(
+        let time = clock.clone().with_max_calls(most_steps(context)).time_after(
             |steps| state.borrow_mut().prepare(steps, &fill),
             |_| {
                 let mut held = state.borrow_mut();

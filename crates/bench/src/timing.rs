@@ -48,7 +48,7 @@ impl<B: OpBackend> Clock<B> {
     }
 
     /// Limits samples to this many calls, however short they are.
-    pub fn of_at_most(self, calls: usize) -> Self {
+    pub fn with_max_calls(self, calls: usize) -> Self {
         Clock { most_calls: self.most_calls.min(calls), ..self }
     }
 
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn samples_stop_growing_at_the_most_calls() {
-        let clock = Clock::<longwall_kernels::Cpu>::new(2, &Default::default()).of_at_most(7);
+        let clock = Clock::<longwall_kernels::Cpu>::new(2, &Default::default()).with_max_calls(7);
         let mut sizes = vec![];
         clock.time_after(|calls| sizes.push(calls), |_| ());
         assert!(sizes.ends_with(&[7, 7, 7]) && sizes.iter().all(|calls| *calls <= 7), "{sizes:?}");

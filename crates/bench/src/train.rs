@@ -162,7 +162,7 @@ impl Display for Results {
         writeln!(f, "steps           {} after {} to warm up", self.steps, self.warmup)?;
         writeln!(f, "                    median         min         max")?;
         writeln!(f, "tokens/s      {:>12.0}{:>12.0}{:>12.0}", rate.median, rate.min, rate.max)?;
-        writeln!(f, "ms a step     {:>12.2}{:>12.2}{:>12.2}", time.median, time.min, time.max)?;
+        writeln!(f, "ms per step   {:>12.2}{:>12.2}{:>12.2}", time.median, time.min, time.max)?;
         writeln!(f, "MFU             {mfu}")?;
         writeln!(f, "peak memory     {}", self.peak_memory_bytes.map_or_else(unknown, bytes))?;
         let (first, last) = (loss(self.first_loss), loss(self.last_loss));

@@ -5,7 +5,7 @@
 //! - A source of text is one stream of tokens, cut into windows of `seq_len + 1` tokens,
 //!   `seq_len` apart. An epoch has every window once, in an order that a [`Permutation`] keyed by
 //!   seed, source and epoch gives. Each epoch shifts all windows by its own offset below
-//!   `seq_len`, so that no token always stands first.
+//!   `seq_len`, so that no token is always first in a row.
 //! - A generated source makes its n-th row from the seed and n.
 //!
 //! So the loader keeps no state: a cursor is the index of the next row.
@@ -312,8 +312,8 @@ impl Loader {
     }
 }
 
-/// Writes the start of every position's document into `starts`, and takes the loss away from the
-/// target behind each end of text.
+/// Writes the start of every position's document into `starts`, and removes the loss of the target
+/// after each end of text.
 fn separate_documents(end_of_text: i32, inputs: &[i32], weights: &mut [f32], starts: &mut [i32]) {
     let mut start = 0;
     for (at, &token) in inputs.iter().enumerate() {

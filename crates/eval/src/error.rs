@@ -123,7 +123,7 @@ pub enum EvalError {
     Stopped {
         /// Samples done.
         done: u64,
-        /// Samples in all.
+        /// All samples.
         total: u64,
         /// The evaluation's folder.
         folder: PathBuf,

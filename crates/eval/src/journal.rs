@@ -76,13 +76,13 @@ impl Journal {
             done: HashSet::new(),
             git_hash: git_hash.map(str::to_string),
         };
-        journal.settle(settings, force)?;
+        journal.ensure_settings(settings, force)?;
         journal.recover()?;
         Ok(journal)
     }
 
     /// Ensures that any samples in the folder were taken with `settings`.
-    fn settle(&mut self, settings: &Value, force: bool) -> Result<(), EvalError> {
+    fn ensure_settings(&mut self, settings: &Value, force: bool) -> Result<(), EvalError> {
         let path = self.folder.join("settings.json");
         if force {
             self.file.set_len(0).map_err(EvalError::write(&self.path))?;

@@ -168,7 +168,7 @@ fn take_samples<S: Suite>(
                         folder: journal.folder().to_path_buf(),
                     });
                 }
-                let answers = ask(model, tokenizer, &pending)?;
+                let answers = run_batch(model, tokenizer, &pending)?;
                 journal.append(pending.iter().zip(&answers).map(
                     |((trial, request), answer)| {
                         let output = match answer {
@@ -219,7 +219,7 @@ fn batches<'r, 't>(
 }
 
 /// Runs the model once for a batch of calls of equal shape.
-fn ask(
+fn run_batch(
     model: &mut dyn EvalModel,
     tokenizer: &Tokenizer,
     batch: &[&(&Trial, Request)],

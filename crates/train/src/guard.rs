@@ -16,9 +16,9 @@ pub enum SkipReason {
     GradNormNotFinite(f32),
     /// No position of the batch has a loss weight above 0.
     NoTargets,
-    /// The loss lies this many standard deviations above its mean.
+    /// The loss is this many standard deviations above its mean.
     LossOutlier(f64),
-    /// The gradient norm lies this many standard deviations above its mean.
+    /// The gradient norm is this many standard deviations above its mean.
     GradNormOutlier(f64),
 }
 

@@ -111,7 +111,7 @@ fn steps<B: OpBackend>(
         let started = Instant::now();
         let step = run.progress.step;
 
-        // Rows of this step: a function of the step alone.
+        // Rows of this step: a function only of the step.
         let batch = run.loader.batch(step * rows, run.rows);
         let weights = weight_sum(&batch);
 

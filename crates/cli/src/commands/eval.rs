@@ -36,7 +36,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<()> {
     let run = args.run.open()?;
     let stop = StopFlag::install()?;
-    let replace = if args.force { Replace::All } else { Replace::Nothing };
+    let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
     let report = evaluate(run, std::slice::from_ref(&args.suite), replace, &stop)?;
     for report in report {
         if args.json {
@@ -50,7 +50,7 @@ pub fn run(args: Args) -> Result<()> {
 
 /// Which results of an earlier evaluation are discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Replace {
+pub enum DiscardResults {
     /// None: other settings are an error.
     Nothing,
     /// Those of other checkpoints of the run.
@@ -63,10 +63,10 @@ pub enum Replace {
 pub fn evaluate(
     run: OpenRun,
     suites: &[SuiteConfig],
-    replace: Replace,
+    replace: DiscardResults,
     stop: &StopFlag,
 ) -> Result<Vec<Report>> {
-    struct Evaluate<'a>(OpenRun, &'a [SuiteConfig], Replace, &'a StopFlag);
+    struct Evaluate<'a>(OpenRun, &'a [SuiteConfig], DiscardResults, &'a StopFlag);
     impl OnDevice for Evaluate<'_> {
         type Output = Result<Vec<Report>>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
@@ -80,7 +80,7 @@ pub fn evaluate(
 fn evaluate_on<B: OpBackend>(
     run: &OpenRun,
     suites: &[SuiteConfig],
-    replace: Replace,
+    replace: DiscardResults,
     stop: &StopFlag,
     device: B::Device,
 ) -> Result<Vec<Report>> {
@@ -93,10 +93,10 @@ fn evaluate_on<B: OpBackend>(
         let out_dir = run.dir.join("eval").join(suite.name());
         let step = run.checkpoint.state.step;
         let force = match replace {
-            Replace::Nothing => false,
-            Replace::OtherCheckpoints => Report::load(&out_dir.join("results.json"))
+            DiscardResults::Nothing => false,
+            DiscardResults::OtherCheckpoints => Report::load(&out_dir.join("results.json"))
                 .is_ok_and(|old| old.checkpoint_step != Some(step)),
-            Replace::All => true,
+            DiscardResults::All => true,
         };
         let context = RunContext {
             out_dir,

@@ -15,7 +15,7 @@ use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
-use super::eval::{Replace, evaluate, suites_of};
+use super::eval::{DiscardResults, evaluate, suites_of};
 use super::plot::draw_run;
 use crate::context::{DeviceArg, open_run};
 use crate::progress::DataProgress;
@@ -130,7 +130,7 @@ fn evaluate_after(
     }
     let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
     // Replaces results of an earlier last checkpoint, if the run was extended.
-    for report in evaluate(run, suites, Replace::OtherCheckpoints, stop)? {
+    for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
         println!("{report}");
     }
     Ok(())

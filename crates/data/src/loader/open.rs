@@ -116,7 +116,7 @@ fn open_rows(
     if stream.tokens() < needed {
         return too_short(name, stream.tokens(), needed, context.split);
     }
-    look_for_documents(&name, &stream, context);
+    warn_without_documents(&name, &stream, context);
     let order = match context.split {
         Split::Train => Order::Shuffled { key: context.seed },
         Split::Validation => Order::Spread { rows: 1 },
@@ -129,7 +129,7 @@ fn open_rows(
 }
 
 /// Warns if documents cannot be separated: shards from other programs may end them differently.
-fn look_for_documents(name: &str, stream: &TokenStream, context: &OpenContext<'_>) {
+fn warn_without_documents(name: &str, stream: &TokenStream, context: &OpenContext<'_>) {
     let mut head = vec![0; stream.tokens().min(1 << 20) as usize];
     stream.read(0, &mut head);
     let end_of_text = context.tokenizer.end_of_text() as i32;

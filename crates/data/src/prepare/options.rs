@@ -78,7 +78,12 @@ impl PrepareOptions {
             );
         }
         if self.threads == Some(0) {
-            return fail("threads", "0".into(), "1 or more", "leave it out for one thread a core");
+            return fail(
+                "threads",
+                "0".into(),
+                "1 or more",
+                "leave it out for one thread per core",
+            );
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ fn tokenizer() -> Tokenizer {
     Tokenizer::load(&TokenizerConfig::Bytes).unwrap()
 }
 
-/// JSONL, plain and compressed text: 300 documents in all.
+/// JSONL, plain and compressed text: 300 documents in total.
 fn corpus(dir: &Path) -> PathBuf {
     let folder = dir.join("corpus");
     if folder.exists() {
@@ -270,7 +270,7 @@ fn unusable_options_are_refused_with_a_remedy() {
     "#);
     insta::assert_snapshot!(with(|o| o.threads = Some(0)), @r"
     threads is 0; allowed: 1 or more
-      hint: leave it out for one thread a core
+      hint: leave it out for one thread per core
     ");
 }
 

@@ -59,7 +59,7 @@ fn default_clip() -> OrOff {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SkipConfig {
-    /// A step is skipped when its loss or gradient norm lies more than this many standard
+    /// A step is skipped when its loss or gradient norm is more than this many standard
     /// deviations above the mean of the last `window` unskipped steps. Default `"off"`; 6 is usual.
     pub outlier_z: OrOff,
     /// Steps that mean and deviation are over; until there are that many, no step is an outlier.

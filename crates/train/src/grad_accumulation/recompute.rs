@@ -24,14 +24,14 @@ pub(super) fn block_by_block<B: OpBackend>(
     gradients: &mut Gradients<B>,
 ) -> Tensor<Autodiff<B>, 1> {
     let MicroBatch { inputs: tokens, targets, document_starts: documents } = rows;
-    let Inputs { mut blocks, output, first_values } = inputs(model, &tokens, &documents);
+    let BlockInputs { mut blocks, output, first_values } = block_inputs(model, &tokens, &documents);
 
     // The layers after the blocks.
     let x = Tensor::from_inner(output).require_grad();
     let loss = model.loss_after_blocks(x.clone(), targets, weights);
     let mut ends = Gradients::none(model);
     let mut graph = ends.add_backward(model, loss.clone());
-    let mut dy = taken(&x, &mut graph);
+    let mut dy = leaf_grad(&x, &mut graph);
 
     // The blocks, from the last to the first.
     let mut d_first_values = Vec::new();
@@ -39,9 +39,9 @@ pub(super) fn block_by_block<B: OpBackend>(
         let x = blocks.pop().expect("as many inputs as blocks");
         let x = Tensor::from_inner(x).require_grad();
         // The first block computes the first values, the others read them.
-        let taken_values = (at > 0).then(|| first_values.clone()).flatten();
-        let taken_values = taken_values.map(|values| Tensor::from_inner(values).require_grad());
-        let mut values = taken_values.clone();
+        let values_leaf = (at > 0).then(|| first_values.clone()).flatten();
+        let values_leaf = values_leaf.map(|values| Tensor::from_inner(values).require_grad());
+        let mut values = values_leaf.clone();
         let y = block.forward(x.clone(), documents.clone(), &mut values);
         let mut root = vjp(y, dy);
         if let (0, Some(values)) = (at, values) {
@@ -49,8 +49,8 @@ pub(super) fn block_by_block<B: OpBackend>(
             root = with_first_values(root, values, std::mem::take(&mut d_first_values), learned);
         }
         let mut graph = gradients.add_backward(model, root);
-        dy = taken(&x, &mut graph);
-        let d_values = taken_values.and_then(|values| values.grad_remove(&mut graph));
+        dy = leaf_grad(&x, &mut graph);
+        let d_values = values_leaf.and_then(|values| values.grad_remove(&mut graph));
         d_first_values.extend(d_values);
     }
 
@@ -61,7 +61,7 @@ pub(super) fn block_by_block<B: OpBackend>(
 }
 
 /// The activations that the forward pass keeps.
-struct Inputs<B: OpBackend> {
+struct BlockInputs<B: OpBackend> {
     /// Each block's input.
     blocks: Vec<Tensor<B, 3>>,
     /// The last block's output.
@@ -71,11 +71,11 @@ struct Inputs<B: OpBackend> {
 }
 
 /// The forward pass without a graph, up to the last block's output.
-fn inputs<B: OpBackend>(
+fn block_inputs<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     tokens: &Tensor<Autodiff<B>, 2, burn::tensor::Int>,
     documents: &DocumentStarts<Autodiff<B>>,
-) -> Inputs<B> {
+) -> BlockInputs<B> {
     let model = model.valid();
     let documents = documents.clone().map(Tensor::inner);
     let mut x = model.embedded(tokens.clone().inner(), documents.clone());
@@ -84,11 +84,11 @@ fn inputs<B: OpBackend>(
         blocks.push(x.clone());
         x = block.forward(x, documents.clone(), &mut first_values);
     }
-    Inputs { blocks, output: x, first_values }
+    BlockInputs { blocks, output: x, first_values }
 }
 
 /// The gradient of the leaf `x`.
-fn taken<B: OpBackend>(x: &Tensor<Autodiff<B>, 3>, graph: &mut Graph<B>) -> Tensor<B, 3> {
+fn leaf_grad<B: OpBackend>(x: &Tensor<Autodiff<B>, 3>, graph: &mut Graph<B>) -> Tensor<B, 3> {
     x.grad_remove(graph).expect("every part depends on its input")
 }
 

@@ -97,7 +97,7 @@ fn find_column(
     let found = schema.column(at);
     if found.physical_type() != Type::BYTE_ARRAY || found.max_rep_level() > 0 {
         return Err(fail(format!(
-            "that column holds {}, not one text a row",
+            "that column holds {}, not one text per row",
             found.physical_type()
         )));
     }

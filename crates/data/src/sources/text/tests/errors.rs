@@ -86,7 +86,7 @@ fn unusable_parquet_is_refused_with_a_remedy() {
       hint: set text_field (--text-field) to the column that holds the text
     "#);
     insta::assert_snapshot!(texts_message(&dir, &with("id")), @r#"
-    DIR/a.parquet has no text column "id": that column holds INT64, not one text a row
+    DIR/a.parquet has no text column "id": that column holds INT64, not one text per row
       hint: set text_field (--text-field) to the column that holds the text
     "#);
     let mut bytes = std::fs::read(&path).unwrap();
