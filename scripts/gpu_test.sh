@@ -6,6 +6,8 @@
 #   scripts/gpu_test.sh            builds the tests and runs them
 #   scripts/gpu_test.sh BINARY     runs a test binary of the kernels crate that was built elsewhere
 #   JOBS=4 scripts/gpu_test.sh     runs 4 groups of tests at a time, instead of one per core
+#   WORK=DIR scripts/gpu_test.sh   keeps logs and results in DIR; a later run with the same sources continues
+#                                  with the tests that have not passed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,10 +20,18 @@ fi
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1)
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1)
 
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+if [ -n "${WORK:-}" ]; then
+  mkdir -p "$WORK"
+  work=$(realpath "$WORK")
+else
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+fi
+sources=$(scripts/kernel_sources.sh)
+[ "$sources" = "$(cat "$work/sources" 2> /dev/null)" ] || rm -f "$work/passed" "$work/errors"
+echo "$sources" > "$work/sources"
 export LONGWALL_TEST_ERRORS="$work/errors" binary work
-touch "$LONGWALL_TEST_ERRORS"
+touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
 # A group is a suite, or the tests of one operation, run by one process so that each kernel is compiled once;
 # any other test is a group of its own.
@@ -32,12 +42,12 @@ run_group() {
   grep -A 1 'panicked' "$work/$1.log" | grep -v '^--$' || true
 }
 export -f run_group
-touch "$work/passed"
 "$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p' | sort > "$work/tests"
-sed -E '/^(attention::suites|ops)::/s/[^:]*$//' "$work/tests" | sort -u > "$work/groups"
+comm -13 "$work/passed" "$work/tests" |
+  sed -E '/^(attention::suites|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
 # The slowest first.
 slowest='::(power|wall|tda|tra|fox|rope)::'
-{ grep -E "$slowest" "$work/groups"; grep -vE "$slowest" "$work/groups"; } |
+{ grep -E "$slowest" "$work/groups" || true; grep -vE "$slowest" "$work/groups" || true; } |
   xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"
 echo "$(wc -l < "$work/passed") of $(wc -l < "$work/tests") tests passed"
@@ -55,7 +65,7 @@ fi
   echo
   echo "# What decided the results, as scripts/kernel_sources.sh lists it."
   echo "[sources]"
-  scripts/kernel_sources.sh | sed 's/\(.*\) \(.*\)/"\1" = "\2"/'
+  sed 's/\(.*\) \(.*\)/"\1" = "\2"/' "$work/sources"
   echo
   echo "# Each test's largest error, relative to the largest value compared; 0 where it compares bits."
   echo "[tests]"

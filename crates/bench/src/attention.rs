@@ -1,6 +1,6 @@
 //! Attention kinds to measure, and random inputs of their operations.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
@@ -216,6 +216,11 @@ pub fn leaves<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<Autodiff<B>> {
         projections: inputs.projections.iter().map(leaf).collect(),
         parameters: inputs.parameters.iter().map(leaf).collect(),
     }
+}
+
+/// What tables say of a probe's means.
+pub fn remarks(probe: &BTreeMap<&'static str, f64>) -> impl Iterator<Item = String> {
+    probe.iter().map(|(metric, mean)| format!("{metric} {mean:.3}"))
 }
 
 #[cfg(test)]

@@ -1,14 +1,17 @@
 //! Attention kinds' decoding of one token after a long context.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::iter;
 
+use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::attention::{AttentionShape, DecodeState, Inputs, Kernel};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_train::config::{SizeNames, check_kind};
 use serde::Serialize;
 
-use crate::attention::{Kind, KindOptions, Path, kernel, warn_of_references};
+use crate::attention::{Kind, KindOptions, Path, kernel, remarks, warn_of_references};
 use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::memory::Need;
@@ -67,9 +70,8 @@ pub struct Case {
     passes: [TimedPass; 1],
     /// Elements in all sequences' states at the end, unused capacity included.
     held_elements: usize,
-    /// The share of the keys that pruning left out of the last step; `null` where nothing is to be left out,
-    /// and where no kernel for CUDA serves.
-    share_left_out: Option<f64>,
+    /// What the state measured of the last step, by metric.
+    probe: BTreeMap<&'static str, f64>,
     #[serde(skip)]
     labels: Vec<String>,
 }
@@ -87,8 +89,7 @@ impl Measured for Case {
 
     fn remark(&self) -> String {
         let held = format!("{:.3}M elements held", self.held_elements as f64 / 1e6);
-        let share = self.share_left_out.map(|share| format!(", {:.1} % left out", 100.0 * share));
-        held + &share.unwrap_or_default()
+        iter::once(held).chain(remarks(&self.probe)).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -247,6 +248,8 @@ impl Job<'_> {
             },
         );
         let held = state.into_inner().state.expect("filled before the first step");
+        let mut probe = Probe::default();
+        held.observe(&mut probe);
         let shape = [batch, layer.heads, context, layer.head_dim];
         Case {
             kind: config.kind(),
@@ -260,7 +263,7 @@ impl Job<'_> {
             context,
             passes: [TimedPass::new("step", time, Work::Bytes(bytes), ceiling)],
             held_elements: held.elements(),
-            share_left_out: held.share_left_out(),
+            probe: probe.means(),
             labels: kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect(),
         }
     }

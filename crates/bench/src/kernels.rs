@@ -1,7 +1,10 @@
 //! Attention kinds' operations, forward only and forward with backward.
 
+use std::collections::BTreeMap;
+
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
+use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::attention::{AttentionShape, DocumentStarts};
 use longwall_kernels::backend::{OpBackend, tensor};
 use longwall_kernels::device::OnDevice;
@@ -10,7 +13,9 @@ use longwall_train::config::{SizeNames, check_kind};
 use longwall_train::console::bytes as text_of_bytes;
 use serde::Serialize;
 
-use crate::attention::{Kind, KindOptions, Path, bytes, copied, leaves, warn_of_references};
+use crate::attention::{
+    Kind, KindOptions, Path, bytes, copied, leaves, remarks, warn_of_references,
+};
 use crate::ceiling::Ceiling;
 use crate::error::BenchError;
 use crate::inputs::{copies, random};
@@ -77,8 +82,8 @@ pub struct Case {
     /// Reserved by one forward and backward pass with its inputs, in the allocator's pages; `null` on
     /// the CPU.
     peak_memory_bytes: Option<u64>,
-    /// The share of pairs of query and key that pruning leaves out; `null` where nothing is to be.
-    share_left_out: Option<f64>,
+    /// What the kind measured of these inputs, by metric.
+    probe: BTreeMap<&'static str, f64>,
     #[serde(skip)]
     labels: Vec<String>,
 }
@@ -98,8 +103,7 @@ impl Measured for Case {
         let memory = self.kept_bytes.zip(self.peak_memory_bytes).map(|(kept, peak)| {
             format!("kept {}, peak {}", text_of_bytes(kept), text_of_bytes(peak))
         });
-        let share = self.share_left_out.map(|share| format!("{:.1} % left out", 100.0 * share));
-        memory.into_iter().chain(share).collect::<Vec<_>>().join(", ")
+        memory.into_iter().chain(remarks(&self.probe)).collect::<Vec<_>>().join(", ")
     }
 }
 
@@ -212,6 +216,8 @@ impl Job<'_> {
         let both = clock.time(|at| {
             vjp_root(forward(&inputs[at % copies]), dy.clone()).backward();
         });
+        let mut probe = Probe::default();
+        config.observe(&layer, inputs[0].clone(), documents, &mut probe);
         // The FLOPs of causal softmax attention, for every kind.
         let flops = 2.0 * (batch * heads * head_dim) as f64 * (seq_len as f64).powi(2);
         let path = kind.path(self.setup, batch, &layer);
@@ -231,7 +237,7 @@ impl Job<'_> {
             ],
             kept_bytes: kept,
             peak_memory_bytes: peak,
-            share_left_out: config.share_left_out(&layer, inputs[0].clone(), documents),
+            probe: probe.means(),
             labels,
         }
     }

@@ -3,6 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
+use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::{linear_cross_entropy, token_cross_entropy};
 use longwall_kernels::ops::embedding::embedding;
@@ -100,27 +101,21 @@ impl<B: OpBackend> LanguageModel<B> {
         self.norm.forward(x)
     }
 
-    /// The share of (query, visible key) pairs that attention leaves out of its work on whole rows
-    /// because of its kind's `prune`: the mean over the layers, 0 to 1; `None` where no layer prunes.
-    /// Tokens and documents are `[batch, seq_len]`.
-    pub fn share_left_out(
-        &self,
-        tokens: Tensor<B, 2, Int>,
-        documents: DocumentStarts<B>,
-    ) -> Option<f64> {
-        if !self.blocks.iter().any(|block| block.attention.prunes()) {
-            return None;
+    /// What the layers measure of themselves on whole rows. Tokens and documents are
+    /// `[batch, seq_len]`. Nothing is computed where no layer has anything to report.
+    pub fn observe(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Probe {
+        let mut probe = Probe::default();
+        if self.blocks.iter().all(|block| block.attention.metrics().is_empty()) {
+            return probe;
         }
         let mut x = self.embedded(tokens, documents.clone());
         let mut first_values = None;
-        let mut shares = vec![];
-        for block in &self.blocks {
-            shares.push(block.share_left_out(&x, &documents, &mut first_values));
+        for (layer, block) in self.blocks.iter().enumerate() {
+            probe.enter_layer(layer);
+            block.observe(&x, &documents, &mut first_values, &mut probe);
             x = block.forward(x, documents.clone(), &mut first_values);
         }
-        let pruned: Vec<f64> = shares.into_iter().flatten().collect();
-        // Layers of kinds that do not prune leave nothing out.
-        (!pruned.is_empty()).then(|| pruned.iter().sum::<f64>() / self.blocks.len() as f64)
+        probe
     }
 
     /// The input of the first block for whole rows: tokens `[batch, seq_len]` to

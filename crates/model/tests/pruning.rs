@@ -1,6 +1,7 @@
 use burn::backend::Flex;
 use burn::module::Param;
 use burn::tensor::{Int, Tensor, TensorData};
+use longwall_kernels::attention::probe::PRUNED_FRACTION;
 use longwall_model::layers::Attention;
 use longwall_model::{LanguageModel, ModelConfig};
 
@@ -39,20 +40,22 @@ fn tokens() -> Tensor<Flex, 2, Int> {
 }
 
 #[test]
-fn layers_of_kinds_that_do_not_prune_leave_nothing_out() {
+fn the_pruned_fraction_is_that_of_layers_which_prune() {
     let table = "layers = 3\nwidth = 16\nheads = 2\npattern = [\"rope\", \"fox\"]\n\
                  kinds.fox = { kind = \"fox\", prune = true }";
     let config: ModelConfig = toml::from_str(table).expect("a valid table");
     let mut model = LanguageModel::<Flex>::new(&config, 23, TOKENS, 3, &Default::default());
     decay_by(0.5, &mut model.blocks[1].attention);
-    let got = model.share_left_out(tokens(), None).expect("FoX prunes");
-    let want = share(0.5, &[0; TOKENS]) / 3.0;
+    let probe = model.observe(tokens(), None);
+    assert_eq!(probe.observations().iter().map(|o| o.layer).collect::<Vec<_>>(), [1]);
+    let got = probe.mean(PRUNED_FRACTION).expect("FoX prunes");
+    let want = share(0.5, &[0; TOKENS]);
     assert!(want > 0.0 && (got - want).abs() < 1e-12, "{got} for {want}");
 }
 
 /// The mean over the layers, each with its own gates, whatever stands around attention.
 #[test]
-fn the_share_left_out_is_that_of_every_layer() {
+fn every_layer_reports_its_pruned_fraction() {
     let device = Default::default();
     let decays = [0.5, 2.0];
     let packed: Vec<usize> = (0..TOKENS).map(|t| if t < 40 { 0 } else { 40 }).collect();
@@ -70,7 +73,8 @@ fn the_share_left_out_is_that_of_every_layer() {
             for starts in [None, Some(&packed)] {
                 let documents =
                     starts.map(|starts| ints(starts.iter().map(|&t| t as i32).collect()));
-                let got = model.share_left_out(tokens(), documents).expect("FoX prunes");
+                let probe = model.observe(tokens(), documents);
+                let got = probe.mean(PRUNED_FRACTION).expect("FoX prunes");
                 let starts = starts.cloned().unwrap_or(vec![0; TOKENS]);
                 let want = decays.map(|decay| share(decay, &starts)).iter().sum::<f64>() / 2.0;
                 assert!((got - want).abs() < 1e-12, "{position}, {residual}: {got} for {want}");

@@ -1,5 +1,6 @@
 //! `metrics.jsonl`: one JSON object per line, one line for each step and each validation.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -48,9 +49,10 @@ pub struct ValidationRecord {
     /// Total nats over `ln 2` and over the bytes that the counted targets encode.
     #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
-    /// The share of pairs of a query and a key it may see that `prune` leaves out of attention's work, 0
-    /// to 1, mean over the layers, on the first validation row. `null` where nothing is to be left out.
-    pub share_left_out: Option<f64>,
+    /// What the layers measured of themselves on the first validation row: the mean of each metric
+    /// over the layers that report it, by name.
+    #[serde(default)]
+    pub probe: BTreeMap<String, f64>,
     /// Seconds of training so far.
     pub seconds: f64,
 }
@@ -217,7 +219,7 @@ mod tests {
             validation_loss: 2.5,
             perplexity: 2.5f64.exp(),
             bits_per_byte: 1.2,
-            share_left_out: None,
+            probe: BTreeMap::from([("pruned_fraction".to_owned(), 0.5)]),
             seconds: 0.6,
         })
     }

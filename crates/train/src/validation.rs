@@ -1,6 +1,9 @@
 //! Validation in the loop: loss, perplexity and bits per byte over the held-out rows.
 
+use std::collections::BTreeMap;
+
 use longwall_data::{Batch, Loader, Tokenizer};
+use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 
@@ -14,15 +17,16 @@ pub struct Validator {
 }
 
 /// The result of a pass over the validation rows.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ValidationScores {
     /// Mean loss of the weighted targets, in nats.
     pub loss: f64,
     /// Total nats over `ln 2` and over the bytes that these targets encode. An end of text encodes no
     /// bytes, but its nats count: they are part of the cost of encoding the text.
     pub bits_per_byte: f64,
-    /// See [`LanguageModel::share_left_out`]; of the first row.
-    pub share_left_out: Option<f64>,
+    /// What the layers measured of themselves on the first row: the mean of each metric over the
+    /// layers that report it, by name.
+    pub probe: BTreeMap<String, f64>,
 }
 
 /// Sums over validation rows.
@@ -44,11 +48,11 @@ impl Sums {
         }
     }
 
-    fn scores(self, share_left_out: Option<f64>) -> ValidationScores {
+    fn scores(self, probe: &Probe) -> ValidationScores {
         ValidationScores {
             loss: self.nats / self.weight,
             bits_per_byte: self.nats / std::f64::consts::LN_2 / self.bytes,
-            share_left_out,
+            probe: probe.means().into_iter().map(|(name, x)| (name.to_owned(), x)).collect(),
         }
     }
 }
@@ -77,7 +81,7 @@ impl Validator {
             sums.add(&batch, losses.iter::<f32>(), &self.token_bytes);
         }
         let first = MicroBatch::<B>::new(&self.loader.batch(0, 1), 0..1, device);
-        sums.scores(model.share_left_out(first.inputs, first.document_starts))
+        sums.scores(&model.observe(first.inputs, first.document_starts))
     }
 }
 
@@ -98,7 +102,7 @@ mod tests {
         let mut sums = Sums::default();
         let nat = std::f32::consts::LN_2;
         sums.add(&batch, [nat, 3.0 * nat, 2.0 * nat, 100.0].into_iter(), &[0, 1, 5]);
-        let scores = sums.scores(None);
+        let scores = sums.scores(&Probe::default());
         assert!((scores.loss - 2.0 * f64::from(nat)).abs() < 1e-12);
         // 6 bits for the 1 + 5 + 0 bytes of three targets.
         assert!((scores.bits_per_byte - 1.0).abs() < 1e-6);

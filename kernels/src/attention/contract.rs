@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::dispatch::{ExecPath, Kernel};
+use super::probe::{Metric, Probe};
 use crate::backend::OpBackend;
 
 /// The sizes of one attention layer, and its place.
@@ -186,11 +187,9 @@ pub trait DecodeState: Clone + std::fmt::Debug {
     /// Elements held now in all buffers, for the whole batch.
     fn elements(&self) -> usize;
 
-    /// The share, 0 to 1, of the visible keys that the last step did not read because the kind's
-    /// `prune` ruled them out. `None` without `prune`, where the path does not prune, and after a
-    /// call of several tokens.
-    fn share_left_out(&self) -> Option<f64> {
-        None
+    /// Reports what the last step measured of itself: a call of several tokens measures nothing.
+    fn observe(&self, probe: &mut Probe) {
+        let _ = probe;
     }
 }
 
@@ -242,9 +241,9 @@ pub trait VariantSpec:
         vec![]
     }
 
-    /// Whether the kind's `prune` is set.
-    fn prunes(&self) -> bool {
-        false
+    /// What [`Variant::observe`] can report with this configuration.
+    fn metrics(&self) -> Vec<Metric> {
+        vec![]
     }
 
     /// FLOPs of the operation's forward pass per token (projections apart), averaged over a causal
@@ -304,17 +303,16 @@ pub trait Variant: VariantSpec {
         path: ExecPath,
     ) -> Tensor<B, 4>;
 
-    /// The share, 0 to 1, of the visible pairs of a query and a key that [`Variant::attend`] does
-    /// not compute on this path because the kind's `prune` rules them out; `None` where it prunes
-    /// nothing.
-    fn share_left_out<B: OpBackend>(
+    /// Reports the [`VariantSpec::metrics`] of [`Variant::attend`] with the same arguments, those
+    /// that this path has.
+    fn observe<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         inputs: Inputs<B>,
         documents: DocumentStarts<B>,
         path: ExecPath,
-    ) -> Option<f64> {
-        let _ = (shape, inputs, documents, path);
-        None
+        probe: &mut Probe,
+    ) {
+        let _ = (shape, inputs, documents, path, probe);
     }
 }

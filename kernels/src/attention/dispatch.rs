@@ -10,6 +10,7 @@ use std::fmt::{self, Display};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 
+use super::probe::Probe;
 use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec};
 use crate::backend::{Op, OpBackend, kernels_allowed, primitive};
 use crate::cuda::CudaTensor;
@@ -153,15 +154,16 @@ pub(super) fn attend_on<V: Variant, B: OpBackend>(
     variant.attend(shape, path.cast(inputs), documents, path).cast(dtype)
 }
 
-/// As [`Variant::share_left_out`], on the path that serves these inputs.
-pub fn share_left_out<V: Variant, B: OpBackend>(
+/// As [`Variant::observe`], on the path that serves these inputs.
+pub fn observe<V: Variant, B: OpBackend>(
     variant: &V,
     shape: &AttentionShape,
     inputs: Inputs<B>,
     documents: DocumentStarts<B>,
-) -> Option<f64> {
+    probe: &mut Probe,
+) {
     let path = ExecPath::of_inputs(variant, shape, &inputs);
-    variant.share_left_out(shape, path.cast(inputs), documents, path)
+    variant.observe(shape, path.cast(inputs), documents, path, probe);
 }
 
 /// What decoding keeps between calls, from the first tokens on: these decide the path.
@@ -190,8 +192,10 @@ impl<V: Variant, B: OpBackend> DecodeState for State<V, B> {
         self.begun.as_ref().map_or(0, |(_, state)| state.elements())
     }
 
-    fn share_left_out(&self) -> Option<f64> {
-        self.begun.as_ref()?.1.share_left_out()
+    fn observe(&self, probe: &mut Probe) {
+        if let Some((_, state)) = &self.begun {
+            state.observe(probe);
+        }
     }
 }
 

@@ -24,6 +24,7 @@ pub mod linear;
 pub mod lssar;
 pub mod path;
 pub mod power;
+pub mod probe;
 pub mod rectified;
 pub mod recurrent;
 mod registry;
@@ -48,6 +49,7 @@ pub use self::contract::{
     Projection, Variant, VariantSpec,
 };
 pub use self::dispatch::{ExecPath, Kernel};
+use self::probe::{Metric, Probe};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 

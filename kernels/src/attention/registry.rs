@@ -28,8 +28,8 @@ macro_rules! registry {
                 match self { $(Self::$name(state) => state.elements(),)+ }
             }
 
-            fn share_left_out(&self) -> Option<f64> {
-                match self { $(Self::$name(state) => state.share_left_out(),)+ }
+            fn observe(&self, probe: &mut Probe) {
+                match self { $(Self::$name(state) => state.observe(probe),)+ }
             }
         }
 
@@ -117,15 +117,16 @@ macro_rules! registry {
                 }
             }
 
-            /// As [`dispatch::share_left_out`].
-            pub fn share_left_out<B: OpBackend>(
+            /// As [`dispatch::observe`].
+            pub fn observe<B: OpBackend>(
                 &self,
                 shape: &AttentionShape,
                 inputs: Inputs<B>,
                 documents: DocumentStarts<B>,
-            ) -> Option<f64> {
+                probe: &mut Probe,
+            ) {
                 match self {
-                    $(Self::$name(c) => dispatch::share_left_out(c, shape, inputs, documents),)+
+                    $(Self::$name(c) => dispatch::observe(c, shape, inputs, documents, probe),)+
                 }
             }
 
@@ -160,9 +161,9 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.flops_per_token(shape, seq_len),)+ }
             }
 
-            /// As [`VariantSpec::prunes`].
-            pub fn prunes(&self) -> bool {
-                match self { $(Self::$name(c) => c.prunes(),)+ }
+            /// As [`VariantSpec::metrics`].
+            pub fn metrics(&self) -> Vec<Metric> {
+                match self { $(Self::$name(c) => c.metrics(),)+ }
             }
 
             /// As [`VariantSpec::weight_flops_per_token`].

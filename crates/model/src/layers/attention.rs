@@ -1,5 +1,6 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
+use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::attention::{
     Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts, Init,
     Inputs, Projection as ExtraSpec,
@@ -128,20 +129,21 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, &x, &mut preceding, residual)
     }
 
-    /// Whether the variant's `prune` is set.
-    pub fn prunes(&self) -> bool {
-        self.variant.prunes()
+    /// What [`Attention::observe`] can report.
+    pub fn metrics(&self) -> Vec<Metric> {
+        self.variant.metrics()
     }
 
-    /// See [`Block::share_left_out`](super::Block::share_left_out).
-    pub fn share_left_out(
+    /// Reports what the variant measures of [`Attention::forward`] with the same arguments.
+    pub fn observe(
         &self,
         x: Tensor<B, 3>,
         documents: &DocumentStarts<B>,
         first_values: &mut Option<Tensor<B, 3>>,
-    ) -> Option<f64> {
+        probe: &mut Probe,
+    ) {
         let inputs = self.inputs(&x, first_values, &mut Preceding::Nothing(documents));
-        self.variant.share_left_out(&self.shape, inputs, documents.clone())
+        self.variant.observe(&self.shape, inputs, documents.clone(), probe);
     }
 
     /// The decoding state before the first token.

@@ -1,6 +1,7 @@
 use burn::module::Module;
 use burn::tensor::Tensor;
 use longwall_kernels::attention::DocumentStarts;
+use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 
 use super::time::{History, Preceding};
@@ -75,20 +76,19 @@ impl<B: OpBackend> Block<B> {
         })
     }
 
-    /// The share of (query, visible key) pairs that attention leaves out of its work, see
-    /// [`Variant::share_left_out`](longwall_kernels::attention::Variant::share_left_out); arguments as
-    /// [`Block::forward`] takes them.
-    pub fn share_left_out(
+    /// Reports what the block measures of [`Block::forward`] with the same arguments.
+    pub fn observe(
         &self,
         x: &Tensor<B, 3>,
         documents: &DocumentStarts<B>,
         first_values: &mut Option<Tensor<B, 3>>,
-    ) -> Option<f64> {
+        probe: &mut Probe,
+    ) {
         let x = match self.position {
             NormPosition::Post => x.clone(),
             _ => self.attention_norm.forward(x.clone()),
         };
-        self.attention.share_left_out(x, documents, first_values)
+        self.attention.observe(x, documents, first_values, probe);
     }
 
     /// The decoding state before the first token.

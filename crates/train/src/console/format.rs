@@ -100,8 +100,8 @@ pub(super) fn validation(record: &ValidationRecord, best: bool) -> String {
         "step {}: validation loss {:.4}, perplexity {:.2}, {:.4} bits per byte",
         record.step, record.validation_loss, record.perplexity, record.bits_per_byte
     );
-    if let Some(share) = record.share_left_out {
-        text += &format!(", {:.1} % of attention left out", 100.0 * share);
+    for (metric, mean) in &record.probe {
+        text += &format!(", {metric} {mean:.3}");
     }
     if best {
         text += " (best)";

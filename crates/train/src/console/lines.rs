@@ -116,7 +116,7 @@ mod tests {
             validation_loss: 2.0,
             perplexity: 2f64.exp(),
             bits_per_byte: 2.885,
-            share_left_out: Some(0.715),
+            probe: [("pruned_fraction".to_owned(), 0.715)].into(),
             seconds: 2.0,
         };
         console.validation(&record, true);

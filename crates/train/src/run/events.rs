@@ -60,7 +60,7 @@ impl<B: OpBackend> Run<B> {
             validation_loss: scores.loss,
             perplexity: scores.loss.exp(),
             bits_per_byte: scores.bits_per_byte,
-            share_left_out: scores.share_left_out,
+            probe: scores.probe,
             seconds: self.recorder.seconds(),
         };
         self.recorder.validation(&record, is_best, console)?;

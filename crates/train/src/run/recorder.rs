@@ -132,12 +132,14 @@ impl Recorder {
         console: &mut dyn Console,
     ) -> Result<(), TrainError> {
         self.metrics.append_record(&Record::Validation(record.clone()))?;
+        let measured: Vec<(String, f64)> =
+            record.probe.iter().map(|(name, x)| (format!("validation/{name}"), *x)).collect();
         let mut scalars = vec![
             ("validation/loss", record.validation_loss),
             ("validation/perplexity", record.perplexity),
             ("validation/bits_per_byte", record.bits_per_byte),
         ];
-        scalars.extend(record.share_left_out.map(|share| ("validation/share_left_out", share)));
+        scalars.extend(measured.iter().map(|(tag, x)| (tag.as_str(), *x)));
         self.scalars(record.step, &scalars)?;
         console.validation(record, is_best);
         Ok(())

@@ -256,25 +256,25 @@ fn validations(run_dir: &Path) -> impl Iterator<Item = ValidationRecord> {
     })
 }
 
-/// What each validation says is left out of attention's work.
-fn shares_left_out(sets: &[&str]) -> Vec<Option<f64>> {
+/// The pruned fraction of each validation.
+fn pruned_fractions(sets: &[&str]) -> Vec<Option<f64>> {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[&["data.seq_len=64"], sets].concat());
     let dir = run(&config, RunStart::New).unwrap().run_dir;
-    let shares: Vec<_> = validations(&dir).map(|v| v.share_left_out).collect();
-    assert_eq!(shares.len(), 3);
-    shares
+    let fractions: Vec<_> =
+        validations(&dir).map(|v| v.probe.get("pruned_fraction").copied()).collect();
+    assert_eq!(fractions.len(), 3);
+    fractions
 }
 
 #[test]
-fn validations_tell_what_is_left_out() {
+fn validations_report_the_pruned_fraction() {
     // Gates begin half closed: of 64 tokens, some 30 weigh more than the others' 2⁻²⁴ in all.
     let fox = ["model.attention.kind=fox", "train.lr=1e-6"];
-    let shares = shares_left_out(&[&fox[..], &["model.attention.prune=true"]].concat());
-    for share in shares {
-        assert!(share.is_some_and(|share| (0.1..0.4).contains(&share)), "{share:?}");
+    for pruned in pruned_fractions(&[&fox[..], &["model.attention.prune=true"]].concat()) {
+        assert!(pruned.is_some_and(|pruned| (0.1..0.4).contains(&pruned)), "{pruned:?}");
     }
-    assert!(shares_left_out(&fox).iter().all(Option::is_none));
+    assert!(pruned_fractions(&fox).iter().all(Option::is_none));
 }
 
 #[test]

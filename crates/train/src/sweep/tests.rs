@@ -117,7 +117,7 @@ impl FakeBinary {
                 validation_loss: loss,
                 perplexity: f64::exp(loss),
                 bits_per_byte: loss / 2.0,
-                share_left_out: None,
+                probe: Default::default(),
                 seconds: 1.0,
             }),
             skipped: 0,

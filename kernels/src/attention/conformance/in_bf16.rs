@@ -14,8 +14,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::problem::windows;
 use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
-use super::{Conformance, Problem, Sizes};
-use crate::attention::dispatch;
+use super::{Conformance, Problem, Sizes, observed_pruning};
 use crate::backend::OpBackend;
 use crate::testing::{Tensor64, record, root_mean_square};
 
@@ -154,8 +153,8 @@ pub fn agrees_pruned_and_packed<V: Conformance, K: OpBackend>(
 ) {
     let problem = Problem::new(variant, sizes, None).packed(starts);
     let inputs = problem.clone().in_bf16().tensors::<K>();
-    let share = dispatch::share_left_out(variant, &problem.shape, inputs, problem.documents());
-    assert!(share.is_some_and(|share| share > 0.0), "{share:?} left out of {sizes:?}");
+    let pruned = observed_pruning(variant, &problem.shape, inputs, problem.documents());
+    assert!(pruned.is_some_and(|pruned| pruned > 0.0), "{pruned:?} of {sizes:?} pruned");
     check::<V, K>(variant, problem);
 }
 

@@ -18,6 +18,7 @@ pub use self::length::{Decay, holds_at_length};
 pub use self::oracles::{rotated, softmax_oracle};
 use self::problem::Problem;
 pub use self::problem::Sizes;
+pub use self::run::observed_pruning;
 use super::{AttentionShape, Variant};
 use crate::device::DeviceKind;
 use crate::testing::Tensor64;

@@ -5,7 +5,10 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorData};
 
 use super::Problem;
-use crate::attention::{DecodeState, ExecPath, Inputs, Kernel, Variant, dispatch};
+use crate::attention::probe::{PRUNED_FRACTION, Probe};
+use crate::attention::{
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Inputs, Kernel, Variant, dispatch,
+};
 use crate::backend::{OpBackend, kernels_allowed};
 use crate::testing::Tensor64;
 use crate::testing::served::{Served, served};
@@ -134,4 +137,16 @@ pub fn to_vec<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
 /// The largest |a − b|.
 pub fn largest_difference(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+/// The fraction of visible pairs that a kind says its pruning leaves out of these inputs.
+pub fn observed_pruning<V: Variant, B: OpBackend>(
+    variant: &V,
+    shape: &AttentionShape,
+    inputs: Inputs<B>,
+    documents: DocumentStarts<B>,
+) -> Option<f64> {
+    let mut probe = Probe::default();
+    dispatch::observe(variant, shape, inputs, documents, &mut probe);
+    probe.mean(PRUNED_FRACTION)
 }

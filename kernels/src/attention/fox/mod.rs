@@ -30,6 +30,7 @@ use self::op::{Forgetting, forgetting};
 use super::cache::KvCache;
 use super::dispatch::on_cuda;
 use super::flash::{self, capacity};
+use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, pruned_fraction, sinks};
 use super::{
@@ -89,10 +90,11 @@ impl<B: OpBackend> DecodeState for State<B> {
         }
     }
 
-    fn share_left_out(&self) -> Option<f64> {
-        match &self.cache {
-            CacheStorage::Tensors(..) => None,
-            CacheStorage::Cuda(cache) => cache.as_ref()?.pruned_fraction(),
+    fn observe(&self, probe: &mut Probe) {
+        if let CacheStorage::Cuda(Some(cache)) = &self.cache
+            && let Some(fraction) = cache.pruned_fraction()
+        {
+            probe.report(PRUNED_FRACTION, fraction);
         }
     }
 }
@@ -139,8 +141,8 @@ impl VariantSpec for Config {
         self.sinks.then(|| sinks(shape)).into_iter().collect()
     }
 
-    fn prunes(&self) -> bool {
-        self.prune
+    fn metrics(&self) -> Vec<Metric> {
+        if self.prune { vec![PRUNED_FRACTION] } else { vec![] }
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -221,15 +223,17 @@ impl Variant for Config {
     }
 
     /// Every kernel prunes, and the reference does not.
-    fn share_left_out<B: OpBackend>(
+    fn observe<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, projections, .. }: Inputs<B>,
         documents: DocumentStarts<B>,
         path: ExecPath,
-    ) -> Option<f64> {
-        (self.prune && path != ExecPath::Reference).then(|| {
-            pruned_fraction(&self.operation(shape).core, q, k, log_decay(&projections), documents)
-        })
+        probe: &mut Probe,
+    ) {
+        if self.prune && path != ExecPath::Reference {
+            let (core, decay) = (self.operation(shape).core, log_decay(&projections));
+            probe.report(PRUNED_FRACTION, pruned_fraction(&core, q, k, decay, documents));
+        }
     }
 }

@@ -8,7 +8,8 @@ use burn::tensor::{Distribution, ElementConversion, FloatDType, Int, Tensor, s};
 
 use super::Config;
 use super::op::{Forgetting, forgetting};
-use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
+use crate::attention::conformance::{Conformance, observed_pruning, rotated, softmax_oracle};
+use crate::attention::probe::{PRUNED_FRACTION, Probe};
 use crate::attention::softmax::Softmax;
 use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs, dispatch};
 use crate::backend::OpBackend;
@@ -129,7 +130,7 @@ fn cuda_pruning_leaves_out_what_does_not_matter() {
 /// With queries and keys of one length, and so one bound U on a head's scores, and a decay of ℓ a step, the
 /// query at position i keeps keys less than (24 ln 2 + ln (i + 1) + 2 U) / −ℓ places back.
 #[test]
-fn the_share_left_out_is_that_of_pairs_that_are_seen() {
+fn the_pruned_fraction_counts_visible_pairs() {
     let (tokens, decays) = (200, [0.5f64, 1.0, 0.25, 2.0]);
     // Of the kv heads' keys, with queries of length 1.
     let lengths = [0.0f32, 4.0];
@@ -168,14 +169,13 @@ fn the_share_left_out_is_that_of_pairs_that_are_seen() {
         }
         let shape = AttentionShape { window, ..AttentionShape::new(32, 4, 2, 8) };
         let config = Config { prune: true, ..Config::default() };
-        let share =
-            dispatch::share_left_out(&config, &shape, inputs(), packed.then(|| documents.clone()));
+        let pruned = observed_pruning(&config, &shape, inputs(), packed.then(|| documents.clone()));
         assert_eq!(
-            share,
+            pruned,
             Some(left_out as f64 / pairs as f64),
             "window {window:?}, packed {packed}"
         );
-        assert_eq!(dispatch::share_left_out(&Config::default(), &shape, inputs(), None), None);
+        assert_eq!(observed_pruning(&Config::default(), &shape, inputs(), None), None);
     }
 }
 
@@ -209,7 +209,9 @@ fn cuda_steps_leave_out_what_does_not_matter() {
         };
         extend(0, 400);
         let steps = (400..tokens).map(|t| extend(t, 1)).collect();
-        let share = state.share_left_out();
+        let mut probe = Probe::default();
+        state.observe(&mut probe);
+        let share = probe.mean(PRUNED_FRACTION);
         (Tensor::cat(steps, 2).cast(FloatDType::F32), share)
     };
     let nothing =

@@ -40,7 +40,7 @@ pub fn first_keys(
     q_norms.zip(largest.skip(offset)).enumerate().map(first_key).collect()
 }
 
-/// The share of pairs of a query and a key it may see that pruning leaves out, 0 to 1.
+/// The fraction, 0 to 1, of visible (query, key) pairs that pruning leaves out.
 ///
 /// - `q`: `[batch, heads, tokens, head_dim]`, `k`: `[batch, kv_heads, tokens, head_dim]`
 /// - `log_decay`: ℓ, `[batch, heads, tokens]`

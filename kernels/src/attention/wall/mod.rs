@@ -79,6 +79,7 @@ use serde::{Deserialize, Serialize};
 pub use self::decode::State;
 use super::blocks::repeat_heads;
 use super::flash;
+use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::Rotation;
 use super::softmax::sinks;
 use super::{
@@ -341,8 +342,8 @@ impl VariantSpec for Config {
         of_gate.into_iter().chain(sinks).collect()
     }
 
-    fn prunes(&self) -> bool {
-        self.prune
+    fn metrics(&self) -> Vec<Metric> {
+        if self.prune { vec![PRUNED_FRACTION] } else { vec![] }
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -393,22 +394,24 @@ impl Variant for Config {
         })
     }
 
-    fn share_left_out<B: OpBackend>(
+    fn observe<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         inputs: Inputs<B>,
         documents: DocumentStarts<B>,
         path: ExecPath,
-    ) -> Option<f64> {
+        probe: &mut Probe,
+    ) {
         // The reference prunes nothing.
         let prunes = (Wall { config: self.clone(), shape: *shape }).prunes();
         if path == ExecPath::Reference || !prunes {
-            return None;
+            return;
         }
         let Inputs { k, projections, parameters, .. } = inputs.in_f32();
         let k = self.rotate_in_documents(k, &documents);
         let logits = self.logits(shape, k, &projections, &parameters);
-        Some(prune::share_forgotten(self.log_decay(shape, logits), documents))
+        let log_decay = self.log_decay(shape, logits);
+        probe.report(PRUNED_FRACTION, prune::pruned_fraction(log_decay, documents));
     }
 
     fn init_state<B: OpBackend>(

@@ -7,9 +7,11 @@ use crate::attention::DocumentStarts;
 use crate::attention::blocks::starts_of_documents;
 use crate::backend::OpBackend;
 
-/// The share of pairs of a query and a key it may see whose tiles every channel has forgotten, 0 to 1, from g,
-/// `[batch, gate heads, seq_len, head_dim]`, and `documents`, `[batch, seq_len]`.
-pub fn share_forgotten<B: OpBackend>(log_decay: Tensor<B, 4>, documents: DocumentStarts<B>) -> f64 {
+/// The fraction, 0 to 1, of visible (query, key) pairs whose key tiles every channel has forgotten.
+///
+/// - `log_decay`: g, `[batch, gate heads, seq_len, head_dim]`
+/// - `documents`: `[batch, seq_len]`
+pub fn pruned_fraction<B: OpBackend>(log_decay: Tensor<B, 4>, documents: DocumentStarts<B>) -> f64 {
     let [batch, heads, tokens, channels] = log_decay.dims();
     let documents = starts_of_documents(documents, batch, tokens);
     // The last tile's end is nobody's start.

@@ -197,11 +197,11 @@ pub fn dq<A: Hooks>(
                     let grads = dp.index(n)[r];
                     #[unroll]
                     for e in 0..2usize {
-                        let ds = pair[e] * (grads[e] - row_delta[r]);
-                        if with_sums {
-                            ds_sum[r] += ds;
-                        }
-                        pair[e] = ds;
+                        pair[e] *= grads[e] - row_delta[r];
+                    }
+                    if with_sums {
+                        // In pairs: half as many additions wait for one another.
+                        ds_sum[r] += pair[0] + pair[1];
                     }
                     s.index_mut(n)[r] = pair;
                 }

@@ -13,7 +13,7 @@ use crate::attention::flash::decode::{KEYS_OF_A_WARP, WARPS};
 use crate::attention::flash::hooks::Biases;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{Config, Problem};
-use crate::tile::{Accumulator, LOG2_E, Pair, stage_to_smem};
+use crate::tile::{Accumulator, LOG2_E, Pair};
 
 // A tile of decoding is one span.
 const _: () = assert!(WARPS * KEYS_OF_A_WARP == SPAN);
@@ -26,9 +26,9 @@ pub struct DecayBiases;
 pub struct OverKeys {
     /// Σ ℓ before the span in which the queries begin.
     own: f64,
-    /// Σ ℓ before each span of the tile.
-    before: Array<f64>,
-    /// Σ ℓ within them, up to two neighbouring keys a lane.
+    /// Σ ℓ before the span of the lane's keys.
+    before: f64,
+    /// Σ ℓ within that span, up to each of the lane's keys.
     within: Array<f32>,
     /// The biases of a tile's keys, for each warp.
     tile: SharedMemory<Pair>,
@@ -55,6 +55,11 @@ pub struct OfDecode {
     biases: Array<f32>,
 }
 
+/// Neighbouring pairs of keys whose biases a lane makes. All are in one span.
+const fn pairs_of_a_lane(tile: usize) -> usize {
+    (tile / 2).div_ceil(32)
+}
+
 /// Spans that a tile of queries lies in.
 const fn spans_of(tile: usize) -> usize {
     tile.div_ceil(SPAN)
@@ -78,12 +83,11 @@ impl Biases for DecayBiases {
         #[comptime] config: Config,
     ) -> OverKeys {
         let first = min(group.first, problem.keys as usize - 1);
-        let pairs = comptime!((config.tile / 2).div_ceil(32));
         let count = comptime!(config.warps * config.tile / 2);
         OverKeys {
             own: args.before_span(block.row, first),
-            before: Array::<f64>::new(pairs),
-            within: Array::<f32>::new(comptime!(2 * pairs)),
+            before: f64::cast_from(0f32),
+            within: Array::<f32>::new(comptime!(2 * pairs_of_a_lane(config.tile))),
             tile: SharedMemory::<Pair>::new_aligned(count, 8usize),
         }
     }
@@ -97,12 +101,12 @@ impl Biases for DecayBiases {
         #[comptime] config: Config,
     ) {
         let (row, last) = (block.row, problem.keys as usize - 1);
+        let count = comptime!(2 * pairs_of_a_lane(config.tile));
+        let column = column + UNIT_POS_PLANE as usize * count;
+        state.before = args.before_span(row, min(column, last));
         #[unroll]
-        for i in 0..comptime!((config.tile / 2).div_ceil(32)) {
-            let column = column + (i * 32 + UNIT_POS_PLANE as usize) * 2;
-            state.before[i] = args.before_span(row, min(column, last));
-            state.within[i * 2] = args.within_span(row, min(column, last));
-            state.within[i * 2 + 1] = args.within_span(row, min(column + 1, last));
+        for i in 0..count {
+            state.within[i] = args.within_span(row, min(column + i, last));
         }
     }
 
@@ -114,17 +118,20 @@ impl Biases for DecayBiases {
         #[comptime] config: Config,
     ) {
         let count = comptime!(config.tile / 2);
-        let pairs = comptime!(count.div_ceil(32));
-        let mut biases = Array::<Pair>::new(pairs);
-        #[unroll]
-        for i in 0..pairs {
-            let between = state.own - state.before[i];
-            let mut pair = Pair::empty();
-            pair[0] = bias(between, state.within[i * 2], factor);
-            pair[1] = bias(between, state.within[i * 2 + 1], factor);
-            biases[i] = pair;
+        let pairs = comptime!(pairs_of_a_lane(config.tile));
+        let between = state.own - state.before;
+        let first = UNIT_POS_PLANE as usize * pairs;
+        sync_plane();
+        if comptime!(count.is_multiple_of(32)) || first < count {
+            #[unroll]
+            for i in 0..pairs {
+                let mut pair = Pair::empty();
+                pair[0] = bias(between, state.within[i * 2], factor);
+                pair[1] = bias(between, state.within[i * 2 + 1], factor);
+                state.tile[warp * count + first + i] = pair;
+            }
         }
-        stage_to_smem::<f32, Const<2>>(&mut state.tile, &biases, warp, count);
+        sync_plane();
         #[unroll]
         for n in 0..comptime!(config.tile / 8) {
             let place = warp * count + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4;

@@ -55,7 +55,7 @@ impl DecayKvCache {
             + self.largest.meta.shape().num_elements()
     }
 
-    /// See [`DecodeState::pruned_fraction`](crate::attention::DecodeState::pruned_fraction).
+    /// [`PRUNED_FRACTION`](crate::attention::probe::PRUNED_FRACTION) of the last step.
     pub fn pruned_fraction(&self) -> Option<f64> {
         let (starts, seen_from) = self.starts.clone()?;
         let starts = Tensor::<Cuda, 2, Int>::from_primitive(starts).into_data();

@@ -5,8 +5,8 @@ use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::conformance::in_bf16;
-use crate::attention::wall::prune::share_forgotten;
+use crate::attention::conformance::{in_bf16, observed_pruning};
+use crate::attention::wall::prune::pruned_fraction;
 use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
 use crate::attention::{AttentionShape, Inputs, dispatch};
 
@@ -16,7 +16,7 @@ fn closed() -> Config {
 }
 
 #[test]
-fn the_share_left_out_is_what_all_channels_forget() {
+fn the_pruned_fraction_is_what_all_channels_forget() {
     let tokens = 700;
     let device = Default::default();
     // At the clamp, 79.4 bits a tile, and `open` channels that forget nothing.
@@ -37,7 +37,7 @@ fn the_share_left_out_is_what_all_channels_forget() {
         }
         let want = if open > 0 { 0.0 } else { left_out as f64 / pairs as f64 };
         let packed = (starts.len() > 1).then(|| documents.reshape([1, tokens]));
-        (share_forgotten(g, packed), want)
+        (pruned_fraction(g, packed), want)
     };
     for open in [0, 1] {
         for starts in [&[0][..], &[0, 70, 320, 450]] {
@@ -48,7 +48,7 @@ fn the_share_left_out_is_what_all_channels_forget() {
     let q = || random::<Flex, 4>([1, 1, tokens, 4], 1);
     let gates = Tensor::full([1, tokens, 4], -1000.0, &device);
     let inputs = Inputs { q: q(), k: q(), v: q(), projections: vec![gates], parameters: vec![] };
-    let none = dispatch::share_left_out(&closed(), &AttentionShape::new(4, 1, 1, 4), inputs, None);
+    let none = observed_pruning(&closed(), &AttentionShape::new(4, 1, 1, 4), inputs, None);
     assert_eq!(none, None, "the CPU prunes nothing");
 }
 
@@ -154,8 +154,8 @@ fn cuda_pruned_keys_are_not_read() {
     let k = random::<Cuda, 4>([2, 2, tokens, 64], 2);
     let nothing = Tensor::full([2, 2, far, 64], f32::NAN, &Default::default());
     let holed = Tensor::cat(vec![nothing, k.clone().narrow(2, far, tokens - far)], 2);
-    let share = dispatch::share_left_out(&closed(), &shape, inputs(k.clone()), None);
-    assert!(share.is_some_and(|share| share > 0.5), "{share:?}");
+    let pruned = observed_pruning(&closed(), &shape, inputs(k.clone()), None);
+    assert!(pruned.is_some_and(|pruned| pruned > 0.5), "{pruned:?}");
     let [want, got] = [k, holed].map(|k| {
         let o = dispatch::attend(&closed(), &shape, inputs(k), None);
         values(o.narrow(2, near, tokens - near))
