@@ -218,7 +218,7 @@ pub fn leaves<B: OpBackend>(inputs: &Inputs<B>) -> Inputs<Autodiff<B>> {
     }
 }
 
-/// What tables say of a probe's means.
+/// A probe's means, as text for tables.
 pub fn remarks(probe: &BTreeMap<&'static str, f64>) -> impl Iterator<Item = String> {
     probe.iter().map(|(metric, mean)| format!("{metric} {mean:.3}"))
 }

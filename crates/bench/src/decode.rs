@@ -70,7 +70,7 @@ pub struct Case {
     passes: [TimedPass; 1],
     /// Elements in all sequences' states at the end, unused capacity included.
     held_elements: usize,
-    /// What the state measured of the last step, by metric.
+    /// The metrics that the state reports of the last step.
     probe: BTreeMap<&'static str, f64>,
     #[serde(skip)]
     labels: Vec<String>,

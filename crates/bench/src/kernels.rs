@@ -82,7 +82,7 @@ pub struct Case {
     /// Reserved by one forward and backward pass with its inputs, in the allocator's pages; `null` on
     /// the CPU.
     peak_memory_bytes: Option<u64>,
-    /// What the kind measured of these inputs, by metric.
+    /// The metrics that the kind reports for these inputs.
     probe: BTreeMap<&'static str, f64>,
     #[serde(skip)]
     labels: Vec<String>,

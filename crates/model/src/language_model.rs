@@ -101,8 +101,8 @@ impl<B: OpBackend> LanguageModel<B> {
         self.norm.forward(x)
     }
 
-    /// What the layers measure of themselves on whole rows. Tokens and documents are
-    /// `[batch, seq_len]`. Nothing is computed where no layer has anything to report.
+    /// The metrics that layers report on whole rows. Tokens and documents are `[batch, seq_len]`. If no
+    /// layer has a metric, nothing is computed.
     pub fn observe(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Probe {
         let mut probe = Probe::default();
         if self.blocks.iter().all(|block| block.attention.metrics().is_empty()) {

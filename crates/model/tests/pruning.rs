@@ -7,8 +7,8 @@ use longwall_model::{LanguageModel, ModelConfig};
 
 const TOKENS: usize = 90;
 
-/// The share of pairs that FoX leaves out where all keys are zero and each step decays by `decay`: a
-/// query at position i keeps keys less than (24 ln 2 + ln (i + 1)) / decay places back.
+/// The fraction of pairs that FoX skips if all keys are zero and each step decays by `decay`: a query
+/// at position i keeps keys less than (24 ln 2 + ln (i + 1)) / decay positions back.
 fn share(decay: f64, starts: &[usize]) -> f64 {
     let (mut left_out, mut pairs) = (0, 0);
     for (i, start) in starts.iter().enumerate() {
@@ -53,7 +53,7 @@ fn the_pruned_fraction_is_that_of_layers_which_prune() {
     assert!(want > 0.0 && (got - want).abs() < 1e-12, "{got} for {want}");
 }
 
-/// The mean over the layers, each with its own gates, whatever stands around attention.
+/// The mean over the layers, each with its own gates, for every placement of norms and residuals.
 #[test]
 fn every_layer_reports_its_pruned_fraction() {
     let device = Default::default();

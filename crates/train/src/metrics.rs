@@ -49,8 +49,8 @@ pub struct ValidationRecord {
     /// Total nats over `ln 2` and over the bytes that the counted targets encode.
     #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
-    /// What the layers measured of themselves on the first validation row: the mean of each metric
-    /// over the layers that report it, by name.
+    /// Metrics that layers report on the first validation row, by name: each is the mean over the
+    /// layers that report it.
     #[serde(default)]
     pub probe: BTreeMap<String, f64>,
     /// Seconds of training so far.

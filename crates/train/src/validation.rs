@@ -24,8 +24,8 @@ pub struct ValidationScores {
     /// Total nats over `ln 2` and over the bytes that these targets encode. An end of text encodes no
     /// bytes, but its nats count: they are part of the cost of encoding the text.
     pub bits_per_byte: f64,
-    /// What the layers measured of themselves on the first row: the mean of each metric over the
-    /// layers that report it, by name.
+    /// Metrics that layers report on the first row, by name: each is the mean over the layers that
+    /// report it.
     pub probe: BTreeMap<String, f64>,
 }
 

@@ -129,12 +129,12 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, &x, &mut preceding, residual)
     }
 
-    /// What [`Attention::observe`] can report.
+    /// The metrics that [`Attention::observe`] may report.
     pub fn metrics(&self) -> Vec<Metric> {
         self.variant.metrics()
     }
 
-    /// Reports what the variant measures of [`Attention::forward`] with the same arguments.
+    /// Reports the variant's metrics of [`Attention::forward`] with the same arguments.
     pub fn observe(
         &self,
         x: Tensor<B, 3>,

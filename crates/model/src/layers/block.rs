@@ -76,7 +76,7 @@ impl<B: OpBackend> Block<B> {
         })
     }
 
-    /// Reports what the block measures of [`Block::forward`] with the same arguments.
+    /// Reports the block's metrics of [`Block::forward`] with the same arguments.
     pub fn observe(
         &self,
         x: &Tensor<B, 3>,

@@ -269,7 +269,7 @@ fn pruned_fractions(sets: &[&str]) -> Vec<Option<f64>> {
 
 #[test]
 fn validations_report_the_pruned_fraction() {
-    // Gates begin half closed: of 64 tokens, some 30 weigh more than the others' 2⁻²⁴ in all.
+    // Gates start half closed: of 64 tokens, all but the last 30 or so together weigh less than 2⁻²⁴.
     let fox = ["model.attention.kind=fox", "train.lr=1e-6"];
     for pruned in pruned_fractions(&[&fox[..], &["model.attention.prune=true"]].concat()) {
         assert!(pruned.is_some_and(|pruned| (0.1..0.4).contains(&pruned)), "{pruned:?}");
