@@ -5,6 +5,7 @@ use burn::tensor::Tensor;
 
 use super::cache::KvCache;
 use super::dispatch::ExecPath;
+use super::probe::Probe;
 use super::rotation::{Rotation, rotate};
 use super::{AttentionShape, DocumentStarts, Inputs, Variant, VariantSpec};
 use crate::backend::OpBackend;
@@ -22,6 +23,16 @@ pub trait KvCacheVariant: VariantSpec {
 
     /// The output `[batch, heads, queries, value_dim]`.
     fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4>;
+
+    /// As [`Variant::observe`], of [`KvCacheVariant::output`] with the same arguments.
+    fn observe_output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+        probe: &mut Probe,
+    ) {
+        let _ = (shape, call, probe);
+    }
 }
 
 /// What [`KvCacheVariant::output`] takes.
@@ -57,6 +68,23 @@ impl<C: KvCacheVariant> Variant for C {
         let [q, k] = [q, k].map(|x| self.prepare(x, 0));
         let parameters = &parameters;
         self.output(shape, Prepared { q, k, v, parameters, first: 0, documents, path })
+    }
+
+    fn observe<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, parameters, .. }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+        probe: &mut Probe,
+    ) {
+        if self.metrics().is_empty() {
+            return;
+        }
+        let [q, k] = [q, k].map(|x| self.prepare(x, 0));
+        let parameters = &parameters;
+        let call = Prepared { q, k, v, parameters, first: 0, documents, path };
+        self.observe_output(shape, call, probe);
     }
 
     fn init_state<B: OpBackend>(

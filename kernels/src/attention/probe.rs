@@ -67,7 +67,74 @@ impl Probe {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::Tensor;
+    use longwall_config::Problems;
+    use serde::{Deserialize, Serialize};
+
     use super::*;
+    use crate::Cpu;
+    use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
+    use crate::attention::rotation::Rotation;
+    use crate::attention::{AttentionShape, Inputs, VariantSpec, dispatch};
+    use crate::backend::OpBackend;
+
+    /// The root mean square of the keys, as scores take them.
+    const KEY_SIZE: Metric = Metric("key_size");
+
+    /// A kind on a cache of keys and values that measures something.
+    #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+    struct Measuring {
+        on: bool,
+    }
+
+    impl VariantSpec for Measuring {
+        const SOURCE: &'static str = "a test";
+
+        fn validate(&self, _key: &str, _shape: &AttentionShape, _problems: &mut Problems) {}
+
+        fn metrics(&self) -> Vec<Metric> {
+            if self.on { vec![KEY_SIZE] } else { vec![] }
+        }
+    }
+
+    impl KvCacheVariant for Measuring {
+        fn rotation(&self) -> Option<Rotation> {
+            Some(Rotation::new(10_000.0))
+        }
+
+        fn output<B: OpBackend>(
+            &self,
+            _shape: &AttentionShape,
+            call: Prepared<'_, B>,
+        ) -> Tensor<B, 4> {
+            call.q
+        }
+
+        fn observe_output<B: OpBackend>(
+            &self,
+            _shape: &AttentionShape,
+            call: Prepared<'_, B>,
+            probe: &mut Probe,
+        ) {
+            let size = call.k.powi_scalar(2).mean().sqrt();
+            probe.report(KEY_SIZE, size.into_data().iter::<f64>().next().expect("one element"));
+        }
+    }
+
+    #[test]
+    fn a_kind_with_a_cache_of_keys_and_values_can_report() {
+        let shape = AttentionShape::new(8, 1, 1, 8);
+        let x = || Tensor::<Cpu, 4>::full([1, 1, 5, 8], 3.0, &Default::default());
+        let inputs = || Inputs { q: x(), k: x(), v: x(), projections: vec![], parameters: vec![] };
+        let observe = |on| {
+            let mut probe = Probe::default();
+            dispatch::observe(&Measuring { on }, &shape, inputs(), None, &mut probe);
+            probe.mean(KEY_SIZE)
+        };
+        // A rotation keeps the length.
+        assert!(observe(true).is_some_and(|size| (size - 3.0).abs() < 1e-5));
+        assert_eq!(observe(false), None);
+    }
 
     #[test]
     fn a_mean_is_over_the_layers_that_report_the_metric() {
