@@ -40,8 +40,8 @@ pub type AFragments = Sequence<Array<Bf16Pair>>;
 /// An accumulator in registers: 16 rows a warp, 8 columns a fragment.
 pub type Accumulator = Sequence<Array<Pair>>;
 
-/// The score of a key that a query does not see. Finite, so that a row that has seen no key yet
-/// makes no NaN; small enough to be wiped out by the first key seen.
+/// The score of a masked key: its softmax weight is exactly 0 in f32 beside any visible key. Finite,
+/// so that a row without a visible key so far gives no NaN.
 pub const MASKED: f32 = -1e30;
 
 /// log₂ e.

@@ -51,7 +51,7 @@ pub struct Config {
     /// Skip keys that have decayed too far to matter: those skipped in a row weigh together at most 2^-24
     /// of it; default false.
     pub prune: bool,
-    /// A learned logit per head in the softmax's sum, without a value; default false.
+    /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
 }
 

@@ -66,8 +66,8 @@ impl<const N: usize> Op<N> for Forgetting {
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
         let [q, k, v, log_decay, ..] = inputs.each_ref()[..] else { unreachable!("N is 4 or 5") };
-        let further = (Some(log_decay), inputs.get(4));
-        Some(cpu::forward(&self.core, [q, k, v], further, ints.first(), needs.contains(&true)))
+        let optional = (Some(log_decay), inputs.get(4));
+        Some(cpu::forward(&self.core, [q, k, v], optional, ints.first(), needs.contains(&true)))
     }
 
     fn cpu_backward(

@@ -11,7 +11,7 @@ use burn::tensor::{Bool, Int, Tensor};
 
 use super::householder::Blocks;
 use super::spans::{Carry, Keys, Span, added};
-use crate::attention::blocks::{Block, HIDDEN, copied, decay_between, hidden, sums_after};
+use crate::attention::blocks::{Block, MASKED, attention_mask, copied, decay_between, sums_after};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -48,11 +48,12 @@ impl<B: OpBackend> Visible<B> {
             return scores;
         }
         let documents = self.documents.as_ref();
-        let hidden: Tensor<B, 4, Bool> = hidden(&block, self.window, documents, &scores.device());
-        let [batch, _, queries, keys] = hidden.dims();
-        let hidden = match batch {
-            1 => hidden,
-            _ => hidden.expand([batch, self.kv_heads, queries, keys]).reshape([
+        let mask: Tensor<B, 4, Bool> =
+            attention_mask(&block, self.window, documents, &scores.device());
+        let [batch, _, queries, keys] = mask.dims();
+        let mask = match batch {
+            1 => mask,
+            _ => mask.expand([batch, self.kv_heads, queries, keys]).reshape([
                 batch * self.kv_heads,
                 1,
                 queries,
@@ -60,7 +61,7 @@ impl<B: OpBackend> Visible<B> {
             ]),
         };
         let shape = scores.shape();
-        scores.mask_fill(hidden.expand(shape), HIDDEN)
+        scores.mask_fill(mask.expand(shape), MASKED)
     }
 }
 
@@ -125,7 +126,7 @@ impl<B: OpBackend> Rows<B> {
         let one = [rows, group, queries, 1];
         let device = q.device();
         Rows {
-            max: Tensor::full(one, HIDDEN, &device),
+            max: Tensor::full(one, MASKED, &device),
             sum: Tensor::zeros(one, &device),
             out: Tensor::zeros(q.shape(), &device),
             q,

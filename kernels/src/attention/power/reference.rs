@@ -12,7 +12,7 @@ use super::Power;
 use super::expansion::Expansion;
 use crate::attention::blocks::sums_after;
 use crate::attention::blocks::{
-    Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks,
+    Block, MASKED, attention_mask, by_query_blocks, decay_between, query_blocks,
 };
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
@@ -154,8 +154,8 @@ impl Power {
         let keys = rows.k.dims()[1];
         let block = rows.block();
         let decay = decay_between(&rows.log_decay.clone().unsqueeze_dim::<3>(1), &block);
-        let hidden = hidden(&block, self.window, None, &decay.device()).expand(decay.shape());
-        let decay = decay.mask_fill(hidden, HIDDEN);
+        let mask = attention_mask(&block, self.window, None, &decay.device()).expand(decay.shape());
+        let decay = decay.mask_fill(mask, MASKED);
         let powers = (scores.abs() + EPSILON).log() * self.p as f32;
         (powers.reshape([n, group, queries, keys]) + decay).reshape([n, group * queries, keys])
     }

@@ -1,5 +1,4 @@
-//! Rectified attention on CUDA: a hook of the flash core whose weights are max(scale · q·k, 0), without a
-//! normaliser.
+//! Rectified attention on CUDA: a flash hook with the weights max(scale · q·k, 0), not normalised.
 
 use cubecl::prelude::*;
 
@@ -11,7 +10,7 @@ use crate::backend::Forward;
 use crate::cuda::CudaTensor;
 use crate::tile::Accumulator;
 
-/// The hooks: all but the weight as softmax attention has them.
+/// The hooks: the defaults but for the weight.
 struct RectifiedHooks;
 
 impl Hooks for RectifiedHooks {
@@ -32,7 +31,7 @@ impl Hooks for RectifiedHooks {
 /// max(S, 0).
 struct RectifiedWeight;
 
-/// max(x, 0), and a NaN stays one.
+/// max(x, 0); propagates NaN.
 #[cube]
 fn positive(x: f32) -> f32 {
     select(x <= 0f32, 0f32, x)
@@ -105,7 +104,7 @@ impl Weight for RectifiedWeight {
         positive(score) * scale
     }
 
-    /// 0 at 0, as the reference has it.
+    /// 0 at 0, as in the reference.
     fn slope(score: f32, _weight: f32) -> f32 {
         select(score <= 0f32, 0f32, 1f32)
     }

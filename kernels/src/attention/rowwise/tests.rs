@@ -9,9 +9,9 @@ use rand_chacha::ChaCha8Rng;
 use super::{Rowwise, Weights, rowwise};
 use crate::attention::ExecPath;
 use crate::attention::entmax::Entmax;
-use crate::attention::lssar::Sharpened;
+use crate::attention::lssar::Lssar;
 use crate::attention::rectified::Rectified;
-use crate::attention::stick_breaking::Sticks;
+use crate::attention::stick_breaking::StickBreaking;
 use crate::backend::{primitive, tensor, with_reference};
 
 type Ad = Autodiff<Flex>;
@@ -133,10 +133,10 @@ fn gradients_in_blocks_are_those_of_autodiff() {
     check_small(Rectified { power: 1 });
     check_small(Rectified { power: 2 });
     check_small(Rectified { power: 3 });
-    check_small(Sharpened { power: 1 });
-    check_small(Sharpened { power: 3 });
+    check_small(Lssar { power: 1 });
+    check_small(Lssar { power: 3 });
     check_small(Entmax);
-    check_small(Sticks);
+    check_small(StickBreaking);
 }
 
 /// 16 heads of 1,100 × 1,100 scores are more than one block.
@@ -152,5 +152,5 @@ fn check_large<W: Weights>(weights: W, window: Option<usize>) {
 #[test]
 fn several_blocks_give_what_autodiff_gives() {
     check_large(Rectified { power: 2 }, None);
-    check_large(Sticks, Some(300));
+    check_large(StickBreaking, Some(300));
 }

@@ -1,4 +1,4 @@
-//! Softmax attention on CUDA: hooks of the flash core for capped scores, ALiBi and sinks.
+//! Softmax attention on CUDA: flash hooks for softcap, ALiBi and sinks.
 
 use burn::tensor::{DType, Shape};
 use cubecl::prelude::*;
@@ -11,7 +11,7 @@ use crate::attention::flash::{Call, decode, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer};
 
-/// The hooks, with their tensors.
+/// The hooks and their tensors.
 pub struct SoftmaxHooks {
     softcap: Option<f32>,
     /// ALiBi's slopes, `[heads]`.

@@ -3,7 +3,7 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
-use super::{Config, Sticks};
+use super::{Config, StickBreaking};
 use crate::attention::conformance::rowwise::{dot, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rotary::Rotary;
@@ -57,7 +57,7 @@ fn long_sticks_agree_with_the_recurrence() {
         ("mixed", &mixed),
         ("slow", &slow),
     ];
-    let op = Rowwise { weights: Sticks, scale: 1.0, window: None };
+    let op = Rowwise { weights: StickBreaking, scale: 1.0, window: None };
     let device = Default::default();
     for (what, score) in cases {
         let scores: Vec<f32> = (0..keys).map(score).collect();

@@ -149,7 +149,7 @@ pub struct Config {
     /// to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel, and
     /// no window.
     pub prune: bool,
-    /// A learned logit per head in the softmax's sum, without a value; default false.
+    /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
 }
 

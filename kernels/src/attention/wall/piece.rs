@@ -6,7 +6,7 @@
 //! sequence lies at blocks · rows + row, so that blocks of other sizes are a reshape away.
 use burn::tensor::{BasicOps, Bool, Int, Tensor};
 
-use crate::attention::blocks::{HIDDEN, copied};
+use crate::attention::blocks::{MASKED, copied};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -125,8 +125,8 @@ fn mask_below<B: OpBackend>(
 ) -> Tensor<B, 5> {
     let (n, dims) = (lowest.dims()[0], scores.dims());
     let shape = [n, 1, dims[2], dims[3], dims[4]];
-    let hidden = at.expand(shape).lower(lowest.expand(shape));
-    scores.mask_fill(hidden.expand(dims), HIDDEN)
+    let mask = at.expand(shape).lower(lowest.expand(shape));
+    scores.mask_fill(mask.expand(dims), MASKED)
 }
 
 /// The longest piece that `limit` rows allow: a power of two of sub-blocks, or less than one.
@@ -195,7 +195,7 @@ fn own_parts<B: OpBackend>(rows: &Rows<B>, sight: &Sight<B>) -> (Vec<Part<B>>, T
     let scores = queries.clone().mm(keys.clone().transpose());
     let later = Tensor::<B, 2, Bool>::tril_mask([sub, sub], 0, &scores.device());
     let later = later.reshape([1, 1, 1, sub, sub]).expand(scores.dims());
-    let scores = sight.hide_diagonal(scores.mask_fill(later, HIDDEN));
+    let scores = sight.hide_diagonal(scores.mask_fill(later, MASKED));
     let mut parts = vec![Part { scores, values: v.clone() }];
     // From here on a block's keys are anchored at its last row, its queries at the row before it.
     let first = log_decay.narrow(3, 0, 1).exp();

@@ -99,7 +99,7 @@ impl Expansion {
             gemm(d_phi, size, 1.0, y, piece.rows_of(sums, width).t(), 0.0);
             let rows = x.chunks_exact(d).zip(grad.chunks_exact_mut(d));
             for ((x, grad), d_phi) in rows.zip(d_phi.chunks_exact(size)) {
-                piece.pull_back(x, d_phi, grad, token);
+                piece.vjp(x, d_phi, grad, token);
             }
         }
     }
@@ -147,7 +147,7 @@ impl Piece {
     }
 
     /// Adds to `grad` what the gradient `d_phi` of this piece of one token gives.
-    fn pull_back(&self, x: &[f32], d_phi: &[f32], grad: &mut [f32], scratch: &mut TokenScratch) {
+    fn vjp(&self, x: &[f32], d_phi: &[f32], grad: &mut [f32], scratch: &mut TokenScratch) {
         self.factors(x, scratch);
         let TokenScratch { products, rest, d_product, d_shorter, d_rest } = scratch;
         d_rest.clear();

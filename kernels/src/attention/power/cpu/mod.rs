@@ -74,7 +74,7 @@ impl Tile {
 /// Buffers that a task reuses from tile to tile.
 #[derive(Default)]
 struct Buffers {
-    /// exp(decay / p) of each query and key of a tile, 0 where the key is hidden.
+    /// exp(decay / p) of each query and key of a tile, 0 where the key is masked.
     decay: Vec<f32>,
     weights: Vec<f32>,
     slopes: Vec<f32>,
