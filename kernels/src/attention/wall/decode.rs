@@ -42,7 +42,7 @@ enum CacheStorage<B: OpBackend> {
 #[derive(Clone, Debug)]
 struct CudaCache<B: OpBackend> {
     /// From the first token on.
-    tokens: Option<Box<cuda::decode::State>>,
+    tokens: Option<Box<cuda::decode::RescaledKvCache>>,
     /// What is left of evicted tokens.
     faded: Option<Faded<B>>,
 }
@@ -144,7 +144,7 @@ fn extend_on_cuda<B: OpBackend>(
     };
     let held = cache.tokens.get_or_insert_with(|| {
         let capacity = capacity_of(shape.window, capacity, tokens);
-        Box::new(cuda::decode::State::new(&of_gates, &v, capacity))
+        Box::new(cuda::decode::RescaledKvCache::new(&of_gates, &v, capacity))
     });
     let op =
         Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };

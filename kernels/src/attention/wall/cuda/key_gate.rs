@@ -7,14 +7,14 @@ use cubecl::prelude::*;
 
 use crate::attention::flash::Heads;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
-use crate::tile::{CHUNK, Rows};
+use crate::tile::{CHUNK, RowStrides};
 
 /// Parts of the sum over channels.
 const PARTS: usize = 4;
 
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Options {
+struct KeyGateConfig {
     head_dim: usize,
     /// Outputs of a head: one that serves all gated channels, or one each.
     outputs: usize,
@@ -55,9 +55,9 @@ pub fn logits_of_token(
             buffer(&weight, 1),
             buffer(&bias, 1),
             buffer(&logits, 1),
-            k.rows(),
+            k.row_strides(),
             kv_heads as u32,
-            Options { head_dim, outputs, gated },
+            KeyGateConfig { head_dim, outputs, gated },
         );
     }
     logits
@@ -72,18 +72,18 @@ fn logits_of_key<E: Numeric>(
     weight: &Array<f32>,
     bias: &Array<f32>,
     logits: &mut Array<f32>,
-    k_rows: Rows,
+    k_strides: RowStrides,
     kv_heads: u32,
-    #[comptime] options: Options,
+    #[comptime] config: KeyGateConfig,
 ) {
-    let Options { head_dim, outputs, gated } = comptime!(options);
+    let KeyGateConfig { head_dim, outputs, gated } = comptime!(config);
     let width = comptime!(outputs.next_multiple_of(32));
     let share = comptime!(head_dim / PARTS);
     let (row, unit) = (CUBE_POS_X as usize, UNIT_POS as usize);
     let (batch, head) = (row / kv_heads as usize, row % kv_heads as usize);
     let (part, output) = (unit / width, unit % width);
     let own = min(output, outputs - 1);
-    let k_at = k_rows.base(batch, head) * CHUNK;
+    let k_at = k_strides.base(batch, head) * CHUNK;
     let mut sum = 0f32;
     for i in 0..share {
         let channel = part * share + i;

@@ -20,10 +20,10 @@ use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use crate::attention::flash::decode::{KEYS_OF_A_WARP, WARPS};
+use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Operands;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
-use crate::attention::flash::problem::{Config, Problem};
+use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{GROUP_ROWS, start_abt};
 use crate::tile::{AFragments, Accumulator, Bf16Pair, Chunk, Pair, load_a_frags, stage_to_smem};
 
@@ -31,7 +31,7 @@ use crate::tile::{AFragments, Accumulator, Bf16Pair, Chunk, Pair, load_a_frags, 
 pub const TILE: usize = 64;
 
 // A warpgroup's rows are one tile of gates, and so is a tile of decoding.
-const _: () = assert!(GROUP_ROWS == TILE && WARPS * KEYS_OF_A_WARP == TILE);
+const _: () = assert!(GROUP_ROWS == TILE && WARPS * KEYS_PER_WARP == TILE);
 
 /// 2ˣ; 0 below 2⁻¹²⁶.
 #[cube]
@@ -66,8 +66,8 @@ const fn lanes(gated: usize) -> usize {
 #[cube]
 impl Gates {
     /// Where the gates of a kv head begin; `row` is its place among those of all sequences.
-    fn base(&self, row: usize, #[comptime] dim: usize) -> usize {
-        row * self.rows as usize * dim
+    fn base(&self, batch_kv_head: usize, #[comptime] dim: usize) -> usize {
+        batch_kv_head * self.rows as usize * dim
     }
 
     /// Reads E; `end` counts from E_{−1}. Needed a while later.
@@ -203,7 +203,7 @@ pub struct GatedOperands;
 
 /// The queries of a warp, in registers, relative to the tile of keys that they met last.
 #[derive(CubeType)]
-pub struct Queries {
+pub struct GatedForward {
     q: AFragments,
     /// Where the keys' gates begin.
     base: usize,
@@ -217,7 +217,7 @@ pub struct Queries {
 
 /// For dq, which is relative to the tile of keys that was met last.
 #[derive(CubeType)]
-pub struct QueryGradients {
+pub struct GatedDq {
     /// Where the keys' gates begin.
     base: usize,
     /// E to which q is relative, that of dq so far, and that of the next tile.
@@ -226,14 +226,14 @@ pub struct QueryGradients {
     next: Ends,
     factors: SharedMemory<Bf16Pair>,
     /// Factors that bring dq so far to the tile's units.
-    steps: SharedMemory<Pair>,
+    sum_factors: SharedMemory<Pair>,
     #[cube(comptime)]
     gated: usize,
 }
 
 /// For dk, which is relative to the tile of queries that was met last.
 #[derive(CubeType)]
-pub struct KeyGradients {
+pub struct GatedDkv {
     /// Where the gates begin.
     base: usize,
     /// E to which k is relative, that of dk so far, and that of the next tile.
@@ -243,14 +243,14 @@ pub struct KeyGradients {
     /// Factors of k for a tile.
     factors: SharedMemory<Bf16Pair>,
     /// Factors that bring dk so far to the tile's units.
-    steps: SharedMemory<Pair>,
+    sum_factors: SharedMemory<Pair>,
     #[cube(comptime)]
     gated: usize,
 }
 
 /// For one query a head.
 #[derive(CubeType)]
-pub struct OneQuery {
+pub struct GatedDecode {
     /// Where the keys' gates begin.
     base: usize,
     /// E to which q is relative, and E of the next tile.
@@ -266,25 +266,25 @@ impl Operands for GatedOperands {
     type Args = Gates;
     /// In f32, as they are not complete.
     type Gradient = f32;
-    type Forward = Queries;
-    type Dq = QueryGradients;
-    type Dkv = KeyGradients;
-    type Decode = OneQuery;
+    type Forward = GatedForward;
+    type Dq = GatedDq;
+    type Dkv = GatedDkv;
+    type Decode = GatedDecode;
 
-    const QUERIES_IN_REGISTERS: bool = true;
-    const DK_FROM_THE_END: bool = true;
+    const Q_IN_REGISTERS: bool = true;
+    const DK_IN_REVERSE: bool = true;
     const SCALES_GRADIENTS: bool = false;
 
     fn forward(
         args: &Gates,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
         q_tile: &SharedMemory<Chunk>,
         column: usize,
         warp: usize,
-        #[comptime] config: Config,
-    ) -> Queries {
+        #[comptime] config: KernelConfig,
+    ) -> GatedForward {
         let dim = config.padded_head_dim;
         let gated = args.gated;
         let (rows, steps) = comptime!((config.rows(), dim / 16));
@@ -297,18 +297,18 @@ impl Operands for GatedOperands {
         args.read(base, group.first / TILE, &mut here, dim);
         args.read(base, column / TILE + comptime!(anchor(args.from_starts)), &mut next, dim);
         let factors = factors_of_operands(gated, config.warps);
-        Queries { q, base, here, next, factors, gated }
+        GatedForward { q, base, here, next, factors, gated }
     }
 
     fn start_scores(
-        state: &mut Queries,
+        state: &mut GatedForward,
         s: &mut Accumulator,
         _q_tile: &SharedMemory<Chunk>,
         k_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         rescale(&mut state.q, &state.here, &state.next, &mut state.factors, warp, gated);
@@ -316,19 +316,24 @@ impl Operands for GatedOperands {
         start_abt(&state.q, k_tile, at, s, fresh, comptime!(config.tile / 8));
     }
 
-    fn read_ahead(state: &mut Queries, args: &Gates, column: usize, #[comptime] config: Config) {
+    fn read_ahead(
+        state: &mut GatedForward,
+        args: &Gates,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) {
         let end = column / TILE + comptime!(anchor(args.from_starts));
         args.read(state.base, end, &mut state.next, config.padded_head_dim);
     }
 
     fn dq(
         args: &Gates,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
         column: usize,
-        #[comptime] config: Config,
-    ) -> QueryGradients {
+        #[comptime] config: KernelConfig,
+    ) -> GatedDq {
         let dim = config.padded_head_dim;
         let gated = args.gated;
         let kv_heads = (problem.heads / problem.group) as usize;
@@ -340,19 +345,19 @@ impl Operands for GatedOperands {
         args.read(base, column / TILE + 1, &mut here, dim);
         args.read(base, column / TILE + 1, &mut next, dim);
         let factors = factors_of_operands(gated, config.warps);
-        let steps = factors_of_sums(gated, config.warps);
-        QueryGradients { base, own, here, next, factors, steps, gated }
+        let sum_factors = factors_of_sums(gated, config.warps);
+        GatedDq { base, own, here, next, factors, sum_factors, gated }
     }
 
     fn start_scores_of_dq(
-        state: &mut QueryGradients,
+        state: &mut GatedDq,
         s: &mut Accumulator,
         q_tile: &SharedMemory<Chunk>,
         k_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
@@ -363,16 +368,21 @@ impl Operands for GatedOperands {
     }
 
     fn begin_tile_of_dq(
-        state: &mut QueryGradients,
+        state: &mut GatedDq,
         args: &Gates,
         warp: usize,
         next: usize,
         ahead: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
-        let steps = powers::<f32>(&state.next, &state.here, gated);
-        stage_to_smem::<f32, Const<2>>(&mut state.steps, &steps, warp, comptime!(gated * 8));
+        let sum_factors = powers::<f32>(&state.next, &state.here, gated);
+        stage_to_smem::<f32, Const<2>>(
+            &mut state.sum_factors,
+            &sum_factors,
+            warp,
+            comptime!(gated * 8),
+        );
         copy(&state.next, &mut state.here, gated);
         if ahead {
             args.read(state.base, next / TILE + 1, &mut state.next, config.padded_head_dim);
@@ -380,40 +390,40 @@ impl Operands for GatedOperands {
     }
 
     fn rescale_dq(
-        state: &QueryGradients,
+        state: &GatedDq,
         dq: &mut Accumulator,
         warp: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
         let gated = state.gated;
-        scale_columns(dq, &state.steps, warp * comptime!(gated * 8), gated);
+        scale_columns(dq, &state.sum_factors, warp * comptime!(gated * 8), gated);
     }
 
     fn dkv(
         args: &Gates,
-        _problem: &Problem,
-        row: usize,
+        _problem: &ProblemShape,
+        batch_kv_head: usize,
         column: usize,
-        #[comptime] config: Config,
-    ) -> KeyGradients {
+        #[comptime] config: KernelConfig,
+    ) -> GatedDkv {
         let dim = config.padded_head_dim;
         let gated = args.gated;
-        let base = args.base(row, dim);
+        let base = args.base(batch_kv_head, dim);
         let mut own = no_ends(gated);
         // Past the last key there is no tile.
         args.read(base, min(column / TILE + 1, args.rows as usize - 1), &mut own, dim);
         let factors = factors_of_operands(gated, config.warps);
-        let steps = factors_of_sums(gated, config.warps);
+        let sum_factors = factors_of_sums(gated, config.warps);
         let (here, next) = (no_ends(gated), no_ends(gated));
-        KeyGradients { base, own, here, next, factors, steps, gated }
+        GatedDkv { base, own, here, next, factors, sum_factors, gated }
     }
 
     fn read_queries(
-        state: &mut KeyGradients,
+        state: &mut GatedDkv,
         args: &Gates,
         first_query: usize,
         #[comptime] first: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         args.read(state.base, first_query / TILE, &mut state.next, config.padded_head_dim);
         if first {
@@ -421,24 +431,24 @@ impl Operands for GatedOperands {
         }
     }
 
-    fn begin_tile_of_dkv(state: &mut KeyGradients, warp: usize, #[comptime] _config: Config) {
+    fn begin_tile_of_dkv(state: &mut GatedDkv, warp: usize, #[comptime] _config: KernelConfig) {
         let gated = state.gated;
         let pairs = comptime!(gated * 8);
         let factors = powers::<bf16>(&state.next, &state.own, gated);
-        let steps = powers::<f32>(&state.here, &state.next, gated);
+        let sum_factors = powers::<f32>(&state.here, &state.next, gated);
         stage_to_smem::<bf16, Const<2>>(&mut state.factors, &factors, warp, pairs);
-        stage_to_smem::<f32, Const<2>>(&mut state.steps, &steps, warp, pairs);
+        stage_to_smem::<f32, Const<2>>(&mut state.sum_factors, &sum_factors, warp, pairs);
         copy(&state.next, &mut state.here, gated);
     }
 
     fn start_scores_of_dkv(
-        state: &mut KeyGradients,
+        state: &mut GatedDkv,
         s: &mut Accumulator,
         k_tile: &SharedMemory<Chunk>,
         q_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
@@ -449,41 +459,41 @@ impl Operands for GatedOperands {
     }
 
     fn rescale_dk(
-        state: &KeyGradients,
+        state: &GatedDkv,
         dk: &mut Accumulator,
         warp: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
         let gated = state.gated;
-        scale_columns(dk, &state.steps, warp * comptime!(gated * 8), gated);
+        scale_columns(dk, &state.sum_factors, warp * comptime!(gated * 8), gated);
     }
 
     fn decode(
         args: &Gates,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_kv_head: usize,
         column: usize,
-        #[comptime] config: Config,
-    ) -> OneQuery {
+        #[comptime] config: KernelConfig,
+    ) -> GatedDecode {
         let dim = config.padded_head_dim;
         let gated = args.gated;
-        let base = args.base(row, dim);
+        let base = args.base(batch_kv_head, dim);
         let mut here = no_ends(gated);
         let mut next = no_ends(gated);
         args.read(base, (problem.keys as usize - 1) / TILE, &mut here, dim);
         args.read(base, column / TILE, &mut next, dim);
         let factors = factors_of_operands(gated, config.warps);
-        OneQuery { base, here, next, factors, gated }
+        GatedDecode { base, here, next, factors, gated }
     }
 
     fn rescale_q(
-        state: &mut OneQuery,
+        state: &mut GatedDecode,
         args: &Gates,
         q: &mut AFragments,
         warp: usize,
         next: usize,
         ahead: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         rescale(q, &state.here, &state.next, &mut state.factors, warp, gated);

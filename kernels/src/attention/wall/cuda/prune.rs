@@ -1,4 +1,4 @@
-//! Tiles of keys that every channel has forgotten: where E_{I−1} − E_J is at most −127 in all channels, scores
+//! TileEndTensors of keys that every channel has forgotten: where E_{I−1} − E_J is at most −127 in all channels, scores
 //! of queries of tile I with keys of tile J are so near 0 that their exponentials are 1 in f32. Since decays
 //! never rise, this holds for the tiles before J too. The attention kernels leave these keys out, and what
 //! they do to the softmax is added afterwards: each weighs e⁰, so that their number and the sum of their
@@ -14,9 +14,9 @@ use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::kernels::{Options, Reach, Sizes, after_tiles};
+use super::kernels::{GateConfig, SumScope, WallShape, after_tiles};
 use super::operands::TILE;
-use super::{Call, PAIR};
+use super::{PAIR, WallParams};
 use crate::Cuda;
 use crate::attention::flash::mask::{Pruned, first_above};
 use crate::attention::flash::weight::SoftmaxOutput;
@@ -25,7 +25,7 @@ use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::{LOG2_E, Pair, define_exp2, exp2};
 
-impl Call<'_> {
+impl WallParams<'_> {
     /// Where queries begin to see keys that some channel remembers, from E at the tiles' ends.
     pub(super) fn remembered(&self, ends: &CudaTensor) -> Pruned {
         let [batch, heads, tokens, _] = self.dims;
@@ -40,8 +40,8 @@ impl Call<'_> {
                 buffer(&pruned.first, 1),
                 buffer(&pruned.bounds, 1),
                 buffer(&pruned.least, 1),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
             );
         }
         pruned
@@ -70,8 +70,8 @@ impl Call<'_> {
                 buffer(&before, PAIR),
                 buffer(&pruned.least, 1),
                 self.documents(documents),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
                 documents.is_some(),
             );
         }
@@ -104,8 +104,8 @@ impl Call<'_> {
                 buffer(&after, PAIR),
                 buffer(&pruned.least, 1),
                 self.documents(documents),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
                 documents.is_some(),
             );
         }
@@ -121,10 +121,10 @@ impl Call<'_> {
         lse: Option<&CudaTensor>,
     ) -> CudaTensor {
         let totals = self.table(self.tiles(), DType::F32);
-        let reach = match (documents, lse) {
-            (None, _) => Reach::Row,
-            (Some(_), None) => Reach::ReversedDocument,
-            (Some(_), Some(_)) => Reach::Document,
+        let sum_scope = match (documents, lse) {
+            (None, _) => SumScope::Row,
+            (Some(_), None) => SumScope::ReversedDocument,
+            (Some(_), Some(_)) => SumScope::Document,
         };
         // SAFETY: as in `remembered`.
         unsafe {
@@ -136,8 +136,8 @@ impl Call<'_> {
                 lse.map(|x| buffer(x, 1)).into(),
                 self.documents(documents),
                 buffer(&totals, PAIR),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
                 lse.is_some(),
                 documents.is_some(),
             );
@@ -147,8 +147,8 @@ impl Call<'_> {
                 self.channels(),
                 buffer(&totals, 1),
                 self.documents(documents),
-                self.sizes(),
-                reach,
+                self.shape(),
+                sum_scope,
             );
         }
         totals
@@ -166,25 +166,25 @@ fn first_keys(
     starts: &mut Array<i32>,
     bounds: &mut Array<i32>,
     least: &mut Array<i32>,
-    sizes: Sizes,
-    #[comptime] options: Options,
+    shape: WallShape,
+    #[comptime] config: GateConfig,
 ) {
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
-    let (tiles, group) = (sizes.tiles(), sizes.group as usize);
+    let (tiles, group) = (shape.tiles(), shape.group as usize);
     let lane = UNIT_POS as usize;
-    let base = row * (tiles + 1) * options.padded_head_dim;
-    let own = base + tile * options.padded_head_dim;
+    let base = row * (tiles + 1) * config.padded_head_dim;
+    let own = base + tile * config.padded_head_dim;
     // Forgotten tiles come first: halve the range of those that may be the first remembered.
     let mut low = 0usize;
     let mut high = tile;
     while low < high {
         let middle = (low + high) / 2;
-        let end = base + (middle + 1) * options.padded_head_dim;
+        let end = base + (middle + 1) * config.padded_head_dim;
         let mut most = i32::cast_from(i32::MIN);
         #[unroll]
-        for i in 0..comptime!(options.head_dim.div_ceil(32)) {
+        for i in 0..comptime!(config.head_dim.div_ceil(32)) {
             let channel = i * 32 + lane;
-            if channel < options.head_dim {
+            if channel < config.head_dim {
                 most = max(most, ends[own + channel] - ends[end + channel]);
             }
         }
@@ -205,8 +205,8 @@ fn first_keys(
         #[unroll]
         for i in 0..comptime!(TILE / 32) {
             let t = i * 32 + lane;
-            if t < sizes.count() {
-                starts[head * sizes.tokens as usize + sizes.first() + t] = first;
+            if t < shape.count() {
+                starts[head * shape.tokens as usize + shape.first() + t] = first;
             }
         }
     }
@@ -226,35 +226,35 @@ fn totals_of_tiles(
     lse: &ComptimeOption<Array<f32>>,
     documents: &ComptimeOption<Array<i32>>,
     totals: &mut Array<Pair>,
-    sizes: Sizes,
-    #[comptime] options: Options,
+    shape: WallShape,
+    #[comptime] config: GateConfig,
     #[comptime] of_queries: bool,
     #[comptime] packed: bool,
 ) {
     define_exp2();
     let row = CUBE_POS_Y as usize;
-    let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
+    let (batch, kv_head) = (row / shape.kv_heads as usize, row % shape.kv_heads as usize);
     let mut sum = Pair::cast_from(0f32);
-    let mut tile = sizes.tiles() - 1 - CUBE_POS_X as usize;
+    let mut tile = shape.tiles() - 1 - CUBE_POS_X as usize;
     let mut group = 1usize;
     if of_queries {
         tile = CUBE_POS_X as usize;
-        group = sizes.group as usize;
+        group = shape.group as usize;
     }
-    let (first, count) = (sizes.first(), sizes.count());
-    let tokens_at = batch * sizes.tokens as usize;
+    let (first, count) = (shape.first(), shape.count());
+    let tokens_at = batch * shape.tokens as usize;
     // The first of the values that count.
     let mut from = 0usize;
     if comptime!(packed && !of_queries) {
         from = documents.as_ref().unwrap()[tokens_at + first + count - 1] as usize;
     }
-    if UNIT_POS as usize * 2 < options.head_dim {
+    if UNIT_POS as usize * 2 < config.head_dim {
         for member in 0..group {
             let head = kv_head * group + member;
             for t in max(first, from)..first + count {
                 let own = Pair::cast_from(x.pairs[x.at(batch, head, t, UNIT_POS as usize)]);
                 if of_queries {
-                    let at = (row * group + member) * sizes.tokens as usize + t;
+                    let at = (row * group + member) * shape.tokens as usize + t;
                     let mut counts = true;
                     if packed {
                         counts = (documents.as_ref().unwrap()[tokens_at + t] as usize) < first;
@@ -268,8 +268,8 @@ fn totals_of_tiles(
             }
         }
     }
-    let at = row * sizes.tiles() + tile;
-    totals[at * comptime!(options.padded_head_dim / 2) + UNIT_POS as usize] = sum;
+    let at = row * shape.tiles() + tile;
+    totals[at * comptime!(config.padded_head_dim / 2) + UNIT_POS as usize] = sum;
 }
 
 /// o and lse over remembered keys become those over all.
@@ -287,29 +287,29 @@ fn add_forgotten(
     before: &Array<Pair>,
     least: &Array<i32>,
     documents: &ComptimeOption<Array<i32>>,
-    sizes: Sizes,
-    #[comptime] options: Options,
+    shape: WallShape,
+    #[comptime] config: GateConfig,
     #[comptime] packed: bool,
 ) {
     define_exp2();
     let unit = UNIT_POS as usize;
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
-    let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
-    let (tiles, group) = (sizes.tiles(), sizes.group as usize);
-    let tokens_at = batch * sizes.tokens as usize;
+    let (batch, kv_head) = (row / shape.kv_heads as usize, row % shape.kv_heads as usize);
+    let (tiles, group) = (shape.tiles(), shape.group as usize);
+    let tokens_at = batch * shape.tokens as usize;
     // Keys from `from` to `to` are forgotten, where there are any.
     let to = least[row * group * tiles + tile] as usize;
     let mut from = 0usize;
     if packed {
-        from = min(documents.as_ref().unwrap()[tokens_at + sizes.first()] as usize, to);
+        from = min(documents.as_ref().unwrap()[tokens_at + shape.first()] as usize, to);
     }
     let at = row * tiles + tiles - 1 - to / TILE;
-    let values = before[at * comptime!(options.padded_head_dim / 2) + unit];
+    let values = before[at * comptime!(config.padded_head_dim / 2) + unit];
     let number = f32::cast_from((to - from) as u32);
     for member in 0..group {
-        for i in 0..sizes.count() {
-            let t = sizes.first() + i;
-            let statistic = (row * group + member) * sizes.tokens as usize + t;
+        for i in 0..shape.count() {
+            let t = shape.first() + i;
+            let statistic = (row * group + member) * shape.tokens as usize + t;
             let mut sum = lse[statistic];
             let mut forgets = to > from;
             if packed {
@@ -322,7 +322,7 @@ fn add_forgotten(
                 let (own, one) = (exp2(sum - top), exp2(-top));
                 let total = fma(number, one, own);
                 sum = top + Log::ln(total) * LOG2_E;
-                if unit * 2 < options.head_dim {
+                if unit * 2 < config.head_dim {
                     let to = o.at(batch, kv_head * group + member, t, unit);
                     let mut pair = Pair::cast_from(o.pairs[to]);
                     #[unroll]
@@ -352,32 +352,32 @@ fn add_gradients(
     after: &Array<Pair>,
     least: &Array<i32>,
     documents: &ComptimeOption<Array<i32>>,
-    sizes: Sizes,
-    #[comptime] options: Options,
+    shape: WallShape,
+    #[comptime] config: GateConfig,
     #[comptime] packed: bool,
 ) {
     let unit = UNIT_POS as usize;
     let (tile, row) = (CUBE_POS_X as usize, CUBE_POS_Y as usize);
-    let (batch, kv_head) = (row / sizes.kv_heads as usize, row % sizes.kv_heads as usize);
-    let tiles = sizes.tiles();
-    let base = row * sizes.group as usize * tiles;
+    let (batch, kv_head) = (row / shape.kv_heads as usize, row % shape.kv_heads as usize);
+    let tiles = shape.tiles();
+    let base = row * shape.group as usize * tiles;
     // The first tile whose queries have forgotten this one.
     let low = first_above(least, base, tile * TILE, tile + 1, tiles);
     // Keys from `from` on are forgotten, if there are such queries in their document.
     let mut from = 0usize;
     let mut forgotten = low < tiles;
     if packed {
-        let tokens_at = batch * sizes.tokens as usize;
-        let last = sizes.first() + sizes.count() - 1;
+        let tokens_at = batch * shape.tokens as usize;
+        let last = shape.first() + shape.count() - 1;
         from = documents.as_ref().unwrap()[tokens_at + last] as usize;
         if documents.as_ref().unwrap()[tokens_at + min(low, tiles - 1) * TILE] as usize > last {
             forgotten = false;
         }
     }
-    if forgotten & (unit * 2 < options.head_dim) {
-        let later = after[(row * tiles + low - 1) * comptime!(options.padded_head_dim / 2) + unit];
-        for i in 0..sizes.count() {
-            let t = sizes.first() + i;
+    if forgotten & (unit * 2 < config.head_dim) {
+        let later = after[(row * tiles + low - 1) * comptime!(config.padded_head_dim / 2) + unit];
+        for i in 0..shape.count() {
+            let t = shape.first() + i;
             if t >= from {
                 let at = dv.at(batch, kv_head, t, unit);
                 let own = Pair::cast_from(dv.pairs[at]);
