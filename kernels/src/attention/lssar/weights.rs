@@ -22,7 +22,7 @@ pub struct Lssar {
 }
 
 /// Intermediate values of a row that both passes need.
-struct Row<B: OpBackend> {
+struct RowTerms<B: OpBackend> {
     /// Softplus of the scores over its mean in the row, 0 where masked.
     share: Tensor<B, 4>,
     /// That mean, `[…, 1]`.
@@ -36,7 +36,7 @@ struct Row<B: OpBackend> {
 }
 
 impl Lssar {
-    fn row<B: OpBackend>(&self, scores: Tensor<B, 4>, mask: Tensor<B, 4, Bool>) -> Row<B> {
+    fn row<B: OpBackend>(&self, scores: Tensor<B, 4>, mask: Tensor<B, 4, Bool>) -> RowTerms<B> {
         let seen = mask.clone().bool_not().float().sum_dim(3);
         // ln(1 + eˣ) = −ln σ(−x).
         let log_sigmoid = Activation::LogSigmoid.reference::<B>([primitive(scores.neg())], &[]);
@@ -52,7 +52,7 @@ impl Lssar {
         let flat = top.clone().lower_elem(MIN_EXCESS);
         let top = top.mask_fill(flat.clone(), 1.0);
         let excess = excess.clone().mask_fill(flat.expand(excess.dims()), 0.0) / top.clone();
-        Row { share, mean, seen, excess, top }
+        RowTerms { share, mean, seen, excess, top }
     }
 }
 

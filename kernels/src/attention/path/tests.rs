@@ -173,14 +173,14 @@ fn a_windowed_state_does_not_grow() {
         dispatch::extend(&config, &shape, cut(&inputs, first, n), &mut state);
         state.elements()
     };
-    let (token, carry) = (2 * 8 + 2, 8 * 8 + 2);
+    let (token, transform) = (2 * 8 + 2, 8 * 8 + 2);
     for t in 0..700 {
         let held = extend(t, 1);
-        assert!(held <= token * (99 + 63) + carry, "{held} elements after token {t}");
+        assert!(held <= token * (99 + 63) + transform, "{held} elements after token {t}");
     }
     // A prefill rewrites all; ten more tokens are new.
     assert_eq!(extend(700, 290), token * 99);
-    assert_eq!(extend(990, 10), token * (99 + 10) + carry);
+    assert_eq!(extend(990, 10), token * (99 + 10) + transform);
 }
 
 #[test]

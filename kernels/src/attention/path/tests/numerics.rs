@@ -7,7 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::{dot, householder, uniform, values};
-use crate::attention::path::householder::Blocks;
+use crate::attention::path::householder::TransformedBlocks;
 use crate::attention::path::reference::{BLOCK, Tokens, Visible, attend};
 use crate::testing::assert_budget;
 
@@ -173,7 +173,7 @@ fn check_last_rows_of_one(what: &str, sample: &Sample) {
 fn check_block(what: &str, sample: &Sample) {
     let (len, d) = (sample.len(), sample.head_dim);
     let Tokens { q, k, w, beta, .. } = sample.tokens();
-    let got = Blocks::new([q, k, w, beta], len);
+    let got = TransformedBlocks::new([q, k, w, beta], len);
     // Row n of a product H_s ⋯ H_e is H_e ⋯ H_s e_n: the factors are symmetric.
     let through = |mut x: Vec<f64>, order: &mut dyn Iterator<Item = usize>| {
         for t in order {

@@ -4,13 +4,13 @@ use crate::attention::power::expansion::{Expansion, Piece};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
-/// Channels of φ whose products are summed in f32. A query that is all but orthogonal to the keys
-/// reads a small difference of large terms, so that longer sums are in f64.
+/// Channels of φ whose products are summed in f32. A query that is nearly orthogonal to the keys reads a
+/// small difference of large terms, so longer sums are in f64.
 const SUMMED: usize = 256;
 
 /// Buffers that are reused from piece to piece.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct ExpansionScratch {
     phi: Vec<f32>,
     part: Vec<f32>,
     total: Vec<f64>,
@@ -37,7 +37,7 @@ impl Expansion {
         sums: &[f32],
         width: usize,
         out: &mut Vec<f32>,
-        scratch: &mut Scratch,
+        scratch: &mut ExpansionScratch,
     ) {
         let n = x.len() / self.head_dim;
         let mut part = std::mem::take(&mut scratch.part);
@@ -67,7 +67,7 @@ impl Expansion {
         x: &[f32],
         y: &[f32],
         sums: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut ExpansionScratch,
     ) {
         let n = x.len() / self.head_dim;
         let width = y.len() / n;
@@ -86,12 +86,12 @@ impl Expansion {
         sums: &[f32],
         y: &[f32],
         grad: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut ExpansionScratch,
     ) {
         let d = self.head_dim;
         let n = x.len() / d;
         let width = y.len() / n;
-        let Scratch { phi: d_phi, token, .. } = scratch;
+        let ExpansionScratch { phi: d_phi, token, .. } = scratch;
         for piece in &self.pieces {
             let size = piece.place.len();
             d_phi.resize(n * size, 0.0);
@@ -105,10 +105,15 @@ impl Expansion {
     }
 
     /// A piece of φ of every row of `x`.
-    fn expand_rows<'a>(&self, piece: &Piece, x: &[f32], scratch: &'a mut Scratch) -> Mat<'a> {
+    fn expand_rows<'a>(
+        &self,
+        piece: &Piece,
+        x: &[f32],
+        scratch: &'a mut ExpansionScratch,
+    ) -> Mat<'a> {
         let size = piece.place.len();
         let n = x.len() / self.head_dim;
-        let Scratch { phi, token, .. } = scratch;
+        let ExpansionScratch { phi, token, .. } = scratch;
         phi.resize(n * size, 0.0);
         for (x, phi) in x.chunks_exact(self.head_dim).zip(phi.chunks_exact_mut(size)) {
             piece.factors(x, token);
@@ -212,7 +217,7 @@ mod tests {
             let d_sums = to_vec(sums.grad(&grads).unwrap());
             let [x, sums, y] = [x, sums, y].map(|x| to_vec(x.inner()));
 
-            let (mut scratch, mut got) = (Scratch::default(), vec![]);
+            let (mut scratch, mut got) = (ExpansionScratch::default(), vec![]);
             phi.apply_rows(&x, &sums, 3, &mut got, &mut scratch);
             assert_equal(&got, &want);
             let mut got = vec![0.0; x.len()];

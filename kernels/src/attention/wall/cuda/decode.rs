@@ -1,6 +1,5 @@
-//! Decoding: keys are kept relative to the starts of their tiles of 64 tokens, so that none is ever
-//! written again, and nothing is stored for the gate but E at the tiles' starts
-//! ([`operands`](super::operands)).
+//! Decoding: keys are cached relative to the starts of their tiles of 64 tokens, so that none is rewritten;
+//! for the gate only E at the tiles' starts is stored ([`operands`](super::operands)).
 
 use burn::tensor::{DType, Int, Tensor, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -25,7 +24,7 @@ pub struct RescaledKvCache {
     keys: CacheBuffer,
     /// `[batch, kv_heads, tokens, head_dim]`
     values: CacheBuffer,
-    /// E at the starts of tiles, up to the one that the next token is in, `[batch, gate heads, tiles,
+    /// E at the starts of tiles, up to the tile of the next token, `[batch, gate heads, tiles,
     /// padded(head_dim)]`, 32-bit integers.
     starts: CacheBuffer,
     /// p at the last token, relative to E of the next one's tile, `[batch, gate heads,
@@ -34,8 +33,8 @@ pub struct RescaledKvCache {
 }
 
 impl RescaledKvCache {
-    /// No tokens yet, for keys of each gate, `[batch, gate heads, _, head_dim]`, and values like these, with
-    /// room for `capacity` tokens.
+    /// An empty cache for keys of each gate like `k`, `[batch, gate heads, _, head_dim]`, and values like `v`,
+    /// with room for `capacity` tokens.
     pub fn new(k: &CudaTensor, v: &CudaTensor, capacity: usize) -> Self {
         let [batch, gate_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let tokens = |x: &CudaTensor| {
@@ -60,8 +59,8 @@ impl RescaledKvCache {
         kept.iter().sum::<usize>() + self.since.meta.shape().num_elements()
     }
 
-    /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and the logarithms of
-    /// their softmax's sums to base 2, `[batch, heads, tokens]`.
+    /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and their log-sum-exp,
+    /// base 2, `[batch, heads, tokens, 1]`.
     ///
     /// - `k`: of each gate, `[batch, gate heads, tokens, head_dim]`
     /// - `gate`, `sinks`: as [`Wall`] takes them
@@ -104,7 +103,7 @@ impl RescaledKvCache {
         [result.o, result.lse].map(with_rows).map(|x| x.narrow(2, tile_offset, tokens))
     }
 
-    /// One token joins; its queries, relative to its tile's start.
+    /// Appends one token; returns its queries relative to its tile's start.
     fn append(&mut self, params: &WallParams, [q, k, v]: [&CudaTensor; 3]) -> CudaTensor {
         let [q, k, v] = [q, k, v].map(Heads::new);
         let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
@@ -124,7 +123,7 @@ impl RescaledKvCache {
         [q, k, v]: [&Heads; 3],
         [queries, keys, values]: [&Heads; 3],
     ) {
-        // SAFETY: a block handles one gate's head, and stays within its token.
+        // SAFETY: a block handles one gate head, and stays within its token.
         unsafe {
             append::launch_unchecked::<Z, CudaRuntime>(
                 &params.gate.client,
@@ -147,8 +146,8 @@ impl RescaledKvCache {
         }
     }
 
-    /// The keys and decays of tokens join; their queries, after as many rows of zeros as their first tile
-    /// has tokens before them.
+    /// Appends the keys and decays of tokens; returns their queries, preceded by rows of zeros up to the start
+    /// of the first token's tile.
     fn append_many(&mut self, params: &WallParams, [q, k]: [&CudaTensor; 2]) -> CudaTensor {
         let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
         let (fractions, sums) = (params.table(params.tiles() + 1, DType::F32), params.tile_sums());
@@ -160,7 +159,7 @@ impl RescaledKvCache {
         );
         let queries = zeros(q, &[batch, heads, params.tile_offset + tokens, head_dim], q.dtype);
         let keys = narrow(self.keys.buffer(), 2, held..held + tokens);
-        // SAFETY: a unit handles a channel of a row of tokens, and stays within them.
+        // SAFETY: a unit handles a channel of one gate head, and stays within its tokens.
         unsafe {
             extend_prefix::launch_unchecked::<CudaRuntime>(
                 &params.gate.client,
@@ -204,9 +203,9 @@ impl RescaledKvCache {
         self.starts.rows() - 1
     }
 
-    /// How many of the oldest tiles have every token's factors below `threshold`, over all gate heads and
-    /// batch rows.
-    pub fn faded(&self, threshold: f32) -> usize {
+    /// The number of oldest tiles whose tokens have all factors below `threshold`, over all gate heads and
+    /// sequences.
+    pub fn evictable_tiles(&self, threshold: f32) -> usize {
         let tiles = self.tiles();
         if tiles == 0 {
             return 0;
@@ -224,7 +223,7 @@ impl RescaledKvCache {
     }
 }
 
-/// A statistic of queries, `[batch, heads, queries]`, with one channel; others as they are.
+/// Adds a channel dimension to `[batch, heads, queries]`; returns tensors of four dimensions unchanged.
 fn with_rows(x: CudaTensor) -> Tensor<Cuda, 4> {
     let dims = x.meta.shape().to_vec();
     match dims[..] {
@@ -246,22 +245,22 @@ struct Token {
     rescaled_q: HeadPairs<bf16>,
 }
 
-/// What is kept of the tokens before, see [`RescaledKvCache`].
+/// The cache of the tokens before, see [`RescaledKvCache`].
 #[derive(CubeType, CubeLaunch)]
 struct Cache {
     keys: HeadPairs<bf16>,
     values: HeadPairs<bf16>,
     since: Array<Pair>,
     starts: Array<Vector<i32, Const<2>>>,
-    /// Tokens.
+    /// Number of tokens.
     held: u32,
-    /// TileEndTensors that there is room for in `starts`.
+    /// Capacity of `starts` in tiles.
     capacity: u32,
-    /// Heads of k that each head of v serves.
+    /// Heads of k per head of v.
     share: u32,
 }
 
-/// One token joins those held: q and k become relative to the start of its tile.
+/// Appends one token to the cache, with q and k relative to the start of its tile.
 ///
 /// Grid: 1, batch · gate heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -324,11 +323,11 @@ fn append<Z: Numeric>(
     cache.since[at] = sum;
 }
 
-/// Extends E and p over tokens that follow those held, in the sums of tiles that
-/// [`tile_sums`](super::kernels::tile_sums) gives of them: E at the starts of tiles, p at the last token,
-/// and in `fractions` p before each tile's first of these tokens, relative to its E.
+/// Extends E and p over the tokens that follow the `held` ones, from their
+/// [`tile_sums`](super::kernels::tile_sums): E at the starts of tiles, p at the last token, and in `fractions`
+/// p before the first of these tokens in each tile, relative to the tile's E.
 ///
-/// - `since`, `starts`: as [`RescaledKvCache`] has them, with room for `capacity` tiles
+/// - `since`, `starts`: as in [`RescaledKvCache`], with room for `capacity` tiles
 /// - `fractions`: `[batch · gate heads, tiles + 1, dim]`
 ///
 /// Grid: batch · gate heads; a unit for each channel.

@@ -1,7 +1,7 @@
-//! What is done once for each token: q and k become relative to their tiles' ends, and gradients
-//! relative to these become those of q, k and the gate.
+//! Kernels that run once per token: they rescale q and k relative to their tiles' ends, and turn the
+//! gradients of the rescaled q and k into those of q, k and the gate.
 //!
-//! p_t = Σ_{s ≤ t} g_s · log₂ e is known as a whole number at the end of each tile, E_J, and a rest in
+//! At the end of each tile, p_t = Σ_{s ≤ t} g_s · log₂ e is stored as an integer E_J and a fraction in
 //! [0, 1), both from sums in f64: no sum over the whole sequence is formed in f32.
 
 use burn::tensor::bf16;
@@ -11,49 +11,49 @@ use super::operands::{TILE, power};
 use crate::attention::flash::{HeadPairs, Strides};
 use crate::tile::{LOG2_E, Pair, define_exp2, exp2};
 
-/// What the kernels are compiled for.
+/// The compile-time configuration of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GateConfig {
-    /// Channels of a head, padded as the attention kernels have them.
+    /// Channels of a head, padded as in the attention kernels.
     pub padded_head_dim: usize,
     /// Channels of a head.
     pub head_dim: usize,
-    /// Channels with a gate, the first ones.
+    /// Number of channels with a gate, the first ones.
     pub gated: usize,
-    /// Whether keys become relative to the starts of their tiles; else to their ends.
+    /// Whether keys become relative to the starts of their tiles rather than to the ends.
     pub from_starts: bool,
 }
 
-/// WallShape and numbers.
+/// The sizes of a call, and its scale.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct WallShape {
     /// Heads of k and of the gate.
     pub kv_heads: u32,
-    /// Query heads of each.
+    /// Query heads per kv head.
     pub group: u32,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: u32,
-    /// Tokens of the first one's tile that are before it.
+    /// The offset of the first token in its tile.
     pub tile_offset: u32,
     /// Factor on q·k.
     pub scale: f32,
 }
 
-/// The gate's logits, `[batch, heads, tokens, gated]`, and how they become decays.
+/// The gate's logits, `[batch, heads, tokens, gated]`, with the soft clamp that turns them into decays.
 #[derive(CubeType, CubeLaunch)]
 pub struct GateLogits<Z: Numeric> {
     /// Their elements.
     pub logits: Array<Z>,
-    /// Where they lie.
+    /// Their strides.
     pub strides: Strides,
     /// The soft clamp.
     pub clamp: SoftClamp,
 }
 
-/// The soft clamp's largest decay of one step.
+/// The parameters of the soft clamp.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct SoftClamp {
-    /// g_max.
+    /// g_max, the largest decay of one step.
     pub most: f32,
     /// 1 / g_max.
     pub inverse: f32,
@@ -61,7 +61,7 @@ pub struct SoftClamp {
 
 #[cube]
 impl WallShape {
-    /// TileEndTensors of a row of tokens.
+    /// Number of tiles.
     pub fn tiles(&self) -> usize {
         ((self.tile_offset + self.tokens) as usize + TILE - 1) / TILE
     }
@@ -71,14 +71,14 @@ impl WallShape {
         max(CUBE_POS_X as usize * TILE, self.tile_offset as usize) - self.tile_offset as usize
     }
 
-    /// Tokens of this block's tile.
+    /// Number of tokens in this block's tile.
     pub fn count(&self) -> usize {
         let end = (CUBE_POS_X as usize + 1) * TILE - self.tile_offset as usize;
         min(end, self.tokens as usize) - self.first()
     }
 }
 
-/// e^y − 1 for y ≤ 0, where digits are kept near 0.
+/// e^y − 1 for y ≤ 0, accurate near 0.
 #[cube]
 fn exp_m1(y: f32) -> f32 {
     let near = y * (1.0 + y * (0.5 + y * (1.0 / 6.0 + y * (1.0 / 24.0))));
@@ -93,7 +93,7 @@ fn log_sigmoid(z: f32) -> f32 {
     min(z, 0f32) - select(u < 0.03, near, Log::ln(1.0 + u))
 }
 
-/// g of a logit, as [`soft_clamp`](super::super::gate) has it.
+/// g of a logit, as in [`soft_clamp`](super::super::gate).
 #[cube]
 fn decay(z: f32, clamp: &SoftClamp) -> f32 {
     clamp.most * exp_m1(log_sigmoid(z) * clamp.inverse)
@@ -107,7 +107,7 @@ fn slope(z: f32, clamp: &SoftClamp) -> f32 {
 
 #[cube]
 impl<Z: Numeric> GateLogits<Z> {
-    /// Where this block's sequence and head begin.
+    /// The index at which this block's sequence and head begin.
     pub fn base(&self, shape: &WallShape) -> usize {
         let (row, heads) = (CUBE_POS_Y as usize, shape.kv_heads as usize);
         row / heads * self.strides.batch as usize + row % heads * self.strides.head as usize
@@ -173,14 +173,14 @@ pub fn tile_sums<Z: Numeric>(
     sums[tile * comptime!(config.padded_head_dim / 2) + UNIT_POS as usize] = sum;
 }
 
-/// Tokens whose numbers are on their way together.
+/// Tokens whose loads are in flight together.
 const UNROLL: usize = 4;
 
-/// TileEndTensors that are read together.
+/// Tiles whose loads are in flight together.
 const PREFETCH: usize = 8;
 
-/// E and the fractions at the tiles' ends, `[batch · kv_heads, tiles + 1, dim]`, from [`tile_sums`]; the
-/// first are those before all tokens.
+/// E and the fractions p − E at the tiles' ends, `[batch · kv_heads, tiles + 1, dim]`, from [`tile_sums`];
+/// the first row is that before all tokens.
 ///
 /// Grid: batch · kv_heads; a unit for each channel.
 #[cube(launch_unchecked)]
@@ -265,7 +265,7 @@ pub fn rescale<Z: Numeric>(
                 #[unroll]
                 for e in 0..2usize {
                     down[e] = exp2(since[e]);
-                    // By a power of two apart: what comes after in the tile changes no digit.
+                    // Multiplied by the power of two separately: later tokens of the tile change no digit.
                     up[e] = exp2(-since[e]) * span[e];
                 }
                 shrunk[i] = down;
@@ -295,7 +295,7 @@ pub fn rescale<Z: Numeric>(
     }
 }
 
-/// What is known of p at tiles' ends, and of the sums of tiles.
+/// p at tiles' ends, and the sums of tiles.
 #[derive(CubeType, CubeLaunch)]
 pub struct TileEnds {
     /// Σ g · log₂ e of each tile, `[batch · kv_heads, tiles, dim]`.
@@ -306,22 +306,22 @@ pub struct TileEnds {
     pub fractions: Array<f32>,
 }
 
-/// q or k relative to tiles, its gradient relative to them, in the same places, and where the gradient goes.
+/// The rescaled q or k, its gradient with the same strides, and the gradient to write.
 #[derive(CubeType, CubeLaunch)]
 pub struct Rescaled {
-    /// As [`rescale`] gives it.
+    /// The output of [`rescale`].
     pub x: Array<Vector<bf16, Const<2>>>,
-    /// As the attention kernels give it.
+    /// Its gradient from the attention kernels.
     pub relative_grad: Array<Pair>,
     /// The gradient of q or k.
     pub grad: HeadPairs<bf16>,
 }
 
-/// dq and dk from what the attention kernels give, and Σ_{u ≥ t} dP_u within tiles in f32,
-/// dP = q ⊙ dq − k ⊙ dk (Pai et al., section 3), with what tiles add up to.
+/// dq and dk from the gradients of the rescaled q and k; and Σ_{u ≥ t} dP_u within tiles in f32, with
+/// dP = q ⊙ dq − k ⊙ dk (Pai et al., section 3), and its sum over each tile.
 ///
-/// q ⊙ dq is taken from q as it was multiplied, so that the parts that pairs of tokens after t have in
-/// q ⊙ dq and in k ⊙ dk cancel but for the rounding of sums in f32.
+/// q ⊙ dq uses the rescaled and rounded q of the products, so that the contributions of pairs of tokens after
+/// t to q ⊙ dq and to k ⊙ dk cancel up to f32's rounding of sums.
 ///
 /// - `within`: `[batch · kv_heads, tokens, dim]`; `totals`: `[batch · kv_heads, tiles, dim]`
 ///
@@ -425,21 +425,21 @@ pub fn gradients<Z: Numeric>(
     totals[tile * half + unit] = after;
 }
 
-/// How far sums over tiles reach.
+/// The scope of sums over tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SumScope {
-    /// Over all tiles.
+    /// All tiles.
     Row,
-    /// Over those of one document: no further than tiles in which one begins.
+    /// One document: sums restart at tiles in which a document begins.
     Document,
-    /// The same, where tiles lie in reverse order.
+    /// The same for tiles in reverse order.
     ReversedDocument,
 }
 
-/// What tiles add up to becomes what the tiles after them do.
+/// Replaces each tile's total by the sum over the tiles after it (an exclusive suffix sum), in place.
 ///
 /// - `totals`: `[batch · kv_heads, tiles, dim]`
-/// - `documents`: `[batch, tokens]`, unless sums reach over all tiles
+/// - `documents`: `[batch, tokens]`, except with [`SumScope::Row`]
 ///
 /// Grid: batch · kv_heads; a unit for each channel.
 #[cube(launch_unchecked)]
@@ -486,9 +486,9 @@ pub fn after_tiles(
     }
 }
 
-/// The gate's gradient, in the gate's places: dg_t = Σ_{u ≥ t} dP_u, times the soft clamp's slope.
+/// The gradient of the gate's logits, with their strides: dg_t = Σ_{u ≥ t} dP_u times the soft clamp's slope.
 ///
-/// Grid: tiles, batch · kv_heads; a unit for each channel with a gate, and more.
+/// Grid: tiles, batch · kv_heads; at least one unit per channel with a gate.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn gate_gradients<Z: Numeric>(
     within: &Array<f32>,

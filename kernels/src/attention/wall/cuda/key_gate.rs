@@ -1,5 +1,4 @@
-//! The logits of a key's gate, of one token: in one kernel what a cast, a product and a sum would take one each
-//! for.
+//! The logits of a key's gate for one token, in one kernel instead of a cast, a product and a sum.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -9,14 +8,14 @@ use crate::attention::flash::Heads;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::tile::{CHUNK, RowStrides};
 
-/// Parts of the sum over channels.
+/// Units that share the sum of an output.
 const PARTS: usize = 4;
 
-/// What a kernel is compiled for.
+/// The compile-time configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct KeyGateConfig {
     head_dim: usize,
-    /// Outputs of a head: one that serves all gated channels, or one each.
+    /// Outputs per head: one for all gated channels, or one for each.
     outputs: usize,
     /// Channels with a gate.
     gated: usize,
@@ -28,7 +27,7 @@ struct KeyGateConfig {
 /// - `weight`: W, `[kv_heads, head_dim, outputs]`, and `bias`: b, `[kv_heads, outputs]`, f32, flat
 ///
 /// # Panics
-/// When the parameters are of other sizes or types.
+/// When the parameters have other sizes or types.
 pub fn logits_of_token(
     k: &CudaTensor,
     [weight, bias]: [&CudaTensor; 2],
@@ -65,7 +64,7 @@ pub fn logits_of_token(
 
 /// See [`logits_of_token`].
 ///
-/// Grid: batch · kv_heads; [`PARTS`] units for each output, and more.
+/// Grid: batch · kv_heads; at least [`PARTS`] units per output.
 #[cube(launch_unchecked)]
 fn logits_of_key<E: Numeric>(
     k: &Array<E>,

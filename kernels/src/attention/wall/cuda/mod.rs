@@ -1,5 +1,5 @@
-//! Wall attention on CUDA's tensor cores: softmax attention on q and k that are relative to their
-//! tiles' ends ([`operands`]), with what is done once for each token before and after.
+//! Wall attention on CUDA's tensor cores: softmax attention on q and k that are rescaled relative to
+//! their tiles' ends ([`operands`]), with kernels before and after it that rescale each token once.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
@@ -30,13 +30,13 @@ use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::integers;
 
-/// The hooks, with their tensors.
+/// The hooks and their tensors.
 struct GatedHooks {
-    /// E, `[…, rows, padded_head_dim]`, 32-bit integers; there may be room for more rows.
+    /// E, `[…, rows, padded_head_dim]`, 32-bit integers; the buffer may hold more rows.
     ends: CudaTensor,
-    /// Whether keys are relative to the starts of their tiles, as in decoding; else to their ends.
+    /// Whether keys are relative to the starts of their tiles, as in decoding, rather than to the ends.
     from_starts: bool,
-    /// Channels with a gate, the first ones.
+    /// Number of channels with a gate, the first ones.
     channels: usize,
     /// `[heads]`
     sinks: Option<CudaTensor>,
@@ -68,31 +68,31 @@ impl Hooks for GatedHooks {
         sinks(self.sinks.as_ref())
     }
 
-    /// One warpgroup is faster, and its rows are scaled for one tile of gates at a time; with wide heads their
-    /// factors take the registers of half a tile.
+    /// One warpgroup per block is faster, and tiles must not be longer than a tile of gates; with wide heads
+    /// the factors take the registers of half a tile.
     fn block_shape(&self, (_, tile): (usize, usize), head_dim: usize) -> (usize, usize) {
         (1, tile.min(if head_dim > 128 { tile / 2 } else { TILE }))
     }
 }
 
-/// What all passes of one call share.
+/// What all kernels of one call share.
 struct WallParams<'a> {
     op: &'a Wall,
     /// `[batch, heads, tokens, head_dim]` of q.
     dims: [usize; 4],
     kv_heads: usize,
-    /// `[batch, kv_heads, tokens, gated]`, [`dense`].
+    /// The gate's logits, `[batch, kv_heads, tokens, gated]`, [`dense`].
     gate: CudaTensor,
-    /// Tokens of the first one's tile that are before it.
+    /// The offset of the first token in its tile.
     tile_offset: usize,
-    /// Whether keys become relative to the starts of their tiles, as decoding keeps them.
+    /// Whether keys become relative to the starts of their tiles, as decoding caches them.
     from_starts: bool,
     /// `[heads]`
     sinks: Option<CudaTensor>,
 }
 
 impl<'a> WallParams<'a> {
-    /// Of whole sequences.
+    /// For whole sequences.
     fn new(op: &'a Wall, q: &CudaTensor, k: &CudaTensor, gate: &CudaTensor) -> Self {
         let dims: [usize; 4] = q.meta.shape().dims();
         let kv_heads = k.meta.shape()[1];
@@ -111,7 +111,7 @@ impl<'a> WallParams<'a> {
         params
     }
 
-    /// The call of the flash core for q and k relative to `ends`.
+    /// Attention on q and k relative to `ends`.
     fn flash(
         &self,
         inputs: [&CudaTensor; 3],
@@ -141,7 +141,7 @@ impl<'a> WallParams<'a> {
         (self.tile_offset + self.dims[2]).div_ceil(TILE)
     }
 
-    /// Rows of tokens with gates: batch · kv_heads.
+    /// batch · kv_heads.
     fn rows(&self) -> usize {
         self.dims[0] * self.kv_heads
     }
@@ -156,7 +156,7 @@ impl<'a> WallParams<'a> {
         )
     }
 
-    /// The gate's logits, of either type.
+    /// The gate's logits as a kernel argument.
     fn gate<Z: Numeric>(&self) -> GateLogitsLaunch<Z, CudaRuntime> {
         let most = self.op.config.g_max;
         let clamp = SoftClampLaunch::new(most, 1.0 / most);
@@ -179,12 +179,12 @@ impl<'a> WallParams<'a> {
         CubeDim::new_1d(self.config().padded_head_dim as u32)
     }
 
-    /// A tensor `[batch · kv_heads, rows, dim]`.
+    /// An uninitialised tensor `[batch · kv_heads, rows, padded_head_dim]`.
     fn table(&self, rows: usize, dtype: DType) -> CudaTensor {
         empty(&self.gate, &[self.rows(), rows, self.config().padded_head_dim], dtype)
     }
 
-    /// Σ g · log₂ e of the tiles.
+    /// Σ g · log₂ e of each tile.
     fn tile_sums(&self) -> CudaTensor {
         let sums = self.table(self.tiles(), DType::F32);
         match self.gate.dtype {
@@ -195,7 +195,7 @@ impl<'a> WallParams<'a> {
     }
 
     fn launch_tile_sums<Z: Numeric>(&self, sums: &CudaTensor) {
-        // SAFETY: a block handles a tile of one row, and stays within its tokens.
+        // SAFETY: a block handles a tile of one kv head, and stays within its tokens.
         unsafe {
             kernels::tile_sums::launch_unchecked::<Z, CudaRuntime>(
                 &self.gate.client,
@@ -214,7 +214,7 @@ impl<'a> WallParams<'a> {
         let (tiles, sums) = (self.tiles(), self.tile_sums());
         let ends = self.table(tiles + 1, DType::I32);
         let fractions = self.table(tiles + 1, DType::F32);
-        // SAFETY: a block handles a row, and stays within its tiles.
+        // SAFETY: a block handles a kv head, and stays within its tiles.
         unsafe {
             kernels::tile_ends::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
@@ -229,7 +229,7 @@ impl<'a> WallParams<'a> {
         [sums, ends, fractions]
     }
 
-    /// Writes q and k relative to `ends`, with the fractions there, to `queries` and `keys`.
+    /// Writes q and k relative to `ends`, where `fractions` is p − E, to `rescaled`.
     fn rescale(&self, qk: [&Heads; 2], [ends, fractions]: [&CudaTensor; 2], rescaled: [&Heads; 2]) {
         match self.gate.dtype {
             DType::BF16 => self.launch_rescale::<bf16>(qk, [ends, fractions], rescaled),
@@ -262,7 +262,7 @@ impl<'a> WallParams<'a> {
         }
     }
 
-    /// Where each token's document begins.
+    /// The start of each token's document.
     fn documents(
         &self,
         documents: Option<&CudaTensor>,
@@ -273,8 +273,7 @@ impl<'a> WallParams<'a> {
     }
 }
 
-/// Whether the elements of `[batch, heads, tokens, channels]` fill a stretch of memory, token by token or
-/// head by head.
+/// Whether `[batch, heads, tokens, channels]` is contiguous in the memory order of heads or of tokens.
 fn dense(x: &CudaTensor) -> bool {
     let [_, heads, tokens, channels]: [usize; 4] = x.meta.shape().dims();
     let head = heads * tokens * channels;
@@ -284,7 +283,7 @@ fn dense(x: &CudaTensor) -> bool {
     strides[..] == by_head || strides[..] == by_token
 }
 
-/// A new tensor that lies as the [`dense`] `x` does.
+/// An uninitialised tensor with the shape and strides of the [`dense`] `x`.
 fn like(x: &CudaTensor) -> CudaTensor {
     let mut like = empty(x, &x.meta.shape().to_vec(), x.dtype);
     like.meta = x.meta.clone();
@@ -357,7 +356,7 @@ pub struct Gradients {
     pub sinks: Option<CudaTensor>,
 }
 
-/// What [`WallParams::ends`] gives.
+/// The results of [`WallParams::ends`].
 struct TileEndTensors {
     sums: CudaTensor,
     ends: CudaTensor,
@@ -397,8 +396,8 @@ impl Saved {
 }
 
 impl WallParams<'_> {
-    /// Writes dq and dk; returns the gradient of the gate. q and k come as they were multiplied, with their
-    /// gradients.
+    /// Writes dq and dk; returns the gradient of the gate's logits. `queries` and `keys` are the rescaled q and
+    /// k, with their gradients.
     fn gradients<Z: Numeric>(
         &self,
         queries: [&CudaTensor; 2],
@@ -413,7 +412,8 @@ impl WallParams<'_> {
             RescaledLaunch::new(buffer(x, PAIR), buffer(grad, PAIR), to.pairs())
         };
         let client = &self.gate.client;
-        // SAFETY: as in `WallParams::launch_tile_sums` and `WallParams::ends`; a gradient lies as its tensor does.
+        // SAFETY: as in `WallParams::launch_tile_sums` and `WallParams::ends`; a gradient has its tensor's
+        // strides.
         unsafe {
             kernels::gradients::launch_unchecked::<Z, CudaRuntime>(
                 client,

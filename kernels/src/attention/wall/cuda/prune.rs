@@ -1,14 +1,14 @@
-//! TileEndTensors of keys that every channel has forgotten: where E_{I−1} − E_J is at most −127 in all channels, scores
-//! of queries of tile I with keys of tile J are so near 0 that their exponentials are 1 in f32. Since decays
-//! never rise, this holds for the tiles before J too. The attention kernels leave these keys out, and what
-//! they do to the softmax is added afterwards: each weighs e⁰, so that their number and the sum of their
-//! values is all that counts, and their values' gradients are one and the same.
+//! Pruning of forgotten key tiles. Where E_{I−1} − E_J is at most −127 in all channels, the scores of queries
+//! of tile I with keys of tile J are so near 0 that their exponentials are 1 in f32. Because p never rises,
+//! this also holds for the tiles before J. The attention kernels skip these keys, and their part of the
+//! softmax is added afterwards: each weighs e⁰, so only their number and the sum of their values matter, and
+//! their values all have the same gradient.
 //!
-//! In rows of several documents a query has forgotten keys of its own document alone: those before the first
-//! remembered tile, from where the document begins. Queries of one tile that have forgotten some are all of
-//! one document, that of the tile's first; keys of one tile that are forgotten by queries of later ones too,
-//! that of its last. So sums over tiles start anew where documents begin: nothing of one document enters
-//! another's sums, not even to be subtracted again.
+//! In rows of several documents, the forgotten keys of a query are those of its own document: from the
+//! document's start to the first remembered tile. All queries of one tile that have forgotten keys belong to
+//! one document, that of the tile's first query; all keys of one tile that later tiles have forgotten belong
+//! to the document of the tile's last key. So sums over tiles restart where documents begin, and nothing of
+//! one document enters another's sums, not even to be subtracted again.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -26,11 +26,11 @@ use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::{LOG2_E, Pair, define_exp2, exp2};
 
 impl WallParams<'_> {
-    /// Where queries begin to see keys that some channel remembers, from E at the tiles' ends.
+    /// The first key of each query that some channel remembers, from E at the tiles' ends.
     pub(super) fn remembered(&self, ends: &CudaTensor) -> Pruned {
         let [batch, heads, tokens, _] = self.dims;
         let pruned = Pruned::uninit(&self.gate, [batch, heads, tokens]);
-        // SAFETY: a warp handles a tile of one row, and stays within its tokens.
+        // SAFETY: a warp handles a tile of one kv head, and stays within its tokens.
         unsafe {
             first_keys::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
@@ -47,7 +47,7 @@ impl WallParams<'_> {
         pruned
     }
 
-    /// Adds forgotten keys' part to a softmax over the others.
+    /// Adds the forgotten keys to the result of a softmax over the others.
     pub(super) fn add_forgotten(
         &self,
         pruned: &Pruned,
@@ -77,13 +77,13 @@ impl WallParams<'_> {
         }
         let lse = std::mem::replace(&mut result.lse, all.clone());
         result.sink = result.sink.take().map(|sink| {
-            // The sum has grown.
+            // The denominator has grown.
             let [sink, lse, all] = [sink, lse, all].map(tensor::<Cuda, 3>);
             primitive(sink * ((lse - all) * std::f32::consts::LN_2).exp())
         });
     }
 
-    /// Adds the part of queries that have forgotten them to the gradients of values.
+    /// Adds to dv the contributions of the queries that have forgotten the keys.
     pub(super) fn add_gradients_of_forgotten(
         &self,
         pruned: &Pruned,
@@ -111,9 +111,9 @@ impl WallParams<'_> {
         }
     }
 
-    /// What the tiles before each add up to, of values, from the last tile's on; of queries' gradients, each
-    /// over the softmax's sum, whose logarithms are `lse`, what those after each do. With `documents`, as far as
-    /// the document goes in which the tile begins, or ends.
+    /// Sums over tiles. Without `lse`, `x` is v: the sums of the tiles before each, in reverse order of tiles.
+    /// With `lse`, `x` is dO: the sums of dO_t / exp(lse_t) of the tiles after each. With `documents`, only
+    /// inside the document in which the tile begins (v) or ends (dO).
     fn sums_of_tiles(
         &self,
         x: &Heads,
@@ -155,11 +155,11 @@ impl WallParams<'_> {
     }
 }
 
-/// The first key that each query's gates remember, as [`Pruned`] has it.
+/// The first key that each query's gates remember, and its bounds, as in [`Pruned`].
 ///
 /// - `ends`: `[batch · kv_heads, tiles + 1, dim]`
 ///
-/// Grid: tiles, batch · kv_heads; a warp.
+/// Grid: tiles, batch · kv_heads; one warp per block.
 #[cube(launch_unchecked)]
 fn first_keys(
     ends: &Array<i32>,
@@ -174,7 +174,7 @@ fn first_keys(
     let lane = UNIT_POS as usize;
     let base = row * (tiles + 1) * config.padded_head_dim;
     let own = base + tile * config.padded_head_dim;
-    // Forgotten tiles come first: halve the range of those that may be the first remembered.
+    // Forgotten tiles come first: binary search for the first remembered one.
     let mut low = 0usize;
     let mut high = tile;
     while low < high {
@@ -212,12 +212,12 @@ fn first_keys(
     }
 }
 
-/// Σ_t v_t of each tile, from the last tile's on; or Σ_t dO_t / Σ of t's softmax, over the heads of the group,
-/// from the first's. Where `packed`, of the values those that a later tile's queries may see, of the queries
-/// those that see an earlier tile's values.
+/// Σ_t v_t of each tile, in reverse order of tiles; or with `of_queries`, Σ_t dO_t / exp(lse_t) over the heads
+/// of the group, in order. If `packed`, only over the values that a later tile's queries may see, or the
+/// queries that see an earlier tile's values.
 ///
 /// - `totals`: `[batch · kv_heads, tiles, dim]`
-/// - `documents`: where `packed`, `[batch, tokens]`
+/// - `documents`: if `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
@@ -243,7 +243,7 @@ fn totals_of_tiles(
     }
     let (first, count) = (shape.first(), shape.count());
     let tokens_at = batch * shape.tokens as usize;
-    // The first of the values that count.
+    // The first value that enters the sum.
     let mut from = 0usize;
     if comptime!(packed && !of_queries) {
         from = documents.as_ref().unwrap()[tokens_at + first + count - 1] as usize;
@@ -272,11 +272,11 @@ fn totals_of_tiles(
     totals[at * comptime!(config.padded_head_dim / 2) + UNIT_POS as usize] = sum;
 }
 
-/// o and lse over remembered keys become those over all.
+/// Turns o and lse over the remembered keys into those over all keys.
 ///
-/// - `before`: Σ v of the tiles before each, from the last tile's on, `[batch · kv_heads, tiles, dim]`; where
-///   `packed`, of the document in which the tile before it ends
-/// - `documents`: where `packed`, `[batch, tokens]`
+/// - `before`: Σ v of the tiles before each, in reverse order of tiles, `[batch · kv_heads, tiles, dim]`; if
+///   `packed`, only of the document in which the tile before it ends
+/// - `documents`: if `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
@@ -297,7 +297,7 @@ fn add_forgotten(
     let (batch, kv_head) = (row / shape.kv_heads as usize, row % shape.kv_heads as usize);
     let (tiles, group) = (shape.tiles(), shape.group as usize);
     let tokens_at = batch * shape.tokens as usize;
-    // Keys from `from` to `to` are forgotten, where there are any.
+    // Keys from `from` to `to` are forgotten; the range may be empty.
     let to = least[row * group * tiles + tile] as usize;
     let mut from = 0usize;
     if packed {
@@ -313,15 +313,15 @@ fn add_forgotten(
             let mut sum = lse[statistic];
             let mut forgets = to > from;
             if packed {
-                // Not in a document that begins in this tile.
+                // Not if the document begins in this tile.
                 forgets = (documents.as_ref().unwrap()[tokens_at + t] as usize) < to;
             }
             if forgets {
                 // Relative to the larger of both.
-                let top = max(sum, Log::ln(number) * LOG2_E);
-                let (own, one) = (exp2(sum - top), exp2(-top));
+                let row_max = max(sum, Log::ln(number) * LOG2_E);
+                let (own, one) = (exp2(sum - row_max), exp2(-row_max));
                 let total = fma(number, one, own);
-                sum = top + Log::ln(total) * LOG2_E;
+                sum = row_max + Log::ln(total) * LOG2_E;
                 if unit * 2 < config.head_dim {
                     let to = o.at(batch, kv_head * group + member, t, unit);
                     let mut pair = Pair::cast_from(o.pairs[to]);
@@ -339,11 +339,11 @@ fn add_forgotten(
     }
 }
 
-/// dv gets the part of the queries that have forgotten its key.
+/// Adds to dv the contributions of the queries that have forgotten the key.
 ///
-/// - `after`: Σ of queries after each tile, `[batch · kv_heads, tiles, dim]`; where `packed`, of the document in
-///   which the tile ends
-/// - `documents`: where `packed`, `[batch, tokens]`
+/// - `after`: Σ over the queries after each tile, `[batch · kv_heads, tiles, dim]`; if `packed`, only of the
+///   document in which the tile ends
+/// - `documents`: if `packed`, `[batch, tokens]`
 ///
 /// Grid: tiles, batch · kv_heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all())]
@@ -363,7 +363,7 @@ fn add_gradients(
     let base = row * shape.group as usize * tiles;
     // The first tile whose queries have forgotten this one.
     let low = first_above(least, base, tile * TILE, tile + 1, tiles);
-    // Keys from `from` on are forgotten, if there are such queries in their document.
+    // Keys from `from` on are forgotten if their document has such queries.
     let mut from = 0usize;
     let mut forgotten = low < tiles;
     if packed {
