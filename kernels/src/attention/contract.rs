@@ -70,7 +70,7 @@ pub enum Init {
 
 /// An elementwise function between the two matrices of a [`LowRank`] projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
+pub enum LowRankActivation {
     /// x
     Identity,
     /// tanh x
@@ -85,7 +85,7 @@ pub struct LowRank {
     /// Inner channels.
     pub rank: usize,
     /// f.
-    pub activation: Activation,
+    pub activation: LowRankActivation,
 }
 
 /// A projection of the layer's input that a variant takes beside q, k and v.
@@ -119,7 +119,7 @@ impl Projection {
     }
 
     /// Makes the projection low-rank.
-    pub fn low_rank(self, rank: usize, activation: Activation) -> Self {
+    pub fn low_rank(self, rank: usize, activation: LowRankActivation) -> Self {
         Projection { low_rank: Some(LowRank { rank, activation }), ..self }
     }
 

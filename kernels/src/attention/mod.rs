@@ -44,8 +44,8 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::contract::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, Parameter,
-    Projection, Variant, VariantSpec,
+    AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, LowRankActivation,
+    Parameter, Projection, Variant, VariantSpec,
 };
 pub use self::dispatch::{ExecPath, Kernel};
 use crate::backend::OpBackend;

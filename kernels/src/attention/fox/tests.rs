@@ -53,8 +53,8 @@ fn of_layer(shape: &AttentionShape) -> Forgetting {
     Forgetting { core: Softmax::of(shape) }
 }
 
-/// After 16,000 steps that decay by 30 each, the prefix sum is near −500,000, where neighbouring
-/// f32 numbers lie 0.03 apart; gates of −0.001 after that must still tell.
+/// After 16,000 steps that decay by 30 each, the prefix sum is near −500,000, where neighbouring f32
+/// numbers are 0.03 apart; later gates of −0.001 must still have an effect.
 #[test]
 fn small_gates_count_after_long_strong_decay() {
     let (strong, weak) = (16_000, 40);
@@ -64,7 +64,7 @@ fn small_gates_count_after_long_strong_decay() {
     let log_decay = Tensor::<Flex, 1>::from_floats(&decay[..], &device).reshape([1, 1, keys]);
     let q = Tensor::<Flex, 4>::zeros([1, 1, 1, 8], &device);
     let k = Tensor::random([1, 1, keys, 8], Distribution::Default, &device);
-    // The value is 1 at the last key alone: the output is that key's weight.
+    // Only the last key's value is 1: the output is that key's weight.
     let last = Tensor::<Flex, 4>::ones([1, 1, 1, 8], &device);
     let v = Tensor::cat(vec![Tensor::zeros([1, 1, keys - 1, 8], &device), last], 2);
     let shape = AttentionShape::new(8, 1, 1, 8);

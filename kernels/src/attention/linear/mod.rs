@@ -40,7 +40,7 @@ use self::reference::LinearInputs;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     Parameter, Projection, Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
@@ -174,7 +174,7 @@ impl VariantSpec for Config {
             }
             Gate::Diagonal => {
                 let gate = Projection::new("gate", kv_heads * shape.head_dim);
-                vec![gate.low_rank(RANK, Activation::Identity).bias(Init::Constant(0.0))]
+                vec![gate.low_rank(RANK, LowRankActivation::Identity).bias(Init::Constant(0.0))]
             }
         }
     }

@@ -49,7 +49,7 @@ fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
     x.into_data().to_vec().expect("an f32 tensor")
 }
 
-/// From the fourth on, a query that cannot tell its keys apart selects none of them.
+/// From the fourth on, a query whose keys all have the same similarity selects none of them.
 #[test]
 fn equal_keys_give_zero_and_finite_gradients() {
     let shape = AttentionShape::new(8, 1, 1, 8);

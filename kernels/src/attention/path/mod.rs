@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 
 use self::reference::{BLOCK, Tokens, Visible};
 use super::{
-    Activation, AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Projection, Variant,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation, Projection, Variant,
     VariantSpec,
 };
 use crate::backend::OpBackend;
@@ -120,7 +120,7 @@ impl VariantSpec for Config {
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
         let w = Projection::new("w", shape.kv_heads * shape.head_dim)
-            .low_rank(self.rank(shape.width), Activation::Identity)
+            .low_rank(self.rank(shape.width), LowRankActivation::Identity)
             .conv(TAPS);
         let beta = Projection::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
         let gate = Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0));

@@ -47,8 +47,8 @@ use serde::{Deserialize, Serialize};
 
 use self::recurrence::{WkvInputs, wkv};
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Parameter,
-    Projection, Variant, VariantSpec,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation,
+    Parameter, Projection, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
@@ -241,13 +241,13 @@ impl VariantSpec for Config {
         let outputs = shape.heads * self.value_dim(shape);
         vec![
             Projection::new("decay", keys)
-                .low_rank(self.decay_rank(width), Activation::Tanh)
+                .low_rank(self.decay_rank(width), LowRankActivation::Tanh)
                 .bias(decay_bias(shape)),
             Projection::new("rate", keys)
-                .low_rank(self.rate_rank(width), Activation::Identity)
+                .low_rank(self.rate_rank(width), LowRankActivation::Identity)
                 .bias(Init::Constant(0.0)),
             Projection::new("gate", outputs)
-                .low_rank(self.gate_rank(width), Activation::Sigmoid)
+                .low_rank(self.gate_rank(width), LowRankActivation::Sigmoid)
                 .shift(0.2),
         ]
     }

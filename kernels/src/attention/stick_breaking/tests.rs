@@ -31,7 +31,7 @@ impl Conformance for Config {
         weighted(shape, v, documents, |b, h, i, keys| {
             let mut weights = vec![0.0; keys.len()];
             let mut left = 1.0;
-            // From the query's predecessor back, each takes its share of what is left.
+            // From the query's predecessor backwards, each key takes its share of what is left.
             for (weight, j) in weights.iter_mut().zip(keys).rev().skip(1) {
                 let share = 1.0 / (1.0 + (-dot(shape, [&q, &k], [0, b, h, i, j]) / root).exp());
                 *weight = left * share;

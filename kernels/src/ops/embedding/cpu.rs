@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice};
 
-/// The rows of the tokens, and the table as the backward pass needs it.
+/// The rows of the tokens, and the table to save for the backward pass.
 pub fn gather(weight: &FlexTensor, tokens: &FlexTensor) -> (FlexTensor, FlexTensor) {
     let weight = contiguous(weight);
     let [vocab, width] = dims(&weight)[..] else {
@@ -43,7 +43,7 @@ pub fn backward(weight: &FlexTensor, tokens: &FlexTensor, grad: &FlexTensor) -> 
     from_vec(dw, &[vocab, width])
 }
 
-/// Elements of a parallel task: small, since some tokens are far more frequent than others.
+/// Elements per parallel task: few, because some tokens are far more frequent than others.
 const TASK: usize = 1 << 12;
 
 /// The elements of an integer tensor as indices into the vocabulary; `what` names them in errors.

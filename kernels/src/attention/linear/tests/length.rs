@@ -1,4 +1,4 @@
-//! Numerics at 65,536 tokens, with gates that decay as hard as they can, not at all, in turns and
+//! Numerics at 65,536 tokens, with gates that decay as strongly as they can, not at all, alternating and
 //! at random, against the recurrence and its gradients in f64.
 
 use burn::backend::{Autodiff, Flex};
@@ -113,7 +113,7 @@ fn check(got: &[Vec<f64>; 5], want: &[Vec<f64>; 5]) {
     }
 }
 
-/// Prefill and steps hand over the state that one pass ends with.
+/// A prefill with single steps ends in the same state as one pass.
 #[test]
 fn the_state_does_not_depend_on_how_tokens_arrive() {
     let random = |shape: [usize; 4], seed: f32| {

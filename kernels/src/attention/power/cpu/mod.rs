@@ -180,6 +180,7 @@ impl<'a> PowerRow<'a> {
         t.resize(tile.n * cols, 0.0);
         let q = Mat::new(self.q_of(head, tile), tile.n, d, d);
         gemm(t, cols, 1.0, q, self.keys(tile).t(), 0.0);
+        // Masked by a product with 0, which propagates NaNs.
         t.iter_mut().zip(decay).for_each(|(t, decay)| *t *= decay);
     }
 

@@ -47,17 +47,17 @@ fn inputs<B: OpBackend>() -> [Tensor<B, 4>; 3] {
 }
 
 /// Row i of q, k, v and g in f64, `[t][n]`.
-struct Exact {
+struct RowOracle {
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
     g: Vec<f64>,
 }
 
-impl Exact {
+impl RowOracle {
     fn new(gate: GateFn) -> Self {
         let [q, k, v] = inputs::<Flex>().map(values);
-        Exact { q, k, v, g: values(gates::<Flex>(gate)) }
+        RowOracle { q, k, v, g: values(gates::<Flex>(gate)) }
     }
 
     /// The output of row i: the decay of each channel is the running sum of g from i backwards.
@@ -99,7 +99,7 @@ fn problem<B: OpBackend>(
 #[test]
 fn outputs_hold_at_length() {
     for (case, gate) in GATES.into_iter().enumerate() {
-        let exact = Exact::new(gate);
+        let exact = RowOracle::new(gate);
         let [q, k, v] = inputs::<Flex>();
         let g = gates::<Flex>(gate);
         for chunk in [TRAIN_CHUNK, decode::DECODE_CHUNK] {
@@ -180,7 +180,7 @@ fn gradients_hold_at_length() {
         let grads = attend_next(&shape(), &past, &piece, None).sum().backward();
         let grads = [&q, &k, &v, &g].map(|x| values(x.grad(&grads).expect("a gradient")));
         assert!(grads.iter().flatten().all(|x| x.is_finite()), "gates {case}");
-        let mut exact = Exact::new(gate);
+        let mut exact = RowOracle::new(gate);
         let places = [first * DIM + 1, SEQ_LEN * DIM - 90, 9 * SEQ_LEN * DIM / 10 + 2];
         for input in 0..4 {
             let scale = grads[input].iter().fold(1e-3f64, |a, x| a.max(x.abs()));
