@@ -10,8 +10,8 @@ use crate::backend::OpBackend;
 /// sum that contains it.
 const FORGET: f32 = -1e5;
 
-/// `log_decay` `[batch, heads, seq_len, channels]` with the first token of each document set to
-/// [`FORGET`], which clears the state.
+/// `log_decay` `[batch, heads, seq_len, channels]` with the first token of each document set so low that
+/// it clears the state.
 pub fn forget_at_starts<B: OpBackend>(
     log_decay: Tensor<B, 4>,
     documents: DocumentStarts<B>,

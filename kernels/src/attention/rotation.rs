@@ -34,7 +34,7 @@ pub fn rotate<B: OpBackend>(
     }
 }
 
-/// Rotary positions of q and k: the channel pairs (n, n + dims/2) turn by t · θ^(−2n/dims), the
+/// Rotary positions of q and k: the channel pairs (n, n + dims/2) rotate by t · θ^(−2n/dims), the
 /// half-split pairing of GPT-NeoX and Llama.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotation {

@@ -307,7 +307,7 @@ impl QueryBlock {
 /// The 64 queries of a warpgroup, as positions.
 #[derive(CubeType, Clone, Copy)]
 pub struct QueryGroup {
-    /// The first query: causality lets all queries attend to keys up to here.
+    /// The first query; all queries may attend to keys up to here.
     pub first: usize,
     /// The last query.
     pub last: usize,

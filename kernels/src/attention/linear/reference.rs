@@ -75,7 +75,7 @@ struct DecayedChunks<B: OpBackend> {
     q: Tensor<B, 3>,
     k: Tensor<B, 3>,
     v: Tensor<B, 3>,
-    kept: Tensor<B, 3>,
+    chunk_decay: Tensor<B, 3>,
 }
 
 impl<B: OpBackend> DecayedChunks<B> {
@@ -86,7 +86,7 @@ impl<B: OpBackend> DecayedChunks<B> {
             q: scaled(segments(&rows.q, size, 1, 0), &to_query),
             k: scaled(segments_of(&rows.k, size, 1, 0), &to_end),
             v: segments_of(&rows.v, size, 1, 0),
-            kept: log_decay.sum_dim(1).exp(),
+            chunk_decay: log_decay.sum_dim(1).exp(),
         }
     }
 
@@ -97,7 +97,7 @@ impl<B: OpBackend> DecayedChunks<B> {
         let [chunks, d, values] = new.dims();
         let n = chunks / rows;
         let new = new.reshape([rows, n, d, values]);
-        let kept = self.kept.clone().reshape([rows as i64, n as i64, -1, 1]);
+        let chunk_decay = self.chunk_decay.clone().reshape([rows as i64, n as i64, -1, 1]);
         let at = |x: &Tensor<B, 4>, chunk| x.clone().narrow(1, chunk, 1);
         let mut state = match start {
             Some(start) => start.reshape([rows, 1, d, values]),
@@ -106,7 +106,7 @@ impl<B: OpBackend> DecayedChunks<B> {
         let mut before = Vec::with_capacity(n);
         for chunk in 0..n {
             before.push(state.clone());
-            state = state * at(&kept, chunk) + at(&new, chunk);
+            state = state * at(&chunk_decay, chunk) + at(&new, chunk);
         }
         let before = Tensor::cat(before, 1).reshape([chunks, d, values]);
         (before, state.reshape([rows, d, values]))

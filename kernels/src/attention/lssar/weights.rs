@@ -10,7 +10,7 @@ use crate::ops::activation::Activation;
 /// Rows with at most this many visible keys have offset 0.
 const UNSHIFTED: f32 = 3.0;
 
-/// How far above the row's mean its largest weight must lie (in units of the mean) for the row to
+/// How far above the row's mean its largest weight must be (in units of the mean) for the row to
 /// select anything. Below, f32 cannot tell the keys apart.
 const MIN_EXCESS: f32 = 1e-5;
 
@@ -32,7 +32,7 @@ struct RowTerms<B: OpBackend> {
     /// max(share − offset, 0) over its maximum in the row.
     excess: Tensor<B, 4>,
     /// That maximum, `[…, 1]`, without a gradient; 1 where the row selects nothing.
-    top: Tensor<B, 4>,
+    row_max: Tensor<B, 4>,
 }
 
 impl Lssar {
@@ -48,11 +48,11 @@ impl Lssar {
         // The weights do not depend on the maximum: it only keeps high powers in range.
         // On CUDA a maximum ignores NaNs; adding 0 times the sum propagates them.
         let values = excess.clone().detach();
-        let top = values.clone().max_dim(3) + values.sum_dim(3) * 0.0;
-        let flat = top.clone().lower_elem(MIN_EXCESS);
-        let top = top.mask_fill(flat.clone(), 1.0);
-        let excess = excess.clone().mask_fill(flat.expand(excess.dims()), 0.0) / top.clone();
-        RowTerms { share, mean, seen, excess, top }
+        let row_max = values.clone().max_dim(3) + values.sum_dim(3) * 0.0;
+        let flat = row_max.clone().lower_elem(MIN_EXCESS);
+        let row_max = row_max.mask_fill(flat.clone(), 1.0);
+        let excess = excess.clone().mask_fill(flat.expand(excess.dims()), 0.0) / row_max.clone();
+        RowTerms { share, mean, seen, excess, row_max }
     }
 }
 
@@ -70,8 +70,8 @@ impl Weights for Lssar {
         sharp / total
     }
 
-    /// With u = softplus / mean, r = max(u − offset, 0) / top, W = rᵖ / Σrᵖ, by the chain rule:
-    /// du_j = p r_j^{p−1} / (top Σrᵖ) · (dW_j − Σ W dW) where r_j > 0,
+    /// With u = softplus / mean, r = max(u − offset, 0) / row_max, W = rᵖ / Σrᵖ, by the chain rule:
+    /// du_j = p r_j^{p−1} / (row_max Σrᵖ) · (dW_j − Σ W dW) where r_j > 0,
     /// dS_j = σ(S_j) / mean · (du_j − Σ u du / seen).
     fn vjp<B: OpBackend>(
         &self,
@@ -90,7 +90,7 @@ impl Weights for Lssar {
             1 => d_weights - common,
             p => (d_weights - common) * power(row.excess, p - 1) * p as f32,
         };
-        let d_share = (d_excess / (row.top * total)).mask_fill(none, 0.0);
+        let d_share = (d_excess / (row.row_max * total)).mask_fill(none, 0.0);
         let common = (row.share * d_share.clone()).sum_dim(3) / row.seen;
         let d_scores = (d_share - common) * slope / row.mean;
         [weights, d_scores.mask_fill(mask, 0.0)]

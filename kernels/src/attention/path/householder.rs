@@ -20,7 +20,7 @@ use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
 /// Tokens per tile whose triangular matrix is inverted.
-const TILE: usize = 16;
+const TILE_TOKENS: usize = 16;
 
 /// Blocks of tokens after their own transforms. In shapes, rows is batch · kv_heads, group the query heads
 /// per kv head, blocks and block the number and length of the blocks.
@@ -53,7 +53,7 @@ impl<B: OpBackend> TransformedBlocks<B> {
             block.is_power_of_two() && tokens.is_multiple_of(block),
             "{tokens} tokens in blocks of {block}, which is no power of two or does not divide them"
         );
-        let tile = block.min(TILE);
+        let tile = block.min(TILE_TOKENS);
         let mut tiles = TransformedTiles::new([q, k, w, beta].map(|x| {
             let [rows, heads, _, channels] = x.dims();
             x.reshape([rows, heads, tokens / tile, tile, channels])

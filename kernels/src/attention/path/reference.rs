@@ -138,18 +138,18 @@ impl<B: OpBackend> TravellingQueries<B> {
     /// `[rows, group, queries, 1]`.
     fn weigh(self, scores: Tensor<B, 4>, shift: Option<Tensor<B, 4>>, v: Tensor<B, 4>) -> Self {
         // Detached: the softmax does not depend on the maximum.
-        let mut top = scores.clone().detach().max_dim(3);
+        let mut block_max = scores.clone().detach().max_dim(3);
         if let Some(shift) = &shift {
-            top = top + shift.clone().detach();
+            block_max = block_max + shift.clone().detach();
         }
-        let max = self.max.clone().max_pair(top);
-        let kept = (self.max - max.clone()).exp();
+        let max = self.max.clone().max_pair(block_max);
+        let correction = (self.max - max.clone()).exp();
         // One pass over the scores for both.
         let less = shift.map_or(max.clone(), |shift| max.clone() - shift);
         let weights = (scores - less).exp();
         TravellingQueries {
-            sum: self.sum * kept.clone() + weights.clone().sum_dim(3),
-            out: self.out * kept + weights.mm(v),
+            sum: self.sum * correction.clone() + weights.clone().sum_dim(3),
+            out: self.out * correction + weights.mm(v),
             max,
             ..self
         }
@@ -317,10 +317,10 @@ fn padded<B: OpBackend>(x: Tensor<B, 4>, block: usize) -> Tensor<B, 4> {
     Tensor::cat(vec![x, zeros], 2)
 }
 
-/// The outputs `[rows, group, tokens, head_dim]` of tokens that follow `past`, and what later ones
-/// meet in them: one span a block.
+/// The outputs `[rows, group, tokens, head_dim]` of tokens that follow `past`, and the tokens as blocks for
+/// later queries.
 ///
-/// `past` is oldest first; the first token stands at position `first`.
+/// `past` is oldest first; the first token is at position `first`.
 pub fn attend<B: OpBackend>(
     tokens: &Tokens<B>,
     visible: &Visible<B>,
@@ -331,7 +331,7 @@ pub fn attend<B: OpBackend>(
     let block_size = len.next_power_of_two().min(BLOCK);
     let limit =
         (STEP_ELEMENTS / (rows * group * block_size)).next_multiple_of(block_size).max(block_size);
-    // With a window, a chunk longer than it would mostly meet keys that are out of reach.
+    // With a window, queries of a longer chunk would visit mostly keys outside it.
     let size = visible.window.map_or(limit, |w| limit.min(w.next_multiple_of(block_size)));
 
     let mut blocks: Vec<TokenBlock<B>> = past.to_vec();

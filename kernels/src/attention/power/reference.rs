@@ -188,10 +188,10 @@ impl Power {
         match past {
             None => StateSums { sums, mass },
             Some(past) => {
-                let kept = log_decay.sum_dim(1).exp();
+                let decay_over_chunk = log_decay.sum_dim(1).exp();
                 StateSums {
-                    sums: past.sums * kept.clone() + sums,
-                    mass: past.mass * kept.detach() + mass,
+                    sums: past.sums * decay_over_chunk.clone() + sums,
+                    mass: past.mass * decay_over_chunk.detach() + mass,
                 }
             }
         }

@@ -7,7 +7,7 @@ use burn::backend::Flex;
 use burn::tensor::{Tensor, s};
 use burn_flex::FlexTensor;
 
-use super::{Block, Inputs, Rowwise, Weights, repeat_heads, sum_groups};
+use super::{Block, Rowwise, RowwiseInputs, Weights, repeat_heads, sum_groups};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::matmul::MatMul;
 
@@ -28,7 +28,7 @@ impl<W: Weights> Rowwise<W> {
         grad: FlexTensor,
     ) -> [Option<FlexTensor>; N] {
         let saved: [FlexTensor; N] = saved.try_into().expect("the inputs were saved");
-        let inputs = Inputs::<Flex>::new(saved, ints);
+        let inputs = RowwiseInputs::<Flex>::new(saved, ints);
         let grad = tensor(grad);
         let (mut q, mut offsets) = (vec![], vec![]);
         let (mut k, mut v) = (inputs.k.zeros_like(), inputs.v.zeros_like());
@@ -47,7 +47,7 @@ impl<W: Weights> Rowwise<W> {
 
     fn block_grads<B: OpBackend>(
         &self,
-        inputs: &Inputs<B>,
+        inputs: &RowwiseInputs<B>,
         block: &Block,
         grad: &Tensor<B, 4>,
     ) -> BlockGrads<B> {

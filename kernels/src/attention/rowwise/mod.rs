@@ -118,7 +118,7 @@ pub fn rowwise<B: OpBackend, W: Weights>(
 }
 
 /// The inputs as tensors: q, k, v, the offsets, the document starts.
-struct Inputs<B: OpBackend> {
+struct RowwiseInputs<B: OpBackend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
@@ -126,13 +126,13 @@ struct Inputs<B: OpBackend> {
     documents: Option<Tensor<B, 2, Int>>,
 }
 
-impl<B: OpBackend> Inputs<B> {
+impl<B: OpBackend> RowwiseInputs<B> {
     fn new<const N: usize>(inputs: [FloatTensor<B>; N], ints: &[IntTensor<B>]) -> Self {
         let documents = ints.first().map(|starts| int_tensor(starts.clone()));
         let mut inputs = inputs.into_iter();
         let mut next = || inputs.next().expect("q, k and v");
         let (q, k, v) = (tensor(next()), tensor(next()), tensor(next()));
-        Inputs { q, k, v, offsets: inputs.next().map(tensor), documents }
+        RowwiseInputs { q, k, v, offsets: inputs.next().map(tensor), documents }
     }
 
     fn keys(&self) -> usize {
@@ -146,20 +146,23 @@ impl<B: OpBackend> Inputs<B> {
 }
 
 impl<W: Weights> Rowwise<W> {
-    fn blocks<B: OpBackend>(&self, inputs: &Inputs<B>) -> impl Iterator<Item = Block> + use<B, W> {
+    fn blocks<B: OpBackend>(
+        &self,
+        inputs: &RowwiseInputs<B>,
+    ) -> impl Iterator<Item = Block> + use<B, W> {
         let [batch, heads, queries, _] = inputs.q.dims();
         query_blocks(batch * heads, queries, inputs.keys(), self.window)
     }
 
     /// A block's queries, times the scale.
-    fn queries<B: OpBackend>(&self, inputs: &Inputs<B>, block: &Block) -> Tensor<B, 4> {
+    fn queries<B: OpBackend>(&self, inputs: &RowwiseInputs<B>, block: &Block) -> Tensor<B, 4> {
         block.queries_of(&inputs.q, inputs.keys()) * self.scale
     }
 
     /// A block's scores and its mask, for its queries and keys, both with all `heads`.
     fn scores<B: OpBackend>(
         &self,
-        inputs: &Inputs<B>,
+        inputs: &RowwiseInputs<B>,
         block: &Block,
         [q, k]: [&Tensor<B, 4>; 2],
     ) -> (Tensor<B, 4>, Tensor<B, 4, Bool>) {
@@ -185,7 +188,7 @@ impl<W: Weights> Rowwise<W> {
         (scores, mask.expand(shape))
     }
 
-    fn attend<B: OpBackend>(&self, inputs: &Inputs<B>) -> Tensor<B, 4> {
+    fn attend<B: OpBackend>(&self, inputs: &RowwiseInputs<B>) -> Tensor<B, 4> {
         let group = inputs.group();
         let k = repeat_heads(inputs.k.clone(), group);
         let v = repeat_heads(inputs.v.clone(), group);
@@ -204,7 +207,7 @@ impl<W: Weights> Rowwise<W> {
         ints: &[FlexTensor],
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        let tensors = Inputs::<Flex>::new(inputs.clone(), ints);
+        let tensors = RowwiseInputs::<Flex>::new(inputs.clone(), ints);
         let large = self.blocks(&tensors).nth(1).is_some();
         (large && needs.contains(&true)).then(|| {
             let output = primitive(self.attend(&tensors));
@@ -220,7 +223,7 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
         inputs: [FloatTensor<B>; N],
         ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        primitive(self.attend(&Inputs::<B>::new(inputs, ints)))
+        primitive(self.attend(&RowwiseInputs::<B>::new(inputs, ints)))
     }
 
     fn cpu_forward(

@@ -143,7 +143,7 @@ fn gradients_in_blocks_are_those_of_autodiff() {
 fn check_large<W: Weights>(weights: W, window: Option<usize>) {
     let problem = RowwiseCase::new(1100, 1100).packed().offsets(2);
     let op = core(weights, window);
-    let tensors = super::Inputs::<Flex>::new(problem.tensors.clone().map(primitive), &[]);
+    let tensors = super::RowwiseInputs::<Flex>::new(problem.tensors.clone().map(primitive), &[]);
     assert!(op.blocks(&tensors).count() > 1, "one block");
     let want = with_reference(|| problem.autodiff(&op));
     assert_close(&format!("{op:?}"), &problem.autodiff(&op), &want, 3e-5);

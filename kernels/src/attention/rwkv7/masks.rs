@@ -39,7 +39,7 @@ struct DocumentEnds<B: OpBackend> {
     /// Tokens whose document started before the chunk, `[rows, chunks, size, 1]`.
     carried: Tensor<B, 4>,
     /// Tokens of the document that the chunk ends in, `[rows, chunks, size, 1]`.
-    kept: Tensor<B, 4>,
+    sees_end: Tensor<B, 4>,
 }
 
 impl<B: OpBackend> Masks<B> {
@@ -86,7 +86,7 @@ impl<B: OpBackend> Masks<B> {
             up_to: masked(same.repeat_dim(2, group), &causal.up_to),
             ends: Some(DocumentEnds {
                 carried: starts.clone().lower(begins.expand(starts.dims())).float(),
-                kept: starts.equal(end).float(),
+                sees_end: starts.equal(end).float(),
             }),
         }
     }
@@ -111,7 +111,7 @@ impl<B: OpBackend> Masks<B> {
     pub(super) fn keep(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         match &self.ends {
             None => x,
-            Some(ends) => x * ends.kept.clone(),
+            Some(ends) => x * ends.sees_end.clone(),
         }
     }
 

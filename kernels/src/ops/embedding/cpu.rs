@@ -62,7 +62,7 @@ pub fn token_ids(tokens: &FlexTensor, vocab: usize, what: &str) -> Vec<usize> {
     int_vec(tokens).into_iter().enumerate().map(index).collect()
 }
 
-/// The places sorted by token, in order within one, and the end of each token's stretch.
+/// The positions sorted by token, in order within each token, and the end of each token's range.
 fn places_by_token(tokens: &[usize], vocab: usize) -> (Vec<usize>, Vec<usize>) {
     let mut ends = vec![0; vocab];
     for &token in tokens {
@@ -70,7 +70,7 @@ fn places_by_token(tokens: &[usize], vocab: usize) -> (Vec<usize>, Vec<usize>) {
     }
     let mut next = 0;
     for end in &mut ends {
-        // For now the start of the stretch; placing the tokens moves it to the end.
+        // At first the start of the range; inserting its positions moves it to the end.
         next += std::mem::replace(end, next);
     }
     let mut places = vec![0; tokens.len()];

@@ -7,7 +7,7 @@ pub const THREADS: usize = 512;
 /// Consecutive elements per thread.
 const ELEMENTS_PER_THREAD: usize = 8;
 /// Elements that a block handles at a time.
-const TILE: usize = THREADS * ELEMENTS_PER_THREAD;
+const TILE_ELEMENTS: usize = THREADS * ELEMENTS_PER_THREAD;
 
 /// y_i = Σ_{j ≤ i} x_j of each row; backwards, Σ_{j ≥ i}.
 ///
@@ -26,10 +26,10 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
     let mut own = Array::<f32>::new(ELEMENTS_PER_THREAD);
     let mut carry = f32::cast_from(0f32);
     let mut lost = f32::cast_from(0f32);
-    let tiles = (len + TILE - 1) / TILE;
+    let tiles = (len + TILE_ELEMENTS - 1) / TILE_ELEMENTS;
     for tile in 0..tiles {
         // 1. Prefix sums of the thread's elements.
-        let first = tile * TILE + UNIT_POS as usize * ELEMENTS_PER_THREAD;
+        let first = tile * TILE_ELEMENTS + UNIT_POS as usize * ELEMENTS_PER_THREAD;
         let mut sum = f32::cast_from(0f32);
         #[unroll]
         for i in 0..ELEMENTS_PER_THREAD {

@@ -20,7 +20,7 @@ use crate::cuda::buffer;
 /// Threads per block of [`largest_norms`].
 pub const THREADS: usize = 1024;
 
-/// Where pruning lets the queries of a call begin, see [`first_keys`].
+/// The first keys of a call's queries after pruning, see [`first_keys`].
 pub fn prune<H: Hooks>(flash: &FlashAttention<H>, decay: &DecaySums) -> Pruned {
     let (q, k) = (flash.q(), flash.k());
     let [batch, heads, queries, _] = q.dims;
@@ -144,8 +144,8 @@ pub fn first_keys(
     let count = f32::cast_from(position as u32 + 1);
     let least = log_pruned - bound - Log::ln(count);
     let own = sums.at(row, position);
-    // Prefix sums never rise: halve the range in which the decay passes the bound. The query's own
-    // key, which has decayed by nothing, is kept.
+    // Prefix sums never rise: binary search for the first key within the bound. The query's own key,
+    // without decay, is never pruned.
     let mut low = 0usize;
     let mut high = position;
     while low < high {

@@ -61,7 +61,7 @@ impl LinearRow<'_> {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let n = chunk.len();
         // The chunk's tokens, which were added to the state.
-        let kept = self.decays_to_end(chunk, &mut buffers.k_factors);
+        let chunk_decay = self.decays_to_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
         buffers.d_k.resize(n * d, 0.0);
         let after = Mat::new(later, d, values, values);
@@ -70,12 +70,13 @@ impl LinearRow<'_> {
         gemm(&mut grads.v[self.v_at(chunk)], values, 1.0, k, after, 1.0);
         self.add_key_gradients(chunk, buffers, grads);
         // The state's decay over the chunk, which every step contributes to.
-        let rows = state.chunks_exact(values).zip(later.chunks_exact(values)).zip(&kept);
-        let lost: Vec<f32> = rows.map(|((s, d), kept)| math::dot(s, d) * kept).collect();
+        let rows = state.chunks_exact(values).zip(later.chunks_exact(values)).zip(&chunk_decay);
+        let lost: Vec<f32> =
+            rows.map(|((s, d), chunk_decay)| math::dot(s, d) * chunk_decay).collect();
         for t in chunk.clone() {
             self.add_to_step(t, &lost, grads.log_decay);
         }
-        scale_rows(later, &kept);
+        scale_rows(later, &chunk_decay);
         // The chunk's queries, which read the state before it.
         self.decays_from_start(chunk, &mut buffers.q_factors);
         self.start_queries(n, buffers);

@@ -137,9 +137,9 @@ impl LinearRow<'_> {
             let (low, high) = factors.split_at_mut((n - 1 - t) * d);
             low[t * d..][..d].swap_with_slice(&mut high[..d]);
         }
-        let mut kept = vec![];
-        self.push_factors(&sums, &mut kept);
-        kept
+        let mut chunk_decay = vec![];
+        self.push_factors(&sums, &mut chunk_decay);
+        chunk_decay
     }
 
     fn steps(&self, token: usize) -> &[f32] {
@@ -206,9 +206,9 @@ impl LinearRow<'_> {
     /// The state after a chunk.
     fn advance(&self, chunk: &Range<usize>, state: &mut [f32], buffers: &mut Buffers) {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
-        let kept = self.decays_to_end(chunk, &mut buffers.k_factors);
+        let chunk_decay = self.decays_to_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
-        scale_rows(state, &kept);
+        scale_rows(state, &chunk_decay);
         let k = Mat::new(&buffers.k, chunk.len(), d, d);
         gemm(state, values, 1.0, k.t(), self.v_of(chunk), 1.0);
     }

@@ -1,6 +1,6 @@
 //! The backward pass of a row.
 
-use super::{Buffers, PowerRow, RowSizes, RowSums, TILE, TokenTile, powered};
+use super::{Buffers, PowerRow, RowSizes, RowSums, TILE_TOKENS, TokenTile, powered};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
@@ -43,8 +43,11 @@ impl PowerRow<'_> {
                 let (first, end) = (starts[at - 1], start);
                 self.backward_fold(past.as_ref(), [first, end], &later, &mut buffers, grads);
                 if let Some(d_past) = &mut d_past {
-                    let kept = powered(self.decay_root(first, end), self.op.p);
-                    d_past.iter_mut().zip(&later).for_each(|(d, later)| *d += later * kept);
+                    let decay_over_chunk = powered(self.decay_root(first, end), self.op.p);
+                    d_past
+                        .iter_mut()
+                        .zip(&later)
+                        .for_each(|(d, later)| *d += later * decay_over_chunk);
                 }
             }
             later = d_past;
@@ -208,13 +211,13 @@ impl PowerRow<'_> {
         grads: &mut Grads,
     ) {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
-        let kept = past.map_or(0.0, |past| {
+        let decay_over_chunk = past.map_or(0.0, |past| {
             math::dot(&past.sums, later) * powered(self.decay_root(start, end), self.op.p)
         });
         // Σ over the chunk's tokens so far: a step decays all tokens before it.
-        let mut before = kept;
-        for first in (start..end).step_by(TILE) {
-            let n = TILE.min(end - first);
+        let mut before = decay_over_chunk;
+        for first in (start..end).step_by(TILE_TOKENS) {
+            let n = TILE_TOKENS.min(end - first);
             let k = &self.k[first * d..][..n * d];
             self.entered(first, n, end, &mut buffers.read);
             let (d_k, scratch) = (&mut buffers.weights, &mut buffers.expansion);

@@ -118,9 +118,9 @@ impl Expansion {
         for (x, phi) in x.chunks_exact(self.head_dim).zip(phi.chunks_exact_mut(size)) {
             piece.factors(x, token);
             let rest = &token.rest;
-            let lefts = &token.products[piece.tiles.len() - 1];
-            for (left, phi) in lefts.iter().zip(phi.chunks_exact_mut(rest.len())) {
-                phi.iter_mut().zip(rest).for_each(|(phi, rest)| *phi = left * rest);
+            let products = &token.products[piece.tiles.len() - 1];
+            for (product, phi) in products.iter().zip(phi.chunks_exact_mut(rest.len())) {
+                phi.iter_mut().zip(rest).for_each(|(phi, rest)| *phi = product * rest);
             }
         }
         Mat::new(phi, n, size, size)

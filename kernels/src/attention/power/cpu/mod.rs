@@ -25,7 +25,7 @@ use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 
 /// Tokens per tile: queries, or tokens that enter the sums.
-const TILE: usize = 64;
+const TILE_TOKENS: usize = 64;
 
 /// One row's inputs: q `[group, seq_len, head_dim]`, k `[seq_len, head_dim]`, v
 /// `[seq_len, value_dim]`.
@@ -120,9 +120,9 @@ impl<'a> PowerRow<'a> {
         let (chunk, window) = (self.chunk(), self.op.window);
         let near = start.saturating_sub(chunk);
         let end = (start + chunk).min(self.sizes.seq_len);
-        (start..end).step_by(TILE).map(move |first| {
+        (start..end).step_by(TILE_TOKENS).map(move |first| {
             let seen = window.map_or(0, |w| (first + 1).saturating_sub(w));
-            TokenTile { first, n: TILE.min(end - first), lo: near.max(seen), near }
+            TokenTile { first, n: TILE_TOKENS.min(end - first), lo: near.max(seen), near }
         })
     }
 
@@ -196,15 +196,15 @@ impl<'a> PowerRow<'a> {
         let width = values + 1;
         let mut new = match past {
             Some(past) => {
-                let kept = powered(self.decay_root(first, end), self.op.p);
-                let sums = past.sums.iter().map(|x| x * kept).collect();
-                RowSums { sums, mass: past.mass * kept }
+                let decay_over_chunk = powered(self.decay_root(first, end), self.op.p);
+                let sums = past.sums.iter().map(|x| x * decay_over_chunk).collect();
+                RowSums { sums, mass: past.mass * decay_over_chunk }
             }
             None => RowSums { sums: vec![0.0; self.op.expansion().dim() * width], mass: 0.0 },
         };
         let mut mass = 0.0;
-        for first in (first..end).step_by(TILE) {
-            let n = TILE.min(end - first);
+        for first in (first..end).step_by(TILE_TOKENS) {
+            let n = TILE_TOKENS.min(end - first);
             let k = &self.k[first * d..][..n * d];
             self.entered(first, n, end, &mut buffers.read);
             for (k, entered) in k.chunks_exact(d).zip(buffers.read.chunks_exact(width)) {

@@ -10,7 +10,7 @@ use crate::attention::wall::prune::share_forgotten;
 use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
 use crate::attention::{AttentionShape, Inputs, dispatch};
 
-/// Gates at the clamp forget what lies two whole tiles back.
+/// Gates at the clamp forget keys two whole tiles back.
 fn closed() -> Config {
     Config { bias_init: -1000.0, prune: true, ..Config::default() }
 }
