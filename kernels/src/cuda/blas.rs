@@ -324,7 +324,7 @@ impl Blas {
             check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
             check("cuCtxRecordEvent", cu::cuCtxRecordEvent(self.context, self.before));
             check("cuStreamWaitEvent", cu::cuStreamWaitEvent(self.stream, self.before, 0));
-            // Row by row, the product is that of the transposes in cuBLASLt's column order.
+            // In cuBLASLt's column order, row-major operands are their transposes: cᵀ = bᵀ aᵀ.
             lt::matmul(
                 self.handle,
                 plan.description,

@@ -3,8 +3,8 @@
 //!
 //! S_ij = score(q_iᵀk_j) + bias_ij, o_i = Σ_j weight(S_i)_j v_j,
 //!
-//! over the keys that the [mask](mask) allows. This module implements blocks, tiles, pipelines and matrix
-//! products. A kind implements [hooks](hooks): how q and k enter their product, how scores are modified and
+//! over the keys that the [`mask`] allows. This module implements blocks, tiles, pipelines and matrix
+//! products. A kind implements [`hooks`]: how q and k enter their product, how scores are modified and
 //! become weights, and further inputs. Scores are never written to memory.
 
 // Device code has no `div_ceil`, `is_multiple_of` or `saturating_sub`; hook states may be `()`.

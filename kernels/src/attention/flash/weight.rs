@@ -111,7 +111,7 @@ fn gradients_of_sinks(sink: &CudaTensor, delta: &CudaTensor) -> CudaTensor {
     gradients
 }
 
-/// Threads of a block of [`sum_sinks`].
+/// Threads per block of [`sum_sinks`].
 const SINK_THREADS: usize = 256;
 
 /// See [`gradients_of_sinks`]; sums have a fixed order.

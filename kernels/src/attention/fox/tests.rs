@@ -75,8 +75,8 @@ fn small_gates_count_after_long_strong_decay() {
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);
 }
 
-/// Outputs and gradients of the queries from 320 on, without pruning and with it, where values that have
-/// decayed too far to matter are no numbers.
+/// Outputs and gradients of the queries from 320 on, with and without pruning, where the values of negligible
+/// keys are NaN.
 fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dtype: FloatDType) {
     let (tokens, far, near) = (600, 128, 320);
     let normal = Distribution::Normal(0.0, 0.3);
@@ -100,7 +100,7 @@ fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dty
     let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
     let (want, want_grads) = results(false, v);
     let (got, got_grads) = results(true, holed.detach().require_grad());
-    // What is left out may bring a result to the other side of a rounding.
+    // Pruning may round a result the other way.
     let unit = if dtype == FloatDType::BF16 { 2f32.powi(-8) } else { 2f32.powi(-20) };
     let check = |name: &str, want: Tensor<B, 4>, got: Tensor<B, 4>| {
         let largest: f32 = want.clone().abs().max().into_scalar().elem();
@@ -126,12 +126,12 @@ fn cuda_pruning_leaves_out_what_does_not_matter() {
     pruning_leaves_out_what_does_not_matter::<Cuda>(&Default::default(), FloatDType::BF16);
 }
 
-/// With queries and keys of one length, and so one bound U on a head's scores, and a decay of ℓ a step, the
-/// query at position i keeps keys less than (24 ln 2 + ln (i + 1) + 2 U) / −ℓ places back.
+/// With queries and keys of constant norm, and so one bound U on a head's scores, and a decay of ℓ per step,
+/// the query at position i keeps keys less than (24 ln 2 + ln (i + 1) + 2 U) / −ℓ positions back.
 #[test]
 fn the_share_left_out_is_that_of_pairs_that_are_seen() {
     let (tokens, decays) = (200, [0.5f64, 1.0, 0.25, 2.0]);
-    // Of the kv heads' keys, with queries of length 1.
+    // The norms of the kv heads' keys; queries have norm 1.
     let lengths = [0.0f32, 4.0];
     let device = Default::default();
     let inputs = || {
@@ -179,8 +179,7 @@ fn the_share_left_out_is_that_of_pairs_that_are_seen() {
     }
 }
 
-/// Steps of decoding, without pruning and with it, where values that have decayed too far to matter are no
-/// numbers.
+/// Steps of decoding, with and without pruning, where the values of negligible keys are NaN.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_steps_leave_out_what_does_not_matter() {
@@ -217,7 +216,7 @@ fn cuda_steps_leave_out_what_does_not_matter() {
     let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
     let ((want, none), (got, share)) = (steps(false, &v), steps(true, &holed));
     assert_eq!(none, None);
-    // Some (24 ln 2 + ln 600) / 0.5 = 46 keys count, and more by the bound on their scores.
+    // About (24 ln 2 + ln 600) / 0.5 = 46 keys matter, and more by the bound on their scores.
     assert!(share.is_some_and(|share| (0.8..1.0 - 46.0 / 600.0).contains(&share)), "{share:?}");
     let largest: f32 = want.clone().abs().max().into_scalar().elem();
     let worst: f32 = (want - got).abs().max().into_scalar().elem();

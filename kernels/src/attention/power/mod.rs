@@ -119,7 +119,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Tokens of a chunk.
+    /// Tokens per chunk.
     fn chunk(&self, shape: &AttentionShape) -> usize {
         self.chunk.unwrap_or(match Expansion::size(self.p, shape.head_dim) {
             0..1_000 => 128,
@@ -129,7 +129,7 @@ impl Config {
         })
     }
 
-    /// Elements of a kv head's sums over older tokens: S, z and their bound.
+    /// Elements per kv head of the sums over older tokens: S, z and their bound.
     fn sums_elements(&self, shape: &AttentionShape) -> usize {
         Expansion::size(self.p, shape.head_dim) * (shape.head_dim + 1) + 1
     }
@@ -145,9 +145,9 @@ impl Config {
         }
     }
 
-    /// Records a state that is too large to be used.
+    /// Records a problem if the state is too large.
     fn validate_state(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        // Left to itself, the switch comes too late for such a state to be used.
+        // With the default switch_len, no sequence is long enough to use such a state.
         let uses_sums = self.chunked_above(shape).is_some()
             && (self.form == Form::Chunked || self.switch_len.is_some());
         let state = self.sums_elements(shape);
@@ -171,7 +171,7 @@ impl Config {
         }
     }
 
-    /// q, k, v and log decays as the operation takes them, from position `first` on.
+    /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -211,7 +211,7 @@ impl VariantSpec for Config {
             "2 or 4",
             "set p = 2; only even powers give positive weights",
         );
-        // The state of another power may be beyond all numbers.
+        // With an invalid power the size of the state could overflow.
         if [2, 4].contains(&self.p) {
             self.validate_state(key, shape, problems);
         }
@@ -243,9 +243,8 @@ impl VariantSpec for Config {
         if self.gate { vec![gate] } else { vec![] }
     }
 
-    /// FLOPs between an activation and the state, the source's state FLOPs (§3.2): scores and
-    /// weighted values of the keys read one by one, and the sums' update and query. Expansions are
-    /// between activations, and not counted.
+    /// The source's state FLOPs (§3.2): scores and weighted values of the keys read directly, and updating
+    /// and querying the sums. Expansions of q and k are not counted.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {

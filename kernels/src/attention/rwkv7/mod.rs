@@ -175,7 +175,7 @@ fn unit_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
     (x / (square + KEY_EPS).sqrt()).reshape([batch, seq_len, features])
 }
 
-/// `[batch, seq_len, heads · channels]`, each head `group` times in a row.
+/// Repeats each head of `[batch, seq_len, heads · channels]` `group` times.
 fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B, 3> {
     if group == 1 {
         return x;
@@ -188,8 +188,8 @@ fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B
     ])
 }
 
-/// Each head of `x`, times the sum over the same head of `weight`; both are
-/// `[batch, seq_len, heads · channels]`, with channels of their own.
+/// Each head of `x` times the sum over the same head of `weight`; both are
+/// `[batch, seq_len, heads · channels]`, and may differ in channels.
 fn times_head_sums<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 3>,

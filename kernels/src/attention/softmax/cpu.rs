@@ -63,7 +63,7 @@ impl<'a> SoftmaxParams<'a> {
             Some(log_decay) => prefix_sums(slice(log_decay), keys),
             None if op.slopes.is_empty() => vec![],
             None => {
-                // ALiBi is a decay of one slope a step.
+                // ALiBi is a constant decay per step.
                 let line = |slope: &f32| (0..keys).map(|j| -f64::from(*slope) * j as f64).collect();
                 let heads: Vec<Vec<f64>> = op.slopes.iter().map(line).collect();
                 (0..batch).flat_map(|_| heads.clone()).collect()

@@ -9,7 +9,7 @@ use super::block::RowOffsetsLaunch;
 use super::{CudaTensor, as_u32, contiguous, dims, elements, over};
 use crate::cuda::empty;
 
-/// Most nested loops of [`RowOffsets`].
+/// Most nested loops of [`RowOffsets`](super::block::RowOffsets).
 const STEPS: usize = 3;
 
 /// The order in which a kernel visits the rows of tensors of one shape.

@@ -30,7 +30,7 @@ pub struct BackwardInputs {
 /// The output for dq or dk.
 pub type GradientOutput<A> = HeadPairs<GradientOf<A>>;
 
-/// Lanes that share a row of [`row_dots`].
+/// Lanes per row of [`row_dots()`].
 pub const LANES_PER_ROW: usize = 8;
 
 /// Σ_c x_ic y_ic of each row, `[batch, heads, rows]`; of o and dO this is δ.

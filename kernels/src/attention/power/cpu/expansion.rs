@@ -78,8 +78,7 @@ impl Expansion {
         }
     }
 
-    /// `grad` += the gradient of Σ `y` ⊙ (φ(x) · `sums`) with respect to `x`, which is that of
-    /// Σ `sums` ⊙ (φ(x)ᵀ · `y`) as well.
+    /// `grad` += the gradient of Σ `y` ⊙ (φ(x) · `sums`) = Σ `sums` ⊙ (φ(x)ᵀ · `y`) with respect to `x`.
     pub(super) fn add_gradient(
         &self,
         x: &[f32],
@@ -104,7 +103,7 @@ impl Expansion {
         }
     }
 
-    /// A piece of φ of every row of `x`.
+    /// A piece of φ(x) for every row of `x`.
     fn expand_rows<'a>(
         &self,
         piece: &Piece,
@@ -151,7 +150,7 @@ impl Piece {
         rest.extend(x[self.rest.clone()].iter().zip(&self.weights).map(|(x, weight)| x * weight));
     }
 
-    /// Adds to `grad` what the gradient `d_phi` of this piece of one token gives.
+    /// Adds to `grad` the vector-Jacobian product of this piece of one token for `d_phi`.
     fn vjp(&self, x: &[f32], d_phi: &[f32], grad: &mut [f32], scratch: &mut TokenScratch) {
         self.factors(x, scratch);
         let TokenScratch { products, rest, d_product, d_shorter, d_rest } = scratch;
@@ -170,7 +169,7 @@ impl Piece {
     }
 }
 
-/// The gradients of x ⊗ y from that of the product: that of x into `d_x`, that of y added to `d_y`.
+/// The gradients of x and y from that of x ⊗ y: writes x's to `d_x`, adds y's to `d_y`.
 fn outer_gradients(x: &[f32], y: &[f32], d: &[f32], d_x: &mut Vec<f32>, d_y: &mut [f32]) {
     d_x.clear();
     for (x, d) in x.iter().zip(d.chunks_exact(y.len())) {
