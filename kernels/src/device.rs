@@ -1,4 +1,4 @@
-//! Which device a run uses, and why; what is known of it; where its compiled kernels are kept.
+//! The choice of a run's device, its properties, and the cache of its compiled kernels.
 
 mod kernel_cache;
 
@@ -15,7 +15,7 @@ pub use kernel_cache::{KernelCache, keep_kernels};
 use crate::Cuda;
 use crate::backend::OpBackend;
 
-/// What kernels are written for.
+/// The kinds of devices that kernels are written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceKind {
@@ -34,7 +34,7 @@ impl Display for DeviceKind {
     }
 }
 
-/// A device that answers.
+/// A device that is available.
 #[derive(Clone, Debug)]
 pub enum Device {
     /// The CPU.
@@ -67,13 +67,13 @@ pub enum NoCuda {
     /// The driver sees no GPU.
     #[error("the NVIDIA driver sees no GPU")]
     NoGpu,
-    /// The driver is older than what products are ordered with.
+    /// The driver is too old for the events that order matrix products.
     #[error(
         "the NVIDIA driver supports CUDA {}.{} only; CUDA {}.{} or newer is needed",
         .0 / 1000, .0 % 1000 / 10, OLDEST_CUDA / 1000, OLDEST_CUDA % 1000 / 10
     )]
     OldDriver(i32),
-    /// The GPU lacks what the kernels are written for.
+    /// The GPU is older than the kernels require.
     #[error(
         "the GPU is a {name} of compute capability {major}.{minor}; the kernels need 9.0 (Hopper) or \
          newer"
@@ -91,18 +91,18 @@ pub enum NoCuda {
     NoLibrary(&'static str),
 }
 
-/// The driver API that has events of whole contexts, as `cuDriverGetVersion` writes 12.5.
+/// The first driver API with context-wide events, 12.5 as `cuDriverGetVersion` encodes it.
 const OLDEST_CUDA: i32 = 12050;
 
-/// The compute capability of Hopper, which has the tensor memory accelerator.
+/// The major compute capability of Hopper, the first with the tensor memory accelerator.
 const OLDEST_GPU: i32 = 9;
 
 /// The first CUDA device.
 ///
 /// # Errors
-/// Says why there is none.
+/// When there is none: the reason.
 pub fn cuda() -> Result<Device, NoCuda> {
-    // SAFETY: asks the dynamic loader for the library, and nothing of it is called.
+    // SAFETY: only asks the dynamic loader for the library; calls nothing in it.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
         return Err(NoCuda::NoDriver);
     }
@@ -138,12 +138,12 @@ pub fn cuda() -> Result<Device, NoCuda> {
     }
 }
 
-/// What the driver calls a GPU, and its compute capability.
+/// The driver's name for a GPU, and its compute capability.
 fn describe(index: i32) -> Result<(String, [i32; 2]), cudarc::driver::DriverError> {
     use cudarc::driver::result::device;
     use cudarc::driver::sys::CUdevice_attribute as Attribute;
     let gpu = device::get(index)?;
-    // SAFETY: the device is one that the driver gave.
+    // SAFETY: the device comes from the driver.
     let capability = unsafe {
         [
             device::get_attribute(gpu, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -153,9 +153,9 @@ fn describe(index: i32) -> Result<(String, [i32; 2]), cudarc::driver::DriverErro
     Ok((device::get_name(gpu)?, capability))
 }
 
-/// Work that runs on whichever backend a device has.
+/// Work that runs on the backend of any device.
 pub trait OnDevice {
-    /// What the work gives.
+    /// The result of the work.
     type Output;
 
     /// Does the work.
@@ -167,28 +167,28 @@ pub trait OnDevice {
 pub struct Memory {
     /// In tensors that are alive.
     pub in_use: u64,
-    /// Taken from the driver: those in use, and those kept for later tensors.
+    /// Allocated from the driver: in use, and cached for later tensors.
     pub reserved: u64,
 }
 
-/// Peak dense bf16 FLOP/s of GPUs by a part of their names, as their data sheets give them. The
-/// first is how the driver calls the SXM board; the H100's others are slower.
+/// Peak dense bf16 FLOP/s of GPUs by a part of their names, from their data sheets. The first is the
+/// driver's name for the H100's SXM board; its other boards are slower.
 const PEAKS: [(&str, f64); 2] = [("H100 80GB HBM3", 989e12), ("H200", 989e12)];
 
-/// The peak bf16 FLOP/s of the GPU called `name`, where it is known.
+/// The peak bf16 FLOP/s of the GPU called `name`, if known.
 fn peak_of(name: &str) -> Option<f64> {
-    // The H200's NVL board is slower, too.
+    // The H200's NVL board is also slower.
     let entry = PEAKS.iter().find(|(part, _)| name.contains(part) && !name.contains("NVL"));
     entry.map(|(_, peak)| *peak)
 }
 
-/// What the driver calls a GPU.
+/// The driver's name for a GPU.
 fn name(device: &CudaDevice) -> Option<String> {
     Some(describe(device.index as i32).ok()?.0)
 }
 
 impl Device {
-    /// Its kind.
+    /// The device's kind.
     pub fn kind(&self) -> DeviceKind {
         match self {
             Device::Cpu => DeviceKind::Cpu,
@@ -196,7 +196,7 @@ impl Device {
         }
     }
 
-    /// Peak dense FLOP/s in bf16, where the device is a GPU whose peak is known.
+    /// Peak dense bf16 FLOP/s, for a GPU whose peak is known.
     pub fn peak_bf16_flops(&self) -> Option<f64> {
         match self {
             Device::Cpu => None,
@@ -204,7 +204,7 @@ impl Device {
         }
     }
 
-    /// What this thread's tensors take of a GPU's own memory; `None` on the CPU.
+    /// GPU memory used by this thread's tensors; `None` on the CPU.
     pub fn memory(&self) -> Option<Memory> {
         let Device::Cuda(device) = self else { return None };
         let usage = CudaRuntime::client(device).memory_usage().ok()?;
@@ -217,7 +217,7 @@ impl Device {
         Some(CudaRuntime::client(device).properties().memory.max_page_size)
     }
 
-    /// Does `work` on this device's backend.
+    /// Runs `work` on this device's backend.
     pub fn run<W: OnDevice>(self, work: W) -> W::Output {
         match self {
             Device::Cpu => work.run::<Flex>(<Flex as BackendTypes>::Device::default()),

@@ -1,5 +1,5 @@
-//! Pieces that the plain-tensor attention references share: blocks of queries, masks, decays
-//! between tokens. Positions are counted in the keys' row; queries stand at its end.
+//! What the attention references share: blocks of queries, masks and decays between tokens.
+//! Positions count keys from 0; the queries are those of the last keys.
 
 use std::ops::Range;
 
@@ -8,13 +8,12 @@ use burn::tensor::{Bool, Int, Numeric, Tensor};
 use super::DocumentStarts;
 use crate::backend::OpBackend;
 
-/// Score of a key that a query must not see: its softmax weight is exactly 0 in f32.
-pub const HIDDEN: f32 = -1e30;
+pub use crate::tile::MASKED;
 
 /// Elements of one block of scores, at most (unless a single row has more).
 pub const BLOCK_ELEMENTS: usize = 1 << 24;
 
-/// A block of queries and the keys that any of them sees, as positions in the keys' row.
+/// A block of queries and the keys that any of them sees, as positions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
     /// Positions of the queries.
@@ -24,20 +23,20 @@ pub struct Block {
 }
 
 impl Block {
-    /// The rows of a tensor `[batch, heads, queries, channels]` that holds the last queries of
-    /// `keys` positions.
+    /// The block's rows of `[batch, heads, queries, channels]`, whose rows are the last of `keys`
+    /// positions.
     pub fn queries_of<B: OpBackend>(&self, x: &Tensor<B, 4>, keys: usize) -> Tensor<B, 4> {
         let first = keys - x.dims()[2];
         x.clone().narrow(2, self.queries.start - first, self.queries.len())
     }
 
-    /// The rows of a tensor `[batch, heads, keys, channels]`.
+    /// The block's rows of `[batch, heads, keys, channels]`.
     pub fn keys_of<B: OpBackend>(&self, x: &Tensor<B, 4>) -> Tensor<B, 4> {
         x.clone().narrow(2, self.keys.start, self.keys.len())
     }
 }
 
-/// Where each token's document begins, row after row, from `[batch, tokens]`; zeros without documents.
+/// The start of each token's document, flattened from `[batch, tokens]`; zeros without documents.
 pub fn starts_of_documents<B: OpBackend>(
     documents: DocumentStarts<B>,
     batch: usize,
@@ -49,7 +48,7 @@ pub fn starts_of_documents<B: OpBackend>(
     }
 }
 
-/// Splits the last `queries` of `keys` positions into blocks whose scores fit into memory;
+/// Splits the last `queries` of `keys` positions into blocks of at most [`BLOCK_ELEMENTS`] scores;
 /// `rows` is batch · heads (· views).
 pub fn query_blocks(
     rows: usize,
@@ -89,32 +88,32 @@ pub fn positions<B: OpBackend>(block: &Block, device: &B::Device) -> [Tensor<B, 
     [i, arange(&block.keys).reshape([1, 1, 1, keys]).expand(shape)]
 }
 
-/// True where a query must not see a key, `[batch or 1, 1, queries, keys]`; `documents` is
-/// `[batch, all keys]`.
-pub fn hidden<B: OpBackend>(
+/// The mask of a block, true where a query must not see a key, `[batch or 1, 1, queries, keys]`:
+/// causal, within the window and the document. `documents` is `[batch, all keys]`.
+pub fn attention_mask<B: OpBackend>(
     block: &Block,
     window: Option<usize>,
     documents: Option<&Tensor<B, 2, Int>>,
     device: &B::Device,
 ) -> Tensor<B, 4, Bool> {
     let [i, j] = positions::<B>(block, device);
-    let mut hidden = j.clone().greater(i.clone());
+    let mut mask = j.clone().greater(i.clone());
     if let Some(window) = window {
-        hidden = hidden.bool_or(j.clone().lower_equal(i - window as i64));
+        mask = mask.bool_or(j.clone().lower_equal(i - window as i64));
     }
     if let Some(documents) = documents {
         let queries = block.queries.len();
         let starts = copied(documents.clone().narrow(1, block.queries.start, queries));
         let shape = [starts.dims()[0], 1, queries, block.keys.len()];
         let starts = starts.reshape([shape[0], 1, queries, 1]).expand(shape);
-        hidden = hidden.expand(shape).bool_or(j.expand(shape).lower(starts));
+        mask = mask.expand(shape).bool_or(j.expand(shape).lower(starts));
     }
-    hidden
+    mask
 }
 
-/// The place in its document, from 0, of each of `queries` tokens that start at position `first`,
-/// as floats `[batch or 1, queries]`; `documents` is `[batch, queries]` and needs `first` = 0.
-pub fn places_in_documents<B: OpBackend>(
+/// The position in its document, from 0, of each of `queries` tokens from position `first` on, as
+/// floats `[batch or 1, queries]`; `documents` is `[batch, queries]` and needs `first` = 0.
+pub fn positions_in_documents<B: OpBackend>(
     queries: usize,
     first: usize,
     documents: Option<&Tensor<B, 2, Int>>,
@@ -128,17 +127,16 @@ pub fn places_in_documents<B: OpBackend>(
     }
 }
 
-/// A copy in memory of its own, in the order of its elements: for a view that is reshaped although
-/// its last dimension may have one element (see [`crate::cuda`]), and for a part that is kept, where
-/// a view would keep the whole.
+/// A contiguous copy in its own memory: needed before reshaping a view whose last dimension may have
+/// one element (see [`crate::cuda`]), and to keep a part without keeping the whole buffer alive.
 pub fn copied<B: OpBackend, const D: usize, K: Numeric<B>>(x: Tensor<B, D, K>) -> Tensor<B, D, K> {
     x.zeros_like() + x
 }
 
-/// Σ_{s>t} x_s along `dim`, summed from the end, so that nothing cancels.
+/// The exclusive suffix sum Σ_{s>t} x_s along `dim`, summed from the end, so that nothing cancels.
 pub fn sums_after<B: OpBackend, const D: usize>(x: Tensor<B, D>, dim: usize) -> Tensor<B, D> {
     let n = x.dims()[dim];
-    // Times 0, not 0: what has no effect has a gradient all the same.
+    // Multiplied by 0 rather than zeros, so that every element gets a gradient.
     let none = x.clone().narrow(dim, n - 1, 1) * 0.0;
     if n == 1 {
         return none;
@@ -147,8 +145,8 @@ pub fn sums_after<B: OpBackend, const D: usize>(x: Tensor<B, D>, dim: usize) -> 
     later.flip([dim as isize]).cumsum(dim).flip([dim as isize])
 }
 
-/// `[batch, kv_heads, rows, channels]` to `[batch, group · kv_heads, …]`: each head repeated for
-/// its group.
+/// `[batch, kv_heads, rows, channels]` to `[batch, group · kv_heads, …]`: repeats each kv head for
+/// the query heads of its group.
 pub fn repeat_heads<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
     if group == 1 {
         return x;
@@ -178,8 +176,8 @@ pub fn sum_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
 /// `[batch, heads, queries, keys]`; entries with j > i are 0 and meaningless. `log_decay` is
 /// `[batch, heads, all keys]`.
 ///
-/// Sums start where query and key are close, so that no large prefix sums cancel: keys before the
-/// block are summed from the block's start backwards, those inside it column by column.
+/// No large prefix sums are subtracted, which would cancel: the decays of keys before the block are
+/// summed backwards from the block's start, those of keys inside it column by column.
 pub fn decay_between<B: OpBackend>(log_decay: &Tensor<B, 3>, block: &Block) -> Tensor<B, 4> {
     let [batch, heads, _] = log_decay.dims();
     let (queries, start) = (block.queries.len(), block.queries.start);

@@ -1,4 +1,4 @@
-//! The key-value cache of attention variants that keep every token.
+//! The KV cache of attention variants that keep every token.
 
 use burn::tensor::{Tensor, s};
 
@@ -13,17 +13,17 @@ pub struct KvCache<B: OpBackend> {
     buffers: Option<[Tensor<B, 4>; 2]>,
     /// Tokens held.
     len: usize,
-    /// Tokens ever appended, the position of the next one.
+    /// Tokens appended so far: the position of the next one.
     position: usize,
     /// Tokens that a query can see; older ones are dropped.
     window: Option<usize>,
-    /// The least capacity of the first buffers, in tokens.
+    /// The capacity to allocate at first, in tokens; more if the first call needs more.
     capacity: usize,
 }
 
 impl<B: OpBackend> KvCache<B> {
-    /// An empty cache that keeps at least the last `window` tokens, or all of them. Up to `capacity`
-    /// tokens, its buffers are not copied into larger ones.
+    /// An empty cache that keeps at least the last `window` tokens, or all of them without a window.
+    /// Its buffers are not reallocated up to `capacity` tokens.
     pub fn new(window: Option<usize>, capacity: usize) -> Self {
         // Under a window, tokens are dropped in batches of one window.
         let capacity = window.map_or(capacity, |w| capacity.min(2 * w));
@@ -45,8 +45,8 @@ impl<B: OpBackend> KvCache<B> {
         self.len == 0
     }
 
-    /// Appends keys and values of `n` tokens `[batch, heads, n, channels]`; returns all that is held,
-    /// oldest first, after dropping what no query of these `n` tokens can see.
+    /// Appends keys and values of `n` tokens, `[batch, heads, n, channels]`, after dropping tokens
+    /// that none of the `n` queries can see; returns all keys and values held, oldest first.
     ///
     /// # Panics
     /// When the shapes differ from those of earlier calls.
@@ -78,7 +78,7 @@ impl<B: OpBackend> KvCache<B> {
     /// Drops the oldest `n` tokens and frees their memory.
     ///
     /// # Panics
-    /// When fewer are held.
+    /// When fewer than `n` are held.
     pub fn drop_oldest(&mut self, n: usize) {
         assert!(n <= self.len, "dropping {n} of {} tokens", self.len);
         if n == 0 {
@@ -91,7 +91,7 @@ impl<B: OpBackend> KvCache<B> {
         });
     }
 
-    /// Drops tokens that have left the window, once they are as many as those inside it.
+    /// Drops the tokens that have left the window, once there are as many of them as inside it.
     fn drop_unseen(&mut self, new: usize) {
         let (Some(window), Some(buffers)) = (self.window, &self.buffers) else { return };
         let seen = window - 1;
@@ -110,7 +110,7 @@ impl<B: OpBackend> DecodeState for KvCache<B> {
     }
 }
 
-/// A buffer of `capacity` tokens that starts with `old`, then `new`.
+/// A buffer of `capacity` tokens that begins with `old` and `new`.
 fn grow<B: OpBackend>(
     old: Option<Tensor<B, 4>>,
     new: Tensor<B, 4>,

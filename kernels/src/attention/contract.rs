@@ -9,7 +9,7 @@ use super::dispatch::{ExecPath, Kernel};
 use super::probe::{Metric, Probe};
 use crate::backend::OpBackend;
 
-/// The sizes of one attention layer, and its place.
+/// The sizes of one attention layer, and its place among the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Width of the layer's input.
@@ -29,7 +29,7 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// The only layer of a model, without a window.
+    /// The shape of a single-layer model without a window.
     pub fn new(width: usize, heads: usize, kv_heads: usize, head_dim: usize) -> Self {
         AttentionShape { width, heads, kv_heads, head_dim, window: None, layer: 0, layers: 1 }
     }
@@ -58,7 +58,7 @@ impl AttentionShape {
     }
 }
 
-/// Initial values.
+/// The initial values of a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Init {
     /// One value everywhere.
@@ -69,9 +69,9 @@ pub enum Init {
     Normal(f32),
 }
 
-/// A function applied to every element.
+/// An elementwise function between the two matrices of a [`LowRank`] projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
+pub enum LowRankActivation {
     /// x
     Identity,
     /// tanh x
@@ -80,13 +80,13 @@ pub enum Activation {
     Sigmoid,
 }
 
-/// The inner part of a projection through few channels: W_b f(W_a x).
+/// A low-rank projection, W_b f(W_a x).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LowRank {
     /// Inner channels.
     pub rank: usize,
     /// f.
-    pub activation: Activation,
+    pub activation: LowRankActivation,
 }
 
 /// A projection of the layer's input that a variant takes beside q, k and v.
@@ -98,44 +98,44 @@ pub struct Projection {
     pub features: usize,
     /// Initial bias; `None` for no bias.
     pub bias: Option<Init>,
-    /// Through few channels.
+    /// Rank and inner activation; `None` for a full matrix.
     pub low_rank: Option<LowRank>,
-    /// Taps of a causal depthwise convolution over time that follows; the last one multiplies the
-    /// current token.
+    /// Taps of a causal depthwise convolution over time after the projection; the last tap
+    /// multiplies the current token.
     pub conv: Option<usize>,
-    /// Where the model shifts tokens: the exponent e of the initial μ, 1 − (c / width)^(e · r) for
+    /// In models with token shift: the exponent e of the initial μ, 1 − (c / width)^(e · r) for
     /// channel c, where r falls from 1 to 0 with depth.
     pub shift: f64,
 }
 
 impl Projection {
-    /// A plain projection without a bias; its shift is 0.9, as that of RWKV-7's decay and rate.
+    /// A full-rank projection without a bias. Its shift is 0.9, as for RWKV-7's decay and rate.
     pub fn new(name: &'static str, features: usize) -> Self {
         Projection { name, features, bias: None, low_rank: None, conv: None, shift: 0.9 }
     }
 
-    /// With a bias.
+    /// Adds a bias.
     pub fn bias(self, init: Init) -> Self {
         Projection { bias: Some(init), ..self }
     }
 
-    /// Through `rank` channels.
-    pub fn low_rank(self, rank: usize, activation: Activation) -> Self {
+    /// Makes the projection low-rank.
+    pub fn low_rank(self, rank: usize, activation: LowRankActivation) -> Self {
         Projection { low_rank: Some(LowRank { rank, activation }), ..self }
     }
 
-    /// Followed by a short convolution of `taps` taps.
+    /// Adds a short convolution of `taps` taps.
     pub fn conv(self, taps: usize) -> Self {
         Projection { conv: Some(taps), ..self }
     }
 
-    /// With another initial token shift.
+    /// Sets the exponent of the initial token shift.
     pub fn shift(self, shift: f64) -> Self {
         Projection { shift, ..self }
     }
 }
 
-/// A learned vector that belongs to the variant itself.
+/// A learned vector of the variant's own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
     /// Name, for example `beta`.
@@ -146,7 +146,7 @@ pub struct Parameter {
     pub init: Init,
 }
 
-/// What a variant's operation takes.
+/// The inputs of a variant's operation.
 #[derive(Clone, Debug)]
 pub struct Inputs<B: OpBackend> {
     /// Queries, `[batch, views · heads, seq_len, head_dim]`: all heads of the first view, then all
@@ -163,7 +163,7 @@ pub struct Inputs<B: OpBackend> {
 }
 
 impl<B: OpBackend> Inputs<B> {
-    /// The same numbers, in f32 where they are bf16.
+    /// The inputs with bf16 tensors cast to f32.
     pub(super) fn in_f32(self) -> Self {
         fn f32<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
             if x.dtype() == DType::BF16 { x.cast(FloatDType::F32) } else { x }
@@ -182,9 +182,9 @@ impl<B: OpBackend> Inputs<B> {
 /// when each row is one document.
 pub type DocumentStarts<B> = Option<Tensor<B, 2, Int>>;
 
-/// What decoding keeps between calls.
+/// The state that decoding keeps between calls.
 pub trait DecodeState: Clone + std::fmt::Debug {
-    /// Elements held now in all buffers, for the whole batch.
+    /// Elements allocated now in all buffers, for the whole batch.
     fn elements(&self) -> usize;
 
     /// Reports what the last step measured of itself: a call of several tokens measures nothing.
@@ -193,8 +193,8 @@ pub trait DecodeState: Clone + std::fmt::Debug {
     }
 }
 
-/// What an attention kind is: its configuration, what it needs of the layer, what it costs, and
-/// where it has kernels. Every kind's `Config` implements this and [`Variant`].
+/// The description of an attention kind: its configuration, what it needs from the layer, its cost
+/// and its kernels. Every kind's `Config` implements this and [`Variant`].
 pub trait VariantSpec:
     Clone + std::fmt::Debug + Default + PartialEq + Serialize + DeserializeOwned
 {
@@ -210,8 +210,8 @@ pub trait VariantSpec:
         true
     }
 
-    /// Records what is wrong with the configuration for a layer of this shape; `key` is the path
-    /// of the variant's table.
+    /// Records every problem of the configuration for a layer of this shape; `key` is the path of
+    /// the variant's table.
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems);
 
     /// Whether the operation can be limited to a window.
@@ -219,7 +219,7 @@ pub trait VariantSpec:
         true
     }
 
-    /// Sets of queries and keys per head.
+    /// Sets of queries and keys per head: 2 for differential attention, else 1.
     fn views(&self) -> usize {
         1
     }
@@ -229,7 +229,7 @@ pub trait VariantSpec:
         shape.head_dim
     }
 
-    /// What the layer projects for this variant beside q, k and v.
+    /// The projections that the layer computes for this variant beside q, k and v.
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
         let _ = shape;
         vec![]
@@ -254,25 +254,25 @@ pub trait VariantSpec:
         (2 * channels * shape.heads) as f64 * shape.mean_keys(seq_len)
     }
 
-    /// Those of [`VariantSpec::flops_per_token`] that multiply by the variant's own parameters.
+    /// The part of [`VariantSpec::flops_per_token`] that multiplies by the variant's own parameters.
     fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
         let _ = shape;
         0.0
     }
 
-    /// Elements that decoding keeps per sequence after `seq_len` tokens fed one by one. Buffers may
-    /// be up to twice as large. By default those of a [`KvCache`](super::cache::KvCache) of the keys
-    /// of all views, and the values.
+    /// Elements that decoding keeps per sequence after `seq_len` single-token steps. Buffers may be
+    /// up to twice as large. By default those of a [`KvCache`](super::cache::KvCache) with the keys
+    /// of all views and the values.
     fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
         let channels = self.views() * shape.head_dim + self.value_dim(shape);
         (channels * shape.kv_heads * shape.cached_tokens(seq_len)) as u64
     }
 }
 
-/// What runs an attention kind. Callers use the functions of [`dispatch`](super::dispatch), which
-/// choose the [`ExecPath`] and hand it down: nothing here finds out which device it is on.
+/// The execution of an attention kind. Callers use the functions of [`dispatch`](super::dispatch),
+/// which choose the [`ExecPath`] and pass it on; implementations do not inspect the device.
 pub trait Variant: VariantSpec {
-    /// What decoding keeps between calls.
+    /// The state that decoding keeps between calls.
     type State<B: OpBackend>: DecodeState;
 
     /// Causal attention over whole rows: `[batch, heads, seq_len, value_dim]`.
@@ -284,8 +284,8 @@ pub trait Variant: VariantSpec {
         path: ExecPath,
     ) -> Tensor<B, 4>;
 
-    /// The state before the first token, for this path. `capacity` tokens are expected: buffers that
-    /// grow may make room for them at once.
+    /// The state before the first token, for this path. `capacity` is the expected number of tokens:
+    /// growing buffers may reserve room for them.
     fn init_state<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -293,8 +293,8 @@ pub trait Variant: VariantSpec {
         capacity: usize,
     ) -> Self::State<B>;
 
-    /// Appends the inputs' tokens (one or more) to the sequences in `state`, which is of the same
-    /// path, and returns their outputs: a prefill first, then single steps.
+    /// Appends the inputs' tokens (one or more) to the sequences in `state`, which was made for the
+    /// same path, and returns their outputs. Serves both prefill and single-token steps.
     fn extend<B: OpBackend>(
         &self,
         shape: &AttentionShape,

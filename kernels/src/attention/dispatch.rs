@@ -1,9 +1,8 @@
-//! Which implementation serves a call.
+//! The choice between a kind's kernels and its reference.
 //!
-//! A kind says where it has kernels ([`VariantSpec::KERNELS`]) and what they serve
-//! ([`VariantSpec::serves`]). It is asked once a call; the answer, an [`ExecPath`], decides the type that
-//! the call computes in and goes down to the kind's code, which therefore knows its device without
-//! looking for it.
+//! A kind lists its kernels ([`VariantSpec::KERNELS`]) and the shapes they serve
+//! ([`VariantSpec::serves`]). Each call makes the choice once. The result, an [`ExecPath`], decides the
+//! type to compute in and is passed to the kind's code, so that no other code inspects the device.
 
 use std::fmt::{self, Display};
 
@@ -16,7 +15,7 @@ use crate::backend::{Op, OpBackend, kernels_allowed, primitive};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
 
-/// A kernel of a kind: the device it runs on, and the type of q, k and v that it takes.
+/// A kernel of a kind: its device, and the type of q, k and v that it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// The device.
@@ -33,7 +32,7 @@ impl Kernel {
     pub const CUDA_BF16: Kernel = Kernel { device: DeviceKind::Cuda, dtype: DType::BF16 };
 }
 
-/// What serves a call.
+/// The implementation that serves a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExecPath {
     /// The kind's kernel for this device.
@@ -52,7 +51,8 @@ impl Display for ExecPath {
 }
 
 impl ExecPath {
-    /// The path of `batch` sequences of a layer whose q, k and v would need `kernel`.
+    /// The path for `batch` sequences of a layer: `kernel` if the kind has it and it serves the
+    /// shape, else the reference.
     pub fn of<V: VariantSpec>(
         variant: &V,
         kernel: Kernel,
@@ -63,11 +63,11 @@ impl ExecPath {
         if served { ExecPath::Kernel(kernel.device) } else { ExecPath::Reference }
     }
 
-    /// The path of these inputs. Under [`with_reference`](crate::backend::with_reference) it is the
-    /// reference.
+    /// The path for these inputs; always the reference under
+    /// [`with_reference`](crate::backend::with_reference).
     ///
     /// # Panics
-    /// When q, k and v are not of one type.
+    /// When q, k and v differ in type.
     pub(super) fn of_inputs<V: VariantSpec, B: OpBackend>(
         variant: &V,
         shape: &AttentionShape,
@@ -82,7 +82,7 @@ impl ExecPath {
         Self::of(variant, Kernel { device: B::device_kind(), dtype }, shape, q.dims()[0])
     }
 
-    /// The type in which the path computes, and keeps what decoding needs, for q, k and v of type
+    /// The type in which the path computes and keeps its decode state, for q, k and v of type
     /// `dtype`.
     pub fn dtype(self, dtype: DType) -> DType {
         match self {
@@ -99,12 +99,12 @@ impl ExecPath {
         }
     }
 
-    /// Runs a kind's operation on this path. A reference may have a kernel of its own that computes
-    /// the same in less memory, as [`Rowwise`](super::rowwise::Rowwise) has on the CPU.
+    /// Runs a kind's operation on this path. A reference may have its own kernel that computes the
+    /// same in less memory, as [`Rowwise`](super::rowwise::Rowwise) has on the CPU.
     ///
     /// # Panics
-    /// When the path is a kernel's, and the operation has none for these inputs: then
-    /// [`VariantSpec::serves`] says yes to what the kernel declines.
+    /// When the path is a kernel and the operation has none for these inputs: then
+    /// [`VariantSpec::serves`] disagrees with the kernel.
     pub(crate) fn run<B: OpBackend, O: Op<N>, const N: usize>(
         self,
         op: &O,
@@ -121,17 +121,17 @@ impl ExecPath {
     }
 }
 
-/// `x` for work that has its own form on CUDA and no gradient, as decoding has.
+/// `x` as a CUDA tensor, for code without a gradient, such as decoding.
 ///
 /// # Panics
-/// On other devices, and where autodiff records.
+/// On other devices, and under autodiff.
 pub(super) fn on_cuda<B: OpBackend, const D: usize>(x: Tensor<B, D>) -> CudaTensor {
     B::into_cuda(primitive(x)).unwrap_or_else(|| {
         panic!("{} gives no tensors for work on CUDA itself", std::any::type_name::<B>())
     })
 }
 
-/// As [`Variant::attend`], on the path that serves these inputs; the output is of q's type.
+/// [`Variant::attend`] on the path that serves these inputs; the output has q's type.
 pub fn attend<V: Variant, B: OpBackend>(
     variant: &V,
     shape: &AttentionShape,
@@ -166,22 +166,22 @@ pub fn observe<V: Variant, B: OpBackend>(
     variant.observe(shape, path.cast(inputs), documents, path, probe);
 }
 
-/// What decoding keeps between calls, from the first tokens on: these decide the path.
+/// The state that decoding keeps between calls. The first tokens decide its path.
 #[derive(Clone, Debug)]
 pub struct State<V: Variant, B: OpBackend> {
-    /// The path, and what the kind keeps on it.
+    /// The path and the kind's state on it, from the first tokens on.
     begun: Option<(ExecPath, V::State<B>)>,
-    /// Tokens to make room for.
+    /// Tokens to reserve room for.
     capacity: usize,
 }
 
 impl<V: Variant, B: OpBackend> State<V, B> {
-    /// Before the first token; `capacity` as in [`Variant::init_state`].
+    /// The state before the first token; `capacity` as in [`Variant::init_state`].
     pub fn new(capacity: usize) -> Self {
         State { begun: None, capacity }
     }
 
-    /// The path of the first tokens.
+    /// The path that the first tokens took; `None` before them.
     pub fn path(&self) -> Option<ExecPath> {
         self.begun.as_ref().map(|(path, _)| *path)
     }
@@ -199,10 +199,10 @@ impl<V: Variant, B: OpBackend> DecodeState for State<V, B> {
     }
 }
 
-/// As [`Variant::extend`], on the path of the state's first tokens; the output is of q's type.
+/// [`Variant::extend`] on the path of the state's first tokens; the output has q's type.
 ///
 /// # Panics
-/// When these inputs take another path than the first tokens did.
+/// When these inputs take another path than the first tokens.
 pub fn extend<V: Variant, B: OpBackend>(
     variant: &V,
     shape: &AttentionShape,

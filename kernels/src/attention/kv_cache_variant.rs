@@ -1,5 +1,5 @@
-//! Kinds that decode from a cache of prepared keys, and values. They say how q and k are prepared
-//! and what comes of them; [`Variant`] follows.
+//! Kinds that decode from a [`KvCache`]. They define how q and k are prepared and how the output is
+//! computed; [`Variant`] is implemented here for all of them.
 
 use burn::tensor::Tensor;
 
@@ -10,13 +10,13 @@ use super::rotation::{Rotation, rotate};
 use super::{AttentionShape, DocumentStarts, Inputs, Variant, VariantSpec};
 use crate::backend::OpBackend;
 
-/// What such a kind's `Config` supplies beside its [`VariantSpec`].
+/// What the `Config` of such a kind implements beside [`VariantSpec`].
 pub trait KvCacheVariant: VariantSpec {
-    /// The rotary positions, if there are any.
+    /// The rotary positions; `None` without them.
     fn rotation(&self) -> Option<Rotation>;
 
-    /// q or k `[batch, heads, seq_len, head_dim]` of the positions `first`, `first` + 1, …, as the
-    /// scores take them: rotated, unless the kind does more.
+    /// q or k `[batch, heads, seq_len, head_dim]` of the positions `first`, `first` + 1, …, as it
+    /// enters the scores and the cache; by default rotated.
     fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         rotate(self.rotation(), x, first)
     }
@@ -35,13 +35,13 @@ pub trait KvCacheVariant: VariantSpec {
     }
 }
 
-/// What [`KvCacheVariant::output`] takes.
+/// The inputs of [`KvCacheVariant::output`].
 #[derive(Debug)]
 pub struct Prepared<'a, B: OpBackend> {
     /// Prepared queries, `[batch, views · heads, queries, head_dim]`.
     pub q: Tensor<B, 4>,
-    /// Prepared keys, `[batch, views · kv_heads, keys, head_dim]`. The queries are those of the last
-    /// keys.
+    /// Prepared keys, `[batch, views · kv_heads, keys, head_dim]`; the queries belong to the last of
+    /// them.
     pub k: Tensor<B, 4>,
     /// `[batch, kv_heads, keys, value_dim]`
     pub v: Tensor<B, 4>,
@@ -49,9 +49,9 @@ pub struct Prepared<'a, B: OpBackend> {
     pub parameters: &'a [Tensor<B, 1>],
     /// The position of the first query.
     pub first: usize,
-    /// Where documents start.
+    /// Document starts, only where the queries are those of all keys.
     pub documents: DocumentStarts<B>,
-    /// What serves the call.
+    /// The path that serves the call.
     pub path: ExecPath,
 }
 

@@ -1,4 +1,4 @@
-//! Attention kinds (variants): the contract, and the registry.
+//! Attention kinds (variants): their contract and their registry.
 //!
 //! A kind is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
 //! `[model.attention]` table of a run's configuration; the layer (projections of the input, norms,
@@ -8,6 +8,7 @@
 
 pub mod blocks;
 pub mod cache;
+mod config_keys;
 #[cfg(test)]
 mod conformance;
 mod contract;
@@ -18,7 +19,6 @@ pub mod dispatch;
 pub mod entmax;
 mod flash;
 pub mod fox;
-mod keys;
 pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
@@ -45,8 +45,8 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 pub use self::contract::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, Parameter,
-    Projection, Variant, VariantSpec,
+    AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, LowRankActivation,
+    Parameter, Projection, Variant, VariantSpec,
 };
 pub use self::dispatch::{ExecPath, Kernel};
 use self::probe::{Metric, Probe};
@@ -88,10 +88,10 @@ registry::registry! {
     Rwkv7 = "rwkv7" in rwkv7;
 }
 
-/// The longest window: longer ones leave the range of positions.
+/// The longest window, in tokens.
 const MOST_TOKENS: usize = 1 << 24;
 
-/// What tables say of a registered kind.
+/// A registered kind, as tables list it.
 #[derive(Clone, Copy, Debug)]
 pub struct KindInfo {
     /// The value of `kind`.
@@ -100,7 +100,7 @@ pub struct KindInfo {
     pub source: &'static str,
     /// As [`VariantSpec::KERNELS`].
     pub kernels: &'static [Kernel],
-    /// The keys of the kind's table beside `kind`.
+    /// The configuration keys of the kind's table, without `kind`.
     pub keys: fn() -> &'static [&'static str],
 }
 

@@ -1,5 +1,5 @@
-//! What the variants with a state of constant size share: log decays that forget at the start of a
-//! document.
+//! What the variants with a constant-size state share: log decays that reset the state at the start
+//! of a document.
 
 use burn::tensor::{Bool, Int, Tensor};
 
@@ -10,8 +10,8 @@ use crate::backend::OpBackend;
 /// sum that contains it.
 const FORGET: f32 = -1e5;
 
-/// `log_decay` `[batch, heads, seq_len, channels]`, where each document's first token forgets all
-/// that came before.
+/// `log_decay` `[batch, heads, seq_len, channels]` with the first token of each document set so low that
+/// it clears the state.
 pub fn forget_at_starts<B: OpBackend>(
     log_decay: Tensor<B, 4>,
     documents: DocumentStarts<B>,

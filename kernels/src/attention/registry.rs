@@ -1,9 +1,9 @@
-//! The registry: one line a kind. It gives the configuration's enum, the calls of each kind and, in
-//! tests, the conformance suites; no other `match` on the kind exists.
+//! The registry: one line per kind. The macro generates the configuration enum, its methods and, in
+//! tests, the conformance suites. No other `match` on the kind exists.
 //!
 //! The macro is expanded in the parent module, which declares the kinds' modules. A line names the
-//! kind, its module and, where the kind has kernels for CUDA, the types they take, each of which gets
-//! a suite of tests.
+//! kind, its module and the types that its CUDA kernels take, if it has any; each type gets a suite
+//! of tests.
 
 macro_rules! registry {
     ($(
@@ -17,7 +17,7 @@ macro_rules! registry {
             $($(#[$doc])* #[serde(rename = $kind)] $name($module::Config),)+
         }
 
-        /// What decoding keeps between calls, of any kind.
+        /// The state that decoding keeps between calls, of any kind.
         #[derive(Clone, Debug)]
         pub enum AttentionState<B: OpBackend> {
             $($(#[$doc])* $name(dispatch::State<$module::Config, B>),)+
@@ -40,7 +40,7 @@ macro_rules! registry {
                     kind: $kind,
                     source: $module::Config::SOURCE,
                     kernels: $module::Config::KERNELS,
-                    keys: keys::of::<$module::Config>,
+                    keys: config_keys::of::<$module::Config>,
                 },)+
             ];
 
@@ -100,7 +100,7 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.parameters(shape),)+ }
             }
 
-            /// What serves `batch` sequences of a layer whose q, k and v would need `kernel`.
+            /// As [`ExecPath::of`].
             pub fn path(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> ExecPath {
                 match self { $(Self::$name(c) => ExecPath::of(c, kernel, shape, batch),)+ }
             }
@@ -140,7 +140,7 @@ macro_rules! registry {
             /// As [`dispatch::extend`].
             ///
             /// # Panics
-            /// When the state is another kind's, or of another path.
+            /// When the state belongs to another kind or another path.
             pub fn extend<B: OpBackend>(
                 &self,
                 shape: &AttentionShape,

@@ -1,9 +1,8 @@
-//! The rotary keys of a kind's table, for the kinds whose `Config` holds a [`Rotary`] beside its own
-//! keys.
+//! The rotary keys of a kind's table, for kinds whose `Config` holds a [`Rotary`] beside its own keys.
 //!
-//! In the table the keys of both stand together, and any other key is an error. serde's `flatten`
-//! takes no `deny_unknown_fields` that could name the keys which are allowed, so that
-//! the macro `with_rotary_keys` reads the rotary keys itself and leaves the others to the derived code.
+//! The table holds the keys of both, and any other key is an error. serde's `flatten` does not support
+//! `deny_unknown_fields`, which names the allowed keys in its error. So the macro `with_rotary_keys`
+//! reads the rotary keys itself and leaves the others to the derived code.
 
 use std::sync::OnceLock;
 
@@ -26,28 +25,28 @@ pub struct Rotary {
 }
 
 /// The keys of [`Rotary`].
-const KEYS: [&str; 3] = ["rope", "theta", "scaling"];
+const ROTARY_KEYS: [&str; 3] = ["rope", "theta", "scaling"];
 
 impl Rotary {
-    /// The defaults of a kind that rotates by default, or does not.
+    /// The defaults, with rotation on or off.
     pub fn new(rope: bool) -> Self {
         Rotary { rope, theta: 10_000.0, scaling: Scaling::None {} }
     }
 
-    /// The rotation, if there is one.
+    /// The rotation; `None` when it is off.
     pub fn rotation(&self) -> Option<Rotation> {
         let Rotary { rope, theta, scaling } = *self;
         rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
     }
 
-    /// Records what is wrong for a layer of this shape; `key` is the path of the kind's table.
+    /// Records every problem for a layer of this shape; `key` is the path of the kind's table.
     pub fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         if let Some(rotation) = self.rotation() {
             rotation.validate(key, "rope = false", shape.head_dim, problems);
         }
     }
 
-    /// With the keys that a table gave.
+    /// Replaces the values that a table gives.
     pub(super) fn with(self, given: Given) -> Self {
         Rotary {
             rope: given.rope.unwrap_or(self.rope),
@@ -57,8 +56,8 @@ impl Rotary {
     }
 }
 
-/// Implements serde's traits for a `Config` that derives both with `#[serde(remote = "Self")]`, and
-/// holds its rotary keys in `#[serde(flatten, skip_deserializing)] rotary: Rotary`.
+/// Implements serde's traits for a `Config` that derives both with `#[serde(remote = "Self")]` and
+/// has the field `#[serde(flatten, skip_deserializing)] rotary: Rotary`.
 macro_rules! with_rotary_keys {
     ($config:ty) => {
         impl serde::Serialize for $config {
@@ -81,7 +80,7 @@ macro_rules! with_rotary_keys {
 }
 pub(super) use with_rotary_keys;
 
-/// The rotary keys that a table gave.
+/// The rotary values that a table gives.
 #[derive(Default)]
 pub(super) struct Given {
     rope: Option<bool>,
@@ -89,10 +88,10 @@ pub(super) struct Given {
     scaling: Option<Scaling>,
 }
 
-/// A table, or its entries, without the rotary keys, which go to `given`.
+/// A deserializer that moves the rotary keys of a table to `given` and passes on the kind's own.
 pub(super) struct OwnKeys<'a, T> {
     inner: T,
-    /// All keys of the table, once its own are known.
+    /// All allowed keys of the table, once the kind's own are known.
     keys: &'static OnceLock<Vec<&'static str>>,
     given: &'a mut Given,
 }
@@ -112,7 +111,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for OwnKeys<'_, D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        let keys = self.keys.get_or_init(|| [fields, &KEYS[..]].concat());
+        let keys = self.keys.get_or_init(|| [fields, &ROTARY_KEYS[..]].concat());
         let visitor = OwnKeys { inner: visitor, keys: self.keys, given: self.given };
         self.inner.deserialize_struct(name, keys, visitor)
     }
@@ -169,7 +168,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for OwnKeys<'_, A> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionConfig, keys, stick_breaking, tra};
+    use crate::attention::{AttentionConfig, config_keys, stick_breaking, tra};
 
     fn read(text: &str) -> Result<AttentionConfig, String> {
         toml::from_str(text).map_err(|error: toml::de::Error| error.message().to_owned())
@@ -182,7 +181,10 @@ mod tests {
             Rotary { theta: 500.0, scaling: Scaling::Ntk { factor: 2.0 }, ..Rotary::new(true) };
         let config = tra::Config { p: 3, rotary, ..tra::Config::default() };
         assert_eq!(read(text), Ok(AttentionConfig::Tra(config)));
-        assert_eq!(keys::of::<tra::Config>(), ["p", "kappa", "beta", "rope", "theta", "scaling"]);
+        assert_eq!(
+            config_keys::of::<tra::Config>(),
+            ["p", "kappa", "beta", "rope", "theta", "scaling"]
+        );
     }
 
     #[test]

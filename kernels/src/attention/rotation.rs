@@ -1,4 +1,4 @@
-//! Rotary positions, as the variants configure them.
+//! Rotary position embeddings as the variants configure them.
 
 use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;
@@ -8,11 +8,11 @@ use super::DocumentStarts;
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::rotary::rotary;
 
-/// How rotary angles change for contexts longer than those trained on.
+/// The scaling of rotary angles for contexts longer than the trained one.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Scaling {
-    /// Not at all.
+    /// No scaling.
     None {},
     /// NTK-aware: θ ← θ · factor^(d/(d−2)), which stretches slow channels by `factor` and leaves
     /// the fastest alone (bloc97, 2023).
@@ -22,7 +22,7 @@ pub enum Scaling {
     },
 }
 
-/// q or k rotated as positions `first`, `first` + 1, …, or as it is without a rotation.
+/// Rotates q or k as positions `first`, `first` + 1, …; returns it unchanged without a rotation.
 pub fn rotate<B: OpBackend>(
     rotation: Option<Rotation>,
     x: Tensor<B, 4>,
@@ -34,7 +34,7 @@ pub fn rotate<B: OpBackend>(
     }
 }
 
-/// Rotary positions of q and k: the channel pairs (n, n + dims/2) turn by t · θ^(−2n/dims), the
+/// Rotary positions of q and k: the channel pairs (n, n + dims/2) rotate by t · θ^(−2n/dims), the
 /// half-split pairing of GPT-NeoX and Llama.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotation {
@@ -42,24 +42,24 @@ pub struct Rotation {
     pub theta: f64,
     /// Share of a head's channels that rotate, in (0, 1].
     pub fraction: f64,
-    /// Change of the angles for long contexts.
+    /// Scaling of the angles for long contexts.
     pub scaling: Scaling,
 }
 
 impl Rotation {
-    /// Of every channel, for the trained length.
+    /// A rotation of every channel, without scaling.
     pub fn new(theta: f64) -> Self {
         Rotation { theta, fraction: 1.0, scaling: Scaling::None {} }
     }
 
-    /// Channels that rotate: an even number.
+    /// The number of channels that rotate, even.
     pub fn dims(&self, head_dim: usize) -> usize {
         (head_dim as f64 * self.fraction / 2.0).round() as usize * 2
     }
 
     /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions `first`, `first` + 1, ….
     ///
-    /// Scores depend on distances alone, so packed documents need no positions of their own.
+    /// Scores depend only on distances, so packed documents need no positions of their own.
     pub fn apply<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         let dims = self.dims(x.dims()[3]);
         let theta = match self.scaling {
@@ -72,8 +72,8 @@ impl Rotation {
         rotary(x, first, theta, dims)
     }
 
-    /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions that start from 0 in every
-    /// document: for scores that depend on more than the distance.
+    /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions that restart from 0 in every
+    /// document, for scores that depend on more than the distance.
     pub fn apply_in_documents<B: OpBackend>(
         &self,
         x: Tensor<B, 4>,
@@ -108,8 +108,8 @@ impl Rotation {
         Tensor::cat(parts, 3).cast(dtype)
     }
 
-    /// Records what is wrong for heads of `head_dim` channels; `key` is the path of the variant's
-    /// table, `without` the setting there that does without rotary positions.
+    /// Records every problem for heads of `head_dim` channels; `key` is the path of the variant's
+    /// table, `without` the setting there that turns rotary positions off.
     pub fn validate(&self, key: &str, without: &str, head_dim: usize, problems: &mut Problems) {
         problems.check(
             self.theta > 1.0 && self.theta.is_finite(),

@@ -1,4 +1,4 @@
-//! Differentiation: the nodes that operations leave in burn's graph.
+//! Differentiation: the nodes of operations in burn's graph.
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -20,7 +20,7 @@ use crate::device::DeviceKind;
 #[derive(Debug)]
 struct Node<O, const N: usize>(PhantomData<O>);
 
-/// What a [`Node`] keeps between its forward and its backward pass.
+/// What a [`Node`] saves for its backward pass.
 #[derive(Clone, Debug)]
 struct Saved<O, B: Backend, const N: usize> {
     op: O,

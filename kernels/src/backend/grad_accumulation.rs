@@ -1,16 +1,16 @@
-//! Gradients of several backward passes, added up.
+//! Accumulation of gradients over several backward passes.
 //!
-//! The gradient of a batch is the sum over the backward passes of its micro-batches. An operation
-//! can add to that sum in the pass itself, as a matrix product does that writes into the sum with
-//! β = 1: no second gradient of the parameter's size, and no addition. Megatron-LM calls this
-//! gradient accumulation fusion, and the sum `main_grad`.
+//! The gradient of a batch is the sum over the backward passes of its micro-batches. An operation can add
+//! to that sum in the pass itself, as a matrix product that writes into the sum with β = 1 does: there is
+//! no second gradient of the parameter's size, and no separate addition. Megatron-LM calls this gradient
+//! accumulation fusion, and the sum `main_grad`.
 //!
-//! The sums travel with the graph. [`with_accumulated_grads`] puts a node on top of a pass's root that
-//! owns them. Its step is the first of the pass: it moves each sum into the pass's container of
-//! gradients, into the slot of its leaf. An operation's node takes a leaf's sum from there and hands
-//! it to [`Op::cuda_backward_accumulating`](super::Op::cuda_backward_accumulating). What no
-//! operation took is in its slot after the pass, for [`take_accumulated_grad`]. A pass that never
-//! runs, or is abandoned, drops its sums with its graph.
+//! The graph owns the sums. [`with_accumulated_grads`] adds a node on top of a pass's root that holds
+//! them. This node runs first: it moves each sum into the pass's gradient container, into the slot of its
+//! leaf. An operation's node takes a leaf's sum from there and passes it to
+//! [`Op::cuda_backward_accumulating`](super::Op::cuda_backward_accumulating). Sums that no operation took
+//! remain in their slots for [`take_accumulated_grad`]. A pass that never runs, or is abandoned, drops its
+//! sums with its graph.
 
 use std::sync::Arc;
 
@@ -26,17 +26,17 @@ use burn::tensor::ops::FloatTensor;
 
 use super::{primitive, tensor};
 
-/// What tells a leaf of the graph, such as a parameter, from others.
+/// The id of a leaf of the graph, such as a parameter.
 pub fn leaf_id<B: Backend>(leaf: &FloatTensor<Autodiff<B>>) -> NodeId {
     leaf.node.id
 }
 
-/// `root` with a backward pass that adds to `sums`, gradients of leaves from earlier passes: an
-/// operation that can adds to a leaf's sum in the pass, which then gives the new sum as the leaf's
-/// gradient. Sums that no operation took are there after the pass ([`take_accumulated_grad`]).
+/// `root` with a backward pass that adds to `sums`, the gradients of leaves from earlier passes. If an
+/// operation supports it, it adds to a leaf's sum in the pass, and the new sum is the leaf's gradient. Sums
+/// that no operation took remain after the pass, see [`take_accumulated_grad`].
 ///
 /// # Panics
-/// When `root` depends on no leaf that wants a gradient.
+/// When `root` depends on no leaf that requires a gradient.
 pub fn with_accumulated_grads<B: Backend>(
     root: Tensor<Autodiff<B>, 1>,
     sums: Vec<(NodeId, FloatTensor<B>)>,
@@ -56,8 +56,8 @@ pub fn take_accumulated_grad<B: Backend>(
     take::<B>(grads, slot(leaf_id::<B>(leaf)), &leaf.primitive)
 }
 
-/// Takes what is added to when an operation gives a gradient of `parent`: the sum of this pass so
-/// far, else that of earlier passes. Returns it with the place in the container that it is from.
+/// Takes the sum that an operation's gradient of `parent` can be added to: that of this pass so far, else
+/// that of earlier passes. Returns it with its id in the container.
 ///
 /// `any` is any tensor.
 pub(super) fn take_grad_accum<B: Backend>(
@@ -68,7 +68,7 @@ pub(super) fn take_grad_accum<B: Backend>(
     [parent, slot(parent)].into_iter().find_map(|id| Some((id, take::<B>(grads, id, any)?)))
 }
 
-/// The node on top of a root. Its state is the leaves' sums.
+/// The node on top of a root. Its state is the sums of the leaves.
 #[derive(Debug)]
 struct HandOver;
 
@@ -91,14 +91,14 @@ impl<B: Backend> Backward<B, 1> for HandOver {
     }
 }
 
-/// Where a pass's container keeps the sum of `leaf`. Nodes are numbered from 0 up, so this is the
-/// number of none.
+/// The id under which a pass's container holds the sum of `leaf`. Nodes are numbered from 0 up, so no node
+/// has this id.
 fn slot(leaf: NodeId) -> NodeId {
     NodeId { value: !leaf.value }
 }
 
-/// Takes the gradient of `id` from the container, which is asked by tensor: by one with the number
-/// `id`, made of `any` tensor.
+/// Takes the gradient of `id` from the container, whose interface takes a tensor: one made from `any` and
+/// given this id.
 fn take<B: Backend>(
     grads: &mut Gradients,
     id: NodeId,

@@ -1,4 +1,4 @@
-//! The operations' side of the contract: [`Op`] has a gradient, [`NoGradOp`] has none.
+//! The operations' side of the contract: [`Op`] with a gradient, [`NoGradOp`] without.
 
 use std::fmt::Debug;
 
@@ -10,13 +10,13 @@ use super::OpBackend;
 use crate::Cuda;
 use crate::cuda::CudaTensor;
 
-/// What a kernel's forward pass gives: the output, and what its backward pass will need.
+/// The result of a kernel's forward pass: the output, and the tensors saved for the backward pass.
 #[derive(Clone, Debug)]
 pub struct Forward<T> {
     /// The operation's result.
     pub output: T,
-    /// Tensors kept until the backward pass: inputs (cheap, they are shared), statistics, or
-    /// gradients already computed.
+    /// Tensors saved for the backward pass: inputs (shared, so cheap), statistics, or gradients already
+    /// computed.
     pub saved: Vec<T>,
 }
 
@@ -24,8 +24,8 @@ pub struct Forward<T> {
 ///
 /// Integer tensors (token ids, document starts) are passed beside them and have no gradient.
 pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
-    /// Whether references are made of this operation: then
-    /// [`with_reference`](super::with_reference) leaves its kernels on.
+    /// Whether references use this operation: then [`with_reference`](super::with_reference) does not turn
+    /// off its kernels.
     const PART_OF_REFERENCES: bool = false;
 
     /// The operation in plain tensor operations: short, obvious, differentiable, on any backend.
@@ -35,9 +35,9 @@ pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
         ints: &[IntTensor<B>],
     ) -> FloatTensor<B>;
 
-    /// The CPU kernel, or `None` when these inputs have none and the reference runs.
+    /// Runs the CPU kernel; `None` if there is none for these inputs, and the reference runs.
     ///
-    /// `needs` says which inputs want a gradient; with none, nothing need be saved.
+    /// `needs` says which inputs require a gradient; without any, nothing needs to be saved.
     fn cpu_forward(
         &self,
         inputs: &[FlexTensor; N],
@@ -48,7 +48,7 @@ pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
         None
     }
 
-    /// The CPU kernel's gradients of the inputs that `needs` names, from what
+    /// The CPU kernel's gradients of the inputs that `needs` selects, from the tensors that
     /// [`Op::cpu_forward`] saved.
     fn cpu_backward(
         &self,
@@ -84,11 +84,11 @@ pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
         unreachable!("{self:?} has a CUDA forward kernel but no backward kernel")
     }
 
-    /// [`Op::cuda_backward`] for an operation that adds its gradients to those that its inputs have
-    /// already: `grad_accum` holds these, from other uses of an input and, for a parameter, from
-    /// earlier passes ([`with_accumulated_grads`](super::with_accumulated_grads)).
+    /// [`Op::cuda_backward`] for an operation that can add its gradients to existing ones. `grad_accum`
+    /// holds the inputs' gradients from other uses of an input and, for a parameter, from earlier passes
+    /// ([`with_accumulated_grads`](super::with_accumulated_grads)).
     ///
-    /// An operation that adds to one takes it and returns the sum. What is left in `grad_accum` is
+    /// To add to a gradient, an operation takes it and returns the sum. Gradients left in `grad_accum` are
     /// added afterwards.
     fn cuda_backward_accumulating(
         &self,
@@ -105,11 +105,11 @@ pub trait Op<const N: usize>: Clone + Debug + Send + Sync + 'static {
 
 /// One operation without a gradient: an optimiser's update, a norm.
 ///
-/// Its tensors are handed over, so that a kernel may write into buffers that nobody else owns.
+/// It takes its tensors by value, so that a kernel can write into buffers that are not shared.
 pub trait NoGradOp {
-    /// What it takes, of a device's tensors `T`.
+    /// The inputs, of a device's tensors `T`.
     type Inputs<T>;
-    /// What it gives.
+    /// The outputs.
     type Outputs<T>;
 
     /// The operation in plain tensor operations, on any backend.
@@ -118,7 +118,7 @@ pub trait NoGradOp {
         inputs: Self::Inputs<FloatTensor<B>>,
     ) -> Self::Outputs<FloatTensor<B>>;
 
-    /// The CPU kernel; the reference where there is none.
+    /// Runs the CPU kernel, or the reference if there is none.
     fn cpu(&self, inputs: Self::Inputs<FlexTensor>) -> Self::Outputs<FlexTensor> {
         self.reference::<Flex>(inputs)
     }

@@ -15,10 +15,10 @@ use crate::device::DeviceKind;
 
 /// A burn backend that runs Longwall's operations.
 pub trait OpBackend: Backend {
-    /// What its devices are.
+    /// The kind of its devices.
     fn device_kind() -> DeviceKind;
 
-    /// Runs `op`: its kernel on this device, or its reference where there is none.
+    /// Runs `op`: its kernel on this device, or its reference if there is none.
     fn run<O: Op<N>, const N: usize>(
         op: &O,
         inputs: [FloatTensor<Self>; N],
@@ -42,8 +42,7 @@ pub trait OpBackend: Backend {
         Some(forward.output)
     }
 
-    /// Runs `op`, which has no gradient: its kernel on this device, or its reference where there is
-    /// none.
+    /// Runs `op`, which has no gradient: its kernel on this device, or its reference if there is none.
     fn run_no_grad<O: NoGradOp>(
         op: &O,
         inputs: O::Inputs<FloatTensor<Self>>,
@@ -51,12 +50,13 @@ pub trait OpBackend: Backend {
         op.reference::<Self>(inputs)
     }
 
-    /// `x` in f32. The gradient of a parameter stays f32, that of an activation becomes of its type.
+    /// `x` in f32. In the backward pass, a parameter's gradient stays f32, an activation's is cast to its
+    /// type.
     fn to_f32(x: FloatTensor<Self>) -> FloatTensor<Self> {
         if x.dtype() == DType::BF16 { Self::float_cast(x, FloatDType::F32) } else { x }
     }
 
-    /// The device's kernel for `op`, if it has one for these inputs.
+    /// The forward pass of the device's kernel for `op`, if it has one for these inputs.
     fn forward<O: Op<N>, const N: usize>(
         op: &O,
         inputs: &[FloatTensor<Self>; N],
@@ -64,7 +64,7 @@ pub trait OpBackend: Backend {
         needs: [bool; N],
     ) -> Option<Forward<FloatTensor<Self>>>;
 
-    /// The gradients of the kernel that [`OpBackend::forward`] ran; `grad_accum` as in
+    /// The backward pass of the kernel that [`OpBackend::forward`] ran; `grad_accum` as in
     /// [`Op::cuda_backward_accumulating`].
     fn backward<O: Op<N>, const N: usize>(
         op: &O,
@@ -75,21 +75,21 @@ pub trait OpBackend: Backend {
         grad_accum: &mut [Option<FloatTensor<Self>>; N],
     ) -> [Option<FloatTensor<Self>>; N];
 
-    /// The first `len` elements of dimension `dim`: a view, where the device would copy a slice.
+    /// The first `len` elements of dimension `dim`; a view even where the device's slice would copy.
     fn leading(x: FloatTensor<Self>, dim: usize, len: usize) -> FloatTensor<Self> {
         let range = |d: usize, size: usize| Slice::from(0..if d == dim { len } else { size });
         let ranges: Vec<_> = x.shape().iter().enumerate().map(|(d, &n)| range(d, n)).collect();
         Self::float_slice(x, &ranges)
     }
 
-    /// `x` for work that has its own form on CUDA, as decoding has, which changes what it keeps in
-    /// place: `None` on other devices, and under [`with_reference`](super::with_reference).
+    /// `x` as a CUDA tensor, for code specific to CUDA such as decoding, which updates its cache in place.
+    /// `None` on other devices, and under [`with_reference`](super::with_reference).
     fn into_cuda(x: FloatTensor<Self>) -> Option<CudaTensor> {
         let _ = x;
         None
     }
 
-    /// What [`OpBackend::into_cuda`] gave, or work on it.
+    /// The inverse of [`OpBackend::into_cuda`].
     ///
     /// # Panics
     /// On other devices.

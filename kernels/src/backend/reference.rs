@@ -1,11 +1,10 @@
 //! References in place of kernels: the one switch, [`with_reference`].
 //!
-//! An operation runs the device's kernel where there is one for its inputs, else its reference. Under
-//! [`with_reference`] every operation of the thread runs its reference, and
-//! [`OpBackend::into_cuda`] gives `None`, so that work with a form of its own on CUDA takes the form
-//! that it has elsewhere. Operations that references are made of keep their kernels
-//! ([`Op::PART_OF_REFERENCES`]). Devices ask [`kernels_allowed`] before they run a kernel; nothing
-//! else depends on the switch.
+//! An operation runs the device's kernel if there is one for its inputs, else its reference. Under
+//! [`with_reference`] every operation of the thread runs its reference, and [`OpBackend::into_cuda`]
+//! returns `None`, so that code specific to CUDA takes the general path. Operations that references use
+//! keep their kernels ([`Op::PART_OF_REFERENCES`]). Devices check [`kernels_allowed`] before they run a
+//! kernel; nothing else depends on the switch.
 
 use std::cell::Cell;
 
@@ -18,8 +17,8 @@ thread_local! {
     static REFERENCES_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `f` with every operation of this thread taking its reference, on any device: the slow and
-/// obvious path that kernels are compared with. A panic in `f` turns kernels on again.
+/// Runs `f` with every operation of this thread running its reference, on any device: the slow, obvious
+/// path that kernels are compared with. Kernels are re-enabled afterwards, also if `f` panics.
 pub fn with_reference<T>(f: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {
@@ -36,8 +35,7 @@ pub(crate) fn kernels_allowed() -> bool {
     !REFERENCES_ONLY.get()
 }
 
-/// Runs the reference of `op`, which computes in f32 where inputs are bf16; the result is of the first
-/// input's type.
+/// Runs the reference of `op`, in f32 if inputs are bf16; the result has the first input's type.
 pub(super) fn run_reference<B: OpBackend, O: Op<N>, const N: usize>(
     op: &O,
     inputs: [FloatTensor<B>; N],

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-/// One factor of a product: elements `data[row * row_stride + col * col_stride]`.
+/// A strided matrix with the elements `data[row * row_stride + col * col_stride]`.
 #[derive(Clone, Copy)]
 pub struct Mat<'a> {
     data: &'a [f32],
@@ -13,7 +13,7 @@ pub struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// A row-major matrix whose rows lie `row_stride` elements apart.
+    /// A row-major matrix with the stride `row_stride` between rows, in elements.
     pub fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
         let mat = Mat { data, rows, cols, row_stride, col_stride: 1 };
         mat.check();
@@ -47,12 +47,12 @@ impl<'a> Mat<'a> {
     }
 }
 
-/// `dst = beta * dst + alpha * a · b`, where `dst` is row-major with rows `stride` elements apart.
+/// `dst = beta * dst + alpha * a · b`, where `dst` is row-major with `stride` elements between rows.
 ///
 /// With `beta` 0, `dst` is not read. Runs on the calling thread.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn gemm(dst: &mut [f32], stride: usize, alpha: f32, a: Mat, b: Mat, beta: f32) {
     assert_eq!(a.cols, b.rows, "inner sizes of a matrix product");
     let (m, n, k) = (a.rows, b.cols, a.cols);
@@ -89,14 +89,14 @@ pub fn gemm(dst: &mut [f32], stride: usize, alpha: f32, a: Mat, b: Mat, beta: f3
     }
 }
 
-/// `a · b` on all threads, row-major, split by rows of the result.
+/// `a · b` on all threads, row-major, parallel over rows of the result.
 pub fn matmul(a: Mat, b: Mat) -> Vec<f32> {
     let mut dst = super::buffer(a.rows * b.cols);
     matmul_into(&mut dst, a, b, 0.0);
     dst
 }
 
-/// `dst = beta * dst + a · b` on all threads, `dst` row-major without gaps.
+/// `dst = beta * dst + a · b` on all threads, with a contiguous row-major `dst`.
 pub fn matmul_into(dst: &mut [f32], a: Mat, b: Mat, beta: f32) {
     let (m, n) = (a.rows, b.cols);
     if m == 0 || n == 0 {

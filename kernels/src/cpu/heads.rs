@@ -1,6 +1,6 @@
-//! Views of `[batch, heads, seq_len, head_dim]` tensors whose memory is often
-//! `[batch, seq_len, heads, head_dim]`, as projections leave it: kernels read and write it in
-//! place, without transposing copies.
+//! Views of `[batch, heads, seq_len, head_dim]` tensors in the memory order
+//! `[batch, seq_len, heads, head_dim]` of the projections: kernels read and write them without transposing
+//! copies.
 
 use std::borrow::Cow;
 use std::marker::PhantomData;
@@ -10,7 +10,7 @@ use burn_flex::FlexTensor;
 use super::gemm::Mat;
 use super::{dims, from_vec_strided};
 
-/// A tensor to read head by head.
+/// A tensor that is read head by head.
 pub struct HeadView<'a> {
     tensor: Cow<'a, FlexTensor>,
     head_dim: usize,
@@ -19,10 +19,10 @@ pub struct HeadView<'a> {
 }
 
 impl<'a> HeadView<'a> {
-    /// A view of a 4-dimensional f32 tensor; copied only where a head's channels are not adjacent.
+    /// A view of a 4-dimensional f32 tensor; copied only if a head's channels are not adjacent.
     ///
     /// # Panics
-    /// When the tensor has not 4 dimensions.
+    /// When the tensor does not have 4 dimensions.
     pub fn new(tensor: &'a FlexTensor) -> Self {
         let strides = tensor.layout().strides();
         let usable = strides[3] == 1 && strides.iter().all(|&s| s >= 0);
@@ -53,7 +53,7 @@ impl<'a> HeadView<'a> {
     }
 }
 
-/// A result in `[batch, seq_len, heads, head_dim]` memory that tasks write head by head.
+/// An output in `[batch, seq_len, heads, head_dim]` memory that parallel tasks write head by head.
 pub struct HeadsOut {
     data: *mut f32,
     shape: [usize; 4],
@@ -65,7 +65,7 @@ pub struct HeadsOut {
 unsafe impl Sync for HeadsOut {}
 
 impl HeadsOut {
-    /// A buffer of zeros for a tensor of shape `[batch, heads, seq_len, head_dim]`.
+    /// A zero-filled buffer for a tensor of shape `[batch, heads, seq_len, head_dim]`.
     pub fn new(batch: usize, heads: usize, seq_len: usize, head_dim: usize) -> Self {
         let data = vec![0.0; batch * heads * seq_len * head_dim].into_boxed_slice();
         let data = Box::into_raw(data).cast();
@@ -75,10 +75,10 @@ impl HeadsOut {
     /// Writes rows `first..` of one head.
     ///
     /// # Safety
-    /// Calls at the same time must write different rows or heads.
+    /// Concurrent calls must write different rows or heads.
     ///
     /// # Panics
-    /// When the rows lie outside the tensor.
+    /// When the rows are outside the tensor.
     pub unsafe fn write(&self, batch: usize, head: usize, first: usize, rows: &[f32]) {
         let [batches, heads, seq_len, head_dim] = self.shape;
         let count = rows.len() / head_dim;

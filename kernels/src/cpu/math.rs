@@ -1,6 +1,6 @@
 //! Elementary functions without branches or library calls, so that loops over them vectorise.
 //!
-//! Errors are a few units in the last place of f32; a NaN stays a NaN.
+//! Errors are a few units in the last place of f32; NaN propagates.
 
 /// a · b + c: one instruction where the target has it, never a library call.
 #[inline(always)]
@@ -133,7 +133,7 @@ pub fn add_to(y: &mut [f32], x: &[f32]) {
     }
 }
 
-/// The largest element, −∞ for none; a NaN is passed over (it shows in the sum that follows).
+/// The largest element, −∞ for an empty slice; ignores NaN (the sum that follows propagates it).
 pub fn max(x: &[f32]) -> f32 {
     reduce([x], f32::NEG_INFINITY, |a, [x]| if x > a { x } else { a }, f32::max)
 }

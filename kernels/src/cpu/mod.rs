@@ -8,7 +8,7 @@ pub mod rows;
 use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 
-/// `tensor` with its elements in row-major order, without gaps; free when it is so already.
+/// `tensor` itself if it is contiguous, else a contiguous copy.
 pub fn contiguous(tensor: &FlexTensor) -> FlexTensor {
     if tensor.is_contiguous() { tensor.clone() } else { tensor.to_contiguous() }
 }
@@ -44,7 +44,7 @@ pub fn dims(tensor: &FlexTensor) -> Vec<usize> {
 /// A contiguous tensor from its elements.
 ///
 /// # Panics
-/// When the number of elements is not the shape's.
+/// When the number of elements does not match the shape.
 pub fn from_vec(data: Vec<f32>, shape: &[usize]) -> FlexTensor {
     let shape = Shape::from(shape.to_vec());
     assert_eq!(data.len(), shape.num_elements(), "elements of a tensor of shape {shape:?}");
@@ -59,8 +59,7 @@ pub fn from_vec_strided(data: Vec<f32>, shape: &[usize], strides: &[usize]) -> F
     FlexTensor::new(Bytes::from_elems(data), Layout::new(shape, strides, 0), DType::F32)
 }
 
-/// The elements of an f32 tensor in the order of its memory, or `None` where it has gaps or
-/// repeats.
+/// The elements of an f32 tensor in memory order, or `None` if its memory has gaps or repeats.
 pub fn dense(tensor: &FlexTensor) -> Option<&[f32]> {
     let layout = tensor.layout();
     let shape = layout.shape().to_vec();
@@ -99,16 +98,15 @@ pub fn sum_in_order(parts: &[Vec<f32>]) -> Vec<f32> {
     total
 }
 
-/// A buffer of `len` elements whose content the caller overwrites completely.
+/// A buffer of `len` elements that the caller overwrites completely.
 pub fn buffer(len: usize) -> Vec<f32> {
-    // Zeroed memory from the allocator: fresh pages cost nothing extra, and no read of
-    // uninitialised memory is possible.
+    // Zeroed by the allocator: fresh pages cost nothing extra, and uninitialised memory is never read.
     vec![0.0; len]
 }
 
 /// Rows per parallel task, so that a task has at least `elements` elements of work.
 ///
-/// Depends on the sizes alone, never on the number of threads: sums over tasks have one order.
+/// Depends only on the sizes, not on the number of threads, so that the order of sums over tasks is fixed.
 pub fn rows_per_task(row: usize, elements: usize) -> usize {
     elements.div_ceil(row.max(1)).max(1)
 }

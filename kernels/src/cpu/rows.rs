@@ -1,14 +1,14 @@
-//! Tensors read row by row in the order of their memory.
+//! Tensors read row by row in memory order.
 //!
-//! Heads come as `[batch, heads, seq_len, head_dim]` views of `[batch, seq_len, heads, head_dim]`
-//! memory. A kernel that works on one row (last dimension) at a time needs no copy of them, and
-//! its result keeps their order, so that swapping the dimensions back costs nothing either.
+//! Heads are `[batch, heads, seq_len, head_dim]` views of `[batch, seq_len, heads, head_dim]` memory. A
+//! kernel that works on one row (last dimension) at a time needs no copy of them. Its result keeps their
+//! memory order, so that swapping the dimensions back is free.
 
 use burn_flex::FlexTensor;
 
 use super::{contiguous, dims, from_vec_strided};
 
-/// `tensor` with adjacent elements in each row; copied only where they are not adjacent already.
+/// `tensor` with adjacent elements in each row; copied only if needed.
 pub fn with_whole_rows(tensor: &FlexTensor) -> FlexTensor {
     let last = tensor.layout().num_dims() - 1;
     if tensor.layout().strides()[last] == 1 { tensor.clone() } else { contiguous(tensor) }
@@ -22,11 +22,11 @@ pub struct RowOrder {
 }
 
 impl RowOrder {
-    /// The order of the rows of `tensor` in memory.
+    /// The memory order of the rows of `tensor`.
     pub fn of(tensor: &FlexTensor) -> Self {
         let shape = dims(tensor);
         let strides = tensor.layout().strides();
-        // A dimension of size 1 has no place in memory, whatever its stride.
+        // The stride of a dimension of size 1 is meaningless.
         let (unit, mut wide): (Vec<_>, Vec<_>) =
             (0..shape.len() - 1).partition(|&dim| shape[dim] == 1);
         wide.sort_by_key(|&dim| std::cmp::Reverse(strides[dim]));
@@ -40,7 +40,7 @@ impl RowOrder {
         self.order.iter().map(|&dim| self.shape[dim]).product()
     }
 
-    /// Elements of a row.
+    /// Elements per row.
     pub fn width(&self) -> usize {
         self.shape[self.order.len()]
     }
@@ -54,10 +54,10 @@ impl RowOrder {
         move |row| row / inner % size
     }
 
-    /// The rows of a tensor that [`with_whole_rows`] gave, numbered in this order.
+    /// The rows of a tensor from [`with_whole_rows`], numbered in this order.
     ///
     /// # Panics
-    /// When its shape is another, or a row's elements are not adjacent.
+    /// When its shape differs, or a row's elements are not adjacent.
     pub fn view<'a>(&self, tensor: &'a FlexTensor) -> RowView<'a> {
         assert_eq!(dims(tensor), self.shape, "shapes of tensors read together");
         let strides = tensor.layout().strides();
@@ -66,7 +66,7 @@ impl RowOrder {
         for &dim in self.order.iter().filter(|&&dim| self.shape[dim] != 1) {
             let (size, stride) = (self.shape[dim], strides[dim]);
             match steps.last_mut() {
-                // The outer step goes on where the inner one ends: one step for both.
+                // The outer loop continues where the inner one ends: merge both.
                 Some(outer) if outer.1 == size as isize * stride => {
                     *outer = (outer.0 * size, stride)
                 }
@@ -99,9 +99,9 @@ pub struct RowView<'a> {
     data: &'a [f32],
     width: usize,
     start: isize,
-    /// Stride of the outermost step.
+    /// Stride of the outermost loop.
     outer: isize,
-    /// Size and stride of the other steps, innermost first; empty for memory without gaps.
+    /// Sizes and strides of the other loops, innermost first; empty for contiguous memory.
     inner: Vec<(usize, isize)>,
 }
 

@@ -1,11 +1,11 @@
 //! Matrix products on CUDA by cuBLASLt.
 //!
-//! f32 products are computed in f32, those of linear layers in TF32 where [`allow_tf32`] says so; bf16
-//! products accumulate in f32. Equal inputs give equal bits.
+//! f32 products are computed in f32, those of linear layers in TF32 after [`allow_tf32`]; bf16 products
+//! accumulate in f32. Equal inputs give equal bits.
 //!
-//! cubecl keeps its stream private, so products run on a stream of their own between two events:
-//! it waits for all work that was issued to the context before, and what is issued to the context
-//! later waits for it. Buffers may therefore be reused as soon as [`matmul`] returns.
+//! cubecl's stream is private, so products run on their own stream between two events: the stream waits
+//! for all work issued to the context before, and later work in the context waits for the stream. Buffers
+//! can therefore be reused as soon as [`matmul`] returns.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
@@ -24,17 +24,17 @@ use super::{CudaTensor, empty};
 /// Bytes of scratch memory, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
-/// Plans kept. Decoding makes new ones at every token, so there is no end to them.
+/// Most cached plans. The cache must be bounded, because decoding makes new plans at every token.
 const MOST_PLANS: usize = 4096;
 
-/// What cuBLASLt assumes of an address unless told otherwise.
+/// The alignment in bytes that cuBLASLt assumes by default.
 const BEST_ALIGNMENT: u64 = 256;
 
 /// Whether linear layers may round f32 factors to TF32.
 static TF32: AtomicBool = AtomicBool::new(false);
 
-/// Lets the linear layers of this process multiply f32 factors as TF32, with 10 bits of mantissa
-/// instead of 23, on tensor cores. Off at first. Other products, [`matmul`]'s, stay exact.
+/// Whether the linear layers of this process round f32 factors to TF32, with 10 bits of mantissa instead
+/// of 23, to use tensor cores. Off by default. [`matmul`] stays in f32.
 pub fn allow_tf32(allow: bool) {
     TF32.store(allow, Ordering::Relaxed);
 }
@@ -47,35 +47,35 @@ pub fn allow_tf32(allow: bool) {
 /// Returns `[…, m, n]`, contiguous, of the inputs' type: f32, bf16 or f64.
 ///
 /// # Panics
-/// When the sizes or types do not fit, or cuBLASLt fails.
+/// When the sizes or types do not match, or cuBLASLt fails.
 pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     let dtype = a.dtype;
     run(a, b, dtype, Epilogue::None, false)
 }
 
-/// As [`matmul`], with a result in f32 of inputs in f32 or bf16.
+/// As [`matmul`], for inputs in f32 or bf16 and with a result in f32.
 pub fn matmul_f32(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     run(a, b, DType::F32, Epilogue::None, false)
 }
 
-/// What is done to a product before it is written.
+/// The epilogue of a product.
 pub enum Epilogue {
-    /// Nothing.
+    /// No epilogue.
     None,
-    /// A tensor of the product's shape is added in f32, though some of cuBLASLt's algorithms for small
-    /// bf16 products round the product first. Its buffer takes the result where nobody else owns it.
+    /// Adds a tensor of the product's shape in f32 (some of cuBLASLt's algorithms for small bf16 products
+    /// round the product first). The result is written to its buffer unless that is shared.
     Add(CudaTensor),
-    /// A vector of n elements is added to each row.
+    /// Adds a vector of n elements to each row.
     Bias(CudaTensor),
-    /// GELU in its tanh form; the product itself is written to this contiguous tensor too.
+    /// Applies GELU in its tanh form, and writes its argument, the product, to this contiguous tensor.
     Gelu(CudaTensor),
 }
 
 /// A linear layer's a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is
-/// of type `dtype`: the inputs' own, or f32 of bf16 inputs.
+/// of type `dtype`: the inputs' own, or f32 for bf16 inputs.
 ///
 /// # Panics
-/// When the sizes or types do not fit, or cuBLASLt fails.
+/// When the sizes or types do not match, or cuBLASLt fails.
 pub fn product(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue) -> CudaTensor {
     run(a, b, dtype, epilogue, TF32.load(Ordering::Relaxed))
 }
@@ -91,9 +91,9 @@ fn run(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue, tf32: boo
     assert_eq!(a.device, b.device, "devices of the factors");
     shape[rank - 1] = sb[rank - 1];
     let index = a.device.index;
-    let (a, b) = (Factor::new(a), Factor::new(b));
+    let (a, b) = (Operand::new(a), Operand::new(b));
     let (out, extra) = match epilogue {
-        Epilogue::None => (empty(&a.tensor, &shape, dtype), Extra::None),
+        Epilogue::None => (empty(&a.tensor, &shape, dtype), EpilogueTensor::None),
         Epilogue::Add(term) => {
             assert_eq!(
                 (term.meta.shape().to_vec(), term.dtype),
@@ -103,68 +103,68 @@ fn run(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue, tf32: boo
             let term = into_contiguous(term);
             let own = term.can_mut();
             let out = if own { term.clone() } else { empty(&a.tensor, &shape, dtype) };
-            (out, Extra::Add(term))
+            (out, EpilogueTensor::Add(term))
         }
         Epilogue::Bias(bias) => {
             assert_eq!(bias.meta.shape().to_vec(), shape[rank - 1..], "the bias");
             let bias = into_contiguous(cast(bias, dtype));
-            (empty(&a.tensor, &shape, dtype), Extra::Vector(bias))
+            (empty(&a.tensor, &shape, dtype), EpilogueTensor::Vector(bias))
         }
-        Epilogue::Gelu(aux) => (empty(&a.tensor, &shape, dtype), Extra::Gelu(aux)),
+        Epilogue::Gelu(aux) => (empty(&a.tensor, &shape, dtype), EpilogueTensor::Gelu(aux)),
     };
-    if let Extra::Gelu(aux) = &extra {
+    if let EpilogueTensor::Gelu(aux) = &extra {
         assert_eq!((aux.meta.shape().to_vec(), aux.dtype), (shape, dtype), "GELU's argument");
         assert!(aux.is_contiguous(), "GELU's argument has gaps");
     }
-    // A product that failed has changed nothing that the next one uses.
+    // A failed product leaves nothing behind that the next one uses.
     let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
     let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
-    blas.run(&a, &b, &Factor::new(out.clone()), &extra, tf32);
+    blas.run(&a, &b, &Operand::new(out.clone()), &extra, tf32);
     out
 }
 
-/// An [`Epilogue`] with its tensor in place.
-enum Extra {
+/// The tensor of an [`Epilogue`], checked.
+enum EpilogueTensor {
     None,
     Add(CudaTensor),
     Vector(CudaTensor),
     Gelu(CudaTensor),
 }
 
-impl Extra {
+impl EpilogueTensor {
     fn tensor(&self) -> Option<&CudaTensor> {
         match self {
-            Extra::None => None,
-            Extra::Add(x) | Extra::Vector(x) | Extra::Gelu(x) => Some(x),
+            EpilogueTensor::None => None,
+            EpilogueTensor::Add(x) | EpilogueTensor::Vector(x) | EpilogueTensor::Gelu(x) => Some(x),
         }
     }
 
-    /// The epilogue as cuBLASLt names it; none for a sum, which is a factor's.
+    /// cuBLASLt's epilogue; `None` for a sum, which is operand C.
     fn kind(&self) -> Option<lt_sys::cublasLtEpilogue_t> {
         use lt_sys::cublasLtEpilogue_t as Kind;
         match self {
-            Extra::None | Extra::Add(_) => None,
-            Extra::Vector(_) => Some(Kind::CUBLASLT_EPILOGUE_BIAS),
-            Extra::Gelu(_) => Some(Kind::CUBLASLT_EPILOGUE_GELU_AUX),
+            EpilogueTensor::None | EpilogueTensor::Add(_) => None,
+            EpilogueTensor::Vector(_) => Some(Kind::CUBLASLT_EPILOGUE_BIAS),
+            EpilogueTensor::Gelu(_) => Some(Kind::CUBLASLT_EPILOGUE_GELU_AUX),
         }
     }
 }
 
-/// How a batch of matrices lies in memory.
+/// The memory layout of a batch of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Layout {
     rows: u64,
     columns: u64,
-    /// Elements from one row to the next or, where `by_columns`, from one column to the next.
+    /// The stride between rows or, if `by_columns`, between columns, in elements.
     leading: i64,
-    /// Whether a column, not a row, is contiguous.
+    /// Whether columns, rather than rows, are contiguous.
     by_columns: bool,
     batch: i32,
     batch_stride: i64,
 }
 
 impl Layout {
-    /// The layout of a tensor, or `None` where no single one describes it.
+    /// The layout of a tensor, or `None` if no single one describes it.
     fn of(shape: &[usize], strides: &[usize]) -> Option<Self> {
         let outer = shape.len() - 2;
         let (rows, columns) = (shape[outer], shape[outer + 1]);
@@ -199,39 +199,39 @@ impl Layout {
     }
 }
 
-/// A tensor that cuBLASLt can read or write as it lies.
-struct Factor {
+/// A tensor that cuBLASLt can read or write without a copy.
+struct Operand {
     tensor: CudaTensor,
     layout: Layout,
 }
 
-impl Factor {
+impl Operand {
     fn new(tensor: CudaTensor) -> Self {
         let layout = |x: &CudaTensor| Layout::of(x.meta.shape(), x.meta.strides());
         if let Some(layout) = layout(&tensor) {
-            return Factor { tensor, layout };
+            return Operand { tensor, layout };
         }
         let tensor = into_contiguous(tensor);
         let layout = layout(&tensor).expect("contiguous matrices have a layout");
-        Factor { tensor, layout }
+        Operand { tensor, layout }
     }
 }
 
-/// What a plan depends on.
+/// The key of a cached plan.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    /// Of a, b and the product.
+struct PlanKey {
+    /// The layouts of a, b and the product.
     layouts: [Layout; 3],
-    /// Of their addresses and that of the epilogue's tensor, as powers of two.
+    /// The alignments of their addresses and of the epilogue's tensor, as log₂ of bytes.
     alignments: [u32; 4],
-    /// Of the factors and of the product.
+    /// The types of the factors and of the product.
     types: [DType; 2],
     /// Whether f32 factors are rounded to TF32.
     tf32: bool,
     epilogue: Option<lt_sys::cublasLtEpilogue_t>,
 }
 
-/// One product, ready to run: cuBLASLt's descriptions of it and the algorithm it chose.
+/// A product ready to run: cuBLASLt's descriptors and the algorithm it chose.
 struct Plan {
     description: lt_sys::cublasLtMatmulDesc_t,
     layouts: [lt_sys::cublasLtMatrixLayout_t; 3],
@@ -246,10 +246,10 @@ struct Blas {
     before: cu::CUevent,
     after: cu::CUevent,
     workspace: cu::CUdeviceptr,
-    plans: HashMap<Key, Plan>,
+    plans: HashMap<PlanKey, Plan>,
 }
 
-/// One entry for each device used; they live as long as the process.
+/// One entry per device used, for the lifetime of the process.
 static BLAS: Mutex<BTreeMap<usize, Blas>> = Mutex::new(BTreeMap::new());
 
 // SAFETY: the pointers are CUDA's and cuBLASLt's own objects, usable from any thread; the mutex
@@ -264,8 +264,8 @@ impl Blas {
     fn new(index: i32) -> Self {
         let (mut device, mut context, mut stream) = (0, null_mut(), null_mut());
         let (mut before, mut after, mut workspace) = (null_mut(), null_mut(), 0);
-        // SAFETY: every pointer given is to a local of the type asked for; the context, the
-        // device's primary one which cubecl uses too, is never released.
+        // SAFETY: every pointer is to a local of the required type; the context, the device's primary
+        // one, which cubecl also uses, is never released.
         unsafe {
             check("cuInit", cu::cuInit(0));
             check("cuDeviceGet", cu::cuDeviceGet(&mut device, index));
@@ -282,11 +282,11 @@ impl Blas {
         Blas { context, handle, stream, before, after, workspace, plans: HashMap::new() }
     }
 
-    fn run(&mut self, a: &Factor, b: &Factor, out: &Factor, extra: &Extra, tf32: bool) {
-        let factors = [a, b, out];
-        // Blocks until the work that writes these buffers is issued. Held until the end: the
-        // buffers stay reserved.
-        let resources = factors.map(|x| {
+    fn run(&mut self, a: &Operand, b: &Operand, out: &Operand, extra: &EpilogueTensor, tf32: bool) {
+        let operands = [a, b, out];
+        // Blocks until the work that writes these buffers is issued. Kept until the end, so that the
+        // buffers stay allocated.
+        let resources = operands.map(|x| {
             let resource = x.tensor.client.get_resource(x.tensor.handle.clone());
             resource.expect("the buffer exists")
         });
@@ -296,14 +296,14 @@ impl Blas {
             resource.expect("the buffer exists")
         });
         let extra_at = extra_resource.as_ref().map_or(0, |x| x.resource().ptr);
-        // Of every matrix of the batch, not of the first alone.
+        // The alignment of every matrix of the batch, not only of the first.
         let align = |address: u64| address.trailing_zeros().min(BEST_ALIGNMENT.ilog2());
         let [of_a, of_b, of_out] = [0, 1, 2].map(|i| {
-            let Factor { tensor, layout } = factors[i];
+            let Operand { tensor, layout } = operands[i];
             align(at[i] | (layout.batch_stride as u64 * tensor.dtype.size() as u64))
         });
-        let key = Key {
-            layouts: factors.map(|x| x.layout),
+        let key = PlanKey {
+            layouts: operands.map(|x| x.layout),
             alignments: [of_a, of_b, of_out, align(extra_at)],
             types: [a.tensor.dtype, out.tensor.dtype],
             tf32: tf32 && a.tensor.dtype == DType::F32,
@@ -316,7 +316,7 @@ impl Blas {
         let plan = self.plans.entry(key.clone()).or_insert_with(|| Plan::new(handle, &key));
         plan.set_extra(extra, extra_at);
         let scale = Scale::new(a.tensor.dtype);
-        let adds = matches!(extra, Extra::Add(_));
+        let adds = matches!(extra, EpilogueTensor::Add(_));
         let (factor, term) = if adds { (scale.one(), extra_at) } else { (scale.zero(), at[2]) };
         // SAFETY: addresses and layouts describe buffers that `resources` keeps alive until the
         // last wait is issued; the workspace is used on this one stream only.
@@ -324,7 +324,7 @@ impl Blas {
             check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
             check("cuCtxRecordEvent", cu::cuCtxRecordEvent(self.context, self.before));
             check("cuStreamWaitEvent", cu::cuStreamWaitEvent(self.stream, self.before, 0));
-            // Row by row, the product is that of the transposes in cuBLASLt's column order.
+            // In cuBLASLt's column order, row-major operands are their transposes: cᵀ = bᵀ aᵀ.
             lt::matmul(
                 self.handle,
                 plan.description,
@@ -350,7 +350,7 @@ impl Blas {
     }
 }
 
-/// The factors 1 and 0 in the type that a product is scaled in.
+/// The scales α and β, 1 and 0, in the scale type of a product.
 enum Scale {
     F32([f32; 2]),
     F64([f64; 2]),
@@ -379,8 +379,8 @@ impl Scale {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: made by `Plan::new` and destroyed once. cuBLASLt reads them only while a product
-        // is issued.
+        // SAFETY: made by `Plan::new` and destroyed once. cuBLASLt reads them only while it issues a
+        // product.
         unsafe {
             let _ = lt::destroy_matmul_desc(self.description);
             for layout in self.layouts {
@@ -391,16 +391,16 @@ impl Drop for Plan {
 }
 
 impl Plan {
-    fn new(handle: lt_sys::cublasLtHandle_t, key: &Key) -> Self {
-        let Key { layouts, alignments, types: [factors, result], tf32, epilogue } = key;
-        let (_, mut compute, scale) = types(*factors);
+    fn new(handle: lt_sys::cublasLtHandle_t, key: &PlanKey) -> Self {
+        let PlanKey { layouts, alignments, types: [operands, result], tf32, epilogue } = key;
+        let (_, mut compute, scale) = types(*operands);
         if *tf32 {
             compute = lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32;
         }
         let [a, b, _] = layouts;
         let description = lt::create_matmul_desc(compute, scale).expect("a product's description");
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
-        // Factors change places, see `Blas::run`.
+        // The operands are swapped, see `Blas::run`.
         for (attribute, layout) in [
             (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
             (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
@@ -421,7 +421,7 @@ impl Plan {
             }
             .expect("cuBLASLt knows the attribute");
         }
-        let data = [factors, factors, result].map(|dtype| types(*dtype).0);
+        let data = [operands, operands, result].map(|dtype| types(*dtype).0);
         let layouts = [0, 1, 2].map(|i| matrix_layout(&layouts[i], data[i]));
         let preference = preference(alignments);
         let [la, lb, lc] = layouts;
@@ -439,8 +439,8 @@ impl Plan {
 }
 
 impl Plan {
-    /// Points the epilogue to its tensor, which is a vector or contiguous.
-    fn set_extra(&self, extra: &Extra, at: cu::CUdeviceptr) {
+    /// Sets the pointer to the epilogue's tensor, which is a vector or contiguous.
+    fn set_extra(&self, extra: &EpilogueTensor, at: cu::CUdeviceptr) {
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
         let set = |attribute, value: *const c_void| {
             // SAFETY: both attributes that are set here are 64-bit numbers.
@@ -448,9 +448,11 @@ impl Plan {
                 .expect("cuBLASLt knows the attribute");
         };
         match extra {
-            Extra::None | Extra::Add(_) => {}
-            Extra::Vector(_) => set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(&at)),
-            Extra::Gelu(aux) => {
+            EpilogueTensor::None | EpilogueTensor::Add(_) => {}
+            EpilogueTensor::Vector(_) => {
+                set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(&at))
+            }
+            EpilogueTensor::Gelu(aux) => {
                 let columns = *aux.meta.shape().last().expect("a matrix") as i64;
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, address(&at));
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, address(&columns));
@@ -459,7 +461,7 @@ impl Plan {
     }
 }
 
-/// The types of the elements, of the sums and of the factors of a product.
+/// The data, compute and scale types of a product.
 fn types(
     dtype: DType,
 ) -> (lt_sys::cudaDataType, lt_sys::cublasComputeType_t, lt_sys::cudaDataType) {
@@ -473,8 +475,8 @@ fn types(
     }
 }
 
-/// What an algorithm may use: the workspace, the alignments (as powers of two) of a, b, the product
-/// and what is added to it.
+/// The limits for an algorithm: the workspace, and the alignments (log₂ of bytes) of a, b, the product and
+/// the epilogue's tensor.
 fn preference(alignments: &[u32; 4]) -> lt_sys::cublasLtMatmulPreference_t {
     use lt_sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     let preference = lt::create_matmul_pref().expect("a product's preference");
@@ -493,7 +495,7 @@ fn preference(alignments: &[u32; 4]) -> lt_sys::cublasLtMatmulPreference_t {
     ] {
         set(attribute, address(&(1u32 << alignments[at])), 4);
     }
-    // Parts of a split inner sum are added in f32, in one order.
+    // Split-k partial sums are added in f32, in a fixed order.
     let schemes = lt_sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, address(&schemes), 4);
     preference
@@ -503,7 +505,7 @@ fn address<T>(value: &T) -> *const c_void {
     (&raw const *value).cast()
 }
 
-/// cuBLASLt's description of `layout`, whose rows are its columns.
+/// cuBLASLt's descriptor of `layout`. cuBLASLt is column-major, so rows become columns.
 fn matrix_layout(layout: &Layout, data: lt_sys::cudaDataType) -> lt_sys::cublasLtMatrixLayout_t {
     let Layout { rows, columns, leading, by_columns, batch, batch_stride } = *layout;
     let [fast, slow] = if by_columns { [rows, columns] } else { [columns, rows] };

@@ -1,8 +1,8 @@
 //! What the CUDA backend's kernels share.
 //!
-//! One trap for references that run there: burn 0.21's `reshape` (so `unsqueeze` too) to a higher
-//! rank misreads a strided view whose last dimension has one element, such as a `narrow` to one
-//! token, or a row transposed into a column. Reshape first, then take the view.
+//! A pitfall for references on CUDA: burn 0.21's `reshape` (and so `unsqueeze`) to a higher rank misreads
+//! a strided view whose last dimension has one element, such as a `narrow` to one token, or a row
+//! transposed into a column. Reshape first, then take the view.
 
 pub mod blas;
 
@@ -19,25 +19,28 @@ use cubecl::zspace::metadata::Metadata;
 /// A tensor of the CUDA backend.
 pub type CudaTensor = CubeTensor<CudaRuntime>;
 
-/// `x` row by row without gaps: itself, or a copy.
+/// `x` itself if it is contiguous, else a contiguous copy.
 pub fn contiguous(x: &CudaTensor) -> CudaTensor {
     into_contiguous(x.clone())
 }
 
-/// A contiguous tensor on the device of `like`, its elements undefined.
+/// An uninitialised contiguous tensor on the device of `like`.
 pub fn empty(like: &CudaTensor, shape: &[usize], dtype: DType) -> CudaTensor {
     let shape = Shape::from(shape.to_vec());
     empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape, dtype)
 }
 
-/// As [`empty`], of zeros.
+/// As [`empty`], filled with zeros.
 pub fn zeros(like: &CudaTensor, shape: &[usize], dtype: DType) -> CudaTensor {
-    // As one row: burn may leave gaps between rows.
+    // Made as one row, because burn may pad rows.
     let row = Shape::new([shape.iter().product()]);
     reshaped(&zeros_client(like.client.clone(), like.device.clone(), row, dtype), shape)
 }
 
-/// `x`, contiguous, with another shape of as many elements.
+/// `x`, contiguous, with another shape.
+///
+/// # Panics
+/// When the numbers of elements differ.
 pub fn reshaped(x: &CudaTensor, shape: &[usize]) -> CudaTensor {
     let x = contiguous(x);
     let shape = Shape::from(shape.to_vec());
@@ -45,10 +48,10 @@ pub fn reshaped(x: &CudaTensor, shape: &[usize]) -> CudaTensor {
     CudaTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
 }
 
-/// The elements in `range` of dimension `dim`, a view.
+/// A view of the elements in `range` of dimension `dim`.
 ///
 /// # Panics
-/// When there are fewer.
+/// When the range exceeds the dimension.
 pub fn narrow(x: &CudaTensor, dim: usize, range: Range<usize>) -> CudaTensor {
     let (mut shape, strides) = (x.meta.shape().clone(), x.meta.strides().clone());
     assert!(range.start <= range.end && range.end <= shape[dim], "{range:?} of {shape:?}");
@@ -60,25 +63,25 @@ pub fn narrow(x: &CudaTensor, dim: usize, range: Range<usize>) -> CudaTensor {
     view
 }
 
-/// Lets nobody else hold the buffer of `x`, a contiguous tensor, so that it can be changed.
+/// Copies the contiguous tensor `x` if its buffer is shared, so that it can be written in place.
 pub fn unshare(x: &mut CudaTensor) {
     if !x.can_mut() {
-        // burn may leave gaps between rows.
+        // burn's copy may pad rows.
         *x = contiguous(&x.copy());
     }
 }
 
-/// Bytes that a thread reads at once.
+/// Bytes per vector read.
 pub const WIDE: usize = 16;
 
-/// The buffer from a tensor's first element on, `lanes` at a time, however it is laid out.
+/// The buffer from a tensor's first element on as vectors of `lanes` elements, for any strides.
 ///
 /// # Panics
-/// When several are read at a time and the first is not aligned to 16 bytes.
+/// When `lanes` is above 1 and the first element is not aligned to 16 bytes.
 pub fn buffer(x: &CudaTensor, lanes: usize) -> ArrayArg<CudaRuntime> {
     let offset = x.handle.offset_start.unwrap_or(0);
     assert!(lanes == 1 || offset.is_multiple_of(WIDE as u64), "a view at byte {offset}");
     let elements = x.meta.shape().num_elements();
-    // SAFETY: kernels stay within the tensor by its shape and strides; this length is not used.
+    // SAFETY: kernels stay within the tensor by its shape and strides, and do not use this length.
     unsafe { ArrayArg::from_raw_parts(x.handle.clone(), elements / lanes) }
 }

@@ -1,7 +1,7 @@
-//! Compiled CUDA kernels, kept on the disk between runs.
+//! The on-disk cache of compiled CUDA kernels.
 //!
-//! The runtime's own cache knows a kernel by its name and its settings, not by its source: a folder
-//! therefore belongs to one build of this program, and to one kind of GPU and compiler.
+//! The runtime's own cache identifies a kernel by its name and its settings, not by its source. So each
+//! build of this program has its own folder, for one GPU architecture and one compiler version.
 
 use std::fs;
 use std::hash::Hasher;
@@ -15,32 +15,32 @@ use cubecl::config::cache::CacheConfig;
 
 use super::Device;
 
-/// The beginning of a folder's name.
+/// The prefix of a folder's name.
 const PREFIX: &str = "kernels-";
 
-/// Where compiled kernels are kept.
+/// The cache of compiled kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KernelCache {
-    /// The device compiles none: the CPU.
+    /// No kernels are compiled: the CPU.
     Unneeded,
-    /// This folder is new, and empty.
+    /// A new, empty folder.
     New(PathBuf),
-    /// This folder was there.
+    /// A folder of an earlier run.
     Found(PathBuf),
-    /// Nowhere, for this reason: every run compiles.
+    /// No cache, for this reason: every run compiles.
     Nowhere(String),
 }
 
 impl KernelCache {
-    /// Whether every kernel will have to be compiled.
+    /// Whether every kernel must be compiled.
     pub fn is_empty(&self) -> bool {
         matches!(self, KernelCache::New(_) | KernelCache::Nowhere(_))
     }
 }
 
-/// Lets the kernels that `device` compiles be kept in the user's cache folder
-/// (`$XDG_CACHE_HOME/longwall` or `~/.cache/longwall`) and removes those of other builds. Only the
-/// first call of a process does anything; it comes before any tensor is made on the GPU.
+/// Caches the kernels that `device` compiles in the user's cache folder (`$XDG_CACHE_HOME/longwall` or
+/// `~/.cache/longwall`) and removes those of other builds. Only the first call of a process has an effect;
+/// it must precede the first tensor on the GPU.
 pub fn keep_kernels(device: &Device) -> KernelCache {
     static CACHE: OnceLock<KernelCache> = OnceLock::new();
     let Device::Cuda(device) = device else { return KernelCache::Unneeded };
@@ -58,7 +58,7 @@ pub fn keep_kernels(device: &Device) -> KernelCache {
     CACHE.get_or_init(|| open().unwrap_or_else(KernelCache::Nowhere)).clone()
 }
 
-/// Tells the runtime, unless the user's own configuration of it names a cache.
+/// Configures the runtime's cache, unless the user's own configuration names one.
 fn configure(path: &Path) -> Result<(), String> {
     if CubeClRuntimeConfig::storage().lock().is_some() {
         return Err("the runtime was started before".to_owned());
@@ -79,7 +79,7 @@ fn base() -> Option<PathBuf> {
 
 /// A hash of the running program's file.
 fn build() -> io::Result<String> {
-    // The link leads to the file that runs even where it was replaced since.
+    // The link leads to the running file even if it has been replaced.
     let link = Path::new("/proc/self/exe");
     let path = if link.exists() { link.to_owned() } else { std::env::current_exe()? };
     let mut file = fs::File::open(path)?;
@@ -109,14 +109,13 @@ fn target(index: usize) -> Option<String> {
     Some(format!("sm{major}{minor}-nvrtc{}.{}", version[0], version[1]))
 }
 
-/// Finds or makes the folder of `build` and `target` in `base`; making it removes those of other
-/// builds.
+/// Finds or creates the folder of `build` and `target` in `base`; creating it removes those of other builds.
 fn open(base: &Path, build: &str, target: &str) -> io::Result<KernelCache> {
     let own = format!("{PREFIX}{build}-");
     let path = base.join(format!("{own}{target}"));
     let found = path.is_dir();
     fs::create_dir_all(&path)?;
-    // The runtime stops the program where it cannot write: try that before it does.
+    // The runtime aborts the program if it cannot write, so test that first.
     let probe = path.join(format!("probe-{}", std::process::id()));
     fs::write(&probe, [])?;
     fs::remove_file(&probe)?;
@@ -127,7 +126,7 @@ fn open(base: &Path, build: &str, target: &str) -> io::Result<KernelCache> {
         let name = entry.file_name();
         let name = name.to_string_lossy();
         if name.starts_with(PREFIX) && !name.starts_with(&own) {
-            // What stays only takes room.
+            // A folder that cannot be removed only takes space.
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -138,7 +137,7 @@ fn open(base: &Path, build: &str, target: &str) -> io::Result<KernelCache> {
 mod tests {
     use super::*;
 
-    /// A folder that goes with the test.
+    /// A folder that is removed after the test.
     struct Folder(PathBuf);
 
     impl Folder {

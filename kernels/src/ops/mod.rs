@@ -1,8 +1,7 @@
-//! The operations a language model is built of, beside attention.
+//! The operations of a language model beside attention.
 //!
-//! An operation is a folder: its function, its equation and its reference in `mod.rs`, kernels for the
-//! CPU in `cpu.rs`, device code in `kernel.rs` and what launches it in `cuda.rs`. What their CUDA sides
-//! share is in `cuda`.
+//! An operation is a folder: its function, its equation and its reference in `mod.rs`, CPU kernels in
+//! `cpu.rs`, device code in `kernel.rs` and its launch in `cuda.rs`. Shared CUDA code is in `cuda`.
 
 #![allow(
     clippy::collapsible_if,

@@ -1,4 +1,4 @@
-//! What the operations' tests share beside the three-way test, on any device.
+//! What the operations' tests share beside the three-way test, for any device.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::backend::Backend;
@@ -11,7 +11,7 @@ use crate::backend::primitive;
 /// The CPU.
 pub(super) type Ad = Autodiff<Flex>;
 
-/// A device whose tensors' layout tests look at.
+/// A device whose tensor layouts are tested.
 pub(super) trait Device: Backend {
     /// The layout's strides.
     fn strides(x: &FloatTensor<Self>) -> Vec<isize>;
@@ -63,7 +63,7 @@ pub(super) fn output_and_gradient<B: Device, const D: usize, const E: usize>(
     [values(y), values(Tensor::from_inner(dx))]
 }
 
-/// Holds the output and gradient for a strided view to those for a contiguous copy of it.
+/// Asserts that output and gradient for a strided view equal those for a contiguous copy of it.
 pub(super) fn assert_views_agree<B: Device, const D: usize, const E: usize>(
     view: Tensor<Autodiff<B>, D>,
     f: impl Fn(Tensor<Autodiff<B>, D>) -> Tensor<Autodiff<B>, E>,
@@ -76,7 +76,7 @@ pub(super) fn assert_views_agree<B: Device, const D: usize, const E: usize>(
     }
 }
 
-/// Requires that a NaN in the middle of `x` shows in the output and in the gradient.
+/// Asserts that a NaN in the middle of `x` propagates to the output and the gradient.
 pub(super) fn assert_nan_shows<B: Device, const D: usize, const E: usize>(
     x: Tensor<Autodiff<B>, D>,
     f: impl Fn(Tensor<Autodiff<B>, D>) -> Tensor<Autodiff<B>, E>,
@@ -91,7 +91,7 @@ pub(super) fn assert_nan_shows<B: Device, const D: usize, const E: usize>(
     }
 }
 
-/// Requires the same bits from one thread and from three.
+/// Asserts equal bits with one thread and with three.
 pub(super) fn assert_threads_agree(f: impl Fn() -> Vec<f32> + Sync) {
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();

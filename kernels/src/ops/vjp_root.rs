@@ -8,8 +8,8 @@ use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cpu::from_vec;
 use crate::cuda::{CudaTensor, empty};
 
-/// A number whose gradient with respect to `y` is `dy`, exactly: its backward pass goes on from `y`
-/// with the upstream gradient `dy`, which is of y's shape and type. The number itself means nothing.
+/// A scalar whose gradient with respect to `y` is exactly `dy`: its backward pass continues from `y` with
+/// the upstream gradient `dy`, which has y's shape and type. Its value is meaningless.
 ///
 /// Returns `[1]`.
 pub fn vjp_root<B: OpBackend, const D: usize>(y: Tensor<B, D>, dy: Tensor<B, D>) -> Tensor<B, 1> {

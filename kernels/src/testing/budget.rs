@@ -1,14 +1,13 @@
-//! The error budget: what a kernel may err by, given how its reference errs.
+//! The error budget: the allowed error of a kernel, given its reference's error.
 
 use std::io::Write;
 
-/// Largest absolute and root-mean-square error of `got` where `want` is known, beyond `own` times
-/// each element.
+/// Largest absolute and root-mean-square error of `got` against `want`, beyond `own` times each element.
 pub(super) fn errors(got: &[f64], want: &[f64], own: f64) -> (f64, f64) {
     let mut worst: f64 = 0.0;
     let mut square = 0.0;
     for (&got, &want) in got.iter().zip(want) {
-        // `max` would pass over a NaN.
+        // `max` would ignore a NaN.
         let error = (got - want).abs();
         assert!(error.is_finite(), "found {got} where {want} is right");
         let error = (error - own * want.abs()).max(0.0);
@@ -22,19 +21,19 @@ pub fn root_mean_square(x: &[f64]) -> f64 {
     (x.iter().map(|x| x * x).sum::<f64>() / x.len().max(1) as f64).sqrt()
 }
 
-/// Notes the error of the running test, relative to the largest value compared, in the file that
-/// scripts/gpu_test.sh asks for.
+/// Appends the error of the running test, relative to the largest value compared, to the file that
+/// scripts/gpu_test.sh names.
 pub fn record(error: f64) {
     let Some(path) = std::env::var_os("LONGWALL_TEST_ERRORS") else { return };
     let test = std::thread::current().name().unwrap_or("unnamed").to_owned();
     let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    // One write, since several tests share the file.
+    // One write, because several tests share the file.
     let line = format!("{test} {error:e}\n");
     file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the file can be written");
 }
 
-/// Holds `kernel` to twice the error of `reference`, plus rounding; holds `reference` to f32's own
-/// accuracy, so that a wrong reference fails too.
+/// Asserts that `kernel` has at most twice the error of `reference`, plus rounding, and `reference` at most
+/// f32's own error, so that a wrong reference also fails.
 ///
 /// # Panics
 /// When either is outside its budget.
@@ -42,8 +41,8 @@ pub fn assert_budget(what: &str, kernel: &[f64], reference: &[f64], want: &[f64]
     assert_rounded_budget(what, kernel, &[reference], want, Slack::default());
 }
 
-/// [`assert_budget`] with the larger of two references' errors: on the inputs, and on inputs that
-/// differ in their last bit. What that does to an ill-conditioned result, any rounding does.
+/// [`assert_budget`] with the larger of two references' errors: on the inputs, and on inputs that differ in
+/// their last bit, which shows how much rounding affects an ill-conditioned result.
 pub fn assert_conditioned_budget(
     what: &str,
     kernel: &[f64],
@@ -53,12 +52,12 @@ pub fn assert_conditioned_budget(
     assert_rounded_budget(what, kernel, &references, want, Slack::default());
 }
 
-/// What roundings to bf16 may add to errors.
+/// The error that roundings to bf16 may add.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Slack {
-    /// To each element, relative to it: the result's own rounding.
+    /// The result's own rounding, relative to each element.
     pub own: f64,
-    /// To each element, and to the root mean square of all: those on the way.
+    /// Roundings inside the kernel: for each element, and for the root mean square of all.
     pub inside: [f64; 2],
 }
 

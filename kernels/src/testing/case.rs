@@ -57,7 +57,7 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
         if self.bf16.contains(&input) { self.bf16(&[input]) } else { self }
     }
 
-    /// Feeds these inputs to the kernel in bf16, and their values so rounded to the others. Their
+    /// Passes these inputs to the kernel in bf16, and the rounded values to oracle and reference. Their
     /// gradients may be bf16 or f32.
     pub fn bf16(mut self, inputs: &[usize]) -> Self {
         for &input in inputs {
@@ -67,16 +67,16 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
         self
     }
 
-    /// Requires f32 gradients of these inputs, whatever their own type.
+    /// Requires f32 gradients of these inputs, also if they are bf16.
     pub fn parameters(mut self, inputs: &[usize]) -> Self {
         self.parameters.extend(inputs);
         self
     }
 
-    /// Allows for values that the kernel rounds to bf16 on its way: a result may further differ by
-    /// `most`, and all of them in the root mean square by `mean`, in units of 2⁻⁹ of their root mean
-    /// square. A rounding errs by at most 2⁻⁸ of what it rounds, and by 2⁻⁹ in the root mean square.
-    /// Only for operations that have such values; the test says which.
+    /// Allows for intermediate values that the kernel rounds to bf16: each result may further differ by
+    /// `most`, and the root mean square of all by `mean`, in units of 2⁻⁹ of their root mean square. A
+    /// rounding has an error of at most 2⁻⁸ of the value, and 2⁻⁹ in the root mean square. Only for
+    /// operations with such values; the test says which.
     pub fn inside(mut self, most: f64, mean: f64) -> Self {
         self.inside = [most, mean];
         self
@@ -113,14 +113,14 @@ struct Run {
     grads: Vec<(Tensor64, DType)>,
 }
 
-fn to_oracle<B: OpBackend>(x: FloatTensor<B>) -> (Tensor64, DType) {
+fn to_tensor64<B: OpBackend>(x: FloatTensor<B>) -> (Tensor64, DType) {
     let (shape, dtype) = (x.shape(), x.dtype());
     let flat = B::float_reshape(x, Shape::new([shape.num_elements()]));
     let data = tensor::<B, 1>(flat).into_data();
     (Tensor64::new(shape.as_slice(), data.iter::<f64>().collect()), dtype)
 }
 
-fn from_oracle<B: OpBackend>(x: &Tensor64, dtype: DType) -> FloatTensor<B> {
+fn from_tensor64<B: OpBackend>(x: &Tensor64, dtype: DType) -> FloatTensor<B> {
     let data: Vec<f32> = x.data.iter().map(|&x| x as f32).collect();
     let data = TensorData::new(data, x.shape.clone()).convert_dtype(dtype);
     B::float_from_data(data, &Default::default())
@@ -135,7 +135,7 @@ fn run<B: OpBackend, O: Op<N>, const N: usize>(
     type Ad<B> = Autodiff<B>;
     let inputs: [_; N] = std::array::from_fn(|i| {
         let dtype = if kernel { case.dtype(i) } else { DType::F32 };
-        let input = from_oracle::<B>(&case.inputs[i], dtype);
+        let input = from_tensor64::<B>(&case.inputs[i], dtype);
         let input = <Ad<B> as AutodiffBackend>::from_inner(input);
         Ad::<B>::float_set_require_grad(Ad::<B>::float_detach(input), true)
     });
@@ -152,13 +152,13 @@ fn run<B: OpBackend, O: Op<N>, const N: usize>(
     } else {
         case.op.reference::<Ad<B>>(inputs.clone(), &ints)
     };
-    let result = to_oracle::<B>(<Ad<B> as AutodiffBackend>::inner(output.clone()));
-    // The gradient of Σ upstream · output is the upstream gradient's pull-back.
+    let result = to_tensor64::<B>(<Ad<B> as AutodiffBackend>::inner(output.clone()));
+    // The gradient of Σ upstream · output is the vector-Jacobian product of `upstream`.
     let output = match output.dtype() {
         DType::F32 => output,
         _ => Ad::<B>::float_cast(output, FloatDType::F32),
     };
-    let weight = from_oracle::<B>(upstream, DType::F32);
+    let weight = from_tensor64::<B>(upstream, DType::F32);
     let weight = <Ad<B> as AutodiffBackend>::from_inner(weight);
     let loss = Ad::<B>::float_sum(Ad::<B>::float_mul(output, weight));
     let mut grads = <Ad<B> as AutodiffBackend>::backward(loss);
@@ -166,7 +166,7 @@ fn run<B: OpBackend, O: Op<N>, const N: usize>(
         .iter()
         .enumerate()
         .map(|(i, input)| match <Ad<B> as AutodiffBackend>::grad_remove(input, &mut grads) {
-            Some(grad) => to_oracle::<B>(grad),
+            Some(grad) => to_tensor64::<B>(grad),
             None => {
                 assert!(case.no_grad.contains(&i), "input {i} of {:?} has no gradient", case.op);
                 (Tensor64::new(&[0], vec![]), DType::F32)
@@ -204,7 +204,7 @@ pub fn check_on<B: OpBackend, O: Op<N>, const N: usize>(
     if !case.bf16.is_empty() {
         round(&mut upstream);
     }
-    // What results of the kernel may differ by for bf16's sake.
+    // The allowance for bf16.
     let slack = |dtype: DType, rms: f64| Slack {
         own: if dtype == DType::BF16 { 2f64.powi(-8) } else { 0.0 },
         inside: case.inside.map(|times| times * 2f64.powi(-9) * rms),
@@ -227,7 +227,7 @@ pub fn check_on<B: OpBackend, O: Op<N>, const N: usize>(
         let pick = |grads: &Tensor64| places.iter().map(|&p| grads.data[p]).collect::<Vec<_>>();
         let allowed = slack(*dtype, root_mean_square(&reference.data));
         assert_rounded_budget(&what, &pick(grad), &[&pick(reference)], &want, allowed);
-        // Elements that were not sampled are held to the reference.
+        // Elements that were not sampled are compared with the reference.
         let scale = reference.data.iter().fold(1e-3f64, |a, x| a.max(x.abs()));
         let (worst, _) = errors(&grad.data, &reference.data, allowed.own);
         let most = 4e-5 * scale + allowed.inside[0];

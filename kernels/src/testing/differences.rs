@@ -6,11 +6,11 @@ use rand_chacha::ChaCha8Rng;
 
 use super::Tensor64;
 
-/// How many elements of an input have their gradient checked by central differences.
+/// Most elements of an input whose gradient is checked by central differences.
 pub const CHECKED: usize = 48;
 
 /// Central differences of Σ upstream · oracle(inputs) at up to [`CHECKED`] elements of one input:
-/// their places and derivatives. `step` is relative to elements above 1.
+/// their indices and derivatives. `step` is relative for elements above 1.
 pub fn differences(
     inputs: &[Tensor64],
     input: usize,

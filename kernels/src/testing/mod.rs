@@ -4,9 +4,9 @@
 //! The kernel's error against the oracle may be at most twice the reference's, plus rounding.
 //! Gradients are held to the same budget against central differences of the oracle.
 //!
-//! Where a case has inputs in bf16, oracle and reference get the rounded values, so that bf16 itself
-//! is no error; a result that is bf16 may further differ by its own rounding, half a unit in the
-//! last of 8 bits, 2⁻⁸ of each element. A result in f32 may not.
+//! With inputs in bf16, oracle and reference get the rounded values, so that rounding the inputs is no
+//! error. A bf16 result may further differ by its own rounding, half a unit in the last of 8 bits, at most
+//! 2⁻⁸ of each element. An f32 result may not.
 
 mod budget;
 mod case;

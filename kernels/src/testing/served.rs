@@ -1,4 +1,4 @@
-//! What served the operations of a call: kernels or references.
+//! A record of whether operations ran kernels or references.
 
 use std::any::type_name;
 use std::cell::RefCell;
@@ -26,7 +26,7 @@ pub fn by_reference<O>() {
     SERVED.with_borrow_mut(|served| served.references.push(type_name::<O>()));
 }
 
-/// Runs `f`; what served it.
+/// Runs `f`; returns its result, and what its operations ran.
 pub fn served<T>(f: impl FnOnce() -> T) -> (T, Served) {
     SERVED.take();
     let result = f();

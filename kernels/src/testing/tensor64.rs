@@ -13,7 +13,7 @@ impl Tensor64 {
     /// A tensor from its elements.
     ///
     /// # Panics
-    /// When the number of elements is not the shape's.
+    /// When the number of elements does not match the shape.
     pub fn new(shape: &[usize], data: Vec<f64>) -> Self {
         assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of shape {shape:?}");
         Tensor64 { shape: shape.to_vec(), data }

@@ -1,19 +1,18 @@
-//! Pieces that attention kernels for tensor cores are built from: tiles of rows in shared memory,
-//! products of fragments, masks and the online softmax.
+//! Building blocks of attention kernels for tensor cores: tiles of rows in shared memory and products of
+//! fragments.
 //!
-//! A warp computes in fragments of `mma.sync` m16n8k16: bf16 factors, f32 sums. Its accumulator of
-//! 16 rows by 8·n columns is a sequence of n fragments; in each, a lane holds two adjacent columns,
+//! A warp computes in fragments of `mma.sync` m16n8k16: bf16 operands, f32 accumulators. Its accumulator
+//! of 16 rows by 8·n columns is a sequence of n fragments; in each, a lane holds two adjacent columns,
 //! `2·(lane % 4)`, of the rows `lane / 4` and `lane / 4 + 8`.
 //!
-//! Tiles are loaded by the tensor memory accelerator. One lies in panels of 64 channels, a panel as
-//! rows of eight chunks of 16 bytes, chunk c of row r at place c ⊕ (r mod 8) (the accelerator's
-//! swizzle of 128 bytes), so that `ldmatrix` meets no bank twice. Rows and channels past the
-//! tensor's last are zero.
+//! Tiles are loaded by the tensor memory accelerator (TMA). A tile consists of panels of 64 channels, a
+//! panel of rows of eight 16-byte chunks, with chunk c of row r at c ⊕ (r mod 8) (TMA's 128-byte
+//! swizzle), so that `ldmatrix` has no bank conflicts. Rows and channels past the tensor's last are zero.
 //!
 //! Passes over many rows multiply by [`warpgroup`]; decoding, where a warp has 16 rows, by `mma.sync`. Its
-//! tiles may be loaded anew after [`release_tile`], once the products with the fragments read from them
-//! have been issued. `sync_cube` alone does not wait for `ldmatrix` still in flight, and the
-//! accelerator can overtake it. A tile whose fragments are kept for later products is never reloaded.
+//! tiles may be reloaded after [`release_tile`], once the products with the fragments read from them have
+//! been issued. `sync_cube` alone does not wait for `ldmatrix` in flight, and TMA can overtake it. A tile
+//! whose fragments are kept for later products is never reloaded.
 
 pub mod warpgroup;
 
@@ -22,7 +21,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-/// Elements of a chunk of 16 bytes, of bf16.
+/// bf16 elements per 16-byte chunk.
 pub const CHUNK: usize = 8;
 
 /// A chunk of bf16 channels, in shared memory or in a tensor.
@@ -34,30 +33,30 @@ pub type Bf16Pair = Vector<bf16, Const<2>>;
 /// Two neighbouring columns of an accumulator.
 pub type Pair = Vector<f32, Const<2>>;
 
-/// Fragments of an operand A in registers: 16 rows a warp, 16 channels a fragment.
+/// Fragments of operand A in registers: 16 rows per warp, 16 channels per fragment.
 pub type AFragments = Sequence<Array<Bf16Pair>>;
 
-/// An accumulator in registers: 16 rows a warp, 8 columns a fragment.
+/// An accumulator in registers: 16 rows per warp, 8 columns per fragment.
 pub type Accumulator = Sequence<Array<Pair>>;
 
-/// The score of a key that a query does not see. Finite, so that a row that has seen no key yet
-/// makes no NaN; small enough to be wiped out by the first key seen.
+/// The score of a masked key: its softmax weight is exactly 0 in f32 beside any visible key. Finite,
+/// so that a row without a visible key so far gives no NaN.
 pub const MASKED: f32 = -1e30;
 
 /// log₂ e.
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// 2ˣ, to be called after [`define_exp2`].
+/// 2ˣ; requires [`define_exp2`] at the start of the kernel.
 #[cube]
 pub fn exp2(x: f32) -> f32 {
     Powf::powf(2f32, x)
 }
 
-/// Makes [`exp2`] one instruction in the kernel that begins with it; results below 2⁻¹²⁶ are 0.
+/// At the start of a kernel, makes [`exp2`] one instruction; results below 2⁻¹²⁶ are 0.
 ///
-/// `__powf(2, x)`, which fast math makes of it, is four instructions where denormal numbers count, and
-/// the runtime has no setting for that. It passes comments on as they are, though, and this one has
-/// another `__powf` behind it. Without it, kernels are slower, but as right.
+/// Fast math turns it into `__powf(2, x)`, which takes four instructions unless denormals are flushed, and
+/// the runtime has no setting for that. cubecl emits comments verbatim, so this comment contains a
+/// `#define` of `__powf`. Without it, kernels are slower but equally correct.
 #[cube]
 pub fn define_exp2() {
     comment!(
@@ -66,32 +65,32 @@ pub fn define_exp2() {
     );
 }
 
-/// Where the rows of a `[batch, heads, rows, channels]` tensor lie, in chunks.
+/// The strides of the rows of `[batch, heads, rows, channels]`, in chunks.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Rows {
-    /// From one sequence to the next.
+pub struct RowStrides {
+    /// Between sequences.
     pub batch: u32,
-    /// From one head to the next.
+    /// Between heads.
     pub head: u32,
-    /// From one row to the next.
+    /// Between rows.
     pub row: u32,
 }
 
 #[cube]
-impl Rows {
-    /// The first chunk of a head.
+impl RowStrides {
+    /// The index of the first chunk of a head.
     pub fn base(&self, batch: usize, head: usize) -> usize {
         batch * self.batch as usize + head * self.head as usize
     }
 }
 
-/// Chunks of a row of a panel.
+/// Chunks per row of a panel.
 pub const PANEL: usize = 8;
 
-/// Channels of a panel.
+/// Channels per panel.
 pub const PANEL_DIM: usize = PANEL * CHUNK;
 
-/// The alignment in bytes that the swizzle needs of a tile.
+/// The alignment of tiles in bytes that the swizzle requires.
 pub const ALIGN: usize = 1024;
 
 /// The place of a chunk of a row of a panel. Rows that are 8 apart differ by a constant, which an
@@ -102,7 +101,7 @@ fn place(row: u32, chunk: u32) -> usize {
 }
 
 /// Starts the load of `rows` rows of a head, from `first` on, into the tile that starts at chunk
-/// `to`. One unit calls it, after it has told the barrier of the bytes ([`bytes`]).
+/// `to`. One unit calls it, after `arrive_and_expect_tx` with the [`bytes`].
 #[cube]
 pub fn load_rows(
     ready: &Barrier,
@@ -131,14 +130,14 @@ pub fn sum_of_four(x: f32) -> f32 {
     sum + plane_shuffle_xor(sum, 2)
 }
 
-/// Waits until no unit of the block reads its tiles any more, so that they can be loaded anew.
+/// Waits until all units of the block have finished reading its tiles, so that they can be reloaded.
 #[cube]
 pub fn release_tile() {
     sync_async_proxy_shared();
     sync_cube();
 }
 
-/// Bytes of a tile of bf16.
+/// Bytes of a bf16 tile.
 pub const fn bytes(rows: usize, dim: usize) -> u32 {
     (rows * dim * 2) as u32
 }
@@ -157,7 +156,7 @@ pub fn zeros(#[comptime] count: usize) -> Accumulator {
     acc
 }
 
-/// The left factor's fragment: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
+/// A fragment of operand A: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
 /// 16·`step` + 15.
 #[cube]
 pub fn load_a_frag(
@@ -173,7 +172,7 @@ pub fn load_a_frag(
     def.load_matrix::<_, Const<2>>(&tile.slice(place, place + 1), MatrixIdent::A, 4usize, false)
 }
 
-/// The left factor's fragments of 16 rows from `row` on and `steps`·16 channels.
+/// The fragments of operand A of 16 rows from `row` on and `steps`·16 channels.
 #[cube]
 pub fn load_a_frags(
     def: &MmaDefinition<bf16, bf16, f32>,
@@ -190,7 +189,7 @@ pub fn load_a_frags(
     fragments
 }
 
-/// Two neighbouring right factors, 16 columns: half `half` of what `ldmatrix` gave.
+/// One B fragment of 8 columns: half `half` of the 16 columns that `ldmatrix` loaded.
 #[cube]
 fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
     let mut right = Array::<Bf16Pair>::new(2usize);
@@ -199,8 +198,8 @@ fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
     right
 }
 
-/// acc += A · Bᵀ, where A, 16 rows of `steps`·16 channels, is in `lefts`, and B is the 16 rows from
-/// `from` on of a tile of `rows` rows that starts at chunk `at`.
+/// acc += A · Bᵀ, where A has 16 rows of `steps`·16 channels, and B is the 16 rows from `from` on of a
+/// tile of `rows` rows that starts at chunk `at`.
 #[cube]
 pub fn add_abt_of_rows(
     def: &MmaDefinition<bf16, bf16, f32>,
@@ -228,8 +227,8 @@ pub fn add_abt_of_rows(
     }
 }
 
-/// acc += P · B, where P, an accumulator of 16 rows by 16 columns, is rounded to the factors' type, and
-/// B is the 16 rows from `from` on of a tile of `rows` rows that starts at chunk `at`, 8·`n` channels.
+/// acc += P · B, where P, an accumulator of 16 rows by 16 columns, is rounded to bf16, and B is the 16
+/// rows from `from` on of a tile of `rows` rows that starts at chunk `at`, with 8·`n` channels.
 #[cube]
 pub fn add_pb_of_rows(
     def: &MmaDefinition<bf16, bf16, f32>,
@@ -263,7 +262,7 @@ pub fn add_pb_of_rows(
 }
 
 /// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of pairs.
-/// Rows from `total` on are not written; `row` is the warp's first.
+/// `row` is the warp's first row; rows from `total` on are not written. `base` and `stride` are in chunks.
 #[cube]
 pub fn store_rows<O: Numeric>(
     acc: &Accumulator,
@@ -281,7 +280,7 @@ pub fn store_rows<O: Numeric>(
     for r in 0..2usize {
         let row = row + r * 8 + lane / 4;
         if row < total {
-            // Pairs, where base and stride count chunks.
+            // In pairs; base and stride count chunks.
             let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
             #[unroll]
             for column in 0..comptime!(if n < chunks { n } else { chunks }) {
@@ -295,7 +294,7 @@ pub fn store_rows<O: Numeric>(
     }
 }
 
-/// Puts a warp's `values`, `count` in all, lane by lane, into the warp's own part of `smem`.
+/// Stages `count` values, distributed over a warp's lanes, in the warp's own part of `smem`.
 #[cube]
 pub fn stage_to_smem<E: Numeric, N: Size>(
     smem: &mut SharedMemory<Vector<E, N>>,

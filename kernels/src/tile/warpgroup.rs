@@ -1,14 +1,14 @@
-//! Products of warpgroups, four warps that hold 64 rows: `wgmma`, which reads its right factor straight
-//! from shared memory and is twice as fast as `mma.sync` (PTX ISA, "Asynchronous warpgroup level matrix
-//! multiply-accumulate instructions"). And what such products need: tiles that are loaded while others
-//! are worked on, by warpgroups each at its own pace.
+//! Matrix products of warpgroups (four warps that hold 64 rows) by `wgmma`, which reads operand B from
+//! shared memory and is twice as fast as `mma.sync` (PTX ISA, "Asynchronous warpgroup level matrix
+//! multiply-accumulate instructions"); and a [`Pipeline`] of tile loads for warpgroups that do not run in
+//! lockstep.
 //!
-//! cubecl has no name for the instruction, but passes comments on as they are, and the text that is
-//! written here as one is a statement after a comment. All it names are local arrays and shared
-//! memory, whose names do not depend on the code around. A lane's fragments are those of `mma.sync`.
+//! cubecl does not support the instruction, but it emits comments verbatim: the text built here ends the
+//! comment and continues with an `asm` statement. It only names local arrays and shared memory, whose
+//! names do not depend on the surrounding code. A lane's fragments are those of `mma.sync`.
 //!
-//! A product runs on after it has been started. What it adds to may be touched again after [`wait`];
-//! products finish in the order in which they were started.
+//! Products are asynchronous. Their accumulator must not be touched before [`wait`]; they complete in the
+//! order in which they were started.
 
 use burn::tensor::bf16;
 use cubecl::ir::{NonSemantic, VariableKind};
@@ -25,56 +25,56 @@ pub const GROUP_WARPS: usize = 4;
 /// Rows of a warpgroup.
 pub const GROUP_ROWS: usize = 16 * GROUP_WARPS;
 
-/// How a tile in shared memory takes part in a product.
+/// The dimension of a tile in shared memory that a product sums over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Along {
-    /// Its channels are summed over.
+enum SummedOver {
+    /// Its channels (K-major).
     Channels,
-    /// Its rows are summed over.
+    /// Its rows (MN-major).
     Rows,
 }
 
-/// A tile of `rows` rows as a factor.
+/// A tile of `rows` rows in shared memory as an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Factor {
-    along: Along,
+struct SmemOperand {
+    summed_over: SummedOver,
     rows: usize,
 }
 
-impl Factor {
-    /// The upper half of the matrix descriptor: the swizzle of 128 bytes, and 8 rows from one group of
-    /// rows to the next, in units of 16 bytes.
+impl SmemOperand {
+    /// The upper half of the matrix descriptor: the 128-byte swizzle, and the stride between groups of 8
+    /// rows in units of 16 bytes.
     const UPPER: u32 = 1 << 30 | (8 * PANEL) as u32;
 
-    /// The lower half but for the address: where channels are not summed over, a panel from 64 of them
-    /// to the next.
+    /// The lower half of the descriptor without the address: for a sum over rows, the stride between
+    /// panels of 64 channels.
     fn lower(self) -> usize {
-        let panel = match self.along {
-            Along::Channels => 1,
-            Along::Rows => self.rows * PANEL,
+        let panel = match self.summed_over {
+            SummedOver::Channels => 1,
+            SummedOver::Rows => self.rows * PANEL,
         };
         panel << 16
     }
 
-    /// How far the `step`-th 16 of the sum are from the first.
+    /// The address offset of the `step`-th 16 elements of the sum, in units of 16 bytes.
     fn offset(self, step: usize) -> usize {
-        match self.along {
-            Along::Channels => step / 4 * self.rows * PANEL + step % 4 * 2,
-            Along::Rows => step * 16 * PANEL,
+        match self.summed_over {
+            SummedOver::Channels => step / 4 * self.rows * PANEL + step % 4 * 2,
+            SummedOver::Rows => step * 16 * PANEL,
         }
     }
 }
 
-/// The statement that starts a product of 64 rows and 8·n columns, sums over `steps`·16: `sums` are
-/// the accumulator's arrays, two pairs of columns each. The left factor is in `registers`, four a step,
-/// or in a tile. Tiles come as the number of a shared memory and that of the array that holds their
-/// first chunk.
-fn product(
+/// The statement that starts a product with 64 rows and 8·n columns that sums over `steps`·16 elements.
+/// `sums` are the ids of the accumulator's arrays, two pairs of columns each. Operand A is in `registers`,
+/// four per step, or in the tile `left`. A tile is given by its layout, the id of the shared memory and
+/// the id of the array that holds the index of its first chunk.
+fn wgmma_text(
     sums: &[u32],
     fresh: bool,
     registers: &[u32],
-    left: Option<(Factor, u32, u32)>,
-    right: (Factor, u32, u32),
+    left: Option<(SmemOperand, u32, u32)>,
+    right: (SmemOperand, u32, u32),
     steps: usize,
 ) -> String {
     let listed = |items: Vec<String>| items.join(", ");
@@ -83,7 +83,7 @@ fn product(
     let sum_at = |i: usize| format!("reinterpret_cast<float*>(l_arr_{})[{}]", sums[i / 4], i % 4);
     let mode = if fresh { "=f" } else { "+f" };
     let outputs = listed((0..count).map(|i| format!("\"{mode}\"({})", sum_at(i))).collect());
-    let descriptor = |(factor, memory, place): (Factor, u32, u32)| {
+    let descriptor = |(factor, memory, place): (SmemOperand, u32, u32)| {
         format!(
             "\"r\"({}u + ((uint32)__cvta_generic_to_shared(shared_memory_{memory}) >> 4) \
              + l_arr_{place}[0])",
@@ -102,7 +102,7 @@ fn product(
     let point = |name: &str, operand: usize, offset: usize| {
         format!(
             "add.u32 lower, %{operand}, {offset};\\nmov.b64 {name}, {{lower, {}}};\\n",
-            Factor::UPPER
+            SmemOperand::UPPER
         )
     };
     text.push_str("wgmma.fence.sync.aligned;\\n");
@@ -111,7 +111,7 @@ fn product(
         let adds = u8::from(step > 0 || !fresh);
         text += &format!("setp.ne.b32 set, {adds}, 0;\\n");
         text += &point("right", count, right.0.offset(step));
-        let transposed = u8::from(right.0.along == Along::Rows);
+        let transposed = u8::from(right.0.summed_over == SummedOver::Rows);
         let (factor, flags) = match left {
             Some((left, ..)) => {
                 text += &point("left", count + 1, left.offset(step));
@@ -135,9 +135,9 @@ fn product(
     )
 }
 
-/// The number of a local array or a shared memory, whose elements are vectors of `width`, in an array as
-/// many as `length`: what the statements above take for granted.
-fn number(variable: cubecl::ir::Variable, width: usize, length: usize) -> u32 {
+/// The id of a local array or a shared memory. Checks what the generated text assumes: elements are vectors
+/// of `width`, and a local array has `length` of them.
+fn variable_id(variable: cubecl::ir::Variable, width: usize, length: usize) -> u32 {
     let found = variable.ty.vector_size();
     assert_eq!(found, width, "elements of {variable:?} in a product");
     match variable.kind {
@@ -150,7 +150,7 @@ fn number(variable: cubecl::ir::Variable, width: usize, length: usize) -> u32 {
     }
 }
 
-/// acc = A · Bᵀ, or acc += where it is not `fresh`, started: A in registers.
+/// Starts a product with A in registers: acc = A · B if `fresh`, else acc += A · B.
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 fn start_with_registers(
@@ -159,13 +159,14 @@ fn start_with_registers(
     tile: &SharedMemory<Chunk>,
     at: &Array<u32>,
     #[comptime] fresh: bool,
-    #[comptime] right: Factor,
+    #[comptime] right: SmemOperand,
 ) {
     intrinsic!(|scope| {
-        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
-        let registers: Vec<u32> = a_frags.iter_cloned().map(|x| number(*x.expand, 2, 4)).collect();
-        let right = (right, number(*tile.expand, CHUNK, 0), number(*at.expand, 1, 1));
-        let content = product(&sums, fresh, &registers, None, right, registers.len());
+        let sums: Vec<u32> = acc.iter_cloned().map(|x| variable_id(*x.expand, 2, 2)).collect();
+        let registers: Vec<u32> =
+            a_frags.iter_cloned().map(|x| variable_id(*x.expand, 2, 4)).collect();
+        let right = (right, variable_id(*tile.expand, CHUNK, 0), variable_id(*at.expand, 1, 1));
+        let content = wgmma_text(&sums, fresh, &registers, None, right, registers.len());
         scope.register(NonSemantic::Comment { content });
     })
 }
@@ -180,26 +181,27 @@ fn start_with_tile(
     tile: &SharedMemory<Chunk>,
     at: &Array<u32>,
     #[comptime] fresh: bool,
-    #[comptime] left: Factor,
-    #[comptime] right: Factor,
+    #[comptime] left: SmemOperand,
+    #[comptime] right: SmemOperand,
     #[comptime] steps: usize,
 ) {
     intrinsic!(|scope| {
-        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
-        let left = (left, number(*left_tile.expand, CHUNK, 0), number(*left_at.expand, 1, 1));
-        let right = (right, number(*tile.expand, CHUNK, 0), number(*at.expand, 1, 1));
-        let content = product(&sums, fresh, &[], Some(left), right, steps);
+        let sums: Vec<u32> = acc.iter_cloned().map(|x| variable_id(*x.expand, 2, 2)).collect();
+        let left =
+            (left, variable_id(*left_tile.expand, CHUNK, 0), variable_id(*left_at.expand, 1, 1));
+        let right = (right, variable_id(*tile.expand, CHUNK, 0), variable_id(*at.expand, 1, 1));
+        let content = wgmma_text(&sums, fresh, &[], Some(left), right, steps);
         scope.register(NonSemantic::Comment { content });
     })
 }
 
-/// Waits until all products but the last `pending` have finished, with those that add to `acc` among
-/// them.
+/// Waits until all products but the last `pending` have completed; those into `acc` must be among the
+/// completed ones.
 #[cube]
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 pub fn wait(acc: &mut Accumulator, #[comptime] pending: usize) {
     intrinsic!(|scope| {
-        let sums: Vec<u32> = acc.iter_cloned().map(|x| number(*x.expand, 2, 2)).collect();
+        let sums: Vec<u32> = acc.iter_cloned().map(|x| variable_id(*x.expand, 2, 2)).collect();
         let all: Vec<String> = (0..4 * sums.len())
             .map(|i| format!("\"+f\"(reinterpret_cast<float*>(l_arr_{})[{}])", sums[i / 4], i % 4))
             .collect();
@@ -211,15 +213,15 @@ pub fn wait(acc: &mut Accumulator, #[comptime] pending: usize) {
     })
 }
 
-/// An array that tells a product its tile's place.
+/// An array with the index of a tile's first chunk, as the generated text reads it.
 #[cube]
-fn place_of(at: usize) -> Array<u32> {
+fn chunk_index(at: usize) -> Array<u32> {
     let mut place = Array::<u32>::new(1usize);
     place[0] = at as u32;
     place
 }
 
-/// An accumulator of `count` fragments that holds nothing yet.
+/// An uninitialised accumulator of `count` fragments.
 #[cube]
 pub fn uninit(#[comptime] count: usize) -> Accumulator {
     let mut acc = Accumulator::new();
@@ -230,8 +232,8 @@ pub fn uninit(#[comptime] count: usize) -> Accumulator {
     acc
 }
 
-/// Starts acc += A · Bᵀ, or acc = A · Bᵀ where it is `fresh`. B's rows are the 8·`n` of the tile that
-/// starts at chunk `at`, and A, 64 rows a warpgroup, is in `a_frags`.
+/// Starts acc = A · Bᵀ if `fresh`, else acc += A · Bᵀ. B is the tile of 8·`n` rows that starts at chunk
+/// `at`; A, 64 rows per warpgroup, is in `a_frags`.
 #[cube]
 pub fn start_abt(
     a_frags: &AFragments,
@@ -241,8 +243,8 @@ pub fn start_abt(
     #[comptime] fresh: bool,
     #[comptime] n: usize,
 ) {
-    let right = comptime!(Factor { along: Along::Channels, rows: n * 8 });
-    start_with_registers(acc, a_frags, tile, &place_of(at), fresh, right);
+    let right = comptime!(SmemOperand { summed_over: SummedOver::Channels, rows: n * 8 });
+    start_with_registers(acc, a_frags, tile, &chunk_index(at), fresh, right);
 }
 
 /// [`start_abt`] with A's rows in a tile of `rows` rows, from `row` on, and `steps`·16 channels.
@@ -258,14 +260,14 @@ pub fn start_tile_abt(
     #[comptime] n: usize,
     #[comptime] steps: usize,
 ) {
-    let left = comptime!(Factor { along: Along::Channels, rows });
-    let right = comptime!(Factor { along: Along::Channels, rows: n * 8 });
-    let (from, to) = (place_of(row * PANEL), place_of(at));
+    let left = comptime!(SmemOperand { summed_over: SummedOver::Channels, rows });
+    let right = comptime!(SmemOperand { summed_over: SummedOver::Channels, rows: n * 8 });
+    let (from, to) = (chunk_index(row * PANEL), chunk_index(at));
     start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
 }
 
-/// Starts acc += P · B, where B's rows are those of the tile that starts at chunk `at`, as many as P has
-/// columns, and P, 64 rows a warpgroup, is in `a_frags`.
+/// Starts acc += P · B. B is the tile that starts at chunk `at`, with as many rows as P has columns; P, 64
+/// rows per warpgroup, is in `a_frags`.
 #[cube]
 pub fn start_pb(
     a_frags: &AFragments,
@@ -273,11 +275,11 @@ pub fn start_pb(
     at: usize,
     acc: &mut Accumulator,
 ) {
-    let right = comptime!(Factor { along: Along::Rows, rows: 16 * a_frags.len() });
-    start_with_registers(acc, a_frags, tile, &place_of(at), false, right);
+    let right = comptime!(SmemOperand { summed_over: SummedOver::Rows, rows: 16 * a_frags.len() });
+    start_with_registers(acc, a_frags, tile, &chunk_index(at), false, right);
 }
 
-/// A left factor of `steps`·16 columns that holds nothing yet.
+/// Uninitialised fragments of an operand A of `steps`·16 columns.
 #[cube]
 pub fn uninit_a_frags(#[comptime] steps: usize) -> AFragments {
     let mut a_frags = AFragments::new();
@@ -288,7 +290,7 @@ pub fn uninit_a_frags(#[comptime] steps: usize) -> AFragments {
     a_frags
 }
 
-/// Rounds a pair of an accumulator, of its 8 columns `column` and a lane's row `row`, into a left factor.
+/// Rounds a pair of an accumulator (fragment `column`, a lane's row `row`) into fragments of an operand A.
 #[cube]
 pub fn set_a_frag(
     a_frags: &mut AFragments,
@@ -300,7 +302,7 @@ pub fn set_a_frag(
     a_frags.index_mut(step)[place] = Vector::cast_from(pair);
 }
 
-/// An accumulator of 8·`n` columns, rounded, as a left factor.
+/// An accumulator of 8·`n` columns, rounded to bf16, as an operand A.
 #[cube]
 pub fn to_a_frags(p: &Accumulator, #[comptime] n: usize) -> AFragments {
     let mut a_frags = uninit_a_frags(comptime!(n / 2));
@@ -314,30 +316,31 @@ pub fn to_a_frags(p: &Accumulator, #[comptime] n: usize) -> AFragments {
     a_frags
 }
 
-/// Two stages of two tiles each, in turns: while one stage is worked on, the other is loaded. Warps need not
-/// keep pace; the last that releases a stage has the next tiles loaded into it.
+/// A double buffer of two stages with two tiles each: one stage is loaded while the other is used. Warps do
+/// not run in lockstep; the last one to release a stage loads the next tiles into it.
 #[derive(CubeType)]
 pub struct Pipeline {
     full: Sequence<Shared<Barrier>>,
     released: SharedMemory<Atomic<u32>>,
-    /// The first tiles of both stages.
-    pub one: SharedMemory<Chunk>,
-    /// The second tiles of both stages.
-    pub two: SharedMemory<Chunk>,
-    /// Rows of a tile.
+    /// The first tile of each stage (K, or q in dkv).
+    pub first_tiles: SharedMemory<Chunk>,
+    /// The second tile of each stage (V, or dO in dkv).
+    pub second_tiles: SharedMemory<Chunk>,
+    /// Rows per tile.
     #[cube(comptime)]
     rows: usize,
-    /// Channels of a tile.
+    /// Channels per tile.
     #[cube(comptime)]
     dim: usize,
-    /// Warps of the block.
+    /// Warps per block.
     #[cube(comptime)]
     warps: usize,
 }
 
 #[cube]
 impl Pipeline {
-    /// Empty stages of tiles of `rows` rows and `dim` channels. The block synchronises before they are used.
+    /// Empty stages for tiles of `rows` rows and `dim` channels. The block must synchronise before using
+    /// them.
     pub fn new(
         #[comptime] rows: usize,
         #[comptime] dim: usize,
@@ -357,20 +360,20 @@ impl Pipeline {
         Pipeline {
             full,
             released,
-            one: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
-            two: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
+            first_tiles: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
+            second_tiles: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
             rows,
             dim,
             warps,
         }
     }
 
-    /// The first chunk of the tiles of an iteration.
-    pub fn place(&self, iteration: usize) -> usize {
+    /// The index of the first chunk of an iteration's tiles.
+    pub fn stage_offset(&self, iteration: usize) -> usize {
         iteration % 2 * comptime!(self.rows * self.dim / CHUNK)
     }
 
-    /// Starts the load of another tile, which the iteration waits for too: [`load_rows`] into its first chunk.
+    /// Starts the load of a further tile that the iteration also waits for.
     pub fn load_also(
         &self,
         iteration: usize,
@@ -390,27 +393,47 @@ impl Pipeline {
         }
     }
 
-    /// Starts the loads of an iteration's two tiles, rows from `first` on. `others` counts the bytes that
-    /// [`Pipeline::load_also`] loads for the same iteration.
+    /// Starts the loads of an iteration's two tiles, rows from `first` on. `others` is the number of bytes
+    /// that [`Pipeline::load_also`] loads for the same iteration.
     pub fn load(
         &mut self,
         iteration: usize,
-        one: &TensorMap<bf16, Tiled>,
-        two: &TensorMap<bf16, Tiled>,
+        first_source: &TensorMap<bf16, Tiled>,
+        second_source: &TensorMap<bf16, Tiled>,
         batch: usize,
         head: usize,
         first: usize,
         others: u32,
     ) {
-        let at = self.place(iteration);
+        let at = self.stage_offset(iteration);
         let (rows, dim) = comptime!((self.rows, self.dim));
         #[unroll]
         for stage in 0..2usize {
             if iteration % 2 == stage {
                 let full = self.full.index(stage);
                 full.arrive_and_expect_tx(1, comptime!(2 * bytes(rows, dim)) + others);
-                load_rows(full, one, batch, head, first, &mut self.one, at, rows, dim);
-                load_rows(full, two, batch, head, first, &mut self.two, at, rows, dim);
+                load_rows(
+                    full,
+                    first_source,
+                    batch,
+                    head,
+                    first,
+                    &mut self.first_tiles,
+                    at,
+                    rows,
+                    dim,
+                );
+                load_rows(
+                    full,
+                    second_source,
+                    batch,
+                    head,
+                    first,
+                    &mut self.second_tiles,
+                    at,
+                    rows,
+                    dim,
+                );
             }
         }
     }
@@ -425,9 +448,9 @@ impl Pipeline {
         }
     }
 
-    /// Tells that this warp no longer reads the tiles of an iteration. True in one unit once all warps have
-    /// done so: the stage is free for the tiles of iteration + 2. Only products may read the tiles of a
-    /// stage, and they have been waited for.
+    /// Releases the tiles of an iteration for this warp. Returns true in one unit, once all warps have
+    /// released them: then the stage is free for the tiles of iteration + 2. Only products may read a stage's
+    /// tiles, and they must have been waited for.
     pub fn release(&self, iteration: usize) -> bool {
         let mut last = false;
         if UNIT_POS_PLANE == 0 {

@@ -2,8 +2,8 @@ use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::attention::{
-    Activation, AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts, Init,
-    Inputs, Projection as ExtraSpec,
+    AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts, Init, Inputs,
+    LowRankActivation, Projection as ExtraSpec,
 };
 use longwall_kernels::backend::OpBackend;
 
@@ -295,7 +295,7 @@ impl<B: OpBackend> Parts<'_, B> {
     fn value_gate(&self, features: usize) -> Projection<B> {
         let rank = self.config.value_residual_rank();
         let spec = ExtraSpec::new("value_gate", features)
-            .low_rank(rank, Activation::Identity)
+            .low_rank(rank, LowRankActivation::Identity)
             .bias(Init::Constant(1.0));
         Projection::extra(&self.init.part(spec.name), self.config.width, &spec)
     }

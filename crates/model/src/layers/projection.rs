@@ -1,6 +1,6 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
-use longwall_kernels::attention::{Activation, Projection as ExtraSpec};
+use longwall_kernels::attention::{LowRankActivation, Projection as ExtraSpec};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::linear::linear;
 
@@ -29,7 +29,7 @@ pub struct Projection<B: OpBackend> {
     pub shift: Option<Param<Tensor<B, 1>>>,
     /// f.
     #[module(skip)]
-    activation: Activation,
+    activation: LowRankActivation,
     /// Whether SiLU follows the convolution.
     #[module(skip)]
     silu: bool,
@@ -60,7 +60,7 @@ impl<B: OpBackend> Projection<B> {
     /// Only W x + b.
     pub(super) fn new(linear: Linear<B>) -> Self {
         let Linear { weight, bias } = linear;
-        let activation = Activation::Identity;
+        let activation = LowRankActivation::Identity;
         Projection { weight, bias, inner: None, conv: None, shift: None, activation, silu: false }
     }
 
@@ -73,7 +73,9 @@ impl<B: OpBackend> Projection<B> {
             bias: spec.bias.as_ref().map(bias),
             inner: rank.map(|rank| Linear::new(&init.part("inner"), width, rank, false)),
             conv: spec.conv.map(|taps| conv_taps(&init.part("conv"), spec.features, taps)),
-            activation: spec.low_rank.map_or(Activation::Identity, |low_rank| low_rank.activation),
+            activation: spec
+                .low_rank
+                .map_or(LowRankActivation::Identity, |low_rank| low_rank.activation),
             ..Projection::new(outer)
         }
     }
@@ -115,9 +117,9 @@ impl<B: OpBackend> Projection<B> {
         let x = match &self.inner {
             None => x,
             Some(inner) => match (inner.forward(x), self.activation) {
-                (x, Activation::Identity) => x,
-                (x, Activation::Tanh) => x.tanh(),
-                (x, Activation::Sigmoid) => activation::sigmoid(x),
+                (x, LowRankActivation::Identity) => x,
+                (x, LowRankActivation::Tanh) => x.tanh(),
+                (x, LowRankActivation::Sigmoid) => activation::sigmoid(x),
             },
         };
         linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))

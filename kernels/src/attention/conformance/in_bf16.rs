@@ -1,9 +1,10 @@
 //! The suite of kernels in bf16: outputs and the gradients of every input, packing, windows,
 //! decoding, causality, determinism on a full device.
 //!
-//! Outputs are held to the f64 oracle, gradients to those in f32 on the CPU, which `in_f32` holds to
-//! the oracle's central differences. Both may err by what [`Conformance::roundings`] to bf16 amount
-//! to. Each size, option and mask is a kernel of its own, which takes seconds to compile.
+//! Outputs are compared with the f64 oracle, gradients with those in f32 on the CPU, which `in_f32`
+//! compares with the oracle's central differences. The allowed error of both is that of
+//! [`Conformance::roundings`] to bf16. Each size, option and mask compiles its own kernel, which takes
+//! seconds.
 
 use std::ops::Range;
 
@@ -18,7 +19,7 @@ use super::{Conformance, Problem, Sizes, observed_pruning};
 use crate::backend::OpBackend;
 use crate::testing::{Tensor64, record, root_mean_square};
 
-/// Lengths within, at and beyond tiles of 64 and 128 tokens.
+/// Lengths below, at and above tiles of 64 and 128 tokens.
 const LENGTHS: [usize; 9] = [1, 2, 33, 63, 64, 65, 100, 129, 257];
 
 /// Outputs and gradients: ragged lengths, grouped heads, head dims up to the widest.
@@ -66,7 +67,7 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// A prompt in pieces and then single tokens give what the whole pass does.
+/// A prompt in pieces, then single tokens, equal the full pass.
 pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     for (at, variant) in V::cases().into_iter().enumerate() {
         for window in windows(&variant, &[70]) {
@@ -100,7 +101,7 @@ pub fn is_causal<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// A NaN in q, k or v shows in the output.
+/// A NaN in q, k or v propagates to the output.
 pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for input in 0..3 {
@@ -112,8 +113,7 @@ pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// The same bits in many runs that fill the device: a block that reads what is being overwritten
-/// shows in few of them.
+/// Equal bits in many runs that fill the device: a race between blocks shows in only a few runs.
 pub fn is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
     const RUNS: usize = 8;
     let variant = &V::cases()[0];
@@ -134,13 +134,13 @@ pub fn is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
             assert!(gradients_again == gradients, "gradients of {:?} in run {at}", problem.shape);
             assert!(decoded_again == decoded, "decoding of {:?} in run {at}", problem.shape);
         }
-        // What its copies decoded has not changed the state.
+        // Decoding from copies has not changed the state.
         let last = to_vec(prefilled.extend(1));
         assert!(last == decoded, "decoding of {:?} after copies", problem.shape);
     }
 }
 
-/// As [`agrees_with_the_oracle`], of one variant at one size.
+/// As [`agrees_with_the_oracle`], for one variant and size.
 pub fn agrees_at<V: Conformance, K: OpBackend>(variant: &V, sizes: Sizes, window: Option<usize>) {
     check::<V, K>(variant, Problem::new(variant, sizes, window));
 }
@@ -158,18 +158,18 @@ pub fn agrees_pruned_and_packed<V: Conformance, K: OpBackend>(
     check::<V, K>(variant, problem);
 }
 
-/// As [`decoding_equals_the_full_pass`], of one variant at one size.
+/// As [`decoding_equals_the_full_pass`], for one variant and size.
 pub fn decodes_at<V: Conformance, K: OpBackend>(variant: &V, sizes: Sizes) {
     check_decoding::<V, K>(variant, Problem::new(variant, sizes, None));
 }
 
-/// Holds a prompt in pieces and then single tokens to the whole pass in f32 on the CPU.
+/// Compares a prompt in pieces, then single tokens, with the full pass in f32 on the CPU.
 fn check_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     let problem = problem.in_bf16();
     let want = attend::<V, Flex>(variant, &problem.in_f32());
     let mut decoding = Decoding::<V, K>::new(variant, &problem);
     let prompt = problem.seq_len - 6;
-    // Long ones begin with a single token; pieces end within tiles of 64 tokens, with one, and after one.
+    // Long prompts begin with a single token; pieces end inside, at and after a tile of 64 tokens.
     let pieces = match prompt {
         200.. => vec![1, 62, 1, 1, 64, 1, 13, prompt - 143],
         _ => vec![prompt * 2 / 3, prompt - prompt * 2 / 3],
@@ -179,7 +179,7 @@ fn check_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     let steps = (prompt..problem.seq_len).map(|_| decoding.extend(1)).collect();
     let what = format!("{variant:?}, {:?}, decoding {}", problem.shape, problem.seq_len);
     let value_dim = prefilled.dims()[3];
-    // The elements of some tokens, as `to_vec` has them.
+    // The elements of some tokens, in the order of `to_vec`.
     let of = |tokens: Range<usize>| {
         let rows = want.chunks_exact(problem.seq_len * value_dim);
         rows.flat_map(|row| &row[tokens.start * value_dim..tokens.end * value_dim])
@@ -193,7 +193,7 @@ fn check_decoding<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     }
 }
 
-/// Outputs and the gradients of every input; the same bits in two runs.
+/// Checks outputs and the gradients of every input; equal bits in two runs.
 fn check<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     let problem = problem.in_bf16();
     let what = format!("{variant:?}, {:?}, seq_len {}", problem.shape, problem.seq_len);
@@ -206,7 +206,7 @@ fn check<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     upstream.data.iter_mut().for_each(|x| *x = draw());
     let got = gradients::<V, K>(variant, &problem, &upstream);
     let want = gradients::<V, Flex>(variant, &problem.in_f32(), &upstream);
-    // Those of q and k may vanish, as for a single key, where v's do not.
+    // The gradients of q and k may vanish, as for a single key, while v's do not.
     let least = variant.vanished() * root_mean_square(&want.concat());
     let is_parameter = |input: usize| problem.inputs[input].shape.len() == 1;
     for (input, (got, want)) in got.iter().zip(&want).enumerate().filter(|x| !is_parameter(x.0)) {
@@ -219,10 +219,10 @@ fn check<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
     assert_eq!(got, gradients::<V, K>(variant, &problem, &upstream), "{what}: two runs differ");
 }
 
-/// Holds the gradients of learned vectors to what `roundings` roundings move them. An element is a
-/// sum over all tokens, which may cancel: how far one rounding moves it is seen from inputs that are
-/// nudged by 2⁻⁹, a rounding's root mean square. Where it vanishes, as for a single key, other
-/// gradients' size counts, `least`.
+/// Checks the gradients of learned vectors against the effect of `roundings` roundings. An element is a sum
+/// over all tokens, which may cancel: the effect of one rounding is estimated by perturbing the inputs by
+/// 2⁻⁹, a rounding's root mean square. Where it vanishes, as for a single key, errors are relative to
+/// `least`, the size of the other gradients.
 fn check_parameters<V: Conformance>(
     what: &str,
     variant: &V,
@@ -255,10 +255,10 @@ fn check_parameters<V: Conformance>(
     }
 }
 
-/// Allows for `roundings` to bf16, each at most 2⁻⁸ of what it rounds and 2⁻⁹ in the root mean
-/// square, and independent: the mean over all results errs by the root of their number times that, of
-/// their size, which counts as `least` at least. A single one errs by √5 times as much, of the largest
-/// result: with five roundings that is its own, 2⁻⁸, and three times 2⁻⁹.
+/// Allows for `roundings` independent roundings to bf16, each with a relative error of at most 2⁻⁸ and of
+/// 2⁻⁹ in the root mean square. The root mean square error may be √roundings · 2⁻⁹ times the results' root
+/// mean square, or times `least` if that is larger. The largest error may be √5 times as much relative to
+/// the largest result: with five roundings that is its own, 2⁻⁸, plus three times 2⁻⁹.
 pub fn assert_roundings(what: &str, got: &[f64], want: &[f64], roundings: u32, least: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     assert!(got.iter().all(|x| x.is_finite()), "{what}: not finite");

@@ -1,8 +1,8 @@
 //! The suite in f32: outputs and the gradients of every input against f64, packing, windows,
 //! decoding, causality, determinism.
 //!
-//! What is tested may err by twice as much as the reference, plus rounding. A kind without a kernel
-//! is its own reference, and then only the oracle holds it.
+//! The code under test may have twice the error of the reference, plus rounding. A kind without a kernel
+//! is its own reference, and is then only compared with the oracle.
 
 use burn::backend::Flex;
 use burn::tensor::Tensor;
@@ -16,12 +16,12 @@ use crate::attention::dispatch;
 use crate::backend::{OpBackend, with_reference};
 use crate::testing::{CHECKED, Tensor64, assert_conditioned_budget, differences, record};
 
-/// One unit in the last place, relative to a number: how far inputs are nudged to see how well a
+/// One unit in the last place, relative to a number: the perturbation of inputs that shows how well a
 /// problem is conditioned.
-const UNIT: f64 = f32::EPSILON as f64;
+const EPSILON: f64 = f32::EPSILON as f64;
 
 fn nudged(problem: &Problem) -> Problem {
-    problem.nudged(UNIT, 17)
+    problem.nudged(EPSILON, 17)
 }
 
 fn check_outputs<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
@@ -33,15 +33,15 @@ fn check_outputs<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
     assert_conditioned_budget(&what, &kernel, [&reference, &nudged], &want.data);
 }
 
-/// The gradients for one upstream gradient, by the kernel and by the reference.
-struct Pulled {
+/// The gradients for one upstream gradient, by the kernel and the reference.
+struct UpstreamGrads {
     upstream: Tensor64,
     kernel: Vec<Vec<f64>>,
     reference: Vec<Vec<f64>>,
     nudged: Vec<Vec<f64>>,
 }
 
-impl Pulled {
+impl UpstreamGrads {
     fn new<V: Conformance, K: OpBackend>(
         variant: &V,
         problem: &Problem,
@@ -54,62 +54,70 @@ impl Pulled {
         let reference = with_reference(|| gradients::<V, K>(variant, problem, &upstream));
         let nudged = nudged(problem);
         let nudged = with_reference(|| gradients::<V, K>(variant, &nudged, &upstream));
-        Pulled { upstream, kernel, reference, nudged }
+        UpstreamGrads { upstream, kernel, reference, nudged }
     }
 }
 
-/// Gradients of one input, where they were compared.
+/// The compared gradients of one input.
 #[derive(Clone, Default)]
-struct Sample {
+struct GradSample {
     kernel: Vec<f64>,
     reference: Vec<f64>,
     nudged: Vec<f64>,
     want: Vec<f64>,
 }
 
-/// A sample of each input's gradients; holds two runs to the same bits.
-fn gradient_samples<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) -> Vec<Sample> {
+/// A sample of each input's gradients; asserts equal bits in two runs.
+fn gradient_samples<V: Conformance, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+) -> Vec<GradSample> {
     let oracle = |inputs: &[Tensor64]| variant.oracle(&problem.shape, inputs, &problem.documents);
     let output = oracle(&problem.inputs);
-    let mut pulled: Vec<Pulled> = vec![];
-    let mut samples = vec![Sample::default(); problem.inputs.len()];
+    let mut upstream_grads: Vec<UpstreamGrads> = vec![];
+    let mut samples = vec![GradSample::default(); problem.inputs.len()];
     for (input, sample) in samples.iter_mut().enumerate() {
-        // An input of few elements is compared for as many upstream gradients as make a sample:
-        // the rounding of one number says nothing.
+        // An input of few elements is compared for several upstream gradients, until the sample is large
+        // enough: the rounding error of one number means nothing.
         for draw in 0..CHECKED.div_ceil(problem.inputs[input].data.len()) {
-            if pulled.len() == draw {
+            if upstream_grads.len() == draw {
                 let seed = 5 + draw as u64;
-                pulled.push(Pulled::new::<V, K>(variant, problem, output.clone(), seed));
+                upstream_grads.push(UpstreamGrads::new::<V, K>(
+                    variant,
+                    problem,
+                    output.clone(),
+                    seed,
+                ));
             }
-            let pulled = &pulled[draw];
+            let upstream_grads = &upstream_grads[draw];
             let (places, want) =
-                differences(&problem.inputs, input, &pulled.upstream, V::STEP, &oracle);
-            sample.kernel.extend(places.iter().map(|&p| pulled.kernel[input][p]));
-            sample.reference.extend(places.iter().map(|&p| pulled.reference[input][p]));
-            sample.nudged.extend(places.iter().map(|&p| pulled.nudged[input][p]));
+                differences(&problem.inputs, input, &upstream_grads.upstream, V::STEP, &oracle);
+            sample.kernel.extend(places.iter().map(|&p| upstream_grads.kernel[input][p]));
+            sample.reference.extend(places.iter().map(|&p| upstream_grads.reference[input][p]));
+            sample.nudged.extend(places.iter().map(|&p| upstream_grads.nudged[input][p]));
             sample.want.extend(want);
         }
     }
-    let again = gradients::<V, K>(variant, problem, &pulled[0].upstream);
-    assert_eq!(pulled[0].kernel, again, "{variant:?}: gradients of two runs differ");
+    let again = gradients::<V, K>(variant, problem, &upstream_grads[0].upstream);
+    assert_eq!(upstream_grads[0].kernel, again, "{variant:?}: gradients of two runs differ");
     samples
 }
 
 fn check_gradients<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
     let samples = gradient_samples::<V, K>(variant, problem);
-    for (input, Sample { kernel, reference, nudged, want }) in samples.into_iter().enumerate() {
+    for (input, GradSample { kernel, reference, nudged, want }) in samples.into_iter().enumerate() {
         let what = format!("{variant:?}, {:?}, gradient of input {input}", problem.shape);
         assert_conditioned_budget(&what, &kernel, [&reference, &nudged], &want);
     }
 }
 
-/// Gradients for a single token. Those of q and k may vanish by cancellation there, so that errors
-/// relative to them mean nothing: all inputs' are held to the largest of any.
+/// Gradients for a single token. Those of q and k may vanish by cancellation, so that errors relative to
+/// them mean nothing: errors are relative to the largest gradient of any input.
 fn check_gradients_of_one_token<V: Conformance, K: OpBackend>(variant: &V) {
     let problem = Problem::new(variant, [2, 2, 8, 1, 1], None);
     let samples = gradient_samples::<V, K>(variant, &problem);
     let all =
-        |of: fn(&Sample) -> &Vec<f64>| samples.iter().flat_map(of).copied().collect::<Vec<_>>();
+        |of: fn(&GradSample) -> &Vec<f64>| samples.iter().flat_map(of).copied().collect::<Vec<_>>();
     let what = format!("{variant:?}, gradients for one token");
     let references = [&all(|s| &s.reference)[..], &all(|s| &s.nudged)];
     assert_conditioned_budget(&what, &all(|s| &s.kernel), references, &all(|s| &s.want));
@@ -160,7 +168,7 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
         for window in windows(&variant, &[7]) {
             let problem = Problem::new(&variant, [4, 2, 8, 2, 100], window);
             check_outputs::<V, K>(&variant, &problem.packed(&[0, 1, 17, 64, 99]));
-            // The last token stands alone in its piece.
+            // The last token is alone in its piece.
             let problem = Problem::new(&variant, [2, 1, 8, 2, 129], window);
             check_outputs::<V, K>(&variant, &problem.packed(&[0, 40, 128]));
         }
@@ -168,7 +176,7 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
         let inputs = problem.tensors::<K>();
         let part =
             |first, n| dispatch::attend(&variant, &problem.shape, cut(&inputs, first, n), None);
-        // The last sequence is longer than a document alone would need: only the mask parts them.
+        // Each document alone, without packing.
         let apart = to_vec(Tensor::cat(vec![part(0, 40), part(40, 60)], 2));
         assert_close(&attend::<V, K>(&variant, &problem), &apart);
     }
@@ -212,8 +220,7 @@ pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// Decoding holds what the variant says it does: at least half of it is real, and buffers are no
-/// more than twice as large.
+/// The state has the documented size, up to a factor of two either way.
 pub fn the_state_is_as_large_as_documented<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in windows(&variant, &[1, 40]) {
@@ -243,7 +250,7 @@ pub fn is_deterministic<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// A NaN in the input is not hidden: a training step must be able to notice it.
+/// A NaN in the input propagates: a training step must be able to detect it.
 pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for input in 0..3 {
@@ -255,15 +262,14 @@ pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
     }
 }
 
-/// Outputs and gradients at a training step's sizes, where another choice of stock kernels may
-/// begin, agree with the CPU's: to 2e-5 of the largest value, or as nearly as the CPU agrees with
-/// itself where each input is changed in its last bit (sums over a batch that cancel, say, have few
-/// digits that two roundings share).
+/// Outputs and gradients at a training step's sizes, where burn may choose other kernels, agree with the
+/// CPU's: to 2e-5 of the largest value, or to the CPU's own change when each input changes in its last bit
+/// (sums over a batch that cancel, for example, have few significant digits).
 pub fn agrees_with_the_cpu_at_a_models_size<V: Conformance, K: OpBackend>() {
     let variant = &V::cases()[0];
     for starts in [&[0][..], &[0, 1, 100, 161]] {
         let mut problem = Problem::new(variant, [3, 3, 64, 16, 256], None).packed(starts);
-        // Away from scores of zero, by which power's only key of a row is divided.
+        // Away from scores of zero: power attention divides a row's only key by its score.
         problem.inputs[..2].iter_mut().flat_map(|x| &mut x.data).for_each(|x| *x += 0.5);
         let shape = &problem.shape;
         let sizes = [problem.batch, shape.heads, problem.seq_len, variant.value_dim(shape)];

@@ -1,5 +1,5 @@
-//! Numerics of attention with decay over long rows, with adversarial gates: the outputs of some queries,
-//! and all gradients that they cause, against f64.
+//! Numerics of attention with decay over long rows, with adversarial gates: the outputs of some queries and
+//! all gradients from these outputs, against f64.
 
 use burn::tensor::{DType, Tensor};
 use rand::{Rng, SeedableRng};
@@ -11,7 +11,7 @@ use super::{Conformance, Problem};
 use crate::backend::OpBackend;
 use crate::testing::{Tensor64, root_mean_square};
 
-/// How scores decay. The gates are logits z; y = ln σ(z).
+/// The kind of decay of scores. The gates are logits z; y = ln σ(z).
 #[derive(Clone, Copy, Debug)]
 pub enum Decay {
     /// One gate per query head: each step adds y to the score.
@@ -22,7 +22,7 @@ pub enum Decay {
 }
 
 impl Decay {
-    /// The log decay of one step, and its derivative by the logit.
+    /// The log decay of one step, and its derivative with respect to the logit.
     fn log_decay(self, z: f64) -> (f64, f64) {
         let y = z.min(0.0) - (-z.abs()).exp().ln_1p();
         let slope = 1.0 / (1.0 + z.exp());
@@ -38,15 +38,15 @@ impl Decay {
 const HEADS: usize = 2;
 const DIM: usize = 64;
 
-/// Tokens that are decoded one by one, more than a tile of the kernels.
+/// Tokens that are decoded one by one, more than a tile of the kernels has.
 const STEPS: usize = 70;
 
-/// The logit of token t of so many, in feature n.
+/// The logit of token t of `tokens`, in feature n.
 type Logit = fn(t: usize, tokens: usize, n: usize) -> f64;
 
-/// Closed gates (at the clamp, or e^−30 a token); open ones; both in turn; weak decay after strong;
-/// channels of different speed, one of which decays in rare large steps; one closed gate among open ones,
-/// within a tile.
+/// Closed gates (at the clamp, or e^−30 per token); open ones; both alternating; weak decay after strong;
+/// channels of different speed, one of which decays in rare large steps; one closed gate among open ones
+/// inside a tile.
 const LOGITS: [Logit; 6] = [
     |_, _, _| -30.0,
     |_, _, _| 40.0,
@@ -56,8 +56,8 @@ const LOGITS: [Logit; 6] = [
     |t, tokens, _| if t == tokens / 2 + 21 { -9984.0 } else { 12.0 },
 ];
 
-/// Outputs, decoded outputs and gradients of a kind that decays as `decay`, over `tokens` tokens: in bf16 by
-/// its roundings, else to 1e-4 of their size.
+/// Outputs, decoded outputs and gradients of a kind with this decay over `tokens` tokens are accurate: in
+/// bf16 up to its roundings, in f32 to 1e-4 of their size.
 pub fn holds_at_length<V: Conformance, K: OpBackend>(
     variant: &V,
     decay: Decay,
@@ -106,7 +106,7 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
         }
         let mut got = gradients::<V, K>(variant, &problem, &upstream);
         let mut wanted = want.grads;
-        // The gate's by its log decays, where these depend on the logits at all.
+        // The gate's gradient is compared with respect to log decays, where these depend on the logits.
         let depends = |at: &usize| want.slopes[*at] > 1e-12;
         let places: Vec<usize> = (0..want.slopes.len()).filter(depends).collect();
         got[3] = places.iter().map(|&at| got[3][at] / want.slopes[at]).collect();
@@ -114,7 +114,7 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
         let of = |part: fn(&Gradient) -> f64, grads: &[Gradient]| -> Vec<f64> {
             grads.iter().map(part).collect()
         };
-        // Those of q, k and the gate may vanish where v's do not.
+        // The gradients of q, k and the gate may vanish while v's do not.
         let least = 0.1 * root_mean_square(&of(|x| x.value, &wanted.concat()));
         for (input, (got, want)) in got.iter().zip(&wanted).enumerate() {
             if want.is_empty() {
@@ -135,9 +135,9 @@ fn decode<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem, steps: u
     to_vec(Tensor::cat((0..steps).map(|_| decoding.extend(1)).collect(), 2))
 }
 
-/// Outputs of some rows, `[heads, rows, DIM]`, and the gradients of q, k, v and the gate's log decays, with
-/// what these change by the logits.
-struct Exact {
+/// Outputs of some rows, `[heads, rows, DIM]`, the gradients of q, k, v and the gate's log decays, and the
+/// derivatives of the log decays with respect to the logits.
+struct ExactRows {
     o: Vec<f64>,
     grads: [Vec<Gradient>; 4],
     slopes: Vec<f64>,
@@ -147,9 +147,9 @@ struct Exact {
 #[derive(Clone, Copy, Debug, Default)]
 struct Gradient {
     value: f64,
-    /// The size that errors are relative to: the same sum with √(Σ (dO_c o_c)²) in place of dP − D, since a
-    /// rounded o moves D by a share of that. For the gate also the root of the sum of its terms' squares,
-    /// since the terms come from two passes and cancel.
+    /// The size that errors are relative to: the same sum with √(Σ (dO_c o_c)²) in place of dP − D, because
+    /// rounding o changes D by a fraction of that. For the gate also the root of the sum of its terms'
+    /// squares, because the terms come from two passes and cancel.
     size: f64,
 }
 
@@ -160,19 +160,19 @@ impl Gradient {
     }
 }
 
-/// From queries in `rows` alone: `upstream` is 0 elsewhere.
-fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -> Exact {
+/// Outputs and gradients of the queries in `rows`; `upstream` is 0 elsewhere.
+fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -> ExactRows {
     let (tokens, scale) = (problem.seq_len, 1.0 / (DIM as f64).sqrt());
     let [q, k, v, logits] = &problem.inputs[..] else { panic!("q, k, v and a gate") };
     let features = logits.shape[2];
     let gates: Vec<_> = logits.data.iter().map(|&z| decay.log_decay(z)).collect();
     let mut o = vec![];
     let [mut dq, mut dk, mut dv] = [q, k, v].map(|x| vec![Gradient::default(); x.data.len()]);
-    // By the sum of a feature's log decays up to each token; the terms' squares.
+    // The gradient of each prefix sum of a feature's log decays; the sum of its terms' squares.
     let mut d_sums = vec![Gradient::default(); tokens * features];
     let mut squares = vec![0.0; tokens * features];
     for (head, &i) in (0..HEADS).flat_map(|head| rows.iter().map(move |i| (head, i))) {
-        // Of a token's query, key and value of the head.
+        // The range of a token's query, key and value of the head.
         let row = |t: usize| (head * tokens + t) * DIM..(head * tokens + t + 1) * DIM;
         let (q, d_o) = (&q.data[row(i)], &upstream.data[row(i)]);
         let feature = |n: usize| match decay {
@@ -187,18 +187,18 @@ fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -
                 (0..DIM).for_each(|n| sums[n] += gates[j * features + feature(n)].0);
             }
         };
-        let left = |sum: f64| match decay {
+        let decay_factor = |sum: f64| match decay {
             Decay::OfHeads => 1.0,
             Decay::OfChannels { .. } => sum.exp(),
         };
         let mut weights = vec![0.0; i + 1];
         backwards(&mut |j, sums| {
             let k = &k.data[row(j)];
-            let dot: f64 = (0..DIM).map(|n| left(sums[n]) * q[n] * k[n]).sum();
+            let dot: f64 = (0..DIM).map(|n| decay_factor(sums[n]) * q[n] * k[n]).sum();
             weights[j] = scale * dot + if matches!(decay, Decay::OfHeads) { sums[0] } else { 0.0 };
         });
-        let highest = weights.iter().copied().fold(f64::MIN, f64::max);
-        weights.iter_mut().for_each(|x| *x = (*x - highest).exp());
+        let row_max = weights.iter().copied().fold(f64::MIN, f64::max);
+        weights.iter_mut().for_each(|x| *x = (*x - row_max).exp());
         let total: f64 = weights.iter().sum();
         weights.iter_mut().for_each(|x| *x /= total);
         let weighted =
@@ -212,7 +212,7 @@ fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -
             let (key, value, weight) = (&k.data[row(j)], &v.data[row(j)], weights[j]);
             let d_score = Gradient { value: weight * (dot(value) - mean), size: weight * size };
             for n in 0..DIM {
-                let d_dot = scale * left(sums[n]);
+                let d_dot = scale * decay_factor(sums[n]);
                 dv[row(j)][n].value += weight * d_o[n];
                 dk[row(j)][n].add(d_score, d_dot * q[n]);
                 dq[row(i)][n].add(d_score, d_dot * key[n]);
@@ -239,5 +239,5 @@ fn exact(problem: &Problem, decay: Decay, rows: &[usize], upstream: &Tensor64) -
         d_gates[at] = Gradient { value: sum.value, size };
     }
     let slopes = gates.iter().map(|gate| gate.1).collect();
-    Exact { o, grads: [dq, dk, dv, d_gates], slopes }
+    ExactRows { o, grads: [dq, dk, dv, d_gates], slopes }
 }

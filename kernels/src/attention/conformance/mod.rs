@@ -1,10 +1,10 @@
-//! The suites that every registered kind gets. `in_f32` runs on the CPU, and on CUDA as
-//! `references`, smaller; `in_bf16` runs on CUDA for each kind with kernels for it. A kind's
-//! `tests.rs` supplies cases and an f64 definition ([`Conformance`]); no suite knows a kind.
+//! The suites that every registered kind gets. `in_f32` runs on the CPU, and a part of it on CUDA as
+//! `references`; `in_bf16` runs on CUDA for each kind with bf16 kernels. A kind's `tests.rs` supplies cases
+//! and an f64 definition ([`Conformance`]); suites do not depend on kinds.
 //!
-//! Every call is checked for what served it ([`run`]): a suite fails where a kernel of
-//! [`VariantSpec::KERNELS`](super::VariantSpec::KERNELS) declines one of its shapes, or runs its
-//! reference.
+//! Every call is checked for what served it ([`run`]): a suite fails if a kernel of
+//! [`VariantSpec::KERNELS`](super::VariantSpec::KERNELS) declines one of its shapes, or if the reference
+//! runs in its place.
 
 pub mod in_bf16;
 pub mod in_f32;
@@ -23,28 +23,28 @@ use super::{AttentionShape, Variant};
 use crate::device::DeviceKind;
 use crate::testing::Tensor64;
 
-/// What a kind's `tests.rs` supplies.
+/// What a kind's `tests.rs` implements.
 pub trait Conformance: Variant {
-    /// Step of the central differences: smaller for a kind with kinks, which a step may pass.
+    /// Step of the central differences; smaller for a kind with kinks, which a step may cross.
     const STEP: f64 = 1e-5;
 
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
 
-    /// Changes a problem's random inputs (q, k, v, the projections, the parameters) where they
-    /// would meet a kink, or leave nothing but rounding to compare.
+    /// Changes a problem's random inputs (q, k, v, the projections, the parameters) where they would be at
+    /// a kink, or where results would be only rounding.
     fn prepare(&self, inputs: &mut [Tensor64]) {
         let _ = inputs;
     }
 
-    /// How often a kernel in bf16 rounds what a result or a gradient comes from. Five: q and k where
-    /// they are rotated, the weights or their slopes, the result, a gradient that is rotated back.
+    /// The number of roundings to bf16 that a result or a gradient of a kernel depends on. Five: q and k
+    /// when rotated, the weights or their derivatives, the result, and a gradient rotated back.
     fn roundings(&self) -> u32 {
         5
     }
 
-    /// The size below which a gradient in bf16 counts as vanished, relative to all gradients' together:
-    /// what is left where larger terms cancel, as for a single key, is rounding.
+    /// The size below which a gradient in bf16 counts as vanished, relative to that of all gradients
+    /// together: where larger terms cancel, as for a single key, only rounding remains.
     fn vanished(&self) -> f64 {
         0.1
     }
@@ -59,7 +59,7 @@ pub trait Conformance: Variant {
     ) -> Tensor64;
 }
 
-/// Tests that call functions of a suite.
+/// Defines tests that call a suite's functions.
 macro_rules! tests {
     ($kind:ty, $suite:ident on $device:ident: $($(#[$ignore:meta])? $test:ident)+) => {
         $(
@@ -73,7 +73,7 @@ macro_rules! tests {
 }
 pub(crate) use tests;
 
-/// The test modules of a registered kind, whose kernels for CUDA take these types.
+/// The test modules of a registered kind whose CUDA kernels take these types.
 macro_rules! suites {
     ($module:ident $($precision:ident)*) => {
         mod $module {
@@ -97,7 +97,7 @@ macro_rules! suites {
             mod cuda {
                 $(crate::attention::conformance::suites!(@ $precision);)*
 
-                /// What calls without a kernel run, in f32.
+                /// The references, in f32, which run where there is no kernel.
                 mod references {
                     crate::attention::conformance::tests!(
                         super::super::Kind, in_f32 on Cuda:
@@ -135,8 +135,7 @@ macro_rules! suites {
 }
 pub(crate) use suites;
 
-/// The types that the registry's line names are those of the kind's kernels for CUDA; on the CPU
-/// kernels are in f32.
+/// The registry's line names exactly the types of the kind's CUDA kernels; CPU kernels are in f32.
 pub fn every_kernel_has_a_suite<V: Variant>(suites: &[&str]) {
     let types = |device: DeviceKind| -> Vec<&str> {
         let kernels = V::KERNELS.iter().filter(|kernel| kernel.device == device);

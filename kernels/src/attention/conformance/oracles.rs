@@ -1,4 +1,4 @@
-//! What oracles are made of.
+//! Building blocks of oracles.
 
 use crate::attention::AttentionShape;
 use crate::testing::Tensor64;

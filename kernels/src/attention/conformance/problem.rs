@@ -17,9 +17,9 @@ pub struct Problem {
     pub seq_len: usize,
     /// q, k, v, the projections, the parameters.
     pub inputs: Vec<Tensor64>,
-    /// Where the document of each position of each row starts.
+    /// The start of the document of each position, for each row.
     pub documents: Vec<Vec<usize>>,
-    /// Of q, k, v and the projections.
+    /// The type of q, k, v and the projections.
     pub dtype: DType,
 }
 
@@ -61,7 +61,7 @@ impl Problem {
             inputs.push(random(&[batch, seq_len, features], &center, 1.7));
         }
         for Parameter { elements, init, .. } in variant.parameters(&shape) {
-            // Away from the initial values, where parts may vanish.
+            // Away from the initial values, where terms may vanish.
             inputs.push(random(&[elements], &|at| mean(&init, at), 0.1));
         }
         variant.prepare(&mut inputs);
@@ -69,7 +69,7 @@ impl Problem {
         Problem { shape, batch, seq_len, inputs, documents, dtype: DType::F32 }
     }
 
-    /// The problem with each input changed by `unit` of it, up or down.
+    /// The problem with each input element changed by ±`unit` relative to it.
     pub fn nudged(&self, unit: f64, seed: u64) -> Self {
         let mut nudged = self.clone();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -123,7 +123,7 @@ impl Problem {
         self
     }
 
-    /// The output by the kind's definition.
+    /// The output by the kind's oracle.
     pub fn oracle<V: Conformance>(&self, variant: &V) -> Tensor64 {
         variant.oracle(&self.shape, &self.inputs, &self.documents)
     }
@@ -143,7 +143,7 @@ impl Problem {
             Tensor::from_data(TensorData::new(data, x.shape.clone()), &B::Device::default())
         }
         let [q, k, v, rest @ ..] = &self.inputs[..] else { panic!("at least q, k and v") };
-        // As projections give them: [batch, seq_len, heads, head_dim] in memory.
+        // In the memory order of the projections, [batch, seq_len, heads, head_dim].
         let heads = |x: &Tensor64| -> Tensor<B, 4> {
             let by_token = tensor::<B, 4>(x).swap_dims(1, 2).into_data();
             Tensor::from_data(by_token, &B::Device::default()).swap_dims(1, 2)
@@ -168,7 +168,7 @@ pub fn cut<B: OpBackend>(inputs: &Inputs<B>, first: usize, n: usize) -> Inputs<B
     }
 }
 
-/// The windows that the variant can be tested with: none but `None` where it allows none.
+/// The windows to test the variant with: only `None` if it allows none.
 pub fn windows<V: Conformance>(variant: &V, windows: &[usize]) -> Vec<Option<usize>> {
     let allowed = windows.iter().filter(|_| variant.allows_window());
     std::iter::once(None).chain(allowed.map(|&w| Some(w))).collect()

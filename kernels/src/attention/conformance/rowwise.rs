@@ -1,4 +1,4 @@
-//! What the oracles of several variants share, in f64 and by definition.
+//! What the oracles of several variants share, in f64 and by their definitions.
 
 use std::ops::Range;
 
@@ -32,9 +32,9 @@ pub fn weighted(
     Tensor64::new(&[batch, shape.heads, seq_len, value_dim], data)
 }
 
-/// Makes the sums over keys well above rounding, which a norm that follows would make as large as
-/// the rest: q and k get the common mean `mean`, so that every query finds keys, and the channels of
-/// v get means of ±1.5, so that sums seldom cancel.
+/// Keeps the sums over keys well above rounding, which a following norm would amplify: q and k get the
+/// common mean `mean`, so that every query selects keys, and the channels of v get means of ±1.5, so that
+/// sums seldom cancel.
 pub fn away_from_zero(inputs: &mut [Tensor64], mean: f64) {
     let [q, k, v, ..] = inputs else { panic!("q, k and v") };
     for x in [q, k] {
@@ -52,7 +52,7 @@ pub fn dot(shape: &AttentionShape, [q, k]: [&Tensor64; 2], [view, b, h, i, j]: [
     (0..shape.head_dim).map(|n| q.at(&[b, query_head, i, n]) * k.at(&[b, key_head, j, n])).sum()
 }
 
-/// As [`dot`], of the vectors divided by their lengths.
+/// As [`dot`], for the vectors divided by their norms.
 pub fn cosine(shape: &AttentionShape, [q, k]: [&Tensor64; 2], at: [usize; 5]) -> f64 {
     let [view, b, h, i, j] = at;
     let group = shape.heads / shape.kv_heads;
@@ -70,7 +70,7 @@ pub fn softmax(scores: &[f64]) -> Vec<f64> {
     scores.iter().map(|s| (s - max).exp() / total).collect()
 }
 
-/// Each row of the last dimension through `f`.
+/// Applies `f` to each row of the last dimension.
 pub fn rows(x: &Tensor64, f: impl Fn(&[f64]) -> Vec<f64>) -> Tensor64 {
     let width = x.shape[x.shape.len() - 1];
     Tensor64::new(&x.shape, x.data.chunks_exact(width).flat_map(f).collect())

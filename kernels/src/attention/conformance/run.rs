@@ -1,4 +1,4 @@
-//! Runs a kind on a problem, and makes sure of what served it.
+//! Runs a kind on a problem, and checks what served it.
 
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
@@ -13,8 +13,8 @@ use crate::backend::{OpBackend, kernels_allowed};
 use crate::testing::Tensor64;
 use crate::testing::served::{Served, served};
 
-/// The path that a kind must take on `K` for inputs of type `dtype`: that of a kernel wherever the
-/// kind says that it has one, whatever the shape.
+/// The path that a kind must take on `K` for inputs of type `dtype`: the kernel's for any shape if the kind
+/// lists one.
 fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
     let kernel = Kernel { device: K::device_kind(), dtype };
     if V::KERNELS.contains(&kernel) && kernels_allowed() {
@@ -24,7 +24,7 @@ fn path<V: Variant, K: OpBackend>(dtype: DType) -> ExecPath {
     }
 }
 
-/// Panics when an operation of the kinds' own ran its reference though a kernel was to serve.
+/// Panics when an operation of an attention kind ran its reference although a kernel should have served it.
 fn check_served<V: Variant>(variant: &V, path: ExecPath, served: &Served) {
     let references: Vec<_> =
         served.references.iter().filter(|op| op.contains("::attention::")).collect();
@@ -34,7 +34,7 @@ fn check_served<V: Variant>(variant: &V, path: ExecPath, served: &Served) {
     );
 }
 
-/// As [`dispatch::attend`], of the whole problem.
+/// [`dispatch::attend`] on the whole problem.
 fn attend_tensors<V: Variant, K: OpBackend>(
     variant: &V,
     problem: &Problem,
@@ -54,7 +54,7 @@ fn attend_tensors<V: Variant, K: OpBackend>(
     o
 }
 
-/// The outputs.
+/// The outputs of a problem.
 pub fn attend<V: Variant, K: OpBackend>(variant: &V, problem: &Problem) -> Vec<f64> {
     to_vec(attend_tensors::<V, K>(variant, problem, problem.tensors()))
 }
@@ -93,19 +93,19 @@ pub fn gradients<V: Variant, K: OpBackend>(
     first.into_iter().chain(projections).chain(parameters).collect()
 }
 
-/// The decoding of a problem.
+/// The decoding of a problem's tokens.
 #[derive(Clone)]
 pub struct Decoding<'a, V: Variant, K: OpBackend> {
     variant: &'a V,
     problem: &'a Problem,
     inputs: Inputs<K>,
     state: dispatch::State<V, K>,
-    /// Tokens so far.
+    /// Number of tokens so far.
     tokens: usize,
 }
 
 impl<'a, V: Variant, K: OpBackend> Decoding<'a, V, K> {
-    /// Before the first token.
+    /// The state before the first token.
     pub fn new(variant: &'a V, problem: &'a Problem) -> Self {
         let state = dispatch::State::new(0);
         Decoding { variant, problem, inputs: problem.tensors(), state, tokens: 0 }
@@ -123,7 +123,7 @@ impl<'a, V: Variant, K: OpBackend> Decoding<'a, V, K> {
         o
     }
 
-    /// Elements that the state holds.
+    /// Elements of the state.
     pub fn elements(&self) -> usize {
         self.state.elements()
     }

@@ -1,22 +1,22 @@
 //! DEX, the differential extension of softmax attention (Kong et al., "Understanding differential
 //! transformer unchains pretrained self-attentions", 2025, equations 4 and 5).
 //!
-//! o = softmax(scale · q kᵀ) v for each head, o' = o − λ · o W_D: one learned map of a head's
-//! outputs, shared by the layer's heads, subtracts what the other view of differential attention
-//! would. There is one softmax, and no second view.
+//! o = softmax(scale · q kᵀ) v for each head, o' = o − λ · o W_D: a learned map of a head's outputs,
+//! shared by the layer's heads, replaces the second view of differential attention. There is one
+//! softmax.
 //!
 //! | parameter | elements | initial value |
 //! | --- | --- | --- |
-//! | `w_d` | head_dim², W_D by rows | 0: the layer starts as softmax attention, also with trained weights |
+//! | `w_d` | head_dim², W_D by rows | 0: the layer starts as softmax attention, also from a pretrained model |
 //! | `lambda` | 1 | λ_init = 0.8 − 0.6 · exp(−0.3 · layer), with layers from 0 |
 //!
-//! Where this differs: the paper fine-tunes trained models, and over T steps moves λ from 0 through
-//! (1 − t/T)(t/T) λ_init + (t/T) λ_learn to a learned λ that starts around 0. An operation
-//! knows no step; here λ is learned from λ_init, and W_D starts at 0 (with both at 0 neither would
-//! have a gradient). The paper picks the heads to adapt by their entropy in the trained model; here
-//! all are, as in Huang et al.'s (2026) comparison from scratch there is no trained model to look at.
+//! Differences: the paper fine-tunes trained models, and over T steps moves λ from 0 through
+//! (1 − t/T)(t/T) λ_init + (t/T) λ_learn to a learned λ that starts around 0. An operation does not
+//! know the step, so here λ is learned from λ_init, and W_D starts at 0 (with both at 0 neither would
+//! have a gradient). The paper selects the heads to adapt by their entropy in the trained model; here
+//! all heads are adapted, as in Huang et al.'s (2026) comparison, which trains from scratch.
 //!
-//! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+//! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
 mod tests;
@@ -63,7 +63,7 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "differential extension, DEX (Kong et al., 2025)";
 
-    // That of the softmax core.
+    // The kernel of the softmax operation.
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {

@@ -6,20 +6,20 @@
 //! q⁽²⁾_iᵀk⁽²⁾_j)) v_j), λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init,
 //! λ_init = 0.8 − 0.6 · exp(−0.3 · layer), with layers from 0. The norm is over each head's channels.
 //!
-//! In the paper a head's values have twice the channels of its queries, and a layer half the heads
-//! of a plain transformer's at the same head_dim. `value_factor = 2`, the default, is that: halve
+//! In the paper a head's values have twice the channels of its queries, and a layer has half the heads
+//! of a plain transformer's at the same head_dim. That is `value_factor = 2`, the default: halve
 //! `model.heads`, keep `model.head_dim`, and the layer has as many parameters as a softmax layer.
-//! `value_factor = 1` is the form that Huang et al. (2026) compare with: as many heads as softmax.
+//! `value_factor = 1` is the form that Huang et al. (2026) compare with, with as many heads as softmax.
 //!
 //! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `lambda_q1`, `lambda_k1`, `lambda_q2`, `lambda_k2` | head_dim each | normal(0, 0.1), shared by the layer's heads |
 //! | `norm` | value_factor · head_dim | 1, the RMS norm's scale, shared by the layer's heads |
 //!
-//! Left unsaid, and chosen here: the RMS norm adds 10⁻⁵ to the mean square, as the authors' code
-//! does; nothing bounds λ.
+//! Not specified by the source, chosen here: the RMS norm adds 10⁻⁵ to the mean square, as the
+//! authors' code does; λ is not bounded.
 //!
-//! Decoding caches rotated keys of both views, and values: (2 + value_factor) · kv_heads · head_dim
+//! Decoding caches rotated keys of both views and values: (2 + value_factor) · kv_heads · head_dim
 //! elements per token.
 
 #[cfg(test)]
@@ -30,7 +30,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{difference, for_both_views};
+use super::rectified::{difference, repeat_for_views};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
@@ -41,7 +41,7 @@ use crate::ops::rms_norm::rms_norm;
 /// Added to the mean square by the RMS norm.
 const NORM_EPSILON: f32 = 1e-5;
 
-/// λ_init by the layer's index, from 0.
+/// λ_init of the layer with this index, from 0.
 pub(super) fn lambda_init(layer: usize) -> f32 {
     (0.8 - 0.6 * (-0.3 * layer as f64).exp()) as f32
 }
@@ -74,7 +74,7 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
 
-    // That of the softmax core.
+    // The kernel of the softmax operation.
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
@@ -124,8 +124,8 @@ impl KvCacheVariant for Config {
         let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = vectors.try_into().expect("4 vectors of λ");
         let op = Softmax::of(shape);
-        // The softmax core's values have k's channels: one pass for each such part of them.
-        let parts = for_both_views(v).chunk(self.value_factor, 3).into_iter();
+        // The softmax operation takes values with head_dim channels: one pass per part of that width.
+        let parts = repeat_for_views(v).chunk(self.value_factor, 3).into_iter();
         let parts = parts
             .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone(), path))
             .collect();

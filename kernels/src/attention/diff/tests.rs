@@ -13,7 +13,7 @@ impl Conformance for Config {
         vec![config.clone(), Config { value_factor: 1, rotary: Rotary::new(false) }]
     }
 
-    /// A norm follows, so that the weight of a single key does not matter.
+    /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,
         shape: &AttentionShape,

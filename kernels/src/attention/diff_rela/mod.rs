@@ -12,11 +12,11 @@
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
 //! | `norm_bias` | head_dim | 0 |
 //!
-//! Left unsaid, and chosen here: λ is TDA's (one per layer, clamped, from 0.5), the norm ReLA's. The
-//! norm is over a head's channels and adds 10⁻⁵ to the variance; a row without a positive score
-//! gives the norm's bias.
+//! Not specified by the source, chosen here: λ is TDA's (one per layer, clamped, initially 0.5), the
+//! norm ReLA's. The norm is over a head's channels and adds 10⁻⁵ to the variance; a row without a
+//! positive score gives the norm's bias.
 //!
-//! Decoding caches rotated keys of both views, and values: 3 · kv_heads · head_dim elements per token.
+//! Decoding caches rotated keys of both views and values: 3 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
 mod tests;
@@ -26,7 +26,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views};
+use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, repeat_for_views};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
@@ -88,7 +88,7 @@ impl KvCacheVariant for Config {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let both = rowwise(&op, q, k, for_both_views(v), None, documents, path);
+        let both = rowwise(&op, q, k, repeat_for_views(v), None, documents, path);
         let o = difference(both, clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }

@@ -19,7 +19,7 @@ impl Conformance for Config {
         inputs[3].data[0] = 0.2; // λ
     }
 
-    /// A norm follows, so that the weight of a single key does not matter.
+    /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,
         shape: &AttentionShape,

@@ -1,4 +1,4 @@
-//! Attention with 1.5-entmax in softmax's place (Peters et al., "Sparse sequence-to-sequence models",
+//! Attention with 1.5-entmax instead of softmax (Peters et al., "Sparse sequence-to-sequence models",
 //! 2019, with α = 1.5).
 //!
 //! S_ij = scale · q_iᵀk_j, o_i = Σ_j p_ij v_j, p_ij = max(S_ij/2 − τ_i, 0)², where τ_i is the number
@@ -7,10 +7,10 @@
 //!
 //! There are no parameters beyond the projections.
 //!
-//! τ is found by Newton's method, to f32's accuracy, instead of by sorting: every step is one pass
-//! over the scores, and a row takes about ten.
+//! τ is found by Newton's method to f32's accuracy, not by sorting: every step is one pass over the
+//! scores, and a row takes about ten steps.
 //!
-//! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+//! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
 mod tests;

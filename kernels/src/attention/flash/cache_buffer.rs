@@ -1,4 +1,4 @@
-//! What decoding keeps from token to token.
+//! The growing buffers of decoding caches.
 
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Slice};
@@ -6,7 +6,7 @@ use burn::tensor::{DType, Slice};
 use crate::Cuda;
 use crate::cuda::{CudaTensor, narrow, zeros};
 
-/// Rows `[batch, heads, rows, channels]` of any type, in a buffer that grows by doubling.
+/// Rows `[batch, heads, rows, channels]` of any type in a buffer that grows by doubling.
 #[derive(Clone, Debug)]
 pub struct CacheBuffer {
     /// `[batch, heads, capacity, channels]`, where the capacity is a multiple of [`GRANULE`].
@@ -14,12 +14,11 @@ pub struct CacheBuffer {
     rows: usize,
 }
 
-/// What the capacity is a multiple of, and how many rows are dropped at a time: tiles of gates and spans of
-/// decays stay whole.
+/// Capacities and dropped rows are multiples of this, so that tiles of gates and spans of decays stay whole.
 const GRANULE: usize = 64;
 
 impl CacheBuffer {
-    /// No rows, with room for `capacity`, which are zero.
+    /// An empty buffer with room for `capacity` rows, zero-filled.
     pub fn new(
         like: &CudaTensor,
         [batch, heads, channels]: [usize; 3],
@@ -35,7 +34,7 @@ impl CacheBuffer {
         self.rows
     }
 
-    /// Rows that there is room for, from one head to the next.
+    /// The capacity in rows, which is also the stride between heads.
     pub fn capacity(&self) -> u32 {
         u32::try_from(self.buffer.meta.shape()[2]).expect("rows below 2^32")
     }
@@ -50,12 +49,12 @@ impl CacheBuffer {
         &self.buffer
     }
 
-    /// The rows held, a view.
+    /// A view of the rows held.
     pub fn held(&self) -> CudaTensor {
         narrow(&self.buffer, 2, 0..self.rows)
     }
 
-    /// Counts `new` more rows as held, which the caller writes, in a buffer that nobody else has.
+    /// Adds `new` uninitialised rows, which the caller writes; afterwards the buffer is not shared.
     pub fn add(&mut self, new: usize) {
         let rows = self.rows + new;
         if rows > self.capacity() as usize {
@@ -66,7 +65,7 @@ impl CacheBuffer {
         self.rows = rows;
     }
 
-    /// Adds rows `[batch, heads, rows, channels]`.
+    /// Appends rows `[batch, heads, rows, channels]`.
     pub fn append(&mut self, new: CudaTensor) {
         let (at, rows) = (self.rows, new.meta.shape()[2]);
         self.add(rows);
@@ -95,20 +94,20 @@ impl CacheBuffer {
     fn write(&mut self, at: usize, new: CudaTensor) {
         let [batch, heads, rows, channels]: [usize; 4] = new.meta.shape().dims();
         let slices = [0..batch, 0..heads, at..at + rows, 0..channels].map(Slice::from);
-        // Nobody else holds the buffer while it is written, which would copy it.
+        // Take the buffer out, so that it has one owner and is written in place.
         let buffer = std::mem::replace(&mut self.buffer, new.clone());
         self.buffer = Cuda::float_slice_assign(buffer, &slices, new);
     }
 }
 
-/// The capacity to start with: `reserved`, as far as a window lets them be held, and at least the
-/// first `tokens`.
+/// The initial capacity: `reserved` tokens, at most what a window can hold, and at least the first
+/// `tokens`.
 pub fn capacity(window: Option<usize>, reserved: usize, tokens: usize) -> usize {
     window.map_or(reserved, |w| reserved.min(2 * w.max(GRANULE))).max(tokens)
 }
 
-/// How many of the first rows no later token sees under a window, where `new` rows are to join those
-/// `held`: whole tiles, once they are as many as those inside it.
+/// The number of oldest rows to drop under a window before `new` rows are appended to those `held`:
+/// whole granules that no later token sees, once there are as many of them as rows inside the window.
 pub fn expired(window: Option<usize>, held: usize, new: usize) -> usize {
     let Some(window) = window else { return 0 };
     let seen = window - 1;

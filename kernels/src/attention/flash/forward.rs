@@ -1,7 +1,7 @@
-//! The forward pass: one block for 16·warps queries of a head, which passes over the keys from the
-//! last to the first (Dao, "FlashAttention-2", 2023, algorithm 1). Each warpgroup works on 64 queries, at
-//! its own pace, and has the next tile's scores computed while it waits for this tile's product (Shah et
-//! al., "FlashAttention-3", 2024, section 3).
+//! The forward pass: one block per 16·warps queries of a head, which loops over the keys from the last to
+//! the first (Dao, "FlashAttention-2", 2023, algorithm 1). Each warpgroup works on 64 queries at its own
+//! pace and starts the next tile's scores before it waits for this tile's product with V (Shah et al.,
+//! "FlashAttention-3", 2024, section 3).
 
 use burn::tensor::bf16;
 use cubecl::prelude::*;
@@ -12,7 +12,7 @@ use super::hooks::{
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf,
 };
 use super::mask::{Mask, QueryBlock, masked};
-use super::problem::{Config, Problem};
+use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, zeros};
 
@@ -27,7 +27,7 @@ pub struct Qkv {
     pub v: TensorMap<bf16, Tiled>,
 }
 
-/// o, and what the weights keep of each row.
+/// o, and the row statistics of the weights.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -40,25 +40,25 @@ pub fn forward<A: Hooks>(
     weight: &WeightArgs<A>,
     o: &mut HeadPairs<bf16>,
     statistics: &mut StatisticsOf<A>,
-    problem: Problem,
-    #[comptime] config: Config,
+    problem: ProblemShape,
+    #[comptime] config: KernelConfig,
 ) {
     define_exp2();
-    let Config { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
-    let biased = comptime!(BiasesOf::<A>::SOME);
+    let biased = comptime!(BiasesOf::<A>::ENABLED);
     let fresh = comptime!(!biased);
 
     let lane = UNIT_POS_PLANE as usize;
-    // Shuffled, the compiler knows that it is one for the warp.
+    // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let block = QueryBlock::new(&problem, mask, config);
-    let (batch, kv_head, row) = (block.batch, block.kv_head, block.row);
+    let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
 
-    // Two tiles of K and of V, in turns.
+    // Double-buffered tiles of K and V.
     let mut pipeline = Pipeline::new(tile, dim, warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     sync_cube();
@@ -83,7 +83,7 @@ pub fn forward<A: Hooks>(
 
     let group = block.group(&problem, mask, warp);
     let own = block.first_query + warp * 16;
-    // The first tile that the warpgroup attends to, and which of the block's it attends to.
+    // The warpgroup's first tile, and the range of the block's iterations that it takes part in.
     let start = group.last / tile * tile;
     let mut seen_from = last - start / tile;
     let mut seen_to = last + 1 - group.from / tile;
@@ -91,37 +91,37 @@ pub fn forward<A: Hooks>(
         seen_from = tiles;
         seen_to = tiles;
     }
-    if comptime!(OperandsOf::<A>::QUERIES_IN_REGISTERS) {
+    if comptime!(OperandsOf::<A>::Q_IN_REGISTERS) {
         pipeline.wait(0);
     }
-    let mut of_operands =
+    let mut operand_state =
         OperandsOf::<A>::forward(operands, &problem, &block, &group, &q_tile, start, warp, config);
-    let mut of_biases = BiasesOf::<A>::over_keys(biases, &problem, &block, &group, config);
-    let of_head = ScoreOf::<A>::head(score, block.head);
-    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::UNIT;
-    let inverse = WeightOf::<A>::UNIT / scale;
-    let mut of_rows = WeightOf::<A>::rows();
+    let mut bias_state = BiasesOf::<A>::init_key_loop(biases, &problem, &block, &group, config);
+    let head_params = ScoreOf::<A>::head(score, block.head);
+    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
+    let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
+    let mut row_state = WeightOf::<A>::init_rows();
     let first = block.first_keys(&problem, mask, own);
 
     let mut o_acc = zeros(n_dim);
     let mut s = uninit(n_keys);
     if biased {
-        BiasesOf::<A>::read_keys(&mut of_biases, biases, &problem, &block, start, config);
-        BiasesOf::<A>::start_from_biases(&mut of_biases, &mut s, inverse, warp, config);
+        BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
+        BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
         if start > group.from {
             let next = start - tile;
-            BiasesOf::<A>::read_keys(&mut of_biases, biases, &problem, &block, next, config);
+            BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
     skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_head, last, config);
     if seen_from < seen_to {
         pipeline.wait(seen_from);
-        let at = pipeline.place(seen_from);
+        let at = pipeline.stage_offset(seen_from);
         OperandsOf::<A>::start_scores(
-            &mut of_operands,
+            &mut operand_state,
             &mut s,
             &q_tile,
-            &pipeline.one,
+            &pipeline.first_tiles,
             at,
             warp,
             fresh,
@@ -129,41 +129,41 @@ pub fn forward<A: Hooks>(
         );
         if start > group.from {
             let next = start - tile;
-            OperandsOf::<A>::read_ahead(&mut of_operands, operands, next, config);
+            OperandsOf::<A>::read_ahead(&mut operand_state, operands, next, config);
         }
     }
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
-        let at = pipeline.place(back);
+        let at = pipeline.stage_offset(back);
         wait(&mut s, 0usize);
 
         make_scores::<A>(
             &mut s,
             score,
             &problem,
-            &of_head,
+            &head_params,
             (offset + own + lane / 4) as u32,
             (first_column + (lane % 4) * 2) as u32,
             &first,
             group.at_edge(first_column, tile),
             config,
         );
-        WeightOf::<A>::add_tile(&mut of_rows, &mut s, &mut o_acc, scale, n_keys, n_dim);
+        WeightOf::<A>::add_tile(&mut row_state, &mut s, &mut o_acc, scale, n_keys, n_dim);
         let p = to_a_frags(&s, n_keys);
-        start_pb(&p, &pipeline.two, at, &mut o_acc);
-        // The next tile's scores are under way before this tile's product is waited for.
+        start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
+        // Start the next tile's scores before waiting for this tile's product.
         if back + 1 < seen_to {
             let next = first_column - tile;
             if biased {
-                BiasesOf::<A>::start_from_biases(&mut of_biases, &mut s, inverse, warp, config);
+                BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
             }
             pipeline.wait(back + 1);
-            let next_at = pipeline.place(back + 1);
+            let next_at = pipeline.stage_offset(back + 1);
             OperandsOf::<A>::start_scores(
-                &mut of_operands,
+                &mut operand_state,
                 &mut s,
                 &q_tile,
-                &pipeline.one,
+                &pipeline.first_tiles,
                 next_at,
                 warp,
                 fresh,
@@ -173,7 +173,7 @@ pub fn forward<A: Hooks>(
                 let after = next - tile;
                 if biased {
                     BiasesOf::<A>::read_keys(
-                        &mut of_biases,
+                        &mut bias_state,
                         biases,
                         &problem,
                         &block,
@@ -181,7 +181,7 @@ pub fn forward<A: Hooks>(
                         config,
                     );
                 }
-                OperandsOf::<A>::read_ahead(&mut of_operands, operands, after, config);
+                OperandsOf::<A>::read_ahead(&mut operand_state, operands, after, config);
             }
             wait(&mut o_acc, 1usize);
         } else {
@@ -202,16 +202,16 @@ pub fn forward<A: Hooks>(
         let shift = BiasesOf::<A>::shift(
             biases,
             &problem,
-            row,
+            batch_head,
             group.first,
             offset + min(query, queries - 1),
         );
         factors[r] = WeightOf::<A>::finish(
-            &of_rows,
+            &row_state,
             weight,
             statistics,
             block.head,
-            row * queries + query,
+            batch_head * queries + query,
             write,
             scale,
             shift,
@@ -221,7 +221,7 @@ pub fn forward<A: Hooks>(
     o.store(&o_acc, &factors, batch, block.head, own, queries, config);
 }
 
-/// Lets tiles pass that the warpgroup does not attend to.
+/// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
 #[cube]
 fn skip_tiles(
     pipeline: &mut Pipeline,
@@ -232,7 +232,7 @@ fn skip_tiles(
     batch: usize,
     kv_head: usize,
     last: usize,
-    #[comptime] config: Config,
+    #[comptime] config: KernelConfig,
 ) {
     for back in from..to {
         pipeline.wait(back);
@@ -243,20 +243,20 @@ fn skip_tiles(
     }
 }
 
-/// Sixteen rows of products become scores, up to [`Score::scale`]: changed as the kind says and, where `edge`
-/// says that the mask hides some key, [`MASKED`]. A lane's first row and column are `row` and `column`, and the
-/// first keys of its rows are in `first`.
+/// Turns 16 rows of products into scores, up to [`Score::scale`]: applies [`Score::score`] and, if `edge` says
+/// that the tile needs masking, the mask. `row` and `column` are a lane's first row and column, `first` the
+/// first keys of its rows.
 #[cube]
 pub fn make_scores<A: Hooks>(
     s: &mut Accumulator,
     args: &ScoreArgs<A>,
-    problem: &Problem,
+    problem: &ProblemShape,
     head: &<A::Score as Score>::Head,
     row: u32,
     column: u32,
     first: &Array<u32>,
     edge: bool,
-    #[comptime] config: Config,
+    #[comptime] config: KernelConfig,
 ) {
     let n_keys = comptime!(config.tile / 8);
     if comptime!(config.changes_scores) {

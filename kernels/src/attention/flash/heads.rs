@@ -1,15 +1,15 @@
-//! Tensors of heads as kernels read and write them.
+//! Tensors `[batch, heads, rows, channels]` as kernel arguments.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::PAIR;
-use super::problem::Config;
+use super::problem::KernelConfig;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
-use crate::tile::{Accumulator, CHUNK, PANEL_DIM, Rows, RowsLaunch, store_rows};
+use crate::tile::{Accumulator, CHUNK, PANEL_DIM, RowStrides, RowStridesLaunch, store_rows};
 
-/// A tensor `[batch, heads, rows, channels]` whose rows can be read in chunks.
+/// A tensor `[batch, heads, rows, channels]` whose rows consist of whole, aligned chunks.
 pub struct Heads {
     /// The tensor.
     pub tensor: CudaTensor,
@@ -18,56 +18,56 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// `x` as it lies where chunks are whole and aligned, else a copy.
+    /// `x` itself if its chunks are whole and aligned, else a contiguous copy.
     pub fn new(x: &CudaTensor) -> Self {
         let tensor = if fits(x) { x.clone() } else { contiguous(x) };
         Heads { tensor, dims: x.meta.shape().dims() }
     }
 
-    /// `x` as it lies, for a kernel that changes it.
+    /// `x` itself, for a kernel that writes it.
     ///
     /// # Panics
-    /// Where chunks are not whole and aligned.
+    /// Unless its chunks are whole and aligned.
     pub fn in_place(x: &CudaTensor) -> Self {
         assert!(fits(x), "rows of {:?} at strides {:?}", x.meta.shape(), x.meta.strides());
         Heads { tensor: x.clone(), dims: x.meta.shape().dims() }
     }
 
-    /// A new tensor of this one's shape, which lies as `[batch, rows, heads, channels]`, the order
-    /// of what projections give and take.
+    /// An uninitialised tensor of the same shape in the memory order `[batch, rows, heads, channels]`, the
+    /// order of the projections' inputs and outputs.
     pub fn like(&self) -> Self {
-        self.of(self.tensor.dtype)
+        self.like_with(self.tensor.dtype)
     }
 
     /// [`Heads::like`] in another type.
-    pub(super) fn of(&self, dtype: DType) -> Self {
+    pub(super) fn like_with(&self, dtype: DType) -> Self {
         let [batch, heads, rows, channels] = self.dims;
         let mut tensor = empty(&self.tensor, &[batch, rows, heads, channels], dtype);
         tensor.meta.swap(1, 2);
         Heads { tensor, dims: self.dims }
     }
 
-    /// The strides, a whole row where a dimension of one element may have any.
+    /// The strides; a dimension of one element gets that of a whole row, because its own is arbitrary.
     fn strides(&self) -> [usize; 4] {
         let strides = self.tensor.meta.strides();
         let row = self.dims[3].next_multiple_of(CHUNK);
         std::array::from_fn(|d| if d < 3 && self.dims[d] == 1 { row } else { strides[d] })
     }
 
-    /// Where rows lie, for a kernel that writes them.
-    pub fn rows(&self) -> RowsLaunch<CudaRuntime> {
+    /// The strides of rows, in chunks.
+    pub fn row_strides(&self) -> RowStridesLaunch<CudaRuntime> {
         let chunks = |d: usize| u32::try_from(self.strides()[d] / CHUNK);
         let chunks = |d| chunks(d).expect("strides below 2^32 chunks");
-        RowsLaunch::new(chunks(0), chunks(1), chunks(2))
+        RowStridesLaunch::new(chunks(0), chunks(1), chunks(2))
     }
 
-    /// The tensor in pairs of channels.
+    /// The tensor as pairs of channels.
     pub fn pairs<O: Numeric>(&self) -> HeadPairsLaunch<O, CudaRuntime> {
-        HeadPairsLaunch::new(buffer(&self.tensor, PAIR), self.rows())
+        HeadPairsLaunch::new(buffer(&self.tensor, PAIR), self.row_strides())
     }
 
-    /// The tensor for a kernel that loads `rows` rows at a time.
-    pub(super) fn map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
+    /// A tensor map for TMA loads of `rows` rows.
+    pub(super) fn tensor_map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
         let (handle, strides) = (self.tensor.handle.clone(), self.strides());
         // SAFETY: the buffer holds the tensor.
         let tensor = unsafe { TensorArg::from_raw_parts(handle, strides.into(), self.dims.into()) };
@@ -77,23 +77,24 @@ impl Heads {
     }
 }
 
-/// A tensor `[batch, heads, rows, channels]` in pairs of channels.
+/// A tensor `[batch, heads, rows, channels]` as pairs of channels.
 #[derive(CubeType, CubeLaunch)]
 pub struct HeadPairs<O: Numeric> {
     /// Its elements.
     pub pairs: Array<Vector<O, Const<2>>>,
-    /// Where its rows lie.
-    pub rows: Rows,
+    /// The strides of its rows.
+    pub strides: RowStrides,
 }
 
 #[cube]
 impl<O: Numeric> HeadPairs<O> {
-    /// The place of a row's pair of channels 2·`unit` and 2·`unit` + 1.
+    /// The index of a row's pair of channels 2·`unit` and 2·`unit` + 1.
     pub fn at(&self, batch: usize, head: usize, row: usize, unit: usize) -> usize {
-        (self.rows.base(batch, head) + row * self.rows.row as usize) * comptime!(CHUNK / 2) + unit
+        (self.strides.base(batch, head) + row * self.strides.row as usize) * comptime!(CHUNK / 2)
+            + unit
     }
 
-    /// Writes a warp's 16 rows from `row` on, times their factors, as far as there are `total`.
+    /// Writes a warp's 16 rows from `row` on, times their factors, except those from `total` on.
     pub fn store(
         &mut self,
         acc: &Accumulator,
@@ -102,9 +103,9 @@ impl<O: Numeric> HeadPairs<O> {
         head: usize,
         row: usize,
         total: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
-        let (base, stride) = (self.rows.base(batch, head), self.rows.row as usize);
+        let (base, stride) = (self.strides.base(batch, head), self.strides.row as usize);
         let (n, chunks) = comptime!((config.padded_head_dim / 8, config.head_dim / CHUNK));
         store_rows::<O>(acc, factors, &mut self.pairs, base, stride, row, total, n, chunks);
     }

@@ -1,35 +1,35 @@
-//! What a kind adds to the flash core. A kind implements the traits whose default does not fit it, in its
-//! own folder, and passes the core what these need as launch arguments of its own.
+//! The hooks by which a kind extends the flash kernels. A kind implements the traits whose default does not
+//! fit, in its own folder, with its own launch arguments.
 //!
-//! | hook | question | default |
+//! | hook | purpose | default |
 //! | --- | --- | --- |
-//! | [`Operands`] | how do q and k of a pair of tiles enter their product? | [`PlainOperands`]: as they are |
-//! | [`Biases`] | which biases by row and column do scores get? | [`NoBiases`] |
-//! | [`Score`] | what does a product become? | [`ScaledScore`]: scale · q·k |
-//! | [`Weight`] | how does a score become a weight, and how is a row normalised? | [`SoftmaxWeight`](super::weight::SoftmaxWeight) |
+//! | [`Operands`] | transform q and k of a pair of tiles before their product | [`PlainOperands`]: unchanged |
+//! | [`Biases`] | add biases to scores by row and column | [`NoBiases`] |
+//! | [`Score`] | turn a product q·k into a score | [`ScaledScore`]: scale · q·k |
+//! | [`Weight`] | turn scores into weights and normalise rows | [`SoftmaxWeight`](super::weight::SoftmaxWeight) |
 //!
-//! Each hook has a state of its own for each of the passes: `forward` and `dq`, where a warp has 16 queries
-//! and passes over tiles of keys; `dkv`, where it has 16 keys and passes over tiles of queries; and `decode`,
-//! where it has up to 16 heads of one query. What a state reads from memory it reads a tile ahead.
+//! Each hook has its own state per pass: `forward` and `dq`, where a warp holds 16 queries and loops over
+//! key tiles; `dkv`, where it holds 16 keys and loops over query tiles; and `decode`, where it holds up to
+//! 16 heads of one query. States read from memory one tile ahead.
 
 use burn::tensor::{Element, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::mask::{QueryBlock, QueryGroup};
-use super::problem::{Config, Problem};
+use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt};
 use crate::tile::{AFragments, Accumulator, Chunk};
 
-/// A kind's hooks, with the tensors that their launch arguments are made of.
+/// A kind's hooks, with the tensors of their launch arguments.
 pub trait Hooks: Send + Sync + 'static {
-    /// How q and k enter their product.
+    /// The transform of q and k.
     type Operands: Operands;
-    /// Biases of scores.
+    /// The biases of scores.
     type Biases: Biases;
-    /// What products become.
+    /// The score of a product q·k.
     type Score: Score;
-    /// Weights, and the rows' normaliser.
+    /// The weights and their normalisation.
     type Weight: Weight;
 
     /// The arguments of [`Hooks::Operands`].
@@ -44,19 +44,20 @@ pub trait Hooks: Send + Sync + 'static {
     /// The arguments of [`Hooks::Weight`].
     fn weight(&self) -> LaunchOf<<Self::Weight as Weight>::Args>;
 
-    /// Whether scores are more than scale · q·k and biases, and whether their slope is not 1.
+    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is not 1
+    /// everywhere.
     fn changes_scores(&self) -> [bool; 2] {
         [false, false]
     }
 
-    /// Warpgroups of a block and rows of a tile, where plain attention has `shape` for this head_dim.
+    /// Warpgroups per block and rows per tile; `shape` is the choice of plain attention for this head_dim.
     fn block_shape(&self, shape: (usize, usize), head_dim: usize) -> (usize, usize) {
         let _ = head_dim;
         shape
     }
 }
 
-/// What a launch takes for a kernel's argument.
+/// The launch argument for a kernel argument of type `T`.
 pub type LaunchOf<T> = <T as LaunchArg>::RuntimeArg<CudaRuntime>;
 
 /// A kind's operands.
@@ -76,50 +77,52 @@ pub type BiasArgs<A> = <<A as Hooks>::Biases as Biases>::Args;
 pub type ScoreArgs<A> = <<A as Hooks>::Score as Score>::Args;
 /// The arguments of a kind's weights.
 pub type WeightArgs<A> = <<A as Hooks>::Weight as Weight>::Args;
-/// What a kind's forward pass keeps of each row.
+/// The row statistics that a kind's forward pass writes.
 pub type StatisticsOf<A> = <<A as Hooks>::Weight as Weight>::Statistics;
-/// What a kind's backward pass reads of each row.
+/// The row statistics that a kind's backward pass reads.
 pub type SavedRows<A> = <<A as Hooks>::Weight as Weight>::SavedRows;
 /// The type of a kind's dq and dk.
 pub type GradientOf<A> = <<A as Hooks>::Operands as Operands>::Gradient;
 
-/// How q and k of a pair of tiles enter their product, and dq and dk leave theirs.
+/// The transform of q and k before their product, and of dq and dk after theirs.
 #[cube]
 pub trait Operands: Send + Sync + 'static {
-    /// What the kernels read.
+    /// The launch arguments.
     type Args: LaunchArg + CubeType;
     /// The type of dq and dk as the kernels write them.
     type Gradient: Numeric + Element;
-    /// Of the forward pass.
+    /// State of the forward pass.
     type Forward: CubeType;
-    /// Of the pass that makes dq.
+    /// State of the pass for dq.
     type Dq: CubeType;
-    /// Of the pass that makes dk and dv.
+    /// State of the pass for dk and dv.
     type Dkv: CubeType;
-    /// Of decoding.
+    /// State of decoding.
     type Decode: CubeType;
 
-    /// Whether queries come from registers in the forward pass.
-    const QUERIES_IN_REGISTERS: bool;
-    /// Whether dk is summed from the last tile of queries to the first, the heads of a group taking turns.
-    const DK_FROM_THE_END: bool;
+    /// Whether the forward pass holds queries in registers.
+    const Q_IN_REGISTERS: bool;
+    /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
+    /// each tile.
+    const DK_IN_REVERSE: bool;
     /// Whether the kernels multiply dq and dk by the scale.
     const SCALES_GRADIENTS: bool;
 
-    /// For a warp whose first tile of keys begins at `column`. Where queries come from registers, `q_tile` is
-    /// loaded.
+    /// The state of a warp whose first key tile begins at `column`. With [`Operands::Q_IN_REGISTERS`],
+    /// `q_tile` is already loaded.
     fn forward(
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
         q_tile: &SharedMemory<Chunk>,
         column: usize,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) -> Self::Forward;
 
-    /// Starts the product of the queries and the tile of keys at chunk `at`, onto `s` unless it is `fresh`.
+    /// Starts the product of the queries and the key tile at chunk `at`; overwrites `s` if `fresh`, else adds
+    /// to it.
     fn start_scores(
         state: &mut Self::Forward,
         s: &mut Accumulator,
@@ -128,25 +131,25 @@ pub trait Operands: Send + Sync + 'static {
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
-    /// Reads what the tile of keys from `column` on needs.
+    /// Reads the data for the key tile from `column` on.
     fn read_ahead(
         state: &mut Self::Forward,
         args: &Self::Args,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
     /// As [`Operands::forward`].
     fn dq(
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) -> Self::Dq;
 
     /// As [`Operands::start_scores`].
@@ -158,45 +161,49 @@ pub trait Operands: Send + Sync + 'static {
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
-    /// Begins a tile of keys, whose product has been started. The next one's begin at `next`, where `ahead` says
-    /// that there is one.
+    /// Begins the key tile whose product has been started. If `ahead`, the next tile begins at `next`.
     fn begin_tile_of_dq(
         state: &mut Self::Dq,
         args: &Self::Args,
         warp: usize,
         next: usize,
         ahead: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
-    /// Brings the sum so far to where the tile's product can be added.
-    fn rescale_dq(state: &Self::Dq, dq: &mut Accumulator, warp: usize, #[comptime] config: Config);
+    /// Rescales dq so far to the units of the current tile's product.
+    fn rescale_dq(
+        state: &Self::Dq,
+        dq: &mut Accumulator,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    );
 
-    /// For a warpgroup's keys from `column` on. `row` is the kv head among those of all sequences.
+    /// The state of a warpgroup whose keys begin at `column`; `batch_kv_head` is batch · kv_heads + kv_head.
     fn dkv(
         args: &Self::Args,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_kv_head: usize,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) -> Self::Dkv;
 
-    /// Reads what the tile of queries from `first_query` on needs; `first` for the first one.
+    /// Reads the data for the query tile from `first_query` on; `first` for the first tile.
     fn read_queries(
         state: &mut Self::Dkv,
         args: &Self::Args,
         first_query: usize,
         #[comptime] first: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
-    /// Begins the tile of queries that was read.
-    fn begin_tile_of_dkv(state: &mut Self::Dkv, warp: usize, #[comptime] config: Config);
+    /// Begins the query tile that was read.
+    fn begin_tile_of_dkv(state: &mut Self::Dkv, warp: usize, #[comptime] config: KernelConfig);
 
-    /// Starts the product of the block's keys and the tile of queries at chunk `at`.
+    /// Starts the product of the block's keys and the query tile at chunk `at`.
     fn start_scores_of_dkv(
         state: &mut Self::Dkv,
         s: &mut Accumulator,
@@ -204,23 +211,27 @@ pub trait Operands: Send + Sync + 'static {
         q_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
     /// As [`Operands::rescale_dq`].
-    fn rescale_dk(state: &Self::Dkv, dk: &mut Accumulator, warp: usize, #[comptime] config: Config);
+    fn rescale_dk(
+        state: &Self::Dkv,
+        dk: &mut Accumulator,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    );
 
-    /// For one query a head, and tiles of keys from the one at `column` on backwards.
+    /// The state for one query per head and key tiles from the one at `column` backwards.
     fn decode(
         args: &Self::Args,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_kv_head: usize,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) -> Self::Decode;
 
-    /// Brings the queries to the tile of keys that was read, and reads what the one at `next` needs, where
-    /// `ahead` says that there is one.
+    /// Rescales the queries to the key tile that was read; if `ahead`, reads the data for the tile at `next`.
     fn rescale_q(
         state: &mut Self::Decode,
         args: &Self::Args,
@@ -228,106 +239,110 @@ pub trait Operands: Send + Sync + 'static {
         warp: usize,
         next: usize,
         ahead: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 }
 
-/// Biases that scores get, by row and column, in natural logarithms.
+/// Biases that are added to scores by row and column, natural logarithms.
 ///
-/// A row's biases are relative to a constant of its own, its shift: softmax does not see it.
+/// A row's biases may leave out a constant, its shift, which cancels in the softmax.
 #[cube]
 pub trait Biases: Send + Sync + 'static {
-    /// What the kernels read.
+    /// The launch arguments.
     type Args: LaunchArg + CubeType;
-    /// Of the passes over tiles of keys.
-    type OverKeys: CubeType;
-    /// Of the pass over tiles of queries.
-    type OverQueries: CubeType;
-    /// Of decoding.
+    /// State of the passes that loop over key tiles.
+    type KeyLoop: CubeType;
+    /// State of the pass that loops over query tiles.
+    type QueryLoop: CubeType;
+    /// State of decoding.
     type Decode: CubeType;
 
     /// Whether there are biases.
-    const SOME: bool;
-    /// Whether they want the sums of the gradients of scores, of each query and of each key.
-    const SUMS: bool;
+    const ENABLED: bool;
+    /// Whether the backward pass sums dS over each query and over each key.
+    const NEEDS_DS_SUMS: bool;
 
-    /// For the queries of a warpgroup.
-    fn over_keys(
+    /// The state for the queries of a warpgroup.
+    fn init_key_loop(
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
-        #[comptime] config: Config,
-    ) -> Self::OverKeys;
+        #[comptime] config: KernelConfig,
+    ) -> Self::KeyLoop;
 
-    /// Reads what the tile of keys from `column` on needs.
+    /// Reads the data for the key tile from `column` on.
     fn read_keys(
-        state: &mut Self::OverKeys,
+        state: &mut Self::KeyLoop,
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
-    /// Lets the products with the tile that was read start from its biases times `factor`.
+    /// Initialises the accumulator `s` with the biases of the tile that was read, times `factor`.
     fn start_from_biases(
-        state: &mut Self::OverKeys,
+        state: &mut Self::KeyLoop,
         s: &mut Accumulator,
         factor: f32,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
-    /// What is to be added to the scores of the query at `position` of a warpgroup that begins at `first` to
-    /// have them without a shift. `row` is the query's head among those of all sequences.
+    /// The shift of the query at `position`, in a warpgroup that begins at `first`: added to its scores, it
+    /// completes the biases. `batch_head` is batch · heads + head.
     fn shift(
         args: &Self::Args,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_head: usize,
         first: usize,
         position: usize,
     ) -> f32;
 
-    /// For a warp's keys from `column` on.
-    fn over_queries(#[comptime] config: Config) -> Self::OverQueries;
+    /// The state for a warp's keys.
+    fn init_query_loop(#[comptime] config: KernelConfig) -> Self::QueryLoop;
 
-    /// Reads what the tile of queries from `first_query` on needs, of the head `row`, for the warp's keys from
+    /// Reads the data for the query tile from `first_query` on, of head `batch_head`, and the warp's keys from
     /// `column` on.
     fn read_queries(
-        state: &mut Self::OverQueries,
+        state: &mut Self::QueryLoop,
         args: &Self::Args,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_head: usize,
         first_query: usize,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     );
 
     /// Begins the tile that was read.
-    fn begin_tile(state: &mut Self::OverQueries, #[comptime] config: Config);
+    fn begin_tile(state: &mut Self::QueryLoop, #[comptime] config: KernelConfig);
 
-    /// The bias, to base 2, of a lane's key `r` and the tile's queries from 8·`n` on.
+    /// The bias, base 2, of a lane's key `r` and the tile's queries from 8·`n` on.
     fn bias_of_key(
-        state: &Self::OverQueries,
+        state: &Self::QueryLoop,
         #[comptime] n: usize,
         #[comptime] r: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) -> f32;
 
-    /// For a lane's two heads of one query, given as places among those of all sequences.
-    fn decode(args: &Self::Args, problem: &Problem, rows: &Array<usize>) -> Self::Decode;
+    /// The state for a lane's two heads of one query, as batch · heads + head.
+    fn decode(
+        args: &Self::Args,
+        problem: &ProblemShape,
+        batch_heads: &Array<usize>,
+    ) -> Self::Decode;
 
-    /// Reads the biases, to base 2, of a warp's 16 keys from `column` on, in the tile that begins at `tile`.
+    /// Reads the biases, base 2, of a warp's 16 keys from `column` on, in the tile that begins at `tile`.
     fn read_biases(
         state: &mut Self::Decode,
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         tile: usize,
         column: usize,
     );
 
-    /// The one of a lane's head `r` and key 8·`n` + `e`.
+    /// The bias of a lane's head `r` and key 8·`n` + `e`.
     fn bias(
         state: &Self::Decode,
         #[comptime] r: usize,
@@ -336,36 +351,36 @@ pub trait Biases: Send + Sync + 'static {
     ) -> f32;
 }
 
-/// What a product of a query and a key becomes, but for biases.
+/// The score of a product q·k, without biases.
 #[cube]
 pub trait Score: Send + Sync + 'static {
-    /// What the kernels read.
+    /// The launch arguments.
     type Args: LaunchArg + CubeType;
-    /// What belongs to a query head.
+    /// The parameters of one query head.
     type Head: CubeType;
 
-    /// What belongs to the query head `head`.
+    /// The parameters of the query head `head`.
     fn head(args: &Self::Args, head: usize) -> Self::Head;
 
-    /// The factor that [`Score::score`] leaves to be multiplied by.
-    fn scale(args: &Self::Args, problem: &Problem) -> f32;
+    /// The factor that remains to be applied to the result of [`Score::score`].
+    fn scale(args: &Self::Args, problem: &ProblemShape) -> f32;
 
-    /// The score, up to [`Score::scale`], of the query at `row` and the key at `column`; called where
-    /// [`Hooks::changes_scores`] says so.
+    /// The score, up to [`Score::scale`], of the query at `row` and the key at `column`; only called with
+    /// [`Hooks::changes_scores`].
     fn score(
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         head: &Self::Head,
         product: f32,
         row: u32,
         column: u32,
     ) -> f32;
 
-    /// The derivative of that score with respect to scale · q·k; not below 0 for masked keys, whose weight of 0
-    /// is to stay one.
+    /// The derivative of that score with respect to scale · q·k. It must not be negative for masked keys,
+    /// whose weight must stay 0.
     fn slope(
         args: &Self::Args,
-        problem: &Problem,
+        problem: &ProblemShape,
         head: &Self::Head,
         score: f32,
         row: u32,
@@ -373,30 +388,30 @@ pub trait Score: Send + Sync + 'static {
     ) -> f32;
 }
 
-/// How a score becomes a weight, and how a row of weights is normalised.
+/// The weight of a score, and the normalisation of a row of weights.
 #[cube]
 pub trait Weight: Send + Sync + 'static {
-    /// What the kernels read.
+    /// The launch arguments.
     type Args: LaunchArg + CubeType;
-    /// What a lane keeps of its two rows in the forward pass.
-    type Rows: CubeType;
-    /// What the forward pass writes of each row, `[batch, heads, queries]`.
+    /// A lane's state for its two rows in the forward pass.
+    type RowState: CubeType;
+    /// The statistics that the forward pass writes for each row, `[batch, heads, queries]`.
     type Statistics: LaunchArg + CubeType;
-    /// What the backward pass reads of each row, `[batch, heads, queries]`.
+    /// The statistics that the backward pass reads for each row, `[batch, heads, queries]`.
     type SavedRows: LaunchArg + CubeType;
 
-    /// The factor of scores: log₂ e where weights are exponentials, as the hardware has those of base 2.
-    const UNIT: f32;
+    /// A constant factor on scores: log₂ e where weights are exponentials, because the hardware computes 2ˣ.
+    const SCORE_FACTOR: f32;
     /// Whether there are statistics of rows.
-    const STATISTICS: bool;
+    const HAS_STATISTICS: bool;
 
-    /// No key yet.
-    fn rows() -> Self::Rows;
+    /// The state before the first key.
+    fn init_rows() -> Self::RowState;
 
-    /// Scores times `scale` of a tile become weights in place, relative to what the rows have of their own; `o`,
-    /// the sum so far, is brought along.
+    /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
+    /// the accumulator so far, if the row state's reference changes.
     fn add_tile(
-        rows: &mut Self::Rows,
+        rows: &mut Self::RowState,
         s: &mut Accumulator,
         o: &mut Accumulator,
         scale: f32,
@@ -404,10 +419,10 @@ pub trait Weight: Send + Sync + 'static {
         #[comptime] n_dim: usize,
     );
 
-    /// Ends a lane's row `r`, whose scores lack `shift`, a natural logarithm: the factor that `o` still needs.
-    /// Where `write` says so, writes its statistics to `at`.
+    /// The final factor on `o` for a lane's row `r`, whose scores lack `shift`, a natural logarithm. If
+    /// `write` is set, writes the row's statistics to index `at`.
     fn finish(
-        rows: &Self::Rows,
+        rows: &Self::RowState,
         args: &Self::Args,
         statistics: &mut Self::Statistics,
         head: usize,
@@ -418,31 +433,37 @@ pub trait Weight: Send + Sync + 'static {
         #[comptime] r: usize,
     ) -> f32;
 
-    /// The factor and the statistic of a part of a row, whose keys other blocks have too; [`MASKED`] as the
-    /// statistic of a part without a key.
+    /// The final factor and the statistic of one split of a row's keys; the statistic of a split without a
+    /// visible key is [`MASKED`].
     ///
     /// [`MASKED`]: crate::tile::MASKED
-    fn finish_part(rows: &Self::Rows, scale: f32, #[comptime] r: usize) -> (f32, f32);
+    fn finish_split(rows: &Self::RowState, scale: f32, #[comptime] r: usize) -> (f32, f32);
 
-    /// The factor of a part in the sum of all, from its statistic and `top`, the largest of any.
-    fn part(statistic: f32, top: f32) -> f32;
+    /// The weight of a split in the sum of all splits, from its statistic and the largest of any split.
+    fn split_factor(statistic: f32, max_statistic: f32) -> f32;
 
-    /// Ends a row of `head` whose parts' factors add up to `total`: the factor that `o` still needs, and the
-    /// statistic of the whole row.
-    fn join(args: &Self::Args, head: usize, top: f32, total: f32, shift: f32) -> (f32, f32);
+    /// The final factor on `o` and the statistic of a whole row of `head`, where `total` is the sum of the
+    /// splits' weights.
+    fn combine(
+        args: &Self::Args,
+        head: usize,
+        max_statistic: f32,
+        total: f32,
+        shift: f32,
+    ) -> (f32, f32);
 
-    /// What the backward pass needs of a row: the shift of its scores, and what is subtracted from the gradients
-    /// of its weights.
+    /// The saved statistics of a row: the shift of its scores (for softmax lse), and the number to subtract
+    /// from the gradients of its weights (for softmax δ).
     fn saved(saved: &Self::SavedRows, at: usize) -> (f32, f32);
 
     /// The weight of a score times `scale` plus `shift`.
     fn weigh(score: f32, scale: f32, shift: f32) -> f32;
 
-    /// The derivative of `weight` with respect to the score in natural units.
+    /// The derivative of `weight` with respect to the score without [`Weight::SCORE_FACTOR`].
     fn slope(score: f32, weight: f32) -> f32;
 }
 
-/// q and k as they are.
+/// q and k unchanged.
 pub struct PlainOperands;
 
 #[cube]
@@ -454,19 +475,19 @@ impl Operands for PlainOperands {
     type Dkv = ();
     type Decode = ();
 
-    const QUERIES_IN_REGISTERS: bool = false;
-    const DK_FROM_THE_END: bool = false;
+    const Q_IN_REGISTERS: bool = false;
+    const DK_IN_REVERSE: bool = false;
     const SCALES_GRADIENTS: bool = true;
 
     fn forward(
         _args: &(),
-        _problem: &Problem,
+        _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
         _q_tile: &SharedMemory<Chunk>,
         _column: usize,
         _warp: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
@@ -478,20 +499,20 @@ impl Operands for PlainOperands {
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
     }
 
-    fn read_ahead(_state: &mut (), _args: &(), _column: usize, #[comptime] _config: Config) {}
+    fn read_ahead(_state: &mut (), _args: &(), _column: usize, #[comptime] _config: KernelConfig) {}
 
     fn dq(
         _args: &(),
-        _problem: &Problem,
+        _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
         _column: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
@@ -503,7 +524,7 @@ impl Operands for PlainOperands {
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
     }
@@ -514,18 +535,24 @@ impl Operands for PlainOperands {
         _warp: usize,
         _next: usize,
         _ahead: bool,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
-    fn rescale_dq(_state: &(), _dq: &mut Accumulator, _warp: usize, #[comptime] _config: Config) {}
+    fn rescale_dq(
+        _state: &(),
+        _dq: &mut Accumulator,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
 
     fn dkv(
         _args: &(),
-        _problem: &Problem,
-        _row: usize,
+        _problem: &ProblemShape,
+        _batch_kv_head: usize,
         _column: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
@@ -534,11 +561,11 @@ impl Operands for PlainOperands {
         _args: &(),
         _first_query: usize,
         #[comptime] _first: bool,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
-    fn begin_tile_of_dkv(_state: &mut (), _warp: usize, #[comptime] _config: Config) {}
+    fn begin_tile_of_dkv(_state: &mut (), _warp: usize, #[comptime] _config: KernelConfig) {}
 
     fn start_scores_of_dkv(
         _state: &mut (),
@@ -547,19 +574,25 @@ impl Operands for PlainOperands {
         q_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         start_plain_scores(s, k_tile, q_tile, at, warp, true, config);
     }
 
-    fn rescale_dk(_state: &(), _dk: &mut Accumulator, _warp: usize, #[comptime] _config: Config) {}
+    fn rescale_dk(
+        _state: &(),
+        _dk: &mut Accumulator,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
 
     fn decode(
         _args: &(),
-        _problem: &Problem,
-        _row: usize,
+        _problem: &ProblemShape,
+        _batch_kv_head: usize,
         _column: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
@@ -570,7 +603,7 @@ impl Operands for PlainOperands {
         _warp: usize,
         _next: usize,
         _ahead: bool,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 }
@@ -584,7 +617,7 @@ pub fn start_plain_scores(
     at: usize,
     warp: usize,
     #[comptime] fresh: bool,
-    #[comptime] config: Config,
+    #[comptime] config: KernelConfig,
 ) {
     let row = warp / GROUP_WARPS * GROUP_ROWS;
     let (rows, n, steps) = comptime!((config.rows(), config.tile / 8, config.padded_head_dim / 16));
@@ -597,29 +630,29 @@ pub struct NoBiases;
 #[cube]
 impl Biases for NoBiases {
     type Args = ();
-    type OverKeys = ();
-    type OverQueries = ();
+    type KeyLoop = ();
+    type QueryLoop = ();
     type Decode = ();
 
-    const SOME: bool = false;
-    const SUMS: bool = false;
+    const ENABLED: bool = false;
+    const NEEDS_DS_SUMS: bool = false;
 
-    fn over_keys(
+    fn init_key_loop(
         _args: &(),
-        _problem: &Problem,
+        _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
     fn read_keys(
         _state: &mut (),
         _args: &(),
-        _problem: &Problem,
+        _problem: &ProblemShape,
         _block: &QueryBlock,
         _column: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
@@ -628,41 +661,54 @@ impl Biases for NoBiases {
         _s: &mut Accumulator,
         _factor: f32,
         _warp: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
-    fn shift(_args: &(), _problem: &Problem, _row: usize, _first: usize, _position: usize) -> f32 {
+    fn shift(
+        _args: &(),
+        _problem: &ProblemShape,
+        _batch_head: usize,
+        _first: usize,
+        _position: usize,
+    ) -> f32 {
         f32::cast_from(0u32)
     }
 
-    fn over_queries(#[comptime] _config: Config) {}
+    fn init_query_loop(#[comptime] _config: KernelConfig) {}
 
     fn read_queries(
         _state: &mut (),
         _args: &(),
-        _problem: &Problem,
-        _row: usize,
+        _problem: &ProblemShape,
+        _batch_head: usize,
         _first_query: usize,
         _column: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
     }
 
-    fn begin_tile(_state: &mut (), #[comptime] _config: Config) {}
+    fn begin_tile(_state: &mut (), #[comptime] _config: KernelConfig) {}
 
     fn bias_of_key(
         _state: &(),
         #[comptime] _n: usize,
         #[comptime] _r: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) -> f32 {
         f32::cast_from(0u32)
     }
 
-    fn decode(_args: &(), _problem: &Problem, _rows: &Array<usize>) {}
+    fn decode(_args: &(), _problem: &ProblemShape, _batch_heads: &Array<usize>) {}
 
-    fn read_biases(_state: &mut (), _args: &(), _problem: &Problem, _tile: usize, _column: usize) {}
+    fn read_biases(
+        _state: &mut (),
+        _args: &(),
+        _problem: &ProblemShape,
+        _tile: usize,
+        _column: usize,
+    ) {
+    }
 
     fn bias(
         _state: &(),
@@ -684,13 +730,13 @@ impl Score for ScaledScore {
 
     fn head(_args: &(), _head: usize) {}
 
-    fn scale(_args: &(), problem: &Problem) -> f32 {
+    fn scale(_args: &(), problem: &ProblemShape) -> f32 {
         problem.scale
     }
 
     fn score(
         _args: &(),
-        _problem: &Problem,
+        _problem: &ProblemShape,
         _head: &(),
         product: f32,
         _row: u32,
@@ -701,7 +747,7 @@ impl Score for ScaledScore {
 
     fn slope(
         _args: &(),
-        _problem: &Problem,
+        _problem: &ProblemShape,
         _head: &(),
         _score: f32,
         _row: u32,

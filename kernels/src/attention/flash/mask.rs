@@ -1,26 +1,26 @@
-//! Which keys a query attends to: those from its first key up to its own position. Masks follow from
-//! positions alone, so that none is ever in memory.
+//! The mask: a query attends to the keys from its first visible key up to its own position. Masks are
+//! computed from positions and never stored.
 
 use burn::tensor::DType;
 use cubecl::prelude::*;
 
-use super::problem::{Config, Problem};
+use super::problem::{KernelConfig, ProblemShape};
 use crate::cuda::{CudaTensor, empty};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS};
 
-/// What limits a query's keys beside causality. A kernel is compiled for it.
+/// The limits on a query's keys beside causality, a compile-time argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limits {
     /// A window.
     pub window: bool,
-    /// The beginnings of documents.
+    /// Document starts.
     pub documents: bool,
     /// Pruning.
     pub pruned: bool,
 }
 
 impl Limits {
-    /// Whether some query may have a first key that is not the row's first.
+    /// Whether a query's first key can be other than key 0.
     pub fn any(&self) -> bool {
         self.window || self.documents || self.pruned
     }
@@ -28,29 +28,29 @@ impl Limits {
 
 /// The mask of a call.
 ///
-/// `limits` says which of the others are there. cubecl's cache of compiled kernels takes an option without a
-/// value for nothing, so it alone would not tell two kernels apart.
+/// `limits` says which of the other fields are present. cubecl's kernel cache ignores an option without a
+/// value, so the options alone would not distinguish two kernels.
 #[derive(CubeType, CubeLaunch)]
 pub struct Mask {
-    /// Where the document of each position begins, `[batch, keys]`.
+    /// The start of each position's document, `[batch, keys]`.
     pub documents: ComptimeOption<Array<i32>>,
-    /// Where pruning lets queries begin.
+    /// The first keys after pruning.
     pub pruned: ComptimeOption<PrunedKeys>,
     /// With a window w, a query attends to its own key and the w − 1 before it.
     pub window: u32,
-    /// What limits keys.
+    /// The limits that apply.
     #[cube(comptime)]
     pub limits: Limits,
 }
 
-/// The first keys that pruning leaves, with tiles of 64 queries.
+/// The first key of each query after pruning, with bounds per tile of 64 queries.
 #[derive(CubeType, CubeLaunch)]
 pub struct PrunedKeys {
     /// The first key of each query, `[batch, heads, queries]`.
     pub first: Array<i32>,
-    /// The least and the largest of each tile's, `[batch, heads, tiles, 2]`.
+    /// The minimum and maximum of each tile, `[batch, heads, tiles, 2]`.
     pub bounds: Array<i32>,
-    /// The least of each tile's and all later ones', `[batch, heads, tiles]`.
+    /// The minimum over each tile and all later ones, `[batch, heads, tiles]`.
     pub least: Array<i32>,
 }
 
@@ -66,7 +66,7 @@ pub struct Pruned {
 }
 
 impl Pruned {
-    /// Tensors for `[batch, heads, queries]`, not yet written.
+    /// Uninitialised tensors for `[batch, heads, queries]`.
     pub fn uninit(like: &CudaTensor, [batch, heads, queries]: [usize; 3]) -> Self {
         let tiles = queries.div_ceil(GROUP_ROWS);
         let integers = |shape: &[usize]| empty(like, shape, DType::I32);
@@ -80,8 +80,8 @@ impl Pruned {
 
 #[cube]
 impl Mask {
-    /// The first key that the window and the document leave to the query at `position`.
-    pub fn first_key(&self, problem: &Problem, batch: usize, position: usize) -> usize {
+    /// The first key inside the window and the document of the query at `position`.
+    pub fn first_key(&self, problem: &ProblemShape, batch: usize, position: usize) -> usize {
         let mut first = 0usize;
         if comptime!(self.limits.window) {
             let window = self.window as usize;
@@ -98,12 +98,12 @@ impl Mask {
         first
     }
 
-    /// The first key of `query`, which stands at `position`. `row` is its head among those of all sequences.
+    /// The first key of `query`, which is at `position`. `batch_head` is batch · heads + head.
     pub fn first_key_of(
         &self,
-        problem: &Problem,
+        problem: &ProblemShape,
         batch: usize,
-        row: usize,
+        batch_head: usize,
         query: usize,
         position: usize,
     ) -> u32 {
@@ -111,16 +111,16 @@ impl Mask {
         if comptime!(self.limits.pruned) {
             let queries = problem.queries as usize;
             let pruned = self.pruned.as_ref().unwrap();
-            let own = pruned.first[row * queries + min(query, queries - 1)];
+            let own = pruned.first[batch_head * queries + min(query, queries - 1)];
             first = max(first, own as u32);
         }
         first
     }
 
-    /// One past the last position whose query attends to some key at or before `column`.
+    /// The end (exclusive) of the positions whose queries attend to a key at or before `column`.
     pub fn end_of_queries(
         &self,
-        problem: &Problem,
+        problem: &ProblemShape,
         batch: usize,
         kv_head: usize,
         column: usize,
@@ -138,7 +138,7 @@ impl Mask {
             let group = problem.group as usize;
             let pruned = self.pruned.as_ref().unwrap();
             let tiles = (queries + GROUP_ROWS - 1) / GROUP_ROWS;
-            // A literal would be of another type.
+            // A literal would have another type.
             let zero = usize::cast_from(0u32);
             let mut last = 0usize;
             for head in kv_head * group..(kv_head + 1) * group {
@@ -154,34 +154,35 @@ impl Mask {
 
 #[cube]
 impl PrunedKeys {
-    /// The least and the largest first key of the 64 queries from `query` on; of the last 64 for those past
-    /// them.
-    fn bounds_of_group(&self, row: usize, query: usize, queries: usize) -> (usize, usize) {
+    /// The minimum and maximum first key of the 64 queries from `query` on; past the last query, those of the
+    /// last group.
+    fn bounds_of_group(&self, batch_head: usize, query: usize, queries: usize) -> (usize, usize) {
         let tiles = (queries + GROUP_ROWS - 1) / GROUP_ROWS;
-        let at = (row * tiles + min(query, queries - 1) / GROUP_ROWS) * 2;
+        let at = (batch_head * tiles + min(query, queries - 1) / GROUP_ROWS) * 2;
         (self.bounds[at] as usize, self.bounds[at + 1] as usize)
     }
 
-    /// The least first key of a block's queries from `first_query` on, 16 a warp.
+    /// The minimum first key of a block's queries from `first_query` on, 16 per warp.
     fn least_of_block(
         &self,
-        row: usize,
+        batch_head: usize,
         first_query: usize,
         queries: usize,
         #[comptime] warps: usize,
     ) -> usize {
-        let (mut least, _) = self.bounds_of_group(row, first_query, queries);
+        let (mut least, _) = self.bounds_of_group(batch_head, first_query, queries);
         #[unroll]
         for i in 1..comptime!(warps / GROUP_WARPS) {
-            let (other, _) = self.bounds_of_group(row, first_query + i * GROUP_ROWS, queries);
+            let (other, _) =
+                self.bounds_of_group(batch_head, first_query + i * GROUP_ROWS, queries);
             least = min(least, other);
         }
         least
     }
 }
 
-/// The first place from `low` on whose value is above `bound`; `high` where there is none before it. Values
-/// lie in `values` from `base` on, and never fall.
+/// The first index from `low` on whose value is above `bound`, or `high` if there is none before it, by
+/// binary search. Indices count from `base` in `values`, which is non-decreasing there.
 #[cube]
 pub fn first_above(
     values: &Array<i32>,
@@ -209,8 +210,8 @@ pub fn masked(row: u32, column: u32, first: u32) -> bool {
     (column > row) | (column < first)
 }
 
-/// A block of 16·warps queries of one head, and the tiles of keys that some of them attend to. The grid is
-/// blocks of queries, those with the most keys first, and batch · heads.
+/// A block of 16·warps queries of one head, and the key tiles that any of them attends to. The grid is
+/// query blocks, those with the most keys first, by batch · heads.
 #[derive(CubeType, Clone, Copy)]
 pub struct QueryBlock {
     /// The sequence.
@@ -219,27 +220,31 @@ pub struct QueryBlock {
     pub head: usize,
     /// Its kv head.
     pub kv_head: usize,
-    /// The head among those of all sequences.
-    pub row: usize,
+    /// batch · heads + head.
+    pub batch_head: usize,
     /// The first query.
     pub first_query: usize,
-    /// The position of the first of all queries.
+    /// The position of query 0.
     pub offset: usize,
-    /// The first tile of keys.
+    /// The first key tile.
     pub from: usize,
-    /// Number of tiles.
+    /// Number of key tiles.
     pub tiles: usize,
 }
 
 #[cube]
 impl QueryBlock {
-    /// This cube's.
-    #[allow(arithmetic_overflow)] // CUBE_POS_X and the like are no constants on the device.
-    pub fn new(problem: &Problem, mask: &Mask, #[comptime] config: Config) -> QueryBlock {
+    /// The block of this thread block.
+    #[allow(arithmetic_overflow)] // CUBE_POS_X and the like are not constants on the device.
+    pub fn new(
+        problem: &ProblemShape,
+        mask: &Mask,
+        #[comptime] config: KernelConfig,
+    ) -> QueryBlock {
         let rows = comptime!(config.rows());
-        let (row, heads, group) =
+        let (batch_head, heads, group) =
             (CUBE_POS_Y as usize, problem.heads as usize, problem.group as usize);
-        let (batch, head) = (row / heads, row % heads);
+        let (batch, head) = (batch_head / heads, batch_head % heads);
         let queries = problem.queries as usize;
         let first_query = (CUBE_COUNT_X - 1 - CUBE_POS_X) as usize * rows;
         let offset = problem.keys as usize - queries;
@@ -247,14 +252,14 @@ impl QueryBlock {
         let mut from = mask.first_key(problem, batch, offset + first_query);
         if comptime!(mask.limits.pruned) {
             let pruned = mask.pruned.as_ref().unwrap();
-            from = max(from, pruned.least_of_block(row, first_query, queries, config.warps));
+            from = max(from, pruned.least_of_block(batch_head, first_query, queries, config.warps));
         }
         let from = from / config.tile;
         QueryBlock {
             batch,
             head,
             kv_head: head / group,
-            row,
+            batch_head,
             first_query,
             offset,
             from,
@@ -262,8 +267,8 @@ impl QueryBlock {
         }
     }
 
-    /// The queries of the warpgroup that `warp` is of.
-    pub fn group(&self, problem: &Problem, mask: &Mask, warp: usize) -> QueryGroup {
+    /// The queries of the warpgroup that contains `warp`.
+    pub fn group(&self, problem: &ProblemShape, mask: &Mask, warp: usize) -> QueryGroup {
         let queries = problem.queries as usize;
         let first_query = self.first_query + warp / GROUP_WARPS * GROUP_ROWS;
         let first = self.offset + first_query;
@@ -272,28 +277,28 @@ impl QueryBlock {
         let mut all_from = mask.first_key(problem, self.batch, last);
         if comptime!(mask.limits.pruned) {
             let pruned = mask.pruned.as_ref().unwrap();
-            let (least, most) = pruned.bounds_of_group(self.row, first_query, queries);
+            let (least, most) = pruned.bounds_of_group(self.batch_head, first_query, queries);
             from = max(from, least);
             all_from = max(all_from, most);
         }
         QueryGroup {
             first,
             last,
-            // Shuffled, the compiler knows that it is one for the warp.
+            // The shuffle tells the compiler that the value is warp-uniform.
             from: plane_shuffle(from as u32, 0u32) as usize,
             all_from,
             empty: first_query >= queries,
         }
     }
 
-    /// The first keys of a lane's two queries, which are those of the warp's rows from `own` on.
-    pub fn first_keys(&self, problem: &Problem, mask: &Mask, own: usize) -> Array<u32> {
+    /// The first keys of a lane's two queries; the warp's queries begin at `own`.
+    pub fn first_keys(&self, problem: &ProblemShape, mask: &Mask, own: usize) -> Array<u32> {
         let mut first = Array::<u32>::new(2usize);
         #[unroll]
         for r in 0..2usize {
             let query = own + r * 8 + UNIT_POS_PLANE as usize / 4;
             let position = self.offset + query;
-            first[r] = mask.first_key_of(problem, self.batch, self.row, query, position);
+            first[r] = mask.first_key_of(problem, self.batch, self.batch_head, query, position);
         }
         first
     }
@@ -302,21 +307,21 @@ impl QueryBlock {
 /// The 64 queries of a warpgroup, as positions.
 #[derive(CubeType, Clone, Copy)]
 pub struct QueryGroup {
-    /// The first query. All of them attend to keys up to here.
+    /// The first query; all queries may attend to keys up to here.
     pub first: usize,
     /// The last query.
     pub last: usize,
-    /// The first key that some of them attend to.
+    /// The first key that any query attends to.
     pub from: usize,
-    /// The first key that all of them attend to.
+    /// The first key that all queries attend to, as far as causality allows.
     pub all_from: usize,
-    /// Whether there are none.
+    /// Whether the group has no queries.
     pub empty: bool,
 }
 
 #[cube]
 impl QueryGroup {
-    /// Whether the mask hides some key of the tile from `column` on from some query.
+    /// Whether the key tile from `column` on needs masking.
     pub fn at_edge(&self, column: usize, #[comptime] tile: usize) -> bool {
         (column + tile > self.first + 1) | (column < self.all_from)
     }

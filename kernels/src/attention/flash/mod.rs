@@ -1,13 +1,13 @@
-//! The flash core: attention whose weights come from scores of queries and keys, on CUDA's tensor cores, in
-//! bf16 with f32 sums, in FlashAttention-2's passes (Dao, 2023).
+//! FlashAttention on CUDA's tensor cores, in bf16 with f32 accumulators, in the passes of FlashAttention-2
+//! (Dao, 2023):
 //!
 //! S_ij = score(q_iᵀk_j) + bias_ij, o_i = Σ_j weight(S_i)_j v_j,
 //!
-//! over the keys that the [mask](mask) leaves. The core knows blocks, tiles, pipelines and products; a kind
-//! says by [hooks](hooks) how q and k enter a product, what a product becomes, how a score becomes a weight,
-//! and which further inputs there are. No score is ever in memory.
+//! over the keys that the [`mask`] allows. This module implements blocks, tiles, pipelines and matrix
+//! products. A kind implements [`hooks`]: how q and k enter their product, how scores are modified and
+//! become weights, and further inputs. Scores are never written to memory.
 
-// Device code has no `div_ceil`, `is_multiple_of` or `saturating_sub`, and its states of hooks may be `()`.
+// Device code has no `div_ceil`, `is_multiple_of` or `saturating_sub`; hook states may be `()`.
 #![allow(
     clippy::implicit_saturating_sub,
     clippy::manual_div_ceil,
@@ -30,53 +30,56 @@ use burn::tensor::{DType, Element};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use self::backward::dkv::{KeyGradientsLaunch, Parts};
-use self::backward::{BackwardInputsLaunch, LANES_OF_A_ROW, dkv, dq};
+use self::backward::dkv::{DkvOutputs, KeyGradientsLaunch};
+use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::QkvLaunch;
 pub use self::heads::{HeadPairs, Heads};
 use self::hooks::{Biases, BiasesOf, GradientOf, Hooks, LaunchOf, SavedRows, StatisticsOf};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
-use self::problem::{Config, ProblemLaunch};
+use self::problem::{KernelConfig, ProblemShapeLaunch};
 use crate::cuda::{CudaTensor, buffer, empty, zeros};
 use crate::ops::cuda::integers;
 use crate::tile::warpgroup::GROUP_WARPS;
 use crate::tile::{CHUNK, PANEL_DIM};
 
-/// Elements that a kernel writes at a time.
+/// Elements per vector that a kernel writes.
 pub const PAIR: usize = 2;
 
-/// Channels of a head in shared memory.
+/// Channels of a head in shared memory: `head_dim` rounded up to whole panels.
 pub fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(PANEL_DIM)
 }
 
-/// A size or a stride as kernels take it.
-pub fn number(size: usize) -> u32 {
+/// A size or a stride as a kernel argument.
+///
+/// # Panics
+/// From 2³² on.
+pub fn as_u32(size: usize) -> u32 {
     u32::try_from(size).expect("sizes below 2^32")
 }
 
-/// Where the elements of `[batch, heads, tokens]` lie.
+/// The strides of `[batch, heads, tokens]`, in elements.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Strides {
-    /// From one sequence to the next.
+    /// Between sequences.
     pub batch: u32,
-    /// From one head to the next.
+    /// Between heads.
     pub head: u32,
-    /// From one token to the next.
+    /// Between tokens.
     pub token: u32,
 }
 
 /// The strides of `[batch, heads, tokens]`, or of the rows of `[batch, heads, tokens, channels]`.
 pub fn strides(x: &CudaTensor) -> StridesLaunch<CudaRuntime> {
     let strides = x.meta.strides();
-    StridesLaunch::new(number(strides[0]), number(strides[1]), number(strides[2]))
+    StridesLaunch::new(as_u32(strides[0]), as_u32(strides[1]), as_u32(strides[2]))
 }
 
 /// Whether the kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads.
 pub fn serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
-    // A grid has up to 65,535 blocks along y.
+    // A grid has at most 65,535 blocks along y.
     dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
 }
 
@@ -88,12 +91,12 @@ pub fn serves_tensors(inputs: [&CudaTensor; 3]) -> bool {
         .all(|x| serves(x.dtype, batch * heads, head_dim) && !x.meta.shape().to_vec().contains(&0))
 }
 
-/// One call of the core: its inputs, its mask and the kind's hooks.
+/// One attention call: its inputs, its mask and the kind's hooks.
 ///
 /// - q: `[batch, heads, queries, head_dim]`
-/// - k, v: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query i stands at
+/// - k, v: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query i is at
 ///   position keys − queries + i
-pub struct Call<A: Hooks> {
+pub struct FlashAttention<A: Hooks> {
     q: Heads,
     k: Heads,
     v: Heads,
@@ -104,38 +107,41 @@ pub struct Call<A: Hooks> {
     hooks: A,
 }
 
-/// Warpgroups of a block, and rows of the tiles that it passes over, for heads of up to 64 channels,
-/// up to 128 (each the fastest on an H200), and more (what registers and shared memory hold): in the
-/// forward pass, for dq, and for dk and dv.
-const SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
-const SHAPES_OF_DQ: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
-const SHAPES_OF_DKV: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
+/// Warpgroups per block and rows per tile, for head_dim up to 64, up to 128 (each the fastest on an H200),
+/// and above (the largest that fit into registers and shared memory): in the forward pass, for dq, and for
+/// dk and dv.
+const FORWARD_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
+const DQ_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
+const DKV_SHAPES: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
 
-impl<A: Hooks> Call<A> {
-    /// Of inputs that the kernels serve, with a factor on q·k.
+impl<A: Hooks> FlashAttention<A> {
+    /// A call for q, k and v with `scale`, the factor on q·k.
     ///
     /// # Panics
-    /// Where [`serves_tensors`] says no.
+    /// Unless [`serves_tensors`].
     pub fn new(inputs: [&CudaTensor; 3], scale: f32, hooks: A) -> Self {
         assert!(serves_tensors(inputs), "{:?} that the kernels do not serve", inputs[0].meta);
         let [q, k, v] = inputs.map(Heads::new);
-        Call { q, k, v, scale, window: None, documents: None, pruned: None, hooks }
+        FlashAttention { q, k, v, scale, window: None, documents: None, pruned: None, hooks }
     }
 
     /// With a window w, a query attends to its own key and the w − 1 before it.
     pub fn window(self, window: Option<usize>) -> Self {
-        Call { window, ..self }
+        FlashAttention { window, ..self }
     }
 
-    /// With the beginning of each position's document, `[batch, keys]`.
+    /// With the start of each position's document, `[batch, keys]`.
     pub fn documents(self, documents: Option<&CudaTensor>) -> Self {
         let dims = [self.k.dims[0], self.k.dims[2]];
-        Call { documents: documents.map(|x| integers(x, &dims, "document starts")), ..self }
+        FlashAttention {
+            documents: documents.map(|x| integers(x, &dims, "document starts")),
+            ..self
+        }
     }
 
-    /// With the first keys that pruning leaves.
+    /// With the first key of each query after pruning.
     pub fn pruned(self, pruned: Option<Pruned>) -> Self {
-        Call { pruned, ..self }
+        FlashAttention { pruned, ..self }
     }
 
     /// The queries.
@@ -153,34 +159,34 @@ impl<A: Hooks> Call<A> {
         self.scale
     }
 
-    /// A statistic of every query, `[batch, heads, queries]`, not yet written.
+    /// An uninitialised statistic of every query, `[batch, heads, queries]` in f32.
     pub fn statistic(&self) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         empty(&self.q.tensor, &[batch, heads, queries], DType::F32)
     }
 
-    fn config(&self, shapes: [(usize, usize); 3]) -> Config {
+    fn config(&self, shapes: [(usize, usize); 3]) -> KernelConfig {
         let head_dim = self.q.dims[3];
         let shape = shapes[usize::from(head_dim > 64) + usize::from(head_dim > 128)];
         let (groups, tile) = self.hooks.block_shape(shape, head_dim);
-        let [changes_scores, bends_scores] = self.hooks.changes_scores();
-        Config {
+        let [changes_scores, nonlinear_scores] = self.hooks.changes_scores();
+        KernelConfig {
             head_dim,
             padded_head_dim: padded(head_dim),
             warps: groups * GROUP_WARPS,
             tile,
             changes_scores,
-            bends_scores,
+            nonlinear_scores,
         }
     }
 
-    fn problem(&self) -> ProblemLaunch<CudaRuntime> {
+    fn problem(&self) -> ProblemShapeLaunch<CudaRuntime> {
         let [heads, kv_heads] = [self.q.dims[1], self.k.dims[1]];
-        ProblemLaunch::new(
-            number(heads),
-            number(heads / kv_heads),
-            number(self.q.dims[2]),
-            number(self.k.dims[2]),
+        ProblemShapeLaunch::new(
+            as_u32(heads),
+            as_u32(heads / kv_heads),
+            as_u32(self.q.dims[2]),
+            as_u32(self.k.dims[2]),
             self.scale,
         )
     }
@@ -193,8 +199,8 @@ impl<A: Hooks> Call<A> {
         MaskLaunch::new(self.document_starts(), pruned.into(), self.window_size(), limits)
     }
 
-    /// The mask of one query a head, whose pruning comes apart.
-    fn mask_of_decoding(&self) -> MaskLaunch<CudaRuntime> {
+    /// The mask of decoding, where pruned keys are a separate argument.
+    fn decode_mask(&self) -> MaskLaunch<CudaRuntime> {
         let limits = self.limits();
         MaskLaunch::new(self.document_starts(), None.into(), self.window_size(), limits)
     }
@@ -209,25 +215,25 @@ impl<A: Hooks> Call<A> {
     }
 
     fn window_size(&self) -> u32 {
-        self.window.map_or(u32::MAX, number)
+        self.window.map_or(u32::MAX, as_u32)
     }
 
-    /// o; the weights' `statistics` are written.
+    /// The forward pass: returns o and writes the weights' `statistics`.
     pub fn forward(&self, statistics: LaunchOf<StatisticsOf<A>>) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         let o = self.q.like();
-        let config = self.config(SHAPES);
-        // SAFETY: grid and configuration are the kernel's own, and every row and chunk it reads is one of
-        // the tensors' given here.
+        let config = self.config(FORWARD_SHAPES);
+        // SAFETY: grid and configuration match the kernel, which only reads rows and chunks of the tensors
+        // given here.
         unsafe {
             forward::forward::launch_unchecked::<A, CudaRuntime>(
                 &self.q.tensor.client,
                 grid(queries, config.rows(), batch * heads),
                 CubeDim::new_1d(config.threads() as u32),
                 QkvLaunch::new(
-                    self.q.map(config.rows()),
-                    self.k.map(config.tile),
-                    self.v.map(config.tile),
+                    self.q.tensor_map(config.rows()),
+                    self.k.tensor_map(config.tile),
+                    self.v.tensor_map(config.tile),
                 ),
                 self.mask(),
                 self.hooks.operands(),
@@ -243,14 +249,14 @@ impl<A: Hooks> Call<A> {
         o.tensor
     }
 
-    /// The gradients for dO = `grad`, where `saved` gives what the weights need of each row.
+    /// The gradients for dO = `grad`; `saved` gives the row statistics that the weights saved.
     pub fn backward(
         &self,
         grad: &CudaTensor,
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
     ) -> Gradients {
         let grad = Heads::new(grad);
-        let ds_sums = BiasesOf::<A>::SUMS.then(|| {
+        let ds_sums = BiasesOf::<A>::NEEDS_DS_SUMS.then(|| {
             let [batch, heads, _, _] = self.q.dims;
             let shape = [batch, heads, self.k.dims[2]];
             [(); 2].map(|()| zeros(&self.q.tensor, &shape, DType::F32))
@@ -264,9 +270,9 @@ impl<A: Hooks> Call<A> {
         Gradients { dq, dk, dv, ds_sums }
     }
 
-    /// A new tensor for the gradient of q or k.
+    /// An uninitialised tensor for the gradient of q or k.
     fn gradient(&self, of: &Heads) -> Heads {
-        of.of(<GradientOf<A> as Element>::dtype())
+        of.like_with(<GradientOf<A> as Element>::dtype())
     }
 
     fn dq(
@@ -277,7 +283,7 @@ impl<A: Hooks> Call<A> {
     ) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         let dq = self.gradient(&self.q);
-        let config = self.config(SHAPES_OF_DQ);
+        let config = self.config(DQ_SHAPES);
         // SAFETY: as in `forward`.
         unsafe {
             dq::dq::launch_unchecked::<A, CudaRuntime>(
@@ -285,10 +291,10 @@ impl<A: Hooks> Call<A> {
                 grid(queries, config.rows(), batch * heads),
                 CubeDim::new_1d(config.threads() as u32),
                 BackwardInputsLaunch::new(
-                    self.q.map(config.rows()),
-                    self.k.map(config.tile),
-                    self.v.map(config.tile),
-                    grad.map(config.rows()),
+                    self.q.tensor_map(config.rows()),
+                    self.k.tensor_map(config.tile),
+                    self.v.tensor_map(config.tile),
+                    grad.tensor_map(config.rows()),
                 ),
                 self.mask(),
                 self.hooks.operands(),
@@ -312,10 +318,11 @@ impl<A: Hooks> Call<A> {
     ) -> [CudaTensor; 2] {
         let (dk, dv) = (self.gradient(&self.k), self.v.like());
         let [batch, kv_heads, keys, _] = self.k.dims;
-        let config = self.config(SHAPES_OF_DKV);
+        let config = self.config(DKV_SHAPES);
         let wide = config.padded_head_dim > 128;
-        let parts = if wide { &[Parts::Dk, Parts::Dv][..] } else { &[Parts::Both] };
-        for &parts in parts {
+        let outputs =
+            if wide { &[DkvOutputs::Dk, DkvOutputs::Dv][..] } else { &[DkvOutputs::Both] };
+        for &outputs in outputs {
             // SAFETY: as in `forward`.
             unsafe {
                 dkv::dkv::launch_unchecked::<A, CudaRuntime>(
@@ -323,10 +330,10 @@ impl<A: Hooks> Call<A> {
                     grid(keys, config.rows(), batch * kv_heads),
                     CubeDim::new_1d(config.threads() as u32),
                     BackwardInputsLaunch::new(
-                        self.q.map(config.tile),
-                        self.k.map(config.rows()),
-                        self.v.map(config.rows()),
-                        grad.map(config.tile),
+                        self.q.tensor_map(config.tile),
+                        self.k.tensor_map(config.rows()),
+                        self.v.tensor_map(config.rows()),
+                        grad.tensor_map(config.tile),
                     ),
                     self.mask(),
                     self.hooks.operands(),
@@ -340,7 +347,7 @@ impl<A: Hooks> Call<A> {
                     ),
                     self.problem(),
                     config,
-                    parts,
+                    outputs,
                 );
             }
         }
@@ -348,7 +355,7 @@ impl<A: Hooks> Call<A> {
     }
 }
 
-/// What a backward pass gives.
+/// The gradients of a backward pass.
 pub struct Gradients {
     /// Of q, `[batch, heads, queries, head_dim]`.
     pub dq: CudaTensor,
@@ -356,12 +363,12 @@ pub struct Gradients {
     pub dk: CudaTensor,
     /// Of v, `[batch, kv_heads, keys, head_dim]`.
     pub dv: CudaTensor,
-    /// Where biases want them: Σ_j dS_ij of each query at its position, and Σ_i dS_ij of each key,
+    /// With [`Biases::NEEDS_DS_SUMS`]: Σ_j dS_ij of each query at its position, and Σ_i dS_ij of each key,
     /// `[batch, heads, keys]` in f32.
     pub ds_sums: Option<[CudaTensor; 2]>,
 }
 
-/// One block for `rows` rows of each of `heads` heads.
+/// A grid with one block per `rows` of `total` rows, for each of `heads` heads.
 pub fn grid(total: usize, rows: usize, heads: usize) -> CubeCount {
     CubeCount::Static(total.div_ceil(rows) as u32, heads as u32, 1)
 }
@@ -371,19 +378,19 @@ pub fn row_dots(x: &Heads, y: &Heads) -> CudaTensor {
     const ROWS: usize = 32;
     let [batch, heads, rows, head_dim] = x.dims;
     let sums = empty(&x.tensor, &[batch, heads, rows], DType::F32);
-    // SAFETY: as in `Call::forward`.
+    // SAFETY: as in `FlashAttention::forward`.
     unsafe {
         backward::row_dots::launch_unchecked::<CudaRuntime>(
             &x.tensor.client,
             grid(rows, ROWS, batch * heads),
-            CubeDim::new_1d((ROWS * LANES_OF_A_ROW) as u32),
+            CubeDim::new_1d((ROWS * LANES_PER_ROW) as u32),
             buffer(&x.tensor, CHUNK),
             buffer(&y.tensor, CHUNK),
             buffer(&sums, 1),
             heads as u32,
             rows as u32,
-            x.rows(),
-            y.rows(),
+            x.row_strides(),
+            y.row_strides(),
             head_dim / CHUNK,
         );
     }

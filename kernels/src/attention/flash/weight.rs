@@ -1,53 +1,53 @@
-//! Softmax, by the online algorithm, with attention sinks.
+//! Online softmax with attention sinks.
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::hooks::{Hooks, Weight};
-use super::{Call, Gradients, Heads, row_dots};
+use super::{FlashAttention, Gradients, Heads, row_dots};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::{Accumulator, LOG2_E, MASKED, exp2, sum_of_four};
 
-/// Weights exp(S_ij) / (Σ_j exp(S_ij) + exp(sink)): a sink is a learned logit of each query head that takes
-/// part in the sum and has no value (gpt-oss, OpenAI, 2025; "off-by-one" attention with sink = 0).
+/// Weights exp(S_ij) / (Σ_j exp(S_ij) + exp(sink)). A sink is a learned logit of each query head without a
+/// value vector (gpt-oss, OpenAI, 2025; "off-by-one" attention with sink = 0).
 pub struct SoftmaxWeight;
 
-/// The sinks, `[heads]`, natural logarithms.
+/// The sinks, `[heads]`, logits to base e.
 #[derive(CubeType, CubeLaunch)]
 pub struct Sinks {
     /// Their values.
     pub logits: ComptimeOption<Array<f32>>,
     /// Whether there are any.
     #[cube(comptime)]
-    pub some: bool,
+    pub enabled: bool,
 }
 
-/// What the forward pass writes of each row, `[batch, heads, queries]`.
+/// The statistics that the forward pass writes for each row, `[batch, heads, queries]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct SoftmaxStatistics {
-    /// The logarithm of the sum to base 2, relative to the row's shift.
+    /// Log-sum-exp, base 2, relative to the row's shift.
     pub lse: Array<f32>,
     /// The weight of the row's sink.
     pub sink: ComptimeOption<Array<f32>>,
 }
 
-/// What the backward pass reads of each row, `[batch, heads, queries]`.
+/// The statistics that the backward pass reads for each row, `[batch, heads, queries]`.
 #[derive(CubeType, CubeLaunch)]
-pub struct SoftmaxRows {
+pub struct SoftmaxSavedRows {
     /// As in [`SoftmaxStatistics`].
     pub lse: Array<f32>,
     /// rowsum(dO ⊙ O).
     pub delta: Array<f32>,
 }
 
-/// What a lane keeps of its two rows.
+/// A lane's online softmax state for its two rows.
 #[derive(CubeType)]
-pub struct OnlineRows {
-    /// What exponentials are relative to, a score.
-    max: Array<f32>,
-    /// The lane's part of the sum.
-    sum: Array<f32>,
+pub struct SoftmaxRowState {
+    /// The score that exponentials are relative to, at most [`RESCALE_THRESHOLD`] below the row maximum.
+    row_max: Array<f32>,
+    /// The lane's part of the row sum.
+    row_sum: Array<f32>,
 }
 
 /// The launch argument of [`SoftmaxWeight`].
@@ -55,19 +55,19 @@ pub fn sinks(logits: Option<&CudaTensor>) -> SinksLaunch<CudaRuntime> {
     SinksLaunch::new(logits.map(|x| buffer(x, 1)).into(), logits.is_some())
 }
 
-/// What a softmax's forward pass gives, and its backward pass needs.
+/// The results of a softmax forward pass, which its backward pass needs.
 #[derive(Clone, Debug)]
 pub struct SoftmaxOutput {
     /// `[batch, heads, queries, head_dim]`
     pub o: CudaTensor,
-    /// Logarithms of the rows' sums to base 2, `[batch, heads, queries]`, each relative to its row's shift.
+    /// Log-sum-exp of rows, base 2, `[batch, heads, queries]`, each relative to its row's shift.
     pub lse: CudaTensor,
     /// Weights of the rows' sinks, `[batch, heads, queries]`.
     pub sink: Option<CudaTensor>,
 }
 
-impl<A: Hooks<Weight = SoftmaxWeight>> Call<A> {
-    /// Attention, with sinks where `with_sinks` says that the hooks have some.
+impl<A: Hooks<Weight = SoftmaxWeight>> FlashAttention<A> {
+    /// The forward pass; `with_sinks` says whether the hooks have sinks.
     pub fn softmax(&self, with_sinks: bool) -> SoftmaxOutput {
         let lse = self.statistic();
         let sink = with_sinks.then(|| self.statistic());
@@ -76,20 +76,20 @@ impl<A: Hooks<Weight = SoftmaxWeight>> Call<A> {
         SoftmaxOutput { o, lse, sink }
     }
 
-    /// The gradients for dO = `grad`, and those of the sinks, `[heads]`, where there are any.
+    /// The gradients for dO = `grad`, and that of the sinks, `[heads]`, if there are any.
     pub fn softmax_backward(
         &self,
         SoftmaxOutput { o, lse, sink }: &SoftmaxOutput,
         grad: &CudaTensor,
     ) -> (Gradients, Option<CudaTensor>) {
         let delta = row_dots(&Heads::new(o), &Heads::new(grad));
-        let saved = || SoftmaxRowsLaunch::new(buffer(lse, 1), buffer(&delta, 1));
+        let saved = || SoftmaxSavedRowsLaunch::new(buffer(lse, 1), buffer(&delta, 1));
         let gradients = self.backward(grad, saved);
         (gradients, sink.as_ref().map(|sink| gradients_of_sinks(sink, &delta)))
     }
 }
 
-/// d(sink)_h = −Σ p_sink · δ over the head's rows: a sink has no value, so that it only takes weight from keys.
+/// d(sink)_h = −Σ p_sink · δ over the head's rows: a sink has no value vector, so its dP is 0.
 ///
 /// - `sink`, `delta`: `[batch, heads, queries]`
 fn gradients_of_sinks(sink: &CudaTensor, delta: &CudaTensor) -> CudaTensor {
@@ -111,7 +111,7 @@ fn gradients_of_sinks(sink: &CudaTensor, delta: &CudaTensor) -> CudaTensor {
     gradients
 }
 
-/// Threads of a block of [`sum_sinks`].
+/// Threads per block of [`sum_sinks`].
 const SINK_THREADS: usize = 256;
 
 /// See [`gradients_of_sinks`]; sums have a fixed order.
@@ -151,77 +151,78 @@ fn sum_sinks(
     }
 }
 
-/// How far scores, to base 2, may grow above what exponentials are relative to.
-const GROWTH: f32 = 8.0;
+/// How far scores, base 2, may exceed the score that exponentials are relative to before the row is
+/// rescaled.
+const RESCALE_THRESHOLD: f32 = 8.0;
 
 #[cube]
 impl Weight for SoftmaxWeight {
     type Args = Sinks;
-    type Rows = OnlineRows;
+    type RowState = SoftmaxRowState;
     type Statistics = SoftmaxStatistics;
-    type SavedRows = SoftmaxRows;
+    type SavedRows = SoftmaxSavedRows;
 
-    const UNIT: f32 = LOG2_E;
-    const STATISTICS: bool = true;
+    const SCORE_FACTOR: f32 = LOG2_E;
+    const HAS_STATISTICS: bool = true;
 
-    fn rows() -> OnlineRows {
-        let mut max = Array::<f32>::new(2usize);
-        let mut sum = Array::<f32>::new(2usize);
+    fn init_rows() -> SoftmaxRowState {
+        let mut row_max = Array::<f32>::new(2usize);
+        let mut row_sum = Array::<f32>::new(2usize);
         #[unroll]
         for r in 0..2usize {
-            max[r] = MASKED;
-            sum[r] = 0f32;
+            row_max[r] = MASKED;
+            row_sum[r] = 0f32;
         }
-        OnlineRows { max, sum }
+        SoftmaxRowState { row_max, row_sum }
     }
 
     /// One step of the online softmax (Milakov and Gimelshein, 2018, algorithm 3): scores become
-    /// exponentials relative to the row's maximum. Where a score has outgrown that by [`GROWTH`], it becomes
-    /// the largest score so far, and what was summed before is brought down to it.
+    /// exponentials relative to a row maximum. When a score exceeds it by [`RESCALE_THRESHOLD`], it becomes
+    /// the largest score so far, and the sums so far are rescaled.
     fn add_tile(
-        rows: &mut OnlineRows,
+        rows: &mut SoftmaxRowState,
         s: &mut Accumulator,
         o: &mut Accumulator,
         scale: f32,
         #[comptime] n_keys: usize,
         #[comptime] n_dim: usize,
     ) {
-        let mut tops = Array::<f32>::new(2usize);
-        let mut grown = false;
+        let mut new_max = Array::<f32>::new(2usize);
+        let mut outgrown = false;
         #[unroll]
         for r in 0..2usize {
-            let mut top = rows.max[r];
+            let mut row_max = rows.row_max[r];
             #[unroll]
             for n in 0..n_keys {
                 let pair = s.index(n)[r];
-                top = max(top, max(pair[0], pair[1]));
+                row_max = max(row_max, max(pair[0], pair[1]));
             }
-            top = max(top, plane_shuffle_xor(top, 1));
-            top = max(top, plane_shuffle_xor(top, 2));
-            grown |= (top - rows.max[r]) * scale > GROWTH;
-            tops[r] = top;
+            row_max = max(row_max, plane_shuffle_xor(row_max, 1));
+            row_max = max(row_max, plane_shuffle_xor(row_max, 2));
+            outgrown |= (row_max - rows.row_max[r]) * scale > RESCALE_THRESHOLD;
+            new_max[r] = row_max;
         }
-        if plane_any(grown) {
+        if plane_any(outgrown) {
             #[unroll]
             for r in 0..2usize {
-                let down = exp2((rows.max[r] - tops[r]) * scale);
-                rows.max[r] = tops[r];
-                rows.sum[r] *= down;
+                let correction = exp2((rows.row_max[r] - new_max[r]) * scale);
+                rows.row_max[r] = new_max[r];
+                rows.row_sum[r] *= correction;
                 #[unroll]
                 for n in 0..n_dim {
                     let fragment = o.index_mut(n);
                     let mut pair = fragment[r];
-                    pair[0] *= down;
-                    pair[1] *= down;
+                    pair[0] *= correction;
+                    pair[1] *= correction;
                     fragment[r] = pair;
                 }
             }
         }
         #[unroll]
         for r in 0..2usize {
-            // A row that has seen no key yet: a shift of MASKED's size would not cancel in rounding.
-            let shift = select(rows.max[r] > MASKED, rows.max[r] * scale, 0f32);
-            let mut total = rows.sum[r];
+            // For a row without a visible key so far: with a shift of MASKED, rounding would not cancel.
+            let shift = select(rows.row_max[r] > MASKED, rows.row_max[r] * scale, 0f32);
+            let mut total = rows.row_sum[r];
             #[unroll]
             for n in 0..n_keys {
                 let fragment = s.index_mut(n);
@@ -231,12 +232,12 @@ impl Weight for SoftmaxWeight {
                 total += pair[0] + pair[1];
                 fragment[r] = pair;
             }
-            rows.sum[r] = total;
+            rows.row_sum[r] = total;
         }
     }
 
     fn finish(
-        rows: &OnlineRows,
+        rows: &SoftmaxRowState,
         args: &Sinks,
         statistics: &mut SoftmaxStatistics,
         head: usize,
@@ -246,11 +247,11 @@ impl Weight for SoftmaxWeight {
         shift: f32,
         #[comptime] r: usize,
     ) -> f32 {
-        let total = sum_of_four(rows.sum[r]);
+        let total = sum_of_four(rows.row_sum[r]);
         let mut factor = 1f32 / total;
-        if comptime!(args.some) {
-            let top = rows.max[r] * scale;
-            let (with_sink, lse) = SoftmaxWeight::join(args, head, top, total, shift);
+        if comptime!(args.enabled) {
+            let row_max = rows.row_max[r] * scale;
+            let (with_sink, lse) = SoftmaxWeight::combine(args, head, row_max, total, shift);
             factor = with_sink;
             if write {
                 statistics.lse[at] = lse;
@@ -260,39 +261,45 @@ impl Weight for SoftmaxWeight {
             }
         } else {
             if write {
-                statistics.lse[at] = fma(rows.max[r], scale, Log::ln(total) * LOG2_E);
+                statistics.lse[at] = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
             }
         }
         factor
     }
 
-    fn finish_part(rows: &OnlineRows, scale: f32, #[comptime] r: usize) -> (f32, f32) {
-        let total = sum_of_four(rows.sum[r]);
-        let seen = rows.max[r] > MASKED;
-        let lse = fma(rows.max[r], scale, Log::ln(total) * LOG2_E);
+    fn finish_split(rows: &SoftmaxRowState, scale: f32, #[comptime] r: usize) -> (f32, f32) {
+        let total = sum_of_four(rows.row_sum[r]);
+        let seen = rows.row_max[r] > MASKED;
+        let lse = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
         (select(seen, 1f32 / total, 0f32), select(seen, lse, MASKED))
     }
 
-    fn part(statistic: f32, top: f32) -> f32 {
-        exp2(statistic - top)
+    fn split_factor(statistic: f32, max_statistic: f32) -> f32 {
+        exp2(statistic - max_statistic)
     }
 
-    fn join(args: &Sinks, head: usize, top: f32, total: f32, shift: f32) -> (f32, f32) {
+    fn combine(
+        args: &Sinks,
+        head: usize,
+        max_statistic: f32,
+        total: f32,
+        shift: f32,
+    ) -> (f32, f32) {
         let mut factor = 1f32 / total;
-        let mut lse = top + Log::ln(total) * LOG2_E;
-        if comptime!(args.some) {
+        let mut lse = max_statistic + Log::ln(total) * LOG2_E;
+        if comptime!(args.enabled) {
             // Relative to the larger of both.
             let sink = (args.logits.as_ref().unwrap()[head] - shift) * LOG2_E;
-            let new_top = max(top, sink);
-            let down = exp2(top - new_top);
-            let with_sink = fma(total, down, exp2(sink - new_top));
-            factor = down / with_sink;
-            lse = new_top + Log::ln(with_sink) * LOG2_E;
+            let new_max = max(max_statistic, sink);
+            let correction = exp2(max_statistic - new_max);
+            let with_sink = fma(total, correction, exp2(sink - new_max));
+            factor = correction / with_sink;
+            lse = new_max + Log::ln(with_sink) * LOG2_E;
         }
         (factor, lse)
     }
 
-    fn saved(saved: &SoftmaxRows, at: usize) -> (f32, f32) {
+    fn saved(saved: &SoftmaxSavedRows, at: usize) -> (f32, f32) {
         (saved.lse[at], saved.delta[at])
     }
 

@@ -4,16 +4,16 @@
 //! ℓ_t = ln σ(w_fᵀx_t + b_f) per query head; S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s. The gate's
 //! bias starts at 0. No positions by default; `rope = true` rotates q and k as well.
 //!
-//! With `prune = true`, keys that have decayed too far to matter are skipped: those skipped in a row weigh
-//! together at most 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting
-//! Transformer", 2025). Which keys these are follows from the decay and the norms of the queries and keys up
-//! to the query, and depends on no later token.
+//! With `prune = true`, keys whose weights have decayed to nothing are skipped: those skipped in a row
+//! together weigh at most 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting
+//! Transformer", 2025). The choice depends on the decay and the norms of queries and keys up to the query,
+//! not on later tokens.
 //!
-//! | parameter | elements | start |
+//! | parameter | elements | initial value |
 //! | --- | --- | --- |
-//! | `sinks` (with `sinks`) | heads | 0, natural logarithms |
+//! | `sinks` (with `sinks`) | heads | 0 |
 //!
-//! Decoding caches keys, values and, per query head, the gate's log decay of each token:
+//! Decoding caches keys, values and, per query head, the log decay of each token:
 //! 2 · kv_heads · head_dim + heads elements per token.
 
 mod cuda;
@@ -49,10 +49,10 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
-    /// Skip keys that have decayed too far to matter: those skipped in a row weigh together at most 2^-24
+    /// Skip keys whose weights have decayed to nothing: those skipped in a row together weigh at most 2^-24
     /// of it; default false.
     pub prune: bool,
-    /// A learned logit per head in the softmax's sum, without a value; default false.
+    /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
 }
 
@@ -68,7 +68,7 @@ pub struct State<B: OpBackend> {
     cache: CacheStorage<B>,
     /// Position of the next token.
     position: usize,
-    /// Tokens to make room for.
+    /// Tokens to reserve room for.
     capacity: usize,
 }
 
@@ -76,7 +76,7 @@ pub struct State<B: OpBackend> {
 enum CacheStorage<B: OpBackend> {
     /// Keys and values, and ℓ, `[batch, heads, tokens]`.
     Tensors(KvCache<B>, Option<Tensor<B, 3>>),
-    /// What the kernels for CUDA keep, from the first token on.
+    /// The cache of the CUDA kernels, from the first token on.
     Cuda(Option<Box<DecayKvCache>>),
 }
 
@@ -100,7 +100,7 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 impl Config {
-    /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
+    /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
     }

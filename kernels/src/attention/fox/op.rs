@@ -1,4 +1,4 @@
-//! The operation: softmax attention whose scores decay.
+//! The operation: softmax attention with a learned decay.
 
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -13,11 +13,11 @@ use crate::cuda::CudaTensor;
 /// The operation's settings.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Forgetting {
-    /// Scale, window and pruning, without softcap and slopes.
+    /// Scale, window and pruning; no softcap and no slopes.
     pub core: Softmax,
 }
 
-/// S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s, softmax, values.
+/// Softmax attention with S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s.
 ///
 /// - q, k, v: as [`softmax`](crate::attention::softmax::softmax) takes them
 /// - `log_decay`: ℓ ≤ 0, natural logarithm, f32 `[batch, heads, keys]`
@@ -27,7 +27,7 @@ pub(super) struct Forgetting {
 /// Returns `[batch, heads, queries, head_dim]`.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub(super) fn forgetting<B: OpBackend>(
     op: &Forgetting,
     qkv: [Tensor<B, 4>; 3],
@@ -66,8 +66,8 @@ impl<const N: usize> Op<N> for Forgetting {
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
         let [q, k, v, log_decay, ..] = inputs.each_ref()[..] else { unreachable!("N is 4 or 5") };
-        let further = (Some(log_decay), inputs.get(4));
-        Some(cpu::forward(&self.core, [q, k, v], further, ints.first(), needs.contains(&true)))
+        let optional = (Some(log_decay), inputs.get(4));
+        Some(cpu::forward(&self.core, [q, k, v], optional, ints.first(), needs.contains(&true)))
     }
 
     fn cpu_backward(

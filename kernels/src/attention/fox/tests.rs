@@ -54,8 +54,8 @@ fn of_layer(shape: &AttentionShape) -> Forgetting {
     Forgetting { core: Softmax::of(shape) }
 }
 
-/// After 16,000 steps that decay by 30 each, the prefix sum is near −500,000, where neighbouring
-/// f32 numbers lie 0.03 apart; gates of −0.001 after that must still tell.
+/// After 16,000 steps that decay by 30 each, the prefix sum is near −500,000, where neighbouring f32
+/// numbers are 0.03 apart; later gates of −0.001 must still have an effect.
 #[test]
 fn small_gates_count_after_long_strong_decay() {
     let (strong, weak) = (16_000, 40);
@@ -65,7 +65,7 @@ fn small_gates_count_after_long_strong_decay() {
     let log_decay = Tensor::<Flex, 1>::from_floats(&decay[..], &device).reshape([1, 1, keys]);
     let q = Tensor::<Flex, 4>::zeros([1, 1, 1, 8], &device);
     let k = Tensor::random([1, 1, keys, 8], Distribution::Default, &device);
-    // The value is 1 at the last key alone: the output is that key's weight.
+    // Only the last key's value is 1: the output is that key's weight.
     let last = Tensor::<Flex, 4>::ones([1, 1, 1, 8], &device);
     let v = Tensor::cat(vec![Tensor::zeros([1, 1, keys - 1, 8], &device), last], 2);
     let shape = AttentionShape::new(8, 1, 1, 8);
@@ -76,8 +76,8 @@ fn small_gates_count_after_long_strong_decay() {
     assert!((got - 1.0 / total).abs() < 1e-7, "{got} where {} is right", 1.0 / total);
 }
 
-/// Outputs and gradients of the queries from 320 on, without pruning and with it, where values that have
-/// decayed too far to matter are no numbers.
+/// Outputs and gradients of the queries from 320 on, with and without pruning, where the values of negligible
+/// keys are NaN.
 fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dtype: FloatDType) {
     let (tokens, far, near) = (600, 128, 320);
     let normal = Distribution::Normal(0.0, 0.3);
@@ -101,7 +101,7 @@ fn pruning_leaves_out_what_does_not_matter<B: OpBackend>(device: &B::Device, dty
     let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
     let (want, want_grads) = results(false, v);
     let (got, got_grads) = results(true, holed.detach().require_grad());
-    // What is left out may bring a result to the other side of a rounding.
+    // Pruning may round a result the other way.
     let unit = if dtype == FloatDType::BF16 { 2f32.powi(-8) } else { 2f32.powi(-20) };
     let check = |name: &str, want: Tensor<B, 4>, got: Tensor<B, 4>| {
         let largest: f32 = want.clone().abs().max().into_scalar().elem();
@@ -127,12 +127,12 @@ fn cuda_pruning_leaves_out_what_does_not_matter() {
     pruning_leaves_out_what_does_not_matter::<Cuda>(&Default::default(), FloatDType::BF16);
 }
 
-/// With queries and keys of one length, and so one bound U on a head's scores, and a decay of ℓ a step, the
-/// query at position i keeps keys less than (24 ln 2 + ln (i + 1) + 2 U) / −ℓ places back.
+/// With queries and keys of constant norm, and so one bound U on a head's scores, and a decay of ℓ per step,
+/// the query at position i keeps keys less than (24 ln 2 + ln (i + 1) + 2 U) / −ℓ positions back.
 #[test]
 fn the_pruned_fraction_counts_visible_pairs() {
     let (tokens, decays) = (200, [0.5f64, 1.0, 0.25, 2.0]);
-    // Of the kv heads' keys, with queries of length 1.
+    // The norms of the kv heads' keys; queries have norm 1.
     let lengths = [0.0f32, 4.0];
     let device = Default::default();
     let inputs = || {
@@ -179,8 +179,7 @@ fn the_pruned_fraction_counts_visible_pairs() {
     }
 }
 
-/// Steps of decoding, without pruning and with it, where values that have decayed too far to matter are no
-/// numbers.
+/// Steps of decoding, with and without pruning, where the values of negligible keys are NaN.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_steps_leave_out_what_does_not_matter() {
@@ -219,7 +218,7 @@ fn cuda_steps_leave_out_what_does_not_matter() {
     let holed = Tensor::cat(vec![nothing, v.clone().slice(s![.., .., far.., ..])], 2);
     let ((want, none), (got, share)) = (steps(false, &v), steps(true, &holed));
     assert_eq!(none, None);
-    // Some (24 ln 2 + ln 600) / 0.5 = 46 keys count, and more by the bound on their scores.
+    // About (24 ln 2 + ln 600) / 0.5 = 46 keys matter, and more by the bound on their scores.
     assert!(share.is_some_and(|share| (0.8..1.0 - 46.0 / 600.0).contains(&share)), "{share:?}");
     let largest: f32 = want.clone().abs().max().into_scalar().elem();
     let worst: f32 = (want - got).abs().max().into_scalar().elem();

@@ -5,25 +5,25 @@
 //! a feature map or a normaliser; o_t = RMSNorm(y_t) per head with one learned scale per channel
 //! (§4.4). The gate α is
 //!
-//! - `diagonal`: per kv head and key channel, ln α_t = ln σ(W_b W_a x_t + b)/16, of rank 16, b = 0
-//!   at the start (§4.4);
-//! - `scalar`: per kv head, ln α_t = ln σ(w·x_t + b), as Mamba-2 has it;
+//! - `diagonal`: per kv head and key channel, ln α_t = ln σ(W_b W_a x_t + b)/16, of rank 16, initially
+//!   b = 0 (§4.4);
+//! - `scalar`: per kv head, ln α_t = ln σ(w·x_t + b), as in Mamba-2;
 //! - `none`: α = 1 (Katharopoulos et al., equation 18).
 //!
-//! Training runs in chunks (§4.1). Inside a chunk, tokens meet in halves of halves: at each level
-//! the queries of a second half read the keys of its first half, both decayed to the boundary
-//! between the halves. Every factor is at most 1 and sums of log decays only add, so that any decay
-//! is exact to rounding; §4.3 does this at two levels and with a bounded decay.
+//! Training runs in chunks (§4.1). Chunks are halved recursively: at each level the queries of a second
+//! half read the keys of the first half, both decayed to the boundary between the halves. Every factor is
+//! at most 1 and log decays are only added, so any decay is accurate to rounding; §4.3 does this at two
+//! levels and with a bounded decay.
 //!
-//! Parameters: the projection `gate`; `norm`, head_dim elements that start at 1.
+//! Parameters: the projection `gate`; `norm`, head_dim elements, initially 1.
 //!
 //! # Choices where the sources are silent
 //! - The scalar gate starts at the decays of retention (Sun et al., 2023, equation 8): 1 − 2^(−5−n)
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
-//! Decoding keeps S, kv_heads · head_dim² elements whatever the length. A token costs
-//! 2·head_dim² FLOPs per query head and 3·head_dim² per kv head.
+//! Decoding keeps S, kv_heads · head_dim² elements at any length. A token costs 2·head_dim² FLOPs per
+//! query head and 3·head_dim² per kv head.
 
 mod cpu;
 mod reference;
@@ -36,11 +36,11 @@ use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::reference::Rows;
+use self::reference::LinearInputs;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     Parameter, Projection, Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
@@ -56,11 +56,11 @@ const TEMPERATURE: f32 = 16.0;
 /// Inner channels of the diagonal gate's projection (Yang et al., §4.4).
 const RANK: usize = 16;
 
-/// What decays the state.
+/// The gate that decays the state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Gate {
-    /// Nothing.
+    /// No decay.
     None,
     /// A learned factor per token and kv head.
     Scalar,
@@ -75,8 +75,8 @@ pub enum Gate {
 pub struct Config {
     /// `"diagonal"` (default), `"scalar"` or `"none"`.
     pub gate: Gate,
-    /// Tokens of a chunk, a power of two from 16 to 256; default 64. It changes speed and memory,
-    /// not results.
+    /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
+    /// results.
     pub chunk: usize,
     /// Rotate q and k; default false.
     pub rope: bool,
@@ -106,7 +106,7 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 impl Config {
-    /// q, k, v and log decays as the operation takes them, from position `first` on.
+    /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -114,7 +114,7 @@ impl Config {
         logits: Option<Tensor<B, 3>>,
         documents: DocumentStarts<B>,
         first: usize,
-    ) -> Rows<B> {
+    ) -> LinearInputs<B> {
         let [batch, _, seq_len, head_dim] = q.dims();
         let rotate = |x| if self.rope { Rotation::new(self.theta).apply(x, first) } else { x };
         let (q, k) = (rotate(q) * shape.scale(), rotate(k));
@@ -130,7 +130,7 @@ impl Config {
         };
         let log_decay = forget_at_starts(log_decay, documents);
         let channels = log_decay.dims()[3];
-        Rows {
+        LinearInputs {
             q: q.reshape([rows, shape.group(), seq_len, head_dim]),
             k: k.reshape([rows, seq_len, head_dim]),
             v: v.reshape([rows, seq_len, head_dim]),
@@ -174,7 +174,7 @@ impl VariantSpec for Config {
             }
             Gate::Diagonal => {
                 let gate = Projection::new("gate", kv_heads * shape.head_dim);
-                vec![gate.low_rank(RANK, Activation::Identity).bias(Init::Constant(0.0))]
+                vec![gate.low_rank(RANK, LowRankActivation::Identity).bias(Init::Constant(0.0))]
             }
         }
     }
@@ -183,8 +183,7 @@ impl VariantSpec for Config {
         vec![Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
     }
 
-    /// FLOPs between an activation and the state: scores and weighted values inside a chunk, and
-    /// the update and query of S.
+    /// FLOPs of scores and weighted values inside a chunk, and of updating and querying S.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
@@ -210,9 +209,10 @@ impl Variant for Config {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, documents, 0);
-        let Rows { q, k, v, log_decay } = rows;
+        let LinearInputs { q, k, v, log_decay } = rows;
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        let y = tensor::<B, 4>(path.run::<B, _, 4>(&Linear { chunk: self.chunk }, inputs, vec![]));
+        let y =
+            tensor::<B, 4>(path.run::<B, _, 4>(&GatedLinear { chunk: self.chunk }, inputs, vec![]));
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 
@@ -235,25 +235,24 @@ impl Variant for Config {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = Linear { chunk: self.chunk }.forward(rows, state.sums.take());
+        let (y, sums) = GatedLinear { chunk: self.chunk }.forward(rows, state.sums.take());
         *state = State { sums: Some(sums), position: state.position + dims[2] };
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 }
 
-/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]` with the scale in
-/// it, k and v `[rows, seq_len, head_dim]`, log decays `[rows, seq_len, 1 or head_dim]`; the output
-/// is shaped as q.
+/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k and v
+/// `[rows, seq_len, head_dim]`, log decays `[rows, seq_len, 1 or head_dim]`; the output has q's shape.
 #[derive(Clone, Debug)]
-struct Linear {
+struct GatedLinear {
     chunk: usize,
 }
 
-fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
-    Rows { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
+fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> LinearInputs<B> {
+    LinearInputs { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
 }
 
-impl Op<4> for Linear {
+impl Op<4> for GatedLinear {
     fn reference<B: OpBackend>(
         &self,
         inputs: [FloatTensor<B>; 4],

@@ -1,12 +1,12 @@
 //! Chunked gated linear attention in plain tensor operations.
 //!
-//! Heads that share keys are one row: `rows` is batch · kv_heads, `group` the query heads of a kv
-//! head. A *span* is a stretch of tokens that are handled as one matrix product: a chunk for the
-//! state, a half at each level inside a chunk.
+//! A row is one kv head of one sequence: `rows` is batch · kv_heads, `group` the query heads per kv
+//! head. A *segment* is a run of consecutive tokens in one matrix product: a chunk for the state, a half
+//! at each level inside a chunk.
 
 use burn::tensor::Tensor;
 
-use super::Linear;
+use super::GatedLinear;
 use crate::attention::blocks::sums_after;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
@@ -14,24 +14,24 @@ use crate::ops::matmul::MatMul;
 /// q `[rows, group, seq_len, head_dim]`, k `[rows, seq_len, head_dim]`, v
 /// `[rows, seq_len, value_dim]` and log decays `[rows, seq_len, 1 or head_dim]`.
 #[derive(Clone, Debug)]
-pub(super) struct Rows<B: OpBackend> {
+pub(super) struct LinearInputs<B: OpBackend> {
     pub q: Tensor<B, 4>,
     pub k: Tensor<B, 3>,
     pub v: Tensor<B, 3>,
     pub log_decay: Tensor<B, 3>,
 }
 
-/// The spans of `size` tokens that stand at `side` in each run of `of` spans:
+/// The segments of `size` tokens at index `side` in each run of `of` segments:
 /// `[rows · runs, group · size, channels]` of a tensor `[rows, group, seq_len, channels]`.
-fn spans<B: OpBackend>(x: &Tensor<B, 4>, size: usize, of: usize, side: usize) -> Tensor<B, 3> {
+fn segments<B: OpBackend>(x: &Tensor<B, 4>, size: usize, of: usize, side: usize) -> Tensor<B, 3> {
     let [rows, group, seq_len, channels] = x.dims();
     let runs = seq_len / (of * size);
     let x = x.clone().reshape([rows, group, runs, of, size * channels]).narrow(3, side, 1);
     x.swap_dims(1, 2).reshape([rows * runs, group * size, channels])
 }
 
-/// The inverse of [`spans`], with zeros at the other sides.
-fn unspan<B: OpBackend>(
+/// The inverse of [`segments`], with zeros at the other indices.
+fn join_segments<B: OpBackend>(
     x: Tensor<B, 3>,
     [rows, group, size]: [usize; 3],
     of: usize,
@@ -45,12 +45,17 @@ fn unspan<B: OpBackend>(
     Tensor::cat(sides, 3).reshape([rows, group, runs * of * size, channels])
 }
 
-/// [`spans`] of a tensor without a group, `[rows, seq_len, channels]`.
-fn spans_of<B: OpBackend>(x: &Tensor<B, 3>, size: usize, of: usize, side: usize) -> Tensor<B, 3> {
-    spans(&x.clone().unsqueeze_dim::<4>(1), size, of, side)
+/// [`segments`] of a tensor without a group, `[rows, seq_len, channels]`.
+fn segments_of<B: OpBackend>(
+    x: &Tensor<B, 3>,
+    size: usize,
+    of: usize,
+    side: usize,
+) -> Tensor<B, 3> {
+    segments(&x.clone().unsqueeze_dim::<4>(1), size, of, side)
 }
 
-/// `factor` `[n, size, channels]` on each head of a group, `[n, group · size, …]`.
+/// `x` `[n, group · size, …]` times `factor` `[n, size, channels]` for each head of a group.
 fn scaled<B: OpBackend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> {
     let [n, size, channels] = factor.dims();
     let [_, rows, width] = x.dims();
@@ -58,30 +63,30 @@ fn scaled<B: OpBackend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> 
     (x.reshape([n, rows / size, size, width]) * factor).reshape([n, rows, width])
 }
 
-/// exp of the sums of log decays: from a span's start to each token, and from each token to the
-/// span's end.
+/// exp of the sums of log decays: from a segment's start to each token, and from each token to the
+/// segment's end.
 fn decays<B: OpBackend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
     [log_decay.clone().cumsum(1).exp(), sums_after(log_decay.clone(), 1).exp()]
 }
 
-/// The chunks of `rows` for the state: q and k decayed to the chunk's start and end, v, and the
-/// decay over the whole chunk `[chunks, 1, 1 or head_dim]`.
-struct Chunks<B: OpBackend> {
+/// The chunks for the state: q decayed to the chunk's start and k to its end, v, and the decay over the
+/// whole chunk, `[chunks, 1, 1 or head_dim]`.
+struct DecayedChunks<B: OpBackend> {
     q: Tensor<B, 3>,
     k: Tensor<B, 3>,
     v: Tensor<B, 3>,
-    kept: Tensor<B, 3>,
+    chunk_decay: Tensor<B, 3>,
 }
 
-impl<B: OpBackend> Chunks<B> {
-    fn new(rows: &Rows<B>, size: usize) -> Self {
-        let log_decay = spans_of(&rows.log_decay, size, 1, 0);
+impl<B: OpBackend> DecayedChunks<B> {
+    fn new(rows: &LinearInputs<B>, size: usize) -> Self {
+        let log_decay = segments_of(&rows.log_decay, size, 1, 0);
         let [to_query, to_end] = decays(&log_decay);
-        Chunks {
-            q: scaled(spans(&rows.q, size, 1, 0), &to_query),
-            k: scaled(spans_of(&rows.k, size, 1, 0), &to_end),
-            v: spans_of(&rows.v, size, 1, 0),
-            kept: log_decay.sum_dim(1).exp(),
+        DecayedChunks {
+            q: scaled(segments(&rows.q, size, 1, 0), &to_query),
+            k: scaled(segments_of(&rows.k, size, 1, 0), &to_end),
+            v: segments_of(&rows.v, size, 1, 0),
+            chunk_decay: log_decay.sum_dim(1).exp(),
         }
     }
 
@@ -92,7 +97,7 @@ impl<B: OpBackend> Chunks<B> {
         let [chunks, d, values] = new.dims();
         let n = chunks / rows;
         let new = new.reshape([rows, n, d, values]);
-        let kept = self.kept.clone().reshape([rows as i64, n as i64, -1, 1]);
+        let chunk_decay = self.chunk_decay.clone().reshape([rows as i64, n as i64, -1, 1]);
         let at = |x: &Tensor<B, 4>, chunk| x.clone().narrow(1, chunk, 1);
         let mut state = match start {
             Some(start) => start.reshape([rows, 1, d, values]),
@@ -101,15 +106,15 @@ impl<B: OpBackend> Chunks<B> {
         let mut before = Vec::with_capacity(n);
         for chunk in 0..n {
             before.push(state.clone());
-            state = state * at(&kept, chunk) + at(&new, chunk);
+            state = state * at(&chunk_decay, chunk) + at(&new, chunk);
         }
         let before = Tensor::cat(before, 1).reshape([chunks, d, values]);
         (before, state.reshape([rows, d, values]))
     }
 }
 
-impl<B: OpBackend> Rows<B> {
-    /// With tokens of zeros, which neither decay nor enter the state, up to `seq_len`.
+impl<B: OpBackend> LinearInputs<B> {
+    /// Pads to `seq_len` with zero tokens, which neither decay nor enter the state.
     fn padded(self, seq_len: usize) -> Self {
         fn pad<B: OpBackend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Tensor<B, D> {
             let time = D - 2;
@@ -121,7 +126,7 @@ impl<B: OpBackend> Rows<B> {
             let zeros = Tensor::zeros(shape, &x.device());
             Tensor::cat(vec![x, zeros], time)
         }
-        Rows {
+        LinearInputs {
             q: pad(self.q, seq_len),
             k: pad(self.k, seq_len),
             v: pad(self.v, seq_len),
@@ -130,8 +135,8 @@ impl<B: OpBackend> Rows<B> {
     }
 }
 
-impl Linear {
-    /// Tokens of a chunk of a sequence of `seq_len`, a power of two.
+impl GatedLinear {
+    /// Tokens per chunk for a sequence of `seq_len`, a power of two.
     pub(super) fn size(&self, seq_len: usize) -> usize {
         self.chunk.min(seq_len.next_power_of_two())
     }
@@ -139,34 +144,34 @@ impl Linear {
     /// y and the state after the last token, where `start` is the state before the first.
     pub(super) fn forward<B: OpBackend>(
         &self,
-        rows: Rows<B>,
+        rows: LinearInputs<B>,
         start: Option<Tensor<B, 3>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
         let [n, group, seq_len, _] = rows.q.dims();
         let size = self.size(seq_len);
         let rows = rows.padded(seq_len.next_multiple_of(size));
-        let chunks = Chunks::new(&rows, size);
+        let chunks = DecayedChunks::new(&rows, size);
         let (before, last) = chunks.states(n, start);
-        let mut y = unspan(chunks.q.mm(before), [n, group, size], 1, 0);
+        let mut y = join_segments(chunks.q.mm(before), [n, group, size], 1, 0);
 
-        // Each token's own key, which nothing decays.
+        // Each token's own key, without decay.
         let own = rows.k.clone().unsqueeze_dim::<4>(1);
         let score = (rows.q.clone() * own).sum_dim(3);
         y = y + score * rows.v.clone().unsqueeze_dim::<4>(1);
 
         let mut half = size / 2;
         while half > 0 {
-            let [to_query, _] = decays(&spans_of(&rows.log_decay, half, 2, 1));
-            let [_, to_end] = decays(&spans_of(&rows.log_decay, half, 2, 0));
-            let q = scaled(spans(&rows.q, half, 2, 1), &to_query);
-            let k = scaled(spans_of(&rows.k, half, 2, 0), &to_end);
-            let v = spans_of(&rows.v, half, 2, 0);
-            // A matrix product of single numbers each would be a waste.
+            let [to_query, _] = decays(&segments_of(&rows.log_decay, half, 2, 1));
+            let [_, to_end] = decays(&segments_of(&rows.log_decay, half, 2, 0));
+            let q = scaled(segments(&rows.q, half, 2, 1), &to_query);
+            let k = scaled(segments_of(&rows.k, half, 2, 0), &to_end);
+            let v = segments_of(&rows.v, half, 2, 0);
+            // 1 × 1 matrix products would be slow.
             let read = match half {
                 1 => (q * k).sum_dim(2) * v,
                 _ => q.mm(k.transpose()).mm(v),
             };
-            y = y + unspan(read, [n, group, half], 2, 1);
+            y = y + join_segments(read, [n, group, half], 2, 1);
             half /= 2;
         }
         (y.narrow(2, 0, seq_len), last)

@@ -21,9 +21,9 @@ impl Conformance for Config {
         ]
     }
 
-    /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. A
-    /// norm's output does not depend on the size of its input otherwise, and the gradient of a lone
-    /// token's score is nothing but rounding.
+    /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. Otherwise a
+    /// norm's output does not depend on the size of its input, and the gradient of a single token's score is
+    /// only rounding.
     fn prepare(&self, inputs: &mut [Tensor64]) {
         inputs[0].data.iter_mut().for_each(|q| *q /= 256.0);
     }

@@ -6,17 +6,17 @@
 //! φ_ij = softplus(ln head_dim · ln N_i · q̂_iᵀk̂_j), A_ij = φ_ij / Σ_j φ_ij,
 //! R_ij = max(N_i A_ij − O_i, 0)^p, o_i = Σ_j R_ij v_j / Σ_j R_ij,
 //!
-//! with O_i = 1, but 0 for the first three rows (N_i ≤ 3). The scale is in place of 1/√head_dim.
-//! N_i A_ij − 1 is φ's excess over its mean in the row: only keys above the mean count.
+//! with O_i = 1, but 0 for the first three rows (N_i ≤ 3). The scale replaces 1/√head_dim.
+//! N_i A_ij − 1 is φ's relative excess over its mean in the row: only keys above the mean count.
 //!
 //! There are no parameters beyond the projections.
 //!
-//! Left unsaid, and chosen here: N_i counts the keys in the document and the window. A row whose keys
-//! all have the same similarity (none is above the mean by more than 10⁻⁵ of it) selects nothing,
-//! and o = 0. The second sum needs no epsilon: it is taken relative to the row's largest term, so
-//! that p = 15 does not leave f32's range.
+//! Not specified by the source, chosen here: N_i counts the keys in the document and the window. A row
+//! whose keys all have the same similarity (none is above the mean by more than 10⁻⁵ of it) selects
+//! nothing, and o = 0. The second sum needs no epsilon: it is taken relative to the row's largest
+//! term, so that p = 15 does not leave f32's range.
 //!
-//! Decoding caches normalised, rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+//! Decoding caches normalised, rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
 mod tests;
@@ -26,8 +26,8 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-pub use self::weights::Sharpened;
-use super::blocks::places_in_documents;
+pub use self::weights::Lssar;
+use super::blocks::positions_in_documents;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::l2_normalise;
 use super::rotary::{Rotary, with_rotary_keys};
@@ -90,15 +90,15 @@ impl KvCacheVariant for Config {
         Prepared { q, k, v, first, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
         let queries = q.dims()[2];
-        let places = places_in_documents(queries, first, documents.as_ref(), &q.device());
+        let positions = positions_in_documents(queries, first, documents.as_ref(), &q.device());
         let seen = match shape.window {
-            Some(window) => (places + 1.0).clamp_max(window as f32),
-            None => places + 1.0,
+            Some(window) => (positions + 1.0).clamp_max(window as f32),
+            None => positions + 1.0,
         };
         let batch = seen.dims()[0];
         let scale = seen.log() * (shape.head_dim as f32).ln();
         let q = q * scale.reshape([batch, 1, queries, 1]);
-        let weights = Sharpened { power: self.p };
+        let weights = Lssar { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
         rowwise(&op, q, k, v, None, documents, path)
     }

@@ -3,7 +3,7 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
-use super::{Config, Sharpened};
+use super::{Config, Lssar};
 use crate::attention::conformance::rowwise::{cosine, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rotary::Rotary;
@@ -49,7 +49,7 @@ fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
     x.into_data().to_vec().expect("an f32 tensor")
 }
 
-/// From the fourth on, a query that cannot tell its keys apart selects none of them.
+/// From the fourth on, a query whose keys all have the same similarity selects none of them.
 #[test]
 fn equal_keys_give_zero_and_finite_gradients() {
     let shape = AttentionShape::new(8, 1, 1, 8);
@@ -83,7 +83,7 @@ fn long_rows_agree_with_the_oracle() {
         ("one above", &|j| if j == 777 { 1.0 } else { -1.0 }),
         ("one below", &|j| if j == 777 { -1.0 } else { 0.5 + 0.1 * wave(j) }),
     ];
-    let op = Rowwise { weights: Sharpened { power: 15 }, scale: 1.0, window: None };
+    let op = Rowwise { weights: Lssar { power: 15 }, scale: 1.0, window: None };
     let device = Default::default();
     for (what, cosine) in cases {
         let scores: Vec<f32> = (0..keys).map(|j| scale * cosine(j)).collect();

@@ -2,39 +2,39 @@
 //! "PaTH attention", 2025, sections 2.2 and 3).
 //!
 //! H_t = I − β_t w_t w_tᵀ; S_ij = scale · k_jᵀ (H_{j+1} H_{j+2} ⋯ H_i) q_i + Σ_{s=j+1..i} ℓ_s: the
-//! query meets its own token's transform first, then those before it. The sum is PaTH-FoX's forget
-//! gate (`forget_gate = true`), not multiplied by the scale.
+//! query's own transform is applied to it first, then those before it. The sum is PaTH-FoX's forget gate
+//! (`forget_gate = true`); the scale does not apply to it.
 //!
-//! - w_t, one direction per kv head: a projection through `rank` channels, a causal convolution
-//!   over 3 tokens, then w / √(Σ w² + 1e-6).
+//! - w_t, one direction per kv head: a projection of rank `rank`, a causal convolution over 3 tokens,
+//!   then w / √(Σ w² + 1e-6).
 //! - β_t = 2σ(u·x_t + b) in (0, 2), per kv head.
 //! - ℓ_t = ln σ(w_f·x_t + b_f), per query head.
 //!
-//! What the paper leaves unsaid: no activation is named between convolution and normalisation, so
-//! there is none; the rank is 32 whatever the number of kv heads; b and b_f start at 0, so that β
-//! is near 1, where H_t removes the direction w_t; the normalisation's 1e-6 keeps w = 0, and its
-//! gradient, finite. Each direction is normalised over its head's channels. Documents share
-//! transforms, but a query sees no key beyond its document's start, so none reaches across it.
+//! Not specified by the paper, chosen here: there is no activation between convolution and
+//! normalisation; the rank is 32 for any number of kv heads; b and b_f start at 0, so that β is near 1,
+//! where H_t removes the direction w_t; the normalisation's 1e-6 keeps w = 0 and its gradient finite.
+//! Each direction is normalised over its head's channels. Transforms cross document boundaries, but a
+//! query sees no key before its document's start, so none has an effect across it.
 //!
-//! Numerics: a transform lengthens no vector, and neither do the products here, so that f32 scores
-//! stay good to their rounding at any length; only one near-reflection repeated at tens of thousands
-//! of tokens (one w, β within 1e-6 of 2) adds its rounding up, as the last digit of β itself does.
+//! Numerics: no transform, and no product here, lengthens a vector, so that f32 scores are accurate to
+//! rounding at any length. Only one near-reflection repeated at tens of thousands of tokens (one w, β
+//! within 1e-6 of 2) accumulates rounding, just as it accumulates the last digit of β.
 //!
 //! Decoding keeps 2 · kv_heads · head_dim elements per token (+ heads with the forget gate), and
-//! kv_heads · head_dim² (+ heads) for the transforms of the newest tokens, up to 63. A step costs
-//! what it costs plain softmax attention, plus kv_heads · head_dim²/64 multiply-adds per cached
-//! token to keep the keys up to date (done once in 64 tokens), plus up to kv_heads · head_dim² ·
-//! (head_dim + 63) for the newest transforms and keys, whatever the length.
+//! kv_heads · head_dim² (+ heads) for the transforms of the newest tokens, up to 63. A step costs as much
+//! as plain softmax attention, plus kv_heads · head_dim²/64 multiply-adds per cached token to update the
+//! keys (once in 64 tokens), plus up to kv_heads · head_dim² · (head_dim + 63) for the newest transforms
+//! and keys, at any length.
 //!
-//! Memory: forward, a few blocks of scores. Training through plain operations keeps all scores for
-//! the backward pass, as plain softmax attention does: it grows with seq_len².
+//! Memory: the forward pass holds a few blocks of scores. Training through plain operations saves all
+//! scores for the backward pass, as plain softmax attention does: memory grows with seq_len².
 
 mod decode;
 mod householder;
 mod reference;
-mod spans;
 #[cfg(test)]
 mod tests;
+mod token_blocks;
 
 use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 
 use self::reference::{BLOCK, Tokens, Visible};
 use super::{
-    Activation, AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Projection, Variant,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation, Projection, Variant,
     VariantSpec,
 };
 use crate::backend::OpBackend;
@@ -54,7 +54,7 @@ pub use self::decode::State;
 /// Added to Σ w² before the root.
 const EPS: f32 = 1e-6;
 
-/// Taps of the convolution of w (section 2.2).
+/// Taps of the convolution on w (section 2.2).
 const TAPS: usize = 3;
 
 /// `[model.attention]` with `kind = "path"`.
@@ -75,7 +75,7 @@ impl Config {
     }
 }
 
-/// w `[batch, seq_len, kv_heads · head_dim]`, each head's direction divided by its length:
+/// w `[batch, seq_len, kv_heads · head_dim]`, each head's direction divided by its norm:
 /// `[batch · kv_heads, 1, seq_len, head_dim]`.
 fn directions<B: OpBackend>(shape: &AttentionShape, w: Tensor<B, 3>) -> Tensor<B, 4> {
     let [batch, len, _] = w.dims();
@@ -84,7 +84,7 @@ fn directions<B: OpBackend>(shape: &AttentionShape, w: Tensor<B, 3>) -> Tensor<B
     (w / length).reshape([batch * shape.kv_heads, 1, len, shape.head_dim])
 }
 
-/// The operation's tokens from the layer's.
+/// The operation's inputs from the layer's.
 fn tokens<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> Tokens<B> {
     let Inputs { q, k, v, projections, .. } = inputs;
     let [w, beta, gate @ ..] = &projections[..] else { panic!("w and beta are projected") };
@@ -120,7 +120,7 @@ impl VariantSpec for Config {
 
     fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
         let w = Projection::new("w", shape.kv_heads * shape.head_dim)
-            .low_rank(self.rank(shape.width), Activation::Identity)
+            .low_rank(self.rank(shape.width), LowRankActivation::Identity)
             .conv(TAPS);
         let beta = Projection::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
         let gate = Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
@@ -130,7 +130,7 @@ impl VariantSpec for Config {
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, block) = (shape.head_dim as f64, BLOCK as f64);
         let keys = shape.mean_keys(seq_len);
-        // qᵀk and p·v, and the query's way over each block of keys.
+        // qᵀk and p·v, and the query's transform over each block of keys.
         let attention = shape.heads as f64 * keys * (4.0 * d + 2.0 * d * d / block);
         // Merging the block: three products per query and four per direction, over all lengths of
         // tiles together block · head_dim multiply-adds each; and the block's transform.
@@ -144,8 +144,8 @@ impl VariantSpec for Config {
         let [closed, open] = decode::held(seq_len, shape.window);
         let gates = if self.forget_gate { shape.heads } else { 0 };
         let per_token = 2 * shape.kv_heads * shape.head_dim + gates;
-        let carry = shape.kv_heads * shape.head_dim * shape.head_dim + gates;
-        (per_token * (closed + open) + if open > 0 { carry } else { 0 }) as u64
+        let transform = shape.kv_heads * shape.head_dim * shape.head_dim + gates;
+        (per_token * (closed + open) + if open > 0 { transform } else { 0 }) as u64
     }
 }
 
@@ -167,7 +167,7 @@ impl Variant for Config {
         if tokens.len() > 1 && shape.window != Some(1) {
             return out;
         }
-        // No transform lies between a token and itself: w and β have a gradient of 0, not none.
+        // No transform lies between a token and itself: give w and β a gradient of 0, rather than none.
         out + (tokens.w.sum() + tokens.beta.sum()).reshape([1, 1, 1, 1]) * 0.0
     }
 

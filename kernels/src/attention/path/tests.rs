@@ -1,4 +1,4 @@
-//! This variant's cases for the conformance suite, decoding, and the ends of its ranges.
+//! This variant's cases for the conformance suite, decoding, and extreme inputs.
 
 mod numerics;
 
@@ -117,7 +117,7 @@ fn cut(inputs: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
     }
 }
 
-/// No direction at all, β at both of its ends, gates at both of theirs.
+/// Zero directions, β at both ends of its range, gates at both ends of theirs.
 #[test]
 fn gradients_stay_finite_at_the_ends_of_every_range() {
     let shape = AttentionShape::new(16, 2, 1, 8);
@@ -143,7 +143,7 @@ fn gradients_stay_finite_at_the_ends_of_every_range() {
     }
 }
 
-/// Prefills and steps that end inside, at and beyond the 64 tokens after which keys are rewritten.
+/// Prefills and steps that end before, at and after the 64 tokens after which keys are rewritten.
 #[test]
 fn decoding_across_rewrites_equals_the_full_pass() {
     let config = Config { forget_gate: true, ..Config::default() };
@@ -173,14 +173,14 @@ fn a_windowed_state_does_not_grow() {
         dispatch::extend(&config, &shape, cut(&inputs, first, n), &mut state);
         state.elements()
     };
-    let (token, carry) = (2 * 8 + 2, 8 * 8 + 2);
+    let (token, transform) = (2 * 8 + 2, 8 * 8 + 2);
     for t in 0..700 {
         let held = extend(t, 1);
-        assert!(held <= token * (99 + 63) + carry, "{held} elements after token {t}");
+        assert!(held <= token * (99 + 63) + transform, "{held} elements after token {t}");
     }
-    // A prefill rewrites all; ten more tokens are new.
+    // A prefill rewrites all keys; ten more tokens are new.
     assert_eq!(extend(700, 290), token * 99);
-    assert_eq!(extend(990, 10), token * (99 + 10) + carry);
+    assert_eq!(extend(990, 10), token * (99 + 10) + transform);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use burn::tensor::Tensor;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
-/// The products of p tiles of channels in non-decreasing order, each weighted with √(number of
-/// its distinct orders), in pieces that are expanded one at a time.
+/// The products of p tiles of channels in non-decreasing order, each weighted with √(number of its
+/// distinct permutations), in pieces that are expanded one at a time.
 #[derive(Clone, Debug)]
 pub struct Expansion {
     pub(super) pieces: Vec<Piece>,
@@ -24,13 +24,13 @@ pub(super) struct Piece {
     pub tiles: Vec<Range<usize>>,
     /// Channels of the last factor: the last of those tiles and all after it.
     pub rest: Range<usize>,
-    /// Of the channels in `rest`.
+    /// The weights of the channels in `rest`.
     pub weights: Vec<f32>,
-    /// Place in φ.
+    /// The channels of φ.
     pub place: Range<usize>,
 }
 
-/// Channels of a tile: 8 for p = 2, 4 above (§4.1.1).
+/// Channels per tile: 8 for p = 2, 4 above (§4.1.1).
 fn tile_width(p: u32) -> usize {
     if p == 2 { 8 } else { 4 }
 }
@@ -46,7 +46,7 @@ fn non_decreasing(len: u32, n: usize) -> Vec<Vec<usize>> {
     })
 }
 
-/// Number of distinct orders of a non-decreasing sequence.
+/// Number of distinct permutations of a non-decreasing sequence.
 fn orders(sequence: &[usize]) -> f32 {
     let mut orders = 1.0;
     let mut run = 0;
@@ -57,18 +57,18 @@ fn orders(sequence: &[usize]) -> f32 {
     orders
 }
 
-/// Every φ that was used, by p and head_dim: with p = 4 they are large.
+/// A cache of expansions by p and head_dim: with p = 4 they are large.
 static SHARED: Mutex<BTreeMap<(u32, usize), Arc<Expansion>>> = Mutex::new(BTreeMap::new());
 
 impl Expansion {
-    /// [`Expansion::new`], made once.
+    /// A cached [`Expansion::new`].
     pub fn shared(p: u32, head_dim: usize) -> Arc<Self> {
         let mut all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         let made = all.entry((p, head_dim)).or_insert_with(|| Arc::new(Self::new(p, head_dim)));
         made.clone()
     }
 
-    /// φ of `head_dim` channels. A last tile may be narrower than the others.
+    /// φ of `head_dim` channels; the last tile may be narrower than the others.
     pub fn new(p: u32, head_dim: usize) -> Self {
         let width = tile_width(p);
         let tiles: Vec<_> =
@@ -95,20 +95,20 @@ impl Expansion {
         Expansion { pieces, head_dim }
     }
 
-    /// D, the channels of φ.
+    /// D, the number of channels of φ.
     pub fn dim(&self) -> usize {
         self.pieces.last().map_or(0, |piece| piece.place.end)
     }
 
-    /// D without the expansion itself: the sum over sets of p tiles of their sizes' product.
+    /// D without building the expansion: the sum over multisets of p tiles of the product of their sizes.
     pub fn size(p: u32, head_dim: usize) -> usize {
         let width = tile_width(p);
-        // Element n: for sets of n tiles out of those so far.
+        // Element n: for multisets of n tiles out of those so far.
         let mut sets = vec![0; p as usize + 1];
         sets[0] = 1;
         for start in (0..head_dim).step_by(width) {
             let tile = width.min(head_dim - start);
-            // Ascending: a tile may be taken again.
+            // Ascending, so that a tile can be taken repeatedly.
             for n in 1..sets.len() {
                 sets[n] += sets[n - 1] * tile;
             }
@@ -179,7 +179,7 @@ mod tests {
             assert_eq!([sums.dims()[1], Expansion::size(p, head_dim)], [phi.dim(); 2]);
             let want = q.clone().mm(k.clone().transpose()).powi_scalar(p as i32);
             let error = (phi.apply(&q, &sums) - want).abs().max().into_scalar();
-            // Terms of φ cancel: its rounding is that of the vectors' lengths.
+            // Terms of φ cancel: rounding is relative to the vectors' norms.
             let length = |x: Tensor<Flex, 3>| (x.clone() * x).sum_dim(2).max().into_scalar();
             let largest = (length(q) * length(k)).powi(p as i32 / 2);
             assert!(error <= 1e-6 * largest, "off by {error} where a product can be {largest}");

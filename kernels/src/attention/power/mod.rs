@@ -2,38 +2,38 @@
 //! appendix F).
 //!
 //! a_ij = (scale · q_iᵀk_j)^p · exp(Σ_{s=j+1..i} ℓ_s) with p even (equation 7, with the gate of
-//! §2), o_i = Σ_j a_ij v_j / Σ_j a_ij. ℓ_t = ln σ(w·x_t + b) per kv head, b = 6.9 at the start; q
-//! and k are rotated. Two forms of the same numbers:
+//! §2), o_i = Σ_j a_ij v_j / Σ_j a_ij. ℓ_t = ln σ(w·x_t + b) per kv head, initially b = 6.9; q and k
+//! are rotated. Two equivalent forms:
 //!
-//! - attention: every key up to the query's, in log space, p·ln(|s| + ε), with the row's largest
+//! - attention: every key up to the query's, in log space, p·ln(|s| + ε), with the row maximum
 //!   subtracted (F.1);
 //! - chunked: (qᵀk)^p = φ(q)ᵀφ(k) with the tiled symmetric power φ (§4.1.1), so that older tokens
 //!   are two sums, S = Σ_j decay_j φ(k_j)v_jᵀ and z = Σ_j decay_j φ(k_j) (F.2, F.3), which a query
 //!   reads as φ(q)ᵀS and φ(q)ᵀz (F.4). φ has D = C(⌈d/t⌉ + p − 1, p)·t^p channels with tiles of
 //!   t = 8 channels for p = 2 and 4 for p = 4: 2,304 and 992,256 for 64 channels.
 //!
-//! Parameters: the projection `gate` (kv_heads features, bias 6.9), none of its own.
+//! Parameters: only the projection `gate` (kv_heads features, bias 6.9).
 //!
 //! # Choices where the source is silent
-//! - The paper's gate is one per head. Here it is one per kv head, so that the heads of a group
-//!   share one state; with kv_heads = heads, the same.
-//! - scale cancels in the ratio; so does the length of a query, which is divided out first.
-//! - A chunk reads itself *and the chunk before it* key by key, only older tokens through φ. Sums
-//!   through φ cancel where a query is all but orthogonal to the keys it sees: with strong gates
-//!   those are the few most recent ones. Reading these exactly keeps both forms equal to rounding,
-//!   for less than the sums themselves cost. A total below 2^-24 of what the state's keys could
-//!   give is taken as that.
-//! - ε = 1e-37 changes no score from 1e-30 on. A query whose scores are all exactly 0 has no
-//!   defined output: it gets 0, in both forms, and passes no gradient.
-//! - A window can only be had in the attention form: a state cannot forget a single token.
+//! - The paper has one gate per head. Here it is one per kv head, so that the heads of a group share
+//!   one state; with kv_heads = heads the two agree.
+//! - The scale cancels in the ratio, and so does the norm of a query, which is divided out first.
+//! - A chunk reads itself *and the chunk before it* key by key, and only older tokens through φ. Sums
+//!   through φ cancel where a query is nearly orthogonal to the keys that matter: with strong gates
+//!   those are the few most recent ones. Reading these exactly keeps both forms equal up to rounding,
+//!   and costs less than the sums themselves. A total below 2^-24 of the state's largest possible total
+//!   is replaced by that bound.
+//! - ε = 1e-37 does not change scores of 1e-30 and above. A query whose scores are all exactly 0 has no
+//!   defined output: it gets 0 in both forms, and no gradient.
+//! - A window needs the attention form: a state cannot forget a single token.
 //!
 //! # Decoding
 //! Below `switch_len`, or always with `form = "attention"`: keys, values and log decays,
-//! 2·kv_heads·head_dim + kv_heads elements a token. Above: per kv head D·(head_dim + 1) + 1
-//! elements in f32 for S, z and their bound, and the last one to two chunks token by token; a chunk
-//! enters the sums once it is a chunk old. The size no longer grows; a token costs
-//! 2·D·(head_dim + 1) FLOPs per query head, as many per kv head once its chunk enters the sums, and
-//! the attention of one to two chunks.
+//! 2·kv_heads·head_dim + kv_heads elements per token. Above: per kv head D·(head_dim + 1) + 1
+//! elements in f32 for S, z and their bound, and the tokens of the last one to two chunks; a chunk
+//! enters the sums once the next chunk is complete. The size then no longer grows. A token costs
+//! 2·D·(head_dim + 1) FLOPs per query head, as many per kv head when its chunk enters the sums, and
+//! attention over one to two chunks.
 
 mod cpu;
 mod expansion;
@@ -49,7 +49,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::expansion::Expansion;
-use self::reference::Rows;
+use self::reference::PowerInputs;
 use self::state::near;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
@@ -65,7 +65,7 @@ pub use self::state::State;
 /// Elements of the largest state per kv head, 1 GiB in f32.
 const MOST_ELEMENTS: usize = 1 << 28;
 
-/// How outputs are computed.
+/// The form in which outputs are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Form {
@@ -74,7 +74,7 @@ pub enum Form {
     Auto,
     /// Every query against every key: quadratic cost.
     Attention,
-    /// Older tokens through a state of constant size: linear cost.
+    /// Older tokens through a constant-size state: linear cost.
     Chunked,
 }
 
@@ -92,7 +92,7 @@ pub struct Config {
     pub theta: f64,
     /// `"auto"` (default), `"attention"` or `"chunked"`.
     pub form: Form,
-    /// Tokens of a chunk, 128 to 1,024. Default: 128 for D below 1,000, 256 below 5,000, 512 below
+    /// Tokens per chunk, 128 to 1,024. Default: 128 for D below 1,000, 256 below 5,000, 512 below
     /// 20,000, else 1,024. Larger chunks cost more attention inside them, smaller ones more memory, for a
     /// state per chunk.
     pub chunk: Option<usize>,
@@ -119,7 +119,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Tokens of a chunk.
+    /// Tokens per chunk.
     fn chunk(&self, shape: &AttentionShape) -> usize {
         self.chunk.unwrap_or(match Expansion::size(self.p, shape.head_dim) {
             0..1_000 => 128,
@@ -129,7 +129,7 @@ impl Config {
         })
     }
 
-    /// Elements of a kv head's sums over older tokens: S, z and their bound.
+    /// Elements per kv head of the sums over older tokens: S, z and their bound.
     fn sums_elements(&self, shape: &AttentionShape) -> usize {
         Expansion::size(self.p, shape.head_dim) * (shape.head_dim + 1) + 1
     }
@@ -145,9 +145,9 @@ impl Config {
         }
     }
 
-    /// Records a state that is too large to be used.
+    /// Records a problem if the state is too large.
     fn validate_state(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        // Left to itself, the switch comes too late for such a state to be used.
+        // With the default switch_len, no sequence is long enough to use such a state.
         let uses_sums = self.chunked_above(shape).is_some()
             && (self.form == Form::Chunked || self.switch_len.is_some());
         let state = self.sums_elements(shape);
@@ -171,14 +171,14 @@ impl Config {
         }
     }
 
-    /// q, k, v and log decays as the operation takes them, from position `first` on.
+    /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, v, projections, .. }: Inputs<B>,
         documents: DocumentStarts<B>,
         first: usize,
-    ) -> Rows<B> {
+    ) -> PowerInputs<B> {
         let [batch, _, seq_len, head_dim] = q.dims();
         let rotate = |x| if self.rope { Rotation::new(self.theta).apply(x, first) } else { x };
         let (q, k) = (rotate(q), rotate(k));
@@ -189,7 +189,7 @@ impl Config {
         };
         let length = (q.clone() * q.clone()).sum_dim(3).sqrt().detach();
         let q = q / (length + reference::EPSILON);
-        Rows {
+        PowerInputs {
             q: q.reshape([rows, shape.group(), seq_len, head_dim]),
             k: k.reshape([rows, seq_len, head_dim]),
             v: v.reshape([rows, seq_len, head_dim]),
@@ -211,7 +211,7 @@ impl VariantSpec for Config {
             "2 or 4",
             "set p = 2; only even powers give positive weights",
         );
-        // The state of another power may be beyond all numbers.
+        // With an invalid power the size of the state could overflow.
         if [2, 4].contains(&self.p) {
             self.validate_state(key, shape, problems);
         }
@@ -243,9 +243,8 @@ impl VariantSpec for Config {
         if self.gate { vec![gate] } else { vec![] }
     }
 
-    /// FLOPs between an activation and the state, the source's state FLOPs (§3.2): scores and
-    /// weighted values of the keys read one by one, and the sums' update and query. Expansions are
-    /// between activations, and not counted.
+    /// The source's state FLOPs (§3.2): scores and weighted values of the keys read directly, and updating
+    /// and querying the sums. Expansions of q and k are not counted.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {
@@ -316,7 +315,7 @@ impl Variant for Config {
 struct Power {
     p: u32,
     window: Option<usize>,
-    /// Tokens of a chunk; `None` is the attention form.
+    /// Tokens per chunk; `None` for the attention form.
     chunk: Option<usize>,
     head_dim: usize,
 }
@@ -325,7 +324,7 @@ impl Power {
     /// Attention over whole sequences.
     fn of_rows<B: OpBackend>(
         &self,
-        Rows { q, k, v, log_decay }: Rows<B>,
+        PowerInputs { q, k, v, log_decay }: PowerInputs<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
@@ -333,8 +332,8 @@ impl Power {
     }
 }
 
-fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> Rows<B> {
-    Rows { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
+fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> PowerInputs<B> {
+    PowerInputs { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
 }
 
 impl Op<4> for Power {

@@ -1,8 +1,8 @@
 //! Both forms of power attention in plain tensor operations.
 //!
-//! Heads that share keys are one row: `rows` is batch · kv_heads, `group` the query heads of a kv
-//! head. Every result is a ratio of two sums, so a factor common to a query's weights cancels:
-//! queries come in at unit length, and weights are divided by exp(peak) of their query.
+//! A row is one kv head of one sequence: `rows` is batch · kv_heads, `group` the query heads per kv
+//! head. Every output is a ratio of two sums, so a factor common to a query's weights cancels: queries
+//! have unit norm, and weights are divided by exp(peak) of their query.
 
 use std::sync::Arc;
 
@@ -12,25 +12,25 @@ use super::Power;
 use super::expansion::Expansion;
 use crate::attention::blocks::sums_after;
 use crate::attention::blocks::{
-    Block, HIDDEN, by_query_blocks, decay_between, hidden, query_blocks,
+    Block, MASKED, attention_mask, by_query_blocks, decay_between, query_blocks,
 };
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
-/// ε of p·ln(|s| + ε), below any score that counts: scores from 1e-30 on do not notice it.
+/// ε of p·ln(|s| + ε): small enough not to change scores of 1e-30 and above.
 pub(super) const EPSILON: f32 = 1e-37;
 
-/// Weights that sum to less are taken as 0: those of scores that are 0, or all but 0 (with p = 2,
-/// below 4e-30), see [`Power::floor`].
+/// Totals of at most this are treated as 0: those of scores that are 0, or nearly (with p = 2 below
+/// 4e-30), see [`Power::floor`].
 pub(super) const LEAST_TOTAL: f32 = 1e-30;
 
-/// What a sum over older tokens can be resolved to, relative to its largest possible value.
+/// The resolution of a sum over older tokens, relative to its largest possible value.
 pub(super) const RESOLUTION: f32 = 1.0 / (1 << 24) as f32;
 
 /// q `[rows, group, queries, head_dim]`, k `[rows, keys, head_dim]`, v `[rows, keys, value_dim]`
-/// and the log decay of each step `[rows, keys]`. Queries stand at the end of the keys.
+/// and the log decay of each step `[rows, keys]`. The queries are those of the last keys.
 #[derive(Clone, Debug)]
-pub(super) struct Rows<B: OpBackend> {
+pub(super) struct PowerInputs<B: OpBackend> {
     pub q: Tensor<B, 4>,
     pub k: Tensor<B, 3>,
     pub v: Tensor<B, 3>,
@@ -39,7 +39,7 @@ pub(super) struct Rows<B: OpBackend> {
 
 /// Sums over the tokens that a chunk reads through φ, decayed to the last of them.
 #[derive(Clone, Debug)]
-pub(super) struct Past<B: OpBackend> {
+pub(super) struct StateSums<B: OpBackend> {
     /// Σ_j decay_j φ(k_j) [v_j, 1]ᵀ, `[rows, D, value_dim + 1]`: state and normaliser.
     pub sums: Tensor<B, 3>,
     /// Σ_j decay_j |k_j|^p, `[rows, 1, 1]`: the largest total weight a query can get.
@@ -52,12 +52,12 @@ fn fold_group<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
     x.reshape([rows, group * queries, channels])
 }
 
-impl<B: OpBackend> Rows<B> {
-    /// The queries and keys of a block.
+impl<B: OpBackend> PowerInputs<B> {
+    /// The inputs of a block.
     fn of(&self, block: &Block) -> Self {
         let keys = self.k.dims()[1];
         let (first, n) = (block.keys.start, block.keys.len());
-        Rows {
+        PowerInputs {
             q: block.queries_of(&self.q, keys),
             k: self.k.clone().narrow(1, first, n),
             v: self.v.clone().narrow(1, first, n),
@@ -83,13 +83,13 @@ impl Power {
         Expansion::shared(self.p, self.head_dim)
     }
 
-    /// The lowest peak. Weights of scores that are exactly 0, ε^p, vanish below it.
+    /// The lower bound of the peak: it makes the weights of scores that are exactly 0, ε^p, vanish.
     pub(super) fn floor(&self) -> f32 {
         self.p as f32 * EPSILON.ln() + 104.0
     }
 
     /// Attention over whole sequences.
-    pub(super) fn forward<B: OpBackend>(&self, rows: &Rows<B>) -> Tensor<B, 4> {
+    pub(super) fn forward<B: OpBackend>(&self, rows: &PowerInputs<B>) -> Tensor<B, 4> {
         let seq_len = rows.q.dims()[2];
         let Some(chunk) = self.chunk else { return self.attend_last(rows, None) };
         let mut past = None;
@@ -105,19 +105,24 @@ impl Power {
         Tensor::cat(parts.collect(), 2)
     }
 
-    /// The last tokens of `rows` over all of them and `past`, which ends where they begin.
+    /// Outputs of the queries of `rows` over all its keys, and over `past`, the sums of the tokens before
+    /// these keys.
     pub(super) fn attend_last<B: OpBackend>(
         &self,
-        rows: &Rows<B>,
-        past: Option<&Past<B>>,
+        rows: &PowerInputs<B>,
+        past: Option<&StateSums<B>>,
     ) -> Tensor<B, 4> {
         let [n, group, queries, _] = rows.q.dims();
         let blocks = query_blocks(n * group, queries, rows.k.dims()[1], self.window);
         by_query_blocks(blocks, |block| self.attend(&rows.of(&block), past))
     }
 
-    /// The queries of `rows` over all its keys, and over `past`, which ends where those begin.
-    fn attend<B: OpBackend>(&self, rows: &Rows<B>, past: Option<&Past<B>>) -> Tensor<B, 4> {
+    /// [`Power::attend_last`] for one block of queries.
+    fn attend<B: OpBackend>(
+        &self,
+        rows: &PowerInputs<B>,
+        past: Option<&StateSums<B>>,
+    ) -> Tensor<B, 4> {
         let [n, group, queries, _] = rows.q.dims();
         let q = fold_group(rows.q.clone());
         let scores = q.clone().mm(rows.k.clone().transpose());
@@ -137,11 +142,11 @@ impl Power {
             let factor = (reach - peak.clone()).exp();
             let read = self.expansion().apply(&q, &past.sums) * factor.clone();
             sum = sum + read.clone().narrow(2, 0, values);
-            // Rounding may leave a sum of even powers below 0 where it all but vanishes.
+            // Rounding can make a nearly vanishing sum of even powers negative.
             let least = factor.detach() * past.mass.clone() * RESOLUTION;
             total = (total + read.narrow(2, values, 1)).max_pair(least);
         }
-        // A sum of nothing is 0, whatever it is divided by; 1 passes no gradient on.
+        // An empty sum stays 0; dividing it by 1 passes no gradient.
         let nothing = total.clone().lower_equal_elem(LEAST_TOTAL);
         let total = total.mask_fill(nothing, 1.0);
         let values = sum.dims()[2];
@@ -149,31 +154,31 @@ impl Power {
     }
 
     /// p·ln(|s| + ε) + decay for `scores` `[rows, group · queries, keys]`.
-    fn logs<B: OpBackend>(&self, scores: Tensor<B, 3>, rows: &Rows<B>) -> Tensor<B, 3> {
+    fn logs<B: OpBackend>(&self, scores: Tensor<B, 3>, rows: &PowerInputs<B>) -> Tensor<B, 3> {
         let [n, group, queries, _] = rows.q.dims();
         let keys = rows.k.dims()[1];
         let block = rows.block();
         let decay = decay_between(&rows.log_decay.clone().unsqueeze_dim::<3>(1), &block);
-        let hidden = hidden(&block, self.window, None, &decay.device()).expand(decay.shape());
-        let decay = decay.mask_fill(hidden, HIDDEN);
+        let mask = attention_mask(&block, self.window, None, &decay.device()).expand(decay.shape());
+        let decay = decay.mask_fill(mask, MASKED);
         let powers = (scores.abs() + EPSILON).log() * self.p as f32;
         (powers.reshape([n, group, queries, keys]) + decay).reshape([n, group * queries, keys])
     }
 
     /// Σ of the log decays from the first key to each query, `[rows, group · queries, 1]`.
-    fn reach<B: OpBackend>(&self, rows: &Rows<B>) -> Tensor<B, 3> {
+    fn reach<B: OpBackend>(&self, rows: &PowerInputs<B>) -> Tensor<B, 3> {
         let [n, group, queries, _] = rows.q.dims();
         let sums = rows.log_decay.clone().cumsum(1).unsqueeze_dim::<3>(1);
         let of_queries = sums.narrow(2, rows.block().queries.start, queries);
         of_queries.repeat_dim(1, group).reshape([n, group * queries, 1])
     }
 
-    /// `past` and the tokens after it: k, v and log decays, `[rows, n, channels]`.
+    /// Adds tokens to `past`: k, v and log decays, `[rows, n, channels]`.
     pub(super) fn fold<B: OpBackend>(
         &self,
-        past: Option<Past<B>>,
+        past: Option<StateSums<B>>,
         [k, v, log_decay]: [Tensor<B, 3>; 3],
-    ) -> Past<B> {
+    ) -> StateSums<B> {
         let weight = sums_after(log_decay.clone(), 1).exp();
         let ones = weight.ones_like();
         let sums = self.expansion().collect(&k, &(Tensor::cat(vec![v, ones], 2) * weight.clone()));
@@ -181,12 +186,12 @@ impl Power {
         let powers = (k.clone() * k).sum_dim(2).powi_scalar(self.p as i32 / 2);
         let mass = (powers * weight.detach()).sum_dim(1);
         match past {
-            None => Past { sums, mass },
+            None => StateSums { sums, mass },
             Some(past) => {
-                let kept = log_decay.sum_dim(1).exp();
-                Past {
-                    sums: past.sums * kept.clone() + sums,
-                    mass: past.mass * kept.detach() + mass,
+                let decay_over_chunk = log_decay.sum_dim(1).exp();
+                StateSums {
+                    sums: past.sums * decay_over_chunk.clone() + sums,
+                    mass: past.mass * decay_over_chunk.detach() + mass,
                 }
             }
         }

@@ -1,9 +1,9 @@
-//! What decoding keeps: recent tokens one by one, older ones as the sums that φ reads.
+//! The decode state: recent tokens in a cache, older ones as sums over φ.
 
 use burn::tensor::{Tensor, s};
 
 use super::Power;
-use super::reference::{Past, Rows};
+use super::reference::{PowerInputs, StateSums};
 use crate::attention::cache::KvCache;
 use crate::attention::{DecodeState, ExecPath};
 use crate::backend::OpBackend;
@@ -11,15 +11,15 @@ use crate::backend::OpBackend;
 /// Recent tokens and the sums over older ones.
 #[derive(Clone, Debug)]
 pub struct State<B: OpBackend> {
-    /// Keys and values, one head a row.
+    /// Keys and values, one row per kv head.
     cache: KvCache<B>,
     /// `[rows, tokens in the cache]`.
     log_decay: Option<Tensor<B, 2>>,
-    past: Option<Past<B>>,
+    past: Option<StateSums<B>>,
 }
 
-/// Tokens that are kept one by one after `seq_len` single steps, when sums are used for sequences
-/// longer than `switch` tokens.
+/// Tokens in the cache after `seq_len` single-token steps, when sums are used for sequences longer than
+/// `switch` tokens.
 pub(super) fn near(chunk: usize, switch: usize, seq_len: usize) -> usize {
     let most = switch.max(2 * chunk - 1);
     if seq_len <= most { seq_len } else { chunk + seq_len % chunk }
@@ -47,17 +47,18 @@ impl<B: OpBackend> State<B> {
     }
 
     /// Appends the tokens of `rows`; returns their outputs, `[rows, group, n, value_dim]`.
-    /// `op`: for a sequence of these tokens alone; `switch`: as in [`near`], `None` for no sums.
+    /// `op` is the operation for a sequence of these tokens alone; `switch` as in [`near`], `None` for no
+    /// sums.
     pub(super) fn extend(
         &mut self,
         op: &Power,
-        rows: Rows<B>,
+        rows: PowerInputs<B>,
         chunk: usize,
         switch: Option<usize>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
         if self.position() == 0 {
-            // A prefill is a forward pass, whose tokens then enter the state.
+            // Prefill: a forward pass, then the tokens enter the state.
             let kv = [rows.k.clone(), rows.v.clone()];
             let near = self.append(rows.q.clone(), kv, rows.log_decay.clone());
             self.fold(op, chunk, switch, &near);
@@ -67,7 +68,7 @@ impl<B: OpBackend> State<B> {
         let mut outputs = vec![];
         let mut first = 0;
         while first < n {
-            // Up to the next chunk's end, so that chunks are whole when they enter the sums.
+            // At most to the end of the chunk, so that whole chunks enter the sums.
             let size = match switch {
                 Some(_) => (chunk - self.position() % chunk).min(n - first),
                 None => n,
@@ -85,8 +86,13 @@ impl<B: OpBackend> State<B> {
         Tensor::cat(outputs, 2)
     }
 
-    /// Adds tokens to the cache; returns all it holds, with the new queries.
-    fn append(&mut self, q: Tensor<B, 4>, kv: [Tensor<B, 3>; 2], new: Tensor<B, 2>) -> Rows<B> {
+    /// Appends tokens to the cache; returns the new queries with all cached tokens.
+    fn append(
+        &mut self,
+        q: Tensor<B, 4>,
+        kv: [Tensor<B, 3>; 2],
+        new: Tensor<B, 2>,
+    ) -> PowerInputs<B> {
         let [k, v] = kv.map(|x| x.unsqueeze_dim::<4>(1));
         let [k, v] = self.cache.append(k, v).map(|x| x.squeeze_dim::<3>(1));
         let log_decay = match self.log_decay.take() {
@@ -97,12 +103,12 @@ impl<B: OpBackend> State<B> {
         let dropped = log_decay.dims()[1] - self.cache.len();
         let log_decay = log_decay.slice(s![.., dropped..]);
         self.log_decay = Some(log_decay.clone());
-        Rows { q, k, v, log_decay }
+        PowerInputs { q, k, v, log_decay }
     }
 
-    /// Moves the oldest chunks into the sums once these are in use, all but the last whole one and
-    /// what follows it. `held` are all tokens in the cache.
-    fn fold(&mut self, op: &Power, chunk: usize, switch: Option<usize>, held: &Rows<B>) {
+    /// Moves the oldest chunks into the sums, if these are in use, except the last complete chunk and the
+    /// tokens after it. `held` are all tokens in the cache.
+    fn fold(&mut self, op: &Power, chunk: usize, switch: Option<usize>, held: &PowerInputs<B>) {
         let Some(switch) = switch else { return };
         let old = self.cache.len() - near(chunk, switch, self.position());
         if old == 0 {

@@ -24,7 +24,7 @@ impl Conformance for Config {
             default.clone(),
             Config { p: 4, gate: false, ..default.clone() },
             Config { form: Form::Attention, rope: false, p: 4, ..default.clone() },
-            // Chunks shorter than users may choose, so that short sequences have many.
+            // Chunks shorter than the configuration allows, so that short sequences have many.
             chunked.clone(),
             Config { p: 4, ..chunked.clone() },
             Config { gate: false, rope: false, chunk: Some(7), ..chunked },
@@ -125,8 +125,7 @@ fn the_state_stops_growing() {
     }
 }
 
-/// Several chunks enter the sums at once, then single tokens and a stretch that ends inside a
-/// chunk.
+/// Several chunks enter the sums at once, then single tokens, then a piece that ends inside a chunk.
 #[test]
 fn a_prefill_hands_over_its_state() {
     let shape = AttentionShape::new(32, 4, 2, 8);
@@ -159,7 +158,7 @@ fn a_prefill_hands_over_its_state() {
     }
 }
 
-/// Queries that see only scores of 0: the first tokens, a document of its own and a chunk's end.
+/// Queries whose scores are all 0: at the start, in a document of their own and at a chunk's end.
 #[test]
 fn queries_without_a_score_get_nothing_and_pass_no_gradient() {
     let shape = AttentionShape::new(8, 1, 1, 8);
@@ -226,7 +225,7 @@ fn state_flops_are_those_of_the_source() {
         let got = weights / (12.0 * attention.flops_per_token(&shape, seq_len));
         assert!((0.8..1.25).contains(&(got / ratio)), "{got} where {ratio} is right");
     }
-    // In the chunked form, cost follows the state alone once sequences are long.
+    // In the chunked form, long sequences cost in proportion to the state's size.
     let chunked = Config { form: Form::Chunked, ..Config::default() };
     let [short, long] = [1 << 16, 1 << 20].map(|t| chunked.flops_per_token(&shape, t));
     assert!(long / short < 1.02);

@@ -1,17 +1,16 @@
-//! Rectified attention on CUDA: a hook of the flash core whose weights are max(scale · q·k, 0), without a
-//! normaliser.
+//! Rectified attention on CUDA: a flash hook with the weights max(scale · q·k, 0), not normalised.
 
 use cubecl::prelude::*;
 
 use super::Rectified;
 use crate::attention::flash::hooks::{Hooks, NoBiases, PlainOperands, ScaledScore, Weight};
-use crate::attention::flash::{Call, decode, serves_tensors};
+use crate::attention::flash::{FlashAttention, decode, serves_tensors};
 use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
 use crate::cuda::CudaTensor;
 use crate::tile::Accumulator;
 
-/// The hooks: all but the weight as softmax attention has them.
+/// The hooks: the defaults but for the weight.
 struct RectifiedHooks;
 
 impl Hooks for RectifiedHooks {
@@ -32,7 +31,7 @@ impl Hooks for RectifiedHooks {
 /// max(S, 0).
 struct RectifiedWeight;
 
-/// max(x, 0), and a NaN stays one.
+/// max(x, 0); propagates NaN.
 #[cube]
 fn positive(x: f32) -> f32 {
     select(x <= 0f32, 0f32, x)
@@ -41,14 +40,14 @@ fn positive(x: f32) -> f32 {
 #[cube]
 impl Weight for RectifiedWeight {
     type Args = ();
-    type Rows = ();
+    type RowState = ();
     type Statistics = ();
     type SavedRows = ();
 
-    const UNIT: f32 = 1.0;
-    const STATISTICS: bool = false;
+    const SCORE_FACTOR: f32 = 1.0;
+    const HAS_STATISTICS: bool = false;
 
-    fn rows() {}
+    fn init_rows() {}
 
     fn add_tile(
         _rows: &mut (),
@@ -85,15 +84,21 @@ impl Weight for RectifiedWeight {
         f32::cast_from(1u32)
     }
 
-    fn finish_part(_rows: &(), _scale: f32, #[comptime] _r: usize) -> (f32, f32) {
+    fn finish_split(_rows: &(), _scale: f32, #[comptime] _r: usize) -> (f32, f32) {
         (f32::cast_from(1u32), f32::cast_from(0u32))
     }
 
-    fn part(_statistic: f32, _top: f32) -> f32 {
+    fn split_factor(_statistic: f32, _max_statistic: f32) -> f32 {
         f32::cast_from(1u32)
     }
 
-    fn join(_args: &(), _head: usize, _top: f32, _total: f32, _shift: f32) -> (f32, f32) {
+    fn combine(
+        _args: &(),
+        _head: usize,
+        _max_statistic: f32,
+        _total: f32,
+        _shift: f32,
+    ) -> (f32, f32) {
         (f32::cast_from(1u32), f32::cast_from(0u32))
     }
 
@@ -105,18 +110,18 @@ impl Weight for RectifiedWeight {
         positive(score) * scale
     }
 
-    /// 0 at 0, as the reference has it.
+    /// 0 at 0, as in the reference.
     fn slope(score: f32, _weight: f32) -> f32 {
         select(score <= 0f32, 0f32, 1f32)
     }
 }
 
-fn call(
+fn flash(
     op: &Rowwise<Rectified>,
     inputs: [&CudaTensor; 3],
     documents: Option<&CudaTensor>,
-) -> Call<RectifiedHooks> {
-    Call::new(inputs, op.scale, RectifiedHooks).window(op.window).documents(documents)
+) -> FlashAttention<RectifiedHooks> {
+    FlashAttention::new(inputs, op.scale, RectifiedHooks).window(op.window).documents(documents)
 }
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward): serves p = 1. Saves q, k and v.
@@ -129,12 +134,12 @@ pub(super) fn forward(
     if op.weights.power != 1 || !serves_tensors(inputs) {
         return None;
     }
-    let call = call(op, inputs, documents);
-    if call.q().dims[2] == 1 && !needs {
-        let [output, _] = decode(&call, None);
+    let flash = flash(op, inputs, documents);
+    if flash.q().dims[2] == 1 && !needs {
+        let [output, _] = decode(&flash, None);
         return Some(Forward { output, saved: vec![] });
     }
-    Some(Forward { output: call.forward(()), saved: inputs.map(Clone::clone).to_vec() })
+    Some(Forward { output: flash.forward(()), saved: inputs.map(Clone::clone).to_vec() })
 }
 
 /// The gradients of q, k and v from what [`forward`] saved.
@@ -144,6 +149,6 @@ pub(super) fn backward(
     documents: Option<&CudaTensor>,
     grad: &CudaTensor,
 ) -> [CudaTensor; 3] {
-    let gradients = call(op, saved.each_ref(), documents).backward(grad, || ());
+    let gradients = flash(op, saved.each_ref(), documents).backward(grad, || ());
     [gradients.dq, gradients.dk, gradients.dv]
 }

@@ -1,4 +1,4 @@
-//! What the rectified variants share: rows of max(s − τ, 0)^p, normalised queries and keys, and
+//! What the rectified variants share: the weights max(s − τ, 0)^p, normalised queries and keys, and
 //! the difference of two views.
 
 mod cuda;
@@ -8,12 +8,12 @@ use longwall_config::Problems;
 
 use super::rowwise::{Rowwise, Weights, positive, power};
 use super::{AttentionShape, DocumentStarts};
-use crate::attention::blocks::places_in_documents;
+use crate::attention::blocks::positions_in_documents;
 use crate::backend::{Forward, OpBackend};
 use crate::cuda::CudaTensor;
 use crate::ops::rms_norm::rms_norm;
 
-/// a_ij = max(S_ij, 0)^p, where the scores already have the threshold subtracted.
+/// a_ij = max(S_ij, 0)^p; the threshold is already subtracted from the scores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rectified {
     /// p, at least 1.
@@ -21,29 +21,25 @@ pub struct Rectified {
 }
 
 impl Weights for Rectified {
-    fn weigh<B: OpBackend>(
-        &self,
-        scores: Tensor<B, 4>,
-        hidden: Tensor<B, 4, Bool>,
-    ) -> Tensor<B, 4> {
-        power(positive(scores, hidden), self.power)
+    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, mask: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+        power(positive(scores, mask), self.power)
     }
 
-    /// dS = p · max(S, 0)^(p−1) · dW. At S = 0, no survivor, it is 0 for p = 1 too.
-    fn pull_back<B: OpBackend>(
+    /// dS = p · max(S, 0)^(p−1) · dW; 0 at S = 0, also for p = 1.
+    fn vjp<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
-        hidden: Tensor<B, 4, Bool>,
+        mask: Tensor<B, 4, Bool>,
         d_weights: Tensor<B, 4>,
     ) -> [Tensor<B, 4>; 2] {
-        let rest = positive(scores, hidden);
+        let excess = positive(scores, mask);
         if self.power == 1 {
-            let none = rest.clone().equal_elem(0.0);
-            return [rest, d_weights.mask_fill(none, 0.0)];
+            let none = excess.clone().equal_elem(0.0);
+            return [excess, d_weights.mask_fill(none, 0.0)];
         }
-        let slope = power(rest.clone(), self.power - 1);
+        let slope = power(excess.clone(), self.power - 1);
         let d_scores = d_weights * slope.clone() * self.power as f32;
-        [slope * rest, d_scores]
+        [slope * excess, d_scores]
     }
 
     fn cuda_forward(
@@ -65,11 +61,11 @@ impl Weights for Rectified {
     }
 }
 
-/// Added to Σ x² / head_dim under the root of the L2 norm: a vector of zeros stays one, with a
-/// finite gradient.
+/// Added to Σ x² / head_dim under the root of the L2 norm: a zero vector stays zero and has a finite
+/// gradient.
 const L2_EPSILON: f32 = 1e-12;
 
-/// Added to the mean square by the RMS norm of outputs: a row of zeros stays one.
+/// Added to the mean square by the RMS norm of outputs: a zero row stays zero.
 const NORM_EPSILON: f32 = 1e-6;
 
 /// The largest power: with weights below 1, higher ones leave f32's range within a few keys.
@@ -87,14 +83,14 @@ pub fn normalise_outputs<B: OpBackend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) ->
     rms_norm(o, weight, NORM_EPSILON)
 }
 
-/// τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim) with i the place in the document, 0 where the
+/// τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim) with i the position in the document, 0 where the
 /// logarithm is negative (Huang et al., 2026, equation 1 and appendix C).
 ///
 /// - `beta`: `[1]`
 /// - `queries`, `first`: the number of queries, and the position of the first
 ///
-/// Returns `[batch or 1, queries]`. The root is of constants: β's gradient is finite everywhere,
-/// and 0 for rows without a threshold.
+/// Returns `[batch or 1, queries]`. Only β has a gradient; it is finite everywhere, and 0 for rows
+/// with τ = 0.
 pub fn thresholds<B: OpBackend>(
     shape: &AttentionShape,
     kappa: f32,
@@ -103,12 +99,12 @@ pub fn thresholds<B: OpBackend>(
     first: usize,
     documents: &DocumentStarts<B>,
 ) -> Tensor<B, 2> {
-    let places = places_in_documents(queries, first, documents.as_ref(), &beta.device());
-    let log = ((places + 1.0).log() - kappa.ln()).clamp_min(0.0);
+    let positions = positions_in_documents(queries, first, documents.as_ref(), &beta.device());
+    let log = ((positions + 1.0).log() - kappa.ln()).clamp_min(0.0);
     (log * (2.0 / shape.head_dim as f32)).sqrt() * beta.reshape([1, 1])
 }
 
-/// Records what is wrong with a table's keys `p`, `kappa` and `beta`; `key` is the table's path.
+/// Records every problem of a table's keys `p`, `kappa` and `beta`; `key` is the table's path.
 pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &mut Problems) {
     problems.check(
         (1..=LARGEST_POWER).contains(&p),
@@ -128,8 +124,8 @@ pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &m
     }
 }
 
-/// `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`: the values that both views share.
-pub fn for_both_views<B: OpBackend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
+/// Repeats the values that both views share: `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`.
+pub fn repeat_for_views<B: OpBackend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
     Tensor::cat(vec![v.clone(), v], 1)
 }
 
@@ -143,8 +139,8 @@ pub fn difference<B: OpBackend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor
 /// The initial value of a learned λ.
 pub const LAMBDA_INIT: f32 = 0.5;
 
-/// λ clamped to [0, 1]. The gradient passes as if it were not clamped: with a clamp's own gradient,
-/// 0 outside, a λ that stepped out of the range would never move again.
+/// λ clamped to [0, 1] with a straight-through gradient: with the clamp's own gradient, 0 outside, a
+/// λ that has left the range would never move again.
 pub fn clamp_lambda<B: OpBackend>(lambda: Tensor<B, 1>) -> Tensor<B, 1> {
     let correction = lambda.clone().clamp(0.0, 1.0) - lambda.clone();
     lambda + correction.detach()

@@ -10,12 +10,11 @@
 //! | `norm` | head_dim | 1, the layer norm's scale, shared by the layer's heads |
 //! | `norm_bias` | head_dim | 0 |
 //!
-//! Where the sources disagree: Zhang et al. put a gated RMS norm over all heads' channels in the
-//! norm's place; here it is Huang et al.'s layer norm, over a head's channels like the norms of the
-//! other variants, which adds 10⁻⁵ to the variance. A row without a positive score gives the norm's
-//! bias.
+//! The sources disagree on the norm: Zhang et al. use a gated RMS norm over all heads' channels. Here
+//! it is Huang et al.'s layer norm, over a head's channels like the norms of the other variants; it
+//! adds 10⁻⁵ to the variance. A row without a positive score gives the norm's bias.
 //!
-//! Decoding caches rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+//! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
 mod tests;

@@ -18,19 +18,19 @@ impl Conformance for Config {
         away_from_zero(inputs, 1.0);
     }
 
-    /// Beside those of attention the sum that the norm reads, and the norm's gradient; and scores that rounding
-    /// moves past 0, whose gradients appear or vanish: by emulation they count as six more.
+    /// Beside those of attention: the norm's input, the norm's gradient, and scores that rounding moves across
+    /// 0, whose gradients appear or vanish; in emulation these amount to six more roundings.
     fn roundings(&self) -> u32 {
         16
     }
 
-    /// What the norm gives back is orthogonal to the sum that it read, so that the gradients of scores, and
-    /// of q and k, are differences of large terms: rounding is held to the size of all gradients.
+    /// The norm's gradient is orthogonal to its input, so that the gradients of scores, q and k are
+    /// differences of large terms: errors are relative to the size of all gradients.
     fn vanished(&self) -> f64 {
         1.0
     }
 
-    /// A norm follows, so that the weight of a single key does not matter.
+    /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,
         shape: &AttentionShape,

@@ -5,8 +5,8 @@
 //! GPT-NeoX and Llama. With ALiBi instead, S_ij = scale · q_iᵀk_j − slope_h · (i − j).
 //!
 //! With `ssmax` (Nakanishi, "Scalable-Softmax is superior for attention", 2025), q·k is multiplied by
-//! s · ln(i+1), where i counts from 0 in the document (also under a window) and s is learned; before
-//! the cap, and ALiBi's penalty is not multiplied.
+//! s · ln(i+1), where i counts from 0 in the document (also under a window) and s is learned. The
+//! factor applies before the cap, and not to ALiBi's penalty.
 //!
 //! | parameter | elements | initial value |
 //! | --- | --- | --- |
@@ -22,7 +22,7 @@ use burn::tensor::{FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use super::blocks::places_in_documents;
+use super::blocks::positions_in_documents;
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotation::{Rotation, Scaling};
@@ -31,11 +31,11 @@ use super::{AttentionShape, DocumentStarts, Init, Kernel, Parameter, VariantSpec
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 
-/// Where positions enter.
+/// How positions enter the scores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Position {
-    /// Nowhere: only the causal mask tells positions apart.
+    /// Not at all: only the causal mask tells positions apart.
     None,
     /// Rotation of q and k.
     #[default]
@@ -48,19 +48,19 @@ pub enum Position {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Where positions enter: `"rope"` (default), `"alibi"` or `"none"`.
+    /// How positions enter the scores: `"rope"` (default), `"alibi"` or `"none"`.
     pub position: Position,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
     /// Share of a head's channels that rotate, in (0, 1]; default 1.
     pub rotary_fraction: f64,
-    /// Change of the angles for long contexts.
+    /// Scaling of the angles for long contexts.
     pub scaling: Scaling,
     /// With c > 0, scores are c·tanh(score/c).
     pub softcap: Option<f32>,
     /// Multiply q·k by s · ln(i+1), s learned per head; default false.
     pub ssmax: bool,
-    /// A learned logit per head in the softmax's sum, without a value; default false.
+    /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
 }
 
@@ -92,9 +92,9 @@ impl Config {
     ) -> Tensor<B, 4> {
         let [scale] = parameters else { return q };
         let [_, heads, queries, _] = q.dims();
-        let places = places_in_documents(queries, first, documents.as_ref(), &q.device());
-        let batch = places.dims()[0];
-        let log = (places + 1.0).log().reshape([batch, 1, queries, 1]);
+        let positions = positions_in_documents(queries, first, documents.as_ref(), &q.device());
+        let batch = positions.dims()[0];
+        let log = (positions + 1.0).log().reshape([batch, 1, queries, 1]);
         let dtype = q.dtype();
         (q.cast(FloatDType::F32) * (log * scale.clone().reshape([1, heads, 1, 1]))).cast(dtype)
     }

@@ -1,14 +1,13 @@
-//! The core of the variants whose weights are some other function of a query's row of scores than
-//! softmax:
+//! Attention whose weights are another function of a query's row of scores than softmax:
 //!
 //! S_ij = scale · q_iᵀk_j − offset_i, o_i = Σ_j f(S_i)_j v_j,
 //!
 //! over the keys j ≤ i inside the window and the document of i. A variant supplies f and its
-//! gradient, a few tensor operations each ([`Weights`]); blocks of queries, masks, grouped heads
-//! and the gradients of q, k, v and the offsets are here.
+//! gradient, a few tensor operations each ([`Weights`]). This module adds blocks of queries, masks,
+//! grouped heads and the gradients of q, k, v and the offsets.
 //!
-//! On the CPU, when the scores do not fit into one block, the backward pass computes them again
-//! block by block: what is kept of the forward pass grows with seq_len, not with its square.
+//! On the CPU, when the scores do not fit into one block, the backward pass recomputes them block by
+//! block: the saved tensors grow with seq_len, not with its square.
 
 mod gradients;
 #[cfg(test)]
@@ -22,7 +21,8 @@ use burn::tensor::{Bool, Int, Tensor};
 use burn_flex::FlexTensor;
 
 use super::blocks::{
-    Block, by_query_blocks, copied, hidden, positions, query_blocks, repeat_heads, sum_groups,
+    Block, attention_mask, by_query_blocks, copied, positions, query_blocks, repeat_heads,
+    sum_groups,
 };
 use super::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
@@ -31,25 +31,24 @@ use crate::ops::matmul::MatMul;
 
 /// How a query's row of scores becomes the weights of its keys.
 ///
-/// Shapes are `[batch, heads, queries, keys]` throughout. `hidden` is true where the query must not
-/// see the key; scores there are finite but meaningless, and weights must be 0.
+/// All shapes are `[batch, heads, queries, keys]`. `mask` is true where the query must not see the
+/// key; scores there are finite but meaningless, and weights must be 0.
 pub trait Weights: Clone + Debug + Send + Sync + 'static {
-    /// Whether a query's own key is among those it sees.
+    /// Whether a query sees its own key.
     const SEES_ITSELF: bool = true;
 
     /// The weights, differentiable by autodiff.
-    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>)
-    -> Tensor<B, 4>;
+    fn weigh<B: OpBackend>(&self, scores: Tensor<B, 4>, mask: Tensor<B, 4, Bool>) -> Tensor<B, 4>;
 
-    /// The weights, and the gradient of the scores for `d_weights`, that of the weights.
-    fn pull_back<B: OpBackend>(
+    /// The weights, and the gradient of the scores given `d_weights`, the gradient of the weights.
+    fn vjp<B: OpBackend>(
         &self,
         scores: Tensor<B, 4>,
-        hidden: Tensor<B, 4, Bool>,
+        mask: Tensor<B, 4, Bool>,
         d_weights: Tensor<B, 4>,
     ) -> [Tensor<B, 4>; 2];
 
-    /// The kernel for CUDA, without offsets, as [`Op::cuda_forward`]; q, k and v are what it saves.
+    /// The CUDA kernel, without offsets, as [`Op::cuda_forward`]; it saves q, k and v.
     fn cuda_forward(
         op: &Rowwise<Self>,
         inputs: [&CudaTensor; 3],
@@ -60,7 +59,7 @@ pub trait Weights: Clone + Debug + Send + Sync + 'static {
         None
     }
 
-    /// The gradients of q, k and v by the kernel for CUDA.
+    /// The gradients of q, k and v by the CUDA kernel.
     fn cuda_backward(
         op: &Rowwise<Self>,
         saved: [CudaTensor; 3],
@@ -72,7 +71,7 @@ pub trait Weights: Clone + Debug + Send + Sync + 'static {
     }
 }
 
-/// The core's settings.
+/// The operation's settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rowwise<W> {
     /// f.
@@ -83,11 +82,11 @@ pub struct Rowwise<W> {
     pub window: Option<usize>,
 }
 
-/// The core.
+/// Attention with the weights of `op`.
 ///
 /// - `q`: `[batch, heads, queries, head_dim]`
 /// - `k`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query
-///   i stands at position keys − queries + i
+///   i is at position keys − queries + i
 /// - `v`: `[batch, kv_heads, keys, value_dim]`
 /// - `offsets`: `[batch or 1, queries]`, subtracted from the scores of a query
 /// - `documents`: `[batch, keys]`
@@ -95,7 +94,7 @@ pub struct Rowwise<W> {
 /// Returns `[batch, heads, queries, value_dim]`.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn rowwise<B: OpBackend, W: Weights>(
     op: &Rowwise<W>,
     q: Tensor<B, 4>,
@@ -119,7 +118,7 @@ pub fn rowwise<B: OpBackend, W: Weights>(
 }
 
 /// The inputs as tensors: q, k, v, the offsets, the document starts.
-struct Inputs<B: OpBackend> {
+struct RowwiseInputs<B: OpBackend> {
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
@@ -127,13 +126,13 @@ struct Inputs<B: OpBackend> {
     documents: Option<Tensor<B, 2, Int>>,
 }
 
-impl<B: OpBackend> Inputs<B> {
+impl<B: OpBackend> RowwiseInputs<B> {
     fn new<const N: usize>(inputs: [FloatTensor<B>; N], ints: &[IntTensor<B>]) -> Self {
         let documents = ints.first().map(|starts| int_tensor(starts.clone()));
         let mut inputs = inputs.into_iter();
         let mut next = || inputs.next().expect("q, k and v");
         let (q, k, v) = (tensor(next()), tensor(next()), tensor(next()));
-        Inputs { q, k, v, offsets: inputs.next().map(tensor), documents }
+        RowwiseInputs { q, k, v, offsets: inputs.next().map(tensor), documents }
     }
 
     fn keys(&self) -> usize {
@@ -147,20 +146,23 @@ impl<B: OpBackend> Inputs<B> {
 }
 
 impl<W: Weights> Rowwise<W> {
-    fn blocks<B: OpBackend>(&self, inputs: &Inputs<B>) -> impl Iterator<Item = Block> + use<B, W> {
+    fn blocks<B: OpBackend>(
+        &self,
+        inputs: &RowwiseInputs<B>,
+    ) -> impl Iterator<Item = Block> + use<B, W> {
         let [batch, heads, queries, _] = inputs.q.dims();
         query_blocks(batch * heads, queries, inputs.keys(), self.window)
     }
 
     /// A block's queries, times the scale.
-    fn queries<B: OpBackend>(&self, inputs: &Inputs<B>, block: &Block) -> Tensor<B, 4> {
+    fn queries<B: OpBackend>(&self, inputs: &RowwiseInputs<B>, block: &Block) -> Tensor<B, 4> {
         block.queries_of(&inputs.q, inputs.keys()) * self.scale
     }
 
-    /// A block's scores for its queries and keys, both with all `heads`, and what they hide.
+    /// A block's scores and its mask, for its queries and keys, both with all `heads`.
     fn scores<B: OpBackend>(
         &self,
-        inputs: &Inputs<B>,
+        inputs: &RowwiseInputs<B>,
         block: &Block,
         [q, k]: [&Tensor<B, 4>; 2],
     ) -> (Tensor<B, 4>, Tensor<B, 4, Bool>) {
@@ -173,39 +175,39 @@ impl<W: Weights> Rowwise<W> {
             let offsets = copied(offsets.clone().narrow(1, first, queries));
             let [batch, heads, ..] = q.dims();
             let rows = offsets.dims()[0];
-            // Repeated for every row of scores: other ways to broadcast them are slower.
+            // Materialised for all heads: broadcasting is slower.
             let offsets = offsets.reshape([rows, 1, queries, 1]).repeat_dim(1, heads);
             scores = scores - offsets.repeat_dim(0, batch / rows);
         }
-        let mut hidden = hidden(block, self.window, inputs.documents.as_ref(), &device);
+        let mut mask = attention_mask(block, self.window, inputs.documents.as_ref(), &device);
         if !W::SEES_ITSELF {
             let [i, j] = positions::<B>(block, &device);
-            hidden = hidden.clone().bool_or(i.equal(j).expand(hidden.dims()));
+            mask = mask.clone().bool_or(i.equal(j).expand(mask.dims()));
         }
         let shape = scores.dims();
-        (scores, hidden.expand(shape))
+        (scores, mask.expand(shape))
     }
 
-    fn attend<B: OpBackend>(&self, inputs: &Inputs<B>) -> Tensor<B, 4> {
+    fn attend<B: OpBackend>(&self, inputs: &RowwiseInputs<B>) -> Tensor<B, 4> {
         let group = inputs.group();
         let k = repeat_heads(inputs.k.clone(), group);
         let v = repeat_heads(inputs.v.clone(), group);
         by_query_blocks(self.blocks(inputs), |block| {
             let q = self.queries(inputs, &block);
-            let (scores, hidden) = self.scores(inputs, &block, [&q, &block.keys_of(&k)]);
-            self.weights.weigh(scores, hidden).mm(block.keys_of(&v))
+            let (scores, mask) = self.scores(inputs, &block, [&q, &block.keys_of(&k)]);
+            self.weights.weigh(scores, mask).mm(block.keys_of(&v))
         })
     }
 
-    /// As [`Op::cpu_forward`]. Where a gradient is wanted and the scores are more than one block,
-    /// keeps the inputs alone; else there is no kernel, and autodiff keeps the scores.
+    /// As [`Op::cpu_forward`]. If a gradient is needed and the scores take more than one block, saves
+    /// only the inputs; otherwise returns `None`, and autodiff saves the scores.
     fn forward<const N: usize>(
         &self,
         inputs: &[FlexTensor; N],
         ints: &[FlexTensor],
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
-        let tensors = Inputs::<Flex>::new(inputs.clone(), ints);
+        let tensors = RowwiseInputs::<Flex>::new(inputs.clone(), ints);
         let large = self.blocks(&tensors).nth(1).is_some();
         (large && needs.contains(&true)).then(|| {
             let output = primitive(self.attend(&tensors));
@@ -221,7 +223,7 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
         inputs: [FloatTensor<B>; N],
         ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        primitive(self.attend(&Inputs::<B>::new(inputs, ints)))
+        primitive(self.attend(&RowwiseInputs::<B>::new(inputs, ints)))
     }
 
     fn cpu_forward(
@@ -266,10 +268,10 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
     }
 }
 
-/// max(x, 0), and 0 where `hidden`; a NaN stays a NaN.
-pub fn positive<B: OpBackend>(x: Tensor<B, 4>, hidden: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
+/// max(x, 0), and 0 where `mask`; a NaN stays a NaN.
+pub fn positive<B: OpBackend>(x: Tensor<B, 4>, mask: Tensor<B, 4, Bool>) -> Tensor<B, 4> {
     let none = x.clone().lower_equal_elem(0.0);
-    x.mask_fill(none, 0.0).mask_fill(hidden, 0.0)
+    x.mask_fill(none, 0.0).mask_fill(mask, 0.0)
 }
 
 /// xᵖ for p ≥ 1, by repeated squaring.

@@ -1,5 +1,5 @@
-//! The backward pass in blocks against autodiff through the plain operations, which the variants'
-//! conformance suites hold to the oracles.
+//! The backward pass in blocks against autodiff through the reference, which the variants' conformance
+//! suites compare with the oracles.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -9,15 +9,15 @@ use rand_chacha::ChaCha8Rng;
 use super::{Rowwise, Weights, rowwise};
 use crate::attention::ExecPath;
 use crate::attention::entmax::Entmax;
-use crate::attention::lssar::Sharpened;
+use crate::attention::lssar::Lssar;
 use crate::attention::rectified::Rectified;
-use crate::attention::stick_breaking::Sticks;
+use crate::attention::stick_breaking::StickBreaking;
 use crate::backend::{primitive, tensor, with_reference};
 
 type Ad = Autodiff<Flex>;
 
-/// q, k, v, the upstream gradient, and what else the core may take.
-struct Problem {
+/// q, k, v, the upstream gradient, and the optional inputs.
+struct RowwiseCase {
     tensors: [Tensor<Flex, 4>; 4],
     offsets: Option<Tensor<Flex, 2>>,
     documents: Option<TensorData>,
@@ -29,18 +29,18 @@ fn random<const D: usize>(shape: [usize; D], seed: u64) -> Tensor<Flex, D> {
     Tensor::from_data(TensorData::new(data, shape), &Default::default())
 }
 
-impl Problem {
+impl RowwiseCase {
     /// Two rows, 8 heads in groups of 2, head_dim 4, value_dim 6.
     fn new(queries: usize, keys: usize) -> Self {
         let q = random([2, 8, queries, 4], 1);
         let [k, v] = [random([2, 4, keys, 4], 2), random([2, 4, keys, 6], 3)];
         let upstream = random([2, 8, queries, 6], 4);
-        Problem { tensors: [q, k, v, upstream], offsets: None, documents: None }
+        RowwiseCase { tensors: [q, k, v, upstream], offsets: None, documents: None }
     }
 
     fn offsets(self, batch: usize) -> Self {
         let queries = self.tensors[0].dims()[2];
-        Problem { offsets: Some(random([batch, queries], 5) * 0.2), ..self }
+        RowwiseCase { offsets: Some(random([batch, queries], 5) * 0.2), ..self }
     }
 
     /// The second row is two documents.
@@ -48,7 +48,7 @@ impl Problem {
         let keys = self.tensors[1].dims()[2];
         let starts = (0..2 * keys).map(|t| if t < keys + keys / 3 { 0 } else { keys / 3 });
         let starts: Vec<i32> = starts.map(|start| start as i32).collect();
-        Problem { documents: Some(TensorData::new(starts, [2, keys])), ..self }
+        RowwiseCase { documents: Some(TensorData::new(starts, [2, keys])), ..self }
     }
 
     /// The output and the gradients, by autodiff.
@@ -95,8 +95,8 @@ fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f32> {
     x.into_data().to_vec().expect("an f32 tensor")
 }
 
-/// Holds each of `got` to the one of `want`, within a share of its largest element or of 0.1 (some
-/// gradients vanish: entmax does not see an offset).
+/// Compares `got` with `want`, with a tolerance relative to the largest element, at least 0.1 (some
+/// gradients vanish: entmax does not depend on an offset).
 fn assert_close(what: &str, got: &[Vec<f32>], want: &[Vec<f32>], tolerance: f32) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (at, (got, want)) in got.iter().zip(want).enumerate() {
@@ -116,9 +116,9 @@ fn core<W: Weights>(weights: W, window: Option<usize>) -> Rowwise<W> {
 fn check_small<W: Weights>(weights: W) {
     for (queries, keys) in [(1, 1), (9, 9), (40, 40), (5, 40)] {
         for window in [None, Some(4)] {
-            let plain = Problem::new(queries, keys);
-            let packed = Problem::new(queries, keys).packed().offsets(2);
-            for problem in [plain, packed, Problem::new(queries, keys).offsets(1)] {
+            let plain = RowwiseCase::new(queries, keys);
+            let packed = RowwiseCase::new(queries, keys).packed().offsets(2);
+            for problem in [plain, packed, RowwiseCase::new(queries, keys).offsets(1)] {
                 let op = core(weights.clone(), window);
                 let want = with_reference(|| problem.autodiff(&op));
                 let what = format!("{op:?}, {queries} queries of {keys}");
@@ -133,17 +133,17 @@ fn gradients_in_blocks_are_those_of_autodiff() {
     check_small(Rectified { power: 1 });
     check_small(Rectified { power: 2 });
     check_small(Rectified { power: 3 });
-    check_small(Sharpened { power: 1 });
-    check_small(Sharpened { power: 3 });
+    check_small(Lssar { power: 1 });
+    check_small(Lssar { power: 3 });
     check_small(Entmax);
-    check_small(Sticks);
+    check_small(StickBreaking);
 }
 
 /// 16 heads of 1,100 × 1,100 scores are more than one block.
 fn check_large<W: Weights>(weights: W, window: Option<usize>) {
-    let problem = Problem::new(1100, 1100).packed().offsets(2);
+    let problem = RowwiseCase::new(1100, 1100).packed().offsets(2);
     let op = core(weights, window);
-    let tensors = super::Inputs::<Flex>::new(problem.tensors.clone().map(primitive), &[]);
+    let tensors = super::RowwiseInputs::<Flex>::new(problem.tensors.clone().map(primitive), &[]);
     assert!(op.blocks(&tensors).count() > 1, "one block");
     let want = with_reference(|| problem.autodiff(&op));
     assert_close(&format!("{op:?}"), &problem.autodiff(&op), &want, 3e-5);
@@ -152,5 +152,5 @@ fn check_large<W: Weights>(weights: W, window: Option<usize>) {
 #[test]
 fn several_blocks_give_what_autodiff_gives() {
     check_large(Rectified { power: 2 }, None);
-    check_large(Sticks, Some(300));
+    check_large(StickBreaking, Some(300));
 }

@@ -1,4 +1,4 @@
-//! Which tokens of a chunk see which, and what documents cut off between chunks.
+//! The masks inside a chunk, and those of documents between chunks.
 use burn::tensor::{Int, Tensor, TensorData};
 
 use super::recurrence::scale_groups;
@@ -15,31 +15,31 @@ pub(super) fn mask<B: OpBackend>(
     Tensor::from_data(TensorData::new(values, [1, 1, size, size]), device)
 }
 
-/// Multiplies every matrix of `x` by `mask`, which is one matrix `[1, 1, …]` or one for each.
+/// Multiplies every matrix of `x` by `mask`, which is one matrix `[1, 1, …]` for all or one for each.
 pub(super) fn masked<B: OpBackend>(x: Tensor<B, 4>, mask: &Tensor<B, 4>) -> Tensor<B, 4> {
     let shape = x.dims();
     let [rows, chunks, height, width] = mask.dims();
-    // As rows, so that a mask for all is a row that all share.
+    // Flattened to rows, so that a mask for all is one broadcast row.
     let x = x.reshape([-1, (height * width) as i32]);
     (x * mask.clone().reshape([rows * chunks, height * width])).reshape(shape)
 }
 
-/// Which tokens of a chunk see which, as factors 0 and 1.
+/// The masks inside a chunk, as factors 0 and 1.
 pub(super) struct Masks<B: OpBackend> {
     /// Earlier tokens, `[rows or 1, chunks or 1, size, size]`.
     pub(super) before: Tensor<B, 4>,
     /// Earlier tokens and the token itself, `[…, …, group · size, size]`.
     pub(super) up_to: Tensor<B, 4>,
-    /// With documents.
-    ends: Option<Ends<B>>,
+    /// Only with documents.
+    ends: Option<DocumentEnds<B>>,
 }
 
-/// What the starts of documents cut off between chunks.
-struct Ends<B: OpBackend> {
+/// The masks of documents between chunks.
+struct DocumentEnds<B: OpBackend> {
     /// Tokens whose document started before the chunk, `[rows, chunks, size, 1]`.
     carried: Tensor<B, 4>,
     /// Tokens of the document that the chunk ends in, `[rows, chunks, size, 1]`.
-    kept: Tensor<B, 4>,
+    sees_end: Tensor<B, 4>,
 }
 
 impl<B: OpBackend> Masks<B> {
@@ -49,7 +49,7 @@ impl<B: OpBackend> Masks<B> {
         Masks { before, up_to, ends: None }
     }
 
-    /// `starts` `[batch, tokens]` for the tokens from `first` on.
+    /// The masks for document starts `[batch, tokens]` of the tokens from `first` on.
     pub(super) fn of_documents(
         starts: Tensor<B, 2, Int>,
         first: usize,
@@ -84,14 +84,14 @@ impl<B: OpBackend> Masks<B> {
         Masks {
             before: masked(same.clone(), &causal.before),
             up_to: masked(same.repeat_dim(2, group), &causal.up_to),
-            ends: Some(Ends {
+            ends: Some(DocumentEnds {
                 carried: starts.clone().lower(begins.expand(starts.dims())).float(),
-                kept: starts.equal(end).float(),
+                sees_end: starts.equal(end).float(),
             }),
         }
     }
 
-    /// Removes the rows that see nothing of the state before the chunk.
+    /// Zeros the rows whose document starts inside the chunk, which do not see the state before it.
     pub(super) fn carry(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         match &self.ends {
             None => x,
@@ -107,11 +107,11 @@ impl<B: OpBackend> Masks<B> {
         }
     }
 
-    /// Removes the rows that the chunk's end does not see.
+    /// Zeros the rows whose document ends before the chunk does.
     pub(super) fn keep(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         match &self.ends {
             None => x,
-            Some(ends) => x * ends.kept.clone(),
+            Some(ends) => x * ends.sees_end.clone(),
         }
     }
 

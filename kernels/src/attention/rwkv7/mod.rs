@@ -1,7 +1,7 @@
 //! RWKV-7's time mix (Peng et al., "RWKV-7 Goose with expressive dynamic state evolution", 2025,
 //! section 4.1, equations 4 to 22; the numbers below are the paper's).
 //!
-//! q plays the receptance r. Vectors are rows, as in the paper; per key head:
+//! q is the receptance r. Vectors are rows, as in the paper; per kv head:
 //!
 //! - d = tanh(x W₁) W₂ + bias, w = exp(−e^−½ σ(d)), in (0.545, 1): the decay (11, 12)
 //! - a = σ(x W₁ W₂ + bias): the in-context learning rate (4)
@@ -15,8 +15,8 @@
 //! - p = norm(r S_tᵀ) + u, a layer norm of the head with scale and bias (21)
 //! - o = g ⊙ p with g = σ(x W₁) W₂ (14, 22)
 //!
-//! There is no softmax scale, no position and no window: a state that decays has none to limit.
-//! Token shift (3) and the values' residual (8 to 10) are the block's.
+//! There is no softmax scale, no positions and no window. Token shift (3) and the value residual (8 to 10)
+//! belong to the block.
 //!
 //! | vector | elements | initial value |
 //! |---|---|---|
@@ -26,15 +26,15 @@
 //! | ρ | heads · head_dim | 0 |
 //! | norm's scale, bias | heads · value_dim | ((l+1)/L)^0.7, 0 |
 //!
-//! The paper gives ranks by width (Table 16). The starts above are those of earlier released training
-//! code (its newest version differs), which starts W₁ at 0 and W₂ orthogonal; here the layer starts
-//! all its matrices alike. The norm's eps is head_dim · 10⁻⁵, the released
-//! models' 64 · 10⁻⁵ at their head_dim of 64. A key of norm 0 has no direction: ‖κ‖ is taken as
-//! √(Σκ² + 10⁻¹²). With grouped heads, which the paper does not have, everything that belongs to k
-//! and v exists once per key head; r, ρ, the norm and g once per query head.
+//! The paper gives ranks by width (Table 16). The initial values above are those of an earlier version of
+//! the released training code (the newest version differs), which initialises W₁ to 0 and W₂ orthogonal;
+//! here the layer initialises all its matrices alike. The norm's eps is head_dim · 10⁻⁵, which is the
+//! released models' 64 · 10⁻⁵ at their head_dim of 64. A key of norm 0 has no direction: ‖κ‖ is computed
+//! as √(Σκ² + 10⁻¹²). With grouped heads, which the paper does not have, everything that belongs to k and
+//! v exists once per kv head; r, ρ, the norm and g once per query head.
 //!
-//! Decoding keeps S alone: kv_heads · head_dim · value_dim elements, however many tokens, and a
-//! token costs a few multiply-adds per element.
+//! Decoding keeps only S: kv_heads · head_dim · value_dim elements at any length. A token costs a few
+//! multiply-adds per element.
 
 mod masks;
 mod recurrence;
@@ -45,16 +45,16 @@ use burn::tensor::{Tensor, activation::sigmoid};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::recurrence::{Weights, wkv};
+use self::recurrence::{WkvInputs, wkv};
 use super::{
-    Activation, AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Parameter,
-    Projection, Variant, VariantSpec,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation,
+    Parameter, Projection, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
 /// e^−½: the strongest decay of a step is exp(−e^−½).
-const STRONGEST: f64 = 0.606_530_659_712_633_4;
+const MAX_DECAY: f64 = 0.606_530_659_712_633_4;
 
 /// Added to the square of a removal key's norm.
 const KEY_EPS: f64 = 1e-12;
@@ -116,9 +116,9 @@ impl Config {
 
     /// Outputs of the tokens after those in `state`, and the state after them.
     ///
-    /// All but the recurrence happens in the memory order of the layer's projections,
-    /// `[batch, seq_len, heads · channels]`: there and in the gradient, the learned vectors then
-    /// meet whole rows.
+    /// All but the recurrence runs in the memory order of the layer's projections,
+    /// `[batch, seq_len, heads · channels]`, where products with the learned vectors, and their gradients,
+    /// act on whole rows.
     fn run<B: OpBackend>(
         &self,
         shape: &AttentionShape,
@@ -136,15 +136,15 @@ impl Config {
         let rate = sigmoid(rate.clone());
         let key = k.clone() * ((rate.clone() - 1.0) * row(alpha) + 1.0);
         let removal = unit_heads(k * row(xi), kv_heads);
-        let weights = Weights {
+        let inputs = WkvInputs {
             r: q,
-            log_decay: by_head(sigmoid(d.clone()) * -STRONGEST, kv_heads),
+            log_decay: by_head(sigmoid(d.clone()) * -MAX_DECAY, kv_heads),
             correction: by_head(rate * removal.clone(), kv_heads),
             removal: by_head(removal, kv_heads),
             key: by_head(key.clone(), kv_heads),
             v: v.clone(),
         };
-        let (o, state) = wkv(weights, documents, state);
+        let (o, state) = wkv(inputs, documents, state);
 
         let ones = Tensor::ones([o.dims()[3]], &o.device());
         let o = by_token(layer_norm(o, ones, None, NORM_EPS * shape.head_dim as f32));
@@ -175,7 +175,7 @@ fn unit_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 3> {
     (x / (square + KEY_EPS).sqrt()).reshape([batch, seq_len, features])
 }
 
-/// `[batch, seq_len, heads · channels]`, each head `group` times in a row.
+/// Repeats each head of `[batch, seq_len, heads · channels]` `group` times.
 fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B, 3> {
     if group == 1 {
         return x;
@@ -188,8 +188,8 @@ fn repeat<B: OpBackend>(x: Tensor<B, 3>, heads: usize, group: usize) -> Tensor<B
     ])
 }
 
-/// Each head of `x`, times the sum over the same head of `weight`; both are
-/// `[batch, seq_len, heads · channels]`, with channels of their own.
+/// Each head of `x` times the sum over the same head of `weight`; both are
+/// `[batch, seq_len, heads · channels]`, and may differ in channels.
 fn times_head_sums<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 3>,
@@ -203,7 +203,7 @@ fn times_head_sums<B: OpBackend>(
     (x * weight.sum_dim(3)).reshape([batch, seq_len, features])
 }
 
-/// The decay's bias: slow channels first, and a faster rise in deeper layers.
+/// The decay's initial bias: slow channels first, and a steeper curve in deeper layers.
 fn decay_bias(shape: &AttentionShape) -> Init {
     let channels = shape.kv_heads * shape.head_dim;
     let depth = shape.layer as f64 / (shape.layers.max(2) - 1) as f64;
@@ -241,13 +241,13 @@ impl VariantSpec for Config {
         let outputs = shape.heads * self.value_dim(shape);
         vec![
             Projection::new("decay", keys)
-                .low_rank(self.decay_rank(width), Activation::Tanh)
+                .low_rank(self.decay_rank(width), LowRankActivation::Tanh)
                 .bias(decay_bias(shape)),
             Projection::new("rate", keys)
-                .low_rank(self.rate_rank(width), Activation::Identity)
+                .low_rank(self.rate_rank(width), LowRankActivation::Identity)
                 .bias(Init::Constant(0.0)),
             Projection::new("gate", outputs)
-                .low_rank(self.gate_rank(width), Activation::Sigmoid)
+                .low_rank(self.gate_rank(width), LowRankActivation::Sigmoid)
                 .shift(0.2),
         ]
     }

@@ -14,27 +14,27 @@
 //! - o = (r ⊙ e^P − D W) Sᵀ + (C − D Y) v
 //! - S' = S diag(e^{P_end}) − (W Sᵀ)ᵀ b̃ + vᵀ (k̃ − Yᵀ b̃), where k̃ and b̃ are decayed to the end
 //!
-//! Terms that cancel (keys alike that replace each other) meet before they are multiplied by values
-//! and summed. All but the state's way from chunk to chunk is computed for many chunks at once.
+//! Terms that cancel (similar keys that replace each other) are combined before they are multiplied by
+//! values and summed. All but the state's recurrence over chunks is computed for many chunks at once.
 //!
-//! The exponents are split as e^{P_t} · e^{−P_s}, counted from the chunk's start: a step decays by
-//! at most e^−½, so the second factor stays below e^{0.61 · CHUNK}, far inside f32.
+//! The exponents are split as e^{P_t} · e^{−P_s}, relative to the chunk's start: ln w of a step is at least
+//! −e^−½, so the second factor stays below e^{0.61 · CHUNK_SIZE}, well inside f32's range.
 use burn::tensor::{Int, Tensor};
 
 use super::masks::{Masks, mask, masked};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
-/// Tokens of a chunk; a power of two.
-const CHUNK: usize = 16;
+/// Tokens per chunk, a power of two.
+const CHUNK_SIZE: usize = 16;
 
-/// Elements of a tensor `[batch, heads, tokens, head_dim]` that are worked on at once, at most
-/// (unless a single chunk has more).
+/// Most elements of a tensor `[batch, heads, tokens, head_dim]` that are computed at once, unless a single
+/// chunk has more.
 const SEGMENT_ELEMENTS: usize = 1 << 19;
 
-/// What the recurrence takes.
+/// The inputs of the recurrence.
 #[derive(Clone, Debug)]
-pub(super) struct Weights<B: OpBackend> {
+pub(super) struct WkvInputs<B: OpBackend> {
     /// Receptances r, `[batch, heads, seq_len, head_dim]`.
     pub r: Tensor<B, 4>,
     /// ln w, `[batch, kv_heads, seq_len, head_dim]`, in [−e^−½, 0].
@@ -49,9 +49,9 @@ pub(super) struct Weights<B: OpBackend> {
     pub v: Tensor<B, 4>,
 }
 
-impl<B: OpBackend> Weights<B> {
+impl<B: OpBackend> WkvInputs<B> {
     fn map(&self, f: impl Fn(&Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
-        Weights {
+        WkvInputs {
             r: f(&self.r),
             log_decay: f(&self.log_decay),
             removal: f(&self.removal),
@@ -64,65 +64,65 @@ impl<B: OpBackend> Weights<B> {
 
 /// r_t S_tᵀ of every token, `[batch, heads, seq_len, value_dim]`, and Sᵀ after the last,
 /// `[batch, kv_heads, head_dim, value_dim]`. `state` is Sᵀ before the first token, 0 if `None`;
-/// `documents` `[batch, seq_len]` is where each token's document starts, and excludes a state.
+/// `documents` `[batch, seq_len]` has each token's document start, and requires `state` to be `None`.
 pub(super) fn wkv<B: OpBackend>(
-    weights: Weights<B>,
+    inputs: WkvInputs<B>,
     documents: Option<Tensor<B, 2, Int>>,
     state: Option<Tensor<B, 4>>,
 ) -> (Tensor<B, 4>, Tensor<B, 4>) {
-    let [batch, kv_heads, _, head_dim] = weights.key.dims();
-    let value_dim = weights.v.dims()[3];
+    let [batch, kv_heads, _, head_dim] = inputs.key.dims();
+    let value_dim = inputs.v.dims()[3];
     let mut state = state
         .unwrap_or_else(|| {
-            Tensor::zeros([batch, kv_heads, head_dim, value_dim], &weights.v.device())
+            Tensor::zeros([batch, kv_heads, head_dim, value_dim], &inputs.v.device())
         })
         .reshape([batch * kv_heads, head_dim, value_dim]);
     let mut outputs = vec![];
-    segments(weights, documents, 0, &mut state, &mut outputs);
+    segments(inputs, documents, 0, &mut state, &mut outputs);
     let o = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 2) };
     (o, state.reshape([batch, kv_heads, head_dim, value_dim]))
 }
 
-/// Halves the tokens until they fit, and runs the parts in order. (Cutting them off one by one
-/// would make the gradient's cost quadratic: that of a slice is as large as the whole.)
+/// Halves the tokens recursively until they fit, and runs the parts in order. (Slicing parts off one by
+/// one would make the gradient's cost quadratic: the gradient of a slice is as large as the whole.)
 fn segments<B: OpBackend>(
-    weights: Weights<B>,
+    inputs: WkvInputs<B>,
     documents: Option<Tensor<B, 2, Int>>,
     first: usize,
     state: &mut Tensor<B, 3>,
     outputs: &mut Vec<Tensor<B, 4>>,
 ) {
-    let [batch, heads, tokens, head_dim] = weights.r.dims();
-    if tokens <= CHUNK || batch * heads * tokens * head_dim <= SEGMENT_ELEMENTS {
-        outputs.push(segment(weights, documents, first, state));
+    let [batch, heads, tokens, head_dim] = inputs.r.dims();
+    if tokens <= CHUNK_SIZE || batch * heads * tokens * head_dim <= SEGMENT_ELEMENTS {
+        outputs.push(segment(inputs, documents, first, state));
         return;
     }
-    let half = tokens.div_ceil(2).next_multiple_of(CHUNK);
+    let half = tokens.div_ceil(2).next_multiple_of(CHUNK_SIZE);
     for range in [0..half, half..tokens] {
-        let part = weights.map(|x| x.clone().narrow(2, range.start, range.len()));
+        let part = inputs.map(|x| x.clone().narrow(2, range.start, range.len()));
         let documents = documents.clone().map(|x| x.narrow(1, range.start, range.len()));
         segments(part, documents, first + range.start, state, outputs);
     }
 }
 
-/// Outputs of a segment whose first token stands at `first` in its row; takes the state past it.
+/// Outputs of a segment whose first token is at position `first`; advances the state past it.
 fn segment<B: OpBackend>(
-    weights: Weights<B>,
+    inputs: WkvInputs<B>,
     documents: Option<Tensor<B, 2, Int>>,
     first: usize,
     state: &mut Tensor<B, 3>,
 ) -> Tensor<B, 4> {
-    let [batch, heads, tokens, _] = weights.r.dims();
-    let kv_heads = weights.key.dims()[1];
+    let [batch, heads, tokens, _] = inputs.r.dims();
+    let kv_heads = inputs.key.dims()[1];
     let group = heads / kv_heads;
-    let size = CHUNK.min(tokens.next_power_of_two());
+    let size = CHUNK_SIZE.min(tokens.next_power_of_two());
     let masks = match documents {
-        None => Masks::causal(size, group, &weights.r.device()),
+        None => Masks::causal(size, group, &inputs.r.device()),
         Some(starts) => Masks::of_documents(starts, first, size, kv_heads, group),
     };
     // The zeros that fill the last chunk neither decay nor change the state.
-    let weights = weights.map(|x| into_chunks(x, size));
-    let Weights { r, log_decay, removal, correction, key, v } = weights;
+    let inputs = inputs.map(|x| into_chunks(x, size));
+    let WkvInputs { r, log_decay, removal, correction, key, v } = inputs;
     let sums = |keep: fn(usize, usize) -> bool| {
         mask::<B>(size, &log_decay.device(), keep).mm(log_decay.clone())
     };
@@ -143,7 +143,7 @@ fn segment<B: OpBackend>(
     let correction_out = masks.keep(rest.clone() * correction);
     let key_out = masks.keep(rest * key);
     let key_out = key_out - from_values.clone().transpose().mm(correction_out.clone());
-    let parts = Parts {
+    let parts = ChunkUpdates {
         decay: masks.carry_to_end(end.exp()).transpose(),
         from_state: from_state.clone(),
         correction: correction_out,
@@ -211,23 +211,22 @@ pub(super) fn scale_groups<B: OpBackend>(x: Tensor<B, 4>, factor: Tensor<B, 4>) 
     (x * factor.reshape([rows, chunks, 1, size, width])).reshape([rows, chunks, all, channels])
 }
 
-/// What the walk over chunks needs, for all of them: `[rows, chunks, …]`.
-struct Parts<B: OpBackend> {
-    /// What is left of the state at the chunk's end without corrections, `[…, head_dim, 1]`.
+/// The updates of the state over each chunk, `[rows, chunks, …]`.
+struct ChunkUpdates<B: OpBackend> {
+    /// The state's decay over the chunk, `[…, head_dim, 1]`.
     decay: Tensor<B, 4>,
-    /// This times the state is the state's part of u, `[…, size, head_dim]`.
+    /// W: times the state, the state's part of u, `[…, size, head_dim]`.
     from_state: Tensor<B, 4>,
-    /// The transpose of this times u is what corrections take from the state,
-    /// `[…, size, head_dim]`.
+    /// b̃: its transpose times u is subtracted from the state, `[…, size, head_dim]`.
     correction: Tensor<B, 4>,
-    /// What the chunk's values add, `[…, head_dim, value_dim]`.
+    /// The contribution of the chunk's values, `[…, head_dim, value_dim]`.
     added: Tensor<B, 4>,
 }
 
-/// Takes the state `[rows, head_dim, value_dim]` over all chunks; returns the state before each,
+/// Advances the state `[rows, head_dim, value_dim]` over all chunks; returns the state before each,
 /// `[rows, chunks, head_dim, value_dim]`.
-fn scan<B: OpBackend>(parts: Parts<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4> {
-    let Parts { decay, from_state, correction, added } = parts;
+fn scan<B: OpBackend>(parts: ChunkUpdates<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4> {
+    let ChunkUpdates { decay, from_state, correction, added } = parts;
     let [decay, from_state, correction, added] =
         [decay, from_state, correction, added].map(|x| one_by_one(x).into_iter());
     let mut states = vec![];
@@ -241,7 +240,7 @@ fn scan<B: OpBackend>(parts: Parts<B>, state: &mut Tensor<B, 3>) -> Tensor<B, 4>
     Tensor::stack(states, 1)
 }
 
-/// The parts of `x` along dimension 1, cut by halves for the gradient's sake as in [`segments`].
+/// The slices of `x` along dimension 1, by recursive halving as in [`segments`].
 fn one_by_one<B: OpBackend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
     let [rows, chunks, height, width] = x.dims();
     if chunks == 1 {
@@ -256,7 +255,7 @@ fn one_by_one<B: OpBackend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
 /// (I + L)⁻¹ of strictly lower triangular matrices `[…, …, size, size]`, size a power of two.
 ///
 /// By blocks: where the diagonal blocks of half the size have the inverses X₁ and X₂ and L₂₁ lies
-/// below them, the inverse has −X₂ L₂₁ X₁ there. All intermediate values are parts of the result:
+/// below them, the inverse has −X₂ L₂₁ X₁ there. All intermediate values are parts of the result, whereas
 /// a power series would cancel terms that grow with binomial coefficients.
 fn unit_lower_inverse<B: OpBackend>(lower: Tensor<B, 4>) -> Tensor<B, 4> {
     let size = lower.dims()[3];

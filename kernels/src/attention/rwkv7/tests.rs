@@ -1,4 +1,4 @@
-//! This variant's cases for the conformance suite, its numerics at length, its starts.
+//! This variant's cases for the conformance suite, its numerics at length, its initial values.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};
@@ -159,7 +159,7 @@ fn part(all: &Inputs<Flex>, first: usize, n: usize) -> Inputs<Flex> {
     }
 }
 
-/// Holds the outputs of a long row to the oracle's, all of them.
+/// Compares all outputs of a long row with the oracle's.
 fn check_long_row(what: &str, shape: &AttentionShape, row: &[Tensor64]) {
     let seq_len = row[0].shape[2];
     let got = dispatch::attend::<_, Flex>(&Config::default(), shape, inputs(row), None);
@@ -196,11 +196,11 @@ fn decays_hold_at_length() {
     }
 }
 
-/// The same key in every token, replaced in full each time: the system within a chunk has its
+/// The same key in every token, fully replaced each time: the triangular system inside a chunk has its
 /// largest entries, and the state at a token is the last value alone.
 ///
-/// Receptances are near the key: to one at right angles every output is 0, and the norm would
-/// enlarge the rounding of a state that no decay ever clears.
+/// Receptances are near the key: for an orthogonal one every output would be 0, and the norm would amplify
+/// the rounding of a state that no decay clears.
 #[test]
 fn identical_keys_replace_each_other() {
     let shape = AttentionShape::new(8, 2, 1, 8);
@@ -219,7 +219,7 @@ fn gradients_stay_finite_at_length() {
     let decay = |t: usize, n: usize| [ALL, -ALL, 200.0, -200.0][(t / 3 + n) % 4];
     let rate = |t: usize, n: usize| [ALL, -ALL, 0.0][(t / 1_000 + n) % 3];
     let mut row = long_row(&shape, LONG, decay, rate);
-    // Keys without a direction, as well as large ones.
+    // Zero keys as well as large ones.
     row[1] = Tensor64::from_fn(&row[1].shape, |at| match at[2] % 7 {
         0 => 0.0,
         1 => 100.0,
@@ -240,7 +240,7 @@ fn gradients_stay_finite_at_length() {
     }
 }
 
-/// A row of several segments, whose documents start at, before and after their borders.
+/// A row of several segments, with documents that start at, before and after segment boundaries.
 #[test]
 fn documents_stay_apart_across_segments() {
     let shape = AttentionShape::new(128, 4, 2, 32);
@@ -309,7 +309,7 @@ fn starts_depend_on_channel_and_layer() {
     let scale = |layer| Config::default().parameters(&shape(layer))[3].init.clone();
     assert_eq!(scale(2), Init::Constant(1.0));
     assert_eq!(scale(0), Init::Constant((1.0f32 / 3.0).powf(0.7)));
-    // A model of one layer divides by no zero.
+    // A model of one layer does not divide by zero.
     let alone = Config::default().projections(&AttentionShape::new(1, 1, 1, 1));
     assert_eq!(alone[0].bias, Some(Init::Values(vec![-6.5])));
 }

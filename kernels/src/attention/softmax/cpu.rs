@@ -1,8 +1,8 @@
-//! The softmax core on the CPU: blocks of queries against the keys they can see.
+//! Softmax attention on the CPU: blocks of queries against the keys they can see.
 //!
-//! Memory is linear in the sequence: a task holds the scores of one block of queries. The forward
-//! pass runs a task per block; the backward pass runs one per kv head, which owns that head's dk
-//! and dv, so that sums have one order whatever the number of threads.
+//! Memory is linear in the sequence length: a task holds the scores of one block of queries. The
+//! forward pass runs one task per block. The backward pass runs one per kv head, which owns that
+//! head's dk and dv, so that the order of sums does not depend on the number of threads.
 
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
@@ -13,20 +13,20 @@ use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::heads::{HeadView, HeadsOut};
 use crate::cpu::{contiguous, dims, from_vec, int_vec, math, slice};
 
-/// Queries of a block.
-const BLOCK: usize = 64;
+/// Queries per block.
+const BLOCK_QUERIES: usize = 64;
 
-/// One call's sizes and tensors, as the tasks read them.
-struct Call<'a> {
+/// The sizes and tensors of one call, shared by all tasks.
+struct SoftmaxParams<'a> {
     op: &'a Softmax,
     q: HeadView<'a>,
     k: HeadView<'a>,
     v: HeadView<'a>,
     /// Σ_{s≤j} ℓ_s for each batch and head, in f64: differences stay exact at any length.
     decay: Vec<Vec<f64>>,
-    /// For each batch and head, the first key that still matters to each query; empty without pruning.
+    /// For each batch and head, the first key of each query that is not pruned; empty without pruning.
     pruned: Vec<Vec<usize>>,
-    /// Of each head; empty for none.
+    /// `[heads]`, or empty.
     sinks: &'a [f32],
     documents: Option<Vec<i32>>,
     batch: usize,
@@ -38,7 +38,7 @@ struct Call<'a> {
 }
 
 /// The scores of one block of queries.
-struct Block {
+struct ScoreBlock {
     /// Queries `first..first + rows`.
     first: usize,
     rows: usize,
@@ -49,7 +49,7 @@ struct Block {
     visible: Vec<(usize, usize)>,
 }
 
-impl<'a> Call<'a> {
+impl<'a> SoftmaxParams<'a> {
     fn new(
         op: &'a Softmax,
         [q, k, v]: [&'a FlexTensor; 3],
@@ -63,7 +63,7 @@ impl<'a> Call<'a> {
             Some(log_decay) => prefix_sums(slice(log_decay), keys),
             None if op.slopes.is_empty() => vec![],
             None => {
-                // ALiBi is a decay of one slope a step.
+                // ALiBi is a constant decay per step.
                 let line = |slope: &f32| (0..keys).map(|j| -f64::from(*slope) * j as f64).collect();
                 let heads: Vec<Vec<f64>> = op.slopes.iter().map(line).collect();
                 (0..batch).flat_map(|_| heads.clone()).collect()
@@ -71,7 +71,7 @@ impl<'a> Call<'a> {
         };
         let documents = documents.map(int_vec);
         let [q, k, v] = [q, k, v].map(HeadView::new);
-        let mut call = Call {
+        let mut params = SoftmaxParams {
             op,
             q,
             k,
@@ -89,12 +89,12 @@ impl<'a> Call<'a> {
         };
         if op.prune && log_decay.is_some() {
             let rows = (0..batch * heads).into_par_iter();
-            call.pruned = rows.map(|row| call.first_keys(row / heads, row % heads)).collect();
+            params.pruned = rows.map(|row| params.first_keys(row / heads, row % heads)).collect();
         }
-        call
+        params
     }
 
-    /// The first key that still matters to each query of a head.
+    /// The first key of each query of a head that is not pruned.
     fn first_keys(&self, batch: usize, head: usize) -> Vec<usize> {
         let kv_head = head / (self.heads / self.kv_heads);
         let norm = |row: &[f32]| math::dot(row, row).sqrt();
@@ -103,9 +103,9 @@ impl<'a> Call<'a> {
         prune::first_keys(self.op, q_norms, k_norms, &self.decay[batch * self.heads + head])
     }
 
-    /// The block of queries that starts at `first`, and what it sees.
-    fn block(&self, batch: usize, head: usize, first: usize) -> Block {
-        let rows = BLOCK.min(self.queries - first);
+    /// The block of queries that starts at `first`, with its visible keys.
+    fn block(&self, batch: usize, head: usize, first: usize) -> ScoreBlock {
+        let rows = BLOCK_QUERIES.min(self.queries - first);
         let position = |row: usize| self.keys - self.queries + first + row;
         let start = |row: usize| {
             let i = position(row);
@@ -117,20 +117,26 @@ impl<'a> Call<'a> {
         let starts: Vec<usize> = (0..rows).map(start).collect();
         let lo = *starts.iter().min().expect("a block has rows");
         let visible = starts.iter().enumerate().map(|(r, s)| (s - lo, position(r) + 1 - lo));
-        Block { first, rows, lo, cols: position(rows - 1) + 1 - lo, visible: visible.collect() }
+        ScoreBlock {
+            first,
+            rows,
+            lo,
+            cols: position(rows - 1) + 1 - lo,
+            visible: visible.collect(),
+        }
     }
 
-    /// Scaled and capped scores plus decay; −∞ where hidden. With a softcap, `slopes` receives
+    /// Scaled and capped scores plus decay; −∞ where masked. With a softcap, `slopes` receives
     /// the cap's derivative.
     fn scores(
         &self,
         batch: usize,
         head: usize,
-        block: &Block,
+        block: &ScoreBlock,
         scores: &mut Vec<f32>,
         slopes: &mut Vec<f32>,
     ) {
-        let Block { first, rows, lo, cols, .. } = *block;
+        let ScoreBlock { first, rows, lo, cols, .. } = *block;
         let kv_head = head / (self.heads / self.kv_heads);
         scores.resize(rows * cols, 0.0);
         let q = self.q.rows(batch, head, first, rows);
@@ -178,7 +184,7 @@ pub(in crate::attention) struct Saved {
     /// q, k and v.
     inputs: [FlexTensor; 3],
     o: FlexTensor,
-    /// Natural logarithms of the rows' sums, `[batch, heads, queries]`.
+    /// Log-sum-exp of each row, natural logarithm, `[batch, heads, queries]`.
     lse: FlexTensor,
     log_decay: Option<FlexTensor>,
     sinks: Option<FlexTensor>,
@@ -190,7 +196,7 @@ impl Saved {
         [q, k, v, self.o, self.lse].into_iter().chain(self.log_decay).chain(self.sinks).collect()
     }
 
-    /// Of an operation that has a decay, where `decays` says so.
+    /// The inverse of [`Saved::pack`]; `decays` says whether a log decay was saved.
     pub fn unpack(saved: Vec<FlexTensor>, decays: bool) -> Self {
         let mut saved = saved.into_iter();
         let mut next = || saved.next().expect("the forward pass saves five tensors");
@@ -200,7 +206,7 @@ impl Saved {
     }
 }
 
-/// o and, where `save` says so, what [`backward`] needs.
+/// The output and, if `save` is set, the tensors that [`backward`] needs.
 ///
 /// `log_decay` is `[batch, heads, keys]`, `sinks` is `[heads]`.
 pub(in crate::attention) fn forward(
@@ -211,22 +217,22 @@ pub(in crate::attention) fn forward(
     save: bool,
 ) -> Forward<FlexTensor> {
     let [log_decay, sinks] = [log_decay, sinks].map(|x| x.map(contiguous));
-    let call = Call::new(op, [q, k, v], log_decay.as_ref(), sinks.as_ref(), documents);
-    let Call { batch, heads, queries, head_dim, .. } = call;
-    let blocks = queries.div_ceil(BLOCK);
+    let params = SoftmaxParams::new(op, [q, k, v], log_decay.as_ref(), sinks.as_ref(), documents);
+    let SoftmaxParams { batch, heads, queries, head_dim, .. } = params;
+    let blocks = queries.div_ceil(BLOCK_QUERIES);
     let out = HeadsOut::new(batch, heads, queries, head_dim);
     let lse: Vec<Vec<f32>> = (0..batch * heads * blocks)
         .into_par_iter()
         .map_init(
             || (vec![], vec![], vec![]),
             |(scores, slopes, o), task| {
-                let (head, first) = (task / blocks, task % blocks * BLOCK);
+                let (head, first) = (task / blocks, task % blocks * BLOCK_QUERIES);
                 let (b, h) = (head / heads, head % heads);
-                let block = call.block(b, h, first);
-                call.scores(b, h, &block, scores, slopes);
+                let block = params.block(b, h, first);
+                params.scores(b, h, &block, scores, slopes);
                 o.resize(block.rows * head_dim, 0.0);
-                let lse = attend_block(&call, b, h, &block, scores, o);
-                // SAFETY: each task has a block of one head of its own.
+                let lse = attend_block(&params, b, h, &block, scores, o);
+                // SAFETY: no two tasks share a block of queries of a head.
                 unsafe { out.write(b, h, first, o) };
                 lse
             },
@@ -244,15 +250,15 @@ pub(in crate::attention) fn forward(
 
 /// Softmax over the block's scores, times v, into `o`; returns each row's log-sum-exp.
 fn attend_block(
-    call: &Call,
+    params: &SoftmaxParams,
     batch: usize,
     head: usize,
-    block: &Block,
+    block: &ScoreBlock,
     scores: &mut [f32],
     o: &mut [f32],
 ) -> Vec<f32> {
-    let Block { rows, lo, cols, .. } = *block;
-    let kv_head = head / (call.heads / call.kv_heads);
+    let ScoreBlock { rows, lo, cols, .. } = *block;
+    let kv_head = head / (params.heads / params.kv_heads);
     let mut lse = vec![0.0; rows];
     let mut inverse = vec![0.0; rows];
     for (row, scores) in scores.chunks_exact_mut(cols).enumerate() {
@@ -263,17 +269,16 @@ fn attend_block(
         scores[end..].fill(0.0);
         lse[row] = max + sum.ln();
         inverse[row] = 1.0 / sum;
-        if let Some(&sink) = call.sinks.get(head) {
-            // The sink takes part in the sum.
-            let top = lse[row].max(sink);
-            let with_sink = top + ((lse[row] - top).exp() + (sink - top).exp()).ln();
+        if let Some(&sink) = params.sinks.get(head) {
+            let larger = lse[row].max(sink);
+            let with_sink = larger + ((lse[row] - larger).exp() + (sink - larger).exp()).ln();
             inverse[row] *= (lse[row] - with_sink).exp();
             lse[row] = with_sink;
         }
     }
     let p = Mat::new(scores, rows, cols, cols);
-    gemm(o, call.head_dim, 1.0, p, call.v.rows(batch, kv_head, lo, cols), 0.0);
-    for (o, inverse) in o.chunks_exact_mut(call.head_dim).zip(&inverse) {
+    gemm(o, params.head_dim, 1.0, p, params.v.rows(batch, kv_head, lo, cols), 0.0);
+    for (o, inverse) in o.chunks_exact_mut(params.head_dim).zip(&inverse) {
         o.iter_mut().for_each(|o| *o *= inverse);
     }
     lse
@@ -298,7 +303,7 @@ struct HeadGrads {
     sinks: Vec<f64>,
 }
 
-/// What the backward pass reads beside the call.
+/// What the backward pass reads beside [`SoftmaxParams`].
 struct Upstream<'a> {
     o: HeadView<'a>,
     grad: HeadView<'a>,
@@ -312,9 +317,10 @@ pub(in crate::attention) fn backward(
     documents: Option<&FlexTensor>,
     grad: FlexTensor,
 ) -> Gradients<FlexTensor> {
-    let call = Call::new(op, inputs.each_ref(), log_decay.as_ref(), sinks.as_ref(), documents);
+    let params =
+        SoftmaxParams::new(op, inputs.each_ref(), log_decay.as_ref(), sinks.as_ref(), documents);
     let upstream = Upstream { o: HeadView::new(&o), grad: HeadView::new(&grad), lse: slice(&lse) };
-    let Call { batch, heads, kv_heads, queries, keys, head_dim, .. } = call;
+    let SoftmaxParams { batch, heads, kv_heads, queries, keys, head_dim, .. } = params;
     let dq = HeadsOut::new(batch, heads, queries, head_dim);
     let dk = HeadsOut::new(batch, kv_heads, keys, head_dim);
     let dv = HeadsOut::new(batch, kv_heads, keys, head_dim);
@@ -322,8 +328,8 @@ pub(in crate::attention) fn backward(
         .into_par_iter()
         .map(|task| {
             let (b, kv_head) = (task / kv_heads, task % kv_heads);
-            let grads = backward_kv_head(&call, &upstream, b, kv_head, log_decay.is_some(), &dq);
-            // SAFETY: each task has a kv head of its own.
+            let grads = backward_kv_head(&params, &upstream, b, kv_head, log_decay.is_some(), &dq);
+            // SAFETY: no two tasks share a kv head.
             unsafe {
                 dk.write(b, kv_head, 0, &grads.dk);
                 dv.write(b, kv_head, 0, &grads.dv);
@@ -359,27 +365,27 @@ fn suffix_sums(mut decay: Vec<f64>) -> impl Iterator<Item = f32> {
     decay.into_iter().map(|d| d as f32)
 }
 
-/// All gradients of one kv head; dq of its query heads goes straight to `dq`.
+/// All gradients of one kv head; dq of its query heads is written to `dq`.
 fn backward_kv_head(
-    call: &Call,
+    params: &SoftmaxParams,
     upstream: &Upstream,
     batch: usize,
     kv_head: usize,
     with_decay: bool,
     dq: &HeadsOut,
 ) -> HeadGrads {
-    let group = call.heads / call.kv_heads;
-    let size = call.keys * call.head_dim;
+    let group = params.heads / params.kv_heads;
+    let size = params.keys * params.head_dim;
     let (dk, dv) = (vec![0.0; size], vec![0.0; size]);
     let mut grads = HeadGrads { dk, dv, decay: vec![], sinks: vec![] };
     let mut scratch = Scratch::default();
     for head in kv_head * group..(kv_head + 1) * group {
-        let mut decay = vec![0.0; if with_decay { call.keys } else { 0 }];
+        let mut decay = vec![0.0; if with_decay { params.keys } else { 0 }];
         grads.sinks.push(0.0);
-        for first in (0..call.queries).step_by(BLOCK) {
-            let block = call.block(batch, head, first);
+        for first in (0..params.queries).step_by(BLOCK_QUERIES) {
+            let block = params.block(batch, head, first);
             backward_block(
-                call,
+                params,
                 upstream,
                 [batch, head],
                 &block,
@@ -387,7 +393,7 @@ fn backward_kv_head(
                 &mut grads,
                 &mut decay,
             );
-            // SAFETY: this task alone has the query heads of its kv head.
+            // SAFETY: only this task writes the query heads of its kv head.
             unsafe { dq.write(batch, head, first, &scratch.dq) };
         }
         if with_decay {
@@ -400,20 +406,20 @@ fn backward_kv_head(
 /// One block of one query head: P from the saved log-sum-exp; dv += Pᵀ do; dP = do vᵀ;
 /// dS = P ⊙ (dP − Σ o·do); dq = scale·dS k; dk += scale·dSᵀ q.
 fn backward_block(
-    call: &Call,
+    params: &SoftmaxParams,
     upstream: &Upstream,
     [batch, head]: [usize; 2],
-    block: &Block,
+    block: &ScoreBlock,
     scratch: &mut Scratch,
     grads: &mut HeadGrads,
     decay: &mut [f64],
 ) {
-    let Block { first, rows, lo, cols, .. } = *block;
-    let (d, scale) = (call.head_dim, call.op.scale);
-    let kv_head = head / (call.heads / call.kv_heads);
+    let ScoreBlock { first, rows, lo, cols, .. } = *block;
+    let (d, scale) = (params.head_dim, params.op.scale);
+    let kv_head = head / (params.heads / params.kv_heads);
     let Scratch { scores, slopes, dp, dq } = scratch;
-    call.scores(batch, head, block, scores, slopes);
-    let lse = &upstream.lse[(batch * call.heads + head) * call.queries + first..][..rows];
+    params.scores(batch, head, block, scores, slopes);
+    let lse = &upstream.lse[(batch * params.heads + head) * params.queries + first..][..rows];
     for (scores, lse) in scores.chunks_exact_mut(cols).zip(lse) {
         scores.iter_mut().for_each(|s| *s = math::exp(*s - lse));
     }
@@ -422,13 +428,13 @@ fn backward_block(
     let p = Mat::new(scores, rows, cols, cols);
     gemm(&mut grads.dv[keys.clone()], d, 1.0, p.t(), grad, 1.0);
     dp.resize(rows * cols, 0.0);
-    gemm(dp, cols, 1.0, grad, call.v.rows(batch, kv_head, lo, cols).t(), 0.0);
+    gemm(dp, cols, 1.0, grad, params.v.rows(batch, kv_head, lo, cols).t(), 0.0);
     for row in 0..rows {
         let at = row * cols..(row + 1) * cols;
         let o = upstream.o.row(batch, head, first + row);
         let delta = math::dot(o, upstream.grad.row(batch, head, first + row));
-        if let Some(&sink) = call.sinks.get(head) {
-            // A sink has no value: it only takes weight from keys.
+        if let Some(&sink) = params.sinks.get(head) {
+            // A sink has no value vector: dP = 0, so dS = −p·δ.
             let of_head = grads.sinks.last_mut().expect("pushed for each head");
             *of_head -= f64::from((sink - lse[row]).exp() * delta);
         }
@@ -441,15 +447,15 @@ fn backward_block(
                 *decay -= f64::from(*dp);
                 sum += f64::from(*dp);
             }
-            decay[call.keys - call.queries + first + row] += sum;
+            decay[params.keys - params.queries + first + row] += sum;
         }
     }
-    if call.op.softcap.is_some() {
+    if params.op.softcap.is_some() {
         dp.iter_mut().zip(slopes.iter()).for_each(|(dp, slope)| *dp *= slope);
     }
     let ds = Mat::new(dp, rows, cols, cols);
     dq.resize(rows * d, 0.0);
-    gemm(dq, d, scale, ds, call.k.rows(batch, kv_head, lo, cols), 0.0);
-    let q = call.q.rows(batch, head, first, rows);
+    gemm(dq, d, scale, ds, params.k.rows(batch, kv_head, lo, cols), 0.0);
+    let q = params.q.rows(batch, head, first, rows);
     gemm(&mut grads.dk[keys], d, scale, ds.t(), q, 1.0);
 }

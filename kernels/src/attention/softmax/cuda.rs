@@ -1,17 +1,17 @@
-//! Softmax attention on CUDA: hooks of the flash core for capped scores, ALiBi and sinks.
+//! Softmax attention on CUDA: flash hooks for softcap, ALiBi and sinks.
 
 use burn::tensor::{DType, Shape};
 use cubecl::prelude::*;
 
 use super::{Gradients, Softmax};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands, Score};
-use crate::attention::flash::problem::Problem;
+use crate::attention::flash::problem::ProblemShape;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
-use crate::attention::flash::{Call, decode, serves_tensors};
+use crate::attention::flash::{FlashAttention, decode, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer};
 
-/// The hooks, with their tensors.
+/// The hooks and their tensors.
 pub struct SoftmaxHooks {
     softcap: Option<f32>,
     /// ALiBi's slopes, `[heads]`.
@@ -90,7 +90,7 @@ impl Score for CappedScore {
         slope
     }
 
-    fn scale(args: &CapAndSlopes, problem: &Problem) -> f32 {
+    fn scale(args: &CapAndSlopes, problem: &ProblemShape) -> f32 {
         let mut scale = problem.scale;
         if comptime!(args.softcap || args.alibi) {
             scale = f32::cast_from(1f32);
@@ -100,7 +100,7 @@ impl Score for CappedScore {
 
     fn score(
         args: &CapAndSlopes,
-        problem: &Problem,
+        problem: &ProblemShape,
         slope: &f32,
         product: f32,
         row: u32,
@@ -122,7 +122,7 @@ impl Score for CappedScore {
 
     fn slope(
         args: &CapAndSlopes,
-        _problem: &Problem,
+        _problem: &ProblemShape,
         slope: &f32,
         score: f32,
         row: u32,
@@ -147,13 +147,13 @@ fn penalty(slope: f32, row: u32, column: u32) -> f32 {
     slope * (f32::cast_from(column) - f32::cast_from(row))
 }
 
-fn call(
+fn flash(
     op: &Softmax,
     inputs: [&CudaTensor; 3],
     sinks: Option<&CudaTensor>,
     documents: Option<&CudaTensor>,
-) -> Call<SoftmaxHooks> {
-    Call::new(inputs, op.scale, SoftmaxHooks::new(op, inputs[0], sinks))
+) -> FlashAttention<SoftmaxHooks> {
+    FlashAttention::new(inputs, op.scale, SoftmaxHooks::new(op, inputs[0], sinks))
         .window(op.window)
         .documents(documents)
 }
@@ -169,12 +169,12 @@ pub(super) fn forward(
     if !serves_tensors(inputs) {
         return None;
     }
-    let call = call(op, inputs, sinks, documents);
-    if call.q().dims[2] == 1 && !needs {
-        let [output, _] = decode(&call, None);
+    let flash = flash(op, inputs, sinks, documents);
+    if flash.q().dims[2] == 1 && !needs {
+        let [output, _] = decode(&flash, None);
         return Some(Forward { output, saved: vec![] });
     }
-    let result = call.softmax(sinks.is_some());
+    let result = flash.softmax(sinks.is_some());
     let output = result.o.clone();
     let inputs = inputs.map(Clone::clone);
     Some(Forward { output, saved: Saved { inputs, sinks: sinks.cloned(), result }.pack() })
@@ -188,8 +188,8 @@ pub(super) fn backward(
     grad: &CudaTensor,
 ) -> Gradients<CudaTensor> {
     let Saved { inputs, sinks, result } = Saved::unpack(saved);
-    let call = call(op, inputs.each_ref(), sinks.as_ref(), documents);
-    let (gradients, sinks) = call.softmax_backward(&result, grad);
+    let flash = flash(op, inputs.each_ref(), sinks.as_ref(), documents);
+    let (gradients, sinks) = flash.softmax_backward(&result, grad);
     Gradients { q: gradients.dq, k: gradients.dk, v: gradients.dv, log_decay: None, sinks }
 }
 

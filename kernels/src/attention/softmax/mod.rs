@@ -1,10 +1,10 @@
-//! The softmax core that several variants share:
+//! The softmax attention that several variants share:
 //!
 //! S_ij = cap(scale · q_iᵀk_j) + Σ_{s=j+1..i} ℓ_s, o_i = Σ_j softmax_j(S_ij) v_j,
 //!
 //! over the keys j ≤ i inside the window and the document of i. ℓ is a decay per step (a learned
-//! gate, or ALiBi's slope), cap(x) = c·tanh(x/c). With sinks, a learned logit of each head takes part in the
-//! softmax's sum: o_i = Σ_j exp(S_ij) v_j / (Σ_j exp(S_ij) + exp(sink)).
+//! gate, or ALiBi's slope), cap(x) = c·tanh(x/c). With sinks, the denominator has a further term, a
+//! learned logit of each head: o_i = Σ_j exp(S_ij) v_j / (Σ_j exp(S_ij) + exp(sink)).
 
 pub(super) mod cpu;
 mod cuda;
@@ -20,7 +20,7 @@ use super::{AttentionShape, DocumentStarts, ExecPath, Init, Parameter};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
-/// The core's settings.
+/// The operation's settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Softmax {
     /// Factor on q·k, usually 1/√head_dim.
@@ -31,39 +31,39 @@ pub struct Softmax {
     pub window: Option<usize>,
     /// ALiBi's slope of each query head, empty for none.
     pub slopes: Vec<f32>,
-    /// Leave out keys that a decay ℓ has made so small that all of a row together weigh no more than
-    /// [`PRUNED`] of it; without softcap.
+    /// Skip the keys whose decay ℓ has made their weights negligible: those skipped in a row together
+    /// weigh at most [`PRUNED`] of it. Not with softcap.
     pub prune: bool,
 }
 
-/// The share of a row's weight that pruning may leave out.
+/// The largest share of a row's weight that pruning may skip.
 pub const PRUNED: f32 = 1.0 / (1 << 24) as f32;
 
 impl Softmax {
-    /// Of a layer, without further options.
+    /// Of a layer, without optional options.
     pub fn of(shape: &AttentionShape) -> Self {
         let (scale, window) = (shape.scale(), shape.window);
         Softmax { scale, softcap: None, window, slopes: vec![], prune: false }
     }
 }
 
-/// The sinks of a layer, a parameter of variants whose softmax has them (gpt-oss, OpenAI, 2025).
+/// The attention sinks of a layer as a parameter of the variant (gpt-oss, OpenAI, 2025).
 pub fn sinks(shape: &AttentionShape) -> Parameter {
     Parameter { name: "sinks", elements: shape.heads, init: Init::Constant(0.0) }
 }
 
-/// The operation, without a learned decay.
+/// Softmax attention without a learned decay.
 ///
 /// - `q`: `[batch, heads, queries, head_dim]`
 /// - `k`, `v`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`:
-///   query i stands at position keys − queries + i
-/// - `sinks`: natural logarithms, f32 `[heads]`
+///   query i is at position keys − queries + i
+/// - `sinks`: logits, f32 `[heads]`
 /// - `documents`: `[batch, keys]`
 ///
 /// Returns `[batch, heads, queries, head_dim]`.
 ///
 /// # Panics
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn softmax<B: OpBackend>(
     op: &Softmax,
     qkv: [Tensor<B, 4>; 3],
@@ -80,7 +80,7 @@ pub fn softmax<B: OpBackend>(
     })
 }
 
-/// Asserts that q, k and v fit each other.
+/// Asserts that the shapes of q, k and v match.
 pub(super) fn assert_shapes<B: OpBackend>([q, k, v]: &[Tensor<B, 4>; 3]) {
     let [[batch, heads, queries, head_dim], [_, kv_heads, keys, _]] = [q.dims(), k.dims()];
     assert_eq!(k.dims(), v.dims(), "shapes of k and v");
@@ -99,7 +99,7 @@ pub(super) struct Gradients<T> {
 }
 
 impl<T> Gradients<T> {
-    /// In the order in which operations take their inputs.
+    /// The gradients in the order of the operation's inputs.
     pub fn in_order<const N: usize>(self) -> [Option<T>; N] {
         let Gradients { q, k, v, log_decay, sinks } = self;
         let mut all = [q, k, v].into_iter().chain(log_decay).chain(sinks);
@@ -135,8 +135,8 @@ impl<const N: usize> Op<N> for Softmax {
         needs: [bool; N],
     ) -> Option<Forward<FlexTensor>> {
         let [q, k, v, ..] = inputs.each_ref()[..] else { unreachable!("N is 3 or 4") };
-        let further = (None, inputs.get(3));
-        Some(cpu::forward(self, [q, k, v], further, ints.first(), needs.contains(&true)))
+        let optional = (None, inputs.get(3));
+        Some(cpu::forward(self, [q, k, v], optional, ints.first(), needs.contains(&true)))
     }
 
     fn cpu_backward(

@@ -1,4 +1,4 @@
-//! The softmax core in plain tensor operations.
+//! Softmax attention in plain tensor operations.
 
 use burn::tensor::Tensor;
 use burn::tensor::activation;
@@ -6,7 +6,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use super::Softmax;
 use crate::attention::blocks::{
-    HIDDEN, by_query_blocks, decay_between, hidden, positions, query_blocks, repeat_heads,
+    MASKED, attention_mask, by_query_blocks, decay_between, positions, query_blocks, repeat_heads,
 };
 use crate::backend::{OpBackend, int_tensor, primitive, tensor};
 use crate::ops::matmul::MatMul;
@@ -42,14 +42,15 @@ pub(in crate::attention) fn attend<B: OpBackend>(
             let [i, j] = positions::<B>(&block, &device);
             scores = scores - (i - j).float() * slopes.clone();
         }
-        let hidden = hidden(&block, op.window, documents.as_ref(), &device).expand(scores.shape());
-        // No row is without a key it may see: the query's own.
-        let scores = scores.mask_fill(hidden, HIDDEN);
+        let mask =
+            attention_mask(&block, op.window, documents.as_ref(), &device).expand(scores.shape());
+        // Every row has a visible key: the query's own.
+        let scores = scores.mask_fill(mask, MASKED);
         weights(scores, sinks.clone()).mm(block.keys_of(&v))
     }))
 }
 
-/// The softmax of each row, where the sink of its head takes part in the sum.
+/// The softmax of each row, with the sink of its head in the denominator.
 fn weights<B: OpBackend>(scores: Tensor<B, 4>, sinks: Option<Tensor<B, 1>>) -> Tensor<B, 4> {
     let Some(sinks) = sinks else { return activation::softmax(scores, 3) };
     let [batch, heads, queries, keys] = scores.dims();

@@ -2,13 +2,13 @@
 //!
 //! z_ij = scale · q_iᵀk_j, A_ij = σ(z_ij) Π_{j<m<i} (1 − σ(z_im)), o_i = Σ_{j<i} A_ij v_j:
 //! going back from the query, each token takes its share of what is left of a stick of length 1. A
-//! query does not see its own token, so the first of a document has o = 0. Nearer tokens come first,
-//! which takes the place of positions.
+//! query does not see its own token, so the first token of a document has o = 0. Nearer tokens come
+//! first, so no positions are needed.
 //!
 //! There are no parameters beyond the projections.
 //!
-//! Computed in logarithms, ln σ(z_ij) + Σ_{j<m<i} ln σ(−z_im), the sums from the query backwards.
-//! With a window, the stick is broken by the window's tokens alone. What remains of the stick is
+//! Weights are computed as logarithms, ln σ(z_ij) + Σ_{j<m<i} ln σ(−z_im), summed from the query
+//! backwards. With a window, only the window's tokens break the stick. The remainder of the stick is
 //! dropped, as in the paper's main form (its appendix gives it to a learned vector).
 //!
 //! Decoding caches keys and values: 2 · kv_heads · head_dim elements per token.
@@ -21,7 +21,7 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-pub use self::weights::Sticks;
+pub use self::weights::StickBreaking;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
@@ -29,8 +29,8 @@ use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
 
-fn core(shape: &AttentionShape) -> Rowwise<Sticks> {
-    Rowwise { weights: Sticks, scale: shape.scale(), window: shape.window }
+fn core(shape: &AttentionShape) -> Rowwise<StickBreaking> {
+    Rowwise { weights: StickBreaking, scale: shape.scale(), window: shape.window }
 }
 
 /// `[model.attention]` with `kind = "stick_breaking"`.

@@ -3,7 +3,7 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
-use super::{Config, Sticks};
+use super::{Config, StickBreaking};
 use crate::attention::conformance::rowwise::{dot, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rotary::Rotary;
@@ -31,7 +31,7 @@ impl Conformance for Config {
         weighted(shape, v, documents, |b, h, i, keys| {
             let mut weights = vec![0.0; keys.len()];
             let mut left = 1.0;
-            // From the query's predecessor back, each takes its share of what is left.
+            // From the query's predecessor backwards, each key takes its share of what is left.
             for (weight, j) in weights.iter_mut().zip(keys).rev().skip(1) {
                 let share = 1.0 / (1.0 + (-dot(shape, [&q, &k], [0, b, h, i, j]) / root).exp());
                 *weight = left * share;
@@ -57,7 +57,7 @@ fn long_sticks_agree_with_the_recurrence() {
         ("mixed", &mixed),
         ("slow", &slow),
     ];
-    let op = Rowwise { weights: Sticks, scale: 1.0, window: None };
+    let op = Rowwise { weights: StickBreaking, scale: 1.0, window: None };
     let device = Default::default();
     for (what, score) in cases {
         let scores: Vec<f32> = (0..keys).map(score).collect();

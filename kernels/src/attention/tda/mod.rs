@@ -6,7 +6,7 @@
 //!
 //! a⁽ᵗ⁾_ij = max(q̂⁽ᵗ⁾_iᵀk̂⁽ᵗ⁾_j − τ_i, 0)^p, o_i = RMSNorm(Σ_{j≤i} (a⁽¹⁾_ij − λ a⁽²⁾_ij) v_j).
 //!
-//! (§4.2 leaves the power out, its experiments and appendix C have it.) A row in which no key passes
+//! (§4.2 omits the power; the experiments and appendix C have it.) A row in which no key passes
 //! either threshold gives o = 0.
 //!
 //! | parameter | elements | initial value |
@@ -15,10 +15,10 @@
 //! | `lambda` | 1 | 0.5, clamped to [0, 1] in the operation |
 //! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
 //!
-//! Left unsaid, and chosen here: λ's gradient passes through the clamp, so that a λ that stepped out
-//! of [0, 1] can come back; the rest as in `tra`.
+//! Not specified by the source, chosen here: λ's gradient passes through the clamp, so that a λ that
+//! has left [0, 1] can return; the rest as in `tra`.
 //!
-//! Decoding caches normalised, rotated keys of both views, and values: 3 · kv_heads · head_dim
+//! Decoding caches normalised, rotated keys of both views and values: 3 · kv_heads · head_dim
 //! elements per token.
 
 #[cfg(test)]
@@ -30,8 +30,8 @@ use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    LAMBDA_INIT, Rectified, clamp_lambda, difference, for_both_views, l2_normalise,
-    normalise_outputs, thresholds, validate_threshold,
+    LAMBDA_INIT, Rectified, clamp_lambda, difference, l2_normalise, normalise_outputs,
+    repeat_for_views, thresholds, validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::{Rotation, rotate};
@@ -102,7 +102,7 @@ impl KvCacheVariant for Config {
         let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
         let weights = Rectified { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        let both = rowwise(&op, q, k, for_both_views(v), Some(tau), documents, path);
+        let both = rowwise(&op, q, k, repeat_for_views(v), Some(tau), documents, path);
         let o = difference(both, clamp_lambda(lambda.clone()));
         normalise_outputs(o, norm.clone())
     }

@@ -33,7 +33,7 @@ impl Conformance for Config {
         inputs[4].data[0] = 0.05; // λ
     }
 
-    /// A norm follows, so that the weight of a single key does not matter.
+    /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,
         shape: &AttentionShape,

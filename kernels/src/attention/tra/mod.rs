@@ -6,20 +6,20 @@
 //! τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim), a_ij = max(q̂_iᵀk̂_j − τ_i, 0)^p,
 //! o_i = RMSNorm(Σ_{j≤i} a_ij v_j).
 //!
-//! i counts from 0 in the token's document (as in appendix C; the main text has positions from 1),
-//! also under a window; τ is 0 where the logarithm is negative. A row in which no key passes the
-//! threshold gives o = 0, and so does a query of zeros in the first row.
+//! i counts from 0 in the token's document (as in appendix C; the main text counts from 1), also
+//! under a window; τ is 0 where the logarithm is negative. A row in which no key passes the threshold
+//! gives o = 0, and so does a zero query in the first row.
 //!
 //! | parameter | elements | initial value |
 //! | --- | --- | --- |
 //! | `beta` | 1 | `beta`, 1 |
 //! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
 //!
-//! Left unsaid, and chosen here: β is not kept above 0 (at 0 and below every key of positive
-//! similarity passes, and more); it has the gradient −Σ p(s−τ)^{p−1} (dO·v) ∂τ/∂β over the
-//! survivors, which the released code leaves out; the RMS norm adds 10⁻⁶ to the mean square.
+//! Not specified by the source, chosen here: β is not kept above 0 (at β ≤ 0 every key of positive
+//! similarity passes, and some others); its gradient is −Σ p(s−τ)^{p−1} (dO·v) ∂τ/∂β over the
+//! survivors, which the released code omits; the RMS norm adds 10⁻⁶ to the mean square.
 //!
-//! Decoding caches normalised, rotated keys, and values: 2 · kv_heads · head_dim elements per token.
+//! Decoding caches normalised, rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
 mod tests;

@@ -43,7 +43,7 @@ impl Conformance for Config {
         away_from_zero(inputs, 2.0);
     }
 
-    /// A norm follows, so that the weight of a single key does not matter.
+    /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,
         shape: &AttentionShape,

@@ -1,9 +1,9 @@
-//! Decoding: what is kept between calls.
+//! Decoding: the state that is kept between calls.
 
 use burn::tensor::{FloatDType, Tensor};
 
-use super::past::{Faded, Past};
-use super::piece::Rows;
+use super::past::{EvictedTokens, PastTokens};
+use super::piece::GatedQkv;
 use super::reference::{attend_next, join, keys, next_piece, rows};
 use super::{Config, GateSource, Wall, cuda};
 use crate::attention::blocks::{copied, repeat_heads};
@@ -14,54 +14,56 @@ use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::device::DeviceKind;
 
-/// Tokens of a chunk of the cache (Pai et al., section 3, approach 1).
-pub(super) const CHUNK: usize = 128;
+/// Tokens per chunk of the cache (Pai et al., section 3, approach 1).
+pub(super) const DECODE_CHUNK: usize = 128;
 
-/// The tokens so far.
+/// The cache of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct State<B: OpBackend> {
     cache: CacheStorage<B>,
     /// Position of the next token.
     position: usize,
-    /// Tokens to make room for, where buffers grow.
+    /// Tokens to reserve room for.
     capacity: usize,
 }
 
 #[derive(Clone, Debug)]
 enum CacheStorage<B: OpBackend> {
-    /// Rescaled keys, anchors and values: the gate comes from the hidden state.
-    Rescaled(Past<B>),
-    /// Keys and values alone, and what is left of evicted ones: the gate is computed from the keys
-    /// again.
-    Plain(KvCache<B>, Option<Faded<B>>),
-    /// What the kernels for CUDA keep, wherever the gate comes from.
+    /// With [`GateSource::Hidden`]: rescaled keys, anchors and values.
+    Rescaled(PastTokens<B>),
+    /// With [`GateSource::Key`]: keys and values, from which the gate is recomputed, and the summary of
+    /// evicted tokens.
+    Plain(KvCache<B>, Option<EvictedTokens<B>>),
+    /// The cache of the CUDA kernels, for either source.
     Cuda(CudaCache<B>),
 }
 
-/// What the kernels for CUDA keep.
+/// The cache of the CUDA kernels.
 #[derive(Clone, Debug)]
 struct CudaCache<B: OpBackend> {
     /// From the first token on.
-    tokens: Option<Box<cuda::decode::State>>,
-    /// What is left of evicted tokens.
-    faded: Option<Faded<B>>,
+    tokens: Option<Box<cuda::decode::RescaledKvCache>>,
+    /// The summary of evicted tokens.
+    evicted: Option<EvictedTokens<B>>,
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
     fn elements(&self) -> usize {
-        let of_faded = |faded: &Option<Faded<B>>| faded.as_ref().map_or(0, Faded::elements);
+        let of_evicted = |evicted: &Option<EvictedTokens<B>>| {
+            evicted.as_ref().map_or(0, EvictedTokens::elements)
+        };
         match &self.cache {
             CacheStorage::Rescaled(past) => past.elements(),
-            CacheStorage::Plain(cache, faded) => cache.elements() + of_faded(faded),
-            CacheStorage::Cuda(CudaCache { tokens, faded }) => {
-                tokens.as_ref().map_or(0, |tokens| tokens.elements()) + of_faded(faded)
+            CacheStorage::Plain(cache, evicted) => cache.elements() + of_evicted(evicted),
+            CacheStorage::Cuda(CudaCache { tokens, evicted }) => {
+                tokens.as_ref().map_or(0, |tokens| tokens.elements()) + of_evicted(evicted)
             }
         }
     }
 }
 
 impl<B: OpBackend> State<B> {
-    /// Before the first token.
+    /// The state before the first token.
     pub(super) fn new(
         config: &Config,
         shape: &AttentionShape,
@@ -70,9 +72,9 @@ impl<B: OpBackend> State<B> {
     ) -> Self {
         let cache = match (path, config.gate_source) {
             (ExecPath::Kernel(DeviceKind::Cuda), _) => {
-                CacheStorage::Cuda(CudaCache { tokens: None, faded: None })
+                CacheStorage::Cuda(CudaCache { tokens: None, evicted: None })
             }
-            (_, GateSource::Hidden) => CacheStorage::Rescaled(Past::new(CHUNK, None)),
+            (_, GateSource::Hidden) => CacheStorage::Rescaled(PastTokens::new(DECODE_CHUNK, None)),
             (_, GateSource::Key) => CacheStorage::Plain(KvCache::new(shape.window, capacity), None),
         };
         State { cache, position: 0, capacity }
@@ -101,14 +103,14 @@ pub(super) fn extend<B: OpBackend>(
             let rows = rows(shape, q, keys(shape, [k, v, log_decay]), config.sinks_of(&parameters));
             extend_past(config, shape, past, &rows)
         }
-        CacheStorage::Plain(cache, faded) => {
+        CacheStorage::Plain(cache, evicted) => {
             let Inputs { q, k, v, projections, parameters } = inputs;
             let [k, v] = cache.append(k, v);
             let logits = config.logits(shape, k.clone(), &projections, &parameters);
             let log_decay = config.log_decay(shape, logits);
             let all = keys(shape, [k, v, log_decay]);
             let old = all.len() - tokens;
-            let mut past = Past::new(CHUNK, faded.take());
+            let mut past = PastTokens::new(DECODE_CHUNK, evicted.take());
             if old > 0 {
                 past.push(all.cut(0, old));
             }
@@ -117,14 +119,14 @@ pub(super) fn extend<B: OpBackend>(
             if config.evict_below.is_some() {
                 cache.drop_oldest(past.first());
             }
-            *faded = past.into_faded();
+            *evicted = past.into_evicted();
             outputs
         }
     };
     join(shape, outputs)
 }
 
-/// [`extend`] by the kernels for CUDA, of rotated q and k.
+/// [`extend`] by the CUDA kernels; q and k are already rotated.
 fn extend_on_cuda<B: OpBackend>(
     config: &Config,
     shape: &AttentionShape,
@@ -144,7 +146,7 @@ fn extend_on_cuda<B: OpBackend>(
     };
     let held = cache.tokens.get_or_insert_with(|| {
         let capacity = capacity_of(shape.window, capacity, tokens);
-        Box::new(cuda::decode::State::new(&of_gates, &v, capacity))
+        Box::new(cuda::decode::RescaledKvCache::new(&of_gates, &v, capacity))
     });
     let op =
         Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };
@@ -152,37 +154,38 @@ fn extend_on_cuda<B: OpBackend>(
     let sinks = config.sinks_of(&parameters).map(on_cuda);
     let results = held.extend(&op, [&q, &of_gates, &v], &gate, sinks.as_ref());
     let [o, sums] = results.map(|x| tensor(B::from_cuda(primitive(x))));
-    let o = match &cache.faded {
+    let o = match &cache.evicted {
         None => o,
-        Some(faded) => faded.join(o, sums),
+        Some(evicted) => evicted.join(o, sums),
     };
     if let Some(threshold) = config.evict_below
         && held.tiles() > before
     {
-        let tiles = held.faded(threshold);
+        let tiles = held.evictable_tiles(threshold);
         if tiles > 0 {
             let values: Tensor<B, 4> = tensor(B::from_cuda(held.evict(tiles)));
             let [batch, kv_heads, tokens, channels] = values.dims();
             let values = values.reshape([batch * kv_heads, 1, 1, tokens, channels]);
-            cache.faded = Some(Faded::add(cache.faded.take(), values.cast(FloatDType::F32)));
+            cache.evicted =
+                Some(EvictedTokens::add(cache.evicted.take(), values.cast(FloatDType::F32)));
         }
     }
     o
 }
 
-/// The outputs of `rows`, piece by piece, each of which joins `past`.
+/// The outputs of `rows`, piece by piece; each piece is appended to `past`.
 fn extend_past<B: OpBackend>(
     config: &Config,
     shape: &AttentionShape,
-    past: &mut Past<B>,
-    rows: &Rows<B>,
+    past: &mut PastTokens<B>,
+    rows: &GatedQkv<B>,
 ) -> Vec<Tensor<B, 5>> {
     let (mut outputs, mut first) = (vec![], 0);
     while first < rows.len() {
         let piece = rows.cut(first, next_piece(past, rows, first));
         outputs.push(attend_next(shape, past, &piece, None));
         first += piece.len();
-        // Slices would hold on to the memory of all inputs.
+        // Copied, because slices would keep the memory of all inputs alive.
         past.push(piece.keys.map(copied));
         past.retain(shape.window, config.evict_below);
     }
@@ -196,9 +199,10 @@ pub(super) fn state_elements(config: &Config, shape: &AttentionShape, seq_len: u
         return 2 * values * shape.cached_tokens(seq_len);
     }
     let gates = config.gate_heads_of(shape) * shape.head_dim;
-    let complete = seq_len / CHUNK;
-    // Chunks are dropped when one is complete and no later token sees any of theirs.
-    let unseen = shape.window.map_or(0, |w| (complete * CHUNK + 1).saturating_sub(w) / CHUNK);
-    let (closed, open) = (complete - unseen, seq_len % CHUNK);
-    closed * (CHUNK * (gates + values) + gates) + open * (2 * gates + values)
+    let complete = seq_len / DECODE_CHUNK;
+    // When a chunk is complete, those that no later token sees are dropped.
+    let unseen =
+        shape.window.map_or(0, |w| (complete * DECODE_CHUNK + 1).saturating_sub(w) / DECODE_CHUNK);
+    let (closed, open) = (complete - unseen, seq_len % DECODE_CHUNK);
+    closed * (DECODE_CHUNK * (gates + values) + gates) + open * (2 * gates + values)
 }

@@ -1,4 +1,4 @@
-//! A gate's logits, and log decays from these.
+//! The gate's logits, and the log decays computed from them.
 
 use burn::tensor::{FloatDType, Tensor};
 
@@ -10,17 +10,17 @@ use crate::ops::matmul::MatMul;
 
 /// −g_max (1 − e^(ĝ/g_max)) with ĝ = ln σ(logit): in (−g_max, 0] (Pai et al., appendix G).
 ///
-/// e^y − 1 is taken as tanh(y/2)·(e^y + 1), which keeps its digits where gates are nearly open.
+/// e^y − 1 is computed as tanh(y/2)·(e^y + 1), which is accurate for nearly open gates.
 fn soft_clamp<B: OpBackend>(logits: Tensor<B, 4>, g_max: f32) -> Tensor<B, 4> {
     let y = log_sigmoid(logits) / g_max;
     (y.clone() / 2.0).tanh() * (y.exp() + 1.0) * g_max
 }
 
 impl Config {
-    /// The gate's logits, `[batch, gate heads, seq_len, gate_dims]`, of whichever source.
+    /// The gate's logits, `[batch, gate heads, seq_len, gate_dims]`, for either source.
     ///
-    /// - `k`: `[batch, kv_heads, seq_len, head_dim]`, as it is attended to
-    /// - `projections`, `parameters`: as the layer has them; the parameters of a key's gate are W,
+    /// - `k`: `[batch, kv_heads, seq_len, head_dim]`, rotated if so configured
+    /// - `projections`, `parameters`: those of the layer; the parameters of a key gate are W,
     ///   `[kv_heads, head_dim, outputs]`, and b, `[kv_heads, outputs]`, both flat
     pub(super) fn logits<B: OpBackend>(
         &self,
@@ -41,7 +41,7 @@ impl Config {
                 let weight = parameters[0].clone().reshape([1, heads, shape.head_dim, outputs]);
                 let bias = parameters[1].clone().reshape([1, heads, 1, outputs]);
                 let logits = k.cast(FloatDType::F32).mm(weight) + bias;
-                // One output is a scalar gate (or the only channel's): it serves every gated channel.
+                // A single output, of a scalar gate or of the only gated channel, serves every gated channel.
                 if outputs < dims { logits.repeat_dim(3, dims) } else { logits }
             }
         }

@@ -5,14 +5,14 @@
 //! and g_t = −g_max (1 − e^(ĝ_t / g_max)), a soft clamp to (−g_max, 0] (section 3, appendix G).
 //!
 //! # Parameters
-//! `gate` projects the layer's input to gate_heads · gate_dims logits with a bias that starts at 7:
-//! gates start open, as plain softmax without positions. With `gate_source = "key"` there is no
-//! projection but `key_gate_weight`, W `[kv_heads, head_dim, outputs]` from a normal distribution
-//! of deviation 0.02, and `key_gate_bias`, b `[kv_heads, outputs]` from 7: g_t comes from the key
-//! (section 3, decode, approach 2), with gate_dims outputs (the text's vector gate) or one (its
+//! `gate` projects the layer's input to gate_heads · gate_dims logits with an initial bias of 7: gates
+//! start open, as plain softmax without positions. With `gate_source = "key"` there is no projection:
+//! g_t is computed from the key (section 3, decode, approach 2) with `key_gate_weight`, W
+//! `[kv_heads, head_dim, outputs]`, initially normal with standard deviation 0.02, and `key_gate_bias`,
+//! b `[kv_heads, outputs]`, initially 7; outputs is gate_dims (the text's vector gate) or one (its
 //! listing's scalar gate).
 //!
-//! With `sinks = true`, `sinks` `[heads]` from 0 are logits that take part in the softmax's sum.
+//! With `sinks = true`, `sinks` `[heads]`, initially 0, are logits in the softmax's denominator.
 //!
 //! # Numerics
 //! exp(−P_j) is never formed. The factor exp(P_i − P_j) of a query and a key is split at an anchor
@@ -26,37 +26,36 @@
 //! tokens, and a query is rescaled by exp(P_t − R_c) once per chunk. The paper anchors at the
 //! chunk's start, where a factor can reach exp(128 · g_max); here the anchor is the chunk's end, so
 //! that both factors are at most 1, and the open chunk keeps keys and g as they came. Anchors are
-//! held relative to the newest one, so that P itself, which grows with the sequence, is nowhere
-//! stored. A token costs kv_heads · head_dim · (2 + 1/128) elements, those of the open chunk kv_heads
-//! · head_dim more each. With `gate_heads = "query"` each query head needs its own rescaled keys:
+//! stored relative to the newest one, so that P itself, which grows with the sequence, is never stored. A
+//! token takes kv_heads · head_dim · (2 + 1/128) elements, in the open chunk kv_heads · head_dim more. With
+//! `gate_heads = "query"` each query head needs its own rescaled keys:
 //! head_dim · (heads · (1 + 1/128) + kv_heads), and heads · head_dim more in the open chunk. With
-//! `gate_source = "key"` it costs 2 · kv_heads · head_dim and nothing else: g is computed again from all
-//! cached keys at every step, which takes 2 · head_dim · outputs FLOPs a cached token and kv head.
+//! `gate_source = "key"` a token takes only 2 · kv_heads · head_dim: g is recomputed from all cached keys
+//! at every step, which costs 2 · head_dim · outputs FLOPs per cached token and kv head.
 //!
-//! On CUDA, in bf16, keys are relative to the starts of tiles of 64 tokens instead, up to
-//! exp(64 · g_max), which bf16 holds: no key is written twice, there is no open chunk, and one kernel makes
-//! a step's keys, queries and running P. With `gate_source = "key"` g is computed from the new key alone,
-//! once. A token costs kv_heads · head_dim · (2 + 1/64) elements wherever the gate comes from, with
+//! On CUDA, in bf16, keys are instead relative to the starts of tiles of 64 tokens, up to
+//! exp(64 · g_max), which bf16 holds: no key is written twice, there is no open chunk, and one kernel
+//! computes a step's keys, queries and running P. With `gate_source = "key"` g is computed once, from the
+//! new key. A token takes kv_heads · head_dim · (2 + 1/64) elements for either source, with
 //! `gate_heads = "query"` head_dim · (heads · (1 + 1/64) + kv_heads).
 //!
-//! Appendix E evicts forgotten keys "at no cost". A forgotten key has score 0, not −∞: it keeps the
-//! weight e⁰ in the softmax, and many of them together outweigh the rest. So `evict_below` leaves
-//! behind their number and the mean of their values, which enter the softmax with score 0. What
-//! changes is then bounded by the threshold: a score by evict_below · scale · Σ_n |q_n k_n|. Whole
-//! chunks (on CUDA tiles) are evicted, all heads and batch rows of the layer together, when one completes.
+//! Appendix E evicts forgotten keys "at no cost". But a forgotten key has score 0, not −∞: it keeps the
+//! weight e⁰ in the softmax, and many of them together can outweigh the rest. So `evict_below` keeps their
+//! number and the mean of their values, which enter the softmax with score 0. The threshold then bounds
+//! the error of a score by evict_below · scale · Σ_n |q_n k_n|. Whole chunks (on CUDA tiles) are evicted,
+//! for all heads and sequences of the layer together, when a chunk completes.
 //!
 //! # Pruning
-//! With `prune`, the CUDA kernels for whole rows skip tiles of keys that every channel has forgotten down to
-//! 2⁻¹²⁷: their scores are so near 0 that the exponentials are 1 in f32. Their part of the softmax, which is
-//! their number and the sum of their values, is added afterwards. Results change only by the order of sums and
-//! by one more rounding of outputs and of dv. Elsewhere `prune` changes nothing.
+//! With `prune`, the CUDA kernels for whole rows skip key tiles that have decayed below 2⁻¹²⁷ in every
+//! channel: their scores are so near 0 that the exponentials are 1 in f32. Their part of the softmax, their
+//! number and the sum of their values, is added afterwards. Results change only by the order of sums and by
+//! one more rounding of outputs and of dv. On other paths `prune` has no effect.
 //!
 //! # Choices
-//! - With `rope`, q and k are rotated first, then gated. Scores then depend on
-//!   more than the distance (the two channels of a pair may decay differently), so positions count
-//!   from the document's start.
-//! - The key gate reads the key as the cache holds it, rotated with `rope`: in the listing the tile
-//!   that W_g multiplies is the one whose rescaled copy meets the query.
+//! - With `rope`, q and k are rotated first, then gated. Scores then depend on more than the distance
+//!   (the two channels of a pair may decay differently), so positions count from the document's start.
+//! - The key gate reads the key as it is cached, rotated with `rope`: in the listing, W_g multiplies the
+//!   same tile whose rescaled copy is multiplied with the query.
 //! - The key gate belongs to the kv head, whose key it reads; W is not shared between heads.
 //! - A scalar key gate with gate_dims below head_dim decays the first gate_dims channels.
 
@@ -89,7 +88,7 @@ use super::{
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
-/// Whose gates there are.
+/// The heads that have a gate of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GateHeads {
@@ -100,18 +99,18 @@ pub enum GateHeads {
     Query,
 }
 
-/// What gates are computed from.
+/// The input that gates are computed from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GateSource {
     /// A projection of the layer's input.
     #[default]
     Hidden,
-    /// The key, so that decoding caches nothing for them.
+    /// The key, so that decoding caches nothing for gates.
     Key,
 }
 
-/// Outputs of a gate that is computed from the key.
+/// The outputs of a gate computed from the key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum KeyGate {
@@ -125,9 +124,9 @@ pub enum KeyGate {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Whose gates there are: `"kv"` (default) or `"query"`; the paper finds them equally good.
+    /// The heads with a gate of their own: `"kv"` (default) or `"query"`; the paper finds both equally good.
     pub gate_heads: GateHeads,
-    /// Channels with a gate, the first ones of each head, 1 to head_dim; default head_dim. Fewer
+    /// Number of channels with a gate, the first ones of each head, 1 to head_dim; default head_dim. Fewer
     /// were worse in the paper.
     pub gate_dims: Option<usize>,
     /// Initial bias of the gate's logits, finite; default 7, usually 6 to 8.
@@ -146,11 +145,11 @@ pub struct Config {
     /// Decoding evicts keys that have decayed below this factor in every channel, above 0 and
     /// below 1; default none. Needs a gate in every channel, and no window.
     pub evict_below: Option<f32>,
-    /// On CUDA, skip in training and evaluation the tiles of 64 keys that every channel has forgotten down
-    /// to 2⁻¹²⁷, which changes results by roundings alone; default false. Needs a gate in every channel, and
-    /// no window.
+    /// On CUDA, skip in training and evaluation the tiles of 64 keys that have decayed below 2⁻¹²⁷ in every
+    /// channel, which changes results only by rounding; default false. Needs a gate in every channel, and no
+    /// window.
     pub prune: bool,
-    /// A learned logit per head in the softmax's sum, without a value; default false.
+    /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
 }
 
@@ -197,12 +196,12 @@ impl Config {
         parameters.last().filter(|_| self.sinks).cloned()
     }
 
-    /// q or k, rotated as positions `first`, `first` + 1, … if so configured.
+    /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
         if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
     }
 
-    /// q or k of whole rows, rotated by positions in documents if so configured.
+    /// q or k of whole rows, rotated by positions in documents with `rope`.
     fn rotate_in_documents<B: OpBackend>(
         &self,
         x: Tensor<B, 4>,
@@ -214,7 +213,7 @@ impl Config {
         }
     }
 
-    /// What is wrong with the sizes and constants of the gate.
+    /// Records problems with the sizes and constants of the gate.
     fn validate_gate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let dims = self.gate_dims_of(shape);
         problems.check(
@@ -240,7 +239,7 @@ impl Config {
         );
     }
 
-    /// Whether options exclude each other.
+    /// Records options that exclude each other.
     fn validate_options(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let from_key = self.gate_source == GateSource::Key;
         problems.check(
@@ -305,8 +304,8 @@ impl VariantSpec for Config {
         self.validate_options(key, shape, problems);
     }
 
-    /// Not with `evict_below` and `prune`: what is left of forgotten tokens is a sum, out of which those
-    /// that leave the window could not be taken.
+    /// Not with `evict_below` or `prune`: forgotten tokens are summarised in a sum, from which tokens that
+    /// leave the window could not be removed.
     fn allows_window(&self) -> bool {
         self.evict_below.is_none() && !self.prune
     }
@@ -349,8 +348,9 @@ impl VariantSpec for Config {
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         // qᵀk and p·v, two multiply-adds per channel and key; a query is rescaled once per chunk.
-        let keys = (4.0 + 1.0 / reference::CHUNK as f64) * d * heads * shape.mean_keys(seq_len);
-        // Rescaling inside a chunk, where blocks join: its 16 rows, then 4 doublings to 256.
+        let keys =
+            (4.0 + 1.0 / reference::TRAIN_CHUNK as f64) * d * heads * shape.mean_keys(seq_len);
+        // Rescaling at the levels inside a chunk: its 16 rows, then 4 doublings to 256.
         let factors = 6.0 * d * (heads + self.gate_heads_of(shape) as f64);
         keys + factors + self.weight_flops_per_token(shape)
     }
@@ -381,7 +381,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let [q, k] = [q, k].map(|x| self.rotate_in_documents(x, &documents));
         let gate = primitive(self.logits(shape, k.clone(), &projections, &parameters));
-        // Each gate has its keys.
+        // Each gate has its own keys.
         let gate_heads = self.gate_heads_of(shape);
         let [k, v] = [k, v].map(|x| repeat_heads(x, gate_heads / shape.kv_heads));
         let shape = AttentionShape { kv_heads: gate_heads, ..*shape };
@@ -434,9 +434,8 @@ impl Variant for Config {
     }
 }
 
-/// The operation on q, k, v and the gate, for heads of k and v that have a gate each.
-///
-/// The gate comes as logits, `[batch, kv_heads, seq_len, gate_dims]`.
+/// The operation on q, k, v and the gate's logits, `[batch, kv_heads, seq_len, gate_dims]`, where each head
+/// of k and v has its own gate.
 #[derive(Clone, Debug)]
 struct Wall {
     config: Config,

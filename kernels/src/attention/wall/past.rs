@@ -1,39 +1,39 @@
-//! The tokens before the current piece: keys of complete chunks rescaled to their chunk's end, the
-//! open chunk as it came.
+//! The tokens before the current piece: keys of complete chunks rescaled to their chunk's end, and the
+//! open chunk unchanged.
 
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{FloatDType, Tensor};
 
-use super::piece::{Keys, Part, Sight, repeat, times};
+use super::piece::{GatedKv, PieceMask, ScoredKeys, repeat, times};
 use crate::attention::blocks::{copied, repeat_heads, sums_after};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
-/// Complete chunks. Values have kv heads, everything else gate heads.
+/// Complete chunks. Values have kv heads, all else gate heads.
 #[derive(Clone, Debug)]
-struct Closed<B: OpBackend> {
+struct ClosedChunks<B: OpBackend> {
     /// k_j · exp(R_c − P_j), `[n, 1, chunks, chunk, head_dim]`, with R_c = P at the chunk's end.
     keys: Tensor<B, 5>,
     /// `[batch · kv_heads, 1, chunks, chunk, value_dim]`
     values: Tensor<B, 5>,
-    /// The anchors, held as exp(R − R_c) with R that of the newest chunk: no factor exceeds 1, and
-    /// no sum over the whole sequence is formed. `[n, 1, chunks, 1, head_dim]`
+    /// The anchors as exp(R − R_c), where R is that of the newest chunk: no factor exceeds 1, and no sum
+    /// over the whole sequence is formed. `[n, 1, chunks, 1, head_dim]`
     anchors: Tensor<B, 5>,
 }
 
-/// Evicted tokens. Their scores are 0 to within the threshold, so that all weigh the same: a
-/// forgotten token still takes its share of the softmax, and leaving it out would change outputs
-/// however small its score.
+/// The summary of evicted tokens. Their scores are 0 up to the threshold, so that all have the same
+/// weight e⁰. They must stay in the softmax: leaving them out would change outputs however small their
+/// scores are.
 #[derive(Clone, Debug)]
-pub(super) struct Faded<B: OpBackend> {
+pub(super) struct EvictedTokens<B: OpBackend> {
     tokens: usize,
     /// The mean of their values, `[batch · kv_heads, 1, 1, 1, value_dim]`.
     mean: Tensor<B, 5>,
 }
 
-impl<B: OpBackend> Faded<B> {
-    /// Outputs `[batch, heads, rows, value_dim]` with the evicted tokens' part, where `sums` has the
-    /// logarithms of the softmax's sums over the others, to base 2, `[batch, heads, rows, 1]`.
+impl<B: OpBackend> EvictedTokens<B> {
+    /// Adds the evicted tokens to outputs `[batch, heads, rows, value_dim]` over the others, whose
+    /// log-sum-exp, base 2, is `sums`, `[batch, heads, rows, 1]`.
     pub fn join(&self, o: Tensor<B, 4>, sums: Tensor<B, 4>) -> Tensor<B, 4> {
         let ([batch, heads, _, value_dim], dtype) = (o.dims(), o.dtype());
         let mean = self.mean.clone();
@@ -48,9 +48,11 @@ impl<B: OpBackend> Faded<B> {
         let [rows, _, chunks, chunk, value_dim] = values.dims();
         let new = chunks * chunk;
         let mean = values.reshape([rows, 1, 1, new, value_dim]).mean_dim(3);
-        let Some(Faded { tokens, mean: old }) = old else { return Faded { tokens: new, mean } };
+        let Some(EvictedTokens { tokens, mean: old }) = old else {
+            return EvictedTokens { tokens: new, mean };
+        };
         let share = new as f64 / (tokens + new) as f64;
-        Faded { tokens: tokens + new, mean: old.clone() + (mean - old) * share }
+        EvictedTokens { tokens: tokens + new, mean: old.clone() + (mean - old) * share }
     }
 
     /// Elements held.
@@ -58,33 +60,33 @@ impl<B: OpBackend> Faded<B> {
         self.mean.shape().num_elements()
     }
 
-    /// One key of score ln(tokens) with the mean value weighs what all of them do.
-    fn part(&self, queries: &Tensor<B, 5>) -> Part<B> {
+    /// All of them together are equivalent to one key of score ln(tokens) with the mean value.
+    fn part(&self, queries: &Tensor<B, 5>) -> ScoredKeys<B> {
         let [n, group, _, rows, _] = queries.dims();
         let score = (self.tokens as f64).ln();
         let scores = Tensor::full([n, group, 1, rows, 1], score, &queries.device());
-        Part { scores, values: repeat(&self.mean, n) }
+        ScoredKeys { scores, values: repeat(&self.mean, n) }
     }
 }
 
 /// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
-pub(super) struct Past<B: OpBackend> {
+pub(super) struct PastTokens<B: OpBackend> {
     /// Tokens of a chunk.
     chunk: usize,
     /// Position of the first token held; a multiple of `chunk`.
     first: usize,
-    closed: Option<Closed<B>>,
-    /// The chunk that is not complete, as its tokens came.
-    open: Option<Keys<B>>,
-    /// What is left of evicted tokens.
-    faded: Option<Faded<B>>,
+    closed: Option<ClosedChunks<B>>,
+    /// The incomplete chunk, not rescaled.
+    open: Option<GatedKv<B>>,
+    /// The summary of evicted tokens.
+    evicted: Option<EvictedTokens<B>>,
 }
 
-impl<B: OpBackend> Past<B> {
-    /// No tokens yet but those evicted.
-    pub fn new(chunk: usize, faded: Option<Faded<B>>) -> Self {
-        Past { chunk, first: 0, closed: None, open: None, faded }
+impl<B: OpBackend> PastTokens<B> {
+    /// No tokens but the evicted ones.
+    pub fn new(chunk: usize, evicted: Option<EvictedTokens<B>>) -> Self {
+        PastTokens { chunk, first: 0, closed: None, open: None, evicted }
     }
 
     /// The position of the first token held.
@@ -93,8 +95,8 @@ impl<B: OpBackend> Past<B> {
     }
 
     /// The evicted tokens.
-    pub fn into_faded(self) -> Option<Faded<B>> {
-        self.faded
+    pub fn into_evicted(self) -> Option<EvictedTokens<B>> {
+        self.evicted
     }
 
     /// Complete chunks held.
@@ -104,7 +106,7 @@ impl<B: OpBackend> Past<B> {
 
     /// Tokens in the open chunk.
     fn open_len(&self) -> usize {
-        self.open.as_ref().map_or(0, Keys::len)
+        self.open.as_ref().map_or(0, GatedKv::len)
     }
 
     /// Tokens held.
@@ -126,17 +128,17 @@ impl<B: OpBackend> Past<B> {
     pub fn elements(&self) -> usize {
         let closed = self.closed.iter().flat_map(|x| [&x.keys, &x.values, &x.anchors]);
         let open = self.open.iter().flat_map(|x| [&x.k, &x.v, &x.log_decay]);
-        let faded = self.faded.as_ref().map_or(0, Faded::elements);
-        closed.chain(open).map(|x| x.shape().num_elements()).sum::<usize>() + faded
+        let evicted = self.evicted.as_ref().map_or(0, EvictedTokens::elements);
+        closed.chain(open).map(|x| x.shape().num_elements()).sum::<usize>() + evicted
     }
 
     /// Appends tokens.
-    pub fn push(&mut self, new: Keys<B>) {
+    pub fn push(&mut self, new: GatedKv<B>) {
         let all = match self.open.take() {
             None => new,
             Some(old) => {
                 let join = |old, new| Tensor::cat(vec![old, new], 3);
-                Keys {
+                GatedKv {
                     k: join(old.k, new.k),
                     v: join(old.v, new.v),
                     log_decay: join(old.log_decay, new.log_decay),
@@ -153,8 +155,8 @@ impl<B: OpBackend> Past<B> {
     }
 
     /// Rescales and appends complete chunks.
-    fn close(&mut self, tokens: Keys<B>) {
-        let Keys { k, v: values, log_decay } = tokens.map(|x| {
+    fn close(&mut self, tokens: GatedKv<B>) {
+        let GatedKv { k, v: values, log_decay } = tokens.map(|x| {
             let [n, _, _, tokens, channels] = x.dims();
             x.reshape([n, 1, tokens / self.chunk, self.chunk, channels])
         });
@@ -162,12 +164,12 @@ impl<B: OpBackend> Past<B> {
         let total = since.clone().narrow(3, 0, 1) + log_decay.narrow(3, 0, 1);
         let keys = k * since.exp();
         let anchors = sums_after(total.clone(), 2).exp();
-        let new = Closed { keys, values, anchors };
+        let new = ClosedChunks { keys, values, anchors };
         self.closed = Some(match self.closed.take() {
             None => new,
             Some(old) => {
                 let join = |old, new| Tensor::cat(vec![old, new], 2);
-                Closed {
+                ClosedChunks {
                     anchors: join(old.anchors * total.sum_dim(2).exp(), new.anchors),
                     keys: join(old.keys, new.keys),
                     values: join(old.values, new.values),
@@ -176,51 +178,52 @@ impl<B: OpBackend> Past<B> {
         });
     }
 
-    /// Scores of all tokens held for the `queries` that follow, `[n, group, 1, rows, head_dim]`,
-    /// times their decay since the newest token held.
-    pub fn parts(&self, queries: Tensor<B, 5>, sight: &Sight<B>) -> Vec<Part<B>> {
+    /// Scores and values of all tokens held, for the `queries` that follow times their decay since the
+    /// newest token held, `[n, group, 1, rows, head_dim]`.
+    pub fn parts(&self, queries: Tensor<B, 5>, mask: &PieceMask<B>) -> Vec<ScoredKeys<B>> {
         let n = queries.dims()[0];
-        let mut parts: Vec<_> = self.faded.iter().map(|faded| faded.part(&queries)).collect();
+        let mut parts: Vec<_> = self.evicted.iter().map(|evicted| evicted.part(&queries)).collect();
         let mut since_closed = queries.clone();
-        if let Some(Keys { k, v, log_decay }) = &self.open {
+        if let Some(GatedKv { k, v, log_decay }) = &self.open {
             let since = sums_after(log_decay.clone(), 3);
             let total = since.clone().narrow(3, 0, 1) + log_decay.clone().narrow(3, 0, 1);
             since_closed = times(since_closed, total.exp());
             let scores = queries.mm((k.clone() * since.exp()).transpose());
-            let scores = sight.hide(scores, self.position() - self.open_len());
-            parts.push(Part { scores, values: repeat(v, n) });
+            let scores = mask.apply(scores, self.position() - self.open_len());
+            parts.push(ScoredKeys { scores, values: repeat(v, n) });
         }
-        if let Some(Closed { keys, values, anchors }) = &self.closed {
-            // Each query is rescaled once per chunk; keys stay as they are.
+        if let Some(ClosedChunks { keys, values, anchors }) = &self.closed {
+            // Each query is rescaled once per chunk; keys are unchanged.
             let queries = times(since_closed, anchors.clone());
-            let scores = sight.hide(queries.mm(keys.clone().transpose()), self.first);
-            parts.push(Part { scores, values: repeat(values, n) });
+            let scores = mask.apply(queries.mm(keys.clone().transpose()), self.first);
+            parts.push(ScoredKeys { scores, values: repeat(values, n) });
         }
         parts
     }
 
-    /// Drops what no later token sees and evicts what has faded, once the open chunk is complete.
+    /// Once the open chunk is complete: drops chunks that no later token sees, and evicts those below the
+    /// threshold.
     pub fn retain(&mut self, window: Option<usize>, evict_below: Option<f32>) {
         if self.open.is_some() {
             return;
         }
         if let Some(window) = window {
-            let lowest = (self.position() + 1).saturating_sub(window);
-            let unseen = lowest.saturating_sub(self.first) / self.chunk;
+            let first_visible = (self.position() + 1).saturating_sub(window);
+            let unseen = first_visible.saturating_sub(self.first) / self.chunk;
             self.drop_chunks(unseen.min(self.chunks()));
         }
         if let Some(threshold) = evict_below
-            && let Some(values) = self.drop_chunks(self.faded_chunks(threshold))
+            && let Some(values) = self.drop_chunks(self.evictable_chunks(threshold))
         {
-            self.faded = Some(Faded::add(self.faded.take(), values));
+            self.evicted = Some(EvictedTokens::add(self.evicted.take(), values));
         }
     }
 
-    /// How many of the oldest chunks have every token's factors below `threshold`, over all gate
-    /// heads and batch rows. Factors grow towards a chunk's end, where the anchor is, and from
-    /// chunk to chunk: these chunks come first.
-    fn faded_chunks(&self, threshold: f32) -> usize {
-        let Some(Closed { anchors, .. }) = &self.closed else { return 0 };
+    /// The number of oldest chunks whose tokens have all factors below `threshold`, over all gate heads
+    /// and sequences. Factors grow towards a chunk's end, which is the anchor, and from chunk to chunk, so
+    /// these chunks come first.
+    fn evictable_chunks(&self, threshold: f32) -> usize {
+        let Some(ClosedChunks { anchors, .. }) = &self.closed else { return 0 };
         let largest = anchors.clone().max_dim(0).max_dim(4).into_data();
         largest.iter::<f32>().take_while(|&factor| factor < threshold).count()
     }
@@ -233,9 +236,9 @@ impl<B: OpBackend> Past<B> {
         let dropped = closed.values.clone().narrow(2, 0, chunks);
         self.first += chunks * self.chunk;
         self.closed = (chunks < held).then(|| {
-            // A slice would hold on to the memory of what is dropped.
+            // Copied, because a slice would keep the memory of the dropped chunks alive.
             let keep = |x: Tensor<B, 5>| copied(x.narrow(2, chunks, held - chunks));
-            Closed {
+            ClosedChunks {
                 keys: keep(closed.keys),
                 values: keep(closed.values),
                 anchors: keep(closed.anchors),

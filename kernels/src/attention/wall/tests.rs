@@ -25,7 +25,7 @@ impl Conformance for Config {
         vec![
             // Gates that close, in channels of different speed.
             Config { bias_init: 0.0, ..config.clone() },
-            // Evicts nothing here: gates this open keep every key.
+            // Evicts nothing here: with gates this open every key is kept.
             Config { rope: true, theta: 100.0, evict_below: Some(1e-3), ..config.clone() },
             Config {
                 gate_heads: GateHeads::Query,
@@ -44,7 +44,7 @@ impl Conformance for Config {
         ]
     }
 
-    /// Beside those of softmax attention, q and k where they are brought to their tiles' ends.
+    /// Beside those of softmax attention: the rescaled q and k.
     fn roundings(&self) -> u32 {
         7
     }
@@ -68,7 +68,7 @@ impl Conformance for Config {
     }
 }
 
-/// The elements along the last dimension.
+/// The elements along the last dimension at `index`.
 fn channels<'a>(x: &'a Tensor64, index: &[usize]) -> &'a [f64] {
     let row = index.iter().zip(&x.shape).fold(0, |row, (i, size)| row * size + i);
     let width = *x.shape.last().expect("a dimension");

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::{Activation, GELU_CUBIC, GELU_SCALE};
 use crate::cpu::{buffer, contiguous, dense, from_vec_like, math};
 
-/// y = f(x), and `x` as the backward pass needs it.
+/// y = f(x), and `x` to save for the backward pass.
 pub fn activation(kind: Activation, x: &FlexTensor) -> [FlexTensor; 2] {
     let [x] = same_order([x]);
     let y = match kind {
@@ -29,7 +29,7 @@ pub fn activation_backward(kind: Activation, x: &FlexTensor, dy: &FlexTensor) ->
     }
 }
 
-/// silu(gate) · up, and both inputs as the backward pass needs them.
+/// silu(gate) · up, and both inputs to save for the backward pass.
 pub fn swiglu(gate: &FlexTensor, up: &FlexTensor) -> [FlexTensor; 3] {
     let [gate, up] = same_order([gate, up]);
     [map([&gate, &up], |[gate, up]| silu_value(gate) * up), gate, up]
@@ -66,7 +66,7 @@ fn gelu_slope(x: f32) -> f32 {
     math::mul_add(x * s * (1.0 - s), inner, s)
 }
 
-/// max(x, 0); a NaN stays a NaN.
+/// max(x, 0); propagates NaN.
 #[inline(always)]
 fn relu_value(x: f32) -> f32 {
     if x < 0.0 { 0.0 } else { x }
@@ -88,14 +88,14 @@ fn log_sigmoid_value(x: f32) -> f32 {
     x.min(0.0) - math::ln_1p_unit(math::exp(-x.abs()))
 }
 
-/// The tensors with one memory order, without gaps: as they are where they agree, else row-major.
+/// The tensors in one dense memory order: unchanged if they agree on one, else contiguous copies.
 fn same_order<const K: usize>(tensors: [&FlexTensor; K]) -> [FlexTensor; K] {
     let strides = tensors[0].layout().strides();
     let agree = |t: &&FlexTensor| t.layout().strides() == strides && dense(t).is_some();
     if tensors.iter().all(agree) { tensors.map(FlexTensor::clone) } else { tensors.map(contiguous) }
 }
 
-/// `f` of the elements of tensors that [`same_order`] gave, in their order.
+/// Applies `f` to the elements of tensors from [`same_order`], in their memory order.
 fn map<const K: usize>(
     tensors: [&FlexTensor; K],
     f: impl Fn([f32; K]) -> f32 + Sync,

@@ -1,24 +1,24 @@
-//! Activations by their kernels.
+//! Activations on CUDA.
 
 use super::kernel::{self, Function};
 use crate::cuda::{CudaTensor, buffer};
-use crate::ops::cuda::elementwise::{like, same_order, spans};
+use crate::ops::cuda::elementwise::{like, same_order, vector_ranges};
 use crate::ops::cuda::{THREADS, dim, supported};
 
-/// y = f(x), and `x` as the backward pass needs it; `None` where the type has no kernel.
+/// y = f(x), and `x` to save for the backward pass; `None` if the type has no kernel.
 pub fn activation(function: Function, x: &CudaTensor) -> Option<[CudaTensor; 2]> {
     if !supported(x) {
         return None;
     }
     let [x] = same_order([x]);
     let y = like(&x);
-    for span in spans(&x) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
+    for part in vector_ranges(&x) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: both buffers hold all elements.
         unsafe {
             kernel::activation::launch_unchecked(
                 &x.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&x, lanes),
@@ -37,13 +37,13 @@ pub fn activation(function: Function, x: &CudaTensor) -> Option<[CudaTensor; 2]>
 pub fn activation_backward(function: Function, x: &CudaTensor, dy: &CudaTensor) -> CudaTensor {
     let [x, dy] = same_order([x, dy]);
     let dx = like(&x);
-    for span in spans(&x) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
+    for part in vector_ranges(&x) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: all buffers hold all elements.
         unsafe {
             kernel::activation_backward::launch_unchecked(
                 &x.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&x, lanes),
@@ -59,21 +59,20 @@ pub fn activation_backward(function: Function, x: &CudaTensor, dy: &CudaTensor) 
     dx
 }
 
-/// silu(gate) · up, and both inputs as the backward pass needs them; `None` where the type has no
-/// kernel.
+/// silu(gate) · up, and both inputs to save for the backward pass; `None` if the type has no kernel.
 pub fn swiglu(gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
     if !supported(gate) {
         return None;
     }
     let [gate, up] = same_order([gate, up]);
     let y = like(&gate);
-    for span in spans(&gate) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
+    for part in vector_ranges(&gate) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: all buffers hold all elements.
         unsafe {
             kernel::swiglu::launch_unchecked(
                 &gate.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&gate, lanes),
@@ -92,13 +91,13 @@ pub fn swiglu(gate: &CudaTensor, up: &CudaTensor) -> Option<[CudaTensor; 3]> {
 pub fn swiglu_backward(gate: &CudaTensor, up: &CudaTensor, dy: &CudaTensor) -> [CudaTensor; 2] {
     let [gate, up, dy] = same_order([gate, up, dy]);
     let (d_gate, d_up) = (like(&gate), like(&gate));
-    for span in spans(&gate) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
+    for part in vector_ranges(&gate) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: all buffers hold all elements.
         unsafe {
             kernel::swiglu_backward::launch_unchecked(
                 &gate.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&gate, lanes),

@@ -1,4 +1,4 @@
-//! The kernels of activations. Each thread handles one vector, of those from `first` to `end`.
+//! The kernels of activations. Each thread handles one of the vectors from `first` to `end`.
 
 use cubecl::prelude::*;
 
@@ -7,7 +7,7 @@ const GELU_SCALE: f32 = 0.797_884_6;
 /// The cubic coefficient of GELU's tanh form.
 const GELU_CUBIC: f32 = 0.044_715;
 
-/// Which function.
+/// The activation functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Function {
     /// x σ(2u) with u = √(2/π) (x + 0.044715 x³).
@@ -20,7 +20,7 @@ pub enum Function {
     LogSigmoid,
 }
 
-/// σ(x), to within a few units of rounding: the exponential and the division are the fast ones.
+/// σ(x) to a few units in the last place, with fast exponential and division.
 #[cube]
 pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + Exp::exp(-x))
@@ -47,7 +47,7 @@ fn gelu_argument(x: f32) -> f32 {
     x * (x * x * cubic + linear)
 }
 
-/// max(x, 0); a NaN stays a NaN.
+/// max(x, 0); propagates NaN.
 #[cube]
 fn relu(x: f32) -> f32 {
     let mut y = x;

@@ -1,4 +1,4 @@
-//! Elementwise activations, and the gated one of SwiGLU.
+//! Elementwise activations, and SwiGLU's gated one.
 
 pub(super) mod cpu;
 pub(super) mod cuda;

@@ -111,7 +111,7 @@ mod cuda {
     #[test]
     #[ignore = "needs a GPU"]
     fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
-        // 8 channels, since memory has gaps after rows of 7.
+        // 8 channels, because burn pads rows of 7.
         let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
         for kind in KINDS {
             assert_views_agree(view(), |x| activation(kind, x));

@@ -6,9 +6,9 @@ use rayon::prelude::*;
 use super::AdamwStep;
 use crate::cpu::{contiguous, slice};
 
-/// The step in one pass: the new parameter, m and v.
+/// One step in one pass: the new parameter, m and v.
 pub fn adamw(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTensor; 3] {
-    const CHUNK: usize = 1 << 14;
+    const TASK: usize = 1 << 14;
     let [mut p, mut m, mut v] =
         [p, m, v].map(|x| if x.is_contiguous() { x } else { contiguous(&x) });
     let g = contiguous(&g);
@@ -25,12 +25,12 @@ pub fn adamw(step: &AdamwStep, [p, g, m, v]: [FlexTensor; 4]) -> [FlexTensor; 3]
     };
     let grad = slice(&g);
     p.storage_mut::<f32>()
-        .par_chunks_mut(CHUNK)
-        .zip(grad.par_chunks(CHUNK))
+        .par_chunks_mut(TASK)
+        .zip(grad.par_chunks(TASK))
         .zip(
             m.storage_mut::<f32>()
-                .par_chunks_mut(CHUNK)
-                .zip(v.storage_mut::<f32>().par_chunks_mut(CHUNK)),
+                .par_chunks_mut(TASK)
+                .zip(v.storage_mut::<f32>().par_chunks_mut(TASK)),
         )
         .for_each(|((p, g), (m, v))| update(p, g, m, v));
     [p, m, v]

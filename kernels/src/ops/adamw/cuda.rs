@@ -1,18 +1,18 @@
-//! AdamW by its kernel.
+//! AdamW on CUDA.
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 
 use super::{AdamwStep, kernel};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
-use crate::ops::cuda::elementwise::{spans, writable};
+use crate::ops::cuda::elementwise::{vector_ranges, writable};
 use crate::ops::cuda::{THREADS, dim, dims, nothing, supported};
 
-/// One AdamW step: the new parameter, m and v, in place where nobody else owns them, and the new
+/// One AdamW step: the new parameter, m and v, in place if their buffers are not shared, and the new
 /// parameter as `copy`.
 ///
 /// # Panics
-/// When the shapes differ, or a type is not f32 where the gradient alone may be bf16.
+/// When the shapes differ, or a tensor is not f32; only the gradient may be bf16.
 pub fn adamw(
     step: &AdamwStep,
     [p, g, m, v]: [CudaTensor; 4],
@@ -27,13 +27,13 @@ pub fn adamw(
     });
     let copy = copy.map(|dtype| empty(&p, &dims(&p), dtype));
     let copy_type = copy.as_ref().map_or(DType::BF16, |copy| copy.dtype);
-    for span in spans(&p) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
-        // SAFETY: all buffers hold all elements, and nobody else reads those written.
+    for part in vector_ranges(&p) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
+        // SAFETY: all buffers hold all elements, and those written are not shared.
         unsafe {
             kernel::adamw::launch_unchecked::<CudaRuntime>(
                 &p.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&p, lanes),

@@ -1,4 +1,4 @@
-//! The kernel of AdamW. Each thread handles one vector, of those from `first` to `end`.
+//! The kernel of AdamW. Each thread handles one of the vectors from `first` to `end`.
 
 use cubecl::prelude::*;
 
@@ -25,7 +25,7 @@ pub struct Numbers {
     pub inverse2: f32,
 }
 
-/// One AdamW step in place; with `copied`, `copy` gets the new parameter in its own type.
+/// One AdamW step in place; with `copied`, also writes the new parameter to `copy` in its type.
 #[cube(launch_unchecked)]
 pub fn adamw<G: Float, C: Float, N: Size>(
     p: &mut Array<Vector<f32, N>>,

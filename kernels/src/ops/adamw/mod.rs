@@ -13,7 +13,7 @@ use burn_flex::FlexTensor;
 use crate::backend::{NoGradOp, OpBackend};
 use crate::cuda::CudaTensor;
 
-/// The numbers of one step.
+/// The hyperparameters of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamwStep {
     /// Learning rate.
@@ -42,8 +42,8 @@ impl AdamwStep {
 /// One step on one parameter: m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
 /// p ← p − lr·(m̂ / (√v̂ + ε) + λp). Not differentiable.
 ///
-/// - `tensors`: the parameter, its gradient, m and v, all of one shape; those that nobody else owns
-///   are updated in place
+/// - `tensors`: the parameter, its gradient, m and v, all of one shape; updated in place if their buffers
+///   are not shared
 /// - `copy`: the type of a copy of the new parameter, for the next forward pass
 pub fn adamw<B: OpBackend>(
     step: &AdamwStep,
@@ -53,8 +53,7 @@ pub fn adamw<B: OpBackend>(
     B::run_no_grad(&Adamw { step: *step, copy }, tensors)
 }
 
-/// What a step gives: the new parameter, m and v, and the copy of the parameter where one was asked
-/// for.
+/// The results of a step: the new parameter, m and v, and the copy of the parameter if requested.
 pub type Stepped<T> = ([T; 3], Option<T>);
 
 /// The operation of [`adamw`].
@@ -98,7 +97,7 @@ impl NoGradOp for Adamw {
 }
 
 impl Adamw {
-    /// `new`, and the copy that was asked for, made after the step.
+    /// `new` with the requested copy, made after the step.
     fn with_copy<B: OpBackend>(&self, new: [FloatTensor<B>; 3]) -> Stepped<FloatTensor<B>> {
         let cast = |dtype: DType| B::float_cast(new[0].clone(), FloatDType::from(dtype));
         let copy = self.copy.map(cast);

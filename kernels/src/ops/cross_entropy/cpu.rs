@@ -8,7 +8,7 @@ use crate::cpu::gemm::{Mat, matmul_into};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 use crate::ops::embedding::token_ids;
 
-/// Σ weights · loss, and the gradients of x and W that are wanted.
+/// Σ weights · loss, and the needed gradients of x and W.
 pub fn weighted(
     x: &FlexTensor,
     weight: &FlexTensor,
@@ -22,7 +22,7 @@ pub fn weighted(
     let width = dims(&weight)[1];
     let row_weights = slice(&weights);
     assert_eq!(dims(&weights), shape, "shapes of the cross-entropy's weights and targets");
-    // A NaN weight is not 0, so it counts and shows.
+    // A NaN weight is not 0, so it is counted and propagates.
     let counted: Vec<usize> = (0..targets.len()).filter(|&row| row_weights[row] != 0.0).collect();
     let picked: Vec<f32>;
     let rows = if counted.len() == targets.len() {
@@ -31,7 +31,7 @@ pub fn weighted(
         picked = counted.iter().flat_map(|&row| row_of(slice(&x), row, width)).copied().collect();
         &picked
     };
-    let pass = Pass::run(
+    let pass = LossAndGrads::run(
         rows,
         slice(&weight),
         width,
@@ -46,7 +46,7 @@ pub fn weighted(
     Forward { output: from_vec(vec![loss as f32], &[1]), saved: dx.into_iter().chain(dw).collect() }
 }
 
-/// The gradients of x and W that [`weighted`] computed, times the loss's own.
+/// The gradients of x and W that [`weighted`] saved, times the loss's upstream gradient.
 pub fn backward(
     saved: Vec<FlexTensor>,
     grad: &FlexTensor,
@@ -63,7 +63,7 @@ pub fn per_token(x: &FlexTensor, weight: &FlexTensor, targets: &FlexTensor) -> F
     let shape = dims(targets);
     let targets = token_targets(&x, &weight, targets);
     let width = dims(&weight)[1];
-    let pass = Pass::run(slice(&x), slice(&weight), width, &targets, &[], [false; 2]);
+    let pass = LossAndGrads::run(slice(&x), slice(&weight), width, &targets, &[], [false; 2]);
     from_vec(pass.losses, &shape)
 }
 
@@ -80,7 +80,7 @@ fn row_of(matrix: &[f32], row: usize, width: usize) -> &[f32] {
     &matrix[row * width..][..width]
 }
 
-/// The rows of `dx` at their places among `rows`, zeros elsewhere.
+/// Scatters the rows of `dx` to `places` among `rows` rows, zeros elsewhere.
 fn spread(dx: Vec<f32>, places: &[usize], rows: usize, width: usize) -> Vec<f32> {
     if places.len() == rows {
         return dx;
@@ -101,16 +101,16 @@ fn scaled(mut grad: FlexTensor, factor: f32) -> FlexTensor {
     grad
 }
 
-/// Rows of logits that exist at a time: at most 32 MiB of them, so that they stay near the
-/// processor at small vocabularies, and enough rows for the products' speed at large ones.
+/// Rows of logits per chunk: about 32 MiB, so that they stay in cache at small vocabularies, but enough
+/// rows for fast matrix products at large ones.
 ///
-/// Depends on the vocabulary alone, so that sums over chunks have one order.
+/// Depends only on the vocabulary, so that the order of sums over chunks is fixed.
 pub fn chunk_rows(vocab: usize) -> usize {
     ((1 << 23) / vocab).next_multiple_of(64).clamp(256, 1024)
 }
 
-/// What one pass over the rows gives.
-struct Pass {
+/// The results of one pass over the rows.
+struct LossAndGrads {
     /// The unweighted loss of each row.
     losses: Vec<f32>,
     /// Σ weights · d loss / dx, where wanted.
@@ -119,9 +119,9 @@ struct Pass {
     dw: Option<Vec<f32>>,
 }
 
-impl Pass {
-    /// Losses of the rows of `x`, and the gradients wanted for x and W under `row_weights`, which
-    /// may be empty when none is.
+impl LossAndGrads {
+    /// Losses of the rows of `x`, and the needed gradients of x and W under `row_weights`, which may be
+    /// empty if no gradient is needed.
     fn run(
         x: &[f32],
         weight: &[f32],
@@ -154,12 +154,12 @@ impl Pass {
                 matmul_into(dw, d_logits.t(), x, beta);
             }
         }
-        Pass { losses, dx, dw }
+        LossAndGrads { losses, dx, dw }
     }
 }
 
-/// The loss of every row of logits. With weights, the logits become the gradients with respect to
-/// them, weight · (softmax(z) − onehot(target)).
+/// The loss of every row of logits. With weights, the logits are overwritten by their gradient,
+/// weight · (softmax(z) − onehot(target)).
 fn softmax_rows(
     logits: &mut [f32],
     vocab: usize,

@@ -3,45 +3,45 @@
 use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::zeros_client;
 
-use super::kernel::{Plan, rows as rows_kernel};
+use super::kernel::{LossConfig, rows as rows_kernel};
 use crate::backend::Forward;
 use crate::cuda::blas::{self, Epilogue};
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::ops::cuda::elementwise::{in_type, scale, store};
 use crate::ops::cuda::sums::total;
-use crate::ops::cuda::{blocks, dim, dims, integers, nothing, number, over, supported};
+use crate::ops::cuda::{as_u32, blocks, dim, dims, integers, nothing, over, supported};
 use crate::ops::linear::cuda::transposed;
 
-/// Logits that exist at a time, at most, where rows are not very long: a sixteenth of those of a
-/// large batch. Each chunk adds to the whole gradient of the weight, so that fewer are faster.
+/// Most logits per chunk, unless rows are very long: a sixteenth of those of a large batch. Each chunk adds
+/// to the whole gradient of the weight, so fewer chunks are faster.
 const LOGITS: usize = 1 << 28;
-/// Logits of a row are a multiple of so many.
-const WHOLE: usize = 64;
-/// Threads of a row.
+/// Rows of logits are padded to a multiple of this.
+const VOCAB_MULTIPLE: usize = 64;
+/// Threads per row.
 const THREADS: usize = 512;
-/// Bytes of a row that shared memory keeps, at most: two blocks fit a multiprocessor.
+/// Most bytes of a row that shared memory keeps: two blocks fit a multiprocessor.
 const STAGED: usize = 110 << 10;
 
-/// Rows of a chunk; depends on the vocabulary alone, so that sums over chunks have one order.
+/// Rows per chunk; depends only on the vocabulary, so that the order of sums over chunks is fixed.
 pub fn chunk_rows(vocab: usize) -> usize {
     let most = (LOGITS / vocab).max(256);
     1 << most.ilog2()
 }
 
-/// What one pass over the rows gives.
-struct Pass {
-    /// The loss of each row, `[rows]`, weighted where there are weights.
+/// The results of one pass over the rows.
+struct LossAndGrads {
+    /// The loss of each row, `[rows]`, weighted if there are weights.
     losses: CudaTensor,
-    /// The gradients of x and W, where wanted.
+    /// The gradients of x and W, if needed.
     grads: [Option<CudaTensor>; 2],
 }
 
-/// Σ weights · loss, shape `[1]`. Saves the gradients that `needs` asks for, of x and weight.
+/// Σ weights · loss, shape `[1]`. Saves the gradients of x and weight that `needs` selects.
 ///
 /// - `x`: `[…, width]`
 /// - `weight`: `[vocab, width]`
 /// - `targets`, `weights`: `[…]`
-/// - `chunk`: rows of a chunk
+/// - `chunk`: rows per chunk
 pub fn weighted(
     x: &CudaTensor,
     weight: &CudaTensor,
@@ -55,7 +55,7 @@ pub fn weighted(
     }
     assert_eq!(dims(weights), dims(targets), "shapes of the cross-entropy's weights and targets");
     let weights = in_type(weights, DType::F32);
-    let Pass { losses, grads } = pass(x, weight, targets, Some(&weights), needs, chunk);
+    let LossAndGrads { losses, grads } = pass(x, weight, targets, Some(&weights), needs, chunk);
     Some(Forward { output: total(&losses), saved: grads.into_iter().flatten().collect() })
 }
 
@@ -89,7 +89,7 @@ fn pass(
     weights: Option<&CudaTensor>,
     needs: [bool; 2],
     chunk: usize,
-) -> Pass {
+) -> LossAndGrads {
     let (shape, [_, width]) = (dims(x), matrix(weight));
     let leading = &shape[..shape.len() - 1];
     assert_eq!(shape.last(), Some(&width), "width of x {shape:?} and of the weight");
@@ -114,21 +114,21 @@ fn pass(
             store(&part, &rows_of(dx));
         }
         if needs[1] {
-            // In place from the second chunk on, since nobody else owns the sum.
+            // In place from the second chunk on, because the sum's buffer is not shared.
             let sum = dw.take().map_or(Epilogue::None, Epilogue::Add);
             dw = Some(blas::product(transposed(z), rows_of(&x), DType::F32, sum));
         }
     }
     let dx = dx.map(|dx| over(&dx, 0, &shape, &row_major(&shape)));
     let dw = dw.map(|dw| over(&dw, 0, &[vocab, width], &[width, 1]));
-    Pass { losses, grads: [dx, dw] }
+    LossAndGrads { losses, grads: [dx, dw] }
 }
 
-/// W with rows of zeros up to a multiple of [`WHOLE`]: products with logits of odd lengths are slow,
-/// several times over. Their logits and gradients are 0.
+/// W padded with zero rows to a multiple of [`VOCAB_MULTIPLE`]: matrix products with odd row lengths are
+/// several times slower. The padding's logits and gradients are 0.
 fn padded(weight: &CudaTensor) -> CudaTensor {
     let [vocab, width] = matrix(weight);
-    let rows = vocab.next_multiple_of(WHOLE);
+    let rows = vocab.next_multiple_of(VOCAB_MULTIPLE);
     if rows == vocab {
         return contiguous(weight);
     }
@@ -139,7 +139,7 @@ fn padded(weight: &CudaTensor) -> CudaTensor {
     over(&zeros, 0, &[rows, width], &[width, 1])
 }
 
-/// The losses of a chunk's rows, and with `gradient` the logits' gradients in their place.
+/// The losses of a chunk's rows; with `gradient`, also overwrites the logits by their gradients.
 fn softmax(
     z: &CudaTensor,
     targets: &CudaTensor,
@@ -152,10 +152,11 @@ fn softmax(
     let lanes = WIDE / z.dtype.size();
     let vectors = vocab.div_ceil(lanes);
     let stride = z.meta.strides()[0] / lanes;
-    number(rows * stride);
+    as_u32(rows * stride);
     let staged = if gradient && vectors * WIDE <= STAGED { vectors } else { 0 };
     let even = vocab.is_multiple_of(lanes);
-    let plan = Plan { threads: THREADS, staged, even, weighted: weights.is_some(), gradient };
+    let config =
+        LossConfig { threads: THREADS, staged, even, weighted: weights.is_some(), gradient };
     // SAFETY: `z` has `rows` rows of `stride` vectors; the others hold `first + rows` elements.
     unsafe {
         rows_kernel::launch_unchecked(
@@ -167,11 +168,11 @@ fn softmax(
             buffer(targets, 1),
             weights.map_or_else(|| nothing(losses), |weights| buffer(weights, 1)),
             buffer(losses, 1),
-            number(first),
-            number(vocab),
-            number(stride),
+            as_u32(first),
+            as_u32(vocab),
+            as_u32(stride),
             f32::NAN,
-            plan,
+            config,
             z.dtype.into(),
         );
     }
@@ -181,7 +182,7 @@ fn matrix(x: &CudaTensor) -> [usize; 2] {
     dims(x).try_into().unwrap_or_else(|shape| panic!("{shape:?} is no matrix"))
 }
 
-/// The strides of a tensor without gaps.
+/// The strides of a contiguous tensor.
 fn row_major(shape: &[usize]) -> Vec<usize> {
     (1..=shape.len()).map(|dim| shape[dim..].iter().product()).collect()
 }

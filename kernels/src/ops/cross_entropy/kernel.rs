@@ -1,25 +1,25 @@
-//! The loss of rows of logits, and its gradient in their place.
+//! The loss of rows of logits, and their gradient in place.
 
 use cubecl::prelude::*;
 
-/// Below every logit, and finite: differences of it are no NaN.
+/// Below every logit but finite, so that differences are not NaN.
 const LOWEST: f32 = -3.0e38;
-/// Vectors that a thread asks for before it waits.
-const AHEAD: usize = 4;
+/// Vectors that a thread has in flight together.
+const PREFETCH: usize = 4;
 
-/// What a kernel is compiled for.
+/// The compile-time configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Plan {
-    /// Threads of a block, which handles one row: a multiple of 32.
+pub struct LossConfig {
+    /// Threads per block, which handles one row: a multiple of 32.
     pub threads: usize,
-    /// Vectors of a row that shared memory keeps between the two passes: all, or none, and then
-    /// the row is read twice.
+    /// Vectors of a row that shared memory keeps between the two passes: all or none; with none the row
+    /// is read twice.
     pub staged: usize,
     /// Whether the vocabulary fills its last vector.
     pub even: bool,
     /// Whether losses are weighted.
     pub weighted: bool,
-    /// Whether the logits become the gradient; weighted only.
+    /// Whether the gradient overwrites the logits; requires `weighted`.
     pub gradient: bool,
 }
 
@@ -28,7 +28,7 @@ pub struct Plan {
 /// of a row whose target is outside the vocabulary is `missing`, a NaN.
 ///
 /// - `logits`: `[rows, stride]` vectors, of which the first ⌈vocab / N⌉ of a row are used; with a
-///   gradient, what follows the vocabulary in its last vector becomes 0
+///   gradient, the padding in the last of these becomes 0
 /// - `targets`, `weights`, `losses`: `[…]`, this chunk's rows from `first` on
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn rows<E: Float, N: Size>(
@@ -40,7 +40,7 @@ pub fn rows<E: Float, N: Size>(
     vocab: u32,
     stride: u32,
     missing: f32,
-    #[comptime] plan: Plan,
+    #[comptime] config: LossConfig,
     #[define(E)] _dtype: StorageType,
 ) {
     let lanes = N::value();
@@ -48,66 +48,66 @@ pub fn rows<E: Float, N: Size>(
     let row = (first + CUBE_POS_X) as usize;
     let vectors = (vocab as usize + lanes - 1) / lanes;
     let target = u32::cast_from(targets[row]);
-    let known = target < vocab; // A negative one is a large number by now.
+    let known = target < vocab; // A negative target is a large unsigned number.
     let target_vector = target as usize / lanes;
     let target_lane = target as usize % lanes;
     let mut weight = f32::cast_from(1f32);
-    if plan.weighted {
+    if config.weighted {
         weight = weights[row];
     }
 
     if weight == 0.0 {
-        if plan.gradient {
+        if config.gradient {
             let mut at = UNIT_POS as usize;
             while at < vectors {
                 logits[start + at] = Vector::cast_from(0f32);
-                at += plan.threads;
+                at += config.threads;
             }
         }
         if UNIT_POS == 0 {
             losses[row] = select(known, f32::cast_from(0f32), missing);
         }
     } else {
-        // 1. The thread's largest logit and its Σ exp(z − largest).
-        let warps = comptime!(plan.threads / 32);
-        let mut staged = SharedMemory::<Vector<E, N>>::new(comptime!(if plan.staged > 0 {
-            plan.staged
+        // 1. The thread's maximum and its Σ exp(z − maximum).
+        let warps = comptime!(config.threads / 32);
+        let mut staged = SharedMemory::<Vector<E, N>>::new(comptime!(if config.staged > 0 {
+            config.staged
         } else {
             1
         }));
-        let mut peaks = SharedMemory::<f32>::new(warps);
+        let mut warp_max = SharedMemory::<f32>::new(warps);
         let mut sums = SharedMemory::<f32>::new(warps);
         let mut picked = SharedMemory::<f32>::new(1usize);
-        let mut peak = f32::cast_from(LOWEST);
+        let mut row_max = f32::cast_from(LOWEST);
         let mut sum = f32::cast_from(0f32);
         let mut base = UNIT_POS as usize;
-        let mut ahead = Array::<Vector<E, N>>::new(AHEAD);
+        let mut ahead = Array::<Vector<E, N>>::new(PREFETCH);
         while base < vectors {
             #[unroll]
-            for i in 0..AHEAD {
-                let at = min(base + i * plan.threads, vectors - 1);
+            for i in 0..PREFETCH {
+                let at = min(base + i * config.threads, vectors - 1);
                 ahead[i] = logits[start + at];
             }
             #[unroll]
-            for i in 0..AHEAD {
-                let at = base + i * plan.threads;
+            for i in 0..PREFETCH {
+                let at = base + i * config.threads;
                 if at < vectors {
-                    if comptime!(plan.staged > 0) {
+                    if comptime!(config.staged > 0) {
                         staged[at] = ahead[i];
                     }
-                    let z = inside::<E, N>(ahead[i], at, vocab, plan.even);
+                    let z = inside::<E, N>(ahead[i], at, vocab, config.even);
                     let mut largest = z[0];
                     #[unroll]
                     for j in 1..lanes {
                         largest = max(largest, z[j]);
                     }
-                    if largest > peak {
-                        sum *= Exp::exp(peak - largest);
-                        peak = largest;
+                    if largest > row_max {
+                        sum *= Exp::exp(row_max - largest);
+                        row_max = largest;
                     }
                     #[unroll]
                     for j in 0..lanes {
-                        sum += Exp::exp(z[j] - peak);
+                        sum += Exp::exp(z[j] - row_max);
                     }
                     if at == target_vector {
                         #[unroll]
@@ -119,40 +119,40 @@ pub fn rows<E: Float, N: Size>(
                     }
                 }
             }
-            base += comptime!(AHEAD * plan.threads);
+            base += comptime!(PREFETCH * config.threads);
         }
 
-        // 2. The row's.
+        // 2. The row maximum and sum.
         let lane = UNIT_POS_PLANE as usize;
-        let largest = max_lanes(peak);
-        sum = sum_lanes(sum * Exp::exp(peak - largest));
+        let largest = max_lanes(row_max);
+        sum = sum_lanes(sum * Exp::exp(row_max - largest));
         if lane == 0 {
-            peaks[UNIT_POS as usize / 32] = largest;
+            warp_max[UNIT_POS as usize / 32] = largest;
             sums[UNIT_POS as usize / 32] = sum;
         }
         sync_cube();
-        peak = f32::cast_from(LOWEST);
+        row_max = f32::cast_from(LOWEST);
         sum = f32::cast_from(0f32);
         if lane < warps {
-            peak = peaks[lane];
+            row_max = warp_max[lane];
             sum = sums[lane];
         }
-        let largest = max_lanes(peak);
-        sum = sum_lanes(sum * Exp::exp(peak - largest));
+        let largest = max_lanes(row_max);
+        sum = sum_lanes(sum * Exp::exp(row_max - largest));
         if UNIT_POS == 0 {
-            // ln(sum), of a sum of 1 or more: `ln` would be the fast, rough one here.
+            // ln(sum) for sum ≥ 1: under fast math `ln` is less accurate than `log1p`.
             let loss = f32::log1p(sum - 1.0) + (largest - picked[0]);
             losses[row] = select(known, loss * weight, missing);
         }
 
         // 3. The gradient.
-        if plan.gradient {
+        if config.gradient {
             let factor = weight / sum;
             let mut at = UNIT_POS as usize;
             while at < vectors {
                 let again =
-                    if comptime!(plan.staged > 0) { staged[at] } else { logits[start + at] };
-                let z = inside::<E, N>(again, at, vocab, plan.even);
+                    if comptime!(config.staged > 0) { staged[at] } else { logits[start + at] };
+                let z = inside::<E, N>(again, at, vocab, config.even);
                 let mut gradient = Vector::<f32, N>::cast_from(0f32);
                 #[unroll]
                 for j in 0..lanes {
@@ -167,7 +167,7 @@ pub fn rows<E: Float, N: Size>(
                     }
                 }
                 logits[start + at] = Vector::cast_from(gradient);
-                at += plan.threads;
+                at += config.threads;
             }
         }
     }

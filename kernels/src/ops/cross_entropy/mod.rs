@@ -1,5 +1,5 @@
-//! The output projection fused with the cross-entropy loss, so that the logits of a whole batch
-//! never exist.
+//! The output projection fused with the cross-entropy loss: the logits of a whole batch are never
+//! materialised.
 
 mod cpu;
 mod cuda;
@@ -19,17 +19,16 @@ use crate::ops::matmul::MatMul;
 /// - `x`: `[batch, seq_len, width]`
 /// - `weight`: `[vocab, width]`
 /// - `targets`: `[batch, seq_len]`, each in `0..vocab`
-/// - `weights`: `[batch, seq_len]`, for example 1 / (number of tokens) for a mean, 0 to leave a
-///   position out; no gradient flows to it
+/// - `weights`: `[batch, seq_len]`, for example 1 / (number of tokens) for a mean, 0 to exclude a
+///   position; it gets no gradient
 ///
-/// Returns `[1]`. Where a gradient is wanted, it is computed together with the loss, from one
-/// chunk of logits at a time, and the backward pass only scales it. Positions of weight 0 are not
-/// computed at all on the CPU; their targets must be in the vocabulary all the same. On CUDA, a
-/// target outside the vocabulary makes the loss NaN; the loss and the gradient of `weight` are f32
-/// whatever the inputs' types.
+/// Returns `[1]`. If gradients are needed, they are computed together with the loss, from one chunk of
+/// logits at a time, and the backward pass only scales them. On the CPU, positions of weight 0 are
+/// skipped, but their targets must be in the vocabulary. On CUDA, a target outside the vocabulary makes
+/// the loss NaN, and the loss and the gradient of `weight` are f32 for all input types.
 ///
 /// # Panics
-/// When the sizes do not fit; on the CPU, when a target is outside the vocabulary.
+/// When the sizes do not match; on the CPU, when a target is outside the vocabulary.
 pub fn linear_cross_entropy<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
@@ -49,7 +48,7 @@ pub fn linear_cross_entropy<B: OpBackend>(
 /// Returns `[batch, seq_len]`; on CUDA in f32, and NaN for a target outside the vocabulary.
 ///
 /// # Panics
-/// When the sizes do not fit; on the CPU, when a target is outside the vocabulary.
+/// When the sizes do not match; on the CPU, when a target is outside the vocabulary.
 pub fn token_cross_entropy<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
@@ -59,7 +58,7 @@ pub fn token_cross_entropy<B: OpBackend>(
     tensor(B::run(&TokenCrossEntropy, inputs, vec![targets.into_primitive()]))
 }
 
-/// `tensor` outside the graph. Detaching alone leaves a parameter wanting its gradient.
+/// `tensor` without a gradient. Detaching alone would leave a parameter's gradient requirement.
 fn constant<B: OpBackend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
     tensor.detach().set_require_grad(false)
 }
@@ -72,7 +71,7 @@ pub struct LinearCrossEntropy;
 #[derive(Clone, Debug)]
 pub struct TokenCrossEntropy;
 
-/// The loss of every token, `[batch, seq_len]`, by way of all logits.
+/// The loss of every token, `[batch, seq_len]`, from all logits.
 fn token_losses<B: OpBackend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,

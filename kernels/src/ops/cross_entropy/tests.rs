@@ -230,11 +230,11 @@ mod cuda {
         }
     }
 
-    /// Logits of up to 2 are off by 2·2⁻⁹, and so probabilities by 4·2⁻⁹ of themselves; rounding
-    /// the logits' gradients adds 2·2⁻⁹. A gradient is a sum of products with these, whose sizes
-    /// are in all at most twice the largest weight of a row times the largest factor, each √3 of its
-    /// root mean square: 6 · 2 · 3 times 2⁻⁹ of the gradient's root mean square. A weight in f32 is
-    /// rounded too, which moves logits as far again and the gradients by 2·2⁻⁹: 12 · 2 · 3.
+    /// Logits of up to 2 have an error of 2·2⁻⁹, and so probabilities a relative error of 4·2⁻⁹; rounding
+    /// the logits' gradients adds 2·2⁻⁹. A gradient is a sum of products with these, whose magnitudes add up
+    /// to at most twice the largest weight of a row times the largest factor, each √3 times its root mean
+    /// square: 6 · 2 · 3 times 2⁻⁹ of the gradient's root mean square. A weight in f32 is also rounded, which
+    /// changes logits by as much again and the gradients by 2·2⁻⁹: 12 · 2 · 3.
     #[test]
     #[ignore = "needs a GPU"]
     fn agrees_with_the_oracle_in_bf16() {

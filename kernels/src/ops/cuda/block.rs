@@ -2,24 +2,24 @@
 
 use cubecl::prelude::*;
 
-/// Where the rows of a tensor start, in vectors: up to three nested steps through memory.
+/// The offsets of a tensor's rows, in vectors: up to three nested strided loops.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Rows {
-    /// Rows of the innermost step.
+pub struct RowOffsets {
+    /// Size of the innermost loop.
     pub inner: u32,
-    /// From one row to the next in the innermost step.
+    /// Stride of the innermost loop.
     pub inner_stride: u32,
-    /// Repetitions of the innermost step.
+    /// Size of the middle loop.
     pub middle: u32,
-    /// From one repetition to the next.
+    /// Stride of the middle loop.
     pub middle_stride: u32,
-    /// From one round of all repetitions to the next.
+    /// Stride of the outermost loop.
     pub outer_stride: u32,
 }
 
 #[cube]
-impl Rows {
-    /// The first vector of a row.
+impl RowOffsets {
+    /// The index of a row's first vector.
     pub fn start(&self, row: usize) -> usize {
         let inner = self.inner as usize;
         let middle = self.middle as usize;
@@ -42,7 +42,7 @@ pub fn sum_vector<N: Size>(x: Vector<f32, N>) -> f32 {
 }
 
 /// Replaces each of `count` values by its sum over the threads that share a row: `threads`
-/// neighbouring lanes, a power of two up to 32, or the whole block. The order of a sum is fixed,
+/// neighbouring lanes, a power of two up to 32, or the whole block. The order of summation is fixed,
 /// and all threads get the same bits.
 ///
 /// `scratch` holds `count` times `threads / 32` elements.
@@ -65,7 +65,7 @@ pub fn sum_row(
     }
     if comptime!(threads > 32) {
         let warps = comptime!(threads / 32);
-        sync_cube(); // The last sum may still be read.
+        sync_cube(); // Threads may still read the previous sum.
         if UNIT_POS % 32 == 0 {
             #[unroll]
             for i in 0..count {

@@ -1,12 +1,12 @@
-//! What the operations' CUDA sides share. An operation's `kernel.rs` is device code, its `cuda.rs`
+//! What the operations' CUDA code shares. An operation's `kernel.rs` is device code, its `cuda.rs`
 //! launches it.
 //!
 //! Activations are f32 or bf16. Matrices of parameters are of either type, vectors of parameters
-//! are f32. All arithmetic is in f32; gradients of activations have their type, gradients of
-//! parameters are f32. Sums have one order, so equal inputs give equal bits.
+//! are f32. All arithmetic is in f32; gradients of activations have the activations' type, gradients of
+//! parameters are f32. The order of sums is fixed, so equal inputs give equal bits.
 //!
-//! Buffers lie at multiples of 512 bytes, and views made by burn do too, so that the first element
-//! of a tensor may be read as part of 16 bytes.
+//! Buffers are aligned to 512 bytes, and so are views made by burn: a tensor's first elements can be read
+//! in 16-byte vectors.
 
 pub mod block;
 pub mod elementwise;
@@ -22,7 +22,7 @@ use cubecl::zspace::metadata::Metadata;
 
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous};
 
-/// Threads of a block whose kernel does not care.
+/// The default number of threads per block.
 pub const THREADS: usize = 256;
 
 /// Whether activations of this type have kernels.
@@ -30,27 +30,27 @@ pub fn supported(x: &CudaTensor) -> bool {
     matches!(x.dtype, DType::F32 | DType::BF16)
 }
 
-/// Elements that a thread reads at once from rows of `width`: as many as fit evenly.
+/// Elements per vector read from rows of `width`: the most that divide it, up to 16 bytes.
 pub fn lanes(width: usize, dtype: DType) -> usize {
     let most = WIDE / dtype.size();
     1 << width.trailing_zeros().min(most.ilog2())
 }
 
-/// A size as kernels take it.
+/// A size as a kernel argument.
 ///
 /// # Panics
-/// When it does not fit 32 bits.
-pub fn number(size: usize) -> u32 {
+/// From 2³² on.
+pub fn as_u32(size: usize) -> u32 {
     u32::try_from(size)
         .unwrap_or_else(|_| panic!("{size} elements; a kernel addresses fewer than 2^32 at a time"))
 }
 
-/// Blocks of `threads` for so many pieces of work.
+/// The number of blocks of `threads` for `work` items.
 pub fn blocks(work: usize, threads: usize) -> CubeCount {
-    CubeCount::Static(number(work.div_ceil(threads)), 1, 1)
+    CubeCount::Static(as_u32(work.div_ceil(threads)), 1, 1)
 }
 
-/// A block of so many threads.
+/// A block of `threads` threads.
 pub fn dim(threads: usize) -> CubeDim {
     CubeDim::new_1d(threads as u32)
 }
@@ -65,12 +65,12 @@ pub fn elements(x: &CudaTensor) -> usize {
     x.meta.shape().num_elements()
 }
 
-/// Something to pass where a kernel reads nothing.
+/// A placeholder for an argument that the kernel does not read.
 pub fn nothing(x: &CudaTensor) -> ArrayArg<CudaRuntime> {
     buffer(x, 1)
 }
 
-/// A tensor of another shape or other strides over the same buffer, `offset` elements on.
+/// A view of the same buffer with this shape and these strides, `offset` elements after x's start.
 pub fn over(x: &CudaTensor, offset: usize, shape: &[usize], strides: &[usize]) -> CudaTensor {
     let handle = match offset * x.dtype.size() {
         0 => x.handle.clone(),
@@ -83,7 +83,7 @@ pub fn over(x: &CudaTensor, offset: usize, shape: &[usize], strides: &[usize]) -
 /// A parameter vector, contiguous.
 ///
 /// # Panics
-/// When it is not f32, or not of this shape.
+/// When it is not f32, or has another shape.
 pub fn vector(x: &CudaTensor, len: usize, what: &str) -> CudaTensor {
     assert_eq!(x.dtype, DType::F32, "type of {what}");
     assert_eq!(dims(x), [len], "shape of {what}");
@@ -93,7 +93,7 @@ pub fn vector(x: &CudaTensor, len: usize, what: &str) -> CudaTensor {
 /// An integer tensor, contiguous.
 ///
 /// # Panics
-/// When it is not i32, or not of this shape.
+/// When it is not i32, or has another shape.
 pub fn integers(x: &CudaTensor, shape: &[usize], what: &str) -> CudaTensor {
     assert_eq!(x.dtype, DType::I32, "type of {what}");
     assert_eq!(dims(x), shape, "shape of {what}");

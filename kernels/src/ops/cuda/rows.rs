@@ -1,15 +1,15 @@
-//! The rows of tensors, in the order of memory.
+//! The rows of tensors in memory order.
 
 use std::cmp::Reverse;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 
-use super::block::RowsLaunch;
-use super::{CudaTensor, contiguous, dims, elements, number, over};
+use super::block::RowOffsetsLaunch;
+use super::{CudaTensor, as_u32, contiguous, dims, elements, over};
 use crate::cuda::empty;
 
-/// Steps through memory that a kernel follows.
+/// Most nested loops of [`RowOffsets`](super::block::RowOffsets).
 const STEPS: usize = 3;
 
 /// The order in which a kernel visits the rows of tensors of one shape.
@@ -20,12 +20,12 @@ pub struct RowOrder {
 }
 
 impl RowOrder {
-    /// The order of the rows of `x` in memory, if [`RowOrder::places`] can follow it whatever the
-    /// layout of the other tensors; row-major otherwise.
+    /// The memory order of the rows of `x`, if [`RowOrder::row_offsets`] can express it for every layout of
+    /// the other tensors; else row-major.
     pub fn of(x: &CudaTensor) -> Self {
         let shape = dims(x);
         let strides = x.meta.strides();
-        // A dimension of size 1 has no place in memory, whatever its stride.
+        // The stride of a dimension of size 1 is meaningless.
         let (unit, mut wide): (Vec<_>, Vec<_>) =
             (0..shape.len() - 1).partition(|&dim| shape[dim] == 1);
         wide.sort_by_key(|&dim| Reverse(strides[dim]));
@@ -39,7 +39,7 @@ impl RowOrder {
         self.order.iter().map(|&dim| self.shape[dim]).product()
     }
 
-    /// Elements of a row.
+    /// Elements per row.
     pub fn width(&self) -> usize {
         self.shape[self.order.len()]
     }
@@ -47,7 +47,7 @@ impl RowOrder {
     /// `x`, or a copy of it whose rows can be read in this order, `lanes` elements at a time.
     ///
     /// # Panics
-    /// When its shape is another.
+    /// When its shape differs.
     pub fn readable(&self, x: &CudaTensor, lanes: usize) -> CudaTensor {
         assert_eq!(dims(x), self.shape, "shapes of tensors read together");
         let steps = self.steps(x);
@@ -56,8 +56,8 @@ impl RowOrder {
         if adjacent && whole && steps.len() <= STEPS { x.clone() } else { contiguous(x) }
     }
 
-    /// Where the rows of a tensor that [`RowOrder::readable`] gave start.
-    pub fn places(&self, x: &CudaTensor, lanes: usize) -> RowsLaunch<CudaRuntime> {
+    /// The row offsets of a tensor returned by [`RowOrder::readable`].
+    pub fn row_offsets(&self, x: &CudaTensor, lanes: usize) -> RowOffsetsLaunch<CudaRuntime> {
         let mut steps = self.steps(x);
         assert!(steps.len() <= STEPS, "rows of {:?} in {} steps", self.shape, steps.len());
         steps.resize(STEPS, (1, 0));
@@ -65,24 +65,24 @@ impl RowOrder {
         else {
             unreachable!("resized to {STEPS}")
         };
-        number(inner * inner_stride + middle * middle_stride + outer * outer_stride);
-        RowsLaunch::new(
-            number(inner),
-            number(inner_stride / lanes),
-            number(middle),
-            number(middle_stride / lanes),
-            number(outer_stride / lanes),
+        as_u32(inner * inner_stride + middle * middle_stride + outer * outer_stride);
+        RowOffsetsLaunch::new(
+            as_u32(inner),
+            as_u32(inner_stride / lanes),
+            as_u32(middle),
+            as_u32(middle_stride / lanes),
+            as_u32(outer_stride / lanes),
         )
     }
 
-    /// Sizes and strides of the steps through the rows of `x`, innermost first.
+    /// Sizes and strides of the nested loops over the rows of `x`, innermost first.
     fn steps(&self, x: &CudaTensor) -> Vec<(usize, usize)> {
         let strides = x.meta.strides();
         let mut steps: Vec<(usize, usize)> = vec![];
         for &dim in self.order.iter().rev().filter(|&&dim| self.shape[dim] != 1) {
             let (size, stride) = (self.shape[dim], strides[dim]);
             match steps.last_mut() {
-                // The outer step goes on where the inner one ends: one step for both.
+                // The outer loop continues where the inner one ends: merge both.
                 Some((inner, step)) if stride == *inner * *step => *inner *= size,
                 _ => steps.push((size, stride)),
             }
@@ -90,14 +90,14 @@ impl RowOrder {
         steps
     }
 
-    /// A tensor without gaps, its rows in this order and its elements undefined.
+    /// An uninitialised dense tensor with its rows in this order.
     pub fn empty(&self, like: &CudaTensor, dtype: DType) -> CudaTensor {
         let made = empty(like, &self.shape, dtype);
-        number(elements(&made));
+        as_u32(elements(&made));
         over(&made, 0, &self.shape, &self.dense_strides())
     }
 
-    /// Whether `x` lies as what [`RowOrder::empty`] makes.
+    /// Whether `x` has the strides of [`RowOrder::empty`].
     pub fn is_dense(&self, x: &CudaTensor) -> bool {
         dims(x) == self.shape && x.meta.strides().to_vec() == self.dense_strides()
     }

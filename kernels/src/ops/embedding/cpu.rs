@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::cpu::{buffer, contiguous, dims, from_vec, int_vec, math, rows_per_task, slice};
 
-/// The rows of the tokens, and the table as the backward pass needs it.
+/// The rows of the tokens, and the table to save for the backward pass.
 pub fn gather(weight: &FlexTensor, tokens: &FlexTensor) -> (FlexTensor, FlexTensor) {
     let weight = contiguous(weight);
     let [vocab, width] = dims(&weight)[..] else {
@@ -43,7 +43,7 @@ pub fn backward(weight: &FlexTensor, tokens: &FlexTensor, grad: &FlexTensor) -> 
     from_vec(dw, &[vocab, width])
 }
 
-/// Elements of a parallel task: small, since some tokens are far more frequent than others.
+/// Elements per parallel task: few, because some tokens are far more frequent than others.
 const TASK: usize = 1 << 12;
 
 /// The elements of an integer tensor as indices into the vocabulary; `what` names them in errors.
@@ -62,7 +62,7 @@ pub fn token_ids(tokens: &FlexTensor, vocab: usize, what: &str) -> Vec<usize> {
     int_vec(tokens).into_iter().enumerate().map(index).collect()
 }
 
-/// The places sorted by token, in order within one, and the end of each token's stretch.
+/// The positions sorted by token, in order within each token, and the end of each token's range.
 fn places_by_token(tokens: &[usize], vocab: usize) -> (Vec<usize>, Vec<usize>) {
     let mut ends = vec![0; vocab];
     for &token in tokens {
@@ -70,7 +70,7 @@ fn places_by_token(tokens: &[usize], vocab: usize) -> (Vec<usize>, Vec<usize>) {
     }
     let mut next = 0;
     for end in &mut ends {
-        // For now the start of the stretch; placing the tokens moves it to the end.
+        // At first the start of the range; inserting its positions moves it to the end.
         next += std::mem::replace(end, next);
     }
     let mut places = vec![0; tokens.len()];

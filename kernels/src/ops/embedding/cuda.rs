@@ -1,13 +1,13 @@
-//! The embedding table.
+//! The embedding table on CUDA.
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 
 use super::kernel;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
-use crate::ops::cuda::{THREADS, blocks, dim, dims, elements, integers, lanes, number, supported};
+use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, elements, integers, lanes, supported};
 
-/// Threads of a row, at most.
+/// Most threads per row.
 const ROW_THREADS: usize = 256;
 
 /// Row tokens_i of `weight` for each token, NaN where a token is outside the vocabulary.
@@ -27,7 +27,7 @@ pub fn gather(weight: &CudaTensor, tokens: &CudaTensor) -> Option<CudaTensor> {
     let y = empty(&weight, &[&shape[..], &[width]].concat(), weight.dtype);
     let lanes = lanes(width, weight.dtype);
     let len = elements(&y) / lanes;
-    number(elements(&weight));
+    as_u32(elements(&weight));
     // SAFETY: the kernel reads rows inside the table only, and writes `len` vectors.
     unsafe {
         kernel::gather::launch_unchecked(
@@ -38,9 +38,9 @@ pub fn gather(weight: &CudaTensor, tokens: &CudaTensor) -> Option<CudaTensor> {
             buffer(&weight, lanes),
             buffer(&tokens, 1),
             buffer(&y, lanes),
-            number(width / lanes),
-            number(vocab),
-            number(len),
+            as_u32(width / lanes),
+            as_u32(vocab),
+            as_u32(len),
             f32::NAN,
             weight.dtype.into(),
         );
@@ -50,7 +50,7 @@ pub fn gather(weight: &CudaTensor, tokens: &CudaTensor) -> Option<CudaTensor> {
 
 /// For each token, the sum of `grad` over its positions, in order: `[vocab, width]` in f32.
 ///
-/// - `tokens`: `[…]`; those outside the vocabulary are left out
+/// - `tokens`: `[…]`; those outside the vocabulary are ignored
 /// - `grad`: `[…, width]`
 pub fn backward(vocab: usize, tokens: &CudaTensor, grad: &CudaTensor) -> CudaTensor {
     let grad = contiguous(grad);
@@ -62,10 +62,10 @@ pub fn backward(vocab: usize, tokens: &CudaTensor, grad: &CudaTensor) -> CudaTen
     let dw = empty(&grad, &[vocab, width], DType::F32);
     let lanes = lanes(width, grad.dtype);
     let threads = (width / lanes).next_multiple_of(32).min(ROW_THREADS);
-    let chunks = positions.div_ceil(kernel::CHUNK);
+    let chunks = positions.div_ceil(kernel::CHUNK_POSITIONS);
     let parts = empty(&grad, &[chunks, 2, width], DType::F32);
-    number(elements(&grad));
-    number(elements(&dw));
+    as_u32(elements(&grad));
+    as_u32(elements(&dw));
     // SAFETY: the arguments have the sizes that the kernels' documentation asks for.
     unsafe {
         kernel::chunks::launch_unchecked(
@@ -76,10 +76,10 @@ pub fn backward(vocab: usize, tokens: &CudaTensor, grad: &CudaTensor) -> CudaTen
             buffer(&grad, lanes),
             buffer(&tokens, 1),
             buffer(&sorted.starts, 1),
-            buffer(&sorted.places, 1),
+            buffer(&sorted.sorted_positions, 1),
             buffer(&parts, lanes),
-            number(width / lanes),
-            number(vocab),
+            as_u32(width / lanes),
+            as_u32(vocab),
             grad.dtype.into(),
         );
         kernel::table::launch_unchecked(
@@ -89,32 +89,32 @@ pub fn backward(vocab: usize, tokens: &CudaTensor, grad: &CudaTensor) -> CudaTen
             lanes,
             buffer(&grad, lanes),
             buffer(&sorted.starts, 1),
-            buffer(&sorted.places, 1),
+            buffer(&sorted.sorted_positions, 1),
             buffer(&parts, lanes),
             buffer(&dw, lanes),
-            number(width / lanes),
+            as_u32(width / lanes),
             grad.dtype.into(),
         );
     }
     dw
 }
 
-/// Positions sorted by token, in order within one.
+/// Positions sorted by token, in order within each token.
 struct Sorted {
-    /// `[vocab + 1]`: where each token's positions start, and the end of the last's.
+    /// `[vocab + 1]`: the start of each token's positions, and the end of the last token's.
     starts: CudaTensor,
     /// `[positions]`
-    places: CudaTensor,
+    sorted_positions: CudaTensor,
 }
 
 impl Sorted {
     fn new(tokens: &CudaTensor, vocab: usize) -> Self {
         let positions = elements(tokens);
-        let tiles = positions.div_ceil(kernel::TILE);
+        let tiles = positions.div_ceil(kernel::TILE_POSITIONS);
         let made = |len: usize| empty(tokens, &[len], DType::U32);
-        let (ranks, places) = (made(positions), made(positions));
+        let (ranks, sorted_positions) = (made(positions), made(positions));
         let (counts, totals, starts) = (made(tiles * vocab), made(vocab), made(vocab + 1));
-        let (client, n, v) = (&tokens.client, number(positions), number(vocab));
+        let (client, n, v) = (&tokens.client, as_u32(positions), as_u32(vocab));
         let tokens = || buffer(tokens, 1);
         let all = |x: &CudaTensor| buffer(x, 1);
         // SAFETY: the arguments have the sizes that the kernels' documentation asks for.
@@ -124,12 +124,12 @@ impl Sorted {
                 blocks(tiles * vocab, THREADS),
                 dim(THREADS),
                 all(&counts),
-                number(tiles * vocab),
+                as_u32(tiles * vocab),
             );
             kernel::rank::launch_unchecked::<CudaRuntime>(
                 client,
                 blocks(tiles, 1),
-                dim(kernel::TILE),
+                dim(kernel::TILE_POSITIONS),
                 tokens(),
                 all(&ranks),
                 all(&counts),
@@ -142,13 +142,13 @@ impl Sorted {
                 dim(THREADS),
                 all(&counts),
                 all(&totals),
-                number(tiles),
+                as_u32(tiles),
                 v,
             );
             kernel::starts::launch_unchecked::<CudaRuntime>(
                 client,
                 blocks(1, 1),
-                dim(kernel::SCAN),
+                dim(kernel::SCAN_THREADS),
                 all(&totals),
                 all(&starts),
                 v,
@@ -161,11 +161,11 @@ impl Sorted {
                 all(&ranks),
                 all(&counts),
                 all(&starts),
-                all(&places),
+                all(&sorted_positions),
                 n,
                 v,
             );
         }
-        Sorted { starts, places }
+        Sorted { starts, sorted_positions }
     }
 }

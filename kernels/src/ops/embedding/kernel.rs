@@ -1,18 +1,18 @@
-//! Rows of a table by token, and the sums of rows by token.
+//! The lookup of table rows by token, and the sum of rows by token.
 //!
-//! For the sums, the positions are sorted by token, keeping their order within one. Tokens with
-//! more than [`CHUNK`] positions are summed in chunks first.
+//! For the sums, a stable sort orders the positions by token. Tokens with more than [`CHUNK_POSITIONS`]
+//! positions are summed in chunks first.
 
 use cubecl::prelude::*;
 
-/// Positions of a block of [`rank`], and its threads.
-pub const TILE: usize = 1024;
-/// Sorted positions of a block of [`chunks`].
-pub const CHUNK: usize = 256;
+/// Positions, and threads, per block of [`rank`].
+pub const TILE_POSITIONS: usize = 1024;
+/// Sorted positions per block of [`chunks`].
+pub const CHUNK_POSITIONS: usize = 256;
 /// Threads of the one block of [`starts`].
-pub const SCAN: usize = 1024;
-/// Loads that a thread asks for before it waits.
-const AHEAD: usize = 8;
+pub const SCAN_THREADS: usize = 1024;
+/// Loads that a thread has in flight together.
+const PREFETCH: usize = 8;
 
 /// y_i = row tokens_i of the table, NaN where there is no such row.
 ///
@@ -41,7 +41,7 @@ pub fn gather<E: Float, N: Size>(
     }
 }
 
-/// Zeros.
+/// x ← 0.
 #[cube(launch_unchecked)]
 pub fn clear(x: &mut Array<u32>, len: u32) {
     if ABSOLUTE_POS < len as usize {
@@ -49,11 +49,11 @@ pub fn clear(x: &mut Array<u32>, len: u32) {
     }
 }
 
-/// How many positions of the same tile and token come before each position, and how often each
-/// tile has each token.
+/// The rank of each position among those of the same tile and token, and the number of occurrences of each
+/// token in each tile.
 ///
 /// - `ranks`: `[positions]`
-/// - `counts`: `[tiles, vocab]`, zeros before
+/// - `counts`: `[tiles, vocab]`, zero-initialised
 #[cube(launch_unchecked)]
 pub fn rank(
     tokens: &Array<i32>,
@@ -62,9 +62,9 @@ pub fn rank(
     positions: u32,
     vocab: u32,
 ) {
-    let mut tile = SharedMemory::<u32>::new(TILE);
+    let mut tile = SharedMemory::<u32>::new(TILE_POSITIONS);
     let own = UNIT_POS as usize;
-    let position = CUBE_POS_X as usize * TILE + own;
+    let position = CUBE_POS_X as usize * TILE_POSITIONS + own;
     let mut token = vocab; // No token.
     if position < positions as usize {
         token = u32::cast_from(tokens[position]);
@@ -73,10 +73,10 @@ pub fn rank(
     sync_cube();
     let mut before = 0u32;
     let mut all = 0u32;
-    for i in 0..comptime!(TILE / AHEAD) {
+    for i in 0..comptime!(TILE_POSITIONS / PREFETCH) {
         #[unroll]
-        for j in 0..AHEAD {
-            let place = i * AHEAD + j;
+        for j in 0..PREFETCH {
+            let place = i * PREFETCH + j;
             let same = u32::cast_from(tile[place] == token);
             all += same;
             before += select(place < own, same, 0u32);
@@ -90,8 +90,8 @@ pub fn rank(
     }
 }
 
-/// Replaces each tile's count of a token by the counts of the tiles before, and gives the counts
-/// of all tiles.
+/// Replaces each tile's count of a token by the sum over the tiles before it (an exclusive prefix sum),
+/// and writes the sum over all tiles.
 ///
 /// - `counts`: `[tiles, vocab]`
 /// - `totals`: `[vocab]`
@@ -103,36 +103,36 @@ pub fn offsets(counts: &mut Array<u32>, totals: &mut Array<u32>, tiles: u32, voc
         let tiles = tiles as usize;
         let mut sum = 0u32;
         let mut first = 0usize;
-        let mut ahead = Array::<u32>::new(AHEAD);
+        let mut ahead = Array::<u32>::new(PREFETCH);
         while first < tiles {
             #[unroll]
-            for i in 0..AHEAD {
+            for i in 0..PREFETCH {
                 ahead[i] = counts[min(first + i, tiles - 1) * vocab + token];
             }
             #[unroll]
-            for i in 0..AHEAD {
+            for i in 0..PREFETCH {
                 if first + i < tiles {
                     counts[(first + i) * vocab + token] = sum;
                     sum += ahead[i];
                 }
             }
-            first += AHEAD;
+            first += PREFETCH;
         }
         totals[token] = sum;
     }
 }
 
-/// Where each token's positions start among the sorted ones, and last how many there are in all;
-/// by one block.
+/// The start of each token's positions among the sorted ones, and last the number of positions; by one
+/// block.
 ///
 /// - `totals`: `[vocab]`
 /// - `starts`: `[vocab + 1]`
 #[cube(launch_unchecked)]
 pub fn starts(totals: &Array<u32>, starts: &mut Array<u32>, vocab: u32) {
-    let mut sums = SharedMemory::<u32>::new(SCAN);
+    let mut sums = SharedMemory::<u32>::new(SCAN_THREADS);
     let own = UNIT_POS as usize;
     let vocab = vocab as usize;
-    let share = (vocab + SCAN - 1) / SCAN;
+    let share = (vocab + SCAN_THREADS - 1) / SCAN_THREADS;
     let first = own * share;
     let end = min(first + share, vocab);
     let mut sum = 0u32;
@@ -143,9 +143,9 @@ pub fn starts(totals: &Array<u32>, starts: &mut Array<u32>, vocab: u32) {
     }
     sums[own] = sum;
     sync_cube();
-    // Each round adds what lies twice as far before.
+    // Hillis-Steele scan: each step adds the sum at twice the distance.
     #[unroll]
-    for step in 0..comptime!(SCAN.ilog2()) {
+    for step in 0..comptime!(SCAN_THREADS.ilog2()) {
         let reach = comptime!(1usize << step);
         let mut add = 0u32;
         if own >= reach {
@@ -162,22 +162,22 @@ pub fn starts(totals: &Array<u32>, starts: &mut Array<u32>, vocab: u32) {
         next += totals[at];
         at += 1;
     }
-    if own == comptime!(SCAN - 1) {
+    if own == comptime!(SCAN_THREADS - 1) {
         starts[vocab] = sums[own];
     }
 }
 
 /// The positions sorted by token.
 ///
-/// - `counts`: `[tiles, vocab]`, as [`offsets`] left them
-/// - `places`: `[positions]`
+/// - `counts`: `[tiles, vocab]`, after [`offsets`]
+/// - `sorted_positions`: `[positions]`
 #[cube(launch_unchecked)]
 pub fn place(
     tokens: &Array<i32>,
     ranks: &Array<u32>,
     counts: &Array<u32>,
     starts: &Array<u32>,
-    places: &mut Array<u32>,
+    sorted_positions: &mut Array<u32>,
     positions: u32,
     vocab: u32,
 ) {
@@ -186,59 +186,59 @@ pub fn place(
         let token = u32::cast_from(tokens[position]);
         if token < vocab {
             let token = token as usize;
-            let before = counts[position / TILE * vocab as usize + token];
+            let before = counts[position / TILE_POSITIONS * vocab as usize + token];
             let at = starts[token] + before + ranks[position];
-            places[at as usize] = position as u32;
+            sorted_positions[at as usize] = position as u32;
         }
     }
 }
 
-/// For each chunk of sorted positions, the sum of `dy` over its part of the first token's and of
-/// the last token's, where those have more than [`CHUNK`] positions in all.
+/// For each chunk of sorted positions, the sums of `dy` over the positions of its first and of its last
+/// token, if these tokens have more than [`CHUNK_POSITIONS`] positions in total.
 ///
 /// - `dy`: `[positions, vectors]`
-/// - `parts`: `[chunks, 2, vectors]`: the first token, then the last if it is another
+/// - `parts`: `[chunks, 2, vectors]`: the first token, then the last if it differs
 #[cube(launch_unchecked)]
 pub fn chunks<E: Float, N: Size>(
     dy: &Array<Vector<E, N>>,
     tokens: &Array<i32>,
     starts: &Array<u32>,
-    places: &Array<u32>,
+    sorted_positions: &Array<u32>,
     parts: &mut Array<Vector<f32, N>>,
     vectors: u32,
     vocab: u32,
     #[define(E)] _dtype: StorageType,
 ) {
-    let from = CUBE_POS_X * CHUNK as u32;
-    let to = min(from + CHUNK as u32, starts[vocab as usize]);
+    let from = CUBE_POS_X * CHUNK_POSITIONS as u32;
+    let to = min(from + CHUNK_POSITIONS as u32, starts[vocab as usize]);
     if from < to {
         let vectors = vectors as usize;
         let out = CUBE_POS_X as usize * 2 * vectors;
-        let first = tokens[places[from as usize] as usize] as usize;
-        let last = tokens[places[to as usize - 1] as usize] as usize;
+        let first = tokens[sorted_positions[from as usize] as usize] as usize;
+        let last = tokens[sorted_positions[to as usize - 1] as usize] as usize;
         let end = starts[first + 1];
-        if end - starts[first] > CHUNK as u32 {
-            sum_rows::<E, N>(dy, places, parts, from, min(to, end), out, vectors);
+        if end - starts[first] > CHUNK_POSITIONS as u32 {
+            sum_rows::<E, N>(dy, sorted_positions, parts, from, min(to, end), out, vectors);
         }
         if last != first {
             let start = starts[last];
-            if starts[last + 1] - start > CHUNK as u32 {
-                sum_rows::<E, N>(dy, places, parts, start, to, out + vectors, vectors);
+            if starts[last + 1] - start > CHUNK_POSITIONS as u32 {
+                sum_rows::<E, N>(dy, sorted_positions, parts, start, to, out + vectors, vectors);
             }
         }
     }
 }
 
-/// For each token, the sum of `dy` over its positions: one block for a token.
+/// For each token, the sum of `dy` over its positions, by one block per token.
 ///
 /// - `dy`: `[positions, vectors]`
-/// - `parts`: as [`chunks`] gives it
+/// - `parts`: the output of [`chunks`]
 /// - `dw`: `[vocab, vectors]`
 #[cube(launch_unchecked)]
 pub fn table<E: Float, N: Size>(
     dy: &Array<Vector<E, N>>,
     starts: &Array<u32>,
-    places: &Array<u32>,
+    sorted_positions: &Array<u32>,
     parts: &Array<Vector<f32, N>>,
     dw: &mut Array<Vector<f32, N>>,
     vectors: u32,
@@ -249,12 +249,12 @@ pub fn table<E: Float, N: Size>(
     let start = starts[token];
     let end = starts[token + 1];
     let out = token * vectors;
-    if end - start <= CHUNK as u32 {
-        sum_rows::<E, N>(dy, places, dw, start, end, out, vectors);
+    if end - start <= CHUNK_POSITIONS as u32 {
+        sum_rows::<E, N>(dy, sorted_positions, dw, start, end, out, vectors);
     } else {
-        let first = start as usize / CHUNK;
-        let last = (end as usize - 1) / CHUNK;
-        let inside = select(start as usize % CHUNK == 0, 0usize, 1usize);
+        let first = start as usize / CHUNK_POSITIONS;
+        let last = (end as usize - 1) / CHUNK_POSITIONS;
+        let inside = select(start as usize % CHUNK_POSITIONS == 0, 0usize, 1usize);
         let mut at = UNIT_POS as usize;
         while at < vectors {
             let mut sum = parts[(first * 2 + inside) * vectors + at];
@@ -267,11 +267,11 @@ pub fn table<E: Float, N: Size>(
     }
 }
 
-/// The sum of the rows `places[from..to]` of `dy`, in order, by the whole block.
+/// The sum of the rows `sorted_positions[from..to]` of `dy`, in order, by the whole block.
 #[cube]
 fn sum_rows<E: Float, N: Size>(
     dy: &Array<Vector<E, N>>,
-    places: &Array<u32>,
+    sorted_positions: &Array<u32>,
     sums: &mut Array<Vector<f32, N>>,
     from: u32,
     to: u32,
@@ -283,21 +283,21 @@ fn sum_rows<E: Float, N: Size>(
     let to = to as usize;
     while column < vectors {
         let mut sum = Vector::<f32, N>::cast_from(0f32);
-        let mut ahead = Array::<Vector<E, N>>::new(AHEAD);
+        let mut ahead = Array::<Vector<E, N>>::new(PREFETCH);
         let mut at = from;
-        while at + AHEAD <= to {
+        while at + PREFETCH <= to {
             #[unroll]
-            for i in 0..AHEAD {
-                ahead[i] = dy[places[at + i] as usize * vectors + column];
+            for i in 0..PREFETCH {
+                ahead[i] = dy[sorted_positions[at + i] as usize * vectors + column];
             }
             #[unroll]
-            for i in 0..AHEAD {
+            for i in 0..PREFETCH {
                 sum += Vector::cast_from(ahead[i]);
             }
-            at += AHEAD;
+            at += PREFETCH;
         }
         while at < to {
-            sum += Vector::cast_from(dy[places[at] as usize * vectors + column]);
+            sum += Vector::cast_from(dy[sorted_positions[at] as usize * vectors + column]);
             at += 1;
         }
         sums[out + column] = sum;

@@ -17,9 +17,9 @@ use crate::cuda::CudaTensor;
 /// - `weight`: `[vocab, width]`
 /// - `tokens`: `[batch, seq_len]`, each in `0..vocab`
 ///
-/// Returns `[batch, seq_len, width]`. The gradient of `weight` is dense, and the same bits at every
-/// run; on CUDA it is f32 whatever the weight's type. There the row of a token id outside the
-/// vocabulary is NaN.
+/// Returns `[batch, seq_len, width]`. The gradient of `weight` is dense, and has equal bits at every run;
+/// on CUDA it is f32 for all types of `weight`. On CUDA the row of a token id outside the vocabulary is
+/// NaN.
 ///
 /// # Panics
 /// On the CPU, when a token id is outside the vocabulary.

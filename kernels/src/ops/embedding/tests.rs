@@ -82,8 +82,7 @@ mod cuda {
         }
     }
 
-    /// The gradient under an upstream gradient of small whole numbers, and what it has to be: all
-    /// sums are exact.
+    /// The gradient for an upstream gradient of small integers, and the expected one: all sums are exact.
     fn whole_gradient(tokens: &[i32], vocab: usize, width: usize) -> [Vec<f32>; 2] {
         let whole = |i: usize| ((i * 7919 + i / width) % 9) as f32 - 4.0;
         let upstream: Vec<f32> = (0..tokens.len() * width).map(whole).collect();
@@ -103,7 +102,7 @@ mod cuda {
     fn gradients_of_a_large_batch_are_exact() {
         let (len, vocab, width) = (65_536, 50_304, 96);
         let spread = |i: usize| (i * 48_271 % vocab) as i32;
-        // Tokens all over the vocabulary; one token most of the time; one token only; two in turns.
+        // Tokens across the vocabulary; mostly one token; only one token; two alternating.
         let batches: [&dyn Fn(usize) -> i32; 4] =
             [&spread, &|i| if i % 7 == 0 { spread(i) } else { 50_000 }, &|_| 3, &|i| {
                 if i < 600 { (i % 2) as i32 } else { 2 + (i / 300 % 3) as i32 }

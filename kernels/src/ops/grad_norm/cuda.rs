@@ -1,13 +1,13 @@
-//! Sums of squares by their kernel.
+//! Sums of squares on CUDA.
 
 use burn::tensor::DType;
 
 use super::kernel;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::ops::cuda::sums::total;
-use crate::ops::cuda::{blocks, dim, elements, number, supported};
+use crate::ops::cuda::{as_u32, blocks, dim, elements, supported};
 
-/// Partial sums of a tensor, at most.
+/// Most partial sums per tensor.
 const PARTS: usize = 1024;
 
 /// Σ x² over all tensors together, shape `[1]`, in f32.
@@ -31,9 +31,9 @@ pub fn squares(tensors: &[CudaTensor]) -> CudaTensor {
                     share.lanes,
                     buffer(x, share.lanes),
                     buffer(&parts, 1),
-                    number(share.first),
-                    number(share.vectors),
-                    number(slot),
+                    as_u32(share.first),
+                    as_u32(share.vectors),
+                    as_u32(slot),
                     x.dtype.into(),
                 );
             }
@@ -43,7 +43,7 @@ pub fn squares(tensors: &[CudaTensor]) -> CudaTensor {
     total(&parts)
 }
 
-/// Some vectors of a tensor, and the blocks that sum them.
+/// A range of a tensor's vectors, and the number of blocks that sum it.
 struct Share {
     lanes: usize,
     first: usize,
@@ -52,12 +52,12 @@ struct Share {
 }
 
 impl Share {
-    /// Whole vectors, then the elements left over.
+    /// The whole vectors, then the remaining elements one by one.
     fn of(x: &CudaTensor) -> [Self; 2] {
         assert!(supported(x), "square sums of {:?} are not supported; cast to f32", x.dtype);
         let (len, lanes) = (elements(x), WIDE / x.dtype.size());
         let share = |lanes, first, vectors: usize| {
-            // A thread has four vectors or more, where there are so many.
+            // At least four vectors per thread, if there are as many.
             let blocks = vectors.div_ceil(4 * kernel::THREADS).min(PARTS);
             Share { lanes, first, vectors, blocks }
         };

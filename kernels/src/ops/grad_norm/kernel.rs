@@ -4,10 +4,10 @@ use cubecl::prelude::*;
 
 use crate::ops::cuda::block::{sum_row, sum_vector};
 
-/// Threads of a block.
+/// Threads per block.
 pub const THREADS: usize = 256;
 
-/// Σ x² of what each block passes over, into `parts`, `[blocks]`, from `slot` on.
+/// Σ x² over each block's vectors, written to `parts`, `[blocks]`, from `slot` on.
 ///
 /// - `x`: `[vectors]`
 #[cube(launch_unchecked)]
@@ -19,7 +19,7 @@ pub fn squares<E: Float, N: Size>(
     slot: u32,
     #[define(E)] _dtype: StorageType,
 ) {
-    // Two sums, since one would wait for its own addition.
+    // Two sums, to hide the latency of the additions.
     let mut even = Vector::<f32, N>::cast_from(0f32);
     let mut odd = Vector::<f32, N>::cast_from(0f32);
     let stride = (CUBE_COUNT_X * CUBE_DIM) as usize;

@@ -11,9 +11,9 @@ use crate::backend::{NoGradOp, OpBackend};
 use crate::cpu::{contiguous, from_vec, math, slice};
 use crate::cuda::CudaTensor;
 
-/// f32 tensors of shape `[1]` that add up to Σ x² over all of `tensors`: one a tensor on the CPU, so
-/// that they can be added up in f64; on a GPU a single one, which is one number to read back. The
-/// same bits at every call, whatever the number of threads. Not differentiable.
+/// f32 tensors of shape `[1]` that add up to Σ x² over all of `tensors`: on the CPU one per tensor, so
+/// that they can be added in f64; on a GPU a single one, to read back one number. The bits do not depend on
+/// the number of threads. Not differentiable.
 pub fn square_sums<B: OpBackend>(tensors: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
     B::run_no_grad(&SquareSums, tensors)
 }
@@ -43,7 +43,7 @@ impl NoGradOp for SquareSums {
     }
 }
 
-/// The sum on the CPU: chunks of fixed size, joined in order.
+/// The sum on the CPU: over chunks of fixed size, added in order.
 fn square_sum(x: &FlexTensor) -> FlexTensor {
     let x = contiguous(x);
     let chunks: Vec<f32> = slice(&x).par_chunks(1 << 14).map(|c| math::dot(c, c)).collect();

@@ -7,7 +7,7 @@ use super::LayerNorm;
 use crate::backend::Forward;
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, rows_per_task, slice, sum_in_order};
 
-/// Elements of a parallel task.
+/// Elements per parallel task.
 const TASK: usize = 1 << 14;
 
 /// `[mean, var + eps]` of a row, in two passes.
@@ -36,7 +36,7 @@ pub fn forward(
     y.par_chunks_mut(task).zip(xs.par_chunks(task)).for_each(|(y, x)| {
         for (y, x) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
             let [mean, variance] = statistics(op, x);
-            // Divided by: the root's inverse would be rounded once more.
+            // A division, because multiplying by the root's inverse would round once more.
             let root = variance.sqrt();
             for (((y, x), w), b) in y.iter_mut().zip(x).zip(w).zip(b) {
                 *y = math::mul_add((x - mean) / root, *w, *b);

@@ -14,13 +14,13 @@ use crate::ops::cuda::norm::Norm;
 /// y = (x − mean(x)) / √(var(x) + eps) · weight + bias, with mean and variance over the last
 /// dimension (Ba et al., 2016, equation 4). The variance is the biased one.
 ///
-/// - `x`: `[…, width]`; on CUDA, a view with strides is read as it lies
+/// - `x`: `[…, width]`; on CUDA, a strided view is read without a copy
 /// - `weight`, `bias`: `[width]`
 ///
 /// Returns the shape of `x`; on CUDA, in the memory order of `x`.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn layer_norm<B: OpBackend, const D: usize>(
     x: Tensor<B, D>,
     weight: Tensor<B, 1>,

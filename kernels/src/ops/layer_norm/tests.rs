@@ -64,11 +64,11 @@ mod cuda {
     use crate::ops::support::{strides, values};
     use crate::testing::check_on;
 
-    /// The residual's gradient is there when the norm's own is added to it.
+    /// The residual's gradient exists when the norm's gradient is added to it.
     #[test]
     #[ignore = "needs a GPU"]
     fn the_gradient_of_a_residual_block_is_the_sum_over_its_two_paths() {
-        // More rows than blocks, and a last block whose threads have too few.
+        // More rows than blocks, and a last block with fewer rows than thread groups.
         for shape in [[3, 5, 32], [1, 1001, 64], [2, 700, 768]] {
             let width = shape[2];
             let weight = || wave([width, width], 0.1) * 0.05;
@@ -88,7 +88,7 @@ mod cuda {
     #[ignore = "needs a GPU"]
     fn agrees_with_the_oracle_and_its_gradients() {
         let op = LayerNorm { eps: EPS };
-        // Parts of a warp, warps and blocks for a row; odd and even shares; more rows than 2^16.
+        // Part of a warp, a warp and a block per row; even and uneven widths; more than 2^16 rows.
         for (shape, range) in [
             (&[1, 1, 7][..], -1.7..1.7),
             (&[3, 5, 33], -1.7..1.7),
@@ -119,7 +119,7 @@ mod cuda {
         assert_views_agree(view(), norm);
         assert_eq!(strides(&norm(view())), strides(&view()));
         assert_views_agree(wave([2, 5, 8, 3], 0.0).swap_dims(2, 3), norm);
-        // Rows in another order than those of the copy that is made of them.
+        // Rows in another memory order than their contiguous copy.
         assert_views_agree(wave([2, 8, 5, 3], 0.0).swap_dims(1, 3), norm);
     }
 

@@ -6,7 +6,7 @@ use crate::backend::Forward;
 use crate::cpu::gemm::{Mat, matmul, matmul_into};
 use crate::cpu::{contiguous, dims, from_vec, slice};
 
-/// `[rows, inputs, outputs]` of a call.
+/// The sizes `[rows, inputs, outputs]` of a call.
 fn sizes(x: &FlexTensor, weight: &FlexTensor) -> [usize; 3] {
     let (x, weight) = (dims(x), dims(weight));
     let inputs = x[x.len() - 1];
@@ -29,7 +29,7 @@ pub fn forward(
     let y = match bias {
         None => matmul(a, b),
         Some(bias) => {
-            // The product is added to rows that hold the bias already.
+            // The rows are initialised with the bias; the product is added.
             let mut y = slice(&contiguous(bias)).repeat(rows);
             matmul_into(&mut y, a, b, 1.0);
             y

@@ -8,8 +8,8 @@ use crate::cuda::blas::{Epilogue, matmul_f32, product};
 use crate::cuda::{CudaTensor, reshaped};
 use crate::ops::cuda::elementwise::in_type;
 
-/// What follows x Wᵀ.
-pub enum Then<'a> {
+/// What is added to x Wᵀ.
+pub enum LinearEpilogue<'a> {
     Nothing,
     /// A bias for each output.
     Bias(&'a CudaTensor),
@@ -36,21 +36,21 @@ pub fn like_rows_of(like: &CudaTensor, rows: &CudaTensor) -> CudaTensor {
     reshaped(rows, &shape)
 }
 
-/// y = x Wᵀ of x's type, and what `then` says; saves x and W.
-pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: Then) -> Forward<CudaTensor> {
+/// y = x Wᵀ with the epilogue `then`, in x's type; saves x and W.
+pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: LinearEpilogue) -> Forward<CudaTensor> {
     let rows = as_rows(x);
     let weight = in_type(weight, x.dtype);
     let epilogue = match then {
-        Then::Nothing => Epilogue::None,
-        Then::Bias(bias) => Epilogue::Bias(bias.clone()),
-        Then::Add(term) => Epilogue::Add(as_rows(term)),
+        LinearEpilogue::Nothing => Epilogue::None,
+        LinearEpilogue::Bias(bias) => Epilogue::Bias(bias.clone()),
+        LinearEpilogue::Add(term) => Epilogue::Add(as_rows(term)),
     };
     let y = product(rows.clone(), transposed(weight.clone()), x.dtype, epilogue);
     Forward { output: like_rows_of(x, &y), saved: vec![like_rows_of(x, &rows), weight] }
 }
 
-/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32. What `grad_accum` holds for x and W,
-/// gradients that are there already, is taken and added to.
+/// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32. Takes the existing gradients of x and W from
+/// `grad_accum` and adds to them.
 pub fn backward(
     saved: &[CudaTensor],
     grad: &CudaTensor,
@@ -65,7 +65,7 @@ pub fn backward(
     [dx, dw, db]
 }
 
-/// dy W in dy's type, plus what is in `grad_accum`.
+/// dy W in dy's type, plus the gradient in `grad_accum`.
 pub fn input_gradient(
     dy: &CudaTensor,
     weight: &CudaTensor,
@@ -74,7 +74,7 @@ pub fn input_gradient(
     product(dy.clone(), weight.clone(), dy.dtype, sum(grad_accum, dy.dtype))
 }
 
-/// dyᵀ x in f32, plus what is in `grad_accum`.
+/// dyᵀ x in f32, plus the gradient in `grad_accum`.
 pub fn weight_gradient(
     dy: &CudaTensor,
     x: &CudaTensor,
@@ -83,16 +83,16 @@ pub fn weight_gradient(
     product(transposed(dy.clone()), x.clone(), DType::F32, sum(grad_accum, DType::F32))
 }
 
-/// Takes the sum that a gradient is added to, where it is of the gradient's type.
+/// Takes the sum that a gradient is added to, if it has the gradient's type.
 fn sum(grad_accum: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
     match grad_accum.take_if(|sum| sum.dtype == dtype) {
-        // Where nobody else holds the sum's buffer, the product writes into it.
+        // The product writes into the sum's buffer unless that is shared.
         Some(sum) => Epilogue::Add(as_rows(&sum)),
         None => Epilogue::None,
     }
 }
 
-/// The sums of a matrix's columns, in f32: a product with a row of ones.
+/// The column sums of a matrix, in f32: a product with a row of ones.
 fn column_sums(matrix: &CudaTensor) -> CudaTensor {
     let [rows, columns] = matrix.meta.shape().dims();
     let (client, device) = (matrix.client.clone(), matrix.device.clone());

@@ -21,7 +21,7 @@ use crate::ops::matmul::MatMul;
 /// Returns `[batch, seq_len, out_features]`.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn linear<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
@@ -34,7 +34,7 @@ pub fn linear<B: OpBackend>(
     })
 }
 
-/// y = r + x Wᵀ, in one pass where the device can.
+/// y = r + x Wᵀ, fused where the device supports it.
 ///
 /// - `x`: `[batch, seq_len, in_features]`
 /// - `weight`: `[out_features, in_features]`
@@ -43,7 +43,7 @@ pub fn linear<B: OpBackend>(
 /// Returns `[batch, seq_len, out_features]`.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn linear_add<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,
@@ -76,7 +76,7 @@ impl Op<3> for LinearAdd {
         _ints: &[CudaTensor],
         _needs: [bool; 3],
     ) -> Option<Forward<CudaTensor>> {
-        Some(cuda::forward(x, weight, cuda::Then::Add(residual)))
+        Some(cuda::forward(x, weight, cuda::LinearEpilogue::Add(residual)))
     }
 
     fn cuda_backward_accumulating(
@@ -138,7 +138,11 @@ impl<const N: usize> Op<N> for Linear {
         _needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
         let (x, weight, bias) = bias::inputs(inputs);
-        Some(cuda::forward(x, weight, bias.map_or(cuda::Then::Nothing, cuda::Then::Bias)))
+        Some(cuda::forward(
+            x,
+            weight,
+            bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias),
+        ))
     }
 
     fn cuda_backward_accumulating(

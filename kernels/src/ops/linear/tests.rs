@@ -66,8 +66,8 @@ fn cuda_agrees_with_the_oracle_and_its_gradients() {
         on(Case::new(Linear, &[&x, &w]).bf16(&[0, 1]).parameters(&[1]), oracle);
         let on = check_on::<crate::Cuda, _, 3>;
         on(Case::new(Linear, &[&x, &w, &[outputs]]), oracle);
-        // The bias and, for odd sizes, the product are rounded to bf16 before they are added; the
-        // product is at most five times its root mean square, the bias √3 times its own, less.
+        // The bias and, for odd sizes, the product are rounded to bf16 before they are added; the product
+        // is at most five times its root mean square, and the smaller bias √3 times its own.
         let rounded = Case::new(Linear, &[&x, &w, &[outputs]]).bf16(&[0, 1]);
         let rounded = rounded.inside(10.0 + 2.0 * 3f64.sqrt(), 2f64.sqrt());
         on(rounded.parameters(&[1, 2]), oracle);

@@ -1,4 +1,4 @@
-//! Products of matrices, of which references and linear layers are made.
+//! Matrix products for references and linear layers.
 
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -6,13 +6,13 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::{CudaTensor, blas};
 
-/// The product of matrices, f32 throughout on f32 tensors. burn's own `Tensor::matmul` computes in
-/// TF32 on CUDA, and tunes itself for many seconds at each new shape.
+/// The matrix product, in full f32 on f32 tensors. burn's own `Tensor::matmul` computes in TF32 on CUDA,
+/// and autotunes for many seconds at each new shape.
 pub trait MatMul {
     /// self · other, of `[…, m, k]` and `[…, k, n]`: `[…, m, n]`. Leading sizes of 1 are repeated.
     ///
     /// # Panics
-    /// When the sizes do not fit.
+    /// When the sizes do not match.
     fn mm(self, other: Self) -> Self;
 }
 

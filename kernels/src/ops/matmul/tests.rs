@@ -42,7 +42,7 @@ fn agrees_with_the_oracle<B: OpBackend>() {
     }
 }
 
-/// Factors that lie in memory in every way that burn's views give.
+/// Factors in every memory layout of burn's views.
 fn agrees_on_views<B: OpBackend>() {
     fn views<B: OpBackend>() -> Vec<[Tensor<B, 4>; 2]> {
         let (a, b) = (random::<B>([2, 3, 17, 9]), random::<B>([2, 3, 9, 21]));
@@ -60,7 +60,7 @@ fn agrees_on_views<B: OpBackend>() {
             [a.clone().narrow(1, 1, 1), b.narrow(1, 2, 1)],
             [a.clone(), a.transpose()],
             [by_token.clone().swap_dims(1, 2), by_token.permute([0, 2, 3, 1])],
-            // Many small products, of which none but the first is well aligned.
+            // Many small products, of which only the first is well aligned.
             [random::<B>([48, 128, 1, 64]), random::<B>([48, 128, 1, 64]).transpose()],
             [random::<B>([48, 128, 1, 1]), random::<B>([48, 128, 1, 64])],
             [random::<B>([70, 1000, 2, 3]), random::<B>([70, 1000, 3, 1])],
@@ -104,8 +104,8 @@ mod cuda {
         agrees_on_views::<Cuda>();
     }
 
-    /// Products run on another stream than everything else: each must see all work before it,
-    /// and be seen by all work after.
+    /// Products run on a different stream: each must wait for all work before it, and all later work for
+    /// it.
     #[test]
     #[ignore = "needs a GPU"]
     fn products_keep_their_place_among_other_work() {

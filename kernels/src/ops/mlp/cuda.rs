@@ -1,4 +1,4 @@
-//! The MLP by cuBLASLt, with GELU and the residual in the products' epilogues.
+//! The MLP by cuBLASLt, with GELU and the residual as epilogues.
 
 use burn::tensor::DType;
 
@@ -12,13 +12,16 @@ use crate::ops::linear::cuda::{
     as_rows, input_gradient, like_rows_of, transposed, weight_gradient,
 };
 
-/// Elements of bf16 that rows of GELU's argument must be a multiple of.
-const WHOLE: usize = 8;
+/// Row lengths must be a multiple of this for cuBLASLt's GELU epilogue in bf16.
+const WIDTH_MULTIPLE: usize = 8;
 
-/// Saves x, U, D, x Uᵀ and its GELU. `None` where cuBLASLt has no such epilogue.
+/// The MLP; saves x, U, D, x Uᵀ and its GELU. `None` if cuBLASLt has no such epilogue.
 pub fn forward([x, up, down, residual]: &[CudaTensor; 4]) -> Option<Forward<CudaTensor>> {
     let [hidden, width] = up.meta.shape().dims();
-    if x.dtype != DType::BF16 || !hidden.is_multiple_of(WHOLE) || !width.is_multiple_of(WHOLE) {
+    if x.dtype != DType::BF16
+        || !hidden.is_multiple_of(WIDTH_MULTIPLE)
+        || !width.is_multiple_of(WIDTH_MULTIPLE)
+    {
         return None;
     }
     let rows = as_rows(x);
@@ -42,7 +45,7 @@ pub fn backward(
     let dy = as_rows(&grad);
     let d_down = needs[2].then(|| weight_gradient(&dy, &after, &mut grad_accum[2]));
     drop(after);
-    // GELU's derivative is no epilogue here: cuBLASLt runs it as a kernel of its own, a slow one.
+    // GELU's derivative is not an epilogue here: cuBLASLt runs it as a separate, slow kernel.
     let d_after = product(dy, down, grad.dtype, Epilogue::None);
     let d_before = activation_backward(Function::Gelu, &before, &d_after);
     drop((before, d_after));

@@ -1,4 +1,4 @@
-//! The MLP of a block with GELU, added to the residual stream.
+//! A block's MLP with GELU, added to the residual stream.
 
 mod cuda;
 
@@ -10,8 +10,8 @@ use crate::cuda::CudaTensor;
 use crate::ops::activation::Activation;
 use crate::ops::linear::{Linear, LinearAdd};
 
-/// y = r + GELU(x Uᵀ) Dᵀ, GELU in its tanh form. Where the device can, GELU and the sum are
-/// parts of the products.
+/// y = r + GELU(x Uᵀ) Dᵀ, GELU in its tanh form. GELU and the sum are fused into the products where the
+/// device supports it.
 ///
 /// - `x`, `residual`: `[batch, seq_len, width]`
 /// - `up`: U, `[hidden, width]`
@@ -20,7 +20,7 @@ use crate::ops::linear::{Linear, LinearAdd};
 /// Returns `[batch, seq_len, width]`.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn gelu_mlp<B: OpBackend>(
     x: Tensor<B, 3>,
     up: Tensor<B, 2>,

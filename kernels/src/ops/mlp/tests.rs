@@ -38,8 +38,8 @@ fn agrees_with_the_oracle_and_its_gradients() {
 fn cuda_agrees_with_the_oracle_and_its_gradients() {
     for (batch, seq_len, width, hidden) in [(2, 7, 9, 20), (1, 33, 16, 64), (2, 50, 64, 256)] {
         check_on::<crate::Cuda, _, 4>(case(batch, seq_len, width, hidden), oracle);
-        // The hidden layer and its gradient, before and after GELU, are rounded to bf16: results
-        // are sums over them, and no sum of independent errors is five times their mean.
+        // The hidden layer and its gradient, before and after GELU, are rounded to bf16. Results are sums
+        // over them, and no sum of independent errors exceeds five times their root mean square.
         let rounded = case(batch, seq_len, width, hidden).bf16(&[0, 1, 2, 3]);
         let rounded = rounded.parameters(&[1, 2]).inside(10.0, 2.0);
         check_on::<crate::Cuda, _, 4>(rounded, oracle);

@@ -13,7 +13,7 @@ pub fn prefix_sum(x: &FlexTensor, backwards: bool) -> FlexTensor {
     }
 }
 
-/// `f` of each row of `x` and of the result.
+/// Applies `f` to each row of `x` and of the result.
 fn sums(x: &FlexTensor, f: impl Fn(&[f32], &mut [f32]) + Sync) -> FlexTensor {
     let x = contiguous(x);
     let len = *dims(&x).last().expect("x has dimensions");
@@ -22,7 +22,7 @@ fn sums(x: &FlexTensor, f: impl Fn(&[f32], &mut [f32]) + Sync) -> FlexTensor {
     from_vec(y, &dims(&x))
 }
 
-/// Running sums, kept in f64.
+/// Running sums, accumulated in f64.
 fn run<'a>(x: impl Iterator<Item = &'a f32>, y: impl Iterator<Item = &'a mut f32>) {
     let mut sum = 0.0;
     for (x, y) in x.zip(y) {

@@ -5,7 +5,7 @@ use cubecl::cuda::CudaRuntime;
 
 use super::kernel::{THREADS, prefix_sum as kernel};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
-use crate::ops::cuda::{blocks, dim, dims, elements, number};
+use crate::ops::cuda::{as_u32, blocks, dim, dims, elements};
 
 /// The inclusive prefix sums of each row of an f32 tensor, or with `backwards` those from its end;
 /// `None` for other types.
@@ -18,7 +18,7 @@ pub fn prefix_sum(x: &CudaTensor, backwards: bool) -> Option<CudaTensor> {
     }
     let x = contiguous(x);
     let y = empty(&x, &dims(&x), DType::F32);
-    number(elements(&x));
+    as_u32(elements(&x));
     // SAFETY: both buffers hold all rows; a block handles one.
     unsafe {
         kernel::launch_unchecked::<CudaRuntime>(
@@ -27,7 +27,7 @@ pub fn prefix_sum(x: &CudaTensor, backwards: bool) -> Option<CudaTensor> {
             dim(THREADS),
             buffer(&x, 1),
             buffer(&y, 1),
-            number(len),
+            as_u32(len),
             backwards,
         );
     }

@@ -2,17 +2,17 @@
 
 use cubecl::prelude::*;
 
-/// Threads of a block, which handles one row.
+/// Threads per block, which handles one row.
 pub const THREADS: usize = 512;
-/// Neighbouring elements of a thread.
-const SHARE: usize = 8;
-/// Elements that a block takes at a time.
-const TILE: usize = THREADS * SHARE;
+/// Consecutive elements per thread.
+const ELEMENTS_PER_THREAD: usize = 8;
+/// Elements that a block handles at a time.
+const TILE_ELEMENTS: usize = THREADS * ELEMENTS_PER_THREAD;
 
 /// y_i = Σ_{j ≤ i} x_j of each row; backwards, Σ_{j ≥ i}.
 ///
-/// Within a tile sums are joined as in a tree; from tile to tile the sum so far is kept with what
-/// its rounding lost.
+/// Within a tile sums are combined as in a tree; from tile to tile, compensated summation carries the sum
+/// so far together with its rounding error.
 ///
 /// - `x`, `y`: `[rows, len]`
 #[cube(launch_unchecked)]
@@ -23,16 +23,16 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
     let warp = UNIT_POS as usize / 32;
     let warps = comptime!(THREADS / 32);
     let mut sums = SharedMemory::<f32>::new(warps);
-    let mut own = Array::<f32>::new(SHARE);
+    let mut own = Array::<f32>::new(ELEMENTS_PER_THREAD);
     let mut carry = f32::cast_from(0f32);
     let mut lost = f32::cast_from(0f32);
-    let tiles = (len + TILE - 1) / TILE;
+    let tiles = (len + TILE_ELEMENTS - 1) / TILE_ELEMENTS;
     for tile in 0..tiles {
-        // 1. The thread's elements, summed up.
-        let first = tile * TILE + UNIT_POS as usize * SHARE;
+        // 1. Prefix sums of the thread's elements.
+        let first = tile * TILE_ELEMENTS + UNIT_POS as usize * ELEMENTS_PER_THREAD;
         let mut sum = f32::cast_from(0f32);
         #[unroll]
-        for i in 0..SHARE {
+        for i in 0..ELEMENTS_PER_THREAD {
             let mut value = f32::cast_from(0f32);
             if first + i < len {
                 value = x[start + place(first + i, len, backwards)];
@@ -40,12 +40,12 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
             own[i] = value;
         }
         #[unroll]
-        for i in 0..SHARE {
+        for i in 0..ELEMENTS_PER_THREAD {
             sum += own[i];
             own[i] = sum;
         }
 
-        // 2. What the warp's lanes before hold, and what the warps before do.
+        // 2. The sums of the lanes before in the warp, and of the warps before.
         let through = scan::<f32>(sum);
         if lane == 31 {
             sums[warp] = through;
@@ -69,7 +69,7 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
 
         // 3. The results, and the sum so far.
         #[unroll]
-        for i in 0..SHARE {
+        for i in 0..ELEMENTS_PER_THREAD {
             if first + i < len {
                 let value = carry + (lost + (before + (lanes_before + own[i])));
                 y[start + place(first + i, len, backwards)] = value;
@@ -79,7 +79,7 @@ pub fn prefix_sum(x: &Array<f32>, y: &mut Array<f32>, len: u32, #[comptime] back
         let added = next - carry;
         let error = (carry - (next - added)) + (all - added);
         carry = next;
-        // An infinite sum has lost nothing.
+        // The error of an infinite sum is NaN: ignore it.
         if !f32::is_nan(error) {
             lost += error;
         }

@@ -11,8 +11,8 @@ use burn_flex::FlexTensor;
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
-/// y_i = Σ_{j ≤ i} x_j along the last dimension, with an error near that of rounding the result,
-/// however many terms it has.
+/// y_i = Σ_{j ≤ i} x_j along the last dimension, with an error close to that of rounding the result for
+/// any number of terms.
 ///
 /// - `x`: `[…, n]`, f32
 ///

@@ -24,7 +24,7 @@ fn agrees_with_the_oracle_and_its_gradient() {
 #[test]
 fn a_view_gives_what_its_copy_gives_and_a_nan_shows() {
     assert_views_agree(wave([5, 3, 7], 0.0).swap_dims(1, 2), prefix_sum);
-    // Times x, since the gradient of a linear operation does not depend on it.
+    // Times x, because the gradient of a linear operation does not depend on x.
     assert_nan_shows(wave([3, 9], 0.0), |x| prefix_sum(x.clone()) * x);
 }
 

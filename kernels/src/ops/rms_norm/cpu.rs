@@ -8,7 +8,7 @@ use crate::backend::Forward;
 use crate::cpu::rows::{RowOrder, with_whole_rows};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, rows_per_task, slice, sum_in_order};
 
-/// Elements of a parallel task.
+/// Elements per parallel task.
 const TASK: usize = 1 << 14;
 
 /// The norm of each row, in the memory order of `x`; saves `x` and `weight`.
@@ -22,7 +22,7 @@ pub fn forward(op: &RmsNorm, x: &FlexTensor, weight: &FlexTensor) -> Forward<Fle
     y.par_chunks_mut(rows * width).enumerate().for_each(|(task, y)| {
         for (i, y) in y.chunks_exact_mut(width).enumerate() {
             let x = xs.row(task * rows + i);
-            // Divided by: the root's inverse would be rounded once more.
+            // A division, because multiplying by the root's inverse would round once more.
             let root = square(op, x).sqrt();
             for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
                 *y = x / root * w;

@@ -13,13 +13,13 @@ use crate::ops::cuda::norm::Norm;
 /// y = x / √(mean(x²) + eps) · weight, with the mean over the last dimension (Zhang and Sennrich,
 /// 2019, equation 4).
 ///
-/// - `x`: `[…, width]`; a view with strides is read as it lies
+/// - `x`: `[…, width]`; a strided view is read without a copy
 /// - `weight`: `[width]`
 ///
 /// Returns the shape of `x`, in the memory order of `x`.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn rms_norm<B: OpBackend, const D: usize>(
     x: Tensor<B, D>,
     weight: Tensor<B, 1>,

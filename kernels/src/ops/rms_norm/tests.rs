@@ -32,7 +32,7 @@ fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
     let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
     assert_views_agree(view(), norm);
     assert_eq!(strides(&norm(view())), strides(&view()));
-    // Queries out of a joint projection, and memory whose rows are not whole.
+    // Queries from a joint projection, and memory with padded rows.
     assert_views_agree(wave([2, 5, 3, 24], 0.0).narrow(3, 8, 8).swap_dims(1, 2), norm);
     assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), norm);
 }
@@ -85,11 +85,11 @@ mod cuda {
         let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
         assert_views_agree(view(), norm);
         assert_eq!(strides(&norm(view())), strides(&view()));
-        // Queries out of a joint projection, and memory whose rows are not whole.
+        // Queries from a joint projection, and memory with padded rows.
         let joint = || wave([2, 5, 3, 384], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
         assert_views_agree(joint(), norm);
         assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), norm);
-        // Rows in another order than those of the copy that is made of them.
+        // Rows in another memory order than their contiguous copy.
         assert_views_agree(wave([2, 8, 5, 3], 0.0).swap_dims(1, 3), norm);
         let unaligned = wave([2, 5, 3, 385], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
         assert_views_agree(unaligned, norm);

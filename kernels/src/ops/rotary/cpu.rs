@@ -3,12 +3,12 @@
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use super::Rotary;
+use super::RotaryEmbedding;
 use crate::cpu::rows::{RowOrder, with_whole_rows};
 use crate::cpu::{buffer, rows_per_task};
 
 /// The rotation, or with `direction` −1 its inverse, in the memory order of `x`.
-pub fn rotate(op: &Rotary, x: &FlexTensor, direction: f32) -> FlexTensor {
+pub fn rotate(op: &RotaryEmbedding, x: &FlexTensor, direction: f32) -> FlexTensor {
     let x = with_whole_rows(x);
     let order = RowOrder::of(&x);
     let (xs, time) = (order.view(&x), order.index(2));

@@ -1,4 +1,4 @@
-//! The rotary position embedding.
+//! The rotary position embedding on CUDA.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -7,16 +7,16 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::CudaRuntime;
 
-use super::kernel::{HEADS, StridesLaunch, rotate as kernel};
-use super::{Angles, Rotary};
+use super::kernel::{HEADS_PER_THREAD, HeadStridesLaunch, rotate as kernel};
+use super::{Angles, RotaryEmbedding};
 use crate::cuda::{CudaTensor, buffer};
 use crate::ops::cuda::rows::RowOrder;
-use crate::ops::cuda::{THREADS, blocks, dim, dims, lanes, number, supported};
+use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, lanes, supported};
 
-/// Positions whose angles are computed together.
+/// Tables hold the angles of whole pages of this many positions.
 const PAGE: usize = 4096;
-/// Tables that are kept.
-const KEPT: usize = 8;
+/// Most cached tables.
+const CACHED: usize = 8;
 
 /// cos and sin of some positions, `[positions, 2, rotary_dims / 2]`.
 struct Table {
@@ -26,13 +26,13 @@ struct Table {
     angles: CudaTensor,
 }
 
-/// The tables of recent calls: the layers of a model ask for the same ones, step after step.
+/// A cache of the tables of recent calls: the layers of a model use the same ones, step after step.
 static RECENT: Mutex<Vec<Table>> = Mutex::new(vec![]);
 
 /// The rotation, or with `direction` −1 its inverse, in the memory order of `x`.
 ///
 /// - `x`: `[batch, heads, seq_len, head_dim]`
-pub fn rotate(op: &Rotary, x: &CudaTensor, direction: f32) -> Option<CudaTensor> {
+pub fn rotate(op: &RotaryEmbedding, x: &CudaTensor, direction: f32) -> Option<CudaTensor> {
     let [batch, heads, seq_len, head_dim] = dims(x)[..] else {
         panic!("rotary's x is {:?}, not [batch, heads, seq_len, head_dim]", dims(x))
     };
@@ -48,9 +48,9 @@ pub fn rotate(op: &Rotary, x: &CudaTensor, direction: f32) -> Option<CudaTensor>
     let x = order.readable(x, lanes);
     let y = order.empty(&x, x.dtype);
     let (angles, first) = angles(op, seq_len, &x);
-    // Of each half, and of what passes through; x ends where the last of these does.
+    // Vectors of each half, and of the channels that are copied.
     let [half, rest] = [half, head_dim - op.rotary_dims].map(|channels| channels / lanes);
-    let threads = batch * heads.div_ceil(HEADS) * seq_len * (half + rest);
+    let threads = batch * heads.div_ceil(HEADS_PER_THREAD) * seq_len * (half + rest);
     // SAFETY: the strides are those of the tensors; the table has `first + seq_len` positions.
     unsafe {
         kernel::launch_unchecked(
@@ -61,12 +61,12 @@ pub fn rotate(op: &Rotary, x: &CudaTensor, direction: f32) -> Option<CudaTensor>
             buffer(&x, lanes),
             buffer(&angles, lanes),
             buffer(&y, lanes),
-            number(first),
-            number(batch),
-            number(heads),
-            number(seq_len),
-            number(half),
-            number(rest),
+            as_u32(first),
+            as_u32(batch),
+            as_u32(heads),
+            as_u32(seq_len),
+            as_u32(half),
+            as_u32(rest),
             direction,
             strides(&x, lanes),
             strides(&y, lanes),
@@ -76,22 +76,22 @@ pub fn rotate(op: &Rotary, x: &CudaTensor, direction: f32) -> Option<CudaTensor>
     Some(y)
 }
 
-fn strides(x: &CudaTensor, lanes: usize) -> StridesLaunch<CudaRuntime> {
+fn strides(x: &CudaTensor, lanes: usize) -> HeadStridesLaunch<CudaRuntime> {
     let (strides, shape) = (x.meta.strides(), dims(x));
     let stride = |dim: usize| {
-        number(shape[dim] * strides[dim]);
+        as_u32(shape[dim] * strides[dim]);
         // A dimension of size 1 may have any stride.
-        number(if shape[dim] == 1 { 0 } else { strides[dim] / lanes })
+        as_u32(if shape[dim] == 1 { 0 } else { strides[dim] / lanes })
     };
-    StridesLaunch::new(stride(0), stride(1), stride(2))
+    HeadStridesLaunch::new(stride(0), stride(1), stride(2))
 }
 
-/// A table that holds the angles of the call's positions, and the place of the first of them.
-fn angles(op: &Rotary, seq_len: usize, like: &CudaTensor) -> (CudaTensor, usize) {
-    let &Rotary { first_position, theta, rotary_dims } = op;
+/// A table with the angles of the call's positions, and the index of the first of them.
+fn angles(op: &RotaryEmbedding, seq_len: usize, like: &CudaTensor) -> (CudaTensor, usize) {
+    let &RotaryEmbedding { first_position, theta, rotary_dims } = op;
     let end = (first_position + seq_len).next_multiple_of(PAGE);
     let positions = first_position / PAGE * PAGE..end;
-    // A panic elsewhere cannot leave the list half-changed.
+    // A panic while the lock was held cannot have left the list inconsistent.
     let recent = || RECENT.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |table: &Table| {
         table.theta == theta
@@ -103,19 +103,19 @@ fn angles(op: &Rotary, seq_len: usize, like: &CudaTensor) -> (CudaTensor, usize)
     if let Some(table) = recent().iter().find(|table| fits(table)) {
         return (table.angles.clone(), first_position - table.positions.start);
     }
-    // Not under the lock: this takes all threads, which may themselves wait for it.
+    // Computed without the lock: this uses all threads, which may themselves wait for the lock.
     let angles = upload(op, positions.clone(), like);
-    let place = first_position - positions.start;
+    let offset = first_position - positions.start;
     let mut recent = recent();
-    recent.truncate(KEPT - 1);
+    recent.truncate(CACHED - 1);
     recent.insert(0, Table { theta, rotary_dims, positions, angles: angles.clone() });
-    (angles, place)
+    (angles, offset)
 }
 
 /// The angles of these positions, computed in f64.
-fn upload(op: &Rotary, positions: Range<usize>, like: &CudaTensor) -> CudaTensor {
+fn upload(op: &RotaryEmbedding, positions: Range<usize>, like: &CudaTensor) -> CudaTensor {
     let half = op.rotary_dims / 2;
-    let op = Rotary { first_position: positions.start, ..op.clone() };
+    let op = RotaryEmbedding { first_position: positions.start, ..op.clone() };
     let rows = positions.len();
     let Angles { cos, sin } = op.angles(rows);
     let rows_of = cos.chunks_exact(half).zip(sin.chunks_exact(half));

@@ -2,22 +2,22 @@
 
 use cubecl::prelude::*;
 
-/// Heads that a thread rotates by the angles it has read.
-pub const HEADS: usize = 4;
+/// Heads per thread, which share the angles that it reads.
+pub const HEADS_PER_THREAD: usize = 4;
 
-/// How a tensor `[batch, heads, seq_len, head_dim]` lies in memory, in vectors.
+/// The strides of `[batch, heads, seq_len, head_dim]`, in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Strides {
-    /// From one sequence to the next.
+pub struct HeadStrides {
+    /// Between sequences.
     pub batch: u32,
-    /// From one head to the next.
+    /// Between heads.
     pub head: u32,
-    /// From one row to the next.
+    /// Between rows.
     pub row: u32,
 }
 
 /// Rotates channel i < n/2 and i + n/2 of each row by the row's angle i, and copies the channels
-/// from n on. Each thread handles a vector of channels, and the one n/2 on, of [`HEADS`] heads.
+/// from n on. Each thread handles a vector of channels, and the one n/2 on, of [`HEADS_PER_THREAD`] heads.
 ///
 /// - `angles`: `[positions, 2, half]`, cos and sin; row t's are those of position `first` + t
 /// - `half`: n/2, in vectors
@@ -35,8 +35,8 @@ pub fn rotate<E: Float, N: Size>(
     half: u32,
     rest: u32,
     direction: f32,
-    x_strides: Strides,
-    y_strides: Strides,
+    x_strides: HeadStrides,
+    y_strides: HeadStrides,
     #[define(E)] _dtype: StorageType,
 ) {
     let half = half as usize;
@@ -44,7 +44,7 @@ pub fn rotate<E: Float, N: Size>(
     let column = ABSOLUTE_POS % share;
     let rows = ABSOLUTE_POS / share;
     let row = rows % seq_len as usize;
-    let groups = (heads as usize + HEADS - 1) / HEADS;
+    let groups = (heads as usize + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
     let group = rows / seq_len as usize % groups;
     let sequence = rows / seq_len as usize / groups;
     if sequence < batch as usize {
@@ -58,8 +58,8 @@ pub fn rotate<E: Float, N: Size>(
         let x_start = sequence * x_strides.batch as usize + row * x_strides.row as usize;
         let y_start = sequence * y_strides.batch as usize + row * y_strides.row as usize;
         #[unroll]
-        for i in 0..HEADS {
-            let head = group * HEADS + i;
+        for i in 0..HEADS_PER_THREAD {
+            let head = group * HEADS_PER_THREAD + i;
             if head < heads as usize {
                 let x_at = x_start + head * x_strides.head as usize + column;
                 let y_at = y_start + head * y_strides.head as usize + column;

@@ -1,4 +1,4 @@
-//! Rotary position embedding.
+//! RotaryEmbedding position embedding.
 
 mod cpu;
 mod cuda;
@@ -22,14 +22,14 @@ use crate::cuda::CudaTensor;
 /// for i < n/2 with n = `rotary_dims`, ω_i = theta^(−2i/n) and p = `first_position` + t for row t.
 /// Channels from `rotary_dims` on pass through.
 ///
-/// - `x`: `[batch, heads, seq_len, head_dim]`; a view with strides is read as it lies
+/// - `x`: `[batch, heads, seq_len, head_dim]`; a strided view is read without a copy
 /// - `first_position`: position of row 0; the length of the cache when decoding
 /// - `theta`: the base; scaling by NTK is a larger base
 ///
 /// Returns the shape of `x`, in the memory order of `x`. Angles are computed in f64.
 ///
 /// # Panics
-/// When `rotary_dims` is odd or over head_dim.
+/// When `rotary_dims` is odd or above head_dim.
 pub fn rotary<B: OpBackend>(
     x: Tensor<B, 4>,
     first_position: usize,
@@ -41,13 +41,13 @@ pub fn rotary<B: OpBackend>(
         rotary_dims.is_multiple_of(2) && rotary_dims <= head_dim,
         "rotary_dims is {rotary_dims}; it must be even and at most head_dim, {head_dim}"
     );
-    let op = Rotary { first_position, theta, rotary_dims };
+    let op = RotaryEmbedding { first_position, theta, rotary_dims };
     tensor(B::run(&op, [primitive(x)], vec![]))
 }
 
 /// The operation of [`rotary`]: input x.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Rotary {
+pub struct RotaryEmbedding {
     /// Position of row 0.
     pub first_position: usize,
     /// The base of the angular frequencies.
@@ -62,12 +62,12 @@ struct Angles {
     sin: Vec<f32>,
 }
 
-/// The angles of recent calls: the layers of a model ask for the same ones, step after step.
-static RECENT: Mutex<Vec<(Rotary, usize, Arc<Angles>)>> = Mutex::new(vec![]);
-/// How many of them are kept.
-const KEPT: usize = 4;
+/// A cache of the angles of recent calls: the layers of a model use the same ones, step after step.
+static RECENT: Mutex<Vec<(RotaryEmbedding, usize, Arc<Angles>)>> = Mutex::new(vec![]);
+/// Most cached entries.
+const CACHED: usize = 4;
 
-impl Rotary {
+impl RotaryEmbedding {
     /// The angles of `seq_len` rows, computed in f64.
     fn angles(&self, seq_len: usize) -> Angles {
         let half = self.rotary_dims / 2;
@@ -80,27 +80,28 @@ impl Rotary {
         Angles { cos, sin }
     }
 
-    /// As [`Rotary::angles`], kept for the next call. Single rows, as in decoding, are not.
+    /// As [`RotaryEmbedding::angles`], cached; single rows, as in decoding, are not cached.
     fn recent_angles(&self, seq_len: usize) -> Arc<Angles> {
         if seq_len == 1 {
             return Arc::new(self.angles(1));
         }
-        // A panic elsewhere cannot leave the list half-changed.
+        // A panic while the lock was held cannot have left the list inconsistent.
         let recent = || RECENT.lock().unwrap_or_else(PoisonError::into_inner);
-        let same = |(op, len, _): &&(Rotary, usize, Arc<Angles>)| op == self && *len == seq_len;
+        let same =
+            |(op, len, _): &&(RotaryEmbedding, usize, Arc<Angles>)| op == self && *len == seq_len;
         if let Some((_, _, angles)) = recent().iter().find(same) {
             return angles.clone();
         }
-        // Not under the lock: this takes all threads, which may themselves wait for it.
+        // Computed without the lock: this uses all threads, which may themselves wait for the lock.
         let angles = Arc::new(self.angles(seq_len));
         let mut recent = recent();
-        recent.truncate(KEPT - 1);
+        recent.truncate(CACHED - 1);
         recent.insert(0, (self.clone(), seq_len, angles.clone()));
         angles
     }
 }
 
-impl Op<1> for Rotary {
+impl Op<1> for RotaryEmbedding {
     fn reference<B: OpBackend>(
         &self,
         [x]: [FloatTensor<B>; 1],

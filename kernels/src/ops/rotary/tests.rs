@@ -3,7 +3,7 @@ use crate::ops::support::{Ad, assert_nan_shows, assert_views_agree, strides, val
 use crate::testing::{Case, Tensor64, check};
 
 /// The rotation by its definition, pair by pair.
-fn oracle(op: &Rotary, x: &Tensor64) -> Tensor64 {
+fn oracle(op: &RotaryEmbedding, x: &Tensor64) -> Tensor64 {
     let half = op.rotary_dims / 2;
     Tensor64::from_fn(&x.shape, |at| {
         let [b, h, t, i] = at[..] else { panic!() };
@@ -27,7 +27,7 @@ fn agrees_with_the_oracle_and_its_gradient() {
         ([1, 2, 1, 64], 123_456, 10_000.0, 64),
         ([1, 2, 3, 5], 7, 10_000.0, 0),
     ] {
-        let op = Rotary { first_position, theta, rotary_dims };
+        let op = RotaryEmbedding { first_position, theta, rotary_dims };
         check(Case::new(op.clone(), &[&shape]), |inputs| oracle(&op, &inputs[0]));
     }
 }
@@ -37,7 +37,7 @@ fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
     let view = || wave([2, 5, 3, 8], 0.0).swap_dims(1, 2);
     assert_views_agree(view(), |x| rotary(x, 3, 10_000.0, 6));
     assert_eq!(strides(&rotary(view(), 3, 10_000.0, 6)), strides(&view()));
-    // Queries out of a joint projection, and memory whose rows are not whole.
+    // Queries from a joint projection, and memory with padded rows.
     let joint = wave([2, 5, 3, 24], 0.0).narrow(3, 8, 8).swap_dims(1, 2);
     assert_views_agree(joint, |x| rotary(x, 3, 10_000.0, 8));
     assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), |x| rotary(x, 3, 10_000.0, 8));
@@ -93,7 +93,7 @@ mod cuda {
             ([1, 2, 1, 64], 123_456, 10_000.0, 64),
             ([1, 2, 3, 5], 7, 10_000.0, 0),
         ] {
-            let op = Rotary { first_position, theta, rotary_dims };
+            let op = RotaryEmbedding { first_position, theta, rotary_dims };
             let case = || Case::new(op.clone(), &[&shape]);
             check_on::<crate::Cuda, _, 1>(case(), |inputs| oracle(&op, &inputs[0]));
             check_on::<crate::Cuda, _, 1>(case().bf16(&[0]), |inputs| oracle(&op, &inputs[0]));
@@ -107,7 +107,7 @@ mod cuda {
         assert_views_agree(view(), |x| rotary(x, 3, 10_000.0, 6));
         assert_views_agree(view(), |x| rotary(x, 3, 10_000.0, 8));
         assert_eq!(strides(&rotary(view(), 3, 10_000.0, 8)), strides(&view()));
-        // Queries out of a joint projection, and memory whose rows are not whole.
+        // Queries from a joint projection, and memory with padded rows.
         let joint = wave([2, 5, 3, 384], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
         assert_views_agree(joint, |x| rotary(x, 3, 10_000.0, 128));
         assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), |x| rotary(x, 3, 10_000.0, 8));

@@ -17,12 +17,12 @@ pub fn forward(
     silu: bool,
 ) -> Forward<FlexTensor> {
     let (x, weight) = (contiguous(x), contiguous(weight));
-    let call = Call::new(&x, &weight, ints);
+    let params = ConvParams::new(&x, &weight, ints);
     let mut y = buffer(slice(&x).len());
-    let (channels, rows) = (call.channels, call.task_rows());
+    let (channels, rows) = (params.channels, params.task_rows());
     y.par_chunks_mut(rows * channels).enumerate().for_each(|(task, y)| {
         for (i, y) in y.chunks_exact_mut(channels).enumerate() {
-            call.convolve(task * rows + i, y);
+            params.convolve(task * rows + i, y);
             if silu {
                 y.iter_mut().for_each(|y| *y = silu_value(*y));
             }
@@ -41,66 +41,66 @@ pub fn backward(
 ) -> [Option<FlexTensor>; 2] {
     let [x, weight] = saved else { unreachable!("the convolution saves two tensors") };
     let grad = contiguous(grad);
-    let call = Call::new(x, weight, ints);
+    let params = ConvParams::new(x, weight, ints);
     let mut dx = buffer(slice(x).len());
-    let (channels, rows) = (call.channels, call.task_rows());
+    let (channels, rows) = (params.channels, params.task_rows());
     let parts: Vec<_> = dx
         .par_chunks_mut(rows * channels)
         .enumerate()
         .map_init(Vec::new, |scratch, (task, dx)| {
-            backward_task(&call, silu, slice(&grad), task * rows, dx, scratch)
+            backward_task(&params, silu, slice(&grad), task * rows, dx, scratch)
         })
         .collect();
     let dw = || {
-        // Tasks sum tap by tap; the weight lies channel by channel.
-        let dw = from_vec(sum_in_order(&parts), &[call.taps, channels]);
+        // Tasks sum as `[taps, channels]`; the weight is `[channels, taps]`.
+        let dw = from_vec(sum_in_order(&parts), &[params.taps, channels]);
         contiguous(&dw.transpose(0, 1))
     };
     [needs[0].then(|| from_vec(dx, &dims(x))), needs[1].then(dw)]
 }
 
-/// The gradient of the rows from `first` on, and their part of the weight's, `[taps, channels]`.
+/// The gradient of the rows from `first` on, and their contribution to the weight's, `[taps, channels]`.
 ///
 /// With dz the gradient of the convolution: dx_t = Σ_back w_back · dz_{t + back}, so the task
 /// computes dz for the taps − 1 rows after its own too.
 fn backward_task(
-    call: &Call,
+    params: &ConvParams,
     silu: bool,
     dy: &[f32],
     first: usize,
     dx: &mut [f32],
     scratch: &mut Vec<f32>,
 ) -> Vec<f32> {
-    let channels = call.channels;
+    let channels = params.channels;
     let end = first + dx.len() / channels;
-    let last = (end + call.taps - 1).min(call.reach.len());
+    let last = (end + params.taps - 1).min(params.reach.len());
     scratch.resize((last - first) * channels, 0.0);
     for (i, dz) in scratch.chunks_exact_mut(channels).enumerate() {
         let dy = &dy[(first + i) * channels..][..channels];
         if silu {
-            call.convolve(first + i, dz);
+            params.convolve(first + i, dz);
             dz.iter_mut().zip(dy).for_each(|(z, dy)| *z = dy * silu_slope(*z));
         } else {
             dz.copy_from_slice(dy);
         }
     }
     let dz = |row: usize| &scratch[(row - first) * channels..][..channels];
-    let mut dw = vec![0.0; call.taps * channels];
+    let mut dw = vec![0.0; params.taps * channels];
     for (row, dx) in (first..end).zip(dx.chunks_exact_mut(channels)) {
-        let later = (row..last.min(row + call.taps)).take_while(|&t| t - row < call.reach[t]);
-        weighted_sum(dx, later.clone().count(), |back| (call.tap(back), dz(row + back)));
-        for back in 0..call.reach[row] {
+        let later = (row..last.min(row + params.taps)).take_while(|&t| t - row < params.reach[t]);
+        weighted_sum(dx, later.clone().count(), |back| (params.tap(back), dz(row + back)));
+        for back in 0..params.reach[row] {
             let dw = &mut dw[back * channels..][..channels];
-            for ((dw, x), dz) in dw.iter_mut().zip(call.row(row - back)).zip(dz(row)) {
+            for ((dw, x), dz) in dw.iter_mut().zip(params.row(row - back)).zip(dz(row)) {
                 *dw = math::mul_add(*x, *dz, *dw);
             }
         }
     }
-    // By distance from the current row so far; the last tap is the one at distance 0.
+    // So far ordered by distance from the current row; the last tap is the one at distance 0.
     dw.chunks_exact(channels).rev().flatten().copied().collect()
 }
 
-/// y ← Σ_i a_i · b_i, elementwise, for the `terms` pairs of rows that `pair` gives.
+/// y ← Σ_i a_i · b_i, elementwise, over the `terms` pairs of rows returned by `pair`.
 fn weighted_sum<'a>(y: &mut [f32], terms: usize, pair: impl Fn(usize) -> (&'a [f32], &'a [f32])) {
     // A block's sums stay in registers.
     const BLOCK: usize = 32;
@@ -124,18 +124,18 @@ fn weighted_sum<'a>(y: &mut [f32], terms: usize, pair: impl Fn(usize) -> (&'a [f
     }
 }
 
-/// One call's sizes and inputs; rows are those of `[batch · seq_len, channels]`.
-struct Call<'a> {
+/// The sizes and inputs of one call; rows are those of `[batch · seq_len, channels]`.
+struct ConvParams<'a> {
     x: &'a [f32],
     /// `[taps, channels]`, by distance from the current row.
     weight: Vec<f32>,
-    /// How many rows each row takes in: itself and those before it that its document has.
+    /// The number of rows that each row reads: itself and those before it in its document, up to taps.
     reach: Vec<usize>,
     channels: usize,
     taps: usize,
 }
 
-impl<'a> Call<'a> {
+impl<'a> ConvParams<'a> {
     fn new(x: &'a FlexTensor, weight: &FlexTensor, ints: &[FlexTensor]) -> Self {
         let [batch, seq_len, channels] = dims(x)[..] else {
             panic!("the convolution's x is {:?}, not [batch, seq_len, channels]", dims(x))
@@ -150,7 +150,7 @@ impl<'a> Call<'a> {
         let reach = |row: usize| taps.min((row % seq_len + 1).saturating_sub(start(row)));
         let w = slice(weight);
         let by_distance = |i: usize| w[i % channels * taps + (taps - 1 - i / channels)];
-        Call {
+        ConvParams {
             x: slice(x),
             weight: (0..taps * channels).map(by_distance).collect(),
             reach: (0..batch * seq_len).map(reach).collect(),
@@ -159,7 +159,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Rows of a parallel task: enough that the rows of the next task it reads cost little.
+    /// Rows per parallel task: enough that the overlap with the next task costs little.
     fn task_rows(&self) -> usize {
         rows_per_task(self.channels, 1 << 14).max(8 * self.taps)
     }

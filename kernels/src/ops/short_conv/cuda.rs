@@ -1,28 +1,28 @@
-//! The short convolution.
+//! The short convolution on CUDA.
 
 use burn::tensor::DType;
 
-use super::kernel::{Plan, RUN, backward as backward_kernel, forward as forward_kernel};
+use super::kernel::{ConvConfig, RUN_ROWS, backward as backward_kernel, forward as forward_kernel};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::sums::columns;
-use crate::ops::cuda::{blocks, dim, dims, elements, integers, lanes, nothing, number, supported};
+use crate::ops::cuda::{as_u32, blocks, dim, dims, elements, integers, lanes, nothing, supported};
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: usize = 128;
-/// Values of the window that a thread holds, at most.
+/// Most elements of the window per thread.
 const WINDOW: usize = 32;
 
-/// One call: its inputs, contiguous, and how they are read.
-struct Call {
+/// The contiguous inputs of one call, its sizes and its configuration.
+struct ConvParams {
     x: CudaTensor,
     weight: CudaTensor,
     documents: Option<CudaTensor>,
     sizes: [usize; 3],
     lanes: usize,
-    plan: Plan,
+    config: ConvConfig,
 }
 
-impl Call {
+impl ConvParams {
     fn new(x: &CudaTensor, weight: &CudaTensor, ints: &[CudaTensor], silu: bool) -> Self {
         let [batch, seq_len, channels] = dims(x)[..] else {
             panic!("the convolution's x is {:?}, not [batch, seq_len, channels]", dims(x))
@@ -32,21 +32,21 @@ impl Call {
         assert_eq!(dims(weight)[0], channels, "channels of the convolution's weight and of x");
         let documents =
             ints.first().map(|starts| integers(starts, &[batch, seq_len], "document_starts"));
-        let plan = Plan { taps, silu, documents: documents.is_some() };
+        let config = ConvConfig { taps, silu, documents: documents.is_some() };
         let fitting = 1 << (WINDOW / taps).max(1).ilog2();
-        Call {
+        ConvParams {
             x: contiguous(x),
             weight: contiguous(weight),
             documents,
             sizes: [batch, seq_len, channels],
             lanes: lanes(channels, x.dtype).min(fitting),
-            plan,
+            config,
         }
     }
 
     /// Runs of rows in the whole batch.
     fn runs(&self) -> usize {
-        self.sizes[0] * self.sizes[1].div_ceil(RUN)
+        self.sizes[0] * self.sizes[1].div_ceil(RUN_ROWS)
     }
 
     fn vectors(&self) -> usize {
@@ -62,7 +62,7 @@ impl Call {
 ///
 /// - `x`: `[batch, seq_len, channels]`
 /// - `weight`: `[channels, taps]`
-/// - `ints`: nothing, or document starts, `[batch, seq_len]`
+/// - `ints`: empty, or document starts, `[batch, seq_len]`
 pub fn forward(
     x: &CudaTensor,
     weight: &CudaTensor,
@@ -72,30 +72,30 @@ pub fn forward(
     if !supported(x) {
         return None;
     }
-    let call = Call::new(x, weight, ints, silu);
-    let Call { x, weight, lanes, .. } = &call;
+    let params = ConvParams::new(x, weight, ints, silu);
+    let ConvParams { x, weight, lanes, .. } = &params;
     let lanes = *lanes;
-    let y = empty(x, &call.sizes, x.dtype);
-    number(elements(x));
+    let y = empty(x, &params.sizes, x.dtype);
+    as_u32(elements(x));
     // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
     unsafe {
         forward_kernel::launch_unchecked(
             &x.client,
-            blocks(call.runs() * call.vectors(), THREADS),
+            blocks(params.runs() * params.vectors(), THREADS),
             dim(THREADS),
             lanes,
             buffer(x, lanes),
             buffer(weight, 1),
-            call.documents(),
+            params.documents(),
             buffer(&y, lanes),
-            number(call.sizes[0]),
-            number(call.sizes[1]),
-            number(call.vectors()),
-            call.plan,
+            as_u32(params.sizes[0]),
+            as_u32(params.sizes[1]),
+            as_u32(params.vectors()),
+            params.config,
             [x.dtype.into(), weight.dtype.into()],
         );
     }
-    Some([y, call.x, call.weight])
+    Some([y, params.x, params.weight])
 }
 
 /// The gradients of x and weight.
@@ -107,30 +107,30 @@ pub fn backward(
     grad: &CudaTensor,
 ) -> [CudaTensor; 2] {
     assert_eq!(grad.dtype, x.dtype, "types of the convolution's input and of its gradient");
-    let call = Call::new(x, weight, ints, silu);
-    let (grad, lanes) = (contiguous(grad), call.lanes);
-    let Call { x, weight, sizes: [_, _, channels], plan, .. } = &call;
-    let dx = empty(x, &call.sizes, x.dtype);
-    let parts = empty(x, &[call.runs(), plan.taps * channels], DType::F32);
+    let params = ConvParams::new(x, weight, ints, silu);
+    let (grad, lanes) = (contiguous(grad), params.lanes);
+    let ConvParams { x, weight, sizes: [_, _, channels], config, .. } = &params;
+    let dx = empty(x, &params.sizes, x.dtype);
+    let parts = empty(x, &[params.runs(), config.taps * channels], DType::F32);
     // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
     unsafe {
         backward_kernel::launch_unchecked(
             &x.client,
-            blocks(call.runs() * call.vectors(), THREADS),
+            blocks(params.runs() * params.vectors(), THREADS),
             dim(THREADS),
             lanes,
             buffer(x, lanes),
             buffer(weight, 1),
-            call.documents(),
+            params.documents(),
             buffer(&grad, lanes),
             buffer(&dx, lanes),
             buffer(&parts, lanes),
-            number(call.sizes[0]),
-            number(call.sizes[1]),
-            number(call.vectors()),
-            *plan,
+            as_u32(params.sizes[0]),
+            as_u32(params.sizes[1]),
+            as_u32(params.vectors()),
+            *config,
             [x.dtype.into(), weight.dtype.into()],
         );
     }
-    [dx, columns(&parts, 0, &[*channels, plan.taps], plan.taps)]
+    [dx, columns(&parts, 0, &[*channels, config.taps], config.taps)]
 }

@@ -1,23 +1,23 @@
-//! The short causal convolution over time, each channel by itself.
+//! The short causal depthwise convolution over time.
 //!
-//! A thread handles a vector of channels over a run of rows, and keeps the last rows it has read.
-//! Distances count backwards: tap `back` multiplies the row that many before the current one.
+//! A thread handles a vector of channels over a run of rows, and keeps a window of the last rows. Tap
+//! `back` multiplies the row `back` before the current one.
 
 use cubecl::prelude::*;
 
 use crate::ops::activation::kernel::{silu, silu_slope};
 
-/// Rows of a run.
-pub const RUN: usize = 64;
+/// Rows per run.
+pub const RUN_ROWS: usize = 64;
 
-/// What a kernel is compiled for.
+/// The compile-time configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Plan {
-    /// Taps of a channel.
+pub struct ConvConfig {
+    /// Taps per channel.
     pub taps: usize,
     /// Whether SiLU follows.
     pub silu: bool,
-    /// Whether rows of other documents are left out.
+    /// Whether rows of other documents are excluded.
     pub documents: bool,
 }
 
@@ -25,7 +25,7 @@ pub struct Plan {
 ///
 /// - `x`, `y`: `[batch, seq_len, vectors]`
 /// - `weight`: `[channels, taps]`, the last tap at distance 0
-/// - `documents`: `[batch, seq_len]`, see [`Plan::documents`]
+/// - `documents`: `[batch, seq_len]`, see [`ConvConfig::documents`]
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn forward<E: Float, W: Float, N: Size>(
     x: &Array<Vector<E, N>>,
@@ -35,25 +35,25 @@ pub fn forward<E: Float, W: Float, N: Size>(
     batch: u32,
     seq_len: u32,
     vectors: u32,
-    #[comptime] plan: Plan,
+    #[comptime] config: ConvConfig,
     #[define(E, W)] _dtypes: [StorageType; 2],
 ) {
     let seq_len = seq_len as usize;
     let vectors = vectors as usize;
     let column = ABSOLUTE_POS % vectors;
     let run = ABSOLUTE_POS / vectors;
-    let runs = (seq_len + RUN - 1) / RUN;
+    let runs = (seq_len + RUN_ROWS - 1) / RUN_ROWS;
     if run / runs < batch as usize {
         let row0 = run / runs * seq_len; // Of the sequence.
-        let first = run % runs * RUN;
-        let taps = taps::<W, N>(weight, column, plan.taps);
-        let mut window = before::<E, N>(x, row0, first, column, vectors, plan.taps);
-        for t in first..min(first + RUN, seq_len) {
+        let first = run % runs * RUN_ROWS;
+        let taps = taps::<W, N>(weight, column, config.taps);
+        let mut window = before::<E, N>(x, row0, first, column, vectors, config.taps);
+        for t in first..min(first + RUN_ROWS, seq_len) {
             let at = (row0 + t) * vectors + column;
-            push::<N>(&mut window, Vector::cast_from(x[at]), plan.taps);
-            let reach = reach(documents, row0, t, plan);
-            let z = convolve::<N>(&taps, &window, reach, plan.taps);
-            y[at] = Vector::cast_from(apply::<N>(z, false, plan.silu));
+            push::<N>(&mut window, Vector::cast_from(x[at]), config.taps);
+            let reach = reach(documents, row0, t, config);
+            let z = convolve::<N>(&taps, &window, reach, config.taps);
+            y[at] = Vector::cast_from(apply::<N>(z, false, config.silu));
         }
     }
 }
@@ -75,42 +75,42 @@ pub fn backward<E: Float, W: Float, N: Size>(
     batch: u32,
     seq_len: u32,
     vectors: u32,
-    #[comptime] plan: Plan,
+    #[comptime] config: ConvConfig,
     #[define(E, W)] _dtypes: [StorageType; 2],
 ) {
     let seq_len = seq_len as usize;
     let vectors = vectors as usize;
     let column = ABSOLUTE_POS % vectors;
     let run = ABSOLUTE_POS / vectors;
-    let runs = (seq_len + RUN - 1) / RUN;
+    let runs = (seq_len + RUN_ROWS - 1) / RUN_ROWS;
     if run / runs < batch as usize {
         let row0 = run / runs * seq_len;
-        let first = run % runs * RUN;
-        let last = comptime!(plan.taps - 1);
-        let taps = taps::<W, N>(weight, column, plan.taps);
-        let mut window = before::<E, N>(x, row0, first, column, vectors, plan.taps);
-        // dz of the last rows, and how many rows back each of them reaches.
-        let mut slopes = Array::<Vector<f32, N>>::new(plan.taps);
-        let mut reaches = Array::<u32>::new(plan.taps);
-        let mut dw = Array::<Vector<f32, N>>::new(plan.taps);
+        let first = run % runs * RUN_ROWS;
+        let last = comptime!(config.taps - 1);
+        let taps = taps::<W, N>(weight, column, config.taps);
+        let mut window = before::<E, N>(x, row0, first, column, vectors, config.taps);
+        // dz of the last rows, and the number of rows that each of them reads.
+        let mut slopes = Array::<Vector<f32, N>>::new(config.taps);
+        let mut reaches = Array::<u32>::new(config.taps);
+        let mut dw = Array::<Vector<f32, N>>::new(config.taps);
         #[unroll]
-        for i in 0..plan.taps {
+        for i in 0..config.taps {
             slopes[i] = Vector::cast_from(0f32);
             reaches[i] = 0u32;
             dw[i] = Vector::cast_from(0f32);
         }
-        let end = min(first + RUN, seq_len);
+        let end = min(first + RUN_ROWS, seq_len);
         for t in first..end + last {
             // 1. dz of row t: 0 past the sequence.
             let at = (row0 + t) * vectors + column;
             let mut dz = Vector::<f32, N>::cast_from(0f32);
             let mut reach_t = 0u32;
             if t < seq_len {
-                push::<N>(&mut window, Vector::cast_from(x[at]), plan.taps);
-                reach_t = reach(documents, row0, t, plan);
+                push::<N>(&mut window, Vector::cast_from(x[at]), config.taps);
+                reach_t = reach(documents, row0, t, config);
                 dz = Vector::cast_from(dy[at]);
-                if plan.silu {
-                    let z = convolve::<N>(&taps, &window, reach_t, plan.taps);
+                if config.silu {
+                    let z = convolve::<N>(&taps, &window, reach_t, config.taps);
                     dz *= apply::<N>(z, true, true);
                 }
             }
@@ -122,21 +122,21 @@ pub fn backward<E: Float, W: Float, N: Size>(
             slopes[0] = dz;
             reaches[0] = reach_t;
 
-            // 2. The taps' part, of the run's own rows.
+            // 2. The contribution to the taps' gradient, of the run's own rows.
             if t < end {
                 #[unroll]
-                for back in 0..plan.taps {
+                for back in 0..config.taps {
                     if (back as u32) < reach_t {
                         dw[back] = dw[back] + window[back] * dz;
                     }
                 }
             }
 
-            // 3. dx of the row that now has all dz it takes part in.
+            // 3. dx of the row whose dz are all known now.
             if t >= first + last {
                 let mut sum = Vector::<f32, N>::cast_from(0f32);
                 #[unroll]
-                for back in 0..plan.taps {
+                for back in 0..config.taps {
                     let later = comptime!(last - back);
                     if (back as u32) < reaches[later] {
                         sum += taps[back] * slopes[later];
@@ -146,8 +146,8 @@ pub fn backward<E: Float, W: Float, N: Size>(
             }
         }
         #[unroll]
-        for back in 0..plan.taps {
-            parts[(run * plan.taps + (last - back)) * vectors + column] = dw[back];
+        for back in 0..config.taps {
+            parts[(run * config.taps + (last - back)) * vectors + column] = dw[back];
         }
     }
 }
@@ -194,7 +194,7 @@ fn before<E: Float, N: Size>(
     window
 }
 
-/// Moves the window one row on.
+/// Shifts the window by one row.
 #[cube]
 fn push<N: Size>(window: &mut Array<Vector<f32, N>>, row: Vector<f32, N>, #[comptime] taps: usize) {
     let last = comptime!(taps - 1);
@@ -205,11 +205,11 @@ fn push<N: Size>(window: &mut Array<Vector<f32, N>>, row: Vector<f32, N>, #[comp
     window[0] = row;
 }
 
-/// How many rows, from `t` back, `t` takes in: those of its document.
+/// The number of rows from `t` backwards in t's document.
 #[cube]
-fn reach(documents: &Array<i32>, row0: usize, t: usize, #[comptime] plan: Plan) -> u32 {
+fn reach(documents: &Array<i32>, row0: usize, t: usize, #[comptime] config: ConvConfig) -> u32 {
     let mut reach = t as u32 + 1;
-    if plan.documents {
+    if config.documents {
         let start = max(documents[row0 + t], 0) as u32;
         reach -= min(start, reach);
     }

@@ -12,23 +12,23 @@ use burn_flex::FlexTensor;
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
 use crate::cuda::CudaTensor;
 
-/// y_tc = f(Σ_{j < taps} weight_cj · x_{t − taps + 1 + j, c}), each channel by itself, with f = SiLU
-/// or the identity.
+/// The depthwise convolution y_tc = f(Σ_{j < taps} weight_cj · x_{t − taps + 1 + j, c}), with f = SiLU or
+/// the identity.
 ///
 /// The last tap multiplies the current row; rows before the first, or before the document's start,
-/// count as 0. To decode, run it on the last taps − 1 rows followed by the new ones, and keep the
-/// new ones' results.
+/// are 0. To decode, run it on the last taps − 1 rows followed by the new ones, and keep the results of
+/// the new ones.
 ///
 /// - `x`: `[batch, seq_len, channels]`
 /// - `weight`: `[channels, taps]`
-/// - `silu`: whether f is x σ(x)
-/// - `document_starts`: `[batch, seq_len]`, the row at which each position's document starts, which
-///   never decreases along a sequence
+/// - `silu`: whether f is SiLU
+/// - `document_starts`: `[batch, seq_len]`, the row at which each position's document starts,
+///   non-decreasing along a sequence
 ///
 /// Returns the shape of `x`.
 ///
 /// # Panics
-/// When the sizes do not fit.
+/// When the sizes do not match.
 pub fn short_conv<B: OpBackend>(
     x: Tensor<B, 3>,
     weight: Tensor<B, 2>,

@@ -18,7 +18,7 @@ fn oracle(op: &ShortConv, starts: Option<&[i32]>, inputs: &[Tensor64]) -> Tensor
     })
 }
 
-/// Starts of documents of 1, 2, 3, … rows, anew in each row of the batch.
+/// Starts of documents of 1, 2, 3, … rows, restarting in each row of the batch.
 fn starts(batch: usize, seq_len: usize) -> Vec<i32> {
     let (mut row, mut length) = (vec![], 1);
     while row.len() < seq_len {

@@ -1,4 +1,4 @@
-//! dk and dv.
+//! The kernel of dk and dv.
 
 use burn::tensor::bf16;
 use cubecl::prelude::*;
@@ -9,7 +9,7 @@ use super::super::hooks::{
     Score, ScoreArgs, ScoreOf, Weight, WeightOf,
 };
 use super::super::mask::{Mask, masked};
-use super::super::problem::{Config, Problem};
+use super::super::problem::{KernelConfig, ProblemShape};
 use super::BackwardInputs;
 use super::query_tile::QueryTile;
 use crate::tile::warpgroup::{
@@ -20,30 +20,30 @@ use crate::tile::{
     ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, sum_of_four, zeros,
 };
 
-/// What a launch of [`dkv`] makes: registers hold both for heads of up to 128 channels.
+/// The outputs of a launch of [`dkv`]: registers hold both accumulators only for heads of up to 128 channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Parts {
+pub enum DkvOutputs {
     Both,
     Dk,
     Dv,
 }
 
-/// Where the kernel writes.
+/// The outputs of the kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct KeyGradients<O: Numeric> {
     /// `[batch, kv_heads, keys, head_dim]`
     pub dk: HeadPairs<O>,
     /// `[batch, kv_heads, keys, head_dim]`
     pub dv: HeadPairs<bf16>,
-    /// Σ_i dS_ij of each key, `[batch, heads, keys]`, zeros before; where biases want them.
+    /// With [`Biases::NEEDS_DS_SUMS`], Σ_i dS_ij of each key, `[batch, heads, keys]`, zero-initialised.
     pub ds_columns: ComptimeOption<Array<f32>>,
 }
 
 /// [`KeyGradients`] of a kind.
 pub type KeyGradientsOf<A> = KeyGradients<GradientOf<A>>;
 
-/// dk and dv, over all query heads of the kv head. Here a warp's rows are keys, and columns are queries:
-/// what is computed is Sᵀ.
+/// dk and dv, over all query heads of the kv head. A warp's rows are keys and columns are queries: it
+/// computes Sᵀ.
 ///
 /// Grid: blocks of keys, batch · kv_heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -55,28 +55,28 @@ pub fn dkv<A: Hooks>(
     score: &ScoreArgs<A>,
     saved: &SavedRows<A>,
     gradients: &mut KeyGradientsOf<A>,
-    problem: Problem,
-    #[comptime] config: Config,
-    #[comptime] parts: Parts,
+    problem: ProblemShape,
+    #[comptime] config: KernelConfig,
+    #[comptime] outputs: DkvOutputs,
 ) {
     define_exp2();
-    let Config { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
-    let (with_dk, with_dv) = comptime!((parts != Parts::Dv, parts != Parts::Dk));
-    let biased = comptime!(BiasesOf::<A>::SOME);
-    let with_sums = comptime!(BiasesOf::<A>::SUMS && with_dk);
+    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let (with_dk, with_dv) = comptime!((outputs != DkvOutputs::Dv, outputs != DkvOutputs::Dk));
+    let biased = comptime!(BiasesOf::<A>::ENABLED);
+    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS && with_dk);
     let rows = comptime!(config.rows());
     let steps = comptime!(dim / 16);
     let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
 
     let lane = UNIT_POS_PLANE as usize;
-    // Shuffled, the compiler knows that it is one for the warp.
+    // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let queries = problem.queries as usize;
     let keys = problem.keys as usize;
     let first_column = CUBE_POS_X as usize * rows;
     let offset = keys - queries;
 
-    // Two tiles of q and of dO, in turns.
+    // Double-buffered tiles of q and dO.
     let mut pipeline = Pipeline::new(tile, dim, warps);
     let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
@@ -85,7 +85,7 @@ pub fn dkv<A: Hooks>(
 
     let passes = Passes::new(&problem, mask, first_column, config);
     let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
-    let in_reverse = comptime!(OperandsOf::<A>::DK_FROM_THE_END);
+    let in_reverse = comptime!(OperandsOf::<A>::DK_IN_REVERSE);
     if UNIT_POS == 0 {
         for iteration in 0..2usize {
             if iteration < total {
@@ -114,24 +114,25 @@ pub fn dkv<A: Hooks>(
     let mut dv_acc = zeros(n_dim);
     let mut s = uninit(n_queries);
     let mut dp = uninit(n_queries);
-    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::UNIT;
+    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let mut ds_sum = Array::<f32>::new(2usize);
     ds_sum[0] = 0f32;
     ds_sum[1] = 0f32;
-    let kv_row = CUBE_POS_Y as usize;
-    let mut of_operands = OperandsOf::<A>::dkv(operands, &problem, kv_row, group_column, config);
-    let mut of_biases = BiasesOf::<A>::over_queries(config);
+    let batch_kv_head = CUBE_POS_Y as usize;
+    let mut operand_state =
+        OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
+    let mut bias_state = BiasesOf::<A>::init_query_loop(config);
 
     if total > 0 {
         let (head, first_query) = passes.head_and_query(0usize, in_reverse, tile);
         query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
-        OperandsOf::<A>::read_queries(&mut of_operands, operands, first_query, true, config);
-        let row = batch * problem.heads as usize + head;
+        OperandsOf::<A>::read_queries(&mut operand_state, operands, first_query, true, config);
+        let batch_head = batch * problem.heads as usize + head;
         BiasesOf::<A>::read_queries(
-            &mut of_biases,
+            &mut bias_state,
             biases,
             &problem,
-            row,
+            batch_head,
             first_query,
             own,
             config,
@@ -142,29 +143,29 @@ pub fn dkv<A: Hooks>(
         let ahead = iteration + 1 < total;
         let next = min(iteration + 1, total - 1);
         let (next_head, next_query) = passes.head_and_query(next, in_reverse, tile);
-        let at = pipeline.place(iteration);
+        let at = pipeline.stage_offset(iteration);
 
-        // The first keys of the tile's queries, at least and at most.
+        // The minimum and maximum first key of the tile's queries.
         let mut tile_from = 0usize;
         let mut tile_all_from = 0usize;
         query_tile.begin::<A>(mask, warp, config);
         if comptime!(mask.limits.any()) {
-            let (least, most) = query_tile.least_and_most(config);
+            let (least, most) = query_tile.min_and_max_first_key(config);
             tile_from = least;
             tile_all_from = most;
         }
-        OperandsOf::<A>::begin_tile_of_dkv(&mut of_operands, warp, config);
-        BiasesOf::<A>::begin_tile(&mut of_biases, config);
-        // On their way while this tile is worked on.
+        OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
+        BiasesOf::<A>::begin_tile(&mut bias_state, config);
+        // Read the next tile's data while this one is computed.
         if ahead {
             query_tile.read::<A>(saved, mask, &problem, batch, next_head, next_query, config);
-            OperandsOf::<A>::read_queries(&mut of_operands, operands, next_query, false, config);
-            let row = batch * problem.heads as usize + next_head;
+            OperandsOf::<A>::read_queries(&mut operand_state, operands, next_query, false, config);
+            let batch_head = batch * problem.heads as usize + next_head;
             BiasesOf::<A>::read_queries(
-                &mut of_biases,
+                &mut bias_state,
                 biases,
                 &problem,
-                row,
+                batch_head,
                 next_query,
                 own,
                 config,
@@ -175,10 +176,10 @@ pub fn dkv<A: Hooks>(
         let seen = (offset + first_query + tile > group_column) & (tile_from <= group_last);
         if seen & (group_column < keys) {
             OperandsOf::<A>::start_scores_of_dkv(
-                &mut of_operands,
+                &mut operand_state,
                 &mut s,
                 &k_tile,
-                &pipeline.one,
+                &pipeline.first_tiles,
                 at,
                 warp,
                 config,
@@ -188,7 +189,7 @@ pub fn dkv<A: Hooks>(
                     &v_tile,
                     group_row,
                     rows,
-                    &pipeline.two,
+                    &pipeline.second_tiles,
                     at,
                     &mut dp,
                     true,
@@ -196,7 +197,7 @@ pub fn dkv<A: Hooks>(
                     steps,
                 );
             }
-            let of_head = ScoreOf::<A>::head(score, head);
+            let head_params = ScoreOf::<A>::head(score, head);
             wait(&mut s, comptime!(usize::from(with_dk)));
 
             let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
@@ -207,7 +208,7 @@ pub fn dkv<A: Hooks>(
                 &mut s,
                 score,
                 &problem,
-                &of_head,
+                &head_params,
                 lane_row,
                 lane_column,
                 mask,
@@ -216,7 +217,7 @@ pub fn dkv<A: Hooks>(
                 edge,
                 config,
             );
-            // s becomes the slope of the weights with respect to scale · q·k, and p what dv takes.
+            // p = P for dv; s = dP/d(scale · q·k) of each weight.
             let mut p = uninit_a_frags(comptime!(n_queries / 2));
             #[unroll]
             for n in 0..n_queries {
@@ -229,7 +230,7 @@ pub fn dkv<A: Hooks>(
                     for e in 0..2usize {
                         let mut shift = -statistics[e];
                         if biased {
-                            let bias = BiasesOf::<A>::bias_of_key(&of_biases, n, r, config);
+                            let bias = BiasesOf::<A>::bias_of_key(&bias_state, n, r, config);
                             shift += bias;
                         }
                         pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
@@ -240,24 +241,29 @@ pub fn dkv<A: Hooks>(
                     #[unroll]
                     for e in 0..2usize {
                         pair[e] = WeightOf::<A>::slope(scores[e], pair[e]);
-                        if comptime!(config.bends_scores) {
+                        if comptime!(config.nonlinear_scores) {
                             let row = lane_row + comptime!((n * 8 + e) as u32);
                             let column = lane_column + comptime!((r * 8) as u32);
-                            let bend = ScoreOf::<A>::slope(
-                                score, &problem, &of_head, scores[e], row, column,
+                            let score_slope = ScoreOf::<A>::slope(
+                                score,
+                                &problem,
+                                &head_params,
+                                scores[e],
+                                row,
+                                column,
                             );
-                            pair[e] *= bend;
+                            pair[e] *= score_slope;
                         }
                     }
                     s.index_mut(n)[r] = pair;
                 }
             }
             if with_dv {
-                start_pb(&p, &pipeline.two, at, &mut dv_acc);
+                start_pb(&p, &pipeline.second_tiles, at, &mut dv_acc);
             }
             if with_dk {
                 wait(&mut dp, comptime!(usize::from(with_dv)));
-                // dp becomes dS.
+                // dp = dS.
                 #[unroll]
                 for n in 0..n_queries {
                     let statistics = query_tile.statistics::<A>(warp, n, config);
@@ -276,9 +282,9 @@ pub fn dkv<A: Hooks>(
                         dp.index_mut(n)[r] = pair;
                     }
                 }
-                OperandsOf::<A>::rescale_dk(&of_operands, &mut dk_acc, warp, config);
+                OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                 let ds = to_a_frags(&dp, n_queries);
-                start_pb(&ds, &pipeline.one, at, &mut dk_acc);
+                start_pb(&ds, &pipeline.first_tiles, at, &mut dk_acc);
                 wait(&mut dk_acc, 0usize);
             }
             if with_dv {
@@ -323,7 +329,7 @@ pub fn dkv<A: Hooks>(
     }
 }
 
-/// The tiles of queries that attend to some key of this cube's block, over all heads of the group.
+/// The query tiles that attend to some key of this block, over all heads of the group.
 #[derive(CubeType, Clone, Copy)]
 struct Passes {
     batch: usize,
@@ -340,10 +346,10 @@ struct Passes {
 #[cube]
 impl Passes {
     fn new(
-        problem: &Problem,
+        problem: &ProblemShape,
         mask: &Mask,
         first_column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) -> Passes {
         let (heads, group) = (problem.heads as usize, problem.group as usize);
         let kv_heads = heads / group;
@@ -365,8 +371,8 @@ impl Passes {
         Passes { batch, kv_head, group, from, blocks, total: blocks * group }
     }
 
-    /// The query head and the first query of an iteration. Tiles come head by head, from the first to the last;
-    /// in reverse, heads take turns at each tile, from the last to the first.
+    /// The query head and the first query of an iteration: head by head, from the first tile to the last. In
+    /// reverse: tile by tile from the last to the first, over all heads at each tile.
     fn head_and_query(
         &self,
         iteration: usize,
@@ -390,7 +396,7 @@ impl Passes {
 fn make_scores_of_keys<A: Hooks>(
     s: &mut Accumulator,
     args: &ScoreArgs<A>,
-    problem: &Problem,
+    problem: &ProblemShape,
     head: &<A::Score as Score>::Head,
     row: u32,
     column: u32,
@@ -398,7 +404,7 @@ fn make_scores_of_keys<A: Hooks>(
     query_tile: &QueryTile,
     warp: usize,
     edge: bool,
-    #[comptime] config: Config,
+    #[comptime] config: KernelConfig,
 ) {
     let n_queries = comptime!(config.tile / 8);
     if comptime!(config.changes_scores) {
@@ -428,7 +434,7 @@ fn make_scores_of_keys<A: Hooks>(
                 #[unroll]
                 for e in 0..2usize {
                     let row = row + comptime!((n * 8 + e) as u32);
-                    // Past the last query there is nothing to attend from.
+                    // Rows past the last query have no query.
                     let hide = masked(row, column, first[e]) | (row >= problem.keys);
                     pair[e] = select(hide, MASKED, pair[e]);
                 }

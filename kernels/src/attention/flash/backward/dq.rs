@@ -1,4 +1,4 @@
-//! dq.
+//! The kernel of dq.
 
 use cubecl::prelude::*;
 
@@ -8,14 +8,15 @@ use super::super::hooks::{
     ScoreArgs, ScoreOf, Weight, WeightOf,
 };
 use super::super::mask::{Mask, QueryBlock};
-use super::super::problem::{Config, Problem};
+use super::super::problem::{KernelConfig, ProblemShape};
 use super::{BackwardInputs, GradientOutput};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit, wait,
 };
 use crate::tile::{ALIGN, CHUNK, Chunk, bytes, define_exp2, sum_of_four, zeros};
 
-/// dq, and where biases want them Σ_j dS_ij of each query at its position in `ds_rows`, `[batch, heads, keys]`.
+/// dq and, with [`Biases::NEEDS_DS_SUMS`], Σ_j dS_ij of each query at its position in `ds_rows`,
+/// `[batch, heads, keys]`.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -28,26 +29,26 @@ pub fn dq<A: Hooks>(
     saved: &SavedRows<A>,
     dq: &mut GradientOutput<A>,
     ds_rows: &mut ComptimeOption<Array<f32>>,
-    problem: Problem,
-    #[comptime] config: Config,
+    problem: ProblemShape,
+    #[comptime] config: KernelConfig,
 ) {
     define_exp2();
-    let Config { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
-    let biased = comptime!(BiasesOf::<A>::SOME);
+    let biased = comptime!(BiasesOf::<A>::ENABLED);
     let fresh = comptime!(!biased);
-    let with_sums = comptime!(BiasesOf::<A>::SUMS);
+    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
 
     let lane = UNIT_POS_PLANE as usize;
-    // Shuffled, the compiler knows that it is one for the warp.
+    // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let block = QueryBlock::new(&problem, mask, config);
-    let (batch, kv_head, row) = (block.batch, block.kv_head, block.row);
+    let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let (queries, keys) = (problem.queries as usize, problem.keys as usize);
 
-    // Two tiles of K and of V, in turns.
+    // Double-buffered tiles of K and V.
     let mut pipeline = Pipeline::new(tile, dim, warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     let mut grad_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
@@ -75,7 +76,7 @@ pub fn dq<A: Hooks>(
     let group = block.group(&problem, mask, warp);
     let own = block.first_query + warp * 16;
     let group_row = warp / GROUP_WARPS * GROUP_ROWS;
-    // The first tile that the warpgroup attends to, and which of the block's it attends to.
+    // The warpgroup's first tile, and the range of the block's iterations that it takes part in.
     let start = group.from / tile * tile;
     let mut seen_from = start / tile - from;
     let mut seen_to = group.last / tile + 1 - from;
@@ -91,39 +92,39 @@ pub fn dq<A: Hooks>(
     let first = block.first_keys(&problem, mask, own);
     #[unroll]
     for r in 0..2usize {
-        let at = row * queries + min(own + r * 8 + lane / 4, queries - 1);
+        let at = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
         let (lse, delta) = WeightOf::<A>::saved(saved, at);
         row_shift[r] = -lse;
         row_delta[r] = delta;
         ds_sum[r] = 0f32;
     }
-    let of_head = ScoreOf::<A>::head(score, block.head);
-    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::UNIT;
-    let inverse = WeightOf::<A>::UNIT / scale;
-    let mut of_operands = OperandsOf::<A>::dq(operands, &problem, &block, &group, start, config);
-    let mut of_biases = BiasesOf::<A>::over_keys(biases, &problem, &block, &group, config);
+    let head_params = ScoreOf::<A>::head(score, block.head);
+    let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
+    let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
+    let mut operand_state = OperandsOf::<A>::dq(operands, &problem, &block, &group, start, config);
+    let mut bias_state = BiasesOf::<A>::init_key_loop(biases, &problem, &block, &group, config);
     let mut s = uninit(n_keys);
     let mut dp = uninit(n_keys);
     if biased {
-        BiasesOf::<A>::read_keys(&mut of_biases, biases, &problem, &block, start, config);
-        BiasesOf::<A>::start_from_biases(&mut of_biases, &mut s, inverse, warp, config);
+        BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
+        BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
         let next = start + tile;
         if next <= group.last {
-            BiasesOf::<A>::read_keys(&mut of_biases, biases, &problem, &block, next, config);
+            BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
 
     for iteration in 0..tiles {
         let first_column = (from + iteration) * tile;
-        let at = pipeline.place(iteration);
+        let at = pipeline.stage_offset(iteration);
         pipeline.wait(iteration);
         if (iteration >= seen_from) & (iteration < seen_to) {
             if iteration == seen_from {
                 OperandsOf::<A>::start_scores_of_dq(
-                    &mut of_operands,
+                    &mut operand_state,
                     &mut s,
                     &q_tile,
-                    &pipeline.one,
+                    &pipeline.first_tiles,
                     at,
                     warp,
                     fresh,
@@ -133,7 +134,7 @@ pub fn dq<A: Hooks>(
                     &grad_tile,
                     group_row,
                     rows,
-                    &pipeline.two,
+                    &pipeline.second_tiles,
                     at,
                     &mut dp,
                     true,
@@ -143,7 +144,7 @@ pub fn dq<A: Hooks>(
             }
             let next = first_column + tile;
             OperandsOf::<A>::begin_tile_of_dq(
-                &mut of_operands,
+                &mut operand_state,
                 operands,
                 warp,
                 next,
@@ -158,14 +159,14 @@ pub fn dq<A: Hooks>(
                 &mut s,
                 score,
                 &problem,
-                &of_head,
+                &head_params,
                 lane_row,
                 lane_column,
                 &first,
                 group.at_edge(first_column, tile),
                 config,
             );
-            // s becomes the slope of the weights with respect to scale · q·k.
+            // s = dP/d(scale · q·k) of each weight.
             #[unroll]
             for n in 0..n_keys {
                 #[unroll]
@@ -175,13 +176,18 @@ pub fn dq<A: Hooks>(
                     for e in 0..2usize {
                         let weight = WeightOf::<A>::weigh(pair[e], scale, row_shift[r]);
                         let mut slope = WeightOf::<A>::slope(pair[e], weight);
-                        if comptime!(config.bends_scores) {
+                        if comptime!(config.nonlinear_scores) {
                             let row = lane_row + comptime!((r * 8) as u32);
                             let column = lane_column + comptime!((n * 8 + e) as u32);
-                            let bend = ScoreOf::<A>::slope(
-                                score, &problem, &of_head, pair[e], row, column,
+                            let score_slope = ScoreOf::<A>::slope(
+                                score,
+                                &problem,
+                                &head_params,
+                                pair[e],
+                                row,
+                                column,
                             );
-                            slope *= bend;
+                            slope *= score_slope;
                         }
                         pair[e] = slope;
                     }
@@ -206,21 +212,27 @@ pub fn dq<A: Hooks>(
                     s.index_mut(n)[r] = pair;
                 }
             }
-            OperandsOf::<A>::rescale_dq(&of_operands, &mut dq_acc, warp, config);
+            OperandsOf::<A>::rescale_dq(&operand_state, &mut dq_acc, warp, config);
             let ds = to_a_frags(&s, n_keys);
-            start_pb(&ds, &pipeline.one, at, &mut dq_acc);
-            // The next tile's scores are under way before this tile's product is waited for.
+            start_pb(&ds, &pipeline.first_tiles, at, &mut dq_acc);
+            // Start the next tile's scores before waiting for this tile's product.
             if iteration + 1 < seen_to {
                 if biased {
-                    BiasesOf::<A>::start_from_biases(&mut of_biases, &mut s, inverse, warp, config);
+                    BiasesOf::<A>::start_from_biases(
+                        &mut bias_state,
+                        &mut s,
+                        inverse,
+                        warp,
+                        config,
+                    );
                 }
                 pipeline.wait(iteration + 1);
-                let next_at = pipeline.place(iteration + 1);
+                let next_at = pipeline.stage_offset(iteration + 1);
                 OperandsOf::<A>::start_scores_of_dq(
-                    &mut of_operands,
+                    &mut operand_state,
                     &mut s,
                     &q_tile,
-                    &pipeline.one,
+                    &pipeline.first_tiles,
                     next_at,
                     warp,
                     fresh,
@@ -230,7 +242,7 @@ pub fn dq<A: Hooks>(
                     &grad_tile,
                     group_row,
                     rows,
-                    &pipeline.two,
+                    &pipeline.second_tiles,
                     next_at,
                     &mut dp,
                     true,
@@ -240,7 +252,7 @@ pub fn dq<A: Hooks>(
                 let after = next + tile;
                 if biased && after <= group.last {
                     BiasesOf::<A>::read_keys(
-                        &mut of_biases,
+                        &mut bias_state,
                         biases,
                         &problem,
                         &block,
@@ -265,7 +277,7 @@ pub fn dq<A: Hooks>(
             let query = own + r * 8 + lane / 4;
             let total = sum_of_four(ds_sum[r]);
             if (lane % 4 == 0) & (query < queries) {
-                ds_rows.as_mut().unwrap()[row * keys + offset + query] = total;
+                ds_rows.as_mut().unwrap()[batch_head * keys + offset + query] = total;
             }
         }
     }

@@ -1,7 +1,7 @@
-//! The backward pass, without atomics: one kernel makes dq, block of queries by block of queries,
-//! another dk and dv, block of keys by block of keys, over all query heads of the kv head (Dao,
-//! "FlashAttention-2", 2023, algorithm 2, split in two). Both recompute
-//! P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − δ), δ = rowsum(dO ⊙ O), for softmax.
+//! The backward pass, without atomics: one kernel computes dq with a block per query block, another dk and
+//! dv with a block per key block, over all query heads of the kv head (Dao, "FlashAttention-2", 2023,
+//! algorithm 2, split in two). For softmax, both recompute
+//! P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − δ), δ = rowsum(dO ⊙ O).
 
 pub mod dkv;
 pub mod dq;
@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 
 use super::heads::HeadPairs;
 use super::hooks::GradientOf;
-use crate::tile::{CHUNK, Chunk, Rows};
+use crate::tile::{CHUNK, Chunk, RowStrides};
 
 /// q, k, v and dO, `[batch, heads or kv_heads, tokens, head_dim]`.
 #[derive(CubeType, CubeLaunch)]
@@ -27,11 +27,11 @@ pub struct BackwardInputs {
     pub grad: TensorMap<bf16, Tiled>,
 }
 
-/// Where dq or dk is written.
+/// The output for dq or dk.
 pub type GradientOutput<A> = HeadPairs<GradientOf<A>>;
 
-/// Lanes that share a row of [`row_dots`].
-pub const LANES_OF_A_ROW: usize = 8;
+/// Lanes per row of [`row_dots()`].
+pub const LANES_PER_ROW: usize = 8;
 
 /// Σ_c x_ic y_ic of each row, `[batch, heads, rows]`; of o and dO this is δ.
 ///
@@ -43,24 +43,24 @@ pub fn row_dots(
     sums: &mut Array<f32>,
     heads: u32,
     count: u32,
-    x_rows: Rows,
-    y_rows: Rows,
+    x_strides: RowStrides,
+    y_strides: RowStrides,
     #[comptime] chunks: usize,
 ) {
-    let rows = CUBE_DIM as usize / LANES_OF_A_ROW;
-    let row = CUBE_POS_X as usize * rows + UNIT_POS as usize / LANES_OF_A_ROW;
-    let lane = UNIT_POS as usize % LANES_OF_A_ROW;
+    let rows = CUBE_DIM as usize / LANES_PER_ROW;
+    let row = CUBE_POS_X as usize * rows + UNIT_POS as usize / LANES_PER_ROW;
+    let lane = UNIT_POS as usize % LANES_PER_ROW;
     let batch = CUBE_POS_Y as usize / heads as usize;
     let head = CUBE_POS_Y as usize % heads as usize;
-    // Lanes past the last row repeat it: all lanes meet in the shuffles.
+    // Lanes past the last row repeat it, because all lanes take part in the shuffles.
     let from = min(row, count as usize - 1);
-    let x_at = x_rows.base(batch, head) + from * x_rows.row as usize;
-    let y_at = y_rows.base(batch, head) + from * y_rows.row as usize;
+    let x_at = x_strides.base(batch, head) + from * x_strides.row as usize;
+    let y_at = y_strides.base(batch, head) + from * y_strides.row as usize;
     let mut sum = 0f32;
     #[unroll]
-    for i in 0..comptime!(chunks.div_ceil(LANES_OF_A_ROW)) {
-        let chunk = i * LANES_OF_A_ROW + lane;
-        if comptime!(chunks.is_multiple_of(LANES_OF_A_ROW)) || chunk < chunks {
+    for i in 0..comptime!(chunks.div_ceil(LANES_PER_ROW)) {
+        let chunk = i * LANES_PER_ROW + lane;
+        if comptime!(chunks.is_multiple_of(LANES_PER_ROW)) || chunk < chunks {
             let x = Vector::<f32, Const<CHUNK>>::cast_from(x[x_at + chunk]);
             let y = Vector::<f32, Const<CHUNK>>::cast_from(y[y_at + chunk]);
             #[unroll]

@@ -1,29 +1,29 @@
-//! A decay as biases of scores. The queries of a warpgroup take their scores relative to the span in which they
-//! begin.
+//! The decay as biases of scores. The scores of a warpgroup's queries are relative to the span in which the
+//! queries begin.
 //!
-//! The accumulators of scores start from biases over the scale of scores. Tensor cores then lose digits
-//! of a bias: by emulation some 3e-7 of it, so that scores are off by 3e-3 where a key that still counts
-//! lies 10,000 (natural logarithm) from the span's beginning. Only decays below −100 a token, token after
-//! token, bring that about.
+//! The accumulators of scores are initialised with biases / scale. Tensor cores then lose digits of a bias:
+//! in emulation about 3e-7 of it, so that scores are off by 3e-3 for a key that still matters at a distance
+//! of 10,000 (natural logarithm) from the span's start. Only decays below −100 per token, over many tokens,
+//! cause that.
 
 use cubecl::prelude::*;
 
 use super::decay::{SPAN, Sums, bias};
-use crate::attention::flash::decode::{KEYS_OF_A_WARP, WARPS};
+use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Biases;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
-use crate::attention::flash::problem::{Config, Problem};
+use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::tile::{Accumulator, LOG2_E, Pair};
 
-// A tile of decoding is one span.
-const _: () = assert!(WARPS * KEYS_OF_A_WARP == SPAN);
+// A key tile of decoding is one span.
+const _: () = assert!(WARPS * KEYS_PER_WARP == SPAN);
 
 /// c_i − c_j, where c_t = Σ_{s ≤ t} ℓ_s.
 pub struct DecayBiases;
 
-/// For the queries of a warpgroup: what the biases of a tile's keys are made of.
+/// The state for the queries of a warpgroup: prefix sums for the biases of a tile's keys.
 #[derive(CubeType)]
-pub struct OverKeys {
+pub struct KeyLoopState {
     /// Σ ℓ before the span in which the queries begin.
     own: f64,
     /// Σ ℓ before the span of the lane's keys.
@@ -34,10 +34,10 @@ pub struct OverKeys {
     tile: SharedMemory<Pair>,
 }
 
-/// For a warp's keys: what their biases for a tile's queries are made of.
+/// The state for a warp's keys: prefix sums for their biases with a tile's queries.
 #[derive(CubeType)]
-pub struct OverQueries {
-    /// Σ ℓ before the queries' spans, then before that of the warp's keys.
+pub struct QueryLoopState {
+    /// Σ ℓ before the queries' spans, then before the span of the warp's keys.
     before: Array<f64>,
     /// Σ ℓ within that span, up to a lane's two keys.
     within: Array<f32>,
@@ -45,22 +45,22 @@ pub struct OverQueries {
     biases: Array<f32>,
 }
 
-/// For a lane's two heads of one query.
+/// The state for a lane's two heads of one query.
 #[derive(CubeType)]
-pub struct OfDecode {
-    rows: Array<usize>,
+pub struct DecodeBiases {
+    batch_heads: Array<usize>,
     /// Σ ℓ before the query's span.
     own: Array<f64>,
-    /// Biases of a lane's four keys for each head.
+    /// The biases of a lane's four keys for each head.
     biases: Array<f32>,
 }
 
-/// Neighbouring pairs of keys whose biases a lane makes. All are in one span.
-const fn pairs_of_a_lane(tile: usize) -> usize {
+/// Adjacent pairs of keys whose biases one lane computes, all in one span.
+const fn pairs_per_lane(tile: usize) -> usize {
     (tile / 2).div_ceil(32)
 }
 
-/// Spans that a tile of queries lies in.
+/// Number of spans in a query tile.
 const fn spans_of(tile: usize) -> usize {
     tile.div_ceil(SPAN)
 }
@@ -68,57 +68,57 @@ const fn spans_of(tile: usize) -> usize {
 #[cube]
 impl Biases for DecayBiases {
     type Args = Sums;
-    type OverKeys = OverKeys;
-    type OverQueries = OverQueries;
-    type Decode = OfDecode;
+    type KeyLoop = KeyLoopState;
+    type QueryLoop = QueryLoopState;
+    type Decode = DecodeBiases;
 
-    const SOME: bool = true;
-    const SUMS: bool = true;
+    const ENABLED: bool = true;
+    const NEEDS_DS_SUMS: bool = true;
 
-    fn over_keys(
+    fn init_key_loop(
         args: &Sums,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
-        #[comptime] config: Config,
-    ) -> OverKeys {
+        #[comptime] config: KernelConfig,
+    ) -> KeyLoopState {
         let first = min(group.first, problem.keys as usize - 1);
         let count = comptime!(config.warps * config.tile / 2);
-        OverKeys {
-            own: args.before_span(block.row, first),
+        KeyLoopState {
+            own: args.before_span(block.batch_head, first),
             before: f64::cast_from(0f32),
-            within: Array::<f32>::new(comptime!(2 * pairs_of_a_lane(config.tile))),
+            within: Array::<f32>::new(comptime!(2 * pairs_per_lane(config.tile))),
             tile: SharedMemory::<Pair>::new_aligned(count, 8usize),
         }
     }
 
     fn read_keys(
-        state: &mut OverKeys,
+        state: &mut KeyLoopState,
         args: &Sums,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
-        let (row, last) = (block.row, problem.keys as usize - 1);
-        let count = comptime!(2 * pairs_of_a_lane(config.tile));
+        let (batch_head, last) = (block.batch_head, problem.keys as usize - 1);
+        let count = comptime!(2 * pairs_per_lane(config.tile));
         let column = column + UNIT_POS_PLANE as usize * count;
-        state.before = args.before_span(row, min(column, last));
+        state.before = args.before_span(batch_head, min(column, last));
         #[unroll]
         for i in 0..count {
-            state.within[i] = args.within_span(row, min(column + i, last));
+            state.within[i] = args.within_span(batch_head, min(column + i, last));
         }
     }
 
     fn start_from_biases(
-        state: &mut OverKeys,
+        state: &mut KeyLoopState,
         s: &mut Accumulator,
         factor: f32,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let count = comptime!(config.tile / 2);
-        let pairs = comptime!(pairs_of_a_lane(config.tile));
+        let pairs = comptime!(pairs_per_lane(config.tile));
         let between = state.own - state.before;
         let first = UNIT_POS_PLANE as usize * pairs;
         sync_plane();
@@ -146,13 +146,19 @@ impl Biases for DecayBiases {
         }
     }
 
-    fn shift(args: &Sums, _problem: &Problem, row: usize, first: usize, position: usize) -> f32 {
-        f32::cast_from(args.at(row, position) - args.before_span(row, first))
+    fn shift(
+        args: &Sums,
+        _problem: &ProblemShape,
+        batch_head: usize,
+        first: usize,
+        position: usize,
+    ) -> f32 {
+        f32::cast_from(args.at(batch_head, position) - args.before_span(batch_head, first))
     }
 
-    fn over_queries(#[comptime] config: Config) -> OverQueries {
+    fn init_query_loop(#[comptime] config: KernelConfig) -> QueryLoopState {
         let spans = comptime!(spans_of(config.tile));
-        OverQueries {
+        QueryLoopState {
             before: Array::<f64>::new(comptime!(spans + 1)),
             within: Array::<f32>::new(2usize),
             biases: Array::<f32>::new(comptime!(2 * spans)),
@@ -160,13 +166,13 @@ impl Biases for DecayBiases {
     }
 
     fn read_queries(
-        state: &mut OverQueries,
+        state: &mut QueryLoopState,
         args: &Sums,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_head: usize,
         first_query: usize,
         column: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let spans = comptime!(spans_of(config.tile));
         let (queries, keys) = (problem.queries as usize, problem.keys as usize);
@@ -174,17 +180,17 @@ impl Biases for DecayBiases {
         #[unroll]
         for i in 0..spans {
             let query = min(first_query / SPAN * SPAN + i * SPAN, queries - 1);
-            state.before[i] = args.before_span(row, offset + query);
+            state.before[i] = args.before_span(batch_head, offset + query);
         }
-        state.before[spans] = args.before_span(row, min(column, keys - 1));
+        state.before[spans] = args.before_span(batch_head, min(column, keys - 1));
         #[unroll]
         for r in 0..2usize {
             let column = column + r * 8 + UNIT_POS_PLANE as usize / 4;
-            state.within[r] = args.within_span(row, min(column, keys - 1));
+            state.within[r] = args.within_span(batch_head, min(column, keys - 1));
         }
     }
 
-    fn begin_tile(state: &mut OverQueries, #[comptime] config: Config) {
+    fn begin_tile(state: &mut QueryLoopState, #[comptime] config: KernelConfig) {
         let spans = comptime!(spans_of(config.tile));
         #[unroll]
         for i in 0..spans {
@@ -195,50 +201,50 @@ impl Biases for DecayBiases {
     }
 
     fn bias_of_key(
-        state: &OverQueries,
+        state: &QueryLoopState,
         #[comptime] n: usize,
         #[comptime] r: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) -> f32 {
         state.biases[comptime!(n * 8 / SPAN * 2 + r)]
     }
 
-    fn decode(args: &Sums, problem: &Problem, rows: &Array<usize>) -> OfDecode {
+    fn decode(args: &Sums, problem: &ProblemShape, batch_heads: &Array<usize>) -> DecodeBiases {
         let position = problem.keys as usize - 1;
-        let mut own_rows = Array::<usize>::new(2usize);
+        let mut own_heads = Array::<usize>::new(2usize);
         let mut own = Array::<f64>::new(2usize);
         #[unroll]
         for r in 0..2usize {
-            own_rows[r] = rows[r];
-            own[r] = args.before_span(rows[r], position);
+            own_heads[r] = batch_heads[r];
+            own[r] = args.before_span(batch_heads[r], position);
         }
-        OfDecode { rows: own_rows, own, biases: Array::<f32>::new(8usize) }
+        DecodeBiases { batch_heads: own_heads, own, biases: Array::<f32>::new(8usize) }
     }
 
     fn read_biases(
-        state: &mut OfDecode,
+        state: &mut DecodeBiases,
         args: &Sums,
-        problem: &Problem,
+        problem: &ProblemShape,
         tile: usize,
         column: usize,
     ) {
         let last = problem.keys as usize - 1;
         #[unroll]
         for r in 0..2usize {
-            let row = state.rows[r];
-            let between = state.own[r] - args.before_span(row, tile);
+            let batch_head = state.batch_heads[r];
+            let between = state.own[r] - args.before_span(batch_head, tile);
             #[unroll]
             for i in 0..4usize {
                 let column =
                     column + comptime!(i / 2 * 8 + i % 2) + (UNIT_POS_PLANE as usize % 4) * 2;
-                let within = args.within_span(row, min(column, last));
+                let within = args.within_span(batch_head, min(column, last));
                 state.biases[r * 4 + i] = bias(between, within, LOG2_E);
             }
         }
     }
 
     fn bias(
-        state: &OfDecode,
+        state: &DecodeBiases,
         #[comptime] r: usize,
         #[comptime] n: usize,
         #[comptime] e: usize,

@@ -1,26 +1,26 @@
 //! The prefix sums of a learned decay. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
-//! c_i − c_j, of which softmax only needs what differs from key to key.
+//! c_i − c_j; softmax only needs the part that differs between keys.
 //!
-//! c may reach millions where decays still matter by thousandths. So it is kept in two parts: sums
-//! within spans of 64 tokens in f32, and before each span in f64. The queries of a warpgroup take their
-//! scores relative to the span in which they begin.
+//! c may reach millions while differences of a thousandth still matter. So it is stored in two parts: sums
+//! within spans of 64 tokens in f32, and sums before each span in f64. The scores of a warpgroup's queries
+//! are relative to the span in which the queries begin.
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use crate::attention::flash::{Strides, number, strides};
+use crate::attention::flash::{Strides, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::prefix_sum::kernel::scan;
 
-/// Tokens of a span.
+/// Tokens per span.
 pub const SPAN: usize = 64;
 
-/// Threads of a block of [`prefix_sums`].
+/// Threads per block of [`prefix_sums`].
 pub const THREADS: usize = 1024;
 
 /// A learned decay's prefix sums, see [`prefix_sums`]: `[batch, heads, tokens]` and
-/// `[batch, heads, spans + 1]`, which may have more room than that.
+/// `[batch, heads, spans + 1]`; the buffers may be larger.
 #[derive(Clone, Debug)]
 pub struct DecaySums {
     /// Σ ℓ within spans.
@@ -30,7 +30,7 @@ pub struct DecaySums {
 }
 
 impl DecaySums {
-    /// Of ℓ, `[batch, heads, keys]` in f32.
+    /// The prefix sums of ℓ, `[batch, heads, keys]` in f32.
     pub fn new(log_decay: &CudaTensor) -> Self {
         let [batch, heads, keys]: [usize; 3] = log_decay.meta.shape().dims();
         let within = empty(log_decay, &[batch, heads, keys], DType::F32);
@@ -41,7 +41,7 @@ impl DecaySums {
         decay
     }
 
-    /// Adds the sums of tokens with ℓ `[batch, heads, tokens]` to those of the `held` before them.
+    /// Appends the sums of tokens with ℓ `[batch, heads, tokens]` after the `held` earlier tokens.
     pub fn add(&self, log_decay: &CudaTensor, held: usize) {
         let [batch, heads, tokens]: [usize; 3] = log_decay.meta.shape().dims();
         // SAFETY: a block handles one of the rows, and stays within its tokens.
@@ -60,24 +60,24 @@ impl DecaySums {
         }
     }
 
-    /// As kernels take them.
+    /// The launch argument.
     pub fn launch(&self) -> SumsLaunch<CudaRuntime> {
-        let stride = |x: &CudaTensor| number(x.meta.strides()[1]);
+        let stride = |x: &CudaTensor| as_u32(x.meta.strides()[1]);
         let (within, before) = (&self.within, &self.before);
         SumsLaunch::new(buffer(within, 1), buffer(before, 1), stride(within), stride(before))
     }
 }
 
-/// A learned decay's prefix sums as kernels read them.
+/// A learned decay's prefix sums as a kernel argument.
 #[derive(CubeType, CubeLaunch)]
 pub struct Sums {
     /// Σ ℓ within spans.
     pub within: Array<f32>,
     /// Σ ℓ before spans.
     pub before: Array<f64>,
-    /// From one row of `within` to the next.
+    /// The stride between rows of `within`.
     pub within_stride: u32,
-    /// From one row of `before` to the next.
+    /// The stride between rows of `before`.
     pub before_stride: u32,
 }
 
@@ -88,22 +88,23 @@ impl Sums {
         self.before[row * self.before_stride as usize + position / SPAN]
     }
 
-    /// Σ ℓ from the beginning of its span up to and with the token at `position`.
+    /// Σ ℓ from the start of its span up to and including the token at `position`.
     pub fn within_span(&self, row: usize, position: usize) -> f32 {
         self.within[row * self.within_stride as usize + position]
     }
 
-    /// Σ ℓ up to and with the token at `position`.
+    /// Σ ℓ up to and including the token at `position`.
     pub fn at(&self, row: usize, position: usize) -> f64 {
         self.before_span(row, position) + f64::cast_from(self.within_span(row, position))
     }
 }
 
-/// Σ ℓ within spans, up to and with each token, and before each span, of tokens that follow those held.
+/// Σ ℓ within spans, up to and including each token, and Σ ℓ before each span, for tokens that follow the
+/// `held` ones.
 ///
-/// - `log_decay`: `[batch, heads, tokens]`, placed by `strides`
-/// - `sums`: within spans `[batch, heads, held + tokens]`, before them `[batch, heads, spans + 1]`; the last is
-///   that of all tokens
+/// - `log_decay`: `[batch, heads, tokens]` with `strides`
+/// - `sums`: within spans `[batch, heads, held + tokens]`, before them `[batch, heads, spans + 1]`; the last
+///   element is the sum over all tokens
 ///
 /// Grid: batch · heads.
 #[cube(launch_unchecked)]
@@ -124,7 +125,7 @@ pub fn prefix_sums(
     let (first_span, spans) = (held / SPAN, (end + SPAN - 1) / SPAN);
     let lane = UNIT_POS_PLANE as usize;
 
-    // 1. Within spans, a warp for each; what a span adds up to.
+    // 1. Within spans, one warp per span; and the sum of each span.
     if (held == 0) & (UNIT_POS == 0) {
         sums.before[before_at] = f64::cast_from(0f32);
     }
@@ -158,7 +159,7 @@ pub fn prefix_sums(
     }
     sync_cube();
 
-    // 2. Sums before spans, by one warp.
+    // 2. Before spans: one warp scans the sums of spans.
     if UNIT_POS < 32 {
         let mut sum = sums.before[before_at + first_span];
         for group in 0..(spans - first_span + 31) / 32 {
@@ -173,8 +174,8 @@ pub fn prefix_sums(
     }
 }
 
-/// A key's bias, (between − within) · factor: `between` is what the sum grows by from before the key's span to
-/// where biases are relative to.
+/// A key's bias, (between − within) · factor: `between` is Σ ℓ from the start of the key's span to the start
+/// of the span that biases are relative to.
 #[cube]
 pub fn bias(between: f64, within: f32, factor: f32) -> f32 {
     (f32::cast_from(between) - within) * factor

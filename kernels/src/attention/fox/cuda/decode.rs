@@ -1,22 +1,22 @@
-//! Decoding under a learned decay: what it keeps, and how a token joins it.
+//! Decoding under a learned decay: the cache, and the kernel that appends a token.
 
 use burn::tensor::{DType, Int, Tensor};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::decay::{DecaySums, SPAN, Sums};
-use super::{DecayHooks, call, prune};
+use super::{DecayHooks, flash, prune};
 use crate::Cuda;
 use crate::attention::flash::{
-    CacheBuffer, Call, Heads, Strides, decode, expired, number, row_dots, strides,
+    CacheBuffer, FlashAttention, Heads, Strides, as_u32, decode, expired, row_dots, strides,
 };
 use crate::attention::fox::op::Forgetting;
 use crate::attention::softmax::PRUNED;
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, empty, unshare, zeros};
-use crate::tile::{CHUNK, Chunk, Rows};
+use crate::tile::{CHUNK, Chunk, RowStrides};
 
-/// Keys, values and the decay's sums of the tokens so far.
+/// Keys, values and the decay's prefix sums of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct DecayKvCache {
     keys: CacheBuffer,
@@ -25,7 +25,7 @@ pub struct DecayKvCache {
     within: CacheBuffer,
     /// Σ ℓ before spans, `[batch, heads, spans + 1, 1]`.
     before: CacheBuffer,
-    /// The largest |k|² so far, `[batch, kv_heads, 1]`, where keys are pruned.
+    /// The largest |k|² so far, `[batch, kv_heads, 1]`; updated only with pruning.
     largest: CudaTensor,
     /// If the last call was a pruned one of one token: the first keys that still mattered to its queries,
     /// `[batch, heads]`, and the first one inside the window.
@@ -33,7 +33,7 @@ pub struct DecayKvCache {
 }
 
 impl DecayKvCache {
-    /// No tokens yet, of `heads` query heads and keys like `k`, with room for `capacity` tokens.
+    /// An empty cache for `heads` query heads and keys like `k`, with room for `capacity` tokens.
     pub fn new(k: &CudaTensor, heads: usize, capacity: usize) -> Self {
         let [batch, kv_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let tokens =
@@ -48,7 +48,7 @@ impl DecayKvCache {
         }
     }
 
-    /// Elements of all buffers that grow, and of the largest norms.
+    /// Elements of all buffers.
     pub fn elements(&self) -> usize {
         let kept = [&self.keys, &self.values, &self.within, &self.before];
         kept.map(CacheBuffer::elements).iter().sum::<usize>()
@@ -88,8 +88,8 @@ impl DecayKvCache {
         self.before.add((held + tokens).div_ceil(SPAN) + 1 - self.before.rows());
         if tokens == 1 {
             let starts = self.append(op, [q, k, v], log_decay);
-            let call = self.call(op, q, sinks);
-            let [o, _] = decode(&call, op.core.prune.then_some(&starts));
+            let flash = self.flash(op, q, sinks);
+            let [o, _] = decode(&flash, op.core.prune.then_some(&starts));
             let seen_from = window.map_or(0, |window| self.keys.rows().saturating_sub(window));
             self.starts = op.core.prune.then_some((starts, seen_from));
             return o;
@@ -99,9 +99,9 @@ impl DecayKvCache {
         self.values.append(v.clone());
         let sums = self.sums();
         sums.add(log_decay, held);
-        let call = self.call(op, q, sinks);
-        let pruned = op.core.prune.then(|| prune(&call, &sums));
-        let o = call.pruned(pruned).softmax(sinks.is_some()).o;
+        let flash = self.flash(op, q, sinks);
+        let pruned = op.core.prune.then(|| prune(&flash, &sums));
+        let o = flash.pruned(pruned).softmax(sinks.is_some()).o;
         if op.core.prune {
             let k = Heads::new(k);
             let new = tensor::<Cuda, 3>(row_dots(&k, &k)).max_dim(2);
@@ -110,24 +110,24 @@ impl DecayKvCache {
         o
     }
 
-    /// The sums held, views.
+    /// Views of the sums held.
     fn sums(&self) -> DecaySums {
         DecaySums { within: self.within.held(), before: self.before.held() }
     }
 
-    /// A call with the keys held.
-    fn call(
+    /// Attention of `q` over the keys held.
+    fn flash(
         &self,
         op: &Forgetting,
         q: &CudaTensor,
         sinks: Option<&CudaTensor>,
-    ) -> Call<DecayHooks> {
+    ) -> FlashAttention<DecayHooks> {
         let hooks = DecayHooks { sums: self.sums(), sinks: sinks.cloned() };
-        call(op, [q, &self.keys.held(), &self.values.held()], hooks, None)
+        flash(op, [q, &self.keys.held(), &self.values.held()], hooks, None)
     }
 
-    /// Appends one token; returns where its queries begin, `[batch, heads]`, which is defined where keys are
-    /// pruned.
+    /// Appends one token; returns its queries' first keys after pruning, `[batch, heads]`, uninitialised
+    /// without pruning.
     fn append(
         &mut self,
         op: &Forgetting,
@@ -142,12 +142,12 @@ impl DecayKvCache {
         let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
         let [batch, heads, _, head_dim] = q.dims;
         let starts = empty(&q.tensor, &[batch, heads], DType::I32);
-        let chunks = |x: &Heads| ChunksLaunch::new(buffer(&x.tensor, CHUNK), x.rows());
+        let chunks = |x: &Heads| ChunkedRowsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides());
         let sums = DecaySums {
             within: self.within.buffer().clone(),
             before: self.before.buffer().clone(),
         };
-        // SAFETY: a warp handles a row of the decay, and the token of its head.
+        // SAFETY: a warp handles the token of one head.
         unsafe {
             append::launch_unchecked::<CudaRuntime>(
                 &q.tensor.client,
@@ -168,8 +168,8 @@ impl DecayKvCache {
                     held as u32,
                 ),
                 buffer(&starts, 1),
-                number(heads),
-                number(heads / k.dims[1]),
+                as_u32(heads),
+                as_u32(heads / k.dims[1]),
                 op.core.scale,
                 PRUNED.ln(),
                 head_dim / CHUNK,
@@ -182,44 +182,44 @@ impl DecayKvCache {
 
 /// Rows of channels, in chunks.
 #[derive(CubeType, CubeLaunch)]
-struct Chunks {
+struct ChunkedRows {
     chunks: Array<Chunk>,
-    rows: Rows,
+    strides: RowStrides,
 }
 
 /// A new token.
 #[derive(CubeType, CubeLaunch)]
 struct Token {
     /// `[batch, heads, 1, head_dim]`
-    q: Chunks,
+    q: ChunkedRows,
     /// `[batch, kv_heads, 1, head_dim]`
-    k: Chunks,
+    k: ChunkedRows,
     /// `[batch, kv_heads, 1, head_dim]`
-    v: Chunks,
+    v: ChunkedRows,
     /// ℓ, `[batch, heads, 1]`.
     log_decay: Array<f32>,
     strides: Strides,
 }
 
-/// What is kept of the tokens before.
+/// The cache of the tokens before.
 #[derive(CubeType, CubeLaunch)]
 struct Cache {
     /// `[batch, kv_heads, tokens, head_dim]`
-    keys: Chunks,
+    keys: ChunkedRows,
     /// `[batch, kv_heads, tokens, head_dim]`
-    values: Chunks,
+    values: ChunkedRows,
     sums: Sums,
     /// max |k_j|², `[batch, kv_heads]`.
     largest: Array<f32>,
-    /// Tokens.
+    /// Number of tokens.
     held: u32,
 }
 
-/// A token joins those held: its key and value, and the decay's sums up to it. With pruning, the first key
-/// that still matters to each of its queries, `[batch, heads]`, as [`first_keys`](super::prune::first_keys) has
-/// it.
+/// Appends a token to the cache: its key and value, and the decay's sums up to it. With pruning, also
+/// computes the first key of each of its queries, `[batch, heads]`, as
+/// [`first_keys`](super::prune::first_keys) does.
 ///
-/// Grid: batch · heads; a warp.
+/// Grid: batch · heads; one warp per block.
 #[cube(launch_unchecked, address_type = "u64")]
 fn append(
     token: &Token,
@@ -242,17 +242,17 @@ fn append(
     let mut q_norm = 0f32;
     let mut k_norm = 0f32;
     if lane < chunks {
-        let key = token.k.chunks[token.k.rows.base(batch, kv_head) + lane];
+        let key = token.k.chunks[token.k.strides.base(batch, kv_head) + lane];
         if head % group == 0 {
-            let rows = cache.keys.rows;
-            let to = rows.base(batch, kv_head) + position * rows.row as usize + lane;
+            let strides = cache.keys.strides;
+            let to = strides.base(batch, kv_head) + position * strides.row as usize + lane;
             cache.keys.chunks[to] = key;
-            let rows = cache.values.rows;
-            let to = rows.base(batch, kv_head) + position * rows.row as usize + lane;
-            cache.values.chunks[to] = token.v.chunks[token.v.rows.base(batch, kv_head) + lane];
+            let strides = cache.values.strides;
+            let to = strides.base(batch, kv_head) + position * strides.row as usize + lane;
+            cache.values.chunks[to] = token.v.chunks[token.v.strides.base(batch, kv_head) + lane];
         }
         if prune {
-            let at = token.q.rows.base(batch, head) + lane;
+            let at = token.q.strides.base(batch, head) + lane;
             let query = Vector::<f32, Const<CHUNK>>::cast_from(token.q.chunks[at]);
             let key = Vector::<f32, Const<CHUNK>>::cast_from(key);
             #[unroll]
@@ -292,7 +292,7 @@ fn append(
         }
         let bound = 2.001f32 * f32::abs(scale) * Sqrt::sqrt(plane_sum(q_norm) * most);
         let least = log_pruned - bound - Log::ln(f32::cast_from(position as u32 + 1));
-        // The range in which the decay passes the bound, parted in 32.
+        // Search for the first key whose decay passes the bound, 32 candidates at a time.
         let mut low = 0usize;
         let mut high = position;
         while low < high {

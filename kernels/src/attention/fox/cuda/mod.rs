@@ -1,4 +1,4 @@
-//! FoX on CUDA: the decay's prefix sums, and hooks of the flash core that make biases of them.
+//! FoX on CUDA: the decay's prefix sums, and the flash hook that adds them to scores as biases.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
@@ -18,13 +18,13 @@ use super::op::Forgetting;
 use crate::attention::flash::hooks::{Hooks, LaunchOf, PlainOperands, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
-use crate::attention::flash::{Call, decode as decode_one, serves_tensors};
+use crate::attention::flash::{FlashAttention, decode as decode_one, serves_tensors};
 use crate::attention::softmax::Gradients;
 use crate::backend::Forward;
 use crate::cuda::CudaTensor;
 use crate::ops::prefix_sum::cuda::prefix_sum;
 
-/// The hooks, with their tensors.
+/// The hooks and their tensors.
 struct DecayHooks {
     sums: DecaySums,
     /// `[heads]`
@@ -50,13 +50,13 @@ impl Hooks for DecayHooks {
     }
 }
 
-fn call(
+fn flash(
     op: &Forgetting,
     inputs: [&CudaTensor; 3],
     hooks: DecayHooks,
     documents: Option<&CudaTensor>,
-) -> Call<DecayHooks> {
-    Call::new(inputs, op.core.scale, hooks).window(op.core.window).documents(documents)
+) -> FlashAttention<DecayHooks> {
+    FlashAttention::new(inputs, op.core.scale, hooks).window(op.core.window).documents(documents)
 }
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward).
@@ -73,13 +73,13 @@ pub(super) fn forward(
     }
     let sums = DecaySums::new(log_decay);
     let hooks = DecayHooks { sums: sums.clone(), sinks: sinks.cloned() };
-    let call = call(op, inputs, hooks, documents);
-    if call.q().dims[2] == 1 && !needs {
-        let [output, _] = decode_one(&call, None);
+    let flash = flash(op, inputs, hooks, documents);
+    if flash.q().dims[2] == 1 && !needs {
+        let [output, _] = decode_one(&flash, None);
         return Some(Forward { output, saved: vec![] });
     }
-    let pruned = op.core.prune.then(|| prune(&call, &sums));
-    let result = call.pruned(pruned.clone()).softmax(sinks.is_some());
+    let pruned = op.core.prune.then(|| prune(&flash, &sums));
+    let result = flash.pruned(pruned.clone()).softmax(sinks.is_some());
     let output = result.o.clone();
     let inputs = inputs.map(Clone::clone);
     let saved = Saved { inputs, sums, sinks: sinks.cloned(), result, pruned };
@@ -95,10 +95,10 @@ pub(super) fn backward(
 ) -> Gradients<CudaTensor> {
     let Saved { inputs, sums, sinks, result, pruned } = Saved::unpack(op, saved);
     let hooks = DecayHooks { sums, sinks };
-    let call = call(op, inputs.each_ref(), hooks, documents).pruned(pruned);
-    let (gradients, sinks) = call.softmax_backward(&result, grad);
+    let flash = flash(op, inputs.each_ref(), hooks, documents).pruned(pruned);
+    let (gradients, sinks) = flash.softmax_backward(&result, grad);
     let [rows, columns] = gradients.ds_sums.expect("a decay's biases want sums");
-    // ℓ_t is a part of all scores between a query at t or later and a key before it.
+    // ℓ_t enters the scores of all queries at t or later with keys before t.
     let log_decay = prefix_sum(&burn_cubecl::ops::numeric::sub(rows, columns), true);
     let log_decay = Some(log_decay.expect("f32 has prefix sums"));
     Gradients { q: gradients.dq, k: gradients.dk, v: gradients.dv, log_decay, sinks }

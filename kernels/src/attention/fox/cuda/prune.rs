@@ -13,23 +13,23 @@ use cubecl::prelude::*;
 use super::decay::{DecaySums, SPAN, Sums};
 use crate::attention::flash::hooks::Hooks;
 use crate::attention::flash::mask::Pruned;
-use crate::attention::flash::{Call, grid, row_dots};
+use crate::attention::flash::{FlashAttention, grid, row_dots};
 use crate::attention::softmax::PRUNED;
 use crate::cuda::buffer;
 
-/// Threads of a block of [`largest_norms`].
+/// Threads per block of [`largest_norms`].
 pub const THREADS: usize = 1024;
 
-/// Where pruning lets the queries of a call begin, see [`first_keys`].
-pub fn prune<H: Hooks>(call: &Call<H>, decay: &DecaySums) -> Pruned {
-    let (q, k) = (call.q(), call.k());
+/// The first keys of a call's queries after pruning, see [`first_keys`].
+pub fn prune<H: Hooks>(flash: &FlashAttention<H>, decay: &DecaySums) -> Pruned {
+    let (q, k) = (flash.q(), flash.k());
     let [batch, heads, queries, _] = q.dims;
     let [_, kv_heads, keys, _] = k.dims;
     let client = &q.tensor.client;
     let (q_norms, k_norms) = (row_dots(q, q), row_dots(k, k));
     let pruned = Pruned::uninit(&q.tensor, [batch, heads, queries]);
     let Pruned { first, bounds, least } = &pruned;
-    // SAFETY: every row and group of the tensors has its thread, which stays within it.
+    // SAFETY: the grids cover the tensors' rows and groups, and threads stay within theirs.
     unsafe {
         largest_norms::launch_unchecked::<CudaRuntime>(
             client,
@@ -50,7 +50,7 @@ pub fn prune<H: Hooks>(call: &Call<H>, decay: &DecaySums) -> Pruned {
             queries as u32,
             keys as u32,
             (heads / kv_heads) as u32,
-            call.scale(),
+            flash.scale(),
             PRUNED.ln(),
         );
         least_after::launch_unchecked::<CudaRuntime>(
@@ -135,7 +135,7 @@ pub fn first_keys(
 ) {
     let (queries, keys) = (queries as usize, keys as usize);
     let row = CUBE_POS_Y as usize;
-    // Threads past the last query repeat it: all meet in the shuffles.
+    // Threads past the last query repeat it, because all take part in the shuffles.
     let query = min(CUBE_POS_X as usize * SPAN + UNIT_POS as usize, queries - 1);
     let position = keys - queries + query;
     let norms = q_norms[row * queries + query] * k_norms[row / group as usize * keys + position];
@@ -144,8 +144,8 @@ pub fn first_keys(
     let count = f32::cast_from(position as u32 + 1);
     let least = log_pruned - bound - Log::ln(count);
     let own = sums.at(row, position);
-    // Prefix sums never rise: halve the range in which the decay passes the bound. The query's own
-    // key, which has decayed by nothing, is kept.
+    // Prefix sums never rise: binary search for the first key within the bound. The query's own key,
+    // without decay, is never pruned.
     let mut low = 0usize;
     let mut high = position;
     while low < high {

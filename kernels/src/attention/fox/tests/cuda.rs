@@ -1,4 +1,4 @@
-//! The kernels for CUDA where queries follow a cache, and where documents are packed.
+//! The CUDA kernels with queries after cached keys, and with packed documents.
 
 use burn::backend::Autodiff;
 use burn::tensor::{Distribution, FloatDType, Int, Tensor, TensorData, bf16};
@@ -9,7 +9,7 @@ use crate::attention::{AttentionShape, ExecPath};
 use crate::backend::OpBackend;
 use crate::{Cpu, Cuda};
 
-/// Random numbers that bf16 holds.
+/// Random numbers that bf16 represents exactly.
 fn numbers(dims: [usize; 4]) -> TensorData {
     let normal = Distribution::Normal(0.0, 1.0);
     let numbers = Tensor::<Cpu, 4>::random(dims, normal, &Default::default());
@@ -17,7 +17,7 @@ fn numbers(dims: [usize; 4]) -> TensorData {
     TensorData::new::<f32, _>(numbers, dims)
 }
 
-/// o, dq, dk and dv from q, k, v and dO, of 4 heads on 2.
+/// o, dq, dk and dv from q, k, v and dO, with 4 query heads and 2 kv heads.
 fn results<B: OpBackend>(
     inputs: &[TensorData; 4],
     documents: bool,

@@ -1,13 +1,13 @@
 //! The backward pass of a row.
 //!
-//! The state before each chunk is formed again, then chunks are gone through from the last. For a
-//! product (q e^F)(k e^E)ᵀ v the gradients of the exponents are the decayed factors times their own
-//! gradients, ∂F = q̃ ⊙ ∂q̃ and ∂E = k̃ ⊙ ∂k̃, and those of the log decays are sums of these:
+//! The states before chunks are recomputed, then chunks are visited from the last. For a product
+//! (q e^F)(k e^E)ᵀ v the gradients of the exponents are the decayed factors times their own gradients,
+//! ∂F = q̃ ⊙ ∂q̃ and ∂E = k̃ ⊙ ∂k̃, and those of the log decays are sums of these:
 //! ∂ℓ_t = Σ_{i≥t} ∂F_i over the queries, Σ_{j<t} ∂E_j over the keys.
 
 use std::ops::Range;
 
-use super::{Buffers, Pair, Row, Sizes, product, scale_rows};
+use super::{Buffers, HalfPair, LinearRow, RowSizes, product, scale_rows};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
@@ -26,9 +26,9 @@ fn add_product(dst: &mut [f32], x: &[f32], y: &[f32]) {
     }
 }
 
-impl Row<'_> {
+impl LinearRow<'_> {
     pub(super) fn backward(&self, grad: &[f32], grads: &mut Grads) {
-        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let mut buffers = Buffers::default();
         let mut states = vec![];
         let mut state = vec![0.0; d * values];
@@ -47,8 +47,8 @@ impl Row<'_> {
         }
     }
 
-    /// Gradients through the state before a chunk and after it; `later` becomes that of the state
-    /// before.
+    /// Gradients through the states before and after a chunk; `later`, the gradient of the state after it,
+    /// becomes that of the state before it.
     fn backward_state(
         &self,
         chunk: &Range<usize>,
@@ -58,10 +58,10 @@ impl Row<'_> {
         buffers: &mut Buffers,
         grads: &mut Grads,
     ) {
-        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let n = chunk.len();
-        // What the chunk's tokens added to the state.
-        let kept = self.decays_to_end(chunk, &mut buffers.k_factors);
+        // The chunk's tokens, which were added to the state.
+        let chunk_decay = self.decays_to_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
         buffers.d_k.resize(n * d, 0.0);
         let after = Mat::new(later, d, values, values);
@@ -69,14 +69,15 @@ impl Row<'_> {
         let k = Mat::new(&buffers.k, n, d, d);
         gemm(&mut grads.v[self.v_at(chunk)], values, 1.0, k, after, 1.0);
         self.add_key_gradients(chunk, buffers, grads);
-        // What the state lost over the chunk, to every step of it.
-        let rows = state.chunks_exact(values).zip(later.chunks_exact(values)).zip(&kept);
-        let lost: Vec<f32> = rows.map(|((s, d), kept)| math::dot(s, d) * kept).collect();
+        // The state's decay over the chunk, which every step contributes to.
+        let rows = state.chunks_exact(values).zip(later.chunks_exact(values)).zip(&chunk_decay);
+        let lost: Vec<f32> =
+            rows.map(|((s, d), chunk_decay)| math::dot(s, d) * chunk_decay).collect();
         for t in chunk.clone() {
             self.add_to_step(t, &lost, grads.log_decay);
         }
-        scale_rows(later, &kept);
-        // What the chunk's queries read.
+        scale_rows(later, &chunk_decay);
+        // The chunk's queries, which read the state before it.
         self.decays_from_start(chunk, &mut buffers.q_factors);
         self.start_queries(n, buffers);
         for head in 0..self.sizes.group {
@@ -90,7 +91,7 @@ impl Row<'_> {
     }
 
     fn backward_own(&self, chunk: &Range<usize>, grad: &[f32], grads: &mut Grads) {
-        let Sizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
+        let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         for head in 0..group {
             for t in chunk.clone() {
                 let token = t..t + 1;
@@ -108,8 +109,14 @@ impl Row<'_> {
         }
     }
 
-    fn backward_pair(&self, pair: &Pair, grad: &[f32], buffers: &mut Buffers, grads: &mut Grads) {
-        let Sizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
+    fn backward_pair(
+        &self,
+        pair: &HalfPair,
+        grad: &[f32],
+        buffers: &mut Buffers,
+        grads: &mut Grads,
+    ) {
+        let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (pair.queries.len(), pair.keys.len());
         self.decays_from_start(&pair.queries, &mut buffers.q_factors);
         self.decays_to_end(&pair.keys, &mut buffers.k_factors);
@@ -144,7 +151,7 @@ impl Row<'_> {
         buffers.d_from.resize(n * self.sizes.head_dim, 0.0);
     }
 
-    /// From the gradient of one head's decayed queries, those of the queries and the exponents.
+    /// The gradients of one head's queries and their exponents, from the gradient of the decayed queries.
     fn add_query_gradients(
         &self,
         head: usize,
@@ -158,7 +165,7 @@ impl Row<'_> {
         add_product(&mut buffers.d_from, &buffers.d_q[..n], &buffers.q);
     }
 
-    /// From the gradients of the queries' exponents, those of the log decays.
+    /// The gradients of the log decays, from those of the queries' exponents.
     fn add_from(&self, queries: &Range<usize>, buffers: &mut Buffers, grads: &mut Grads) {
         let d = self.sizes.head_dim;
         let mut sums = vec![0.0; d];
@@ -168,7 +175,7 @@ impl Row<'_> {
         }
     }
 
-    /// From the gradients of decayed keys, those of the keys and the log decays.
+    /// The gradients of the keys and the log decays, from those of the decayed keys.
     fn add_key_gradients(&self, keys: &Range<usize>, buffers: &mut Buffers, grads: &mut Grads) {
         let d = self.sizes.head_dim;
         let d_keys = &mut grads.k[keys.start * d..keys.end * d];
@@ -181,7 +188,7 @@ impl Row<'_> {
         }
     }
 
-    /// Adds gradients by channel of k to a token's log decays.
+    /// Adds gradients per channel of k to a token's log decays.
     fn add_to_step(&self, token: usize, grads: &[f32], log_decay: &mut [f32]) {
         let channels = self.sizes.channels;
         match &mut log_decay[token * channels..][..channels] {

@@ -1,5 +1,5 @@
-//! Gated linear attention on the CPU: a task per row (one kv head of one sequence), as the
-//! reference in chunks and halves of halves, see there.
+//! Gated linear attention on the CPU: one task per row (one kv head of one sequence), with the reference's
+//! chunks and recursive halves.
 
 mod backward;
 
@@ -9,35 +9,35 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use self::backward::Grads;
-use super::Linear;
+use super::GatedLinear;
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 
 /// One row's inputs: q `[group, seq_len, head_dim]`, k `[seq_len, head_dim]`, v
 /// `[seq_len, value_dim]`, log decays `[seq_len, channels]`.
-struct Row<'a> {
+struct LinearRow<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
     log_decay: &'a [f32],
-    sizes: Sizes,
+    sizes: RowSizes,
 }
 
 /// Sizes of the inputs.
 #[derive(Clone, Copy)]
-struct Sizes {
+struct RowSizes {
     rows: usize,
     group: usize,
     seq_len: usize,
     head_dim: usize,
     value_dim: usize,
-    /// Log decays of a token: one, or one for each channel of k.
+    /// Log decays per token: one, or one for each channel of k.
     channels: usize,
     chunk: usize,
 }
 
-/// Keys that a later stretch of queries reads, both decayed to where the queries begin.
-struct Pair {
+/// The two halves at one level: the keys, and the queries after them, both decayed to the boundary.
+struct HalfPair {
     keys: Range<usize>,
     queries: Range<usize>,
 }
@@ -45,7 +45,7 @@ struct Pair {
 /// Buffers that a task reuses.
 #[derive(Default)]
 struct Buffers {
-    /// Decay factors of queries and keys, and both times them, `[tokens, head_dim]`.
+    /// Decay factors of queries and keys, and the decayed queries and keys, `[tokens, head_dim]`.
     q_factors: Vec<f32>,
     k_factors: Vec<f32>,
     q: Vec<f32>,
@@ -54,7 +54,7 @@ struct Buffers {
     d_scores: Vec<f32>,
     d_q: Vec<f32>,
     d_k: Vec<f32>,
-    /// Of the exponents of a stretch's queries, summed over the group.
+    /// Gradients of the queries' exponents, summed over the group.
     d_from: Vec<f32>,
 }
 
@@ -64,14 +64,14 @@ fn product(dst: &mut Vec<f32>, x: &[f32], y: &[f32]) {
     dst.extend(x.iter().zip(y).map(|(x, y)| x * y));
 }
 
-impl Row<'_> {
+impl LinearRow<'_> {
     fn chunks(&self) -> impl DoubleEndedIterator<Item = Range<usize>> + use<> {
-        let Sizes { chunk, seq_len, .. } = self.sizes;
+        let RowSizes { chunk, seq_len, .. } = self.sizes;
         (0..seq_len).step_by(chunk).map(move |first| first..(first + chunk).min(seq_len))
     }
 
-    /// The halves of halves of a chunk.
-    fn pairs(&self, chunk: Range<usize>) -> Vec<Pair> {
+    /// The recursive halves of a chunk, at all levels.
+    fn pairs(&self, chunk: Range<usize>) -> Vec<HalfPair> {
         let mut pairs = vec![];
         let mut half = self.sizes.chunk / 2;
         while half > 0 {
@@ -79,7 +79,7 @@ impl Row<'_> {
                 let middle = first + half;
                 if middle < chunk.end {
                     let end = (middle + half).min(chunk.end);
-                    pairs.push(Pair { keys: first..middle, queries: middle..end });
+                    pairs.push(HalfPair { keys: first..middle, queries: middle..end });
                 }
             }
             half /= 2;
@@ -111,7 +111,7 @@ impl Row<'_> {
         Mat::new(&self.v[self.v_at(tokens)], tokens.len(), d, d)
     }
 
-    /// exp of the sums of log decays from the stretch's start to each token.
+    /// exp of the sums of log decays from the start of `tokens` to each token.
     fn decays_from_start(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) {
         let mut sums = vec![0.0; self.sizes.channels];
         factors.clear();
@@ -121,8 +121,8 @@ impl Row<'_> {
         }
     }
 
-    /// exp of the sums of log decays after each token to the stretch's end; returns that of all of
-    /// them.
+    /// exp of the sums of log decays after each token to the end of `tokens`; returns exp of the sum over
+    /// all of them.
     fn decays_to_end(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) -> Vec<f32> {
         let d = self.sizes.head_dim;
         let mut sums = vec![0.0; self.sizes.channels];
@@ -137,9 +137,9 @@ impl Row<'_> {
             let (low, high) = factors.split_at_mut((n - 1 - t) * d);
             low[t * d..][..d].swap_with_slice(&mut high[..d]);
         }
-        let mut kept = vec![];
-        self.push_factors(&sums, &mut kept);
-        kept
+        let mut chunk_decay = vec![];
+        self.push_factors(&sums, &mut chunk_decay);
+        chunk_decay
     }
 
     fn steps(&self, token: usize) -> &[f32] {
@@ -155,7 +155,7 @@ impl Row<'_> {
     }
 
     fn forward(&self, y: &mut [f32]) {
-        let Sizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
+        let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let mut buffers = Buffers::default();
         let mut state = vec![0.0; d * values];
         for chunk in self.chunks() {
@@ -174,9 +174,9 @@ impl Row<'_> {
         }
     }
 
-    /// Each token's own key, which nothing decays.
+    /// Each token's own key, without decay.
     fn add_own(&self, head: usize, chunk: &Range<usize>, y: &mut [f32]) {
-        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let q = self.q[self.q_at(head, chunk)].chunks_exact(d);
         let v = self.v[self.v_at(chunk)].chunks_exact(values);
         let keys = self.k_of(chunk).chunks_exact(d);
@@ -186,8 +186,8 @@ impl Row<'_> {
         }
     }
 
-    fn forward_pair(&self, pair: &Pair, buffers: &mut Buffers, y: &mut [f32]) {
-        let Sizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
+    fn forward_pair(&self, pair: &HalfPair, buffers: &mut Buffers, y: &mut [f32]) {
+        let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (pair.queries.len(), pair.keys.len());
         self.decays_from_start(&pair.queries, &mut buffers.q_factors);
         self.decays_to_end(&pair.keys, &mut buffers.k_factors);
@@ -205,10 +205,10 @@ impl Row<'_> {
 
     /// The state after a chunk.
     fn advance(&self, chunk: &Range<usize>, state: &mut [f32], buffers: &mut Buffers) {
-        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
-        let kept = self.decays_to_end(chunk, &mut buffers.k_factors);
+        let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let chunk_decay = self.decays_to_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
-        scale_rows(state, &kept);
+        scale_rows(state, &chunk_decay);
         let k = Mat::new(&buffers.k, chunk.len(), d, d);
         gemm(state, values, 1.0, k.t(), self.v_of(chunk), 1.0);
     }
@@ -222,20 +222,20 @@ fn scale_rows(x: &mut [f32], factors: &[f32]) {
     }
 }
 
-impl Linear {
-    fn sizes(&self, inputs: &[FlexTensor]) -> Sizes {
+impl GatedLinear {
+    fn sizes(&self, inputs: &[FlexTensor]) -> RowSizes {
         let [rows, group, seq_len, head_dim] = dims(&inputs[0])[..] else {
             panic!("q of 4 dimensions")
         };
         let (value_dim, channels) = (dims(&inputs[2])[2], dims(&inputs[3])[2]);
-        Sizes { rows, group, seq_len, head_dim, value_dim, channels, chunk: self.size(seq_len) }
+        RowSizes { rows, group, seq_len, head_dim, value_dim, channels, chunk: self.size(seq_len) }
     }
 
     /// y.
     pub(super) fn run(&self, inputs: &[FlexTensor; 4]) -> FlexTensor {
         let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
         let sizes = self.sizes(&inputs);
-        let Sizes { rows, group, seq_len, value_dim, .. } = sizes;
+        let RowSizes { rows, group, seq_len, value_dim, .. } = sizes;
         let mut y = buffer(rows * group * seq_len * value_dim);
         y.par_chunks_mut(group * seq_len * value_dim)
             .enumerate()
@@ -272,7 +272,7 @@ fn part_of(tensor: &FlexTensor, row: usize, rows: usize) -> &[f32] {
     &data[row * (data.len() / rows)..][..data.len() / rows]
 }
 
-fn row_of(inputs: &[FlexTensor; 4], row: usize, sizes: Sizes) -> Row<'_> {
+fn row_of(inputs: &[FlexTensor; 4], row: usize, sizes: RowSizes) -> LinearRow<'_> {
     let [q, k, v, log_decay] = inputs.each_ref().map(|x| part_of(x, row, sizes.rows));
-    Row { q, k, v, log_decay, sizes }
+    LinearRow { q, k, v, log_decay, sizes }
 }

@@ -1,4 +1,4 @@
-//! Numerics at 65,536 tokens, with gates that decay as hard as they can, not at all, in turns and
+//! Numerics at 65,536 tokens, with gates that decay as strongly as they can, not at all, alternating and
 //! at random, against the recurrence and its gradients in f64.
 
 use burn::backend::{Autodiff, Flex};
@@ -6,8 +6,8 @@ use burn::tensor::{Tensor, TensorData};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::attention::linear::Linear;
-use crate::attention::linear::reference::Rows;
+use crate::attention::linear::GatedLinear;
+use crate::attention::linear::reference::LinearInputs;
 use crate::backend::{OpBackend, primitive, tensor, with_reference};
 
 type Ad = Autodiff<Flex>;
@@ -45,7 +45,7 @@ fn run([q, k, v, upstream, log_decay]: &[Vec<f32>; 5]) -> [Vec<f64>; 5] {
     let [q, k, v, log_decay] = inputs.clone();
     let inputs4 =
         [primitive(q.unsqueeze_dim::<4>(1)), primitive(k), primitive(v), primitive(log_decay)];
-    let y: Tensor<Ad, 4> = tensor(Ad::run(&Linear { chunk: 64 }, inputs4, vec![]));
+    let y: Tensor<Ad, 4> = tensor(Ad::run(&GatedLinear { chunk: 64 }, inputs4, vec![]));
     let y = y.squeeze_dim::<3>(1);
     let grads = (y.clone() * tensor3(upstream)).sum().backward();
     let of = |x: Tensor<Flex, 3>| x.into_data().iter::<f64>().collect::<Vec<_>>();
@@ -113,7 +113,7 @@ fn check(got: &[Vec<f64>; 5], want: &[Vec<f64>; 5]) {
     }
 }
 
-/// Prefill and steps hand over the state that one pass ends with.
+/// A prefill with single steps ends in the same state as one pass.
 #[test]
 fn the_state_does_not_depend_on_how_tokens_arrive() {
     let random = |shape: [usize; 4], seed: f32| {
@@ -124,14 +124,14 @@ fn the_state_does_not_depend_on_how_tokens_arrive() {
     let rows = |first: usize, n: usize| {
         let part = |x: Tensor<Flex, 4>| x.narrow(2, first, n);
         let one = |seed| part(random([2, 1, 300, 8], seed)).squeeze_dim::<3>(1);
-        Rows {
+        LinearInputs {
             q: part(random([2, 3, 300, 8], 0.0)),
             k: one(1.0),
             v: one(2.0),
             log_decay: (one(3.0) - 1.0) * 5.0,
         }
     };
-    let linear = Linear { chunk: 16 };
+    let linear = GatedLinear { chunk: 16 };
     let (_, want) = linear.forward(rows(0, 300), None);
     let mut state = None;
     let mut first = 0;

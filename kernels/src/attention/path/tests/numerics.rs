@@ -7,7 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::{dot, householder, uniform, values};
-use crate::attention::path::householder::Blocks;
+use crate::attention::path::householder::TransformedBlocks;
 use crate::attention::path::reference::{BLOCK, Tokens, Visible, attend};
 use crate::testing::assert_budget;
 
@@ -23,7 +23,7 @@ struct Sample {
     decays: Vec<Vec<f32>>,
 }
 
-/// Divides every direction by its length.
+/// Divides every direction by its norm.
 fn normalised(mut w: Vec<f32>, head_dim: usize) -> Vec<f32> {
     for w in w.chunks_exact_mut(head_dim) {
         let length = w.iter().map(|x| x * x).sum::<f32>().sqrt();
@@ -116,7 +116,7 @@ fn everything() -> Visible<Flex> {
     Visible { window: None, documents: None, kv_heads: 1 }
 }
 
-/// Holds row `i` of outputs `[1, heads, rows, head_dim]` that start at position `first`.
+/// Checks row `i` of outputs `[1, heads, rows, head_dim]` that start at position `first`.
 fn check_row(what: &str, sample: &Sample, out: &Tensor<Flex, 4>, first: usize, i: usize) {
     for h in 0..sample.q.len() {
         let got = values(out.clone().narrow(1, h, 1).narrow(2, i - first, 1));
@@ -125,9 +125,8 @@ fn check_row(what: &str, sample: &Sample, out: &Tensor<Flex, 4>, first: usize, i
     }
 }
 
-/// The outputs of the last block, which starts at the position returned. The transforms of all
-/// tokens before are taken from a pass with a window of 1, which is cheap and leaves them as they
-/// are.
+/// The outputs of the last block, and the position at which it starts. The transforms of all tokens before
+/// come from a pass with a window of 1, which is cheap and does not change them.
 fn last_rows(sample: &Sample) -> (Tensor<Flex, 4>, usize) {
     let tokens = sample.tokens();
     let first = sample.len() - BLOCK;
@@ -137,7 +136,7 @@ fn last_rows(sample: &Sample) -> (Tensor<Flex, 4>, usize) {
     (out, first)
 }
 
-/// Holds a few of the last rows to their recurrences.
+/// Compares a few of the last rows with their recurrences.
 fn check_last_rows(what: &str, sample: &Sample) {
     let (out, first) = last_rows(sample);
     for i in [first, sample.len() - 1] {
@@ -145,9 +144,9 @@ fn check_last_rows(what: &str, sample: &Sample) {
     }
 }
 
-/// As [`check_last_rows`], for a transform repeated at every token. Identical blocks round alike, so
-/// that their errors add up in a line: from 2,048 tokens on the budget grows with the length. Near
-/// β = 2 the last digit of β itself decides as much; four units of it are allowed for.
+/// As [`check_last_rows`], for a transform repeated at every token. Identical blocks have identical rounding
+/// errors, which add up linearly: from 2,048 tokens on the budget grows with the length. Near β = 2 the last
+/// digit of β has as large an effect; four units of it are allowed.
 fn check_last_rows_of_one(what: &str, sample: &Sample) {
     let (out, first) = last_rows(sample);
     for i in [first, sample.len() - 1] {
@@ -168,12 +167,11 @@ fn check_last_rows_of_one(what: &str, sample: &Sample) {
     }
 }
 
-/// What a block of transforms must be: P, and for every pair j ≤ i q̃, k̃ and the score, from
-/// the product of matrices.
+/// A block's transforms by explicit matrix products: P, and for every pair j ≤ i q̃, k̃ and the score.
 fn check_block(what: &str, sample: &Sample) {
     let (len, d) = (sample.len(), sample.head_dim);
     let Tokens { q, k, w, beta, .. } = sample.tokens();
-    let got = Blocks::new([q, k, w, beta], len);
+    let got = TransformedBlocks::new([q, k, w, beta], len);
     // Row n of a product H_s ⋯ H_e is H_e ⋯ H_s e_n: the factors are symmetric.
     let through = |mut x: Vec<f64>, order: &mut dyn Iterator<Item = usize>| {
         for t in order {
@@ -193,7 +191,7 @@ fn check_block(what: &str, sample: &Sample) {
         let got = values(got);
         assert_budget(&format!("{what}, {name}"), &got, &got, &want);
     };
-    // With I − P: one of them may nearly vanish, while errors count beside what P multiplies.
+    // With I − P: P or I − P may nearly vanish, while errors are relative to the vectors that P multiplies.
     let units: Vec<_> = (0..d).flat_map(unit).collect();
     let removed = units.iter().zip(&transform).map(|(unit, p)| unit - p).collect::<Vec<_>>();
     let eye = Tensor::eye(d, &Default::default()).reshape([1, 1, 1, d, d]);
@@ -222,7 +220,7 @@ fn block_transforms_are_the_products_of_their_matrices() {
     }
 }
 
-/// Repeated tokens make the triangle's entries as large as they can be.
+/// Repeated tokens give the largest possible entries of the triangular matrix.
 #[test]
 fn block_transforms_of_repeated_directions_keep_their_precision() {
     for beta in [2.0, 1.999, 1.0, 0.5, 1e-6] {
@@ -263,8 +261,8 @@ fn rows_after_65536_gates_of_one_kind_agree_with_their_recurrence() {
     let none = |_: usize| 0.0;
     let alternating = |t: usize| -30.0 * (t % 2) as f32;
     let blocks = |t: usize| if (t / 100).is_multiple_of(2) { -30.0 } else { 0.0 };
-    // 32,768 steps of −30 sum up to −10⁶, where neighbouring f32 numbers lie 0.06 apart; gates of
-    // −0.001 on both sides of them must still tell.
+    // 32,768 steps of −30 sum to −10⁶, where neighbouring f32 numbers are 0.06 apart; gates of −0.001 on
+    // both sides of them must still have an effect.
     let buried = |t: usize| if t >= len / 4 && t < 3 * len / 4 { -30.0 } else { -1e-3 };
     let sample = Sample::new(len, 8).gates(&[&strong, &none, &alternating, &blocks, &buried]);
     check_last_rows("gates", &sample);

@@ -1,10 +1,10 @@
 //! The backward pass of a row.
 
-use super::{Buffers, Past, Row, Sizes, TILE, Tile, powered};
+use super::{Buffers, PowerRow, RowSizes, RowSums, TILE_TOKENS, TokenTile, powered};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
-/// What the backward pass reads of a row beside its inputs.
+/// What the backward pass reads for a row beside its inputs.
 pub(super) struct Upstream<'a> {
     pub o: &'a [f32],
     pub root: &'a [f32],
@@ -20,12 +20,12 @@ pub(super) struct Grads<'a> {
     pub log_decay: &'a mut [f32],
 }
 
-impl Row<'_> {
+impl PowerRow<'_> {
     pub(super) fn backward(&self, upstream: &Upstream, grads: &mut Grads) {
         let mut buffers = Buffers::default();
         let chunk = self.chunk();
         let starts: Vec<_> = (0..self.sizes.seq_len).step_by(chunk).collect();
-        let mut pasts: Vec<Option<Past>> = vec![None; starts.len()];
+        let mut pasts: Vec<Option<RowSums>> = vec![None; starts.len()];
         for at in 2..starts.len() {
             let (first, end) = (starts[at - 2], starts[at - 1]);
             pasts[at] = Some(self.fold(pasts[at - 1].as_ref(), first, end, &mut buffers));
@@ -43,8 +43,11 @@ impl Row<'_> {
                 let (first, end) = (starts[at - 1], start);
                 self.backward_fold(past.as_ref(), [first, end], &later, &mut buffers, grads);
                 if let Some(d_past) = &mut d_past {
-                    let kept = powered(self.decay_root(first, end), self.op.p);
-                    d_past.iter_mut().zip(&later).for_each(|(d, later)| *d += later * kept);
+                    let decay_over_chunk = powered(self.decay_root(first, end), self.op.p);
+                    d_past
+                        .iter_mut()
+                        .zip(&later)
+                        .for_each(|(d, later)| *d += later * decay_over_chunk);
                 }
             }
             later = d_past;
@@ -54,8 +57,8 @@ impl Row<'_> {
     /// The gradients of a tile, for all heads of the group.
     fn backward_tile(
         &self,
-        tile: &Tile,
-        mut read: Option<(&Past, &mut [f32])>,
+        tile: &TokenTile,
+        mut read: Option<(&RowSums, &mut [f32])>,
         upstream: &Upstream,
         buffers: &mut Buffers,
         grads: &mut Grads,
@@ -78,7 +81,13 @@ impl Row<'_> {
 
     /// Gradients of the sum over values and of the total, `[n, value_dim + 1]`: do / total and
     /// −doᵀo / total.
-    fn upstream_of(&self, head: usize, tile: &Tile, upstream: &Upstream, d_read: &mut Vec<f32>) {
+    fn upstream_of(
+        &self,
+        head: usize,
+        tile: &TokenTile,
+        upstream: &Upstream,
+        d_read: &mut Vec<f32>,
+    ) {
         let values = self.sizes.value_dim;
         let at = self.at(head, tile);
         d_read.resize(tile.n * (values + 1), 0.0);
@@ -91,16 +100,16 @@ impl Row<'_> {
         }
     }
 
-    /// Gradients through the keys that a tile of one head reads one by one.
+    /// Gradients through the keys that a tile of one head reads directly.
     fn backward_near(
         &self,
         head: usize,
-        tile: &Tile,
+        tile: &TokenTile,
         roots: &[f32],
         buffers: &mut Buffers,
         grads: &mut Grads,
     ) {
-        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, cols) = (tile.n, tile.cols());
         let Buffers { decay, weights, slopes, d_logs, d_weights, d_read, .. } = buffers;
         self.roots_of_weights(head, tile, decay, weights);
@@ -138,14 +147,14 @@ impl Row<'_> {
         gemm(&mut grads.k[tile.lo * d..], d, 1.0, d_scores.t(), q, 1.0);
     }
 
-    /// Gradients through the sums over older tokens. φ is homogeneous of degree p, so that
-    /// xᵀ∂/∂x = p·φᵀ∂/∂φ gives that of the decay to each query, which is added to `d_reach`.
+    /// Gradients through the sums over older tokens. φ is homogeneous of degree p, so xᵀ∂/∂x = p·φᵀ∂/∂φ
+    /// gives the gradient of the decay to each query, which is added to `d_reach`.
     fn backward_read(
         &self,
         head: usize,
-        tile: &Tile,
+        tile: &TokenTile,
         roots: &[f32],
-        (past, d_past): (&Past, &mut [f32]),
+        (past, d_past): (&RowSums, &mut [f32]),
         buffers: &mut Buffers,
         grads: &mut Grads,
     ) {
@@ -167,9 +176,15 @@ impl Row<'_> {
         }
     }
 
-    /// Adds the gradients of the log decays: Σ_{j<t≤i} of those of the weights' logarithms, and
-    /// for what the sums gave to query i, all t from the first near key to i.
-    fn decay_gradients(&self, tile: &Tile, d_logs: &[f32], d_reach: &[f32], grads: &mut [f32]) {
+    /// Adds the gradients of the log decays: the gradients of the weights' logarithms summed over j < t ≤ i,
+    /// and those of the sums' contribution to query i for all t from the first near key to i.
+    fn decay_gradients(
+        &self,
+        tile: &TokenTile,
+        d_logs: &[f32],
+        d_reach: &[f32],
+        grads: &mut [f32],
+    ) {
         let (cols, before) = (tile.cols(), tile.first - tile.lo);
         let mut columns = vec![0.0; cols];
         let mut reach = 0.0;
@@ -186,23 +201,23 @@ impl Row<'_> {
         grads[tile.near..tile.first].iter_mut().for_each(|grad| *grad += reach);
     }
 
-    /// Gradients of the tokens of a chunk, whose sums' gradient is `later`.
+    /// Gradients of the tokens of a chunk, where `later` is the gradient of the sums after it.
     fn backward_fold(
         &self,
-        past: Option<&Past>,
+        past: Option<&RowSums>,
         [start, end]: [usize; 2],
         later: &[f32],
         buffers: &mut Buffers,
         grads: &mut Grads,
     ) {
-        let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
-        let kept = past.map_or(0.0, |past| {
+        let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
+        let decay_over_chunk = past.map_or(0.0, |past| {
             math::dot(&past.sums, later) * powered(self.decay_root(start, end), self.op.p)
         });
         // Σ over the chunk's tokens so far: a step decays all tokens before it.
-        let mut before = kept;
-        for first in (start..end).step_by(TILE) {
-            let n = TILE.min(end - first);
+        let mut before = decay_over_chunk;
+        for first in (start..end).step_by(TILE_TOKENS) {
+            let n = TILE_TOKENS.min(end - first);
             let k = &self.k[first * d..][..n * d];
             self.entered(first, n, end, &mut buffers.read);
             let (d_k, scratch) = (&mut buffers.weights, &mut buffers.expansion);

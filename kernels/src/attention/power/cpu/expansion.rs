@@ -4,13 +4,13 @@ use crate::attention::power::expansion::{Expansion, Piece};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
-/// Channels of φ whose products are summed in f32. A query that is all but orthogonal to the keys
-/// reads a small difference of large terms, so that longer sums are in f64.
+/// Channels of φ whose products are summed in f32. A query that is nearly orthogonal to the keys reads a
+/// small difference of large terms, so longer sums are in f64.
 const SUMMED: usize = 256;
 
 /// Buffers that are reused from piece to piece.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct ExpansionScratch {
     phi: Vec<f32>,
     part: Vec<f32>,
     total: Vec<f64>,
@@ -37,7 +37,7 @@ impl Expansion {
         sums: &[f32],
         width: usize,
         out: &mut Vec<f32>,
-        scratch: &mut Scratch,
+        scratch: &mut ExpansionScratch,
     ) {
         let n = x.len() / self.head_dim;
         let mut part = std::mem::take(&mut scratch.part);
@@ -67,7 +67,7 @@ impl Expansion {
         x: &[f32],
         y: &[f32],
         sums: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut ExpansionScratch,
     ) {
         let n = x.len() / self.head_dim;
         let width = y.len() / n;
@@ -78,20 +78,19 @@ impl Expansion {
         }
     }
 
-    /// `grad` += the gradient of Σ `y` ⊙ (φ(x) · `sums`) with respect to `x`, which is that of
-    /// Σ `sums` ⊙ (φ(x)ᵀ · `y`) as well.
+    /// `grad` += the gradient of Σ `y` ⊙ (φ(x) · `sums`) = Σ `sums` ⊙ (φ(x)ᵀ · `y`) with respect to `x`.
     pub(super) fn add_gradient(
         &self,
         x: &[f32],
         sums: &[f32],
         y: &[f32],
         grad: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut ExpansionScratch,
     ) {
         let d = self.head_dim;
         let n = x.len() / d;
         let width = y.len() / n;
-        let Scratch { phi: d_phi, token, .. } = scratch;
+        let ExpansionScratch { phi: d_phi, token, .. } = scratch;
         for piece in &self.pieces {
             let size = piece.place.len();
             d_phi.resize(n * size, 0.0);
@@ -99,23 +98,28 @@ impl Expansion {
             gemm(d_phi, size, 1.0, y, piece.rows_of(sums, width).t(), 0.0);
             let rows = x.chunks_exact(d).zip(grad.chunks_exact_mut(d));
             for ((x, grad), d_phi) in rows.zip(d_phi.chunks_exact(size)) {
-                piece.pull_back(x, d_phi, grad, token);
+                piece.vjp(x, d_phi, grad, token);
             }
         }
     }
 
-    /// A piece of φ of every row of `x`.
-    fn expand_rows<'a>(&self, piece: &Piece, x: &[f32], scratch: &'a mut Scratch) -> Mat<'a> {
+    /// A piece of φ(x) for every row of `x`.
+    fn expand_rows<'a>(
+        &self,
+        piece: &Piece,
+        x: &[f32],
+        scratch: &'a mut ExpansionScratch,
+    ) -> Mat<'a> {
         let size = piece.place.len();
         let n = x.len() / self.head_dim;
-        let Scratch { phi, token, .. } = scratch;
+        let ExpansionScratch { phi, token, .. } = scratch;
         phi.resize(n * size, 0.0);
         for (x, phi) in x.chunks_exact(self.head_dim).zip(phi.chunks_exact_mut(size)) {
             piece.factors(x, token);
             let rest = &token.rest;
-            let lefts = &token.products[piece.tiles.len() - 1];
-            for (left, phi) in lefts.iter().zip(phi.chunks_exact_mut(rest.len())) {
-                phi.iter_mut().zip(rest).for_each(|(phi, rest)| *phi = left * rest);
+            let products = &token.products[piece.tiles.len() - 1];
+            for (product, phi) in products.iter().zip(phi.chunks_exact_mut(rest.len())) {
+                phi.iter_mut().zip(rest).for_each(|(phi, rest)| *phi = product * rest);
             }
         }
         Mat::new(phi, n, size, size)
@@ -146,8 +150,8 @@ impl Piece {
         rest.extend(x[self.rest.clone()].iter().zip(&self.weights).map(|(x, weight)| x * weight));
     }
 
-    /// Adds to `grad` what the gradient `d_phi` of this piece of one token gives.
-    fn pull_back(&self, x: &[f32], d_phi: &[f32], grad: &mut [f32], scratch: &mut TokenScratch) {
+    /// Adds to `grad` the vector-Jacobian product of this piece of one token for `d_phi`.
+    fn vjp(&self, x: &[f32], d_phi: &[f32], grad: &mut [f32], scratch: &mut TokenScratch) {
         self.factors(x, scratch);
         let TokenScratch { products, rest, d_product, d_shorter, d_rest } = scratch;
         d_rest.clear();
@@ -165,7 +169,7 @@ impl Piece {
     }
 }
 
-/// The gradients of x ⊗ y from that of the product: that of x into `d_x`, that of y added to `d_y`.
+/// The gradients of x and y from that of x ⊗ y: writes x's to `d_x`, adds y's to `d_y`.
 fn outer_gradients(x: &[f32], y: &[f32], d: &[f32], d_x: &mut Vec<f32>, d_y: &mut [f32]) {
     d_x.clear();
     for (x, d) in x.iter().zip(d.chunks_exact(y.len())) {
@@ -212,7 +216,7 @@ mod tests {
             let d_sums = to_vec(sums.grad(&grads).unwrap());
             let [x, sums, y] = [x, sums, y].map(|x| to_vec(x.inner()));
 
-            let (mut scratch, mut got) = (Scratch::default(), vec![]);
+            let (mut scratch, mut got) = (ExpansionScratch::default(), vec![]);
             phi.apply_rows(&x, &sums, 3, &mut got, &mut scratch);
             assert_equal(&got, &want);
             let mut got = vec![0.0; x.len()];

@@ -1,18 +1,18 @@
 //! The forward pass of a row.
 
-use super::{Buffers, Past, Row, Tile, powered};
+use super::{Buffers, PowerRow, RowSums, TokenTile, powered};
 use crate::attention::power::reference::{LEAST_TOTAL, RESOLUTION};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
-/// What the forward pass gives of a row, `[group, seq_len, …]`.
+/// The outputs of the forward pass for a row, `[group, seq_len, …]`.
 pub(super) struct Output<'a> {
     pub o: &'a mut [f32],
     pub root: &'a mut [f32],
     pub total: &'a mut [f32],
 }
 
-impl Row<'_> {
+impl PowerRow<'_> {
     pub(super) fn forward(&self, output: &mut Output) {
         let mut buffers = Buffers::default();
         let (chunk, mut past) = (self.chunk(), None);
@@ -33,8 +33,8 @@ impl Row<'_> {
     fn forward_tile(
         &self,
         head: usize,
-        tile: &Tile,
-        past: Option<&Past>,
+        tile: &TokenTile,
+        past: Option<&RowSums>,
         buffers: &mut Buffers,
         output: &mut Output,
     ) {
@@ -63,13 +63,13 @@ impl Row<'_> {
                 let o = &mut o[i * values..][..values];
                 o.iter_mut().zip(read).for_each(|(o, read)| *o += factor * read);
                 totals[i] += factor * read[values];
-                // Rounding may leave a sum of even powers below 0 where it all but vanishes.
+                // Rounding can make a nearly vanishing sum of even powers negative.
                 let least = factor * past.mass * RESOLUTION;
                 totals[i] = if totals[i] < least { least } else { totals[i] };
             }
         }
         for (o, total) in o.chunks_exact_mut(values).zip(totals) {
-            // A sum of nothing is 0, whatever it is divided by.
+            // An empty sum stays 0.
             *total = if *total <= LEAST_TOTAL { 1.0 } else { *total };
             let inverse = 1.0 / *total;
             o.iter_mut().for_each(|o| *o *= inverse);

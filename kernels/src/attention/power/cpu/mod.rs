@@ -1,13 +1,13 @@
-//! Power attention on the CPU: a task per row (one kv head of one sequence), tiles of queries
-//! inside it.
+//! Power attention on the CPU: one task per row (one kv head of one sequence), which loops over tiles of
+//! queries.
 //!
 //! Weights are formed without logarithms, as p-th powers of t_ij = s_ij · exp(decay_ij / p) divided
 //! by the query's largest |t|, its *root*: a weight is (t/root)^p, and its derivative by the score
 //! p·(t/root)^(p−1)·exp(decay/p)/root, with no division by s. Sums of log decays are in f64.
 //!
-//! The forward pass keeps outputs, roots and totals. The backward pass forms the sums over older
-//! tokens again, chunk by chunk, then goes through the chunks from the last: memory is linear in
-//! the sequence, and φ is expanded for one tile at a time.
+//! The forward pass saves outputs, roots and totals. The backward pass recomputes the sums over older
+//! tokens chunk by chunk, then visits the chunks from the last: memory is linear in the sequence length,
+//! and φ is expanded for one tile at a time.
 
 mod backward;
 mod expansion;
@@ -17,55 +17,55 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use self::backward::{Grads, Upstream};
-use self::expansion::Scratch;
+use self::expansion::ExpansionScratch;
 use self::forward::Output;
 use super::Power;
 use crate::backend::Forward;
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 
-/// Queries, or tokens that enter the sums, of a tile.
-const TILE: usize = 64;
+/// Tokens per tile: queries, or tokens that enter the sums.
+const TILE_TOKENS: usize = 64;
 
 /// One row's inputs: q `[group, seq_len, head_dim]`, k `[seq_len, head_dim]`, v
 /// `[seq_len, value_dim]`.
-struct Row<'a> {
+struct PowerRow<'a> {
     op: &'a Power,
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
     /// Element t: Σ_{s<t} ℓ_s.
     sums: Vec<f64>,
-    sizes: Sizes,
+    sizes: RowSizes,
 }
 
 /// Sizes of the inputs.
 #[derive(Clone, Copy)]
-struct Sizes {
+struct RowSizes {
     group: usize,
     seq_len: usize,
     head_dim: usize,
     value_dim: usize,
 }
 
-/// Sums over older tokens: `[D, value_dim + 1]`, see [`super::reference::Past`].
+/// Sums over older tokens: `[D, value_dim + 1]`, see [`super::reference::StateSums`].
 #[derive(Clone)]
-struct Past {
+struct RowSums {
     sums: Vec<f32>,
     mass: f32,
 }
 
-/// `n` queries from `first` on and the keys from `lo` on that they read one by one.
+/// `n` queries from `first` on, and the keys from `lo` on that they read directly.
 #[derive(Clone, Copy)]
-struct Tile {
+struct TokenTile {
     first: usize,
     n: usize,
     lo: usize,
-    /// Start of the keys that follow those in the sums.
+    /// The first key that is not in the sums.
     near: usize,
 }
 
-impl Tile {
+impl TokenTile {
     fn cols(&self) -> usize {
         self.first + self.n - self.lo
     }
@@ -74,7 +74,7 @@ impl Tile {
 /// Buffers that a task reuses from tile to tile.
 #[derive(Default)]
 struct Buffers {
-    /// exp(decay / p) of each query and key of a tile, 0 where the key is hidden.
+    /// exp(decay / p) of each query and key of a tile, 0 where the key is masked.
     decay: Vec<f32>,
     weights: Vec<f32>,
     slopes: Vec<f32>,
@@ -86,63 +86,63 @@ struct Buffers {
     d_read: Vec<f32>,
     /// Gradients of the decay from the sums to each query, summed over a group.
     d_reach: Vec<f32>,
-    expansion: Scratch,
+    expansion: ExpansionScratch,
 }
 
 fn powered(x: f32, p: u32) -> f32 {
     if p == 2 { x * x } else { (x * x) * (x * x) }
 }
 
-/// `rows`' elements of a tensor whose first dimension counts rows.
+/// The elements of `row` of a tensor whose first dimension has `rows` rows.
 fn part(data: &[f32], rows: usize, row: usize) -> &[f32] {
     let n = data.len() / rows;
     &data[row * n..][..n]
 }
 
-impl<'a> Row<'a> {
-    fn new(op: &'a Power, [q, k, v, log_decay]: [&'a [f32]; 4], sizes: Sizes) -> Self {
+impl<'a> PowerRow<'a> {
+    fn new(op: &'a Power, [q, k, v, log_decay]: [&'a [f32]; 4], sizes: RowSizes) -> Self {
         let mut sum = 0.0;
         let steps = log_decay.iter().map(|&step| {
             sum += f64::from(step);
             sum
         });
         let sums = std::iter::once(0.0).chain(steps).collect();
-        Row { op, q, k, v, sums, sizes }
+        PowerRow { op, q, k, v, sums, sizes }
     }
 
-    /// Tokens of a chunk; the whole row in the attention form.
+    /// Tokens per chunk; the whole row in the attention form.
     fn chunk(&self) -> usize {
         self.op.chunk.unwrap_or(self.sizes.seq_len)
     }
 
     /// The tiles of the chunk that starts at `start`.
-    fn tiles(&self, start: usize) -> impl Iterator<Item = Tile> + use<> {
+    fn tiles(&self, start: usize) -> impl Iterator<Item = TokenTile> + use<> {
         let (chunk, window) = (self.chunk(), self.op.window);
         let near = start.saturating_sub(chunk);
         let end = (start + chunk).min(self.sizes.seq_len);
-        (start..end).step_by(TILE).map(move |first| {
+        (start..end).step_by(TILE_TOKENS).map(move |first| {
             let seen = window.map_or(0, |w| (first + 1).saturating_sub(w));
-            Tile { first, n: TILE.min(end - first), lo: near.max(seen), near }
+            TokenTile { first, n: TILE_TOKENS.min(end - first), lo: near.max(seen), near }
         })
     }
 
     /// Query rows of a tile of one head.
-    fn at(&self, head: usize, tile: &Tile) -> std::ops::Range<usize> {
+    fn at(&self, head: usize, tile: &TokenTile) -> std::ops::Range<usize> {
         let first = head * self.sizes.seq_len + tile.first;
         first..first + tile.n
     }
 
-    fn q_of(&self, head: usize, tile: &Tile) -> &'a [f32] {
+    fn q_of(&self, head: usize, tile: &TokenTile) -> &'a [f32] {
         let (at, d) = (self.at(head, tile), self.sizes.head_dim);
         &self.q[at.start * d..at.end * d]
     }
 
-    fn keys(&self, tile: &Tile) -> Mat<'a> {
+    fn keys(&self, tile: &TokenTile) -> Mat<'a> {
         let d = self.sizes.head_dim;
         Mat::new(&self.k[tile.lo * d..], tile.cols(), d, d)
     }
 
-    fn values(&self, tile: &Tile) -> Mat<'a> {
+    fn values(&self, tile: &TokenTile) -> Mat<'a> {
         let d = self.sizes.value_dim;
         Mat::new(&self.v[tile.lo * d..], tile.cols(), d, d)
     }
@@ -152,13 +152,13 @@ impl<'a> Row<'a> {
         math::exp(((self.sums[to] - self.sums[from]) / f64::from(self.op.p)) as f32)
     }
 
-    /// What the sums over older tokens are multiplied by for query `i` of a tile.
-    fn factor(&self, tile: &Tile, i: usize, root: f32) -> f32 {
+    /// The factor on the sums over older tokens for query `i` of a tile.
+    fn factor(&self, tile: &TokenTile, i: usize, root: f32) -> f32 {
         powered(self.decay_root(tile.near, tile.first + i + 1) / root, self.op.p)
     }
 
-    /// Fills `decay` for a tile.
-    fn decays(&self, tile: &Tile, decay: &mut Vec<f32>) {
+    /// Computes [`Buffers::decay`] for a tile.
+    fn decays(&self, tile: &TokenTile, decay: &mut Vec<f32>) {
         let (cols, share) = (tile.cols(), 1.0 / f64::from(self.op.p));
         decay.resize(tile.n * cols, 0.0);
         for (i, decay) in decay.chunks_exact_mut(cols).enumerate() {
@@ -175,30 +175,36 @@ impl<'a> Row<'a> {
     }
 
     /// t = s · exp(decay / p) of a tile of one head into `t`.
-    fn roots_of_weights(&self, head: usize, tile: &Tile, decay: &[f32], t: &mut Vec<f32>) {
+    fn roots_of_weights(&self, head: usize, tile: &TokenTile, decay: &[f32], t: &mut Vec<f32>) {
         let (cols, d) = (tile.cols(), self.sizes.head_dim);
         t.resize(tile.n * cols, 0.0);
         let q = Mat::new(self.q_of(head, tile), tile.n, d, d);
         gemm(t, cols, 1.0, q, self.keys(tile).t(), 0.0);
-        // A product with 0 would hide a NaN no less than it would a number.
+        // Masked by a product with 0, which propagates NaNs.
         t.iter_mut().zip(decay).for_each(|(t, decay)| *t *= decay);
     }
 
-    /// The sums with a chunk's tokens, `first` to `end`.
-    fn fold(&self, past: Option<&Past>, first: usize, end: usize, buffers: &mut Buffers) -> Past {
+    /// Adds a chunk's tokens, `first` to `end`, to the sums.
+    fn fold(
+        &self,
+        past: Option<&RowSums>,
+        first: usize,
+        end: usize,
+        buffers: &mut Buffers,
+    ) -> RowSums {
         let (d, values) = (self.sizes.head_dim, self.sizes.value_dim);
         let width = values + 1;
         let mut new = match past {
             Some(past) => {
-                let kept = powered(self.decay_root(first, end), self.op.p);
-                let sums = past.sums.iter().map(|x| x * kept).collect();
-                Past { sums, mass: past.mass * kept }
+                let decay_over_chunk = powered(self.decay_root(first, end), self.op.p);
+                let sums = past.sums.iter().map(|x| x * decay_over_chunk).collect();
+                RowSums { sums, mass: past.mass * decay_over_chunk }
             }
-            None => Past { sums: vec![0.0; self.op.expansion().dim() * width], mass: 0.0 },
+            None => RowSums { sums: vec![0.0; self.op.expansion().dim() * width], mass: 0.0 },
         };
         let mut mass = 0.0;
-        for first in (first..end).step_by(TILE) {
-            let n = TILE.min(end - first);
+        for first in (first..end).step_by(TILE_TOKENS) {
+            let n = TILE_TOKENS.min(end - first);
             let k = &self.k[first * d..][..n * d];
             self.entered(first, n, end, &mut buffers.read);
             for (k, entered) in k.chunks_exact(d).zip(buffers.read.chunks_exact(width)) {
@@ -225,12 +231,12 @@ impl<'a> Row<'a> {
     }
 }
 
-fn sizes(inputs: &[FlexTensor]) -> (usize, Sizes) {
+fn sizes(inputs: &[FlexTensor]) -> (usize, RowSizes) {
     let [rows, group, seq_len, head_dim] = dims(&inputs[0])[..] else {
         panic!("q of 4 dimensions")
     };
     let value_dim = dims(&inputs[2])[2];
-    (rows, Sizes { group, seq_len, head_dim, value_dim })
+    (rows, RowSizes { group, seq_len, head_dim, value_dim })
 }
 
 impl Power {
@@ -238,7 +244,7 @@ impl Power {
     pub(super) fn run(&self, inputs: &[FlexTensor; 4], save: bool) -> Forward<FlexTensor> {
         let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
         let (rows, sizes) = sizes(&inputs);
-        let Sizes { group, seq_len, value_dim, .. } = sizes;
+        let RowSizes { group, seq_len, value_dim, .. } = sizes;
         let data = [0, 1, 2, 3].map(|at| slice(&inputs[at]));
         let queries = group * seq_len;
         let mut o = buffer(rows * queries * value_dim);
@@ -249,7 +255,7 @@ impl Power {
             .enumerate()
             .for_each(|(row, ((o, root), total))| {
                 let inputs = data.map(|x| part(x, rows, row));
-                Row::new(self, inputs, sizes).forward(&mut Output { o, root, total });
+                PowerRow::new(self, inputs, sizes).forward(&mut Output { o, root, total });
             });
         let output = from_vec(o, &[rows, group, seq_len, value_dim]);
         let mut saved = vec![];
@@ -279,7 +285,7 @@ impl Power {
                 let of = |x| part(slice(x), rows, row);
                 let [o, root, total] = [4, 5, 6].map(|at| of(&saved[at]));
                 let upstream = Upstream { o, root, total, grad: of(&grad) };
-                let row = Row::new(self, inputs.map(|x| part(x, rows, row)), sizes);
+                let row = PowerRow::new(self, inputs.map(|x| part(x, rows, row)), sizes);
                 row.backward(&upstream, &mut Grads { q, k, v, log_decay });
             });
         let mut shapes = saved.iter().map(dims);

@@ -1,4 +1,4 @@
-//! Numerics at 65,536 tokens, with gates that decay as hard as they can, not at all, in turns and
+//! Numerics at 65,536 tokens, with gates that decay as strongly as they can, not at all, alternating and
 //! at random, against sums in f64 by the definition.
 
 use burn::backend::{Autodiff, Flex};
@@ -17,8 +17,8 @@ const D: usize = 8;
 const ROWS: usize = 4;
 
 /// One head's q, k, v `[ROWS, seq_len, D]`, gate logits `[ROWS, seq_len]` and the upstream
-/// gradient `[ROWS, seq_len, D]`, zero but at the sampled queries.
-struct Problem {
+/// gradient `[ROWS, seq_len, D]`, zero except at the sampled queries.
+struct LongRows {
     seq_len: usize,
     qkv: [Vec<f32>; 3],
     logits: Vec<f32>,
@@ -26,7 +26,7 @@ struct Problem {
     sampled: Vec<usize>,
 }
 
-impl Problem {
+impl LongRows {
     fn new(size: f32, seq_len: usize) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(3);
         let n = ROWS * seq_len * D;
@@ -36,7 +36,7 @@ impl Problem {
             (0, _) => -30.0,
             (1, _) => 100.0,
             (2, t) => [-30.0, 100.0][t % 2],
-            // Long stretches that keep everything, then a hard or a soft gate.
+            // Long runs of open gates, then a closed or a half-open one.
             _ => [100.0, 100.0, 8.0, 100.0, 100.0, 100.0, -2.0, -30.0]
                 [if rng.random_bool(0.99) { 0 } else { rng.random_range(0..8) }],
         });
@@ -50,12 +50,12 @@ impl Problem {
             for &i in &sampled {
                 let at = (row * seq_len + i) * D..(row * seq_len + i + 1) * D;
                 upstream[at.clone()].iter_mut().for_each(|x| *x = rng.random_range(-1.0..1.0));
-                // Under hard gates the own key is the only one: a query orthogonal to it would have
-                // a gradient that f32 inputs do not determine.
+                // Under closed gates a query sees only its own key: if it were orthogonal to it, f32
+                // inputs would not determine its gradient.
                 q[at.clone()].iter_mut().zip(&k[at]).for_each(|(q, k)| *q += k);
             }
         }
-        Problem { seq_len, qkv: [q, k, v], logits, upstream, sampled }
+        LongRows { seq_len, qkv: [q, k, v], logits, upstream, sampled }
     }
 
     /// Outputs, and the gradients of q, k, v and the logits.
@@ -83,7 +83,7 @@ impl Problem {
         [of(o.inner()), d_q, d_k, d_v, d_logits]
     }
 
-    /// As `run`, by the definition, at the sampled queries alone (zeros elsewhere).
+    /// As `run`, by the definition, only at the sampled queries (zeros elsewhere).
     fn definition(&self, p: i32) -> [Vec<f64>; 5] {
         let n = ROWS * self.seq_len;
         let mut all = [n * D, n * D, n * D, n * D, n].map(|n| vec![0.0; n]);
@@ -137,13 +137,13 @@ impl Problem {
     }
 }
 
-/// Holds all gradients, and outputs at the sampled queries, to the conformance suite's accuracy
-/// relative to the largest value of their row of the batch.
+/// Checks all gradients, and outputs at the sampled queries, to the conformance suite's accuracy relative
+/// to the largest value of their row of the batch.
 ///
-/// Under hard gates most queries see one key and gradients all but vanish: errors are relative to
-/// what a gradient can be with few keys, about p·|v|·|upstream| / |q|.
+/// Under closed gates most queries see one key and gradients nearly vanish: errors are relative to the size
+/// of a gradient with few keys, about p·|v|·|upstream| / |q|.
 fn check(config: &Config, size: f32, seq_len: usize) {
-    let problem = Problem::new(size, seq_len);
+    let problem = LongRows::new(size, seq_len);
     let got = problem.run(config);
     let want = problem.definition(config.p as i32);
     let by_score = f64::from(config.p) / f64::from(size);
@@ -187,7 +187,7 @@ fn large_scores_are_exact_to_rounding() {
     check(&chunked(4), 1.7 * 30.0, 65_536);
 }
 
-/// The plain operations, which other devices run, in both forms.
+/// The reference, which other devices run, in both forms.
 #[test]
 fn the_reference_is_exact_to_rounding_under_any_gate() {
     for form in [Form::Chunked, Form::Attention] {

@@ -1,14 +1,13 @@
-//! Decoding: keys are kept relative to the starts of their tiles of 64 tokens, so that none is ever
-//! written again, and nothing is stored for the gate but E at the tiles' starts
-//! ([`operands`](super::operands)).
+//! Decoding: keys are cached relative to the starts of their tiles of 64 tokens, so that none is rewritten;
+//! for the gate only E at the tiles' starts is stored ([`operands`](super::operands)).
 
 use burn::tensor::{DType, Int, Tensor, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::kernels::{Gate, Options, Sizes, decays};
+use super::kernels::{GateConfig, GateLogits, WallShape, decays};
 use super::operands::TILE;
-use super::{Call, PAIR, Wall};
+use super::{PAIR, Wall, WallParams};
 use crate::Cuda;
 use crate::attention::blocks::repeat_heads;
 use crate::attention::flash::{
@@ -20,12 +19,12 @@ use crate::tile::{Pair, define_exp2, exp2};
 
 /// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
-pub struct State {
+pub struct RescaledKvCache {
     /// k_j · 2^(E_{J−1} − p_j), J the tile of j, `[batch, gate heads, tokens, head_dim]`.
     keys: CacheBuffer,
     /// `[batch, kv_heads, tokens, head_dim]`
     values: CacheBuffer,
-    /// E at the starts of tiles, up to the one that the next token is in, `[batch, gate heads, tiles,
+    /// E at the starts of tiles, up to the tile of the next token, `[batch, gate heads, tiles,
     /// padded(head_dim)]`, 32-bit integers.
     starts: CacheBuffer,
     /// p at the last token, relative to E of the next one's tile, `[batch, gate heads,
@@ -33,9 +32,9 @@ pub struct State {
     since: CudaTensor,
 }
 
-impl State {
-    /// No tokens yet, for keys of each gate, `[batch, gate heads, _, head_dim]`, and values like these, with
-    /// room for `capacity` tokens.
+impl RescaledKvCache {
+    /// An empty cache for keys of each gate like `k`, `[batch, gate heads, _, head_dim]`, and values like `v`,
+    /// with room for `capacity` tokens.
     pub fn new(k: &CudaTensor, v: &CudaTensor, capacity: usize) -> Self {
         let [batch, gate_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let tokens = |x: &CudaTensor| {
@@ -46,7 +45,7 @@ impl State {
         let mut starts =
             CacheBuffer::new(k, [batch, gate_heads, dim], DType::I32, capacity / TILE + 1);
         starts.add(1);
-        State {
+        RescaledKvCache {
             keys: tokens(k),
             values: tokens(v),
             starts,
@@ -60,8 +59,8 @@ impl State {
         kept.iter().sum::<usize>() + self.since.meta.shape().num_elements()
     }
 
-    /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and the logarithms of
-    /// their softmax's sums to base 2, `[batch, heads, tokens]`.
+    /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and their log-sum-exp,
+    /// base 2, `[batch, heads, tokens, 1]`.
     ///
     /// - `k`: of each gate, `[batch, gate heads, tokens, head_dim]`
     /// - `gate`, `sinks`: as [`Wall`] takes them
@@ -74,60 +73,64 @@ impl State {
     ) -> [Tensor<Cuda, 4>; 2] {
         let tokens = k.meta.shape()[2];
         self.drop_first(expired(op.shape.window, self.keys.rows(), tokens) / TILE);
-        let skip = self.keys.rows() % TILE;
-        let call =
-            Call { skip, from_starts: true, sinks: sinks.cloned(), ..Call::new(op, q, k, gate) };
+        let tile_offset = self.keys.rows() % TILE;
+        let params = WallParams {
+            tile_offset,
+            from_starts: true,
+            sinks: sinks.cloned(),
+            ..WallParams::new(op, q, k, gate)
+        };
         let held = self.keys.rows();
         self.keys.add(tokens);
         self.starts.add((held + tokens) / TILE - held / TILE);
         unshare(&mut self.since);
         let queries = if tokens == 1 {
             self.values.add(1);
-            self.append(&call, [q, k, v])
+            self.append(&params, [q, k, v])
         } else {
             self.values.append(v.clone());
-            self.append_many(&call, [q, k])
+            self.append_many(&params, [q, k])
         };
         let (keys, values, starts) = (self.keys.held(), self.values.held(), self.starts.held());
         if tokens == 1 {
-            let flash = call.flash([&queries, &keys, &values], &starts, None, None);
+            let flash = params.flash([&queries, &keys, &values], &starts, None, None);
             return decode_one(&flash, None).map(with_rows);
         }
         let share = k.meta.shape()[1] / v.meta.shape()[1];
         let values = primitive(repeat_heads(tensor::<Cuda, 4>(values), share));
-        let flash = call.flash([&queries, &keys, &values], &starts, None, None);
+        let flash = params.flash([&queries, &keys, &values], &starts, None, None);
         let result = flash.softmax(sinks.is_some());
-        [result.o, result.lse].map(with_rows).map(|x| x.narrow(2, skip, tokens))
+        [result.o, result.lse].map(with_rows).map(|x| x.narrow(2, tile_offset, tokens))
     }
 
-    /// One token joins; its queries, relative to its tile's start.
-    fn append(&mut self, call: &Call, [q, k, v]: [&CudaTensor; 3]) -> CudaTensor {
+    /// Appends one token; returns its queries relative to its tile's start.
+    fn append(&mut self, params: &WallParams, [q, k, v]: [&CudaTensor; 3]) -> CudaTensor {
         let [q, k, v] = [q, k, v].map(Heads::new);
         let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
         let queries = q.like();
-        match call.gate.dtype {
+        match params.gate.dtype {
             DType::BF16 => {
-                self.launch_append::<bf16>(call, [&q, &k, &v], [&queries, &keys, &values])
+                self.launch_append::<bf16>(params, [&q, &k, &v], [&queries, &keys, &values])
             }
-            _ => self.launch_append::<f32>(call, [&q, &k, &v], [&queries, &keys, &values]),
+            _ => self.launch_append::<f32>(params, [&q, &k, &v], [&queries, &keys, &values]),
         }
         queries.tensor
     }
 
     fn launch_append<Z: Numeric>(
         &self,
-        call: &Call,
+        params: &WallParams,
         [q, k, v]: [&Heads; 3],
         [queries, keys, values]: [&Heads; 3],
     ) {
-        // SAFETY: a block handles one gate's head, and stays within its token.
+        // SAFETY: a block handles one gate head, and stays within its token.
         unsafe {
             append::launch_unchecked::<Z, CudaRuntime>(
-                &call.gate.client,
-                CubeCount::Static(1, call.rows() as u32, 1),
-                call.pairs(),
+                &params.gate.client,
+                CubeCount::Static(1, params.rows() as u32, 1),
+                params.pairs(),
                 TokenLaunch::new(q.pairs(), k.pairs(), v.pairs(), queries.pairs()),
-                call.gate::<Z>(),
+                params.gate::<Z>(),
                 CacheLaunch::new(
                     keys.pairs(),
                     values.pairs(),
@@ -137,46 +140,47 @@ impl State {
                     self.starts.capacity(),
                     (k.dims[1] / v.dims[1]) as u32,
                 ),
-                call.sizes(),
-                call.options(),
+                params.shape(),
+                params.config(),
             );
         }
     }
 
-    /// The keys and decays of tokens join; their queries, after as many rows of zeros as their first tile
-    /// has tokens before them.
-    fn append_many(&mut self, call: &Call, [q, k]: [&CudaTensor; 2]) -> CudaTensor {
+    /// Appends the keys and decays of tokens; returns their queries, preceded by rows of zeros up to the start
+    /// of the first token's tile.
+    fn append_many(&mut self, params: &WallParams, [q, k]: [&CudaTensor; 2]) -> CudaTensor {
         let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
-        let (rests, sums) = (call.table(call.tiles() + 1, DType::F32), call.tile_sums());
+        let (fractions, sums) = (params.table(params.tiles() + 1, DType::F32), params.tile_sums());
         let held = self.keys.rows() - tokens;
         let pairs = self.keys.elements() / PAIR;
         assert!(
             u32::try_from(pairs).is_ok(),
             "a cache of {pairs} pairs of channels of k, 2^32 or more"
         );
-        let queries = zeros(q, &[batch, heads, call.skip + tokens, head_dim], q.dtype);
+        let queries = zeros(q, &[batch, heads, params.tile_offset + tokens, head_dim], q.dtype);
         let keys = narrow(self.keys.buffer(), 2, held..held + tokens);
-        // SAFETY: a unit handles a channel of a row of tokens, and stays within them.
+        // SAFETY: a unit handles a channel of one gate head, and stays within its tokens.
         unsafe {
             extend_prefix::launch_unchecked::<CudaRuntime>(
-                &call.gate.client,
-                call.by_row(),
-                call.channels(),
+                &params.gate.client,
+                params.by_row(),
+                params.channels(),
                 buffer(&sums, 1),
                 buffer(&self.since, 1),
                 buffer(self.starts.buffer(), 1),
-                buffer(&rests, 1),
-                call.sizes(),
+                buffer(&fractions, 1),
+                params.shape(),
                 held as u32,
                 self.starts.capacity(),
             );
         }
-        let from_skip = Heads::in_place(&narrow(&queries, 2, call.skip..call.skip + tokens));
+        let rescaled_q =
+            Heads::in_place(&narrow(&queries, 2, params.tile_offset..params.tile_offset + tokens));
         let keys = Heads::in_place(&keys);
-        call.rescale(
+        params.rescale(
             [&Heads::new(q), &Heads::new(k)],
-            [self.starts.buffer(), &rests],
-            [&from_skip, &keys],
+            [self.starts.buffer(), &fractions],
+            [&rescaled_q, &keys],
         );
         queries
     }
@@ -199,9 +203,9 @@ impl State {
         self.starts.rows() - 1
     }
 
-    /// How many of the oldest tiles have every token's factors below `threshold`, over all gate heads and
-    /// batch rows.
-    pub fn faded(&self, threshold: f32) -> usize {
+    /// The number of oldest tiles whose tokens have all factors below `threshold`, over all gate heads and
+    /// sequences.
+    pub fn evictable_tiles(&self, threshold: f32) -> usize {
         let tiles = self.tiles();
         if tiles == 0 {
             return 0;
@@ -219,7 +223,7 @@ impl State {
     }
 }
 
-/// A statistic of queries, `[batch, heads, queries]`, with one channel; others as they are.
+/// Adds a channel dimension to `[batch, heads, queries]`; returns tensors of four dimensions unchanged.
 fn with_rows(x: CudaTensor) -> Tensor<Cuda, 4> {
     let dims = x.meta.shape().to_vec();
     match dims[..] {
@@ -241,45 +245,45 @@ struct Token {
     rescaled_q: HeadPairs<bf16>,
 }
 
-/// What is kept of the tokens before, see [`State`].
+/// The cache of the tokens before, see [`RescaledKvCache`].
 #[derive(CubeType, CubeLaunch)]
 struct Cache {
     keys: HeadPairs<bf16>,
     values: HeadPairs<bf16>,
     since: Array<Pair>,
     starts: Array<Vector<i32, Const<2>>>,
-    /// Tokens.
+    /// Number of tokens.
     held: u32,
-    /// Tiles that there is room for in `starts`.
+    /// Capacity of `starts` in tiles.
     capacity: u32,
-    /// Heads of k that each head of v serves.
+    /// Heads of k per head of v.
     share: u32,
 }
 
-/// One token joins those held: q and k become relative to the start of its tile.
+/// Appends one token to the cache, with q and k relative to the start of its tile.
 ///
 /// Grid: 1, batch · gate heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
 fn append<Z: Numeric>(
     token: &mut Token,
-    gate: &Gate<Z>,
+    gate: &GateLogits<Z>,
     cache: &mut Cache,
-    sizes: Sizes,
-    #[comptime] options: Options,
+    shape: WallShape,
+    #[comptime] config: GateConfig,
 ) {
     define_exp2();
     let unit = UNIT_POS as usize;
     let channel = unit * 2;
     let row = CUBE_POS_Y as usize;
-    let (gate_heads, group) = (sizes.kv_heads as usize, sizes.group as usize);
+    let (gate_heads, group) = (shape.kv_heads as usize, shape.group as usize);
     let (batch, gate_head) = (row / gate_heads, row % gate_heads);
     let (held, share) = (cache.held as usize, cache.share as usize);
-    let half = comptime!(options.padded_head_dim / 2);
+    let half = comptime!(config.padded_head_dim / 2);
 
-    let gates = gate.load(gate.base(&sizes), 0usize, channel, options);
+    let gates = gate.load(gate.base(&shape), 0usize, channel, config);
     let at = row * half + unit;
-    let mut sum = cache.since[at] + decays(gates, channel, &gate.clamp, options);
-    if channel < options.head_dim {
+    let mut sum = cache.since[at] + decays(gates, channel, &gate.clamp, config);
+    if channel < config.head_dim {
         let mut down = Pair::empty();
         let mut up = Pair::empty();
         #[unroll]
@@ -319,12 +323,12 @@ fn append<Z: Numeric>(
     cache.since[at] = sum;
 }
 
-/// Extends E and p over tokens that follow those held, in the sums of tiles that
-/// [`tile_sums`](super::kernels::tile_sums) gives of them: E at the starts of tiles, p at the last token,
-/// and in `rests` p before each tile's first of these tokens, relative to its E.
+/// Extends E and p over the tokens that follow the `held` ones, from their
+/// [`tile_sums`](super::kernels::tile_sums): E at the starts of tiles, p at the last token, and in `fractions`
+/// p before the first of these tokens in each tile, relative to the tile's E.
 ///
-/// - `since`, `starts`: as [`State`] has them, with room for `capacity` tiles
-/// - `rests`: `[batch · gate heads, tiles + 1, dim]`
+/// - `since`, `starts`: as in [`RescaledKvCache`], with room for `capacity` tiles
+/// - `fractions`: `[batch · gate heads, tiles + 1, dim]`
 ///
 /// Grid: batch · gate heads; a unit for each channel.
 #[cube(launch_unchecked, address_type = "u64")]
@@ -332,24 +336,24 @@ fn extend_prefix(
     sums: &Array<f32>,
     since: &mut Array<f32>,
     starts: &mut Array<i32>,
-    rests: &mut Array<f32>,
-    sizes: Sizes,
+    fractions: &mut Array<f32>,
+    shape: WallShape,
     held: u32,
     capacity: u32,
 ) {
     let dim = CUBE_DIM as usize;
     let row = CUBE_POS_X as usize;
-    let tiles = sizes.tiles();
+    let tiles = shape.tiles();
     let own = row * dim + UNIT_POS as usize;
     let sums_at = row * tiles * dim + UNIT_POS as usize;
-    let rests_at = row * (tiles + 1) * dim + UNIT_POS as usize;
+    let fractions_at = row * (tiles + 1) * dim + UNIT_POS as usize;
     let mut to = (row * capacity as usize + held as usize / TILE) * dim + UNIT_POS as usize;
     let mut start = starts[to];
     let mut sum = f64::cast_from(since[own]);
     for tile in 0..tiles {
-        rests[rests_at + tile * dim] = f32::cast_from(sum);
+        fractions[fractions_at + tile * dim] = f32::cast_from(sum);
         sum += f64::cast_from(sums[sums_at + tile * dim]);
-        if (tile + 1) * TILE <= (sizes.skip + sizes.tokens) as usize {
+        if (tile + 1) * TILE <= (shape.tile_offset + shape.tokens) as usize {
             let whole = Floor::floor(sum);
             start += i32::cast_from(whole);
             sum -= whole;

@@ -1,5 +1,4 @@
-//! The logits of a key's gate, of one token: in one kernel what a cast, a product and a sum would take one each
-//! for.
+//! The logits of a key's gate for one token, in one kernel instead of a cast, a product and a sum.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
@@ -7,16 +6,16 @@ use cubecl::prelude::*;
 
 use crate::attention::flash::Heads;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
-use crate::tile::{CHUNK, Rows};
+use crate::tile::{CHUNK, RowStrides};
 
-/// Parts of the sum over channels.
+/// Units that share the sum of an output.
 const PARTS: usize = 4;
 
-/// What a kernel is compiled for.
+/// The compile-time configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Options {
+struct KeyGateConfig {
     head_dim: usize,
-    /// Outputs of a head: one that serves all gated channels, or one each.
+    /// Outputs per head: one for all gated channels, or one for each.
     outputs: usize,
     /// Channels with a gate.
     gated: usize,
@@ -28,7 +27,7 @@ struct Options {
 /// - `weight`: W, `[kv_heads, head_dim, outputs]`, and `bias`: b, `[kv_heads, outputs]`, f32, flat
 ///
 /// # Panics
-/// When the parameters are of other sizes or types.
+/// When the parameters have other sizes or types.
 pub fn logits_of_token(
     k: &CudaTensor,
     [weight, bias]: [&CudaTensor; 2],
@@ -55,9 +54,9 @@ pub fn logits_of_token(
             buffer(&weight, 1),
             buffer(&bias, 1),
             buffer(&logits, 1),
-            k.rows(),
+            k.row_strides(),
             kv_heads as u32,
-            Options { head_dim, outputs, gated },
+            KeyGateConfig { head_dim, outputs, gated },
         );
     }
     logits
@@ -65,25 +64,25 @@ pub fn logits_of_token(
 
 /// See [`logits_of_token`].
 ///
-/// Grid: batch · kv_heads; [`PARTS`] units for each output, and more.
+/// Grid: batch · kv_heads; at least [`PARTS`] units per output.
 #[cube(launch_unchecked)]
 fn logits_of_key<E: Numeric>(
     k: &Array<E>,
     weight: &Array<f32>,
     bias: &Array<f32>,
     logits: &mut Array<f32>,
-    k_rows: Rows,
+    k_strides: RowStrides,
     kv_heads: u32,
-    #[comptime] options: Options,
+    #[comptime] config: KeyGateConfig,
 ) {
-    let Options { head_dim, outputs, gated } = comptime!(options);
+    let KeyGateConfig { head_dim, outputs, gated } = comptime!(config);
     let width = comptime!(outputs.next_multiple_of(32));
     let share = comptime!(head_dim / PARTS);
     let (row, unit) = (CUBE_POS_X as usize, UNIT_POS as usize);
     let (batch, head) = (row / kv_heads as usize, row % kv_heads as usize);
     let (part, output) = (unit / width, unit % width);
     let own = min(output, outputs - 1);
-    let k_at = k_rows.base(batch, head) * CHUNK;
+    let k_at = k_strides.base(batch, head) * CHUNK;
     let mut sum = 0f32;
     for i in 0..share {
         let channel = part * share + i;

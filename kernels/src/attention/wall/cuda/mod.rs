@@ -1,5 +1,5 @@
-//! Wall attention on CUDA's tensor cores: softmax attention on q and k that are relative to their
-//! tiles' ends ([`operands`]), with what is done once for each token before and after.
+//! Wall attention on CUDA's tensor cores: softmax attention on q and k that are rescaled relative to
+//! their tiles' ends ([`operands`]), with kernels before and after it that rescale each token once.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
@@ -15,7 +15,8 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::kernels::{
-    ClampLaunch, GateLaunch, Options, Reach, RescaledLaunch, SizesLaunch, TileEndsLaunch,
+    GateConfig, GateLogitsLaunch, RescaledLaunch, SoftClampLaunch, SumScope, TileEndsLaunch,
+    WallShapeLaunch,
 };
 pub use self::key_gate::logits_of_token;
 pub use self::operands::TILE;
@@ -24,18 +25,18 @@ use super::Wall;
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
-use crate::attention::flash::{Call as FlashCall, Heads, PAIR, padded, serves_tensors, strides};
+use crate::attention::flash::{FlashAttention, Heads, PAIR, padded, serves_tensors, strides};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::integers;
 
-/// The hooks, with their tensors.
+/// The hooks and their tensors.
 struct GatedHooks {
-    /// E, `[…, rows, padded_head_dim]`, 32-bit integers; there may be room for more rows.
+    /// E, `[…, rows, padded_head_dim]`, 32-bit integers; the buffer may hold more rows.
     ends: CudaTensor,
-    /// Whether keys are relative to the starts of their tiles, as in decoding; else to their ends.
+    /// Whether keys are relative to the starts of their tiles, as in decoding, rather than to the ends.
     from_starts: bool,
-    /// Channels with a gate, the first ones.
+    /// Number of channels with a gate, the first ones.
     channels: usize,
     /// `[heads]`
     sinks: Option<CudaTensor>,
@@ -67,91 +68,99 @@ impl Hooks for GatedHooks {
         sinks(self.sinks.as_ref())
     }
 
-    /// One warpgroup is faster, and its rows are scaled for one tile of gates at a time; with wide heads their
-    /// factors take the registers of half a tile.
+    /// One warpgroup per block is faster, and tiles must not be longer than a tile of gates; with wide heads
+    /// the factors take the registers of half a tile.
     fn block_shape(&self, (_, tile): (usize, usize), head_dim: usize) -> (usize, usize) {
         (1, tile.min(if head_dim > 128 { tile / 2 } else { TILE }))
     }
 }
 
-/// What all passes of one call share.
-struct Call<'a> {
+/// What all kernels of one call share.
+struct WallParams<'a> {
     op: &'a Wall,
     /// `[batch, heads, tokens, head_dim]` of q.
     dims: [usize; 4],
     kv_heads: usize,
-    /// `[batch, kv_heads, tokens, gated]`, [`dense`].
+    /// The gate's logits, `[batch, kv_heads, tokens, gated]`, [`dense`].
     gate: CudaTensor,
-    /// Tokens of the first one's tile that are before it.
-    skip: usize,
-    /// Whether keys become relative to the starts of their tiles, as decoding keeps them.
+    /// The offset of the first token in its tile.
+    tile_offset: usize,
+    /// Whether keys become relative to the starts of their tiles, as decoding caches them.
     from_starts: bool,
     /// `[heads]`
     sinks: Option<CudaTensor>,
 }
 
-impl<'a> Call<'a> {
-    /// Of whole sequences.
+impl<'a> WallParams<'a> {
+    /// For whole sequences.
     fn new(op: &'a Wall, q: &CudaTensor, k: &CudaTensor, gate: &CudaTensor) -> Self {
         let dims: [usize; 4] = q.meta.shape().dims();
         let kv_heads = k.meta.shape()[1];
         let gate = if dense(gate) { gate.clone() } else { contiguous(gate) };
-        let call = Call { op, dims, kv_heads, gate, skip: 0, from_starts: false, sinks: None };
-        let elements = call.rows() * dims[2] * call.options().padded_head_dim;
+        let params = WallParams {
+            op,
+            dims,
+            kv_heads,
+            gate,
+            tile_offset: 0,
+            from_starts: false,
+            sinks: None,
+        };
+        let elements = params.rows() * dims[2] * params.config().padded_head_dim;
         assert!(u32::try_from(elements).is_ok(), "k of shape {:?}, 2^32 elements", k.meta.shape());
-        call
+        params
     }
 
-    /// The call of the flash core for q and k relative to `ends`.
+    /// Attention on q and k relative to `ends`.
     fn flash(
         &self,
         inputs: [&CudaTensor; 3],
         ends: &CudaTensor,
         documents: Option<&CudaTensor>,
         pruned: Option<&Pruned>,
-    ) -> FlashCall<GatedHooks> {
+    ) -> FlashAttention<GatedHooks> {
         let hooks = GatedHooks {
             ends: ends.clone(),
             from_starts: self.from_starts,
-            channels: self.options().gated,
+            channels: self.config().gated,
             sinks: self.sinks.clone(),
         };
-        FlashCall::new(inputs, self.op.shape.scale(), hooks)
+        FlashAttention::new(inputs, self.op.shape.scale(), hooks)
             .window(self.op.shape.window)
             .documents(documents)
             .pruned(pruned.cloned())
     }
 
-    fn options(&self) -> Options {
+    fn config(&self) -> GateConfig {
         let (head_dim, gated) = (self.dims[3], self.gate.meta.shape()[3]);
         let padded_head_dim = padded(head_dim);
-        Options { padded_head_dim, head_dim, gated, from_starts: self.from_starts }
+        GateConfig { padded_head_dim, head_dim, gated, from_starts: self.from_starts }
     }
 
     fn tiles(&self) -> usize {
-        (self.skip + self.dims[2]).div_ceil(TILE)
+        (self.tile_offset + self.dims[2]).div_ceil(TILE)
     }
 
-    /// Rows of tokens with gates: batch · kv_heads.
+    /// batch · kv_heads.
     fn rows(&self) -> usize {
         self.dims[0] * self.kv_heads
     }
 
-    fn sizes(&self) -> SizesLaunch<CudaRuntime> {
-        SizesLaunch::new(
+    fn shape(&self) -> WallShapeLaunch<CudaRuntime> {
+        WallShapeLaunch::new(
             self.kv_heads as u32,
             (self.dims[1] / self.kv_heads) as u32,
             self.dims[2] as u32,
-            self.skip as u32,
+            self.tile_offset as u32,
             self.op.shape.scale(),
         )
     }
 
-    /// The gate's logits, of either type.
-    fn gate<Z: Numeric>(&self) -> GateLaunch<Z, CudaRuntime> {
+    /// The gate's logits as a kernel argument.
+    fn gate<Z: Numeric>(&self) -> GateLogitsLaunch<Z, CudaRuntime> {
         let most = self.op.config.g_max;
-        let clamp = ClampLaunch::new(most, 1.0 / most);
-        GateLaunch::new(buffer(&self.gate, 1), strides(&self.gate), clamp)
+        let clamp = SoftClampLaunch::new(most, 1.0 / most);
+        GateLogitsLaunch::new(buffer(&self.gate, 1), strides(&self.gate), clamp)
     }
 
     fn by_tile(&self) -> CubeCount {
@@ -163,19 +172,19 @@ impl<'a> Call<'a> {
     }
 
     fn pairs(&self) -> CubeDim {
-        CubeDim::new_1d((self.options().padded_head_dim / PAIR) as u32)
+        CubeDim::new_1d((self.config().padded_head_dim / PAIR) as u32)
     }
 
     fn channels(&self) -> CubeDim {
-        CubeDim::new_1d(self.options().padded_head_dim as u32)
+        CubeDim::new_1d(self.config().padded_head_dim as u32)
     }
 
-    /// A tensor `[batch · kv_heads, rows, dim]`.
+    /// An uninitialised tensor `[batch · kv_heads, rows, padded_head_dim]`.
     fn table(&self, rows: usize, dtype: DType) -> CudaTensor {
-        empty(&self.gate, &[self.rows(), rows, self.options().padded_head_dim], dtype)
+        empty(&self.gate, &[self.rows(), rows, self.config().padded_head_dim], dtype)
     }
 
-    /// Σ g · log₂ e of the tiles.
+    /// Σ g · log₂ e of each tile.
     fn tile_sums(&self) -> CudaTensor {
         let sums = self.table(self.tiles(), DType::F32);
         match self.gate.dtype {
@@ -186,7 +195,7 @@ impl<'a> Call<'a> {
     }
 
     fn launch_tile_sums<Z: Numeric>(&self, sums: &CudaTensor) {
-        // SAFETY: a block handles a tile of one row, and stays within its tokens.
+        // SAFETY: a block handles a tile of one kv head, and stays within its tokens.
         unsafe {
             kernels::tile_sums::launch_unchecked::<Z, CudaRuntime>(
                 &self.gate.client,
@@ -194,18 +203,18 @@ impl<'a> Call<'a> {
                 self.pairs(),
                 self.gate::<Z>(),
                 buffer(sums, PAIR),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
             );
         }
     }
 
-    /// [`Call::tile_sums`]; E and the rests at the tiles' ends.
+    /// [`WallParams::tile_sums`]; E and the fractions at the tiles' ends.
     fn ends(&self) -> [CudaTensor; 3] {
         let (tiles, sums) = (self.tiles(), self.tile_sums());
         let ends = self.table(tiles + 1, DType::I32);
-        let rests = self.table(tiles + 1, DType::F32);
-        // SAFETY: a block handles a row, and stays within its tiles.
+        let fractions = self.table(tiles + 1, DType::F32);
+        // SAFETY: a block handles a kv head, and stays within its tiles.
         unsafe {
             kernels::tile_ends::launch_unchecked::<CudaRuntime>(
                 &self.gate.client,
@@ -213,28 +222,28 @@ impl<'a> Call<'a> {
                 self.channels(),
                 buffer(&sums, 1),
                 buffer(&ends, 1),
-                buffer(&rests, 1),
+                buffer(&fractions, 1),
                 tiles as u32,
             );
         }
-        [sums, ends, rests]
+        [sums, ends, fractions]
     }
 
-    /// Writes q and k relative to `ends`, with the rests there, to `queries` and `keys`.
-    fn rescale(&self, qk: [&Heads; 2], [ends, rests]: [&CudaTensor; 2], rescaled: [&Heads; 2]) {
+    /// Writes q and k relative to `ends`, where `fractions` is p − E, to `rescaled`.
+    fn rescale(&self, qk: [&Heads; 2], [ends, fractions]: [&CudaTensor; 2], rescaled: [&Heads; 2]) {
         match self.gate.dtype {
-            DType::BF16 => self.launch_rescale::<bf16>(qk, [ends, rests], rescaled),
-            _ => self.launch_rescale::<f32>(qk, [ends, rests], rescaled),
+            DType::BF16 => self.launch_rescale::<bf16>(qk, [ends, fractions], rescaled),
+            _ => self.launch_rescale::<f32>(qk, [ends, fractions], rescaled),
         }
     }
 
     fn launch_rescale<Z: Numeric>(
         &self,
         [q, k]: [&Heads; 2],
-        [ends, rests]: [&CudaTensor; 2],
+        [ends, fractions]: [&CudaTensor; 2],
         [queries, keys]: [&Heads; 2],
     ) {
-        // SAFETY: as in `Call::launch_tile_sums`.
+        // SAFETY: as in `WallParams::launch_tile_sums`.
         unsafe {
             kernels::rescale::launch_unchecked::<Z, CudaRuntime>(
                 &self.gate.client,
@@ -244,16 +253,16 @@ impl<'a> Call<'a> {
                 k.pairs(),
                 self.gate::<Z>(),
                 buffer(ends, 1),
-                buffer(rests, 1),
+                buffer(fractions, 1),
                 queries.pairs(),
                 keys.pairs(),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
             );
         }
     }
 
-    /// Where each token's document begins.
+    /// The start of each token's document.
     fn documents(
         &self,
         documents: Option<&CudaTensor>,
@@ -264,8 +273,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Whether the elements of `[batch, heads, tokens, channels]` fill a stretch of memory, token by token or
-/// head by head.
+/// Whether `[batch, heads, tokens, channels]` is contiguous in the memory order of heads or of tokens.
 fn dense(x: &CudaTensor) -> bool {
     let [_, heads, tokens, channels]: [usize; 4] = x.meta.shape().dims();
     let head = heads * tokens * channels;
@@ -275,7 +283,7 @@ fn dense(x: &CudaTensor) -> bool {
     strides[..] == by_head || strides[..] == by_token
 }
 
-/// A new tensor that lies as the [`dense`] `x` does.
+/// An uninitialised tensor with the shape and strides of the [`dense`] `x`.
 fn like(x: &CudaTensor) -> CudaTensor {
     let mut like = empty(x, &x.meta.shape().to_vec(), x.dtype);
     like.meta = x.meta.clone();
@@ -292,21 +300,21 @@ pub fn forward(
     if !serves_tensors([q, k, v]) || !matches!(gate.dtype, DType::BF16 | DType::F32) {
         return None;
     }
-    let call = Call { sinks: sinks.cloned(), ..Call::new(op, q, k, gate) };
-    let [sums, ends, rests] = call.ends();
-    let pruned = op.prunes().then(|| call.remembered(&ends));
+    let params = WallParams { sinks: sinks.cloned(), ..WallParams::new(op, q, k, gate) };
+    let [sums, ends, fractions] = params.ends();
+    let pruned = op.prunes().then(|| params.remembered(&ends));
     let (q, k) = (Heads::new(q), Heads::new(k));
     let (queries, keys) = (q.like(), k.like());
-    call.rescale([&q, &k], [&ends, &rests], [&queries, &keys]);
+    params.rescale([&q, &k], [&ends, &fractions], [&queries, &keys]);
     let inputs = [queries.tensor, keys.tensor, v.clone()];
-    let flash = call.flash(inputs.each_ref(), &ends, documents, pruned.as_ref());
+    let flash = params.flash(inputs.each_ref(), &ends, documents, pruned.as_ref());
     let mut result = flash.softmax(sinks.is_some());
     if let Some(pruned) = &pruned {
-        call.add_forgotten(pruned, documents, v, &mut result);
+        params.add_forgotten(pruned, documents, v, &mut result);
     }
     let output = result.o.clone();
-    let Call { gate, sinks, .. } = call;
-    let tiles = Tiles { sums, ends, rests };
+    let WallParams { gate, sinks, .. } = params;
+    let tiles = TileEndTensors { sums, ends, fractions };
     let saved = Saved { inputs, gate, tiles, sinks, result, pruned };
     Some(Forward { output, saved: saved.pack() })
 }
@@ -320,20 +328,20 @@ pub fn backward(
 ) -> Gradients {
     let Saved { inputs, gate, tiles, sinks, result, pruned } = Saved::unpack(op, saved);
     let [queries, keys, _] = &inputs;
-    let call = Call { sinks, ..Call::new(op, queries, keys, &gate) };
-    let flash = call.flash(inputs.each_ref(), &tiles.ends, documents, pruned.as_ref());
+    let params = WallParams { sinks, ..WallParams::new(op, queries, keys, &gate) };
+    let flash = params.flash(inputs.each_ref(), &tiles.ends, documents, pruned.as_ref());
     let (relative, sinks) = flash.softmax_backward(&result, grad);
     if let Some(pruned) = &pruned {
-        call.add_gradients_of_forgotten(pruned, documents, grad, &result.lse, &relative.dv);
+        params.add_gradients_of_forgotten(pruned, documents, grad, &result.lse, &relative.dv);
     }
     let (queries, keys) = (Heads::new(queries), Heads::new(keys));
     let (dq, dk) = (queries.like(), keys.like());
     let gate = {
         let queries = [&queries.tensor, &relative.dq];
         let keys = [&keys.tensor, &relative.dk];
-        match call.gate.dtype {
-            DType::BF16 => call.gradients::<bf16>(queries, keys, &tiles, [&dq, &dk]),
-            _ => call.gradients::<f32>(queries, keys, &tiles, [&dq, &dk]),
+        match params.gate.dtype {
+            DType::BF16 => params.gradients::<bf16>(queries, keys, &tiles, [&dq, &dk]),
+            _ => params.gradients::<f32>(queries, keys, &tiles, [&dq, &dk]),
         }
     };
     Gradients { q: dq.tensor, k: dk.tensor, v: relative.dv, gate, sinks }
@@ -348,11 +356,11 @@ pub struct Gradients {
     pub sinks: Option<CudaTensor>,
 }
 
-/// What [`Call::ends`] gives.
-struct Tiles {
+/// The results of [`WallParams::ends`].
+struct TileEndTensors {
     sums: CudaTensor,
     ends: CudaTensor,
-    rests: CudaTensor,
+    fractions: CudaTensor,
 }
 
 /// What the forward pass keeps for the backward pass.
@@ -360,7 +368,7 @@ struct Saved {
     /// q and k relative to the tiles' ends, and v.
     inputs: [CudaTensor; 3],
     gate: CudaTensor,
-    tiles: Tiles,
+    tiles: TileEndTensors,
     sinks: Option<CudaTensor>,
     result: SoftmaxOutput,
     pruned: Option<Pruned>,
@@ -369,9 +377,9 @@ struct Saved {
 impl Saved {
     fn pack(self) -> Vec<CudaTensor> {
         let SoftmaxOutput { o, lse, sink } = self.result;
-        let ([q, k, v], Tiles { sums, ends, rests }) = (self.inputs, self.tiles);
+        let ([q, k, v], TileEndTensors { sums, ends, fractions }) = (self.inputs, self.tiles);
         let pruned = self.pruned.map(|Pruned { first, bounds, least }| [first, bounds, least]);
-        let all = [q, k, v, self.gate, sums, ends, rests, o, lse].into_iter();
+        let all = [q, k, v, self.gate, sums, ends, fractions, o, lse].into_iter();
         all.chain(pruned.into_iter().flatten()).chain(self.sinks).chain(sink).collect()
     }
 
@@ -379,7 +387,7 @@ impl Saved {
         let mut saved = saved.into_iter();
         let mut next = || saved.next().expect("what the forward pass saves");
         let (inputs, gate) = ([next(), next(), next()], next());
-        let tiles = Tiles { sums: next(), ends: next(), rests: next() };
+        let tiles = TileEndTensors { sums: next(), ends: next(), fractions: next() };
         let (o, lse) = (next(), next());
         let pruned = op.prunes().then(|| Pruned { first: next(), bounds: next(), least: next() });
         let (sinks, sink) = (saved.next(), saved.next());
@@ -387,14 +395,14 @@ impl Saved {
     }
 }
 
-impl Call<'_> {
-    /// Writes dq and dk; returns the gradient of the gate. q and k come as they were multiplied, with their
-    /// gradients.
+impl WallParams<'_> {
+    /// Writes dq and dk; returns the gradient of the gate's logits. `queries` and `keys` are the rescaled q and
+    /// k, with their gradients.
     fn gradients<Z: Numeric>(
         &self,
         queries: [&CudaTensor; 2],
         keys: [&CudaTensor; 2],
-        tiles: &Tiles,
+        tiles: &TileEndTensors,
         [dq, dk]: [&Heads; 2],
     ) -> CudaTensor {
         let within = self.table(self.dims[2], DType::F32);
@@ -404,7 +412,8 @@ impl Call<'_> {
             RescaledLaunch::new(buffer(x, PAIR), buffer(grad, PAIR), to.pairs())
         };
         let client = &self.gate.client;
-        // SAFETY: as in `Call::launch_tile_sums` and `Call::ends`; a gradient lies as its tensor does.
+        // SAFETY: as in `WallParams::launch_tile_sums` and `WallParams::ends`; a gradient has its tensor's
+        // strides.
         unsafe {
             kernels::gradients::launch_unchecked::<Z, CudaRuntime>(
                 client,
@@ -416,12 +425,12 @@ impl Call<'_> {
                 TileEndsLaunch::new(
                     buffer(&tiles.sums, 1),
                     buffer(&tiles.ends, 1),
-                    buffer(&tiles.rests, 1),
+                    buffer(&tiles.fractions, 1),
                 ),
                 buffer(&within, PAIR),
                 buffer(&totals, PAIR),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
             );
             kernels::after_tiles::launch_unchecked::<CudaRuntime>(
                 client,
@@ -429,8 +438,8 @@ impl Call<'_> {
                 self.channels(),
                 buffer(&totals, 1),
                 self.documents(None),
-                self.sizes(),
-                Reach::Row,
+                self.shape(),
+                SumScope::Row,
             );
             kernels::gate_gradients::launch_unchecked::<Z, CudaRuntime>(
                 client,
@@ -440,8 +449,8 @@ impl Call<'_> {
                 buffer(&totals, 1),
                 self.gate::<Z>(),
                 buffer(&d_gate, 1),
-                self.sizes(),
-                self.options(),
+                self.shape(),
+                self.config(),
             );
         }
         d_gate

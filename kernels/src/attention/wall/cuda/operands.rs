@@ -1,37 +1,36 @@
-//! Gates by channel: q and k come relative to powers of two, so that what is left to do for a pair of
-//! tiles loses no digit.
+//! Diagonal gates: q and k are stored relative to powers of two, so that the remaining rescaling for a pair
+//! of tiles is exact.
 //!
 //! With p_t = Σ_{s ≤ t} g_s · log₂ e, a channel's part of a score is 2^(p_i − p_j) q_i k_j. Tiles have
-//! [`TILE`] tokens; E_J = ⌊p⌋ at the last token of tile J, and E_{−1} = 0. Queries of tile I come as
-//! q_i 2^(p_i − E_{I−1}), keys of tile J as k_j 2^(E_J − p_j): factors of at most 2. What a pair of
-//! tiles lacks is f_IJ = 2^(E_{I−1} − E_J), a power of two: bf16 numbers are multiplied by it without
-//! rounding. Where J < I it is at most 1; in the tile of I itself it brings the queries up to E_I,
-//! by at most 2^82 with gates above −0.87, which bf16 holds.
+//! [`TILE`] tokens; E_J = ⌊p⌋ at the last token of tile J, and E_{−1} = 0. Queries of tile I are stored as
+//! q_i 2^(p_i − E_{I−1}), keys of tile J as k_j 2^(E_J − p_j): factors of at most 2. The remaining factor of
+//! a pair of tiles is f_IJ = 2^(E_{I−1} − E_J), a power of two: bf16 numbers are multiplied by it without
+//! rounding. For J < I it is at most 1; for J = I it is at most 2^82 with gates above −0.87, inside bf16's
+//! range.
 //!
-//! Decoding keeps keys as k_j 2^(E_{J−1} − p_j) instead, factors of at most 2^82: what comes after in the tile
-//! changes no key that is there already. A pair of tiles then lacks 2^(E_{I−1} − E_{J−1}), at most 1; as q bears
-//! all of it, what has decayed below some 2⁻⁴⁶ may become 0.
+//! Decoding stores keys as k_j 2^(E_{J−1} − p_j) instead, with factors of at most 2^82: later tokens of the
+//! tile do not change the keys already stored. The remaining factor is 2^(E_{I−1} − E_{J−1}), at most 1; it
+//! is applied to q, so that contributions that have decayed below about 2⁻⁴⁶ may become 0.
 //!
-//! Gradients are summed up in units that follow the tiles, so that all that is ever done to a sum is
-//! to multiply it by powers of two that are at most 1: dq over tiles of keys in their order, dk over
-//! tiles of queries in the reverse order.
+//! Gradients are accumulated in units that follow the tiles, so that an accumulator is only ever multiplied
+//! by powers of two of at most 1: dq over key tiles in order, dk over query tiles in reverse order.
 
 use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use crate::attention::flash::decode::{KEYS_OF_A_WARP, WARPS};
+use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Operands;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
-use crate::attention::flash::problem::{Config, Problem};
+use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{GROUP_ROWS, start_abt};
 use crate::tile::{AFragments, Accumulator, Bf16Pair, Chunk, Pair, load_a_frags, stage_to_smem};
 
 /// Tokens of a tile of gates.
 pub const TILE: usize = 64;
 
-// A warpgroup's rows are one tile of gates, and so is a tile of decoding.
-const _: () = assert!(GROUP_ROWS == TILE && WARPS * KEYS_OF_A_WARP == TILE);
+// A warpgroup's rows are one tile of gates, and so are a key tile's rows in decoding.
+const _: () = assert!(GROUP_ROWS == TILE && WARPS * KEYS_PER_WARP == TILE);
 
 /// 2ˣ; 0 below 2⁻¹²⁶.
 #[cube]
@@ -40,37 +39,37 @@ pub fn power(x: i32) -> f32 {
     f32::reinterpret(u32::cast_from(bits) << 23u32)
 }
 
-/// E of pairs of channels, lane by lane.
+/// E of pairs of channels, distributed over lanes.
 type Ends = Array<Vector<i32, Const<2>>>;
 
-/// The gates, as kernels read them.
+/// The gates as a kernel argument.
 #[derive(CubeType, CubeLaunch)]
 pub struct Gates {
     /// E_{−1}, E_0, …, `[batch, kv_heads, rows, padded_head_dim]`.
     pub ends: Array<i32>,
-    /// Rows of a head in `ends`, one more than tiles at least.
+    /// Rows of a head in `ends`, at least tiles + 1.
     pub rows: u32,
-    /// Channels with a gate, in 16s, the first ones.
+    /// Number of channels with a gate, the first ones, in units of 16.
     #[cube(comptime)]
     pub gated: usize,
-    /// Whether keys are relative to the starts of their tiles, as in decoding; else to their ends.
+    /// Whether keys are relative to the starts of their tiles, as in decoding, rather than to the ends.
     #[cube(comptime)]
     pub from_starts: bool,
 }
 
-/// Registers of pairs of `gated`·16 channels in each lane.
+/// Registers per lane for pairs of `gated`·16 channels.
 const fn lanes(gated: usize) -> usize {
     (gated * 8).div_ceil(32)
 }
 
 #[cube]
 impl Gates {
-    /// Where the gates of a kv head begin; `row` is its place among those of all sequences.
-    fn base(&self, row: usize, #[comptime] dim: usize) -> usize {
-        row * self.rows as usize * dim
+    /// The index at which the gates of a kv head begin; `batch_kv_head` is batch · kv_heads + kv_head.
+    fn base(&self, batch_kv_head: usize, #[comptime] dim: usize) -> usize {
+        batch_kv_head * self.rows as usize * dim
     }
 
-    /// Reads E; `end` counts from E_{−1}. Needed a while later.
+    /// Reads row `end` of E, counted from E_{−1}.
     fn read(&self, base: usize, end: usize, pairs: &mut Ends, #[comptime] dim: usize) {
         let count = comptime!(self.gated * 8);
         #[unroll]
@@ -88,7 +87,7 @@ impl Gates {
     }
 }
 
-/// No E read yet.
+/// Uninitialised E.
 #[cube]
 fn no_ends(#[comptime] gated: usize) -> Ends {
     Ends::new(comptime!(lanes(gated)))
@@ -159,7 +158,7 @@ fn scale_columns(
     }
 }
 
-/// Multiplies fragments by 2^(E_from − E_to), which pass through the warp's part of `factors`.
+/// Multiplies fragments by 2^(E_from − E_to), staged in the warp's part of `factors`.
 #[cube]
 fn rescale(
     a_frags: &mut AFragments,
@@ -198,12 +197,12 @@ fn factors_of_sums(#[comptime] gated: usize, #[comptime] warps: usize) -> Shared
     SharedMemory::<Pair>::new_aligned(comptime!(warps * gated * 8), 16usize)
 }
 
-/// Queries and keys relative to powers of two: a warp brings its own to the gates of each tile it meets.
+/// Queries and keys relative to powers of two: a warp rescales its own to the gates of each tile of the loop.
 pub struct GatedOperands;
 
-/// The queries of a warp, in registers, relative to the tile of keys that they met last.
+/// The queries of a warp, in registers, relative to the key tile of the last product.
 #[derive(CubeType)]
-pub struct Queries {
+pub struct GatedForward {
     q: AFragments,
     /// Where the keys' gates begin.
     base: usize,
@@ -215,42 +214,42 @@ pub struct Queries {
     gated: usize,
 }
 
-/// For dq, which is relative to the tile of keys that was met last.
+/// State for dq, whose accumulator is relative to the last key tile.
 #[derive(CubeType)]
-pub struct QueryGradients {
+pub struct GatedDq {
     /// Where the keys' gates begin.
     base: usize,
-    /// E to which q is relative, that of dq so far, and that of the next tile.
+    /// The E that q is relative to, that of dq so far, and that of the next tile.
     own: Ends,
     here: Ends,
     next: Ends,
     factors: SharedMemory<Bf16Pair>,
-    /// Factors that bring dq so far to the tile's units.
-    steps: SharedMemory<Pair>,
+    /// Factors that rescale dq so far to the tile's units.
+    sum_factors: SharedMemory<Pair>,
     #[cube(comptime)]
     gated: usize,
 }
 
-/// For dk, which is relative to the tile of queries that was met last.
+/// State for dk, whose accumulator is relative to the last query tile.
 #[derive(CubeType)]
-pub struct KeyGradients {
+pub struct GatedDkv {
     /// Where the gates begin.
     base: usize,
-    /// E to which k is relative, that of dk so far, and that of the next tile.
+    /// The E that k is relative to, that of dk so far, and that of the next tile.
     own: Ends,
     here: Ends,
     next: Ends,
     /// Factors of k for a tile.
     factors: SharedMemory<Bf16Pair>,
-    /// Factors that bring dk so far to the tile's units.
-    steps: SharedMemory<Pair>,
+    /// Factors that rescale dk so far to the tile's units.
+    sum_factors: SharedMemory<Pair>,
     #[cube(comptime)]
     gated: usize,
 }
 
-/// For one query a head.
+/// State for one query per head.
 #[derive(CubeType)]
-pub struct OneQuery {
+pub struct GatedDecode {
     /// Where the keys' gates begin.
     base: usize,
     /// E to which q is relative, and E of the next tile.
@@ -264,27 +263,27 @@ pub struct OneQuery {
 #[cube]
 impl Operands for GatedOperands {
     type Args = Gates;
-    /// In f32, as they are not complete.
+    /// In f32, because the rescaling to q and k is still to come.
     type Gradient = f32;
-    type Forward = Queries;
-    type Dq = QueryGradients;
-    type Dkv = KeyGradients;
-    type Decode = OneQuery;
+    type Forward = GatedForward;
+    type Dq = GatedDq;
+    type Dkv = GatedDkv;
+    type Decode = GatedDecode;
 
-    const QUERIES_IN_REGISTERS: bool = true;
-    const DK_FROM_THE_END: bool = true;
+    const Q_IN_REGISTERS: bool = true;
+    const DK_IN_REVERSE: bool = true;
     const SCALES_GRADIENTS: bool = false;
 
     fn forward(
         args: &Gates,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
         q_tile: &SharedMemory<Chunk>,
         column: usize,
         warp: usize,
-        #[comptime] config: Config,
-    ) -> Queries {
+        #[comptime] config: KernelConfig,
+    ) -> GatedForward {
         let dim = config.padded_head_dim;
         let gated = args.gated;
         let (rows, steps) = comptime!((config.rows(), dim / 16));
@@ -297,18 +296,18 @@ impl Operands for GatedOperands {
         args.read(base, group.first / TILE, &mut here, dim);
         args.read(base, column / TILE + comptime!(anchor(args.from_starts)), &mut next, dim);
         let factors = factors_of_operands(gated, config.warps);
-        Queries { q, base, here, next, factors, gated }
+        GatedForward { q, base, here, next, factors, gated }
     }
 
     fn start_scores(
-        state: &mut Queries,
+        state: &mut GatedForward,
         s: &mut Accumulator,
         _q_tile: &SharedMemory<Chunk>,
         k_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         rescale(&mut state.q, &state.here, &state.next, &mut state.factors, warp, gated);
@@ -316,19 +315,24 @@ impl Operands for GatedOperands {
         start_abt(&state.q, k_tile, at, s, fresh, comptime!(config.tile / 8));
     }
 
-    fn read_ahead(state: &mut Queries, args: &Gates, column: usize, #[comptime] config: Config) {
+    fn read_ahead(
+        state: &mut GatedForward,
+        args: &Gates,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) {
         let end = column / TILE + comptime!(anchor(args.from_starts));
         args.read(state.base, end, &mut state.next, config.padded_head_dim);
     }
 
     fn dq(
         args: &Gates,
-        problem: &Problem,
+        problem: &ProblemShape,
         block: &QueryBlock,
         group: &QueryGroup,
         column: usize,
-        #[comptime] config: Config,
-    ) -> QueryGradients {
+        #[comptime] config: KernelConfig,
+    ) -> GatedDq {
         let dim = config.padded_head_dim;
         let gated = args.gated;
         let kv_heads = (problem.heads / problem.group) as usize;
@@ -340,19 +344,19 @@ impl Operands for GatedOperands {
         args.read(base, column / TILE + 1, &mut here, dim);
         args.read(base, column / TILE + 1, &mut next, dim);
         let factors = factors_of_operands(gated, config.warps);
-        let steps = factors_of_sums(gated, config.warps);
-        QueryGradients { base, own, here, next, factors, steps, gated }
+        let sum_factors = factors_of_sums(gated, config.warps);
+        GatedDq { base, own, here, next, factors, sum_factors, gated }
     }
 
     fn start_scores_of_dq(
-        state: &mut QueryGradients,
+        state: &mut GatedDq,
         s: &mut Accumulator,
         q_tile: &SharedMemory<Chunk>,
         k_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
         #[comptime] fresh: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
@@ -363,16 +367,21 @@ impl Operands for GatedOperands {
     }
 
     fn begin_tile_of_dq(
-        state: &mut QueryGradients,
+        state: &mut GatedDq,
         args: &Gates,
         warp: usize,
         next: usize,
         ahead: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
-        let steps = powers::<f32>(&state.next, &state.here, gated);
-        stage_to_smem::<f32, Const<2>>(&mut state.steps, &steps, warp, comptime!(gated * 8));
+        let sum_factors = powers::<f32>(&state.next, &state.here, gated);
+        stage_to_smem::<f32, Const<2>>(
+            &mut state.sum_factors,
+            &sum_factors,
+            warp,
+            comptime!(gated * 8),
+        );
         copy(&state.next, &mut state.here, gated);
         if ahead {
             args.read(state.base, next / TILE + 1, &mut state.next, config.padded_head_dim);
@@ -380,40 +389,40 @@ impl Operands for GatedOperands {
     }
 
     fn rescale_dq(
-        state: &QueryGradients,
+        state: &GatedDq,
         dq: &mut Accumulator,
         warp: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
         let gated = state.gated;
-        scale_columns(dq, &state.steps, warp * comptime!(gated * 8), gated);
+        scale_columns(dq, &state.sum_factors, warp * comptime!(gated * 8), gated);
     }
 
     fn dkv(
         args: &Gates,
-        _problem: &Problem,
-        row: usize,
+        _problem: &ProblemShape,
+        batch_kv_head: usize,
         column: usize,
-        #[comptime] config: Config,
-    ) -> KeyGradients {
+        #[comptime] config: KernelConfig,
+    ) -> GatedDkv {
         let dim = config.padded_head_dim;
         let gated = args.gated;
-        let base = args.base(row, dim);
+        let base = args.base(batch_kv_head, dim);
         let mut own = no_ends(gated);
         // Past the last key there is no tile.
         args.read(base, min(column / TILE + 1, args.rows as usize - 1), &mut own, dim);
         let factors = factors_of_operands(gated, config.warps);
-        let steps = factors_of_sums(gated, config.warps);
+        let sum_factors = factors_of_sums(gated, config.warps);
         let (here, next) = (no_ends(gated), no_ends(gated));
-        KeyGradients { base, own, here, next, factors, steps, gated }
+        GatedDkv { base, own, here, next, factors, sum_factors, gated }
     }
 
     fn read_queries(
-        state: &mut KeyGradients,
+        state: &mut GatedDkv,
         args: &Gates,
         first_query: usize,
         #[comptime] first: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         args.read(state.base, first_query / TILE, &mut state.next, config.padded_head_dim);
         if first {
@@ -421,24 +430,24 @@ impl Operands for GatedOperands {
         }
     }
 
-    fn begin_tile_of_dkv(state: &mut KeyGradients, warp: usize, #[comptime] _config: Config) {
+    fn begin_tile_of_dkv(state: &mut GatedDkv, warp: usize, #[comptime] _config: KernelConfig) {
         let gated = state.gated;
         let pairs = comptime!(gated * 8);
         let factors = powers::<bf16>(&state.next, &state.own, gated);
-        let steps = powers::<f32>(&state.here, &state.next, gated);
+        let sum_factors = powers::<f32>(&state.here, &state.next, gated);
         stage_to_smem::<bf16, Const<2>>(&mut state.factors, &factors, warp, pairs);
-        stage_to_smem::<f32, Const<2>>(&mut state.steps, &steps, warp, pairs);
+        stage_to_smem::<f32, Const<2>>(&mut state.sum_factors, &sum_factors, warp, pairs);
         copy(&state.next, &mut state.here, gated);
     }
 
     fn start_scores_of_dkv(
-        state: &mut KeyGradients,
+        state: &mut GatedDkv,
         s: &mut Accumulator,
         k_tile: &SharedMemory<Chunk>,
         q_tile: &SharedMemory<Chunk>,
         at: usize,
         warp: usize,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         let (rows, steps) = comptime!((config.rows(), config.padded_head_dim / 16));
@@ -449,41 +458,41 @@ impl Operands for GatedOperands {
     }
 
     fn rescale_dk(
-        state: &KeyGradients,
+        state: &GatedDkv,
         dk: &mut Accumulator,
         warp: usize,
-        #[comptime] _config: Config,
+        #[comptime] _config: KernelConfig,
     ) {
         let gated = state.gated;
-        scale_columns(dk, &state.steps, warp * comptime!(gated * 8), gated);
+        scale_columns(dk, &state.sum_factors, warp * comptime!(gated * 8), gated);
     }
 
     fn decode(
         args: &Gates,
-        problem: &Problem,
-        row: usize,
+        problem: &ProblemShape,
+        batch_kv_head: usize,
         column: usize,
-        #[comptime] config: Config,
-    ) -> OneQuery {
+        #[comptime] config: KernelConfig,
+    ) -> GatedDecode {
         let dim = config.padded_head_dim;
         let gated = args.gated;
-        let base = args.base(row, dim);
+        let base = args.base(batch_kv_head, dim);
         let mut here = no_ends(gated);
         let mut next = no_ends(gated);
         args.read(base, (problem.keys as usize - 1) / TILE, &mut here, dim);
         args.read(base, column / TILE, &mut next, dim);
         let factors = factors_of_operands(gated, config.warps);
-        OneQuery { base, here, next, factors, gated }
+        GatedDecode { base, here, next, factors, gated }
     }
 
     fn rescale_q(
-        state: &mut OneQuery,
+        state: &mut GatedDecode,
         args: &Gates,
         q: &mut AFragments,
         warp: usize,
         next: usize,
         ahead: bool,
-        #[comptime] config: Config,
+        #[comptime] config: KernelConfig,
     ) {
         let gated = state.gated;
         rescale(q, &state.here, &state.next, &mut state.factors, warp, gated);
@@ -494,7 +503,7 @@ impl Operands for GatedOperands {
     }
 }
 
-/// How far E to which keys are relative is from E at the start of their tile.
+/// The row of E that keys of a tile are relative to, counted from the row of the tile's start.
 const fn anchor(from_starts: bool) -> usize {
     if from_starts { 0 } else { 1 }
 }

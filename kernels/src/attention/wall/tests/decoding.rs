@@ -1,4 +1,4 @@
-//! What decoding keeps, and what eviction changes.
+//! The memory of decoding, and the effect of eviction.
 
 use burn::backend::Flex;
 use burn::tensor::{FloatDType, Tensor};
@@ -104,7 +104,7 @@ fn steps_across_chunks_equal_the_full_pass() {
     }
 }
 
-/// A gate from the key costs no memory: keys and values, as plain softmax holds them.
+/// A gate from the key costs no memory: the state has keys and values, as with plain softmax.
 #[test]
 fn a_gate_from_the_key_stores_keys_and_values_alone() {
     let shape = shape();
@@ -131,8 +131,8 @@ fn rescaled_keys_hold_what_is_documented_to_the_element() {
     assert_eq!(per_token(&query), 8.0 * (4.0 * (1.0 + 1.0 / 128.0) + 2.0));
 }
 
-/// Memory stays flat under eviction where it grows without, and outputs move by no more than the
-/// threshold allows.
+/// Eviction bounds memory, which grows without it, and changes outputs by no more than the threshold
+/// allows.
 #[test]
 fn eviction_frees_memory_and_changes_outputs_within_its_promise() {
     let hidden = Config { bias_init: 1.0, ..Config::default() };
@@ -156,7 +156,7 @@ fn eviction_frees_memory_and_changes_outputs_within_its_promise() {
     }
 }
 
-/// Leaving evicted tokens out altogether would change outputs far more than the threshold says.
+/// Leaving evicted tokens out altogether would change outputs far more than the threshold allows.
 #[test]
 fn evicted_tokens_keep_their_weight() {
     let config = Config { bias_init: -1000.0, evict_below: Some(1e-6), ..Config::default() };
@@ -174,7 +174,7 @@ fn evicted_tokens_keep_their_weight() {
     assert!(share.iter().all(|&share| share > 0.8 && share < 0.9), "{share:?}");
 }
 
-/// A key that one channel of one head or row still remembers stays, for all of them.
+/// A key that one channel of one head or sequence still remembers is kept for all of them.
 #[test]
 fn one_open_channel_keeps_a_key() {
     let config = Config { evict_below: Some(0.1), ..Config::default() };
@@ -196,8 +196,8 @@ fn one_open_channel_keeps_a_key() {
     assert!(run(0) < all / 2);
 }
 
-/// On CUDA tiles of 64 tokens are evicted, and outputs stay what the reference gives without eviction, by
-/// roundings.
+/// On CUDA tiles of 64 tokens are evicted, and outputs equal those of the reference without eviction up to
+/// rounding.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_eviction_frees_memory_and_changes_outputs_within_its_promise() {

@@ -6,9 +6,9 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 use super::{random, values};
 use crate::attention::conformance::{Decay, holds_at_length};
-use crate::attention::wall::past::Past;
-use crate::attention::wall::piece::Rows;
-use crate::attention::wall::reference::{CHUNK, attend_next, keys, rows};
+use crate::attention::wall::past::PastTokens;
+use crate::attention::wall::piece::GatedQkv;
+use crate::attention::wall::reference::{TRAIN_CHUNK, attend_next, keys, rows};
 use crate::attention::wall::{Config, decode};
 use crate::attention::{AttentionShape, DecodeState, Inputs, dispatch};
 use crate::backend::OpBackend;
@@ -21,11 +21,11 @@ const G_MAX: f32 = 0.86;
 type Ad = Autodiff<Flex>;
 
 /// The gate of token t in channel n.
-type Gate = fn(usize, usize) -> f32;
+type GateFn = fn(usize, usize) -> f32;
 
-/// Decay at the clamp, none, both by turns, weak decay after strong, and different speeds in one
+/// Decay at the clamp, none, both alternating, weak decay after strong, and different speeds in one
 /// row: at the clamp, e^−11 over the row, e^−1 over the row, alternating.
-const GATES: [Gate; 5] = [
+const GATES: [GateFn; 5] = [
     |_, _| -G_MAX,
     |_, _| 0.0,
     |t, n| if (t + n) % 2 == 0 { -G_MAX } else { 0.0 },
@@ -37,7 +37,7 @@ fn shape() -> AttentionShape {
     AttentionShape::new(DIM, 1, 1, DIM)
 }
 
-fn gates<B: OpBackend>(gate: Gate) -> Tensor<B, 4> {
+fn gates<B: OpBackend>(gate: GateFn) -> Tensor<B, 4> {
     let data: Vec<f32> = (0..SEQ_LEN * DIM).map(|at| gate(at / DIM, at % DIM)).collect();
     Tensor::from_data(TensorData::new(data, [1, 1, SEQ_LEN, DIM]), &Default::default())
 }
@@ -47,17 +47,17 @@ fn inputs<B: OpBackend>() -> [Tensor<B, 4>; 3] {
 }
 
 /// Row i of q, k, v and g in f64, `[t][n]`.
-struct Exact {
+struct RowOracle {
     q: Vec<f64>,
     k: Vec<f64>,
     v: Vec<f64>,
     g: Vec<f64>,
 }
 
-impl Exact {
-    fn new(gate: Gate) -> Self {
+impl RowOracle {
+    fn new(gate: GateFn) -> Self {
         let [q, k, v] = inputs::<Flex>().map(values);
-        Exact { q, k, v, g: values(gates::<Flex>(gate)) }
+        RowOracle { q, k, v, g: values(gates::<Flex>(gate)) }
     }
 
     /// The output of row i: the decay of each channel is the running sum of g from i backwards.
@@ -85,24 +85,24 @@ fn problem<B: OpBackend>(
     first: usize,
     n: usize,
     chunk: usize,
-) -> (Past<B>, Rows<B>) {
+) -> (PastTokens<B>, GatedQkv<B>) {
     let all = rows(&shape(), q, keys(&shape(), [k, v, g]), None);
-    let mut past = Past::new(chunk, None);
+    let mut past = PastTokens::new(chunk, None);
     if first > 0 {
         past.push(all.keys.cut(0, first));
     }
     (past, all.cut(first, n))
 }
 
-/// Rows all over the sequence, in pieces that end in open and at complete chunks, for training and
-/// for decoding.
+/// Rows across the sequence, in pieces that end inside and at the end of chunks, for training and for
+/// decoding.
 #[test]
 fn outputs_hold_at_length() {
     for (case, gate) in GATES.into_iter().enumerate() {
-        let exact = Exact::new(gate);
+        let exact = RowOracle::new(gate);
         let [q, k, v] = inputs::<Flex>();
         let g = gates::<Flex>(gate);
-        for chunk in [CHUNK, decode::CHUNK] {
+        for chunk in [TRAIN_CHUNK, decode::DECODE_CHUNK] {
             for (first, n) in [(0, chunk), (4000, 1), (30_000, 16), (SEQ_LEN - chunk, chunk)] {
                 let tensors = [q.clone(), k.clone(), v.clone(), g.clone()];
                 let (past, piece) = problem(tensors, first, n, chunk);
@@ -140,12 +140,12 @@ fn cuda_bf16_holds_at_length() {
     }
 }
 
-/// Weights that only a right decay gives: with one key that stands out, the output is its share.
+/// A test that only the exact decay passes: one key stands out, and the output is its weight.
 #[test]
 fn a_far_key_keeps_its_digits() {
     // Channel 0 decays by e^−1 over the sequence in steps of 1.5e-5, which a plain prefix sum in
     // f32 gets wrong in the third digit.
-    let gate: Gate = |_, _| -1.6e-5;
+    let gate: GateFn = |_, _| -1.6e-5;
     let device = Default::default();
     let one = |at: usize| {
         let mut data = vec![0.0f32; SEQ_LEN * DIM];
@@ -155,7 +155,7 @@ fn a_far_key_keeps_its_digits() {
     let k = Tensor::<Flex, 4>::from_data(one(0), &device) * 30.0;
     let v = Tensor::<Flex, 4>::from_data(one(0), &device);
     let q = Tensor::ones([1, 1, SEQ_LEN, DIM], &device);
-    for chunk in [CHUNK, decode::CHUNK] {
+    for chunk in [TRAIN_CHUNK, decode::DECODE_CHUNK] {
         let tensors = [q.clone(), k.clone(), v.clone(), gates(gate)];
         let (past, piece) = problem(tensors, SEQ_LEN - 1, 1, chunk);
         let got = values(attend_next(&shape(), &past, &piece, None))[0];
@@ -176,11 +176,11 @@ fn gradients_hold_at_length() {
         let [q, k, v] = inputs::<Ad>().map(Tensor::require_grad);
         let g = gates::<Ad>(gate).require_grad();
         let tensors = [&q, &k, &v, &g].map(Tensor::clone);
-        let (past, piece) = problem(tensors, first, n, CHUNK);
+        let (past, piece) = problem(tensors, first, n, TRAIN_CHUNK);
         let grads = attend_next(&shape(), &past, &piece, None).sum().backward();
         let grads = [&q, &k, &v, &g].map(|x| values(x.grad(&grads).expect("a gradient")));
         assert!(grads.iter().flatten().all(|x| x.is_finite()), "gates {case}");
-        let mut exact = Exact::new(gate);
+        let mut exact = RowOracle::new(gate);
         let places = [first * DIM + 1, SEQ_LEN * DIM - 90, 9 * SEQ_LEN * DIM / 10 + 2];
         for input in 0..4 {
             let scale = grads[input].iter().fold(1e-3f64, |a, x| a.max(x.abs()));
@@ -231,7 +231,7 @@ fn a_whole_row_with_a_window_is_finite_both_ways() {
     assert!(slope.iter().all(|x| x.is_finite()) && slope.iter().any(|&x| x != 0.0));
 }
 
-/// A window holds the state to itself, however long the sequence.
+/// A window bounds the state, however long the sequence.
 #[test]
 fn a_window_bounds_the_state() {
     let shape = AttentionShape { window: Some(200), ..shape() };

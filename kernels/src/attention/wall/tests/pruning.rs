@@ -1,4 +1,4 @@
-//! Tiles of keys that every channel has forgotten, and gates from keys in decoding.
+//! Key tiles that every channel has forgotten, and gates from keys in decoding.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
@@ -10,7 +10,7 @@ use crate::attention::wall::prune::pruned_fraction;
 use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
 use crate::attention::{AttentionShape, Inputs, dispatch};
 
-/// Gates at the clamp forget what lies two whole tiles back.
+/// Gates at the clamp forget keys two whole tiles back.
 fn closed() -> Config {
     Config { bias_init: -1000.0, prune: true, ..Config::default() }
 }
@@ -19,7 +19,7 @@ fn closed() -> Config {
 fn the_pruned_fraction_is_what_all_channels_forget() {
     let tokens = 700;
     let device = Default::default();
-    // At the clamp, 79.4 bits a tile, and `open` channels that forget nothing.
+    // At the clamp, 79.4 bits per tile, and `open` channels that forget nothing.
     let share = |open: usize, starts: &[usize]| {
         let gate = |channels, g| Tensor::<Flex, 4>::full([1, 1, tokens, channels], g, &device);
         let g = match open {
@@ -55,7 +55,7 @@ fn the_pruned_fraction_is_what_all_channels_forget() {
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_pruned_tiles_count_as_if_they_were_read() {
-    // Some 62 bits a tile, with slopes that count.
+    // About 62 bits per tile, with slopes that matter.
     let closing = Config { bias_init: -1.0, ..closed() };
     let query = Config { gate_heads: GateHeads::Query, ..closing.clone() };
     let key = Config { gate_source: GateSource::Key, ..closing.clone() };
@@ -69,7 +69,7 @@ fn cuda_pruned_tiles_count_as_if_they_were_read() {
         (key, [4, 2, 64, 1, 400]),
     ] {
         in_bf16::agrees_at::<Config, Cuda>(&config, sizes, None);
-        // Documents of one token, within a tile, and of many; that begin and end at tiles' edges.
+        // Documents of one token, within a tile, and of many tiles; with and without ends at tile edges.
         let starts: &[usize] = match sizes[4] {
             700 => &[0, 1, 20, 64, 448, 690],
             _ => &[0, 1, 20, 64, 384, 385],
@@ -78,8 +78,8 @@ fn cuda_pruned_tiles_count_as_if_they_were_read() {
     }
 }
 
-/// A later document whose first scores are far below 0, so that its softmax's sums are tiny, changes no bit of
-/// an earlier one's gradients.
+/// A later document with scores far below 0, and so a tiny softmax denominator, changes no bit of an earlier
+/// one's gradients.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_pruned_documents_do_not_reach_each_other() {
@@ -125,7 +125,7 @@ fn cuda_pruned_documents_do_not_reach_each_other() {
     }
 }
 
-/// One gate's output for all channels, and few of them, of several heads.
+/// A gate with one output for all channels, and for few channels, with several heads.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_bf16_decodes_with_key_gates() {
@@ -139,7 +139,7 @@ fn cuda_bf16_decodes_with_key_gates() {
     }
 }
 
-/// Keys that all queries have forgotten but those nearby are not read.
+/// Keys that all but nearby queries have forgotten are not read.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_pruned_keys_are_not_read() {

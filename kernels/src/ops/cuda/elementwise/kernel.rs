@@ -1,9 +1,8 @@
-//! Kernels that treat every element by itself. Each thread handles one vector, of those from
-//! `first` to `end`.
+//! Elementwise kernels. Each thread handles one of the vectors from `first` to `end`.
 
 use cubecl::prelude::*;
 
-/// x ← factor · x; a factor of 1 costs nothing.
+/// x ← factor · x; with a factor of 1, x is neither read nor written.
 ///
 /// - `factor`: `[1]`
 #[cube(launch_unchecked)]

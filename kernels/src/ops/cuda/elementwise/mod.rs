@@ -1,4 +1,4 @@
-//! Operations on every element by itself, and how their kernels divide the elements.
+//! Elementwise operations, and the division of elements among their kernels' threads.
 
 mod kernel;
 
@@ -8,44 +8,44 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 
 use super::{
-    CudaTensor, THREADS, WIDE, blocks, buffer, contiguous, dim, dims, elements, number, over,
+    CudaTensor, THREADS, WIDE, as_u32, blocks, buffer, contiguous, dim, dims, elements, over,
 };
 use crate::cuda::empty;
 
-/// A part of the elements, `lanes` at a time: the vectors from `first` to `end`.
+/// A range of a tensor's elements as vectors of `lanes`: those from `first` to `end`.
 #[derive(Clone, Copy)]
-pub struct Span {
-    /// Elements of a vector.
+pub struct VectorRange {
+    /// Elements per vector.
     pub lanes: usize,
     first: usize,
     end: usize,
 }
 
-impl Span {
-    /// Whole vectors, then the elements left over.
+impl VectorRange {
+    /// The whole vectors, then the remaining elements one by one.
     fn all(len: usize, lanes: usize) -> impl Iterator<Item = Self> {
-        let whole = Span { lanes, first: 0, end: len / lanes };
-        let rest = Span { lanes: 1, first: len - len % lanes, end: len };
-        [whole, rest].into_iter().filter(|span| span.first < span.end)
+        let whole = VectorRange { lanes, first: 0, end: len / lanes };
+        let rest = VectorRange { lanes: 1, first: len - len % lanes, end: len };
+        [whole, rest].into_iter().filter(|part| part.first < part.end)
     }
 
-    /// The blocks of a kernel whose threads handle a vector each.
+    /// The number of blocks of a kernel with one thread per vector.
     pub fn blocks(&self) -> cubecl::CubeCount {
         blocks(self.end - self.first, THREADS)
     }
 
-    /// First vector and end, as kernels take them.
+    /// First vector and end as kernel arguments.
     pub fn range(&self) -> [u32; 2] {
-        [self.first, self.end].map(number)
+        [self.first, self.end].map(as_u32)
     }
 }
 
 /// The spans of tensors like `x`, read 16 bytes at a time.
-pub fn spans(x: &CudaTensor) -> impl Iterator<Item = Span> {
-    Span::all(elements(x), WIDE / x.dtype.size())
+pub fn vector_ranges(x: &CudaTensor) -> impl Iterator<Item = VectorRange> {
+    VectorRange::all(elements(x), WIDE / x.dtype.size())
 }
 
-/// The tensors with one memory order, without gaps: as they are where they agree, else row-major.
+/// The tensors in one dense memory order: unchanged if they agree on one, else contiguous copies.
 ///
 /// # Panics
 /// When their shapes or types differ.
@@ -59,7 +59,7 @@ pub fn same_order<const K: usize>(tensors: [&CudaTensor; K]) -> [CudaTensor; K] 
     if tensors.iter().all(agree) { tensors.map(CudaTensor::clone) } else { tensors.map(contiguous) }
 }
 
-/// Whether the elements fill a stretch of memory, in whatever order of dimensions.
+/// Whether the elements are dense in memory, in any order of dimensions.
 fn dense(x: &CudaTensor) -> bool {
     let mut steps: Vec<_> = x.meta.strides().iter().zip(x.meta.shape().iter()).collect();
     steps.retain(|&(_, &size)| size != 1);
@@ -72,23 +72,23 @@ fn dense(x: &CudaTensor) -> bool {
     })
 }
 
-/// A tensor with the shape and strides of `x`, which [`same_order`] gave.
+/// An uninitialised tensor with the shape and strides of `x`, a result of [`same_order`].
 pub fn like(x: &CudaTensor) -> CudaTensor {
     over(&empty(x, &dims(x), x.dtype), 0, &dims(x), x.meta.strides())
 }
 
-/// A contiguous copy of `x` as `dtype`, each of f32 and bf16.
+/// A contiguous copy of `x` as `dtype`; both types are f32 or bf16.
 pub fn convert(x: &CudaTensor, dtype: DType) -> CudaTensor {
     let x = contiguous(x);
     let y = empty(&x, &dims(&x), dtype);
-    // As many elements as fit 16 bytes of the wider type.
-    for span in Span::all(elements(&x), WIDE / x.dtype.size().max(dtype.size())) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
+    // As many elements per vector as fit 16 bytes of the wider type.
+    for part in VectorRange::all(elements(&x), WIDE / x.dtype.size().max(dtype.size())) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
         // SAFETY: both buffers hold all elements.
         unsafe {
             kernel::convert::launch_unchecked::<CudaRuntime>(
                 &x.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&x, lanes),
@@ -102,28 +102,28 @@ pub fn convert(x: &CudaTensor, dtype: DType) -> CudaTensor {
     y
 }
 
-/// `x` as `dtype`, contiguous; itself where it is both.
+/// `x` as `dtype`, contiguous; copied only if needed.
 pub fn in_type(x: &CudaTensor, dtype: DType) -> CudaTensor {
     if x.dtype == dtype { contiguous(x) } else { convert(x, dtype) }
 }
 
-/// `x`, contiguous, as a buffer that may be written: itself where nobody else owns it.
+/// `x` in a contiguous buffer that may be written: `x` itself if its buffer is not shared.
 pub fn writable(x: CudaTensor) -> CudaTensor {
     if x.is_contiguous() && x.can_mut() { x } else { convert(&x, x.dtype) }
 }
 
-/// `factor` · x, in place where nobody else owns `x`.
+/// `factor` · x, in place if x's buffer is not shared.
 ///
 /// - `factor`: `[1]`, f32
 pub fn scale(x: CudaTensor, factor: &CudaTensor) -> CudaTensor {
     let x = writable(x);
-    for span in spans(&x) {
-        let ([first, end], lanes) = (span.range(), span.lanes);
-        // SAFETY: the buffer holds all elements, and nobody else reads it.
+    for part in vector_ranges(&x) {
+        let ([first, end], lanes) = (part.range(), part.lanes);
+        // SAFETY: the buffer holds all elements, and is not shared.
         unsafe {
             kernel::scale::launch_unchecked(
                 &x.client,
-                span.blocks(),
+                part.blocks(),
                 dim(THREADS),
                 lanes,
                 buffer(&x, lanes),
@@ -137,13 +137,13 @@ pub fn scale(x: CudaTensor, factor: &CudaTensor) -> CudaTensor {
     x
 }
 
-/// out ← p, of one type.
+/// out ← p, of the same type.
 ///
 /// - `p`: `[rows, columns]`, contiguous
 /// - `out`: the same, with any stride between rows, anywhere in a buffer
 pub fn store(p: &CudaTensor, out: &CudaTensor) {
     let len = elements(p);
-    // SAFETY: the kernel reads every element of `p` and writes its place in `out`.
+    // SAFETY: the kernel reads every element of `p` and writes it to its row and column of `out`.
     unsafe {
         kernel::store::launch_unchecked(
             &p.client,
@@ -151,9 +151,9 @@ pub fn store(p: &CudaTensor, out: &CudaTensor) {
             dim(THREADS),
             buffer(p, 1),
             buffer(out, 1),
-            number(len),
-            number(dims(p)[1]),
-            number(out.meta.strides()[0]),
+            as_u32(len),
+            as_u32(dims(p)[1]),
+            as_u32(out.meta.strides()[0]),
             p.dtype.into(),
         );
     }

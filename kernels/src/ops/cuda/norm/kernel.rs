@@ -1,35 +1,35 @@
 //! The kernels of layer norm and RMS norm.
 //!
-//! A row belongs to some threads: part of a warp, a warp, or a block. Each of them holds the same
+//! A row is handled by a group of threads: part of a warp, a warp, or a block. A thread holds the same
 //! columns of every row that it handles.
 
 use cubecl::prelude::*;
 
-use crate::ops::cuda::block::{Rows, sum_row, sum_vector};
+use crate::ops::cuda::block::{RowOffsets, sum_row, sum_vector};
 
-/// What a kernel is compiled for.
+/// The compile-time configuration of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Plan {
-    /// Threads of a row: a power of two up to 32, or a multiple of 32, the whole block.
+pub struct NormConfig {
+    /// Threads per row: a power of two up to 32, or a multiple of 32, the whole block.
     pub threads: usize,
-    /// Vectors of a row that a thread holds.
+    /// Vectors of a row per thread.
     pub held: usize,
     /// Rows that a block handles at a time.
     pub groups: usize,
-    /// Whether all threads hold as many vectors: no column has to be checked.
+    /// Whether all threads hold the same number of vectors, so that no bounds check is needed.
     pub even: bool,
     /// Whether the mean is subtracted, as in layer norm.
     pub centred: bool,
     /// Whether there is a bias.
     pub biased: bool,
-    /// Whether the backward pass adds to what is in `dx`.
+    /// Whether the backward pass adds to `dx` instead of overwriting it.
     pub adds: bool,
 }
 
 /// y = (x − mean) / σ · weight + bias of each row.
 ///
-/// - `x`: `[rows, vectors]`, placed by `places`
-/// - `weight`, `bias`: `[vectors]`; without a bias, anything
+/// - `x`: `[rows, vectors]`, at `offsets`
+/// - `weight`, `bias`: `[vectors]`; `bias` is not read unless `biased`
 /// - `y`: `[rows, vectors]`
 /// - `statistics`: `[rows, 2]`, 1/σ and the mean (0 for RMS norm)
 #[cube(launch_unchecked)]
@@ -43,40 +43,40 @@ pub fn forward<E: Float, N: Size>(
     vectors: u32,
     scale: f32,
     eps: f32,
-    places: Rows,
-    #[comptime] plan: Plan,
+    offsets: RowOffsets,
+    #[comptime] config: NormConfig,
     #[define(E)] _dtype: StorageType,
 ) {
-    let threads = comptime!(plan.threads);
+    let threads = comptime!(config.threads);
     let vectors = vectors as usize;
     let lane = UNIT_POS as usize % threads;
-    // Past the end, the last row once more: the same bits, written twice.
-    let row = CUBE_POS_X as usize * plan.groups + UNIT_POS as usize / threads;
+    // Groups past the last row repeat it and write the same bits again.
+    let row = CUBE_POS_X as usize * config.groups + UNIT_POS as usize / threads;
     let row = min(row, rows as usize - 1);
-    let start = places.start(row);
+    let start = offsets.start(row);
     let mut scratch = SharedMemory::<f32>::new(comptime!(threads.div_ceil(32)));
     let mut sum = Array::<f32>::new(1usize);
 
     // 1. The row, and its mean.
-    let mut held = Array::<Vector<E, N>>::new(plan.held);
+    let mut held = Array::<Vector<E, N>>::new(config.held);
     let mut total = Vector::<f32, N>::cast_from(0f32);
-    load_row::<E, N>(x, &mut held, start, lane, vectors, plan);
+    load_row::<E, N>(x, &mut held, start, lane, vectors, config);
     #[unroll]
-    for i in 0..plan.held {
+    for i in 0..config.held {
         total += Vector::cast_from(held[i]);
     }
     let mut mean = f32::cast_from(0f32);
-    if plan.centred {
+    if config.centred {
         sum[0] = sum_vector::<N>(total);
         sum_row(&mut sum, &mut scratch, 1usize, threads);
         mean = sum[0] * scale;
     }
 
-    // 2. The mean square of what is left.
+    // 2. The mean square of the deviations.
     let mut squares = Vector::<f32, N>::cast_from(0f32);
     #[unroll]
-    for i in 0..plan.held {
-        if inside(lane + i * threads, vectors, plan.even) {
+    for i in 0..config.held {
+        if inside(lane + i * threads, vectors, config.even) {
             let deviation = Vector::<f32, N>::cast_from(held[i]) - Vector::cast_from(mean);
             squares += deviation * deviation;
         }
@@ -91,12 +91,12 @@ pub fn forward<E: Float, N: Size>(
         statistics[row * 2 + 1] = mean;
     }
     #[unroll]
-    for i in 0..plan.held {
+    for i in 0..config.held {
         let at = lane + i * threads;
-        if inside(at, vectors, plan.even) {
+        if inside(at, vectors, config.even) {
             let deviation = Vector::<f32, N>::cast_from(held[i]) - Vector::cast_from(mean);
             let mut value = deviation * Vector::cast_from(inverse) * weight[at];
-            if plan.biased {
+            if config.biased {
                 value += bias[at];
             }
             y[row * vectors + at] = Vector::cast_from(value);
@@ -105,13 +105,13 @@ pub fn forward<E: Float, N: Size>(
 }
 
 /// With x̂ the normalised row and g = dy · weight: dx = (g − mean(g) − x̂ · mean(g · x̂)) / σ, where
-/// mean(g) is left out for RMS norm. A block also sums dy · x̂ and dy over the rows it handles:
-/// those from its first on, `stride` apart.
+/// mean(g) is omitted for RMS norm. A block also sums dy · x̂ and dy over the rows it handles, which
+/// are `stride` apart.
 ///
-/// - `x`, `dy`: `[rows, vectors]`, placed by `x_places` and `dy_places`
+/// - `x`, `dy`: `[rows, vectors]`, at `x_offsets` and `dy_offsets`
 /// - `weight`: `[vectors]`
 /// - `statistics`: `[rows, 2]`, see [`forward`]
-/// - `dx`: `[rows, vectors]`; where the plan says so, the result is added to it
+/// - `dx`: `[rows, vectors]`; added to if [`NormConfig::adds`]
 /// - `parts`: `[blocks, 2, vectors]`; without a bias `[blocks, vectors]`
 #[cube(launch_unchecked)]
 pub fn backward<E: Float, N: Size>(
@@ -124,33 +124,33 @@ pub fn backward<E: Float, N: Size>(
     rows: u32,
     vectors: u32,
     scale: f32,
-    x_places: Rows,
-    dy_places: Rows,
-    #[comptime] plan: Plan,
+    x_offsets: RowOffsets,
+    dy_offsets: RowOffsets,
+    #[comptime] config: NormConfig,
     #[define(E)] _dtype: StorageType,
 ) {
-    let threads = comptime!(plan.threads);
+    let threads = comptime!(config.threads);
     let vectors = vectors as usize;
     let rows = rows as usize;
     let lane = UNIT_POS as usize % threads;
     let group = UNIT_POS as usize / threads;
     let mut scratch = SharedMemory::<f32>::new(comptime!(2 * threads.div_ceil(32)));
     let mut sums = Array::<f32>::new(2usize);
-    let mut dw = zeros::<N>(plan.held);
-    let mut db = zeros::<N>(plan.held);
-    let mut held_x = Array::<Vector<E, N>>::new(plan.held);
-    let mut held_dy = Array::<Vector<E, N>>::new(plan.held);
-    let mut next_x = Array::<Vector<E, N>>::new(plan.held);
-    let mut next_dy = Array::<Vector<E, N>>::new(plan.held);
-    let mut held_dx = Array::<Vector<E, N>>::new(plan.held);
+    let mut dw = zeros::<N>(config.held);
+    let mut db = zeros::<N>(config.held);
+    let mut held_x = Array::<Vector<E, N>>::new(config.held);
+    let mut held_dy = Array::<Vector<E, N>>::new(config.held);
+    let mut next_x = Array::<Vector<E, N>>::new(config.held);
+    let mut next_dy = Array::<Vector<E, N>>::new(config.held);
+    let mut held_dx = Array::<Vector<E, N>>::new(config.held);
 
-    let stride = CUBE_COUNT_X as usize * plan.groups;
-    let first = CUBE_POS_X as usize * plan.groups;
+    let stride = CUBE_COUNT_X as usize * config.groups;
+    let first = CUBE_POS_X as usize * config.groups;
     let rounds = (rows - first + stride - 1) / stride;
-    // Past the end, the last row once more, left out of the sums.
+    // Groups past the last row repeat it, without adding it to the sums.
     let row = min(first + group, rows - 1);
-    load_row::<E, N>(x, &mut next_x, x_places.start(row), lane, vectors, plan);
-    load_row::<E, N>(dy, &mut next_dy, dy_places.start(row), lane, vectors, plan);
+    load_row::<E, N>(x, &mut next_x, x_offsets.start(row), lane, vectors, config);
+    load_row::<E, N>(dy, &mut next_dy, dy_offsets.start(row), lane, vectors, config);
     let mut next_inverse = statistics[row * 2];
     let mut next_mean = statistics[row * 2 + 1];
     for round in 0..rounds {
@@ -159,29 +159,29 @@ pub fn backward<E: Float, N: Size>(
         let inverse = Vector::<f32, N>::cast_from(next_inverse);
         let mean = Vector::<f32, N>::cast_from(next_mean);
         #[unroll]
-        for i in 0..plan.held {
+        for i in 0..config.held {
             held_x[i] = next_x[i];
             held_dy[i] = next_dy[i];
         }
-        // The next row is on its way while this one is worked on.
+        // Read the next row while this one is computed.
         if round + 1 < rounds {
             let row = min(own + stride, rows - 1);
-            load_row::<E, N>(x, &mut next_x, x_places.start(row), lane, vectors, plan);
-            load_row::<E, N>(dy, &mut next_dy, dy_places.start(row), lane, vectors, plan);
+            load_row::<E, N>(x, &mut next_x, x_offsets.start(row), lane, vectors, config);
+            load_row::<E, N>(dy, &mut next_dy, dy_offsets.start(row), lane, vectors, config);
             next_inverse = statistics[row * 2];
             next_mean = statistics[row * 2 + 1];
         }
-        if plan.adds {
-            load_row::<E, N>(dx, &mut held_dx, row * vectors, lane, vectors, plan);
+        if config.adds {
+            load_row::<E, N>(dx, &mut held_dx, row * vectors, lane, vectors, config);
         }
 
         // 1. mean(g) and mean(g · x̂), and the row's part of the sums.
         let mut shift = Vector::<f32, N>::cast_from(0f32);
         let mut slope = Vector::<f32, N>::cast_from(0f32);
         #[unroll]
-        for i in 0..plan.held {
+        for i in 0..config.held {
             let at = lane + i * threads;
-            if inside(at, vectors, plan.even) {
+            if inside(at, vectors, config.even) {
                 let hat = (Vector::cast_from(held_x[i]) - mean) * inverse;
                 let dy = Vector::<f32, N>::cast_from(held_dy[i]);
                 let g = dy * weight[at];
@@ -189,7 +189,7 @@ pub fn backward<E: Float, N: Size>(
                 slope += g * hat;
                 if own < rows {
                     dw[i] = dw[i] + dy * hat;
-                    if plan.biased {
+                    if config.biased {
                         db[i] = db[i] + dy;
                     }
                 }
@@ -197,7 +197,7 @@ pub fn backward<E: Float, N: Size>(
         }
         sums[0] = sum_vector::<N>(slope);
         sums[1] = sum_vector::<N>(shift);
-        if plan.centred {
+        if config.centred {
             sum_row(&mut sums, &mut scratch, 2usize, threads);
         } else {
             sum_row(&mut sums, &mut scratch, 1usize, threads);
@@ -208,13 +208,13 @@ pub fn backward<E: Float, N: Size>(
         let slope = Vector::<f32, N>::cast_from(sums[0] * scale);
         let shift = Vector::<f32, N>::cast_from(sums[1] * scale);
         #[unroll]
-        for i in 0..plan.held {
+        for i in 0..config.held {
             let at = lane + i * threads;
-            if (own < rows) & inside(at, vectors, plan.even) {
+            if (own < rows) & inside(at, vectors, config.even) {
                 let hat = (Vector::cast_from(held_x[i]) - mean) * inverse;
                 let g = Vector::<f32, N>::cast_from(held_dy[i]) * weight[at];
                 let mut value = (g - shift - hat * slope) * inverse;
-                if plan.adds {
+                if config.adds {
                     value += Vector::cast_from(held_dx[i]);
                 }
                 dx[row * vectors + at] = Vector::cast_from(value);
@@ -223,39 +223,39 @@ pub fn backward<E: Float, N: Size>(
     }
 
     // 3. The block's sums.
-    let kinds = comptime!(if plan.biased { 2 } else { 1 });
+    let kinds = comptime!(if config.biased { 2 } else { 1 });
     let out = CUBE_POS_X as usize * kinds * vectors;
-    write_sum::<N>(&dw, parts, out, vectors, plan);
-    if plan.biased {
-        write_sum::<N>(&db, parts, out + vectors, vectors, plan);
+    write_sum::<N>(&dw, parts, out, vectors, config);
+    if config.biased {
+        write_sum::<N>(&db, parts, out + vectors, vectors, config);
     }
 }
 
-/// Writes `[vectors]`, the sum of what the block's groups hold, in order.
+/// Writes the sum over the block's groups, `[vectors]`, in a fixed order.
 #[cube]
 fn write_sum<N: Size>(
     held: &Array<Vector<f32, N>>,
     parts: &mut Array<Vector<f32, N>>,
     out: usize,
     vectors: usize,
-    #[comptime] plan: Plan,
+    #[comptime] config: NormConfig,
 ) {
-    let threads = comptime!(plan.threads);
-    if comptime!(plan.groups == 1) {
+    let threads = comptime!(config.threads);
+    if comptime!(config.groups == 1) {
         #[unroll]
-        for i in 0..plan.held {
+        for i in 0..config.held {
             let at = UNIT_POS as usize + i * threads;
-            if inside(at, vectors, plan.even) {
+            if inside(at, vectors, config.even) {
                 parts[out + at] = held[i];
             }
         }
     } else {
-        let columns = comptime!(threads * plan.held);
+        let columns = comptime!(threads * config.held);
         let lane = UNIT_POS as usize % threads;
         let group = UNIT_POS as usize / threads;
-        let mut all = SharedMemory::<Vector<f32, N>>::new(comptime!(plan.groups * columns));
+        let mut all = SharedMemory::<Vector<f32, N>>::new(comptime!(config.groups * columns));
         #[unroll]
-        for i in 0..plan.held {
+        for i in 0..config.held {
             all[group * columns + lane + i * threads] = held[i];
         }
         sync_cube();
@@ -263,7 +263,7 @@ fn write_sum<N: Size>(
         while at < vectors {
             let mut sum = all[at];
             #[unroll]
-            for group in 1..plan.groups {
+            for group in 1..config.groups {
                 sum += all[group * columns + at];
             }
             parts[out + at] = sum;
@@ -273,7 +273,7 @@ fn write_sum<N: Size>(
     }
 }
 
-/// Whether there is a column `at`.
+/// Whether vector `at` is inside the row.
 #[cube]
 fn inside(at: usize, vectors: usize, #[comptime] even: bool) -> bool {
     let mut inside = true;
@@ -291,13 +291,13 @@ fn load_row<E: Float, N: Size>(
     start: usize,
     lane: usize,
     vectors: usize,
-    #[comptime] plan: Plan,
+    #[comptime] config: NormConfig,
 ) {
     #[unroll]
-    for i in 0..plan.held {
-        let at = lane + i * plan.threads;
+    for i in 0..config.held {
+        let at = lane + i * config.threads;
         held[i] = Vector::cast_from(0f32);
-        if inside(at, vectors, plan.even) {
+        if inside(at, vectors, config.even) {
             held[i] = x[start + at];
         }
     }

@@ -1,25 +1,25 @@
-//! Layer norm and RMS norm, by one pair of kernels.
+//! Layer norm and RMS norm by one pair of kernels.
 
 mod kernel;
 
 use burn::tensor::DType;
 
-use self::kernel::{Plan, backward as backward_kernel, forward as forward_kernel};
+use self::kernel::{NormConfig, backward as backward_kernel, forward as forward_kernel};
 use super::rows::RowOrder;
 use super::sums::columns;
-use super::{CudaTensor, blocks, buffer, dim, elements, lanes, number, supported, vector};
+use super::{CudaTensor, as_u32, blocks, buffer, dim, elements, lanes, supported, vector};
 use crate::backend::Forward;
 use crate::cuda::empty;
 
-/// Multiprocessors of an H100 or H200. Sums are split by it whatever the GPU, so that they do not
-/// depend on it.
+/// Multiprocessors of an H100 or H200. Sums are split into this many parts on every GPU, so that results
+/// do not depend on the GPU.
 const PROCESSORS: usize = 132;
-/// Vectors of a row that a warp handles, at most.
-const WARP: usize = 128;
-/// Threads of a block of several rows.
-const SMALL: usize = 128;
-/// Threads of a block, at most.
-const LARGE: usize = 1024;
+/// Most vectors of a row that is handled by at most a warp.
+const MAX_WARP_VECTORS: usize = 128;
+/// Threads per block that handles several rows.
+const MULTI_ROW_THREADS: usize = 128;
+/// Most threads per block.
+const MAX_THREADS: usize = 1024;
 
 /// One of the two norms.
 #[derive(Clone, Copy, Debug)]
@@ -31,18 +31,18 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// The threads for rows of so many vectors, of which a thread holds about `held` where a row
-    /// takes a block.
-    fn plan(&self, vectors: usize, held: usize, biased: bool) -> Plan {
-        let (threads, groups) = if vectors <= WARP {
+    /// The configuration for rows of `vectors` vectors. If a row takes a whole block, a thread holds about
+    /// `held` of them.
+    fn config(&self, vectors: usize, held: usize, biased: bool) -> NormConfig {
+        let (threads, groups) = if vectors <= MAX_WARP_VECTORS {
             let threads = vectors.next_power_of_two().min(32);
-            (threads, SMALL / threads)
+            (threads, MULTI_ROW_THREADS / threads)
         } else {
-            (vectors.div_ceil(held).next_multiple_of(32).min(LARGE), 1)
+            (vectors.div_ceil(held).next_multiple_of(32).min(MAX_THREADS), 1)
         };
         let held = vectors.div_ceil(threads);
         let even = vectors == threads * held;
-        Plan { threads, held, groups, even, centred: self.centred, biased, adds: false }
+        NormConfig { threads, held, groups, even, centred: self.centred, biased, adds: false }
     }
 
     /// The norm of each row, in the memory order of `x`. Saves `x`, `weight` and statistics.
@@ -64,37 +64,37 @@ impl Norm {
         let bias = bias.map(|bias| vector(bias, width, "the norm's bias"));
         let lanes = lanes(width, x.dtype);
         let x = order.readable(x, lanes);
-        // The backward pass has the rows in the order of what is saved, which may be a copy.
+        // The backward pass visits the rows in the order of the saved tensor, which may be a copy.
         let order = RowOrder::of(&x);
         let y = order.empty(&x, x.dtype);
         let statistics = empty(&x, &[rows, 2], DType::F32);
-        let plan = self.plan(width / lanes, 4, bias.is_some());
+        let config = self.config(width / lanes, 4, bias.is_some());
         // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
         unsafe {
             forward_kernel::launch_unchecked(
                 &x.client,
-                blocks(rows, plan.groups),
-                dim(plan.threads * plan.groups),
+                blocks(rows, config.groups),
+                dim(config.threads * config.groups),
                 lanes,
                 buffer(&x, lanes),
                 buffer(&weight, lanes),
                 bias.as_ref().map_or(buffer(&weight, lanes), |bias| buffer(bias, lanes)),
                 buffer(&y, lanes),
                 buffer(&statistics, 1),
-                number(rows),
-                number(width / lanes),
+                as_u32(rows),
+                as_u32(width / lanes),
                 1.0 / width as f32,
                 self.eps,
-                order.places(&x, lanes),
-                plan,
+                order.row_offsets(&x, lanes),
+                config,
                 x.dtype.into(),
             );
         }
         Some(Forward { output: y, saved: vec![x, weight, statistics] })
     }
 
-    /// The gradients of x, weight and, where `biased`, bias. A gradient of x in `grad_accum` is
-    /// taken and added to, unless others own it too.
+    /// The gradients of x, weight and, if `biased`, bias. Takes a gradient of x from `grad_accum` and adds to
+    /// it in place, unless its buffer is shared.
     pub fn backward(
         &self,
         saved: &[CudaTensor],
@@ -110,11 +110,11 @@ impl Norm {
         let grad = order.readable(grad, lanes);
         let sum =
             grad_accum.take_if(|sum| sum.dtype == x.dtype && order.is_dense(sum) && sum.can_mut());
-        let mut plan = self.plan(width / lanes, 1, biased);
-        plan.adds = sum.is_some();
+        let mut config = self.config(width / lanes, 1, biased);
+        config.adds = sum.is_some();
         let dx = sum.unwrap_or_else(|| order.empty(x, x.dtype));
-        let most = PROCESSORS * (512 / (plan.threads * plan.groups)).max(1);
-        let parts = rows.div_ceil(plan.groups).min(most);
+        let most = PROCESSORS * (512 / (config.threads * config.groups)).max(1);
+        let parts = rows.div_ceil(config.groups).min(most);
         let row = if biased { 2 * width } else { width };
         let sums = empty(x, &[parts, row], DType::F32);
         // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
@@ -122,7 +122,7 @@ impl Norm {
             backward_kernel::launch_unchecked(
                 &x.client,
                 blocks(parts, 1),
-                dim(plan.threads * plan.groups),
+                dim(config.threads * config.groups),
                 lanes,
                 buffer(x, lanes),
                 buffer(&grad, lanes),
@@ -130,12 +130,12 @@ impl Norm {
                 buffer(statistics, 1),
                 buffer(&dx, lanes),
                 buffer(&sums, lanes),
-                number(rows),
-                number(width / lanes),
+                as_u32(rows),
+                as_u32(width / lanes),
                 1.0 / width as f32,
-                order.places(x, lanes),
-                order.places(&grad, lanes),
-                plan,
+                order.row_offsets(x, lanes),
+                order.row_offsets(&grad, lanes),
+                config,
                 x.dtype.into(),
             );
         }

@@ -1,19 +1,18 @@
-//! Sums over many elements, in two passes of a fixed order.
+//! Sums over many elements, in two passes, in a fixed order.
 
 use cubecl::prelude::*;
 
 use crate::ops::cuda::block::sum_row;
 
-/// Threads of the block of [`total`].
+/// Threads of the one block of [`total`].
 pub const THREADS: usize = 256;
-/// Columns of a block of [`columns`], one for each lane of a warp.
+/// Columns per block of [`columns`], one for each lane of a warp.
 pub const COLUMNS: usize = 32;
-/// Warps of a block of [`columns`]: each sums every so manieth row.
+/// Warps per block of [`columns`]: warp w sums the rows w, w + `WARPS`, ….
 pub const WARPS: usize = 16;
 
-/// Sums of `columns` columns, from `first` on, of `parts`, `[rows, row]`, into `out`. Column i of
-/// them goes to place (i mod n)·m + i / n with n = `columns` / m, m = `transposed`: to i itself
-/// where that is 1.
+/// Sums `columns` columns, from `first` on, of `parts`, `[rows, row]`, into `out`. Their column i goes to
+/// index (i mod n)·m + i / n with m = `transposed` and n = `columns` / m, which is i for m = 1.
 #[cube(launch_unchecked)]
 pub fn columns(
     parts: &Array<f32>,

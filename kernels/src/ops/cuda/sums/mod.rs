@@ -1,21 +1,20 @@
-//! Sums over many elements, of a fixed order.
+//! Sums over many elements, in a fixed order.
 
 mod kernel;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 
-use super::{CudaTensor, blocks, buffer, dim, dims, elements, number};
+use super::{CudaTensor, as_u32, blocks, buffer, dim, dims, elements};
 use crate::cuda::empty;
 
 /// Sums of the columns from `first` on of `parts`, `[rows, columns]` in f32, as a tensor of
-/// `shape`. With `transposed` m they are read as `[m, n]` and written as `[n, m]`; 1 changes
-/// nothing.
+/// `shape`. With `transposed` m they are read as `[m, n]` and written as `[n, m]`; 1 for no transpose.
 pub fn columns(parts: &CudaTensor, first: usize, shape: &[usize], transposed: usize) -> CudaTensor {
     let [rows, row] = dims(parts)[..] else { unreachable!("partial sums are a matrix") };
     let out = empty(parts, shape, DType::F32);
     let columns = elements(&out);
-    number(rows * row);
+    as_u32(rows * row);
     // SAFETY: the arguments have the sizes that the kernel's documentation asks for.
     unsafe {
         kernel::columns::launch_unchecked::<CudaRuntime>(
@@ -24,11 +23,11 @@ pub fn columns(parts: &CudaTensor, first: usize, shape: &[usize], transposed: us
             dim(kernel::COLUMNS * kernel::WARPS),
             buffer(parts, 1),
             buffer(&out, 1),
-            number(rows),
-            number(row),
-            number(first),
-            number(columns),
-            number(transposed),
+            as_u32(rows),
+            as_u32(row),
+            as_u32(first),
+            as_u32(columns),
+            as_u32(transposed),
         );
     }
     out
@@ -45,7 +44,7 @@ pub fn total(parts: &CudaTensor) -> CudaTensor {
             dim(kernel::THREADS),
             buffer(parts, 1),
             buffer(&out, 1),
-            number(elements(parts)),
+            as_u32(elements(parts)),
         );
     }
     out

@@ -1,4 +1,4 @@
-//! Consecutive tokens as later queries meet them.
+//! Blocks of consecutive tokens as later queries attend to them.
 
 use std::ops::Range;
 
@@ -8,10 +8,10 @@ use crate::attention::blocks::copied;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
-/// Keys and values of consecutive tokens. The keys have met every transform after them up to the
-/// last of these tokens: a query that stands there needs only the dot product.
+/// Keys and values of consecutive tokens. Every transform between a key and the last of these tokens has
+/// been applied to the key: a query at that position needs only the dot product.
 #[derive(Clone, Debug)]
-pub struct Keys<B: OpBackend> {
+pub struct TransformedKv<B: OpBackend> {
     /// Keys, `[rows, 1, tokens, head_dim]`.
     pub k: Tensor<B, 4>,
     /// Values, `[rows, 1, tokens, head_dim]`.
@@ -22,7 +22,7 @@ pub struct Keys<B: OpBackend> {
     pub first: usize,
 }
 
-impl<B: OpBackend> Keys<B> {
+impl<B: OpBackend> TransformedKv<B> {
     /// The position after the last token.
     pub fn end(&self) -> usize {
         self.first + self.k.dims()[2]
@@ -31,7 +31,7 @@ impl<B: OpBackend> Keys<B> {
     /// The tokens at these positions.
     pub fn slice(&self, at: Range<usize>) -> Self {
         let from = at.start - self.first;
-        Keys {
+        TransformedKv {
             k: self.k.clone().narrow(2, from, at.len()),
             v: self.v.clone().narrow(2, from, at.len()),
             decay: self.decay.as_ref().map(|x| x.clone().narrow(3, from, at.len())),
@@ -39,25 +39,25 @@ impl<B: OpBackend> Keys<B> {
         }
     }
 
-    /// Without the tokens before position `from`, all but the last of which may be.
+    /// Drops the tokens before position `from`, but at least keeps the last one.
     fn since(self, from: usize) -> Self {
         let from = from.clamp(self.first, self.end() - 1);
         self.slice(from..self.end())
     }
 
-    /// The keys as they are after the tokens that `carry` describes.
-    pub fn carried(self, carry: &Carry<B>) -> Self {
-        Keys {
-            k: self.k.clone() - self.k.mm(carry.removed.clone()),
-            decay: added(self.decay, carry.decay.clone()),
+    /// The keys transformed over the tokens of `transform`, which follow them.
+    pub fn carried(self, transform: &BlockTransform<B>) -> Self {
+        TransformedKv {
+            k: self.k.clone() - self.k.mm(transform.removed.clone()),
+            decay: added(self.decay, transform.decay.clone()),
             ..self
         }
     }
 }
 
-/// What some consecutive tokens do to the scores of those on their two sides.
+/// The transform over consecutive tokens, for scores between tokens on either side of them.
 #[derive(Clone, Debug)]
-pub struct Carry<B: OpBackend> {
+pub struct BlockTransform<B: OpBackend> {
     /// I − P, where P is the product of the tokens' transforms in rising order,
     /// `[rows, 1, head_dim, head_dim]`.
     pub removed: Tensor<B, 4>,
@@ -65,19 +65,19 @@ pub struct Carry<B: OpBackend> {
     pub decay: Option<Tensor<B, 4>>,
 }
 
-impl<B: OpBackend> Carry<B> {
-    /// These tokens followed by those of `later`.
-    pub fn then(self, later: &Carry<B>) -> Self {
+impl<B: OpBackend> BlockTransform<B> {
+    /// The transform over these tokens followed by those of `later`.
+    pub fn then(self, later: &BlockTransform<B>) -> Self {
         // I − (I − A)(I − B) = A + B − A B.
         let (first, second) = (self.removed, later.removed.clone());
-        Carry {
+        BlockTransform {
             removed: first.clone() + second.clone() - first.mm(second),
             decay: added(self.decay, later.decay.clone()),
         }
     }
 }
 
-/// Sums of ℓ over neighbouring tokens, where there is a forget gate.
+/// The sum of two decays; `None` without a forget gate.
 pub fn added<B: OpBackend>(
     a: Option<Tensor<B, 4>>,
     b: Option<Tensor<B, 4>>,
@@ -85,33 +85,37 @@ pub fn added<B: OpBackend>(
     a.zip(b).map(|(a, b)| a + b)
 }
 
-/// Consecutive tokens, as later ones meet them.
+/// A block of consecutive tokens.
 #[derive(Clone, Debug)]
-pub struct Span<B: OpBackend> {
+pub struct TokenBlock<B: OpBackend> {
     /// Their keys and values.
-    pub keys: Keys<B>,
-    /// Their transforms and decays; `None` for the oldest tokens of all, which no query passes.
-    pub carry: Option<Carry<B>>,
+    pub keys: TransformedKv<B>,
+    /// Their transform and decay; `None` for the oldest block, which no query passes.
+    pub transform: Option<BlockTransform<B>>,
 }
 
-impl<B: OpBackend> Span<B> {
-    /// Consecutive spans as one, without the keys before position `from`, in memory of its own:
-    /// a slice would keep alive all that it was cut from.
+impl<B: OpBackend> TokenBlock<B> {
+    /// Joins consecutive blocks into one, without the keys before position `from`. The result has its own
+    /// memory: a slice would keep the whole buffer alive.
     ///
     /// # Panics
-    /// When there is no span, or one but the first lacks its transforms.
-    pub fn join(mut spans: Vec<Span<B>>, from: usize) -> Self {
-        let Some(Span { keys, mut carry }) = spans.pop() else { panic!("no span to join") };
+    /// When there is no block, or a block other than the first has no transform.
+    pub fn join(mut blocks: Vec<TokenBlock<B>>, from: usize) -> Self {
+        let Some(TokenBlock { keys, mut transform }) = blocks.pop() else {
+            panic!("no block to join")
+        };
         let mut parts = vec![keys.since(from)];
-        for span in spans.into_iter().rev() {
-            let Some(later) = carry else { panic!("only the oldest span may lack its transforms") };
-            if span.keys.end() > from {
-                parts.push(span.keys.since(from).carried(&later));
+        for block in blocks.into_iter().rev() {
+            let Some(later) = transform else {
+                panic!("only the oldest block may lack its transforms")
+            };
+            if block.keys.end() > from {
+                parts.push(block.keys.since(from).carried(&later));
             }
-            carry = span.carry.map(|carry| carry.then(&later));
+            transform = block.transform.map(|transform| transform.then(&later));
         }
         parts.reverse();
-        let keys = Keys {
+        let keys = TransformedKv {
             first: parts[0].first,
             k: joined(parts.iter().map(|x| x.k.clone()).collect(), 2),
             v: joined(parts.iter().map(|x| x.v.clone()).collect(), 2),
@@ -121,7 +125,7 @@ impl<B: OpBackend> Span<B> {
                 .collect::<Option<_>>()
                 .map(|decays| joined(decays, 3)),
         };
-        Span { keys, carry }
+        TokenBlock { keys, transform }
     }
 }
 

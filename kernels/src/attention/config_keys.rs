@@ -1,20 +1,20 @@
-//! The keys that a configuration struct accepts, as serde knows them.
+//! The keys that a configuration struct accepts, as serde reports them.
 
 use serde::de::{DeserializeOwned, Deserializer, Visitor, value::Error};
 use serde::forward_to_deserialize_any;
 
-/// The keys of `T`, in the order of its fields; none when `T` is no struct.
+/// The keys of `T` in the order of its fields; none when `T` is not a struct.
 pub fn of<T: DeserializeOwned>() -> &'static [&'static str] {
     let mut keys: &[&str] = &[];
-    // The error that ends the attempt says nothing.
-    let _ = T::deserialize(Keys(&mut keys));
+    // Deserializing always fails, after it has given the names.
+    let _ = T::deserialize(FieldNames(&mut keys));
     keys
 }
 
-/// Notes the field names that a struct asks for, and gives nothing.
-struct Keys<'a>(&'a mut &'static [&'static str]);
+/// A deserializer that records the field names of a struct and then fails.
+struct FieldNames<'a>(&'a mut &'static [&'static str]);
 
-impl<'de> Deserializer<'de> for Keys<'_> {
+impl<'de> Deserializer<'de> for FieldNames<'_> {
     type Error = Error;
 
     fn deserialize_any<V: Visitor<'de>>(self, _visitor: V) -> Result<V::Value, Error> {
