@@ -6,8 +6,8 @@
 #   scripts/gpu_test.sh            builds the tests and runs them
 #   scripts/gpu_test.sh BINARY     runs a test binary of the kernels crate that was built elsewhere
 #   JOBS=4 scripts/gpu_test.sh     runs 4 groups of tests at a time, instead of one per core
-#   WORK=DIR scripts/gpu_test.sh   keeps logs and results in DIR; a later run with the same sources continues
-#                                  with the tests that have not passed
+#   WORK=DIR scripts/gpu_test.sh   keeps logs and results in DIR; if a run is cut off, a later one of the same
+#                                  sources, test binary and GPU runs the tests that have not passed yet
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,9 +27,9 @@ else
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
 fi
-sources=$(scripts/kernel_sources.sh)
-[ "$sources" = "$(cat "$work/sources" 2> /dev/null)" ] || rm -f "$work/passed" "$work/errors"
-echo "$sources" > "$work/sources"
+run="$gpu $driver $(sha256sum < "$binary") $(scripts/kernel_sources.sh | sha256sum)"
+[ "$run" = "$(cat "$work/run" 2> /dev/null)" ] || rm -f "$work/passed" "$work/errors"
+echo "$run" > "$work/run"
 export LONGWALL_TEST_ERRORS="$work/errors" binary work
 touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
@@ -65,7 +65,7 @@ fi
   echo
   echo "# What decided the results, as scripts/kernel_sources.sh lists it."
   echo "[sources]"
-  sed 's/\(.*\) \(.*\)/"\1" = "\2"/' "$work/sources"
+  scripts/kernel_sources.sh | sed 's/\(.*\) \(.*\)/"\1" = "\2"/'
   echo
   echo "# Each test's largest error, relative to the largest value compared; 0 where it compares bits."
   echo "[tests]"

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
 use longwall_kernels::attention::{
-    AttentionConfig, AttentionShape, ExecPath, Init, Inputs, Kernel, Projection,
+    AttentionConfig, AttentionShape, ExecPath, Init, Inputs, Kernel, ProjectionSpec,
 };
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use longwall_train::config::{KindError, parse_kind};
@@ -146,7 +146,7 @@ impl Kind {
         let heads = |heads: usize, channels: usize| {
             tensor(random::<B>(&[batch, heads, tokens, channels], 1.0, dtype, device))
         };
-        let projection = |p: &Projection| {
+        let projection = |p: &ProjectionSpec| {
             let shape = [batch, tokens, p.features];
             if let Some([low, high]) = self.projections {
                 let range = Distribution::Uniform(low, high);

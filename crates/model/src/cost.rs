@@ -1,6 +1,6 @@
 //! What a model costs: parameters, FLOPs, and the state that decoding keeps.
 
-use longwall_kernels::attention::{AttentionConfig, AttentionShape, Projection};
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, ProjectionSpec};
 
 use crate::config::{
     KindLayers, MlpKind, ModelConfig, NormKind, NormPosition, Positions, ValueResidual,
@@ -59,7 +59,7 @@ fn attention_matrices(config: &ModelConfig, layer: usize) -> Vec<(usize, usize, 
     let inner = shape.heads * attention.value_dim(&shape);
     let mut matrices = vec![(width, q, bias), (width, k, bias), (width, v, bias)];
     matrices.push((inner, width, bias));
-    for Projection { features, bias, low_rank, .. } in attention.projections(&shape) {
+    for ProjectionSpec { features, bias, low_rank, .. } in attention.projections(&shape) {
         matrices.extend(low_rank.map(|inner| (width, inner.rank, false)));
         matrices.push((low_rank.map_or(width, |inner| inner.rank), features, bias.is_some()));
     }

@@ -89,9 +89,17 @@ pub struct LowRank {
     pub activation: LowRankActivation,
 }
 
+impl LowRank {
+    /// About `channels`, to the nearest multiple of 32, at least 32 and at most `width` (Peng et al.,
+    /// "RWKV-7", 2025, table 16).
+    pub fn default_rank(channels: f64, width: usize) -> usize {
+        (((channels / 32.0).round() as usize).max(1) * 32).min(width)
+    }
+}
+
 /// A projection of the layer's input that a variant takes beside q, k and v.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Projection {
+pub struct ProjectionSpec {
     /// Name, for example `forget_gate`.
     pub name: &'static str,
     /// Output features.
@@ -108,36 +116,36 @@ pub struct Projection {
     pub shift: f64,
 }
 
-impl Projection {
+impl ProjectionSpec {
     /// A full-rank projection without a bias. Its shift is 0.9, as for RWKV-7's decay and rate.
     pub fn new(name: &'static str, features: usize) -> Self {
-        Projection { name, features, bias: None, low_rank: None, conv: None, shift: 0.9 }
+        ProjectionSpec { name, features, bias: None, low_rank: None, conv: None, shift: 0.9 }
     }
 
     /// Adds a bias.
     pub fn bias(self, init: Init) -> Self {
-        Projection { bias: Some(init), ..self }
+        ProjectionSpec { bias: Some(init), ..self }
     }
 
     /// Makes the projection low-rank.
     pub fn low_rank(self, rank: usize, activation: LowRankActivation) -> Self {
-        Projection { low_rank: Some(LowRank { rank, activation }), ..self }
+        ProjectionSpec { low_rank: Some(LowRank { rank, activation }), ..self }
     }
 
     /// Adds a short convolution of `taps` taps.
     pub fn conv(self, taps: usize) -> Self {
-        Projection { conv: Some(taps), ..self }
+        ProjectionSpec { conv: Some(taps), ..self }
     }
 
     /// Sets the exponent of the initial token shift.
     pub fn shift(self, shift: f64) -> Self {
-        Projection { shift, ..self }
+        ProjectionSpec { shift, ..self }
     }
 }
 
 /// A learned vector of the variant's own.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Parameter {
+pub struct ParameterSpec {
     /// Name, for example `beta`.
     pub name: &'static str,
     /// Number of elements.
@@ -230,13 +238,13 @@ pub trait VariantSpec:
     }
 
     /// The projections that the layer computes for this variant beside q, k and v.
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let _ = shape;
         vec![]
     }
 
     /// The variant's own learned vectors.
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let _ = shape;
         vec![]
     }

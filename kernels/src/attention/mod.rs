@@ -8,7 +8,6 @@
 
 pub mod blocks;
 pub mod cache;
-mod config_keys;
 #[cfg(test)]
 mod conformance;
 mod contract;
@@ -46,7 +45,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::contract::{
     AttentionShape, DecodeState, DocumentStarts, Init, Inputs, LowRank, LowRankActivation,
-    Parameter, Projection, Variant, VariantSpec,
+    ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 pub use self::dispatch::{ExecPath, Kernel};
 use self::probe::{Metric, Probe};

@@ -40,7 +40,7 @@ macro_rules! registry {
                     kind: $kind,
                     source: $module::Config::SOURCE,
                     kernels: $module::Config::KERNELS,
-                    keys: config_keys::of::<$module::Config>,
+                    keys: longwall_config::keys_of::<$module::Config>,
                 },)+
             ];
 
@@ -91,12 +91,12 @@ macro_rules! registry {
             }
 
             /// As [`VariantSpec::projections`].
-            pub fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+            pub fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
                 match self { $(Self::$name(c) => c.projections(shape),)+ }
             }
 
             /// As [`VariantSpec::parameters`].
-            pub fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+            pub fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
                 match self { $(Self::$name(c) => c.parameters(shape),)+ }
             }
 

@@ -168,7 +168,8 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for OwnKeys<'_, A> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionConfig, config_keys, stick_breaking, tra};
+    use crate::attention::{AttentionConfig, stick_breaking, tra};
+    use longwall_config::keys_of;
 
     fn read(text: &str) -> Result<AttentionConfig, String> {
         toml::from_str(text).map_err(|error: toml::de::Error| error.message().to_owned())
@@ -181,10 +182,7 @@ mod tests {
             Rotary { theta: 500.0, scaling: Scaling::Ntk { factor: 2.0 }, ..Rotary::new(true) };
         let config = tra::Config { p: 3, rotary, ..tra::Config::default() };
         assert_eq!(read(text), Ok(AttentionConfig::Tra(config)));
-        assert_eq!(
-            config_keys::of::<tra::Config>(),
-            ["p", "kappa", "beta", "rope", "theta", "scaling"]
-        );
+        assert_eq!(keys_of::<tra::Config>(), ["p", "kappa", "beta", "rope", "theta", "scaling"]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ mod pattern;
 use std::collections::BTreeMap;
 
 use longwall_config::Problems;
-use longwall_kernels::attention::{AttentionConfig, AttentionShape, rwkv7};
+use longwall_kernels::attention::{AttentionConfig, AttentionShape, LowRank};
 use serde::{Deserialize, Serialize};
 
 pub use self::pattern::{KindLayers, NamedKind, Window};
@@ -250,10 +250,9 @@ impl ModelConfig {
         }
     }
 
-    /// Rank of the gated value residual's projection: 1.3 · √width, rounded like the ranks of RWKV-7's
-    /// other projections.
+    /// Rank of the gated value residual's projection, about 1.3 · √width.
     pub fn value_residual_rank(&self) -> usize {
-        rwkv7::rank(1.3 * (self.width as f64).sqrt(), self.width)
+        LowRank::default_rank(1.3 * (self.width as f64).sqrt(), self.width)
     }
 
     /// Hidden width of the MLP.

@@ -3,7 +3,7 @@ use burn::tensor::{Tensor, activation};
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::attention::{
     AttentionConfig, AttentionShape, AttentionState, DecodeState, DocumentStarts, Init, Inputs,
-    LowRankActivation, Projection as ExtraSpec,
+    LowRankActivation, ProjectionSpec,
 };
 use longwall_kernels::backend::OpBackend;
 
@@ -286,7 +286,7 @@ impl<B: OpBackend> Parts<'_, B> {
     }
 
     /// A projection that the variant asks for.
-    fn extra(&self, spec: &ExtraSpec) -> Projection<B> {
+    fn extra(&self, spec: &ProjectionSpec) -> Projection<B> {
         let projection = Projection::extra(&self.init.part(spec.name), self.config.width, spec);
         projection.with_shift(self.token_shift(spec.shift))
     }
@@ -294,7 +294,7 @@ impl<B: OpBackend> Parts<'_, B> {
     /// The gated value residual's projection, to `features`.
     fn value_gate(&self, features: usize) -> Projection<B> {
         let rank = self.config.value_residual_rank();
-        let spec = ExtraSpec::new("value_gate", features)
+        let spec = ProjectionSpec::new("value_gate", features)
             .low_rank(rank, LowRankActivation::Identity)
             .bias(Init::Constant(1.0));
         Projection::extra(&self.init.part(spec.name), self.config.width, &spec)

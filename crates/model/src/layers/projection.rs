@@ -1,6 +1,6 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Tensor, activation};
-use longwall_kernels::attention::{LowRankActivation, Projection as ExtraSpec};
+use longwall_kernels::attention::{LowRankActivation, ProjectionSpec};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::linear::linear;
 
@@ -65,7 +65,7 @@ impl<B: OpBackend> Projection<B> {
     }
 
     /// A projection that an attention kind asks for besides q, k and v.
-    pub(super) fn extra(init: &WeightInit<B>, width: usize, spec: &ExtraSpec) -> Self {
+    pub(super) fn extra(init: &WeightInit<B>, width: usize, spec: &ProjectionSpec) -> Self {
         let rank = spec.low_rank.map(|low_rank| low_rank.rank);
         let outer = Linear::new(&init.part("outer"), rank.unwrap_or(width), spec.features, false);
         let bias = |values| init.part("bias").variant_vector(spec.features, values);

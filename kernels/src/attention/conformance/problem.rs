@@ -5,7 +5,9 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::Conformance;
-use crate::attention::{AttentionShape, DocumentStarts, Init, Inputs, Parameter, Projection};
+use crate::attention::{
+    AttentionShape, DocumentStarts, Init, Inputs, ParameterSpec, ProjectionSpec,
+};
 use crate::backend::OpBackend;
 use crate::testing::Tensor64;
 
@@ -55,12 +57,12 @@ impl Problem {
             random(&[batch, views * kv_heads, seq_len, head_dim], &|_| 0.0, 1.7),
             random(&[batch, kv_heads, seq_len, value_dim], &|_| 0.0, 1.7),
         ];
-        for Projection { features, bias, .. } in variant.projections(&shape) {
+        for ProjectionSpec { features, bias, .. } in variant.projections(&shape) {
             let bias = bias.unwrap_or(Init::Constant(0.0));
             let center = |at| mean(&bias, at % features);
             inputs.push(random(&[batch, seq_len, features], &center, 1.7));
         }
-        for Parameter { elements, init, .. } in variant.parameters(&shape) {
+        for ParameterSpec { elements, init, .. } in variant.parameters(&shape) {
             // Away from the initial values, where terms may vanish.
             inputs.push(random(&[elements], &|at| mean(&init, at), 0.1));
         }

@@ -30,7 +30,7 @@ use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -70,12 +70,12 @@ impl VariantSpec for Config {
         self.rotary.validate(key, shape, problems);
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let elements = shape.head_dim * shape.head_dim;
         let lambda = Init::Constant(lambda_init(shape.layer));
         vec![
-            Parameter { name: "w_d", elements, init: Init::Constant(0.0) },
-            Parameter { name: "lambda", elements: 1, init: lambda },
+            ParameterSpec { name: "w_d", elements, init: Init::Constant(0.0) },
+            ParameterSpec { name: "lambda", elements: 1, init: lambda },
         ]
     }
 

@@ -34,7 +34,7 @@ use super::rectified::{difference, repeat_for_views};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
-use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
 
@@ -96,10 +96,11 @@ impl VariantSpec for Config {
         self.value_factor * shape.head_dim
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        let vector = |name| Parameter { name, elements: shape.head_dim, init: Init::Normal(0.1) };
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
+        let vector =
+            |name| ParameterSpec { name, elements: shape.head_dim, init: Init::Normal(0.1) };
         let elements = self.value_dim(shape);
-        let norm = Parameter { name: "norm", elements, init: Init::Constant(1.0) };
+        let norm = ParameterSpec { name: "norm", elements, init: Init::Constant(1.0) };
         let vectors = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"].map(vector);
         vectors.into_iter().chain([norm]).collect()
     }

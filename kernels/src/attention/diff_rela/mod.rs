@@ -30,7 +30,7 @@ use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, repeat_
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, Parameter, VariantSpec};
+use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -65,12 +65,12 @@ impl VariantSpec for Config {
         2
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let head_dim = shape.head_dim;
         vec![
-            Parameter { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
-            Parameter { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
-            Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
+            ParameterSpec { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
+            ParameterSpec { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
+            ParameterSpec { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
 }

@@ -36,7 +36,9 @@ pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::QkvLaunch;
 pub use self::heads::{HeadPairs, Heads};
-use self::hooks::{Biases, BiasesOf, GradientOf, Hooks, LaunchOf, SavedRows, StatisticsOf};
+use self::hooks::{
+    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, StatisticsOf,
+};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
 use crate::cuda::{CudaTensor, buffer, empty, zeros};
@@ -170,6 +172,15 @@ impl<A: Hooks> FlashAttention<A> {
         let shape = shapes[usize::from(head_dim > 64) + usize::from(head_dim > 128)];
         let (groups, tile) = self.hooks.block_shape(shape, head_dim);
         let [changes_scores, nonlinear_scores] = self.hooks.changes_scores();
+        assert!(
+            !(changes_scores && BiasesOf::<A>::ENABLED),
+            "scores that change with biases: `dkv` would add the biases after `Score::score`, other \
+             passes before it"
+        );
+        assert!(
+            !(OperandsOf::<A>::DK_IN_REVERSE && BiasesOf::<A>::NEEDS_DS_SUMS),
+            "`dkv` sums dS by key head after head, and in reverse the heads take turns"
+        );
         KernelConfig {
             head_dim,
             padded_head_dim: padded(head_dim),

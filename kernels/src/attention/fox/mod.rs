@@ -34,8 +34,8 @@ use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, pruned_fraction, sinks};
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, Parameter,
-    Projection, Variant, VariantSpec,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec,
+    ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::{OpBackend, tensor};
 use crate::device::DeviceKind;
@@ -133,11 +133,11 @@ impl VariantSpec for Config {
         }
     }
 
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        vec![Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0))]
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
+        vec![ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0))]
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         self.sinks.then(|| sinks(shape)).into_iter().collect()
     }
 

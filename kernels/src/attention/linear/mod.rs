@@ -41,7 +41,7 @@ use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
-    Parameter, Projection, Variant, VariantSpec,
+    ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::ops::activation::log_sigmoid;
@@ -161,7 +161,7 @@ impl VariantSpec for Config {
         false
     }
 
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let kv_heads = shape.kv_heads;
         match self.gate {
             Gate::None => vec![],
@@ -170,17 +170,17 @@ impl VariantSpec for Config {
                 // σ(b) = 1 − 2^(−5−n), so b = ln(2^(5+n) − 1).
                 let bias = |head| (2f32.powf(5.0 + 7.0 * head as f32 / last) - 1.0).ln();
                 let init = Init::Values((0..kv_heads).map(bias).collect());
-                vec![Projection::new("gate", kv_heads).bias(init)]
+                vec![ProjectionSpec::new("gate", kv_heads).bias(init)]
             }
             Gate::Diagonal => {
-                let gate = Projection::new("gate", kv_heads * shape.head_dim);
+                let gate = ProjectionSpec::new("gate", kv_heads * shape.head_dim);
                 vec![gate.low_rank(RANK, LowRankActivation::Identity).bias(Init::Constant(0.0))]
             }
         }
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
-        vec![Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
+        vec![ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
     }
 
     /// FLOPs of scores and weighted values inside a chunk, and of updating and querying S.

@@ -43,8 +43,8 @@ use serde::{Deserialize, Serialize};
 
 use self::reference::{BLOCK, Tokens, Visible};
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation, Projection, Variant,
-    VariantSpec,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation, ProjectionSpec,
+    Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
@@ -118,12 +118,12 @@ impl VariantSpec for Config {
         );
     }
 
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        let w = Projection::new("w", shape.kv_heads * shape.head_dim)
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
+        let w = ProjectionSpec::new("w", shape.kv_heads * shape.head_dim)
             .low_rank(self.rank(shape.width), LowRankActivation::Identity)
             .conv(TAPS);
-        let beta = Projection::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
-        let gate = Projection::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
+        let beta = ProjectionSpec::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
+        let gate = ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
     }
 

@@ -54,7 +54,7 @@ use self::state::near;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, Projection, Variant,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ProjectionSpec, Variant,
     VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
@@ -238,8 +238,8 @@ impl VariantSpec for Config {
         self.form != Form::Chunked
     }
 
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
-        let gate = Projection::new("gate", shape.kv_heads).bias(Init::Constant(6.9));
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
+        let gate = ProjectionSpec::new("gate", shape.kv_heads).bias(Init::Constant(6.9));
         if self.gate { vec![gate] } else { vec![] }
     }
 

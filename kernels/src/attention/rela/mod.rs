@@ -29,7 +29,7 @@ use super::rectified::Rectified;
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, Kernel, Parameter, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
@@ -66,11 +66,11 @@ impl VariantSpec for Config {
         self.rotary.validate(key, shape, problems);
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let head_dim = shape.head_dim;
         vec![
-            Parameter { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
-            Parameter { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
+            ParameterSpec { name: "norm", elements: head_dim, init: Init::Constant(1.0) },
+            ParameterSpec { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
 }

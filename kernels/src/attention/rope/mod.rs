@@ -27,7 +27,7 @@ use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotation::{Rotation, Scaling};
 use super::softmax::{Softmax, alibi_slopes, sinks, softmax};
-use super::{AttentionShape, DocumentStarts, Init, Kernel, Parameter, VariantSpec};
+use super::{AttentionShape, DocumentStarts, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 
@@ -134,9 +134,9 @@ impl VariantSpec for Config {
         );
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let (name, init) = ("ssmax_scale", Init::Constant(SSMAX_INIT));
-        let scale = self.ssmax.then_some(Parameter { name, elements: shape.heads, init });
+        let scale = self.ssmax.then_some(ParameterSpec { name, elements: shape.heads, init });
         scale.into_iter().chain(self.sinks.then(|| sinks(shape))).collect()
     }
 }

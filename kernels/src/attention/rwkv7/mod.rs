@@ -47,8 +47,8 @@ use serde::{Deserialize, Serialize};
 
 use self::recurrence::{WkvInputs, wkv};
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation,
-    Parameter, Projection, Variant, VariantSpec,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRank,
+    LowRankActivation, ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
@@ -92,25 +92,20 @@ impl<B: OpBackend> DecodeState for State<B> {
     }
 }
 
-/// Table 16's ranks: `channels` to the nearest multiple of 32, at least 32, at most `width`.
-pub fn rank(channels: f64, width: usize) -> usize {
-    (((channels / 32.0).round() as usize).max(1) * 32).min(width)
-}
-
 impl Config {
     fn decay_rank(&self, width: usize) -> usize {
-        self.decay_rank.unwrap_or_else(|| rank(1.8 * (width as f64).sqrt(), width))
+        self.decay_rank.unwrap_or_else(|| LowRank::default_rank(1.8 * (width as f64).sqrt(), width))
     }
 
     fn rate_rank(&self, width: usize) -> usize {
-        self.rate_rank.unwrap_or_else(|| rank(1.8 * (width as f64).sqrt(), width))
+        self.rate_rank.unwrap_or_else(|| LowRank::default_rank(1.8 * (width as f64).sqrt(), width))
     }
 
     fn gate_rank(&self, width: usize) -> usize {
         self.gate_rank.unwrap_or_else(|| match width {
             // The formula, which gives the table's other rows, would say 160.
             1024 => 128,
-            _ => rank(0.6 * (width as f64).powf(0.8), width),
+            _ => LowRank::default_rank(0.6 * (width as f64).powf(0.8), width),
         })
     }
 
@@ -236,23 +231,23 @@ impl VariantSpec for Config {
         false
     }
 
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let (width, keys) = (shape.width, shape.kv_heads * shape.head_dim);
         let outputs = shape.heads * self.value_dim(shape);
         vec![
-            Projection::new("decay", keys)
+            ProjectionSpec::new("decay", keys)
                 .low_rank(self.decay_rank(width), LowRankActivation::Tanh)
                 .bias(decay_bias(shape)),
-            Projection::new("rate", keys)
+            ProjectionSpec::new("rate", keys)
                 .low_rank(self.rate_rank(width), LowRankActivation::Identity)
                 .bias(Init::Constant(0.0)),
-            Projection::new("gate", outputs)
+            ProjectionSpec::new("gate", outputs)
                 .low_rank(self.gate_rank(width), LowRankActivation::Sigmoid)
                 .shift(0.2),
         ]
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let keys = shape.kv_heads * shape.head_dim;
         let outputs = shape.heads * self.value_dim(shape);
         let scale = ((shape.layer + 1) as f32 / shape.layers as f32).powf(0.7);
@@ -263,7 +258,7 @@ impl VariantSpec for Config {
             ("norm_scale", outputs, scale),
             ("norm_bias", outputs, 0.0),
         ]
-        .map(|(name, elements, init)| Parameter { name, elements, init: Init::Constant(init) })
+        .map(|(name, elements, init)| ParameterSpec { name, elements, init: Init::Constant(init) })
         .into()
     }
 

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use super::Config;
 use crate::attention::conformance::Conformance;
 use crate::attention::{
-    AttentionShape, DecodeState, Init, Inputs, Parameter, Projection, VariantSpec, dispatch,
+    AttentionShape, DecodeState, Init, Inputs, ParameterSpec, ProjectionSpec, VariantSpec, dispatch,
 };
 use crate::backend::OpBackend;
 use crate::testing::{Tensor64, assert_budget};
@@ -128,7 +128,7 @@ fn long_row(
     inputs.push(Tensor64::from_fn(&logits, |at| decay(at[1], at[2])));
     inputs.push(Tensor64::from_fn(&logits, |at| rate(at[1], at[2])));
     inputs.push(random(&[1, seq_len, heads * head_dim]));
-    for Parameter { elements, init, .. } in Config::default().parameters(shape) {
+    for ParameterSpec { elements, init, .. } in Config::default().parameters(shape) {
         let Init::Constant(value) = init else { panic!("vectors start at one value") };
         inputs.push(Tensor64::new(&[elements], vec![f64::from(value); elements]));
     }
@@ -297,7 +297,7 @@ fn ranks_are_the_papers() {
 fn starts_depend_on_channel_and_layer() {
     let shape = |layer| AttentionShape { layer, layers: 3, ..AttentionShape::new(64, 2, 2, 32) };
     let decay = |layer| match &Config::default().projections(&shape(layer))[0] {
-        Projection { bias: Some(Init::Values(values)), .. } => values.clone(),
+        ProjectionSpec { bias: Some(Init::Values(values)), .. } => values.clone(),
         other => panic!("no values in {other:?}"),
     };
     let (first, last) = (decay(0), decay(2));

@@ -16,7 +16,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 pub use self::prune::pruned_fraction;
-use super::{AttentionShape, DocumentStarts, ExecPath, Init, Parameter};
+use super::{AttentionShape, DocumentStarts, ExecPath, Init, ParameterSpec};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -48,8 +48,8 @@ impl Softmax {
 }
 
 /// The attention sinks of a layer as a parameter of the variant (gpt-oss, OpenAI, 2025).
-pub fn sinks(shape: &AttentionShape) -> Parameter {
-    Parameter { name: "sinks", elements: shape.heads, init: Init::Constant(0.0) }
+pub fn sinks(shape: &AttentionShape) -> ParameterSpec {
+    ParameterSpec { name: "sinks", elements: shape.heads, init: Init::Constant(0.0) }
 }
 
 /// Softmax attention without a learned decay.

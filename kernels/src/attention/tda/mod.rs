@@ -36,7 +36,7 @@ use super::rectified::{
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::{Rotation, rotate};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, Parameter, VariantSpec};
+use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tda"`.
@@ -74,11 +74,11 @@ impl VariantSpec for Config {
         2
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         vec![
-            Parameter { name: "beta", elements: 1, init: Init::Constant(self.beta) },
-            Parameter { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
-            Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
+            ParameterSpec { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+            ParameterSpec { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
+            ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
         ]
     }
 }

@@ -35,7 +35,7 @@ use super::rectified::{
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::{Rotation, rotate};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, Parameter, VariantSpec};
+use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tra"`.
@@ -69,10 +69,10 @@ impl VariantSpec for Config {
         self.rotary.validate(key, shape, problems);
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         vec![
-            Parameter { name: "beta", elements: 1, init: Init::Constant(self.beta) },
-            Parameter { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
+            ParameterSpec { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+            ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
         ]
     }
 }

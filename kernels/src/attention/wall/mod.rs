@@ -82,8 +82,8 @@ use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::Rotation;
 use super::softmax::sinks;
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, Parameter, Projection, Variant,
-    VariantSpec,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec, ProjectionSpec,
+    Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
@@ -310,29 +310,29 @@ impl VariantSpec for Config {
         self.evict_below.is_none() && !self.prune
     }
 
-    fn projections(&self, shape: &AttentionShape) -> Vec<Projection> {
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
         let features = self.gate_heads_of(shape) * self.gate_dims_of(shape);
         match self.gate_source {
             GateSource::Key => vec![],
             GateSource::Hidden => {
-                vec![Projection::new("gate", features).bias(Init::Constant(self.bias_init))]
+                vec![ProjectionSpec::new("gate", features).bias(Init::Constant(self.bias_init))]
             }
         }
     }
 
-    fn parameters(&self, shape: &AttentionShape) -> Vec<Parameter> {
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
         let sinks = self.sinks.then(|| sinks(shape));
         if self.gate_source == GateSource::Hidden {
             return sinks.into_iter().collect();
         }
         let features = shape.kv_heads * self.key_gate_outputs(shape);
         let of_gate = [
-            Parameter {
+            ParameterSpec {
                 name: "key_gate_weight",
                 elements: features * shape.head_dim,
                 init: Init::Normal(0.02),
             },
-            Parameter {
+            ParameterSpec {
                 name: "key_gate_bias",
                 elements: features,
                 init: Init::Constant(self.bias_init),

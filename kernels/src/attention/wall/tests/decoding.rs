@@ -137,7 +137,9 @@ fn rescaled_keys_hold_what_is_documented_to_the_element() {
 fn eviction_frees_memory_and_changes_outputs_within_its_promise() {
     let hidden = Config { bias_init: 1.0, ..Config::default() };
     let key = Config { gate_source: GateSource::Key, ..hidden.clone() };
-    for config in [hidden, key.clone(), Config { key_gate: Some(KeyGate::Scalar), ..key }] {
+    let sinks = Config { sinks: true, ..hidden.clone() };
+    let scalar = Config { key_gate: Some(KeyGate::Scalar), ..key.clone() };
+    for config in [hidden, sinks, key, scalar] {
         let (full, all, _) = decode(&config, 600, 800);
         for threshold in [1e-4f32, 1e-8] {
             let evicting = Config { evict_below: Some(threshold), ..config.clone() };

@@ -63,7 +63,7 @@ fn cuda_pruned_tiles_count_as_if_they_were_read() {
         (closed(), [4, 2, 64, 2, 700]),
         (closing.clone(), [4, 2, 64, 2, 700]),
         (closing.clone(), [2, 1, 128, 1, 500]),
-        (closing.clone(), [2, 2, 80, 1, 400]),
+        (Config { sinks: true, ..closing.clone() }, [2, 2, 80, 1, 400]),
         (closing, [2, 1, 256, 1, 400]),
         (query, [4, 2, 64, 1, 400]),
         (key, [4, 2, 64, 1, 400]),

@@ -1,0 +1,304 @@
+//! The default hooks. Their bodies are written out, as cubecl's traits have no default bodies.
+
+use burn::tensor::bf16;
+use cubecl::prelude::*;
+
+use super::{Biases, Operands, Score};
+use crate::attention::flash::mask::{QueryBlock, QueryGroup};
+use crate::attention::flash::problem::{KernelConfig, ProblemShape};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt};
+use crate::tile::{AFragments, Accumulator, Chunk};
+
+/// q and k unchanged.
+pub struct PlainOperands;
+
+#[cube]
+impl Operands for PlainOperands {
+    type Args = ();
+    type Gradient = bf16;
+    type Forward = ();
+    type Dq = ();
+    type Dkv = ();
+    type Decode = ();
+
+    const Q_IN_REGISTERS: bool = false;
+    const DK_IN_REVERSE: bool = false;
+    const SCALES_GRADIENTS: bool = true;
+
+    fn forward(
+        _args: &(),
+        _problem: &ProblemShape,
+        _block: &QueryBlock,
+        _group: &QueryGroup,
+        _q_tile: &SharedMemory<Chunk>,
+        _column: usize,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn start_scores(
+        _state: &mut (),
+        s: &mut Accumulator,
+        q_tile: &SharedMemory<Chunk>,
+        k_tile: &SharedMemory<Chunk>,
+        at: usize,
+        warp: usize,
+        #[comptime] fresh: bool,
+        #[comptime] config: KernelConfig,
+    ) {
+        start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
+    }
+
+    fn read_ahead(_state: &mut (), _args: &(), _column: usize, #[comptime] _config: KernelConfig) {}
+
+    fn dq(
+        _args: &(),
+        _problem: &ProblemShape,
+        _block: &QueryBlock,
+        _group: &QueryGroup,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn start_scores_of_dq(
+        _state: &mut (),
+        s: &mut Accumulator,
+        q_tile: &SharedMemory<Chunk>,
+        k_tile: &SharedMemory<Chunk>,
+        at: usize,
+        warp: usize,
+        #[comptime] fresh: bool,
+        #[comptime] config: KernelConfig,
+    ) {
+        start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
+    }
+
+    fn begin_tile_of_dq(
+        _state: &mut (),
+        _args: &(),
+        _warp: usize,
+        _next: usize,
+        _ahead: bool,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn rescale_dq(
+        _state: &(),
+        _dq: &mut Accumulator,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn dkv(
+        _args: &(),
+        _problem: &ProblemShape,
+        _batch_kv_head: usize,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn read_queries(
+        _state: &mut (),
+        _args: &(),
+        _first_query: usize,
+        #[comptime] _first: bool,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn begin_tile_of_dkv(_state: &mut (), _warp: usize, #[comptime] _config: KernelConfig) {}
+
+    fn start_scores_of_dkv(
+        _state: &mut (),
+        s: &mut Accumulator,
+        k_tile: &SharedMemory<Chunk>,
+        q_tile: &SharedMemory<Chunk>,
+        at: usize,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) {
+        start_plain_scores(s, k_tile, q_tile, at, warp, true, config);
+    }
+
+    fn rescale_dk(
+        _state: &(),
+        _dk: &mut Accumulator,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn decode(
+        _args: &(),
+        _problem: &ProblemShape,
+        _batch_kv_head: usize,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn rescale_q(
+        _state: &mut (),
+        _args: &(),
+        _q: &mut AFragments,
+        _warp: usize,
+        _next: usize,
+        _ahead: bool,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+}
+
+/// Starts the product of a warpgroup's 64 rows of the block's tile and the tile at chunk `at`.
+#[cube]
+pub fn start_plain_scores(
+    s: &mut Accumulator,
+    block_tile: &SharedMemory<Chunk>,
+    tile: &SharedMemory<Chunk>,
+    at: usize,
+    warp: usize,
+    #[comptime] fresh: bool,
+    #[comptime] config: KernelConfig,
+) {
+    let row = warp / GROUP_WARPS * GROUP_ROWS;
+    let (rows, n, steps) = comptime!((config.rows(), config.tile / 8, config.padded_head_dim / 16));
+    start_tile_abt(block_tile, row, rows, tile, at, s, fresh, n, steps);
+}
+
+/// No biases.
+pub struct NoBiases;
+
+#[cube]
+impl Biases for NoBiases {
+    type Args = ();
+    type KeyLoop = ();
+    type QueryLoop = ();
+    type Decode = ();
+
+    const ENABLED: bool = false;
+    const NEEDS_DS_SUMS: bool = false;
+
+    fn init_key_loop(
+        _args: &(),
+        _problem: &ProblemShape,
+        _block: &QueryBlock,
+        _group: &QueryGroup,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn read_keys(
+        _state: &mut (),
+        _args: &(),
+        _problem: &ProblemShape,
+        _block: &QueryBlock,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn start_from_biases(
+        _state: &mut (),
+        _s: &mut Accumulator,
+        _factor: f32,
+        _warp: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn shift(
+        _args: &(),
+        _problem: &ProblemShape,
+        _batch_head: usize,
+        _first: usize,
+        _position: usize,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn init_query_loop(#[comptime] _config: KernelConfig) {}
+
+    fn read_queries(
+        _state: &mut (),
+        _args: &(),
+        _problem: &ProblemShape,
+        _batch_head: usize,
+        _first_query: usize,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
+
+    fn begin_tile(_state: &mut (), #[comptime] _config: KernelConfig) {}
+
+    fn bias_of_key(
+        _state: &(),
+        #[comptime] _n: usize,
+        #[comptime] _r: usize,
+        #[comptime] _config: KernelConfig,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn decode(_args: &(), _problem: &ProblemShape, _batch_heads: &Array<usize>) {}
+
+    fn read_biases(
+        _state: &mut (),
+        _args: &(),
+        _problem: &ProblemShape,
+        _tile: usize,
+        _column: usize,
+    ) {
+    }
+
+    fn bias(
+        _state: &(),
+        #[comptime] _r: usize,
+        #[comptime] _n: usize,
+        #[comptime] _e: usize,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+}
+
+/// scale · q·k.
+pub struct ScaledScore;
+
+#[cube]
+impl Score for ScaledScore {
+    type Args = ();
+    type Head = ();
+
+    fn head(_args: &(), _head: usize) {}
+
+    fn scale(_args: &(), problem: &ProblemShape) -> f32 {
+        problem.scale
+    }
+
+    fn score(
+        _args: &(),
+        _problem: &ProblemShape,
+        _head: &(),
+        product: f32,
+        _row: u32,
+        _column: u32,
+    ) -> f32 {
+        product
+    }
+
+    fn slope(
+        _args: &(),
+        _problem: &ProblemShape,
+        _head: &(),
+        _score: f32,
+        _row: u32,
+        _column: u32,
+    ) -> f32 {
+        f32::cast_from(1u32)
+    }
+}
