@@ -5,7 +5,7 @@
 
 The folder holds reports of `longwall bench … --json` as ours-PART-NAME.json, the peers' results as
 peers.jsonl and train.jsonl (peers/README.md describes their lines), and failed.txt, the commands
-that failed. What is not there has no row; what was tried and not measured is listed at the end.
+that failed. Missing results have no row; what was tried and could not be measured is listed at the end.
 """
 
 import json
@@ -154,7 +154,7 @@ def name_of(result):
 
 
 def rank(name):
-    """Where a kind stands."""
+    """A kind's place in the tables."""
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 

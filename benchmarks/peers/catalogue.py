@@ -1,4 +1,4 @@
-"""What is measured beside Longwall's attention kinds, and the module that it needs beside PyTorch.
+"""The implementations that Longwall's attention kinds are compared with, and the module that each needs.
 
 No other file lists the peers: the measuring scripts and tables.py read this one.
 """
@@ -37,7 +37,7 @@ TRAIN = {
 # What every kind is compared with: FlashAttention-2, as PyTorch's scaled_dot_product_attention.
 BASELINE, TRAIN_BASELINE = "sdpa_flash", "sdpa"
 
-# What pip installs for a module, where it does.
+# The package that pip installs for a module, if there is one.
 PACKAGES = {
     FLA: "flash-linear-attention",
     FOT: "the FoX authors' forgetting-transformer, from their repository",

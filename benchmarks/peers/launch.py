@@ -1,4 +1,4 @@
-"""Starts workers and writes down what they report. Needs no PyTorch, which may be missing."""
+"""Starts workers and records what they report. Needs no PyTorch, which may be missing."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-# Lines of a worker that start so are results.
+# The prefix of a worker's lines that are results.
 MARK = "@@"
 
 ENVIRONMENT = """
@@ -20,7 +20,7 @@ print(json.dumps({"gpu": gpu.name, "torch": torch.__version__, "triton": triton.
 
 
 def words(text):
-    """Words with commas or spaces between them, as options have them."""
+    """Splits an option's value at commas and spaces."""
     return text.replace(",", " ").split()
 
 

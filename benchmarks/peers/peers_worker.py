@@ -39,7 +39,7 @@ def main(request):
         return compile_all(request)
     print("ready", flush=True)
     if not sys.stdin.readline():
-        sys.exit(1)  # Nobody waits for the results any more.
+        sys.exit(1)  # The parent process has ended.
     past = {}
     for shape in request["shapes"]:
         tuning.case, tuning.reuse = shape[3], shape[2] > request["tuned_len"]

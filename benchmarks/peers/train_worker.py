@@ -79,7 +79,7 @@ def choose_backend(name):
     """What scaled_dot_product_attention runs."""
     if name != "cudnn":
         return SDPBackend.FLASH_ATTENTION
-    # Compiled code chooses when it is traced: it is left no other choice.
+    # Compiled code chooses a backend when it is traced: allow only this one.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_math_sdp(False)

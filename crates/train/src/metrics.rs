@@ -51,7 +51,7 @@ pub struct ValidationRecord {
     pub bits_per_byte: f64,
     /// Metrics that layers report on the first validation row, by name: each is the mean over the
     /// layers that report it.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "nulls_as_nan")]
     pub probe: BTreeMap<String, f64>,
     /// Seconds of training so far.
     pub seconds: f64,
@@ -60,6 +60,13 @@ pub struct ValidationRecord {
 /// JSON has no NaN: what is not finite is written as `null`.
 fn null_as_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+fn nulls_as_nan<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, f64>, D::Error> {
+    let values: BTreeMap<String, Option<f64>> = BTreeMap::deserialize(deserializer)?;
+    Ok(values.into_iter().map(|(name, x)| (name, x.unwrap_or(f64::NAN))).collect())
 }
 
 /// One line of `metrics.jsonl`.
@@ -236,6 +243,24 @@ mod tests {
         assert_eq!(read(&path).unwrap(), records);
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.lines().nth(2).unwrap().contains("\"loss\":null"), "{text}");
+    }
+
+    #[test]
+    fn a_probes_nan_is_null_and_lines_without_a_probe_are_read() {
+        let Record::Validation(mut record) = validation(1) else { unreachable!("a validation") };
+        record.probe.insert("entropy".to_owned(), f64::NAN);
+        let line = serde_json::to_string(&record).unwrap();
+        assert!(line.contains("\"entropy\":null"), "{line}");
+        let again: ValidationRecord = serde_json::from_str(&line).unwrap();
+        assert!(again.probe["entropy"].is_nan());
+        assert_eq!(again.probe["pruned_fraction"], record.probe["pruned_fraction"]);
+        // As earlier versions wrote it.
+        let mut old: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let fields = old.as_object_mut().unwrap();
+        fields.remove("probe");
+        fields.insert("share_left_out".to_owned(), 0.5.into());
+        let old: ValidationRecord = serde_json::from_value(old).unwrap();
+        assert_eq!(old, ValidationRecord { probe: BTreeMap::new(), ..record });
     }
 
     #[test]

@@ -147,9 +147,9 @@ fn bytes(n: u64) -> String {
 const HEAD: &str = "\
 # Attention variants
 
-Made by `longwall variants --markdown` from the registry; a test compares the two. The equations of
-a kind, what its parameters start from and what decoding keeps stand in its module's documentation,
-`kernels/src/attention/<kind>/mod.rs`; [configuration.md](configuration.md) describes the keys, and
+Made by `longwall variants --markdown` from the registry; a test compares the two. Each kind's module
+documentation, `kernels/src/attention/<kind>/mod.rs`, gives its equations, the initial values of its
+parameters and its decoding state; [configuration.md](configuration.md) describes the keys, and
 [op-files.md](op-files.md) the tensors that `longwall op` reads.
 
 A key without a value has no default: it is off, or follows from the model's sizes. Where a kind has
@@ -163,7 +163,7 @@ const COSTS: &str = "
 With the default settings in a model of GPT-2's 124M shape (12 layers, 12 heads of 64 channels), at
 three context lengths: what decoding keeps per sequence (f32), the operation's forward MFLOP per
 token, averaged over a causal sequence, and the weight-to-state FLOP ratio (Gelada et al., 2025,
-section 3.2; the output projection left out). `longwall info --config FILE --seq-len N` gives the
+section 3.2; without the output projection). `longwall info --config FILE --seq-len N` gives the
 same for any configuration.
 
 | kind | state, 1,024 | MFLOP | ratio | state, 8,192 | MFLOP | ratio | state, 65,536 | MFLOP | ratio |

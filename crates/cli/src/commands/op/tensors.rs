@@ -148,7 +148,7 @@ impl InputFile {
             if start != t as i64 && !continues {
                 bail!(
                     "{DOCUMENTS} in {path} is {start} at row {}, position {t}; allowed: {t}, where a \
-                     document starts, or the value before it, where it goes on\n  \
+                     document starts, or the value before it, where one continues\n  \
                      hint: give each position the index of its document's first token",
                     at / seq_len
                 );
