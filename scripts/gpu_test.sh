@@ -33,8 +33,8 @@ echo "$run" > "$work/run"
 export LONGWALL_TEST_ERRORS="$work/errors" binary work
 touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
-# A group is a suite, or the tests of one operation, run by one process so that each kernel is compiled once;
-# any other test is a group of its own.
+# A group is a suite of references, or the tests of one operation, run by one process so that each kernel is
+# compiled once; any other test is a group of its own.
 run_group() {
   "$binary" --ignored --test-threads=1 "$1" > "$work/$1.log" 2>&1 || true
   sed -n 's/^test \(.*\) \.\.\. ok$/\1/p' "$work/$1.log" >> "$work/passed"
@@ -44,9 +44,9 @@ run_group() {
 export -f run_group
 "$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p' | sort > "$work/tests"
 comm -13 "$work/passed" "$work/tests" |
-  sed -E '/^(attention::suites|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
+  sed -E '/^(attention::suites::.*::references|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
 # The slowest first.
-slowest='::(power|wall|tda|tra|fox|rope)::'
+slowest='::(bf16|length|pruning|power|wall)::'
 { grep -E "$slowest" "$work/groups" || true; grep -vE "$slowest" "$work/groups" || true; } |
   xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"

@@ -5,7 +5,7 @@ use burn::tensor::{DType, Tensor};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::in_bf16::assert_roundings;
+use super::in_bf16::Roundings;
 use super::run::{Decoding, attend, gradients, largest_difference, to_vec};
 use super::{Conformance, Problem};
 use crate::backend::OpBackend;
@@ -84,7 +84,8 @@ pub fn holds_at_length<V: Conformance, K: OpBackend>(
 
         let check = |what: &str, got: &[f64], want: &[f64], least: f64| {
             if dtype == DType::BF16 {
-                return assert_roundings(what, got, want, variant.roundings(), least);
+                let count = variant.roundings();
+                return Roundings { count, least, vector: 1, kinks: false }.check(what, got, want);
             }
             assert!(got.iter().all(|x| x.is_finite()), "{what}: not finite");
             let largest = want.iter().fold(least, |a, x| a.max(x.abs()));

@@ -49,6 +49,13 @@ pub trait Conformance: Variant {
         0.1
     }
 
+    /// Whether gradients jump where scores cross a value, as for rectified scores. Rounding moves a few
+    /// scores across it, and their gradients are then off by their own size: only the root mean square of
+    /// gradients' errors in bf16 is limited.
+    fn has_kinks(&self) -> bool {
+        false
+    }
+
     /// The operation by its definition: `inputs` are q, k, v, the projections, the parameters;
     /// `documents[b][t]` is where the document of position t starts.
     fn oracle(

@@ -24,6 +24,10 @@ impl Conformance for Config {
         16
     }
 
+    fn has_kinks(&self) -> bool {
+        true
+    }
+
     /// The norm's gradient is orthogonal to its input, so that the gradients of scores, q and k are
     /// differences of large terms: errors are relative to the size of all gradients.
     fn vanished(&self) -> f64 {

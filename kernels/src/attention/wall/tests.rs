@@ -44,9 +44,9 @@ impl Conformance for Config {
         ]
     }
 
-    /// Beside those of softmax attention: the rescaled q and k.
+    /// Beside those of softmax attention: the rescaled q and k; with sinks, that of o in δ = dO · o.
     fn roundings(&self) -> u32 {
-        7
+        7 + u32::from(self.sinks)
     }
 
     fn oracle(
