@@ -269,8 +269,8 @@ fn check_parameters<V: Conformance>(
 /// Each of `count` independent roundings has a relative error of at most 2⁻⁸, and of 2⁻⁹ in the root mean
 /// square. The root mean square error may be √count · 2⁻⁹ times the results' root mean square. Errors
 /// within a vector share their causes, so that the root mean square over n vectors fluctuates by 1/√(2n):
-/// two such deviations are allowed on top. The largest error may be √(5 count) · 2⁻⁹ times the largest
-/// result: with five roundings that is its own, 2⁻⁸, plus three times 2⁻⁹.
+/// two such deviations are allowed on top. The largest error may be √5 times as much of the largest result:
+/// with five roundings of many vectors that is its own, 2⁻⁸, plus three times 2⁻⁹.
 #[derive(Clone, Copy)]
 pub struct Roundings {
     pub count: u32,
@@ -292,9 +292,10 @@ impl Roundings {
         let size = root_mean_square(want).max(self.least);
         let errors: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
         let (worst, mean) = (largest_difference(got, want), root_mean_square(&errors));
-        let relative = f64::from(self.count).sqrt() * 2f64.powi(-9);
         let vectors = got.len() as f64 / self.vector as f64;
-        let allowed = relative * size * (1.0 + (2.0 / vectors).sqrt());
+        let fluctuation = 1.0 + (2.0 / vectors).sqrt();
+        let relative = f64::from(self.count).sqrt() * 2f64.powi(-9) * fluctuation;
+        let allowed = relative * size;
         let allowed_worst =
             if self.kinks { f64::INFINITY } else { 5f64.sqrt() * relative * largest };
         record(worst / largest);
