@@ -144,6 +144,27 @@ mod tests {
         "arch = \"rwkv7\"\nshort_conv = true\noutput_gate = true\nvalue_residual = \"learned\"",
     ];
 
+    /// Models whose layers differ in kind, with and without a value residual.
+    fn hybrids() -> impl Iterator<Item = ModelConfig> {
+        let residuals = ["none", "learned", "gated"];
+        let patterns = [["rwkv7", "rope", "wall", "fox"], ["rope", "power", "rope", "rwkv7"]];
+        let tables = patterns.into_iter().flat_map(move |pattern| {
+            residuals.map(|residual| {
+                format!(
+                    "layers = 4\nwidth = 32\nheads = 4\nvalue_residual = {residual:?}\n\
+                     pattern = {pattern:?}"
+                )
+            })
+        });
+        tables.map(|table| {
+            let config: ModelConfig = toml::from_str(&table).unwrap();
+            let mut problems = Problems::new();
+            config.validate(&mut problems);
+            assert!(problems.as_slice().is_empty(), "{table}: {:?}", problems.as_slice());
+            config
+        })
+    }
+
     /// Every attention kind that the blocks allow; the last blocks have a window if the kind allows one.
     fn configs() -> Vec<ModelConfig> {
         let mut configs = Vec::new();
@@ -188,7 +209,7 @@ mod tests {
     fn losses_and_gradients_equal_those_of_one_graph_to_the_bit() {
         let configs = configs();
         assert!(configs.len() > 60, "{} configurations are left", configs.len());
-        for config in configs {
+        for config in configs.into_iter().chain(hybrids()) {
             let model = model_of(&config);
             let ((loss, whole), (recomputed, parts)) = (pass(&model, false), pass(&model, true));
             assert_eq!(loss, recomputed, "loss of {config:?}");
