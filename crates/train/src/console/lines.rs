@@ -141,7 +141,7 @@ mod tests {
         step 2/4 | loss 2.2500 (2.5000) | norm 0.812 | lr 6.00e-4 | 5.12k tok/s | mfu 41.5 % | left 3m12s | 1.21 GB
         step 3 skipped: the loss is NaN
         step 4/4 | loss 2.1250 (2.5000) | norm 0.812 | lr 6.00e-4 | 5.12k tok/s | mfu 41.5 % | left 3m12s | 1.21 GB
-        step 4: validation loss 2.0000, perplexity 7.39, 2.8850 bits per byte, 71.5 % of attention left out (best)
+        step 4: validation loss 2.0000, perplexity 7.39, 2.8850 bits per byte, pruned_fraction 0.715 (best)
         step 4: sample: fn main() {\n
         checkpoint runs/small/checkpoints/step-4
         finished 4 steps in 1m20s; 1 step skipped; validation loss 2.0000, 2.8850 bits per byte
