@@ -8,7 +8,7 @@
 
 use cubecl::prelude::*;
 
-use super::decay::{SPAN, Sums, bias};
+use super::decay::{SPAN, Sums, bias, difference};
 use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Biases;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
@@ -25,9 +25,9 @@ pub struct DecayBiases;
 #[derive(CubeType)]
 pub struct KeyLoopState {
     /// Σ ℓ before the span in which the queries begin.
-    own: f64,
+    own: Pair,
     /// Σ ℓ before the span of the lane's keys.
-    before: f64,
+    before: Pair,
     /// Σ ℓ within that span, up to each of the lane's keys.
     within: Array<f32>,
     /// The biases of a tile's keys, for each warp.
@@ -38,7 +38,7 @@ pub struct KeyLoopState {
 #[derive(CubeType)]
 pub struct QueryLoopState {
     /// Σ ℓ before the queries' spans, then before the span of the warp's keys.
-    before: Array<f64>,
+    before: Array<Pair>,
     /// Σ ℓ within that span, up to a lane's two keys.
     within: Array<f32>,
     /// The biases of a lane's two keys for each span of the tile's queries.
@@ -50,7 +50,7 @@ pub struct QueryLoopState {
 pub struct DecodeBiases {
     batch_heads: Array<usize>,
     /// Σ ℓ before the query's span.
-    own: Array<f64>,
+    own: Array<Pair>,
     /// The biases of a lane's four keys for each head.
     biases: Array<f32>,
 }
@@ -86,7 +86,7 @@ impl Biases for DecayBiases {
         let count = comptime!(config.warps * config.tile / 2);
         KeyLoopState {
             own: args.before_span(block.batch_head, first),
-            before: f64::cast_from(0f32),
+            before: Pair::cast_from(0f32),
             within: Array::<f32>::new(comptime!(2 * pairs_per_lane(config.tile))),
             tile: SharedMemory::<Pair>::new_aligned(count, 8usize),
         }
@@ -119,7 +119,7 @@ impl Biases for DecayBiases {
     ) {
         let count = comptime!(config.tile / 2);
         let pairs = comptime!(pairs_per_lane(config.tile));
-        let between = state.own - state.before;
+        let between = difference(state.own, state.before);
         let first = UNIT_POS_PLANE as usize * pairs;
         sync_plane();
         if comptime!(count.is_multiple_of(32)) || first < count {
@@ -153,13 +153,15 @@ impl Biases for DecayBiases {
         first: usize,
         position: usize,
     ) -> f32 {
-        f32::cast_from(args.at(batch_head, position) - args.before_span(batch_head, first))
+        let (own, start) =
+            (args.before_span(batch_head, position), args.before_span(batch_head, first));
+        difference(own, start) + args.within_span(batch_head, position)
     }
 
     fn init_query_loop(#[comptime] config: KernelConfig) -> QueryLoopState {
         let spans = comptime!(spans_of(config.tile));
         QueryLoopState {
-            before: Array::<f64>::new(comptime!(spans + 1)),
+            before: Array::<Pair>::new(comptime!(spans + 1)),
             within: Array::<f32>::new(2usize),
             biases: Array::<f32>::new(comptime!(2 * spans)),
         }
@@ -194,7 +196,7 @@ impl Biases for DecayBiases {
         let spans = comptime!(spans_of(config.tile));
         #[unroll]
         for i in 0..spans {
-            let between = state.before[i] - state.before[spans];
+            let between = difference(state.before[i], state.before[spans]);
             state.biases[i * 2] = bias(between, state.within[0], LOG2_E);
             state.biases[i * 2 + 1] = bias(between, state.within[1], LOG2_E);
         }
@@ -212,7 +214,7 @@ impl Biases for DecayBiases {
     fn decode(args: &Sums, problem: &ProblemShape, batch_heads: &Array<usize>) -> DecodeBiases {
         let position = problem.keys as usize - 1;
         let mut own_heads = Array::<usize>::new(2usize);
-        let mut own = Array::<f64>::new(2usize);
+        let mut own = Array::<Pair>::new(2usize);
         #[unroll]
         for r in 0..2usize {
             own_heads[r] = batch_heads[r];
@@ -232,7 +234,7 @@ impl Biases for DecayBiases {
         #[unroll]
         for r in 0..2usize {
             let batch_head = state.batch_heads[r];
-            let between = state.own[r] - args.before_span(batch_head, tile);
+            let between = difference(state.own[r], args.before_span(batch_head, tile));
             #[unroll]
             for i in 0..4usize {
                 let column =

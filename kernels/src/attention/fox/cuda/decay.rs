@@ -2,8 +2,8 @@
 //! c_i − c_j; softmax only needs the part that differs between keys.
 //!
 //! c may reach millions while differences of a thousandth still matter. So it is stored in two parts: sums
-//! within spans of 64 tokens in f32, and sums before each span in f64. The scores of a warpgroup's queries
-//! are relative to the span in which the queries begin.
+//! within spans of 64 tokens in f32, and sums before each span as the sum of two f32 numbers ([`split`]). The
+//! scores of a warpgroup's queries are relative to the span in which the queries begin.
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
@@ -12,6 +12,7 @@ use cubecl::prelude::*;
 use crate::attention::flash::{Strides, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::prefix_sum::kernel::scan;
+use crate::tile::Pair;
 
 /// Tokens per span.
 pub const SPAN: usize = 64;
@@ -20,12 +21,12 @@ pub const SPAN: usize = 64;
 pub const THREADS: usize = 1024;
 
 /// A learned decay's prefix sums, see [`prefix_sums`]: `[batch, heads, tokens]` and
-/// `[batch, heads, spans + 1]`; the buffers may be larger.
+/// `[batch, heads, spans + 1, 2]`; the buffers may be larger.
 #[derive(Clone, Debug)]
 pub struct DecaySums {
     /// Σ ℓ within spans.
     pub within: CudaTensor,
-    /// Σ ℓ before spans.
+    /// Σ ℓ before spans, each as two numbers.
     pub before: CudaTensor,
 }
 
@@ -35,7 +36,7 @@ impl DecaySums {
         let [batch, heads, keys]: [usize; 3] = log_decay.meta.shape().dims();
         let within = empty(log_decay, &[batch, heads, keys], DType::F32);
         let spans = keys.div_ceil(SPAN);
-        let before = empty(log_decay, &[batch, heads, spans + 1], DType::F64);
+        let before = empty(log_decay, &[batch, heads, spans + 1, 2], DType::F32);
         let decay = DecaySums { within, before };
         decay.add(log_decay, 0);
         decay
@@ -64,7 +65,7 @@ impl DecaySums {
     pub fn launch(&self) -> SumsLaunch<CudaRuntime> {
         let stride = |x: &CudaTensor| as_u32(x.meta.strides()[1]);
         let (within, before) = (&self.within, &self.before);
-        SumsLaunch::new(buffer(within, 1), buffer(before, 1), stride(within), stride(before))
+        SumsLaunch::new(buffer(within, 1), buffer(before, 2), stride(within), stride(before) / 2)
     }
 }
 
@@ -73,8 +74,8 @@ impl DecaySums {
 pub struct Sums {
     /// Σ ℓ within spans.
     pub within: Array<f32>,
-    /// Σ ℓ before spans.
-    pub before: Array<f64>,
+    /// Σ ℓ before spans, each [`split`].
+    pub before: Array<Pair>,
     /// The stride between rows of `within`.
     pub within_stride: u32,
     /// The stride between rows of `before`.
@@ -83,8 +84,8 @@ pub struct Sums {
 
 #[cube]
 impl Sums {
-    /// Σ ℓ before the span of `position`.
-    pub fn before_span(&self, row: usize, position: usize) -> f64 {
+    /// Σ ℓ before the span of `position`, [`split`].
+    pub fn before_span(&self, row: usize, position: usize) -> Pair {
         self.before[row * self.before_stride as usize + position / SPAN]
     }
 
@@ -95,7 +96,7 @@ impl Sums {
 
     /// Σ ℓ up to and including the token at `position`.
     pub fn at(&self, row: usize, position: usize) -> f64 {
-        self.before_span(row, position) + f64::cast_from(self.within_span(row, position))
+        whole(self.before_span(row, position)) + f64::cast_from(self.within_span(row, position))
     }
 }
 
@@ -103,8 +104,8 @@ impl Sums {
 /// `held` ones.
 ///
 /// - `log_decay`: `[batch, heads, tokens]` with `strides`
-/// - `sums`: within spans `[batch, heads, held + tokens]`, before them `[batch, heads, spans + 1]`; the last
-///   element is the sum over all tokens
+/// - `sums`: within spans `[batch, heads, held + tokens]`, before them `[batch, heads, spans + 1]`,
+///   [`split`]; the last element is the sum over all tokens
 ///
 /// Grid: batch · heads.
 #[cube(launch_unchecked)]
@@ -127,7 +128,7 @@ pub fn prefix_sums(
 
     // 1. Within spans, one warp per span; and the sum of each span.
     if (held == 0) & (UNIT_POS == 0) {
-        sums.before[before_at] = f64::cast_from(0f32);
+        sums.before[before_at] = Pair::cast_from(0f32);
     }
     let mut span = first_span + UNIT_POS as usize / 32;
     while span < spans {
@@ -153,7 +154,7 @@ pub fn prefix_sums(
             sums.within[within_at + first + 1] = own + through;
         }
         if lane == 31 {
-            sums.before[before_at + span + 1] = f64::cast_from(own + through);
+            sums.before[before_at + span + 1] = split(f64::cast_from(own + through));
         }
         span += comptime!(THREADS / 32);
     }
@@ -161,22 +162,47 @@ pub fn prefix_sums(
 
     // 2. Before spans: one warp scans the sums of spans.
     if UNIT_POS < 32 {
-        let mut sum = sums.before[before_at + first_span];
+        let mut sum = whole(sums.before[before_at + first_span]);
         for group in 0..(spans - first_span + 31) / 32 {
             let span = first_span + group * 32 + lane;
             let at = before_at + min(span, spans - 1) + 1;
-            let through = scan::<f64>(sums.before[at]);
+            let through = scan::<f64>(whole(sums.before[at]));
             if span < spans {
-                sums.before[at] = sum + through;
+                sums.before[at] = split(sum + through);
             }
             sum += plane_shuffle(through, 31u32);
         }
     }
 }
 
+/// `x` as the sum of two f32 numbers: the nearest to it, and the rest. At least 48 bits of `x` remain.
+///
+/// The attention kernels subtract such sums with [`difference`]: an f64 subtraction waits until the tensor
+/// cores are done with the products before it.
+#[cube]
+pub fn split(x: f64) -> Pair {
+    let nearest = f32::cast_from(x);
+    let mut pair = Pair::empty();
+    pair[0] = nearest;
+    pair[1] = f32::cast_from(x - f64::cast_from(nearest));
+    pair
+}
+
+/// The sum that [`split`] took apart.
+#[cube]
+pub fn whole(x: Pair) -> f64 {
+    f64::cast_from(x[0]) + f64::cast_from(x[1])
+}
+
+/// x − y of sums that are [`split`].
+#[cube]
+pub fn difference(x: Pair, y: Pair) -> f32 {
+    (x[0] - y[0]) + (x[1] - y[1])
+}
+
 /// A key's bias, (between − within) · factor: `between` is Σ ℓ from the start of the key's span to the start
 /// of the span that biases are relative to.
 #[cube]
-pub fn bias(between: f64, within: f32, factor: f32) -> f32 {
-    (f32::cast_from(between) - within) * factor
+pub fn bias(between: f32, within: f32, factor: f32) -> f32 {
+    (between - within) * factor
 }

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Int, Tensor};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{DecaySums, SPAN, Sums};
+use super::decay::{DecaySums, SPAN, Sums, split, whole};
 use super::{DecayHooks, flash, prune};
 use crate::Cuda;
 use crate::attention::flash::{
@@ -23,7 +23,7 @@ pub struct DecayKvCache {
     values: CacheBuffer,
     /// Σ ℓ within spans, `[batch, heads, tokens, 1]`.
     within: CacheBuffer,
-    /// Σ ℓ before spans, `[batch, heads, spans + 1, 1]`.
+    /// Σ ℓ before spans, `[batch, heads, spans + 1, 2]`.
     before: CacheBuffer,
     /// The largest |k|² so far, `[batch, kv_heads, 1]`; updated only with pruning.
     largest: CudaTensor,
@@ -42,7 +42,7 @@ impl DecayKvCache {
             keys: tokens(kv_heads, head_dim, k.dtype),
             values: tokens(kv_heads, head_dim, k.dtype),
             within: tokens(heads, 1, DType::F32),
-            before: CacheBuffer::new(k, [batch, heads, 1], DType::F64, capacity.div_ceil(SPAN) + 1),
+            before: CacheBuffer::new(k, [batch, heads, 2], DType::F32, capacity.div_ceil(SPAN) + 1),
             largest: zeros(k, &[batch, kv_heads, 1], DType::F32),
             starts: None,
         }
@@ -273,14 +273,14 @@ fn append(
         own += cache.sums.within[within_at - 1];
     }
     if position > 0 {
-        start = cache.sums.before[before_at];
+        start = whole(cache.sums.before[before_at]);
     }
     let sum = start + f64::cast_from(own);
     if lane == 0 {
         cache.sums.within[within_at] = own;
-        cache.sums.before[before_at + 1] = sum;
+        cache.sums.before[before_at + 1] = split(sum);
         if position == 0 {
-            cache.sums.before[before_at] = start;
+            cache.sums.before[before_at] = split(start);
         }
     }
 
