@@ -2,8 +2,7 @@
 # Runs the tests that need a GPU and records what was tested in kernels/gpu_tested.toml: the hashes of
 # all sources that decide a result there, the versions of the libraries below them, the GPU, and each
 # test's largest error. A CPU test fails if a hash or a version differs from the record, or if a test is not
-# in it. Nothing is written unless all tests pass. A known failure can be entered by hand, with its reason, in a
-# table [not_passed]; the next run replaces it.
+# in it. Nothing is written unless all tests pass.
 #
 #   scripts/gpu_test.sh            builds the tests and runs them
 #   scripts/gpu_test.sh BINARY     runs a test binary of the kernels crate that was built elsewhere
