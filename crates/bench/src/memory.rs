@@ -1,5 +1,7 @@
 //! How much memory a benchmark needs, and how much the device has.
 
+use longwall_train::memory;
+
 use crate::error::BenchError;
 use crate::setup::Setup;
 
@@ -76,7 +78,7 @@ impl Limits {
 impl Setup {
     /// Says what the device cannot hold, if a benchmark with these options needs too much.
     pub fn excess(&self, options: &str, need: &Need) -> Option<String> {
-        let memory = if self.on_cuda() { None } else { available_memory() };
+        let memory = if self.on_cuda() { None } else { memory::available() };
         Limits { tensor: self.compute.device.largest_tensor(), memory }.excess(options, need)
     }
 
@@ -92,14 +94,6 @@ impl Setup {
             None => Ok(()),
         }
     }
-}
-
-/// Bytes of memory available on this machine; `None` if the system does not report it.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kilobytes * 1024)
 }
 
 #[cfg(test)]
@@ -139,12 +133,5 @@ mod tests {
         }
         let unknown = Limits { tensor: None, memory: None };
         assert_eq!(unknown.excess("--batch 3", &Need::default().and(1 << 90, 1 << 100)), None);
-    }
-
-    #[test]
-    fn linux_tells_its_available_memory() {
-        if cfg!(target_os = "linux") {
-            assert!(available_memory().is_some_and(|bytes| bytes > 1 << 20));
-        }
     }
 }

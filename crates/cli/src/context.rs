@@ -10,6 +10,7 @@ use longwall_model::{LanguageModel, weights};
 use longwall_train::checkpoint::{Checkpoint, CheckpointSelector, TokenizerIdentity};
 use longwall_train::config::DeviceChoice;
 use longwall_train::device::{self, Compute};
+use longwall_train::run_folder::load_tokenizer;
 
 /// The device on the command line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -78,7 +79,7 @@ pub fn open_run(
 ) -> Result<OpenRun> {
     let checkpoint = Checkpoint::open(dir, wanted)?;
     let config = &checkpoint.config;
-    let tokenizer = Tokenizer::load(&config.tokenizer)?;
+    let tokenizer = load_tokenizer(dir, &config.tokenizer)?;
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     let device = device::open(device.unwrap_or(config.run.device), config.run.threads)?;
     let compute = Compute::for_trained(device, config.run.precision);
@@ -91,6 +92,6 @@ impl OpenRun {
         let config = &self.checkpoint.config;
         let (vocab, seq_len) = (self.tokenizer.vocab_size(), config.data.seq_len);
         let model = LanguageModel::<B>::new(&config.model, vocab, seq_len, config.run.seed, device);
-        Ok(self.compute.precision.convert(weights::load(model, &self.checkpoint.weights())?))
+        Ok(self.compute.precision.convert(weights::load(model, &self.checkpoint.weights()?)?))
     }
 }

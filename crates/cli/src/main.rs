@@ -35,6 +35,8 @@ enum Command {
     /// Train tokenizers
     #[command(subcommand)]
     Tokenizer(commands::tokenizer::Command),
+    /// Compare the files of runs and of shards with their checksums
+    Verify(commands::verify::Args),
     /// Draw the loss curves of one or several runs
     Plot(commands::plot::Args),
     /// Show what a configuration's model costs: parameters, FLOPs, state that decoding keeps
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         Command::Generate(args) => commands::generate::run(args),
         Command::Prepare(args) => commands::prepare::run(args),
         Command::Tokenizer(command) => commands::tokenizer::run(command),
+        Command::Verify(args) => commands::verify::run(args),
         Command::Plot(args) => commands::plot::run(args),
         Command::Info(args) => commands::info::run(args),
         Command::Variants(args) => commands::variants::run(args),
@@ -71,10 +74,17 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", describe(&error));
-            ExitCode::FAILURE
-        }
+        Err(error) => match longwall_train::signals::exit_code() {
+            // A command that a signal stopped says what is left to do.
+            Some(code) => {
+                eprintln!("stopped: {}", describe(&error));
+                ExitCode::from(code)
+            }
+            None => {
+                eprintln!("error: {}", describe(&error));
+                ExitCode::FAILURE
+            }
+        },
     }
 }
 

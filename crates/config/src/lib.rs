@@ -4,6 +4,7 @@
 mod table;
 
 use std::fmt::{self, Display};
+use std::path::Path;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -108,6 +109,16 @@ pub fn parse_count(text: &str) -> Result<u64, String> {
     Ok(value as u64)
 }
 
+/// `path` as a shell's argument: quoted if it has other characters than letters, digits and `/._-+=:@%,`.
+pub fn shell_quoted(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    match !text.is_empty() && text.chars().all(is_plain) {
+        true => text.into_owned(),
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
 /// How often something happens: every n steps, or every n tokens.
 ///
 /// In TOML: a whole number (`every = 100`, steps), or a string (`every = "100 steps"`,
@@ -200,6 +211,14 @@ fn parse_number_or_text<'de, D: Deserializer<'de>, T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn paths_are_quoted_only_where_a_shell_needs_it() {
+        let quoted = |path: &str| shell_quoted(Path::new(path));
+        assert_eq!(quoted("runs/fox-124m_2"), "runs/fox-124m_2");
+        assert_eq!(quoted("my runs/it's"), r"'my runs/it'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
 
     #[test]
     fn counts_take_suffixes() {

@@ -51,6 +51,20 @@ pub enum TrainError {
         /// Why the last one was.
         reason: String,
     },
+    /// The run needs more memory than there is.
+    #[error(
+        "training needs at least {:.1} GB of memory ({parameters} parameters with gradients and optimiser state, and micro-batches of {micro_batch} rows), and {:.1} GB are available\n  hint: choose a smaller model (model.layers, model.width), or a smaller train.micro_batch", *needed as f64 / 1e9, *available as f64 / 1e9
+    )]
+    Memory {
+        /// Parameters of the model.
+        parameters: usize,
+        /// Rows of a micro-batch.
+        micro_batch: usize,
+        /// Bytes needed at least.
+        needed: u128,
+        /// Bytes available.
+        available: u64,
+    },
     /// A resumed run has already trained for longer than `train.tokens`.
     #[error(
         "train.tokens is {tokens}, but the run has trained on {done} tokens already ({step} steps); allowed: {done} or more\n  hint: raise train.tokens to train further, or start a new run"
@@ -64,7 +78,7 @@ pub enum TrainError {
         step: u64,
     },
     /// The run failed after it had written checkpoints.
-    #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), run_dir.display())]
+    #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), longwall_config::shell_quoted(run_dir))]
     AfterCheckpoint {
         /// What happened.
         #[source]

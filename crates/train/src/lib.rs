@@ -13,6 +13,7 @@ mod error;
 pub mod grad_accumulation;
 pub mod gradients;
 pub mod guard;
+pub mod memory;
 pub mod meters;
 pub mod metrics;
 pub mod optimiser;
@@ -27,5 +28,6 @@ pub mod tensorboard;
 #[cfg(test)]
 mod testing;
 pub mod validation;
+pub mod verify;
 
 pub use error::TrainError;

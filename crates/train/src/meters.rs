@@ -2,8 +2,10 @@
 
 use std::cell::Cell;
 
-use longwall_kernels::device::Device;
+use longwall_kernels::device::{Device, DeviceKind};
 use longwall_model::Precision;
+
+use crate::memory;
 
 /// A device's memory use and peak rate.
 pub struct Meters {
@@ -20,6 +22,14 @@ impl Meters {
     /// Whether the device has its own memory.
     pub fn has_memory(&self) -> bool {
         matches!(self.device, Device::Cuda(_))
+    }
+
+    /// Bytes that a run may still take; `None` if the device does not report it.
+    pub fn available_memory(&self) -> Option<u64> {
+        match self.device.kind() {
+            DeviceKind::Cpu => memory::available(),
+            DeviceKind::Cuda => None,
+        }
     }
 
     /// The most bytes reserved at any call of this function so far; `None` on the CPU.

@@ -51,9 +51,10 @@ pub struct TrainOptions<'a> {
     pub precision: Precision,
     /// Whether the first step must compile the device's kernels.
     pub compiles: bool,
-    /// Peak FLOP/s of the device. With `None` it is measured on the CPU
-    /// ([`peak::measure`](crate::peak::measure)), and there is no MFU elsewhere.
+    /// Peak FLOP/s of the device. With `None` it is measured on the CPU, and there is no MFU elsewhere.
     pub peak_flops: Option<f64>,
+    /// Bytes of memory that the run may take on the device, if known: a run that needs more is refused.
+    pub available_memory: Option<u64>,
     /// Returns the bytes of device memory in use. With `None`, the console shows the peak resident size
     /// of the process.
     pub memory: Option<&'a dyn Fn() -> Option<u64>>,

@@ -4,15 +4,17 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use longwall_data::files;
+use longwall_config::shell_quoted;
+use longwall_data::{DataError, Tokenizer, TokenizerConfig, files};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, RunConfig};
 use crate::metrics::ValidationRecord;
 
 /// What training writes into a run folder; `--force` removes these and nothing else.
-const OURS: [&str; 9] = [
+const OURS: [&str; 10] = [
     "config.toml",
+    TOKENIZER_FILE,
     "metrics.jsonl",
     "samples.txt",
     "finished.json",
@@ -27,7 +29,7 @@ const OURS: [&str; 9] = [
 #[derive(Debug, thiserror::Error)]
 pub enum RunFolderError {
     /// The folder exists already.
-    #[error("the run folder {} exists already\n  hint: continue it with --resume {}, choose another run.name, or start over with --force, which deletes it", path.display(), path.display())]
+    #[error("the run folder {} exists already\n  hint: continue it with --resume {}, choose another run.name, or start over with --force, which deletes it", path.display(), shell_quoted(path))]
     Exists {
         /// The folder.
         path: PathBuf,
@@ -199,7 +201,8 @@ impl RunFolder {
         self.path.join("tb")
     }
 
-    /// Writes the resolved configuration, and removes the marker of a finished run.
+    /// Writes the resolved configuration and, for a tokenizer of `kind = "file"`, a copy of the file, unless
+    /// the run has one; removes the marker of a finished run.
     ///
     /// # Errors
     /// When a file cannot be written or removed.
@@ -210,6 +213,12 @@ impl RunFolder {
                 return Err(RunFolderError::Io { path: finished, source });
             }
             _ => {}
+        }
+        if let TokenizerConfig::File { path } = &config.tokenizer
+            && !self.path.join(TOKENIZER_FILE).exists()
+        {
+            let io = |source| RunFolderError::Io { path: path.clone(), source };
+            self.write(TOKENIZER_FILE, &fs::read(path).map_err(io)?)?;
         }
         self.write("config.toml", config.to_toml().as_bytes())
     }
@@ -239,6 +248,8 @@ fn check_writable(path: &Path) -> io::Result<()> {
 }
 
 const LOCK_FILE: &str = "lock";
+/// A run's own copy of a tokenizer file.
+const TOKENIZER_FILE: &str = "tokenizer.json";
 const FINISHED_FILE: &str = "finished.json";
 
 /// The console output of a run that a sweep started.
@@ -254,6 +265,21 @@ pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderErr
         return Err(RunFolderError::NoRun { path: path.to_owned() });
     }
     Ok(RunConfig::load(&file, sets)?)
+}
+
+/// The tokenizer of the run in `path`: its own copy of a tokenizer file if it has one, because the file that
+/// the configuration names may have changed, or be elsewhere for a run that was moved.
+///
+/// # Errors
+/// As [`Tokenizer::load`].
+pub fn load_tokenizer(path: &Path, config: &TokenizerConfig) -> Result<Tokenizer, DataError> {
+    let copy = path.join(TOKENIZER_FILE);
+    match config {
+        TokenizerConfig::File { .. } if copy.is_file() => {
+            Tokenizer::load(&TokenizerConfig::File { path: copy })
+        }
+        config => Tokenizer::load(config),
+    }
 }
 
 /// The results of the run in `path`, if it is finished.

@@ -1,8 +1,9 @@
 //! `longwall generate --run RUN --prompt TEXT`.
 
 use std::io::Write;
+use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
@@ -17,15 +18,19 @@ pub struct Args {
     run: RunArgs,
 
     /// The text to continue; without one, a document from its beginning
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", conflicts_with = "prompt_file")]
     prompt: String,
+
+    /// A file with the text to continue
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
 
     /// The most tokens to generate
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
 
     /// Divides the logits: above 1 is more varied, 0 always takes the most likely token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
 
     /// Draw from the K most likely tokens only
@@ -33,7 +38,7 @@ pub struct Args {
     top_k: Option<usize>,
 
     /// Draw from the most likely tokens that together reach probability P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
 
     /// Seed of the draws
@@ -42,8 +47,14 @@ pub struct Args {
 }
 
 /// Streams the continuation to stdout.
-pub fn run(args: Args) -> Result<()> {
+pub fn run(mut args: Args) -> Result<()> {
     check(&args)?;
+    if let Some(path) = &args.prompt_file {
+        args.prompt = std::fs::read_to_string(path).map_err(|error| {
+            let path = path.display();
+            anyhow!("cannot read --prompt-file {path}: {error}\n  hint: give a UTF-8 text file")
+        })?;
+    }
     let run = args.run.open()?;
     struct Generate(OpenRun, Args);
     impl OnDevice for Generate {
@@ -75,6 +86,16 @@ fn stream<B: OpBackend>(run: &OpenRun, args: &Args, device: &B::Device) -> Resul
     if prompt.is_empty() {
         // A document starts after an end of text.
         prompt.push(tokenizer.end_of_text());
+    }
+    let trained = run.checkpoint.config.data.seq_len;
+    if prompt.len() + args.max_tokens > trained {
+        tracing::warn!(
+            "the text may reach {} tokens (a prompt of {} and --max-tokens {}); the model was trained on \
+             {trained}, and may get worse beyond them",
+            prompt.len() + args.max_tokens,
+            prompt.len(),
+            args.max_tokens
+        );
     }
     let sampling = Sampling {
         temperature: args.temperature,

@@ -11,3 +11,4 @@ pub mod sweep;
 pub mod tokenizer;
 pub mod train;
 pub mod variants;
+pub mod verify;

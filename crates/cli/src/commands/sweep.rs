@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
+use longwall_config::shell_quoted;
 use longwall_train::signals::StopFlag;
 use longwall_train::sweep::{Plan, SweepConfig, execute, launch_current_exe};
 
@@ -34,6 +35,10 @@ pub fn run(args: Args) -> Result<()> {
     let results = execute(&plan, &mut |job| launch_current_exe(job), &stop, &mut note)?;
     print!("{}", results.table());
     println!("\n{}", plan.sweep.dir().join("results.csv").display());
+    if stop.is_raised() {
+        let file = shell_quoted(&args.file);
+        bail!("the sweep is not finished\n  hint: go on with longwall sweep {file}");
+    }
     let failures: Vec<_> = results.failures().map(|(run, why)| format!("  {run}: {why}")).collect();
     if !failures.is_empty() {
         bail!("{} runs failed:\n{}", failures.len(), failures.join("\n"));

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use longwall_config::parse_count;
 use longwall_data::{TrainBpe, train_bpe};
 
@@ -37,10 +37,20 @@ pub struct TrainArgs {
     /// Most bytes of text to read; by default all
     #[arg(long, value_parser = parse_count, value_name = "BYTES")]
     max_bytes: Option<u64>,
+
+    /// Replace the file if it exists
+    #[arg(long)]
+    force: bool,
 }
 
 /// Trains a tokenizer and prints a report.
 pub fn run(Command::Train(args): Command) -> Result<()> {
+    if args.out.exists() && !args.force {
+        bail!(
+            "{} exists already\n  hint: choose another --out, or replace it with --force",
+            args.out.display()
+        );
+    }
     let options = TrainBpe {
         corpus: args.corpus.corpus(),
         out: args.out,

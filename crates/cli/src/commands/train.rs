@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use longwall_config::shell_quoted;
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{OnDevice, keep_kernels};
@@ -72,10 +73,18 @@ pub fn run(args: Args) -> Result<()> {
         // Only a warning: a run stopped before its first step has nothing to draw.
         Err(error) => tracing::warn!("no loss curves: {error:#}"),
     }
-    if outcome.is_finished() {
-        evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
-        print_next(&config, &outcome.run_dir);
+    if !outcome.is_finished() {
+        bail!(
+            "{} is trained up to step {} of {}, and was not evaluated\n  \
+             hint: go on with longwall train --resume {}",
+            outcome.run_dir.display(),
+            outcome.step,
+            outcome.total_steps,
+            shell_quoted(&outcome.run_dir)
+        );
     }
+    evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
+    print_next(&config, &outcome.run_dir);
     Ok(())
 }
 
@@ -105,6 +114,7 @@ fn train_on(
                 device_name: self.device_name,
                 precision: self.precision,
                 compiles: self.compiles,
+                available_memory: self.meters.available_memory(),
                 peak_flops: self.meters.peak_flops(self.precision),
                 memory: self.meters.has_memory().then_some(&memory),
             };
@@ -137,7 +147,8 @@ fn evaluate_after(
 }
 
 fn print_next(config: &RunConfig, run_dir: &Path) {
-    let (exe, run) = (std::env::args().next().unwrap_or_default(), run_dir.display());
+    let exe = shell_quoted(Path::new(&std::env::args().next().unwrap_or_default()));
+    let run = shell_quoted(run_dir);
     println!("\nNext, for example:");
     println!("  {exe} generate --run {run} --max-tokens 200");
     if config.model.positions == Positions::None {

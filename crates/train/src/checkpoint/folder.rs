@@ -8,6 +8,7 @@ use longwall_data::files;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
+use super::checksums::Checksums;
 
 /// Written last into a checkpoint; a folder without it is not a checkpoint.
 pub(super) const STATE_FILE: &str = "state.json";
@@ -76,8 +77,8 @@ impl CheckpointFolder {
         Ok(())
     }
 
-    /// Lets `fill` write the checkpoint of `step` into a temporary folder, flushes it to disk, and
-    /// renames it into place.
+    /// Lets `fill` write the checkpoint of `step` into a temporary folder, adds the checksums, flushes it to
+    /// disk, and renames it into place.
     ///
     /// # Errors
     /// Those of `fill` and of the system; then the temporary folder is removed, and every other
@@ -93,6 +94,7 @@ impl CheckpointFolder {
         let write = || {
             fs::create_dir_all(&temporary).map_err(io)?;
             fill(&temporary)?;
+            Checksums::write(&temporary).map_err(io)?;
             files::sync_files_in(&temporary).map_err(io)?;
             fs::rename(&temporary, &target).map_err(io)?;
             files::sync_folder(&self.path).map_err(io)
@@ -101,6 +103,39 @@ impl CheckpointFolder {
             let _ = fs::remove_dir_all(&temporary);
         })?;
         Ok(target)
+    }
+
+    /// What is wrong with the files of the checkpoint of `step`, by file; `None` for a file that is sound.
+    ///
+    /// # Errors
+    /// When the checkpoint has no checksums, or they cannot be read.
+    pub fn verify(
+        &self,
+        step: u64,
+    ) -> Result<Vec<(PathBuf, Option<CheckpointError>)>, CheckpointError> {
+        let path = self.step_dir(step);
+        let Some(checksums) = Checksums::read(&path)? else {
+            return Err(CheckpointError::NoChecksums { path });
+        };
+        let verified = |name| (path.join(name), checksums.check(&path, name).err());
+        Ok(checksums.names().map(verified).collect())
+    }
+
+    /// Adds to the `error` of a damaged checkpoint which other one is sound.
+    pub(super) fn name_sound_one(&self, error: CheckpointError, step: u64) -> CheckpointError {
+        let CheckpointError::Damaged { path, reason, .. } = error else { return error };
+        let is_sound = |other: &u64| {
+            self.verify(*other).is_ok_and(|files| files.iter().all(|(_, error)| error.is_none()))
+        };
+        let others = self.steps().unwrap_or_default().into_iter().filter(|&other| other != step);
+        let hint = match others.rev().find(is_sound) {
+            Some(other) => format!(
+                "step {other} is sound: use it with --checkpoint {other}, or remove {} to resume from it",
+                self.step_dir(step).display()
+            ),
+            None => "restore it from a copy: no other checkpoint of the run is sound".to_owned(),
+        };
+        CheckpointError::Damaged { path, reason, hint }
     }
 
     /// Records the best checkpoint in `best.json`.
@@ -126,7 +161,7 @@ impl CheckpointFolder {
             Err(source) => return Err(CheckpointError::Read { path, source }),
         };
         let best = serde_json::from_slice(&bytes);
-        best.map(Some).map_err(|error| CheckpointError::Damaged { path, reason: error.to_string() })
+        best.map(Some).map_err(|error| CheckpointError::damaged(&path, error.to_string()))
     }
 
     /// Removes all checkpoints but the newest `keep_last` and the best.

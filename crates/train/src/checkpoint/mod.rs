@@ -1,8 +1,10 @@
 //! Checkpoints: written atomically, kept by age and by validation loss, and opened to resume.
 //!
-//! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, `config.toml` and
-//! `state.json`; `checkpoints/best.json` names the step with the lowest validation loss.
+//! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, `config.toml`, `state.json`
+//! and the checksums of all four, which are verified when a file is read; `checkpoints/best.json` names the
+//! step with the lowest validation loss.
 
+mod checksums;
 mod folder;
 mod state;
 
@@ -11,6 +13,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use checksums::Checksums;
 pub use folder::{Best, CheckpointFolder};
 pub use state::{State, TokenizerIdentity};
 
@@ -44,12 +47,20 @@ pub enum CheckpointError {
         source: std::io::Error,
     },
     /// A file is damaged.
-    #[error("{} is damaged: {reason}\n  hint: remove that checkpoint's folder; the one before it is used then", path.display())]
+    #[error("{} is damaged: {reason}\n  hint: {hint}", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
+        /// What to do.
+        hint: String,
+    },
+    /// A checkpoint cannot be verified.
+    #[error("{} has no checksums.json: an earlier version of Longwall wrote it, which cannot be verified\n  hint: resume the run; its next checkpoints have checksums", path.display())]
+    NoChecksums {
+        /// The checkpoint's folder.
+        path: PathBuf,
     },
     /// The requested checkpoint does not exist.
     #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these, or train the run first", run_dir.display(), listed(there))]
@@ -85,6 +96,14 @@ pub enum CheckpointError {
     /// The configuration in the checkpoint cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
+}
+
+impl CheckpointError {
+    /// Damage of the file `path`.
+    fn damaged(path: &Path, reason: String) -> Self {
+        let hint = "remove the file, or restore it from a copy".to_owned();
+        CheckpointError::Damaged { path: path.to_owned(), reason, hint }
+    }
 }
 
 fn listed(steps: &[u64]) -> String {
@@ -144,6 +163,8 @@ pub struct Checkpoint {
     pub state: State,
     /// The resolved configuration it was made with.
     pub config: RunConfig,
+    /// The checksums of its files, unless an earlier version wrote it.
+    checksums: Option<Checksums>,
 }
 
 impl Checkpoint {
@@ -163,20 +184,49 @@ impl Checkpoint {
             let run_dir = run_dir.to_owned();
             return Err(CheckpointError::Missing { run_dir, wanted, there: steps });
         };
-        let path = folder.step_dir(step);
+        Self::read(folder.step_dir(step)).map_err(|error| folder.name_sound_one(error, step))
+    }
+
+    fn read(path: PathBuf) -> Result<Self, CheckpointError> {
+        let checksums = Checksums::read(&path)?;
+        if checksums.is_none() {
+            tracing::warn!("{} has no checksums: damage would not be noticed", path.display());
+        }
+        for name in [folder::STATE_FILE, CONFIG_FILE] {
+            checksums.iter().try_for_each(|checksums| checksums.check(&path, name))?;
+        }
         let state = State::read(&path.join(folder::STATE_FILE))?;
-        let config = RunConfig::load(&path.join("config.toml"), &[])?;
-        Ok(Checkpoint { path, state, config })
+        let config = RunConfig::load(&path.join(CONFIG_FILE), &[])?;
+        Ok(Checkpoint { path, state, config, checksums })
     }
 
-    /// The model's weights.
-    pub fn weights(&self) -> PathBuf {
-        self.path.join("weights.safetensors")
+    /// The folder of the run.
+    pub fn run_dir(&self) -> &Path {
+        self.path.ancestors().nth(2).unwrap_or(Path::new("."))
     }
 
-    /// The optimiser's state.
-    pub fn optimizer(&self) -> PathBuf {
-        self.path.join("optimizer.safetensors")
+    /// The file with the model's weights.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Damaged`] when it is not as it was written.
+    pub fn weights(&self) -> Result<PathBuf, CheckpointError> {
+        self.sound(WEIGHTS_FILE)
+    }
+
+    /// The file with the optimiser's state.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weights`].
+    pub fn optimizer(&self) -> Result<PathBuf, CheckpointError> {
+        self.sound(OPTIMIZER_FILE)
+    }
+
+    fn sound(&self, name: &str) -> Result<PathBuf, CheckpointError> {
+        let check = |checksums: &Checksums| checksums.check(&self.path, name);
+        self.checksums.as_ref().map_or(Ok(()), check).map_err(|error| {
+            CheckpointFolder::new(self.run_dir()).name_sound_one(error, self.state.step)
+        })?;
+        Ok(self.path.join(name))
     }
 
     /// Rejects a tokenizer other than the one the checkpoint was made with.
@@ -235,6 +285,12 @@ fn is_harmless(key: &str) -> bool {
             .contains(&key)
 }
 
+const CONFIG_FILE: &str = "config.toml";
+/// The model's weights.
+pub(crate) const WEIGHTS_FILE: &str = "weights.safetensors";
+/// The optimiser's state.
+pub(crate) const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+
 /// Writes the text files of a checkpoint; the state goes last.
 ///
 /// # Errors
@@ -248,7 +304,7 @@ pub(crate) fn write_texts(
         let path = folder.join(name);
         fs::write(&path, bytes).map_err(|source| CheckpointError::Write { path, source })
     };
-    write("config.toml", config.to_toml().as_bytes())?;
+    write(CONFIG_FILE, config.to_toml().as_bytes())?;
     write(folder::STATE_FILE, &state.to_json())
 }
 

@@ -56,10 +56,8 @@ impl State {
     pub fn read(path: &Path) -> Result<Self, CheckpointError> {
         let bytes = fs::read(path)
             .map_err(|source| CheckpointError::Read { path: path.to_owned(), source })?;
-        serde_json::from_slice(&bytes).map_err(|error| CheckpointError::Damaged {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        })
+        serde_json::from_slice(&bytes)
+            .map_err(|error| CheckpointError::damaged(path, error.to_string()))
     }
 
     /// The file's bytes.

@@ -95,9 +95,59 @@ fn a_damaged_state_names_the_file() {
     std::fs::write(run.path().join("checkpoints/step-3/state.json"), "{\"step\": 3").unwrap();
     let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
-    RUN/checkpoints/step-3/state.json is damaged: EOF while parsing an object at line 1 column 10
-      hint: remove that checkpoint's folder; the one before it is used then
+    RUN/checkpoints/step-3/state.json is damaged: it has 10 bytes, of 1475 written
+      hint: restore it from a copy: no other checkpoint of the run is sound
     ");
+}
+
+/// Flips one bit in the middle of a file.
+fn flip_a_bit(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_flipped_bit_in_any_file_is_found_and_a_sound_checkpoint_is_named() {
+    for name in ["state.json", CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE] {
+        let run = tempfile::tempdir().unwrap();
+        let folder = CheckpointFolder::new(run.path());
+        for step in [1, 2, 3] {
+            let fill = |path: &Path| {
+                fs::write(path.join(WEIGHTS_FILE), [7; 1000]).unwrap();
+                fs::write(path.join(OPTIMIZER_FILE), [8; 2000]).unwrap();
+                write_texts(path, &config(&[]), &state(step))
+            };
+            folder.write(step, fill).unwrap();
+        }
+        flip_a_bit(&folder.step_dir(3).join(name));
+        flip_a_bit(&folder.step_dir(2).join(WEIGHTS_FILE));
+        let read = |checkpoint: Checkpoint| checkpoint.weights().and(checkpoint.optimizer());
+        let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).and_then(read);
+        let error = shown(run.path(), error.unwrap_err());
+        let expected = format!("RUN/checkpoints/step-3/{name} is damaged: its CRC-32C is ");
+        assert!(error.starts_with(&expected), "{error}");
+        assert!(error.contains("hint: step 1 is sound: use it with --checkpoint 1"), "{error}");
+        let damaged = |step| {
+            let files = folder.verify(step).unwrap();
+            files.into_iter().filter(|(_, error)| error.is_some()).map(|(path, _)| path).collect()
+        };
+        let found: Vec<PathBuf> = damaged(3);
+        assert_eq!(found, [folder.step_dir(3).join(name)]);
+        assert_eq!(damaged(1), [PathBuf::new(); 0]);
+    }
+}
+
+#[test]
+fn a_checkpoint_without_checksums_is_read_and_cannot_be_verified() {
+    let run = tempfile::tempdir().unwrap();
+    write(run.path(), 3);
+    let folder = CheckpointFolder::new(run.path());
+    fs::remove_file(folder.step_dir(3).join("checksums.json")).unwrap();
+    let checkpoint = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap();
+    assert_eq!(checkpoint.state, state(3));
+    assert!(matches!(folder.verify(3), Err(CheckpointError::NoChecksums { .. })));
 }
 
 #[test]

@@ -206,11 +206,13 @@ fn quoted_list(message: &str) -> Vec<String> {
 }
 
 /// The allowed name most similar to `name`, if any is similar enough.
-fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> {
+pub(super) fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> {
+    // `learning_rate` for `lr`.
+    let initials: String = name.split('_').filter_map(|word| word.chars().next()).collect();
     let score = |other: &str| {
         let alike = strsim::normalized_damerau_levenshtein(name, other);
         let is_part = other.len() > 2 && (name.contains(other) || other.contains(name));
-        if is_part { alike.max(0.6) } else { alike }
+        if is_part || other == initials { alike.max(0.6) } else { alike }
     };
     let best = allowed.iter().max_by(|a, b| score(a).total_cmp(&score(b)))?;
     (score(best) >= 0.5).then_some(best)

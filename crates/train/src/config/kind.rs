@@ -4,20 +4,21 @@ use longwall_config::{Problem, Problems};
 use longwall_kernels::attention::{AttentionConfig, AttentionShape};
 use toml::Table;
 
+use super::error::nearest;
 use super::{ConfigError, Override};
 
 /// Why options do not give an attention kind.
 #[derive(Debug, thiserror::Error)]
 pub enum KindError {
     /// No kind has this name.
-    #[error(
-        "--kind is {kind}, no known attention kind; allowed: {known}\n  hint: `longwall variants` describes them"
-    )]
+    #[error("--kind is {kind}, no known attention kind; allowed: {known}\n  hint: {hint}")]
     Unknown {
         /// The name given.
         kind: String,
         /// All names.
         known: String,
+        /// What to do.
+        hint: String,
     },
     /// A `--set` is not `key=value`.
     #[error(transparent)]
@@ -67,8 +68,13 @@ pub enum KindError {
 pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig, KindError> {
     let known = AttentionConfig::KINDS.iter().find(|known| known.kind == kind);
     let Some(known) = known else {
-        let kinds: Vec<_> = AttentionConfig::KINDS.iter().map(|known| known.kind).collect();
-        return Err(KindError::Unknown { kind: kind.to_owned(), known: kinds.join(", ") });
+        let kinds: Vec<_> =
+            AttentionConfig::KINDS.iter().map(|known| known.kind.to_owned()).collect();
+        let hint = match nearest(kind, &kinds) {
+            Some(near) => format!("did you mean {near}?"),
+            None => "`longwall variants` describes them".to_owned(),
+        };
+        return Err(KindError::Unknown { kind: kind.to_owned(), known: kinds.join(", "), hint });
     };
     let keys = (known.keys)().join(", ");
     let keys = if keys.is_empty() { "none".to_owned() } else { keys };

@@ -17,6 +17,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+/// The most threads that a run may ask for.
+const MOST_THREADS: usize = 1024;
+
 pub use error::ConfigError;
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
@@ -136,10 +139,10 @@ impl RunConfig {
             "use for example \"wall-124m\"; run.out_dir says where the folder goes",
         );
         problems.check(
-            self.run.threads != Some(0),
+            self.run.threads.is_none_or(|threads| (1..=MOST_THREADS).contains(&threads)),
             "run.threads",
-            0,
-            "1 or more",
+            self.run.threads.unwrap_or_default(),
+            format!("1 to {MOST_THREADS}"),
             "leave it out to use every core",
         );
         let precision = self.run.precision.unwrap_or_default();

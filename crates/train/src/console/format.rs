@@ -125,7 +125,7 @@ pub(super) fn end(ending: &Ending) -> String {
     let mut text = if ending.step >= ending.total_steps {
         format!("finished {} steps in {time}", ending.step)
     } else {
-        let run = ending.run_dir.display();
+        let run = longwall_config::shell_quoted(&ending.run_dir);
         format!(
             "stopped after step {} of {} ({time}); continue with: longwall train --resume {run}",
             ending.step, ending.total_steps

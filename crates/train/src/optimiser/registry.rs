@@ -24,7 +24,7 @@ macro_rules! registry {
             }
 
             /// As [`OptimiserKind::state`].
-            fn state(&self, parameter: &Parameter) -> Vec<StateTensor> {
+            pub(crate) fn state(&self, parameter: &Parameter) -> Vec<StateTensor> {
                 match self { $(Self::$name(c) => c.state(parameter),)+ }
             }
 

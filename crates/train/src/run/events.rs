@@ -5,7 +5,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_model::weights::{self, WeightsError};
 
 use super::setup::Run;
-use crate::checkpoint::{Best, CheckpointError, State, write_texts};
+use crate::checkpoint::{Best, CheckpointError, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
@@ -84,10 +84,10 @@ impl<B: OpBackend> Run<B> {
         }
         let state = self.state()?;
         let path = self.checkpoints.write(step, |folder| {
-            let weights = folder.join("weights.safetensors");
+            let weights = folder.join(WEIGHTS_FILE);
             let masters = self.optimiser.with_masters(self.model.valid());
             weights::save(&masters, &weights).map_err(write_error)?;
-            self.optimiser.save(&folder.join("optimizer.safetensors")).map_err(write_error)?;
+            self.optimiser.save(&folder.join(OPTIMIZER_FILE)).map_err(write_error)?;
             write_texts(folder, &self.config, &state)
         })?;
         self.progress.saved = Some(step);

@@ -7,7 +7,7 @@ use burn::module::Module;
 use longwall_data::{Loader, Progress, Split, Tokenizer};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
-use longwall_model::cost::train_flops_per_token;
+use longwall_model::cost::{Parameters, train_flops_per_token};
 use longwall_model::weights::{self, EarlierNames};
 use longwall_model::{LanguageModel, Precision};
 
@@ -20,10 +20,11 @@ use crate::config::RunConfig;
 use crate::console::RunInfo;
 use crate::error::TrainError;
 use crate::guard::{GuardState, StepGuard};
+use crate::memory;
 use crate::metrics::ValidationRecord;
 use crate::optimiser::Optimiser;
 use crate::peak;
-use crate::run_folder::RunFolder;
+use crate::run_folder::{RunFolder, load_tokenizer};
 use crate::sampling::Sampler;
 use crate::schedule::Schedule;
 use crate::validation::Validator;
@@ -92,7 +93,9 @@ pub(super) fn open<B: OpBackend>(
     };
     let checkpoint = checkpoint.as_ref();
     let micro_batch = micro_batch::<B>(config, checkpoint);
-    let data = open_data(config, checkpoint, micro_batch, options.progress)?;
+    let tokenizer = open_tokenizer(config, checkpoint, options)?;
+    check_memory(config, tokenizer.vocab_size(), micro_batch, options)?;
+    let data = open_data(config, tokenizer, checkpoint, micro_batch, options.progress)?;
     let (model, optimiser) =
         open_model::<B>(config, &data.tokenizer, checkpoint, options.precision, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
@@ -148,19 +151,52 @@ struct Data {
     validator: Option<Validator>,
 }
 
-/// Opens tokenizer and loaders, and checks that they match the checkpoint.
-fn open_data(
+/// Opens the tokenizer, and checks that it and the configuration match the checkpoint.
+fn open_tokenizer(
     config: &RunConfig,
     checkpoint: Option<&Checkpoint>,
-    micro_batch: usize,
-    progress: &dyn Progress,
-) -> Result<Data, TrainError> {
-    let tokenizer = Tokenizer::load(&config.tokenizer)?;
+    options: &TrainOptions,
+) -> Result<Tokenizer, TrainError> {
+    let tokenizer = match &options.start {
+        RunStart::Resume(run_dir) => load_tokenizer(run_dir, &config.tokenizer)?,
+        RunStart::New | RunStart::Force => Tokenizer::load(&config.tokenizer)?,
+    };
     if let Some(checkpoint) = checkpoint {
         checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
         checkpoint.check_config(config)?;
     }
-    let open = |split| Loader::open(&config.data, &tokenizer, config.run.seed, split, progress);
+    Ok(tokenizer)
+}
+
+/// Refuses a run that needs more memory than there is, before its data are prepared.
+fn check_memory(
+    config: &RunConfig,
+    vocab_size: usize,
+    micro_batch: usize,
+    options: &TrainOptions,
+) -> Result<(), TrainError> {
+    let needed = memory::least_for_training(config, vocab_size, micro_batch);
+    match options.available_memory {
+        Some(available) if needed > u128::from(available) => Err(TrainError::Memory {
+            parameters: Parameters::of(&config.model, vocab_size, config.data.seq_len).total(),
+            micro_batch,
+            needed,
+            available,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Opens the loaders, and checks that they match the checkpoint.
+fn open_data(
+    config: &RunConfig,
+    tokenizer: Tokenizer,
+    checkpoint: Option<&Checkpoint>,
+    micro_batch: usize,
+    progress: &dyn Progress,
+) -> Result<Data, TrainError> {
+    let seed = config.run.seed;
+    let open = |split| Loader::open(&config.data, &tokenizer, seed, split, progress);
     let loader = open(Split::Train)?;
     if let Some(checkpoint) = checkpoint {
         loader.check_cursor(&checkpoint.state.cursor)?;
@@ -183,11 +219,11 @@ fn open_model<B: OpBackend>(
     let (vocab_size, seq_len) = (tokenizer.vocab_size(), config.data.seq_len);
     let mut model = LanguageModel::new(&config.model, vocab_size, seq_len, config.run.seed, device);
     if let Some(checkpoint) = checkpoint {
-        model = weights::load(model, &checkpoint.weights())?;
+        model = weights::load(model, &checkpoint.weights()?)?;
     }
     let mut optimiser = Optimiser::new(&config.train.optimiser, &model);
     if let Some(checkpoint) = checkpoint {
-        optimiser.load(&checkpoint.optimizer(), &EarlierNames::of(&model), device)?;
+        optimiser.load(&checkpoint.optimizer()?, &EarlierNames::of(&model), device)?;
     }
     let (decayed, plain) = optimiser.group_sizes();
     tracing::debug!("{decayed} parameters decay, {plain} do not");
@@ -217,7 +253,8 @@ fn open_recorder<B: OpBackend>(
     device: &B::Device,
     options: &TrainOptions,
 ) -> Result<Recorder, TrainError> {
-    let measure = || (B::device_kind() == DeviceKind::Cpu).then(|| peak::measure::<B>(device));
+    let measure =
+        || (B::device_kind() == DeviceKind::Cpu).then(|| peak::of_this_machine::<B>(device));
     let start = RecorderStart {
         step: state.map_or(0, |state| state.step),
         metrics_bytes: state.map_or(0, |state| state.metrics_bytes),
@@ -282,7 +319,8 @@ fn saved_progress(
         updates: state.updates,
         loss: state.loss,
         best: state.best,
-        validation: state.validation.clone(),
+        // Not the one of an earlier part, if validation is off now.
+        validation: state.validation.clone().filter(|_| config.train.validate.every.is_on()),
         saved: Some(state.step),
     })
 }

@@ -112,6 +112,25 @@ pub fn run(args: Args) -> Result<()> {
     };
     write(&args.output, &outputs)?;
     println!("{}: {}", args.output.display(), names(&outputs));
+    check_finite(&outputs)
+}
+
+/// The inputs were finite, so results that are not come from a number beyond the type's range.
+fn check_finite(outputs: &[(String, Floats)]) -> Result<()> {
+    let mut problems = vec![];
+    for (name, x) in outputs {
+        let count = x.data.iter().filter(|x| !x.is_finite()).count();
+        if count > 0 {
+            problems.push(format!("{name}: {count} of {}", x.data.len()));
+        }
+    }
+    if !problems.is_empty() {
+        bail!(
+            "elements of the results are not finite, although all inputs are ({})\n  \
+             hint: the results were written; give inputs of smaller magnitude",
+            problems.join(", ")
+        );
+    }
     Ok(())
 }
 

@@ -40,7 +40,7 @@ fn a_checkpoint_with_earlier_names_resumes_to_the_bit() {
     let broken = sandbox.config(&[model, "run.name=broken"]);
     let dir = run_until(&broken, RunStart::New, 7).unwrap().run_dir;
     let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap();
-    for file in [checkpoint.weights(), checkpoint.optimizer()] {
+    for file in [checkpoint.weights().unwrap(), checkpoint.optimizer().unwrap()] {
         let mut renamed = 0;
         let earlier = |name: &str| {
             let pairs = [

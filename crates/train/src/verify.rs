@@ -1,0 +1,96 @@
+//! The check of a run's files.
+
+use std::fmt::{self, Display};
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{
+    Checkpoint, CheckpointError, CheckpointFolder, CheckpointSelector, TokenizerIdentity,
+};
+use crate::metrics;
+use crate::run_folder::{self, RunFolderError, load_tokenizer};
+
+/// One file of a run. Displays as one line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VerifiedFile {
+    /// The file, or the folder of a checkpoint.
+    pub path: PathBuf,
+    /// What is wrong with it, if anything is.
+    pub problem: Option<String>,
+}
+
+impl VerifiedFile {
+    fn new<T, E: Display>(path: PathBuf, result: Result<T, E>) -> Self {
+        VerifiedFile { path, problem: result.err().map(|error| error.to_string()) }
+    }
+}
+
+impl Display for VerifiedFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.problem {
+            None => write!(f, "{}: ok", self.path.display()),
+            Some(problem) => {
+                let path = self.path.display().to_string();
+                // Without the hint, and without the path that many messages begin with.
+                let problem = problem.lines().next().unwrap_or_default();
+                write!(f, "{path}: {}", problem.strip_prefix(&path).unwrap_or(problem).trim())
+            }
+        }
+    }
+}
+
+/// Checks a run: that its configuration, metrics and results can be read, that every file of its checkpoints
+/// is as it was written, and that its tokenizer is the one it was trained with.
+///
+/// # Errors
+/// When `run_dir` holds no run, or its checkpoints cannot be listed. Damaged files are part of the result.
+pub fn verify_run(run_dir: &Path) -> Result<Vec<VerifiedFile>, VerifyError> {
+    let config_path = run_dir.join("config.toml");
+    let config = match run_folder::config_of(run_dir, &[]) {
+        Err(error @ RunFolderError::NoRun { .. }) => return Err(error.into()),
+        config => config,
+    };
+    let metrics_path = run_dir.join("metrics.jsonl");
+    let metrics = metrics::read(&metrics_path);
+    let mut files = vec![
+        VerifiedFile::new(config_path, config.as_ref()),
+        VerifiedFile::new(metrics_path, metrics),
+    ];
+    let finished = run_folder::finished(run_dir);
+    if !matches!(finished, Ok(None)) {
+        files.push(VerifiedFile::new(run_dir.join("finished.json"), finished));
+    }
+    let folder = CheckpointFolder::new(run_dir);
+    let steps = folder.steps()?;
+    for &step in &steps {
+        match folder.verify(step) {
+            Ok(checked) => files.extend(checked.into_iter().map(|(path, error)| {
+                let problem = error.map(|error| error.to_string());
+                VerifiedFile { path, problem }
+            })),
+            Err(error) => files.push(VerifiedFile::new(folder.step_dir(step), Err::<(), _>(error))),
+        }
+    }
+    if let (Ok(config), Ok(checkpoint)) =
+        (config, Checkpoint::open(run_dir, CheckpointSelector::Latest))
+    {
+        let tokenizer = load_tokenizer(run_dir, &config.tokenizer)
+            .map_err(|error| error.to_string())
+            .and_then(|tokenizer| {
+                let ours = TokenizerIdentity::of(&tokenizer);
+                checkpoint.check_tokenizer(&ours).map_err(|error| error.to_string())
+            });
+        files.push(VerifiedFile::new(run_dir.join("tokenizer.json"), tokenizer));
+    }
+    Ok(files)
+}
+
+/// Why a run cannot be checked.
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    /// There is no run.
+    #[error(transparent)]
+    Folder(#[from] RunFolderError),
+    /// Its checkpoints cannot be listed.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+}
