@@ -4,6 +4,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::shard::MANIFEST_FILE;
+
 /// An error of this crate. The second line of every message is a hint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -100,6 +102,18 @@ pub enum DataError {
         /// The file.
         path: PathBuf,
     },
+    /// A document is too large to encode in memory.
+    #[error("{} holds a document of {size} bytes; allowed: at most {most}\n  hint: {hint}", path.display())]
+    DocumentTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Bytes of the document, as far as they were read.
+        size: String,
+        /// The most bytes of a document.
+        most: u64,
+        /// What the user can do.
+        hint: String,
+    },
     /// The input has no tokens.
     #[error("the corpus is empty: files read: {inputs}, documents with text: 0\n  hint: {hint}")]
     EmptyCorpus {
@@ -169,6 +183,46 @@ pub enum DataError {
         reason: String,
         /// What the user can do.
         hint: String,
+    },
+    /// A part of a shard is not what its manifest says.
+    #[error("{} is damaged: its bytes {start} to {end} have the CRC-32C {found:08x}, and {} says {expected:08x}\n  hint: copy the file again from an undamaged copy, or delete {} and prepare the text again; `longwall verify {}` checks every byte", path.display(), manifest.display(), folder(path), folder(path))]
+    DamagedBlock {
+        /// The shard.
+        path: PathBuf,
+        /// The manifest.
+        manifest: PathBuf,
+        /// The block's first byte.
+        start: u64,
+        /// The block's last byte.
+        end: u64,
+        /// The manifest's checksum.
+        expected: u32,
+        /// The file's checksum.
+        found: u32,
+    },
+    /// A folder to verify has no manifest.
+    #[error("{} has no {MANIFEST_FILE}, so its shards cannot be verified\n  hint: name a folder made by `longwall prepare`, or one in data.cache_dir", path.display())]
+    NoManifest {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// Shards were verified and are not what their manifest says.
+    #[error("{} of {count} shards in {} cannot be used: {first}\n  hint: copy them again from undamaged copies, or delete {} and prepare the text again", bad, path.display(), path.display())]
+    Unverified {
+        /// The folder.
+        path: PathBuf,
+        /// Shards that are damaged, missing or not listed.
+        bad: usize,
+        /// Shards in the report.
+        count: usize,
+        /// The first one, and what is wrong with it.
+        first: String,
+    },
+    /// The user interrupted the verification.
+    #[error("interrupted before all shards in {} were verified\n  hint: run the same command again; it starts over", path.display())]
+    VerificationInterrupted {
+        /// The folder.
+        path: PathBuf,
     },
     /// A shard holds a token the tokenizer does not have.
     #[error("{} holds token {token} at position {position}; the tokenizer {tokenizer} has tokens 0 to {}\n  hint: set [tokenizer] to the one the shard was made with, or prepare the text again with this one", path.display(), vocab_size - 1)]
@@ -270,6 +324,14 @@ pub enum DataError {
         /// The output folder.
         path: PathBuf,
     },
+}
+
+/// The folder of a file, as messages show it.
+fn folder(path: &Path) -> String {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.display().to_string(),
+        _ => ".".into(),
+    }
 }
 
 impl DataError {

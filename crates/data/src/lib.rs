@@ -24,7 +24,8 @@ pub use loader::{Batch, Cursor, CursorSource, Loader, SourceSummary, Split};
 pub use prepare::{PrepareOptions, PrepareReport, PrepareStart, prepare};
 pub use progress::{NoProgress, Progress};
 pub use shard::{
-    LengthSummary, MANIFEST_FILE, Manifest, ShardEntry, Skipped, SplitSummary, TokenizerStamp,
+    BlockChecksums, LengthSummary, MANIFEST_FILE, Manifest, ShardEntry, ShardState, Skipped,
+    SplitSummary, TokenizerStamp, VerifiedShard, VerifyReport, verify_shards,
 };
 pub use sources::SourceConfig;
 pub use tokenizer::{Tokenizer, TokenizerConfig, TrainBpe, TrainBpeReport, train_bpe};

@@ -13,10 +13,14 @@
 mod open;
 mod windows;
 
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::mixture::Mixture;
+use crate::shard::{MANIFEST_FILE, OutOfRange};
 use crate::sources::RowGenerator;
 use crate::{DataConfig, DataError, Progress, Tokenizer};
 use windows::Windows;
@@ -110,7 +114,7 @@ pub struct Loader {
     seed: u64,
     document_mask: bool,
     end_of_text: i32,
-    tokenizer: String,
+    tokenizer: Tokenizer,
     sources: Vec<SourceRows>,
     summaries: Vec<SourceSummary>,
     weights: Vec<f64>,
@@ -128,13 +132,16 @@ enum SourceRows {
 
 impl SourceRows {
     /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
-    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), OutOfRange> {
         match self {
             SourceRows::Windows(windows) => {
-                windows.fill(index, tokens);
                 weights.fill(1.0);
+                windows.fill(index, tokens)
             }
-            SourceRows::Generated(rows) => rows.fill(index, tokens, weights),
+            SourceRows::Generated(rows) => {
+                rows.fill(index, tokens, weights);
+                Ok(())
+            }
         }
     }
 }
@@ -173,8 +180,20 @@ impl Loader {
     /// so that the last batch of a pass can be as large as the others.
     ///
     /// # Panics
-    /// When a shard was changed after it was opened and holds a token that the tokenizer lacks.
+    /// When [`try_batch`](Self::try_batch) fails.
     pub fn batch(&self, first_row: u64, rows: usize) -> Batch {
+        match self.try_batch(first_row, rows) {
+            Ok(batch) => batch,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// As [`batch`](Self::batch), with an error for a damaged shard.
+    ///
+    /// # Errors
+    /// [`DataError::TokenOutOfRange`] when a row holds a token that the tokenizer lacks: the shard is
+    /// damaged in a block that was not sampled when it was opened, or was changed since.
+    pub fn try_batch(&self, first_row: u64, rows: usize) -> Result<Batch, DataError> {
         let count = rows * self.seq_len;
         let mut batch = Batch {
             rows,
@@ -195,35 +214,39 @@ impl Loader {
             .zip(batch.loss_weights.par_chunks_mut(self.seq_len))
             .zip(starts)
             .enumerate()
-            .for_each_init(
+            .try_for_each_init(
                 || vec![0; self.seq_len + 1],
                 |tokens, (row, (((inputs, targets), weights), starts))| {
-                    self.fill(first_row + row as u64, tokens, weights);
+                    self.fill(first_row + row as u64, tokens, weights)?;
                     inputs.copy_from_slice(&tokens[..self.seq_len]);
                     targets.copy_from_slice(&tokens[1..]);
                     if let Some(starts) = starts {
                         separate_documents(self.end_of_text, inputs, weights, starts);
                     }
+                    Ok(())
                 },
-            );
-        batch
+            )
+            .map_err(|found: OutOfRange| {
+                found.error(self.tokenizer.name(), self.tokenizer.vocab_size())
+            })?;
+        Ok(batch)
     }
 
     /// Fills one row's tokens and the weights of its targets.
-    fn fill(&self, row: u64, tokens: &mut [i32], weights: &mut [f32]) {
+    fn fill(&self, row: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), OutOfRange> {
         let (source, index) = match &self.plan {
             Plan::Train(mixture) => mixture.locate(row),
             Plan::Validation(starts) if row >= starts[self.sources.len()] => {
                 tokens.fill(self.end_of_text);
                 weights.fill(0.0);
-                return;
+                return Ok(());
             }
             Plan::Validation(starts) => {
                 let source = starts.partition_point(|&start| start <= row) - 1;
                 (source, row - starts[source])
             }
         };
-        self.sources[source].fill(index, tokens, weights);
+        self.sources[source].fill(index, tokens, weights)
     }
 
     /// Tokens in the sources, not counting generated ones.
@@ -256,6 +279,17 @@ impl Loader {
         &self.summaries
     }
 
+    /// The folders of this split's shards that have a manifest, for [`verify_shards`](crate::verify_shards).
+    pub fn prepared_folders(&self) -> Vec<PathBuf> {
+        let streams = self.sources.iter().filter_map(|source| match source {
+            SourceRows::Windows(windows) => Some(windows.paths()),
+            SourceRows::Generated(_) => None,
+        });
+        let folders: BTreeSet<&Path> = streams.flatten().filter_map(Path::parent).collect();
+        let prepared = folders.into_iter().filter(|folder| folder.join(MANIFEST_FILE).exists());
+        prepared.map(Path::to_path_buf).collect()
+    }
+
     /// The cursor of a run whose next row is `next_row`.
     pub fn cursor(&self, next_row: u64) -> Cursor {
         let sources =
@@ -268,7 +302,7 @@ impl Loader {
             next_row,
             seed: self.seed,
             seq_len: self.seq_len,
-            tokenizer: self.tokenizer.clone(),
+            tokenizer: self.tokenizer.fingerprint(),
             sources: sources.collect(),
         }
     }

@@ -9,15 +9,20 @@
 //!
 //! Version 1 is llm.c's own; version 2 is Longwall's.
 
+mod checksums;
 mod manifest;
 mod reader;
+mod verify;
 mod writer;
 
+pub use checksums::BlockChecksums;
 pub(crate) use manifest::{LengthHistogram, write_atomically, write_json};
 pub use manifest::{
     LengthSummary, MANIFEST_FILE, Manifest, ShardEntry, Skipped, SplitSummary, TokenizerStamp,
 };
-pub(crate) use reader::{Shard, TokenStream};
+pub(crate) use reader::{OutOfRange, Shard, TokenStream};
+pub use verify::{ShardState, VerifiedShard, VerifyReport, verify_shards};
+pub(crate) use verify::{check_blocks, check_listed};
 pub(crate) use writer::{SplitState, SplitWriter};
 
 /// Bytes of the header.

@@ -46,7 +46,7 @@ pub(super) fn open(
         seed,
         document_mask: config.document_mask,
         end_of_text: tokenizer.end_of_text() as i32,
-        tokenizer: tokenizer.fingerprint(),
+        tokenizer: tokenizer.clone(),
         sources,
         summaries,
         weights,

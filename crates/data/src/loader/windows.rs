@@ -1,8 +1,10 @@
 //! Rows as windows of a stream of tokens.
 
+use std::path::Path;
+
 use crate::mixture::derive_key;
 use crate::permutation::Permutation;
-use crate::shard::TokenStream;
+use crate::shard::{OutOfRange, TokenStream};
 
 /// A stream of tokens, cut into windows.
 #[derive(Debug)]
@@ -55,17 +57,21 @@ impl Windows {
         self.stream.fingerprint()
     }
 
-    /// Fills the row's `seq_len + 1` tokens.
-    pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) {
+    /// Fills the row's `seq_len + 1` tokens. Fails if the vocabulary lacks one of them.
+    pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) -> Result<(), OutOfRange> {
         let start = self.start(index);
         self.stream.read(start, tokens);
-        let greatest = tokens.iter().map(|&token| token as u32).max().unwrap_or(0);
-        assert!(
-            greatest < self.vocab_size,
-            "the shards hold token {greatest} near position {start}, and the vocabulary has {}: \
-             they were made with another tokenizer",
-            self.vocab_size
-        );
+        // As u32, so that a token above i32::MAX is found too.
+        let out_of_range = |&token: &i32| token as u32 >= self.vocab_size;
+        match tokens.iter().position(out_of_range) {
+            None => Ok(()),
+            Some(at) => Err(self.stream.out_of_range(start + at as u64, tokens[at] as u32)),
+        }
+    }
+
+    /// The shards' paths.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.stream.paths()
     }
 
     /// Where in the stream a row starts.

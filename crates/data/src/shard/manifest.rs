@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::checksums::BlockChecksums;
 use crate::{DataError, Tokenizer, files};
 
 /// The manifest's name in the folder of shards.
@@ -88,6 +89,9 @@ pub struct ShardEntry {
     pub tokens: u64,
     /// SHA-256 of the file, in hex.
     pub sha256: String,
+    /// Checksums of its blocks. Manifests of earlier versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<BlockChecksums>,
 }
 
 /// What `prepare` skipped or repaired.
@@ -149,14 +153,39 @@ impl Manifest {
                 manifest.format
             )));
         }
+        manifest.check().map_err(fail)?;
         Ok(Some(manifest))
     }
 
-    /// Whether the file is one of this manifest's shards.
-    pub(crate) fn lists(&self, path: &Path) -> bool {
-        let shards = self.train.shards.iter().chain(&self.validation.shards);
-        path.file_name()
-            .is_some_and(|name| shards.into_iter().any(|shard| name == shard.file.as_str()))
+    /// Checks what would mislead a reader: names outside the folder, and counts that disagree.
+    fn check(&self) -> Result<(), String> {
+        for shard in self.shards() {
+            if Path::new(&shard.file).file_name().is_none_or(|name| name != shard.file.as_str()) {
+                return Err(format!("it lists \"{}\", which is no file name", shard.file));
+            }
+        }
+        for (split, name) in [(&self.train, "training"), (&self.validation, "validation")] {
+            let sum =
+                split.shards.iter().try_fold(0u64, |sum, shard| sum.checked_add(shard.tokens));
+            if sum != Some(split.tokens) {
+                return Err(format!(
+                    "it says {} {name} tokens, and its shards have another number of them",
+                    split.tokens
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The shards of both splits.
+    pub(crate) fn shards(&self) -> impl Iterator<Item = &ShardEntry> {
+        self.train.shards.iter().chain(&self.validation.shards)
+    }
+
+    /// The entry of the file, if it is one of this manifest's shards.
+    pub(crate) fn entry(&self, path: &Path) -> Option<&ShardEntry> {
+        let name = path.file_name()?;
+        self.shards().find(|shard| name == shard.file.as_str())
     }
 
     pub(crate) fn write(&self, folder: &Path) -> Result<(), DataError> {

@@ -77,6 +77,15 @@ impl Shard {
         self.tokens
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The whole file.
+    pub(super) fn file_bytes(&self) -> &[u8] {
+        &self.map
+    }
+
     /// The bytes of tokens `start..start + count`.
     fn bytes(&self, start: u64, count: u64) -> &[u8] {
         let at = |token: u64| (HEADER_BYTES + token * self.width.bytes()) as usize;
@@ -102,13 +111,20 @@ impl Shard {
 
     /// Checks that the tokenizer has every token of the shard.
     pub(crate) fn check_vocabulary(&self, tokenizer: &Tokenizer) -> Result<(), DataError> {
-        let vocab_size = tokenizer.vocab_size();
+        match self.first_out_of_range(tokenizer.vocab_size()) {
+            None => Ok(()),
+            Some(found) => Err(found.error(tokenizer.name(), tokenizer.vocab_size())),
+        }
+    }
+
+    /// The first token at or above `vocab_size`.
+    pub(super) fn first_out_of_range(&self, vocab_size: usize) -> Option<OutOfRange> {
         if self.width == Width::U16 && vocab_size >= 1 << 16 {
-            return Ok(());
+            return None;
         }
         const PART: u64 = 1 << 20;
         let parts: Vec<u64> = (0..self.tokens.div_ceil(PART)).collect();
-        let found = parts.par_iter().find_map_first(|part| {
+        let found: Option<(u64, u32)> = parts.par_iter().find_map_first(|part| {
             let start = part * PART;
             let mut tokens = vec![0; PART.min(self.tokens - start) as usize];
             self.read(start, &mut tokens);
@@ -117,16 +133,7 @@ impl Shard {
             let at = tokens.iter().position(out_of_range)?;
             Some((start + at as u64, tokens[at] as u32))
         });
-        match found {
-            None => Ok(()),
-            Some((position, token)) => Err(DataError::TokenOutOfRange {
-                path: self.path.clone(),
-                token,
-                position,
-                tokenizer: tokenizer.name().into(),
-                vocab_size,
-            }),
-        }
+        found.map(|(position, token)| OutOfRange { path: self.path.clone(), token, position })
     }
 
     /// Adds to `sha` what identifies this shard: its length, both ends, and a sample of the tokens
@@ -143,6 +150,28 @@ impl Shard {
         for sample in 0..SAMPLES {
             let start = (u128::from(self.tokens) * u128::from(sample) / u128::from(SAMPLES)) as u64;
             sha.update(self.bytes(start, SAMPLE.min(self.tokens - start)));
+        }
+    }
+}
+
+/// A token of a shard that no vocabulary of the size asked for has.
+#[derive(Debug)]
+pub(crate) struct OutOfRange {
+    pub(crate) path: PathBuf,
+    pub(crate) token: u32,
+    /// In tokens from the start of the shard.
+    pub(crate) position: u64,
+}
+
+impl OutOfRange {
+    pub(crate) fn error(self, tokenizer: &str, vocab_size: usize) -> DataError {
+        let OutOfRange { path, token, position } = self;
+        DataError::TokenOutOfRange {
+            path,
+            token,
+            position,
+            tokenizer: tokenizer.into(),
+            vocab_size,
         }
     }
 }
@@ -183,6 +212,18 @@ impl TokenStream {
             self.shards[at].read(start - self.starts[at], part);
             (start, out, at) = (start + here, rest, at + 1);
         }
+    }
+
+    /// The token at `position` of the stream, which is out of range, with its place in its shard.
+    pub(crate) fn out_of_range(&self, position: u64, token: u32) -> OutOfRange {
+        let at = self.starts.partition_point(|&first| first <= position) - 1;
+        let path = self.shards[at].path.clone();
+        OutOfRange { path, token, position: position - self.starts[at] }
+    }
+
+    /// The shards' paths.
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.shards.iter().map(Shard::path)
     }
 
     /// SHA-256, in hex, of a sample of the stream; see [`Shard::sample`].

@@ -1,12 +1,12 @@
 //! Writing shards: resumable, and under a temporary name until they are complete.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
+use super::checksums::{BLOCK_BYTES, Checksums, checksums};
 use super::manifest::ShardEntry;
 use super::{HEADER_BYTES, Width, header};
 use crate::DataError;
@@ -145,11 +145,13 @@ impl SplitWriter {
             file.sync_data()
         };
         close(self.open.take()).map_err(|source| DataError::write(&partial, source))?;
-        let sha256 = hash_file(&partial).map_err(|source| DataError::read(&partial, source))?;
+        let read = |source| DataError::read(&partial, source);
+        let Checksums { sha256, blocks, .. } =
+            checksums(&partial, BLOCK_BYTES, |_| Ok(())).map_err(read)?;
         std::fs::rename(&partial, &whole).map_err(|source| DataError::write(&whole, source))?;
         let file =
             whole.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        self.state.shards.push(ShardEntry { file, tokens, sha256 });
+        self.state.shards.push(ShardEntry { file, tokens, sha256, blocks: Some(blocks) });
         self.state.open_tokens = 0;
         Ok(())
     }
@@ -158,18 +160,5 @@ impl SplitWriter {
     fn paths(&self) -> (PathBuf, PathBuf) {
         let name = format!("{}_{:06}.bin", self.stem, self.first + self.state.shards.len());
         (self.folder.join(format!(".{name}.partial")), self.folder.join(name))
-    }
-}
-
-fn hash_file(path: &Path) -> io::Result<String> {
-    let mut file = File::open(path)?;
-    let mut sha = Sha256::new();
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        let count = file.read(&mut buffer)?;
-        if count == 0 {
-            return Ok(crate::tokenizer::hex(&sha.finalize()));
-        }
-        sha.update(&buffer[..count]);
     }
 }

@@ -26,7 +26,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::corpus::Corpus;
 use crate::mixture::derive_key;
 use crate::prepare::{PrepareOptions, prepare_cached};
-use crate::shard::{Shard, ShardEntry, TokenStream};
+use crate::shard::{Shard, ShardEntry, TokenStream, check_blocks, check_listed};
 use crate::{DataConfig, DataError, Progress, Split, Tokenizer};
 
 registry::registry! {
@@ -137,7 +137,8 @@ impl OpenContext<'_> {
             let hint = format!("delete {}, and it is prepared again", folder.display());
             Err(DataError::Missing { what: "prepared shard", path, hint })
         };
-        let shards = split.shards.iter().map(open).collect::<Result<_, _>>()?;
+        let shards: Vec<Shard> = split.shards.iter().map(open).collect::<Result<_, _>>()?;
+        check_blocks(check_listed(&folder, &manifest, &shards, self.tokenizer)?)?;
         Ok(SourceData::Stream(TokenStream::new(shards)))
     }
 }

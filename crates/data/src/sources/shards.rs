@@ -1,6 +1,6 @@
 //! Token shards in llm.c's format, made by `longwall prepare` or other programs.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{OpenContext, Source, SourceData, check_paths};
 use crate::corpus::discover::expand;
-use crate::shard::{MANIFEST_FILE, Manifest, Shard, TokenStream};
+use crate::shard::{MANIFEST_FILE, Manifest, Shard, TokenStream, check_blocks, check_listed};
 use crate::{DataConfig, DataError, Split, Tokenizer};
 
 /// The keys of `kind = "shards"`.
@@ -33,36 +33,69 @@ impl Source for Config {
             Split::Validation => &self.validation,
         };
         let files = find(paths, context.split)?;
-        Ok(SourceData::Stream(TokenStream::new(open(&files, context.tokenizer)?)))
+        let shards: Vec<Shard> =
+            files.iter().map(|path| Shard::open(path)).collect::<Result<_, _>>()?;
+        let folders: Vec<&Path> =
+            paths.iter().filter(|path| path.is_dir()).map(PathBuf::as_path).collect();
+        check(&shards, &folders, context)?;
+        Ok(SourceData::Stream(TokenStream::new(shards)))
     }
 }
 
-/// Opens shards and checks them against the manifest beside them or, without one, against the
-/// vocabulary.
-fn open(paths: &[PathBuf], tokenizer: &Tokenizer) -> Result<Vec<Shard>, DataError> {
-    let mut manifests: HashMap<PathBuf, Option<Manifest>> = HashMap::new();
-    let mut shards = Vec::new();
-    for path in paths {
-        let shard = Shard::open(path)?;
-        let folder = path.parent().unwrap_or(Path::new("")).to_path_buf();
-        let manifest = match manifests.get(&folder) {
-            Some(manifest) => manifest,
+/// Checks shards against the manifest beside them or, without one, against the vocabulary. A folder
+/// that the user names, and the folders in it, must hold all shards of the split that their
+/// manifests list.
+fn check(
+    shards: &[Shard],
+    named_folders: &[&Path],
+    context: &OpenContext<'_>,
+) -> Result<(), DataError> {
+    let mut by_folder: BTreeMap<&Path, Vec<&Shard>> = BTreeMap::new();
+    for shard in shards {
+        let folder = shard.path().parent().unwrap_or(Path::new(""));
+        by_folder.entry(folder).or_default().push(shard);
+    }
+    let mut listed = Vec::new();
+    for (folder, shards) in by_folder {
+        match Manifest::read(folder)? {
+            Some(manifest) => listed.push((folder, manifest, shards)),
             None => {
-                let read = Manifest::read(&folder)?;
-                manifests.entry(folder.clone()).or_insert(read)
+                shards.iter().try_for_each(|shard| shard.check_vocabulary(context.tokenizer))?
             }
-        };
-        let listed = manifest.as_ref().filter(|manifest| manifest.lists(path));
-        match listed {
-            Some(manifest) => check_manifest(&folder, manifest, tokenizer)?,
-            None => shard.check_vocabulary(tokenizer)?,
         }
-        shards.push(shard);
     }
-    Ok(shards)
+    let mut blocks = Vec::new();
+    for (folder, manifest, shards) in &listed {
+        check_tokenizer(folder, manifest, context.tokenizer)?;
+        if named_folders.iter().any(|named| folder.starts_with(named)) {
+            check_complete(folder, manifest, context.split)?;
+        }
+        let shards = shards.iter().copied();
+        blocks.extend(check_listed(folder, manifest, shards, context.tokenizer)?);
+    }
+    check_blocks(blocks)
 }
 
-fn check_manifest(
+/// Checks that a folder has all shards of the split that its manifest lists.
+fn check_complete(folder: &Path, manifest: &Manifest, split: Split) -> Result<(), DataError> {
+    let summary = match split {
+        Split::Train => &manifest.train,
+        Split::Validation => &manifest.validation,
+    };
+    let paths = summary.shards.iter().map(|shard| folder.join(&shard.file));
+    match paths.into_iter().find(|path| !path.exists()) {
+        None => Ok(()),
+        Some(path) => Err(DataError::Missing {
+            what: "shard",
+            path,
+            hint: format!(
+                "{MANIFEST_FILE} lists it: copy it again, or prepare the text again; to train without it, name the other shards themselves"
+            ),
+        }),
+    }
+}
+
+fn check_tokenizer(
     folder: &Path,
     manifest: &Manifest,
     tokenizer: &Tokenizer,

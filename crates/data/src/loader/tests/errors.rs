@@ -77,3 +77,18 @@ fn a_shard_missing_from_the_cache_is_refused_with_a_remedy() {
       hint: delete DIR/cache/text-KEY, and it is prepared again
     ");
 }
+
+#[test]
+fn a_token_that_a_shard_gets_after_it_was_opened_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = shard(dir.path(), "x_train", &[1; 100]);
+    let loader = open(&config(&dir, 16, vec![shards(&path)]), 0, Split::Train).unwrap();
+    loader.try_batch(0, 100).unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[44, 1], 1024 + 2 * 40).unwrap();
+    let message = loader.try_batch(0, 100).unwrap_err().to_string();
+    insta::assert_snapshot!(message.replace(&dir.path().display().to_string(), "DIR"), @r"
+    DIR/x_train_000001.bin holds token 300 at position 40; the tokenizer bytes has tokens 0 to 256
+      hint: set [tokenizer] to the one the shard was made with, or prepare the text again with this one
+    ");
+}
