@@ -167,9 +167,21 @@ fn checkpoint_of_another_tokenizer() {
     };
     train("bpe.json", "300");
     w.train("bpe", &["tokenizer={ kind = \"file\", path = \"bpe.json\" }", "train.tokens=256"]);
-    fs::remove_file(w.path("bpe.json")).unwrap();
-    train("bpe.json", "290");
+    train("other.json", "290");
+    fs::copy(w.path("other.json"), w.path("runs/bpe/tokenizer.json")).unwrap();
     insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/bpe"]));
+}
+
+#[test]
+fn tokenizer_that_exists() {
+    let w = Workspace::new();
+    let args =
+        ["tokenizer", "train", "corpus", "--out", "bpe.json", "--vocab-size", "300", "--force"];
+    w.succeed(&args);
+    let before = w.read("bpe.json");
+    insta::assert_snapshot!(w.fail(&args[..args.len() - 1]));
+    assert_eq!(w.read("bpe.json"), before);
+    w.succeed(&args);
 }
 
 #[test]
@@ -217,6 +229,85 @@ fn damaged_weights() {
     w.train("tiny", &["train.tokens=256"]);
     w.write("runs/tiny/checkpoints/step-2/weights.safetensors", "not weights");
     insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/tiny"]));
+}
+
+/// One flipped bit in the weights stops every command that would use them, and `verify` finds it.
+#[test]
+fn flipped_bit_in_the_weights() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=1280"]);
+    assert!(w.succeed(&["verify", "runs/tiny"]).ends_with("files are sound\n"));
+    let path = w.path("runs/tiny/checkpoints/step-10/weights.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let damaged = "weights.safetensors is damaged: its CRC-32C is";
+    let resume = ["train", "--resume", "runs/tiny", "--set", "train.tokens=2560"];
+    let eval = ["eval", "passkey", "--run", "runs/tiny", "--lengths", "200"];
+    for args in [&resume[..], &eval, &["generate", "--run", "runs/tiny"]] {
+        let error = w.fail(args);
+        assert!(error.contains(damaged), "{args:?}: {error}");
+        assert!(error.contains("hint: step 5 is sound: use it with --checkpoint 5"), "{error}");
+    }
+    w.succeed(&["generate", "--run", "runs/tiny", "--checkpoint", "5", "--max-tokens", "1"]);
+    let output = w.run(&["verify", "runs/tiny"]);
+    assert_eq!(output.status.code(), Some(1));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(stdout.lines().filter(|line| !line.ends_with(": ok")).count(), 1, "{stdout}");
+    assert!(stdout.contains("step-10/weights.safetensors: is damaged: its CRC-32C is"), "{stdout}");
+    // Without the damaged checkpoint, the run goes on from the one before.
+    fs::remove_dir_all(w.path("runs/tiny/checkpoints/step-10")).unwrap();
+    w.succeed(&resume);
+}
+
+#[test]
+fn shards_are_verified() {
+    let w = Workspace::new();
+    w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "bytes"]);
+    assert!(w.succeed(&["verify", "shards"]).ends_with("files are sound\n"));
+    let path = w.path("shards/text_train_000001.bin");
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[2000] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let error = w.fail(&["verify", "shards"]);
+    assert!(error.contains("1 of "), "{error}");
+    insta::assert_snapshot!(w.fail(&["verify", "corpus"]));
+}
+
+#[test]
+fn model_that_does_not_fit_into_memory() {
+    let w = Workspace::new();
+    let error = train_error(&w, &["model.layers=96", "model.width=12288", "model.heads=96"]);
+    assert!(error.contains("training needs at least "), "{error}");
+    assert!(error.contains("hint: choose a smaller model"), "{error}");
+}
+
+#[test]
+fn too_many_threads() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(train_error(&w, &["run.threads=100000"]));
+}
+
+#[test]
+fn kind_that_is_an_option_of_another() {
+    let w = Workspace::new();
+    let error = train_error(&w, &["model.attention.kind=alibi"]);
+    assert!(error.contains("write kind = \"rope\", position = \"alibi\""), "{error}");
+    let args = ["op", "--kind", "rop", "--input", "in", "--output", "out"];
+    assert!(w.fail(&args).contains("did you mean rope?"));
+}
+
+#[test]
+fn negative_temperature() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/tiny", "--temperature", "-1"]));
+}
+
+#[test]
+fn missing_prompt_file() {
+    let w = Workspace::new();
+    insta::assert_snapshot!(w.fail(&["generate", "--run", "runs/tiny", "--prompt-file", "absent"]));
 }
 
 #[test]

@@ -74,13 +74,14 @@ fn a_killed_run_resumes_exactly() {
     assert!(weights("broken").unwrap() == weights("whole").unwrap(), "the weights differ");
 }
 
-/// TERM and Ctrl-C leave a checkpoint and end the run cleanly.
+/// TERM and Ctrl-C leave a checkpoint and end the run cleanly, with the exit code that shells give to
+/// processes that these signals end.
 #[test]
 #[cfg(unix)]
 fn a_stopped_run_leaves_a_checkpoint_and_resumes_exactly() {
     let w = Workspace::new();
     w.train("whole", &[]);
-    for signal in ["TERM", "INT"] {
+    for (signal, code) in [("TERM", 143), ("INT", 130)] {
         let name = format!("run.name={signal}");
         let mut command = w.command(&["train", "--config", "tiny.toml", "--set", &name]);
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -90,7 +91,8 @@ fn a_stopped_run_leaves_a_checkpoint_and_resumes_exactly() {
         assert!(status.unwrap().success());
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{}: {stderr}", output.status);
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains("stopped: "), "{stderr}");
         let resume = format!("runs/{signal}");
         assert!(stderr.contains(&format!("--resume {resume}")), "{stderr}");
         w.succeed(&["train", "--resume", &resume]);

@@ -91,7 +91,8 @@ impl OnDevice for Job<'_> {
         let Job { config, vocab_size, options, compute, progress } = self;
         let precision = compute.precision;
         let meters = Meters::new(&compute.device);
-        let measure = || (B::device_kind() == DeviceKind::Cpu).then(|| peak::of_this_machine::<B>(&device));
+        let measure =
+            || (B::device_kind() == DeviceKind::Cpu).then(|| peak::of_this_machine::<B>(&device));
         let peak_flops = meters.peak_flops(precision).or_else(measure);
         let steps = options.warmup + options.steps;
         progress.start(steps as usize, "steps");

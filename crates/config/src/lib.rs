@@ -182,7 +182,7 @@ impl<'de> Deserialize<'de> for Interval {
     }
 }
 
-/// A count in TOML: a whole number, or a string with a suffix (`tokens = "10M"`). For
+/// A count in TOML: a whole number (`1000000`, `1e6`), or a string with a suffix (`tokens = "10M"`). For
 /// `#[serde(deserialize_with = "longwall_config::count")]`.
 ///
 /// # Errors
@@ -199,10 +199,13 @@ fn parse_number_or_text<'de, D: Deserializer<'de>, T>(
     #[serde(untagged, expecting = "expected a whole number, or text such as \"10M\"")]
     enum NumberOrText {
         Number(u64),
+        /// `1e6`.
+        Real(f64),
         Text(String),
     }
     let text = match NumberOrText::deserialize(deserializer)? {
         NumberOrText::Number(n) => n.to_string(),
+        NumberOrText::Real(x) => x.to_string(),
         NumberOrText::Text(text) => text,
     };
     parse(&text).map_err(serde::de::Error::custom)
@@ -255,5 +258,10 @@ mod tests {
         }
         let config: Config = toml::from_str("tokens = \"2M\"\nevery = 50").unwrap();
         assert_eq!((config.tokens, config.every), (2_000_000, Interval::Steps(50)));
+        let config: Config = toml::from_str("tokens = 1e6\nevery = \"1M tokens\"").unwrap();
+        assert_eq!((config.tokens, config.every), (1_000_000, Interval::Tokens(1_000_000)));
+        for text in ["1.5", "-1", "1e300"] {
+            assert!(toml::from_str::<Config>(&format!("tokens = {text}\nevery = 1")).is_err());
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! `longwall info --config FILE`.
+//! `longwall info --config FILE`, `longwall info --run RUN`.
 
 use std::path::PathBuf;
 
@@ -9,8 +9,10 @@ use longwall_kernels::attention::AttentionConfig;
 use longwall_model::ModelConfig;
 use longwall_model::cost::{self, KindCost, Parameters};
 use longwall_train::config::RunConfig;
+use longwall_train::{memory, run_folder};
 use serde::Serialize;
 
+use super::eval::suites_of;
 use crate::costs::{ratio, state_bytes};
 
 /// The greatest length to count costs at: beyond it they would overflow.
@@ -19,9 +21,13 @@ const LONGEST: usize = 1 << 40;
 /// Arguments of `longwall info`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The run's configuration
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
+    /// A run's configuration
+    #[arg(long, value_name = "FILE", required_unless_present = "run")]
+    config: Option<PathBuf>,
+
+    /// A run's folder, instead of a configuration
+    #[arg(long, value_name = "RUN", conflicts_with = "config")]
+    run: Option<PathBuf>,
 
     /// Override a key: `--set model.layers=12`
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -53,6 +59,8 @@ struct Info {
     weight_state_ratio: f64,
     steps: u64,
     train_flops: f64,
+    /// At least: see [`memory::least_for_training`].
+    train_memory_bytes: u64,
     layers: Vec<Layers>,
     kinds: Vec<Kind>,
 }
@@ -148,10 +156,29 @@ fn kinds(
     pattern.into_iter().chain(AttentionConfig::defaults().into_iter().map(with)).collect()
 }
 
+/// The configuration, checked as `train` checks it, and its tokenizer.
+fn open(args: &Args) -> Result<(RunConfig, Tokenizer)> {
+    let (config, tokenizer, source) = match (&args.run, &args.config) {
+        (Some(run), _) => {
+            let config = run_folder::config_of(run, &args.sets)?;
+            let tokenizer = run_folder::load_tokenizer(run, &config.tokenizer)?;
+            (config, tokenizer, run.join("config.toml"))
+        }
+        (None, Some(path)) => {
+            let config = RunConfig::load(path, &args.sets)?;
+            let tokenizer = Tokenizer::load(&config.tokenizer)?;
+            (config, tokenizer, path.clone())
+        }
+        (None, None) => unreachable!("the parser asks for one of them"),
+    };
+    suites_of(&config.eval, &source)?;
+    Ok((config, tokenizer))
+}
+
 /// Prints the costs.
 pub fn run(args: Args) -> Result<()> {
-    let config = RunConfig::load(&args.config, &args.sets)?;
-    let vocab = Tokenizer::load(&config.tokenizer)?.vocab_size();
+    let (config, tokenizer) = open(&args)?;
+    let vocab = tokenizer.vocab_size();
     let seq_len = args.seq_len.map_or(config.data.seq_len, |n| n as usize);
     if !(1..=LONGEST).contains(&seq_len) {
         bail!(
@@ -179,6 +206,7 @@ pub fn run(args: Args) -> Result<()> {
         kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
         steps: config.train.total_steps(),
         train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
+        train_memory_bytes: memory::least_for_training(&config, vocab, 1) as u64,
     };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&info)?);
@@ -217,6 +245,10 @@ fn print(info: &Info) {
     println!("  state, per token       {:.0} bytes", info.state_bytes_per_token);
     println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
+    let gigabytes = info.train_memory_bytes as f64 / 1e9;
+    println!(
+        "  memory, at least       {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"
+    );
 }
 
 /// The costs of the layers of each kind of a pattern.

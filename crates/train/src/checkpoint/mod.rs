@@ -15,6 +15,7 @@ use std::str::FromStr;
 
 use checksums::Checksums;
 pub use folder::{Best, CheckpointFolder};
+use longwall_config::shell_quoted;
 pub use state::{State, TokenizerIdentity};
 
 use crate::config::{ConfigError, RunConfig};
@@ -62,8 +63,20 @@ pub enum CheckpointError {
         /// The checkpoint's folder.
         path: PathBuf,
     },
+    /// There is no run.
+    #[error("{} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME", run_dir.display())]
+    NoRun {
+        /// The folder.
+        run_dir: PathBuf,
+    },
+    /// The run has no checkpoint.
+    #[error("the run in {} has no checkpoint yet\n  hint: train it first: longwall train --resume {}", run_dir.display(), shell_quoted(run_dir))]
+    NoCheckpoint {
+        /// The run's folder.
+        run_dir: PathBuf,
+    },
     /// The requested checkpoint does not exist.
-    #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these, or train the run first", run_dir.display(), listed(there))]
+    #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these", run_dir.display(), listed(there))]
     Missing {
         /// The run's folder.
         run_dir: PathBuf,
@@ -107,10 +120,7 @@ impl CheckpointError {
 }
 
 fn listed(steps: &[u64]) -> String {
-    match steps {
-        [] => "none".to_owned(),
-        _ => steps.iter().map(|step| format!("step {step}")).collect::<Vec<_>>().join(", "),
-    }
+    steps.iter().map(|step| format!("step {step}")).collect::<Vec<_>>().join(", ")
 }
 
 fn shown(differences: &[(String, String, String)]) -> String {
@@ -175,6 +185,13 @@ impl Checkpoint {
     pub fn open(run_dir: &Path, wanted: CheckpointSelector) -> Result<Self, CheckpointError> {
         let folder = CheckpointFolder::new(run_dir);
         let steps = folder.steps()?;
+        if steps.is_empty() {
+            let run_dir = run_dir.to_owned();
+            return Err(match run_dir.join(CONFIG_FILE).is_file() {
+                true => CheckpointError::NoCheckpoint { run_dir },
+                false => CheckpointError::NoRun { run_dir },
+            });
+        }
         let step = match wanted {
             CheckpointSelector::Latest => steps.last().copied(),
             CheckpointSelector::Best => folder.best()?.map(|best| best.step),

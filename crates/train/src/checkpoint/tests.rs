@@ -73,7 +73,7 @@ fn latest_best_and_steps_are_found() {
     assert_eq!(open("step-1").unwrap().state.step, 1);
     insta::assert_snapshot!(shown(run.path(), open("5").unwrap_err()), @r"
     RUN has no step-5 checkpoint; there: step 1, step 2, step 10
-      hint: choose one of these, or train the run first
+      hint: choose one of these
     ");
     insta::assert_snapshot!("newest".parse::<CheckpointSelector>().unwrap_err(), @"`newest` is no checkpoint; allowed: latest, best, or a step such as 1000");
 }
@@ -83,8 +83,14 @@ fn a_run_without_checkpoints_says_so() {
     let run = tempfile::tempdir().unwrap();
     let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
-    RUN has no latest checkpoint; there: none
-      hint: choose one of these, or train the run first
+    RUN holds no run: there is no config.toml in it
+      hint: give the folder of a run, for example runs/NAME
+    ");
+    fs::write(run.path().join("config.toml"), config(&[]).to_toml()).unwrap();
+    let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
+    insta::assert_snapshot!(shown(run.path(), error), @r"
+    the run in RUN has no checkpoint yet
+      hint: train it first: longwall train --resume RUN
     ");
 }
 
@@ -95,7 +101,7 @@ fn a_damaged_state_names_the_file() {
     std::fs::write(run.path().join("checkpoints/step-3/state.json"), "{\"step\": 3").unwrap();
     let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
-    RUN/checkpoints/step-3/state.json is damaged: it has 10 bytes, of 1475 written
+    RUN/checkpoints/step-3/state.json is damaged: it has 10 bytes, of 1272 written
       hint: restore it from a copy: no other checkpoint of the run is sound
     ");
 }

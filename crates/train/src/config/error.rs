@@ -4,10 +4,12 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use longwall_config::{Problems, culprit};
+use longwall_kernels::attention::AttentionConfig;
 use serde_path_to_error::Segment;
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
+use super::kind::kind_with_value;
 use super::overrides::Override;
 
 /// Why a configuration cannot be used.
@@ -147,9 +149,13 @@ fn describe(key: &[String], value: Option<&Value>, message: &str) -> (String, St
         return (format!("{name} is no known key; allowed here: {allowed_text}"), hint);
     }
     if let Some(variant) = quoted_after(message, "unknown variant `") {
-        let hint = match nearest(&variant, &allowed) {
-            Some(near) => format!("did you mean \"{near}\"?"),
-            None => "use one of the values above".to_owned(),
+        let is_kind =
+            AttentionConfig::KINDS.iter().any(|known| allowed.contains(&known.kind.into()));
+        let value = is_kind.then(|| kind_with_value(&variant)).flatten();
+        let hint = match (value, nearest(&variant, &allowed)) {
+            (Some(value), _) => format!("write {value}"),
+            (None, Some(near)) => format!("did you mean \"{near}\"?"),
+            (None, None) => "use one of the values above".to_owned(),
         };
         return (format!("{name} is \"{variant}\"; allowed: {allowed_text}"), hint);
     }

@@ -70,9 +70,10 @@ pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig, KindEr
     let Some(known) = known else {
         let kinds: Vec<_> =
             AttentionConfig::KINDS.iter().map(|known| known.kind.to_owned()).collect();
-        let hint = match nearest(kind, &kinds) {
-            Some(near) => format!("did you mean {near}?"),
-            None => "`longwall variants` describes them".to_owned(),
+        let hint = match (kind_with_value(kind), nearest(kind, &kinds)) {
+            (Some(value), _) => format!("that is {value}: give the second with --set"),
+            (None, Some(near)) => format!("did you mean {near}?"),
+            (None, None) => "`longwall variants` describes them".to_owned(),
         };
         return Err(KindError::Unknown { kind: kind.to_owned(), known: kinds.join(", "), hint });
     };
@@ -91,6 +92,20 @@ pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig, KindEr
     table.try_into().map_err(|error: toml::de::Error| {
         let (sets, reason) = (sets.join(" --set "), error.message().to_owned());
         KindError::Keys { sets, reason, kind, keys }
+    })
+}
+
+/// The kind that has `name` as a value of one of its keys, such as `alibi`: `kind = "rope", position =
+/// "alibi"`.
+pub(super) fn kind_with_value(name: &str) -> Option<String> {
+    AttentionConfig::KINDS.iter().find_map(|known| {
+        (known.keys)().into_iter().find_map(|key| {
+            let entries = [("kind", known.kind), (key, name)];
+            let table: Table =
+                entries.map(|(key, value)| (key.to_owned(), value.into())).into_iter().collect();
+            let fits = table.try_into::<AttentionConfig>().is_ok();
+            fits.then(|| format!("kind = \"{}\", {key} = \"{name}\"", known.kind))
+        })
     })
 }
 
