@@ -94,3 +94,28 @@ impl OpenRun {
         Ok(self.compute.precision.convert(weights::load(model, &self.checkpoint.weights())?))
     }
 }
+
+/// A word of a command that a user may paste into a shell: in single quotes if it holds a space or another
+/// character that shells treat specially.
+pub fn shell_word(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_@%+=:,./-".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_commands_survive_a_shell() {
+        assert_eq!(shell_word("runs/wall-1"), "runs/wall-1");
+        for word in ["my runs/a", "it's", "a$HOME`b`\"c\"\\", "", "zwölf", "a\nb", "-x*"] {
+            let command = format!("printf %s {}", shell_word(word));
+            let output = std::process::Command::new("sh").args(["-c", &command]).output().unwrap();
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), word);
+        }
+    }
+}

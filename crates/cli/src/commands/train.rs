@@ -15,9 +15,9 @@ use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
-use super::eval::{DiscardResults, evaluate, suites_of};
+use super::eval::{DiscardResults, NamedSuite, evaluate, suites_of};
 use super::plot::draw_run;
-use crate::context::{DeviceArg, open_run};
+use crate::context::{DeviceArg, open_run, shell_word};
 use crate::progress::DataProgress;
 
 /// Arguments of `longwall train`.
@@ -129,15 +129,17 @@ fn evaluate_after(
         return Ok(());
     }
     let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
+    let suites: Vec<NamedSuite> = suites.iter().map(|suite| (suite.clone(), None)).collect();
     // Replaces results of an earlier last checkpoint, if the run was extended.
-    for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
+    for report in evaluate(run, &suites, DiscardResults::OtherCheckpoints, stop)? {
         println!("{report}");
     }
     Ok(())
 }
 
 fn print_next(config: &RunConfig, run_dir: &Path) {
-    let (exe, run) = (std::env::args().next().unwrap_or_default(), run_dir.display());
+    let exe = shell_word(&std::env::args().next().unwrap_or_default());
+    let run = shell_word(&run_dir.display().to_string());
     println!("\nNext, for example:");
     println!("  {exe} generate --run {run} --max-tokens 200");
     if config.model.positions == Positions::None {
