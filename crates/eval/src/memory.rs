@@ -155,9 +155,10 @@ mod tests {
 
     #[test]
     fn the_bound_of_a_call_by_hand() {
-        let config: ModelConfig =
+        let mut config: ModelConfig =
             toml::from_str("layers = 2\nwidth = 64\nheads = 4\nattention = { kind = \"rope\" }")
                 .unwrap();
+        config.mlp = MlpKind::Swiglu;
         let hidden = 2 * config.mlp_hidden() as u64;
         let scored = CallMemory::new(&config, Precision::F32).least(3, 1000, false);
         assert_eq!(scored, 3 * 1000 * (64 + hidden) * 4);
@@ -165,7 +166,7 @@ mod tests {
         let generated = CallMemory::new(&config, Precision::Bf16).least(3, 1000, true);
         assert_eq!(generated, 3 * 1000 * (64 + hidden + 2 * 2 * 64) * 2);
         let endless =
-            CallMemory::new(&config, Precision::F32).least(usize::MAX, usize::MAX / 2, true);
+            CallMemory::new(&config, Precision::F32).least(usize::MAX, usize::MAX / 2, false);
         assert_eq!(endless, u64::MAX);
     }
 
