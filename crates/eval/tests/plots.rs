@@ -221,3 +221,17 @@ fn a_png_has_the_pixels_of_its_svg() {
     // Twice the size of the SVG: 960 by 600 and one row of names.
     assert_eq!((size(16), size(20)), (1920, 1248));
 }
+
+#[test]
+fn a_single_point_is_drawn_without_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("loss.svg");
+    let short = Curve { train: vec![(1.0, 5.0)], validation: vec![(1.0, 4.0)], ..Curve::default() };
+    plot_losses(&[short], XAxis::Steps, &path, 0.9, None).unwrap();
+    let svg = fs::read_to_string(&path).unwrap();
+    for line in svg.split("<polyline").skip(1) {
+        let points = line.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
+        assert!(points.split_whitespace().count() > 1, "a line of the points {points}");
+    }
+    assert!(svg.contains("<circle"));
+}

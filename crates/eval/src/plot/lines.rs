@@ -308,7 +308,7 @@ impl LineChart {
             if run.is_empty() {
                 continue;
             }
-            if series.band {
+            if series.band && run.len() > 1 {
                 let ends = |p: &Point| bar(p).unwrap_or((p.y, p.y));
                 let within = |value: f64| value.clamp(y.low, y.high);
                 let upper = run.iter().map(|p| (p.x, within(ends(p).1)));
@@ -316,12 +316,15 @@ impl LineChart {
                 let outline: Vec<(f64, f64)> = upper.chain(lower).collect();
                 chart.draw_series([Polygon::new(outline, colour.mix(BAND).filled())])?;
             }
-            chart.draw_series(LineSeries::new(run.iter().map(|p| (p.x, p.y)), line))?;
+            // One point alone makes no line: SVG viewers complain about it.
+            if run.len() > 1 {
+                chart.draw_series(LineSeries::new(run.iter().map(|p| (p.x, p.y)), line))?;
+            }
             if series.dots && run.len() <= DOTTED {
                 let dots = run.iter().map(|p| Circle::new((p.x, p.y), 4, colour.filled()));
                 chart.draw_series(dots)?;
             }
-            if !series.band {
+            if !series.band || run.len() == 1 {
                 let bars = run.iter().filter_map(|p| {
                     let (low, high) = bar(p)?;
                     Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.stroke_width(1), 10))
