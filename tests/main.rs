@@ -3,6 +3,7 @@
 mod bench;
 mod configs;
 mod errors;
+mod evaluation;
 mod get_data;
 mod hybrid;
 mod op;

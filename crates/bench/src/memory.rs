@@ -1,6 +1,6 @@
 //! How much memory a benchmark needs, and how much the device has.
 
-use longwall_train::memory;
+use longwall_model::memory;
 
 use crate::error::BenchError;
 use crate::setup::Setup;

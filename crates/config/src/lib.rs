@@ -109,10 +109,10 @@ pub fn parse_count(text: &str) -> Result<u64, String> {
     Ok(value as u64)
 }
 
-/// `path` as a shell's argument: quoted if it has other characters than letters, digits and `/._-+=:@%,`.
+/// `path` as a shell's argument: in single quotes if it holds a character that shells may treat specially.
 pub fn shell_quoted(path: &Path) -> String {
     let text = path.to_string_lossy();
-    let is_plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
     match !text.is_empty() && text.chars().all(is_plain) {
         true => text.into_owned(),
         false => format!("'{}'", text.replace('\'', r"'\''")),
@@ -217,10 +217,12 @@ mod tests {
 
     #[test]
     fn paths_are_quoted_only_where_a_shell_needs_it() {
-        let quoted = |path: &str| shell_quoted(Path::new(path));
-        assert_eq!(quoted("runs/fox-124m_2"), "runs/fox-124m_2");
-        assert_eq!(quoted("my runs/it's"), r"'my runs/it'\''s'");
-        assert_eq!(quoted(""), "''");
+        assert_eq!(shell_quoted(Path::new("runs/fox-124m_2")), "runs/fox-124m_2");
+        for path in ["my runs/a", "it's", "a$HOME`b`\"c\"\\", "", "zwölf", "a\nb", "x*", "~a"] {
+            let command = format!("printf %s {}", shell_quoted(Path::new(path)));
+            let output = std::process::Command::new("sh").args(["-c", &command]).output().unwrap();
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), path);
+        }
     }
 
     #[test]

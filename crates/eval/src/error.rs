@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 
+use crate::memory::show_bytes;
+
 /// Why an evaluation failed. Every message says what, where, what is allowed and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
@@ -78,6 +80,28 @@ pub enum EvalError {
         max_len: usize,
     },
 
+    /// A call that needs more memory than there is.
+    #[error(
+        "{suite}: length {length} needs at least {} of memory, besides the weights, for {rows} sequence{} at a time; {} are free\n  hint: {remedy}",
+        show_bytes(*needed),
+        if *rows == 1 { "" } else { "s" },
+        show_bytes(*available)
+    )]
+    OutOfMemory {
+        /// The suite.
+        suite: &'static str,
+        /// The length, in tokens.
+        length: usize,
+        /// Sequences in a forward pass.
+        rows: usize,
+        /// A lower bound of the memory for them, in bytes.
+        needed: u64,
+        /// Free memory, in bytes.
+        available: u64,
+        /// What the user can do.
+        remedy: String,
+    },
+
     /// The text to evaluate on is missing, empty, unreadable or too short.
     #[error("{what}\n  hint: {remedy}")]
     Text {
@@ -89,7 +113,7 @@ pub enum EvalError {
 
     /// The folder holds an evaluation with other settings.
     #[error(
-        "{} holds an evaluation with other settings:\n{}\n  hint: use the same settings to resume it, --force to throw its samples away, or another folder",
+        "{} holds an evaluation with other settings:\n{}\n  hint: use the same settings to resume it, --force to throw its samples away, or --out NAME to keep both",
         folder.display(),
         differences.join("\n")
     )]

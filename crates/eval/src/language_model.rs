@@ -3,9 +3,11 @@
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
-use longwall_model::LanguageModel;
+use longwall_kernels::device::DeviceKind;
 use longwall_model::generate::{Sampling, generate};
+use longwall_model::{LanguageModel, memory};
 
+use crate::memory::CallMemory;
 use crate::{EvalError, EvalModel, LogLikelihood};
 
 /// A [`LanguageModel`] on its device, with the tokenizer it was trained with.
@@ -13,18 +15,21 @@ pub struct TrainedModel<B: OpBackend> {
     model: LanguageModel<B>,
     tokenizer: Tokenizer,
     train_seq_len: usize,
+    memory: CallMemory,
     device: B::Device,
 }
 
 impl<B: OpBackend> TrainedModel<B> {
-    /// `train_seq_len` is the length of the training rows, in tokens.
+    /// `train_seq_len` is the length of the training rows, in tokens; `memory` bounds what the model's
+    /// calls need.
     pub fn new(
         model: LanguageModel<B>,
         tokenizer: Tokenizer,
         train_seq_len: usize,
+        memory: CallMemory,
         device: B::Device,
     ) -> Self {
-        TrainedModel { model, tokenizer, train_seq_len, device }
+        TrainedModel { model, tokenizer, train_seq_len, memory, device }
     }
 
     fn tokens(&self, rows: &[&[u32]]) -> Tensor<B, 2, Int> {
@@ -48,6 +53,15 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
 
     fn device(&self) -> String {
         B::device_kind().to_string()
+    }
+
+    fn least_memory(&self, rows: usize, tokens: usize, generates: bool) -> Option<u64> {
+        Some(self.memory.least(rows, tokens, generates))
+    }
+
+    /// Known on the CPU.
+    fn available_memory(&self) -> Option<u64> {
+        (B::device_kind() == DeviceKind::Cpu).then(memory::available).flatten()
     }
 
     fn log_likelihood(

@@ -1,11 +1,11 @@
 //! Evaluations of a language model as its context grows: suites behind one trait, scores with
-//! standard errors, reports and plots.
+//! standard errors or intervals, reports and plots.
 //!
 //! A caller gives [`run`] a [`SuiteConfig`] (from the command line or a configuration file), an
 //! [`EvalModel`] and a [`RunContext`]. The suite's folder then holds
 //!
-//! - `results.json`: the [`Report`], every score with its standard error and what is needed to
-//!   reproduce it;
+//! - `results.json`: the [`Report`], every score with its standard error or interval, and what is needed
+//!   to reproduce it;
 //! - `samples.jsonl`: one line per sample (prompt, output, verdict), appended as samples finish; with
 //!   `settings.json` an interrupted evaluation can continue from it;
 //! - `grid.csv`: the scores by length and depth;
@@ -15,8 +15,10 @@
 
 mod error;
 mod files;
+mod index;
 mod journal;
 mod language_model;
+pub mod memory;
 mod model;
 mod options;
 pub mod plot;
@@ -28,6 +30,7 @@ pub mod suites;
 mod text;
 
 pub use error::EvalError;
+pub use index::write_index;
 pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use options::{SamplingOptions, SuiteOptions};

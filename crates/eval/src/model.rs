@@ -32,6 +32,17 @@ pub trait EvalModel {
     /// The device, as the reports name it.
     fn device(&self) -> String;
 
+    /// The least bytes, besides the weights, that a call with `rows` sequences of `tokens` tokens needs;
+    /// none if it is not known.
+    fn least_memory(&self, _rows: usize, _tokens: usize, _generates: bool) -> Option<u64> {
+        None
+    }
+
+    /// The bytes that are free on the model's device; none if they are not known.
+    fn available_memory(&self) -> Option<u64> {
+        None
+    }
+
     /// Sum of ln p(continuation | context) for each `(context, continuation)`, and whether greedy
     /// decoding would give it. Neither part is empty.
     ///

@@ -20,7 +20,7 @@ pub struct Score {
     pub length: Option<usize>,
     /// Depth, 0 to 1; none for a score over all depths.
     pub depth: Option<f64>,
-    /// Mean, standard error, samples.
+    /// Mean or proportion, standard error, 95 % interval, samples.
     #[serde(flatten)]
     pub estimate: Estimate,
 }
@@ -67,8 +67,14 @@ pub struct Report {
     pub samples: u64,
     /// The few numbers that sweeps compare.
     pub headline: BTreeMap<String, Option<f64>>,
+    /// The same numbers with their standard errors or intervals.
+    #[serde(default)]
+    pub headline_estimates: BTreeMap<String, Estimate>,
     /// Every score.
     pub scores: Vec<Score>,
+    /// What a reader must know about the scores, a sentence each.
+    #[serde(default)]
+    pub notes: Vec<String>,
     /// Further results specific to the suite.
     pub details: Value,
 }
@@ -96,16 +102,18 @@ impl Report {
 
     /// The scores as CSV, one per line.
     pub fn csv(&self) -> String {
-        let mut csv = String::from("metric,length,depth,value,standard_error,samples\n");
+        let mut csv = String::from("metric,length,depth,value,standard_error,low,high,samples\n");
         for score in &self.scores {
-            let Estimate { value, standard_error, samples } = score.estimate;
+            let Estimate { value, standard_error, low, high, samples } = score.estimate;
             csv += &format!(
-                "{},{},{},{},{},{samples}\n",
+                "{},{},{},{},{},{},{},{samples}\n",
                 score.metric,
                 cell(score.length),
                 cell(score.depth),
                 cell(value),
-                cell(standard_error)
+                cell(standard_error),
+                cell(low),
+                cell(high)
             );
         }
         csv
@@ -119,15 +127,33 @@ impl Report {
         )
     }
 
-    /// Rows of the terminal's table: one per length, with a column for each metric and depth.
-    fn table(&self) -> Vec<Vec<String>> {
+    /// The table's columns, metric and depth: metrics in the order of their first scores, and the depths
+    /// of each from the start of the text to its end.
+    fn columns(&self) -> Vec<(&str, Option<f64>)> {
+        let mut metrics: Vec<&str> = Vec::new();
         let mut columns: Vec<(&str, Option<f64>)> = Vec::new();
-        let mut lengths: Vec<Option<usize>> = Vec::new();
         for score in &self.scores {
             let column = (score.metric.as_str(), score.depth);
+            if !metrics.contains(&column.0) {
+                metrics.push(column.0);
+            }
             if !columns.contains(&column) {
                 columns.push(column);
             }
+        }
+        let place = |metric| metrics.iter().position(|&other| other == metric);
+        columns.sort_by(|a, b| {
+            let depths = a.1.unwrap_or(-1.0).total_cmp(&b.1.unwrap_or(-1.0));
+            place(a.0).cmp(&place(b.0)).then(depths)
+        });
+        columns
+    }
+
+    /// Rows of the terminal's table: one per length, with a column for each metric and depth.
+    fn table(&self) -> Vec<Vec<String>> {
+        let columns = self.columns();
+        let mut lengths: Vec<Option<usize>> = Vec::new();
+        for score in &self.scores {
             if !lengths.contains(&score.length) {
                 lengths.push(score.length);
             }
@@ -144,15 +170,39 @@ impl Report {
                 let found = self.scores.iter().find(|score| {
                     score.metric == metric && score.depth == depth && score.length == length
                 });
-                found.map_or(String::new(), |score| show(&score.estimate, depth.is_none()))
+                found.map_or(String::new(), |score| match depth {
+                    Some(_) => counted(&score.estimate),
+                    None => show(&score.estimate),
+                })
             }));
             rows.push(row);
         }
         rows
     }
+
+    /// What the table's brackets and signs mean.
+    fn legend(&self) -> String {
+        let estimates = || self.scores.iter().map(|score| &score.estimate);
+        let mut parts = Vec::new();
+        if estimates().any(|estimate| estimate.standard_error.is_some()) {
+            parts.push("± is the standard error");
+        }
+        if estimates().any(Estimate::is_proportion) {
+            parts.push("brackets hold the 95 % interval (Wilson)");
+        }
+        if self.scores.iter().any(|score| score.depth.is_some()) {
+            parts.push("depths show correct/samples, their intervals are in grid.csv");
+        }
+        if estimates().any(|estimate| estimate.value.is_some() && estimate.bar().is_none()) {
+            parts.push("± ? where a single sample or document gives no standard error");
+        }
+        let (name, trained) = (&self.tokenizer.name, self.train_seq_len);
+        let lengths = format!("lengths in tokens of the {name} tokenizer (trained at {trained})");
+        std::iter::once(lengths.as_str()).chain(parts).collect::<Vec<_>>().join("; ")
+    }
 }
 
-/// The title, the scores by length, and how to read them.
+/// The title, the scores by length, how to read them, and the notes.
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.title())?;
@@ -168,25 +218,33 @@ impl Display for Report {
             }
             writeln!(f, "{}", line.trim_end())?;
         }
-        write!(
-            f,
-            "lengths in tokens of the {} tokenizer (trained at {}); ± is the standard error",
-            self.tokenizer.name, self.train_seq_len
-        )
+        write!(f, "{}", self.legend())?;
+        for note in &self.notes {
+            write!(f, "\nnote: {note}")?;
+        }
+        Ok(())
     }
 }
 
-fn show(estimate: &Estimate, with_error: bool) -> String {
-    let digits = match estimate.value.map(f64::abs) {
-        Some(value) if value >= 1000.0 => 1,
-        Some(value) if value > 0.0 && value < 0.01 => 6,
+/// An estimate with its uncertainty: `2.310 ± 0.021`, or `0.900 [0.699, 0.972]` for a proportion.
+pub(crate) fn show(estimate: &Estimate) -> String {
+    let Some(value) = estimate.value else { return "not finite".to_string() };
+    let digits = match value.abs() {
+        value if value >= 1000.0 => 1,
+        value if value > 0.0 && value < 0.01 => 6,
         _ => 3,
     };
-    match (estimate.value, estimate.standard_error) {
-        (None, _) => "not finite".to_string(),
-        (Some(value), Some(error)) if with_error => format!("{value:.digits$} ± {error:.digits$}"),
-        (Some(value), _) => format!("{value:.digits$}"),
+    match (estimate.standard_error, estimate.low.zip(estimate.high)) {
+        (Some(error), _) => format!("{value:.digits$} ± {error:.digits$}"),
+        (None, Some((low, high))) => format!("{value:.digits$} [{low:.3}, {high:.3}]"),
+        (None, None) => format!("{value:.digits$} ± ?"),
     }
+}
+
+/// A proportion as its counts, `18/20`, which show how few the samples are.
+fn counted(estimate: &Estimate) -> String {
+    let count = |share: f64| (share * estimate.samples as f64).round();
+    estimate.value.map_or(String::new(), |share| format!("{}/{}", count(share), estimate.samples))
 }
 
 fn cell<T: Display>(value: Option<T>) -> String {

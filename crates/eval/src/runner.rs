@@ -48,8 +48,10 @@ pub(crate) fn run_suite<S: Suite>(
     )?;
     let trials = suite.trials();
     check_lengths::<S>(&trials, model.max_len())?;
+    check_memory::<S>(&trials, sampling, &*model)?;
 
     let mut report = blank_report(&suite, options, &*model, context);
+    report.notes.extend(extrapolation_note(&trials, report.train_seq_len));
     let git_hash = context.git_hash.as_deref();
     let mut journal = Journal::open(&context.out_dir, &settings(&report), git_hash, context.force)?;
     report.git_hash = journal.git_hash().map(str::to_string);
@@ -62,8 +64,10 @@ pub(crate) fn run_suite<S: Suite>(
     let step = report.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
     suite.draw(&scoring, &format!("{}{step}", report.run), journal.folder())?;
     report.samples = trials.len() as u64;
-    report.headline = scoring.headline;
+    report.headline = scoring.headline.iter().map(|(name, e)| (name.clone(), e.value)).collect();
+    report.headline_estimates = scoring.headline;
     report.scores = scoring.scores;
+    report.notes.extend(scoring.notes);
     report.details = scoring.details;
     report.save(journal.folder())?;
     Ok(report)
@@ -78,6 +82,61 @@ fn check_lengths<S: Suite>(trials: &[Trial], max_len: Option<usize>) -> Result<(
         }
         _ => Ok(()),
     }
+}
+
+/// Rejects lengths whose calls cannot fit into memory, before the first sample.
+fn check_memory<S: Suite>(
+    trials: &[Trial],
+    sampling: &SamplingOptions,
+    model: &dyn EvalModel,
+) -> Result<(), EvalError> {
+    let Some(available) = model.available_memory() else { return Ok(()) };
+    let fits = |rows: usize, length: usize| {
+        model.least_memory(rows, length, S::GENERATES).is_none_or(|needed| needed <= available)
+    };
+    for trials in trials.chunk_by(|a, b| a.length == b.length) {
+        let length = trials[0].length;
+        let rows = rows_of(sampling, length).min(trials.len());
+        let Some(needed) = model.least_memory(rows, length, S::GENERATES) else { continue };
+        if needed <= available {
+            continue;
+        }
+        let remedy = if rows > 1 && fits(1, length) {
+            "give --batch 1: one sequence at a time may fit".to_string()
+        } else {
+            let (mut fitting, mut beyond) = (0, length);
+            while fitting + 1 < beyond {
+                let middle = fitting + (beyond - fitting) / 2;
+                if fits(1, middle) { fitting = middle } else { beyond = middle }
+            }
+            format!("ask for shorter --lengths, certainly below {beyond}, or use a larger machine")
+        };
+        let suite = S::NAME;
+        return Err(EvalError::OutOfMemory { suite, length, rows, needed, available, remedy });
+    }
+    Ok(())
+}
+
+/// Says once which lengths are beyond the training length.
+fn extrapolation_note(trials: &[Trial], train_seq_len: usize) -> Option<String> {
+    let mut beyond: Vec<String> = trials
+        .chunk_by(|a, b| a.length == b.length)
+        .filter(|trials| trials[0].length > train_seq_len)
+        .map(|trials| trials[0].length.to_string())
+        .collect();
+    let last = beyond.pop()?;
+    let lengths = match beyond.is_empty() {
+        true => format!("length {last} is"),
+        false => format!("lengths {} and {last} are", beyond.join(", ")),
+    };
+    Some(format!(
+        "{lengths} beyond the training length, {train_seq_len}: such scores show how the model extrapolates"
+    ))
+}
+
+/// How many sequences of a length run at a time.
+fn rows_of(sampling: &SamplingOptions, length: usize) -> usize {
+    sampling.batch.min(sampling.batch_tokens / length.max(1)).max(1)
 }
 
 /// The report before any sample.
@@ -107,7 +166,9 @@ fn blank_report<S: Suite>(
         resolved: suite.resolved(),
         samples: 0,
         headline: Default::default(),
+        headline_estimates: Default::default(),
         scores: Vec::new(),
+        notes: Vec::new(),
         details: Value::Null,
     }
 }
@@ -211,8 +272,7 @@ fn batches<'r, 't>(
     requests.sort_by_key(|(trial, request)| (request.call.batch_key(), trial.id));
     let mut batches = Vec::new();
     for group in requests.chunk_by(|a, b| a.1.call.batch_key() == b.1.call.batch_key()) {
-        let context_len = group[0].1.call.context_len().max(1);
-        let rows = sampling.batch.min(sampling.batch_tokens / context_len).max(1);
+        let rows = rows_of(sampling, group[0].1.call.context_len());
         batches.extend(group.chunks(rows));
     }
     batches

@@ -12,6 +12,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
 use crate::report::Score;
+use crate::stats::Estimate;
 use crate::{EvalError, LogLikelihood};
 
 /// One evaluation: it lists its trials, makes each trial's request, judges the model's answer and
@@ -33,6 +34,9 @@ pub trait Suite: Sized {
     /// The random streams of its samples. No two suites share one, so that the same seed draws different
     /// samples in each.
     const STREAMS: Range<u64>;
+
+    /// Whether its calls of the model generate text.
+    const GENERATES: bool;
 
     /// Records every option that is out of range.
     fn validate(options: &Self::Options, problems: &mut Problems);
@@ -208,9 +212,11 @@ pub struct Outcome<V> {
 #[derive(Clone, Debug, Default)]
 pub struct Scoring {
     /// The few numbers that sweeps compare.
-    pub headline: BTreeMap<String, Option<f64>>,
-    /// Every score, with its standard error.
+    pub headline: BTreeMap<String, Estimate>,
+    /// Every score, with its standard error or interval.
     pub scores: Vec<Score>,
+    /// What a reader must know about the scores, a sentence each.
+    pub notes: Vec<String>,
     /// Further results specific to the suite: curves, bins.
     pub details: Value,
 }

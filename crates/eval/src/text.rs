@@ -49,6 +49,14 @@ pub(crate) fn list_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, EvalError> {
     Ok(files)
 }
 
+/// Names files for the report: the only one by its path, several by their number.
+pub(crate) fn source_of(files: &[PathBuf]) -> String {
+    match files {
+        [file] => format!("the file {} of --text", file.display()),
+        _ => format!("{} files of --text", files.len()),
+    }
+}
+
 /// Reads a file of UTF-8 text.
 pub(crate) fn read_text(path: &Path) -> Result<String, EvalError> {
     let bytes = std::fs::read(path).map_err(EvalError::read(path))?;

@@ -182,84 +182,109 @@ fn results_json_keeps_its_shape() {
     let json = std::fs::read_to_string(dir.path().join("results.json")).unwrap();
     let fingerprint = model.tokenizer.fingerprint();
     insta::assert_snapshot!(json.replace(&fingerprint, "SHA256"), @r#"
-        {
-          "suite": "passkey",
-          "suite_version": 1,
-          "run": "wall",
-          "checkpoint_step": 100,
-          "git_hash": "0123abc",
-          "longwall_version": "0.1.0",
-          "device": "fake",
-          "tokenizer": {
-            "name": "bytes",
-            "fingerprint": "SHA256",
-            "vocab_size": 257
-          },
-          "train_seq_len": 1024,
-          "seed": 0,
-          "config": {
-            "batch": 16,
-            "batch_tokens": 65536,
-            "depths": 2,
-            "lengths": [
-              500
-            ],
-            "max_tokens": 10,
-            "seed": 0,
-            "trials": 4
-          },
-          "resolved": {},
-          "samples": 8,
-          "headline": {
-            "accuracy": 1.0,
-            "accuracy_to_train_length": 1.0
-          },
-          "scores": [
-            {
-              "metric": "accuracy",
-              "length": 500,
-              "depth": null,
-              "value": 1.0,
-              "standard_error": 0.0,
-              "samples": 8
-            },
-            {
-              "metric": "accuracy",
-              "length": 500,
-              "depth": 0.0,
-              "value": 1.0,
-              "standard_error": 0.0,
-              "samples": 4
-            },
-            {
-              "metric": "accuracy",
-              "length": 500,
-              "depth": 1.0,
-              "value": 1.0,
-              "standard_error": 0.0,
-              "samples": 4
-            },
-            {
-              "metric": "accuracy",
-              "length": null,
-              "depth": null,
-              "value": 1.0,
-              "standard_error": 0.0,
-              "samples": 8
-            }
-          ],
-          "details": {
-            "depths": "grid"
-          }
+    {
+      "suite": "passkey",
+      "suite_version": 1,
+      "run": "wall",
+      "checkpoint_step": 100,
+      "git_hash": "0123abc",
+      "longwall_version": "0.1.0",
+      "device": "fake",
+      "tokenizer": {
+        "name": "bytes",
+        "fingerprint": "SHA256",
+        "vocab_size": 257
+      },
+      "train_seq_len": 1024,
+      "seed": 0,
+      "config": {
+        "batch": 16,
+        "batch_tokens": 65536,
+        "depths": 2,
+        "lengths": [
+          500
+        ],
+        "max_tokens": 10,
+        "seed": 0,
+        "trials": 4
+      },
+      "resolved": {},
+      "samples": 8,
+      "headline": {
+        "accuracy": 1.0,
+        "accuracy_to_train_length": 1.0
+      },
+      "headline_estimates": {
+        "accuracy": {
+          "value": 1.0,
+          "standard_error": null,
+          "low": 0.6755924351161198,
+          "high": 1.0,
+          "samples": 8
+        },
+        "accuracy_to_train_length": {
+          "value": 1.0,
+          "standard_error": null,
+          "low": 0.6755924351161198,
+          "high": 1.0,
+          "samples": 8
         }
-        "#);
+      },
+      "scores": [
+        {
+          "metric": "accuracy",
+          "length": 500,
+          "depth": null,
+          "value": 1.0,
+          "standard_error": null,
+          "low": 0.6755924351161198,
+          "high": 1.0,
+          "samples": 8
+        },
+        {
+          "metric": "accuracy",
+          "length": 500,
+          "depth": 0.0,
+          "value": 1.0,
+          "standard_error": null,
+          "low": 0.5101091635454027,
+          "high": 1.0,
+          "samples": 4
+        },
+        {
+          "metric": "accuracy",
+          "length": 500,
+          "depth": 1.0,
+          "value": 1.0,
+          "standard_error": null,
+          "low": 0.5101091635454027,
+          "high": 1.0,
+          "samples": 4
+        },
+        {
+          "metric": "accuracy",
+          "length": null,
+          "depth": null,
+          "value": 1.0,
+          "standard_error": null,
+          "low": 0.6755924351161198,
+          "high": 1.0,
+          "samples": 8
+        }
+      ],
+      "notes": [],
+      "details": {
+        "depths": "grid"
+      }
+    }
+    "#);
     let csv = std::fs::read_to_string(dir.path().join("grid.csv")).unwrap();
     insta::assert_snapshot!(csv, @r"
-    metric,length,depth,value,standard_error,samples
-    accuracy,500,,1,0,8
-    accuracy,500,0,1,0,4
-    accuracy,500,1,1,0,4
-    accuracy,,,1,0,8
+    metric,length,depth,value,standard_error,low,high,samples
+    accuracy,500,,1,,0.6755924351161198,1,8
+    accuracy,500,0,1,,0.5101091635454027,1,4
+    accuracy,500,1,1,,0.5101091635454027,1,4
+    accuracy,,,1,,0.6755924351161198,1,8
     ");
     let names = crate::common::files(dir.path());
     assert_eq!(

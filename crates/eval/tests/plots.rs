@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use longwall_eval::plot::Heatmap;
+use longwall_eval::plot::{Heatmap, LineChart, Point, Scale, Series};
 use longwall_eval::{Curve, XAxis, plot_losses};
 
 fn curve(name: &str, floor: f64) -> Curve {
@@ -115,4 +115,123 @@ fn cells_show_their_values_where_there_is_room() {
     assert_eq!(fs::read_to_string(&path).unwrap().matches("0.38").count(), 121);
     map(35).save(&path).unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap().matches("0.38").count(), 0);
+}
+
+/// The boxes `(left, top, right, bottom)` of the texts of an SVG, from their anchors and a wide font.
+fn text_boxes(svg: &str) -> Vec<(String, [f64; 4])> {
+    let texts = svg.split("<text ").skip(1).filter(|text| !text.contains("rotate("));
+    let parse = |text: &str| {
+        let attribute = |name: &str| {
+            let from = text.find(&format!("{name}=\""))? + name.len() + 2;
+            text[from..].split('"').next()
+        };
+        let (x, y): (f64, f64) = (attribute("x")?.parse().ok()?, attribute("y")?.parse().ok()?);
+        let size: f64 = attribute("font-size")?.parse().ok()?;
+        let content = text.split(">\n").nth(1)?.split('\n').next()?.to_string();
+        let width = content.chars().count() as f64 * size * 0.6;
+        let left = match attribute("text-anchor")? {
+            "start" => x,
+            "middle" => x - width / 2.0,
+            _ => x - width,
+        };
+        Some((content, [left, y - size, left + width, y + size * 0.3]))
+    };
+    texts.filter_map(parse).collect()
+}
+
+#[test]
+fn no_text_of_a_chart_covers_another_or_the_curves() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("chart.svg");
+    for boundary in [1.0, 30.0, 64.0] {
+        for lines in [0, 1, 4, 14] {
+            let chart = |colour: usize| Series {
+                name: if lines > 0 { format!("length {}", 64 << colour) } else { String::new() },
+                points: (1..=64)
+                    .map(|x| Point { x: f64::from(x), y: (x % 7) as f64, bar: Some((0.0, 7.0)) })
+                    .collect(),
+                colour,
+                faint: false,
+                dots: true,
+                band: true,
+            };
+            LineChart {
+                title: "In-context learning: a run with quite a long name, step 100000".to_string(),
+                x_label: "position".to_string(),
+                y_label: "loss".to_string(),
+                x_scale: Scale::Linear,
+                y_range: None,
+                note: Some("bars and bands: ± one standard error".to_string()),
+                series: (0..lines.max(1)).map(chart).collect(),
+                boundary: Some((boundary, "training length".to_string())),
+            }
+            .save(&path)
+            .unwrap();
+            let svg = fs::read_to_string(&path).unwrap();
+            let boxes = text_boxes(&svg);
+            assert!(boxes.iter().any(|(text, _)| text == "training length"));
+            for (n, (text, a)) in boxes.iter().enumerate() {
+                assert!(a[0] >= 0.0 && a[2] <= 960.0, "{text} leaves the picture: {a:?}");
+                for (other, b) in &boxes[..n] {
+                    let apart = a[2] <= b[0] || b[2] <= a[0] || a[3] <= b[1] || b[3] <= a[1];
+                    assert!(apart, "{text} {a:?} covers {other} {b:?}");
+                }
+            }
+            // Names stand above the highest point of the band.
+            let band = svg.split("<polygon").nth(1).unwrap().split("points=\"").nth(1).unwrap();
+            let points = band.split('"').next().unwrap().split_whitespace();
+            let top = points.map(|p| p.split(',').nth(1).unwrap().parse::<f64>().unwrap());
+            let top = top.fold(f64::INFINITY, f64::min);
+            let name = boxes.iter().find(|(text, _)| text == "training length").unwrap();
+            assert!(name.1[3] <= top + 0.5, "{name:?} covers the curve that reaches up to {top}");
+        }
+    }
+}
+
+#[test]
+fn empty_cells_are_hatched_and_explained() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("map.svg");
+    let draw = |value: Option<f64>| {
+        Heatmap {
+            title: "Passkey retrieval".to_string(),
+            x_label: "length (tokens)".to_string(),
+            y_label: "depth (%)".to_string(),
+            value_label: "accuracy".to_string(),
+            x: vec!["500".to_string(), "1000".to_string()],
+            y: vec!["5".to_string()],
+            values: vec![vec![Some(1.0), value]],
+            boundary: None,
+        }
+        .save(&path)
+        .unwrap();
+        fs::read_to_string(&path).unwrap()
+    };
+    assert!(draw(None).contains("no sample"));
+    assert!(!draw(Some(0.5)).contains("no sample"));
+}
+
+#[test]
+fn a_png_has_the_pixels_of_its_svg() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("loss.png");
+    plot_losses(&[curve("wall", 2.6)], XAxis::Steps, &path, 0.9, None).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    let size = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap());
+    // Twice the size of the SVG: 960 by 600 and one row of names.
+    assert_eq!((size(16), size(20)), (1920, 1248));
+}
+
+#[test]
+fn a_single_point_is_drawn_without_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("loss.svg");
+    let short = Curve { train: vec![(1.0, 5.0)], validation: vec![(1.0, 4.0)], ..Curve::default() };
+    plot_losses(&[short], XAxis::Steps, &path, 0.9, None).unwrap();
+    let svg = fs::read_to_string(&path).unwrap();
+    for line in svg.split("<polyline").skip(1) {
+        let points = line.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
+        assert!(points.split_whitespace().count() > 1, "a line of the points {points}");
+    }
+    assert!(svg.contains("<circle"));
 }

@@ -104,11 +104,11 @@ fn other_settings_are_refused_without_force() {
     let other = SuiteConfig::Passkey(other);
     let error = evaluate(&other, &mut model(), &folder).unwrap_err();
     insta::assert_snapshot!(error.to_string().replace(dir.path().to_str().unwrap(), "DIR"), @r"
-        DIR/passkey holds an evaluation with other settings:
-          options.seed was 0, now it is 1
-          options.trials was 40, now it is 3
-          hint: use the same settings to resume it, --force to throw its samples away, or another folder
-        ");
+    DIR/passkey holds an evaluation with other settings:
+      options.seed was 0, now it is 1
+      options.trials was 40, now it is 3
+      hint: use the same settings to resume it, --force to throw its samples away, or --out NAME to keep both
+    ");
     assert_eq!(content(&folder), before);
     let report = evaluate_with(&other, &mut model(), &folder, true, None).unwrap();
     assert_eq!(report.samples, 6);
@@ -152,7 +152,7 @@ fn damaged_samples_are_named_by_line() {
     insta::assert_snapshot!(error(text), @r"
     DIR holds an evaluation with other settings:
       samples.jsonl is there without settings.json
-      hint: use the same settings to resume it, --force to throw its samples away, or another folder
+      hint: use the same settings to resume it, --force to throw its samples away, or --out NAME to keep both
     ");
 }
 

@@ -59,7 +59,7 @@ fn a_model_that_says_something_else_scores_zero() {
 }
 
 #[test]
-fn scores_and_standard_errors_are_those_of_the_samples() {
+fn scores_and_intervals_are_those_of_the_samples() {
     let dir = tempfile::tempdir().unwrap();
     let mut model = FakeModel::bytes(|prompt| match passkey(prompt) % 3 {
         0 => " 0".to_string(),
@@ -84,8 +84,9 @@ fn scores_and_standard_errors_are_those_of_the_samples() {
             .unwrap();
         assert_eq!(trials, 12.0);
         assert_eq!(score.estimate.value, Some(p));
-        let error = (p * (1.0 - p) / 11.0).sqrt();
-        assert!((score.estimate.standard_error.unwrap() - error).abs() < 1e-12);
+        let [low, high] = longwall_eval::stats::wilson(p, 12.0);
+        assert_eq!((score.estimate.low, score.estimate.high), (Some(low), Some(high)));
+        assert!(low < p && p < high && score.estimate.standard_error.is_none());
     }
 }
 
@@ -201,7 +202,7 @@ fn text_files_make_a_haystack_that_is_read_round_when_it_is_short() {
     let dir = tempfile::tempdir().unwrap();
     let text = dir.path().join("text");
     std::fs::create_dir(&text).unwrap();
-    std::fs::write(text.join("a.txt"), "A short file. It ends soon.").unwrap();
+    std::fs::write(text.join("a.txt"), "A short file. It ends soon. ".repeat(10)).unwrap();
     let SuiteConfig::Niah(options) = niah_config(HaystackKind::Text, NiahMode::Easy) else {
         unreachable!()
     };
@@ -211,6 +212,94 @@ fn text_files_make_a_haystack_that_is_read_round_when_it_is_short() {
     let report = evaluate(&config, &mut model, &out).unwrap();
     assert_eq!(report.headline["accuracy"], Some(1.0));
     assert_eq!(report.resolved["haystack_repeats"], true);
+}
+
+/// The error of `niah` on a file of this text, with the file's folder left out.
+fn haystack_error(text: &str) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("text.txt");
+    std::fs::write(&path, text).unwrap();
+    let SuiteConfig::Niah(options) = niah_config(HaystackKind::Text, NiahMode::Easy) else {
+        unreachable!()
+    };
+    let config = SuiteConfig::from(NiahOptions { text: vec![path], ..options.own });
+    let out = dir.path().join("out");
+    let mut model = FakeModel::bytes(magic_number);
+    let error = evaluate(&config, &mut model, &out).unwrap_err();
+    assert!(model.calls.is_empty() && !out.exists());
+    error.to_string().replace(dir.path().to_str().unwrap(), "DIR")
+}
+
+#[test]
+fn an_empty_haystack_is_refused() {
+    insta::assert_snapshot!(haystack_error(""), @r"
+    niah: the haystack is empty: there is no text in the file DIR/text.txt of --text
+      hint: give more text with --text, shorter --lengths, or --haystack noise or repeat
+    ");
+    assert_eq!(haystack_error(" \n\n\t"), haystack_error(""));
+}
+
+#[test]
+fn a_haystack_much_shorter_than_the_prompt_is_refused() {
+    insta::assert_snapshot!(haystack_error("A short file. It ends soon."), @r"
+    niah: the haystack has 28 tokens (the file DIR/text.txt of --text); length 1500 needs 188, or its prompts repeat the text more than 8 times
+      hint: give more text with --text, shorter --lengths, or --haystack noise or repeat
+    ");
+}
+
+#[test]
+fn a_validation_split_of_empty_documents_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = niah_config(HaystackKind::Text, NiahMode::Standard);
+    let empty = Tokens(vec![256; 5000]);
+    let mut model = FakeModel::bytes(magic_number);
+    let error = evaluate_with(&config, &mut model, dir.path(), false, Some(&empty)).unwrap_err();
+    assert!(error.to_string().starts_with("niah: the haystack is empty"), "{error}");
+}
+
+#[test]
+fn the_depths_of_a_table_are_in_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = FakeModel::bytes(right);
+    // At random positions, the first length has samples in few tenths of the depth.
+    let own = PasskeyOptions { lengths: vec![500, 1000, 2000], trials: 6, ..Default::default() };
+    let report = evaluate(&SuiteConfig::from(own), &mut model, dir.path()).unwrap();
+    let table = report.to_string();
+    let header = table.lines().nth(1).unwrap();
+    let depths: Vec<u32> =
+        header.split(" %").filter_map(|part| part.rsplit(' ').next()?.parse().ok()).collect();
+    assert!(depths.len() > 5 && depths.is_sorted(), "{header}");
+    assert!(table.contains("1.000 [0.610, 1.000]"), "{table}");
+}
+
+#[test]
+fn a_call_that_cannot_fit_into_memory_is_refused_before_it_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = |sampling: SamplingOptions, free: u64| {
+        let own = PasskeyOptions { lengths: vec![500, 4000], ..Default::default() };
+        let config = SuiteConfig::Passkey(SuiteOptions { own, sampling });
+        // The fake model needs 1 MiB for each token.
+        let mut model = FakeModel { free_memory: Some(free << 20), ..FakeModel::bytes(right) };
+        let error = evaluate(&config, &mut model, &dir.path().join("out")).unwrap_err();
+        assert!(model.calls.is_empty() && !dir.path().join("out").exists());
+        error
+    };
+    insta::assert_snapshot!(error(SamplingOptions::default(), 5000), @r"
+    passkey: length 500 needs at least 7.8 GiB of memory, besides the weights, for 16 sequences at a time; 4.9 GiB are free
+      hint: give --batch 1: one sequence at a time may fit
+    ");
+    let one = SamplingOptions { batch: 1, ..Default::default() };
+    insta::assert_snapshot!(error(one, 3000), @r"
+    passkey: length 4000 needs at least 3.9 GiB of memory, besides the weights, for 1 sequence at a time; 2.9 GiB are free
+      hint: ask for shorter --lengths, certainly below 3001, or use a larger machine
+    ");
+}
+
+#[test]
+fn a_call_that_fits_into_memory_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = FakeModel { free_memory: Some(10_000 << 20), ..FakeModel::bytes(right) };
+    evaluate(&passkey_config(None), &mut model, dir.path()).unwrap();
 }
 
 #[test]
@@ -291,11 +380,12 @@ fn a_report_prints_as_a_table_and_reads_back() {
     assert_eq!(Report::load(&dir.path().join("results.json")).unwrap(), report);
     insta::assert_snapshot!(report, @r"
     passkey (version 1): run wall, step 100, 108 samples, seed 0, fake
-    length       accuracy  at 0 %  at 50 %  at 100 %
-       500  1.000 ± 0.000   1.000    1.000     1.000
-      1000  1.000 ± 0.000   1.000    1.000     1.000
-      2000  1.000 ± 0.000   1.000    1.000     1.000
-       all  1.000 ± 0.000
-    lengths in tokens of the bytes tokenizer (trained at 1024); ± is the standard error
+    length              accuracy  at 0 %  at 50 %  at 100 %
+       500  1.000 [0.904, 1.000]   12/12    12/12     12/12
+      1000  1.000 [0.904, 1.000]   12/12    12/12     12/12
+      2000  1.000 [0.904, 1.000]   12/12    12/12     12/12
+       all  1.000 [0.966, 1.000]
+    lengths in tokens of the bytes tokenizer (trained at 1024); brackets hold the 95 % interval (Wilson); depths show correct/samples, their intervals are in grid.csv
+    note: length 2000 is beyond the training length, 1024: such scores show how the model extrapolates
     ");
 }

@@ -6,6 +6,7 @@ pub mod generate;
 mod init;
 mod language_model;
 pub mod layers;
+pub mod memory;
 pub mod precision;
 pub mod weights;
 

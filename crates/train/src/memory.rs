@@ -1,62 +1,9 @@
-//! How much memory a run needs at least, and how much there is.
-
-use std::fs;
-use std::path::Path;
+//! How much memory a run needs at least.
 
 use longwall_model::cost::Parameters;
 
 use crate::config::RunConfig;
 use crate::optimiser::Parameter;
-
-/// Bytes of main memory that this process can still take: what the system reports as available, or less if
-/// a control group limits the process (as containers and job schedulers do). `None` where the system does
-/// not report it.
-pub fn available() -> Option<u64> {
-    available_in(Path::new("/"))
-}
-
-/// As [`available`], of the system whose `/proc` and `/sys` are in `root`.
-fn available_in(root: &Path) -> Option<u64> {
-    let text = fs::read_to_string(root.join("proc/meminfo")).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    let left = left_in_groups(root).into_iter().chain(left_in_first_version(root)).min();
-    Some(left.map_or(1024 * kilobytes, |left| left.min(1024 * kilobytes)))
-}
-
-/// What each control group (version 2) that holds this process leaves of its limit.
-fn left_in_groups(root: &Path) -> Vec<u64> {
-    let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let Some(own) = groups.lines().find_map(|line| line.strip_prefix("0::/")) else {
-        return vec![];
-    };
-    // In a container the path may be one of the host, which the container does not see.
-    let top = root.join("sys/fs/cgroup");
-    let own = top.join(own);
-    let groups = own.ancestors().take_while(|path| path.starts_with(&top));
-    groups
-        .filter_map(|group| left(group, "memory.max", "memory.current", "inactive_file"))
-        .collect()
-}
-
-/// What version 1 of control groups leaves of its limit.
-fn left_in_first_version(root: &Path) -> Option<u64> {
-    let group = root.join("sys/fs/cgroup/memory");
-    left(&group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-}
-
-/// The limit of a group less what is used, not counting cached files, which the system drops first.
-fn left(group: &Path, limit: &str, used: &str, cached: &str) -> Option<u64> {
-    let read = |name: &str| fs::read_to_string(group.join(name)).ok();
-    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-    let statistics = read("memory.stat").unwrap_or_default();
-    let cached = statistics.lines().find_map(|line| {
-        let (name, bytes) = line.split_once(' ')?;
-        (name == cached).then(|| bytes.trim().parse::<u64>().ok())?
-    });
-    let used = number(used)?.saturating_sub(cached.unwrap_or(0));
-    Some(number(limit)?.saturating_sub(used))
-}
 
 /// Bytes that training needs at least: weights, their gradients, the optimiser's state, and of the
 /// activations the input of each block for one micro-batch, all in f32.
@@ -79,59 +26,6 @@ fn elements(shape: &[usize]) -> u128 {
 mod tests {
     use super::*;
     use crate::testing::config;
-
-    /// A system's files, by path.
-    fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
-        let root = tempfile::tempdir().unwrap();
-        for (path, text) in files {
-            let path = root.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        }
-        root
-    }
-
-    const MEMINFO: (&str, &str) = ("proc/meminfo", "MemTotal:  9000 kB\nMemAvailable:   8000 kB\n");
-
-    #[test]
-    fn without_limits_it_is_what_the_system_reports() {
-        assert_eq!(available_in(system(&[MEMINFO]).path()), Some(8_192_000));
-        assert_eq!(available_in(system(&[]).path()), None);
-        let unlimited = [
-            MEMINFO,
-            ("proc/self/cgroup", "0::/job\n"),
-            ("sys/fs/cgroup/job/memory.max", "max\n"),
-            ("sys/fs/cgroup/job/memory.current", "100\n"),
-        ];
-        assert_eq!(available_in(system(&unlimited).path()), Some(8_192_000));
-    }
-
-    #[test]
-    fn the_tightest_group_limits_it() {
-        let limited = [
-            MEMINFO,
-            ("proc/self/cgroup", "0::/all/job\n"),
-            ("sys/fs/cgroup/all/memory.max", "7000000\n"),
-            ("sys/fs/cgroup/all/memory.current", "1000000\n"),
-            ("sys/fs/cgroup/all/job/memory.max", "5000000\n"),
-            ("sys/fs/cgroup/all/job/memory.current", "3000000\n"),
-            ("sys/fs/cgroup/all/job/memory.stat", "anon 2500000\ninactive_file 400000\n"),
-        ];
-        assert_eq!(available_in(system(&limited).path()), Some(2_400_000));
-        let first_version = [
-            MEMINFO,
-            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "6000000\n"),
-            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "1500000\n"),
-        ];
-        assert_eq!(available_in(system(&first_version).path()), Some(4_500_000));
-    }
-
-    #[test]
-    fn this_machine_reports_its_memory() {
-        if cfg!(target_os = "linux") {
-            assert!(available().is_some_and(|bytes| bytes > 1 << 20));
-        }
-    }
 
     #[test]
     fn the_need_counts_weights_gradients_state_and_inputs_of_blocks() {

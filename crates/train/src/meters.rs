@@ -3,9 +3,7 @@
 use std::cell::Cell;
 
 use longwall_kernels::device::{Device, DeviceKind};
-use longwall_model::Precision;
-
-use crate::memory;
+use longwall_model::{Precision, memory};
 
 /// A device's memory use and peak rate.
 pub struct Meters {

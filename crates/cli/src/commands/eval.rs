@@ -5,7 +5,10 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail};
 use longwall_config::{Problems, culprit};
 use longwall_data::{Loader, NoProgress, Split, Tokenizer};
-use longwall_eval::{EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel};
+use longwall_eval::memory::CallMemory;
+use longwall_eval::{
+    EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel, write_index,
+};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_train::config::RunConfig;
@@ -24,6 +27,11 @@ pub struct Args {
     #[arg(long, global = true)]
     force: bool,
 
+    /// Name of the results' folder in RUN/eval, to keep several evaluations of one suite [default: the
+    /// suite's name]
+    #[arg(long, global = true, value_name = "NAME", value_parser = folder_name)]
+    out: Option<String>,
+
     /// Print the report as JSON
     #[arg(long, global = true)]
     json: bool,
@@ -34,10 +42,21 @@ pub struct Args {
 
 /// Runs one suite and prints its report.
 pub fn run(args: Args) -> Result<()> {
+    if let Some(name) = args.out.as_deref().filter(|name| *name != args.suite.name()) {
+        if SuiteConfig::NAMES.contains(&name) {
+            bail!(
+                "--out is {name}, the folder of another suite; allowed: any name but {}\n  hint: \
+                 choose a name such as {}-long",
+                SuiteConfig::NAMES.join(", "),
+                args.suite.name()
+            );
+        }
+    }
     let run = args.run.open()?;
     let stop = StopFlag::install()?;
     let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
-    let report = evaluate(run, std::slice::from_ref(&args.suite), replace, &stop)?;
+    let suites = [(args.suite, args.out)];
+    let report = evaluate(run, &suites, replace, &stop)?;
     for report in report {
         if args.json {
             println!("{}", serde_json::to_string_pretty(&report)?);
@@ -47,6 +66,22 @@ pub fn run(args: Args) -> Result<()> {
     }
     Ok(())
 }
+
+/// Parses a folder's name, which stays within the folder it is for.
+fn folder_name(name: &str) -> Result<String, String> {
+    let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', '\0']);
+    match plain {
+        true => Ok(name.to_owned()),
+        false => {
+            Err("allowed: the name of a folder, which holds no / or \\ and does not begin with a \
+                      dot, for example passkey-long"
+                .to_owned())
+        }
+    }
+}
+
+/// A suite, and the name of its results' folder if it is not the suite's own.
+pub type NamedSuite = (SuiteConfig, Option<String>);
 
 /// Which results of an earlier evaluation are discarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,14 +94,15 @@ pub enum DiscardResults {
     All,
 }
 
-/// Runs suites on a checkpoint; their files go to `eval/SUITE/` in the run's folder.
+/// Runs suites on a checkpoint; their files go to `eval/SUITE/` or `eval/NAME/` in the run's folder, and
+/// `eval/index.json` lists them.
 pub fn evaluate(
     run: OpenRun,
-    suites: &[SuiteConfig],
+    suites: &[NamedSuite],
     replace: DiscardResults,
     stop: &StopFlag,
 ) -> Result<Vec<Report>> {
-    struct Evaluate<'a>(OpenRun, &'a [SuiteConfig], DiscardResults, &'a StopFlag);
+    struct Evaluate<'a>(OpenRun, &'a [NamedSuite], DiscardResults, &'a StopFlag);
     impl OnDevice for Evaluate<'_> {
         type Output = Result<Vec<Report>>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
@@ -79,18 +115,21 @@ pub fn evaluate(
 
 fn evaluate_on<B: OpBackend>(
     run: &OpenRun,
-    suites: &[SuiteConfig],
+    suites: &[NamedSuite],
     replace: DiscardResults,
     stop: &StopFlag,
     device: B::Device,
 ) -> Result<Vec<Report>> {
     let config = &run.checkpoint.config;
     let model = run.load::<B>(&device)?;
-    let mut model = TrainedModel::new(model, run.tokenizer.clone(), config.data.seq_len, device);
+    let memory = CallMemory::new(&config.model, run.compute.precision);
+    let (tokenizer, seq_len) = (run.tokenizer.clone(), config.data.seq_len);
+    let mut model = TrainedModel::new(model, tokenizer, seq_len, memory, device);
     let held_out = ValidationText { config, tokenizer: &run.tokenizer };
     let progress = EvalProgress::new();
-    let evaluate = |suite: &SuiteConfig| {
-        let out_dir = run.dir.join("eval").join(suite.name());
+    let folder = run.dir.join("eval");
+    let evaluate = |(suite, name): &NamedSuite| {
+        let out_dir = folder.join(name.as_deref().unwrap_or(suite.name()));
         let step = run.checkpoint.state.step;
         let force = match replace {
             DiscardResults::Nothing => false,
@@ -108,7 +147,9 @@ fn evaluate_on<B: OpBackend>(
             progress: &progress,
             stop: Some(stop.as_atomic()),
         };
-        Ok(longwall_eval::run(suite, &mut model, &context)?)
+        let report = longwall_eval::run(suite, &mut model, &context)?;
+        write_index(&folder)?;
+        Ok(report)
     };
     suites.iter().map(evaluate).collect()
 }

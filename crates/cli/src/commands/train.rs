@@ -16,7 +16,7 @@ use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
-use super::eval::{DiscardResults, evaluate, suites_of};
+use super::eval::{DiscardResults, NamedSuite, evaluate, suites_of};
 use super::plot::draw_run;
 use crate::context::{DeviceArg, open_run};
 use crate::progress::DataProgress;
@@ -139,8 +139,9 @@ fn evaluate_after(
         return Ok(());
     }
     let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
+    let suites: Vec<NamedSuite> = suites.iter().map(|suite| (suite.clone(), None)).collect();
     // Replaces results of an earlier last checkpoint, if the run was extended.
-    for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
+    for report in evaluate(run, &suites, DiscardResults::OtherCheckpoints, stop)? {
         println!("{report}");
     }
     Ok(())

@@ -6,17 +6,21 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
-use super::style::{LABEL_SIZE, TICK_SIZE, TITLE_SIZE, ink_on, text, viridis};
+use super::style::{LABEL_SIZE, TICK_SIZE, TITLE_SIZE, fit, ink_on, text, viridis};
 use super::{Chart, DrawError, render};
 use crate::EvalError;
 
 /// Maps with at most this many rows and columns show the values in their cells.
 const WRITTEN: usize = 15;
 const LEFT: i32 = 90;
-const RIGHT: i32 = 110;
+const RIGHT: i32 = 150;
 const TOP: i32 = 72;
 const BOTTOM: i32 = 76;
-const NO_VALUE: RGBColor = RGBColor(225, 225, 225);
+/// Empty cells are hatched: no colour of the scale looks like them.
+const NO_VALUE: RGBColor = RGBColor(240, 240, 240);
+const HATCH: RGBColor = RGBColor(170, 170, 170);
+/// Distance of the hatch's lines in pixels.
+const HATCH_STEP: i32 = 8;
 
 /// A heat map of values from 0 to 1.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,7 +37,7 @@ pub struct Heatmap {
     pub x: Vec<String>,
     /// One name per row, the first at the top.
     pub y: Vec<String>,
-    /// `values[row][column]`; missing values are grey.
+    /// `values[row][column]`; cells without a value are hatched, which a legend explains.
     pub values: Vec<Vec<Option<f64>>>,
     /// Draw a line before this column, with this name: the training length.
     pub boundary: Option<(usize, String)>,
@@ -78,10 +82,14 @@ impl Heatmap {
         for (row, values) in self.values.iter().enumerate() {
             for (column, value) in values.iter().enumerate() {
                 let (x, y) = self.corner(column, row);
-                let fill = value.map_or(NO_VALUE, viridis);
+                let Some(value) = *value else {
+                    draw_empty(area, (x, y), (width, height))?;
+                    continue;
+                };
+                let fill = viridis(value);
                 let cell = [(x, y), (x + width, y + height)];
                 area.draw(&Rectangle::new(cell, fill.filled()))?;
-                if let Some(value) = value.filter(|_| written) {
+                if written {
                     let ink = ink_on(fill);
                     let style = centred.color(&ink);
                     let middle = (x + width / 2, y + height / 2);
@@ -111,7 +119,8 @@ impl Heatmap {
             let (_, y) = self.corner(0, row);
             area.draw_text(name, &beside, (LEFT - 8, y + height / 2))?;
         }
-        let title = text(TITLE_SIZE, HPos::Left, VPos::Center);
+        let room = self.size().0 as i32 - LEFT - 12;
+        let title = text(fit(&self.title, TITLE_SIZE, room), HPos::Left, VPos::Center);
         area.draw_text(&self.title, &title, (LEFT, 26))?;
         let x_name = text(LABEL_SIZE, HPos::Center, VPos::Top);
         area.draw_text(&self.x_label, &x_name, ((LEFT + right) / 2, bottom + 34))?;
@@ -148,8 +157,31 @@ impl Heatmap {
         }
         let name = text(TICK_SIZE, HPos::Center, VPos::Top);
         area.draw_text(&self.value_label, &name, (left + 20, bottom + 12))?;
+        if self.values.iter().flatten().any(Option::is_none) {
+            draw_empty(area, (left, bottom + 42), (18, 18))?;
+            area.draw_text("no sample", &beside, (left + 24, bottom + 51))?;
+        }
         Ok(())
     }
+}
+
+/// An empty cell: grey with diagonal lines.
+fn draw_empty<DB: DrawingBackend>(
+    area: &DrawingArea<DB, Shift>,
+    (x, y): (i32, i32),
+    (width, height): (i32, i32),
+) -> Result<(), DrawError>
+where
+    DB::ErrorType: 'static,
+{
+    area.draw(&Rectangle::new([(x, y), (x + width, y + height)], NO_VALUE.filled()))?;
+    // Where the lines x + y = sum enter and leave the cell.
+    for sum in (HATCH_STEP / 2..width + height).step_by(HATCH_STEP as usize) {
+        let from = (x + sum.min(width), y + (sum - width).max(0));
+        let to = (x + (sum - height).max(0), y + sum.min(height));
+        area.draw(&PathElement::new([from, to], HATCH.stroke_width(1)))?;
+    }
+    Ok(())
 }
 
 impl Chart for Heatmap {

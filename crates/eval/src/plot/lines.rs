@@ -1,4 +1,4 @@
-//! Lines with error bars over a linear or logarithmic axis.
+//! Lines with error bars or bands over a linear or logarithmic axis.
 
 use std::path::Path;
 
@@ -7,14 +7,30 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, VPos};
 
 use super::axis::Axis;
-use super::style::{LABEL_SIZE, TICK_SIZE, TITLE_SIZE, line_colour, round_ticks, short, text};
+use super::legend::{Entry, Legend};
+use super::style::{
+    LABEL_SIZE, NOTE_SIZE, TICK_SIZE, TITLE_SIZE, fit, line_colour, round_ticks, short, text, width,
+};
 use super::{Chart, DrawError, render};
 use crate::EvalError;
 
 const WIDTH: u32 = 960;
+/// Height without the legend.
 const HEIGHT: u32 = 600;
+/// Left end of the axes.
+const LEFT: i32 = 90;
+/// Right margin.
+const RIGHT: i32 = 28;
+/// Height of the title's line.
+const TITLE_ROW: i32 = 44;
+/// Height of the line between legend and axes: the boundary's name and the note.
+const NOTE_ROW: i32 = 22;
 /// Lines with at most this many points show each point as a dot.
 const DOTTED: usize = 64;
+/// Opacity of a faint line.
+pub(super) const FAINT: f64 = 0.25;
+/// Opacity of a band.
+const BAND: f64 = 0.15;
 
 /// One point of a line. A point that is not finite breaks the line.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,8 +39,8 @@ pub struct Point {
     pub x: f64,
     /// Vertical.
     pub y: f64,
-    /// Half the length of the error bar.
-    pub error: Option<f64>,
+    /// Lower and upper end of the error bar or band.
+    pub bar: Option<(f64, f64)>,
 }
 
 /// One line.
@@ -40,6 +56,8 @@ pub struct Series {
     pub faint: bool,
     /// Drawn with dots at its points.
     pub dots: bool,
+    /// Shows the points' bars as one band.
+    pub band: bool,
 }
 
 /// How an axis maps numbers to positions.
@@ -64,6 +82,8 @@ pub struct LineChart {
     pub x_scale: Scale,
     /// Range of the y axis; by default that of the points.
     pub y_range: Option<(f64, f64)>,
+    /// What bars and bands mean, in small print above the axes.
+    pub note: Option<String>,
     /// The lines.
     pub series: Vec<Series>,
     /// A vertical line and its name: the training length.
@@ -128,34 +148,24 @@ impl LineChart {
             return Axis { low, high, ticks: round_ticks(low, high, 8) };
         }
         let (low, high) = range(self.finite_points().flat_map(|point| {
-            let error = point.error.unwrap_or(0.0);
-            [point.y - error, point.y + error]
+            let (low, high) = bar(&point).unwrap_or((point.y, point.y));
+            [point.y.min(low), point.y.max(high)]
         }));
         let margin = if high > low { (high - low) * 0.05 } else { low.abs().max(1.0) * 0.1 };
         let (low, high) = (low - margin, high + margin);
         Axis { low, high, ticks: round_ticks(low, high, 8) }
     }
 
-    /// The corner with the fewest points, for the legend; the upper right if several have none.
-    fn emptiest_corner(&self, x: &Axis, y: &Axis) -> SeriesLabelPosition {
-        let corners = [
-            (SeriesLabelPosition::UpperRight, true, true),
-            (SeriesLabelPosition::LowerLeft, false, false),
-            (SeriesLabelPosition::LowerRight, true, false),
-            (SeriesLabelPosition::UpperLeft, false, true),
-        ];
-        let points: Vec<(f64, f64)> = self
-            .finite_points()
-            .map(|p| ((p.x - x.low) / (x.high - x.low), (p.y - y.low) / (y.high - y.low)))
-            .collect();
-        let far = |share: f64, high: bool| if high { share > 0.7 } else { share < 0.3 };
-        let (corner, ..) = corners
-            .into_iter()
-            .min_by_key(|&(_, right, upper)| {
-                points.iter().filter(|(x, y)| far(*x, right) && far(*y, upper)).count()
-            })
-            .expect("there are four corners");
-        corner
+    /// The names of the lines, above the axes, where they cover nothing.
+    fn legend(&self) -> Legend {
+        let named = self.series.iter().filter(|series| !series.name.is_empty());
+        let entry = |series: &Series| Entry {
+            name: series.name.clone(),
+            colour: line_colour(series.colour),
+            faint: series.faint,
+            dot: series.dots,
+        };
+        Legend::new(named.map(entry).collect(), WIDTH as i32 - LEFT - RIGHT)
     }
 
     fn show_x(&self, place: f64) -> String {
@@ -174,9 +184,14 @@ fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
     })
 }
 
+/// The ends of a point's bar, if they are finite and differ.
+fn bar(point: &Point) -> Option<(f64, f64)> {
+    point.bar.filter(|(low, high)| low.is_finite() && high.is_finite() && low < high)
+}
+
 impl Chart for LineChart {
     fn size(&self) -> (u32, u32) {
-        (WIDTH, HEIGHT)
+        (WIDTH, HEIGHT + self.legend().height() as u32)
     }
 
     fn draw<DB: DrawingBackend>(&self, area: &DrawingArea<DB, Shift>) -> Result<(), DrawError>
@@ -184,8 +199,13 @@ impl Chart for LineChart {
         DB::ErrorType: 'static,
     {
         let (x, y) = (self.x_axis(), self.y_axis());
-        area.draw_text(&self.title, &text(TITLE_SIZE, HPos::Left, VPos::Center), (90, 26))?;
-        let inner = area.margin(44, 12, 12, 28);
+        let room = WIDTH as i32 - LEFT - RIGHT;
+        let title = text(fit(&self.title, TITLE_SIZE, room), HPos::Left, VPos::Center);
+        area.draw_text(&self.title, &title, (LEFT, 26))?;
+        let legend = self.legend();
+        legend.draw(area, (LEFT, TITLE_ROW))?;
+        let top = TITLE_ROW + legend.height() + NOTE_ROW;
+        let inner = area.margin(top, 12, 12, RIGHT);
         let mut chart = ChartBuilder::on(&inner)
             .x_label_area_size(58)
             .y_label_area_size(78)
@@ -203,80 +223,114 @@ impl Chart for LineChart {
         for &tick in &y.ticks {
             chart.draw_series([PathElement::new([(x.low, tick), (x.high, tick)], GRID)])?;
         }
+        let mut note_from = LEFT;
         if let Some((at, name)) = &self.boundary {
             let at = self.place_x(*at);
-            let grey = RGBColor(110, 110, 110);
             let line =
-                DashedLineSeries::new([(at, y.low), (at, y.high)], 6, 4, grey.stroke_width(1));
+                DashedLineSeries::new([(at, y.low), (at, y.high)], 6, 4, GREY.stroke_width(1));
             chart.draw_series(line)?;
-            let style = text(TICK_SIZE, HPos::Left, VPos::Top).color(&grey);
-            let top = y.high - (y.high - y.low) * 0.01;
-            let label = Text::new(name.clone(), (6, 0), style);
-            chart.draw_series([EmptyElement::at((at, top)) + label])?;
+            let pixel = chart.backend_coord(&(at, y.high)).0;
+            note_from = self.draw_boundary_name(area, name, pixel, top)?;
         }
+        self.draw_note(area, note_from, top)?;
         let faint_first = self.series.iter().filter(|series| series.faint);
         for series in faint_first.chain(self.series.iter().filter(|series| !series.faint)) {
-            self.draw_series(&mut chart, series)?;
-        }
-        if self.series.iter().any(|series| !series.name.is_empty()) {
-            chart
-                .configure_series_labels()
-                .position(self.emptiest_corner(&x, &y))
-                .background_style(WHITE.mix(0.85))
-                .border_style(GRID)
-                .label_font(text(TICK_SIZE, HPos::Left, VPos::Top))
-                .draw()?;
+            self.draw_series(&mut chart, series, &y)?;
         }
         Ok(())
     }
 }
 
 const GRID: RGBColor = RGBColor(222, 222, 222);
+const GREY: RGBColor = RGBColor(110, 110, 110);
 
 /// The chart that plotters builds for these axes.
 type Context<'a, DB> = ChartContext<'a, DB, Cartesian2d<Axis, Axis>>;
 
 impl LineChart {
+    /// Names the boundary above its line, within the picture. Returns where the name ends.
+    fn draw_boundary_name<DB: DrawingBackend>(
+        &self,
+        area: &DrawingArea<DB, Shift>,
+        name: &str,
+        pixel: i32,
+        top: i32,
+    ) -> Result<i32, DrawError>
+    where
+        DB::ErrorType: 'static,
+    {
+        let half = width(name, TICK_SIZE) / 2;
+        let middle = pixel.clamp(LEFT + half, WIDTH as i32 - RIGHT - half);
+        let style = text(TICK_SIZE, HPos::Center, VPos::Bottom).color(&GREY);
+        area.draw_text(name, &style, (middle, top - 4))?;
+        Ok(middle + half)
+    }
+
+    /// The note, at the right end of its line, or at the left end where the boundary's name, which ends
+    /// at `name_end`, leaves more room.
+    fn draw_note<DB: DrawingBackend>(
+        &self,
+        area: &DrawingArea<DB, Shift>,
+        name_end: i32,
+        top: i32,
+    ) -> Result<(), DrawError>
+    where
+        DB::ErrorType: 'static,
+    {
+        let Some(note) = &self.note else { return Ok(()) };
+        let right = WIDTH as i32 - RIGHT;
+        let (position, at) = match name_end + width(note, NOTE_SIZE) + 12 <= right {
+            true => (HPos::Right, right),
+            false => (HPos::Left, LEFT),
+        };
+        let style = text(NOTE_SIZE, position, VPos::Bottom).color(&GREY);
+        area.draw_text(note, &style, (at, top - 4))?;
+        Ok(())
+    }
+
     fn draw_series<'a, DB: DrawingBackend + 'a>(
         &self,
         chart: &mut Context<'a, DB>,
         series: &Series,
+        y: &Axis,
     ) -> Result<(), DrawError>
     where
         DB::ErrorType: 'static,
     {
         let colour = line_colour(series.colour);
         let line = match series.faint {
-            true => colour.mix(0.25).stroke_width(1),
+            true => colour.mix(FAINT).stroke_width(1),
             false => colour.stroke_width(2),
         };
         let places: Vec<Option<Point>> = series.points.iter().map(|p| self.place(p)).collect();
-        let mut named = series.name.is_empty();
         for run in places.split(|point| point.is_none()) {
             let run: Vec<Point> = run.iter().flatten().copied().collect();
             if run.is_empty() {
                 continue;
             }
-            let drawn = chart.draw_series(LineSeries::new(run.iter().map(|p| (p.x, p.y)), line))?;
-            if !named {
-                named = true;
-                let dot = if series.dots { 4 } else { 0 };
-                drawn.label(&series.name).legend(move |(x, y)| {
-                    EmptyElement::at((x, y))
-                        + PathElement::new([(0, 0), (22, 0)], line)
-                        + Circle::new((11, 0), dot, colour.filled())
-                });
+            if series.band && run.len() > 1 {
+                let ends = |p: &Point| bar(p).unwrap_or((p.y, p.y));
+                let within = |value: f64| value.clamp(y.low, y.high);
+                let upper = run.iter().map(|p| (p.x, within(ends(p).1)));
+                let lower = run.iter().rev().map(|p| (p.x, within(ends(p).0)));
+                let outline: Vec<(f64, f64)> = upper.chain(lower).collect();
+                chart.draw_series([Polygon::new(outline, colour.mix(BAND).filled())])?;
+            }
+            // One point alone makes no line: SVG viewers complain about it.
+            if run.len() > 1 {
+                chart.draw_series(LineSeries::new(run.iter().map(|p| (p.x, p.y)), line))?;
             }
             if series.dots && run.len() <= DOTTED {
                 let dots = run.iter().map(|p| Circle::new((p.x, p.y), 4, colour.filled()));
                 chart.draw_series(dots)?;
             }
-            let bars = run.iter().filter_map(|p| {
-                let error = p.error.filter(|error| *error > 0.0 && error.is_finite())?;
-                let (low, high) = (p.y - error, p.y + error);
-                Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.stroke_width(1), 10))
-            });
-            chart.draw_series(bars)?;
+            if !series.band || run.len() == 1 {
+                let bars = run.iter().filter_map(|p| {
+                    let (low, high) = bar(p)?;
+                    Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.stroke_width(1), 10))
+                });
+                chart.draw_series(bars)?;
+            }
         }
         Ok(())
     }

@@ -72,11 +72,12 @@ pub fn plot_losses(
             name,
             points: points
                 .into_iter()
-                .map(|(x, y)| Point { x, y: if y > max_loss { f64::NAN } else { y }, error: None })
+                .map(|(x, y)| Point { x, y: if y > max_loss { f64::NAN } else { y }, bar: None })
                 .collect(),
             colour,
             faint,
             dots,
+            band: false,
         };
         let name = format!("{}: training", curve.name);
         if smoothing > 0.0 {
@@ -108,13 +109,16 @@ pub fn plot_losses(
         y_label: "loss (nats per token)".to_string(),
         x_scale: Scale::Linear,
         y_range: None,
+        note: None,
         series,
         boundary: None,
     };
     chart.save(path)
 }
 
-/// Exponential moving average with bias correction; values that are not finite remain gaps.
+/// Exponential moving average with bias correction, as in Adam (Kingma and Ba, 2015, algorithm 1): the
+/// first value is the curve's own first value, not one drawn towards 0. Values that are not finite remain
+/// gaps.
 fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
     let (mut sum, mut total) = (0.0, 0.0);
     points
@@ -149,6 +153,17 @@ mod tests {
         let smoothed = smooth(&[(0.0, 2.0), (1.0, 2.0), (2.0, f64::NAN), (3.0, 2.0)], 0.9);
         assert!((smoothed[0].1 - 2.0).abs() < 1e-12 && (smoothed[3].1 - 2.0).abs() < 1e-12);
         assert!(smoothed[2].1.is_nan());
+    }
+
+    #[test]
+    fn smoothing_starts_at_the_first_value() {
+        let smoothed = smooth(&[(1.0, 9.0), (2.0, 5.0), (3.0, 5.0)], 0.9);
+        assert!((smoothed[0].1 - 9.0).abs() < 1e-12);
+        // Weights 0.09 and 0.1 of two values.
+        let second = (0.09 * 9.0 + 0.1 * 5.0) / 0.19;
+        assert!((smoothed[1].1 - second).abs() < 1e-12, "{}", smoothed[1].1);
+        let gap_first = smooth(&[(1.0, f64::NAN), (2.0, 5.0)], 0.9);
+        assert!((gap_first[1].1 - 5.0).abs() < 1e-12);
     }
 
     #[test]

@@ -12,6 +12,21 @@ pub(super) const LABEL_SIZE: i32 = 18;
 /// Size of tick labels and cell values.
 pub(super) const TICK_SIZE: i32 = 16;
 
+/// Size of notes.
+pub(super) const NOTE_SIZE: i32 = 14;
+
+/// An upper bound of the width in pixels of a text of this size, in any sans-serif font: the viewer of an
+/// SVG chooses its own.
+pub(super) fn width(text: &str, size: i32) -> i32 {
+    // Wide fonts take 0.62 of their size for an average letter.
+    (text.chars().count() as i32 * size * 62 + 99) / 100
+}
+
+/// The size at which a text fits into `room` pixels: `size`, or less, at least that of notes.
+pub(super) fn fit(text: &str, size: i32, room: i32) -> i32 {
+    (NOTE_SIZE..=size).rev().find(|&size| width(text, size) <= room).unwrap_or(NOTE_SIZE)
+}
+
 /// Colours of lines: the Okabe-Ito set, which colour-blind readers can tell apart, without its yellow,
 /// which is faint on white.
 const LINES: [RGBColor; 7] = [

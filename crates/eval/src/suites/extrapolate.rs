@@ -5,11 +5,13 @@
 //! tokens and predicts the token after each of them. The suite reports:
 //!
 //! - mean loss (nats per token) and perplexity at each length;
-//! - loss by position, in linear buckets of 2048 tokens (or an eighth of the length, if less), and in
+//! - loss by position, in equal linear buckets of at most 2048 tokens, at least eight, and in
 //!   logarithmic bins, two per octave: the in-context-learning curve;
-//! - the best-context loss (appendix D of the power-attention paper, after Buckman and Gelada): the
-//!   lowest of the logarithmic bins, and its position. If the loss keeps falling, this is the last bin;
-//!   if the model breaks down past its training length, an earlier one.
+//! - the best-context loss (appendix D of the power-attention paper, after Buckman and Gelada): that of
+//!   the linear bucket whose 95 % interval has the lowest upper end, and its position. If the loss keeps
+//!   falling, this is the last bucket; if the model breaks down past its training length, an earlier one.
+//!   Linear buckets hold equal numbers of tokens, and a bucket wins by its bound: the lowest of noisy
+//!   means would mostly be a bucket that happens to hold few or easy tokens.
 //!
 //! Standard errors are over documents: windows of one document are not independent.
 
@@ -30,7 +32,7 @@ pub use self::bins::{Bin, Binning};
 use self::stretches::Stretches;
 use crate::EvalError;
 use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size};
-use crate::report::Score;
+use crate::report::{Score, show};
 use crate::stats::Estimate;
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
@@ -83,9 +85,10 @@ impl Suite for Extrapolate {
     type Verdict = Losses;
 
     const NAME: &'static str = "extrapolate";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     /// Empty: its samples are places in the text.
     const STREAMS: Range<u64> = 0..0;
+    const GENERATES: bool = false;
 
     fn validate(options: &ExtrapolateOptions, problems: &mut Problems) {
         if let Some(lengths) = &options.lengths {
@@ -165,7 +168,8 @@ impl Suite for Extrapolate {
         let mut scores = Vec::new();
         let mut headline = BTreeMap::new();
         let mut bins = Vec::new();
-        let mut best = BTreeMap::new();
+        let mut best_positions = BTreeMap::new();
+        let mut notes = Vec::new();
         for outcomes in outcomes.chunk_by(|a, b| a.trial.length == b.trial.length) {
             let length = outcomes[0].trial.length;
             let loss = self.estimate(outcomes, |losses| losses.loss);
@@ -179,22 +183,28 @@ impl Suite for Extrapolate {
             };
             push("loss", loss);
             push("perplexity", loss.exp());
-            headline.insert(format!("loss@{length}"), loss.value);
+            headline.insert(format!("loss@{length}"), loss);
             let linear = self.bins(outcomes, Binning::Linear, |losses| &losses.linear);
             let curve = self.bins(outcomes, Binning::Logarithmic, |losses| &losses.logarithmic);
-            if let Some(bin) = least(&curve) {
+            if let Some(bin) = best(&linear) {
                 push("best_context_loss", bin.loss);
-                headline.insert("best_context_loss".to_string(), bin.loss.value);
-                best.insert(length.to_string(), json!({ "from": bin.from, "to": bin.to }));
+                // Of the longest length, which comes last.
+                headline.insert("best_context_loss".to_string(), bin.loss);
+                best_positions
+                    .insert(length.to_string(), json!({ "from": bin.from, "to": bin.to }));
+                notes = vec![best_note(bin)];
             }
             bins.extend(linear.into_iter().chain(curve));
         }
         let details = json!({
             "losses": "nats per token",
             "positions": bins,
-            "best_context_positions": best,
+            "best_context_positions": best_positions,
         });
-        Scoring { headline, scores, details }
+        if best_positions.is_empty() {
+            notes.push(NO_BEST.to_string());
+        }
+        Scoring { headline, scores, notes, details }
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
@@ -232,9 +242,52 @@ impl Extrapolate {
     }
 }
 
-/// The bin with the lowest loss.
-fn least(bins: &[Bin]) -> Option<&Bin> {
-    bins.iter()
-        .filter(|bin| bin.loss.value.is_some())
-        .min_by(|a, b| a.loss.value.partial_cmp(&b.loss.value).expect("finite losses compare"))
+/// The bucket whose 95 % interval has the lowest upper end; none if none has an interval.
+fn best(bins: &[Bin]) -> Option<&Bin> {
+    let bounded = bins.iter().filter_map(|bin| Some((bin, bin.loss.high?)));
+    bounded.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(bin, _)| bin)
+}
+
+/// Says where the best-context loss is, and its bound.
+fn best_note(bin: &Bin) -> String {
+    let Bin { length, from, to, loss, .. } = bin;
+    let bound =
+        loss.high.map_or(String::new(), |high| format!(", at most {high:.3} with 95 % confidence"));
+    format!(
+        "the best-context loss of length {length} is that of the positions {} to {to}: {}{bound}",
+        from + 1,
+        show(loss)
+    )
+}
+
+const NO_BEST: &str =
+    "there is no best-context loss: it takes finite losses of two documents or more";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bin(from: usize, losses: [f64; 4]) -> Bin {
+        let loss = Estimate::clustered((0..4).map(|n| (n as u64, losses[n])));
+        Bin { length: 100, binning: Binning::Linear, from, to: from + 50, loss }
+    }
+
+    #[test]
+    fn the_best_bucket_has_the_lowest_bound_and_not_the_lowest_mean() {
+        let noisy = bin(0, [0.2, 2.0, 0.3, 2.1]);
+        let steady = bin(50, [1.3, 1.31, 1.29, 1.3]);
+        assert!(noisy.loss.value < steady.loss.value);
+        let bins = [noisy, steady];
+        assert_eq!(best(&bins).map(|bin| bin.from), Some(50));
+        assert!(best_note(&bins[1]).starts_with(
+            "the best-context loss of length 100 is that of the positions 51 to 100: 1.300 ± 0.004, at most 1.313"
+        ));
+    }
+
+    #[test]
+    fn a_bucket_without_an_interval_is_never_the_best() {
+        let single = Estimate::clustered([(0, 0.5)]);
+        let bin = Bin { length: 10, binning: Binning::Linear, from: 0, to: 10, loss: single };
+        assert_eq!(best(&[bin]), None);
+    }
 }

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::EvalError;
 use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sample_rng, sizes};
-use crate::plot::{LineChart, Point, Scale, Series};
+use crate::plot::{LineChart, Point, Scale, Series, WILSON_BARS};
 use crate::report::Score;
 use crate::stats::Estimate;
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
@@ -136,9 +136,9 @@ impl Fflm {
     }
 
     /// The error rate of one set at one length. Bits of one sequence are not independent: the
-    /// standard error is over sequences.
+    /// interval is over sequences.
     fn error_rate(&self, outcomes: &[&Outcome<Reads>]) -> Estimate {
-        Estimate::clustered(outcomes.iter().flat_map(|outcome| {
+        Estimate::clustered_proportion(outcomes.iter().flat_map(|outcome| {
             let Reads { reads, errors } = outcome.verdict;
             let id = outcome.trial.id;
             (0..reads).map(move |read| (id, f64::from(u8::from(read < errors))))
@@ -154,6 +154,7 @@ impl Suite for Fflm {
     const VERSION: u32 = 1;
     /// One for each set.
     const STREAMS: Range<u64> = 10..10 + SETS.len() as u64;
+    const GENERATES: bool = false;
 
     fn validate(options: &FflmOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
@@ -249,19 +250,20 @@ impl Suite for Fflm {
                 let outcomes: Vec<&Outcome<Reads>> =
                     outcomes.iter().filter(|o| self.set_of(&o.trial).0 == set).collect();
                 let estimate = self.error_rate(&outcomes);
-                headline.insert(format!("error_{name}@{length}"), estimate.value);
+                headline.insert(format!("error_{name}@{length}"), estimate);
                 intervals.push(json!({
                     "set": name,
                     "length": length,
                     "sequences": outcomes.len(),
                     "errors": outcomes.iter().map(|o| o.verdict.errors).sum::<usize>(),
-                    "confidence_95": estimate.share_interval(outcomes.len()),
+                    "confidence_95": [estimate.low, estimate.high],
                 }));
                 let metric = format!("error_{name}");
                 scores.push(Score { metric, length: Some(length), depth: None, estimate });
             }
         }
-        Scoring { headline, scores, details: json!({ "error_rates": intervals }) }
+        let details = json!({ "error_rates": intervals });
+        Scoring { headline, scores, notes: Vec::new(), details }
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
@@ -272,18 +274,20 @@ impl Suite for Fflm {
                 Some(Point {
                     x: score.length? as f64,
                     y: score.estimate.value?,
-                    error: score.estimate.standard_error,
+                    bar: score.estimate.bar(),
                 })
             });
             let points = points.collect();
-            Series { name: set.label.to_string(), points, colour, faint: false, dots: true }
+            let name = set.label.to_string();
+            Series { name, points, colour, faint: false, dots: true, band: false }
         });
         let chart = LineChart {
             title: format!("Flip-flop read errors: {title}"),
             x_label: "length (tokens)".to_string(),
             y_label: "error rate of the bits read".to_string(),
             x_scale: Scale::Log2,
-            y_range: None,
+            y_range: Some((0.0, 1.0)),
+            note: Some(WILSON_BARS.to_string()),
             series: series.collect(),
             boundary: Some((self.train_seq_len as f64, "training length".to_string())),
         };

@@ -131,6 +131,7 @@ impl Suite for Niah {
     const NAME: &'static str = "niah";
     const VERSION: u32 = 1;
     const STREAMS: Range<u64> = 2..3;
+    const GENERATES: bool = true;
 
     fn validate(options: &NiahOptions, problems: &mut Problems) {
         problems.check(

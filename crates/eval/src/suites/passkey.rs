@@ -69,6 +69,7 @@ impl Suite for Passkey {
     const NAME: &'static str = "passkey";
     const VERSION: u32 = 1;
     const STREAMS: Range<u64> = 1..2;
+    const GENERATES: bool = true;
 
     fn validate(options: &PasskeyOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::EvalError;
-use crate::plot::{Heatmap, LineChart, Point, Scale, Series};
+use crate::plot::{Heatmap, LineChart, Point, Scale, Series, WILSON_BARS};
 use crate::report::Score;
 use crate::stats::Estimate;
 use crate::suite::{Outcome, Scoring, Trial};
@@ -72,15 +72,15 @@ pub(super) fn score(outcomes: &[Outcome<Found>], depths: Depths, train_seq_len: 
         outcomes.iter().filter(|outcome| outcome.trial.length > train_seq_len).collect();
     let all = outcomes.iter().collect::<Tally>().estimate();
     scores.push(accuracy(None, None, all));
-    let mut headline = BTreeMap::from([("accuracy".to_string(), all.value)]);
+    let mut headline = BTreeMap::from([("accuracy".to_string(), all)]);
     for (name, tally) in
         [("accuracy_to_train_length", within), ("accuracy_past_train_length", past)]
     {
         if tally.samples > 0 {
-            headline.insert(name.to_string(), tally.estimate().value);
+            headline.insert(name.to_string(), tally.estimate());
         }
     }
-    Scoring { headline, scores, details: details(depths) }
+    Scoring { headline, scores, notes: Vec::new(), details: details(depths) }
 }
 
 /// Accuracy at one length, and at each of its depths.
@@ -157,20 +157,22 @@ pub(super) fn draw(
     let points = by_length.iter().map(|(length, score)| Point {
         x: *length as f64,
         y: score.estimate.value.unwrap_or(f64::NAN),
-        error: score.estimate.standard_error,
+        bar: score.estimate.bar(),
     });
     let chart = LineChart {
         title: format!("{task}: {title}"),
         x_label: "length (tokens)".to_string(),
         y_label: "accuracy".to_string(),
         x_scale: length_scale(&lengths),
-        y_range: Some((-0.03, 1.03)),
+        y_range: Some((0.0, 1.0)),
+        note: Some(WILSON_BARS.to_string()),
         series: vec![Series {
             name: String::new(),
             points: points.collect(),
             colour: 0,
             faint: false,
             dots: true,
+            band: false,
         }],
         boundary: boundary_x(&lengths, train_seq_len),
     };

@@ -26,6 +26,8 @@ pub struct FakeModel {
     pub calls: Vec<(usize, usize, usize)>,
     /// Stops the evaluation after this many calls.
     pub stop_after: Option<usize>,
+    /// Memory it has; it needs 1 MiB for each token.
+    pub free_memory: Option<u64>,
     /// Fails at this call.
     pub fail_at: Option<usize>,
     /// Leaves out the last answer of every batch.
@@ -46,6 +48,7 @@ impl FakeModel {
             token_log_p: Box::new(move |_, _, _| uniform),
             calls: Vec::new(),
             stop_after: None,
+            free_memory: None,
             fail_at: None,
             loses_answers: false,
             stop: Arc::new(AtomicBool::new(false)),
@@ -93,6 +96,14 @@ impl EvalModel for FakeModel {
 
     fn device(&self) -> String {
         "fake".to_string()
+    }
+
+    fn least_memory(&self, rows: usize, tokens: usize, _generates: bool) -> Option<u64> {
+        Some((rows * tokens) as u64 * (1 << 20))
+    }
+
+    fn available_memory(&self) -> Option<u64> {
+        self.free_memory
     }
 
     fn log_likelihood(

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::stats::Estimate;
 
-/// Width of a linear bucket in tokens, if the length fits eight of them.
+/// The most positions of a linear bucket.
 const BUCKET: usize = 2048;
 /// The fewest linear buckets of a length.
 const LEAST_BUCKETS: usize = 8;
@@ -13,7 +13,7 @@ const LEAST_BUCKETS: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Binning {
-    /// Buckets of equal width.
+    /// Buckets of equal width, but for one position where the length does not divide.
     Linear,
     /// Bins of equal width on a logarithmic scale, two per octave.
     Logarithmic,
@@ -25,8 +25,8 @@ impl Binning {
         let mut edges = vec![0];
         match self {
             Binning::Linear => {
-                let width = BUCKET.min(length / LEAST_BUCKETS).max(1);
-                edges.extend((1..).map(|n| n * width).take_while(|&edge| edge < length));
+                let count = length.div_ceil(BUCKET).max(LEAST_BUCKETS).min(length);
+                edges.extend((1..count).map(|n| n * length / count));
             }
             // Position p has read p + 1 tokens: bins end at 1, 2, 3, 4, 6, 8, 11, 16… tokens read,
             // so that a power of two ends one.
@@ -82,11 +82,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_are_2048_wide_where_there_is_room() {
+    fn buckets_are_at_most_2048_wide_and_equal() {
         assert_eq!(Binning::Linear.edges(32_768).len(), 16);
         assert_eq!(Binning::Linear.edges(32_768)[1], (2048, 4096));
         assert_eq!(Binning::Linear.edges(1024)[7], (896, 1024));
         assert_eq!(Binning::Linear.edges(2).len(), 2);
+        for length in [1001, 5000, 20_000, 70_001] {
+            let edges = Binning::Linear.edges(length);
+            let widths = || edges.iter().map(|(from, to)| to - from);
+            let (least, most) = (widths().min().unwrap(), widths().max().unwrap());
+            assert!(most - least <= 1 && most <= 2048, "{length}: {least} to {most}");
+        }
     }
 
     #[test]

@@ -32,6 +32,7 @@ pub(super) fn draw(
         y_label: "loss (nats per token)".to_string(),
         x_scale,
         y_range: None,
+        note: Some("bars and bands: ± one standard error".to_string()),
         series,
         boundary: train_length.clone(),
     };
@@ -55,13 +56,14 @@ fn by_length(scoring: &Scoring) -> Series {
         Some(Point {
             x: score.length? as f64,
             y: score.estimate.value.unwrap_or(f64::NAN),
-            error: score.estimate.standard_error,
+            bar: score.estimate.bar(),
         })
     });
-    Series { name: String::new(), points: points.collect(), colour: 0, faint: false, dots: true }
+    let points = points.collect();
+    Series { name: String::new(), points, colour: 0, faint: false, dots: true, band: false }
 }
 
-/// One line for each length.
+/// One line for each length, with a band: error bars of several lines would hide each other.
 fn by_position(bins: &[Bin], binning: Binning) -> Vec<Series> {
     let kept: Vec<&Bin> = bins.iter().filter(|bin| bin.binning == binning).collect();
     kept.chunk_by(|a, b| a.length == b.length)
@@ -73,19 +75,19 @@ fn by_position(bins: &[Bin], binning: Binning) -> Vec<Series> {
                 .map(|bin| Point {
                     x: bin.middle(),
                     y: bin.loss.value.unwrap_or(f64::NAN),
-                    // Error bars of several lines would hide each other.
-                    error: None,
+                    bar: bin.loss.bar(),
                 })
                 .collect(),
             colour,
             faint: false,
             dots: true,
+            band: true,
         })
         .collect()
 }
 
 fn csv(bins: &[Bin]) -> String {
-    let mut csv = String::from("length,binning,from,to,loss,standard_error,windows\n");
+    let mut csv = String::from("length,binning,from,to,loss,standard_error,low,high,windows\n");
     for Bin { length, binning, from, to, loss } in bins {
         let binning = match binning {
             Binning::Linear => "linear",
@@ -93,9 +95,11 @@ fn csv(bins: &[Bin]) -> String {
         };
         let show = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
         csv += &format!(
-            "{length},{binning},{from},{to},{},{},{}\n",
+            "{length},{binning},{from},{to},{},{},{},{},{}\n",
             show(loss.value),
             show(loss.standard_error),
+            show(loss.low),
+            show(loss.high),
             loss.samples
         );
     }

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use super::ExtrapolateOptions;
 use crate::EvalError;
 use crate::suite::OpenContext;
-use crate::text::{Document, list_files, no_text, read_document};
+use crate::text::{Document, list_files, no_text, read_document, source_of};
 
 /// Default lengths are 1, 2, 4, … this many times the training length.
 const LONGEST_FACTOR: usize = 32;
@@ -153,7 +153,7 @@ impl Text {
             return Ok(Text { documents, source, packed: true });
         }
         let mut files = list_files(&options.text)?;
-        let source = format!("{} files of --text", files.len());
+        let source = source_of(&files);
         files.shuffle(&mut ChaCha8Rng::seed_from_u64(context.seed));
         let mut documents = Vec::new();
         if options.packed {
@@ -234,7 +234,8 @@ fn slots(document: &Document, length: usize) -> usize {
     document.tokens.len().saturating_sub(1) / length
 }
 
-/// Documents in the order of `files`, each followed by end of text, until there are enough tokens.
+/// Documents in the order of `files`, each followed by end of text, until there are enough tokens. Empty
+/// files are left out: a text of nothing but end of text is none.
 fn joined(
     files: &[std::path::PathBuf],
     tokenizer: &Tokenizer,
@@ -245,8 +246,11 @@ fn joined(
         if tokens.len() >= wanted {
             break;
         }
-        tokens.extend(read_document(file, tokenizer)?.tokens);
-        tokens.push(tokenizer.end_of_text());
+        let document = read_document(file, tokenizer)?.tokens;
+        if !document.is_empty() {
+            tokens.extend(document);
+            tokens.push(tokenizer.end_of_text());
+        }
     }
     Ok(tokens)
 }

@@ -11,13 +11,15 @@ use sha2::{Digest, Sha256};
 use super::NiahOptions;
 use crate::EvalError;
 use crate::suite::OpenContext;
-use crate::text::{list_files, no_text, read_document};
+use crate::text::{list_files, no_text, read_text, source_of};
 
 const SENTENCE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
 
 /// The suite reads as much text as this many prompts of the longest length, so that trials differ.
 const TEXTS_PER_LENGTH: usize = 16;
+/// Text may be repeated up to this many times in the longest prompt; more would be a test of `repeat`.
+const MOST_REPEATS: usize = 8;
 /// The needle moves back by fewer than this many tokens, to follow a complete sentence.
 const LOOK_BACK: usize = 200;
 
@@ -64,7 +66,7 @@ impl Haystack {
         let tokenizer = context.tokenizer;
         let (source, tokens) = match options.haystack {
             HaystackKind::Text if !options.text.is_empty() => {
-                let files = format!("{} files of --text", list_files(&options.text)?.len());
+                let files = source_of(&list_files(&options.text)?);
                 (files, from_files(options, context, wanted)?)
             }
             HaystackKind::Text => {
@@ -73,6 +75,7 @@ impl Haystack {
                 let tokens = held_out
                     .validation_tokens(wanted)?
                     .split(|&token| token == tokenizer.end_of_text())
+                    .filter(|document| !document.is_empty())
                     .collect::<Vec<_>>()
                     .join(newline.as_slice());
                 (held_out.describe(), tokens)
@@ -83,11 +86,8 @@ impl Haystack {
             }
             HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
         };
-        if tokens.is_empty() {
-            return Err(EvalError::Text {
-                what: format!("the haystack is empty: {source}"),
-                remedy: "give --text files with text in them, or use --haystack noise".to_string(),
-            });
+        if options.haystack == HaystackKind::Text {
+            check_text(&tokens, &source, longest)?;
         }
         if options.haystack == HaystackKind::Text && tokens.len() < longest {
             tracing::warn!(
@@ -137,7 +137,25 @@ impl Haystack {
     }
 }
 
-/// Whole files in a seeded order, until there are enough tokens.
+/// Rejects text that is empty, or so short that a prompt would hold little but repetitions.
+fn check_text(tokens: &[u32], source: &str, longest: usize) -> Result<(), EvalError> {
+    let least = longest.div_ceil(MOST_REPEATS);
+    if tokens.len() >= least {
+        return Ok(());
+    }
+    let what = match tokens.len() {
+        0 => format!("niah: the haystack is empty: there is no text in {source}"),
+        count => format!(
+            "niah: the haystack has {count} tokens ({source}); length {longest} needs {least}, or its \
+             prompts repeat the text more than {MOST_REPEATS} times"
+        ),
+    };
+    let remedy = "give more text with --text, shorter --lengths, or --haystack noise or repeat";
+    Err(EvalError::Text { what, remedy: remedy.to_string() })
+}
+
+/// Whole files in a seeded order, until there are enough tokens. Files of blanks alone are left out: the
+/// newlines between files are no text.
 fn from_files(
     options: &NiahOptions,
     context: &OpenContext<'_>,
@@ -151,8 +169,11 @@ fn from_files(
         if tokens.len() >= wanted {
             break;
         }
-        tokens.extend(read_document(&file, context.tokenizer)?.tokens);
-        tokens.extend(&newline);
+        let text = read_text(&file)?;
+        if !text.trim().is_empty() {
+            tokens.extend(context.tokenizer.encode(&text));
+            tokens.extend(&newline);
+        }
     }
     Ok(tokens)
 }
