@@ -33,8 +33,8 @@ pub struct DataConfig {
     #[serde(default = "yes")]
     pub document_mask: bool,
     /// Share of the documents held out for validation, by the hash of their text (by the hash of
-    /// the crate's name for `cargo-sources`). Only for sources of text. 0 to below 1, default
-    /// 0.01.
+    /// the crate's name for `cargo-sources`); of a single text file, its end. Only for sources of
+    /// text. 0 to below 1, default 0.01.
     #[serde(default = "default_validation_fraction")]
     pub validation_fraction: f64,
     /// Most tokens that one validation pass reads. Takes suffixes: `"256k"`. Default 262,144.

@@ -11,7 +11,7 @@ use crate::DataError;
 
 pub use document::{Decoded, DecodedText, Document, Payload};
 pub use reader::{FileDocuments, Position, ReadBytes, Sink, Stop};
-pub(crate) use reader::{open, read, read_error};
+pub(crate) use reader::{MOST_DOCUMENT_BYTES, open, read, read_document, read_error, too_large};
 
 /// Text in documents: [`prepare`](crate::prepare()) encodes it into shards, and
 /// [`train_bpe`](crate::train_bpe) trains a tokenizer on it.
@@ -26,6 +26,11 @@ pub trait Corpus: Debug + Send + Sync {
     /// Whether cached text stays valid even if the input files change. If not, their paths, sizes and
     /// modification times are part of the key.
     fn is_frozen_in_cache(&self) -> bool {
+        false
+    }
+
+    /// Whether the inputs are a single document: then the end of its text is held out for validation.
+    fn is_one_document(&self, _inputs: &Inputs) -> bool {
         false
     }
 

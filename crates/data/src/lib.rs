@@ -9,6 +9,7 @@ mod error;
 pub mod files;
 mod loader;
 mod mixture;
+mod panics;
 mod permutation;
 mod prepare;
 mod progress;

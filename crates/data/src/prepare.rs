@@ -1,6 +1,7 @@
 //! Encodes text into token shards: in parallel, in bounded memory, with the same result for any number
 //! of threads, and resumable after an interruption.
 
+mod holdout;
 mod journal;
 mod options;
 mod pipeline;
@@ -37,7 +38,15 @@ pub fn prepare(
     options.check()?;
     let inputs = options.corpus.find()?;
     let key = key(options, tokenizer, Some(&inputs));
-    prepare_inputs(options, tokenizer, &inputs, &key, progress)
+    let report = prepare_inputs(options, tokenizer, &inputs, &key, progress)?;
+    let documents = report.manifest.documents;
+    if report.manifest.validation.tokens == 0 && options.validation_fraction > 0.0 {
+        tracing::warn!(
+            "no text is held out for validation: none of {documents} documents has a hash below the validation fraction of {}; give more documents, or a greater fraction",
+            options.validation_fraction
+        );
+    }
+    Ok(report)
 }
 
 /// Prepares into a folder of `cache` whose name is derived from everything that determines the
@@ -104,6 +113,13 @@ fn prepare_inputs(
         .and_then(|state| complete(state, options, tokenizer, inputs));
     match done {
         Ok(manifest) => {
+            if options.holds_out_tail(inputs) && manifest.validation.tokens > 0 {
+                let (held_out, all) = (manifest.validation.tokens, manifest.tokens);
+                tracing::info!(
+                    "the corpus is one text file: its last {held_out} of {all} tokens ({:.2} %) are held out for validation",
+                    100.0 * held_out as f64 / all as f64
+                );
+            }
             journal.remove()?;
             lock.release();
             progress
@@ -201,6 +217,9 @@ fn key(options: &PrepareOptions, tokenizer: &Tokenizer, inputs: Option<&Inputs>)
     let mut sha = Sha256::new_with_prefix(format!("{settings:?}"));
     if let Some(inputs) = inputs.filter(|_| !options.corpus.is_frozen_in_cache()) {
         sha.update(listing(inputs));
+        if options.holds_out_tail(inputs) {
+            sha.update("its end is held out");
+        }
     }
     hex(&sha.finalize())
 }

@@ -102,11 +102,29 @@ impl Tokenizer {
 
     /// The tokens of `text`. Special tokens spelled out in the text are ordinary text: a document
     /// that quotes `<|endoftext|>` does not end there. No tokens are added before or after.
+    ///
+    /// # Panics
+    /// When [`try_encode`](Self::try_encode) fails.
     pub fn encode(&self, text: &str) -> Vec<u32> {
+        match self.try_encode(text) {
+            Ok(tokens) => tokens,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// As [`encode`](Self::encode), with an error for a tokenizer file that cannot encode this text.
+    ///
+    /// # Errors
+    /// [`DataError::Tokenizer`] for some damaged files; the built-in tokenizers encode every text.
+    pub fn try_encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match &self.0.encoder {
-            Encoder::Gpt2(encoder) => encoder.encode(text),
-            Encoder::Bytes => text.bytes().map(u32::from).collect(),
-            Encoder::File(encoder) => encoder.encode(text),
+            Encoder::Gpt2(encoder) => Ok(encoder.encode(text)),
+            Encoder::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Encoder::File(encoder) => encoder.encode(text).map_err(|reason| DataError::Tokenizer {
+                path: self.0.name.clone().into(),
+                reason: format!("it fails on a text of {} bytes: {reason}", text.len()),
+                hint: "fetch the file again, or train one with `longwall tokenizer train`".into(),
+            }),
         }
     }
 
@@ -121,8 +139,9 @@ impl Tokenizer {
     pub fn decode_bytes(&self, tokens: &[u32]) -> Vec<u8> {
         if let Encoder::File(encoder) = &self.0.encoder
             && !encoder.is_byte_level()
+            && let Some(text) = encoder.decode(tokens)
         {
-            return encoder.decode(tokens).into_bytes();
+            return text.into_bytes();
         }
         let mut bytes = Vec::with_capacity(tokens.len() * 4);
         for &token in tokens {

@@ -80,7 +80,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE", required_if_eq("tokenizer", "file"))]
     tokenizer_file: Option<PathBuf>,
 
-    /// Share of the documents held out for validation, by the hash of their text
+    /// Share of the documents held out for validation, by the hash of their text; of a single text
+    /// file, its end
     #[arg(long, default_value_t = 0.01, value_name = "SHARE")]
     validation_fraction: f64,
 

@@ -1,6 +1,7 @@
 //! Expands files, folders and patterns into a list of files in a fixed order.
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -18,25 +19,69 @@ pub(crate) struct FoundFile {
     pub(crate) named: bool,
 }
 
+/// What was left out while paths were expanded.
+#[derive(Default)]
+struct LeftOut {
+    /// Hidden files and folders, the first few.
+    hidden: Vec<PathBuf>,
+    hidden_count: usize,
+    /// Links to files that do not exist, or that lead back to a folder above them.
+    links: Vec<PathBuf>,
+}
+
+impl LeftOut {
+    fn hidden(&mut self, path: &Path) {
+        self.hidden_count += 1;
+        if self.hidden.len() < 3 {
+            self.hidden.push(path.to_path_buf());
+        }
+    }
+
+    /// What to do when nothing was found.
+    fn hint(&self) -> String {
+        if self.hidden_count == 0 {
+            return SPELLING.into();
+        }
+        let names: Vec<String> =
+            self.hidden.iter().map(|path| path.display().to_string()).collect();
+        let more = if self.hidden_count > names.len() { ", …" } else { "" };
+        format!(
+            "hidden files and folders are left out, here {} ({}{more}); name one itself to read it",
+            self.hidden_count,
+            names.join(", ")
+        )
+    }
+}
+
 /// Expands files, folders (searched recursively) and patterns, in the order given; the files of a
-/// folder or pattern are sorted by path. Hidden files are skipped, and every file comes only once.
+/// folder or pattern are sorted by path. Hidden files and dangling links are skipped, the links with a
+/// warning, and every file comes only once.
 pub(crate) fn expand(paths: &[PathBuf], what: &'static str) -> Result<Vec<FoundFile>, DataError> {
-    let mut found = Vec::new();
+    let (mut found, mut links) = (Vec::new(), Vec::new());
     for path in paths {
         let before = found.len();
+        let mut left_out = LeftOut::default();
         if path.is_dir() {
-            walk(path, &mut found)?;
+            walk(path, &mut found, &mut left_out)?;
         } else if path.exists() {
             found.push(FoundFile { path: path.clone(), named: true });
         } else if is_pattern(path) {
-            matches(path, &mut found)?;
+            matches(path, &mut found, &mut left_out)?;
         } else {
             return Err(DataError::Missing { what, path: path.clone(), hint: SPELLING.into() });
         }
         if found.len() == before {
-            let place = path.display().to_string();
-            return Err(DataError::NothingFound { what, place, hint: SPELLING.into() });
+            let (place, hint) = (path.display().to_string(), left_out.hint());
+            return Err(DataError::NothingFound { what, place, hint });
         }
+        links.append(&mut left_out.links);
+    }
+    if let Some(first) = links.first() {
+        tracing::warn!(
+            "left out links that lead to no file: {}, the first of them {}",
+            links.len(),
+            first.display()
+        );
     }
     let mut seen = HashSet::new();
     found
@@ -48,40 +93,84 @@ fn is_pattern(path: &Path) -> bool {
     path.to_string_lossy().contains(['*', '?', '['])
 }
 
-fn matches(pattern: &Path, found: &mut Vec<FoundFile>) -> Result<(), DataError> {
+fn matches(
+    pattern: &Path,
+    found: &mut Vec<FoundFile>,
+    left_out: &mut LeftOut,
+) -> Result<(), DataError> {
+    let before = found.len();
+    for path in glob_paths(pattern, true)? {
+        if path.is_file() {
+            found.push(FoundFile { path, named: false });
+        } else if is_dangling(&path) {
+            left_out.links.push(path);
+        }
+    }
+    if found.len() == before {
+        // All of these are hidden: otherwise they would have been found.
+        let hidden = glob_paths(pattern, false)?.into_iter().filter(|path| path.is_file());
+        hidden.for_each(|path| left_out.hidden(&path));
+    }
+    Ok(())
+}
+
+/// What a pattern matches; with `literal_dot`, wildcards match no name that begins with a dot.
+fn glob_paths(pattern: &Path, literal_dot: bool) -> Result<Vec<PathBuf>, DataError> {
     let pattern = pattern.to_string_lossy();
-    let options = glob::MatchOptions { require_literal_leading_dot: true, ..Default::default() };
+    let options =
+        glob::MatchOptions { require_literal_leading_dot: literal_dot, ..Default::default() };
     let paths = glob::glob_with(&pattern, options).map_err(|error| DataError::Pattern {
         pattern: pattern.to_string(),
         reason: error.msg.into(),
     })?;
-    for path in paths {
-        let path = path.map_err(|error| {
+    let readable = |path: glob::GlobResult| {
+        path.map_err(|error| {
             let place = error.path().to_path_buf();
             DataError::read(&place, error.into())
-        })?;
-        if path.is_file() {
-            found.push(FoundFile { path, named: false });
+        })
+    };
+    paths.map(readable).collect()
+}
+
+fn is_dangling(path: &Path) -> bool {
+    path.is_symlink() && !path.exists()
+}
+
+fn walk(
+    folder: &Path,
+    found: &mut Vec<FoundFile>,
+    left_out: &mut LeftOut,
+) -> Result<(), DataError> {
+    let mut entries = WalkDir::new(folder).follow_links(true).sort_by_file_name().into_iter();
+    while let Some(entry) = entries.next() {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(error) => {
+                let path = error.path().unwrap_or(folder).to_path_buf();
+                let hidden = path.file_name().is_some_and(is_hidden);
+                if is_dangling(&path) || error.loop_ancestor().is_some() {
+                    if !hidden {
+                        left_out.links.push(path);
+                    }
+                    continue;
+                }
+                return Err(DataError::read(&path, error.into()));
+            }
+        };
+        if entry.depth() > 0 && is_hidden(entry.file_name()) {
+            left_out.hidden(entry.path());
+            if entry.file_type().is_dir() {
+                entries.skip_current_dir();
+            }
+        } else if entry.file_type().is_file() {
+            found.push(FoundFile { path: entry.into_path(), named: false });
         }
     }
     Ok(())
 }
 
-fn walk(folder: &Path, found: &mut Vec<FoundFile>) -> Result<(), DataError> {
-    let visible = |name: &std::ffi::OsStr| !name.as_encoded_bytes().starts_with(b".");
-    let entries = WalkDir::new(folder).follow_links(true).sort_by_file_name();
-    for entry in
-        entries.into_iter().filter_entry(|entry| entry.depth() == 0 || visible(entry.file_name()))
-    {
-        let entry = entry.map_err(|error| {
-            let path = error.path().unwrap_or(folder).to_path_buf();
-            DataError::read(&path, error.into())
-        })?;
-        if entry.file_type().is_file() {
-            found.push(FoundFile { path: entry.into_path(), named: false });
-        }
-    }
-    Ok(())
+fn is_hidden(name: &OsStr) -> bool {
+    name.as_encoded_bytes().starts_with(b".")
 }
 
 /// The text files that `paths` match.

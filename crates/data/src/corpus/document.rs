@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Format, InputFile, Inputs};
+use super::{Format, InputFile, Inputs, MOST_DOCUMENT_BYTES, read_document};
 use crate::DataError;
 
 /// The byte order mark that some editors put before UTF-8 text.
@@ -74,7 +74,9 @@ impl Document {
         let file = &inputs.files[self.input];
         let bytes = match self.payload {
             Payload::File => {
-                std::fs::read(&file.path).map_err(|source| DataError::read(&file.path, source))?
+                let raw = std::fs::File::open(&file.path)
+                    .map_err(|source| DataError::read(&file.path, source))?;
+                read_document(raw, file, MOST_DOCUMENT_BYTES)?
             }
             Payload::Text(bytes) => bytes,
             Payload::Json { object, field, line } => {

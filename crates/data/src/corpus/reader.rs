@@ -8,8 +8,42 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use flate2::read::MultiGzDecoder;
 use serde::{Deserialize, Serialize};
 
-use super::{Compression, Corpus, Document, InputFile, Inputs, Payload};
+use super::{Compression, Corpus, Document, Format, InputFile, Inputs, Payload};
 use crate::DataError;
+
+/// The most bytes of one document, decompressed. Encoding one takes several times as much memory.
+pub(crate) const MOST_DOCUMENT_BYTES: u64 = 1 << 30;
+
+/// The error for a document of more than `most` bytes, in words if its size is not known.
+pub(crate) fn too_large(file: &InputFile, size: Option<u64>, most: u64) -> DataError {
+    let hint = match file.format {
+        Format::Plain => {
+            "split the file, or set separator (--separator) to the text that stands between its documents"
+        }
+        Format::JsonLines => "split the text of that line into several lines",
+        Format::Parquet => "split the text of that row into several rows",
+    };
+    DataError::DocumentTooLarge {
+        path: file.path.clone(),
+        size: size.map_or_else(|| format!("more than {most}"), |size| size.to_string()),
+        most,
+        hint: hint.into(),
+    }
+}
+
+/// Reads to the end, or fails if there are more than `most` bytes.
+pub(crate) fn read_document(
+    reader: impl Read,
+    file: &InputFile,
+    most: u64,
+) -> Result<Vec<u8>, DataError> {
+    let mut text = Vec::new();
+    let count = reader
+        .take(most.saturating_add(1))
+        .read_to_end(&mut text)
+        .map_err(|error| read_error(file, error))?;
+    if count as u64 > most { Err(too_large(file, None, most)) } else { Ok(text) }
+}
 
 /// The next document to read: a file, and how many of its documents come before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -231,3 +231,15 @@ fn flip_flop_sources_are_mixed_in_and_keep_documents_apart() {
         assert_eq!((weights[199], weights[200], weights[201]), (1.0, 0.0, 1.0));
     }
 }
+
+#[test]
+fn one_text_file_is_enough_for_both_splits() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("book.txt");
+    std::fs::write(&path, "a line of a book\n".repeat(1000)).unwrap();
+    let config = config(&dir, 16, vec![text::Config::new(vec![path]).into()]);
+    let train = open(&config, 0, Split::Train).unwrap();
+    let validation = open(&config, 0, Split::Validation).unwrap();
+    assert!(validation.tokens() * 8 < train.tokens() && validation.tokens() > 1500);
+    assert_eq!(validation.validation_rows(), Some(8));
+}

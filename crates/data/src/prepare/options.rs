@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::corpus::Inputs;
 use crate::shard::{MOST_TOKENS, Manifest};
 use crate::{Corpus, DataError};
 
@@ -18,7 +19,8 @@ pub struct PrepareOptions {
     /// First part of the shards' names.
     pub name: String,
     /// Share of the documents held out for validation, 0 to below 1. A document's hash decides (for
-    /// `cargo-sources` its crate's), so its split does not depend on other documents.
+    /// `cargo-sources` its crate's), so its split does not depend on other documents. Of a corpus that
+    /// is one document, its end.
     pub validation_fraction: f64,
     /// Tokens in a shard; the last one of a split is shorter.
     pub shard_tokens: u64,
@@ -44,6 +46,11 @@ impl PrepareOptions {
             batch_bytes: 8 << 20,
             save_every: Duration::from_secs(10),
         }
+    }
+
+    /// Whether the end of the text is held out, because the corpus is a single document.
+    pub(super) fn holds_out_tail(&self, inputs: &Inputs) -> bool {
+        self.validation_fraction > 0.0 && self.corpus.is_one_document(inputs)
     }
 
     pub(super) fn check(&self) -> Result<(), DataError> {

@@ -5,11 +5,11 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
 use rayon::prelude::*;
-use sha2::{Digest, Sha256};
 
 use super::PrepareOptions;
+use super::holdout::{is_validation, tail_start};
 use super::journal::{Journal, SplitProgress, State};
-use crate::corpus::{Decoded, Document, Inputs, Position, ReadBytes, read};
+use crate::corpus::{Decoded, DecodedText, Document, Inputs, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
 use crate::{DataError, Progress, Tokenizer};
 
@@ -33,6 +33,8 @@ struct Encoded {
     replaced: bool,
 }
 
+/// A document, or its two parts.
+type EncodedParts = [Option<Decoded<Encoded>>; 2];
 type ReadBatch = Result<DocumentBatch<Document>, DataError>;
 type EncodedBatch = Result<DocumentBatch<Decoded<Encoded>>, DataError>;
 
@@ -50,7 +52,7 @@ pub(super) fn run(
         .build()
         .map_err(|error| DataError::Option {
             key: "threads",
-            value: format!("{:?}", options.threads),
+            value: options.threads.map_or("one per core".into(), |threads| threads.to_string()),
             allowed: format!("what the system can start ({error})"),
             hint: "choose fewer threads".into(),
         })?;
@@ -107,7 +109,8 @@ fn encode_batches(
         let encoded = batch.and_then(|DocumentBatch { items, next }| {
             // Not `collect` into a Result: that returns any of the errors, this returns the first.
             let results: Vec<_> = items.into_par_iter().map(encode).collect();
-            let items = results.into_iter().collect::<Result<_, _>>()?;
+            let parts = results.into_iter().collect::<Result<Vec<EncodedParts>, _>>()?;
+            let items = parts.into_iter().flatten().flatten().collect();
             Ok(DocumentBatch { items, next })
         });
         if out.send(encoded).is_err() {
@@ -116,36 +119,34 @@ fn encode_batches(
     }
 }
 
+/// Encodes a document; one that is the whole corpus becomes two, of which the second is held out.
 fn encode(
     document: Document,
     options: &PrepareOptions,
     tokenizer: &Tokenizer,
     inputs: &Inputs,
-) -> Result<Decoded<Encoded>, DataError> {
+) -> Result<EncodedParts, DataError> {
     let group = document.group.clone();
     let text = match document.text(inputs)? {
         Decoded::Document(text) => text,
-        Decoded::Empty => return Ok(Decoded::Empty),
-        Decoded::Binary => return Ok(Decoded::Binary),
+        Decoded::Empty => return Ok([Some(Decoded::Empty), None]),
+        Decoded::Binary => return Ok([Some(Decoded::Binary), None]),
     };
-    let deciding = group.as_deref().unwrap_or(&text.text);
-    let mut tokens = tokenizer.encode(&text.text);
-    tokens.push(tokenizer.end_of_text());
-    Ok(Decoded::Document(Encoded {
-        tokens,
-        bytes: text.text.len() as u64,
-        validation: is_validation(deciding, options.validation_fraction),
-        replaced: text.replaced,
-    }))
-}
-
-/// Whether documents whose split depends on `text` are held out: whether its hash, as a number in
-/// [0, 1), is below `fraction`.
-pub(super) fn is_validation(text: &str, fraction: f64) -> bool {
-    let digest = Sha256::new_with_prefix(b"longwall split").chain_update(text).finalize();
-    let hash = digest.iter().take(8).fold(0u64, |hash, &byte| hash << 8 | u64::from(byte));
-    // 53 bits, which an f64 holds exactly.
-    ((hash >> 11) as f64) < fraction * (1u64 << 53) as f64
+    let encode = |part: &str, validation: bool, replaced: bool| {
+        let mut tokens = tokenizer.try_encode(part)?;
+        tokens.push(tokenizer.end_of_text());
+        let bytes = part.len() as u64;
+        Ok(Some(Decoded::Document(Encoded { tokens, bytes, validation, replaced })))
+    };
+    let DecodedText { text, replaced } = text;
+    let fraction = options.validation_fraction;
+    if options.holds_out_tail(inputs)
+        && let Some(at) = tail_start(&text, fraction)
+    {
+        return Ok([encode(&text[..at], false, replaced)?, encode(&text[at..], true, false)?]);
+    }
+    let deciding = group.as_deref().unwrap_or(&text);
+    Ok([encode(&text, is_validation(deciding, fraction), replaced)?, None])
 }
 
 /// The last stage: counts, writes, saves the state.

@@ -8,6 +8,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::shard::{Shard, TokenStream};
+use crate::sources::testing::logged;
 use crate::sources::{cargo_sources, text};
 use crate::{NoProgress, TokenizerConfig};
 
@@ -223,21 +224,21 @@ fn another_document_moves_none_to_the_other_split() {
 }
 
 fn is_added_to_validation() -> bool {
-    pipeline::is_validation("an added document", 0.1)
+    holdout::is_validation("an added document", 0.1)
 }
 
 proptest! {
     #[test]
     fn a_greater_fraction_holds_out_more_and_gives_nothing_back(text in ".{0,20}", a in 0.0f64..1.0, b in 0.0f64..1.0) {
         let (low, high) = (a.min(b), a.max(b));
-        prop_assert!(!pipeline::is_validation(&text, low) || pipeline::is_validation(&text, high));
-        prop_assert!(!pipeline::is_validation(&text, 0.0));
+        prop_assert!(!holdout::is_validation(&text, low) || holdout::is_validation(&text, high));
+        prop_assert!(!holdout::is_validation(&text, 0.0));
     }
 }
 
 #[test]
 fn the_held_out_share_is_the_fraction() {
-    let held_out = (0..20_000).filter(|n| pipeline::is_validation(&n.to_string(), 0.05)).count();
+    let held_out = (0..20_000).filter(|n| holdout::is_validation(&n.to_string(), 0.05)).count();
     // 1000 expected, sigma 31.
     assert!((850..1150).contains(&held_out), "{held_out}");
 }
@@ -370,4 +371,59 @@ fn processes_that_prepare_the_same_cache_share_one_result() {
         assert!(all.iter().all(|result| *result == all[0]));
     });
     assert_eq!(std::fs::read_dir(&cache).unwrap().count(), 1);
+}
+
+#[test]
+fn of_one_text_file_the_end_is_held_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("book.txt");
+    let paragraph = |n: usize| format!("paragraph {n}\n{}\n", "more of it\n".repeat(9));
+    let book: String = (0..200).map(paragraph).collect();
+    std::fs::write(&file, &book).unwrap();
+    let options = PrepareOptions {
+        validation_fraction: 0.1,
+        ..PrepareOptions::new(text(file), dir.path().join("out"), "x")
+    };
+    let mut report = None;
+    let lines = logged(|| report = Some(prepare(&options, &tokenizer(), &NoProgress).unwrap()));
+    insta::assert_snapshot!(lines.join("\n"), @r"INFO the corpus is one text file: its last 2281 of 22692 tokens (10.05 %) are held out for validation");
+    let manifest = report.unwrap().manifest;
+    assert_eq!((manifest.train.documents, manifest.validation.documents), (1, 1));
+    assert_eq!(manifest.bytes, book.len() as u64);
+    let read = |name: &str| {
+        let stream = TokenStream::new(vec![Shard::open(&options.out.join(name)).unwrap()]);
+        let mut tokens = vec![0; stream.tokens() as usize];
+        stream.read(0, &mut tokens);
+        assert_eq!(tokens.pop(), Some(256));
+        String::from_utf8(tokens.into_iter().map(|token| token as u8).collect()).unwrap()
+    };
+    let (train, validation) = (read("x_train_000001.bin"), read("x_val_000000.bin"));
+    assert_eq!([train, validation.clone()].concat(), book);
+    assert!(validation.starts_with("paragraph 180\n"), "{}", &validation[..20]);
+
+    // With 0, nothing is held out; in other folders, the key differs.
+    let none = PrepareOptions {
+        validation_fraction: 0.0,
+        out: dir.path().join("none"),
+        ..options.clone()
+    };
+    let lines = logged(|| {
+        let report = prepare(&none, &tokenizer(), &NoProgress).unwrap();
+        assert_eq!((report.manifest.train.documents, report.manifest.validation.tokens), (1, 0));
+    });
+    assert!(lines.is_empty(), "{lines:?}");
+}
+
+#[test]
+fn holding_out_nothing_warns() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("few");
+    std::fs::create_dir(&folder).unwrap();
+    (0..3).for_each(|n| std::fs::write(folder.join(n.to_string()), format!("text {n}")).unwrap());
+    let options = PrepareOptions {
+        validation_fraction: 0.001,
+        ..PrepareOptions::new(text(folder), dir.path().join("out"), "x")
+    };
+    let lines = logged(|| drop(prepare(&options, &tokenizer(), &NoProgress).unwrap()));
+    insta::assert_snapshot!(lines.join("\n"), @r"WARN no text is held out for validation: none of 3 documents has a hash below the validation fraction of 0.001; give more documents, or a greater fraction");
 }

@@ -1,8 +1,13 @@
 //! Helpers shared by the tests of several kinds.
 
+use std::fmt::Debug;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use tempfile::TempDir;
+use tracing::field::Field;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::{OpenContext, RowGenerator, SourceConfig, SourceData};
 use crate::corpus::{Corpus, Decoded, Position, ReadBytes, read};
@@ -131,4 +136,39 @@ pub(crate) fn texts(corpus: &dyn Corpus) -> Result<Vec<String>, DataError> {
 /// The message of the error of [`texts`].
 pub(crate) fn texts_message(dir: &TempDir, corpus: &dyn Corpus) -> String {
     without_folder(dir, &texts(corpus).unwrap_err())
+}
+
+/// The warnings and info lines that `work` logs on this thread.
+pub(crate) fn logged(work: impl FnOnce()) -> Vec<String> {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    tracing::subscriber::with_default(Lines(lines.clone()), work);
+    let lines = lines.lock().unwrap();
+    lines.clone()
+}
+
+struct Lines(Arc<Mutex<Vec<String>>>);
+
+impl Subscriber for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::INFO
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = event.metadata().level().to_string();
+        event.record(&mut |field: &Field, value: &dyn Debug| {
+            if field.name() == "message" {
+                line += &format!(" {value:?}");
+            }
+        });
+        self.0.lock().unwrap().push(line);
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
 }

@@ -8,6 +8,7 @@ use tokenizers::Tokenizer as HfTokenizer;
 
 use super::{Encoder, Inner, TokenTable, hex};
 use crate::DataError;
+use crate::panics::without_panic;
 
 /// Names of the token that ends a document; the first that exists is used.
 const END_OF_TEXT_NAMES: [&str; 6] =
@@ -15,6 +16,9 @@ const END_OF_TEXT_NAMES: [&str; 6] =
 
 /// Any tokenizer that can encode this can encode every text.
 const PROBE: &str = "a B\u{0}\u{7f}é中🙂\u{10ffff}\n";
+
+/// Vocabularies are smaller; memory is reserved for every token below the greatest.
+const MOST_TOKENS: u32 = 1 << 24;
 
 pub(super) struct FileEncoder {
     tokenizer: HfTokenizer,
@@ -26,19 +30,23 @@ impl FileEncoder {
         self.byte_level
     }
 
-    pub(super) fn encode(&self, text: &str) -> Vec<u32> {
-        match self.tokenizer.encode_fast(text, false) {
-            Ok(encoding) => encoding.get_ids().to_vec(),
-            // `load` has encoded PROBE: there is a token for unknown characters, so no text can fail.
-            Err(error) => panic!("the tokenizer failed on a text of {} bytes: {error}", text.len()),
-        }
+    /// The tokens of a text, or why it cannot be encoded: `load` has encoded [`PROBE`], so only damaged
+    /// files fail.
+    pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        encode(&self.tokenizer, text)
     }
 
-    pub(super) fn decode(&self, tokens: &[u32]) -> String {
-        match self.tokenizer.decode(tokens, false) {
-            Ok(text) => text,
-            Err(error) => panic!("the tokenizer failed to decode {} tokens: {error}", tokens.len()),
-        }
+    /// The text of tokens, unless the file's decoder fails on them.
+    pub(super) fn decode(&self, tokens: &[u32]) -> Option<String> {
+        without_panic(|| self.tokenizer.decode(tokens, false)).ok()?.ok()
+    }
+}
+
+fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, String> {
+    match without_panic(|| tokenizer.encode_fast(text, false)) {
+        Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(panic) => Err(panic),
     }
 }
 
@@ -53,33 +61,37 @@ pub(super) fn load(path: &Path) -> Result<Inner, DataError> {
         "give a Hugging Face tokenizer.json, or make one with `longwall tokenizer train`";
     let json: Value = serde_json::from_slice(&content)
         .map_err(|error| fail(format!("it is not JSON: {error}"), json_hint))?;
-    let mut tokenizer =
-        HfTokenizer::from_bytes(&content).map_err(|error| fail(error.to_string(), json_hint))?;
+    let mut tokenizer = without_panic(|| HfTokenizer::from_bytes(&content))
+        .map_err(|panic| fail(panic, json_hint))?
+        .map_err(|error| fail(error.to_string(), json_hint))?;
     tokenizer.set_encode_special_tokens(true);
     tokenizer.with_padding(None);
     tokenizer.with_truncation(None).map_err(|error| fail(error.to_string(), json_hint))?;
 
-    let probe = tokenizer.encode_fast(PROBE, false).map_err(|error| {
+    let probe = encode(&tokenizer, PROBE).map_err(|error| {
         let reason = format!("it cannot encode every text: {error}");
         fail(reason, "give it a token for unknown characters, or train a byte-level one with `longwall tokenizer train`")
     })?;
     let byte_level =
         has_part(&json["decoder"], "ByteLevel") || has_part(&json["pre_tokenizer"], "ByteLevel");
-    if !byte_level
-        && tokenizer.decode(probe.get_ids(), false).is_ok_and(|text| !text.contains('中'))
-    {
+    let encoder = FileEncoder { tokenizer, byte_level };
+    if !byte_level && encoder.decode(&probe).is_some_and(|text| !text.contains('中')) {
         tracing::warn!(tokenizer = %path.display(), "the tokenizer is not byte-level: characters outside its vocabulary are lost");
     }
 
+    let tokenizer = &encoder.tokenizer;
     let end_of_text =
         END_OF_TEXT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name)).ok_or_else(|| {
             let reason =
                 format!("it has no end-of-text token; looked for {}", END_OF_TEXT_NAMES.join(", "));
             fail(reason, "add one of these to its added_tokens, with \"special\": true")
         })?;
-    let tokens = token_table(&tokenizer, byte_level);
+    let tokens = token_table(tokenizer, byte_level).map_err(|greatest| {
+        let reason = format!("its greatest token is {greatest}; allowed: below {MOST_TOKENS}");
+        fail(reason, "fetch the file again: no vocabulary is so large")
+    })?;
     let fingerprint = fingerprint(&tokens, &json);
-    let encoder = Encoder::File(Box::new(FileEncoder { tokenizer, byte_level }));
+    let encoder = Encoder::File(Box::new(encoder));
     Ok(Inner { name: path.display().to_string(), encoder, tokens, end_of_text, fingerprint })
 }
 
@@ -100,9 +112,14 @@ fn has_part(part: &Value, kind: &str) -> bool {
     part["type"] == kind || members.flatten().any(|member| has_part(member, kind))
 }
 
-fn token_table(tokenizer: &HfTokenizer, byte_level: bool) -> TokenTable {
+/// The bytes of every token, or the greatest token if it is out of range.
+fn token_table(tokenizer: &HfTokenizer, byte_level: bool) -> Result<TokenTable, u32> {
     let vocab = tokenizer.get_vocab(true);
-    let size = vocab.values().max().map_or(0, |&greatest| greatest as usize + 1);
+    let greatest = vocab.values().max().copied().unwrap_or(0);
+    if greatest >= MOST_TOKENS {
+        return Err(greatest);
+    }
+    let size = if vocab.is_empty() { 0 } else { greatest as usize + 1 };
     let added = tokenizer.get_added_tokens_decoder();
     let mut tokens = vec![Vec::new(); size];
     for (token, id) in vocab {
@@ -114,7 +131,7 @@ fn token_table(tokenizer: &HfTokenizer, byte_level: bool) -> TokenTable {
             plain_bytes(&token)
         };
     }
-    TokenTable::new(tokens)
+    Ok(TokenTable::new(tokens))
 }
 
 /// Inverts GPT-2's table, which maps every byte to a printable character: printable Latin-1 to

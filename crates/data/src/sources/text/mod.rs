@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{OpenContext, Source, SourceData, check_paths};
 use crate::corpus::{
-    Compression, Corpus, FileDocuments, Format, InputFile, Inputs, Payload, ReadBytes, Sink, Stop,
-    discover, open, read_error,
+    Compression, Corpus, FileDocuments, Format, InputFile, Inputs, MOST_DOCUMENT_BYTES, Payload,
+    ReadBytes, Sink, Stop, discover, open, read_document, read_error, too_large,
 };
 use crate::{DataConfig, DataError};
 
@@ -72,59 +72,79 @@ impl Corpus for Config {
         format!("files {:?} {:?}", self.text_field, self.separator)
     }
 
+    fn is_one_document(&self, inputs: &Inputs) -> bool {
+        let whole = |file: &InputFile| file.format == Format::Plain && self.separator.is_none();
+        inputs.files.len() == 1 && inputs.files.iter().all(whole)
+    }
+
     fn find(&self) -> Result<Inputs, DataError> {
         Ok(Inputs::new(discover::text_files(&self.paths)?))
     }
 
     fn read(&self, inputs: &Inputs, sink: &mut Sink) -> Result<(), Stop> {
-        let (first, read_bytes) = (sink.start().input, sink.read_bytes());
-        read_bytes.add(inputs.files[..first].iter().map(|file| file.bytes).sum());
-        let field = Arc::from(self.text_field.as_str());
-        for (input, file) in inputs.files.iter().enumerate().skip(first) {
-            self.read_file(file, &field, read_bytes, &mut sink.file(input))?;
-        }
-        Ok(())
+        self.read_at_most(MOST_DOCUMENT_BYTES, inputs, sink)
     }
 }
 
 impl Config {
+    /// Reads documents of at most `most` bytes.
+    fn read_at_most(&self, most: u64, inputs: &Inputs, sink: &mut Sink) -> Result<(), Stop> {
+        let (first, read_bytes) = (sink.start().input, sink.read_bytes());
+        read_bytes.add(inputs.files[..first].iter().map(|file| file.bytes).sum());
+        let field = Arc::from(self.text_field.as_str());
+        for (input, file) in inputs.files.iter().enumerate().skip(first) {
+            let reading = Reading { file, most, read_bytes };
+            self.read_file(&reading, &field, &mut sink.file(input))?;
+        }
+        Ok(())
+    }
+
     fn read_file(
         &self,
-        file: &InputFile,
+        reading: &Reading,
         field: &Arc<str>,
-        read_bytes: &ReadBytes,
         out: &mut FileDocuments,
     ) -> Result<(), Stop> {
+        let &Reading { file, most, read_bytes } = reading;
         match (file.format, &self.separator) {
-            (Format::Parquet, _) => parquet::read(file, field, read_bytes, out),
-            (Format::JsonLines, _) => read_lines(file, field, read_bytes, out),
-            (Format::Plain, Some(separator)) => read_separated(file, separator, read_bytes, out),
+            (Format::Parquet, _) => parquet::read(reading, field, out),
+            (Format::JsonLines, _) => read_lines(reading, field, out),
+            (Format::Plain, Some(separator)) => read_separated(reading, separator, out),
             (Format::Plain, None) if file.compression == Compression::None => {
+                if file.bytes > most {
+                    return Err(too_large(file, Some(file.bytes), most).into());
+                }
                 out.emit(Payload::File)?;
                 read_bytes.add(file.bytes);
                 Ok(())
             }
             (Format::Plain, None) => {
-                let mut text = Vec::new();
-                let mut reader = open(file, read_bytes)?;
-                reader.read_to_end(&mut text).map_err(|error| read_error(file, error))?;
+                let text = read_document(open(file, read_bytes)?, file, most)?;
                 out.emit(Payload::Text(text))
             }
         }
     }
 }
 
-fn read_lines(
-    file: &InputFile,
-    field: &Arc<str>,
-    read_bytes: &ReadBytes,
-    out: &mut FileDocuments,
-) -> Result<(), Stop> {
+/// A file that is being read.
+struct Reading<'a> {
+    file: &'a InputFile,
+    /// The most bytes of a document.
+    most: u64,
+    read_bytes: &'a ReadBytes,
+}
+
+fn read_lines(reading: &Reading, field: &Arc<str>, out: &mut FileDocuments) -> Result<(), Stop> {
+    let &Reading { file, most, read_bytes } = reading;
     let mut reader = open(file, read_bytes)?;
     for line in 1.. {
         let mut object = Vec::new();
-        if reader.read_until(b'\n', &mut object).map_err(|error| read_error(file, error))? == 0 {
+        let mut bounded = reader.by_ref().take(most + 1);
+        if bounded.read_until(b'\n', &mut object).map_err(|error| read_error(file, error))? == 0 {
             break;
+        }
+        if object.len() as u64 > most {
+            return Err(too_large(file, None, most).into());
         }
         if !object.trim_ascii().is_empty() {
             out.emit(Payload::Json { object, field: field.clone(), line })?;
@@ -134,18 +154,19 @@ fn read_lines(
 }
 
 /// Splits a plain text file at every `separator`, which belongs to no document.
-fn read_separated(
-    file: &InputFile,
-    separator: &str,
-    read_bytes: &ReadBytes,
-    out: &mut FileDocuments,
-) -> Result<(), Stop> {
+fn read_separated(reading: &Reading, separator: &str, out: &mut FileDocuments) -> Result<(), Stop> {
+    let &Reading { file, most, read_bytes } = reading;
     let mut reader = open(file, read_bytes)?;
     let separator = separator.as_bytes();
     let last = separator[separator.len() - 1];
     let mut text = Vec::new();
     loop {
-        let count = reader.read_until(last, &mut text).map_err(|error| read_error(file, error))?;
+        // At least one byte: more than `most` are an error below.
+        let mut bounded = reader.by_ref().take(most + 1 - text.len() as u64);
+        let count = bounded.read_until(last, &mut text).map_err(|error| read_error(file, error))?;
+        if text.len() as u64 > most {
+            return Err(too_large(file, None, most).into());
+        }
         let found = text.ends_with(separator);
         if count == 0 || found {
             text.truncate(text.len() - if found { separator.len() } else { 0 });

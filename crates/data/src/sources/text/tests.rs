@@ -1,3 +1,4 @@
+mod damage;
 mod errors;
 
 use std::fs::File;

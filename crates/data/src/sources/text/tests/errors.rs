@@ -112,3 +112,40 @@ fn a_named_binary_file_is_refused() {
       hint: give text, JSONL (.jsonl) or Parquet (.parquet), plain or compressed (.gz, .zst)
     ");
 }
+
+#[test]
+fn hidden_files_are_mentioned_when_nothing_else_is_found() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in [".a.txt", ".git/config", ".hidden/b.txt", "empty/.c.txt"] {
+        put(dir.path(), name, "text");
+    }
+    insta::assert_snapshot!(texts_message(&dir, &files(dir.path())), @r"
+    no text file found in DIR
+      hint: hidden files and folders are left out, here 4 (DIR/.a.txt, DIR/.git, DIR/.hidden, …); name one itself to read it
+    ");
+    insta::assert_snapshot!(texts_message(&dir, &files(dir.path().join("empty/*.txt"))), @r"
+    no text file found in DIR/empty/*.txt
+      hint: hidden files and folders are left out, here 1 (DIR/empty/.c.txt); name one itself to read it
+    ");
+    assert_eq!(texts(&files(dir.path().join(".hidden"))).unwrap(), ["text"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn links_that_lead_to_no_file_are_left_out_with_a_warning() {
+    use crate::sources::testing::logged;
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "b.txt", "text");
+    put(dir.path(), "c/d.txt", "more");
+    std::os::unix::fs::symlink("nowhere", dir.path().join("a.txt")).unwrap();
+    std::os::unix::fs::symlink("gone/x", dir.path().join("c/e.txt")).unwrap();
+    std::os::unix::fs::symlink("..", dir.path().join("c/loop")).unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.path().join(".hidden")).unwrap();
+    let message =
+        |lines: Vec<String>| lines.join("\n").replace(&dir.path().display().to_string(), "DIR");
+    let lines = logged(|| assert_eq!(texts(&files(dir.path())).unwrap(), ["text", "more"]));
+    insta::assert_snapshot!(message(lines), @r"WARN left out links that lead to no file: 3, the first of them DIR/a.txt");
+    let pattern = dir.path().join("*.txt");
+    let lines = logged(|| assert_eq!(texts(&files(&pattern)).unwrap(), ["text"]));
+    insta::assert_snapshot!(message(lines), @r"WARN left out links that lead to no file: 1, the first of them DIR/a.txt");
+}
