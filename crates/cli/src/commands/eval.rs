@@ -42,15 +42,16 @@ pub struct Args {
 
 /// Runs one suite and prints its report.
 pub fn run(args: Args) -> Result<()> {
-    if let Some(name) = args.out.as_deref().filter(|name| *name != args.suite.name()) {
-        if SuiteConfig::NAMES.contains(&name) {
-            bail!(
-                "--out is {name}, the folder of another suite; allowed: any name but {}\n  hint: \
-                 choose a name such as {}-long",
-                SuiteConfig::NAMES.join(", "),
-                args.suite.name()
-            );
-        }
+    if let Some(name) = args.out.as_deref()
+        && name != args.suite.name()
+        && SuiteConfig::NAMES.contains(&name)
+    {
+        bail!(
+            "--out is {name}, the folder of another suite; allowed: any name but {}\n  hint: \
+             choose a name such as {}-long",
+            SuiteConfig::NAMES.join(", "),
+            args.suite.name()
+        );
     }
     let run = args.run.open()?;
     let stop = StopFlag::install()?;
