@@ -1,7 +1,7 @@
 //! Damaged input: valid seeds with flipped bits, cuts, splices and random bytes. Every reader must give
 //! a value or an error, without a panic and in bounded memory.
 //!
-//! `LONGWALL_FUZZ_CASES` sets the cases of each target (64 by default), `LONGWALL_FUZZ_KEEP` a
+//! `LONGWALL_FUZZ_CASES` sets the cases of each target (200 by default), `LONGWALL_FUZZ_KEEP` a
 //! folder that keeps the files of the last case, for the case that ends the process.
 
 #[path = "fuzz/memory.rs"]

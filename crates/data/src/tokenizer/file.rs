@@ -8,7 +8,7 @@ use tokenizers::Tokenizer as HfTokenizer;
 
 use super::{Encoder, Inner, TokenTable, hex};
 use crate::DataError;
-use crate::panics::without_panic;
+use crate::panics::{Panicked, without_panic};
 
 /// Names of the token that ends a document; the first that exists is used.
 const END_OF_TEXT_NAMES: [&str; 6] =
@@ -46,7 +46,7 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, String> {
     match without_panic(|| tokenizer.encode_fast(text, false)) {
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(panic) => Err(panic),
+        Err(Panicked) => Err("the encoder failed".into()),
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) fn load(path: &Path) -> Result<Inner, DataError> {
     let json: Value = serde_json::from_slice(&content)
         .map_err(|error| fail(format!("it is not JSON: {error}"), json_hint))?;
     let mut tokenizer = without_panic(|| HfTokenizer::from_bytes(&content))
-        .map_err(|panic| fail(panic, json_hint))?
+        .map_err(|Panicked| fail("its content is damaged".into(), json_hint))?
         .map_err(|error| fail(error.to_string(), json_hint))?;
     tokenizer.set_encode_special_tokens(true);
     tokenizer.with_padding(None);

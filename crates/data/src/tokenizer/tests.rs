@@ -164,6 +164,13 @@ fn unusable_files_are_refused_with_a_remedy() {
       hint: give a Hugging Face tokenizer.json, or make one with `longwall tokenizer train`
     ");
 
+    let model = r#"{"type":"WordLevel","vocab":{"</s>":0,"a":1,"b":4000000000},"unk_token":"a"}"#;
+    std::fs::write(&broken, format!("{{\"version\":\"1.0\",\"model\":{model}}}")).unwrap();
+    insta::assert_snapshot!(message(&broken), @r"
+    cannot use the tokenizer DIR/broken.json: its greatest token is 4000000000; allowed: below 16777216
+      hint: fetch the file again: no vocabulary is so large
+    ");
+
     let words = |names: &[&str], unknown: &str| {
         let vocab =
             names.iter().enumerate().map(|(id, name)| (name.to_string(), id as u32)).collect();

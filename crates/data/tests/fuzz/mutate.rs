@@ -114,7 +114,7 @@ pub fn fuzz(
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let cases = match std::env::var("LONGWALL_FUZZ_CASES") {
         Ok(cases) => cases.parse().expect("LONGWALL_FUZZ_CASES is a number"),
-        Err(_) => 64,
+        Err(_) => 200,
     };
     let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
     let result = TestRunner::new(config).run(&inputs, |content| {

@@ -78,6 +78,7 @@ fn a_shard_missing_from_the_cache_is_refused_with_a_remedy() {
     ");
 }
 
+#[cfg(unix)]
 #[test]
 fn a_token_that_a_shard_gets_after_it_was_opened_is_an_error() {
     let dir = tempfile::tempdir().unwrap();

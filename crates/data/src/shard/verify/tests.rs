@@ -63,7 +63,7 @@ fn undamaged_shards_pass_both_checks() {
     let dir = tempfile::tempdir().unwrap();
     let folder = prepared(&dir);
     let loader = load(&dir, &folder).unwrap();
-    assert_eq!(loader.prepared_folders(), [folder.clone()]);
+    assert_eq!(loader.prepared_folders(), std::slice::from_ref(&folder));
     let report = verify_shards(&folder, &NoProgress).unwrap();
     assert!(report.is_sound(), "{report}");
     assert_eq!(report.shards.len(), 3);

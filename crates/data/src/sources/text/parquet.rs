@@ -14,7 +14,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use super::Reading;
 use crate::DataError;
 use crate::corpus::{FileDocuments, InputFile, Payload, Stop, too_large};
-use crate::panics::without_panic;
+use crate::panics::{Panicked, without_panic};
 use pages::CheckedPages;
 
 /// Rows read at a time.
@@ -52,7 +52,7 @@ fn decode<T>(
     let reason = match without_panic(part) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error.to_string(),
-        Err(message) => format!("the decoder failed: {message}"),
+        Err(Panicked) => "the decoder failed on its content".into(),
     };
     Err(DataError::Parquet { path: file.path.clone(), reason })
 }
