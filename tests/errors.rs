@@ -270,6 +270,11 @@ fn shards_are_verified() {
     let mut bytes = fs::read(&path).unwrap();
     bytes[2000] ^= 1;
     fs::write(&path, bytes).unwrap();
+    let source =
+        "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
+    let train = ["train", "--config", "tiny.toml", "--set", source, "--verify"];
+    let error = w.fail(&train);
+    assert!(error.contains("text_train_000001.bin"), "{error}");
     let error = w.fail(&["verify", "shards"]);
     assert!(error.contains("1 of "), "{error}");
     insta::assert_snapshot!(w.fail(&["verify", "corpus"]));

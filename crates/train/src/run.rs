@@ -41,6 +41,8 @@ pub enum RunStart {
 pub struct TrainOptions<'a> {
     /// How it starts.
     pub start: RunStart,
+    /// Whether every byte of prepared shards is compared with its checksum first.
+    pub verify: bool,
     /// Makes the run write a checkpoint and end.
     pub stop: StopFlag,
     /// Shows the preparation of the data.
@@ -113,7 +115,7 @@ fn steps<B: OpBackend>(
         let step = run.progress.step;
 
         // Rows of this step: a function only of the step.
-        let batch = run.loader.batch(step * rows, run.rows);
+        let batch = run.loader.try_batch(step * rows, run.rows)?;
         let weights = weight_sum(&batch);
 
         // Forward and backward, one micro-batch after another.

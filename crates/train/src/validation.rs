@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use longwall_data::{Batch, Loader, Tokenizer};
+use longwall_data::{Batch, DataError, Loader, Tokenizer};
 use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
@@ -65,23 +65,26 @@ impl Validator {
     }
 
     /// One pass, over the same rows in the same order at every call.
+    ///
+    /// # Errors
+    /// When a shard is damaged.
     pub fn run<B: OpBackend>(
         &self,
         model: &LanguageModel<B>,
         device: &B::Device,
-    ) -> ValidationScores {
+    ) -> Result<ValidationScores, DataError> {
         let rows = self.loader.validation_rows().unwrap_or(0);
         let mut sums = Sums::default();
         for first in (0..rows).step_by(self.micro_batch) {
             // Rows past the last one have no weight, so that every batch has the same shape.
-            let batch = self.loader.batch(first, self.micro_batch);
+            let batch = self.loader.try_batch(first, self.micro_batch)?;
             let MicroBatch { inputs, targets, document_starts } =
                 MicroBatch::<B>::new(&batch, 0..batch.rows, device);
             let losses = model.token_losses(inputs, targets, document_starts).into_data();
             sums.add(&batch, losses.iter::<f32>(), &self.token_bytes);
         }
-        let first = MicroBatch::<B>::new(&self.loader.batch(0, 1), 0..1, device);
-        sums.scores(&model.observe(first.inputs, first.document_starts))
+        let first = MicroBatch::<B>::new(&self.loader.try_batch(0, 1)?, 0..1, device);
+        Ok(sums.scores(&model.observe(first.inputs, first.document_starts)))
     }
 }
 

@@ -172,14 +172,15 @@ impl HeldOut for ValidationText<'_> {
         data.validation_tokens = ALL;
         data.sources.retain(|source| !source.is_generated());
         let seed = self.config.run.seed;
+        let unreadable = |error| EvalError::Text {
+            what: format!("the run's validation split cannot be read: {error}"),
+            remedy: "give other held-out text with --text".to_owned(),
+        };
         let loader = Loader::open(&data, self.tokenizer, seed, Split::Validation, &NoProgress)
-            .map_err(|error| EvalError::Text {
-                what: format!("the run's validation split cannot be read: {error}"),
-                remedy: "give other held-out text with --text".to_owned(),
-            })?;
+            .map_err(unreadable)?;
         let rows = loader.validation_rows().unwrap_or(0) as usize;
         let rows = rows.min(wanted.div_ceil(data.seq_len));
-        let batch = loader.batch(0, rows);
+        let batch = loader.try_batch(0, rows).map_err(unreadable)?;
         Ok(batch.inputs.iter().take(wanted).map(|&token| token as u32).collect())
     }
 

@@ -40,6 +40,10 @@ pub struct Args {
     #[arg(long)]
     device: Option<DeviceArg>,
 
+    /// Compare every byte of the shards with its checksum first; without this, a sample of blocks
+    #[arg(long)]
+    verify: bool,
+
     /// Delete the run that is in the run's folder, and start over
     #[arg(long)]
     force: bool,
@@ -67,7 +71,7 @@ pub fn run(args: Args) -> Result<()> {
     let device = device::open(config.run.device, config.run.threads)?;
     let compute = Compute::for_training(device, config.run.precision)?;
     let stop = StopFlag::install()?;
-    let outcome = train_on(&compute, &config, start, &stop)?;
+    let outcome = train_on(&compute, &config, start, args.verify, &stop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
         // Only a warning: a run stopped before its first step has nothing to draw.
@@ -92,11 +96,13 @@ fn train_on(
     compute: &Compute,
     config: &RunConfig,
     start: RunStart,
+    verify: bool,
     stop: &StopFlag,
 ) -> Result<Outcome> {
     struct Train<'a> {
         config: &'a RunConfig,
         start: RunStart,
+        verify: bool,
         stop: &'a StopFlag,
         meters: Meters,
         device_name: String,
@@ -109,6 +115,7 @@ fn train_on(
             let memory = || self.meters.peak_memory();
             let options = TrainOptions {
                 start: self.start,
+                verify: self.verify,
                 stop: self.stop.clone(),
                 progress: &DataProgress::new(Some(self.stop.clone())),
                 device_name: self.device_name,
@@ -125,7 +132,7 @@ fn train_on(
     let Compute { device, precision } = compute;
     let (meters, device_name, precision) = (Meters::new(device), device.to_string(), *precision);
     let compiles = keep_kernels(device).is_empty();
-    compute.run(Train { config, start, stop, meters, device_name, precision, compiles })
+    compute.run(Train { config, start, verify, stop, meters, device_name, precision, compiles })
 }
 
 /// Runs the suites of `[[eval]]` on the last checkpoint.

@@ -48,7 +48,7 @@ impl<B: OpBackend> Run<B> {
     pub fn validate(&mut self, console: &mut dyn Console) -> Result<bool, TrainError> {
         let Some(validator) = &self.validator else { return Ok(false) };
         let step = self.progress.step;
-        let scores = validator.run(&self.model.valid(), &self.device);
+        let scores = validator.run(&self.model.valid(), &self.device)?;
         let is_best = self.progress.best.is_none_or(|best| scores.loss < best.validation_loss)
             && scores.loss.is_finite();
         if is_best {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use burn::backend::Autodiff;
 use burn::module::Module;
-use longwall_data::{Loader, Progress, Split, Tokenizer};
+use longwall_data::{Loader, Split, Tokenizer, verify_shards};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::{Parameters, train_flops_per_token};
@@ -95,7 +95,7 @@ pub(super) fn open<B: OpBackend>(
     let micro_batch = micro_batch::<B>(config, checkpoint);
     let tokenizer = open_tokenizer(config, checkpoint, options)?;
     check_memory(config, tokenizer.vocab_size(), micro_batch, options)?;
-    let data = open_data(config, tokenizer, checkpoint, micro_batch, options.progress)?;
+    let data = open_data(config, tokenizer, checkpoint, micro_batch, options)?;
     let (model, optimiser) =
         open_model::<B>(config, &data.tokenizer, checkpoint, options.precision, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
@@ -193,11 +193,21 @@ fn open_data(
     tokenizer: Tokenizer,
     checkpoint: Option<&Checkpoint>,
     micro_batch: usize,
-    progress: &dyn Progress,
+    options: &TrainOptions,
 ) -> Result<Data, TrainError> {
-    let seed = config.run.seed;
+    let (seed, progress) = (config.run.seed, options.progress);
     let open = |split| Loader::open(&config.data, &tokenizer, seed, split, progress);
     let loader = open(Split::Train)?;
+    if options.verify {
+        for folder in loader.prepared_folders() {
+            let report = verify_shards(&folder, progress)?.into_result()?;
+            tracing::info!(
+                "{} shards in {} are as they were written",
+                report.shards.len(),
+                folder.display()
+            );
+        }
+    }
     if let Some(checkpoint) = checkpoint {
         loader.check_cursor(&checkpoint.state.cursor)?;
     }

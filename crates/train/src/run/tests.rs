@@ -105,6 +105,7 @@ fn run_in(
         compiles: false,
         peak_flops: Some(1e9),
         available_memory: None,
+        verify: false,
         memory: None,
     };
     train::<TestBackend>(config, &Default::default(), &options, console)
