@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
+use std::thread;
 
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
@@ -28,21 +28,38 @@ struct Checksum {
 }
 
 impl Checksum {
-    /// The checksum of the file `path`, read in parallel.
+    /// The checksum of the file `path`, read by several threads. They are not those of the global pool, whose
+    /// number the run's configuration sets: a checkpoint is read before that.
     fn of(path: &Path) -> io::Result<Self> {
         let bytes = fs::metadata(path)?.len();
-        let block = |at: u64| {
-            let mut block = vec![0; (bytes - at).min(BLOCK) as usize];
-            let mut file = File::open(path)?;
-            file.seek(SeekFrom::Start(at))?;
-            file.read_exact(&mut block)?;
-            Ok((crc32c::crc32c(&block), block.len()))
-        };
-        let starts: Vec<u64> = (0..bytes).step_by(BLOCK as usize).collect();
-        let blocks: io::Result<Vec<(u32, usize)>> = starts.into_par_iter().map(block).collect();
-        let whole = |crc, (next, len)| crc32c::crc32c_combine(crc, next, len);
-        Ok(Checksum { bytes, crc32c: blocks?.into_iter().fold(0, whole) })
+        let threads = thread::available_parallelism().map_or(1, usize::from) as u64;
+        let part = bytes.div_ceil(threads).max(BLOCK);
+        let parts = thread::scope(|scope| {
+            let starts = (0..bytes).step_by(part as usize);
+            let start = |from| scope.spawn(move || crc_of(path, from, part.min(bytes - from)));
+            let running: Vec<_> = starts.map(start).collect();
+            let join = |thread: thread::ScopedJoinHandle<'_, _>| thread.join().expect("no panic");
+            running.into_iter().map(join).collect::<io::Result<Vec<(u32, u64)>>>()
+        })?;
+        let whole = |crc, (next, len): (u32, u64)| crc32c::crc32c_combine(crc, next, len as usize);
+        Ok(Checksum { bytes, crc32c: parts.into_iter().fold(0, whole) })
     }
+}
+
+/// The CRC-32C of `len` bytes of a file from `from` on, and `len`.
+fn crc_of(path: &Path, from: u64, len: u64) -> io::Result<(u32, u64)> {
+    let mut file = File::open(path)?;
+    file.seek(SeekFrom::Start(from))?;
+    let mut block = vec![0; len.min(BLOCK) as usize];
+    let mut crc = 0;
+    let mut left = len;
+    while left > 0 {
+        let block = &mut block[..left.min(BLOCK) as usize];
+        file.read_exact(block)?;
+        crc = crc32c::crc32c_append(crc, block);
+        left -= block.len() as u64;
+    }
+    Ok((crc, len))
 }
 
 impl Checksums {

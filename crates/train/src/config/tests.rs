@@ -75,7 +75,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
     --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
-      hint: remove train.learning_rate, or use one of the keys above
+      hint: did you mean `lr`?
     ");
 }
 
