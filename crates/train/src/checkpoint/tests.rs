@@ -141,7 +141,7 @@ fn a_flipped_bit_in_any_file_is_found_and_a_sound_checkpoint_is_named() {
         };
         let found: Vec<PathBuf> = damaged(3);
         assert_eq!(found, [folder.step_dir(3).join(name)]);
-        assert_eq!(damaged(1), [PathBuf::new(); 0]);
+        assert!(damaged(1).is_empty());
     }
 }
 

@@ -99,7 +99,7 @@ pub fn parse_kind(kind: &str, sets: &[String]) -> Result<AttentionConfig, KindEr
 /// "alibi"`.
 pub(super) fn kind_with_value(name: &str) -> Option<String> {
     AttentionConfig::KINDS.iter().find_map(|known| {
-        (known.keys)().into_iter().find_map(|key| {
+        (known.keys)().iter().find_map(|key| {
             let entries = [("kind", known.kind), (key, name)];
             let table: Table =
                 entries.map(|(key, value)| (key.to_owned(), value.into())).into_iter().collect();
