@@ -131,10 +131,7 @@ fn corpus_shorter_than_a_row() {
 fn damaged_shard(damage: impl Fn(&mut Vec<u8>)) -> (Workspace, String) {
     let w = Workspace::new();
     w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "bytes"]);
-    let path = w.path("shards/text_train_000001.bin");
-    let mut bytes = fs::read(&path).unwrap();
-    damage(&mut bytes);
-    fs::write(&path, bytes).unwrap();
+    w.damage("shards/text_train_000001.bin", damage);
     let source = "data.sources.0={ kind = \"shards\", train = [\"shards/text_train_000001.bin\"] }";
     let error = train_error(&w, &[source]);
     (w, error)
@@ -237,11 +234,10 @@ fn flipped_bit_in_the_weights() {
     let w = Workspace::new();
     w.train("tiny", &["train.tokens=1280"]);
     assert!(w.succeed(&["verify", "runs/tiny"]).ends_with("files are sound\n"));
-    let path = w.path("runs/tiny/checkpoints/step-10/weights.safetensors");
-    let mut bytes = fs::read(&path).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(&path, bytes).unwrap();
+    w.damage("runs/tiny/checkpoints/step-10/weights.safetensors", |bytes| {
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+    });
     let damaged = "weights.safetensors is damaged: its CRC-32C is";
     let resume = ["train", "--resume", "runs/tiny", "--set", "train.tokens=2560"];
     let eval = ["eval", "passkey", "--run", "runs/tiny", "--lengths", "200"];
@@ -266,10 +262,7 @@ fn shards_are_verified() {
     let w = Workspace::new();
     w.succeed(&["prepare", "corpus", "--out", "shards", "--tokenizer", "bytes"]);
     assert!(w.succeed(&["verify", "shards"]).ends_with("files are sound\n"));
-    let path = w.path("shards/text_train_000001.bin");
-    let mut bytes = fs::read(&path).unwrap();
-    bytes[2000] ^= 1;
-    fs::write(&path, bytes).unwrap();
+    w.damage("shards/text_train_000001.bin", |bytes| bytes[2000] ^= 1);
     let source =
         "data.sources.0={ kind = \"shards\", train = [\"shards\"], validation = [\"shards\"] }";
     let train = ["train", "--config", "tiny.toml", "--set", source, "--verify"];

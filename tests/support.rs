@@ -72,6 +72,14 @@ impl Workspace {
         fs::write(self.path(name), content).unwrap();
     }
 
+    /// Changes the bytes of a file.
+    pub fn damage(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let path = self.path(name);
+        let mut bytes = fs::read(&path).unwrap();
+        change(&mut bytes);
+        fs::write(&path, bytes).unwrap();
+    }
+
     /// Reads a file.
     pub fn read(&self, name: &str) -> String {
         let path = self.path(name);

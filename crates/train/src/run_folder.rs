@@ -41,11 +41,8 @@ pub enum RunFolderError {
         path: PathBuf,
     },
     /// `--resume` of a folder without a run.
-    #[error("{} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME", path.display())]
-    NoRun {
-        /// The folder.
-        path: PathBuf,
-    },
+    #[error(transparent)]
+    NoRun(#[from] NoRun),
     /// Another process trains this run.
     #[error("another process is training the run in {}\n  hint: wait until it has ended, or stop it (Ctrl-C lets it write a checkpoint)", path.display())]
     Locked {
@@ -63,6 +60,14 @@ pub enum RunFolderError {
     /// The run's own configuration cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
+}
+
+/// A folder without a run.
+#[derive(Debug, thiserror::Error)]
+#[error("{} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME", path.display())]
+pub struct NoRun {
+    /// The folder.
+    pub path: PathBuf,
 }
 
 /// The contents of `finished.json`: the marker of a complete run, with its results.
@@ -149,7 +154,7 @@ impl RunFolder {
     /// When there is no run, or another process trains it.
     pub fn open(path: &Path) -> Result<Self, RunFolderError> {
         if !path.join("config.toml").is_file() {
-            return Err(RunFolderError::NoRun { path: path.to_owned() });
+            return Err(NoRun { path: path.to_owned() }.into());
         }
         Self::lock(path)
     }
@@ -262,7 +267,7 @@ pub const LOG_FILE: &str = "log.txt";
 pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderError> {
     let file = path.join("config.toml");
     if !file.is_file() {
-        return Err(RunFolderError::NoRun { path: path.to_owned() });
+        return Err(NoRun { path: path.to_owned() }.into());
     }
     Ok(RunConfig::load(&file, sets)?)
 }

@@ -88,11 +88,11 @@ fn stream<B: OpBackend>(run: &OpenRun, args: &Args, device: &B::Device) -> Resul
         prompt.push(tokenizer.end_of_text());
     }
     let trained = run.checkpoint.config.data.seq_len;
-    if prompt.len() + args.max_tokens > trained {
+    let longest = prompt.len().saturating_add(args.max_tokens);
+    if longest > trained {
         tracing::warn!(
-            "the text may reach {} tokens (a prompt of {} and --max-tokens {}); the model was trained on \
+            "the text may reach {longest} tokens (a prompt of {} and --max-tokens {}); the model was trained on \
              {trained}, and may get worse beyond them",
-            prompt.len() + args.max_tokens,
             prompt.len(),
             args.max_tokens
         );

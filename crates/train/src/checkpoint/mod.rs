@@ -19,6 +19,7 @@ use longwall_config::shell_quoted;
 pub use state::{State, TokenizerIdentity};
 
 use crate::config::{ConfigError, RunConfig};
+use crate::run_folder::NoRun;
 
 /// Why a checkpoint cannot be written, found, or used.
 #[derive(Debug, thiserror::Error)]
@@ -64,11 +65,8 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// There is no run.
-    #[error("{} holds no run: there is no config.toml in it\n  hint: give the folder of a run, for example runs/NAME", run_dir.display())]
-    NoRun {
-        /// The folder.
-        run_dir: PathBuf,
-    },
+    #[error(transparent)]
+    NoRun(#[from] NoRun),
     /// The run has no checkpoint.
     #[error("the run in {} has no checkpoint yet\n  hint: train it first: longwall train --resume {}", run_dir.display(), shell_quoted(run_dir))]
     NoCheckpoint {
@@ -189,7 +187,7 @@ impl Checkpoint {
             let run_dir = run_dir.to_owned();
             return Err(match run_dir.join(CONFIG_FILE).is_file() {
                 true => CheckpointError::NoCheckpoint { run_dir },
-                false => CheckpointError::NoRun { run_dir },
+                false => NoRun { path: run_dir }.into(),
             });
         }
         let step = match wanted {
