@@ -1,6 +1,7 @@
 //! The choice of a run's device, its properties, and the cache of its compiled kernels.
 
 mod kernel_cache;
+pub(crate) mod memory;
 
 use std::fmt::{self, Display};
 
@@ -209,6 +210,14 @@ impl Device {
         let Device::Cuda(device) = self else { return None };
         let usage = CudaRuntime::client(device).memory_usage().ok()?;
         Some(Memory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
+    }
+
+    /// As [`OpBackend::available_memory`].
+    pub fn available_memory(&self) -> Option<u64> {
+        match self {
+            Device::Cpu => memory::of_machine(),
+            Device::Cuda(device) => memory::of_gpu(device),
+        }
     }
 
     /// Bytes of the largest tensor that a GPU can hold; `None` on the CPU.

@@ -1,7 +1,5 @@
 //! How much memory a benchmark needs, and how much the device has.
 
-use longwall_model::memory;
-
 use crate::error::BenchError;
 use crate::setup::Setup;
 
@@ -78,8 +76,9 @@ impl Limits {
 impl Setup {
     /// Says what the device cannot hold, if a benchmark with these options needs too much.
     pub fn excess(&self, options: &str, need: &Need) -> Option<String> {
-        let memory = if self.on_cuda() { None } else { memory::available() };
-        Limits { tensor: self.compute.device.largest_tensor(), memory }.excess(options, need)
+        let device = &self.compute.device;
+        let memory = if self.on_cuda() { None } else { device.available_memory() };
+        Limits { tensor: device.largest_tensor(), memory }.excess(options, need)
     }
 
     /// Checks that the device can hold what a benchmark with these options needs.

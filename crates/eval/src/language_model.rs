@@ -3,9 +3,8 @@
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::DeviceKind;
+use longwall_model::LanguageModel;
 use longwall_model::generate::{Sampling, generate};
-use longwall_model::{LanguageModel, memory};
 
 use crate::memory::CallMemory;
 use crate::{EvalError, EvalModel, LogLikelihood};
@@ -59,9 +58,8 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         Some(self.memory.least(rows, tokens, generates))
     }
 
-    /// Known on the CPU.
     fn available_memory(&self) -> Option<u64> {
-        (B::device_kind() == DeviceKind::Cpu).then(memory::available).flatten()
+        B::available_memory(&self.device)
     }
 
     fn log_likelihood(

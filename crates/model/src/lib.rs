@@ -6,7 +6,6 @@ pub mod generate;
 mod init;
 mod language_model;
 pub mod layers;
-pub mod memory;
 pub mod precision;
 pub mod weights;
 

@@ -1,13 +1,22 @@
 //! How much memory a run needs at least.
 
+use longwall_kernels::device::DeviceKind;
+use longwall_model::Precision;
 use longwall_model::cost::Parameters;
 
 use crate::config::RunConfig;
 use crate::optimiser::Parameter;
 
-/// Bytes that training needs at least: weights, their gradients, the optimiser's state, and of the
-/// activations the input of each block for one micro-batch, all in f32.
-pub fn least_for_training(config: &RunConfig, vocab_size: usize, micro_batch: usize) -> u128 {
+/// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
+/// f32, and of the activations the input of each block for one micro-batch, in `precision`. On the CPU also
+/// the copy of weights and state that a checkpoint is written from.
+pub fn least_for_training(
+    config: &RunConfig,
+    vocab_size: usize,
+    micro_batch: usize,
+    precision: Precision,
+    device: DeviceKind,
+) -> u128 {
     let model = &config.model;
     let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
     // All parameters as one, as far as the size of its state is concerned.
@@ -15,7 +24,10 @@ pub fn least_for_training(config: &RunConfig, vocab_size: usize, micro_batch: us
     let state = config.train.optimiser.state(&all).into_iter();
     let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
     let inputs = elements(&[model.layers, micro_batch, config.data.seq_len, model.width]);
-    4 * (2 * parameters as u128 + state + inputs)
+    let inputs = if precision == Precision::Bf16 { 2 * inputs } else { 4 * inputs };
+    let (weights, state) = (4 * parameters as u128, 4 * state);
+    let checkpoint = if device == DeviceKind::Cpu { weights + state } else { 0 };
+    2 * weights + state + inputs + checkpoint
 }
 
 fn elements(shape: &[usize]) -> u128 {
@@ -32,8 +44,12 @@ mod tests {
         let config = config(&["model.layers=96", "model.width=12288", "model.heads=96"]);
         let parameters = Parameters::of(&config.model, 257, config.data.seq_len).total() as u128;
         let inputs = 96 * 4 * config.data.seq_len as u128 * 12288;
+        let least = |precision, device| least_for_training(&config, 257, 4, precision, device);
         // AdamW keeps two moments.
-        assert_eq!(least_for_training(&config, 257, 4), 16 * parameters + 4 * inputs);
+        let on_gpu = least(Precision::Bf16, DeviceKind::Cuda);
+        assert_eq!(on_gpu, 16 * parameters + 2 * inputs);
+        let on_cpu = least(Precision::F32, DeviceKind::Cpu);
+        assert_eq!(on_cpu, (16 + 12) * parameters + 4 * inputs);
         assert!(parameters > 170_000_000_000, "{parameters}");
     }
 }

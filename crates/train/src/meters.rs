@@ -2,8 +2,8 @@
 
 use std::cell::Cell;
 
-use longwall_kernels::device::{Device, DeviceKind};
-use longwall_model::{Precision, memory};
+use longwall_kernels::device::Device;
+use longwall_model::Precision;
 
 /// A device's memory use and peak rate.
 pub struct Meters {
@@ -24,10 +24,7 @@ impl Meters {
 
     /// Bytes that a run may still take; `None` if the device does not report it.
     pub fn available_memory(&self) -> Option<u64> {
-        match self.device.kind() {
-            DeviceKind::Cpu => memory::available(),
-            DeviceKind::Cuda => None,
-        }
+        self.device.available_memory()
     }
 
     /// The most bytes reserved at any call of this function so far; `None` on the CPU.

@@ -148,6 +148,7 @@ fn steps<B: OpBackend>(
         run.after_step(console)?;
     }
     run.save_checkpoint(console)?;
+    run.wait_for_checkpoint(console)?;
     if run.progress.step >= run.total_steps {
         run.finish()?;
     }

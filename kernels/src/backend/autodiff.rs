@@ -84,6 +84,10 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
         B::device_kind()
     }
 
+    fn available_memory(device: &Self::Device) -> Option<u64> {
+        B::available_memory(device)
+    }
+
     fn run_kernel<O: Op<N>, const N: usize>(
         op: &O,
         inputs: &[FloatTensor<Self>; N],

@@ -11,12 +11,16 @@ use cubecl::cuda::CudaRuntime;
 use super::reference::{kernels_allowed, run_reference};
 use super::{Forward, NoGradOp, Op};
 use crate::cuda::{CudaTensor, narrow};
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, memory};
 
 /// A burn backend that runs Longwall's operations.
 pub trait OpBackend: Backend {
     /// The kind of its devices.
     fn device_kind() -> DeviceKind;
+
+    /// Bytes that this process can still take of the device's memory; `None` if the system or the driver
+    /// does not report it.
+    fn available_memory(device: &Self::Device) -> Option<u64>;
 
     /// Runs `op`: its kernel on this device, or its reference if there is none.
     fn run<O: Op<N>, const N: usize>(
@@ -103,6 +107,10 @@ impl OpBackend for Flex {
         DeviceKind::Cpu
     }
 
+    fn available_memory(_device: &Self::Device) -> Option<u64> {
+        memory::of_machine()
+    }
+
     fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<FlexTensor>) -> O::Outputs<FlexTensor> {
         if kernels_allowed() { op.cpu(inputs) } else { op.reference::<Self>(inputs) }
     }
@@ -136,6 +144,10 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
 {
     fn device_kind() -> DeviceKind {
         DeviceKind::Cuda
+    }
+
+    fn available_memory(device: &Self::Device) -> Option<u64> {
+        memory::of_gpu(device)
     }
 
     fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<CudaTensor>) -> O::Outputs<CudaTensor> {

@@ -6,8 +6,9 @@ use anyhow::{Result, bail};
 use longwall_config::{Problems, parse_count};
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::AttentionConfig;
-use longwall_model::ModelConfig;
+use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::{self, KindCost, Parameters};
+use longwall_model::{ModelConfig, Precision};
 use longwall_train::config::RunConfig;
 use longwall_train::{memory, run_folder};
 use serde::Serialize;
@@ -59,7 +60,7 @@ struct Info {
     weight_state_ratio: f64,
     steps: u64,
     train_flops: f64,
-    /// At least: see [`memory::least_for_training`].
+    /// On a GPU, in bf16, at least: see [`memory::least_for_training`].
     train_memory_bytes: u64,
     layers: Vec<Layers>,
     kinds: Vec<Kind>,
@@ -206,7 +207,7 @@ pub fn run(args: Args) -> Result<()> {
         kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
         steps: config.train.total_steps(),
         train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
-        train_memory_bytes: memory::least_for_training(&config, vocab, 1) as u64,
+        train_memory_bytes: least_gpu_memory(&config, vocab),
     };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&info)?);
@@ -218,6 +219,13 @@ pub fn run(args: Args) -> Result<()> {
         print_kinds(&info.kinds);
     }
     Ok(())
+}
+
+/// Bytes of GPU memory that training in bf16, one row at a time, needs at least.
+fn least_gpu_memory(config: &RunConfig, vocab_size: usize) -> u64 {
+    let (precision, device) = (Precision::Bf16, DeviceKind::Cuda);
+    let bytes = memory::least_for_training(config, vocab_size, 1, precision, device);
+    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 fn print(info: &Info) {
@@ -247,7 +255,7 @@ fn print(info: &Info) {
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
     let gigabytes = info.train_memory_bytes as f64 / 1e9;
     println!(
-        "  memory, at least       {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"
+        "  GPU memory, at least   {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"
     );
 }
 

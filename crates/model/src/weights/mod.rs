@@ -11,7 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use longwall_kernels::backend::OpBackend;
 use safetensors::tensor::TensorView;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
 
 pub use self::earlier_names::EarlierNames;
 use crate::LanguageModel;
@@ -68,11 +68,11 @@ pub fn write_tensors(path: &Path, tensors: &NamedTensors) -> Result<(), WeightsE
         let view = TensorView::new(Dtype::F32, shape.clone(), bytemuck::cast_slice(data));
         (name, view.expect("the elements are those of the shape"))
     });
-    let bytes = safetensors::serialize(views, None).expect("named f32 tensors can be serialised");
-    std::fs::write(path, bytes).map_err(|source| WeightsError::Io {
-        action: "write",
-        path: path.to_owned(),
-        source,
+    safetensors::serialize_to_file(views, None, path).map_err(|error| match error {
+        SafeTensorError::IoError(source) => {
+            WeightsError::Io { action: "write", path: path.to_owned(), source }
+        }
+        other => WeightsError::Format { path: path.to_owned(), reason: other.to_string() },
     })
 }
 

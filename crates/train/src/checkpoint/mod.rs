@@ -7,6 +7,7 @@
 mod checksums;
 mod folder;
 mod state;
+mod writer;
 
 use std::fmt::{self, Display};
 use std::fs;
@@ -17,6 +18,7 @@ use checksums::Checksums;
 pub use folder::{Best, CheckpointFolder};
 use longwall_config::shell_quoted;
 pub use state::{State, TokenizerIdentity};
+pub(crate) use writer::{CheckpointWriter, Snapshot};
 
 use crate::config::{ConfigError, RunConfig};
 use crate::run_folder::NoRun;
@@ -302,19 +304,15 @@ fn is_harmless(key: &str) -> bool {
 
 const CONFIG_FILE: &str = "config.toml";
 /// The model's weights.
-pub(crate) const WEIGHTS_FILE: &str = "weights.safetensors";
+const WEIGHTS_FILE: &str = "weights.safetensors";
 /// The optimiser's state.
-pub(crate) const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 
 /// Writes the text files of a checkpoint; the state goes last.
 ///
 /// # Errors
 /// When a file cannot be written.
-pub(crate) fn write_texts(
-    folder: &Path,
-    config: &RunConfig,
-    state: &State,
-) -> Result<(), CheckpointError> {
+fn write_texts(folder: &Path, config: &RunConfig, state: &State) -> Result<(), CheckpointError> {
     let write = |name: &str, bytes: &[u8]| {
         let path = folder.join(name);
         fs::write(&path, bytes).map_err(|source| CheckpointError::Write { path, source })

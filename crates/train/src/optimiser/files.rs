@@ -1,39 +1,32 @@
 //! The optimiser's state in a checkpoint: one safetensors file with tensors `NAME.PATH`, the name of
 //! the state tensor and the path of its parameter.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorData, TensorMetadata};
+use burn::tensor::{Tensor, TensorData};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
-use longwall_model::weights::{EarlierNames, WeightsError, read_tensors};
-use safetensors::{Dtype, SafeTensorError, View};
+use longwall_model::weights::{EarlierNames, NamedTensors, WeightsError, read_tensors};
 
 use super::{Optimiser, Slot, StateTensor};
 
 impl<B: OpBackend> Optimiser<B> {
-    /// Writes the state, one tensor at a time.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn save(&self, path: &Path) -> Result<(), WeightsError> {
-        let tensors = self.slots.iter().flat_map(|slot| {
-            slot.layout.iter().zip(&slot.state).map(|(StateTensor { name, shape }, tensor)| {
-                let view = Fetched::<B> { shape: shape.clone(), tensor: tensor.clone() };
-                (format!("{name}.{}", slot.parameter.path), view)
-            })
-        });
-        safetensors::serialize_to_file(tensors, None, path).map_err(|error| match error {
-            SafeTensorError::IoError(source) => {
-                WeightsError::Io { action: "write", path: path.to_owned(), source }
-            }
-            other => WeightsError::Format { path: path.to_owned(), reason: other.to_string() },
-        })
+    /// The state by name, in main memory.
+    pub fn named_tensors(&self) -> NamedTensors {
+        let of_slot = |slot: &Slot<B>| -> NamedTensors {
+            let tensors = slot.layout.iter().zip(&slot.state);
+            let named = tensors.map(|(StateTensor { name, shape }, state)| {
+                let flat =
+                    B::float_reshape(state.clone(), [shape.iter().product::<usize>()].into());
+                let elements = tensor::<B, 1>(flat).into_data().iter::<f32>().collect();
+                (format!("{name}.{}", slot.parameter.path), shape.clone(), elements)
+            });
+            named.collect()
+        };
+        self.slots.iter().flat_map(of_slot).collect()
     }
 
-    /// Reads the state that [`Optimiser::save`] wrote, possibly under `earlier` names of the model's
+    /// Reads the state that a file holds, possibly under `earlier` names of the model's
     /// weights.
     ///
     /// # Errors
@@ -78,32 +71,5 @@ fn take(
             Err(mismatch(path, format!("{name} has shape {found:?}, the model's {shape:?}")))
         }
         None => Err(mismatch(path, format!("{name} is missing from the file"))),
-    }
-}
-
-/// A tensor that is copied from the device only when it is written.
-struct Fetched<B: OpBackend> {
-    shape: Vec<usize>,
-    tensor: FloatTensor<B>,
-}
-
-impl<B: OpBackend> View for Fetched<B> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let count = self.tensor.shape().num_elements();
-        let flat = B::float_reshape(self.tensor.clone(), [count].into());
-        let elements = tensor::<B, 1>(flat).into_data();
-        Cow::Owned(elements.iter::<f32>().flat_map(f32::to_le_bytes).collect())
-    }
-
-    fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * size_of::<f32>()
     }
 }

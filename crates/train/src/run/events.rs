@@ -1,11 +1,13 @@
 //! What happens between steps: validation, samples, checkpoints, the end.
 
+use std::path::PathBuf;
+
 use burn::module::{AutodiffModule, Module};
 use longwall_kernels::backend::OpBackend;
-use longwall_model::weights::{self, WeightsError};
+use longwall_model::weights;
 
 use super::setup::Run;
-use crate::checkpoint::{Best, CheckpointError, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts};
+use crate::checkpoint::{Best, Snapshot, State};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
@@ -34,6 +36,7 @@ impl<B: OpBackend> Run<B> {
         let validate = due(config.validate.every) || step == self.total_steps;
         let (sample, save) = (due(config.sample.every), due(config.checkpoint.every));
         let save_best = config.checkpoint.best;
+        note_checkpoint(self.checkpoints.poll()?, console);
         let is_best = validate && self.validate(console)?;
         if sample {
             self.sample(console)?;
@@ -76,27 +79,28 @@ impl<B: OpBackend> Run<B> {
         self.recorder.samples(step, &samples, console)
     }
 
-    /// Writes a checkpoint of this step if there is none, and removes old ones.
+    /// Starts to write a checkpoint of this step, if there is none.
     pub fn save_checkpoint(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let step = self.progress.step;
         if self.progress.saved == Some(step) {
             return Ok(());
         }
-        let state = self.state()?;
-        let path = self.checkpoints.write(step, |folder| {
-            let weights = folder.join(WEIGHTS_FILE);
-            let masters = self.optimiser.with_masters(self.model.valid());
-            weights::save(&masters, &weights).map_err(write_error)?;
-            self.optimiser.save(&folder.join(OPTIMIZER_FILE)).map_err(write_error)?;
-            write_texts(folder, &self.config, &state)
-        })?;
+        let masters = self.optimiser.with_masters(self.model.valid());
+        let snapshot = Snapshot {
+            weights: weights::named_tensors(&masters),
+            optimizer: self.optimiser.named_tensors(),
+            config: self.config.clone(),
+            state: self.state()?,
+        };
+        let before = self.checkpoints.start(snapshot)?;
         self.progress.saved = Some(step);
-        let kept = &self.config.train.checkpoint;
-        if let Some(best) = self.progress.best.filter(|best| kept.best && best.step == step) {
-            self.checkpoints.mark_best(best)?;
-        }
-        self.checkpoints.prune(kept.keep_last)?;
-        console.note(&format!("checkpoint {}", path.display()));
+        note_checkpoint(before, console);
+        Ok(())
+    }
+
+    /// Waits until the checkpoint under way is written.
+    pub fn wait_for_checkpoint(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
+        note_checkpoint(self.checkpoints.wait()?, console);
         Ok(())
     }
 
@@ -144,11 +148,9 @@ impl<B: OpBackend> Run<B> {
     }
 }
 
-/// A failed write of tensors, reported as a failed write of their checkpoint.
-fn write_error(error: WeightsError) -> CheckpointError {
-    match error {
-        WeightsError::Io { path, source, .. } => CheckpointError::Write { path, source },
-        other => CheckpointError::Tensors(other),
+fn note_checkpoint(written: Option<PathBuf>, console: &mut dyn Console) {
+    if let Some(path) = written {
+        console.note(&format!("checkpoint {}", path.display()));
     }
 }
 

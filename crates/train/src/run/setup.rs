@@ -14,7 +14,8 @@ use longwall_model::{LanguageModel, Precision};
 use super::recorder::{Recorder, RecorderStart};
 use super::{RunStart, TrainOptions};
 use crate::checkpoint::{
-    Best, Checkpoint, CheckpointFolder, CheckpointSelector, State, TokenizerIdentity,
+    Best, Checkpoint, CheckpointFolder, CheckpointSelector, CheckpointWriter, State,
+    TokenizerIdentity,
 };
 use crate::config::RunConfig;
 use crate::console::RunInfo;
@@ -40,7 +41,7 @@ pub(super) struct Run<B: OpBackend> {
     pub device: B::Device,
     pub device_name: String,
     pub folder: RunFolder,
-    pub checkpoints: CheckpointFolder,
+    pub checkpoints: CheckpointWriter,
     pub tokenizer: TokenizerIdentity,
     pub loader: Loader,
     pub validator: Option<Validator>,
@@ -94,7 +95,7 @@ pub(super) fn open<B: OpBackend>(
     let checkpoint = checkpoint.as_ref();
     let micro_batch = micro_batch::<B>(config, checkpoint);
     let tokenizer = open_tokenizer(config, checkpoint, options)?;
-    check_memory(config, tokenizer.vocab_size(), micro_batch, options)?;
+    check_memory(config, tokenizer.vocab_size(), micro_batch, B::device_kind(), options)?;
     let data = open_data(config, tokenizer, checkpoint, micro_batch, options)?;
     let (model, optimiser) =
         open_model::<B>(config, &data.tokenizer, checkpoint, options.precision, device)?;
@@ -125,7 +126,7 @@ pub(super) fn open<B: OpBackend>(
         device: device.clone(),
         device_name: options.device_name.clone(),
         folder,
-        checkpoints,
+        checkpoints: CheckpointWriter::new(checkpoints),
         tokenizer: TokenizerIdentity::of(&data.tokenizer),
         loader: data.loader,
         validator: data.validator,
@@ -173,9 +174,11 @@ fn check_memory(
     config: &RunConfig,
     vocab_size: usize,
     micro_batch: usize,
+    device: DeviceKind,
     options: &TrainOptions,
 ) -> Result<(), TrainError> {
-    let needed = memory::least_for_training(config, vocab_size, micro_batch);
+    let precision = options.precision;
+    let needed = memory::least_for_training(config, vocab_size, micro_batch, precision, device);
     match options.available_memory {
         Some(available) if needed > u128::from(available) => Err(TrainError::Memory {
             parameters: Parameters::of(&config.model, vocab_size, config.data.seq_len).total(),

@@ -1,16 +1,35 @@
-//! How much memory there is.
+//! How much memory is left.
 
 use std::fs;
 use std::path::Path;
 
+use cubecl::cuda::{CudaDevice, CudaRuntime};
+use cubecl::prelude::Runtime;
+use cudarc::driver::result;
+
+/// Bytes of GPU memory that this process can still take: what the driver has left, and what is cached for
+/// later tensors. `None` if the driver does not report it.
+pub fn of_gpu(device: &CudaDevice) -> Option<u64> {
+    let usage = CudaRuntime::client(device).memory_usage().ok()?;
+    let gpu = result::device::get(device.index as i32).ok()?;
+    // SAFETY: the client above keeps the GPU's primary context alive; it is released as often as retained.
+    let free = unsafe {
+        let context = result::primary_ctx::retain(gpu).ok()?;
+        let asked = result::ctx::set_current(context).and_then(|()| result::mem_get_info());
+        result::primary_ctx::release(gpu).ok()?;
+        asked.ok()?.0 as u64
+    };
+    Some(free + usage.bytes_reserved.saturating_sub(usage.bytes_in_use))
+}
+
 /// Bytes of main memory that this process can still take: what the system reports as available, or less if
 /// a control group limits the process (as containers and job schedulers do). `None` where the system does
 /// not report it.
-pub fn available() -> Option<u64> {
+pub fn of_machine() -> Option<u64> {
     available_in(Path::new("/"))
 }
 
-/// As [`available`], of the system whose `/proc` and `/sys` are in `root`.
+/// As [`of_machine`], of the system whose `/proc` and `/sys` are in `root`.
 fn available_in(root: &Path) -> Option<u64> {
     let text = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -106,7 +125,7 @@ mod tests {
     #[test]
     fn this_machine_reports_its_memory() {
         if cfg!(target_os = "linux") {
-            assert!(available().is_some_and(|bytes| bytes > 1 << 20));
+            assert!(of_machine().is_some_and(|bytes| bytes > 1 << 20));
         }
     }
 }
