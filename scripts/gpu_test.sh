@@ -9,6 +9,11 @@
 #   JOBS=4 scripts/gpu_test.sh     runs 4 groups of tests at a time, instead of one per core
 #   WORK=DIR scripts/gpu_test.sh   keeps logs and results in DIR; if a run is cut off, a later one of the same
 #                                  sources, test binary and GPU runs the tests that have not passed yet
+#   TESTS=REGEX scripts/gpu_test.sh
+#                                  runs the tests whose names match, and records nothing
+#   SANITIZER=memcheck scripts/gpu_test.sh
+#                                  runs the tests under a tool of compute-sanitizer (or racecheck, initcheck,
+#                                  synccheck): a finding fails its tests, and nothing is recorded
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,22 +33,33 @@ else
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
 fi
-run="$gpu $driver $(sha256sum < "$binary") $(scripts/kernel_sources.sh | sha256sum)"
+sanitizer=
+if [ -n "${SANITIZER:-}" ]; then
+  sanitizer="compute-sanitizer --tool $SANITIZER --error-exitcode 1 --print-limit 3"
+  # Each tensor gets an allocation of its own, so that memcheck sees what reads or writes past its end.
+  printf '[memory]\npersistent_memory = "enforced"\n' > "$work/cubecl.toml"
+fi
+run="$sanitizer $gpu $driver $(sha256sum < "$binary") $(scripts/kernel_sources.sh | sha256sum)"
 [ "$run" = "$(cat "$work/run" 2> /dev/null)" ] || rm -f "$work/passed" "$work/errors"
 echo "$run" > "$work/run"
-export LONGWALL_TEST_ERRORS="$work/errors" binary work
+export LONGWALL_TEST_ERRORS="$work/errors" binary work sanitizer
 touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
 # A group is a suite of references, or the tests of one operation, run by one process so that each kernel is
 # compiled once; any other test is a group of its own.
 run_group() {
-  "$binary" --ignored --test-threads=1 "$1" > "$work/$1.log" 2>&1 || true
+  (cd "$work" && $sanitizer "$binary" --ignored --test-threads=1 "$1") > "$work/$1.log" 2>&1 || {
+    grep '^========= .*SUMMARY' "$work/$1.log" | sed "s|^|$1: |"
+    [ -z "$sanitizer" ] || return 0
+  }
   sed -n 's/^test \(.*\) \.\.\. ok$/\1/p' "$work/$1.log" >> "$work/passed"
   sed -n 's/^test \(.*\) \.\.\. FAILED$/FAILED \1/p' "$work/$1.log"
   grep -A 1 'panicked' "$work/$1.log" | grep -v '^--$' || true
 }
 export -f run_group
-"$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p' | sort > "$work/tests"
+"$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p' |
+  { grep -E "${TESTS:-}" || true; } | sort > "$work/tests"
+sort -u -o "$work/passed" "$work/passed" # A run that was cut off left it unsorted.
 comm -13 "$work/passed" "$work/tests" |
   sed -E '/^(attention::suites::.*::references|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
 # The slowest first.
@@ -57,6 +73,7 @@ if ! cmp -s "$work/passed" "$work/tests"; then
   comm -13 "$work/passed" "$work/tests" | sed 's/^/did not pass: /'
   exit 1
 fi
+[ -z "$sanitizer${TESTS:-}" ] || exit 0
 
 {
   echo "# Written by scripts/gpu_test.sh."

@@ -133,6 +133,20 @@ impl Workspace {
         self.succeed(&args);
     }
 
+    /// The lines of a run's metrics.jsonl, without the times.
+    pub fn metrics(&self, run: &str) -> Vec<String> {
+        let text = self.read(&format!("{run}/metrics.jsonl"));
+        let without_times = |line: &str| {
+            let mut record: serde_json::Map<String, serde_json::Value> =
+                serde_json::from_str(line).unwrap();
+            for key in ["seconds", "tokens_per_second", "mfu"] {
+                record.remove(key);
+            }
+            serde_json::to_string(&record).unwrap()
+        };
+        text.lines().map(without_times).collect()
+    }
+
     /// Names in a folder, sorted.
     pub fn list(&self, folder: &str) -> Vec<String> {
         list(&self.path(folder))

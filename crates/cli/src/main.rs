@@ -56,6 +56,8 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     keep_freed_memory();
+    // Each shard of a corpus is an open file. If the limit cannot be raised, opening one too many says so.
+    let _ = rlimit::increase_nofile_limit(u64::MAX);
     let cli = Cli::parse();
     init_logs();
     let result = match cli.command {

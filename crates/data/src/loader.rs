@@ -20,7 +20,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::mixture::Mixture;
-use crate::shard::{MANIFEST_FILE, OutOfRange};
+use crate::shard::MANIFEST_FILE;
 use crate::sources::RowGenerator;
 use crate::{DataConfig, DataError, Progress, Tokenizer};
 use windows::Windows;
@@ -132,7 +132,7 @@ enum SourceRows {
 
 impl SourceRows {
     /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
-    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), OutOfRange> {
+    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), DataError> {
         match self {
             SourceRows::Windows(windows) => {
                 weights.fill(1.0);
@@ -193,6 +193,7 @@ impl Loader {
     /// # Errors
     /// [`DataError::TokenOutOfRange`] when a row holds a token that the tokenizer lacks: the shard is
     /// damaged in a block that was not sampled when it was opened, or was changed since.
+    /// [`DataError::Read`] when the disk fails, or the shard was cut short since it was opened.
     pub fn try_batch(&self, first_row: u64, rows: usize) -> Result<Batch, DataError> {
         let count = rows * self.seq_len;
         let mut batch = Batch {
@@ -225,15 +226,12 @@ impl Loader {
                     }
                     Ok(())
                 },
-            )
-            .map_err(|found: OutOfRange| {
-                found.error(self.tokenizer.name(), self.tokenizer.vocab_size())
-            })?;
+            )?;
         Ok(batch)
     }
 
     /// Fills one row's tokens and the weights of its targets.
-    fn fill(&self, row: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), OutOfRange> {
+    fn fill(&self, row: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), DataError> {
         let (source, index) = match &self.plan {
             Plan::Train(mixture) => mixture.locate(row),
             Plan::Validation(starts) if row >= starts[self.sources.len()] => {

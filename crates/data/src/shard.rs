@@ -20,7 +20,7 @@ pub(crate) use manifest::{LengthHistogram, write_atomically, write_json};
 pub use manifest::{
     LengthSummary, MANIFEST_FILE, Manifest, ShardEntry, Skipped, SplitSummary, TokenizerStamp,
 };
-pub(crate) use reader::{OutOfRange, Shard, TokenStream};
+pub(crate) use reader::{Shard, TokenStream};
 pub use verify::{ShardState, VerifiedShard, VerifyReport, verify_shards};
 pub(crate) use verify::{check_blocks, check_listed};
 pub(crate) use writer::{SplitState, SplitWriter};

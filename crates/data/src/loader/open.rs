@@ -116,22 +116,25 @@ fn open_rows(
     if stream.tokens() < needed {
         return too_short(name, stream.tokens(), needed, context.split);
     }
-    warn_without_documents(&name, &stream, context);
+    warn_without_documents(&name, &stream, context)?;
     let order = match context.split {
         Split::Train => Order::Shuffled { key: context.seed },
         Split::Validation => Order::Spread { rows: 1 },
     };
-    let vocab_size = context.tokenizer.vocab_size();
-    let windows = Windows::new(stream, context.data.seq_len, vocab_size, order);
-    let (tokens, fingerprint) = (windows.tokens(), windows.fingerprint());
+    let windows = Windows::new(stream, context.data.seq_len, context.tokenizer, order);
+    let (tokens, fingerprint) = (windows.tokens(), windows.fingerprint()?);
     let summary = summary(name, Some(tokens), Some(windows.count), fingerprint);
     Ok(Opened::Rows(SourceRows::Windows(windows), summary))
 }
 
 /// Warns if documents cannot be separated: shards from other programs may end them differently.
-fn warn_without_documents(name: &str, stream: &TokenStream, context: &OpenContext<'_>) {
+fn warn_without_documents(
+    name: &str,
+    stream: &TokenStream,
+    context: &OpenContext<'_>,
+) -> Result<(), DataError> {
     let mut head = vec![0; stream.tokens().min(1 << 20) as usize];
-    stream.read(0, &mut head);
+    stream.read(0, &mut head)?;
     let end_of_text = context.tokenizer.end_of_text() as i32;
     if context.data.document_mask && !head.contains(&end_of_text) {
         tracing::warn!(
@@ -140,6 +143,7 @@ fn warn_without_documents(name: &str, stream: &TokenStream, context: &OpenContex
             head.len()
         );
     }
+    Ok(())
 }
 
 fn too_short(name: String, tokens: u64, needed: u64, split: Split) -> Result<Opened, DataError> {

@@ -20,7 +20,8 @@ fn shards(train: &Path) -> SourceConfig {
 fn windows(tokens: u64, seq_len: usize, order: Order) -> Windows {
     let dir = tempfile::tempdir().unwrap();
     let path = shard(dir.path(), "x", &vec![1; tokens as usize]);
-    Windows::new(TokenStream::new(vec![Shard::open(&path).unwrap()]), seq_len, 257, order)
+    let stream = TokenStream::new(vec![Shard::open(&path).unwrap()]);
+    Windows::new(stream, seq_len, &tokenizer(), order)
 }
 
 proptest! {

@@ -4,14 +4,17 @@ use std::path::Path;
 
 use crate::mixture::derive_key;
 use crate::permutation::Permutation;
-use crate::shard::{OutOfRange, TokenStream};
+use crate::shard::TokenStream;
+use crate::{DataError, Tokenizer};
 
 /// A stream of tokens, cut into windows.
 #[derive(Debug)]
 pub(super) struct Windows {
     stream: TokenStream,
     seq_len: u64,
-    vocab_size: u32,
+    /// The tokenizer's name.
+    tokenizer: String,
+    vocab_size: usize,
     order: Order,
     /// Windows in an epoch, at least 1.
     pub(super) count: u64,
@@ -30,7 +33,7 @@ impl Windows {
     pub(super) fn new(
         stream: TokenStream,
         seq_len: usize,
-        vocab_size: usize,
+        tokenizer: &Tokenizer,
         order: Order,
     ) -> Self {
         let (tokens, seq_len) = (stream.tokens(), seq_len as u64);
@@ -40,7 +43,8 @@ impl Windows {
             Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
             Order::Spread { .. } => (tokens - 1) / seq_len,
         };
-        Windows { stream, seq_len, vocab_size: vocab_size as u32, order, count }
+        let (vocab_size, tokenizer) = (tokenizer.vocab_size(), tokenizer.name().into());
+        Windows { stream, seq_len, tokenizer, vocab_size, order, count }
     }
 
     /// Sets how many of the windows a validation pass reads.
@@ -53,20 +57,19 @@ impl Windows {
         self.stream.tokens()
     }
 
-    pub(super) fn fingerprint(&self) -> String {
+    pub(super) fn fingerprint(&self) -> Result<String, DataError> {
         self.stream.fingerprint()
     }
 
-    /// Fills the row's `seq_len + 1` tokens. Fails if the vocabulary lacks one of them.
-    pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) -> Result<(), OutOfRange> {
+    /// Fills the row's `seq_len + 1` tokens. Fails if they cannot be read, or if the vocabulary lacks one.
+    pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) -> Result<(), DataError> {
         let start = self.start(index);
-        self.stream.read(start, tokens);
+        self.stream.read(start, tokens)?;
         // As u32, so that a token above i32::MAX is found too.
-        let out_of_range = |&token: &i32| token as u32 >= self.vocab_size;
-        match tokens.iter().position(out_of_range) {
-            None => Ok(()),
-            Some(at) => Err(self.stream.out_of_range(start + at as u64, tokens[at] as u32)),
-        }
+        let out_of_range = |&token: &i32| token as u32 as usize >= self.vocab_size;
+        let Some(at) = tokens.iter().position(out_of_range) else { return Ok(()) };
+        let found = self.stream.out_of_range(start + at as u64, tokens[at] as u32);
+        Err(found.error(&self.tokenizer, self.vocab_size))
     }
 
     /// The shards' paths.

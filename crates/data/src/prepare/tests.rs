@@ -88,7 +88,7 @@ fn shards_hold_every_document_once_with_its_end() {
             split.shards.iter().map(|shard| Shard::open(&options.out.join(&shard.file)).unwrap());
         let stream = TokenStream::new(shards.collect());
         let mut tokens = vec![0; stream.tokens() as usize];
-        stream.read(0, &mut tokens);
+        stream.read(0, &mut tokens).unwrap();
         assert_eq!(tokens.len() as u64, split.tokens);
         assert_eq!(tokens.last(), Some(&256));
         let documents: Vec<Vec<u8>> = tokens
@@ -393,7 +393,7 @@ fn of_one_text_file_the_end_is_held_out() {
     let read = |name: &str| {
         let stream = TokenStream::new(vec![Shard::open(&options.out.join(name)).unwrap()]);
         let mut tokens = vec![0; stream.tokens() as usize];
-        stream.read(0, &mut tokens);
+        stream.read(0, &mut tokens).unwrap();
         assert_eq!(tokens.pop(), Some(256));
         String::from_utf8(tokens.into_iter().map(|token| token as u8).collect()).unwrap()
     };

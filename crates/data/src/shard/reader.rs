@@ -1,27 +1,28 @@
-//! Reading shards, memory-mapped.
+//! Reading shards.
 
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use super::{HEADER_BYTES, MAGIC, Width};
 use crate::{DataError, Tokenizer};
 
-/// A memory-mapped shard. The file must not be truncated while it is in use: reading past its end
-/// kills the process.
+/// An open shard. It is not memory-mapped: there, a disk that fails or a file that is cut short would kill the
+/// process, where reading gives an error.
 #[derive(Debug)]
 pub(crate) struct Shard {
     path: PathBuf,
-    map: Mmap,
+    file: File,
+    length: u64,
     width: Width,
     tokens: u64,
 }
 
 impl Shard {
-    /// Maps the shard at `path` and checks its header and length.
+    /// Opens the shard at `path` and checks its header and length.
     pub(crate) fn open(path: &Path) -> Result<Self, DataError> {
         let read_error = |source| DataError::read(path, source);
         let file = File::open(path).map_err(read_error)?;
@@ -38,11 +39,10 @@ impl Shard {
                 "the file was cut short, or is no shard; make it again with `longwall prepare`",
             ));
         }
-        // SAFETY: the map is read-only, and the documentation of this type tells the user not to change
-        // the file while it is in use.
-        let map = unsafe { Mmap::map(&file) }.map_err(read_error)?;
+        let mut header = [0; 12];
+        read_exact_at(&file, &mut header, 0).map_err(read_error)?;
         let field = |at: usize| {
-            i32::from_le_bytes([map[4 * at], map[4 * at + 1], map[4 * at + 2], map[4 * at + 3]])
+            i32::from_le_bytes(header[4 * at..][..4].try_into().expect("four bytes"))
         };
         if field(0) != MAGIC {
             let reason = format!("its magic number is {}; allowed: {MAGIC}", field(0));
@@ -70,7 +70,7 @@ impl Shard {
             );
             return Err(fail(reason, "the file was cut short or damaged; copy or make it again"));
         }
-        Ok(Shard { path: path.to_path_buf(), map, width, tokens })
+        Ok(Shard { path: path.to_path_buf(), file, length, width, tokens })
     }
 
     pub(crate) fn tokens(&self) -> u64 {
@@ -81,20 +81,27 @@ impl Shard {
         &self.path
     }
 
-    /// The whole file.
-    pub(super) fn file_bytes(&self) -> &[u8] {
-        &self.map
+    /// The file's length in bytes, when it was opened.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Fills `bytes` from `offset` of the file on.
+    pub(super) fn read_bytes(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DataError> {
+        let read = read_exact_at(&self.file, bytes, offset);
+        read.map_err(|source| DataError::read(&self.path, source))
     }
 
     /// The bytes of tokens `start..start + count`.
-    fn bytes(&self, start: u64, count: u64) -> &[u8] {
-        let at = |token: u64| (HEADER_BYTES + token * self.width.bytes()) as usize;
-        &self.map[at(start)..at(start + count)]
+    fn bytes(&self, start: u64, count: u64) -> Result<Vec<u8>, DataError> {
+        let mut bytes = vec![0; (count * self.width.bytes()) as usize];
+        self.read_bytes(HEADER_BYTES + start * self.width.bytes(), &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Fills `out` with the tokens from `start` on.
-    pub(crate) fn read(&self, start: u64, out: &mut [i32]) {
-        let bytes = self.bytes(start, out.len() as u64);
+    pub(crate) fn read(&self, start: u64, out: &mut [i32]) -> Result<(), DataError> {
+        let bytes = self.bytes(start, out.len() as u64)?;
         match self.width {
             Width::U16 => {
                 for (token, bytes) in out.iter_mut().zip(bytes.chunks_exact(2)) {
@@ -107,51 +114,77 @@ impl Shard {
                 }
             }
         }
+        Ok(())
     }
 
     /// Checks that the tokenizer has every token of the shard.
     pub(crate) fn check_vocabulary(&self, tokenizer: &Tokenizer) -> Result<(), DataError> {
-        match self.first_out_of_range(tokenizer.vocab_size()) {
+        match self.first_out_of_range(tokenizer.vocab_size())? {
             None => Ok(()),
             Some(found) => Err(found.error(tokenizer.name(), tokenizer.vocab_size())),
         }
     }
 
     /// The first token at or above `vocab_size`.
-    pub(super) fn first_out_of_range(&self, vocab_size: usize) -> Option<OutOfRange> {
+    pub(super) fn first_out_of_range(
+        &self,
+        vocab_size: usize,
+    ) -> Result<Option<OutOfRange>, DataError> {
         if self.width == Width::U16 && vocab_size >= 1 << 16 {
-            return None;
+            return Ok(None);
         }
         const PART: u64 = 1 << 20;
         let parts: Vec<u64> = (0..self.tokens.div_ceil(PART)).collect();
-        let found: Option<(u64, u32)> = parts.par_iter().find_map_first(|part| {
+        let first_in = |part: &u64| {
             let start = part * PART;
             let mut tokens = vec![0; PART.min(self.tokens - start) as usize];
-            self.read(start, &mut tokens);
+            self.read(start, &mut tokens)?;
             // As u32, so that a token above i32::MAX is found too.
             let out_of_range = |&token: &i32| token as u32 as usize >= vocab_size;
-            let at = tokens.iter().position(out_of_range)?;
-            Some((start + at as u64, tokens[at] as u32))
-        });
-        found.map(|(position, token)| OutOfRange { path: self.path.clone(), token, position })
+            Ok(tokens.iter().position(out_of_range).map(|at| OutOfRange {
+                path: self.path.clone(),
+                token: tokens[at] as u32,
+                position: start + at as u64,
+            }))
+        };
+        parts.par_iter().find_map_first(|part| first_in(part).transpose()).transpose()
     }
 
     /// Adds to `sha` what identifies this shard: its length, both ends, and a sample of the tokens
     /// between. Hashing everything would mean reading the whole corpus at every start.
-    fn sample(&self, sha: &mut Sha256) {
+    fn sample(&self, sha: &mut Sha256) -> Result<(), DataError> {
         const ENDS: u64 = 32 * 1024;
         const SAMPLES: u64 = 64;
         const SAMPLE: u64 = 1024;
         sha.update(self.width.bytes().to_le_bytes());
         sha.update(self.tokens.to_le_bytes());
         let ends = ENDS.min(self.tokens);
-        sha.update(self.bytes(0, ends));
-        sha.update(self.bytes(self.tokens - ends, ends));
+        sha.update(self.bytes(0, ends)?);
+        sha.update(self.bytes(self.tokens - ends, ends)?);
         for sample in 0..SAMPLES {
             let start = (u128::from(self.tokens) * u128::from(sample) / u128::from(SAMPLES)) as u64;
-            sha.update(self.bytes(start, SAMPLE.min(self.tokens - start)));
+            sha.update(self.bytes(start, SAMPLE.min(self.tokens - start))?);
+        }
+        Ok(())
+    }
+}
+
+/// Fills `bytes` from `offset` of `file` on, without moving the file's own position.
+#[cfg(unix)]
+fn read_exact_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, offset)
+}
+
+/// Fills `bytes` from `offset` of `file` on.
+#[cfg(windows)]
+fn read_exact_at(file: &File, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, bytes, offset)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => (bytes, offset) = (&mut bytes[count..], offset + count as u64),
         }
     }
+    Ok(())
 }
 
 /// A token of a shard that no vocabulary of the size asked for has.
@@ -201,7 +234,7 @@ impl TokenStream {
     ///
     /// # Panics
     /// When the stream ends before `out` is full.
-    pub(crate) fn read(&self, start: u64, out: &mut [i32]) {
+    pub(crate) fn read(&self, start: u64, out: &mut [i32]) -> Result<(), DataError> {
         let end = start + out.len() as u64;
         assert!(end <= self.tokens(), "tokens {start}..{end} of {}", self.tokens());
         let (mut start, mut out) = (start, out);
@@ -209,9 +242,10 @@ impl TokenStream {
         while !out.is_empty() {
             let here = (self.starts[at + 1] - start).min(out.len() as u64);
             let (part, rest) = out.split_at_mut(here as usize);
-            self.shards[at].read(start - self.starts[at], part);
+            self.shards[at].read(start - self.starts[at], part)?;
             (start, out, at) = (start + here, rest, at + 1);
         }
+        Ok(())
     }
 
     /// The token at `position` of the stream, which is out of range, with its place in its shard.
@@ -227,9 +261,9 @@ impl TokenStream {
     }
 
     /// SHA-256, in hex, of a sample of the stream; see [`Shard::sample`].
-    pub(crate) fn fingerprint(&self) -> String {
+    pub(crate) fn fingerprint(&self) -> Result<String, DataError> {
         let mut sha = Sha256::new();
-        self.shards.iter().for_each(|shard| shard.sample(&mut sha));
-        crate::tokenizer::hex(&sha.finalize())
+        self.shards.iter().try_for_each(|shard| shard.sample(&mut sha))?;
+        Ok(crate::tokenizer::hex(&sha.finalize()))
     }
 }

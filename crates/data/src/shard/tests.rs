@@ -14,7 +14,7 @@ fn write(folder: &Path, tokens: &[u32], width: Width, shard_tokens: u64) -> Vec<
 fn read_all(paths: &[PathBuf]) -> Vec<i32> {
     let stream = TokenStream::new(paths.iter().map(|path| Shard::open(path).unwrap()).collect());
     let mut tokens = vec![0; stream.tokens() as usize];
-    stream.read(0, &mut tokens);
+    stream.read(0, &mut tokens).unwrap();
     tokens
 }
 
@@ -58,7 +58,7 @@ proptest! {
         let stream = TokenStream::new(paths.iter().map(|path| Shard::open(path).unwrap()).collect());
         let from = cut % tokens.len();
         let mut part = vec![0; (tokens.len() - from).min(17)];
-        stream.read(from as u64, &mut part);
+        stream.read(from as u64, &mut part).unwrap();
         prop_assert_eq!(&part[..], &expected[from..from + part.len()]);
     }
 }
@@ -154,6 +154,7 @@ fn fingerprints_tell_streams_apart() {
         let paths = write(folder.path(), tokens, Width::U16, 1 << 20);
         TokenStream::new(paths.iter().map(|path| Shard::open(path).unwrap()).collect())
             .fingerprint()
+            .unwrap()
     };
     let tokens: Vec<u32> = (0..10_000).collect();
     let mut changed = tokens.clone();

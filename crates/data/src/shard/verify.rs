@@ -3,6 +3,7 @@
 
 mod report;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -53,7 +54,7 @@ pub(crate) fn check_listed<'a>(
             ));
         };
         check_size(shard, entry, manifest.tokenizer.vocab_size)?;
-        let length = shard.file_bytes().len() as u64;
+        let length = shard.length();
         match &entry.blocks {
             None => check_tokens(shard, tokenizer)?,
             Some(sums) if !sums.fits(length) => {
@@ -90,7 +91,7 @@ fn expected_bytes(entry: &ShardEntry, vocab_size: usize) -> Option<u64> {
 }
 
 fn check_size(shard: &Shard, entry: &ShardEntry, vocab_size: usize) -> Result<(), DataError> {
-    let length = shard.file_bytes().len() as u64;
+    let length = shard.length();
     if shard.tokens() == entry.tokens && expected_bytes(entry, vocab_size) == Some(length) {
         return Ok(());
     }
@@ -105,7 +106,7 @@ fn check_size(shard: &Shard, entry: &ShardEntry, vocab_size: usize) -> Result<()
 
 /// Checks the tokens of a shard that was made with this tokenizer.
 fn check_tokens(shard: &Shard, tokenizer: &Tokenizer) -> Result<(), DataError> {
-    let Some(found) = shard.first_out_of_range(tokenizer.vocab_size()) else { return Ok(()) };
+    let Some(found) = shard.first_out_of_range(tokenizer.vocab_size())? else { return Ok(()) };
     let reason = format!(
         "it holds token {} at position {}, and the tokenizer {} that it was made with has tokens 0 to {}",
         found.token,
@@ -152,10 +153,12 @@ pub(crate) fn check_blocks(mut blocks: Vec<BlockCheck>) -> Result<(), DataError>
 }
 
 fn damage(check: &BlockCheck) -> Option<DataError> {
-    let content = check.shard.file_bytes();
     let sums = check.entry.blocks.as_ref()?;
-    let range = sums.range(check.block, content.len() as u64);
-    let found = crc32c::crc32c(&content[range.start as usize..range.end as usize]);
+    let range = sums.range(check.block, check.shard.length());
+    let found = match crc32c_of(check.shard, range.clone()) {
+        Ok(found) => found,
+        Err(error) => return Some(error),
+    };
     let expected = sums.crc32c[check.block];
     let path: PathBuf = check.shard.path().into();
     (found != expected).then(|| DataError::DamagedBlock {
@@ -165,6 +168,17 @@ fn damage(check: &BlockCheck) -> Option<DataError> {
         end: range.end - 1,
         expected,
         found,
+    })
+}
+
+/// The CRC-32C of a range of the file's bytes.
+fn crc32c_of(shard: &Shard, range: Range<u64>) -> Result<u32, DataError> {
+    const PART: u64 = 1 << 20;
+    let mut buffer = vec![0; PART.min(range.end - range.start) as usize];
+    range.clone().step_by(PART as usize).try_fold(0, |crc, start| {
+        let part = &mut buffer[..PART.min(range.end - start) as usize];
+        shard.read_bytes(start, part)?;
+        Ok(crc32c::crc32c_append(crc, part))
     })
 }
 
