@@ -91,7 +91,7 @@ fn is_sound(w: &Workspace, run: &str) {
         w.succeed(&["verify", run]);
     }
     let (done, kept) = (steps(w, run), checkpoints.last().copied().unwrap_or(0));
-    assert!(done < kept + 2 * CHECKPOINT_EVERY, "{done} steps were done, {kept} are kept");
+    assert!(done <= kept + 2 * CHECKPOINT_EVERY, "{done} steps were done, {kept} are kept");
 }
 
 /// Metrics, samples and checkpoints of two runs are the same, except for times.
@@ -132,7 +132,9 @@ fn a_killed_run_ends_as_an_undisturbed_one() {
         let (name, cache) = (format!("run.name={name}"), format!("data.cache_dir={name}-cache"));
         let mut command = w.command(&["train", "--config", "tiny.toml", "--set", &name]);
         command.args(["--set", &cache]);
-        sets.iter().for_each(|set| drop(command.args(["--set", set])));
+        for set in sets {
+            command.args(["--set", set]);
+        }
         command
     };
     let whole = time(start("whole"));

@@ -41,9 +41,8 @@ impl Shard {
         }
         let mut header = [0; 12];
         read_exact_at(&file, &mut header, 0).map_err(read_error)?;
-        let field = |at: usize| {
-            i32::from_le_bytes(header[4 * at..][..4].try_into().expect("four bytes"))
-        };
+        let field =
+            |at: usize| i32::from_le_bytes(header[4 * at..][..4].try_into().expect("four bytes"));
         if field(0) != MAGIC {
             let reason = format!("its magic number is {}; allowed: {MAGIC}", field(0));
             return Err(fail(

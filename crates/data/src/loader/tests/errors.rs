@@ -93,3 +93,18 @@ fn a_token_that_a_shard_gets_after_it_was_opened_is_an_error() {
       hint: set [tokenizer] to the one the shard was made with, or prepare the text again with this one
     ");
 }
+
+/// As when a disk fails, or another program rewrites the file.
+#[test]
+fn a_shard_cut_short_in_use_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = shard(dir.path(), "x_train", &documents(&[71; 100]));
+    let loader = open(&config(&dir, 16, vec![shards(&path)]), 0, Split::Train).unwrap();
+    loader.try_batch(0, 64).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(2048).unwrap();
+    let message = loader.try_batch(0, 64).unwrap_err().to_string();
+    insta::assert_snapshot!(message.replace(&dir.path().display().to_string(), "DIR"), @r"
+    cannot read DIR/x_train_000001.bin: failed to fill whole buffer
+      hint: check that the file is there, whole, and readable by you
+    ");
+}
