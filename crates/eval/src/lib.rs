@@ -38,6 +38,6 @@ pub use plot::{Curve, XAxis, plot_losses};
 pub use report::{Report, Score, TokenizerReport};
 pub use suite::{
     Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,
-    RunContext, Scoring, Silent, Suite, Trial,
+    RunContext, Scoring, Silent, StopRequest, Suite, Trial,
 };
 pub use suites::{SuiteConfig, run};

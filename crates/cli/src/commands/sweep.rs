@@ -20,6 +20,9 @@ pub struct Args {
     dry_run: bool,
 }
 
+/// The answer to the first Ctrl-C, which the run under way gets, too.
+const STOPPING: &str = "stopping when the run under way has ended; what is finished is kept";
+
 /// Runs the rest of a sweep and prints the table of results.
 pub fn run(args: Args) -> Result<()> {
     let sweep = SweepConfig::load(&args.file)?;
@@ -30,12 +33,12 @@ pub fn run(args: Args) -> Result<()> {
         print!("{}", plan.describe()?);
         return Ok(());
     }
-    let stop = StopFlag::install()?;
+    let stop = StopFlag::install(STOPPING)?;
     let mut note = |line: &str| tracing::info!("{line}");
     let results = execute(&plan, &mut |job| launch_current_exe(job), &stop, &mut note)?;
     print!("{}", results.table());
     println!("\n{}", plan.sweep.dir().join("results.csv").display());
-    if stop.is_raised() {
+    if stop.is_raised() && !results.is_complete() {
         let file = shell_quoted(&args.file);
         bail!("the sweep is not finished\n  hint: go on with longwall sweep {file}");
     }

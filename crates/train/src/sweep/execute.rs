@@ -11,11 +11,11 @@ use toml::{Table, Value};
 
 use super::results::{RunResult, Status, SweepResults};
 use super::{Plan, PlannedRun, SweepError};
-use crate::config::Difference;
+use crate::config::{Difference, eval_name};
 use crate::run_folder::{self, LOG_FILE};
 use crate::signals::StopFlag;
 
-/// Holds the arguments that a run was evaluated with.
+/// Holds the arguments that a run was evaluated with, by the evaluation's name.
 const EVALS_FILE: &str = "evals.json";
 
 /// One call of the `longwall` binary.
@@ -78,7 +78,7 @@ pub fn execute(
         }
         collect(plan, run, status, &mut results.runs[at]);
         files::write_atomically(&csv, results.to_csv().as_bytes()).map_err(write)?;
-        if stop.is_raised() {
+        if stop.is_raised() && !results.is_complete() {
             note("stopped; start the same sweep again to go on");
             break;
         }
@@ -88,9 +88,9 @@ pub fn execute(
 
 /// Fills in `result` from the run's folder.
 fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult) {
-    let suites: Vec<String> = plan.sweep.eval.iter().map(suite_of).collect();
+    let evals: Vec<&str> = plan.sweep.eval.iter().map(name_of).collect();
     if let Ok(Some(finished)) = run_folder::finished(&run.dir()) {
-        result.read_figures(&run.dir(), &finished, &suites);
+        result.read_figures(&run.dir(), &finished, &evals);
     }
     result.status = status;
 }
@@ -123,24 +123,29 @@ fn do_run(
         note(&format!("{} is trained already", run.name));
     } else {
         let trained = start("training", train_args(plan, run, resumed));
-        if stop.is_raised() {
+        let finished = is_finished()?;
+        // A run that was stopped, not one that ended just before the signal came.
+        if stop.is_raised() && !finished {
             return Ok(Status::Pending);
         }
         trained?;
-        if !is_finished()? {
+        if !finished {
             return Err(format!("training ended before its last step; see {}", log.display()));
         }
     }
     for eval in &plan.sweep.eval {
         let args = eval_args(eval, &dir);
-        let Some(force) = eval_to_do(&dir, &suite_of(eval), &args) else { continue };
-        let force = force.then(|| "--force".to_owned());
-        let done = start(&suite_of(eval), args.iter().cloned().chain(force).collect());
+        let Some(force) = eval_to_do(&dir, name_of(eval), &args) else { continue };
         if stop.is_raised() {
             return Ok(Status::Pending);
         }
+        let force = force.then(|| "--force".to_owned());
+        let done = start(name_of(eval), args.iter().cloned().chain(force).collect());
+        if stop.is_raised() && done.is_err() {
+            return Ok(Status::Pending);
+        }
         done?;
-        record_eval(&dir, &suite_of(eval), args)
+        record_eval(&dir, name_of(eval), args)
             .map_err(|error| format!("cannot write {}: {error}", dir.join(EVALS_FILE).display()))?;
     }
     Ok(Status::Finished)
@@ -178,15 +183,17 @@ fn train_args(plan: &Plan, run: &PlannedRun, resumed: bool) -> Vec<String> {
     args
 }
 
-fn suite_of(eval: &Table) -> String {
-    eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned()
+/// The name of an evaluation; a valid sweep gives each one.
+fn name_of(eval: &Table) -> &str {
+    eval_name(eval).unwrap_or_default()
 }
 
 /// The command line of an evaluation: every key becomes an option, repeated for each value of an
 /// array; `true` becomes a bare flag, `false` is left out.
 fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
     let run = run_dir.display().to_string();
-    let mut args = vec!["eval".to_owned(), suite_of(eval), "--run".to_owned(), run];
+    let suite = eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let mut args = vec!["eval".to_owned(), suite, "--run".to_owned(), run];
     let plain = |value: &Value| match value {
         Value::String(text) => text.clone(),
         other => other.to_string(),
@@ -209,19 +216,20 @@ fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
 
 /// `None` if the evaluation was already done with the same arguments; else whether it must be
 /// forced, because there are results for other arguments.
-fn eval_to_do(run_dir: &Path, suite: &str, args: &[String]) -> Option<bool> {
-    let has_results = run_dir.join("eval").join(suite).join("results.json").is_file();
-    let recorded = recorded_evals(run_dir).remove(suite);
+fn eval_to_do(run_dir: &Path, name: &str, args: &[String]) -> Option<bool> {
+    let has_results = run_dir.join("eval").join(name).join("results.json").is_file();
+    let recorded = recorded_evals(run_dir).remove(name);
     if has_results && recorded.as_deref() == Some(args) { None } else { Some(has_results) }
 }
 
+/// The arguments of the evaluations that were finished, by name.
 fn recorded_evals(run_dir: &Path) -> BTreeMap<String, Vec<String>> {
     let bytes = fs::read(run_dir.join(EVALS_FILE)).unwrap_or_default();
     serde_json::from_slice(&bytes).unwrap_or_default()
 }
 
-fn record_eval(run_dir: &Path, suite: &str, args: Vec<String>) -> io::Result<()> {
+fn record_eval(run_dir: &Path, name: &str, args: Vec<String>) -> io::Result<()> {
     let mut recorded = recorded_evals(run_dir);
-    recorded.insert(suite.to_owned(), args);
+    recorded.insert(name.to_owned(), args);
     files::write_atomically(&run_dir.join(EVALS_FILE), &serde_json::to_vec_pretty(&recorded)?)
 }

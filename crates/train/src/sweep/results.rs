@@ -45,7 +45,7 @@ impl RunResult {
     }
 
     /// Reads the figures of a finished training run and of its evaluations from its folder.
-    pub(super) fn read_figures(&mut self, run_dir: &Path, finished: &Finished, suites: &[String]) {
+    pub(super) fn read_figures(&mut self, run_dir: &Path, finished: &Finished, evals: &[&str]) {
         let mut figures = Vec::new();
         if let Some(validation) = &finished.validation {
             figures.push(("validation_loss".to_owned(), validation.validation_loss));
@@ -53,9 +53,9 @@ impl RunResult {
         }
         figures.push(("tokens_per_second".to_owned(), finished.tokens_per_second));
         figures.push(("skipped_steps".to_owned(), finished.skipped as f64));
-        for suite in suites {
-            for (name, value) in headline(&run_dir.join("eval").join(suite).join("results.json")) {
-                figures.push((format!("{suite}.{name}"), value));
+        for eval in evals {
+            for (name, value) in headline(&run_dir.join("eval").join(eval).join("results.json")) {
+                figures.push((format!("{eval}.{name}"), value));
             }
         }
         self.figures = figures;

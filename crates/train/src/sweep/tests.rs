@@ -63,6 +63,8 @@ struct FakeBinary {
     broken: Option<&'static str>,
     /// The job after which the user presses Ctrl-C.
     stop_after: Option<(usize, StopFlag)>,
+    /// Whether that job ends all the same: the signal came too late to stop it.
+    completes_the_last: bool,
 }
 
 impl FakeBinary {
@@ -76,13 +78,16 @@ impl FakeBinary {
             && self.jobs.len() >= *jobs
         {
             stop.raise();
-            return Ok(JobStatus::Success);
+            if !self.completes_the_last {
+                return Ok(JobStatus::Failure("exit status: 130".into()));
+            }
         }
         match job.args[0].as_str() {
             "train" => self.train(job),
             _ => {
                 let run = PathBuf::from(value(&job.args, "--run").unwrap());
-                let folder = run.join("eval").join(&job.args[1]);
+                let name = value(&job.args, "--out").unwrap_or(&job.args[1]);
+                let folder = run.join("eval").join(name);
                 fs::create_dir_all(&folder)?;
                 fs::write(folder.join("results.json"), r#"{"headline": {"accuracy": 0.5}}"#)?;
             }
@@ -287,6 +292,41 @@ fn runs_of_another_configuration_are_not_taken_for_this_ones() {
 }
 
 #[test]
+fn a_signal_after_the_last_job_leaves_a_finished_sweep() {
+    let sandbox = Sandbox::new(KINDS);
+    let plan = sandbox.plan().unwrap();
+    let stop = StopFlag::new();
+    let stop_after = Some((8, stop.clone()));
+    let mut binary = FakeBinary { stop_after, completes_the_last: true, ..Default::default() };
+    let results = binary.run(&plan);
+    assert!(stop.is_raised() && results.is_complete());
+    // One that arrives earlier ends the sweep after the job that it does not stop.
+    fs::remove_dir_all(plan.runs[3].dir()).unwrap();
+    let stop_after = Some((1, StopFlag::new()));
+    let mut binary = FakeBinary { stop_after, completes_the_last: true, ..Default::default() };
+    assert!(!binary.run(&plan).is_complete());
+    assert_eq!((binary.count("train"), binary.count("eval")), (1, 0));
+}
+
+#[test]
+fn one_suite_is_evaluated_under_several_names() {
+    let sandbox = Sandbox::new(
+        "[[eval]]\nsuite = \"passkey\"\n[[eval]]\nsuite = \"passkey\"\nout = \"long\"",
+    );
+    let plan = sandbox.plan().unwrap();
+    let mut binary = FakeBinary::default();
+    let results = binary.run(&plan);
+    assert_eq!(binary.count("eval passkey"), 2);
+    assert!(results.to_csv().contains("passkey.accuracy,long.accuracy"), "{}", results.to_csv());
+    let recorded = fs::read_to_string(plan.runs[0].dir().join("evals.json")).unwrap();
+    let recorded: serde_json::Value = serde_json::from_str(&recorded).unwrap();
+    assert!(recorded["passkey"].is_array() && recorded["long"].is_array(), "{recorded}");
+    let mut again = FakeBinary::default();
+    assert!(again.run(&plan).is_complete());
+    assert_eq!(again.jobs, [""; 0]);
+}
+
+#[test]
 fn the_dry_run_lists_every_run() {
     let plan = Sandbox::new(KINDS).plan().unwrap();
     let text = plan.describe().unwrap();
@@ -330,10 +370,12 @@ fn mistakes_in_the_sweep_file_are_named() {
     the sweep: two runs would both be called a-b-seed0: ["a/b"] and ["a b"]
       hint: give the axes names = [...] that differ in letters and digits
     "#);
-    let evals = "[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"";
+    let evals = "[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\nout = \"../a\"";
     insta::assert_snapshot!(Sandbox::new(evals).error(), @r#"
     sweeps/kinds.toml: the configuration has 1 problem:
-    eval.1.suite is niah; allowed: the name of a suite, each suite once: its results go into the folder of that name
-      hint: add suite = "passkey", or join the two tables of one suite
+    eval.1.out is missing; allowed: a name of its own: the results of eval.0 go to eval/niah already
+      hint: add for example out = "niah-2", or join the two tables
+    eval.2.out is "../a"; allowed: the name of a folder, which holds no / or \ and does not begin with a dot
+      hint: use for example out = "passkey-long"
     "#);
 }
