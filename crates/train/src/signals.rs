@@ -75,23 +75,35 @@ impl StopFlag {
     }
 
     /// Calls `work`, which must change nothing outside this process: a signal that arrives meanwhile ends
-    /// the process at once, with its exit code, after the line `stopped: {farewell}` on stderr. Calls do
-    /// not nest.
+    /// the process at once, with its exit code, after the line `stopped: {farewell}` on stderr.
     pub fn interruptible<T>(&self, farewell: impl Display, work: impl FnOnce() -> T) -> T {
-        struct Leave<'a>(&'a StopFlag);
-        impl Drop for Leave<'_> {
+        self.with_farewell(Some(farewell.to_string()), work)
+    }
+
+    /// Calls `work`, a part of [`StopFlag::interruptible`] work that writes files: a signal that arrives
+    /// meanwhile only raises the flag, and the process ends when `work` returns.
+    pub fn uninterruptible<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.with_farewell(None, work)
+    }
+
+    fn with_farewell<T>(&self, farewell: Option<String>, work: impl FnOnce() -> T) -> T {
+        struct Restore<'a>(&'a StopFlag, Option<String>);
+        impl Drop for Restore<'_> {
             fn drop(&mut self) {
-                *self.0.farewell() = None;
+                self.0.replace_farewell(self.1.take());
             }
         }
-        let mut now = self.farewell();
-        if let Some(code) = exit_code().filter(|_| self.is_raised()) {
-            end(code, &farewell.to_string());
-        }
-        *now = Some(farewell.to_string());
-        drop(now);
-        let _leave = Leave(self);
+        let _restore = Restore(self, self.replace_farewell(farewell));
         work()
+    }
+
+    /// Ends the process instead if a signal has arrived and the new farewell allows it.
+    fn replace_farewell(&self, new: Option<String>) -> Option<String> {
+        let mut now = self.farewell();
+        if let (Some(farewell), Some(code), true) = (&new, exit_code(), self.is_raised()) {
+            end(code, farewell);
+        }
+        std::mem::replace(&mut now, new)
     }
 
     /// Answers the first signal.
@@ -152,7 +164,12 @@ mod tests {
         let stop = StopFlag::new();
         // A flag raised by the program itself ends no process.
         stop.raise();
-        assert_eq!(stop.interruptible("never said", || 42), 42);
+        let result = stop.interruptible("the reason", || {
+            stop.uninterruptible(|| assert_eq!(*stop.farewell(), None));
+            assert_eq!(stop.farewell().as_deref(), Some("the reason"));
+            42
+        });
+        assert_eq!(result, 42);
         assert_eq!(*stop.farewell(), None);
         let panicked = std::panic::AssertUnwindSafe(|| stop.interruptible("", || panic!("a bug")));
         assert!(std::panic::catch_unwind(panicked).is_err());

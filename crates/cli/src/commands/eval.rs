@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use longwall_config::{Problems, culprit};
-use longwall_data::{Loader, NoProgress, Split, Tokenizer};
+use longwall_data::{Loader, Split, Tokenizer};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
     EvalError, HeldOut, Report, RunContext, StopRequest, SuiteConfig, TrainedModel, write_index,
@@ -15,7 +15,7 @@ use longwall_train::config::{FOLDER_NAME, RunConfig, is_folder_name};
 use longwall_train::signals::StopFlag;
 
 use crate::context::{OpenRun, RunArgs};
-use crate::progress::EvalProgress;
+use crate::progress::{DataProgress, EvalProgress};
 
 /// Arguments of `longwall eval`.
 #[derive(clap::Args)]
@@ -140,7 +140,7 @@ fn evaluate_on<B: OpBackend>(
     let memory = CallMemory::new(&config.model, run.compute.precision);
     let (tokenizer, seq_len) = (run.tokenizer.clone(), config.data.seq_len);
     let mut model = TrainedModel::new(model, tokenizer, seq_len, memory, device);
-    let held_out = ValidationText { config, tokenizer: &run.tokenizer };
+    let held_out = ValidationText { config, tokenizer: &run.tokenizer, stop };
     let progress = EvalProgress::new();
     let stop = StopEvaluation(stop);
     let folder = run.dir.join("eval");
@@ -177,6 +177,7 @@ const ALL: u64 = 1 << 40;
 struct ValidationText<'a> {
     config: &'a RunConfig,
     tokenizer: &'a Tokenizer,
+    stop: &'a StopFlag,
 }
 
 impl HeldOut for ValidationText<'_> {
@@ -191,8 +192,10 @@ impl HeldOut for ValidationText<'_> {
             what: format!("the run's validation split cannot be read: {error}"),
             remedy: "give other held-out text with --text".to_owned(),
         };
-        let loader = Loader::open(&data, self.tokenizer, seed, Split::Validation, &NoProgress)
-            .map_err(unreadable)?;
+        // Text that is not encoded yet is now, into files.
+        let progress = DataProgress::new(Some(self.stop.clone()));
+        let open = || Loader::open(&data, self.tokenizer, seed, Split::Validation, &progress);
+        let loader = self.stop.uninterruptible(open).map_err(unreadable)?;
         let rows = loader.validation_rows().unwrap_or(0) as usize;
         let rows = rows.min(wanted.div_ceil(data.seq_len));
         let batch = loader.try_batch(0, rows).map_err(unreadable)?;

@@ -5,11 +5,14 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use longwall_data::files;
 use toml::{Table, Value};
 
 use super::results::{RunResult, Status, SweepResults};
+use super::watch::{SweepConsole, Watch};
 use super::{Plan, PlannedRun, SweepError};
 use crate::config::{Difference, eval_name};
 use crate::run_folder::{self, LOG_FILE};
@@ -36,50 +39,64 @@ pub enum JobStatus {
     Failure(String),
 }
 
-/// Runs `job` with the current executable, and waits for it.
+/// Starts a job, and waits for it; meanwhile calls its second argument several times a second.
+pub type Launch<'a> = dyn FnMut(&Job, &mut dyn FnMut()) -> io::Result<JobStatus> + 'a;
+
+/// How often a job's progress is read.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Runs `job` with the current executable, and calls `tick` until it ends: a [`Launch`].
 ///
 /// # Errors
 /// When the log cannot be opened or the process cannot be started.
-pub fn launch_current_exe(job: &Job) -> io::Result<JobStatus> {
+pub fn launch_current_exe(job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobStatus> {
     let log = File::options().create(true).append(true).open(&job.log)?;
-    let status = Command::new(std::env::current_exe()?)
+    let mut child = Command::new(std::env::current_exe()?)
         .args(&job.args)
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
         .stderr(log)
-        .status()?;
+        .spawn()?;
+    let status = loop {
+        let status = child.try_wait()?;
+        tick();
+        if let Some(status) = status {
+            break status;
+        }
+        thread::sleep(TICK);
+    };
     Ok(if status.success() { JobStatus::Success } else { JobStatus::Failure(status.to_string()) })
 }
 
-/// Runs the remaining jobs of `plan`: calls `launch` for every job and `note` with every line to
-/// show, and updates `results.csv` after every run. A run that fails does not stop the others; a
+/// Runs the remaining jobs of `plan`: calls `launch` for every job, shows lines and steps on `console`,
+/// and updates `results.csv` after every run. A run that fails does not stop the others; a
 /// raised `stop` flag ends the sweep after the current job.
 ///
 /// # Errors
 /// When the sweep's own folder cannot be written. A run's failure is part of the results.
 pub fn execute(
     plan: &Plan,
-    launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
+    launch: &mut Launch<'_>,
     stop: &StopFlag,
-    note: &mut dyn FnMut(&str),
+    console: &mut dyn SweepConsole,
 ) -> Result<SweepResults, SweepError> {
     let csv = plan.sweep.dir().join("results.csv");
     let write = |source| SweepError::Write { path: csv.clone(), source };
     fs::create_dir_all(plan.sweep.dir()).map_err(write)?;
     let mut results = SweepResults::new(plan);
     for (at, run) in plan.runs.iter().enumerate() {
-        note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
-        let status = match do_run(plan, run, launch, stop, note) {
+        console.note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
+        let status = match do_run(plan, at, launch, stop, console) {
             Ok(status) => status,
             Err(reason) => Status::Failed(reason),
         };
         if let Status::Failed(reason) = &status {
-            note(&format!("{} failed: {reason}", run.name));
+            console.note(&format!("{} failed: {reason}", run.name));
         }
         collect(plan, run, status, &mut results.runs[at]);
         files::write_atomically(&csv, results.to_csv().as_bytes()).map_err(write)?;
         if stop.is_raised() && !results.is_complete() {
-            note("stopped; start the same sweep again to go on");
+            console.note("stopped; start the same sweep again to go on");
             break;
         }
     }
@@ -98,17 +115,18 @@ fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult
 /// Trains and evaluates one run, skipping what is done already. The error is the reason in words.
 fn do_run(
     plan: &Plan,
-    run: &PlannedRun,
-    launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
+    at: usize,
+    launch: &mut Launch<'_>,
     stop: &StopFlag,
-    note: &mut dyn FnMut(&str),
+    console: &mut dyn SweepConsole,
 ) -> Result<Status, String> {
+    let run = &plan.runs[at];
     let dir = run.dir();
     fs::create_dir_all(&dir).map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
     let log = dir.join(LOG_FILE);
-    let mut start = |what: &str, args: Vec<String>| {
+    let mut start = |what: &str, args: Vec<String>, tick: &mut dyn FnMut()| {
         let job = Job { args, log: log.clone() };
-        match launch(&job) {
+        match launch(&job, tick) {
             Ok(JobStatus::Success) => Ok(()),
             Ok(JobStatus::Failure(how)) => {
                 Err(format!("{what} ended with {how}; see {}", log.display()))
@@ -120,9 +138,16 @@ fn do_run(
         || run_folder::finished(&dir).map(|marker| marker.is_some()).map_err(|e| e.to_string());
     let resumed = check_old_run(run)?;
     if is_finished()? {
-        note(&format!("{} is trained already", run.name));
+        console.note(&format!("{} is trained already", run.name));
     } else {
-        let trained = start("training", train_args(plan, run, resumed));
+        let mut watch = Watch::new(plan, at);
+        let mut tick = || {
+            if let Some(step) = watch.poll() {
+                console.step(&step);
+            }
+        };
+        let trained = start("training", train_args(plan, run, resumed), &mut tick);
+        console.end_job();
         let finished = is_finished()?;
         // A run that was stopped, not one that ended just before the signal came.
         if stop.is_raised() && !finished {
@@ -140,7 +165,10 @@ fn do_run(
             return Ok(Status::Pending);
         }
         let force = force.then(|| "--force".to_owned());
-        let done = start(name_of(eval), args.iter().cloned().chain(force).collect());
+        console.note(&format!("{}: evaluation {}", run.name, name_of(eval)));
+        let args_now = args.iter().cloned().chain(force).collect();
+        let done = start(name_of(eval), args_now, &mut || {});
+        console.end_job();
         if stop.is_raised() && done.is_err() {
             return Ok(Status::Pending);
         }

@@ -55,6 +55,18 @@ fn setting<'a>(args: &'a [String], key: &str) -> Option<&'a str> {
     args.iter().find_map(|arg| arg.strip_prefix(key)?.strip_prefix('='))
 }
 
+/// What the sweep reads of an evaluation's results.
+const RESULTS: &str = r#"{"headline": {"accuracy": 0.5}, "headline_estimates":
+    {"accuracy": {"value": 0.5, "standard_error": null, "low": 0.3, "high": 0.7, "samples": 20}}}"#;
+
+struct Quiet;
+
+impl SweepConsole for Quiet {
+    fn note(&mut self, _text: &str) {}
+    fn step(&mut self, _step: &SweepStep<'_>) {}
+    fn end_job(&mut self) {}
+}
+
 /// A stand-in for the binary: writes the files that training and evaluation would leave.
 #[derive(Default)]
 struct FakeBinary {
@@ -68,7 +80,7 @@ struct FakeBinary {
 }
 
 impl FakeBinary {
-    fn launch(&mut self, job: &Job) -> io::Result<JobStatus> {
+    fn launch(&mut self, job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobStatus> {
         let line = job.args.join(" ");
         self.jobs.push(line.clone());
         if self.broken.is_some_and(|broken| line.contains(broken)) {
@@ -83,13 +95,16 @@ impl FakeBinary {
             }
         }
         match job.args[0].as_str() {
-            "train" => self.train(job),
+            "train" => {
+                self.train(job);
+                tick();
+            }
             _ => {
                 let run = PathBuf::from(value(&job.args, "--run").unwrap());
                 let name = value(&job.args, "--out").unwrap_or(&job.args[1]);
                 let folder = run.join("eval").join(name);
                 fs::create_dir_all(&folder)?;
-                fs::write(folder.join("results.json"), r#"{"headline": {"accuracy": 0.5}}"#)?;
+                fs::write(folder.join("results.json"), RESULTS)?;
             }
         }
         Ok(JobStatus::Success)
@@ -136,7 +151,7 @@ impl FakeBinary {
 
     fn run(&mut self, plan: &Plan) -> SweepResults {
         let stop = self.stop_after.as_ref().map_or_else(StopFlag::new, |(_, stop)| stop.clone());
-        execute(plan, &mut |job| self.launch(job), &stop, &mut |_| {}).unwrap()
+        execute(plan, &mut |job, tick| self.launch(job, tick), &stop, &mut Quiet).unwrap()
     }
 
     fn count(&self, what: &str) -> usize {
