@@ -155,7 +155,7 @@ impl SweepConsole for SweepProgress {
         }
     }
 
-    fn end_job(&mut self) {
+    fn end_training(&mut self) {
         self.bar.finish_and_clear();
         self.bar = ProgressBar::hidden();
         self.last = None;

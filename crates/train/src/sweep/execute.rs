@@ -112,6 +112,26 @@ fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult
     result.status = status;
 }
 
+/// The jobs of one run.
+struct Jobs<'a, 'b> {
+    launch: &'a mut Launch<'b>,
+    log: PathBuf,
+}
+
+impl Jobs<'_, '_> {
+    /// Runs one to its end. The error is the reason in words.
+    fn run(&mut self, what: &str, args: Vec<String>, tick: &mut dyn FnMut()) -> Result<(), String> {
+        let job = Job { args, log: self.log.clone() };
+        match (self.launch)(&job, tick) {
+            Ok(JobStatus::Success) => Ok(()),
+            Ok(JobStatus::Failure(how)) => {
+                Err(format!("{what} ended with {how}; see {}", self.log.display()))
+            }
+            Err(error) => Err(format!("{what} could not be started: {error}")),
+        }
+    }
+}
+
 /// Trains and evaluates one run, skipping what is done already. The error is the reason in words.
 fn do_run(
     plan: &Plan,
@@ -123,21 +143,9 @@ fn do_run(
     let run = &plan.runs[at];
     let dir = run.dir();
     fs::create_dir_all(&dir).map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
-    let log = dir.join(LOG_FILE);
-    let mut start = |what: &str, args: Vec<String>, tick: &mut dyn FnMut()| {
-        let job = Job { args, log: log.clone() };
-        match launch(&job, tick) {
-            Ok(JobStatus::Success) => Ok(()),
-            Ok(JobStatus::Failure(how)) => {
-                Err(format!("{what} ended with {how}; see {}", log.display()))
-            }
-            Err(error) => Err(format!("{what} could not be started: {error}")),
-        }
-    };
-    let is_finished =
-        || run_folder::finished(&dir).map(|marker| marker.is_some()).map_err(|e| e.to_string());
+    let mut jobs = Jobs { launch, log: dir.join(LOG_FILE) };
     let resumed = check_old_run(run)?;
-    if is_finished()? {
+    if is_finished(run)? {
         console.note(&format!("{} is trained already", run.name));
     } else {
         let mut watch = Watch::new(plan, at);
@@ -146,34 +154,50 @@ fn do_run(
                 console.step(&step);
             }
         };
-        let trained = start("training", train_args(plan, run, resumed), &mut tick);
-        console.end_job();
-        let finished = is_finished()?;
+        let trained = jobs.run("training", train_args(plan, run, resumed), &mut tick);
+        console.end_training();
+        let finished = is_finished(run)?;
         // A run that was stopped, not one that ended just before the signal came.
         if stop.is_raised() && !finished {
             return Ok(Status::Pending);
         }
         trained?;
         if !finished {
-            return Err(format!("training ended before its last step; see {}", log.display()));
+            return Err(format!("training ended before its last step; see {}", jobs.log.display()));
         }
     }
+    evaluate(plan, run, &mut jobs, stop, console)
+}
+
+/// Whether the run is trained.
+fn is_finished(run: &PlannedRun) -> Result<bool, String> {
+    let marker = run_folder::finished(&run.dir()).map_err(|error| error.to_string())?;
+    Ok(marker.is_some())
+}
+
+/// Evaluates a trained run, as [`do_run`] does.
+fn evaluate(
+    plan: &Plan,
+    run: &PlannedRun,
+    jobs: &mut Jobs<'_, '_>,
+    stop: &StopFlag,
+    console: &mut dyn SweepConsole,
+) -> Result<Status, String> {
+    let dir = run.dir();
     for eval in &plan.sweep.eval {
-        let args = eval_args(eval, &dir);
-        let Some(force) = eval_to_do(&dir, name_of(eval), &args) else { continue };
+        let (name, args) = (name_of(eval), eval_args(eval, &dir));
+        let Some(force) = eval_to_do(&dir, name, &args) else { continue };
         if stop.is_raised() {
             return Ok(Status::Pending);
         }
+        console.note(&format!("{}: evaluation {name}", run.name));
         let force = force.then(|| "--force".to_owned());
-        console.note(&format!("{}: evaluation {}", run.name, name_of(eval)));
-        let args_now = args.iter().cloned().chain(force).collect();
-        let done = start(name_of(eval), args_now, &mut || {});
-        console.end_job();
+        let done = jobs.run(name, args.iter().cloned().chain(force).collect(), &mut || {});
         if stop.is_raised() && done.is_err() {
             return Ok(Status::Pending);
         }
         done?;
-        record_eval(&dir, name_of(eval), args)
+        record_eval(&dir, name, args)
             .map_err(|error| format!("cannot write {}: {error}", dir.join(EVALS_FILE).display()))?;
     }
     Ok(Status::Finished)

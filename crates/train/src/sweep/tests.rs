@@ -64,7 +64,7 @@ struct Quiet;
 impl SweepConsole for Quiet {
     fn note(&mut self, _text: &str) {}
     fn step(&mut self, _step: &SweepStep<'_>) {}
-    fn end_job(&mut self) {}
+    fn end_training(&mut self) {}
 }
 
 /// A stand-in for the binary: writes the files that training and evaluation would leave.

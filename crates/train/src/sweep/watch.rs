@@ -15,8 +15,8 @@ pub trait SweepConsole {
     fn note(&mut self, text: &str);
     /// The run under way has finished further steps; this is the last.
     fn step(&mut self, step: &SweepStep<'_>);
-    /// The job under way, a training or an evaluation, has ended.
-    fn end_job(&mut self);
+    /// The training under way has ended.
+    fn end_training(&mut self);
 }
 
 /// A step of the run under way, for display.
