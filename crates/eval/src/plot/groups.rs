@@ -34,11 +34,11 @@ pub fn plot_group_losses(
     for (colour, group) in groups.iter().enumerate() {
         let line = |name: &str, curves: Vec<Vec<(f64, f64)>>, dots: bool| Series {
             name: format!("{}: {name}", group.name),
+            band: curves.len() > 1,
             points: means(&curves),
             colour,
             faint: false,
             dots,
-            band: true,
         };
         let training = group.curves.iter().map(|curve| thin(&smooth(&curve.train, smoothing)));
         series.push(line("training", training.collect(), false));

@@ -222,16 +222,16 @@ fn a_sweep_trains_evaluates_and_tabulates() {
     assert_eq!(binary.jobs[1], eval);
     insta::assert_snapshot!(results.table(), @r"
     model.attention  seeds  validation_loss  bits_per_byte  tokens_per_second  skipped_steps  passkey.accuracy
-    rope             2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.5000 ± 0.0000
-    fox              2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.5000 ± 0.0000
+    rope             2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.500 ± 0.000 [0.300, 0.700]
+    fox              2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.500 ± 0.000 [0.300, 0.700]
     ");
     let csv = fs::read_to_string(plan.sweep.dir().join("results.csv")).unwrap();
     insta::assert_snapshot!(csv, @r"
-    run,model.attention,seed,status,validation_loss,bits_per_byte,tokens_per_second,skipped_steps,passkey.accuracy
-    rope-seed0,rope,0,finished,2,1,5000,0,0.5
-    rope-seed1,rope,1,finished,2.5,1.25,5000,0,0.5
-    fox-seed0,fox,0,finished,2,1,5000,0,0.5
-    fox-seed1,fox,1,finished,2.5,1.25,5000,0,0.5
+    run,model.attention,seed,status,validation_loss,bits_per_byte,tokens_per_second,skipped_steps,passkey.accuracy,passkey.accuracy.low,passkey.accuracy.high
+    rope-seed0,rope,0,finished,2,1,5000,0,0.5,0.3,0.7
+    rope-seed1,rope,1,finished,2.5,1.25,5000,0,0.5,0.3,0.7
+    fox-seed0,fox,0,finished,2,1,5000,0,0.5,0.3,0.7
+    fox-seed1,fox,1,finished,2.5,1.25,5000,0,0.5,0.3,0.7
     ");
 }
 
@@ -332,7 +332,11 @@ fn one_suite_is_evaluated_under_several_names() {
     let mut binary = FakeBinary::default();
     let results = binary.run(&plan);
     assert_eq!(binary.count("eval passkey"), 2);
-    assert!(results.to_csv().contains("passkey.accuracy,long.accuracy"), "{}", results.to_csv());
+    assert!(
+        results.to_csv().contains("passkey.accuracy.high,long.accuracy,"),
+        "{}",
+        results.to_csv()
+    );
     let recorded = fs::read_to_string(plan.runs[0].dir().join("evals.json")).unwrap();
     let recorded: serde_json::Value = serde_json::from_str(&recorded).unwrap();
     assert!(recorded["passkey"].is_array() && recorded["long"].is_array(), "{recorded}");
@@ -387,7 +391,7 @@ fn mistakes_in_the_sweep_file_are_named() {
     "#);
     let evals = "[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\nout = \"../a\"";
     insta::assert_snapshot!(Sandbox::new(evals).error(), @r#"
-    sweeps/kinds.toml: the configuration has 1 problem:
+    sweeps/kinds.toml: the configuration has 2 problems:
     eval.1.out is missing; allowed: a name of its own: the results of eval.0 go to eval/niah already
       hint: add for example out = "niah-2", or join the two tables
     eval.2.out is "../a"; allowed: the name of a folder, which holds no / or \ and does not begin with a dot
