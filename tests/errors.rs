@@ -252,6 +252,8 @@ fn flipped_bit_in_the_weights() {
     let stdout = String::from_utf8(output.stdout).unwrap();
     assert_eq!(stdout.lines().filter(|line| !line.ends_with(": ok")).count(), 1, "{stdout}");
     assert!(stdout.contains("step-10/weights.safetensors: is damaged: its CRC-32C is"), "{stdout}");
+    // The tokenizer is compared with that of the newest sound checkpoint.
+    assert!(stdout.contains("tokenizer.json: ok"), "{stdout}");
     // Without the damaged checkpoint, the run goes on from the one before.
     fs::remove_dir_all(w.path("runs/tiny/checkpoints/step-10")).unwrap();
     w.succeed(&resume);

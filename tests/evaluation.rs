@@ -1,8 +1,10 @@
 //! Evaluations beside each other, and those that cannot run.
 
-use std::process::Command;
+use std::io::Read;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
-use crate::support::Workspace;
+use crate::support::{Workspace, wait_until};
 
 /// `eval passkey` on `runs/tiny` with further arguments.
 fn passkey<'a>(more: &[&'a str]) -> Vec<&'a str> {
@@ -55,6 +57,74 @@ fn results_stay_in_the_runs_folder_and_out_of_other_suites() {
     }
     let error = w.fail(&passkey(&["--out", "niah"]));
     assert!(error.contains("--out is niah, the folder of another suite"), "{error}");
+}
+
+#[test]
+fn a_configuration_lists_evaluations_of_one_suite_by_name() {
+    let w = Workspace::new();
+    let eval = |more: &str| {
+        format!("[[eval]]\nsuite = \"passkey\"\nlengths = [300]\ntrials = 1\n{more}\n")
+    };
+    let config = |last: &str| format!("{}{}{}", crate::support::CONFIG, eval(""), eval(last));
+    w.write("both.toml", &config("out = \"passkey-again\""));
+    w.succeed(&["train", "--config", "both.toml", "--set", "train.tokens=256"]);
+    assert_eq!(w.list("runs/tiny/eval"), ["index.json", "passkey", "passkey-again"]);
+
+    w.write("both.toml", &config(""));
+    let error = w.fail(&["train", "--config", "both.toml"]);
+    assert!(error.contains("eval.1.out is missing; allowed: a name of its own"), "{error}");
+    w.write("both.toml", &config("out = \"niah\""));
+    let error = w.fail(&["train", "--config", "both.toml"]);
+    assert!(error.contains("eval.1.out is niah, the folder of another suite"), "{error}");
+}
+
+/// Sends Ctrl-C to a child, and returns what it left and how long it took to end.
+#[cfg(unix)]
+fn interrupt(child: Child) -> (Output, Duration) {
+    let (pid, sent) = (child.id().to_string(), Instant::now());
+    assert!(Command::new("kill").args(["-s", "INT", &pid]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    (output, sent.elapsed())
+}
+
+/// In the middle of a batch that takes minutes.
+#[test]
+#[cfg(unix)]
+fn ctrl_c_ends_an_evaluation_at_once() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    let more = ["--lengths", "100000", "--trials", "4", "--batch-tokens", "1M"];
+    let mut command = w.command(&passkey(&more));
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let samples = w.path("runs/tiny/eval/passkey/samples.jsonl");
+    let lines = || std::fs::read_to_string(&samples).map_or(0, |text| text.lines().count());
+    wait_until("the first length", || lines() == 4);
+    let (output, time) = interrupt(child);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(time < Duration::from_secs(2), "it took {time:?}");
+    assert!(stderr.contains("stopped: 4 of 8 samples are done"), "{stderr}");
+    assert!(stderr.contains("hint: run the same command again to go on"), "{stderr}");
+    assert_eq!(lines(), 4);
+    assert!(!w.path("runs/tiny/eval/passkey/results.json").exists());
+}
+
+#[test]
+#[cfg(unix)]
+fn ctrl_c_ends_generation_at_once() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    let args =
+        ["generate", "--run", "runs/tiny", "--max-tokens", "1000000", "--prompt-file", "long"];
+    w.write("long", &"once upon a time ".repeat(3500));
+    let mut command = w.command(&args);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // The prompt, which fits into the pipe, is written before the prefill, which takes long.
+    let mut first = [0; 4];
+    child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+    let (output, time) = interrupt(child);
+    assert!(!output.status.success());
+    assert!(time < Duration::from_secs(2), "it took {time:?}");
 }
 
 #[test]

@@ -1,22 +1,12 @@
 //! Exact resume.
 
 use std::process::Stdio;
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
-use crate::support::Workspace;
+use crate::support::{Workspace, wait_until};
 
 fn lines(w: &Workspace, run: &str) -> usize {
     let metrics = std::fs::read_to_string(w.path(&format!("runs/{run}/metrics.jsonl")));
     metrics.map_or(0, |text| text.lines().count())
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(120), "waited too long for {what}");
-        sleep(Duration::from_millis(2));
-    }
 }
 
 /// TERM and Ctrl-C leave a checkpoint and end the run cleanly, with the exit code that shells give to
@@ -37,6 +27,7 @@ fn a_stopped_run_leaves_a_checkpoint_and_resumes_exactly() {
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains("stopping after this micro-batch"), "{stderr}");
         assert!(stderr.contains("stopped: "), "{stderr}");
         let resume = format!("runs/{signal}");
         assert!(stderr.contains(&format!("--resume {resume}")), "{stderr}");

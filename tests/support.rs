@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 /// A temporary folder with a text corpus and a configuration of a tiny model.
 pub struct Workspace {
@@ -173,4 +175,13 @@ fn story(number: usize) -> String {
         text.push_str(&format!("The {a} {} the {b}. ", verbs[at % 4]));
     }
     text
+}
+
+/// Waits for something that happens within two minutes.
+pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(120), "waited too long for {what}");
+        sleep(Duration::from_millis(2));
+    }
 }

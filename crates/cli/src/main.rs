@@ -1,6 +1,7 @@
 //! The `longwall` binary: parses the command line, dispatches, prints errors.
 
 mod commands;
+mod comparison;
 mod context;
 mod costs;
 mod progress;

@@ -1,13 +1,16 @@
-//! Progress bars on stderr for reading data, evaluations and benchmarks; nothing if stderr is not a
+//! Progress bars on stderr for reading data, evaluations, sweeps and benchmarks; no bar if stderr is not a
 //! terminal.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use longwall_eval::ProgressUpdate;
+use longwall_train::console;
 use longwall_train::signals::StopFlag;
+use longwall_train::sweep::{SweepConsole, SweepStep};
 
 /// A bar of `total` on stderr, or a spinner; hidden if stderr is not a terminal.
 fn bar(total: Option<u64>, template: &str) -> ProgressBar {
@@ -104,6 +107,58 @@ impl longwall_eval::Progress for EvalProgress {
 
     fn finish(&self) {
         self.bar.lock().expect("no thread panicked while drawing").finish_and_clear();
+    }
+}
+
+/// Progress of a sweep: a bar with the numbers of the run under way, or a line every ten seconds if stderr
+/// is not a terminal.
+pub struct SweepProgress {
+    bar: ProgressBar,
+    last: Option<Instant>,
+}
+
+/// Time between two lines of steps.
+const PAUSE: Duration = Duration::from_secs(10);
+
+impl SweepProgress {
+    /// No run yet.
+    pub fn new() -> Self {
+        SweepProgress { bar: ProgressBar::hidden(), last: None }
+    }
+
+    fn line(&self, text: &str) {
+        self.bar.suspend(|| tracing::info!("{text}"));
+    }
+}
+
+impl SweepConsole for SweepProgress {
+    fn note(&mut self, text: &str) {
+        self.line(text);
+    }
+
+    fn step(&mut self, step: &SweepStep<'_>) {
+        let (record, total) = (&step.view.record, step.view.total_steps);
+        let (at, runs) = step.place;
+        let left = console::duration(step.sweep_seconds_left);
+        let numbers = format!("{} | sweep {left}", console::step_numbers(&step.view));
+        if self.last.is_none() {
+            self.bar = bar(Some(total), "{prefix} {pos}/{len} {bar:20} {wide_msg}");
+            self.bar.set_prefix(format!("[{at}/{runs}] {}", step.run));
+        }
+        if !self.bar.is_hidden() {
+            self.last = Some(Instant::now());
+            self.bar.set_message(numbers);
+            self.bar.set_position(record.step);
+        } else if record.step == total || self.last.is_none_or(|last| last.elapsed() >= PAUSE) {
+            self.last = Some(Instant::now());
+            tracing::info!("[{at}/{runs}] {} step {}/{total} | {numbers}", step.run, record.step);
+        }
+    }
+
+    fn end_training(&mut self) {
+        self.bar.finish_and_clear();
+        self.bar = ProgressBar::hidden();
+        self.last = None;
     }
 }
 

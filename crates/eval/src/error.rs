@@ -143,7 +143,7 @@ pub enum EvalError {
     },
 
     /// The evaluation was asked to stop; what is done is kept.
-    #[error("stopped after {done} of {total} samples; {} keeps them\n  hint: run the same command again to go on", folder.display())]
+    #[error("{done} of {total} samples are done; {} keeps them\n  hint: run the same command again to go on", folder.display())]
     Stopped {
         /// Samples done.
         done: u64,
@@ -151,6 +151,13 @@ pub enum EvalError {
         total: u64,
         /// The evaluation's folder.
         folder: PathBuf,
+    },
+
+    /// The evaluation was asked to stop while its suite read its text.
+    #[error("the suite {suite} took no sample\n  hint: run the same command again to go on")]
+    StoppedEarly {
+        /// The suite.
+        suite: &'static str,
     },
 
     /// A plot could not be drawn.

@@ -34,10 +34,10 @@ pub use index::write_index;
 pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use options::{SamplingOptions, SuiteOptions};
-pub use plot::{Curve, XAxis, plot_losses};
+pub use plot::{Curve, CurveGroup, DotChart, DotRow, XAxis, plot_group_losses, plot_losses};
 pub use report::{Report, Score, TokenizerReport};
 pub use suite::{
     Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,
-    RunContext, Scoring, Silent, Suite, Trial,
+    RunContext, Scoring, Silent, StopRequest, Suite, Trial,
 };
 pub use suites::{SuiteConfig, run};

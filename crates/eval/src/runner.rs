@@ -35,17 +35,16 @@ pub(crate) fn run_suite<S: Suite>(
     problems.into_result()?;
     let SuiteOptions { own, sampling } = options;
     let tokenizer = model.tokenizer().clone();
-    let suite = S::open(
-        own,
-        &OpenContext {
-            tokenizer: &tokenizer,
-            train_seq_len: model.train_seq_len(),
-            max_len: model.max_len(),
-            device: &model.device(),
-            seed: sampling.seed,
-            held_out: context.held_out,
-        },
-    )?;
+    let open = OpenContext {
+        tokenizer: &tokenizer,
+        train_seq_len: model.train_seq_len(),
+        max_len: model.max_len(),
+        device: &model.device(),
+        seed: sampling.seed,
+        held_out: context.held_out,
+    };
+    let stopped = EvalError::StoppedEarly { suite: S::NAME };
+    let suite = context.interruptible(&stopped, || S::open(own, &open))?;
     let trials = suite.trials();
     check_lengths::<S>(&trials, model.max_len())?;
     check_memory::<S>(&trials, sampling, &*model)?;
@@ -212,24 +211,23 @@ fn take_samples<S: Suite>(
             if chunk.iter().all(|trial| journal.has(trial)) {
                 continue;
             }
-            let mut requests = Vec::with_capacity(chunk.len());
-            for trial in chunk {
-                requests.push((trial, checked_request(suite, trial, tokenizer)?));
-            }
+            let stopped = stopped_at(journal, speed.total);
+            let mut requests = context.interruptible(&stopped, || {
+                let request = |trial| Ok((trial, checked_request(suite, trial, tokenizer)?));
+                chunk.iter().map(request).collect::<Result<Vec<_>, EvalError>>()
+            })?;
             for batch in batches(&mut requests, sampling) {
                 let pending: Vec<_> =
                     batch.iter().filter(|(trial, _)| !journal.has(trial)).collect();
                 if pending.is_empty() {
                     continue;
                 }
+                let stopped = stopped_at(journal, speed.total);
                 if context.stopped() {
-                    return Err(EvalError::Stopped {
-                        done: journal.len(),
-                        total: speed.total,
-                        folder: journal.folder().to_path_buf(),
-                    });
+                    return Err(stopped);
                 }
-                let answers = run_batch(model, tokenizer, &pending)?;
+                let call = || run_batch(model, tokenizer, &pending);
+                let answers = context.interruptible(&stopped, call)?;
                 journal.append(pending.iter().zip(&answers).map(
                     |((trial, request), answer)| {
                         let output = match answer {
@@ -244,6 +242,11 @@ fn take_samples<S: Suite>(
         }
     }
     Ok(())
+}
+
+/// What an evaluation that stops here says.
+fn stopped_at(journal: &Journal, total: u64) -> EvalError {
+    EvalError::Stopped { done: journal.len(), total, folder: journal.folder().to_path_buf() }
 }
 
 /// A trial's request. Panics if it needs more context than the trial's length: a bug in the suite.

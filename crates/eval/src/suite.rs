@@ -237,13 +237,40 @@ pub struct RunContext<'a> {
     pub held_out: Option<&'a dyn HeldOut>,
     /// Receives the progress.
     pub progress: &'a dyn Progress,
-    /// Set to stop after the current batch; finished samples are kept.
-    pub stop: Option<&'a AtomicBool>,
+    /// Asks to stop; finished samples are kept.
+    pub stop: Option<&'a dyn StopRequest>,
 }
 
 impl RunContext<'_> {
     pub(crate) fn stopped(&self) -> bool {
-        self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
+        self.stop.is_some_and(StopRequest::is_raised)
+    }
+
+    /// Calls `work`, which writes nothing, so that a stop request may end the process in it with the
+    /// words of `stopped`.
+    pub(crate) fn interruptible<T>(&self, stopped: &EvalError, work: impl FnOnce() -> T) -> T {
+        let Some(stop) = self.stop else { return work() };
+        let (mut work, mut result) = (Some(work), None);
+        stop.interruptible(&stopped.to_string(), &mut || result = work.take().map(|work| work()));
+        result.expect("interruptible calls its work once")
+    }
+}
+
+/// A request to stop, which may come at any time.
+pub trait StopRequest {
+    /// Whether it has come. An evaluation asks between batches.
+    fn is_raised(&self) -> bool;
+
+    /// Calls `work` once. `work` writes nothing, so that a request during it may end the process, which
+    /// first says `stopped`; by default the request waits for the end of `work`.
+    fn interruptible(&self, _stopped: &str, work: &mut dyn FnMut()) {
+        work();
+    }
+}
+
+impl StopRequest for AtomicBool {
+    fn is_raised(&self) -> bool {
+        self.load(Ordering::Relaxed)
     }
 }
 

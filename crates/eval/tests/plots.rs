@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use longwall_eval::plot::{Heatmap, LineChart, Point, Scale, Series};
-use longwall_eval::{Curve, XAxis, plot_losses};
+use longwall_eval::plot::{DotChart, DotRow, Heatmap, LineChart, Point, Scale, Series};
+use longwall_eval::{Curve, CurveGroup, XAxis, plot_group_losses, plot_losses};
 
 fn curve(name: &str, floor: f64) -> Curve {
     let loss = |step: f64| floor + 6.0 * (-step / 120.0).exp();
@@ -234,4 +234,66 @@ fn a_single_point_is_drawn_without_a_line() {
         assert!(points.split_whitespace().count() > 1, "a line of the points {points}");
     }
     assert!(svg.contains("<circle"));
+}
+
+#[test]
+fn the_losses_of_variants_are_means_over_their_seeds() {
+    let dir = tempfile::tempdir().unwrap();
+    let group = |name: &str, floors: &[f64]| CurveGroup {
+        name: name.to_string(),
+        curves: floors.iter().map(|&floor| curve("seed", floor)).collect(),
+    };
+    let draw = |groups: &[CurveGroup]| {
+        let path = dir.path().join("loss.svg");
+        plot_group_losses(groups, XAxis::Tokens, &path, 0.9).unwrap();
+        fs::read_to_string(&path).unwrap()
+    };
+    let svg = draw(&[group("rope", &[2.9, 3.1]), group("wall", &[2.6, 2.7])]);
+    for label in ["rope: training", "rope: validation", "wall: validation", "lowest to highest"] {
+        assert!(svg.contains(label), "{label}");
+    }
+    // Two variants, each with a band of training and one of validation.
+    assert_eq!(svg.matches("<polygon").count(), 4);
+    let svg = draw(&[group("rope", &[2.9])]);
+    assert!(!svg.contains("<polygon") && !svg.contains("seed"));
+}
+
+#[test]
+fn a_dot_chart_shows_values_bars_and_seeds() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("accuracy.svg");
+    let row = |name: &str, value: Option<f64>, parts: &[f64]| DotRow {
+        name: name.to_string(),
+        value,
+        bar: value.map(|value| (value - 0.1, value + 0.05)),
+        parts: parts.to_vec(),
+    };
+    let long = "a variant whose name has many more letters than there is room for in the picture";
+    let rows = vec![
+        row("rope", Some(0.5), &[0.4, 0.6]),
+        row(long, Some(0.95), &[0.95]),
+        row("not finished", None, &[]),
+    ];
+    let chart = DotChart {
+        title: "kinds: passkey.accuracy".to_string(),
+        x_label: "passkey.accuracy".to_string(),
+        x_range: Some((0.0, 1.0)),
+        note: "bars: 95 % intervals (Wilson)".to_string(),
+        rows,
+    };
+    chart.save(&path).unwrap();
+    let svg = fs::read_to_string(&path).unwrap();
+    // Two values, and the two seeds of the first; a single seed is its value.
+    assert_eq!(svg.matches("<circle").count(), 4);
+    let boxes = text_boxes(&svg);
+    for (n, (text, a)) in boxes.iter().enumerate() {
+        assert!(a[0] >= 0.0 && a[2] <= 960.0, "{text} leaves the picture: {a:?}");
+        for (other, b) in &boxes[..n] {
+            let apart = a[2] <= b[0] || b[2] <= a[0] || a[3] <= b[1] || b[3] <= a[1];
+            assert!(apart, "{text} {a:?} covers {other} {b:?}");
+        }
+    }
+    chart.save(&dir.path().join("accuracy.png")).unwrap();
+    let empty = DotChart { rows: vec![row("rope", None, &[])], ..chart };
+    assert!(empty.save(&path).unwrap_err().to_string().contains("there is no value to draw"));
 }

@@ -15,6 +15,7 @@ use crate::gradients::clip_factor;
 use crate::optimiser::{Optimiser, Update};
 use crate::run::default_micro_batch;
 use crate::sampling::mix;
+use crate::signals::StopFlag;
 
 /// What was timed.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,6 +60,7 @@ pub fn run<B: OpBackend>(
         micro_batch: default_micro_batch::<B>(config),
         recompute: train.recompute,
     };
+    let never = StopFlag::new();
     let schedule = train.lr_schedule();
     let mut bench = Bench {
         parameters: model.num_params(),
@@ -68,7 +70,8 @@ pub fn run<B: OpBackend>(
     };
     for step in 0..steps {
         let started = Instant::now();
-        let pass = forward_backward(&model, &batch, weights, plan, device);
+        let pass = forward_backward(&model, &batch, weights, plan, &never, device)
+            .expect("nobody asks to stop");
         let (loss, grad_norm) = pass.loss_and_grad_norm();
         let lr = schedule.lr(step.min(train.total_steps() - 1));
         let grad_scale = clip_factor(train.clip.0, grad_norm);

@@ -13,6 +13,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 
 use crate::gradients::Gradients;
+use crate::signals::StopFlag;
 
 /// Some rows of a batch, on the device; each tensor is `[rows, seq_len]`.
 pub(crate) struct MicroBatch<B: OpBackend> {
@@ -75,6 +76,8 @@ pub struct AccumulationPlan {
 /// Every position is weighted by its loss weight over `weight_sum`, the sum over the whole batch, so
 /// that the micro-batches' losses and gradients sum to those of the batch's mean loss.
 ///
+/// Returns `None` if `stop` is raised before the last micro-batch: what is computed by then is discarded.
+///
 /// # Panics
 /// When the batch has no rows.
 pub fn forward_backward<B: OpBackend>(
@@ -82,11 +85,15 @@ pub fn forward_backward<B: OpBackend>(
     batch: &Batch,
     weight_sum: f64,
     plan: AccumulationPlan,
+    stop: &StopFlag,
     device: &B::Device,
-) -> BatchGradients<B> {
+) -> Option<BatchGradients<B>> {
     let mut gradients = Gradients::none(model);
     let mut sum: Option<Tensor<B, 1>> = None;
     for first in (0..batch.rows).step_by(plan.micro_batch) {
+        if stop.is_raised() {
+            return None;
+        }
         let rows = first..(first + plan.micro_batch).min(batch.rows);
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let rows = MicroBatch::new(batch, rows, device);
@@ -101,7 +108,7 @@ pub fn forward_backward<B: OpBackend>(
             Some(sum) => sum + loss,
         });
     }
-    BatchGradients { gradients, loss: sum.expect("a batch has at least one row") }
+    Some(BatchGradients { gradients, loss: sum.expect("a batch has at least one row") })
 }
 
 /// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`.
@@ -147,16 +154,22 @@ mod tests {
         }
     }
 
-    fn run(micro_batch: usize) -> (f32, f32) {
+    fn pass(micro_batch: usize, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
         let batch = batch();
-        let pass = forward_backward::<TestBackend>(
-            &tiny_model(0),
-            &batch,
-            weight_sum(&batch),
-            AccumulationPlan { micro_batch, recompute: false },
-            &Default::default(),
-        );
-        pass.loss_and_grad_norm()
+        let plan = AccumulationPlan { micro_batch, recompute: false };
+        let device = Default::default();
+        forward_backward(&tiny_model(0), &batch, weight_sum(&batch), plan, stop, &device)
+    }
+
+    fn run(micro_batch: usize) -> (f32, f32) {
+        pass(micro_batch, &StopFlag::new()).expect("nobody asks to stop").loss_and_grad_norm()
+    }
+
+    #[test]
+    fn a_stop_is_seen_between_micro_batches() {
+        let stop = StopFlag::new();
+        stop.raise();
+        assert!(pass(2, &stop).is_none());
     }
 
     #[test]

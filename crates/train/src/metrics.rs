@@ -201,6 +201,29 @@ pub fn read(path: &Path) -> Result<Vec<Record>, MetricsError> {
     Ok(records)
 }
 
+/// Weight of the past in the console's smoothed loss.
+const SMOOTHING: f64 = 0.98;
+
+/// An exponential moving average that starts unbiased.
+#[derive(Debug, Default)]
+pub struct SmoothedLoss {
+    sum: f64,
+    weight: f64,
+}
+
+impl SmoothedLoss {
+    /// Adds the loss of the next step.
+    pub fn push(&mut self, value: f64) {
+        self.sum = SMOOTHING * self.sum + value;
+        self.weight = SMOOTHING * self.weight + 1.0;
+    }
+
+    /// The average; not a number before the first loss.
+    pub fn value(&self) -> f64 {
+        self.sum / self.weight
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -297,5 +320,16 @@ mod tests {
         std::fs::write(&path, format!("{good}\nnonsense\n")).unwrap();
         let error = read(&path).unwrap_err().to_string();
         assert!(error.contains("metrics.jsonl:2"), "{error}");
+    }
+
+    #[test]
+    fn the_smoothed_loss_starts_at_the_first_one() {
+        let mut smoothed = SmoothedLoss::default();
+        smoothed.push(3.0);
+        assert_eq!(smoothed.value(), 3.0);
+        for _ in 0..1000 {
+            smoothed.push(1.0);
+        }
+        assert!((smoothed.value() - 1.0).abs() < 1e-6);
     }
 }

@@ -123,7 +123,11 @@ fn steps<B: OpBackend>(
             micro_batch: run.micro_batch,
             recompute: run.config.train.recompute,
         };
-        let pass = forward_backward(&run.model, &batch, weights, plan, &run.device);
+        let (stop, device) = (&options.stop, &run.device);
+        let Some(pass) = forward_backward(&run.model, &batch, weights, plan, stop, device) else {
+            // Asked to stop: a resume repeats this step from its beginning.
+            break;
+        };
         let (loss, grad_norm) = pass.loss_and_grad_norm();
 
         // Clip and update, unless the step is skipped.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::checkpoint::{
     Checkpoint, CheckpointError, CheckpointFolder, CheckpointSelector, TokenizerIdentity,
 };
+use crate::config::RunConfig;
 use crate::metrics;
 use crate::run_folder::{self, RunFolderError, load_tokenizer};
 
@@ -39,7 +40,7 @@ impl Display for VerifiedFile {
 }
 
 /// Checks a run: that its configuration, metrics and results can be read, that every file of its checkpoints
-/// is as it was written, and that its tokenizer is the one it was trained with.
+/// is as it was written, and that its tokenizer is the one of the newest sound checkpoint.
 ///
 /// # Errors
 /// When `run_dir` holds no run, or its checkpoints cannot be listed. Damaged files are part of the result.
@@ -60,9 +61,16 @@ pub fn verify_run(run_dir: &Path) -> Result<Vec<VerifiedFile>, VerifyError> {
         files.push(VerifiedFile::new(run_dir.join("finished.json"), finished));
     }
     let folder = CheckpointFolder::new(run_dir);
-    let steps = folder.steps()?;
-    for &step in &steps {
-        match folder.verify(step) {
+    let mut newest_sound = None;
+    for step in folder.steps()? {
+        let checked = folder.verify(step);
+        let is_sound = match &checked {
+            Ok(files) => files.iter().all(|(_, error)| error.is_none()),
+            // Nothing is known against it.
+            Err(error) => matches!(error, CheckpointError::NoChecksums { .. }),
+        };
+        newest_sound = is_sound.then_some(step).or(newest_sound);
+        match checked {
             Ok(checked) => files.extend(checked.into_iter().map(|(path, error)| {
                 let problem = error.map(|error| error.to_string());
                 VerifiedFile { path, problem }
@@ -70,18 +78,23 @@ pub fn verify_run(run_dir: &Path) -> Result<Vec<VerifiedFile>, VerifyError> {
             Err(error) => files.push(VerifiedFile::new(folder.step_dir(step), Err::<(), _>(error))),
         }
     }
-    if let (Ok(config), Ok(checkpoint)) =
-        (config, Checkpoint::open(run_dir, CheckpointSelector::Latest))
-    {
-        let tokenizer = load_tokenizer(run_dir, &config.tokenizer)
-            .map_err(|error| error.to_string())
-            .and_then(|tokenizer| {
-                let ours = TokenizerIdentity::of(&tokenizer);
-                checkpoint.check_tokenizer(&ours).map_err(|error| error.to_string())
-            });
-        files.push(VerifiedFile::new(run_dir.join("tokenizer.json"), tokenizer));
+    if let (Ok(config), Some(step)) = (config, newest_sound) {
+        files.extend(check_tokenizer(run_dir, &config, step));
     }
     Ok(files)
+}
+
+/// Compares the run's tokenizer with that of the checkpoint of `step`, which is sound: opening a damaged one
+/// would verify all others again, to name one that is sound.
+fn check_tokenizer(run_dir: &Path, config: &RunConfig, step: u64) -> Option<VerifiedFile> {
+    let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Step(step)).ok()?;
+    let tokenizer = load_tokenizer(run_dir, &config.tokenizer)
+        .map_err(|error| error.to_string())
+        .and_then(|tokenizer| {
+            let ours = TokenizerIdentity::of(&tokenizer);
+            checkpoint.check_tokenizer(&ours).map_err(|error| error.to_string())
+        });
+    Some(VerifiedFile::new(run_dir.join("tokenizer.json"), tokenizer))
 }
 
 /// Why a run cannot be checked.

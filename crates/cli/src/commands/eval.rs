@@ -4,18 +4,18 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use longwall_config::{Problems, culprit};
-use longwall_data::{Loader, NoProgress, Split, Tokenizer};
+use longwall_data::{Loader, Split, Tokenizer};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
-    EvalError, HeldOut, Report, RunContext, SuiteConfig, TrainedModel, write_index,
+    EvalError, HeldOut, Report, RunContext, StopRequest, SuiteConfig, TrainedModel, write_index,
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
-use longwall_train::config::RunConfig;
+use longwall_train::config::{FOLDER_NAME, RunConfig, is_folder_name};
 use longwall_train::signals::StopFlag;
 
 use crate::context::{OpenRun, RunArgs};
-use crate::progress::EvalProgress;
+use crate::progress::{DataProgress, EvalProgress};
 
 /// Arguments of `longwall eval`.
 #[derive(clap::Args)]
@@ -42,19 +42,11 @@ pub struct Args {
 
 /// Runs one suite and prints its report.
 pub fn run(args: Args) -> Result<()> {
-    if let Some(name) = args.out.as_deref()
-        && name != args.suite.name()
-        && SuiteConfig::NAMES.contains(&name)
-    {
-        bail!(
-            "--out is {name}, the folder of another suite; allowed: any name but {}\n  hint: \
-             choose a name such as {}-long",
-            SuiteConfig::NAMES.join(", "),
-            args.suite.name()
-        );
+    if let Some(name) = args.out.as_deref() {
+        check_out("--out", name, &args.suite)?;
     }
     let run = args.run.open()?;
-    let stop = StopFlag::install()?;
+    let stop = StopFlag::install("stopping after the file being written")?;
     let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
     let suites = [(args.suite, args.out)];
     let report = evaluate(run, &suites, replace, &stop)?;
@@ -68,16 +60,24 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// Rejects the folder of another suite as the place of `suite`'s results; `key` is where it was given.
+fn check_out(key: &str, name: &str, suite: &SuiteConfig) -> Result<()> {
+    if name != suite.name() && SuiteConfig::NAMES.contains(&name) {
+        bail!(
+            "{key} is {name}, the folder of another suite; allowed: any name but {}\n  hint: \
+             choose a name such as {}-long",
+            SuiteConfig::NAMES.join(", "),
+            suite.name()
+        );
+    }
+    Ok(())
+}
+
 /// Parses a folder's name, which stays within the folder it is for.
 fn folder_name(name: &str) -> Result<String, String> {
-    let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', '\0']);
-    match plain {
+    match is_folder_name(name) {
         true => Ok(name.to_owned()),
-        false => {
-            Err("allowed: the name of a folder, which holds no / or \\ and does not begin with a \
-                      dot, for example passkey-long"
-                .to_owned())
-        }
+        false => Err(format!("allowed: {FOLDER_NAME}, for example passkey-long")),
     }
 }
 
@@ -114,6 +114,19 @@ pub fn evaluate(
     run.compute.clone().run(Evaluate(run, suites, replace, stop))
 }
 
+/// A [`StopFlag`] as evaluations see it.
+struct StopEvaluation<'a>(&'a StopFlag);
+
+impl StopRequest for StopEvaluation<'_> {
+    fn is_raised(&self) -> bool {
+        self.0.is_raised()
+    }
+
+    fn interruptible(&self, stopped: &str, work: &mut dyn FnMut()) {
+        self.0.interruptible(stopped, work);
+    }
+}
+
 fn evaluate_on<B: OpBackend>(
     run: &OpenRun,
     suites: &[NamedSuite],
@@ -122,12 +135,14 @@ fn evaluate_on<B: OpBackend>(
     device: B::Device,
 ) -> Result<Vec<Report>> {
     let config = &run.checkpoint.config;
-    let model = run.load::<B>(&device)?;
+    let loading = "the model was being loaded\n  hint: run the same command again";
+    let model = stop.interruptible(loading, || run.load::<B>(&device))?;
     let memory = CallMemory::new(&config.model, run.compute.precision);
     let (tokenizer, seq_len) = (run.tokenizer.clone(), config.data.seq_len);
     let mut model = TrainedModel::new(model, tokenizer, seq_len, memory, device);
-    let held_out = ValidationText { config, tokenizer: &run.tokenizer };
+    let held_out = ValidationText { config, tokenizer: &run.tokenizer, stop };
     let progress = EvalProgress::new();
+    let stop = StopEvaluation(stop);
     let folder = run.dir.join("eval");
     let evaluate = |(suite, name): &NamedSuite| {
         let out_dir = folder.join(name.as_deref().unwrap_or(suite.name()));
@@ -146,7 +161,7 @@ fn evaluate_on<B: OpBackend>(
             force,
             held_out: Some(&held_out),
             progress: &progress,
-            stop: Some(stop.as_atomic()),
+            stop: Some(&stop),
         };
         let report = longwall_eval::run(suite, &mut model, &context)?;
         write_index(&folder)?;
@@ -162,6 +177,7 @@ const ALL: u64 = 1 << 40;
 struct ValidationText<'a> {
     config: &'a RunConfig,
     tokenizer: &'a Tokenizer,
+    stop: &'a StopFlag,
 }
 
 impl HeldOut for ValidationText<'_> {
@@ -176,8 +192,10 @@ impl HeldOut for ValidationText<'_> {
             what: format!("the run's validation split cannot be read: {error}"),
             remedy: "give other held-out text with --text".to_owned(),
         };
-        let loader = Loader::open(&data, self.tokenizer, seed, Split::Validation, &NoProgress)
-            .map_err(unreadable)?;
+        // Text that is not encoded yet is now, into files.
+        let progress = DataProgress::new(Some(self.stop.clone()));
+        let open = || Loader::open(&data, self.tokenizer, seed, Split::Validation, &progress);
+        let loader = self.stop.uninterruptible(open).map_err(unreadable)?;
         let rows = loader.validation_rows().unwrap_or(0) as usize;
         let rows = rows.min(wanted.div_ceil(data.seq_len));
         let batch = loader.try_batch(0, rows).map_err(unreadable)?;
@@ -196,29 +214,27 @@ fn git_hash() -> Option<String> {
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }
 
-/// Parses `[[eval]]` tables of a configuration file.
-pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<SuiteConfig>> {
+/// Parses `[[eval]]` tables of a configuration file, whose names [`validate_evals`] has checked.
+///
+/// [`validate_evals`]: longwall_train::config::validate_evals
+pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<NamedSuite>> {
     let parse = |(at, table): (usize, &toml::Table)| {
-        let suite: SuiteConfig = table.clone().try_into().map_err(|error: toml::de::Error| {
-            table_error(&format!("{}: eval.{at}", path.display()), table, error.message())
-        })?;
+        let place = format!("{}: eval.{at}", path.display());
+        let mut table = table.clone();
+        let out = table.remove("out").and_then(|out| out.as_str().map(str::to_owned));
+        let suite: SuiteConfig = table
+            .clone()
+            .try_into()
+            .map_err(|error: toml::de::Error| table_error(&place, &table, error.message()))?;
         let mut problems = Problems::new();
         suite.validate(&mut problems);
         problems.into_result().map_err(|problems| anyhow!("{}: {problems}", path.display()))?;
-        Ok(suite)
-    };
-    let suites = tables.iter().enumerate().map(parse).collect::<Result<Vec<_>>>()?;
-    for (at, suite) in suites.iter().enumerate() {
-        if suites[..at].iter().any(|earlier| earlier.name() == suite.name()) {
-            bail!(
-                "{}: eval.{at}: the suite {} is there already; allowed: each suite once\n  \
-                 hint: give all lengths to one of them",
-                path.display(),
-                suite.name()
-            );
+        if let Some(name) = &out {
+            check_out(&format!("{place}.out"), name, &suite)?;
         }
-    }
-    Ok(suites)
+        Ok((suite, out))
+    };
+    tables.iter().enumerate().map(parse).collect()
 }
 
 /// The error of the `[[eval]]` table at `place` for which serde gave `message`.

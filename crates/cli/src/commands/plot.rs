@@ -9,7 +9,7 @@ use longwall_train::metrics::{self, Record};
 
 /// The horizontal axis.
 #[derive(Clone, Copy, ValueEnum)]
-enum Axis {
+pub enum Axis {
     /// Optimiser steps
     Steps,
     /// Training tokens
@@ -79,7 +79,8 @@ fn draw(
     Ok(plot_losses(&curves, axis, out, smooth, max_loss)?)
 }
 
-fn curve(run: &Path, axis: Axis) -> Result<Curve> {
+/// The losses of a run. An error if it has no finished step.
+pub fn curve(run: &Path, axis: Axis) -> Result<Curve> {
     let name =
         run.file_name().map_or_else(|| run.display().to_string(), |n| n.to_string_lossy().into());
     let mut curve = Curve { name, train: vec![], validation: vec![] };

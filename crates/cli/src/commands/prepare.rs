@@ -112,7 +112,7 @@ pub fn run(args: Args) -> Result<()> {
     options.validation_fraction = args.validation_fraction;
     options.shard_tokens = args.shard_tokens;
     options.threads = args.threads;
-    let progress = DataProgress::new(Some(StopFlag::install()?));
+    let progress = DataProgress::new(Some(StopFlag::install("stopping; finished work is kept")?));
     let report = prepare(&options, &tokenizer, &progress)?;
     println!("{report}");
     Ok(())

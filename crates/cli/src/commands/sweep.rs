@@ -8,6 +8,8 @@ use longwall_train::signals::StopFlag;
 use longwall_train::sweep::{Plan, SweepConfig, execute, launch_current_exe};
 
 use super::eval::suites_of;
+use crate::comparison::draw_comparison;
+use crate::progress::SweepProgress;
 
 /// Arguments of `longwall sweep`.
 #[derive(clap::Args)]
@@ -20,7 +22,10 @@ pub struct Args {
     dry_run: bool,
 }
 
-/// Runs the rest of a sweep and prints the table of results.
+/// The answer to the first Ctrl-C, which the run under way gets, too.
+const STOPPING: &str = "stopping when the run under way has ended; what is finished is kept";
+
+/// Runs the rest of a sweep, prints the table of results and draws the comparison.
 pub fn run(args: Args) -> Result<()> {
     let sweep = SweepConfig::load(&args.file)?;
     // Report a misspelt option of an evaluation before hours of training.
@@ -30,12 +35,15 @@ pub fn run(args: Args) -> Result<()> {
         print!("{}", plan.describe()?);
         return Ok(());
     }
-    let stop = StopFlag::install()?;
-    let mut note = |line: &str| tracing::info!("{line}");
-    let results = execute(&plan, &mut |job| launch_current_exe(job), &stop, &mut note)?;
-    print!("{}", results.table());
-    println!("\n{}", plan.sweep.dir().join("results.csv").display());
-    if stop.is_raised() {
+    let stop = StopFlag::install(STOPPING)?;
+    let results = execute(&plan, &mut launch_current_exe, &stop, &mut SweepProgress::new())?;
+    println!("{}{}\n", results.table(), results.legend());
+    println!("{}", plan.sweep.dir().join("results.csv").display());
+    match draw_comparison(&plan, &results) {
+        Ok(pictures) => pictures.iter().for_each(|picture| println!("{}", picture.display())),
+        Err(error) => tracing::warn!("no comparison: {error:#}"),
+    }
+    if stop.is_raised() && !results.is_complete() {
         let file = shell_quoted(&args.file);
         bail!("the sweep is not finished\n  hint: go on with longwall sweep {file}");
     }

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use longwall_config::shell_quoted;
-use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
@@ -49,6 +48,10 @@ pub struct Args {
     force: bool,
 }
 
+/// The answer to the first Ctrl-C.
+const STOPPING: &str = "stopping after this micro-batch, or after the validation under way; then a \
+                        checkpoint is written";
+
 /// Trains, then plots the losses and runs the evaluations that the configuration names.
 pub fn run(args: Args) -> Result<()> {
     let (mut config, start, source) = match (args.resume, args.config) {
@@ -70,7 +73,7 @@ pub fn run(args: Args) -> Result<()> {
     let suites = suites_of(&config.eval, &source)?;
     let device = device::open(config.run.device, config.run.threads)?;
     let compute = Compute::for_training(device, config.run.precision)?;
-    let stop = StopFlag::install()?;
+    let stop = StopFlag::install(STOPPING)?;
     let outcome = train_on(&compute, &config, start, args.verify, &stop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
@@ -139,16 +142,15 @@ fn train_on(
 fn evaluate_after(
     config: &RunConfig,
     run_dir: &Path,
-    suites: &[SuiteConfig],
+    suites: &[NamedSuite],
     stop: &StopFlag,
 ) -> Result<()> {
     if suites.is_empty() {
         return Ok(());
     }
     let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
-    let suites: Vec<NamedSuite> = suites.iter().map(|suite| (suite.clone(), None)).collect();
     // Replaces results of an earlier last checkpoint, if the run was extended.
-    for report in evaluate(run, &suites, DiscardResults::OtherCheckpoints, stop)? {
+    for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
         println!("{report}");
     }
     Ok(())

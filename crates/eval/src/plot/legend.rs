@@ -6,7 +6,7 @@ use plotters::style::text_anchor::{HPos, VPos};
 
 use super::DrawError;
 use super::lines::FAINT;
-use super::style::{TICK_SIZE, text, width};
+use super::style::{TICK_SIZE, cut, text, width};
 
 /// Length of a line's sample.
 const SAMPLE: i32 = 24;
@@ -81,21 +81,6 @@ impl Legend {
         }
         Ok(())
     }
-}
-
-/// As much of `name` as fits into `room` pixels, with an ellipsis if that is not all.
-fn cut(name: &str, room: i32) -> String {
-    if width(name, TICK_SIZE) <= room {
-        return name.to_string();
-    }
-    let mut kept = String::new();
-    for c in name.chars() {
-        if width(&format!("{kept}{c}…"), TICK_SIZE) > room {
-            break;
-        }
-        kept.push(c);
-    }
-    kept + "…"
 }
 
 #[cfg(test)]

@@ -178,7 +178,8 @@ impl LineChart {
     }
 }
 
-fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
+/// The lowest and the highest value.
+pub(super) fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
         (low.min(value), high.max(value))
     })
@@ -241,8 +242,8 @@ impl Chart for LineChart {
     }
 }
 
-const GRID: RGBColor = RGBColor(222, 222, 222);
-const GREY: RGBColor = RGBColor(110, 110, 110);
+pub(super) const GRID: RGBColor = RGBColor(222, 222, 222);
+pub(super) const GREY: RGBColor = RGBColor(110, 110, 110);
 
 /// The chart that plotters builds for these axes.
 type Context<'a, DB> = ChartContext<'a, DB, Cartesian2d<Axis, Axis>>;

@@ -31,7 +31,7 @@ pub enum XAxis {
 }
 
 impl XAxis {
-    fn label(self) -> &'static str {
+    pub(super) fn label(self) -> &'static str {
         match self {
             XAxis::Steps => "step",
             XAxis::Tokens => "training tokens",
@@ -119,7 +119,7 @@ pub fn plot_losses(
 /// Exponential moving average with bias correction, as in Adam (Kingma and Ba, 2015, algorithm 1): the
 /// first value is the curve's own first value, not one drawn towards 0. Values that are not finite remain
 /// gaps.
-fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
+pub(super) fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
     let (mut sum, mut total) = (0.0, 0.0);
     points
         .iter()
@@ -135,7 +135,7 @@ fn smooth(points: &[(f64, f64)], weight: f64) -> Vec<(f64, f64)> {
 }
 
 /// At most [`MOST_POINTS`] of the points, evenly spaced, including the last.
-fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+pub(super) fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let step = points.len().div_ceil(MOST_POINTS).max(1);
     let mut thinned: Vec<(f64, f64)> = points.iter().step_by(step).copied().collect();
     if let Some(last) = points.last().filter(|_| !(points.len() - 1).is_multiple_of(step)) {

@@ -1,8 +1,10 @@
-//! Plots as SVG or PNG: loss curves, heat maps, lines with error bars.
+//! Plots as SVG or PNG: loss curves, heat maps, lines and dots with error bars.
 //!
 //! A PNG file is the SVG, rasterised with a font that the binary holds, so that the machine needs none.
 
 mod axis;
+mod dots;
+mod groups;
 mod heatmap;
 mod legend;
 mod lines;
@@ -15,6 +17,8 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use resvg::{tiny_skia, usvg};
 
+pub use dots::{DotChart, DotRow};
+pub use groups::{CurveGroup, plot_group_losses};
 pub use heatmap::Heatmap;
 pub use lines::{LineChart, Point, Scale, Series};
 pub use losses::{Curve, XAxis, plot_losses};

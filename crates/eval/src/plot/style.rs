@@ -27,6 +27,21 @@ pub(super) fn fit(text: &str, size: i32, room: i32) -> i32 {
     (NOTE_SIZE..=size).rev().find(|&size| width(text, size) <= room).unwrap_or(NOTE_SIZE)
 }
 
+/// As much of `name` as fits into `room` pixels, with an ellipsis if that is not all.
+pub(super) fn cut(name: &str, room: i32) -> String {
+    if width(name, TICK_SIZE) <= room {
+        return name.to_string();
+    }
+    let mut kept = String::new();
+    for c in name.chars() {
+        if width(&format!("{kept}{c}…"), TICK_SIZE) > room {
+            break;
+        }
+        kept.push(c);
+    }
+    kept + "…"
+}
+
 /// Colours of lines: the Okabe-Ito set, which colour-blind readers can tell apart, without its yellow,
 /// which is faint on white.
 const LINES: [RGBColor; 7] = [

@@ -198,7 +198,7 @@ pub fn evaluate_with(
             force,
             held_out,
             progress: &Silent,
-            stop: Some(&stop),
+            stop: Some(&*stop),
         },
     )
 }

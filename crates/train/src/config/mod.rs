@@ -1,6 +1,7 @@
 //! The run configuration: one TOML file, dotted overrides, every problem reported at once.
 
 mod error;
+mod evals;
 mod kind;
 mod overrides;
 mod scalars;
@@ -21,6 +22,7 @@ use toml::{Table, Value};
 const MOST_THREADS: usize = 1024;
 
 pub use error::ConfigError;
+pub use evals::{FOLDER_NAME, eval_name, is_folder_name, validate_evals};
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
@@ -44,8 +46,8 @@ pub struct RunConfig {
     pub model: ModelConfig,
     /// Length, batch, optimiser, schedule.
     pub train: TrainConfig,
-    /// Evaluation suites to run after training; each table names its `suite`, and the other keys are
-    /// the suite's own.
+    /// Evaluation suites to run after training; each table names its `suite`, may name its results' folder
+    /// (`out`), and the other keys are the suite's own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eval: Vec<Table>,
 }
@@ -161,15 +163,7 @@ impl RunConfig {
             problems.check(false, &p.key, &p.value, &p.allowed, &p.remedy);
         }
         self.train.validate(self.data.seq_len, problems);
-        for (index, eval) in self.eval.iter().enumerate() {
-            problems.check(
-                eval.get("suite").is_some_and(Value::is_str),
-                format!("eval.{index}.suite"),
-                eval.get("suite").map_or_else(|| "missing".to_owned(), Value::to_string),
-                "the name of a suite",
-                "add for example suite = \"passkey\"",
-            );
-        }
+        validate_evals(&self.eval, problems);
     }
 
     /// The folder of the run.

@@ -68,7 +68,7 @@ pub(super) fn begin(info: &RunInfo) -> String {
 }
 
 /// The numbers of a step, without the step itself.
-pub(super) fn step(view: &StepView) -> String {
+pub fn step(view: &StepView) -> String {
     let record = &view.record;
     let number = |value: Option<f32>, decimals: usize| {
         value.map_or_else(|| "nan".to_owned(), |value| format!("{value:.decimals$}"))

@@ -10,7 +10,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 pub use bar::BarConsole;
-pub use format::{bytes, count, duration};
+pub use format::{bytes, count, duration, step as step_numbers};
 pub use lines::LineConsole;
 
 use crate::guard::SkipReason;

@@ -132,6 +132,7 @@ mod tests {
 
     use crate::grad_accumulation::tests::batch;
     use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
+    use crate::signals::StopFlag;
     use crate::testing::{TestBackend, TestModel, model_of};
 
     /// Block configurations that together use every option; `[attention]` is added later.
@@ -194,8 +195,9 @@ mod tests {
         let batch = batch();
         let plan = AccumulationPlan { micro_batch: 2, recompute };
         let device = Default::default();
+        let (weights, never) = (weight_sum(&batch), StopFlag::new());
         let pass =
-            forward_backward::<TestBackend>(model, &batch, weight_sum(&batch), plan, &device);
+            forward_backward::<TestBackend>(model, &batch, weights, plan, &never, &device).unwrap();
         let bits = |x: &burn::tensor::ops::FloatTensor<TestBackend>| {
             let flat = TestBackend::float_reshape(x.clone(), [x.shape().num_elements()].into());
             let data = tensor::<TestBackend, 1>(flat).into_data();

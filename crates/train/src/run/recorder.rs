@@ -6,12 +6,9 @@ use std::time::Instant;
 use crate::console::{Console, StepView};
 use crate::error::TrainError;
 use crate::guard::SkipReason;
-use crate::metrics::{AppendLog, Record, StepRecord, ValidationRecord};
+use crate::metrics::{AppendLog, Record, SmoothedLoss, StepRecord, ValidationRecord};
 use crate::run_folder::RunFolder;
 use crate::tensorboard::EventWriter;
-
-/// Weight of the past in the console's smoothed loss.
-const SMOOTHING: f64 = 0.98;
 
 /// How a recorder starts.
 pub(super) struct RecorderStart {
@@ -43,7 +40,7 @@ pub(super) struct Recorder {
     samples: AppendLog,
     tensorboard: Option<(PathBuf, EventWriter)>,
     began: Instant,
-    smoothed: Smoothed,
+    smoothed: SmoothedLoss,
 }
 
 impl Recorder {
@@ -63,7 +60,7 @@ impl Recorder {
             samples: AppendLog::open(&folder.samples(), start.samples_bytes)?,
             tensorboard,
             began: Instant::now(),
-            smoothed: Smoothed::default(),
+            smoothed: SmoothedLoss::default(),
             start,
         })
     }
@@ -172,24 +169,6 @@ impl Recorder {
     }
 }
 
-/// An exponential moving average that starts unbiased.
-#[derive(Debug, Default)]
-struct Smoothed {
-    sum: f64,
-    weight: f64,
-}
-
-impl Smoothed {
-    fn push(&mut self, value: f64) {
-        self.sum = SMOOTHING * self.sum + value;
-        self.weight = SMOOTHING * self.weight + 1.0;
-    }
-
-    fn value(&self) -> f64 {
-        self.sum / self.weight
-    }
-}
-
 /// The peak resident size of this process so far, if the system reports it.
 pub fn peak_resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
@@ -201,17 +180,6 @@ pub fn peak_resident_bytes() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_smoothed_loss_starts_at_the_first_one() {
-        let mut smoothed = Smoothed::default();
-        smoothed.push(3.0);
-        assert_eq!(smoothed.value(), 3.0);
-        for _ in 0..1000 {
-            smoothed.push(1.0);
-        }
-        assert!((smoothed.value() - 1.0).abs() < 1e-6);
-    }
 
     #[cfg(target_os = "linux")]
     #[test]

@@ -6,7 +6,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
-use crate::config::{ConfigError, read_toml};
+use crate::config::{ConfigError, is_folder_name, read_toml, validate_evals};
 
 /// A sweep file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -31,7 +31,8 @@ pub struct SweepConfig {
     /// Every combination runs once with each of these as `run.seed`. Default `[0]`.
     #[serde(default = "default_seeds")]
     pub seeds: Vec<u64>,
-    /// Evaluations after every run: the name of a `suite`, and its options.
+    /// Evaluations after every run: the name of a `suite`, its options, and optionally the name of its
+    /// results' folder (`out`).
     #[serde(default)]
     pub eval: Vec<Table>,
 }
@@ -197,9 +198,7 @@ impl SweepConfig {
 
     fn validate(&self, problems: &mut Problems) {
         problems.check(
-            !self.name.is_empty()
-                && !self.name.contains(['/', '\\'])
-                && !self.name.starts_with('.'),
+            is_folder_name(&self.name),
             "name",
             format!("\"{}\"", self.name),
             "a folder name without `/` and without a leading `.`",
@@ -216,16 +215,6 @@ impl SweepConfig {
         for (at, axis) in self.axes.iter().enumerate() {
             axis.validate(at, problems);
         }
-        let suites: Vec<Option<&str>> =
-            self.eval.iter().map(|eval| eval.get("suite").and_then(Value::as_str)).collect();
-        for (at, suite) in suites.iter().enumerate() {
-            problems.check(
-                suite.is_some() && !suites[..at].contains(suite),
-                format!("eval.{at}.suite"),
-                suite.unwrap_or("missing"),
-                "the name of a suite, each suite once: its results go into the folder of that name",
-                "add suite = \"passkey\", or join the two tables of one suite",
-            );
-        }
+        validate_evals(&self.eval, problems);
     }
 }

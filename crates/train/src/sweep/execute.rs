@@ -5,17 +5,20 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use longwall_data::files;
 use toml::{Table, Value};
 
 use super::results::{RunResult, Status, SweepResults};
+use super::watch::{SweepConsole, Watch};
 use super::{Plan, PlannedRun, SweepError};
-use crate::config::Difference;
+use crate::config::{Difference, eval_name};
 use crate::run_folder::{self, LOG_FILE};
 use crate::signals::StopFlag;
 
-/// Holds the arguments that a run was evaluated with.
+/// Holds the arguments that a run was evaluated with, by the evaluation's name.
 const EVALS_FILE: &str = "evals.json";
 
 /// One call of the `longwall` binary.
@@ -36,50 +39,64 @@ pub enum JobStatus {
     Failure(String),
 }
 
-/// Runs `job` with the current executable, and waits for it.
+/// Starts a job, and waits for it; meanwhile calls its second argument several times a second.
+pub type Launch<'a> = dyn FnMut(&Job, &mut dyn FnMut()) -> io::Result<JobStatus> + 'a;
+
+/// How often a job's progress is read.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Runs `job` with the current executable, and calls `tick` until it ends: a [`Launch`].
 ///
 /// # Errors
 /// When the log cannot be opened or the process cannot be started.
-pub fn launch_current_exe(job: &Job) -> io::Result<JobStatus> {
+pub fn launch_current_exe(job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobStatus> {
     let log = File::options().create(true).append(true).open(&job.log)?;
-    let status = Command::new(std::env::current_exe()?)
+    let mut child = Command::new(std::env::current_exe()?)
         .args(&job.args)
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
         .stderr(log)
-        .status()?;
+        .spawn()?;
+    let status = loop {
+        let status = child.try_wait()?;
+        tick();
+        if let Some(status) = status {
+            break status;
+        }
+        thread::sleep(TICK);
+    };
     Ok(if status.success() { JobStatus::Success } else { JobStatus::Failure(status.to_string()) })
 }
 
-/// Runs the remaining jobs of `plan`: calls `launch` for every job and `note` with every line to
-/// show, and updates `results.csv` after every run. A run that fails does not stop the others; a
+/// Runs the remaining jobs of `plan`: calls `launch` for every job, shows lines and steps on `console`,
+/// and updates `results.csv` after every run. A run that fails does not stop the others; a
 /// raised `stop` flag ends the sweep after the current job.
 ///
 /// # Errors
 /// When the sweep's own folder cannot be written. A run's failure is part of the results.
 pub fn execute(
     plan: &Plan,
-    launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
+    launch: &mut Launch<'_>,
     stop: &StopFlag,
-    note: &mut dyn FnMut(&str),
+    console: &mut dyn SweepConsole,
 ) -> Result<SweepResults, SweepError> {
     let csv = plan.sweep.dir().join("results.csv");
     let write = |source| SweepError::Write { path: csv.clone(), source };
     fs::create_dir_all(plan.sweep.dir()).map_err(write)?;
     let mut results = SweepResults::new(plan);
     for (at, run) in plan.runs.iter().enumerate() {
-        note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
-        let status = match do_run(plan, run, launch, stop, note) {
+        console.note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
+        let status = match do_run(plan, at, launch, stop, console) {
             Ok(status) => status,
             Err(reason) => Status::Failed(reason),
         };
         if let Status::Failed(reason) = &status {
-            note(&format!("{} failed: {reason}", run.name));
+            console.note(&format!("{} failed: {reason}", run.name));
         }
         collect(plan, run, status, &mut results.runs[at]);
         files::write_atomically(&csv, results.to_csv().as_bytes()).map_err(write)?;
-        if stop.is_raised() {
-            note("stopped; start the same sweep again to go on");
+        if stop.is_raised() && !results.is_complete() {
+            console.note("stopped; start the same sweep again to go on");
             break;
         }
     }
@@ -88,59 +105,99 @@ pub fn execute(
 
 /// Fills in `result` from the run's folder.
 fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult) {
-    let suites: Vec<String> = plan.sweep.eval.iter().map(suite_of).collect();
+    let evals: Vec<&str> = plan.sweep.eval.iter().map(name_of).collect();
     if let Ok(Some(finished)) = run_folder::finished(&run.dir()) {
-        result.read_figures(&run.dir(), &finished, &suites);
+        result.read_figures(&run.dir(), &finished, &evals);
     }
     result.status = status;
+}
+
+/// The jobs of one run.
+struct Jobs<'a, 'b> {
+    launch: &'a mut Launch<'b>,
+    log: PathBuf,
+}
+
+impl Jobs<'_, '_> {
+    /// Runs one to its end. The error is the reason in words.
+    fn run(&mut self, what: &str, args: Vec<String>, tick: &mut dyn FnMut()) -> Result<(), String> {
+        let job = Job { args, log: self.log.clone() };
+        match (self.launch)(&job, tick) {
+            Ok(JobStatus::Success) => Ok(()),
+            Ok(JobStatus::Failure(how)) => {
+                Err(format!("{what} ended with {how}; see {}", self.log.display()))
+            }
+            Err(error) => Err(format!("{what} could not be started: {error}")),
+        }
+    }
 }
 
 /// Trains and evaluates one run, skipping what is done already. The error is the reason in words.
 fn do_run(
     plan: &Plan,
-    run: &PlannedRun,
-    launch: &mut dyn FnMut(&Job) -> io::Result<JobStatus>,
+    at: usize,
+    launch: &mut Launch<'_>,
     stop: &StopFlag,
-    note: &mut dyn FnMut(&str),
+    console: &mut dyn SweepConsole,
 ) -> Result<Status, String> {
+    let run = &plan.runs[at];
     let dir = run.dir();
     fs::create_dir_all(&dir).map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
-    let log = dir.join(LOG_FILE);
-    let mut start = |what: &str, args: Vec<String>| {
-        let job = Job { args, log: log.clone() };
-        match launch(&job) {
-            Ok(JobStatus::Success) => Ok(()),
-            Ok(JobStatus::Failure(how)) => {
-                Err(format!("{what} ended with {how}; see {}", log.display()))
-            }
-            Err(error) => Err(format!("{what} could not be started: {error}")),
-        }
-    };
-    let is_finished =
-        || run_folder::finished(&dir).map(|marker| marker.is_some()).map_err(|e| e.to_string());
+    let mut jobs = Jobs { launch, log: dir.join(LOG_FILE) };
     let resumed = check_old_run(run)?;
-    if is_finished()? {
-        note(&format!("{} is trained already", run.name));
+    if is_finished(run)? {
+        console.note(&format!("{} is trained already", run.name));
     } else {
-        let trained = start("training", train_args(plan, run, resumed));
-        if stop.is_raised() {
+        let mut watch = Watch::new(plan, at);
+        let mut tick = || {
+            if let Some(step) = watch.poll() {
+                console.step(&step);
+            }
+        };
+        let trained = jobs.run("training", train_args(plan, run, resumed), &mut tick);
+        console.end_training();
+        let finished = is_finished(run)?;
+        // A run that was stopped, not one that ended just before the signal came.
+        if stop.is_raised() && !finished {
             return Ok(Status::Pending);
         }
         trained?;
-        if !is_finished()? {
-            return Err(format!("training ended before its last step; see {}", log.display()));
+        if !finished {
+            return Err(format!("training ended before its last step; see {}", jobs.log.display()));
         }
     }
+    evaluate(plan, run, &mut jobs, stop, console)
+}
+
+/// Whether the run is trained.
+fn is_finished(run: &PlannedRun) -> Result<bool, String> {
+    let marker = run_folder::finished(&run.dir()).map_err(|error| error.to_string())?;
+    Ok(marker.is_some())
+}
+
+/// Evaluates a trained run, as [`do_run`] does.
+fn evaluate(
+    plan: &Plan,
+    run: &PlannedRun,
+    jobs: &mut Jobs<'_, '_>,
+    stop: &StopFlag,
+    console: &mut dyn SweepConsole,
+) -> Result<Status, String> {
+    let dir = run.dir();
     for eval in &plan.sweep.eval {
-        let args = eval_args(eval, &dir);
-        let Some(force) = eval_to_do(&dir, &suite_of(eval), &args) else { continue };
-        let force = force.then(|| "--force".to_owned());
-        let done = start(&suite_of(eval), args.iter().cloned().chain(force).collect());
+        let (name, args) = (name_of(eval), eval_args(eval, &dir));
+        let Some(force) = eval_to_do(&dir, name, &args) else { continue };
         if stop.is_raised() {
             return Ok(Status::Pending);
         }
+        console.note(&format!("{}: evaluation {name}", run.name));
+        let force = force.then(|| "--force".to_owned());
+        let done = jobs.run(name, args.iter().cloned().chain(force).collect(), &mut || {});
+        if stop.is_raised() && done.is_err() {
+            return Ok(Status::Pending);
+        }
         done?;
-        record_eval(&dir, &suite_of(eval), args)
+        record_eval(&dir, name, args)
             .map_err(|error| format!("cannot write {}: {error}", dir.join(EVALS_FILE).display()))?;
     }
     Ok(Status::Finished)
@@ -178,15 +235,17 @@ fn train_args(plan: &Plan, run: &PlannedRun, resumed: bool) -> Vec<String> {
     args
 }
 
-fn suite_of(eval: &Table) -> String {
-    eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned()
+/// The name of an evaluation; a valid sweep gives each one.
+fn name_of(eval: &Table) -> &str {
+    eval_name(eval).unwrap_or_default()
 }
 
 /// The command line of an evaluation: every key becomes an option, repeated for each value of an
 /// array; `true` becomes a bare flag, `false` is left out.
 fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
     let run = run_dir.display().to_string();
-    let mut args = vec!["eval".to_owned(), suite_of(eval), "--run".to_owned(), run];
+    let suite = eval.get("suite").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let mut args = vec!["eval".to_owned(), suite, "--run".to_owned(), run];
     let plain = |value: &Value| match value {
         Value::String(text) => text.clone(),
         other => other.to_string(),
@@ -209,19 +268,20 @@ fn eval_args(eval: &Table, run_dir: &Path) -> Vec<String> {
 
 /// `None` if the evaluation was already done with the same arguments; else whether it must be
 /// forced, because there are results for other arguments.
-fn eval_to_do(run_dir: &Path, suite: &str, args: &[String]) -> Option<bool> {
-    let has_results = run_dir.join("eval").join(suite).join("results.json").is_file();
-    let recorded = recorded_evals(run_dir).remove(suite);
+fn eval_to_do(run_dir: &Path, name: &str, args: &[String]) -> Option<bool> {
+    let has_results = run_dir.join("eval").join(name).join("results.json").is_file();
+    let recorded = recorded_evals(run_dir).remove(name);
     if has_results && recorded.as_deref() == Some(args) { None } else { Some(has_results) }
 }
 
+/// The arguments of the evaluations that were finished, by name.
 fn recorded_evals(run_dir: &Path) -> BTreeMap<String, Vec<String>> {
     let bytes = fs::read(run_dir.join(EVALS_FILE)).unwrap_or_default();
     serde_json::from_slice(&bytes).unwrap_or_default()
 }
 
-fn record_eval(run_dir: &Path, suite: &str, args: Vec<String>) -> io::Result<()> {
+fn record_eval(run_dir: &Path, name: &str, args: Vec<String>) -> io::Result<()> {
     let mut recorded = recorded_evals(run_dir);
-    recorded.insert(suite.to_owned(), args);
+    recorded.insert(name.to_owned(), args);
     files::write_atomically(&run_dir.join(EVALS_FILE), &serde_json::to_vec_pretty(&recorded)?)
 }

@@ -23,15 +23,19 @@
 
 mod config;
 mod execute;
+mod figures;
 mod plan;
 mod results;
+mod watch;
 
 use std::path::PathBuf;
 
 pub use config::{Axis, SweepConfig};
-pub use execute::{Job, JobStatus, execute, launch_current_exe};
+pub use execute::{Job, JobStatus, Launch, execute, launch_current_exe};
+pub use figures::{Comparison, Figure, VariantFigure};
 pub use plan::{Plan, PlannedRun};
 pub use results::{RunResult, Status, SweepResults};
+pub use watch::{SweepConsole, SweepStep};
 
 use crate::config::ConfigError;
 use crate::run_folder::RunFolderError;

@@ -1,8 +1,8 @@
 //! The results of a sweep's runs: one row per run in `results.csv`, and a table over the seeds.
 
-use std::fs;
 use std::path::Path;
 
+use super::figures::{Comparison, Figure, VALIDATION_LOSS, VariantFigure, cell, headline};
 use super::{Plan, PlannedRun};
 use crate::run_folder::Finished;
 
@@ -28,8 +28,8 @@ pub struct RunResult {
     pub seed: u64,
     /// How far it got.
     pub status: Status,
-    /// Named figures, in the order of the columns.
-    pub figures: Vec<(String, f64)>,
+    /// Its figures, in the order of the columns.
+    pub figures: Vec<Figure>,
 }
 
 impl RunResult {
@@ -44,37 +44,29 @@ impl RunResult {
         }
     }
 
+    /// The names of its values, one after another; without axes, all runs are one variant.
+    pub fn variant(&self) -> String {
+        if self.labels.is_empty() { "all seeds".to_owned() } else { self.labels.join(", ") }
+    }
+
     /// Reads the figures of a finished training run and of its evaluations from its folder.
-    pub(super) fn read_figures(&mut self, run_dir: &Path, finished: &Finished, suites: &[String]) {
+    pub(super) fn read_figures(&mut self, run_dir: &Path, finished: &Finished, evals: &[&str]) {
         let mut figures = Vec::new();
         if let Some(validation) = &finished.validation {
-            figures.push(("validation_loss".to_owned(), validation.validation_loss));
-            figures.push(("bits_per_byte".to_owned(), validation.bits_per_byte));
+            figures.push(Figure::exact(VALIDATION_LOSS, validation.validation_loss));
+            figures.push(Figure::exact("bits_per_byte", validation.bits_per_byte));
         }
-        figures.push(("tokens_per_second".to_owned(), finished.tokens_per_second));
-        figures.push(("skipped_steps".to_owned(), finished.skipped as f64));
-        for suite in suites {
-            for (name, value) in headline(&run_dir.join("eval").join(suite).join("results.json")) {
-                figures.push((format!("{suite}.{name}"), value));
-            }
+        figures.push(Figure::exact("tokens_per_second", finished.tokens_per_second));
+        figures.push(Figure::exact("skipped_steps", finished.skipped as f64));
+        for eval in evals {
+            figures.extend(headline(eval, &run_dir.join("eval").join(eval).join("results.json")));
         }
         self.figures = figures;
     }
 
-    fn figure(&self, name: &str) -> Option<f64> {
-        self.figures.iter().find(|(other, _)| other == name).map(|(_, value)| *value)
+    fn figure(&self, name: &str) -> Option<&Figure> {
+        self.figures.iter().find(|figure| figure.name == name)
     }
-}
-
-/// The headline scores of an evaluation; none if its results cannot be read.
-fn headline(path: &Path) -> Vec<(String, f64)> {
-    let parsed = fs::read(path)
-        .ok()
-        .and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
-    let scores = parsed.as_ref().and_then(|results| results.get("headline")?.as_object());
-    scores.map_or_else(Vec::new, |scores| {
-        scores.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
-    })
 }
 
 /// The outcome of a sweep.
@@ -111,25 +103,32 @@ impl SweepResults {
     /// The names of all figures that any run has, in the order of their first appearance.
     fn figure_names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = Vec::new();
-        for (name, _) in self.runs.iter().flat_map(|run| &run.figures) {
-            if !names.contains(&name.as_str()) {
-                names.push(name);
+        for figure in self.runs.iter().flat_map(|run| &run.figures) {
+            if !names.contains(&figure.name.as_str()) {
+                names.push(&figure.name);
             }
         }
         names
     }
 
-    /// One row per run: name, axes, seed, status, figures.
+    /// One row per run: name, axes, seed, status, figures; a figure with an interval is followed by its ends.
     pub fn to_csv(&self) -> String {
         let figures = self.figure_names();
-        let axes = self.axes.iter().map(String::as_str);
-        let header: Vec<&str> = ["run"]
-            .into_iter()
-            .chain(axes)
-            .chain(["seed", "status"])
-            .chain(figures.iter().copied())
-            .collect();
-        let mut csv = row(&header.into_iter().map(str::to_owned).collect::<Vec<_>>());
+        let has_interval = |name: &str| {
+            self.runs.iter().filter_map(|run| run.figure(name)).any(|f| f.interval.is_some())
+        };
+        let with_interval: Vec<(&str, bool)> =
+            figures.into_iter().map(|name| (name, has_interval(name))).collect();
+        let mut header = vec!["run".to_owned()];
+        header.extend(self.axes.iter().cloned());
+        header.extend(["seed".to_owned(), "status".to_owned()]);
+        for (name, interval) in &with_interval {
+            header.push((*name).to_owned());
+            if *interval {
+                header.extend([format!("{name}.low"), format!("{name}.high")]);
+            }
+        }
+        let mut csv = row(&header);
         for run in &self.runs {
             let status = match &run.status {
                 Status::Pending => "pending".to_owned(),
@@ -139,15 +138,29 @@ impl SweepResults {
             let mut cells = vec![run.name.clone()];
             cells.extend(run.labels.iter().cloned());
             cells.extend([run.seed.to_string(), status]);
-            let figure = |name: &&str| run.figure(name).map_or_else(String::new, |v| v.to_string());
-            cells.extend(figures.iter().map(figure));
+            for (name, interval) in &with_interval {
+                let show = |value: Option<f64>| value.map_or_else(String::new, |v| v.to_string());
+                let figure = run.figure(name);
+                cells.push(show(figure.map(|figure| figure.value)));
+                if *interval {
+                    let ends = figure.and_then(|figure| figure.interval);
+                    cells.extend([show(ends.map(|ends| ends.0)), show(ends.map(|ends| ends.1))]);
+                }
+            }
             csv += &row(&cells);
         }
         csv
     }
 
+    /// The runs by combination of the axes, with those that are finished.
+    fn groups(&self) -> impl Iterator<Item = (&[RunResult], Vec<&RunResult>)> {
+        self.runs.chunk_by(|a, b| a.labels == b.labels).map(|group| {
+            (group, group.iter().filter(|run| run.status == Status::Finished).collect())
+        })
+    }
+
     /// A table with one line for each combination of the axes: how many of its seeds are finished, and
-    /// the mean ± standard error over these.
+    /// their figures, as [`SweepResults::legend`] explains.
     pub fn table(&self) -> String {
         let figures = self.figure_names();
         let mut rows = vec![
@@ -158,44 +171,57 @@ impl SweepResults {
                 .chain(figures.iter().map(|name| (*name).to_owned()))
                 .collect::<Vec<_>>(),
         ];
-        for group in self.runs.chunk_by(|a, b| a.labels == b.labels) {
-            let done: Vec<&RunResult> =
-                group.iter().filter(|run| run.status == Status::Finished).collect();
+        for (group, done) in self.groups() {
             let mut cells = group[0].labels.clone();
             cells.push(format!("{}/{}", done.len(), group.len()));
             for name in &figures {
-                let values: Vec<f64> = done.iter().filter_map(|run| run.figure(name)).collect();
-                cells.push(mean_and_error(&values));
+                let values: Vec<&Figure> = done.iter().filter_map(|run| run.figure(name)).collect();
+                cells.push(cell(&values));
             }
             rows.push(cells);
         }
         aligned(&rows)
     }
-}
 
-/// `mean ± standard error` with digits that fit the error; for one value, only the mean.
-fn mean_and_error(values: &[f64]) -> String {
-    let count = values.len() as f64;
-    let mean = values.iter().sum::<f64>() / count;
-    match values.len() {
-        0 => "-".to_owned(),
-        1 => format!("{mean:.*}", decimals(mean.abs() / 1000.0)),
-        _ => {
-            let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (count - 1.0);
-            let error = (variance / count).sqrt();
-            let digits = match error {
-                e if e > 0.0 => decimals(e / 10.0),
-                _ if mean.fract() == 0.0 => 0,
-                _ => decimals(mean.abs() / 1000.0),
-            };
-            format!("{mean:.digits$} ± {error:.digits$}")
+    /// What the table's signs mean; empty if it has none.
+    pub fn legend(&self) -> String {
+        let mut parts = Vec::new();
+        let seeds = self.groups().map(|(_, done)| done.len()).max().unwrap_or(0);
+        let figures = || self.runs.iter().flat_map(|run| &run.figures);
+        if seeds > 1 {
+            parts.push("± is the standard error over the seeds");
+        } else if figures().any(|figure| figure.standard_error.is_some()) {
+            parts.push("± is the standard error over the evaluation's samples");
         }
+        if figures().any(Figure::is_proportion) {
+            parts.push(match seeds > 1 {
+                true => "brackets hold the 95 % interval of the evaluation's samples (Wilson), its ends averaged over the seeds",
+                false => "brackets hold the 95 % interval of the evaluation's samples (Wilson)",
+            });
+        }
+        parts.join("; ")
     }
-}
 
-/// Decimals that show a quantity of size `smallest`, at most 6.
-fn decimals(smallest: f64) -> usize {
-    if smallest > 0.0 { (-smallest.log10().floor()).clamp(0.0, 6.0) as usize } else { 4 }
+    /// The final validation loss and the headline scores of the evaluations, by combination of the axes.
+    pub fn comparisons(&self) -> Vec<Comparison> {
+        let compared = |name: &&str| *name == VALIDATION_LOSS || name.contains('.');
+        let comparison = |name: &str| {
+            let variant = |(group, done): (&[RunResult], Vec<&RunResult>)| {
+                let figures: Vec<&Figure> =
+                    done.iter().filter_map(|run| run.figure(name)).collect();
+                VariantFigure::new(group[0].variant(), &figures)
+            };
+            let figures = self.runs.iter().filter_map(|run| run.figure(name));
+            Comparison {
+                figure: name.to_owned(),
+                is_proportion: figures.into_iter().all(Figure::is_proportion),
+                variants: self.groups().map(variant).collect(),
+            }
+        };
+        let names = self.figure_names().into_iter().filter(compared);
+        let known = |c: &Comparison| c.variants.iter().any(|variant| variant.mean.is_some());
+        names.map(comparison).filter(known).collect()
+    }
 }
 
 /// One CSV line.
@@ -225,16 +251,6 @@ fn aligned(rows: &[Vec<String>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn standard_errors_are_those_of_the_mean() {
-        // Deviation 1, so the error is 1 / sqrt(3).
-        assert_eq!(mean_and_error(&[1.0, 2.0, 3.0]), "2.00 ± 0.58");
-        assert_eq!(mean_and_error(&[2.5]), "2.500");
-        assert_eq!(mean_and_error(&[2.0, 2.0]), "2 ± 0");
-        assert_eq!(mean_and_error(&[]), "-");
-        assert_eq!(mean_and_error(&[51_200.0, 51_900.0]), "51550 ± 350");
-    }
 
     #[test]
     fn csv_cells_are_quoted_where_they_must_be() {

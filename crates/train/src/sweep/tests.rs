@@ -55,6 +55,18 @@ fn setting<'a>(args: &'a [String], key: &str) -> Option<&'a str> {
     args.iter().find_map(|arg| arg.strip_prefix(key)?.strip_prefix('='))
 }
 
+/// What the sweep reads of an evaluation's results.
+const RESULTS: &str = r#"{"headline": {"accuracy": 0.5}, "headline_estimates":
+    {"accuracy": {"value": 0.5, "standard_error": null, "low": 0.3, "high": 0.7, "samples": 20}}}"#;
+
+struct Quiet;
+
+impl SweepConsole for Quiet {
+    fn note(&mut self, _text: &str) {}
+    fn step(&mut self, _step: &SweepStep<'_>) {}
+    fn end_training(&mut self) {}
+}
+
 /// A stand-in for the binary: writes the files that training and evaluation would leave.
 #[derive(Default)]
 struct FakeBinary {
@@ -63,10 +75,12 @@ struct FakeBinary {
     broken: Option<&'static str>,
     /// The job after which the user presses Ctrl-C.
     stop_after: Option<(usize, StopFlag)>,
+    /// Whether that job ends all the same: the signal came too late to stop it.
+    completes_the_last: bool,
 }
 
 impl FakeBinary {
-    fn launch(&mut self, job: &Job) -> io::Result<JobStatus> {
+    fn launch(&mut self, job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobStatus> {
         let line = job.args.join(" ");
         self.jobs.push(line.clone());
         if self.broken.is_some_and(|broken| line.contains(broken)) {
@@ -76,15 +90,21 @@ impl FakeBinary {
             && self.jobs.len() >= *jobs
         {
             stop.raise();
-            return Ok(JobStatus::Success);
+            if !self.completes_the_last {
+                return Ok(JobStatus::Failure("exit status: 130".into()));
+            }
         }
         match job.args[0].as_str() {
-            "train" => self.train(job),
+            "train" => {
+                self.train(job);
+                tick();
+            }
             _ => {
                 let run = PathBuf::from(value(&job.args, "--run").unwrap());
-                let folder = run.join("eval").join(&job.args[1]);
+                let name = value(&job.args, "--out").unwrap_or(&job.args[1]);
+                let folder = run.join("eval").join(name);
                 fs::create_dir_all(&folder)?;
-                fs::write(folder.join("results.json"), r#"{"headline": {"accuracy": 0.5}}"#)?;
+                fs::write(folder.join("results.json"), RESULTS)?;
             }
         }
         Ok(JobStatus::Success)
@@ -131,7 +151,7 @@ impl FakeBinary {
 
     fn run(&mut self, plan: &Plan) -> SweepResults {
         let stop = self.stop_after.as_ref().map_or_else(StopFlag::new, |(_, stop)| stop.clone());
-        execute(plan, &mut |job| self.launch(job), &stop, &mut |_| {}).unwrap()
+        execute(plan, &mut |job, tick| self.launch(job, tick), &stop, &mut Quiet).unwrap()
     }
 
     fn count(&self, what: &str) -> usize {
@@ -202,16 +222,16 @@ fn a_sweep_trains_evaluates_and_tabulates() {
     assert_eq!(binary.jobs[1], eval);
     insta::assert_snapshot!(results.table(), @r"
     model.attention  seeds  validation_loss  bits_per_byte  tokens_per_second  skipped_steps  passkey.accuracy
-    rope             2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.5000 ± 0.0000
-    fox              2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.5000 ± 0.0000
+    rope             2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.500 ± 0.000 [0.300, 0.700]
+    fox              2/2    2.25 ± 0.25      1.12 ± 0.12    5000 ± 0           0 ± 0          0.500 ± 0.000 [0.300, 0.700]
     ");
     let csv = fs::read_to_string(plan.sweep.dir().join("results.csv")).unwrap();
     insta::assert_snapshot!(csv, @r"
-    run,model.attention,seed,status,validation_loss,bits_per_byte,tokens_per_second,skipped_steps,passkey.accuracy
-    rope-seed0,rope,0,finished,2,1,5000,0,0.5
-    rope-seed1,rope,1,finished,2.5,1.25,5000,0,0.5
-    fox-seed0,fox,0,finished,2,1,5000,0,0.5
-    fox-seed1,fox,1,finished,2.5,1.25,5000,0,0.5
+    run,model.attention,seed,status,validation_loss,bits_per_byte,tokens_per_second,skipped_steps,passkey.accuracy,passkey.accuracy.low,passkey.accuracy.high
+    rope-seed0,rope,0,finished,2,1,5000,0,0.5,0.3,0.7
+    rope-seed1,rope,1,finished,2.5,1.25,5000,0,0.5,0.3,0.7
+    fox-seed0,fox,0,finished,2,1,5000,0,0.5,0.3,0.7
+    fox-seed1,fox,1,finished,2.5,1.25,5000,0,0.5,0.3,0.7
     ");
 }
 
@@ -287,6 +307,45 @@ fn runs_of_another_configuration_are_not_taken_for_this_ones() {
 }
 
 #[test]
+fn a_signal_after_the_last_job_leaves_a_finished_sweep() {
+    let sandbox = Sandbox::new(KINDS);
+    let plan = sandbox.plan().unwrap();
+    let stop = StopFlag::new();
+    let stop_after = Some((8, stop.clone()));
+    let mut binary = FakeBinary { stop_after, completes_the_last: true, ..Default::default() };
+    let results = binary.run(&plan);
+    assert!(stop.is_raised() && results.is_complete());
+    // One that arrives earlier ends the sweep after the job that it does not stop.
+    fs::remove_dir_all(plan.runs[3].dir()).unwrap();
+    let stop_after = Some((1, StopFlag::new()));
+    let mut binary = FakeBinary { stop_after, completes_the_last: true, ..Default::default() };
+    assert!(!binary.run(&plan).is_complete());
+    assert_eq!((binary.count("train"), binary.count("eval")), (1, 0));
+}
+
+#[test]
+fn one_suite_is_evaluated_under_several_names() {
+    let sandbox = Sandbox::new(
+        "[[eval]]\nsuite = \"passkey\"\n[[eval]]\nsuite = \"passkey\"\nout = \"long\"",
+    );
+    let plan = sandbox.plan().unwrap();
+    let mut binary = FakeBinary::default();
+    let results = binary.run(&plan);
+    assert_eq!(binary.count("eval passkey"), 2);
+    assert!(
+        results.to_csv().contains("passkey.accuracy.high,long.accuracy,"),
+        "{}",
+        results.to_csv()
+    );
+    let recorded = fs::read_to_string(plan.runs[0].dir().join("evals.json")).unwrap();
+    let recorded: serde_json::Value = serde_json::from_str(&recorded).unwrap();
+    assert!(recorded["passkey"].is_array() && recorded["long"].is_array(), "{recorded}");
+    let mut again = FakeBinary::default();
+    assert!(again.run(&plan).is_complete());
+    assert_eq!(again.jobs, [""; 0]);
+}
+
+#[test]
 fn the_dry_run_lists_every_run() {
     let plan = Sandbox::new(KINDS).plan().unwrap();
     let text = plan.describe().unwrap();
@@ -330,10 +389,12 @@ fn mistakes_in_the_sweep_file_are_named() {
     the sweep: two runs would both be called a-b-seed0: ["a/b"] and ["a b"]
       hint: give the axes names = [...] that differ in letters and digits
     "#);
-    let evals = "[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"";
+    let evals = "[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\nout = \"../a\"";
     insta::assert_snapshot!(Sandbox::new(evals).error(), @r#"
-    sweeps/kinds.toml: the configuration has 1 problem:
-    eval.1.suite is niah; allowed: the name of a suite, each suite once: its results go into the folder of that name
-      hint: add suite = "passkey", or join the two tables of one suite
+    sweeps/kinds.toml: the configuration has 2 problems:
+    eval.1.out is missing; allowed: a name of its own: the results of eval.0 go to eval/niah already
+      hint: add for example out = "niah-2", or join the two tables
+    eval.2.out is "../a"; allowed: the name of a folder, which holds no / or \ and does not begin with a dot
+      hint: use for example out = "passkey-long"
     "#);
 }
