@@ -98,6 +98,13 @@ impl DataConfig {
             "add one, for example with kind = \"cargo-sources\", which needs no download",
         );
         let weights: f64 = self.sources.iter().map(|source| source.weight()).sum();
+        problems.check(
+            weights.is_finite() || self.sources.iter().any(|source| !source.weight().is_finite()),
+            "data.sources",
+            format!("weights whose sum is {weights}"),
+            "weights with a finite sum",
+            "set them lower: only their ratios matter",
+        );
         for (at, source) in self.sources.iter().enumerate() {
             self.validate_source(&format!("data.sources[{at}]"), source, weights, problems);
         }

@@ -5,8 +5,9 @@ use longwall_model::cost::Parameters;
 use crate::config::RunConfig;
 use crate::optimiser::Parameter;
 
-/// Bytes that training needs at least: weights, their gradients, the optimiser's state, and of the
-/// activations the input of each block for one micro-batch, all in f32.
+/// Bytes that training needs at least: weights, their gradients, the optimiser's state, of the
+/// activations the input of each block for one micro-batch, all in f32, and the inputs, targets and loss
+/// weights of a step's tokens.
 pub fn least_for_training(config: &RunConfig, vocab_size: usize, micro_batch: usize) -> u128 {
     let model = &config.model;
     let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
@@ -15,7 +16,8 @@ pub fn least_for_training(config: &RunConfig, vocab_size: usize, micro_batch: us
     let state = config.train.optimiser.state(&all).into_iter();
     let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
     let inputs = elements(&[model.layers, micro_batch, config.data.seq_len, model.width]);
-    4 * (2 * parameters as u128 + state + inputs)
+    let batch = 3 * u128::from(config.train.batch_tokens);
+    4 * (2 * parameters as u128 + state + inputs + batch)
 }
 
 fn elements(shape: &[usize]) -> u128 {
@@ -28,12 +30,13 @@ mod tests {
     use crate::testing::config;
 
     #[test]
-    fn the_need_counts_weights_gradients_state_and_inputs_of_blocks() {
+    fn the_need_counts_weights_gradients_state_inputs_of_blocks_and_the_batch() {
         let config = config(&["model.layers=96", "model.width=12288", "model.heads=96"]);
         let parameters = Parameters::of(&config.model, 257, config.data.seq_len).total() as u128;
         let inputs = 96 * 4 * config.data.seq_len as u128 * 12288;
+        let batch = 12 * u128::from(config.train.batch_tokens);
         // AdamW keeps two moments.
-        assert_eq!(least_for_training(&config, 257, 4), 16 * parameters + 4 * inputs);
+        assert_eq!(least_for_training(&config, 257, 4), 16 * parameters + 4 * inputs + batch);
         assert!(parameters > 170_000_000_000, "{parameters}");
     }
 }

@@ -16,7 +16,7 @@ use super::eval::suites_of;
 use crate::costs::{ratio, state_bytes};
 
 /// The greatest length to count costs at: beyond it they would overflow.
-const LONGEST: usize = 1 << 40;
+pub(crate) const LONGEST: usize = 1 << 40;
 
 /// Arguments of `longwall info`.
 #[derive(clap::Args)]
@@ -44,7 +44,7 @@ pub struct Args {
 
 /// What a model costs.
 #[derive(Serialize)]
-struct Info {
+pub(crate) struct Info {
     /// The kind; for a hybrid, its kinds with their numbers of layers.
     attention: String,
     vocab_size: usize,
@@ -63,6 +63,35 @@ struct Info {
     train_memory_bytes: u64,
     layers: Vec<Layers>,
     kinds: Vec<Kind>,
+}
+
+impl Info {
+    /// The figures of a valid configuration, with a vocabulary of `vocab` tokens, at a length of `seq_len`.
+    pub(crate) fn of(config: &RunConfig, vocab: usize, seq_len: usize) -> Self {
+        let model = &config.model;
+        let parameters = Parameters::of(model, vocab, config.data.seq_len);
+        let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
+        let costs = Costs::of(model, &parameters, seq_len);
+        let least = memory::least_for_training(config, vocab, 1);
+        Info {
+            attention: model.attention_label(),
+            vocab_size: vocab,
+            parameters,
+            parameters_total: costs.parameters,
+            seq_len,
+            forward_flops_per_token: cost::forward_flops_per_token(model, vocab, seq_len),
+            attention_flops_per_token: costs.attention_flops_per_token,
+            train_flops_per_token: cost::train_flops_per_token(model, vocab, seq_len),
+            state_bytes_per_sequence: costs.state_bytes_per_sequence,
+            state_bytes_per_token: costs.state_bytes_per_token,
+            weight_state_ratio: costs.weight_state_ratio,
+            layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
+            kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
+            steps: config.train.total_steps(),
+            train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
+            train_memory_bytes: u64::try_from(least).unwrap_or(u64::MAX),
+        }
+    }
 }
 
 /// The layers of one kind, and what they cost together.
@@ -88,7 +117,7 @@ impl Layers {
             layers: kind.layers,
             attention_parameters: parameters,
             attention_flops_per_token: flops_per_token,
-            state_bytes_per_sequence: 4 * state_elements,
+            state_bytes_per_sequence: state_elements.saturating_mul(4),
         }
     }
 }
@@ -186,33 +215,12 @@ pub fn run(args: Args) -> Result<()> {
              hint: leave it out for data.seq_len"
         );
     }
-    let model = &config.model;
-    let parameters = Parameters::of(model, vocab, config.data.seq_len);
-    let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
-    let costs = Costs::of(model, &parameters, seq_len);
-    let info = Info {
-        attention: model.attention_label(),
-        vocab_size: vocab,
-        parameters,
-        parameters_total: costs.parameters,
-        seq_len,
-        forward_flops_per_token: cost::forward_flops_per_token(model, vocab, seq_len),
-        attention_flops_per_token: costs.attention_flops_per_token,
-        train_flops_per_token: cost::train_flops_per_token(model, vocab, seq_len),
-        state_bytes_per_sequence: costs.state_bytes_per_sequence,
-        state_bytes_per_token: costs.state_bytes_per_token,
-        weight_state_ratio: costs.weight_state_ratio,
-        layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
-        kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
-        steps: config.train.total_steps(),
-        train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
-        train_memory_bytes: memory::least_for_training(&config, vocab, 1) as u64,
-    };
+    let info = Info::of(&config, vocab, seq_len);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&info)?);
     } else {
         print(&info);
-        if model.pattern.is_some() {
+        if config.model.pattern.is_some() {
             print_layers(&info.layers);
         }
         print_kinds(&info.kinds);
@@ -247,7 +255,7 @@ fn print(info: &Info) {
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
     let gigabytes = info.train_memory_bytes as f64 / 1e9;
     println!(
-        "  memory, at least       {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"
+        "  memory, at least       {gigabytes:.3} GB (weights, gradients, optimiser, block inputs, batch)"
     );
 }
 
