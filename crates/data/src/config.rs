@@ -161,6 +161,17 @@ mod tests {
     }
 
     #[test]
+    fn weights_with_an_infinite_sum_are_refused() {
+        let source = r#"{ kind = "passkey", weight = 1e308 }"#;
+        let text = format!("seq_len = 64\nsources = [{source}, {source}]");
+        insta::assert_snapshot!(problems(&text), @r"
+        the configuration has 1 problem:
+        data.sources is weights whose sum is inf; allowed: weights with a finite sum
+          hint: set them lower: only their ratios matter
+        ");
+    }
+
+    #[test]
     fn unknown_keys_are_refused() {
         assert!(toml::from_str::<DataConfig>("seq_len = 8\nsequence = 9").is_err());
     }

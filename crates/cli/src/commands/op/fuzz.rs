@@ -68,7 +68,8 @@ fn input_files() {
         // The kinds that take tensors of these names, and at least one.
         let fits = |kind: &&AttentionConfig| {
             let projections = kind.projections(&AttentionShape::new(8, 2, 1, 4));
-            let named = |name: &str| content.windows(name.len()).any(|part| part == name.as_bytes());
+            let named =
+                |name: &str| content.windows(name.len()).any(|part| part == name.as_bytes());
             projections.iter().all(|projection| named(projection.name))
         };
         for kind in kinds.iter().filter(fits) {

@@ -143,10 +143,7 @@ const MOST_LAYERS: usize = 1024;
 /// Checks the layer's index.
 fn check_layer(layer: usize) -> Result<()> {
     if layer >= MOST_LAYERS {
-        bail!(
-            "--layer is {layer}; allowed: 0 to {}\n  hint: layers count from 0",
-            MOST_LAYERS - 1
-        );
+        bail!("--layer is {layer}; allowed: 0 to {}\n  hint: layers count from 0", MOST_LAYERS - 1);
     }
     Ok(())
 }
