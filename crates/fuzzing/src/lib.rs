@@ -45,14 +45,10 @@ pub fn fuzz(
         prop_assert!(peak <= most, "{} bytes of memory; allowed: {}", peak, most);
         Ok(())
     });
-    eprintln!("{name}: {COUNT:?}");
     if let Err(error) = result {
         panic!("{name}: {error}");
     }
 }
-
-static COUNT: [std::sync::atomic::AtomicU64; 2] =
-    [const { std::sync::atomic::AtomicU64::new(0) }; 2];
 
 /// A folder for the files of a case.
 pub struct Folder {
@@ -112,6 +108,5 @@ pub fn has_hint(error: &impl Display) {
 /// # Panics
 /// When the error has none.
 pub fn checked<T, E: Display>(result: Result<T, E>) -> Option<T> {
-    COUNT[usize::from(result.is_ok())].fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     result.inspect_err(has_hint).ok()
 }

@@ -11,6 +11,7 @@ use longwall_fuzzing::{
     Folder, JSON, TOML, TextFormat, checked, fuzz, has_hint, mutated_safetensors, mutated_text,
 };
 use longwall_kernels::Cpu;
+use longwall_kernels::backend::OpBackend;
 use longwall_model::weights::{self, EarlierNames};
 use longwall_model::{LanguageModel, Precision};
 use longwall_train::TrainError;
@@ -56,7 +57,7 @@ fn config(out_dir: &Path) -> RunConfig {
     RunConfig::parse(CONFIG, Path::new("tiny.toml"), &sets).unwrap()
 }
 
-fn model(config: &RunConfig) -> LanguageModel<Autodiff<Cpu>> {
+fn model<B: OpBackend>(config: &RunConfig) -> LanguageModel<B> {
     // The bytes and the end of text.
     let (vocab, seq_len) = (257, config.data.seq_len);
     LanguageModel::new(&config.model, vocab, seq_len, config.run.seed, &Default::default())
@@ -186,7 +187,7 @@ fn weights_files() {
     fuzz("weights_files", mutated_safetensors(seeds.clone()), 64 << 20, |content| {
         let folder = Folder::new();
         let path = folder.put("weights.safetensors", &content);
-        let loaded = checked(weights::load(model(&config), &path));
+        let loaded = checked(weights::load(model::<Cpu>(&config), &path));
         assert!(loaded.is_some() || !seeds.contains(&content));
     });
 }
@@ -195,7 +196,7 @@ fn weights_files() {
 fn optimiser_files() {
     let config = config(Path::new("runs"));
     let seeds = tensor_files("optimizer.safetensors");
-    let model = model(&config);
+    let model = model::<Autodiff<Cpu>>(&config);
     let earlier = EarlierNames::of(&model);
     fuzz("optimiser_files", mutated_safetensors(seeds.clone()), 64 << 20, |content| {
         let folder = Folder::new();

@@ -50,6 +50,8 @@ pub struct TrainConfig {
     pub checkpoint: CheckpointConfig,
 }
 
+/// The largest learning rate.
+const LARGEST_LR: f64 = 1e6;
 /// The most tokens of a step.
 const MOST_BATCH_TOKENS: u64 = 1 << 32;
 /// The most tokens of a sample.
@@ -166,10 +168,10 @@ impl TrainConfig {
     pub fn validate(&self, seq_len: usize, problems: &mut Problems) {
         self.validate_batch(seq_len, problems);
         problems.check(
-            self.lr.is_finite() && self.lr > 0.0,
+            self.lr > 0.0 && self.lr <= LARGEST_LR,
             "train.lr",
             self.lr,
-            "a number above 0",
+            format!("a number above 0, at most {LARGEST_LR}"),
             "use for example 6e-4",
         );
         problems.check(
