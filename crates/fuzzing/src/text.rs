@@ -270,3 +270,39 @@ pub fn mutated_text(
         content
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_ends_where_its_table_or_line_does() {
+        let value = |text: &str, at: usize| {
+            let place = value_after(text.as_bytes(), at);
+            text[place].to_owned()
+        };
+        assert_eq!(value("a = 1\nb = 2", 2), "1");
+        assert_eq!(value("a = { b = [1, 2], c = 3 }\n", 2), "{ b = [1, 2], c = 3 }");
+        assert_eq!(value("a = { b = [1, 2], c = 3 }\n", 8), "[1, 2]");
+        assert_eq!(value("a = { b = [1, 2], c = 3 }\n", 20), "3 ");
+        assert_eq!(value("{\"a\":\"x, }\",\"b\":2}", 4), "\"x, }\"");
+        assert_eq!(value("a =", 2), "");
+    }
+
+    proptest! {
+        /// A text with one line, one value and one number: every index means it.
+        #[test]
+        fn changes_replace_values_numbers_and_lines(at in any::<Index>()) {
+            let changed = |change: Change| {
+                let mut text = b"a = 1".to_vec();
+                apply(&change, TOML, &mut text);
+                String::from_utf8(text).unwrap()
+            };
+            prop_assert_eq!(changed(Change::Value(at, b"nan".into())), "a = nan");
+            prop_assert_eq!(changed(Change::Number(at, b"-7".into())), "a = -7");
+            prop_assert_eq!(changed(Change::InsertLine(at, b"b = 2".into())), "b = 2\na = 1");
+            prop_assert_eq!(changed(Change::RepeatLine(at, at)), "a = 1a = 1");
+            prop_assert_eq!(changed(Change::RemoveLine(at)), "");
+        }
+    }
+}

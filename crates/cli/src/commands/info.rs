@@ -15,7 +15,7 @@ use serde::Serialize;
 use super::eval::suites_of;
 use crate::costs::{ratio, state_bytes};
 
-/// The greatest length to count costs at: beyond it they would overflow.
+/// The greatest length to count costs at: beyond it those of one layer could overflow.
 pub(crate) const LONGEST: usize = 1 << 40;
 
 /// Arguments of `longwall info`.
