@@ -164,7 +164,7 @@ fn values_out_of_range_are_reported_together() {
       hint: change heads or width, or set model.head_dim
     train.batch_tokens is 1000; allowed: a multiple of data.seq_len (512) above 0
       hint: use 512 or 1024
-    train.lr is 0; allowed: a number above 0, at most 1000000
+    train.lr is 0; allowed: a number above 0, at most 1e38
       hint: use for example 6e-4
     "#);
 }

@@ -50,8 +50,8 @@ pub struct TrainConfig {
     pub checkpoint: CheckpointConfig,
 }
 
-/// The largest learning rate.
-const LARGEST_LR: f64 = 1e6;
+/// The largest learning rate: it fits into an f32.
+const LARGEST_LR: f64 = 1e38;
 /// The most tokens of a step.
 const MOST_BATCH_TOKENS: u64 = 1 << 32;
 /// The most tokens of a sample.
@@ -171,7 +171,7 @@ impl TrainConfig {
             self.lr > 0.0 && self.lr <= LARGEST_LR,
             "train.lr",
             self.lr,
-            format!("a number above 0, at most {LARGEST_LR}"),
+            format!("a number above 0, at most {LARGEST_LR:e}"),
             "use for example 6e-4",
         );
         problems.check(
