@@ -299,3 +299,14 @@ fn documented_op_files_name_every_tensor() {
         assert!(names.contains(&optional), "{optional:?} is not among {names:?}");
     }
 }
+
+#[test]
+fn a_layer_beyond_every_model_is_refused() {
+    let w = Workspace::new();
+    write(&w.path("in.safetensors"), &fox());
+    let error = w.fail(&fox_and(["--layer", "18446744073709551615"]));
+    assert!(
+        error.contains("--layer is 18446744073709551615; allowed: 0 to 1023\n  hint: "),
+        "{error}"
+    );
+}

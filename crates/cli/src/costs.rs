@@ -2,9 +2,10 @@
 
 use longwall_model::{ModelConfig, cost};
 
-/// Bytes that decoding keeps per sequence of `seq_len` tokens, over all layers, in f32.
+/// Bytes that decoding keeps per sequence of `seq_len` tokens, over all layers, in f32; at most
+/// `u64::MAX`.
 pub fn state_bytes(model: &ModelConfig, seq_len: usize) -> u64 {
-    4 * cost::state_elements(model, seq_len)
+    cost::state_elements(model, seq_len).saturating_mul(4)
 }
 
 /// A number above 0 with three significant digits, or all digits of its whole part if more.

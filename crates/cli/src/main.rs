@@ -4,12 +4,16 @@ mod commands;
 mod comparison;
 mod context;
 mod costs;
+#[cfg(test)]
+mod fuzz;
 mod progress;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+// Tests count memory with an allocator of their own.
+#[cfg(not(test))]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

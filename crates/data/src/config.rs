@@ -98,6 +98,13 @@ impl DataConfig {
             "add one, for example with kind = \"cargo-sources\", which needs no download",
         );
         let weights: f64 = self.sources.iter().map(|source| source.weight()).sum();
+        problems.check(
+            weights.is_finite() || self.sources.iter().any(|source| !source.weight().is_finite()),
+            "data.sources",
+            format!("weights whose sum is {weights}"),
+            "weights with a finite sum",
+            "set them lower: only their ratios matter",
+        );
         for (at, source) in self.sources.iter().enumerate() {
             self.validate_source(&format!("data.sources[{at}]"), source, weights, problems);
         }
@@ -151,6 +158,17 @@ mod tests {
         let source = cargo_sources::Config { max_bytes: 64_000_000, path: None };
         assert_eq!(config.sources, [source.into()]);
         assert_eq!(config.sources[0].weight(), 1.0);
+    }
+
+    #[test]
+    fn weights_with_an_infinite_sum_are_refused() {
+        let source = r#"{ kind = "passkey", weight = 1e308 }"#;
+        let text = format!("seq_len = 64\nsources = [{source}, {source}]");
+        insta::assert_snapshot!(problems(&text), @r"
+        the configuration has 1 problem:
+        data.sources is weights whose sum is inf; allowed: weights with a finite sum
+          hint: set them lower: only their ratios matter
+        ");
     }
 
     #[test]

@@ -1,18 +1,12 @@
 //! Damaged input: valid seeds with flipped bits, cuts, splices and random bytes. Every reader must give
 //! a value or an error, without a panic and in bounded memory.
 //!
-//! `LONGWALL_FUZZ_CASES` sets the cases of each target (200 by default), `LONGWALL_FUZZ_KEEP` a
-//! folder that keeps the files of the last case, for the case that ends the process.
+//! `longwall_fuzzing` describes the variables that set the number of cases and keep their files.
 
-#[path = "fuzz/memory.rs"]
-mod memory;
-#[path = "fuzz/mutate.rs"]
-mod mutate;
 #[path = "fuzz/seeds.rs"]
 mod seeds;
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use longwall_config::Problems;
@@ -21,50 +15,10 @@ use longwall_data::{
     DataConfig, DataError, Loader, MANIFEST_FILE, NoProgress, PrepareOptions, Split, Tokenizer,
     TokenizerConfig, prepare, verify_shards,
 };
-use mutate::{fuzz, mutated};
-use tempfile::TempDir;
-
-/// A folder for the files of a case.
-struct Folder {
-    path: PathBuf,
-    _temporary: Option<TempDir>,
-}
-
-impl Folder {
-    fn new() -> Self {
-        match std::env::var_os("LONGWALL_FUZZ_KEEP") {
-            Some(kept) => {
-                let path = PathBuf::from(kept).join(std::process::id().to_string());
-                let _ = fs::remove_dir_all(&path);
-                fs::create_dir_all(&path).unwrap();
-                Folder { path, _temporary: None }
-            }
-            None => {
-                let temporary = tempfile::tempdir().unwrap();
-                Folder { path: temporary.path().into(), _temporary: Some(temporary) }
-            }
-        }
-    }
-
-    fn put(&self, name: &str, content: &[u8]) -> PathBuf {
-        let path = self.path.join(name);
-        fs::write(&path, content).unwrap();
-        path
-    }
-}
+use longwall_fuzzing::{Folder, checked, fuzz, has_hint, mutated};
 
 fn bytes() -> Tokenizer {
     Tokenizer::load(&TokenizerConfig::Bytes).unwrap()
-}
-
-/// An error is fine if it says what to do.
-fn has_hint(error: &DataError) {
-    let message = error.to_string();
-    assert!(message.contains("\n  hint: "), "{message}");
-}
-
-fn checked<T>(result: Result<T, DataError>) -> Option<T> {
-    result.inspect_err(has_hint).ok()
 }
 
 /// Opens both splits of a folder of shards, and reads rows.
@@ -91,7 +45,7 @@ fn prepare_file(name: &str, content: &[u8], separator: Option<&str>, most: usize
     let path = folder.put(name, content);
     let corpus =
         text::Config { separator: separator.map(Into::into), ..text::Config::new(vec![path]) };
-    let mut options = PrepareOptions::new(Arc::new(corpus), folder.path.join("out"), "x");
+    let mut options = PrepareOptions::new(Arc::new(corpus), folder.path().join("out"), "x");
     options.threads = Some(1);
     if let Some(report) = checked(prepare(&options, &bytes(), &NoProgress)) {
         assert!(report.manifest.bytes <= most as u64, "{} bytes", report.manifest.bytes);
@@ -108,7 +62,7 @@ fn shard_files() {
         let folder = Folder::new();
         folder.put("x_train_000001.bin", &content);
         folder.put("x_val_000000.bin", &content);
-        checked(load(&folder.path));
+        checked(load(folder.path()));
     });
 }
 
@@ -123,8 +77,8 @@ fn prepared_shards() {
         folder.put(name, &content);
         // Every block of a small shard is sampled.
         let same = content == good;
-        assert_eq!(checked(load(&folder.path)).is_some(), same);
-        assert_eq!(verify_shards(&folder.path, &NoProgress).unwrap().is_sound(), same);
+        assert_eq!(checked(load(folder.path())).is_some(), same);
+        assert_eq!(verify_shards(folder.path(), &NoProgress).unwrap().is_sound(), same);
     });
 }
 
@@ -137,8 +91,8 @@ fn manifests() {
         let folder = Folder::new();
         prepared.iter().for_each(|(name, content)| drop(folder.put(name, content)));
         folder.put(MANIFEST_FILE, &content);
-        checked(load(&folder.path));
-        if let Some(report) = checked(verify_shards(&folder.path, &NoProgress)) {
+        checked(load(folder.path()));
+        if let Some(report) = checked(verify_shards(folder.path(), &NoProgress)) {
             assert!(!report.to_string().is_empty());
             checked(report.into_result());
         }

@@ -173,7 +173,7 @@ impl<'a> KindCost<'a> {
         KindCost {
             parameters: layers().map(|layer| attention_parameters(config, layer)).sum(),
             flops_per_token: layers().map(|n| layer_flops_per_token(config, n, seq_len)).sum(),
-            state_elements: layers().map(|n| layer_state_elements(config, n, seq_len)).sum(),
+            state_elements: sum(layers().map(|n| layer_state_elements(config, n, seq_len))),
             kind,
         }
     }
@@ -191,14 +191,20 @@ pub fn train_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len: u
 }
 
 /// Elements that decoding keeps per sequence after `seq_len` tokens, over all layers: the attention
-/// variant's state, and the last inputs of convolutions and token shifts.
+/// variant's state, and the last inputs of convolutions and token shifts. At most `u64::MAX`.
 pub fn state_elements(config: &ModelConfig, seq_len: usize) -> u64 {
-    (0..config.layers).map(|layer| layer_state_elements(config, layer, seq_len)).sum()
+    sum((0..config.layers).map(|layer| layer_state_elements(config, layer, seq_len)))
+}
+
+/// The sum, at most `u64::MAX`: a long sequence in a large model has more elements than that.
+fn sum(elements: impl Iterator<Item = u64>) -> u64 {
+    elements.fold(0, u64::saturating_add)
 }
 
 fn layer_state_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
-    config.attention_of(layer).state_elements(&config.attention_shape(layer), seq_len)
-        + history_elements(config, layer, seq_len)
+    let attention = config.attention_of(layer);
+    let state = attention.state_elements(&config.attention_shape(layer), seq_len);
+    state.saturating_add(history_elements(config, layer, seq_len))
 }
 
 /// Elements of the last inputs that the convolutions and token shifts of layer `layer` keep.

@@ -171,3 +171,25 @@ fn files_with_earlier_names_are_read() {
     write_tensors(&path, &written).unwrap();
     assert_eq!(named_tensors(&load(model(&config, 2), &path).unwrap()), original);
 }
+
+#[test]
+fn a_tensor_under_both_its_names_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    let model = || model(&configs().nth(1).unwrap(), 1);
+    let mut tensors = named_tensors(&model());
+    let gate = tensors.iter().find(|(name, ..)| name.contains("forget_gate.bias")).unwrap().clone();
+    let earlier = gate.0.replace("forget_gate.bias", "projections.0.outer.bias");
+    tensors.push((earlier.clone(), gate.1, gate.2));
+    write_tensors(&path, &tensors).unwrap();
+    let error = load(model(), &path).unwrap_err().to_string();
+    assert!(error.contains("the file has 1 tensors beside") && error.contains(&earlier), "{error}");
+}
+
+#[test]
+fn a_missing_file_is_an_error_with_a_hint() {
+    let error = load(model(&configs().next().unwrap(), 1), std::path::Path::new("no/such"));
+    let error = error.unwrap_err().to_string();
+    assert!(error.starts_with("cannot read the weights file no/such: "), "{error}");
+    assert!(error.contains("\n  hint: check the path"), "{error}");
+}

@@ -141,7 +141,7 @@ impl ScheduleConfig {
         if let ScheduleConfig::Wsd { decay, .. } = self {
             let steps = decay.steps(total_steps, batch_tokens);
             problems.check(
-                warmup + steps <= total_steps,
+                warmup.saturating_add(steps) <= total_steps,
                 "train.schedule.decay",
                 in_steps(*decay, steps),
                 format!("warm-up ({warmup} steps) and decay within the run's {total_steps} steps"),

@@ -16,8 +16,8 @@ use serde::Serialize;
 use super::eval::suites_of;
 use crate::costs::{ratio, state_bytes};
 
-/// The greatest length to count costs at: beyond it they would overflow.
-const LONGEST: usize = 1 << 40;
+/// The greatest length to count costs at: beyond it those of one layer could overflow.
+pub(crate) const LONGEST: usize = 1 << 40;
 
 /// Arguments of `longwall info`.
 #[derive(clap::Args)]
@@ -45,7 +45,7 @@ pub struct Args {
 
 /// What a model costs.
 #[derive(Serialize)]
-struct Info {
+pub(crate) struct Info {
     /// The kind; for a hybrid, its kinds with their numbers of layers.
     attention: String,
     vocab_size: usize,
@@ -64,6 +64,34 @@ struct Info {
     train_memory_bytes: u64,
     layers: Vec<Layers>,
     kinds: Vec<Kind>,
+}
+
+impl Info {
+    /// The figures of a valid configuration, with a vocabulary of `vocab` tokens, at a length of `seq_len`.
+    pub(crate) fn of(config: &RunConfig, vocab: usize, seq_len: usize) -> Self {
+        let model = &config.model;
+        let parameters = Parameters::of(model, vocab, config.data.seq_len);
+        let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
+        let costs = Costs::of(model, &parameters, seq_len);
+        Info {
+            attention: model.attention_label(),
+            vocab_size: vocab,
+            parameters,
+            parameters_total: costs.parameters,
+            seq_len,
+            forward_flops_per_token: cost::forward_flops_per_token(model, vocab, seq_len),
+            attention_flops_per_token: costs.attention_flops_per_token,
+            train_flops_per_token: cost::train_flops_per_token(model, vocab, seq_len),
+            state_bytes_per_sequence: costs.state_bytes_per_sequence,
+            state_bytes_per_token: costs.state_bytes_per_token,
+            weight_state_ratio: costs.weight_state_ratio,
+            layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
+            kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
+            steps: config.train.total_steps(),
+            train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
+            train_memory_bytes: least_gpu_memory(config, vocab),
+        }
+    }
 }
 
 /// The layers of one kind, and what they cost together.
@@ -89,7 +117,7 @@ impl Layers {
             layers: kind.layers,
             attention_parameters: parameters,
             attention_flops_per_token: flops_per_token,
-            state_bytes_per_sequence: 4 * state_elements,
+            state_bytes_per_sequence: state_elements.saturating_mul(4),
         }
     }
 }
@@ -187,33 +215,12 @@ pub fn run(args: Args) -> Result<()> {
              hint: leave it out for data.seq_len"
         );
     }
-    let model = &config.model;
-    let parameters = Parameters::of(model, vocab, config.data.seq_len);
-    let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
-    let costs = Costs::of(model, &parameters, seq_len);
-    let info = Info {
-        attention: model.attention_label(),
-        vocab_size: vocab,
-        parameters,
-        parameters_total: costs.parameters,
-        seq_len,
-        forward_flops_per_token: cost::forward_flops_per_token(model, vocab, seq_len),
-        attention_flops_per_token: costs.attention_flops_per_token,
-        train_flops_per_token: cost::train_flops_per_token(model, vocab, seq_len),
-        state_bytes_per_sequence: costs.state_bytes_per_sequence,
-        state_bytes_per_token: costs.state_bytes_per_token,
-        weight_state_ratio: costs.weight_state_ratio,
-        layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
-        kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
-        steps: config.train.total_steps(),
-        train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
-        train_memory_bytes: least_gpu_memory(&config, vocab),
-    };
+    let info = Info::of(&config, vocab, seq_len);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&info)?);
     } else {
         print(&info);
-        if model.pattern.is_some() {
+        if config.model.pattern.is_some() {
             print_layers(&info.layers);
         }
         print_kinds(&info.kinds);

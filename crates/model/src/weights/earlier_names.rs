@@ -26,16 +26,23 @@ impl EarlierNames {
     }
 
     /// Gives the tensors of a file their current names. A prefix before `blocks`, as in an optimiser's
-    /// `m.blocks.0…`, is kept.
-    pub fn replace(&self, tensors: TensorMap) -> TensorMap {
-        let name_now = |name: String| {
+    /// `m.blocks.0…`, is kept. A tensor whose current name the file has too keeps its earlier name: no
+    /// model takes both.
+    pub fn replace(&self, mut tensors: TensorMap) -> TensorMap {
+        let renamed = |name: &String| {
             let at = name.find("blocks.").unwrap_or(0);
-            match self.0.get(&name[at..]) {
-                Some(now) => format!("{}{now}", &name[..at]),
-                None => name,
-            }
+            let now = self.0.get(&name[at..])?;
+            Some((name.clone(), format!("{}{now}", &name[..at])))
         };
-        tensors.into_iter().map(|(name, tensor)| (name_now(name), tensor)).collect()
+        let names: Vec<(String, String)> = tensors.keys().filter_map(renamed).collect();
+        for (name, now) in names {
+            if !tensors.contains_key(&now)
+                && let Some(tensor) = tensors.remove(&name)
+            {
+                tensors.insert(now, tensor);
+            }
+        }
+        tensors
     }
 }
 

@@ -20,7 +20,7 @@ use crate::LanguageModel;
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     /// The file cannot be read or written.
-    #[error("cannot {action} the weights file {}: {source}", path.display())]
+    #[error("cannot {action} the weights file {}: {source}\n  hint: check the path and its permissions, and the room on the disk", path.display())]
     Io {
         /// `read` or `write`.
         action: &'static str,

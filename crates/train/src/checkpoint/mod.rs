@@ -214,6 +214,9 @@ impl Checkpoint {
         }
         let state = State::read(&path.join(folder::STATE_FILE))?;
         let config = RunConfig::load(&path.join(CONFIG_FILE), &[])?;
+        if let Some(reason) = state.impossible(&config) {
+            return Err(CheckpointError::damaged(&path.join(folder::STATE_FILE), reason));
+        }
         Ok(Checkpoint { path, state, config, checksums })
     }
 

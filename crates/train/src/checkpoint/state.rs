@@ -8,6 +8,7 @@ use longwall_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 use super::{Best, CheckpointError};
+use crate::config::RunConfig;
 use crate::guard::GuardState;
 use crate::metrics::ValidationRecord;
 
@@ -58,6 +59,30 @@ impl State {
             .map_err(|source| CheckpointError::Read { path: path.to_owned(), source })?;
         serde_json::from_slice(&bytes)
             .map_err(|error| CheckpointError::damaged(path, error.to_string()))
+    }
+
+    /// Why no run of `config` writes this state, if there is a reason: a resume would count on from
+    /// impossible numbers.
+    pub(super) fn impossible(&self, config: &RunConfig) -> Option<String> {
+        let rows = config.train.batch_rows(config.data.seq_len);
+        if !(1..=rows).contains(&self.micro_batch) {
+            let micro = self.micro_batch;
+            return Some(format!("micro_batch is {micro}; allowed: 1 to a step's {rows} rows"));
+        }
+        let step = self.step;
+        let &GuardState { skipped, in_a_row, .. } = &self.guard;
+        let tokens = step.checked_mul(config.train.batch_tokens);
+        if tokens.is_none_or(|tokens| tokens != self.tokens) {
+            let (tokens, batch) = (self.tokens, config.train.batch_tokens);
+            return Some(format!("it has {tokens} tokens after {step} steps of {batch}"));
+        }
+        if skipped.checked_add(self.updates) != Some(step) || in_a_row > skipped {
+            let updates = self.updates;
+            return Some(format!(
+                "of {step} steps {updates} were taken and {skipped} skipped, {in_a_row} in a row"
+            ));
+        }
+        None
     }
 
     /// The file's bytes.

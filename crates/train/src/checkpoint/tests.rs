@@ -157,6 +157,31 @@ fn a_checkpoint_without_checksums_is_read_and_cannot_be_verified() {
 }
 
 #[test]
+fn a_state_that_no_run_writes_is_damaged() {
+    let (tokens, steps) = (state(3).tokens, u64::MAX);
+    let with = |change: fn(&mut State)| {
+        let mut state = state(3);
+        change(&mut state);
+        state
+    };
+    for (state, reason) in [
+        (with(|state| state.micro_batch = 0), "micro_batch is 0; allowed: 1 to a step's 8 rows"),
+        (with(|state| state.micro_batch = 9), "micro_batch is 9; allowed"),
+        (with(|state| state.step = u64::MAX), &format!("{tokens} tokens after {steps} steps")),
+        (with(|state| state.updates = 3), "of 3 steps 3 were taken and 1 skipped, 0 in a row"),
+        (with(|state| state.guard.skipped = u64::MAX), "skipped, 0 in a row"),
+        (with(|state| state.guard.in_a_row = 2), "1 skipped, 2 in a row"),
+    ] {
+        let run = tempfile::tempdir().unwrap();
+        let folder = CheckpointFolder::new(run.path());
+        folder.write(3, |path| write_texts(path, &config(&[]), &state)).unwrap();
+        let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
+        let error = shown(run.path(), error);
+        assert!(error.contains("state.json is damaged: ") && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
 fn another_tokenizer_is_refused() {
     let run = tempfile::tempdir().unwrap();
     write(run.path(), 3);

@@ -24,7 +24,7 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The file is not TOML.
-    #[error("{} is not valid TOML\n{message}", path.display())]
+    #[error("{} is not valid TOML\n{message}\n  hint: correct the file at that place; configs/ holds ready-made ones", path.display())]
     Syntax {
         /// The file.
         path: PathBuf,
@@ -213,6 +213,10 @@ fn quoted_list(message: &str) -> Vec<String> {
 
 /// The allowed name most similar to `name`, if any is similar enough.
 pub(super) fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> {
+    // Comparing takes time and memory in proportion to the length; no key is as long as this.
+    if name.len() > 100 {
+        return None;
+    }
     // `learning_rate` for `lr`.
     let initials: String = name.split('_').filter_map(|word| word.chars().next()).collect();
     let score = |other: &str| {

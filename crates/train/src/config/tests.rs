@@ -140,6 +140,7 @@ fn a_file_that_is_no_toml_shows_the_line() {
     3 | seed = 
       |        ^
     string values must be quoted, expected literal string
+      hint: correct the file at that place; configs/ holds ready-made ones
     ");
 }
 
@@ -163,7 +164,7 @@ fn values_out_of_range_are_reported_together() {
       hint: change heads or width, or set model.head_dim
     train.batch_tokens is 1000; allowed: a multiple of data.seq_len (512) above 0
       hint: use 512 or 1024
-    train.lr is 0; allowed: a number above 0
+    train.lr is 0; allowed: a number above 0, at most 1e38
       hint: use for example 6e-4
     "#);
 }
@@ -323,4 +324,11 @@ fn bf16_on_the_cpu_is_refused() {
         let config = parse(BASE, &sets).unwrap();
         assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
     }
+}
+
+#[test]
+fn a_very_long_key_is_refused_without_a_suggestion() {
+    let key = "layer".repeat(100_000);
+    let error = error_of("layers = 2", &format!("layers = 2\n{key} = 1"));
+    assert!(error.contains("hint: remove model.layer"), "{}", &error[error.len() - 200..]);
 }

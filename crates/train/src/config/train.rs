@@ -50,6 +50,13 @@ pub struct TrainConfig {
     pub checkpoint: CheckpointConfig,
 }
 
+/// The largest learning rate: it fits into an f32.
+const LARGEST_LR: f64 = 1e38;
+/// The most tokens of a step.
+const MOST_BATCH_TOKENS: u64 = 1 << 32;
+/// The most tokens of a sample.
+const MOST_SAMPLE_TOKENS: usize = 1 << 24;
+
 fn default_clip() -> OrOff {
     OrOff(Some(1.0))
 }
@@ -147,8 +154,9 @@ impl TrainConfig {
     /// the batch's rows within `budget_tokens`, at least one row.
     pub fn micro_batch_rows(&self, seq_len: usize, budget_tokens: usize) -> usize {
         let rows = self.batch_rows(seq_len);
-        let fits = |n: &usize| rows.is_multiple_of(*n) && n * seq_len <= budget_tokens;
-        self.micro_batch.unwrap_or_else(|| (1..=rows).rev().find(fits).unwrap_or(1))
+        let most = rows.min(budget_tokens / seq_len.max(1));
+        let divides = |n: &usize| rows.is_multiple_of(*n);
+        self.micro_batch.unwrap_or_else(|| (1..=most).rev().find(divides).unwrap_or(1))
     }
 
     /// The learning rate as a function of the step.
@@ -160,10 +168,10 @@ impl TrainConfig {
     pub fn validate(&self, seq_len: usize, problems: &mut Problems) {
         self.validate_batch(seq_len, problems);
         problems.check(
-            self.lr.is_finite() && self.lr > 0.0,
+            self.lr > 0.0 && self.lr <= LARGEST_LR,
             "train.lr",
             self.lr,
-            "a number above 0",
+            format!("a number above 0, at most {LARGEST_LR:e}"),
             "use for example 6e-4",
         );
         problems.check(
@@ -202,6 +210,13 @@ impl TrainConfig {
             nearest,
         );
         problems.check(
+            self.batch_tokens <= MOST_BATCH_TOKENS,
+            "train.batch_tokens",
+            self.batch_tokens,
+            format!("up to {MOST_BATCH_TOKENS}: a step's tokens are in memory at once"),
+            "set it lower; large runs use a few million",
+        );
+        problems.check(
             self.tokens > 0,
             "train.tokens",
             self.tokens,
@@ -209,9 +224,10 @@ impl TrainConfig {
             "say how many tokens to train on, for example \"10M\"",
         );
         let rows = self.batch_rows(seq_len);
-        if let Some(micro) = self.micro_batch {
+        let fits = |micro| (1..=rows).contains(&micro) && rows.is_multiple_of(micro);
+        if let Some(micro) = self.micro_batch.filter(|micro| !fits(*micro)) {
             problems.check(
-                micro > 0 && micro <= rows && rows.is_multiple_of(micro),
+                false,
                 "train.micro_batch",
                 micro,
                 format!("a divisor of the batch's {rows} rows (batch_tokens / seq_len)"),
@@ -223,8 +239,9 @@ impl TrainConfig {
 
 /// The divisor of `n` nearest to `wanted`; the smaller one of two equally near.
 fn nearest_divisor(n: usize, wanted: usize) -> usize {
-    let divisors = (1..=n).filter(|d| n.is_multiple_of(*d));
-    divisors.min_by_key(|d| d.abs_diff(wanted)).unwrap_or(1)
+    let small = (1..=n.isqrt()).filter(|d| n.is_multiple_of(*d));
+    let divisors = small.flat_map(|d| [d, n / d]);
+    divisors.min_by_key(|d| (d.abs_diff(wanted), *d)).unwrap_or(1)
 }
 
 impl SkipConfig {
@@ -261,6 +278,13 @@ impl SampleConfig {
             self.temperature,
             "0 or more",
             "use 0.8, or 0 for greedy decoding",
+        );
+        problems.check(
+            self.tokens <= MOST_SAMPLE_TOKENS,
+            "train.sample.tokens",
+            self.tokens,
+            format!("up to {MOST_SAMPLE_TOKENS}"),
+            "use 64",
         );
         problems.check(
             !self.every.is_on() || (self.tokens > 0 && !self.prompts.is_empty()),

@@ -111,7 +111,7 @@ pub(super) fn open<B: OpBackend>(
     if progress.step > total_steps {
         return Err(TrainError::AlreadyLonger {
             tokens: config.train.tokens,
-            done: progress.step * config.train.batch_tokens,
+            done: progress.step.saturating_mul(config.train.batch_tokens),
             step: progress.step,
         });
     }

@@ -1,7 +1,7 @@
 //! Runs a sweep: one process after another, continuing from the state of the run folders.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -50,7 +50,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// # Errors
 /// When the log cannot be opened or the process cannot be started.
 pub fn launch_current_exe(job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobStatus> {
-    let log = File::options().create(true).append(true).open(&job.log)?;
+    let log = open_log(&job.log)?;
+    // The job's output is this file, and keeps it locked if this process is killed: see `wait_for_orphan`.
+    let _ = log.try_lock();
     let mut child = Command::new(std::env::current_exe()?)
         .args(&job.args)
         .stdin(Stdio::null())
@@ -66,6 +68,24 @@ pub fn launch_current_exe(job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobSt
         thread::sleep(TICK);
     };
     Ok(if status.success() { JobStatus::Success } else { JobStatus::Failure(status.to_string()) })
+}
+
+fn open_log(path: &Path) -> io::Result<File> {
+    File::options().create(true).append(true).open(path)
+}
+
+/// Waits for the job of a sweep that was killed: it goes on without its sweep, and holds the lock of its log.
+/// Returns early if `stop` is raised.
+fn wait_for_orphan(log: &Path, stop: &StopFlag, console: &mut dyn SweepConsole) -> io::Result<()> {
+    let file = open_log(log)?;
+    let is_locked = || matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+    if is_locked() {
+        console.note(&format!("waiting for the job that writes {}", log.display()));
+    }
+    while is_locked() && !stop.is_raised() {
+        thread::sleep(TICK);
+    }
+    Ok(())
 }
 
 /// Runs the remaining jobs of `plan`: calls `launch` for every job, shows lines and steps on `console`,
@@ -144,6 +164,11 @@ fn do_run(
     let dir = run.dir();
     fs::create_dir_all(&dir).map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
     let mut jobs = Jobs { launch, log: dir.join(LOG_FILE) };
+    wait_for_orphan(&jobs.log, stop, console)
+        .map_err(|error| format!("cannot write {}: {error}", jobs.log.display()))?;
+    if stop.is_raised() {
+        return Ok(Status::Pending);
+    }
     let resumed = check_old_run(run)?;
     if is_finished(run)? {
         console.note(&format!("{} is trained already", run.name));

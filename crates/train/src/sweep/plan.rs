@@ -46,6 +46,7 @@ impl Plan {
     /// When the base or the configuration of a run is not valid; the first such run is named.
     pub fn new(sweep: SweepConfig) -> Result<Self, SweepError> {
         let sizes: Vec<usize> = sweep.axes.iter().map(|axis| axis.values.len()).collect();
+        check_size(&sizes, sweep.seeds.len())?;
         let mut runs: Vec<PlannedRun> = Vec::new();
         for combination in 0..sizes.iter().product() {
             let indices = digits(combination, &sizes);
@@ -84,6 +85,26 @@ impl Plan {
         }
         Ok(text)
     }
+}
+
+/// The most runs of a sweep.
+const MOST_RUNS: usize = 10_000;
+
+/// Refuses a grid of too many runs before they are planned one by one.
+fn check_size(sizes: &[usize], seeds: usize) -> Result<(), SweepError> {
+    let runs = sizes.iter().try_fold(seeds, |runs, size| runs.checked_mul(*size));
+    if runs.is_some_and(|runs| runs <= MOST_RUNS) {
+        return Ok(());
+    }
+    let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
+    Err(SweepError::Config(ConfigError::Key {
+        place: "the sweep".to_owned(),
+        problem: format!(
+            "the axes have {} values, with {seeds} seeds each; allowed: {MOST_RUNS} runs",
+            sizes.join(" · ")
+        ),
+        hint: "remove values, or split the sweep into several files".to_owned(),
+    }))
 }
 
 /// The index on each axis of a combination; the last axis varies fastest.

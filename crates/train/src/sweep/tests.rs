@@ -398,3 +398,19 @@ fn mistakes_in_the_sweep_file_are_named() {
       hint: use for example out = "passkey-long"
     "#);
 }
+
+#[test]
+fn a_grid_of_too_many_runs_is_refused() {
+    let axis = |n: usize| {
+        let values: Vec<String> = (0..n).map(|value| value.to_string()).collect();
+        format!("[[axes]]\nkey = \"train.a\"\nvalues = [{}]\n", values.join(", "))
+    };
+    let error = Sandbox::new(&axis(101).repeat(2)).error();
+    assert_eq!(
+        error,
+        "the sweep: the axes have 101 · 101 values, with 1 seeds each; allowed: 10000 runs\n  \
+         hint: remove values, or split the sweep into several files"
+    );
+    // 2⁶⁴ runs.
+    assert!(Sandbox::new(&axis(16).repeat(16)).error().contains("16 · 16 · 16"));
+}

@@ -1,5 +1,7 @@
 //! `longwall op --kind KIND --input FILE --output FILE`.
 
+#[cfg(test)]
+mod fuzz;
 mod tensors;
 
 use std::path::{Path, PathBuf};
@@ -95,6 +97,7 @@ enum PathArg {
 /// Runs the operation on the tensors of a file.
 pub fn run(args: Args) -> Result<()> {
     let config = parse_kind(&args.kind, &args.sets)?;
+    check_layer(args.layer)?;
     check_output(&args.input, &args.output)?;
     let mut file = InputFile::read(&args.input)?;
     let (shape, op) = read_op(&args, &config, &mut file)?;
@@ -130,6 +133,17 @@ fn check_finite(outputs: &[(String, Floats)]) -> Result<()> {
              hint: the results were written; give inputs of smaller magnitude",
             problems.join(", ")
         );
+    }
+    Ok(())
+}
+
+/// One more than the greatest index of a layer.
+const MOST_LAYERS: usize = 1024;
+
+/// Checks the layer's index.
+fn check_layer(layer: usize) -> Result<()> {
+    if layer >= MOST_LAYERS {
+        bail!("--layer is {layer}; allowed: 0 to {}\n  hint: layers count from 0", MOST_LAYERS - 1);
     }
     Ok(())
 }

@@ -70,3 +70,49 @@ fn every_problem_is_reported_at_once() {
       hint: keep at least one checkpoint, so that the run can be resumed
     "#);
 }
+
+#[test]
+fn a_batch_beyond_memory_is_refused_and_costs_no_search() {
+    let endless = TrainConfig { batch_tokens: 9_000_000_000_000_000, ..config("micro_batch = 7") };
+    insta::assert_snapshot!(problems(&endless, 1000), @r"
+    the configuration has 2 problems:
+    train.batch_tokens is 9000000000000000; allowed: up to 4294967296: a step's tokens are in memory at once
+      hint: set it lower; large runs use a few million
+    train.micro_batch is 7; allowed: a divisor of the batch's 9000000000000 rows (batch_tokens / seq_len)
+      hint: use 6, or leave it out
+    ");
+    let free = TrainConfig { micro_batch: None, ..endless };
+    assert_eq!(free.micro_batch_rows(1000, 8192), 8);
+}
+
+#[test]
+fn a_sample_without_end_is_refused() {
+    let endless = config("sample = { tokens = 9223372036854775807 }");
+    insta::assert_snapshot!(problems(&endless, 512), @r"
+    the configuration has 1 problem:
+    train.sample.tokens is 9223372036854775807; allowed: up to 16777216
+      hint: use 64
+    ");
+}
+
+#[test]
+fn phases_together_longer_than_any_number_are_refused() {
+    let most = u64::MAX;
+    let schedule = crate::schedule::ScheduleConfig::Wsd {
+        warmup: crate::config::PhaseLength::Steps(1),
+        decay: crate::config::PhaseLength::Steps(most),
+        shape: Default::default(),
+        final_lr_ratio: 0.0,
+    };
+    let found = problems(&TrainConfig { schedule, ..config("") }, 512);
+    assert!(found.contains("train.schedule.decay is 18446744073709551615 steps"), "{found}");
+}
+
+#[test]
+fn a_learning_rate_whose_warm_up_would_overflow_is_refused() {
+    let found = problems(&TrainConfig { lr: 1e308, ..config("") }, 512);
+    assert!(found.contains("allowed: a number above 0, at most 1e38\n  hint: "), "{found}");
+    for lr in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+        assert!(!problems(&TrainConfig { lr, ..config("") }, 512).is_empty());
+    }
+}

@@ -41,7 +41,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// The most bytes that `work` has in use at a time, beyond those in use before.
-pub fn peak_of(work: impl FnOnce()) -> usize {
+pub(crate) fn peak_of(work: impl FnOnce()) -> usize {
     let before = USED.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
     work();

@@ -1,12 +1,7 @@
-//! Changes to valid input, and the runner.
-
-use std::sync::Mutex;
+//! Changes of bytes.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
-use proptest::test_runner::TestRunner;
-
-use super::memory::peak_of;
 
 /// Numbers at which readers fail more often.
 const NUMBERS: [u64; 8] = [0, 1, 0x7f, 0xff, 0x7fff_ffff, 0xffff_ffff, i64::MAX as u64, u64::MAX];
@@ -27,7 +22,7 @@ enum Change {
 
 /// Positions anywhere, at the start, or at the end, where headers and footers are.
 #[derive(Clone, Debug)]
-struct Edit {
+pub(crate) struct Edit {
     change: Change,
     near: u8,
 }
@@ -55,7 +50,13 @@ fn change(words: &[&str]) -> impl Strategy<Value = Change> + use<> {
     ]
 }
 
-fn apply(edit: &Edit, seeds: &[Vec<u8>], content: &mut Vec<u8>) {
+/// Any edit, which may insert a piece of `words`.
+pub(crate) fn edit(words: &[&str]) -> impl Strategy<Value = Edit> + use<> {
+    (change(words), any::<u8>()).prop_map(|(change, near)| Edit { change, near })
+}
+
+/// Applies an edit to `content`.
+pub(crate) fn apply(edit: &Edit, seeds: &[Vec<u8>], content: &mut Vec<u8>) {
     // One of four positions is in the first 64 bytes, and one in the last.
     let place = |index: &Index, length: usize| match edit.near % 4 {
         0 => index.index(length.min(PIECE)),
@@ -94,35 +95,9 @@ fn apply(edit: &Edit, seeds: &[Vec<u8>], content: &mut Vec<u8>) {
 
 /// One of the seeds with up to five changes; text formats also get pieces from `words`.
 pub fn mutated(seeds: Vec<Vec<u8>>, words: &[&str]) -> impl Strategy<Value = Vec<u8>> + use<> {
-    let edit = (change(words), any::<u8>()).prop_map(|(change, near)| Edit { change, near });
-    (any::<Index>(), prop::collection::vec(edit, 0..6)).prop_map(move |(seed, edits)| {
+    (any::<Index>(), prop::collection::vec(edit(words), 0..6)).prop_map(move |(seed, edits)| {
         let mut content = seeds[seed.index(seeds.len())].clone();
         edits.iter().for_each(|edit| apply(edit, &seeds, &mut content));
         content
     })
-}
-
-/// Runs `target` on many inputs; each may use `most` bytes of memory.
-pub fn fuzz(
-    name: &str,
-    inputs: impl Strategy<Value = Vec<u8>>,
-    most: usize,
-    target: impl Fn(Vec<u8>),
-) {
-    // Memory is counted for the whole process.
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let cases = match std::env::var("LONGWALL_FUZZ_CASES") {
-        Ok(cases) => cases.parse().expect("LONGWALL_FUZZ_CASES is a number"),
-        Err(_) => 200,
-    };
-    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
-    let result = TestRunner::new(config).run(&inputs, |content| {
-        let peak = peak_of(|| target(content));
-        prop_assert!(peak <= most, "{} bytes of memory; allowed: {}", peak, most);
-        Ok(())
-    });
-    if let Err(error) = result {
-        panic!("{name}: {error}");
-    }
 }

@@ -1,0 +1,4 @@
+//! Damaged configurations and checkpoints.
+
+mod checkpoints;
+mod configurations;
