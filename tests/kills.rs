@@ -3,7 +3,8 @@
 //! `LONGWALL_KILLS` sets how often each command is killed at least (3 by default).
 
 use std::fs;
-use std::process::{Command, Stdio};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -25,10 +26,32 @@ fn time(mut command: Command) -> Duration {
     start.elapsed()
 }
 
+/// What a kill reaches.
+#[derive(Clone, Copy)]
+enum Reach {
+    /// The process that was started.
+    Process,
+    /// Its children, too.
+    Group,
+}
+
+/// Kills a process that leads a group of its own.
+fn kill(child: &mut Child, reach: Reach) {
+    if let Reach::Group = reach {
+        let group = format!("-{}", child.id());
+        let status = Command::new("kill").args(["-s", "KILL", "--", &group]).status();
+        assert!(status.unwrap().success());
+    } else {
+        child.kill().unwrap();
+    }
+    child.wait().unwrap();
+}
+
 /// Kills what `command` starts, at moments spread evenly over `whole`, the time it takes undisturbed, until
 /// it has been killed often enough. `killed` is called after each kill, `finished` when a command got
 /// through; that call removes its results, so that the next starts from nothing.
 fn kill_often(
+    reach: Reach,
     whole: Duration,
     command: impl Fn() -> Command,
     killed: impl Fn(),
@@ -40,8 +63,9 @@ fn kill_often(
         // Multiples of the golden ratio spread evenly.
         let part = (f64::from(attempt) * 0.618_033_988_749_895).fract();
         let deadline = Instant::now() + whole.mul_f64(part);
-        let mut child =
-            command().stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts");
+        let mut command = command();
+        command.process_group(0).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("it starts");
         let mut status = None;
         while status.is_none() && (enough || Instant::now() < deadline) {
             status = child.try_wait().unwrap();
@@ -58,8 +82,7 @@ fn kill_often(
                 }
             }
             None => {
-                child.kill().unwrap();
-                child.wait().unwrap();
+                kill(&mut child, reach);
                 kills += 1;
                 killed();
             }
@@ -143,6 +166,7 @@ fn a_killed_run_ends_as_an_undisturbed_one() {
         false => start("killed"),
     };
     kill_often(
+        Reach::Process,
         whole,
         command,
         || is_sound(&w, "runs/killed"),
@@ -166,6 +190,7 @@ fn killed_preparation_leaves_the_same_shards() {
     };
     let whole = time(prepare("whole"));
     kill_often(
+        Reach::Process,
         whole,
         || prepare("killed"),
         || {},
@@ -193,6 +218,7 @@ fn a_killed_evaluation_gives_the_same_scores() {
     let undisturbed = w.read(samples);
     fs::remove_dir_all(w.path("runs/tiny/eval")).unwrap();
     kill_often(
+        Reach::Process,
         whole,
         eval,
         || {},
@@ -217,17 +243,21 @@ suite = "extrapolate"
 lengths = [16, 32]
 "#;
 
-#[test]
-fn a_killed_sweep_ends_as_an_undisturbed_one() {
+fn kill_sweeps(reach: Reach) {
     let w = Workspace::new();
     w.write("whole.toml", SWEEP);
     w.write("killed.toml", SWEEP);
     let runs = ["rope-seed0", "fox-seed0"];
     let whole = time(w.command(&["sweep", "whole.toml"]));
     kill_often(
+        reach,
         whole,
         || w.command(&["sweep", "killed.toml"]),
-        || runs.iter().for_each(|run| is_sound(&w, &format!("runs/killed/{run}"))),
+        || match reach {
+            // Its job goes on.
+            Reach::Process => {}
+            Reach::Group => runs.iter().for_each(|run| is_sound(&w, &format!("runs/killed/{run}"))),
+        },
         || {
             for run in runs {
                 let [killed, whole] = ["killed", "whole"].map(|s| format!("runs/{s}/{run}"));
@@ -238,4 +268,15 @@ fn a_killed_sweep_ends_as_an_undisturbed_one() {
             fs::remove_dir_all(w.path("runs/killed")).unwrap();
         },
     );
+}
+
+#[test]
+fn a_killed_sweep_ends_as_an_undisturbed_one() {
+    kill_sweeps(Reach::Group);
+}
+
+/// The job that the killed sweep leaves behind is waited for.
+#[test]
+fn a_sweep_killed_without_its_job_ends_as_an_undisturbed_one() {
+    kill_sweeps(Reach::Process);
 }

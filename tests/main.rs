@@ -6,6 +6,7 @@ mod errors;
 mod evaluation;
 mod get_data;
 mod hybrid;
+#[cfg(unix)]
 mod kills;
 mod op;
 mod pipeline;
