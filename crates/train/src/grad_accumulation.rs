@@ -138,7 +138,13 @@ fn weights<B: Backend>(
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::TensorMetadata;
+    use burn::tensor::ops::FloatTensorOps;
+    use longwall_kernels::backend::{primitive, tensor};
+
     use super::*;
+    use crate::config::SkipConfig;
+    use crate::guard::{GuardState, SkipReason, StepGuard};
     use crate::testing::{TestBackend, tiny_model};
 
     /// Four rows, the first document of each ends after six tokens; every fifth token has no loss.
@@ -163,6 +169,21 @@ mod tests {
 
     fn run(micro_batch: usize) -> (f32, f32) {
         pass(micro_batch, &StopFlag::new()).expect("nobody asks to stop").loss_and_grad_norm()
+    }
+
+    #[test]
+    fn a_nan_in_one_gradient_skips_the_step() {
+        let mut pass = pass(2, &StopFlag::new()).unwrap();
+        let gradient = pass.gradients.tensors.iter_mut().flatten().nth(3).unwrap();
+        let len = gradient.shape().num_elements();
+        let flat = TestBackend::float_reshape(gradient.clone(), [len].into());
+        let flat = tensor::<TestBackend, 1>(flat).slice_fill([len - 1..len], f32::NAN);
+        *gradient = primitive(flat);
+        let (loss, grad_norm) = pass.loss_and_grad_norm();
+        assert!(loss.is_finite() && grad_norm.is_nan(), "{loss}, {grad_norm}");
+        let mut guard = StepGuard::new(&SkipConfig::default(), GuardState::default());
+        let skip = guard.judge(loss, grad_norm, 1.0);
+        assert!(matches!(skip, Some(SkipReason::GradNormNotFinite(_))), "{skip:?}");
     }
 
     #[test]
