@@ -177,7 +177,7 @@ mod tests {
         let gradient = pass.gradients.tensors.iter_mut().flatten().nth(3).unwrap();
         let len = gradient.shape().num_elements();
         let flat = TestBackend::float_reshape(gradient.clone(), [len].into());
-        let flat = tensor::<TestBackend, 1>(flat).slice_fill([len - 1..len], f32::NAN);
+        let flat = tensor::<TestBackend, 1>(flat).slice_fill(len - 1..len, f32::NAN);
         *gradient = primitive(flat);
         let (loss, grad_norm) = pass.loss_and_grad_norm();
         assert!(loss.is_finite() && grad_norm.is_nan(), "{loss}, {grad_norm}");

@@ -63,7 +63,7 @@ fn model<B: OpBackend>(config: &RunConfig) -> LanguageModel<B> {
     LanguageModel::new(&config.model, vocab, seq_len, config.run.seed, &Default::default())
 }
 
-fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, TrainError> {
+fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, Box<TrainError>> {
     let options = TrainOptions {
         start,
         verify: false,
@@ -76,7 +76,7 @@ fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, TrainError> {
         available_memory: None,
         memory: None,
     };
-    train::<Cpu>(config, &Default::default(), &options, &mut SilentConsole)
+    train::<Cpu>(config, &Default::default(), &options, &mut SilentConsole).map_err(Box::new)
 }
 
 /// The files of a run that was killed after its second step, by path.
