@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use crate::support::Workspace;
+use crate::support::{Workspace, sweep};
 
 /// The longest time between two checkpoints of `tiny.toml`, in steps.
 const CHECKPOINT_EVERY: usize = 5;
@@ -229,24 +229,11 @@ fn a_killed_evaluation_gives_the_same_scores() {
     );
 }
 
-const SWEEP: &str = r#"
-base = "tiny.toml"
-seeds = [0]
-set = { "train.tokens" = 2560 }
-
-[[axes]]
-key = "model.attention"
-values = [{ kind = "rope" }, { kind = "fox" }]
-
-[[eval]]
-suite = "extrapolate"
-lengths = [16, 32]
-"#;
-
 fn kill_sweeps(reach: Reach) {
     let w = Workspace::new();
-    w.write("whole.toml", SWEEP);
-    w.write("killed.toml", SWEEP);
+    for name in ["whole.toml", "killed.toml"] {
+        w.write(name, &sweep("0", 2560));
+    }
     let runs = ["rope-seed0", "fox-seed0"];
     let whole = time(w.command(&["sweep", "whole.toml"]));
     kill_often(

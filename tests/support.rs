@@ -51,6 +51,25 @@ every = 10
 every = 5
 "#;
 
+/// A sweep of `tiny.toml` over two attention kinds, with these seeds; each run trains on `tokens`.
+pub fn sweep(seeds: &str, tokens: u32) -> String {
+    format!(
+        r#"
+base = "tiny.toml"
+seeds = [{seeds}]
+set = {{ "train.tokens" = {tokens} }}
+
+[[axes]]
+key = "model.attention"
+values = [{{ kind = "rope" }}, {{ kind = "fox" }}]
+
+[[eval]]
+suite = "extrapolate"
+lengths = [16, 32]
+"#
+    )
+}
+
 impl Workspace {
     /// A folder with `corpus/*.txt` and `tiny.toml`.
     pub fn new() -> Self {

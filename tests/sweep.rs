@@ -1,29 +1,15 @@
 //! A sweep from its file to its table.
 
-use crate::support::Workspace;
+use crate::support::{Workspace, sweep};
 
 fn text(bytes: Vec<u8>) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-const SWEEP: &str = r#"
-base = "tiny.toml"
-seeds = [0, 1]
-set = { "train.tokens" = 640 }
-
-[[axes]]
-key = "model.attention"
-values = [{ kind = "rope" }, { kind = "fox" }]
-
-[[eval]]
-suite = "extrapolate"
-lengths = [16, 32]
-"#;
-
 #[test]
 fn a_sweep_compares_and_does_nothing_twice() {
     let w = Workspace::new();
-    w.write("compare.toml", SWEEP);
+    w.write("compare.toml", &sweep("0, 1", 640));
     let list = w.succeed(&["sweep", "compare.toml", "--dry-run"]);
     assert!(list.matches("fox").count() >= 2 && list.matches("rope").count() >= 2, "{list}");
     assert!(!w.path("runs").exists());

@@ -1,7 +1,8 @@
-//! Atomic writes: no reader ever sees a partial file, and no crash leaves one.
+//! Atomic writes: no reader ever sees a partial file, and no crash leaves one. Reads at an offset.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Writes `bytes` to a temporary file beside `path`, flushes it to disk, and renames it.
@@ -54,6 +55,44 @@ pub fn sync_folder(folder: &Path) -> io::Result<()> {
         File::open(folder)?.sync_all()?;
     }
     Ok(())
+}
+
+/// Fills `bytes` from `offset` of `file` on, without moving the file's own position.
+///
+/// # Errors
+/// The system's error; the file's end counts as one.
+#[cfg(unix)]
+pub fn read_exact_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, bytes, offset)
+}
+
+/// Fills `bytes` from `offset` of `file` on.
+///
+/// # Errors
+/// The system's error; the file's end counts as one.
+#[cfg(windows)]
+pub fn read_exact_at(file: &File, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, bytes, offset)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => (bytes, offset) = (&mut bytes[count..], offset + count as u64),
+        }
+    }
+    Ok(())
+}
+
+/// The CRC-32C of the bytes `range` of `file`.
+///
+/// # Errors
+/// As [`read_exact_at`].
+pub fn crc32c_of(file: &File, range: Range<u64>) -> io::Result<u32> {
+    const PART: u64 = 1 << 20;
+    let mut buffer = vec![0; PART.min(range.end - range.start) as usize];
+    range.clone().step_by(PART as usize).try_fold(0, |crc, start| {
+        let part = &mut buffer[..PART.min(range.end - start) as usize];
+        read_exact_at(file, part, start)?;
+        Ok(crc32c::crc32c_append(crc, part))
+    })
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
 //! Reading shards.
 
 use std::fs::File;
-use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use super::{HEADER_BYTES, MAGIC, Width};
-use crate::{DataError, Tokenizer};
+use crate::{DataError, Tokenizer, files};
 
 /// An open shard. It is not memory-mapped: there, a disk that fails or a file that is cut short would kill the
 /// process, where reading gives an error.
@@ -40,7 +40,7 @@ impl Shard {
             ));
         }
         let mut header = [0; 12];
-        read_exact_at(&file, &mut header, 0).map_err(read_error)?;
+        files::read_exact_at(&file, &mut header, 0).map_err(read_error)?;
         let field =
             |at: usize| i32::from_le_bytes(header[4 * at..][..4].try_into().expect("four bytes"));
         if field(0) != MAGIC {
@@ -85,17 +85,18 @@ impl Shard {
         self.length
     }
 
-    /// Fills `bytes` from `offset` of the file on.
-    pub(super) fn read_bytes(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DataError> {
-        let read = read_exact_at(&self.file, bytes, offset);
-        read.map_err(|source| DataError::read(&self.path, source))
+    /// The CRC-32C of a range of the file's bytes.
+    pub(super) fn crc32c(&self, range: Range<u64>) -> Result<u32, DataError> {
+        let crc = files::crc32c_of(&self.file, range);
+        crc.map_err(|source| DataError::read(&self.path, source))
     }
 
     /// The bytes of tokens `start..start + count`.
     fn bytes(&self, start: u64, count: u64) -> Result<Vec<u8>, DataError> {
         let mut bytes = vec![0; (count * self.width.bytes()) as usize];
-        self.read_bytes(HEADER_BYTES + start * self.width.bytes(), &mut bytes)?;
-        Ok(bytes)
+        let offset = HEADER_BYTES + start * self.width.bytes();
+        let read = files::read_exact_at(&self.file, &mut bytes, offset);
+        read.map(|()| bytes).map_err(|source| DataError::read(&self.path, source))
     }
 
     /// Fills `out` with the tokens from `start` on.
@@ -166,24 +167,6 @@ impl Shard {
         }
         Ok(())
     }
-}
-
-/// Fills `bytes` from `offset` of `file` on, without moving the file's own position.
-#[cfg(unix)]
-fn read_exact_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, bytes, offset)
-}
-
-/// Fills `bytes` from `offset` of `file` on.
-#[cfg(windows)]
-fn read_exact_at(file: &File, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match std::os::windows::fs::FileExt::seek_read(file, bytes, offset)? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => (bytes, offset) = (&mut bytes[count..], offset + count as u64),
-        }
-    }
-    Ok(())
 }
 
 /// A token of a shard that no vocabulary of the size asked for has.

@@ -3,7 +3,6 @@
 
 mod report;
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -155,7 +154,7 @@ pub(crate) fn check_blocks(mut blocks: Vec<BlockCheck>) -> Result<(), DataError>
 fn damage(check: &BlockCheck) -> Option<DataError> {
     let sums = check.entry.blocks.as_ref()?;
     let range = sums.range(check.block, check.shard.length());
-    let found = match crc32c_of(check.shard, range.clone()) {
+    let found = match check.shard.crc32c(range.clone()) {
         Ok(found) => found,
         Err(error) => return Some(error),
     };
@@ -168,17 +167,6 @@ fn damage(check: &BlockCheck) -> Option<DataError> {
         end: range.end - 1,
         expected,
         found,
-    })
-}
-
-/// The CRC-32C of a range of the file's bytes.
-fn crc32c_of(shard: &Shard, range: Range<u64>) -> Result<u32, DataError> {
-    const PART: u64 = 1 << 20;
-    let mut buffer = vec![0; PART.min(range.end - range.start) as usize];
-    range.clone().step_by(PART as usize).try_fold(0, |crc, start| {
-        let part = &mut buffer[..PART.min(range.end - start) as usize];
-        shard.read_bytes(start, part)?;
-        Ok(crc32c::crc32c_append(crc, part))
     })
 }
 

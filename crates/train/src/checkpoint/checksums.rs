@@ -2,17 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io;
 use std::path::Path;
 use std::thread;
 
+use longwall_data::files;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointError;
 
 const CHECKSUMS_FILE: &str = "checksums.json";
 
-/// Bytes that one thread reads at a time.
+/// The least bytes that a thread of its own is started for.
 const BLOCK: u64 = 8 << 20;
 
 /// The checksums of a checkpoint's files, by name.
@@ -31,12 +32,17 @@ impl Checksum {
     /// The checksum of the file `path`, read by several threads. They are not those of the global pool, whose
     /// number the run's configuration sets: a checkpoint is read before that.
     fn of(path: &Path) -> io::Result<Self> {
-        let bytes = fs::metadata(path)?.len();
+        let file = &File::open(path)?;
+        let bytes = file.metadata()?.len();
         let threads = thread::available_parallelism().map_or(1, usize::from) as u64;
         let part = bytes.div_ceil(threads).max(BLOCK);
         let parts = thread::scope(|scope| {
             let starts = (0..bytes).step_by(part as usize);
-            let start = |from| scope.spawn(move || crc_of(path, from, part.min(bytes - from)));
+            let crc_of = move |from: u64| {
+                let end = bytes.min(from.saturating_add(part));
+                files::crc32c_of(file, from..end).map(|crc| (crc, end - from))
+            };
+            let start = |from| scope.spawn(move || crc_of(from));
             let running: Vec<_> = starts.map(start).collect();
             let join = |thread: thread::ScopedJoinHandle<'_, _>| thread.join().expect("no panic");
             running.into_iter().map(join).collect::<io::Result<Vec<(u32, u64)>>>()
@@ -44,22 +50,6 @@ impl Checksum {
         let whole = |crc, (next, len): (u32, u64)| crc32c::crc32c_combine(crc, next, len as usize);
         Ok(Checksum { bytes, crc32c: parts.into_iter().fold(0, whole) })
     }
-}
-
-/// The CRC-32C of `len` bytes of a file from `from` on, and `len`.
-fn crc_of(path: &Path, from: u64, len: u64) -> io::Result<(u32, u64)> {
-    let mut file = File::open(path)?;
-    file.seek(SeekFrom::Start(from))?;
-    let mut block = vec![0; len.min(BLOCK) as usize];
-    let mut crc = 0;
-    let mut left = len;
-    while left > 0 {
-        let block = &mut block[..left.min(BLOCK) as usize];
-        file.read_exact(block)?;
-        crc = crc32c::crc32c_append(crc, block);
-        left -= block.len() as u64;
-    }
-    Ok((crc, len))
 }
 
 impl Checksums {

@@ -85,6 +85,11 @@ impl State {
         None
     }
 
+    /// The best checkpoint, if it is this one and `config` keeps the best.
+    pub(crate) fn best_here(&self, config: &RunConfig) -> Option<Best> {
+        self.best.filter(|best| config.train.checkpoint.best && best.step == self.step)
+    }
+
     /// The file's bytes.
     pub(super) fn to_json(&self) -> Vec<u8> {
         serde_json::to_vec_pretty(self).expect("a state has a JSON form")

@@ -5,9 +5,7 @@ use std::thread::JoinHandle;
 
 use longwall_model::weights::{NamedTensors, WeightsError, write_tensors};
 
-use super::{
-    Best, CheckpointError, CheckpointFolder, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts,
-};
+use super::{CheckpointError, CheckpointFolder, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts};
 use crate::config::RunConfig;
 
 /// All of a checkpoint, in main memory.
@@ -31,12 +29,10 @@ impl Snapshot {
             write_tensors(&path.join(OPTIMIZER_FILE), &optimizer).map_err(write_error)?;
             write_texts(path, &config, &state)
         })?;
-        let kept = &config.train.checkpoint;
-        let is_best = |best: &Best| kept.best && best.step == state.step;
-        if let Some(best) = state.best.filter(is_best) {
+        if let Some(best) = state.best_here(&config) {
             folder.mark_best(best)?;
         }
-        folder.prune(kept.keep_last)?;
+        folder.prune(config.train.checkpoint.keep_last)?;
         Ok(path)
     }
 }

@@ -321,8 +321,7 @@ fn saved_progress(
 ) -> Result<RunProgress, TrainError> {
     let Some(state) = state else { return Ok(RunProgress::default()) };
     // A run may have been killed after it wrote its best checkpoint and before it marked it as best.
-    let marks_best = |best: &Best| config.train.checkpoint.best && best.step == state.step;
-    if let Some(best) = state.best.filter(marks_best)
+    if let Some(best) = state.best_here(config)
         && checkpoints.best()? != Some(best)
     {
         checkpoints.mark_best(best)?;

@@ -60,12 +60,29 @@ pub struct VariantFigure {
 
 impl VariantFigure {
     pub(super) fn new(name: String, figures: &[&Figure]) -> Self {
-        let seeds: Vec<f64> = figures.iter().map(|figure| figure.value).collect();
-        let (mean, error) = mean_and_error(&seeds);
-        let error = error.or_else(|| figures.first().and_then(|figure| figure.standard_error));
-        let bar = mean_interval(figures)
-            .or_else(|| mean.zip(error).map(|(mean, error)| (mean - error, mean + error)));
+        let Summary { mean, error, interval } = Summary::of(figures);
+        let bar = interval.or_else(|| mean.zip(error).map(|(mean, e)| (mean - e, mean + e)));
+        let seeds = figures.iter().map(|figure| figure.value).collect();
         VariantFigure { name, mean, bar, seeds }
+    }
+}
+
+/// What the finished seeds of one combination say together.
+struct Summary {
+    /// Their mean, if there is one.
+    mean: Option<f64>,
+    /// The standard error over the seeds, or over the evaluation's samples for one seed.
+    error: Option<f64>,
+    /// Of a proportion, the mean of the seeds' intervals.
+    interval: Option<(f64, f64)>,
+}
+
+impl Summary {
+    fn of(figures: &[&Figure]) -> Self {
+        let values: Vec<f64> = figures.iter().map(|figure| figure.value).collect();
+        let (mean, error) = mean_and_error(&values);
+        let error = error.or_else(|| figures.first().and_then(|figure| figure.standard_error));
+        Summary { mean, error, interval: mean_interval(figures) }
     }
 }
 
@@ -116,11 +133,8 @@ pub(super) fn headline(eval: &str, path: &Path) -> Vec<Figure> {
 /// The figure of one combination's seeds: mean ± standard error over the seeds, or over the samples for
 /// one seed, then a proportion's interval.
 pub(super) fn cell(figures: &[&Figure]) -> String {
-    let values: Vec<f64> = figures.iter().map(|figure| figure.value).collect();
-    let (mean, error) = mean_and_error(&values);
+    let Summary { mean, error, interval } = Summary::of(figures);
     let Some(mean) = mean else { return "-".to_owned() };
-    let error = error.or_else(|| figures[0].standard_error);
-    let interval = mean_interval(figures);
     let digits = match (error, interval) {
         (Some(error), _) if error > 0.0 => decimals(error / 10.0),
         (_, Some(_)) => 3,
