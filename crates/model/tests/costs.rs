@@ -107,4 +107,16 @@ fn figures_of_the_largest_models_do_not_wrap_around() {
     let large = config("kind = \"rope\"");
     assert_eq!(cost::state_elements(&large, 1 << 40), u64::MAX);
     assert_eq!(cost::by_kind(&large, 1 << 40)[0].state_elements, u64::MAX);
+    // With an expansion of 2⁶⁷ channels, no sequence is long enough for the chunked form.
+    let power = config("kind = \"power\", p = 4, gate = false, rope = false");
+    let seq_len = 1 << 24;
+    let same = cost::attention_flops_per_token(&large, seq_len);
+    assert_eq!(cost::attention_flops_per_token(&power, seq_len), same);
+    let mut problems = longwall_config::Problems::new();
+    config("kind = \"power\", p = 4, form = \"chunked\"").validate(&mut problems);
+    let problems = problems.into_result().unwrap_err().to_string();
+    assert!(
+        problems.contains("268435456 elements per kv head, not 1844674407370955"),
+        "{problems}"
+    );
 }

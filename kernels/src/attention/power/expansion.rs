@@ -100,17 +100,18 @@ impl Expansion {
         self.pieces.last().map_or(0, |piece| piece.place.end)
     }
 
-    /// D without building the expansion: the sum over multisets of p tiles of the product of their sizes.
+    /// D without building the expansion: the sum over multisets of p tiles of the product of their sizes. At
+    /// most `usize::MAX`.
     pub fn size(p: u32, head_dim: usize) -> usize {
         let width = tile_width(p);
         // Element n: for multisets of n tiles out of those so far.
-        let mut sets = vec![0; p as usize + 1];
+        let mut sets = vec![0usize; p as usize + 1];
         sets[0] = 1;
         for start in (0..head_dim).step_by(width) {
             let tile = width.min(head_dim - start);
             // Ascending, so that a tile can be taken repeatedly.
             for n in 1..sets.len() {
-                sets[n] += sets[n - 1] * tile;
+                sets[n] = sets[n].saturating_add(sets[n - 1].saturating_mul(tile));
             }
         }
         sets[p as usize]

@@ -129,14 +129,18 @@ impl Config {
         })
     }
 
-    /// Elements per kv head of the sums over older tokens: S, z and their bound.
+    /// Elements per kv head of the sums over older tokens: S, z and their bound. At most `usize::MAX`.
     fn sums_elements(&self, shape: &AttentionShape) -> usize {
-        Expansion::size(self.p, shape.head_dim) * (shape.head_dim + 1) + 1
+        let size = Expansion::size(self.p, shape.head_dim);
+        size.saturating_mul(shape.head_dim + 1).saturating_add(1)
     }
 
     /// Tokens above which the chunked form is used; `None` for never.
     fn chunked_above(&self, shape: &AttentionShape) -> Option<usize> {
-        let default = || (2 * Expansion::size(self.p, shape.head_dim)).max(2 * self.chunk(shape));
+        let default = || {
+            let size = Expansion::size(self.p, shape.head_dim);
+            size.saturating_mul(2).max(2 * self.chunk(shape))
+        };
         match self.form {
             _ if shape.window.is_some() => None,
             Form::Attention => None,
@@ -264,10 +268,11 @@ impl VariantSpec for Config {
             None => token * shape.cached_tokens(seq_len),
             Some(switch) => {
                 let near = near(self.chunk(shape), switch, seq_len);
-                token * near + if near < seq_len { self.sums_elements(shape) } else { 0 }
+                let sums = if near < seq_len { self.sums_elements(shape) } else { 0 };
+                (token * near).saturating_add(sums)
             }
         };
-        (elements * shape.kv_heads) as u64
+        elements.saturating_mul(shape.kv_heads) as u64
     }
 }
 
