@@ -18,6 +18,7 @@ pub mod warpgroup;
 
 use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use cubecl::ir::{NonSemantic, VariableKind};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
@@ -121,6 +122,37 @@ pub fn load_rows(
         let channel = comptime!((panel * PANEL_DIM) as i32);
         ready.tma_load_4d(source, &mut slice, batch as i32, head as i32, first as i32, channel);
     }
+}
+
+/// Waits until the barrier has completed the phase of this parity.
+///
+/// In place of [`Barrier::wait_parity`], which reads the GPU's timer before it looks at the barrier. As in
+/// [`warpgroup`], the text ends the comment that it is emitted in.
+#[cube]
+pub fn wait_parity(ready: &Barrier, parity: u32) {
+    let mut parities = Array::<u32>::new(1usize);
+    parities[0] = parity;
+    wait_parity_of(ready, &parities);
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn wait_parity_of(ready: &Barrier, parities: &Array<u32>) {
+    intrinsic!(|scope| {
+        let VariableKind::Shared { id: barrier } = ready.expand.kind else {
+            panic!("{:?} is no barrier in shared memory", ready.expand)
+        };
+        let VariableKind::LocalArray { id: parity, .. } = parities.expand.kind else {
+            panic!("{:?} is no local array", parities.expand)
+        };
+        let content = format!(
+            "parity:\n*/\nasm volatile(\"{{\\n.reg .pred done;\\nagain:\\n\
+             mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n@!done bra again;\\n}}\\n\" : : \
+             \"r\"((uint32)__cvta_generic_to_shared(&shared_memory_{barrier})), \
+             \"r\"(l_arr_{parity}[0]) : \"memory\");\n/*"
+        );
+        scope.register(NonSemantic::Comment { content });
+    })
 }
 
 /// The sum over the four lanes that share a row of an accumulator.

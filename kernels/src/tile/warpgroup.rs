@@ -17,6 +17,7 @@ use cubecl::prelude::*;
 
 use super::{
     AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, Pair, bytes, load_rows,
+    wait_parity,
 };
 
 /// Warps of a warpgroup.
@@ -65,10 +66,13 @@ impl SmemOperand {
     }
 }
 
-/// The statement that starts a product with 64 rows and 8·n columns that sums over `steps`·16 elements.
+/// The statements that start a product with 64 rows and 8·n columns that sums over `steps`·16 elements.
 /// `sums` are the ids of the accumulator's arrays, two pairs of columns each. Operand A is in `registers`,
 /// four per step, or in the tile `left`. A tile is given by its layout, the id of the shared memory and
 /// the id of the array that holds the index of its first chunk.
+///
+/// Each step is a statement of its own, so that the compiler computes later steps' operands while the first
+/// ones run.
 fn wgmma_text(
     sums: &[u32],
     fresh: bool,
@@ -81,58 +85,46 @@ fn wgmma_text(
     let columns = 8 * sums.len();
     let count = 4 * sums.len();
     let sum_at = |i: usize| format!("reinterpret_cast<float*>(l_arr_{})[{}]", sums[i / 4], i % 4);
-    let mode = if fresh { "=f" } else { "+f" };
-    let outputs = listed((0..count).map(|i| format!("\"{mode}\"({})", sum_at(i))).collect());
-    let descriptor = |(factor, memory, place): (SmemOperand, u32, u32)| {
-        format!(
-            "\"r\"({}u + ((uint32)__cvta_generic_to_shared(shared_memory_{memory}) >> 4) \
-             + l_arr_{place}[0])",
-            factor.lower()
-        )
-    };
-    let mut inputs = vec![descriptor(right)];
-    match left {
-        Some(left) => inputs.push(descriptor(left)),
-        None => inputs.extend((0..4 * steps).map(|i| {
-            format!("\"r\"(reinterpret_cast<uint32*>(l_arr_{})[{}])", registers[i / 4], i % 4)
-        })),
-    }
-    let mut text =
-        String::from("{\\n.reg .pred set;\\n.reg .b32 lower;\\n.reg .b64 right, left;\\n");
-    let point = |name: &str, operand: usize, offset: usize| {
-        format!(
-            "add.u32 lower, %{operand}, {offset};\\nmov.b64 {name}, {{lower, {}}};\\n",
-            SmemOperand::UPPER
-        )
-    };
-    text.push_str("wgmma.fence.sync.aligned;\\n");
     let all = listed((0..count).map(|i| format!("%{i}")).collect());
+    let descriptor = |(operand, memory, place): (SmemOperand, u32, u32), step: usize| {
+        format!(
+            "\"l\"(uint64({}u) << 32 | ({}u + ((uint32)__cvta_generic_to_shared(shared_memory_{memory}) >> 4) \
+             + l_arr_{place}[0]))",
+            SmemOperand::UPPER,
+            operand.lower() + operand.offset(step),
+        )
+    };
+    let mut text = format!(
+        "{columns} columns:\n*/\nasm volatile(\"wgmma.fence.sync.aligned;\\n\" ::: \"memory\");\n"
+    );
     for step in 0..steps {
         let adds = u8::from(step > 0 || !fresh);
-        text += &format!("setp.ne.b32 set, {adds}, 0;\\n");
-        text += &point("right", count, right.0.offset(step));
+        let mode = if adds == 0 { "=f" } else { "+f" };
+        let outputs = listed((0..count).map(|i| format!("\"{mode}\"({})", sum_at(i))).collect());
         let transposed = u8::from(right.0.summed_over == SummedOver::Rows);
+        let mut inputs = vec![descriptor(right, step)];
         let (factor, flags) = match left {
-            Some((left, ..)) => {
-                text += &point("left", count + 1, left.offset(step));
-                ("left".to_string(), format!("0, {transposed}"))
+            Some(left) => {
+                inputs.push(descriptor(left, step));
+                (format!("%{}", count + 1), format!("0, {transposed}"))
             }
             None => {
-                let first = count + 1 + 4 * step;
-                let four = listed((first..first + 4).map(|i| format!("%{i}")).collect());
+                let array = registers[step];
+                inputs.extend(
+                    (0..4).map(|i| format!("\"r\"(reinterpret_cast<uint32*>(l_arr_{array})[{i}])")),
+                );
+                let four = listed((1..5).map(|i| format!("%{}", count + i)).collect());
                 (format!("{{{four}}}"), format!("{transposed}"))
             }
         };
         text += &format!(
-            "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{all}}}, {factor}, right, \
-             set, 1, 1, {flags};\\n"
+            "asm volatile(\"{{\\n.reg .pred set;\\nsetp.ne.b32 set, {adds}, 0;\\n\
+             wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{all}}}, {factor}, %{count}, \
+             set, 1, 1, {flags};\\n}}\\n\" : {outputs} : {});\n",
+            listed(inputs)
         );
     }
-    text.push_str("wgmma.commit_group.sync.aligned;\\n}\\n");
-    format!(
-        "{columns} columns:\n*/\nasm volatile(\"{text}\" : {outputs} : {} : \"memory\");\n/*",
-        listed(inputs)
-    )
+    text + "asm volatile(\"wgmma.commit_group.sync.aligned;\\n\" ::: \"memory\");\n/*"
 }
 
 /// The id of a local array or a shared memory. Checks what the generated text assumes: elements are vectors
@@ -443,7 +435,7 @@ impl Pipeline {
         #[unroll]
         for stage in 0..2usize {
             if iteration % 2 == stage {
-                self.full.index(stage).wait_parity((iteration / 2 % 2) as u32);
+                wait_parity(self.full.index(stage), (iteration / 2 % 2) as u32);
             }
         }
     }

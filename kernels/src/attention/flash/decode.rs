@@ -19,7 +19,7 @@ use super::{FORWARD_SHAPES, FlashAttention, Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::{
     ALIGN, CHUNK, Chunk, MASKED, RowStrides, add_abt_of_rows, add_pb_of_rows, bytes, define_exp2,
-    load_a_frags, load_rows, release_tile, zeros,
+    load_a_frags, load_rows, release_tile, wait_parity, zeros,
 };
 
 /// Fewest keys per split.
@@ -216,7 +216,7 @@ pub fn split<A: Hooks>(
             load_rows(&ready, &qkv.v, batch, value_head, column, &mut v_tile, 0, tile, dim);
         }
     }
-    ready.wait_parity(0);
+    wait_parity(&ready, 0u32);
     let mut q_frags = load_a_frags(&def, &q_tile, 0, steps, HEADS_PER_BLOCK);
 
     let mut o_acc = zeros(n_dim);
@@ -251,7 +251,7 @@ pub fn split<A: Hooks>(
             first_column,
             first_column + own,
         );
-        ready.wait_parity((block & 1) as u32);
+        wait_parity(&ready, (block & 1) as u32);
         // All warps have finished with the other tile.
         release_tile();
         if (UNIT_POS == 0) & (block + 1 < blocks) {
