@@ -16,6 +16,7 @@ use longwall_data::{
     TokenizerConfig, prepare, verify_shards,
 };
 use longwall_fuzzing::{Folder, checked, fuzz, has_hint, mutated};
+use proptest::sample::select;
 
 fn bytes() -> Tokenizer {
     Tokenizer::load(&TokenizerConfig::Bytes).unwrap()
@@ -125,6 +126,19 @@ fn parquet_files() {
     // A page may say that it has 2 GiB; that much is reserved before it is decompressed.
     fuzz("parquet_files", mutated(seeds::parquet_files(), &[]), 5 << 30, |content| {
         prepare_file("a.parquet", &content, None, 1 << 30);
+    });
+}
+
+/// Metadata is read by field numbers, whatever the fields' types say.
+#[test]
+fn parquet_lists_longer_than_their_footer() {
+    // The schema or the pairs of keys and values, as a list or a truth value: 113 million elements.
+    let files = [(2, 9), (2, 1), (5, 9), (5, 1)].map(|(field, kind)| {
+        let footer = [field << 4 | kind, 0xfc, 0x8c, 0x80, 0x80, 0x36];
+        [&b"PAR1"[..], &footer, &[footer.len() as u8, 0, 0, 0], b"PAR1"].concat()
+    });
+    fuzz("parquet_lists", select(files.to_vec()), 64 << 20, |content| {
+        prepare_file("a.parquet", &content, None, 0);
     });
 }
 
