@@ -161,7 +161,7 @@ fn a_killed_run_ends_as_an_undisturbed_one() {
         command
     };
     let whole = time(start("whole"));
-    let command = || match w.path("runs/killed").exists() {
+    let command = || match w.path("runs/killed/config.toml").exists() {
         true => w.command(&["train", "--resume", "runs/killed"]),
         false => start("killed"),
     };

@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::{ConfigError, RunConfig};
 use crate::metrics::ValidationRecord;
 
-/// What training writes into a run folder; `--force` removes these and nothing else.
+/// What training writes into a run folder; `--force` removes these and nothing else, the configuration last: a
+/// folder without it is no run.
 const OURS: [&str; 10] = [
-    "config.toml",
     TOKENIZER_FILE,
     "metrics.jsonl",
     "samples.txt",
@@ -23,7 +23,11 @@ const OURS: [&str; 10] = [
     "eval",
     "evals.json",
     "loss.svg",
+    CONFIG_FILE,
 ];
+
+/// What a process may leave in the folder that was killed before the run began.
+const BEFORE_A_RUN: [&str; 3] = [LOCK_FILE, LOG_FILE, "config.toml.tmp"];
 
 /// Why a run folder cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -121,12 +125,12 @@ impl RunFolder {
         let mut taken = false;
         for entry in entries {
             let name = entry.map_err(io)?.file_name();
-            taken |= name != LOCK_FILE && name != LOG_FILE;
+            taken |= BEFORE_A_RUN.iter().all(|before| name != *before);
         }
         if taken && !force {
             return Err(RunFolderError::Exists { path: path.to_owned() });
         }
-        if taken && !path.join("config.toml").is_file() {
+        if taken && !path.join(CONFIG_FILE).is_file() {
             return Err(RunFolderError::NotARun { path: path.to_owned() });
         }
         Ok(taken)
@@ -153,7 +157,7 @@ impl RunFolder {
     /// # Errors
     /// When there is no run, or another process trains it.
     pub fn open(path: &Path) -> Result<Self, RunFolderError> {
-        if !path.join("config.toml").is_file() {
+        if !path.join(CONFIG_FILE).is_file() {
             return Err(NoRun { path: path.to_owned() }.into());
         }
         Self::lock(path)
@@ -219,13 +223,15 @@ impl RunFolder {
             }
             _ => {}
         }
+        // First, so that a run that is killed here can be resumed, which copies the tokenizer.
+        self.write(CONFIG_FILE, config.to_toml().as_bytes())?;
         if let TokenizerConfig::File { path } = &config.tokenizer
             && !self.path.join(TOKENIZER_FILE).exists()
         {
             let io = |source| RunFolderError::Io { path: path.clone(), source };
             self.write(TOKENIZER_FILE, &fs::read(path).map_err(io)?)?;
         }
-        self.write("config.toml", config.to_toml().as_bytes())
+        Ok(())
     }
 
     /// Marks the run as finished.
@@ -253,6 +259,7 @@ fn check_writable(path: &Path) -> io::Result<()> {
 }
 
 const LOCK_FILE: &str = "lock";
+const CONFIG_FILE: &str = "config.toml";
 /// A run's own copy of a tokenizer file.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const FINISHED_FILE: &str = "finished.json";
@@ -265,7 +272,7 @@ pub const LOG_FILE: &str = "log.txt";
 /// # Errors
 /// When there is no run, or the configuration with the overrides is invalid.
 pub fn config_of(path: &Path, sets: &[String]) -> Result<RunConfig, RunFolderError> {
-    let file = path.join("config.toml");
+    let file = path.join(CONFIG_FILE);
     if !file.is_file() {
         return Err(NoRun { path: path.to_owned() }.into());
     }
@@ -344,6 +351,23 @@ mod tests {
         let error = RunFolder::create(folder.path(), true).unwrap_err();
         assert!(matches!(error, RunFolderError::NotARun { .. }));
         assert!(folder.path().join("thesis.tex").exists());
+    }
+
+    #[test]
+    fn what_was_killed_before_the_run_began_can_start_again() {
+        let folder = tempfile::tempdir().unwrap();
+        drop(RunFolder::create(folder.path(), false).unwrap());
+        fs::write(folder.path().join("config.toml.tmp"), "[mod").unwrap();
+        let run = RunFolder::create(folder.path(), false).unwrap();
+        let tokenizer = folder.path().join("bpe.json");
+        let set = format!("tokenizer={{kind=\"file\", path={:?}}}", tokenizer.to_str().unwrap());
+        let config = config(&[&set]);
+        // Killed after the configuration was written.
+        assert!(run.start(&config).is_err());
+        drop(run);
+        fs::write(&tokenizer, "{}").unwrap();
+        RunFolder::open(folder.path()).unwrap().start(&config).unwrap();
+        assert_eq!(fs::read(folder.path().join(TOKENIZER_FILE)).unwrap(), b"{}");
     }
 
     #[test]
