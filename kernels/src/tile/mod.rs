@@ -14,13 +14,17 @@
 //! been issued. `sync_cube` alone does not wait for `ldmatrix` in flight, and TMA can overtake it. A tile
 //! whose fragments are kept for later products is never reloaded.
 
+mod asm;
+pub mod roles;
+pub mod turns;
 pub mod warpgroup;
 
 use burn::tensor::bf16;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
-use cubecl::ir::{NonSemantic, VariableKind};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
+
+use self::asm::{emit, name_of};
 
 /// bf16 elements per 16-byte chunk.
 pub const CHUNK: usize = 8;
@@ -126,8 +130,7 @@ pub fn load_rows(
 
 /// Waits until the barrier has completed the phase of this parity.
 ///
-/// In place of [`Barrier::wait_parity`], which reads the GPU's timer before it looks at the barrier. As in
-/// [`warpgroup`], the text ends the comment that it is emitted in.
+/// In place of [`Barrier::wait_parity`], which reads the GPU's timer before it looks at the barrier.
 #[cube]
 pub fn wait_parity(ready: &Barrier, parity: u32) {
     let mut parities = Array::<u32>::new(1usize);
@@ -139,19 +142,13 @@ pub fn wait_parity(ready: &Barrier, parity: u32) {
 #[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 fn wait_parity_of(ready: &Barrier, parities: &Array<u32>) {
     intrinsic!(|scope| {
-        let VariableKind::Shared { id: barrier } = ready.expand.kind else {
-            panic!("{:?} is no barrier in shared memory", ready.expand)
-        };
-        let VariableKind::LocalArray { id: parity, .. } = parities.expand.kind else {
-            panic!("{:?} is no local array", parities.expand)
-        };
-        let content = format!(
-            "parity:\n*/\nasm volatile(\"{{\\n.reg .pred done;\\nagain:\\n\
+        let (barrier, parity) = (name_of(&ready.expand), name_of(&parities.expand));
+        let text = format!(
+            "asm volatile(\"{{\\n.reg .pred done;\\nagain:\\n\
              mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n@!done bra again;\\n}}\\n\" : : \
-             \"r\"((uint32)__cvta_generic_to_shared(&shared_memory_{barrier})), \
-             \"r\"(l_arr_{parity}[0]) : \"memory\");\n/*"
+             \"r\"((uint32)__cvta_generic_to_shared(&{barrier})), \"r\"({parity}[0]) : \"memory\");"
         );
-        scope.register(NonSemantic::Comment { content });
+        emit(scope, "parity", &text);
     })
 }
 
@@ -326,12 +323,12 @@ pub fn store_rows<O: Numeric>(
     }
 }
 
-/// Stages `count` values, distributed over a warp's lanes, in the warp's own part of `smem`.
+/// Stages `count` values, distributed over a warp's lanes, in part `part` of `smem`.
 #[cube]
 pub fn stage_to_smem<E: Numeric, N: Size>(
     smem: &mut SharedMemory<Vector<E, N>>,
     values: &Array<Vector<E, N>>,
-    warp: usize,
+    part: usize,
     #[comptime] count: usize,
 ) {
     sync_plane();
@@ -339,7 +336,7 @@ pub fn stage_to_smem<E: Numeric, N: Size>(
     for i in 0..comptime!(count.div_ceil(32)) {
         let at = i * 32 + UNIT_POS_PLANE as usize;
         if comptime!(count.is_multiple_of(32)) || at < count {
-            smem[warp * count + at] = values[i];
+            smem[part * count + at] = values[i];
         }
     }
     sync_plane();

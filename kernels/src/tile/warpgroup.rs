@@ -15,8 +15,9 @@ use cubecl::ir::{NonSemantic, VariableKind};
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
+use super::asm::{emit, name_of};
 use super::{
-    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, Pair, bytes, load_rows,
+    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, Pair, bytes, load_rows, place,
     wait_parity,
 };
 
@@ -106,7 +107,8 @@ fn wgmma_text(
         let (factor, flags) = match left {
             Some(left) => {
                 inputs.push(descriptor(left, step));
-                (format!("%{}", count + 1), format!("0, {transposed}"))
+                let left_transposed = u8::from(left.0.summed_over == SummedOver::Rows);
+                (format!("%{}", count + 1), format!("{left_transposed}, {transposed}"))
             }
             None => {
                 let array = registers[step];
@@ -256,6 +258,60 @@ pub fn start_tile_abt(
     let right = comptime!(SmemOperand { summed_over: SummedOver::Channels, rows: n * 8 });
     let (from, to) = (chunk_index(row * PANEL), chunk_index(at));
     start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
+}
+
+/// Starts acc = Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of 64 columns that starts at
+/// chunk `left_at`, and B that of 64 columns at chunk `at`.
+#[cube]
+pub fn start_panels_atb(
+    left_tile: &SharedMemory<Chunk>,
+    left_at: usize,
+    tile: &SharedMemory<Chunk>,
+    at: usize,
+    acc: &mut Accumulator,
+    #[comptime] rows: usize,
+) {
+    let panel = comptime!(SmemOperand { summed_over: SummedOver::Rows, rows });
+    let (from, to) = (chunk_index(left_at), chunk_index(at));
+    let steps = comptime!(rows / 16);
+    start_with_tile(acc, left_tile, &from, tile, &to, true, panel, panel, steps);
+}
+
+/// Writes fragments of an operand A, 16 rows per warp, to the rows from `row` on of the tile of `rows` rows
+/// that starts at chunk `at`.
+#[cube]
+pub fn store_a_frags(
+    a_frags: &AFragments,
+    tile: &mut SharedMemory<Chunk>,
+    at: usize,
+    row: usize,
+    #[comptime] rows: usize,
+) {
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for step in 0..a_frags.len() {
+        let (panel, chunk) = comptime!((step / 4, (step % 4) as u32 * 2));
+        let place =
+            at + place(lane % 16, chunk + lane / 16) + (row + comptime!(panel * rows)) * PANEL;
+        store_four(a_frags.index(step), tile, &chunk_index(place));
+    }
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn store_four(a_frag: &Array<Bf16Pair>, tile: &mut SharedMemory<Chunk>, at: &Array<u32>) {
+    intrinsic!(|scope| {
+        let (four, tile, at) =
+            (name_of(&a_frag.expand), name_of(&tile.expand), name_of(&at.expand));
+        let registers: Vec<String> =
+            (0..4).map(|i| format!("\"r\"(reinterpret_cast<uint32*>({four})[{i}])")).collect();
+        let text = format!(
+            "asm volatile(\"stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {{%1, %2, %3, %4}};\\n\" : : \
+             \"r\"((uint32)__cvta_generic_to_shared({tile} + {at}[0])), {} : \"memory\");",
+            registers.join(", ")
+        );
+        emit(scope, "four matrices", &text);
+    })
 }
 
 /// Starts acc += P · B. B is the tile that starts at chunk `at`, with as many rows as P has columns; P, 64

@@ -31,7 +31,8 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::backward::dkv::{DkvOutputs, KeyGradientsLaunch};
-use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq};
+use self::backward::dqkv::{DqSumsLaunch, vectors_per_tile};
+use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::QkvLaunch;
@@ -110,11 +111,12 @@ pub struct FlashAttention<A: Hooks> {
 }
 
 /// Warpgroups per block and rows per tile, for head_dim up to 64, up to 128 (each the fastest on an H200),
-/// and above (the largest that fit into registers and shared memory): in the forward pass, for dq, and for
-/// dk and dv.
+/// and above (the largest that fit into registers and shared memory): in the forward pass, for dq, for dk
+/// and dv, and for all three.
 const FORWARD_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
 const DQ_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
 const DKV_SHAPES: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
+const DQKV_SHAPES: [(usize, usize); 2] = [(2, 128), (2, 64)];
 
 impl<A: Hooks> FlashAttention<A> {
     /// A call for q, k and v with `scale`, the factor on q·k.
@@ -167,7 +169,7 @@ impl<A: Hooks> FlashAttention<A> {
         empty(&self.q.tensor, &[batch, heads, queries], DType::F32)
     }
 
-    fn config(&self, shapes: [(usize, usize); 3]) -> KernelConfig {
+    fn config<const N: usize>(&self, shapes: [(usize, usize); N]) -> KernelConfig {
         let head_dim = self.q.dims[3];
         let shape = shapes[usize::from(head_dim > 64) + usize::from(head_dim > 128)];
         let (groups, tile) = self.hooks.block_shape(shape, head_dim);
@@ -276,8 +278,14 @@ impl<A: Hooks> FlashAttention<A> {
             Some([rows, columns]) => [Some(rows), Some(columns)],
             None => [None, None],
         };
-        let dq = self.dq(&grad, saved(), ds_rows);
-        let [dk, dv] = self.dkv(&grad, saved, ds_columns);
+        let one_kernel = OperandsOf::<A>::DQ_BY_KEYS && padded(self.q.dims[3]) <= 128;
+        let [dq, dk, dv] = if one_kernel {
+            self.dqkv(&grad, saved(), ds_rows, ds_columns)
+        } else {
+            let dq = self.dq(&grad, saved(), ds_rows);
+            let [dk, dv] = self.dkv(&grad, saved, ds_columns);
+            [dq, dk, dv]
+        };
         Gradients { dq, dk, dv, ds_sums }
     }
 
@@ -363,6 +371,61 @@ impl<A: Hooks> FlashAttention<A> {
             }
         }
         [dk.tensor, dv.tensor]
+    }
+
+    fn dqkv(
+        &self,
+        grad: &Heads,
+        saved: LaunchOf<SavedRows<A>>,
+        ds_rows: Option<&CudaTensor>,
+        ds_columns: Option<&CudaTensor>,
+    ) -> [CudaTensor; 3] {
+        let (dq, dk, dv) = (self.gradient(&self.q), self.gradient(&self.k), self.v.like());
+        let [batch, heads, queries, _] = self.q.dims;
+        let [_, kv_heads, keys, _] = self.k.dims;
+        let config = self.config(DQKV_SHAPES);
+        let tiles = queries.div_ceil(config.tile);
+        let vectors = vectors_per_tile(config.tile, BiasesOf::<A>::NEEDS_DS_SUMS);
+        let sums = empty(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
+        let turns = zeros(&dq.tensor, &[1 + batch * heads * tiles], DType::U32);
+        // SAFETY: as in `forward`; the second kernel reads the sums that the first one writes.
+        unsafe {
+            dqkv::dqkv::launch_unchecked::<A, CudaRuntime>(
+                &dq.tensor.client,
+                CubeCount::new_1d(as_u32(keys.div_ceil(config.rows()) * batch * kv_heads)),
+                CubeDim::new_1d(dqkv::THREADS as u32),
+                BackwardInputsLaunch::new(
+                    self.q.tensor_map(config.tile),
+                    self.k.tensor_map(config.rows()),
+                    self.v.tensor_map(config.rows()),
+                    grad.tensor_map(config.tile),
+                ),
+                self.mask(),
+                self.hooks.operands(),
+                self.hooks.biases(),
+                self.hooks.score(),
+                saved,
+                KeyGradientsLaunch::new(
+                    dk.pairs(),
+                    dv.pairs(),
+                    ds_columns.map(|x| buffer(x, 1)).into(),
+                ),
+                DqSumsLaunch::new(buffer(&sums, 4), buffer(&turns, 1)),
+                self.problem(),
+                config,
+            );
+            dqkv::dq_from_sums::launch_unchecked::<A, CudaRuntime>(
+                &dq.tensor.client,
+                CubeCount::Static(as_u32(tiles), as_u32(batch * heads), 1),
+                CubeDim::new_1d(256),
+                buffer(&sums, 4),
+                dq.pairs(),
+                ds_rows.map(|x| buffer(x, 1)).into(),
+                self.problem(),
+                config,
+            );
+        }
+        [dq.tensor, dk.tensor, dv.tensor]
     }
 }
 

@@ -8,17 +8,16 @@ use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
     Score, ScoreArgs, ScoreOf, Weight, WeightOf,
 };
-use super::super::mask::{Mask, masked};
+use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::BackwardInputs;
+use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
 use super::query_tile::QueryTile;
 use crate::tile::warpgroup::{
-    GROUP_ROWS, GROUP_WARPS, Pipeline, set_a_frag, start_pb, start_tile_abt, to_a_frags, uninit,
+    GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit,
     uninit_a_frags, wait,
 };
-use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, sum_of_four, zeros,
-};
+use crate::tile::{ALIGN, CHUNK, Chunk, bytes, define_exp2, sum_of_four, zeros};
 
 /// The outputs of a launch of [`dkv`]: registers hold both accumulators only for heads of up to 128 channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,7 +61,6 @@ pub fn dkv<A: Hooks>(
     define_exp2();
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let (with_dk, with_dv) = comptime!((outputs != DkvOutputs::Dv, outputs != DkvOutputs::Dk));
-    let biased = comptime!(BiasesOf::<A>::ENABLED);
     let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS && with_dk);
     let rows = comptime!(config.rows());
     let steps = comptime!(dim / 16);
@@ -80,10 +78,10 @@ pub fn dkv<A: Hooks>(
     let mut pipeline = Pipeline::new(tile, dim, warps);
     let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
-    let mut query_tile = QueryTile::new(config);
+    let mut query_tile = QueryTile::new(warps, config);
     sync_cube();
 
-    let passes = Passes::new(&problem, mask, first_column, config);
+    let passes = Passes::new(&problem, mask, CUBE_POS_Y as usize, first_column, config);
     let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
     let in_reverse = comptime!(OperandsOf::<A>::DK_IN_REVERSE);
     if UNIT_POS == 0 {
@@ -148,7 +146,7 @@ pub fn dkv<A: Hooks>(
         // The minimum and maximum first key of the tile's queries.
         let mut tile_from = 0usize;
         let mut tile_all_from = 0usize;
-        query_tile.begin::<A>(mask, warp, config);
+        query_tile.put::<A>(mask, warp, config);
         if comptime!(mask.limits.any()) {
             let (least, most) = query_tile.min_and_max_first_key(config);
             tile_from = least;
@@ -217,71 +215,28 @@ pub fn dkv<A: Hooks>(
                 edge,
                 config,
             );
-            // p = P for dv; s = dP/d(scale · q·k) of each weight.
             let mut p = uninit_a_frags(comptime!(n_queries / 2));
-            #[unroll]
-            for n in 0..n_queries {
-                let statistics = query_tile.statistics::<A>(warp, n, config);
-                #[unroll]
-                for r in 0..2usize {
-                    let scores = s.index(n)[r];
-                    let mut pair = scores;
-                    #[unroll]
-                    for e in 0..2usize {
-                        let mut shift = -statistics[e];
-                        if biased {
-                            let bias = BiasesOf::<A>::bias_of_key(&bias_state, n, r, config);
-                            shift += bias;
-                        }
-                        pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
-                    }
-                    if with_dv {
-                        set_a_frag(&mut p, n, r, pair);
-                    }
-                    #[unroll]
-                    for e in 0..2usize {
-                        pair[e] = WeightOf::<A>::slope(scores[e], pair[e]);
-                        if comptime!(config.nonlinear_scores) {
-                            let row = lane_row + comptime!((n * 8 + e) as u32);
-                            let column = lane_column + comptime!((r * 8) as u32);
-                            let score_slope = ScoreOf::<A>::slope(
-                                score,
-                                &problem,
-                                &head_params,
-                                scores[e],
-                                row,
-                                column,
-                            );
-                            pair[e] *= score_slope;
-                        }
-                    }
-                    s.index_mut(n)[r] = pair;
-                }
-            }
+            weigh_scores::<A>(
+                &mut s,
+                &mut p,
+                score,
+                &problem,
+                &head_params,
+                lane_row,
+                lane_column,
+                scale,
+                &bias_state,
+                &query_tile,
+                warp,
+                with_dv,
+                config,
+            );
             if with_dv {
                 start_pb(&p, &pipeline.second_tiles, at, &mut dv_acc);
             }
             if with_dk {
                 wait(&mut dp, comptime!(usize::from(with_dv)));
-                // dp = dS.
-                #[unroll]
-                for n in 0..n_queries {
-                    let statistics = query_tile.statistics::<A>(warp, n, config);
-                    #[unroll]
-                    for r in 0..2usize {
-                        let slopes = s.index(n)[r];
-                        let mut pair = dp.index(n)[r];
-                        #[unroll]
-                        for e in 0..2usize {
-                            let ds = slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
-                            if with_sums {
-                                ds_sum[r] += ds;
-                            }
-                            pair[e] = ds;
-                        }
-                        dp.index_mut(n)[r] = pair;
-                    }
-                }
+                slopes_to_ds::<A>(&s, &mut dp, &query_tile, warp, &mut ds_sum, with_sums, config);
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                 let ds = to_a_frags(&dp, n_queries);
                 start_pb(&ds, &pipeline.first_tiles, at, &mut dk_acc);
@@ -326,120 +281,5 @@ pub fn dkv<A: Hooks>(
             }
         }
         gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
-    }
-}
-
-/// The query tiles that attend to some key of this block, over all heads of the group.
-#[derive(CubeType, Clone, Copy)]
-struct Passes {
-    batch: usize,
-    kv_head: usize,
-    group: usize,
-    /// The first tile of queries.
-    from: usize,
-    /// Tiles of a head.
-    blocks: usize,
-    /// Tiles of all heads.
-    total: usize,
-}
-
-#[cube]
-impl Passes {
-    fn new(
-        problem: &ProblemShape,
-        mask: &Mask,
-        first_column: usize,
-        #[comptime] config: KernelConfig,
-    ) -> Passes {
-        let (heads, group) = (problem.heads as usize, problem.group as usize);
-        let kv_heads = heads / group;
-        let batch = CUBE_POS_Y as usize / kv_heads;
-        let kv_head = CUBE_POS_Y as usize % kv_heads;
-        let keys = problem.keys as usize;
-        let offset = keys - problem.queries as usize;
-        let mut from = 0usize;
-        if first_column > offset {
-            from = first_column - offset;
-        }
-        let from = from / config.tile;
-        let last = min(first_column + comptime!(config.rows()), keys) - 1;
-        let to = mask.end_of_queries(problem, batch, kv_head, last);
-        let mut blocks = 0usize;
-        if to > offset + from * config.tile {
-            blocks = (to - offset - from * config.tile + config.tile - 1) / config.tile;
-        }
-        Passes { batch, kv_head, group, from, blocks, total: blocks * group }
-    }
-
-    /// The query head and the first query of an iteration: head by head, from the first tile to the last. In
-    /// reverse: tile by tile from the last to the first, over all heads at each tile.
-    fn head_and_query(
-        &self,
-        iteration: usize,
-        #[comptime] in_reverse: bool,
-        #[comptime] tile: usize,
-    ) -> (usize, usize) {
-        let (group, blocks) = (self.group as u32, self.blocks as u32);
-        let mut head = iteration as u32 / blocks;
-        let mut block = iteration as u32 % blocks;
-        if in_reverse {
-            head = iteration as u32 % group;
-            block = blocks - 1 - iteration as u32 / group;
-        }
-        (self.kv_head * self.group + head as usize, (self.from + block as usize) * tile)
-    }
-}
-
-/// As [`make_scores`](super::super::forward::make_scores), where rows of the accumulator are keys and columns
-/// queries.
-#[cube]
-fn make_scores_of_keys<A: Hooks>(
-    s: &mut Accumulator,
-    args: &ScoreArgs<A>,
-    problem: &ProblemShape,
-    head: &<A::Score as Score>::Head,
-    row: u32,
-    column: u32,
-    mask: &Mask,
-    query_tile: &QueryTile,
-    warp: usize,
-    edge: bool,
-    #[comptime] config: KernelConfig,
-) {
-    let n_queries = comptime!(config.tile / 8);
-    if comptime!(config.changes_scores) {
-        #[unroll]
-        for n in 0..n_queries {
-            #[unroll]
-            for r in 0..2usize {
-                let mut pair = s.index(n)[r];
-                let column = column + comptime!((r * 8) as u32);
-                #[unroll]
-                for e in 0..2usize {
-                    let row = row + comptime!((n * 8 + e) as u32);
-                    pair[e] = ScoreOf::<A>::score(args, problem, head, pair[e], row, column);
-                }
-                s.index_mut(n)[r] = pair;
-            }
-        }
-    }
-    if edge {
-        #[unroll]
-        for n in 0..n_queries {
-            let first = query_tile.first_keys(mask, warp, n, config);
-            #[unroll]
-            for r in 0..2usize {
-                let mut pair = s.index(n)[r];
-                let column = column + comptime!((r * 8) as u32);
-                #[unroll]
-                for e in 0..2usize {
-                    let row = row + comptime!((n * 8 + e) as u32);
-                    // Rows past the last query have no query.
-                    let hide = masked(row, column, first[e]) | (row >= problem.keys);
-                    pair[e] = select(hide, MASKED, pair[e]);
-                }
-                s.index_mut(n)[r] = pair;
-            }
-        }
     }
 }

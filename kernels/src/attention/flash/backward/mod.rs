@@ -1,10 +1,14 @@
-//! The backward pass, without atomics: one kernel computes dq with a block per query block, another dk and
-//! dv with a block per key block, over all query heads of the kv head (Dao, "FlashAttention-2", 2023,
-//! algorithm 2, split in two). For softmax, both recompute
-//! P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − δ), δ = rowsum(dO ⊙ O).
+//! The backward pass (Dao, "FlashAttention-2", 2023, algorithm 2), with the same bits in every run. For softmax,
+//! it recomputes P = exp(S − lse) and dS = P ⊙ (dO·Vᵀ − δ), δ = rowsum(dO ⊙ O).
+//!
+//! [`dqkv`] computes dq, dk and dv with a block per key block, over all query heads of the kv head. If a kind's
+//! dq is no plain sum over key tiles ([`Operands::DQ_BY_KEYS`](super::hooks::Operands::DQ_BY_KEYS)), or heads
+//! have more than 128 channels, [`dq`] and [`dkv`] do it, with a block per query block and one per key block.
 
 pub mod dkv;
 pub mod dq;
+pub mod dqkv;
+mod of_keys;
 mod query_tile;
 
 use burn::tensor::bf16;

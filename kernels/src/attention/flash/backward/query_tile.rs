@@ -1,4 +1,4 @@
-//! Row statistics and first keys of a query tile, for the kernel of dk and dv.
+//! Row statistics and first keys of a query tile, for the kernels that loop over query tiles.
 
 use cubecl::prelude::*;
 
@@ -13,7 +13,7 @@ const fn lanes(tile: usize) -> usize {
 }
 
 /// Statistics and first keys of a tile's queries. Lanes read those of the next tile ahead, in pairs of
-/// neighbouring queries, and pass them to the warp through shared memory.
+/// neighbouring queries, and put them into a slot of shared memory.
 #[derive(CubeType)]
 pub struct QueryTile {
     /// The statistics of two queries as [`Weight::saved`] gives them: both shifts, then both numbers to
@@ -21,17 +21,17 @@ pub struct QueryTile {
     statistics: Array<Vector<f32, Const<4>>>,
     /// Their first keys, if the mask has limits.
     first_keys: Array<Vector<u32, Const<2>>>,
-    /// The statistics of the current tile, for each warp.
+    /// The statistics of the tile in each slot.
     statistics_tile: SharedMemory<Vector<f32, Const<4>>>,
-    /// The first keys of the current tile, for each warp.
+    /// The first keys of the tile in each slot.
     first_keys_tile: SharedMemory<Vector<u32, Const<2>>>,
 }
 
 #[cube]
 impl QueryTile {
-    /// An empty tile.
-    pub fn new(#[comptime] config: KernelConfig) -> QueryTile {
-        let count = comptime!(config.warps * config.tile / 2);
+    /// Empty slots.
+    pub fn new(#[comptime] slots: usize, #[comptime] config: KernelConfig) -> QueryTile {
+        let count = comptime!(slots * config.tile / 2);
         QueryTile {
             statistics: Array::<Vector<f32, Const<4>>>::new(comptime!(lanes(config.tile))),
             first_keys: Array::<Vector<u32, Const<2>>>::new(comptime!(lanes(config.tile))),
@@ -80,14 +80,14 @@ impl QueryTile {
         }
     }
 
-    /// Makes the tile that was read the current one.
-    pub fn begin<A: Hooks>(&mut self, mask: &Mask, warp: usize, #[comptime] config: KernelConfig) {
+    /// Puts the tile that was read into a slot.
+    pub fn put<A: Hooks>(&mut self, mask: &Mask, slot: usize, #[comptime] config: KernelConfig) {
         let count = comptime!(config.tile / 2);
         if comptime!(WeightOf::<A>::HAS_STATISTICS) {
             stage_to_smem::<f32, Const<4>>(
                 &mut self.statistics_tile,
                 &self.statistics,
-                warp,
+                slot,
                 count,
             );
         }
@@ -95,38 +95,38 @@ impl QueryTile {
             stage_to_smem::<u32, Const<2>>(
                 &mut self.first_keys_tile,
                 &self.first_keys,
-                warp,
+                slot,
                 count,
             );
         }
     }
 
-    /// The statistics of a lane's queries from 8·`n` on in the current tile.
+    /// The statistics of a lane's queries from 8·`n` on in a slot's tile.
     pub fn statistics<A: Hooks>(
         &self,
-        warp: usize,
+        slot: usize,
         #[comptime] n: usize,
         #[comptime] config: KernelConfig,
     ) -> Vector<f32, Const<4>> {
         let mut four = Vector::<f32, Const<4>>::cast_from(0f32);
         if comptime!(WeightOf::<A>::HAS_STATISTICS) {
-            let place = warp * comptime!(config.tile / 2) + comptime!(n * 4);
+            let place = slot * comptime!(config.tile / 2) + comptime!(n * 4);
             four = self.statistics_tile[place + UNIT_POS_PLANE as usize % 4];
         }
         four
     }
 
-    /// The first keys of a lane's queries from 8·`n` on in the current tile.
+    /// The first keys of a lane's queries from 8·`n` on in a slot's tile.
     pub fn first_keys(
         &self,
         mask: &Mask,
-        warp: usize,
+        slot: usize,
         #[comptime] n: usize,
         #[comptime] config: KernelConfig,
     ) -> Vector<u32, Const<2>> {
         let mut first = Vector::<u32, Const<2>>::cast_from(0u32);
         if comptime!(mask.limits.any()) {
-            let place = warp * comptime!(config.tile / 2) + comptime!(n * 4);
+            let place = slot * comptime!(config.tile / 2) + comptime!(n * 4);
             first = self.first_keys_tile[place + UNIT_POS_PLANE as usize % 4];
         }
         first

@@ -23,6 +23,7 @@ impl Operands for PlainOperands {
 
     const Q_IN_REGISTERS: bool = false;
     const DK_IN_REVERSE: bool = false;
+    const DQ_BY_KEYS: bool = true;
     const SCALES_GRADIENTS: bool = true;
 
     fn forward(

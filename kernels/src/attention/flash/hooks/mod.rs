@@ -107,6 +107,9 @@ pub trait Operands: Send + Sync + 'static {
     /// Whether dk is summed from the last query tile to the first, with the heads of a group interleaved at
     /// each tile.
     const DK_IN_REVERSE: bool;
+    /// Whether the product of dS and a tile of keys is that tile's part of dq, so that blocks of keys can add
+    /// their parts. If not, a kernel of its own computes dq.
+    const DQ_BY_KEYS: bool;
     /// Whether the kernels multiply dq and dk by the scale.
     const SCALES_GRADIENTS: bool;
 

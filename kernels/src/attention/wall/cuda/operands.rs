@@ -272,6 +272,7 @@ impl Operands for GatedOperands {
 
     const Q_IN_REGISTERS: bool = true;
     const DK_IN_REVERSE: bool = true;
+    const DQ_BY_KEYS: bool = false;
     const SCALES_GRADIENTS: bool = false;
 
     fn forward(

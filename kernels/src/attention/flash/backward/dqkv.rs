@@ -1,0 +1,524 @@
+//! The kernel of dq, dk and dv in five products, where the split kernels need seven.
+//!
+//! A block holds 128 keys and loops over query tiles. Beside dk and dv it computes each tile's part of dq,
+//! and adds it to a sum in f32. Blocks add in turns, from the last key block that a tile attends to down to
+//! the first, so that results are the same in every run. The last one comes first because it starts with
+//! these tiles: in this order blocks hardly wait. A block takes its place in the grid by a ticket, so that
+//! those it waits for have started. (The deterministic mode and the order of FlashAttention's releases; Shah
+//! et al., "FlashAttention-3", 2024, for the roles of warpgroups.)
+
+use cubecl::prelude::barrier::Barrier;
+use cubecl::prelude::*;
+
+use super::super::heads::HeadPairs;
+use super::super::hooks::{
+    BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+};
+use super::super::mask::Mask;
+use super::super::problem::{KernelConfig, ProblemShape};
+use super::BackwardInputs;
+use super::dkv::KeyGradientsOf;
+use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
+use super::query_tile::QueryTile;
+use crate::tile::roles::{Ring, one_block_per_multiprocessor, set_registers, sync_first_threads};
+use crate::tile::turns::{Vec4, pass_turn, start_add, wait_for_adds, wait_for_turn};
+use crate::tile::warpgroup::{
+    GROUP_ROWS, GROUP_WARPS, start_panels_atb, start_pb, start_tile_abt, store_a_frags, to_a_frags,
+    uninit, uninit_a_frags, wait,
+};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, bytes, define_exp2, load_rows,
+    sum_of_four, wait_parity, zeros,
+};
+
+/// Warps that compute; a further warpgroup loads and adds.
+pub const CONSUMER_WARPS: usize = 2 * GROUP_WARPS;
+
+/// Threads per block.
+pub const THREADS: usize = 32 * (CONSUMER_WARPS + GROUP_WARPS);
+
+/// Registers per thread of a consumer and of a producer: together as many as a multiprocessor has.
+const REGISTERS: (usize, usize) = (240, 24);
+
+/// Vectors of four in a tile of dq: each of 256 threads holds 8.
+const DQ_VECTORS: usize = 2048;
+
+/// Vectors of four that a query tile has in [`DqSums::sums`].
+pub const fn vectors_per_tile(tile: usize, with_sums: bool) -> usize {
+    DQ_VECTORS + if with_sums { tile / 4 } else { 0 }
+}
+
+/// Where key blocks add their parts of dq.
+#[derive(CubeType, CubeLaunch)]
+pub struct DqSums {
+    /// dq of each query tile, `[batch, heads, query tiles, vectors_per_tile]`: the accumulators' registers, and
+    /// with [`Biases::NEEDS_DS_SUMS`] Σ_j dS_ij of its queries.
+    pub sums: Array<Vec4>,
+    /// The next ticket, then how many key blocks have added to each tile, `[batch, heads, query tiles]`;
+    /// zero-initialised.
+    pub turns: Array<Atomic<u32>>,
+}
+
+/// dk and dv, and dq's sums, over all query heads of each kv head.
+///
+/// Grid: blocks of keys · batch · kv_heads.
+#[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
+pub fn dqkv<A: Hooks>(
+    inputs: &BackwardInputs,
+    mask: &Mask,
+    operands: &OperandArgs<A>,
+    biases: &BiasArgs<A>,
+    score: &ScoreArgs<A>,
+    saved: &SavedRows<A>,
+    gradients: &mut KeyGradientsOf<A>,
+    dq: &mut DqSums,
+    problem: ProblemShape,
+    #[comptime] config: KernelConfig,
+) {
+    one_block_per_multiprocessor(comptime!("dqkv".to_string()), THREADS);
+    define_exp2();
+    let KernelConfig { padded_head_dim: dim, tile, .. } = comptime!(config);
+    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let rows = comptime!(config.rows());
+    let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
+    let vectors = comptime!(vectors_per_tile(tile, with_sums));
+
+    let lane = UNIT_POS_PLANE as usize;
+    // The shuffle tells the compiler that the value is warp-uniform.
+    let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
+    let queries = problem.queries as usize;
+    let keys = problem.keys as usize;
+    let offset = keys - queries;
+
+    let kv_full = Barrier::shared(1, UNIT_POS == 0);
+    let dq_full = Barrier::shared(comptime!(CONSUMER_WARPS as u32), UNIT_POS == 0);
+    let dq_empty = Barrier::shared(1, UNIT_POS == 0);
+    // A stage of q also holds its statistics.
+    let mut q_ring = Ring::new(tile, dim, 2u32, comptime!(CONSUMER_WARPS as u32));
+    let mut grad_ring = Ring::new(tile, dim, 1u32, comptime!(CONSUMER_WARPS as u32));
+    let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    // Two tiles of dSᵀ, and of each warp's part of Σ_j dS_ij.
+    let ds_chunks = comptime!(rows * tile / CHUNK);
+    let mut ds_tiles = SharedMemory::<Chunk>::new_aligned(comptime!(2 * ds_chunks), ALIGN);
+    let row_pairs = comptime!(if with_sums { CONSUMER_WARPS * tile / 2 } else { 1 });
+    let mut row_sums = SharedMemory::<Pair>::new_aligned(comptime!(2 * row_pairs), 8usize);
+    let mut dq_tile = SharedMemory::<Vec4>::new_aligned(vectors, 128usize);
+    let mut query_tile = QueryTile::new(2usize, config);
+    let mut most_first_key = SharedMemory::<u32>::new(2usize);
+    let mut taken = SharedMemory::<u32>::new(1usize);
+    if UNIT_POS == 0 {
+        taken[0] = dq.turns[0].fetch_add(1u32);
+        // cubecl places what it sees used, here and not in one role alone.
+        ds_tiles[0] = Chunk::cast_from(0f32);
+        row_sums[0] = Pair::cast_from(0f32);
+        dq_tile[0] = Vec4::cast_from(0f32);
+        most_first_key[0] = 0u32;
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+
+    // Block by block from the last, head by head.
+    let ticket = plane_shuffle(taken[0], 0u32) as usize;
+    let blocks = (keys + rows - 1) / rows;
+    let batch_kv_head = ticket / blocks;
+    let block = blocks - 1 - ticket % blocks;
+    let first_column = block * rows;
+    let passes = Passes::new(&problem, mask, batch_kv_head, first_column, config);
+    let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
+
+    if warp >= CONSUMER_WARPS {
+        set_registers(REGISTERS.1, false);
+        let role = warp - CONSUMER_WARPS;
+        if (role == 0) & (lane == 0) & (total > 0) {
+            kv_full.arrive_and_expect_tx(1, comptime!(2 * bytes(rows, dim)));
+            let zero = usize::cast_from(0u32);
+            load_rows(
+                &kv_full,
+                &inputs.k,
+                batch,
+                kv_head,
+                first_column,
+                &mut k_tile,
+                zero,
+                rows,
+                dim,
+            );
+            load_rows(
+                &kv_full,
+                &inputs.v,
+                batch,
+                kv_head,
+                first_column,
+                &mut v_tile,
+                zero,
+                rows,
+                dim,
+            );
+            for iteration in 0..total {
+                let (head, first_query) = passes.head_and_query(iteration, false, tile);
+                q_ring.wait_empty(iteration);
+                q_ring.load(iteration, &inputs.q, batch, head, first_query);
+                grad_ring.wait_empty(iteration);
+                grad_ring.load(iteration, &inputs.grad, batch, head, first_query);
+            }
+        }
+        if role == 1 {
+            for iteration in 0..total {
+                let (head, first_query) = passes.head_and_query(iteration, false, tile);
+                query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
+                q_ring.wait_empty(iteration);
+                query_tile.put::<A>(mask, iteration % 2, config);
+                let mut most = 0usize;
+                if comptime!(mask.limits.any()) {
+                    let (_, found) = query_tile.min_and_max_first_key(config);
+                    most = found;
+                }
+                if lane == 0 {
+                    most_first_key[iteration % 2] = most as u32;
+                    q_ring.arrive(iteration);
+                }
+            }
+        }
+        if (role == 2) & (lane == 0) {
+            let query_tiles = (queries + tile - 1) / tile;
+            for iteration in 0..total {
+                let (head, first_query) = passes.head_and_query(iteration, false, tile);
+                let at = (batch * problem.heads as usize + head) * query_tiles + first_query / tile;
+                // The last key block that the tile attends to has the first turn.
+                let last = (offset + min(first_query + tile, queries) - 1) / rows;
+                let turn = last - block;
+                wait_parity(&dq_full, (iteration % 2) as u32);
+                wait_for_turn(&dq.turns, at + 1, turn);
+                start_add(&dq_tile, &dq.sums, at * vectors, turn == 0, comptime!(16 * vectors));
+                wait_for_adds(false);
+                dq_empty.arrive();
+                wait_for_adds(true);
+                pass_turn(&dq.turns, at + 1);
+            }
+        }
+    } else {
+        set_registers(REGISTERS.0, true);
+        let group = warp / GROUP_WARPS;
+        let group_row = group * GROUP_ROWS;
+        let group_column = first_column + group_row;
+        let group_last = min(group_column + GROUP_ROWS, keys) - 1;
+        let own = first_column + warp * 16;
+        // Of dq, a warpgroup computes 64 of the channels, or of the queries.
+        let panel = group * comptime!(rows * PANEL);
+        let (mut ds_panel, mut k_panel) = (panel, usize::cast_from(0u32));
+        if comptime!(dim > PANEL_DIM) {
+            ds_panel = usize::cast_from(0u32);
+            k_panel = panel;
+        }
+
+        let mut dk_acc = zeros(n_dim);
+        let mut dv_acc = zeros(n_dim);
+        let mut s = uninit(n_queries);
+        let mut dp = uninit(n_queries);
+        let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
+        let mut ds_sum = Array::<f32>::new(2usize);
+        ds_sum[0] = 0f32;
+        ds_sum[1] = 0f32;
+        let mut operand_state =
+            OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
+        let mut bias_state = BiasesOf::<A>::init_query_loop(config);
+
+        if total > 0 {
+            let (head, first_query) = passes.head_and_query(0usize, false, tile);
+            OperandsOf::<A>::read_queries(&mut operand_state, operands, first_query, true, config);
+            BiasesOf::<A>::read_queries(
+                &mut bias_state,
+                biases,
+                &problem,
+                batch * problem.heads as usize + head,
+                first_query,
+                own,
+                config,
+            );
+            wait_parity(&kv_full, 0u32);
+        }
+        for iteration in 0..total {
+            let (head, first_query) = passes.head_and_query(iteration, false, tile);
+            let next = min(iteration + 1, total - 1);
+            let (next_head, next_query) = passes.head_and_query(next, false, tile);
+            let (slot, at) = (iteration % 2, q_ring.stage_offset(iteration));
+            OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
+            BiasesOf::<A>::begin_tile(&mut bias_state, config);
+            // Read the next tile's data while this one is computed.
+            if iteration + 1 < total {
+                OperandsOf::<A>::read_queries(
+                    &mut operand_state,
+                    operands,
+                    next_query,
+                    false,
+                    config,
+                );
+                BiasesOf::<A>::read_queries(
+                    &mut bias_state,
+                    biases,
+                    &problem,
+                    batch * problem.heads as usize + next_head,
+                    next_query,
+                    own,
+                    config,
+                );
+            }
+
+            q_ring.wait(iteration);
+            OperandsOf::<A>::start_scores_of_dkv(
+                &mut operand_state,
+                &mut s,
+                &k_tile,
+                &q_ring.tiles,
+                at,
+                warp,
+                config,
+            );
+            grad_ring.wait(iteration);
+            start_tile_abt(
+                &v_tile,
+                group_row,
+                rows,
+                &grad_ring.tiles,
+                at,
+                &mut dp,
+                true,
+                n_queries,
+                comptime!(dim / 16),
+            );
+            let head_params = ScoreOf::<A>::head(score, head);
+            wait(&mut s, 1usize);
+
+            let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
+            if comptime!(mask.limits.any()) {
+                edge |= most_first_key[slot] as usize > group_column;
+            }
+            let lane_row = (offset + first_query + (lane % 4) * 2) as u32;
+            let lane_column = (own + lane / 4) as u32;
+            make_scores_of_keys::<A>(
+                &mut s,
+                score,
+                &problem,
+                &head_params,
+                lane_row,
+                lane_column,
+                mask,
+                &query_tile,
+                slot,
+                edge,
+                config,
+            );
+            let mut p = uninit_a_frags(comptime!(n_queries / 2));
+            weigh_scores::<A>(
+                &mut s,
+                &mut p,
+                score,
+                &problem,
+                &head_params,
+                lane_row,
+                lane_column,
+                scale,
+                &bias_state,
+                &query_tile,
+                slot,
+                true,
+                config,
+            );
+            wait(&mut dp, 0usize);
+            slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
+            let ds = to_a_frags(&dp, n_queries);
+            start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
+
+            let ds_at = slot * ds_chunks;
+            store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
+            if with_sums {
+                store_row_sums(&dp, &mut row_sums, slot * row_pairs + warp * (tile / 2), n_queries);
+            }
+            sync_async_proxy_shared();
+            sync_first_threads(comptime!(32 * CONSUMER_WARPS));
+            let mut dq_acc = uninit(8usize);
+            start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
+            OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
+            start_pb(&ds, &q_ring.tiles, at, &mut dk_acc);
+            wait(&mut dv_acc, 2usize);
+            if lane == 0 {
+                grad_ring.release(iteration);
+            }
+            wait(&mut dq_acc, 1usize);
+            if iteration > 0 {
+                wait_parity(&dq_empty, ((iteration + 1) % 2) as u32);
+            }
+            let place = group * comptime!(DQ_VECTORS / 2) + UNIT_POS as usize % 128;
+            #[unroll]
+            for n in 0..8usize {
+                let fragment = dq_acc.index(n);
+                let mut four = Vec4::empty();
+                #[unroll]
+                for r in 0..2usize {
+                    let pair = fragment[r];
+                    four[comptime!(2 * r)] = pair[0];
+                    four[comptime!(2 * r + 1)] = pair[1];
+                }
+                dq_tile[place + n * 128] = four;
+            }
+            if with_sums {
+                if (UNIT_POS as usize) < comptime!(tile / 4) {
+                    let mut four = Vec4::cast_from(0f32);
+                    #[unroll]
+                    for w in 0..CONSUMER_WARPS {
+                        let from = slot * row_pairs + w * (tile / 2) + UNIT_POS as usize * 2;
+                        #[unroll]
+                        for i in 0..2usize {
+                            let pair = row_sums[from + i];
+                            four[comptime!(2 * i)] += pair[0];
+                            four[comptime!(2 * i + 1)] += pair[1];
+                        }
+                    }
+                    dq_tile[DQ_VECTORS + UNIT_POS as usize] = four;
+                }
+            }
+            sync_async_proxy_shared();
+            sync_plane();
+            if lane == 0 {
+                dq_full.arrive();
+            }
+            wait(&mut dk_acc, 0usize);
+            if lane == 0 {
+                q_ring.release(iteration);
+            }
+            if with_sums {
+                // After the head's last tile.
+                let done = (iteration + 1 == total) | (next_head > head);
+                #[unroll]
+                for r in 0..2usize {
+                    let column = own + r * 8 + lane / 4;
+                    let sum = sum_of_four(ds_sum[r]);
+                    if done & (lane % 4 == 0) & (column < keys) {
+                        let at = (batch * problem.heads as usize + head) * keys + column;
+                        gradients.ds_columns.as_mut().unwrap()[at] = sum;
+                    }
+                    ds_sum[r] = select(done, 0f32, ds_sum[r]);
+                }
+            }
+        }
+
+        let mut factors = Array::<f32>::new(2usize);
+        factors[0] = 1f32;
+        factors[1] = 1f32;
+        gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
+        if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
+            factors[0] = problem.scale;
+            factors[1] = problem.scale;
+        }
+        gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
+    }
+}
+
+/// Writes the sums over a warp's 16 keys, in pairs of neighbouring queries from `at` on.
+#[cube]
+fn store_row_sums(
+    ds: &Accumulator,
+    row_sums: &mut SharedMemory<Pair>,
+    at: usize,
+    #[comptime] n_queries: usize,
+) {
+    let mut sums = Array::<f32>::new(comptime!(2 * n_queries));
+    #[unroll]
+    for n in 0..n_queries {
+        #[unroll]
+        for e in 0..2usize {
+            sums[comptime!(2 * n + e)] = ds.index(n)[0][e] + ds.index(n)[1][e];
+        }
+    }
+    // Lanes that differ in one bit each pass on half of their sums, so that each query ends in one lane.
+    let lane = UNIT_POS_PLANE;
+    #[unroll]
+    for step in 0..3usize {
+        let half = comptime!(n_queries >> step);
+        let bit = comptime!(16u32 >> step as u32);
+        let upper = lane & bit != 0;
+        #[unroll]
+        for i in 0..half {
+            let (low, high) = (sums[i], sums[comptime!(i + half)]);
+            let kept = select(upper, high, low);
+            sums[i] = kept + plane_shuffle_xor(select(upper, low, high), bit);
+        }
+    }
+    // The lane's first query fragment.
+    let count = comptime!(n_queries / 8);
+    let first = lane as usize / 16 * comptime!(4 * count)
+        + lane as usize / 8 % 2 * comptime!(2 * count)
+        + lane as usize / 4 % 2 * count;
+    #[unroll]
+    for i in 0..count {
+        let mut pair = Pair::empty();
+        pair[0] = sums[comptime!(2 * i)];
+        pair[1] = sums[comptime!(2 * i + 1)];
+        row_sums[at + (first + i) * 4 + lane as usize % 4] = pair;
+    }
+}
+
+/// dq, and Σ_j dS_ij of each query if they are needed, from their sums.
+///
+/// Grid: query tiles, batch · heads.
+#[cube(launch_unchecked, address_type = "u64")]
+pub fn dq_from_sums<A: Hooks>(
+    sums: &Array<Vec4>,
+    dq: &mut HeadPairs<GradientOf<A>>,
+    ds_rows: &mut ComptimeOption<Array<f32>>,
+    problem: ProblemShape,
+    #[comptime] config: KernelConfig,
+) {
+    let KernelConfig { head_dim, padded_head_dim: dim, tile, .. } = comptime!(config);
+    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let vectors = comptime!(vectors_per_tile(tile, with_sums));
+    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
+    let batch_head = CUBE_POS_Y as usize;
+    let (batch, head) = (batch_head / problem.heads as usize, batch_head % problem.heads as usize);
+    let first_query = CUBE_POS_X as usize * tile;
+    let base = (batch_head * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * vectors;
+
+    let (group, thread) = (UNIT_POS as usize / 128, UNIT_POS as usize % 128);
+    let mut row = first_query + thread / 32 * 16 + thread % 32 / 4;
+    let mut channel = thread % 4 * 2;
+    if comptime!(dim > PANEL_DIM) {
+        channel += group * PANEL_DIM;
+    } else {
+        row += group * GROUP_ROWS;
+    }
+    let mut factor = 1f32;
+    if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
+        factor = problem.scale;
+    }
+    #[unroll]
+    for n in 0..8usize {
+        let four = sums[base + group * comptime!(DQ_VECTORS / 2) + n * 128 + thread];
+        let channel = channel + n * 8;
+        #[unroll]
+        for r in 0..2usize {
+            let row = row + r * 8;
+            if (row < queries) & (channel < head_dim) {
+                let mut pair = Pair::empty();
+                pair[0] = four[comptime!(2 * r)] * factor;
+                pair[1] = four[comptime!(2 * r + 1)] * factor;
+                let at = dq.at(batch, head, row, channel / 2);
+                dq.pairs[at] = Vector::cast_from(pair);
+            }
+        }
+    }
+    if with_sums {
+        let place = UNIT_POS as usize;
+        if place < comptime!(tile / 4) {
+            let four = sums[base + DQ_VECTORS + place];
+            #[unroll]
+            for i in 0..4usize {
+                let query = first_query + place * 4 + i;
+                if query < queries {
+                    ds_rows.as_mut().unwrap()[batch_head * keys + keys - queries + query] = four[i];
+                }
+            }
+        }
+    }
+}

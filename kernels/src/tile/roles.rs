@@ -1,0 +1,149 @@
+//! Blocks whose warpgroups have different roles: producers that load tiles with few registers, consumers that
+//! compute with many (PTX ISA, "setmaxnreg").
+
+use burn::tensor::bf16;
+use cubecl::prelude::barrier::Barrier;
+use cubecl::prelude::*;
+
+use super::asm::emit;
+use super::{ALIGN, CHUNK, Chunk, bytes, load_rows, wait_parity};
+
+/// Declares that a multiprocessor runs one block of `threads` threads of the kernel named `kernel` at a time:
+/// without a bound on blocks, the compiler ignores [`set_registers`]. cubecl states no such bound, so the
+/// kernel is declared again, inside itself.
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+pub fn one_block_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
+    intrinsic!(|scope| {
+        let text =
+            format!("__global__ __launch_bounds__({threads}, 1) decltype({kernel}) {kernel};");
+        emit(scope, "one block per multiprocessor", &text);
+    })
+}
+
+/// Sets the registers per thread of this warpgroup to a multiple of 8, more or fewer than it has. All its
+/// warps execute it, after [`one_block_per_multiprocessor`].
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+pub fn set_registers(#[comptime] count: usize, #[comptime] more: bool) {
+    intrinsic!(|scope| {
+        let way = if more { "inc" } else { "dec" };
+        let text = format!("asm volatile(\"setmaxnreg.{way}.sync.aligned.u32 {count};\\n\");");
+        emit(scope, "registers", &text);
+    })
+}
+
+/// A barrier of the block's first `threads` threads.
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+pub fn sync_first_threads(#[comptime] threads: usize) {
+    intrinsic!(|scope| {
+        let text = format!("asm volatile(\"bar.sync 1, {threads};\\n\" ::: \"memory\");");
+        emit(scope, "barrier", &text);
+    })
+}
+
+/// Two stages of one tile each: a producer loads one while consumers use the other.
+#[derive(CubeType)]
+pub struct Ring {
+    full: Sequence<Shared<Barrier>>,
+    empty: Sequence<Shared<Barrier>>,
+    /// The tiles of both stages.
+    pub tiles: SharedMemory<Chunk>,
+    #[cube(comptime)]
+    rows: usize,
+    #[cube(comptime)]
+    dim: usize,
+}
+
+#[cube]
+impl Ring {
+    /// Empty stages for tiles of `rows` rows and `dim` channels. A stage is full after its load and
+    /// `arrivals − 1` further arrivals, and empty once `consumers` have released it. The block must
+    /// synchronise before using it.
+    pub fn new(
+        #[comptime] rows: usize,
+        #[comptime] dim: usize,
+        #[comptime] arrivals: u32,
+        #[comptime] consumers: u32,
+    ) -> Ring {
+        let mut full = Sequence::<Shared<Barrier>>::new();
+        let mut empty = Sequence::<Shared<Barrier>>::new();
+        #[unroll]
+        for _ in 0..2usize {
+            full.push(Barrier::shared(arrivals, UNIT_POS == 0));
+            empty.push(Barrier::shared(consumers, UNIT_POS == 0));
+        }
+        let chunks = comptime!(2 * rows * dim / CHUNK);
+        let tiles = SharedMemory::<Chunk>::new_aligned(chunks, ALIGN);
+        Ring { full, empty, tiles, rows, dim }
+    }
+
+    /// The index of the first chunk of an iteration's tile.
+    pub fn stage_offset(&self, iteration: usize) -> usize {
+        iteration % 2 * comptime!(self.rows * self.dim / CHUNK)
+    }
+
+    /// Waits until the iteration's stage is empty.
+    pub fn wait_empty(&self, iteration: usize) {
+        if iteration >= 2 {
+            #[unroll]
+            for stage in 0..2usize {
+                if iteration % 2 == stage {
+                    wait_parity(self.empty.index(stage), (iteration / 2 + 1) as u32 % 2);
+                }
+            }
+        }
+    }
+
+    /// Starts the load of an iteration's tile, rows from `first` on, into an empty stage.
+    pub fn load(
+        &mut self,
+        iteration: usize,
+        source: &TensorMap<bf16, Tiled>,
+        batch: usize,
+        head: usize,
+        first: usize,
+    ) {
+        let at = self.stage_offset(iteration);
+        let (rows, dim) = comptime!((self.rows, self.dim));
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                let full = self.full.index(stage);
+                full.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)));
+                load_rows(full, source, batch, head, first, &mut self.tiles, at, rows, dim);
+            }
+        }
+    }
+
+    /// Arrives at the iteration's stage, for what a stage holds beside its tile.
+    pub fn arrive(&self, iteration: usize) {
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                self.full.index(stage).arrive();
+            }
+        }
+    }
+
+    /// Waits for the tile of an iteration.
+    pub fn wait(&self, iteration: usize) {
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                wait_parity(self.full.index(stage), (iteration / 2 % 2) as u32);
+            }
+        }
+    }
+
+    /// Releases the tile of an iteration for this consumer.
+    pub fn release(&self, iteration: usize) {
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                self.empty.index(stage).arrive();
+            }
+        }
+    }
+}
