@@ -278,8 +278,7 @@ impl<A: Hooks> FlashAttention<A> {
             Some([rows, columns]) => [Some(rows), Some(columns)],
             None => [None, None],
         };
-        let one_kernel = OperandsOf::<A>::DQ_BY_KEYS && padded(self.q.dims[3]) <= 128;
-        let [dq, dk, dv] = if one_kernel {
+        let [dq, dk, dv] = if self.one_backward_kernel() {
             self.dqkv(&grad, saved(), ds_rows, ds_columns)
         } else {
             let dq = self.dq(&grad, saved(), ds_rows);
@@ -287,6 +286,14 @@ impl<A: Hooks> FlashAttention<A> {
             [dq, dk, dv]
         };
         Gradients { dq, dk, dv, ds_sums }
+    }
+
+    /// Whether `dqkv` computes all gradients.
+    fn one_backward_kernel(&self) -> bool {
+        let dim = padded(self.q.dims[3]);
+        // With sums of dS, its tiles of 128 queries at 64 channels do not fit into registers.
+        let fits = dim == 128 || dim == 64 && !BiasesOf::<A>::NEEDS_DS_SUMS;
+        OperandsOf::<A>::DQ_BY_KEYS && fits
     }
 
     /// An uninitialised tensor for the gradient of q or k.

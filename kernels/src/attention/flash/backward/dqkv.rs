@@ -156,17 +156,18 @@ pub fn dqkv<A: Hooks>(
                 rows,
                 dim,
             );
+            let (mut head, mut first_query) = passes.first(tile);
             for iteration in 0..total {
-                let (head, first_query) = passes.head_and_query(iteration, false, tile);
                 q_ring.wait_empty(iteration);
                 q_ring.load(iteration, &inputs.q, batch, head, first_query);
                 grad_ring.wait_empty(iteration);
                 grad_ring.load(iteration, &inputs.grad, batch, head, first_query);
+                (head, first_query) = passes.next(head, first_query, tile);
             }
         }
         if role == 1 {
+            let (mut head, mut first_query) = passes.first(tile);
             for iteration in 0..total {
-                let (head, first_query) = passes.head_and_query(iteration, false, tile);
                 query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
                 q_ring.wait_empty(iteration);
                 query_tile.put::<A>(mask, iteration % 2, config);
@@ -179,12 +180,13 @@ pub fn dqkv<A: Hooks>(
                     most_first_key[iteration % 2] = most as u32;
                     q_ring.arrive(iteration);
                 }
+                (head, first_query) = passes.next(head, first_query, tile);
             }
         }
         if (role == 2) & (lane == 0) {
             let query_tiles = (queries + tile - 1) / tile;
+            let (mut head, mut first_query) = passes.first(tile);
             for iteration in 0..total {
-                let (head, first_query) = passes.head_and_query(iteration, false, tile);
                 let at = (batch * problem.heads as usize + head) * query_tiles + first_query / tile;
                 // The last key block that the tile attends to has the first turn.
                 let last = (offset + min(first_query + tile, queries) - 1) / rows;
@@ -196,6 +198,7 @@ pub fn dqkv<A: Hooks>(
                 dq_empty.arrive();
                 wait_for_adds(true);
                 pass_turn(&dq.turns, at + 1);
+                (head, first_query) = passes.next(head, first_query, tile);
             }
         }
     } else {
@@ -225,8 +228,8 @@ pub fn dqkv<A: Hooks>(
             OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
         let mut bias_state = BiasesOf::<A>::init_query_loop(config);
 
+        let (mut head, mut first_query) = passes.first(tile);
         if total > 0 {
-            let (head, first_query) = passes.head_and_query(0usize, false, tile);
             OperandsOf::<A>::read_queries(&mut operand_state, operands, first_query, true, config);
             BiasesOf::<A>::read_queries(
                 &mut bias_state,
@@ -240,28 +243,16 @@ pub fn dqkv<A: Hooks>(
             wait_parity(&kv_full, 0u32);
         }
         for iteration in 0..total {
-            let (head, first_query) = passes.head_and_query(iteration, false, tile);
-            let next = min(iteration + 1, total - 1);
-            let (next_head, next_query) = passes.head_and_query(next, false, tile);
             let (slot, at) = (iteration % 2, q_ring.stage_offset(iteration));
+            let (next_head, next_query) = passes.next(head, first_query, tile);
+            let ahead = iteration + 1 < total;
             OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
-            BiasesOf::<A>::begin_tile(&mut bias_state, config);
-            // Read the next tile's data while this one is computed.
-            if iteration + 1 < total {
+            if ahead {
                 OperandsOf::<A>::read_queries(
                     &mut operand_state,
                     operands,
                     next_query,
                     false,
-                    config,
-                );
-                BiasesOf::<A>::read_queries(
-                    &mut bias_state,
-                    biases,
-                    &problem,
-                    batch * problem.heads as usize + next_head,
-                    next_query,
-                    own,
                     config,
                 );
             }
@@ -288,6 +279,19 @@ pub fn dqkv<A: Hooks>(
                 n_queries,
                 comptime!(dim / 16),
             );
+            BiasesOf::<A>::begin_tile(&mut bias_state, config);
+            // Read the next tile's data while this one is computed.
+            if ahead {
+                BiasesOf::<A>::read_queries(
+                    &mut bias_state,
+                    biases,
+                    &problem,
+                    batch * problem.heads as usize + next_head,
+                    next_query,
+                    own,
+                    config,
+                );
+            }
             let head_params = ScoreOf::<A>::head(score, head);
             wait(&mut s, 1usize);
 
@@ -326,11 +330,12 @@ pub fn dqkv<A: Hooks>(
                 true,
                 config,
             );
-            wait(&mut dp, 0usize);
-            slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
-            let ds = to_a_frags(&dp, n_queries);
+            // Also makes the compiler compute P before it waits for dP.
             start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
+            wait(&mut dp, 1usize);
+            slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
 
+            let ds = to_a_frags(&dp, n_queries);
             let ds_at = slot * ds_chunks;
             store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
             if with_sums {
@@ -390,7 +395,7 @@ pub fn dqkv<A: Hooks>(
             }
             if with_sums {
                 // After the head's last tile.
-                let done = (iteration + 1 == total) | (next_head > head);
+                let done = next_head > head;
                 #[unroll]
                 for r in 0..2usize {
                     let column = own + r * 8 + lane / 4;
@@ -402,6 +407,8 @@ pub fn dqkv<A: Hooks>(
                     ds_sum[r] = select(done, 0f32, ds_sum[r]);
                 }
             }
+            head = next_head;
+            first_query = next_query;
         }
 
         let mut factors = Array::<f32>::new(2usize);

@@ -56,6 +56,21 @@ impl Passes {
         Passes { batch, kv_head, group, from, blocks, total: blocks * group }
     }
 
+    /// The query head and the first query of the first iteration, head by head from the first tile to the last.
+    pub fn first(&self, #[comptime] tile: usize) -> (usize, usize) {
+        (self.kv_head * self.group, self.from * tile)
+    }
+
+    /// Those of the iteration after the one of `head` and `first_query`.
+    pub fn next(&self, head: usize, first_query: usize, #[comptime] tile: usize) -> (usize, usize) {
+        let (mut head, mut next) = (head, first_query + tile);
+        if next >= (self.from + self.blocks) * tile {
+            head += 1;
+            next = self.from * tile;
+        }
+        (head, next)
+    }
+
     /// The query head and the first query of an iteration: head by head, from the first tile to the last. In
     /// reverse: tile by tile from the last to the first, over all heads at each tile.
     pub fn head_and_query(
