@@ -117,6 +117,31 @@ impl Mask {
         first
     }
 
+    /// The first key that any query from `first_query` on attends to, of the heads of a kv head. With pruning,
+    /// `first_query` is a multiple of 64. [`Mask::end_of_queries`] is its inverse.
+    pub fn first_key_from(
+        &self,
+        problem: &ProblemShape,
+        batch: usize,
+        kv_head: usize,
+        first_query: usize,
+    ) -> usize {
+        let (queries, keys) = (problem.queries as usize, problem.keys as usize);
+        let mut first = self.first_key(problem, batch, keys - queries + first_query);
+        if comptime!(self.limits.pruned) {
+            let group = problem.group as usize;
+            let pruned = self.pruned.as_ref().unwrap();
+            let tiles = (queries + GROUP_ROWS - 1) / GROUP_ROWS;
+            let mut least = keys;
+            for head in kv_head * group..(kv_head + 1) * group {
+                let base = (batch * problem.heads as usize + head) * tiles;
+                least = min(least, pruned.least[base + first_query / GROUP_ROWS] as usize);
+            }
+            first = max(first, least);
+        }
+        first
+    }
+
     /// The end (exclusive) of the positions whose queries attend to a key at or before `column`.
     pub fn end_of_queries(
         &self,

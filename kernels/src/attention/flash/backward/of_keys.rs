@@ -56,17 +56,17 @@ impl Passes {
         Passes { batch, kv_head, group, from, blocks, total: blocks * group }
     }
 
-    /// The query head and the first query of the first iteration, head by head from the first tile to the last.
-    pub fn first(&self, #[comptime] tile: usize) -> (usize, usize) {
-        (self.kv_head * self.group, self.from * tile)
+    /// The query head and the first query of the first iteration, head by head from the last tile to the first.
+    pub fn start(&self, #[comptime] tile: usize) -> (usize, usize) {
+        (self.kv_head * self.group, (self.from + self.blocks - 1) * tile)
     }
 
-    /// Those of the iteration after the one of `head` and `first_query`.
+    /// Those of the iteration after the one of `head` and `first_query`, in the same order.
     pub fn next(&self, head: usize, first_query: usize, #[comptime] tile: usize) -> (usize, usize) {
-        let (mut head, mut next) = (head, first_query + tile);
-        if next >= (self.from + self.blocks) * tile {
+        let (mut head, mut next) = (head, first_query - tile);
+        if first_query == self.from * tile {
             head += 1;
-            next = self.from * tile;
+            next = (self.from + self.blocks - 1) * tile;
         }
         (head, next)
     }
