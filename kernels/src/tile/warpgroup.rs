@@ -261,7 +261,7 @@ pub fn start_tile_abt(
 }
 
 /// Starts acc = Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of 64 columns that starts at
-/// chunk `left_at`, and B that of 64 columns at chunk `at`.
+/// chunk `left_at`, and B the columns of a panel from chunk `at` on.
 #[cube]
 pub fn start_panels_atb(
     left_tile: &SharedMemory<Chunk>,

@@ -117,6 +117,8 @@ const FORWARD_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
 const DQ_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
 const DKV_SHAPES: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
 const DQKV_SHAPES: [(usize, usize); 2] = [(2, 128), (2, 64)];
+/// With sums of dS, which need registers.
+const DQKV_SHAPES_WITH_SUMS: [(usize, usize); 2] = [(2, 64), (2, 64)];
 
 impl<A: Hooks> FlashAttention<A> {
     /// A call for q, k and v with `scale`, the factor on q·k.
@@ -291,9 +293,7 @@ impl<A: Hooks> FlashAttention<A> {
     /// Whether `dqkv` computes all gradients.
     fn one_backward_kernel(&self) -> bool {
         let dim = padded(self.q.dims[3]);
-        // With sums of dS, its tiles of 128 queries at 64 channels do not fit into registers.
-        let fits = dim == 128 || dim == 64 && !BiasesOf::<A>::NEEDS_DS_SUMS;
-        OperandsOf::<A>::DQ_BY_KEYS && fits
+        OperandsOf::<A>::DQ_BY_KEYS && dim <= 128
     }
 
     /// An uninitialised tensor for the gradient of q or k.
@@ -390,9 +390,10 @@ impl<A: Hooks> FlashAttention<A> {
         let (dq, dk, dv) = (self.gradient(&self.q), self.gradient(&self.k), self.v.like());
         let [batch, heads, queries, _] = self.q.dims;
         let [_, kv_heads, keys, _] = self.k.dims;
-        let config = self.config(DQKV_SHAPES);
+        let with_sums = BiasesOf::<A>::NEEDS_DS_SUMS;
+        let config = self.config(if with_sums { DQKV_SHAPES_WITH_SUMS } else { DQKV_SHAPES });
         let tiles = queries.div_ceil(config.tile);
-        let vectors = vectors_per_tile(config.tile, BiasesOf::<A>::NEEDS_DS_SUMS);
+        let vectors = vectors_per_tile(config, with_sums);
         let blocks = keys.div_ceil(config.rows());
         let heads_at_once = dqkv::heads_at_once(&dq.tensor.client, batch * kv_heads, blocks);
         let sums = empty(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);

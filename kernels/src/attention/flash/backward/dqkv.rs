@@ -45,12 +45,19 @@ pub const THREADS: usize = 32 * (CONSUMER_WARPS + GROUP_WARPS);
 /// Registers per thread of a consumer and of a producer: together as many as a multiprocessor has.
 const REGISTERS: (usize, usize) = (240, 24);
 
-/// Vectors of four in a tile of dq: each of 256 threads holds 8.
-const DQ_VECTORS: usize = 2048;
-
 /// Vectors of four that a query tile has in [`DqSums::sums`].
-pub const fn vectors_per_tile(tile: usize, with_sums: bool) -> usize {
-    DQ_VECTORS + if with_sums { tile / 4 } else { 0 }
+pub const fn vectors_per_tile(config: KernelConfig, with_sums: bool) -> usize {
+    dq_vectors(config) + if with_sums { config.tile / 4 } else { 0 }
+}
+
+/// Vectors of four in a tile of dq.
+const fn dq_vectors(config: KernelConfig) -> usize {
+    config.tile * config.padded_head_dim / 4
+}
+
+/// Fragments of 8 columns of a tile of dq in each warpgroup.
+const fn dq_fragments(config: KernelConfig) -> usize {
+    dq_vectors(config) / (32 * CONSUMER_WARPS)
 }
 
 /// Where key blocks add their parts of dq.
@@ -98,7 +105,7 @@ pub fn dqkv<A: Hooks>(
     let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
     let rows = comptime!(config.rows());
     let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
-    let vectors = comptime!(vectors_per_tile(tile, with_sums));
+    let vectors = comptime!(vectors_per_tile(config, with_sums));
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -228,12 +235,16 @@ pub fn dqkv<A: Hooks>(
         let group_column = first_column + group_row;
         let group_last = min(group_column + GROUP_ROWS, keys) - 1;
         let own = first_column + warp * 16;
-        // Of dq, a warpgroup computes 64 of the channels, or of the queries.
-        let panel = group * comptime!(rows * PANEL);
-        let (mut ds_panel, mut k_panel) = (panel, usize::cast_from(0u32));
-        if comptime!(dim > PANEL_DIM) {
-            ds_panel = usize::cast_from(0u32);
-            k_panel = panel;
+        // Of dq, a warpgroup computes 64 queries, or 64 or 32 channels.
+        let n_dq = comptime!(dq_fragments(config));
+        let mut ds_panel = usize::cast_from(0u32);
+        let mut k_panel = usize::cast_from(0u32);
+        if comptime!(tile > GROUP_ROWS) {
+            ds_panel = group * comptime!(rows * PANEL);
+        } else if comptime!(dim > PANEL_DIM) {
+            k_panel = group * comptime!(rows * PANEL);
+        } else {
+            k_panel = group * comptime!(PANEL / 2);
         }
 
         let mut dk_acc = zeros(n_dim);
@@ -363,7 +374,7 @@ pub fn dqkv<A: Hooks>(
             }
             sync_async_proxy_shared();
             sync_first_threads(comptime!(32 * CONSUMER_WARPS));
-            let mut dq_acc = uninit(8usize);
+            let mut dq_acc = uninit(n_dq);
             start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
             OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
             start_pb(&ds, &q_ring.tiles, at, &mut dk_acc);
@@ -375,9 +386,9 @@ pub fn dqkv<A: Hooks>(
             if iteration > 0 {
                 wait_parity(&dq_empty, ((iteration + 1) % 2) as u32);
             }
-            let place = group * comptime!(DQ_VECTORS / 2) + UNIT_POS as usize % 128;
+            let place = group * comptime!(dq_vectors(config) / 2) + UNIT_POS as usize % 128;
             #[unroll]
-            for n in 0..8usize {
+            for n in 0..n_dq {
                 let fragment = dq_acc.index(n);
                 let mut four = Vec4::empty();
                 #[unroll]
@@ -401,7 +412,7 @@ pub fn dqkv<A: Hooks>(
                             four[comptime!(2 * i + 1)] += pair[1];
                         }
                     }
-                    dq_tile[DQ_VECTORS + UNIT_POS as usize] = four;
+                    dq_tile[comptime!(dq_vectors(config)) + UNIT_POS as usize] = four;
                 }
             }
             sync_async_proxy_shared();
@@ -498,9 +509,9 @@ pub fn dq_from_sums<A: Hooks>(
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
-    let KernelConfig { head_dim, padded_head_dim: dim, tile, .. } = comptime!(config);
+    let KernelConfig { head_dim, tile, .. } = comptime!(config);
     let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
-    let vectors = comptime!(vectors_per_tile(tile, with_sums));
+    let vectors = comptime!(vectors_per_tile(config, with_sums));
     let (queries, keys) = (problem.queries as usize, problem.keys as usize);
     let batch_head = CUBE_POS_Y as usize;
     let (batch, head) = (batch_head / problem.heads as usize, batch_head % problem.heads as usize);
@@ -510,18 +521,19 @@ pub fn dq_from_sums<A: Hooks>(
     let (group, thread) = (UNIT_POS as usize / 128, UNIT_POS as usize % 128);
     let mut row = first_query + thread / 32 * 16 + thread % 32 / 4;
     let mut channel = thread % 4 * 2;
-    if comptime!(dim > PANEL_DIM) {
-        channel += group * PANEL_DIM;
-    } else {
+    let n_dq = comptime!(dq_fragments(config));
+    if comptime!(tile > GROUP_ROWS) {
         row += group * GROUP_ROWS;
+    } else {
+        channel += group * comptime!(8 * n_dq);
     }
     let mut factor = 1f32;
     if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
         factor = problem.scale;
     }
     #[unroll]
-    for n in 0..8usize {
-        let four = sums[base + group * comptime!(DQ_VECTORS / 2) + n * 128 + thread];
+    for n in 0..n_dq {
+        let four = sums[base + group * comptime!(dq_vectors(config) / 2) + n * 128 + thread];
         let channel = channel + n * 8;
         #[unroll]
         for r in 0..2usize {
@@ -538,7 +550,7 @@ pub fn dq_from_sums<A: Hooks>(
     if with_sums {
         let place = UNIT_POS as usize;
         if place < comptime!(tile / 4) {
-            let four = sums[base + DQ_VECTORS + place];
+            let four = sums[base + comptime!(dq_vectors(config)) + place];
             #[unroll]
             for i in 0..4usize {
                 let query = first_query + place * 4 + i;
