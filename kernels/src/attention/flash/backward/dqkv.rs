@@ -43,7 +43,7 @@ pub const CONSUMER_WARPS: usize = 2 * GROUP_WARPS;
 pub const THREADS: usize = 32 * (CONSUMER_WARPS + GROUP_WARPS);
 
 /// Registers per thread of a consumer and of a producer: together as many as a multiprocessor has.
-const REGISTERS: (usize, usize) = (240, 24);
+const REGISTERS: (usize, usize) = (232, 40);
 
 /// Vectors of four that a query tile has in [`DqSums::sums`].
 pub const fn vectors_per_tile(config: KernelConfig, with_sums: bool) -> usize {
