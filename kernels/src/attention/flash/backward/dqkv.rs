@@ -42,7 +42,7 @@ pub const CONSUMER_WARPS: usize = 2 * GROUP_WARPS;
 /// Threads per block.
 pub const THREADS: usize = 32 * (CONSUMER_WARPS + GROUP_WARPS);
 
-/// Registers per thread of a consumer and of a producer: together as many as a multiprocessor has.
+/// Registers per thread of a consumer and of a producer; with a block per multiprocessor they fit.
 const REGISTERS: (usize, usize) = (232, 40);
 
 /// Vectors of four that a query tile has in [`DqSums::sums`].
@@ -69,14 +69,14 @@ pub struct DqSums {
     /// The next ticket, then how many key blocks have added to each tile, `[batch, heads, query tiles]`;
     /// zero-initialised.
     pub turns: Array<Atomic<u32>>,
-    /// Heads of k whose blocks take turns in the grid.
+    /// Heads of k whose blocks alternate in the grid.
     pub heads_at_once: u32,
 }
 
-/// [`DqSums::heads_at_once`] for `heads` heads of k with `blocks` blocks each: with few, many blocks of a head
-/// wait for one another; with more, a section's long blocks end together, and none of the next begins before.
-/// Simulated with 132 multiprocessors, the grid then takes 1 % longer than its work at 4,096 keys in 64 heads,
-/// 3 % at 1,024 in 96.
+/// [`DqSums::heads_at_once`] for `heads` heads of k with `blocks` blocks each. With fewer, more blocks of a head
+/// run at the same time and wait for one another; with more, the tiles in use at a time take more memory. In a
+/// simulation with 132 multiprocessors, the grid takes 1 % longer than its work would at 4,096 keys in 64
+/// heads, and 3 % at 1,024 keys in 96 heads.
 pub fn heads_at_once(client: &ComputeClient<CudaRuntime>, heads: usize, blocks: usize) -> u32 {
     let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132);
     let least = (4 * processors as usize).div_ceil(blocks + 1);
