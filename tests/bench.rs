@@ -51,6 +51,29 @@ fn a_benchmark_without_a_configuration_names_the_path() {
     assert!(error.starts_with("error: cannot read the configuration absent.toml"), "{error}");
 }
 
+#[test]
+fn generation_is_timed() {
+    let w = Workspace::new();
+    let args = ["bench", "generate", "--config", "tiny.toml", "--batch", "2", "--prompt-tokens"];
+    let args = [&args[..], &["5", "--tokens", "3", "--top-k", "9", "--samples", "2"]].concat();
+    let json = w.succeed(&[&args[..], &["--json"]].concat());
+    let results: serde_json::Value = serde_json::from_str(&json).unwrap();
+    for (key, expected) in [("batch", 2), ("prompt_tokens", 5), ("tokens", 3), ("samples", 2)] {
+        assert_eq!(results[key], expected, "{key}");
+    }
+    for name in ["prefill_milliseconds", "step_milliseconds", "tokens_per_second"] {
+        let [min, median, max] = ["min", "median", "max"].map(|of| results[name][of].as_f64());
+        assert!(Some(0.0) < min && min <= median && median <= max, "{name} in {json}");
+    }
+    let table = w.succeed(&args);
+    for line in ["batch               2 prompts of 5 tokens", "prefill, ms", "step, ms", "tokens/s"]
+    {
+        assert!(table.lines().any(|found| found.starts_with(line)), "{line} is not in\n{table}");
+    }
+    let top_k = w.fail(&["bench", "generate", "--config", "tiny.toml", "--top-k", "0"]);
+    assert!(top_k.contains("--top-k is 0; allowed: 1 or more"), "{top_k}");
+}
+
 /// Runs a benchmark of operations with `--json`, checks what all have in common and returns its
 /// results.
 fn results(w: &Workspace, args: &[&str]) -> Vec<serde_json::Value> {
@@ -322,6 +345,7 @@ fn mistakes_in_the_use_of_a_benchmark() {
         (&["gemm", "--shape", "0,2,3"], "`0,2,3` is no shape; allowed: tokens, outputs and inputs"),
         (&["decode", "--context", "0"], "`0` is out of range; allowed: from 1 to 16777216 tokens"),
         (&["decode", "--heads", "x"], "`x`; allowed: a whole number from 1 to 65536"),
+        (&["generate", "--config", "x", "--tokens", "1"], "1 is not in 2..=16777216"),
         (&["ops", "--op", "gelo"], "possible values: layer_norm, rms_norm, rotary"),
         (&["ops", "--samples", "0"], "0 is not in 1..=10000"),
     ] {

@@ -2,6 +2,7 @@
 
 use longwall_data::DataError;
 use longwall_model::Precision;
+use longwall_model::generate::GenerateError;
 use longwall_train::config::{ConfigError, KindError};
 use longwall_train::device::DeviceError;
 
@@ -17,6 +18,9 @@ pub enum BenchError {
     /// The device.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A sequence to generate.
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
     /// An attention kind, its keys, or sizes that it does not allow.
     #[error(transparent)]
     Kind(#[from] KindError),

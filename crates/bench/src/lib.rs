@@ -1,7 +1,7 @@
-//! Benchmarks: how fast attention, other operations, matrix products, decoding and training steps
-//! are on this machine, and how much memory they take.
+//! Benchmarks: how fast attention, other operations, matrix products, decoding, generation and training
+//! steps are on this machine, and how much memory they take.
 //!
-//! Each of [`kernels`], [`ops`], [`gemm`], [`decode`] and [`train`] has its options, a `run` and a
+//! Each of [`kernels`], [`ops`], [`gemm`], [`decode`], [`generate`] and [`train`] has its options, a `run` and a
 //! report, which [`Display`](std::fmt::Display)s as a table and serialises as JSON. Inputs are random
 //! and never zero, and calls cycle through copies of them, so that no cache holds what a call reads.
 //! Times are medians of samples, each of as many calls as last 20 ms. Rates are relative to a ceiling
@@ -12,6 +12,7 @@ mod ceiling;
 pub mod decode;
 mod error;
 pub mod gemm;
+pub mod generate;
 mod inputs;
 pub mod kernels;
 mod memory;

@@ -1,12 +1,17 @@
 //! Generation: a prefill, then decoding steps with a cache.
 
+use std::time::{Duration, Instant};
+
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::DeviceKind;
+use longwall_kernels::ops::sample::{Sampler, sample};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use crate::LanguageModel;
+use crate::language_model::ModelState;
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,6 +30,11 @@ pub struct Sampling {
 impl Sampling {
     /// Always the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, top_p: None, seed: 0 };
+
+    fn sampler(&self) -> Sampler {
+        let Sampling { temperature, top_k, top_p, .. } = *self;
+        Sampler { temperature, top_k, top_p }
+    }
 }
 
 /// Why nothing can be generated.
@@ -53,7 +63,7 @@ pub enum GenerateError {
 /// returned.
 ///
 /// All prompts have the same length; each row has its own random stream. `emit(row, token)` is called
-/// for each new token as soon as it is known.
+/// for each new token as soon as it is known; on CUDA, after blocks of steps that take some milliseconds.
 ///
 /// # Errors
 /// When a prompt is empty, prompts differ in length, or the sequence exceeds the learned positions.
@@ -64,48 +74,125 @@ pub fn generate<B: OpBackend>(
     sampling: &Sampling,
     stop: Option<u32>,
     device: &B::Device,
-    mut emit: impl FnMut(usize, u32),
+    emit: impl FnMut(usize, u32),
 ) -> Result<Vec<Vec<u32>>, GenerateError> {
     let Some(len) = prompts.first().map(Vec::len) else {
         return Ok(vec![]);
     };
     check(model, prompts, len, max_tokens)?;
-    let mut outputs = vec![vec![]; prompts.len()];
-    let mut done = vec![false; prompts.len()];
-    let mut rngs: Vec<ChaCha8Rng> = (0..prompts.len())
-        .map(|row| {
+    // Every step depends on the token before, but only on the device.
+    let most_ahead = match B::device_kind() {
+        DeviceKind::Cpu => 1,
+        DeviceKind::Cuda => MOST_AHEAD,
+    };
+    let steps = Steps::new(model, prompts, sampling, device);
+    Ok(steps.run(max_tokens, stop, most_ahead, emit))
+}
+
+/// Most steps before their tokens are read back.
+const MOST_AHEAD: usize = 16;
+
+/// Blocks of steps grow until one takes this long.
+const BLOCK: Duration = Duration::from_millis(10);
+
+/// The steps of a generation. What they read and write stays on the device.
+struct Steps<'a, B: OpBackend> {
+    model: &'a LanguageModel<B>,
+    state: ModelState<B>,
+    /// What the model has not seen yet, `[batch, n]`.
+    tokens: Tensor<B, 2, Int>,
+    sampler: Sampler,
+    rngs: Vec<ChaCha8Rng>,
+    /// See [`Steps::uniforms`].
+    drawn: Option<Tensor<B, 1>>,
+    /// Steps so far.
+    done: usize,
+}
+
+impl<'a, B: OpBackend> Steps<'a, B> {
+    fn new(
+        model: &'a LanguageModel<B>,
+        prompts: &[Vec<u32>],
+        sampling: &Sampling,
+        device: &B::Device,
+    ) -> Self {
+        let rng = |row| {
             let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
             rng.set_stream(row as u64);
             rng
-        })
-        .collect();
-    let mut state = model.init_state();
-    let mut next: Vec<u32> = prompts.concat();
-    for _ in 0..max_tokens {
-        let width = next.len() / prompts.len();
-        let data = next.iter().map(|&t| t as i32).collect::<Vec<_>>();
-        let data = TensorData::new(data, [prompts.len(), width]);
-        let tokens = Tensor::<B, 2, Int>::from_data(data, device);
-        let logits = model.extend(tokens, &mut state).into_data();
-        let logits: Vec<f32> = logits.iter::<f32>().collect();
-        next = logits
-            .chunks_exact(model.vocab_size())
-            .zip(&mut rngs)
-            .map(|(logits, rng)| choose(logits, sampling, rng))
-            .collect();
-        for (row, &token) in next.iter().enumerate() {
-            done[row] |= Some(token) == stop;
-            if !done[row] {
-                outputs[row].push(token);
-                emit(row, token);
-            }
-        }
-        if done.iter().all(|&done| done) {
-            break;
+        };
+        let tokens = prompts.iter().flatten().map(|&token| token as i32).collect::<Vec<_>>();
+        let data = TensorData::new(tokens, [prompts.len(), prompts[0].len()]);
+        Steps {
+            model,
+            state: model.init_state(),
+            tokens: Tensor::from_data(data, device),
+            sampler: sampling.sampler(),
+            rngs: (0..prompts.len()).map(rng).collect(),
+            drawn: None,
+            done: 0,
         }
     }
-    Ok(outputs)
+
+    /// Takes up to `max_tokens` steps and returns the tokens of each row up to `stop`. Reads the tokens back
+    /// after at most `most_ahead` steps.
+    fn run(
+        mut self,
+        max_tokens: usize,
+        stop: Option<u32>,
+        most_ahead: usize,
+        mut emit: impl FnMut(usize, u32),
+    ) -> Vec<Vec<u32>> {
+        let rows = self.rngs.len();
+        let mut outputs = vec![vec![]; rows];
+        let mut stopped = vec![false; rows];
+        let mut block = 1;
+        while self.done < max_tokens && !stopped.iter().all(|&stopped| stopped) {
+            let started = Instant::now();
+            let steps = block.min(max_tokens - self.done);
+            let tokens = (0..steps).map(|_| self.step()).collect();
+            let tokens: Tensor<B, 1, Int> = Tensor::cat(tokens, 0);
+            for (at, token) in tokens.into_data().iter::<u32>().enumerate() {
+                let row = at % rows;
+                stopped[row] |= Some(token) == stop;
+                if !stopped[row] {
+                    outputs[row].push(token);
+                    emit(row, token);
+                }
+            }
+            if started.elapsed() < BLOCK {
+                block = (2 * block).min(most_ahead);
+            }
+        }
+        outputs
+    }
+
+    /// The next token of each row, `[batch]`.
+    fn step(&mut self) -> Tensor<B, 1, Int> {
+        let logits = self.model.extend(self.tokens.clone(), &mut self.state);
+        let uniforms = self.sampler.is_random().then(|| self.uniforms());
+        let next = sample(logits, &self.sampler, uniforms);
+        self.tokens = next.clone().reshape([self.rngs.len(), 1]);
+        self.done += 1;
+        next
+    }
+
+    /// The random numbers of the next step, one for each row. Those of [`STEPS_DRAWN`] steps are sent to the
+    /// device together.
+    fn uniforms(&mut self) -> Tensor<B, 1> {
+        let (rows, step) = (self.rngs.len(), self.done % STEPS_DRAWN);
+        if step == 0 {
+            let of_step = |_| self.rngs.iter_mut().map(|rng| rng.random()).collect::<Vec<f32>>();
+            let numbers: Vec<f32> = (0..STEPS_DRAWN).flat_map(of_step).collect();
+            let data = TensorData::new(numbers, [STEPS_DRAWN * rows]);
+            self.drawn = Some(Tensor::from_data(data, &self.tokens.device()));
+        }
+        self.drawn.clone().expect("drawn at the first step").narrow(0, step * rows, rows)
+    }
 }
+
+/// Steps whose random numbers are drawn together.
+const STEPS_DRAWN: usize = 64;
 
 fn check<B: OpBackend>(
     model: &LanguageModel<B>,
@@ -127,78 +214,35 @@ fn check<B: OpBackend>(
     }
 }
 
-/// Draws one token from the softmax of `logits` as `sampling` says.
-pub fn choose(logits: &[f32], sampling: &Sampling, rng: &mut impl Rng) -> u32 {
-    let best = (0..logits.len())
-        .max_by(|&a, &b| logits[a].total_cmp(&logits[b]).then(b.cmp(&a)))
-        .expect("a vocabulary has entries");
-    if sampling.temperature <= 0.0 {
-        return best as u32;
-    }
-    // Most likely first; ties in vocabulary order.
-    let mut order: Vec<usize> = (0..logits.len()).collect();
-    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
-    order.truncate(sampling.top_k.unwrap_or(order.len()).max(1));
-    let weight = |i: usize| f64::from((logits[i] - logits[best]) / sampling.temperature).exp();
-    let mut weights: Vec<f64> = order.iter().map(|&i| weight(i)).collect();
-    if let Some(top_p) = sampling.top_p {
-        let total: f64 = weights.iter().sum();
-        let mut sum = 0.0;
-        let kept = weights.iter().position(|w| {
-            sum += w;
-            sum >= f64::from(top_p) * total
-        });
-        weights.truncate(kept.map_or(weights.len(), |last| last + 1));
-    }
-    let mut at = rng.random::<f64>() * weights.iter().sum::<f64>();
-    for (&token, weight) in order.iter().zip(&weights) {
-        at -= weight;
-        if at < 0.0 {
-            return token as u32;
-        }
-    }
-    order[weights.len() - 1] as u32
-}
-
 #[cfg(test)]
 mod tests {
+    use longwall_kernels::Cpu;
+
     use super::*;
-
-    fn draws(sampling: Sampling, logits: &[f32]) -> Vec<usize> {
-        let mut rng = ChaCha8Rng::seed_from_u64(1);
-        let mut counts = vec![0; logits.len()];
-        for _ in 0..20_000 {
-            counts[choose(logits, &sampling, &mut rng) as usize] += 1;
-        }
-        counts
-    }
-
-    const LOGITS: [f32; 4] = [0.0, 2.0, 1.0, -1.0];
+    use crate::ModelConfig;
 
     #[test]
-    fn frequencies_follow_the_softmax() {
-        let counts = draws(Sampling { temperature: 1.0, ..Sampling::GREEDY }, &LOGITS);
-        let total: f32 = LOGITS.iter().map(|x| x.exp()).sum();
-        for (count, logit) in counts.iter().zip(LOGITS) {
-            let want = logit.exp() / total;
-            assert!((*count as f32 / 20_000.0 - want).abs() < 0.012, "{count} for {want}");
-        }
-    }
-
-    #[test]
-    fn top_k_and_top_p_cut_the_tail() {
-        let hot = Sampling { temperature: 2.0, ..Sampling::GREEDY };
-        let counts = draws(Sampling { top_k: Some(2), ..hot }, &LOGITS);
-        assert!(counts[1] > 0 && counts[2] > 0 && counts[0] == 0 && counts[3] == 0);
-        let counts = draws(Sampling { top_p: Some(0.01), ..hot }, &LOGITS);
-        assert_eq!(counts, [0, 20_000, 0, 0]);
-        let counts = draws(Sampling { top_p: Some(1.0), ..hot }, &LOGITS);
-        assert!(counts.iter().all(|&c| c > 0));
-    }
-
-    #[test]
-    fn greedy_takes_the_first_of_equal_logits() {
-        let mut rng = ChaCha8Rng::seed_from_u64(0);
-        assert_eq!(choose(&[1.0, 3.0, 3.0], &Sampling::GREEDY, &mut rng), 1);
+    fn the_tokens_do_not_depend_on_when_they_are_read() {
+        let config = "layers = 1\nwidth = 16\nheads = 2\nattention = { kind = \"rope\" }";
+        let config: ModelConfig = toml::from_str(config).unwrap();
+        let device = Default::default();
+        let model = LanguageModel::<Cpu>::new(&config, 23, 16, 0, &device);
+        let prompts = [vec![3, 1, 4], vec![1, 5, 9]];
+        let sampling = Sampling { temperature: 1.5, seed: 7, ..Sampling::GREEDY };
+        let run = |stop, most_ahead| {
+            let mut emitted = vec![vec![]; 2];
+            let steps = Steps::new(&model, &prompts, &sampling, &device);
+            let tokens = steps.run(70, stop, most_ahead, |row, token| emitted[row].push(token));
+            assert_eq!(emitted, tokens);
+            tokens
+        };
+        let plain = run(None, 1);
+        assert!(plain.iter().all(|row| row.len() == 70));
+        assert_ne!(plain[0], plain[1]);
+        assert_eq!(run(None, 16), plain);
+        let stop = Some(plain[0][20]);
+        let stopped = run(stop, 1);
+        assert!(stopped[0].len() <= 20 && stopped[0] == plain[0][..stopped[0].len()]);
+        assert_eq!(run(stop, 16), stopped);
     }
 }

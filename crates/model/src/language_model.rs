@@ -1,13 +1,13 @@
 //! The language model: embedding, blocks, final norm, output layer.
 
 use burn::module::{Module, Param};
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::{linear_cross_entropy, token_cross_entropy};
 use longwall_kernels::ops::embedding::embedding;
-use longwall_kernels::ops::linear::linear;
+use longwall_kernels::ops::linear::linear_f32;
 
 use crate::config::{ModelConfig, Positions};
 use crate::init::WeightInit;
@@ -208,11 +208,7 @@ impl<B: OpBackend> LanguageModel<B> {
 
     /// The logits of `hidden`, in f32 even for a bf16 model: in bf16, close logits would tie.
     fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
-        let wide = DType::F32;
-        match hidden.dtype() {
-            DType::BF16 => linear(hidden.cast(wide), self.head_weight().cast(wide), None),
-            _ => linear(hidden, self.head_weight(), None),
-        }
+        linear_f32(hidden, self.head_weight())
     }
 
     /// The decoding state before the first token.

@@ -100,6 +100,14 @@ pub trait OpBackend: Backend {
     fn from_cuda(x: CudaTensor) -> FloatTensor<Self> {
         unreachable!("a CUDA tensor of {:?} on {}", x.meta.shape(), Self::device_kind())
     }
+
+    /// As [`OpBackend::from_cuda`], for integers.
+    ///
+    /// # Panics
+    /// On other devices.
+    fn int_from_cuda(x: CudaTensor) -> IntTensor<Self> {
+        unreachable!("a CUDA tensor of {:?} on {}", x.meta.shape(), Self::device_kind())
+    }
 }
 
 impl OpBackend for Flex {
@@ -184,6 +192,10 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
     }
 
     fn from_cuda(x: CudaTensor) -> CudaTensor {
+        x
+    }
+
+    fn int_from_cuda(x: CudaTensor) -> CudaTensor {
         x
     }
 }

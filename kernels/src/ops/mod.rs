@@ -24,6 +24,7 @@ pub mod mlp;
 pub mod prefix_sum;
 pub mod rms_norm;
 pub mod rotary;
+pub mod sample;
 pub mod short_conv;
 pub mod vjp_root;
 

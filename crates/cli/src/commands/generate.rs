@@ -29,6 +29,13 @@ pub struct Args {
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
 
+    #[command(flatten)]
+    sampling: SamplingArgs,
+}
+
+/// How tokens are chosen.
+#[derive(clap::Args)]
+pub struct SamplingArgs {
     /// Divides the logits: above 1 is more varied, 0 always takes the most likely token
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
@@ -48,7 +55,7 @@ pub struct Args {
 
 /// Streams the continuation to stdout.
 pub fn run(mut args: Args) -> Result<()> {
-    check(&args)?;
+    let sampling = args.sampling.sampling()?;
     if let Some(path) = &args.prompt_file {
         args.prompt = std::fs::read_to_string(path).map_err(|error| {
             let path = path.display();
@@ -56,30 +63,39 @@ pub fn run(mut args: Args) -> Result<()> {
         })?;
     }
     let run = args.run.open()?;
-    struct Generate(OpenRun, Args);
+    struct Generate(OpenRun, Args, Sampling);
     impl OnDevice for Generate {
         type Output = Result<()>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
-            stream::<B>(&self.0, &self.1, &device)
+            stream::<B>(&self.0, &self.1, &self.2, &device)
         }
     }
-    run.compute.clone().run(Generate(run, args))
+    run.compute.clone().run(Generate(run, args, sampling))
 }
 
-fn check(args: &Args) -> Result<()> {
-    if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
-        bail!("--temperature is {}; allowed: 0 or above\n  hint: 0.8 is usual", args.temperature);
+impl SamplingArgs {
+    /// The settings, checked.
+    pub fn sampling(&self) -> Result<Sampling> {
+        let SamplingArgs { temperature, top_k, top_p, seed } = *self;
+        if !(temperature >= 0.0 && temperature.is_finite()) {
+            bail!("--temperature is {temperature}; allowed: 0 or above\n  hint: 0.8 is usual");
+        }
+        if top_k == Some(0) {
+            bail!("--top-k is 0; allowed: 1 or more\n  hint: leave it out to draw from all tokens");
+        }
+        if let Some(p) = top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
+            bail!("--top-p is {p}; allowed: above 0, at most 1\n  hint: 0.95 is usual");
+        }
+        Ok(Sampling { temperature, top_k, top_p, seed })
     }
-    if args.top_k == Some(0) {
-        bail!("--top-k is 0; allowed: 1 or more\n  hint: leave it out to draw from all tokens");
-    }
-    if let Some(p) = args.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
-        bail!("--top-p is {p}; allowed: above 0, at most 1\n  hint: 0.95 is usual");
-    }
-    Ok(())
 }
 
-fn stream<B: OpBackend>(run: &OpenRun, args: &Args, device: &B::Device) -> Result<()> {
+fn stream<B: OpBackend>(
+    run: &OpenRun,
+    args: &Args,
+    sampling: &Sampling,
+    device: &B::Device,
+) -> Result<()> {
     let model = run.load::<B>(device)?;
     let tokenizer = &run.tokenizer;
     let mut prompt = tokenizer.encode(&args.prompt);
@@ -97,16 +113,10 @@ fn stream<B: OpBackend>(run: &OpenRun, args: &Args, device: &B::Device) -> Resul
             args.max_tokens
         );
     }
-    let sampling = Sampling {
-        temperature: args.temperature,
-        top_k: args.top_k,
-        top_p: args.top_p,
-        seed: args.seed,
-    };
     let mut out = Stream { tokenizer, pending: vec![], failed: None };
     out.write(args.prompt.as_bytes());
     let stop = Some(tokenizer.end_of_text());
-    generate(&model, &[prompt], args.max_tokens, &sampling, stop, device, |_, token| {
+    generate(&model, &[prompt], args.max_tokens, sampling, stop, device, |_, token| {
         out.push(token);
     })?;
     out.finish()

@@ -7,8 +7,10 @@
 //! products. A kind implements [`hooks`]: how q and k enter their product, how scores are modified and
 //! become weights, and further inputs. Scores are never written to memory.
 
-// Device code has no `div_ceil`, `is_multiple_of` or `saturating_sub`; hook states may be `()`.
+// Device code has no `div_ceil`, `is_multiple_of` or `saturating_sub`, and its && does not stop early; hook states
+// may be `()`.
 #![allow(
+    clippy::collapsible_if,
     clippy::implicit_saturating_sub,
     clippy::manual_div_ceil,
     clippy::manual_is_multiple_of,

@@ -57,8 +57,9 @@ fn relu(x: f32) -> f32 {
     y
 }
 
+/// f(x).
 #[cube]
-fn value(x: f32, #[comptime] function: Function) -> f32 {
+pub fn value(x: f32, #[comptime] function: Function) -> f32 {
     match function {
         Function::Gelu => x * sigmoid(gelu_argument(x)),
         Function::ReluSquared => relu(x) * relu(x),

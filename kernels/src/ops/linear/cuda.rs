@@ -1,8 +1,9 @@
-//! Linear layers by cuBLASLt.
+//! Linear layers by cuBLASLt; x Wᵀ for a few rows by a kernel of its own.
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::ones_client;
 
+use super::few_rows;
 use crate::backend::Forward;
 use crate::cuda::blas::{Epilogue, matmul_f32, product};
 use crate::cuda::{CudaTensor, reshaped};
@@ -45,8 +46,21 @@ pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: LinearEpilogue) -> For
         LinearEpilogue::Bias(bias) => Epilogue::Bias(bias.clone()),
         LinearEpilogue::Add(term) => Epilogue::Add(as_rows(term)),
     };
-    let y = product(rows.clone(), transposed(weight.clone()), x.dtype, epilogue);
+    let y = outputs(&rows, &weight, x.dtype, epilogue);
     Forward { output: like_rows_of(x, &y), saved: vec![like_rows_of(x, &rows), weight] }
+}
+
+/// x Wᵀ in f32 for x and W in bf16.
+pub fn forward_f32(x: &CudaTensor, weight: &CudaTensor) -> CudaTensor {
+    like_rows_of(x, &outputs(&as_rows(x), weight, DType::F32, Epilogue::None))
+}
+
+/// x Wᵀ in type `dtype` with the epilogue `then`.
+///
+/// - `x`: `[rows, k]`, `weight`: `[outputs, k]`
+pub fn outputs(x: &CudaTensor, weight: &CudaTensor, dtype: DType, then: Epilogue) -> CudaTensor {
+    few_rows::product(x, weight, dtype, &then)
+        .unwrap_or_else(|| product(x.clone(), transposed(weight.clone()), dtype, then))
 }
 
 /// dx = dy W in x's type; dW = dyᵀ x and db = Σ dy in f32. Takes the existing gradients of x and W from

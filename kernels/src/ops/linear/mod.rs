@@ -2,12 +2,13 @@
 
 mod cpu;
 pub(super) mod cuda;
+mod few_rows;
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 
-use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, NoGradOp, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 use crate::ops::bias;
 use crate::ops::matmul::MatMul;
@@ -51,6 +52,40 @@ pub fn linear_add<B: OpBackend>(
 ) -> Tensor<B, 3> {
     let inputs = [primitive(x), primitive(weight), primitive(residual)];
     tensor(B::run(&LinearAdd, inputs, vec![]))
+}
+
+/// y = x Wᵀ in f32, even for x and W in bf16. Without a gradient.
+///
+/// - `x`: `[batch, seq_len, in_features]`
+/// - `weight`: `[out_features, in_features]`
+///
+/// Returns `[batch, seq_len, out_features]`.
+///
+/// # Panics
+/// When the sizes do not match.
+pub fn linear_f32<B: OpBackend>(x: Tensor<B, 3>, weight: Tensor<B, 2>) -> Tensor<B, 3> {
+    tensor(B::run_no_grad(&LinearF32, [primitive(x), primitive(weight)]))
+}
+
+/// The operation of [`linear_f32`]: inputs x and W.
+#[derive(Clone, Debug)]
+pub struct LinearF32;
+
+impl NoGradOp for LinearF32 {
+    type Inputs<T> = [T; 2];
+    type Outputs<T> = T;
+
+    fn reference<B: OpBackend>(&self, inputs: [FloatTensor<B>; 2]) -> FloatTensor<B> {
+        B::run(&Linear, inputs.map(B::to_f32), vec![])
+    }
+
+    fn cuda(&self, [x, weight]: [CudaTensor; 2]) -> CudaTensor {
+        if x.dtype == DType::BF16 && weight.dtype == DType::BF16 {
+            cuda::forward_f32(&x, &weight)
+        } else {
+            self.reference::<crate::Cuda>([x, weight])
+        }
+    }
 }
 
 /// The operation: inputs x, W and, with three inputs, b.

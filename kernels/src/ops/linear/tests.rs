@@ -57,8 +57,11 @@ fn cuda_adds_the_weights_gradient_to_that_of_an_earlier_pass() {
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_agrees_with_the_oracle_and_its_gradients() {
+    let few_rows = [(1, 1, 64, 72), (1, 7, 96, 33), (4, 16, 160, 50), (3, 11, 2048, 16)];
     for (batch, seq_len, inputs, outputs) in
         [(1, 1, 3, 5), (2, 7, 16, 9), (1, 65, 33, 17), (2, 100, 64, 72), (3, 50, 192, 96)]
+            .into_iter()
+            .chain(few_rows)
     {
         let (x, w, sum) = ([batch, seq_len, inputs], [outputs, inputs], [batch, seq_len, outputs]);
         let on = check_on::<crate::Cuda, _, 2>;
@@ -76,5 +79,22 @@ fn cuda_agrees_with_the_oracle_and_its_gradients() {
         // Some of cuBLASLt's algorithms, chosen for small sizes, round the product first.
         let rounded = Case::new(LinearAdd, &[&x, &w, &sum]).bf16(&[0, 1, 2]).inside(10.0, 1.0);
         on(rounded.parameters(&[1]), sum_oracle);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_keeps_products_of_bf16_in_f32() {
+    for (rows, inputs, outputs) in [(1, 64, 50), (64, 96, 33), (65, 64, 24), (3, 33, 5)] {
+        let bf16 = |x: Tensor<gpu::Gpu, 3>| x.inner().cast(DType::BF16);
+        let x = bf16(gpu::wave([1, rows, inputs], 0.0));
+        let weight = bf16(gpu::wave([1, outputs, inputs], 1.0)).reshape([outputs, inputs]);
+        let got = linear_f32(x.clone(), weight.clone());
+        assert_eq!(got.dtype(), DType::F32);
+        let want = linear(x.cast(DType::F32), weight.cast(DType::F32), None);
+        let numbers = |x: Tensor<crate::Cuda, 3>| values(Tensor::<gpu::Gpu, 3>::from_inner(x));
+        for (got, want) in numbers(got).iter().zip(numbers(want)) {
+            assert!((got - want).abs() <= 1e-6 * inputs as f32, "{got} for {want}");
+        }
     }
 }

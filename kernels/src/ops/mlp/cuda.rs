@@ -1,4 +1,4 @@
-//! The MLP by cuBLASLt, with GELU and the residual as epilogues.
+//! The MLP by matrix products, with GELU and the residual as epilogues.
 
 use burn::tensor::DType;
 
@@ -8,9 +8,7 @@ use crate::cuda::{CudaTensor, empty};
 use crate::ops::activation::cuda::activation_backward;
 use crate::ops::activation::kernel::Function;
 use crate::ops::cuda::elementwise::in_type;
-use crate::ops::linear::cuda::{
-    as_rows, input_gradient, like_rows_of, transposed, weight_gradient,
-};
+use crate::ops::linear::cuda::{as_rows, input_gradient, like_rows_of, outputs, weight_gradient};
 
 /// Row lengths must be a multiple of this for cuBLASLt's GELU epilogue in bf16.
 const WIDTH_MULTIPLE: usize = 8;
@@ -28,9 +26,9 @@ pub fn forward([x, up, down, residual]: &[CudaTensor; 4]) -> Option<Forward<Cuda
     let [up, down] = [up, down].map(|w| in_type(w, x.dtype));
     let before = empty(x, &[rows.meta.shape()[0], hidden], x.dtype);
     let gelu = Epilogue::Gelu(before.clone());
-    let after = product(rows.clone(), transposed(up.clone()), x.dtype, gelu);
+    let after = outputs(&rows, &up, x.dtype, gelu);
     let add = Epilogue::Add(as_rows(residual));
-    let y = product(after.clone(), transposed(down.clone()), x.dtype, add);
+    let y = outputs(&after, &down, x.dtype, add);
     Some(Forward { output: like_rows_of(x, &y), saved: vec![rows, up, down, before, after] })
 }
 

@@ -8,13 +8,14 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::ValueEnum;
 use longwall_bench::ops::Operation;
-use longwall_bench::{KindOptions, Options, decode, gemm, kernels, ops, train};
+use longwall_bench::{KindOptions, Options, decode, gemm, generate, kernels, ops, train};
 use longwall_model::Precision;
 use serde::Serialize;
 
 use self::parse::{
     gemm_shape, kernel_shape, parse_context, parse_operation, parse_range, parse_size,
 };
+use crate::commands::generate::SamplingArgs;
 use crate::context::DeviceArg;
 use crate::progress::BenchProgress;
 
@@ -31,6 +32,8 @@ pub enum Command {
     Gemm(GemmArgs),
     /// Time each attention kind's decoding of one token after a long context
     Decode(DecodeArgs),
+    /// Time generation with a configuration's model: the prefill and the steps after it
+    Generate(GenerateArgs),
 }
 
 /// Runs a benchmark and prints its results.
@@ -56,6 +59,10 @@ pub fn run(command: Command) -> Result<()> {
         Command::Decode(args) => {
             let json = args.common.json;
             print(&decode::run(&args.into(), progress)?, json)
+        }
+        Command::Generate(args) => {
+            let json = args.json;
+            print(&generate::run(&args.options()?, progress)?, json)
         }
     }
 }
@@ -283,6 +290,60 @@ impl From<DecodeArgs> for decode::Options {
             head_dim: args.head_dim,
             common: args.common.into(),
         }
+    }
+}
+
+/// Arguments of `longwall bench generate`.
+#[derive(clap::Args)]
+pub struct GenerateArgs {
+    /// The configuration whose model generates, with initial weights; its data is not read
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+
+    /// Override a key: `--set model.layers=12`
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+
+    /// The device, overriding run.device
+    #[arg(long)]
+    device: Option<DeviceArg>,
+
+    /// Prompts that are continued together
+    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
+    batch: usize,
+
+    /// Random tokens of a prompt
+    #[arg(long, value_name = "N", default_value = "128", value_parser = parse_context)]
+    prompt_tokens: usize,
+
+    /// Tokens to generate for each prompt, at least 2: the prefill yields the first
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u64).range(2..=decode::MOST_TOKENS))]
+    tokens: u64,
+
+    #[command(flatten)]
+    sampling: SamplingArgs,
+
+    /// Samples of each measurement, after one that is not timed
+    #[arg(long, default_value = "5", value_parser = parse_size::<1_000_000>)]
+    samples: usize,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl GenerateArgs {
+    fn options(self) -> Result<generate::Options> {
+        Ok(generate::Options {
+            sampling: self.sampling.sampling()?,
+            config: self.config,
+            sets: self.sets,
+            device: self.device.map(Into::into),
+            batch: self.batch,
+            prompt_tokens: self.prompt_tokens,
+            tokens: self.tokens as usize,
+            samples: self.samples,
+        })
     }
 }
 

@@ -146,7 +146,7 @@ pub fn dqkv<A: Hooks>(
     let ticket = plane_shuffle(taken[0], 0u32) as usize;
     let blocks = (keys + rows - 1) / rows;
     let first_head = ticket / (blocks * dq.heads_at_once as usize) * dq.heads_at_once as usize;
-    let heads_left = CUBE_COUNT as usize / blocks - first_head;
+    let heads_left = CUBE_COUNT / blocks - first_head;
     let heads_at_once = min(heads_left, dq.heads_at_once as usize);
     let place = ticket - first_head * blocks;
     let batch_kv_head = first_head + place % heads_at_once;

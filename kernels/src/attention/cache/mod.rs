@@ -1,5 +1,7 @@
 //! The KV cache of attention variants that keep every token.
 
+mod cuda;
+
 use burn::tensor::{Tensor, s};
 
 use super::DecodeState;
@@ -57,16 +59,11 @@ impl<B: OpBackend> KvCache<B> {
         let start = self.len;
         let buffers = match self.buffers.take() {
             None => [k, v].map(|new| grow(None, new, needed.max(self.capacity))),
-            Some(old) => {
-                let mut new = [k, v].into_iter();
-                old.map(|old| {
-                    let new = new.next().expect("two buffers");
-                    if old.dims()[2] < needed {
-                        return grow(Some(old.slice(s![.., .., 0..start, ..])), new, 2 * needed);
-                    }
-                    old.slice_assign(s![.., .., start..needed, ..], new)
-                })
+            Some([keys, values]) if keys.dims()[2] < needed => {
+                let held = |x: Tensor<B, 4>| Some(x.slice(s![.., .., 0..start, ..]));
+                [grow(held(keys), k, 2 * needed), grow(held(values), v, 2 * needed)]
             }
+            Some(old) => write(old, [k, v], start),
         };
         self.len = needed;
         self.position += n;
@@ -108,6 +105,24 @@ impl<B: OpBackend> DecodeState for KvCache<B> {
     fn elements(&self) -> usize {
         self.buffers.iter().flatten().map(|buffer| buffer.shape().num_elements()).sum()
     }
+}
+
+/// Writes the new keys and values into the buffers' rows from `at` on.
+fn write<B: OpBackend>(
+    buffers: [Tensor<B, 4>; 2],
+    new: [Tensor<B, 4>; 2],
+    at: usize,
+) -> [Tensor<B, 4>; 2] {
+    let on_cuda = |x: &Tensor<B, 4>| B::into_cuda(primitive(x.clone()));
+    if let [Some(k), Some(v)] = [&new[0], &new[1]].map(on_cuda)
+        && cuda::serves([&k, &v])
+    {
+        let buffers = buffers.map(|x| B::into_cuda(primitive(x)).expect("where the new rows are"));
+        return cuda::write_rows(buffers, [k, v], at).map(|x| tensor(B::from_cuda(x)));
+    }
+    let end = at + new[0].dims()[2];
+    let ([keys, values], [k, v]) = (buffers, new);
+    [(keys, k), (values, v)].map(|(buffer, new)| buffer.slice_assign(s![.., .., at..end, ..], new))
 }
 
 /// A buffer of `capacity` tokens that begins with `old` and `new`.
