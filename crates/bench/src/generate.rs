@@ -52,7 +52,7 @@ pub struct Results {
     batch: usize,
     prompt_tokens: usize,
     tokens: usize,
-    temperature: f32,
+    sampling: Sampling,
     samples: usize,
     /// From the prompt to the first token after it, the loading of kernels excluded.
     prefill_milliseconds: Spread,
@@ -91,7 +91,7 @@ struct Job<'a> {
 /// Seconds of one sample.
 struct Sample {
     prefill: f64,
-    /// Mean.
+    /// The mean over the steps after the first token.
     step: f64,
 }
 
@@ -105,11 +105,11 @@ impl OnDevice for Job<'_> {
             LanguageModel::<B>::new(&config.model, vocab_size, config.data.seq_len, seed, &device);
         let model = compute.precision.convert(model);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut prompt = |_| -> Vec<u32> {
+        let prompt = |_| -> Vec<u32> {
             let tokens = 0..options.prompt_tokens;
             tokens.map(|_| rng.random_range(0..vocab_size as u32)).collect()
         };
-        let prompts: Vec<Vec<u32>> = (0..options.batch).map(&mut prompt).collect();
+        let prompts: Vec<Vec<u32>> = (0..options.batch).map(prompt).collect();
         progress.start(options.samples + 1, "samples");
         progress.measuring("(the first one may compile kernels)");
         let mut samples = vec![];
@@ -153,7 +153,7 @@ impl Job<'_> {
             batch: options.batch,
             prompt_tokens: options.prompt_tokens,
             tokens: options.tokens,
-            temperature: options.sampling.temperature,
+            sampling: options.sampling,
             samples: options.samples,
             prefill_milliseconds: of(&|sample| sample.prefill * 1e3),
             prefill_tokens_per_second: of(&|sample| prompt_tokens / sample.prefill),
@@ -171,9 +171,13 @@ impl Display for Results {
         writeln!(f, "model               {parameters} parameters, {}", self.attention)?;
         writeln!(
             f,
-            "batch               {} prompts of {} tokens, each continued by {} at temperature {}",
-            self.batch, self.prompt_tokens, self.tokens, self.temperature
+            "batch               {} prompts of {} tokens, each continued by {}",
+            self.batch, self.prompt_tokens, self.tokens
         )?;
+        let Sampling { temperature, top_k, top_p, .. } = self.sampling;
+        let top_k = top_k.map_or(String::new(), |k| format!(", top-k {k}"));
+        let top_p = top_p.map_or(String::new(), |p| format!(", top-p {p}"));
+        writeln!(f, "sampling            temperature {temperature}{top_k}{top_p}")?;
         writeln!(f, "samples             {}", self.samples)?;
         writeln!(f, "                          median         min         max")?;
         for (name, digits, spread) in [

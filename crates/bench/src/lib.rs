@@ -4,7 +4,8 @@
 //! Each of [`kernels`], [`ops`], [`gemm`], [`decode`], [`generate`] and [`train`] has its options, a `run` and a
 //! report, which [`Display`](std::fmt::Display)s as a table and serialises as JSON. Inputs are random
 //! and never zero, and calls cycle through copies of them, so that no cache holds what a call reads.
-//! Times are medians of samples, each of as many calls as last 20 ms. Rates are relative to a ceiling
+//! Times are medians of samples, each of as many calls as last 20 ms; of [`generate`] a sample is a whole
+//! generation, and [`train`] times steps. Rates are relative to a ceiling
 //! measured in the same run.
 
 mod attention;

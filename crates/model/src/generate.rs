@@ -23,7 +23,7 @@ pub struct Sampling {
     /// Draw only from the smallest set of most likely tokens whose total probability is at least this,
     /// in (0, 1].
     pub top_p: Option<f32>,
-    /// Seed of the draws.
+    /// Seed of the draws. Equal seeds give equal tokens with one version on one device.
     pub seed: u64,
 }
 
@@ -33,7 +33,9 @@ impl Sampling {
 
     fn sampler(&self) -> Sampler {
         let Sampling { temperature, top_k, top_p, .. } = *self;
-        Sampler { temperature, top_k, top_p }
+        // The inverse of a denormal is infinite. 1 keeps every token.
+        let temperature = if temperature < f32::MIN_POSITIVE { 0.0 } else { temperature };
+        Sampler { temperature, top_k, top_p: top_p.filter(|p| *p < 1.0) }
     }
 }
 
@@ -86,13 +88,13 @@ pub fn generate<B: OpBackend>(
         DeviceKind::Cuda => MOST_AHEAD,
     };
     let steps = Steps::new(model, prompts, sampling, device);
-    Ok(steps.run(max_tokens, stop, most_ahead, emit))
+    Ok(steps.run(max_tokens, stop, (most_ahead, BLOCK), emit))
 }
 
 /// Most steps before their tokens are read back.
 const MOST_AHEAD: usize = 16;
 
-/// Blocks of steps grow until one takes this long.
+/// A block of steps that took less is followed by one of twice as many.
 const BLOCK: Duration = Duration::from_millis(10);
 
 /// The steps of a generation. What they read and write stays on the device.
@@ -134,13 +136,15 @@ impl<'a, B: OpBackend> Steps<'a, B> {
         }
     }
 
-    /// Takes up to `max_tokens` steps and returns the tokens of each row up to `stop`. Reads the tokens back
-    /// after at most `most_ahead` steps.
+    /// Takes up to `max_tokens` steps and returns the tokens of each row up to `stop`.
+    ///
+    /// Tokens are read back after blocks of at most `most_ahead` steps; one that took less than `short` is
+    /// followed by one of twice as many.
     fn run(
         mut self,
         max_tokens: usize,
         stop: Option<u32>,
-        most_ahead: usize,
+        (most_ahead, short): (usize, Duration),
         mut emit: impl FnMut(usize, u32),
     ) -> Vec<Vec<u32>> {
         let rows = self.rngs.len();
@@ -160,7 +164,7 @@ impl<'a, B: OpBackend> Steps<'a, B> {
                     emit(row, token);
                 }
             }
-            if started.elapsed() < BLOCK {
+            if started.elapsed() < short {
                 block = (2 * block).min(most_ahead);
             }
         }
@@ -207,7 +211,7 @@ fn check<B: OpBackend>(
         return Err(GenerateError::UnequalPrompts(len, other.len()));
     }
     // The last token generated is never fed back.
-    let wanted = len + max_tokens.saturating_sub(1);
+    let wanted = len.saturating_add(max_tokens.saturating_sub(1));
     match model.max_len() {
         Some(allowed) if wanted > allowed => Err(GenerateError::TooLong { wanted, allowed }),
         _ => Ok(()),
@@ -232,7 +236,8 @@ mod tests {
         let run = |stop, most_ahead| {
             let mut emitted = vec![vec![]; 2];
             let steps = Steps::new(&model, &prompts, &sampling, &device);
-            let tokens = steps.run(70, stop, most_ahead, |row, token| emitted[row].push(token));
+            let tokens = steps
+                .run(70, stop, (most_ahead, Duration::MAX), |row, token| emitted[row].push(token));
             assert_eq!(emitted, tokens);
             tokens
         };

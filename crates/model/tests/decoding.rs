@@ -73,4 +73,6 @@ fn learned_positions_bound_the_length() {
     };
     assert_eq!(run(3).unwrap()[0].len(), 3);
     assert_eq!(run(4), Err(GenerateError::TooLong { wanted: 8, allowed: SEQ_LEN }));
+    let wanted = usize::MAX;
+    assert_eq!(run(wanted), Err(GenerateError::TooLong { wanted, allowed: SEQ_LEN }));
 }

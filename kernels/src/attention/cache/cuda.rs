@@ -15,7 +15,8 @@ pub fn serves([k, v]: [&CudaTensor; 2]) -> bool {
 /// Writes new keys and values into the rows from `at` on, in place unless a buffer is shared.
 ///
 /// - `buffers`: `[batch, heads, capacity, channels]`, whose rows burn may have padded
-/// - `new`: `[batch, heads, n, channels]`, of any strides
+/// - `new`: `[batch, heads, n, channels]`; sizes and type are those of the buffers, and rows of an odd number of
+///   channels are contiguous
 pub fn write_rows(
     mut buffers: [CudaTensor; 2],
     new: [CudaTensor; 2],

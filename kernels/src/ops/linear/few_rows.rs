@@ -1,4 +1,4 @@
-//! x Wᵀ for a few rows of x, as in decoding, without cuBLASLt.
+//! x Wᵀ for a few rows of x, as in decoding, in bf16 and without cuBLASLt.
 //!
 //! Such a product reads each weight once, and the GPU needs only microseconds for it. cuBLASLt runs on a stream
 //! of its own, which costs the host more ([`blas`](crate::cuda::blas)).
@@ -95,8 +95,8 @@ pub fn product(
         Epilogue::Gelu(before) => (Then::Gelu, None, Some(before)),
     };
     let config = Config::new(rows, k, then);
-    // SAFETY: rows and outputs past the last are clamped when read and not written; all tensors have the sizes
-    // that the kernel's documentation asks for.
+    // SAFETY: rows and outputs past the last are clamped when read and not written; the callers' tensors have the
+    // sizes that the kernel's documentation asks for.
     unsafe {
         few_rows::launch_unchecked(
             &x.client,

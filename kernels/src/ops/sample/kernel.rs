@@ -191,7 +191,7 @@ fn keep_nucleus(
             key = candidate;
         }
     }
-    // Fewer than all of top-k, in which only a part of the smallest key's tokens may be.
+    // At top-k's smallest key or below, at most the ties that top-k keeps.
     let mut most_ties = u32::MAX.runtime();
     if key <= kept.key {
         key = kept.key;
@@ -252,7 +252,7 @@ fn draw(
     }
     let target = uniform * total;
     let own = above + f32::cast_from(min(own_ties, kept.ties - ties_before)) * one;
-    // The warp in which the target lies, and the last of the others if rounding leaves it nowhere.
+    // The last warp that has weight and starts at the target or before it.
     sync_cube();
     if UNIT_POS % 32 == 0 {
         counts[warp] = select((own > 0f32) & (before <= target), 1u32, 0u32);

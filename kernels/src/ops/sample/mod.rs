@@ -31,7 +31,7 @@ impl Sampler {
 /// Draws one token for each row from the softmax of its logits, as `sampler` says: with the tokens that are kept
 /// in the order of the vocabulary, the first whose cumulative probability exceeds the row's `uniform`.
 ///
-/// - `logits`: `[batch, vocab]` in f32
+/// - `logits`: `[batch, vocab]` in f32, finite
 /// - `uniforms`: `[batch]` in f32, one number in [0, 1) for each row; `None` if the choice is not random
 ///
 /// Returns `[batch]`. Devices may differ where rounding decides.

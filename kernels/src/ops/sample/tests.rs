@@ -58,7 +58,7 @@ fn the_first_of_equal_logits_comes_first() {
     assert_eq!(tokens::<Cpu>(&logits, 1, &Sampler { temperature: 0.0, ..PLAIN }, &[]), [1]);
     let two = counts(Sampler { top_k: Some(2), ..PLAIN }, &logits);
     assert!(two[1] > 0 && two[2] > 0 && two[4] == 0, "{two:?}");
-    // A third of what three equal logits weigh.
+    // Half of what three equal logits weigh takes two of them.
     let nucleus = Sampler { top_k: Some(3), top_p: Some(0.5), ..PLAIN };
     let nucleus = counts(nucleus, &logits);
     assert!(nucleus[1] > 0 && nucleus[2] > 0 && nucleus[4] == 0, "{nucleus:?}");
@@ -87,7 +87,7 @@ fn cuda_draws_the_tokens_of_the_cpu() {
     use crate::Cuda;
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     for vocab in [1, 2, 31, 33, 1000, 1025, 50_257, 151_936] {
-        // Normal logits, some of them equal.
+        // Some of the logits are equal.
         let batch = 6;
         let logits: Vec<f32> = (0..batch * vocab)
             .map(|_| ((rng.random::<f32>() - 0.5) * 16.0 * 8.0).round() / 8.0)

@@ -324,7 +324,7 @@ pub struct GenerateArgs {
     sampling: SamplingArgs,
 
     /// Samples of each measurement, after one that is not timed
-    #[arg(long, default_value = "5", value_parser = parse_size::<1_000_000>)]
+    #[arg(long, default_value = "5", value_parser = parse_size::<10_000>)]
     samples: usize,
 
     /// Print JSON
