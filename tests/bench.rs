@@ -66,8 +66,13 @@ fn generation_is_timed() {
         assert!(Some(0.0) < min && min <= median && median <= max, "{name} in {json}");
     }
     let table = w.succeed(&args);
-    for line in ["batch               2 prompts of 5 tokens", "prefill, ms", "step, ms", "tokens/s"]
-    {
+    for line in [
+        "batch               2 prompts of 5 tokens, each continued by 3",
+        "sampling            temperature 0.8, top-k 9",
+        "prefill, ms",
+        "step, ms",
+        "tokens/s",
+    ] {
         assert!(table.lines().any(|found| found.starts_with(line)), "{line} is not in\n{table}");
     }
     let top_k = w.fail(&["bench", "generate", "--config", "tiny.toml", "--top-k", "0"]);

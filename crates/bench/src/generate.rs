@@ -1,35 +1,30 @@
 //! Generation with a configuration's model: the prefill of a prompt, and steps of one token.
 
 use std::fmt::{self, Display};
-use std::path::PathBuf;
 use std::time::Instant;
 
 use burn::module::Module;
-use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_model::generate::{GenerateError, Sampling, generate};
 use longwall_model::{LanguageModel, Precision};
-use longwall_train::config::{DeviceChoice, RunConfig};
+use longwall_train::config::RunConfig;
 use longwall_train::console::count;
-use longwall_train::device::{self, Compute};
+use longwall_train::device::Compute;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
 use crate::error::BenchError;
 use crate::progress::Progress;
+use crate::setup::ModelOptions;
 use crate::timing::Spread;
 
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The configuration whose model generates, with initial weights; its data is not read.
-    pub config: PathBuf,
-    /// Overrides of its keys, as `key=value`.
-    pub sets: Vec<String>,
-    /// The device, in place of `run.device`.
-    pub device: Option<DeviceChoice>,
+    /// The configuration whose model generates, with initial weights.
+    pub model: ModelOptions,
     /// Prompts that are continued together, at least 1.
     pub batch: usize,
     /// Random tokens of a prompt, at least 1.
@@ -69,12 +64,7 @@ pub struct Results {
 /// When the configuration, its tokenizer or its device cannot be opened, or the sequence exceeds the
 /// learned positions.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Results, BenchError> {
-    let mut config = RunConfig::load(&options.config, &options.sets)?;
-    if let Some(device) = options.device {
-        config.run.device = device;
-    }
-    let vocab_size = Tokenizer::load(&config.tokenizer)?.vocab_size();
-    let device = device::open(config.run.device, config.run.threads)?;
+    let (config, vocab_size, device) = options.model.open()?;
     let compute = Compute::for_trained(device, config.run.precision);
     Ok(compute.run(Job { config: &config, vocab_size, options, compute: &compute, progress })?)
 }

@@ -5,8 +5,7 @@
 //! report, which [`Display`](std::fmt::Display)s as a table and serialises as JSON. Inputs are random
 //! and never zero, and calls cycle through copies of them, so that no cache holds what a call reads.
 //! Times are medians of samples, each of as many calls as last 20 ms; of [`generate`] a sample is a whole
-//! generation, and [`train`] times steps. Rates are relative to a ceiling
-//! measured in the same run.
+//! generation, and [`train`] times steps. Rates are relative to a ceiling measured in the same run.
 
 mod attention;
 mod ceiling;
@@ -30,6 +29,6 @@ pub use ceiling::Ceiling;
 pub use error::BenchError;
 pub use progress::Progress;
 pub use report::{Measured, Report};
-pub use setup::Options;
+pub use setup::{ModelOptions, Options};
 pub use timed_pass::{TimedPass, Work};
 pub use timing::Spread;

@@ -1,14 +1,41 @@
 //! Shared by the benchmarks of operations: the device, the precision, and some sizes.
 
+use std::path::PathBuf;
+
 use burn::tensor::DType;
+use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::Device;
 use longwall_model::Precision;
-use longwall_train::config::DeviceChoice;
+use longwall_train::config::{DeviceChoice, RunConfig};
 use longwall_train::device::{self, Compute};
 
 use crate::error::BenchError;
 use crate::timing::Clock;
+
+/// The configuration whose model a benchmark runs; its data is not read.
+#[derive(Clone, Debug)]
+pub struct ModelOptions {
+    /// The file.
+    pub config: PathBuf,
+    /// Overrides of its keys, as `key=value`.
+    pub sets: Vec<String>,
+    /// The device, in place of `run.device`.
+    pub device: Option<DeviceChoice>,
+}
+
+impl ModelOptions {
+    /// Reads the configuration and opens its device; also returns the size of its tokenizer's vocabulary.
+    pub(crate) fn open(&self) -> Result<(RunConfig, usize, Device), BenchError> {
+        let mut config = RunConfig::load(&self.config, &self.sets)?;
+        if let Some(device) = self.device {
+            config.run.device = device;
+        }
+        let vocab_size = Tokenizer::load(&config.tokenizer)?.vocab_size();
+        let device = device::open(config.run.device, config.run.threads)?;
+        Ok((config, vocab_size, device))
+    }
+}
 
 /// Options of every benchmark of operations.
 #[derive(Clone, Copy, Debug)]

@@ -1,16 +1,14 @@
 //! Training steps of a configuration's model on one random batch.
 
 use std::fmt::{self, Display};
-use std::path::PathBuf;
 
-use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{DeviceKind, OnDevice};
 use longwall_model::Precision;
 use longwall_train::bench::{self, Bench};
-use longwall_train::config::{DeviceChoice, RunConfig};
+use longwall_train::config::RunConfig;
 use longwall_train::console::{bytes, count};
-use longwall_train::device::{self, Compute};
+use longwall_train::device::Compute;
 use longwall_train::meters::Meters;
 use longwall_train::peak;
 use longwall_train::run::peak_resident_bytes;
@@ -18,17 +16,14 @@ use serde::Serialize;
 
 use crate::error::BenchError;
 use crate::progress::Progress;
+use crate::setup::ModelOptions;
 use crate::timing::Spread;
 
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The configuration whose model, batch and optimiser are timed; its data is not read.
-    pub config: PathBuf,
-    /// Overrides of its keys, as `key=value`.
-    pub sets: Vec<String>,
-    /// The device, in place of `run.device`.
-    pub device: Option<DeviceChoice>,
+    /// The configuration whose model, batch and optimiser are timed.
+    pub model: ModelOptions,
     /// Steps to time, at least 1.
     pub steps: u64,
     /// Steps before these that are not timed.
@@ -65,12 +60,7 @@ pub struct Results {
 /// # Errors
 /// When the configuration, its tokenizer or its device cannot be opened.
 pub fn run(options: &Options, progress: &dyn Progress) -> Result<Results, BenchError> {
-    let mut config = RunConfig::load(&options.config, &options.sets)?;
-    if let Some(device) = options.device {
-        config.run.device = device;
-    }
-    let vocab_size = Tokenizer::load(&config.tokenizer)?.vocab_size();
-    let device = device::open(config.run.device, config.run.threads)?;
+    let (config, vocab_size, device) = options.model.open()?;
     let compute = Compute::for_training(device, config.run.precision)?;
     Ok(compute.run(Job { config: &config, vocab_size, options, compute: &compute, progress }))
 }

@@ -8,7 +8,9 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::ValueEnum;
 use longwall_bench::ops::Operation;
-use longwall_bench::{KindOptions, Options, decode, gemm, generate, kernels, ops, train};
+use longwall_bench::{
+    KindOptions, ModelOptions, Options, decode, gemm, generate, kernels, ops, train,
+};
 use longwall_model::Precision;
 use serde::Serialize;
 
@@ -293,10 +295,10 @@ impl From<DecodeArgs> for decode::Options {
     }
 }
 
-/// Arguments of `longwall bench generate`.
+/// The configuration of a benchmark that runs a whole model.
 #[derive(clap::Args)]
-pub struct GenerateArgs {
-    /// The configuration whose model generates, with initial weights; its data is not read
+struct ModelArgs {
+    /// The configuration whose model is timed, with initial weights; its data is not read
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 
@@ -307,6 +309,20 @@ pub struct GenerateArgs {
     /// The device, overriding run.device
     #[arg(long)]
     device: Option<DeviceArg>,
+}
+
+impl From<ModelArgs> for ModelOptions {
+    fn from(args: ModelArgs) -> Self {
+        let ModelArgs { config, sets, device } = args;
+        ModelOptions { config, sets, device: device.map(Into::into) }
+    }
+}
+
+/// Arguments of `longwall bench generate`.
+#[derive(clap::Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
 
     /// Prompts that are continued together
     #[arg(long, value_name = "N", default_value = "1", value_parser = parse_size::<{ decode::MOST_SIZE }>)]
@@ -336,9 +352,7 @@ impl GenerateArgs {
     fn options(self) -> Result<generate::Options> {
         Ok(generate::Options {
             sampling: self.sampling.sampling()?,
-            config: self.config,
-            sets: self.sets,
-            device: self.device.map(Into::into),
+            model: self.model.into(),
             batch: self.batch,
             prompt_tokens: self.prompt_tokens,
             tokens: self.tokens as usize,
@@ -350,17 +364,8 @@ impl GenerateArgs {
 /// Arguments of `longwall bench train`.
 #[derive(clap::Args)]
 pub struct TrainArgs {
-    /// The configuration whose model, batch and optimiser are timed; its data is not read
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
-
-    /// Override a key: `--set model.layers=12`
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    sets: Vec<String>,
-
-    /// The device, overriding run.device
-    #[arg(long)]
-    device: Option<DeviceArg>,
+    #[command(flatten)]
+    model: ModelArgs,
 
     /// Steps to time
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
@@ -377,12 +382,6 @@ pub struct TrainArgs {
 
 impl From<TrainArgs> for train::Options {
     fn from(args: TrainArgs) -> Self {
-        train::Options {
-            config: args.config,
-            sets: args.sets,
-            device: args.device.map(Into::into),
-            steps: args.steps,
-            warmup: args.warmup,
-        }
+        train::Options { model: args.model.into(), steps: args.steps, warmup: args.warmup }
     }
 }
