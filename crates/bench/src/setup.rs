@@ -1,4 +1,5 @@
-//! Shared by the benchmarks of operations: the device, the precision, and some sizes.
+//! Shared by benchmarks: of whole models, their configuration; of operations, the device, the precision, and
+//! some sizes.
 
 use std::path::PathBuf;
 
