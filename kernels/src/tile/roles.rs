@@ -147,3 +147,46 @@ impl Ring {
         }
     }
 }
+
+/// Tickets that one thread takes and all roles of a block read. Two are kept: the one in work and the next.
+#[derive(CubeType)]
+pub struct Tickets {
+    /// The ticket in each slot.
+    pub taken: SharedMemory<u32>,
+    published: Sequence<Shared<Barrier>>,
+}
+
+#[cube]
+impl Tickets {
+    /// No tickets. The block must synchronise before using it.
+    pub fn new() -> Tickets {
+        let mut published = Sequence::<Shared<Barrier>>::new();
+        #[unroll]
+        for _ in 0..2usize {
+            published.push(Barrier::shared(1u32, UNIT_POS == 0));
+        }
+        Tickets { taken: SharedMemory::<u32>::new(2usize), published }
+    }
+
+    /// Publishes the ticket that is the `count`-th, from 0 on. All roles have read the one two before it.
+    pub fn publish(&mut self, count: usize, ticket: usize) {
+        self.taken[count % 2] = ticket as u32;
+        #[unroll]
+        for slot in 0..2usize {
+            if count % 2 == slot {
+                self.published.index(slot).arrive();
+            }
+        }
+    }
+
+    /// Waits for the `count`-th ticket, for a whole warp or one of its lanes.
+    pub fn wait(&self, count: usize) -> usize {
+        #[unroll]
+        for slot in 0..2usize {
+            if count % 2 == slot {
+                wait_parity(self.published.index(slot), (count / 2 % 2) as u32);
+            }
+        }
+        self.taken[count % 2] as usize
+    }
+}

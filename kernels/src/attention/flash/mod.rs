@@ -397,14 +397,16 @@ impl<A: Hooks> FlashAttention<A> {
         let tiles = queries.div_ceil(config.tile);
         let vectors = vectors_per_tile(config, with_sums);
         let blocks = keys.div_ceil(config.rows());
-        let heads_at_once = dqkv::heads_at_once(&dq.tensor.client, batch * kv_heads, blocks);
+        let processors = dqkv::processors(&dq.tensor.client);
+        let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
+        let tickets = blocks * batch * kv_heads;
         let sums = empty(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
         let turns = zeros(&dq.tensor, &[1 + batch * heads * tiles], DType::U32);
         // SAFETY: as in `forward`; the second kernel reads the sums that the first one writes.
         unsafe {
             dqkv::dqkv::launch_unchecked::<A, CudaRuntime>(
                 &dq.tensor.client,
-                CubeCount::new_1d(as_u32(blocks * batch * kv_heads)),
+                CubeCount::new_1d(as_u32(tickets.min(processors))),
                 CubeDim::new_1d(dqkv::THREADS as u32),
                 BackwardInputsLaunch::new(
                     self.q.tensor_map(config.tile),
@@ -422,7 +424,12 @@ impl<A: Hooks> FlashAttention<A> {
                     dv.pairs(),
                     ds_columns.map(|x| buffer(x, 1)).into(),
                 ),
-                DqSumsLaunch::new(buffer(&sums, 4), buffer(&turns, 1), heads_at_once),
+                DqSumsLaunch::new(
+                    buffer(&sums, 4),
+                    buffer(&turns, 1),
+                    as_u32(tickets),
+                    heads_at_once,
+                ),
                 self.problem(),
                 config,
             );

@@ -1,14 +1,17 @@
 //! The kernel of dq, dk and dv in five products, where the split kernels need seven.
 //!
-//! A block holds 128 keys and loops over query tiles, from the last to the first. Beside dk and dv it computes
-//! each tile's part of dq, and adds it to a sum in f32. Blocks add in turns, from the first key block that a
-//! tile attends to, so that results are the same in every run. A block takes its place in the grid by a
-//! ticket, so that those it waits for have started. (After the deterministic mode of FlashAttention's releases;
-//! Shah et al., "FlashAttention-3", 2024, for the roles of warpgroups.)
+//! A key block holds 128 keys and loops over query tiles, from the last to the first. Beside dk and dv it computes
+//! each tile's part of dq, and adds it to a sum in f32. Key blocks add in turns, from the first one that a tile
+//! attends to, so that results are the same in every run. (After the deterministic mode of FlashAttention's
+//! releases; Shah et al., "FlashAttention-3", 2024, for the roles of warpgroups.)
 //!
-//! The first key blocks of some heads start first: they attend to all queries and take longest, and the short
-//! ones fill the multiprocessors at the end. As all blocks of a head begin with the last query tile, one waits
-//! for the one before it for a tile's time once, not at every tile.
+//! Each multiprocessor runs one block, which takes key blocks by tickets until none is left. It loads the next
+//! key block's tiles while it stores dk and dv and adds the last parts of dq. A key block waits only for those
+//! with smaller tickets, and a block works on its tickets in order, so the smallest ticket in work never waits.
+//!
+//! The first key blocks of some heads come first: they attend to all queries and take longest, and the short
+//! ones fill the multiprocessors at the end. As all key blocks of a head begin with the last query tile, one
+//! waits for the one before it for a tile's time once, not at every tile.
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::barrier::Barrier;
@@ -25,7 +28,9 @@ use super::BackwardInputs;
 use super::dkv::KeyGradientsOf;
 use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
 use super::query_tile::QueryTile;
-use crate::tile::roles::{Ring, one_block_per_multiprocessor, set_registers, sync_first_threads};
+use crate::tile::roles::{
+    Ring, Tickets, one_block_per_multiprocessor, set_registers, sync_first_threads,
+};
 use crate::tile::turns::{Vec4, pass_turn, start_add, wait_for_adds, wait_for_turn};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, start_panels_atb, start_pb, start_tile_abt, store_a_frags, to_a_frags,
@@ -69,23 +74,50 @@ pub struct DqSums {
     /// The next ticket, then how many key blocks have added to each tile, `[batch, heads, query tiles]`;
     /// zero-initialised.
     pub turns: Array<Atomic<u32>>,
-    /// Heads of k whose blocks alternate in the grid.
+    /// Key blocks of all heads of k.
+    pub tickets: u32,
+    /// Heads of k whose key blocks alternate.
     pub heads_at_once: u32,
 }
 
-/// [`DqSums::heads_at_once`] for `heads` heads of k with `blocks` blocks each. With fewer, more blocks of a head
-/// run at the same time and wait for one another; with more, the tiles in use at a time take more memory. In a
-/// simulation with 132 multiprocessors, the grid takes 1 % longer than its work would at 4,096 keys in 64
-/// heads, and 3 % at 1,024 keys in 96 heads.
-pub fn heads_at_once(client: &ComputeClient<CudaRuntime>, heads: usize, blocks: usize) -> u32 {
-    let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132);
-    let least = (4 * processors as usize).div_ceil(blocks + 1);
+/// The multiprocessors of the device.
+pub fn processors(client: &ComputeClient<CudaRuntime>) -> usize {
+    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
+}
+
+/// [`DqSums::heads_at_once`] for `heads` heads of k with `blocks` key blocks each. With fewer, more key blocks of
+/// a head are in work at the same time and wait for one another; with more, the tiles in use at a time take more
+/// memory. In a simulation with 132 multiprocessors, the whole takes 1 % longer than its work would at 4,096
+/// keys in 64 heads, and 3 % at 1,024 keys in 96 heads.
+pub fn heads_at_once(processors: usize, heads: usize, blocks: usize) -> u32 {
+    let least = (4 * processors).div_ceil(blocks + 1);
     heads.div_ceil(heads.div_ceil(least)) as u32
+}
+
+/// What a role needs to know of a key block.
+#[derive(CubeType, Clone, Copy)]
+struct KeyBlock {
+    /// The head of k, counted over the batch.
+    batch_kv_head: usize,
+    /// Its place among the head's key blocks.
+    block: usize,
+}
+
+#[cube]
+impl KeyBlock {
+    /// The key block of a ticket: of a few heads at once, block by block.
+    fn of_ticket(ticket: usize, dq: &DqSums, blocks: usize) -> KeyBlock {
+        let at_once = dq.heads_at_once as usize;
+        let first_head = ticket / (blocks * at_once) * at_once;
+        let heads_at_once = min(dq.tickets as usize / blocks - first_head, at_once);
+        let place = ticket - first_head * blocks;
+        KeyBlock { batch_kv_head: first_head + place % heads_at_once, block: place / heads_at_once }
+    }
 }
 
 /// dk and dv, and dq's sums, over all query heads of each kv head.
 ///
-/// Grid: blocks of keys · batch · kv_heads.
+/// Grid: at most one block per multiprocessor.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
 pub fn dqkv<A: Hooks>(
     inputs: &BackwardInputs,
@@ -115,6 +147,8 @@ pub fn dqkv<A: Hooks>(
     let offset = keys - queries;
 
     let kv_full = Barrier::shared(1, UNIT_POS == 0);
+    // Released by the consumers, and by the two roles that read a ticket and not K and V.
+    let kv_empty = Barrier::shared(comptime!(CONSUMER_WARPS as u32 + 2), UNIT_POS == 0);
     let dq_full = Barrier::shared(comptime!(CONSUMER_WARPS as u32), UNIT_POS == 0);
     let dq_empty = Barrier::shared(1, UNIT_POS == 0);
     // A stage of q also holds its statistics.
@@ -130,111 +164,154 @@ pub fn dqkv<A: Hooks>(
     let mut dq_tile = SharedMemory::<Vec4>::new_aligned(vectors, 128usize);
     let mut query_tile = QueryTile::new(2usize, config);
     let mut most_first_key = SharedMemory::<u32>::new(2usize);
-    let mut taken = SharedMemory::<u32>::new(1usize);
+    let mut tickets = Tickets::new();
     if UNIT_POS == 0 {
-        taken[0] = dq.turns[0].fetch_add(1u32);
         // cubecl places what it sees used, here and not in one role alone.
         ds_tiles[0] = Chunk::cast_from(0f32);
         row_sums[0] = Pair::cast_from(0f32);
         dq_tile[0] = Vec4::cast_from(0f32);
         most_first_key[0] = 0u32;
+        tickets.taken[0] = 0u32;
     }
     sync_async_proxy_shared();
     sync_cube();
 
-    // A few heads at once, block by block.
-    let ticket = plane_shuffle(taken[0], 0u32) as usize;
     let blocks = (keys + rows - 1) / rows;
-    let first_head = ticket / (blocks * dq.heads_at_once as usize) * dq.heads_at_once as usize;
-    let heads_left = CUBE_COUNT / blocks - first_head;
-    let heads_at_once = min(heads_left, dq.heads_at_once as usize);
-    let place = ticket - first_head * blocks;
-    let batch_kv_head = first_head + place % heads_at_once;
-    let block = place / heads_at_once;
-    let first_column = block * rows;
-    let passes = Passes::new(&problem, mask, batch_kv_head, first_column, config);
-    let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
-
+    let all = dq.tickets as usize;
+    // Key blocks and query tiles that this block has worked on.
+    let mut taken = usize::cast_from(0u32);
+    let mut done = usize::cast_from(0u32);
     if warp >= CONSUMER_WARPS {
         set_registers(REGISTERS.1, false);
         let role = warp - CONSUMER_WARPS;
-        if (role == 0) & (lane == 0) & (total > 0) {
-            kv_full.arrive_and_expect_tx(1, comptime!(2 * bytes(rows, dim)));
-            let zero = usize::cast_from(0u32);
-            load_rows(
-                &kv_full,
-                &inputs.k,
-                batch,
-                kv_head,
-                first_column,
-                &mut k_tile,
-                zero,
-                rows,
-                dim,
-            );
-            load_rows(
-                &kv_full,
-                &inputs.v,
-                batch,
-                kv_head,
-                first_column,
-                &mut v_tile,
-                zero,
-                rows,
-                dim,
-            );
-            let (mut head, mut first_query) = passes.start(tile);
-            for iteration in 0..total {
-                q_ring.wait_empty(iteration);
-                q_ring.load(iteration, &inputs.q, batch, head, first_query);
-                grad_ring.wait_empty(iteration);
-                grad_ring.load(iteration, &inputs.grad, batch, head, first_query);
-                (head, first_query) = passes.next(head, first_query, tile);
+        if (role == 0) & (lane == 0) {
+            let mut ticket = dq.turns[0].fetch_add(1u32) as usize;
+            tickets.publish(taken, ticket);
+            while ticket < all {
+                let own = KeyBlock::of_ticket(ticket, dq, blocks);
+                let first_column = own.block * rows;
+                let passes = Passes::new(&problem, mask, own.batch_kv_head, first_column, config);
+                let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
+                let (mut head, mut first_query) = passes.start(tile);
+                if total > 0 {
+                    q_ring.wait_empty(done);
+                    q_ring.load(done, &inputs.q, batch, head, first_query);
+                }
+                if taken > 0 {
+                    wait_parity(&kv_empty, (taken + 1) as u32 % 2);
+                }
+                let mut kv_bytes = 0u32;
+                if total > 0 {
+                    kv_bytes += comptime!(2 * bytes(rows, dim));
+                }
+                kv_full.arrive_and_expect_tx(1, kv_bytes);
+                if total > 0 {
+                    let zero = usize::cast_from(0u32);
+                    load_rows(
+                        &kv_full,
+                        &inputs.k,
+                        batch,
+                        kv_head,
+                        first_column,
+                        &mut k_tile,
+                        zero,
+                        rows,
+                        dim,
+                    );
+                    load_rows(
+                        &kv_full,
+                        &inputs.v,
+                        batch,
+                        kv_head,
+                        first_column,
+                        &mut v_tile,
+                        zero,
+                        rows,
+                        dim,
+                    );
+                }
+                for iteration in 0..total {
+                    let at = done + iteration;
+                    if iteration > 0 {
+                        q_ring.wait_empty(at);
+                        q_ring.load(at, &inputs.q, batch, head, first_query);
+                    }
+                    grad_ring.wait_empty(at);
+                    grad_ring.load(at, &inputs.grad, batch, head, first_query);
+                    (head, first_query) = passes.next(head, first_query, tile);
+                }
+                done += total;
+                taken += 1;
+                ticket = dq.turns[0].fetch_add(1u32) as usize;
+                tickets.publish(taken, ticket);
             }
         }
         if role == 1 {
-            let (mut head, mut first_query) = passes.start(tile);
-            for iteration in 0..total {
-                query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
-                q_ring.wait_empty(iteration);
-                query_tile.put::<A>(mask, iteration % 2, config);
-                let mut most = 0usize;
-                if comptime!(mask.limits.any()) {
-                    let (_, found) = query_tile.min_and_max_first_key(config);
-                    most = found;
-                }
+            let mut ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
+            while ticket < all {
                 if lane == 0 {
-                    most_first_key[iteration % 2] = most as u32;
-                    q_ring.arrive(iteration);
+                    kv_empty.arrive();
                 }
-                (head, first_query) = passes.next(head, first_query, tile);
+                let own = KeyBlock::of_ticket(ticket, dq, blocks);
+                let first_column = own.block * rows;
+                let passes = Passes::new(&problem, mask, own.batch_kv_head, first_column, config);
+                let (batch, total) = (passes.batch, passes.total);
+                let (mut head, mut first_query) = passes.start(tile);
+                for iteration in 0..total {
+                    let at = done + iteration;
+                    query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
+                    q_ring.wait_empty(at);
+                    query_tile.put::<A>(mask, at % 2, config);
+                    let mut most = 0usize;
+                    if comptime!(mask.limits.any()) {
+                        let (_, found) = query_tile.min_and_max_first_key(config);
+                        most = found;
+                    }
+                    if lane == 0 {
+                        most_first_key[at % 2] = most as u32;
+                        q_ring.arrive(at);
+                    }
+                    (head, first_query) = passes.next(head, first_query, tile);
+                }
+                done += total;
+                taken += 1;
+                ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
             }
         }
         if (role == 2) & (lane == 0) {
             let query_tiles = (queries + tile - 1) / tile;
-            let (mut head, mut first_query) = passes.start(tile);
-            for iteration in 0..total {
-                let at = (batch * problem.heads as usize + head) * query_tiles + first_query / tile;
-                // The first key block that the tile attends to has the first turn.
-                let first_key = mask.first_key_from(&problem, batch, kv_head, first_query);
-                let turn = block - first_key / rows;
-                wait_parity(&dq_full, (iteration % 2) as u32);
-                wait_for_turn(&dq.turns, at + 1, turn);
-                start_add(&dq_tile, &dq.sums, at * vectors, turn == 0, comptime!(16 * vectors));
-                wait_for_adds(false);
-                dq_empty.arrive();
-                wait_for_adds(true);
-                pass_turn(&dq.turns, at + 1);
-                (head, first_query) = passes.next(head, first_query, tile);
+            let mut ticket = tickets.wait(taken);
+            while ticket < all {
+                kv_empty.arrive();
+                let own = KeyBlock::of_ticket(ticket, dq, blocks);
+                let first_column = own.block * rows;
+                let passes = Passes::new(&problem, mask, own.batch_kv_head, first_column, config);
+                let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
+                let (mut head, mut first_query) = passes.start(tile);
+                for iteration in 0..total {
+                    let at =
+                        (batch * problem.heads as usize + head) * query_tiles + first_query / tile;
+                    // The first key block that the tile attends to has the first turn.
+                    let first_key = mask.first_key_from(&problem, batch, kv_head, first_query);
+                    let turn = own.block - first_key / rows;
+                    wait_parity(&dq_full, (done + iteration) as u32 % 2);
+                    wait_for_turn(&dq.turns, at + 1, turn);
+                    start_add(&dq_tile, &dq.sums, at * vectors, turn == 0, comptime!(16 * vectors));
+                    wait_for_adds(false);
+                    dq_empty.arrive();
+                    wait_for_adds(true);
+                    pass_turn(&dq.turns, at + 1);
+                    (head, first_query) = passes.next(head, first_query, tile);
+                }
+                done += total;
+                taken += 1;
+                ticket = tickets.wait(taken);
             }
         }
     } else {
         set_registers(REGISTERS.0, true);
         let group = warp / GROUP_WARPS;
         let group_row = group * GROUP_ROWS;
-        let group_column = first_column + group_row;
-        let group_last = min(group_column + GROUP_ROWS, keys) - 1;
-        let own = first_column + warp * 16;
         // Of dq, a warpgroup computes 64 queries, or 64 or 32 channels.
         let n_dq = comptime!(dq_fragments(config));
         let mut ds_panel = usize::cast_from(0u32);
@@ -247,210 +324,238 @@ pub fn dqkv<A: Hooks>(
             k_panel = group * comptime!(PANEL / 2);
         }
 
-        let mut dk_acc = zeros(n_dim);
-        let mut dv_acc = zeros(n_dim);
-        let mut s = uninit(n_queries);
-        let mut dp = uninit(n_queries);
-        let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
-        let mut ds_sum = Array::<f32>::new(2usize);
-        ds_sum[0] = 0f32;
-        ds_sum[1] = 0f32;
-        let mut operand_state =
-            OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
-        let mut bias_state = BiasesOf::<A>::init_query_loop(config);
+        let mut ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
+        while ticket < all {
+            let key_block = KeyBlock::of_ticket(ticket, dq, blocks);
+            let (batch_kv_head, first_column) = (key_block.batch_kv_head, key_block.block * rows);
+            let passes = Passes::new(&problem, mask, batch_kv_head, first_column, config);
+            let (batch, kv_head, total) = (passes.batch, passes.kv_head, passes.total);
+            let group_column = first_column + group_row;
+            let group_last = min(group_column + GROUP_ROWS, keys) - 1;
+            let own = first_column + warp * 16;
 
-        let (mut head, mut first_query) = passes.start(tile);
-        if total > 0 {
-            OperandsOf::<A>::read_queries(&mut operand_state, operands, first_query, true, config);
-            BiasesOf::<A>::read_queries(
-                &mut bias_state,
-                biases,
-                &problem,
-                batch * problem.heads as usize + head,
-                first_query,
-                own,
-                config,
-            );
-            wait_parity(&kv_full, 0u32);
-        }
-        for iteration in 0..total {
-            let (slot, at) = (iteration % 2, q_ring.stage_offset(iteration));
-            let (next_head, next_query) = passes.next(head, first_query, tile);
-            let ahead = iteration + 1 < total;
-            OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
-            if ahead {
+            let mut dk_acc = zeros(n_dim);
+            let mut dv_acc = zeros(n_dim);
+            let mut s = uninit(n_queries);
+            let mut dp = uninit(n_queries);
+            let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
+            let mut ds_sum = Array::<f32>::new(2usize);
+            ds_sum[0] = 0f32;
+            ds_sum[1] = 0f32;
+            let mut operand_state =
+                OperandsOf::<A>::dkv(operands, &problem, batch_kv_head, group_column, config);
+            let mut bias_state = BiasesOf::<A>::init_query_loop(config);
+
+            let (mut head, mut first_query) = passes.start(tile);
+            if total > 0 {
                 OperandsOf::<A>::read_queries(
                     &mut operand_state,
                     operands,
-                    next_query,
-                    false,
+                    first_query,
+                    true,
                     config,
                 );
-            }
-
-            q_ring.wait(iteration);
-            OperandsOf::<A>::start_scores_of_dkv(
-                &mut operand_state,
-                &mut s,
-                &k_tile,
-                &q_ring.tiles,
-                at,
-                warp,
-                config,
-            );
-            grad_ring.wait(iteration);
-            start_tile_abt(
-                &v_tile,
-                group_row,
-                rows,
-                &grad_ring.tiles,
-                at,
-                &mut dp,
-                true,
-                n_queries,
-                comptime!(dim / 16),
-            );
-            BiasesOf::<A>::begin_tile(&mut bias_state, config);
-            // Read the next tile's data while this one is computed.
-            if ahead {
                 BiasesOf::<A>::read_queries(
                     &mut bias_state,
                     biases,
                     &problem,
-                    batch * problem.heads as usize + next_head,
-                    next_query,
+                    batch * problem.heads as usize + head,
+                    first_query,
                     own,
                     config,
                 );
             }
-            let head_params = ScoreOf::<A>::head(score, head);
-            wait(&mut s, 1usize);
-
-            let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
-            if comptime!(mask.limits.any()) {
-                edge |= most_first_key[slot] as usize > group_column;
-            }
-            let lane_row = (offset + first_query + (lane % 4) * 2) as u32;
-            let lane_column = (own + lane / 4) as u32;
-            make_scores_of_keys::<A>(
-                &mut s,
-                score,
-                &problem,
-                &head_params,
-                lane_row,
-                lane_column,
-                mask,
-                &query_tile,
-                slot,
-                edge,
-                config,
-            );
-            let mut p = uninit_a_frags(comptime!(n_queries / 2));
-            weigh_scores::<A>(
-                &mut s,
-                &mut p,
-                score,
-                &problem,
-                &head_params,
-                lane_row,
-                lane_column,
-                scale,
-                &bias_state,
-                &query_tile,
-                slot,
-                true,
-                config,
-            );
-            // Also makes the compiler compute P before it waits for dP.
-            start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
-            wait(&mut dp, 1usize);
-            slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
-
-            let ds = to_a_frags(&dp, n_queries);
-            let ds_at = slot * ds_chunks;
-            store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
-            if with_sums {
-                store_row_sums(&dp, &mut row_sums, slot * row_pairs + warp * (tile / 2), n_queries);
-            }
-            sync_async_proxy_shared();
-            sync_first_threads(comptime!(32 * CONSUMER_WARPS));
-            let mut dq_acc = uninit(n_dq);
-            start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
-            OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
-            start_pb(&ds, &q_ring.tiles, at, &mut dk_acc);
-            wait(&mut dv_acc, 2usize);
-            if lane == 0 {
-                grad_ring.release(iteration);
-            }
-            wait(&mut dq_acc, 1usize);
-            if iteration > 0 {
-                wait_parity(&dq_empty, ((iteration + 1) % 2) as u32);
-            }
-            let place = group * comptime!(dq_vectors(config) / 2) + UNIT_POS as usize % 128;
-            #[unroll]
-            for n in 0..n_dq {
-                let fragment = dq_acc.index(n);
-                let mut four = Vec4::empty();
-                #[unroll]
-                for r in 0..2usize {
-                    let pair = fragment[r];
-                    four[comptime!(2 * r)] = pair[0];
-                    four[comptime!(2 * r + 1)] = pair[1];
+            wait_parity(&kv_full, taken as u32 % 2);
+            for iteration in 0..total {
+                let last = iteration + 1 == total;
+                let (slot, at) = (done % 2, q_ring.stage_offset(done));
+                let (next_head, next_query) = passes.next(head, first_query, tile);
+                OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
+                if !last {
+                    OperandsOf::<A>::read_queries(
+                        &mut operand_state,
+                        operands,
+                        next_query,
+                        false,
+                        config,
+                    );
                 }
-                dq_tile[place + n * 128] = four;
-            }
-            if with_sums {
-                if (UNIT_POS as usize) < comptime!(tile / 4) {
-                    let mut four = Vec4::cast_from(0f32);
+
+                q_ring.wait(done);
+                OperandsOf::<A>::start_scores_of_dkv(
+                    &mut operand_state,
+                    &mut s,
+                    &k_tile,
+                    &q_ring.tiles,
+                    at,
+                    warp,
+                    config,
+                );
+                grad_ring.wait(done);
+                start_tile_abt(
+                    &v_tile,
+                    group_row,
+                    rows,
+                    &grad_ring.tiles,
+                    at,
+                    &mut dp,
+                    true,
+                    n_queries,
+                    comptime!(dim / 16),
+                );
+                BiasesOf::<A>::begin_tile(&mut bias_state, config);
+                // Read the next tile's data while this one is computed.
+                if !last {
+                    BiasesOf::<A>::read_queries(
+                        &mut bias_state,
+                        biases,
+                        &problem,
+                        batch * problem.heads as usize + next_head,
+                        next_query,
+                        own,
+                        config,
+                    );
+                }
+                let head_params = ScoreOf::<A>::head(score, head);
+                wait(&mut s, 1usize);
+
+                let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
+                if comptime!(mask.limits.any()) {
+                    edge |= most_first_key[slot] as usize > group_column;
+                }
+                let lane_row = (offset + first_query + (lane % 4) * 2) as u32;
+                let lane_column = (own + lane / 4) as u32;
+                make_scores_of_keys::<A>(
+                    &mut s,
+                    score,
+                    &problem,
+                    &head_params,
+                    lane_row,
+                    lane_column,
+                    mask,
+                    &query_tile,
+                    slot,
+                    edge,
+                    config,
+                );
+                let mut p = uninit_a_frags(comptime!(n_queries / 2));
+                weigh_scores::<A>(
+                    &mut s,
+                    &mut p,
+                    score,
+                    &problem,
+                    &head_params,
+                    lane_row,
+                    lane_column,
+                    scale,
+                    &bias_state,
+                    &query_tile,
+                    slot,
+                    true,
+                    config,
+                );
+                // Also makes the compiler compute P before it waits for dP.
+                start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
+                wait(&mut dp, 1usize);
+                slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
+
+                let ds = to_a_frags(&dp, n_queries);
+                let ds_at = slot * ds_chunks;
+                store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
+                if with_sums {
+                    store_row_sums(
+                        &dp,
+                        &mut row_sums,
+                        slot * row_pairs + warp * (tile / 2),
+                        n_queries,
+                    );
+                }
+                sync_async_proxy_shared();
+                sync_first_threads(comptime!(32 * CONSUMER_WARPS));
+                let mut dq_acc = uninit(n_dq);
+                start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
+                OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
+                start_pb(&ds, &q_ring.tiles, at, &mut dk_acc);
+                wait(&mut dv_acc, 2usize);
+                if lane == 0 {
+                    grad_ring.release(done);
+                }
+                wait(&mut dq_acc, 1usize);
+                if done > 0 {
+                    wait_parity(&dq_empty, (done + 1) as u32 % 2);
+                }
+                let place = group * comptime!(dq_vectors(config) / 2) + UNIT_POS as usize % 128;
+                #[unroll]
+                for n in 0..n_dq {
+                    let fragment = dq_acc.index(n);
+                    let mut four = Vec4::empty();
                     #[unroll]
-                    for w in 0..CONSUMER_WARPS {
-                        let from = slot * row_pairs + w * (tile / 2) + UNIT_POS as usize * 2;
+                    for r in 0..2usize {
+                        let pair = fragment[r];
+                        four[comptime!(2 * r)] = pair[0];
+                        four[comptime!(2 * r + 1)] = pair[1];
+                    }
+                    dq_tile[place + n * 128] = four;
+                }
+                if with_sums {
+                    if (UNIT_POS as usize) < comptime!(tile / 4) {
+                        let mut four = Vec4::cast_from(0f32);
                         #[unroll]
-                        for i in 0..2usize {
-                            let pair = row_sums[from + i];
-                            four[comptime!(2 * i)] += pair[0];
-                            four[comptime!(2 * i + 1)] += pair[1];
+                        for w in 0..CONSUMER_WARPS {
+                            let from = slot * row_pairs + w * (tile / 2) + UNIT_POS as usize * 2;
+                            #[unroll]
+                            for i in 0..2usize {
+                                let pair = row_sums[from + i];
+                                four[comptime!(2 * i)] += pair[0];
+                                four[comptime!(2 * i + 1)] += pair[1];
+                            }
                         }
+                        dq_tile[comptime!(dq_vectors(config)) + UNIT_POS as usize] = four;
                     }
-                    dq_tile[comptime!(dq_vectors(config)) + UNIT_POS as usize] = four;
                 }
-            }
-            sync_async_proxy_shared();
-            sync_plane();
-            if lane == 0 {
-                dq_full.arrive();
-            }
-            wait(&mut dk_acc, 0usize);
-            if lane == 0 {
-                q_ring.release(iteration);
-            }
-            if with_sums {
-                // After the head's last tile.
-                let done = next_head > head;
-                #[unroll]
-                for r in 0..2usize {
-                    let column = own + r * 8 + lane / 4;
-                    let sum = sum_of_four(ds_sum[r]);
-                    if done & (lane % 4 == 0) & (column < keys) {
-                        let at = (batch * problem.heads as usize + head) * keys + column;
-                        gradients.ds_columns.as_mut().unwrap()[at] = sum;
+                sync_async_proxy_shared();
+                sync_plane();
+                if lane == 0 {
+                    dq_full.arrive();
+                }
+                wait(&mut dk_acc, 0usize);
+                if lane == 0 {
+                    q_ring.release(done);
+                }
+                if with_sums {
+                    // After the head's last tile.
+                    let done = next_head > head;
+                    #[unroll]
+                    for r in 0..2usize {
+                        let column = own + r * 8 + lane / 4;
+                        let sum = sum_of_four(ds_sum[r]);
+                        if done & (lane % 4 == 0) & (column < keys) {
+                            let at = (batch * problem.heads as usize + head) * keys + column;
+                            gradients.ds_columns.as_mut().unwrap()[at] = sum;
+                        }
+                        ds_sum[r] = select(done, 0f32, ds_sum[r]);
                     }
-                    ds_sum[r] = select(done, 0f32, ds_sum[r]);
                 }
+                head = next_head;
+                first_query = next_query;
+                done += 1;
             }
-            head = next_head;
-            first_query = next_query;
-        }
+            if lane == 0 {
+                kv_empty.arrive();
+            }
 
-        let mut factors = Array::<f32>::new(2usize);
-        factors[0] = 1f32;
-        factors[1] = 1f32;
-        gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
-        if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
-            factors[0] = problem.scale;
-            factors[1] = problem.scale;
+            let mut factors = Array::<f32>::new(2usize);
+            factors[0] = 1f32;
+            factors[1] = 1f32;
+            gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
+            if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
+                factors[0] = problem.scale;
+                factors[1] = problem.scale;
+            }
+            gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
+            taken += 1;
+            ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
         }
-        gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
     }
 }
 
