@@ -11,6 +11,7 @@ pub mod cache;
 #[cfg(test)]
 mod conformance;
 mod contract;
+mod decay;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
