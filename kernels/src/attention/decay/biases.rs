@@ -139,7 +139,8 @@ impl<const DS_SUMS: bool> Biases for DecayBiases<DS_SUMS> {
         #[comptime] n: usize,
         #[comptime] config: KernelConfig,
     ) -> Pair {
-        state.tile[warp * comptime!(config.tile / 2) + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4]
+        state.tile
+            [warp * comptime!(config.tile / 2) + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4]
     }
 
     fn shift(

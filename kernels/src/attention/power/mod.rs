@@ -38,8 +38,8 @@
 //! # Kernels
 //! On the CPU, both forms, in f32. On CUDA, the attention form in bf16, on tensor cores: sequences of up
 //! to `switch_len` tokens, or of any length with `form = "attention"` or a window. Longer sequences run the
-//! reference of the chunked form. Decoding on CUDA keeps log decays for each query head; the tokens
-//! after the first `switch_len` are the reference's.
+//! reference of the chunked form. Decoding on CUDA keeps the decay's sums for each query head; the tokens
+//! after the first `switch_len` are the reference's. A score below 2^-126 has no weight on CUDA, where ε is 0.
 
 mod cpu;
 mod cuda;

@@ -205,13 +205,7 @@ impl Biases for NoBiases {
     ) {
     }
 
-    fn begin_keys(
-        _state: &mut (),
-        _factor: f32,
-        _warp: usize,
-        #[comptime] _config: KernelConfig,
-    ) {
-    }
+    fn begin_keys(_state: &mut (), _factor: f32, _warp: usize, #[comptime] _config: KernelConfig) {}
 
     fn of_keys(
         _state: &(),

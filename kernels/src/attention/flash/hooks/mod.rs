@@ -46,8 +46,8 @@ pub trait Hooks: Send + Sync + 'static {
     /// The arguments of [`Hooks::Weight`].
     fn weight(&self) -> LaunchOf<<Self::Weight as Weight>::Args>;
 
-    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is not 1
-    /// everywhere.
+    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is called
+    /// because it is not 1 everywhere; with [`Score::WEIGHS_PRODUCTS`] it never is.
     fn changes_scores(&self) -> [bool; 2] {
         [false, false]
     }
@@ -406,8 +406,8 @@ pub trait Score: Send + Sync + 'static {
     ) -> f32;
 
     /// The weight of a product, and its derivative with respect to scale · q·k; both are 0 for a product of 0.
-    /// `shift` is that of [`Weight::weigh`]; for a masked key it may be of any size. Only called with
-    /// [`Score::WEIGHS_PRODUCTS`].
+    /// `shift`, base 2, is the bias and the shift of [`Weight::weigh`]; for a masked key it may be of any size.
+    /// Only called with [`Score::WEIGHS_PRODUCTS`].
     fn weigh(args: &Self::Args, product: f32, shift: f32) -> (f32, f32);
 }
 
