@@ -11,6 +11,7 @@ pub mod cache;
 #[cfg(test)]
 mod conformance;
 mod contract;
+mod decay;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
@@ -62,7 +63,7 @@ registry::registry! {
     /// Positions by accumulated Householder transforms.
     Path = "path" in path;
     /// Power attention: the p-th power of scores, at linear cost.
-    Power = "power" in power;
+    Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
     Tra = "tra" in tra;
     /// Threshold differential attention.

@@ -70,6 +70,25 @@ pub fn define_exp2() {
     );
 }
 
+/// log₂ x in one instruction; −∞ below 2⁻¹²⁶.
+#[cube]
+pub fn log2(x: f32) -> f32 {
+    let mut value = Array::<f32>::new(1usize);
+    value[0] = x;
+    replace_by_log2(&mut value);
+    value[0]
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn replace_by_log2(value: &mut Array<f32>) {
+    intrinsic!(|scope| {
+        let value = name_of(&value.expand);
+        let text = format!("asm(\"lg2.approx.ftz.f32 %0, %0;\" : \"+f\"({value}[0]));");
+        emit(scope, "logarithm", &text);
+    })
+}
+
 /// The strides of the rows of `[batch, heads, rows, channels]`, in chunks.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct RowStrides {

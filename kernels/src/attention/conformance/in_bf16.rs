@@ -24,7 +24,7 @@ const LENGTHS: [usize; 9] = [1, 2, 33, 63, 64, 65, 100, 129, 257];
 
 /// Outputs and gradients: ragged lengths, grouped heads, head dims up to the widest.
 pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
-    for (at, variant) in V::cases().into_iter().enumerate() {
+    for (at, variant) in V::kernel_cases().into_iter().enumerate() {
         let check = |sizes| check::<V, K>(&variant, Problem::new(&variant, sizes, None));
         for seq_len in LENGTHS {
             check([2, 2, 64, 1, seq_len]);
@@ -42,7 +42,7 @@ pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
 
 /// Windows of one token, within and beyond a tile, and longer than the sequence.
 pub fn windows_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
-    for (at, variant) in V::cases().into_iter().enumerate() {
+    for (at, variant) in V::kernel_cases().into_iter().enumerate() {
         for window in windows(&variant, &[1, 65, 97, 300]).into_iter().flatten() {
             let check = |sizes| {
                 check::<V, K>(&variant, Problem::new(&variant, sizes, Some(window)));
@@ -57,7 +57,7 @@ pub fn windows_agree_with_the_oracle<V: Conformance, K: OpBackend>() {
 
 /// Packed documents, of one token and of several tiles, with and without a window.
 pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
-    for variant in V::cases() {
+    for variant in V::kernel_cases() {
         for window in windows(&variant, &[70]) {
             for (seq_len, starts) in [(200, &[0, 1, 90, 130, 199][..]), (129, &[0, 40, 128][..])] {
                 let problem = Problem::new(&variant, [4, 1, 64, 2, seq_len], window);
@@ -69,7 +69,7 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
 
 /// A prompt in pieces, then single tokens, equal the full pass.
 pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
-    for (at, variant) in V::cases().into_iter().enumerate() {
+    for (at, variant) in V::kernel_cases().into_iter().enumerate() {
         for window in windows(&variant, &[70]) {
             let check = |sizes| {
                 check_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
@@ -86,7 +86,7 @@ pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
 
 /// A later token changes no earlier output, not by a bit; it does change its own.
 pub fn is_causal<V: Conformance, K: OpBackend>() {
-    for variant in V::cases() {
+    for variant in V::kernel_cases() {
         let problem = Problem::new(&variant, [4, 2, 64, 2, 100], None);
         let value_dim = variant.value_dim(&problem.shape);
         let attend = |problem: Problem| attend::<V, K>(&variant, &problem.in_bf16());
@@ -103,7 +103,7 @@ pub fn is_causal<V: Conformance, K: OpBackend>() {
 
 /// A NaN in q, k or v propagates to the output.
 pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
-    for variant in V::cases() {
+    for variant in V::kernel_cases() {
         for input in 0..3 {
             let mut problem = Problem::new(&variant, [4, 2, 64, 2, 100], None).in_bf16();
             problem.inputs[input].data[3] = f64::NAN;
@@ -116,7 +116,7 @@ pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
 /// Equal bits in many runs that fill the device: a race between blocks shows in only a few runs.
 pub fn is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
     const RUNS: usize = 8;
-    let variant = &V::cases()[0];
+    let variant = &V::kernel_cases()[0];
     for sizes in [[12, 12, 64, 24, 1024], [16, 4, 128, 8, 1024]] {
         let problem = Problem::new(variant, sizes, None).in_bf16();
         let upstream = &problem.inputs[0];

@@ -31,6 +31,12 @@ pub trait Conformance: Variant {
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
 
+    /// Those of [`Conformance::cases`] that the CUDA kernels serve at any length: all but those with which some
+    /// lengths are the reference's by [`VariantSpec::serves_length`](super::VariantSpec::serves_length).
+    fn kernel_cases() -> Vec<Self> {
+        Self::cases()
+    }
+
     /// Changes a problem's random inputs (q, k, v, the projections, the parameters) where they would be at
     /// a kink, or where results would be only rounding.
     fn prepare(&self, inputs: &mut [Tensor64]) {

@@ -280,10 +280,6 @@ pub fn split<A: Hooks>(
                 for e in 0..2usize {
                     let column = first_column + own + comptime!(n * 8 + e) + (lane % 4) * 2;
                     let mut value = scores[e];
-                    if biased {
-                        let bias = BiasesOf::<A>::bias(&bias_state, r, n, e);
-                        value = fma(value, factor, bias);
-                    }
                     if comptime!(config.changes_scores) {
                         let (row, key) = (position as u32, column as u32);
                         if comptime!(r == 0) {
@@ -305,6 +301,10 @@ pub fn split<A: Hooks>(
                                 key,
                             );
                         }
+                    }
+                    if biased {
+                        let bias = BiasesOf::<A>::bias(&bias_state, r, n, e);
+                        value = fma(value, factor, bias);
                     }
                     let hide = (column < first) | (column >= to);
                     scores[e] = select(hide, MASKED, value);

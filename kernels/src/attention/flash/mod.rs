@@ -40,7 +40,8 @@ pub use self::decode::decode;
 use self::forward::QkvLaunch;
 pub use self::heads::{HeadPairs, Heads};
 use self::hooks::{
-    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, StatisticsOf,
+    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
+    StatisticsOf,
 };
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
@@ -179,9 +180,8 @@ impl<A: Hooks> FlashAttention<A> {
         let (groups, tile) = self.hooks.block_shape(shape, head_dim);
         let [changes_scores, nonlinear_scores] = self.hooks.changes_scores();
         assert!(
-            !(changes_scores && BiasesOf::<A>::ENABLED),
-            "scores that change with biases: `dkv` would add the biases after `Score::score`, other \
-             passes before it"
+            !(ScoreOf::<A>::WEIGHS_PRODUCTS && BiasesOf::<A>::NEEDS_DS_SUMS),
+            "weights of products: dS, by products, is not the gradient of biases"
         );
         assert!(
             !(OperandsOf::<A>::DK_IN_REVERSE && BiasesOf::<A>::NEEDS_DS_SUMS),

@@ -4,9 +4,9 @@ use burn::tensor::{DType, Int, Tensor};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{DecaySums, SPAN, Sums, split, whole};
 use super::{DecayHooks, flash, prune};
 use crate::Cuda;
+use crate::attention::decay::{DecaySums, SPAN, Sums, split, whole};
 use crate::attention::flash::{
     CacheBuffer, FlashAttention, Heads, Strides, as_u32, decode, expired, row_dots, strides,
 };

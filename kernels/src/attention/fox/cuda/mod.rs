@@ -1,20 +1,17 @@
-//! FoX on CUDA: the decay's prefix sums, and the flash hook that adds them to scores as biases.
+//! FoX on CUDA: softmax attention on the flash core, with the decay as biases.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
-mod biases;
-mod decay;
 mod decode;
 mod prune;
 
 use burn::tensor::DType;
 
-use self::biases::DecayBiases;
-use self::decay::{DecaySums, Sums};
 pub use self::decode::DecayKvCache;
 use self::prune::prune;
 use super::op::Forgetting;
+use crate::attention::decay::{DecayBiases, DecaySums, Sums};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, PlainOperands, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
