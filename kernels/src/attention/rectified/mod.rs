@@ -45,19 +45,20 @@ impl Weights for Rectified {
     fn cuda_forward(
         op: &Rowwise<Self>,
         inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
         needs: bool,
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(op, inputs, documents, needs)
+        cuda::forward(op, inputs, offsets, documents, needs)
     }
 
     fn cuda_backward(
         op: &Rowwise<Self>,
-        saved: [CudaTensor; 3],
+        saved: &[CudaTensor],
         documents: Option<&CudaTensor>,
         grad: &CudaTensor,
-    ) -> [CudaTensor; 3] {
-        cuda::backward(op, &saved, documents, grad)
+    ) -> Vec<CudaTensor> {
+        cuda::backward(op, saved, documents, grad)
     }
 }
 

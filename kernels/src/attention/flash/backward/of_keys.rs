@@ -3,7 +3,9 @@
 
 use cubecl::prelude::*;
 
-use super::super::hooks::{Biases, BiasesOf, Hooks, Score, ScoreArgs, ScoreOf, Weight, WeightOf};
+use super::super::hooks::{
+    Biases, BiasesOf, Hooks, SavedRows, Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+};
 use super::super::mask::{Mask, masked};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::query_tile::QueryTile;
@@ -149,6 +151,7 @@ pub fn make_scores_of_keys<A: Hooks>(
 pub fn weigh_scores<A: Hooks>(
     s: &mut Accumulator,
     p: &mut AFragments,
+    saved: &SavedRows<A>,
     score: &ScoreArgs<A>,
     problem: &ProblemShape,
     head: &<A::Score as Score>::Head,
@@ -169,6 +172,7 @@ pub fn weigh_scores<A: Hooks>(
         for r in 0..2usize {
             let scores = s.index(n)[r];
             let mut pair = scores;
+            let mut slopes = scores;
             #[unroll]
             for e in 0..2usize {
                 let mut shift = -statistics[e];
@@ -176,23 +180,21 @@ pub fn weigh_scores<A: Hooks>(
                     let bias = BiasesOf::<A>::bias_of_key(bias_state, n, r, config);
                     shift += bias;
                 }
-                pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
-            }
-            if with_p {
-                set_a_frag(p, n, r, pair);
-            }
-            #[unroll]
-            for e in 0..2usize {
-                pair[e] = WeightOf::<A>::slope(scores[e], pair[e]);
+                let (weight, slope) = WeightOf::<A>::weigh(saved, scores[e], scale, shift);
+                pair[e] = weight;
+                slopes[e] = slope;
                 if comptime!(config.nonlinear_scores) {
                     let row = lane_row + comptime!((n * 8 + e) as u32);
                     let column = lane_column + comptime!((r * 8) as u32);
                     let score_slope =
                         ScoreOf::<A>::slope(score, problem, head, scores[e], row, column);
-                    pair[e] *= score_slope;
+                    slopes[e] *= score_slope;
                 }
             }
-            s.index_mut(n)[r] = pair;
+            if with_p {
+                set_a_frag(p, n, r, pair);
+            }
+            s.index_mut(n)[r] = slopes;
         }
     }
 }
