@@ -19,6 +19,24 @@ impl Conformance for Config {
         inputs[3].data[0] = 0.2; // λ
     }
 
+    /// As for `rela`, and the difference of views.
+    fn roundings(&self) -> u32 {
+        16
+    }
+
+    fn has_kinks(&self) -> bool {
+        true
+    }
+
+    /// As for `rela`.
+    fn vanished(&self) -> f64 {
+        1.0
+    }
+
+    fn cancelling(&self) -> &'static [&'static str] {
+        &["lambda"]
+    }
+
     /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,

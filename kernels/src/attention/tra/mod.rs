@@ -28,6 +28,7 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
     Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold,
@@ -35,7 +36,7 @@ use super::rectified::{
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::{Rotation, rotate};
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tra"`.
@@ -63,6 +64,12 @@ impl Default for Config {
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold rectified attention (Huang et al., 2026)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
