@@ -21,7 +21,7 @@ impl Conformance for Config {
 
     /// As for `rela`, and the difference of views.
     fn roundings(&self) -> u32 {
-        16
+        20
     }
 
     fn has_kinks(&self) -> bool {

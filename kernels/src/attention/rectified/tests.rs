@@ -49,8 +49,8 @@ fn draw(shape: &[usize], range: std::ops::Range<f32>, seed: u64) -> TensorData {
 /// Random unit vectors, rounded to bf16.
 fn units(shape: [usize; 4], seed: u64) -> TensorData {
     let x = Tensor::<Flex, 4>::from_data(draw(&shape, -1.0..1.0, seed), &Default::default());
-    let rounded =
-        l2_normalise(x).into_data().into_iter::<f32>().map(|x| bf16::from_f32(x).to_f32());
+    let units = l2_normalise(x).into_data();
+    let rounded = units.iter::<f32>().map(|x| bf16::from_f32(x).to_f32());
     TensorData::new(rounded.collect::<Vec<f32>>(), shape)
 }
 

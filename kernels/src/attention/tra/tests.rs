@@ -226,12 +226,12 @@ fn bad_values_are_reported_with_what_is_allowed() {
     assert!(Config::deserialize(misspelt).is_err());
 }
 
-/// Thresholds that some keys pass, near 0, and above every score; whole tiles without a survivor.
+/// Thresholds that some keys pass, and near 0. `rectified::tests` has rows without a survivor.
 #[test]
 #[ignore = "needs a GPU"]
 fn the_kernels_agree_at_any_share_of_survivors() {
     let config = Config::default();
-    for (p, beta) in [(2, 1.2), (4, 1.2), (2, 1e-3), (1, 1e-3), (2, 10.0)] {
+    for (p, beta) in [(2, 1.2), (4, 1.2), (2, 1e-3), (1, 1e-3)] {
         let variant = Config { p, beta, ..config.clone() };
         agrees_at::<Config, Cuda>(&variant, [4, 2, 64, 2, 200], None);
         agrees_at::<Config, Cuda>(&variant, [2, 1, 128, 1, 140], Some(65));
