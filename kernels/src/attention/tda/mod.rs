@@ -18,6 +18,8 @@
 //! Not specified by the source, chosen here: λ's gradient passes through the clamp, so that a λ that
 //! has left [0, 1] can return; the rest as in `tra`.
 //!
+//! On CUDA in bf16, as in `tra`; both views are heads of one call, for which the values are copied.
+//!
 //! Decoding caches normalised, rotated keys of both views and values: 3 · kv_heads · head_dim
 //! elements per token.
 

@@ -35,8 +35,8 @@ impl Conformance for Config {
         inputs[4].data[0] = 0.05; // λ
     }
 
-    /// Beside those of attention: q and k when normalised, the difference of views, the norm's input and its gradient; in
-    /// emulation, the least accurate gradients have the error of ten roundings.
+    /// Beside those of attention: q and k when normalised, the difference of views, the norm's input and its
+    /// gradient; in emulation, the least accurate gradients have the error of thirteen roundings.
     fn roundings(&self) -> u32 {
         20
     }

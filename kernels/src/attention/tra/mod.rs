@@ -19,6 +19,8 @@
 //! similarity passes, and some others); its gradient is −Σ p(s−τ)^{p−1} (dO·v) ∂τ/∂β over the
 //! survivors, which the released code omits; the RMS norm adds 10⁻⁶ to the mean square.
 //!
+//! On CUDA in bf16, q̂ and k̂ are rounded to bf16; scores, thresholds and the gradient of β are f32.
+//!
 //! Decoding caches normalised, rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
