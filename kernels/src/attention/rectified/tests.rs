@@ -177,7 +177,7 @@ fn rows_without_a_survivor_are_zero() {
         let queries = 130;
         let mut case = RectifiedCase::new(power, [queries, queries, head_dim], -0.1..0.1);
         // Whole tiles, and single rows.
-        let dead = |query: usize| query >= 64 || query % 3 == 0;
+        let dead = |query: usize| query >= 64 || query.is_multiple_of(3);
         let offsets = (0..queries).map(|query| if dead(query) { 1.2f32 } else { 0.05 });
         case.offsets = Some(TensorData::new(offsets.collect::<Vec<_>>(), [1, queries]));
         case.check();
