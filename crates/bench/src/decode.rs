@@ -361,9 +361,11 @@ mod tests {
         let (rope, inputs) = need("rope", DType::BF16);
         assert_eq!(rope, inputs.and(2 * half, 3 * 2 * half));
         assert_eq!(need("rope", DType::F32).0, inputs.and(4 * half, 3 * 4 * half));
-        // References keep f32, here two keys per value; a state of fixed size is one tensor.
+        // Two keys per value. References keep f32; a state of fixed size is one tensor.
         let (tda, inputs) = need("tda", DType::BF16);
-        assert_eq!(tda, inputs.and(2 * 4 * half, 5 * 4 * half));
+        assert_eq!(tda, inputs.and(2 * 2 * half, 5 * 2 * half));
+        let (lssar, inputs) = need("lssar", DType::BF16);
+        assert_eq!(lssar, inputs.and(4 * half, 3 * 4 * half));
         let (rwkv7, inputs) = need("rwkv7", DType::BF16);
         assert_eq!(rwkv7, inputs.and(4 * 3 * 16 * 16, 2 * 4 * 3 * 16 * 16));
     }

@@ -65,9 +65,9 @@ registry::registry! {
     /// Power attention: the p-th power of scores, at linear cost.
     Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
-    Tra = "tra" in tra;
+    Tra = "tra" in tra, kernels for cuda in bf16;
     /// Threshold differential attention.
-    Tda = "tda" in tda;
+    Tda = "tda" in tda, kernels for cuda in bf16;
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
@@ -75,7 +75,7 @@ registry::registry! {
     /// Softmax attention with the differential extension.
     Dex = "dex" in dex;
     /// Differential rectified linear attention.
-    DiffRela = "diff_rela" in diff_rela;
+    DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
     /// Length scaled softplus attention with re-weighting.
     Lssar = "lssar" in lssar;
     /// 1.5-entmax attention.

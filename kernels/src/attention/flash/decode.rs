@@ -92,6 +92,7 @@ pub fn decode<A: Hooks>(
             flash.hooks.operands(),
             flash.hooks.biases(),
             flash.hooks.score(),
+            flash.hooks.weight(),
             SplitOutputsLaunch::new(buffer(&partials, 1), buffer(&statistics, 1)),
             first_keys.map(|x| buffer(x, 1)).into(),
             flash.problem(),
@@ -150,6 +151,7 @@ pub fn split<A: Hooks>(
     operands: &OperandArgs<A>,
     biases: &BiasArgs<A>,
     score: &ScoreArgs<A>,
+    weight: &WeightArgs<A>,
     partials: &mut SplitOutputs,
     first_keys: &ComptimeOption<Array<i32>>,
     problem: ProblemShape,
@@ -220,7 +222,6 @@ pub fn split<A: Hooks>(
     let mut q_frags = load_a_frags(&def, &q_tile, 0, steps, HEADS_PER_BLOCK);
 
     let mut o_acc = zeros(n_dim);
-    let mut row_state = WeightOf::<A>::init_rows();
     // Rows without a head repeat the group's last head, to read nothing out of bounds.
     let mut batch_heads = Array::<usize>::new(2usize);
     #[unroll]
@@ -228,6 +229,7 @@ pub fn split<A: Hooks>(
         let head = min(first_head + r * 8 + lane / 4, (kv_head + 1) * group - 1);
         batch_heads[r] = batch * heads + head;
     }
+    let mut row_state = WeightOf::<A>::init_rows(weight, &batch_heads);
     let head_params_0 = ScoreOf::<A>::head(score, batch_heads[0] - batch * heads);
     let head_params_1 = ScoreOf::<A>::head(score, batch_heads[1] - batch * heads);
     let mut bias_state = BiasesOf::<A>::decode(biases, &problem, &batch_heads);

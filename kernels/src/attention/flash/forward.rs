@@ -102,7 +102,12 @@ pub fn forward<A: Hooks>(
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
-    let mut row_state = WeightOf::<A>::init_rows();
+    let mut own_rows = Array::<usize>::new(2usize);
+    #[unroll]
+    for r in 0..2usize {
+        own_rows[r] = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
+    }
+    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows);
     let first = block.first_keys(&problem, mask, own);
 
     let mut o_acc = zeros(n_dim);

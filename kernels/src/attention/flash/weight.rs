@@ -164,8 +164,9 @@ impl Weight for SoftmaxWeight {
 
     const SCORE_FACTOR: f32 = LOG2_E;
     const HAS_STATISTICS: bool = true;
+    const NEEDS_DS_ROW_SUMS: bool = false;
 
-    fn init_rows() -> SoftmaxRowState {
+    fn init_rows(_args: &Sinks, _rows: &Array<usize>) -> SoftmaxRowState {
         let mut row_max = Array::<f32>::new(2usize);
         let mut row_sum = Array::<f32>::new(2usize);
         #[unroll]
@@ -306,11 +307,8 @@ impl Weight for SoftmaxWeight {
         (saved.lse[at], saved.delta[at])
     }
 
-    fn weigh(score: f32, scale: f32, shift: f32) -> f32 {
-        exp2(fma(score, scale, shift))
-    }
-
-    fn slope(_score: f32, weight: f32) -> f32 {
-        weight
+    fn weigh(_saved: &SoftmaxSavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32) {
+        let weight = exp2(fma(score, scale, shift));
+        (weight, weight)
     }
 }

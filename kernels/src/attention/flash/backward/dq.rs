@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::super::forward::{make_scores, start_from_biases};
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
-    ScoreArgs, ScoreOf, Weight, WeightOf,
+    ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_rows,
 };
 use super::super::mask::{Mask, QueryBlock};
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -15,7 +15,7 @@ use crate::tile::warpgroup::{
 };
 use crate::tile::{ALIGN, CHUNK, Chunk, LOG2_E, Pair, bytes, define_exp2, sum_of_four, zeros};
 
-/// dq and, with [`Biases::NEEDS_DS_SUMS`], Σ_j dS_ij of each query at its position in `ds_rows`,
+/// dq and, with [`sums_of_rows`], Σ_j dS_ij of each query at its position in `ds_rows`,
 /// `[batch, heads, keys]`.
 ///
 /// Grid: blocks of queries, batch · heads.
@@ -41,7 +41,7 @@ pub fn dq<A: Hooks>(
     let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
     let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let with_sums = comptime!(sums_of_rows::<A>());
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -205,8 +205,9 @@ pub fn dq<A: Hooks>(
                             let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
                             pair[e] = slope;
                         } else {
-                            let weight = WeightOf::<A>::weigh(pair[e], scale, shift);
-                            let mut slope = WeightOf::<A>::slope(pair[e], weight);
+                            let (_, weight_slope) =
+                                WeightOf::<A>::weigh(saved, pair[e], scale, shift);
+                            let mut slope = weight_slope;
                             if comptime!(config.nonlinear_scores) {
                                 let row = lane_row + comptime!((r * 8) as u32);
                                 let column = lane_column + comptime!((n * 8 + e) as u32);

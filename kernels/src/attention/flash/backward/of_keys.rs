@@ -3,7 +3,9 @@
 
 use cubecl::prelude::*;
 
-use super::super::hooks::{Biases, BiasesOf, Hooks, Score, ScoreArgs, ScoreOf, Weight, WeightOf};
+use super::super::hooks::{
+    Biases, BiasesOf, Hooks, SavedRows, Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+};
 use super::super::mask::{Mask, masked};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::query_tile::QueryTile;
@@ -151,6 +153,7 @@ pub fn make_scores_of_keys<A: Hooks>(
 pub fn weigh_scores<A: Hooks>(
     s: &mut Accumulator,
     p: &mut AFragments,
+    saved: &SavedRows<A>,
     score: &ScoreArgs<A>,
     problem: &ProblemShape,
     head: &<A::Score as Score>::Head,
@@ -185,16 +188,9 @@ pub fn weigh_scores<A: Hooks>(
                     pair[e] = weight;
                     slopes[e] = slope;
                 } else {
-                    pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
-                }
-            }
-            if with_p {
-                set_a_frag(p, n, r, pair);
-            }
-            if comptime!(!products) {
-                #[unroll]
-                for e in 0..2usize {
-                    slopes[e] = WeightOf::<A>::slope(scores[e], pair[e]);
+                    let (weight, slope) = WeightOf::<A>::weigh(saved, scores[e], scale, shift);
+                    pair[e] = weight;
+                    slopes[e] = slope;
                     if comptime!(config.nonlinear_scores) {
                         let row = lane_row + comptime!((n * 8 + e) as u32);
                         let column = lane_column + comptime!((r * 8) as u32);
@@ -203,6 +199,9 @@ pub fn weigh_scores<A: Hooks>(
                         slopes[e] *= score_slope;
                     }
                 }
+            }
+            if with_p {
+                set_a_frag(p, n, r, pair);
             }
             s.index_mut(n)[r] = slopes;
         }

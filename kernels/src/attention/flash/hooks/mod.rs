@@ -83,6 +83,16 @@ pub type WeightArgs<A> = <<A as Hooks>::Weight as Weight>::Args;
 pub type StatisticsOf<A> = <<A as Hooks>::Weight as Weight>::Statistics;
 /// The row statistics that a kind's backward pass reads.
 pub type SavedRows<A> = <<A as Hooks>::Weight as Weight>::SavedRows;
+
+/// Whether the backward pass sums dS over each query.
+pub const fn sums_of_rows<A: Hooks>() -> bool {
+    <A::Biases as Biases>::NEEDS_DS_SUMS || <A::Weight as Weight>::NEEDS_DS_ROW_SUMS
+}
+
+/// Whether the backward pass sums dS over each key.
+pub const fn sums_of_columns<A: Hooks>() -> bool {
+    <A::Biases as Biases>::NEEDS_DS_SUMS
+}
 /// The type of a kind's dq and dk.
 pub type GradientOf<A> = <<A as Hooks>::Operands as Operands>::Gradient;
 
@@ -427,9 +437,12 @@ pub trait Weight: Send + Sync + 'static {
     const SCORE_FACTOR: f32;
     /// Whether there are statistics of rows.
     const HAS_STATISTICS: bool;
+    /// Whether the backward pass sums dS over each query, for the gradient of a row's parameter.
+    const NEEDS_DS_ROW_SUMS: bool;
 
-    /// The state before the first key.
-    fn init_rows() -> Self::RowState;
+    /// The state before the first key of a lane's two rows, which have these indices in
+    /// `[batch, heads, queries]`.
+    fn init_rows(args: &Self::Args, rows: &Array<usize>) -> Self::RowState;
 
     /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
     /// the accumulator so far, if the row state's reference changes.
@@ -479,9 +492,7 @@ pub trait Weight: Send + Sync + 'static {
     /// from the gradients of its weights (for softmax δ).
     fn saved(saved: &Self::SavedRows, at: usize) -> (f32, f32);
 
-    /// The weight of a score times `scale` plus `shift`.
-    fn weigh(score: f32, scale: f32, shift: f32) -> f32;
-
-    /// The derivative of `weight` with respect to the score without [`Weight::SCORE_FACTOR`].
-    fn slope(score: f32, weight: f32) -> f32;
+    /// The weight of a score times `scale` plus `shift`, and its derivative with respect to the score without
+    /// [`Weight::SCORE_FACTOR`]. `saved` is here for its compile-time settings.
+    fn weigh(saved: &Self::SavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32);
 }

@@ -94,7 +94,8 @@ pub(super) fn backward(
     let hooks = DecayHooks { sums, sinks };
     let flash = flash(op, inputs.each_ref(), hooks, documents).pruned(pruned);
     let (gradients, sinks) = flash.softmax_backward(&result, grad);
-    let [rows, columns] = gradients.ds_sums.expect("a decay's biases want sums");
+    let [rows, columns] = [gradients.ds_rows, gradients.ds_columns]
+        .map(|sums| sums.expect("a decay's biases want sums"));
     // ℓ_t enters the scores of all queries at t or later with keys before t.
     let log_decay = prefix_sum(&burn_cubecl::ops::numeric::sub(rows, columns), true);
     let log_decay = Some(log_decay.expect("f32 has prefix sums"));
