@@ -30,10 +30,10 @@ use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold,
+    Rectified, normalise_outputs, thresholds, validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
-use super::rotation::{Rotation, rotate};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
@@ -78,12 +78,10 @@ impl VariantSpec for Config {
 }
 
 impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
     fn rotation(&self) -> Option<Rotation> {
         self.rotary.rotation()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        l2_normalise(rotate(self.rotation(), x, first))
     }
 
     fn output<B: OpBackend>(

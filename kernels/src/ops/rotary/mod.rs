@@ -1,7 +1,7 @@
 //! RotaryEmbedding position embedding.
 
 mod cpu;
-mod cuda;
+pub(crate) mod cuda;
 mod kernel;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use burn::tensor::{Tensor, TensorData};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, NoGradOp, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
 /// Rotates pairs of channels by an angle that grows with the position (Su et al., 2021, equation
@@ -36,13 +36,42 @@ pub fn rotary<B: OpBackend>(
     theta: f64,
     rotary_dims: usize,
 ) -> Tensor<B, 4> {
-    let head_dim = x.dims()[3];
-    assert!(
-        rotary_dims.is_multiple_of(2) && rotary_dims <= head_dim,
-        "rotary_dims is {rotary_dims}; it must be even and at most head_dim, {head_dim}"
-    );
-    let op = RotaryEmbedding { first_position, theta, rotary_dims };
+    let op = RotaryEmbedding::new(first_position, theta, rotary_dims, x.dims()[3]);
     tensor(B::run(&op, [primitive(x)], vec![]))
+}
+
+/// [`rotary`] of q and of k, by one launch where the device supports it.
+///
+/// - `q`, `k`: `[batch, heads, seq_len, head_dim]`, where heads may differ
+///
+/// # Panics
+/// As [`rotary`].
+pub fn rotary_both<B: OpBackend>(
+    [q, k]: [Tensor<B, 4>; 2],
+    first_position: usize,
+    theta: f64,
+    rotary_dims: usize,
+) -> [Tensor<B, 4>; 2] {
+    let op = RotaryEmbedding::new(first_position, theta, rotary_dims, q.dims()[3]);
+    assert_eq!(q.dims()[3], k.dims()[3], "head_dim of q and k");
+    B::run_no_grad(&RotaryOfBoth(op), [primitive(q), primitive(k)]).map(tensor)
+}
+
+/// The operation of [`rotary_both`]: inputs q and k. Its reference is differentiable.
+#[derive(Clone, Debug)]
+pub struct RotaryOfBoth(pub RotaryEmbedding);
+
+impl NoGradOp for RotaryOfBoth {
+    type Inputs<T> = [T; 2];
+    type Outputs<T> = [T; 2];
+
+    fn reference<B: OpBackend>(&self, inputs: [FloatTensor<B>; 2]) -> [FloatTensor<B>; 2] {
+        inputs.map(|x| B::run(&self.0, [x], vec![]))
+    }
+
+    fn cuda(&self, [q, k]: [CudaTensor; 2]) -> [CudaTensor; 2] {
+        cuda::both(&self.0, [&q, &k]).unwrap_or_else(|| self.reference::<crate::Cuda>([q, k]))
+    }
 }
 
 /// The operation of [`rotary`]: input x.
@@ -68,6 +97,18 @@ static RECENT: Mutex<Vec<(RotaryEmbedding, usize, Arc<Angles>)>> = Mutex::new(ve
 const CACHED: usize = 4;
 
 impl RotaryEmbedding {
+    /// The rotation of heads of `head_dim` channels.
+    ///
+    /// # Panics
+    /// When `rotary_dims` is odd or above head_dim.
+    pub fn new(first_position: usize, theta: f64, rotary_dims: usize, head_dim: usize) -> Self {
+        assert!(
+            rotary_dims.is_multiple_of(2) && rotary_dims <= head_dim,
+            "rotary_dims is {rotary_dims}; it must be even and at most head_dim, {head_dim}"
+        );
+        RotaryEmbedding { first_position, theta, rotary_dims }
+    }
+
     /// The angles of `seq_len` rows, computed in f64.
     fn angles(&self, seq_len: usize) -> Angles {
         let half = self.rotary_dims / 2;
