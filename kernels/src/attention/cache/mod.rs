@@ -251,8 +251,7 @@ mod tests {
                 let (q, k) = (random(heads, n, head_dim), random(kv_heads, n, head_dim));
                 let v = random(kv_heads, n, value_dim);
                 let at = apart.position();
-                let [rotated, k_rotated] =
-                    [q.clone(), k.clone()].map(|x| rotation.apply(x, at));
+                let [rotated, k_rotated] = [q.clone(), k.clone()].map(|x| rotation.apply(x, at));
                 let [keys, values] = apart.append(k_rotated, v.clone());
                 let got = together.append_rotated(Some(rotation), [q, k, v]);
                 for (want, got) in [rotated, keys, values].into_iter().zip(got) {

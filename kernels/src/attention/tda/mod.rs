@@ -30,8 +30,8 @@ use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    LAMBDA_INIT, Rectified, clamp_lambda, difference, normalise_outputs,
-    repeat_for_views, thresholds, validate_threshold,
+    LAMBDA_INIT, Rectified, clamp_lambda, difference, normalise_outputs, repeat_for_views,
+    thresholds, validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;

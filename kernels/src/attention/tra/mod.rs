@@ -29,9 +29,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{
-    Rectified, normalise_outputs, thresholds, validate_threshold,
-};
+use super::rectified::{Rectified, normalise_outputs, thresholds, validate_threshold};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};

@@ -90,8 +90,7 @@ pub(super) fn extend<B: OpBackend>(
     state: &mut State<B>,
 ) -> Tensor<B, 4> {
     let tokens = inputs.q.dims()[2];
-    [inputs.q, inputs.k] =
-        rotate(config.rotation(), [inputs.q, inputs.k], state.position);
+    [inputs.q, inputs.k] = rotate(config.rotation(), [inputs.q, inputs.k], state.position);
     state.position += tokens;
     let outputs = match &mut state.cache {
         CacheStorage::Cuda(cache) => {

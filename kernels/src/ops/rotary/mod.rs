@@ -11,7 +11,7 @@ use burn::tensor::{Tensor, TensorData};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use crate::backend::{Forward, NoGradOp, Op, OpBackend, primitive, tensor};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
 /// Rotates pairs of channels by an angle that grows with the position (Su et al., 2021, equation
@@ -40,7 +40,7 @@ pub fn rotary<B: OpBackend>(
     tensor(B::run(&op, [primitive(x)], vec![]))
 }
 
-/// [`rotary`] of q and of k, by one launch where the device supports it.
+/// [`rotary`] of q and of k; by one launch where the device supports it and no gradient is needed.
 ///
 /// - `q`, `k`: `[batch, heads, seq_len, head_dim]`, where heads may differ
 ///
@@ -54,24 +54,13 @@ pub fn rotary_both<B: OpBackend>(
 ) -> [Tensor<B, 4>; 2] {
     let op = RotaryEmbedding::new(first_position, theta, rotary_dims, q.dims()[3]);
     assert_eq!(q.dims()[3], k.dims()[3], "head_dim of q and k");
-    B::run_no_grad(&RotaryOfBoth(op), [primitive(q), primitive(k)]).map(tensor)
-}
-
-/// The operation of [`rotary_both`]: inputs q and k. Its reference is differentiable.
-#[derive(Clone, Debug)]
-pub struct RotaryOfBoth(pub RotaryEmbedding);
-
-impl NoGradOp for RotaryOfBoth {
-    type Inputs<T> = [T; 2];
-    type Outputs<T> = [T; 2];
-
-    fn reference<B: OpBackend>(&self, inputs: [FloatTensor<B>; 2]) -> [FloatTensor<B>; 2] {
-        inputs.map(|x| B::run(&self.0, [x], vec![]))
+    let on_cuda = |x: &Tensor<B, 4>| B::into_cuda(primitive(x.clone()));
+    if let [Some(q), Some(k)] = [&q, &k].map(on_cuda)
+        && let Some(both) = cuda::both(&op, [&q, &k])
+    {
+        return both.map(|x| tensor(B::from_cuda(x)));
     }
-
-    fn cuda(&self, [q, k]: [CudaTensor; 2]) -> [CudaTensor; 2] {
-        cuda::both(&self.0, [&q, &k]).unwrap_or_else(|| self.reference::<crate::Cuda>([q, k]))
-    }
+    [q, k].map(|x| tensor(B::run(&op, [primitive(x)], vec![])))
 }
 
 /// The operation of [`rotary`]: input x.

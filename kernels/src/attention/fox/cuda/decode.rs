@@ -159,12 +159,7 @@ impl DecayKvCache {
                 &q.tensor.client,
                 CubeCount::Static((batch * heads) as u32, 1, 1),
                 CubeDim::new_1d(32),
-                TokenLaunch::new(
-                    chunks(&q),
-                    chunks(&k),
-                    chunks(&v),
-                    buffer(&logits, 1),
-                ),
+                TokenLaunch::new(chunks(&q), chunks(&k), chunks(&v), buffer(&logits, 1)),
                 CacheLaunch::new(
                     chunks(&keys),
                     chunks(&values),
