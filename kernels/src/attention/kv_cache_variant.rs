@@ -1,4 +1,4 @@
-//! Kinds that decode from a [`KvCache`]. They define how q and k are prepared and how the output is
+//! Kinds that decode from a [`KvCache`]. They define how q and k enter the scores and how the output is
 //! computed; [`Variant`] is implemented here for all of them.
 
 use burn::tensor::Tensor;

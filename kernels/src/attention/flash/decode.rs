@@ -352,7 +352,7 @@ pub fn split<A: Hooks>(
         add_pb_of_rows(&def, &s, &v_tile, at, own, tile, &mut o_acc, n_dim);
     }
 
-    if only {
+    if comptime!(only) {
         let head_dim = config.head_dim;
         // The warps' partial results: [warps, heads, head_dim] and [warps, heads].
         let mut warps_o =

@@ -108,11 +108,10 @@ pub fn linears<B: OpBackend>(
     if let Some(outputs) = layers_of_few_rows(&x, norm.as_ref(), &layers, false) {
         return outputs;
     }
-    let x = match norm {
-        Some(norm) => norm.forward(x),
-        None => x,
-    };
-    layers.into_iter().map(|(weight, bias)| linear(x.clone(), weight, bias)).collect()
+    match norm {
+        Some(norm) => linears(norm.forward(x), None, layers),
+        None => layers.into_iter().map(|(weight, bias)| linear(x.clone(), weight, bias)).collect(),
+    }
 }
 
 /// GELU(x̂ Wᵀ) in its tanh form, where x̂ is x or its norm, by one launch; `None` unless the device supports that, the
@@ -147,11 +146,8 @@ fn layers_of_few_rows<B: OpBackend>(
         Some((B::into_cuda(primitive(weight.clone()))?, bias.flatten()))
     };
     let layers = layers.iter().map(of).collect::<Option<Vec<_>>>()?;
-    let tensors = |(weight, bias): &'_ (CudaTensor, Option<CudaTensor>)| LayerTensors {
-        weight,
-        bias: bias.as_ref(),
-    };
-    let layers: Vec<_> = layers.iter().map(tensors).collect();
+    let layers: Vec<_> =
+        layers.iter().map(|(weight, bias)| LayerTensors { weight, bias: bias.as_ref() }).collect();
     let input = LayersInput { x: &rows, norm: norm.as_ref() };
     if !serves_layers(&input, &layers) {
         return None;

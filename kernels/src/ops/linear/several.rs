@@ -224,7 +224,7 @@ fn write_outputs(
             if comptime!(layer.biased) {
                 sum += layer.bias[output];
             }
-            if gelu {
+            if comptime!(gelu) {
                 sum = value(sum, Function::Gelu);
             }
             y[layer.start as usize + row * outputs + output] = bf16::cast_from(sum);

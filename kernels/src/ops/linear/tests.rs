@@ -129,19 +129,25 @@ fn normed<B: OpBackend>(x: &Tensor<B, 3>, norm: &Option<InputNorm<B>>) -> Tensor
 
 #[test]
 fn several_layers_equal_each_alone() {
-    let vector = |len, phase| wave([len], phase);
+    let vector = |len: usize, phase| wave([len], phase);
     let x = wave([2, 9, 64], 0.0).require_grad();
     for norm in norms(vector) {
         let all = linears(x.clone(), norm.clone(), layers(wave, vector));
         let alone = layers(wave, vector)
             .into_iter()
-            .map(|(weight, bias)| linear(normed(&x, &norm), weight, bias));
-        for (got, want) in all.into_iter().zip(alone) {
-            let gradient = |y: Tensor<Ad, 3>| {
-                let dx = x.grad(&y.clone().sum().backward()).expect("x requires a gradient");
-                (values(y), values(Tensor::<Ad, 3>::from_inner(dx)))
-            };
-            assert_eq!(gradient(got), gradient(want));
+            .map(|(weight, bias)| linear(normed(&x, &norm), weight, bias))
+            .collect();
+        let numbers = |ys: Vec<Tensor<Ad, 3>>| {
+            let outputs: Vec<_> = ys.iter().cloned().flat_map(values).collect();
+            let loss = ys.into_iter().map(|y| y.powi_scalar(2).sum()).reduce(|a, b| a + b);
+            let dx = x.grad(&loss.expect("four layers").backward()).expect("a gradient");
+            (outputs, values(Tensor::<Ad, 3>::from_inner(dx)))
+        };
+        let ((got, got_gradient), (want, want_gradient)) = (numbers(all), numbers(alone));
+        assert_eq!(got, want);
+        // Alone, each layer has its own norm, and their gradients are added.
+        for (got, want) in got_gradient.iter().zip(&want_gradient) {
+            assert!((got - want).abs() <= 1e-4 * (1.0 + want.abs()), "{got} for {want}");
         }
     }
     assert!(gelu_of_few_rows(&x, None, wave([8, 64], 0.0)).is_none(), "a gradient is needed");
@@ -187,7 +193,6 @@ mod of_few_rows {
             for norm in norms(vector) {
                 let x = input(rows);
                 let all = linears(x.clone(), norm.clone(), layers(matrix, vector));
-                // Those of one norm, which the kernel computes itself, and of the layers after it.
                 let alone = layers(matrix, vector)
                     .into_iter()
                     .map(|(weight, bias)| linear(normed(&x, &norm), weight, bias));
@@ -209,7 +214,7 @@ mod of_few_rows {
                 let got = gelu_of_few_rows(&x, norm.as_ref(), weight.clone());
                 assert_eq!(got.is_some(), served || norm.is_none(), "{rows} rows");
                 let Some(got) = got else { continue };
-                // The layer's output is rounded only here.
+                // Here GELU is applied to the rounded product.
                 let want = gelu(linear(normed(&x, &norm), weight, None));
                 let what = format!("{rows} rows, norm {}", norm.is_some());
                 assert_close(&numbers(got), &numbers(want), false, &what);
