@@ -33,11 +33,11 @@ use serde::{Deserialize, Serialize};
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    LAMBDA_INIT, Rectified, clamp_lambda, l2_normalise, normalise_outputs, repeat_for_views,
-    thresholds, validate_threshold,
+    LAMBDA_INIT, Rectified, clamp_lambda, normalise_outputs, repeat_for_views, thresholds,
+    validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
-use super::rotation::{Rotation, rotate};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
@@ -94,12 +94,10 @@ impl VariantSpec for Config {
 }
 
 impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
     fn rotation(&self) -> Option<Rotation> {
         self.rotary.rotation()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        l2_normalise(rotate(self.rotation(), x, first))
     }
 
     fn output<B: OpBackend>(

@@ -11,7 +11,7 @@ use crate::attention::conformance::in_bf16::{agrees_at, decodes_at};
 use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
-use crate::attention::rectified::Rectified;
+use crate::attention::rectified::{Rectified, l2_normalise};
 use crate::attention::rotary::Rotary;
 use crate::attention::rotation::Scaling;
 use crate::attention::rowwise::Weights;
@@ -147,7 +147,7 @@ fn queries_and_keys_of_zeros_are_safe() {
 #[test]
 fn chance_survivors_stay_below_kappa() {
     let (queries, keys, d) = (64, 8192, 64);
-    let [q, k] = [queries, keys].map(|n| super::l2_normalise(random([1, 1, n, d]).inner()));
+    let [q, k] = [queries, keys].map(|n| l2_normalise(random([1, 1, n, d]).inner()));
     let tau = (2.0 * (keys as f32).ln() / d as f32).sqrt();
     let scores = q.mm(k.transpose()) - tau;
     let nothing_hidden = scores.clone().is_nan();
@@ -169,8 +169,8 @@ fn long_sequences_agree_with_the_oracle() {
     let parameters = [learned.clone(), Tensor::ones([d], &device)];
     let first = tokens - last;
     let call = Prepared {
-        q: KvCacheVariant::prepare(&config, q.clone(), first),
-        k: KvCacheVariant::prepare(&config, k.clone(), 0),
+        q: l2_normalise(q.clone()),
+        k: l2_normalise(k.clone()),
         v: v.clone(),
         parameters: &parameters,
         first,
