@@ -2,6 +2,7 @@
 
 mod cpu;
 pub(super) mod cuda;
+pub(super) mod e4m3;
 mod few_rows;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -10,6 +11,7 @@ use burn_flex::FlexTensor;
 
 use crate::backend::{Forward, NoGradOp, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
+use crate::cuda::blas::rounding;
 use crate::ops::bias;
 use crate::ops::matmul::MatMul;
 
@@ -109,9 +111,10 @@ impl Op<3> for LinearAdd {
         &self,
         [x, weight, residual]: &[CudaTensor; 3],
         _ints: &[CudaTensor],
-        _needs: [bool; 3],
+        needs: [bool; 3],
     ) -> Option<Forward<CudaTensor>> {
-        Some(cuda::forward(x, weight, cuda::LinearEpilogue::Add(residual)))
+        let then = cuda::LinearEpilogue::Add(residual);
+        Some(cuda::forward(x, weight, then, rounding(), needs.contains(&true)))
     }
 
     fn cuda_backward_accumulating(
@@ -170,14 +173,11 @@ impl<const N: usize> Op<N> for Linear {
         &self,
         inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        _needs: [bool; N],
+        needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
         let (x, weight, bias) = bias::inputs(inputs);
-        Some(cuda::forward(
-            x,
-            weight,
-            bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias),
-        ))
+        let then = bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias);
+        Some(cuda::forward(x, weight, then, rounding(), needs.contains(&true)))
     }
 
     fn cuda_backward_accumulating(
