@@ -1,6 +1,5 @@
 //! The kernels that round a matrix to e4m3.
 
-use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::Of;

@@ -172,3 +172,5 @@ pub fn from_saved<const K: usize>(saved: &[CudaTensor]) -> [E4m3Matrix; K] {
     })
 }
 
+#[cfg(test)]
+mod tests;
