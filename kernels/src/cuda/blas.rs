@@ -409,9 +409,8 @@ impl Blas {
         let operands = [a, b, out];
         // Blocks until the work that writes these buffers is issued. Kept until the end, so that the
         // buffers stay allocated.
-        let resource = |x: &CudaTensor| {
-            x.client.get_resource(x.handle.clone()).expect("the buffer exists")
-        };
+        let resource =
+            |x: &CudaTensor| x.client.get_resource(x.handle.clone()).expect("the buffer exists");
         let resources = operands.map(|x| resource(&x.tensor));
         let at = [0, 1, 2].map(|i| resources[i].resource().ptr);
         let extra_resource = extra.tensor().map(resource);

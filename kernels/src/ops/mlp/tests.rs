@@ -119,7 +119,9 @@ impl Matrix {
 
     /// f of its elements and those of another.
     fn with(&self, other: &Matrix, f: impl Fn(f64, f64) -> f64) -> Self {
-        Matrix::new(self.rows, self.columns, |row, column| f(self.at(row, column), other.at(row, column)))
+        Matrix::new(self.rows, self.columns, |row, column| {
+            f(self.at(row, column), other.at(row, column))
+        })
     }
 }
 
@@ -172,7 +174,10 @@ fn cuda_agrees_with_the_oracle_in_both_roundings() {
                 [forward.output, dx, d_up, d_down]
             };
             let once = run(&mut [const { None }; 4]);
-            assert_eq!(once.each_ref().map(|x| x.dtype)[1..], [DType::BF16, DType::F32, DType::F32]);
+            assert_eq!(
+                once.each_ref().map(|x| x.dtype)[1..],
+                [DType::BF16, DType::F32, DType::F32]
+            );
             let [_, dx, d_up, d_down] = once.clone();
             let mut sums = [Some(dx), Some(d_up), Some(d_down), None];
             let twice = run(&mut sums);

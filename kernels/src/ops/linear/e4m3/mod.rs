@@ -11,9 +11,7 @@ use cubecl::prelude::*;
 
 use super::cuda::sum;
 use super::few_rows;
-use crate::cuda::blas::{
-    Accumulation, E4M3_MULTIPLE, E4m3Matrix, Epilogue, product_of_e4m3,
-};
+use crate::cuda::blas::{Accumulation, E4M3_MULTIPLE, E4m3Matrix, Epilogue, product_of_e4m3};
 use crate::cuda::{CudaTensor, WIDE, buffer, empty};
 use crate::ops::cuda::{as_u32, blocks, dim, elements};
 use crate::tile::CHUNK;
@@ -39,10 +37,7 @@ pub fn serves(x: &CudaTensor, weight: &CudaTensor) -> bool {
     let readable = |x: &CudaTensor| {
         let offset = x.handle.offset_start.unwrap_or(0);
         let sizes = x.meta.shape().iter().all(|n| *n > 0 && n.is_multiple_of(E4M3_MULTIPLE));
-        sizes
-            && x.dtype == DType::BF16
-            && x.is_contiguous()
-            && offset.is_multiple_of(WIDE as u64)
+        sizes && x.dtype == DType::BF16 && x.is_contiguous() && offset.is_multiple_of(WIDE as u64)
     };
     rows > few_rows::MOST_ROWS && readable(x) && readable(weight)
 }
