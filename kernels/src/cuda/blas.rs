@@ -148,7 +148,7 @@ pub fn product_of_e4m3(
     }
     let mut b_values = b.values.clone();
     b_values.meta.swap(0, 1);
-    let scales = [a.scale.clone(), b.scale.clone()];
+    let scales = [&a.scale, &b.scale];
     run(a.values.clone(), b_values, dtype, epilogue, Arithmetic::E4m3(accumulation, scales))
 }
 
@@ -156,21 +156,22 @@ pub fn product_of_e4m3(
 pub const E4M3_MULTIPLE: usize = 16;
 
 /// How the factors are read and their products summed.
-enum Arithmetic {
+#[derive(Clone, Copy)]
+enum Arithmetic<'a> {
     /// Factors as they are, sums in f32, or f64 for f64 factors.
     Plain,
     /// f32 factors, rounded to TF32.
     Tf32,
     /// e4m3 factors times the scales of a and b.
-    E4m3(Accumulation, [CudaTensor; 2]),
+    E4m3(Accumulation, [&'a CudaTensor; 2]),
 }
 
-impl Arithmetic {
-    fn kind(&self) -> ArithmeticKind {
+impl Arithmetic<'_> {
+    fn kind(self) -> ArithmeticKind {
         match self {
             Arithmetic::Plain => ArithmeticKind::Plain,
             Arithmetic::Tf32 => ArithmeticKind::Tf32,
-            Arithmetic::E4m3(accumulation, _) => ArithmeticKind::E4m3(*accumulation),
+            Arithmetic::E4m3(accumulation, _) => ArithmeticKind::E4m3(accumulation),
         }
     }
 }
@@ -231,7 +232,7 @@ fn run(
     // A failed product leaves nothing behind that the next one uses.
     let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
     let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
-    blas.run(&a, &b, &Operand::new(out.clone()), &extra, &arithmetic);
+    blas.run(&a, &b, &Operand::new(out.clone()), &extra, arithmetic);
     out
 }
 
@@ -404,7 +405,7 @@ impl Blas {
         b: &Operand,
         out: &Operand,
         extra: &EpilogueTensor,
-        arithmetic: &Arithmetic,
+        arithmetic: Arithmetic,
     ) {
         let operands = [a, b, out];
         // Blocks until the work that writes these buffers is issued. Kept until the end, so that the
@@ -417,7 +418,7 @@ impl Blas {
         let extra_at = extra_resource.as_ref().map_or(0, |x| x.resource().ptr);
         let scale_resources = match arithmetic {
             Arithmetic::Plain | Arithmetic::Tf32 => None,
-            Arithmetic::E4m3(_, scales) => Some(scales.each_ref().map(resource)),
+            Arithmetic::E4m3(_, scales) => Some(scales.map(resource)),
         };
         let scales_at =
             scale_resources.as_ref().map(|scales| scales.each_ref().map(|x| x.resource().ptr));
