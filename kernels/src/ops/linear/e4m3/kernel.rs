@@ -25,6 +25,9 @@ pub const TILE_COLUMNS: usize = 64;
 /// Numbers per word.
 const WORD: usize = 4;
 
+/// A chunk in e4m3.
+type TwoWords = Vector<u32, Const<2>>;
+
 /// Chunks per row of a block.
 const TILE_CHUNKS: usize = TILE_COLUMNS / CHUNK;
 
@@ -110,14 +113,14 @@ fn scale_exponent(largest: u32) -> u32 {
 ///
 /// - `x`: `[rows, columns / 8]`
 /// - `parts`: `[part_count]`, from [`largest`]; at most [`MOST_PARTS`]
-/// - `by_rows`: `[rows, columns / 4]`, four columns per word
+/// - `by_rows`: `[rows, columns / 8]`, four columns per word
 /// - `by_columns`: the transpose, `[columns, rows / 4]`, four rows per word
 /// - `scale`: `[1]`
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn round_matrix(
     x: &Array<Chunk>,
     parts: &Array<u32>,
-    by_rows: &mut ComptimeOption<Array<u32>>,
+    by_rows: &mut ComptimeOption<Array<TwoWords>>,
     by_columns: &mut ComptimeOption<Array<u32>>,
     scale: &mut Array<f32>,
     part_count: u32,
@@ -134,14 +137,15 @@ pub fn round_matrix(
     }
     let largest = largest_of_block(own, &mut scratch, comptime!(THREADS / 32));
     let exponent = scale_exponent(largest);
-    let mut factor = f32::reinterpret((254u32 - exponent) << 23u32);
-    let mut of_one = f32::reinterpret(exponent << 23u32);
+    let mut bits = exponent << 23u32;
+    let mut inverse_bits = (254u32 - exponent) << 23u32;
     if largest >= 0x7f80_0000u32 {
-        factor = f32::reinterpret(0x7fc0_0000u32); // NaN.
-        of_one = factor;
+        bits = u32::cast_from(0x7fc0_0000u32); // NaN.
+        inverse_bits = bits;
     }
+    let inverse = f32::reinterpret(inverse_bits);
     if CUBE_POS_X == 0 && CUBE_POS_Y == 0 && UNIT_POS == 0 {
-        scale[0] = of_one;
+        scale[0] = f32::reinterpret(bits);
     }
 
     let (rows, columns) = (rows as usize, columns as usize);
@@ -156,16 +160,18 @@ pub fn round_matrix(
         let mut four = Array::<Vector<f32, Const<CHUNK>>>::new(4usize);
         #[unroll]
         for i in 0..WORD {
-            let chunk = x[((row + i) * columns + column) / CHUNK];
-            four[i] = numbers(chunk, of) * Vector::cast_from(factor);
+            let chunk = x[(row + i) * (columns / CHUNK) + column / CHUNK];
+            four[i] = numbers(chunk, of) * Vector::cast_from(inverse);
         }
         if comptime!(in_rows) {
             #[unroll]
             for i in 0..WORD {
                 let x = four[i];
-                let to = ((row + i) * columns + column) / WORD;
-                by_rows.as_mut().unwrap()[to] = four_e4m3(x[0], x[1], x[2], x[3]);
-                by_rows.as_mut().unwrap()[to + 1] = four_e4m3(x[4], x[5], x[6], x[7]);
+                let mut words = TwoWords::empty();
+                words[0] = four_e4m3(x[0], x[1], x[2], x[3]);
+                words[1] = four_e4m3(x[4], x[5], x[6], x[7]);
+                let to = (row + i) * (columns / CHUNK) + column / CHUNK;
+                by_rows.as_mut().unwrap()[to] = words;
             }
         }
         if comptime!(in_columns) {
@@ -185,7 +191,7 @@ pub fn round_matrix(
             let in_tile = thread / 32 + i * comptime!(THREADS / 32);
             let column = first_column + in_tile;
             if column < columns && first_row + word * WORD < rows {
-                let to = (column * rows + first_row) / WORD + word;
+                let to = column * (rows / WORD) + first_row / WORD + word;
                 by_columns.as_mut().unwrap()[to] = tile[in_tile * COLUMN_WORDS + word];
             }
         }

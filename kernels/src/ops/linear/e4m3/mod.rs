@@ -75,6 +75,7 @@ pub fn rounded(x: &CudaTensor, of: Of, wanted: [bool; 2]) -> [Option<E4m3Matrix>
     let [in_rows, in_columns] = wanted;
     let by_rows = in_rows.then(|| empty(x, &[rows, columns], DType::U8));
     let by_columns = in_columns.then(|| empty(x, &[columns, rows], DType::U8));
+    as_u32(elements(x) / WORD); // Words are addressed by 32 bits.
     // SAFETY: the kernels read the whole chunks of x, write a maximum for each block of the first, and the words
     // that the results have, four bytes each; sizes are multiples of 16.
     unsafe {
@@ -97,7 +98,7 @@ pub fn rounded(x: &CudaTensor, of: Of, wanted: [bool; 2]) -> [Option<E4m3Matrix>
             dim(kernel::THREADS),
             buffer(x, CHUNK),
             buffer(&parts, 1),
-            by_rows.as_ref().map(|y| buffer(y, WORD)).into(),
+            by_rows.as_ref().map(|y| buffer(y, CHUNK)).into(),
             by_columns.as_ref().map(|y| buffer(y, WORD)).into(),
             buffer(&scale, 1),
             as_u32(part_count),

@@ -87,7 +87,8 @@ fn on_gpu(x: Tensor<crate::Cuda, 2>) -> (CudaTensor, Matrix) {
     let x = x.cast(DType::BF16);
     let [rows, columns] = x.dims();
     let data = x.clone().cast(DType::F32).into_data().iter::<f64>().collect();
-    (primitive(x), Matrix { rows, columns, data })
+    // burn may pad rows.
+    (crate::cuda::contiguous(&primitive(x)), Matrix { rows, columns, data })
 }
 
 fn floats(x: &CudaTensor) -> Vec<f64> {
