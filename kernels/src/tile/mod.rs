@@ -15,6 +15,7 @@
 //! whose fragments are kept for later products is never reloaded.
 
 mod asm;
+pub mod e4m3;
 pub mod roles;
 pub mod turns;
 pub mod warpgroup;

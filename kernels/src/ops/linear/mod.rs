@@ -1,7 +1,11 @@
 //! The linear layer, y = x Wᵀ + b, alone and added to a residual stream.
+//!
+//! With [`Rounding::E4m3`](crate::cuda::blas::Rounding) its three products are in e4m3 on CUDA, where x and W
+//! are in bf16, there are more than 64 rows, and all sizes are multiples of 16.
 
 mod cpu;
 pub(super) mod cuda;
+pub(super) mod e4m3;
 mod few_rows;
 mod row_norm;
 mod several;
@@ -13,6 +17,7 @@ use burn_flex::FlexTensor;
 use self::row_norm::NormTensors;
 use self::several::{LayerTensors, LayersInput, serves_layers};
 use crate::backend::{Forward, NoGradOp, Op, OpBackend, primitive, tensor};
+use crate::cuda::blas::rounding;
 use crate::cuda::{CudaTensor, reshaped};
 use crate::ops::bias;
 use crate::ops::layer_norm::layer_norm;
@@ -215,9 +220,10 @@ impl Op<3> for LinearAdd {
         &self,
         [x, weight, residual]: &[CudaTensor; 3],
         _ints: &[CudaTensor],
-        _needs: [bool; 3],
+        needs: [bool; 3],
     ) -> Option<Forward<CudaTensor>> {
-        Some(cuda::forward(x, weight, cuda::LinearEpilogue::Add(residual)))
+        let then = cuda::LinearEpilogue::Add(residual);
+        Some(cuda::forward(x, weight, then, rounding(), needs.contains(&true)))
     }
 
     fn cuda_backward_accumulating(
@@ -276,14 +282,11 @@ impl<const N: usize> Op<N> for Linear {
         &self,
         inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        _needs: [bool; N],
+        needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
         let (x, weight, bias) = bias::inputs(inputs);
-        Some(cuda::forward(
-            x,
-            weight,
-            bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias),
-        ))
+        let then = bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias);
+        Some(cuda::forward(x, weight, then, rounding(), needs.contains(&true)))
     }
 
     fn cuda_backward_accumulating(
