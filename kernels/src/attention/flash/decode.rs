@@ -375,7 +375,7 @@ pub fn split<A: Hooks>(
         }
         sync_cube();
         // As `combine`.
-        let rows = min(HEADS_PER_BLOCK, (kv_head + 1) * group - first_head);
+        let rows = min((kv_head + 1) * group, first_head + HEADS_PER_BLOCK) - first_head;
         let mut own = UNIT_POS as usize;
         while own < rows * head_dim {
             let (row, channel) = (own / head_dim, own % head_dim);
