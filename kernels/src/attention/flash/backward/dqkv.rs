@@ -200,6 +200,7 @@ pub fn dqkv<A: Hooks>(
                 if taken > 0 {
                     wait_parity(&kv_empty, (taken + 1) as u32 % 2);
                 }
+                // K and V of keys that no query attends to are not loaded, but their phase of the barrier ends.
                 let mut kv_bytes = 0u32;
                 if total > 0 {
                     kv_bytes += comptime!(2 * bytes(rows, dim));
