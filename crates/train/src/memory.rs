@@ -8,7 +8,7 @@ use crate::config::RunConfig;
 use crate::optimiser::Parameter;
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
-/// f32, and of the activations the input of each block for one micro-batch, in `precision`. On the CPU also
+/// f32, and of the activations the input of each block for one micro-batch, in the type of `precision`. On the CPU also
 /// a step's inputs, targets and loss weights, and the copy of weights and state that a checkpoint is written
 /// from.
 pub fn least_for_training(
@@ -25,7 +25,7 @@ pub fn least_for_training(
     let state = config.train.optimiser.state(&all).into_iter();
     let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
     let inputs = elements(&[model.layers, micro_batch, config.data.seq_len, model.width]);
-    let inputs = if precision == Precision::Bf16 { 2 * inputs } else { 4 * inputs };
+    let inputs = precision.parameter(2).size() as u128 * inputs;
     let (weights, state) = (4 * parameters as u128, 4 * state);
     let on_host = match device {
         DeviceKind::Cpu => weights + state + 12 * u128::from(config.train.batch_tokens),
@@ -53,6 +53,7 @@ mod tests {
         // AdamW keeps two moments.
         let on_gpu = least(Precision::Bf16, DeviceKind::Cuda);
         assert_eq!(on_gpu, 16 * parameters + 2 * inputs);
+        assert_eq!(least(Precision::Fp8, DeviceKind::Cuda), on_gpu);
         let on_cpu = least(Precision::F32, DeviceKind::Cpu);
         assert_eq!(on_cpu, (16 + 12) * parameters + 4 * inputs + batch);
         assert!(parameters > 170_000_000_000, "{parameters}");

@@ -218,6 +218,18 @@ pub trait VariantSpec:
         true
     }
 
+    /// Whether `kernel`, which serves the layer, serves sequences of `seq_len` tokens; `None` for decoding,
+    /// whose sequences grow.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        let _ = (kernel, shape, seq_len);
+        true
+    }
+
     /// Records every problem of the configuration for a layer of this shape; `key` is the path of
     /// the variant's table.
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems);

@@ -11,6 +11,7 @@ pub mod cache;
 #[cfg(test)]
 mod conformance;
 mod contract;
+mod decay;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
@@ -62,11 +63,11 @@ registry::registry! {
     /// Positions by accumulated Householder transforms.
     Path = "path" in path;
     /// Power attention: the p-th power of scores, at linear cost.
-    Power = "power" in power;
+    Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
-    Tra = "tra" in tra;
+    Tra = "tra" in tra, kernels for cuda in bf16;
     /// Threshold differential attention.
-    Tda = "tda" in tda;
+    Tda = "tda" in tda, kernels for cuda in bf16;
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
@@ -74,7 +75,7 @@ registry::registry! {
     /// Softmax attention with the differential extension.
     Dex = "dex" in dex;
     /// Differential rectified linear attention.
-    DiffRela = "diff_rela" in diff_rela;
+    DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
     /// Length scaled softplus attention with re-weighting.
     Lssar = "lssar" in lssar;
     /// 1.5-entmax attention.

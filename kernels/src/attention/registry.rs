@@ -101,8 +101,14 @@ macro_rules! registry {
             }
 
             /// As [`ExecPath::of`].
-            pub fn path(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> ExecPath {
-                match self { $(Self::$name(c) => ExecPath::of(c, kernel, shape, batch),)+ }
+            pub fn path(
+                &self,
+                kernel: Kernel,
+                shape: &AttentionShape,
+                batch: usize,
+                seq_len: Option<usize>,
+            ) -> ExecPath {
+                match self { $(Self::$name(c) => ExecPath::of(c, kernel, shape, batch, seq_len),)+ }
             }
 
             /// As [`dispatch::attend`].

@@ -15,6 +15,7 @@
 //! whose fragments are kept for later products is never reloaded.
 
 mod asm;
+pub mod e4m3;
 pub mod roles;
 pub mod turns;
 pub mod warpgroup;
@@ -68,6 +69,25 @@ pub fn define_exp2() {
         "of base 2:\n*/\n#define __powf(base, x) ([](float y) { float z; \
          asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(z) : \"f\"(y)); return z; }(x))\n/*"
     );
+}
+
+/// log₂ x in one instruction; −∞ below 2⁻¹²⁶.
+#[cube]
+pub fn log2(x: f32) -> f32 {
+    let mut value = Array::<f32>::new(1usize);
+    value[0] = x;
+    replace_by_log2(&mut value);
+    value[0]
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn replace_by_log2(value: &mut Array<f32>) {
+    intrinsic!(|scope| {
+        let value = name_of(&value.expand);
+        let text = format!("asm(\"lg2.approx.ftz.f32 %0, %0;\" : \"+f\"({value}[0]));");
+        emit(scope, "logarithm", &text);
+    })
 }
 
 /// The strides of the rows of `[batch, heads, rows, channels]`, in chunks.

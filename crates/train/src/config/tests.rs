@@ -306,19 +306,25 @@ fn a_kinds_table_is_read_as_an_attention_table() {
 }
 
 #[test]
-fn bf16_on_the_cpu_is_refused() {
+fn bf16_and_fp8_on_the_cpu_are_refused() {
+    insta::assert_snapshot!(error(&["run.precision=fp8", "run.device=cpu"]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    run.precision is "fp8" with run.device = "cpu"; allowed: "f32" on the CPU
+      hint: leave it out: bf16 is the default on CUDA, f32 on the CPU
+    "#);
     insta::assert_snapshot!(error(&["run.precision=bf16", "run.device=cpu"]), @r#"
     configs/small.toml: the configuration has 1 problem:
     run.precision is "bf16" with run.device = "cpu"; allowed: "f32" on the CPU
       hint: leave it out: bf16 is the default on CUDA, f32 on the CPU
     "#);
     insta::assert_snapshot!(error(&["run.precision=fp16"]), @r#"
-    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, tf32, bf16
+    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, tf32, fp8, bf16
       hint: did you mean "bf16"?
     "#);
     for sets in [
         ["run.precision=bf16", "run.device=cuda"],
         ["run.precision=tf32", "run.device=cuda"],
+        ["run.precision=fp8", "run.device=cuda"],
         ["run.precision=f32", "run.device=cpu"],
     ] {
         let config = parse(BASE, &sets).unwrap();

@@ -30,13 +30,14 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{difference, repeat_for_views};
+use super::rectified::repeat_for_views;
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
+use crate::ops::view_difference::view_difference;
 
 /// Added to the mean square by the RMS norm.
 const NORM_EPSILON: f32 = 1e-5;
@@ -130,7 +131,7 @@ impl KvCacheVariant for Config {
         let parts = parts
             .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone(), path))
             .collect();
-        let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
+        let o = view_difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
         rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
     }
 }

@@ -25,14 +25,16 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, repeat_for_views};
+use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, repeat_for_views};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
+use crate::ops::view_difference::view_difference;
 
 /// Added to the variance by the layer norm.
 const NORM_EPSILON: f32 = 1e-5;
@@ -56,6 +58,12 @@ impl Default for Config {
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * self.views() * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         self.rotary.validate(key, shape, problems);
@@ -89,7 +97,7 @@ impl KvCacheVariant for Config {
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
         let both = rowwise(&op, q, k, repeat_for_views(v), None, documents, path);
-        let o = difference(both, clamp_lambda(lambda.clone()));
+        let o = view_difference(both, clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }
 }

@@ -19,6 +19,25 @@ impl Conformance for Config {
         inputs[3].data[0] = 0.2; // λ
     }
 
+    /// As for `rela`, and those of the difference of views; in emulation, the least accurate gradients have the
+    /// error of fourteen.
+    fn roundings(&self) -> u32 {
+        20
+    }
+
+    fn has_kinks(&self) -> bool {
+        true
+    }
+
+    /// As for `rela`.
+    fn vanished(&self) -> f64 {
+        1.0
+    }
+
+    fn cancelling(&self) -> &'static [&'static str] {
+        &["lambda"]
+    }
+
     /// Because a norm follows, the weight of a single key has no effect.
     fn oracle(
         &self,

@@ -1,6 +1,7 @@
 //! Decoding: one query per head against a long cache. The keys are split among blocks, a block's tiles
 //! among its warps, and all query heads of a kv head share the loaded tiles (Dao et al.,
-//! "Flash-Decoding", 2023). A second kernel combines the warps' partial results.
+//! "Flash-Decoding", 2023). Where a block has all keys of its heads, it combines its warps' partial results and
+//! writes the output; else a second kernel does.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cmma::MmaDefinition;
@@ -22,8 +23,16 @@ use crate::tile::{
     load_a_frags, load_rows, release_tile, wait_parity, zeros,
 };
 
-/// Fewest keys per split.
+/// Up to this many keys are not split: the output comes from one kernel.
+const KEYS_OF_ONE_SPLIT: usize = 512;
+
+/// Fewest keys per split of more keys.
 const KEYS_PER_SPLIT: usize = 256;
+
+/// The most splits of the keys.
+fn most_splits(keys: usize) -> usize {
+    if keys <= KEYS_OF_ONE_SPLIT { 1 } else { keys.div_ceil(KEYS_PER_SPLIT) }
+}
 
 /// Bytes of shared memory that blocks can use on a Hopper multiprocessor.
 const SHARED_MEMORY: usize = 227 << 10;
@@ -65,14 +74,25 @@ pub fn decode<A: Hooks>(
     let tiles = (HEADS_PER_BLOCK + 4 * tile) * config.padded_head_dim * 2;
     let resident = (SHARED_MEMORY / (tiles + ALIGN)).clamp(1, 4);
     let slots = processors as usize * resident;
-    let splits = splits(rows, slots, keys.div_ceil(KEYS_PER_SPLIT));
+    let splits = splits(rows, slots, most_splits(keys));
     // With pruning, most splits may have nothing to do: use more of them.
     let splits = first_keys.map_or(splits, |_| splits.max(keys.div_ceil(KEYS_PER_PRUNED_SPLIT)));
     let keys_per_split = keys.div_ceil(splits).next_multiple_of(tile);
     let splits = keys.div_ceil(keys_per_split);
+    let (o, statistic) = (flash.q.like(), flash.statistic());
+    let outputs =
+        || RowOutputsLaunch::new(buffer(&o.tensor, 1), buffer(&statistic, 1), o.row_strides());
     let count = splits * WARPS;
-    let partials = empty(&flash.q.tensor, &[count, batch, heads, head_dim], DType::F32);
-    let statistics = empty(&flash.q.tensor, &[count, batch, heads], DType::F32);
+    let partials = (splits > 1).then(|| {
+        [&[count, batch, heads, head_dim][..], &[count, batch, heads]]
+            .map(|shape| empty(&flash.q.tensor, shape, DType::F32))
+    });
+    let parts = |[o, statistics]: [&CudaTensor; 2]| {
+        SplitOutputsLaunch::new(buffer(o, 1), buffer(statistics, 1))
+    };
+    // A single split does not access the partial results.
+    let split_outputs =
+        partials.as_ref().map_or([&statistic, &statistic], |partials| partials.each_ref());
     // Heads become rows: [batch, 1, heads, head_dim].
     let mut q = flash.q.tensor.clone();
     q.meta.swap(1, 2);
@@ -92,32 +112,34 @@ pub fn decode<A: Hooks>(
             flash.hooks.operands(),
             flash.hooks.biases(),
             flash.hooks.score(),
-            SplitOutputsLaunch::new(buffer(&partials, 1), buffer(&statistics, 1)),
+            flash.hooks.weight(),
+            parts(split_outputs),
+            outputs(),
             first_keys.map(|x| buffer(x, 1)).into(),
             flash.problem(),
             keys_per_split as u32,
             as_u32(kv_heads / flash.v.dims[1]),
             config,
             first_keys.is_some(),
+            splits == 1,
         );
     }
-    let (o, statistic) = (flash.q.like(), flash.statistic());
-    // SAFETY: as in `FlashAttention::forward`.
-    unsafe {
-        combine::launch_unchecked::<A, CudaRuntime>(
-            client,
-            CubeCount::Static((batch * heads) as u32, 1, 1),
-            CubeDim::new_1d(head_dim.next_multiple_of(32) as u32),
-            SplitOutputsLaunch::new(buffer(&partials, 1), buffer(&statistics, 1)),
-            flash.hooks.biases(),
-            flash.hooks.weight(),
-            buffer(&o.tensor, 1),
-            buffer(&statistic, 1),
-            flash.problem(),
-            count as u32,
-            o.row_strides(),
-            config,
-        );
+    if let Some(partials) = &partials {
+        // SAFETY: as in `FlashAttention::forward`.
+        unsafe {
+            combine::launch_unchecked::<A, CudaRuntime>(
+                client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(head_dim.next_multiple_of(32) as u32),
+                parts(partials.each_ref()),
+                flash.hooks.biases(),
+                flash.hooks.weight(),
+                outputs(),
+                flash.problem(),
+                count as u32,
+                config,
+            );
+        }
     }
     [o.tensor, statistic]
 }
@@ -140,7 +162,18 @@ pub struct SplitOutputs {
     pub statistics: Array<f32>,
 }
 
-/// Writes the [`SplitOutputs`].
+/// The results of all keys.
+#[derive(CubeType, CubeLaunch)]
+pub struct RowOutputs {
+    /// `[batch, heads, 1, head_dim]`
+    pub o: Array<bf16>,
+    /// The rows' statistics, `[batch, heads]`.
+    pub statistic: Array<f32>,
+    /// The strides of o.
+    pub strides: RowStrides,
+}
+
+/// Writes the [`SplitOutputs`], or, if it is the `only` split, the [`RowOutputs`].
 ///
 /// Grid: splits, batch · kv_heads · blocks of [`HEADS_PER_BLOCK`] query heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -150,13 +183,16 @@ pub fn split<A: Hooks>(
     operands: &OperandArgs<A>,
     biases: &BiasArgs<A>,
     score: &ScoreArgs<A>,
+    weight: &WeightArgs<A>,
     partials: &mut SplitOutputs,
+    outputs: &mut RowOutputs,
     first_keys: &ComptimeOption<Array<i32>>,
     problem: ProblemShape,
     keys_per_split: u32,
     k_heads_per_v_head: u32,
     #[comptime] config: KernelConfig,
     #[comptime] pruned: bool,
+    #[comptime] only: bool,
 ) {
     define_exp2();
     let KernelConfig { padded_head_dim: dim, tile, .. } = comptime!(config);
@@ -220,7 +256,6 @@ pub fn split<A: Hooks>(
     let mut q_frags = load_a_frags(&def, &q_tile, 0, steps, HEADS_PER_BLOCK);
 
     let mut o_acc = zeros(n_dim);
-    let mut row_state = WeightOf::<A>::init_rows();
     // Rows without a head repeat the group's last head, to read nothing out of bounds.
     let mut batch_heads = Array::<usize>::new(2usize);
     #[unroll]
@@ -228,6 +263,7 @@ pub fn split<A: Hooks>(
         let head = min(first_head + r * 8 + lane / 4, (kv_head + 1) * group - 1);
         batch_heads[r] = batch * heads + head;
     }
+    let mut row_state = WeightOf::<A>::init_rows(weight, &batch_heads);
     let head_params_0 = ScoreOf::<A>::head(score, batch_heads[0] - batch * heads);
     let head_params_1 = ScoreOf::<A>::head(score, batch_heads[1] - batch * heads);
     let mut bias_state = BiasesOf::<A>::decode(biases, &problem, &batch_heads);
@@ -280,10 +316,6 @@ pub fn split<A: Hooks>(
                 for e in 0..2usize {
                     let column = first_column + own + comptime!(n * 8 + e) + (lane % 4) * 2;
                     let mut value = scores[e];
-                    if biased {
-                        let bias = BiasesOf::<A>::bias(&bias_state, r, n, e);
-                        value = fma(value, factor, bias);
-                    }
                     if comptime!(config.changes_scores) {
                         let (row, key) = (position as u32, column as u32);
                         if comptime!(r == 0) {
@@ -306,6 +338,10 @@ pub fn split<A: Hooks>(
                             );
                         }
                     }
+                    if biased {
+                        let bias = BiasesOf::<A>::bias(&bias_state, r, n, e);
+                        value = fma(value, factor, bias);
+                    }
                     let hide = (column < first) | (column >= to);
                     scores[e] = select(hide, MASKED, value);
                 }
@@ -316,23 +352,78 @@ pub fn split<A: Hooks>(
         add_pb_of_rows(&def, &s, &v_tile, at, own, tile, &mut o_acc, n_dim);
     }
 
-    let batches = CUBE_COUNT_Y as usize / (kv_heads * blocks_of_group);
-    let part = (CUBE_POS_X as usize * comptime!(config.warps) + warp) * batches + batch;
-    #[unroll]
-    for r in 0..2usize {
-        let (factor, statistic) = WeightOf::<A>::finish_split(&row_state, scale, r);
-        let head = first_head + r * 8 + lane / 4;
-        if head < (kv_head + 1) * group {
-            let at = part * heads + head;
+    if comptime!(only) {
+        let head_dim = config.head_dim;
+        // The warps' partial results: [warps, heads, head_dim] and [warps, heads].
+        let mut warps_o =
+            SharedMemory::<f32>::new(comptime!(WARPS * HEADS_PER_BLOCK * config.head_dim));
+        let mut warps_statistics = SharedMemory::<f32>::new(comptime!(WARPS * HEADS_PER_BLOCK));
+        #[unroll]
+        for r in 0..2usize {
+            let (factor, statistic) = WeightOf::<A>::finish_split(&row_state, scale, r);
+            let at = warp * HEADS_PER_BLOCK + r * 8 + lane / 4;
             if lane % 4 == 0 {
-                partials.statistics[at] = statistic;
+                warps_statistics[at] = statistic;
             }
             #[unroll]
             for n in 0..comptime!(config.head_dim / 8) {
                 let value = o_acc.index(n)[r];
-                let to = at * config.head_dim + n * 8 + (lane % 4) * 2;
-                partials.o[to] = value[0] * factor;
-                partials.o[to + 1] = value[1] * factor;
+                let to = at * head_dim + n * 8 + (lane % 4) * 2;
+                warps_o[to] = value[0] * factor;
+                warps_o[to + 1] = value[1] * factor;
+            }
+        }
+        sync_cube();
+        // As `combine`.
+        let rows = min((kv_head + 1) * group, first_head + HEADS_PER_BLOCK) - first_head;
+        let mut own = UNIT_POS as usize;
+        while own < rows * head_dim {
+            let (row, channel) = (own / head_dim, own % head_dim);
+            let head = first_head + row;
+            let batch_head = batch * heads + head;
+            let mut max_statistic = f32::cast_from(MASKED);
+            #[unroll]
+            for part in 0..WARPS {
+                max_statistic = max(max_statistic, warps_statistics[part * HEADS_PER_BLOCK + row]);
+            }
+            let mut total = 0f32;
+            let mut value = 0f32;
+            #[unroll]
+            for part in 0..WARPS {
+                let at = part * HEADS_PER_BLOCK + row;
+                let factor = WeightOf::<A>::split_factor(warps_statistics[at], max_statistic);
+                total += factor;
+                value += factor * warps_o[at * head_dim + channel];
+            }
+            let shift = BiasesOf::<A>::shift(biases, &problem, batch_head, position, position);
+            let (factor, statistic) =
+                WeightOf::<A>::combine(weight, head, max_statistic, total, shift);
+            outputs.o[outputs.strides.base(batch, head) * CHUNK + channel] =
+                bf16::cast_from(value * factor);
+            if channel == 0 {
+                outputs.statistic[batch_head] = statistic;
+            }
+            own += comptime!(config.warps * 32);
+        }
+    } else {
+        let batches = CUBE_COUNT_Y as usize / (kv_heads * blocks_of_group);
+        let part = (CUBE_POS_X as usize * comptime!(config.warps) + warp) * batches + batch;
+        #[unroll]
+        for r in 0..2usize {
+            let (factor, statistic) = WeightOf::<A>::finish_split(&row_state, scale, r);
+            let head = first_head + r * 8 + lane / 4;
+            if head < (kv_head + 1) * group {
+                let at = part * heads + head;
+                if lane % 4 == 0 {
+                    partials.statistics[at] = statistic;
+                }
+                #[unroll]
+                for n in 0..comptime!(config.head_dim / 8) {
+                    let value = o_acc.index(n)[r];
+                    let to = at * config.head_dim + n * 8 + (lane % 4) * 2;
+                    partials.o[to] = value[0] * factor;
+                    partials.o[to + 1] = value[1] * factor;
+                }
             }
         }
     }
@@ -346,11 +437,9 @@ pub fn combine<A: Hooks>(
     partials: &SplitOutputs,
     biases: &BiasArgs<A>,
     weight: &WeightArgs<A>,
-    o: &mut Array<bf16>,
-    statistic: &mut Array<f32>,
+    outputs: &mut RowOutputs,
     problem: ProblemShape,
     count: u32,
-    o_strides: RowStrides,
     #[comptime] config: KernelConfig,
 ) {
     define_exp2();
@@ -364,7 +453,7 @@ pub fn combine<A: Hooks>(
     }
     let position = problem.keys as usize - 1;
     let shift = BiasesOf::<A>::shift(biases, &problem, batch_head, position, position);
-    let base = o_strides.base(batch, head) * CHUNK;
+    let base = outputs.strides.base(batch, head) * CHUNK;
     let mut channel = UNIT_POS as usize;
     while channel < head_dim {
         let mut total = 0f32;
@@ -378,9 +467,9 @@ pub fn combine<A: Hooks>(
             value += factor * partials.o[(part * batch_heads + batch_head) * head_dim + channel];
         }
         let (factor, all) = WeightOf::<A>::combine(weight, head, max_statistic, total, shift);
-        o[base + channel] = bf16::cast_from(value * factor);
+        outputs.o[base + channel] = bf16::cast_from(value * factor);
         if channel == 0 {
-            statistic[batch_head] = all;
+            outputs.statistic[batch_head] = all;
         }
         channel += CUBE_DIM as usize;
     }
@@ -389,6 +478,13 @@ pub fn combine<A: Hooks>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn short_caches_are_not_split() {
+        for (keys, want) in [(1, 1), (257, 1), (512, 1), (513, 3), (4096, 16)] {
+            assert_eq!(most_splits(keys), want, "{keys} keys");
+        }
+    }
 
     #[test]
     fn the_keys_are_split_so_that_blocks_fill_the_device() {

@@ -14,7 +14,7 @@ use super::hooks::{
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, zeros};
+use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, bytes, define_exp2, zeros};
 
 /// q, k and v, `[batch, heads or kv_heads, tokens, head_dim]`.
 #[derive(CubeType, CubeLaunch)]
@@ -47,7 +47,9 @@ pub fn forward<A: Hooks>(
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
-    let biased = comptime!(BiasesOf::<A>::ENABLED);
+    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
+    let biased = comptime!(with_biases && !config.changes_scores);
+    let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
 
     let lane = UNIT_POS_PLANE as usize;
@@ -100,14 +102,21 @@ pub fn forward<A: Hooks>(
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
-    let mut row_state = WeightOf::<A>::init_rows();
+    let mut own_rows = Array::<usize>::new(2usize);
+    #[unroll]
+    for r in 0..2usize {
+        own_rows[r] = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
+    }
+    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows);
     let first = block.first_keys(&problem, mask, own);
 
     let mut o_acc = zeros(n_dim);
     let mut s = uninit(n_keys);
-    if biased {
+    if with_biases {
         BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
-        BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
+    }
+    if biased {
+        start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
         if start > group.from {
             let next = start - tile;
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
@@ -146,8 +155,16 @@ pub fn forward<A: Hooks>(
             (first_column + (lane % 4) * 2) as u32,
             &first,
             group.at_edge(first_column, tile),
+            false,
             config,
         );
+        if biases_after {
+            add_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
+            if back + 1 < seen_to {
+                let next = first_column - tile;
+                BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
+            }
+        }
         WeightOf::<A>::add_tile(&mut row_state, &mut s, &mut o_acc, scale, n_keys, n_dim);
         let p = to_a_frags(&s, n_keys);
         start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
@@ -155,7 +172,7 @@ pub fn forward<A: Hooks>(
         if back + 1 < seen_to {
             let next = first_column - tile;
             if biased {
-                BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
+                start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
             pipeline.wait(back + 1);
             let next_at = pipeline.stage_offset(back + 1);
@@ -243,9 +260,55 @@ fn skip_tiles(
     }
 }
 
+/// Initialises the accumulator of scores with the biases of the tile that was read, times `factor`.
+#[cube]
+pub fn start_from_biases<A: Hooks>(
+    state: &mut <A::Biases as Biases>::KeyLoop,
+    s: &mut Accumulator,
+    factor: f32,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) {
+    BiasesOf::<A>::begin_keys(state, factor, warp, config);
+    #[unroll]
+    for n in 0..comptime!(config.tile / 8) {
+        let biases = BiasesOf::<A>::of_keys(state, warp, n, config);
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = Pair::empty();
+            pair[0] = biases[0];
+            pair[1] = biases[1];
+            s.index_mut(n)[r] = pair;
+        }
+    }
+}
+
+/// Adds the biases of the tile that was read, times `factor`, to scores.
+#[cube]
+fn add_biases<A: Hooks>(
+    state: &mut <A::Biases as Biases>::KeyLoop,
+    s: &mut Accumulator,
+    factor: f32,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) {
+    BiasesOf::<A>::begin_keys(state, factor, warp, config);
+    #[unroll]
+    for n in 0..comptime!(config.tile / 8) {
+        let biases = BiasesOf::<A>::of_keys(state, warp, n, config);
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = s.index(n)[r];
+            pair[0] += biases[0];
+            pair[1] += biases[1];
+            s.index_mut(n)[r] = pair;
+        }
+    }
+}
+
 /// Turns 16 rows of products into scores, up to [`Score::scale`]: applies [`Score::score`] and, if `edge` says
 /// that the tile needs masking, the mask. `row` and `column` are a lane's first row and column, `first` the
-/// first keys of its rows.
+/// first keys of its rows. With `products`, leaves products as they are, and masks them with 0.
 #[cube]
 pub fn make_scores<A: Hooks>(
     s: &mut Accumulator,
@@ -256,10 +319,12 @@ pub fn make_scores<A: Hooks>(
     column: u32,
     first: &Array<u32>,
     edge: bool,
+    #[comptime] products: bool,
     #[comptime] config: KernelConfig,
 ) {
     let n_keys = comptime!(config.tile / 8);
-    if comptime!(config.changes_scores) {
+    let hidden = comptime!(if products { 0f32 } else { MASKED });
+    if comptime!(config.changes_scores && !products) {
         #[unroll]
         for r in 0..2usize {
             let row = row + comptime!((r * 8) as u32);
@@ -287,7 +352,7 @@ pub fn make_scores<A: Hooks>(
                 #[unroll]
                 for e in 0..2usize {
                     let hide = masked(row, column + comptime!((n * 8 + e) as u32), first[r]);
-                    pair[e] = select(hide, MASKED, pair[e]);
+                    pair[e] = select(hide, hidden, pair[e]);
                 }
                 fragment[r] = pair;
             }

@@ -40,7 +40,8 @@ pub use self::decode::decode;
 use self::forward::QkvLaunch;
 pub use self::heads::{HeadPairs, Heads};
 use self::hooks::{
-    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, StatisticsOf,
+    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
+    StatisticsOf, sums_of_columns, sums_of_rows,
 };
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
@@ -179,12 +180,11 @@ impl<A: Hooks> FlashAttention<A> {
         let (groups, tile) = self.hooks.block_shape(shape, head_dim);
         let [changes_scores, nonlinear_scores] = self.hooks.changes_scores();
         assert!(
-            !(changes_scores && BiasesOf::<A>::ENABLED),
-            "scores that change with biases: `dkv` would add the biases after `Score::score`, other \
-             passes before it"
+            !(ScoreOf::<A>::WEIGHS_PRODUCTS && BiasesOf::<A>::NEEDS_DS_SUMS),
+            "weights of products: dS, by products, is not the gradient of biases"
         );
         assert!(
-            !(OperandsOf::<A>::DK_IN_REVERSE && BiasesOf::<A>::NEEDS_DS_SUMS),
+            !(OperandsOf::<A>::DK_IN_REVERSE && sums_of_columns::<A>()),
             "`dkv` sums dS by key head after head, and in reverse the heads take turns"
         );
         KernelConfig {
@@ -273,23 +273,20 @@ impl<A: Hooks> FlashAttention<A> {
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
     ) -> Gradients {
         let grad = Heads::new(grad);
-        let ds_sums = BiasesOf::<A>::NEEDS_DS_SUMS.then(|| {
+        let sums = || {
             let [batch, heads, _, _] = self.q.dims;
-            let shape = [batch, heads, self.k.dims[2]];
-            [(); 2].map(|()| zeros(&self.q.tensor, &shape, DType::F32))
-        });
-        let [ds_rows, ds_columns] = match &ds_sums {
-            Some([rows, columns]) => [Some(rows), Some(columns)],
-            None => [None, None],
+            zeros(&self.q.tensor, &[batch, heads, self.k.dims[2]], DType::F32)
         };
+        let ds_rows = sums_of_rows::<A>().then(sums);
+        let ds_columns = sums_of_columns::<A>().then(sums);
         let [dq, dk, dv] = if self.one_backward_kernel() {
-            self.dqkv(&grad, saved(), ds_rows, ds_columns)
+            self.dqkv(&grad, saved(), ds_rows.as_ref(), ds_columns.as_ref())
         } else {
-            let dq = self.dq(&grad, saved(), ds_rows);
-            let [dk, dv] = self.dkv(&grad, saved, ds_columns);
+            let dq = self.dq(&grad, saved(), ds_rows.as_ref());
+            let [dk, dv] = self.dkv(&grad, saved, ds_columns.as_ref());
             [dq, dk, dv]
         };
-        Gradients { dq, dk, dv, ds_sums }
+        Gradients { dq, dk, dv, ds_rows, ds_columns }
     }
 
     /// Whether `dqkv` computes all gradients.
@@ -392,7 +389,7 @@ impl<A: Hooks> FlashAttention<A> {
         let (dq, dk, dv) = (self.gradient(&self.q), self.gradient(&self.k), self.v.like());
         let [batch, heads, queries, _] = self.q.dims;
         let [_, kv_heads, keys, _] = self.k.dims;
-        let with_sums = BiasesOf::<A>::NEEDS_DS_SUMS;
+        let with_sums = sums_of_rows::<A>();
         let config = self.config(if with_sums { DQKV_SHAPES_WITH_SUMS } else { DQKV_SHAPES });
         let tiles = queries.div_ceil(config.tile);
         let vectors = vectors_per_tile(config, with_sums);
@@ -456,9 +453,11 @@ pub struct Gradients {
     pub dk: CudaTensor,
     /// Of v, `[batch, kv_heads, keys, head_dim]`.
     pub dv: CudaTensor,
-    /// With [`Biases::NEEDS_DS_SUMS`]: Σ_j dS_ij of each query at its position, and Σ_i dS_ij of each key,
-    /// `[batch, heads, keys]` in f32.
-    pub ds_sums: Option<[CudaTensor; 2]>,
+    /// With [`sums_of_rows`], Σ_j dS_ij of each query at its position, `[batch, heads, keys]` in f32; 0 at
+    /// positions before the queries.
+    pub ds_rows: Option<CudaTensor>,
+    /// With [`sums_of_columns`], Σ_i dS_ij of each key, `[batch, heads, keys]` in f32.
+    pub ds_columns: Option<CudaTensor>,
 }
 
 /// A grid with one block per `rows` of `total` rows, for each of `heads` heads.

@@ -164,8 +164,9 @@ impl Weight for SoftmaxWeight {
 
     const SCORE_FACTOR: f32 = LOG2_E;
     const HAS_STATISTICS: bool = true;
+    const NEEDS_DS_ROW_SUMS: bool = false;
 
-    fn init_rows() -> SoftmaxRowState {
+    fn init_rows(_args: &Sinks, _rows: &Array<usize>) -> SoftmaxRowState {
         let mut row_max = Array::<f32>::new(2usize);
         let mut row_sum = Array::<f32>::new(2usize);
         #[unroll]
@@ -248,7 +249,9 @@ impl Weight for SoftmaxWeight {
         #[comptime] r: usize,
     ) -> f32 {
         let total = sum_of_four(rows.row_sum[r]);
-        let mut factor = 1f32 / total;
+        // Without a weight: o = 0, and the weights that the backward pass recomputes are 0.
+        let nothing = total <= 0f32;
+        let mut factor = select(nothing, 0f32, 1f32 / total);
         if comptime!(args.enabled) {
             let row_max = rows.row_max[r] * scale;
             let (with_sink, lse) = SoftmaxWeight::combine(args, head, row_max, total, shift);
@@ -261,7 +264,8 @@ impl Weight for SoftmaxWeight {
             }
         } else {
             if write {
-                statistics.lse[at] = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
+                let lse = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
+                statistics.lse[at] = select(nothing, -MASKED, lse);
             }
         }
         factor
@@ -303,11 +307,8 @@ impl Weight for SoftmaxWeight {
         (saved.lse[at], saved.delta[at])
     }
 
-    fn weigh(score: f32, scale: f32, shift: f32) -> f32 {
-        exp2(fma(score, scale, shift))
-    }
-
-    fn slope(_score: f32, weight: f32) -> f32 {
-        weight
+    fn weigh(_saved: &SoftmaxSavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32) {
+        let weight = exp2(fma(score, scale, shift));
+        (weight, weight)
     }
 }

@@ -29,9 +29,8 @@ use serde::{Deserialize, Serialize};
 pub use self::weights::Lssar;
 use super::blocks::positions_in_documents;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::l2_normalise;
 use super::rotary::{Rotary, with_rotary_keys};
-use super::rotation::{Rotation, rotate};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
 use super::{AttentionShape, VariantSpec};
 use crate::backend::OpBackend;
@@ -76,12 +75,10 @@ impl VariantSpec for Config {
 }
 
 impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
     fn rotation(&self) -> Option<Rotation> {
         self.rotary.rotation()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        l2_normalise(rotate(self.rotation(), x, first))
     }
 
     fn output<B: OpBackend>(

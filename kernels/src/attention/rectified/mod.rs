@@ -1,7 +1,9 @@
 //! What the rectified variants share: the weights max(s − τ, 0)^p, normalised queries and keys, and
-//! the difference of two views.
+//! what joins two views.
 
 mod cuda;
+#[cfg(test)]
+mod tests;
 
 use burn::tensor::{Bool, Tensor};
 use longwall_config::Problems;
@@ -45,19 +47,20 @@ impl Weights for Rectified {
     fn cuda_forward(
         op: &Rowwise<Self>,
         inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
         needs: bool,
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(op, inputs, documents, needs)
+        cuda::forward(op, inputs, offsets, documents, needs)
     }
 
     fn cuda_backward(
         op: &Rowwise<Self>,
-        saved: [CudaTensor; 3],
+        saved: &[CudaTensor],
         documents: Option<&CudaTensor>,
         grad: &CudaTensor,
-    ) -> [CudaTensor; 3] {
-        cuda::backward(op, &saved, documents, grad)
+    ) -> Vec<CudaTensor> {
+        cuda::backward(op, saved, documents, grad)
     }
 }
 
@@ -127,13 +130,6 @@ pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &m
 /// Repeats the values that both views share: `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`.
 pub fn repeat_for_views<B: OpBackend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
     Tensor::cat(vec![v.clone(), v], 1)
-}
-
-/// O⁽¹⁾ − λ O⁽²⁾ from the outputs of both views, `[batch, 2 · heads, …]` to `[batch, heads, …]`;
-/// `lambda` is `[1]`.
-pub fn difference<B: OpBackend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor<B, 4> {
-    let heads = o.dims()[1] / 2;
-    o.clone().narrow(1, 0, heads) - o.narrow(1, heads, heads) * lambda.reshape([1, 1, 1, 1])
 }
 
 /// The initial value of a learned λ.

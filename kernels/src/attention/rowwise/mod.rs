@@ -48,24 +48,25 @@ pub trait Weights: Clone + Debug + Send + Sync + 'static {
         d_weights: Tensor<B, 4>,
     ) -> [Tensor<B, 4>; 2];
 
-    /// The CUDA kernel, without offsets, as [`Op::cuda_forward`]; it saves q, k and v.
+    /// The CUDA kernel, as [`Op::cuda_forward`], for q, k and v, and offsets if there are any.
     fn cuda_forward(
         op: &Rowwise<Self>,
         inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
         needs: bool,
     ) -> Option<Forward<CudaTensor>> {
-        let _ = (op, inputs, documents, needs);
+        let _ = (op, inputs, offsets, documents, needs);
         None
     }
 
-    /// The gradients of q, k and v by the CUDA kernel.
+    /// The gradients of q, k, v and the offsets, from what [`Weights::cuda_forward`] saved.
     fn cuda_backward(
         op: &Rowwise<Self>,
-        saved: [CudaTensor; 3],
+        saved: &[CudaTensor],
         documents: Option<&CudaTensor>,
         grad: &CudaTensor,
-    ) -> [CudaTensor; 3] {
+    ) -> Vec<CudaTensor> {
         let _ = (saved, documents, grad);
         unreachable!("{op:?} has no kernel for CUDA")
     }
@@ -251,8 +252,8 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
         ints: &[CudaTensor],
         needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        let [q, k, v] = inputs.each_ref()[..] else { return None };
-        W::cuda_forward(self, [q, k, v], ints.first(), needs.contains(&true))
+        let [q, k, v, ..] = inputs.each_ref()[..] else { unreachable!("N is 3 or 4") };
+        W::cuda_forward(self, [q, k, v], inputs.get(3), ints.first(), needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -262,8 +263,7 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
         grad: CudaTensor,
         _needs: [bool; N],
     ) -> [Option<CudaTensor>; N] {
-        let saved = saved.try_into().expect("q, k and v are saved");
-        let mut gradients = W::cuda_backward(self, saved, ints.first(), &grad).into_iter();
+        let mut gradients = W::cuda_backward(self, &saved, ints.first(), &grad).into_iter();
         std::array::from_fn(|_| gradients.next())
     }
 }

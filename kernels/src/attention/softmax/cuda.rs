@@ -82,6 +82,8 @@ impl Score for CappedScore {
     /// ALiBi's slope.
     type Head = f32;
 
+    const WEIGHS_PRODUCTS: bool = false;
+
     fn head(args: &CapAndSlopes, head: usize) -> f32 {
         let mut slope = 0f32;
         if comptime!(args.alibi) {
@@ -138,6 +140,10 @@ impl Score for CappedScore {
             result = max(1f32 - t * t, 0f32);
         }
         result
+    }
+
+    fn weigh(_args: &CapAndSlopes, _product: f32, _shift: f32) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
     }
 }
 

@@ -18,6 +18,8 @@
 //! Not specified by the source, chosen here: λ's gradient passes through the clamp, so that a λ that
 //! has left [0, 1] can return; the rest as in `tra`.
 //!
+//! On CUDA in bf16, as in `tra`; both views are heads of one call, for which the values are copied.
+//!
 //! Decoding caches normalised, rotated keys of both views and values: 3 · kv_heads · head_dim
 //! elements per token.
 
@@ -28,16 +30,18 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    LAMBDA_INIT, Rectified, clamp_lambda, difference, l2_normalise, normalise_outputs,
-    repeat_for_views, thresholds, validate_threshold,
+    LAMBDA_INIT, Rectified, clamp_lambda, normalise_outputs, repeat_for_views, thresholds,
+    validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
-use super::rotation::{Rotation, rotate};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
+use crate::ops::view_difference::view_difference;
 
 /// `[model.attention]` with `kind = "tda"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,6 +69,12 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold differential attention (Huang et al., 2026)";
 
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * self.views() * shape.heads, shape.head_dim)
+    }
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
         self.rotary.validate(key, shape, problems);
@@ -84,12 +94,10 @@ impl VariantSpec for Config {
 }
 
 impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
     fn rotation(&self) -> Option<Rotation> {
         self.rotary.rotation()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        l2_normalise(rotate(self.rotation(), x, first))
     }
 
     fn output<B: OpBackend>(
@@ -103,7 +111,7 @@ impl KvCacheVariant for Config {
         let weights = Rectified { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
         let both = rowwise(&op, q, k, repeat_for_views(v), Some(tau), documents, path);
-        let o = difference(both, clamp_lambda(lambda.clone()));
+        let o = view_difference(both, clamp_lambda(lambda.clone()));
         normalise_outputs(o, norm.clone())
     }
 }

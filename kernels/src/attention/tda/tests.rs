@@ -4,6 +4,8 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, Tensor};
 
 use super::Config;
+use crate::Cuda;
+use crate::attention::conformance::in_bf16::{agrees_at, decodes_at};
 use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rotary::Rotary;
@@ -31,6 +33,26 @@ impl Conformance for Config {
     fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 2.0);
         inputs[4].data[0] = 0.05; // λ
+    }
+
+    /// Beside those of attention: q and k when normalised, the difference of views, the norm's input and its
+    /// gradient; in emulation, the least accurate gradients have the error of thirteen roundings.
+    fn roundings(&self) -> u32 {
+        20
+    }
+
+    fn has_kinks(&self) -> bool {
+        self.p == 1
+    }
+
+    /// As for `rela`: the norm's gradient is orthogonal to its input, so that errors are relative to the size
+    /// of all gradients.
+    fn vanished(&self) -> f64 {
+        1.0
+    }
+
+    fn cancelling(&self) -> &'static [&'static str] {
+        &["beta", "lambda"]
     }
 
     /// Because a norm follows, the weight of a single key has no effect.
@@ -160,4 +182,17 @@ fn thresholds_count_tokens_that_left_the_window() {
             assert!((got - want).abs() < 1e-4, "row {i}: {got} where {want} is right");
         }
     }
+}
+
+/// Thresholds that some keys pass, and near 0. `rectified::tests` has rows without a survivor.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_agree_at_any_share_of_survivors() {
+    let config = Config::default();
+    for (p, beta) in [(2, 1.2), (4, 1.2), (2, 1e-3), (1, 1e-3)] {
+        let variant = Config { p, beta, ..config.clone() };
+        agrees_at::<Config, Cuda>(&variant, [4, 2, 64, 2, 200], None);
+        agrees_at::<Config, Cuda>(&variant, [2, 1, 128, 1, 140], Some(65));
+    }
+    decodes_at::<Config, Cuda>(&Config { beta: 1.2, ..config }, [4, 2, 64, 2, 700]);
 }

@@ -19,6 +19,8 @@
 //! similarity passes, and some others); its gradient is −Σ p(s−τ)^{p−1} (dO·v) ∂τ/∂β over the
 //! survivors, which the released code omits; the RMS norm adds 10⁻⁶ to the mean square.
 //!
+//! On CUDA in bf16, q̂ and k̂ are rounded to bf16; scores, thresholds and the gradient of β are f32.
+//!
 //! Decoding caches normalised, rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
@@ -28,14 +30,13 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{
-    Rectified, l2_normalise, normalise_outputs, thresholds, validate_threshold,
-};
+use super::rectified::{Rectified, normalise_outputs, thresholds, validate_threshold};
 use super::rotary::{Rotary, with_rotary_keys};
-use super::rotation::{Rotation, rotate};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 
 /// `[model.attention]` with `kind = "tra"`.
@@ -64,6 +65,12 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold rectified attention (Huang et al., 2026)";
 
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
         self.rotary.validate(key, shape, problems);
@@ -78,12 +85,10 @@ impl VariantSpec for Config {
 }
 
 impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
     fn rotation(&self) -> Option<Rotation> {
         self.rotary.rotation()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        l2_normalise(rotate(self.rotation(), x, first))
     }
 
     fn output<B: OpBackend>(

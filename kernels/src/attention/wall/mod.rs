@@ -196,9 +196,9 @@ impl Config {
         parameters.last().filter(|_| self.sinks).cloned()
     }
 
-    /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
-    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    /// The rotation of q and k with `rope`.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then(|| Rotation::new(self.theta))
     }
 
     /// q or k of whole rows, rotated by positions in documents with `rope`.

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_columns,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -34,7 +34,7 @@ pub struct KeyGradients<O: Numeric> {
     pub dk: HeadPairs<O>,
     /// `[batch, kv_heads, keys, head_dim]`
     pub dv: HeadPairs<bf16>,
-    /// With [`Biases::NEEDS_DS_SUMS`], Σ_i dS_ij of each key, `[batch, heads, keys]`, zero-initialised.
+    /// With [`sums_of_columns`], Σ_i dS_ij of each key, `[batch, heads, keys]`, zero-initialised.
     pub ds_columns: ComptimeOption<Array<f32>>,
 }
 
@@ -61,7 +61,7 @@ pub fn dkv<A: Hooks>(
     define_exp2();
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let (with_dk, with_dv) = comptime!((outputs != DkvOutputs::Dv, outputs != DkvOutputs::Dk));
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS && with_dk);
+    let with_sums = comptime!(sums_of_columns::<A>() && with_dk);
     let rows = comptime!(config.rows());
     let steps = comptime!(dim / 16);
     let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
@@ -219,6 +219,7 @@ pub fn dkv<A: Hooks>(
             weigh_scores::<A>(
                 &mut s,
                 &mut p,
+                saved,
                 score,
                 &problem,
                 &head_params,

@@ -2,10 +2,10 @@
 
 use cubecl::prelude::*;
 
-use super::super::forward::make_scores;
+use super::super::forward::{make_scores, start_from_biases};
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
-    ScoreArgs, ScoreOf, Weight, WeightOf,
+    ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_rows,
 };
 use super::super::mask::{Mask, QueryBlock};
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -13,9 +13,9 @@ use super::{BackwardInputs, GradientOutput};
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit, wait,
 };
-use crate::tile::{ALIGN, CHUNK, Chunk, bytes, define_exp2, sum_of_four, zeros};
+use crate::tile::{ALIGN, CHUNK, Chunk, LOG2_E, Pair, bytes, define_exp2, sum_of_four, zeros};
 
-/// dq and, with [`Biases::NEEDS_DS_SUMS`], Σ_j dS_ij of each query at its position in `ds_rows`,
+/// dq and, with [`sums_of_rows`], Σ_j dS_ij of each query at its position in `ds_rows`,
 /// `[batch, heads, keys]`.
 ///
 /// Grid: blocks of queries, batch · heads.
@@ -36,9 +36,12 @@ pub fn dq<A: Hooks>(
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
-    let biased = comptime!(BiasesOf::<A>::ENABLED);
+    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
+    let biased = comptime!(with_biases && !config.changes_scores);
+    let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
+    let with_sums = comptime!(sums_of_rows::<A>());
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -105,9 +108,11 @@ pub fn dq<A: Hooks>(
     let mut bias_state = BiasesOf::<A>::init_key_loop(biases, &problem, &block, &group, config);
     let mut s = uninit(n_keys);
     let mut dp = uninit(n_keys);
-    if biased {
+    if with_biases {
         BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
-        BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
+    }
+    if biased {
+        start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
         let next = start + tile;
         if next <= group.last {
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
@@ -164,32 +169,60 @@ pub fn dq<A: Hooks>(
                 lane_column,
                 &first,
                 group.at_edge(first_column, tile),
+                products,
                 config,
             );
+            if biases_after {
+                BiasesOf::<A>::begin_keys(&mut bias_state, LOG2_E, warp, config);
+                if next <= group.last {
+                    BiasesOf::<A>::read_keys(
+                        &mut bias_state,
+                        biases,
+                        &problem,
+                        &block,
+                        next,
+                        config,
+                    );
+                }
+            }
             // s = dP/d(scale · q·k) of each weight.
             #[unroll]
             for n in 0..n_keys {
+                let mut key_biases = Pair::cast_from(0f32);
+                if biases_after {
+                    key_biases = BiasesOf::<A>::of_keys(&bias_state, warp, n, config);
+                }
                 #[unroll]
                 for r in 0..2usize {
                     let mut pair = s.index(n)[r];
                     #[unroll]
                     for e in 0..2usize {
-                        let weight = WeightOf::<A>::weigh(pair[e], scale, row_shift[r]);
-                        let mut slope = WeightOf::<A>::slope(pair[e], weight);
-                        if comptime!(config.nonlinear_scores) {
-                            let row = lane_row + comptime!((r * 8) as u32);
-                            let column = lane_column + comptime!((n * 8 + e) as u32);
-                            let score_slope = ScoreOf::<A>::slope(
-                                score,
-                                &problem,
-                                &head_params,
-                                pair[e],
-                                row,
-                                column,
-                            );
-                            slope *= score_slope;
+                        let mut shift = row_shift[r];
+                        if biases_after {
+                            shift += key_biases[e];
                         }
-                        pair[e] = slope;
+                        if products {
+                            let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
+                            pair[e] = slope;
+                        } else {
+                            let (_, weight_slope) =
+                                WeightOf::<A>::weigh(saved, pair[e], scale, shift);
+                            let mut slope = weight_slope;
+                            if comptime!(config.nonlinear_scores) {
+                                let row = lane_row + comptime!((r * 8) as u32);
+                                let column = lane_column + comptime!((n * 8 + e) as u32);
+                                let score_slope = ScoreOf::<A>::slope(
+                                    score,
+                                    &problem,
+                                    &head_params,
+                                    pair[e],
+                                    row,
+                                    column,
+                                );
+                                slope *= score_slope;
+                            }
+                            pair[e] = slope;
+                        }
                     }
                     s.index_mut(n)[r] = pair;
                 }
@@ -218,13 +251,7 @@ pub fn dq<A: Hooks>(
             // Start the next tile's scores before waiting for this tile's product.
             if iteration + 1 < seen_to {
                 if biased {
-                    BiasesOf::<A>::start_from_biases(
-                        &mut bias_state,
-                        &mut s,
-                        inverse,
-                        warp,
-                        config,
-                    );
+                    start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
                 }
                 pipeline.wait(iteration + 1);
                 let next_at = pipeline.stage_offset(iteration + 1);

@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_columns, sums_of_rows,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -69,7 +69,7 @@ const fn dq_fragments(config: KernelConfig) -> usize {
 #[derive(CubeType, CubeLaunch)]
 pub struct DqSums {
     /// dq of each query tile, `[batch, heads, query tiles, vectors_per_tile]`: the accumulators' registers, and
-    /// with [`Biases::NEEDS_DS_SUMS`] Σ_j dS_ij of its queries.
+    /// with [`sums_of_rows`] Σ_j dS_ij of its queries.
     pub sums: Array<Vec4>,
     /// The next ticket, then how many key blocks have added to each tile, `[batch, heads, query tiles]`;
     /// zero-initialised.
@@ -134,7 +134,8 @@ pub fn dqkv<A: Hooks>(
     one_block_per_multiprocessor(comptime!("dqkv".to_string()), THREADS);
     define_exp2();
     let KernelConfig { padded_head_dim: dim, tile, .. } = comptime!(config);
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let with_sums = comptime!(sums_of_rows::<A>());
+    let with_column_sums = comptime!(sums_of_columns::<A>());
     let rows = comptime!(config.rows());
     let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
     let vectors = comptime!(vectors_per_tile(config, with_sums));
@@ -443,6 +444,7 @@ pub fn dqkv<A: Hooks>(
                 weigh_scores::<A>(
                     &mut s,
                     &mut p,
+                    saved,
                     score,
                     &problem,
                     &head_params,
@@ -458,7 +460,15 @@ pub fn dqkv<A: Hooks>(
                 // Also makes the compiler compute P before it waits for dP.
                 start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
                 wait(&mut dp, 1usize);
-                slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
+                slopes_to_ds::<A>(
+                    &s,
+                    &mut dp,
+                    &query_tile,
+                    slot,
+                    &mut ds_sum,
+                    with_column_sums,
+                    config,
+                );
 
                 let ds = to_a_frags(&dp, n_queries);
                 let ds_at = slot * ds_chunks;
@@ -523,7 +533,7 @@ pub fn dqkv<A: Hooks>(
                 if lane == 0 {
                     q_ring.release(done);
                 }
-                if with_sums {
+                if with_column_sums {
                     // After the head's last tile.
                     let done = next_head > head;
                     #[unroll]
@@ -616,7 +626,7 @@ pub fn dq_from_sums<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     let KernelConfig { head_dim, tile, .. } = comptime!(config);
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let with_sums = comptime!(sums_of_rows::<A>());
     let vectors = comptime!(vectors_per_tile(config, with_sums));
     let (queries, keys) = (problem.queries as usize, problem.keys as usize);
     let batch_head = CUBE_POS_Y as usize;

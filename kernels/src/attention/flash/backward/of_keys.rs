@@ -3,7 +3,9 @@
 
 use cubecl::prelude::*;
 
-use super::super::hooks::{Biases, BiasesOf, Hooks, Score, ScoreArgs, ScoreOf, Weight, WeightOf};
+use super::super::hooks::{
+    Biases, BiasesOf, Hooks, SavedRows, Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+};
 use super::super::mask::{Mask, masked};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::query_tile::QueryTile;
@@ -90,8 +92,8 @@ impl Passes {
     }
 }
 
-/// As [`make_scores`](super::super::forward::make_scores), where rows of the accumulator are keys and columns
-/// queries.
+/// As [`make_scores`](super::super::forward::make_scores) with products if the kind weighs them, where rows of
+/// the accumulator are keys and columns queries.
 #[cube]
 pub fn make_scores_of_keys<A: Hooks>(
     s: &mut Accumulator,
@@ -107,7 +109,9 @@ pub fn make_scores_of_keys<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     let n_queries = comptime!(config.tile / 8);
-    if comptime!(config.changes_scores) {
+    let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
+    let hidden = comptime!(if products { 0f32 } else { MASKED });
+    if comptime!(config.changes_scores && !products) {
         #[unroll]
         for n in 0..n_queries {
             #[unroll]
@@ -136,7 +140,7 @@ pub fn make_scores_of_keys<A: Hooks>(
                     let row = row + comptime!((n * 8 + e) as u32);
                     // Rows past the last query have no query.
                     let hide = masked(row, column, first[e]) | (row >= problem.keys);
-                    pair[e] = select(hide, MASKED, pair[e]);
+                    pair[e] = select(hide, hidden, pair[e]);
                 }
                 s.index_mut(n)[r] = pair;
             }
@@ -149,6 +153,7 @@ pub fn make_scores_of_keys<A: Hooks>(
 pub fn weigh_scores<A: Hooks>(
     s: &mut Accumulator,
     p: &mut AFragments,
+    saved: &SavedRows<A>,
     score: &ScoreArgs<A>,
     problem: &ProblemShape,
     head: &<A::Score as Score>::Head,
@@ -162,6 +167,7 @@ pub fn weigh_scores<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     let n_queries = comptime!(config.tile / 8);
+    let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
     #[unroll]
     for n in 0..n_queries {
         let statistics = query_tile.statistics::<A>(slot, n, config);
@@ -169,6 +175,7 @@ pub fn weigh_scores<A: Hooks>(
         for r in 0..2usize {
             let scores = s.index(n)[r];
             let mut pair = scores;
+            let mut slopes = scores;
             #[unroll]
             for e in 0..2usize {
                 let mut shift = -statistics[e];
@@ -176,23 +183,27 @@ pub fn weigh_scores<A: Hooks>(
                     let bias = BiasesOf::<A>::bias_of_key(bias_state, n, r, config);
                     shift += bias;
                 }
-                pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
+                if products {
+                    let (weight, slope) = ScoreOf::<A>::weigh(score, scores[e], shift);
+                    pair[e] = weight;
+                    slopes[e] = slope;
+                } else {
+                    let (weight, slope) = WeightOf::<A>::weigh(saved, scores[e], scale, shift);
+                    pair[e] = weight;
+                    slopes[e] = slope;
+                    if comptime!(config.nonlinear_scores) {
+                        let row = lane_row + comptime!((n * 8 + e) as u32);
+                        let column = lane_column + comptime!((r * 8) as u32);
+                        let score_slope =
+                            ScoreOf::<A>::slope(score, problem, head, scores[e], row, column);
+                        slopes[e] *= score_slope;
+                    }
+                }
             }
             if with_p {
                 set_a_frag(p, n, r, pair);
             }
-            #[unroll]
-            for e in 0..2usize {
-                pair[e] = WeightOf::<A>::slope(scores[e], pair[e]);
-                if comptime!(config.nonlinear_scores) {
-                    let row = lane_row + comptime!((n * 8 + e) as u32);
-                    let column = lane_column + comptime!((r * 8) as u32);
-                    let score_slope =
-                        ScoreOf::<A>::slope(score, problem, head, scores[e], row, column);
-                    pair[e] *= score_slope;
-                }
-            }
-            s.index_mut(n)[r] = pair;
+            s.index_mut(n)[r] = slopes;
         }
     }
 }

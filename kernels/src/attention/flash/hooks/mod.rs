@@ -21,7 +21,7 @@ use cubecl::prelude::*;
 pub use self::defaults::{NoBiases, PlainOperands, ScaledScore};
 use super::mask::{QueryBlock, QueryGroup};
 use super::problem::{KernelConfig, ProblemShape};
-use crate::tile::{AFragments, Accumulator, Chunk};
+use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
 /// A kind's hooks, with the tensors of their launch arguments.
 pub trait Hooks: Send + Sync + 'static {
@@ -46,8 +46,8 @@ pub trait Hooks: Send + Sync + 'static {
     /// The arguments of [`Hooks::Weight`].
     fn weight(&self) -> LaunchOf<<Self::Weight as Weight>::Args>;
 
-    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is not 1
-    /// everywhere.
+    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is called
+    /// because it is not 1 everywhere; with [`Score::WEIGHS_PRODUCTS`] it never is.
     fn changes_scores(&self) -> [bool; 2] {
         [false, false]
     }
@@ -83,6 +83,16 @@ pub type WeightArgs<A> = <<A as Hooks>::Weight as Weight>::Args;
 pub type StatisticsOf<A> = <<A as Hooks>::Weight as Weight>::Statistics;
 /// The row statistics that a kind's backward pass reads.
 pub type SavedRows<A> = <<A as Hooks>::Weight as Weight>::SavedRows;
+
+/// Whether the backward pass sums dS over each query.
+pub const fn sums_of_rows<A: Hooks>() -> bool {
+    <A::Biases as Biases>::NEEDS_DS_SUMS || <A::Weight as Weight>::NEEDS_DS_ROW_SUMS
+}
+
+/// Whether the backward pass sums dS over each key.
+pub const fn sums_of_columns<A: Hooks>() -> bool {
+    <A::Biases as Biases>::NEEDS_DS_SUMS
+}
 /// The type of a kind's dq and dk.
 pub type GradientOf<A> = <<A as Hooks>::Operands as Operands>::Gradient;
 
@@ -248,7 +258,9 @@ pub trait Operands: Send + Sync + 'static {
     );
 }
 
-/// Biases that are added to scores by row and column, natural logarithms.
+/// Biases that are added to scores by row and column, natural logarithms. If [`Score::score`] does not change
+/// products beyond their scale, accumulators of scores start from the biases; else they are added to its
+/// results.
 ///
 /// A row's biases may leave out a constant, its shift, which cancels in the softmax.
 #[cube]
@@ -286,14 +298,21 @@ pub trait Biases: Send + Sync + 'static {
         #[comptime] config: KernelConfig,
     );
 
-    /// Initialises the accumulator `s` with the biases of the tile that was read, times `factor`.
-    fn start_from_biases(
+    /// Computes the biases of the tile that was read, times `factor`, for [`Biases::of_keys`].
+    fn begin_keys(
         state: &mut Self::KeyLoop,
-        s: &mut Accumulator,
         factor: f32,
         warp: usize,
         #[comptime] config: KernelConfig,
     );
+
+    /// The results of [`Biases::begin_keys`] for a lane's two keys from 8·`n` on.
+    fn of_keys(
+        state: &Self::KeyLoop,
+        warp: usize,
+        #[comptime] n: usize,
+        #[comptime] config: KernelConfig,
+    ) -> Pair;
 
     /// The shift of the query at `position`, in a warpgroup that begins at `first`: added to its scores, it
     /// completes the biases. `batch_head` is batch · heads + head.
@@ -364,6 +383,10 @@ pub trait Score: Send + Sync + 'static {
     /// The parameters of one query head.
     type Head: CubeType;
 
+    /// Whether the backward pass computes weights from products, by [`Score::weigh`], and not from scores: for
+    /// scores that do not determine their product. A masked key's product is then 0.
+    const WEIGHS_PRODUCTS: bool;
+
     /// The parameters of the query head `head`.
     fn head(args: &Self::Args, head: usize) -> Self::Head;
 
@@ -391,6 +414,11 @@ pub trait Score: Send + Sync + 'static {
         row: u32,
         column: u32,
     ) -> f32;
+
+    /// The weight of a product, and its derivative with respect to scale · q·k; both are 0 for a product of 0.
+    /// `shift`, base 2, is the bias and the shift of [`Weight::weigh`]; for a masked key it may be of any size.
+    /// Only called with [`Score::WEIGHS_PRODUCTS`].
+    fn weigh(args: &Self::Args, product: f32, shift: f32) -> (f32, f32);
 }
 
 /// The weight of a score, and the normalisation of a row of weights.
@@ -409,9 +437,12 @@ pub trait Weight: Send + Sync + 'static {
     const SCORE_FACTOR: f32;
     /// Whether there are statistics of rows.
     const HAS_STATISTICS: bool;
+    /// Whether the backward pass sums dS over each query, for the gradient of a row's parameter.
+    const NEEDS_DS_ROW_SUMS: bool;
 
-    /// The state before the first key.
-    fn init_rows() -> Self::RowState;
+    /// The state before the first key of a lane's two rows, which have these indices in
+    /// `[batch, heads, queries]`.
+    fn init_rows(args: &Self::Args, rows: &Array<usize>) -> Self::RowState;
 
     /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
     /// the accumulator so far, if the row state's reference changes.
@@ -461,9 +492,7 @@ pub trait Weight: Send + Sync + 'static {
     /// from the gradients of its weights (for softmax δ).
     fn saved(saved: &Self::SavedRows, at: usize) -> (f32, f32);
 
-    /// The weight of a score times `scale` plus `shift`.
-    fn weigh(score: f32, scale: f32, shift: f32) -> f32;
-
-    /// The derivative of `weight` with respect to the score without [`Weight::SCORE_FACTOR`].
-    fn slope(score: f32, weight: f32) -> f32;
+    /// The weight of a score times `scale` plus `shift`, and its derivative with respect to the score without
+    /// [`Weight::SCORE_FACTOR`]. `saved` is here for its compile-time settings.
+    fn weigh(saved: &Self::SavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32);
 }

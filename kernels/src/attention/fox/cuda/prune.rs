@@ -10,7 +10,7 @@
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{DecaySums, SPAN, Sums};
+use crate::attention::decay::{DecaySums, SPAN, Sums};
 use crate::attention::flash::hooks::Hooks;
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::{FlashAttention, grid, row_dots};
