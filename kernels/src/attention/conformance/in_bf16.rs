@@ -313,9 +313,8 @@ impl Roundings {
         self.check_beside(what, got, want, iter::empty);
     }
 
-    /// As [`Roundings::check`]; `nudged` computes the results of [`nudges`]. Where single results amplify
-    /// roundings of the inputs, as quotients of small numbers do, the largest error may be √5 times the effect
-    /// of √count such roundings.
+    /// As [`Roundings::check`]; `nudged` computes the results of [`nudges`]. Where results amplify roundings of
+    /// the inputs, as quotients of small numbers do, their effect counts as that of one rounding.
     fn check_beside<I: Iterator<Item = Vec<f64>>>(
         self,
         what: &str,
@@ -332,14 +331,17 @@ impl Roundings {
         let vectors = got.len() as f64 / self.vector as f64;
         let fluctuation = 1.0 + (2.0 / vectors).sqrt();
         let roundings = f64::from(self.count).sqrt() * fluctuation;
-        let allowed = roundings * NUDGE * size;
-        let mut allowed_worst = 5f64.sqrt() * roundings * NUDGE * largest;
-        if self.kinks {
-            allowed_worst = f64::INFINITY;
-        } else if worst > allowed_worst {
-            let moved = nudged().map(|x| largest_difference(&x, want)).fold(0.0, f64::max);
-            allowed_worst = allowed_worst.max(5f64.sqrt() * roundings * moved);
+        // What one rounding may do, at most and in the root mean square.
+        let mut one = [NUDGE * if self.kinks { f64::INFINITY } else { largest }, NUDGE * size];
+        let limits = |[most, usual]: [f64; 2]| [5f64.sqrt() * roundings * most, roundings * usual];
+        if worst > limits(one)[0] || mean > limits(one)[1] {
+            let moved: Vec<f64> = nudged()
+                .flat_map(|x| x.into_iter().zip(want).map(|(x, want)| x - want).collect::<Vec<_>>())
+                .collect();
+            let most = moved.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+            one = [one[0].max(most), one[1].max(root_mean_square(&moved))];
         }
+        let [allowed_worst, allowed] = limits(one);
         record(worst / largest);
         assert!(
             worst <= allowed_worst && mean <= allowed,
