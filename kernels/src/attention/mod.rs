@@ -71,7 +71,7 @@ registry::registry! {
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
-    Diff = "diff" in diff;
+    Diff = "diff" in diff, kernels for cuda in bf16;
     /// Softmax attention with the differential extension.
     Dex = "dex" in dex;
     /// Differential rectified linear attention.
