@@ -118,8 +118,8 @@ impl VariantSpec for Config {
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // qᵀk and p·v in each view, both for each part of the values.
-        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
+        // qᵀk and p·v in each view: two multiply-adds per channel and key.
+        let per_key = 4 * shape.heads * (shape.head_dim + self.value_dim(shape));
         per_key as f64 * shape.mean_keys(seq_len)
     }
 }

@@ -126,7 +126,7 @@ pub struct FlashAttention<A: Hooks> {
 /// Warpgroups per block and rows per tile, for head_dim and value_dim up to 64, up to 128 (each the fastest on an
 /// H200), for larger values alone, and above (the largest that fit into registers and shared memory): in the
 /// forward pass, for dq, for dk and dv, and for all three.
-const FORWARD_SHAPES: [(usize, usize); 4] = [(1, 128), (2, 128), (1, 64), (1, 64)];
+const FORWARD_SHAPES: [(usize, usize); 4] = [(1, 128), (2, 128), (2, 64), (1, 64)];
 const DQ_SHAPES: [(usize, usize); 4] = [(1, 128), (2, 128), (2, 64), (1, 32)];
 const DKV_SHAPES: [(usize, usize); 4] = [(1, 128), (1, 64), (2, 64), (1, 32)];
 const DQKV_SHAPES: [(usize, usize); 2] = [(2, 128), (2, 64)];
