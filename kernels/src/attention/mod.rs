@@ -71,9 +71,9 @@ registry::registry! {
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
-    Diff = "diff" in diff;
+    Diff = "diff" in diff, kernels for cuda in bf16;
     /// Softmax attention with the differential extension.
-    Dex = "dex" in dex;
+    Dex = "dex" in dex, kernels for cuda in bf16;
     /// Differential rectified linear attention.
     DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
     /// Length scaled softplus attention with re-weighting.

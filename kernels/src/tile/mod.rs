@@ -311,7 +311,8 @@ pub fn add_pb_of_rows(
 }
 
 /// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of pairs.
-/// `row` is the warp's first row; rows from `total` on are not written. `base` and `stride` are in chunks.
+/// `row` is the warp's first row; rows from `total` on are not written, nor channels past `chunks`. `base` and
+/// `stride` are in chunks.
 #[cube]
 pub fn store_rows<O: Numeric>(
     acc: &Accumulator,
@@ -321,7 +322,6 @@ pub fn store_rows<O: Numeric>(
     stride: usize,
     row: usize,
     total: usize,
-    #[comptime] n: usize,
     #[comptime] chunks: usize,
 ) {
     let lane = UNIT_POS_PLANE as usize;
@@ -332,7 +332,7 @@ pub fn store_rows<O: Numeric>(
             // In pairs; base and stride count chunks.
             let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
             #[unroll]
-            for column in 0..comptime!(if n < chunks { n } else { chunks }) {
+            for column in 0..chunks {
                 let value = acc.index(column)[r];
                 let mut pair = Pair::empty();
                 pair[0] = value[0] * factors[r];

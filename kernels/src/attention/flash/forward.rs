@@ -16,7 +16,7 @@ use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, bytes, define_exp2, zeros};
 
-/// q, k and v, `[batch, heads or kv_heads, tokens, head_dim]`.
+/// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct Qkv {
     /// Queries.
@@ -44,9 +44,10 @@ pub fn forward<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
+        comptime!(config);
     let rows = comptime!(config.rows());
-    let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
+    let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));
     let with_biases = comptime!(BiasesOf::<A>::ENABLED);
     let biased = comptime!(with_biases && !config.changes_scores);
     let biases_after = comptime!(with_biases && config.changes_scores);
@@ -59,9 +60,10 @@ pub fn forward<A: Hooks>(
     let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
+    let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
     // Double-buffered tiles of K and V.
-    let mut pipeline = Pipeline::new(tile, dim, warps);
+    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     sync_cube();
 
@@ -74,10 +76,10 @@ pub fn forward<A: Hooks>(
                     others += comptime!(bytes(rows, dim));
                 }
                 let column = (last - back) * tile;
-                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_head, column, others);
+                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_heads, column, others);
                 if back == 0 {
                     let (head, first) = (block.head, block.first_query);
-                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows);
+                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows, dim);
                 }
             }
         }
@@ -122,10 +124,10 @@ pub fn forward<A: Hooks>(
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
-    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_head, last, config);
+    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_heads, last, config);
     if seen_from < seen_to {
         pipeline.wait(seen_from);
-        let at = pipeline.stage_offset(seen_from);
+        let at = pipeline.first_tile(seen_from);
         OperandsOf::<A>::start_scores(
             &mut operand_state,
             &mut s,
@@ -143,7 +145,7 @@ pub fn forward<A: Hooks>(
     }
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
-        let at = pipeline.stage_offset(back);
+        let at = pipeline.second_tile(back);
         wait(&mut s, 0usize);
 
         make_scores::<A>(
@@ -175,7 +177,7 @@ pub fn forward<A: Hooks>(
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
             pipeline.wait(back + 1);
-            let next_at = pipeline.stage_offset(back + 1);
+            let next_at = pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
                 &mut s,
@@ -206,10 +208,10 @@ pub fn forward<A: Hooks>(
         }
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = first_column - 2 * tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_head, column, 0u32);
+            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
         }
     }
-    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_head, last, config);
+    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_heads, last, config);
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]
@@ -235,7 +237,7 @@ pub fn forward<A: Hooks>(
             r,
         );
     }
-    o.store(&o_acc, &factors, batch, block.head, own, queries, config);
+    o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
 }
 
 /// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
@@ -247,7 +249,7 @@ fn skip_tiles(
     to: usize,
     tiles: usize,
     batch: usize,
-    kv_head: usize,
+    kv_heads: (usize, usize),
     last: usize,
     #[comptime] config: KernelConfig,
 ) {
@@ -255,7 +257,7 @@ fn skip_tiles(
         pipeline.wait(back);
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = (last - back - 2) * config.tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_head, column, 0u32);
+            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
         }
     }
 }

@@ -43,7 +43,10 @@ impl<const OFFSETS: bool> RectifiedHooks<OFFSETS> {
         inputs: [&CudaTensor; 3],
         documents: Option<&CudaTensor>,
     ) -> FlashAttention<Self> {
-        FlashAttention::new(inputs, op.scale, self.clone()).window(op.window).documents(documents)
+        FlashAttention::new(inputs, op.scale, self.clone())
+            .views(dims(inputs[1])[1] / dims(inputs[2])[1])
+            .window(op.window)
+            .documents(documents)
     }
 }
 

@@ -33,7 +33,8 @@ pub fn dq<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
+        comptime!(config);
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
     let with_biases = comptime!(BiasesOf::<A>::ENABLED);
@@ -50,11 +51,13 @@ pub fn dq<A: Hooks>(
     let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let (queries, keys) = (problem.queries as usize, problem.keys as usize);
+    let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
     // Double-buffered tiles of K and V.
-    let mut pipeline = Pipeline::new(tile, dim, warps);
+    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
-    let mut grad_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut grad_tile =
+        SharedMemory::<Chunk>::new_aligned(comptime!(rows * value_dim / CHUNK), ALIGN);
     sync_cube();
 
     if UNIT_POS == 0 {
@@ -62,15 +65,24 @@ pub fn dq<A: Hooks>(
             if iteration < tiles {
                 let mut others = 0u32;
                 if iteration == 0 {
-                    others += comptime!(2 * bytes(rows, dim));
+                    others += comptime!(bytes(rows, dim) + bytes(rows, value_dim));
                 }
                 let column = (from + iteration) * tile;
-                pipeline.load(iteration, &inputs.k, &inputs.v, batch, kv_head, column, others);
+                pipeline.load(iteration, &inputs.k, &inputs.v, batch, kv_heads, column, others);
                 if iteration == 0 {
                     let (head, first) = (block.head, block.first_query);
-                    pipeline.load_also(0usize, &inputs.q, batch, head, first, &mut q_tile, rows);
-                    let grad = &inputs.grad;
-                    pipeline.load_also(0usize, grad, batch, head, first, &mut grad_tile, rows);
+                    let (q, grad) = (&inputs.q, &inputs.grad);
+                    pipeline.load_also(0usize, q, batch, head, first, &mut q_tile, rows, dim);
+                    pipeline.load_also(
+                        0usize,
+                        grad,
+                        batch,
+                        head,
+                        first,
+                        &mut grad_tile,
+                        rows,
+                        value_dim,
+                    );
                 }
             }
         }
@@ -121,7 +133,7 @@ pub fn dq<A: Hooks>(
 
     for iteration in 0..tiles {
         let first_column = (from + iteration) * tile;
-        let at = pipeline.stage_offset(iteration);
+        let (k_at, v_at) = (pipeline.first_tile(iteration), pipeline.second_tile(iteration));
         pipeline.wait(iteration);
         if (iteration >= seen_from) & (iteration < seen_to) {
             if iteration == seen_from {
@@ -130,7 +142,7 @@ pub fn dq<A: Hooks>(
                     &mut s,
                     &q_tile,
                     &pipeline.first_tiles,
-                    at,
+                    k_at,
                     warp,
                     fresh,
                     config,
@@ -140,11 +152,11 @@ pub fn dq<A: Hooks>(
                     group_row,
                     rows,
                     &pipeline.second_tiles,
-                    at,
+                    v_at,
                     &mut dp,
                     true,
                     n_keys,
-                    comptime!(dim / 16),
+                    comptime!(value_dim / 16),
                 );
             }
             let next = first_column + tile;
@@ -247,20 +259,19 @@ pub fn dq<A: Hooks>(
             }
             OperandsOf::<A>::rescale_dq(&operand_state, &mut dq_acc, warp, config);
             let ds = to_a_frags(&s, n_keys);
-            start_pb(&ds, &pipeline.first_tiles, at, &mut dq_acc);
+            start_pb(&ds, &pipeline.first_tiles, k_at, &mut dq_acc);
             // Start the next tile's scores before waiting for this tile's product.
             if iteration + 1 < seen_to {
                 if biased {
                     start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
                 }
                 pipeline.wait(iteration + 1);
-                let next_at = pipeline.stage_offset(iteration + 1);
                 OperandsOf::<A>::start_scores_of_dq(
                     &mut operand_state,
                     &mut s,
                     &q_tile,
                     &pipeline.first_tiles,
-                    next_at,
+                    pipeline.first_tile(iteration + 1),
                     warp,
                     fresh,
                     config,
@@ -270,11 +281,11 @@ pub fn dq<A: Hooks>(
                     group_row,
                     rows,
                     &pipeline.second_tiles,
-                    next_at,
+                    pipeline.second_tile(iteration + 1),
                     &mut dp,
                     true,
                     n_keys,
-                    comptime!(dim / 16),
+                    comptime!(value_dim / 16),
                 );
                 let after = next + tile;
                 if biased && after <= group.last {
@@ -294,7 +305,7 @@ pub fn dq<A: Hooks>(
         }
         if pipeline.release(iteration) & (iteration + 2 < tiles) {
             let column = first_column + 2 * tile;
-            pipeline.load(iteration + 2, &inputs.k, &inputs.v, batch, kv_head, column, 0u32);
+            pipeline.load(iteration + 2, &inputs.k, &inputs.v, batch, kv_heads, column, 0u32);
         }
     }
 
@@ -316,5 +327,5 @@ pub fn dq<A: Hooks>(
             factors[r] = problem.scale;
         }
     }
-    dq.store(&dq_acc, &factors, batch, block.head, own, queries, config);
+    dq.store(&dq_acc, &factors, batch, block.head, own, queries, config.head_dim);
 }
