@@ -79,7 +79,7 @@ registry::registry! {
     /// Length scaled softplus attention with re-weighting.
     Lssar = "lssar" in lssar;
     /// 1.5-entmax attention.
-    Entmax = "entmax" in entmax;
+    Entmax = "entmax" in entmax, kernels for cuda in bf16;
     /// Stick-breaking attention.
     StickBreaking = "stick_breaking" in stick_breaking;
     /// Gated linear attention.
