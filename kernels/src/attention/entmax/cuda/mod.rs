@@ -105,6 +105,7 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     const SCORE_FACTOR: f32 = 0.5;
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
+    const HAS_FOUR_STATISTICS: bool = false;
 
     fn init_rows(args: &Thresholds, rows: &Array<usize>) -> EntmaxRowState {
         let mut tau = Array::<f32>::new(2usize);
@@ -189,6 +190,29 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     fn weigh(_saved: &SavedThresholds, score: f32, scale: f32, shift: f32) -> (f32, f32) {
         let slope = rectified(fma(score, scale, shift));
         (slope * slope, slope)
+    }
+
+    fn saved_more(_saved: &SavedThresholds, _at: usize) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
+
+    fn weight_of(
+        _saved: &SavedThresholds,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn ds_of(
+        _saved: &SavedThresholds,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+        _dp: f32,
+    ) -> f32 {
+        f32::cast_from(0u32)
     }
 }
 
