@@ -77,9 +77,9 @@ registry::registry! {
     /// Differential rectified linear attention.
     DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
     /// Length scaled softplus attention with re-weighting.
-    Lssar = "lssar" in lssar;
+    Lssar = "lssar" in lssar, kernels for cuda in bf16;
     /// 1.5-entmax attention.
-    Entmax = "entmax" in entmax;
+    Entmax = "entmax" in entmax, kernels for cuda in bf16;
     /// Stick-breaking attention.
     StickBreaking = "stick_breaking" in stick_breaking;
     /// Gated linear attention.

@@ -26,6 +26,7 @@ mod heads;
 pub mod hooks;
 pub mod mask;
 pub mod problem;
+pub mod search;
 mod shared_values;
 pub mod weight;
 

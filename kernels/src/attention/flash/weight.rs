@@ -165,6 +165,7 @@ impl Weight for SoftmaxWeight {
     const SCORE_FACTOR: f32 = LOG2_E;
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
+    const HAS_FOUR_STATISTICS: bool = false;
 
     fn init_rows(_args: &Sinks, _rows: &Array<usize>) -> SoftmaxRowState {
         let mut row_max = Array::<f32>::new(2usize);
@@ -310,5 +311,28 @@ impl Weight for SoftmaxWeight {
     fn weigh(_saved: &SoftmaxSavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32) {
         let weight = exp2(fma(score, scale, shift));
         (weight, weight)
+    }
+
+    fn saved_more(_saved: &SoftmaxSavedRows, _at: usize) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
+
+    fn weight_of(
+        _saved: &SoftmaxSavedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn ds_of(
+        _saved: &SoftmaxSavedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+        _dp: f32,
+    ) -> f32 {
+        f32::cast_from(0u32)
     }
 }

@@ -127,6 +127,7 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
     const SCORE_FACTOR: f32 = 1.0;
     const HAS_STATISTICS: bool = OFFSETS;
     const NEEDS_DS_ROW_SUMS: bool = OFFSETS;
+    const HAS_FOUR_STATISTICS: bool = false;
 
     fn init_rows(args: &RectifiedRows, rows: &Array<usize>) -> RectifiedRowState {
         let mut offsets = Array::<f32>::new(2usize);
@@ -208,6 +209,29 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
 
     fn weigh(saved: &RectifiedRows, score: f32, scale: f32, shift: f32) -> (f32, f32) {
         rectified(fma(score, scale, shift), comptime!(saved.power))
+    }
+
+    fn saved_more(_saved: &RectifiedRows, _at: usize) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
+
+    fn weight_of(
+        _saved: &RectifiedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn ds_of(
+        _saved: &RectifiedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+        _dp: f32,
+    ) -> f32 {
+        f32::cast_from(0u32)
     }
 }
 

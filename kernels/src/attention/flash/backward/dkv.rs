@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_columns,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -78,7 +78,7 @@ pub fn dkv<A: Hooks>(
     let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
     let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * value_dim / CHUNK), ALIGN);
-    let mut query_tile = QueryTile::new(warps, config);
+    let mut query_tile = QueryTile::new(warps, comptime!(four_statistics::<A>()), config);
     sync_cube();
 
     let passes = Passes::new(&problem, mask, CUBE_POS_Y as usize, first_column, config);
@@ -248,7 +248,17 @@ pub fn dkv<A: Hooks>(
             }
             if with_dk {
                 wait(&mut dp, comptime!(usize::from(with_dv)));
-                slopes_to_ds::<A>(&s, &mut dp, &query_tile, warp, &mut ds_sum, with_sums, config);
+                slopes_to_ds::<A>(
+                    &s,
+                    &mut dp,
+                    saved,
+                    scale,
+                    &query_tile,
+                    warp,
+                    &mut ds_sum,
+                    with_sums,
+                    config,
+                );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                 let ds = to_a_frags(&dp, n_queries);
                 start_pb(&ds, &pipeline.first_tiles, q_at, &mut dk_acc);

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::super::forward::{make_scores, start_from_biases};
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
-    ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_rows,
+    ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_rows,
 };
 use super::super::mask::{Mask, QueryBlock};
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -103,6 +103,7 @@ pub fn dq<A: Hooks>(
     let mut dq_acc = zeros(n_dim);
     let mut row_shift = Array::<f32>::new(2usize);
     let mut row_delta = Array::<f32>::new(2usize);
+    let mut row_more = Array::<Vector<f32, Const<4>>>::new(2usize);
     let mut ds_sum = Array::<f32>::new(2usize);
     let first = block.first_keys(&problem, mask, own);
     #[unroll]
@@ -111,6 +112,15 @@ pub fn dq<A: Hooks>(
         let (lse, delta) = WeightOf::<A>::saved(saved, at);
         row_shift[r] = -lse;
         row_delta[r] = delta;
+        if comptime!(four_statistics::<A>()) {
+            let (third, fourth) = WeightOf::<A>::saved_more(saved, at);
+            let mut four = Vector::<f32, Const<4>>::empty();
+            four[0] = lse;
+            four[1] = delta;
+            four[2] = third;
+            four[3] = fourth;
+            row_more[r] = four;
+        }
         ds_sum[r] = 0f32;
     }
     let head_params = ScoreOf::<A>::head(score, block.head);
@@ -197,7 +207,7 @@ pub fn dq<A: Hooks>(
                     );
                 }
             }
-            // s = dP/d(scale · q·k) of each weight.
+            // s = dP/d(scale · q·k) of each weight; with four statistics, s remains.
             #[unroll]
             for n in 0..n_keys {
                 let mut key_biases = Pair::cast_from(0f32);
@@ -216,7 +226,7 @@ pub fn dq<A: Hooks>(
                         if products {
                             let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
                             pair[e] = slope;
-                        } else {
+                        } else if comptime!(!four_statistics::<A>()) {
                             let (_, weight_slope) =
                                 WeightOf::<A>::weigh(saved, pair[e], scale, shift);
                             let mut slope = weight_slope;
@@ -248,7 +258,12 @@ pub fn dq<A: Hooks>(
                     let grads = dp.index(n)[r];
                     #[unroll]
                     for e in 0..2usize {
-                        pair[e] *= grads[e] - row_delta[r];
+                        if comptime!(four_statistics::<A>()) {
+                            pair[e] =
+                                WeightOf::<A>::ds_of(saved, pair[e], scale, row_more[r], grads[e]);
+                        } else {
+                            pair[e] *= grads[e] - row_delta[r];
+                        }
                     }
                     if with_sums {
                         // In pairs: half as many additions wait for one another.

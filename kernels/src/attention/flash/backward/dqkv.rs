@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_columns, sums_of_rows,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns, sums_of_rows,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -164,7 +164,7 @@ pub fn dqkv<A: Hooks>(
     let row_pairs = comptime!(if with_sums { CONSUMER_WARPS * tile / 2 } else { 1 });
     let mut row_sums = SharedMemory::<Pair>::new_aligned(comptime!(2 * row_pairs), 8usize);
     let mut dq_tile = SharedMemory::<Vec4>::new_aligned(vectors, 128usize);
-    let mut query_tile = QueryTile::new(2usize, config);
+    let mut query_tile = QueryTile::new(2usize, comptime!(four_statistics::<A>()), config);
     let mut most_first_key = SharedMemory::<u32>::new(2usize);
     let mut tickets = Tickets::new();
     if UNIT_POS == 0 {
@@ -465,6 +465,8 @@ pub fn dqkv<A: Hooks>(
                 slopes_to_ds::<A>(
                     &s,
                     &mut dp,
+                    saved,
+                    scale,
                     &query_tile,
                     slot,
                     &mut ds_sum,

@@ -89,6 +89,11 @@ pub const fn sums_of_rows<A: Hooks>() -> bool {
     <A::Biases as Biases>::NEEDS_DS_SUMS || <A::Weight as Weight>::NEEDS_DS_ROW_SUMS
 }
 
+/// Whether rows have four statistics, see [`Weight::HAS_FOUR_STATISTICS`].
+pub const fn four_statistics<A: Hooks>() -> bool {
+    <A::Weight as Weight>::HAS_FOUR_STATISTICS
+}
+
 /// Whether the backward pass sums dS over each key.
 pub const fn sums_of_columns<A: Hooks>() -> bool {
     <A::Biases as Biases>::NEEDS_DS_SUMS
@@ -439,6 +444,10 @@ pub trait Weight: Send + Sync + 'static {
     const HAS_STATISTICS: bool;
     /// Whether the backward pass sums dS over each query, for the gradient of a row's parameter.
     const NEEDS_DS_ROW_SUMS: bool;
+    /// Whether weights depend on more than a shift of scores, and dS is not a slope times dP less a number: the
+    /// backward pass then reads four statistics of a row, and calls [`Weight::weight_of`] and [`Weight::ds_of`]
+    /// in place of [`Weight::weigh`].
+    const HAS_FOUR_STATISTICS: bool;
 
     /// The state before the first key of a lane's two rows, which have these indices in
     /// `[batch, heads, queries]`.
@@ -495,4 +504,25 @@ pub trait Weight: Send + Sync + 'static {
     /// The weight of a score times `scale` plus `shift`, and its derivative with respect to the score without
     /// [`Weight::SCORE_FACTOR`]. `saved` is here for its compile-time settings.
     fn weigh(saved: &Self::SavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32);
+
+    /// The last two of a row's four statistics; [`Weight::saved`] gives the first two.
+    fn saved_more(saved: &Self::SavedRows, at: usize) -> (f32, f32);
+
+    /// The weight of a score times `scale`, for a row with these four statistics.
+    fn weight_of(
+        saved: &Self::SavedRows,
+        score: f32,
+        scale: f32,
+        statistics: Vector<f32, Const<4>>,
+    ) -> f32;
+
+    /// dS of a score times `scale`, without [`Weight::SCORE_FACTOR`], from the gradient of its weight; 0 for a
+    /// masked key.
+    fn ds_of(
+        saved: &Self::SavedRows,
+        score: f32,
+        scale: f32,
+        statistics: Vector<f32, Const<4>>,
+        dp: f32,
+    ) -> f32;
 }
