@@ -13,6 +13,7 @@
 //!
 //! Decoding caches keys and values: 2 · kv_heads · head_dim elements per token.
 
+mod cuda;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -26,7 +27,7 @@ use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, VariantSpec};
+use super::{AttentionShape, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
 fn core(shape: &AttentionShape) -> Rowwise<StickBreaking> {
@@ -52,6 +53,12 @@ impl Default for Config {
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(

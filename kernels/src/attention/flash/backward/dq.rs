@@ -7,11 +7,13 @@ use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
     ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_rows,
 };
+use super::super::in_order::Carries;
 use super::super::mask::{Mask, QueryBlock};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::{BackwardInputs, GradientOutput};
 use crate::tile::warpgroup::{
-    GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit, wait,
+    GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit,
+    uninit_a_frags, wait,
 };
 use crate::tile::{ALIGN, CHUNK, Chunk, LOG2_E, Pair, bytes, define_exp2, sum_of_four, zeros};
 
@@ -29,6 +31,7 @@ pub fn dq<A: Hooks>(
     saved: &SavedRows<A>,
     dq: &mut GradientOutput<A>,
     ds_rows: &mut ComptimeOption<Array<f32>>,
+    carries: &mut ComptimeOption<Carries>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
@@ -42,6 +45,7 @@ pub fn dq<A: Hooks>(
     let fresh = comptime!(!biased);
     let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
     let with_sums = comptime!(sums_of_rows::<A>());
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -96,11 +100,20 @@ pub fn dq<A: Hooks>(
     #[unroll]
     for r in 0..2usize {
         let at = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
-        let (lse, delta) = WeightOf::<A>::saved(saved, at);
-        row_shift[r] = -lse;
-        row_delta[r] = delta;
+        row_shift[r] = 0f32;
+        row_delta[r] = 0f32;
+        if !in_order {
+            let (lse, delta) = WeightOf::<A>::saved(saved, at);
+            row_shift[r] = -lse;
+            row_delta[r] = delta;
+        }
         ds_sum[r] = 0f32;
     }
+    // Of the lane's rows: the carries of the current tile, and the sums over the tiles before it.
+    let mut row_carries = Array::<f32>::new(2usize);
+    let mut row_sums = Array::<f32>::new(2usize);
+    row_sums[0] = 0f32;
+    row_sums[1] = 0f32;
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
@@ -148,6 +161,12 @@ pub fn dq<A: Hooks>(
                 );
             }
             let next = first_column + tile;
+            if in_order {
+                let carries = carries.as_mut().unwrap();
+                let key_tile = first_column / tile;
+                carries.read(&mut row_carries, &problem, batch_head, own, key_tile);
+                carries.write_sums(&row_sums, &problem, batch_head, own, key_tile);
+            }
             OperandsOf::<A>::begin_tile_of_dq(
                 &mut operand_state,
                 operands,
@@ -168,7 +187,7 @@ pub fn dq<A: Hooks>(
                 lane_row,
                 lane_column,
                 &first,
-                group.at_edge(first_column, tile),
+                group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
                 products,
                 config,
             );
@@ -185,64 +204,79 @@ pub fn dq<A: Hooks>(
                     );
                 }
             }
-            // s = dP/d(scale · q·k) of each weight.
-            #[unroll]
-            for n in 0..n_keys {
-                let mut key_biases = Pair::cast_from(0f32);
-                if biases_after {
-                    key_biases = BiasesOf::<A>::of_keys(&bias_state, warp, n, config);
-                }
+            if in_order {
+                wait(&mut dp, 0usize);
+                let mut no_p = uninit_a_frags(0usize);
+                WeightOf::<A>::gradients_in_order(
+                    &mut s,
+                    &mut dp,
+                    &mut no_p,
+                    &row_carries,
+                    &mut row_sums,
+                    scale,
+                    false,
+                    n_keys,
+                );
+            } else {
+                // s = dP/d(scale · q·k) of each weight.
                 #[unroll]
-                for r in 0..2usize {
-                    let mut pair = s.index(n)[r];
+                for n in 0..n_keys {
+                    let mut key_biases = Pair::cast_from(0f32);
+                    if biases_after {
+                        key_biases = BiasesOf::<A>::of_keys(&bias_state, warp, n, config);
+                    }
                     #[unroll]
-                    for e in 0..2usize {
-                        let mut shift = row_shift[r];
-                        if biases_after {
-                            shift += key_biases[e];
-                        }
-                        if products {
-                            let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
-                            pair[e] = slope;
-                        } else {
-                            let (_, weight_slope) =
-                                WeightOf::<A>::weigh(saved, pair[e], scale, shift);
-                            let mut slope = weight_slope;
-                            if comptime!(config.nonlinear_scores) {
-                                let row = lane_row + comptime!((r * 8) as u32);
-                                let column = lane_column + comptime!((n * 8 + e) as u32);
-                                let score_slope = ScoreOf::<A>::slope(
-                                    score,
-                                    &problem,
-                                    &head_params,
-                                    pair[e],
-                                    row,
-                                    column,
-                                );
-                                slope *= score_slope;
+                    for r in 0..2usize {
+                        let mut pair = s.index(n)[r];
+                        #[unroll]
+                        for e in 0..2usize {
+                            let mut shift = row_shift[r];
+                            if biases_after {
+                                shift += key_biases[e];
                             }
-                            pair[e] = slope;
+                            if products {
+                                let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
+                                pair[e] = slope;
+                            } else {
+                                let (_, weight_slope) =
+                                    WeightOf::<A>::weigh(saved, pair[e], scale, shift);
+                                let mut slope = weight_slope;
+                                if comptime!(config.nonlinear_scores) {
+                                    let row = lane_row + comptime!((r * 8) as u32);
+                                    let column = lane_column + comptime!((n * 8 + e) as u32);
+                                    let score_slope = ScoreOf::<A>::slope(
+                                        score,
+                                        &problem,
+                                        &head_params,
+                                        pair[e],
+                                        row,
+                                        column,
+                                    );
+                                    slope *= score_slope;
+                                }
+                                pair[e] = slope;
+                            }
                         }
+                        s.index_mut(n)[r] = pair;
                     }
-                    s.index_mut(n)[r] = pair;
                 }
-            }
-            wait(&mut dp, 0usize);
-            #[unroll]
-            for n in 0..n_keys {
+                wait(&mut dp, 0usize);
                 #[unroll]
-                for r in 0..2usize {
-                    let mut pair = s.index(n)[r];
-                    let grads = dp.index(n)[r];
+                for n in 0..n_keys {
                     #[unroll]
-                    for e in 0..2usize {
-                        pair[e] *= grads[e] - row_delta[r];
+                    for r in 0..2usize {
+                        let mut pair = s.index(n)[r];
+                        let grads = dp.index(n)[r];
+                        #[unroll]
+                        for e in 0..2usize {
+                            pair[e] *= grads[e] - row_delta[r];
+                        }
+                        if with_sums {
+                            // In pairs: half as many additions wait for one another.
+                            ds_sum[r] += pair[0] + pair[1];
+                        }
+                        s.index_mut(n)[r] = pair;
                     }
-                    if with_sums {
-                        // In pairs: half as many additions wait for one another.
-                        ds_sum[r] += pair[0] + pair[1];
-                    }
-                    s.index_mut(n)[r] = pair;
                 }
             }
             OperandsOf::<A>::rescale_dq(&operand_state, &mut dq_acc, warp, config);
