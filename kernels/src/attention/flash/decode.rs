@@ -359,11 +359,8 @@ pub fn split<A: Hooks>(
         );
         let mut s = zeros(2usize);
         // Where the warp's keys are: rows of the tile, or a tile of their own.
-        let (mut row, mut warp_at) = (own, at);
-        if in_order {
-            row = usize::cast_from(0u32);
-            warp_at = at + own * chunks;
-        }
+        let row = own * comptime!(if in_order { 0 } else { 1 });
+        let warp_at = at + own * comptime!(if in_order { chunks } else { 0 });
         add_abt_of_rows(&def, &q_frags, &k_tile, warp_at, row, step, &mut s, steps);
         #[unroll]
         for n in 0..2usize {
