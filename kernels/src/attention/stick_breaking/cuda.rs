@@ -221,6 +221,15 @@ fn flash(
     FlashAttention::new(inputs, op.scale, StickHooks).window(op.window).documents(documents)
 }
 
+/// Carries are kept until the backward pass if they take at most this many times the output's memory; else it
+/// computes them again.
+const CARRIES_PER_OUTPUT: usize = 4;
+
+/// Whether to keep the carries. They take 4 bytes per query and tile, and the output 2 per channel.
+fn keeps_carries(keys: usize, head_dim: usize) -> bool {
+    keys.div_ceil(TILE) * 4 <= CARRIES_PER_OUTPUT * head_dim * 2
+}
+
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward). There are no offsets.
 pub(super) fn forward(
     op: &Rowwise<StickBreaking>,
@@ -232,20 +241,20 @@ pub(super) fn forward(
         return None;
     }
     let flash = flash(op, inputs, documents);
-    if needs {
+    let saved = inputs.map(Clone::clone).into_iter();
+    if needs && keeps_carries(flash.k().dims[2], flash.q().dims[3]) {
         let (output, SavedOrder { carries, reached }) = flash.forward_in_order(());
         let Pruned { first, bounds, least } = reached;
-        let order = [carries, first, bounds, least];
-        let saved = inputs.into_iter().cloned().chain(order).collect();
+        let saved = saved.chain([carries, first, bounds, least]).collect();
         return Some(Forward { output, saved });
     }
-    let output = if flash.q().dims[2] == 1 {
+    let output = if flash.q().dims[2] == 1 && !needs {
         let [output, _] = decode(&flash, None);
         output
     } else {
         flash.forward(())
     };
-    Some(Forward { output, saved: vec![] })
+    Some(Forward { output, saved: saved.collect() })
 }
 
 /// The gradients of q, k and v, from what [`forward`] saved.
@@ -255,12 +264,29 @@ pub(super) fn backward(
     documents: Option<&CudaTensor>,
     grad: &CudaTensor,
 ) -> Vec<CudaTensor> {
-    let [q, k, v, carries, first, bounds, least] = saved else {
-        unreachable!("seven tensors are saved, not {}", saved.len())
-    };
-    let [carries, first, bounds, least] = [carries, first, bounds, least].map(Clone::clone);
-    let order = SavedOrder { carries, reached: Pruned { first, bounds, least } };
+    let [q, k, v, order @ ..] = saved else { unreachable!("q, k and v are saved") };
     let flash = flash(op, [q, k, v], documents);
+    let order = match order {
+        [carries, first, bounds, least] => {
+            let [carries, first, bounds, least] = [carries, first, bounds, least].map(Clone::clone);
+            SavedOrder { carries, reached: Pruned { first, bounds, least } }
+        }
+        _ => flash.forward_in_order(()).1,
+    };
     let Gradients { dq, dk, dv, .. } = flash.backward_in_order(order, grad, ());
     vec![dq, dk, dv]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::keeps_carries;
+
+    #[test]
+    fn long_rows_compute_their_carries_again() {
+        for (keys, head_dim, keeps) in
+            [(1, 8, true), (8192, 64, true), (8193, 64, false), (16_384, 128, true)]
+        {
+            assert_eq!(keeps_carries(keys, head_dim), keeps, "{keys} keys of {head_dim} channels");
+        }
+    }
 }

@@ -129,4 +129,6 @@ fn the_kernels_agree_where_sticks_last() {
         agrees_on::<Config, Cuda>(&variant, with_scores(&variant, 700, score));
         decodes_on::<Config, Cuda>(&variant, with_scores(&variant, 1300, score));
     }
+    // Carries that are not saved.
+    agrees_at::<Config, Cuda>(&variant, [2, 2, 8, 1, 1100], None);
 }

@@ -104,71 +104,74 @@ pub fn dkv_in_order<A: Hooks>(
             from: zero,
             tiles: zero,
         };
-        let group = block.group(&problem, mask, warp);
-        // Whether the forward pass visited this pair of tiles; all warps agree.
-        let seen = (first_column + tile > group.from) & (first_column <= group.last);
         pipeline.wait(iteration);
-        if seen {
-            let at = pipeline.stage_offset(iteration);
-            let row = at / PANEL;
-            let left = &pipeline.first_tiles;
-            start_tile_abt(left, row, tile, &k_tile, 0usize, &mut s, true, n_keys, steps);
-            let left = &pipeline.second_tiles;
-            start_tile_abt(left, row, tile, &v_tile, 0usize, &mut dp, true, n_keys, steps);
-            // The warp's queries.
-            let own = first_query + warp * 16;
-            carries.read(&mut row_carries, &problem, batch_head, own, key_tile);
-            carries.read_sums(&mut row_sums, &problem, batch_head, own, key_tile);
-            let first = block.first_keys(&problem, mask, own);
-            let head_params = ScoreOf::<A>::head(score, head);
-            wait(&mut s, 1usize);
-            make_scores::<A>(
-                &mut s,
-                score,
-                &problem,
-                &head_params,
-                (offset + own + lane / 4) as u32,
-                (first_column + (lane % 4) * 2) as u32,
-                &first,
-                group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
-                false,
-                config,
-            );
-            wait(&mut dp, 0usize);
-            let mut p = uninit_a_frags(comptime!(n_keys / 2));
-            WeightOf::<A>::gradients_in_order(
-                &mut s,
-                &mut dp,
-                &mut p,
-                &row_carries,
-                &mut row_sums,
-                scale,
-                with_dv,
-                n_keys,
-            );
-            // The products of the tiles before have ended in all warps.
-            sync_cube();
-            if with_dv {
-                store_a_frags(&p, &mut p_tile, zero, warp * 16, tile);
-            }
-            if with_dk {
-                let ds = to_a_frags(&s, n_keys);
-                store_a_frags(&ds, &mut ds_tile, zero, warp * 16, tile);
-            }
-            sync_async_proxy_shared();
-            sync_cube();
-            if with_dv {
-                let grads = &pipeline.second_tiles;
-                start_panels_atb(&p_tile, zero, grads, at, &mut dv_acc, false, tile);
-            }
-            if with_dk {
-                let q = &pipeline.first_tiles;
-                start_panels_atb(&ds_tile, zero, q, at, &mut dk_acc, false, tile);
-                wait(&mut dk_acc, 0usize);
-            }
-            if with_dv {
-                wait(&mut dv_acc, 0usize);
-            }
+        let at = pipeline.stage_offset(iteration);
+        let row = at / PANEL;
+        let left = &pipeline.first_tiles;
+        start_tile_abt(left, row, tile, &k_tile, 0usize, &mut s, true, n_keys, steps);
+        let left = &pipeline.second_tiles;
+        start_tile_abt(left, row, tile, &v_tile, 0usize, &mut dp, true, n_keys, steps);
+        // The warp's queries.
+        let own = first_query + warp * 16;
+        let group = block.group(&problem, mask, warp);
+        carries.read(&mut row_carries, &problem, batch_head, own, key_tile);
+        carries.read_sums(&mut row_sums, &problem, batch_head, own, key_tile);
+        // The forward pass wrote nothing for tiles that it did not visit.
+        let visited = (first_column + tile > group.from) & (first_column <= group.last);
+        #[unroll]
+        for r in 0..2usize {
+            row_carries[r] = select(visited, row_carries[r], 0f32);
+            row_sums[r] = select(visited, row_sums[r], 0f32);
+        }
+        let first = block.first_keys(&problem, mask, own);
+        let head_params = ScoreOf::<A>::head(score, head);
+        wait(&mut s, 1usize);
+        make_scores::<A>(
+            &mut s,
+            score,
+            &problem,
+            &head_params,
+            (offset + own + lane / 4) as u32,
+            (first_column + (lane % 4) * 2) as u32,
+            &first,
+            group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
+            false,
+            config,
+        );
+        wait(&mut dp, 0usize);
+        let mut p = uninit_a_frags(comptime!(n_keys / 2));
+        WeightOf::<A>::gradients_in_order(
+            &mut s,
+            &mut dp,
+            &mut p,
+            &row_carries,
+            &mut row_sums,
+            scale,
+            with_dv,
+            n_keys,
+        );
+        // The products of the tiles before have ended in all warps.
+        sync_cube();
+        if with_dv {
+            store_a_frags(&p, &mut p_tile, zero, warp * 16, tile);
+        }
+        if with_dk {
+            let ds = to_a_frags(&s, n_keys);
+            store_a_frags(&ds, &mut ds_tile, zero, warp * 16, tile);
+        }
+        sync_async_proxy_shared();
+        sync_cube();
+        if with_dv {
+            let grads = &pipeline.second_tiles;
+            start_panels_atb(&p_tile, zero, grads, at, &mut dv_acc, false, tile);
+        }
+        if with_dk {
+            let q = &pipeline.first_tiles;
+            start_panels_atb(&ds_tile, zero, q, at, &mut dk_acc, false, tile);
+            wait(&mut dk_acc, 0usize);
+        }
+        if with_dv {
+            wait(&mut dv_acc, 0usize);
         }
         if pipeline.release(iteration) & (iteration + 2 < total) {
             let (head, row) = passes.head_and_query(iteration + 2, false, tile);
