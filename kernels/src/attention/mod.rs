@@ -81,7 +81,7 @@ registry::registry! {
     /// 1.5-entmax attention.
     Entmax = "entmax" in entmax, kernels for cuda in bf16;
     /// Stick-breaking attention.
-    StickBreaking = "stick_breaking" in stick_breaking;
+    StickBreaking = "stick_breaking" in stick_breaking, kernels for cuda in bf16;
     /// Gated linear attention.
     Linear = "linear" in linear;
     /// RWKV-7's time mix.

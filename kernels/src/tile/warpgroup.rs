@@ -260,8 +260,8 @@ pub fn start_tile_abt(
     start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
 }
 
-/// Starts acc = Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of 64 columns that starts at
-/// chunk `left_at`, and B the columns of a panel from chunk `at` on.
+/// Starts acc = Aᵀ · B if `fresh`, else acc += Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of
+/// 64 columns that starts at chunk `left_at`, and B the columns from chunk `at` on, of a panel or of whole ones.
 #[cube]
 pub fn start_panels_atb(
     left_tile: &SharedMemory<Chunk>,
@@ -269,12 +269,13 @@ pub fn start_panels_atb(
     tile: &SharedMemory<Chunk>,
     at: usize,
     acc: &mut Accumulator,
+    #[comptime] fresh: bool,
     #[comptime] rows: usize,
 ) {
     let panel = comptime!(SmemOperand { summed_over: SummedOver::Rows, rows });
     let (from, to) = (chunk_index(left_at), chunk_index(at));
     let steps = comptime!(rows / 16);
-    start_with_tile(acc, left_tile, &from, tile, &to, true, panel, panel, steps);
+    start_with_tile(acc, left_tile, &from, tile, &to, fresh, panel, panel, steps);
 }
 
 /// Writes fragments of an operand A, 16 rows per warp, to the rows from `row` on of the tile of `rows` rows

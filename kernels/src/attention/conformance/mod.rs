@@ -17,7 +17,7 @@ mod run;
 
 pub use self::length::{Decay, holds_at_length};
 pub use self::oracles::{rotated, softmax_oracle};
-use self::problem::Problem;
+pub use self::problem::Problem;
 pub use self::problem::Sizes;
 pub use self::run::observed_pruning;
 use super::{AttentionShape, Variant};

@@ -69,6 +69,7 @@ pub fn decode<A: Hooks>(
     let config =
         KernelConfig { warps: WARPS, tile: WARPS * KEYS_PER_WARP, ..flash.config(FORWARD_SHAPES) };
     let tile = config.tile;
+    let keys_per_load = keys_per_load::<A>(tile);
     // A tile of q, and two of k and of v, in bf16.
     let of_q_and_k = (HEADS_PER_BLOCK + 2 * tile) * config.padded_head_dim * 2;
     let tiles = of_q_and_k + 2 * tile * config.padded_value_dim * 2;
@@ -105,8 +106,8 @@ pub fn decode<A: Hooks>(
             CubeDim::new_1d(config.threads() as u32),
             QkvLaunch::new(
                 q.tensor_map(HEADS_PER_BLOCK),
-                flash.k.tensor_map(tile),
-                flash.v.tensor_map(tile),
+                flash.k.tensor_map(keys_per_load),
+                flash.v.tensor_map(keys_per_load),
             ),
             flash.decode_mask(),
             flash.hooks.operands(),
@@ -152,7 +153,40 @@ pub const WARPS: usize = 4;
 /// Keys of a tile per warp.
 pub const KEYS_PER_WARP: usize = 16;
 
-/// The partial results of splits: one for each warp of each split.
+/// Keys of a tile that are loaded at once: those of a warp, if it has keys of its own.
+const fn keys_per_load<A: Hooks>(tile: usize) -> usize {
+    if <A::Weight as Weight>::IN_ORDER { KEYS_PER_WARP } else { tile }
+}
+
+/// Starts to load a tile of keys and one of values, of the heads `heads` of k and v, into the tiles at the chunks
+/// `to`: all rows from `column` on, or those of each warp, which are `of_warp` keys apart.
+#[cube]
+fn load_keys<A: Hooks>(
+    ready: &Barrier,
+    qkv: &Qkv,
+    batch: usize,
+    heads: (usize, usize),
+    column: usize,
+    of_warp: usize,
+    k_tile: &mut SharedMemory<Chunk>,
+    v_tile: &mut SharedMemory<Chunk>,
+    to: (usize, usize),
+    #[comptime] config: KernelConfig,
+) {
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, tile, .. } =
+        comptime!(config);
+    let rows = comptime!(keys_per_load::<A>(tile));
+    #[unroll]
+    for part in 0..comptime!(tile / rows) {
+        let first = column + part * of_warp;
+        let to_k = to.0 + comptime!(part * rows * dim / CHUNK);
+        let to_v = to.1 + comptime!(part * rows * value_dim / CHUNK);
+        load_rows(ready, &qkv.k, batch, heads.0, first, k_tile, to_k, rows, dim);
+        load_rows(ready, &qkv.v, batch, heads.1, first, v_tile, to_v, rows, value_dim);
+    }
+}
+
+/// The partial results of splits: one for each warp of each split, in the order of their keys.
 #[derive(CubeType, CubeLaunch)]
 pub struct SplitOutputs {
     /// o over the warp's keys, normalised on its own, `[splits · warps, batch, heads, value_dim]`.
@@ -198,6 +232,7 @@ pub fn split<A: Hooks>(
     let (chunks, value_chunks) = comptime!((dim / CHUNK, value_dim / CHUNK));
     let (steps, n_dim) = comptime!((dim / 16, value_dim / 8));
     let biased = comptime!(BiasesOf::<A>::ENABLED);
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
 
     let lane = UNIT_POS_PLANE as usize;
     let warp = UNIT_POS as usize / 32;
@@ -208,7 +243,7 @@ pub fn split<A: Hooks>(
     let rest = CUBE_POS_Y as usize % (kv_heads * blocks_of_group);
     let kv_head = rest / blocks_of_group;
     let first_head = kv_head * group + rest % blocks_of_group * HEADS_PER_BLOCK;
-    let value_head = problem.value_head(kv_head, config);
+    let of_kv = (kv_head, problem.value_head(kv_head, config));
     let keys = problem.keys as usize;
     let position = keys - 1;
 
@@ -232,10 +267,17 @@ pub fn split<A: Hooks>(
     if to > from * tile {
         blocks = (to - from * tile + tile - 1) / tile;
     }
+    // The distances between a warp's keys in successive tiles, and between the keys of successive warps.
+    let step = comptime!(keys_per_load::<A>(tile));
+    let mut of_warp = usize::cast_from(KEYS_PER_WARP as u32);
+    if in_order {
+        // A warp goes through keys of its own, as only those of whole splits are combined.
+        of_warp = blocks * KEYS_PER_WARP;
+    }
     // From the last tile to the first, as `Operands::decode` requires.
     let mut last_column = from * tile;
     if blocks > 0 {
-        last_column += (blocks - 1) * tile;
+        last_column += (blocks - 1) * step;
     }
     let pair = comptime!(bytes(tile, dim) + bytes(tile, value_dim));
     if UNIT_POS == 0 {
@@ -246,9 +288,19 @@ pub fn split<A: Hooks>(
         ready.arrive_and_expect_tx(1, expected);
         load_rows(&ready, &qkv.q, batch, 0, first_head, &mut q_tile, 0, HEADS_PER_BLOCK, dim);
         if blocks > 0 {
-            let column = last_column;
-            load_rows(&ready, &qkv.k, batch, kv_head, column, &mut k_tile, 0, tile, dim);
-            load_rows(&ready, &qkv.v, batch, value_head, column, &mut v_tile, 0, tile, value_dim);
+            let to = (usize::cast_from(0u32), usize::cast_from(0u32));
+            load_keys::<A>(
+                &ready,
+                qkv,
+                batch,
+                of_kv,
+                last_column,
+                of_warp,
+                &mut k_tile,
+                &mut v_tile,
+                to,
+                config,
+            );
         }
     }
     wait_parity(&ready, 0u32);
@@ -276,35 +328,30 @@ pub fn split<A: Hooks>(
     }
     let own = warp * KEYS_PER_WARP;
     for block in 0..blocks {
-        let first_column = last_column - block * tile;
+        let first_column = last_column - block * step;
+        let own_column = first_column + warp * of_warp;
         let at = (block & 1) * comptime!(tile * chunks);
         let value_at = (block & 1) * comptime!(tile * value_chunks);
         // Read before the tile is waited for.
-        BiasesOf::<A>::read_biases(
-            &mut bias_state,
-            biases,
-            &problem,
-            first_column,
-            first_column + own,
-        );
+        BiasesOf::<A>::read_biases(&mut bias_state, biases, &problem, first_column, own_column);
         wait_parity(&ready, (block & 1) as u32);
         // All warps have finished with the other tile.
         release_tile();
         if (UNIT_POS == 0) & (block + 1 < blocks) {
-            let (next, to) = (first_column - tile, comptime!(tile * chunks) - at);
-            let value_to = comptime!(tile * value_chunks) - value_at;
+            let next = first_column - step;
+            let to = (comptime!(tile * chunks) - at, comptime!(tile * value_chunks) - value_at);
             ready.arrive_and_expect_tx(1, pair);
-            load_rows(&ready, &qkv.k, batch, kv_head, next, &mut k_tile, to, tile, dim);
-            load_rows(
+            load_keys::<A>(
                 &ready,
-                &qkv.v,
+                qkv,
                 batch,
-                value_head,
+                of_kv,
                 next,
+                of_warp,
+                &mut k_tile,
                 &mut v_tile,
-                value_to,
-                tile,
-                value_dim,
+                to,
+                config,
             );
         }
         OperandsOf::<A>::rescale_q(
@@ -312,12 +359,15 @@ pub fn split<A: Hooks>(
             operands,
             &mut q_frags,
             warp,
-            first_column - tile,
+            first_column - step,
             block + 1 < blocks,
             config,
         );
         let mut s = zeros(2usize);
-        add_abt_of_rows(&def, &q_frags, &k_tile, at, own, tile, &mut s, steps);
+        // Where the warp's keys are: rows of the tile, or a tile of their own.
+        let row = own * comptime!(if in_order { 0 } else { 1 });
+        let warp_at = at + own * comptime!(if in_order { chunks } else { 0 });
+        add_abt_of_rows(&def, &q_frags, &k_tile, warp_at, row, step, &mut s, steps);
         #[unroll]
         for n in 0..2usize {
             #[unroll]
@@ -325,7 +375,7 @@ pub fn split<A: Hooks>(
                 let mut scores = s.index(n)[r];
                 #[unroll]
                 for e in 0..2usize {
-                    let column = first_column + own + comptime!(n * 8 + e) + (lane % 4) * 2;
+                    let column = own_column + comptime!(n * 8 + e) + (lane % 4) * 2;
                     let mut value = scores[e];
                     if comptime!(config.changes_scores) {
                         let (row, key) = (position as u32, column as u32);
@@ -354,13 +404,19 @@ pub fn split<A: Hooks>(
                         value = fma(value, factor, bias);
                     }
                     let hide = (column < first) | (column >= to);
-                    scores[e] = select(hide, MASKED, value);
+                    let mut shown = select(hide, MASKED, value);
+                    if comptime!(!WeightOf::<A>::SEES_ITSELF) {
+                        // As in `make_scores`.
+                        shown = select(column == position, fma(value, 0f32, MASKED), shown);
+                    }
+                    scores[e] = shown;
                 }
                 s.index_mut(n)[r] = scores;
             }
         }
         WeightOf::<A>::add_tile(&mut row_state, &mut s, &mut o_acc, scale, 2usize, n_dim);
-        add_pb_of_rows(&def, &s, &v_tile, value_at, own, tile, &mut o_acc, n_dim);
+        let value_warp_at = value_at + own * comptime!(if in_order { value_chunks } else { 0 });
+        add_pb_of_rows(&def, &s, &v_tile, value_warp_at, row, step, &mut o_acc, n_dim);
     }
 
     if comptime!(only) {
@@ -393,18 +449,29 @@ pub fn split<A: Hooks>(
             let head = first_head + row;
             let batch_head = batch * heads + head;
             let mut max_statistic = f32::cast_from(MASKED);
-            #[unroll]
-            for part in 0..WARPS {
-                max_statistic = max(max_statistic, warps_statistics[part * HEADS_PER_BLOCK + row]);
-            }
             let mut total = 0f32;
             let mut value = 0f32;
-            #[unroll]
-            for part in 0..WARPS {
-                let at = part * HEADS_PER_BLOCK + row;
-                let factor = WeightOf::<A>::split_factor(warps_statistics[at], max_statistic);
-                total += factor;
-                value += factor * warps_o[at * channels + channel];
+            if in_order {
+                max_statistic = 1f32;
+                #[unroll]
+                for back in 0..WARPS {
+                    let at = comptime!((WARPS - 1 - back) * HEADS_PER_BLOCK) + row;
+                    value += max_statistic * warps_o[at * channels + channel];
+                    max_statistic *= warps_statistics[at];
+                }
+            } else {
+                #[unroll]
+                for part in 0..WARPS {
+                    let statistic = warps_statistics[part * HEADS_PER_BLOCK + row];
+                    max_statistic = max(max_statistic, statistic);
+                }
+                #[unroll]
+                for part in 0..WARPS {
+                    let at = part * HEADS_PER_BLOCK + row;
+                    let factor = WeightOf::<A>::split_factor(warps_statistics[at], max_statistic);
+                    total += factor;
+                    value += factor * warps_o[at * channels + channel];
+                }
             }
             let shift = BiasesOf::<A>::shift(biases, &problem, batch_head, position, position);
             let (factor, statistic) =
@@ -458,9 +525,13 @@ pub fn combine<A: Hooks>(
     let batch_head = CUBE_POS_X as usize;
     let batch_heads = CUBE_COUNT_X as usize;
     let (batch, head) = (batch_head / problem.heads as usize, batch_head % problem.heads as usize);
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
     let mut max_statistic = f32::cast_from(MASKED);
-    for part in 0..count as usize {
-        max_statistic = max(max_statistic, partials.statistics[part * batch_heads + batch_head]);
+    if !in_order {
+        for part in 0..count as usize {
+            let statistic = partials.statistics[part * batch_heads + batch_head];
+            max_statistic = max(max_statistic, statistic);
+        }
     }
     let position = problem.keys as usize - 1;
     let shift = BiasesOf::<A>::shift(biases, &problem, batch_head, position, position);
@@ -469,13 +540,20 @@ pub fn combine<A: Hooks>(
     while channel < channels {
         let mut total = 0f32;
         let mut value = 0f32;
-        for part in 0..count as usize {
-            let factor = WeightOf::<A>::split_factor(
-                partials.statistics[part * batch_heads + batch_head],
-                max_statistic,
-            );
-            total += factor;
-            value += factor * partials.o[(part * batch_heads + batch_head) * channels + channel];
+        if in_order {
+            max_statistic = 1f32;
+            for back in 0..count as usize {
+                let at = (count as usize - 1 - back) * batch_heads + batch_head;
+                value += max_statistic * partials.o[at * channels + channel];
+                max_statistic *= partials.statistics[at];
+            }
+        } else {
+            for part in 0..count as usize {
+                let at = part * batch_heads + batch_head;
+                let factor = WeightOf::<A>::split_factor(partials.statistics[at], max_statistic);
+                total += factor;
+                value += factor * partials.o[at * channels + channel];
+            }
         }
         let (factor, all) = WeightOf::<A>::combine(weight, head, max_statistic, total, shift);
         outputs.o[base + channel] = bf16::cast_from(value * factor);

@@ -11,10 +11,13 @@ use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf,
 };
+use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, bytes, define_exp2, zeros};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, all_of_block, bytes, define_exp2, zeros,
+};
 
 /// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
 #[derive(CubeType, CubeLaunch)]
@@ -40,6 +43,7 @@ pub fn forward<A: Hooks>(
     weight: &WeightArgs<A>,
     o: &mut HeadPairs<bf16>,
     statistics: &mut StatisticsOf<A>,
+    carries: &mut ComptimeOption<SavedCarries>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
@@ -52,6 +56,8 @@ pub fn forward<A: Hooks>(
     let biased = comptime!(with_biases && !config.changes_scores);
     let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
+    let saves_carries = comptime!(config.saves_carries);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -143,6 +149,8 @@ pub fn forward<A: Hooks>(
             OperandsOf::<A>::read_ahead(&mut operand_state, operands, next, config);
         }
     }
+    // The last tile visited.
+    let mut reached = start;
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
         let at = pipeline.second_tile(back);
@@ -156,7 +164,7 @@ pub fn forward<A: Hooks>(
             (offset + own + lane / 4) as u32,
             (first_column + (lane % 4) * 2) as u32,
             &first,
-            group.at_edge(first_column, tile),
+            group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
             false,
             config,
         );
@@ -167,11 +175,21 @@ pub fn forward<A: Hooks>(
                 BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
             }
         }
+        if saves_carries {
+            let carries = carries.as_mut().unwrap();
+            save_carries::<A>(carries, &row_state, &problem, batch_head, own, first_column / tile);
+        }
         WeightOf::<A>::add_tile(&mut row_state, &mut s, &mut o_acc, scale, n_keys, n_dim);
+        // Once no row of the block carries anything on, all further weights are 0.
+        let mut done = false;
+        if in_order {
+            reached = first_column;
+            done = all_of_block(nothing_carried::<A>(&row_state, own, queries));
+        }
         let p = to_a_frags(&s, n_keys);
         start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
         // Start the next tile's scores before waiting for this tile's product.
-        if back + 1 < seen_to {
+        if (back + 1 < seen_to) & !done {
             let next = first_column - tile;
             if biased {
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
@@ -206,6 +224,15 @@ pub fn forward<A: Hooks>(
         } else {
             wait(&mut o_acc, 0usize);
         }
+        if in_order {
+            if done {
+                // A block must not end before its loads.
+                if back + 1 < tiles {
+                    pipeline.wait(back + 1);
+                }
+                break;
+            }
+        }
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = first_column - 2 * tile;
             pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
@@ -218,6 +245,12 @@ pub fn forward<A: Hooks>(
     for r in 0..2usize {
         let query = own + r * 8 + lane / 4;
         let write = (lane % 4 == 0) & (query < queries);
+        if saves_carries {
+            if write {
+                let carries = carries.as_mut().unwrap();
+                carries.first[batch_head * queries + query] = i32::cast_from(reached as u32);
+            }
+        }
         let shift = BiasesOf::<A>::shift(
             biases,
             &problem,
@@ -236,6 +269,15 @@ pub fn forward<A: Hooks>(
             shift,
             r,
         );
+    }
+    if saves_carries {
+        if UNIT_POS == 0 {
+            let carries = carries.as_mut().unwrap();
+            let blocks = (queries + rows - 1) / rows;
+            let to = (batch_head * blocks + block.first_query / rows) * 2;
+            carries.bounds[to] = i32::cast_from(reached as u32);
+            carries.bounds[to + 1] = i32::cast_from(reached as u32);
+        }
     }
     o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
 }
@@ -353,8 +395,13 @@ pub fn make_scores<A: Hooks>(
                 let mut pair = fragment[r];
                 #[unroll]
                 for e in 0..2usize {
-                    let hide = masked(row, column + comptime!((n * 8 + e) as u32), first[r]);
-                    pair[e] = select(hide, hidden, pair[e]);
+                    let column = column + comptime!((n * 8 + e) as u32);
+                    let mut value = select(masked(row, column, first[r]), hidden, pair[e]);
+                    if comptime!(!WeightOf::<A>::SEES_ITSELF) {
+                        // Not replaced: a NaN must show even where a query has no key.
+                        value = select(row == column, fma(value, 0f32, hidden), value);
+                    }
+                    pair[e] = value;
                 }
                 fragment[r] = pair;
             }

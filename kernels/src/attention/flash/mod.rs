@@ -24,6 +24,7 @@ pub mod decode;
 mod forward;
 mod heads;
 pub mod hooks;
+pub mod in_order;
 pub mod mask;
 pub mod problem;
 pub mod search;
@@ -45,6 +46,7 @@ use self::hooks::{
     Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
     StatisticsOf, sums_of_columns, sums_of_rows,
 };
+use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
 use crate::cuda::{CudaTensor, buffer, empty, zeros};
@@ -207,6 +209,7 @@ impl<A: Hooks> FlashAttention<A> {
         empty(&self.q.tensor, &[batch, heads, queries], DType::F32)
     }
 
+    /// The configuration with the fitting one of `shapes`, in the order of [`FORWARD_SHAPES`].
     fn config<const N: usize>(&self, shapes: [(usize, usize); N]) -> KernelConfig {
         let (head_dim, value_dim) = (self.q.dims[3], self.v.dims[3]);
         let widest = head_dim.max(value_dim);
@@ -232,6 +235,7 @@ impl<A: Hooks> FlashAttention<A> {
             tile,
             changes_scores,
             nonlinear_scores,
+            saves_carries: false,
         }
     }
 
@@ -277,9 +281,19 @@ impl<A: Hooks> FlashAttention<A> {
 
     /// The forward pass: returns o and writes the weights' `statistics`.
     pub fn forward(&self, statistics: LaunchOf<StatisticsOf<A>>) -> CudaTensor {
+        self.forward_saving(statistics, None)
+    }
+
+    /// [`FlashAttention::forward`], which with `carries` also writes these.
+    fn forward_saving(
+        &self,
+        statistics: LaunchOf<StatisticsOf<A>>,
+        carries: Option<SavedCarriesLaunch<CudaRuntime>>,
+    ) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         let o = self.output();
-        let config = self.config(FORWARD_SHAPES);
+        let saves_carries = carries.is_some();
+        let config = KernelConfig { saves_carries, ..self.config(FORWARD_SHAPES) };
         // SAFETY: grid and configuration match the kernel, which only reads rows and chunks of the tensors
         // given here.
         unsafe {
@@ -299,6 +313,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.weight(),
                 o.pairs(),
                 statistics,
+                carries.into(),
                 self.problem(),
                 config,
             );
@@ -322,12 +337,11 @@ impl<A: Hooks> FlashAttention<A> {
         let [dq, dk, dv] = if self.one_backward_kernel() {
             self.dqkv(&grad, saved(), ds_rows.as_ref(), ds_columns.as_ref())
         } else {
-            let dq = self.dq(&grad, saved(), ds_rows.as_ref());
+            let dq = self.dq(&grad, saved(), ds_rows.as_ref(), None);
             let [dk, dv] = self.dkv(&grad, saved, ds_columns.as_ref());
             [dq, dk, dv]
         };
-        let dv = if self.shares_values() { self.sum_over_shared_values(&dv) } else { dv };
-        Gradients { dq, dk, dv, ds_rows, ds_columns }
+        Gradients { dq, dk, dv: self.of_shared_values(dv), ds_rows, ds_columns }
     }
 
     /// Whether `dqkv` computes all gradients.
@@ -350,6 +364,7 @@ impl<A: Hooks> FlashAttention<A> {
         grad: &Heads,
         saved: LaunchOf<SavedRows<A>>,
         ds_rows: Option<&CudaTensor>,
+        carries: Option<CarriesLaunch<CudaRuntime>>,
     ) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         let dq = self.gradient(&self.q);
@@ -373,6 +388,7 @@ impl<A: Hooks> FlashAttention<A> {
                 saved,
                 dq.pairs(),
                 ds_rows.map(|x| buffer(x, 1)).into(),
+                carries.into(),
                 self.problem(),
                 config,
             );

@@ -23,6 +23,8 @@ pub struct KernelConfig {
     pub changes_scores: bool,
     /// Whether [`Score::slope`](super::hooks::Score::slope) is not 1 everywhere.
     pub nonlinear_scores: bool,
+    /// Whether the forward pass writes the carries of [`Weight::IN_ORDER`](super::hooks::Weight::IN_ORDER).
+    pub saves_carries: bool,
 }
 
 impl KernelConfig {

@@ -26,7 +26,7 @@ use crate::tile::{
 pub const VALUES: usize = 4;
 
 /// Warpgroups per block and rows per tile, as [`FORWARD_SHAPES`](super::FORWARD_SHAPES).
-const SEARCH_SHAPES: [(usize, usize); 3] = [(2, 128), (2, 128), (1, 64)];
+const SEARCH_SHAPES: [(usize, usize); 4] = [(2, 128), (2, 128), (2, 128), (1, 64)];
 
 /// A search. Its scores are scale · q·k · [`RowSearch::FACTOR`], and far below any other for masked keys.
 ///
@@ -260,7 +260,7 @@ pub fn search<S: RowSearch>(
                 }
                 if seen {
                     let first_column = (last - i) * tile;
-                    if group.at_edge(first_column, tile) {
+                    if group.at_edge(first_column, tile, true) {
                         let column = (first_column + (lane % 4) * 2) as u32;
                         hide_masked(&mut s, lane_row, column, &first, n_keys);
                     }

@@ -10,10 +10,15 @@ use crate::ops::cuda::{THREADS, blocks, dim};
 use crate::tile::{CHUNK, Chunk};
 
 impl<A: Hooks> FlashAttention<A> {
+    /// dv from the parts of the heads of k, summed where several share their values.
+    pub(super) fn of_shared_values(&self, parts: CudaTensor) -> CudaTensor {
+        if self.shares_values() { self.sum_over_shared_values(&parts) } else { parts }
+    }
+
     /// dv, `[batch, value heads, keys, value_dim]`, from the parts of the heads of k.
     ///
     /// - `parts`: `[batch, kv_heads, keys, value_dim]` in the memory order `[batch, keys, kv_heads, value_dim]`
-    pub(super) fn sum_over_shared_values(&self, parts: &CudaTensor) -> CudaTensor {
+    fn sum_over_shared_values(&self, parts: &CudaTensor) -> CudaTensor {
         let [batch, value_heads, keys, value_dim] = self.v.dims;
         let dv = self.v.like();
         let chunks = value_dim / CHUNK;

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use super::hooks::{Hooks, Weight};
 use super::{FlashAttention, Gradients, Heads, row_dots};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::{Accumulator, LOG2_E, MASKED, exp2, sum_of_four};
+use crate::tile::{AFragments, Accumulator, LOG2_E, MASKED, exp2, sum_of_four};
 
 /// Weights exp(S_ij) / (Σ_j exp(S_ij) + exp(sink)). A sink is a learned logit of each query head without a
 /// value vector (gpt-oss, OpenAI, 2025; "off-by-one" attention with sink = 0).
@@ -166,6 +166,8 @@ impl Weight for SoftmaxWeight {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SEES_ITSELF: bool = true;
+    const IN_ORDER: bool = false;
 
     fn init_rows(_args: &Sinks, _rows: &Array<usize>) -> SoftmaxRowState {
         let mut row_max = Array::<f32>::new(2usize);
@@ -334,5 +336,21 @@ impl Weight for SoftmaxWeight {
         _dp: f32,
     ) -> f32 {
         f32::cast_from(0u32)
+    }
+
+    fn carry(_rows: &SoftmaxRowState, #[comptime] _r: usize) -> f32 {
+        f32::cast_from(1u32)
+    }
+
+    fn gradients_in_order(
+        _s: &mut Accumulator,
+        _dp: &mut Accumulator,
+        _p: &mut AFragments,
+        _carries: &Array<f32>,
+        _sums: &mut Array<f32>,
+        _scale: f32,
+        #[comptime] _with_p: bool,
+        #[comptime] _n_keys: usize,
+    ) {
     }
 }

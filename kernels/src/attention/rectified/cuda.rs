@@ -15,7 +15,7 @@ use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, over};
-use crate::tile::Accumulator;
+use crate::tile::{AFragments, Accumulator};
 
 /// The hooks: the defaults but for the weight. `OFFSETS` says whether there are thresholds.
 #[derive(Clone)]
@@ -128,6 +128,8 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
     const HAS_STATISTICS: bool = OFFSETS;
     const NEEDS_DS_ROW_SUMS: bool = OFFSETS;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SEES_ITSELF: bool = true;
+    const IN_ORDER: bool = false;
 
     fn init_rows(args: &RectifiedRows, rows: &Array<usize>) -> RectifiedRowState {
         let mut offsets = Array::<f32>::new(2usize);
@@ -232,6 +234,22 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
         _dp: f32,
     ) -> f32 {
         f32::cast_from(0u32)
+    }
+
+    fn carry(_rows: &RectifiedRowState, #[comptime] _r: usize) -> f32 {
+        f32::cast_from(1u32)
+    }
+
+    fn gradients_in_order(
+        _s: &mut Accumulator,
+        _dp: &mut Accumulator,
+        _p: &mut AFragments,
+        _carries: &Array<f32>,
+        _sums: &mut Array<f32>,
+        _scale: f32,
+        #[comptime] _with_p: bool,
+        #[comptime] _n_keys: usize,
+    ) {
     }
 }
 

@@ -18,7 +18,7 @@ use crate::attention::flash::{FlashAttention, Heads, decode, row_dots, serves_te
 use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::{Accumulator, sum_of_four};
+use crate::tile::{AFragments, Accumulator, sum_of_four};
 
 /// The hooks: the defaults but for the weight.
 struct EntmaxHooks<const SLOPES: bool> {
@@ -106,6 +106,8 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SEES_ITSELF: bool = true;
+    const IN_ORDER: bool = false;
 
     fn init_rows(args: &Thresholds, rows: &Array<usize>) -> EntmaxRowState {
         let mut tau = Array::<f32>::new(2usize);
@@ -213,6 +215,22 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
         _dp: f32,
     ) -> f32 {
         f32::cast_from(0u32)
+    }
+
+    fn carry(_rows: &EntmaxRowState, #[comptime] _r: usize) -> f32 {
+        f32::cast_from(1u32)
+    }
+
+    fn gradients_in_order(
+        _s: &mut Accumulator,
+        _dp: &mut Accumulator,
+        _p: &mut AFragments,
+        _carries: &Array<f32>,
+        _sums: &mut Array<f32>,
+        _scale: f32,
+        #[comptime] _with_p: bool,
+        #[comptime] _n_keys: usize,
+    ) {
     }
 }
 

@@ -7,13 +7,17 @@ use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
     ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_rows,
 };
+use super::super::in_order::Carries;
 use super::super::mask::{Mask, QueryBlock};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::{BackwardInputs, GradientOutput};
 use crate::tile::warpgroup::{
-    GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit, wait,
+    GROUP_ROWS, GROUP_WARPS, Pipeline, start_pb, start_tile_abt, to_a_frags, uninit,
+    uninit_a_frags, wait,
 };
-use crate::tile::{ALIGN, CHUNK, Chunk, LOG2_E, Pair, bytes, define_exp2, sum_of_four, zeros};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, LOG2_E, Pair, bytes, define_exp2, sum_of_four, zeros,
+};
 
 /// dq and, with [`sums_of_rows`], Σ_j dS_ij of each query at its position in `ds_rows`,
 /// `[batch, heads, keys]`.
@@ -29,6 +33,7 @@ pub fn dq<A: Hooks>(
     saved: &SavedRows<A>,
     dq: &mut GradientOutput<A>,
     ds_rows: &mut ComptimeOption<Array<f32>>,
+    carries: &mut ComptimeOption<Carries>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
@@ -43,6 +48,7 @@ pub fn dq<A: Hooks>(
     let fresh = comptime!(!biased);
     let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
     let with_sums = comptime!(sums_of_rows::<A>());
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -109,20 +115,29 @@ pub fn dq<A: Hooks>(
     #[unroll]
     for r in 0..2usize {
         let at = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
-        let (lse, delta) = WeightOf::<A>::saved(saved, at);
-        row_shift[r] = -lse;
-        row_delta[r] = delta;
-        if comptime!(four_statistics::<A>()) {
-            let (third, fourth) = WeightOf::<A>::saved_more(saved, at);
-            let mut four = Vector::<f32, Const<4>>::empty();
-            four[0] = lse;
-            four[1] = delta;
-            four[2] = third;
-            four[3] = fourth;
-            row_more[r] = four;
+        row_shift[r] = 0f32;
+        row_delta[r] = 0f32;
+        if !in_order {
+            let (lse, delta) = WeightOf::<A>::saved(saved, at);
+            row_shift[r] = -lse;
+            row_delta[r] = delta;
+            if comptime!(four_statistics::<A>()) {
+                let (third, fourth) = WeightOf::<A>::saved_more(saved, at);
+                let mut four = Vector::<f32, Const<4>>::empty();
+                four[0] = lse;
+                four[1] = delta;
+                four[2] = third;
+                four[3] = fourth;
+                row_more[r] = four;
+            }
         }
         ds_sum[r] = 0f32;
     }
+    // Of the lane's rows: the carries of the current tile, and the sums over the tiles before it.
+    let mut row_carries = Array::<f32>::new(2usize);
+    let mut row_sums = Array::<f32>::new(2usize);
+    row_sums[0] = 0f32;
+    row_sums[1] = 0f32;
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
@@ -170,6 +185,12 @@ pub fn dq<A: Hooks>(
                 );
             }
             let next = first_column + tile;
+            if in_order {
+                let carries = carries.as_mut().unwrap();
+                let key_tile = first_column / tile;
+                carries.read(&mut row_carries, &problem, batch_head, own, key_tile);
+                carries.write_sums(&row_sums, &problem, batch_head, own, key_tile);
+            }
             OperandsOf::<A>::begin_tile_of_dq(
                 &mut operand_state,
                 operands,
@@ -190,7 +211,7 @@ pub fn dq<A: Hooks>(
                 lane_row,
                 lane_column,
                 &first,
-                group.at_edge(first_column, tile),
+                group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
                 products,
                 config,
             );
@@ -207,70 +228,45 @@ pub fn dq<A: Hooks>(
                     );
                 }
             }
-            // s = dP/d(scale · q·k) of each weight; with four statistics, s remains.
-            #[unroll]
-            for n in 0..n_keys {
-                let mut key_biases = Pair::cast_from(0f32);
-                if biases_after {
-                    key_biases = BiasesOf::<A>::of_keys(&bias_state, warp, n, config);
-                }
-                #[unroll]
-                for r in 0..2usize {
-                    let mut pair = s.index(n)[r];
-                    #[unroll]
-                    for e in 0..2usize {
-                        let mut shift = row_shift[r];
-                        if biases_after {
-                            shift += key_biases[e];
-                        }
-                        if products {
-                            let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
-                            pair[e] = slope;
-                        } else if comptime!(!four_statistics::<A>()) {
-                            let (_, weight_slope) =
-                                WeightOf::<A>::weigh(saved, pair[e], scale, shift);
-                            let mut slope = weight_slope;
-                            if comptime!(config.nonlinear_scores) {
-                                let row = lane_row + comptime!((r * 8) as u32);
-                                let column = lane_column + comptime!((n * 8 + e) as u32);
-                                let score_slope = ScoreOf::<A>::slope(
-                                    score,
-                                    &problem,
-                                    &head_params,
-                                    pair[e],
-                                    row,
-                                    column,
-                                );
-                                slope *= score_slope;
-                            }
-                            pair[e] = slope;
-                        }
-                    }
-                    s.index_mut(n)[r] = pair;
-                }
-            }
-            wait(&mut dp, 0usize);
-            #[unroll]
-            for n in 0..n_keys {
-                #[unroll]
-                for r in 0..2usize {
-                    let mut pair = s.index(n)[r];
-                    let grads = dp.index(n)[r];
-                    #[unroll]
-                    for e in 0..2usize {
-                        if comptime!(four_statistics::<A>()) {
-                            pair[e] =
-                                WeightOf::<A>::ds_of(saved, pair[e], scale, row_more[r], grads[e]);
-                        } else {
-                            pair[e] *= grads[e] - row_delta[r];
-                        }
-                    }
-                    if with_sums {
-                        // In pairs: half as many additions wait for one another.
-                        ds_sum[r] += pair[0] + pair[1];
-                    }
-                    s.index_mut(n)[r] = pair;
-                }
+            if in_order {
+                wait(&mut dp, 0usize);
+                let mut no_p = uninit_a_frags(0usize);
+                WeightOf::<A>::gradients_in_order(
+                    &mut s,
+                    &mut dp,
+                    &mut no_p,
+                    &row_carries,
+                    &mut row_sums,
+                    scale,
+                    false,
+                    n_keys,
+                );
+            } else {
+                scores_to_slopes::<A>(
+                    &mut s,
+                    saved,
+                    score,
+                    &problem,
+                    &head_params,
+                    lane_row,
+                    lane_column,
+                    scale,
+                    &row_shift,
+                    &bias_state,
+                    warp,
+                    config,
+                );
+                wait(&mut dp, 0usize);
+                slopes_to_ds::<A>(
+                    &mut s,
+                    &dp,
+                    saved,
+                    scale,
+                    &row_delta,
+                    &row_more,
+                    &mut ds_sum,
+                    n_keys,
+                );
             }
             OperandsOf::<A>::rescale_dq(&operand_state, &mut dq_acc, warp, config);
             let ds = to_a_frags(&s, n_keys);
@@ -343,4 +339,96 @@ pub fn dq<A: Hooks>(
         }
     }
     dq.store(&dq_acc, &factors, batch, block.head, own, queries, config.head_dim);
+}
+
+/// Turns scores into dP/d(scale · q·k) of each weight in place; with [`four_statistics`], leaves them. `lane_row` and
+/// `lane_column` are a lane's first row and column, `row_shift` the shifts of its two rows.
+#[cube]
+fn scores_to_slopes<A: Hooks>(
+    s: &mut Accumulator,
+    saved: &SavedRows<A>,
+    score: &ScoreArgs<A>,
+    problem: &ProblemShape,
+    head: &<A::Score as Score>::Head,
+    lane_row: u32,
+    lane_column: u32,
+    scale: f32,
+    row_shift: &Array<f32>,
+    bias_state: &<A::Biases as Biases>::KeyLoop,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) {
+    let biases_after = comptime!(BiasesOf::<A>::ENABLED && config.changes_scores);
+    let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
+    #[unroll]
+    for n in 0..comptime!(config.tile / 8) {
+        let mut key_biases = Pair::cast_from(0f32);
+        if biases_after {
+            key_biases = BiasesOf::<A>::of_keys(bias_state, warp, n, config);
+        }
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = s.index(n)[r];
+            #[unroll]
+            for e in 0..2usize {
+                let mut shift = row_shift[r];
+                if biases_after {
+                    shift += key_biases[e];
+                }
+                if products {
+                    let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
+                    pair[e] = slope;
+                } else if comptime!(!four_statistics::<A>()) {
+                    let (_, weight_slope) = WeightOf::<A>::weigh(saved, pair[e], scale, shift);
+                    let mut slope = weight_slope;
+                    if comptime!(config.nonlinear_scores) {
+                        let row = lane_row + comptime!((r * 8) as u32);
+                        let column = lane_column + comptime!((n * 8 + e) as u32);
+                        let score_slope =
+                            ScoreOf::<A>::slope(score, problem, head, pair[e], row, column);
+                        slope *= score_slope;
+                    }
+                    pair[e] = slope;
+                }
+            }
+            s.index_mut(n)[r] = pair;
+        }
+    }
+}
+
+/// Turns the results of [`scores_to_slopes`] into dS in place, and adds them to the `sums` of a lane's two rows with
+/// [`sums_of_rows`]. `row_delta` is subtracted from the gradients of weights; `row_more` are the rows' statistics
+/// with [`four_statistics`].
+#[cube]
+fn slopes_to_ds<A: Hooks>(
+    s: &mut Accumulator,
+    dp: &Accumulator,
+    saved: &SavedRows<A>,
+    scale: f32,
+    row_delta: &Array<f32>,
+    row_more: &Array<Vector<f32, Const<4>>>,
+    sums: &mut Array<f32>,
+    #[comptime] n_keys: usize,
+) {
+    #[unroll]
+    for n in 0..n_keys {
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = s.index(n)[r];
+            let grads = dp.index(n)[r];
+            #[unroll]
+            for e in 0..2usize {
+                if comptime!(four_statistics::<A>()) {
+                    pair[e] = WeightOf::<A>::ds_of(saved, pair[e], scale, row_more[r], grads[e]);
+                } else {
+                    pair[e] *= grads[e] - row_delta[r];
+                }
+            }
+            if comptime!(sums_of_rows::<A>()) {
+                // In pairs: half as many additions wait for one another.
+                sums[r] += pair[0] + pair[1];
+            }
+            s.index_mut(n)[r] = pair;
+        }
+    }
 }

@@ -488,7 +488,15 @@ pub fn dqkv<A: Hooks>(
                 sync_async_proxy_shared();
                 sync_first_threads(comptime!(32 * CONSUMER_WARPS));
                 let mut dq_acc = uninit(n_dq);
-                start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
+                start_panels_atb(
+                    &ds_tiles,
+                    ds_at + ds_panel,
+                    &k_tile,
+                    k_panel,
+                    &mut dq_acc,
+                    true,
+                    rows,
+                );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                 start_pb(&ds, &q_ring.tiles, q_at, &mut dk_acc);
                 wait(&mut dv_acc, 2usize);

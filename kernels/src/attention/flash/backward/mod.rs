@@ -6,6 +6,7 @@
 //! of k or v have more than 128 channels, [`dq`] and [`dkv`] do it, with a block per query block and one per key block.
 
 pub mod dkv;
+pub mod dkv_in_order;
 pub mod dq;
 pub mod dqkv;
 mod of_keys;

@@ -448,6 +448,13 @@ pub trait Weight: Send + Sync + 'static {
     /// backward pass then reads four statistics of a row, and calls [`Weight::weight_of`] and [`Weight::ds_of`]
     /// in place of [`Weight::weigh`].
     const HAS_FOUR_STATISTICS: bool;
+    /// Whether a query attends to its own key.
+    const SEES_ITSELF: bool;
+    /// Whether weights depend on the keys after them, through one factor per row, the carry: 1 at the row's last
+    /// key, multiplied by every key, and never rising. Then [`in_order`](super::in_order) does the passes, without
+    /// [`Weight::saved`] and [`Weight::weigh`], and the statistic of a split is the factor that its keys put on
+    /// the weights of all keys before them.
+    const IN_ORDER: bool;
 
     /// The state before the first key of a lane's two rows, which have these indices in
     /// `[batch, heads, queries]`.
@@ -478,8 +485,8 @@ pub trait Weight: Send + Sync + 'static {
         #[comptime] r: usize,
     ) -> f32;
 
-    /// The final factor and the statistic of one split of a row's keys; the statistic of a split without a
-    /// visible key is [`MASKED`].
+    /// The final factor and the statistic of one split of a row's keys; without [`Weight::IN_ORDER`], the
+    /// statistic of a split without a visible key is [`MASKED`].
     ///
     /// [`MASKED`]: crate::tile::MASKED
     fn finish_split(rows: &Self::RowState, scale: f32, #[comptime] r: usize) -> (f32, f32);
@@ -488,7 +495,7 @@ pub trait Weight: Send + Sync + 'static {
     fn split_factor(statistic: f32, max_statistic: f32) -> f32;
 
     /// The final factor on `o` and the statistic of a whole row of `head`, where `total` is the sum of the
-    /// splits' weights.
+    /// splits' weights. With [`Weight::IN_ORDER`], `max_statistic` is the product of the splits' statistics.
     fn combine(
         args: &Self::Args,
         head: usize,
@@ -525,4 +532,22 @@ pub trait Weight: Send + Sync + 'static {
         statistics: Vector<f32, Const<4>>,
         dp: f32,
     ) -> f32;
+
+    /// The carry of a lane's row `r` after the tiles so far. Only called with [`Weight::IN_ORDER`].
+    fn carry(rows: &Self::RowState, #[comptime] r: usize) -> f32;
+
+    /// Turns a tile's scores `s`, times `scale`, into dS in place, and sets `p` to the weights if `with_p`. `dp` is
+    /// the gradient of the weights, and is overwritten. For a lane's two rows, `carries` are the carries at the
+    /// tile's end, and `sums` the sums of weight · dP over all keys before the tile, to which it adds the tile's.
+    /// Only called with [`Weight::IN_ORDER`].
+    fn gradients_in_order(
+        s: &mut Accumulator,
+        dp: &mut Accumulator,
+        p: &mut AFragments,
+        carries: &Array<f32>,
+        sums: &mut Array<f32>,
+        scale: f32,
+        #[comptime] with_p: bool,
+        #[comptime] n_keys: usize,
+    );
 }

@@ -26,7 +26,7 @@ use crate::attention::flash::{FlashAttention, Heads, decode, row_dots, serves_te
 use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::{Accumulator, sum_of_four};
+use crate::tile::{AFragments, Accumulator, sum_of_four};
 
 /// The hooks: the defaults but for the weight.
 struct LssarHooks {
@@ -157,6 +157,8 @@ impl Weight for LssarWeight {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = true;
+    const SEES_ITSELF: bool = true;
+    const IN_ORDER: bool = false;
 
     fn init_rows(args: &LssarRows, rows: &Array<usize>) -> LssarRowState {
         let mut gain = Array::<f32>::new(2usize);
@@ -271,6 +273,22 @@ impl Weight for LssarWeight {
         let gain = statistics[0] * comptime!(saved.power as f32);
         let below = raised(excess(phi, statistics[0], statistics[1]), comptime!(saved.power - 1));
         slope * (gain * below * (dp - statistics[2]) - statistics[3])
+    }
+
+    fn carry(_rows: &LssarRowState, #[comptime] _r: usize) -> f32 {
+        f32::cast_from(1u32)
+    }
+
+    fn gradients_in_order(
+        _s: &mut Accumulator,
+        _dp: &mut Accumulator,
+        _p: &mut AFragments,
+        _carries: &Array<f32>,
+        _sums: &mut Array<f32>,
+        _scale: f32,
+        #[comptime] _with_p: bool,
+        #[comptime] _n_keys: usize,
+    ) {
     }
 }
 
