@@ -364,8 +364,6 @@ mod tests {
         // Two keys per value. References keep f32; a state of fixed size is one tensor.
         let (tda, inputs) = need("tda", DType::BF16);
         assert_eq!(tda, inputs.and(2 * 2 * half, 5 * 2 * half));
-        let (lssar, inputs) = need("lssar", DType::BF16);
-        assert_eq!(lssar, inputs.and(4 * half, 3 * 4 * half));
         let (rwkv7, inputs) = need("rwkv7", DType::BF16);
         assert_eq!(rwkv7, inputs.and(4 * 3 * 16 * 16, 2 * 4 * 3 * 16 * 16));
     }

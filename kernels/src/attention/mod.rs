@@ -71,17 +71,17 @@ registry::registry! {
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
-    Diff = "diff" in diff;
+    Diff = "diff" in diff, kernels for cuda in bf16;
     /// Softmax attention with the differential extension.
-    Dex = "dex" in dex;
+    Dex = "dex" in dex, kernels for cuda in bf16;
     /// Differential rectified linear attention.
     DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
     /// Length scaled softplus attention with re-weighting.
-    Lssar = "lssar" in lssar;
+    Lssar = "lssar" in lssar, kernels for cuda in bf16;
     /// 1.5-entmax attention.
-    Entmax = "entmax" in entmax;
+    Entmax = "entmax" in entmax, kernels for cuda in bf16;
     /// Stick-breaking attention.
-    StickBreaking = "stick_breaking" in stick_breaking;
+    StickBreaking = "stick_breaking" in stick_breaking, kernels for cuda in bf16;
     /// Gated linear attention.
     Linear = "linear" in linear;
     /// RWKV-7's time mix.

@@ -152,6 +152,16 @@ pub fn agrees_at<V: Conformance, K: OpBackend>(variant: &V, sizes: Sizes, window
     check::<V, K>(variant, Problem::new(variant, sizes, window));
 }
 
+/// As [`agrees_at`], for a problem whose inputs the caller has changed.
+pub fn agrees_on<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    check::<V, K>(variant, problem);
+}
+
+/// As [`decodes_at`], for a problem whose inputs the caller has changed.
+pub fn decodes_on<V: Conformance, K: OpBackend>(variant: &V, problem: Problem) {
+    check_decoding::<V, K>(variant, problem);
+}
+
 /// As [`agrees_at`], with documents that begin at `starts`, where pruning leaves something out.
 pub fn agrees_pruned_and_packed<V: Conformance, K: OpBackend>(
     variant: &V,
@@ -342,7 +352,8 @@ impl Roundings {
             one = [one[0].max(most), one[1].max(root_mean_square(&moved))];
         }
         let [allowed_worst, allowed] = limits(one);
-        record(worst / largest);
+        // Where all results are 0, the largest error itself.
+        record(if largest > 0.0 { worst / largest } else { worst });
         assert!(
             worst <= allowed_worst && mean <= allowed,
             "{what}: off by {worst:.2e} of {largest:.2e}, allowed {allowed_worst:.2e}; root mean \

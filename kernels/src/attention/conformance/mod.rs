@@ -10,13 +10,14 @@ pub mod in_bf16;
 pub mod in_f32;
 mod length;
 mod oracles;
+pub mod prepared;
 mod problem;
 pub mod rowwise;
 mod run;
 
 pub use self::length::{Decay, holds_at_length};
 pub use self::oracles::{rotated, softmax_oracle};
-use self::problem::Problem;
+pub use self::problem::Problem;
 pub use self::problem::Sizes;
 pub use self::run::observed_pruning;
 use super::{AttentionShape, Variant};
@@ -32,7 +33,9 @@ pub trait Conformance: Variant {
     fn cases() -> Vec<Self>;
 
     /// Those of [`Conformance::cases`] that the CUDA kernels serve at any length: all but those with which some
-    /// lengths are the reference's by [`VariantSpec::serves_length`](super::VariantSpec::serves_length).
+    /// lengths are the reference's by [`VariantSpec::serves_length`](super::VariantSpec::serves_length), and those
+    /// that amplify the rounding of q and k beyond a useful bound, whose kernels
+    /// [`PreparedCase`](prepared::PreparedCase) checks.
     fn kernel_cases() -> Vec<Self> {
         Self::cases()
     }

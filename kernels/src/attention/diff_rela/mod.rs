@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, repeat_for_views};
+use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
@@ -96,7 +96,7 @@ impl KvCacheVariant for Config {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let both = rowwise(&op, q, k, repeat_for_views(v), None, documents, path);
+        let both = rowwise(&op, q, k, v, None, documents, path);
         let o = view_difference(both, clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
     }

@@ -11,12 +11,15 @@ use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf,
 };
+use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, bytes, define_exp2, zeros};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, all_of_block, bytes, define_exp2, zeros,
+};
 
-/// q, k and v, `[batch, heads or kv_heads, tokens, head_dim]`.
+/// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct Qkv {
     /// Queries.
@@ -40,17 +43,21 @@ pub fn forward<A: Hooks>(
     weight: &WeightArgs<A>,
     o: &mut HeadPairs<bf16>,
     statistics: &mut StatisticsOf<A>,
+    carries: &mut ComptimeOption<SavedCarries>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
+        comptime!(config);
     let rows = comptime!(config.rows());
-    let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
+    let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));
     let with_biases = comptime!(BiasesOf::<A>::ENABLED);
     let biased = comptime!(with_biases && !config.changes_scores);
     let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
+    let saves_carries = comptime!(config.saves_carries);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -59,9 +66,10 @@ pub fn forward<A: Hooks>(
     let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
+    let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
     // Double-buffered tiles of K and V.
-    let mut pipeline = Pipeline::new(tile, dim, warps);
+    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     sync_cube();
 
@@ -74,10 +82,10 @@ pub fn forward<A: Hooks>(
                     others += comptime!(bytes(rows, dim));
                 }
                 let column = (last - back) * tile;
-                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_head, column, others);
+                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_heads, column, others);
                 if back == 0 {
                     let (head, first) = (block.head, block.first_query);
-                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows);
+                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows, dim);
                 }
             }
         }
@@ -122,10 +130,10 @@ pub fn forward<A: Hooks>(
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
-    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_head, last, config);
+    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_heads, last, config);
     if seen_from < seen_to {
         pipeline.wait(seen_from);
-        let at = pipeline.stage_offset(seen_from);
+        let at = pipeline.first_tile(seen_from);
         OperandsOf::<A>::start_scores(
             &mut operand_state,
             &mut s,
@@ -141,9 +149,11 @@ pub fn forward<A: Hooks>(
             OperandsOf::<A>::read_ahead(&mut operand_state, operands, next, config);
         }
     }
+    // The last tile visited.
+    let mut reached = start;
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
-        let at = pipeline.stage_offset(back);
+        let at = pipeline.second_tile(back);
         wait(&mut s, 0usize);
 
         make_scores::<A>(
@@ -154,7 +164,7 @@ pub fn forward<A: Hooks>(
             (offset + own + lane / 4) as u32,
             (first_column + (lane % 4) * 2) as u32,
             &first,
-            group.at_edge(first_column, tile),
+            group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
             false,
             config,
         );
@@ -165,17 +175,27 @@ pub fn forward<A: Hooks>(
                 BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
             }
         }
+        if saves_carries {
+            let carries = carries.as_mut().unwrap();
+            save_carries::<A>(carries, &row_state, &problem, batch_head, own, first_column / tile);
+        }
         WeightOf::<A>::add_tile(&mut row_state, &mut s, &mut o_acc, scale, n_keys, n_dim);
+        // Once no row of the block carries anything on, all further weights are 0.
+        let mut done = false;
+        if in_order {
+            reached = first_column;
+            done = all_of_block(nothing_carried::<A>(&row_state, own, queries));
+        }
         let p = to_a_frags(&s, n_keys);
         start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
         // Start the next tile's scores before waiting for this tile's product.
-        if back + 1 < seen_to {
+        if (back + 1 < seen_to) & !done {
             let next = first_column - tile;
             if biased {
                 start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
             pipeline.wait(back + 1);
-            let next_at = pipeline.stage_offset(back + 1);
+            let next_at = pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
                 &mut s,
@@ -204,18 +224,33 @@ pub fn forward<A: Hooks>(
         } else {
             wait(&mut o_acc, 0usize);
         }
+        if in_order {
+            if done {
+                // A block must not end before its loads.
+                if back + 1 < tiles {
+                    pipeline.wait(back + 1);
+                }
+                break;
+            }
+        }
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = first_column - 2 * tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_head, column, 0u32);
+            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
         }
     }
-    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_head, last, config);
+    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_heads, last, config);
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]
     for r in 0..2usize {
         let query = own + r * 8 + lane / 4;
         let write = (lane % 4 == 0) & (query < queries);
+        if saves_carries {
+            if write {
+                let carries = carries.as_mut().unwrap();
+                carries.first[batch_head * queries + query] = i32::cast_from(reached as u32);
+            }
+        }
         let shift = BiasesOf::<A>::shift(
             biases,
             &problem,
@@ -235,7 +270,16 @@ pub fn forward<A: Hooks>(
             r,
         );
     }
-    o.store(&o_acc, &factors, batch, block.head, own, queries, config);
+    if saves_carries {
+        if UNIT_POS == 0 {
+            let carries = carries.as_mut().unwrap();
+            let blocks = (queries + rows - 1) / rows;
+            let to = (batch_head * blocks + block.first_query / rows) * 2;
+            carries.bounds[to] = i32::cast_from(reached as u32);
+            carries.bounds[to + 1] = i32::cast_from(reached as u32);
+        }
+    }
+    o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
 }
 
 /// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
@@ -247,7 +291,7 @@ fn skip_tiles(
     to: usize,
     tiles: usize,
     batch: usize,
-    kv_head: usize,
+    kv_heads: (usize, usize),
     last: usize,
     #[comptime] config: KernelConfig,
 ) {
@@ -255,7 +299,7 @@ fn skip_tiles(
         pipeline.wait(back);
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = (last - back - 2) * config.tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_head, column, 0u32);
+            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
         }
     }
 }
@@ -351,8 +395,13 @@ pub fn make_scores<A: Hooks>(
                 let mut pair = fragment[r];
                 #[unroll]
                 for e in 0..2usize {
-                    let hide = masked(row, column + comptime!((n * 8 + e) as u32), first[r]);
-                    pair[e] = select(hide, hidden, pair[e]);
+                    let column = column + comptime!((n * 8 + e) as u32);
+                    let mut value = select(masked(row, column, first[r]), hidden, pair[e]);
+                    if comptime!(!WeightOf::<A>::SEES_ITSELF) {
+                        // Not replaced: a NaN must show even where a query has no key.
+                        value = select(row == column, fma(value, 0f32, hidden), value);
+                    }
+                    pair[e] = value;
                 }
                 fragment[r] = pair;
             }

@@ -18,11 +18,12 @@
 //!
 //! Decoding caches normalised, rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
+mod cuda;
 #[cfg(test)]
 mod tests;
 mod weights;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +33,7 @@ use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, VariantSpec};
+use super::{AttentionShape, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
 /// The largest power: the source goes to 15.
@@ -61,6 +62,12 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str =
         "softplus attention with re-weighting, LSSAR (Gao and Spratling, 2025)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -94,7 +101,11 @@ impl KvCacheVariant for Config {
         };
         let batch = seen.dims()[0];
         let scale = seen.log() * (shape.head_dim as f32).ln();
-        let q = q * scale.reshape([batch, 1, queries, 1]);
+        let scale = scale.reshape([batch, 1, queries, 1]);
+        let q = match q.dtype() {
+            DType::BF16 => (q.cast(FloatDType::F32) * scale).cast(FloatDType::BF16),
+            _ => q * scale,
+        };
         let weights = Lssar { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
         rowwise(&op, q, k, v, None, documents, path)

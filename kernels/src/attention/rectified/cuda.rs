@@ -15,7 +15,7 @@ use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, over};
-use crate::tile::Accumulator;
+use crate::tile::{AFragments, Accumulator};
 
 /// The hooks: the defaults but for the weight. `OFFSETS` says whether there are thresholds.
 #[derive(Clone)]
@@ -43,7 +43,10 @@ impl<const OFFSETS: bool> RectifiedHooks<OFFSETS> {
         inputs: [&CudaTensor; 3],
         documents: Option<&CudaTensor>,
     ) -> FlashAttention<Self> {
-        FlashAttention::new(inputs, op.scale, self.clone()).window(op.window).documents(documents)
+        FlashAttention::new(inputs, op.scale, self.clone())
+            .views(dims(inputs[1])[1] / dims(inputs[2])[1])
+            .window(op.window)
+            .documents(documents)
     }
 }
 
@@ -124,6 +127,9 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
     const SCORE_FACTOR: f32 = 1.0;
     const HAS_STATISTICS: bool = OFFSETS;
     const NEEDS_DS_ROW_SUMS: bool = OFFSETS;
+    const HAS_FOUR_STATISTICS: bool = false;
+    const SEES_ITSELF: bool = true;
+    const IN_ORDER: bool = false;
 
     fn init_rows(args: &RectifiedRows, rows: &Array<usize>) -> RectifiedRowState {
         let mut offsets = Array::<f32>::new(2usize);
@@ -205,6 +211,45 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
 
     fn weigh(saved: &RectifiedRows, score: f32, scale: f32, shift: f32) -> (f32, f32) {
         rectified(fma(score, scale, shift), comptime!(saved.power))
+    }
+
+    fn saved_more(_saved: &RectifiedRows, _at: usize) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
+
+    fn weight_of(
+        _saved: &RectifiedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn ds_of(
+        _saved: &RectifiedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+        _dp: f32,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn carry(_rows: &RectifiedRowState, #[comptime] _r: usize) -> f32 {
+        f32::cast_from(1u32)
+    }
+
+    fn gradients_in_order(
+        _s: &mut Accumulator,
+        _dp: &mut Accumulator,
+        _p: &mut AFragments,
+        _carries: &Array<f32>,
+        _sums: &mut Array<f32>,
+        _scale: f32,
+        #[comptime] _with_p: bool,
+        #[comptime] _n_keys: usize,
+    ) {
     }
 }
 

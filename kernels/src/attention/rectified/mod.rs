@@ -127,11 +127,6 @@ pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &m
     }
 }
 
-/// Repeats the values that both views share: `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`.
-pub fn repeat_for_views<B: OpBackend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
-    Tensor::cat(vec![v.clone(), v], 1)
-}
-
 /// The initial value of a learned λ.
 pub const LAMBDA_INIT: f32 = 0.5;
 

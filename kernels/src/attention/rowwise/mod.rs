@@ -22,7 +22,7 @@ use burn_flex::FlexTensor;
 
 use super::blocks::{
     Block, attention_mask, by_query_blocks, copied, positions, query_blocks, repeat_heads,
-    sum_groups,
+    repeat_views, sum_groups, sum_views,
 };
 use super::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
@@ -88,7 +88,8 @@ pub struct Rowwise<W> {
 /// - `q`: `[batch, heads, queries, head_dim]`
 /// - `k`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query
 ///   i is at position keys − queries + i
-/// - `v`: `[batch, kv_heads, keys, value_dim]`
+/// - `v`: `[batch, kv_heads / views, keys, value_dim]`: q and k may have the heads of several views, one view
+///   after the other, which all have v's values
 /// - `offsets`: `[batch or 1, queries]`, subtracted from the scores of a query
 /// - `documents`: `[batch, keys]`
 ///
@@ -105,9 +106,11 @@ pub fn rowwise<B: OpBackend, W: Weights>(
     documents: DocumentStarts<B>,
     path: ExecPath,
 ) -> Tensor<B, 4> {
-    let [[batch, heads, queries, head_dim], [_, kv_heads, keys, value_dim]] = [q.dims(), v.dims()];
+    let [[batch, heads, queries, head_dim], [_, kv_heads, keys, _]] = [q.dims(), k.dims()];
+    let [_, value_heads, _, value_dim] = v.dims();
     assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
-    assert_eq!(v.dims(), [batch, kv_heads, keys, value_dim], "shape of v for k {:?}", k.dims());
+    assert_eq!(v.dims(), [batch, value_heads, keys, value_dim], "shape of v for k {:?}", k.dims());
+    assert!(kv_heads % value_heads == 0, "{value_heads} heads of v must divide {kv_heads} of k");
     assert!(heads % kv_heads == 0, "{kv_heads} kv_heads must divide {heads} heads");
     assert!(keys >= queries, "{queries} queries but only {keys} keys");
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
@@ -138,6 +141,11 @@ impl<B: OpBackend> RowwiseInputs<B> {
 
     fn keys(&self) -> usize {
         self.k.dims()[2]
+    }
+
+    /// Heads of k that share one of v, one in each view.
+    fn views(&self) -> usize {
+        self.k.dims()[1] / self.v.dims()[1]
     }
 
     /// Query heads that share one key head.
@@ -192,7 +200,7 @@ impl<W: Weights> Rowwise<W> {
     fn attend<B: OpBackend>(&self, inputs: &RowwiseInputs<B>) -> Tensor<B, 4> {
         let group = inputs.group();
         let k = repeat_heads(inputs.k.clone(), group);
-        let v = repeat_heads(inputs.v.clone(), group);
+        let v = repeat_heads(repeat_views(inputs.v.clone(), inputs.views()), group);
         by_query_blocks(self.blocks(inputs), |block| {
             let q = self.queries(inputs, &block);
             let (scores, mask) = self.scores(inputs, &block, [&q, &block.keys_of(&k)]);

@@ -10,6 +10,7 @@ use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks
 use crate::attention::flash::{FlashAttention, decode, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer};
+use crate::ops::cuda::dims;
 
 /// The hooks and their tensors.
 pub struct SoftmaxHooks {
@@ -160,6 +161,7 @@ fn flash(
     documents: Option<&CudaTensor>,
 ) -> FlashAttention<SoftmaxHooks> {
     FlashAttention::new(inputs, op.scale, SoftmaxHooks::new(op, inputs[0], sinks))
+        .views(dims(inputs[1])[1] / dims(inputs[2])[1])
         .window(op.window)
         .documents(documents)
 }

@@ -18,7 +18,7 @@
 //! Not specified by the source, chosen here: λ's gradient passes through the clamp, so that a λ that
 //! has left [0, 1] can return; the rest as in `tra`.
 //!
-//! On CUDA in bf16, as in `tra`; both views are heads of one call, for which the values are copied.
+//! On CUDA in bf16, as in `tra`; both views are heads of one call, and share the values.
 //!
 //! Decoding caches normalised, rotated keys of both views and values: 3 · kv_heads · head_dim
 //! elements per token.
@@ -33,8 +33,7 @@ use serde::{Deserialize, Serialize};
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rectified::{
-    LAMBDA_INIT, Rectified, clamp_lambda, normalise_outputs, repeat_for_views, thresholds,
-    validate_threshold,
+    LAMBDA_INIT, Rectified, clamp_lambda, normalise_outputs, thresholds, validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
@@ -110,7 +109,7 @@ impl KvCacheVariant for Config {
         let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
         let weights = Rectified { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        let both = rowwise(&op, q, k, repeat_for_views(v), Some(tau), documents, path);
+        let both = rowwise(&op, q, k, v, Some(tau), documents, path);
         let o = view_difference(both, clamp_lambda(lambda.clone()));
         normalise_outputs(o, norm.clone())
     }

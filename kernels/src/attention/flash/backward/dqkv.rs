@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf, sums_of_columns, sums_of_rows,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns, sums_of_rows,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -133,11 +133,12 @@ pub fn dqkv<A: Hooks>(
 ) {
     one_block_per_multiprocessor(comptime!("dqkv".to_string()), THREADS);
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, tile, .. } =
+        comptime!(config);
     let with_sums = comptime!(sums_of_rows::<A>());
     let with_column_sums = comptime!(sums_of_columns::<A>());
     let rows = comptime!(config.rows());
-    let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
+    let n_queries = comptime!(tile / 8);
     let vectors = comptime!(vectors_per_tile(config, with_sums));
 
     let lane = UNIT_POS_PLANE as usize;
@@ -154,16 +155,16 @@ pub fn dqkv<A: Hooks>(
     let dq_empty = Barrier::shared(1, UNIT_POS == 0);
     // A stage of q also holds its statistics.
     let mut q_ring = Ring::new(tile, dim, 2u32, comptime!(CONSUMER_WARPS as u32));
-    let mut grad_ring = Ring::new(tile, dim, 1u32, comptime!(CONSUMER_WARPS as u32));
+    let mut grad_ring = Ring::new(tile, value_dim, 1u32, comptime!(CONSUMER_WARPS as u32));
     let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
-    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * value_dim / CHUNK), ALIGN);
     // Two tiles of dSᵀ, and of each warp's part of Σ_j dS_ij.
     let ds_chunks = comptime!(rows * tile / CHUNK);
     let mut ds_tiles = SharedMemory::<Chunk>::new_aligned(comptime!(2 * ds_chunks), ALIGN);
     let row_pairs = comptime!(if with_sums { CONSUMER_WARPS * tile / 2 } else { 1 });
     let mut row_sums = SharedMemory::<Pair>::new_aligned(comptime!(2 * row_pairs), 8usize);
     let mut dq_tile = SharedMemory::<Vec4>::new_aligned(vectors, 128usize);
-    let mut query_tile = QueryTile::new(2usize, config);
+    let mut query_tile = QueryTile::new(2usize, comptime!(four_statistics::<A>()), config);
     let mut most_first_key = SharedMemory::<u32>::new(2usize);
     let mut tickets = Tickets::new();
     if UNIT_POS == 0 {
@@ -204,7 +205,7 @@ pub fn dqkv<A: Hooks>(
                 // K and V of keys that no query attends to are not loaded, but their phase of the barrier ends.
                 let mut kv_bytes = 0u32;
                 if total > 0 {
-                    kv_bytes += comptime!(2 * bytes(rows, dim));
+                    kv_bytes += comptime!(bytes(rows, dim) + bytes(rows, value_dim));
                 }
                 kv_full.arrive_and_expect_tx(1, kv_bytes);
                 if total > 0 {
@@ -224,12 +225,12 @@ pub fn dqkv<A: Hooks>(
                         &kv_full,
                         &inputs.v,
                         batch,
-                        kv_head,
+                        problem.value_head(kv_head, config),
                         first_column,
                         &mut v_tile,
                         zero,
                         rows,
-                        dim,
+                        value_dim,
                     );
                 }
                 for iteration in 0..total {
@@ -336,8 +337,8 @@ pub fn dqkv<A: Hooks>(
             let group_last = min(group_column + GROUP_ROWS, keys) - 1;
             let own = first_column + warp * 16;
 
-            let mut dk_acc = zeros(n_dim);
-            let mut dv_acc = zeros(n_dim);
+            let mut dk_acc = zeros(comptime!(dim / 8));
+            let mut dv_acc = zeros(comptime!(value_dim / 8));
             let mut s = uninit(n_queries);
             let mut dp = uninit(n_queries);
             let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
@@ -370,7 +371,8 @@ pub fn dqkv<A: Hooks>(
             wait_parity(&kv_full, taken as u32 % 2);
             for iteration in 0..total {
                 let last = iteration + 1 == total;
-                let (slot, at) = (done % 2, q_ring.stage_offset(done));
+                let slot = done % 2;
+                let (q_at, grad_at) = (q_ring.stage_offset(done), grad_ring.stage_offset(done));
                 let (next_head, next_query) = passes.next(head, first_query, tile);
                 OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
                 if !last {
@@ -389,7 +391,7 @@ pub fn dqkv<A: Hooks>(
                     &mut s,
                     &k_tile,
                     &q_ring.tiles,
-                    at,
+                    q_at,
                     warp,
                     config,
                 );
@@ -399,11 +401,11 @@ pub fn dqkv<A: Hooks>(
                     group_row,
                     rows,
                     &grad_ring.tiles,
-                    at,
+                    grad_at,
                     &mut dp,
                     true,
                     n_queries,
-                    comptime!(dim / 16),
+                    comptime!(value_dim / 16),
                 );
                 BiasesOf::<A>::begin_tile(&mut bias_state, config);
                 // Read the next tile's data while this one is computed.
@@ -458,11 +460,13 @@ pub fn dqkv<A: Hooks>(
                     config,
                 );
                 // Also makes the compiler compute P before it waits for dP.
-                start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
+                start_pb(&p, &grad_ring.tiles, grad_at, &mut dv_acc);
                 wait(&mut dp, 1usize);
                 slopes_to_ds::<A>(
                     &s,
                     &mut dp,
+                    saved,
+                    scale,
                     &query_tile,
                     slot,
                     &mut ds_sum,
@@ -484,9 +488,17 @@ pub fn dqkv<A: Hooks>(
                 sync_async_proxy_shared();
                 sync_first_threads(comptime!(32 * CONSUMER_WARPS));
                 let mut dq_acc = uninit(n_dq);
-                start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
+                start_panels_atb(
+                    &ds_tiles,
+                    ds_at + ds_panel,
+                    &k_tile,
+                    k_panel,
+                    &mut dq_acc,
+                    true,
+                    rows,
+                );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
-                start_pb(&ds, &q_ring.tiles, at, &mut dk_acc);
+                start_pb(&ds, &q_ring.tiles, q_at, &mut dk_acc);
                 wait(&mut dv_acc, 2usize);
                 if lane == 0 {
                     grad_ring.release(done);
@@ -558,12 +570,12 @@ pub fn dqkv<A: Hooks>(
             let mut factors = Array::<f32>::new(2usize);
             factors[0] = 1f32;
             factors[1] = 1f32;
-            gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
+            gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config.value_dim);
             if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
                 factors[0] = problem.scale;
                 factors[1] = problem.scale;
             }
-            gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
+            gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config.head_dim);
             taken += 1;
             ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
         }

@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 
 use super::super::hooks::{
     Biases, BiasesOf, Hooks, SavedRows, Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+    four_statistics,
 };
 use super::super::mask::{Mask, masked};
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -148,7 +149,8 @@ pub fn make_scores_of_keys<A: Hooks>(
     }
 }
 
-/// Turns scores into dP/d(scale · q·k) in place, and sets `p` to the weights if `with_p`.
+/// Turns scores into dP/d(scale · q·k) in place, and sets `p` to the weights if `with_p`. With
+/// [`four_statistics`], leaves the scores.
 #[cube]
 pub fn weigh_scores<A: Hooks>(
     s: &mut Accumulator,
@@ -171,6 +173,7 @@ pub fn weigh_scores<A: Hooks>(
     #[unroll]
     for n in 0..n_queries {
         let statistics = query_tile.statistics::<A>(slot, n, config);
+        let more = query_tile.more_statistics::<A>(slot, n, config);
         #[unroll]
         for r in 0..2usize {
             let scores = s.index(n)[r];
@@ -183,7 +186,10 @@ pub fn weigh_scores<A: Hooks>(
                     let bias = BiasesOf::<A>::bias_of_key(bias_state, n, r, config);
                     shift += bias;
                 }
-                if products {
+                if comptime!(four_statistics::<A>()) {
+                    let four = four_of_query(statistics, more, e);
+                    pair[e] = WeightOf::<A>::weight_of(saved, scores[e], scale, four);
+                } else if products {
                     let (weight, slope) = ScoreOf::<A>::weigh(score, scores[e], shift);
                     pair[e] = weight;
                     slopes[e] = slope;
@@ -208,12 +214,29 @@ pub fn weigh_scores<A: Hooks>(
     }
 }
 
-/// Turns dP into dS in place, with the slopes that [`weigh_scores`] gives. Adds dS to the sums of a lane's two
+/// The four statistics of one of a lane's two queries.
+#[cube]
+fn four_of_query(
+    statistics: Vector<f32, Const<4>>,
+    more: Vector<f32, Const<4>>,
+    #[comptime] e: usize,
+) -> Vector<f32, Const<4>> {
+    let mut four = Vector::<f32, Const<4>>::empty();
+    four[0] = statistics[e];
+    four[1] = statistics[comptime!(e + 2)];
+    four[2] = more[e];
+    four[3] = more[comptime!(e + 2)];
+    four
+}
+
+/// Turns dP into dS in place, with the slopes or scores that [`weigh_scores`] gives. Adds dS to the sums of a lane's two
 /// keys if `with_sums`.
 #[cube]
 pub fn slopes_to_ds<A: Hooks>(
     slopes: &Accumulator,
     dp: &mut Accumulator,
+    saved: &SavedRows<A>,
+    scale: f32,
     query_tile: &QueryTile,
     slot: usize,
     sums: &mut Array<f32>,
@@ -224,13 +247,18 @@ pub fn slopes_to_ds<A: Hooks>(
     #[unroll]
     for n in 0..n_queries {
         let statistics = query_tile.statistics::<A>(slot, n, config);
+        let more = query_tile.more_statistics::<A>(slot, n, config);
         #[unroll]
         for r in 0..2usize {
             let pair_slopes = slopes.index(n)[r];
             let mut pair = dp.index(n)[r];
             #[unroll]
             for e in 0..2usize {
-                let ds = pair_slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
+                let mut ds = pair_slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
+                if comptime!(four_statistics::<A>()) {
+                    let four = four_of_query(statistics, more, e);
+                    ds = WeightOf::<A>::ds_of(saved, pair_slopes[e], scale, four, pair[e]);
+                }
                 if with_sums {
                     sums[r] += ds;
                 }

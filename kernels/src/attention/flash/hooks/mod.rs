@@ -89,6 +89,11 @@ pub const fn sums_of_rows<A: Hooks>() -> bool {
     <A::Biases as Biases>::NEEDS_DS_SUMS || <A::Weight as Weight>::NEEDS_DS_ROW_SUMS
 }
 
+/// Whether rows have four statistics, see [`Weight::HAS_FOUR_STATISTICS`].
+pub const fn four_statistics<A: Hooks>() -> bool {
+    <A::Weight as Weight>::HAS_FOUR_STATISTICS
+}
+
 /// Whether the backward pass sums dS over each key.
 pub const fn sums_of_columns<A: Hooks>() -> bool {
     <A::Biases as Biases>::NEEDS_DS_SUMS
@@ -439,6 +444,17 @@ pub trait Weight: Send + Sync + 'static {
     const HAS_STATISTICS: bool;
     /// Whether the backward pass sums dS over each query, for the gradient of a row's parameter.
     const NEEDS_DS_ROW_SUMS: bool;
+    /// Whether weights depend on more than a shift of scores, and dS is not a slope times dP less a number: the
+    /// backward pass then reads four statistics of a row, and calls [`Weight::weight_of`] and [`Weight::ds_of`]
+    /// in place of [`Weight::weigh`].
+    const HAS_FOUR_STATISTICS: bool;
+    /// Whether a query attends to its own key.
+    const SEES_ITSELF: bool;
+    /// Whether weights depend on the keys after them, through one factor per row, the carry: 1 at the row's last
+    /// key, multiplied by every key, and never rising. Then [`in_order`](super::in_order) does the passes, without
+    /// [`Weight::saved`] and [`Weight::weigh`], and the statistic of a split is the factor that its keys put on
+    /// the weights of all keys before them.
+    const IN_ORDER: bool;
 
     /// The state before the first key of a lane's two rows, which have these indices in
     /// `[batch, heads, queries]`.
@@ -469,8 +485,8 @@ pub trait Weight: Send + Sync + 'static {
         #[comptime] r: usize,
     ) -> f32;
 
-    /// The final factor and the statistic of one split of a row's keys; the statistic of a split without a
-    /// visible key is [`MASKED`].
+    /// The final factor and the statistic of one split of a row's keys; without [`Weight::IN_ORDER`], the
+    /// statistic of a split without a visible key is [`MASKED`].
     ///
     /// [`MASKED`]: crate::tile::MASKED
     fn finish_split(rows: &Self::RowState, scale: f32, #[comptime] r: usize) -> (f32, f32);
@@ -479,7 +495,7 @@ pub trait Weight: Send + Sync + 'static {
     fn split_factor(statistic: f32, max_statistic: f32) -> f32;
 
     /// The final factor on `o` and the statistic of a whole row of `head`, where `total` is the sum of the
-    /// splits' weights.
+    /// splits' weights. With [`Weight::IN_ORDER`], `max_statistic` is the product of the splits' statistics.
     fn combine(
         args: &Self::Args,
         head: usize,
@@ -495,4 +511,43 @@ pub trait Weight: Send + Sync + 'static {
     /// The weight of a score times `scale` plus `shift`, and its derivative with respect to the score without
     /// [`Weight::SCORE_FACTOR`]. `saved` is here for its compile-time settings.
     fn weigh(saved: &Self::SavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32);
+
+    /// The last two of a row's four statistics; [`Weight::saved`] gives the first two.
+    fn saved_more(saved: &Self::SavedRows, at: usize) -> (f32, f32);
+
+    /// The weight of a score times `scale`, for a row with these four statistics.
+    fn weight_of(
+        saved: &Self::SavedRows,
+        score: f32,
+        scale: f32,
+        statistics: Vector<f32, Const<4>>,
+    ) -> f32;
+
+    /// dS of a score times `scale`, without [`Weight::SCORE_FACTOR`], from the gradient of its weight; 0 for a
+    /// masked key.
+    fn ds_of(
+        saved: &Self::SavedRows,
+        score: f32,
+        scale: f32,
+        statistics: Vector<f32, Const<4>>,
+        dp: f32,
+    ) -> f32;
+
+    /// The carry of a lane's row `r` after the tiles so far. Only called with [`Weight::IN_ORDER`].
+    fn carry(rows: &Self::RowState, #[comptime] r: usize) -> f32;
+
+    /// Turns a tile's scores `s`, times `scale`, into dS in place, and sets `p` to the weights if `with_p`. `dp` is
+    /// the gradient of the weights, and is overwritten. For a lane's two rows, `carries` are the carries at the
+    /// tile's end, and `sums` the sums of weight · dP over all keys before the tile, to which it adds the tile's.
+    /// Only called with [`Weight::IN_ORDER`].
+    fn gradients_in_order(
+        s: &mut Accumulator,
+        dp: &mut Accumulator,
+        p: &mut AFragments,
+        carries: &Array<f32>,
+        sums: &mut Array<f32>,
+        scale: f32,
+        #[comptime] with_p: bool,
+        #[comptime] n_keys: usize,
+    );
 }
