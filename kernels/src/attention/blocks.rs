@@ -175,7 +175,8 @@ pub fn sum_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
 /// Repeats the values that views share: `[batch, heads, …]` to `[batch, views · heads, …]`, one view after the
 /// other.
 pub fn repeat_views<B: OpBackend>(x: Tensor<B, 4>, views: usize) -> Tensor<B, 4> {
-    if views == 1 { x } else { x.repeat_dim(1, views) }
+    // Not `repeat_dim`: burn's gradient of it takes the copies for neighbours.
+    Tensor::cat(vec![x; views], 1)
 }
 
 /// The adjoint of [`repeat_views`], the sum over the views.

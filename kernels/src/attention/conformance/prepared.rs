@@ -30,6 +30,7 @@ pub struct PreparedCase<W> {
     upstream: TensorData,
     /// `[batch, keys]`
     documents: Option<TensorData>,
+    kinks: bool,
 }
 
 fn rounded(data: impl Iterator<Item = f32>, shape: &[usize]) -> TensorData {
@@ -71,7 +72,13 @@ impl<W: Weights> PreparedCase<W> {
             v: draw(&of_keys, 1.7, 3),
             upstream: draw(&of_queries, 1.0, 4),
             documents: None,
+            kinks: false,
         }
+    }
+
+    /// With weights whose slope jumps, see [`Conformance::has_kinks`](super::Conformance::has_kinks).
+    pub fn kinks(self, kinks: bool) -> Self {
+        PreparedCase { kinks, ..self }
     }
 
     /// With a window.
@@ -125,18 +132,18 @@ impl<W: Weights> PreparedCase<W> {
         with_reference(|| self.results::<Flex>(DType::F32, ExecPath::Reference))
     }
 
-    fn compare(&self, what: &str, got: &[f64], want: &[f64], roundings: u32) {
+    fn compare(&self, what: &str, got: &[f64], want: &[f64], count: u32, kinks: bool) {
         let what = format!("{:?}, q {:?}, k {:?}, {what}", self.op, self.q.shape, self.k.shape);
         let vector = self.q.shape[3];
-        Roundings { count: roundings, least: 0.0, vector, kinks: false }.check(&what, got, want);
+        Roundings { count, least: 0.0, vector, kinks }.check(&what, got, want);
     }
 
     /// Compares output and gradients, which may have the error of so many roundings; equal bits in two runs.
     pub fn check(&self, roundings: u32) {
         let (got, want) = (self.on_cuda(), self.wanted());
         let names = ["the output", "dq", "dk", "dv"];
-        for (name, (got, want)) in names.iter().zip(got.iter().zip(&want)) {
-            self.compare(name, got, want, roundings);
+        for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+            self.compare(names[at], got, want, roundings, self.kinks && at > 0);
         }
         assert_eq!(got, self.on_cuda(), "two runs differ");
     }
@@ -147,6 +154,6 @@ impl<W: Weights> PreparedCase<W> {
         let inputs = [&self.q, &self.k, &self.v]
             .map(|x| Tensor::<Cuda, 4>::from_data(x.clone(), &device).cast(DType::BF16));
         let o = self.attend(inputs, ExecPath::Kernel(DeviceKind::Cuda));
-        self.compare("the output alone", &values(o), &self.wanted()[0], roundings);
+        self.compare("the output alone", &values(o), &self.wanted()[0], roundings, false);
     }
 }

@@ -25,7 +25,6 @@
 //! Decoding caches rotated keys of both views and values: (2 + value_factor) · kv_heads · head_dim
 //! elements per token.
 
-mod lambda;
 #[cfg(test)]
 mod tests;
 
@@ -33,7 +32,6 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::lambda::Lambda;
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
@@ -43,6 +41,7 @@ use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::device::DeviceKind;
 use crate::ops::rms_norm::rms_norm;
+use crate::ops::view_difference::lambda::Lambda;
 use crate::ops::view_difference::view_difference;
 
 /// Added to the mean square by the RMS norm.

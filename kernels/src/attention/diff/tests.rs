@@ -3,7 +3,6 @@
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{DType, Distribution, Tensor};
 
-use super::lambda::Lambda;
 use super::{Config, lambda_init};
 use crate::Cuda;
 use crate::attention::blocks::repeat_views;
@@ -15,6 +14,7 @@ use crate::attention::softmax::{self, Softmax};
 use crate::attention::{AttentionShape, ExecPath};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
+use crate::ops::view_difference::lambda::Lambda;
 use crate::testing::{Case, Tensor64, check, check_on};
 
 impl Conformance for Config {

@@ -2,6 +2,7 @@
 
 mod cuda;
 mod kernel;
+pub mod lambda;
 
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
