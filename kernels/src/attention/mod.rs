@@ -22,6 +22,7 @@ pub mod fox;
 pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
+pub mod output_norm;
 pub mod path;
 pub mod power;
 pub mod probe;
