@@ -25,7 +25,7 @@ pub struct Parameters {
 impl Parameters {
     /// The parameters of a model of this configuration; learned positions are `seq_len` vectors.
     pub fn of(config: &ModelConfig, vocab_size: usize, seq_len: usize) -> Self {
-        let width = config.width;
+        let (width, vocab_size) = (config.width, config.padded_vocab(vocab_size));
         let learned = config.positions == Positions::Learned;
         let biased = config.norm_bias && config.norm == NormKind::LayerNorm;
         let norm = if biased { 2 * width } else { width };
@@ -117,6 +117,7 @@ pub fn forward_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len:
 /// FLOPs of the forward pass per token that multiply by weights: those of the blocks and of the
 /// output layer.
 fn weight_flops_per_token(config: &ModelConfig, vocab_size: usize) -> f64 {
+    let vocab_size = config.padded_vocab(vocab_size);
     block_flops_per_token(config) + 2.0 * (vocab_size * config.width) as f64
 }
 

@@ -13,6 +13,7 @@ const CONFIGS: &[&str] = &[
     heads = 2
     bias = true
     positions = "learned"
+    vocab_multiple = 8
     attention = { kind = "rope", position = "none" }
     "#,
     r#"
@@ -44,6 +45,7 @@ const CONFIGS: &[&str] = &[
     width = 8
     heads = 2
     mlp_width = 12
+    vocab_multiple = 16
     norm_position = "sandwich"
     value_residual = "learned"
     attention = { kind = "rope" }

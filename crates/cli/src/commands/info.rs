@@ -49,6 +49,8 @@ pub(crate) struct Info {
     /// The kind; for a hybrid, its kinds with their numbers of layers.
     attention: String,
     vocab_size: usize,
+    /// Rows of the embedding and of the output layer.
+    padded_vocab_size: usize,
     parameters: Parameters,
     parameters_total: usize,
     seq_len: usize,
@@ -76,6 +78,7 @@ impl Info {
         Info {
             attention: model.attention_label(),
             vocab_size: vocab,
+            padded_vocab_size: model.padded_vocab(vocab),
             parameters,
             parameters_total: costs.parameters,
             seq_len,
@@ -239,7 +242,9 @@ fn print(info: &Info) {
     let p = &info.parameters;
     let share = info.attention_flops_per_token / info.forward_flops_per_token * 100.0;
     println!("attention                {}", info.attention);
-    println!("vocabulary               {}", info.vocab_size);
+    let (vocab, padded) = (info.vocab_size, info.padded_vocab_size);
+    let padding = if padded > vocab { format!(", padded to {padded}") } else { String::new() };
+    println!("vocabulary               {vocab}{padding}");
     println!("parameters               {}", info.parameters_total);
     println!("  embedding              {}", p.embedding);
     println!("  attention              {}", p.attention);
