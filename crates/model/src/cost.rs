@@ -74,7 +74,7 @@ fn attention_matrices(config: &ModelConfig, layer: usize) -> Vec<(usize, usize, 
 }
 
 /// Channels of q, k and v over all heads.
-fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
+pub(crate) fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
     let (views, value_dim) = (attention.views(), attention.value_dim(shape));
     let keys = views * shape.head_dim;
     [shape.heads * keys, shape.kv_heads * keys, shape.kv_heads * value_dim]
@@ -225,6 +225,6 @@ fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
 
 /// How many projections of an attention layer have a token shift: q, k and v, the `extra` ones of its
 /// kind, and the output gate.
-fn shifted(config: &ModelConfig, extra: usize) -> usize {
+pub(crate) fn shifted(config: &ModelConfig, extra: usize) -> usize {
     3 + extra + usize::from(config.output_gate)
 }

@@ -26,7 +26,7 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +40,8 @@ use super::rectified::{
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
+use super::saved::Channels;
+use super::{AttentionShape, ExecPath, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
 use crate::ops::view_difference::view_difference;
@@ -96,6 +97,25 @@ impl VariantSpec for Config {
 
     fn views(&self) -> usize {
         2
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            // Beside those of one view: q and k before they are divided by their lengths, the values of the
+            // second view, the outputs of both.
+            ExecPath::Kernel(_) => {
+                let Channels { q, k, v, o, .. } = channels;
+                channels.by_kernel(dtype) + (q + k + v + 2.0 * o) * dtype.size() as f64
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {

@@ -32,7 +32,7 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -43,7 +43,8 @@ use super::rectified::{NORM_EPS, Rectified, beta_and_others, thresholds, validat
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
+use super::saved::Channels;
+use super::{AttentionShape, ExecPath, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::rms_norm::rms_norm;
 
@@ -94,6 +95,23 @@ impl VariantSpec for Config {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
         validate_norm_eps(key, self.norm_eps, NORM_EPS, problems);
         self.rotary.validate(key, shape, problems);
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            // q and k before they are divided by their lengths, too.
+            ExecPath::Kernel(_) => {
+                channels.by_kernel(dtype) + (channels.q + channels.k) * dtype.size() as f64
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
