@@ -13,7 +13,6 @@ const CONFIGS: &[&str] = &[
     heads = 2
     bias = true
     positions = "learned"
-    vocab_multiple = 8
     attention = { kind = "rope", position = "none" }
     "#,
     r#"
@@ -36,6 +35,7 @@ const CONFIGS: &[&str] = &[
     heads = 2
     head_dim = 6
     mlp = "relu-squared"
+    vocab_multiple = 8
     window = 3
     attention = { kind = "rope" }
     "#,
