@@ -177,6 +177,23 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.weight_flops_per_token(shape),)+ }
             }
 
+            /// As [`VariantSpec::saved_bytes_per_token`], on the path that serves `batch` sequences: `kernel`
+            /// if the kind has it, else the reference.
+            pub fn saved_bytes_per_token(
+                &self,
+                kernel: Kernel,
+                shape: &AttentionShape,
+                batch: usize,
+                seq_len: usize,
+            ) -> f64 {
+                let path = self.path(kernel, shape, batch, Some(seq_len));
+                match self {
+                    $(Self::$name(c) => {
+                        c.saved_bytes_per_token(shape, seq_len, path, kernel.dtype)
+                    })+
+                }
+            }
+
             /// As [`VariantSpec::state_elements`].
             pub fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
                 match self { $(Self::$name(c) => c.state_elements(shape, seq_len),)+ }

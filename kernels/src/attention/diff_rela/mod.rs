@@ -13,7 +13,7 @@
 //! | `norm_bias` | head_dim | 0 |
 //!
 //! Not specified by the source, chosen here: λ is TDA's (one per layer, clamped, initially 0.5), the
-//! norm ReLA's. The norm is over a head's channels and adds 10⁻⁵ to the variance; a row without a
+//! norm ReLA's. The norm is over a head's channels and adds `norm_eps`, 10⁻⁵, to the variance; a row without a
 //! positive score gives the norm's bias.
 //!
 //! Decoding caches rotated keys of both views and values: 3 · kv_heads · head_dim elements per token.
@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::output_norm::validate_norm_eps;
 use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
@@ -36,13 +37,15 @@ use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 use crate::ops::view_difference::view_difference;
 
-/// Added to the variance by the layer norm.
-const NORM_EPSILON: f32 = 1e-5;
+/// What the layer norm adds to the variance by default.
+const NORM_EPS: f32 = 1e-5;
 
 /// `[model.attention]` with `kind = "diff_rela"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
+    /// What the layer norm of outputs adds to the variance, 1e-20 to 1; default 1e-5.
+    pub norm_eps: f32,
     /// Rotary positions; on by default.
     #[serde(flatten, skip_deserializing)]
     pub rotary: Rotary,
@@ -52,7 +55,7 @@ with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rotary: Rotary::new(true) }
+        Config { norm_eps: NORM_EPS, rotary: Rotary::new(true) }
     }
 }
 
@@ -66,6 +69,7 @@ impl VariantSpec for Config {
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_norm_eps(key, self.norm_eps, NORM_EPS, problems);
         self.rotary.validate(key, shape, problems);
     }
 
@@ -98,6 +102,6 @@ impl KvCacheVariant for Config {
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
         let both = rowwise(&op, q, k, v, None, documents, path);
         let o = view_difference(both, clamp_lambda(lambda.clone()));
-        layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
+        layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
     }
 }

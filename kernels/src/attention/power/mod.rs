@@ -51,7 +51,7 @@ mod state;
 mod tests;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
@@ -63,6 +63,7 @@ use self::state::{CudaState, TensorState, near};
 use super::flash;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
+use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ProjectionSpec, Variant,
     VariantSpec,
@@ -293,6 +294,30 @@ impl VariantSpec for Config {
 
     /// The source's state FLOPs (§3.2): scores and weighted values of the keys read directly, and updating
     /// and querying the sums. Expansions of q and k are not counted.
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
+        match path {
+            ExecPath::Kernel(_) => channels.by_kernel(dtype),
+            ExecPath::Reference if chunked => {
+                // The expanded queries and keys, the scores of a chunk and the one before, and the states.
+                let (chunk, heads) =
+                    (self.chunk(shape) as f64, (shape.heads + shape.kv_heads) as f64);
+                let expanded = Expansion::size(self.p, shape.head_dim) as f64;
+                let state = shape.kv_heads as f64 * expanded * (shape.head_dim + 1) as f64 / chunk;
+                let scores = channels.scores(3.0, 1.5 * chunk);
+                channels.in_f32() + scores + 4.0 * (heads * expanded + 2.0 * state)
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {

@@ -68,8 +68,8 @@ impl Weights for Rectified {
 /// gradient.
 const L2_EPSILON: f32 = 1e-12;
 
-/// Added to the mean square by the RMS norm of outputs: a zero row stays zero.
-const NORM_EPSILON: f32 = 1e-6;
+/// What the RMS norm of outputs adds to the mean square by default: a zero row stays zero.
+pub const NORM_EPS: f32 = 1e-6;
 
 /// The largest power: with weights below 1, higher ones leave f32's range within a few keys.
 const LARGEST_POWER: u32 = 16;
@@ -79,11 +79,6 @@ pub fn l2_normalise<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     let head_dim = x.dims()[3];
     let weight = Tensor::full([head_dim], 1.0 / (head_dim as f32).sqrt(), &x.device());
     rms_norm(x, weight, L2_EPSILON)
-}
-
-/// The RMS norm of outputs, with the learned `weight` `[value_dim]`.
-pub fn normalise_outputs<B: OpBackend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) -> Tensor<B, 4> {
-    rms_norm(o, weight, NORM_EPSILON)
 }
 
 /// τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim) with i the position in the document, 0 where the
@@ -105,6 +100,20 @@ pub fn thresholds<B: OpBackend>(
     let positions = positions_in_documents(queries, first, documents.as_ref(), &beta.device());
     let log = ((positions + 1.0).log() - kappa.ln()).clamp_min(0.0);
     (log * (2.0 / shape.head_dim as f32)).sqrt() * beta.reshape([1, 1])
+}
+
+/// Splits a kind's learned vectors into β, the first of them, and the others. A β that is not learned is
+/// `fixed`, on the device of the others.
+pub fn beta_and_others<B: OpBackend>(
+    learned: bool,
+    fixed: f32,
+    parameters: &[Tensor<B, 1>],
+) -> (Tensor<B, 1>, &[Tensor<B, 1>]) {
+    let (first, others) = parameters.split_first().expect("the norm's weight at least");
+    if learned {
+        return (first.clone(), others);
+    }
+    (Tensor::full([1], fixed, &first.device()), parameters)
 }
 
 /// Records every problem of a table's keys `p`, `kappa` and `beta`; `key` is the table's path.

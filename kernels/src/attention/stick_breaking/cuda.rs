@@ -249,6 +249,11 @@ fn keeps_carries(keys: usize, head_dim: usize) -> bool {
     keys.div_ceil(TILE) * 4 <= CARRIES_PER_OUTPUT * head_dim * 2
 }
 
+/// Bytes that are kept of a query for the backward pass beside inputs and output, in one head.
+pub(super) fn saved_bytes_per_row(keys: usize, head_dim: usize) -> usize {
+    if keeps_carries(keys, head_dim) { keys.div_ceil(TILE) * 4 + 4 } else { 0 }
+}
+
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward). There are no offsets.
 pub(super) fn forward(
     op: &Rowwise<StickBreaking>,

@@ -22,7 +22,7 @@ mod cuda;
 mod tests;
 mod weights;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -31,7 +31,8 @@ use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Kernel, VariantSpec, flash};
+use super::saved::Channels;
+use super::{AttentionShape, ExecPath, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
 fn core(shape: &AttentionShape) -> Rowwise<StickBreaking> {
@@ -73,6 +74,23 @@ impl VariantSpec for Config {
             "set a window of at least 2, or leave model.window out",
         );
         self.rotary.validate(key, shape, problems);
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            ExecPath::Kernel(_) => {
+                let per_row = cuda::saved_bytes_per_row(seq_len, shape.head_dim);
+                channels.by_kernel(dtype) + channels.rows * per_row as f64
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 }
 

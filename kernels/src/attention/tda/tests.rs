@@ -20,7 +20,15 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false) },
+            Config {
+                p: 1,
+                beta: 0.65,
+                kappa: 3.0,
+                norm_eps: 1e-3,
+                rotary: Rotary::new(false),
+                ..config.clone()
+            },
+            Config { beta: 0.5, learn_beta: false, ..config.clone() },
             Config {
                 p: 3,
                 beta: 0.5,
@@ -32,7 +40,7 @@ impl Conformance for Config {
 
     fn prepare(&self, inputs: &mut [Tensor64]) {
         away_from_zero(inputs, 2.0);
-        inputs[4].data[0] = 0.05; // λ
+        inputs[3 + usize::from(self.learn_beta)].data[0] = 0.05; // λ
     }
 
     /// Beside those of attention: q and k when normalised, the difference of views, the norm's input and its
@@ -52,7 +60,7 @@ impl Conformance for Config {
     }
 
     fn cancelling(&self) -> &'static [&'static str] {
-        &["beta", "lambda"]
+        if self.learn_beta { &["beta", "lambda"] } else { &["lambda"] }
     }
 
     /// Because a norm follows, the weight of a single key has no effect.
@@ -62,7 +70,12 @@ impl Conformance for Config {
         inputs: &[Tensor64],
         documents: &[Vec<usize>],
     ) -> Tensor64 {
-        let [q, k, v, beta, lambda, norm] = inputs else { panic!("q, k, v and 3 parameters") };
+        let [q, k, v, parameters @ ..] = inputs else { panic!("q, k, v and the parameters") };
+        let (beta, lambda, norm) = match parameters {
+            [beta, lambda, norm] if self.learn_beta => (beta.data[0], lambda, norm),
+            [lambda, norm] => (f64::from(self.beta), lambda, norm),
+            _ => panic!("β, if it is learned, λ and the norm"),
+        };
         let [q, k] = [q, k].map(|x| match self.rotary.rope {
             true => rotated(x, self.rotary.theta, shape.head_dim),
             false => x.clone(),
@@ -71,14 +84,14 @@ impl Conformance for Config {
         let o = weighted(shape, v, documents, |b, h, i, keys| {
             let place = (i - documents[b][i]) as f64;
             let log = ((place + 1.0) / f64::from(self.kappa)).ln().max(0.0);
-            let tau = beta.data[0] * (2.0 * log / shape.head_dim as f64).sqrt();
+            let tau = beta * (2.0 * log / shape.head_dim as f64).sqrt();
             let weight = |view: usize, j: usize| {
                 let excess = cosine(shape, [&q, &k], [view, b, h, i, j]) - tau;
                 excess.max(0.0).powi(self.p as i32)
             };
             keys.map(|j| weight(0, j) - lambda * weight(1, j)).collect()
         });
-        rows(&o, |row| rms_norm(row, norm, 1e-6))
+        rows(&o, |row| rms_norm(row, norm, f64::from(self.norm_eps)))
     }
 }
 

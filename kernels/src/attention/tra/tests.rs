@@ -27,7 +27,15 @@ impl Conformance for Config {
         vec![
             // The cosines of the inputs are about 0.8: some pass the thresholds, some do not.
             Config { beta: 0.5, ..config.clone() },
-            Config { p: 1, beta: 0.65, kappa: 3.0, rotary: Rotary::new(false) },
+            Config {
+                p: 1,
+                beta: 0.65,
+                kappa: 3.0,
+                norm_eps: 1e-3,
+                rotary: Rotary::new(false),
+                ..config.clone()
+            },
+            Config { beta: 0.5, learn_beta: false, ..config.clone() },
             Config {
                 p: 3,
                 beta: 0.5,
@@ -62,7 +70,7 @@ impl Conformance for Config {
     }
 
     fn cancelling(&self) -> &'static [&'static str] {
-        &["beta"]
+        if self.learn_beta { &["beta"] } else { &[] }
     }
 
     /// Because a norm follows, the weight of a single key has no effect.
@@ -72,7 +80,12 @@ impl Conformance for Config {
         inputs: &[Tensor64],
         documents: &[Vec<usize>],
     ) -> Tensor64 {
-        let [q, k, v, beta, norm] = inputs else { panic!("q, k, v, beta and the norm") };
+        let [q, k, v, parameters @ ..] = inputs else { panic!("q, k, v and the parameters") };
+        let (beta, norm) = match parameters {
+            [beta, norm] if self.learn_beta => (beta.data[0], norm),
+            [norm] => (f64::from(self.beta), norm),
+            _ => panic!("β, if it is learned, and the norm"),
+        };
         let d = shape.head_dim as f64;
         let theta = match self.rotary.scaling {
             Scaling::None {} => self.rotary.theta,
@@ -85,11 +98,11 @@ impl Conformance for Config {
         let o = weighted(shape, v, documents, |b, h, i, keys| {
             let place = (i - documents[b][i]) as f64;
             let log = ((place + 1.0) / f64::from(self.kappa)).ln();
-            let tau = if log > 0.0 { beta.data[0] * (2.0 * log / d).sqrt() } else { 0.0 };
+            let tau = if log > 0.0 { beta * (2.0 * log / d).sqrt() } else { 0.0 };
             let excess = |j| cosine(shape, [&q, &k], [0, b, h, i, j]) - tau;
             keys.map(|j| excess(j).max(0.0).powi(self.p as i32)).collect()
         });
-        rows(&o, |row| rms_norm(row, norm, 1e-6))
+        rows(&o, |row| rms_norm(row, norm, f64::from(self.norm_eps)))
     }
 }
 
@@ -208,13 +221,15 @@ fn long_sequences_agree_with_the_oracle() {
 #[test]
 fn bad_values_are_reported_with_what_is_allowed() {
     let rotary = Rotary { theta: 0.5, ..Rotary::new(true) };
-    let config = Config { p: 0, kappa: 0.0, beta: f32::NAN, rotary };
+    let config =
+        Config { p: 0, kappa: 0.0, beta: f32::NAN, norm_eps: 0.0, rotary, ..Config::default() };
     let mut problems = Problems::new();
     config.validate("model.attention", &AttentionShape::new(10, 2, 2, 5), &mut problems);
     let keys: Vec<_> = problems.as_slice().iter().map(|problem| problem.key.as_str()).collect();
-    let table = ["p", "kappa", "beta", "theta"].map(|key| format!("model.attention.{key}"));
-    assert_eq!(keys[..4], table);
-    assert!(keys[4..].contains(&"model.head_dim"), "{keys:?}");
+    let table =
+        ["p", "kappa", "beta", "norm_eps", "theta"].map(|key| format!("model.attention.{key}"));
+    assert_eq!(keys[..5], table);
+    assert!(keys[5..].contains(&"model.head_dim"), "{keys:?}");
     let mut problems = Problems::new();
     Config::default().validate(
         "model.attention",
