@@ -27,6 +27,7 @@ pub mod hooks;
 pub mod mask;
 pub mod problem;
 pub mod search;
+pub mod summed;
 pub mod weight;
 
 use burn::tensor::{DType, Element};
