@@ -138,8 +138,9 @@ fn long_rows_agree_with_the_oracle() {
     }
 }
 
-/// Of the kernels on prepared inputs: in emulation, the least accurate gradients have the error of ten.
-const ROUNDINGS: u32 = 16;
+/// Of the kernels on prepared inputs: in emulation, the least accurate gradients have the error of ten, more
+/// where the keys of a row are all near its mean.
+const ROUNDINGS: u32 = 24;
 
 /// Queries as long as the model makes them, in rows of `[queries, keys, head_dim]`.
 fn prepared(power: u32, sizes: [usize; 3]) -> PreparedCase<Lssar> {
