@@ -495,6 +495,28 @@ impl Pipeline {
         }
     }
 
+    /// As [`Pipeline::load`] of the first tile alone: the second ones then take no memory.
+    pub fn load_first(
+        &mut self,
+        iteration: usize,
+        source: &TensorMap<bf16, Tiled>,
+        batch: usize,
+        head: usize,
+        first: usize,
+        others: u32,
+    ) {
+        let at = self.first_tile(iteration);
+        let (rows, dim) = comptime!((self.rows, self.dims.0));
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                let full = self.full.index(stage);
+                full.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)) + others);
+                load_rows(full, source, batch, head, first, &mut self.first_tiles, at, rows, dim);
+            }
+        }
+    }
+
     /// Waits for the tiles of an iteration.
     pub fn wait(&self, iteration: usize) {
         #[unroll]

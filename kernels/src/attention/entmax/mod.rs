@@ -8,7 +8,7 @@
 //! There are no parameters beyond the projections.
 //!
 //! τ is found by iteration, not by sorting: every step is one pass over the scores. The reference takes about
-//! ten steps to f32's accuracy, the CUDA kernel three or four.
+//! ten steps to f32's accuracy, the CUDA kernel two to four.
 //!
 //! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 

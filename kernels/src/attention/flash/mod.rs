@@ -29,6 +29,7 @@ pub mod mask;
 pub mod problem;
 pub mod search;
 mod shared_values;
+pub mod summed;
 pub mod weight;
 
 use burn::tensor::{DType, Element};

@@ -6,7 +6,6 @@
 
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
-use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
 use super::backward::LANES_PER_ROW;
@@ -15,11 +14,10 @@ use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use super::{FlashAttention, grid};
 use crate::cuda::{buffer, empty};
-use crate::tile::roles::Ring;
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt, uninit, wait};
+use crate::tile::roles::two_blocks_per_multiprocessor;
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, Pipeline, start_tile_abt, uninit, wait};
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, RowStrides, bytes, define_exp2, load_rows,
-    sum_of_four, wait_parity,
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, RowStrides, bytes, define_exp2, sum_of_four,
 };
 
 /// The numbers of a row that a search keeps between passes, and those that a pass collects.
@@ -84,12 +82,12 @@ impl<A: Hooks> FlashAttention<A> {
         }
         let [batch, heads, queries, _] = self.q.dims;
         let config = self.config(SEARCH_SHAPES);
-        // SAFETY: as in `FlashAttention::forward`; a further warp loads.
+        // SAFETY: as in `FlashAttention::forward`.
         unsafe {
             search::launch_unchecked::<S, CudaRuntime>(
                 &self.q.tensor.client,
                 grid(queries, config.rows(), batch * heads),
-                CubeDim::new_1d(config.threads() as u32 + 32),
+                CubeDim::new_1d(config.threads() as u32),
                 QkLaunch::new(self.q.tensor_map(config.rows()), self.k.tensor_map(config.tile)),
                 self.mask(),
                 results,
@@ -155,7 +153,7 @@ fn nothing() -> Array<f32> {
     collected
 }
 
-/// See [`FlashAttention::search`]. The block's last warp loads tiles of keys, from the last to the first.
+/// See [`FlashAttention::search`]. Tiles of keys are read from the last to the first.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -166,6 +164,7 @@ pub fn search<S: RowSearch>(
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
+    two_blocks_per_multiprocessor(comptime!("search".to_string()), comptime!(config.threads()));
     define_exp2();
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let rows = comptime!(config.rows());
@@ -179,23 +178,10 @@ pub fn search<S: RowSearch>(
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
 
-    let q_full = Barrier::shared(1, UNIT_POS == 0);
-    let mut ring = Ring::new(tile, dim, 1u32, comptime!(warps as u32));
+    let mut pipeline = Pipeline::new(tile, (dim, dim), warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     let mut unfinished = SharedMemory::<u32>::new(comptime!(warps));
-    if UNIT_POS == 0 {
-        // cubecl places what it sees used, here and not in one role alone.
-        ring.tiles[0] = Chunk::cast_from(0f32);
-        q_tile[0] = Chunk::cast_from(0f32);
-        unfinished[0] = 0u32;
-    }
-    sync_async_proxy_shared();
     sync_cube();
-    if UNIT_POS == 0 {
-        q_full.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)));
-        let (head, first) = (block.head, block.first_query);
-        load_rows(&q_full, &qk.q, batch, head, first, &mut q_tile, 0, rows, dim);
-    }
 
     let last = from + tiles - 1;
     let group = block.group(&problem, mask, warp);
@@ -217,104 +203,108 @@ pub fn search<S: RowSearch>(
         values.push(S::init());
     }
     let mut s = uninit(n_keys);
-    wait_parity(&q_full, 0u32);
 
     let mut done = usize::cast_from(0u32);
     let mut pass = u32::cast_from(0u32);
     let mut wanted = u32::cast_from(1u32);
     while wanted > 0 {
-        if warp == warps {
-            if lane == 0 {
-                for i in 0..tiles {
-                    ring.wait_empty(done + i);
-                    ring.load(done + i, &qk.k, batch, kv_head, (last - i) * tile);
-                }
-            }
-        } else {
-            let mut collected = Sequence::<Array<f32>>::new();
-            #[unroll]
-            for _ in 0..2usize {
-                collected.push(nothing());
-            }
-            for i in 0..tiles {
-                ring.wait(done + i);
-                let seen = (i >= seen_from) & (i < seen_to);
-                if seen {
-                    let at = ring.stage_offset(done + i);
-                    let steps = comptime!(dim / 16);
-                    start_tile_abt(
-                        &q_tile,
-                        group_row,
-                        rows,
-                        &ring.tiles,
-                        at,
-                        &mut s,
-                        true,
-                        n_keys,
-                        steps,
-                    );
-                    wait(&mut s, 0usize);
-                }
-                if lane == 0 {
-                    ring.release(done + i);
-                }
-                if seen {
-                    let first_column = (last - i) * tile;
-                    if group.at_edge(first_column, tile, true) {
-                        let column = (first_column + (lane % 4) * 2) as u32;
-                        hide_masked(&mut s, lane_row, column, &first, n_keys);
+        if UNIT_POS == 0 {
+            for i in 0..2usize {
+                if i < tiles {
+                    let with_q = (pass == 0) & (i == 0);
+                    let others = select(with_q, comptime!(bytes(rows, dim)), 0u32);
+                    let column = (last - i) * tile;
+                    pipeline.load_first(done + i, &qk.k, batch, kv_head, column, others);
+                    if with_q {
+                        let (head, first) = (block.head, block.first_query);
+                        pipeline.load_also(done, &qk.q, batch, head, first, &mut q_tile, rows, dim);
                     }
-                    if pass == 0 {
-                        #[unroll]
-                        for r in 0..2usize {
-                            if comptime!(S::BY_TILES) {
-                                S::add_tile(values.index_mut(r), &s, scale, r, n_keys);
-                            } else {
-                                #[unroll]
-                                for n in 0..n_keys {
-                                    let pair = s.index(n)[r];
-                                    S::add_first(collected.index_mut(r), pair[0] * scale);
-                                    S::add_first(collected.index_mut(r), pair[1] * scale);
-                                }
-                            }
-                        }
-                    } else {
-                        #[unroll]
-                        for r in 0..2usize {
+                }
+            }
+        }
+        let mut collected = Sequence::<Array<f32>>::new();
+        #[unroll]
+        for _ in 0..2usize {
+            collected.push(nothing());
+        }
+        for i in 0..tiles {
+            pipeline.wait(done + i);
+            let seen = (i >= seen_from) & (i < seen_to);
+            if seen {
+                let at = pipeline.first_tile(done + i);
+                let steps = comptime!(dim / 16);
+                start_tile_abt(
+                    &q_tile,
+                    group_row,
+                    rows,
+                    &pipeline.first_tiles,
+                    at,
+                    &mut s,
+                    true,
+                    n_keys,
+                    steps,
+                );
+                wait(&mut s, 0usize);
+            }
+            if pipeline.release(done + i) & (i + 2 < tiles) {
+                let column = (last - i - 2) * tile;
+                pipeline.load_first(done + i + 2, &qk.k, batch, kv_head, column, 0u32);
+            }
+            if seen {
+                let first_column = (last - i) * tile;
+                if group.at_edge(first_column, tile, true) {
+                    let column = (first_column + (lane % 4) * 2) as u32;
+                    hide_masked(&mut s, lane_row, column, &first, n_keys);
+                }
+                if pass == 0 {
+                    #[unroll]
+                    for r in 0..2usize {
+                        if comptime!(S::BY_TILES) {
+                            S::add_tile(values.index_mut(r), &s, scale, r, n_keys);
+                        } else {
                             #[unroll]
                             for n in 0..n_keys {
                                 let pair = s.index(n)[r];
-                                let row = values.index(r);
-                                S::add(collected.index_mut(r), row, pair[0] * scale);
-                                S::add(collected.index_mut(r), row, pair[1] * scale);
+                                S::add_first(collected.index_mut(r), pair[0] * scale);
+                                S::add_first(collected.index_mut(r), pair[1] * scale);
                             }
+                        }
+                    }
+                } else {
+                    #[unroll]
+                    for r in 0..2usize {
+                        #[unroll]
+                        for n in 0..n_keys {
+                            let pair = s.index(n)[r];
+                            let row = values.index(r);
+                            S::add(collected.index_mut(r), row, pair[0] * scale);
+                            S::add(collected.index_mut(r), row, pair[1] * scale);
                         }
                     }
                 }
             }
-            let mut more = false;
+        }
+        let mut more = false;
+        #[unroll]
+        for r in 0..2usize {
+            let of_row = collected.index_mut(r);
+            let mut most = of_row[0];
+            most = max(most, plane_shuffle_xor(most, 1));
+            most = max(most, plane_shuffle_xor(most, 2));
+            of_row[0] = most;
             #[unroll]
-            for r in 0..2usize {
-                let of_row = collected.index_mut(r);
-                let mut most = of_row[0];
-                most = max(most, plane_shuffle_xor(most, 1));
-                most = max(most, plane_shuffle_xor(most, 2));
-                of_row[0] = most;
-                #[unroll]
-                for i in 1..VALUES {
-                    of_row[i] = sum_of_four(of_row[i]);
-                }
-                let query = own + r * 8 + lane / 4;
-                let position = (offset + min(query, queries - 1)) as u32;
-                let keys = position + 1 - min(first[r], position);
-                let wants =
-                    S::end_pass(values.index_mut(r), collected.index(r), results, keys, pass);
-                more |= wants & (query < queries);
+            for i in 1..VALUES {
+                of_row[i] = sum_of_four(of_row[i]);
             }
-            let more = plane_any(more);
-            if lane == 0 {
-                unfinished[warp] = select(more, 1u32, 0u32);
-            }
+            let query = own + r * 8 + lane / 4;
+            let position = (offset + min(query, queries - 1)) as u32;
+            let keys = position + 1 - min(first[r], position);
+            let wants = S::end_pass(values.index_mut(r), collected.index(r), results, keys, pass);
+            more |= wants & (query < queries);
+        }
+        let more = plane_any(more);
+        if lane == 0 {
+            unfinished[warp] = select(more, 1u32, 0u32);
         }
         done += tiles;
         pass += 1;
@@ -326,13 +316,11 @@ pub fn search<S: RowSearch>(
         }
         sync_cube();
     }
-    if warp < warps {
-        #[unroll]
-        for r in 0..2usize {
-            let query = own + r * 8 + lane / 4;
-            if (lane % 4 == 0) & (query < queries) {
-                S::write(values.index(r), results, batch_head * queries + query);
-            }
+    #[unroll]
+    for r in 0..2usize {
+        let query = own + r * 8 + lane / 4;
+        if (lane % 4 == 0) & (query < queries) {
+            S::write(values.index(r), results, batch_head * queries + query);
         }
     }
 }

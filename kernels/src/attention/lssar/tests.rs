@@ -17,7 +17,8 @@ impl Conformance for Config {
         let config = Config::default();
         vec![
             Config { p: 3, ..config.clone() },
-            config.clone(),
+            Config { p: 3, rotary: Rotary::new(false) },
+            config,
             Config { p: 1, rotary: Rotary::new(false) },
         ]
     }
@@ -25,8 +26,7 @@ impl Conformance for Config {
     /// Higher powers amplify the rounding of q and k, and with p = 1 gradients jump where a key is at the mean:
     /// in emulation of the suites' problems, errors of gradients reach those of some thousand roundings.
     fn kernel_cases() -> Vec<Self> {
-        let rotary = Rotary::new(true);
-        vec![Config { p: 3, rotary }, Config { p: 3, rotary: Rotary::new(false) }]
+        Self::cases().into_iter().filter(|config| config.p == 3).collect()
     }
 
     /// With p = 3, the kernels' case: every second key is more similar to queries than the others, so that no
@@ -138,8 +138,9 @@ fn long_rows_agree_with_the_oracle() {
     }
 }
 
-/// Of the kernels on prepared inputs: in emulation, the least accurate gradients have the error of ten.
-const ROUNDINGS: u32 = 16;
+/// Of the kernels on prepared inputs: in emulation, the least accurate gradients have the error of ten, more
+/// where the keys of a row are all near its mean.
+const ROUNDINGS: u32 = 24;
 
 /// Queries as long as the model makes them, in rows of `[queries, keys, head_dim]`.
 fn prepared(power: u32, sizes: [usize; 3]) -> PreparedCase<Lssar> {

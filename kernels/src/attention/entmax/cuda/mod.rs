@@ -14,6 +14,7 @@ use super::Entmax;
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, Weight,
 };
+use crate::attention::flash::summed::{finish_summed_split, inverse, positive_part};
 use crate::attention::flash::{FlashAttention, Heads, decode, row_dots, serves_tensors};
 use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
@@ -83,18 +84,6 @@ struct EntmaxRowState {
     sum: Array<f32>,
 }
 
-/// max(x, 0); a NaN stays a NaN.
-#[cube]
-fn rectified(x: f32) -> f32 {
-    select(x <= 0f32, 0f32, x)
-}
-
-/// 1 / `total`, or 0 where a row has no weight.
-#[cube]
-fn inverse(total: f32) -> f32 {
-    select(total <= 0f32, 0f32, 1f32 / total)
-}
-
 #[cube]
 impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     type Args = Thresholds;
@@ -138,7 +127,7 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
                 let mut pair = fragment[r];
                 #[unroll]
                 for e in 0..2usize {
-                    let mut weight = rectified(fma(pair[e], scale, shift));
+                    let mut weight = positive_part(fma(pair[e], scale, shift));
                     if comptime!(!SLOPES) {
                         weight = weight * weight;
                     }
@@ -165,10 +154,8 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
         inverse(sum_of_four(rows.sum[r]))
     }
 
-    /// The statistic is the sum of weights.
     fn finish_split(rows: &EntmaxRowState, _scale: f32, #[comptime] r: usize) -> (f32, f32) {
-        let total = sum_of_four(rows.sum[r]);
-        (inverse(total), total)
+        finish_summed_split(rows.sum[r])
     }
 
     fn split_factor(statistic: f32, _max_statistic: f32) -> f32 {
@@ -190,7 +177,7 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     }
 
     fn weigh(_saved: &SavedThresholds, score: f32, scale: f32, shift: f32) -> (f32, f32) {
-        let slope = rectified(fma(score, scale, shift));
+        let slope = positive_part(fma(score, scale, shift));
         (slope * slope, slope)
     }
 

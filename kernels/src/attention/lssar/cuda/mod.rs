@@ -22,6 +22,7 @@ use super::Lssar;
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, Weight,
 };
+use crate::attention::flash::summed::{finish_summed_split, inverse, positive_part};
 use crate::attention::flash::{FlashAttention, Heads, decode, row_dots, serves_tensors};
 use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
@@ -118,8 +119,7 @@ struct LssarRowState {
 /// max(φ · gain − offset, 0); a NaN stays a NaN.
 #[cube]
 fn excess(phi: f32, gain: f32, offset: f32) -> f32 {
-    let above = fma(phi, gain, -offset);
-    select(above <= 0f32, 0f32, above)
+    positive_part(fma(phi, gain, -offset))
 }
 
 /// x to a power from 0 to 32, where 0 to the power of 0 is 0.
@@ -138,12 +138,6 @@ fn raised(x: f32, #[comptime] power: u32) -> f32 {
         square = square * square;
     }
     result
-}
-
-/// 1 / `total`, or 0 where a row has no weight.
-#[cube]
-fn inverse(total: f32) -> f32 {
-    select(total <= 0f32, 0f32, 1f32 / total)
 }
 
 #[cube]
@@ -220,10 +214,8 @@ impl Weight for LssarWeight {
         inverse(total)
     }
 
-    /// The statistic is the sum of weights.
     fn finish_split(rows: &LssarRowState, _scale: f32, #[comptime] r: usize) -> (f32, f32) {
-        let total = sum_of_four(rows.sum[r]);
-        (inverse(total), total)
+        finish_summed_split(rows.sum[r])
     }
 
     fn split_factor(statistic: f32, _max_statistic: f32) -> f32 {
