@@ -17,7 +17,7 @@ use super::hooks::{
 use super::mask::Mask;
 use super::problem::{KernelConfig, ProblemShape};
 use super::{FORWARD_SHAPES, FlashAttention, Heads};
-use crate::cuda::{CudaTensor, buffer, empty};
+use crate::cuda::{CudaTensor, buffer, empty, multiprocessors};
 use crate::tile::{
     ALIGN, CHUNK, Chunk, MASKED, RowStrides, add_abt_of_rows, add_pb_of_rows, bytes, define_exp2,
     load_a_frags, load_rows, release_tile, wait_parity, zeros,
@@ -65,7 +65,7 @@ pub fn decode<A: Hooks>(
     let [_, kv_heads, keys, _] = flash.k.dims;
     let client = &flash.q.tensor.client;
     let rows = batch * kv_heads * (heads / kv_heads).div_ceil(HEADS_PER_BLOCK);
-    let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132);
+    let processors = multiprocessors(client);
     let config =
         KernelConfig { warps: WARPS, tile: WARPS * KEYS_PER_WARP, ..flash.config(FORWARD_SHAPES) };
     let tile = config.tile;
@@ -74,7 +74,7 @@ pub fn decode<A: Hooks>(
     let of_q_and_k = (HEADS_PER_BLOCK + 2 * tile) * config.padded_head_dim * 2;
     let tiles = of_q_and_k + 2 * tile * config.padded_value_dim * 2;
     let resident = (SHARED_MEMORY / (tiles + ALIGN)).clamp(1, 4);
-    let slots = processors as usize * resident;
+    let slots = processors * resident;
     let splits = splits(rows, slots, most_splits(keys));
     // With pruning, most splits may have nothing to do: use more of them.
     let splits = first_keys.map_or(splits, |_| splits.max(keys.div_ceil(KEYS_PER_PRUNED_SPLIT)));

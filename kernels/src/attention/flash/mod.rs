@@ -37,7 +37,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::backward::dkv::{DkvOutputs, KeyGradientsLaunch};
-use self::backward::dqkv::{DqSumsLaunch, vectors_per_tile};
+use self::backward::dq_sums::{DqSumsLaunch, dq_from_sums, vectors_per_tile};
 use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
@@ -50,7 +50,7 @@ use self::hooks::{
 use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
-use crate::cuda::{CudaTensor, buffer, empty, zeros};
+use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, zeros};
 use crate::ops::cuda::integers;
 use crate::tile::warpgroup::GROUP_WARPS;
 use crate::tile::{CHUNK, PANEL_DIM};
@@ -457,7 +457,7 @@ impl<A: Hooks> FlashAttention<A> {
         let tiles = queries.div_ceil(config.tile);
         let vectors = vectors_per_tile(config, with_sums);
         let blocks = keys.div_ceil(config.rows());
-        let processors = dqkv::processors(&dq.tensor.client);
+        let processors = multiprocessors(&dq.tensor.client);
         let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
         let tickets = blocks * batch * kv_heads;
         let sums = empty(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
@@ -493,7 +493,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.problem(),
                 config,
             );
-            dqkv::dq_from_sums::launch_unchecked::<A, CudaRuntime>(
+            dq_from_sums::launch_unchecked::<A, CudaRuntime>(
                 &dq.tensor.client,
                 CubeCount::Static(as_u32(tiles), as_u32(batch * heads), 1),
                 CubeDim::new_1d(256),

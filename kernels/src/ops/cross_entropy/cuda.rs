@@ -28,7 +28,7 @@ pub fn chunk_rows(vocab: usize) -> usize {
     1 << most.ilog2()
 }
 
-/// Bytes that [`weighted`] takes on top of its inputs for `rows` tokens in `dtype`: a chunk's logits, the
+/// Bytes that `weighted` takes on top of its inputs for `rows` tokens in `dtype`: a chunk's logits, the
 /// gradients of x and of W, and the padded copy of W, if one is needed.
 pub fn workspace_bytes(rows: usize, vocab: usize, width: usize, dtype: DType) -> f64 {
     let padded = vocab.next_multiple_of(VOCAB_MULTIPLE);

@@ -8,6 +8,7 @@
 pub mod dkv;
 pub mod dkv_in_order;
 pub mod dq;
+pub mod dq_sums;
 pub mod dqkv;
 mod of_keys;
 mod query_tile;
