@@ -145,9 +145,10 @@ fn several_layers_equal_each_alone() {
         };
         let ((got, got_gradient), (want, want_gradient)) = (numbers(all), numbers(alone));
         assert_eq!(got, want);
-        // Alone, each layer has its own norm, and their gradients are added.
+        // Alone, each layer has its own norm, and their gradients are added: in another order.
+        let largest = want_gradient.iter().fold(0.0f32, |a, x| a.max(x.abs()));
         for (got, want) in got_gradient.iter().zip(&want_gradient) {
-            assert!((got - want).abs() <= 1e-4 * (1.0 + want.abs()), "{got} for {want}");
+            assert!((got - want).abs() <= 1e-5 * largest, "{got} for {want}, {largest} at most");
         }
     }
     assert!(gelu_of_few_rows(&x, None, wave([8, 64], 0.0)).is_none(), "a gradient is needed");
