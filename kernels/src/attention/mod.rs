@@ -11,7 +11,6 @@ pub mod cache;
 #[cfg(test)]
 mod conformance;
 mod contract;
-mod decay;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
@@ -22,7 +21,6 @@ pub mod fox;
 pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
-mod output_norm;
 pub mod path;
 pub mod power;
 pub mod probe;
@@ -35,7 +33,6 @@ pub mod rotary;
 pub mod rotation;
 pub mod rowwise;
 pub mod rwkv7;
-mod saved;
 pub mod softmax;
 pub mod stick_breaking;
 pub mod tda;
@@ -65,25 +62,25 @@ registry::registry! {
     /// Positions by accumulated Householder transforms.
     Path = "path" in path;
     /// Power attention: the p-th power of scores, at linear cost.
-    Power = "power" in power, kernels for cuda in bf16;
+    Power = "power" in power;
     /// Threshold rectified attention.
-    Tra = "tra" in tra, kernels for cuda in bf16;
+    Tra = "tra" in tra;
     /// Threshold differential attention.
-    Tda = "tda" in tda, kernels for cuda in bf16;
+    Tda = "tda" in tda;
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
-    Diff = "diff" in diff, kernels for cuda in bf16;
+    Diff = "diff" in diff;
     /// Softmax attention with the differential extension.
-    Dex = "dex" in dex, kernels for cuda in bf16;
+    Dex = "dex" in dex;
     /// Differential rectified linear attention.
-    DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
+    DiffRela = "diff_rela" in diff_rela;
     /// Length scaled softplus attention with re-weighting.
-    Lssar = "lssar" in lssar, kernels for cuda in bf16;
+    Lssar = "lssar" in lssar;
     /// 1.5-entmax attention.
-    Entmax = "entmax" in entmax, kernels for cuda in bf16;
+    Entmax = "entmax" in entmax;
     /// Stick-breaking attention.
-    StickBreaking = "stick_breaking" in stick_breaking, kernels for cuda in bf16;
+    StickBreaking = "stick_breaking" in stick_breaking;
     /// Gated linear attention.
     Linear = "linear" in linear;
     /// RWKV-7's time mix.

@@ -2,7 +2,7 @@
 
 pub(super) mod cpu;
 pub(super) mod cuda;
-pub(crate) mod kernel;
+pub(super) mod kernel;
 
 use burn::tensor::activation::sigmoid;
 use burn::tensor::ops::{FloatTensor, IntTensor};

@@ -7,7 +7,6 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
-use crate::cuda::blas::rounding;
 use crate::ops::activation::Activation;
 use crate::ops::linear::{Linear, LinearAdd};
 
@@ -50,9 +49,9 @@ impl Op<4> for GeluMlp {
         &self,
         inputs: &[CudaTensor; 4],
         _ints: &[CudaTensor],
-        needs: [bool; 4],
+        _needs: [bool; 4],
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(inputs, rounding(), needs.contains(&true))
+        cuda::forward(inputs)
     }
 
     fn cuda_backward_accumulating(
