@@ -42,6 +42,25 @@ fn every_shipped_configuration_is_valid() {
     }
 }
 
+/// The eleven models of Huang et al. (2026), table 2, differ in their attention only, and train for the paper's
+/// steps.
+#[test]
+fn the_comparison_of_kinds_changes_the_attention_alone() {
+    let sweep = SweepConfig::load(&repository().join("configs/sweeps/gpt2_162m_kinds.toml"));
+    let plan = Plan::new(sweep.unwrap_or_else(|e| panic!("{e}"))).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(plan.runs.len(), 11);
+    let first = &plan.runs[0].config;
+    assert_eq!(first.train.total_steps(), 190_730);
+    assert_eq!(first.model.padded_vocab(50_257), 50_304);
+    for run in &plan.runs {
+        let mut config = run.config.clone();
+        config.run = first.run.clone();
+        config.model.attention = first.model.attention.clone();
+        config.model.output_gate = first.model.output_gate;
+        assert_eq!(&config, first, "{}", run.name);
+    }
+}
+
 /// Overrides that make a configuration small.
 fn small(w: &Workspace, path: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap();

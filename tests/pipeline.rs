@@ -126,11 +126,22 @@ fn a_trained_tokenizer_trains_a_model() {
 #[test]
 fn info_counts_what_training_makes() {
     let w = Workspace::new();
-    let info = json(&w.succeed(&["info", "--config", "tiny.toml", "--json"]));
-    w.train("tiny", &["train.tokens=128"]);
-    let weights =
-        std::fs::read(w.path("runs/tiny/checkpoints/step-1/weights.safetensors")).unwrap();
-    let header = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
-    let elements = (weights.len() - 8 - header) / 4;
-    assert_eq!(info["parameters_total"], elements);
+    for (name, multiple, padded) in [("plain", 1, 257), ("padded", 64, 320)] {
+        let set = format!("model.vocab_multiple={multiple}");
+        let info = w.succeed(&["info", "--config", "tiny.toml", "--json", "--set", &set]);
+        let info = json(&info);
+        w.train(name, &["train.tokens=128", &set]);
+        let weights = format!("runs/{name}/checkpoints/step-1/weights.safetensors");
+        let weights = std::fs::read(w.path(&weights)).unwrap();
+        let header = u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
+        let elements = (weights.len() - 8 - header) / 4;
+        assert_eq!(info["parameters_total"], elements);
+        assert_eq!([&info["vocab_size"], &info["padded_vocab_size"]], [257, padded]);
+        let bytes = |key: &str| info[key].as_f64().unwrap();
+        assert!(bytes("train_memory_estimate_bytes") > bytes("train_memory_bytes"));
+        // What is sampled is text again: no token is past the vocabulary.
+        let run = format!("runs/{name}");
+        w.succeed(&["generate", "--run", &run, "--max-tokens", "20", "--temperature", "3"]);
+        w.succeed(&["train", "--resume", &run, "--set", "train.tokens=256"]);
+    }
 }

@@ -65,13 +65,15 @@ pub(crate) fn kernel(setup: &Setup) -> Kernel {
     Kernel { device: setup.compute.device.kind(), dtype: setup.dtype() }
 }
 
-/// Warns about kinds that run their references; `cases` are the kinds, each with its batch and layer.
+/// Warns about kinds that run their references; `cases` are the kinds, each with its batch, its layer and the
+/// length of sequences, `None` for decoding.
 pub(crate) fn warn_of_references<'a>(
     setup: &Setup,
-    cases: impl Iterator<Item = (&'a Kind, usize, AttentionShape)>,
+    cases: impl Iterator<Item = (&'a Kind, usize, AttentionShape, Option<usize>)>,
 ) {
-    let reasons =
-        cases.filter_map(|(kind, batch, layer)| kind.without_kernel(setup, batch, &layer));
+    let reasons = cases.filter_map(|(kind, batch, layer, seq_len)| {
+        kind.without_kernel(setup, batch, &layer, seq_len)
+    });
     for reason in reasons.collect::<BTreeSet<_>>() {
         tracing::warn!(
             "{reason}: its reference runs, in f32, and may need memory for seq_len × seq_len"
@@ -80,9 +82,15 @@ pub(crate) fn warn_of_references<'a>(
 }
 
 impl Kind {
-    /// What runs for `batch` sequences.
-    pub fn path(&self, setup: &Setup, batch: usize, layer: &AttentionShape) -> Path {
-        match self.config.path(kernel(setup), layer, batch) {
+    /// What runs for `batch` sequences of `seq_len` tokens, or to decode them.
+    pub fn path(
+        &self,
+        setup: &Setup,
+        batch: usize,
+        layer: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> Path {
+        match self.config.path(kernel(setup), layer, batch, seq_len) {
             ExecPath::Kernel(_) => Path::Kernel,
             ExecPath::Reference => Path::Reference,
         }
@@ -94,9 +102,10 @@ impl Kind {
         setup: &Setup,
         batch: usize,
         layer: &AttentionShape,
+        seq_len: Option<usize>,
     ) -> Option<String> {
         let (kind, device) = (self.config.kind(), setup.compute.device.kind());
-        if self.path(setup, batch, layer) == Path::Kernel {
+        if self.path(setup, batch, layer, seq_len) == Path::Kernel {
             return None;
         }
         let text = format!("kind {kind} has no kernel on {device}");
@@ -108,7 +117,8 @@ impl Kind {
             return Some(format!("{text} at {}", setup.compute.precision));
         }
         let AttentionShape { heads, head_dim, .. } = layer;
-        Some(format!("{text} for {batch} × {heads} heads of {head_dim} channels"))
+        let tokens = seq_len.map_or(String::new(), |n| format!(" and {n} tokens"));
+        Some(format!("{text} for {batch} × {heads} heads of {head_dim} channels{tokens}"))
     }
 
     /// Its name and path, for a table.

@@ -105,7 +105,7 @@ pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, B
     for kind in &kinds {
         check_kind(&kind.config, &sizes.layer, SIZE_NAMES)?;
     }
-    warn_of_references(&setup, kinds.iter().map(|kind| (kind, sizes.batch, sizes.layer)));
+    warn_of_references(&setup, kinds.iter().map(|kind| (kind, sizes.batch, sizes.layer, None)));
     let contexts = contexts(options, &setup, &kinds, &sizes)?;
     let job =
         Job { options: &options.kinds, setup: &setup, kinds: &kinds, sizes, contexts, progress };
@@ -134,7 +134,7 @@ impl Sizes {
     fn need(&self, kind: &Kind, context: usize, kernel: Kernel) -> Need {
         let (Sizes { batch, layer }, config) = (self, &kind.config);
         let tokens = most_tokens(context, most_steps(context));
-        let dtype = config.path(kernel, layer, *batch).dtype(kernel.dtype);
+        let dtype = config.path(kernel, layer, *batch, None).dtype(kernel.dtype);
         let bytes = dtype.size() as u128 * *batch as u128;
         let state = |tokens: usize| bytes * u128::from(config.state_elements(layer, tokens));
         // A cache's keys or values; a state of fixed size may be one tensor.
@@ -224,9 +224,9 @@ impl Job<'_> {
     ) -> Case {
         let Sizes { batch, layer } = self.sizes;
         let (config, dtype) = (&kind.config, self.setup.dtype());
-        let path = kind.path(self.setup, batch, &layer);
+        let path = kind.path(self.setup, batch, &layer, None);
         let elements = config.state_elements(&layer, context) as f64 * batch as f64;
-        let state_type = config.path(kernel(self.setup), &layer, batch).dtype(dtype);
+        let state_type = config.path(kernel(self.setup), &layer, batch, None).dtype(dtype);
         let bytes = elements * state_type.size() as f64;
         let inputs = |tokens: usize| kind.inputs::<B>(&layer, [batch, tokens], dtype, device);
         let (token, chunk) = (inputs(1), inputs(PREFILL_CHUNK.min(context)));
@@ -361,9 +361,9 @@ mod tests {
         let (rope, inputs) = need("rope", DType::BF16);
         assert_eq!(rope, inputs.and(2 * half, 3 * 2 * half));
         assert_eq!(need("rope", DType::F32).0, inputs.and(4 * half, 3 * 4 * half));
-        // References keep f32, here two keys per value; a state of fixed size is one tensor.
+        // Two keys per value. References keep f32; a state of fixed size is one tensor.
         let (tda, inputs) = need("tda", DType::BF16);
-        assert_eq!(tda, inputs.and(2 * 4 * half, 5 * 4 * half));
+        assert_eq!(tda, inputs.and(2 * 2 * half, 5 * 2 * half));
         let (rwkv7, inputs) = need("rwkv7", DType::BF16);
         assert_eq!(rwkv7, inputs.and(4 * 3 * 16 * 16, 2 * 4 * 3 * 16 * 16));
     }

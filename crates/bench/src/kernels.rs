@@ -126,7 +126,7 @@ pub fn run(options: &Options, progress: &dyn Progress) -> Result<Report<Case>, B
             let asked = format!("--kind {} --shape {}", kind.config.kind(), shape_text(&shape));
             let need = need(kind, &layer, [batch, seq_len]);
             setup.check(&asked, &need, "choose a smaller --shape")?;
-            cases.push((kind, batch, layer));
+            cases.push((kind, batch, layer, Some(seq_len)));
         }
     }
     warn_of_references(&setup, cases.into_iter());
@@ -220,7 +220,7 @@ impl Job<'_> {
         config.observe(&layer, inputs[0].clone(), documents, &mut probe);
         // The FLOPs of causal softmax attention, for every kind.
         let flops = 2.0 * (batch * heads * head_dim) as f64 * (seq_len as f64).powi(2);
-        let path = kind.path(self.setup, batch, &layer);
+        let path = kind.path(self.setup, batch, &layer, Some(seq_len));
         let labels = kind.labels(path).into_iter().chain([format!("{shape:?}")]).collect();
         Case {
             kind: config.kind(),

@@ -9,6 +9,7 @@ use longwall_train::bench::{self, Bench};
 use longwall_train::config::RunConfig;
 use longwall_train::console::{bytes, count};
 use longwall_train::device::Compute;
+use longwall_train::memory::Estimate;
 use longwall_train::meters::Meters;
 use longwall_train::peak;
 use longwall_train::run::peak_resident_bytes;
@@ -50,6 +51,9 @@ pub struct Results {
     peak_flops: Option<f64>,
     /// Reserved on a GPU; on the CPU, the process's peak resident size.
     peak_memory_bytes: Option<u64>,
+    /// By [`Estimate`]; `null` on the CPU.
+    estimated_memory: Option<Estimate>,
+    estimated_memory_bytes: Option<u64>,
     /// `null` if a loss is not finite.
     first_loss: Option<f32>,
     last_loss: Option<f32>,
@@ -122,6 +126,8 @@ impl Job<'_> {
             mfu: peak_flops.map(|peak| rate.median * bench.flops_per_token / peak),
             peak_flops,
             peak_memory_bytes: memory,
+            estimated_memory: bench.memory,
+            estimated_memory_bytes: bench.memory.map(|estimate| estimate.total()),
             first_loss: finite(bench.steps[0].loss),
             last_loss: bench.steps.last().and_then(|step| finite(step.loss)),
         }
@@ -156,6 +162,9 @@ impl Display for Results {
         writeln!(f, "ms per step   {:>12.2}{:>12.2}{:>12.2}", time.median, time.min, time.max)?;
         writeln!(f, "MFU             {mfu}")?;
         writeln!(f, "peak memory     {}", self.peak_memory_bytes.map_or_else(unknown, bytes))?;
+        if let Some(estimate) = self.estimated_memory {
+            writeln!(f, "estimated       {estimate}")?;
+        }
         let (first, last) = (loss(self.first_loss), loss(self.last_loss));
         write!(f, "loss            {first} at first, {last} at last")
     }

@@ -44,7 +44,7 @@ enum Command {
     Verify(commands::verify::Args),
     /// Draw the loss curves of one or several runs
     Plot(commands::plot::Args),
-    /// Show what a configuration's model costs: parameters, FLOPs, state that decoding keeps
+    /// Show what a configuration's model costs: parameters, FLOPs, memory to train, state that decoding keeps
     Info(commands::info::Args),
     /// List the attention kinds: source, keys, kernels
     Variants(commands::variants::Args),

@@ -13,7 +13,7 @@ pub struct CallMemory {
 impl CallMemory {
     /// For a model of this configuration and number format.
     pub fn new(config: &ModelConfig, precision: Precision) -> Self {
-        let bytes_per_element = if precision == Precision::Bf16 { 2 } else { 4 };
+        let bytes_per_element = precision.parameter(2).size() as u64;
         CallMemory { config: config.clone(), bytes_per_element }
     }
 

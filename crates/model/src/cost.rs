@@ -25,7 +25,7 @@ pub struct Parameters {
 impl Parameters {
     /// The parameters of a model of this configuration; learned positions are `seq_len` vectors.
     pub fn of(config: &ModelConfig, vocab_size: usize, seq_len: usize) -> Self {
-        let width = config.width;
+        let (width, vocab_size) = (config.width, config.padded_vocab(vocab_size));
         let learned = config.positions == Positions::Learned;
         let biased = config.norm_bias && config.norm == NormKind::LayerNorm;
         let norm = if biased { 2 * width } else { width };
@@ -74,7 +74,7 @@ fn attention_matrices(config: &ModelConfig, layer: usize) -> Vec<(usize, usize, 
 }
 
 /// Channels of q, k and v over all heads.
-fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
+pub(crate) fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
     let (views, value_dim) = (attention.views(), attention.value_dim(shape));
     let keys = views * shape.head_dim;
     [shape.heads * keys, shape.kv_heads * keys, shape.kv_heads * value_dim]
@@ -117,6 +117,7 @@ pub fn forward_flops_per_token(config: &ModelConfig, vocab_size: usize, seq_len:
 /// FLOPs of the forward pass per token that multiply by weights: those of the blocks and of the
 /// output layer.
 fn weight_flops_per_token(config: &ModelConfig, vocab_size: usize) -> f64 {
+    let vocab_size = config.padded_vocab(vocab_size);
     block_flops_per_token(config) + 2.0 * (vocab_size * config.width) as f64
 }
 
@@ -224,6 +225,6 @@ fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
 
 /// How many projections of an attention layer have a token shift: q, k and v, the `extra` ones of its
 /// kind, and the output gate.
-fn shifted(config: &ModelConfig, extra: usize) -> usize {
+pub(crate) fn shifted(config: &ModelConfig, extra: usize) -> usize {
     3 + extra + usize::from(config.output_gate)
 }

@@ -16,7 +16,7 @@ use crate::layers::{Block, BlockState, Norm};
 /// A decoder-only language model.
 #[derive(Module, Debug)]
 pub struct LanguageModel<B: OpBackend> {
-    /// Token embedding, `[vocab, width]`.
+    /// Token embedding, `[padded_vocab, width]`.
     pub embedding: Param<Tensor<B, 2>>,
     /// Learned absolute positions, `[seq_len, width]`.
     pub positions: Option<Param<Tensor<B, 2>>>,
@@ -26,8 +26,11 @@ pub struct LanguageModel<B: OpBackend> {
     pub blocks: Vec<Block<B>>,
     /// Norm before the output layer.
     pub norm: Norm<B>,
-    /// Weight of the output layer, `[vocab, width]`; `None` when tied to the embedding.
+    /// Weight of the output layer, `[padded_vocab, width]`; `None` when tied to the embedding.
     pub head: Option<Param<Tensor<B, 2>>>,
+    /// Tokens of the vocabulary, at most `padded_vocab`.
+    #[module(skip)]
+    vocab_size: usize,
 }
 
 /// What decoding keeps between calls, for a batch of sequences of equal length.
@@ -61,23 +64,24 @@ impl<B: OpBackend> LanguageModel<B> {
         device: &B::Device,
     ) -> Self {
         let init = WeightInit::<B>::new(seed, config.layers, device);
-        let width = config.width;
+        let (width, padded_vocab) = (config.width, config.padded_vocab(vocab_size));
         let learned = config.positions == Positions::Learned;
         let block = |n: usize| Block::new(&init.part("blocks").part(n), config, n);
         let norm = |name| Norm::new(&init.part(name), config.norm, width, config.norm_bias);
         LanguageModel {
-            embedding: init.part("embedding").weight([vocab_size, width]),
+            embedding: init.part("embedding").weight([padded_vocab, width]),
             positions: learned.then(|| init.part("positions").weight([seq_len, width])),
             embedding_norm: config.embedding_norm.then(|| norm("embedding_norm")),
             blocks: (0..config.layers).map(block).collect(),
             norm: norm("norm"),
-            head: (!config.tie_embeddings).then(|| init.part("head").weight([vocab_size, width])),
+            head: (!config.tie_embeddings).then(|| init.part("head").weight([padded_vocab, width])),
+            vocab_size,
         }
     }
 
-    /// Size of the vocabulary.
+    /// Size of the vocabulary, without the rows that [`ModelConfig::padded_vocab`] adds.
     pub fn vocab_size(&self) -> usize {
-        self.embedding.dims()[0]
+        self.vocab_size
     }
 
     /// The longest sequence that learned positions allow; `None` if there is no limit.
@@ -85,7 +89,7 @@ impl<B: OpBackend> LanguageModel<B> {
         self.positions.as_ref().map(|positions| positions.dims()[0])
     }
 
-    /// The weight of the output layer, `[vocab, width]`.
+    /// The weight of the output layer, `[padded_vocab, width]`.
     fn head_weight(&self) -> Tensor<B, 2> {
         self.head.as_ref().unwrap_or(&self.embedding).val()
     }
@@ -165,7 +169,8 @@ impl<B: OpBackend> LanguageModel<B> {
         x + embedding(positions.val(), at)
     }
 
-    /// Σ weight · cross-entropy of the target, in nats, shape `[1]`.
+    /// Σ weight · cross-entropy of the target, in nats, shape `[1]`. The softmax is over the padded vocabulary:
+    /// [`ModelConfig::padded_vocab`].
     ///
     /// - `tokens`, `targets`, `documents`: `[batch, seq_len]`
     /// - `weights`: `[batch, seq_len]`; if they sum to 1, the result is a mean
@@ -190,7 +195,8 @@ impl<B: OpBackend> LanguageModel<B> {
         linear_cross_entropy(self.norm.forward(x), self.head_weight(), targets, weights)
     }
 
-    /// The cross-entropy of every token in nats, `[batch, seq_len]`, without gradients.
+    /// The cross-entropy of every token in nats, `[batch, seq_len]`, as in [`LanguageModel::loss`] but without
+    /// gradients.
     pub fn token_losses(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -206,9 +212,14 @@ impl<B: OpBackend> LanguageModel<B> {
         self.project(self.hidden(tokens, None))
     }
 
-    /// The logits of `hidden`, in f32 even for a bf16 model: in bf16, close logits would tie.
+    /// The logits of `hidden`, those of the vocabulary's tokens only, in f32 even for a bf16 model: in bf16,
+    /// close logits would tie.
     fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
-        linear_f32(hidden, self.head_weight())
+        let logits = linear_f32(hidden, self.head_weight());
+        if logits.dims()[2] == self.vocab_size {
+            return logits;
+        }
+        logits.narrow(2, 0, self.vocab_size)
     }
 
     /// The decoding state before the first token.

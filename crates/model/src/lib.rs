@@ -1,5 +1,6 @@
 //! Language models: configuration, layers, weights on disk, generation, and what they cost.
 
+pub mod activations;
 pub mod config;
 pub mod cost;
 pub mod generate;

@@ -17,6 +17,9 @@ pub enum Precision {
     /// f32 throughout, but linear layers on CUDA round the matrices they multiply to TF32 (10 bits of
     /// mantissa).
     Tf32,
+    /// As [`Bf16`](Precision::Bf16), but linear layers on CUDA, except the output layer, round the matrices
+    /// they multiply to e4m3: 3 bits of mantissa, and one scale per matrix.
+    Fp8,
     /// Activations, and parameters of two or more dimensions, are in bf16. Parameters that are
     /// vectors stay in f32, and so do the statistics of softmax and norms, losses, and gradients of
     /// parameters.
@@ -29,6 +32,7 @@ impl Display for Precision {
             Precision::F32 => "f32",
             Precision::Tf32 => "tf32",
             Precision::Bf16 => "bf16",
+            Precision::Fp8 => "fp8",
         })
     }
 }
@@ -37,9 +41,14 @@ impl Precision {
     /// The element type of a parameter of `rank` dimensions.
     pub fn parameter(self, rank: usize) -> DType {
         match self {
-            Precision::Bf16 if rank >= 2 => DType::BF16,
+            Precision::Bf16 | Precision::Fp8 if rank >= 2 => DType::BF16,
             _ => DType::F32,
         }
+    }
+
+    /// The precision in which a model trained in this one is evaluated, on the same device: bf16 after fp8.
+    pub fn of_evaluation(self) -> Self {
+        if self == Precision::Fp8 { Precision::Bf16 } else { self }
     }
 
     /// `module` with every parameter converted to the type of this precision, rounded to nearest.
@@ -94,6 +103,18 @@ mod tests {
                 let allowed = if shape.len() >= 2 { x.abs() / 256.0 } else { 0.0 };
                 assert!((x - y).abs() <= allowed, "{name}: {x} became {y}");
             }
+        }
+    }
+
+    #[test]
+    fn fp8_has_the_tensors_of_bf16_and_is_evaluated_in_it() {
+        let model = model();
+        let rounded = [Precision::Fp8, Precision::Bf16].map(|p| p.convert(model.clone()));
+        assert_eq!(named_tensors(&rounded[0]), named_tensors(&rounded[1]));
+        assert_eq!(rounded[0].embedding.val().dtype(), DType::BF16);
+        assert_eq!(Precision::Fp8.of_evaluation(), Precision::Bf16);
+        for other in [Precision::F32, Precision::Tf32, Precision::Bf16] {
+            assert_eq!(other.of_evaluation(), other);
         }
     }
 

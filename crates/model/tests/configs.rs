@@ -35,6 +35,7 @@ const CONFIGS: &[&str] = &[
     heads = 2
     head_dim = 6
     mlp = "relu-squared"
+    vocab_multiple = 8
     window = 3
     attention = { kind = "rope" }
     "#,
@@ -44,6 +45,7 @@ const CONFIGS: &[&str] = &[
     width = 8
     heads = 2
     mlp_width = 12
+    vocab_multiple = 16
     norm_position = "sandwich"
     value_residual = "learned"
     attention = { kind = "rope" }

@@ -120,3 +120,31 @@ fn figures_of_the_largest_models_do_not_wrap_around() {
         "{problems}"
     );
 }
+
+#[test]
+fn a_padded_vocabulary_is_counted_and_a_bad_multiple_refused() {
+    let config = |multiple: usize| -> longwall_model::ModelConfig {
+        toml::from_str(&format!(
+            "layers = 12\nwidth = 768\nheads = 12\ntie_embeddings = false\nvocab_multiple = {multiple}\n\
+             attention = {{ kind = \"rope\" }}"
+        ))
+        .unwrap()
+    };
+    for multiple in [64, 128] {
+        assert_eq!(config(multiple).padded_vocab(50_257), 50_304);
+    }
+    assert_eq!(config(1).padded_vocab(50_257), 50_257);
+    // The GPT-2-162M of Huang et al. (2026).
+    let of = |multiple| Parameters::of(&config(multiple), 50_257, 1024);
+    assert_eq!(of(64).total(), 162_220_800);
+    assert_eq!(of(64).head, 50_304 * 768);
+    let flops = |multiple| cost::forward_flops_per_token(&config(multiple), 50_257, 1024);
+    assert_eq!(flops(64) - flops(1), 2.0 * 47.0 * 768.0);
+    for multiple in [0, 65_537] {
+        let mut problems = longwall_config::Problems::new();
+        config(multiple).validate(&mut problems);
+        let [problem] = problems.as_slice() else { panic!("{problems:?}") };
+        assert_eq!(problem.key, "model.vocab_multiple");
+        assert_eq!(problem.value, multiple.to_string());
+    }
+}

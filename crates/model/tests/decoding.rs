@@ -1,7 +1,8 @@
 use burn::backend::Flex;
+use burn::module::Param;
 use burn::tensor::{Int, Tensor, TensorData};
-use longwall_model::LanguageModel;
 use longwall_model::generate::{GenerateError, Sampling, generate};
+use longwall_model::{LanguageModel, ModelConfig};
 
 use crate::configs::{SEQ_LEN, VOCAB, configs, configs_and_kinds};
 
@@ -75,4 +76,40 @@ fn learned_positions_bound_the_length() {
     assert_eq!(run(4), Err(GenerateError::TooLong { wanted: 8, allowed: SEQ_LEN }));
     let wanted = usize::MAX;
     assert_eq!(run(wanted), Err(GenerateError::TooLong { wanted, allowed: SEQ_LEN }));
+}
+
+/// A padded vocabulary whose padding has by far the largest logits: losses are those of a softmax over all
+/// rows, but logits and samples are of the vocabulary's tokens only.
+#[test]
+fn padding_enters_the_loss_and_is_never_sampled() {
+    let text = "layers = 1\nwidth = 8\nheads = 2\ntie_embeddings = false\nvocab_multiple = 8\n\
+                norm = \"rms-norm\"\nattention = { kind = \"rope\" }";
+    let config: ModelConfig = toml::from_str(text).unwrap();
+    let device = Default::default();
+    let mut model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 3, &device);
+    let width = 8;
+    let head = Tensor::<Flex, 2>::zeros([16, width], &device);
+    let hidden = model.hidden(tokens(&[vec![1, 2, 3]]), None);
+    let last: Vec<f32> = hidden.narrow(1, 2, 1).into_data().to_vec().unwrap();
+    // Row 13, of the padding, points along the hidden state of the last token.
+    let last = Tensor::<Flex, 1>::from_floats(last.as_slice(), &device).reshape([1, width]);
+    let length: f32 = (last.clone() * last.clone()).sum().into_scalar();
+    let head = head.slice_assign([13..14, 0..width], last * (20.0 / length));
+    model.head = model.head.map(|old| Param::initialized(old.id, head));
+
+    let [prompt, targets] = [[1, 2, 3], [2, 3, 4]].map(|row| tokens(&[row.to_vec()]));
+    let losses = model.token_losses(prompt.clone(), targets, None);
+    let loss = losses.into_data().to_vec::<f32>().unwrap()[2];
+    let want = (20f64.exp() + 15.0).ln();
+    assert!((f64::from(loss) - want).abs() < 1e-3, "{loss} for {want}");
+
+    assert_eq!(model.vocab_size(), VOCAB);
+    assert_eq!(model.logits(prompt.clone()).dims(), [1, 3, VOCAB]);
+    assert_eq!(model.extend(prompt, &mut model.init_state()).dims(), [1, VOCAB]);
+    let sampling = Sampling { temperature: 2.0, ..Sampling::GREEDY };
+    for sampling in [Sampling::GREEDY, sampling] {
+        let prompts = vec![vec![1, 2, 3]; 32];
+        let out = generate(&model, &prompts, 4, &sampling, None, &device, |_, _| ()).unwrap();
+        assert!(out.iter().flatten().all(|&token| (token as usize) < VOCAB), "{out:?}");
+    }
 }

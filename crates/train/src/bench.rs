@@ -6,12 +6,14 @@ use std::time::Instant;
 use burn::module::Module;
 use longwall_data::Batch;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::train_flops_per_token;
 use longwall_model::{LanguageModel, Precision};
 
 use crate::config::RunConfig;
 use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
+use crate::memory::Estimate;
 use crate::optimiser::{Optimiser, Update};
 use crate::run::default_micro_batch;
 use crate::sampling::mix;
@@ -26,6 +28,8 @@ pub struct Bench {
     pub flops_per_token: f64,
     /// Rows of a step, and rows of one of its micro-batches.
     pub rows: (usize, usize),
+    /// The memory that training is estimated to need; `None` on the CPU.
+    pub memory: Option<Estimate>,
     /// The steps, in their order.
     pub steps: Vec<BenchStep>,
 }
@@ -57,7 +61,14 @@ pub fn run<B: OpBackend>(
     let batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);
     let weights = weight_sum(&batch);
     let plan = AccumulationPlan {
-        micro_batch: default_micro_batch::<B>(config),
+        // If nothing fits by the estimate, the benchmark tries the smallest.
+        micro_batch: default_micro_batch::<B>(
+            config,
+            vocab_size,
+            precision,
+            B::available_memory(device),
+        )
+        .unwrap_or(1),
         recompute: train.recompute,
     };
     let never = StopFlag::new();
@@ -66,6 +77,8 @@ pub fn run<B: OpBackend>(
         parameters: model.num_params(),
         flops_per_token: train_flops_per_token(&config.model, vocab_size, seq_len),
         rows: (rows, plan.micro_batch),
+        memory: (B::device_kind() == DeviceKind::Cuda)
+            .then(|| Estimate::of(config, vocab_size, plan.micro_batch, precision)),
         steps: Vec::new(),
     };
     for step in 0..steps {

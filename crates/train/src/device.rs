@@ -1,6 +1,6 @@
 //! The device that a run computes on, and its precision there.
 
-use longwall_kernels::cuda::blas::allow_tf32;
+use longwall_kernels::cuda::blas::{Rounding, round_factors};
 use longwall_kernels::device::{self, Device, KernelCache, NoCuda, OnDevice, keep_kernels};
 use longwall_model::Precision;
 
@@ -111,22 +111,26 @@ impl Compute {
         Ok(compute)
     }
 
-    /// For a trained model: the precision it was trained in, but always f32 on the CPU; logs the
-    /// precision.
+    /// For a trained model: the precision it was trained in, but bf16 after fp8, and always f32 on the CPU;
+    /// logs the precision.
     pub fn for_trained(device: Device, trained: Option<Precision>) -> Self {
-        let compute = Compute::new(device.clone(), trained)
+        let compute = Compute::new(device.clone(), trained.map(Precision::of_evaluation))
             .unwrap_or(Compute { device, precision: Precision::F32 });
         tracing::info!("precision: {}", compute.precision);
         compute
     }
 
-    /// Does `work` on the device. With precision `tf32`, linear layers may round f32 factors to TF32
-    /// while the work runs, and not before or after. Work that runs at the same time in several threads
-    /// must have one precision: CUDA's matrix products have one setting per process.
+    /// Does `work` on the device. With precision `tf32` or `fp8`, linear layers round the factors of their
+    /// products while the work runs, and not before or after. Work that runs at the same time in several
+    /// threads must have one precision: CUDA's matrix products have one setting per process.
     pub fn run<W: OnDevice>(&self, work: W) -> W::Output {
-        allow_tf32(self.precision == Precision::Tf32);
+        round_factors(match self.precision {
+            Precision::F32 | Precision::Bf16 => Rounding::None,
+            Precision::Tf32 => Rounding::Tf32,
+            Precision::Fp8 => Rounding::E4m3,
+        });
         let output = self.device.clone().run(work);
-        allow_tf32(false);
+        round_factors(Rounding::None);
         output
     }
 }
@@ -142,16 +146,28 @@ mod tests {
         assert_eq!(precision(Some(Precision::F32)), Some(Precision::F32));
         assert_eq!(precision(Some(Precision::Bf16)), None);
         assert_eq!(precision(Some(Precision::Tf32)), None);
+        assert_eq!(precision(Some(Precision::Fp8)), None);
     }
 
     #[test]
-    fn a_model_trained_in_bf16_runs_on_the_cpu_but_does_not_train_there() {
-        let bf16 = Some(Precision::Bf16);
-        assert_eq!(Compute::for_trained(Device::Cpu, bf16).precision, Precision::F32);
-        let error = Compute::for_training(Device::Cpu, bf16).unwrap_err().to_string();
-        assert!(
-            error.starts_with("run.precision is \"bf16\", but the device is the CPU"),
-            "{error}"
-        );
+    fn a_model_trained_in_bf16_or_fp8_runs_on_the_cpu_but_does_not_train_there() {
+        for precision in [Precision::Bf16, Precision::Fp8] {
+            let trained = Some(precision);
+            assert_eq!(Compute::for_trained(Device::Cpu, trained).precision, Precision::F32);
+            let error = Compute::for_training(Device::Cpu, trained).unwrap_err().to_string();
+            let start = format!("run.precision is \"{precision}\", but the device is the CPU");
+            assert!(error.starts_with(&start), "{error}");
+        }
+    }
+
+    /// Opens no GPU.
+    #[test]
+    fn a_model_trained_in_fp8_is_evaluated_in_bf16_on_a_gpu() {
+        let gpu = || Device::Cuda(Default::default());
+        let precision = |trained| Compute::for_trained(gpu(), Some(trained)).precision;
+        assert_eq!(precision(Precision::Fp8), Precision::Bf16);
+        assert_eq!(precision(Precision::Tf32), Precision::Tf32);
+        let training = Compute::for_training(gpu(), Some(Precision::Fp8)).unwrap();
+        assert_eq!(training.precision, Precision::Fp8);
     }
 }

@@ -7,6 +7,7 @@ use longwall_model::generate::GenerateError;
 use longwall_model::weights::WeightsError;
 
 use crate::checkpoint::CheckpointError;
+use crate::memory::Estimate;
 use crate::metrics::MetricsError;
 use crate::run_folder::RunFolderError;
 
@@ -62,6 +63,16 @@ pub enum TrainError {
         micro_batch: usize,
         /// Bytes needed at least.
         needed: u128,
+        /// Bytes available.
+        available: u64,
+    },
+    /// Even micro-batches of one row do not fit on the GPU, by an estimate.
+    #[error(
+        "training is estimated to need {estimate} with micro-batches of one row; {:.1} GB of GPU memory are available\n  hint: set train.recompute = true if it is not set, choose a smaller model (model.layers, model.width), a smaller data.seq_len or an attention kind with a kernel, or set train.micro_batch = 1 to try it all the same", *available as f64 / 1e9
+    )]
+    NoMicroBatchFits {
+        /// What is needed.
+        estimate: Estimate,
         /// Bytes available.
         available: u64,
     },

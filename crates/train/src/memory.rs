@@ -1,14 +1,20 @@
-//! How much memory a run needs at least.
+//! How much memory a run needs: at least, and on a GPU by an estimate that decides its micro-batch.
 
+use std::fmt::{self, Display};
+
+use longwall_kernels::attention::Kernel;
 use longwall_kernels::device::DeviceKind;
+use longwall_kernels::ops::cross_entropy::cuda_workspace_bytes;
 use longwall_model::Precision;
+use longwall_model::activations::BlockActivations;
 use longwall_model::cost::Parameters;
+use serde::Serialize;
 
 use crate::config::RunConfig;
 use crate::optimiser::Parameter;
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
-/// f32, and of the activations the input of each block for one micro-batch, in `precision`. On the CPU also
+/// f32, and of the activations the input of each block for one micro-batch, in the type of `precision`. On the CPU also
 /// a step's inputs, targets and loss weights, and the copy of weights and state that a checkpoint is written
 /// from.
 pub fn least_for_training(
@@ -25,13 +31,136 @@ pub fn least_for_training(
     let state = config.train.optimiser.state(&all).into_iter();
     let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
     let inputs = elements(&[model.layers, micro_batch, config.data.seq_len, model.width]);
-    let inputs = if precision == Precision::Bf16 { 2 * inputs } else { 4 * inputs };
+    let inputs = precision.parameter(2).size() as u128 * inputs;
     let (weights, state) = (4 * parameters as u128, 4 * state);
     let on_host = match device {
         DeviceKind::Cpu => weights + state + 12 * u128::from(config.train.batch_tokens),
         DeviceKind::Cuda => 0,
     };
     2 * weights + state + inputs + on_host
+}
+
+/// Tokens of a GPU's micro-batch at most, unless the configuration sets its size: larger ones are no faster.
+pub const GPU_MICRO_BATCH_TOKENS: usize = 1 << 16;
+
+/// How much more than the estimate must be available: the allocator's pages are coarse.
+const MARGIN: f64 = 1.15;
+
+/// An estimate of the GPU memory that training needs at the peak, in bytes: the start of the backward pass, with
+/// the gradients of earlier micro-batches.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Estimate {
+    /// f32 masters, and matrices in the precision's type if that is another.
+    pub weights: f64,
+    /// Gradients of all parameters, in f32.
+    pub gradients: f64,
+    /// The optimiser's state, in f32.
+    pub optimiser: f64,
+    /// What blocks keep for the backward pass, without their attention operations.
+    pub activations: f64,
+    /// What attention operations keep, as their kinds count it.
+    pub attention: f64,
+    /// A chunk of logits, and the gradients that the loss computes with it.
+    pub loss: f64,
+    /// The largest gradients of activations.
+    pub temporary: f64,
+}
+
+impl Estimate {
+    /// For micro-batches of `micro_batch` rows in `precision`.
+    pub fn of(
+        config: &RunConfig,
+        vocab_size: usize,
+        micro_batch: usize,
+        precision: Precision,
+    ) -> Self {
+        let (model, seq_len) = (&config.model, config.data.seq_len);
+        let dtype = precision.parameter(2);
+        let parameters = Parameters::of(model, vocab_size, seq_len).total();
+        let copy = if precision.parameter(1) == dtype { 0 } else { dtype.size() };
+        let all = Parameter { path: String::new(), shape: vec![parameters] };
+        let state = config.train.optimiser.state(&all).into_iter();
+        let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
+        let tokens = micro_batch as f64 * seq_len as f64;
+        let kernel = Kernel { device: DeviceKind::Cuda, dtype };
+        let blocks = (0..model.layers)
+            .map(|layer| BlockActivations::of(model, layer, kernel, micro_batch, seq_len));
+        let (mut kept, mut attention, mut gradients) = (0.0, 0.0f64, 0.0f64);
+        let mut largest = [0.0; 2];
+        for block in blocks {
+            kept += block.input;
+            gradients = gradients.max(block.gradients);
+            if config.train.recompute {
+                // One block at a time is computed again.
+                if block.layers + block.attention > largest[0] + largest[1] {
+                    largest = [block.layers, block.attention];
+                }
+            } else {
+                kept += block.layers;
+                attention += block.attention;
+            }
+        }
+        // The input and the output of the norm before the output layer.
+        let last = 2.0 * (model.width * dtype.size()) as f64;
+        let rows = micro_batch.saturating_mul(seq_len);
+        Estimate {
+            weights: (4 + copy) as f64 * parameters as f64,
+            gradients: 4.0 * parameters as f64,
+            optimiser: 4.0 * state as f64,
+            activations: tokens * (kept + largest[0] + last),
+            attention: tokens * (attention + largest[1]),
+            loss: cuda_workspace_bytes(rows, model.padded_vocab(vocab_size), model.width, dtype),
+            temporary: tokens * gradients,
+        }
+    }
+
+    /// Bytes in all.
+    pub fn total(&self) -> u64 {
+        let Estimate { weights, gradients, optimiser, activations, attention, loss, temporary } =
+            *self;
+        // Saturates.
+        (weights + gradients + optimiser + activations + attention + loss + temporary) as u64
+    }
+
+    /// Whether it fits into `available` bytes, with a margin.
+    pub fn fits(&self, available: u64) -> bool {
+        self.total() as f64 * MARGIN <= available as f64
+    }
+}
+
+impl Display for Estimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gb = |bytes: f64| bytes / 1e9;
+        write!(
+            f,
+            "{:.1} GB (weights {:.1}, gradients {:.1}, optimiser {:.1}, activations {:.1}, attention {:.1}, \
+             loss {:.1}, temporary {:.1})",
+            gb(self.total() as f64),
+            gb(self.weights),
+            gb(self.gradients),
+            gb(self.optimiser),
+            gb(self.activations),
+            gb(self.attention),
+            gb(self.loss),
+            gb(self.temporary),
+        )
+    }
+}
+
+/// The largest micro-batch of a new run on a GPU, in rows, that fits into `available` bytes by the estimate, of
+/// those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these if it is not known what is
+/// available. `None` if one row does not fit.
+pub fn largest_micro_batch(
+    config: &RunConfig,
+    vocab_size: usize,
+    precision: Precision,
+    available: Option<u64>,
+) -> Option<usize> {
+    let fits = |rows: &usize| {
+        let estimate = || Estimate::of(config, vocab_size, *rows, precision);
+        available.is_none_or(|available| estimate().fits(available))
+    };
+    config.train.micro_batches(config.data.seq_len, GPU_MICRO_BATCH_TOKENS).find(fits)
 }
 
 fn elements(shape: &[usize]) -> u128 {
@@ -53,8 +182,87 @@ mod tests {
         // AdamW keeps two moments.
         let on_gpu = least(Precision::Bf16, DeviceKind::Cuda);
         assert_eq!(on_gpu, 16 * parameters + 2 * inputs);
+        assert_eq!(least(Precision::Fp8, DeviceKind::Cuda), on_gpu);
         let on_cpu = least(Precision::F32, DeviceKind::Cpu);
         assert_eq!(on_cpu, (16 + 12) * parameters + 4 * inputs + batch);
         assert!(parameters > 170_000_000_000, "{parameters}");
+    }
+
+    /// By hand, for two layers of softmax attention in bf16.
+    #[test]
+    fn the_estimate_counts_what_is_kept() {
+        let sets = ["model.layers=2", "model.width=64", "model.heads=1", "data.seq_len=128"];
+        let batch = ["train.batch_tokens=1024", "model.attention.kind=rope"];
+        let set = |more: &[&str]| config(&[&sets[..], &batch, more].concat());
+        let of = |config: &RunConfig, rows| Estimate::of(config, 257, rows, Precision::Bf16);
+        let plain = set(&[]);
+        let parameters = Parameters::of(&plain.model, 257, 128).total() as f64;
+        let estimate = of(&plain, 4);
+        assert_eq!(estimate.weights, 6.0 * parameters);
+        assert_eq!(estimate.gradients, 4.0 * parameters);
+        assert_eq!(estimate.optimiser, 8.0 * parameters);
+        let (tokens, w) = (4.0 * 128.0, 64.0);
+        // The input, three of its size and eight of the MLP, in each block; and the last norm.
+        assert_eq!(estimate.activations, 2.0 * tokens * (2.0 * 12.0 * w + 2.0 * w));
+        // q, k, v, o and a statistic per row.
+        assert_eq!(estimate.attention, tokens * 2.0 * (2.0 * 4.0 * w + 4.0));
+        // All rows in one chunk; 257 tokens are padded to 320.
+        let loss = 2.0 * (tokens * 320.0 + tokens * w + 320.0 * w) + 4.0 * 320.0 * w;
+        assert_eq!(estimate.loss, loss);
+        assert_eq!(of(&plain, 8).activations, 2.0 * estimate.activations);
+        assert_eq!(estimate.temporary, 2.0 * tokens * 5.0 * w);
+
+        let recomputed = of(&set(&["train.recompute=true"]), 4);
+        assert_eq!(recomputed.attention, estimate.attention / 2.0);
+        assert!(recomputed.activations < estimate.activations);
+    }
+
+    #[test]
+    fn the_largest_micro_batch_that_fits_is_taken() {
+        let sets = ["data.seq_len=128", "train.batch_tokens=1024", "model.attention.kind=rope"];
+        let config = config(&sets);
+        let largest = |available| largest_micro_batch(&config, 257, Precision::Bf16, available);
+        assert_eq!(largest(None), Some(8));
+        for rows in [1, 2, 4, 8] {
+            let needed = Estimate::of(&config, 257, rows, Precision::Bf16).total();
+            assert_eq!(largest(Some((needed as f64 * MARGIN) as u64 + 2)), Some(rows));
+        }
+        assert_eq!(largest(Some(1000)), None);
+    }
+
+    /// Peaks that the allocator reserved on an H200, for 65,536 tokens of GPT-2 124M in bf16.
+    #[test]
+    fn the_estimate_is_near_what_was_measured() {
+        let shape =
+            ["model.layers=12", "model.width=768", "model.heads=12", "train.batch_tokens=65536"];
+        for (set, measured) in [
+            (&["data.seq_len=1024", "model.attention.kind=rope"][..], 23.1e9),
+            (&["data.seq_len=4096", "model.attention.kind=fox"], 23.1e9),
+            (&["data.seq_len=4096", "model.attention.kind=wall"], 25.6e9),
+            (&["data.seq_len=1024", "model.attention.kind=rope", "train.recompute=true"], 6.6e9),
+        ] {
+            let config = config(&[&shape[..], set].concat());
+            let rows = 65_536 / config.data.seq_len;
+            let estimate = Estimate::of(&config, 50_257, rows, Precision::Bf16);
+            let ratio = estimate.total() as f64 / measured;
+            assert!((0.9..1.05).contains(&ratio), "{set:?}: {estimate} for {measured}");
+        }
+    }
+
+    /// References form all scores; kernels do not. No kind has a kernel in f32 on a GPU.
+    #[test]
+    fn references_need_more_than_kernels() {
+        let attention = |kind: &str, precision| {
+            let kind = format!("model.attention={{ kind = \"{kind}\" }}");
+            let sizes = ["data.seq_len=1024", "model.width=128", "model.heads=2"];
+            let config = config(&[&sizes[..], &[kind.as_str()]].concat());
+            Estimate::of(&config, 257, 1, precision).attention
+        };
+        for kind in ["rope", "tra", "wall"] {
+            let [kernel, reference] = [Precision::Bf16, Precision::F32].map(|p| attention(kind, p));
+            assert!(reference > 5.0 * kernel, "{kind}: {reference} and {kernel}");
+        }
+        assert!(attention("tda", Precision::Bf16) > attention("tra", Precision::Bf16));
+        assert!(attention("tra", Precision::Bf16) > attention("rope", Precision::Bf16));
     }
 }

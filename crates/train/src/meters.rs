@@ -34,10 +34,11 @@ impl Meters {
         Some(self.peak_memory.get())
     }
 
-    /// Peak FLOP/s, if known: for bf16 on a GPU, from its data sheet.
+    /// Peak FLOP/s, if known: for bf16 on a GPU, from its data sheet. For fp8 it is bf16's too: attention and the
+    /// output layer run in bf16, and rates of both precisions stay comparable.
     pub fn peak_flops(&self, precision: Precision) -> Option<f64> {
         match precision {
-            Precision::Bf16 => self.device.peak_bf16_flops(),
+            Precision::Bf16 | Precision::Fp8 => self.device.peak_bf16_flops(),
             Precision::F32 | Precision::Tf32 => None,
         }
     }

@@ -172,6 +172,23 @@ pub fn sum_groups<B: OpBackend>(x: Tensor<B, 4>, group: usize) -> Tensor<B, 4> {
     x.reshape([batch, kv_heads, rows, channels])
 }
 
+/// Repeats the values that views share: `[batch, heads, …]` to `[batch, views · heads, …]`, one view after the
+/// other.
+pub fn repeat_views<B: OpBackend>(x: Tensor<B, 4>, views: usize) -> Tensor<B, 4> {
+    // Not `repeat_dim`: burn's gradient of it takes the copies for neighbours.
+    Tensor::cat(vec![x; views], 1)
+}
+
+/// The adjoint of [`repeat_views`], the sum over the views.
+pub fn sum_views<B: OpBackend>(x: Tensor<B, 4>, views: usize) -> Tensor<B, 4> {
+    if views == 1 {
+        return x;
+    }
+    let [batch, heads, rows, channels] = x.dims();
+    let x = x.reshape([batch, views, heads / views, rows * channels]).sum_dim(1);
+    x.reshape([batch, heads / views, rows, channels])
+}
+
 /// Σ_{s=j+1..i} ℓ_s for each of the block's queries i and keys j ≤ i,
 /// `[batch, heads, queries, keys]`; entries with j > i are 0 and meaningless. `log_decay` is
 /// `[batch, heads, all keys]`.

@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 
 use super::dispatch::{ExecPath, Kernel};
 use super::probe::{Metric, Probe};
+use super::saved::Channels;
 use crate::backend::OpBackend;
 
 /// The sizes of one attention layer, and its place among the layers.
@@ -218,6 +219,18 @@ pub trait VariantSpec:
         true
     }
 
+    /// Whether `kernel`, which serves the layer, serves sequences of `seq_len` tokens; `None` for decoding,
+    /// whose sequences grow.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        let _ = (kernel, shape, seq_len);
+        true
+    }
+
     /// Records every problem of the configuration for a layer of this shape; `key` is the path of
     /// the variant's table.
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems);
@@ -266,6 +279,24 @@ pub trait VariantSpec:
     fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
         let _ = shape;
         0.0
+    }
+
+    /// Bytes per token that a training step keeps of the operation, and of what prepares its inputs, between the
+    /// forward and the backward pass, if `path` serves sequences of `seq_len` tokens whose q, k and v are of type
+    /// `dtype`. An estimate. By default what a kernel of flash attention saves, or what automatic differentiation
+    /// keeps of a reference that forms the scores of all visible keys.
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            ExecPath::Kernel(_) => channels.by_kernel(dtype),
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 
     /// Elements that decoding keeps per sequence after `seq_len` single-token steps. Buffers may be

@@ -1,7 +1,7 @@
 //! The choice between a kind's kernels and its reference.
 //!
 //! A kind lists its kernels ([`VariantSpec::KERNELS`]) and the shapes they serve
-//! ([`VariantSpec::serves`]). Each call makes the choice once. The result, an [`ExecPath`], decides the
+//! ([`VariantSpec::serves`]) and lengths ([`VariantSpec::serves_length`]). Each call makes the choice once. The result, an [`ExecPath`], decides the
 //! type to compute in and is passed to the kind's code, so that no other code inspects the device.
 
 use std::fmt::{self, Display};
@@ -51,19 +51,22 @@ impl Display for ExecPath {
 }
 
 impl ExecPath {
-    /// The path for `batch` sequences of a layer: `kernel` if the kind has it and it serves the
-    /// shape, else the reference.
+    /// The path for `batch` sequences of a layer, of `seq_len` tokens or, with `None`, decoded: `kernel` if
+    /// the kind has it and it serves them, else the reference.
     pub fn of<V: VariantSpec>(
         variant: &V,
         kernel: Kernel,
         shape: &AttentionShape,
         batch: usize,
+        seq_len: Option<usize>,
     ) -> Self {
-        let served = V::KERNELS.contains(&kernel) && variant.serves(kernel, shape, batch);
+        let served = V::KERNELS.contains(&kernel)
+            && variant.serves(kernel, shape, batch)
+            && variant.serves_length(kernel, shape, seq_len);
         if served { ExecPath::Kernel(kernel.device) } else { ExecPath::Reference }
     }
 
-    /// The path for these inputs; always the reference under
+    /// The path for these inputs, whole sequences or `decoding`; always the reference under
     /// [`with_reference`](crate::backend::with_reference).
     ///
     /// # Panics
@@ -72,6 +75,7 @@ impl ExecPath {
         variant: &V,
         shape: &AttentionShape,
         Inputs { q, k, v, .. }: &Inputs<B>,
+        decoding: bool,
     ) -> Self {
         let dtype = q.dtype();
         let types = [dtype, k.dtype(), v.dtype()];
@@ -79,7 +83,9 @@ impl ExecPath {
         if !kernels_allowed() {
             return ExecPath::Reference;
         }
-        Self::of(variant, Kernel { device: B::device_kind(), dtype }, shape, q.dims()[0])
+        let [batch, _, seq_len, _] = q.dims();
+        let kernel = Kernel { device: B::device_kind(), dtype };
+        Self::of(variant, kernel, shape, batch, (!decoding).then_some(seq_len))
     }
 
     /// The type in which the path computes and keeps its decode state, for q, k and v of type
@@ -138,7 +144,7 @@ pub fn attend<V: Variant, B: OpBackend>(
     inputs: Inputs<B>,
     documents: DocumentStarts<B>,
 ) -> Tensor<B, 4> {
-    let path = ExecPath::of_inputs(variant, shape, &inputs);
+    let path = ExecPath::of_inputs(variant, shape, &inputs, false);
     attend_on(path, variant, shape, inputs, documents)
 }
 
@@ -162,7 +168,7 @@ pub fn observe<V: Variant, B: OpBackend>(
     documents: DocumentStarts<B>,
     probe: &mut Probe,
 ) {
-    let path = ExecPath::of_inputs(variant, shape, &inputs);
+    let path = ExecPath::of_inputs(variant, shape, &inputs, false);
     variant.observe(shape, path.cast(inputs), documents, path, probe);
 }
 
@@ -209,7 +215,7 @@ pub fn extend<V: Variant, B: OpBackend>(
     inputs: Inputs<B>,
     state: &mut State<V, B>,
 ) -> Tensor<B, 4> {
-    let path = ExecPath::of_inputs(variant, shape, &inputs);
+    let path = ExecPath::of_inputs(variant, shape, &inputs, true);
     let (dtype, batch) = (inputs.q.dtype(), inputs.q.dims()[0]);
     let capacity = state.capacity;
     let (begun, state) =

@@ -1,4 +1,4 @@
-//! Kinds that decode from a [`KvCache`]. They define how q and k are prepared and how the output is
+//! Kinds that decode from a [`KvCache`]. They define how q and k enter the scores and how the output is
 //! computed; [`Variant`] is implemented here for all of them.
 
 use burn::tensor::Tensor;
@@ -6,20 +6,18 @@ use burn::tensor::Tensor;
 use super::cache::KvCache;
 use super::dispatch::ExecPath;
 use super::probe::Probe;
+use super::rectified::l2_normalise;
 use super::rotation::{Rotation, rotate};
 use super::{AttentionShape, DocumentStarts, Inputs, Variant, VariantSpec};
 use crate::backend::OpBackend;
 
 /// What the `Config` of such a kind implements beside [`VariantSpec`].
 pub trait KvCacheVariant: VariantSpec {
+    /// Whether q and k, once rotated, are divided by their length before they enter the scores and the cache.
+    const UNIT_LENGTH: bool = false;
+
     /// The rotary positions; `None` without them.
     fn rotation(&self) -> Option<Rotation>;
-
-    /// q or k `[batch, heads, seq_len, head_dim]` of the positions `first`, `first` + 1, …, as it
-    /// enters the scores and the cache; by default rotated.
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        rotate(self.rotation(), x, first)
-    }
 
     /// The output `[batch, heads, queries, value_dim]`.
     fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4>;
@@ -33,6 +31,17 @@ pub trait KvCacheVariant: VariantSpec {
     ) {
         let _ = (shape, call, probe);
     }
+}
+
+/// q and k `[batch, heads, seq_len, head_dim]` of the positions `first`, `first` + 1, …, as they enter the scores
+/// and the cache.
+fn prepare<C: KvCacheVariant, B: OpBackend>(
+    variant: &C,
+    qk: [Tensor<B, 4>; 2],
+    first: usize,
+) -> [Tensor<B, 4>; 2] {
+    let qk = rotate(variant.rotation(), qk, first);
+    if C::UNIT_LENGTH { qk.map(l2_normalise) } else { qk }
 }
 
 /// The inputs of [`KvCacheVariant::output`].
@@ -65,7 +74,7 @@ impl<C: KvCacheVariant> Variant for C {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let [q, k] = [q, k].map(|x| self.prepare(x, 0));
+        let [q, k] = prepare(self, [q, k], 0);
         let parameters = &parameters;
         self.output(shape, Prepared { q, k, v, parameters, first: 0, documents, path })
     }
@@ -81,7 +90,7 @@ impl<C: KvCacheVariant> Variant for C {
         if self.metrics().is_empty() {
             return;
         }
-        let [q, k] = [q, k].map(|x| self.prepare(x, 0));
+        let [q, k] = prepare(self, [q, k], 0);
         let parameters = &parameters;
         let call = Prepared { q, k, v, parameters, first: 0, documents, path };
         self.observe_output(shape, call, probe);
@@ -104,8 +113,13 @@ impl<C: KvCacheVariant> Variant for C {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let first = cache.position();
-        let [q, k] = [q, k].map(|x| self.prepare(x, first));
-        let [k, v] = cache.append(k, v);
+        let [q, k, v] = if C::UNIT_LENGTH {
+            let [q, k] = prepare(self, [q, k], first);
+            let [k, v] = cache.append(k, v);
+            [q, k, v]
+        } else {
+            cache.append_rotated(self.rotation(), [q, k, v])
+        };
         let parameters = &parameters;
         self.output(shape, Prepared { q, k, v, parameters, first, documents: None, path })
     }

@@ -11,6 +11,7 @@ pub mod cache;
 #[cfg(test)]
 mod conformance;
 mod contract;
+mod decay;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
@@ -21,6 +22,7 @@ pub mod fox;
 pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
+mod output_norm;
 pub mod path;
 pub mod power;
 pub mod probe;
@@ -33,6 +35,7 @@ pub mod rotary;
 pub mod rotation;
 pub mod rowwise;
 pub mod rwkv7;
+mod saved;
 pub mod softmax;
 pub mod stick_breaking;
 pub mod tda;
@@ -62,25 +65,25 @@ registry::registry! {
     /// Positions by accumulated Householder transforms.
     Path = "path" in path;
     /// Power attention: the p-th power of scores, at linear cost.
-    Power = "power" in power;
+    Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
-    Tra = "tra" in tra;
+    Tra = "tra" in tra, kernels for cuda in bf16;
     /// Threshold differential attention.
-    Tda = "tda" in tda;
+    Tda = "tda" in tda, kernels for cuda in bf16;
     /// Rectified linear attention.
     Rela = "rela" in rela, kernels for cuda in bf16;
     /// Differential softmax attention.
-    Diff = "diff" in diff;
+    Diff = "diff" in diff, kernels for cuda in bf16;
     /// Softmax attention with the differential extension.
-    Dex = "dex" in dex;
+    Dex = "dex" in dex, kernels for cuda in bf16;
     /// Differential rectified linear attention.
-    DiffRela = "diff_rela" in diff_rela;
+    DiffRela = "diff_rela" in diff_rela, kernels for cuda in bf16;
     /// Length scaled softplus attention with re-weighting.
-    Lssar = "lssar" in lssar;
+    Lssar = "lssar" in lssar, kernels for cuda in bf16;
     /// 1.5-entmax attention.
-    Entmax = "entmax" in entmax;
+    Entmax = "entmax" in entmax, kernels for cuda in bf16;
     /// Stick-breaking attention.
-    StickBreaking = "stick_breaking" in stick_breaking;
+    StickBreaking = "stick_breaking" in stick_breaking, kernels for cuda in bf16;
     /// Gated linear attention.
     Linear = "linear" in linear;
     /// RWKV-7's time mix.

@@ -101,8 +101,14 @@ macro_rules! registry {
             }
 
             /// As [`ExecPath::of`].
-            pub fn path(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> ExecPath {
-                match self { $(Self::$name(c) => ExecPath::of(c, kernel, shape, batch),)+ }
+            pub fn path(
+                &self,
+                kernel: Kernel,
+                shape: &AttentionShape,
+                batch: usize,
+                seq_len: Option<usize>,
+            ) -> ExecPath {
+                match self { $(Self::$name(c) => ExecPath::of(c, kernel, shape, batch, seq_len),)+ }
             }
 
             /// As [`dispatch::attend`].
@@ -169,6 +175,23 @@ macro_rules! registry {
             /// As [`VariantSpec::weight_flops_per_token`].
             pub fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
                 match self { $(Self::$name(c) => c.weight_flops_per_token(shape),)+ }
+            }
+
+            /// As [`VariantSpec::saved_bytes_per_token`], on the path that serves `batch` sequences: `kernel`
+            /// if the kind has it, else the reference.
+            pub fn saved_bytes_per_token(
+                &self,
+                kernel: Kernel,
+                shape: &AttentionShape,
+                batch: usize,
+                seq_len: usize,
+            ) -> f64 {
+                let path = self.path(kernel, shape, batch, Some(seq_len));
+                match self {
+                    $(Self::$name(c) => {
+                        c.saved_bytes_per_token(shape, seq_len, path, kernel.dtype)
+                    })+
+                }
             }
 
             /// As [`VariantSpec::state_elements`].

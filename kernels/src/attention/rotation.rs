@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::DocumentStarts;
 use crate::backend::{OpBackend, primitive, tensor};
-use crate::ops::rotary::rotary;
+use crate::ops::rotary::{RotaryEmbedding, rotary, rotary_both};
 
 /// The scaling of rotary angles for contexts longer than the trained one.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,15 +22,15 @@ pub enum Scaling {
     },
 }
 
-/// Rotates q or k as positions `first`, `first` + 1, …; returns it unchanged without a rotation.
+/// Rotates q and k as positions `first`, `first` + 1, …; returns them unchanged without a rotation.
 pub fn rotate<B: OpBackend>(
     rotation: Option<Rotation>,
-    x: Tensor<B, 4>,
+    qk: [Tensor<B, 4>; 2],
     first: usize,
-) -> Tensor<B, 4> {
+) -> [Tensor<B, 4>; 2] {
     match rotation {
-        Some(rotation) => rotation.apply(x, first),
-        None => x,
+        Some(rotation) => rotation.apply_to_both(qk, first),
+        None => qk,
     }
 }
 
@@ -61,7 +61,23 @@ impl Rotation {
     ///
     /// Scores depend only on distances, so packed documents need no positions of their own.
     pub fn apply<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        let dims = self.dims(x.dims()[3]);
+        let RotaryEmbedding { theta, rotary_dims, .. } = self.embedding(x.dims()[3], first);
+        rotary(x, first, theta, rotary_dims)
+    }
+
+    /// [`Rotation::apply`] to q and k.
+    pub fn apply_to_both<B: OpBackend>(
+        &self,
+        qk: [Tensor<B, 4>; 2],
+        first: usize,
+    ) -> [Tensor<B, 4>; 2] {
+        let RotaryEmbedding { theta, rotary_dims, .. } = self.embedding(qk[0].dims()[3], first);
+        rotary_both(qk, first, theta, rotary_dims)
+    }
+
+    /// The operation for heads of `head_dim` channels whose first row is at position `first`.
+    pub(super) fn embedding(&self, head_dim: usize, first: usize) -> RotaryEmbedding {
+        let dims = self.dims(head_dim);
         let theta = match self.scaling {
             Scaling::None {} => self.theta,
             Scaling::Ntk { factor } => {
@@ -69,7 +85,7 @@ impl Rotation {
                 self.theta * factor.powf(d / (d - 2.0).max(1.0))
             }
         };
-        rotary(x, first, theta, dims)
+        RotaryEmbedding::new(first, theta, dims, head_dim)
     }
 
     /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions that restart from 0 in every

@@ -1,7 +1,7 @@
 //! Matrix products on CUDA by cuBLASLt.
 //!
-//! f32 products are computed in f32, those of linear layers in TF32 after [`allow_tf32`]; bf16 products
-//! accumulate in f32. Equal inputs give equal bits.
+//! f32 products are computed in f32, those of linear layers in TF32 with [`Rounding::Tf32`]; bf16 and e4m3
+//! products accumulate in f32. Equal inputs give equal bits.
 //!
 //! cubecl's stream is private, so products run on their own stream between two events: the stream waits
 //! for all work issued to the context before, and later work in the context waits for the stream. Buffers
@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::DType;
@@ -30,13 +30,32 @@ const MOST_PLANS: usize = 4096;
 /// The alignment in bytes that cuBLASLt assumes by default.
 const BEST_ALIGNMENT: u64 = 256;
 
-/// Whether linear layers may round f32 factors to TF32.
-static TF32: AtomicBool = AtomicBool::new(false);
+/// What linear layers round the factors of their products to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Rounding {
+    /// Nothing: they are multiplied as they are.
+    None,
+    /// f32 factors to TF32, with 10 bits of mantissa instead of 23, to use tensor cores.
+    Tf32,
+    /// bf16 factors to e4m3, with 3 bits of mantissa instead of 7 and one scale per tensor, where the
+    /// kernels serve the sizes ([`linear`](crate::ops::linear)).
+    E4m3,
+}
 
-/// Whether the linear layers of this process round f32 factors to TF32, with 10 bits of mantissa instead
-/// of 23, to use tensor cores. Off by default. [`matmul`] stays in f32.
-pub fn allow_tf32(allow: bool) {
-    TF32.store(allow, Ordering::Relaxed);
+/// The [`Rounding`] of this process.
+static ROUNDING: AtomicU8 = AtomicU8::new(Rounding::None as u8);
+
+/// Sets what the linear layers of this process round the factors of their products to; nothing by default.
+/// [`matmul`] does not round.
+pub fn round_factors(to: Rounding) {
+    ROUNDING.store(to as u8, Ordering::Relaxed);
+}
+
+/// What [`round_factors`] was last set to.
+pub fn rounding() -> Rounding {
+    let set = ROUNDING.load(Ordering::Relaxed);
+    [Rounding::Tf32, Rounding::E4m3].into_iter().find(|x| *x as u8 == set).unwrap_or(Rounding::None)
 }
 
 /// a · b for each matrix of a batch.
@@ -50,12 +69,12 @@ pub fn allow_tf32(allow: bool) {
 /// When the sizes or types do not match, or cuBLASLt fails.
 pub fn matmul(a: CudaTensor, b: CudaTensor) -> CudaTensor {
     let dtype = a.dtype;
-    run(a, b, dtype, Epilogue::None, false)
+    run(a, b, dtype, Epilogue::None, Arithmetic::Plain)
 }
 
 /// As [`matmul`], for inputs in f32 or bf16 and with a result in f32.
 pub fn matmul_f32(a: CudaTensor, b: CudaTensor) -> CudaTensor {
-    run(a, b, DType::F32, Epilogue::None, false)
+    run(a, b, DType::F32, Epilogue::None, Arithmetic::Plain)
 }
 
 /// The epilogue of a product.
@@ -69,6 +88,8 @@ pub enum Epilogue {
     Bias(CudaTensor),
     /// Applies GELU in its tanh form, and writes its argument, the product, to this contiguous tensor.
     Gelu(CudaTensor),
+    /// Multiplies by GELU's derivative at this contiguous tensor of the product's shape and type, bf16.
+    GeluSlope(CudaTensor),
 }
 
 /// A linear layer's a · b for each matrix of a batch, as [`matmul`], then the epilogue; the result is
@@ -77,10 +98,99 @@ pub enum Epilogue {
 /// # Panics
 /// When the sizes or types do not match, or cuBLASLt fails.
 pub fn product(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue) -> CudaTensor {
-    run(a, b, dtype, epilogue, TF32.load(Ordering::Relaxed))
+    let tf32 = a.dtype == DType::F32 && rounding() == Rounding::Tf32;
+    let arithmetic = if tf32 { Arithmetic::Tf32 } else { Arithmetic::Plain };
+    run(a, b, dtype, epilogue, arithmetic)
 }
 
-fn run(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue, tf32: bool) -> CudaTensor {
+/// A matrix in e4m3: value times scale.
+#[derive(Clone, Debug)]
+pub struct E4m3Matrix {
+    /// e4m3 numbers as bytes, `[rows, columns]`, contiguous; both sizes are multiples of 16.
+    pub values: CudaTensor,
+    /// The scale, f32, `[1]`.
+    pub scale: CudaTensor,
+}
+
+/// How an e4m3 product is accumulated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Accumulation {
+    /// In the registers of the tensor cores, which keep fewer bits than f32.
+    Fast,
+    /// As `Fast` over short parts of the inner dimension, whose sums are added in f32.
+    Precise,
+}
+
+/// a bᵀ of e4m3 matrices, in bf16 or f32, with an epilogue other than GELU or its derivative.
+///
+/// - `a`: `[m, k]`
+/// - `b`: `[n, k]`
+///
+/// Returns `[m, n]`.
+///
+/// # Panics
+/// When the sizes or types do not match, or cuBLASLt fails.
+pub fn product_of_e4m3(
+    a: &E4m3Matrix,
+    b: &E4m3Matrix,
+    dtype: DType,
+    epilogue: Epilogue,
+    accumulation: Accumulation,
+) -> CudaTensor {
+    for E4m3Matrix { values, scale } in [a, b] {
+        let [rows, columns] = values.meta.shape().dims();
+        assert!(
+            rows.is_multiple_of(E4M3_MULTIPLE) && columns.is_multiple_of(E4M3_MULTIPLE),
+            "an e4m3 factor of {rows} x {columns}; both must be multiples of {E4M3_MULTIPLE}"
+        );
+        assert!(values.is_contiguous(), "an e4m3 factor with gaps");
+        assert_eq!((values.dtype, scale.dtype), (DType::U8, DType::F32), "an e4m3 factor's types");
+    }
+    let mut b_values = b.values.clone();
+    b_values.meta.swap(0, 1);
+    let scales = [&a.scale, &b.scale];
+    run(a.values.clone(), b_values, dtype, epilogue, Arithmetic::E4m3(accumulation, scales))
+}
+
+/// cuBLASLt requires the sizes of e4m3 factors to be multiples of this.
+pub const E4M3_MULTIPLE: usize = 16;
+
+/// How the factors are read and their products summed.
+#[derive(Clone, Copy)]
+enum Arithmetic<'a> {
+    /// Factors as they are, sums in f32, or f64 for f64 factors.
+    Plain,
+    /// f32 factors, rounded to TF32.
+    Tf32,
+    /// e4m3 factors times the scales of a and b.
+    E4m3(Accumulation, [&'a CudaTensor; 2]),
+}
+
+impl Arithmetic<'_> {
+    fn kind(self) -> ArithmeticKind {
+        match self {
+            Arithmetic::Plain => ArithmeticKind::Plain,
+            Arithmetic::Tf32 => ArithmeticKind::Tf32,
+            Arithmetic::E4m3(accumulation, _) => ArithmeticKind::E4m3(accumulation),
+        }
+    }
+}
+
+/// [`Arithmetic`] without the scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum ArithmeticKind {
+    Plain,
+    Tf32,
+    E4m3(Accumulation),
+}
+
+fn run(
+    a: CudaTensor,
+    b: CudaTensor,
+    dtype: DType,
+    epilogue: Epilogue,
+    arithmetic: Arithmetic,
+) -> CudaTensor {
     let mut shape = a.meta.shape().to_vec();
     let rank = shape.len();
     let (sa, sb) = (a.meta.shape().to_vec(), b.meta.shape().to_vec());
@@ -111,15 +221,18 @@ fn run(a: CudaTensor, b: CudaTensor, dtype: DType, epilogue: Epilogue, tf32: boo
             (empty(&a.tensor, &shape, dtype), EpilogueTensor::Vector(bias))
         }
         Epilogue::Gelu(aux) => (empty(&a.tensor, &shape, dtype), EpilogueTensor::Gelu(aux)),
+        Epilogue::GeluSlope(aux) => {
+            (empty(&a.tensor, &shape, dtype), EpilogueTensor::GeluSlope(aux))
+        }
     };
-    if let EpilogueTensor::Gelu(aux) = &extra {
+    if let EpilogueTensor::Gelu(aux) | EpilogueTensor::GeluSlope(aux) = &extra {
         assert_eq!((aux.meta.shape().to_vec(), aux.dtype), (shape, dtype), "GELU's argument");
         assert!(aux.is_contiguous(), "GELU's argument has gaps");
     }
     // A failed product leaves nothing behind that the next one uses.
     let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
     let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
-    blas.run(&a, &b, &Operand::new(out.clone()), &extra, tf32);
+    blas.run(&a, &b, &Operand::new(out.clone()), &extra, arithmetic);
     out
 }
 
@@ -129,13 +242,17 @@ enum EpilogueTensor {
     Add(CudaTensor),
     Vector(CudaTensor),
     Gelu(CudaTensor),
+    GeluSlope(CudaTensor),
 }
 
 impl EpilogueTensor {
     fn tensor(&self) -> Option<&CudaTensor> {
         match self {
             EpilogueTensor::None => None,
-            EpilogueTensor::Add(x) | EpilogueTensor::Vector(x) | EpilogueTensor::Gelu(x) => Some(x),
+            EpilogueTensor::Add(x)
+            | EpilogueTensor::Vector(x)
+            | EpilogueTensor::Gelu(x)
+            | EpilogueTensor::GeluSlope(x) => Some(x),
         }
     }
 
@@ -146,6 +263,7 @@ impl EpilogueTensor {
             EpilogueTensor::None | EpilogueTensor::Add(_) => None,
             EpilogueTensor::Vector(_) => Some(Kind::CUBLASLT_EPILOGUE_BIAS),
             EpilogueTensor::Gelu(_) => Some(Kind::CUBLASLT_EPILOGUE_GELU_AUX),
+            EpilogueTensor::GeluSlope(_) => Some(Kind::CUBLASLT_EPILOGUE_DGELU),
         }
     }
 }
@@ -226,8 +344,7 @@ struct PlanKey {
     alignments: [u32; 4],
     /// The types of the factors and of the product.
     types: [DType; 2],
-    /// Whether f32 factors are rounded to TF32.
-    tf32: bool,
+    arithmetic: ArithmeticKind,
     epilogue: Option<lt_sys::cublasLtEpilogue_t>,
 }
 
@@ -282,20 +399,29 @@ impl Blas {
         Blas { context, handle, stream, before, after, workspace, plans: HashMap::new() }
     }
 
-    fn run(&mut self, a: &Operand, b: &Operand, out: &Operand, extra: &EpilogueTensor, tf32: bool) {
+    fn run(
+        &mut self,
+        a: &Operand,
+        b: &Operand,
+        out: &Operand,
+        extra: &EpilogueTensor,
+        arithmetic: Arithmetic,
+    ) {
         let operands = [a, b, out];
         // Blocks until the work that writes these buffers is issued. Kept until the end, so that the
         // buffers stay allocated.
-        let resources = operands.map(|x| {
-            let resource = x.tensor.client.get_resource(x.tensor.handle.clone());
-            resource.expect("the buffer exists")
-        });
+        let resource =
+            |x: &CudaTensor| x.client.get_resource(x.handle.clone()).expect("the buffer exists");
+        let resources = operands.map(|x| resource(&x.tensor));
         let at = [0, 1, 2].map(|i| resources[i].resource().ptr);
-        let extra_resource = extra.tensor().map(|x| {
-            let resource = x.client.get_resource(x.handle.clone());
-            resource.expect("the buffer exists")
-        });
+        let extra_resource = extra.tensor().map(resource);
         let extra_at = extra_resource.as_ref().map_or(0, |x| x.resource().ptr);
+        let scale_resources = match arithmetic {
+            Arithmetic::Plain | Arithmetic::Tf32 => None,
+            Arithmetic::E4m3(_, scales) => Some(scales.map(resource)),
+        };
+        let scales_at =
+            scale_resources.as_ref().map(|scales| scales.each_ref().map(|x| x.resource().ptr));
         // The alignment of every matrix of the batch, not only of the first.
         let align = |address: u64| address.trailing_zeros().min(BEST_ALIGNMENT.ilog2());
         let [of_a, of_b, of_out] = [0, 1, 2].map(|i| {
@@ -306,15 +432,17 @@ impl Blas {
             layouts: operands.map(|x| x.layout),
             alignments: [of_a, of_b, of_out, align(extra_at)],
             types: [a.tensor.dtype, out.tensor.dtype],
-            tf32: tf32 && a.tensor.dtype == DType::F32,
+            arithmetic: arithmetic.kind(),
             epilogue: extra.kind(),
         };
         let handle = self.handle;
         if self.plans.len() >= MOST_PLANS {
             self.plans.clear();
         }
-        let plan = self.plans.entry(key.clone()).or_insert_with(|| Plan::new(handle, &key));
+        let plan =
+            self.plans.entry(key.clone()).or_insert_with(|| Plan::new(handle, &key, scales_at));
         plan.set_extra(extra, extra_at);
+        set_scales(plan.description, scales_at);
         let scale = Scale::new(a.tensor.dtype);
         let adds = matches!(extra, EpilogueTensor::Add(_));
         let (factor, term) = if adds { (scale.one(), extra_at) } else { (scale.zero(), at[2]) };
@@ -391,10 +519,15 @@ impl Drop for Plan {
 }
 
 impl Plan {
-    fn new(handle: lt_sys::cublasLtHandle_t, key: &PlanKey) -> Self {
-        let PlanKey { layouts, alignments, types: [operands, result], tf32, epilogue } = key;
+    /// `scales` as in [`set_scales`]: any that exist while this function runs.
+    fn new(
+        handle: lt_sys::cublasLtHandle_t,
+        key: &PlanKey,
+        scales: Option<[cu::CUdeviceptr; 2]>,
+    ) -> Self {
+        let PlanKey { layouts, alignments, types: [operands, result], arithmetic, epilogue } = key;
         let (_, mut compute, scale) = types(*operands);
-        if *tf32 {
+        if *arithmetic == ArithmeticKind::Tf32 {
             compute = lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32;
         }
         let [a, b, _] = layouts;
@@ -409,6 +542,16 @@ impl Plan {
             // SAFETY: the attribute is a 32-bit number.
             unsafe {
                 lt::set_matmul_desc_attribute(description, attribute, address(&transposed), 4)
+            }
+            .expect("cuBLASLt knows the attribute");
+        }
+        set_scales(description, scales);
+        if *arithmetic == ArithmeticKind::E4m3(Accumulation::Fast) {
+            let fast = 1i8;
+            // SAFETY: the attribute is an 8-bit number.
+            unsafe {
+                let name = Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM;
+                lt::set_matmul_desc_attribute(description, name, address(&fast), 1)
             }
             .expect("cuBLASLt knows the attribute");
         }
@@ -443,7 +586,7 @@ impl Plan {
     fn set_extra(&self, extra: &EpilogueTensor, at: cu::CUdeviceptr) {
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
         let set = |attribute, value: *const c_void| {
-            // SAFETY: both attributes that are set here are 64-bit numbers.
+            // SAFETY: the attributes that are set here are 64-bit numbers.
             unsafe { lt::set_matmul_desc_attribute(self.description, attribute, value, 8) }
                 .expect("cuBLASLt knows the attribute");
         };
@@ -452,7 +595,7 @@ impl Plan {
             EpilogueTensor::Vector(_) => {
                 set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, address(&at))
             }
-            EpilogueTensor::Gelu(aux) => {
+            EpilogueTensor::Gelu(aux) | EpilogueTensor::GeluSlope(aux) => {
                 let columns = *aux.meta.shape().last().expect("a matrix") as i64;
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, address(&at));
                 set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, address(&columns));
@@ -461,15 +604,31 @@ impl Plan {
     }
 }
 
-/// The data, compute and scale types of a product.
+/// Sets the pointers to the scales of a and b, if the product has any.
+fn set_scales(description: lt_sys::cublasLtMatmulDesc_t, scales: Option<[cu::CUdeviceptr; 2]>) {
+    use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
+    let Some([a, b]) = scales else { return };
+    // The operands are swapped, see `Blas::run`.
+    for (attribute, at) in [
+        (Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, b),
+        (Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, a),
+    ] {
+        // SAFETY: the attributes are 64-bit addresses.
+        unsafe { lt::set_matmul_desc_attribute(description, attribute, address(&at), 8) }
+            .expect("cuBLASLt knows the attribute");
+    }
+}
+
+/// The data, compute and scale types of a product; bytes are e4m3 numbers.
 fn types(
     dtype: DType,
 ) -> (lt_sys::cudaDataType, lt_sys::cublasComputeType_t, lt_sys::cudaDataType) {
     use lt_sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F};
-    use lt_sys::cudaDataType::{CUDA_R_16BF, CUDA_R_32F, CUDA_R_64F};
+    use lt_sys::cudaDataType::{CUDA_R_8F_E4M3, CUDA_R_16BF, CUDA_R_32F, CUDA_R_64F};
     match dtype {
         DType::F32 => (CUDA_R_32F, CUBLAS_COMPUTE_32F, CUDA_R_32F),
         DType::BF16 => (CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+        DType::U8 => (CUDA_R_8F_E4M3, CUBLAS_COMPUTE_32F, CUDA_R_32F),
         DType::F64 => (CUDA_R_64F, CUBLAS_COMPUTE_64F, CUDA_R_64F),
         other => panic!("products of {other:?} are not supported; cast to f32, bf16 or f64"),
     }

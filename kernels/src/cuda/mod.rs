@@ -13,11 +13,16 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, zeros_client};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::CudaRuntime;
-use cubecl::prelude::ArrayArg;
+use cubecl::prelude::{ArrayArg, ComputeClient};
 use cubecl::zspace::metadata::Metadata;
 
 /// A tensor of the CUDA backend.
 pub type CudaTensor = CubeTensor<CudaRuntime>;
+
+/// The multiprocessors of the device.
+pub fn multiprocessors(client: &ComputeClient<CudaRuntime>) -> usize {
+    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
+}
 
 /// `x` itself if it is contiguous, else a contiguous copy.
 pub fn contiguous(x: &CudaTensor) -> CudaTensor {

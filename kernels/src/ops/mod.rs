@@ -26,6 +26,7 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod sample;
 pub mod short_conv;
+pub mod view_difference;
 pub mod vjp_root;
 
 #[cfg(test)]

@@ -15,6 +15,7 @@
 //! whose fragments are kept for later products is never reloaded.
 
 mod asm;
+pub mod e4m3;
 pub mod roles;
 pub mod turns;
 pub mod warpgroup;
@@ -68,6 +69,44 @@ pub fn define_exp2() {
         "of base 2:\n*/\n#define __powf(base, x) ([](float y) { float z; \
          asm(\"ex2.approx.ftz.f32 %0, %1;\" : \"=f\"(z) : \"f\"(y)); return z; }(x))\n/*"
     );
+}
+
+/// log₂ x in one instruction; −∞ below 2⁻¹²⁶.
+#[cube]
+pub fn log2(x: f32) -> f32 {
+    let mut value = Array::<f32>::new(1usize);
+    value[0] = x;
+    replace_by_log2(&mut value);
+    value[0]
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn replace_by_log2(value: &mut Array<f32>) {
+    intrinsic!(|scope| {
+        let value = name_of(&value.expand);
+        let text = format!("asm(\"lg2.approx.ftz.f32 %0, %0;\" : \"+f\"({value}[0]));");
+        emit(scope, "logarithm", &text);
+    })
+}
+
+/// 1/x in one instruction, to one unit in the last place; 0 from 2¹²⁶ on.
+#[cube]
+pub fn reciprocal(x: f32) -> f32 {
+    let mut value = Array::<f32>::new(1usize);
+    value[0] = x;
+    replace_by_reciprocal(&mut value);
+    value[0]
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn replace_by_reciprocal(value: &mut Array<f32>) {
+    intrinsic!(|scope| {
+        let value = name_of(&value.expand);
+        let text = format!("asm(\"rcp.approx.ftz.f32 %0, %0;\" : \"+f\"({value}[0]));");
+        emit(scope, "reciprocal", &text);
+    })
 }
 
 /// The strides of the rows of `[batch, heads, rows, channels]`, in chunks.
@@ -157,6 +196,46 @@ fn wait_parity_of(ready: &Barrier, parities: &Array<u32>) {
 pub fn sum_of_four(x: f32) -> f32 {
     let sum = x + plane_shuffle_xor(x, 1);
     sum + plane_shuffle_xor(sum, 2)
+}
+
+/// The product over the lanes after this one of the four that share a row of an accumulator, and over all four.
+#[cube]
+pub fn products_of_four(x: f32) -> (f32, f32) {
+    let lane = UNIT_POS_PLANE % 4;
+    let neighbour = plane_shuffle_xor(x, 1);
+    let pair = x * neighbour;
+    let other = plane_shuffle_xor(pair, 2);
+    let after = select(lane % 2 == 1, 1f32, neighbour) * select(lane < 2, other, 1f32);
+    (after, pair * other)
+}
+
+/// The sum over the lanes before this one of the four that share a row of an accumulator, and over all four.
+#[cube]
+pub fn sums_of_four(x: f32) -> (f32, f32) {
+    let lane = UNIT_POS_PLANE % 4;
+    let neighbour = plane_shuffle_xor(x, 1);
+    let pair = x + neighbour;
+    let other = plane_shuffle_xor(pair, 2);
+    let before = select(lane % 2 == 1, neighbour, 0f32) + select(lane >= 2, other, 0f32);
+    (before, pair + other)
+}
+
+/// Whether `x` holds for all units of the block, all of which wait for one another.
+#[cube]
+pub fn all_of_block(x: bool) -> bool {
+    let mut value = Array::<u32>::new(1usize);
+    value[0] = u32::cast_from(x);
+    replace_by_all_of_block(&mut value);
+    value[0] != 0
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn replace_by_all_of_block(value: &mut Array<u32>) {
+    intrinsic!(|scope| {
+        let value = name_of(&value.expand);
+        emit(scope, "all", &format!("{value}[0] = __syncthreads_and({value}[0]);"));
+    })
 }
 
 /// Waits until all units of the block have finished reading its tiles, so that they can be reloaded.
@@ -291,7 +370,8 @@ pub fn add_pb_of_rows(
 }
 
 /// Writes an accumulator of 16 rows, a lane's two rows times `factors`, as rows of a tensor of pairs.
-/// `row` is the warp's first row; rows from `total` on are not written. `base` and `stride` are in chunks.
+/// `row` is the warp's first row; rows from `total` on are not written, nor channels past `chunks`. `base` and
+/// `stride` are in chunks.
 #[cube]
 pub fn store_rows<O: Numeric>(
     acc: &Accumulator,
@@ -301,7 +381,6 @@ pub fn store_rows<O: Numeric>(
     stride: usize,
     row: usize,
     total: usize,
-    #[comptime] n: usize,
     #[comptime] chunks: usize,
 ) {
     let lane = UNIT_POS_PLANE as usize;
@@ -312,7 +391,7 @@ pub fn store_rows<O: Numeric>(
             // In pairs; base and stride count chunks.
             let to = (base + row * stride) * comptime!(CHUNK / 2) + lane % 4;
             #[unroll]
-            for column in 0..comptime!(if n < chunks { n } else { chunks }) {
+            for column in 0..chunks {
                 let value = acc.index(column)[r];
                 let mut pair = Pair::empty();
                 pair[0] = value[0] * factors[r];

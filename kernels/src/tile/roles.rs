@@ -21,6 +21,17 @@ pub fn one_block_per_multiprocessor(#[comptime] kernel: String, #[comptime] thre
     })
 }
 
+/// As [`one_block_per_multiprocessor`], at least two: the compiler limits registers such that they fit.
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+pub fn two_blocks_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
+    intrinsic!(|scope| {
+        let text =
+            format!("__global__ __launch_bounds__({threads}, 2) decltype({kernel}) {kernel};");
+        emit(scope, "two blocks per multiprocessor", &text);
+    })
+}
+
 /// Sets the registers per thread of this warpgroup to a multiple of 8, more or fewer than it has. All its
 /// warps execute it, after [`one_block_per_multiprocessor`].
 #[cube]

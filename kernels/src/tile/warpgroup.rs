@@ -260,8 +260,8 @@ pub fn start_tile_abt(
     start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
 }
 
-/// Starts acc = Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of 64 columns that starts at
-/// chunk `left_at`, and B the columns of a panel from chunk `at` on.
+/// Starts acc = Aᵀ · B if `fresh`, else acc += Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of
+/// 64 columns that starts at chunk `left_at`, and B the columns from chunk `at` on, of a panel or of whole ones.
 #[cube]
 pub fn start_panels_atb(
     left_tile: &SharedMemory<Chunk>,
@@ -269,12 +269,13 @@ pub fn start_panels_atb(
     tile: &SharedMemory<Chunk>,
     at: usize,
     acc: &mut Accumulator,
+    #[comptime] fresh: bool,
     #[comptime] rows: usize,
 ) {
     let panel = comptime!(SmemOperand { summed_over: SummedOver::Rows, rows });
     let (from, to) = (chunk_index(left_at), chunk_index(at));
     let steps = comptime!(rows / 16);
-    start_with_tile(acc, left_tile, &from, tile, &to, true, panel, panel, steps);
+    start_with_tile(acc, left_tile, &from, tile, &to, fresh, panel, panel, steps);
 }
 
 /// Writes fragments of an operand A, 16 rows per warp, to the rows from `row` on of the tile of `rows` rows
@@ -377,9 +378,9 @@ pub struct Pipeline {
     /// Rows per tile.
     #[cube(comptime)]
     rows: usize,
-    /// Channels per tile.
+    /// Channels of the first tile and of the second.
     #[cube(comptime)]
-    dim: usize,
+    dims: (usize, usize),
     /// Warps per block.
     #[cube(comptime)]
     warps: usize,
@@ -387,11 +388,11 @@ pub struct Pipeline {
 
 #[cube]
 impl Pipeline {
-    /// Empty stages for tiles of `rows` rows and `dim` channels. The block must synchronise before using
-    /// them.
+    /// Empty stages for a tile of `rows` rows and `dims.0` channels and one of `dims.1`. The block must
+    /// synchronise before using them.
     pub fn new(
         #[comptime] rows: usize,
-        #[comptime] dim: usize,
+        #[comptime] dims: (usize, usize),
         #[comptime] warps: usize,
     ) -> Pipeline {
         let mut full = Sequence::<Shared<Barrier>>::new();
@@ -404,21 +405,27 @@ impl Pipeline {
             released[UNIT_POS as usize].store(0u32);
         }
         sync_async_proxy_shared();
-        let chunks = comptime!(2 * rows * dim / CHUNK);
+        let first_chunks = comptime!(2 * rows * dims.0 / CHUNK);
+        let second_chunks = comptime!(2 * rows * dims.1 / CHUNK);
         Pipeline {
             full,
             released,
-            first_tiles: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
-            second_tiles: SharedMemory::<Chunk>::new_aligned(chunks, ALIGN),
+            first_tiles: SharedMemory::<Chunk>::new_aligned(first_chunks, ALIGN),
+            second_tiles: SharedMemory::<Chunk>::new_aligned(second_chunks, ALIGN),
             rows,
-            dim,
+            dims,
             warps,
         }
     }
 
-    /// The index of the first chunk of an iteration's tiles.
-    pub fn stage_offset(&self, iteration: usize) -> usize {
-        iteration % 2 * comptime!(self.rows * self.dim / CHUNK)
+    /// The index of the first chunk of an iteration's first tile.
+    pub fn first_tile(&self, iteration: usize) -> usize {
+        iteration % 2 * comptime!(self.rows * self.dims.0 / CHUNK)
+    }
+
+    /// The index of the first chunk of an iteration's second tile.
+    pub fn second_tile(&self, iteration: usize) -> usize {
+        iteration % 2 * comptime!(self.rows * self.dims.1 / CHUNK)
     }
 
     /// Starts the load of a further tile that the iteration also waits for.
@@ -431,57 +438,81 @@ impl Pipeline {
         first: usize,
         tile: &mut SharedMemory<Chunk>,
         #[comptime] rows: usize,
+        #[comptime] dim: usize,
     ) {
         #[unroll]
         for stage in 0..2usize {
             if iteration % 2 == stage {
                 let full = self.full.index(stage);
-                load_rows(full, source, batch, head, first, tile, 0usize, rows, self.dim);
+                load_rows(full, source, batch, head, first, tile, 0usize, rows, dim);
             }
         }
     }
 
-    /// Starts the loads of an iteration's two tiles, rows from `first` on. `others` is the number of bytes
-    /// that [`Pipeline::load_also`] loads for the same iteration.
+    /// Starts the loads of an iteration's two tiles, rows from `first` on of their heads. `others` is the
+    /// number of bytes that [`Pipeline::load_also`] loads for the same iteration.
     pub fn load(
         &mut self,
         iteration: usize,
         first_source: &TensorMap<bf16, Tiled>,
         second_source: &TensorMap<bf16, Tiled>,
         batch: usize,
-        head: usize,
+        heads: (usize, usize),
         first: usize,
         others: u32,
     ) {
-        let at = self.stage_offset(iteration);
-        let (rows, dim) = comptime!((self.rows, self.dim));
+        let (first_at, second_at) = (self.first_tile(iteration), self.second_tile(iteration));
+        let (rows, first_dim, second_dim) = comptime!((self.rows, self.dims.0, self.dims.1));
+        let both = comptime!(bytes(self.rows, self.dims.0) + bytes(self.rows, self.dims.1));
         #[unroll]
         for stage in 0..2usize {
             if iteration % 2 == stage {
                 let full = self.full.index(stage);
-                full.arrive_and_expect_tx(1, comptime!(2 * bytes(rows, dim)) + others);
+                full.arrive_and_expect_tx(1, both + others);
                 load_rows(
                     full,
                     first_source,
                     batch,
-                    head,
+                    heads.0,
                     first,
                     &mut self.first_tiles,
-                    at,
+                    first_at,
                     rows,
-                    dim,
+                    first_dim,
                 );
                 load_rows(
                     full,
                     second_source,
                     batch,
-                    head,
+                    heads.1,
                     first,
                     &mut self.second_tiles,
-                    at,
+                    second_at,
                     rows,
-                    dim,
+                    second_dim,
                 );
+            }
+        }
+    }
+
+    /// As [`Pipeline::load`] of the first tile alone: the second ones then take no memory.
+    pub fn load_first(
+        &mut self,
+        iteration: usize,
+        source: &TensorMap<bf16, Tiled>,
+        batch: usize,
+        head: usize,
+        first: usize,
+        others: u32,
+    ) {
+        let at = self.first_tile(iteration);
+        let (rows, dim) = comptime!((self.rows, self.dims.0));
+        #[unroll]
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                let full = self.full.index(stage);
+                full.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)) + others);
+                load_rows(full, source, batch, head, first, &mut self.first_tiles, at, rows, dim);
             }
         }
     }

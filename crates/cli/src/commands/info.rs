@@ -10,7 +10,8 @@ use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::{self, KindCost, Parameters};
 use longwall_model::{ModelConfig, Precision};
 use longwall_train::config::RunConfig;
-use longwall_train::{memory, run_folder};
+use longwall_train::memory::{self, Estimate};
+use longwall_train::run_folder;
 use serde::Serialize;
 
 use super::eval::suites_of;
@@ -49,6 +50,8 @@ pub(crate) struct Info {
     /// The kind; for a hybrid, its kinds with their numbers of layers.
     attention: String,
     vocab_size: usize,
+    /// Rows of the embedding and of the output layer.
+    padded_vocab_size: usize,
     parameters: Parameters,
     parameters_total: usize,
     seq_len: usize,
@@ -62,6 +65,12 @@ pub(crate) struct Info {
     train_flops: f64,
     /// On a GPU, in bf16, at least: see [`memory::least_for_training`].
     train_memory_bytes: u64,
+    /// Rows of a micro-batch on a GPU with room for it.
+    micro_batch: usize,
+    /// On a GPU, in the configured precision or else bf16, with micro-batches of that many rows.
+    train_memory_estimate: Estimate,
+    train_memory_precision: Precision,
+    train_memory_estimate_bytes: u64,
     layers: Vec<Layers>,
     kinds: Vec<Kind>,
 }
@@ -73,9 +82,14 @@ impl Info {
         let parameters = Parameters::of(model, vocab, config.data.seq_len);
         let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
         let costs = Costs::of(model, &parameters, seq_len);
+        let micro_batch =
+            config.train.micro_batch_rows(config.data.seq_len, memory::GPU_MICRO_BATCH_TOKENS);
+        let precision = config.run.precision.unwrap_or(Precision::Bf16);
+        let estimate = Estimate::of(config, vocab, micro_batch, precision);
         Info {
             attention: model.attention_label(),
             vocab_size: vocab,
+            padded_vocab_size: model.padded_vocab(vocab),
             parameters,
             parameters_total: costs.parameters,
             seq_len,
@@ -90,6 +104,10 @@ impl Info {
             steps: config.train.total_steps(),
             train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
             train_memory_bytes: least_gpu_memory(config, vocab),
+            micro_batch,
+            train_memory_estimate: estimate,
+            train_memory_precision: precision,
+            train_memory_estimate_bytes: estimate.total(),
         }
     }
 }
@@ -239,7 +257,9 @@ fn print(info: &Info) {
     let p = &info.parameters;
     let share = info.attention_flops_per_token / info.forward_flops_per_token * 100.0;
     println!("attention                {}", info.attention);
-    println!("vocabulary               {}", info.vocab_size);
+    let (vocab, padded) = (info.vocab_size, info.padded_vocab_size);
+    let padding = if padded > vocab { format!(", padded to {padded}") } else { String::new() };
+    println!("vocabulary               {vocab}{padding}");
     println!("parameters               {}", info.parameters_total);
     println!("  embedding              {}", p.embedding);
     println!("  attention              {}", p.attention);
@@ -263,6 +283,11 @@ fn print(info: &Info) {
     let gigabytes = info.train_memory_bytes as f64 / 1e9;
     println!(
         "  GPU memory, at least   {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"
+    );
+    let (rows, estimate) = (info.micro_batch, info.train_memory_estimate);
+    println!(
+        "    estimated            {estimate}, in {} with micro-batches of {rows} rows",
+        info.train_memory_precision
     );
 }
 

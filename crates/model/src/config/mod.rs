@@ -125,6 +125,10 @@ pub struct ModelConfig {
     pub norm_bias: bool,
     /// Whether the output layer shares the embedding's weights.
     pub tie_embeddings: bool,
+    /// The embedding and the output layer have a multiple of this many rows, at least one per token; default:
+    /// exactly one per token. See [`ModelConfig::padded_vocab`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vocab_multiple: Option<usize>,
     /// Absolute positions; default `"none"`.
     pub positions: Positions,
     /// RMS norm of each head's q and k, with learned scales; default false.
@@ -160,6 +164,9 @@ const MOST_LAYERS: usize = 1024;
 /// The most channels of any activation.
 const MOST_CHANNELS: usize = 1 << 18;
 
+/// The greatest `vocab_multiple`.
+const MOST_VOCAB_MULTIPLE: usize = 1 << 16;
+
 /// The table as it is in the file, where keys may be left out.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -181,6 +188,7 @@ struct Table {
     bias: bool,
     norm_bias: Option<bool>,
     tie_embeddings: Option<bool>,
+    vocab_multiple: Option<usize>,
     #[serde(default)]
     positions: Positions,
     #[serde(default)]
@@ -222,6 +230,7 @@ impl From<Table> for ModelConfig {
             bias: t.bias,
             norm_bias: t.norm_bias.unwrap_or(t.bias || rwkv7),
             tie_embeddings: t.tie_embeddings.unwrap_or(t.arch == Arch::Gpt2),
+            vocab_multiple: t.vocab_multiple,
             positions: t.positions,
             qk_norm: t.qk_norm,
             output_gate: t.output_gate,
@@ -248,6 +257,15 @@ impl ModelConfig {
             layer,
             layers: self.layers,
         }
+    }
+
+    /// Rows of the embedding and of the output layer for a vocabulary of `vocab_size` tokens.
+    ///
+    /// The rows past the vocabulary belong to no token. As in the code of nanoGPT and its descendants, their
+    /// logits are part of the softmax of the loss, which teaches the model to make them small; they are not
+    /// part of the logits that decoding reads, so that they are never sampled.
+    pub fn padded_vocab(&self, vocab_size: usize) -> usize {
+        vocab_size.next_multiple_of(self.vocab_multiple.unwrap_or(1).max(1))
     }
 
     /// Rank of the gated value residual's projection, about 1.3 · √width.
@@ -283,6 +301,14 @@ impl ModelConfig {
         ] {
             check(key, value.unwrap_or(1), MOST_CHANNELS, "change, or leave out,");
         }
+        problems.check(
+            self.vocab_multiple
+                .is_none_or(|multiple| (1..=MOST_VOCAB_MULTIPLE).contains(&multiple)),
+            "model.vocab_multiple",
+            self.vocab_multiple.unwrap_or_default(),
+            format!("from 1 to {MOST_VOCAB_MULTIPLE}"),
+            "set vocab_multiple = 64, or leave it out",
+        );
         self.validate_choice(problems);
         if !sound {
             return; // The checks below divide by these.

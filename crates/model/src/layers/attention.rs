@@ -7,6 +7,7 @@ use longwall_kernels::attention::{
 };
 use longwall_kernels::backend::OpBackend;
 
+use super::norm::Input;
 use super::projection::{ProjectionHistory, conv_taps};
 use super::time::Preceding;
 use super::{Linear, Named, Norm, Projection};
@@ -123,7 +124,7 @@ impl<B: OpBackend> Attention<B> {
         first_values: &mut Option<Tensor<B, 3>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let mut preceding = Preceding::Nothing(&documents);
+        let (x, mut preceding) = (Input::of(x), Preceding::Nothing(&documents));
         let inputs = self.inputs(&x, first_values, &mut preceding);
         let o = self.variant.attend(&self.shape, inputs, documents.clone());
         self.finish(o, &x, &mut preceding, residual)
@@ -142,6 +143,7 @@ impl<B: OpBackend> Attention<B> {
         first_values: &mut Option<Tensor<B, 3>>,
         probe: &mut Probe,
     ) {
+        let x = Input::of(x);
         let inputs = self.inputs(&x, first_values, &mut Preceding::Nothing(documents));
         self.variant.observe(&self.shape, inputs, documents.clone(), probe);
     }
@@ -158,23 +160,36 @@ impl<B: OpBackend> Attention<B> {
 
     /// Attention of new tokens to themselves and to those in `state`: `x` and the result are
     /// `[batch, n, width]`; `first_values` and `residual` are as in [`Attention::forward`].
-    pub fn extend(
+    pub(super) fn extend(
         &self,
-        x: Tensor<B, 3>,
+        x: Input<B>,
         state: &mut AttentionLayerState<B>,
         first_values: &mut Option<Tensor<B, 3>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
+        // What is read more than once is computed once.
+        let once = self.is_one_product() && self.output_gate.is_none() && self.value_gate.is_none();
+        let x = if once { x } else { Input::of(x.value()) };
         let mut preceding = Preceding::Held(&mut state.projections);
         let inputs = self.inputs(&x, first_values, &mut preceding);
         let o = self.variant.extend(&self.shape, inputs, &mut state.attention);
         self.finish(o, &x, &mut preceding, residual)
     }
 
+    /// Whether q, k, v and the variant's projections are linear layers of one input.
+    fn is_one_product(&self) -> bool {
+        self.projections().all(Projection::reads_input)
+    }
+
+    /// The projections of q, k and v, and the variant's.
+    fn projections(&self) -> impl Iterator<Item = &Projection<B>> {
+        [&self.q, &self.k, &self.v].into_iter().chain(self.extra.iter())
+    }
+
     /// The inputs of the variant's operation.
     fn inputs(
         &self,
-        x: &Tensor<B, 3>,
+        x: &Input<B>,
         first_values: &mut Option<Tensor<B, 3>>,
         preceding: &mut Preceding<B, Histories<B>>,
     ) -> Inputs<B> {
@@ -186,13 +201,18 @@ impl<B: OpBackend> Attention<B> {
                 None => y,
             }
         };
-        let q = self.q.forward(x, preceding.part(|held| &mut held.q));
+        let (v_input, products) = self.products(x, preceding);
+        let mut products = products.into_iter();
+        let mut next = || products.next().expect("a product of each projection");
+        let (q, k, v) = (next(), next(), next());
+        let q = self.q.convolved(q, preceding.part(|held| &mut held.q.conv));
         let q = query_or_key(q, &self.q_norm);
-        let k = self.k.forward(x, preceding.part(|held| &mut held.k));
+        let k = self.k.convolved(k, preceding.part(|held| &mut held.k.conv));
         let k = query_or_key(k, &self.k_norm);
-        let v = self.values(x, first_values, preceding);
+        let v = self.v.convolved(v, preceding.part(|held| &mut held.v.conv));
+        let v = self.mixed_values(v, v_input, first_values);
         let extra = self.extra.iter().enumerate().map(|(at, projection)| {
-            projection.forward(x, preceding.part(|held| &mut held.extra[at]))
+            projection.convolved(next(), preceding.part(|held| &mut held.extra[at].conv))
         });
         Inputs {
             q,
@@ -203,16 +223,38 @@ impl<B: OpBackend> Attention<B> {
         }
     }
 
-    /// The values `[batch, n, kv_heads · value_dim]`, with the first layer's mixed in.
-    fn values(
+    /// The input of v's linear layer, if the value residual has a gate, and the linear layers' outputs, in the order
+    /// of [`Attention::projections`].
+    fn products(
         &self,
-        x: &Tensor<B, 3>,
-        first_values: &mut Option<Tensor<B, 3>>,
+        x: &Input<B>,
         preceding: &mut Preceding<B, Histories<B>>,
+    ) -> (Option<Tensor<B, 3>>, Vec<Tensor<B, 3>>) {
+        if self.is_one_product() {
+            let tensors = self.projections().map(Projection::tensors).collect();
+            return (self.value_gate.is_some().then(|| x.value()), x.linears(tensors));
+        }
+        let x = x.value();
+        let q = self.q.shifted(&x, preceding.part(|held| &mut held.q.shift));
+        let k = self.k.shifted(&x, preceding.part(|held| &mut held.k.shift));
+        let v = self.v.shifted(&x, preceding.part(|held| &mut held.v.shift));
+        let v_input = self.value_gate.is_some().then(|| v.clone());
+        let of_qkv = [self.q.linear(q), self.k.linear(k), self.v.linear(v)];
+        let extra = self.extra.iter().enumerate().map(|(at, projection)| {
+            let part = preceding.part(|held| &mut held.extra[at].shift);
+            projection.linear(projection.shifted(&x, part))
+        });
+        (v_input, of_qkv.into_iter().chain(extra).collect())
+    }
+
+    /// The values `v` `[batch, n, kv_heads · value_dim]` with the first layer's mixed in; `input` is that of v's
+    /// linear layer.
+    fn mixed_values(
+        &self,
+        v: Tensor<B, 3>,
+        input: Option<Tensor<B, 3>>,
+        first_values: &mut Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let x = self.v.shifted(x, preceding.part(|held| &mut held.v.shift));
-        let v = self.v.linear(x.clone());
-        let v = self.v.convolved(v, preceding.part(|held| &mut held.v.conv));
         let first = first_values.get_or_insert_with(|| v.clone()).clone();
         if let Some(mix) = &self.value_mix {
             // In f32: λ's gradient is a sum over every element.
@@ -221,12 +263,12 @@ impl<B: OpBackend> Attention<B> {
             let to_f32 = |x: Tensor<B, 3>| x.cast(lambdas.dtype());
             return (to_f32(first) * lambda(0) + to_f32(v) * lambda(1)).cast(dtype);
         }
-        match &self.value_gate {
-            Some(gate) => {
-                let gate = activation::sigmoid(gate.linear(x));
+        match (&self.value_gate, input) {
+            (Some(gate), Some(input)) => {
+                let gate = activation::sigmoid(gate.linear(input));
                 v.clone() + gate * (first - v)
             }
-            None => v,
+            _ => v,
         }
     }
 
@@ -235,14 +277,14 @@ impl<B: OpBackend> Attention<B> {
     fn finish(
         &self,
         o: Tensor<B, 4>,
-        x: &Tensor<B, 3>,
+        x: &Input<B>,
         preceding: &mut Preceding<B, Histories<B>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
         let [batch, heads, n, value_dim] = o.dims();
         let mut o = o.swap_dims(1, 2).reshape([batch, n, heads * value_dim]);
         if let Some(gate) = &self.output_gate {
-            let logits = gate.forward(x, preceding.part(|held| &mut held.output_gate));
+            let logits = gate.forward(&x.value(), preceding.part(|held| &mut held.output_gate));
             o = o * activation::sigmoid(logits);
         }
         self.output.forward_onto(o, residual)

@@ -4,6 +4,7 @@ use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 
+use super::norm::Input;
 use super::time::{History, Preceding};
 use super::{Attention, AttentionLayerState, Mlp, Norm};
 use crate::config::{ModelConfig, NormPosition};
@@ -69,10 +70,10 @@ impl<B: OpBackend> Block<B> {
     ) -> Tensor<B, 3> {
         let x =
             self.add(&self.attention_norm, self.attention_out_norm.as_ref(), x, |x, residual| {
-                self.attention.forward(x, documents.clone(), first_values, residual)
+                self.attention.forward(x.value(), documents.clone(), first_values, residual)
             });
         self.add(&self.mlp_norm, self.mlp_out_norm.as_ref(), x, |x, residual| {
-            self.mlp.forward(x, Preceding::Nothing(&documents), residual)
+            self.mlp.forward(Input::of(x.value()), Preceding::Nothing(&documents), residual)
         })
     }
 
@@ -120,12 +121,12 @@ impl<B: OpBackend> Block<B> {
         norm: &Norm<B>,
         out_norm: Option<&Norm<B>>,
         x: Tensor<B, 3>,
-        f: impl FnOnce(Tensor<B, 3>, Option<Tensor<B, 3>>) -> Tensor<B, 3>,
+        f: impl FnOnce(Input<B>, Option<Tensor<B, 3>>) -> Tensor<B, 3>,
     ) -> Tensor<B, 3> {
         if self.position == NormPosition::Post {
-            return norm.forward(f(x.clone(), Some(x)));
+            return norm.forward(f(Input::of(x.clone()), Some(x)));
         }
-        let normed = norm.forward(x.clone());
+        let normed = Input::normed(x.clone(), norm);
         match out_norm {
             Some(out_norm) => x + out_norm.forward(f(normed, None)),
             None => f(normed, Some(x)),

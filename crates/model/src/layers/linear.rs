@@ -36,6 +36,11 @@ impl<B: OpBackend> Linear<B> {
         linear(x, self.weight.val(), self.bias.as_ref().map(Param::val))
     }
 
+    /// W and b.
+    pub(super) fn tensors(&self) -> (Tensor<B, 2>, Option<Tensor<B, 1>>) {
+        (self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+
     /// [`Linear::forward`], added to `residual` `[batch, seq_len, out_features]` if there is one.
     pub(super) fn forward_onto(
         &self,

@@ -2,9 +2,11 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::activation::{gelu, relu_squared, swiglu};
+use longwall_kernels::ops::linear::linear_add;
 use longwall_kernels::ops::mlp::gelu_mlp;
 
 use super::Linear;
+use super::norm::Input;
 use super::time::{History, Preceding};
 use crate::config::{MlpKind, ModelConfig};
 use crate::init::{WeightInit, token_shift};
@@ -40,28 +42,35 @@ impl<B: OpBackend> Mlp<B> {
         }
     }
 
-    /// The MLP's output, added to `residual` if there is one: all are `[batch, n, width]`.
+    /// The MLP's output, added to `residual` if there is one: both are `[batch, n, width]`.
     pub(super) fn forward(
         &self,
-        x: Tensor<B, 3>,
+        input: Input<B>,
         preceding: Preceding<B, History<B>>,
         residual: Option<Tensor<B, 3>>,
     ) -> Tensor<B, 3> {
-        let x = match &self.shift {
-            Some(mu) => preceding.shift(x, mu.val()),
-            None => x,
+        let input = match &self.shift {
+            Some(mu) => Input::of(preceding.shift(input.value(), mu.val())),
+            None => input,
         };
         if let (None, MlpKind::Gelu, None, Some(_)) =
             (&self.gate, self.kind, &self.up.bias, &residual)
             && self.down.bias.is_none()
         {
             let residual = residual.expect("matched");
-            return gelu_mlp(x, self.up.weight.val(), self.down.weight.val(), residual);
+            let (up, down) = (self.up.weight.val(), self.down.weight.val());
+            return match input.gelu_of_few_rows(up.clone()) {
+                Some(hidden) => linear_add(hidden, down, residual),
+                None => gelu_mlp(input.value(), up, down, residual),
+            };
         }
-        let hidden = match (&self.gate, self.kind) {
-            (Some(gate), _) => swiglu(gate.forward(x.clone()), self.up.forward(x)),
-            (None, MlpKind::ReluSquared) => relu_squared(self.up.forward(x)),
-            (None, _) => gelu(self.up.forward(x)),
+        let layers = self.gate.iter().chain([&self.up]).map(Linear::tensors);
+        let mut outputs = input.linears(layers.collect());
+        let up = outputs.pop().expect("an output of each layer");
+        let hidden = match (outputs.pop(), self.kind) {
+            (Some(gate), _) => swiglu(gate, up),
+            (None, MlpKind::ReluSquared) => relu_squared(up),
+            (None, _) => gelu(up),
         };
         self.down.forward_onto(hidden, residual)
     }

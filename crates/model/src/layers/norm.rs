@@ -1,8 +1,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::ops::layer_norm::layer_norm;
-use longwall_kernels::ops::rms_norm::rms_norm;
+use longwall_kernels::ops::linear::{InputNorm, gelu_of_few_rows, linears};
 
 use crate::config::NormKind;
 use crate::init::WeightInit;
@@ -28,11 +27,52 @@ impl<B: OpBackend> Norm<B> {
 
     /// `x` normalised, in the same shape.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
-        match self.kind {
-            NormKind::LayerNorm => {
-                layer_norm(x, self.weight.val(), self.bias.as_ref().map(Param::val), EPS)
-            }
-            NormKind::RmsNorm => rms_norm(x, self.weight.val(), EPS),
+        self.of_input().forward(x)
+    }
+
+    fn of_input(&self) -> InputNorm<B> {
+        InputNorm {
+            weight: self.weight.val(),
+            bias: self.bias.as_ref().map(Param::val),
+            centred: self.kind == NormKind::LayerNorm,
+            eps: EPS,
         }
+    }
+}
+
+/// What attention or an MLP reads: x, or the norm of x, which a product of few rows applies itself.
+pub(super) struct Input<'a, B: OpBackend> {
+    /// `[batch, n, width]`
+    x: Tensor<B, 3>,
+    norm: Option<&'a Norm<B>>,
+}
+
+impl<'a, B: OpBackend> Input<'a, B> {
+    /// x itself.
+    pub fn of(x: Tensor<B, 3>) -> Self {
+        Input { x, norm: None }
+    }
+
+    /// The norm of x.
+    pub fn normed(x: Tensor<B, 3>, norm: &'a Norm<B>) -> Self {
+        Input { x, norm: Some(norm) }
+    }
+
+    /// `[batch, n, width]`. Each call computes the norm.
+    pub fn value(&self) -> Tensor<B, 3> {
+        match self.norm {
+            Some(norm) => norm.forward(self.x.clone()),
+            None => self.x.clone(),
+        }
+    }
+
+    /// The outputs of linear layers, weights and biases.
+    pub fn linears(&self, layers: Vec<(Tensor<B, 2>, Option<Tensor<B, 1>>)>) -> Vec<Tensor<B, 3>> {
+        linears(self.x.clone(), self.norm.map(Norm::of_input), layers)
+    }
+
+    /// As [`gelu_of_few_rows`].
+    pub fn gelu_of_few_rows(&self, weight: Tensor<B, 2>) -> Option<Tensor<B, 3>> {
+        gelu_of_few_rows(&self.x, self.norm.map(Norm::of_input).as_ref(), weight)
     }
 }

@@ -112,6 +112,16 @@ impl<B: OpBackend> Projection<B> {
         }
     }
 
+    /// Whether step 2 is W x + b of the layer's own input: no token shift, and no low rank.
+    pub(super) fn reads_input(&self) -> bool {
+        self.shift.is_none() && self.inner.is_none()
+    }
+
+    /// W and b.
+    pub(super) fn tensors(&self) -> (Tensor<B, 2>, Option<Tensor<B, 1>>) {
+        (self.weight.val(), self.bias.as_ref().map(Param::val))
+    }
+
     /// Step 2, `[batch, n, width]` to `[batch, n, features]`.
     pub(super) fn linear(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let x = match &self.inner {

@@ -58,7 +58,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
-    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
+    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, vocab_multiple, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
       hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
@@ -306,19 +306,25 @@ fn a_kinds_table_is_read_as_an_attention_table() {
 }
 
 #[test]
-fn bf16_on_the_cpu_is_refused() {
+fn bf16_and_fp8_on_the_cpu_are_refused() {
+    insta::assert_snapshot!(error(&["run.precision=fp8", "run.device=cpu"]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    run.precision is "fp8" with run.device = "cpu"; allowed: "f32" on the CPU
+      hint: leave it out: bf16 is the default on CUDA, f32 on the CPU
+    "#);
     insta::assert_snapshot!(error(&["run.precision=bf16", "run.device=cpu"]), @r#"
     configs/small.toml: the configuration has 1 problem:
     run.precision is "bf16" with run.device = "cpu"; allowed: "f32" on the CPU
       hint: leave it out: bf16 is the default on CUDA, f32 on the CPU
     "#);
     insta::assert_snapshot!(error(&["run.precision=fp16"]), @r#"
-    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, tf32, bf16
+    --set run.precision=fp16: run.precision is "fp16"; allowed: f32, tf32, fp8, bf16
       hint: did you mean "bf16"?
     "#);
     for sets in [
         ["run.precision=bf16", "run.device=cuda"],
         ["run.precision=tf32", "run.device=cuda"],
+        ["run.precision=fp8", "run.device=cuda"],
         ["run.precision=f32", "run.device=cpu"],
     ] {
         let config = parse(BASE, &sets).unwrap();

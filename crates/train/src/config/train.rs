@@ -18,7 +18,8 @@ pub struct TrainConfig {
     #[serde(deserialize_with = "count")]
     pub batch_tokens: u64,
     /// Rows of one forward and backward pass; determines the gradient accumulation steps. Default: the
-    /// largest divisor of the batch's rows within the device's default token budget.
+    /// largest divisor of the batch's rows within the device's default token budget and, on a GPU, within its
+    /// memory by an estimate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<usize>,
     /// Activation checkpointing: the backward pass recomputes each block's forward pass instead of
@@ -153,10 +154,19 @@ impl TrainConfig {
     /// Rows of one forward and backward pass: `micro_batch` if it is set, else the largest divisor of
     /// the batch's rows within `budget_tokens`, at least one row.
     pub fn micro_batch_rows(&self, seq_len: usize, budget_tokens: usize) -> usize {
+        let largest = || self.micro_batches(seq_len, budget_tokens).next().unwrap_or(1);
+        self.micro_batch.unwrap_or_else(largest)
+    }
+
+    /// The divisors of the batch's rows within `budget_tokens`, the largest first; always one row.
+    pub fn micro_batches(
+        &self,
+        seq_len: usize,
+        budget_tokens: usize,
+    ) -> impl Iterator<Item = usize> + use<> {
         let rows = self.batch_rows(seq_len);
-        let most = rows.min(budget_tokens / seq_len.max(1));
-        let divides = |n: &usize| rows.is_multiple_of(*n);
-        self.micro_batch.unwrap_or_else(|| (1..=most).rev().find(divides).unwrap_or(1))
+        let most = rows.min(budget_tokens / seq_len.max(1)).max(1);
+        (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
     }
 
     /// The learning rate as a function of the step.

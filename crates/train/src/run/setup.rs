@@ -21,7 +21,7 @@ use crate::config::RunConfig;
 use crate::console::RunInfo;
 use crate::error::TrainError;
 use crate::guard::{GuardState, StepGuard};
-use crate::memory;
+use crate::memory::{self, Estimate};
 use crate::metrics::ValidationRecord;
 use crate::optimiser::Optimiser;
 use crate::peak;
@@ -30,10 +30,8 @@ use crate::sampling::Sampler;
 use crate::schedule::Schedule;
 use crate::validation::Validator;
 
-/// Tokens of a micro-batch if the configuration does not set its size.
+/// Tokens of a micro-batch on the CPU, if the configuration does not set its size.
 const CPU_MICRO_BATCH_TOKENS: usize = 1 << 13;
-/// As [`CPU_MICRO_BATCH_TOKENS`], on a GPU.
-const GPU_MICRO_BATCH_TOKENS: usize = 1 << 16;
 
 /// An open run.
 pub(super) struct Run<B: OpBackend> {
@@ -93,8 +91,8 @@ pub(super) fn open<B: OpBackend>(
         }
     };
     let checkpoint = checkpoint.as_ref();
-    let micro_batch = micro_batch::<B>(config, checkpoint);
     let tokenizer = open_tokenizer(config, checkpoint, options)?;
+    let micro_batch = micro_batch::<B>(config, tokenizer.vocab_size(), checkpoint, options)?;
     check_memory(config, tokenizer.vocab_size(), micro_batch, B::device_kind(), options)?;
     let data = open_data(config, tokenizer, checkpoint, micro_batch, options)?;
     let (model, optimiser) =
@@ -186,8 +184,36 @@ fn check_memory(
             needed,
             available,
         }),
+        Some(available) if device == DeviceKind::Cuda => {
+            warn_of_memory(config, vocab_size, micro_batch, precision, available);
+            Ok(())
+        }
         _ => Ok(()),
     }
+}
+
+/// Logs the estimate of a GPU run; warns if a micro-batch that was set, or that a checkpoint has, may not fit.
+fn warn_of_memory(
+    config: &RunConfig,
+    vocab_size: usize,
+    micro_batch: usize,
+    precision: Precision,
+    available: u64,
+) {
+    let estimate = Estimate::of(config, vocab_size, micro_batch, precision);
+    if estimate.total() <= available {
+        tracing::info!("GPU memory, estimated: {estimate}, micro-batches of {micro_batch} rows");
+        return;
+    }
+    let remedy = match memory::largest_micro_batch(config, vocab_size, precision, Some(available)) {
+        Some(rows) => format!("set train.micro_batch = {rows}"),
+        None => "set train.recompute = true, or choose a smaller model".to_owned(),
+    };
+    tracing::warn!(
+        "micro-batches of {micro_batch} rows are estimated to need {estimate}, and {:.1} GB are \
+         available\n  hint: if memory runs out, {remedy}",
+        available as f64 / 1e9
+    );
 }
 
 /// Opens the loaders, and checks that they match the checkpoint.
@@ -297,20 +323,42 @@ fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
 }
 
 /// Rows of a micro-batch. A resumed run keeps its own, so that gradients are summed in the same order.
-fn micro_batch<B: OpBackend>(config: &RunConfig, checkpoint: Option<&Checkpoint>) -> usize {
-    match (config.train.micro_batch, checkpoint) {
-        (None, Some(checkpoint)) => checkpoint.state.micro_batch,
-        _ => default_micro_batch::<B>(config),
+fn micro_batch<B: OpBackend>(
+    config: &RunConfig,
+    vocab_size: usize,
+    checkpoint: Option<&Checkpoint>,
+    options: &TrainOptions,
+) -> Result<usize, TrainError> {
+    if let (None, Some(checkpoint)) = (config.train.micro_batch, checkpoint) {
+        return Ok(checkpoint.state.micro_batch);
     }
+    let (precision, available) = (options.precision, options.available_memory);
+    default_micro_batch::<B>(config, vocab_size, precision, available).ok_or_else(|| {
+        TrainError::NoMicroBatchFits {
+            estimate: Estimate::of(config, vocab_size, 1, precision),
+            available: available.unwrap_or_default(),
+        }
+    })
 }
 
-/// Rows of a micro-batch of a new run.
-pub(crate) fn default_micro_batch<B: OpBackend>(config: &RunConfig) -> usize {
-    let budget = match B::device_kind() {
-        DeviceKind::Cpu => CPU_MICRO_BATCH_TOKENS,
-        DeviceKind::Cuda => GPU_MICRO_BATCH_TOKENS,
-    };
-    config.train.micro_batch_rows(config.data.seq_len, budget)
+/// Rows of a micro-batch of a new run: those the configuration sets, else the largest divisor of the batch
+/// within the device's budget of tokens and, on a GPU, within the `available` bytes by the estimate. `None` if
+/// not even one row fits.
+pub(crate) fn default_micro_batch<B: OpBackend>(
+    config: &RunConfig,
+    vocab_size: usize,
+    precision: Precision,
+    available: Option<u64>,
+) -> Option<usize> {
+    match (config.train.micro_batch, B::device_kind()) {
+        (Some(rows), _) => Some(rows),
+        (None, DeviceKind::Cpu) => {
+            Some(config.train.micro_batch_rows(config.data.seq_len, CPU_MICRO_BATCH_TOKENS))
+        }
+        (None, DeviceKind::Cuda) => {
+            memory::largest_micro_batch(config, vocab_size, precision, available)
+        }
+    }
 }
 
 /// The progress in a checkpoint's state; without one, none.

@@ -3,8 +3,9 @@
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, unshare};
+use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, narrow, unshare};
 use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, lanes, supported};
+use crate::ops::rotary::{RotaryEmbedding, cuda as rotary};
 use crate::tile::{RowStrides, RowStridesLaunch};
 
 /// Whether [`write_rows`] serves these keys and values.
@@ -44,6 +45,28 @@ pub fn write_rows(
         );
     }
     buffers
+}
+
+/// Whether [`write_rotated`] serves this q, k and v.
+pub fn serves_rotated(op: &RotaryEmbedding, [q, k, v]: &[CudaTensor; 3]) -> bool {
+    serves([k, v]) && rotary::serves_both(op, [q, k])
+}
+
+/// Writes keys, rotated, and values as [`write_rows`] does; returns the rotated q, and the buffers.
+///
+/// # Panics
+/// Unless [`serves_rotated`] q, k and v.
+pub fn write_rotated(
+    op: &RotaryEmbedding,
+    mut buffers: [CudaTensor; 2],
+    [q, k, v]: [CudaTensor; 3],
+    at: usize,
+) -> (CudaTensor, [CudaTensor; 2]) {
+    buffers.iter_mut().for_each(unshare);
+    let rows = at..at + k.meta.shape()[2];
+    let [keys, values] = buffers.each_ref().map(|buffer| narrow(buffer, 2, rows.clone()));
+    let q = rotary::rotate_to(op, [&q, &k, &v], [&keys, &values]);
+    (q, buffers)
 }
 
 /// The most channels, a power of two of up to 16 bytes, such that every row of `x` consists of aligned vectors

@@ -5,7 +5,9 @@ mod cuda;
 use burn::tensor::{Tensor, s};
 
 use super::DecodeState;
+use super::rotation::{Rotation, rotate};
 use crate::backend::{OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
 
 /// Keys and values of the tokens so far, in buffers that grow by doubling.
 #[derive(Clone, Debug)]
@@ -65,9 +67,45 @@ impl<B: OpBackend> KvCache<B> {
             }
             Some(old) => write(old, [k, v], start),
         };
-        self.len = needed;
+        self.added(buffers, n)
+    }
+
+    /// Rotates q and k as the positions that follow, and appends k and v as [`KvCache::append`] does; returns the
+    /// rotated q, and all keys and values held. One launch where the device supports it.
+    ///
+    /// # Panics
+    /// As [`KvCache::append`].
+    pub fn append_rotated(
+        &mut self,
+        rotation: Option<Rotation>,
+        [q, k, v]: [Tensor<B, 4>; 3],
+    ) -> [Tensor<B, 4>; 3] {
+        let (first, n) = (self.position, k.dims()[2]);
+        self.drop_unseen(n);
+        let has_room = |buffers: &mut [Tensor<B, 4>; 2]| buffers[0].dims()[2] >= self.len + n;
+        if let Some(rotation) = rotation
+            && let Some(inputs) = on_cuda([&q, &k, &v])
+            && let op = rotation.embedding(q.dims()[3], first)
+            && cuda::serves_rotated(&op, &inputs)
+            && let Some(old) = self.buffers.take_if(has_room)
+        {
+            let old = old.map(|x| B::into_cuda(primitive(x)).expect("where the new rows are"));
+            let (q, buffers) = cuda::write_rotated(&op, old, inputs, self.len);
+            let buffers = buffers.map(|x| tensor(B::from_cuda(x)));
+            let [keys, values] = self.added(buffers, n);
+            return [tensor(B::from_cuda(q)), keys, values];
+        }
+        let [q, k] = rotate(rotation, [q, k], first);
+        let [keys, values] = self.append(k, v);
+        [q, keys, values]
+    }
+
+    /// Keeps the buffers, to which `n` tokens have been appended; returns all keys and values held.
+    fn added(&mut self, buffers: [Tensor<B, 4>; 2], n: usize) -> [Tensor<B, 4>; 2] {
+        self.len += n;
         self.position += n;
-        let held = buffers.clone().map(|buffer| tensor(B::leading(primitive(buffer), 2, needed)));
+        let len = self.len;
+        let held = buffers.clone().map(|buffer| tensor(B::leading(primitive(buffer), 2, len)));
         self.buffers = Some(buffers);
         held
     }
@@ -113,8 +151,7 @@ fn write<B: OpBackend>(
     new: [Tensor<B, 4>; 2],
     at: usize,
 ) -> [Tensor<B, 4>; 2] {
-    let on_cuda = |x: &Tensor<B, 4>| B::into_cuda(primitive(x.clone()));
-    if let [Some(k), Some(v)] = [&new[0], &new[1]].map(on_cuda)
+    if let Some([k, v]) = on_cuda(new.each_ref())
         && cuda::serves([&k, &v])
     {
         let buffers = buffers.map(|x| B::into_cuda(primitive(x)).expect("where the new rows are"));
@@ -123,6 +160,12 @@ fn write<B: OpBackend>(
     let end = at + new[0].dims()[2];
     let ([keys, values], [k, v]) = (buffers, new);
     [(keys, k), (values, v)].map(|(buffer, new)| buffer.slice_assign(s![.., .., at..end, ..], new))
+}
+
+/// The tensors for work on CUDA itself; `None` on other devices, and under autodiff.
+fn on_cuda<B: OpBackend, const N: usize>(tensors: [&Tensor<B, 4>; N]) -> Option<[CudaTensor; N]> {
+    let all = tensors.map(|x| B::into_cuda(primitive(x.clone())));
+    all.iter().all(Option::is_some).then(|| all.map(|x| x.expect("all are")))
 }
 
 /// A buffer of `capacity` tokens that begins with `old` and `new`.
@@ -143,10 +186,10 @@ fn grow<B: OpBackend>(
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::Distribution;
+    use burn::tensor::{DType, Distribution};
 
     use super::*;
-    use crate::Cpu;
+    use crate::{Cpu, Cuda};
 
     fn tokens(n: usize) -> Tensor<Cpu, 4> {
         Tensor::random([2, 3, n, 4], Distribution::Default, &Default::default())
@@ -166,6 +209,56 @@ mod tests {
         }
         reserved.append(tokens(1), tokens(1));
         assert_eq!(reserved.elements(), 2 * 2 * 3 * 20 * 4, "twice what is needed");
+    }
+
+    #[test]
+    fn rotating_and_appending_at_once_equals_one_after_the_other() {
+        let rotation = Some(Rotation::new(100.0));
+        for rotation in [rotation, None] {
+            let [mut apart, mut together] = [3, 3].map(|w| KvCache::<Cpu>::new(Some(w), 0));
+            for n in [5, 1, 1, 2, 1] {
+                let (q, k, v) = (tokens(n), tokens(n), tokens(n));
+                let [rotated, k_rotated] =
+                    rotate(rotation, [q.clone(), k.clone()], apart.position());
+                let [keys, values] = apart.append(k_rotated, v.clone());
+                let got = together.append_rotated(rotation, [q, k, v]);
+                for (want, got) in [rotated, keys, values].into_iter().zip(got) {
+                    assert_eq!(want.into_data(), got.into_data());
+                }
+            }
+        }
+    }
+
+    /// A prompt and steps, where the buffers have room and where they grow or drop tokens.
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn cuda_rotates_and_appends_at_once_as_one_after_the_other() {
+        let random = |heads, n, channels| {
+            let shape = [2, n, heads, channels];
+            let x = Tensor::<Cuda, 4>::random(shape, Distribution::Default, &Default::default());
+            x.cast(DType::BF16).swap_dims(1, 2)
+        };
+        let partial = Rotation { fraction: 0.5, ..Rotation::new(100.0) };
+        for (rotation, window, [heads, kv_heads, head_dim, value_dim]) in [
+            (Rotation::new(10_000.0), None, [12, 12, 64, 64]),
+            (Rotation::new(10_000.0), Some(4), [6, 2, 128, 64]),
+            (partial, None, [5, 1, 40, 80]),
+            (partial, Some(3), [3, 3, 6, 10]),
+        ] {
+            let new = || KvCache::<Cuda>::new(window, 40);
+            let (mut apart, mut together) = (new(), new());
+            for n in [17, 1, 1, 3, 1, 16, 1, 1, 64, 1] {
+                let (q, k) = (random(heads, n, head_dim), random(kv_heads, n, head_dim));
+                let v = random(kv_heads, n, value_dim);
+                let at = apart.position();
+                let [rotated, k_rotated] = [q.clone(), k.clone()].map(|x| rotation.apply(x, at));
+                let [keys, values] = apart.append(k_rotated, v.clone());
+                let got = together.append_rotated(Some(rotation), [q, k, v]);
+                for (want, got) in [rotated, keys, values].into_iter().zip(got) {
+                    assert_eq!(want.into_data(), got.into_data(), "{n} tokens from {at} on");
+                }
+            }
+        }
     }
 
     #[test]

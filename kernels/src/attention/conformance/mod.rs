@@ -10,13 +10,14 @@ pub mod in_bf16;
 pub mod in_f32;
 mod length;
 mod oracles;
+pub mod prepared;
 mod problem;
 pub mod rowwise;
 mod run;
 
 pub use self::length::{Decay, holds_at_length};
 pub use self::oracles::{rotated, softmax_oracle};
-use self::problem::Problem;
+pub use self::problem::Problem;
 pub use self::problem::Sizes;
 pub use self::run::observed_pruning;
 use super::{AttentionShape, Variant};
@@ -30,6 +31,14 @@ pub trait Conformance: Variant {
 
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
+
+    /// Those of [`Conformance::cases`] that the CUDA kernels serve at any length: all but those with which some
+    /// lengths are the reference's by [`VariantSpec::serves_length`](super::VariantSpec::serves_length), and those
+    /// that amplify the rounding of q and k beyond a useful bound, whose kernels
+    /// [`PreparedCase`](prepared::PreparedCase) checks.
+    fn kernel_cases() -> Vec<Self> {
+        Self::cases()
+    }
 
     /// Changes a problem's random inputs (q, k, v, the projections, the parameters) where they would be at
     /// a kink, or where results would be only rounding.
@@ -54,6 +63,12 @@ pub trait Conformance: Variant {
     /// gradients' errors in bf16 is limited.
     fn has_kinks(&self) -> bool {
         false
+    }
+
+    /// The learned vectors whose gradients nearly cancel in the suites' problems, as a norm makes those of
+    /// scalars before it do: in bf16 only rounding remains, and tests of the kind's own check them.
+    fn cancelling(&self) -> &'static [&'static str] {
+        &[]
     }
 
     /// The operation by its definition: `inputs` are q, k, v, the projections, the parameters;

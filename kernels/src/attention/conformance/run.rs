@@ -41,7 +41,7 @@ fn attend_tensors<V: Variant, K: OpBackend>(
     inputs: Inputs<K>,
 ) -> Tensor<K, 4> {
     let path = path::<V, K>(problem.dtype);
-    let chosen = ExecPath::of_inputs(variant, &problem.shape, &inputs);
+    let chosen = ExecPath::of_inputs(variant, &problem.shape, &inputs, false);
     assert_eq!(chosen, path, "the path of {variant:?} for {:?}", problem.shape);
     let (o, served) =
         served(|| dispatch::attend(variant, &problem.shape, inputs, problem.documents()));

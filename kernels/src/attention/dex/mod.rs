@@ -16,6 +16,9 @@
 //! have a gradient). The paper selects the heads to adapt by their entropy in the trained model; here
 //! all heads are adapted, as in Huang et al.'s (2026) comparison, which trains from scratch.
 //!
+//! On CUDA in bf16, the flash kernels of softmax attention, then one product with −λ W_D, in bf16, that is added
+//! to o.
+//!
 //! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
 #[cfg(test)]
@@ -26,21 +29,25 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::diff::lambda_init;
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
-use crate::ops::matmul::MatMul;
+use crate::device::DeviceKind;
+use crate::ops::linear::linear_add;
 
 /// o − λ · o W_D, of `[batch, heads, queries, head_dim]`.
 fn adapt<B: OpBackend>(o: Tensor<B, 4>, parameters: &[Tensor<B, 1>]) -> Tensor<B, 4> {
     let [w_d, lambda] = parameters else { panic!("2 parameters, not {parameters:?}") };
     let [batch, heads, queries, head_dim] = o.dims();
-    let rows = o.clone().reshape([batch * heads * queries, head_dim]);
-    let w_d = w_d.clone().reshape([head_dim, head_dim]) * lambda.clone().reshape([1, 1]);
-    o - rows.mm(w_d).reshape([batch, heads, queries, head_dim])
+    // In the memory order of the kernels' outputs.
+    let rows = o.swap_dims(1, 2).reshape([batch, queries * heads, head_dim]);
+    let w_d = w_d.clone().reshape([head_dim, head_dim]) * lambda.clone().neg().reshape([1, 1]);
+    let adapted = linear_add(rows.clone(), w_d.transpose(), rows);
+    adapted.reshape([batch, queries, heads, head_dim]).swap_dims(1, 2)
 }
 
 /// `[model.attention]` with `kind = "dex"`.
@@ -63,8 +70,15 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "differential extension, DEX (Kong et al., 2025)";
 
-    // The kernel of the softmax operation.
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    // The kernels of the softmax operation.
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim),
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         self.rotary.validate(key, shape, problems);

@@ -15,6 +15,12 @@ impl Conformance for Config {
         vec![Config::default(), Config { rotary: Rotary::new(false) }]
     }
 
+    /// Beside those of attention: the output before it is adapted, and its gradient. In emulation, the least
+    /// accurate gradients have the error of five roundings.
+    fn roundings(&self) -> u32 {
+        7
+    }
+
     /// The weight of a single key is 1.
     fn oracle(
         &self,

@@ -19,6 +19,9 @@
 //! Not specified by the source, chosen here: the RMS norm adds 10⁻⁵ to the mean square, as the
 //! authors' code does; λ is not bounded.
 //!
+//! On CUDA in bf16, the flash kernels of softmax attention: both views are heads of one call, and share the values.
+//! Heads of values have up to 256 channels, those of queries up to 128 with `value_factor = 2`.
+//!
 //! Decoding caches rotated keys of both views and values: (2 + value_factor) · kv_heads · head_dim
 //! elements per token.
 
@@ -29,14 +32,17 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{difference, repeat_for_views};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::softmax::{Softmax, softmax};
 use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, primitive, tensor};
+use crate::device::DeviceKind;
 use crate::ops::rms_norm::rms_norm;
+use crate::ops::view_difference::lambda::Lambda;
+use crate::ops::view_difference::view_difference;
 
 /// Added to the mean square by the RMS norm.
 const NORM_EPSILON: f32 = 1e-5;
@@ -44,12 +50,6 @@ const NORM_EPSILON: f32 = 1e-5;
 /// λ_init of the layer with this index, from 0.
 pub(super) fn lambda_init(layer: usize) -> f32 {
     (0.8 - 0.6 * (-0.3 * layer as f64).exp()) as f32
-}
-
-/// λ, `[1]`, from its four vectors.
-fn lambda<B: OpBackend>(vectors: &[Tensor<B, 1>; 4], layer: usize) -> Tensor<B, 1> {
-    let [q1, k1, q2, k2] = vectors.clone();
-    (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + lambda_init(layer)
 }
 
 /// `[model.attention]` with `kind = "diff"`.
@@ -74,8 +74,19 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
 
-    // The kernel of the softmax operation.
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    // The kernels of the softmax operation.
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        let heads = batch * self.views() * shape.heads;
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => {
+                flash::serves(kernel.dtype, heads, shape.head_dim)
+                    && flash::serves_values(self.value_dim(shape))
+            }
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -106,8 +117,8 @@ impl VariantSpec for Config {
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        // qᵀk and p·v in each view, both for each part of the values.
-        let per_key = 8 * self.value_factor * shape.heads * shape.head_dim;
+        // qᵀk and p·v in each view: two multiply-adds per channel and key.
+        let per_key = 4 * shape.heads * (shape.head_dim + self.value_dim(shape));
         per_key as f64 * shape.mean_keys(seq_len)
     }
 }
@@ -122,15 +133,11 @@ impl KvCacheVariant for Config {
         shape: &AttentionShape,
         Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        let [vectors @ .., norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
-        let vectors = vectors.try_into().expect("4 vectors of λ");
-        let op = Softmax::of(shape);
-        // The softmax operation takes values with head_dim channels: one pass per part of that width.
-        let parts = repeat_for_views(v).chunk(self.value_factor, 3).into_iter();
-        let parts = parts
-            .map(|v| softmax(&op, [q.clone(), k.clone(), v], None, documents.clone(), path))
-            .collect();
-        let o = difference(Tensor::cat(parts, 3), lambda(vectors, shape.layer));
-        rms_norm(o, norm.clone(), NORM_EPSILON) * (1.0 - lambda_init(shape.layer))
+        let [q1, k1, q2, k2, norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
+        let vectors = [q1, k1, q2, k2].map(|x| primitive(x.clone()));
+        let init = lambda_init(shape.layer);
+        let lambda = tensor(B::run(&Lambda { init }, vectors, vec![]));
+        let both = softmax(&Softmax::of(shape), [q, k, v], None, documents, path);
+        rms_norm(view_difference(both, lambda), norm.clone() * (1.0 - init), NORM_EPSILON)
     }
 }

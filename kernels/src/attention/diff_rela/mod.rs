@@ -13,7 +13,7 @@
 //! | `norm_bias` | head_dim | 0 |
 //!
 //! Not specified by the source, chosen here: λ is TDA's (one per layer, clamped, initially 0.5), the
-//! norm ReLA's. The norm is over a head's channels and adds 10⁻⁵ to the variance; a row without a
+//! norm ReLA's. The norm is over a head's channels and adds `norm_eps`, 10⁻⁵, to the variance; a row without a
 //! positive score gives the norm's bias.
 //!
 //! Decoding caches rotated keys of both views and values: 3 · kv_heads · head_dim elements per token.
@@ -25,22 +25,27 @@ use burn::tensor::Tensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
-use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda, difference, repeat_for_views};
+use super::output_norm::validate_norm_eps;
+use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
+use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
+use crate::ops::view_difference::view_difference;
 
-/// Added to the variance by the layer norm.
-const NORM_EPSILON: f32 = 1e-5;
+/// What the layer norm adds to the variance by default.
+const NORM_EPS: f32 = 1e-5;
 
 /// `[model.attention]` with `kind = "diff_rela"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
+    /// What the layer norm of outputs adds to the variance, 1e-20 to 1; default 1e-5.
+    pub norm_eps: f32,
     /// Rotary positions; on by default.
     #[serde(flatten, skip_deserializing)]
     pub rotary: Rotary,
@@ -50,14 +55,21 @@ with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rotary: Rotary::new(true) }
+        Config { norm_eps: NORM_EPS, rotary: Rotary::new(true) }
     }
 }
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
 
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * self.views() * shape.heads, shape.head_dim)
+    }
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_norm_eps(key, self.norm_eps, NORM_EPS, problems);
         self.rotary.validate(key, shape, problems);
     }
 
@@ -88,8 +100,8 @@ impl KvCacheVariant for Config {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let both = rowwise(&op, q, k, repeat_for_views(v), None, documents, path);
-        let o = difference(both, clamp_lambda(lambda.clone()));
-        layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
+        let both = rowwise(&op, q, k, v, None, documents, path);
+        let o = view_difference(both, clamp_lambda(lambda.clone()));
+        layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
     }
 }

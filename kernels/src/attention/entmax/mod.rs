@@ -7,11 +7,12 @@
 //!
 //! There are no parameters beyond the projections.
 //!
-//! τ is found by Newton's method to f32's accuracy, not by sorting: every step is one pass over the
-//! scores, and a row takes about ten steps.
+//! τ is found by iteration, not by sorting: every step is one pass over the scores. The reference takes about
+//! ten steps to f32's accuracy, the CUDA kernel two to four.
 //!
 //! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
+mod cuda;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -25,7 +26,7 @@ use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, VariantSpec};
+use super::{AttentionShape, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
 fn core(shape: &AttentionShape) -> Rowwise<Entmax> {
@@ -51,6 +52,12 @@ impl Default for Config {
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "1.5-entmax attention (Peters et al., 2019)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         self.rotary.validate(key, shape, problems);

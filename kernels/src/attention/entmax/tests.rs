@@ -4,6 +4,7 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
 use super::{Config, Entmax};
+use crate::attention::conformance::prepared::PreparedCase;
 use crate::attention::conformance::rowwise::{dot, weighted};
 use crate::attention::conformance::{Conformance, rotated};
 use crate::attention::rotary::Rotary;
@@ -14,6 +15,13 @@ use crate::testing::Tensor64;
 impl Conformance for Config {
     fn cases() -> Vec<Self> {
         vec![Config::default(), Config { rotary: Rotary::new(false) }]
+    }
+
+    /// Beside those of attention: the means of dP. A weight's relative error is that of its score over
+    /// S/2 − τ, which makes it larger than softmax's: in emulation, the least accurate gradients have the error
+    /// of ten roundings.
+    fn roundings(&self) -> u32 {
+        12
     }
 
     fn oracle(
@@ -77,6 +85,53 @@ fn long_rows_agree_with_the_oracle() {
         for grad in [q.grad(&grads), k.grad(&grads)] {
             let grad: Vec<f32> = grad.expect("a gradient").into_data().to_vec().expect("f32");
             assert!(grad.iter().all(|x| x.is_finite()), "{what}");
+        }
+    }
+}
+
+/// Of the kernels on prepared inputs: in emulation, up to seven.
+const ROUNDINGS: u32 = 10;
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_agree_for_scores_of_any_size() {
+    for size in [0.2, 4.0, 25.0, 400.0] {
+        for sizes in [[200, 200, 64], [140, 140, 128]] {
+            PreparedCase::new(Entmax, sizes, |_| size).check(ROUNDINGS);
+        }
+    }
+    // Separate kernels of dq and of dk and dv, fewer queries than keys.
+    for sizes in [[100, 100, 256], [70, 200, 64], [1, 90, 64]] {
+        PreparedCase::new(Entmax, sizes, |_| 25.0).check(ROUNDINGS);
+    }
+    PreparedCase::new(Entmax, [200, 200, 64], |_| 25.0).packed().check(ROUNDINGS);
+    PreparedCase::new(Entmax, [200, 200, 64], |_| 25.0).packed().window(90).check(ROUNDINGS);
+}
+
+/// Rows that need many passes beside rows that need few: keys that are equal, far apart, and one at all.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_find_thresholds_of_all_kinds_of_rows() {
+    let equal = |sizes| PreparedCase::new(Entmax, sizes, |_| 400.0).equal_keys();
+    equal([300, 300, 64]).check_output(ROUNDINGS);
+    equal([1, 3000, 64]).check_output(ROUNDINGS);
+    let length = |position: usize| [0.0, 0.3, 400.0, 2.0][position % 4];
+    PreparedCase::new(Entmax, [1000, 1000, 64], length).check_output(ROUNDINGS);
+    let [o, dq, dk, _] = PreparedCase::new(Entmax, [130, 130, 64], length).window(1).on_cuda();
+    assert!(o.iter().all(|x| x.is_finite()));
+    let largest = dq.iter().chain(&dk).fold(0.0f64, |a, x| a.max(x.abs()));
+    assert!(largest < 0.01, "a single key has no gradient, but {largest}");
+}
+
+/// One query without gradients, over short and over split caches.
+#[test]
+#[ignore = "needs a GPU"]
+fn decoding_agrees_with_the_reference() {
+    for (keys, head_dim) in [(1, 64), (90, 64), (700, 64), (3000, 128), (300, 256)] {
+        for size in [0.2, 25.0, 400.0] {
+            let case = PreparedCase::new(Entmax, [1, keys, head_dim], |_| size);
+            case.clone().check_output(ROUNDINGS);
+            case.window(70).check_output(ROUNDINGS);
         }
     }
 }

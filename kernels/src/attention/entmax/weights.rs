@@ -1,9 +1,11 @@
 //! 1.5-entmax of one row, and its gradient.
 use burn::tensor::{Bool, ElementConversion, Tensor};
 
+use super::cuda;
 use crate::attention::blocks::MASKED;
-use crate::attention::rowwise::{Weights, positive};
-use crate::backend::OpBackend;
+use crate::attention::rowwise::{Rowwise, Weights, positive};
+use crate::backend::{Forward, OpBackend};
+use crate::cuda::CudaTensor;
 
 /// Most Newton steps. Convergence is quadratic near the root; rows of a million keys take about ten.
 const STEPS: usize = 40;
@@ -70,5 +72,25 @@ impl Weights for Entmax {
         let excess = positive(z - tau, mask);
         let common = (excess.clone() * d_weights.clone()).sum_dim(3) / excess.clone().sum_dim(3);
         [excess.clone() * excess.clone(), excess * (d_weights - common)]
+    }
+
+    fn cuda_forward(
+        op: &Rowwise<Self>,
+        inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
+        documents: Option<&CudaTensor>,
+        needs: bool,
+    ) -> Option<Forward<CudaTensor>> {
+        // The weights do not depend on an offset, but the operation's gradients include its zeros.
+        if offsets.is_some() { None } else { cuda::forward(op, inputs, documents, needs) }
+    }
+
+    fn cuda_backward(
+        op: &Rowwise<Self>,
+        saved: &[CudaTensor],
+        documents: Option<&CudaTensor>,
+        grad: &CudaTensor,
+    ) -> Vec<CudaTensor> {
+        cuda::backward(op, saved, documents, grad)
     }
 }

@@ -11,12 +11,15 @@ use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
     ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf,
 };
+use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, MASKED, bytes, define_exp2, zeros};
+use crate::tile::{
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, all_of_block, bytes, define_exp2, zeros,
+};
 
-/// q, k and v, `[batch, heads or kv_heads, tokens, head_dim]`.
+/// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct Qkv {
     /// Queries.
@@ -40,15 +43,21 @@ pub fn forward<A: Hooks>(
     weight: &WeightArgs<A>,
     o: &mut HeadPairs<bf16>,
     statistics: &mut StatisticsOf<A>,
+    carries: &mut ComptimeOption<SavedCarries>,
     problem: ProblemShape,
     #[comptime] config: KernelConfig,
 ) {
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
+        comptime!(config);
     let rows = comptime!(config.rows());
-    let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
-    let biased = comptime!(BiasesOf::<A>::ENABLED);
+    let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));
+    let with_biases = comptime!(BiasesOf::<A>::ENABLED);
+    let biased = comptime!(with_biases && !config.changes_scores);
+    let biases_after = comptime!(with_biases && config.changes_scores);
     let fresh = comptime!(!biased);
+    let in_order = comptime!(WeightOf::<A>::IN_ORDER);
+    let saves_carries = comptime!(config.saves_carries);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -57,9 +66,10 @@ pub fn forward<A: Hooks>(
     let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
     let queries = problem.queries as usize;
+    let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
     // Double-buffered tiles of K and V.
-    let mut pipeline = Pipeline::new(tile, dim, warps);
+    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
     let mut q_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
     sync_cube();
 
@@ -72,10 +82,10 @@ pub fn forward<A: Hooks>(
                     others += comptime!(bytes(rows, dim));
                 }
                 let column = (last - back) * tile;
-                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_head, column, others);
+                pipeline.load(back, &qkv.k, &qkv.v, batch, kv_heads, column, others);
                 if back == 0 {
                     let (head, first) = (block.head, block.first_query);
-                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows);
+                    pipeline.load_also(back, &qkv.q, batch, head, first, &mut q_tile, rows, dim);
                 }
             }
         }
@@ -100,23 +110,30 @@ pub fn forward<A: Hooks>(
     let head_params = ScoreOf::<A>::head(score, block.head);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let inverse = WeightOf::<A>::SCORE_FACTOR / scale;
-    let mut row_state = WeightOf::<A>::init_rows();
+    let mut own_rows = Array::<usize>::new(2usize);
+    #[unroll]
+    for r in 0..2usize {
+        own_rows[r] = batch_head * queries + min(own + r * 8 + lane / 4, queries - 1);
+    }
+    let mut row_state = WeightOf::<A>::init_rows(weight, &own_rows);
     let first = block.first_keys(&problem, mask, own);
 
     let mut o_acc = zeros(n_dim);
     let mut s = uninit(n_keys);
-    if biased {
+    if with_biases {
         BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, start, config);
-        BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
+    }
+    if biased {
+        start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
         if start > group.from {
             let next = start - tile;
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
-    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_head, last, config);
+    skip_tiles(&mut pipeline, qkv, 0usize, seen_from, tiles, batch, kv_heads, last, config);
     if seen_from < seen_to {
         pipeline.wait(seen_from);
-        let at = pipeline.stage_offset(seen_from);
+        let at = pipeline.first_tile(seen_from);
         OperandsOf::<A>::start_scores(
             &mut operand_state,
             &mut s,
@@ -132,9 +149,11 @@ pub fn forward<A: Hooks>(
             OperandsOf::<A>::read_ahead(&mut operand_state, operands, next, config);
         }
     }
+    // The last tile visited.
+    let mut reached = start;
     for back in seen_from..seen_to {
         let first_column = (last - back) * tile;
-        let at = pipeline.stage_offset(back);
+        let at = pipeline.second_tile(back);
         wait(&mut s, 0usize);
 
         make_scores::<A>(
@@ -145,20 +164,38 @@ pub fn forward<A: Hooks>(
             (offset + own + lane / 4) as u32,
             (first_column + (lane % 4) * 2) as u32,
             &first,
-            group.at_edge(first_column, tile),
+            group.at_edge(first_column, tile, WeightOf::<A>::SEES_ITSELF),
+            false,
             config,
         );
+        if biases_after {
+            add_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
+            if back + 1 < seen_to {
+                let next = first_column - tile;
+                BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
+            }
+        }
+        if saves_carries {
+            let carries = carries.as_mut().unwrap();
+            save_carries::<A>(carries, &row_state, &problem, batch_head, own, first_column / tile);
+        }
         WeightOf::<A>::add_tile(&mut row_state, &mut s, &mut o_acc, scale, n_keys, n_dim);
+        // Once no row of the block carries anything on, all further weights are 0.
+        let mut done = false;
+        if in_order {
+            reached = first_column;
+            done = all_of_block(nothing_carried::<A>(&row_state, own, queries));
+        }
         let p = to_a_frags(&s, n_keys);
         start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
         // Start the next tile's scores before waiting for this tile's product.
-        if back + 1 < seen_to {
+        if (back + 1 < seen_to) & !done {
             let next = first_column - tile;
             if biased {
-                BiasesOf::<A>::start_from_biases(&mut bias_state, &mut s, inverse, warp, config);
+                start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
             }
             pipeline.wait(back + 1);
-            let next_at = pipeline.stage_offset(back + 1);
+            let next_at = pipeline.first_tile(back + 1);
             OperandsOf::<A>::start_scores(
                 &mut operand_state,
                 &mut s,
@@ -187,18 +224,33 @@ pub fn forward<A: Hooks>(
         } else {
             wait(&mut o_acc, 0usize);
         }
+        if in_order {
+            if done {
+                // A block must not end before its loads.
+                if back + 1 < tiles {
+                    pipeline.wait(back + 1);
+                }
+                break;
+            }
+        }
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = first_column - 2 * tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_head, column, 0u32);
+            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
         }
     }
-    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_head, last, config);
+    skip_tiles(&mut pipeline, qkv, seen_to, tiles, tiles, batch, kv_heads, last, config);
 
     let mut factors = Array::<f32>::new(2usize);
     #[unroll]
     for r in 0..2usize {
         let query = own + r * 8 + lane / 4;
         let write = (lane % 4 == 0) & (query < queries);
+        if saves_carries {
+            if write {
+                let carries = carries.as_mut().unwrap();
+                carries.first[batch_head * queries + query] = i32::cast_from(reached as u32);
+            }
+        }
         let shift = BiasesOf::<A>::shift(
             biases,
             &problem,
@@ -218,7 +270,16 @@ pub fn forward<A: Hooks>(
             r,
         );
     }
-    o.store(&o_acc, &factors, batch, block.head, own, queries, config);
+    if saves_carries {
+        if UNIT_POS == 0 {
+            let carries = carries.as_mut().unwrap();
+            let blocks = (queries + rows - 1) / rows;
+            let to = (batch_head * blocks + block.first_query / rows) * 2;
+            carries.bounds[to] = i32::cast_from(reached as u32);
+            carries.bounds[to + 1] = i32::cast_from(reached as u32);
+        }
+    }
+    o.store(&o_acc, &factors, batch, block.head, own, queries, config.value_dim);
 }
 
 /// Releases tiles that the warpgroup does not attend to, loading later ones for the others.
@@ -230,7 +291,7 @@ fn skip_tiles(
     to: usize,
     tiles: usize,
     batch: usize,
-    kv_head: usize,
+    kv_heads: (usize, usize),
     last: usize,
     #[comptime] config: KernelConfig,
 ) {
@@ -238,14 +299,60 @@ fn skip_tiles(
         pipeline.wait(back);
         if pipeline.release(back) & (back + 2 < tiles) {
             let column = (last - back - 2) * config.tile;
-            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_head, column, 0u32);
+            pipeline.load(back + 2, &qkv.k, &qkv.v, batch, kv_heads, column, 0u32);
+        }
+    }
+}
+
+/// Initialises the accumulator of scores with the biases of the tile that was read, times `factor`.
+#[cube]
+pub fn start_from_biases<A: Hooks>(
+    state: &mut <A::Biases as Biases>::KeyLoop,
+    s: &mut Accumulator,
+    factor: f32,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) {
+    BiasesOf::<A>::begin_keys(state, factor, warp, config);
+    #[unroll]
+    for n in 0..comptime!(config.tile / 8) {
+        let biases = BiasesOf::<A>::of_keys(state, warp, n, config);
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = Pair::empty();
+            pair[0] = biases[0];
+            pair[1] = biases[1];
+            s.index_mut(n)[r] = pair;
+        }
+    }
+}
+
+/// Adds the biases of the tile that was read, times `factor`, to scores.
+#[cube]
+fn add_biases<A: Hooks>(
+    state: &mut <A::Biases as Biases>::KeyLoop,
+    s: &mut Accumulator,
+    factor: f32,
+    warp: usize,
+    #[comptime] config: KernelConfig,
+) {
+    BiasesOf::<A>::begin_keys(state, factor, warp, config);
+    #[unroll]
+    for n in 0..comptime!(config.tile / 8) {
+        let biases = BiasesOf::<A>::of_keys(state, warp, n, config);
+        #[unroll]
+        for r in 0..2usize {
+            let mut pair = s.index(n)[r];
+            pair[0] += biases[0];
+            pair[1] += biases[1];
+            s.index_mut(n)[r] = pair;
         }
     }
 }
 
 /// Turns 16 rows of products into scores, up to [`Score::scale`]: applies [`Score::score`] and, if `edge` says
 /// that the tile needs masking, the mask. `row` and `column` are a lane's first row and column, `first` the
-/// first keys of its rows.
+/// first keys of its rows. With `products`, leaves products as they are, and masks them with 0.
 #[cube]
 pub fn make_scores<A: Hooks>(
     s: &mut Accumulator,
@@ -256,10 +363,12 @@ pub fn make_scores<A: Hooks>(
     column: u32,
     first: &Array<u32>,
     edge: bool,
+    #[comptime] products: bool,
     #[comptime] config: KernelConfig,
 ) {
     let n_keys = comptime!(config.tile / 8);
-    if comptime!(config.changes_scores) {
+    let hidden = comptime!(if products { 0f32 } else { MASKED });
+    if comptime!(config.changes_scores && !products) {
         #[unroll]
         for r in 0..2usize {
             let row = row + comptime!((r * 8) as u32);
@@ -286,8 +395,13 @@ pub fn make_scores<A: Hooks>(
                 let mut pair = fragment[r];
                 #[unroll]
                 for e in 0..2usize {
-                    let hide = masked(row, column + comptime!((n * 8 + e) as u32), first[r]);
-                    pair[e] = select(hide, MASKED, pair[e]);
+                    let column = column + comptime!((n * 8 + e) as u32);
+                    let mut value = select(masked(row, column, first[r]), hidden, pair[e]);
+                    if comptime!(!WeightOf::<A>::SEES_ITSELF) {
+                        // Not replaced: a NaN must show even where a query has no key.
+                        value = select(row == column, fma(value, 0f32, hidden), value);
+                    }
+                    pair[e] = value;
                 }
                 fragment[r] = pair;
             }

@@ -5,7 +5,6 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::PAIR;
-use super::problem::KernelConfig;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::tile::{Accumulator, CHUNK, PANEL_DIM, RowStrides, RowStridesLaunch, store_rows};
 
@@ -36,15 +35,15 @@ impl Heads {
     /// An uninitialised tensor of the same shape in the memory order `[batch, rows, heads, channels]`, the
     /// order of the projections' inputs and outputs.
     pub fn like(&self) -> Self {
-        self.like_with(self.tensor.dtype)
+        self.like_with(self.tensor.dtype, self.dims[3])
     }
 
-    /// [`Heads::like`] in another type.
-    pub(super) fn like_with(&self, dtype: DType) -> Self {
-        let [batch, heads, rows, channels] = self.dims;
+    /// [`Heads::like`] in another type, and with another number of channels.
+    pub(super) fn like_with(&self, dtype: DType, channels: usize) -> Self {
+        let [batch, heads, rows, _] = self.dims;
         let mut tensor = empty(&self.tensor, &[batch, rows, heads, channels], dtype);
         tensor.meta.swap(1, 2);
-        Heads { tensor, dims: self.dims }
+        Heads { tensor, dims: [batch, heads, rows, channels] }
     }
 
     /// The strides; a dimension of one element gets that of a whole row, because its own is arbitrary.
@@ -94,7 +93,7 @@ impl<O: Numeric> HeadPairs<O> {
             + unit
     }
 
-    /// Writes a warp's 16 rows from `row` on, times their factors, except those from `total` on.
+    /// Writes a warp's 16 rows from `row` on, `channels` each, times their factors, except those from `total` on.
     pub fn store(
         &mut self,
         acc: &Accumulator,
@@ -103,11 +102,11 @@ impl<O: Numeric> HeadPairs<O> {
         head: usize,
         row: usize,
         total: usize,
-        #[comptime] config: KernelConfig,
+        #[comptime] channels: usize,
     ) {
         let (base, stride) = (self.strides.base(batch, head), self.strides.row as usize);
-        let (n, chunks) = comptime!((config.padded_head_dim / 8, config.head_dim / CHUNK));
-        store_rows::<O>(acc, factors, &mut self.pairs, base, stride, row, total, n, chunks);
+        let chunks = comptime!(channels / CHUNK);
+        store_rows::<O>(acc, factors, &mut self.pairs, base, stride, row, total, chunks);
     }
 }
 

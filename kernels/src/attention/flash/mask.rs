@@ -2,10 +2,11 @@
 //! computed from positions and never stored.
 
 use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::problem::{KernelConfig, ProblemShape};
-use crate::cuda::{CudaTensor, empty};
+use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS};
 
 /// The limits on a query's keys beside causality, a compile-time argument.
@@ -75,6 +76,51 @@ impl Pruned {
             bounds: integers(&[batch, heads, tiles, 2]),
             least: integers(&[batch, heads, tiles]),
         }
+    }
+
+    /// Computes `least` from `bounds`.
+    pub fn set_least(&self) {
+        let [batch, heads, tiles]: [usize; 3] = self.least.meta.shape().dims();
+        // SAFETY: a block stays within the tiles of its head.
+        unsafe {
+            least_after::launch_unchecked::<CudaRuntime>(
+                &self.least.client,
+                CubeCount::Static((batch * heads) as u32, 1, 1),
+                CubeDim::new_1d(32),
+                buffer(&self.bounds, 1),
+                buffer(&self.least, 1),
+                tiles as u32,
+            );
+        }
+    }
+}
+
+/// The minimum first key of each 64 queries and all after them, `[rows, groups]`, from `bounds`.
+///
+/// Grid: rows; 32 threads.
+#[cube(launch_unchecked)]
+fn least_after(bounds: &Array<i32>, least: &mut Array<i32>, groups: u32) {
+    let groups = groups as usize;
+    let row = CUBE_POS_X as usize;
+    let mut carry = i32::cast_from(i32::MAX);
+    for tile in 0..(groups + 31) / 32 {
+        // From the last to the first.
+        let back = tile * 32 + UNIT_POS as usize;
+        let mut value = carry;
+        if back < groups {
+            value = min(value, bounds[(row * groups + groups - 1 - back) * 2]);
+        }
+        #[unroll]
+        for step in 0..5u32 {
+            let other = plane_shuffle_up(value, comptime!(1u32 << step));
+            if UNIT_POS_PLANE >= comptime!(1u32 << step) {
+                value = min(value, other);
+            }
+        }
+        if back < groups {
+            least[row * groups + groups - 1 - back] = value;
+        }
+        carry = plane_shuffle(value, 31u32);
     }
 }
 
@@ -346,8 +392,14 @@ pub struct QueryGroup {
 
 #[cube]
 impl QueryGroup {
-    /// Whether the key tile from `column` on needs masking.
-    pub fn at_edge(&self, column: usize, #[comptime] tile: usize) -> bool {
-        (column + tile > self.first + 1) | (column < self.all_from)
+    /// Whether the key tile from `column` on needs masking, where queries attend to their own key or not.
+    pub fn at_edge(
+        &self,
+        column: usize,
+        #[comptime] tile: usize,
+        #[comptime] sees_itself: bool,
+    ) -> bool {
+        (column + tile > self.first + comptime!(usize::from(sees_itself)))
+            | (column < self.all_from)
     }
 }

@@ -24,8 +24,12 @@ pub mod decode;
 mod forward;
 mod heads;
 pub mod hooks;
+pub mod in_order;
 pub mod mask;
 pub mod problem;
+pub mod search;
+mod shared_values;
+pub mod summed;
 pub mod weight;
 
 use burn::tensor::{DType, Element};
@@ -33,18 +37,20 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use self::backward::dkv::{DkvOutputs, KeyGradientsLaunch};
-use self::backward::dqkv::{DqSumsLaunch, vectors_per_tile};
+use self::backward::dq_sums::{DqSumsLaunch, dq_from_sums, vectors_per_tile};
 use self::backward::{BackwardInputsLaunch, LANES_PER_ROW, dkv, dq, dqkv};
 pub use self::cache_buffer::{CacheBuffer, capacity, expired};
 pub use self::decode::decode;
 use self::forward::QkvLaunch;
 pub use self::heads::{HeadPairs, Heads};
 use self::hooks::{
-    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, StatisticsOf,
+    Biases, BiasesOf, GradientOf, Hooks, LaunchOf, Operands, OperandsOf, SavedRows, Score, ScoreOf,
+    StatisticsOf, sums_of_columns, sums_of_rows,
 };
+use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
-use crate::cuda::{CudaTensor, buffer, empty, zeros};
+use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, zeros};
 use crate::ops::cuda::integers;
 use crate::tile::warpgroup::GROUP_WARPS;
 use crate::tile::{CHUNK, PANEL_DIM};
@@ -82,42 +88,51 @@ pub fn strides(x: &CudaTensor) -> StridesLaunch<CudaRuntime> {
     StridesLaunch::new(as_u32(strides[0]), as_u32(strides[1]), as_u32(strides[2]))
 }
 
-/// Whether the kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads.
+/// Whether the kernels serve q, k and v of type `dtype` with `batch_heads` = batch · heads, where heads of v, too,
+/// have `head_dim` channels; see [`serves_values`].
 pub fn serves(dtype: DType, batch_heads: usize, head_dim: usize) -> bool {
     // A grid has at most 65,535 blocks along y.
-    dtype == DType::BF16 && head_dim.is_multiple_of(8) && head_dim <= 256 && batch_heads <= 65_535
+    dtype == DType::BF16 && serves_values(head_dim) && batch_heads <= 65_535
+}
+
+/// Whether the kernels serve heads of v of `value_dim` channels.
+pub fn serves_values(value_dim: usize) -> bool {
+    value_dim.is_multiple_of(8) && value_dim <= 256
 }
 
 /// Whether the kernels serve these q, k and v.
 pub fn serves_tensors(inputs: [&CudaTensor; 3]) -> bool {
-    let [batch, heads, _, head_dim]: [usize; 4] = inputs[0].meta.shape().dims();
-    inputs
-        .iter()
-        .all(|x| serves(x.dtype, batch * heads, head_dim) && !x.meta.shape().to_vec().contains(&0))
+    let [batch, heads, ..]: [usize; 4] = inputs[0].meta.shape().dims();
+    inputs.iter().all(|x| {
+        let dims = x.meta.shape().to_vec();
+        serves(x.dtype, batch * heads, dims[3]) && !dims.contains(&0)
+    })
 }
 
 /// One attention call: its inputs, its mask and the kind's hooks.
 ///
 /// - q: `[batch, heads, queries, head_dim]`
-/// - k, v: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query i is at
-///   position keys − queries + i
+/// - k: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query i is at position
+///   keys − queries + i
+/// - v: `[batch, value heads, keys, value_dim]`, where `views` · value heads divides `kv_heads`
 pub struct FlashAttention<A: Hooks> {
     q: Heads,
     k: Heads,
     v: Heads,
     scale: f32,
+    views: usize,
     window: Option<usize>,
     documents: Option<CudaTensor>,
     pruned: Option<Pruned>,
     hooks: A,
 }
 
-/// Warpgroups per block and rows per tile, for head_dim up to 64, up to 128 (each the fastest on an H200),
-/// and above (the largest that fit into registers and shared memory): in the forward pass, for dq, for dk
-/// and dv, and for all three.
-const FORWARD_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 64)];
-const DQ_SHAPES: [(usize, usize); 3] = [(1, 128), (2, 128), (1, 32)];
-const DKV_SHAPES: [(usize, usize); 3] = [(1, 128), (1, 64), (1, 32)];
+/// Warpgroups per block and rows per tile, for head_dim and value_dim up to 64, up to 128 (each the fastest on an
+/// H200), for larger values alone, and above (the largest that fit into registers and shared memory): in the
+/// forward pass, for dq, for dk and dv, and for all three.
+const FORWARD_SHAPES: [(usize, usize); 4] = [(1, 128), (2, 128), (2, 64), (1, 64)];
+const DQ_SHAPES: [(usize, usize); 4] = [(1, 128), (2, 128), (2, 64), (1, 32)];
+const DKV_SHAPES: [(usize, usize); 4] = [(1, 128), (1, 64), (2, 64), (1, 32)];
 const DQKV_SHAPES: [(usize, usize); 2] = [(2, 128), (2, 64)];
 /// With sums of dS, which need registers.
 const DQKV_SHAPES_WITH_SUMS: [(usize, usize); 2] = [(2, 64), (2, 64)];
@@ -130,7 +145,19 @@ impl<A: Hooks> FlashAttention<A> {
     pub fn new(inputs: [&CudaTensor; 3], scale: f32, hooks: A) -> Self {
         assert!(serves_tensors(inputs), "{:?} that the kernels do not serve", inputs[0].meta);
         let [q, k, v] = inputs.map(Heads::new);
-        FlashAttention { q, k, v, scale, window: None, documents: None, pruned: None, hooks }
+        let views = 1;
+        FlashAttention { q, k, v, scale, views, window: None, documents: None, pruned: None, hooks }
+    }
+
+    /// With heads of q and k of several views, one view after the other, which all have v's values.
+    ///
+    /// # Panics
+    /// Unless `views` times the heads of v divides those of k.
+    pub fn views(self, views: usize) -> Self {
+        let [kv_heads, value_heads] = [&self.k, &self.v].map(|x| x.dims[1]);
+        let whole = kv_heads.is_multiple_of(views * value_heads);
+        assert!(whole, "{kv_heads} heads of k in {views} views, {value_heads} heads of v");
+        FlashAttention { views, ..self }
     }
 
     /// With a window w, a query attends to its own key and the w − 1 before it.
@@ -167,41 +194,59 @@ impl<A: Hooks> FlashAttention<A> {
         self.scale
     }
 
+    /// An uninitialised tensor for o.
+    fn output(&self) -> Heads {
+        self.q.like_with(self.q.tensor.dtype, self.v.dims[3])
+    }
+
+    /// Whether several heads of k share one of v.
+    fn shares_values(&self) -> bool {
+        self.k.dims[1] != self.v.dims[1]
+    }
+
     /// An uninitialised statistic of every query, `[batch, heads, queries]` in f32.
     pub fn statistic(&self) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         empty(&self.q.tensor, &[batch, heads, queries], DType::F32)
     }
 
+    /// The configuration with the fitting one of `shapes`, in the order of [`FORWARD_SHAPES`].
     fn config<const N: usize>(&self, shapes: [(usize, usize); N]) -> KernelConfig {
-        let head_dim = self.q.dims[3];
-        let shape = shapes[usize::from(head_dim > 64) + usize::from(head_dim > 128)];
+        let (head_dim, value_dim) = (self.q.dims[3], self.v.dims[3]);
+        let widest = head_dim.max(value_dim);
+        let sizes = [widest > 64, widest > 128, head_dim > 128];
+        let shape = shapes[sizes.into_iter().filter(|&above| above).count()];
         let (groups, tile) = self.hooks.block_shape(shape, head_dim);
         let [changes_scores, nonlinear_scores] = self.hooks.changes_scores();
         assert!(
-            !(changes_scores && BiasesOf::<A>::ENABLED),
-            "scores that change with biases: `dkv` would add the biases after `Score::score`, other \
-             passes before it"
+            !(ScoreOf::<A>::WEIGHS_PRODUCTS && BiasesOf::<A>::NEEDS_DS_SUMS),
+            "weights of products: dS, by products, is not the gradient of biases"
         );
         assert!(
-            !(OperandsOf::<A>::DK_IN_REVERSE && BiasesOf::<A>::NEEDS_DS_SUMS),
+            !(OperandsOf::<A>::DK_IN_REVERSE && sums_of_columns::<A>()),
             "`dkv` sums dS by key head after head, and in reverse the heads take turns"
         );
         KernelConfig {
             head_dim,
             padded_head_dim: padded(head_dim),
+            value_dim,
+            padded_value_dim: padded(value_dim),
+            shares_values: self.shares_values(),
             warps: groups * GROUP_WARPS,
             tile,
             changes_scores,
             nonlinear_scores,
+            saves_carries: false,
         }
     }
 
     fn problem(&self) -> ProblemShapeLaunch<CudaRuntime> {
-        let [heads, kv_heads] = [self.q.dims[1], self.k.dims[1]];
+        let [heads, kv_heads, value_heads] = [&self.q, &self.k, &self.v].map(|x| x.dims[1]);
         ProblemShapeLaunch::new(
             as_u32(heads),
             as_u32(heads / kv_heads),
+            as_u32(value_heads),
+            as_u32(kv_heads / (self.views * value_heads)),
             as_u32(self.q.dims[2]),
             as_u32(self.k.dims[2]),
             self.scale,
@@ -237,9 +282,19 @@ impl<A: Hooks> FlashAttention<A> {
 
     /// The forward pass: returns o and writes the weights' `statistics`.
     pub fn forward(&self, statistics: LaunchOf<StatisticsOf<A>>) -> CudaTensor {
+        self.forward_saving(statistics, None)
+    }
+
+    /// [`FlashAttention::forward`], which with `carries` also writes these.
+    fn forward_saving(
+        &self,
+        statistics: LaunchOf<StatisticsOf<A>>,
+        carries: Option<SavedCarriesLaunch<CudaRuntime>>,
+    ) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
-        let o = self.q.like();
-        let config = self.config(FORWARD_SHAPES);
+        let o = self.output();
+        let saves_carries = carries.is_some();
+        let config = KernelConfig { saves_carries, ..self.config(FORWARD_SHAPES) };
         // SAFETY: grid and configuration match the kernel, which only reads rows and chunks of the tensors
         // given here.
         unsafe {
@@ -259,6 +314,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.hooks.weight(),
                 o.pairs(),
                 statistics,
+                carries.into(),
                 self.problem(),
                 config,
             );
@@ -273,34 +329,35 @@ impl<A: Hooks> FlashAttention<A> {
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
     ) -> Gradients {
         let grad = Heads::new(grad);
-        let ds_sums = BiasesOf::<A>::NEEDS_DS_SUMS.then(|| {
+        let sums = || {
             let [batch, heads, _, _] = self.q.dims;
-            let shape = [batch, heads, self.k.dims[2]];
-            [(); 2].map(|()| zeros(&self.q.tensor, &shape, DType::F32))
-        });
-        let [ds_rows, ds_columns] = match &ds_sums {
-            Some([rows, columns]) => [Some(rows), Some(columns)],
-            None => [None, None],
+            zeros(&self.q.tensor, &[batch, heads, self.k.dims[2]], DType::F32)
         };
+        let ds_rows = sums_of_rows::<A>().then(sums);
+        let ds_columns = sums_of_columns::<A>().then(sums);
         let [dq, dk, dv] = if self.one_backward_kernel() {
-            self.dqkv(&grad, saved(), ds_rows, ds_columns)
+            self.dqkv(&grad, saved(), ds_rows.as_ref(), ds_columns.as_ref())
         } else {
-            let dq = self.dq(&grad, saved(), ds_rows);
-            let [dk, dv] = self.dkv(&grad, saved, ds_columns);
+            let dq = self.dq(&grad, saved(), ds_rows.as_ref(), None);
+            let [dk, dv] = self.dkv(&grad, saved, ds_columns.as_ref());
             [dq, dk, dv]
         };
-        Gradients { dq, dk, dv, ds_sums }
+        Gradients { dq, dk, dv: self.of_shared_values(dv), ds_rows, ds_columns }
     }
 
     /// Whether `dqkv` computes all gradients.
     fn one_backward_kernel(&self) -> bool {
-        let dim = padded(self.q.dims[3]);
-        OperandsOf::<A>::DQ_BY_KEYS && dim <= 128
+        OperandsOf::<A>::DQ_BY_KEYS && self.q.dims[3].max(self.v.dims[3]) <= 128
     }
 
     /// An uninitialised tensor for the gradient of q or k.
     fn gradient(&self, of: &Heads) -> Heads {
-        of.like_with(<GradientOf<A> as Element>::dtype())
+        of.like_with(<GradientOf<A> as Element>::dtype(), of.dims[3])
+    }
+
+    /// An uninitialised tensor for the part of dv of each head of k.
+    fn value_gradient(&self) -> Heads {
+        self.k.like_with(self.v.tensor.dtype, self.v.dims[3])
     }
 
     fn dq(
@@ -308,6 +365,7 @@ impl<A: Hooks> FlashAttention<A> {
         grad: &Heads,
         saved: LaunchOf<SavedRows<A>>,
         ds_rows: Option<&CudaTensor>,
+        carries: Option<CarriesLaunch<CudaRuntime>>,
     ) -> CudaTensor {
         let [batch, heads, queries, _] = self.q.dims;
         let dq = self.gradient(&self.q);
@@ -331,6 +389,7 @@ impl<A: Hooks> FlashAttention<A> {
                 saved,
                 dq.pairs(),
                 ds_rows.map(|x| buffer(x, 1)).into(),
+                carries.into(),
                 self.problem(),
                 config,
             );
@@ -344,10 +403,10 @@ impl<A: Hooks> FlashAttention<A> {
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
         ds_columns: Option<&CudaTensor>,
     ) -> [CudaTensor; 2] {
-        let (dk, dv) = (self.gradient(&self.k), self.v.like());
+        let (dk, dv) = (self.gradient(&self.k), self.value_gradient());
         let [batch, kv_heads, keys, _] = self.k.dims;
         let config = self.config(DKV_SHAPES);
-        let wide = config.padded_head_dim > 128;
+        let wide = config.padded_head_dim.max(config.padded_value_dim) > 128;
         let outputs =
             if wide { &[DkvOutputs::Dk, DkvOutputs::Dv][..] } else { &[DkvOutputs::Both] };
         for &outputs in outputs {
@@ -389,15 +448,16 @@ impl<A: Hooks> FlashAttention<A> {
         ds_rows: Option<&CudaTensor>,
         ds_columns: Option<&CudaTensor>,
     ) -> [CudaTensor; 3] {
-        let (dq, dk, dv) = (self.gradient(&self.q), self.gradient(&self.k), self.v.like());
+        let (dq, dk) = (self.gradient(&self.q), self.gradient(&self.k));
+        let dv = self.value_gradient();
         let [batch, heads, queries, _] = self.q.dims;
         let [_, kv_heads, keys, _] = self.k.dims;
-        let with_sums = BiasesOf::<A>::NEEDS_DS_SUMS;
+        let with_sums = sums_of_rows::<A>();
         let config = self.config(if with_sums { DQKV_SHAPES_WITH_SUMS } else { DQKV_SHAPES });
         let tiles = queries.div_ceil(config.tile);
         let vectors = vectors_per_tile(config, with_sums);
         let blocks = keys.div_ceil(config.rows());
-        let processors = dqkv::processors(&dq.tensor.client);
+        let processors = multiprocessors(&dq.tensor.client);
         let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
         let tickets = blocks * batch * kv_heads;
         let sums = empty(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
@@ -433,7 +493,7 @@ impl<A: Hooks> FlashAttention<A> {
                 self.problem(),
                 config,
             );
-            dqkv::dq_from_sums::launch_unchecked::<A, CudaRuntime>(
+            dq_from_sums::launch_unchecked::<A, CudaRuntime>(
                 &dq.tensor.client,
                 CubeCount::Static(as_u32(tiles), as_u32(batch * heads), 1),
                 CubeDim::new_1d(256),
@@ -454,11 +514,13 @@ pub struct Gradients {
     pub dq: CudaTensor,
     /// Of k, `[batch, kv_heads, keys, head_dim]`.
     pub dk: CudaTensor,
-    /// Of v, `[batch, kv_heads, keys, head_dim]`.
+    /// Of v, `[batch, value heads, keys, value_dim]`.
     pub dv: CudaTensor,
-    /// With [`Biases::NEEDS_DS_SUMS`]: Σ_j dS_ij of each query at its position, and Σ_i dS_ij of each key,
-    /// `[batch, heads, keys]` in f32.
-    pub ds_sums: Option<[CudaTensor; 2]>,
+    /// With [`sums_of_rows`], Σ_j dS_ij of each query at its position, `[batch, heads, keys]` in f32; 0 at
+    /// positions before the queries.
+    pub ds_rows: Option<CudaTensor>,
+    /// With [`sums_of_columns`], Σ_i dS_ij of each key, `[batch, heads, keys]` in f32.
+    pub ds_columns: Option<CudaTensor>,
 }
 
 /// A grid with one block per `rows` of `total` rows, for each of `heads` heads.

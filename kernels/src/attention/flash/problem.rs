@@ -5,10 +5,16 @@ use cubecl::prelude::*;
 /// The compile-time configuration of a kernel, beside its hooks and its mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelConfig {
-    /// Channels of a head in global memory, a multiple of 8.
+    /// Channels of a head of q and k in global memory, a multiple of 8.
     pub head_dim: usize,
-    /// Channels of a head in shared memory, a multiple of 64.
+    /// Channels of a head of q and k in shared memory, a multiple of 64.
     pub padded_head_dim: usize,
+    /// Channels of a head of v in global memory, a multiple of 8.
+    pub value_dim: usize,
+    /// Channels of a head of v in shared memory, a multiple of 64.
+    pub padded_value_dim: usize,
+    /// Whether several heads of k share one of v.
+    pub shares_values: bool,
     /// Warps per block, with 16 rows each; in decoding they share the rows.
     pub warps: usize,
     /// Rows per tile of the inner loop, a multiple of 16.
@@ -17,6 +23,8 @@ pub struct KernelConfig {
     pub changes_scores: bool,
     /// Whether [`Score::slope`](super::hooks::Score::slope) is not 1 everywhere.
     pub nonlinear_scores: bool,
+    /// Whether the forward pass writes the carries of [`Weight::IN_ORDER`](super::hooks::Weight::IN_ORDER).
+    pub saves_carries: bool,
 }
 
 impl KernelConfig {
@@ -38,10 +46,26 @@ pub struct ProblemShape {
     pub heads: u32,
     /// Query heads per kv head.
     pub group: u32,
+    /// Heads of v.
+    pub value_heads: u32,
+    /// Neighbouring heads of k that share one of v, in each view.
+    pub k_heads_per_v_head: u32,
     /// Rows of q.
     pub queries: u32,
     /// Rows of k and v, at least `queries`: query i is at position keys − queries + i.
     pub keys: u32,
     /// Factor on q·k.
     pub scale: f32,
+}
+
+#[cube]
+impl ProblemShape {
+    /// The head of v that the head `kv_head` of k shares: views, one after the other, have the same values.
+    pub fn value_head(&self, kv_head: usize, #[comptime] config: KernelConfig) -> usize {
+        let mut head = kv_head;
+        if comptime!(config.shares_values) {
+            head = kv_head / self.k_heads_per_v_head as usize % self.value_heads as usize;
+        }
+        head
+    }
 }

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use super::hooks::{Hooks, Weight};
 use super::{FlashAttention, Gradients, Heads, row_dots};
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::{Accumulator, LOG2_E, MASKED, exp2, sum_of_four};
+use crate::tile::{AFragments, Accumulator, LOG2_E, MASKED, exp2, sum_of_four};
 
 /// Weights exp(S_ij) / (Σ_j exp(S_ij) + exp(sink)). A sink is a learned logit of each query head without a
 /// value vector (gpt-oss, OpenAI, 2025; "off-by-one" attention with sink = 0).
@@ -164,8 +164,12 @@ impl Weight for SoftmaxWeight {
 
     const SCORE_FACTOR: f32 = LOG2_E;
     const HAS_STATISTICS: bool = true;
+    const NEEDS_DS_ROW_SUMS: bool = false;
+    const HAS_FOUR_STATISTICS: bool = false;
+    const SEES_ITSELF: bool = true;
+    const IN_ORDER: bool = false;
 
-    fn init_rows() -> SoftmaxRowState {
+    fn init_rows(_args: &Sinks, _rows: &Array<usize>) -> SoftmaxRowState {
         let mut row_max = Array::<f32>::new(2usize);
         let mut row_sum = Array::<f32>::new(2usize);
         #[unroll]
@@ -248,7 +252,9 @@ impl Weight for SoftmaxWeight {
         #[comptime] r: usize,
     ) -> f32 {
         let total = sum_of_four(rows.row_sum[r]);
-        let mut factor = 1f32 / total;
+        // Without a weight: o = 0, and the weights that the backward pass recomputes are 0.
+        let nothing = total <= 0f32;
+        let mut factor = select(nothing, 0f32, 1f32 / total);
         if comptime!(args.enabled) {
             let row_max = rows.row_max[r] * scale;
             let (with_sink, lse) = SoftmaxWeight::combine(args, head, row_max, total, shift);
@@ -261,7 +267,8 @@ impl Weight for SoftmaxWeight {
             }
         } else {
             if write {
-                statistics.lse[at] = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
+                let lse = fma(rows.row_max[r], scale, Log::ln(total) * LOG2_E);
+                statistics.lse[at] = select(nothing, -MASKED, lse);
             }
         }
         factor
@@ -303,11 +310,47 @@ impl Weight for SoftmaxWeight {
         (saved.lse[at], saved.delta[at])
     }
 
-    fn weigh(score: f32, scale: f32, shift: f32) -> f32 {
-        exp2(fma(score, scale, shift))
+    fn weigh(_saved: &SoftmaxSavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32) {
+        let weight = exp2(fma(score, scale, shift));
+        (weight, weight)
     }
 
-    fn slope(_score: f32, weight: f32) -> f32 {
-        weight
+    fn saved_more(_saved: &SoftmaxSavedRows, _at: usize) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
+
+    fn weight_of(
+        _saved: &SoftmaxSavedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn ds_of(
+        _saved: &SoftmaxSavedRows,
+        _score: f32,
+        _scale: f32,
+        _statistics: Vector<f32, Const<4>>,
+        _dp: f32,
+    ) -> f32 {
+        f32::cast_from(0u32)
+    }
+
+    fn carry(_rows: &SoftmaxRowState, #[comptime] _r: usize) -> f32 {
+        f32::cast_from(1u32)
+    }
+
+    fn gradients_in_order(
+        _s: &mut Accumulator,
+        _dp: &mut Accumulator,
+        _p: &mut AFragments,
+        _carries: &Array<f32>,
+        _sums: &mut Array<f32>,
+        _scale: f32,
+        #[comptime] _with_p: bool,
+        #[comptime] _n_keys: usize,
+    ) {
     }
 }

@@ -31,7 +31,7 @@ use super::cache::KvCache;
 use super::dispatch::on_cuda;
 use super::flash::{self, capacity};
 use super::probe::{Metric, PRUNED_FRACTION, Probe};
-use super::rotation::Rotation;
+use super::rotation::{Rotation, rotate};
 use super::softmax::{Softmax, pruned_fraction, sinks};
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec,
@@ -100,9 +100,9 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 impl Config {
-    /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
-    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    /// The rotation of q and k with `rope`.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then(|| Rotation::new(self.theta))
     }
 
     fn operation(&self, shape: &AttentionShape) -> Forgetting {
@@ -111,8 +111,13 @@ impl Config {
 }
 
 /// ℓ `[batch, heads, seq_len]` in f32 from the gate's logits `[batch, seq_len, heads]`.
-fn log_decay<B: OpBackend>(logits: &[Tensor<B, 3>]) -> Tensor<B, 3> {
-    log_sigmoid(logits[0].clone().cast(FloatDType::F32)).swap_dims(1, 2)
+fn log_decay<B: OpBackend>(logits: Tensor<B, 3>) -> Tensor<B, 3> {
+    log_sigmoid(logits.cast(FloatDType::F32)).swap_dims(1, 2)
+}
+
+/// The gate's logits, the only projection besides q, k and v.
+fn gate<B: OpBackend>(projections: Vec<Tensor<B, 3>>) -> Tensor<B, 3> {
+    projections.into_iter().next().expect("FoX projects its gate")
 }
 
 impl VariantSpec for Config {
@@ -166,8 +171,8 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let [q, k] = [q, k].map(|x| self.rotate(x, 0));
-        let (log_decay, sinks) = (log_decay(&projections), parameters.into_iter().next());
+        let [q, k] = rotate(self.rotation(), [q, k], 0);
+        let (log_decay, sinks) = (log_decay(gate(projections)), parameters.into_iter().next());
         forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents, path)
     }
 
@@ -193,8 +198,8 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let (first, tokens) = (state.position, q.dims()[2]);
         state.position += tokens;
-        let [q, k] = [q, k].map(|x| self.rotate(x, first));
-        let new = log_decay(&projections);
+        let [q, k] = rotate(self.rotation(), [q, k], first);
+        let logits = gate(projections);
         let op = self.operation(shape);
         let sinks = parameters.into_iter().next();
         match &mut state.cache {
@@ -204,11 +209,12 @@ impl Variant for Config {
                     let capacity = capacity(shape.window, state.capacity, tokens);
                     Box::new(DecayKvCache::new(&k, shape.heads, capacity))
                 });
-                let (new, sinks) = (on_cuda(new), sinks.map(on_cuda));
-                tensor(B::from_cuda(cache.extend(&op, [&q, &k, &v], &new, sinks.as_ref())))
+                let (logits, sinks) = (on_cuda(logits), sinks.map(on_cuda));
+                tensor(B::from_cuda(cache.extend(&op, [&q, &k, &v], logits, sinks.as_ref())))
             }
             CacheStorage::Tensors(cache, log_decay) => {
                 let [k, v] = cache.append(k, v);
+                let new = self::log_decay(logits);
                 let all = match log_decay.take() {
                     Some(old) => Tensor::cat(vec![old, new], 2),
                     None => new,
@@ -232,7 +238,7 @@ impl Variant for Config {
         probe: &mut Probe,
     ) {
         if self.prune && path != ExecPath::Reference {
-            let (core, decay) = (self.operation(shape).core, log_decay(&projections));
+            let (core, decay) = (self.operation(shape).core, log_decay(gate(projections)));
             probe.report(PRUNED_FRACTION, pruned_fraction(&core, q, k, decay, documents));
         }
     }

@@ -30,8 +30,8 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
@@ -39,6 +39,7 @@ use serde::{Deserialize, Serialize};
 use self::reference::LinearInputs;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
+use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
@@ -184,6 +185,24 @@ impl VariantSpec for Config {
     }
 
     /// FLOPs of scores and weighted values inside a chunk, and of updating and querying S.
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        if let ExecPath::Kernel(_) = path {
+            return channels.by_kernel(dtype);
+        }
+        // The decay's factors of q and k, the scores of a chunk, and a state per chunk.
+        let chunk = self.chunk.min(seq_len) as f64;
+        let state = channels.rows * (shape.head_dim * shape.head_dim) as f64 / chunk;
+        let factors = 4.0 * (channels.q + channels.k);
+        channels.in_f32() + channels.scores(3.0, chunk) + 4.0 * (factors + 2.0 * state)
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;

@@ -3,16 +3,18 @@
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Bool, Tensor};
 
-use crate::attention::rowwise::{Weights, positive, power};
-use crate::backend::{Op, OpBackend, primitive, tensor};
+use super::cuda;
+use crate::attention::rowwise::{Rowwise, Weights, positive, power};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
 use crate::ops::activation::Activation;
 
 /// Rows with at most this many visible keys have offset 0.
-const UNSHIFTED: f32 = 3.0;
+pub(super) const UNSHIFTED: f32 = 3.0;
 
 /// How far above the row's mean its largest weight must be (in units of the mean) for the row to
 /// select anything. Below, f32 cannot tell the keys apart.
-const MIN_EXCESS: f32 = 1e-5;
+pub(super) const MIN_EXCESS: f32 = 1e-5;
 
 /// The weights R_ij / Σ_j R_ij of LSSAR: softplus, normalise, shift, rectify, raise to p, normalise.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,5 +96,24 @@ impl Weights for Lssar {
         let common = (row.share * d_share.clone()).sum_dim(3) / row.seen;
         let d_scores = (d_share - common) * slope / row.mean;
         [weights, d_scores.mask_fill(mask, 0.0)]
+    }
+
+    fn cuda_forward(
+        op: &Rowwise<Self>,
+        inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
+        documents: Option<&CudaTensor>,
+        needs: bool,
+    ) -> Option<Forward<CudaTensor>> {
+        if offsets.is_some() { None } else { cuda::forward(op, inputs, documents, needs) }
+    }
+
+    fn cuda_backward(
+        op: &Rowwise<Self>,
+        saved: &[CudaTensor],
+        documents: Option<&CudaTensor>,
+        grad: &CudaTensor,
+    ) -> Vec<CudaTensor> {
+        cuda::backward(op, saved, documents, grad)
     }
 }

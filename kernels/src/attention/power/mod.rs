@@ -34,30 +34,42 @@
 //! enters the sums once the next chunk is complete. The size then no longer grows. A token costs
 //! 2·D·(head_dim + 1) FLOPs per query head, as many per kv head when its chunk enters the sums, and
 //! attention over one to two chunks.
+//!
+//! # Kernels
+//! On the CPU, both forms, in f32. On CUDA, the attention form in bf16, on tensor cores: sequences of up
+//! to `switch_len` tokens, or of any length with `form = "attention"` or a window. Longer sequences run the
+//! reference of the chunked form. Decoding on CUDA keeps the decay's sums for each query head; the tokens
+//! after the first `switch_len` are the reference's. A score below 2^-126 has no weight on CUDA, where ε is 0.
 
 mod cpu;
+mod cuda;
 mod expansion;
+mod op;
 mod reference;
 mod state;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::expansion::Expansion;
+use self::op::{PowerAttention, power_attention};
 use self::reference::PowerInputs;
-use self::state::near;
+use self::state::{CudaState, TensorState, near};
+use super::flash;
 use super::recurrent::forget_at_starts;
 use super::rotation::Rotation;
+use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ProjectionSpec, Variant,
     VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::device::DeviceKind;
 use crate::ops::activation::log_sigmoid;
 
 pub use self::state::State;
@@ -175,37 +187,70 @@ impl Config {
         }
     }
 
+    /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
+    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
+        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    }
+
     /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
-        shape: &AttentionShape,
         Inputs { q, k, v, projections, .. }: Inputs<B>,
         documents: DocumentStarts<B>,
         first: usize,
     ) -> PowerInputs<B> {
-        let [batch, _, seq_len, head_dim] = q.dims();
-        let rotate = |x| if self.rope { Rotation::new(self.theta).apply(x, first) } else { x };
-        let (q, k) = (rotate(q), rotate(k));
-        let rows = batch * shape.kv_heads;
+        let ([batch, kv_heads, seq_len, _], device) = (k.dims(), k.device());
+        let [q, k] = [q, k].map(|x| self.rotate(x, first));
         let log_decay = match projections.into_iter().next() {
             Some(logits) => log_sigmoid(logits).unsqueeze_dim::<4>(3).swap_dims(1, 2),
-            None => Tensor::zeros([batch, shape.kv_heads, seq_len, 1], &q.device()),
+            None => Tensor::zeros([batch, kv_heads, seq_len, 1], &device),
         };
-        let length = (q.clone() * q.clone()).sum_dim(3).sqrt().detach();
-        let q = q / (length + reference::EPSILON);
-        PowerInputs {
-            q: q.reshape([rows, shape.group(), seq_len, head_dim]),
-            k: k.reshape([rows, seq_len, head_dim]),
-            v: v.reshape([rows, seq_len, head_dim]),
-            log_decay: forget_at_starts(log_decay, documents).reshape([rows, seq_len]),
-        }
+        PowerInputs::of_heads([q, k, v], forget_at_starts(log_decay, documents))
+    }
+
+    /// The inputs of [`power_attention`], from position `first` on.
+    fn heads<B: OpBackend>(
+        &self,
+        Inputs { q, k, v, projections, .. }: Inputs<B>,
+        first: usize,
+    ) -> ([Tensor<B, 4>; 3], Option<Tensor<B, 3>>) {
+        let [q, k] = [q, k].map(|x| self.rotate(x, first));
+        let logits = projections.into_iter().next();
+        let log_decay = logits.map(|x| log_sigmoid(x.cast(FloatDType::F32)).swap_dims(1, 2));
+        ([q, k, v], log_decay)
+    }
+
+    /// The attention form.
+    fn attention(&self, shape: &AttentionShape) -> PowerAttention {
+        PowerAttention { p: self.p, window: shape.window }
     }
 }
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "power attention (Gelada et al., 2025)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim),
+        }
+    }
+
+    /// On CUDA, the kernels compute the attention form.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        match (kernel.device, self.chunked_above(shape)) {
+            (DeviceKind::Cpu, _) | (_, None) => true,
+            // Decoding begins in the attention form.
+            (DeviceKind::Cuda, Some(switch)) => seq_len.unwrap_or(1) <= switch,
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
@@ -249,6 +294,30 @@ impl VariantSpec for Config {
 
     /// The source's state FLOPs (§3.2): scores and weighted values of the keys read directly, and updating
     /// and querying the sums. Expansions of q and k are not counted.
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
+        match path {
+            ExecPath::Kernel(_) => channels.by_kernel(dtype),
+            ExecPath::Reference if chunked => {
+                // The expanded queries and keys, the scores of a chunk and the one before, and the states.
+                let (chunk, heads) =
+                    (self.chunk(shape) as f64, (shape.heads + shape.kv_heads) as f64);
+                let expanded = Expansion::size(self.p, shape.head_dim) as f64;
+                let state = shape.kv_heads as f64 * expanded * (shape.head_dim + 1) as f64 / chunk;
+                let scores = channels.scores(3.0, 1.5 * chunk);
+                channels.in_f32() + scores + 4.0 * (heads * expanded + 2.0 * state)
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {
@@ -286,18 +355,25 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
+        if path == ExecPath::Kernel(DeviceKind::Cuda) {
+            let (qkv, log_decay) = self.heads(inputs, 0);
+            return power_attention(&self.attention(shape), qkv, log_decay, documents, path);
+        }
         let dims = inputs.q.dims();
-        let rows = self.rows(shape, inputs, documents, 0);
+        let rows = self.rows(inputs, documents, 0);
         self.op(shape, dims[2]).of_rows(rows, path).reshape(dims)
     }
 
     fn init_state<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        _path: ExecPath,
-        _capacity: usize,
+        path: ExecPath,
+        capacity: usize,
     ) -> State<B> {
-        State::new(shape.window)
+        match path {
+            ExecPath::Kernel(DeviceKind::Cuda) => State::Cuda(CudaState::new(capacity)),
+            _ => State::Tensors(TensorState::new(shape.window)),
+        }
     }
 
     fn extend<B: OpBackend>(
@@ -307,10 +383,22 @@ impl Variant for Config {
         state: &mut State<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let rows = self.rows(shape, inputs, None, state.position());
+        let (dims, first) = (inputs.q.dims(), state.position());
         let (chunk, switch) = (self.chunk(shape), self.chunked_above(shape));
-        state.extend(&self.op(shape, dims[2]), rows, chunk, switch, path).reshape(dims)
+        let (inputs, path) = match path {
+            ExecPath::Kernel(DeviceKind::Cuda) => {
+                if switch.is_none_or(|switch| first + dims[2] <= switch) {
+                    let (qkv, log_decay) = self.heads(inputs, first);
+                    return state.on_cuda().extend(&self.attention(shape), qkv, log_decay);
+                }
+                // The chunked form is the reference's.
+                (inputs.in_f32(), ExecPath::Reference)
+            }
+            _ => (inputs, path),
+        };
+        let rows = self.rows(inputs, None, first);
+        let op = self.op(shape, dims[2]);
+        state.as_tensors().extend(&op, rows, chunk, switch, path).reshape(dims)
     }
 }
 

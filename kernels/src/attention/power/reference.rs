@@ -53,6 +53,22 @@ fn fold_group<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
 }
 
 impl<B: OpBackend> PowerInputs<B> {
+    /// From q `[batch, heads, seq_len, head_dim]`, which is brought to unit length, k and v
+    /// `[batch, kv_heads, seq_len, head_dim]`, and log decays `[batch, kv_heads, seq_len, 1]`.
+    pub(super) fn of_heads([q, k, v]: [Tensor<B, 4>; 3], log_decay: Tensor<B, 4>) -> Self {
+        let [batch, heads, seq_len, head_dim] = q.dims();
+        let kv_heads = k.dims()[1];
+        let rows = batch * kv_heads;
+        let length = (q.clone() * q.clone()).sum_dim(3).sqrt().detach();
+        let q = q / (length + EPSILON);
+        PowerInputs {
+            q: q.reshape([rows, heads / kv_heads, seq_len, head_dim]),
+            k: k.reshape([rows, seq_len, head_dim]),
+            v: v.reshape([rows, seq_len, head_dim]),
+            log_decay: log_decay.reshape([rows, seq_len]),
+        }
+    }
+
     /// The inputs of a block.
     fn of(&self, block: &Block) -> Self {
         let keys = self.k.dims()[1];

@@ -1,21 +1,51 @@
-//! The decode state: recent tokens in a cache, older ones as sums over φ.
+//! The decode state: recent tokens in a cache, older ones as sums over φ. On CUDA, the cache of its kernels up
+//! to `switch_len` tokens.
 
-use burn::tensor::{Tensor, s};
+use burn::tensor::{FloatDType, Tensor, s};
 
 use super::Power;
+use super::cuda::PowerKvCache;
+use super::op::PowerAttention;
 use super::reference::{PowerInputs, StateSums};
 use crate::attention::cache::KvCache;
+use crate::attention::decay::SPAN;
+use crate::attention::dispatch::on_cuda;
+use crate::attention::flash::capacity;
 use crate::attention::{DecodeState, ExecPath};
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, tensor};
+
+/// The decode state.
+#[derive(Clone, Debug)]
+pub enum State<B: OpBackend> {
+    /// That of the CPU kernel and of the reference.
+    Tensors(TensorState<B>),
+    /// That of the CUDA kernels.
+    Cuda(CudaState),
+}
 
 /// Recent tokens and the sums over older ones.
 #[derive(Clone, Debug)]
-pub struct State<B: OpBackend> {
+pub struct TensorState<B: OpBackend> {
     /// Keys and values, one row per kv head.
     cache: KvCache<B>,
     /// `[rows, tokens in the cache]`.
     log_decay: Option<Tensor<B, 2>>,
     past: Option<StateSums<B>>,
+}
+
+/// Keys, values and log decays of the cached tokens, as in [`PowerInputs`].
+struct HeldTokens<B: OpBackend> {
+    k: Tensor<B, 3>,
+    v: Tensor<B, 3>,
+    log_decay: Tensor<B, 2>,
+}
+
+impl<B: OpBackend> HeldTokens<B> {
+    /// With the queries of the last ones.
+    fn of(self, q: Tensor<B, 4>) -> PowerInputs<B> {
+        let HeldTokens { k, v, log_decay } = self;
+        PowerInputs { q, k, v, log_decay }
+    }
 }
 
 /// Tokens in the cache after `seq_len` single-token steps, when sums are used for sequences longer than
@@ -25,7 +55,118 @@ pub(super) fn near(chunk: usize, switch: usize, seq_len: usize) -> usize {
     if seq_len <= most { seq_len } else { chunk + seq_len % chunk }
 }
 
+/// The cache of the CUDA kernels.
+#[derive(Clone, Debug)]
+pub struct CudaState {
+    /// From the first token on.
+    cache: Option<Box<PowerKvCache>>,
+    /// Position of the next token.
+    position: usize,
+    /// Tokens to reserve room for.
+    capacity: usize,
+}
+
 impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        match self {
+            State::Tensors(state) => state.elements(),
+            State::Cuda(state) => state.cache.as_ref().map_or(0, |cache| cache.elements()),
+        }
+    }
+}
+
+impl<B: OpBackend> State<B> {
+    /// The position of the next token.
+    pub(super) fn position(&self) -> usize {
+        match self {
+            State::Tensors(state) => state.cache.position(),
+            State::Cuda(state) => state.position,
+        }
+    }
+
+    /// The CUDA kernels' cache.
+    ///
+    /// # Panics
+    /// After [`State::as_tensors`].
+    pub(super) fn on_cuda(&mut self) -> &mut CudaState {
+        match self {
+            State::Cuda(state) => state,
+            State::Tensors(_) => panic!("the state has left the CUDA kernels' cache"),
+        }
+    }
+
+    /// The state of the reference, to which that of the CUDA kernels is turned.
+    pub(super) fn as_tensors(&mut self) -> &mut TensorState<B> {
+        if let State::Cuda(state) = self {
+            *self = State::Tensors(state.to_tensors());
+        }
+        match self {
+            State::Tensors(state) => state,
+            State::Cuda(_) => unreachable!("turned into tensors"),
+        }
+    }
+}
+
+impl CudaState {
+    /// The state before the first token.
+    pub(super) fn new(capacity: usize) -> Self {
+        CudaState { cache: None, position: 0, capacity }
+    }
+
+    /// Appends tokens; returns their outputs, `[batch, heads, n, head_dim]`. The inputs are those of
+    /// [`power_attention`](super::op::power_attention).
+    pub(super) fn extend<B: OpBackend>(
+        &mut self,
+        op: &PowerAttention,
+        qkv: [Tensor<B, 4>; 3],
+        log_decay: Option<Tensor<B, 3>>,
+    ) -> Tensor<B, 4> {
+        let tokens = qkv[0].dims()[2];
+        self.position += tokens;
+        let ([q, k, v], log_decay) = (qkv.map(on_cuda), log_decay.map(on_cuda));
+        let cache = self.cache.get_or_insert_with(|| {
+            let capacity = capacity(op.window, self.capacity, tokens);
+            Box::new(PowerKvCache::new(&q, &k, log_decay.is_some(), capacity))
+        });
+        tensor(B::from_cuda(cache.extend(op, [&q, &k, &v], log_decay.as_ref())))
+    }
+
+    /// The same tokens in the state of the reference, in f32. Without a window, all tokens are there.
+    fn to_tensors<B: OpBackend>(&self) -> TensorState<B> {
+        let mut state = TensorState::new(None);
+        let Some(cache) = &self.cache else { return state };
+        let f32 = |x| tensor::<B, 4>(B::from_cuda(x)).cast(FloatDType::F32);
+        let [k, v] = cache.keys_and_values().map(f32);
+        let [batch, kv_heads, tokens, head_dim] = k.dims();
+        let rows = batch * kv_heads;
+        let log_decay = match cache.decay_within_spans() {
+            Some(within) => {
+                // The heads of a group have one decay: that of the first.
+                let within = tensor::<B, 3>(B::from_cuda(within));
+                let group = within.dims()[1] / kv_heads;
+                let first = within.reshape([rows, group, tokens]).narrow(1, 0, 1);
+                steps(first.reshape([rows, tokens]))
+            }
+            None => Tensor::zeros([rows, tokens], &k.device()),
+        };
+        let kv = [k, v].map(|x| x.reshape([rows, tokens, head_dim]));
+        state.append(kv, log_decay);
+        state
+    }
+}
+
+/// The steps `[rows, tokens]` of which `within` has the sums from the start of each span of [`SPAN`] tokens.
+fn steps<B: OpBackend>(within: Tensor<B, 2>) -> Tensor<B, 2> {
+    let ([rows, tokens], device) = (within.dims(), within.device());
+    let spans = tokens.div_ceil(SPAN);
+    let padded = Tensor::cat(vec![within, Tensor::zeros([rows, SPAN], &device)], 1);
+    let sums = padded.narrow(1, 0, spans * SPAN).reshape([rows * spans, SPAN]);
+    let before = sums.clone().narrow(1, 0, SPAN - 1);
+    let before = Tensor::cat(vec![Tensor::zeros([rows * spans, 1], &device), before], 1);
+    (sums - before).reshape([rows, spans * SPAN]).narrow(1, 0, tokens)
+}
+
+impl<B: OpBackend> TensorState<B> {
     fn elements(&self) -> usize {
         let log_decay = self.log_decay.as_ref().map_or(0, |x| x.shape().num_elements());
         let past = self
@@ -36,14 +177,10 @@ impl<B: OpBackend> DecodeState for State<B> {
     }
 }
 
-impl<B: OpBackend> State<B> {
+impl<B: OpBackend> TensorState<B> {
+    /// The state before the first token.
     pub(super) fn new(window: Option<usize>) -> Self {
-        State { cache: KvCache::new(window, 0), log_decay: None, past: None }
-    }
-
-    /// The position of the next token.
-    pub(super) fn position(&self) -> usize {
-        self.cache.position()
+        TensorState { cache: KvCache::new(window, 0), log_decay: None, past: None }
     }
 
     /// Appends the tokens of `rows`; returns their outputs, `[rows, group, n, value_dim]`.
@@ -57,10 +194,10 @@ impl<B: OpBackend> State<B> {
         switch: Option<usize>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        if self.position() == 0 {
+        if self.cache.position() == 0 {
             // Prefill: a forward pass, then the tokens enter the state.
             let kv = [rows.k.clone(), rows.v.clone()];
-            let near = self.append(rows.q.clone(), kv, rows.log_decay.clone());
+            let near = self.append(kv, rows.log_decay.clone()).of(rows.q.clone());
             self.fold(op, chunk, switch, &near);
             return op.of_rows(rows, path);
         }
@@ -70,15 +207,13 @@ impl<B: OpBackend> State<B> {
         while first < n {
             // At most to the end of the chunk, so that whole chunks enter the sums.
             let size = match switch {
-                Some(_) => (chunk - self.position() % chunk).min(n - first),
+                Some(_) => (chunk - self.cache.position() % chunk).min(n - first),
                 None => n,
             };
             let part = |x: &Tensor<B, 3>| x.clone().narrow(1, first, size);
-            let near = self.append(
-                rows.q.clone().narrow(2, first, size),
-                [part(&rows.k), part(&rows.v)],
-                rows.log_decay.clone().narrow(1, first, size),
-            );
+            let log_decay = rows.log_decay.clone().narrow(1, first, size);
+            let held = self.append([part(&rows.k), part(&rows.v)], log_decay);
+            let near = held.of(rows.q.clone().narrow(2, first, size));
             outputs.push(op.attend_last(&near, self.past.as_ref()));
             self.fold(op, chunk, switch, &near);
             first += size;
@@ -86,13 +221,8 @@ impl<B: OpBackend> State<B> {
         Tensor::cat(outputs, 2)
     }
 
-    /// Appends tokens to the cache; returns the new queries with all cached tokens.
-    fn append(
-        &mut self,
-        q: Tensor<B, 4>,
-        kv: [Tensor<B, 3>; 2],
-        new: Tensor<B, 2>,
-    ) -> PowerInputs<B> {
+    /// Appends tokens to the cache; returns all cached tokens.
+    fn append(&mut self, kv: [Tensor<B, 3>; 2], new: Tensor<B, 2>) -> HeldTokens<B> {
         let [k, v] = kv.map(|x| x.unsqueeze_dim::<4>(1));
         let [k, v] = self.cache.append(k, v).map(|x| x.squeeze_dim::<3>(1));
         let log_decay = match self.log_decay.take() {
@@ -103,14 +233,14 @@ impl<B: OpBackend> State<B> {
         let dropped = log_decay.dims()[1] - self.cache.len();
         let log_decay = log_decay.slice(s![.., dropped..]);
         self.log_decay = Some(log_decay.clone());
-        PowerInputs { q, k, v, log_decay }
+        HeldTokens { k, v, log_decay }
     }
 
     /// Moves the oldest chunks into the sums, if these are in use, except the last complete chunk and the
     /// tokens after it. `held` are all tokens in the cache.
     fn fold(&mut self, op: &Power, chunk: usize, switch: Option<usize>, held: &PowerInputs<B>) {
         let Some(switch) = switch else { return };
-        let old = self.cache.len() - near(chunk, switch, self.position());
+        let old = self.cache.len() - near(chunk, switch, self.cache.position());
         if old == 0 {
             return;
         }

@@ -1,7 +1,9 @@
 //! What the rectified variants share: the weights max(s − τ, 0)^p, normalised queries and keys, and
-//! the difference of two views.
+//! what joins two views.
 
 mod cuda;
+#[cfg(test)]
+mod tests;
 
 use burn::tensor::{Bool, Tensor};
 use longwall_config::Problems;
@@ -45,19 +47,20 @@ impl Weights for Rectified {
     fn cuda_forward(
         op: &Rowwise<Self>,
         inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
         needs: bool,
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(op, inputs, documents, needs)
+        cuda::forward(op, inputs, offsets, documents, needs)
     }
 
     fn cuda_backward(
         op: &Rowwise<Self>,
-        saved: [CudaTensor; 3],
+        saved: &[CudaTensor],
         documents: Option<&CudaTensor>,
         grad: &CudaTensor,
-    ) -> [CudaTensor; 3] {
-        cuda::backward(op, &saved, documents, grad)
+    ) -> Vec<CudaTensor> {
+        cuda::backward(op, saved, documents, grad)
     }
 }
 
@@ -65,8 +68,8 @@ impl Weights for Rectified {
 /// gradient.
 const L2_EPSILON: f32 = 1e-12;
 
-/// Added to the mean square by the RMS norm of outputs: a zero row stays zero.
-const NORM_EPSILON: f32 = 1e-6;
+/// What the RMS norm of outputs adds to the mean square by default: a zero row stays zero.
+pub const NORM_EPS: f32 = 1e-6;
 
 /// The largest power: with weights below 1, higher ones leave f32's range within a few keys.
 const LARGEST_POWER: u32 = 16;
@@ -76,11 +79,6 @@ pub fn l2_normalise<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
     let head_dim = x.dims()[3];
     let weight = Tensor::full([head_dim], 1.0 / (head_dim as f32).sqrt(), &x.device());
     rms_norm(x, weight, L2_EPSILON)
-}
-
-/// The RMS norm of outputs, with the learned `weight` `[value_dim]`.
-pub fn normalise_outputs<B: OpBackend>(o: Tensor<B, 4>, weight: Tensor<B, 1>) -> Tensor<B, 4> {
-    rms_norm(o, weight, NORM_EPSILON)
 }
 
 /// τ_i = β · sqrt(2 · ln((i+1)/κ) / head_dim) with i the position in the document, 0 where the
@@ -104,6 +102,20 @@ pub fn thresholds<B: OpBackend>(
     (log * (2.0 / shape.head_dim as f32)).sqrt() * beta.reshape([1, 1])
 }
 
+/// Splits a kind's learned vectors into β, the first of them, and the others. A β that is not learned is
+/// `fixed`, on the device of the others.
+pub fn beta_and_others<B: OpBackend>(
+    learned: bool,
+    fixed: f32,
+    parameters: &[Tensor<B, 1>],
+) -> (Tensor<B, 1>, &[Tensor<B, 1>]) {
+    let (first, others) = parameters.split_first().expect("the norm's weight at least");
+    if learned {
+        return (first.clone(), others);
+    }
+    (Tensor::full([1], fixed, &first.device()), parameters)
+}
+
 /// Records every problem of a table's keys `p`, `kappa` and `beta`; `key` is the table's path.
 pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &mut Problems) {
     problems.check(
@@ -122,18 +134,6 @@ pub fn validate_threshold(key: &str, p: u32, kappa: f32, beta: f32, problems: &m
             format!("set {name} = 1.0"),
         );
     }
-}
-
-/// Repeats the values that both views share: `[batch, kv_heads, …]` to `[batch, 2 · kv_heads, …]`.
-pub fn repeat_for_views<B: OpBackend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
-    Tensor::cat(vec![v.clone(), v], 1)
-}
-
-/// O⁽¹⁾ − λ O⁽²⁾ from the outputs of both views, `[batch, 2 · heads, …]` to `[batch, heads, …]`;
-/// `lambda` is `[1]`.
-pub fn difference<B: OpBackend>(o: Tensor<B, 4>, lambda: Tensor<B, 1>) -> Tensor<B, 4> {
-    let heads = o.dims()[1] / 2;
-    o.clone().narrow(1, 0, heads) - o.narrow(1, heads, heads) * lambda.reshape([1, 1, 1, 1])
 }
 
 /// The initial value of a learned λ.

@@ -12,7 +12,7 @@
 //!
 //! The sources disagree on the norm: Zhang et al. use a gated RMS norm over all heads' channels. Here
 //! it is Huang et al.'s layer norm, over a head's channels like the norms of the other variants; it
-//! adds 10⁻⁵ to the variance. A row without a positive score gives the norm's bias.
+//! adds `norm_eps`, 10⁻⁵, to the variance. A row without a positive score gives the norm's bias.
 //!
 //! Decoding caches rotated keys and values: 2 · kv_heads · head_dim elements per token.
 
@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::output_norm::validate_norm_eps;
 use super::rectified::Rectified;
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
@@ -33,13 +34,15 @@ use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
 
-/// Added to the variance by the layer norm.
-const NORM_EPSILON: f32 = 1e-5;
+/// What the layer norm adds to the variance by default.
+const NORM_EPS: f32 = 1e-5;
 
 /// `[model.attention]` with `kind = "rela"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, remote = "Self")]
 pub struct Config {
+    /// What the layer norm of outputs adds to the variance, 1e-20 to 1; default 1e-5.
+    pub norm_eps: f32,
     /// Rotary positions; on by default.
     #[serde(flatten, skip_deserializing)]
     pub rotary: Rotary,
@@ -49,7 +52,7 @@ with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rotary: Rotary::new(true) }
+        Config { norm_eps: NORM_EPS, rotary: Rotary::new(true) }
     }
 }
 
@@ -63,6 +66,7 @@ impl VariantSpec for Config {
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_norm_eps(key, self.norm_eps, NORM_EPS, problems);
         self.rotary.validate(key, shape, problems);
     }
 
@@ -89,6 +93,6 @@ impl KvCacheVariant for Config {
         let weights = Rectified { power: 1 };
         let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
         let o = rowwise(&op, q, k, v, None, documents, path);
-        layer_norm(o, norm.clone(), Some(bias.clone()), NORM_EPSILON)
+        layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
     }
 }

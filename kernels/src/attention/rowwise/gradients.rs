@@ -7,7 +7,9 @@ use burn::backend::Flex;
 use burn::tensor::{Tensor, s};
 use burn_flex::FlexTensor;
 
-use super::{Block, Rowwise, RowwiseInputs, Weights, repeat_heads, sum_groups};
+use super::{
+    Block, Rowwise, RowwiseInputs, Weights, repeat_heads, repeat_views, sum_groups, sum_views,
+};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::matmul::MatMul;
 
@@ -51,10 +53,10 @@ impl<W: Weights> Rowwise<W> {
         block: &Block,
         grad: &Tensor<B, 4>,
     ) -> BlockGrads<B> {
-        let group = inputs.group();
+        let (views, group) = (inputs.views(), inputs.group());
         let q = self.queries(inputs, block);
         let k = repeat_heads(block.keys_of(&inputs.k), group);
-        let v = repeat_heads(block.keys_of(&inputs.v), group);
+        let v = repeat_heads(repeat_views(block.keys_of(&inputs.v), views), group);
         let grad = block.queries_of(grad, inputs.keys());
         let (scores, mask) = self.scores(inputs, block, [&q, &k]);
         let d_weights = grad.clone().mm(v.transpose());
@@ -65,7 +67,7 @@ impl<W: Weights> Rowwise<W> {
         BlockGrads {
             offsets: if one_row { offsets.sum_dim(0) } else { offsets },
             k: sum_groups(d_scores.clone().transpose().mm(q), group),
-            v: sum_groups(weights.transpose().mm(grad), group),
+            v: sum_views(sum_groups(weights.transpose().mm(grad), group), views),
             q: d_scores.mm(k) * self.scale,
         }
     }

@@ -22,7 +22,7 @@ use burn_flex::FlexTensor;
 
 use super::blocks::{
     Block, attention_mask, by_query_blocks, copied, positions, query_blocks, repeat_heads,
-    sum_groups,
+    repeat_views, sum_groups, sum_views,
 };
 use super::{DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, int_tensor, primitive, tensor};
@@ -48,24 +48,25 @@ pub trait Weights: Clone + Debug + Send + Sync + 'static {
         d_weights: Tensor<B, 4>,
     ) -> [Tensor<B, 4>; 2];
 
-    /// The CUDA kernel, without offsets, as [`Op::cuda_forward`]; it saves q, k and v.
+    /// The CUDA kernel, as [`Op::cuda_forward`], for q, k and v, and offsets if there are any.
     fn cuda_forward(
         op: &Rowwise<Self>,
         inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
         needs: bool,
     ) -> Option<Forward<CudaTensor>> {
-        let _ = (op, inputs, documents, needs);
+        let _ = (op, inputs, offsets, documents, needs);
         None
     }
 
-    /// The gradients of q, k and v by the CUDA kernel.
+    /// The gradients of q, k, v and the offsets, from what [`Weights::cuda_forward`] saved.
     fn cuda_backward(
         op: &Rowwise<Self>,
-        saved: [CudaTensor; 3],
+        saved: &[CudaTensor],
         documents: Option<&CudaTensor>,
         grad: &CudaTensor,
-    ) -> [CudaTensor; 3] {
+    ) -> Vec<CudaTensor> {
         let _ = (saved, documents, grad);
         unreachable!("{op:?} has no kernel for CUDA")
     }
@@ -87,7 +88,8 @@ pub struct Rowwise<W> {
 /// - `q`: `[batch, heads, queries, head_dim]`
 /// - `k`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query
 ///   i is at position keys − queries + i
-/// - `v`: `[batch, kv_heads, keys, value_dim]`
+/// - `v`: `[batch, kv_heads / views, keys, value_dim]`: q and k may have the heads of several views, one view
+///   after the other, which all have v's values
 /// - `offsets`: `[batch or 1, queries]`, subtracted from the scores of a query
 /// - `documents`: `[batch, keys]`
 ///
@@ -104,9 +106,11 @@ pub fn rowwise<B: OpBackend, W: Weights>(
     documents: DocumentStarts<B>,
     path: ExecPath,
 ) -> Tensor<B, 4> {
-    let [[batch, heads, queries, head_dim], [_, kv_heads, keys, value_dim]] = [q.dims(), v.dims()];
+    let [[batch, heads, queries, head_dim], [_, kv_heads, keys, _]] = [q.dims(), k.dims()];
+    let [_, value_heads, _, value_dim] = v.dims();
     assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
-    assert_eq!(v.dims(), [batch, kv_heads, keys, value_dim], "shape of v for k {:?}", k.dims());
+    assert_eq!(v.dims(), [batch, value_heads, keys, value_dim], "shape of v for k {:?}", k.dims());
+    assert!(kv_heads % value_heads == 0, "{value_heads} heads of v must divide {kv_heads} of k");
     assert!(heads % kv_heads == 0, "{kv_heads} kv_heads must divide {heads} heads");
     assert!(keys >= queries, "{queries} queries but only {keys} keys");
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
@@ -137,6 +141,11 @@ impl<B: OpBackend> RowwiseInputs<B> {
 
     fn keys(&self) -> usize {
         self.k.dims()[2]
+    }
+
+    /// Heads of k that share one of v, one in each view.
+    fn views(&self) -> usize {
+        self.k.dims()[1] / self.v.dims()[1]
     }
 
     /// Query heads that share one key head.
@@ -191,7 +200,7 @@ impl<W: Weights> Rowwise<W> {
     fn attend<B: OpBackend>(&self, inputs: &RowwiseInputs<B>) -> Tensor<B, 4> {
         let group = inputs.group();
         let k = repeat_heads(inputs.k.clone(), group);
-        let v = repeat_heads(inputs.v.clone(), group);
+        let v = repeat_heads(repeat_views(inputs.v.clone(), inputs.views()), group);
         by_query_blocks(self.blocks(inputs), |block| {
             let q = self.queries(inputs, &block);
             let (scores, mask) = self.scores(inputs, &block, [&q, &block.keys_of(&k)]);
@@ -251,8 +260,8 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
         ints: &[CudaTensor],
         needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        let [q, k, v] = inputs.each_ref()[..] else { return None };
-        W::cuda_forward(self, [q, k, v], ints.first(), needs.contains(&true))
+        let [q, k, v, ..] = inputs.each_ref()[..] else { unreachable!("N is 3 or 4") };
+        W::cuda_forward(self, [q, k, v], inputs.get(3), ints.first(), needs.contains(&true))
     }
 
     fn cuda_backward(
@@ -262,8 +271,7 @@ impl<W: Weights, const N: usize> Op<N> for Rowwise<W> {
         grad: CudaTensor,
         _needs: [bool; N],
     ) -> [Option<CudaTensor>; N] {
-        let saved = saved.try_into().expect("q, k and v are saved");
-        let mut gradients = W::cuda_backward(self, saved, ints.first(), &grad).into_iter();
+        let mut gradients = W::cuda_backward(self, &saved, ints.first(), &grad).into_iter();
         std::array::from_fn(|_| gradients.next())
     }
 }

@@ -41,11 +41,12 @@ mod recurrence;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{Tensor, activation::sigmoid};
+use burn::tensor::{DType, Tensor, activation::sigmoid};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::recurrence::{WkvInputs, wkv};
+use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRank,
     LowRankActivation, ParameterSpec, ProjectionSpec, Variant, VariantSpec,
@@ -260,6 +261,23 @@ impl VariantSpec for Config {
         ]
         .map(|(name, elements, init)| ParameterSpec { name, elements, init: Init::Constant(init) })
         .into()
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        if let ExecPath::Kernel(_) = path {
+            return channels.by_kernel(dtype);
+        }
+        // r, k̃, v, κ̂, a, the decay and their products with its factors; the matrices and states of chunks.
+        let chunk = recurrence::CHUNK_SIZE.min(seq_len) as f64;
+        let state = channels.rows * (shape.head_dim * self.value_dim(shape)) as f64 / chunk;
+        channels.in_f32() + channels.scores(8.0, chunk) + 4.0 * (20.0 * channels.k + 4.0 * state)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, _seq_len: usize) -> f64 {

@@ -26,7 +26,7 @@ use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
 /// Tokens per chunk, a power of two.
-const CHUNK_SIZE: usize = 16;
+pub(super) const CHUNK_SIZE: usize = 16;
 
 /// Most elements of a tensor `[batch, heads, tokens, head_dim]` that are computed at once, unless a single
 /// chunk has more.

@@ -4,11 +4,13 @@
 //! forward pass runs one task per block. The backward pass runs one per kv head, which owns that
 //! head's dk and dv, so that the order of sums does not depend on the number of threads.
 
+use burn::backend::Flex;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::{Gradients, Softmax, prune};
-use crate::backend::Forward;
+use crate::attention::blocks::sum_views;
+use crate::backend::{Forward, primitive, tensor};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::heads::{HeadView, HeadsOut};
 use crate::cpu::{contiguous, dims, from_vec, int_vec, math, slice};
@@ -32,9 +34,12 @@ struct SoftmaxParams<'a> {
     batch: usize,
     heads: usize,
     kv_heads: usize,
+    /// Heads of v; those of k are as many in each view.
+    value_heads: usize,
     queries: usize,
     keys: usize,
     head_dim: usize,
+    value_dim: usize,
 }
 
 /// The scores of one block of queries.
@@ -59,6 +64,7 @@ impl<'a> SoftmaxParams<'a> {
     ) -> Self {
         let [batch, heads, queries, head_dim] = dims(q)[..] else { panic!("q has 4 dimensions") };
         let [_, kv_heads, keys, _] = dims(k)[..] else { panic!("k has 4 dimensions") };
+        let [_, value_heads, _, value_dim] = dims(v)[..] else { panic!("v has 4 dimensions") };
         let decay = match log_decay {
             Some(log_decay) => prefix_sums(slice(log_decay), keys),
             None if op.slopes.is_empty() => vec![],
@@ -83,15 +89,22 @@ impl<'a> SoftmaxParams<'a> {
             batch,
             heads,
             kv_heads,
+            value_heads,
             queries,
             keys,
             head_dim,
+            value_dim,
         };
         if op.prune && log_decay.is_some() {
             let rows = (0..batch * heads).into_par_iter();
             params.pruned = rows.map(|row| params.first_keys(row / heads, row % heads)).collect();
         }
         params
+    }
+
+    /// Keys from `lo` on of the values of a head of k.
+    fn values(&self, batch: usize, kv_head: usize, lo: usize, cols: usize) -> Mat<'_> {
+        self.v.rows(batch, kv_head % self.value_heads, lo, cols)
     }
 
     /// The first key of each query of a head that is not pruned.
@@ -218,9 +231,9 @@ pub(in crate::attention) fn forward(
 ) -> Forward<FlexTensor> {
     let [log_decay, sinks] = [log_decay, sinks].map(|x| x.map(contiguous));
     let params = SoftmaxParams::new(op, [q, k, v], log_decay.as_ref(), sinks.as_ref(), documents);
-    let SoftmaxParams { batch, heads, queries, head_dim, .. } = params;
+    let SoftmaxParams { batch, heads, queries, value_dim, .. } = params;
     let blocks = queries.div_ceil(BLOCK_QUERIES);
-    let out = HeadsOut::new(batch, heads, queries, head_dim);
+    let out = HeadsOut::new(batch, heads, queries, value_dim);
     let lse: Vec<Vec<f32>> = (0..batch * heads * blocks)
         .into_par_iter()
         .map_init(
@@ -230,7 +243,7 @@ pub(in crate::attention) fn forward(
                 let (b, h) = (head / heads, head % heads);
                 let block = params.block(b, h, first);
                 params.scores(b, h, &block, scores, slopes);
-                o.resize(block.rows * head_dim, 0.0);
+                o.resize(block.rows * value_dim, 0.0);
                 let lse = attend_block(&params, b, h, &block, scores, o);
                 // SAFETY: no two tasks share a block of queries of a head.
                 unsafe { out.write(b, h, first, o) };
@@ -277,8 +290,8 @@ fn attend_block(
         }
     }
     let p = Mat::new(scores, rows, cols, cols);
-    gemm(o, params.head_dim, 1.0, p, params.v.rows(batch, kv_head, lo, cols), 0.0);
-    for (o, inverse) in o.chunks_exact_mut(params.head_dim).zip(&inverse) {
+    gemm(o, params.value_dim, 1.0, p, params.values(batch, kv_head, lo, cols), 0.0);
+    for (o, inverse) in o.chunks_exact_mut(params.value_dim).zip(&inverse) {
         o.iter_mut().for_each(|o| *o *= inverse);
     }
     lse
@@ -320,10 +333,11 @@ pub(in crate::attention) fn backward(
     let params =
         SoftmaxParams::new(op, inputs.each_ref(), log_decay.as_ref(), sinks.as_ref(), documents);
     let upstream = Upstream { o: HeadView::new(&o), grad: HeadView::new(&grad), lse: slice(&lse) };
-    let SoftmaxParams { batch, heads, kv_heads, queries, keys, head_dim, .. } = params;
+    let SoftmaxParams { batch, heads, kv_heads, queries, keys, head_dim, value_dim, .. } = params;
     let dq = HeadsOut::new(batch, heads, queries, head_dim);
     let dk = HeadsOut::new(batch, kv_heads, keys, head_dim);
-    let dv = HeadsOut::new(batch, kv_heads, keys, head_dim);
+    // The part of each head of k.
+    let dv = HeadsOut::new(batch, kv_heads, keys, value_dim);
     let (decay, d_sinks): (Vec<Vec<Vec<f64>>>, Vec<Vec<f64>>) = (0..batch * kv_heads)
         .into_par_iter()
         .map(|task| {
@@ -346,10 +360,11 @@ pub(in crate::attention) fn backward(
         let of_head = |h: usize| (0..batch).map(|b| all[b * heads + h]).sum::<f64>() as f32;
         from_vec((0..heads).map(of_head).collect(), &[heads])
     });
+    let dv = tensor::<Flex, 4>(dv.into_tensor());
     Gradients {
         q: dq.into_tensor(),
         k: dk.into_tensor(),
-        v: dv.into_tensor(),
+        v: primitive(sum_views(dv, kv_heads / params.value_heads)),
         log_decay: dlog_decay,
         sinks: d_sinks,
     }
@@ -375,8 +390,8 @@ fn backward_kv_head(
     dq: &HeadsOut,
 ) -> HeadGrads {
     let group = params.heads / params.kv_heads;
-    let size = params.keys * params.head_dim;
-    let (dk, dv) = (vec![0.0; size], vec![0.0; size]);
+    let zeros = |channels: usize| vec![0.0; params.keys * channels];
+    let (dk, dv) = (zeros(params.head_dim), zeros(params.value_dim));
     let mut grads = HeadGrads { dk, dv, decay: vec![], sinks: vec![] };
     let mut scratch = Scratch::default();
     for head in kv_head * group..(kv_head + 1) * group {
@@ -415,7 +430,7 @@ fn backward_block(
     decay: &mut [f64],
 ) {
     let ScoreBlock { first, rows, lo, cols, .. } = *block;
-    let (d, scale) = (params.head_dim, params.op.scale);
+    let (d, values, scale) = (params.head_dim, params.value_dim, params.op.scale);
     let kv_head = head / (params.heads / params.kv_heads);
     let Scratch { scores, slopes, dp, dq } = scratch;
     params.scores(batch, head, block, scores, slopes);
@@ -424,11 +439,10 @@ fn backward_block(
         scores.iter_mut().for_each(|s| *s = math::exp(*s - lse));
     }
     let grad = upstream.grad.rows(batch, head, first, rows);
-    let keys = lo * d..(lo + cols) * d;
     let p = Mat::new(scores, rows, cols, cols);
-    gemm(&mut grads.dv[keys.clone()], d, 1.0, p.t(), grad, 1.0);
+    gemm(&mut grads.dv[lo * values..(lo + cols) * values], values, 1.0, p.t(), grad, 1.0);
     dp.resize(rows * cols, 0.0);
-    gemm(dp, cols, 1.0, grad, params.v.rows(batch, kv_head, lo, cols).t(), 0.0);
+    gemm(dp, cols, 1.0, grad, params.values(batch, kv_head, lo, cols).t(), 0.0);
     for row in 0..rows {
         let at = row * cols..(row + 1) * cols;
         let o = upstream.o.row(batch, head, first + row);
@@ -457,5 +471,5 @@ fn backward_block(
     dq.resize(rows * d, 0.0);
     gemm(dq, d, scale, ds, params.k.rows(batch, kv_head, lo, cols), 0.0);
     let q = params.q.rows(batch, head, first, rows);
-    gemm(&mut grads.dk[keys], d, scale, ds.t(), q, 1.0);
+    gemm(&mut grads.dk[lo * d..(lo + cols) * d], d, scale, ds.t(), q, 1.0);
 }

@@ -10,6 +10,7 @@ use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks
 use crate::attention::flash::{FlashAttention, decode, serves_tensors};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer};
+use crate::ops::cuda::dims;
 
 /// The hooks and their tensors.
 pub struct SoftmaxHooks {
@@ -82,6 +83,8 @@ impl Score for CappedScore {
     /// ALiBi's slope.
     type Head = f32;
 
+    const WEIGHS_PRODUCTS: bool = false;
+
     fn head(args: &CapAndSlopes, head: usize) -> f32 {
         let mut slope = 0f32;
         if comptime!(args.alibi) {
@@ -139,6 +142,10 @@ impl Score for CappedScore {
         }
         result
     }
+
+    fn weigh(_args: &CapAndSlopes, _product: f32, _shift: f32) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
 }
 
 /// ALiBi's penalty for the query at `row` and the key at `column`.
@@ -154,6 +161,7 @@ fn flash(
     documents: Option<&CudaTensor>,
 ) -> FlashAttention<SoftmaxHooks> {
     FlashAttention::new(inputs, op.scale, SoftmaxHooks::new(op, inputs[0], sinks))
+        .views(dims(inputs[1])[1] / dims(inputs[2])[1])
         .window(op.window)
         .documents(documents)
 }

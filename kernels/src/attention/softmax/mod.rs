@@ -55,12 +55,14 @@ pub fn sinks(shape: &AttentionShape) -> ParameterSpec {
 /// Softmax attention without a learned decay.
 ///
 /// - `q`: `[batch, heads, queries, head_dim]`
-/// - `k`, `v`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`:
+/// - `k`: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`:
 ///   query i is at position keys − queries + i
+/// - `v`: `[batch, kv_heads / views, keys, value_dim]`: q and k may have the heads of several views, one view
+///   after the other, which all have v's values
 /// - `sinks`: logits, f32 `[heads]`
 /// - `documents`: `[batch, keys]`
 ///
-/// Returns `[batch, heads, queries, head_dim]`.
+/// Returns `[batch, heads, queries, value_dim]`.
 ///
 /// # Panics
 /// When the shapes do not match.
@@ -71,7 +73,7 @@ pub fn softmax<B: OpBackend>(
     documents: DocumentStarts<B>,
     path: ExecPath,
 ) -> Tensor<B, 4> {
-    assert_shapes(&qkv);
+    assert_shapes_of_views(&qkv);
     let ints = documents.into_iter().map(Tensor::into_primitive).collect();
     let [q, k, v] = qkv.map(primitive);
     tensor(match sinks {
@@ -80,10 +82,18 @@ pub fn softmax<B: OpBackend>(
     })
 }
 
-/// Asserts that the shapes of q, k and v match.
-pub(super) fn assert_shapes<B: OpBackend>([q, k, v]: &[Tensor<B, 4>; 3]) {
+/// Asserts that the shapes of q, k and v match, and that each head of k has values of its own.
+pub(super) fn assert_shapes<B: OpBackend>(qkv: &[Tensor<B, 4>; 3]) {
+    assert_eq!(qkv[1].dims(), qkv[2].dims(), "shapes of k and v");
+    assert_shapes_of_views(qkv);
+}
+
+/// Asserts that the shapes of q, k and v match as [`softmax`] documents them.
+fn assert_shapes_of_views<B: OpBackend>([q, k, v]: &[Tensor<B, 4>; 3]) {
     let [[batch, heads, queries, head_dim], [_, kv_heads, keys, _]] = [q.dims(), k.dims()];
-    assert_eq!(k.dims(), v.dims(), "shapes of k and v");
+    let [_, value_heads, _, value_dim] = v.dims();
+    assert_eq!(v.dims(), [batch, value_heads, keys, value_dim], "shape of v for k {:?}", k.dims());
+    assert!(kv_heads % value_heads == 0, "{value_heads} heads of v must divide {kv_heads} of k");
     assert_eq!(k.dims(), [batch, kv_heads, keys, head_dim], "shape of k for q {:?}", q.dims());
     assert!(heads % kv_heads == 0, "{kv_heads} kv_heads must divide {heads} heads");
     assert!(keys >= queries, "{queries} queries but only {keys} keys");

@@ -7,6 +7,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use super::Softmax;
 use crate::attention::blocks::{
     MASKED, attention_mask, by_query_blocks, decay_between, positions, query_blocks, repeat_heads,
+    repeat_views,
 };
 use crate::backend::{OpBackend, int_tensor, primitive, tensor};
 use crate::ops::matmul::MatMul;
@@ -23,7 +24,8 @@ pub(in crate::attention) fn attend<B: OpBackend>(
     let device = q.device();
     let [batch, heads, queries, _] = q.dims();
     let [_, kv_heads, keys, _] = k.dims();
-    let [k, v] = [k, v].map(|x| repeat_heads(x, heads / kv_heads));
+    let views = kv_heads / v.dims()[1];
+    let [k, v] = [k, repeat_views(v, views)].map(|x| repeat_heads(x, heads / kv_heads));
     let documents = documents.map(|starts| int_tensor::<B, 2>(starts.clone()));
     let slopes = (!op.slopes.is_empty())
         .then(|| Tensor::<B, 1>::from_floats(&op.slopes[..], &device).reshape([1, heads, 1, 1]));

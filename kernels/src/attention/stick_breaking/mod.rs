@@ -11,13 +11,18 @@
 //! backwards. With a window, only the window's tokens break the stick. The remainder of the stick is
 //! dropped, as in the paper's main form (its appendix gives it to a learned vector).
 //!
+//! On CUDA in bf16, scores and what is left of a stick are f32, and weights are products, not sums of logarithms.
+//! After n keys a factor of 2⁻²³ · n at most is lost to rounding. A block of 64 queries ends where nothing is left of
+//! all its sticks in f32: this changes no result.
+//!
 //! Decoding caches keys and values: 2 · kv_heads · head_dim elements per token.
 
+mod cuda;
 #[cfg(test)]
 mod tests;
 mod weights;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -26,7 +31,8 @@ use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, VariantSpec};
+use super::saved::Channels;
+use super::{AttentionShape, ExecPath, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
 fn core(shape: &AttentionShape) -> Rowwise<StickBreaking> {
@@ -53,6 +59,12 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
 
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
+    }
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         problems.check(
             shape.window != Some(1),
@@ -62,6 +74,23 @@ impl VariantSpec for Config {
             "set a window of at least 2, or leave model.window out",
         );
         self.rotary.validate(key, shape, problems);
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            ExecPath::Kernel(_) => {
+                let per_row = cuda::saved_bytes_per_row(seq_len, shape.head_dim);
+                channels.by_kernel(dtype) + channels.rows * per_row as f64
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 }
 

@@ -4,8 +4,10 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::Tensor;
 
 use super::{Config, StickBreaking};
+use crate::Cuda;
+use crate::attention::conformance::in_bf16::{agrees_at, agrees_on, decodes_on};
 use crate::attention::conformance::rowwise::{dot, weighted};
-use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::conformance::{Conformance, Problem, rotated};
 use crate::attention::rotary::Rotary;
 use crate::attention::rowwise::{Rowwise, rowwise};
 use crate::attention::{AttentionShape, ExecPath};
@@ -82,4 +84,51 @@ fn long_sticks_agree_with_the_recurrence() {
             assert!(grad.iter().all(|x| x.is_finite()), "{what}");
         }
     }
+}
+
+/// Sticks that break within two tiles, in rows of many: the forward pass ends early, and the backward pass skips
+/// what it did not reach.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_agree_where_sticks_break_early() {
+    let variant = Config::default();
+    agrees_at::<Config, Cuda>(&variant, [4, 2, 64, 2, 700], None);
+    agrees_at::<Config, Cuda>(&variant, [2, 1, 128, 1, 500], Some(300));
+    let starts = [0, 90, 450];
+    agrees_on::<Config, Cuda>(
+        &variant,
+        Problem::new(&variant, [2, 2, 64, 2, 600], None).packed(&starts),
+    );
+}
+
+/// A problem whose scores, by `score` of the key's position, are about as large as given.
+fn with_scores(variant: &Config, seq_len: usize, score: impl Fn(usize) -> f64) -> Problem {
+    let head_dim = 64;
+    let mut problem = Problem::new(variant, [4, 2, head_dim, 1, seq_len], None);
+    let [q, k, ..] = &mut problem.inputs[..] else { panic!("q and k") };
+    for (at, row) in q.data.chunks_exact_mut(head_dim).enumerate() {
+        row[0] = if at % 2 == 0 { 4.0 } else { 2.0 };
+    }
+    for (at, row) in k.data.chunks_exact_mut(head_dim).enumerate() {
+        // With 4 in the query, the scale 1/8 gives half of it.
+        row[0] = 2.0 * score(at % seq_len);
+    }
+    problem
+}
+
+/// Sticks of which little is taken, so that all tiles and all splits of decoding matter, and sticks that a few keys
+/// break at once.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_agree_where_sticks_last() {
+    let variant = Config::default();
+    let mixed = |j: usize| if j % 97 == 40 { 2.0 } else { -7.0 };
+    let broken = |j: usize| if j % 150 == 70 { 100.0 } else { -6.0 };
+    let scores: [&dyn Fn(usize) -> f64; 3] = [&|_| -6.0, &mixed, &broken];
+    for score in scores {
+        agrees_on::<Config, Cuda>(&variant, with_scores(&variant, 700, score));
+        decodes_on::<Config, Cuda>(&variant, with_scores(&variant, 1300, score));
+    }
+    // Carries that are not saved.
+    agrees_at::<Config, Cuda>(&variant, [2, 2, 8, 1, 1100], None);
 }

@@ -3,9 +3,11 @@
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Bool, Tensor};
 
+use super::cuda;
 use crate::attention::blocks::{MASKED, sums_after};
-use crate::attention::rowwise::Weights;
-use crate::backend::{Op, OpBackend, primitive, tensor};
+use crate::attention::rowwise::{Rowwise, Weights};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
 use crate::ops::activation::Activation;
 
 /// A_j = σ(s_j) Π_{j<m<i} (1 − σ(s_m)).
@@ -49,5 +51,25 @@ impl Weights for StickBreaking {
         let g = weights.clone() * d_weights;
         let d_scores = g.clone() * left - sum_before(g) * taken;
         [weights, d_scores.mask_fill(mask, 0.0)]
+    }
+
+    fn cuda_forward(
+        op: &Rowwise<Self>,
+        inputs: [&CudaTensor; 3],
+        offsets: Option<&CudaTensor>,
+        documents: Option<&CudaTensor>,
+        needs: bool,
+    ) -> Option<Forward<CudaTensor>> {
+        // No kernel subtracts offsets.
+        offsets.is_none().then(|| cuda::forward(op, inputs, documents, needs)).flatten()
+    }
+
+    fn cuda_backward(
+        op: &Rowwise<Self>,
+        saved: &[CudaTensor],
+        documents: Option<&CudaTensor>,
+        grad: &CudaTensor,
+    ) -> Vec<CudaTensor> {
+        cuda::backward(op, saved, documents, grad)
     }
 }

@@ -11,12 +11,14 @@
 //!
 //! | parameter | elements | initial value |
 //! | --- | --- | --- |
-//! | `beta` | 1 | `beta`, 1 |
+//! | `beta` | 1 | `beta`, 1; with `learn_beta = false` it is not a parameter and keeps this value |
 //! | `lambda` | 1 | 0.5, clamped to [0, 1] in the operation |
 //! | `norm` | head_dim | 1, the RMS norm's scale, shared by the layer's heads |
 //!
 //! Not specified by the source, chosen here: λ's gradient passes through the clamp, so that a λ that
-//! has left [0, 1] can return; the rest as in `tra`.
+//! has left [0, 1] can return; the rest, the norm's epsilon too, as in `tra`.
+//!
+//! On CUDA in bf16, as in `tra`; both views are heads of one call, and share the values.
 //!
 //! Decoding caches normalised, rotated keys of both views and values: 3 · kv_heads · head_dim
 //! elements per token.
@@ -24,20 +26,24 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::output_norm::validate_norm_eps;
 use super::rectified::{
-    LAMBDA_INIT, Rectified, clamp_lambda, difference, l2_normalise, normalise_outputs,
-    repeat_for_views, thresholds, validate_threshold,
+    LAMBDA_INIT, NORM_EPS, Rectified, beta_and_others, clamp_lambda, thresholds, validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
-use super::rotation::{Rotation, rotate};
+use super::rotation::Rotation;
 use super::rowwise::{Rowwise, rowwise};
-use super::{AttentionShape, Init, ParameterSpec, VariantSpec};
+use super::saved::Channels;
+use super::{AttentionShape, ExecPath, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
+use crate::ops::rms_norm::rms_norm;
+use crate::ops::view_difference::view_difference;
 
 /// `[model.attention]` with `kind = "tda"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -47,8 +53,12 @@ pub struct Config {
     pub p: u32,
     /// Number of chance survivors per row that the threshold aims at, above 0; default 1.
     pub kappa: f32,
-    /// Initial value of the learned factor of the threshold, above 0; default 1.
+    /// Initial value of the threshold's factor, above 0; default 1.
     pub beta: f32,
+    /// Whether β is learned; default true. With false it keeps its initial value.
+    pub learn_beta: bool,
+    /// What the RMS norm of outputs adds to the mean square, 1e-20 to 1; default 1e-6.
+    pub norm_eps: f32,
     /// Rotary positions; on by default.
     #[serde(flatten, skip_deserializing)]
     pub rotary: Rotary,
@@ -58,15 +68,29 @@ with_rotary_keys!(Config);
 
 impl Default for Config {
     fn default() -> Self {
-        Config { p: 2, kappa: 1.0, beta: 1.0, rotary: Rotary::new(true) }
+        Config {
+            p: 2,
+            kappa: 1.0,
+            beta: 1.0,
+            learn_beta: true,
+            norm_eps: NORM_EPS,
+            rotary: Rotary::new(true),
+        }
     }
 }
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold differential attention (Huang et al., 2026)";
 
+    const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        flash::serves(kernel.dtype, batch * self.views() * shape.heads, shape.head_dim)
+    }
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_threshold(key, self.p, self.kappa, self.beta, problems);
+        validate_norm_eps(key, self.norm_eps, NORM_EPS, problems);
         self.rotary.validate(key, shape, problems);
     }
 
@@ -74,22 +98,38 @@ impl VariantSpec for Config {
         2
     }
 
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            // q and k also before they are divided by their lengths.
+            ExecPath::Kernel(_) => {
+                channels.by_kernel(dtype) + (channels.q + channels.k) * dtype.size() as f64
+            }
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
+    }
+
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
-        vec![
-            ParameterSpec { name: "beta", elements: 1, init: Init::Constant(self.beta) },
+        let beta = ParameterSpec { name: "beta", elements: 1, init: Init::Constant(self.beta) };
+        let others = [
             ParameterSpec { name: "lambda", elements: 1, init: Init::Constant(LAMBDA_INIT) },
             ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) },
-        ]
+        ];
+        self.learn_beta.then_some(beta).into_iter().chain(others).collect()
     }
 }
 
 impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
     fn rotation(&self) -> Option<Rotation> {
         self.rotary.rotation()
-    }
-
-    fn prepare<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        l2_normalise(rotate(self.rotation(), x, first))
     }
 
     fn output<B: OpBackend>(
@@ -97,13 +137,14 @@ impl KvCacheVariant for Config {
         shape: &AttentionShape,
         Prepared { q, k, v, parameters, first, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        let [beta, lambda, norm] = parameters else { panic!("3 parameters, not {parameters:?}") };
+        let (beta, others) = beta_and_others(self.learn_beta, self.beta, parameters);
+        let [lambda, norm] = others else { panic!("λ and the norm's weight, not {others:?}") };
         let queries = q.dims()[2];
-        let tau = thresholds(shape, self.kappa, beta.clone(), queries, first, &documents);
+        let tau = thresholds(shape, self.kappa, beta, queries, first, &documents);
         let weights = Rectified { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        let both = rowwise(&op, q, k, repeat_for_views(v), Some(tau), documents, path);
-        let o = difference(both, clamp_lambda(lambda.clone()));
-        normalise_outputs(o, norm.clone())
+        let both = rowwise(&op, q, k, v, Some(tau), documents, path);
+        let o = view_difference(both, clamp_lambda(lambda.clone()));
+        rms_norm(o, norm.clone(), self.norm_eps)
     }
 }

@@ -10,6 +10,7 @@ use crate::attention::blocks::{copied, repeat_heads};
 use crate::attention::cache::KvCache;
 use crate::attention::dispatch::on_cuda;
 use crate::attention::flash::capacity as capacity_of;
+use crate::attention::rotation::rotate;
 use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs};
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::device::DeviceKind;
@@ -89,8 +90,7 @@ pub(super) fn extend<B: OpBackend>(
     state: &mut State<B>,
 ) -> Tensor<B, 4> {
     let tokens = inputs.q.dims()[2];
-    inputs.q = config.rotate(inputs.q, state.position);
-    inputs.k = config.rotate(inputs.k, state.position);
+    [inputs.q, inputs.k] = rotate(config.rotation(), [inputs.q, inputs.k], state.position);
     state.position += tokens;
     let outputs = match &mut state.cache {
         CacheStorage::Cuda(cache) => {

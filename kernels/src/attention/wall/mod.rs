@@ -71,7 +71,7 @@ mod reference;
 mod tests;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -80,6 +80,7 @@ use super::blocks::repeat_heads;
 use super::flash;
 use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::Rotation;
+use super::saved::Channels;
 use super::softmax::sinks;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec, ProjectionSpec,
@@ -196,9 +197,9 @@ impl Config {
         parameters.last().filter(|_| self.sinks).cloned()
     }
 
-    /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
-    fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+    /// The rotation of q and k with `rope`.
+    fn rotation(&self) -> Option<Rotation> {
+        self.rope.then(|| Rotation::new(self.theta))
     }
 
     /// q or k of whole rows, rotated by positions in documents with `rope`.
@@ -343,6 +344,22 @@ impl VariantSpec for Config {
 
     fn metrics(&self) -> Vec<Metric> {
         if self.prune { vec![PRUNED_FRACTION] } else { vec![] }
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        let gates = (self.gate_heads_of(shape) * self.gate_dims_of(shape)) as f64;
+        match path {
+            // The gates by head; their sums at the ends of tiles are few.
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + gates * dtype.size() as f64,
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)) + 8.0 * gates,
+        }
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

@@ -2,7 +2,7 @@
 
 pub(super) mod cpu;
 pub(super) mod cuda;
-pub(super) mod kernel;
+pub(crate) mod kernel;
 
 use burn::tensor::activation::sigmoid;
 use burn::tensor::ops::{FloatTensor, IntTensor};

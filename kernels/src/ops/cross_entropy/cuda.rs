@@ -28,6 +28,16 @@ pub fn chunk_rows(vocab: usize) -> usize {
     1 << most.ilog2()
 }
 
+/// Bytes that `weighted` takes on top of its inputs for `rows` tokens in `dtype`: a chunk's logits, the
+/// gradients of x and of W, and the padded copy of W, if one is needed.
+pub fn workspace_bytes(rows: usize, vocab: usize, width: usize, dtype: DType) -> f64 {
+    let padded = vocab.next_multiple_of(VOCAB_MULTIPLE);
+    let [tokens, chunk, vocab, padded, width] =
+        [rows, chunk_rows(vocab).min(rows), vocab, padded, width].map(|n| n as f64);
+    let copy = if padded > vocab { padded * width } else { 0.0 };
+    dtype.size() as f64 * (chunk * padded + tokens * width + copy) + 4.0 * padded * width
+}
+
 /// The results of one pass over the rows.
 struct LossAndGrads {
     /// The loss of each row, `[rows]`, weighted if there are weights.

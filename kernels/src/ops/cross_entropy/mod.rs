@@ -5,6 +5,7 @@ mod cpu;
 mod cuda;
 mod kernel;
 
+pub use self::cuda::workspace_bytes as cuda_workspace_bytes;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor};

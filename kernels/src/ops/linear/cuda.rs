@@ -1,11 +1,12 @@
-//! Linear layers by cuBLASLt; x Wᵀ for a few rows by a kernel of its own.
+//! Linear layers by cuBLASLt, in e4m3 with [`Rounding::E4m3`]; x Wᵀ for a few rows by a kernel of its own.
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::ones_client;
 
+use super::e4m3::{self, Of, factor, rounded};
 use super::few_rows;
 use crate::backend::Forward;
-use crate::cuda::blas::{Epilogue, matmul_f32, product};
+use crate::cuda::blas::{Epilogue, Rounding, matmul_f32, product};
 use crate::cuda::{CudaTensor, reshaped};
 use crate::ops::cuda::elementwise::in_type;
 
@@ -37,8 +38,15 @@ pub fn like_rows_of(like: &CudaTensor, rows: &CudaTensor) -> CudaTensor {
     reshaped(rows, &shape)
 }
 
-/// y = x Wᵀ with the epilogue `then`, in x's type; saves x and W.
-pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: LinearEpilogue) -> Forward<CudaTensor> {
+/// y = x Wᵀ with the epilogue `then`, in x's type; saves x and W or, in e4m3, xᵀ and Wᵀ with their scales if
+/// `tracked`.
+pub fn forward(
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    then: LinearEpilogue,
+    rounding: Rounding,
+    tracked: bool,
+) -> Forward<CudaTensor> {
     let rows = as_rows(x);
     let weight = in_type(weight, x.dtype);
     let epilogue = match then {
@@ -46,6 +54,13 @@ pub fn forward(x: &CudaTensor, weight: &CudaTensor, then: LinearEpilogue) -> For
         LinearEpilogue::Bias(bias) => Epilogue::Bias(bias.clone()),
         LinearEpilogue::Add(term) => Epilogue::Add(as_rows(term)),
     };
+    if rounding == Rounding::E4m3 && e4m3::serves(&rows, &weight) {
+        let (rows, x_columns) = factor(&rows, Of::Values, tracked);
+        let (weight, weight_columns) = factor(&weight, Of::Values, tracked);
+        let y = e4m3::outputs(&rows, &weight, epilogue);
+        let saved = e4m3::to_saved([x_columns, weight_columns]);
+        return Forward { output: like_rows_of(x, &y), saved };
+    }
     let y = outputs(&rows, &weight, x.dtype, epilogue);
     Forward { output: like_rows_of(x, &y), saved: vec![like_rows_of(x, &rows), weight] }
 }
@@ -71,12 +86,23 @@ pub fn backward(
     needs: [bool; 3],
     grad_accum: [&mut Option<CudaTensor>; 2],
 ) -> [Option<CudaTensor>; 3] {
-    let [x, weight] = saved else { unreachable!("linear saves two tensors") };
     let (dy, [x_accum, weight_accum]) = (as_rows(grad), grad_accum);
-    let dx = needs[0].then(|| like_rows_of(x, &input_gradient(&dy, weight, x_accum)));
-    let dw = needs[1].then(|| weight_gradient(&dy, &as_rows(x), weight_accum));
+    let [dx, dw] = match saved {
+        [x, weight] => [
+            needs[0].then(|| input_gradient(&dy, weight, x_accum)),
+            needs[1].then(|| weight_gradient(&dy, &as_rows(x), weight_accum)),
+        ],
+        _ => {
+            let [x, weight] = e4m3::from_saved(saved);
+            let [by_rows, by_columns] = rounded(&dy, Of::Values, [needs[0], needs[1]]);
+            [
+                by_rows.map(|dy| e4m3::input_gradient(&dy, &weight, x_accum)),
+                by_columns.map(|dy| e4m3::weight_gradient(&dy, &x, weight_accum)),
+            ]
+        }
+    };
     let db = needs[2].then(|| column_sums(&dy));
-    [dx, dw, db]
+    [dx.map(|dx| like_rows_of(grad, &dx)), dw, db]
 }
 
 /// dy W in dy's type, plus the gradient in `grad_accum`.
@@ -98,7 +124,7 @@ pub fn weight_gradient(
 }
 
 /// Takes the sum that a gradient is added to, if it has the gradient's type.
-fn sum(grad_accum: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
+pub(super) fn sum(grad_accum: &mut Option<CudaTensor>, dtype: DType) -> Epilogue {
     match grad_accum.take_if(|sum| sum.dtype == dtype) {
         // The product writes into the sum's buffer unless that is shared.
         Some(sum) => Epilogue::Add(as_rows(&sum)),

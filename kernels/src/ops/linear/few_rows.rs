@@ -7,11 +7,14 @@
 //! operands straight from memory, 16 bytes at a time: 8 consecutive elements of a row, which it hands to two
 //! fragments. The sum over k is thus in another order, the same for W and x. The warps of a block share k, and
 //! their parts are added in the order of the warps.
+//!
+//! [`several`](super::several) multiplies one x by several W in one launch.
 
 use burn::tensor::{DType, bf16};
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
+use super::row_norm::RowNorm;
 use crate::cuda::blas::Epilogue;
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::ops::activation::kernel::{Function, value};
@@ -22,19 +25,19 @@ use crate::tile::{Bf16Pair, CHUNK, Chunk, zeros};
 pub const MOST_ROWS: usize = 64;
 
 /// Outputs per block: the rows of a fragment.
-const OUTPUTS: usize = 16;
+pub const OUTPUTS: usize = 16;
 
 /// Rows of x per fragment.
-const ROWS: usize = 8;
+pub const ROWS: usize = 8;
 
 /// Elements of k per step of a warp: two fragments.
-const STEP: usize = 32;
+pub const STEP: usize = 32;
 
 /// Chunks per step.
 const STEP_CHUNKS: usize = STEP / CHUNK;
 
 /// Warps per block.
-const WARPS: usize = 8;
+pub const WARPS: usize = 8;
 
 /// Most steps whose weights a warp has in flight.
 const MOST_AHEAD: usize = 4;
@@ -51,25 +54,29 @@ enum Then {
     Gelu,
 }
 
-/// The compile-time configuration.
+/// How a block's products are divided among fragments and steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Config {
+pub struct Tiling {
     /// Fragments of rows of x.
-    fragments: usize,
+    pub fragments: usize,
     /// Steps whose weights a warp has in flight.
     ahead: usize,
     /// Whether every warp has a multiple of `ahead` steps.
     even: bool,
-    then: Then,
 }
 
-impl Config {
-    fn new(rows: usize, k: usize, then: Then) -> Self {
+impl Tiling {
+    pub fn new(rows: usize, k: usize) -> Self {
         let steps = k / STEP;
         let per_warp = steps.div_ceil(WARPS);
         let ahead = (1..=MOST_AHEAD).rev().find(|n| per_warp.is_multiple_of(*n)).unwrap_or(1);
         let even = steps.is_multiple_of(WARPS);
-        Config { fragments: rows.div_ceil(ROWS), ahead, even, then }
+        Tiling { fragments: rows.div_ceil(ROWS), ahead, even }
+    }
+
+    /// Elements of the warps' parts of a block's products, `[warps, rows, outputs]`.
+    pub const fn parts(self) -> usize {
+        WARPS * self.fragments * ROWS * OUTPUTS
     }
 }
 
@@ -93,8 +100,9 @@ pub fn product(
         Epilogue::Add(term) => (Then::Add, Some(contiguous(term)), None),
         Epilogue::Bias(bias) => (Then::Bias, Some(contiguous(bias)), None),
         Epilogue::Gelu(before) => (Then::Gelu, None, Some(before)),
+        Epilogue::GeluSlope(_) => return None,
     };
-    let config = Config::new(rows, k, then);
+    let tiling = Tiling::new(rows, k);
     // SAFETY: rows and outputs past the last are clamped when read and not written; the callers' tensors have the
     // sizes that the kernel's documentation asks for.
     unsafe {
@@ -104,13 +112,15 @@ pub fn product(
             dim(WARPS * 32),
             buffer(x, CHUNK),
             buffer(weight, CHUNK),
+            RowNorm::none(x),
             term.as_ref().map(|term| buffer(term, 1)).into(),
             before.map(|before| buffer(before, 1)).into(),
             buffer(&y, 1),
             as_u32(rows),
             as_u32(outputs),
             as_u32(k / STEP),
-            config,
+            tiling,
+            then,
             dtype.into(),
             term.as_ref().map_or(dtype, |term| term.dtype).into(),
         );
@@ -118,9 +128,11 @@ pub fn product(
     Some(y)
 }
 
-/// Whether the kernel can read these operands.
-fn serves(x: &CudaTensor, weight: &CudaTensor) -> bool {
-    let ([rows, k], [outputs, _]) = (x.meta.shape().dims(), weight.meta.shape().dims());
+/// Whether the kernels can read these operands.
+///
+/// - `x`: `[rows, k]`, `weight`: `[outputs, k]`
+pub fn serves(x: &CudaTensor, weight: &CudaTensor) -> bool {
+    let ([rows, k], [outputs, inputs]) = (x.meta.shape().dims(), weight.meta.shape().dims());
     let readable = |x: &CudaTensor| {
         let offset = x.handle.offset_start.unwrap_or(0);
         x.dtype == DType::BF16 && x.is_contiguous() && offset.is_multiple_of(WIDE as u64)
@@ -128,6 +140,7 @@ fn serves(x: &CudaTensor, weight: &CudaTensor) -> bool {
     (1..=MOST_ROWS).contains(&rows)
         && outputs > 0
         && k > 0
+        && k == inputs
         && k.is_multiple_of(STEP)
         && readable(x)
         && readable(weight)
@@ -145,22 +158,67 @@ fn serves(x: &CudaTensor, weight: &CudaTensor) -> bool {
 fn few_rows<E: Float, T: Float>(
     x: &Array<Chunk>,
     weight: &Array<Chunk>,
+    norm: &RowNorm,
     term: &ComptimeOption<Array<T>>,
     before: &mut ComptimeOption<Array<E>>,
     y: &mut Array<E>,
     rows: u32,
     outputs: u32,
     steps: u32,
-    #[comptime] config: Config,
+    #[comptime] tiling: Tiling,
+    #[comptime] then: Then,
     #[define(E)] _dtype: StorageType,
     #[define(T)] _term_dtype: StorageType,
 ) {
-    let Config { fragments, ahead, even, then } = comptime!(config);
     let (rows, outputs, steps) = (rows as usize, outputs as usize, steps as usize);
+    let first = CUBE_POS_X as usize * OUTPUTS;
+    let mut parts = SharedMemory::<f32>::new(comptime!(tiling.parts()));
+    let statistics = norm.statistics(x, rows, steps, tiling);
+    multiply(x, weight, norm, &statistics, &mut parts, first, rows, outputs, steps, tiling);
+    let mut own = UNIT_POS as usize;
+    while own < rows * OUTPUTS {
+        let (row, output) = (own / OUTPUTS, first + own % OUTPUTS);
+        if output < outputs {
+            let mut sum = sum_of_warps(&parts, own, tiling);
+            let at = row * outputs + output;
+            if comptime!(then == Then::Add) {
+                sum += f32::cast_from(term.as_ref().unwrap()[at]);
+            }
+            if comptime!(then == Then::Bias) {
+                sum += f32::cast_from(term.as_ref().unwrap()[output]);
+            }
+            if comptime!(then == Then::Gelu) {
+                before.as_mut().unwrap()[at] = E::cast_from(sum);
+                sum = value(sum, Function::Gelu);
+            }
+            y[at] = E::cast_from(sum);
+        }
+        own += comptime!(WARPS * 32);
+    }
+}
+
+/// Writes the warps' parts of the products of x's rows, normalised, and W's rows from `first` on to `parts`,
+/// `[warps, rows, outputs]`.
+///
+/// - `x`, `weight`: `[rows, k]` and `[outputs, k]`, where k has `steps` steps
+/// - `statistics`: as [`RowNorm::statistics`] returns them
+#[cube]
+pub fn multiply(
+    x: &Array<Chunk>,
+    weight: &Array<Chunk>,
+    norm: &RowNorm,
+    statistics: &SharedMemory<f32>,
+    parts: &mut SharedMemory<f32>,
+    first: usize,
+    rows: usize,
+    outputs: usize,
+    steps: usize,
+    #[comptime] tiling: Tiling,
+) {
+    let Tiling { fragments, ahead, even } = comptime!(tiling);
     let chunks = steps * STEP_CHUNKS;
     let lane = UNIT_POS as usize % 32;
     let warp = UNIT_POS as usize / 32;
-    let first = CUBE_POS_X as usize * OUTPUTS;
     // A lane's two rows of W, and its row of x in each fragment; its chunk of a step.
     let upper = min(first + lane / 4, outputs - 1) * chunks + lane % 4;
     let lower = min(first + lane / 4 + 8, outputs - 1) * chunks + lane % 4;
@@ -184,7 +242,11 @@ fn few_rows<E: Float, T: Float>(
                 #[unroll]
                 for f in 0..fragments {
                     let row = min(lane / 4 + f * ROWS, rows - 1);
-                    let own = x[row * chunks + at * STEP_CHUNKS + lane % 4];
+                    let column = at * STEP_CHUNKS + lane % 4;
+                    let mut own = x[row * chunks + column];
+                    if comptime!(norm.enabled) {
+                        own = norm.apply(own, column, statistics[row * 2], statistics[row * 2 + 1]);
+                    }
                     #[unroll]
                     for half in 0..2usize {
                         def.execute_inplace(
@@ -198,9 +260,6 @@ fn few_rows<E: Float, T: Float>(
         }
         step += comptime!(ahead * WARPS);
     }
-
-    // The warps' parts: [warps, rows, outputs].
-    let mut parts = SharedMemory::<f32>::new(comptime!(WARPS * fragments * ROWS * OUTPUTS));
     #[unroll]
     for f in 0..fragments {
         #[unroll]
@@ -215,30 +274,17 @@ fn few_rows<E: Float, T: Float>(
         }
     }
     sync_cube();
-    let mut own = UNIT_POS as usize;
-    while own < rows * OUTPUTS {
-        let (row, output) = (own / OUTPUTS, first + own % OUTPUTS);
-        if output < outputs {
-            let mut sum = parts[own];
-            #[unroll]
-            for warp in 1..WARPS {
-                sum += parts[own + warp * comptime!(fragments * ROWS * OUTPUTS)];
-            }
-            let at = row * outputs + output;
-            if comptime!(then == Then::Add) {
-                sum += f32::cast_from(term.as_ref().unwrap()[at]);
-            }
-            if comptime!(then == Then::Bias) {
-                sum += f32::cast_from(term.as_ref().unwrap()[output]);
-            }
-            if comptime!(then == Then::Gelu) {
-                before.as_mut().unwrap()[at] = E::cast_from(sum);
-                sum = value(sum, Function::Gelu);
-            }
-            y[at] = E::cast_from(sum);
-        }
-        own += comptime!(WARPS * 32);
+}
+
+/// The sum of the warps' parts of product `own`.
+#[cube]
+pub fn sum_of_warps(parts: &SharedMemory<f32>, own: usize, #[comptime] tiling: Tiling) -> f32 {
+    let mut sum = parts[own];
+    #[unroll]
+    for warp in 1..WARPS {
+        sum += parts[own + warp * comptime!(tiling.fragments * ROWS * OUTPUTS)];
     }
+    sum
 }
 
 /// Operand A: elements 4·`half` to 4·`half` + 3 of a chunk of the upper row, and of the lower.

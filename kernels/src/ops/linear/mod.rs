@@ -1,17 +1,28 @@
 //! The linear layer, y = x Wᵀ + b, alone and added to a residual stream.
+//!
+//! With [`Rounding::E4m3`](crate::cuda::blas::Rounding) its three products are in e4m3 on CUDA, where x and W
+//! are in bf16, there are more than 64 rows, and all sizes are multiples of 16.
 
 mod cpu;
 pub(super) mod cuda;
+pub(super) mod e4m3;
 mod few_rows;
+mod row_norm;
+mod several;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 
+use self::row_norm::NormTensors;
+use self::several::{LayerTensors, LayersInput, serves_layers};
 use crate::backend::{Forward, NoGradOp, Op, OpBackend, primitive, tensor};
-use crate::cuda::CudaTensor;
+use crate::cuda::blas::rounding;
+use crate::cuda::{CudaTensor, reshaped};
 use crate::ops::bias;
+use crate::ops::layer_norm::layer_norm;
 use crate::ops::matmul::MatMul;
+use crate::ops::rms_norm::rms_norm;
 
 /// y = x Wᵀ + b.
 ///
@@ -52,6 +63,106 @@ pub fn linear_add<B: OpBackend>(
 ) -> Tensor<B, 3> {
     let inputs = [primitive(x), primitive(weight), primitive(residual)];
     tensor(B::run(&LinearAdd, inputs, vec![]))
+}
+
+/// The norm of a layer's input.
+#[derive(Clone, Debug)]
+pub struct InputNorm<B: OpBackend> {
+    /// `[in_features]`
+    pub weight: Tensor<B, 1>,
+    /// `[in_features]`, only of a layer norm.
+    pub bias: Option<Tensor<B, 1>>,
+    /// Whether it is a layer norm, which subtracts the mean, rather than an RMS norm.
+    pub centred: bool,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl<B: OpBackend> InputNorm<B> {
+    /// `x` normalised, in the same shape.
+    pub fn forward<const D: usize>(self, x: Tensor<B, D>) -> Tensor<B, D> {
+        let InputNorm { weight, bias, centred, eps } = self;
+        if centred { layer_norm(x, weight, bias, eps) } else { rms_norm(x, weight, eps) }
+    }
+
+    /// The norm on CUDA; `None` on other devices, and under autodiff.
+    fn on_cuda(&self) -> Option<NormTensors> {
+        let of = |x: &Tensor<B, 1>| B::into_cuda(primitive(x.clone()));
+        let (weight, bias) = (of(&self.weight)?, self.bias.as_ref().map(of));
+        let InputNorm { centred, eps, .. } = *self;
+        Some(NormTensors { weight, bias: bias.flatten(), centred, eps })
+    }
+}
+
+/// y_i = x̂ W_iᵀ + b_i for each layer (W_i, b_i), where x̂ is x or its norm. Where the device supports it, a few rows
+/// without a gradient take one launch for up to four layers and the norm.
+///
+/// - `x`: `[batch, seq_len, in_features]`
+/// - W_i: `[out_features, in_features]`
+/// - b_i: `[out_features]`
+///
+/// Returns `[batch, seq_len, out_features]` of each layer.
+///
+/// # Panics
+/// When the sizes do not match.
+pub fn linears<B: OpBackend>(
+    x: Tensor<B, 3>,
+    norm: Option<InputNorm<B>>,
+    layers: Vec<(Tensor<B, 2>, Option<Tensor<B, 1>>)>,
+) -> Vec<Tensor<B, 3>> {
+    if let Some(outputs) = layers_of_few_rows(&x, norm.as_ref(), &layers, false) {
+        return outputs;
+    }
+    match norm {
+        Some(norm) => linears(norm.forward(x), None, layers),
+        None => layers.into_iter().map(|(weight, bias)| linear(x.clone(), weight, bias)).collect(),
+    }
+}
+
+/// GELU(x̂ Wᵀ) in its tanh form, where x̂ is x or its norm, by one launch; `None` unless the device supports that, the
+/// rows are few, and no gradient is needed.
+///
+/// - `x`: `[batch, seq_len, in_features]`
+/// - `weight`: `[out_features, in_features]`
+///
+/// Returns `[batch, seq_len, out_features]`.
+pub fn gelu_of_few_rows<B: OpBackend>(
+    x: &Tensor<B, 3>,
+    norm: Option<&InputNorm<B>>,
+    weight: Tensor<B, 2>,
+) -> Option<Tensor<B, 3>> {
+    layers_of_few_rows(x, norm, &[(weight, None)], true)?.pop()
+}
+
+/// The layers' outputs, or their GELU, by one kernel; `None` if it does not serve them.
+fn layers_of_few_rows<B: OpBackend>(
+    x: &Tensor<B, 3>,
+    norm: Option<&InputNorm<B>>,
+    layers: &[(Tensor<B, 2>, Option<Tensor<B, 1>>)],
+    gelu: bool,
+) -> Option<Vec<Tensor<B, 3>>> {
+    let rows = cuda::as_rows(&B::into_cuda(primitive(x.clone()))?);
+    let norm = match norm {
+        Some(norm) => Some(norm.on_cuda()?),
+        None => None,
+    };
+    let of = |(weight, bias): &(Tensor<B, 2>, Option<Tensor<B, 1>>)| {
+        let bias = bias.as_ref().map(|bias| B::into_cuda(primitive(bias.clone())));
+        Some((B::into_cuda(primitive(weight.clone()))?, bias.flatten()))
+    };
+    let layers = layers.iter().map(of).collect::<Option<Vec<_>>>()?;
+    let layers: Vec<_> =
+        layers.iter().map(|(weight, bias)| LayerTensors { weight, bias: bias.as_ref() }).collect();
+    let input = LayersInput { x: &rows, norm: norm.as_ref() };
+    if !serves_layers(&input, &layers) {
+        return None;
+    }
+    let [batch, seq_len, _] = x.dims();
+    let outputs = several::layers(&input, &layers, gelu).into_iter().map(|y| {
+        let shape = [batch, seq_len, y.meta.shape()[1]];
+        tensor(B::from_cuda(reshaped(&y, &shape)))
+    });
+    Some(outputs.collect())
 }
 
 /// y = x Wᵀ in f32, even for x and W in bf16. Without a gradient.
@@ -109,9 +220,10 @@ impl Op<3> for LinearAdd {
         &self,
         [x, weight, residual]: &[CudaTensor; 3],
         _ints: &[CudaTensor],
-        _needs: [bool; 3],
+        needs: [bool; 3],
     ) -> Option<Forward<CudaTensor>> {
-        Some(cuda::forward(x, weight, cuda::LinearEpilogue::Add(residual)))
+        let then = cuda::LinearEpilogue::Add(residual);
+        Some(cuda::forward(x, weight, then, rounding(), needs.contains(&true)))
     }
 
     fn cuda_backward_accumulating(
@@ -170,14 +282,11 @@ impl<const N: usize> Op<N> for Linear {
         &self,
         inputs: &[CudaTensor; N],
         _ints: &[CudaTensor],
-        _needs: [bool; N],
+        needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
         let (x, weight, bias) = bias::inputs(inputs);
-        Some(cuda::forward(
-            x,
-            weight,
-            bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias),
-        ))
+        let then = bias.map_or(cuda::LinearEpilogue::Nothing, cuda::LinearEpilogue::Bias);
+        Some(cuda::forward(x, weight, then, rounding(), needs.contains(&true)))
     }
 
     fn cuda_backward_accumulating(

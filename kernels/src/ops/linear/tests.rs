@@ -1,6 +1,6 @@
 use super::*;
 use crate::backend::{leaf_id, take_accumulated_grad, with_accumulated_grads};
-use crate::ops::support::{gpu, values};
+use crate::ops::support::{Ad, gpu, values, wave};
 use crate::testing::{Case, Tensor64, check, check_on};
 
 /// y = x Wᵀ + b by its definition.
@@ -96,5 +96,142 @@ fn cuda_keeps_products_of_bf16_in_f32() {
         for (got, want) in numbers(got).iter().zip(numbers(want)) {
             assert!((got - want).abs() <= 1e-6 * inputs as f32, "{got} for {want}");
         }
+    }
+}
+
+/// Layers of 64 inputs, as q, k, v and a gate of grouped heads; the last has a bias.
+fn layers<B: OpBackend>(
+    matrix: impl Fn([usize; 2], f32) -> Tensor<B, 2>,
+    vector: impl Fn(usize, f32) -> Tensor<B, 1>,
+) -> Vec<(Tensor<B, 2>, Option<Tensor<B, 1>>)> {
+    let outputs = [96, 33, 32, 5];
+    let layer = |(at, outputs): (usize, usize)| {
+        let bias = (at == 3).then(|| vector(outputs, 0.5));
+        (matrix([outputs, 64], at as f32), bias)
+    };
+    outputs.into_iter().enumerate().map(layer).collect()
+}
+
+/// A layer norm with a bias, an RMS norm, and none.
+fn norms<B: OpBackend>(vector: impl Fn(usize, f32) -> Tensor<B, 1>) -> [Option<InputNorm<B>>; 3] {
+    let norm = |centred: bool| InputNorm {
+        weight: vector(64, 0.1) + 1.0,
+        bias: centred.then(|| vector(64, 0.7)),
+        centred,
+        eps: 1e-5,
+    };
+    [Some(norm(true)), Some(norm(false)), None]
+}
+
+fn normed<B: OpBackend>(x: &Tensor<B, 3>, norm: &Option<InputNorm<B>>) -> Tensor<B, 3> {
+    norm.clone().map_or_else(|| x.clone(), |norm| norm.forward(x.clone()))
+}
+
+#[test]
+fn several_layers_equal_each_alone() {
+    let vector = |len: usize, phase| wave([len], phase);
+    let x = wave([2, 9, 64], 0.0).require_grad();
+    for norm in norms(vector) {
+        let all = linears(x.clone(), norm.clone(), layers(wave, vector));
+        let alone = layers(wave, vector)
+            .into_iter()
+            .map(|(weight, bias)| linear(normed(&x, &norm), weight, bias))
+            .collect();
+        let numbers = |ys: Vec<Tensor<Ad, 3>>| {
+            let outputs: Vec<_> = ys.iter().cloned().flat_map(values).collect();
+            let loss = ys.into_iter().map(|y| y.powi_scalar(2).sum()).reduce(|a, b| a + b);
+            let dx = x.grad(&loss.expect("four layers").backward()).expect("a gradient");
+            (outputs, values(Tensor::<Ad, 3>::from_inner(dx)))
+        };
+        let ((got, got_gradient), (want, want_gradient)) = (numbers(all), numbers(alone));
+        assert_eq!(got, want);
+        // Alone, each layer has its own norm, and their gradients are added: in another order.
+        let largest = want_gradient.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+        for (got, want) in got_gradient.iter().zip(&want_gradient) {
+            assert!((got - want).abs() <= 1e-5 * largest, "{got} for {want}, {largest} at most");
+        }
+    }
+    assert!(gelu_of_few_rows(&x, None, wave([8, 64], 0.0)).is_none(), "a gradient is needed");
+}
+
+/// On CUDA in bf16, x from a row that is not the buffer's first.
+mod of_few_rows {
+    use super::*;
+    use crate::Cuda;
+    use crate::ops::activation::gelu;
+
+    fn vector(len: usize, phase: f32) -> Tensor<Cuda, 1> {
+        gpu::wave([len], phase).inner()
+    }
+
+    fn matrix(shape: [usize; 2], phase: f32) -> Tensor<Cuda, 2> {
+        (gpu::wave(shape, phase).inner() * 0.3).cast(DType::BF16)
+    }
+
+    fn input(rows: usize) -> Tensor<Cuda, 3> {
+        let x = gpu::wave([rows + 4, 1, 64], 0.0).inner().cast(DType::BF16);
+        x.narrow(0, 4, rows).reshape([1, rows, 64])
+    }
+
+    fn numbers(x: Tensor<Cuda, 3>) -> Vec<f32> {
+        values(Tensor::<gpu::Gpu, 3>::from_inner(x))
+    }
+
+    /// Equal but for the rounding of the norm, of which each row has 64 elements.
+    fn assert_close(got: &[f32], want: &[f32], exact: bool, what: &str) {
+        assert_eq!(got.len(), want.len(), "{what}");
+        let rms = (want.iter().map(|x| x * x).sum::<f32>() / want.len() as f32).sqrt();
+        for (got, want) in got.iter().zip(want) {
+            let allowed = if exact { 0.0 } else { want.abs() / 128.0 + rms / 256.0 };
+            assert!((got - want).abs() <= allowed, "{what}: {got} for {want}");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn several_layers_equal_each_alone() {
+        for rows in [1, 3, 16, 17, 64, 65] {
+            for norm in norms(vector) {
+                let x = input(rows);
+                let all = linears(x.clone(), norm.clone(), layers(matrix, vector));
+                let alone = layers(matrix, vector)
+                    .into_iter()
+                    .map(|(weight, bias)| linear(normed(&x, &norm), weight, bias));
+                for (at, (got, want)) in all.into_iter().zip(alone).enumerate() {
+                    assert_eq!(got.dims(), want.dims());
+                    let what = format!("layer {at} of {rows} rows, norm {}", norm.is_some());
+                    assert_close(&numbers(got), &numbers(want), norm.is_none(), &what);
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gelu_equals_that_of_the_layer() {
+        for (rows, served) in [(1, true), (3, true), (16, true), (17, false), (64, false)] {
+            for norm in norms(vector) {
+                let (x, weight) = (input(rows), matrix([96, 64], 1.0));
+                let got = gelu_of_few_rows(&x, norm.as_ref(), weight.clone());
+                assert_eq!(got.is_some(), served || norm.is_none(), "{rows} rows");
+                let Some(got) = got else { continue };
+                // Here GELU is applied to the rounded product.
+                let want = gelu(linear(normed(&x, &norm), weight, None));
+                let what = format!("{rows} rows, norm {}", norm.is_some());
+                assert_close(&numbers(got), &numbers(want), false, &what);
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn sizes_and_types_without_a_kernel_take_the_layers_alone() {
+        let odd = gpu::wave([1, 3, 40], 0.0).inner().cast(DType::BF16);
+        let weight = || matrix([8, 40], 1.0);
+        let all = linears(odd.clone(), None, vec![(weight(), None), (weight(), None)]);
+        let want = numbers(linear(odd, weight(), None));
+        assert!(all.into_iter().all(|y| numbers(y) == want));
+        let floats = gpu::wave([1, 3, 64], 0.0).inner();
+        assert!(gelu_of_few_rows(&floats, None, vector(64, 0.0).reshape([1, 64])).is_none());
     }
 }

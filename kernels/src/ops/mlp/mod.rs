@@ -7,6 +7,7 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
+use crate::cuda::blas::rounding;
 use crate::ops::activation::Activation;
 use crate::ops::linear::{Linear, LinearAdd};
 
@@ -49,9 +50,9 @@ impl Op<4> for GeluMlp {
         &self,
         inputs: &[CudaTensor; 4],
         _ints: &[CudaTensor],
-        _needs: [bool; 4],
+        needs: [bool; 4],
     ) -> Option<Forward<CudaTensor>> {
-        cuda::forward(inputs)
+        cuda::forward(inputs, rounding(), needs.contains(&true))
     }
 
     fn cuda_backward_accumulating(

@@ -1,7 +1,7 @@
 //! RotaryEmbedding position embedding.
 
 mod cpu;
-mod cuda;
+pub(crate) mod cuda;
 mod kernel;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,13 +36,31 @@ pub fn rotary<B: OpBackend>(
     theta: f64,
     rotary_dims: usize,
 ) -> Tensor<B, 4> {
-    let head_dim = x.dims()[3];
-    assert!(
-        rotary_dims.is_multiple_of(2) && rotary_dims <= head_dim,
-        "rotary_dims is {rotary_dims}; it must be even and at most head_dim, {head_dim}"
-    );
-    let op = RotaryEmbedding { first_position, theta, rotary_dims };
+    let op = RotaryEmbedding::new(first_position, theta, rotary_dims, x.dims()[3]);
     tensor(B::run(&op, [primitive(x)], vec![]))
+}
+
+/// [`rotary`] of q and of k; by one launch where the device supports it and no gradient is needed.
+///
+/// - `q`, `k`: `[batch, heads, seq_len, head_dim]`, where heads may differ
+///
+/// # Panics
+/// As [`rotary`].
+pub fn rotary_both<B: OpBackend>(
+    [q, k]: [Tensor<B, 4>; 2],
+    first_position: usize,
+    theta: f64,
+    rotary_dims: usize,
+) -> [Tensor<B, 4>; 2] {
+    let op = RotaryEmbedding::new(first_position, theta, rotary_dims, q.dims()[3]);
+    assert_eq!(q.dims()[3], k.dims()[3], "head_dim of q and k");
+    let on_cuda = |x: &Tensor<B, 4>| B::into_cuda(primitive(x.clone()));
+    if let [Some(q), Some(k)] = [&q, &k].map(on_cuda)
+        && let Some(both) = cuda::both(&op, [&q, &k])
+    {
+        return both.map(|x| tensor(B::from_cuda(x)));
+    }
+    [q, k].map(|x| tensor(B::run(&op, [primitive(x)], vec![])))
 }
 
 /// The operation of [`rotary`]: input x.
@@ -68,6 +86,18 @@ static RECENT: Mutex<Vec<(RotaryEmbedding, usize, Arc<Angles>)>> = Mutex::new(ve
 const CACHED: usize = 4;
 
 impl RotaryEmbedding {
+    /// The rotation of heads of `head_dim` channels.
+    ///
+    /// # Panics
+    /// When `rotary_dims` is odd or above head_dim.
+    pub fn new(first_position: usize, theta: f64, rotary_dims: usize, head_dim: usize) -> Self {
+        assert!(
+            rotary_dims.is_multiple_of(2) && rotary_dims <= head_dim,
+            "rotary_dims is {rotary_dims}; it must be even and at most head_dim, {head_dim}"
+        );
+        RotaryEmbedding { first_position, theta, rotary_dims }
+    }
+
     /// The angles of `seq_len` rows, computed in f64.
     fn angles(&self, seq_len: usize) -> Angles {
         let half = self.rotary_dims / 2;

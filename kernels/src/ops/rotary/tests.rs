@@ -44,6 +44,20 @@ fn a_view_gives_what_its_copy_gives_and_keeps_its_order() {
 }
 
 #[test]
+fn both_equal_each_alone() {
+    let (q, k) = (wave([2, 6, 5, 8], 0.0), wave([2, 2, 5, 8], 1.0).require_grad());
+    let [q_both, k_both] = rotary_both([q.clone(), k.clone()], 3, 10_000.0, 6);
+    let [q_alone, k_alone] = [q, k.clone()].map(|x| rotary(x, 3, 10_000.0, 6));
+    assert_eq!(values(q_both), values(q_alone));
+    let gradient = |y: Tensor<Ad, 4>| {
+        let dk = k.grad(&(y * wave([2, 2, 5, 8], 0.3)).sum().backward());
+        values(Tensor::<Ad, 4>::from_inner(dk.expect("k requires a gradient")))
+    };
+    assert_eq!(values(k_both.clone()), values(k_alone.clone()));
+    assert_eq!(gradient(k_both), gradient(k_alone));
+}
+
+#[test]
 fn rows_one_at_a_time_equal_all_at_once() {
     let x = wave([1, 2, 9, 16], 0.0);
     let whole = rotary(x.clone(), 0, 10_000.0, 16);
@@ -77,8 +91,10 @@ fn an_odd_number_of_channels_is_refused() {
 }
 
 mod cuda {
+    use burn::tensor::DType;
+
     use super::*;
-    use crate::ops::support::gpu::wave;
+    use crate::ops::support::gpu::{Gpu, wave};
     use crate::testing::check_on;
 
     #[test]
@@ -111,6 +127,33 @@ mod cuda {
         let joint = wave([2, 5, 3, 384], 0.0).narrow(3, 128, 128).swap_dims(1, 2);
         assert_views_agree(joint, |x| rotary(x, 3, 10_000.0, 128));
         assert_views_agree(wave([2, 3, 8, 5], 0.0).swap_dims(2, 3), |x| rotary(x, 3, 10_000.0, 8));
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn both_equal_each_alone() {
+        let numbers = |x: Tensor<crate::Cuda, 4>| values(Tensor::<Gpu, 4>::from_inner(x));
+        for (batch, heads, kv_heads, seq_len, head_dim, dims) in [
+            (1, 12, 12, 1, 64, 64),
+            (3, 6, 2, 1, 128, 32),
+            (16, 5, 1, 17, 40, 40),
+            (2, 4, 4, 64, 6, 6),
+        ] {
+            for dtype in [DType::BF16, DType::F32] {
+                let heads_of = |heads, phase| {
+                    let x = wave([batch + 1, seq_len, heads, head_dim], phase).inner().cast(dtype);
+                    x.narrow(0, 1, batch).swap_dims(1, 2)
+                };
+                let qk = || [heads_of(heads, 0.0), heads_of(kv_heads, 1.0)];
+                let both = rotary_both(qk(), 4095, 10_000.0, dims);
+                for (got, x) in both.into_iter().zip(qk()) {
+                    let want = rotary(x, 4095, 10_000.0, dims);
+                    let got_strides = primitive(got.clone()).meta.strides().to_vec();
+                    assert_eq!(got_strides, primitive(want.clone()).meta.strides().to_vec());
+                    assert_eq!(numbers(got), numbers(want), "{heads} heads of {head_dim}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -105,6 +105,8 @@ enum PrecisionArg {
     F32,
     /// f32, but linear layers round their factors to TF32
     Tf32,
+    /// bf16, but linear layers round their factors to e4m3
+    Fp8,
     /// bf16 with f32 sums and statistics
     Bf16,
 }
@@ -114,6 +116,7 @@ impl From<CommonArgs> for Options {
         let precision = args.precision.map(|precision| match precision {
             PrecisionArg::F32 => Precision::F32,
             PrecisionArg::Tf32 => Precision::Tf32,
+            PrecisionArg::Fp8 => Precision::Fp8,
             PrecisionArg::Bf16 => Precision::Bf16,
         });
         Options { device: args.device.into(), precision, samples: args.samples as usize }

@@ -188,14 +188,17 @@ fn kernel(precision: PrecisionArg, device: &Device) -> Result<Kernel> {
 fn use_reference(
     path: Option<PathArg>,
     config: &AttentionConfig,
-    OpShape { layer, batch, .. }: &OpShape,
+    OpShape { layer, batch, seq_len }: &OpShape,
     kernel: Kernel,
 ) -> Result<bool> {
-    let has_kernel = config.path(kernel, layer, *batch) != ExecPath::Reference;
+    let has_kernel = config.path(kernel, layer, *batch, Some(*seq_len)) != ExecPath::Reference;
     if path == Some(PathArg::Kernel) && !has_kernel {
         let known = AttentionConfig::KINDS.iter().find(|known| known.kind == config.kind());
         let sizes = match known.is_some_and(|known| known.kernels.contains(&kernel)) {
-            true => format!(" for {batch} × {} heads of {} channels", layer.heads, layer.head_dim),
+            true => format!(
+                " for {batch} × {} heads of {} channels and {seq_len} tokens",
+                layer.heads, layer.head_dim
+            ),
             false => String::new(),
         };
         bail!(

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -32,9 +32,9 @@ pub enum DkvOutputs {
 pub struct KeyGradients<O: Numeric> {
     /// `[batch, kv_heads, keys, head_dim]`
     pub dk: HeadPairs<O>,
-    /// `[batch, kv_heads, keys, head_dim]`
+    /// `[batch, kv_heads, keys, value_dim]`: the part of each head of k, also where several share their values.
     pub dv: HeadPairs<bf16>,
-    /// With [`Biases::NEEDS_DS_SUMS`], Σ_i dS_ij of each key, `[batch, heads, keys]`, zero-initialised.
+    /// With [`sums_of_columns`], Σ_i dS_ij of each key, `[batch, heads, keys]`, zero-initialised.
     pub ds_columns: ComptimeOption<Array<f32>>,
 }
 
@@ -59,12 +59,12 @@ pub fn dkv<A: Hooks>(
     #[comptime] outputs: DkvOutputs,
 ) {
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
+        comptime!(config);
     let (with_dk, with_dv) = comptime!((outputs != DkvOutputs::Dv, outputs != DkvOutputs::Dk));
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS && with_dk);
+    let with_sums = comptime!(sums_of_columns::<A>() && with_dk);
     let rows = comptime!(config.rows());
-    let steps = comptime!(dim / 16);
-    let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
+    let n_queries = comptime!(tile / 8);
 
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -75,10 +75,10 @@ pub fn dkv<A: Hooks>(
     let offset = keys - queries;
 
     // Double-buffered tiles of q and dO.
-    let mut pipeline = Pipeline::new(tile, dim, warps);
+    let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
     let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
-    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
-    let mut query_tile = QueryTile::new(warps, config);
+    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * value_dim / CHUNK), ALIGN);
+    let mut query_tile = QueryTile::new(warps, comptime!(four_statistics::<A>()), config);
     sync_cube();
 
     let passes = Passes::new(&problem, mask, CUBE_POS_Y as usize, first_column, config);
@@ -89,14 +89,25 @@ pub fn dkv<A: Hooks>(
             if iteration < total {
                 let mut others = 0u32;
                 if iteration == 0 {
-                    others += comptime!(2 * bytes(rows, dim));
+                    others += comptime!(bytes(rows, dim) + bytes(rows, value_dim));
                 }
                 let (head, row) = passes.head_and_query(iteration, in_reverse, tile);
-                pipeline.load(iteration, &inputs.q, &inputs.grad, batch, head, row, others);
+                let heads = (head, head);
+                pipeline.load(iteration, &inputs.q, &inputs.grad, batch, heads, row, others);
                 if iteration == 0 {
-                    let (head, first) = (kv_head, first_column);
-                    pipeline.load_also(0usize, &inputs.k, batch, head, first, &mut k_tile, rows);
-                    pipeline.load_also(0usize, &inputs.v, batch, head, first, &mut v_tile, rows);
+                    let (k, v, first) = (&inputs.k, &inputs.v, first_column);
+                    let value_head = problem.value_head(kv_head, config);
+                    pipeline.load_also(0usize, k, batch, kv_head, first, &mut k_tile, rows, dim);
+                    pipeline.load_also(
+                        0usize,
+                        v,
+                        batch,
+                        value_head,
+                        first,
+                        &mut v_tile,
+                        rows,
+                        value_dim,
+                    );
                 }
             }
         }
@@ -108,8 +119,8 @@ pub fn dkv<A: Hooks>(
     let group_last = min(group_column + GROUP_ROWS, keys) - 1;
     let own = first_column + warp * 16;
 
-    let mut dk_acc = zeros(n_dim);
-    let mut dv_acc = zeros(n_dim);
+    let mut dk_acc = zeros(comptime!(dim / 8));
+    let mut dv_acc = zeros(comptime!(value_dim / 8));
     let mut s = uninit(n_queries);
     let mut dp = uninit(n_queries);
     let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
@@ -141,7 +152,7 @@ pub fn dkv<A: Hooks>(
         let ahead = iteration + 1 < total;
         let next = min(iteration + 1, total - 1);
         let (next_head, next_query) = passes.head_and_query(next, in_reverse, tile);
-        let at = pipeline.stage_offset(iteration);
+        let (q_at, grad_at) = (pipeline.first_tile(iteration), pipeline.second_tile(iteration));
 
         // The minimum and maximum first key of the tile's queries.
         let mut tile_from = 0usize;
@@ -178,7 +189,7 @@ pub fn dkv<A: Hooks>(
                 &mut s,
                 &k_tile,
                 &pipeline.first_tiles,
-                at,
+                q_at,
                 warp,
                 config,
             );
@@ -188,11 +199,11 @@ pub fn dkv<A: Hooks>(
                     group_row,
                     rows,
                     &pipeline.second_tiles,
-                    at,
+                    grad_at,
                     &mut dp,
                     true,
                     n_queries,
-                    steps,
+                    comptime!(value_dim / 16),
                 );
             }
             let head_params = ScoreOf::<A>::head(score, head);
@@ -219,6 +230,7 @@ pub fn dkv<A: Hooks>(
             weigh_scores::<A>(
                 &mut s,
                 &mut p,
+                saved,
                 score,
                 &problem,
                 &head_params,
@@ -232,14 +244,24 @@ pub fn dkv<A: Hooks>(
                 config,
             );
             if with_dv {
-                start_pb(&p, &pipeline.second_tiles, at, &mut dv_acc);
+                start_pb(&p, &pipeline.second_tiles, grad_at, &mut dv_acc);
             }
             if with_dk {
                 wait(&mut dp, comptime!(usize::from(with_dv)));
-                slopes_to_ds::<A>(&s, &mut dp, &query_tile, warp, &mut ds_sum, with_sums, config);
+                slopes_to_ds::<A>(
+                    &s,
+                    &mut dp,
+                    saved,
+                    scale,
+                    &query_tile,
+                    warp,
+                    &mut ds_sum,
+                    with_sums,
+                    config,
+                );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                 let ds = to_a_frags(&dp, n_queries);
-                start_pb(&ds, &pipeline.first_tiles, at, &mut dk_acc);
+                start_pb(&ds, &pipeline.first_tiles, q_at, &mut dk_acc);
                 wait(&mut dk_acc, 0usize);
             }
             if with_dv {
@@ -248,7 +270,8 @@ pub fn dkv<A: Hooks>(
         }
         if pipeline.release(iteration) & (iteration + 2 < total) {
             let (head, row) = passes.head_and_query(iteration + 2, in_reverse, tile);
-            pipeline.load(iteration + 2, &inputs.q, &inputs.grad, batch, head, row, 0u32);
+            let heads = (head, head);
+            pipeline.load(iteration + 2, &inputs.q, &inputs.grad, batch, heads, row, 0u32);
         }
         if with_sums {
             // After the head's last tile.
@@ -270,7 +293,7 @@ pub fn dkv<A: Hooks>(
     if with_dv {
         factors[0] = 1f32;
         factors[1] = 1f32;
-        gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
+        gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config.value_dim);
     }
     if with_dk {
         #[unroll]
@@ -280,6 +303,6 @@ pub fn dkv<A: Hooks>(
                 factors[r] = problem.scale;
             }
         }
-        gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
+        gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config.head_dim);
     }
 }

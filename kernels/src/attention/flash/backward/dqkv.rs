@@ -13,19 +13,18 @@
 //! ones fill the multiprocessors at the end. As all key blocks of a head begin with the last query tile, one
 //! waits for the one before it for a tile's time once, not at every tile.
 
-use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
-use super::super::heads::HeadPairs;
 use super::super::hooks::{
-    BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+    BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
+    ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns, sums_of_rows,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::BackwardInputs;
 use super::dkv::KeyGradientsOf;
+use super::dq_sums::{DqSums, dq_fragments, dq_vectors, store_row_sums, vectors_per_tile};
 use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
 use super::query_tile::QueryTile;
 use crate::tile::roles::{
@@ -37,8 +36,8 @@ use crate::tile::warpgroup::{
     uninit, uninit_a_frags, wait,
 };
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, bytes, define_exp2, load_rows,
-    sum_of_four, wait_parity, zeros,
+    ALIGN, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, bytes, define_exp2, load_rows, sum_of_four,
+    wait_parity, zeros,
 };
 
 /// Warps that compute; a further warpgroup loads and adds.
@@ -49,41 +48,6 @@ pub const THREADS: usize = 32 * (CONSUMER_WARPS + GROUP_WARPS);
 
 /// Registers per thread of a consumer and of a producer; with a block per multiprocessor they fit.
 const REGISTERS: (usize, usize) = (232, 40);
-
-/// Vectors of four that a query tile has in [`DqSums::sums`].
-pub const fn vectors_per_tile(config: KernelConfig, with_sums: bool) -> usize {
-    dq_vectors(config) + if with_sums { config.tile / 4 } else { 0 }
-}
-
-/// Vectors of four in a tile of dq.
-const fn dq_vectors(config: KernelConfig) -> usize {
-    config.tile * config.padded_head_dim / 4
-}
-
-/// Fragments of 8 columns of a tile of dq in each warpgroup.
-const fn dq_fragments(config: KernelConfig) -> usize {
-    dq_vectors(config) / (32 * CONSUMER_WARPS)
-}
-
-/// Where key blocks add their parts of dq.
-#[derive(CubeType, CubeLaunch)]
-pub struct DqSums {
-    /// dq of each query tile, `[batch, heads, query tiles, vectors_per_tile]`: the accumulators' registers, and
-    /// with [`Biases::NEEDS_DS_SUMS`] Σ_j dS_ij of its queries.
-    pub sums: Array<Vec4>,
-    /// The next ticket, then how many key blocks have added to each tile, `[batch, heads, query tiles]`;
-    /// zero-initialised.
-    pub turns: Array<Atomic<u32>>,
-    /// Key blocks of all heads of k.
-    pub tickets: u32,
-    /// Heads of k whose key blocks alternate.
-    pub heads_at_once: u32,
-}
-
-/// The multiprocessors of the device.
-pub fn processors(client: &ComputeClient<CudaRuntime>) -> usize {
-    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
-}
 
 /// [`DqSums::heads_at_once`] for `heads` heads of k with `blocks` key blocks each. With fewer, more key blocks of
 /// a head are in work at the same time and wait for one another; with more, the tiles in use at a time take more
@@ -133,10 +97,12 @@ pub fn dqkv<A: Hooks>(
 ) {
     one_block_per_multiprocessor(comptime!("dqkv".to_string()), THREADS);
     define_exp2();
-    let KernelConfig { padded_head_dim: dim, tile, .. } = comptime!(config);
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
+    let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, tile, .. } =
+        comptime!(config);
+    let with_sums = comptime!(sums_of_rows::<A>());
+    let with_column_sums = comptime!(sums_of_columns::<A>());
     let rows = comptime!(config.rows());
-    let (n_queries, n_dim) = comptime!((tile / 8, dim / 8));
+    let n_queries = comptime!(tile / 8);
     let vectors = comptime!(vectors_per_tile(config, with_sums));
 
     let lane = UNIT_POS_PLANE as usize;
@@ -153,16 +119,16 @@ pub fn dqkv<A: Hooks>(
     let dq_empty = Barrier::shared(1, UNIT_POS == 0);
     // A stage of q also holds its statistics.
     let mut q_ring = Ring::new(tile, dim, 2u32, comptime!(CONSUMER_WARPS as u32));
-    let mut grad_ring = Ring::new(tile, dim, 1u32, comptime!(CONSUMER_WARPS as u32));
+    let mut grad_ring = Ring::new(tile, value_dim, 1u32, comptime!(CONSUMER_WARPS as u32));
     let mut k_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
-    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * dim / CHUNK), ALIGN);
+    let mut v_tile = SharedMemory::<Chunk>::new_aligned(comptime!(rows * value_dim / CHUNK), ALIGN);
     // Two tiles of dSᵀ, and of each warp's part of Σ_j dS_ij.
     let ds_chunks = comptime!(rows * tile / CHUNK);
     let mut ds_tiles = SharedMemory::<Chunk>::new_aligned(comptime!(2 * ds_chunks), ALIGN);
     let row_pairs = comptime!(if with_sums { CONSUMER_WARPS * tile / 2 } else { 1 });
     let mut row_sums = SharedMemory::<Pair>::new_aligned(comptime!(2 * row_pairs), 8usize);
     let mut dq_tile = SharedMemory::<Vec4>::new_aligned(vectors, 128usize);
-    let mut query_tile = QueryTile::new(2usize, config);
+    let mut query_tile = QueryTile::new(2usize, comptime!(four_statistics::<A>()), config);
     let mut most_first_key = SharedMemory::<u32>::new(2usize);
     let mut tickets = Tickets::new();
     if UNIT_POS == 0 {
@@ -203,7 +169,7 @@ pub fn dqkv<A: Hooks>(
                 // K and V of keys that no query attends to are not loaded, but their phase of the barrier ends.
                 let mut kv_bytes = 0u32;
                 if total > 0 {
-                    kv_bytes += comptime!(2 * bytes(rows, dim));
+                    kv_bytes += comptime!(bytes(rows, dim) + bytes(rows, value_dim));
                 }
                 kv_full.arrive_and_expect_tx(1, kv_bytes);
                 if total > 0 {
@@ -223,12 +189,12 @@ pub fn dqkv<A: Hooks>(
                         &kv_full,
                         &inputs.v,
                         batch,
-                        kv_head,
+                        problem.value_head(kv_head, config),
                         first_column,
                         &mut v_tile,
                         zero,
                         rows,
-                        dim,
+                        value_dim,
                     );
                 }
                 for iteration in 0..total {
@@ -335,8 +301,8 @@ pub fn dqkv<A: Hooks>(
             let group_last = min(group_column + GROUP_ROWS, keys) - 1;
             let own = first_column + warp * 16;
 
-            let mut dk_acc = zeros(n_dim);
-            let mut dv_acc = zeros(n_dim);
+            let mut dk_acc = zeros(comptime!(dim / 8));
+            let mut dv_acc = zeros(comptime!(value_dim / 8));
             let mut s = uninit(n_queries);
             let mut dp = uninit(n_queries);
             let scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
@@ -369,7 +335,8 @@ pub fn dqkv<A: Hooks>(
             wait_parity(&kv_full, taken as u32 % 2);
             for iteration in 0..total {
                 let last = iteration + 1 == total;
-                let (slot, at) = (done % 2, q_ring.stage_offset(done));
+                let slot = done % 2;
+                let (q_at, grad_at) = (q_ring.stage_offset(done), grad_ring.stage_offset(done));
                 let (next_head, next_query) = passes.next(head, first_query, tile);
                 OperandsOf::<A>::begin_tile_of_dkv(&mut operand_state, warp, config);
                 if !last {
@@ -388,7 +355,7 @@ pub fn dqkv<A: Hooks>(
                     &mut s,
                     &k_tile,
                     &q_ring.tiles,
-                    at,
+                    q_at,
                     warp,
                     config,
                 );
@@ -398,11 +365,11 @@ pub fn dqkv<A: Hooks>(
                     group_row,
                     rows,
                     &grad_ring.tiles,
-                    at,
+                    grad_at,
                     &mut dp,
                     true,
                     n_queries,
-                    comptime!(dim / 16),
+                    comptime!(value_dim / 16),
                 );
                 BiasesOf::<A>::begin_tile(&mut bias_state, config);
                 // Read the next tile's data while this one is computed.
@@ -443,6 +410,7 @@ pub fn dqkv<A: Hooks>(
                 weigh_scores::<A>(
                     &mut s,
                     &mut p,
+                    saved,
                     score,
                     &problem,
                     &head_params,
@@ -456,9 +424,19 @@ pub fn dqkv<A: Hooks>(
                     config,
                 );
                 // Also makes the compiler compute P before it waits for dP.
-                start_pb(&p, &grad_ring.tiles, at, &mut dv_acc);
+                start_pb(&p, &grad_ring.tiles, grad_at, &mut dv_acc);
                 wait(&mut dp, 1usize);
-                slopes_to_ds::<A>(&s, &mut dp, &query_tile, slot, &mut ds_sum, with_sums, config);
+                slopes_to_ds::<A>(
+                    &s,
+                    &mut dp,
+                    saved,
+                    scale,
+                    &query_tile,
+                    slot,
+                    &mut ds_sum,
+                    with_column_sums,
+                    config,
+                );
 
                 let ds = to_a_frags(&dp, n_queries);
                 let ds_at = slot * ds_chunks;
@@ -474,9 +452,17 @@ pub fn dqkv<A: Hooks>(
                 sync_async_proxy_shared();
                 sync_first_threads(comptime!(32 * CONSUMER_WARPS));
                 let mut dq_acc = uninit(n_dq);
-                start_panels_atb(&ds_tiles, ds_at + ds_panel, &k_tile, k_panel, &mut dq_acc, rows);
+                start_panels_atb(
+                    &ds_tiles,
+                    ds_at + ds_panel,
+                    &k_tile,
+                    k_panel,
+                    &mut dq_acc,
+                    true,
+                    rows,
+                );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
-                start_pb(&ds, &q_ring.tiles, at, &mut dk_acc);
+                start_pb(&ds, &q_ring.tiles, q_at, &mut dk_acc);
                 wait(&mut dv_acc, 2usize);
                 if lane == 0 {
                     grad_ring.release(done);
@@ -523,7 +509,7 @@ pub fn dqkv<A: Hooks>(
                 if lane == 0 {
                     q_ring.release(done);
                 }
-                if with_sums {
+                if with_column_sums {
                     // After the head's last tile.
                     let done = next_head > head;
                     #[unroll]
@@ -548,122 +534,14 @@ pub fn dqkv<A: Hooks>(
             let mut factors = Array::<f32>::new(2usize);
             factors[0] = 1f32;
             factors[1] = 1f32;
-            gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config);
+            gradients.dv.store(&dv_acc, &factors, batch, kv_head, own, keys, config.value_dim);
             if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
                 factors[0] = problem.scale;
                 factors[1] = problem.scale;
             }
-            gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config);
+            gradients.dk.store(&dk_acc, &factors, batch, kv_head, own, keys, config.head_dim);
             taken += 1;
             ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
-        }
-    }
-}
-
-/// Writes the sums over a warp's 16 keys, in pairs of neighbouring queries from `at` on.
-#[cube]
-fn store_row_sums(
-    ds: &Accumulator,
-    row_sums: &mut SharedMemory<Pair>,
-    at: usize,
-    #[comptime] n_queries: usize,
-) {
-    let mut sums = Array::<f32>::new(comptime!(2 * n_queries));
-    #[unroll]
-    for n in 0..n_queries {
-        #[unroll]
-        for e in 0..2usize {
-            sums[comptime!(2 * n + e)] = ds.index(n)[0][e] + ds.index(n)[1][e];
-        }
-    }
-    // Lanes that differ in one bit each pass on half of their sums, so that each query ends in one lane.
-    let lane = UNIT_POS_PLANE;
-    #[unroll]
-    for step in 0..3usize {
-        let half = comptime!(n_queries >> step);
-        let bit = comptime!(16u32 >> step as u32);
-        let upper = lane & bit != 0;
-        #[unroll]
-        for i in 0..half {
-            let (low, high) = (sums[i], sums[comptime!(i + half)]);
-            let kept = select(upper, high, low);
-            sums[i] = kept + plane_shuffle_xor(select(upper, low, high), bit);
-        }
-    }
-    // The lane's first query fragment.
-    let count = comptime!(n_queries / 8);
-    let first = lane as usize / 16 * comptime!(4 * count)
-        + lane as usize / 8 % 2 * comptime!(2 * count)
-        + lane as usize / 4 % 2 * count;
-    #[unroll]
-    for i in 0..count {
-        let mut pair = Pair::empty();
-        pair[0] = sums[comptime!(2 * i)];
-        pair[1] = sums[comptime!(2 * i + 1)];
-        row_sums[at + (first + i) * 4 + lane as usize % 4] = pair;
-    }
-}
-
-/// dq, and Σ_j dS_ij of each query if they are needed, from their sums.
-///
-/// Grid: query tiles, batch · heads.
-#[cube(launch_unchecked, address_type = "u64")]
-pub fn dq_from_sums<A: Hooks>(
-    sums: &Array<Vec4>,
-    dq: &mut HeadPairs<GradientOf<A>>,
-    ds_rows: &mut ComptimeOption<Array<f32>>,
-    problem: ProblemShape,
-    #[comptime] config: KernelConfig,
-) {
-    let KernelConfig { head_dim, tile, .. } = comptime!(config);
-    let with_sums = comptime!(BiasesOf::<A>::NEEDS_DS_SUMS);
-    let vectors = comptime!(vectors_per_tile(config, with_sums));
-    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
-    let batch_head = CUBE_POS_Y as usize;
-    let (batch, head) = (batch_head / problem.heads as usize, batch_head % problem.heads as usize);
-    let first_query = CUBE_POS_X as usize * tile;
-    let base = (batch_head * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * vectors;
-
-    let (group, thread) = (UNIT_POS as usize / 128, UNIT_POS as usize % 128);
-    let mut row = first_query + thread / 32 * 16 + thread % 32 / 4;
-    let mut channel = thread % 4 * 2;
-    let n_dq = comptime!(dq_fragments(config));
-    if comptime!(tile > GROUP_ROWS) {
-        row += group * GROUP_ROWS;
-    } else {
-        channel += group * comptime!(8 * n_dq);
-    }
-    let mut factor = 1f32;
-    if comptime!(OperandsOf::<A>::SCALES_GRADIENTS) {
-        factor = problem.scale;
-    }
-    #[unroll]
-    for n in 0..n_dq {
-        let four = sums[base + group * comptime!(dq_vectors(config) / 2) + n * 128 + thread];
-        let channel = channel + n * 8;
-        #[unroll]
-        for r in 0..2usize {
-            let row = row + r * 8;
-            if (row < queries) & (channel < head_dim) {
-                let mut pair = Pair::empty();
-                pair[0] = four[comptime!(2 * r)] * factor;
-                pair[1] = four[comptime!(2 * r + 1)] * factor;
-                let at = dq.at(batch, head, row, channel / 2);
-                dq.pairs[at] = Vector::cast_from(pair);
-            }
-        }
-    }
-    if with_sums {
-        let place = UNIT_POS as usize;
-        if place < comptime!(tile / 4) {
-            let four = sums[base + comptime!(dq_vectors(config)) + place];
-            #[unroll]
-            for i in 0..4usize {
-                let query = first_query + place * 4 + i;
-                if query < queries {
-                    ds_rows.as_mut().unwrap()[batch_head * keys + keys - queries + query] = four[i];
-                }
-            }
         }
     }
 }

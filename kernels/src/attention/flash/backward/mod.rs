@@ -3,10 +3,12 @@
 //!
 //! [`dqkv`] computes dq, dk and dv with a block per key block, over all query heads of the kv head. If a kind's
 //! dq is no plain sum over key tiles ([`Operands::DQ_BY_KEYS`](super::hooks::Operands::DQ_BY_KEYS)), or heads
-//! have more than 128 channels, [`dq`] and [`dkv`] do it, with a block per query block and one per key block.
+//! of k or v have more than 128 channels, [`dq`] and [`dkv`] do it, with a block per query block and one per key block.
 
 pub mod dkv;
+pub mod dkv_in_order;
 pub mod dq;
+pub mod dq_sums;
 pub mod dqkv;
 mod of_keys;
 mod query_tile;
@@ -18,7 +20,8 @@ use super::heads::HeadPairs;
 use super::hooks::GradientOf;
 use crate::tile::{CHUNK, Chunk, RowStrides};
 
-/// q, k, v and dO, `[batch, heads or kv_heads, tokens, head_dim]`.
+/// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, v and dO,
+/// `[batch, value heads or heads, tokens, value_dim]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct BackwardInputs {
     /// Queries.

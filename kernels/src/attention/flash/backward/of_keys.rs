@@ -3,7 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::super::hooks::{Biases, BiasesOf, Hooks, Score, ScoreArgs, ScoreOf, Weight, WeightOf};
+use super::super::hooks::{
+    Biases, BiasesOf, Hooks, SavedRows, Score, ScoreArgs, ScoreOf, Weight, WeightOf,
+    four_statistics,
+};
 use super::super::mask::{Mask, masked};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::query_tile::QueryTile;
@@ -90,8 +93,8 @@ impl Passes {
     }
 }
 
-/// As [`make_scores`](super::super::forward::make_scores), where rows of the accumulator are keys and columns
-/// queries.
+/// As [`make_scores`](super::super::forward::make_scores) with products if the kind weighs them, where rows of
+/// the accumulator are keys and columns queries.
 #[cube]
 pub fn make_scores_of_keys<A: Hooks>(
     s: &mut Accumulator,
@@ -107,7 +110,9 @@ pub fn make_scores_of_keys<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     let n_queries = comptime!(config.tile / 8);
-    if comptime!(config.changes_scores) {
+    let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
+    let hidden = comptime!(if products { 0f32 } else { MASKED });
+    if comptime!(config.changes_scores && !products) {
         #[unroll]
         for n in 0..n_queries {
             #[unroll]
@@ -136,7 +141,7 @@ pub fn make_scores_of_keys<A: Hooks>(
                     let row = row + comptime!((n * 8 + e) as u32);
                     // Rows past the last query have no query.
                     let hide = masked(row, column, first[e]) | (row >= problem.keys);
-                    pair[e] = select(hide, MASKED, pair[e]);
+                    pair[e] = select(hide, hidden, pair[e]);
                 }
                 s.index_mut(n)[r] = pair;
             }
@@ -144,11 +149,13 @@ pub fn make_scores_of_keys<A: Hooks>(
     }
 }
 
-/// Turns scores into dP/d(scale · q·k) in place, and sets `p` to the weights if `with_p`.
+/// Turns scores into dP/d(scale · q·k) in place, and sets `p` to the weights if `with_p`. With
+/// [`four_statistics`], leaves the scores.
 #[cube]
 pub fn weigh_scores<A: Hooks>(
     s: &mut Accumulator,
     p: &mut AFragments,
+    saved: &SavedRows<A>,
     score: &ScoreArgs<A>,
     problem: &ProblemShape,
     head: &<A::Score as Score>::Head,
@@ -162,13 +169,16 @@ pub fn weigh_scores<A: Hooks>(
     #[comptime] config: KernelConfig,
 ) {
     let n_queries = comptime!(config.tile / 8);
+    let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
     #[unroll]
     for n in 0..n_queries {
         let statistics = query_tile.statistics::<A>(slot, n, config);
+        let more = query_tile.more_statistics::<A>(slot, n, config);
         #[unroll]
         for r in 0..2usize {
             let scores = s.index(n)[r];
             let mut pair = scores;
+            let mut slopes = scores;
             #[unroll]
             for e in 0..2usize {
                 let mut shift = -statistics[e];
@@ -176,33 +186,57 @@ pub fn weigh_scores<A: Hooks>(
                     let bias = BiasesOf::<A>::bias_of_key(bias_state, n, r, config);
                     shift += bias;
                 }
-                pair[e] = WeightOf::<A>::weigh(scores[e], scale, shift);
+                if comptime!(four_statistics::<A>()) {
+                    let four = four_of_query(statistics, more, e);
+                    pair[e] = WeightOf::<A>::weight_of(saved, scores[e], scale, four);
+                } else if products {
+                    let (weight, slope) = ScoreOf::<A>::weigh(score, scores[e], shift);
+                    pair[e] = weight;
+                    slopes[e] = slope;
+                } else {
+                    let (weight, slope) = WeightOf::<A>::weigh(saved, scores[e], scale, shift);
+                    pair[e] = weight;
+                    slopes[e] = slope;
+                    if comptime!(config.nonlinear_scores) {
+                        let row = lane_row + comptime!((n * 8 + e) as u32);
+                        let column = lane_column + comptime!((r * 8) as u32);
+                        let score_slope =
+                            ScoreOf::<A>::slope(score, problem, head, scores[e], row, column);
+                        slopes[e] *= score_slope;
+                    }
+                }
             }
             if with_p {
                 set_a_frag(p, n, r, pair);
             }
-            #[unroll]
-            for e in 0..2usize {
-                pair[e] = WeightOf::<A>::slope(scores[e], pair[e]);
-                if comptime!(config.nonlinear_scores) {
-                    let row = lane_row + comptime!((n * 8 + e) as u32);
-                    let column = lane_column + comptime!((r * 8) as u32);
-                    let score_slope =
-                        ScoreOf::<A>::slope(score, problem, head, scores[e], row, column);
-                    pair[e] *= score_slope;
-                }
-            }
-            s.index_mut(n)[r] = pair;
+            s.index_mut(n)[r] = slopes;
         }
     }
 }
 
-/// Turns dP into dS in place, with the slopes that [`weigh_scores`] gives. Adds dS to the sums of a lane's two
+/// The four statistics of one of a lane's two queries.
+#[cube]
+fn four_of_query(
+    statistics: Vector<f32, Const<4>>,
+    more: Vector<f32, Const<4>>,
+    #[comptime] e: usize,
+) -> Vector<f32, Const<4>> {
+    let mut four = Vector::<f32, Const<4>>::empty();
+    four[0] = statistics[e];
+    four[1] = statistics[comptime!(e + 2)];
+    four[2] = more[e];
+    four[3] = more[comptime!(e + 2)];
+    four
+}
+
+/// Turns dP into dS in place, with the slopes or scores that [`weigh_scores`] gives. Adds dS to the sums of a lane's two
 /// keys if `with_sums`.
 #[cube]
 pub fn slopes_to_ds<A: Hooks>(
     slopes: &Accumulator,
     dp: &mut Accumulator,
+    saved: &SavedRows<A>,
+    scale: f32,
     query_tile: &QueryTile,
     slot: usize,
     sums: &mut Array<f32>,
@@ -213,13 +247,18 @@ pub fn slopes_to_ds<A: Hooks>(
     #[unroll]
     for n in 0..n_queries {
         let statistics = query_tile.statistics::<A>(slot, n, config);
+        let more = query_tile.more_statistics::<A>(slot, n, config);
         #[unroll]
         for r in 0..2usize {
             let pair_slopes = slopes.index(n)[r];
             let mut pair = dp.index(n)[r];
             #[unroll]
             for e in 0..2usize {
-                let ds = pair_slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
+                let mut ds = pair_slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
+                if comptime!(four_statistics::<A>()) {
+                    let four = four_of_query(statistics, more, e);
+                    ds = WeightOf::<A>::ds_of(saved, pair_slopes[e], scale, four, pair[e]);
+                }
                 if with_sums {
                     sums[r] += ds;
                 }

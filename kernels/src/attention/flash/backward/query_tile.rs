@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::super::hooks::{Hooks, SavedRows, Weight, WeightOf};
+use super::super::hooks::{Hooks, SavedRows, Weight, WeightOf, four_statistics};
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
 use crate::tile::stage_to_smem;
@@ -19,23 +19,34 @@ pub struct QueryTile {
     /// The statistics of two queries as [`Weight::saved`] gives them: both shifts, then both numbers to
     /// subtract.
     statistics: Array<Vector<f32, Const<4>>>,
+    /// With [`four_statistics`], those of two queries as [`Weight::saved_more`] gives them.
+    more: Array<Vector<f32, Const<4>>>,
     /// Their first keys, if the mask has limits.
     first_keys: Array<Vector<u32, Const<2>>>,
     /// The statistics of the tile in each slot.
     statistics_tile: SharedMemory<Vector<f32, Const<4>>>,
+    /// Those of [`QueryTile::more`].
+    more_tile: SharedMemory<Vector<f32, Const<4>>>,
     /// The first keys of the tile in each slot.
     first_keys_tile: SharedMemory<Vector<u32, Const<2>>>,
 }
 
 #[cube]
 impl QueryTile {
-    /// Empty slots.
-    pub fn new(#[comptime] slots: usize, #[comptime] config: KernelConfig) -> QueryTile {
+    /// Empty slots; `four` says whether rows have four statistics.
+    pub fn new(
+        #[comptime] slots: usize,
+        #[comptime] four: bool,
+        #[comptime] config: KernelConfig,
+    ) -> QueryTile {
         let count = comptime!(slots * config.tile / 2);
+        let count_of_more = comptime!(if four { count } else { 1 });
         QueryTile {
             statistics: Array::<Vector<f32, Const<4>>>::new(comptime!(lanes(config.tile))),
+            more: Array::<Vector<f32, Const<4>>>::new(comptime!(lanes(config.tile))),
             first_keys: Array::<Vector<u32, Const<2>>>::new(comptime!(lanes(config.tile))),
             statistics_tile: SharedMemory::<Vector<f32, Const<4>>>::new_aligned(count, 16usize),
+            more_tile: SharedMemory::<Vector<f32, Const<4>>>::new_aligned(count_of_more, 16usize),
             first_keys_tile: SharedMemory::<Vector<u32, Const<2>>>::new_aligned(count, 8usize),
         }
     }
@@ -68,6 +79,17 @@ impl QueryTile {
                 }
                 self.statistics[i] = four;
             }
+            if comptime!(four_statistics::<A>()) {
+                let mut four = Vector::<f32, Const<4>>::empty();
+                #[unroll]
+                for e in 0..2usize {
+                    let at = batch_head * queries + min(query + e, last);
+                    let (third, fourth) = WeightOf::<A>::saved_more(saved, at);
+                    four[e] = third;
+                    four[comptime!(e + 2)] = fourth;
+                }
+                self.more[i] = four;
+            }
             if comptime!(mask.limits.any()) {
                 let mut pair = Vector::<u32, Const<2>>::empty();
                 #[unroll]
@@ -91,6 +113,9 @@ impl QueryTile {
                 count,
             );
         }
+        if comptime!(four_statistics::<A>()) {
+            stage_to_smem::<f32, Const<4>>(&mut self.more_tile, &self.more, slot, count);
+        }
         if comptime!(mask.limits.any()) {
             stage_to_smem::<u32, Const<2>>(
                 &mut self.first_keys_tile,
@@ -112,6 +137,21 @@ impl QueryTile {
         if comptime!(WeightOf::<A>::HAS_STATISTICS) {
             let place = slot * comptime!(config.tile / 2) + comptime!(n * 4);
             four = self.statistics_tile[place + UNIT_POS_PLANE as usize % 4];
+        }
+        four
+    }
+
+    /// The further statistics of a lane's queries from 8·`n` on in a slot's tile.
+    pub fn more_statistics<A: Hooks>(
+        &self,
+        slot: usize,
+        #[comptime] n: usize,
+        #[comptime] config: KernelConfig,
+    ) -> Vector<f32, Const<4>> {
+        let mut four = Vector::<f32, Const<4>>::cast_from(0f32);
+        if comptime!(four_statistics::<A>()) {
+            let place = slot * comptime!(config.tile / 2) + comptime!(n * 4);
+            four = self.more_tile[place + UNIT_POS_PLANE as usize % 4];
         }
         four
     }

@@ -1,21 +1,23 @@
 //! The default hooks. Their bodies are written out, as cubecl's traits have no default bodies.
 
-use burn::tensor::bf16;
+use std::marker::PhantomData;
+
+use burn::tensor::{Element, bf16};
 use cubecl::prelude::*;
 
 use super::{Biases, Operands, Score};
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt};
-use crate::tile::{AFragments, Accumulator, Chunk};
+use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
-/// q and k unchanged.
-pub struct PlainOperands;
+/// q and k unchanged; `G` is the type of dq and dk.
+pub struct PlainOperands<G: Numeric + Element = bf16>(PhantomData<G>);
 
 #[cube]
-impl Operands for PlainOperands {
+impl<G: Numeric + Element> Operands for PlainOperands<G> {
     type Args = ();
-    type Gradient = bf16;
+    type Gradient = G;
     type Forward = ();
     type Dq = ();
     type Dkv = ();
@@ -203,13 +205,15 @@ impl Biases for NoBiases {
     ) {
     }
 
-    fn start_from_biases(
-        _state: &mut (),
-        _s: &mut Accumulator,
-        _factor: f32,
+    fn begin_keys(_state: &mut (), _factor: f32, _warp: usize, #[comptime] _config: KernelConfig) {}
+
+    fn of_keys(
+        _state: &(),
         _warp: usize,
+        #[comptime] _n: usize,
         #[comptime] _config: KernelConfig,
-    ) {
+    ) -> Pair {
+        Pair::cast_from(0f32)
     }
 
     fn shift(
@@ -275,6 +279,8 @@ impl Score for ScaledScore {
     type Args = ();
     type Head = ();
 
+    const WEIGHS_PRODUCTS: bool = false;
+
     fn head(_args: &(), _head: usize) {}
 
     fn scale(_args: &(), problem: &ProblemShape) -> f32 {
@@ -301,5 +307,9 @@ impl Score for ScaledScore {
         _column: u32,
     ) -> f32 {
         f32::cast_from(1u32)
+    }
+
+    fn weigh(_args: &(), _product: f32, _shift: f32) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
     }
 }

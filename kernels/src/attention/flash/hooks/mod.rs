@@ -21,7 +21,7 @@ use cubecl::prelude::*;
 pub use self::defaults::{NoBiases, PlainOperands, ScaledScore};
 use super::mask::{QueryBlock, QueryGroup};
 use super::problem::{KernelConfig, ProblemShape};
-use crate::tile::{AFragments, Accumulator, Chunk};
+use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
 /// A kind's hooks, with the tensors of their launch arguments.
 pub trait Hooks: Send + Sync + 'static {
@@ -46,8 +46,8 @@ pub trait Hooks: Send + Sync + 'static {
     /// The arguments of [`Hooks::Weight`].
     fn weight(&self) -> LaunchOf<<Self::Weight as Weight>::Args>;
 
-    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is not 1
-    /// everywhere.
+    /// Whether [`Score::score`] changes products beyond their scale, and whether [`Score::slope`] is called
+    /// because it is not 1 everywhere; with [`Score::WEIGHS_PRODUCTS`] it never is.
     fn changes_scores(&self) -> [bool; 2] {
         [false, false]
     }
@@ -83,6 +83,21 @@ pub type WeightArgs<A> = <<A as Hooks>::Weight as Weight>::Args;
 pub type StatisticsOf<A> = <<A as Hooks>::Weight as Weight>::Statistics;
 /// The row statistics that a kind's backward pass reads.
 pub type SavedRows<A> = <<A as Hooks>::Weight as Weight>::SavedRows;
+
+/// Whether the backward pass sums dS over each query.
+pub const fn sums_of_rows<A: Hooks>() -> bool {
+    <A::Biases as Biases>::NEEDS_DS_SUMS || <A::Weight as Weight>::NEEDS_DS_ROW_SUMS
+}
+
+/// Whether rows have four statistics, see [`Weight::HAS_FOUR_STATISTICS`].
+pub const fn four_statistics<A: Hooks>() -> bool {
+    <A::Weight as Weight>::HAS_FOUR_STATISTICS
+}
+
+/// Whether the backward pass sums dS over each key.
+pub const fn sums_of_columns<A: Hooks>() -> bool {
+    <A::Biases as Biases>::NEEDS_DS_SUMS
+}
 /// The type of a kind's dq and dk.
 pub type GradientOf<A> = <<A as Hooks>::Operands as Operands>::Gradient;
 
@@ -248,7 +263,9 @@ pub trait Operands: Send + Sync + 'static {
     );
 }
 
-/// Biases that are added to scores by row and column, natural logarithms.
+/// Biases that are added to scores by row and column, natural logarithms. If [`Score::score`] does not change
+/// products beyond their scale, accumulators of scores start from the biases; else they are added to its
+/// results.
 ///
 /// A row's biases may leave out a constant, its shift, which cancels in the softmax.
 #[cube]
@@ -286,14 +303,21 @@ pub trait Biases: Send + Sync + 'static {
         #[comptime] config: KernelConfig,
     );
 
-    /// Initialises the accumulator `s` with the biases of the tile that was read, times `factor`.
-    fn start_from_biases(
+    /// Computes the biases of the tile that was read, times `factor`, for [`Biases::of_keys`].
+    fn begin_keys(
         state: &mut Self::KeyLoop,
-        s: &mut Accumulator,
         factor: f32,
         warp: usize,
         #[comptime] config: KernelConfig,
     );
+
+    /// The results of [`Biases::begin_keys`] for a lane's two keys from 8·`n` on.
+    fn of_keys(
+        state: &Self::KeyLoop,
+        warp: usize,
+        #[comptime] n: usize,
+        #[comptime] config: KernelConfig,
+    ) -> Pair;
 
     /// The shift of the query at `position`, in a warpgroup that begins at `first`: added to its scores, it
     /// completes the biases. `batch_head` is batch · heads + head.
@@ -364,6 +388,10 @@ pub trait Score: Send + Sync + 'static {
     /// The parameters of one query head.
     type Head: CubeType;
 
+    /// Whether the backward pass computes weights from products, by [`Score::weigh`], and not from scores: for
+    /// scores that do not determine their product. A masked key's product is then 0.
+    const WEIGHS_PRODUCTS: bool;
+
     /// The parameters of the query head `head`.
     fn head(args: &Self::Args, head: usize) -> Self::Head;
 
@@ -391,6 +419,11 @@ pub trait Score: Send + Sync + 'static {
         row: u32,
         column: u32,
     ) -> f32;
+
+    /// The weight of a product, and its derivative with respect to scale · q·k; both are 0 for a product of 0.
+    /// `shift`, base 2, is the bias and the shift of [`Weight::weigh`]; for a masked key it may be of any size.
+    /// Only called with [`Score::WEIGHS_PRODUCTS`].
+    fn weigh(args: &Self::Args, product: f32, shift: f32) -> (f32, f32);
 }
 
 /// The weight of a score, and the normalisation of a row of weights.
@@ -409,9 +442,23 @@ pub trait Weight: Send + Sync + 'static {
     const SCORE_FACTOR: f32;
     /// Whether there are statistics of rows.
     const HAS_STATISTICS: bool;
+    /// Whether the backward pass sums dS over each query, for the gradient of a row's parameter.
+    const NEEDS_DS_ROW_SUMS: bool;
+    /// Whether weights depend on more than a shift of scores, and dS is not a slope times dP less a number: the
+    /// backward pass then reads four statistics of a row, and calls [`Weight::weight_of`] and [`Weight::ds_of`]
+    /// in place of [`Weight::weigh`].
+    const HAS_FOUR_STATISTICS: bool;
+    /// Whether a query attends to its own key.
+    const SEES_ITSELF: bool;
+    /// Whether weights depend on the keys after them, through one factor per row, the carry: 1 at the row's last
+    /// key, multiplied by every key, and never rising. Then [`in_order`](super::in_order) does the passes, without
+    /// [`Weight::saved`] and [`Weight::weigh`], and the statistic of a split is the factor that its keys put on
+    /// the weights of all keys before them.
+    const IN_ORDER: bool;
 
-    /// The state before the first key.
-    fn init_rows() -> Self::RowState;
+    /// The state before the first key of a lane's two rows, which have these indices in
+    /// `[batch, heads, queries]`.
+    fn init_rows(args: &Self::Args, rows: &Array<usize>) -> Self::RowState;
 
     /// Turns a tile's scores, times `scale`, into weights in place, updates the row state, and rescales `o`,
     /// the accumulator so far, if the row state's reference changes.
@@ -438,8 +485,8 @@ pub trait Weight: Send + Sync + 'static {
         #[comptime] r: usize,
     ) -> f32;
 
-    /// The final factor and the statistic of one split of a row's keys; the statistic of a split without a
-    /// visible key is [`MASKED`].
+    /// The final factor and the statistic of one split of a row's keys; without [`Weight::IN_ORDER`], the
+    /// statistic of a split without a visible key is [`MASKED`].
     ///
     /// [`MASKED`]: crate::tile::MASKED
     fn finish_split(rows: &Self::RowState, scale: f32, #[comptime] r: usize) -> (f32, f32);
@@ -448,7 +495,7 @@ pub trait Weight: Send + Sync + 'static {
     fn split_factor(statistic: f32, max_statistic: f32) -> f32;
 
     /// The final factor on `o` and the statistic of a whole row of `head`, where `total` is the sum of the
-    /// splits' weights.
+    /// splits' weights. With [`Weight::IN_ORDER`], `max_statistic` is the product of the splits' statistics.
     fn combine(
         args: &Self::Args,
         head: usize,
@@ -461,9 +508,46 @@ pub trait Weight: Send + Sync + 'static {
     /// from the gradients of its weights (for softmax δ).
     fn saved(saved: &Self::SavedRows, at: usize) -> (f32, f32);
 
-    /// The weight of a score times `scale` plus `shift`.
-    fn weigh(score: f32, scale: f32, shift: f32) -> f32;
+    /// The weight of a score times `scale` plus `shift`, and its derivative with respect to the score without
+    /// [`Weight::SCORE_FACTOR`]. `saved` is here for its compile-time settings.
+    fn weigh(saved: &Self::SavedRows, score: f32, scale: f32, shift: f32) -> (f32, f32);
 
-    /// The derivative of `weight` with respect to the score without [`Weight::SCORE_FACTOR`].
-    fn slope(score: f32, weight: f32) -> f32;
+    /// The last two of a row's four statistics; [`Weight::saved`] gives the first two.
+    fn saved_more(saved: &Self::SavedRows, at: usize) -> (f32, f32);
+
+    /// The weight of a score times `scale`, for a row with these four statistics.
+    fn weight_of(
+        saved: &Self::SavedRows,
+        score: f32,
+        scale: f32,
+        statistics: Vector<f32, Const<4>>,
+    ) -> f32;
+
+    /// dS of a score times `scale`, without [`Weight::SCORE_FACTOR`], from the gradient of its weight; 0 for a
+    /// masked key.
+    fn ds_of(
+        saved: &Self::SavedRows,
+        score: f32,
+        scale: f32,
+        statistics: Vector<f32, Const<4>>,
+        dp: f32,
+    ) -> f32;
+
+    /// The carry of a lane's row `r` after the tiles so far. Only called with [`Weight::IN_ORDER`].
+    fn carry(rows: &Self::RowState, #[comptime] r: usize) -> f32;
+
+    /// Turns a tile's scores `s`, times `scale`, into dS in place, and sets `p` to the weights if `with_p`. `dp` is
+    /// the gradient of the weights, and is overwritten. For a lane's two rows, `carries` are the carries at the
+    /// tile's end, and `sums` the sums of weight · dP over all keys before the tile, to which it adds the tile's.
+    /// Only called with [`Weight::IN_ORDER`].
+    fn gradients_in_order(
+        s: &mut Accumulator,
+        dp: &mut Accumulator,
+        p: &mut AFragments,
+        carries: &Array<f32>,
+        sums: &mut Array<f32>,
+        scale: f32,
+        #[comptime] with_p: bool,
+        #[comptime] n_keys: usize,
+    );
 }

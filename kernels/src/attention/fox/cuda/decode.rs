@@ -1,19 +1,22 @@
 //! Decoding under a learned decay: the cache, and the kernel that appends a token.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{DecaySums, SPAN, Sums, split, whole};
 use super::{DecayHooks, flash, prune};
 use crate::Cuda;
+use crate::attention::decay::{DecaySums, SPAN, Sums, split, whole};
 use crate::attention::flash::{
-    CacheBuffer, FlashAttention, Heads, Strides, as_u32, decode, expired, row_dots, strides,
+    CacheBuffer, FlashAttention, Heads, as_u32, decode, expired, row_dots,
 };
+use crate::attention::fox::log_decay;
 use crate::attention::fox::op::Forgetting;
 use crate::attention::softmax::PRUNED;
 use crate::backend::{primitive, tensor};
-use crate::cuda::{CudaTensor, buffer, empty, unshare, zeros};
+use crate::cuda::{CudaTensor, buffer, contiguous, empty, unshare, zeros};
+use crate::ops::activation::kernel::{Function, value};
+use crate::ops::cuda::nothing;
 use crate::tile::{CHUNK, Chunk, RowStrides};
 
 /// Keys, values and the decay's prefix sums of the tokens so far.
@@ -66,13 +69,13 @@ impl DecayKvCache {
 
     /// Appends tokens and returns their outputs, `[batch, heads, tokens, head_dim]`.
     ///
-    /// - `log_decay`: ℓ, `[batch, heads, tokens]` in f32
+    /// - `logits`: the gate's, `[batch, tokens, heads]` in f32 or bf16
     /// - `sinks`: `[heads]`
     pub fn extend(
         &mut self,
         op: &Forgetting,
         [q, k, v]: [&CudaTensor; 3],
-        log_decay: &CudaTensor,
+        logits: CudaTensor,
         sinks: Option<&CudaTensor>,
     ) -> CudaTensor {
         let (tokens, window) = (k.meta.shape()[2], op.core.window);
@@ -87,18 +90,21 @@ impl DecayKvCache {
         self.within.add(tokens);
         self.before.add((held + tokens).div_ceil(SPAN) + 1 - self.before.rows());
         if tokens == 1 {
-            let starts = self.append(op, [q, k, v], log_decay);
+            let starts = match logits.dtype {
+                DType::BF16 => self.append::<bf16>(op, [q, k, v], &logits),
+                _ => self.append::<f32>(op, [q, k, v], &logits),
+            };
             let flash = self.flash(op, q, sinks);
-            let [o, _] = decode(&flash, op.core.prune.then_some(&starts));
+            let [o, _] = decode(&flash, starts.as_ref());
             let seen_from = window.map_or(0, |window| self.keys.rows().saturating_sub(window));
-            self.starts = op.core.prune.then_some((starts, seen_from));
+            self.starts = starts.map(|starts| (starts, seen_from));
             return o;
         }
         self.starts = None;
         self.keys.append(k.clone());
         self.values.append(v.clone());
         let sums = self.sums();
-        sums.add(log_decay, held);
+        sums.add(&primitive(log_decay(tensor::<Cuda, 3>(logits))), held);
         let flash = self.flash(op, q, sinks);
         let pruned = op.core.prune.then(|| prune(&flash, &sums));
         let o = flash.pruned(pruned).softmax(sinks.is_some()).o;
@@ -126,14 +132,13 @@ impl DecayKvCache {
         flash(op, [q, &self.keys.held(), &self.values.held()], hooks, None)
     }
 
-    /// Appends one token; returns its queries' first keys after pruning, `[batch, heads]`, uninitialised
-    /// without pruning.
-    fn append(
+    /// Appends one token; with pruning, returns its queries' first keys, `[batch, heads]`.
+    fn append<Z: Float>(
         &mut self,
         op: &Forgetting,
         [q, k, v]: [&CudaTensor; 3],
-        log_decay: &CudaTensor,
-    ) -> CudaTensor {
+        logits: &CudaTensor,
+    ) -> Option<CudaTensor> {
         let held = self.keys.rows();
         self.keys.add(1);
         self.values.add(1);
@@ -141,7 +146,8 @@ impl DecayKvCache {
         let [q, k, v] = [q, k, v].map(Heads::new);
         let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
         let [batch, heads, _, head_dim] = q.dims;
-        let starts = empty(&q.tensor, &[batch, heads], DType::I32);
+        let starts = op.core.prune.then(|| empty(&q.tensor, &[batch, heads], DType::I32));
+        let logits = contiguous(logits);
         let chunks = |x: &Heads| ChunkedRowsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides());
         let sums = DecaySums {
             within: self.within.buffer().clone(),
@@ -149,17 +155,11 @@ impl DecayKvCache {
         };
         // SAFETY: a warp handles the token of one head.
         unsafe {
-            append::launch_unchecked::<CudaRuntime>(
+            append::launch_unchecked::<Z, CudaRuntime>(
                 &q.tensor.client,
                 CubeCount::Static((batch * heads) as u32, 1, 1),
                 CubeDim::new_1d(32),
-                TokenLaunch::new(
-                    chunks(&q),
-                    chunks(&k),
-                    chunks(&v),
-                    buffer(log_decay, 1),
-                    strides(log_decay),
-                ),
+                TokenLaunch::new(chunks(&q), chunks(&k), chunks(&v), buffer(&logits, 1)),
                 CacheLaunch::new(
                     chunks(&keys),
                     chunks(&values),
@@ -167,7 +167,8 @@ impl DecayKvCache {
                     buffer(&self.largest, 1),
                     held as u32,
                 ),
-                buffer(&starts, 1),
+                // Without pruning, they are not written.
+                starts.as_ref().map_or_else(|| nothing(&logits), |starts| buffer(starts, 1)),
                 as_u32(heads),
                 as_u32(heads / k.dims[1]),
                 op.core.scale,
@@ -189,16 +190,15 @@ struct ChunkedRows {
 
 /// A new token.
 #[derive(CubeType, CubeLaunch)]
-struct Token {
+struct Token<Z: Float> {
     /// `[batch, heads, 1, head_dim]`
     q: ChunkedRows,
     /// `[batch, kv_heads, 1, head_dim]`
     k: ChunkedRows,
     /// `[batch, kv_heads, 1, head_dim]`
     v: ChunkedRows,
-    /// ℓ, `[batch, heads, 1]`.
-    log_decay: Array<f32>,
-    strides: Strides,
+    /// The gate's, `[batch, 1, heads]`.
+    logits: Array<Z>,
 }
 
 /// The cache of the tokens before.
@@ -215,14 +215,14 @@ struct Cache {
     held: u32,
 }
 
-/// Appends a token to the cache: its key and value, and the decay's sums up to it. With pruning, also
+/// Appends a token to the cache: its key and value, and the sums of ℓ = ln σ(logit) up to it. With pruning, also
 /// computes the first key of each of its queries, `[batch, heads]`, as
 /// [`first_keys`](super::prune::first_keys) does.
 ///
 /// Grid: batch · heads; one warp per block.
 #[cube(launch_unchecked, address_type = "u64")]
-fn append(
-    token: &Token,
+fn append<Z: Float>(
+    token: &Token<Z>,
     cache: &mut Cache,
     starts: &mut Array<i32>,
     heads: u32,
@@ -266,8 +266,7 @@ fn append(
     let span = position / SPAN;
     let within_at = row * cache.sums.within_stride as usize + position;
     let before_at = row * cache.sums.before_stride as usize + span;
-    let strides = token.strides;
-    let mut own = token.log_decay[batch * strides.batch as usize + head * strides.head as usize];
+    let mut own = value(f32::cast_from(token.logits[row]), Function::LogSigmoid);
     let mut start = f64::cast_from(0f32);
     if position % SPAN != 0 {
         own += cache.sums.within[within_at - 1];

@@ -1,20 +1,17 @@
-//! FoX on CUDA: the decay's prefix sums, and the flash hook that adds them to scores as biases.
+//! FoX on CUDA: softmax attention on the flash core, with the decay as biases.
 
 // Device code has no `div_ceil` or `is_multiple_of`.
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
-mod biases;
-mod decay;
 mod decode;
 mod prune;
 
 use burn::tensor::DType;
 
-use self::biases::DecayBiases;
-use self::decay::{DecaySums, Sums};
 pub use self::decode::DecayKvCache;
 use self::prune::prune;
 use super::op::Forgetting;
+use crate::attention::decay::{DecayBiases, DecaySums, Sums};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, PlainOperands, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
@@ -97,7 +94,8 @@ pub(super) fn backward(
     let hooks = DecayHooks { sums, sinks };
     let flash = flash(op, inputs.each_ref(), hooks, documents).pruned(pruned);
     let (gradients, sinks) = flash.softmax_backward(&result, grad);
-    let [rows, columns] = gradients.ds_sums.expect("a decay's biases want sums");
+    let [rows, columns] = [gradients.ds_rows, gradients.ds_columns]
+        .map(|sums| sums.expect("a decay's biases want sums"));
     // ℓ_t enters the scores of all queries at t or later with keys before t.
     let log_decay = prefix_sum(&burn_cubecl::ops::numeric::sub(rows, columns), true);
     let log_decay = Some(log_decay.expect("f32 has prefix sums"));

@@ -10,7 +10,7 @@
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use super::decay::{DecaySums, SPAN, Sums};
+use crate::attention::decay::{DecaySums, SPAN, Sums};
 use crate::attention::flash::hooks::Hooks;
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::{FlashAttention, grid, row_dots};
@@ -28,7 +28,7 @@ pub fn prune<H: Hooks>(flash: &FlashAttention<H>, decay: &DecaySums) -> Pruned {
     let client = &q.tensor.client;
     let (q_norms, k_norms) = (row_dots(q, q), row_dots(k, k));
     let pruned = Pruned::uninit(&q.tensor, [batch, heads, queries]);
-    let Pruned { first, bounds, least } = &pruned;
+    let Pruned { first, bounds, .. } = &pruned;
     // SAFETY: the grids cover the tensors' rows and groups, and threads stay within theirs.
     unsafe {
         largest_norms::launch_unchecked::<CudaRuntime>(
@@ -53,15 +53,8 @@ pub fn prune<H: Hooks>(flash: &FlashAttention<H>, decay: &DecaySums) -> Pruned {
             flash.scale(),
             PRUNED.ln(),
         );
-        least_after::launch_unchecked::<CudaRuntime>(
-            client,
-            CubeCount::Static((batch * heads) as u32, 1, 1),
-            CubeDim::new_1d(32),
-            buffer(bounds, 1),
-            buffer(least, 1),
-            queries.div_ceil(SPAN) as u32,
-        );
     }
+    pruned.set_least();
     pruned
 }
 
@@ -171,34 +164,5 @@ pub fn first_keys(
         let at = (row * CUBE_COUNT_X as usize + CUBE_POS_X as usize) * 2;
         bounds[at] = min(of_warps[0], of_warps[2]);
         bounds[at + 1] = max(of_warps[1], of_warps[3]);
-    }
-}
-
-/// The least first key of each 64 queries and all after them, `[rows, groups]`, from `bounds`.
-///
-/// Grid: rows; 32 threads.
-#[cube(launch_unchecked)]
-pub fn least_after(bounds: &Array<i32>, least: &mut Array<i32>, groups: u32) {
-    let groups = groups as usize;
-    let row = CUBE_POS_X as usize;
-    let mut carry = i32::cast_from(i32::MAX);
-    for tile in 0..(groups + 31) / 32 {
-        // From the last to the first.
-        let back = tile * 32 + UNIT_POS as usize;
-        let mut value = carry;
-        if back < groups {
-            value = min(value, bounds[(row * groups + groups - 1 - back) * 2]);
-        }
-        #[unroll]
-        for step in 0..5u32 {
-            let other = plane_shuffle_up(value, comptime!(1u32 << step));
-            if UNIT_POS_PLANE >= comptime!(1u32 << step) {
-                value = min(value, other);
-            }
-        }
-        if back < groups {
-            least[row * groups + groups - 1 - back] = value;
-        }
-        carry = plane_shuffle(value, 31u32);
     }
 }

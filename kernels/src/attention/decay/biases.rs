@@ -1,25 +1,25 @@
 //! The decay as biases of scores. The scores of a warpgroup's queries are relative to the span in which the
 //! queries begin.
 //!
-//! The accumulators of scores are initialised with biases / scale. Tensor cores then lose digits of a bias:
+//! Where accumulators of scores start from biases, they are initialised with biases / scale. Tensor cores then lose digits of a bias:
 //! in emulation about 3e-7 of it, so that scores are off by 3e-3 for a key that still matters at a distance
 //! of 10,000 (natural logarithm) from the span's start. Only decays below −100 per token, over many tokens,
 //! cause that.
 
 use cubecl::prelude::*;
 
-use super::decay::{SPAN, Sums, bias, difference};
+use super::{SPAN, Sums, bias, difference};
 use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::Biases;
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
-use crate::tile::{Accumulator, LOG2_E, Pair};
+use crate::tile::{LOG2_E, Pair};
 
 // A key tile of decoding is one span.
 const _: () = assert!(WARPS * KEYS_PER_WARP == SPAN);
 
-/// c_i − c_j, where c_t = Σ_{s ≤ t} ℓ_s.
-pub struct DecayBiases;
+/// c_i − c_j, where c_t = Σ_{s ≤ t} ℓ_s. With `DS_SUMS`, ℓ's gradient comes from the sums of dS.
+pub struct DecayBiases<const DS_SUMS: bool = true>;
 
 /// The state for the queries of a warpgroup: prefix sums for the biases of a tile's keys.
 #[derive(CubeType)]
@@ -66,14 +66,14 @@ const fn spans_of(tile: usize) -> usize {
 }
 
 #[cube]
-impl Biases for DecayBiases {
+impl<const DS_SUMS: bool> Biases for DecayBiases<DS_SUMS> {
     type Args = Sums;
     type KeyLoop = KeyLoopState;
     type QueryLoop = QueryLoopState;
     type Decode = DecodeBiases;
 
     const ENABLED: bool = true;
-    const NEEDS_DS_SUMS: bool = true;
+    const NEEDS_DS_SUMS: bool = DS_SUMS;
 
     fn init_key_loop(
         args: &Sums,
@@ -110,9 +110,8 @@ impl Biases for DecayBiases {
         }
     }
 
-    fn start_from_biases(
+    fn begin_keys(
         state: &mut KeyLoopState,
-        s: &mut Accumulator,
         factor: f32,
         warp: usize,
         #[comptime] config: KernelConfig,
@@ -132,18 +131,16 @@ impl Biases for DecayBiases {
             }
         }
         sync_plane();
-        #[unroll]
-        for n in 0..comptime!(config.tile / 8) {
-            let place = warp * count + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4;
-            let biases = state.tile[place];
-            #[unroll]
-            for r in 0..2usize {
-                let mut pair = Pair::empty();
-                pair[0] = biases[0];
-                pair[1] = biases[1];
-                s.index_mut(n)[r] = pair;
-            }
-        }
+    }
+
+    fn of_keys(
+        state: &KeyLoopState,
+        warp: usize,
+        #[comptime] n: usize,
+        #[comptime] config: KernelConfig,
+    ) -> Pair {
+        state.tile
+            [warp * comptime!(config.tile / 2) + comptime!(n * 4) + UNIT_POS_PLANE as usize % 4]
     }
 
     fn shift(

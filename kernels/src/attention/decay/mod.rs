@@ -1,14 +1,21 @@
-//! The prefix sums of a learned decay. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
+//! A scalar decay of scores, learned per token and head: its prefix sums, and the flash hook that adds it to
+//! scores as biases. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
 //! c_i − c_j; softmax only needs the part that differs between keys.
 //!
 //! c may reach millions while differences of a thousandth still matter. So it is stored in two parts: sums
 //! within spans of 64 tokens in f32, and sums before each span as the sum of two f32 numbers ([`split`]). The
 //! scores of a warpgroup's queries are relative to the span in which the queries begin.
 
+// Device code has no `div_ceil` or `is_multiple_of`.
+#![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
+
+mod biases;
+
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+pub use self::biases::DecayBiases;
 use crate::attention::flash::{Strides, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::prefix_sum::kernel::scan;
