@@ -16,6 +16,7 @@
 
 mod asm;
 pub mod e4m3;
+pub mod lists;
 pub mod roles;
 pub mod turns;
 pub mod warpgroup;

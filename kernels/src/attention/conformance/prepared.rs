@@ -103,6 +103,14 @@ impl<W: Weights> PreparedCase<W> {
         PreparedCase { k, ..self }
     }
 
+    /// With keys times a factor by position.
+    pub fn scaled_keys(self, factor: impl Fn(usize) -> f32) -> Self {
+        let shape = self.k.shape.to_vec();
+        let position = |at: usize| at / shape[3] % shape[2];
+        let k = self.k.iter::<f32>().enumerate().map(|(at, x)| x * factor(position(at)));
+        PreparedCase { k: rounded(k, &shape), ..self }
+    }
+
     fn attend<B: OpBackend>(&self, [q, k, v]: [Tensor<B, 4>; 3], path: ExecPath) -> Tensor<B, 4> {
         let device = q.device();
         let documents = self.documents.clone();

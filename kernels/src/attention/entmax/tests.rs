@@ -123,6 +123,59 @@ fn the_kernels_find_thresholds_of_all_kinds_of_rows() {
     assert!(largest < 0.01, "a single key has no gradient, but {largest}");
 }
 
+/// Rows whose candidates fit, beside blocks with a row where they do not, for all sizes of heads.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_find_thresholds_of_few_and_of_many_candidates() {
+    for (sizes, few) in [
+        ([1000, 1000, 64], 8.0),
+        ([300, 1111, 64], 8.0),
+        ([130, 9000, 64], 8.0),
+        ([600, 600, 128], 11.0),
+        ([300, 700, 256], 16.0),
+    ] {
+        let case = |length: fn(usize, f32) -> f32| {
+            PreparedCase::new(Entmax, sizes, |position| length(position, few))
+        };
+        case(|_, few| few).check_output(ROUNDINGS);
+        // Support for every key in 1 of 384 rows, of every block in three.
+        case(|at, few| if at % 384 == 100 { 0.1 } else { few }).check_output(ROUNDINGS);
+        case(|at, few| few * [0.3, 1.0, 30.0][at / 50 % 3]).check_output(ROUNDINGS);
+    }
+    let case = PreparedCase::new(Entmax, [700, 700, 64], |_| 8.0);
+    case.clone().window(300).check_output(ROUNDINGS);
+    case.clone().packed().check_output(ROUNDINGS);
+    case.packed().window(450).check_output(ROUNDINGS);
+}
+
+/// Scores that rise or fall with the distance: the lists fill again and again, or never.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_kernels_find_thresholds_of_sorted_scores() {
+    for sizes in [[200, 900, 64], [130, 4000, 64]] {
+        for factor in [|j: usize| 1.0 - j as f32 / 4096.0, |j: usize| (j + 1) as f32 / 4096.0] {
+            let case = PreparedCase::new(Entmax, sizes, |_| 400.0);
+            case.equal_keys().scaled_keys(factor).check_output(ROUNDINGS);
+        }
+    }
+}
+
+/// When lists are full depends on all rows of a warp; what a row finds does not.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_rows_output_does_not_depend_on_other_rows() {
+    let output = |odd: f32| {
+        let length = |position: usize| if position % 2 == 1 { odd } else { 8.0 };
+        let [o, ..] = PreparedCase::new(Entmax, [900, 900, 64], length).on_cuda();
+        o
+    };
+    let (sparse, sparser) = (output(9.0), output(40.0));
+    for (at, (a, b)) in sparse.iter().zip(&sparser).enumerate() {
+        let position = at / 64 % 900;
+        assert!(position % 2 == 1 || a == b, "position {position}: {a} and {b}");
+    }
+}
+
 /// One query without gradients, over short and over split caches.
 #[test]
 #[ignore = "needs a GPU"]

@@ -20,6 +20,7 @@
 
 mod backward;
 mod cache_buffer;
+pub mod candidates;
 pub mod decode;
 mod forward;
 mod heads;

@@ -13,7 +13,7 @@ use super::hooks::{Hooks, LaunchOf};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
 use super::{FlashAttention, grid};
-use crate::cuda::{buffer, empty};
+use crate::cuda::{CudaTensor, buffer, empty};
 use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, Pipeline, start_tile_abt, uninit, wait};
 use crate::tile::{
@@ -78,10 +78,25 @@ impl<A: Hooks> FlashAttention<A> {
     /// Searches the rows of all queries.
     pub fn search<S: RowSearch>(&self, results: LaunchOf<S::Results>) {
         if self.q.dims[2] == 1 {
-            return self.search_one::<S>(results);
+            self.search_one::<S>(results);
+        } else {
+            self.search_blocks::<S>(results, None);
         }
+    }
+
+    /// As [`FlashAttention::search`], of several queries per head: of all, or of the blocks of as many queries as
+    /// given that `left` marks, `[batch, heads, blocks]` in the grid's order.
+    ///
+    /// # Panics
+    /// If the blocks of the search have another number of queries.
+    pub(super) fn search_blocks<S: RowSearch>(
+        &self,
+        results: LaunchOf<S::Results>,
+        left: Option<(&CudaTensor, usize)>,
+    ) {
         let [batch, heads, queries, _] = self.q.dims;
         let config = self.config(SEARCH_SHAPES);
+        assert!(left.is_none_or(|(_, rows)| rows == config.rows()), "queries per block");
         // SAFETY: as in `FlashAttention::forward`.
         unsafe {
             search::launch_unchecked::<S, CudaRuntime>(
@@ -91,7 +106,9 @@ impl<A: Hooks> FlashAttention<A> {
                 QkLaunch::new(self.q.tensor_map(config.rows()), self.k.tensor_map(config.tile)),
                 self.mask(),
                 results,
+                left.map(|(left, _)| buffer(left, 1)).into(),
                 self.problem(),
+                left.is_some(),
                 config,
             );
         }
@@ -143,7 +160,7 @@ pub struct Qk {
 
 /// What a pass has collected before its first score.
 #[cube]
-fn nothing() -> Array<f32> {
+pub fn nothing() -> Array<f32> {
     let mut collected = Array::<f32>::new(VALUES);
     collected[0] = f32::cast_from(MASKED);
     #[unroll]
@@ -153,7 +170,21 @@ fn nothing() -> Array<f32> {
     collected
 }
 
-/// See [`FlashAttention::search`]. Tiles of keys are read from the last to the first.
+/// What the four lanes of a row have collected.
+#[cube]
+pub fn of_four_lanes(collected: &mut Array<f32>) {
+    let mut most = collected[0];
+    most = max(most, plane_shuffle_xor(most, 1));
+    most = max(most, plane_shuffle_xor(most, 2));
+    collected[0] = most;
+    #[unroll]
+    for i in 1..VALUES {
+        collected[i] = sum_of_four(collected[i]);
+    }
+}
+
+/// See [`FlashAttention::search`]. Tiles of keys are read from the last to the first. With `only_left`, blocks that
+/// `left` does not mark end at once.
 ///
 /// Grid: blocks of queries, batch · heads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -161,11 +192,19 @@ pub fn search<S: RowSearch>(
     qk: &Qk,
     mask: &Mask,
     results: &mut S::Results,
+    left: &ComptimeOption<Array<u32>>,
     problem: ProblemShape,
+    #[comptime] only_left: bool,
     #[comptime] config: KernelConfig,
 ) {
     two_blocks_per_multiprocessor(comptime!("search".to_string()), comptime!(config.threads()));
     define_exp2();
+    if only_left {
+        let left = left.as_ref().unwrap();
+        if left[CUBE_POS_Y as usize * CUBE_COUNT_X as usize + CUBE_POS_X as usize] == 0 {
+            terminate!();
+        }
+    }
     let KernelConfig { padded_head_dim: dim, warps, tile, .. } = comptime!(config);
     let rows = comptime!(config.rows());
     let n_keys = comptime!(tile / 8);
@@ -287,15 +326,7 @@ pub fn search<S: RowSearch>(
         let mut more = false;
         #[unroll]
         for r in 0..2usize {
-            let of_row = collected.index_mut(r);
-            let mut most = of_row[0];
-            most = max(most, plane_shuffle_xor(most, 1));
-            most = max(most, plane_shuffle_xor(most, 2));
-            of_row[0] = most;
-            #[unroll]
-            for i in 1..VALUES {
-                of_row[i] = sum_of_four(of_row[i]);
-            }
+            of_four_lanes(collected.index_mut(r));
             let query = own + r * 8 + lane / 4;
             let position = (offset + min(query, queries - 1)) as u32;
             let keys = position + 1 - min(first[r], position);
@@ -327,7 +358,7 @@ pub fn search<S: RowSearch>(
 
 /// Replaces the products of masked keys, where `row` and `column` are a lane's first row and column.
 #[cube]
-fn hide_masked(
+pub fn hide_masked(
     s: &mut Accumulator,
     row: u32,
     column: u32,

@@ -4,6 +4,8 @@
 //! dS_ij = r_ij (dP_ij − Σ_j r_ij dP_ij / Σ_j r_ij) with r = max(S/2 − τ, 0). As dP_ij = dO_i · v_j, the mean is
 //! dO_i · u_i, where u is the output of attention with the weights r / Σ r: another forward pass.
 
+#[cfg(test)]
+mod tests;
 mod threshold;
 
 use burn::tensor::DType;
@@ -234,7 +236,7 @@ pub(super) fn forward(
     let [batch, heads, queries, _]: [usize; 4] = inputs[0].meta.shape().dims();
     let tau = empty(inputs[0], &[batch, heads, queries], DType::F32);
     let flash = EntmaxHooks::<false>::flash(op, inputs, documents, tau.clone());
-    flash.search::<Threshold>(threshold::results(&tau));
+    flash.search_candidates::<Threshold>(|| threshold::results(&tau));
     let output = if queries == 1 && !needs {
         let [output, _] = decode(&flash, None);
         output

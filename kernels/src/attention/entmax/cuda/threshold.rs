@@ -1,6 +1,9 @@
 //! The search of a row's threshold τ, where f(τ) = Σ_j max(z_j − τ, 0)² is 1, with z = S/2.
 //!
-//! The first pass estimates τ tile by tile. It keeps f and A = −f'/2 of the keys so far at the estimate. Of the
+//! Only keys above τ matter. A lower bound of τ is the maximum − 1, or a step of Newton's from another one, taken
+//! with the keys so far: further keys only raise f.
+//!
+//! Over all scores, the first pass estimates τ tile by tile. It keeps f and A = −f'/2 of the keys so far at the estimate. Of the
 //! keys before a tile they are extrapolated as if f^(1/3) were linear: f^(1/2) is convex, so that its root
 //! would be a lower bound, and f itself falls like an exponential where keys have one's tail.
 //!
@@ -12,6 +15,7 @@
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use crate::attention::flash::candidates::CandidateSearch;
 use crate::attention::flash::hooks::LaunchOf;
 use crate::attention::flash::search::{RowSearch, VALUES};
 use crate::cuda::{CudaTensor, buffer};
@@ -36,13 +40,13 @@ const LEAST: f32 = -1e18;
 
 /// The last step, as a share of the mean excess over the threshold: the error it leaves is a ten-millionth of
 /// the mean where scores are spread evenly.
-const LAST_STEP: f32 = 0.01;
+pub const LAST_STEP: f32 = 0.01;
 
 /// Passes whose steps are roots of the quadratic.
-const QUADRATIC_PASSES: u32 = 8;
+pub const QUADRATIC_PASSES: u32 = 8;
 
 /// Most passes.
-const MOST_PASSES: u32 = 60;
+pub const MOST_PASSES: u32 = 60;
 
 // A row's values.
 /// The maximum of z.
@@ -58,6 +62,30 @@ const SQUARES: usize = 3;
 #[cube]
 fn cube_root_share(excess: f32, squares: f32, step: f32) -> f32 {
     max(1f32 - excess / max(squares, 1e-9f32) * step * (2f32 / 3f32), 0f32)
+}
+
+/// The step of τ, from the sums of a pass: to the root of the quadratic, if it has one, or Newton's.
+#[cube]
+pub fn step_to_root(excess: f32, squares: f32, count: f32, quadratic: bool) -> f32 {
+    let norm = f32::sqrt(squares);
+    let newton = (norm - 1f32) * norm / excess;
+    let square = excess * excess - count * (squares - 1f32);
+    let root = (squares - 1f32) / (excess + f32::sqrt(select(square > 0f32, square, 0f32)));
+    select((square >= 0f32) & quadratic, root, newton)
+}
+
+/// A higher lower bound of the threshold, from the maximum `most` of scores and, over some keys, the sum of their
+/// excess over the bound and of its square.
+///
+/// f^(1/2) is convex and falls, so that Newton's steps do not reach its root from below; the factor is for
+/// rounding. Squares that may be infinite are not used.
+#[cube]
+pub fn raised(bound: f32, most: f32, excess: f32, squares: f32) -> f32 {
+    let norm = f32::sqrt(squares);
+    let step = 0.999f32 * (norm - 1f32) * norm / excess;
+    let newton = select((squares > 1f32) & (squares < 1e30f32), bound + step, bound);
+    let least = most - 1f32;
+    select(newton > least, newton, least)
 }
 
 #[cube]
@@ -143,11 +171,7 @@ impl RowSearch for Threshold {
         let first = pass == 0;
         let estimate = min(max(values[TAU], most - 1f32), highest);
         let (excess, squares, count) = (collected[1], collected[2], collected[3]);
-        let norm = Sqrt::sqrt(squares);
-        let newton = (norm - 1f32) * norm / excess;
-        let square = excess * excess - count * (squares - 1f32);
-        let root = (squares - 1f32) / (excess + Sqrt::sqrt(max(square, 0f32)));
-        let step = select((square >= 0f32) & (pass <= QUADRATIC_PASSES), root, newton);
+        let step = step_to_root(excess, squares, count, pass <= QUADRATIC_PASSES);
         let moved = min(max(values[TAU] + step, most - 1f32), highest);
         // A row that has found its threshold keeps it while others go on.
         let found = !first & (values[EXCESS] > 0f32);
@@ -160,5 +184,21 @@ impl RowSearch for Threshold {
 
     fn write(values: &Array<f32>, results: &mut FoundThresholds, at: usize) {
         results.tau[at] = values[TAU];
+    }
+}
+
+#[cube]
+impl CandidateSearch for Threshold {
+    fn raise(values: &mut Array<f32>, collected: &Array<f32>) {
+        values[MAX] = max(values[MAX], collected[0]);
+        values[TAU] = raised(values[TAU], values[MAX], collected[1], collected[2]);
+    }
+
+    fn bound(values: &Array<f32>) -> f32 {
+        values[TAU]
+    }
+
+    fn restart(values: &mut Array<f32>) {
+        values[TAU] = f32::cast_from(LEAST);
     }
 }
