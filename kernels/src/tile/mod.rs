@@ -110,6 +110,29 @@ fn replace_by_reciprocal(value: &mut Array<f32>) {
     })
 }
 
+/// a · b + c, limited to [0, 1], in one instruction; 0 for a NaN.
+#[cube]
+pub fn saturated_fma(a: f32, b: f32, c: f32) -> f32 {
+    let mut values = Array::<f32>::new(3usize);
+    values[0] = a;
+    values[1] = b;
+    values[2] = c;
+    replace_by_saturated_fma(&mut values);
+    values[0]
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn replace_by_saturated_fma(values: &mut Array<f32>) {
+    intrinsic!(|scope| {
+        let values = name_of(&values.expand);
+        let text = format!(
+            "asm(\"fma.rn.ftz.sat.f32 %0, %0, %1, %2;\" : \"+f\"({values}[0]) : \"f\"({values}[1]), \"f\"({values}[2]));"
+        );
+        emit(scope, "saturated", &text);
+    })
+}
+
 /// The strides of the rows of `[batch, heads, rows, channels]`, in chunks.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct RowStrides {

@@ -44,8 +44,8 @@ pub trait RowSearch: Send + Sync + 'static {
     /// The values before the first pass.
     fn init() -> Array<f32>;
 
-    /// Updates the values of a lane's row `r` by a tile of the first pass; `s` times `scale` are scores. The
-    /// four lanes of a row get the same values.
+    /// Updates the values of a lane's row `r` by a tile of the first pass; `s` times `scale` are scores. If the
+    /// four lanes of a row do not get the same values, [`RowSearch::end_pass`] makes them the same.
     fn add_tile(
         values: &mut Array<f32>,
         s: &Accumulator,

@@ -324,14 +324,13 @@ impl Weight for SoftmaxWeight {
         _score: f32,
         _scale: f32,
         _statistics: Vector<f32, Const<4>>,
-    ) -> f32 {
-        f32::cast_from(0u32)
+    ) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
     }
 
     fn ds_of(
         _saved: &SoftmaxSavedRows,
-        _score: f32,
-        _scale: f32,
+        _kept: f32,
         _statistics: Vector<f32, Const<4>>,
         _dp: f32,
     ) -> f32 {

@@ -156,17 +156,16 @@ impl Weight for StickWeight {
         (f32::cast_from(0u32), f32::cast_from(0u32))
     }
 
-    fn weight_of(_saved: &(), _score: f32, _scale: f32, _statistics: Vector<f32, Const<4>>) -> f32 {
-        f32::cast_from(0u32)
-    }
-
-    fn ds_of(
+    fn weight_of(
         _saved: &(),
         _score: f32,
         _scale: f32,
         _statistics: Vector<f32, Const<4>>,
-        _dp: f32,
-    ) -> f32 {
+    ) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
+    }
+
+    fn ds_of(_saved: &(), _kept: f32, _statistics: Vector<f32, Const<4>>, _dp: f32) -> f32 {
         f32::cast_from(0u32)
     }
 

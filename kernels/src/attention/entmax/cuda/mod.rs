@@ -192,14 +192,13 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
         _score: f32,
         _scale: f32,
         _statistics: Vector<f32, Const<4>>,
-    ) -> f32 {
-        f32::cast_from(0u32)
+    ) -> (f32, f32) {
+        (f32::cast_from(0u32), f32::cast_from(0u32))
     }
 
     fn ds_of(
         _saved: &SavedThresholds,
-        _score: f32,
-        _scale: f32,
+        _kept: f32,
         _statistics: Vector<f32, Const<4>>,
         _dp: f32,
     ) -> f32 {

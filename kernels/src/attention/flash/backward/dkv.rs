@@ -252,7 +252,6 @@ pub fn dkv<A: Hooks>(
                     &s,
                     &mut dp,
                     saved,
-                    scale,
                     &query_tile,
                     warp,
                     &mut ds_sum,

@@ -252,21 +252,13 @@ pub fn dq<A: Hooks>(
                     lane_column,
                     scale,
                     &row_shift,
+                    &row_more,
                     &bias_state,
                     warp,
                     config,
                 );
                 wait(&mut dp, 0usize);
-                slopes_to_ds::<A>(
-                    &mut s,
-                    &dp,
-                    saved,
-                    scale,
-                    &row_delta,
-                    &row_more,
-                    &mut ds_sum,
-                    n_keys,
-                );
+                slopes_to_ds::<A>(&mut s, &dp, saved, &row_delta, &row_more, &mut ds_sum, n_keys);
             }
             OperandsOf::<A>::rescale_dq(&operand_state, &mut dq_acc, warp, config);
             let ds = to_a_frags(&s, n_keys);
@@ -341,8 +333,9 @@ pub fn dq<A: Hooks>(
     dq.store(&dq_acc, &factors, batch, block.head, own, queries, config.head_dim);
 }
 
-/// Turns scores into dP/d(scale · q·k) of each weight in place; with [`four_statistics`], leaves them. `lane_row` and
-/// `lane_column` are a lane's first row and column, `row_shift` the shifts of its two rows.
+/// Turns scores into dP/d(scale · q·k) of each weight in place, with [`four_statistics`] into what [`Weight::ds_of`]
+/// reads. `lane_row` and `lane_column` are a lane's first row and column, `row_shift` and `row_more` the shifts and
+/// the four statistics of its two rows.
 #[cube]
 fn scores_to_slopes<A: Hooks>(
     s: &mut Accumulator,
@@ -354,6 +347,7 @@ fn scores_to_slopes<A: Hooks>(
     lane_column: u32,
     scale: f32,
     row_shift: &Array<f32>,
+    row_more: &Array<Vector<f32, Const<4>>>,
     bias_state: &<A::Biases as Biases>::KeyLoop,
     warp: usize,
     #[comptime] config: KernelConfig,
@@ -378,7 +372,10 @@ fn scores_to_slopes<A: Hooks>(
                 if products {
                     let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);
                     pair[e] = slope;
-                } else if comptime!(!four_statistics::<A>()) {
+                } else if comptime!(four_statistics::<A>()) {
+                    let (_, kept) = WeightOf::<A>::weight_of(saved, pair[e], scale, row_more[r]);
+                    pair[e] = kept;
+                } else {
                     let (_, weight_slope) = WeightOf::<A>::weigh(saved, pair[e], scale, shift);
                     let mut slope = weight_slope;
                     if comptime!(config.nonlinear_scores) {
@@ -404,7 +401,6 @@ fn slopes_to_ds<A: Hooks>(
     s: &mut Accumulator,
     dp: &Accumulator,
     saved: &SavedRows<A>,
-    scale: f32,
     row_delta: &Array<f32>,
     row_more: &Array<Vector<f32, Const<4>>>,
     sums: &mut Array<f32>,
@@ -419,7 +415,7 @@ fn slopes_to_ds<A: Hooks>(
             #[unroll]
             for e in 0..2usize {
                 if comptime!(four_statistics::<A>()) {
-                    pair[e] = WeightOf::<A>::ds_of(saved, pair[e], scale, row_more[r], grads[e]);
+                    pair[e] = WeightOf::<A>::ds_of(saved, pair[e], row_more[r], grads[e]);
                 } else {
                     pair[e] *= grads[e] - row_delta[r];
                 }

@@ -430,7 +430,6 @@ pub fn dqkv<A: Hooks>(
                     &s,
                     &mut dp,
                     saved,
-                    scale,
                     &query_tile,
                     slot,
                     &mut ds_sum,

@@ -150,7 +150,7 @@ pub fn make_scores_of_keys<A: Hooks>(
 }
 
 /// Turns scores into dP/d(scale · q·k) in place, and sets `p` to the weights if `with_p`. With
-/// [`four_statistics`], leaves the scores.
+/// [`four_statistics`], turns them into what [`Weight::ds_of`] reads.
 #[cube]
 pub fn weigh_scores<A: Hooks>(
     s: &mut Accumulator,
@@ -188,7 +188,9 @@ pub fn weigh_scores<A: Hooks>(
                 }
                 if comptime!(four_statistics::<A>()) {
                     let four = four_of_query(statistics, more, e);
-                    pair[e] = WeightOf::<A>::weight_of(saved, scores[e], scale, four);
+                    let (weight, kept) = WeightOf::<A>::weight_of(saved, scores[e], scale, four);
+                    pair[e] = weight;
+                    slopes[e] = kept;
                 } else if products {
                     let (weight, slope) = ScoreOf::<A>::weigh(score, scores[e], shift);
                     pair[e] = weight;
@@ -229,14 +231,13 @@ fn four_of_query(
     four
 }
 
-/// Turns dP into dS in place, with the slopes or scores that [`weigh_scores`] gives. Adds dS to the sums of a lane's two
+/// Turns dP into dS in place, with the slopes that [`weigh_scores`] gives. Adds dS to the sums of a lane's two
 /// keys if `with_sums`.
 #[cube]
 pub fn slopes_to_ds<A: Hooks>(
     slopes: &Accumulator,
     dp: &mut Accumulator,
     saved: &SavedRows<A>,
-    scale: f32,
     query_tile: &QueryTile,
     slot: usize,
     sums: &mut Array<f32>,
@@ -257,7 +258,7 @@ pub fn slopes_to_ds<A: Hooks>(
                 let mut ds = pair_slopes[e] * (pair[e] - statistics[comptime!(e + 2)]);
                 if comptime!(four_statistics::<A>()) {
                     let four = four_of_query(statistics, more, e);
-                    ds = WeightOf::<A>::ds_of(saved, pair_slopes[e], scale, four, pair[e]);
+                    ds = WeightOf::<A>::ds_of(saved, pair_slopes[e], four, pair[e]);
                 }
                 if with_sums {
                     sums[r] += ds;

@@ -515,23 +515,19 @@ pub trait Weight: Send + Sync + 'static {
     /// The last two of a row's four statistics; [`Weight::saved`] gives the first two.
     fn saved_more(saved: &Self::SavedRows, at: usize) -> (f32, f32);
 
-    /// The weight of a score times `scale`, for a row with these four statistics.
+    /// The weight of a score times `scale`, for a row with these four statistics, and a number that takes the
+    /// score's place until [`Weight::ds_of`].
     fn weight_of(
         saved: &Self::SavedRows,
         score: f32,
         scale: f32,
         statistics: Vector<f32, Const<4>>,
-    ) -> f32;
+    ) -> (f32, f32);
 
-    /// dS of a score times `scale`, without [`Weight::SCORE_FACTOR`], from the gradient of its weight; 0 for a
-    /// masked key.
-    fn ds_of(
-        saved: &Self::SavedRows,
-        score: f32,
-        scale: f32,
-        statistics: Vector<f32, Const<4>>,
-        dp: f32,
-    ) -> f32;
+    /// dS, without [`Weight::SCORE_FACTOR`], from the second number of [`Weight::weight_of`] and the gradient of
+    /// the weight; 0 for a masked key.
+    fn ds_of(saved: &Self::SavedRows, kept: f32, statistics: Vector<f32, Const<4>>, dp: f32)
+    -> f32;
 
     /// The carry of a lane's row `r` after the tiles so far. Only called with [`Weight::IN_ORDER`].
     fn carry(rows: &Self::RowState, #[comptime] r: usize) -> f32;

@@ -1,33 +1,36 @@
 //! LSSAR on CUDA: a search finds each row's mean and maximum of φ, and the flash core computes with the weights
 //! max(φ · gain − offset, 0)^p, divided by their sum. With u = φ / mean and O the offset of shares, gain and
-//! offset are 1 / (mean · (max u − O)) and O / (max u − O), so that the largest weight is 1.
+//! offset are 1 / (mean · (max u − O)) and O / (max u − O), so that the largest weight is 1. φ and its mean are to
+//! base 2: shares do not depend on the base.
 //!
 //! The backward pass takes gain and offset such that the weights W sum to 1, and with δ_i = Σ_j W_ij dP_ij
 //!
-//! dS_ij = σ(S_ij) (p · gain_i · W_ij^((p−1)/p) · (dP_ij − δ_i) − pull_i),
+//! dS_ij = σ(S_ij) (p · log₂ e · gain_i · W_ij^((p−1)/p) · (dP_ij − δ_i) − pull_i), σ(S_ij) = 1 − 2^−φ_ij,
 //!
-//! with 0 for the first product where W_ij is 0. The pull is the gradient through the mean, which every key
+//! with 0 for the first product where W_ij is 0. Between weights and dS, it keeps φ in place of scores. The pull is the gradient through the mean, which every key
 //! raises: Σ_j u_j du_j / (N · mean) with the gradients du of shares. There, what u_j has above O cancels; O
 //! leaves a sum of W^((p−1)/p) (dP − δ), which needs the output u of attention with the weights
 //! W^((p−1)/p): another forward pass.
 
+mod phi;
 mod rows;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-use self::rows::{FoundRows, Mean, softplus};
+use self::phi::{slope_of, softplus};
+use self::rows::{FoundRows, Mean};
 use super::Lssar;
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, Weight,
 };
-use crate::attention::flash::summed::{finish_summed_split, inverse, positive_part};
+use crate::attention::flash::summed::{finish_summed_split, inverse};
 use crate::attention::flash::{FlashAttention, Heads, decode, row_dots, serves_tensors};
 use crate::attention::rowwise::Rowwise;
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, empty};
-use crate::tile::{AFragments, Accumulator, sum_of_four};
+use crate::tile::{AFragments, Accumulator, LOG2_E, saturated_fma, sum_of_four};
 
 /// The hooks: the defaults but for the weight.
 struct LssarHooks {
@@ -96,8 +99,8 @@ struct SavedLssarRows {
     gain: Array<f32>,
     /// The offset with which weights sum to 1.
     offset: Array<f32>,
-    /// The mean of dP by the weights.
-    delta: Array<f32>,
+    /// p · log₂ e · gain times δ, the mean of dP by the weights.
+    centre: Array<f32>,
     /// The pull.
     pull: Array<f32>,
     /// p, from 1 to 32.
@@ -116,28 +119,30 @@ struct LssarRowState {
     power: u32,
 }
 
-/// max(φ · gain − offset, 0); a NaN stays a NaN.
+/// max(φ · gain − offset, 0), which is at most 1; 0 for a NaN.
 #[cube]
 fn excess(phi: f32, gain: f32, offset: f32) -> f32 {
-    positive_part(fma(phi, gain, -offset))
+    saturated_fma(phi, gain, -offset)
 }
 
-/// x to a power from 0 to 32, where 0 to the power of 0 is 0.
+/// The smallest factor of a number, beside 1.
+fn smallest_factor(number: u32) -> u32 {
+    (2..=number).find(|factor| number.is_multiple_of(*factor)).unwrap_or(1)
+}
+
+/// x ≥ 0 to a power, where 0 to the power of 0 is 0: to its factors one after the other, in at most 7 products.
 #[cube]
 fn raised(x: f32, #[comptime] power: u32) -> f32 {
-    let mut result = select(x > 0f32, 1f32, x);
-    if comptime!(power > 0) {
-        result = 1f32;
+    let factor = comptime!(smallest_factor(power));
+    if comptime!(power == 0) {
+        select(x > 0f32, 1f32, 0f32)
+    } else if comptime!(power == 1) {
+        x
+    } else if comptime!(factor == power) {
+        x * raised(x, comptime!(power - 1))
+    } else {
+        raised(raised(x, factor), comptime!(power / factor))
     }
-    let mut square = x;
-    #[unroll]
-    for bit in 0..6usize {
-        if comptime!(power >> bit as u32 & 1 == 1) {
-            result *= square;
-        }
-        square = square * square;
-    }
-    result
 }
 
 #[cube]
@@ -147,7 +152,7 @@ impl Weight for LssarWeight {
     type Statistics = WeightSums;
     type SavedRows = SavedLssarRows;
 
-    const SCORE_FACTOR: f32 = 1.0;
+    const SCORE_FACTOR: f32 = LOG2_E;
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = true;
@@ -162,7 +167,8 @@ impl Weight for LssarWeight {
         for r in 0..2usize {
             gain[r] = args.gain[rows[r]];
             offset[r] = args.offset[rows[r]];
-            sum[r] = 0f32;
+            // A NaN among the row's scores makes its gain one, and must show: the weights are 0.
+            sum[r] = gain[r] * 0f32;
         }
         let power = comptime!(args.power);
         LssarRowState { gain, offset, sum, power }
@@ -186,7 +192,7 @@ impl Weight for LssarWeight {
                 let mut pair = fragment[r];
                 #[unroll]
                 for e in 0..2usize {
-                    let (phi, _) = softplus(pair[e] * scale);
+                    let phi = softplus(pair[e] * scale);
                     pair[e] = raised(excess(phi, gain, offset), comptime!(rows.power));
                 }
                 total += pair[0] + pair[1];
@@ -241,7 +247,7 @@ impl Weight for LssarWeight {
     }
 
     fn saved_more(saved: &SavedLssarRows, at: usize) -> (f32, f32) {
-        (saved.delta[at], saved.pull[at])
+        (saved.centre[at], saved.pull[at])
     }
 
     fn weight_of(
@@ -249,22 +255,15 @@ impl Weight for LssarWeight {
         score: f32,
         scale: f32,
         statistics: Vector<f32, Const<4>>,
-    ) -> f32 {
-        let (phi, _) = softplus(score * scale);
-        raised(excess(phi, statistics[0], statistics[1]), comptime!(saved.power))
+    ) -> (f32, f32) {
+        let phi = softplus(score * scale);
+        (raised(excess(phi, statistics[0], statistics[1]), comptime!(saved.power)), phi)
     }
 
-    fn ds_of(
-        saved: &SavedLssarRows,
-        score: f32,
-        scale: f32,
-        statistics: Vector<f32, Const<4>>,
-        dp: f32,
-    ) -> f32 {
-        let (phi, slope) = softplus(score * scale);
-        let gain = statistics[0] * comptime!(saved.power as f32);
-        let below = raised(excess(phi, statistics[0], statistics[1]), comptime!(saved.power - 1));
-        slope * (gain * below * (dp - statistics[2]) - statistics[3])
+    fn ds_of(saved: &SavedLssarRows, kept: f32, statistics: Vector<f32, Const<4>>, dp: f32) -> f32 {
+        let gain = statistics[0] * comptime!(saved.power as f32 * LOG2_E);
+        let below = raised(excess(kept, statistics[0], statistics[1]), comptime!(saved.power - 1));
+        slope_of(kept) * fma(below, fma(dp, gain, -statistics[2]), -statistics[3])
     }
 
     fn carry(_rows: &LssarRowState, #[comptime] _r: usize) -> f32 {
@@ -330,12 +329,12 @@ pub(super) fn backward(
     let means = below.forward(WeightSumsLaunch::new(buffer(&total_below, 1)));
     let delta = row_dots(&Heads::new(o), &grad_heads);
     let delta_below = row_dots(&Heads::new(&means), &grad_heads);
-    let [gain, offset, pull] =
+    let [gain, offset, centre, pull] =
         rows.normalised(power, [total, &total_below], [&delta, &delta_below]);
     let flash = LssarHooks::flash(op, [q, k, v], documents, &rows, power);
     let saved = || {
-        let [gain, offset, delta, pull] = [&gain, &offset, &delta, &pull].map(|x| buffer(x, 1));
-        SavedLssarRowsLaunch::<CudaRuntime>::new(gain, offset, delta, pull, power)
+        let [gain, offset, centre, pull] = [&gain, &offset, &centre, &pull].map(|x| buffer(x, 1));
+        SavedLssarRowsLaunch::<CudaRuntime>::new(gain, offset, centre, pull, power)
     };
     let all = flash.backward(grad, saved);
     vec![all.dq, all.dk, all.dv]
