@@ -12,23 +12,35 @@ use super::{ALIGN, CHUNK, Chunk, bytes, load_rows, wait_parity};
 /// without a bound on blocks, the compiler ignores [`set_registers`]. cubecl states no such bound, so the
 /// kernel is declared again, inside itself.
 #[cube]
-#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 pub fn one_block_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
-    intrinsic!(|scope| {
-        let text =
-            format!("__global__ __launch_bounds__({threads}, 1) decltype({kernel}) {kernel};");
-        emit(scope, "one block per multiprocessor", &text);
-    })
+    declare_again(kernel, threads, 1usize, comptime!("one block".to_string()));
 }
 
 /// As [`one_block_per_multiprocessor`], at least two: the compiler limits registers such that they fit.
 #[cube]
-#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
 pub fn two_blocks_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
+    declare_again(kernel, threads, 2usize, comptime!("two blocks".to_string()));
+}
+
+/// As [`two_blocks_per_multiprocessor`], at least three.
+#[cube]
+pub fn three_blocks_per_multiprocessor(#[comptime] kernel: String, #[comptime] threads: usize) {
+    declare_again(kernel, threads, 3usize, comptime!("three blocks".to_string()));
+}
+
+#[cube]
+#[expect(unused_variables, reason = "cubecl's intrinsics use their arguments in expansion")]
+fn declare_again(
+    #[comptime] kernel: String,
+    #[comptime] threads: usize,
+    #[comptime] blocks: usize,
+    #[comptime] words: String,
+) {
     intrinsic!(|scope| {
-        let text =
-            format!("__global__ __launch_bounds__({threads}, 2) decltype({kernel}) {kernel};");
-        emit(scope, "two blocks per multiprocessor", &text);
+        let text = format!(
+            "__global__ __launch_bounds__({threads}, {blocks}) decltype({kernel}) {kernel};"
+        );
+        emit(scope, &format!("{words} per multiprocessor"), &text);
     })
 }
 

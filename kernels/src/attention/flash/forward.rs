@@ -9,14 +9,16 @@ use cubecl::prelude::*;
 use super::heads::HeadPairs;
 use super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, Score, ScoreArgs,
-    ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf,
+    ScoreOf, StatisticsOf, Weight, WeightArgs, WeightOf, adds_something, sparse,
 };
 use super::in_order::{SavedCarries, nothing_carried, save_carries};
 use super::mask::{Mask, QueryBlock, masked};
 use super::problem::{KernelConfig, ProblemShape};
-use crate::tile::warpgroup::{Pipeline, start_pb, to_a_frags, uninit, wait};
+use crate::tile::roles::three_blocks_per_multiprocessor;
+use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, to_a_frags, uninit, wait};
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, MASKED, Pair, all_of_block, bytes, define_exp2, zeros,
+    ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL_DIM, Pair, all_of_block, bytes, define_exp2,
+    zeros,
 };
 
 /// q and k, `[batch, heads or kv_heads, tokens, head_dim]`, and v, `[batch, value heads, tokens, value_dim]`.
@@ -50,6 +52,10 @@ pub fn forward<A: Hooks>(
     define_exp2();
     let KernelConfig { padded_head_dim: dim, padded_value_dim: value_dim, warps, tile, .. } =
         comptime!(config);
+    if comptime!(sparse::<A>() && warps == GROUP_WARPS && dim.max(value_dim) == PANEL_DIM) {
+        // As many as without votes, which take registers.
+        three_blocks_per_multiprocessor(comptime!("forward".to_string()), comptime!(32 * warps));
+    }
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, value_dim / 8));
     let with_biases = comptime!(BiasesOf::<A>::ENABLED);
@@ -186,8 +192,10 @@ pub fn forward<A: Hooks>(
             reached = first_column;
             done = all_of_block(nothing_carried::<A>(&row_state, own, queries));
         }
-        let p = to_a_frags(&s, n_keys);
-        start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
+        if adds_something::<A>(&s, warp / GROUP_WARPS) {
+            let p = to_a_frags(&s, n_keys);
+            start_pb(&p, &pipeline.second_tiles, at, &mut o_acc);
+        }
         // Start the next tile's scores before waiting for this tile's product.
         if (back + 1 < seen_to) & !done {
             let next = first_column - tile;

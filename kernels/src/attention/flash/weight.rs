@@ -166,6 +166,7 @@ impl Weight for SoftmaxWeight {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SPARSE: bool = false;
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 

@@ -128,6 +128,7 @@ impl<const OFFSETS: bool> Weight for RectifiedWeight<OFFSETS> {
     const HAS_STATISTICS: bool = OFFSETS;
     const NEEDS_DS_ROW_SUMS: bool = OFFSETS;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SPARSE: bool = true;
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 

@@ -74,6 +74,7 @@ impl Weight for StickWeight {
     const HAS_STATISTICS: bool = false;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SPARSE: bool = false;
     const SEES_ITSELF: bool = false;
     const IN_ORDER: bool = true;
 

@@ -97,6 +97,7 @@ impl<const SLOPES: bool> Weight for EntmaxWeight<SLOPES> {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = false;
+    const SPARSE: bool = true;
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 

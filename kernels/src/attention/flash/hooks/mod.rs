@@ -21,6 +21,7 @@ use cubecl::prelude::*;
 pub use self::defaults::{NoBiases, PlainOperands, ScaledScore};
 use super::mask::{QueryBlock, QueryGroup};
 use super::problem::{KernelConfig, ProblemShape};
+use crate::tile::votes::any_nonzero;
 use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
 /// A kind's hooks, with the tensors of their launch arguments.
@@ -92,6 +93,18 @@ pub const fn sums_of_rows<A: Hooks>() -> bool {
 /// Whether rows have four statistics, see [`Weight::HAS_FOUR_STATISTICS`].
 pub const fn four_statistics<A: Hooks>() -> bool {
     <A::Weight as Weight>::HAS_FOUR_STATISTICS
+}
+
+/// Whether weights are sparse, see [`Weight::SPARSE`].
+pub const fn sparse<A: Hooks>() -> bool {
+    <A::Weight as Weight>::SPARSE
+}
+
+/// Whether the products with a warpgroup's weights or dS must be computed: if one of them is not 0, or their slopes.
+/// With [`Weight::SPARSE`] its warps wait for one another.
+#[cube]
+pub fn adds_something<A: Hooks>(factors: &Accumulator, group: usize) -> bool {
+    if comptime!(sparse::<A>()) { any_nonzero(factors, group) } else { true.into() }
 }
 
 /// Whether the backward pass sums dS over each key.
@@ -448,6 +461,10 @@ pub trait Weight: Send + Sync + 'static {
     /// backward pass then reads four statistics of a row, and calls [`Weight::weight_of`] and [`Weight::ds_of`]
     /// in place of [`Weight::weigh`].
     const HAS_FOUR_STATISTICS: bool;
+    /// Whether weights are exactly 0 for most keys, and dS is 0 where the slope of [`Weight::weigh`] is. A tile
+    /// without another weight then takes no part in products with weights or dS: an infinite value or gradient does
+    /// not show there.
+    const SPARSE: bool;
     /// Whether a query attends to its own key.
     const SEES_ITSELF: bool;
     /// Whether weights depend on the keys after them, through one factor per row, the carry: 1 at the row's last

@@ -156,6 +156,7 @@ impl Weight for LssarWeight {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = true;
+    const SPARSE: bool = false;
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 
