@@ -196,26 +196,28 @@ fn problems(views: usize) -> Vec<Problem> {
     ]
 }
 
-fn assert_equal(got: &[Vec<Vec<f64>>; 3], want: &[Vec<Vec<f64>>; 3], what: &str) {
+fn assert_close(got: &[Vec<Vec<f64>>; 3], want: &[Vec<Vec<f64>>; 3], most: f64, what: &str) {
     for ((got, want), metric) in got.iter().zip(want).zip(METRICS) {
         let sizes = |x: &[Vec<f64>]| x.iter().map(Vec::len).collect::<Vec<_>>();
         assert_eq!(sizes(got), sizes(want), "{what}: {}", metric.0);
         for (got, want) in got.concat().iter().zip(want.concat()) {
-            assert!((got - want).abs() < 1e-12, "{what}: {} is {got}, not {want}", metric.0);
+            assert!((got - want).abs() <= most, "{what}: {} is {got}, not {want}", metric.0);
         }
     }
 }
 
-/// Compares a kind with an oracle on every problem; returns the fractions, to show that they vary.
+/// Compares a kind with an oracle on every problem, allowing fractions to differ by `most`; returns them, to show
+/// that they vary.
 fn agrees<B: OpBackend, V: Variant>(
     kind: &V,
+    most: f64,
     oracle: impl Fn(&Problem) -> [Vec<Vec<f64>>; 3],
 ) -> Vec<f64> {
     let mut all = vec![];
     for problem in problems(kind.views()) {
         let (got, want) = (problem.observed::<B, V>(kind), oracle(&problem));
         let (tokens, window) = (problem.tokens(), problem.shape.window);
-        assert_equal(&got, &want, &format!("{kind:?}, {tokens} tokens, window {window:?}"));
+        assert_close(&got, &want, most, &format!("{kind:?}, {tokens} tokens, window {window:?}"));
         all.extend(got.iter().flat_map(|views| views.concat()));
     }
     all
@@ -225,31 +227,32 @@ fn no_rotation() -> Rotary {
     Rotary::new(false)
 }
 
-fn all_kinds_agree<B: OpBackend>() {
+fn all_kinds_agree<B: OpBackend>(most: f64) {
     let rotary = no_rotation;
     // Parameters are 0.5, β among them.
     let thresholded = tra::Config { rotary: rotary(), ..Default::default() };
-    let shares = agrees::<B, _>(&thresholded, |problem| problem.above_threshold(0.5));
+    let shares = agrees::<B, _>(&thresholded, most, |problem| problem.above_threshold(0.5));
     assert!(shares.iter().any(|x| (0.01..0.99).contains(x)), "{shares:?}");
     let views = tda::Config { rotary: rotary(), ..Default::default() };
-    agrees::<B, _>(&views, |problem| problem.above_threshold(0.5));
+    agrees::<B, _>(&views, most, |problem| problem.above_threshold(0.5));
     let rela = rela::Config { rotary: rotary(), ..Default::default() };
-    agrees::<B, _>(&rela, Problem::positive);
+    agrees::<B, _>(&rela, most, Problem::positive);
     let diff_rela = diff_rela::Config { rotary: rotary(), ..Default::default() };
-    agrees::<B, _>(&diff_rela, Problem::positive);
-    agrees::<B, _>(&entmax::Config { rotary: rotary() }, Problem::entmax);
-    agrees::<B, _>(&lssar::Config { p: 3, rotary: rotary() }, Problem::lssar);
+    agrees::<B, _>(&diff_rela, most, Problem::positive);
+    agrees::<B, _>(&entmax::Config { rotary: rotary() }, most, Problem::entmax);
+    agrees::<B, _>(&lssar::Config { p: 3, rotary: rotary() }, most, Problem::lssar);
 }
 
 #[test]
 fn counts_are_those_of_an_oracle() {
-    all_kinds_agree::<Flex>();
+    all_kinds_agree::<Flex>(1e-12);
 }
 
+/// Other rounding may move single pairs across a threshold: one of the shortest sequences' 74 rows.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_counts_are_those_of_an_oracle() {
-    all_kinds_agree::<Cuda>();
+    all_kinds_agree::<Cuda>(0.014);
 }
 
 /// With β = 3, τ is above 1 from the second token of a document on.
@@ -257,7 +260,7 @@ fn cuda_counts_are_those_of_an_oracle() {
 fn rows_without_a_survivor_are_counted() {
     let config =
         tra::Config { beta: 3.0, learn_beta: false, rotary: no_rotation(), ..Default::default() };
-    agrees::<Flex, _>(&config, |problem| problem.above_threshold(3.0));
+    agrees::<Flex, _>(&config, 1e-12, |problem| problem.above_threshold(3.0));
     let [pairs, tiles, empty] = Problem::new(1, 131).observed::<Flex, _>(&config);
     assert!(empty.concat().iter().all(|x| *x >= 130.0 / 131.0), "{empty:?}");
     assert!(pairs.concat().iter().all(|x| *x <= 1.0 / (131.0 * 66.0)), "{pairs:?}");
