@@ -115,6 +115,30 @@ fn prepare_train_generate_evaluate_and_plot() {
 }
 
 #[test]
+fn sparsity_is_measured_at_validations_and_for_every_head() {
+    let w = Workspace::new();
+    w.train("sparse", &["model.attention={ kind = \"tda\" }", "train.tokens=1280"]);
+    let metrics = w.read("runs/sparse/metrics.jsonl");
+    let validation = metrics.lines().map(json).find(|line| line["validation_loss"].is_number());
+    let probe = validation.expect("a validation")["probe"].clone();
+    for metric in ["nonzero_fraction", "nonzero_tile_fraction", "empty_row_fraction"] {
+        assert!(probe[metric].as_f64().is_some_and(|x| (0.0..=1.0).contains(&x)), "{probe}");
+    }
+    let stats = ["eval", "attention-stats", "--run", "runs/sparse", "--lengths", "16,32"];
+    let table = w.succeed(&stats);
+    assert!(table.contains("nonzero_fraction by layer") && table.contains("1, view 1"), "{table}");
+    // A header, then three metrics at two lengths for two layers of two views of two heads.
+    let heads = w.read("runs/sparse/eval/attention-stats/heads.csv");
+    assert_eq!(heads.lines().count(), 1 + 3 * 2 * 2 * 2 * 2);
+    let report = json(&w.succeed(&[&stats[..], &["--json"]].concat()));
+    assert!(report["headline"]["nonzero_fraction@16"].is_number(), "{report}");
+
+    w.train("dense", &["train.tokens=256"]);
+    let error = w.fail(&["eval", "attention-stats", "--run", "runs/dense"]);
+    assert!(error.contains("no layer of the model measures anything"), "{error}");
+}
+
+#[test]
 fn a_trained_tokenizer_trains_a_model() {
     let w = Workspace::new();
     w.succeed(&["tokenizer", "train", "corpus", "--out", "bpe.json", "--vocab-size", "300"]);

@@ -102,6 +102,18 @@ pub enum EvalError {
         remedy: String,
     },
 
+    /// A model none of whose layers measures anything.
+    #[error(
+        "{suite}: no layer of the model measures anything; allowed: models with a layer of a kind that does, such as {}\n  hint: docs/evaluation.md lists the metrics, and which settings of a kind report them",
+        kinds.join(", ")
+    )]
+    NoMetrics {
+        /// The suite.
+        suite: &'static str,
+        /// Kinds whose default settings measure something.
+        kinds: Vec<&'static str>,
+    },
+
     /// The text to evaluate on is missing, empty, unreadable or too short.
     #[error("{what}\n  hint: {remedy}")]
     Text {

@@ -2,6 +2,7 @@
 
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::Tokenizer;
+use longwall_kernels::attention::probe::{Metric, Observation};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 use longwall_model::generate::{Sampling, generate};
@@ -106,5 +107,15 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         let greedy = &Sampling::GREEDY;
         generate(&self.model, prompts, max_tokens, greedy, stop, &self.device, |_, _| {})
             .map_err(|error| EvalError::model("greedy generation", error))
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        self.model.metrics()
+    }
+
+    fn observe(&mut self, sequences: &[Vec<u32>]) -> Result<Vec<Vec<Observation>>, EvalError> {
+        // One at a time: a probe's values are over all sequences that it sees.
+        let observe = |sequence: &Vec<u32>| self.model.observe(self.tokens(&[sequence]), None);
+        Ok(sequences.iter().map(|sequence| observe(sequence).observations().to_vec()).collect())
     }
 }

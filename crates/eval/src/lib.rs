@@ -35,7 +35,7 @@ pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use options::{SamplingOptions, SuiteOptions};
 pub use plot::{Curve, CurveGroup, DotChart, DotRow, XAxis, plot_group_losses, plot_losses};
-pub use report::{Report, Score, TokenizerReport};
+pub use report::{Report, Score, TextTable, TokenizerReport};
 pub use suite::{
     Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,
     RunContext, Scoring, Silent, StopRequest, Suite, Trial,

@@ -1,6 +1,7 @@
 //! The interface between suites and a model.
 
 use longwall_data::Tokenizer;
+use longwall_kernels::attention::probe::{Metric, Observation};
 
 use crate::EvalError;
 
@@ -13,8 +14,8 @@ pub struct LogLikelihood {
     pub greedy: bool,
 }
 
-/// A language model under evaluation. Every suite needs only three calls: the log-likelihood of a
-/// continuation, the rolling log-likelihood of a text, and greedy generation.
+/// A language model under evaluation. Suites of what it predicts need only three calls: the log-likelihood of a
+/// continuation, the rolling log-likelihood of a text, and greedy generation. A fourth asks what its layers measure.
 ///
 /// A call gets one batch, whose size the caller chooses; all its sequences have the same length if the
 /// method says so. Answers are in the order of the requests.
@@ -73,4 +74,14 @@ pub trait EvalModel {
         prompts: &[Vec<u32>],
         max_tokens: usize,
     ) -> Result<Vec<Vec<u32>>, EvalError>;
+
+    /// What the model's layers can measure, each metric once.
+    fn metrics(&self) -> Vec<Metric>;
+
+    /// What the layers measure while the model reads each sequence. All sequences have the same length. A metric
+    /// that no code here measures is left out.
+    ///
+    /// # Errors
+    /// [`EvalError::Model`] when the model cannot run.
+    fn observe(&mut self, sequences: &[Vec<u32>]) -> Result<Vec<Vec<Observation>>, EvalError>;
 }

@@ -25,6 +25,39 @@ pub struct Score {
     pub estimate: Estimate,
 }
 
+/// A table for the terminal.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TextTable {
+    /// What it shows.
+    pub title: String,
+    /// Rows of cells, all of the same number; the first names the columns.
+    pub rows: Vec<Vec<String>>,
+}
+
+/// Right-aligned columns.
+impl Display for TextTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.title.is_empty() {
+            writeln!(f, "{}", self.title)?;
+        }
+        let columns = self.rows.first().map_or(0, Vec::len);
+        let widths: Vec<usize> = (0..columns)
+            .map(|column| {
+                self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0)
+            })
+            .collect();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (text, width) in row.iter().zip(&widths) {
+                let padding = width - text.chars().count();
+                line += &format!("{}{text}  ", " ".repeat(padding));
+            }
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
 /// The tokenizer an evaluation counted its lengths in.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenizerReport {
@@ -72,6 +105,9 @@ pub struct Report {
     pub headline_estimates: BTreeMap<String, Estimate>,
     /// Every score.
     pub scores: Vec<Score>,
+    /// Further tables for the terminal; their numbers are in `details`.
+    #[serde(skip)]
+    pub tables: Vec<TextTable>,
     /// What a reader must know about the scores, a sentence each.
     #[serde(default)]
     pub notes: Vec<String>,
@@ -202,21 +238,13 @@ impl Report {
     }
 }
 
-/// The title, the scores by length, how to read them, and the notes.
+/// The title, the scores by length, further tables, how to read the scores, and the notes.
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.title())?;
-        let rows = self.table();
-        let widths: Vec<usize> = (0..rows[0].len())
-            .map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
-            .collect();
-        for row in &rows {
-            let mut line = String::new();
-            for (text, width) in row.iter().zip(&widths) {
-                let padding = width - text.chars().count();
-                line += &format!("{}{text}  ", " ".repeat(padding));
-            }
-            writeln!(f, "{}", line.trim_end())?;
+        write!(f, "{}", TextTable { title: String::new(), rows: self.table() })?;
+        for table in &self.tables {
+            write!(f, "\n{table}")?;
         }
         write!(f, "{}", self.legend())?;
         for note in &self.notes {

@@ -42,6 +42,7 @@ pub(crate) fn run_suite<S: Suite>(
         device: &model.device(),
         seed: sampling.seed,
         held_out: context.held_out,
+        metrics: &model.metrics(),
     };
     let stopped = EvalError::StoppedEarly { suite: S::NAME };
     let suite = context.interruptible(&stopped, || S::open(own, &open))?;
@@ -66,6 +67,7 @@ pub(crate) fn run_suite<S: Suite>(
     report.headline = scoring.headline.iter().map(|(name, e)| (name.clone(), e.value)).collect();
     report.headline_estimates = scoring.headline;
     report.scores = scoring.scores;
+    report.tables = scoring.tables;
     report.notes.extend(scoring.notes);
     report.details = scoring.details;
     report.save(journal.folder())?;
@@ -167,6 +169,7 @@ fn blank_report<S: Suite>(
         headline: Default::default(),
         headline_estimates: Default::default(),
         scores: Vec::new(),
+        tables: Vec::new(),
         notes: Vec::new(),
         details: Value::Null,
     }
@@ -315,6 +318,13 @@ fn run_batch(
                 check_count("log-likelihoods of a sequence", values.len(), sequence.len() - 1)?;
             }
             values.into_iter().map(Answer::TokenLogProbs).collect()
+        }
+        ModelCall::Observe { .. } => {
+            let sequences: Vec<Vec<u32>> = inputs(batch, |call| match call {
+                ModelCall::Observe { tokens } => Some(tokens.clone()),
+                _ => None,
+            });
+            model.observe(&sequences)?.into_iter().map(Answer::Observations).collect()
         }
     };
     check_count("answers to a batch", answers.len(), batch.len())?;

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
+use longwall_kernels::attention::probe::{Metric, Observation};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
-use crate::report::Score;
+use crate::report::{Score, TextTable};
 use crate::stats::Estimate;
 use crate::{EvalError, LogLikelihood};
 
@@ -89,6 +90,8 @@ pub struct OpenContext<'a> {
     pub seed: u64,
     /// The run's own held-out text, if it has any.
     pub held_out: Option<&'a dyn HeldOut>,
+    /// What the model's layers measure: [`EvalModel::metrics`](crate::EvalModel::metrics).
+    pub metrics: &'a [Metric],
 }
 
 /// Text that the run held out from training.
@@ -152,6 +155,11 @@ pub enum ModelCall {
         /// The tokens, one more than the model reads.
         tokens: Vec<u32>,
     },
+    /// What the layers measure while the model reads a sequence.
+    Observe {
+        /// The sequence.
+        tokens: Vec<u32>,
+    },
 }
 
 impl ModelCall {
@@ -163,6 +171,7 @@ impl ModelCall {
                 context.len() + continuation.len()
             }
             ModelCall::RollingLogLikelihood { tokens } => tokens.len().saturating_sub(1),
+            ModelCall::Observe { tokens } => tokens.len(),
         }
     }
 
@@ -182,6 +191,7 @@ impl ModelCall {
                 (1, context.len() + continuation.len(), 0)
             }
             ModelCall::RollingLogLikelihood { tokens } => (2, tokens.len(), 0),
+            ModelCall::Observe { tokens } => (3, tokens.len(), 0),
         }
     }
 }
@@ -195,6 +205,8 @@ pub enum Answer {
     LogLikelihood(LogLikelihood),
     /// ln p of every token but the first, in nats.
     TokenLogProbs(Vec<f32>),
+    /// What the layers measured.
+    Observations(Vec<Observation>),
 }
 
 /// A finished trial, as the scores need it.
@@ -215,6 +227,8 @@ pub struct Scoring {
     pub headline: BTreeMap<String, Estimate>,
     /// Every score, with its standard error or interval.
     pub scores: Vec<Score>,
+    /// Tables for the terminal, below that of the scores.
+    pub tables: Vec<TextTable>,
     /// What a reader must know about the scores, a sentence each.
     pub notes: Vec<String>,
     /// Further results specific to the suite: curves, bins.

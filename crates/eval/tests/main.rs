@@ -1,5 +1,6 @@
 //! Tests of the suites, reports and plots, in one binary.
 
+mod attention_stats;
 mod common;
 mod config;
 mod extrapolation;

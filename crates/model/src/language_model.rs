@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
-use longwall_kernels::attention::probe::Probe;
+use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::{linear_cross_entropy, token_cross_entropy};
 use longwall_kernels::ops::embedding::embedding;
@@ -105,11 +105,22 @@ impl<B: OpBackend> LanguageModel<B> {
         self.norm.forward(x)
     }
 
+    /// The metrics that [`LanguageModel::observe`] may report, each once, in the order of the layers.
+    pub fn metrics(&self) -> Vec<Metric> {
+        let mut metrics = vec![];
+        for metric in self.blocks.iter().flat_map(|block| block.attention.metrics()) {
+            if !metrics.contains(&metric) {
+                metrics.push(metric);
+            }
+        }
+        metrics
+    }
+
     /// The metrics that layers report on whole rows. Tokens and documents are `[batch, seq_len]`. If no
     /// layer has a metric, nothing is computed.
     pub fn observe(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Probe {
         let mut probe = Probe::default();
-        if self.blocks.iter().all(|block| block.attention.metrics().is_empty()) {
+        if self.metrics().is_empty() {
             return probe;
         }
         let mut x = self.embedded(tokens, documents.clone());

@@ -7,4 +7,5 @@ mod documents;
 mod independent;
 mod precision;
 mod pruning;
+mod sparsity;
 mod weights;

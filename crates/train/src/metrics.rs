@@ -50,7 +50,8 @@ pub struct ValidationRecord {
     #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
     /// Metrics that layers report on the first validation row, by name: each is the mean over the
-    /// layers that report it.
+    /// layers that report it. Values of single layers and heads are not kept: `longwall eval attention-stats`
+    /// measures them.
     #[serde(default, deserialize_with = "nulls_as_nan")]
     pub probe: BTreeMap<String, f64>,
     /// Seconds of training so far.

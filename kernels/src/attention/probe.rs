@@ -16,7 +16,7 @@ pub struct Metric(pub &'static str);
 pub const PRUNED_FRACTION: Metric = Metric("pruned_fraction");
 
 /// One measurement of one layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Observation {
     /// Index of the layer, from 0.
     pub layer: usize,
@@ -24,6 +24,8 @@ pub struct Observation {
     pub metric: Metric,
     /// The mean over the layer's heads and tokens.
     pub value: f64,
+    /// The value of each query head in each view, `[views][heads]`; empty where only the layer is measured.
+    pub heads: Vec<Vec<f64>>,
 }
 
 /// Collects what layers report.
@@ -41,7 +43,18 @@ impl Probe {
 
     /// Records a measurement of the current layer.
     pub fn report(&mut self, metric: Metric, value: f64) {
-        self.observations.push(Observation { layer: self.layer, metric, value });
+        self.observations.push(Observation { layer: self.layer, metric, value, heads: vec![] });
+    }
+
+    /// Records a measurement of each head of the current layer, `[views][heads]`; their mean is the layer's.
+    ///
+    /// # Panics
+    /// Without a head.
+    pub fn report_heads(&mut self, metric: Metric, heads: Vec<Vec<f64>>) {
+        let values = heads.concat();
+        assert!(!values.is_empty(), "{} of no head", metric.0);
+        let value = values.iter().sum::<f64>() / values.len() as f64;
+        self.observations.push(Observation { layer: self.layer, metric, value, heads });
     }
 
     /// Everything that was reported, in order.
@@ -145,7 +158,7 @@ mod tests {
             probe.report(PRUNED_FRACTION, fraction);
         }
         probe.enter_layer(1);
-        probe.report(ENTROPY, 3.0);
+        probe.report_heads(ENTROPY, vec![vec![2.0, 1.0], vec![4.0, 5.0]]);
         assert_eq!(probe.mean(PRUNED_FRACTION), Some(0.5));
         assert_eq!(probe.mean(ENTROPY), Some(3.0));
         assert_eq!(probe.mean(Metric("retention")), None);

@@ -32,6 +32,8 @@ struct Row {
     keys: Vec<String>,
     /// The devices with a kernel.
     kernels: Vec<DeviceKind>,
+    /// What its layers measure with these settings.
+    metrics: Vec<&'static str>,
     costs: Vec<Cost>,
 }
 
@@ -88,6 +90,7 @@ fn rows() -> Result<Vec<Row>> {
                 source: kind.source,
                 keys: (kind.keys)().iter().map(key).collect(),
                 kernels: kind.devices(),
+                metrics: config.metrics().iter().map(|metric| metric.0).collect(),
                 costs: LENGTHS.map(cost).into(),
             })
         })
@@ -121,6 +124,12 @@ fn markdown(rows: &[Row]) -> String {
         text +=
             &format!("| `{}` | {} | {} | {kernels} |\n", row.kind, row.source, list(&keys, "–"));
     }
+    text.push_str(METRICS);
+    for metric in metrics(rows) {
+        let reporting = rows.iter().filter(|row| row.metrics.contains(&metric));
+        let kinds: Vec<_> = reporting.map(|row| format!("`{}`", row.kind)).collect();
+        text += &format!("| `{metric}` | {} |\n", list(&kinds, "–"));
+    }
     text.push_str(COSTS);
     for row in rows {
         text += &format!("| `{}`", row.kind);
@@ -135,6 +144,17 @@ fn markdown(rows: &[Row]) -> String {
         text.push_str(" |\n");
     }
     text
+}
+
+/// The metrics of all kinds, each once.
+fn metrics(rows: &[Row]) -> Vec<&'static str> {
+    let mut metrics = vec![];
+    for &metric in rows.iter().flat_map(|row| &row.metrics) {
+        if !metrics.contains(&metric) {
+            metrics.push(metric);
+        }
+    }
+    metrics
 }
 
 /// A size with a binary unit.
@@ -155,6 +175,17 @@ parameters and its decoding state; [configuration.md](configuration.md) describe
 A key without a value has no default: it is off, or follows from the model's sizes. Where a kind has
 no kernel for a device, its reference in plain tensor operations runs there.
 
+";
+
+const METRICS: &str = "
+## Metrics
+
+What layers measure of themselves with the default settings, at validations and in
+`longwall eval attention-stats`; other settings may add to it (`prune`).
+[configuration.md](configuration.md#a-run-folder) describes every metric.
+
+| metric | kinds |
+|---|---|
 ";
 
 const COSTS: &str = "

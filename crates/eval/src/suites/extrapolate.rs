@@ -17,7 +17,6 @@
 
 mod bins;
 mod plots;
-mod stretches;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,12 +28,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 pub use self::bins::{Bin, Binning};
-use self::stretches::Stretches;
+use super::stretches::{Stretches, TextOptions};
 use crate::EvalError;
-use crate::options::{MOST_SAMPLES, check_count, check_lengths, optional_sizes, parse_size};
+use crate::options::{MOST_SAMPLES, check_count, optional_sizes, parse_size};
 use crate::report::{Score, show};
 use crate::stats::Estimate;
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+
+/// Default lengths are 1, 2, 4, … this many times the training length.
+const LONGEST_FACTOR: usize = 32;
 
 /// Options of `longwall eval extrapolate`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -61,6 +63,28 @@ impl Default for ExtrapolateOptions {
     fn default() -> Self {
         ExtrapolateOptions { lengths: None, sequences: 16, text: Vec::new(), packed: false }
     }
+}
+
+impl ExtrapolateOptions {
+    fn text(&self) -> TextOptions<'_> {
+        TextOptions {
+            suite: Extrapolate::NAME,
+            lengths: self.lengths.as_deref(),
+            sequences: self.sequences,
+            text: &self.text,
+            packed: self.packed,
+        }
+    }
+}
+
+/// Powers of two times the training length, as far as the model can read.
+fn default_lengths(context: &OpenContext<'_>) -> Vec<usize> {
+    let train = context.train_seq_len;
+    let factors = (0..).map(|n| 1 << n).take_while(|&factor: &usize| factor <= LONGEST_FACTOR);
+    factors
+        .map(|factor| factor * train)
+        .filter(|&length| length == train || context.max_len.is_none_or(|most| length <= most))
+        .collect()
 }
 
 /// The mean losses of one window, in nats per token; none if a loss is infinite or not a number.
@@ -91,33 +115,14 @@ impl Suite for Extrapolate {
     const GENERATES: bool = false;
 
     fn validate(options: &ExtrapolateOptions, problems: &mut Problems) {
-        if let Some(lengths) = &options.lengths {
-            check_lengths(Self::NAME, lengths, problems);
-            let longest = lengths.iter().copied().max().unwrap_or(0);
-            for &length in lengths.iter().filter(|&&length| length > 0) {
-                problems.check(
-                    longest % length == 0,
-                    "extrapolate.lengths",
-                    length,
-                    format!("divisors of the longest length, {longest}"),
-                    "use powers of two: all lengths are scored on the same tokens",
-                );
-            }
-        }
-        problems.check(
-            !options.packed || !options.text.is_empty(),
-            "extrapolate.packed",
-            "true without extrapolate.text",
-            "only beside --text",
-            "leave out --packed: the validation split is packed anyway",
-        );
+        options.text().validate(problems);
         let remedy = "more --sequences give smaller standard errors; 16 is usual";
         let sequences = options.sequences;
         check_count("extrapolate.sequences", sequences, 1..=MOST_SAMPLES, remedy, problems);
     }
 
     fn open(options: &ExtrapolateOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
-        let stretches = Stretches::open(options, context)?;
+        let stretches = Stretches::open(&options.text(), default_lengths(context), context)?;
         let train_seq_len = context.train_seq_len;
         Ok(Extrapolate { stretches, train_seq_len })
     }
@@ -128,13 +133,7 @@ impl Suite for Extrapolate {
 
     /// A trial's index counts windows: first those of the first stretch, then of the second, and so on.
     fn trials(&self) -> Vec<Trial> {
-        let mut list = Vec::new();
-        for &length in self.stretches.lengths() {
-            for index in 0..self.stretches.windows(length) {
-                list.push(Trial { id: list.len() as u64, length, depth: None, index });
-            }
-        }
-        list
+        self.stretches.trials()
     }
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
@@ -204,7 +203,7 @@ impl Suite for Extrapolate {
         if best_positions.is_empty() {
             notes.push(NO_BEST.to_string());
         }
-        Scoring { headline, scores, notes, details }
+        Scoring { headline, scores, notes, details, ..Scoring::default() }
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {

@@ -263,7 +263,7 @@ impl Suite for Fflm {
             }
         }
         let details = json!({ "error_rates": intervals });
-        Scoring { headline, scores, notes: Vec::new(), details }
+        Scoring { headline, scores, details, ..Scoring::default() }
     }
 
     fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
@@ -310,6 +310,7 @@ mod tests {
             device,
             seed: 0,
             held_out: None,
+            metrics: &[],
         };
         Fflm::open(options, &context).unwrap()
     }

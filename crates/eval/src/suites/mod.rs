@@ -1,10 +1,12 @@
 //! The registry of suites: one file and one line each.
 
+pub mod attention_stats;
 pub mod extrapolate;
 pub mod fflm;
 pub mod niah;
 pub mod passkey;
 mod retrieval;
+mod stretches;
 
 use serde::{Deserialize, Serialize};
 
@@ -80,6 +82,8 @@ suites! {
     Extrapolate => extrapolate::Extrapolate;
     /// Flip-flop language modelling: errors in reading back the last bit written
     Fflm => fflm::Fflm;
+    /// What attention layers measure of themselves, by layer, head and context length
+    AttentionStats => attention_stats::AttentionStats;
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ pub(super) fn score(outcomes: &[Outcome<Found>], depths: Depths, train_seq_len: 
             headline.insert(name.to_string(), tally.estimate());
         }
     }
-    Scoring { headline, scores, notes: Vec::new(), details: details(depths) }
+    Scoring { headline, scores, details: details(depths), ..Scoring::default() }
 }
 
 /// Accuracy at one length, and at each of its depths.

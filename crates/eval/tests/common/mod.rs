@@ -8,6 +8,7 @@ use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::{
     EvalError, EvalModel, HeldOut, LogLikelihood, Report, RunContext, Silent, SuiteConfig, run,
 };
+use longwall_kernels::attention::probe::{Metric, Observation};
 use serde_json::Value;
 
 /// ln p of a token, by position, length and the sequence's tokens.
@@ -30,6 +31,9 @@ pub struct FakeModel {
     pub free_memory: Option<u64>,
     /// Fails at this call.
     pub fail_at: Option<usize>,
+    /// What its layers can measure, and what they report of a sequence.
+    pub metrics: Vec<Metric>,
+    pub observe: Box<dyn Fn(&[u32]) -> Vec<Observation>>,
     /// Leaves out the last answer of every batch.
     pub loses_answers: bool,
     pub stop: Arc<AtomicBool>,
@@ -50,6 +54,8 @@ impl FakeModel {
             stop_after: None,
             free_memory: None,
             fail_at: None,
+            metrics: Vec::new(),
+            observe: Box::new(|_| Vec::new()),
             loses_answers: false,
             stop: Arc::new(AtomicBool::new(false)),
         }
@@ -138,6 +144,15 @@ impl EvalModel for FakeModel {
             tokens
         };
         Ok(self.lose(prompts.iter().map(reply).collect()))
+    }
+
+    fn metrics(&self) -> Vec<Metric> {
+        self.metrics.clone()
+    }
+
+    fn observe(&mut self, sequences: &[Vec<u32>]) -> Result<Vec<Vec<Observation>>, EvalError> {
+        self.called(sequences, 0)?;
+        Ok(self.lose(sequences.iter().map(|tokens| (self.observe)(tokens)).collect()))
     }
 }
 

@@ -258,25 +258,35 @@ fn validations(run_dir: &Path) -> impl Iterator<Item = ValidationRecord> {
     })
 }
 
-/// The pruned fraction of each validation.
-fn pruned_fractions(sets: &[&str]) -> Vec<Option<f64>> {
+/// A metric of the layers at each validation.
+fn measured(metric: &str, sets: &[&str]) -> Vec<Option<f64>> {
     let sandbox = Sandbox::new();
     let config = sandbox.config(&[&["data.seq_len=64"], sets].concat());
     let dir = run(&config, RunStart::New).unwrap().run_dir;
-    let fractions: Vec<_> =
-        validations(&dir).map(|v| v.probe.get("pruned_fraction").copied()).collect();
-    assert_eq!(fractions.len(), 3);
-    fractions
+    let values: Vec<_> = validations(&dir).map(|v| v.probe.get(metric).copied()).collect();
+    assert_eq!(values.len(), 3);
+    values
 }
 
 #[test]
 fn validations_report_the_pruned_fraction() {
     // Gates start half closed: of 64 tokens, all but the last 30 or so together weigh less than 2⁻²⁴.
     let fox = ["model.attention.kind=fox", "train.lr=1e-6"];
-    for pruned in pruned_fractions(&[&fox[..], &["model.attention.prune=true"]].concat()) {
+    let prune = [&fox[..], &["model.attention.prune=true"]].concat();
+    for pruned in measured("pruned_fraction", &prune) {
         assert!(pruned.is_some_and(|pruned| (0.1..0.4).contains(&pruned)), "{pruned:?}");
     }
-    assert!(pruned_fractions(&fox).iter().all(Option::is_none));
+    assert!(measured("pruned_fraction", &fox).iter().all(Option::is_none));
+}
+
+#[test]
+fn validations_report_how_many_weights_are_not_zero() {
+    let tra = ["model.attention.kind=tra", "train.lr=1e-6"];
+    for nonzero in measured("nonzero_fraction", &tra) {
+        assert!(nonzero.is_some_and(|nonzero| (0.001..0.5).contains(&nonzero)), "{nonzero:?}");
+    }
+    let rope = ["model.attention.kind=rope", "train.lr=1e-6"];
+    assert!(measured("nonzero_fraction", &rope).iter().all(Option::is_none));
 }
 
 #[test]

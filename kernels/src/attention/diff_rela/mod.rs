@@ -28,10 +28,11 @@ use serde::{Deserialize, Serialize};
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::output_norm::validate_norm_eps;
-use super::rectified::{LAMBDA_INIT, Rectified, clamp_lambda};
+use super::probe::{Metric, Probe};
+use super::rectified::{LAMBDA_INIT, clamp_lambda, rectified};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
-use super::rowwise::{Rowwise, rowwise};
+use super::rowwise::sparsity;
 use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
@@ -85,6 +86,10 @@ impl VariantSpec for Config {
             ParameterSpec { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
+
+    fn metrics(&self) -> Vec<Metric> {
+        sparsity::METRICS.to_vec()
+    }
 }
 
 impl KvCacheVariant for Config {
@@ -95,13 +100,20 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
+        prepared: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
+        let parameters = prepared.parameters;
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
-        let weights = Rectified { power: 1 };
-        let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let both = rowwise(&op, q, k, v, None, documents, path);
-        let o = view_difference(both, clamp_lambda(lambda.clone()));
+        let o = view_difference(rectified(shape, prepared).attend(), clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
+    }
+
+    fn observe_output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+        probe: &mut Probe,
+    ) {
+        rectified(shape, call).report_sparsity(self.views(), probe);
     }
 }

@@ -24,14 +24,19 @@ use serde::{Deserialize, Serialize};
 
 pub use self::weights::Entmax;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::probe::{Metric, Probe};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
-use super::rowwise::{Rowwise, rowwise};
+use super::rowwise::{Rowwise, RowwiseCall, sparsity};
 use super::{AttentionShape, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
-fn core(shape: &AttentionShape) -> Rowwise<Entmax> {
-    Rowwise { weights: Entmax, scale: shape.scale(), window: shape.window }
+fn attention<B: OpBackend>(
+    shape: &AttentionShape,
+    Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
+) -> RowwiseCall<B, Entmax> {
+    let op = Rowwise { weights: Entmax, scale: shape.scale(), window: shape.window };
+    RowwiseCall { op, q, k, v, offsets: None, documents, path }
 }
 
 /// `[model.attention]` with `kind = "entmax"`.
@@ -63,6 +68,10 @@ impl VariantSpec for Config {
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         self.rotary.validate(key, shape, problems);
     }
+
+    fn metrics(&self) -> Vec<Metric> {
+        sparsity::METRICS.to_vec()
+    }
 }
 
 impl KvCacheVariant for Config {
@@ -70,11 +79,16 @@ impl KvCacheVariant for Config {
         self.rotary.rotation()
     }
 
-    fn output<B: OpBackend>(
+    fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4> {
+        attention(shape, call).attend()
+    }
+
+    fn observe_output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
-    ) -> Tensor<B, 4> {
-        rowwise(&core(shape), q, k, v, None, documents, path)
+        call: Prepared<'_, B>,
+        probe: &mut Probe,
+    ) {
+        attention(shape, call).report_sparsity(1, probe);
     }
 }

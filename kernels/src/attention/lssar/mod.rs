@@ -30,9 +30,10 @@ use serde::{Deserialize, Serialize};
 pub use self::weights::Lssar;
 use super::blocks::positions_in_documents;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
+use super::probe::{Metric, Probe};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
-use super::rowwise::{Rowwise, rowwise};
+use super::rowwise::{Rowwise, RowwiseCall, sparsity};
 use super::{AttentionShape, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
@@ -79,20 +80,18 @@ impl VariantSpec for Config {
         );
         self.rotary.validate(key, shape, problems);
     }
+
+    fn metrics(&self) -> Vec<Metric> {
+        sparsity::METRICS.to_vec()
+    }
 }
 
-impl KvCacheVariant for Config {
-    const UNIT_LENGTH: bool = true;
-
-    fn rotation(&self) -> Option<Rotation> {
-        self.rotary.rotation()
-    }
-
-    fn output<B: OpBackend>(
+impl Config {
+    fn attention<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Prepared { q, k, v, first, documents, path, .. }: Prepared<'_, B>,
-    ) -> Tensor<B, 4> {
+    ) -> RowwiseCall<B, Lssar> {
         let queries = q.dims()[2];
         let positions = positions_in_documents(queries, first, documents.as_ref(), &q.device());
         let seen = match shape.window {
@@ -108,6 +107,27 @@ impl KvCacheVariant for Config {
         };
         let weights = Lssar { power: self.p };
         let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        rowwise(&op, q, k, v, None, documents, path)
+        RowwiseCall { op, q, k, v, offsets: None, documents, path }
+    }
+}
+
+impl KvCacheVariant for Config {
+    const UNIT_LENGTH: bool = true;
+
+    fn rotation(&self) -> Option<Rotation> {
+        self.rotary.rotation()
+    }
+
+    fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4> {
+        self.attention(shape, call).attend()
+    }
+
+    fn observe_output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+        probe: &mut Probe,
+    ) {
+        self.attention(shape, call).report_sparsity(1, probe);
     }
 }

@@ -8,7 +8,8 @@ mod tests;
 use burn::tensor::{Bool, Tensor};
 use longwall_config::Problems;
 
-use super::rowwise::{Rowwise, Weights, positive, power};
+use super::kv_cache_variant::Prepared;
+use super::rowwise::{Rowwise, RowwiseCall, Weights, positive, power};
 use super::{AttentionShape, DocumentStarts};
 use crate::attention::blocks::positions_in_documents;
 use crate::backend::{Forward, OpBackend};
@@ -62,6 +63,16 @@ impl Weights for Rectified {
     ) -> Vec<CudaTensor> {
         cuda::backward(op, saved, documents, grad)
     }
+}
+
+/// Attention with the weights max(scale · q_iᵀk_j, 0).
+pub fn rectified<B: OpBackend>(
+    shape: &AttentionShape,
+    Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
+) -> RowwiseCall<B, Rectified> {
+    let weights = Rectified { power: 1 };
+    let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
+    RowwiseCall { op, q, k, v, offsets: None, documents, path }
 }
 
 /// Added to Σ x² / head_dim under the root of the L2 norm: a zero vector stays zero and has a finite

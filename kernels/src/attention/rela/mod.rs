@@ -26,10 +26,11 @@ use serde::{Deserialize, Serialize};
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::output_norm::validate_norm_eps;
-use super::rectified::Rectified;
+use super::probe::{Metric, Probe};
+use super::rectified::rectified;
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
-use super::rowwise::{Rowwise, rowwise};
+use super::rowwise::sparsity;
 use super::{AttentionShape, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::ops::layer_norm::layer_norm;
@@ -77,6 +78,10 @@ impl VariantSpec for Config {
             ParameterSpec { name: "norm_bias", elements: head_dim, init: Init::Constant(0.0) },
         ]
     }
+
+    fn metrics(&self) -> Vec<Metric> {
+        sparsity::METRICS.to_vec()
+    }
 }
 
 impl KvCacheVariant for Config {
@@ -87,12 +92,20 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
+        prepared: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
+        let parameters = prepared.parameters;
         let [norm, bias] = parameters else { panic!("2 parameters, not {parameters:?}") };
-        let weights = Rectified { power: 1 };
-        let op = Rowwise { weights, scale: shape.scale(), window: shape.window };
-        let o = rowwise(&op, q, k, v, None, documents, path);
+        let o = rectified(shape, prepared).attend();
         layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
+    }
+
+    fn observe_output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+        probe: &mut Probe,
+    ) {
+        rectified(shape, call).report_sparsity(1, probe);
     }
 }

@@ -10,6 +10,7 @@
 //! block: the saved tensors grow with seq_len, not with its square.
 
 mod gradients;
+pub mod sparsity;
 #[cfg(test)]
 mod tests;
 
@@ -119,6 +120,33 @@ pub fn rowwise<B: OpBackend, W: Weights>(
         None => path.run::<B, _, 3>(op, [q, k, v], ints),
         Some(offsets) => path.run::<B, _, 4>(op, [q, k, v, primitive(offsets)], ints),
     })
+}
+
+/// The arguments of [`rowwise`], for the output and for what a probe asks of its weights.
+#[derive(Clone, Debug)]
+pub struct RowwiseCall<B: OpBackend, W> {
+    /// The operation.
+    pub op: Rowwise<W>,
+    /// Queries, `[batch, heads, queries, head_dim]`.
+    pub q: Tensor<B, 4>,
+    /// Keys, `[batch, kv_heads, keys, head_dim]`.
+    pub k: Tensor<B, 4>,
+    /// Values, `[batch, kv_heads / views, keys, value_dim]`.
+    pub v: Tensor<B, 4>,
+    /// Subtracted from the scores of a query, `[batch or 1, queries]`.
+    pub offsets: Option<Tensor<B, 2>>,
+    /// Document starts, `[batch, keys]`.
+    pub documents: DocumentStarts<B>,
+    /// The path that serves the call.
+    pub path: ExecPath,
+}
+
+impl<B: OpBackend, W: Weights> RowwiseCall<B, W> {
+    /// As [`rowwise`].
+    pub fn attend(self) -> Tensor<B, 4> {
+        let RowwiseCall { op, q, k, v, offsets, documents, path } = self;
+        rowwise(&op, q, k, v, offsets, documents, path)
+    }
 }
 
 /// The inputs as tensors: q, k, v, the offsets, the document starts.

@@ -33,12 +33,13 @@ use serde::{Deserialize, Serialize};
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::output_norm::validate_norm_eps;
+use super::probe::{Metric, Probe};
 use super::rectified::{
     LAMBDA_INIT, NORM_EPS, Rectified, beta_and_others, clamp_lambda, thresholds, validate_threshold,
 };
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
-use super::rowwise::{Rowwise, rowwise};
+use super::rowwise::{Rowwise, RowwiseCall, sparsity};
 use super::saved::Channels;
 use super::{AttentionShape, ExecPath, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
@@ -123,6 +124,25 @@ impl VariantSpec for Config {
         ];
         self.learn_beta.then_some(beta).into_iter().chain(others).collect()
     }
+
+    fn metrics(&self) -> Vec<Metric> {
+        sparsity::METRICS.to_vec()
+    }
+}
+
+impl Config {
+    /// The attention before the norm, and the learned vectors other than β.
+    fn attention<'a, B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Prepared { q, k, v, parameters, first, documents, path }: Prepared<'a, B>,
+    ) -> (RowwiseCall<B, Rectified>, &'a [Tensor<B, 1>]) {
+        let (beta, others) = beta_and_others(self.learn_beta, self.beta, parameters);
+        let tau = thresholds(shape, self.kappa, beta, q.dims()[2], first, &documents);
+        let weights = Rectified { power: self.p };
+        let op = Rowwise { weights, scale: 1.0, window: shape.window };
+        (RowwiseCall { op, q, k, v, offsets: Some(tau), documents, path }, others)
+    }
 }
 
 impl KvCacheVariant for Config {
@@ -135,16 +155,20 @@ impl KvCacheVariant for Config {
     fn output<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, first, documents, path, .. }: Prepared<'_, B>,
+        prepared: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        let (beta, others) = beta_and_others(self.learn_beta, self.beta, parameters);
+        let (call, others) = self.attention(shape, prepared);
         let [lambda, norm] = others else { panic!("λ and the norm's weight, not {others:?}") };
-        let queries = q.dims()[2];
-        let tau = thresholds(shape, self.kappa, beta, queries, first, &documents);
-        let weights = Rectified { power: self.p };
-        let op = Rowwise { weights, scale: 1.0, window: shape.window };
-        let both = rowwise(&op, q, k, v, Some(tau), documents, path);
-        let o = view_difference(both, clamp_lambda(lambda.clone()));
+        let o = view_difference(call.attend(), clamp_lambda(lambda.clone()));
         rms_norm(o, norm.clone(), self.norm_eps)
+    }
+
+    fn observe_output<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+        probe: &mut Probe,
+    ) {
+        self.attention(shape, call).0.report_sparsity(self.views(), probe);
     }
 }

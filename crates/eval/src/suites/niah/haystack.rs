@@ -216,6 +216,7 @@ mod tests {
             device: "cpu",
             seed: 0,
             held_out: None,
+            metrics: &[],
         };
         let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
         (Haystack::open(&options, &context, 500).unwrap(), tokenizer)

@@ -1,5 +1,9 @@
-//! The suite's text: stretches of the longest length, from single or joined documents.
+//! Held-out text for suites that read the same tokens at several context lengths: stretches of the longest length,
+//! from single or joined documents.
 
+use std::path::PathBuf;
+
+use longwall_config::Problems;
 use longwall_data::Tokenizer;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -7,15 +11,54 @@ use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::ExtrapolateOptions;
 use crate::EvalError;
-use crate::suite::OpenContext;
+use crate::options::check_lengths;
+use crate::suite::{OpenContext, Trial};
 use crate::text::{Document, list_files, no_text, read_document, source_of};
 
-/// Default lengths are 1, 2, 4, … this many times the training length.
-const LONGEST_FACTOR: usize = 32;
 /// Default lengths stop where the text has fewer stretches than this, or than requested.
 const FEWEST: usize = 4;
+
+/// What a suite's options say about its text.
+pub(super) struct TextOptions<'a> {
+    /// The suite's name.
+    pub suite: &'static str,
+    /// The lengths, if the user set them.
+    pub lengths: Option<&'a [usize]>,
+    /// Stretches to read.
+    pub sequences: usize,
+    /// Files or folders; if none, the run's validation split.
+    pub text: &'a [PathBuf],
+    /// Whether documents of `text` are joined.
+    pub packed: bool,
+}
+
+impl TextOptions<'_> {
+    /// Records lengths that do not divide the longest, and `packed` without `text`.
+    pub(super) fn validate(&self, problems: &mut Problems) {
+        let suite = self.suite;
+        if let Some(lengths) = self.lengths {
+            check_lengths(suite, lengths, problems);
+            let longest = lengths.iter().copied().max().unwrap_or(0);
+            for &length in lengths.iter().filter(|&&length| length > 0) {
+                problems.check(
+                    longest % length == 0,
+                    format!("{suite}.lengths"),
+                    length,
+                    format!("divisors of the longest length, {longest}"),
+                    "use powers of two: all lengths are scored on the same tokens",
+                );
+            }
+        }
+        problems.check(
+            !self.packed || !self.text.is_empty(),
+            format!("{suite}.packed"),
+            format!("true without {suite}.text"),
+            "only beside --text",
+            "leave out --packed: the validation split is packed anyway",
+        );
+    }
+}
 
 /// The stretches, each of the longest length plus one token.
 pub(super) struct Stretches {
@@ -34,12 +77,14 @@ struct Stretch {
 }
 
 impl Stretches {
-    /// Reads as much text as the options need, and chooses the lengths.
+    /// Reads as much text as the options need. Without lengths, they are those of `default_lengths` for which the
+    /// text is long enough.
     pub(super) fn open(
-        options: &ExtrapolateOptions,
+        options: &TextOptions<'_>,
+        default_lengths: Vec<usize>,
         context: &OpenContext<'_>,
     ) -> Result<Self, EvalError> {
-        let mut lengths = options.lengths.clone().unwrap_or_else(|| default_lengths(context));
+        let mut lengths = options.lengths.map_or(default_lengths, <[usize]>::to_vec);
         lengths.sort_unstable();
         let longest = lengths.last().copied().unwrap_or(1);
         let text = Text::read(options, context, longest)?;
@@ -53,7 +98,7 @@ impl Stretches {
         }
         let longest = lengths.last().copied().unwrap_or(1);
         if text.slots(longest) == 0 {
-            return Err(text.too_short(longest));
+            return Err(text.too_short(options.suite, longest));
         }
         left_out.reverse();
         if !left_out.is_empty() {
@@ -72,9 +117,16 @@ impl Stretches {
         Ok(Stretches { lengths, left_out, stretches, source: text.source, packed: text.packed })
     }
 
-    /// The lengths to score, in increasing order.
-    pub(super) fn lengths(&self) -> &[usize] {
-        &self.lengths
+    /// A trial for each window of each length, by increasing length. A trial's index counts windows: first those of
+    /// the first stretch, then of the second, and so on.
+    pub(super) fn trials(&self) -> Vec<Trial> {
+        let mut list = Vec::new();
+        for &length in &self.lengths {
+            for index in 0..self.windows(length) {
+                list.push(Trial { id: list.len() as u64, length, depth: None, index });
+            }
+        }
+        list
     }
 
     fn per_stretch(&self, length: usize) -> usize {
@@ -82,7 +134,7 @@ impl Stretches {
     }
 
     /// Number of windows of a length.
-    pub(super) fn windows(&self, length: usize) -> usize {
+    fn windows(&self, length: usize) -> usize {
         self.stretches.len() * self.per_stretch(length)
     }
 
@@ -120,16 +172,6 @@ impl Stretches {
     }
 }
 
-/// Powers of two times the training length, as far as the model can read.
-fn default_lengths(context: &OpenContext<'_>) -> Vec<usize> {
-    let train = context.train_seq_len;
-    let factors = (0..).map(|n| 1 << n).take_while(|&factor: &usize| factor <= LONGEST_FACTOR);
-    factors
-        .map(|factor| factor * train)
-        .filter(|&length| length == train || context.max_len.is_none_or(|most| length <= most))
-        .collect()
-}
-
 /// The documents the stretches come from; joined text is a single one.
 struct Text {
     documents: Vec<Document>,
@@ -139,20 +181,20 @@ struct Text {
 
 impl Text {
     fn read(
-        options: &ExtrapolateOptions,
+        options: &TextOptions<'_>,
         context: &OpenContext<'_>,
         longest: usize,
     ) -> Result<Self, EvalError> {
         let tokenizer = context.tokenizer;
         let wanted = options.sequences.saturating_mul(longest).saturating_add(1);
         if options.text.is_empty() {
-            let held_out = context.held_out.ok_or_else(|| no_text("extrapolate"))?;
+            let held_out = context.held_out.ok_or_else(|| no_text(options.suite))?;
             let source = held_out.describe();
             let tokens = held_out.validation_tokens(wanted)?;
             let documents = vec![Document { name: source.clone(), tokens }];
             return Ok(Text { documents, source, packed: true });
         }
-        let mut files = list_files(&options.text)?;
+        let mut files = list_files(options.text)?;
         let source = source_of(&files);
         files.shuffle(&mut ChaCha8Rng::seed_from_u64(context.seed));
         let mut documents = Vec::new();
@@ -178,7 +220,7 @@ impl Text {
         self.documents.iter().map(|document| slots(document, length)).sum()
     }
 
-    fn too_short(&self, length: usize) -> EvalError {
+    fn too_short(&self, suite: &str, length: usize) -> EvalError {
         let most = self.documents.iter().map(|d| d.tokens.len()).max().unwrap_or(0);
         let (what, remedy) = match self.packed {
             true => ("the text", "give more text, or shorter --lengths"),
@@ -189,7 +231,7 @@ impl Text {
         };
         EvalError::Text {
             what: format!(
-                "extrapolate: {what} has {most} tokens ({}); length {length} needs {}",
+                "{suite}: {what} has {most} tokens ({}); length {length} needs {}",
                 self.source,
                 length + 1
             ),

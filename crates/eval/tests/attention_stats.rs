@@ -1,0 +1,228 @@
+//! What layers measure, by length, layer, view and head.
+
+use std::path::Path;
+
+use burn::backend::Flex;
+use burn::tensor::{Int, Tensor, TensorData};
+use longwall_data::{Tokenizer, TokenizerConfig};
+use longwall_eval::memory::CallMemory;
+use longwall_eval::suites::attention_stats::AttentionStatsOptions;
+use longwall_eval::{EvalError, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
+use longwall_kernels::attention::probe::{Metric, Observation, PRUNED_FRACTION};
+use longwall_kernels::attention::rowwise::sparsity;
+use longwall_model::{LanguageModel, ModelConfig, Precision};
+
+use crate::common::{FakeModel, Tokens, evaluate_with, files, samples};
+
+const ENTROPY: Metric = Metric("entropy");
+
+fn held_out() -> Tokens {
+    Tokens((0..400).map(|t| 97 + t * t % 23).collect())
+}
+
+fn config(lengths: &[usize]) -> SuiteConfig {
+    let lengths = Some(lengths.to_vec());
+    SuiteConfig::from(AttentionStatsOptions { lengths, sequences: 3, ..Default::default() })
+}
+
+/// Layers 0 and 2 measure ENTROPY of two views of two heads, layer 1 PRUNED_FRACTION of itself. Entropies are
+/// length + 100 · layer + 10 · view + head, and 0 for the first head; in odd windows they are 0.5 more.
+fn measuring() -> FakeModel {
+    let observe = |tokens: &[u32]| -> Vec<Observation> {
+        let more = if tokens[0] % 2 == 0 { 0.0 } else { 0.5 };
+        let entropy = |layer: usize| {
+            let at = |view: usize, head: usize| {
+                (tokens.len() + 100 * layer + 10 * view + head) as f64 + more
+            };
+            let heads = vec![vec![0.0, at(0, 1)], vec![at(1, 0), at(1, 1)]];
+            let value = heads.concat().iter().sum::<f64>() / 4.0;
+            Observation { layer, metric: ENTROPY, value, heads }
+        };
+        let pruned =
+            Observation { layer: 1, metric: PRUNED_FRACTION, value: 0.00125, heads: vec![] };
+        vec![entropy(0), pruned, entropy(2)]
+    };
+    FakeModel {
+        train_seq_len: 64,
+        metrics: vec![ENTROPY, PRUNED_FRACTION],
+        observe: Box::new(observe),
+        ..FakeModel::bytes(|_| String::new())
+    }
+}
+
+fn evaluate(config: &SuiteConfig, model: &mut FakeModel, dir: &Path) -> Result<Report, EvalError> {
+    evaluate_with(config, model, dir, false, Some(&held_out()))
+}
+
+#[test]
+fn every_metric_has_its_layers_views_and_heads_by_length() {
+    let dir = tempfile::tempdir().unwrap();
+    let report = evaluate(&config(&[32, 128]), &mut measuring(), dir.path()).unwrap();
+    // Three stretches of 128 tokens, each of four windows of 32.
+    assert_eq!(samples(dir.path()).len(), 12 + 3);
+    let headline: Vec<_> = report.headline.keys().map(String::as_str).collect();
+    let want = ["entropy@128", "entropy@32", "pruned_fraction@128", "pruned_fraction@32"];
+    assert_eq!(headline, want);
+    assert_eq!(report.headline["pruned_fraction@32"], Some(0.00125));
+
+    let layers = report.details["layers"].as_array().unwrap();
+    let places: Vec<_> = layers
+        .iter()
+        .map(|x| (x["length"].as_u64().unwrap(), x["layer"].as_u64().unwrap()))
+        .collect();
+    assert_eq!(places, [(32, 0), (32, 1), (32, 2), (128, 0), (128, 1), (128, 2)]);
+    assert_eq!(layers[1]["heads"].as_array().unwrap().len(), 0);
+    // The mean over the windows.
+    let odd = samples(dir.path())
+        .iter()
+        .filter(|x| x["length"] == 32 && x["verdict"][2]["heads"][1][1] != 243.0)
+        .count();
+    let heads = &layers[2]["heads"];
+    assert_eq!(heads[0][0], 0.0);
+    let last = heads[1][1].as_f64().unwrap();
+    assert!((last - (243.0 + 0.5 * odd as f64 / 12.0)).abs() < 1e-9, "{last}, {odd} odd windows");
+
+    let csv = std::fs::read_to_string(dir.path().join("heads.csv")).unwrap();
+    assert_eq!(csv.lines().count(), 1 + 2 * (4 + 1 + 4));
+    assert!(csv.contains("pruned_fraction,128,1,,,0.00125,3\n"), "{csv}");
+    assert!(csv.contains(&format!("entropy,32,2,1,1,{last},12\n")), "{csv}");
+    let written = files(dir.path());
+    for file in ["entropy.svg", "pruned_fraction.svg", "results.json", "grid.csv"] {
+        assert!(written.iter().any(|name| name == file), "{file} of {written:?}");
+    }
+    let loaded = Report::load(&dir.path().join("results.json")).unwrap();
+    assert_eq!(loaded, Report { tables: vec![], ..report });
+}
+
+#[test]
+fn the_table_has_a_row_for_each_layer_and_view() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = measuring();
+    let observe = model.observe;
+    model.observe = Box::new(move |tokens| observe(&tokens.iter().map(|_| 0).collect::<Vec<_>>()));
+    let report = evaluate(&config(&[32, 128]), &mut model, dir.path()).unwrap();
+    insta::assert_snapshot!(report.to_string(), @"");
+}
+
+#[test]
+fn a_metric_that_no_layer_reports_is_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = FakeModel { observe: Box::new(|_| Vec::new()), ..measuring() };
+    let report = evaluate(&config(&[64]), &mut model, dir.path()).unwrap();
+    assert!(report.scores.is_empty() && report.headline.is_empty());
+    insta::assert_snapshot!(report.notes.join("\n"), @"
+    no layer reported entropy: the code that measures it does not run on this device
+    no layer reported pruned_fraction: the code that measures it does not run on this device
+    ");
+}
+
+#[test]
+fn a_value_that_is_no_number_is_null_and_said_to_be() {
+    let dir = tempfile::tempdir().unwrap();
+    let heads = || vec![vec![f64::NAN, 1.0]];
+    let observe = move |_: &[u32]| {
+        vec![Observation { layer: 0, metric: ENTROPY, value: f64::NAN, heads: heads() }]
+    };
+    let mut model = FakeModel { observe: Box::new(observe), ..measuring() };
+    let report = evaluate(&config(&[64]), &mut model, dir.path()).unwrap();
+    let layer = &report.details["layers"][0];
+    assert!(layer["value"].is_null() && layer["heads"][0][0].is_null(), "{layer}");
+    assert_eq!(layer["heads"][0][1], 1.0);
+    assert!(report.to_string().contains("not finite"), "{report}");
+    assert!(!files(dir.path()).contains(&"entropy.svg".to_string()));
+}
+
+#[test]
+fn a_model_that_measures_nothing_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = FakeModel { metrics: vec![], ..measuring() };
+    let error = evaluate(&config(&[64]), &mut model, dir.path()).unwrap_err();
+    insta::assert_snapshot!(error, @"
+    attention-stats: no layer of the model measures anything; allowed: models with a layer of a kind that does, such as tra, tda, rela, diff_rela, lssar, entmax
+      hint: docs/evaluation.md lists the metrics, and which settings of a kind report them
+    ");
+    assert!(model.calls.is_empty());
+}
+
+#[test]
+fn bad_options_are_reported_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = AttentionStatsOptions {
+        lengths: Some(vec![48, 64, 0]),
+        sequences: 0,
+        packed: true,
+        ..Default::default()
+    };
+    let error = evaluate(&SuiteConfig::from(options), &mut measuring(), dir.path()).unwrap_err();
+    insta::assert_snapshot!(error, @"
+    the configuration has 4 problems:
+    attention-stats.lengths is 0; allowed: lengths above 0, in tokens
+      hint: remove the 0
+    attention-stats.lengths is 48; allowed: divisors of the longest length, 64
+      hint: use powers of two: all lengths are scored on the same tokens
+    attention-stats.packed is true without attention-stats.text; allowed: only beside --text
+      hint: leave out --packed: the validation split is packed anyway
+    attention-stats.sequences is 0; allowed: 1 to 100000000
+      hint: more --sequences give smaller standard errors; 4 is usual
+    ");
+    let error = evaluate(&config(&[1024]), &mut measuring(), dir.path()).unwrap_err();
+    insta::assert_snapshot!(error, @"
+    attention-stats: the text has 400 tokens (validation split of a test); length 1024 needs 1025
+      hint: give more text, or shorter --lengths
+    ");
+    let mut bounded = FakeModel { max_len: Some(64), ..measuring() };
+    let error = evaluate(&config(&[128]), &mut bounded, dir.path()).unwrap_err();
+    assert!(matches!(error, EvalError::TooLong { length: 128, max_len: 64, .. }), "{error}");
+}
+
+#[test]
+fn default_lengths_are_parts_and_multiples_of_the_training_length() {
+    let lengths = |model: &mut FakeModel| {
+        let dir = tempfile::tempdir().unwrap();
+        let config = SuiteConfig::from(AttentionStatsOptions::default());
+        let report = evaluate(&config, model, dir.path()).unwrap();
+        report.resolved["lengths"].to_string()
+    };
+    // Four stretches of 128 would need 513 tokens.
+    assert_eq!(lengths(&mut measuring()), "[16,32,64]");
+    assert_eq!(lengths(&mut FakeModel { train_seq_len: 18, ..measuring() }), "[9,18,36,72]");
+    let mut bounded = FakeModel { train_seq_len: 15, max_len: Some(30), ..measuring() };
+    assert_eq!(lengths(&mut bounded), "[15,30]");
+}
+
+#[test]
+fn a_trained_model_reports_what_its_layers_observe() {
+    let table = "layers = 3\nwidth = 16\nheads = 2\npattern = [\"rope\", \"tra\", \"tda\"]";
+    let config: ModelConfig = toml::from_str(table).unwrap();
+    let device = Default::default();
+    let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
+    let model = LanguageModel::<Flex>::new(&config, tokenizer.vocab_size(), 64, 1, &device);
+    let memory = CallMemory::new(&config, Precision::F32);
+    let mut trained = TrainedModel::new(model.clone(), tokenizer, 64, memory, device);
+    let dir = tempfile::tempdir().unwrap();
+    let held_out = held_out();
+    let context = RunContext {
+        out_dir: dir.path().to_path_buf(),
+        run: "sparse".to_string(),
+        checkpoint_step: None,
+        git_hash: None,
+        force: false,
+        held_out: Some(&held_out),
+        progress: &Silent,
+        stop: None,
+    };
+    let options =
+        AttentionStatsOptions { lengths: Some(vec![100]), sequences: 1, ..Default::default() };
+    let report = run(&SuiteConfig::from(options), &mut trained, &context).unwrap();
+    let window = samples(dir.path())[0]["prompt"].as_str().unwrap().as_bytes().to_vec();
+    let tokens: Vec<i32> = window.iter().map(|byte| i32::from(*byte)).collect();
+    let tokens = Tensor::<Flex, 2, Int>::from_data(TensorData::new(tokens, [1, 100]), &device);
+    let observations = model.observe(tokens, None);
+    let layers = report.details["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 2 * sparsity::METRICS.len());
+    for (got, want) in layers.iter().zip(observations.observations()) {
+        assert_eq!((&got["layer"], &got["metric"]), (&want.layer.into(), &want.metric.0.into()));
+        assert_eq!(got["heads"], serde_json::to_value(&want.heads).unwrap());
+        assert_eq!(want.heads.len(), want.layer, "layer 1 has one view, layer 2 two");
+    }
+}
