@@ -39,13 +39,14 @@ mod reference;
 mod tests;
 mod token_blocks;
 
-use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::op::{Path, path_attention};
 use self::reference::{BLOCK, Tokens, Visible};
+use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ProjectionSpec, Variant, VariantSpec,
@@ -131,6 +132,21 @@ impl VariantSpec for Config {
         let beta = ProjectionSpec::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
         let gate = ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            // The directions, before and after their division by the norm, and what gives their gradient.
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 4.0 * 4.0 * channels.k,
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
