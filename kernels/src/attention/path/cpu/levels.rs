@@ -36,22 +36,25 @@ pub(super) struct Halves {
 }
 
 impl Level {
-    /// The level of the blocks.
-    pub fn of_blocks(row: &PathRow, blocks: &[TokenBlock]) -> Self {
-        let Sizes { group, head_dim: d, seq_len, .. } = row.sizes;
-        let mut q = vec![0.0; group * seq_len * d];
-        let mut k = Vec::with_capacity(seq_len * d);
-        for block in blocks {
-            let (first, n) = (block.tokens.start * d, block.tokens.len() * d);
-            for (q, moved) in q.chunks_exact_mut(seq_len * d).zip(block.last().q.chunks_exact(n)) {
-                q[first..first + n].copy_from_slice(moved);
-            }
-            k.extend_from_slice(&block.last().k);
+    /// The level of the blocks, without any.
+    pub fn of_no_blocks(sizes: Sizes) -> Self {
+        let Sizes { group, seq_len, head_dim: d, .. } = sizes;
+        let k = Vec::with_capacity(seq_len * d);
+        Level { size: BLOCK, q: vec![0.0; group * seq_len * d], k, removed: vec![] }
+    }
+
+    /// Adds the next block.
+    pub fn push(&mut self, row: &PathRow, block: &TokenBlock) {
+        let d = row.sizes.head_dim;
+        let moved = block.last().q.chunks_exact(block.tokens.len() * d);
+        for (head, moved) in row.sizes.heads(&block.tokens).zip(moved) {
+            self.q[head].copy_from_slice(moved);
         }
+        self.k.extend_from_slice(&block.last().k);
         // A single pair needs no transforms.
-        let crossed = 2 * BLOCK < seq_len;
-        let removed = blocks.iter().filter(|_| crossed).map(|block| block.removed(row)).collect();
-        Level { size: BLOCK, q, k, removed }
+        if 2 * BLOCK < row.sizes.seq_len {
+            self.removed.push(block.removed(row));
+        }
     }
 
     pub fn halves(&self, seq_len: usize) -> impl Iterator<Item = Halves> + use<> {

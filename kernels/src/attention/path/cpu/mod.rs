@@ -84,18 +84,19 @@ impl PathRow<'_> {
     }
 
     /// Blocks of tokens after their own transforms.
-    fn blocks(&self) -> Vec<TokenBlock> {
+    fn blocks(&self) -> impl Iterator<Item = TokenBlock> {
         let len = self.sizes.seq_len;
         let starts = (0..len).step_by(BLOCK);
-        starts.map(|first| TokenBlock::new(self, first..(first + BLOCK).min(len))).collect()
+        starts.map(move |first| TokenBlock::new(self, first..(first + BLOCK).min(len)))
     }
 
     fn forward(&self, o: &mut [f32], lse: &mut [f32]) {
-        let blocks = self.blocks();
         let (max, sum) = (vec![f32::NEG_INFINITY; lse.len()], vec![0.0; lse.len()]);
         let mut online = Online { o, max, sum };
         let mut scores = vec![];
-        for block in &blocks {
+        let mut level = Level::of_no_blocks(self.sizes);
+        for block in self.blocks() {
+            level.push(self, &block);
             let n = block.tokens.len();
             for (head, of_head) in block.scores.chunks_exact(n * n).enumerate() {
                 scores.clear();
@@ -105,8 +106,7 @@ impl PathRow<'_> {
                 self.weigh(&at, &mut scores, &mut online);
             }
         }
-        let mut level = Some(Level::of_blocks(self, &blocks));
-        drop(blocks);
+        let mut level = Some(level);
         while let Some(this) = level {
             for at in self.pairings(&this) {
                 self.scores(&this, &at, &mut scores);
@@ -152,8 +152,9 @@ impl PathRow<'_> {
     }
 
     fn backward(&self, upstream: Upstream, grads: &mut Grads) {
-        let blocks = self.blocks();
-        let mut levels = vec![Level::of_blocks(self, &blocks)];
+        let blocks: Vec<_> = self.blocks().collect();
+        let mut levels = vec![Level::of_no_blocks(self.sizes)];
+        blocks.iter().for_each(|block| levels[0].push(self, block));
         while let Some(next) = levels[levels.len() - 1].merged(self.sizes) {
             levels.push(next);
         }
