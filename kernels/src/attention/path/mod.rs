@@ -26,25 +26,30 @@
 //! keys (once in 64 tokens), plus up to kv_heads · head_dim² · (head_dim + 63) for the newest transforms
 //! and keys, at any length.
 //!
-//! Memory: the forward pass holds a few blocks of scores. Training through plain operations saves all
-//! scores for the backward pass, as plain softmax attention does: memory grows with seq_len².
+//! Memory: the CPU kernel saves inputs, outputs and a number per query for the backward pass. Training
+//! through plain operations, as on GPUs, saves all scores: memory grows with seq_len². `docs/path.md` derives
+//! the kernel's scheme and its gradients.
 
+mod cpu;
 mod decode;
 mod householder;
+mod op;
 mod reference;
 #[cfg(test)]
 mod tests;
 mod token_blocks;
 
-use burn::tensor::Tensor;
 use burn::tensor::activation::sigmoid;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use self::op::{Path, path_attention};
 use self::reference::{BLOCK, Tokens, Visible};
+use super::saved::Channels;
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, LowRankActivation, ProjectionSpec,
-    Variant, VariantSpec,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
+    ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
 use crate::ops::activation::log_sigmoid;
@@ -107,6 +112,8 @@ fn tokens<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> Tokens<B> 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "PaTH and PaTH-FoX (Yang et al., 2025)";
 
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let rank = self.rank(shape.width);
         problems.check(
@@ -125,6 +132,21 @@ impl VariantSpec for Config {
         let beta = ProjectionSpec::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
         let gate = ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            // The directions, before and after their division by the norm, and what gives their gradient.
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 4.0 * 4.0 * channels.k,
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -157,18 +179,11 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         documents: DocumentStarts<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
         let dims = inputs.q.dims();
-        let visible = Visible { window: shape.window, documents, kv_heads: shape.kv_heads };
-        let tokens = tokens(shape, inputs);
-        let (out, _) = reference::attend(&tokens, &visible, &[], 0);
-        let out = out.reshape(dims);
-        if tokens.len() > 1 && shape.window != Some(1) {
-            return out;
-        }
-        // No transform lies between a token and itself: give w and β a gradient of 0, rather than none.
-        out + (tokens.w.sum() + tokens.beta.sum()).reshape([1, 1, 1, 1]) * 0.0
+        let op = Path { window: shape.window, kv_heads: shape.kv_heads };
+        path_attention(&op, tokens(shape, inputs), documents, path).reshape(dims)
     }
 
     fn init_state<B: OpBackend>(

@@ -1,5 +1,6 @@
 //! This variant's cases for the conformance suite, decoding, and extreme inputs.
 
+mod kernel;
 mod numerics;
 
 use burn::backend::{Autodiff, Flex};

@@ -179,7 +179,7 @@ impl<'a> SoftmaxParams<'a> {
 }
 
 /// Inclusive prefix sums of each row of `keys` elements, in f64.
-pub(super) fn prefix_sums(log_decay: &[f32], keys: usize) -> Vec<Vec<f64>> {
+pub(in crate::attention) fn prefix_sums(log_decay: &[f32], keys: usize) -> Vec<Vec<f64>> {
     let row = |row: &[f32]| {
         let mut sum = 0.0;
         row.iter()
@@ -371,7 +371,7 @@ pub(in crate::attention) fn backward(
 }
 
 /// dℓ_s = Σ_{t≥s} dP_t.
-fn suffix_sums(mut decay: Vec<f64>) -> impl Iterator<Item = f32> {
+pub(in crate::attention) fn suffix_sums(mut decay: Vec<f64>) -> impl Iterator<Item = f32> {
     let mut sum = 0.0;
     for d in decay.iter_mut().rev() {
         sum += *d;

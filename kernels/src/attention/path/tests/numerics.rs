@@ -13,9 +13,9 @@ use crate::testing::assert_budget;
 
 /// Tokens of one key head, as f32 numbers in row-major order; `decays[h]` are query head h's gates.
 #[derive(Clone)]
-struct Sample {
-    head_dim: usize,
-    q: Vec<Vec<f32>>,
+pub(super) struct Sample {
+    pub head_dim: usize,
+    pub q: Vec<Vec<f32>>,
     k: Vec<f32>,
     v: Vec<f32>,
     w: Vec<f32>,
@@ -34,7 +34,7 @@ fn normalised(mut w: Vec<f32>, head_dim: usize) -> Vec<f32> {
 
 impl Sample {
     /// Random tokens with β in (0, 2) and no gates.
-    fn new(len: usize, head_dim: usize) -> Self {
+    pub fn new(len: usize, head_dim: usize) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(len as u64);
         let mut random = || uniform(&mut rng, len * head_dim);
         let (q, k, v, w) = (random(), random(), random(), random());
@@ -43,22 +43,22 @@ impl Sample {
         Sample { head_dim, q: vec![q], k, v, w, beta, decays: vec![] }
     }
 
-    fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.beta.len()
     }
 
-    fn beta(self, beta: impl Fn(usize) -> f32) -> Self {
+    pub fn beta(self, beta: impl Fn(usize) -> f32) -> Self {
         Sample { beta: (0..self.len()).map(beta).collect(), ..self }
     }
 
     /// The same direction everywhere: the largest off-diagonal entries that a block can have.
-    fn one_direction(self) -> Self {
+    pub fn one_direction(self) -> Self {
         let w = self.w[..self.head_dim].repeat(self.len());
         Sample { w, ..self }
     }
 
     /// One query head for every gate, all with the same queries.
-    fn gates(self, gates: &[&dyn Fn(usize) -> f32]) -> Self {
+    pub fn gates(self, gates: &[&dyn Fn(usize) -> f32]) -> Self {
         let decays = gates.iter().map(|gate| (0..self.len()).map(gate).collect()).collect();
         Sample { q: vec![self.q[0].clone(); gates.len()], decays, ..self }
     }
@@ -69,7 +69,7 @@ impl Sample {
     }
 
     /// As tensors, the queries times the scale.
-    fn tokens(&self) -> Tokens<Flex> {
+    pub fn tokens(&self) -> Tokens<Flex> {
         let (len, d) = (self.len(), self.head_dim);
         let tensor = |x: &[f32], shape: [usize; 4]| -> Tensor<Flex, 4> {
             Tensor::from_data(TensorData::new(x.to_vec(), shape), &Default::default())
@@ -117,7 +117,13 @@ fn everything() -> Visible<Flex> {
 }
 
 /// Checks row `i` of outputs `[1, heads, rows, head_dim]` that start at position `first`.
-fn check_row(what: &str, sample: &Sample, out: &Tensor<Flex, 4>, first: usize, i: usize) {
+pub(super) fn check_row(
+    what: &str,
+    sample: &Sample,
+    out: &Tensor<Flex, 4>,
+    first: usize,
+    i: usize,
+) {
     for h in 0..sample.q.len() {
         let got = values(out.clone().narrow(1, h, 1).narrow(2, i - first, 1));
         let want = sample.output(h, i, 1.0);
