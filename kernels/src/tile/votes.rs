@@ -25,9 +25,9 @@ pub fn any_nonzero(acc: &Accumulator, group: usize) -> bool {
 /// Whether `x` holds for one of the block's first `threads` threads, which wait for one another as in
 /// [`sync_first_threads`](super::roles::sync_first_threads).
 #[cube]
-pub fn any_of_first_threads(x: bool, #[comptime] threads: usize) -> bool {
+pub fn any_of_first_threads(#[comptime] x: bool, #[comptime] threads: usize) -> bool {
     let mut value = Array::<u32>::new(1usize);
-    value[0] = u32::cast_from(x);
+    value[0] = comptime!(u32::from(x)).runtime();
     any(&mut value, 1u32, threads)
 }
 

@@ -479,7 +479,7 @@ pub fn dqkv<A: Hooks>(
                     }
                     sync_async_proxy_shared();
                     if with_skips {
-                        any_of_first_threads(true.into(), comptime!(32 * CONSUMER_WARPS));
+                        any_of_first_threads(true, comptime!(32 * CONSUMER_WARPS));
                     } else {
                         sync_first_threads(comptime!(32 * CONSUMER_WARPS));
                     }
@@ -524,7 +524,7 @@ pub fn dqkv<A: Hooks>(
                     }
                     sync_async_proxy_shared();
                     let threads = comptime!(32 * CONSUMER_WARPS);
-                    let other_adds = any_of_first_threads(false.into(), threads);
+                    let other_adds = any_of_first_threads(false, threads);
                     let adds_to_dq = other_adds | (first_turns[slot] != 0);
                     OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
                     if done > 0 {
