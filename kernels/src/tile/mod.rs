@@ -289,17 +289,6 @@ pub fn zeros(#[comptime] count: usize) -> Accumulator {
     acc
 }
 
-/// Sets an accumulator to 0.
-#[cube]
-pub fn clear(acc: &mut Accumulator) {
-    #[unroll]
-    for n in 0..acc.len() {
-        let fragment = acc.index_mut(n);
-        fragment[0] = Vector::cast_from(0f32);
-        fragment[1] = Vector::cast_from(0f32);
-    }
-}
-
 /// A fragment of operand A: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
 /// 16·`step` + 15.
 #[cube]

@@ -22,15 +22,6 @@ pub fn any_nonzero(acc: &Accumulator, group: usize) -> bool {
     any(&mut value, group as u32 + FIRST_BARRIER, comptime!(32 * GROUP_WARPS))
 }
 
-/// Whether `x` holds for one of the block's first `threads` threads, which wait for one another as in
-/// [`sync_first_threads`](super::roles::sync_first_threads).
-#[cube]
-pub fn any_of_first_threads(#[comptime] x: bool, #[comptime] threads: usize) -> bool {
-    let mut value = Array::<u32>::new(1usize);
-    value[0] = comptime!(u32::from(x)).runtime();
-    any(&mut value, 1u32, threads)
-}
-
 /// Whether `value` is not 0 in one of the `threads` threads of a barrier.
 #[cube]
 fn any(value: &mut Array<u32>, barrier: u32, #[comptime] threads: usize) -> bool {

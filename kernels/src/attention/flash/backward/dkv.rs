@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use super::super::heads::HeadPairs;
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, GradientOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows,
-    Score, ScoreArgs, ScoreOf, Weight, WeightOf, adds_something, four_statistics, sums_of_columns,
+    Score, ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
@@ -243,13 +243,8 @@ pub fn dkv<A: Hooks>(
                 with_dv,
                 config,
             );
-            let adds = adds_something::<A>(&s, warp / GROUP_WARPS);
             if with_dv {
-                if adds {
-                    start_pb(&p, &pipeline.second_tiles, grad_at, &mut dv_acc);
-                } else if with_dk {
-                    wait(&mut dp, 0usize);
-                }
+                start_pb(&p, &pipeline.second_tiles, grad_at, &mut dv_acc);
             }
             if with_dk {
                 wait(&mut dp, comptime!(usize::from(with_dv)));
@@ -264,10 +259,8 @@ pub fn dkv<A: Hooks>(
                     config,
                 );
                 OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
-                if adds {
-                    let ds = to_a_frags(&dp, n_queries);
-                    start_pb(&ds, &pipeline.first_tiles, q_at, &mut dk_acc);
-                }
+                let ds = to_a_frags(&dp, n_queries);
+                start_pb(&ds, &pipeline.first_tiles, q_at, &mut dk_acc);
                 wait(&mut dk_acc, 0usize);
             }
             if with_dv {

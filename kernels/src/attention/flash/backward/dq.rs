@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::super::forward::{make_scores, start_from_biases};
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
-    ScoreArgs, ScoreOf, Weight, WeightOf, adds_something, four_statistics, sums_of_rows,
+    ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_rows,
 };
 use super::super::in_order::Carries;
 use super::super::mask::{Mask, QueryBlock};
@@ -261,10 +261,8 @@ pub fn dq<A: Hooks>(
                 slopes_to_ds::<A>(&mut s, &dp, saved, &row_delta, &row_more, &mut ds_sum, n_keys);
             }
             OperandsOf::<A>::rescale_dq(&operand_state, &mut dq_acc, warp, config);
-            if adds_something::<A>(&s, warp / GROUP_WARPS) {
-                let ds = to_a_frags(&s, n_keys);
-                start_pb(&ds, &pipeline.first_tiles, k_at, &mut dq_acc);
-            }
+            let ds = to_a_frags(&s, n_keys);
+            start_pb(&ds, &pipeline.first_tiles, k_at, &mut dq_acc);
             // Start the next tile's scores before waiting for this tile's product.
             if iteration + 1 < seen_to {
                 if biased {

@@ -84,58 +84,6 @@ pub fn store_row_sums(
     }
 }
 
-/// Writes sums of 0 in place of [`store_row_sums`].
-#[cube]
-pub fn clear_row_sums(row_sums: &mut SharedMemory<Pair>, at: usize, #[comptime] n_queries: usize) {
-    #[unroll]
-    for i in 0..comptime!(n_queries / 8) {
-        row_sums[at + i * 32 + UNIT_POS_PLANE as usize] = Pair::cast_from(0f32);
-    }
-}
-
-/// Writes a warpgroup's part of dq, and of the sums over all warps' keys that begin at `sums_at` in `row_sums`, to
-/// `dq_tile`.
-#[cube]
-pub fn put_part<A: Hooks>(
-    dq_acc: &Accumulator,
-    dq_tile: &mut SharedMemory<Vec4>,
-    row_sums: &SharedMemory<Pair>,
-    group: usize,
-    sums_at: usize,
-    #[comptime] config: KernelConfig,
-) {
-    let tile = comptime!(config.tile);
-    let place = group * comptime!(dq_vectors(config) / 2) + UNIT_POS as usize % 128;
-    #[unroll]
-    for n in 0..comptime!(dq_fragments(config)) {
-        let fragment = dq_acc.index(n);
-        let mut four = Vec4::empty();
-        #[unroll]
-        for r in 0..2usize {
-            let pair = fragment[r];
-            four[comptime!(2 * r)] = pair[0];
-            four[comptime!(2 * r + 1)] = pair[1];
-        }
-        dq_tile[place + n * 128] = four;
-    }
-    if comptime!(sums_of_rows::<A>()) {
-        if (UNIT_POS as usize) < comptime!(tile / 4) {
-            let mut four = Vec4::cast_from(0f32);
-            #[unroll]
-            for w in 0..CONSUMER_WARPS {
-                let from = sums_at + w * (tile / 2) + UNIT_POS as usize * 2;
-                #[unroll]
-                for i in 0..2usize {
-                    let pair = row_sums[from + i];
-                    four[comptime!(2 * i)] += pair[0];
-                    four[comptime!(2 * i + 1)] += pair[1];
-                }
-            }
-            dq_tile[comptime!(dq_vectors(config)) + UNIT_POS as usize] = four;
-        }
-    }
-}
-
 /// dq, and Σ_j dS_ij of each query if they are needed, from their sums.
 ///
 /// Grid: query tiles, batch · heads.

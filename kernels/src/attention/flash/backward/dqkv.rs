@@ -18,29 +18,25 @@ use cubecl::prelude::*;
 
 use super::super::hooks::{
     BiasArgs, Biases, BiasesOf, Hooks, OperandArgs, Operands, OperandsOf, SavedRows, Score,
-    ScoreArgs, ScoreOf, Weight, WeightOf, adds_something, four_statistics, sparse, sums_of_columns,
-    sums_of_rows,
+    ScoreArgs, ScoreOf, Weight, WeightOf, four_statistics, sums_of_columns, sums_of_rows,
 };
 use super::super::mask::Mask;
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::BackwardInputs;
 use super::dkv::KeyGradientsOf;
-use super::dq_sums::{
-    DqSums, clear_row_sums, dq_fragments, put_part, store_row_sums, vectors_per_tile,
-};
+use super::dq_sums::{DqSums, dq_fragments, dq_vectors, store_row_sums, vectors_per_tile};
 use super::of_keys::{Passes, make_scores_of_keys, slopes_to_ds, weigh_scores};
 use super::query_tile::QueryTile;
 use crate::tile::roles::{
     Ring, Tickets, one_block_per_multiprocessor, set_registers, sync_first_threads,
 };
 use crate::tile::turns::{Vec4, pass_turn, start_add, wait_for_adds, wait_for_turn};
-use crate::tile::votes::any_of_first_threads;
 use crate::tile::warpgroup::{
     GROUP_ROWS, GROUP_WARPS, start_panels_atb, start_pb, start_tile_abt, store_a_frags, to_a_frags,
     uninit, uninit_a_frags, wait,
 };
 use crate::tile::{
-    ALIGN, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, bytes, clear, define_exp2, load_rows, sum_of_four,
+    ALIGN, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, bytes, define_exp2, load_rows, sum_of_four,
     wait_parity, zeros,
 };
 
@@ -105,7 +101,6 @@ pub fn dqkv<A: Hooks>(
         comptime!(config);
     let with_sums = comptime!(sums_of_rows::<A>());
     let with_column_sums = comptime!(sums_of_columns::<A>());
-    let with_skips = comptime!(sparse::<A>());
     let rows = comptime!(config.rows());
     let n_queries = comptime!(tile / 8);
     let vectors = comptime!(vectors_per_tile(config, with_sums));
@@ -136,10 +131,6 @@ pub fn dqkv<A: Hooks>(
     let mut query_tile = QueryTile::new(2usize, comptime!(four_statistics::<A>()), config);
     let mut most_first_key = SharedMemory::<u32>::new(2usize);
     let mut tickets = Tickets::new();
-    // Of the tiles of q in both stages: whether this key block is the first that adds to their dq.
-    let mut first_turns = SharedMemory::<u32>::new(2usize);
-    // Whether `dq_tile` is to be added.
-    let mut adds_to_sum = SharedMemory::<u32>::new(1usize);
     if UNIT_POS == 0 {
         // cubecl places what it sees used, here and not in one role alone.
         ds_tiles[0] = Chunk::cast_from(0f32);
@@ -147,10 +138,6 @@ pub fn dqkv<A: Hooks>(
         dq_tile[0] = Vec4::cast_from(0f32);
         most_first_key[0] = 0u32;
         tickets.taken[0] = 0u32;
-        if with_skips {
-            first_turns[0] = 0u32;
-            adds_to_sum[0] = 0u32;
-        }
     }
     sync_async_proxy_shared();
     sync_cube();
@@ -249,11 +236,6 @@ pub fn dqkv<A: Hooks>(
                     }
                     if lane == 0 {
                         most_first_key[at % 2] = most as u32;
-                        if with_skips {
-                            let (kv_head, query) = (passes.kv_head, first_query);
-                            let first_key = mask.first_key_from(&problem, batch, kv_head, query);
-                            first_turns[at % 2] = u32::cast_from(own.block == first_key / rows);
-                        }
                         q_ring.arrive(at);
                     }
                     (head, first_query) = passes.next(head, first_query, tile);
@@ -280,23 +262,11 @@ pub fn dqkv<A: Hooks>(
                     let first_key = mask.first_key_from(&problem, batch, kv_head, first_query);
                     let turn = own.block - first_key / rows;
                     wait_parity(&dq_full, (done + iteration) as u32 % 2);
-                    let adds = adds_to_sum_of::<A>(&adds_to_sum);
                     wait_for_turn(&dq.turns, at + 1, turn);
-                    if adds {
-                        let stores = turn == 0;
-                        start_add(
-                            &dq_tile,
-                            &dq.sums,
-                            at * vectors,
-                            stores,
-                            comptime!(16 * vectors),
-                        );
-                        wait_for_adds(false);
-                    }
+                    start_add(&dq_tile, &dq.sums, at * vectors, turn == 0, comptime!(16 * vectors));
+                    wait_for_adds(false);
                     dq_empty.arrive();
-                    if adds {
-                        wait_for_adds(true);
-                    }
+                    wait_for_adds(true);
                     pass_turn(&dq.turns, at + 1);
                     (head, first_query) = passes.next(head, first_query, tile);
                 }
@@ -453,99 +423,80 @@ pub fn dqkv<A: Hooks>(
                     true,
                     config,
                 );
-                let ds_at = slot * ds_chunks;
-                let sums_at = slot * row_pairs;
-                let adds = adds_something::<A>(&s, group);
-                if adds {
-                    // Also makes the compiler compute P before it waits for dP.
-                    start_pb(&p, &grad_ring.tiles, grad_at, &mut dv_acc);
-                    wait(&mut dp, 1usize);
-                    slopes_to_ds::<A>(
-                        &s,
-                        &mut dp,
-                        saved,
-                        &query_tile,
-                        slot,
-                        &mut ds_sum,
-                        with_column_sums,
-                        config,
-                    );
+                // Also makes the compiler compute P before it waits for dP.
+                start_pb(&p, &grad_ring.tiles, grad_at, &mut dv_acc);
+                wait(&mut dp, 1usize);
+                slopes_to_ds::<A>(
+                    &s,
+                    &mut dp,
+                    saved,
+                    &query_tile,
+                    slot,
+                    &mut ds_sum,
+                    with_column_sums,
+                    config,
+                );
 
-                    let ds = to_a_frags(&dp, n_queries);
-                    store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
-                    if with_sums {
-                        let at = sums_at + warp * (tile / 2);
-                        store_row_sums(&dp, &mut row_sums, at, n_queries);
-                    }
-                    sync_async_proxy_shared();
-                    if with_skips {
-                        any_of_first_threads(true, comptime!(32 * CONSUMER_WARPS));
-                    } else {
-                        sync_first_threads(comptime!(32 * CONSUMER_WARPS));
-                    }
-                    let mut dq_acc = uninit(n_dq);
-                    start_panels_atb(
-                        &ds_tiles,
-                        ds_at + ds_panel,
-                        &k_tile,
-                        k_panel,
-                        &mut dq_acc,
-                        true,
-                        rows,
+                let ds = to_a_frags(&dp, n_queries);
+                let ds_at = slot * ds_chunks;
+                store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
+                if with_sums {
+                    store_row_sums(
+                        &dp,
+                        &mut row_sums,
+                        slot * row_pairs + warp * (tile / 2),
+                        n_queries,
                     );
-                    OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
-                    start_pb(&ds, &q_ring.tiles, q_at, &mut dk_acc);
-                    wait(&mut dv_acc, 2usize);
-                    if lane == 0 {
-                        grad_ring.release(done);
+                }
+                sync_async_proxy_shared();
+                sync_first_threads(comptime!(32 * CONSUMER_WARPS));
+                let mut dq_acc = uninit(n_dq);
+                start_panels_atb(
+                    &ds_tiles,
+                    ds_at + ds_panel,
+                    &k_tile,
+                    k_panel,
+                    &mut dq_acc,
+                    true,
+                    rows,
+                );
+                OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
+                start_pb(&ds, &q_ring.tiles, q_at, &mut dk_acc);
+                wait(&mut dv_acc, 2usize);
+                if lane == 0 {
+                    grad_ring.release(done);
+                }
+                wait(&mut dq_acc, 1usize);
+                if done > 0 {
+                    wait_parity(&dq_empty, (done + 1) as u32 % 2);
+                }
+                let place = group * comptime!(dq_vectors(config) / 2) + UNIT_POS as usize % 128;
+                #[unroll]
+                for n in 0..n_dq {
+                    let fragment = dq_acc.index(n);
+                    let mut four = Vec4::empty();
+                    #[unroll]
+                    for r in 0..2usize {
+                        let pair = fragment[r];
+                        four[comptime!(2 * r)] = pair[0];
+                        four[comptime!(2 * r + 1)] = pair[1];
                     }
-                    wait(&mut dq_acc, 1usize);
-                    if done > 0 {
-                        wait_parity(&dq_empty, (done + 1) as u32 % 2);
-                    }
-                    put_part::<A>(&dq_acc, &mut dq_tile, &row_sums, group, sums_at, config);
-                    if with_skips {
-                        if UNIT_POS == 0 {
-                            adds_to_sum[0] = 1u32;
+                    dq_tile[place + n * 128] = four;
+                }
+                if with_sums {
+                    if (UNIT_POS as usize) < comptime!(tile / 4) {
+                        let mut four = Vec4::cast_from(0f32);
+                        #[unroll]
+                        for w in 0..CONSUMER_WARPS {
+                            let from = slot * row_pairs + w * (tile / 2) + UNIT_POS as usize * 2;
+                            #[unroll]
+                            for i in 0..2usize {
+                                let pair = row_sums[from + i];
+                                four[comptime!(2 * i)] += pair[0];
+                                four[comptime!(2 * i + 1)] += pair[1];
+                            }
                         }
-                    }
-                } else {
-                    // dS is 0, and dq of the tile's queries is that of the other warpgroup's keys, if any. The first
-                    // key block to add stores its part even if it is 0.
-                    wait(&mut dp, 0usize);
-                    if lane == 0 {
-                        grad_ring.release(done);
-                    }
-                    clear(&mut dp);
-                    let ds = to_a_frags(&dp, n_queries);
-                    store_a_frags(&ds, &mut ds_tiles, ds_at, warp * 16, rows);
-                    if with_sums {
-                        clear_row_sums(&mut row_sums, sums_at + warp * (tile / 2), n_queries);
-                    }
-                    sync_async_proxy_shared();
-                    let threads = comptime!(32 * CONSUMER_WARPS);
-                    let other_adds = any_of_first_threads(false, threads);
-                    let adds_to_dq = other_adds | (first_turns[slot] != 0);
-                    OperandsOf::<A>::rescale_dk(&operand_state, &mut dk_acc, warp, config);
-                    if done > 0 {
-                        wait_parity(&dq_empty, (done + 1) as u32 % 2);
-                    }
-                    if adds_to_dq {
-                        let mut dq_acc = uninit(n_dq);
-                        start_panels_atb(
-                            &ds_tiles,
-                            ds_at + ds_panel,
-                            &k_tile,
-                            k_panel,
-                            &mut dq_acc,
-                            true,
-                            rows,
-                        );
-                        wait(&mut dq_acc, 0usize);
-                        put_part::<A>(&dq_acc, &mut dq_tile, &row_sums, group, sums_at, config);
-                    }
-                    if UNIT_POS == 0 {
-                        adds_to_sum[0] = u32::cast_from(adds_to_dq);
+                        dq_tile[comptime!(dq_vectors(config)) + UNIT_POS as usize] = four;
                     }
                 }
                 sync_async_proxy_shared();
@@ -592,10 +543,4 @@ pub fn dqkv<A: Hooks>(
             ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
         }
     }
-}
-
-/// Whether the tile that the consumers have filled is to be added.
-#[cube]
-fn adds_to_sum_of<A: Hooks>(adds_to_sum: &SharedMemory<u32>) -> bool {
-    if comptime!(sparse::<A>()) { adds_to_sum[0] != 0 } else { true.into() }
 }

@@ -100,11 +100,11 @@ pub const fn sparse<A: Hooks>() -> bool {
     <A::Weight as Weight>::SPARSE
 }
 
-/// Whether the products with a warpgroup's weights or dS must be computed: if one of them is not 0, or their slopes.
-/// With [`Weight::SPARSE`] its warps wait for one another.
+/// Whether the product with a warpgroup's weights must be computed: if one of them is not 0. With
+/// [`Weight::SPARSE`] its warps wait for one another.
 #[cube]
-pub fn adds_something<A: Hooks>(factors: &Accumulator, group: usize) -> bool {
-    if comptime!(sparse::<A>()) { any_nonzero(factors, group) } else { true.into() }
+pub fn adds_something<A: Hooks>(weights: &Accumulator, group: usize) -> bool {
+    if comptime!(sparse::<A>()) { any_nonzero(weights, group) } else { true.runtime() }
 }
 
 /// Whether the backward pass sums dS over each key.
@@ -461,9 +461,8 @@ pub trait Weight: Send + Sync + 'static {
     /// backward pass then reads four statistics of a row, and calls [`Weight::weight_of`] and [`Weight::ds_of`]
     /// in place of [`Weight::weigh`].
     const HAS_FOUR_STATISTICS: bool;
-    /// Whether weights are exactly 0 for most keys, and dS is 0 where the slope of [`Weight::weigh`] is. A tile
-    /// without another weight then takes no part in products with weights or dS: an infinite value or gradient does
-    /// not show there.
+    /// Whether weights are exactly 0 for most keys: the forward pass then leaves out a tile's product with the values
+    /// where a warpgroup has no other weight, so that an infinite value does not show there.
     const SPARSE: bool;
     /// Whether a query attends to its own key.
     const SEES_ITSELF: bool;

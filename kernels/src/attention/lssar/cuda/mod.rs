@@ -7,10 +7,10 @@
 //!
 //! dS_ij = σ(S_ij) (p · log₂ e · gain_i · W_ij^((p−1)/p) · (dP_ij − δ_i) − pull_i), σ(S_ij) = 1 − 2^−φ_ij,
 //!
-//! with 0 for the first product where W_ij is 0. Between weights and dS, it keeps φ in place of scores. The pull is the gradient through the mean, which every key
-//! raises: Σ_j u_j du_j / (N · mean) with the gradients du of shares. There, what u_j has above O cancels; O
-//! leaves a sum of W^((p−1)/p) (dP − δ), which needs the output u of attention with the weights
-//! W^((p−1)/p): another forward pass.
+//! with 0 for the first product where W_ij is 0. Between weights and dS, φ takes the place of scores. The pull is the
+//! gradient through the mean, which every key raises: Σ_j u_j du_j / (N · mean) with the gradients du of shares.
+//! There, what u_j has above O cancels; O leaves a sum of W^((p−1)/p) (dP − δ), which needs the output u of attention
+//! with the weights W^((p−1)/p): another forward pass.
 
 mod phi;
 mod rows;
@@ -156,7 +156,7 @@ impl Weight for LssarWeight {
     const HAS_STATISTICS: bool = true;
     const NEEDS_DS_ROW_SUMS: bool = false;
     const HAS_FOUR_STATISTICS: bool = true;
-    const SPARSE: bool = false;
+    const SPARSE: bool = true;
     const SEES_ITSELF: bool = true;
     const IN_ORDER: bool = false;
 
