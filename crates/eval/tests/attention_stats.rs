@@ -16,6 +16,9 @@ use crate::common::{FakeModel, Tokens, evaluate_with, files, samples};
 
 const ENTROPY: Metric = Metric("entropy");
 
+/// What layer 1 leaves out; means of it are exact.
+const PRUNED: f64 = 1.0 / 1024.0;
+
 fn held_out() -> Tokens {
     Tokens((0..400).map(|t| 97 + t * t % 23).collect())
 }
@@ -39,7 +42,7 @@ fn measuring() -> FakeModel {
             Observation { layer, metric: ENTROPY, value, heads }
         };
         let pruned =
-            Observation { layer: 1, metric: PRUNED_FRACTION, value: 0.00125, heads: vec![] };
+            Observation { layer: 1, metric: PRUNED_FRACTION, value: PRUNED, heads: vec![] };
         vec![entropy(0), pruned, entropy(2)]
     };
     FakeModel {
@@ -63,7 +66,7 @@ fn every_metric_has_its_layers_views_and_heads_by_length() {
     let headline: Vec<_> = report.headline.keys().map(String::as_str).collect();
     let want = ["entropy@128", "entropy@32", "pruned_fraction@128", "pruned_fraction@32"];
     assert_eq!(headline, want);
-    assert_eq!(report.headline["pruned_fraction@32"], Some(0.00125));
+    assert_eq!(report.headline["pruned_fraction@32"], Some(PRUNED));
 
     let layers = report.details["layers"].as_array().unwrap();
     let places: Vec<_> = layers
@@ -84,7 +87,7 @@ fn every_metric_has_its_layers_views_and_heads_by_length() {
 
     let csv = std::fs::read_to_string(dir.path().join("heads.csv")).unwrap();
     assert_eq!(csv.lines().count(), 1 + 2 * (4 + 1 + 4));
-    assert!(csv.contains("pruned_fraction,128,1,,,0.00125,3\n"), "{csv}");
+    assert!(csv.contains(&format!("pruned_fraction,128,1,,,{PRUNED},3\n")), "{csv}");
     assert!(csv.contains(&format!("entropy,32,2,1,1,{last},12\n")), "{csv}");
     let written = files(dir.path());
     for file in ["entropy.svg", "pruned_fraction.svg", "results.json", "grid.csv"] {
@@ -101,7 +104,25 @@ fn the_table_has_a_row_for_each_layer_and_view() {
     let observe = model.observe;
     model.observe = Box::new(move |tokens| observe(&tokens.iter().map(|_| 0).collect::<Vec<_>>()));
     let report = evaluate(&config(&[32, 128]), &mut model, dir.path()).unwrap();
-    insta::assert_snapshot!(report.to_string(), @"");
+    insta::assert_snapshot!(report.to_string(), @"
+    attention-stats (version 1): run wall, step 100, 15 samples, seed 0, fake
+    length          entropy      pruned_fraction
+        32  104.500 ± 0.000  0.000977 ± 0.000000
+       128  176.500 ± 0.000  0.000977 ± 0.000000
+
+    entropy by layer and length: mean of the heads (lowest to highest head)
+        layer                            32                           128
+    0, view 0      16.500 (0.000 to 33.000)     64.500 (0.000 to 129.000)
+    0, view 1     42.500 (42.000 to 43.000)  138.500 (138.000 to 139.000)
+    2, view 0    116.500 (0.000 to 233.000)    164.500 (0.000 to 329.000)
+    2, view 1  242.500 (242.000 to 243.000)  338.500 (338.000 to 339.000)
+
+    pruned_fraction by layer and length: mean of the heads (lowest to highest head)
+    layer       32      128
+        1  9.77e-4  9.77e-4
+    lengths in tokens of the bytes tokenizer (trained at 64); ± is the standard error
+    note: length 128 is beyond the training length, 64: such scores show how the model extrapolates
+    ");
 }
 
 #[test]
