@@ -32,7 +32,7 @@ fn config(lengths: &[usize]) -> SuiteConfig {
 /// length + 100 · layer + 10 · view + head, and 0 for the first head; in odd windows they are 0.5 more.
 fn measuring() -> FakeModel {
     let observe = |tokens: &[u32]| -> Vec<Observation> {
-        let more = if tokens[0] % 2 == 0 { 0.0 } else { 0.5 };
+        let more = if tokens[0].is_multiple_of(2) { 0.0 } else { 0.5 };
         let entropy = |layer: usize| {
             let at = |view: usize, head: usize| {
                 (tokens.len() + 100 * layer + 10 * view + head) as f64 + more

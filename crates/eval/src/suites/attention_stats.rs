@@ -67,7 +67,8 @@ impl AttentionStatsOptions {
 /// The parts of the training length that divide it, and its multiples as far as the model can read.
 fn default_lengths(context: &OpenContext<'_>) -> Vec<usize> {
     let train = context.train_seq_len;
-    let parts = [4, 2].into_iter().filter(|part| train.is_multiple_of(*part)).map(|part| train / part);
+    let parts =
+        [4, 2].into_iter().filter(|part| train.is_multiple_of(*part)).map(|part| train / part);
     let readable = |length: &usize| context.max_len.is_none_or(|most| *length <= most);
     parts.chain([train]).chain([2 * train, 4 * train].into_iter().filter(readable)).collect()
 }

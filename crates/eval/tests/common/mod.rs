@@ -14,6 +14,9 @@ use serde_json::Value;
 /// ln p of a token, by position, length and the sequence's tokens.
 pub type TokenLogP = Box<dyn Fn(usize, usize, &[u32]) -> f32>;
 
+/// What a window of tokens gives.
+pub type Observer = dyn Fn(&[u32]) -> Vec<Observation>;
+
 /// How a [`FakeModel`] answers.
 pub struct FakeModel {
     pub tokenizer: Tokenizer,
@@ -33,7 +36,7 @@ pub struct FakeModel {
     pub fail_at: Option<usize>,
     /// What its layers can measure, and what they report of a sequence.
     pub metrics: Vec<Metric>,
-    pub observe: Box<dyn Fn(&[u32]) -> Vec<Observation>>,
+    pub observe: Box<Observer>,
     /// Leaves out the last answer of every batch.
     pub loses_answers: bool,
     pub stop: Arc<AtomicBool>,
