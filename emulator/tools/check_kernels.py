@@ -111,10 +111,16 @@ def met_kernels():
 def main(paths):
     if not CUDA.is_dir():
         return f"no compiler in {CUDA}: run emulator/tools/fetch_compiler.sh"
+    paths = [Path(path) for path in paths] or met_kernels()
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        return f"no file {', '.join(missing)}"
+    if not paths:
+        return f"no kernel in {BUILD / 'kernels'} uses wgmma or TMA: run tests on the emulator first"
     nvrtc = load_nvrtc()
     most_spilled = int(os.environ.get("NVRTC_MAXSPILL", sys.maxsize))
     bad = False
-    for path in map(Path, paths or met_kernels()):
+    for path in paths:
         text = report(nvrtc, path)
         spills = re.findall(r"(\d+) spill stores, (\d+) spill loads", text)
         bad |= text.startswith(FAILURE) or any(int(a) + int(b) > most_spilled for a, b in spills)
