@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -115,6 +116,8 @@ static bool compile(const std::string& source, const std::string& home, const st
 }
 
 NVRTC_API nvrtcCompileProgram(Program* p, int, const char**) {
+  static std::mutex lock; // two threads may compile the same source
+  std::lock_guard<std::mutex> guard(lock);
   static std::string home = folder("EMU_HOME"), kernels = folder("EMU_BUILD") + "/kernels";
   static uint64_t tools = hash_of_tools(home);
   std::string flags = text_of("EMU_CXXFLAGS");

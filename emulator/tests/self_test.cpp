@@ -146,7 +146,8 @@ k(const __grid_constant__ CUtensorMap map, float* out) {)";
   if (threadIdx.x == 0) {
     expect(bar, 8192);
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4}], [%2];" :: "r"(shared(tile)), "l"(&map), "r"(shared(bar)), "r"(0), "r"(0) : "memory");
+                 "[%0], [%1, {%3, %4}], [%2];"
+                 :: "r"(shared(tile)), "l"(&map), "r"(shared(bar)), "r"(0), "r"(0) : "memory");
   }
   wait(bar, 0);
   float d[32];
