@@ -14,6 +14,9 @@ int emu_env(const char* name, int otherwise);
 constexpr int SM_THREADS = 2048, SM_SMEM = 233472, SM_BLOCKS = 32, SM_COUNT = 132;
 constexpr int MOST_SMEM = 232448; // of a block
 
+// The source with neighbouring declarations of vector types and of local variables sorted (source_order.cpp).
+std::string emu_stable_order(const std::string& source);
+
 // --- Launches (scheduler.cpp)
 
 struct KernelLaunch {

@@ -24,7 +24,7 @@ NVRTC_API nvrtcVersion(int* major, int* minor) {
 }
 NVRTC_API nvrtcCreateProgram(Program** out, const char* source, const char*, int, const char**,
                              const char**) {
-  *out = new Program{source, "", ""};
+  *out = new Program{emu_stable_order(source), "", ""};
   return NVRTC_OK;
 }
 NVRTC_API nvrtcDestroyProgram(Program** p) {
