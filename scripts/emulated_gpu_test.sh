@@ -23,7 +23,8 @@ DEFAULT=(
   ops::mlp
 )
 TOO_LARGE=(full_device at_a_models_size length)
-work=$PWD/target/emulator
+work=$(realpath -m "${EMU_BUILD:-target/emulator}")
+export EMU_BUILD=$work
 
 need() {
   command -v "$1" > /dev/null || { echo "$1 is missing: $2" >&2; exit 1; }
@@ -38,7 +39,7 @@ fi
 
 need g++ "it compiles the emulator and the kernels; install GCC 11 or later"
 need make "it builds the emulator; install make"
-make --silent -C emulator
+make --silent -C emulator BUILD="$work"
 if [ -n "${BINARY:-}" ]; then
   binary=$(realpath "$BINARY")
 else
