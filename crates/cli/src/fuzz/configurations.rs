@@ -51,7 +51,7 @@ const KEYS: [&str; 40] = [
     "train.clip=\"off\"",
     "train.optimiser.kind=\"adamw\"",
     "train.schedule={ kind = \"wsd\", decay = 0.5, warmup = 1 }",
-    "train.schedule={ kind = \"linear\" }",
+    "train.schedule={ kind = \"linear\", warmup = 9, initial_lr_ratio = 0.5 }",
     "train.skip={ outlier_z = 6, window = 8, max_in_a_row = 1 }",
     "train.sample={ every = 1, tokens = 1, prompts = [\"\"] }",
     "train.checkpoint={ every = \"never\", keep_last = 1 }",
