@@ -301,6 +301,17 @@ fn is_harmless(key: &str) -> bool {
     key.starts_with("eval.")
         || key.starts_with("train.sample.")
         || key.starts_with("train.checkpoint.")
+    // These decide which tensors the optimiser's state has.
+    let of_optimiser = |table: &str| ["kind", "per_head"].contains(&table);
+    let state = match key.strip_prefix("train.") {
+        Some(key) => match key.split('.').collect::<Vec<_>>()[..] {
+            ["optimiser", key] => of_optimiser(key),
+            ["groups", _, "match"] => true,
+            ["groups", _, "optimiser", key] => of_optimiser(key),
+            _ => false,
+        },
+        None => false,
+    };
         || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
             .contains(&key)
 }

@@ -19,6 +19,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use crate::optimiser::{Rules, validate_patterns};
+
 /// The most threads that a run may ask for.
 const MOST_THREADS: usize = 1024;
 
@@ -167,10 +169,19 @@ impl RunConfig {
         }
         self.train.validate(self.data.seq_len, problems);
         validate_evals(&self.eval, problems);
+        if model.as_slice().is_empty() {
+            validate_patterns(&self.train.groups, &self.model, problems);
+        }
     }
 
     /// The folder of the run.
     pub fn run_dir(&self) -> std::path::PathBuf {
+    /// How the optimiser updates the model's parameters.
+    pub fn rules(&self) -> Rules<'_> {
+        let TrainConfig { optimiser, groups, .. } = &self.train;
+        Rules { optimiser, groups, model: &self.model }
+    }
+
         self.run.out_dir.join(&self.run.name)
     }
 
