@@ -51,7 +51,7 @@ pub struct Estimate {
     pub weights: f64,
     /// Gradients of all parameters, in f32.
     pub gradients: f64,
-    /// The optimiser's state, in f32.
+    /// The optimiser's state and the weights' average, in f32.
     pub optimiser: f64,
     /// What blocks keep for the backward pass, without their attention operations.
     pub activations: f64,

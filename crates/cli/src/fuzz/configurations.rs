@@ -18,7 +18,7 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 40] = [
+const KEYS: [&str; 48] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",

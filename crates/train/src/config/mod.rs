@@ -26,11 +26,13 @@ const MOST_THREADS: usize = 1024;
 
 pub use error::ConfigError;
 pub use evals::{FOLDER_NAME, eval_name, is_folder_name, validate_evals};
+use extends::Layer;
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
-use extends::Layer;
 pub use scalars::{Every, OrOff, PhaseLength};
-pub use train::{CheckpointConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig};
+pub use train::{
+    CheckpointConfig, NormsConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
+};
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.
 ///
@@ -167,21 +169,21 @@ impl RunConfig {
         for p in model.as_slice() {
             problems.check(false, &p.key, &p.value, &p.allowed, &p.remedy);
         }
-        self.train.validate(self.data.seq_len, problems);
-        validate_evals(&self.eval, problems);
         if model.as_slice().is_empty() {
             validate_patterns(&self.train.groups, &self.model, problems);
         }
+        self.train.validate(self.data.seq_len, problems);
+        validate_evals(&self.eval, problems);
     }
 
-    /// The folder of the run.
-    pub fn run_dir(&self) -> std::path::PathBuf {
     /// How the optimiser updates the model's parameters.
     pub fn rules(&self) -> Rules<'_> {
         let TrainConfig { optimiser, groups, .. } = &self.train;
         Rules { optimiser, groups, model: &self.model }
     }
 
+    /// The folder of the run.
+    pub fn run_dir(&self) -> std::path::PathBuf {
         self.run.out_dir.join(&self.run.name)
     }
 

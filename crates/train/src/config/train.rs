@@ -40,9 +40,16 @@ pub struct TrainConfig {
     /// Learning rate over the run. Default cosine.
     #[serde(default)]
     pub schedule: ScheduleConfig,
+    /// Decay rate of an exponential moving average of the weights, which is validated beside them and
+    /// written into checkpoints. Default `"off"`.
+    #[serde(default = "off")]
+    pub ema: OrOff,
     /// Which steps are skipped.
     #[serde(default)]
     pub skip: SkipConfig,
+    /// Norms of gradients, weights and updates by layer.
+    #[serde(default)]
+    pub norms: NormsConfig,
     /// Validation in the loop.
     #[serde(default)]
     pub validate: ValidateConfig,
@@ -63,6 +70,24 @@ const MOST_SAMPLE_TOKENS: usize = 1 << 24;
 
 fn default_clip() -> OrOff {
     OrOff(Some(1.0))
+}
+
+fn off() -> OrOff {
+    OrOff(None)
+}
+
+/// The table `[train.norms]`: norms of each layer's gradients, weights and updates in the metrics.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NormsConfig {
+    /// How often. Default never.
+    pub every: Every,
+}
+
+impl Default for NormsConfig {
+    fn default() -> Self {
+        NormsConfig { every: Every(None) }
+    }
 }
 
 /// The table `[train.skip]`: steps whose loss or gradient norm is not finite are always skipped;
