@@ -100,6 +100,11 @@ fn configurations() -> Vec<Vec<u8>> {
     texts.map(String::into_bytes).collect()
 }
 
+/// A path from which `extends` finds the bases of the shipped configurations.
+fn beside_the_bases() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/gpu/run.toml")
+}
+
 fn sets_in(text: &str) -> Vec<String> {
     text.lines().filter_map(|line| line.strip_prefix("#set ")).map(str::to_owned).collect()
 }
@@ -150,7 +155,7 @@ fn check_schedule(config: &RunConfig) {
 #[test]
 fn run_configurations() {
     let inputs = mutated_text(configurations(), TOML, &lines());
-    let path = Path::new("configs/run.toml");
+    let path = &beside_the_bases();
     fuzz("run_configurations", inputs, 64 << 20, |content| {
         let Ok(text) = String::from_utf8(content) else { return };
         let Some(config) = checked(RunConfig::parse(&text, path, &sets_in(&text))) else { return };
@@ -231,7 +236,7 @@ fn sweep_files() {
 fn the_shipped_configurations_pass() {
     for text in configurations() {
         let text = String::from_utf8(text).unwrap();
-        let config = RunConfig::parse(&text, Path::new("configs/run.toml"), &[]).unwrap();
+        let config = RunConfig::parse(&text, &beside_the_bases(), &[]).unwrap();
         check_costs(&config);
         check_schedule(&config);
     }

@@ -19,6 +19,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use self::extends::Layer;
 use crate::optimiser::{Rules, validate_patterns};
 
 /// The most threads that a run may ask for.
@@ -26,7 +27,6 @@ const MOST_THREADS: usize = 1024;
 
 pub use error::ConfigError;
 pub use evals::{FOLDER_NAME, eval_name, is_folder_name, validate_evals};
-use extends::Layer;
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
