@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use longwall_model::cost::Parameters;
 use longwall_train::config::RunConfig;
 use longwall_train::sweep::{Plan, SweepConfig};
 
@@ -28,7 +29,7 @@ fn every_shipped_configuration_is_valid() {
     std::env::set_current_dir(repository()).unwrap();
     let mut found = vec![];
     files(Path::new("configs"), &mut found);
-    assert!(found.len() >= 50, "{} files: {found:?}", found.len());
+    assert!(found.len() >= 60, "{} files: {found:?}", found.len());
     for path in found {
         if path.starts_with("configs/sweeps") {
             let sweep = SweepConfig::load(&path).unwrap_or_else(|e| panic!("{e}"));
@@ -59,6 +60,35 @@ fn the_comparison_of_kinds_changes_the_attention_alone() {
         config.model.output_gate = first.model.output_gate;
         assert_eq!(&config, first, "{}", run.name);
     }
+}
+
+/// The models that the PaTH paper compares differ in their attention only, at every size.
+#[test]
+fn the_comparisons_with_path_change_the_attention_alone() {
+    let folder = repository().join("configs/gpu");
+    let load = |name: String| RunConfig::load(&folder.join(name), &[]).unwrap();
+    for size in ["124m", "350m", "760m"] {
+        let path_fox = load(format!("path_fox_{size}.toml"));
+        for (name, kind) in [
+            (format!("path_{size}.toml"), "path"),
+            (format!("rope_{size}_as_path.toml"), "rope"),
+            (format!("fox_{size}_as_path.toml"), "fox"),
+        ] {
+            let mut config = load(name.clone());
+            assert_eq!(config.model.attention.as_ref().map(|a| a.kind()), Some(kind), "{name}");
+            assert_ne!(config.model, path_fox.model, "{name}");
+            config.model.attention = path_fox.model.attention.clone();
+            config.run.name = path_fox.run.name.clone();
+            assert_eq!(config, path_fox, "{name}");
+        }
+        let schedule = path_fox.train.lr_schedule();
+        assert!((schedule.lr(0) - 3e-5).abs() < 1e-12, "{}", schedule.lr(0));
+        let last = schedule.lr(path_fox.train.total_steps());
+        assert!((last - 3e-5).abs() < 1e-12, "{last}");
+    }
+    let paper = load("path_fox_760m.toml".to_owned());
+    let parameters = Parameters::of(&paper.model, 32_000, paper.data.seq_len).total();
+    assert!((740_000_000..800_000_000).contains(&parameters), "{parameters}");
 }
 
 /// Overrides that make a configuration small.

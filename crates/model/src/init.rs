@@ -12,35 +12,46 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
-/// Standard deviation of weights, as in GPT-2.
-const STD: f32 = 0.02;
+use crate::config::ModelConfig;
 
 /// Makes the initial parameters of one part of a model.
 pub(crate) struct WeightInit<'a, B: Backend> {
     seed: u64,
     path: String,
+    /// Standard deviation of weights.
+    std: f32,
     /// Standard deviation of projections into the residual stream.
     residual_std: f32,
+    /// Whether weights get their shapes only, see [`WeightInit::blank`].
+    blank: bool,
     pub device: &'a B::Device,
 }
 
 impl<'a, B: Backend> WeightInit<'a, B> {
-    /// For a model of `layers` blocks. The two projections of each block into the residual stream are
+    /// For the model of `config`. By default the two projections of each block into the residual stream are
     /// scaled by 1/√(2·layers) (Radford et al., 2019; nanoGPT).
-    pub fn new(seed: u64, layers: usize, device: &'a B::Device) -> Self {
-        let residual_std = STD / (2.0 * layers as f32).sqrt();
-        WeightInit { seed, path: String::new(), residual_std, device }
+    pub fn new(seed: u64, config: &ModelConfig, device: &'a B::Device) -> Self {
+        let std = config.init_std as f32;
+        let residual_std = match config.scale_residual_init {
+            true => std / (2.0 * config.layers as f32).sqrt(),
+            false => std,
+        };
+        WeightInit { seed, path: String::new(), std, residual_std, blank: false, device }
+    }
+
+    /// Weights of the right shapes that take no memory: each is one zero, repeated.
+    pub fn blank(config: &ModelConfig, device: &'a B::Device) -> Self {
+        WeightInit { blank: true, ..Self::new(0, config, device) }
     }
 
     /// The same for the part `name` of this part.
     pub fn part(&self, name: impl std::fmt::Display) -> Self {
-        let path = format!("{}.{name}", self.path);
-        WeightInit { seed: self.seed, path, residual_std: self.residual_std, device: self.device }
+        WeightInit { path: format!("{}.{name}", self.path), ..*self }
     }
 
-    /// A weight matrix `[outputs, inputs]`, normal with standard deviation 0.02.
+    /// A weight matrix `[outputs, inputs]`, normal with the model's standard deviation.
     pub fn weight(&self, shape: [usize; 2]) -> Param<Tensor<B, 2>> {
-        self.normal(shape, STD)
+        self.normal(shape, self.std)
     }
 
     /// A weight matrix that projects into the residual stream.
@@ -50,13 +61,15 @@ impl<'a, B: Backend> WeightInit<'a, B> {
 
     /// A vector that repeats one value.
     pub fn constant(&self, len: usize, value: f32) -> Param<Tensor<B, 1>> {
-        self.vector(vec![value; len])
+        self.vector(len, || vec![value; len])
     }
 
-    /// A vector of given values.
-    pub fn vector(&self, values: Vec<f32>) -> Param<Tensor<B, 1>> {
-        let shape = [values.len()];
-        Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
+    /// A vector of `len` given values.
+    pub fn vector(&self, len: usize, values: impl FnOnce() -> Vec<f32>) -> Param<Tensor<B, 1>> {
+        if self.blank {
+            return self.zeros([len]);
+        }
+        Param::from_tensor(Tensor::from_data(TensorData::new(values(), [len]), self.device))
     }
 
     /// A vector of `len` elements with the initial values that an attention variant asks for.
@@ -68,16 +81,24 @@ impl<'a, B: Backend> WeightInit<'a, B> {
             attention::Init::Constant(value) => self.constant(len, *value),
             attention::Init::Values(values) => {
                 assert_eq!(values.len(), len, "initial values of {}", self.path);
-                self.vector(values.clone())
+                self.vector(len, || values.clone())
             }
-            attention::Init::Normal(std) => self.vector(self.sample(len, *std)),
+            attention::Init::Normal(std) => self.vector(len, || self.sample(len, *std)),
         }
     }
 
     /// A matrix, normal with the given standard deviation.
     pub fn normal(&self, shape: [usize; 2], std: f32) -> Param<Tensor<B, 2>> {
+        if self.blank {
+            return self.zeros(shape);
+        }
         let values = self.sample(shape[0] * shape[1], std);
         Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), self.device))
+    }
+
+    /// One zero, repeated.
+    fn zeros<const D: usize>(&self, shape: [usize; D]) -> Param<Tensor<B, D>> {
+        Param::from_tensor(Tensor::<B, D>::zeros([1; D], self.device).expand(shape))
     }
 
     fn sample(&self, len: usize, std: f32) -> Vec<f32> {

@@ -63,7 +63,20 @@ impl<B: OpBackend> LanguageModel<B> {
         seed: u64,
         device: &B::Device,
     ) -> Self {
-        let init = WeightInit::<B>::new(seed, config.layers, device);
+        Self::with(&WeightInit::new(seed, config, device), config, vocab_size, seq_len)
+    }
+
+    /// A model whose weights have the right shapes, and neither values nor memory.
+    pub(crate) fn blank(
+        config: &ModelConfig,
+        vocab_size: usize,
+        seq_len: usize,
+        device: &B::Device,
+    ) -> Self {
+        Self::with(&WeightInit::blank(config, device), config, vocab_size, seq_len)
+    }
+
+    fn with(init: &WeightInit<B>, config: &ModelConfig, vocab_size: usize, seq_len: usize) -> Self {
         let (width, padded_vocab) = (config.width, config.padded_vocab(vocab_size));
         let learned = config.positions == Positions::Learned;
         let block = |n: usize| Block::new(&init.part("blocks").part(n), config, n);

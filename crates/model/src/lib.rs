@@ -10,6 +10,6 @@ pub mod layers;
 pub mod precision;
 pub mod weights;
 
-pub use config::{Arch, MlpKind, ModelConfig, NormKind, Positions};
+pub use config::{Arch, HeadBlocks, MlpKind, ModelConfig, NormKind, Positions};
 pub use language_model::{LanguageModel, ModelState};
 pub use precision::Precision;

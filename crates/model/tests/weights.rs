@@ -1,8 +1,8 @@
 use std::collections::HashMap;
 
 use burn::backend::Flex;
-use longwall_model::weights::{load, named_tensors, save, write_tensors};
-use longwall_model::{LanguageModel, ModelConfig};
+use longwall_model::weights::{load, named_tensors, parameter_shapes, save, write_tensors};
+use longwall_model::{HeadBlocks, LanguageModel, ModelConfig};
 
 use crate::configs::{SEQ_LEN, VOCAB, configs, configs_and_kinds};
 
@@ -192,4 +192,69 @@ fn a_missing_file_is_an_error_with_a_hint() {
     let error = error.unwrap_err().to_string();
     assert!(error.starts_with("cannot read the weights file no/such: "), "{error}");
     assert!(error.contains("\n  hint: check the path"), "{error}");
+}
+
+#[test]
+fn shapes_are_known_without_a_model() {
+    for config in configs_and_kinds() {
+        let named = named_tensors(&model(&config, 0));
+        let shapes: Vec<_> = named.into_iter().map(|(name, shape, _)| (name, shape)).collect();
+        assert_eq!(parameter_shapes(&config, VOCAB, SEQ_LEN), shapes);
+    }
+    // 70 billion parameters.
+    let table = "layers = 80\nwidth = 8192\nheads = 64\nattention = { kind = \"rope\" }";
+    let shapes = parameter_shapes(&toml::from_str(table).unwrap(), 50_257, 4096);
+    let elements: usize = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+    assert!(elements > 60_000_000_000, "{elements}");
+}
+
+/// Each block of q, k and v has the channels of one head; the output's blocks have those of a head's values.
+#[test]
+fn projections_of_attention_are_blocks_of_heads() {
+    let mut found = 0;
+    for config in configs_and_kinds() {
+        for (path, shape) in parameter_shapes(&config, VOCAB, SEQ_LEN) {
+            let Some(HeadBlocks { dim, count }) = config.head_blocks(&path) else { continue };
+            let layer = path.split('.').nth(1).unwrap().parse().unwrap();
+            let (attention, heads) = (config.attention_of(layer), config.attention_shape(layer));
+            let name = path.split('.').nth(3).unwrap();
+            let channels = match name {
+                "q" | "k" => heads.head_dim,
+                _ => attention.value_dim(&heads),
+            };
+            assert_eq!(shape[dim], count * channels, "{path} of {attention:?}");
+            assert_eq!(dim, usize::from(name == "output"), "{path}");
+            found += 1;
+        }
+    }
+    assert!(found > 100, "{found}");
+    let config = configs().next().unwrap();
+    for path in ["embedding", "blocks.0.mlp.up.weight", "blocks.9.attention.q.weight", "head"] {
+        assert_eq!(config.head_blocks(path), None, "{path}");
+    }
+}
+
+/// The root mean square of the weights whose names end like this.
+fn rms(config: &ModelConfig, end: &str) -> f32 {
+    let weights = named_tensors(&model(config, 0));
+    let found = weights.into_iter().find(|(name, _, _)| name.ends_with(end)).unwrap().2;
+    (found.iter().map(|w| w * w).sum::<f32>() / found.len() as f32).sqrt()
+}
+
+#[test]
+fn the_initial_deviation_is_the_configured_one() {
+    let of = |more: &str| -> ModelConfig {
+        let sizes = "layers = 8\nwidth = 64\nheads = 2\nattention = { kind = \"rope\" }";
+        toml::from_str(&format!("{sizes}\n{more}")).unwrap()
+    };
+    let near = |found: f32, expected: f32| {
+        assert!((found / expected - 1.0).abs() < 0.05, "{found} instead of {expected}");
+    };
+    let (usual, large) = (of(""), of("init_std = 0.1"));
+    near(rms(&usual, "mlp.up.weight"), 0.02);
+    near(rms(&usual, "mlp.down.weight"), 0.02 / 4.0);
+    near(rms(&large, "mlp.up.weight"), 0.1);
+    near(rms(&large, "attention.output.weight"), 0.1 / 4.0);
+    near(rms(&of("scale_residual_init = false"), "mlp.down.weight"), 0.02);
+    near(rms(&large, "embedding"), 0.1 * (rms(&usual, "embedding") / 0.02));
 }

@@ -55,7 +55,7 @@ pub fn run<B: OpBackend>(
 ) -> Bench {
     let (train, seq_len, seed) = (&config.train, config.data.seq_len, config.run.seed);
     let model = LanguageModel::new(&config.model, vocab_size, seq_len, seed, device);
-    let mut optimiser = Optimiser::<B>::new(&train.optimiser, &model);
+    let mut optimiser = Optimiser::<B>::new(&config.rules(), &model);
     let mut model = optimiser.round(model, precision);
     let rows = train.batch_rows(seq_len);
     let batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);

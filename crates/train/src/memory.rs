@@ -11,7 +11,7 @@ use longwall_model::cost::Parameters;
 use serde::Serialize;
 
 use crate::config::RunConfig;
-use crate::optimiser::Parameter;
+use crate::optimiser::Rule;
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
 /// f32, and of the activations the input of each block for one micro-batch, in the type of `precision`. On the CPU also
@@ -26,10 +26,7 @@ pub fn least_for_training(
 ) -> u128 {
     let model = &config.model;
     let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
-    // All parameters as one, as far as the size of its state is concerned.
-    let all = Parameter { path: String::new(), shape: vec![parameters] };
-    let state = config.train.optimiser.state(&all).into_iter();
-    let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
+    let state = state_elements(config, vocab_size);
     let inputs = elements(&[model.layers, micro_batch, config.data.seq_len, model.width]);
     let inputs = precision.parameter(2).size() as u128 * inputs;
     let (weights, state) = (4 * parameters as u128, 4 * state);
@@ -54,7 +51,7 @@ pub struct Estimate {
     pub weights: f64,
     /// Gradients of all parameters, in f32.
     pub gradients: f64,
-    /// The optimiser's state, in f32.
+    /// The optimiser's state and the weights' average, in f32.
     pub optimiser: f64,
     /// What blocks keep for the backward pass, without their attention operations.
     pub activations: f64,
@@ -78,9 +75,7 @@ impl Estimate {
         let dtype = precision.parameter(2);
         let parameters = Parameters::of(model, vocab_size, seq_len).total();
         let copy = if precision.parameter(1) == dtype { 0 } else { dtype.size() };
-        let all = Parameter { path: String::new(), shape: vec![parameters] };
-        let state = config.train.optimiser.state(&all).into_iter();
-        let state: u128 = state.map(|tensor| elements(&tensor.shape)).sum();
+        let state = state_elements(config, vocab_size);
         let tokens = micro_batch as f64 * seq_len as f64;
         let kernel = Kernel { device: DeviceKind::Cuda, dtype };
         let blocks = (0..model.layers)
@@ -161,6 +156,14 @@ pub fn largest_micro_batch(
         available.is_none_or(|available| estimate().fits(available))
     };
     config.train.micro_batches(config.data.seq_len, GPU_MICRO_BATCH_TOKENS).find(fits)
+}
+
+/// Elements of the optimiser's state, and of the weights' average.
+fn state_elements(config: &RunConfig, vocab_size: usize) -> u128 {
+    let averages = u128::from(config.train.ema.0.is_some());
+    let rules = config.rules().all(vocab_size, config.data.seq_len);
+    let of_one = |rule: &Rule| rule.state_elements() + averages * elements(&rule.parameter.shape);
+    rules.iter().map(of_one).sum()
 }
 
 fn elements(shape: &[usize]) -> u128 {

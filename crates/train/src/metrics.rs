@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one JSON object per line, one line for each step and each validation.
+//! `metrics.jsonl`: one JSON object per line, one line for each step, each validation, and each step whose norms
+//! are measured.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -6,6 +7,8 @@ use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::optimiser::LayerNorm;
 
 /// The line of one optimiser step.
 ///
@@ -54,8 +57,22 @@ pub struct ValidationRecord {
     /// measures them.
     #[serde(default, deserialize_with = "nulls_as_nan")]
     pub probe: BTreeMap<String, f64>,
+    /// As `validation_loss`, of the moving average of the weights, if the run keeps one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ema_validation_loss: Option<f64>,
     /// Seconds of training so far.
     pub seconds: f64,
+}
+
+/// The line of the norms of one update, by layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NormsRecord {
+    /// Finished steps, this one included.
+    pub step: u64,
+    /// Tokens seen, this step's included.
+    pub tokens: u64,
+    /// The norms of each layer: `embedding`, `blocks.0.attention`, and so on.
+    pub layers: BTreeMap<String, LayerNorm>,
 }
 
 /// JSON has no NaN: what is not finite is written as `null`.
@@ -78,6 +95,8 @@ pub enum Record {
     Validation(ValidationRecord),
     /// A step.
     Step(StepRecord),
+    /// Norms by layer.
+    Norms(NormsRecord),
 }
 
 /// Why metrics cannot be written or read.
@@ -251,6 +270,7 @@ mod tests {
             perplexity: 2.5f64.exp(),
             bits_per_byte: 1.2,
             probe: BTreeMap::from([("pruned_fraction".to_owned(), 0.5)]),
+            ema_validation_loss: Some(2.25),
             seconds: 0.6,
         })
     }
@@ -259,14 +279,17 @@ mod tests {
     fn records_read_back_as_written_nan_as_null() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let records = [step(1, 0.1), validation(1), step(2, f32::NAN)];
+        let norm = LayerNorm { grad_norm: Some(0.1), weight_norm: Some(2.0), update_ratio: None };
+        let layers = BTreeMap::from([("blocks.0.mlp".to_owned(), norm)]);
+        let norms = Record::Norms(NormsRecord { step: 2, tokens: 128, layers });
+        let records = [step(1, 0.1), validation(1), norms, step(2, f32::NAN)];
         let mut log = AppendLog::open(&path, 0).unwrap();
         for record in &records {
             log.append_record(record).unwrap();
         }
         assert_eq!(read(&path).unwrap(), records);
         let text = std::fs::read_to_string(&path).unwrap();
-        assert!(text.lines().nth(2).unwrap().contains("\"loss\":null"), "{text}");
+        assert!(text.lines().nth(3).unwrap().contains("\"loss\":null"), "{text}");
     }
 
     #[test]
@@ -282,9 +305,13 @@ mod tests {
         let mut old: serde_json::Value = serde_json::from_str(&line).unwrap();
         let fields = old.as_object_mut().unwrap();
         fields.remove("probe");
+        fields.remove("ema_validation_loss");
         fields.insert("share_left_out".to_owned(), 0.5.into());
         let old: ValidationRecord = serde_json::from_value(old).unwrap();
-        assert_eq!(old, ValidationRecord { probe: BTreeMap::new(), ..record });
+        assert_eq!(
+            old,
+            ValidationRecord { probe: BTreeMap::new(), ema_validation_loss: None, ..record }
+        );
     }
 
     #[test]

@@ -19,7 +19,6 @@ use crate::error::TrainError;
 use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
-use crate::optimiser::Update;
 use crate::signals::StopFlag;
 use recorder::StepFacts;
 pub use recorder::peak_resident_bytes;
@@ -134,10 +133,7 @@ fn steps<B: OpBackend>(
         let lr = run.schedule.lr(step);
         let skip = run.guard.judge(loss, grad_norm, weights);
         if skip.is_none() {
-            run.progress.updates += 1;
-            let grad_scale = clip_factor(clip, grad_norm);
-            let update = Update { lr, number: run.progress.updates, grad_scale };
-            run.model = run.optimiser.step(run.model, pass.gradients, update);
+            run = run.update(pass.gradients, lr, clip_factor(clip, grad_norm))?;
         }
         run.progress.step += 1;
         run.progress.loss = skip.is_none().then_some(loss);

@@ -1,8 +1,9 @@
 //! Learning-rate schedules as pure functions of the step.
 //!
 //! A schedule is a *shape*: it maps a step to a factor in `0..=1` of the peak learning rate.
-//! Steps count from 0. The warm-up of `w` steps rises linearly, `(step + 1) / w`, so that no step
-//! has a rate of zero; the last step of the warm-up runs at the peak. After it the shape is
+//! Steps count from 0. The warm-up of `w` steps rises in a straight line, from `1 / w` on the first
+//! step, or from the ratio that the configuration sets, to the peak on its last step: `(step + 1) / w`,
+//! or `r + (1 - r) * step / (w - 1)` with an initial ratio `r`. After it the shape is
 //! evaluated at `progress = (step - w) / (total - w)`, which is 0 on the first step after the
 //! warm-up and reaches 1, the final rate, only at `total`, one past the last step: a schedule that
 //! falls to zero wastes no step.
@@ -41,7 +42,8 @@ impl DecayShape {
 
 /// The table `[train.schedule]`.
 ///
-/// `final_lr_ratio` is the ratio of the final to the peak learning rate.
+/// `initial_lr_ratio` and `final_lr_ratio` are the ratios of the first and of the final to the peak
+/// learning rate.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ScheduleConfig {
@@ -50,6 +52,9 @@ pub enum ScheduleConfig {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
         warmup: PhaseLength,
+        /// Ratio of the first step's to the peak rate. Default: 1 over the warm-up's steps.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        initial_lr_ratio: Option<f64>,
         /// Ratio of the final to the peak rate. Default 0.1.
         #[serde(default = "default_cosine_ratio")]
         final_lr_ratio: f64,
@@ -59,6 +64,9 @@ pub enum ScheduleConfig {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
         warmup: PhaseLength,
+        /// Ratio of the first step's to the peak rate. Default: 1 over the warm-up's steps.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        initial_lr_ratio: Option<f64>,
         /// Length of the decay. Default: the last 20 % of the run.
         #[serde(default = "default_decay")]
         decay: PhaseLength,
@@ -74,6 +82,9 @@ pub enum ScheduleConfig {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
         warmup: PhaseLength,
+        /// Ratio of the first step's to the peak rate. Default: 1 over the warm-up's steps.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        initial_lr_ratio: Option<f64>,
         /// Ratio of the final to the peak rate. Default 0.
         #[serde(default)]
         final_lr_ratio: f64,
@@ -83,6 +94,9 @@ pub enum ScheduleConfig {
         /// Length of the warm-up. Default: 1 % of the run.
         #[serde(default = "default_warmup")]
         warmup: PhaseLength,
+        /// Ratio of the first step's to the peak rate. Default: 1 over the warm-up's steps.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        initial_lr_ratio: Option<f64>,
     },
 }
 
@@ -100,18 +114,22 @@ fn default_cosine_ratio() -> f64 {
 
 impl Default for ScheduleConfig {
     fn default() -> Self {
-        ScheduleConfig::Cosine { warmup: default_warmup(), final_lr_ratio: default_cosine_ratio() }
+        ScheduleConfig::Cosine {
+            warmup: default_warmup(),
+            initial_lr_ratio: None,
+            final_lr_ratio: default_cosine_ratio(),
+        }
     }
 }
 
 impl ScheduleConfig {
-    /// The warm-up, which every kind has.
-    fn warmup(&self) -> PhaseLength {
+    /// The length and the initial ratio of the warm-up, which every kind has.
+    fn warmup(&self) -> (PhaseLength, Option<f64>) {
         match self {
-            ScheduleConfig::Cosine { warmup, .. }
-            | ScheduleConfig::Wsd { warmup, .. }
-            | ScheduleConfig::Linear { warmup, .. }
-            | ScheduleConfig::Constant { warmup } => *warmup,
+            ScheduleConfig::Cosine { warmup, initial_lr_ratio, .. }
+            | ScheduleConfig::Wsd { warmup, initial_lr_ratio, .. }
+            | ScheduleConfig::Linear { warmup, initial_lr_ratio, .. }
+            | ScheduleConfig::Constant { warmup, initial_lr_ratio } => (*warmup, *initial_lr_ratio),
         }
     }
 
@@ -130,14 +148,18 @@ impl ScheduleConfig {
             "0 to 1",
             "give the final learning rate as a share of train.lr, for example 0.1",
         );
-        let warmup = self.warmup().steps(total_steps, batch_tokens);
+        let (length, initial) = self.warmup();
+        let warmup = length.steps(total_steps, batch_tokens);
         problems.check(
             warmup < total_steps,
             "train.schedule.warmup",
-            in_steps(self.warmup(), warmup),
+            in_steps(length, warmup),
             format!("less than the run's {total_steps} steps"),
             "shorten the warm-up, or raise train.tokens",
         );
+        if let Some(ratio) = initial {
+            validate_initial(ratio, warmup, problems);
+        }
         if let ScheduleConfig::Wsd { decay, .. } = self {
             let steps = decay.steps(total_steps, batch_tokens);
             problems.check(
@@ -152,7 +174,8 @@ impl ScheduleConfig {
 
     /// Resolves the lengths for a run of `total_steps` steps of `batch_tokens` tokens.
     pub fn schedule(&self, peak_lr: f64, total_steps: u64, batch_tokens: u64) -> Schedule {
-        let warmup_steps = self.warmup().steps(total_steps, batch_tokens).min(total_steps);
+        let (warmup, initial_ratio) = self.warmup();
+        let warmup_steps = warmup.steps(total_steps, batch_tokens).min(total_steps);
         let after_warmup = total_steps - warmup_steps;
         let (decay_steps, shape, final_ratio) = match self {
             ScheduleConfig::Cosine { final_lr_ratio, .. } => {
@@ -166,8 +189,35 @@ impl ScheduleConfig {
             }
             ScheduleConfig::Constant { .. } => (0, DecayShape::Linear, 1.0),
         };
-        Schedule { peak_lr, total_steps, warmup_steps, decay_steps, shape, final_ratio }
+        Schedule {
+            peak_lr,
+            total_steps,
+            warmup_steps,
+            initial_ratio,
+            decay_steps,
+            shape,
+            final_ratio,
+        }
     }
+}
+
+/// Records the problems of an initial ratio of a warm-up of `warmup` steps.
+fn validate_initial(ratio: f64, warmup: u64, problems: &mut Problems) {
+    let key = "train.schedule.initial_lr_ratio";
+    problems.check(
+        (0.0..=1.0).contains(&ratio),
+        key,
+        ratio,
+        "0 to 1",
+        "give the first learning rate as a share of train.lr, for example 0.03",
+    );
+    problems.check(
+        warmup >= 2,
+        key,
+        format!("{ratio} with a warm-up of {warmup} steps"),
+        "a warm-up of at least 2 steps, from the initial rate to the peak",
+        "lengthen train.schedule.warmup, or leave initial_lr_ratio out",
+    );
 }
 
 /// `length` as it was written, and its number of steps unless it is given in steps.
@@ -184,6 +234,7 @@ pub struct Schedule {
     peak_lr: f64,
     total_steps: u64,
     warmup_steps: u64,
+    initial_ratio: Option<f64>,
     decay_steps: u64,
     shape: DecayShape,
     final_ratio: f64,
@@ -195,7 +246,7 @@ impl Schedule {
     /// Past the end of the run it stays at the final rate.
     pub fn lr(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
-            return self.peak_lr * (step + 1) as f64 / self.warmup_steps as f64;
+            return self.warmup_lr(step);
         }
         let decay_start = self.total_steps - self.decay_steps;
         if step < decay_start {
@@ -208,6 +259,15 @@ impl Schedule {
         };
         let factor = self.final_ratio + (1.0 - self.final_ratio) * self.shape.at(progress);
         self.peak_lr * factor
+    }
+
+    /// The learning rate of a step of the warm-up.
+    fn warmup_lr(&self, step: u64) -> f64 {
+        let Some(ratio) = self.initial_ratio else {
+            return self.peak_lr * (step + 1) as f64 / self.warmup_steps as f64;
+        };
+        let last = self.warmup_steps.saturating_sub(1).max(1);
+        self.peak_lr * (ratio + (1.0 - ratio) * step as f64 / last as f64)
     }
 }
 
@@ -225,7 +285,7 @@ mod tests {
 
     #[test]
     fn warmup_rises_in_a_line_and_ends_at_the_peak() {
-        let schedule = schedule(ScheduleConfig::Constant { warmup: STEPS });
+        let schedule = schedule(ScheduleConfig::Constant { warmup: STEPS, initial_lr_ratio: None });
         assert_eq!(schedule.lr(0), 0.2);
         assert_eq!(schedule.lr(4), 1.0);
         assert_eq!(schedule.lr(9), 2.0);
@@ -235,8 +295,42 @@ mod tests {
     }
 
     #[test]
+    fn an_initial_ratio_is_that_of_the_first_step() {
+        for kind in ["cosine", "wsd", "linear", "constant"] {
+            let table = format!("kind = \"{kind}\"\nwarmup = 5\ninitial_lr_ratio = 0.2");
+            let schedule = schedule(toml::from_str(&table).unwrap());
+            let rates: Vec<f64> = (0..6).map(|step| schedule.lr(step)).collect();
+            for (rate, expected) in rates.iter().zip([0.4, 0.8, 1.2, 1.6, 2.0, 2.0]) {
+                assert!((rate - expected).abs() < 1e-12, "{kind}: {rates:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_initial_ratio_needs_a_warm_up_to_rise_in() {
+        let found = |warmup: u64, ratio: f64| {
+            let mut problems = Problems::new();
+            let config = ScheduleConfig::Constant {
+                warmup: PhaseLength::Steps(warmup),
+                initial_lr_ratio: Some(ratio),
+            };
+            config.validate(100, 64, &mut problems);
+            problems.as_slice().iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert!(found(2, 0.03).is_empty());
+        assert!(found(10, 1.5)[0].starts_with("train.schedule.initial_lr_ratio is 1.5; allowed"));
+        assert_eq!(found(10, f64::NAN).len(), 1);
+        let short = &found(1, 0.03)[0];
+        assert!(short.contains("initial_lr_ratio is 0.03 with a warm-up of 1 steps"), "{short}");
+    }
+
+    #[test]
     fn cosine_starts_at_the_peak_passes_the_middle_and_ends_at_the_final_rate() {
-        let schedule = schedule(ScheduleConfig::Cosine { warmup: STEPS, final_lr_ratio: 0.1 });
+        let schedule = schedule(ScheduleConfig::Cosine {
+            warmup: STEPS,
+            initial_lr_ratio: None,
+            final_lr_ratio: 0.1,
+        });
         assert_eq!(schedule.lr(10), 2.0);
         assert!((schedule.lr(55) - 1.1).abs() < 1e-12);
         assert!(schedule.lr(99) > 0.2);
@@ -245,7 +339,11 @@ mod tests {
 
     #[test]
     fn linear_falls_in_a_line_and_never_spends_a_step_at_zero() {
-        let config = ScheduleConfig::Linear { warmup: PhaseLength::Steps(0), final_lr_ratio: 0.0 };
+        let config = ScheduleConfig::Linear {
+            warmup: PhaseLength::Steps(0),
+            initial_lr_ratio: None,
+            final_lr_ratio: 0.0,
+        };
         let schedule = schedule(config);
         assert_eq!(schedule.lr(0), 2.0);
         assert_eq!(schedule.lr(50), 1.0);
@@ -257,6 +355,7 @@ mod tests {
     fn wsd_is_stable_until_its_decay() {
         let config = |shape| ScheduleConfig::Wsd {
             warmup: STEPS,
+            initial_lr_ratio: None,
             decay: PhaseLength::Fraction(0.2),
             shape,
             final_lr_ratio: 0.0,
@@ -273,11 +372,12 @@ mod tests {
     #[test]
     fn warmup_longer_than_the_run_is_a_problem() {
         let mut problems = Problems::new();
-        ScheduleConfig::Linear { warmup: PhaseLength::Steps(100), final_lr_ratio: 1.5 }.validate(
-            100,
-            64,
-            &mut problems,
-        );
+        ScheduleConfig::Linear {
+            warmup: PhaseLength::Steps(100),
+            initial_lr_ratio: None,
+            final_lr_ratio: 1.5,
+        }
+        .validate(100, 64, &mut problems);
         let keys: Vec<_> = problems.as_slice().iter().map(|p| p.key.as_str()).collect();
         assert_eq!(keys, ["train.schedule.final_lr_ratio", "train.schedule.warmup"]);
     }
@@ -287,6 +387,7 @@ mod tests {
         let mut problems = Problems::new();
         let config = ScheduleConfig::Wsd {
             warmup: PhaseLength::Fraction(0.5),
+            initial_lr_ratio: None,
             decay: PhaseLength::Fraction(0.6),
             shape: DecayShape::Linear,
             final_lr_ratio: 0.0,
@@ -302,15 +403,17 @@ mod tests {
             warmup in 0.0f64..0.9,
             decay in 0.0f64..1.0,
             ratio in 0.0f64..=1.0,
+            initial in prop::option::of(0.0f64..=1.0),
             step in 0u64..600,
         ) {
             let warmup = PhaseLength::Fraction(warmup);
             let configs = [
-                ScheduleConfig::Cosine { warmup, final_lr_ratio: ratio },
-                ScheduleConfig::Linear { warmup, final_lr_ratio: ratio },
-                ScheduleConfig::Constant { warmup },
+                ScheduleConfig::Cosine { warmup, initial_lr_ratio: initial, final_lr_ratio: ratio },
+                ScheduleConfig::Linear { warmup, initial_lr_ratio: initial, final_lr_ratio: ratio },
+                ScheduleConfig::Constant { warmup, initial_lr_ratio: initial },
                 ScheduleConfig::Wsd {
                     warmup,
+                    initial_lr_ratio: initial,
                     decay: PhaseLength::Fraction(decay),
                     shape: DecayShape::OneMinusSqrt,
                     final_lr_ratio: ratio,

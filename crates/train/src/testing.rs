@@ -67,7 +67,8 @@ pub(crate) fn model_of(config: &ModelConfig) -> TestModel {
     LanguageModel::new(config, 23, 16, 0, &Default::default())
 }
 
-fn model_config(keys: &str) -> ModelConfig {
+/// The configuration of [`model_with`].
+pub(crate) fn model_config(keys: &str) -> ModelConfig {
     let table = format!("{keys}\nwidth = 16\nheads = 2\nattention = {{ kind = \"rope\" }}");
     toml::from_str(&table).unwrap()
 }

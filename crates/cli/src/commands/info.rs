@@ -11,6 +11,7 @@ use longwall_model::cost::{self, KindCost, Parameters};
 use longwall_model::{ModelConfig, Precision};
 use longwall_train::config::RunConfig;
 use longwall_train::memory::{self, Estimate};
+use longwall_train::optimiser::{Assigned, assignment};
 use longwall_train::run_folder;
 use serde::Serialize;
 
@@ -71,6 +72,8 @@ pub(crate) struct Info {
     train_memory_estimate: Estimate,
     train_memory_precision: Precision,
     train_memory_estimate_bytes: u64,
+    /// Which parameters the optimiser updates in which way.
+    optimiser: Vec<Assigned>,
     layers: Vec<Layers>,
     kinds: Vec<Kind>,
 }
@@ -108,6 +111,7 @@ impl Info {
             train_memory_estimate: estimate,
             train_memory_precision: precision,
             train_memory_estimate_bytes: estimate.total(),
+            optimiser: assignment(&config.rules().all(vocab, config.data.seq_len)),
         }
     }
 }
@@ -238,6 +242,7 @@ pub fn run(args: Args) -> Result<()> {
         println!("{}", serde_json::to_string_pretty(&info)?);
     } else {
         print(&info);
+        print_optimiser(&info.optimiser, config.train.lr);
         if config.model.pattern.is_some() {
             print_layers(&info.layers);
         }
@@ -289,6 +294,26 @@ fn print(info: &Info) {
         "    estimated            {estimate}, in {} with micro-batches of {rows} rows",
         info.train_memory_precision
     );
+}
+
+/// Which parameters are updated in which way. `lr` is the peak learning rate.
+fn print_optimiser(assigned: &[Assigned], lr: f64) {
+    println!("the optimiser, by update, peak learning rate and weight decay:");
+    println!(
+        "  update      lr          decay       tensors   parameters  names, * is the block's number"
+    );
+    for a in assigned {
+        let group = a.group.map(|at| format!("train.groups.{at}: ")).unwrap_or_default();
+        println!(
+            "  {:<10}  {:<10.3e}  {:<10}  {:>7}  {:>11}  {group}{}",
+            a.method,
+            a.lr * lr,
+            a.weight_decay,
+            a.tensors,
+            a.parameters,
+            a.names.join(", "),
+        );
+    }
 }
 
 /// The costs of the layers of each kind of a pattern.

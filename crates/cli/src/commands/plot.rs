@@ -99,6 +99,7 @@ pub fn curve(run: &Path, axis: Axis) -> Result<Curve> {
             Record::Validation(r) => {
                 curve.validation.push((at(r.step, r.tokens, r.seconds), r.validation_loss));
             }
+            Record::Norms(_) => {}
         }
     }
     if curve.train.is_empty() {

@@ -201,7 +201,7 @@ fn optimiser_files() {
     fuzz("optimiser_files", mutated_safetensors(seeds.clone()), 64 << 20, |content| {
         let folder = Folder::new();
         let path = folder.put("optimizer.safetensors", &content);
-        let mut optimiser = Optimiser::<Cpu>::new(&config.train.optimiser, &model);
+        let mut optimiser = Optimiser::<Cpu>::new(&config.rules(), &model);
         let loaded = checked(optimiser.load(&path, &earlier, &Default::default()));
         assert!(loaded.is_some() || !seeds.contains(&content));
     });

@@ -1,5 +1,6 @@
 //! The `[model]` table.
 
+mod heads;
 mod pattern;
 
 use std::collections::BTreeMap;
@@ -8,6 +9,7 @@ use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, AttentionShape, LowRank};
 use serde::{Deserialize, Serialize};
 
+pub use self::heads::HeadBlocks;
 pub use self::pattern::{KindLayers, NamedKind, Window};
 
 /// The block architecture: sets the defaults of other keys.
@@ -129,6 +131,11 @@ pub struct ModelConfig {
     /// exactly one per token. See [`ModelConfig::padded_vocab`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocab_multiple: Option<usize>,
+    /// Standard deviation of initial weights; default 0.02, as in GPT-2.
+    pub init_std: f64,
+    /// Whether the two projections of each block into the residual stream start with `init_std` divided by
+    /// √(2 · layers); default true.
+    pub scale_residual_init: bool,
     /// Absolute positions; default `"none"`.
     pub positions: Positions,
     /// RMS norm of each head's q and k, with learned scales; default false.
@@ -167,6 +174,17 @@ const MOST_CHANNELS: usize = 1 << 18;
 /// The greatest `vocab_multiple`.
 const MOST_VOCAB_MULTIPLE: usize = 1 << 16;
 
+/// The largest initial standard deviation.
+const MOST_INIT_STD: f64 = 10.0;
+
+fn default_init_std() -> f64 {
+    0.02
+}
+
+fn default_true() -> bool {
+    true
+}
+
 /// The table as it is in the file, where keys may be left out.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -189,6 +207,10 @@ struct Table {
     norm_bias: Option<bool>,
     tie_embeddings: Option<bool>,
     vocab_multiple: Option<usize>,
+    #[serde(default = "default_init_std")]
+    init_std: f64,
+    #[serde(default = "default_true")]
+    scale_residual_init: bool,
     #[serde(default)]
     positions: Positions,
     #[serde(default)]
@@ -231,6 +253,8 @@ impl From<Table> for ModelConfig {
             norm_bias: t.norm_bias.unwrap_or(t.bias || rwkv7),
             tie_embeddings: t.tie_embeddings.unwrap_or(t.arch == Arch::Gpt2),
             vocab_multiple: t.vocab_multiple,
+            init_std: t.init_std,
+            scale_residual_init: t.scale_residual_init,
             positions: t.positions,
             qk_norm: t.qk_norm,
             output_gate: t.output_gate,
@@ -308,6 +332,13 @@ impl ModelConfig {
             self.vocab_multiple.unwrap_or_default(),
             format!("from 1 to {MOST_VOCAB_MULTIPLE}"),
             "set vocab_multiple = 64, or leave it out",
+        );
+        problems.check(
+            self.init_std > 0.0 && self.init_std <= MOST_INIT_STD,
+            "model.init_std",
+            self.init_std,
+            format!("a number above 0, at most {MOST_INIT_STD}"),
+            "use 0.02, or leave it out",
         );
         self.validate_choice(problems);
         if !sound {

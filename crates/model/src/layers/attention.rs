@@ -349,7 +349,8 @@ impl<B: OpBackend> Parts<'_, B> {
     }
 
     fn token_shift(&self, exponent: f64) -> Option<Param<Tensor<B, 1>>> {
-        let mu = || self.init.vector(token_shift(&self.shape, |r| exponent * r));
+        let values = || token_shift(&self.shape, |r| exponent * r);
+        let mu = || self.init.vector(self.shape.width, values);
         self.config.token_shift.then(mu)
     }
 }

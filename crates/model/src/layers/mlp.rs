@@ -35,9 +35,10 @@ impl<B: OpBackend> Mlp<B> {
             up: Linear::new(&init.part("up"), width, hidden, config.bias),
             down: Linear::residual(&init.part("down"), hidden, width, config.bias),
             // As in RWKV-7's channel mix.
-            shift: config
-                .token_shift
-                .then(|| init.vector(token_shift(&config.attention_shape(layer), |r| r.powi(4)))),
+            shift: config.token_shift.then(|| {
+                let shape = config.attention_shape(layer);
+                init.vector(width, || token_shift(&shape, |r| r.powi(4)))
+            }),
             kind: config.mlp,
         }
     }

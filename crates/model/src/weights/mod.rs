@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
+use longwall_kernels::Cpu;
 use longwall_kernels::backend::OpBackend;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
 
 pub use self::earlier_names::EarlierNames;
-use crate::LanguageModel;
+use crate::{LanguageModel, ModelConfig};
 
 /// Why weights could not be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -103,6 +104,18 @@ pub fn read_tensors(path: &Path) -> Result<TensorMap, WeightsError> {
 /// A model's parameters by name, in the model's order.
 pub fn named_tensors<B: OpBackend>(model: &LanguageModel<B>) -> NamedTensors {
     collect(model, true)
+}
+
+/// Names and shapes of the parameters of a model of `config`, in the model's order. Takes no memory for weights.
+///
+/// Learned positions, if any, cover `seq_len` tokens.
+pub fn parameter_shapes(
+    config: &ModelConfig,
+    vocab_size: usize,
+    seq_len: usize,
+) -> Vec<(String, Vec<usize>)> {
+    let model = LanguageModel::<Cpu>::blank(config, vocab_size, seq_len, &Default::default());
+    collect(&model, false).into_iter().map(|(name, shape, _)| (name, shape)).collect()
 }
 
 /// Names and shapes of a model's parameters; elements only with `read`, because reading them copies

@@ -1,7 +1,7 @@
 //! Checkpoints: written atomically, kept by age and by validation loss, and opened to resume.
 //!
-//! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, `config.toml`, `state.json`
-//! and the checksums of all four, which are verified when a file is read; `checkpoints/best.json` names the
+//! `checkpoints/step-N/` holds `weights.safetensors`, `optimizer.safetensors`, with `train.ema` also
+//! `ema.safetensors`, `config.toml`, `state.json` and the checksums of all of them, which are verified when a file is read; `checkpoints/best.json` names the
 //! step with the lowest validation loss.
 
 mod checksums;
@@ -241,6 +241,17 @@ impl Checkpoint {
         self.sound(OPTIMIZER_FILE)
     }
 
+    /// The file with the moving average of the weights, if there is one.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weights`].
+    pub fn ema(&self) -> Result<Option<PathBuf>, CheckpointError> {
+        match self.path.join(EMA_FILE).is_file() {
+            true => self.sound(EMA_FILE).map(Some),
+            false => Ok(None),
+        }
+    }
+
     fn sound(&self, name: &str) -> Result<PathBuf, CheckpointError> {
         let check = |checksums: &Checksums| checksums.check(&self.path, name);
         self.checksums.as_ref().map_or(Ok(()), check).map_err(|error| {
@@ -290,10 +301,22 @@ impl Checkpoint {
 fn is_fixed(key: &str) -> bool {
     const FREE_DATA: [&str; 2] = ["data.cache_dir", "data.validation_tokens"];
     let below = |table: &str| key.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'));
+    // These decide which tensors the optimiser's state has.
+    let of_optimiser = |table: &str| ["kind", "per_head"].contains(&table);
+    let state = match key.strip_prefix("train.") {
+        Some(key) => match key.split('.').collect::<Vec<_>>()[..] {
+            ["optimiser", key] => of_optimiser(key),
+            ["groups", _, "match"] => true,
+            ["groups", _, "optimiser", key] => of_optimiser(key),
+            _ => false,
+        },
+        None => false,
+    };
     (below("data") && !FREE_DATA.contains(&key))
         || below("model")
         || below("tokenizer")
-        || ["run.seed", "train.batch_tokens", "train.optimiser.kind"].contains(&key)
+        || state
+        || ["run.seed", "train.batch_tokens"].contains(&key)
 }
 
 /// Keys that do not affect a run's numbers.
@@ -310,6 +333,9 @@ const CONFIG_FILE: &str = "config.toml";
 const WEIGHTS_FILE: &str = "weights.safetensors";
 /// The optimiser's state.
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+
+/// The moving average of the weights, under their names.
+const EMA_FILE: &str = "ema.safetensors";
 
 /// Writes the text files of a checkpoint; the state goes last.
 ///

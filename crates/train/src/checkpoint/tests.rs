@@ -101,7 +101,7 @@ fn a_damaged_state_names_the_file() {
     std::fs::write(run.path().join("checkpoints/step-3/state.json"), "{\"step\": 3").unwrap();
     let error = Checkpoint::open(run.path(), CheckpointSelector::Latest).unwrap_err();
     insta::assert_snapshot!(shown(run.path(), error), @r"
-    RUN/checkpoints/step-3/state.json is damaged: it has 10 bytes, of 1272 written
+    RUN/checkpoints/step-3/state.json is damaged: it has 10 bytes, of 1327 written
       hint: restore it from a copy: no other checkpoint of the run is sound
     ");
 }

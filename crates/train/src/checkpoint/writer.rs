@@ -5,7 +5,9 @@ use std::thread::JoinHandle;
 
 use longwall_model::weights::{NamedTensors, WeightsError, write_tensors};
 
-use super::{CheckpointError, CheckpointFolder, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts};
+use super::{
+    CheckpointError, CheckpointFolder, EMA_FILE, OPTIMIZER_FILE, State, WEIGHTS_FILE, write_texts,
+};
 use crate::config::RunConfig;
 
 /// All of a checkpoint, in main memory.
@@ -14,6 +16,8 @@ pub(crate) struct Snapshot {
     pub weights: NamedTensors,
     /// The optimiser's state.
     pub optimizer: NamedTensors,
+    /// The moving average of the weights, if the run keeps one.
+    pub ema: Option<NamedTensors>,
     /// The resolved configuration.
     pub config: RunConfig,
     /// Where the run stands.
@@ -23,10 +27,13 @@ pub(crate) struct Snapshot {
 impl Snapshot {
     /// Writes the checkpoint, marks it if it is the best, and removes old ones.
     fn write(self, folder: &CheckpointFolder) -> Result<PathBuf, CheckpointError> {
-        let Snapshot { weights, optimizer, config, state } = self;
+        let Snapshot { weights, optimizer, ema, config, state } = self;
         let path = folder.write(state.step, |path| {
             write_tensors(&path.join(WEIGHTS_FILE), &weights).map_err(write_error)?;
             write_tensors(&path.join(OPTIMIZER_FILE), &optimizer).map_err(write_error)?;
+            if let Some(ema) = &ema {
+                write_tensors(&path.join(EMA_FILE), ema).map_err(write_error)?;
+            }
             write_texts(path, &config, &state)
         })?;
         if let Some(best) = state.best_here(&config) {

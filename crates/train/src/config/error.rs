@@ -1,7 +1,7 @@
 //! Errors when loading a configuration, with their place in the file.
 
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use longwall_config::{Problems, culprit};
 use longwall_kernels::attention::AttentionConfig;
@@ -9,6 +9,7 @@ use serde_path_to_error::Segment;
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
+use super::extends::Layer;
 use super::kind::kind_with_value;
 use super::overrides::Override;
 
@@ -67,8 +68,7 @@ pub enum ConfigError {
 /// tagged tables and loses the path below them, so the culprit is found by leaving out one key after
 /// another.
 pub(super) fn key_error(
-    path: &Path,
-    source: &str,
+    layers: &[Layer],
     table: &Table,
     sets: &[Override],
     error: &serde_path_to_error::Error<toml::de::Error>,
@@ -84,7 +84,7 @@ pub(super) fn key_error(
         narrow(&mut key, table, &message, &retry);
     }
     let (problem, hint) = describe(&key, value_at(table, &key), &message);
-    ConfigError::Key { place: place(path, source, sets, &key), problem, hint }
+    ConfigError::Key { place: place(layers, sets, &key), problem, hint }
 }
 
 fn segment_name(segment: &Segment) -> Option<String> {
@@ -228,27 +228,29 @@ pub(super) fn nearest<'a>(name: &str, allowed: &'a [String]) -> Option<&'a str> 
     (score(best) >= 0.5).then_some(best)
 }
 
-/// Where `key` was set: the `--set`, else the file and the line of the deepest part of it that the
-/// file has.
-fn place(path: &Path, source: &str, sets: &[Override], key: &[String]) -> String {
+/// Where `key` was set: the `--set`, else the file and the line of the deepest part of it that any of the
+/// files has. The first of `layers` overrides the others.
+fn place(layers: &[Layer], sets: &[Override], key: &[String]) -> String {
     let sets_key = |set: &&Override| key.starts_with(&set.path) || set.path.starts_with(key);
     if !key.is_empty()
         && let Some(set) = sets.iter().rev().find(sets_key)
     {
         return format!("--set {}", set.text);
     }
-    match line_of(source, key) {
-        Some(line) => format!("{}:{line}", path.display()),
-        None => path.display().to_string(),
+    let found = |layer| deepest(layer, key).map(|(depth, line)| (layer, depth, line));
+    // The last of several maxima is the first of the layers.
+    match layers.iter().rev().filter_map(found).max_by_key(|(_, depth, _)| *depth) {
+        Some((layer, _, line)) => format!("{}:{line}", layer.path.display()),
+        None => layers[0].path.display().to_string(),
     }
 }
 
-/// The line, from 1, of the deepest part of `key` that `source` has.
-fn line_of(source: &str, key: &[String]) -> Option<usize> {
-    let root = DeTable::parse(source).ok()?;
+/// How many segments of `key` a file has, and the line, from 1, of the last of them.
+fn deepest(layer: &Layer, key: &[String]) -> Option<(usize, usize)> {
+    let root = DeTable::parse(&layer.source).ok()?;
     let mut at = None;
     let mut place = Descent::Table(root.get_ref());
-    for segment in key {
+    for (depth, segment) in key.iter().enumerate() {
         let (start, value) = match place {
             Descent::Table(table) => {
                 match table.iter().find(|(name, _)| name.get_ref().as_ref() == segment) {
@@ -264,13 +266,18 @@ fn line_of(source: &str, key: &[String]) -> Option<usize> {
             }
             Descent::Value(_) => break,
         };
-        at = Some(start);
+        at = Some((depth + 1, start));
         place = match value {
             DeValue::Table(table) => Descent::Table(table),
             other => Descent::Value(other),
         };
     }
-    at.map(|start| source[..start].matches('\n').count() + 1)
+    at.map(|(depth, start)| (depth, layer.source[..start].matches('\n').count() + 1))
+}
+
+/// `file:line` of the top-level `key` of a file.
+pub(super) fn place_in(layer: &Layer, key: &str) -> String {
+    place(std::slice::from_ref(layer), &[], &[key.to_owned()])
 }
 
 enum Descent<'a, 'i> {

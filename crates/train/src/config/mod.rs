@@ -2,6 +2,7 @@
 
 mod error;
 mod evals;
+mod extends;
 mod kind;
 mod overrides;
 mod scalars;
@@ -18,6 +19,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use self::extends::Layer;
+use crate::optimiser::{Rules, validate_patterns};
+
 /// The most threads that a run may ask for.
 const MOST_THREADS: usize = 1024;
 
@@ -26,11 +30,13 @@ pub use evals::{FOLDER_NAME, eval_name, is_folder_name, validate_evals};
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
-pub use train::{CheckpointConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig};
+pub use train::{
+    CheckpointConfig, NormsConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
+};
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.
 ///
-/// Relative paths in it are relative to the current folder.
+/// Relative paths in it are relative to the current folder; the one of `extends` to the file's folder.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
@@ -102,8 +108,8 @@ pub enum DeviceChoice {
 }
 
 impl RunConfig {
-    /// Reads `path`, applies the overrides `sets` (`key=value` with dotted keys) in order, and validates
-    /// the result.
+    /// Reads `path` and the files that it extends, applies the overrides `sets` (`key=value` with dotted
+    /// keys) in order, and validates the result.
     ///
     /// # Errors
     /// See [`ConfigError`]; values out of range are all reported at once.
@@ -118,7 +124,8 @@ impl RunConfig {
     /// # Errors
     /// As [`RunConfig::load`].
     pub fn parse(source: &str, path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
-        let mut config: RunConfig = read_toml(source, path, sets)?;
+        let (table, layers) = extends::read(source, path)?;
+        let mut config: RunConfig = deserialize(table, &layers, sets)?;
         if config.run.name.is_empty() {
             config.run.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         }
@@ -162,8 +169,17 @@ impl RunConfig {
         for p in model.as_slice() {
             problems.check(false, &p.key, &p.value, &p.allowed, &p.remedy);
         }
+        if model.as_slice().is_empty() {
+            validate_patterns(&self.train.groups, &self.model, problems);
+        }
         self.train.validate(self.data.seq_len, problems);
         validate_evals(&self.eval, problems);
+    }
+
+    /// How the optimiser updates the model's parameters.
+    pub fn rules(&self) -> Rules<'_> {
+        let TrainConfig { optimiser, groups, .. } = &self.train;
+        Rules { optimiser, groups, model: &self.model }
     }
 
     /// The folder of the run.
@@ -204,17 +220,19 @@ impl RunConfig {
     }
 }
 
-/// Deserialises the text `source` of the file `path` with the overrides `sets`; an error says which
-/// key is wrong and where it was set.
-pub(crate) fn read_toml<T: DeserializeOwned>(
-    source: &str,
-    path: &Path,
+/// Deserialises the text `source` of the file `path`; an error says which key is wrong and where it was
+/// set.
+pub(crate) fn read_toml<T: DeserializeOwned>(source: &str, path: &Path) -> Result<T, ConfigError> {
+    let layer = Layer { path: path.to_owned(), source: source.to_owned() };
+    deserialize(extends::parse(&layer)?, &[layer], &[])
+}
+
+/// Deserialises `table`, read from the files `layers`, with the overrides `sets`.
+fn deserialize<T: DeserializeOwned>(
+    mut table: Table,
+    layers: &[Layer],
     sets: &[String],
 ) -> Result<T, ConfigError> {
-    let mut table: Table = toml::from_str(source).map_err(|error| ConfigError::Syntax {
-        path: path.to_owned(),
-        message: error.to_string().trim_end().to_owned(),
-    })?;
     let sets = sets.iter().map(|set| Override::parse(set)).collect::<Result<Vec<_>, _>>()?;
     for set in &sets {
         set.apply(&mut table)?;
@@ -224,7 +242,7 @@ pub(crate) fn read_toml<T: DeserializeOwned>(
             let result: Result<T, _> = Value::Table(table).try_into();
             result.err().map(|error| error.message().to_owned())
         };
-        error::key_error(path, source, &table, &sets, &error, retry)
+        error::key_error(layers, &table, &sets, &error, retry)
     })
 }
 

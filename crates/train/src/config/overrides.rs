@@ -3,6 +3,7 @@
 use toml::{Table, Value};
 
 use super::ConfigError;
+use super::extends::EXTENDS;
 
 /// One `--set`, split into its key and its value.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,6 +31,14 @@ impl Override {
         let path: Vec<String> = key.split('.').map(|part| part.trim().to_owned()).collect();
         if path.iter().any(String::is_empty) {
             return Err(bad("a part of its key is empty"));
+        }
+        if path[0] == EXTENDS {
+            return Err(ConfigError::Override {
+                text: text.to_owned(),
+                reason: "a file says itself what it extends".to_owned(),
+                remedy: "write a file with extends = \"…\", or give the base with --config"
+                    .to_owned(),
+            });
         }
         Ok(Override { text: text.to_owned(), path, value: parse_value(value.trim()) })
     }

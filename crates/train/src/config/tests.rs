@@ -54,11 +54,11 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
-    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, vocab_multiple, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
+    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, vocab_multiple, init_std, scale_residual_init, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
       hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
@@ -74,7 +74,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, schedule, skip, validate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, sample, checkpoint
       hint: did you mean `lr`?
     ");
 }

@@ -4,7 +4,7 @@ use longwall_config::{Problems, count};
 use serde::{Deserialize, Serialize};
 
 use super::scalars::{Every, OrOff};
-use crate::optimiser::OptimiserConfig;
+use crate::optimiser::{GroupConfig, OptimiserConfig, validate_groups};
 use crate::schedule::{Schedule, ScheduleConfig};
 
 /// The table `[train]`: length of the run, batch and optimiser.
@@ -34,12 +34,22 @@ pub struct TrainConfig {
     /// The optimiser. Default AdamW.
     #[serde(default)]
     pub optimiser: OptimiserConfig,
+    /// Parameters with a learning rate, a weight decay or an optimiser of their own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupConfig>,
     /// Learning rate over the run. Default cosine.
     #[serde(default)]
     pub schedule: ScheduleConfig,
+    /// Decay rate of an exponential moving average of the weights, which is validated beside them and
+    /// written into checkpoints. Default `"off"`.
+    #[serde(default = "off")]
+    pub ema: OrOff,
     /// Which steps are skipped.
     #[serde(default)]
     pub skip: SkipConfig,
+    /// Norms of gradients, weights and updates by layer.
+    #[serde(default)]
+    pub norms: NormsConfig,
     /// Validation in the loop.
     #[serde(default)]
     pub validate: ValidateConfig,
@@ -60,6 +70,24 @@ const MOST_SAMPLE_TOKENS: usize = 1 << 24;
 
 fn default_clip() -> OrOff {
     OrOff(Some(1.0))
+}
+
+fn off() -> OrOff {
+    OrOff(None)
+}
+
+/// The table `[train.norms]`: norms of each layer's gradients, weights and updates in the metrics.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NormsConfig {
+    /// How often. Default never.
+    pub every: Every,
+}
+
+impl Default for NormsConfig {
+    fn default() -> Self {
+        NormsConfig { every: Every(None) }
+    }
 }
 
 /// The table `[train.skip]`: steps whose loss or gradient norm is not finite are always skipped;
@@ -191,7 +219,15 @@ impl TrainConfig {
             "a number above 0, or \"off\"",
             "use 1.0, the usual norm, or \"off\" for no clipping",
         );
-        self.optimiser.validate(problems);
+        problems.check(
+            self.ema.0.is_none_or(|decay| decay > 0.0 && decay < 1.0),
+            "train.ema",
+            self.ema,
+            "a number above 0 and below 1, or \"off\"",
+            "use 0.999, an average over about 1,000 steps, or \"off\"",
+        );
+        self.optimiser.validate("train.optimiser", problems);
+        validate_groups(&self.groups, problems);
         self.schedule.validate(self.total_steps(), self.batch_tokens, problems);
         self.skip.validate(problems);
         self.sample.validate(problems);

@@ -100,6 +100,9 @@ pub(super) fn validation(record: &ValidationRecord, best: bool) -> String {
         "step {}: validation loss {:.4}, perplexity {:.2}, {:.4} bits per byte",
         record.step, record.validation_loss, record.perplexity, record.bits_per_byte
     );
+    if let Some(loss) = record.ema_validation_loss {
+        text += &format!(", {loss:.4} with averaged weights");
+    }
     for (metric, mean) in &record.probe {
         text += &format!(", {metric} {mean:.3}");
     }

@@ -117,6 +117,7 @@ mod tests {
             perplexity: 2f64.exp(),
             bits_per_byte: 2.885,
             probe: [("pruned_fraction".to_owned(), 0.715)].into(),
+            ema_validation_loss: None,
             seconds: 2.0,
         };
         console.validation(&record, true);

@@ -6,6 +6,7 @@ use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use longwall_config::Problems;
 use longwall_kernels::backend::OpBackend;
+use longwall_model::HeadBlocks;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -18,6 +19,9 @@ pub trait OptimiserKind:
 {
     /// Records every problem of the settings; `table` is the dotted name of their table.
     fn validate(&self, table: &str, problems: &mut Problems);
+
+    /// How `parameter` is updated, in words and numbers.
+    fn method(&self, parameter: &Parameter) -> Method;
 
     /// The state of `parameter` between updates: f32, and zero before the first.
     fn state(&self, parameter: &Parameter) -> Vec<StateTensor>;
@@ -32,21 +36,50 @@ pub trait OptimiserKind:
 }
 
 /// A parameter of the model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
     /// Its place in the model: segments joined by dots, for example `blocks.0.mlp.up.weight`.
     pub path: String,
     /// Its shape.
     pub shape: Vec<usize>,
+    /// Factor on the kind's weight decay: 0 for a parameter that does not decay.
+    pub decay: f64,
+    /// Its blocks, if it is made of one block per head.
+    pub heads: Option<HeadBlocks>,
 }
 
 impl Parameter {
-    /// Whether weight decay applies: to matrices, but not to token and position embeddings. Norms,
-    /// biases, gates' biases and the vectors of attention variants have one dimension.
-    pub fn decays(&self) -> bool {
-        let embedding = |part: &str| part == "embedding" || part == "positions";
-        self.shape.len() >= 2 && !self.path.split('.').any(embedding)
+    /// A parameter that is not made of heads' blocks, with the default decay: that of matrices but not of
+    /// embeddings.
+    pub fn new(path: String, shape: Vec<usize>) -> Self {
+        let decay = if is_decayed(&path, &shape) { 1.0 } else { 0.0 };
+        Parameter { path, shape, decay, heads: None }
     }
+
+    /// Whether it is the matrix of a linear layer: not an embedding, not the output layer, not the taps of a
+    /// convolution.
+    pub fn is_hidden_matrix(&self) -> bool {
+        let other = ["embedding", "positions", "head", "conv"];
+        self.shape.len() == 2 && !self.path.split('.').any(|part| other.contains(&part))
+    }
+}
+
+/// Whether weight decay applies by default: to matrices, but not to token and position embeddings. Norms,
+/// biases, gates' biases and the vectors of attention variants have one dimension.
+fn is_decayed(path: &str, shape: &[usize]) -> bool {
+    let embedding = |part: &str| part == "embedding" || part == "positions";
+    shape.len() >= 2 && !path.split('.').any(embedding)
+}
+
+/// How a parameter is updated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Method {
+    /// The update's name: the kind's, or that of another kind which this one applies to some parameters.
+    pub name: &'static str,
+    /// Learning rate, as a multiple of the schedule's.
+    pub lr: f64,
+    /// Weight decay, multiplied by the learning rate.
+    pub weight_decay: f64,
 }
 
 /// One tensor of a parameter's state.

@@ -19,7 +19,7 @@ impl<B: OpBackend> Optimiser<B> {
                 let flat =
                     B::float_reshape(state.clone(), [shape.iter().product::<usize>()].into());
                 let elements = tensor::<B, 1>(flat).into_data().iter::<f32>().collect();
-                (format!("{name}.{}", slot.parameter.path), shape.clone(), elements)
+                (format!("{name}.{}", slot.rule.parameter.path), shape.clone(), elements)
             });
             named.collect()
         };
@@ -38,9 +38,9 @@ impl<B: OpBackend> Optimiser<B> {
         device: &B::Device,
     ) -> Result<(), WeightsError> {
         let mut tensors = earlier.replace(read_tensors(path)?);
-        for Slot { parameter, layout, state, .. } in &mut self.slots {
+        for Slot { rule, layout, state, .. } in &mut self.slots {
             for (StateTensor { name, shape }, tensor) in layout.iter().zip(state) {
-                let name = format!("{name}.{}", parameter.path);
+                let name = format!("{name}.{}", rule.parameter.path);
                 let elements = take(&mut tensors, path, &name, shape)?;
                 let flat = TensorData::new(elements, [shape.iter().product::<usize>()]);
                 let flat = Tensor::<B, 1>::from_data(flat, device);

@@ -2,14 +2,23 @@
 //!
 //! A kind is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
 //! `[train.optimiser]` table of a run's configuration and implements [`OptimiserKind`]: it declares
-//! the state that it keeps for a parameter, and updates one parameter.
+//! the state that it keeps for a parameter, and updates one parameter. `[[train.groups]]` gives parameters
+//! learning rates, weight decays and kinds of their own.
 //!
 //! A parameter that the model holds in bf16 has an f32 master here: the optimiser updates the master,
 //! and the model gets a rounded copy. Files hold masters.
 
 pub mod adamw;
+mod assignment;
+mod average;
 mod contract;
+mod elementwise;
 mod files;
+mod groups;
+pub mod lion;
+pub mod muon;
+mod norms;
+pub mod normuon;
 mod registry;
 
 use burn::backend::Autodiff;
@@ -21,12 +30,24 @@ use longwall_kernels::backend::{OpBackend, primitive, tensor};
 use longwall_model::Precision;
 use serde::{Deserialize, Serialize};
 
-pub use self::contract::{OptimiserKind, Parameter, StateTensor, StepInputs, StepOutputs, Update};
+pub use self::assignment::{Assigned, assignment};
+pub use self::contract::{
+    Method, OptimiserKind, Parameter, StateTensor, StepInputs, StepOutputs, Update,
+};
+pub use self::groups::{GroupConfig, Rule, Rules};
+pub(crate) use self::groups::{validate_groups, validate_patterns};
+pub use self::norms::{LayerNorm, UpdateNorms};
 use crate::gradients::Gradients;
 
 registry::registry! {
     /// Adam with decoupled weight decay.
     Adamw = "adamw" in adamw;
+    /// The sign of the momentum.
+    Lion = "lion" in lion;
+    /// Orthogonal updates of matrices.
+    Muon = "muon" in muon;
+    /// Muon with rows of equal size.
+    Normuon = "normuon" in normuon;
 }
 
 /// The first kind of the registry.
@@ -40,28 +61,28 @@ impl Default for OptimiserConfig {
 /// rounded copy, in the order in which the module visits them.
 #[derive(Debug)]
 pub struct Optimiser<B: OpBackend> {
-    config: OptimiserConfig,
     slots: Vec<Slot<B>>,
 }
 
 /// What the optimiser keeps for one parameter.
 #[derive(Debug)]
 struct Slot<B: OpBackend> {
-    parameter: Parameter,
+    rule: Rule,
     layout: Vec<StateTensor>,
     /// As declared in `layout`; empty only while the parameter is being updated.
     state: Vec<FloatTensor<B>>,
     /// The parameter in f32, if the model's is rounded.
     master: Option<FloatTensor<B>>,
+    /// The average of the parameter's values, in f32, if the run keeps one.
+    average: Option<FloatTensor<B>>,
 }
 
 impl<B: OpBackend> Optimiser<B> {
     /// The optimiser of an f32 model before the first update: all state is zero.
-    pub fn new<M: Module<Autodiff<B>>>(config: &OptimiserConfig, model: &M) -> Self {
-        let mut make = MakeSlots { config, path: Vec::new(), slots: Vec::new() };
+    pub fn new<M: Module<Autodiff<B>>>(rules: &Rules, model: &M) -> Self {
+        let mut make = MakeSlots { rules, path: Vec::new(), slots: Vec::new() };
         model.visit(&mut make);
-        let slots = make.slots;
-        Optimiser { config: config.clone(), slots }
+        Optimiser { slots: make.slots }
     }
 
     /// Converts the f32 `model` to `precision`, and keeps the masters of the parameters that this rounds.
@@ -84,16 +105,6 @@ impl<B: OpBackend> Optimiser<B> {
         model.map(&mut PutMasters { slots: self.slots.iter() })
     }
 
-    /// How many elements have weight decay, and how many do not.
-    pub fn group_sizes(&self) -> (usize, usize) {
-        let size = |decays| {
-            let parameters = self.slots.iter().map(|slot| &slot.parameter);
-            let group = parameters.filter(|parameter| parameter.decays() == decays);
-            group.map(|parameter| parameter.shape.iter().product::<usize>()).sum()
-        };
-        (size(true), size(false))
-    }
-
     /// One update of every parameter that has a gradient. Buffers with no other owner are updated in
     /// place.
     ///
@@ -105,15 +116,29 @@ impl<B: OpBackend> Optimiser<B> {
         gradients: Gradients<B>,
         update: Update,
     ) -> M {
+        self.step_measured(model, gradients, update, None)
+    }
+
+    /// As [`Optimiser::step`]; also adds every parameter to `norms`, if they are given.
+    ///
+    /// # Panics
+    /// As [`Optimiser::step`].
+    pub fn step_measured<M: Module<Autodiff<B>>>(
+        &mut self,
+        model: M,
+        gradients: Gradients<B>,
+        update: Update,
+        norms: Option<&mut UpdateNorms<B>>,
+    ) -> M {
         let slots = self.slots.len();
         assert_eq!(gradients.tensors.len(), slots, "as many gradients as parameters");
         let pairs = self.slots.iter_mut().zip(gradients.tensors);
-        model.map(&mut ApplyUpdate { config: &self.config, update, pairs })
+        model.map(&mut ApplyUpdate { update, norms, pairs })
     }
 }
 
 struct MakeSlots<'a, B: OpBackend> {
-    config: &'a OptimiserConfig,
+    rules: &'a Rules<'a>,
     path: Vec<String>,
     slots: Vec<Slot<B>>,
 }
@@ -128,15 +153,15 @@ impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for MakeSlots<'_, B> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
-        let parameter = Parameter { path: self.path.join("."), shape: param.dims().to_vec() };
-        let layout = self.config.state(&parameter);
+        let rule = self.rules.rule(&self.path.join("."), param.dims().to_vec());
+        let layout = rule.optimiser.state(&rule.parameter);
         let device = param.device();
         let zeros = |tensor: &StateTensor| {
             let flat = Tensor::<B, 1>::zeros([tensor.shape.iter().product::<usize>()], &device);
             B::float_reshape(primitive(flat), tensor.shape.clone().into())
         };
         let state = layout.iter().map(zeros).collect();
-        self.slots.push(Slot { parameter, layout, state, master: None });
+        self.slots.push(Slot { rule, layout, state, master: None, average: None });
     }
 }
 
@@ -170,13 +195,13 @@ impl<'a, B: OpBackend, I: Iterator<Item = &'a Slot<B>>> ModuleMapper<B> for PutM
     }
 }
 
-struct ApplyUpdate<'c, I> {
-    config: &'c OptimiserConfig,
+struct ApplyUpdate<'n, B: OpBackend, I> {
     update: Update,
+    norms: Option<&'n mut UpdateNorms<B>>,
     pairs: I,
 }
 
-impl<'a, B, I> ModuleMapper<Autodiff<B>> for ApplyUpdate<'_, I>
+impl<'a, B, I> ModuleMapper<Autodiff<B>> for ApplyUpdate<'_, B, I>
 where
     B: OpBackend,
     I: Iterator<Item = (&'a mut Slot<B>, Option<FloatTensor<B>>)>,
@@ -190,17 +215,23 @@ where
         let Some(gradient) = gradient else {
             return Param::from_mapped_value(id, value, mapper);
         };
-        let Parameter { path, shape } = &slot.parameter;
+        let Rule { parameter, optimiser, lr, .. } = &slot.rule;
+        let Parameter { path, shape, .. } = parameter;
         assert_eq!(value.dims()[..], shape[..], "the shape of {path}");
         let (old, copy) = match slot.master.take() {
             Some(master) => (master, Some(value.dtype())),
             None => (primitive(value.inner()), None),
         };
         let state = std::mem::take(&mut slot.state);
+        let before = self.norms.is_some().then(|| (old.clone(), gradient.clone()));
         let inputs = StepInputs { parameter: old, gradient, state, copy };
-        let new = self.config.step::<B>(&slot.parameter, &self.update, inputs);
+        let update = Update { lr: self.update.lr * lr, ..self.update };
+        let new = optimiser.step::<B>(parameter, &update, inputs);
         assert_eq!(new.state.len(), slot.layout.len(), "state tensors after an update");
         slot.state = new.state;
+        if let (Some(norms), Some((old, gradient))) = (&mut self.norms, before) {
+            norms.add(path, gradient, [old, new.parameter.clone()]);
+        }
         let value = match copy {
             Some(dtype) => {
                 let rounded = || B::float_cast(new.parameter.clone(), dtype.into());

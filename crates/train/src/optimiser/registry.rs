@@ -5,7 +5,7 @@
 
 macro_rules! registry {
     ($($(#[$doc:meta])* $name:ident = $kind:literal in $module:ident;)+) => {
-        /// The table `[train.optimiser]`: `kind` and that kind's own keys.
+        /// The table `[train.optimiser]`, or `optimiser` of a group: `kind` and that kind's own keys.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "kind")]
         pub enum OptimiserConfig {
@@ -18,9 +18,19 @@ macro_rules! registry {
                 vec![$(Self::$name(<$module::Config as Default>::default()),)+]
             }
 
-            /// As [`OptimiserKind::validate`], for the table `train.optimiser`.
-            pub fn validate(&self, problems: &mut Problems) {
-                match self { $(Self::$name(c) => c.validate("train.optimiser", problems),)+ }
+            /// The kind.
+            pub fn kind(&self) -> &'static str {
+                match self { $(Self::$name(_) => $kind,)+ }
+            }
+
+            /// As [`OptimiserKind::method`].
+            pub fn method(&self, parameter: &Parameter) -> Method {
+                match self { $(Self::$name(c) => c.method(parameter),)+ }
+            }
+
+            /// As [`OptimiserKind::validate`].
+            pub fn validate(&self, table: &str, problems: &mut Problems) {
+                match self { $(Self::$name(c) => c.validate(table, problems),)+ }
             }
 
             /// As [`OptimiserKind::state`].

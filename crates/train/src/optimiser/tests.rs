@@ -1,9 +1,15 @@
+use std::sync::LazyLock;
+
 use burn::module::AutodiffModule;
-use burn::tensor::DType;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, TensorMetadata};
+use longwall_model::ModelConfig;
 use longwall_model::weights::{EarlierNames, named_tensors, write_tensors};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use super::*;
-use crate::testing::{TestBackend, TestModel, tiny_batch, tiny_model};
+use crate::testing::{TestBackend, TestModel, model_config, tiny_batch, tiny_model};
 
 pub(super) fn gradients(model: &TestModel) -> Gradients<TestBackend> {
     let [tokens, targets] = tiny_batch(0..4);
@@ -20,40 +26,111 @@ pub(super) fn values(model: &TestModel) -> Vec<(String, Vec<f32>)> {
     named_tensors(model).into_iter().map(|(name, _, elements)| (name, elements)).collect()
 }
 
-#[test]
-fn matrices_decay_and_nothing_else() {
-    let decays = |path: &str, shape: &[usize]| {
-        Parameter { path: path.to_owned(), shape: shape.to_vec() }.decays()
+/// The rules of [`tiny_model`], all parameters with this optimiser.
+pub(super) fn rules(optimiser: &OptimiserConfig) -> Rules<'_> {
+    static MODEL: LazyLock<ModelConfig> = LazyLock::new(|| model_config("layers = 1"));
+    Rules { optimiser, groups: &[], model: &MODEL }
+}
+
+/// The values of a parameter after updates with these gradients, each at this learning rate, and its state.
+pub(super) fn updated<K: OptimiserKind>(
+    kind: &K,
+    parameter: &Parameter,
+    initial: &[f32],
+    gradients: &[Vec<f32>],
+    lr: f64,
+) -> Vec<Vec<f32>> {
+    let tensor = |values: &[f32], shape: &[usize]| {
+        let flat = Tensor::<TestBackend, 1>::from_floats(values, &Default::default());
+        TestBackend::float_reshape(primitive(flat), shape.to_vec().into())
     };
-    assert!(decays("blocks.0.attention.q.weight", &[4, 4]));
-    assert!(decays("blocks.0.attention.forget_gate.weight", &[4, 4]));
-    assert!(decays("head", &[4, 4]));
-    assert!(!decays("embedding", &[4, 4]));
-    assert!(!decays("positions", &[4, 4]));
-    assert!(!decays("blocks.0.attention_norm.weight", &[4]));
-    assert!(!decays("blocks.0.attention.forget_gate.bias", &[4]));
-    assert!(!decays("norm.bias", &[4]));
+    let zeros = |state: &StateTensor| {
+        tensor(&vec![0.0; state.shape.iter().product::<usize>()], &state.shape)
+    };
+    let mut value = tensor(initial, &parameter.shape);
+    let mut state: Vec<_> = kind.state(parameter).iter().map(zeros).collect();
+    for (at, gradient) in gradients.iter().enumerate() {
+        let update = Update { lr, number: at as u64 + 1, grad_scale: 0.5 };
+        let gradient = tensor(gradient, &parameter.shape);
+        let inputs = StepInputs { parameter: value, gradient, state, copy: None };
+        let outputs = kind.step::<TestBackend>(parameter, &update, inputs);
+        (value, state) = (outputs.parameter, outputs.state);
+    }
+    let elements = |x: FloatTensor<TestBackend>| {
+        let count = TensorMetadata::shape(&x).num_elements();
+        let flat = TestBackend::float_reshape(x, [count].into());
+        longwall_kernels::backend::tensor::<TestBackend, 1>(flat).into_data().to_vec().unwrap()
+    };
+    [value].into_iter().chain(state).map(elements).collect()
+}
+
+/// `count` numbers between −1 and 1 that look random.
+pub(super) fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    (0..count).map(|_| rng.random_range(-1.0..1.0)).collect()
+}
+
+/// Compares elementwise, to a tolerance relative to the largest element.
+pub(super) fn assert_close(found: &[f32], expected: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (f64::from(*found) - expected).abs();
+        assert!(error <= tolerance * largest, "{what}[{at}] is {found}, not {expected}");
+    }
 }
 
 #[test]
-fn the_groups_cover_the_model() {
-    let model = tiny_model(0);
-    let optimiser = Optimiser::<TestBackend>::new(&OptimiserConfig::default(), &model);
-    let (decayed, plain) = optimiser.group_sizes();
-    assert_eq!(decayed + plain, model.num_params());
-    let embedding = model.vocab_size() * 16;
-    assert!(plain > embedding, "norms and embedding do not decay");
-    assert!(decayed > 0);
+fn matrices_decay_and_nothing_else() {
+    let decays =
+        |path: &str, shape: &[usize]| Parameter::new(path.to_owned(), shape.to_vec()).decay == 1.0;
+    assert!(decays("blocks.0.attention.q.weight", &[4, 4]));
+    assert!(decays("blocks.0.attention.forget_gate.weight", &[4, 4]));
+    assert!(decays("head", &[4, 4]));
+    for (path, shape) in [
+        ("embedding", &[4, 4][..]),
+        ("positions", &[4, 4]),
+        ("blocks.0.attention_norm.weight", &[4]),
+        ("blocks.0.attention.forget_gate.bias", &[4]),
+        ("norm.bias", &[4]),
+    ] {
+        assert_eq!(Parameter::new(path.to_owned(), shape.to_vec()).decay, 0.0, "{path}");
+    }
+}
+
+#[test]
+fn hidden_matrices_are_those_of_linear_layers() {
+    let hidden = |path: &str, shape: &[usize]| {
+        Parameter::new(path.to_owned(), shape.to_vec()).is_hidden_matrix()
+    };
+    assert!(hidden("blocks.0.attention.q.weight", &[4, 4]));
+    assert!(hidden("blocks.0.attention.forget_gate.weight", &[4, 4]));
+    assert!(hidden("blocks.0.mlp.down.weight", &[4, 8]));
+    for path in ["embedding", "positions", "head", "blocks.0.attention.q.conv"] {
+        assert!(!hidden(path, &[4, 4]), "{path}");
+    }
+    assert!(!hidden("norm.weight", &[4]));
+}
+
+#[test]
+fn cautious_decay_spares_what_the_update_moves_away_from_zero() {
+    let p = Tensor::<TestBackend, 1>::from_floats([1.0, 1.0, -1.0, -1.0, 1.0], &Default::default());
+    let u = Tensor::from_floats([0.5, -0.5, 0.5, -0.5, 0.0], &Default::default());
+    let decay = |cautious| -> Vec<f32> {
+        elementwise::decayed(p.clone(), &u, 0.1, cautious).into_data().to_vec().unwrap()
+    };
+    assert_eq!(decay(false), [0.9, 0.9, -0.9, -0.9, 0.9]);
+    assert_eq!(decay(true), [0.9, 1.0, -1.0, -0.9, 0.9]);
 }
 
 #[test]
 fn the_tensors_of_a_parameters_state_have_names_of_their_own() {
     for config in OptimiserConfig::defaults() {
-        for slot in Optimiser::<TestBackend>::new(&config, &tiny_model(0)).slots {
+        for slot in Optimiser::<TestBackend>::new(&rules(&config), &tiny_model(0)).slots {
             let mut names: Vec<&str> = slot.layout.iter().map(|tensor| tensor.name).collect();
             names.sort_unstable();
             names.dedup();
-            assert_eq!(names.len(), slot.layout.len(), "{config:?} for {:?}", slot.parameter);
+            assert_eq!(names.len(), slot.layout.len(), "{config:?} for {:?}", slot.rule);
         }
     }
 }
@@ -62,7 +139,7 @@ fn the_tensors_of_a_parameters_state_have_names_of_their_own() {
 fn updates_lower_the_loss_and_are_the_same_every_time() {
     let run = |config: &OptimiserConfig| {
         let mut model = tiny_model(0);
-        let mut optimiser = Optimiser::<TestBackend>::new(config, &model);
+        let mut optimiser = Optimiser::<TestBackend>::new(&rules(config), &model);
         let [tokens, targets] = tiny_batch(0..4);
         let losses: Vec<f32> = (1..=20)
             .map(|number| {
@@ -89,11 +166,11 @@ fn a_saved_optimiser_goes_on_as_if_never_stopped() {
     let path = folder.path().join("optimizer.safetensors");
     for config in OptimiserConfig::defaults() {
         let model = tiny_model(0);
-        let mut optimiser = Optimiser::<TestBackend>::new(&config, &model);
+        let mut optimiser = Optimiser::<TestBackend>::new(&rules(&config), &model);
         let first = gradients(&model);
         let model = optimiser.step(model, first, update(1));
         write_tensors(&path, &optimiser.named_tensors()).unwrap();
-        let mut restored = Optimiser::<TestBackend>::new(&config, &model);
+        let mut restored = Optimiser::<TestBackend>::new(&rules(&config), &model);
         restored.load(&path, &EarlierNames::of(&model), &Default::default()).unwrap();
         let (one, other) = (gradients(&model), gradients(&model));
         let unbroken = optimiser.step(model.clone(), one, update(2));
@@ -106,10 +183,11 @@ fn a_saved_optimiser_goes_on_as_if_never_stopped() {
 fn the_state_of_another_model_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
-    let optimiser = Optimiser::<TestBackend>::new(&OptimiserConfig::default(), &tiny_model(0));
+    let optimiser =
+        Optimiser::<TestBackend>::new(&rules(&OptimiserConfig::default()), &tiny_model(0));
     write_tensors(&path, &optimiser.named_tensors()).unwrap();
     let bigger = crate::testing::model_with("layers = 2", 0);
-    let error = Optimiser::<TestBackend>::new(&OptimiserConfig::default(), &bigger)
+    let error = Optimiser::<TestBackend>::new(&rules(&OptimiserConfig::default()), &bigger)
         .load(&path, &EarlierNames::of(&bigger), &Default::default())
         .unwrap_err()
         .to_string();
@@ -124,8 +202,8 @@ fn masters(optimiser: &Optimiser<TestBackend>, model: &TestModel) -> Vec<(String
 
 /// Three updates of an f32 model, and of one rounded to bf16, with the same f32 gradients.
 fn exact_and_rounded(config: &OptimiserConfig) -> [(Optimiser<TestBackend>, TestModel); 2] {
-    let mut exact = (Optimiser::new(config, &tiny_model(0)), tiny_model(0));
-    let mut rounded = (Optimiser::new(config, &tiny_model(0)), tiny_model(0));
+    let mut exact = (Optimiser::new(&rules(config), &tiny_model(0)), tiny_model(0));
+    let mut rounded = (Optimiser::new(&rules(config), &tiny_model(0)), tiny_model(0));
     rounded.1 = rounded.0.round(rounded.1, Precision::Bf16);
     for number in 1..=3 {
         let gradients = || gradients(&tiny_model(number));
@@ -163,7 +241,7 @@ fn a_rounded_model_goes_on_from_its_files_as_if_never_stopped() {
         write_tensors(&file("optimizer.safetensors"), &optimiser.named_tensors()).unwrap();
 
         let restored = longwall_model::weights::load(tiny_model(7), &weights).unwrap();
-        let mut other = Optimiser::<TestBackend>::new(&config, &restored);
+        let mut other = Optimiser::<TestBackend>::new(&rules(&config), &restored);
         let earlier = EarlierNames::of(&restored);
         other.load(&file("optimizer.safetensors"), &earlier, &Default::default()).unwrap();
         let restored = other.round(restored, Precision::Bf16);

@@ -11,8 +11,10 @@ use crate::checkpoint::{Best, Snapshot, State};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
+use crate::gradients::Gradients;
 use crate::guard::SkipReason;
-use crate::metrics::{self, Record, ValidationRecord};
+use crate::metrics::{self, NormsRecord, Record, ValidationRecord};
+use crate::optimiser::{Update, UpdateNorms};
 use crate::run_folder::{self, Finished};
 
 impl<B: OpBackend> Run<B> {
@@ -26,6 +28,29 @@ impl<B: OpBackend> Run<B> {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// Updates the weights and their average, and records the update's norms when they are due.
+    pub fn update(
+        mut self,
+        gradients: Gradients<B>,
+        lr: f64,
+        grad_scale: f32,
+    ) -> Result<Self, TrainError> {
+        let (step, batch_tokens) = (self.progress.step + 1, self.config.train.batch_tokens);
+        self.progress.updates += 1;
+        let update = Update { lr, number: self.progress.updates, grad_scale };
+        let due = self.config.train.norms.every.is_due(step, batch_tokens);
+        let mut norms = due.then(UpdateNorms::new);
+        self.model = self.optimiser.step_measured(self.model, gradients, update, norms.as_mut());
+        if let Some(decay) = self.config.train.ema.0 {
+            self.optimiser.update_average(&self.model, decay);
+        }
+        if let Some(norms) = norms {
+            let tokens = step * batch_tokens;
+            self.recorder.norms(NormsRecord { step, tokens, layers: norms.by_layer() })?;
+        }
+        Ok(self)
     }
 
     /// Validation, samples and a checkpoint, when they are due.
@@ -57,6 +82,13 @@ impl<B: OpBackend> Run<B> {
         if is_best {
             self.progress.best = Some(Best { step, validation_loss: scores.loss });
         }
+        let ema_validation_loss = match self.config.train.ema.0 {
+            Some(_) => {
+                let averaged = self.optimiser.with_average(self.model.valid(), false);
+                Some(validator.run(&averaged, &self.device)?.loss)
+            }
+            None => None,
+        };
         let record = ValidationRecord {
             step,
             tokens: step * self.config.train.batch_tokens,
@@ -64,6 +96,7 @@ impl<B: OpBackend> Run<B> {
             perplexity: scores.loss.exp(),
             bits_per_byte: scores.bits_per_byte,
             probe: scores.probe,
+            ema_validation_loss,
             seconds: self.recorder.seconds(),
         };
         self.recorder.validation(&record, is_best, console)?;
@@ -89,6 +122,9 @@ impl<B: OpBackend> Run<B> {
         let snapshot = Snapshot {
             weights: weights::named_tensors(&masters),
             optimizer: self.optimiser.named_tensors(),
+            ema: self.config.train.ema.0.map(|_| {
+                weights::named_tensors(&self.optimiser.with_average(self.model.valid(), true))
+            }),
             config: self.config.clone(),
             state: self.state()?,
         };
@@ -160,7 +196,7 @@ fn median_throughput(records: &[Record]) -> f64 {
         .iter()
         .filter_map(|record| match record {
             Record::Step(step) => Some(step.tokens_per_second),
-            Record::Validation(_) => None,
+            Record::Validation(_) | Record::Norms(_) => None,
         })
         .collect();
     rates.sort_by(f64::total_cmp);

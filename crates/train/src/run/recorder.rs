@@ -6,7 +6,8 @@ use std::time::Instant;
 use crate::console::{Console, StepView};
 use crate::error::TrainError;
 use crate::guard::SkipReason;
-use crate::metrics::{AppendLog, Record, SmoothedLoss, StepRecord, ValidationRecord};
+use crate::metrics::{AppendLog, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord};
+use crate::optimiser::LayerNorm;
 use crate::run_folder::RunFolder;
 use crate::tensorboard::EventWriter;
 
@@ -136,9 +137,28 @@ impl Recorder {
             ("validation/perplexity", record.perplexity),
             ("validation/bits_per_byte", record.bits_per_byte),
         ];
+        scalars.extend(record.ema_validation_loss.map(|loss| ("validation/ema_loss", loss)));
         scalars.extend(measured.iter().map(|(tag, x)| (tag.as_str(), *x)));
         self.scalars(record.step, &scalars)?;
         console.validation(record, is_best);
+        Ok(())
+    }
+
+    /// Records the norms of an update.
+    pub fn norms(&mut self, record: NormsRecord) -> Result<(), TrainError> {
+        let of_layer = |(layer, norm): (&String, &LayerNorm)| {
+            let values = [
+                ("grad_norm", norm.grad_norm),
+                ("weight_norm", norm.weight_norm),
+                ("update_ratio", norm.update_ratio),
+            ];
+            values
+                .map(|(name, value)| (format!("layers/{layer}/{name}"), value.unwrap_or(f64::NAN)))
+        };
+        let named: Vec<(String, f64)> = record.layers.iter().flat_map(of_layer).collect();
+        let scalars: Vec<_> = named.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+        self.scalars(record.step, &scalars)?;
+        self.metrics.append_record(&Record::Norms(record))?;
         Ok(())
     }
 

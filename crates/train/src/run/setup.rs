@@ -260,12 +260,18 @@ fn open_model<B: OpBackend>(
     if let Some(checkpoint) = checkpoint {
         model = weights::load(model, &checkpoint.weights()?)?;
     }
-    let mut optimiser = Optimiser::new(&config.train.optimiser, &model);
+    let mut optimiser = Optimiser::new(&config.rules(), &model);
     if let Some(checkpoint) = checkpoint {
         optimiser.load(&checkpoint.optimizer()?, &EarlierNames::of(&model), device)?;
     }
-    let (decayed, plain) = optimiser.group_sizes();
-    tracing::debug!("{decayed} parameters decay, {plain} do not");
+    if config.train.ema.0.is_some() {
+        // A run that turns the average on later starts it at its weights.
+        let average = checkpoint.map(Checkpoint::ema).transpose()?.flatten();
+        match average {
+            Some(path) => optimiser.start_average(&weights::load(model.clone(), &path)?),
+            None => optimiser.start_average(&model),
+        }
+    }
     let model = optimiser.round(model, precision);
     Ok((model, optimiser))
 }

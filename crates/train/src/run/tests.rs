@@ -1,4 +1,5 @@
 mod layers;
+mod options;
 
 use std::fs;
 
@@ -131,6 +132,7 @@ fn losses(run_dir: &Path) -> Vec<Record> {
                 (step.seconds, step.tokens_per_second, step.mfu) = (0.0, 0.0, None);
             }
             Record::Validation(validation) => validation.seconds = 0.0,
+            Record::Norms(_) => {}
         }
     }
     records
@@ -254,7 +256,7 @@ fn a_run_that_cannot_start_leaves_no_folder() {
 fn validations(run_dir: &Path) -> impl Iterator<Item = ValidationRecord> {
     losses(run_dir).into_iter().filter_map(|record| match record {
         Record::Validation(validation) => Some(validation),
-        Record::Step(_) => None,
+        Record::Step(_) | Record::Norms(_) => None,
     })
 }
 

@@ -179,7 +179,7 @@ impl SweepConfig {
     /// # Errors
     /// As [`SweepConfig::load`].
     pub fn parse(source: &str, path: &Path) -> Result<Self, ConfigError> {
-        let mut config: SweepConfig = read_toml(source, path, &[])?;
+        let mut config: SweepConfig = read_toml(source, path)?;
         if config.name.is_empty() {
             config.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         }

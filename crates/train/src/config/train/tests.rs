@@ -100,6 +100,7 @@ fn phases_together_longer_than_any_number_are_refused() {
     let most = u64::MAX;
     let schedule = crate::schedule::ScheduleConfig::Wsd {
         warmup: crate::config::PhaseLength::Steps(1),
+        initial_lr_ratio: None,
         decay: crate::config::PhaseLength::Steps(most),
         shape: Default::default(),
         final_lr_ratio: 0.0,

@@ -1,0 +1,81 @@
+//! The orthogonal factor of a matrix, by polynomials in products of matrices.
+
+use burn::tensor::Tensor;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::matmul::MatMul;
+use serde::{Deserialize, Serialize};
+
+/// The polynomials a·x + b·x³ + c·x⁵ that are applied to the singular values one after another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Coefficients {
+    /// The same at every step, which lifts small singular values fast and leaves all of them between 0.7 and
+    /// 1.2 (Jordan et al. 2024).
+    #[default]
+    NewtonSchulz,
+    /// The best ones for each step, which converge to 1 (Amsel et al. 2025, "The Polar Express: optimal matrix
+    /// sign methods and their application to the Muon algorithm", algorithm 1).
+    PolarExpress,
+}
+
+const NEWTON_SCHULZ: [f64; 3] = [3.4445, -4.775, 2.0315];
+
+/// The last repeats.
+const POLAR_EXPRESS: [[f64; 3]; 8] = [
+    [8.287_212_018_145_63, -23.595_886_519_098_837, 17.300_387_312_530_933],
+    [4.107_059_111_542_203, -2.947_849_916_737_910_6, 0.544_843_108_292_660_1],
+    [3.948_690_853_482_294_6, -2.908_902_115_962_949, 0.551_819_139_437_013_7],
+    [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
+    [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
+    [1.891_301_407_787_398, -1.267_995_827_194_586_8, 0.376_804_089_485_248_35],
+    [1.875_001_480_853_447_9, -1.250_001_645_399_948_7, 0.375_000_164_547_424_8],
+    [1.875, -1.25, 0.375],
+];
+
+/// Keeps rounding from pushing a singular value out of the range in which the polynomials converge.
+const SAFETY: f64 = 1.01;
+
+impl Coefficients {
+    /// a, b and c of step `step`, from 0.
+    fn at(self, step: usize) -> [f64; 3] {
+        match self {
+            Coefficients::NewtonSchulz => NEWTON_SCHULZ,
+            Coefficients::PolarExpress => {
+                let last = POLAR_EXPRESS.len() - 1;
+                let [a, b, c] = POLAR_EXPRESS[step.min(last)];
+                let s: f64 = if step < last { SAFETY } else { 1.0 };
+                [a / s, b / s.powi(3), c / s.powi(5)]
+            }
+        }
+    }
+
+    /// What the norm of the matrix is at the first step, at most.
+    fn first_norm(self) -> f64 {
+        match self {
+            Coefficients::NewtonSchulz => 1.0,
+            Coefficients::PolarExpress => 1.0 / SAFETY,
+        }
+    }
+}
+
+/// Approximates PQᵀ of each matrix X = PΣQᵀ of `x` `[batch, rows, columns]`: X is scaled to a Frobenius norm of
+/// 1, and then X ← aX + (bXXᵀ + c(XXᵀ)²)X, `steps` times. A zero matrix stays zero.
+pub(in super::super) fn orthogonal<B: OpBackend>(
+    x: Tensor<B, 3>,
+    coefficients: Coefficients,
+    steps: usize,
+) -> Tensor<B, 3> {
+    let [_, rows, columns] = x.dims();
+    // XXᵀ is smaller for a wide matrix.
+    let is_tall = rows > columns;
+    let x = if is_tall { x.swap_dims(1, 2) } else { x };
+    let norm = (x.clone() * x.clone()).sum_dim(2).sum_dim(1).sqrt().clamp_min(1e-20);
+    let mut x = x / norm * coefficients.first_norm();
+    for step in 0..steps {
+        let [a, b, c] = coefficients.at(step);
+        let gram = x.clone().mm(x.clone().swap_dims(1, 2));
+        let polynomial = gram.clone() * b + gram.clone().mm(gram) * c;
+        x = x.clone() * a + polynomial.mm(x);
+    }
+    if is_tall { x.swap_dims(1, 2) } else { x }
+}
