@@ -82,7 +82,7 @@ fn a_configuration_lists_evaluations_of_one_suite_by_name() {
 fn suites_are_listed_without_a_run() {
     let w = Workspace::new();
     let list = w.succeed(&["eval", "list"]);
-    assert_eq!(list.lines().count(), 11, "{list}");
+    assert_eq!(list.lines().count(), 14, "{list}");
     assert!(list.contains("\nperplexity       Word and byte perplexity"), "{list}");
     let json: serde_json::Value =
         serde_json::from_str(&w.succeed(&["eval", "list", "--json"])).unwrap();

@@ -9,14 +9,17 @@ use serde::Serialize;
 use crate::files::write_atomically;
 use crate::report::{TextTable, show};
 use crate::stats::Estimate;
+use crate::suites::babilong::BabilongOptions;
 use crate::suites::fflm::FflmOptions;
 use crate::suites::mqar::MqarOptions;
 use crate::suites::mqrar::MqrarOptions;
+use crate::suites::mrcr::MrcrOptions;
 use crate::suites::multi_needle::MultiNeedleOptions;
 use crate::suites::niah::{HaystackKind, NiahOptions};
 use crate::suites::passkey::PasskeyOptions;
 use crate::suites::perplexity::PerplexityOptions;
 use crate::suites::phonebook::PhonebookOptions;
+use crate::suites::ruler::RulerOptions;
 use crate::suites::word_problem::WordProblemOptions;
 use crate::{EvalError, Report, SuiteConfig};
 
@@ -98,6 +101,9 @@ fn long() -> Vec<SuiteConfig> {
         }
         .into(),
         PhonebookOptions { lengths: lengths(), trials: 50, ..Default::default() }.into(),
+        RulerOptions { trials: 20, ..Default::default() }.into(),
+        BabilongOptions { trials: 20, ..Default::default() }.into(),
+        MrcrOptions { trials: 20, ..Default::default() }.into(),
     ]
 }
 

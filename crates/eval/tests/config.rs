@@ -4,15 +4,18 @@
 use crate::common::{FakeModel, evaluate, passkey};
 use clap::Parser;
 use longwall_config::Problems;
+use longwall_eval::suites::babilong::BabilongOptions;
 use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::suites::fflm::FflmOptions;
 use longwall_eval::suites::mqar::MqarOptions;
 use longwall_eval::suites::mqrar::MqrarOptions;
+use longwall_eval::suites::mrcr::MrcrOptions;
 use longwall_eval::suites::multi_needle::MultiNeedleOptions;
 use longwall_eval::suites::niah::{HaystackKind, NiahMode, NiahOptions};
 use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::suites::perplexity::PerplexityOptions;
 use longwall_eval::suites::phonebook::PhonebookOptions;
+use longwall_eval::suites::ruler::RulerOptions;
 use longwall_eval::suites::word_problem::WordProblemOptions;
 use longwall_eval::{SamplingOptions, SuiteConfig, SuiteOptions};
 
@@ -42,6 +45,9 @@ fn defaults_are_those_of_the_protocols_on_both_ways_in() {
         ("perplexity", SuiteConfig::from(PerplexityOptions::default())),
         ("multi-needle", SuiteConfig::from(MultiNeedleOptions::default())),
         ("phonebook", SuiteConfig::from(PhonebookOptions::default())),
+        ("ruler", SuiteConfig::from(RulerOptions::default())),
+        ("babilong", SuiteConfig::from(BabilongOptions::default())),
+        ("mrcr", SuiteConfig::from(MrcrOptions::default())),
         ("mqar", SuiteConfig::from(MqarOptions::default())),
         ("mqrar", SuiteConfig::from(MqrarOptions::default())),
         ("word-problem", SuiteConfig::from(WordProblemOptions::default())),
@@ -97,7 +103,7 @@ fn unknown_keys_and_suites_are_errors() {
     ");
     let error = toml::from_str::<SuiteConfig>("suite = \"paskey\"").unwrap_err();
     insta::assert_snapshot!(error.message(), @r"
-    unknown variant `paskey`, expected one of `passkey`, `niah`, `multi-needle`, `phonebook`, `extrapolate`, `perplexity`, `fflm`, `mqar`, `mqrar`, `word-problem`, `attention-stats`
+    unknown variant `paskey`, expected one of `passkey`, `niah`, `multi-needle`, `ruler`, `babilong`, `mrcr`, `phonebook`, `extrapolate`, `perplexity`, `fflm`, `mqar`, `mqrar`, `word-problem`, `attention-stats`
     ");
     let error = cli("passkey --lengths 500,many").unwrap_err().to_string();
     insta::assert_snapshot!(error, @r"

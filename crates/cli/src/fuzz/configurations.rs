@@ -60,9 +60,9 @@ const KEYS: [&str; 45] = [
     "eval=[{ suite = \"passkey\", trials = 1, depths = 2 }, { suite = \"fflm\" }]",
     "eval=[{ suite = \"niah\", min_length = 64, max_length = 4096, length_count = 3 }]",
     "eval=[{ suite = \"extrapolate\", lengths = [64, 128], sequences = 2, batch = 1 }]",
-    "eval=[{ suite = \"mqar\", form = \"compositional\", pairs = [4, 9] }]",
+    "eval=[{ suite = \"mqar\", form = \"compositional\", pairs = [4, 9] }, { suite = \"ruler\" }]",
     "eval=[{ suite = \"mqrar\", keys = 4 }, { suite = \"word-problem\", group = \"s5\" }]",
-    "eval=[{ suite = \"perplexity\", stride = 8 }]",
+    "eval=[{ suite = \"perplexity\", stride = 8 }, { suite = \"babilong\", tasks = [\"qa4\"] }]",
     "eval.0.batch_tokens=\"64k\"",
 ];
 

@@ -1,6 +1,7 @@
 //! The registry of suites: one file and one line each.
 
 pub mod attention_stats;
+pub mod babilong;
 pub mod counted;
 pub mod extrapolate;
 pub mod fflm;
@@ -8,12 +9,14 @@ mod fit;
 mod labelled;
 pub mod mqar;
 pub mod mqrar;
+pub mod mrcr;
 pub mod multi_needle;
 pub mod niah;
 pub mod passkey;
 pub mod perplexity;
 pub mod phonebook;
 mod retrieval;
+pub mod ruler;
 mod stretches;
 pub mod word_problem;
 
@@ -99,6 +102,12 @@ suites! {
     Niah => niah::Niah;
     /// Several needles: two or four numbers far apart in repeated text, asked for together
     MultiNeedle => multi_needle::MultiNeedle;
+    /// RULER: thirteen tasks of retrieval, tracing, counting and question answering
+    Ruler => ruler::Ruler;
+    /// BABILong: facts of five bAbI tasks hidden in long text
+    Babilong => babilong::Babilong;
+    /// Multi-round coreference: repeat the n-th text that answered a request
+    Mrcr => mrcr::Mrcr;
     /// Phone book lookup: the number of a name among as many lines as fit
     Phonebook => phonebook::Phonebook;
     /// Length extrapolation: loss by context length and by position on held-out text
