@@ -78,6 +78,48 @@ fn a_configuration_lists_evaluations_of_one_suite_by_name() {
     assert!(error.contains("eval.1.out is niah, the folder of another suite"), "{error}");
 }
 
+#[test]
+fn suites_are_listed_without_a_run() {
+    let w = Workspace::new();
+    let list = w.succeed(&["eval", "list"]);
+    assert_eq!(list.lines().count(), 14, "{list}");
+    assert!(list.contains("\nperplexity       Word and byte perplexity"), "{list}");
+    let json: serde_json::Value =
+        serde_json::from_str(&w.succeed(&["eval", "list", "--json"])).unwrap();
+    assert!(json["word-problem"].as_str().unwrap().starts_with("The word problem"));
+}
+
+#[test]
+fn a_preset_runs_its_suites_and_writes_one_summary() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=256"]);
+    let all = ["eval", "all", "--preset", "small", "--run", "runs/tiny"];
+    let text = w.succeed(&all);
+    let summary = |w: &Workspace| -> serde_json::Value {
+        serde_json::from_str(&w.read("runs/tiny/eval/summary-small.json")).unwrap()
+    };
+    let suites = summary(&w)["suites"].as_array().unwrap().clone();
+    assert_eq!(suites.len(), 9, "{text}");
+    for suite in &suites {
+        assert!(suite["error"].is_null() && suite["samples"].as_u64().unwrap() > 0, "{suite}");
+        assert!(text.contains(suite["suite"].as_str().unwrap()), "{text}");
+        let folder = suite["folder"].as_str().unwrap();
+        assert!(w.path(&format!("runs/tiny/eval/{folder}/results.json")).exists());
+    }
+    // Again, it only reads what is there.
+    assert_eq!(w.succeed(&all), text);
+
+    // A suite that cannot run does not keep the others from running.
+    let edited = w.read("runs/tiny/eval/small-mqrar/settings.json").replace("768", "512");
+    w.write("runs/tiny/eval/small-mqrar/settings.json", &edited);
+    let error = w.fail(&all);
+    assert!(error.contains("1 of 9 suites did not run"), "{error}");
+    let suites = summary(&w)["suites"].as_array().unwrap().clone();
+    let failed: Vec<_> = suites.iter().filter(|suite| !suite["error"].is_null()).collect();
+    assert!(failed.len() == 1 && failed[0]["suite"] == "mqrar", "{suites:?}");
+    assert!(w.fail(&[&all[..], &["--out", "x"]].concat()).contains("--out is given beside all"));
+}
+
 /// Sends Ctrl-C to a child, and returns what it left and how long it took to end.
 #[cfg(unix)]
 fn interrupt(child: Child) -> (Output, Duration) {

@@ -286,9 +286,11 @@ pub enum DataError {
     },
     /// A synthetic prompt does not fit the requested length.
     #[error(
-        "a passkey example takes at least {needed} tokens with the tokenizer {tokenizer}; {key} is {budget}\n  hint: raise {key} to {needed} or more, or use a tokenizer with longer tokens"
+        "a {task} example takes at least {needed} tokens with the tokenizer {tokenizer}; {key} is {budget}\n  hint: raise {key} to {needed} or more, or use a tokenizer with longer tokens"
     )]
     PromptTooLong {
+        /// The task.
+        task: &'static str,
         /// The requested length.
         budget: usize,
         /// Which setting it came from.
@@ -305,6 +307,20 @@ pub enum DataError {
     NoSymbol {
         /// The symbol.
         symbol: char,
+        /// The tokenizer's name.
+        tokenizer: String,
+    },
+    /// A tokenizer has fewer tokens than a task of abstract symbols needs.
+    #[error(
+        "{task} needs {needed} tokens besides the end of text; the tokenizer {tokenizer} has {available}\n  hint: ask for fewer symbols, or use a tokenizer with more tokens, for example kind = \"gpt2\""
+    )]
+    TooFewTokens {
+        /// The task.
+        task: &'static str,
+        /// How many symbols it has.
+        needed: usize,
+        /// How many the tokenizer has tokens for.
+        available: usize,
         /// The tokenizer's name.
         tokenizer: String,
     },

@@ -53,7 +53,8 @@ pub struct Batch {
     pub seq_len: usize,
     /// The tokens the model sees.
     pub inputs: Vec<i32>,
-    /// The token that follows each input.
+    /// What to predict after each input: the token that follows it, or a label that a generated source
+    /// gives in its place.
     pub targets: Vec<i32>,
     /// The weight of each target in the loss: 0 or 1.
     pub loss_weights: Vec<f32>,
@@ -131,18 +132,23 @@ enum SourceRows {
 }
 
 impl SourceRows {
-    /// Fills the row's `seq_len + 1` tokens and the weights of its targets.
-    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), DataError> {
+    /// Fills the row's `seq_len + 1` tokens, its targets and their weights.
+    fn fill(
+        &self,
+        index: u64,
+        tokens: &mut [i32],
+        targets: &mut [i32],
+        weights: &mut [f32],
+    ) -> Result<(), DataError> {
         match self {
             SourceRows::Windows(windows) => {
                 weights.fill(1.0);
-                windows.fill(index, tokens)
+                windows.fill(index, tokens)?;
+                targets.copy_from_slice(&tokens[1..]);
             }
-            SourceRows::Generated(rows) => {
-                rows.fill(index, tokens, weights);
-                Ok(())
-            }
+            SourceRows::Generated(rows) => rows.fill(index, tokens, targets, weights),
         }
+        Ok(())
     }
 }
 
@@ -218,9 +224,8 @@ impl Loader {
             .try_for_each_init(
                 || vec![0; self.seq_len + 1],
                 |tokens, (row, (((inputs, targets), weights), starts))| {
-                    self.fill(first_row + row as u64, tokens, weights)?;
+                    self.fill(first_row + row as u64, tokens, targets, weights)?;
                     inputs.copy_from_slice(&tokens[..self.seq_len]);
-                    targets.copy_from_slice(&tokens[1..]);
                     if let Some(starts) = starts {
                         separate_documents(self.end_of_text, inputs, weights, starts);
                     }
@@ -230,12 +235,19 @@ impl Loader {
         Ok(batch)
     }
 
-    /// Fills one row's tokens and the weights of its targets.
-    fn fill(&self, row: u64, tokens: &mut [i32], weights: &mut [f32]) -> Result<(), DataError> {
+    /// Fills one row's tokens, its targets and their weights.
+    fn fill(
+        &self,
+        row: u64,
+        tokens: &mut [i32],
+        targets: &mut [i32],
+        weights: &mut [f32],
+    ) -> Result<(), DataError> {
         let (source, index) = match &self.plan {
             Plan::Train(mixture) => mixture.locate(row),
             Plan::Validation(starts) if row >= starts[self.sources.len()] => {
                 tokens.fill(self.end_of_text);
+                targets.fill(self.end_of_text);
                 weights.fill(0.0);
                 return Ok(());
             }
@@ -244,7 +256,7 @@ impl Loader {
                 (source, row - starts[source])
             }
         };
-        self.sources[source].fill(index, tokens, weights)
+        self.sources[source].fill(index, tokens, targets, weights)
     }
 
     /// Tokens in the sources, not counting generated ones.

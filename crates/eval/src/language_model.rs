@@ -98,6 +98,25 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         Ok(losses.chunks_exact(n).map(<[f32]>::to_vec).collect())
     }
 
+    fn predict(
+        &mut self,
+        sequences: &[Vec<u32>],
+        places: &[Vec<usize>],
+    ) -> Result<Vec<Vec<u32>>, EvalError> {
+        let Some(n) = sequences.first().map(Vec::len) else { return Ok(vec![]) };
+        let rows: Vec<&[u32]> = sequences.iter().map(Vec::as_slice).collect();
+        let flat = places
+            .iter()
+            .enumerate()
+            .flat_map(|(row, places)| places.iter().map(move |place| (row * n + place) as i32));
+        let flat: Vec<i32> = flat.collect();
+        let count = flat.len();
+        let flat = Tensor::from_data(TensorData::new(flat, [count]), &self.device);
+        let found = self.model.likeliest(self.tokens(&rows), flat).into_data();
+        let mut found = found.iter::<i64>().map(|token| token as u32);
+        Ok(places.iter().map(|places| found.by_ref().take(places.len()).collect()).collect())
+    }
+
     fn generate(
         &mut self,
         prompts: &[Vec<u32>],

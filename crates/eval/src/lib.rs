@@ -22,6 +22,7 @@ pub mod memory;
 mod model;
 mod options;
 pub mod plot;
+mod presets;
 mod report;
 mod runner;
 pub mod stats;
@@ -35,6 +36,7 @@ pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use options::{SamplingOptions, SuiteOptions};
 pub use plot::{Curve, CurveGroup, DotChart, DotRow, XAxis, plot_group_losses, plot_losses};
+pub use presets::{Preset, Summary, SummaryRow};
 pub use report::{Report, Score, TextTable, TokenizerReport};
 pub use suite::{
     Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,

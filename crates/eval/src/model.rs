@@ -14,8 +14,9 @@ pub struct LogLikelihood {
     pub greedy: bool,
 }
 
-/// A language model under evaluation. Suites of what it predicts need only three calls: the log-likelihood of a
-/// continuation, the rolling log-likelihood of a text, and greedy generation. A fourth asks what its layers measure.
+/// A language model under evaluation. Suites of what it predicts need four calls: the log-likelihood of a
+/// continuation, the rolling log-likelihood of a text, the most likely token at some places, and greedy generation.
+/// A fifth asks what its layers measure.
 ///
 /// A call gets one batch, whose size the caller chooses; all its sequences have the same length if the
 /// method says so. Answers are in the order of the requests.
@@ -63,6 +64,17 @@ pub trait EvalModel {
     /// [`EvalError::Model`] when the model cannot run.
     fn token_log_likelihoods(&mut self, sequences: &[Vec<u32>])
     -> Result<Vec<Vec<f32>>, EvalError>;
+
+    /// The most likely token after each of the places of each sequence, indices of its tokens, given the
+    /// tokens up to and with the place. All sequences have the same length; none is without places.
+    ///
+    /// # Errors
+    /// [`EvalError::Model`] when the model cannot run.
+    fn predict(
+        &mut self,
+        sequences: &[Vec<u32>],
+        places: &[Vec<usize>],
+    ) -> Result<Vec<Vec<u32>>, EvalError>;
 
     /// Greedy continuation of each prompt (all of the same length), at most `max_tokens` tokens each;
     /// it stops at the end-of-text token, which it does not include.

@@ -96,6 +96,13 @@ pub(crate) fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, 
     Ok(Size::deserialize(deserializer)?.0 as usize)
 }
 
+/// For `#[serde(deserialize_with, default)]`: an optional size.
+pub(crate) fn optional_size<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<usize>, D::Error> {
+    size(deserializer).map(Some)
+}
+
 /// For `#[serde(deserialize_with)]`: `lengths = [500, "32k"]`.
 pub(crate) fn sizes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<usize>, D::Error> {
     let sizes = Vec::<Size>::deserialize(deserializer)?;

@@ -11,7 +11,7 @@ use crate::journal::Journal;
 use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
 use crate::suite::{
-    Answer, ModelCall, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial,
+    Answer, ModelCall, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial, show_tokens,
 };
 use crate::{EvalError, EvalModel};
 
@@ -231,13 +231,10 @@ fn take_samples<S: Suite>(
                 }
                 let call = || run_batch(model, tokenizer, &pending);
                 let answers = context.interruptible(&stopped, call)?;
-                journal.append(pending.iter().zip(&answers).map(
-                    |((trial, request), answer)| {
-                        let output = match answer {
-                            Answer::Text(text) => Some(text.as_str()),
-                            _ => None,
-                        };
-                        (*trial, request, output, suite.judge(trial, request, answer))
+                let outputs: Vec<Option<String>> = answers.iter().map(output).collect();
+                journal.append(pending.iter().zip(&answers).zip(&outputs).map(
+                    |(((trial, request), answer), output)| {
+                        (*trial, request, output.as_deref(), suite.judge(trial, request, answer))
                     },
                 ))?;
                 context.progress.update(&speed.after(&pending, journal.len()));
@@ -245,6 +242,15 @@ fn take_samples<S: Suite>(
         }
     }
     Ok(())
+}
+
+/// What the model answered, as `samples.jsonl` keeps it: the text, or the predicted tokens' ids.
+fn output(answer: &Answer) -> Option<String> {
+    match answer {
+        Answer::Text(text) => Some(text.clone()),
+        Answer::Tokens(tokens) => Some(show_tokens(tokens)),
+        _ => None,
+    }
 }
 
 /// What an evaluation that stops here says.
@@ -318,6 +324,18 @@ fn run_batch(
                 check_count("log-likelihoods of a sequence", values.len(), sequence.len() - 1)?;
             }
             values.into_iter().map(Answer::TokenLogProbs).collect()
+        }
+        ModelCall::Predict { .. } => {
+            let calls: Vec<(Vec<u32>, Vec<usize>)> = inputs(batch, |call| match call {
+                ModelCall::Predict { tokens, places } => Some((tokens.clone(), places.clone())),
+                _ => None,
+            });
+            let (sequences, places): (Vec<_>, Vec<_>) = calls.into_iter().unzip();
+            let found = model.predict(&sequences, &places)?;
+            for (found, places) in found.iter().zip(&places) {
+                check_count("predictions of a sequence", found.len(), places.len())?;
+            }
+            found.into_iter().map(Answer::Tokens).collect()
         }
         ModelCall::Observe { .. } => {
             let sequences: Vec<Vec<u32>> = inputs(batch, |call| match call {

@@ -51,6 +51,40 @@ impl Estimate {
         Estimate::of_clusters(values).0
     }
 
+    /// `Σ numerator / Σ denominator` over clusters, with the standard error of a ratio of dependent sums.
+    ///
+    /// With `G` clusters and ratio `R` it is
+    /// `sqrt(G / (G − 1) · Σ_g (numerator_g − R · denominator_g)²) / Σ_g denominator_g`; the interval is
+    /// Student's, with `G − 1` degrees of freedom. `samples` are the clusters. Has no value without
+    /// clusters or if a sum is not finite.
+    pub fn ratio(clusters: &[(f64, f64)]) -> Self {
+        let samples = clusters.len();
+        let denominator: f64 = clusters.iter().map(|(_, d)| d).sum();
+        let ratio = clusters.iter().map(|(n, _)| n).sum::<f64>() / denominator;
+        if !ratio.is_finite() {
+            return Estimate { samples, ..Estimate::default() };
+        }
+        let standard_error = (samples > 1).then(|| {
+            let square_sum: f64 = clusters.iter().map(|(n, d)| (n - ratio * d).powi(2)).sum();
+            (samples as f64 / (samples as f64 - 1.0) * square_sum).sqrt() / denominator
+        });
+        let half = standard_error.map(|error| student(samples - 1) * error);
+        Estimate { value: Some(ratio), standard_error, samples, ..Estimate::default() }
+            .with_interval(half.map(|half| [ratio - half, ratio + half]))
+    }
+
+    /// The estimate and its uncertainty times a positive factor.
+    pub fn scaled(self, factor: f64) -> Self {
+        let scale = |x: Option<f64>| x.map(|x| x * factor);
+        Estimate {
+            value: scale(self.value),
+            standard_error: scale(self.standard_error),
+            low: scale(self.low),
+            high: scale(self.high),
+            samples: self.samples,
+        }
+    }
+
     /// Share of ones among `(cluster, 0 or 1)` pairs, with Wilson's interval for values that depend on
     /// others of their cluster (one sequence).
     ///
@@ -256,6 +290,21 @@ mod tests {
         let copies = (0..1000).map(|n| (n / 10, f64::from(u8::from(n < 100))));
         close(interval(Estimate::clustered_proportion(copies)), [0.0552, 0.1744]);
         assert_eq!(Estimate::clustered_proportion([]), Estimate::default());
+    }
+
+    #[test]
+    fn ratios_of_sums_by_hand() {
+        // R = 12 / 6; residuals 1, −1, 0: sqrt(3/2 · 2) / 6.
+        let ratio = Estimate::ratio(&[(3.0, 1.0), (3.0, 2.0), (6.0, 3.0)]);
+        let error = 3f64.sqrt() / 6.0;
+        assert_eq!((ratio.value, ratio.samples), (Some(2.0), 3));
+        assert!((ratio.standard_error.unwrap() - error).abs() < 1e-12);
+        close(interval(ratio), [2.0 - 4.303 * error, 2.0 + 4.303 * error]);
+        close(interval(ratio.scaled(2.0)), [4.0 - 8.606 * error, 4.0 + 8.606 * error]);
+        let single = Estimate::ratio(&[(3.0, 2.0)]);
+        assert_eq!((single.value, single.standard_error, single.low), (Some(1.5), None, None));
+        assert_eq!(Estimate::ratio(&[(f64::INFINITY, 2.0), (1.0, 1.0)]).value, None);
+        assert_eq!(Estimate::ratio(&[]).value, None);
     }
 
     #[test]

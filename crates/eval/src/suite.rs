@@ -108,7 +108,7 @@ pub trait HeldOut {
 }
 
 /// One sample to take.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Trial {
     /// Index in the list of trials.
     pub id: u64,
@@ -155,6 +155,13 @@ pub enum ModelCall {
         /// The tokens, one more than the model reads.
         tokens: Vec<u32>,
     },
+    /// The most likely token after each of some places.
+    Predict {
+        /// The sequence.
+        tokens: Vec<u32>,
+        /// Indices of tokens; at least one.
+        places: Vec<usize>,
+    },
     /// What the layers measure while the model reads a sequence.
     Observe {
         /// The sequence.
@@ -171,7 +178,7 @@ impl ModelCall {
                 context.len() + continuation.len()
             }
             ModelCall::RollingLogLikelihood { tokens } => tokens.len().saturating_sub(1),
-            ModelCall::Observe { tokens } => tokens.len(),
+            ModelCall::Predict { tokens, .. } | ModelCall::Observe { tokens } => tokens.len(),
         }
     }
 
@@ -192,6 +199,7 @@ impl ModelCall {
             }
             ModelCall::RollingLogLikelihood { tokens } => (2, tokens.len(), 0),
             ModelCall::Observe { tokens } => (3, tokens.len(), 0),
+            ModelCall::Predict { tokens, .. } => (4, tokens.len(), 0),
         }
     }
 }
@@ -205,8 +213,15 @@ pub enum Answer {
     LogLikelihood(LogLikelihood),
     /// ln p of every token but the first, in nats.
     TokenLogProbs(Vec<f32>),
+    /// The most likely token at each place.
+    Tokens(Vec<u32>),
     /// What the layers measured.
     Observations(Vec<Observation>),
+}
+
+/// Ids of tokens, separated by spaces.
+pub(crate) fn show_tokens(tokens: &[u32]) -> String {
+    tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
 }
 
 /// A finished trial, as the scores need it.

@@ -4,10 +4,19 @@
 use crate::common::{FakeModel, evaluate, passkey};
 use clap::Parser;
 use longwall_config::Problems;
+use longwall_eval::suites::babilong::BabilongOptions;
 use longwall_eval::suites::extrapolate::ExtrapolateOptions;
 use longwall_eval::suites::fflm::FflmOptions;
+use longwall_eval::suites::mqar::MqarOptions;
+use longwall_eval::suites::mqrar::MqrarOptions;
+use longwall_eval::suites::mrcr::MrcrOptions;
+use longwall_eval::suites::multi_needle::MultiNeedleOptions;
 use longwall_eval::suites::niah::{HaystackKind, NiahMode, NiahOptions};
 use longwall_eval::suites::passkey::PasskeyOptions;
+use longwall_eval::suites::perplexity::PerplexityOptions;
+use longwall_eval::suites::phonebook::PhonebookOptions;
+use longwall_eval::suites::ruler::RulerOptions;
+use longwall_eval::suites::word_problem::WordProblemOptions;
 use longwall_eval::{SamplingOptions, SuiteConfig, SuiteOptions};
 
 #[derive(Debug, Parser)]
@@ -33,6 +42,15 @@ fn defaults_are_those_of_the_protocols_on_both_ways_in() {
         ("niah", SuiteConfig::from(NiahOptions::default())),
         ("extrapolate", SuiteConfig::from(ExtrapolateOptions::default())),
         ("fflm", SuiteConfig::from(FflmOptions::default())),
+        ("perplexity", SuiteConfig::from(PerplexityOptions::default())),
+        ("multi-needle", SuiteConfig::from(MultiNeedleOptions::default())),
+        ("phonebook", SuiteConfig::from(PhonebookOptions::default())),
+        ("ruler", SuiteConfig::from(RulerOptions::default())),
+        ("babilong", SuiteConfig::from(BabilongOptions::default())),
+        ("mrcr", SuiteConfig::from(MrcrOptions::default())),
+        ("mqar", SuiteConfig::from(MqarOptions::default())),
+        ("mqrar", SuiteConfig::from(MqrarOptions::default())),
+        ("word-problem", SuiteConfig::from(WordProblemOptions::default())),
     ] {
         assert_eq!(cli(line).unwrap(), config);
         assert_eq!(toml::from_str::<SuiteConfig>(&format!("suite = \"{line}\"")).unwrap(), config);
@@ -70,6 +88,14 @@ fn the_command_line_and_a_table_say_the_same() {
 }
 
 #[test]
+fn every_suite_is_listed_with_a_line() {
+    let list = SuiteConfig::list();
+    let names: Vec<&str> = list.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, SuiteConfig::NAMES);
+    assert!(list.iter().all(|(_, about)| (20..100).contains(&about.len())), "{list:?}");
+}
+
+#[test]
 fn unknown_keys_and_suites_are_errors() {
     let error = toml::from_str::<SuiteConfig>("suite = \"passkey\"\nlenghts = [500]").unwrap_err();
     insta::assert_snapshot!(error.message(), @r"
@@ -77,7 +103,7 @@ fn unknown_keys_and_suites_are_errors() {
     ");
     let error = toml::from_str::<SuiteConfig>("suite = \"paskey\"").unwrap_err();
     insta::assert_snapshot!(error.message(), @r"
-    unknown variant `paskey`, expected one of `passkey`, `niah`, `extrapolate`, `fflm`, `attention-stats`
+    unknown variant `paskey`, expected one of `passkey`, `niah`, `multi-needle`, `ruler`, `babilong`, `mrcr`, `phonebook`, `extrapolate`, `perplexity`, `fflm`, `mqar`, `mqrar`, `word-problem`, `attention-stats`
     ");
     let error = cli("passkey --lengths 500,many").unwrap_err().to_string();
     insta::assert_snapshot!(error, @r"

@@ -1,10 +1,16 @@
 //! Tests of the suites, reports and plots, in one binary.
 
 mod attention_stats;
+mod babilong;
 mod common;
 mod config;
 mod extrapolation;
 mod flip_flop;
+mod lookup;
+mod mrcr;
+mod perplexity;
 mod plots;
 mod resume;
 mod retrieval;
+mod ruler;
+mod symbols;

@@ -236,6 +236,19 @@ impl<B: OpBackend> LanguageModel<B> {
         self.project(self.hidden(tokens, None))
     }
 
+    /// The most likely token after each of `places`, `[n]`: tokens are `[batch, seq_len]`, a place is
+    /// `row · seq_len + position`. The logits of at most 1024 places are in memory at a time.
+    pub fn likeliest(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        places: Tensor<B, 1, Int>,
+    ) -> Tensor<B, 1, Int> {
+        let hidden: Tensor<B, 2> = self.hidden(tokens, None).flatten(0, 1);
+        let hidden = hidden.select(0, places).unsqueeze::<3>();
+        let most = |hidden| self.project(hidden).argmax(2).flatten(0, 2);
+        Tensor::cat(hidden.split(1024, 1).into_iter().map(most).collect(), 0)
+    }
+
     /// The logits of `hidden`, those of the vocabulary's tokens only, in f32 even for a bf16 model: in bf16,
     /// close logits would tie.
     fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {

@@ -1,5 +1,7 @@
 //! `longwall eval SUITE --run RUN`.
 
+use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
@@ -7,12 +9,14 @@ use longwall_config::{Problems, culprit};
 use longwall_data::{Loader, Split, Tokenizer};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
-    EvalError, HeldOut, Report, RunContext, StopRequest, SuiteConfig, TrainedModel, write_index,
+    EvalError, HeldOut, Preset, Report, RunContext, StopRequest, SuiteConfig, Summary,
+    TrainedModel, write_index,
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
 use longwall_train::config::{FOLDER_NAME, RunConfig, is_folder_name};
 use longwall_train::signals::StopFlag;
+use serde::Serialize;
 
 use crate::context::{OpenRun, RunArgs};
 use crate::progress::{DataProgress, EvalProgress};
@@ -37,27 +41,103 @@ pub struct Args {
     json: bool,
 
     #[command(subcommand)]
-    suite: SuiteConfig,
+    what: What,
 }
 
-/// Runs one suite and prints its report.
+/// A suite, or one of the commands about several.
+#[derive(clap::Subcommand)]
+enum What {
+    /// List the suites
+    List,
+    /// Run a fixed selection of suites and write one summary
+    All {
+        /// The selection
+        #[arg(long, value_enum)]
+        preset: Preset,
+    },
+    #[command(flatten)]
+    Suite(SuiteConfig),
+}
+
+/// Runs one suite or several and prints the report.
 pub fn run(args: Args) -> Result<()> {
+    let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
+    let suite = match args.what {
+        What::List => return list(args.json),
+        What::All { preset } => {
+            if args.out.is_some() {
+                bail!(
+                    "--out is given beside all, whose folders have names of their own\n  hint: leave out --out"
+                );
+            }
+            return run_all(args.run.open()?, preset, replace, args.json);
+        }
+        What::Suite(suite) => suite,
+    };
     if let Some(name) = args.out.as_deref() {
-        check_out("--out", name, &args.suite)?;
+        check_out("--out", name, &suite)?;
     }
     let run = args.run.open()?;
     let stop = StopFlag::install("stopping after the file being written")?;
-    let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
-    let suites = [(args.suite, args.out)];
-    let report = evaluate(run, &suites, replace, &stop)?;
-    for report in report {
-        if args.json {
-            println!("{}", serde_json::to_string_pretty(&report)?);
-        } else {
-            println!("{report}");
-        }
+    for report in evaluate(run, &[(suite, args.out)], replace, &stop)? {
+        print(&report, args.json)?;
     }
     Ok(())
+}
+
+/// Prints what may also be read by a program.
+fn print<T: Serialize + Display>(result: &T, json: bool) -> Result<()> {
+    match json {
+        true => println!("{}", serde_json::to_string_pretty(result)?),
+        false => println!("{result}"),
+    }
+    Ok(())
+}
+
+/// Prints every suite and what it is.
+fn list(json: bool) -> Result<()> {
+    let suites = SuiteConfig::list();
+    if json {
+        let suites: BTreeMap<String, String> = suites.into_iter().collect();
+        println!("{}", serde_json::to_string_pretty(&suites)?);
+        return Ok(());
+    }
+    let width = suites.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, about) in suites {
+        println!("{name:width$}  {about}");
+    }
+    Ok(())
+}
+
+/// Runs a preset's suites, those after one that cannot run too; writes and prints the summary.
+fn run_all(run: OpenRun, preset: Preset, replace: DiscardResults, json: bool) -> Result<()> {
+    let stop = StopFlag::install("stopping after the file being written")?;
+    let mut summary = Summary {
+        preset: preset.name().to_owned(),
+        run: run.checkpoint.config.run.name.clone(),
+        checkpoint_step: run.checkpoint.state.step,
+        suites: Vec::new(),
+    };
+    let folder = run.dir.join("eval");
+    let suites: Vec<NamedSuite> =
+        preset.suites().into_iter().map(|(suite, name)| (suite, Some(name))).collect();
+    evaluate_each(run, &suites, replace, &stop, &mut |(suite, name), result| {
+        if let Err(error @ (EvalError::Stopped { .. } | EvalError::StoppedEarly { .. })) = result {
+            return Err(error.into());
+        }
+        summary.push(suite.name(), name.as_deref().unwrap_or(suite.name()), result);
+        Ok(())
+    })?;
+    std::fs::create_dir_all(&folder)?;
+    summary.save(&folder)?;
+    print(&summary, json)?;
+    match summary.failures() {
+        0 => Ok(()),
+        count => bail!(
+            "{count} of {} suites did not run\n  hint: the summary names the reasons",
+            summary.suites.len()
+        ),
+    }
 }
 
 /// Rejects the folder of another suite as the place of `suite`'s results; `key` is where it was given.
@@ -103,15 +183,40 @@ pub fn evaluate(
     replace: DiscardResults,
     stop: &StopFlag,
 ) -> Result<Vec<Report>> {
-    struct Evaluate<'a>(OpenRun, &'a [NamedSuite], DiscardResults, &'a StopFlag);
-    impl OnDevice for Evaluate<'_> {
-        type Output = Result<Vec<Report>>;
+    let mut reports = Vec::with_capacity(suites.len());
+    evaluate_each(run, suites, replace, stop, &mut |_, result| {
+        reports.push(result?);
+        Ok(())
+    })?;
+    Ok(reports)
+}
+
+/// Receives a suite's report, or why it did not run; an error ends the evaluation.
+type Sink<'a> = dyn FnMut(&NamedSuite, Result<Report, EvalError>) -> Result<()> + 'a;
+
+/// As [`evaluate`], with each result given to `sink`.
+fn evaluate_each(
+    run: OpenRun,
+    suites: &[NamedSuite],
+    replace: DiscardResults,
+    stop: &StopFlag,
+    sink: &mut Sink<'_>,
+) -> Result<()> {
+    struct Evaluate<'a, 's>(
+        OpenRun,
+        &'a [NamedSuite],
+        DiscardResults,
+        &'a StopFlag,
+        &'a mut Sink<'s>,
+    );
+    impl OnDevice for Evaluate<'_, '_> {
+        type Output = Result<()>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
-            let Evaluate(run, suites, replace, stop) = self;
-            evaluate_on::<B>(&run, suites, replace, stop, device)
+            let Evaluate(run, suites, replace, stop, sink) = self;
+            evaluate_on::<B>(&run, suites, replace, stop, sink, device)
         }
     }
-    run.compute.clone().run(Evaluate(run, suites, replace, stop))
+    run.compute.clone().run(Evaluate(run, suites, replace, stop, sink))
 }
 
 /// A [`StopFlag`] as evaluations see it.
@@ -132,8 +237,9 @@ fn evaluate_on<B: OpBackend>(
     suites: &[NamedSuite],
     replace: DiscardResults,
     stop: &StopFlag,
+    sink: &mut Sink<'_>,
     device: B::Device,
-) -> Result<Vec<Report>> {
+) -> Result<()> {
     let config = &run.checkpoint.config;
     let loading = "the model was being loaded\n  hint: run the same command again";
     let model = stop.interruptible(loading, || run.load::<B>(&device))?;
@@ -144,7 +250,7 @@ fn evaluate_on<B: OpBackend>(
     let progress = EvalProgress::new();
     let stop = StopEvaluation(stop);
     let folder = run.dir.join("eval");
-    let evaluate = |(suite, name): &NamedSuite| {
+    let mut evaluate = |(suite, name): &NamedSuite| {
         let out_dir = folder.join(name.as_deref().unwrap_or(suite.name()));
         let step = run.checkpoint.state.step;
         let force = match replace {
@@ -163,11 +269,16 @@ fn evaluate_on<B: OpBackend>(
             progress: &progress,
             stop: Some(&stop),
         };
-        let report = longwall_eval::run(suite, &mut model, &context)?;
-        write_index(&folder)?;
-        Ok(report)
+        longwall_eval::run(suite, &mut model, &context)
     };
-    suites.iter().map(evaluate).collect()
+    for suite in suites {
+        let result = evaluate(suite);
+        if result.is_ok() {
+            write_index(&folder)?;
+        }
+        sink(suite, result)?;
+    }
+    Ok(())
 }
 
 /// More tokens than any split has.

@@ -18,12 +18,14 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 48] = [
+const KEYS: [&str; 53] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
     "data.sources=[{ kind = \"passkey\", min_len = 16 }, { kind = \"fflm\", instructions = 8 }]",
     "data.sources=[{ kind = \"text\", paths = [\"a\"], separator = \"b\", weight = 2 }]",
+    "data.sources=[{ kind = \"mqar\", length = 16 }, { kind = \"mqrar\", length = 16 }]",
+    "data.sources=[{ kind = \"word-problem\" }, { kind = \"phonebook\", answer_only = false }]",
     "data.sources.0.weight=1e308",
     "data.validation_tokens=\"1M\"",
     "model.kv_heads=1",
@@ -66,6 +68,9 @@ const KEYS: [&str; 48] = [
     "eval=[{ suite = \"passkey\", trials = 1, depths = 2 }, { suite = \"fflm\" }]",
     "eval=[{ suite = \"niah\", min_length = 64, max_length = 4096, length_count = 3 }]",
     "eval=[{ suite = \"extrapolate\", lengths = [64, 128], sequences = 2, batch = 1 }]",
+    "eval=[{ suite = \"mqar\", form = \"compositional\", pairs = [4, 9] }, { suite = \"ruler\" }]",
+    "eval=[{ suite = \"mqrar\", keys = 4 }, { suite = \"word-problem\", group = \"s5\" }]",
+    "eval=[{ suite = \"perplexity\", stride = 8 }, { suite = \"babilong\", tasks = [\"qa4\"] }]",
     "eval.0.batch_tokens=\"64k\"",
 ];
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{OpenContext, RowGenerator, Source, SourceData};
 use crate::synthetic::fflm::{FlipFlop, FlipFlopTokens, read_bits};
-use crate::synthetic::packing::{Example, pack};
+use crate::synthetic::packing::{Example, Goal, pack};
 use crate::{DataConfig, DataError};
 
 /// How far from 1 the sum of the probabilities may be: users write them as decimals.
@@ -94,14 +94,18 @@ struct FlipFlopRows {
 }
 
 impl RowGenerator for FlipFlopRows {
-    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+    fn fill(&self, index: u64, tokens: &mut [i32], targets: &mut [i32], weights: &mut [f32]) {
         let example = |rng: &mut ChaCha8Rng| {
             let text = self.task.draw(rng);
             let mut tokens = self.tokens.encode(&text);
             tokens.push(self.end_of_text);
-            Example { tokens, counted: self.reads_only.then(|| read_bits(&text).collect()) }
+            let goal = match self.reads_only {
+                true => Goal::Tokens(read_bits(&text).collect()),
+                false => Goal::AllTokens,
+            };
+            Example { tokens, goal }
         };
-        pack((self.seed, index), self.end_of_text, example, tokens, weights);
+        pack((self.seed, index), self.end_of_text, example, (tokens, targets), weights);
     }
 }
 

@@ -8,12 +8,17 @@ pub mod cargo_sources;
 #[cfg(test)]
 mod conformance;
 pub mod fflm;
+mod labelled;
+pub mod mqar;
+pub mod mqrar;
 pub mod passkey;
+pub mod phonebook;
 mod registry;
 pub mod shards;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod text;
+pub mod word_problem;
 
 use std::fmt::Debug;
 use std::path::PathBuf;
@@ -27,6 +32,7 @@ use crate::corpus::Corpus;
 use crate::mixture::derive_key;
 use crate::prepare::{PrepareOptions, prepare_cached};
 use crate::shard::{Shard, ShardEntry, TokenStream, check_blocks, check_listed};
+use crate::synthetic::held_out::Part;
 use crate::{DataConfig, DataError, Progress, Split, Tokenizer};
 
 registry::registry! {
@@ -40,6 +46,14 @@ registry::registry! {
     Passkey = "passkey" in passkey;
     /// Generated flip-flop sequences.
     Fflm = "fflm" in fflm;
+    /// Generated phone books.
+    Phonebook = "phonebook" in phonebook;
+    /// Generated key–value pairs and queries: multi-query associative recall.
+    Mqar = "mqar" in mqar;
+    /// Generated words of permutations, and their products.
+    WordProblem = "word-problem" in word_problem;
+    /// Generated assignments to a few variables: N-back recall.
+    Mqrar = "mqrar" in mqrar;
 }
 
 impl SourceConfig {
@@ -87,9 +101,9 @@ pub(crate) enum SourceData {
 
 /// Generates rows of tokens with random access.
 pub(crate) trait RowGenerator: Debug + Send + Sync {
-    /// Fills row `index`: its `seq_len + 1` tokens, and the weight of each token but the first as a
-    /// target. A function of the index and of [`OpenContext::generator_seed`].
-    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]);
+    /// Fills row `index`: its `seq_len + 1` tokens, and what to predict after each but the last, with its
+    /// weight. A function of the index and of [`OpenContext::generator_seed`].
+    fn fill(&self, index: u64, tokens: &mut [i32], targets: &mut [i32], weights: &mut [f32]);
 }
 
 /// The arguments for opening a source.
@@ -116,6 +130,14 @@ impl OpenContext<'_> {
         match self.split {
             Split::Train => derive_key(&purpose, &[self.seed]),
             Split::Validation => derive_key(&purpose, &[]),
+        }
+    }
+
+    /// The examples of the split: those of the validation split are never trained on.
+    pub(crate) fn part(&self) -> Part {
+        match self.split {
+            Split::Train => Part::Train,
+            Split::Validation => Part::Test,
         }
     }
 

@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::{OpenContext, RowGenerator, Source, SourceData};
-use crate::synthetic::packing::{Example, pack};
+use crate::synthetic::packing::{Example, Goal, pack};
 use crate::synthetic::passkey::PasskeyFitter;
 use crate::{DataConfig, DataError, Tokenizer};
 
@@ -93,7 +93,13 @@ impl PasskeyRows {
         for (budget, key) in [(max_len, key_of_max), (min_len, "min_len")] {
             if budget < needed {
                 let tokenizer = tokenizer.name().into();
-                return Err(DataError::PromptTooLong { budget, key, needed, tokenizer });
+                return Err(DataError::PromptTooLong {
+                    task: "passkey",
+                    budget,
+                    key,
+                    needed,
+                    tokenizer,
+                });
             }
         }
         let (answer_only, tokenizer) = (config.answer_only, tokenizer.clone());
@@ -112,16 +118,19 @@ impl PasskeyRows {
         let mut tokens = self.tokenizer.encode(&prompt.prompt);
         let start = tokens.len();
         tokens.extend(self.tokenizer.encode(&prompt.completion()));
-        let counted = self.answer_only.then(|| (start..tokens.len()).collect());
+        let goal = match self.answer_only {
+            true => Goal::Tokens((start..tokens.len()).collect()),
+            false => Goal::AllTokens,
+        };
         tokens.push(self.tokenizer.end_of_text());
-        Example { tokens, counted }
+        Example { tokens, goal }
     }
 }
 
 impl RowGenerator for PasskeyRows {
-    fn fill(&self, index: u64, tokens: &mut [i32], weights: &mut [f32]) {
+    fn fill(&self, index: u64, tokens: &mut [i32], targets: &mut [i32], weights: &mut [f32]) {
         let end_of_text = self.tokenizer.end_of_text();
-        pack((self.seed, index), end_of_text, |rng| self.example(rng), tokens, weights);
+        pack((self.seed, index), end_of_text, |rng| self.example(rng), (tokens, targets), weights);
     }
 }
 

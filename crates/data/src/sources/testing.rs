@@ -100,11 +100,23 @@ pub(crate) fn generator(
     }
 }
 
-/// Row `index`: its tokens, and the weights of its targets.
+/// Row `index`: its tokens, and the weights of its targets, which are the next tokens.
 pub(crate) fn row(rows: &dyn RowGenerator, index: u64, seq_len: usize) -> (Vec<i32>, Vec<f32>) {
-    let (mut tokens, mut weights) = (vec![-1; seq_len + 1], vec![-1.0; seq_len]);
-    rows.fill(index, &mut tokens, &mut weights);
+    let (tokens, targets, weights) = labelled_row(rows, index, seq_len);
+    assert_eq!(targets, tokens[1..]);
     (tokens, weights)
+}
+
+/// Row `index`: its tokens, its targets and their weights.
+pub(crate) fn labelled_row(
+    rows: &dyn RowGenerator,
+    index: u64,
+    seq_len: usize,
+) -> (Vec<i32>, Vec<i32>, Vec<f32>) {
+    let (mut tokens, mut targets) = (vec![-1; seq_len + 1], vec![-1; seq_len]);
+    let mut weights = vec![-1.0; seq_len];
+    rows.fill(index, &mut tokens, &mut targets, &mut weights);
+    (tokens, targets, weights)
 }
 
 /// The texts of a corpus from `start` on, each with the position after it; `-` for an empty

@@ -150,7 +150,13 @@ impl PasskeyFitter {
         let bare = self.prompt_tokens(&draw.prompt(0, depth));
         if bare > budget {
             let tokenizer = self.tokenizer.name().into();
-            return Err(DataError::PromptTooLong { budget, key, needed: bare, tokenizer });
+            return Err(DataError::PromptTooLong {
+                task: "passkey",
+                budget,
+                key,
+                needed: bare,
+                tokenizer,
+            });
         }
         let mut garbage_chars = self.predicted_fit(&draw, bare, budget, depth);
         loop {

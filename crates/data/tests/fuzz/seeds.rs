@@ -213,6 +213,29 @@ instructions = 256
 p_write = 0.1
 p_read = 0.1
 p_ignore = 0.8
+
+[[sources]]
+kind = "phonebook"
+answer_only = false
+
+[[sources]]
+kind = "mqar"
+form = "forgetting"
+length = 128
+pairs = 8
+updates = 3
+vocab = 200
+power = 0.5
+
+[[sources]]
+kind = "word-problem"
+group = "s5"
+max_len = 12
+
+[[sources]]
+kind = "mqrar"
+back = 3
+keys = 8
 "#;
     let short = "seq_len = 8\nsources = [{ kind = \"cargo-sources\" }]\n";
     for text in [all, short] {

@@ -1,13 +1,26 @@
 //! The registry of suites: one file and one line each.
 
 pub mod attention_stats;
+pub mod babilong;
+pub mod counted;
 pub mod extrapolate;
 pub mod fflm;
+mod fit;
+mod labelled;
+pub mod mqar;
+pub mod mqrar;
+pub mod mrcr;
+pub mod multi_needle;
 pub mod niah;
 pub mod passkey;
+pub mod perplexity;
+pub mod phonebook;
 mod retrieval;
+pub mod ruler;
 mod stretches;
+pub mod word_problem;
 
+use clap::Subcommand;
 use serde::{Deserialize, Serialize};
 
 use crate::options::SuiteOptions;
@@ -27,6 +40,15 @@ macro_rules! suites {
         }
 
         impl SuiteConfig {
+            /// Name and description of every suite.
+            pub fn list() -> Vec<(String, String)> {
+                let command = SuiteConfig::augment_subcommands(clap::Command::new("eval"));
+                let about = |suite: &clap::Command| {
+                    suite.get_about().map(ToString::to_string).unwrap_or_default()
+                };
+                command.get_subcommands().map(|s| (s.get_name().to_string(), about(s))).collect()
+            }
+
             /// Names of all suites.
             pub const NAMES: &[&str] = &[$(<$suite as Suite>::NAME),*];
 
@@ -78,10 +100,28 @@ suites! {
     Passkey => passkey::Passkey;
     /// Needle in a haystack: a magic number in long text, by length and depth
     Niah => niah::Niah;
+    /// Several needles: two or four numbers far apart in repeated text, asked for together
+    MultiNeedle => multi_needle::MultiNeedle;
+    /// RULER: thirteen tasks of retrieval, tracing, counting and question answering
+    Ruler => ruler::Ruler;
+    /// BABILong: facts of five bAbI tasks hidden in long text
+    Babilong => babilong::Babilong;
+    /// Multi-round coreference: repeat the n-th text that answered a request
+    Mrcr => mrcr::Mrcr;
+    /// Phone book lookup: the number of a name among as many lines as fit
+    Phonebook => phonebook::Phonebook;
     /// Length extrapolation: loss by context length and by position on held-out text
     Extrapolate => extrapolate::Extrapolate;
+    /// Word and byte perplexity and bits per byte of text, with a strided window
+    Perplexity => perplexity::Perplexity;
     /// Flip-flop language modelling: errors in reading back the last bit written
     Fflm => fflm::Fflm;
+    /// Multi-query associative recall: the values of keys, in three forms
+    Mqar => mqar::Mqar;
+    /// N-back recall: the value that a variable had N assignments ago
+    Mqrar => mqrar::Mqrar;
+    /// The word problem of A5 or S5: products of permutations, at every step
+    WordProblem => word_problem::WordProblem;
     /// What attention layers measure of themselves, by layer, head and context length
     AttentionStats => attention_stats::AttentionStats;
 }

@@ -16,9 +16,11 @@ use longwall_data::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use self::haystack::Haystack;
+pub(super) use self::haystack::Haystack;
 pub use self::haystack::HaystackKind;
 use self::needle::{INSTRUCTION, Needle, longest_needle};
+pub(super) use self::needle::{all_keys, distinct_keys};
+use super::fit::check_floor;
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
@@ -168,17 +170,7 @@ impl Suite for Niah {
         let lengths = options.lengths();
         let instruction = tokenizer.encode(INSTRUCTION);
         let prompt = instruction.len() + longest_needle(tokenizer, options.mode);
-        let minimum = prompt + options.max_tokens;
-        if let Some(&length) = lengths.iter().find(|&&length| length < minimum) {
-            return Err(EvalError::TooShort {
-                suite: Self::NAME,
-                length,
-                minimum,
-                prompt,
-                generation: options.max_tokens,
-                tokenizer: tokenizer.name().to_string(),
-            });
-        }
+        check_floor(Self::NAME, &lengths, prompt, options.max_tokens, tokenizer)?;
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let haystack = Haystack::open(options, context, longest)?;
         let OpenContext { seed, train_seq_len, .. } = *context;

@@ -14,6 +14,7 @@ use longwall_data::synthetic::passkey::PasskeyFitter;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::fit::check_floor;
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
@@ -85,18 +86,8 @@ impl Suite for Passkey {
     fn open(options: &PasskeyOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
         check_answer(Self::NAME, options.max_tokens, " 50000", context.tokenizer)?;
         let fitter = PasskeyFitter::new(context.tokenizer);
-        let prompt = fitter.shortest_prompt();
-        let minimum = prompt + options.max_tokens;
-        if let Some(&length) = options.lengths.iter().find(|&&length| length < minimum) {
-            return Err(EvalError::TooShort {
-                suite: Self::NAME,
-                length,
-                minimum,
-                prompt,
-                generation: options.max_tokens,
-                tokenizer: context.tokenizer.name().to_string(),
-            });
-        }
+        let (prompt, generation) = (fitter.shortest_prompt(), options.max_tokens);
+        check_floor(Self::NAME, &options.lengths, prompt, generation, context.tokenizer)?;
         let OpenContext { seed, train_seq_len, .. } = *context;
         Ok(Passkey { options: options.clone(), fitter, seed, train_seq_len })
     }

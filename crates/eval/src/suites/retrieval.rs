@@ -217,7 +217,7 @@ fn heatmap(
 }
 
 /// A logarithmic axis if lengths span more than a factor of 16.
-fn length_scale(lengths: &[usize]) -> Scale {
+pub(super) fn length_scale(lengths: &[usize]) -> Scale {
     let (least, most) = (lengths.iter().min(), lengths.iter().max());
     match least.zip(most) {
         Some((least, most)) if *most > 16 * least => Scale::Log2,
@@ -226,7 +226,7 @@ fn length_scale(lengths: &[usize]) -> Scale {
 }
 
 /// The training length on the x axis, if it is within or near the lengths.
-fn boundary_x(lengths: &[usize], train_seq_len: usize) -> Option<(f64, String)> {
+pub(super) fn boundary_x(lengths: &[usize], train_seq_len: usize) -> Option<(f64, String)> {
     let least = lengths.iter().min()?;
     let most = lengths.iter().max()?;
     (train_seq_len * 2 >= *least && train_seq_len <= most * 2)

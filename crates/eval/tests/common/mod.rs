@@ -26,6 +26,8 @@ pub struct FakeModel {
     pub reply: Box<dyn Fn(&str) -> String>,
     /// ln p of the token predicted at a position, after reading `position + 1` tokens of `length`.
     pub token_log_p: TokenLogP,
+    /// The token predicted at a place of a sequence.
+    pub predict: Box<dyn Fn(&[u32], usize) -> u32>,
     /// Every call: (sequences, tokens of each, tokens it may generate).
     pub calls: Vec<(usize, usize, usize)>,
     /// Stops the evaluation after this many calls.
@@ -53,6 +55,7 @@ impl FakeModel {
             max_len: None,
             reply: Box::new(reply),
             token_log_p: Box::new(move |_, _, _| uniform),
+            predict: Box::new(|_, _| 0),
             calls: Vec::new(),
             stop_after: None,
             free_memory: None,
@@ -132,6 +135,18 @@ impl EvalModel for FakeModel {
             (0..length).map(|at| (self.token_log_p)(at, length, tokens)).collect()
         };
         Ok(self.lose(sequences.iter().map(log_ps).collect()))
+    }
+
+    fn predict(
+        &mut self,
+        sequences: &[Vec<u32>],
+        places: &[Vec<usize>],
+    ) -> Result<Vec<Vec<u32>>, EvalError> {
+        self.called(sequences, 0)?;
+        let predictions = |(tokens, places): (&Vec<u32>, &Vec<usize>)| {
+            places.iter().map(|&place| (self.predict)(tokens, place)).collect()
+        };
+        Ok(self.lose(sequences.iter().zip(places).map(predictions).collect()))
     }
 
     fn generate(
@@ -225,6 +240,13 @@ pub fn evaluate_with(
 pub fn samples(dir: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(dir.join("samples.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The samples that a suite wrote, in the order of its trials: the file has them by the length of the prompt.
+pub fn sorted_samples(dir: &Path) -> Vec<Value> {
+    let mut samples = samples(dir);
+    samples.sort_by_key(|sample| sample["id"].as_u64());
+    samples
 }
 
 /// Files of a folder, by name.

@@ -1,5 +1,7 @@
 //! The haystack: held-out text, noise, or a repeated sentence.
 
+use std::path::PathBuf;
+
 use longwall_data::Tokenizer;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -47,7 +49,7 @@ impl HaystackKind {
 }
 
 /// Tokens to hide needles in; reading wraps around at the end.
-pub(super) struct Haystack {
+pub(in crate::suites) struct Haystack {
     kind: HaystackKind,
     tokens: Vec<u32>,
     source: String,
@@ -62,46 +64,63 @@ impl Haystack {
         context: &OpenContext<'_>,
         longest: usize,
     ) -> Result<Self, EvalError> {
-        let wanted = longest * TEXTS_PER_LENGTH;
-        let tokenizer = context.tokenizer;
-        let (source, tokens) = match options.haystack {
-            HaystackKind::Text if !options.text.is_empty() => {
-                let files = source_of(&list_files(&options.text)?);
-                (files, from_files(options, context, wanted)?)
-            }
+        let (kind, tokenizer) = (options.haystack, context.tokenizer);
+        let (source, tokens) = match kind {
             HaystackKind::Text => {
-                let held_out = context.held_out.ok_or_else(|| no_text("niah"))?;
-                let newline = tokenizer.encode("\n");
-                let tokens = held_out
-                    .validation_tokens(wanted)?
-                    .split(|&token| token == tokenizer.end_of_text())
-                    .filter(|document| !document.is_empty())
-                    .collect::<Vec<_>>()
-                    .join(newline.as_slice());
-                (held_out.describe(), tokens)
+                return Haystack::of_text("niah", &options.text, context, longest);
             }
             HaystackKind::Noise => {
-                let tokens = noise(context.seed, wanted, tokenizer);
+                let tokens = noise(context.seed, longest * TEXTS_PER_LENGTH, tokenizer);
                 ("sentences of made-up words".to_string(), tokens)
             }
             HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
         };
-        if options.haystack == HaystackKind::Text {
-            check_text(&tokens, &source, longest)?;
-        }
-        if options.haystack == HaystackKind::Text && tokens.len() < longest {
+        Ok(Haystack::new(kind, source, tokens, longest))
+    }
+
+    /// Reads text for prompts of up to `longest` tokens: files, or the run's validation split if `text` is empty.
+    ///
+    /// # Errors
+    /// Text that is missing, empty, or so short that a prompt would hold little but repetitions.
+    pub(in crate::suites) fn of_text(
+        suite: &'static str,
+        text: &[PathBuf],
+        context: &OpenContext<'_>,
+        longest: usize,
+    ) -> Result<Self, EvalError> {
+        let wanted = longest * TEXTS_PER_LENGTH;
+        let tokenizer = context.tokenizer;
+        let (source, tokens) = if text.is_empty() {
+            let held_out = context.held_out.ok_or_else(|| no_text(suite))?;
+            let newline = tokenizer.encode("\n");
+            let tokens = held_out
+                .validation_tokens(wanted)?
+                .split(|&token| token == tokenizer.end_of_text())
+                .filter(|document| !document.is_empty())
+                .collect::<Vec<_>>()
+                .join(newline.as_slice());
+            (held_out.describe(), tokens)
+        } else {
+            (source_of(&list_files(text)?), from_files(text, context, wanted)?)
+        };
+        check_text(suite, &tokens, &source, longest)?;
+        if tokens.len() < longest {
             tracing::warn!(
                 "the haystack has {} tokens, less than the longest length, {longest}: it is repeated",
                 tokens.len()
             );
         }
+        Ok(Haystack::new(HaystackKind::Text, source, tokens, longest))
+    }
+
+    fn new(kind: HaystackKind, source: String, tokens: Vec<u32>, longest: usize) -> Self {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
         let sha256 = format!("{:x}", Sha256::digest(&bytes));
-        Ok(Haystack { kind: options.haystack, tokens, source, sha256, longest })
+        Haystack { kind, tokens, source, sha256, longest }
     }
 
     /// Describes the haystack for the report; its hash ensures that a resumed evaluation has the same.
-    pub(super) fn describe(&self) -> Value {
+    pub(in crate::suites) fn describe(&self) -> Value {
         json!({
             "haystack": self.kind.name(),
             "haystack_source": self.source,
@@ -112,7 +131,7 @@ impl Haystack {
     }
 
     /// `count` tokens, starting at a random place; the repeated text always starts at its beginning.
-    pub(super) fn take(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<u32> {
+    pub(in crate::suites) fn take(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<u32> {
         let start = match self.kind {
             HaystackKind::Repeat => 0,
             _ => rng.random_range(0..self.tokens.len()),
@@ -122,7 +141,7 @@ impl Haystack {
 
     /// The index in `hay` for a needle at this depth: after the last sentence that ends within
     /// [`LOOK_BACK`] tokens before the depth, else at the depth itself.
-    pub(super) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
+    pub(in crate::suites) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
         let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());
         if at == hay.len() {
             return at;
@@ -138,30 +157,33 @@ impl Haystack {
 }
 
 /// Rejects text that is empty, or so short that a prompt would hold little but repetitions.
-fn check_text(tokens: &[u32], source: &str, longest: usize) -> Result<(), EvalError> {
+fn check_text(suite: &str, tokens: &[u32], source: &str, longest: usize) -> Result<(), EvalError> {
     let least = longest.div_ceil(MOST_REPEATS);
     if tokens.len() >= least {
         return Ok(());
     }
     let what = match tokens.len() {
-        0 => format!("niah: the haystack is empty: there is no text in {source}"),
+        0 => format!("{suite}: the haystack is empty: there is no text in {source}"),
         count => format!(
-            "niah: the haystack has {count} tokens ({source}); length {longest} needs {least}, or its \
+            "{suite}: the haystack has {count} tokens ({source}); length {longest} needs {least}, or its \
              prompts repeat the text more than {MOST_REPEATS} times"
         ),
     };
-    let remedy = "give more text with --text, shorter --lengths, or --haystack noise or repeat";
+    let remedy = match suite {
+        "niah" => "give more text with --text, shorter --lengths, or --haystack noise or repeat",
+        _ => "give more text with --text, or shorter --lengths",
+    };
     Err(EvalError::Text { what, remedy: remedy.to_string() })
 }
 
 /// Whole files in a seeded order, until there are enough tokens. Files of blanks alone are left out: the
 /// newlines between files are no text.
 fn from_files(
-    options: &NiahOptions,
+    text: &[PathBuf],
     context: &OpenContext<'_>,
     wanted: usize,
 ) -> Result<Vec<u32>, EvalError> {
-    let mut files = list_files(&options.text)?;
+    let mut files = list_files(text)?;
     files.shuffle(&mut ChaCha8Rng::seed_from_u64(context.seed));
     let newline = context.tokenizer.encode("\n");
     let mut tokens = Vec::new();

@@ -2,6 +2,7 @@
 
 use longwall_data::Tokenizer;
 use rand::Rng;
+use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
 
 use super::NiahMode;
@@ -19,6 +20,17 @@ const NOUNS: [&str; 24] = [
     "bridge", "kettle", "glacier", "violin", "anchor", "pepper", "window", "falcon", "ladder",
     "marble", "garden", "saddle", "tunnel", "button", "island",
 ];
+
+/// All 576 keys.
+pub(in crate::suites) fn all_keys() -> Vec<String> {
+    let keys = ADJECTIVES.iter().flat_map(|adjective| NOUNS.iter().map(move |n| (adjective, n)));
+    keys.map(|(adjective, noun)| format!("{adjective}-{noun}")).collect()
+}
+
+/// Different random keys, at most all.
+pub(in crate::suites) fn distinct_keys(rng: &mut ChaCha8Rng, count: usize) -> Vec<String> {
+    all_keys().choose_multiple(rng, count).cloned().collect()
+}
 
 /// The text of one trial without its haystack.
 pub(super) struct Needle {

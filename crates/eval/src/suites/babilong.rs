@@ -1,0 +1,325 @@
+//! BABILong (Kuratov et al., 2024): facts of the bAbI tasks hidden in long text, and a question about them.
+//!
+//! The facts come from a simulator of our own, the text is held out by the user or the run. An answer is correct if
+//! its first sentence names the right label and no other of the task, where labels of the question do not count.
+
+mod stories;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use longwall_config::Problems;
+use longwall_data::Tokenizer;
+use rand::Rng;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+pub use self::stories::{Story, Task};
+use super::counted::{self, Cells, Counted, Plot};
+use super::fit::check_floor;
+use super::niah::Haystack;
+use crate::EvalError;
+use crate::options::{
+    MOST_SAMPLES, check_answer, check_count, check_lengths, parse_size, sample_rng, sizes,
+};
+use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+
+/// No fact stands before the last end of a sentence in this many tokens at the start of the text.
+const FIRST_SENTENCES: f64 = 200.0;
+
+/// Options of `longwall eval babilong`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
+#[serde(deny_unknown_fields, default)]
+pub struct BabilongOptions {
+    /// Lengths of prompt plus generation, in tokens of the model's tokenizer
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS", value_parser = parse_size,
+          default_values_t = BabilongOptions::default().lengths)]
+    #[serde(deserialize_with = "sizes")]
+    pub lengths: Vec<usize>,
+    /// Samples of each task at each length
+    #[arg(long, default_value_t = BabilongOptions::default().trials)]
+    pub trials: usize,
+    /// The tasks
+    #[arg(long, value_delimiter = ',', value_enum, default_values_t = BabilongOptions::default().tasks)]
+    pub tasks: Vec<Task>,
+    /// Text files or folders to hide the facts in [default: the run's validation split]
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    pub text: Vec<PathBuf>,
+    /// Give the facts alone, without text around them: BABILong's length 0k
+    #[arg(long)]
+    pub facts_only: bool,
+    /// The most tokens generated for an answer
+    #[arg(long, default_value_t = BabilongOptions::default().max_tokens)]
+    pub max_tokens: usize,
+}
+
+impl Default for BabilongOptions {
+    fn default() -> Self {
+        BabilongOptions {
+            lengths: vec![4000, 8000, 16_000, 32_000],
+            trials: 100,
+            tasks: Task::ALL.to_vec(),
+            text: Vec::new(),
+            facts_only: false,
+            max_tokens: 20,
+        }
+    }
+}
+
+/// What the prompt says before the facts: the task, and two solved examples.
+fn introduction(task: Task) -> &'static str {
+    match task {
+        Task::Qa1 => {
+            "The text below hides facts about where people are. Answer the question from these facts alone: a \
+             person is where they went last. The answer is one word.\n\n\
+             Facts: Mary went to the office. John moved to the garden. Mary travelled to the kitchen.\n\
+             Question: Where is Mary?\nAnswer: kitchen.\n\n\
+             Facts: Sandra journeyed to the hallway. Daniel went to the bedroom.\n\
+             Question: Where is Sandra?\nAnswer: hallway.\n\n"
+        }
+        Task::Qa2 => {
+            "The text below hides facts about people who carry things. Answer the question from these facts alone: \
+             a thing moves with the person who took it, and stays where it was put down. The answer is one \
+             word.\n\n\
+             Facts: Mary went to the office. Mary took the milk there. Mary moved to the garden.\n\
+             Question: Where is the milk?\nAnswer: garden.\n\n\
+             Facts: John moved to the bedroom. John got the apple there. John dropped the apple. John went to the \
+             kitchen.\nQuestion: Where is the apple?\nAnswer: bedroom.\n\n"
+        }
+        Task::Qa3 => {
+            "The text below hides facts about people who carry things. Answer the question from these facts alone: \
+             it asks where a thing was before its last place. The answer is one word.\n\n\
+             Facts: Mary went to the office. Mary took the milk there. Mary moved to the garden.\n\
+             Question: Where was the milk before the garden?\nAnswer: office.\n\n\
+             Facts: John moved to the bedroom. John got the apple there. John went to the hallway. John went to \
+             the kitchen.\nQuestion: Where was the apple before the kitchen?\nAnswer: hallway.\n\n"
+        }
+        Task::Qa4 => {
+            "The text below hides facts about how rooms lie. Answer the question from these facts alone. The answer \
+             is one word.\n\n\
+             Facts: The office is north of the kitchen. The garden is north of the office.\n\
+             Question: What is north of the office?\nAnswer: garden.\n\n\
+             Facts: The bathroom is west of the hallway. The bedroom is west of the bathroom.\n\
+             Question: What is the bathroom west of?\nAnswer: hallway.\n\n"
+        }
+        Task::Qa5 => {
+            "The text below hides facts about people who give things to each other. Answer the question from these \
+             facts alone, about the last gift that it fits. The answer is one word.\n\n\
+             Facts: Mary took the milk there. Mary gave the milk to Fred.\n\
+             Question: Who gave the milk to Fred?\nAnswer: Mary.\n\n\
+             Facts: Bill got the apple there. Jeff went to the office. Bill handed the apple to Jeff.\n\
+             Question: What did Bill give to Jeff?\nAnswer: apple.\n\n"
+        }
+    }
+}
+
+/// The suite.
+pub struct Babilong {
+    options: BabilongOptions,
+    cells: Cells,
+    /// None if the facts stand alone.
+    haystack: Option<Haystack>,
+    seed: u64,
+    train_seq_len: usize,
+}
+
+impl Suite for Babilong {
+    type Options = BabilongOptions;
+    type Verdict = Counted;
+
+    const NAME: &'static str = "babilong";
+    const VERSION: u32 = 1;
+    /// One for each task.
+    const STREAMS: Range<u64> = 60..65;
+    const GENERATES: bool = true;
+
+    fn validate(options: &BabilongOptions, problems: &mut Problems) {
+        check_lengths(Self::NAME, &options.lengths, problems);
+        let (trials, remedy) = (options.trials, "a usual number is --trials 100");
+        check_count("babilong.trials", trials, 1..=MOST_SAMPLES, remedy, problems);
+        let remedy = "an answer is one word: --max-tokens 20 is enough";
+        check_count("babilong.max_tokens", options.max_tokens, 1..=1024, remedy, problems);
+        let key = "babilong.tasks";
+        let allowed = "at least one of qa1 to qa5";
+        problems.check(!options.tasks.is_empty(), key, "empty", allowed, "leave it out for all");
+        for (at, task) in options.tasks.iter().enumerate() {
+            let twice = options.tasks[..at].contains(task);
+            let found = format!("{} twice", task.name());
+            problems.check(!twice, key, found, "each once", "remove the repetition");
+        }
+        problems.check(
+            options.text.is_empty() || !options.facts_only,
+            "babilong.text",
+            "given beside facts_only",
+            "only without facts_only",
+            "leave out --text, or --facts-only",
+        );
+    }
+
+    fn open(options: &BabilongOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
+        let OpenContext { tokenizer, seed, train_seq_len, .. } = *context;
+        check_answer(Self::NAME, options.max_tokens, " bathroom.", tokenizer)?;
+        let cells = Cells::grid(&options.lengths, options.tasks.len(), options.trials);
+        let longest = options.lengths.iter().copied().max().unwrap_or_default();
+        let mut suite =
+            Babilong { cells, options: options.clone(), haystack: None, seed, train_seq_len };
+        // Every sample's own facts must fit.
+        let facts = |trial: &Trial| {
+            let (task, story, _) = suite.story(trial);
+            Parts::of(task, &story, tokenizer).tokens()
+        };
+        let prompt = suite.trials().iter().map(facts).max().unwrap_or_default();
+        check_floor(Self::NAME, &options.lengths, prompt, options.max_tokens, tokenizer)?;
+        if !options.facts_only {
+            suite.haystack = Some(Haystack::of_text(Self::NAME, &options.text, context, longest)?);
+        }
+        Ok(suite)
+    }
+
+    fn resolved(&self) -> Value {
+        match &self.haystack {
+            Some(haystack) => haystack.describe(),
+            None => json!({ "haystack": null }),
+        }
+    }
+
+    fn trials(&self) -> Vec<Trial> {
+        self.cells.trials()
+    }
+
+    fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
+        let (task, story, mut rng) = self.story(trial);
+        let Parts { before, facts, after } = Parts::of(task, &story, tokenizer);
+        let mut prompt = before;
+        match &self.haystack {
+            None => prompt.extend(facts.concat()),
+            Some(haystack) => {
+                let around = prompt.len() + after.len() + facts.iter().map(Vec::len).sum::<usize>();
+                let count = trial.length - self.options.max_tokens - around;
+                let hay = haystack.take(&mut rng, count);
+                let mut depths: Vec<f64> = facts.iter().map(|_| rng.random()).collect();
+                depths.sort_by(f64::total_cmp);
+                // The text begins anywhere in a sentence: the first fact stands behind a whole one.
+                let start = (FIRST_SENTENCES / count as f64).min(0.5);
+                let (start, mut done) = (haystack.place(&hay, start, tokenizer), 0);
+                for (depth, fact) in depths.into_iter().zip(&facts) {
+                    let at = haystack.place(&hay, depth, tokenizer).max(start).max(done);
+                    prompt.extend(&hay[done..at]);
+                    prompt.extend(fact);
+                    done = at;
+                }
+                prompt.extend(&hay[done..]);
+            }
+        }
+        prompt.extend(after);
+        Ok(Request {
+            prompt: tokenizer.decode(&prompt),
+            call: ModelCall::Generate { prompt, max_tokens: self.options.max_tokens },
+            expected: Some(story.answer.to_string()),
+            depth: None,
+        })
+    }
+
+    fn judge(&self, trial: &Trial, _request: &Request, answer: &Answer) -> Counted {
+        let (task, story, _) = self.story(trial);
+        match answer {
+            Answer::Text(output) => {
+                Counted { right: usize::from(is_right(task, &story, output)), of: 1 }
+            }
+            other => unreachable!("a generation was answered by {other:?}"),
+        }
+    }
+
+    fn score(&self, outcomes: &[Outcome<Counted>]) -> Scoring {
+        counted::score(outcomes, &self.cells, &self.names())
+    }
+
+    fn draw(&self, scoring: &Scoring, title: &str, dir: &Path) -> Result<(), EvalError> {
+        let metrics = counted::metrics(&self.names(), str::to_string);
+        counted::draw(
+            scoring,
+            &metrics,
+            &Plot::accuracy("BABILong", title),
+            self.train_seq_len,
+            dir,
+        )
+    }
+}
+
+impl Babilong {
+    fn names(&self) -> Vec<String> {
+        self.options.tasks.iter().map(|task| task.name().to_string()).collect()
+    }
+
+    /// A trial's story, the same at every length, and the generator for the places of its facts.
+    fn story(&self, trial: &Trial) -> (Task, Story, rand_chacha::ChaCha8Rng) {
+        let (group, place) = self.cells.locate(trial);
+        let place = Trial { length: 0, ..place };
+        let task = self.options.tasks[group];
+        let mut rng = sample_rng(self.seed, Self::STREAMS.start + task as u64, &place);
+        let story = Story::draw(task, &mut rng);
+        (task, story, rng)
+    }
+}
+
+/// The tokens of a prompt without its text.
+struct Parts {
+    before: Vec<u32>,
+    facts: Vec<Vec<u32>>,
+    after: Vec<u32>,
+}
+
+impl Parts {
+    fn of(task: Task, story: &Story, tokenizer: &Tokenizer) -> Self {
+        Parts {
+            before: tokenizer.encode(&format!("{}Text:", introduction(task))),
+            facts: story.facts.iter().map(|fact| tokenizer.encode(&format!(" {fact}"))).collect(),
+            after: tokenizer.encode(&format!("\n\nQuestion: {}\nAnswer:", story.question)),
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        self.before.len() + self.after.len() + self.facts.iter().map(Vec::len).sum::<usize>()
+    }
+}
+
+/// Whether the right label is the only one in the first sentence of the output, in any case, besides those of the
+/// question.
+fn is_right(task: Task, story: &Story, output: &str) -> bool {
+    let output = output.trim_start().to_lowercase();
+    let sentence = output.split(['.', '\n']).next().unwrap_or_default();
+    let question = story.question.to_lowercase();
+    let named = |label: &&&str| {
+        let label = label.to_lowercase();
+        sentence.contains(&label) && !question.contains(&label)
+    };
+    task.labels().iter().filter(named).eq([&story.answer])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_only_label_of_the_first_sentence_is_the_answer() {
+        let story = Story {
+            facts: vec![],
+            question: "Where was the milk before the Garden?".to_string(),
+            answer: "kitchen",
+        };
+        let right = |output| is_right(Task::Qa3, &story, output);
+        for output in [
+            " kitchen",
+            "Kitchen.\nQuestion: Where is the office?",
+            " in the kitchen, before the garden.",
+            "\n\nkitchen",
+        ] {
+            assert!(right(output), "{output:?}");
+        }
+        for output in
+            ["", " kitch", " office", " kitchen or office", " I do not know. kitchen", " garden"]
+        {
+            assert!(!right(output), "{output:?}");
+        }
+    }
+}
