@@ -101,7 +101,9 @@ fn long() -> Vec<SuiteConfig> {
         }
         .into(),
         PhonebookOptions { lengths: lengths(), trials: 50, ..Default::default() }.into(),
-        RulerOptions { trials: 20, ..Default::default() }.into(),
+        // Shorter ones do not hold the examples of `cwe` in bytes.
+        RulerOptions { lengths: vec![8192, 16_384, 32_768], trials: 20, ..Default::default() }
+            .into(),
         BabilongOptions { trials: 20, ..Default::default() }.into(),
         MrcrOptions { trials: 20, ..Default::default() }.into(),
     ]

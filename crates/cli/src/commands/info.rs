@@ -305,7 +305,7 @@ fn print_optimiser(assigned: &[Assigned], lr: f64) {
     for a in assigned {
         let group = a.group.map(|at| format!("train.groups.{at}: ")).unwrap_or_default();
         println!(
-            "  {:<10}  {:<10.3e}  {:<10}  {:>7}  {:>11}  {group}{}",
+            "  {:<10}  {:<10.3e}  {:<10.3e}  {:>7}  {:>11}  {group}{}",
             a.method,
             a.lr * lr,
             a.weight_decay,

@@ -44,7 +44,8 @@ impl Config {
     }
 
     fn task_for(&self, tokenizer: &Tokenizer) -> Mqar {
-        self.task(self.vocab.unwrap_or(Mqar::default_vocab(tokenizer)))
+        let task = self.task(self.vocab.unwrap_or(Mqar::default_vocab(tokenizer)));
+        Mqar { vocab: task.vocab.max(task.least_vocab()), ..task }
     }
 }
 

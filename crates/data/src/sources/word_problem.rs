@@ -1,4 +1,5 @@
-//! Generated words of a group, with the products of their prefixes; rows hold whole words.
+//! Generated words of a group, with the products of those of their prefixes that are no words of the other split;
+//! rows hold whole words.
 //! [`synthetic::word_problem`](crate::synthetic::word_problem) draws them.
 
 use longwall_config::Problems;
@@ -7,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::labelled::labelled_rows;
 use super::{OpenContext, Source, SourceData};
-use crate::synthetic::symbols::SymbolTokens;
+use crate::synthetic::held_out::Part;
+use crate::synthetic::symbols::{Labelled, SymbolTokens, content};
 use crate::synthetic::word_problem::{Group, WordProblem};
 use crate::{DataConfig, DataError};
 
@@ -55,11 +57,16 @@ impl Source for Config {
         let Config { group, min_len, max_len } = *self;
         let tokens = SymbolTokens::new(context.tokenizer, group.order(), "word-problem")?;
         let problem = WordProblem::new(group);
+        let part = context.part();
         let draw = move |rng: &mut _| {
             let length = Rng::random_range(rng, min_len..=max_len);
-            problem.draw(rng, length)
+            let mut word = problem.draw(rng, length);
+            // The product so far is that of a word, too: training has no label for words of the tests.
+            let Labelled { symbols, labels } = &mut word;
+            labels.retain(|&(at, _)| at == 0 || Part::of(&content(&symbols[..=at])) == part);
+            word
         };
-        let fingerprint = format!("word-problem {group} {min_len} {max_len}");
+        let fingerprint = format!("word-problem 2 {group} {min_len} {max_len}");
         Ok(labelled_rows(context, tokens, fingerprint, draw))
     }
 }
@@ -81,19 +88,25 @@ mod tests {
     }
 
     #[test]
-    fn every_step_counts_and_has_the_product_so_far() {
+    fn steps_have_the_product_so_far_unless_it_is_that_of_a_test_word() {
         let problem = WordProblem::new(Group::A5);
-        let mut lengths = HashSet::new();
+        let (mut lengths, mut left_out) = (HashSet::new(), false);
         for (word, labels) in sequences(&Config::default().into(), Split::Train, 300) {
             let mut product = 0;
+            let mut want = vec![];
             for (at, &element) in word.iter().enumerate() {
                 product = problem.product(product, element);
-                assert_eq!(labels[at], (at, product));
+                if at == 0 || Part::of(&content(&word[..=at])) == Part::Train {
+                    want.push((at, product));
+                }
             }
-            assert_eq!(labels.len(), word.len());
+            assert_eq!(labels, want);
+            left_out |= labels.len() < word.len();
+            assert_eq!(labels.last().unwrap().0, word.len() - 1, "the whole word counts");
             lengths.insert(word.len());
         }
         assert_eq!(lengths, (2..=20).collect());
+        assert!(left_out, "a fifth of all prefixes are words of the tests");
     }
 
     #[test]

@@ -18,15 +18,15 @@ pub enum Part {
 impl Part {
     /// The part of an example, from its content.
     pub fn of(content: &[u8]) -> Part {
-        // A fifth of the first eight bytes' numbers, to within 2⁻⁶⁴.
+        // The first eight bytes of the hash as a number: a fifth of all numbers are tests.
         let hash = Sha256::digest(content);
         let mut first = [0; 8];
         first.copy_from_slice(&hash[..8]);
         if u64::from_le_bytes(first) < u64::MAX / 5 { Part::Test } else { Part::Train }
     }
 
-    /// Draws until an example belongs to this part; gives up after 1000 draws, which a task with many
-    /// examples needs with probability 10⁻⁹⁶ or less.
+    /// Draws until an example belongs to this part. After 1000 draws it gives up; with many examples that happens
+    /// with probability 10⁻⁹⁶.
     ///
     /// # Panics
     /// When it gives up: the task has too few examples.

@@ -15,10 +15,15 @@ pub struct Labelled {
 }
 
 impl Labelled {
-    /// The bytes that decide whether the sequence is for training or for tests: its symbols.
+    /// [`content`] of its symbols.
     pub fn content(&self) -> Vec<u8> {
-        self.symbols.iter().flat_map(|symbol| symbol.to_le_bytes()).collect()
+        content(&self.symbols)
     }
+}
+
+/// The bytes that decide whether a sequence is for training or for tests.
+pub fn content(symbols: &[u32]) -> Vec<u8> {
+    symbols.iter().flat_map(|symbol| symbol.to_le_bytes()).collect()
 }
 
 /// Gives each symbol a token of its own: symbol n is the n-th token besides the end of text. What the

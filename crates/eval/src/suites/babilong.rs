@@ -154,6 +154,13 @@ impl Suite for Babilong {
             "only without facts_only",
             "leave out --text, or --facts-only",
         );
+        problems.check(
+            options.lengths.len() <= 1 || !options.facts_only,
+            "babilong.lengths",
+            format!("{} lengths beside facts_only", options.lengths.len()),
+            "one, beside facts_only",
+            "the facts do not depend on it: give for example --lengths 4000",
+        );
     }
 
     fn open(options: &BabilongOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {

@@ -3,7 +3,7 @@
 //! After Merrill et al. (2024), as in the PaTH paper, section 4.1. A prediction is correct if the product is
 //! the model's most likely token. The words come from [`longwall_data::synthetic::word_problem`], from which
 //! training can draw too: a fifth of all words, by their hash, is for tests. Beginnings of a test word may
-//! still be words of training: only the product of the whole word, `final_accuracy`, is surely of unseen ones.
+//! be words of training; the product of the whole word, `final_accuracy`, is one that training never showed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -241,14 +241,14 @@ impl Checkpoint {
         self.sound(OPTIMIZER_FILE)
     }
 
-    /// The file with the moving average of the weights, if there is one.
+    /// The file with the moving average of the weights, if the run that wrote the checkpoint kept one.
     ///
     /// # Errors
     /// As [`Checkpoint::weights`].
     pub fn ema(&self) -> Result<Option<PathBuf>, CheckpointError> {
-        match self.path.join(EMA_FILE).is_file() {
-            true => self.sound(EMA_FILE).map(Some),
-            false => Ok(None),
+        match self.config.train.ema.0 {
+            Some(_) => self.sound(EMA_FILE).map(Some),
+            None => Ok(None),
         }
     }
 
@@ -301,7 +301,7 @@ impl Checkpoint {
 fn is_fixed(key: &str) -> bool {
     const FREE_DATA: [&str; 2] = ["data.cache_dir", "data.validation_tokens"];
     let below = |table: &str| key.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'));
-    // These decide which tensors the optimiser's state has.
+    // These may decide which tensors the optimiser's state has.
     let of_optimiser = |table: &str| ["kind", "per_head"].contains(&table);
     let state = match key.strip_prefix("train.") {
         Some(key) => match key.split('.').collect::<Vec<_>>()[..] {
@@ -324,6 +324,7 @@ fn is_harmless(key: &str) -> bool {
     key.starts_with("eval.")
         || key.starts_with("train.sample.")
         || key.starts_with("train.checkpoint.")
+        || key.starts_with("train.norms.")
         || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
             .contains(&key)
 }

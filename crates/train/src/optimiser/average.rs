@@ -62,7 +62,8 @@ where
         let value = slot.master.clone().unwrap_or_else(|| primitive(param.val().inner()));
         let average = slot.average.take().expect("an average was started");
         let [average, value] = [average, value].map(tensor::<B, D>);
-        let moved = average * self.decay + value * (1.0 - self.decay);
+        // Not a·decay + w·(1 − decay): rounded to f32, the two factors do not add up to 1.
+        let moved = average.clone() + (value - average) * (1.0 - self.decay);
         slot.average = Some(primitive(moved));
     }
 }

@@ -78,17 +78,23 @@ impl GroupConfig {
             "one or more patterns",
             "write for example match = \"*.mlp.*\"",
         );
-        let mut factor = |key: &str, value: f64| {
+        let mut factor = |key: &str, value: f64, remedy: &str| {
             problems.check(
                 value.is_finite() && value >= 0.0,
                 format!("{table}.{key}"),
                 value,
                 "0 or more",
-                "give a multiple, for example 0.5; 1 changes nothing",
+                remedy,
             );
         };
-        factor("lr", self.lr);
-        factor("weight_decay", self.weight_decay.unwrap_or(1.0));
+        factor(
+            "lr",
+            self.lr,
+            "give a multiple of the schedule's, for example 0.5; 1 changes nothing",
+        );
+        let remedy =
+            "give a multiple of the optimiser's, for example 0.5; leave it out for the default";
+        factor("weight_decay", self.weight_decay.unwrap_or(1.0), remedy);
         if let Some(optimiser) = &self.optimiser {
             optimiser.validate(&format!("{table}.optimiser"), problems);
         }

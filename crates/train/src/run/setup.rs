@@ -269,7 +269,13 @@ fn open_model<B: OpBackend>(
         let average = checkpoint.map(Checkpoint::ema).transpose()?.flatten();
         match average {
             Some(path) => optimiser.start_average(&weights::load(model.clone(), &path)?),
-            None => optimiser.start_average(&model),
+            None => {
+                if let Some(checkpoint) = checkpoint {
+                    let step = checkpoint.state.step;
+                    tracing::info!("the average of the weights starts at those of step {step}");
+                }
+                optimiser.start_average(&model);
+            }
         }
     }
     let model = optimiser.round(model, precision);

@@ -158,8 +158,10 @@ impl Conversation {
     }
 }
 
-/// The similarity to `answer` of what follows the last occurrence of `code`; 0 without it.
+/// The similarity to `answer` of what follows the last occurrence of `code`; 0 without it. A model that goes on
+/// writes the next round, which is no part of its answer.
 fn similar_after(code: &str, output: &str, answer: &str) -> f64 {
+    let output = output.split("\nUser:").next().unwrap_or_default();
     match output.rsplit_once(code) {
         Some((_, text)) => ratio(answer, text.trim()),
         None => 0.0,
@@ -175,6 +177,7 @@ mod tests {
         let similar = |output| similar_after("abcdefghijkl", output, "the old mill");
         assert_eq!(similar(" abcdefghijkl the old mill"), 1.0);
         assert_eq!(similar("abcdefghijkl no abcdefghijkl the old mill \n"), 1.0);
+        assert_eq!(similar("abcdefghijkl the old mill\n\nUser: Write abcdefghijkl and"), 1.0);
         assert_eq!(similar("the old mill"), 0.0);
         assert_eq!(similar(""), 0.0);
         let cut = similar("abcdefghijkl the old");

@@ -73,7 +73,7 @@ fn patterns_that_match_nothing_and_bad_factors_are_problems() {
     train.groups.1.match is "a**"; recursive wildcards must form a single path component; allowed: a pattern that matches the name of a parameter
       hint: names look like embedding and blocks.1.attention_norm.weight; `longwall info` lists those of a valid configuration
     train.groups.0.lr is -1; allowed: 0 or more
-      hint: give a multiple, for example 0.5; 1 changes nothing
+      hint: give a multiple of the schedule's, for example 0.5; 1 changes nothing
     train.groups.1.optimiser.steps is 0; allowed: 1 to 20
       hint: use 5
     "#);
@@ -82,7 +82,7 @@ fn patterns_that_match_nothing_and_bad_factors_are_problems() {
     train.groups.0.match is []; allowed: one or more patterns
       hint: write for example match = "*.mlp.*"
     train.groups.0.weight_decay is NaN; allowed: 0 or more
-      hint: give a multiple, for example 0.5; 1 changes nothing
+      hint: give a multiple of the optimiser's, for example 0.5; leave it out for the default
     "#);
     insta::assert_snapshot!(problems("[{ match = 3 }]"), @r"
     --set train.groups=[{ match = 3 }]: train.groups.0.match is 3; expected a pattern in quotes, or a list of them

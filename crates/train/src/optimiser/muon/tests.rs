@@ -224,3 +224,14 @@ fn other_parameters_follow_adamw_at_its_own_rate() {
     let expected = Method { name: "muon", lr: 1.0, weight_decay: 0.1 };
     assert_eq!(kind.method(&matrix(4, 6)), expected);
 }
+
+#[test]
+fn a_matrix_whose_squares_underflow_stays_small() {
+    let x = Tensor::<TestBackend, 3>::full([1, 64, 48], 2.5e-23, &Default::default());
+    for (coefficients, steps) in [(Coefficients::NewtonSchulz, 5), (Coefficients::PolarExpress, 8)]
+    {
+        let found = orthogonal(x.clone(), coefficients, steps).into_data();
+        let largest = found.iter::<f64>().fold(0.0f64, |a, x| a.max(x.abs()));
+        assert!(largest.is_finite() && largest < 1e-3, "{coefficients:?}: {largest}");
+    }
+}
