@@ -14,6 +14,9 @@ use serde_json::Value;
 /// ln p of a token, by position, length and the sequence's tokens.
 pub type TokenLogP = Box<dyn Fn(usize, usize, &[u32]) -> f32>;
 
+/// The most likely token after a position of a sequence.
+pub type Predictor = dyn Fn(&[u32], usize) -> u32;
+
 /// What a window of tokens gives.
 pub type Observer = dyn Fn(&[u32]) -> Vec<Observation>;
 
@@ -27,7 +30,7 @@ pub struct FakeModel {
     /// ln p of the token predicted at a position, after reading `position + 1` tokens of `length`.
     pub token_log_p: TokenLogP,
     /// The token predicted at a place of a sequence.
-    pub predict: Box<dyn Fn(&[u32], usize) -> u32>,
+    pub predict: Box<Predictor>,
     /// Every call: (sequences, tokens of each, tokens it may generate).
     pub calls: Vec<(usize, usize, usize)>,
     /// Stops the evaluation after this many calls.
