@@ -31,6 +31,7 @@
 //! the kernel's scheme and its gradients.
 
 mod cpu;
+mod cuda;
 mod decode;
 mod householder;
 mod op;
@@ -40,18 +41,19 @@ mod tests;
 mod token_blocks;
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::op::{Path, path_attention};
-use self::reference::{BLOCK, Tokens, Visible};
+use self::op::{Path, PathInputs, path_attention};
+use self::reference::{BLOCK, Visible};
 use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
+use crate::device::DeviceKind;
 use crate::ops::activation::log_sigmoid;
 
 pub use self::decode::State;
@@ -80,39 +82,53 @@ impl Config {
     }
 }
 
-/// w `[batch, seq_len, kv_heads · head_dim]`, each head's direction divided by its norm:
-/// `[batch · kv_heads, 1, seq_len, head_dim]`.
-fn directions<B: OpBackend>(shape: &AttentionShape, w: Tensor<B, 3>) -> Tensor<B, 4> {
-    let [batch, len, _] = w.dims();
-    let w = w.reshape([batch, len, shape.kv_heads, shape.head_dim]).swap_dims(1, 2);
+/// `[batch, seq_len, heads · channels]` as `[batch, heads, seq_len, channels]` in f32.
+fn by_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
+    let [batch, len, features] = x.dims();
+    let x = if x.dtype() == DType::BF16 { x.cast(FloatDType::F32) } else { x };
+    x.reshape([batch, len, heads, features / heads]).swap_dims(1, 2)
+}
+
+/// Each head's directions divided by their norms.
+fn normalised<B: OpBackend>(w: Tensor<B, 4>) -> Tensor<B, 4> {
     let length = ((w.clone() * w.clone()).sum_dim(3) + EPS).sqrt();
-    (w / length).reshape([batch * shape.kv_heads, 1, len, shape.head_dim])
+    w / length
 }
 
 /// The operation's inputs from the layer's.
-fn tokens<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> Tokens<B> {
+fn path_inputs<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> PathInputs<B> {
     let Inputs { q, k, v, projections, .. } = inputs;
-    let [w, beta, gate @ ..] = &projections[..] else { panic!("w and beta are projected") };
-    let [batch, _, len, head_dim] = q.dims();
-    let rows = batch * shape.kv_heads;
-    let log_decay = gate.first().map(|logits| {
-        log_sigmoid(logits.clone()).swap_dims(1, 2).reshape([rows, shape.group(), len])
-    });
-    let beta = sigmoid(beta.clone()) * 2.0;
-    Tokens {
-        q: (q * shape.scale()).reshape([rows, shape.group(), len, head_dim]),
-        k: k.reshape([rows, 1, len, head_dim]),
-        v: v.reshape([rows, 1, len, head_dim]),
-        w: directions(shape, w.clone()),
-        beta: beta.swap_dims(1, 2).reshape([rows, 1, len, 1]),
-        log_decay,
-    }
+    let mut projections = projections.into_iter();
+    let mut next = || projections.next().expect("w and beta are projected");
+    let (w, beta) = (by_heads(next(), shape.kv_heads), by_heads(next(), shape.kv_heads));
+    let log_decay = projections.next().map(|logits| log_sigmoid(logits).swap_dims(1, 2));
+    PathInputs { q, k, v, w: normalised(w), beta: sigmoid(beta) * 2.0, log_decay }
 }
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "PaTH and PaTH-FoX (Yang et al., 2025)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => cuda::serves(kernel.dtype, batch, shape.heads, shape.head_dim),
+        }
+    }
+
+    /// Decoding on CUDA runs the reference.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => seq_len.is_some_and(|len| cuda::most_sequences(shape.heads, len) > 0),
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         let rank = self.rank(shape.width);
@@ -181,9 +197,20 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let op = Path { window: shape.window, kv_heads: shape.kv_heads };
-        path_attention(&op, tokens(shape, inputs), documents, path).reshape(dims)
+        let op = Path { scale: shape.scale(), window: shape.window };
+        let inputs = path_inputs(shape, inputs);
+        let [batch, heads, len, _] = inputs.q.dims();
+        let most = match path {
+            ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, len),
+            _ => batch,
+        };
+        let outputs = (0..batch).step_by(most).map(|first| {
+            let count = most.min(batch - first);
+            let documents = documents.clone().map(|x| x.narrow(0, first, count));
+            path_attention(&op, inputs.narrow(first, count), documents, path)
+        });
+        let mut outputs: Vec<_> = outputs.collect();
+        if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 0) }
     }
 
     fn init_state<B: OpBackend>(
@@ -204,6 +231,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let dims = inputs.q.dims();
         let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
-        state.extend(&tokens(shape, inputs), &visible).reshape(dims)
+        let tokens = path_inputs(shape, inputs).rows(shape.scale());
+        state.extend(&tokens, &visible).reshape(dims)
     }
 }

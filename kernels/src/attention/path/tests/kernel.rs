@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use super::numerics::{Sample, check_row};
 use super::{dot, householder, uniform, values};
 use crate::attention::ExecPath;
-use crate::attention::path::op::{Path, path_attention};
+use crate::attention::path::op::{Path, PathInputs, path_attention};
 use crate::attention::path::reference::Tokens;
 use crate::device::DeviceKind;
 use crate::testing::assert_budget;
@@ -40,19 +40,18 @@ impl Case {
 
     /// The gradients of q, k, v, w, β and ℓ for this upstream gradient.
     fn gradients(&self, upstream: &[f32]) -> Vec<Vec<f64>> {
-        let Tokens { q, k, v, w, beta, log_decay } = self.sample.tokens();
-        let lift = |x: Tensor<Flex, 4>| Tensor::<Autodiff<Flex>, 4>::from_inner(x).require_grad();
-        let [q, k, v, w, beta] = [q, k, v, w, beta].map(lift);
-        let decay = log_decay.map(|x| Tensor::<Autodiff<Flex>, 3>::from_inner(x).require_grad());
-        let tokens = Tokens { q, k, v, w, beta, log_decay: decay };
+        let PathInputs { q, k, v, w, beta, log_decay } = self.sample.inputs(&Default::default());
+        let [q, k, v, w, beta] = [q, k, v, w, beta].map(Tensor::require_grad);
+        let log_decay = log_decay.map(Tensor::require_grad);
+        let inputs: PathInputs<Autodiff<Flex>> = PathInputs { q, k, v, w, beta, log_decay };
         let starts: Vec<_> = self.starts().into_iter().map(|s| s as i64).collect();
         let data = TensorData::new(starts, [1, self.sample.len()]);
         let documents = Tensor::<Autodiff<Flex>, 2, Int>::from_data(data, &Default::default());
-        let op = Path { window: self.window, kv_heads: 1 };
-        let out = path_attention(&op, tokens.clone(), Some(documents), KERNEL);
+        let op = Path { window: self.window, ..self.sample.op() };
+        let out = path_attention(&op, inputs.clone(), Some(documents), KERNEL);
         let data = TensorData::new(upstream.to_vec(), out.shape());
         let grads = (out * Tensor::from_data(data, &Default::default())).sum().backward();
-        let Tokens { q, k, v, w, beta, log_decay } = tokens;
+        let PathInputs { q, k, v, w, beta, log_decay } = inputs;
         let of = |x: Tensor<Autodiff<Flex>, 4>| values(x.grad(&grads).expect("a gradient"));
         let decay = log_decay.expect("a gate").grad(&grads).expect("a gradient");
         [q, k, v, w, beta].map(of).into_iter().chain([values(decay)]).collect()
@@ -106,7 +105,7 @@ impl Case {
                 householder(&mut g, &wj, beta[j]);
                 g.iter_mut().zip(row(&k, j)).for_each(|(g, k)| *g += ds * k);
             }
-            add(&mut grads[0], at, 1.0, &g);
+            add(&mut grads[0], at, f64::from(self.sample.op().scale), &g);
         }
         grads
     }
@@ -157,8 +156,8 @@ fn gradients_with_windows_and_documents_agree_with_recurrences() {
 fn rows_of_many_levels_agree_with_their_recurrence() {
     let sample = |len| Sample::new(len, 8).gates(&[&|_| -1e-3]);
     for sample in [sample(4096), sample(4001).beta(|_| 2.0), sample(2048).one_direction()] {
-        let op = Path { window: None, kv_heads: 1 };
-        let out = path_attention(&op, sample.tokens(), None, KERNEL);
+        let inputs = sample.inputs::<Flex>(&Default::default());
+        let out = path_attention(&sample.op(), inputs, None, KERNEL);
         let len = sample.len();
         for i in [0, 15, 16, 63, 64, 1023, 1024, 1500, len / 2, len - 1] {
             check_row("the kernel", &sample, &out, 0, i);
