@@ -10,8 +10,11 @@
 //! - β_t = 2σ(u·x_t + b) in (0, 2), per kv head.
 //! - ℓ_t = ln σ(w_f·x_t + b_f), per query head.
 //!
-//! Not specified by the paper, chosen here: there is no activation between convolution and
-//! normalisation; the rank is 32 for any number of kv heads; b and b_f start at 0, so that β is near 1,
+//! Paper and released code differ: the paper's text has no activation between convolution and normalisation, and a
+//! projection of rank 32; the released layer applies SiLU there (`w_activation = "silu"`), and with grouped heads
+//! projects by one matrix (`rank = "full"`). The defaults are the paper's.
+//!
+//! Not specified by the paper, chosen here: b and b_f start at 0, so that β is near 1,
 //! where H_t removes the direction w_t; the normalisation's 1e-6 keeps w = 0 and its gradient finite.
 //! Each direction is normalised over its head's channels. Transforms cross document boundaries, but a
 //! query sees no key before its document's start, so none has an effect across it.
@@ -26,9 +29,8 @@
 //! keys (once in 64 tokens), plus up to kv_heads · head_dim² · (head_dim + 63) for the newest transforms
 //! and keys, at any length.
 //!
-//! Memory: the CPU kernel saves inputs, outputs and a number per query for the backward pass. Training
-//! through plain operations, as on GPUs, saves all scores: memory grows with seq_len². `docs/path.md` derives
-//! the kernel's scheme and its gradients.
+//! Memory: the kernels save inputs, outputs and a number per query for the backward pass. Decoding on a GPU runs
+//! the reference. `docs/path.md` derives the kernels' scheme and its gradients.
 
 mod cpu;
 mod cuda;
@@ -54,7 +56,7 @@ use super::{
 };
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
-use crate::ops::activation::log_sigmoid;
+use crate::ops::activation::{log_sigmoid, silu};
 
 pub use self::decode::State;
 
@@ -70,15 +72,65 @@ const TAPS: usize = 3;
 pub struct Config {
     /// PaTH-FoX: add a forget gate per query head; default false.
     pub forget_gate: bool,
-    /// Inner channels of the projection to w, 1 to the model's width; default 32, or the width
-    /// where that is smaller.
+    /// The projection to w: its inner channels, 1 to the model's width, or `"full"` for one matrix; default 32, or
+    /// the width where that is smaller.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub rank: Option<usize>,
+    pub rank: Option<Rank>,
+    /// What w passes through between its convolution and its normalisation; default none.
+    pub w_activation: WActivation,
+}
+
+/// The rank of a projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a number of channels, or \"full\"")]
+pub enum Rank {
+    /// A product of two matrices with this many inner channels.
+    Channels(usize),
+    /// One matrix.
+    Full(FullRank),
+}
+
+/// The word for one matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FullRank {
+    /// One matrix.
+    Full,
+}
+
+/// An elementwise function on w.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WActivation {
+    /// w
+    #[default]
+    None,
+    /// w σ(w)
+    Silu,
 }
 
 impl Config {
-    fn rank(&self, width: usize) -> usize {
-        self.rank.unwrap_or(width.min(32))
+    /// Inner channels of the projection to w; none for one matrix.
+    fn rank(&self, width: usize) -> Option<usize> {
+        match self.rank {
+            None => Some(width.min(32)),
+            Some(Rank::Channels(channels)) => Some(channels),
+            Some(Rank::Full(FullRank::Full)) => None,
+        }
+    }
+
+    /// The operation's inputs from the layer's.
+    fn inputs<B: OpBackend>(&self, shape: &AttentionShape, inputs: Inputs<B>) -> PathInputs<B> {
+        let Inputs { q, k, v, projections, .. } = inputs;
+        let mut projections = projections.into_iter();
+        let mut next = || projections.next().expect("w and beta are projected");
+        let (w, beta) = (by_heads(next(), shape.kv_heads), by_heads(next(), shape.kv_heads));
+        let w = match self.w_activation {
+            WActivation::None => w,
+            WActivation::Silu => silu(w),
+        };
+        let log_decay = projections.next().map(|logits| log_sigmoid(logits).swap_dims(1, 2));
+        PathInputs { q, k, v, w: normalised(w), beta: sigmoid(beta) * 2.0, log_decay }
     }
 }
 
@@ -93,16 +145,6 @@ fn by_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
 fn normalised<B: OpBackend>(w: Tensor<B, 4>) -> Tensor<B, 4> {
     let length = ((w.clone() * w.clone()).sum_dim(3) + EPS).sqrt();
     w / length
-}
-
-/// The operation's inputs from the layer's.
-fn path_inputs<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> PathInputs<B> {
-    let Inputs { q, k, v, projections, .. } = inputs;
-    let mut projections = projections.into_iter();
-    let mut next = || projections.next().expect("w and beta are projected");
-    let (w, beta) = (by_heads(next(), shape.kv_heads), by_heads(next(), shape.kv_heads));
-    let log_decay = projections.next().map(|logits| log_sigmoid(logits).swap_dims(1, 2));
-    PathInputs { q, k, v, w: normalised(w), beta: sigmoid(beta) * 2.0, log_decay }
 }
 
 impl VariantSpec for Config {
@@ -126,25 +168,28 @@ impl VariantSpec for Config {
     ) -> bool {
         match kernel.device {
             DeviceKind::Cpu => true,
-            DeviceKind::Cuda => seq_len.is_some_and(|len| cuda::most_sequences(shape.heads, len) > 0),
+            DeviceKind::Cuda => {
+                seq_len.is_some_and(|len| cuda::most_sequences(shape.heads, len) > 0)
+            }
         }
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        let rank = self.rank(shape.width);
+        let Some(rank) = self.rank(shape.width) else { return };
         problems.check(
             (1..=shape.width).contains(&rank),
             format!("{key}.rank"),
             rank,
-            format!("1 to the model's width, {}", shape.width),
+            format!("1 to the model's width, {}, or \"full\"", shape.width),
             "leave it out for its default",
         );
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
-        let w = ProjectionSpec::new("w", shape.kv_heads * shape.head_dim)
-            .low_rank(self.rank(shape.width), LowRankActivation::Identity)
-            .conv(TAPS);
+        let mut w = ProjectionSpec::new("w", shape.kv_heads * shape.head_dim).conv(TAPS);
+        if let Some(rank) = self.rank(shape.width) {
+            w = w.low_rank(rank, LowRankActivation::Identity);
+        }
         let beta = ProjectionSpec::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
         let gate = ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
@@ -198,7 +243,7 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let op = Path { scale: shape.scale(), window: shape.window };
-        let inputs = path_inputs(shape, inputs);
+        let inputs = self.inputs(shape, inputs);
         let [batch, heads, len, _] = inputs.q.dims();
         let most = match path {
             ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, len),
@@ -231,7 +276,7 @@ impl Variant for Config {
     ) -> Tensor<B, 4> {
         let dims = inputs.q.dims();
         let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
-        let tokens = path_inputs(shape, inputs).rows(shape.scale());
+        let tokens = self.inputs(shape, inputs).rows(shape.scale());
         state.extend(&tokens, &visible).reshape(dims)
     }
 }

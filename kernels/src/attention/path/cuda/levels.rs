@@ -12,7 +12,9 @@ use super::moves_back::{PIECE, merge_gradients, move_gradients};
 use super::parts::{Half, Level};
 use crate::attention::decay::{DecayBiases, DecaySums, SPAN, Sums};
 use crate::attention::flash::FlashAttention;
-use crate::attention::flash::hooks::{Biases, Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore};
+use crate::attention::flash::hooks::{
+    Biases, Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore,
+};
 use crate::attention::flash::weight::{
     Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
 };
@@ -152,12 +154,7 @@ pub struct Saved<'a> {
 
 impl Masks {
     /// Calls `run` with the level's attention.
-    fn attention<R>(
-        &self,
-        level: &Level,
-        rows: &LevelRows,
-        with: impl LevelWork<Output = R>,
-    ) -> R {
+    fn attention<R>(&self, level: &Level, rows: &LevelRows, with: impl LevelWork<Output = R>) -> R {
         let documents = self.documents.as_ref().map(|x| level.documents(x));
         let decay = self.decay.as_ref().map(|DecaySums { within, before }| {
             let [batch, heads, spans, _]: [usize; 4] = before.meta.shape().dims();

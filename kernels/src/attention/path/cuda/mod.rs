@@ -13,23 +13,20 @@ mod split;
 
 use burn::tensor::DType;
 
-use self::blocks::{BlockForward, BlockInputs, BlockUpstream};
-use self::levels::{LevelRows, Masks, MovedGradients, Saved};
+use self::blocks::{BLOCK, BlockGrads, BlockResults, BlockUpstream, Blocks};
+use self::levels::{LevelRows, Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level, rounded};
 use super::op::Path;
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{self, Heads, row_dots};
 use crate::backend::Forward;
-use crate::cuda::{CudaTensor, zeros};
-use crate::ops::cuda::dims;
+use crate::cuda::{CudaTensor, reshaped, zeros};
+use crate::ops::cuda::{dims, integers};
 use crate::ops::prefix_sum::cuda::prefix_sum;
-
-/// Tokens of a block.
-const BLOCK: usize = 64;
 
 /// Whether the kernels serve `batch` sequences with `heads` query heads of `head_dim` channels.
 pub fn serves(dtype: DType, batch: usize, heads: usize, head_dim: usize) -> bool {
-    flash::serves(dtype, batch * heads, head_dim) && head_dim.is_multiple_of(16) && head_dim <= 128
+    flash::serves(dtype, batch * heads, head_dim) && Blocks::serve(dtype, head_dim)
 }
 
 /// The most sequences of `seq_len` tokens and `heads` query heads in one call: a grid has at most 65,535 blocks along
@@ -38,9 +35,10 @@ pub fn most_sequences(heads: usize, seq_len: usize) -> usize {
     65_535 / (heads * seq_len.div_ceil(2 * BLOCK).max(1))
 }
 
-/// The inputs of a call.
+/// One call: its blocks, and the levels above them.
 struct Call<'a> {
-    blocks: BlockInputs<'a>,
+    v: &'a CudaTensor,
+    blocks: Blocks,
     masks: Masks,
     levels: Vec<Level>,
 }
@@ -50,17 +48,26 @@ impl<'a> Call<'a> {
         op: &Path,
         [q, k, v, w, beta]: [&'a CudaTensor; 5],
         decay: Option<&CudaTensor>,
-        documents: Option<&'a CudaTensor>,
+        documents: Option<&CudaTensor>,
     ) -> Self {
-        let [batch, _, tokens, _] = dims(q)[..] else { unreachable!("q has four dimensions") };
-        let masks = Masks {
-            window: op.window,
-            documents: documents.cloned(),
-            decay: decay.map(DecaySums::new),
+        let [batch, kv_heads, tokens, _] = dims(beta)[..] else {
+            unreachable!("beta has four dimensions")
         };
-        let padded = tokens.next_multiple_of(BLOCK);
-        let blocks = BlockInputs { q, k, v, w, beta, scale: op.scale };
-        Call { blocks, masks, levels: Level::all(batch, padded, BLOCK) }
+        let beta = reshaped(beta, &[batch, kv_heads, tokens]);
+        let documents = documents.map(|x| integers(x, &[batch, tokens], "document starts"));
+        let decay = decay.map(DecaySums::new);
+        let blocks = Blocks::new([q, k, v, w], &beta, op.scale)
+            .window(op.window)
+            .documents(documents.as_ref())
+            .decay(decay.as_ref());
+        let masks = Masks { window: op.window, documents, decay };
+        let levels = Level::all(batch, tokens.next_multiple_of(BLOCK), BLOCK);
+        Call { v, blocks, masks, levels }
+    }
+
+    /// Whether a level has a next one.
+    fn advances(&self, level: usize) -> bool {
+        level + 1 < self.levels.len()
     }
 }
 
@@ -82,11 +89,12 @@ pub(super) fn forward(
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let BlockForward { mut moved, o, lse } = blocks::forward(&call.blocks, &call.masks);
+    let BlockResults { q, k, r, o, lse } = call.blocks.forward();
+    let mut moved = Moved { q, k, transforms: r };
     for (i, level) in call.levels.iter().enumerate() {
-        let rows = moved.rows(level, call.blocks.v, false);
+        let rows = moved.rows(level, call.v, false);
         level.add_attention(&o, &lse, &call.masks.attend(level, &rows));
-        if i + 1 < call.levels.len() {
+        if call.advances(i) {
             moved.advance(level);
         }
     }
@@ -114,11 +122,12 @@ pub(super) fn backward(
     let saved = Saved { grad, lse, delta: &delta };
 
     // The moves again, keeping what each level's gradients need.
-    let BlockForward { mut moved, .. } = blocks::forward(&call.blocks, &call.masks);
+    let BlockResults { q: moved_q, k: moved_k, r, .. } = call.blocks.forward();
+    let mut moved = Moved { q: moved_q, k: moved_k, transforms: r };
     let mut kept: Vec<(LevelRows, CudaTensor)> = vec![];
     for (i, level) in call.levels.iter().enumerate() {
         kept.push((moved.rows(level, v, true), moved.transforms.clone()));
-        if i + 1 < call.levels.len() {
+        if call.advances(i) {
             moved.advance(level);
         }
     }
@@ -127,8 +136,10 @@ pub(super) fn backward(
         unreachable!("q has four dimensions")
     };
     let kv_heads = dims(k)[1];
-    let dv = zeros(q, &[batch, tokens, kv_heads, head_dim], DType::F32);
-    let sums = decay.first().map(|x| [(); 2].map(|()| zeros(x, &[batch, heads, tokens], DType::F32)));
+    let padded = tokens.next_multiple_of(BLOCK);
+    let dv = zeros(q, &[batch, padded, kv_heads, head_dim], DType::F32);
+    let of_queries = [batch, heads, tokens];
+    let sums = decay.first().map(|x| [(); 2].map(|()| zeros(x, &of_queries, DType::F32)));
     let top = call.levels.last().map_or(1, |level| level.parts().div_ceil(2));
     let mut gradients = MovedGradients::zeros(&moved, top);
     for level in call.levels.iter().rev() {
@@ -141,12 +152,21 @@ pub(super) fn backward(
         }
         gradients = gradients.retreat(level, &rows, &of_scores, &transforms);
     }
-    let upstream = BlockUpstream { saved, moved: gradients, dv, sums: sums.as_ref() };
-    let mut results = blocks::backward(&call.blocks, &call.masks, &upstream).to_vec();
-    if let Some([ds_rows, ds_columns]) = &sums {
-        // ℓ_t enters the scores of all queries at t or later with keys before t.
-        let sums = burn_cubecl::ops::numeric::sub(ds_rows.clone(), ds_columns.clone());
-        results.push(prefix_sum(&sums, true).expect("f32 has prefix sums"));
-    }
-    results
+    let BlockGrads { q, k, v, w, beta } = call.blocks.backward(&BlockUpstream {
+        d_o: grad,
+        lse,
+        delta: &delta,
+        d_q: &gradients.q,
+        d_k: &gradients.k,
+        d_v: &dv,
+        d_r: &gradients.transforms,
+        ds: sums.as_ref().map(|sums| sums.each_ref()),
+    });
+    let beta = reshaped(&beta, &[batch, kv_heads, tokens, 1]);
+    // ℓ_t enters the scores of all queries at t or later with keys before t.
+    let log_decay = sums.map(|[rows, columns]| {
+        let sums = burn_cubecl::ops::numeric::sub(rows, columns);
+        prefix_sum(&sums, true).expect("f32 has prefix sums")
+    });
+    [q, k, v, w, beta].into_iter().chain(log_decay).collect()
 }

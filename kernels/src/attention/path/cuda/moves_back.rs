@@ -62,7 +62,8 @@ pub fn move_gradients(
         let mut token = first_token;
         while token < end {
             let base = movers.base + token * movers.stride;
-            let count = min(end - token, rows);
+            // A literal would have another type.
+            let count = min(end - token, usize::cast_from(comptime!(rows as u32)));
             tile.load(g, base, movers.stride, count, head_dim, threads);
             let of_part = (batch_pair * sizes.part as usize + token) * sizes.heads as usize + head;
             let x_stride = sizes.heads as usize * comptime!(head_dim / CHUNK);

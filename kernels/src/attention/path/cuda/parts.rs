@@ -90,11 +90,8 @@ impl Level {
     pub fn copy(&self, x: &CudaTensor, half: Half) -> CudaTensor {
         let x = Heads::new(x);
         let [_, heads, tokens, channels] = x.dims;
-        let mut copy = empty(
-            &x.tensor,
-            &[self.sequences(), self.part, heads, channels],
-            DType::BF16,
-        );
+        let mut copy =
+            empty(&x.tensor, &[self.sequences(), self.part, heads, channels], DType::BF16);
         let count = self.sequences() * self.part * heads * channels / CHUNK;
         // SAFETY: a thread writes one chunk of the copy, and reads within the tensor.
         unsafe {
@@ -309,8 +306,7 @@ struct Place {
 impl PartSizes {
     /// That of the unit at `at` in `[batch · pairs, part, heads, units]`.
     fn place(&self, at: usize, units: usize) -> Place {
-        let (heads, part, pairs) =
-            (self.heads as usize, self.part as usize, self.pairs as usize);
+        let (heads, part, pairs) = (self.heads as usize, self.part as usize, self.pairs as usize);
         let row = at / units;
         let in_part = row / heads % part;
         let sequence = row / heads / part;
@@ -364,7 +360,8 @@ fn add_part(
         let (tokens, units) = (tokens as usize, units as usize);
         let place = sizes.place(at, units);
         if place.token < tokens {
-            let row = strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
+            let row =
+                strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
             let from = row * comptime!(CHUNK / 2) + place.unit;
             let to = ((place.batch * tokens + place.token) * sizes.heads as usize + place.head)
                 * units
@@ -397,8 +394,7 @@ struct Rows {
 impl Rows {
     /// The row in `[batch, heads]`, and the place in it, of number `at` in `[batch · pairs, heads, taken]`.
     fn place(&self, at: usize) -> (usize, usize) {
-        let (heads, taken, pairs) =
-            (self.heads as usize, self.taken as usize, self.pairs as usize);
+        let (heads, taken, pairs) = (self.heads as usize, self.taken as usize, self.pairs as usize);
         let (head, sequence) = (at / taken % heads, at / taken / heads);
         let within = sequence % pairs * self.between as usize + self.first as usize + at % taken;
         (sequence / pairs * heads + head, within)
@@ -512,7 +508,7 @@ pub fn rounded(x: &CudaTensor) -> CudaTensor {
     let count = elements(x) / 2;
     // SAFETY: a thread writes two elements.
     unsafe {
-        round::launch_unchecked::<CudaRuntime>(
+        round_pairs::launch_unchecked::<CudaRuntime>(
             &x.client,
             blocks(count, THREADS),
             dim(THREADS),
@@ -525,7 +521,7 @@ pub fn rounded(x: &CudaTensor) -> CudaTensor {
 }
 
 #[cube(launch_unchecked)]
-fn round(x: &Array<Pair>, rounded: &mut Array<Bf16Pair>, count: u32) {
+fn round_pairs(x: &Array<Pair>, rounded: &mut Array<Bf16Pair>, count: u32) {
     let at = ABSOLUTE_POS;
     if at < count as usize {
         rounded[at] = Vector::cast_from(x[at]);

@@ -2,7 +2,7 @@
 //! recurrences.
 
 use burn::backend::Flex;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -57,6 +57,13 @@ impl Sample {
     pub fn one_direction(self) -> Self {
         let w = self.w[..self.head_dim].repeat(self.len());
         Sample { w, ..self }
+    }
+
+    /// Queries, keys and values rounded to bf16.
+    pub fn rounded(mut self) -> Self {
+        let heads = self.q.iter_mut().chain([&mut self.k, &mut self.v]);
+        heads.flatten().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        self
     }
 
     /// One query head for every gate, all with the same queries.
