@@ -129,7 +129,9 @@ impl Config {
             WActivation::None => w,
             WActivation::Silu => silu(w),
         };
-        let log_decay = projections.next().map(|logits| log_sigmoid(logits).swap_dims(1, 2));
+        let log_decay = projections
+            .next()
+            .map(|logits| log_sigmoid(logits.cast(FloatDType::F32)).swap_dims(1, 2));
         PathInputs { q, k, v, w: normalised(w), beta: sigmoid(beta) * 2.0, log_decay }
     }
 }
@@ -137,8 +139,7 @@ impl Config {
 /// `[batch, seq_len, heads · channels]` as `[batch, heads, seq_len, channels]` in f32.
 fn by_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
     let [batch, len, features] = x.dims();
-    let x = if x.dtype() == DType::BF16 { x.cast(FloatDType::F32) } else { x };
-    x.reshape([batch, len, heads, features / heads]).swap_dims(1, 2)
+    x.cast(FloatDType::F32).reshape([batch, len, heads, features / heads]).swap_dims(1, 2)
 }
 
 /// Each head's directions divided by their norms.

@@ -1,5 +1,6 @@
 //! The forward pass over the blocks.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::layout::{BLOCK, BlockConfig, KEYS_16, TILE};
@@ -127,7 +128,7 @@ fn attend(
     let d = config.head_dim;
     let (x, s, keys) = comptime!((config.x(), config.s(), config.fifth()));
     let heads = shape.heads as usize;
-    load_head(arena, &inputs.q, of, head, shape.scale, x, d);
+    load_head::<bf16>(arena, &inputs.q, of, head, shape.scale, x, d);
     load_decay(arena, &inputs.visibility, of, head, shape, config);
     sync_cube();
     // −c has its place where no score is yet: first on the other diagonal, then above the first.
@@ -138,7 +139,7 @@ fn attend(
     outputs.q.store_rows(arena, base, heads * comptime!(d / 4), x, d);
     sync_cube();
 
-    load_head(arena, &inputs.v, of, of.kv_head, 1f32, x, d);
+    load_head::<bf16>(arena, &inputs.v, of, of.kv_head, 1f32, x, d);
     weigh(arena, inputs, outputs, of, head, shape, config);
     sync_cube();
     let product = comptime!(Product::ab([s, x, x], [BLOCK, d, BLOCK]));

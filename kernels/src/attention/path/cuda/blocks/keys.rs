@@ -3,6 +3,7 @@
 //! The gradients of keys are at k, those of y in `fifth`. Where a move x ← x − c B, c = x Aᵀ, is taken back, −c and
 //! dcᵀ have the places of the square c, dc = −g Bᵀ.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::THREADS;
@@ -47,16 +48,16 @@ pub fn finish_keys(
 
     add(arena, memory, comptime!(scratch::D_KEYS + KEYS_16), comptime!(even(k)), HALF, config);
     add(arena, memory, scratch::D_Y, g, BLOCK, config);
-    load_head(arena, &inputs.k, of, of.kv_head, 1f32, x, d);
+    load_head::<bf16>(arena, &inputs.k, of, of.kv_head, 1f32, x, d);
     sync_cube();
     tiles_back(arena, gradients, memory, of, shape, config);
 
-    store_head(arena, &mut gradients.w, of, of.kv_head, 1f32, y, config);
+    store_head::<f32>(arena, &mut gradients.w, of, of.kv_head, 1f32, y, config);
     // A thread has the same elements in all passes over rows.
     add(arena, memory, scratch::D_K, k, BLOCK, config);
-    store_head(arena, &mut gradients.k, of, of.kv_head, 1f32, k, config);
+    store_head::<bf16>(arena, &mut gradients.k, of, of.kv_head, 1f32, k, config);
     fetch(arena, memory, scratch::D_V, x, BLOCK, config);
-    store_head(arena, &mut gradients.v, of, of.kv_head, 1f32, x, config);
+    store_head::<bf16>(arena, &mut gradients.v, of, of.kv_head, 1f32, x, config);
     sync_cube();
 }
 

@@ -2,6 +2,7 @@
 //!
 //! −c of a move x ← x − c B, c = x Aᵀ, is stored rather than c, so that every product is added.
 
+use burn::tensor::bf16;
 use cubecl::prelude::*;
 
 use super::THREADS;
@@ -51,8 +52,8 @@ pub fn load_block(
     #[comptime] config: BlockConfig,
 ) {
     let d = config.head_dim;
-    load_head(arena, &inputs.w, of, of.kv_head, 1f32, comptime!(config.w()), d);
-    load_head(arena, &inputs.k, of, of.kv_head, 1f32, comptime!(config.k()), d);
+    load_head::<f32>(arena, &inputs.w, of, of.kv_head, 1f32, comptime!(config.w()), d);
+    load_head::<bf16>(arena, &inputs.k, of, of.kv_head, 1f32, comptime!(config.k()), d);
     let row = UNIT_POS as usize;
     if row < BLOCK {
         let strides = inputs.beta_strides;
@@ -96,7 +97,7 @@ fn substitute(
         if index < comptime!(TILES * each) {
             let (tile, column) = (index / each, index % each);
             let mut from = m.at + tile * m.next + column - dim;
-            let mut to = from;
+            let mut to = m.at + tile * m.next + column - dim;
             let mut stride = comptime!(m.row).runtime();
             if column < dim {
                 from = w.at + tile * w.next + column;

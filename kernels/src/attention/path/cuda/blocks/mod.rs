@@ -15,6 +15,9 @@ mod layout;
 mod levels;
 mod memory;
 mod product;
+mod queries;
+#[cfg(test)]
+mod tests;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
@@ -82,9 +85,9 @@ pub struct BlockResults {
     pub lse: CudaTensor,
 }
 
-/// The gradients that [`Blocks::backward`] starts from, contiguous and in f32 but for dO in bf16.
+/// The gradients that [`Blocks::backward`] starts from, in f32 but for dO in bf16.
 pub struct BlockUpstream<'a> {
-    /// dO, `[batch, heads, seq_len, head_dim]`, with any strides.
+    /// dO, `[batch, heads, seq_len, head_dim]`.
     pub d_o: &'a CudaTensor,
     /// The log-sum-exps over the keys of all blocks, as in [`BlockResults`].
     pub lse: &'a CudaTensor,
@@ -98,7 +101,7 @@ pub struct BlockUpstream<'a> {
     pub d_v: &'a CudaTensor,
     /// Of R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
     pub d_r: &'a CudaTensor,
-    /// With a decay, Σ_j dS_ij and Σ_i dS_ij so far, `[batch, heads, seq_len]`, which are added to.
+    /// With a decay, Σ_j dS_ij and Σ_i dS_ij so far, `[batch, heads, seq_len]`, which are added to: contiguous.
     pub ds: Option<[&'a CudaTensor; 2]>,
 }
 
@@ -246,7 +249,7 @@ impl Blocks {
     /// The gradients of q, k, v, w and β.
     ///
     /// # Panics
-    /// Where shapes disagree, or `ds` is not there exactly with a decay.
+    /// Where shapes disagree, or `ds` is not contiguous, or not there exactly with a decay.
     pub fn backward(&self, upstream: &BlockUpstream) -> BlockGrads {
         self.check(upstream);
         let [batch, _, tokens, d] = self.q.dims;
@@ -256,15 +259,16 @@ impl Blocks {
         let w = Heads::in_place(&empty(like, &[batch, kv_heads, tokens, d], DType::F32));
         let beta = empty(like, &[batch, kv_heads, tokens], DType::F32);
         let d_o = Heads::new(upstream.d_o);
-        let of = |x: &CudaTensor| buffer(x, QUAD);
+        let of_rows = |x: &CudaTensor| buffer(&contiguous(x), 1);
+        let of_vectors = |x: &CudaTensor| buffer(&contiguous(x), QUAD);
         let from = UpstreamLaunch::new(
             quads(&d_o),
-            buffer(upstream.lse, 1),
-            buffer(upstream.delta, 1),
-            of(upstream.d_q),
-            of(upstream.d_k),
-            of(upstream.d_v),
-            of(upstream.d_r),
+            of_rows(upstream.lse),
+            of_rows(upstream.delta),
+            of_vectors(upstream.d_q),
+            of_vectors(upstream.d_k),
+            of_vectors(upstream.d_v),
+            of_vectors(upstream.d_r),
         );
         let [rows, columns] = [0, 1].map(|i| upstream.ds.map(|ds| buffer(ds[i], 1)).into());
         let gradients = BlockGradientsLaunch::new(
@@ -311,7 +315,6 @@ impl Blocks {
         let check = |name: &str, x: &CudaTensor, shape: &[usize]| {
             assert_eq!(x.meta.shape().to_vec(), shape, "the shape of {name}");
             assert_eq!(x.dtype, DType::F32, "the type of {name}");
-            assert!(x.is_contiguous(), "{name} is not contiguous");
         };
         check("lse", upstream.lse, &of_queries);
         check("delta", upstream.delta, &of_queries);
@@ -320,7 +323,10 @@ impl Blocks {
         check("d_v", upstream.d_v, &[batch, padded, kv_heads, d]);
         check("d_r", upstream.d_r, &[batch, blocks, kv_heads, d, d]);
         assert_eq!(upstream.ds.is_some(), self.decay.is_some(), "sums of dS, and a decay");
-        upstream.ds.into_iter().flatten().for_each(|x| check("ds", x, &of_queries));
+        for x in upstream.ds.into_iter().flatten() {
+            check("ds", x, &of_queries);
+            assert!(x.is_contiguous(), "ds at strides {:?}", x.meta.strides());
+        }
         assert_eq!(upstream.d_o.meta.shape().to_vec(), self.q.dims, "the shape of d_o");
         assert_eq!(upstream.d_o.dtype, DType::BF16, "the type of d_o");
     }

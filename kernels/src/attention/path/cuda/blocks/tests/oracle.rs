@@ -31,6 +31,8 @@ pub struct Case {
     pub w: Vec<f32>,
     pub beta: Vec<f32>,
     pub log_decay: Vec<f32>,
+    /// Σ ℓ within each block, as the kernels get it in f32; set before a decay's results are asked for.
+    pub decay_sums: Vec<f64>,
     pub d_o: Vec<f32>,
     /// Added to the log-sum-exps of the blocks: the other keys' share.
     pub beyond: Vec<f32>,
@@ -118,7 +120,8 @@ impl Case {
             random(batch * shape.blocks() * kv_heads * d * d),
         ];
         let ds = [(); 2].map(|()| random(batch * heads * tokens));
-        Case { shape, q, k, v, w, beta, log_decay, d_o, beyond, delta, moved, ds }
+        let decay_sums = vec![];
+        Case { shape, q, k, v, w, beta, log_decay, decay_sums, d_o, beyond, delta, moved, ds }
     }
 
     /// One direction at all tokens, with this β.
@@ -130,7 +133,8 @@ impl Case {
     /// All results.
     pub fn expected(&self) -> Results {
         let Shape { batch, kv_heads, tokens, d, .. } = self.shape;
-        let (heads, padded, blocks) = (self.shape.heads(), self.shape.padded(), self.shape.blocks());
+        let (heads, padded, blocks) =
+            (self.shape.heads(), self.shape.padded(), self.shape.blocks());
         let of_queries = batch * heads * tokens;
         let of_keys = batch * kv_heads * tokens;
         let zeros = |n: usize| vec![0.0; n];
@@ -227,8 +231,7 @@ impl Walk<'_> {
         let Shape { kv_heads, group, d, .. } = self.case.shape;
         let [_, d_k, d_v, d_r] = &self.case.moved;
         for t in 0..self.count {
-            let (k, before) =
-                self.through(row(&self.case.k, self.key(t), d), t + 1..self.count);
+            let (k, before) = self.through(row(&self.case.k, self.key(t), d), t + 1..self.count);
             let at = self.padded(self.kv_head, kv_heads, t);
             add(&mut results.k, at, 1.0, &k);
             let mut g = row(d_k, at, d);
@@ -269,9 +272,8 @@ impl Walk<'_> {
         let moved = self.padded(head, shape.heads(), i);
         add(&mut results.q, moved, 1.0, &x);
         let first = shape.first_visible(self.first + i).saturating_sub(self.first);
-        let decay = |j: usize| -> f64 {
-            (j + 1..=i).map(|t| f64::from(case.log_decay[self.query(head, t)])).sum()
-        };
+        let sum = |t| case.decay_sums[self.query(head, t)];
+        let decay = |j| if shape.decay.is_some() { -sum(j) } else { 0.0 };
         let score = |j: usize| dot(met(j), &row(&case.k, self.key(j), d)) + decay(j);
         let scores: Vec<_> = (first..=i).map(score).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
