@@ -50,7 +50,7 @@ fn values(x: &CudaTensor) -> Vec<f64> {
 /// The vectors in f32, whose rounding is that of bf16.
 fn exact(x: &Vectors) -> Vec<f64> {
     let exact = values(&x.exact);
-    let nearest = exact.iter().map(|x| bf16::from_f64(*x).to_f64());
+    let nearest = exact.iter().map(|x| bf16::from_f32(*x as f32).to_f64());
     assert!(nearest.eq(values(&x.rounded)), "not the nearest numbers of bf16");
     exact
 }
