@@ -63,7 +63,7 @@ registry::registry! {
     /// Wall attention: diagonal gates.
     Wall = "wall" in wall, kernels for cuda in bf16;
     /// Positions by accumulated Householder transforms.
-    Path = "path" in path;
+    Path = "path" in path, kernels for cuda in bf16;
     /// Power attention: the p-th power of scores, at linear cost.
     Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
