@@ -217,7 +217,8 @@ fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
     let extra_convs: u64 =
         extra.iter().filter_map(|p| p.conv.map(|taps| kept(taps, p.features))).sum();
     let channels: usize = channels(attention, &shape).iter().sum();
-    let convs = if config.short_conv || attention.short_conv() { kept(CONV_TAPS, channels) } else { 0 };
+    let convs =
+        if config.short_conv || attention.short_conv() { kept(CONV_TAPS, channels) } else { 0 };
     // Attention's projections, and the MLP.
     let shifted = shifted(config, extra.len()) + 1;
     let shifts = if config.token_shift { kept(2, shifted * config.width) } else { 0 };

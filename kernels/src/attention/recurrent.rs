@@ -13,17 +13,10 @@ use crate::ops::activation::log_sigmoid;
 const FORGET: f32 = -1e5;
 
 /// S after the tokens so far.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct State<B: OpBackend> {
     /// `[batch · kv_heads, head_dim, value_dim]`; `None` before the first token.
     pub s: Option<Tensor<B, 3>>,
-}
-
-impl<B: OpBackend> State<B> {
-    /// Before the first token.
-    pub fn new() -> Self {
-        State { s: None }
-    }
 }
 
 impl<B: OpBackend> DecodeState for State<B> {
@@ -32,8 +25,8 @@ impl<B: OpBackend> DecodeState for State<B> {
     }
 }
 
-/// Initial values of [`step_size`]'s bias: step sizes from 0.001 to 0.1, log-uniform (Gu and Dao, "Mamba",
-/// 2023, §3.6).
+/// Initial values of [`step_size`]'s bias: step sizes from 0.001 to 0.1, log-uniform as in the released code of Mamba
+/// and its successors.
 pub const STEP_BIAS: Init = Init::SoftplusLogUniform { low: 1e-3, high: 0.1 };
 
 /// `[batch, heads, seq_len, channels]` to `[batch, seq_len, heads · channels]`.

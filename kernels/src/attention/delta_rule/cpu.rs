@@ -89,7 +89,14 @@ impl System<'_> {
             product(&mut buffers.keys, self.keys_of(&tokens), &buffers.k_factors);
             scale_rows(&mut state, &chunk_decay);
             let keys = Mat::new(&buffers.keys, n, d, d);
-            gemm(&mut state, values, 1.0, keys.t(), Mat::new(&solution.x[at], n, values, values), 1.0);
+            gemm(
+                &mut state,
+                values,
+                1.0,
+                keys.t(),
+                Mat::new(&solution.x[at], n, values, values),
+                1.0,
+            );
         }
     }
 
@@ -249,12 +256,7 @@ impl Sizes {
     }
 
     /// A row's gradients from k, v, β, the log decays and r, where `grad` is that of w.
-    fn gradients(
-        self,
-        [k, v, beta, log_decay, r]: [&[f32]; 5],
-        grad: &[f32],
-        grads: RowGrads,
-    ) {
+    fn gradients(self, [k, v, beta, log_decay, r]: [&[f32]; 5], grad: &[f32], grads: RowGrads) {
         let values = self.value_dim;
         // In reversed time: β h, and r'.
         let (k, late_beta) = (reversed(k, self.head_dim), reversed(beta, 1));

@@ -162,12 +162,7 @@ impl DeltaRule {
     }
 
     /// FLOPs per token, forward: those of [`GatedLinear`], and for w the same with one query per kv head.
-    pub fn flops_per_token(
-        &self,
-        shape: &AttentionShape,
-        value_dim: usize,
-        seq_len: usize,
-    ) -> f64 {
+    pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
         let keys = AttentionShape { heads: shape.kv_heads, ..*shape };
         let of = |shape| self.linear().flops_per_token(shape, value_dim, seq_len);
         of(shape) + of(&keys)

@@ -27,7 +27,7 @@ impl CorrectedValues {
             from_values: inverse.clone().mm(beta.clone() * v),
             from_state: inverse.mm(beta * k.clone() * to_token),
             keys: k * to_end,
-            decay: log_decay.sum_dim(1).exp().transpose(),
+            decay: log_decay.sum_dim(1).exp(),
         };
         chunks.values(rows, start).narrow(1, 0, seq_len)
     }
@@ -37,7 +37,10 @@ impl CorrectedValues {
 ///
 /// By blocks: where the diagonal blocks of half the size have the inverses X₁ and X₂, and L lies below them, the
 /// inverse has −X₂ L X₁ there. All intermediate values are parts of the result.
-fn inverses<B: OpBackend>([k, _, beta, log_decay]: &[Tensor<B, 3>; 4], size: usize) -> Tensor<B, 3> {
+fn inverses<B: OpBackend>(
+    [k, _, beta, log_decay]: &[Tensor<B, 3>; 4],
+    size: usize,
+) -> Tensor<B, 3> {
     let [rows, seq_len, _] = k.dims();
     let mut inverse = Tensor::ones([rows * seq_len, 1, 1], &k.device());
     let mut half = 1;
@@ -72,7 +75,7 @@ struct Chunks<B: OpBackend> {
     from_state: Tensor<B, 3>,
     /// Keys decayed to the chunk's end, `[…, size, head_dim]`.
     keys: Tensor<B, 3>,
-    /// The state's decay over the chunk, `[…, 1 or head_dim, 1]`.
+    /// The state's decay over the chunk, `[…, 1, 1 or head_dim]`.
     decay: Tensor<B, 3>,
 }
 
@@ -92,7 +95,7 @@ impl<B: OpBackend> Chunks<B> {
         let mut all = Vec::with_capacity(chunks);
         for (((from_values, from_state), keys), decay) in steps {
             let w = from_values - from_state.mm(state.clone());
-            state = state * decay + keys.transpose().mm(w.clone());
+            state = state * decay.transpose() + keys.transpose().mm(w.clone());
             all.push(w);
         }
         Tensor::stack::<4>(all, 1).reshape([rows, chunks * size, values])

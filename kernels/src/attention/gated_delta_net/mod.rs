@@ -210,7 +210,7 @@ impl Variant for Config {
         _path: ExecPath,
         _capacity: usize,
     ) -> State<B> {
-        State::new()
+        State::default()
     }
 
     fn extend<B: OpBackend>(

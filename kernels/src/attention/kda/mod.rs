@@ -42,7 +42,9 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::delta_rule::{DeltaInputs, DeltaRule};
-use super::recurrent::{State, by_head, decay_of_steps, step_size, validate_chunk, validate_value_dim};
+use super::recurrent::{
+    State, by_head, decay_of_steps, step_size, validate_chunk, validate_value_dim,
+};
 use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
@@ -207,7 +209,7 @@ impl Variant for Config {
         _path: ExecPath,
         _capacity: usize,
     ) -> State<B> {
-        State::new()
+        State::default()
     }
 
     fn extend<B: OpBackend>(

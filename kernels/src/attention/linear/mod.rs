@@ -260,12 +260,7 @@ pub(super) struct GatedLinear {
 
 impl GatedLinear {
     /// FLOPs per token, forward: scores and weighted values inside a chunk, and updating and querying S.
-    pub fn flops_per_token(
-        &self,
-        shape: &AttentionShape,
-        value_dim: usize,
-        seq_len: usize,
-    ) -> f64 {
+    pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
         let (d, values) = (shape.head_dim as f64, value_dim as f64);
         let (heads, kv_heads) = (shape.heads as f64, shape.kv_heads as f64);
         let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;

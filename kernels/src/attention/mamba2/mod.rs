@@ -42,13 +42,13 @@ use super::blocks::repeat_heads;
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::{
-    STEP_BIAS, State, by_head, by_token, decay_of_steps, forget_at_starts, step_size, validate_chunk,
-    validate_key_heads, validate_value_dim,
+    STEP_BIAS, State, by_head, by_token, decay_of_steps, forget_at_starts, step_size,
+    validate_chunk, validate_key_heads, validate_value_dim,
 };
 use super::saved::Channels;
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec,
-    ProjectionSpec, Variant, VariantSpec,
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec, ProjectionSpec,
+    Variant, VariantSpec,
 };
 use crate::backend::{OpBackend, primitive, tensor};
 use crate::ops::activation::silu;
@@ -214,7 +214,7 @@ impl Variant for Config {
         _path: ExecPath,
         _capacity: usize,
     ) -> State<B> {
-        State::new()
+        State::default()
     }
 
     fn extend<B: OpBackend>(
