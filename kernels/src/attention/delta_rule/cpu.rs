@@ -77,7 +77,7 @@ impl System<'_> {
             let tokens = first..(first + chunk).min(seq_len);
             let n = tokens.len();
             // r from the state before the chunk.
-            self.decays.from_start(&tokens, &mut buffers.q_factors);
+            self.decays.since_start(&tokens, &mut buffers.q_factors);
             product(&mut buffers.queries, self.keys_of(&tokens), &buffers.q_factors);
             let queries = Mat::new(&buffers.queries, n, d, d);
             let at = self.values_at(&tokens);
@@ -85,7 +85,7 @@ impl System<'_> {
             gemm(&mut solution.r[at.clone()], values, 1.0, queries, before, 0.0);
             self.solve_within(tokens.clone(), &mut buffers, solution);
             // The state after the chunk.
-            let chunk_decay = self.decays.to_end(&tokens, &mut buffers.k_factors);
+            let chunk_decay = self.decays.until_end(&tokens, &mut buffers.k_factors);
             product(&mut buffers.keys, self.keys_of(&tokens), &buffers.k_factors);
             scale_rows(&mut state, &chunk_decay);
             let keys = Mat::new(&buffers.keys, n, d, d);
@@ -123,8 +123,8 @@ impl System<'_> {
     ) {
         let Sizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (second.len(), first.len());
-        self.decays.from_start(second, &mut buffers.q_factors);
-        self.decays.to_end(first, &mut buffers.k_factors);
+        self.decays.since_start(second, &mut buffers.q_factors);
+        self.decays.until_end(first, &mut buffers.k_factors);
         product(&mut buffers.queries, self.keys_of(second), &buffers.q_factors);
         product(&mut buffers.keys, self.keys_of(first), &buffers.k_factors);
         buffers.scores.resize(n * m, 0.0);

@@ -64,7 +64,7 @@ impl LinearRow<'_> {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let n = chunk.len();
         // The chunk's tokens, which were added to the state.
-        let chunk_decay = self.decays.to_end(chunk, &mut buffers.k_factors);
+        let chunk_decay = self.decays.until_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
         buffers.d_k.resize(n * d, 0.0);
         let after = Mat::new(later, d, values, values);
@@ -81,7 +81,7 @@ impl LinearRow<'_> {
         }
         scale_rows(later, &chunk_decay);
         // The chunk's queries, which read the state before it.
-        self.decays.from_start(chunk, &mut buffers.q_factors);
+        self.decays.since_start(chunk, &mut buffers.q_factors);
         self.start_queries(n, buffers);
         for head in 0..self.sizes.group {
             product(&mut buffers.q, &self.q[self.q_at(head, chunk)], &buffers.q_factors);
@@ -121,8 +121,8 @@ impl LinearRow<'_> {
     ) {
         let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (pair.queries.len(), pair.keys.len());
-        self.decays.from_start(&pair.queries, &mut buffers.q_factors);
-        self.decays.to_end(&pair.keys, &mut buffers.k_factors);
+        self.decays.since_start(&pair.queries, &mut buffers.q_factors);
+        self.decays.until_end(&pair.keys, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(&pair.keys), &buffers.k_factors);
         self.start_queries(n, buffers);
         buffers.d_k.clear();

@@ -17,7 +17,7 @@ pub struct Decays<'a> {
 
 impl Decays<'_> {
     /// exp of the sums of log decays from the start of `tokens` to each token, `[tokens, head_dim]`.
-    pub fn from_start(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) {
+    pub fn since_start(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) {
         let mut sums = vec![0.0; self.channels];
         factors.clear();
         for t in tokens.clone() {
@@ -28,7 +28,7 @@ impl Decays<'_> {
 
     /// exp of the sums of log decays after each token to the end of `tokens`, `[tokens, head_dim]`; returns exp
     /// of the sum over all of them, `[head_dim]`.
-    pub fn to_end(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) -> Vec<f32> {
+    pub fn until_end(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) -> Vec<f32> {
         let d = self.head_dim;
         let mut sums = vec![0.0; self.channels];
         factors.clear();

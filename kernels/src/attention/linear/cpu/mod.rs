@@ -112,7 +112,7 @@ impl LinearRow<'_> {
         let mut buffers = Buffers::default();
         let mut state = vec![0.0; d * values];
         for chunk in self.chunks() {
-            self.decays.from_start(&chunk, &mut buffers.q_factors);
+            self.decays.since_start(&chunk, &mut buffers.q_factors);
             for head in 0..group {
                 product(&mut buffers.q, &self.q[self.q_at(head, &chunk)], &buffers.q_factors);
                 let y = &mut y[self.o_at(head, &chunk)];
@@ -142,8 +142,8 @@ impl LinearRow<'_> {
     fn forward_pair(&self, pair: &HalfPair, buffers: &mut Buffers, y: &mut [f32]) {
         let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (pair.queries.len(), pair.keys.len());
-        self.decays.from_start(&pair.queries, &mut buffers.q_factors);
-        self.decays.to_end(&pair.keys, &mut buffers.k_factors);
+        self.decays.since_start(&pair.queries, &mut buffers.q_factors);
+        self.decays.until_end(&pair.keys, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(&pair.keys), &buffers.k_factors);
         buffers.scores.resize(n * m, 0.0);
         let k = Mat::new(&buffers.k, m, d, d);
@@ -159,7 +159,7 @@ impl LinearRow<'_> {
     /// The state after a chunk.
     fn advance(&self, chunk: &Range<usize>, state: &mut [f32], buffers: &mut Buffers) {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
-        let chunk_decay = self.decays.to_end(chunk, &mut buffers.k_factors);
+        let chunk_decay = self.decays.until_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
         scale_rows(state, &chunk_decay);
         let k = Mat::new(&buffers.k, chunk.len(), d, d);
