@@ -2,7 +2,7 @@
 //! hidden layers move along the orthogonal factor of their momentum; all other parameters follow AdamW.
 //!
 //! M ← μM + (1−μ)G, U = (1−μ)G + μM (Nesterov) or U = M, O ≈ UVᵀ for the singular value decomposition
-//! U = UΣVᵀ ([`orthogonal`]), and W ← W − lr·(s·O + λW). For a matrix of m rows and n columns the factor s is
+//! U = UΣVᵀ (`orthogonal`), and W ← W − lr·(s·O + λW). For a matrix of m rows and n columns the factor s is
 //! 0.2·√max(m, n), or √max(1, m/n) ([`Scale`]).
 
 mod blocks;
