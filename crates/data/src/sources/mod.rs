@@ -13,6 +13,7 @@ pub mod mqar;
 pub mod mqrar;
 pub mod passkey;
 pub mod phonebook;
+mod prompts;
 mod registry;
 pub mod shards;
 #[cfg(test)]

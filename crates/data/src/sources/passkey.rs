@@ -6,8 +6,9 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
+use super::prompts::{example, lengths, validate_lengths};
 use super::{OpenContext, RowGenerator, Source, SourceData};
-use crate::synthetic::packing::{Example, Goal, pack};
+use crate::synthetic::packing::{Example, pack};
 use crate::synthetic::passkey::PasskeyFitter;
 use crate::{DataConfig, DataError, Tokenizer};
 
@@ -42,28 +43,20 @@ impl Source for Config {
     }
 
     fn validate(&self, key: &str, data: &DataConfig, problems: &mut Problems) {
-        let max_len = self.max_len.unwrap_or(data.seq_len);
-        problems.check(
-            max_len <= data.seq_len,
-            format!("{key}.max_len"),
-            max_len,
-            format!("at most data.seq_len = {}", data.seq_len),
-            "lower it, or raise data.seq_len",
-        );
-        if let Some(min_len) = self.min_len {
-            problems.check(
-                min_len <= max_len,
-                format!("{key}.min_len"),
-                min_len,
-                format!("at most max_len = {max_len}"),
-                "lower it, or raise max_len",
-            );
-        }
+        validate_lengths(key, (self.min_len, self.max_len), data, problems);
     }
 
     fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
-        let max_len = self.max_len.unwrap_or(context.data.seq_len);
-        let rows = PasskeyRows::new(self, max_len, context.tokenizer, context.generator_seed())?;
+        let fitter = PasskeyFitter::new(context.tokenizer);
+        let asked = (self.min_len, self.max_len);
+        let (min_len, max_len) = lengths("passkey", asked, fitter.shortest_example(), context)?;
+        let rows = PasskeyRows {
+            fitter,
+            tokenizer: context.tokenizer.clone(),
+            lengths: (min_len, max_len),
+            answer_only: self.answer_only,
+            seed: context.generator_seed(),
+        };
         let fingerprint = format!("passkey {:?} {max_len} {}", self.min_len, self.answer_only);
         Ok(SourceData::Generated { rows: Box::new(rows), fingerprint })
     }
@@ -73,57 +66,23 @@ impl Source for Config {
 struct PasskeyRows {
     fitter: PasskeyFitter,
     tokenizer: Tokenizer,
-    min_len: usize,
-    max_len: usize,
+    /// Shortest and longest example.
+    lengths: (usize, usize),
     answer_only: bool,
     seed: u64,
 }
 
 impl PasskeyRows {
-    fn new(
-        config: &Config,
-        max_len: usize,
-        tokenizer: &Tokenizer,
-        seed: u64,
-    ) -> Result<Self, DataError> {
-        let fitter = PasskeyFitter::new(tokenizer);
-        let needed = fitter.shortest_example();
-        let min_len = config.min_len.unwrap_or(needed);
-        let key_of_max = "max_len (by default data.seq_len)";
-        for (budget, key) in [(max_len, key_of_max), (min_len, "min_len")] {
-            if budget < needed {
-                let tokenizer = tokenizer.name().into();
-                return Err(DataError::PromptTooLong {
-                    task: "passkey",
-                    budget,
-                    key,
-                    needed,
-                    tokenizer,
-                });
-            }
-        }
-        let (answer_only, tokenizer) = (config.answer_only, tokenizer.clone());
-        Ok(PasskeyRows { fitter, tokenizer, min_len, max_len, answer_only, seed })
-    }
-
     /// An example. With `answer_only`, the answer and the full stop that ends it count for the loss.
     fn example(&self, rng: &mut ChaCha8Rng) -> Example {
-        let length = rng.random_range(self.min_len..=self.max_len);
+        let length = rng.random_range(self.lengths.0..=self.lengths.1);
         // Room for the longest answer, so that the example fits whatever the answer is.
         let reserved = self.fitter.shortest_example() - self.fitter.shortest_prompt();
         let prompt = match self.fitter.fit(rng, length - reserved, None, "min_len") {
             Ok(prompt) => prompt,
             Err(error) => unreachable!("min_len was checked: {error}"),
         };
-        let mut tokens = self.tokenizer.encode(&prompt.prompt);
-        let start = tokens.len();
-        tokens.extend(self.tokenizer.encode(&prompt.completion()));
-        let goal = match self.answer_only {
-            true => Goal::Tokens((start..tokens.len()).collect()),
-            false => Goal::AllTokens,
-        };
-        tokens.push(self.tokenizer.end_of_text());
-        Example { tokens, goal }
+        example(&self.tokenizer, &prompt.prompt, &prompt.completion(), self.answer_only)
     }
 }
 

@@ -6,9 +6,10 @@ use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
+use super::prompts::{example, lengths, validate_lengths};
 use super::{OpenContext, RowGenerator, Source, SourceData};
 use crate::synthetic::held_out::Part;
-use crate::synthetic::packing::{Example, Goal, pack};
+use crate::synthetic::packing::{Example, pack};
 use crate::synthetic::phonebook::PhonebookFitter;
 use crate::{DataConfig, DataError, Tokenizer};
 
@@ -38,37 +39,13 @@ impl Source for Config {
     }
 
     fn validate(&self, key: &str, data: &DataConfig, problems: &mut Problems) {
-        let max_len = self.max_len.unwrap_or(data.seq_len);
-        problems.check(
-            max_len <= data.seq_len,
-            format!("{key}.max_len"),
-            max_len,
-            format!("at most data.seq_len = {}", data.seq_len),
-            "lower it, or raise data.seq_len",
-        );
-        if let Some(min_len) = self.min_len {
-            problems.check(
-                min_len <= max_len,
-                format!("{key}.min_len"),
-                min_len,
-                format!("at most max_len = {max_len}"),
-                "lower it, or raise max_len",
-            );
-        }
+        validate_lengths(key, (self.min_len, self.max_len), data, problems);
     }
 
     fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         let fitter = PhonebookFitter::new(context.tokenizer);
-        let needed = fitter.shortest_example();
-        let max_len = self.max_len.unwrap_or(context.data.seq_len);
-        let min_len = self.min_len.unwrap_or(needed);
-        for (budget, key) in [(max_len, "max_len (by default data.seq_len)"), (min_len, "min_len")]
-        {
-            if budget < needed {
-                let (task, tokenizer) = ("phonebook", context.tokenizer.name().into());
-                return Err(DataError::PromptTooLong { task, budget, key, needed, tokenizer });
-            }
-        }
+        let asked = (self.min_len, self.max_len);
+        let (min_len, max_len) = lengths("phonebook", asked, fitter.shortest_example(), context)?;
         let rows = PhonebookRows {
             fitter,
             tokenizer: context.tokenizer.clone(),
@@ -102,15 +79,7 @@ impl PhonebookRows {
             Ok(prompt) => prompt,
             Err(error) => unreachable!("min_len was checked: {error}"),
         };
-        let mut tokens = self.tokenizer.encode(&prompt.prompt);
-        let start = tokens.len();
-        tokens.extend(self.tokenizer.encode(&prompt.completion()));
-        let goal = match self.answer_only {
-            true => Goal::Tokens((start..tokens.len()).collect()),
-            false => Goal::AllTokens,
-        };
-        tokens.push(self.tokenizer.end_of_text());
-        Example { tokens, goal }
+        example(&self.tokenizer, &prompt.prompt, &prompt.completion(), self.answer_only)
     }
 }
 

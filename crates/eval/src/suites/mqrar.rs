@@ -13,7 +13,7 @@ use longwall_config::Problems;
 use longwall_data::Tokenizer;
 use longwall_data::synthetic::held_out::Part;
 use longwall_data::synthetic::mqrar::Mqrar as Task;
-use longwall_data::synthetic::symbols::{Labelled, SymbolTokens};
+use longwall_data::synthetic::symbols::{Labelled, SymbolTokens, content};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -185,7 +185,7 @@ impl Mqrar {
         let task = self.task(trial);
         Part::Test.draw(&mut rng, |rng| {
             let symbols = task.draw(rng);
-            let content = Labelled { symbols: symbols.clone(), labels: Vec::new() }.content();
+            let content = content(&symbols);
             (symbols, content)
         })
     }
