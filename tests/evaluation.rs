@@ -78,6 +78,96 @@ fn a_configuration_lists_evaluations_of_one_suite_by_name() {
     assert!(error.contains("eval.1.out is niah, the folder of another suite"), "{error}");
 }
 
+/// Two suites in the loop, one of which generates and one of which reads the validation split.
+const IN_THE_LOOP: &str = r#"
+[[train.evaluate]]
+suite = "passkey"
+every = 20
+lengths = [300]
+trials = 4
+
+[[train.evaluate]]
+suite = "extrapolate"
+out = "losses"
+steps = [15]
+lengths = [16, 32]
+"#;
+
+/// The samples of every evaluation of a run, by folder.
+fn all_samples(w: &Workspace, run: &str) -> Vec<(String, String)> {
+    let names = w.list(&format!("{run}/eval")).into_iter().filter(|name| name != "index.json");
+    names.map(|name| (name.clone(), w.read(&format!("{run}/eval/{name}/samples.jsonl")))).collect()
+}
+
+#[test]
+fn evaluations_during_training_change_nothing_and_survive_a_resume() {
+    let w = Workspace::new();
+    w.write("loop.toml", &format!("{}{IN_THE_LOOP}", crate::support::CONFIG));
+    w.train("plain", &[]);
+    let log = w.run(&["train", "--config", "loop.toml", "--set", "run.name=evaluated"]).stderr;
+    let log = String::from_utf8(log).unwrap();
+    assert!(log.contains("step 20: passkey: accuracy "), "{log}");
+    assert_eq!(w.metrics("runs/evaluated"), w.metrics("runs/plain"));
+    let checkpoint = "checkpoints/step-40/weights.safetensors";
+    let weights = |run: &str| std::fs::read(w.path(&format!("runs/{run}/{checkpoint}"))).unwrap();
+    assert_eq!(weights("evaluated"), weights("plain"));
+    let folders = ["losses-step-15", "passkey-step-20", "passkey-step-40"];
+    let whole = all_samples(&w, "runs/evaluated");
+    assert_eq!(whole.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), folders);
+    let index: serde_json::Value =
+        serde_json::from_str(&w.read("runs/evaluated/eval/index.json")).unwrap();
+    assert_eq!(index[1]["checkpoint_step"], 20);
+
+    // As if killed while step 40 was evaluated, after its checkpoint.
+    let last = "runs/evaluated/eval/passkey-step-40";
+    let first = whole[2].1.lines().next().unwrap().to_owned() + "\n";
+    w.write(&format!("{last}/samples.jsonl"), &first);
+    std::fs::remove_file(w.path(&format!("{last}/results.json"))).unwrap();
+    w.succeed(&["train", "--resume", "runs/evaluated"]);
+    assert_eq!(all_samples(&w, "runs/evaluated"), whole);
+    assert!(w.path(&format!("{last}/results.json")).exists());
+
+    // As if killed in step 38: what is trained again is evaluated again.
+    std::fs::remove_file(w.path("runs/evaluated/finished.json")).unwrap();
+    std::fs::remove_dir_all(w.path("runs/evaluated/checkpoints/step-40")).unwrap();
+    w.write(&format!("{last}/samples.jsonl"), "of another training\n");
+    let output = w.run(&["train", "--resume", "runs/evaluated"]);
+    let log = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && log.contains("passkey-step-40 is discarded"), "{log}");
+    assert_eq!(all_samples(&w, "runs/evaluated"), whole);
+    assert_eq!(w.metrics("runs/evaluated"), w.metrics("runs/plain"));
+}
+
+#[test]
+fn evaluations_during_training_are_checked_before_it_starts() {
+    let w = Workspace::new();
+    let error = |table: &str| {
+        let text = format!("{}\n[[train.evaluate]]\n{table}", crate::support::CONFIG);
+        w.write("loop.toml", &text);
+        let error = w.fail(&["train", "--config", "loop.toml"]);
+        assert!(!w.path("runs").exists(), "a run that cannot start leaves nothing");
+        error
+    };
+    let suite = "suite = \"passkey\"\n";
+    insta::assert_snapshot!(
+        "evaluation_in_the_loop_of_no_suite",
+        error("suite = \"pass\"\nevery = 5")
+    );
+    insta::assert_snapshot!(
+        "evaluation_in_the_loop_with_an_unknown_option",
+        error(&format!("{suite}every = 5\nlenghts = [300]"))
+    );
+    insta::assert_snapshot!("evaluation_in_the_loop_that_is_never_due", error(suite));
+    insta::assert_snapshot!(
+        "evaluation_in_the_loop_after_the_last_step",
+        error(&format!("{suite}steps = [10, 41]"))
+    );
+    insta::assert_snapshot!(
+        "evaluation_in_the_loop_shorter_than_its_prompt",
+        error(&format!("{suite}every = 5\nlengths = [100]"))
+    );
+}
+
 #[test]
 fn suites_are_listed_without_a_run() {
     let w = Workspace::new();

@@ -4,6 +4,7 @@ mod commands;
 mod comparison;
 mod context;
 mod costs;
+mod evaluator;
 #[cfg(test)]
 mod fuzz;
 mod progress;

@@ -11,6 +11,7 @@ mod loader;
 mod mixture;
 mod panics;
 mod permutation;
+mod positions;
 mod prepare;
 mod progress;
 mod shard;
@@ -22,6 +23,7 @@ pub use config::DataConfig;
 pub use corpus::Corpus;
 pub use error::DataError;
 pub use loader::{Batch, Cursor, CursorSource, Loader, SourceSummary, Split};
+pub use positions::Binning;
 pub use prepare::{PrepareOptions, PrepareReport, PrepareStart, prepare};
 pub use progress::{NoProgress, Progress};
 pub use shard::{

@@ -42,4 +42,4 @@ pub use suite::{
     Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,
     RunContext, Scoring, Silent, StopRequest, Suite, Trial,
 };
-pub use suites::{SuiteConfig, run};
+pub use suites::{SuiteConfig, check, run};

@@ -24,19 +24,27 @@ pub(crate) fn validate<S: Suite>(options: &SuiteOptions<S::Options>, problems: &
     options.sampling.validate(S::NAME, problems);
 }
 
-/// Runs one suite from its options to its report.
-pub(crate) fn run_suite<S: Suite>(
+/// Checks that a suite can run on a model: its options, text, lengths and memory.
+pub(crate) fn check_suite<S: Suite>(
     options: &SuiteOptions<S::Options>,
-    model: &mut dyn EvalModel,
+    model: &dyn EvalModel,
     context: &RunContext<'_>,
-) -> Result<Report, EvalError> {
+) -> Result<(), EvalError> {
+    open_suite::<S>(options, model, context).map(|_| ())
+}
+
+/// The suite and its trials, of which every length fits the model and the memory.
+fn open_suite<S: Suite>(
+    options: &SuiteOptions<S::Options>,
+    model: &dyn EvalModel,
+    context: &RunContext<'_>,
+) -> Result<(S, Vec<Trial>), EvalError> {
     let mut problems = Problems::new();
     validate::<S>(options, &mut problems);
     problems.into_result()?;
     let SuiteOptions { own, sampling } = options;
-    let tokenizer = model.tokenizer().clone();
     let open = OpenContext {
-        tokenizer: &tokenizer,
+        tokenizer: model.tokenizer(),
         train_seq_len: model.train_seq_len(),
         max_len: model.max_len(),
         device: &model.device(),
@@ -48,8 +56,18 @@ pub(crate) fn run_suite<S: Suite>(
     let suite = context.interruptible(&stopped, || S::open(own, &open))?;
     let trials = suite.trials();
     check_lengths::<S>(&trials, model.max_len())?;
-    check_memory::<S>(&trials, sampling, &*model)?;
+    check_memory::<S>(&trials, sampling, model)?;
+    Ok((suite, trials))
+}
 
+/// Runs one suite from its options to its report.
+pub(crate) fn run_suite<S: Suite>(
+    options: &SuiteOptions<S::Options>,
+    model: &mut dyn EvalModel,
+    context: &RunContext<'_>,
+) -> Result<Report, EvalError> {
+    let (suite, trials) = open_suite::<S>(options, &*model, context)?;
+    let (sampling, tokenizer) = (&options.sampling, model.tokenizer().clone());
     let mut report = blank_report(&suite, options, &*model, context);
     report.notes.extend(extrapolation_note(&trials, report.train_seq_len));
     let git_hash = context.git_hash.as_deref();

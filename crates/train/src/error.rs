@@ -7,6 +7,7 @@ use longwall_model::generate::GenerateError;
 use longwall_model::weights::WeightsError;
 
 use crate::checkpoint::CheckpointError;
+use crate::evaluation::EvaluationError;
 use crate::memory::Estimate;
 use crate::metrics::MetricsError;
 use crate::run_folder::RunFolderError;
@@ -32,6 +33,21 @@ pub enum TrainError {
     /// The prompts of `train.sample`.
     #[error("train.sample: {0}")]
     Sample(#[from] GenerateError),
+    /// An evaluation of `train.evaluate` that could never run, or whose old results cannot be removed.
+    #[error("train.evaluate: {0}")]
+    Unevaluable(#[source] EvaluationError),
+    /// An evaluation in the loop failed.
+    #[error(
+        "train.evaluate.{at} after step {step}: {source}\n  hint: a resumed run evaluates this step again; to train on without evaluations, resume with --set train.evaluate=[]"
+    )]
+    Evaluation {
+        /// Its place in `train.evaluate`.
+        at: usize,
+        /// Finished steps.
+        step: u64,
+        /// Why.
+        source: EvaluationError,
+    },
     /// TensorBoard's event file.
     #[error("cannot write TensorBoard events in {}: {source}\n  hint: check the permissions and the room on the disk, or set run.tensorboard = false", path.display())]
     TensorBoard {

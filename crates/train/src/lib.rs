@@ -10,6 +10,7 @@ pub mod config;
 pub mod console;
 pub mod device;
 mod error;
+pub mod evaluation;
 pub mod grad_accumulation;
 pub mod gradients;
 pub mod guard;

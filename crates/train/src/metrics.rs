@@ -19,6 +19,10 @@ pub struct StepRecord {
     pub step: u64,
     /// Tokens seen, this step's included.
     pub tokens: u64,
+    /// FLOPs of training so far: tokens times the model's FLOPs per token, skipped steps included. None in
+    /// files of earlier versions.
+    #[serde(default)]
+    pub flops: Option<f64>,
     /// Mean loss of the batch's weighted tokens, in nats.
     pub loss: Option<f32>,
     /// Global gradient norm before clipping.
@@ -43,6 +47,9 @@ pub struct ValidationRecord {
     pub step: u64,
     /// Tokens seen.
     pub tokens: u64,
+    /// As [`StepRecord::flops`].
+    #[serde(default)]
+    pub flops: Option<f64>,
     /// Mean loss of the validation tokens, in nats.
     #[serde(deserialize_with = "null_as_nan")]
     pub validation_loss: f64,
@@ -52,6 +59,12 @@ pub struct ValidationRecord {
     /// Total nats over `ln 2` and over the bytes that the counted targets encode.
     #[serde(deserialize_with = "null_as_nan")]
     pub bits_per_byte: f64,
+    /// Mean loss by the number of tokens read, in logarithmic bins: the in-context-learning curve.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub loss_by_position: Vec<PositionLoss>,
+    /// The lowest mean loss of a linear bucket of positions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best_context_loss: Option<f64>,
     /// Metrics that layers report on the first validation row, by name: each is the mean over the
     /// layers that report it. Values of single layers and heads are not kept: `longwall eval attention-stats`
     /// measures them.
@@ -62,6 +75,18 @@ pub struct ValidationRecord {
     pub ema_validation_loss: Option<f64>,
     /// Seconds of training so far.
     pub seconds: f64,
+}
+
+/// The mean loss of the positions `from..to` of a context; position 0 has read one token.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PositionLoss {
+    /// The first position.
+    pub from: usize,
+    /// One past the last position.
+    pub to: usize,
+    /// Mean loss, in nats per token.
+    #[serde(deserialize_with = "null_as_nan")]
+    pub loss: f64,
 }
 
 /// The line of the norms of one update, by layer.
@@ -252,6 +277,7 @@ mod tests {
         Record::Step(StepRecord {
             step,
             tokens: step * 64,
+            flops: Some(step as f64 * 1e9),
             loss: loss.is_finite().then_some(loss),
             grad_norm: Some(0.1),
             lr: 1e-3,
@@ -266,9 +292,12 @@ mod tests {
         Record::Validation(ValidationRecord {
             step,
             tokens: step * 64,
+            flops: Some(step as f64 * 1e9),
             validation_loss: 2.5,
             perplexity: 2.5f64.exp(),
             bits_per_byte: 1.2,
+            loss_by_position: vec![PositionLoss { from: 0, to: 1, loss: 3.5 }],
+            best_context_loss: Some(2.25),
             probe: BTreeMap::from([("pruned_fraction".to_owned(), 0.5)]),
             ema_validation_loss: Some(2.25),
             seconds: 0.6,
@@ -305,12 +334,21 @@ mod tests {
         let mut old: serde_json::Value = serde_json::from_str(&line).unwrap();
         let fields = old.as_object_mut().unwrap();
         fields.remove("probe");
-        fields.remove("ema_validation_loss");
+        for key in ["ema_validation_loss", "flops", "loss_by_position", "best_context_loss"] {
+            fields.remove(key);
+        }
         fields.insert("share_left_out".to_owned(), 0.5.into());
         let old: ValidationRecord = serde_json::from_value(old).unwrap();
         assert_eq!(
             old,
-            ValidationRecord { probe: BTreeMap::new(), ema_validation_loss: None, ..record }
+            ValidationRecord {
+                flops: None,
+                loss_by_position: vec![],
+                best_context_loss: None,
+                probe: BTreeMap::new(),
+                ema_validation_loss: None,
+                ..record
+            }
         );
     }
 

@@ -1,5 +1,5 @@
 //! The training loop, in the order in which data flows: loader, batch, forward and backward, clip,
-//! optimiser, metrics, validation, samples, checkpoint.
+//! optimiser, metrics, validation, samples, checkpoint, evaluations.
 
 mod events;
 mod recorder;
@@ -16,6 +16,7 @@ use crate::checkpoint::CheckpointFolder;
 use crate::config::RunConfig;
 use crate::console::{Console, Ending};
 use crate::error::TrainError;
+use crate::evaluation::Evaluator;
 use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
@@ -86,7 +87,7 @@ impl Outcome {
 /// Trains the model of `config` on `device`.
 ///
 /// `config` must be valid ([`RunConfig::load`] ensures it); for [`RunStart::Resume`] it is the run's own,
-/// with overrides ([`config_of`](crate::run_folder::config_of)).
+/// with overrides ([`config_of`](crate::run_folder::config_of)). `evaluator` runs `train.evaluate`.
 ///
 /// # Errors
 /// See [`TrainError`]. If there is a checkpoint, the error names the last one.
@@ -95,20 +96,23 @@ pub fn train<B: OpBackend>(
     device: &B::Device,
     options: &TrainOptions,
     console: &mut dyn Console,
+    evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
-    let run = setup::open::<B>(config, device, options)?;
+    let run = setup::open::<B>(config, device, options, evaluator)?;
     let run_dir = run.folder.path().to_owned();
-    steps(run, options, console).map_err(|error| name_last_checkpoint(error, &run_dir))
+    steps(run, options, console, evaluator).map_err(|error| name_last_checkpoint(error, &run_dir))
 }
 
 fn steps<B: OpBackend>(
     mut run: Run<B>,
     options: &TrainOptions,
     console: &mut dyn Console,
+    evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
     let clip = run.config.train.clip.0;
     let rows = run.rows as u64;
     console.begin(&run.info());
+    run.evaluate(console, evaluator)?; // Those that the run was stopped in.
     while run.progress.step < run.total_steps && !options.stop.is_raised() {
         let started = Instant::now();
         let step = run.progress.step;
@@ -144,8 +148,8 @@ fn steps<B: OpBackend>(
         run.recorder.step(&facts, memory(options), console)?;
         run.check_skips(skip)?;
 
-        // Validation, samples, checkpoint, when they are due.
-        run.after_step(console)?;
+        // Validation, samples, checkpoint, evaluations, when they are due.
+        run.after_step(console, evaluator)?;
     }
     run.save_checkpoint(console)?;
     run.wait_for_checkpoint(console)?;

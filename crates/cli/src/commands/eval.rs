@@ -285,10 +285,13 @@ fn evaluate_on<B: OpBackend>(
 const ALL: u64 = 1 << 40;
 
 /// The run's own validation split, as text to extrapolate on.
-struct ValidationText<'a> {
-    config: &'a RunConfig,
-    tokenizer: &'a Tokenizer,
-    stop: &'a StopFlag,
+pub struct ValidationText<'a> {
+    /// The run's configuration.
+    pub config: &'a RunConfig,
+    /// Its tokenizer.
+    pub tokenizer: &'a Tokenizer,
+    /// Asks to stop.
+    pub stop: &'a StopFlag,
 }
 
 impl HeldOut for ValidationText<'_> {
@@ -319,18 +322,23 @@ impl HeldOut for ValidationText<'_> {
 }
 
 /// The git commit of the current folder, if it is in a repository.
-fn git_hash() -> Option<String> {
+pub fn git_hash() -> Option<String> {
     let mut git = std::process::Command::new("git");
     let output = git.args(["rev-parse", "HEAD"]).output().ok().filter(|o| o.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }
 
-/// Parses `[[eval]]` tables of a configuration file, whose names [`validate_evals`] has checked.
+/// Parses the tables of the list `key` (`eval`, for `[[eval]]`) of a configuration file, whose names
+/// [`validate_evals`] has checked.
 ///
 /// [`validate_evals`]: longwall_train::config::validate_evals
-pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<NamedSuite>> {
+pub fn suites_of<'a>(
+    key: &str,
+    tables: impl IntoIterator<Item = &'a toml::Table>,
+    path: &Path,
+) -> Result<Vec<NamedSuite>> {
     let parse = |(at, table): (usize, &toml::Table)| {
-        let place = format!("{}: eval.{at}", path.display());
+        let place = format!("{}: {key}.{at}", path.display());
         let mut table = table.clone();
         let out = table.remove("out").and_then(|out| out.as_str().map(str::to_owned));
         let suite: SuiteConfig = table
@@ -345,10 +353,15 @@ pub fn suites_of(tables: &[toml::Table], path: &Path) -> Result<Vec<NamedSuite>>
         }
         Ok((suite, out))
     };
-    tables.iter().enumerate().map(parse).collect()
+    tables.into_iter().enumerate().map(parse).collect()
 }
 
-/// The error of the `[[eval]]` table at `place` for which serde gave `message`.
+/// The suites of `[[train.evaluate]]`.
+pub fn suites_in_the_loop(config: &RunConfig, path: &Path) -> Result<Vec<NamedSuite>> {
+    suites_of("train.evaluate", config.train.evaluate.iter().map(|table| &table.eval), path)
+}
+
+/// The error of the table at `place` for which serde gave `message`.
 fn table_error(place: &str, table: &toml::Table, message: &str) -> anyhow::Error {
     let suite = table.get("suite").and_then(toml::Value::as_str);
     let Some(suite) = suite.filter(|suite| SuiteConfig::NAMES.contains(suite)) else {

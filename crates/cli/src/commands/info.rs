@@ -15,7 +15,7 @@ use longwall_train::optimiser::{Assigned, assignment};
 use longwall_train::run_folder;
 use serde::Serialize;
 
-use super::eval::suites_of;
+use super::eval::{suites_in_the_loop, suites_of};
 use crate::costs::{ratio, state_bytes};
 
 /// The greatest length to count costs at: beyond it those of one layer could overflow.
@@ -222,7 +222,8 @@ fn open(args: &Args) -> Result<(RunConfig, Tokenizer)> {
         }
         (None, None) => unreachable!("the parser asks for one of them"),
     };
-    suites_of(&config.eval, &source)?;
+    suites_of("eval", &config.eval, &source)?;
+    suites_in_the_loop(&config, &source)?;
     Ok((config, tokenizer))
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::ValueEnum;
 use longwall_eval::{Curve, XAxis, plot_losses};
 use longwall_train::metrics::{self, Record};
@@ -14,6 +14,8 @@ pub enum Axis {
     Steps,
     /// Training tokens
     Tokens,
+    /// FLOPs of training
+    Flops,
     /// Seconds of training
     Seconds,
 }
@@ -74,6 +76,7 @@ fn draw(
     let axis = match axis {
         Axis::Steps => XAxis::Steps,
         Axis::Tokens => XAxis::Tokens,
+        Axis::Flops => XAxis::Flops,
         Axis::Seconds => XAxis::Seconds,
     };
     Ok(plot_losses(&curves, axis, out, smooth, max_loss)?)
@@ -84,20 +87,23 @@ pub fn curve(run: &Path, axis: Axis) -> Result<Curve> {
     let name =
         run.file_name().map_or_else(|| run.display().to_string(), |n| n.to_string_lossy().into());
     let mut curve = Curve { name, train: vec![], validation: vec![] };
-    let at = |step: u64, tokens: u64, seconds: f64| match axis {
-        Axis::Steps => step as f64,
-        Axis::Tokens => tokens as f64,
-        Axis::Seconds => seconds,
+    let at = |step: u64, tokens: u64, flops: Option<f64>, seconds: f64| match axis {
+        Axis::Steps => Ok(step as f64),
+        Axis::Tokens => Ok(tokens as f64),
+        Axis::Flops => flops.ok_or_else(|| no_flops(run)),
+        Axis::Seconds => Ok(seconds),
     };
     for record in metrics::read(&run.join("metrics.jsonl"))? {
         match record {
             Record::Step(r) => {
                 if let Some(loss) = r.loss.filter(|_| !r.skipped) {
-                    curve.train.push((at(r.step, r.tokens, r.seconds), f64::from(loss)));
+                    let x = at(r.step, r.tokens, r.flops, r.seconds)?;
+                    curve.train.push((x, f64::from(loss)));
                 }
             }
             Record::Validation(r) => {
-                curve.validation.push((at(r.step, r.tokens, r.seconds), r.validation_loss));
+                let x = at(r.step, r.tokens, r.flops, r.seconds)?;
+                curve.validation.push((x, r.validation_loss));
             }
             Record::Norms(_) => {}
         }
@@ -109,4 +115,11 @@ pub fn curve(run: &Path, axis: Axis) -> Result<Curve> {
         );
     }
     Ok(curve)
+}
+
+fn no_flops(run: &Path) -> anyhow::Error {
+    anyhow!(
+        "{} has no FLOPs in metrics.jsonl: an earlier version of Longwall wrote it\n  hint: plot it with --x tokens",
+        run.display()
+    )
 }

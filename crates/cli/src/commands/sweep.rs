@@ -7,7 +7,7 @@ use longwall_config::shell_quoted;
 use longwall_train::signals::StopFlag;
 use longwall_train::sweep::{Plan, SweepConfig, execute, launch_current_exe};
 
-use super::eval::suites_of;
+use super::eval::{suites_in_the_loop, suites_of};
 use crate::comparison::draw_comparison;
 use crate::progress::SweepProgress;
 
@@ -29,8 +29,11 @@ const STOPPING: &str = "stopping when the run under way has ended; what is finis
 pub fn run(args: Args) -> Result<()> {
     let sweep = SweepConfig::load(&args.file)?;
     // Report a misspelt option of an evaluation before hours of training.
-    suites_of(&sweep.eval, &args.file)?;
+    suites_of("eval", &sweep.eval, &args.file)?;
     let plan = Plan::new(sweep)?;
+    for run in &plan.runs {
+        suites_in_the_loop(&run.config, &plan.sweep.base)?;
+    }
     if args.dry_run {
         print!("{}", plan.describe()?);
         return Ok(());

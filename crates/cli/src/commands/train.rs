@@ -15,9 +15,10 @@ use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
-use super::eval::{DiscardResults, NamedSuite, evaluate, suites_of};
+use super::eval::{DiscardResults, NamedSuite, evaluate, suites_in_the_loop, suites_of};
 use super::plot::draw_run;
 use crate::context::{DeviceArg, open_run};
+use crate::evaluator::LoopEvaluator;
 use crate::progress::DataProgress;
 
 /// Arguments of `longwall train`.
@@ -70,11 +71,12 @@ pub fn run(args: Args) -> Result<()> {
         config.run.device = device.into();
     }
     // Report a misspelt suite before hours of training.
-    let suites = suites_of(&config.eval, &source)?;
+    let suites = suites_of("eval", &config.eval, &source)?;
+    let in_the_loop = suites_in_the_loop(&config, &source)?;
     let device = device::open(config.run.device, config.run.threads)?;
     let compute = Compute::for_training(device, config.run.precision)?;
     let stop = StopFlag::install(STOPPING)?;
-    let outcome = train_on(&compute, &config, start, args.verify, &stop)?;
+    let outcome = train_on(&compute, &config, start, args.verify, &stop, &in_the_loop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
         // Only a warning: a run stopped before its first step has nothing to draw.
@@ -90,6 +92,14 @@ pub fn run(args: Args) -> Result<()> {
             shell_quoted(&outcome.run_dir)
         );
     }
+    if stop.is_raised() && !in_the_loop.is_empty() {
+        bail!(
+            "{} is trained; its last evaluations in the loop may not be finished\n  \
+             hint: go on with longwall train --resume {}",
+            outcome.run_dir.display(),
+            shell_quoted(&outcome.run_dir)
+        );
+    }
     evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
     print_next(&config, &outcome.run_dir);
     Ok(())
@@ -101,12 +111,14 @@ fn train_on(
     start: RunStart,
     verify: bool,
     stop: &StopFlag,
+    suites: &[NamedSuite],
 ) -> Result<Outcome> {
     struct Train<'a> {
         config: &'a RunConfig,
         start: RunStart,
         verify: bool,
         stop: &'a StopFlag,
+        suites: &'a [NamedSuite],
         meters: Meters,
         device_name: String,
         precision: Precision,
@@ -115,6 +127,19 @@ fn train_on(
     impl OnDevice for Train<'_> {
         type Output = Result<Outcome>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
+            let run_dir = match &self.start {
+                RunStart::Resume(run_dir) => run_dir.clone(),
+                RunStart::New | RunStart::Force => self.config.run_dir(),
+            };
+            let mut evaluator = LoopEvaluator::<B> {
+                config: self.config,
+                folder: run_dir.join("eval"),
+                suites: self.suites,
+                stop: self.stop,
+                precision: self.precision,
+                device: device.clone(),
+                tokenizer: None,
+            };
             let memory = || self.meters.peak_memory();
             let options = TrainOptions {
                 start: self.start,
@@ -129,13 +154,23 @@ fn train_on(
                 memory: self.meters.has_memory().then_some(&memory),
             };
             let mut console = console::for_terminal();
-            Ok(train::<B>(self.config, &device, &options, console.as_mut())?)
+            Ok(train::<B>(self.config, &device, &options, console.as_mut(), &mut evaluator)?)
         }
     }
     let Compute { device, precision } = compute;
     let (meters, device_name, precision) = (Meters::new(device), device.to_string(), *precision);
     let compiles = keep_kernels(device).is_empty();
-    compute.run(Train { config, start, verify, stop, meters, device_name, precision, compiles })
+    compute.run(Train {
+        config,
+        start,
+        verify,
+        stop,
+        suites,
+        meters,
+        device_name,
+        precision,
+        compiles,
+    })
 }
 
 /// Runs the suites of `[[eval]]` on the last checkpoint.

@@ -18,6 +18,7 @@ use longwall_train::TrainError;
 use longwall_train::checkpoint::{Checkpoint, CheckpointFolder, CheckpointSelector};
 use longwall_train::config::RunConfig;
 use longwall_train::console::SilentConsole;
+use longwall_train::evaluation::NoEvaluations;
 use longwall_train::optimiser::Optimiser;
 use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
 use longwall_train::run_folder::config_of;
@@ -76,7 +77,8 @@ fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, Box<TrainError>> 
         available_memory: None,
         memory: None,
     };
-    train::<Cpu>(config, &Default::default(), &options, &mut SilentConsole).map_err(Box::new)
+    let (console, evaluator) = (&mut SilentConsole, &mut NoEvaluations);
+    train::<Cpu>(config, &Default::default(), &options, console, evaluator).map_err(Box::new)
 }
 
 /// The files of a run that was killed after its second step, by path.

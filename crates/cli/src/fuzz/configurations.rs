@@ -171,7 +171,7 @@ fn run_configurations() {
         assert_eq!(config.differences(&again), []);
         check_costs(&config);
         check_schedule(&config);
-        if let Some(suites) = checked(suites_of(&config.eval, path)) {
+        if let Some(suites) = checked(suites_of("eval", &config.eval, path)) {
             assert_eq!(suites.len(), config.eval.len());
         }
     });
@@ -224,7 +224,7 @@ fn sweep_files() {
     fuzz("sweep_files", mutated_text(sweeps(&base), TOML, &lines), 64 << 20, |content| {
         let Ok(text) = String::from_utf8(content) else { return };
         let Some(sweep) = checked(SweepConfig::parse(&text, &path)) else { return };
-        checked(suites_of(&sweep.eval, &path));
+        checked(suites_of("eval", &sweep.eval, &path));
         let runs = sweep.axes.iter().fold(sweep.seeds.len(), |n, axis| n * axis.values.len());
         // Only a base that is no device may be read.
         if sweep.base != base {

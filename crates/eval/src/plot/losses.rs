@@ -26,6 +26,8 @@ pub enum XAxis {
     Steps,
     /// Training tokens.
     Tokens,
+    /// FLOPs of training.
+    Flops,
     /// Seconds of training.
     Seconds,
 }
@@ -35,6 +37,7 @@ impl XAxis {
         match self {
             XAxis::Steps => "step",
             XAxis::Tokens => "training tokens",
+            XAxis::Flops => "training FLOPs",
             XAxis::Seconds => "seconds of training",
         }
     }

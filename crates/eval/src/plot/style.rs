@@ -93,9 +93,12 @@ pub(super) fn text<'a>(size: i32, h: HPos, v: VPos) -> TextStyle<'a> {
     (FONT, size).into_font().color(&BLACK).pos(Pos::new(h, v))
 }
 
-/// A number for a tick: at most three digits and a k, M or B.
+/// A number for a tick: at most three digits and a k, M, B, T, P or E.
 pub(super) fn short(value: f64) -> String {
     let (scaled, unit) = match value.abs() {
+        v if v >= 1e18 => (value / 1e18, "E"),
+        v if v >= 1e15 => (value / 1e15, "P"),
+        v if v >= 1e12 => (value / 1e12, "T"),
         v if v >= 1e9 => (value / 1e9, "B"),
         v if v >= 1e6 => (value / 1e6, "M"),
         v if v >= 1e4 => (value / 1e3, "k"),

@@ -23,11 +23,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
-use longwall_data::Tokenizer;
+use longwall_data::{Binning, Tokenizer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-pub use self::bins::{Bin, Binning};
+pub use self::bins::Bin;
 use super::stretches::{Stretches, TextOptions};
 use crate::EvalError;
 use crate::options::{MOST_SAMPLES, check_count, optional_sizes, parse_size};

@@ -24,11 +24,11 @@ use clap::Subcommand;
 use serde::{Deserialize, Serialize};
 
 use crate::options::SuiteOptions;
-use crate::runner::{run_suite, validate};
+use crate::runner::{check_suite, run_suite, validate};
 use crate::suite::{RunContext, Suite};
 use crate::{EvalError, EvalModel, Report};
 
-/// Generates [`SuiteConfig`] (subcommands for clap, tagged tables for serde) and [`run`].
+/// Generates [`SuiteConfig`] (subcommands for clap, tagged tables for serde), [`check`] and [`run`].
 macro_rules! suites {
     ($($(#[$doc:meta])* $variant:ident => $suite:ty;)*) => {
         /// A suite and its options: a subcommand of `longwall eval`, or a table
@@ -75,6 +75,21 @@ macro_rules! suites {
 
         #[cfg(test)]
         const STREAMS: &[std::ops::Range<u64>] = &[$(<$suite as Suite>::STREAMS),*];
+
+        /// Checks that a suite can run on a model, before any of its files is written: options, text,
+        /// lengths and memory.
+        ///
+        /// # Errors
+        /// As [`run`], but for those of its files and of the model's calls.
+        pub fn check(
+            config: &SuiteConfig,
+            model: &dyn EvalModel,
+            context: &RunContext<'_>,
+        ) -> Result<(), EvalError> {
+            match config {
+                $(SuiteConfig::$variant(options) => check_suite::<$suite>(options, model, context),)*
+            }
+        }
 
         /// Runs a suite on a model, or the rest of an interrupted one, and writes its files into the
         /// context's folder.

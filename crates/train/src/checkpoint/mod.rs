@@ -280,7 +280,7 @@ impl Checkpoint {
     pub fn check_config(&self, config: &RunConfig) -> Result<(), CheckpointError> {
         let (fixed, free): (Vec<_>, Vec<_>) =
             self.config.differences(config).into_iter().partition(|d| is_fixed(&d.key));
-        for change in free.iter().filter(|d| !is_harmless(&d.key)) {
+        for change in free.iter().filter(|d| affects_results(&d.key)) {
             tracing::warn!(
                 "{} was {} up to the checkpoint and is {} from now on",
                 change.key,
@@ -319,14 +319,16 @@ fn is_fixed(key: &str) -> bool {
         || ["run.seed", "train.batch_tokens"].contains(&key)
 }
 
-/// Keys that do not affect a run's numbers.
-fn is_harmless(key: &str) -> bool {
-    key.starts_with("eval.")
+/// Whether the value of a dotted key of the configuration can change a run's losses or speed.
+pub fn affects_results(key: &str) -> bool {
+    let harmless = key.starts_with("eval.")
+        || key.starts_with("train.evaluate")
         || key.starts_with("train.sample.")
         || key.starts_with("train.checkpoint.")
         || key.starts_with("train.norms.")
         || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
-            .contains(&key)
+            .contains(&key);
+    !harmless
 }
 
 const CONFIG_FILE: &str = "config.toml";

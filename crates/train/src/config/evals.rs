@@ -1,7 +1,53 @@
-//! The names of the evaluations that a configuration lists.
+//! The evaluations that a configuration lists: their names, and when those in the loop are due.
 
 use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
+
+use super::scalars::Every;
+
+/// A table `[[train.evaluate]]`: an evaluation of the model during training.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvaluateConfig {
+    /// How often. The last step is also evaluated, unless `"never"`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub every: Option<Every>,
+    /// Steps after which to evaluate, besides those of `every`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<u64>,
+    /// The other keys, as in a table `[[eval]]`: `suite`, `out` and the suite's own.
+    #[serde(flatten)]
+    pub eval: Table,
+}
+
+impl EvaluateConfig {
+    /// Whether it is due after `step` finished steps of `total_steps`, of `batch_tokens` tokens each.
+    pub fn is_due(&self, step: u64, total_steps: u64, batch_tokens: u64) -> bool {
+        let every = |every: Every| {
+            every.is_due(step, batch_tokens) || (every.is_on() && step == total_steps)
+        };
+        self.every.is_some_and(every) || self.steps.contains(&step)
+    }
+
+    /// Records what is wrong with the steps of table `at` in a run of `total_steps`.
+    pub(super) fn validate(&self, at: usize, total_steps: u64, problems: &mut Problems) {
+        problems.check(
+            self.every.is_some() || !self.steps.is_empty(),
+            format!("train.evaluate.{at}.every"),
+            "missing",
+            "an interval, or steps = [...]",
+            "add for example every = 500",
+        );
+        let outside = self.steps.iter().find(|step| !(1..=total_steps).contains(*step));
+        problems.check(
+            outside.is_none(),
+            format!("train.evaluate.{at}.steps"),
+            outside.copied().unwrap_or_default(),
+            format!("steps of the run, 1 to {total_steps}"),
+            "remove the step, or raise train.tokens",
+        );
+    }
+}
 
 /// The names that [`is_folder_name`] allows, in words.
 pub const FOLDER_NAME: &str =
@@ -17,21 +63,22 @@ pub fn eval_name(eval: &Table) -> Option<&str> {
     eval.get("out").or_else(|| eval.get("suite")).and_then(Value::as_str)
 }
 
-/// Records every `[[eval]]` table without a suite, and every name that is no folder's or is there twice.
-pub fn validate_evals(evals: &[Table], problems: &mut Problems) {
+/// Records every table of the list `key` (`eval`, for `[[eval]]`) without a suite, and every name that is no
+/// folder's or is there twice.
+pub fn validate_evals(key: &str, evals: &[&Table], problems: &mut Problems) {
     let show = |value: Option<&Value>| value.map_or_else(|| "missing".to_owned(), Value::to_string);
-    for (at, eval) in evals.iter().enumerate() {
+    for (at, &eval) in evals.iter().enumerate() {
         let (suite, out) = (eval.get("suite"), eval.get("out"));
         problems.check(
             suite.is_some_and(Value::is_str),
-            format!("eval.{at}.suite"),
+            format!("{key}.{at}.suite"),
             show(suite),
             "the name of a suite",
             "add for example suite = \"passkey\"",
         );
         problems.check(
             out.is_none_or(|out| out.as_str().is_some_and(is_folder_name)),
-            format!("eval.{at}.out"),
+            format!("{key}.{at}.out"),
             show(out),
             FOLDER_NAME,
             "use for example out = \"passkey-long\"",
@@ -40,10 +87,10 @@ pub fn validate_evals(evals: &[Table], problems: &mut Problems) {
         let earlier = evals[..at].iter().position(|earlier| eval_name(earlier) == Some(name));
         problems.check(
             earlier.is_none(),
-            format!("eval.{at}.out"),
+            format!("{key}.{at}.out"),
             show(out),
             format!(
-                "a name of its own: the results of eval.{} go to eval/{name} already",
+                "a name of its own: {key}.{} has the name {name} already",
                 earlier.unwrap_or_default()
             ),
             format!("add for example out = \"{name}-2\", or join the two tables"),

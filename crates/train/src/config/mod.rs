@@ -26,7 +26,7 @@ use crate::optimiser::{Rules, validate_patterns};
 const MOST_THREADS: usize = 1024;
 
 pub use error::ConfigError;
-pub use evals::{FOLDER_NAME, eval_name, is_folder_name, validate_evals};
+pub use evals::{EvaluateConfig, FOLDER_NAME, eval_name, is_folder_name, validate_evals};
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
@@ -173,7 +173,7 @@ impl RunConfig {
             validate_patterns(&self.train.groups, &self.model, problems);
         }
         self.train.validate(self.data.seq_len, problems);
-        validate_evals(&self.eval, problems);
+        validate_evals("eval", &self.eval.iter().collect::<Vec<_>>(), problems);
     }
 
     /// How the optimiser updates the model's parameters.

@@ -54,7 +54,7 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, evaluate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
@@ -74,7 +74,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
 }
@@ -337,4 +337,25 @@ fn a_very_long_key_is_refused_without_a_suggestion() {
     let key = "layer".repeat(100_000);
     let error = error_of("layers = 2", &format!("layers = 2\n{key} = 1"));
     assert!(error.contains("hint: remove model.layer"), "{}", &error[error.len() - 200..]);
+}
+
+#[test]
+fn evaluations_in_the_loop_have_an_interval_or_steps() {
+    let evaluate = |tables: &str| format!("train.evaluate=[{tables}]");
+    let good = evaluate(
+        "{ suite = \"passkey\", every = \"1k steps\", lengths = [500, \"1k\"] }, \
+         { suite = \"passkey\", out = \"early\", steps = [1, 2] }, { suite = \"niah\", every = \"never\" }",
+    );
+    let config = parse(BASE, &[&good]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    assert_eq!(config.train.evaluate[0].eval["lengths"].as_array().unwrap().len(), 2);
+    assert_eq!(config.train.evaluations_due(2), [1]);
+    assert_eq!(config.train.evaluations_due(1000), [0]);
+    assert_eq!(config.train.evaluations_due(config.train.total_steps()), [0]);
+
+    let bad = evaluate(
+        "{ suite = \"passkey\" }, { suite = \"passkey\", every = 5 }, { steps = [0] }, \
+         { suite = \"fflm\", out = \"../up\", steps = [1000000000] }",
+    );
+    insta::assert_snapshot!(error(&[&bad]));
 }

@@ -2,7 +2,9 @@
 
 use longwall_config::{Problems, count};
 use serde::{Deserialize, Serialize};
+use toml::Table;
 
+use super::evals::{EvaluateConfig, validate_evals};
 use super::scalars::{Every, OrOff};
 use crate::optimiser::{GroupConfig, OptimiserConfig, validate_groups};
 use crate::schedule::{Schedule, ScheduleConfig};
@@ -53,6 +55,9 @@ pub struct TrainConfig {
     /// Validation in the loop.
     #[serde(default)]
     pub validate: ValidateConfig,
+    /// Evaluations in the loop.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub evaluate: Vec<EvaluateConfig>,
     /// Samples from the model in the loop.
     #[serde(default)]
     pub sample: SampleConfig,
@@ -197,6 +202,14 @@ impl TrainConfig {
         (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
     }
 
+    /// The places in `evaluate` of the evaluations that are due after `step` finished steps.
+    pub fn evaluations_due(&self, step: u64) -> Vec<usize> {
+        let due = |evaluate: &EvaluateConfig| {
+            evaluate.is_due(step, self.total_steps(), self.batch_tokens)
+        };
+        (0..self.evaluate.len()).filter(|at| due(&self.evaluate[*at])).collect()
+    }
+
     /// The learning rate as a function of the step.
     pub fn lr_schedule(&self) -> Schedule {
         self.schedule.schedule(self.lr, self.total_steps(), self.batch_tokens)
@@ -231,6 +244,11 @@ impl TrainConfig {
         self.schedule.validate(self.total_steps(), self.batch_tokens, problems);
         self.skip.validate(problems);
         self.sample.validate(problems);
+        for (at, evaluate) in self.evaluate.iter().enumerate() {
+            evaluate.validate(at, self.total_steps(), problems);
+        }
+        let evals: Vec<&Table> = self.evaluate.iter().map(|evaluate| &evaluate.eval).collect();
+        validate_evals("train.evaluate", &evals, problems);
         problems.check(
             self.checkpoint.keep_last > 0,
             "train.checkpoint.keep_last",

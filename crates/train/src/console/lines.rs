@@ -76,6 +76,7 @@ mod tests {
             record: StepRecord {
                 step,
                 tokens: step * 4096,
+                flops: None,
                 loss: finite.then_some(loss),
                 grad_norm: Some(0.8125),
                 lr: 6e-4,
@@ -113,9 +114,12 @@ mod tests {
         let record = ValidationRecord {
             step: 4,
             tokens: 16_384,
+            flops: None,
             validation_loss: 2.0,
             perplexity: 2f64.exp(),
             bits_per_byte: 2.885,
+            loss_by_position: vec![],
+            best_context_loss: None,
             probe: [("pruned_fraction".to_owned(), 0.715)].into(),
             ema_validation_loss: None,
             seconds: 2.0,

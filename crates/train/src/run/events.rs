@@ -11,6 +11,7 @@ use crate::checkpoint::{Best, Snapshot, State};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
+use crate::evaluation::Evaluator;
 use crate::gradients::Gradients;
 use crate::guard::SkipReason;
 use crate::metrics::{self, NormsRecord, Record, ValidationRecord};
@@ -53,8 +54,12 @@ impl<B: OpBackend> Run<B> {
         Ok(self)
     }
 
-    /// Validation, samples and a checkpoint, when they are due.
-    pub fn after_step(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
+    /// Validation, samples, a checkpoint and evaluations, when they are due.
+    pub fn after_step(
+        &mut self,
+        console: &mut dyn Console,
+        evaluator: &mut dyn Evaluator<B>,
+    ) -> Result<(), TrainError> {
         let step = self.progress.step;
         let config = &self.config.train;
         let due = |every: Every| every.is_due(step, config.batch_tokens);
@@ -69,7 +74,7 @@ impl<B: OpBackend> Run<B> {
         if save || (is_best && save_best) {
             self.save_checkpoint(console)?;
         }
-        Ok(())
+        self.evaluate(console, evaluator)
     }
 
     /// Validates, if validation is on. Returns whether the loss is the lowest so far.
@@ -92,9 +97,12 @@ impl<B: OpBackend> Run<B> {
         let record = ValidationRecord {
             step,
             tokens: step * self.config.train.batch_tokens,
+            flops: Some(self.recorder.flops(step)),
             validation_loss: scores.loss,
             perplexity: scores.loss.exp(),
             bits_per_byte: scores.bits_per_byte,
+            loss_by_position: scores.loss_by_position,
+            best_context_loss: scores.best_context_loss,
             probe: scores.probe,
             ema_validation_loss,
             seconds: self.recorder.seconds(),
@@ -102,6 +110,28 @@ impl<B: OpBackend> Run<B> {
         self.recorder.validation(&record, is_best, console)?;
         self.progress.validation = Some(record);
         Ok(is_best)
+    }
+
+    /// Runs the evaluations that are due after this step and have no results yet. One that fails ends the run,
+    /// after a checkpoint.
+    pub fn evaluate(
+        &mut self,
+        console: &mut dyn Console,
+        evaluator: &mut dyn Evaluator<B>,
+    ) -> Result<(), TrainError> {
+        let step = self.progress.step;
+        for at in self.config.train.evaluations_due(step) {
+            match evaluator.evaluate(at, step, &self.model.valid()) {
+                Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
+                Ok(None) => {}
+                Err(source) => {
+                    self.save_checkpoint(console)?;
+                    self.wait_for_checkpoint(console)?;
+                    return Err(TrainError::Evaluation { at, step, source });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Samples a continuation of each prompt.

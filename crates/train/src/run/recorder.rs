@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::console::{Console, StepView};
 use crate::error::TrainError;
+use crate::evaluation::Evaluated;
 use crate::guard::SkipReason;
 use crate::metrics::{AppendLog, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord};
 use crate::optimiser::LayerNorm;
@@ -71,6 +72,11 @@ impl Recorder {
         self.start.seconds + self.began.elapsed().as_secs_f64()
     }
 
+    /// FLOPs of training up to the end of `step`.
+    pub fn flops(&self, step: u64) -> f64 {
+        (step * self.start.batch_tokens) as f64 * self.start.flops_per_token
+    }
+
     /// The peak FLOP/s that MFU is relative to.
     pub fn peak_flops(&self) -> Option<f64> {
         self.start.peak_flops
@@ -89,6 +95,7 @@ impl Recorder {
         let record = StepRecord {
             step: facts.step,
             tokens: facts.step * self.start.batch_tokens,
+            flops: Some(self.flops(facts.step)),
             loss: Some(facts.loss).filter(|loss| loss.is_finite()),
             grad_norm: Some(facts.grad_norm).filter(|norm| norm.is_finite()),
             lr: facts.lr,
@@ -137,10 +144,29 @@ impl Recorder {
             ("validation/perplexity", record.perplexity),
             ("validation/bits_per_byte", record.bits_per_byte),
         ];
+        scalars.extend(record.best_context_loss.map(|x| ("validation/best_context_loss", x)));
         scalars.extend(record.ema_validation_loss.map(|loss| ("validation/ema_loss", loss)));
         scalars.extend(measured.iter().map(|(tag, x)| (tag.as_str(), *x)));
         self.scalars(record.step, &scalars)?;
         console.validation(record, is_best);
+        Ok(())
+    }
+
+    /// Records the headline scores of an evaluation of the model after `step`.
+    pub fn evaluation(
+        &mut self,
+        step: u64,
+        evaluated: &Evaluated,
+        console: &mut dyn Console,
+    ) -> Result<(), TrainError> {
+        let Evaluated { name, scores } = evaluated;
+        let tagged: Vec<(String, f64)> =
+            scores.iter().map(|(score, x)| (format!("eval/{name}/{score}"), *x)).collect();
+        let scalars: Vec<_> = tagged.iter().map(|(tag, x)| (tag.as_str(), *x)).collect();
+        self.scalars(step, &scalars)?;
+        let shown: Vec<String> =
+            scores.iter().map(|(score, x)| format!("{score} {x:.3}")).collect();
+        console.note(&format!("step {step}: {name}: {}", shown.join(", ")));
         Ok(())
     }
 

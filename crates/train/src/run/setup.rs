@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use burn::backend::Autodiff;
-use burn::module::Module;
+use burn::module::{AutodiffModule, Module};
 use longwall_data::{Loader, Split, Tokenizer, verify_shards};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
@@ -20,6 +20,7 @@ use crate::checkpoint::{
 use crate::config::RunConfig;
 use crate::console::RunInfo;
 use crate::error::TrainError;
+use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
 use crate::memory::{self, Estimate};
 use crate::metrics::ValidationRecord;
@@ -81,6 +82,7 @@ pub(super) fn open<B: OpBackend>(
     config: &RunConfig,
     device: &B::Device,
     options: &TrainOptions,
+    evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Run<B>, TrainError> {
     let force = options.start == RunStart::Force;
     let (resumed, checkpoint) = match &options.start {
@@ -98,6 +100,9 @@ pub(super) fn open<B: OpBackend>(
     let (model, optimiser) =
         open_model::<B>(config, &data.tokenizer, checkpoint, options.precision, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
+    if !config.train.evaluate.is_empty() {
+        evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
+    }
     let folder = match resumed {
         Some(folder) => folder,
         None => RunFolder::create(&config.run_dir(), force)?,
@@ -116,6 +121,7 @@ pub(super) fn open<B: OpBackend>(
     if progress.step < total_steps {
         folder.start(config)?;
     }
+    evaluator.discard_after(progress.step).map_err(TrainError::Unevaluable)?;
     let vocab_size = data.tokenizer.vocab_size();
     let recorder = open_recorder::<B>(config, vocab_size, state, &folder, device, options)?;
     let guard = state.map_or_else(GuardState::default, |state| state.guard.clone());

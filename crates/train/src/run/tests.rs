@@ -1,3 +1,4 @@
+mod evaluations;
 mod layers;
 mod options;
 
@@ -11,6 +12,7 @@ use longwall_model::weights::read_tensors;
 
 use crate::checkpoint::{Checkpoint, CheckpointSelector};
 use crate::console::{RunInfo, SilentConsole, StepView};
+use crate::evaluation::NoEvaluations;
 use crate::metrics::{self, Record};
 use crate::run_folder;
 use crate::testing::TestBackend;
@@ -97,7 +99,12 @@ fn run_in(
     stop: StopFlag,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
-    let options = TrainOptions {
+    let options = options(precision, start, stop);
+    train::<TestBackend>(config, &Default::default(), &options, console, &mut NoEvaluations)
+}
+
+fn options(precision: Precision, start: RunStart, stop: StopFlag) -> TrainOptions<'static> {
+    TrainOptions {
         start,
         stop,
         progress: &NoProgress,
@@ -108,8 +115,7 @@ fn run_in(
         available_memory: None,
         verify: false,
         memory: None,
-    };
-    train::<TestBackend>(config, &Default::default(), &options, console)
+    }
 }
 
 /// Runs as if the user pressed Ctrl-C during `step`.

@@ -215,6 +215,6 @@ impl SweepConfig {
         for (at, axis) in self.axes.iter().enumerate() {
             axis.validate(at, problems);
         }
-        validate_evals(&self.eval, problems);
+        validate_evals("eval", &self.eval.iter().collect::<Vec<_>>(), problems);
     }
 }

@@ -134,9 +134,12 @@ impl FakeBinary {
             validation: Some(ValidationRecord {
                 step: config.train.total_steps(),
                 tokens: config.train.tokens,
+                flops: None,
                 validation_loss: loss,
                 perplexity: f64::exp(loss),
                 bits_per_byte: loss / 2.0,
+                loss_by_position: vec![],
+                best_context_loss: None,
                 probe: Default::default(),
                 ema_validation_loss: None,
                 seconds: 1.0,
@@ -393,7 +396,7 @@ fn mistakes_in_the_sweep_file_are_named() {
     let evals = "[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\n[[eval]]\nsuite = \"niah\"\nout = \"../a\"";
     insta::assert_snapshot!(Sandbox::new(evals).error(), @r#"
     sweeps/kinds.toml: the configuration has 2 problems:
-    eval.1.out is missing; allowed: a name of its own: the results of eval.0 go to eval/niah already
+    eval.1.out is missing; allowed: a name of its own: eval.0 has the name niah already
       hint: add for example out = "niah-2", or join the two tables
     eval.2.out is "../a"; allowed: the name of a folder, which holds no / or \ and does not begin with a dot
       hint: use for example out = "passkey-long"

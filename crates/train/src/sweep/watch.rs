@@ -134,6 +134,7 @@ mod tests {
         let record = StepRecord {
             step,
             tokens: step * 1000,
+            flops: None,
             loss: Some(loss),
             grad_norm: Some(1.0),
             lr: 1e-3,

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
+use longwall_data::Binning;
 use serde_json::Value;
 
-use super::bins::{Bin, Binning};
+use super::bins::Bin;
 use crate::EvalError;
 use crate::files::write_atomically;
 use crate::plot::{LineChart, Point, Scale, Series};

@@ -1,0 +1,168 @@
+//! The suites of `[[train.evaluate]]`, as the training loop calls them.
+
+use std::path::{Path, PathBuf};
+
+use longwall_data::Tokenizer;
+use longwall_eval::memory::CallMemory;
+use longwall_eval::{
+    EvalError, Report, RunContext, Silent, StopRequest, TrainedModel, write_index,
+};
+use longwall_kernels::backend::OpBackend;
+use longwall_model::{LanguageModel, Precision};
+use longwall_train::config::RunConfig;
+use longwall_train::evaluation::{Evaluated, EvaluationError, Evaluator};
+use longwall_train::signals::StopFlag;
+
+use crate::commands::eval::{NamedSuite, ValidationText, git_hash};
+
+/// Runs suites during training. Their files go to `eval/NAME-step-N/` in the run's folder.
+pub struct LoopEvaluator<'a, B: OpBackend> {
+    /// The run's configuration.
+    pub config: &'a RunConfig,
+    /// The folder `eval` of the run.
+    pub folder: PathBuf,
+    /// The suites of `train.evaluate`, in its order.
+    pub suites: &'a [NamedSuite],
+    /// Asks to stop.
+    pub stop: &'a StopFlag,
+    /// The type that the model runs in.
+    pub precision: Precision,
+    /// The device.
+    pub device: B::Device,
+    /// The run's tokenizer, known once it is opened.
+    pub tokenizer: Option<Tokenizer>,
+}
+
+/// A stop request between batches. A signal must not end the process in the middle of one, as it does in
+/// `longwall eval`: the loop still has to write its checkpoint.
+struct StopBetweenBatches<'a>(&'a StopFlag);
+
+impl StopRequest for StopBetweenBatches<'_> {
+    fn is_raised(&self) -> bool {
+        self.0.is_raised()
+    }
+}
+
+/// What the names of evaluations are followed by in the names of their folders.
+const STEP: &str = "-step-";
+
+fn name((suite, name): &NamedSuite) -> &str {
+    name.as_deref().unwrap_or(suite.name())
+}
+
+impl<B: OpBackend> LoopEvaluator<'_, B> {
+    /// The folder of an evaluation after `step`.
+    fn out_dir(&self, suite: &NamedSuite, step: u64) -> PathBuf {
+        self.folder.join(format!("{}{STEP}{step}", name(suite)))
+    }
+
+    /// The step in the name of a folder of one of the suites.
+    fn step_of(&self, path: &Path) -> Option<u64> {
+        let (name_there, step) = path.file_name()?.to_str()?.rsplit_once(STEP)?;
+        self.suites.iter().find(|suite| name(suite) == name_there)?;
+        step.parse().ok()
+    }
+
+    /// Calls `work` with the model and the context of an evaluation after `step`.
+    fn with_context<T>(
+        &self,
+        suite: &NamedSuite,
+        step: u64,
+        model: &LanguageModel<B>,
+        work: impl FnOnce(TrainedModel<B>, RunContext<'_>) -> T,
+    ) -> T {
+        let config = self.config;
+        let tokenizer = self.tokenizer.as_ref().expect("the trainer checks before it evaluates");
+        let memory = CallMemory::new(&config.model, self.precision);
+        let (seq_len, device) = (config.data.seq_len, self.device.clone());
+        let model = TrainedModel::new(model.clone(), tokenizer.clone(), seq_len, memory, device);
+        let held_out = ValidationText { config, tokenizer, stop: self.stop };
+        let stop = StopBetweenBatches(self.stop);
+        let context = RunContext {
+            out_dir: self.out_dir(suite, step),
+            run: config.run.name.clone(),
+            checkpoint_step: Some(step),
+            git_hash: git_hash(),
+            force: false,
+            held_out: Some(&held_out),
+            progress: &Silent,
+            stop: Some(&stop),
+        };
+        work(model, context)
+    }
+}
+
+impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
+    fn check(
+        &mut self,
+        tokenizer: &Tokenizer,
+        model: &LanguageModel<B>,
+    ) -> Result<(), EvaluationError> {
+        self.tokenizer = Some(tokenizer.clone());
+        for suite in self.suites {
+            self.with_context(suite, 0, model, |model, context| {
+                longwall_eval::check(&suite.0, &model, &context)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn discard_after(&mut self, step: u64) -> Result<(), EvaluationError> {
+        let entries = match std::fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(cannot("read", &self.folder, &error)),
+        };
+        let mut discarded = false;
+        for entry in entries {
+            let path = entry.map_err(|error| cannot("read", &self.folder, &error))?.path();
+            if self.step_of(&path).is_some_and(|of| of > step) {
+                tracing::info!("{} is discarded: the run goes on from step {step}", path.display());
+                std::fs::remove_dir_all(&path).map_err(|error| cannot("remove", &path, &error))?;
+                discarded = true;
+            }
+        }
+        if discarded {
+            write_index(&self.folder)?;
+        }
+        Ok(())
+    }
+
+    fn evaluate(
+        &mut self,
+        at: usize,
+        step: u64,
+        model: &LanguageModel<B>,
+    ) -> Result<Option<Evaluated>, EvaluationError> {
+        let suite = &self.suites[at];
+        if self.out_dir(suite, step).join("results.json").is_file() {
+            return Ok(None);
+        }
+        let report = self.with_context(suite, step, model, |mut model, context| {
+            match longwall_eval::run(&suite.0, &mut model, &context) {
+                // Samples of this step that were taken before the options changed.
+                Err(EvalError::OtherSettings { .. }) => {
+                    let context = RunContext { force: true, ..context };
+                    longwall_eval::run(&suite.0, &mut model, &context)
+                }
+                result => result,
+            }
+        });
+        let report = match report {
+            Err(EvalError::Stopped { .. } | EvalError::StoppedEarly { .. }) => return Ok(None),
+            report => report?,
+        };
+        write_index(&self.folder)?;
+        Ok(Some(evaluated(name(suite), &report)))
+    }
+}
+
+fn evaluated(name: &str, report: &Report) -> Evaluated {
+    let scores = report.headline.iter().map(|(score, x)| (score.clone(), x.unwrap_or(f64::NAN)));
+    Evaluated { name: name.to_owned(), scores: scores.collect() }
+}
+
+fn cannot(action: &str, path: &Path, error: &std::io::Error) -> EvaluationError {
+    let hint = "check the permissions of the run's folder";
+    format!("cannot {action} {}: {error}\n  hint: {hint}", path.display()).into()
+}
