@@ -10,6 +10,7 @@ mod hybrid;
 mod kills;
 mod op;
 mod pipeline;
+mod report;
 mod resume;
 mod support;
 mod sweep;

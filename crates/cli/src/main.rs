@@ -45,6 +45,8 @@ enum Command {
     Verify(commands::verify::Args),
     /// Draw the loss curves of one or several runs
     Plot(commands::plot::Args),
+    /// Write a page about runs or a sweep: differences, losses, evaluations, samples
+    Report(commands::report::Args),
     /// Show what a configuration's model costs: parameters, FLOPs, memory to train, state that decoding keeps
     Info(commands::info::Args),
     /// List the attention kinds: source, keys, kernels
@@ -75,6 +77,7 @@ fn main() -> ExitCode {
         Command::Tokenizer(command) => commands::tokenizer::run(command),
         Command::Verify(args) => commands::verify::run(args),
         Command::Plot(args) => commands::plot::run(args),
+        Command::Report(args) => commands::report::run(args),
         Command::Info(args) => commands::info::run(args),
         Command::Variants(args) => commands::variants::run(args),
         Command::Op(args) => commands::op::run(args),

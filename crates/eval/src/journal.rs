@@ -26,6 +26,8 @@ struct Line<'a, V> {
     #[serde(skip_serializing_if = "Option::is_none")]
     output: Option<&'a str>,
     verdict: &'a V,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    score: Option<f64>,
     prompt: &'a str,
 }
 
@@ -203,14 +205,15 @@ impl Journal {
         self.done.len() as u64
     }
 
-    /// Appends finished trials, each with the text that the model generated, if any.
+    /// Appends finished trials, each with the text that the model generated, if any, and its
+    /// [score](crate::Suite::sample_score).
     pub(crate) fn append<'a, V: Serialize + 'a>(
         &mut self,
-        samples: impl IntoIterator<Item = (&'a Trial, &'a Request, Option<&'a str>, V)>,
+        samples: impl IntoIterator<Item = (&'a Trial, &'a Request, Option<&'a str>, V, Option<f64>)>,
     ) -> Result<(), EvalError> {
         let mut lines = Vec::new();
         let mut ids = Vec::new();
-        for (trial, request, output, verdict) in samples {
+        for (trial, request, output, verdict, score) in samples {
             let line = Line {
                 id: trial.id,
                 length: trial.length,
@@ -220,6 +223,7 @@ impl Journal {
                 expected: request.expected.as_deref(),
                 output,
                 verdict: &verdict,
+                score,
                 prompt: &request.prompt,
             };
             serde_json::to_writer(&mut lines, &line).expect("a sample is plain data");

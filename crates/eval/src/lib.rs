@@ -21,6 +21,7 @@ mod language_model;
 pub mod memory;
 mod model;
 mod options;
+pub mod paired;
 pub mod plot;
 mod presets;
 mod report;

@@ -252,7 +252,9 @@ fn take_samples<S: Suite>(
                 let outputs: Vec<Option<String>> = answers.iter().map(output).collect();
                 journal.append(pending.iter().zip(&answers).zip(&outputs).map(
                     |(((trial, request), answer), output)| {
-                        (*trial, request, output.as_deref(), suite.judge(trial, request, answer))
+                        let verdict = suite.judge(trial, request, answer);
+                        let score = S::sample_score(&verdict);
+                        (*trial, request, output.as_deref(), verdict, score)
                     },
                 ))?;
                 context.progress.update(&speed.after(&pending, journal.len()));

@@ -64,6 +64,12 @@ pub trait Suite: Sized {
     /// Judges the model's answer.
     fn judge(&self, trial: &Trial, request: &Request, answer: &Answer) -> Self::Verdict;
 
+    /// The share of a sample's answer that is right, 0 to 1, if `accuracy` is the mean of these over all samples:
+    /// paired tests between models compare them sample by sample. None for other suites.
+    fn sample_score(_verdict: &Self::Verdict) -> Option<f64> {
+        None
+    }
+
     /// Turns the verdicts, which come in the order of the trials, into scores.
     fn score(&self, outcomes: &[Outcome<Self::Verdict>]) -> Scoring;
 

@@ -13,7 +13,7 @@ use crate::metrics::ValidationRecord;
 
 /// What training writes into a run folder; `--force` removes these and nothing else, the configuration last: a
 /// folder without it is no run.
-const OURS: [&str; 10] = [
+const OURS: [&str; 11] = [
     TOKENIZER_FILE,
     "metrics.jsonl",
     "samples.txt",
@@ -23,6 +23,7 @@ const OURS: [&str; 10] = [
     "eval",
     "evals.json",
     "loss.svg",
+    "report.html",
     CONFIG_FILE,
 ];
 

@@ -7,6 +7,7 @@ pub mod info;
 pub mod op;
 pub mod plot;
 pub mod prepare;
+pub mod report;
 pub mod sweep;
 pub mod tokenizer;
 pub mod train;

@@ -50,8 +50,8 @@ pub struct Args {
 }
 
 /// The answer to the first Ctrl-C.
-const STOPPING: &str = "stopping after this micro-batch, or after the validation under way; then a \
-                        checkpoint is written";
+const STOPPING: &str = "stopping after this micro-batch, or after the validation or the evaluation's batch \
+                        under way; then a checkpoint is written";
 
 /// Trains, then plots the losses and runs the evaluations that the configuration names.
 pub fn run(args: Args) -> Result<()> {
@@ -200,4 +200,5 @@ fn print_next(config: &RunConfig, run_dir: &Path) {
         println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
     }
     println!("  {exe} plot {run} --out loss.png");
+    println!("  {exe} report {run}");
 }

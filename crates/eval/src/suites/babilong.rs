@@ -237,6 +237,10 @@ impl Suite for Babilong {
         }
     }
 
+    fn sample_score(verdict: &Counted) -> Option<f64> {
+        Some(verdict.share())
+    }
+
     fn score(&self, outcomes: &[Outcome<Counted>]) -> Scoring {
         counted::score(outcomes, &self.cells, &self.names())
     }

@@ -29,6 +29,11 @@ impl Counted {
         Counted { right: right.count(), of: expected.len() }
     }
 
+    /// The share of right answers.
+    pub(super) fn share(self) -> f64 {
+        self.right as f64 / self.of as f64
+    }
+
     /// Counts the texts that `output` contains.
     pub(super) fn contained(output: &str, expected: &[String]) -> Self {
         let right = expected.iter().filter(|text| output.contains(text.as_str())).count();
@@ -101,10 +106,9 @@ pub(super) fn share(counts: impl IntoIterator<Item = (u64, Counted)>) -> Estimat
 
 /// The mean over samples of their shares of right answers.
 fn mean_share<'a>(outcomes: impl IntoIterator<Item = &'a Outcome<Counted>>) -> Estimate {
-    Estimate::clustered_proportion(outcomes.into_iter().map(|outcome| {
-        let Counted { right, of } = outcome.verdict;
-        (outcome.trial.id, right as f64 / of as f64)
-    }))
+    Estimate::clustered_proportion(
+        outcomes.into_iter().map(|outcome| (outcome.trial.id, outcome.verdict.share())),
+    )
 }
 
 /// Accuracy at each length: of each group, and over all samples, `accuracy`. With several groups a last row has

@@ -206,6 +206,10 @@ impl Suite for Mqar {
         predicted(answer, &self.sequence(trial), &self.tokens)
     }
 
+    fn sample_score(verdict: &Counted) -> Option<f64> {
+        Some(verdict.share())
+    }
+
     fn score(&self, outcomes: &[Outcome<Counted>]) -> Scoring {
         counted::score(outcomes, &self.cells, &self.names())
     }

@@ -234,6 +234,10 @@ impl Suite for MultiNeedle {
         }
     }
 
+    fn sample_score(verdict: &Counted) -> Option<f64> {
+        Some(verdict.share())
+    }
+
     fn score(&self, outcomes: &[Outcome<Counted>]) -> Scoring {
         counted::score(outcomes, &self.cells, &self.names)
     }

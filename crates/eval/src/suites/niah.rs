@@ -213,6 +213,10 @@ impl Suite for Niah {
         Found { correct }
     }
 
+    fn sample_score(verdict: &Found) -> Option<f64> {
+        Some(verdict.share())
+    }
+
     fn score(&self, outcomes: &[Outcome<Found>]) -> Scoring {
         retrieval::score(outcomes, Depths::Grid, self.train_seq_len)
     }

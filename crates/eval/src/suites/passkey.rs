@@ -133,6 +133,10 @@ impl Suite for Passkey {
         Found { correct }
     }
 
+    fn sample_score(verdict: &Found) -> Option<f64> {
+        Some(verdict.share())
+    }
+
     fn score(&self, outcomes: &[Outcome<Found>]) -> Scoring {
         let depths = match self.options.depths {
             Some(_) => Depths::Grid,

@@ -22,6 +22,13 @@ pub struct Found {
     pub correct: bool,
 }
 
+impl Found {
+    /// 1 if the answer is right, else 0.
+    pub(super) fn share(&self) -> f64 {
+        f64::from(u8::from(self.correct))
+    }
+}
+
 /// The depth at which a trial is counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Depths {

@@ -216,6 +216,10 @@ impl Suite for Ruler {
         }
     }
 
+    fn sample_score(verdict: &Counted) -> Option<f64> {
+        Some(verdict.share())
+    }
+
     fn score(&self, outcomes: &[Outcome<Counted>]) -> Scoring {
         let mut scoring = counted::score(outcomes, &self.cells, &self.names());
         if !self.left_out.is_empty() {
