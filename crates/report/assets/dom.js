@@ -29,11 +29,12 @@ function tick(label, checked, onchange) {
 /** A number with about four significant digits. */
 function show(x) {
   if (x == null || !Number.isFinite(x)) return "–";
+  if (x === 0) return "0";
   const size = Math.abs(x);
   if (size >= 1e5) return short(x);
   if (size >= 1000) return x.toFixed(0);
   if (size >= 100) return x.toFixed(1);
-  if (size >= 0.001 || x === 0) return x.toFixed(size >= 10 ? 2 : size >= 0.1 ? 3 : 4);
+  if (size >= 0.001) return x.toFixed(size >= 10 ? 2 : size >= 0.1 ? 3 : 4);
   return x.toExponential(2);
 }
 

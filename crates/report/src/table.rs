@@ -98,7 +98,9 @@ fn values(run: &Run) -> Vec<(String, Value<'_>)> {
         push("hours of training", Some(finished.seconds / 3600.0), finished.step, false);
     }
     for (name, evaluation) in finals(&run.evaluations) {
-        for (score, estimate) in &evaluation.report.headline_estimates {
+        let mut scores: Vec<_> = evaluation.report.headline_estimates.iter().collect();
+        scores.sort_by_key(|(score, _)| by_length(score));
+        for (score, estimate) in scores {
             let Some(value) = estimate.value else { continue };
             let (step, estimate) = (evaluation.report.checkpoint_step, Some(*estimate));
             let evaluation = Some(evaluation);
@@ -107,6 +109,12 @@ fn values(run: &Run) -> Vec<(String, Value<'_>)> {
         }
     }
     values
+}
+
+/// The key by which scores such as `loss@128` and `loss@1024` come in the order of their lengths.
+fn by_length(score: &str) -> (&str, u64) {
+    let (name, length) = score.split_once('@').unwrap_or((score, ""));
+    (name, length.parse().unwrap_or(0))
 }
 
 struct Table<'a> {
