@@ -181,7 +181,7 @@ impl Samples {
                 ReportError::Read { path: path.clone(), source: std::io::Error::other(reason) }
             })?;
             samples.scores.extend(sample.score.map(|score| (sample.id, score)));
-            if sample.id % every == 0 {
+            if sample.id.is_multiple_of(every) {
                 sample.prompt = shortened(&sample.prompt);
                 samples.shown.push(sample);
             }

@@ -86,7 +86,7 @@ impl Run {
             folder: self.dir.display().to_string(),
             seed: self.config.run.seed,
             group,
-            step: steps().last().map_or(0, |step| step.step),
+            step: steps().next_back().map_or(0, |step| step.step),
             total_steps: self.config.train.total_steps(),
             finished: self.finished.is_some(),
             skipped: steps().filter(|step| step.skipped).count(),
