@@ -1,3 +1,4 @@
+mod from;
 mod layers;
 mod options;
 
@@ -97,8 +98,20 @@ fn run_in(
     stop: StopFlag,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
+    run_from(None, precision, config, start, stop, console)
+}
+
+fn run_from(
+    from: Option<Source>,
+    precision: Precision,
+    config: &RunConfig,
+    start: RunStart,
+    stop: StopFlag,
+    console: &mut dyn Console,
+) -> Result<Outcome, TrainError> {
     let options = TrainOptions {
         start,
+        from,
         stop,
         progress: &NoProgress,
         device_name: "cpu".into(),
