@@ -4,6 +4,7 @@ mod bench;
 mod configs;
 mod errors;
 mod evaluation;
+mod exchange;
 mod get_data;
 mod hybrid;
 #[cfg(unix)]
@@ -11,5 +12,6 @@ mod kills;
 mod op;
 mod pipeline;
 mod resume;
+mod starts;
 mod support;
 mod sweep;
