@@ -53,9 +53,9 @@ fn what_a_layout_cannot_express_is_refused_by_name() {
     let error = w.fail(&export);
     for key in [
         "model.qk_norm is set",
-        "model.attention is Fox(",
-        "model.mlp is Gelu",
-        "model.norm is LayerNorm",
+        "model.attention is { kind = \"fox\"",
+        "model.mlp is \"gelu\"",
+        "model.norm is \"layer-norm\"",
     ] {
         assert!(error.contains(key), "{key}: {error}");
     }

@@ -111,10 +111,10 @@ fn run_config(model: &ModelConfig, seq_len: usize, out: &Path) -> Result<RunConf
     table.insert("model".to_owned(), toml::Value::try_from(model).expect("a model is a table"));
     let source = format!(
         "[run]\nname = {}\nout_dir = {}\n\
-         [data]\nseq_len = {seq_len}\nsources = [{{ kind = \"passkey\" }}]\n\
+         [data]\nseq_len = {seq_len}\nvalidation_tokens = {seq_len}\nsources = [{{ kind = \"passkey\" }}]\n\
          [tokenizer]\nkind = \"file\"\npath = {}\n\
          [train]\ntokens = {seq_len}\nbatch_tokens = {seq_len}\nlr = 1e-3\n\
-         validate = {{ every = \"never\" }}\n{table}",
+         schedule = {{ kind = \"constant\", warmup = 0 }}\nvalidate = {{ every = \"never\" }}\n{table}",
         text(name),
         text(out_dir),
         text(out.join(TOKENIZER).display().to_string()),

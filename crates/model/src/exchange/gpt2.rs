@@ -5,7 +5,7 @@ use longwall_kernels::attention::rope::Position;
 use serde_json::{Value, json};
 
 use super::values::{Reader, is_norm_eps};
-use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain};
+use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain, shown};
 use crate::config::{MlpKind, NormKind, Positions};
 use crate::start::ModelSpec;
 use crate::{ModelConfig, layers};
@@ -35,10 +35,10 @@ impl Layout for Gpt2 {
             );
         };
         let learned = model.positions == Positions::Learned;
-        is("positions", learned, format!("{:?}", model.positions), "learned");
-        is("mlp", model.mlp == MlpKind::Gelu, format!("{:?}", model.mlp), "gelu");
+        is("positions", learned, shown(&model.positions), "learned");
+        is("mlp", model.mlp == MlpKind::Gelu, shown(&model.mlp), "gelu");
         let layer_norm = model.norm == NormKind::LayerNorm;
-        is("norm", layer_norm, format!("{:?}", model.norm), "layer-norm");
+        is("norm", layer_norm, shown(&model.norm), "layer-norm");
         is(
             "kv_heads",
             shape.kv_heads == shape.heads,

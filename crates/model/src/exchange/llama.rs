@@ -5,7 +5,7 @@ use longwall_kernels::attention::rope::Position;
 use serde_json::{Value, json};
 
 use super::values::{Reader, is_norm_eps};
-use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain};
+use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain, shown};
 use crate::ModelConfig;
 use crate::config::{MlpKind, NormKind, Positions};
 use crate::start::ModelSpec;
@@ -35,9 +35,9 @@ impl Layout for Llama {
             );
         };
         let none = model.positions == Positions::None;
-        is("positions", none, format!("{:?}", model.positions), "none");
-        is("mlp", model.mlp == MlpKind::Swiglu, format!("{:?}", model.mlp), "swiglu");
-        is("norm", model.norm == NormKind::RmsNorm, format!("{:?}", model.norm), "rms-norm");
+        is("positions", none, shown(&model.positions), "none");
+        is("mlp", model.mlp == MlpKind::Swiglu, shown(&model.mlp), "swiglu");
+        is("norm", model.norm == NormKind::RmsNorm, shown(&model.norm), "rms-norm");
         let shape = model.attention_shape(0);
         json!({
             "architectures": ["LlamaForCausalLM"],

@@ -12,6 +12,7 @@ use std::path::Path;
 
 use longwall_config::Problems;
 use longwall_kernels::attention::{AttentionConfig, rope};
+use serde::Serialize;
 use serde_json::Value;
 
 pub use self::files::{ExchangeError, HfFolder, WriteHf};
@@ -179,6 +180,11 @@ fn transpose((shape, data): Tensor) -> Tensor {
     (vec![columns, rows], (0..rows * columns).map(of).collect())
 }
 
+/// A value as a configuration file has it.
+fn shown<T: Serialize>(value: &T) -> String {
+    toml::Value::try_from(value).expect("a value of a configuration").to_string()
+}
+
 /// Records everything beside the block architecture that no layout here has.
 fn check_plain(model: &ModelConfig, layout: &str, problems: &mut Problems) {
     let mut off = |key: &str, is_off: bool, off_value: &str| {
@@ -223,7 +229,7 @@ fn check_attention<'m>(
             problems.check(
                 false,
                 "model.attention",
-                format!("{config:?} in layer {layer}"),
+                format!("{} in layer {layer}", shown(config)),
                 allowed,
                 "no other kind of attention can be expressed there: share the run's folder instead",
             );
