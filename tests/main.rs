@@ -4,6 +4,7 @@ mod bench;
 mod configs;
 mod errors;
 mod evaluation;
+mod exchange;
 mod get_data;
 mod hybrid;
 #[cfg(unix)]
@@ -12,5 +13,6 @@ mod op;
 mod pipeline;
 mod report;
 mod resume;
+mod starts;
 mod support;
 mod sweep;

@@ -45,3 +45,32 @@ fn a_sweep_compares_and_does_nothing_twice() {
     assert_eq!(w.succeed(&["sweep", "compare.toml"]), table);
     assert_eq!(stamp(&w), before);
 }
+
+#[test]
+fn the_runs_of_a_sweep_are_estimated_and_done_one_by_one() {
+    let w = Workspace::new();
+    w.write("compare.toml", &sweep("0", 640));
+    let list = w.succeed(&["sweep", "compare.toml", "--dry-run"]);
+    assert!(list.contains("\n1 fox-seed0: ") && list.contains(" GB\n"), "{list}");
+    assert!(list.contains("40 % of the machine's peak"), "{list}");
+    assert_eq!(w.succeed(&["sweep", "compare.toml", "--slurm", "job.sh"]), "job.sh\n");
+    let script = w.read("job.sh");
+    assert!(script.contains("#SBATCH --array=0-1\n"), "{script}");
+    let bash = std::process::Command::new("bash").args(["-n"]).arg(w.path("job.sh")).status();
+    assert!(bash.unwrap().success(), "{script}");
+
+    assert_eq!(w.succeed(&["sweep", "compare.toml", "--only", "1"]), "fox-seed0: finished\n");
+    assert!(w.path("runs/compare/fox-seed0/eval/extrapolate/results.json").is_file());
+    assert!(!w.path("runs/compare/results.csv").exists());
+    let list = w.succeed(&["sweep", "compare.toml", "--dry-run"]);
+    assert!(
+        list.contains(", finished\n") && list.contains("of the runs that are finished"),
+        "{list}"
+    );
+    w.succeed(&["sweep", "compare.toml", "--slurm", "job.sh"]);
+    assert!(w.read("job.sh").contains("#SBATCH --array=0\n"));
+    let beyond = w.fail(&["sweep", "compare.toml", "--only", "2"]);
+    assert!(beyond.contains("--only is 2; allowed: 0 to 1"), "{beyond}");
+    w.succeed(&["sweep", "compare.toml"]);
+    assert_eq!(w.read("runs/compare/results.jsonl").lines().count(), 2);
+}

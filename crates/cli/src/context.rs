@@ -7,8 +7,10 @@ use clap::{Args, ValueEnum};
 use longwall_data::Tokenizer;
 use longwall_kernels::backend::OpBackend;
 use longwall_model::{LanguageModel, weights};
-use longwall_train::checkpoint::{Checkpoint, CheckpointSelector, TokenizerIdentity};
-use longwall_train::config::DeviceChoice;
+use longwall_train::checkpoint::{
+    Checkpoint, CheckpointSelector, TokenizerIdentity, WeightsSelector,
+};
+use longwall_train::config::{DeviceChoice, Difference, RunConfig};
 use longwall_train::device::{self, Compute};
 use longwall_train::run_folder::load_tokenizer;
 
@@ -44,6 +46,15 @@ pub struct RunArgs {
     #[arg(long, global = true, default_value_t)]
     pub checkpoint: CheckpointSelector,
 
+    /// Which weights: `model`, or `ema`, the moving average that runs with train.ema keep
+    #[arg(long, global = true, default_value_t, value_name = "WHICH")]
+    pub weights: WeightsSelector,
+
+    /// Run the model with another setting of [model] that leaves its weights as they are, for example
+    /// `--set model.attention.scaling='{ kind = "ntk", factor = 4 }'`
+    #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+
     /// The device; by default the one the run was trained with
     #[arg(long, global = true)]
     pub device: Option<DeviceArg>,
@@ -55,6 +66,12 @@ pub struct OpenRun {
     pub dir: PathBuf,
     /// The checkpoint.
     pub checkpoint: Checkpoint,
+    /// The checkpoint's configuration, with changes that keep the weights.
+    pub config: RunConfig,
+    /// Which weights are loaded.
+    pub weights: WeightsSelector,
+    /// How the model differs from the checkpoint's, as `key=value`.
+    pub changes: Vec<String>,
     /// The tokenizer it was trained with.
     pub tokenizer: Tokenizer,
     /// The device and precision that the model runs in.
@@ -67,7 +84,19 @@ impl RunArgs {
         let Some(dir) = self.run.clone() else {
             bail!("no run was given\n  hint: add --run runs/NAME, the folder of a trained run");
         };
-        open_run(&dir, self.checkpoint, self.device.map(Into::into))
+        let mut run = open_run(&dir, self.checkpoint, self.device.map(Into::into))?;
+        run.config = run.checkpoint.config_with(&self.sets, run.tokenizer.vocab_size())?;
+        run.changes = run.checkpoint.config.differences(&run.config).iter().map(change).collect();
+        if self.weights != WeightsSelector::default() {
+            run.weights = self.weights;
+            run.changes.push(format!("weights={}", self.weights));
+            // Reports a missing average before the data are read.
+            run.checkpoint.selected(self.weights)?;
+        }
+        if !run.changes.is_empty() {
+            tracing::info!("the model differs from the checkpoint's: {}", run.changes.join(", "));
+        }
+        Ok(run)
     }
 }
 
@@ -83,15 +112,23 @@ pub fn open_run(
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     let device = device::open(device.unwrap_or(config.run.device), config.run.threads)?;
     let compute = Compute::for_trained(device, config.run.precision);
-    Ok(OpenRun { dir: dir.to_owned(), checkpoint, tokenizer, compute })
+    let (config, weights, changes) = (config.clone(), WeightsSelector::Model, vec![]);
+    Ok(OpenRun { dir: dir.to_owned(), checkpoint, config, weights, changes, tokenizer, compute })
+}
+
+fn change(difference: &Difference) -> String {
+    format!("{}={}", difference.key, difference.theirs)
 }
 
 impl OpenRun {
     /// The model with the checkpoint's weights, in the precision it runs in.
     pub fn load<B: OpBackend>(&self, device: &B::Device) -> Result<LanguageModel<B>> {
-        let config = &self.checkpoint.config;
+        let config = &self.config;
         let (vocab, seq_len) = (self.tokenizer.vocab_size(), config.data.seq_len);
         let model = LanguageModel::<B>::new(&config.model, vocab, seq_len, config.run.seed, device);
-        Ok(self.compute.precision.convert(weights::load(model, &self.checkpoint.weights()?)?))
+        Ok(self
+            .compute
+            .precision
+            .convert(weights::load(model, &self.checkpoint.selected(self.weights)?)?))
     }
 }

@@ -36,6 +36,10 @@ enum Command {
     Sweep(commands::sweep::Args),
     /// Continue a prompt with a run's model
     Generate(commands::generate::Args),
+    /// Write a run's model in Hugging Face's format
+    Export(commands::exchange::ExportArgs),
+    /// Make a run folder of a model in Hugging Face's format
+    Import(commands::exchange::ImportArgs),
     /// Turn text into token shards
     Prepare(commands::prepare::Args),
     /// Train tokenizers
@@ -47,6 +51,9 @@ enum Command {
     Plot(commands::plot::Args),
     /// Write a page about runs or a sweep: differences, losses, evaluations, samples
     Report(commands::report::Args),
+    /// Write a run's metrics for other programs
+    #[command(subcommand)]
+    Log(commands::log::Command),
     /// Show what a configuration's model costs: parameters, FLOPs, memory to train, state that decoding keeps
     Info(commands::info::Args),
     /// List the attention kinds: source, keys, kernels
@@ -73,6 +80,9 @@ fn main() -> ExitCode {
         Command::Eval(args) => commands::eval::run(args),
         Command::Sweep(args) => commands::sweep::run(args),
         Command::Generate(args) => commands::generate::run(args),
+        Command::Export(args) => commands::exchange::export(args),
+        Command::Import(args) => commands::exchange::import(args),
+        Command::Log(command) => commands::log::run(command),
         Command::Prepare(args) => commands::prepare::run(args),
         Command::Tokenizer(command) => commands::tokenizer::run(command),
         Command::Verify(args) => commands::verify::run(args),

@@ -1,6 +1,7 @@
 //! Text to tokens and back: GPT-2's vocabulary and bytes, both built in, and any
 //! `tokenizer.json`.
 
+mod export;
 mod file;
 mod gpt2;
 mod train;

@@ -21,6 +21,8 @@ struct Entry {
     suite: String,
     suite_version: u32,
     checkpoint_step: Option<u64>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    model_changes: Vec<String>,
     samples: u64,
     headline: BTreeMap<String, Estimate>,
 }
@@ -44,6 +46,7 @@ pub fn write_index(folder: &Path) -> Result<(), EvalError> {
                 suite: report.suite,
                 suite_version: report.suite_version,
                 checkpoint_step: report.checkpoint_step,
+                model_changes: report.model_changes,
                 samples: report.samples,
                 headline: report.headline_estimates,
             }),

@@ -80,6 +80,9 @@ pub struct Report {
     pub run: String,
     /// Step of the checkpoint.
     pub checkpoint_step: Option<u64>,
+    /// How the model differs from the checkpoint's: other weights or settings, as `key=value`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub model_changes: Vec<String>,
     /// Git commit of the working tree.
     pub git_hash: Option<String>,
     /// Version of Longwall.
@@ -156,11 +159,22 @@ impl Report {
     }
 
     fn title(&self) -> String {
-        let step = self.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
         format!(
-            "{} (version {}): run {}{step}, {} samples, seed {}, {}",
-            self.suite, self.suite_version, self.run, self.samples, self.seed, self.device
+            "{} (version {}): run {}, {} samples, seed {}, {}",
+            self.suite,
+            self.suite_version,
+            self.model(),
+            self.samples,
+            self.seed,
+            self.device
         )
+    }
+
+    /// The run, its step, and how the model differs from the checkpoint's.
+    pub(crate) fn model(&self) -> String {
+        let step = self.checkpoint_step.map(|step| format!(", step {step}"));
+        let changes = self.model_changes.iter().map(|change| format!(", {change}"));
+        step.into_iter().chain(changes).fold(self.run.clone(), |text, part| text + &part)
     }
 
     /// The table's columns, metric and depth: metrics in the order of their first scores, and the depths

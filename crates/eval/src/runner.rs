@@ -79,8 +79,7 @@ pub(crate) fn run_suite<S: Suite>(
     taken?;
 
     let scoring = suite.score(&journal.outcomes(&trials)?);
-    let step = report.checkpoint_step.map(|step| format!(", step {step}")).unwrap_or_default();
-    suite.draw(&scoring, &format!("{}{step}", report.run), journal.folder())?;
+    suite.draw(&scoring, &report.model(), journal.folder())?;
     report.samples = trials.len() as u64;
     report.headline = scoring.headline.iter().map(|(name, e)| (name.clone(), e.value)).collect();
     report.headline_estimates = scoring.headline;
@@ -171,6 +170,7 @@ fn blank_report<S: Suite>(
         suite_version: S::VERSION,
         run: context.run.clone(),
         checkpoint_step: context.checkpoint_step,
+        model_changes: context.model_changes.clone(),
         git_hash: context.git_hash.clone(),
         longwall_version: env!("CARGO_PKG_VERSION").to_string(),
         device: model.device(),
@@ -201,7 +201,7 @@ fn settings(report: &Report) -> Value {
             options.remove(name);
         }
     }
-    json!({
+    let mut settings = json!({
         "suite": report.suite,
         "suite_version": report.suite_version,
         "run": report.run,
@@ -210,7 +210,11 @@ fn settings(report: &Report) -> Value {
         "tokenizer": report.tokenizer,
         "options": options,
         "resolved": report.resolved,
-    })
+    });
+    if !report.model_changes.is_empty() {
+        settings["model_changes"] = report.model_changes.clone().into();
+    }
+    settings
 }
 
 /// Takes every sample that the journal does not hold.

@@ -264,6 +264,8 @@ pub struct RunContext<'a> {
     pub run: String,
     /// Step of the checkpoint; none for a model without one.
     pub checkpoint_step: Option<u64>,
+    /// How the model differs from the checkpoint's: other weights or settings, as `key=value`.
+    pub model_changes: Vec<String>,
     /// The git commit of the working tree, if there is one.
     pub git_hash: Option<String>,
     /// Discard the folder's earlier evaluation.

@@ -226,6 +226,7 @@ fn a_trained_model_reports_what_its_layers_observe() {
         out_dir: dir.path().to_path_buf(),
         run: "sparse".to_string(),
         checkpoint_step: None,
+        model_changes: vec![],
         git_hash: None,
         force: false,
         held_out: Some(&held_out),

@@ -202,6 +202,7 @@ fn progress_counts_what_was_there_before() {
         out_dir: dir.path().to_path_buf(),
         run: "wall".to_string(),
         checkpoint_step: Some(100),
+        model_changes: vec![],
         git_hash: Some("a later commit".to_string()),
         force: false,
         held_out: None,

@@ -67,7 +67,7 @@ impl<B: OpBackend> LanguageModel<B> {
     }
 
     /// A model whose weights have the right shapes, and neither values nor memory.
-    pub(crate) fn blank(
+    pub fn blank(
         config: &ModelConfig,
         vocab_size: usize,
         seq_len: usize,

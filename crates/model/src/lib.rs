@@ -3,11 +3,13 @@
 pub mod activations;
 pub mod config;
 pub mod cost;
+pub mod exchange;
 pub mod generate;
 mod init;
 mod language_model;
 pub mod layers;
 pub mod precision;
+pub mod start;
 pub mod weights;
 
 pub use config::{Arch, HeadBlocks, MlpKind, ModelConfig, NormKind, Positions};

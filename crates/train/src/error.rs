@@ -104,6 +104,22 @@ pub enum TrainError {
         /// Finished steps.
         step: u64,
     },
+    /// The run that a new one would start from is the one in its folder.
+    #[error(
+        "--from is the run in {}, the folder of the new run, which would replace it\n  hint: choose another run.name; to go on with the run, use --resume", run_dir.display()
+    )]
+    FromItself {
+        /// The folder.
+        run_dir: PathBuf,
+    },
+    /// The weights that a run started from have changed.
+    #[error(
+        "the run has no checkpoint yet and starts from {}, whose weights are not those that it started from\n  hint: restore them, or start a new run with --from", path.display()
+    )]
+    OtherSource {
+        /// The checkpoint's folder.
+        path: PathBuf,
+    },
     /// The run failed after it had written checkpoints.
     #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), longwall_config::shell_quoted(run_dir))]
     AfterCheckpoint {

@@ -2,6 +2,8 @@
 //! optimiser, metrics, validation, samples, checkpoint, evaluations.
 
 mod events;
+mod model;
+mod origin;
 mod recorder;
 mod setup;
 
@@ -21,6 +23,7 @@ use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
 use crate::signals::StopFlag;
+pub use origin::Source;
 use recorder::StepFacts;
 pub use recorder::peak_resident_bytes;
 use setup::Run;
@@ -41,6 +44,8 @@ pub enum RunStart {
 pub struct TrainOptions<'a> {
     /// How it starts.
     pub start: RunStart,
+    /// The weights that a new run starts from. With `None` they are initial ones.
+    pub from: Option<Source>,
     /// Whether every byte of prepared shards is compared with its checksum first.
     pub verify: bool,
     /// Makes the run write a checkpoint and end.

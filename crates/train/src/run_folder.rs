@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 
 use longwall_config::shell_quoted;
 use longwall_data::{DataError, Tokenizer, TokenizerConfig, files};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::WeightsSelector;
 use crate::config::{ConfigError, RunConfig};
 use crate::metrics::ValidationRecord;
 
@@ -15,6 +17,7 @@ use crate::metrics::ValidationRecord;
 /// folder without it is no run.
 const OURS: [&str; 11] = [
     TOKENIZER_FILE,
+    ORIGIN_FILE,
     "metrics.jsonl",
     "samples.txt",
     "finished.json",
@@ -28,7 +31,7 @@ const OURS: [&str; 11] = [
 ];
 
 /// What a process may leave in the folder that was killed before the run began.
-const BEFORE_A_RUN: [&str; 3] = [LOCK_FILE, LOG_FILE, "config.toml.tmp"];
+const BEFORE_A_RUN: [&str; 4] = [LOCK_FILE, LOG_FILE, ORIGIN_FILE, "config.toml.tmp"];
 
 /// Why a run folder cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +100,32 @@ pub struct Finished {
     pub parameters: u64,
     /// The device.
     pub device: String,
+}
+
+/// The contents of `started_from.json`: the weights that a run started from, and what became of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// The name of the run that they are of.
+    pub run: String,
+    /// The folder of its checkpoint.
+    pub checkpoint: PathBuf,
+    /// Finished steps of that run.
+    pub step: u64,
+    /// Tokens that it had seen.
+    pub tokens: u64,
+    /// Which weights of the checkpoint.
+    pub weights: WeightsSelector,
+    /// CRC-32C of their file, unless an earlier version wrote the checkpoint.
+    pub crc32c: Option<u32>,
+    /// How many tensors were taken over.
+    pub taken: usize,
+    /// As [`StartReport::new`](longwall_model::start::StartReport::new).
+    pub new: Vec<String>,
+    /// As [`StartReport::left_out`](longwall_model::start::StartReport::left_out).
+    pub left_out: Vec<String>,
+    /// As [`StartReport::changed`](longwall_model::start::StartReport::changed).
+    pub changed: Vec<String>,
 }
 
 /// An open run folder, locked until it is dropped.
@@ -235,6 +264,24 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Records which weights a new run starts from; `None` for initial ones.
+    ///
+    /// # Errors
+    /// When the file cannot be written or removed.
+    pub fn record_origin(&self, origin: Option<&Origin>) -> Result<(), RunFolderError> {
+        let Some(origin) = origin else {
+            let path = self.path.join(ORIGIN_FILE);
+            return match fs::remove_file(&path) {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    Err(RunFolderError::Io { path, source })
+                }
+                _ => Ok(()),
+            };
+        };
+        let text = serde_json::to_vec_pretty(origin).expect("an origin has a JSON form");
+        self.write(ORIGIN_FILE, &text)
+    }
+
     /// Marks the run as finished.
     ///
     /// # Errors
@@ -264,6 +311,8 @@ const CONFIG_FILE: &str = "config.toml";
 /// A run's own copy of a tokenizer file.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const FINISHED_FILE: &str = "finished.json";
+/// The weights that the run started from.
+const ORIGIN_FILE: &str = "started_from.json";
 
 /// The console output of a run that a sweep started.
 pub const LOG_FILE: &str = "log.txt";
@@ -300,7 +349,19 @@ pub fn load_tokenizer(path: &Path, config: &TokenizerConfig) -> Result<Tokenizer
 /// # Errors
 /// When the marker exists but cannot be read.
 pub fn finished(path: &Path) -> Result<Option<Finished>, RunFolderError> {
-    let file = path.join(FINISHED_FILE);
+    read_json(path.join(FINISHED_FILE))
+}
+
+/// The weights that the run in `path` started from, if not initial ones.
+///
+/// # Errors
+/// When the file exists but cannot be read.
+pub fn origin(path: &Path) -> Result<Option<Origin>, RunFolderError> {
+    read_json(path.join(ORIGIN_FILE))
+}
+
+/// The contents of a file, if it exists.
+fn read_json<T: DeserializeOwned>(file: PathBuf) -> Result<Option<T>, RunFolderError> {
     let io = |source| RunFolderError::Io { path: file.clone(), source };
     match fs::read(&file) {
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| io(error.into())),
@@ -310,106 +371,4 @@ pub fn finished(path: &Path) -> Result<Option<Finished>, RunFolderError> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::config;
-
-    fn results() -> Finished {
-        Finished {
-            step: 10,
-            tokens: 640,
-            loss: Some(1.5),
-            validation: None,
-            skipped: 0,
-            tokens_per_second: 5000.0,
-            seconds: 2.0,
-            parameters: 1000,
-            device: "cpu".into(),
-        }
-    }
-
-    #[test]
-    fn a_run_is_never_overwritten_unasked() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("runs/small");
-        let run = RunFolder::create(&path, false).unwrap();
-        run.start(&config(&[])).unwrap();
-        fs::write(run.metrics(), "{}").unwrap();
-        fs::write(path.join("notes.md"), "mine").unwrap();
-        drop(run);
-        let error = RunFolder::create(&path, false).unwrap_err();
-        assert!(matches!(&error, RunFolderError::Exists { .. }));
-        assert!(error.to_string().contains("--resume"), "{error}");
-        let run = RunFolder::create(&path, true).unwrap();
-        assert!(!run.metrics().exists());
-        assert!(path.join("notes.md").exists(), "--force removed a file that is not the run's");
-    }
-
-    #[test]
-    fn force_spares_folders_that_hold_no_run() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("thesis.tex"), "years of work").unwrap();
-        let error = RunFolder::create(folder.path(), true).unwrap_err();
-        assert!(matches!(error, RunFolderError::NotARun { .. }));
-        assert!(folder.path().join("thesis.tex").exists());
-    }
-
-    #[test]
-    fn what_was_killed_before_the_run_began_can_start_again() {
-        let folder = tempfile::tempdir().unwrap();
-        drop(RunFolder::create(folder.path(), false).unwrap());
-        fs::write(folder.path().join("config.toml.tmp"), "[mod").unwrap();
-        let run = RunFolder::create(folder.path(), false).unwrap();
-        let tokenizer = folder.path().join("bpe.json");
-        let set = format!("tokenizer={{kind=\"file\", path={:?}}}", tokenizer.to_str().unwrap());
-        let config = config(&[&set]);
-        // Killed after the configuration was written.
-        assert!(run.start(&config).is_err());
-        drop(run);
-        fs::write(&tokenizer, "{}").unwrap();
-        RunFolder::open(folder.path()).unwrap().start(&config).unwrap();
-        assert_eq!(fs::read(folder.path().join(TOKENIZER_FILE)).unwrap(), b"{}");
-    }
-
-    #[test]
-    fn one_process_at_a_time() {
-        let folder = tempfile::tempdir().unwrap();
-        let run = RunFolder::create(folder.path(), false).unwrap();
-        run.start(&config(&[])).unwrap();
-        let error = RunFolder::open(folder.path()).unwrap_err();
-        assert!(matches!(error, RunFolderError::Locked { .. }));
-        drop(run);
-        RunFolder::open(folder.path()).unwrap();
-    }
-
-    #[test]
-    fn the_mark_of_a_finished_run_goes_when_it_starts_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let run = RunFolder::create(folder.path(), false).unwrap();
-        run.start(&config(&[])).unwrap();
-        assert_eq!(finished(folder.path()).unwrap(), None);
-        run.finish(&results()).unwrap();
-        assert_eq!(finished(folder.path()).unwrap(), Some(results()));
-        run.start(&config(&["train.tokens=2M"])).unwrap();
-        assert_eq!(finished(folder.path()).unwrap(), None);
-        assert_eq!(config_of(folder.path(), &[]).unwrap(), config(&["train.tokens=2M"]));
-    }
-
-    #[test]
-    fn a_folder_without_a_run_cannot_be_resumed() {
-        let folder = tempfile::tempdir().unwrap();
-        let error = RunFolder::open(folder.path()).unwrap_err();
-        assert!(matches!(error, RunFolderError::NoRun { .. }));
-    }
-
-    #[cfg(unix)]
-    #[test]
-    fn an_unwritable_place_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("file"), "").unwrap();
-        let path = folder.path().join("file/run");
-        assert!(RunFolder::check_new(&path, false).is_err());
-        let error = RunFolder::create(&path, false).unwrap_err().to_string();
-        assert!(error.contains("file/run") && error.contains("run.out_dir"), "{error}");
-    }
-}
+mod tests;

@@ -112,6 +112,13 @@ fn list(json: bool) -> Result<()> {
 /// Runs a preset's suites, those after one that cannot run too; writes and prints the summary.
 fn run_all(run: OpenRun, preset: Preset, replace: DiscardResults, json: bool) -> Result<()> {
     let stop = StopFlag::install("stopping after the file being written")?;
+    if !run.changes.is_empty() {
+        bail!(
+            "eval all is given with a changed model ({}); allowed: the checkpoint's own\n  \
+             hint: evaluate the suites one by one, with --out",
+            run.changes.join(", ")
+        );
+    }
     let mut summary = Summary {
         preset: preset.name().to_owned(),
         run: run.checkpoint.config.run.name.clone(),
@@ -240,7 +247,7 @@ fn evaluate_on<B: OpBackend>(
     sink: &mut Sink<'_>,
     device: B::Device,
 ) -> Result<()> {
-    let config = &run.checkpoint.config;
+    let config = &run.config;
     let loading = "the model was being loaded\n  hint: run the same command again";
     let model = stop.interruptible(loading, || run.load::<B>(&device))?;
     let memory = CallMemory::new(&config.model, run.compute.precision);
@@ -263,6 +270,7 @@ fn evaluate_on<B: OpBackend>(
             out_dir,
             run: config.run.name.clone(),
             checkpoint_step: Some(step),
+            model_changes: run.changes.clone(),
             git_hash: git_hash(),
             force,
             held_out: Some(&held_out),

@@ -2,8 +2,10 @@
 
 pub mod bench;
 pub mod eval;
+pub mod exchange;
 pub mod generate;
 pub mod info;
+pub mod log;
 pub mod op;
 pub mod plot;
 pub mod prepare;

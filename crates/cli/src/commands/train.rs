@@ -7,11 +7,11 @@ use longwall_config::shell_quoted;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
-use longwall_train::checkpoint::CheckpointSelector;
+use longwall_train::checkpoint::{CheckpointSelector, WeightsSelector};
 use longwall_train::config::RunConfig;
 use longwall_train::device::{self, Compute};
 use longwall_train::meters::Meters;
-use longwall_train::run::{Outcome, RunStart, TrainOptions, train};
+use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
@@ -31,6 +31,15 @@ pub struct Args {
     /// Continue the run in this folder from its newest checkpoint
     #[arg(long, value_name = "RUN", conflicts_with_all = ["config", "force"])]
     resume: Option<PathBuf>,
+
+    /// Start a new run from the weights of a run's newest checkpoint, or of a checkpoint (RUN/checkpoints/step-N),
+    /// with a new optimiser, schedule and data; the model may only differ in its attention kind
+    #[arg(long, value_name = "RUN|CHECKPOINT", conflicts_with = "resume")]
+    from: Option<PathBuf>,
+
+    /// Which weights to start from: `model`, or `ema`, their moving average
+    #[arg(long, value_name = "WHICH", default_value_t, requires = "from")]
+    weights: WeightsSelector,
 
     /// Override a key of the configuration, for example `--set train.lr=6e-4`
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -76,7 +85,11 @@ pub fn run(args: Args) -> Result<()> {
     let device = device::open(config.run.device, config.run.threads)?;
     let compute = Compute::for_training(device, config.run.precision)?;
     let stop = StopFlag::install(STOPPING)?;
-    let outcome = train_on(&compute, &config, start, args.verify, &stop, &in_the_loop)?;
+    let from = match &args.from {
+        Some(path) => Some(Source::open(path, args.weights)?),
+        None => None,
+    };
+    let outcome = train_on(&compute, &config, (start, from), args.verify, &stop, &in_the_loop)?;
     match draw_run(&outcome.run_dir) {
         Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
         // Only a warning: a run stopped before its first step has nothing to draw.
@@ -108,7 +121,7 @@ pub fn run(args: Args) -> Result<()> {
 fn train_on(
     compute: &Compute,
     config: &RunConfig,
-    start: RunStart,
+    (start, from): (RunStart, Option<Source>),
     verify: bool,
     stop: &StopFlag,
     suites: &[NamedSuite],
@@ -116,6 +129,7 @@ fn train_on(
     struct Train<'a> {
         config: &'a RunConfig,
         start: RunStart,
+        from: Option<Source>,
         verify: bool,
         stop: &'a StopFlag,
         suites: &'a [NamedSuite],
@@ -143,6 +157,7 @@ fn train_on(
             let memory = || self.meters.peak_memory();
             let options = TrainOptions {
                 start: self.start,
+                from: self.from,
                 verify: self.verify,
                 stop: self.stop.clone(),
                 progress: &DataProgress::new(Some(self.stop.clone())),
@@ -163,6 +178,7 @@ fn train_on(
     compute.run(Train {
         config,
         start,
+        from,
         verify,
         stop,
         suites,

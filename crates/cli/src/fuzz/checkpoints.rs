@@ -67,6 +67,7 @@ fn model<B: OpBackend>(config: &RunConfig) -> LanguageModel<B> {
 fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, Box<TrainError>> {
     let options = TrainOptions {
         start,
+        from: None,
         verify: false,
         stop: StopFlag::new(),
         progress: &NoProgress,

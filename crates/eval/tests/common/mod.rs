@@ -230,6 +230,7 @@ pub fn evaluate_with(
             out_dir: dir.to_path_buf(),
             run: "wall".to_string(),
             checkpoint_step: Some(100),
+            model_changes: vec![],
             git_hash: Some("0123abc".to_string()),
             force,
             held_out,

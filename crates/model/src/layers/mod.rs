@@ -15,5 +15,6 @@ pub use block::{Block, BlockState};
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use named::Named;
+pub(crate) use norm::NORM_EPS;
 pub use norm::Norm;
 pub use projection::Projection;

@@ -6,7 +6,8 @@ use longwall_kernels::ops::linear::{InputNorm, gelu_of_few_rows, linears};
 use crate::config::NormKind;
 use crate::init::WeightInit;
 
-const EPS: f32 = 1e-5;
+/// ε of all norms, added to the variance or to the mean square.
+pub(crate) const NORM_EPS: f32 = 1e-5;
 
 /// Layer norm or RMS norm over the last dimension.
 #[derive(Module, Debug)]
@@ -35,7 +36,7 @@ impl<B: OpBackend> Norm<B> {
             weight: self.weight.val(),
             bias: self.bias.as_ref().map(Param::val),
             centred: self.kind == NormKind::LayerNorm,
-            eps: EPS,
+            eps: NORM_EPS,
         }
     }
 }

@@ -52,6 +52,29 @@ pub enum WeightsError {
         /// The first difference found.
         reason: String,
     },
+    /// A model cannot start from the file's weights.
+    #[error(
+        "the model cannot start from the weights in {}:{}\n  hint: give the new configuration the source's [model] table and, with learned positions, its data.seq_len; only the attention kind may differ",
+        path.display(), shown(problems)
+    )]
+    NoStart {
+        /// The file.
+        path: PathBuf,
+        /// Every weight and layer that does not fit.
+        problems: Vec<String>,
+    },
+}
+
+/// The most problems that a message lists.
+const MOST_SHOWN: usize = 12;
+
+fn shown(problems: &[String]) -> String {
+    let lines: String =
+        problems.iter().take(MOST_SHOWN).map(|line| format!("\n  {line}")).collect();
+    match problems.len().saturating_sub(MOST_SHOWN) {
+        0 => lines,
+        more => format!("{lines}\n  and {more} more"),
+    }
 }
 
 /// Named f32 tensors in the model's order: name, shape, elements.
@@ -114,8 +137,12 @@ pub fn parameter_shapes(
     vocab_size: usize,
     seq_len: usize,
 ) -> Vec<(String, Vec<usize>)> {
-    let model = LanguageModel::<Cpu>::blank(config, vocab_size, seq_len, &Default::default());
-    collect(&model, false).into_iter().map(|(name, shape, _)| (name, shape)).collect()
+    shapes_of(&LanguageModel::<Cpu>::blank(config, vocab_size, seq_len, &Default::default()))
+}
+
+/// Names and shapes of a model's parameters, in the model's order.
+pub(crate) fn shapes_of<B: OpBackend>(model: &LanguageModel<B>) -> Vec<(String, Vec<usize>)> {
+    collect(model, false).into_iter().map(|(name, shape, _)| (name, shape)).collect()
 }
 
 /// Names and shapes of a model's parameters; elements only with `read`, because reading them copies
@@ -186,7 +213,15 @@ pub fn load<B: OpBackend>(
     Ok(model)
 }
 
-/// Replaces each parameter with the tensor of its name.
+/// `model` with the tensors of `tensors` in place of its parameters of the same names and shapes.
+pub(crate) fn with_tensors<B: OpBackend>(
+    model: LanguageModel<B>,
+    mut tensors: TensorMap,
+) -> LanguageModel<B> {
+    model.map(&mut Replace { path: vec![], tensors: &mut tensors })
+}
+
+/// Replaces each parameter with the tensor of its name, if there is one.
 struct Replace<'a> {
     path: Vec<String>,
     tensors: &'a mut TensorMap,
@@ -200,8 +235,7 @@ impl<B: Backend> ModuleMapper<B> for Replace<'_> {
         self.path.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let tensor = self.tensors.remove(&self.path.join("."));
-        let (shape, data) = tensor.expect("names were compared");
+        let Some((shape, data)) = self.tensors.remove(&self.path.join(".")) else { return param };
         let device = param.device();
         param.map(|old| {
             let new = Tensor::from_data(TensorData::new(data, shape), &device);

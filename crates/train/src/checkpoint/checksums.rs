@@ -111,6 +111,11 @@ impl Checksums {
         Ok(())
     }
 
+    /// The checksum of the file `name`, if it is listed.
+    pub fn crc32c(&self, name: &str) -> Option<u32> {
+        self.0.get(name).map(|checksum| checksum.crc32c)
+    }
+
     /// The names of the files.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)

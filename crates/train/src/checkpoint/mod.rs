@@ -5,164 +5,28 @@
 //! step with the lowest validation loss.
 
 mod checksums;
+mod error;
 mod folder;
+mod selectors;
 mod state;
 mod writer;
 
-use std::fmt::{self, Display};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use checksums::Checksums;
+pub use error::CheckpointError;
 pub use folder::{Best, CheckpointFolder};
-use longwall_config::shell_quoted;
+use longwall_model::weights::parameter_shapes;
+pub use selectors::{CheckpointSelector, WeightsSelector};
 pub use state::{State, TokenizerIdentity};
 pub(crate) use writer::{CheckpointWriter, Snapshot};
 
-use crate::config::{ConfigError, RunConfig};
+use crate::config::{Difference, RunConfig};
 use crate::run_folder::NoRun;
 
-/// Why a checkpoint cannot be written, found, or used.
-#[derive(Debug, thiserror::Error)]
-pub enum CheckpointError {
-    /// Writing failed.
-    #[error("cannot write {}: {source}; nothing half-written is left\n  hint: make room on the disk, or check the permissions of the folder", path.display())]
-    Write {
-        /// What was being written.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// An old checkpoint or a leftover cannot be removed.
-    #[error("cannot remove {}: {source}\n  hint: check the permissions of the folder", path.display())]
-    Remove {
-        /// What was being removed.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// A file cannot be read.
-    #[error("cannot read {}: {source}\n  hint: check the path and its permissions", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// A file is damaged.
-    #[error("{} is damaged: {reason}\n  hint: {hint}", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-        /// What to do.
-        hint: String,
-    },
-    /// A checkpoint cannot be verified.
-    #[error("{} has no checksums.json: an earlier version of Longwall wrote it, which cannot be verified\n  hint: resume the run; its next checkpoints have checksums", path.display())]
-    NoChecksums {
-        /// The checkpoint's folder.
-        path: PathBuf,
-    },
-    /// There is no run.
-    #[error(transparent)]
-    NoRun(#[from] NoRun),
-    /// The run has no checkpoint.
-    #[error("the run in {} has no checkpoint yet\n  hint: train it first: longwall train --resume {}", run_dir.display(), shell_quoted(run_dir))]
-    NoCheckpoint {
-        /// The run's folder.
-        run_dir: PathBuf,
-    },
-    /// The requested checkpoint does not exist.
-    #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these", run_dir.display(), listed(there))]
-    Missing {
-        /// The run's folder.
-        run_dir: PathBuf,
-        /// The requested one.
-        wanted: CheckpointSelector,
-        /// The steps of the existing checkpoints.
-        there: Vec<u64>,
-    },
-    /// The checkpoint was made with another tokenizer.
-    #[error("{} was made with the tokenizer {} of {} tokens ({}), but the configuration gives {} of {} tokens ({})\n  hint: use the tokenizer the run was trained with", path.display(), theirs.name, theirs.vocab_size, theirs.short(), ours.name, ours.vocab_size, ours.short())]
-    Tokenizer {
-        /// The checkpoint's folder.
-        path: PathBuf,
-        /// The tokenizer of the checkpoint.
-        theirs: Box<TokenizerIdentity>,
-        /// The tokenizer of the configuration.
-        ours: Box<TokenizerIdentity>,
-    },
-    /// The checkpoint was made with a configuration that this one cannot continue.
-    #[error("{} was made with another configuration:{}\n  hint: resume without changing these keys, or start a new run under another run.name", path.display(), shown(differences))]
-    OtherConfig {
-        /// The checkpoint's folder.
-        path: PathBuf,
-        /// `(key, value in the checkpoint, value asked for)`.
-        differences: Vec<(String, String, String)>,
-    },
-    /// Weights or the optimiser's state cannot be encoded.
-    #[error(transparent)]
-    Tensors(#[from] longwall_model::weights::WeightsError),
-    /// The configuration in the checkpoint cannot be read.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-}
-
-impl CheckpointError {
-    /// Damage of the file `path`.
-    fn damaged(path: &Path, reason: String) -> Self {
-        let hint = "remove the file, or restore it from a copy".to_owned();
-        CheckpointError::Damaged { path: path.to_owned(), reason, hint }
-    }
-}
-
-fn listed(steps: &[u64]) -> String {
-    steps.iter().map(|step| format!("step {step}")).collect::<Vec<_>>().join(", ")
-}
-
-fn shown(differences: &[(String, String, String)]) -> String {
-    let line = |(key, theirs, ours): &_| format!("\n  {key} was {theirs}, and is {ours} now");
-    differences.iter().map(line).collect()
-}
-
-/// Selects a checkpoint of a run: `latest`, `best`, or a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CheckpointSelector {
-    /// The newest.
-    #[default]
-    Latest,
-    /// The one with the lowest validation loss.
-    Best,
-    /// The one after this many steps.
-    Step(u64),
-}
-
-impl FromStr for CheckpointSelector {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "latest" => Ok(Self::Latest),
-            "best" => Ok(Self::Best),
-            _ => text.strip_prefix("step-").unwrap_or(text).parse().map(Self::Step).map_err(|_| {
-                format!("`{text}` is no checkpoint; allowed: latest, best, or a step such as 1000")
-            }),
-        }
-    }
-}
-
-impl Display for CheckpointSelector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Latest => f.write_str("latest"),
-            Self::Best => f.write_str("best"),
-            Self::Step(step) => write!(f, "step-{step}"),
-        }
-    }
-}
+/// A weight's name and shape.
+type NameAndShape = (String, Vec<usize>);
 
 /// A complete checkpoint on the disk.
 #[derive(Clone, Debug)]
@@ -204,6 +68,17 @@ impl Checkpoint {
         Self::read(folder.step_dir(step)).map_err(|error| folder.name_sound_one(error, step))
     }
 
+    /// Opens the checkpoint in the folder `path`, or the newest of the run in the folder `path`.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn at(path: &Path) -> Result<Self, CheckpointError> {
+        match path.join(folder::STATE_FILE).is_file() {
+            true => Self::read(path.to_owned()),
+            false => Self::open(path, CheckpointSelector::Latest),
+        }
+    }
+
     fn read(path: PathBuf) -> Result<Self, CheckpointError> {
         let checksums = Checksums::read(&path)?;
         if checksums.is_none() {
@@ -233,6 +108,18 @@ impl Checkpoint {
         self.sound(WEIGHTS_FILE)
     }
 
+    /// Rejects a checkpoint that was written without the optimiser's state.
+    ///
+    /// # Errors
+    /// [`CheckpointError::WeightsOnly`].
+    pub fn check_resumable(&self) -> Result<(), CheckpointError> {
+        let listed = |checksums: &Checksums| checksums.names().any(|name| name == OPTIMIZER_FILE);
+        match self.checksums.as_ref().is_none_or(listed) {
+            true => Ok(()),
+            false => Err(CheckpointError::WeightsOnly { path: self.path.clone() }),
+        }
+    }
+
     /// The file with the optimiser's state.
     ///
     /// # Errors
@@ -252,12 +139,68 @@ impl Checkpoint {
         }
     }
 
+    /// The file with the weights that `selector` names.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::weights`]; [`CheckpointError::NoAverage`] when there is no average.
+    pub fn selected(&self, selector: WeightsSelector) -> Result<PathBuf, CheckpointError> {
+        match selector {
+            WeightsSelector::Model => self.weights(),
+            WeightsSelector::Ema => {
+                let none = || CheckpointError::NoAverage { path: self.path.clone() };
+                self.ema()?.ok_or_else(none)
+            }
+        }
+    }
+
+    /// The checksum of the weights that `selector` names, unless an earlier version wrote the checkpoint.
+    pub(crate) fn crc32c(&self, selector: WeightsSelector) -> Option<u32> {
+        let name = match selector {
+            WeightsSelector::Model => WEIGHTS_FILE,
+            WeightsSelector::Ema => EMA_FILE,
+        };
+        self.checksums.as_ref()?.crc32c(name)
+    }
+
     fn sound(&self, name: &str) -> Result<PathBuf, CheckpointError> {
         let check = |checksums: &Checksums| checksums.check(&self.path, name);
         self.checksums.as_ref().map_or(Ok(()), check).map_err(|error| {
             CheckpointFolder::new(self.run_dir()).name_sound_one(error, self.state.step)
         })?;
         Ok(self.path.join(name))
+    }
+
+    /// The checkpoint's configuration with the overrides `sets`, which may only change settings of the model that
+    /// leave all its weights as they are.
+    ///
+    /// # Errors
+    /// When the result is invalid, or a key is another one: [`CheckpointError::NotOfTheModel`],
+    /// [`CheckpointError::OtherWeights`].
+    pub fn config_with(
+        &self,
+        sets: &[String],
+        vocab_size: usize,
+    ) -> Result<RunConfig, CheckpointError> {
+        if sets.is_empty() {
+            return Ok(self.config.clone());
+        }
+        let config = RunConfig::load(&self.path.join(CONFIG_FILE), sets)?;
+        let mut changes = self.config.differences(&config).into_iter();
+        if let Some(Difference { key, .. }) = changes.find(|d| !d.key.starts_with("model.")) {
+            return Err(CheckpointError::NotOfTheModel { key });
+        }
+        let seq_len = config.data.seq_len;
+        let shapes = |config: &RunConfig| parameter_shapes(&config.model, vocab_size, seq_len);
+        let (ours, theirs) = (shapes(&self.config), shapes(&config));
+        let differs = |a: &[NameAndShape], b: &[NameAndShape]| {
+            a.iter().find(|tensor| !b.contains(tensor)).map(|(name, _)| name.clone())
+        };
+        match differs(&ours, &theirs).or_else(|| differs(&theirs, &ours)) {
+            Some(weight) => {
+                Err(CheckpointError::OtherWeights { sets: sets.join(" --set "), weight })
+            }
+            None => Ok(config),
+        }
     }
 
     /// Rejects a tokenizer other than the one the checkpoint was made with.

@@ -44,6 +44,24 @@ impl Snapshot {
     }
 }
 
+impl CheckpointFolder {
+    /// Writes a checkpoint that has weights and no state of an optimiser.
+    ///
+    /// # Errors
+    /// When it cannot be written; nothing is left then.
+    pub(crate) fn write_weights(
+        &self,
+        weights: &NamedTensors,
+        config: &RunConfig,
+        state: &State,
+    ) -> Result<PathBuf, CheckpointError> {
+        self.write(state.step, |path| {
+            write_tensors(&path.join(WEIGHTS_FILE), weights).map_err(write_error)?;
+            write_texts(path, config, state)
+        })
+    }
+}
+
 /// A failed write of tensors, reported as a failed write of their checkpoint.
 fn write_error(error: WeightsError) -> CheckpointError {
     match error {

@@ -83,8 +83,52 @@ pub(super) fn key_error(
     } else if !message.starts_with("missing field `") {
         narrow(&mut key, table, &message, &retry);
     }
+    if let Some(error) = of_other_kind(&key, sets, &message) {
+        return error;
+    }
     let (problem, hint) = describe(&key, value_at(table, &key), &message);
     ConfigError::Key { place: place(layers, sets, &key), problem, hint }
+}
+
+/// The error of a key that is unknown because an override changes the `kind` of its table alone.
+fn of_other_kind(key: &[String], sets: &[Override], message: &str) -> Option<ConfigError> {
+    quoted_after(message, "unknown field `")?;
+    let (_, table) = key.split_last()?;
+    let sets_kind = |set: &&Override| {
+        set.path.split_last().is_some_and(|(last, parents)| last == "kind" && parents == table)
+    };
+    let set = sets.iter().rev().find(sets_kind)?;
+    let (name, table, kind) = (key.join("."), table.join("."), &set.value);
+    Some(ConfigError::Key {
+        place: format!("--set {}", set.text),
+        problem: format!(
+            "{name} belongs to the kind that the file has; allowed with this one: {}",
+            quoted_list(message).join(", ")
+        ),
+        hint: format!("set the whole table: --set '{table}={{ kind = {kind} }}'"),
+    })
+}
+
+/// `problems`, with the file and the line of those whose value is in one of the files that the first extends, and
+/// not overridden.
+pub(super) fn with_places(problems: &Problems, layers: &[Layer], sets: &[Override]) -> Problems {
+    let mut placed = Problems::new();
+    for p in problems.as_slice() {
+        let key: Vec<String> = p.key.split('.').map(str::to_owned).collect();
+        let is_set = sets.iter().any(|set| key.starts_with(&set.path));
+        let written = |layer: &Layer| {
+            deepest(layer, &key).filter(|(depth, _)| *depth == key.len()).map(|(_, line)| line)
+        };
+        let found = layers.iter().enumerate().find_map(|(at, layer)| Some((at, written(layer)?)));
+        let name = match found {
+            Some((at, line)) if at > 0 && !is_set => {
+                format!("{} ({}:{line})", p.key, layers[at].path.display())
+            }
+            _ => p.key.clone(),
+        };
+        placed.check(false, name, &p.value, &p.allowed, &p.remedy);
+    }
+    placed
 }
 
 fn segment_name(segment: &Segment) -> Option<String> {

@@ -10,6 +10,9 @@ use super::error::place_in;
 /// The key that names the base, relative to the folder of the file that has it.
 pub(super) const EXTENDS: &str = "extends";
 
+/// The dotted keys that a file does not take from what it extends.
+const REMOVE: &str = "remove";
+
 /// One of the files that a configuration is read from.
 pub(super) struct Layer {
     pub path: PathBuf,
@@ -17,14 +20,20 @@ pub(super) struct Layer {
 }
 
 /// The file `path` with the text `source`, merged over the files that it extends: the whole table without
-/// `extends`, and the files, from `path` itself to the last base.
+/// `extends` and `remove`, and the files, from `path` itself to the last base.
 ///
 /// # Errors
-/// When a file cannot be read or is no TOML, or when a file extends itself through others.
+/// When a file cannot be read or is no TOML, when a file extends itself through others, or removes a key that none
+/// of its bases has.
 pub(super) fn read(source: &str, path: &Path) -> Result<(Table, Vec<Layer>), ConfigError> {
     let mut layers = vec![Layer { path: path.to_owned(), source: source.to_owned() }];
     let mut table = parse(&layers[0])?;
+    let mut removed: Vec<Removed> = Vec::new();
     while let Some(base) = table.remove(EXTENDS) {
+        if let Some(keys) = table.remove(REMOVE) {
+            let from = layers.last().expect("the file itself is a layer");
+            removed.extend(removed_keys(&keys, from)?);
+        }
         let layer = open(&base, &layers)?;
         let mut base = parse(&layer)?;
         layers.push(layer);
@@ -32,9 +41,63 @@ pub(super) fn read(source: &str, path: &Path) -> Result<(Table, Vec<Layer>), Con
         if let Some(Value::Table(run)) = base.get_mut("run") {
             run.remove("name");
         }
+        for Removed { key, found, .. } in &mut removed {
+            *found |= remove(&mut base, key);
+        }
         table = merge(base, table);
     }
-    Ok((table, layers))
+    match removed.into_iter().find(|removed| !removed.found) {
+        None => Ok((table, layers)),
+        Some(Removed { key, place, .. }) => Err(ConfigError::Key {
+            place,
+            problem: format!(
+                "remove names {}, which no file that this one extends has",
+                key.join(".")
+            ),
+            hint: "check the spelling, or leave it out".to_owned(),
+        }),
+    }
+}
+
+/// A key that a file does not take from its bases.
+struct Removed {
+    key: Vec<String>,
+    /// Whether a base has it.
+    found: bool,
+    /// Where it is named.
+    place: String,
+}
+
+/// The keys of `remove = [...]` in a file.
+fn removed_keys(keys: &Value, from: &Layer) -> Result<Vec<Removed>, ConfigError> {
+    let place = place_in(from, REMOVE);
+    let list = keys.as_array().map(Vec::as_slice).unwrap_or_default();
+    let named: Vec<&str> = list.iter().filter_map(Value::as_str).collect();
+    if named.is_empty() || named.len() < list.len() {
+        return Err(ConfigError::Key {
+            place,
+            problem: format!("remove is {keys}; expected a list of dotted keys"),
+            hint: "write for example remove = [\"model.attention\"]".to_owned(),
+        });
+    }
+    let removed = |key: &str| Removed {
+        key: key.split('.').map(str::to_owned).collect(),
+        found: false,
+        place: place.clone(),
+    };
+    Ok(named.into_iter().map(removed).collect())
+}
+
+/// Removes `key` from `table`; returns whether it was there.
+fn remove(table: &mut Table, key: &[String]) -> bool {
+    match key {
+        [] => false,
+        [last] => table.remove(last).is_some(),
+        [first, rest @ ..] => match table.get_mut(first) {
+            Some(Value::Table(inner)) => remove(inner, rest),
+            _ => false,
+        },
+    }
 }
 
 /// The TOML of a file.

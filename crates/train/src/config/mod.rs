@@ -125,15 +125,17 @@ impl RunConfig {
     /// As [`RunConfig::load`].
     pub fn parse(source: &str, path: &Path, sets: &[String]) -> Result<Self, ConfigError> {
         let (table, layers) = extends::read(source, path)?;
-        let mut config: RunConfig = deserialize(table, &layers, sets)?;
+        let sets = sets.iter().map(|set| Override::parse(set)).collect::<Result<Vec<_>, _>>()?;
+        let mut config: RunConfig = deserialize(table, &layers, &sets)?;
         if config.run.name.is_empty() {
             config.run.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         }
         let mut problems = Problems::new();
         config.validate(&mut problems);
-        problems
-            .into_result()
-            .map_err(|problems| ConfigError::Invalid { path: path.to_owned(), problems })?;
+        problems.into_result().map_err(|problems| {
+            let problems = error::with_places(&problems, &layers, &sets);
+            ConfigError::Invalid { path: path.to_owned(), problems }
+        })?;
         Ok(config)
     }
 
@@ -231,10 +233,9 @@ pub(crate) fn read_toml<T: DeserializeOwned>(source: &str, path: &Path) -> Resul
 fn deserialize<T: DeserializeOwned>(
     mut table: Table,
     layers: &[Layer],
-    sets: &[String],
+    sets: &[Override],
 ) -> Result<T, ConfigError> {
-    let sets = sets.iter().map(|set| Override::parse(set)).collect::<Result<Vec<_>, _>>()?;
-    for set in &sets {
+    for set in sets {
         set.apply(&mut table)?;
     }
     serde_path_to_error::deserialize(Value::Table(table.clone())).map_err(|error| {
@@ -242,7 +243,7 @@ fn deserialize<T: DeserializeOwned>(
             let result: Result<T, _> = Value::Table(table).try_into();
             result.err().map(|error| error.message().to_owned())
         };
-        error::key_error(layers, &table, &sets, &error, retry)
+        error::key_error(layers, &table, sets, &error, retry)
     })
 }
 

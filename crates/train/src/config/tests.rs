@@ -359,3 +359,16 @@ fn evaluations_in_the_loop_have_an_interval_or_steps() {
     );
     insta::assert_snapshot!(error(&[&bad]));
 }
+
+#[test]
+fn a_kind_changed_alone_says_that_the_other_keys_belong_to_the_old_one() {
+    let muon = crate::testing::config(&["train.optimiser={ kind = \"muon\" }"]).to_toml();
+    let sets = ["train.optimiser.kind=adamw".to_owned()];
+    let error = RunConfig::parse(&muon, Path::new("config.toml"), &sets).unwrap_err().to_string();
+    let hint = "hint: set the whole table: --set 'train.optimiser={ kind = \"adamw\" }'";
+    assert!(error.starts_with("--set train.optimiser.kind=adamw: train.optimiser."), "{error}");
+    assert!(error.contains("belongs to the kind that the file has"), "{error}");
+    assert!(error.ends_with(hint), "{error}");
+    let sets = ["train.optimiser={ kind = \"adamw\" }".to_owned()];
+    assert!(RunConfig::parse(&muon, Path::new("config.toml"), &sets).is_ok());
+}

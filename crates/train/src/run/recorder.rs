@@ -8,8 +8,8 @@ use crate::error::TrainError;
 use crate::evaluation::Evaluated;
 use crate::guard::SkipReason;
 use crate::metrics::{AppendLog, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord};
-use crate::optimiser::LayerNorm;
 use crate::run_folder::RunFolder;
+use crate::scalars::{place, scalars};
 use crate::tensorboard::EventWriter;
 
 /// How a recorder starts.
@@ -104,15 +104,7 @@ impl Recorder {
             seconds: self.seconds(),
             skipped: facts.skip.is_some(),
         };
-        self.metrics.append_record(&Record::Step(record.clone()))?;
-        let mut scalars = vec![
-            ("train/loss", f64::from(facts.loss)),
-            ("train/grad_norm", f64::from(facts.grad_norm)),
-            ("train/lr", facts.lr),
-            ("train/tokens_per_second", tokens_per_second),
-        ];
-        scalars.extend(mfu.map(|mfu| ("train/mfu", mfu)));
-        self.scalars(facts.step, &scalars)?;
+        self.record(&Record::Step(record.clone()))?;
         if facts.skip.is_none() {
             self.smoothed.push(f64::from(facts.loss));
         }
@@ -136,18 +128,7 @@ impl Recorder {
         is_best: bool,
         console: &mut dyn Console,
     ) -> Result<(), TrainError> {
-        self.metrics.append_record(&Record::Validation(record.clone()))?;
-        let measured: Vec<(String, f64)> =
-            record.probe.iter().map(|(name, x)| (format!("validation/{name}"), *x)).collect();
-        let mut scalars = vec![
-            ("validation/loss", record.validation_loss),
-            ("validation/perplexity", record.perplexity),
-            ("validation/bits_per_byte", record.bits_per_byte),
-        ];
-        scalars.extend(record.best_context_loss.map(|x| ("validation/best_context_loss", x)));
-        scalars.extend(record.ema_validation_loss.map(|loss| ("validation/ema_loss", loss)));
-        scalars.extend(measured.iter().map(|(tag, x)| (tag.as_str(), *x)));
-        self.scalars(record.step, &scalars)?;
+        self.record(&Record::Validation(record.clone()))?;
         console.validation(record, is_best);
         Ok(())
     }
@@ -172,20 +153,7 @@ impl Recorder {
 
     /// Records the norms of an update.
     pub fn norms(&mut self, record: NormsRecord) -> Result<(), TrainError> {
-        let of_layer = |(layer, norm): (&String, &LayerNorm)| {
-            let values = [
-                ("grad_norm", norm.grad_norm),
-                ("weight_norm", norm.weight_norm),
-                ("update_ratio", norm.update_ratio),
-            ];
-            values
-                .map(|(name, value)| (format!("layers/{layer}/{name}"), value.unwrap_or(f64::NAN)))
-        };
-        let named: Vec<(String, f64)> = record.layers.iter().flat_map(of_layer).collect();
-        let scalars: Vec<_> = named.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
-        self.scalars(record.step, &scalars)?;
-        self.metrics.append_record(&Record::Norms(record))?;
-        Ok(())
+        self.record(&Record::Norms(record))
     }
 
     /// Records what the model generated after each prompt.
@@ -207,10 +175,14 @@ impl Recorder {
         Ok((self.metrics.sync()?, self.samples.sync()?))
     }
 
-    fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> Result<(), TrainError> {
+    /// Appends a line to the metrics, and its scalars to TensorBoard's events.
+    fn record(&mut self, record: &Record) -> Result<(), TrainError> {
+        self.metrics.append_record(record)?;
         let Some((path, writer)) = &mut self.tensorboard else { return Ok(()) };
+        let (step, named) = (place(record).0, scalars(record));
+        let scalars: Vec<_> = named.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
         writer
-            .scalars(step, scalars)
+            .scalars(step, &scalars)
             .map_err(|source| TrainError::TensorBoard { path: path.clone(), source })
     }
 }

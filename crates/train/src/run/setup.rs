@@ -8,11 +8,11 @@ use longwall_data::{Loader, Split, Tokenizer, verify_shards};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
 use longwall_model::cost::{Parameters, train_flops_per_token};
-use longwall_model::weights::{self, EarlierNames};
 use longwall_model::{LanguageModel, Precision};
 
+use super::model::{OpenModel, open_model};
 use super::recorder::{Recorder, RecorderStart};
-use super::{RunStart, TrainOptions};
+use super::{RunStart, Source, TrainOptions};
 use crate::checkpoint::{
     Best, Checkpoint, CheckpointFolder, CheckpointSelector, CheckpointWriter, State,
     TokenizerIdentity,
@@ -92,20 +92,28 @@ pub(super) fn open<B: OpBackend>(
             (None, None)
         }
     };
+    let source = match &checkpoint {
+        Some(_) => None,
+        None => Source::of(config, options.from.as_ref(), resumed.as_ref())?,
+    };
     let checkpoint = checkpoint.as_ref();
-    let tokenizer = open_tokenizer(config, checkpoint, options)?;
+    let tokenizer = open_tokenizer(config, checkpoint, source.as_ref(), options)?;
     let micro_batch = micro_batch::<B>(config, tokenizer.vocab_size(), checkpoint, options)?;
     check_memory(config, tokenizer.vocab_size(), micro_batch, B::device_kind(), options)?;
     let data = open_data(config, tokenizer, checkpoint, micro_batch, options)?;
-    let (model, optimiser) =
-        open_model::<B>(config, &data.tokenizer, checkpoint, options.precision, device)?;
+    let OpenModel { model, optimiser, origin } =
+        open_model::<B>(config, &data.tokenizer, (checkpoint, source), options.precision, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
     if !config.train.evaluate.is_empty() {
         evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
     }
     let folder = match resumed {
         Some(folder) => folder,
-        None => RunFolder::create(&config.run_dir(), force)?,
+        None => {
+            let folder = RunFolder::create(&config.run_dir(), force)?;
+            folder.record_origin(origin.as_ref())?;
+            folder
+        }
     };
     let checkpoints = CheckpointFolder::new(folder.path());
     let state = checkpoint.map(|checkpoint| &checkpoint.state);
@@ -160,6 +168,7 @@ struct Data {
 fn open_tokenizer(
     config: &RunConfig,
     checkpoint: Option<&Checkpoint>,
+    source: Option<&Source>,
     options: &TrainOptions,
 ) -> Result<Tokenizer, TrainError> {
     let tokenizer = match &options.start {
@@ -169,6 +178,9 @@ fn open_tokenizer(
     if let Some(checkpoint) = checkpoint {
         checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
         checkpoint.check_config(config)?;
+    }
+    if let Some(source) = source {
+        source.checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     }
     Ok(tokenizer)
 }
@@ -253,41 +265,6 @@ fn open_data(
     Ok(Data { tokenizer, loader, validator })
 }
 
-/// The model and its optimiser: initial, or from the checkpoint.
-fn open_model<B: OpBackend>(
-    config: &RunConfig,
-    tokenizer: &Tokenizer,
-    checkpoint: Option<&Checkpoint>,
-    precision: Precision,
-    device: &B::Device,
-) -> Result<(LanguageModel<Autodiff<B>>, Optimiser<B>), TrainError> {
-    let (vocab_size, seq_len) = (tokenizer.vocab_size(), config.data.seq_len);
-    let mut model = LanguageModel::new(&config.model, vocab_size, seq_len, config.run.seed, device);
-    if let Some(checkpoint) = checkpoint {
-        model = weights::load(model, &checkpoint.weights()?)?;
-    }
-    let mut optimiser = Optimiser::new(&config.rules(), &model);
-    if let Some(checkpoint) = checkpoint {
-        optimiser.load(&checkpoint.optimizer()?, &EarlierNames::of(&model), device)?;
-    }
-    if config.train.ema.0.is_some() {
-        // A run that turns the average on later starts it at its weights.
-        let average = checkpoint.map(Checkpoint::ema).transpose()?.flatten();
-        match average {
-            Some(path) => optimiser.start_average(&weights::load(model.clone(), &path)?),
-            None => {
-                if let Some(checkpoint) = checkpoint {
-                    let step = checkpoint.state.step;
-                    tracing::info!("the average of the weights starts at those of step {step}");
-                }
-                optimiser.start_average(&model);
-            }
-        }
-    }
-    let model = optimiser.round(model, precision);
-    Ok((model, optimiser))
-}
-
 /// The sampler, if the loop samples.
 fn open_sampler(
     config: &RunConfig,
@@ -336,6 +313,7 @@ fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
         return Ok(None);
     }
     let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Latest)?;
+    checkpoint.check_resumable()?;
     tracing::info!("resuming from {}", checkpoint.path.display());
     Ok(Some(checkpoint))
 }

@@ -1,4 +1,5 @@
 mod evaluations;
+mod from;
 mod layers;
 mod options;
 
@@ -99,13 +100,25 @@ fn run_in(
     stop: StopFlag,
     console: &mut dyn Console,
 ) -> Result<Outcome, TrainError> {
-    let options = options(precision, start, stop);
+    run_from(None, precision, config, start, stop, console)
+}
+
+fn run_from(
+    from: Option<Source>,
+    precision: Precision,
+    config: &RunConfig,
+    start: RunStart,
+    stop: StopFlag,
+    console: &mut dyn Console,
+) -> Result<Outcome, TrainError> {
+    let options = TrainOptions { from, ..options(precision, start, stop) };
     train::<TestBackend>(config, &Default::default(), &options, console, &mut NoEvaluations)
 }
 
 fn options(precision: Precision, start: RunStart, stop: StopFlag) -> TrainOptions<'static> {
     TrainOptions {
         start,
+        from: None,
         stop,
         progress: &NoProgress,
         device_name: "cpu".into(),

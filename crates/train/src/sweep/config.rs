@@ -1,11 +1,13 @@
 //! The sweep file.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use super::axis::{Axis, check_condition};
 use crate::config::{ConfigError, is_folder_name, read_toml, validate_evals};
 
 /// A sweep file.
@@ -25,9 +27,12 @@ pub struct SweepConfig {
     /// whole (`"model.attention" = { kind = "fox" }`), a bare dotted key sets one entry.
     #[serde(default)]
     pub set: Table,
-    /// The axes of the grid; the last one varies fastest.
+    /// The axes, whose points are combined; the last one varies fastest.
     #[serde(default)]
     pub axes: Vec<Axis>,
+    /// Combinations that are left out: each entry names axes, and points of them.
+    #[serde(default)]
+    pub exclude: Vec<BTreeMap<String, Vec<String>>>,
     /// Every combination runs once with each of these as `run.seed`. Default `[0]`.
     #[serde(default = "default_seeds")]
     pub seeds: Vec<u64>,
@@ -37,101 +42,12 @@ pub struct SweepConfig {
     pub eval: Vec<Table>,
 }
 
-/// One axis of a sweep.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Axis {
-    /// The dotted key it sets. Without one, every value is a table of overrides, as in `set`.
-    #[serde(default)]
-    pub key: Option<String>,
-    /// Its values.
-    pub values: Vec<Value>,
-    /// Names of the values in run names and tables. Default: the value itself, or its `kind`.
-    #[serde(default)]
-    pub names: Vec<String>,
-}
-
 fn default_out_dir() -> PathBuf {
     "runs".into()
 }
 
 fn default_seeds() -> Vec<u64> {
     vec![0]
-}
-
-impl Axis {
-    /// The axis's name in tables.
-    pub fn title(&self) -> &str {
-        self.key.as_deref().unwrap_or("variant")
-    }
-
-    /// The name of value `index`.
-    pub fn label(&self, index: usize) -> String {
-        if let Some(name) = self.names.get(index) {
-            return name.clone();
-        }
-        match &self.values[index] {
-            Value::String(text) => text.clone(),
-            Value::Table(table) if self.key.is_some() => match table.get("kind") {
-                Some(Value::String(kind)) => kind.clone(),
-                _ => self.values[index].to_string(),
-            },
-            other => other.to_string(),
-        }
-    }
-
-    /// The `key=value` overrides of value `index`.
-    pub(super) fn sets(&self, index: usize) -> Vec<String> {
-        match (&self.key, &self.values[index]) {
-            (Some(key), value) => vec![format!("{key}={value}")],
-            (None, Value::Table(table)) => overrides(table),
-            (None, _) => Vec::new(),
-        }
-    }
-
-    fn validate(&self, at: usize, problems: &mut Problems) {
-        let key = format!("axes.{at}");
-        problems.check(
-            !self.values.is_empty(),
-            format!("{key}.values"),
-            "[]",
-            "at least one value",
-            "add values, or remove the axis",
-        );
-        problems.check(
-            self.names.is_empty() || self.names.len() == self.values.len(),
-            format!("{key}.names"),
-            format!("{} names", self.names.len()),
-            format!("as many as there are values ({})", self.values.len()),
-            "name every value, or leave names out",
-        );
-        let reserved = ["run", "run.name", "run.out_dir", "run.seed"];
-        problems.check(
-            self.key.as_deref().is_none_or(|key| !reserved.contains(&key)),
-            format!("{key}.key"),
-            self.title(),
-            "any key but the run's name, folder and seed, which the sweep sets",
-            "give seeds in `seeds`",
-        );
-        problems.check(
-            self.key.is_some() || self.values.iter().all(Value::is_table),
-            format!("{key}.key"),
-            "missing",
-            "a dotted key, unless every value is a table of overrides",
-            "add key = \"train.lr\", or write values = [{ \"train.lr\" = 1e-3 }]",
-        );
-        if self.names.is_empty() || self.names.len() == self.values.len() {
-            let labels: Vec<String> = (0..self.values.len()).map(|i| self.label(i)).collect();
-            let twice = labels.iter().enumerate().find(|(i, label)| labels[..*i].contains(label));
-            problems.check(
-                twice.is_none(),
-                format!("{key}.names"),
-                twice.map_or("", |(_, label)| label),
-                "a different name for every value",
-                "give names = [...] that differ",
-            );
-        }
-    }
 }
 
 /// `table` as `key=value` overrides. A quoted dotted key, or a key whose value is not a table, becomes
@@ -213,7 +129,18 @@ impl SweepConfig {
             "use for example seeds = [0, 1, 2]",
         );
         for (at, axis) in self.axes.iter().enumerate() {
-            axis.validate(at, problems);
+            axis.validate(at, &self.axes[..at], problems);
+        }
+        for (at, condition) in self.exclude.iter().enumerate() {
+            let key = format!("exclude.{at}");
+            problems.check(
+                !condition.is_empty(),
+                key.clone(),
+                "empty",
+                "names of axes with lists of their values' names",
+                "write for example [[exclude]] with \"model.attention\" = [\"rope\"]",
+            );
+            check_condition(&key, condition, &self.axes, problems);
         }
         validate_evals("eval", &self.eval.iter().collect::<Vec<_>>(), problems);
     }

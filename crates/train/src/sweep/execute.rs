@@ -89,7 +89,7 @@ fn wait_for_orphan(log: &Path, stop: &StopFlag, console: &mut dyn SweepConsole) 
 }
 
 /// Runs the remaining jobs of `plan`: calls `launch` for every job, shows lines and steps on `console`,
-/// and updates `results.csv` after every run. A run that fails does not stop the others; a
+/// and updates `results.csv` and `results.jsonl` after every run. A run that fails does not stop the others; a
 /// raised `stop` flag ends the sweep after the current job.
 ///
 /// # Errors
@@ -100,27 +100,45 @@ pub fn execute(
     stop: &StopFlag,
     console: &mut dyn SweepConsole,
 ) -> Result<SweepResults, SweepError> {
-    let csv = plan.sweep.dir().join("results.csv");
-    let write = |source| SweepError::Write { path: csv.clone(), source };
-    fs::create_dir_all(plan.sweep.dir()).map_err(write)?;
+    let dir = plan.sweep.dir();
+    let write = |name: &str, text: String| {
+        let path = dir.join(name);
+        files::write_atomically(&path, text.as_bytes())
+            .map_err(|source| SweepError::Write { path, source })
+    };
+    fs::create_dir_all(&dir).map_err(|source| SweepError::Write { path: dir.clone(), source })?;
     let mut results = SweepResults::new(plan);
     for (at, run) in plan.runs.iter().enumerate() {
-        console.note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
-        let status = match do_run(plan, at, launch, stop, console) {
-            Ok(status) => status,
-            Err(reason) => Status::Failed(reason),
-        };
-        if let Status::Failed(reason) = &status {
-            console.note(&format!("{} failed: {reason}", run.name));
-        }
+        let status = execute_one(plan, at, launch, stop, console);
         collect(plan, run, status, &mut results.runs[at]);
-        files::write_atomically(&csv, results.to_csv().as_bytes()).map_err(write)?;
+        write("results.csv", results.to_csv())?;
+        write("results.jsonl", results.to_jsonl(plan))?;
         if stop.is_raised() && !results.is_complete() {
             console.note("stopped; start the same sweep again to go on");
             break;
         }
     }
     Ok(results)
+}
+
+/// Trains and evaluates run `at` of `plan`, or does what is left of it. Writes nothing but the run's own folder, so
+/// that several processes may do runs of one sweep.
+pub fn execute_one(
+    plan: &Plan,
+    at: usize,
+    launch: &mut Launch<'_>,
+    stop: &StopFlag,
+    console: &mut dyn SweepConsole,
+) -> Status {
+    let run = &plan.runs[at];
+    console.note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
+    match do_run(plan, at, launch, stop, console) {
+        Ok(status) => status,
+        Err(reason) => {
+            console.note(&format!("{} failed: {reason}", run.name));
+            Status::Failed(reason)
+        }
+    }
 }
 
 /// Fills in `result` from the run's folder.
@@ -192,6 +210,13 @@ fn do_run(
         }
     }
     evaluate(plan, run, &mut jobs, stop, console)
+}
+
+/// Whether the run is trained and evaluated.
+pub(super) fn is_done(plan: &Plan, run: &PlannedRun) -> Result<bool, SweepError> {
+    let dir = run.dir();
+    let to_do = |eval| eval_to_do(&dir, name_of(eval), &eval_args(eval, &dir)).is_some();
+    Ok(run_folder::finished(&dir)?.is_some() && !plan.sweep.eval.iter().any(to_do))
 }
 
 /// Whether the run is trained.

@@ -18,20 +18,28 @@
 //! lengths = [500, 1000]
 //! ```
 //!
+//! An axis may also vary several keys together (`zip`), draw random values (`draw`), and apply only to some values of
+//! earlier axes (`when`); `[[exclude]]` leaves out combinations.
+//!
 //! Every run is a separate process, so that a crash ends only that run. The run folders show what is
 //! finished: a sweep that is started again does only what is missing.
 
+mod axis;
 mod config;
+mod estimate;
 mod execute;
 mod figures;
 mod plan;
 mod results;
+mod slurm;
 mod watch;
 
 use std::path::PathBuf;
 
-pub use config::{Axis, SweepConfig};
-pub use execute::{Job, JobStatus, Launch, execute, launch_current_exe};
+pub use axis::{Axis, Draw, Point, Scale};
+pub use config::SweepConfig;
+pub use estimate::{EstimateError, Machine, Rate, RunEstimate};
+pub use execute::{Job, JobStatus, Launch, execute, execute_one, launch_current_exe};
 pub use figures::{Comparison, Figure, VariantFigure};
 pub use plan::{Plan, PlannedRun};
 pub use results::{RunResult, Status, SweepResults};

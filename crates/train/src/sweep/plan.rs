@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
+use super::axis::{Axis, Point, matches};
 use super::config::overrides;
 use super::{SweepConfig, SweepError};
 use crate::config::{ConfigError, RunConfig};
@@ -13,7 +14,7 @@ use crate::run_folder;
 pub struct PlannedRun {
     /// Its name within the sweep.
     pub name: String,
-    /// The name of its value on each axis.
+    /// The name of its value on each axis; `-` for an axis that does not apply.
     pub labels: Vec<String>,
     /// Its seed.
     pub seed: u64,
@@ -27,6 +28,12 @@ impl PlannedRun {
     /// The run's folder.
     pub fn dir(&self) -> PathBuf {
         self.config.run_dir()
+    }
+
+    /// The overrides of the base, `key=value`, but those that every run has.
+    pub fn settings(&self) -> Vec<&str> {
+        let is_own = |set: &&str| !set.starts_with("run.name=") && !set.starts_with("run.out_dir=");
+        self.sets.iter().map(String::as_str).filter(is_own).collect()
     }
 }
 
@@ -45,13 +52,10 @@ impl Plan {
     /// # Errors
     /// When the base or the configuration of a run is not valid; the first such run is named.
     pub fn new(sweep: SweepConfig) -> Result<Self, SweepError> {
-        let sizes: Vec<usize> = sweep.axes.iter().map(|axis| axis.values.len()).collect();
-        check_size(&sizes, sweep.seeds.len())?;
         let mut runs: Vec<PlannedRun> = Vec::new();
-        for combination in 0..sizes.iter().product() {
-            let indices = digits(combination, &sizes);
+        for points in combinations(&sweep)? {
             for &seed in &sweep.seeds {
-                let run = plan_run(&sweep, &indices, seed)?;
+                let run = plan_run(&sweep, &points, seed)?;
                 if let Some(other) = runs.iter().find(|other| other.name == run.name) {
                     return Err(same_name(&run, other));
                 }
@@ -75,13 +79,7 @@ impl Plan {
             } else {
                 "new"
             };
-            let sets: Vec<&str> = run
-                .sets
-                .iter()
-                .map(String::as_str)
-                .filter(|set| !set.starts_with("run.name=") && !set.starts_with("run.out_dir="))
-                .collect();
-            let _ = writeln!(text, "{} ({state}): {}", run.name, sets.join(", "));
+            let _ = writeln!(text, "{} ({state}): {}", run.name, run.settings().join(", "));
         }
         Ok(text)
     }
@@ -90,42 +88,73 @@ impl Plan {
 /// The most runs of a sweep.
 const MOST_RUNS: usize = 10_000;
 
-/// Refuses a grid of too many runs before they are planned one by one.
-fn check_size(sizes: &[usize], seeds: usize) -> Result<(), SweepError> {
-    let runs = sizes.iter().try_fold(seeds, |runs, size| runs.checked_mul(*size));
-    if runs.is_some_and(|runs| runs <= MOST_RUNS) {
-        return Ok(());
+/// The point of each axis; `None` for an axis that does not apply.
+type Combination = Vec<Option<Point>>;
+
+/// All combinations of the axes' points, but those that are excluded; the last axis varies fastest.
+fn combinations(sweep: &SweepConfig) -> Result<Vec<Combination>, SweepError> {
+    let mut combinations: Vec<Combination> = vec![vec![]];
+    for axis in &sweep.axes {
+        let points: Combination = axis.points().into_iter().map(Some).collect();
+        let mut longer = Vec::new();
+        for combination in combinations {
+            let choices = match axis.applies(&named(&sweep.axes, &combination)) {
+                true => &points[..],
+                false => &[None],
+            };
+            let add =
+                |choice: &Option<Point>| [&combination[..], std::slice::from_ref(choice)].concat();
+            longer.extend(choices.iter().map(add));
+            if longer.len().saturating_mul(sweep.seeds.len()) > MOST_RUNS {
+                return Err(too_many(&points_of_axes(sweep), sweep.seeds.len()));
+            }
+        }
+        combinations = longer;
     }
-    let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
-    Err(SweepError::Config(ConfigError::Key {
+    combinations.retain(|combination| {
+        let named = named(&sweep.axes, combination);
+        !sweep.exclude.iter().any(|entry| matches(entry, &named))
+    });
+    Ok(combinations)
+}
+
+/// The axes' names with the names of their points.
+fn named<'a>(
+    axes: &'a [Axis],
+    combination: &'a [Option<Point>],
+) -> Vec<(&'a str, Option<&'a str>)> {
+    let label = |point: &'a Option<Point>| point.as_ref().map(|point| point.label.as_str());
+    axes.iter().map(Axis::title).zip(combination.iter().map(label)).collect()
+}
+
+/// How many points each axis has.
+fn points_of_axes(sweep: &SweepConfig) -> Vec<String> {
+    sweep.axes.iter().map(|axis| axis.points().len().to_string()).collect()
+}
+
+/// A sweep of too many runs, found before they are planned one by one.
+fn too_many(sizes: &[String], seeds: usize) -> SweepError {
+    SweepError::Config(ConfigError::Key {
         place: "the sweep".to_owned(),
         problem: format!(
             "the axes have {} values, with {seeds} seeds each; allowed: {MOST_RUNS} runs",
             sizes.join(" · ")
         ),
         hint: "remove values, or split the sweep into several files".to_owned(),
-    }))
+    })
 }
 
-/// The index on each axis of a combination; the last axis varies fastest.
-fn digits(mut combination: usize, sizes: &[usize]) -> Vec<usize> {
-    let mut indices = vec![0; sizes.len()];
-    for (index, size) in indices.iter_mut().zip(sizes).rev() {
-        *index = combination % size;
-        combination /= size;
-    }
-    indices
-}
-
-fn plan_run(sweep: &SweepConfig, indices: &[usize], seed: u64) -> Result<PlannedRun, SweepError> {
-    let labels: Vec<String> =
-        sweep.axes.iter().zip(indices).map(|(axis, &index)| axis.label(index)).collect();
-    let parts = labels.iter().map(|label| file_name(label)).chain([format!("seed{seed}")]);
-    let name = parts.collect::<Vec<_>>().join("-");
+fn plan_run(
+    sweep: &SweepConfig,
+    points: &[Option<Point>],
+    seed: u64,
+) -> Result<PlannedRun, SweepError> {
+    let parts = points.iter().flatten().map(|point| file_name(&point.label));
+    let name = parts.chain([format!("seed{seed}")]).collect::<Vec<_>>().join("-");
     let mut sets = overrides(&sweep.set);
-    for (axis, &index) in sweep.axes.iter().zip(indices) {
-        sets.extend(axis.sets(index));
-    }
+    sets.extend(points.iter().flatten().flat_map(|point| point.sets.clone()));
+    let label = |point: &Option<Point>| point.as_ref().map_or("-".to_owned(), |p| p.label.clone());
+    let labels = points.iter().map(label).collect();
     let text = |value: String| toml::Value::String(value).to_string();
     sets.push(format!("run.seed={seed}"));
     sets.push(format!("run.name={}", text(name.clone())));

@@ -1,6 +1,9 @@
 //! The results of a sweep's runs: one row per run in `results.csv`, and a table over the seeds.
 
+use std::fmt::{self, Display};
 use std::path::Path;
+
+use serde_json::{Map, Value, json};
 
 use super::figures::{Comparison, Figure, VALIDATION_LOSS, VariantFigure, cell, headline};
 use super::{Plan, PlannedRun};
@@ -15,6 +18,16 @@ pub enum Status {
     Finished,
     /// Training or an evaluation failed, with the reason.
     Failed(String),
+}
+
+impl Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Status::Pending => f.write_str("pending"),
+            Status::Finished => f.write_str("finished"),
+            Status::Failed(reason) => write!(f, "failed: {reason}"),
+        }
+    }
 }
 
 /// One run's outcome.
@@ -130,11 +143,7 @@ impl SweepResults {
         }
         let mut csv = row(&header);
         for run in &self.runs {
-            let status = match &run.status {
-                Status::Pending => "pending".to_owned(),
-                Status::Finished => "finished".to_owned(),
-                Status::Failed(reason) => format!("failed: {reason}"),
-            };
+            let status = run.status.to_string();
             let mut cells = vec![run.name.clone()];
             cells.extend(run.labels.iter().cloned());
             cells.extend([run.seed.to_string(), status]);
@@ -150,6 +159,39 @@ impl SweepResults {
             csv += &row(&cells);
         }
         csv
+    }
+
+    /// One JSON object per run: name, the name of its value on each axis, the settings that differ from the base,
+    /// seed, status and figures.
+    pub fn to_jsonl(&self, plan: &Plan) -> String {
+        let line = |(run, planned): (&RunResult, &PlannedRun)| {
+            let axes: Map<String, Value> = self
+                .axes
+                .iter()
+                .zip(&run.labels)
+                .map(|(axis, label)| (axis.clone(), label.clone().into()))
+                .collect();
+            let figure = |figure: &Figure| {
+                let (low, high) = figure.interval.unzip();
+                let value = json!({
+                    "value": figure.value,
+                    "standard_error": figure.standard_error,
+                    "low": low,
+                    "high": high,
+                });
+                (figure.name.clone(), value)
+            };
+            let figures: Map<String, Value> = run.figures.iter().map(figure).collect();
+            json!({
+                "run": run.name,
+                "axes": axes,
+                "settings": planned.settings(),
+                "seed": run.seed,
+                "status": run.status.to_string(),
+                "figures": figures,
+            })
+        };
+        self.runs.iter().zip(&plan.runs).map(|pair| format!("{}\n", line(pair))).collect()
     }
 
     /// The runs by combination of the axes, with those that are finished.

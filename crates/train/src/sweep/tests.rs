@@ -1,3 +1,5 @@
+mod axes;
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -365,7 +367,7 @@ fn the_dry_run_lists_every_run() {
 #[test]
 fn mistakes_in_the_sweep_file_are_named() {
     insta::assert_snapshot!(Sandbox::new("seed = [1]").error(), @r"
-    sweeps/kinds.toml:3: seed is no known key; allowed here: name, base, out_dir, set, axes, seeds, eval
+    sweeps/kinds.toml:3: seed is no known key; allowed here: name, base, out_dir, set, axes, exclude, seeds, eval
       hint: did you mean `seeds`?
     ");
     insta::assert_snapshot!(Sandbox::new("seeds = [1, 1]").error(), @r"
@@ -383,10 +385,10 @@ fn mistakes_in_the_sweep_file_are_named() {
     sweeps/kinds.toml: the configuration has 3 problems:
     axes.0.names is 1.0; allowed: a different name for every value
       hint: give names = [...] that differ
-    axes.1.names is 2 names; allowed: as many as there are values (1)
-      hint: name every value, or leave names out
     axes.1.key is run.seed; allowed: any key but the run's name, folder and seed, which the sweep sets
       hint: give seeds in `seeds`
+    axes.1.names is 2 names; allowed: as many as there are values (1)
+      hint: name every value, or leave names out
     ");
     let axis = "[[axes]]\nkey = \"train.lr\"\nvalues = [1.0, 2.0]\nnames = [\"a/b\", \"a b\"]";
     insta::assert_snapshot!(Sandbox::new(axis).error(), @r#"
@@ -405,16 +407,19 @@ fn mistakes_in_the_sweep_file_are_named() {
 
 #[test]
 fn a_grid_of_too_many_runs_is_refused() {
-    let axis = |n: usize| {
+    let axes = |count: usize, n: usize| -> String {
         let values: Vec<String> = (0..n).map(|value| value.to_string()).collect();
-        format!("[[axes]]\nkey = \"train.a\"\nvalues = [{}]\n", values.join(", "))
+        let axis = |at: usize| {
+            format!("[[axes]]\nkey = \"train.a{at}\"\nvalues = [{}]\n", values.join(", "))
+        };
+        (0..count).map(axis).collect()
     };
-    let error = Sandbox::new(&axis(101).repeat(2)).error();
+    let error = Sandbox::new(&axes(2, 101)).error();
     assert_eq!(
         error,
         "the sweep: the axes have 101 · 101 values, with 1 seeds each; allowed: 10000 runs\n  \
          hint: remove values, or split the sweep into several files"
     );
     // 2⁶⁴ runs.
-    assert!(Sandbox::new(&axis(16).repeat(16)).error().contains("16 · 16 · 16"));
+    assert!(Sandbox::new(&axes(16, 16)).error().contains("16 · 16 · 16"));
 }

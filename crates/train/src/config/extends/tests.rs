@@ -140,3 +140,60 @@ fn the_base_cannot_be_overridden() {
       hint: write a file with extends = "…", or give the base with --config
     "#);
 }
+
+#[test]
+fn a_key_of_a_base_can_be_removed_and_set_again() {
+    let pattern = "[model]\npattern = [\"rope\", \"fox\"]";
+    let folder = Folder::new(&[
+        ("base.toml", CONFIG),
+        ("middle.toml", "extends = \"base.toml\"\ntrain.lr = 2e-3"),
+        (
+            "hybrid.toml",
+            &format!("extends = \"middle.toml\"\nremove = [\"model.attention\"]\n{pattern}"),
+        ),
+        (
+            "back.toml",
+            "extends = \"hybrid.toml\"\nremove = [\"model.pattern\"]\n[model.attention]\nkind = \"fox\"",
+        ),
+        ("without.toml", &format!("extends = \"middle.toml\"\n{pattern}")),
+    ]);
+    let hybrid = folder.load("hybrid.toml", &[]).unwrap();
+    assert!(hybrid.model.attention.is_none() && hybrid.model.pattern.is_some());
+    assert_eq!(hybrid.train.lr, 2e-3);
+    let back = folder.load("back.toml", &[]).unwrap();
+    assert_eq!(back.model.attention.unwrap().kind(), "fox");
+    assert!(back.model.pattern.is_none());
+    assert!(folder.error("without.toml").contains("model.pattern is set beside model.attention"));
+}
+
+#[test]
+fn a_removal_that_removes_nothing_is_named() {
+    let folder = Folder::new(&[
+        ("base.toml", CONFIG),
+        ("typo.toml", "extends = \"base.toml\"\nremove = [\"model.atention\"]"),
+        ("text.toml", "extends = \"base.toml\"\nremove = \"model\""),
+        ("alone.toml", &format!("remove = [\"model\"]\n{CONFIG}")),
+    ]);
+    insta::assert_snapshot!(folder.error("typo.toml"), @r"
+    typo.toml:2: remove names model.atention, which no file that this one extends has
+      hint: check the spelling, or leave it out
+    ");
+    insta::assert_snapshot!(folder.error("text.toml"), @r#"
+    text.toml:2: remove is "model"; expected a list of dotted keys
+      hint: write for example remove = ["model.attention"]
+    "#);
+    assert!(folder.error("alone.toml").contains("remove is no known key"));
+}
+
+#[test]
+fn a_value_out_of_range_names_the_file_that_has_it() {
+    let folder = Folder::new(&[
+        ("base.toml", &CONFIG.replace("lr = 1e-3", "lr = -1.0\nclip = -2.0")),
+        ("child.toml", "extends = \"base.toml\"\ntrain.clip = -3.0"),
+    ]);
+    let error = folder.error("child.toml");
+    assert!(error.contains("\ntrain.lr (base.toml:24) is -1; allowed: "), "{error}");
+    assert!(error.contains("\ntrain.clip is -3"), "{error}");
+    let set = folder.load("child.toml", &["train.lr=-4"]).unwrap_err().to_string();
+    assert!(set.contains("\ntrain.lr is -4; allowed: "), "{set}");
+}

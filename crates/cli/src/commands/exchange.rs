@@ -1,0 +1,104 @@
+//! `longwall export --run RUN --hf DIR` and `longwall import --hf DIR --out RUN`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use longwall_config::shell_quoted;
+use longwall_kernels::Cpu;
+use longwall_model::LanguageModel;
+use longwall_model::exchange::{LAYOUTS, WriteHf, layout_of, to_layout};
+use longwall_model::start::ModelSpec;
+use longwall_model::weights::{EarlierNames, read_tensors};
+use longwall_train::import::import_hugging_face;
+use serde_json::json;
+
+use crate::context::RunArgs;
+
+/// Arguments of `longwall export`.
+#[derive(clap::Args)]
+pub struct ExportArgs {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// The folder to write: config.json, tokenizer.json and safetensors, in f32
+    #[arg(long, value_name = "DIR")]
+    hf: PathBuf,
+
+    /// The layout, gpt2 or llama; by default the one that can express the model
+    #[arg(long, value_parser = layout_name)]
+    layout: Option<String>,
+
+    /// Largest size of a file of weights, in MB; a larger model is sharded
+    #[arg(long, value_name = "MB", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
+    max_shard: u64,
+}
+
+/// Arguments of `longwall import`.
+#[derive(clap::Args)]
+pub struct ImportArgs {
+    /// The folder with config.json, tokenizer.json and safetensors, of GPT-2's or Llama's layout
+    #[arg(long, value_name = "DIR")]
+    hf: PathBuf,
+
+    /// The run folder to make
+    #[arg(long, value_name = "RUN")]
+    out: PathBuf,
+}
+
+fn layout_name(name: &str) -> Result<String, String> {
+    let known: Vec<_> = LAYOUTS.iter().map(|layout| layout.model_type()).collect();
+    match known.contains(&name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("allowed: {}", known.join(", "))),
+    }
+}
+
+/// Writes the folder and prints its name.
+pub fn export(args: ExportArgs) -> Result<()> {
+    let run = args.run.open()?;
+    let (config, vocab_size) = (&run.config, run.tokenizer.vocab_size());
+    let spec = ModelSpec { config: &config.model, vocab_size, seq_len: config.data.seq_len };
+    let (layout, mut json) = layout_of(&spec, args.layout.as_deref())?;
+    let end_of_text = run.tokenizer.end_of_text();
+    for key in ["bos_token_id", "eos_token_id"] {
+        json[key] = end_of_text.into();
+    }
+    let name = run.tokenizer.decode(&[end_of_text]);
+    let tokenizer_config = json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": name,
+        "eos_token": name,
+        "unk_token": name,
+        "model_max_length": spec.seq_len,
+    });
+    let blank =
+        LanguageModel::<Cpu>::blank(spec.config, vocab_size, spec.seq_len, &Default::default());
+    let weights = read_tensors(&run.checkpoint.selected(run.weights)?)?;
+    let weights = EarlierNames::of(&blank).replace(weights);
+    let folder = WriteHf {
+        config: &json,
+        others: vec![
+            ("tokenizer.json", run.tokenizer.to_hugging_face()?),
+            ("tokenizer_config.json", serde_json::to_vec_pretty(&tokenizer_config)?),
+        ],
+        max_shard_bytes: args.max_shard.saturating_mul(1_000_000),
+    };
+    folder.write(&args.hf, &to_layout(layout, &spec, &weights))?;
+    tracing::info!("the layout is that of {}", layout.model_type());
+    println!("{}", args.hf.display());
+    Ok(())
+}
+
+/// Makes the run folder and prints what can be done with it.
+pub fn import(args: ImportArgs) -> Result<()> {
+    if args.out.file_name().is_none() {
+        bail!("--out is {}; allowed: the name of a new folder", args.out.display());
+    }
+    let config = import_hugging_face(&args.hf, &args.out)?;
+    let run = shell_quoted(&args.out);
+    println!("{run}: {}", config.model.attention_label());
+    println!("\nNext, for example:");
+    println!("  longwall generate --run {run} --prompt \"Once upon a time\"");
+    println!("  longwall train --from {run} --config FILE   # with its [model] and [tokenizer]");
+    Ok(())
+}

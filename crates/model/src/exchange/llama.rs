@@ -1,0 +1,150 @@
+//! Llama (Touvron et al., 2023): `LlamaForCausalLM`.
+
+use longwall_config::Problems;
+use longwall_kernels::attention::rope::Position;
+use serde_json::{Value, json};
+
+use super::values::{Reader, is_norm_eps};
+use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain, shown};
+use crate::ModelConfig;
+use crate::config::{MlpKind, NormKind, Positions};
+use crate::start::ModelSpec;
+
+pub(super) struct Llama;
+
+impl Layout for Llama {
+    fn model_type(&self) -> &'static str {
+        "llama"
+    }
+
+    fn config(&self, spec: &ModelSpec<'_>, problems: &mut Problems) -> Value {
+        let ModelSpec { config: model, vocab_size, seq_len } = *spec;
+        check_plain(model, "Llama", problems);
+        let allowed =
+            "kind = \"rope\" with theta alone, the same in every layer, in the Llama layout";
+        let attention = check_attention(model, Position::Rope, allowed, problems);
+        let theta = attention.map_or(0.0, |config| config.theta);
+        let mut is = |key: &str, ok: bool, value: String, allowed: &str| {
+            let remedy = "this model cannot be expressed there: try the GPT-2 layout";
+            problems.check(
+                ok,
+                format!("model.{key}"),
+                value,
+                format!("{allowed} in the Llama layout"),
+                remedy,
+            );
+        };
+        let none = model.positions == Positions::None;
+        is("positions", none, shown(&model.positions), "none");
+        is("mlp", model.mlp == MlpKind::Swiglu, shown(&model.mlp), "swiglu");
+        is("norm", model.norm == NormKind::RmsNorm, shown(&model.norm), "rms-norm");
+        let shape = model.attention_shape(0);
+        json!({
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": self.model_type(),
+            "vocab_size": vocab_size,
+            "max_position_embeddings": seq_len,
+            "hidden_size": model.width,
+            "intermediate_size": model.mlp_hidden(),
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": theta,
+            "rope_parameters": { "rope_type": "default", "rope_theta": theta },
+            "attention_bias": model.bias,
+            "mlp_bias": model.bias,
+            "attention_dropout": 0.0,
+            "initializer_range": model.init_std,
+            "tie_word_embeddings": model.tie_embeddings,
+            "dtype": "float32",
+        })
+    }
+
+    fn model(&self, config: &Value, problems: &mut Problems) -> Option<ImportedModel> {
+        let mut read = Reader::new(config, problems);
+        let (width, heads) = (read.size("hidden_size"), read.size("num_attention_heads"));
+        let (layers, mlp_width) = (read.size("num_hidden_layers"), read.size("intermediate_size"));
+        let (vocab_rows, seq_len) = (read.size("vocab_size"), read.size("max_position_embeddings"));
+        let kv_heads = read.optional_size("num_key_value_heads").unwrap_or(heads);
+        let head_dim = read.optional_size("head_dim").unwrap_or(width / heads);
+        let tied = read.flag("tie_word_embeddings", false);
+        let bias = read.flag("attention_bias", false);
+        let mlp_bias = read.flag("mlp_bias", false);
+        let as_attention = "as attention_bias: all linear layers have biases, or none";
+        read.refuse_unless(bias == mlp_bias, "mlp_bias", &mlp_bias.to_string(), as_attention);
+        read.expect("hidden_act", "silu".into(), "silu", |value| value == "silu");
+        // The default of transformers is 1e-6.
+        read.expect("rms_norm_eps", json!(1e-6), "1e-5", is_norm_eps);
+        let theta = rope_theta(&mut read);
+        let mut table = toml::toml! { arch = "llama" };
+        for (key, value) in [
+            ("width", width),
+            ("heads", heads),
+            ("layers", layers),
+            ("mlp_width", mlp_width),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+        ] {
+            table.insert(key.to_owned(), toml::Value::Integer(value as i64));
+        }
+        table.insert("tie_embeddings".to_owned(), tied.into());
+        table.insert("bias".to_owned(), bias.into());
+        let mut attention = toml::toml! { kind = "rope" };
+        attention.insert("theta".to_owned(), theta.into());
+        table.insert("attention".to_owned(), attention.into());
+        let model: ModelConfig = table.try_into().expect("a table of known keys");
+        Some(ImportedModel { model, vocab_rows, seq_len })
+    }
+
+    fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule> {
+        let mut rules = vec![TensorRule::plain("model.embed_tokens.weight", "embedding")];
+        let parts: &[&str] = if model.bias { &["weight", "bias"] } else { &["weight"] };
+        let linears = [
+            ("self_attn.q_proj", "attention.q"),
+            ("self_attn.k_proj", "attention.k"),
+            ("self_attn.v_proj", "attention.v"),
+            ("self_attn.o_proj", "attention.output"),
+            ("mlp.gate_proj", "mlp.gate"),
+            ("mlp.up_proj", "mlp.up"),
+            ("mlp.down_proj", "mlp.down"),
+        ];
+        let norms =
+            [("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")];
+        for layer in 0..model.layers {
+            let mut rule = |theirs: &str, ours: &str, part: &str| {
+                let name = format!("model.layers.{layer}.{theirs}.{part}");
+                rules.push(TensorRule::plain(name, format!("blocks.{layer}.{ours}.{part}")));
+            };
+            norms.iter().for_each(|(theirs, ours)| rule(theirs, ours, "weight"));
+            for (theirs, ours) in linears {
+                parts.iter().for_each(|part| rule(theirs, ours, part));
+            }
+        }
+        rules.push(TensorRule::plain("model.norm.weight", "norm.weight"));
+        if !model.tie_embeddings {
+            rules.push(TensorRule::plain("lm_head.weight", "head"));
+        }
+        rules
+    }
+
+    /// The rotary frequencies that older files store, and the tied output layer.
+    fn is_ignored(&self, name: &str) -> bool {
+        name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight"
+    }
+}
+
+/// θ, in the place where transformers 5 keeps it, or where earlier versions do. Scaled angles are refused.
+fn rope_theta(read: &mut Reader<'_>) -> f64 {
+    let mut theta = read.number("rope_theta", 10_000.0);
+    for key in ["rope_parameters", "rope_scaling"] {
+        let Some(parameters) = read.get(key) else { continue };
+        let kind = parameters.get("rope_type").or(parameters.get("type"));
+        let plain = kind.is_none_or(|kind| kind == "default");
+        read.refuse_unless(plain, key, &parameters.to_string(), "none, or rope_type = \"default\"");
+        theta = parameters.get("rope_theta").and_then(Value::as_f64).unwrap_or(theta);
+    }
+    theta
+}

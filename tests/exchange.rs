@@ -1,0 +1,84 @@
+//! Models in Hugging Face's format, and metrics for other programs.
+
+use crate::support::Workspace;
+
+const GPT2: [&str; 3] =
+    ["model.positions=learned", "model.attention.position=none", "train.tokens=640"];
+const LLAMA: [&str; 2] = ["model.arch=llama", "train.tokens=640"];
+
+#[test]
+fn an_exported_run_generates_the_same_text_when_it_is_imported() {
+    let w = Workspace::new();
+    for (layout, sets) in [("gpt2", &GPT2[..]), ("llama", &LLAMA[..])] {
+        w.train(layout, sets);
+        let (run, hf, back) =
+            (format!("runs/{layout}"), format!("hf/{layout}"), format!("runs/{layout}-back"));
+        w.succeed(&["export", "--run", &run, "--hf", &hf]);
+        let files = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+        assert_eq!(w.list(&hf), files);
+        let config: serde_json::Value =
+            serde_json::from_str(&w.read(&format!("{hf}/config.json"))).unwrap();
+        assert_eq!(
+            (config["model_type"].as_str(), config["eos_token_id"].as_u64()),
+            (Some(layout), Some(256))
+        );
+        w.succeed(&["import", "--hf", &hf, "--out", &back]);
+        let text = |run: &str| {
+            let options = ["--prompt", "The cat", "--max-tokens", "20", "--temperature", "0"];
+            w.succeed(&[&["generate", "--run", run][..], &options[..]].concat())
+        };
+        assert_eq!(text(&back), text(&run));
+        // An imported model is the start of another run.
+        let tokenizer = format!("tokenizer={{ kind = \"file\", path = \"{hf}/tokenizer.json\" }}");
+        let name = format!("run.name={layout}-tuned");
+        let mut train = vec!["train", "--config", "tiny.toml", "--from", &back];
+        train.extend(["--set", &name, "--set", &tokenizer]);
+        // GPT-2's layout has biases.
+        let bias = if layout == "gpt2" { "model.bias=true" } else { "model.bias=false" };
+        for set in sets.iter().chain([&bias]) {
+            train.extend(["--set", set]);
+        }
+        w.succeed(&train);
+        let resumed = w.fail(&["train", "--resume", &back]);
+        assert!(resumed.contains("has weights only, which cannot be resumed"), "{resumed}");
+    }
+}
+
+#[test]
+fn what_a_layout_cannot_express_is_refused_by_name() {
+    let w = Workspace::new();
+    let sets = ["model.attention={ kind = \"fox\" }", "model.qk_norm=true", "train.tokens=640"];
+    w.train("fox", &sets);
+    let export = ["export", "--run", "runs/fox", "--hf", "hf", "--layout", "llama"];
+    let error = w.fail(&export);
+    for key in [
+        "model.qk_norm is set",
+        "model.attention is { kind = \"fox\"",
+        "model.mlp is \"gelu\"",
+        "model.norm is \"layer-norm\"",
+    ] {
+        assert!(error.contains(key), "{key}: {error}");
+    }
+    assert!(!w.path("hf").exists() && !w.path("hf.tmp").exists());
+    let missing = w.fail(&["import", "--hf", "hf", "--out", "runs/x"]);
+    assert!(missing.contains("cannot read hf/config.json"), "{missing}");
+    assert_eq!(w.run(&["export", "--hf", "hf", "--layout", "bert"]).status.code(), Some(2));
+}
+
+#[test]
+fn metrics_are_written_as_csv_and_as_events() {
+    let w = Workspace::new();
+    w.train("tiny", &["train.tokens=1280"]);
+    w.succeed(&["log", "export", "runs/tiny", "--csv", "tiny.csv", "--tensorboard", "events"]);
+    let csv = w.read("tiny.csv");
+    assert_eq!(csv.lines().count(), 11);
+    assert!(
+        csv.starts_with("step,tokens,train/loss,") && csv.contains(",validation/loss"),
+        "{csv}"
+    );
+    assert_eq!(w.list("events").len(), 1);
+    let nothing = w.fail(&["log", "export", "runs/tiny"]);
+    assert!(nothing.contains("add --csv FILE, --tensorboard DIR, or both"), "{nothing}");
+    let no_run = w.fail(&["log", "export", "runs/none", "--csv", "a.csv"]);
+    assert!(no_run.contains("give the folder of a run that has trained"), "{no_run}");
+}

@@ -1,0 +1,74 @@
+//! Runs that start from weights, and trained models with other weights or settings.
+
+use crate::support::Workspace;
+
+fn json(w: &Workspace, path: &str) -> serde_json::Value {
+    serde_json::from_str(&w.read(path)).unwrap()
+}
+
+const EVAL: [&str; 8] =
+    ["eval", "extrapolate", "--run", "runs/old", "--lengths", "32", "--sequences", "4"];
+
+fn eval(w: &Workspace, more: &[&str]) -> String {
+    w.succeed(&[&EVAL[..], more].concat())
+}
+
+#[test]
+fn a_run_starts_from_another_ones_weights_and_its_average_is_evaluated() {
+    let w = Workspace::new();
+    w.train("old", &["train.ema=0.9"]);
+    let start = ["train", "--from", "runs/old", "--config", "tiny.toml", "--set", "run.name=new"];
+    let fox = ["--set", "model.attention={ kind = \"fox\", rope = true }"];
+    let output = w.run(&[&start[..], &fox[..]].concat());
+    let log = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{log}");
+    assert!(log.contains("starting from runs/old/checkpoints/step-40"), "{log}");
+    assert!(log.contains("new: blocks.*.attention.forget_gate.weight = 0"), "{log}");
+    let origin = json(&w, "runs/new/started_from.json");
+    assert_eq!((origin["run"].as_str(), origin["step"].as_u64()), (Some("old"), Some(40)));
+
+    let plain = eval(&w, &[]);
+    let average = eval(&w, &["--weights", "ema", "--out", "average"]);
+    assert!(average.contains("run old, step 40, weights=ema,") && !plain.contains("weights="));
+    let loss = |name: &str| {
+        json(&w, &format!("runs/old/eval/{name}/results.json"))["headline"]["loss@32"].as_f64()
+    };
+    assert!(loss("average").unwrap() != loss("extrapolate").unwrap());
+    let set = ["--set", "model.attention.theta=50", "--out", "theta"];
+    eval(&w, &set);
+    assert!(loss("theta").unwrap() != loss("extrapolate").unwrap());
+    let results = json(&w, "runs/old/eval/theta/results.json");
+    assert_eq!(results["model_changes"][0], "model.attention.theta=50.0");
+    // The same folder does not mix both.
+    let mixed = w.fail(&[&EVAL[..], &["--weights", "ema"]].concat());
+    assert!(mixed.contains("model_changes was null, now it is [\"weights=ema\"]"), "{mixed}");
+    let text =
+        w.succeed(&["generate", "--run", "runs/old", "--weights", "ema", "--prompt", "The "]);
+    assert!(text.starts_with("The "), "{text}");
+}
+
+#[test]
+fn what_a_trained_model_cannot_have_is_refused() {
+    let w = Workspace::new();
+    w.train("old", &["train.tokens=640"]);
+    let error = |more: &[&str]| w.fail(&[&EVAL[..], more].concat());
+    insta::assert_snapshot!(error(&["--weights", "ema"]), @r"
+    error: runs/old/checkpoints/step-5 has no average of the weights: the run was trained without train.ema
+      hint: leave out --weights, or train with --set train.ema=0.999
+    ");
+    insta::assert_snapshot!(error(&["--set", "model.attention.sinks=true"]), @r"
+    error: --set model.attention.sinks=true changes the model's weights (blocks.0.attention.sinks); allowed with a trained model: keys of [model] that leave them as they are
+      hint: train a model with this setting, or start one from these weights: longwall train --from
+    ");
+    insta::assert_snapshot!(error(&["--set", "train.lr=1"]), @r"
+    error: --set changes train.lr; allowed with a trained model: keys of [model] that leave its weights as they are
+      hint: leave it out; for example model.attention.theta, model.attention.scaling and model.window may change
+    ");
+    let from = ["train", "--config", "tiny.toml", "--from"];
+    insta::assert_snapshot!(w.fail(&[&from[..], &["runs/none"]].concat()), @r"
+    error: runs/none holds no run: there is no config.toml in it
+      hint: give the folder of a run, for example runs/NAME
+    ");
+    let both = w.run(&[&from[..], &["runs/old", "--resume", "runs/old"]].concat());
+    assert_eq!(both.status.code(), Some(2));
+}
