@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::EvalError;
 use crate::files::{create_dir, remove, write_atomically};
@@ -26,7 +26,20 @@ struct Line<'a, V> {
     #[serde(skip_serializing_if = "Option::is_none")]
     output: Option<&'a str>,
     verdict: &'a V,
+    #[serde(flatten)]
+    fields: &'a Map<String, Value>,
     prompt: &'a str,
+}
+
+/// A finished trial.
+pub(crate) struct Sample<'a, V> {
+    pub trial: &'a Trial,
+    pub request: &'a Request,
+    /// What the model generated, if anything.
+    pub output: Option<&'a str>,
+    pub verdict: V,
+    /// [`Suite::fields`](crate::Suite::fields).
+    pub fields: Map<String, Value>,
 }
 
 /// The part of a line that is read back: all but the texts.
@@ -203,14 +216,14 @@ impl Journal {
         self.done.len() as u64
     }
 
-    /// Appends finished trials, each with the text that the model generated, if any.
+    /// Appends finished trials.
     pub(crate) fn append<'a, V: Serialize + 'a>(
         &mut self,
-        samples: impl IntoIterator<Item = (&'a Trial, &'a Request, Option<&'a str>, V)>,
+        samples: impl IntoIterator<Item = Sample<'a, V>>,
     ) -> Result<(), EvalError> {
         let mut lines = Vec::new();
         let mut ids = Vec::new();
-        for (trial, request, output, verdict) in samples {
+        for Sample { trial, request, output, verdict, fields } in samples {
             let line = Line {
                 id: trial.id,
                 length: trial.length,
@@ -220,6 +233,7 @@ impl Journal {
                 expected: request.expected.as_deref(),
                 output,
                 verdict: &verdict,
+                fields: &fields,
                 prompt: &request.prompt,
             };
             serde_json::to_writer(&mut lines, &line).expect("a sample is plain data");

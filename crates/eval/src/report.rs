@@ -5,7 +5,7 @@ use std::fmt::{self, Display};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::EvalError;
 use crate::files::write_atomically;
@@ -113,6 +113,9 @@ pub struct Report {
     pub notes: Vec<String>,
     /// Further results specific to the suite.
     pub details: Value,
+    /// Fields for other programs to read.
+    #[serde(flatten)]
+    pub shared: Map<String, Value>,
 }
 
 impl Report {
@@ -242,7 +245,10 @@ impl Report {
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.title())?;
-        write!(f, "{}", TextTable { title: String::new(), rows: self.table() })?;
+        // Without lengths, the further tables hold the scores.
+        if self.scores.iter().any(|score| score.length.is_some()) {
+            write!(f, "{}", TextTable { title: String::new(), rows: self.table() })?;
+        }
         for table in &self.tables {
             write!(f, "\n{table}")?;
         }

@@ -14,3 +14,4 @@ mod resume;
 mod retrieval;
 mod ruler;
 mod symbols;
+mod zero_shot;

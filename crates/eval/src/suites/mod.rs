@@ -19,6 +19,7 @@ mod retrieval;
 pub mod ruler;
 mod stretches;
 pub mod word_problem;
+pub mod zero_shot;
 
 use clap::Subcommand;
 use serde::{Deserialize, Serialize};
@@ -114,6 +115,8 @@ suites! {
     Extrapolate => extrapolate::Extrapolate;
     /// Word and byte perplexity and bits per byte of text, with a strided window
     Perplexity => perplexity::Perplexity;
+    /// Zero-shot and few-shot tasks for base models: accuracies and bits per byte of given answers
+    ZeroShot => zero_shot::ZeroShot;
     /// Flip-flop language modelling: errors in reading back the last bit written
     Fflm => fflm::Fflm;
     /// Multi-query associative recall: the values of keys, in three forms
