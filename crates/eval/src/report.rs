@@ -108,6 +108,9 @@ pub struct Report {
     /// Further tables for the terminal; their numbers are in `details`.
     #[serde(skip)]
     pub tables: Vec<TextTable>,
+    /// Whether the further tables show all scores.
+    #[serde(skip)]
+    pub tables_only: bool,
     /// What a reader must know about the scores, a sentence each.
     #[serde(default)]
     pub notes: Vec<String>,
@@ -245,8 +248,7 @@ impl Report {
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.title())?;
-        // Without lengths, the further tables hold the scores.
-        if self.scores.iter().any(|score| score.length.is_some()) {
+        if !self.tables_only {
             write!(f, "{}", TextTable { title: String::new(), rows: self.table() })?;
         }
         for table in &self.tables {

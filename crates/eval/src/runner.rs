@@ -68,6 +68,7 @@ pub(crate) fn run_suite<S: Suite>(
     report.headline_estimates = scoring.headline;
     report.scores = scoring.scores;
     report.tables = scoring.tables;
+    report.tables_only = scoring.tables_only;
     report.notes.extend(scoring.notes);
     report.details = scoring.details;
     report.shared = scoring.shared;
@@ -172,6 +173,7 @@ fn blank_report<S: Suite>(
         headline_estimates: Default::default(),
         scores: Vec::new(),
         tables: Vec::new(),
+        tables_only: false,
         notes: Vec::new(),
         details: Value::Null,
         shared: Default::default(),

@@ -262,6 +262,8 @@ pub struct Scoring {
     pub scores: Vec<Score>,
     /// Tables for the terminal, below that of the scores.
     pub tables: Vec<TextTable>,
+    /// Whether the tables show all scores, and the table of scores by length is left out.
+    pub tables_only: bool,
     /// What a reader must know about the scores, a sentence each.
     pub notes: Vec<String>,
     /// Further results specific to the suite: curves, bins.

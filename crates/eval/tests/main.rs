@@ -6,6 +6,7 @@ mod common;
 mod config;
 mod extrapolation;
 mod flip_flop;
+mod longtext_qa;
 mod lookup;
 mod mrcr;
 mod perplexity;

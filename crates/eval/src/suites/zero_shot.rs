@@ -218,6 +218,7 @@ impl Suite for ZeroShot {
             headline,
             scores,
             tables: vec![table(&tasks, &groups)],
+            tables_only: true,
             notes: self.note().into_iter().collect(),
             details: json!({ "chance": chances.collect::<Map<String, Value>>() }),
             shared: harness::results(Self::VERSION, self.limit, &tasks, &groups),
