@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 pub use self::document::{Document, Pair};
+use self::harness::GroupMeans;
 pub use self::metrics::Scored;
 use self::metrics::{Metric, TaskScores, group_means, score};
 use self::tasks::{BASE, Group, Task};
@@ -202,7 +203,7 @@ impl Suite for ZeroShot {
             let members: Vec<&TaskScores> = group.tasks.iter().map(|&task| &tasks[task]).collect();
             (group, group_means(&members))
         });
-        let groups: Vec<(&Group, BTreeMap<Metric, Estimate>)> = groups.collect();
+        let groups: Vec<GroupMeans<'_>> = groups.collect();
         let (mut scores, mut headline) = (Vec::new(), BTreeMap::new());
         let rows = groups.iter().map(|(group, means)| (&group.name, means));
         for (name, estimates) in rows.chain(tasks.iter().map(|task| (&task.name, &task.estimates)))
@@ -366,7 +367,7 @@ fn tokens(
 }
 
 /// A row for each group and each task, with the metrics that some of them have.
-fn table(tasks: &[TaskScores], groups: &[(&Group, BTreeMap<Metric, Estimate>)]) -> TextTable {
+fn table(tasks: &[TaskScores], groups: &[GroupMeans<'_>]) -> TextTable {
     let has = |metric: &Metric| tasks.iter().any(|task| task.estimates.contains_key(metric));
     let metrics: Vec<Metric> = Metric::ALL.into_iter().filter(has).collect();
     let cells = |estimates: &BTreeMap<Metric, Estimate>| -> Vec<String> {

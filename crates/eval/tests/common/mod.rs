@@ -17,6 +17,9 @@ pub type TokenLogP = Box<dyn Fn(usize, usize, &[u32]) -> f32>;
 /// The most likely token after a position of a sequence.
 pub type Predictor = dyn Fn(&[u32], usize) -> u32;
 
+/// ln p of a continuation after a context.
+pub type ContinuationLogP = dyn Fn(&str, &str) -> f64;
+
 /// What a window of tokens gives.
 pub type Observer = dyn Fn(&[u32]) -> Vec<Observation>;
 
@@ -30,7 +33,7 @@ pub struct FakeModel {
     /// ln p of the token predicted at a position, after reading `position + 1` tokens of `length`.
     pub token_log_p: TokenLogP,
     /// ln p of a continuation after a context; greedy decoding gives those with more than −1.
-    pub continuation: Box<dyn Fn(&str, &str) -> f64>,
+    pub continuation: Box<ContinuationLogP>,
     /// The token predicted at a place of a sequence.
     pub predict: Box<Predictor>,
     /// Every call: (sequences, tokens of each, tokens it may generate).

@@ -162,17 +162,20 @@ fn measured(alias: &str, estimates: &BTreeMap<Metric, Estimate>) -> Value {
     fields
 }
 
+/// A group and its means.
+pub(super) type GroupMeans<'a> = (&'a Group, BTreeMap<Metric, Estimate>);
+
 /// The fields of `results.json`. Standard errors are those of means, also for shares.
 pub(super) fn results(
     version: u32,
     limit: Option<usize>,
     tasks: &[TaskScores],
-    groups: &[(&Group, BTreeMap<Metric, Estimate>)],
+    groups: &[GroupMeans<'_>],
 ) -> Map<String, Value> {
     let by_task = |value: &dyn Fn(&TaskScores) -> Value| -> Value {
         tasks.iter().map(|task| (task.name.clone(), value(task))).collect::<Map<_, _>>().into()
     };
-    let by_group = |value: &dyn Fn(&(&Group, BTreeMap<Metric, Estimate>)) -> Value| -> Value {
+    let by_group = |value: &dyn Fn(&GroupMeans<'_>) -> Value| -> Value {
         groups
             .iter()
             .map(|group| (group.0.name.clone(), value(group)))
