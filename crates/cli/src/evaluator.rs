@@ -82,6 +82,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
             out_dir: self.out_dir(suite, step),
             run: config.run.name.clone(),
             checkpoint_step: Some(step),
+            model_changes: vec![],
             git_hash: git_hash(),
             force: false,
             held_out: Some(&held_out),

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::EvalError;
 use crate::files::{create_dir, remove, write_atomically};
@@ -28,7 +28,22 @@ struct Line<'a, V> {
     verdict: &'a V,
     #[serde(skip_serializing_if = "Option::is_none")]
     score: Option<f64>,
+    #[serde(flatten)]
+    fields: &'a Map<String, Value>,
     prompt: &'a str,
+}
+
+/// A finished trial.
+pub(crate) struct Sample<'a, V> {
+    pub trial: &'a Trial,
+    pub request: &'a Request,
+    /// What the model generated, if anything.
+    pub output: Option<&'a str>,
+    pub verdict: V,
+    /// [`Suite::sample_score`](crate::Suite::sample_score).
+    pub score: Option<f64>,
+    /// [`Suite::fields`](crate::Suite::fields).
+    pub fields: Map<String, Value>,
 }
 
 /// The part of a line that is read back: all but the texts.
@@ -205,15 +220,14 @@ impl Journal {
         self.done.len() as u64
     }
 
-    /// Appends finished trials, each with the text that the model generated, if any, and its
-    /// [score](crate::Suite::sample_score).
+    /// Appends finished trials.
     pub(crate) fn append<'a, V: Serialize + 'a>(
         &mut self,
-        samples: impl IntoIterator<Item = (&'a Trial, &'a Request, Option<&'a str>, V, Option<f64>)>,
+        samples: impl IntoIterator<Item = Sample<'a, V>>,
     ) -> Result<(), EvalError> {
         let mut lines = Vec::new();
         let mut ids = Vec::new();
-        for (trial, request, output, verdict, score) in samples {
+        for Sample { trial, request, output, verdict, score, fields } in samples {
             let line = Line {
                 id: trial.id,
                 length: trial.length,
@@ -224,6 +238,7 @@ impl Journal {
                 output,
                 verdict: &verdict,
                 score,
+                fields: &fields,
                 prompt: &request.prompt,
             };
             serde_json::to_writer(&mut lines, &line).expect("a sample is plain data");

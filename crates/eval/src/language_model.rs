@@ -1,5 +1,7 @@
 //! A trained language model under evaluation.
 
+use std::collections::HashMap;
+
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::probe::{Metric, Observation};
@@ -38,6 +40,45 @@ impl<B: OpBackend> TrainedModel<B> {
     }
 }
 
+/// Requests for log-likelihoods as rows of one length. A row is a context and its continuation without the last
+/// token, filled up behind its end, where a causal model does not look. Requests that read the same tokens, as
+/// continuations of one token do, share a row.
+#[derive(Debug, PartialEq)]
+struct Padded {
+    rows: Vec<Vec<u32>>,
+    /// The place before each token of the continuations, `row · length + position`.
+    places: Vec<u32>,
+    /// The tokens of the continuations.
+    targets: Vec<u32>,
+}
+
+impl Padded {
+    /// `filling` is any token.
+    fn new(requests: &[(Vec<u32>, Vec<u32>)], filling: u32) -> Self {
+        let mut found = HashMap::<Vec<u32>, usize>::new();
+        let mut rows = Vec::<Vec<u32>>::new();
+        let of_request = requests.iter().map(|(context, continuation)| {
+            let read = [context, &continuation[..continuation.len() - 1]].concat();
+            *found.entry(read).or_insert_with_key(|read| {
+                rows.push(read.clone());
+                rows.len() - 1
+            })
+        });
+        let of_request: Vec<usize> = of_request.collect();
+        let length = rows.iter().map(Vec::len).max().unwrap_or(0);
+        rows.iter_mut().for_each(|row| row.resize(length, filling));
+        let place = |(row, (context, continuation)): (usize, &(Vec<u32>, Vec<u32>))| {
+            let first = row * length + context.len() - 1;
+            (first..first + continuation.len()).map(|place| place as u32)
+        };
+        Padded {
+            places: of_request.into_iter().zip(requests).flat_map(place).collect(),
+            targets: requests.iter().flat_map(|(_, continuation)| continuation.clone()).collect(),
+            rows,
+        }
+    }
+}
+
 impl<B: OpBackend> EvalModel for TrainedModel<B> {
     fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -67,23 +108,27 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         &mut self,
         requests: &[(Vec<u32>, Vec<u32>)],
     ) -> Result<Vec<LogLikelihood>, EvalError> {
-        let score = |(context, continuation): &(Vec<u32>, Vec<u32>)| {
-            let mut state = self.model.init_state();
-            let mut total = LogLikelihood { sum: 0.0, greedy: true };
-            let mut input = &context[..];
-            for (at, &token) in continuation.iter().enumerate() {
-                let logits = self.model.extend(self.tokens(&[input]), &mut state).into_data();
-                let logits: Vec<f64> = logits.iter::<f64>().collect();
-                let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let lse = max + logits.iter().map(|z| (z - max).exp()).sum::<f64>().ln();
-                let target = logits[token as usize];
-                total.sum += target - lse;
-                total.greedy &= target == max;
-                input = &continuation[at..=at];
-            }
-            total
+        if requests.is_empty() {
+            return Ok(Vec::new());
+        }
+        let batch = Padded::new(requests, self.tokenizer.end_of_text());
+        let rows: Vec<&[u32]> = batch.rows.iter().map(Vec::as_slice).collect();
+        let ids = |ids: &[u32]| {
+            let data: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+            Tensor::from_data(TensorData::new(data, [ids.len()]), &self.device)
         };
-        Ok(requests.iter().map(score).collect())
+        let (log_p, likeliest) =
+            self.model.log_probs(self.tokens(&rows), ids(&batch.places), ids(&batch.targets));
+        let log_p: Vec<f64> = log_p.into_data().iter::<f64>().collect();
+        let likeliest: Vec<u32> = likeliest.into_data().iter::<i64>().map(|t| t as u32).collect();
+        let mut start = 0;
+        let answers = requests.iter().map(|(_, continuation)| {
+            let range = start..start + continuation.len();
+            start = range.end;
+            let sum = log_p[range.clone()].iter().sum();
+            LogLikelihood { sum, greedy: likeliest[range] == continuation[..] }
+        });
+        Ok(answers.collect())
     }
 
     fn token_log_likelihoods(
@@ -136,5 +181,24 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         // One at a time: a probe's values are over all sequences that it sees.
         let observe = |sequence: &Vec<u32>| self.model.observe(self.tokens(&[sequence]), None);
         Ok(sequences.iter().map(|sequence| observe(sequence).observations().to_vec()).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_padded_and_share_rows_that_read_the_same() {
+        let requests = [
+            (vec![1, 2], vec![3]),
+            (vec![1, 2], vec![4]),
+            (vec![1, 2], vec![3, 5]),
+            (vec![6], vec![7, 8, 9, 10]),
+        ];
+        let batch = Padded::new(&requests, 0);
+        assert_eq!(batch.rows, [vec![1, 2, 0, 0], vec![1, 2, 3, 0], vec![6, 7, 8, 9]]);
+        assert_eq!(batch.places, [1, 1, 5, 6, 8, 9, 10, 11]);
+        assert_eq!(batch.targets, [3, 4, 3, 5, 7, 8, 9, 10]);
     }
 }

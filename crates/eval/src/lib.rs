@@ -17,6 +17,7 @@ mod error;
 mod files;
 mod index;
 mod journal;
+mod json_lines;
 mod language_model;
 pub mod memory;
 mod model;

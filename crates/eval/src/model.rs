@@ -46,7 +46,7 @@ pub trait EvalModel {
     }
 
     /// Sum of ln p(continuation | context) for each `(context, continuation)`, and whether greedy
-    /// decoding would give it. Neither part is empty.
+    /// decoding would give it. Neither part is empty; lengths may differ.
     ///
     /// # Errors
     /// [`EvalError::Model`] when the model cannot run.

@@ -5,7 +5,7 @@ use std::fmt::{self, Display};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::EvalError;
 use crate::files::write_atomically;
@@ -111,11 +111,17 @@ pub struct Report {
     /// Further tables for the terminal; their numbers are in `details`.
     #[serde(skip)]
     pub tables: Vec<TextTable>,
+    /// Whether the further tables show all scores.
+    #[serde(skip)]
+    pub tables_only: bool,
     /// What a reader must know about the scores, a sentence each.
     #[serde(default)]
     pub notes: Vec<String>,
     /// Further results specific to the suite.
     pub details: Value,
+    /// Fields for other programs to read.
+    #[serde(flatten)]
+    pub shared: Map<String, Value>,
 }
 
 impl Report {
@@ -256,7 +262,9 @@ impl Report {
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.title())?;
-        write!(f, "{}", TextTable { title: String::new(), rows: self.table() })?;
+        if !self.tables_only {
+            write!(f, "{}", TextTable { title: String::new(), rows: self.table() })?;
+        }
         for table in &self.tables {
             write!(f, "\n{table}")?;
         }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
 
-use crate::journal::Journal;
+use crate::journal::{Journal, Sample};
 use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
 use crate::suite::{
@@ -85,8 +85,10 @@ pub(crate) fn run_suite<S: Suite>(
     report.headline_estimates = scoring.headline;
     report.scores = scoring.scores;
     report.tables = scoring.tables;
+    report.tables_only = scoring.tables_only;
     report.notes.extend(scoring.notes);
     report.details = scoring.details;
+    report.shared = scoring.shared;
     report.save(journal.folder())?;
     Ok(report)
 }
@@ -143,9 +145,10 @@ fn extrapolation_note(trials: &[Trial], train_seq_len: usize) -> Option<String> 
         .map(|trials| trials[0].length.to_string())
         .collect();
     let last = beyond.pop()?;
-    let lengths = match beyond.is_empty() {
-        true => format!("length {last} is"),
-        false => format!("lengths {} and {last} are", beyond.join(", ")),
+    let lengths = match beyond.len() {
+        0 => format!("length {last} is"),
+        1..=15 => format!("lengths {} and {last} are", beyond.join(", ")),
+        more => format!("{} lengths from {} to {last} are", more + 1, beyond[0]),
     };
     Some(format!(
         "{lengths} beyond the training length, {train_seq_len}: such scores show how the model extrapolates"
@@ -188,8 +191,10 @@ fn blank_report<S: Suite>(
         headline_estimates: Default::default(),
         scores: Vec::new(),
         tables: Vec::new(),
+        tables_only: false,
         notes: Vec::new(),
         details: Value::Null,
+        shared: Default::default(),
     }
 }
 
@@ -251,14 +256,16 @@ fn take_samples<S: Suite>(
                 if context.stopped() {
                     return Err(stopped);
                 }
-                let call = || run_batch(model, tokenizer, &pending);
+                let call = || run_batch(model, tokenizer, sampling, &pending);
                 let answers = context.interruptible(&stopped, call)?;
                 let outputs: Vec<Option<String>> = answers.iter().map(output).collect();
                 journal.append(pending.iter().zip(&answers).zip(&outputs).map(
                     |(((trial, request), answer), output)| {
                         let verdict = suite.judge(trial, request, answer);
+                        let fields = suite.fields(trial, request, &verdict);
                         let score = S::sample_score(&verdict);
-                        (*trial, request, output.as_deref(), verdict, score)
+                        let output = output.as_deref();
+                        Sample { trial, request, output, verdict, score, fields }
                     },
                 ))?;
                 context.progress.update(&speed.after(&pending, journal.len()));
@@ -300,7 +307,7 @@ fn checked_request<S: Suite>(
     Ok(request)
 }
 
-/// Groups requests into batches of equal shape, as large as the options allow.
+/// Groups requests that may share a call into batches, as large as the options allow.
 fn batches<'r, 't>(
     requests: &'r mut [(&'t Trial, Request)],
     sampling: &SamplingOptions,
@@ -308,16 +315,19 @@ fn batches<'r, 't>(
     requests.sort_by_key(|(trial, request)| (request.call.batch_key(), trial.id));
     let mut batches = Vec::new();
     for group in requests.chunk_by(|a, b| a.1.call.batch_key() == b.1.call.batch_key()) {
-        let rows = rows_of(sampling, group[0].1.call.context_len());
-        batches.extend(group.chunks(rows));
+        let calls = || group.iter().map(|(_, request)| &request.call);
+        let rows = rows_of(sampling, calls().map(ModelCall::context_len).max().unwrap_or(0));
+        let sequences = calls().map(ModelCall::sequences).max().unwrap_or(1);
+        batches.extend(group.chunks((rows / sequences).max(1)));
     }
     batches
 }
 
-/// Runs the model once for a batch of calls of equal shape.
+/// Runs the model for a batch of calls that may share one.
 fn run_batch(
     model: &mut dyn EvalModel,
     tokenizer: &Tokenizer,
+    sampling: &SamplingOptions,
     batch: &[&(&Trial, Request)],
 ) -> Result<Vec<Answer>, EvalError> {
     let answers: Vec<Answer> = match batch[0].1.call {
@@ -329,15 +339,7 @@ fn run_batch(
             let outputs = model.generate(&prompts, max_tokens)?;
             outputs.iter().map(|tokens| Answer::Text(tokenizer.decode(tokens))).collect()
         }
-        ModelCall::LogLikelihood { .. } => {
-            let pairs: Vec<(Vec<u32>, Vec<u32>)> = inputs(batch, |call| match call {
-                ModelCall::LogLikelihood { context, continuation } => {
-                    Some((context.clone(), continuation.clone()))
-                }
-                _ => None,
-            });
-            model.log_likelihood(&pairs)?.into_iter().map(Answer::LogLikelihood).collect()
-        }
+        ModelCall::LogLikelihoods { .. } => log_likelihoods(model, sampling, batch)?,
         ModelCall::RollingLogLikelihood { .. } => {
             let sequences: Vec<Vec<u32>> = inputs(batch, |call| match call {
                 ModelCall::RollingLogLikelihood { tokens } => Some(tokens.clone()),
@@ -373,8 +375,35 @@ fn run_batch(
     Ok(answers)
 }
 
+/// The log-likelihoods that each call of a batch asks for. A call with more sequences than the options allow at a
+/// time takes several forward passes.
+fn log_likelihoods(
+    model: &mut dyn EvalModel,
+    sampling: &SamplingOptions,
+    batch: &[&(&Trial, Request)],
+) -> Result<Vec<Answer>, EvalError> {
+    let calls: Vec<&[(Vec<u32>, Vec<u32>)]> = inputs(batch, |call| match call {
+        ModelCall::LogLikelihoods { pairs } => Some(&pairs[..]),
+        _ => None,
+    });
+    let longest = batch.iter().map(|(_, request)| request.call.input_len()).max().unwrap_or(0);
+    let pairs = calls.concat();
+    let mut values = Vec::with_capacity(pairs.len());
+    for pairs in pairs.chunks(rows_of(sampling, longest)) {
+        let found = model.log_likelihood(pairs)?;
+        check_count("log-likelihoods of a batch", found.len(), pairs.len())?;
+        values.extend(found);
+    }
+    let mut values = values.into_iter();
+    let of_call = |pairs: &[_]| Answer::LogLikelihoods(values.by_ref().take(pairs.len()).collect());
+    Ok(calls.into_iter().map(of_call).collect())
+}
+
 /// The inputs of a batch, whose calls are all of one kind.
-fn inputs<T>(batch: &[&(&Trial, Request)], input: impl Fn(&ModelCall) -> Option<T>) -> Vec<T> {
+fn inputs<'a, T>(
+    batch: &'a [&(&Trial, Request)],
+    input: impl Fn(&'a ModelCall) -> Option<T>,
+) -> Vec<T> {
     batch
         .iter()
         .map(|(_, request)| input(&request.call).expect("a batch holds calls of one kind"))

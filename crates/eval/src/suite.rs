@@ -10,7 +10,7 @@ use longwall_config::Problems;
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::probe::{Metric, Observation};
 use serde::{Serialize, de::DeserializeOwned};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::report::{Score, TextTable};
 use crate::stats::Estimate;
@@ -68,6 +68,16 @@ pub trait Suite: Sized {
     /// paired tests between models compare them sample by sample. None for other suites.
     fn sample_score(_verdict: &Self::Verdict) -> Option<f64> {
         None
+    }
+
+    /// Further fields of the trial's line in `samples.jsonl`, for other programs to read.
+    fn fields(
+        &self,
+        _trial: &Trial,
+        _request: &Request,
+        _verdict: &Self::Verdict,
+    ) -> Map<String, Value> {
+        Map::new()
     }
 
     /// Turns the verdicts, which come in the order of the trials, into scores.
@@ -149,12 +159,10 @@ pub enum ModelCall {
         /// The most tokens to generate.
         max_tokens: usize,
     },
-    /// Log-likelihood of a continuation.
-    LogLikelihood {
-        /// Tokens of the context.
-        context: Vec<u32>,
-        /// Tokens of the continuation.
-        continuation: Vec<u32>,
+    /// Log-likelihoods of continuations, each after its context.
+    LogLikelihoods {
+        /// Tokens of each context and of its continuation, none of them empty; at least one pair.
+        pairs: Vec<(Vec<u32>, Vec<u32>)>,
     },
     /// Log-likelihood of every token but the first, each given all before it.
     RollingLogLikelihood {
@@ -176,12 +184,15 @@ pub enum ModelCall {
 }
 
 impl ModelCall {
-    /// Tokens given to the model.
+    /// Tokens given to the model, in the longest sequence.
     pub fn input_len(&self) -> usize {
         match self {
             ModelCall::Generate { prompt, .. } => prompt.len(),
-            ModelCall::LogLikelihood { context, continuation } => {
-                context.len() + continuation.len()
+            ModelCall::LogLikelihoods { pairs } => {
+                let read = |(context, continuation): &(Vec<u32>, Vec<u32>)| {
+                    (context.len() + continuation.len()).saturating_sub(1)
+                };
+                pairs.iter().map(read).max().unwrap_or(0)
             }
             ModelCall::RollingLogLikelihood { tokens } => tokens.len().saturating_sub(1),
             ModelCall::Predict { tokens, .. } | ModelCall::Observe { tokens } => tokens.len(),
@@ -196,13 +207,20 @@ impl ModelCall {
         }
     }
 
+    /// Sequences that the model reads.
+    pub(crate) fn sequences(&self) -> usize {
+        match self {
+            ModelCall::LogLikelihoods { pairs } => pairs.len(),
+            _ => 1,
+        }
+    }
+
     /// Calls with the same key may share a batch.
     pub(crate) fn batch_key(&self) -> (u8, usize, usize) {
         match self {
             ModelCall::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
-            ModelCall::LogLikelihood { context, continuation } => {
-                (1, context.len() + continuation.len(), 0)
-            }
+            // Of any lengths: the model pads them.
+            ModelCall::LogLikelihoods { .. } => (1, 0, 0),
             ModelCall::RollingLogLikelihood { tokens } => (2, tokens.len(), 0),
             ModelCall::Observe { tokens } => (3, tokens.len(), 0),
             ModelCall::Predict { tokens, .. } => (4, tokens.len(), 0),
@@ -215,8 +233,8 @@ impl ModelCall {
 pub enum Answer {
     /// The generated text.
     Text(String),
-    /// The continuation's log-likelihood.
-    LogLikelihood(LogLikelihood),
+    /// The log-likelihood of each continuation.
+    LogLikelihoods(Vec<LogLikelihood>),
     /// ln p of every token but the first, in nats.
     TokenLogProbs(Vec<f32>),
     /// The most likely token at each place.
@@ -250,10 +268,14 @@ pub struct Scoring {
     pub scores: Vec<Score>,
     /// Tables for the terminal, below that of the scores.
     pub tables: Vec<TextTable>,
+    /// Whether the tables show all scores, and the table of scores by length is left out.
+    pub tables_only: bool,
     /// What a reader must know about the scores, a sentence each.
     pub notes: Vec<String>,
     /// Further results specific to the suite: curves, bins.
     pub details: Value,
+    /// Further fields of `results.json` beside those of every suite, for other programs to read.
+    pub shared: Map<String, Value>,
 }
 
 /// The run to evaluate, where the results go, and who receives the progress.

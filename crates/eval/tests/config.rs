@@ -103,7 +103,7 @@ fn unknown_keys_and_suites_are_errors() {
     ");
     let error = toml::from_str::<SuiteConfig>("suite = \"paskey\"").unwrap_err();
     insta::assert_snapshot!(error.message(), @r"
-    unknown variant `paskey`, expected one of `passkey`, `niah`, `multi-needle`, `ruler`, `babilong`, `mrcr`, `phonebook`, `extrapolate`, `perplexity`, `fflm`, `mqar`, `mqrar`, `word-problem`, `attention-stats`
+    unknown variant `paskey`, expected one of `passkey`, `niah`, `multi-needle`, `ruler`, `babilong`, `mrcr`, `phonebook`, `extrapolate`, `perplexity`, `zero-shot`, `longtext-qa`, `fflm`, `mqar`, `mqrar`, `word-problem`, `attention-stats`
     ");
     let error = cli("passkey --lengths 500,many").unwrap_err().to_string();
     insta::assert_snapshot!(error, @r"

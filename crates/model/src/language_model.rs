@@ -1,6 +1,7 @@
 //! The language model: embedding, blocks, final norm, output layer.
 
 use burn::module::{Module, Param};
+use burn::tensor::activation::log_softmax;
 use burn::tensor::{Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::{Metric, Probe};
@@ -243,10 +244,37 @@ impl<B: OpBackend> LanguageModel<B> {
         tokens: Tensor<B, 2, Int>,
         places: Tensor<B, 1, Int>,
     ) -> Tensor<B, 1, Int> {
-        let hidden: Tensor<B, 2> = self.hidden(tokens, None).flatten(0, 1);
-        let hidden = hidden.select(0, places).unsqueeze::<3>();
+        let hidden = self.hidden_at(tokens, places);
         let most = |hidden| self.project(hidden).argmax(2).flatten(0, 2);
         Tensor::cat(hidden.split(1024, 1).into_iter().map(most).collect(), 0)
+    }
+
+    /// ln p of the `targets`, `[n]`, each after one of `places`, `[n]`, and the most likely token there. Tokens are
+    /// `[batch, seq_len]`, a place is `row · seq_len + position`. The logits of at most 256 places are in memory at a
+    /// time.
+    pub fn log_probs(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        places: Tensor<B, 1, Int>,
+        targets: Tensor<B, 1, Int>,
+    ) -> (Tensor<B, 1>, Tensor<B, 1, Int>) {
+        const PLACES: usize = 256;
+        let hidden = self.hidden_at(tokens, places);
+        let score = |(hidden, targets): (Tensor<B, 3>, Tensor<B, 1, Int>)| {
+            let logits: Tensor<B, 2> = self.project(hidden).squeeze_dim(0);
+            let likeliest: Tensor<B, 1, Int> = logits.clone().argmax(1).flatten(0, 1);
+            let log_p = log_softmax(logits, 1).gather(1, targets.unsqueeze_dim(1));
+            (log_p.flatten(0, 1), likeliest)
+        };
+        let parts = hidden.split(PLACES, 1).into_iter().zip(targets.split(PLACES, 0));
+        let (log_p, likeliest) = parts.map(score).unzip();
+        (Tensor::cat(log_p, 0), Tensor::cat(likeliest, 0))
+    }
+
+    /// The output of the last block after the final norm at some places, `[1, n, width]`.
+    fn hidden_at(&self, tokens: Tensor<B, 2, Int>, places: Tensor<B, 1, Int>) -> Tensor<B, 3> {
+        let hidden: Tensor<B, 2> = self.hidden(tokens, None).flatten(0, 1);
+        hidden.select(0, places).unsqueeze::<3>()
     }
 
     /// The logits of `hidden`, those of the vocabulary's tokens only, in f32 even for a bf16 model: in bf16,

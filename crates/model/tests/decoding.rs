@@ -32,6 +32,34 @@ fn cached_decoding_gives_the_logits_of_the_full_pass() {
     }
 }
 
+/// Rows of different lengths, filled up at the end, which a causal model does not see.
+#[test]
+fn log_probabilities_are_those_of_the_logits_and_ignore_the_filling() {
+    let device = Default::default();
+    let rows = [vec![1u32, 5, 3, 9, 9], vec![4, 4, 10]];
+    let padded: Vec<Vec<u32>> =
+        rows.iter().map(|row| [row.clone(), vec![0; 5 - row.len()]].concat()).collect();
+    // (row, position, target).
+    let wanted = [(0usize, 1usize, 3usize), (0, 4, 7), (1, 0, 4), (1, 2, 2), (1, 2, 6)];
+    let ids = |ids: Vec<i32>| Tensor::<Flex, 1, Int>::from_ints(ids.as_slice(), &device);
+    for config in configs_and_kinds() {
+        let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 3, &device);
+        let places = ids(wanted.iter().map(|(row, at, _)| (row * 5 + at) as i32).collect());
+        let targets = ids(wanted.iter().map(|(_, _, target)| *target as i32).collect());
+        let (log_p, likeliest) = model.log_probs(tokens(&padded), places, targets);
+        let log_p: Vec<f32> = log_p.into_data().to_vec().unwrap();
+        let likeliest: Vec<i64> = likeliest.into_data().iter::<i64>().collect();
+        for (n, &(row, at, target)) in wanted.iter().enumerate() {
+            let logits = model.logits(tokens(&rows[row..=row])).narrow(1, at, 1).into_data();
+            let logits: Vec<f64> = logits.iter::<f64>().collect();
+            let want = logits[target] - logits.iter().map(|z| z.exp()).sum::<f64>().ln();
+            let best = (0..VOCAB).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+            assert!((f64::from(log_p[n]) - want).abs() < 1e-5, "{config:?}: {} {want}", log_p[n]);
+            assert_eq!(likeliest[n], best as i64, "{config:?}");
+        }
+    }
+}
+
 #[test]
 fn greedy_generation_follows_the_full_pass_and_stops() {
     for config in configs_and_kinds() {

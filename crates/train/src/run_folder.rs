@@ -15,7 +15,7 @@ use crate::metrics::ValidationRecord;
 
 /// What training writes into a run folder; `--force` removes these and nothing else, the configuration last: a
 /// folder without it is no run.
-const OURS: [&str; 11] = [
+const OURS: [&str; 12] = [
     TOKENIZER_FILE,
     ORIGIN_FILE,
     "metrics.jsonl",

@@ -309,6 +309,13 @@ impl HeldOut for ValidationText<'_> {
         // split, and read the first. Generated examples are not text.
         data.validation_tokens = ALL;
         data.sources.retain(|source| !source.is_generated());
+        if data.sources.is_empty() {
+            return Err(EvalError::Text {
+                what: "the run was trained on generated examples, so it has no held-out text"
+                    .to_owned(),
+                remedy: "name text files or folders: --text FILES".to_owned(),
+            });
+        }
         let seed = self.config.run.seed;
         let unreadable = |error| EvalError::Text {
             what: format!("the run's validation split cannot be read: {error}"),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use longwall_config::shell_quoted;
+use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
@@ -211,10 +212,32 @@ fn print_next(config: &RunConfig, run_dir: &Path) {
     let exe = shell_quoted(Path::new(&std::env::args().next().unwrap_or_default()));
     let run = shell_quoted(run_dir);
     println!("\nNext, for example:");
-    println!("  {exe} generate --run {run} --max-tokens 200");
-    if config.model.positions == Positions::None {
-        println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
+    let generated = generated_suites(config);
+    match generated.as_deref() {
+        Some(suites) => {
+            for suite in suites {
+                println!("  {exe} eval {suite} --run {run}");
+            }
+        }
+        None => {
+            println!("  {exe} generate --run {run} --max-tokens 200");
+            if config.model.positions == Positions::None {
+                println!("  {exe} eval passkey --run {run} --lengths 500,1000 --trials 20");
+            }
+        }
     }
     println!("  {exe} plot {run} --out loss.png");
     println!("  {exe} report {run}");
+}
+
+/// The suites of the tasks that a run was trained on, by their common names; none if it was trained on text too.
+fn generated_suites(config: &RunConfig) -> Option<Vec<String>> {
+    let sources = &config.data.sources;
+    let generated = sources.iter().all(|source| source.is_generated());
+    let mut suites: Vec<String> =
+        sources.iter().map(|source| source.kind().replace('_', "-")).collect();
+    suites.retain(|suite| SuiteConfig::NAMES.contains(&suite.as_str()));
+    suites.sort_unstable();
+    suites.dedup();
+    generated.then_some(suites)
 }

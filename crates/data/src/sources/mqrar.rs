@@ -52,6 +52,14 @@ impl Source for Config {
                 "the defaults are keys = 32, values = 64",
             );
         }
+        let Config { length, keys, values, .. } = *self;
+        problems.check(
+            keys == 0 || values == 0 || Mqrar { length, keys, values }.has_enough_sequences(),
+            format!("{key}.values"),
+            format!("{values} beside keys = {keys} and length = {length}"),
+            format!("numbers that give {} different sequences", Mqrar::LEAST_SEQUENCES),
+            "raise it: training and validation draw different sequences",
+        );
         problems.check(
             (1..self.length / 2).contains(&self.back),
             format!("{key}.back"),
@@ -93,6 +101,23 @@ mod tests {
             assert_eq!(labels, task.labels(&symbols, 2));
             assert!(labels.len() >= 40 && labels.iter().all(|(place, _)| place % 2 == 0));
         }
+    }
+
+    #[test]
+    fn too_few_different_sequences_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = |config: Config| {
+            let mut problems = Problems::new();
+            let data = crate::sources::testing::config(&dir, 768, Vec::new());
+            config.validate("source", &data, &mut problems);
+            problems.into_result().map_err(|problems| problems.to_string())
+        };
+        let text = error(Config { keys: 1, values: 1, ..Config::default() }).unwrap_err();
+        assert!(
+            text.contains("source.values is 1 beside keys = 1 and length = 768; allowed"),
+            "{text}"
+        );
+        assert_eq!(error(Config { keys: 1, values: 2, ..Config::default() }), Ok(()));
     }
 
     #[test]

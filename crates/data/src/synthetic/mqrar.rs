@@ -22,6 +22,15 @@ pub struct Mqrar {
 }
 
 impl Mqrar {
+    /// The fewest different sequences of a task, so that training and tests both have some.
+    pub const LEAST_SEQUENCES: u32 = 1000;
+
+    /// Whether there are at least [`LEAST_SEQUENCES`](Self::LEAST_SEQUENCES), of (keys · values)^(length / 2).
+    pub fn has_enough_sequences(&self) -> bool {
+        let assignments = (self.keys as f64) * (self.values as f64);
+        assignments.powf((self.length / 2) as f64) >= f64::from(Self::LEAST_SEQUENCES)
+    }
+
     /// Draws the symbols of a sequence.
     pub fn draw(&self, rng: &mut ChaCha8Rng) -> Vec<u32> {
         let assignment = |_| {
@@ -70,6 +79,13 @@ mod tests {
         let last = [(8, 5), (10, 6), (12, 9), (14, 7), (16, 11), (18, 10)];
         assert_eq!(task.labels(&symbols, 1), last);
         assert_eq!(task.labels(&symbols, 3), [(16, 5)]);
+    }
+
+    #[test]
+    fn sequences_are_counted() {
+        let enough = |length, keys, values| Mqrar { length, keys, values }.has_enough_sequences();
+        assert!(!enough(768, 1, 1) && !enough(18, 1, 2) && enough(20, 1, 2));
+        assert!(enough(1 << 20, 1 << 20, 1 << 20));
     }
 
     #[test]

@@ -128,7 +128,7 @@ impl Suite for Babilong {
     type Verdict = Counted;
 
     const NAME: &'static str = "babilong";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     /// One for each task.
     const STREAMS: Range<u64> = 60..65;
     const GENERATES: bool = true;
@@ -166,7 +166,8 @@ impl Suite for Babilong {
     fn open(options: &BabilongOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
         let OpenContext { tokenizer, seed, train_seq_len, .. } = *context;
         check_answer(Self::NAME, options.max_tokens, " bathroom.", tokenizer)?;
-        let cells = Cells::grid(&options.lengths, options.tasks.len(), options.trials);
+        let cells = Cells::grid(&options.lengths, options.tasks.len(), options.trials)
+            .same_at_every_length();
         let longest = options.lengths.iter().copied().max().unwrap_or_default();
         let mut suite =
             Babilong { cells, options: options.clone(), haystack: None, seed, train_seq_len };

@@ -52,12 +52,34 @@ pub(super) struct Cell {
 pub(super) struct Cells {
     cells: Vec<Cell>,
     samples: usize,
+    /// Whether a sample is the same at every length.
+    same_at_every_length: bool,
 }
 
 impl Cells {
     pub(super) fn new(mut cells: Vec<Cell>, samples: usize) -> Self {
         cells.sort_unstable();
-        Cells { cells, samples }
+        Cells { cells, samples, same_at_every_length: false }
+    }
+
+    /// The same cells, whose samples depend on their group and index and not on the length: what is alike at
+    /// several lengths counts as one sample for intervals over lengths.
+    pub(super) fn same_at_every_length(self) -> Self {
+        Cells { same_at_every_length: true, ..self }
+    }
+
+    /// Samples of each group at each length.
+    pub(super) fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// Trials with the same number depend on each other.
+    fn cluster(&self, trial: &Trial) -> u64 {
+        if !self.same_at_every_length {
+            return trial.id;
+        }
+        let (group, place) = self.locate(trial);
+        (group * self.samples + place.index) as u64
     }
 
     /// Every group at every length.
@@ -105,9 +127,9 @@ pub(super) fn share(counts: impl IntoIterator<Item = (u64, Counted)>) -> Estimat
 }
 
 /// The mean over samples of their shares of right answers.
-fn mean_share<'a>(outcomes: impl IntoIterator<Item = &'a Outcome<Counted>>) -> Estimate {
+fn mean_share(outcomes: &[Outcome<Counted>], cells: &Cells) -> Estimate {
     Estimate::clustered_proportion(
-        outcomes.into_iter().map(|outcome| (outcome.trial.id, outcome.verdict.share())),
+        outcomes.iter().map(|outcome| (cells.cluster(&outcome.trial), outcome.verdict.share())),
     )
 }
 
@@ -122,19 +144,19 @@ pub(super) fn score(outcomes: &[Outcome<Counted>], cells: &Cells, names: &[Strin
     };
     let of_group = |outcomes: &[Outcome<Counted>], group: usize| {
         let outcomes = outcomes.iter().filter(|o| cells.locate(&o.trial).0 == group);
-        share(outcomes.map(|outcome| (outcome.trial.id, outcome.verdict)))
+        share(outcomes.map(|outcome| (cells.cluster(&outcome.trial), outcome.verdict)))
     };
     let mut headline = BTreeMap::new();
     for outcomes in outcomes.chunk_by(|a, b| a.trial.length == b.trial.length) {
         let length = outcomes[0].trial.length;
-        let all = mean_share(outcomes);
+        let all = mean_share(outcomes, cells);
         headline.insert(format!("accuracy@{length}"), all);
         push("accuracy".to_string(), Some(length), all);
         for group in cells.groups(length).filter(|_| names.len() > 1) {
             push(format!("accuracy_{}", names[group]), Some(length), of_group(outcomes, group));
         }
     }
-    let all = mean_share(outcomes);
+    let all = mean_share(outcomes, cells);
     headline.insert("accuracy".to_string(), all);
     push("accuracy".to_string(), None, all);
     for (group, name) in names.iter().enumerate().filter(|_| names.len() > 1) {
@@ -244,12 +266,32 @@ mod tests {
             verdict: Counted { right, of },
         };
         let outcomes = [outcome(0, 1, 2), outcome(1, 4, 4)];
-        assert_eq!(mean_share(&outcomes).value, Some(0.75));
         let cells = Cells::grid(&[8], 2, 1);
+        assert_eq!(mean_share(&outcomes, &cells).value, Some(0.75));
         let names = ["a".to_string(), "b".to_string()];
         let scoring = score(&outcomes, &cells, &names);
         let value = |metric: &str| scoring.headline[metric].value;
         assert_eq!((value("accuracy_a"), value("accuracy_b")), (Some(0.5), Some(1.0)));
         assert_eq!((value("accuracy"), value("accuracy@8")), (Some(0.75), Some(0.75)));
+    }
+
+    /// Two lengths with the same answers tell no more than one, if the samples are the same.
+    #[test]
+    fn the_same_samples_at_two_lengths_do_not_narrow_the_interval() {
+        let width = |lengths: &[usize], same: bool| {
+            let cells = Cells::grid(lengths, 1, 40);
+            let cells = if same { cells.same_at_every_length() } else { cells };
+            let outcome = |trial: Trial| Outcome {
+                verdict: Counted { right: usize::from(trial.index.is_multiple_of(4)), of: 1 },
+                trial,
+                depth: None,
+            };
+            let outcomes: Vec<_> = cells.trials().into_iter().map(outcome).collect();
+            let all = score(&outcomes, &cells, &["a".to_string()]).headline["accuracy"];
+            all.high.unwrap() - all.low.unwrap()
+        };
+        let one = width(&[8], false);
+        assert!((width(&[8, 16], true) - one).abs() < 1e-9);
+        assert!(width(&[8, 16], false) < 0.8 * one);
     }
 }

@@ -39,12 +39,18 @@ pub(super) fn predictions(answer: &Answer) -> &[u32] {
     }
 }
 
-/// The error of a task that the model's tokenizer does not suit.
+/// The error of a task that has more symbols than the model's tokenizer has tokens.
+///
+/// # Panics
+/// For any other error: nothing else goes wrong when symbols get their tokens.
 pub(super) fn task_error(error: DataError) -> EvalError {
-    // The error's own hint is for training.
-    let error = error.to_string();
-    EvalError::Text {
-        what: error.split("\n  hint: ").next().unwrap_or(&error).to_string(),
-        remedy: "evaluate a model with another tokenizer".to_string(),
+    match error {
+        DataError::TooFewTokens { task, needed, available, tokenizer } => EvalError::Text {
+            what: format!(
+                "{task} needs {needed} tokens besides the end of text; the tokenizer {tokenizer} has {available}"
+            ),
+            remedy: "evaluate a model with another tokenizer".to_string(),
+        },
+        other => unreachable!("the tokens of symbols gave {other:?}"),
     }
 }

@@ -7,6 +7,7 @@ pub mod extrapolate;
 pub mod fflm;
 mod fit;
 mod labelled;
+pub mod longtext_qa;
 pub mod mqar;
 pub mod mqrar;
 pub mod mrcr;
@@ -19,6 +20,7 @@ mod retrieval;
 pub mod ruler;
 mod stretches;
 pub mod word_problem;
+pub mod zero_shot;
 
 use clap::Subcommand;
 use serde::{Deserialize, Serialize};
@@ -129,6 +131,10 @@ suites! {
     Extrapolate => extrapolate::Extrapolate;
     /// Word and byte perplexity and bits per byte of text, with a strided window
     Perplexity => perplexity::Perplexity;
+    /// Zero-shot and few-shot tasks for base models: accuracies and bits per byte of given answers
+    ZeroShot => zero_shot::ZeroShot;
+    /// Questions about long texts and summaries: the tasks of LongBench and SCROLLS
+    LongtextQa => longtext_qa::LongtextQa;
     /// Flip-flop language modelling: errors in reading back the last bit written
     Fflm => fflm::Fflm;
     /// Multi-query associative recall: the values of keys, in three forms

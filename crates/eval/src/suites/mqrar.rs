@@ -90,6 +90,13 @@ impl Suite for Mqrar {
                 format!("even lengths of {least} or more, so that {keys} variables come {MOST_BACK} times"),
                 "the paper's is 768",
             );
+            problems.check(
+                keys == 0 || values == 0 || Task { length, keys, values }.has_enough_sequences(),
+                "mqrar.values",
+                format!("{values} beside {keys} keys and length {length}"),
+                format!("numbers that give {} different sequences", Task::LEAST_SEQUENCES),
+                "raise it: training and tests draw different sequences",
+            );
         }
         let remedy = "the defaults are --keys 32 --values 64";
         check_count("mqrar.keys", keys, 1..=1 << 20, remedy, problems);

@@ -242,12 +242,43 @@ impl Ruler {
         self.tasks.iter().map(|task| task.name()).collect()
     }
 
+    /// Rejects a file whose words do not fill a prompt.
+    fn check_words(
+        &self,
+        length: usize,
+        budget: usize,
+        tokenizer: &Tokenizer,
+    ) -> Result<(), EvalError> {
+        self.words.check(length, budget, tokenizer).map_err(|(words, tokens)| EvalError::Text {
+            what: format!(
+                "ruler.words: the file holds {words} different words, enough for prompts of {tokens} tokens; \
+                 length {length} has room for {budget}"
+            ),
+            remedy: "give a longer list, shorter --lengths, or leave out --words".to_string(),
+        })
+    }
+
+    /// Index of the sample of a task whose shortest prompt is the longest: of questions, whose documents differ in
+    /// length, that of all trials.
+    fn longest_sample(&self, group: usize, tokenizer: &Tokenizer) -> usize {
+        let questions = match self.tasks[group] {
+            Task::Qa1 => &self.questions[0],
+            Task::Qa2 => &self.questions[1],
+            _ => &None,
+        };
+        questions.as_ref().map_or(0, |found| found.longest(self.cells.samples(), tokenizer))
+    }
+
     /// Builds a sample of every task at every length, so that lengths too short are known at once.
     fn try_each_length(&self, lengths: &[usize], tokenizer: &Tokenizer) -> Result<(), EvalError> {
         for &length in lengths {
             for group in 0..self.tasks.len() {
-                let trial = Trial { length, ..Trial::default() };
+                let index = self.longest_sample(group, tokenizer);
+                let trial = Trial { length, index, ..Trial::default() };
                 self.build(group, &trial, tokenizer)?;
+                if self.tasks[group] == Task::Cwe {
+                    self.check_words(length, length - self.max_tokens[group], tokenizer)?;
+                }
             }
         }
         Ok(())

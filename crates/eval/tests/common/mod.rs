@@ -17,6 +17,9 @@ pub type TokenLogP = Box<dyn Fn(usize, usize, &[u32]) -> f32>;
 /// The most likely token after a position of a sequence.
 pub type Predictor = dyn Fn(&[u32], usize) -> u32;
 
+/// ln p of a continuation after a context.
+pub type ContinuationLogP = dyn Fn(&str, &str) -> f64;
+
 /// What a window of tokens gives.
 pub type Observer = dyn Fn(&[u32]) -> Vec<Observation>;
 
@@ -29,6 +32,8 @@ pub struct FakeModel {
     pub reply: Box<dyn Fn(&str) -> String>,
     /// ln p of the token predicted at a position, after reading `position + 1` tokens of `length`.
     pub token_log_p: TokenLogP,
+    /// ln p of a continuation after a context; greedy decoding gives those with more than −1.
+    pub continuation: Box<ContinuationLogP>,
     /// The token predicted at a place of a sequence.
     pub predict: Box<Predictor>,
     /// Every call: (sequences, tokens of each, tokens it may generate).
@@ -58,6 +63,7 @@ impl FakeModel {
             max_len: None,
             reply: Box::new(reply),
             token_log_p: Box::new(move |_, _, _| uniform),
+            continuation: Box::new(|_, _| 0.0),
             predict: Box::new(|_, _| 0),
             calls: Vec::new(),
             stop_after: None,
@@ -125,7 +131,17 @@ impl EvalModel for FakeModel {
         &mut self,
         requests: &[(Vec<u32>, Vec<u32>)],
     ) -> Result<Vec<LogLikelihood>, EvalError> {
-        Ok(requests.iter().map(|_| LogLikelihood { sum: 0.0, greedy: true }).collect())
+        let read = requests.iter().map(|(context, rest)| context.len() + rest.len() - 1);
+        self.calls.push((requests.len(), read.max().unwrap_or(0), 0));
+        if self.stop_after == Some(self.calls.len()) {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+        let text = |tokens: &[u32]| self.tokenizer.decode(tokens);
+        let score = |(context, rest): &(Vec<u32>, Vec<u32>)| {
+            let sum = (self.continuation)(&text(context), &text(rest));
+            LogLikelihood { sum, greedy: sum > -1.0 }
+        };
+        Ok(self.lose(requests.iter().map(score).collect()))
     }
 
     fn token_log_likelihoods(

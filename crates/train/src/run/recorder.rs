@@ -143,8 +143,7 @@ impl Recorder {
         let Evaluated { name, scores } = evaluated;
         let tagged: Vec<(String, f64)> =
             scores.iter().map(|(score, x)| (format!("eval/{name}/{score}"), *x)).collect();
-        let scalars: Vec<_> = tagged.iter().map(|(tag, x)| (tag.as_str(), *x)).collect();
-        self.scalars(step, &scalars)?;
+        self.write_scalars(step, &tagged)?;
         let shown: Vec<String> =
             scores.iter().map(|(score, x)| format!("{score} {x:.3}")).collect();
         console.note(&format!("step {step}: {name}: {}", shown.join(", ")));
@@ -178,8 +177,12 @@ impl Recorder {
     /// Appends a line to the metrics, and its scalars to TensorBoard's events.
     fn record(&mut self, record: &Record) -> Result<(), TrainError> {
         self.metrics.append_record(record)?;
+        self.write_scalars(place(record).0, &scalars(record))
+    }
+
+    /// Writes TensorBoard's events, if the run has them.
+    fn write_scalars(&mut self, step: u64, named: &[(String, f64)]) -> Result<(), TrainError> {
         let Some((path, writer)) = &mut self.tensorboard else { return Ok(()) };
-        let (step, named) = (place(record).0, scalars(record));
         let scalars: Vec<_> = named.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
         writer
             .scalars(step, &scalars)

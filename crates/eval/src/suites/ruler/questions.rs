@@ -111,6 +111,16 @@ impl Questions {
         })
     }
 
+    /// Index of the question, among those of the first `samples`, whose prompt without further documents takes most
+    /// tokens.
+    pub(super) fn longest(&self, samples: usize, tokenizer: &Tokenizer) -> usize {
+        let tokens = |index: &usize| {
+            let Question { documents, text, .. } = &self.questions[*index];
+            tokenizer.encode(&self.prompt(documents, text)).len()
+        };
+        (0..samples.min(self.questions.len())).max_by_key(tokens).unwrap_or(0)
+    }
+
     /// The prompt of a sample: the question of its index, and as many documents as fit.
     pub(super) fn build(
         &self,
@@ -253,6 +263,18 @@ mod tests {
         let (text, answers) = prompt(&read(Task::Qa2, text).unwrap(), 10_000).unwrap();
         assert_eq!(answers, ["the mill"]);
         assert!(text.contains(":\nMill\nIt is old. Very.") && text.contains(":\nBarn\nIt is new."));
+    }
+
+    #[test]
+    fn the_longest_question_is_known_before_a_run() {
+        let question = |text: &str| {
+            format!(r#"{{ "question": "{text}", "answer": "x", "context": [["T", ["{text}"]]] }}"#)
+        };
+        let text = format!("[{},{},{}]", question("ab"), question("abcd"), question("abc"));
+        let questions = read(Task::Qa2, &text).unwrap();
+        let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
+        let longest = |samples| questions.longest(samples, &tokenizer);
+        assert_eq!([longest(1), longest(2), longest(100)], [0, 1, 1]);
     }
 
     #[test]

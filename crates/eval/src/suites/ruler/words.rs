@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use longwall_data::Tokenizer;
-use rand::Rng;
 use rand::seq::{IndexedRandom, SliceRandom};
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sha2::{Digest, Sha256};
 
@@ -53,6 +53,37 @@ impl WordList {
         Ok(WordList::File(words))
     }
 
+    /// Whether a list of a file's words fills a prompt of `budget` tokens at `length`.
+    ///
+    /// # Errors
+    /// The number of words, and the tokens of a prompt with all of them, if they do not.
+    pub(super) fn check(
+        &self,
+        length: usize,
+        budget: usize,
+        tokenizer: &Tokenizer,
+    ) -> Result<(), (usize, usize)> {
+        let WordList::File(words) = self else { return Ok(()) };
+        if words.len() >= MOST_WORDS {
+            return Ok(());
+        }
+        let mut rng = ChaCha8Rng::from_seed([0; 32]);
+        let prompt = format!(
+            "{}{}",
+            self.example(length, &mut rng),
+            question(&list(words, Repeats::at(length).prompt, &mut rng))
+        );
+        let tokens = tokenizer.encode(&prompt).len();
+        if tokens < budget { Err((words.len(), tokens)) } else { Ok(()) }
+    }
+
+    /// A solved example.
+    fn example(&self, length: usize, rng: &mut ChaCha8Rng) -> String {
+        let Repeats { example_words, example, .. } = Repeats::at(length);
+        let words = self.draw(rng, example_words);
+        format!("{} {}\n", question(&list(&words, example, rng)), numbered(&words[..COMMON]))
+    }
+
     pub(super) fn sha256(&self) -> Option<String> {
         match self {
             WordList::MadeUp => None,
@@ -73,6 +104,23 @@ impl WordList {
             }
         }
         words
+    }
+}
+
+/// How often common and other words come.
+struct Repeats {
+    /// Different words of the example.
+    example_words: usize,
+    example: [usize; 2],
+    prompt: [usize; 2],
+}
+
+impl Repeats {
+    fn at(length: usize) -> Self {
+        match length >= FULL_LENGTH {
+            true => Repeats { example_words: 40, example: [10, 3], prompt: [30, 3] },
+            false => Repeats { example_words: 20, example: [3, 1], prompt: [6, 1] },
+        }
     }
 }
 
@@ -120,15 +168,8 @@ pub(super) fn common(
     rng: &mut ChaCha8Rng,
     tokenizer: &Tokenizer,
 ) -> Result<Built, usize> {
-    let full = length >= FULL_LENGTH;
-    let (example_words, example_times, times) =
-        if full { (40, [10, 3], [30, 3]) } else { (20, [3, 1], [6, 1]) };
-    let example = words.draw(rng, example_words);
-    let example = format!(
-        "{} {}\n",
-        question(&list(&example, example_times, rng)),
-        numbered(&example[..COMMON])
-    );
+    let times = Repeats::at(length).prompt;
+    let example = words.example(length, rng);
     let drawn = words.draw(rng, (budget / 4 + COMMON).min(MOST_WORDS));
     let order: ChaCha8Rng = rng.clone();
     let prompt = fill((COMMON, drawn.len()), budget, tokenizer, |count| {
