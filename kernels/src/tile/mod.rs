@@ -165,7 +165,7 @@ pub const ALIGN: usize = 1024;
 /// The place of a chunk of a row of a panel. Rows that are 8 apart differ by a constant, which an
 /// address of 64 bits takes for nothing: kernels are compiled with such addresses.
 #[cube]
-fn place(row: u32, chunk: u32) -> usize {
+pub fn place(row: u32, chunk: u32) -> usize {
     (row * comptime!(PANEL as u32) + (chunk ^ (row & 7))) as usize
 }
 
