@@ -57,6 +57,7 @@ use super::{
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 use crate::ops::activation::{log_sigmoid, silu};
+use crate::ops::rms_norm::rms_norm;
 
 pub use self::decode::State;
 
@@ -142,10 +143,11 @@ fn by_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
     x.cast(FloatDType::F32).reshape([batch, len, heads, features / heads]).swap_dims(1, 2)
 }
 
-/// Each head's directions divided by their norms.
+/// Each head's directions divided by their norms: w / √(w·w + EPS), an RMS norm with the weight 1/√head_dim.
 fn normalised<B: OpBackend>(w: Tensor<B, 4>) -> Tensor<B, 4> {
-    let length = ((w.clone() * w.clone()).sum_dim(3) + EPS).sqrt();
-    w / length
+    let channels = w.dims()[3];
+    let weight = Tensor::full([channels], 1.0 / (channels as f32).sqrt(), &w.device());
+    rms_norm(w, weight, EPS / channels as f32)
 }
 
 impl VariantSpec for Config {
@@ -205,8 +207,8 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         match path {
-            // The directions, before and after their division by the norm, and what gives their gradient.
-            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 4.0 * 4.0 * channels.k,
+            // The directions in f32, before and after their normalisation.
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 2.0 * 4.0 * channels.k,
             ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
         }
     }

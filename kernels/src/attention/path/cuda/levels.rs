@@ -5,8 +5,10 @@ use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
+use super::blocks::{BLOCK, BlockResults};
 use super::moves::{
-    LevelSizesLaunch, MoveConfig, Moving, TILES_PER_BLOCK, merge_transforms, move_vectors,
+    AllLevelsLaunch, LevelSizesLaunch, MOVED_TOKENS, MoveConfig, Moving, merge_transforms,
+    move_vectors,
 };
 use super::moves_back::{PIECE, merge_gradients, move_gradients};
 use super::parts::{Half, Level};
@@ -18,45 +20,19 @@ use crate::attention::flash::hooks::{
 use crate::attention::flash::weight::{
     Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
 };
-use crate::cuda::{CudaTensor, buffer, empty, zeros};
+use crate::cuda::{CudaTensor, buffer, empty, reshaped, zeros};
 use crate::ops::cuda::{as_u32, dims};
 use crate::tile::MASKED;
 
-/// Vectors in f32 and rounded to bf16, `[batch, tokens, heads, head_dim]`.
-#[derive(Clone, Debug)]
-pub struct Vectors {
-    /// In f32.
-    pub exact: CudaTensor,
-    /// In bf16.
-    pub rounded: CudaTensor,
-}
-
-impl Vectors {
-    /// Uninitialised vectors.
-    pub fn uninit(like: &CudaTensor, shape: [usize; 4]) -> Self {
-        Vectors {
-            exact: empty(like, &shape, DType::F32),
-            rounded: empty(like, &shape, DType::BF16),
-        }
-    }
-
-    /// The rounded vectors as `[batch, heads, tokens, head_dim]`.
-    fn heads_first(&self) -> CudaTensor {
-        let mut view = self.rounded.clone();
-        view.meta.swap(1, 2);
-        view
-    }
-}
-
-/// The vectors of a level, and the transforms of its parts.
+/// The queries and keys of all levels, in bf16, and the transforms of their parts.
 #[derive(Clone, Debug)]
 pub struct Moved {
-    /// Queries at the start of their part.
-    pub q: Vectors,
-    /// Keys at the end of their part.
-    pub k: Vectors,
-    /// R, `[batch, parts, kv_heads, head_dim, head_dim]` in f32.
-    pub transforms: CudaTensor,
+    /// Queries at the starts of their parts, of each level's second parts, `[batch · pairs, heads, part, head_dim]`.
+    q: Vec<CudaTensor>,
+    /// Keys at the ends of their parts, of each level's first parts, likewise.
+    k: Vec<CudaTensor>,
+    /// R of each level but the last, `[batch, parts, kv_heads, head_dim, head_dim]` in f32.
+    transforms: Vec<CudaTensor>,
 }
 
 /// What a level's scores see beside its vectors.
@@ -158,11 +134,11 @@ impl Masks {
         let documents = self.documents.as_ref().map(|x| level.documents(x));
         let decay = self.decay.as_ref().map(|DecaySums { within, before }| {
             let [batch, heads, spans, _]: [usize; 4] = before.meta.shape().dims();
-            let before = crate::cuda::reshaped(before, &[batch, heads, 2 * spans]);
+            let before = reshaped(before, &[batch, heads, 2 * spans]);
             let within = level.rows(within, level.whole(1, 1), 0.0);
             let before = level.rows(&before, level.whole(SPAN, 2), 0.0);
             let [sequences, heads, numbers]: [usize; 3] = before.meta.shape().dims();
-            let before = crate::cuda::reshaped(&before, &[sequences, heads, numbers / 2, 2]);
+            let before = reshaped(&before, &[sequences, heads, numbers / 2, 2]);
             DecaySums { within, before }
         });
         let biased = decay.is_some();
@@ -242,69 +218,124 @@ impl LevelWork for Backward {
 }
 
 impl Moved {
-    fn config(&self) -> MoveConfig {
-        MoveConfig { head_dim: dims(&self.transforms)[4] }
+    /// From the blocks' results.
+    pub fn new(levels: &[Level], BlockResults { q, k, r, .. }: &BlockResults) -> Self {
+        let (transforms, above) = merge(levels, r);
+        let all = |x, moving| move_through(levels, x, r, &above, moving);
+        Moved { q: all(q, Moving::Queries), k: all(k, Moving::Keys), transforms }
     }
 
-    /// The rows of this level's attention; `values` is `[batch, kv_heads, tokens, head_dim]`. With `keep`, they stay
-    /// as they are when the vectors move on.
-    pub fn rows(&self, level: &Level, values: &CudaTensor, keep: bool) -> LevelRows {
-        let take = |x: &Vectors, half| match keep {
-            true => level.copy(&x.heads_first(), half),
-            false => level.take(&x.heads_first(), half),
-        };
+    /// The rows of a level's attention; `values` is `[batch, kv_heads, tokens, head_dim]`.
+    pub fn rows(&self, number: usize, level: &Level, values: &CudaTensor) -> LevelRows {
         LevelRows {
-            q: take(&self.q, Half::Second),
-            k: take(&self.k, Half::First),
+            q: self.q[number].clone(),
+            k: self.k[number].clone(),
             v: level.take(values, Half::First),
         }
     }
 
-    /// Moves the vectors to the next level, and merges the transforms.
-    pub fn advance(&mut self, level: &Level) {
-        self.advance_vectors(level, &self.q, Moving::Queries);
-        self.advance_vectors(level, &self.k, Moving::Keys);
-        let [batch, parts, kv_heads, head_dim, _] = dims(&self.transforms)[..] else {
-            unreachable!("transforms have five dimensions")
-        };
-        let next = parts.div_ceil(2);
-        let merged =
-            empty(&self.transforms, &[batch, next, kv_heads, head_dim, head_dim], DType::F32);
-        let config = self.config();
+    /// R of a level's parts, but for the last level.
+    pub fn transforms(&self, number: usize) -> Option<&CudaTensor> {
+        self.transforms.get(number)
+    }
+}
+
+/// R of all levels but the last, whose vectors do not move; those above the first also as one tensor.
+fn merge(levels: &[Level], blocks: &CudaTensor) -> (Vec<CudaTensor>, CudaTensor) {
+    let [batch, _, kv_heads, head_dim, _] = dims(blocks)[..] else {
+        unreachable!("transforms have five dimensions")
+    };
+    let config = MoveConfig { head_dim };
+    let shape = |level: &Level| vec![batch, level.parts(), kv_heads, head_dim, head_dim];
+    let further = levels.get(1..levels.len().saturating_sub(1)).unwrap_or_default();
+    let shapes: Vec<Vec<usize>> = further.iter().map(shape).collect();
+    let (above, views) = consecutive(blocks, &shapes, DType::F32, false);
+    let mut all = vec![blocks.clone()];
+    for merged in views {
+        let from = all.last().expect("there are the blocks'");
         // SAFETY: a block writes one transform, and reads two.
         unsafe {
             merge_transforms::launch_unchecked::<CudaRuntime>(
                 &merged.client,
-                CubeCount::Static(as_u32(next), as_u32(kv_heads), as_u32(batch)),
+                CubeCount::Static(as_u32(dims(&merged)[1]), as_u32(kv_heads), as_u32(batch)),
                 CubeDim::new_1d(config.threads() as u32),
-                buffer(&self.transforms, 2),
+                buffer(from, 2),
                 buffer(&merged, 2),
-                as_u32(parts),
+                as_u32(dims(from)[1]),
                 config,
             );
         }
-        self.transforms = merged;
+        all.push(merged);
     }
+    (all, above)
+}
 
-    fn advance_vectors(&self, level: &Level, x: &Vectors, moving: Moving) {
-        let heads = dims(&x.exact)[2];
-        let config = self.config();
-        let blocks = level.part.div_ceil(config.rows() * TILES_PER_BLOCK);
-        // SAFETY: a block changes the vectors of its tiles.
-        unsafe {
-            move_vectors::launch_unchecked::<CudaRuntime>(
-                &x.exact.client,
-                CubeCount::Static(as_u32(blocks), as_u32(heads), as_u32(level.sequences())),
-                CubeDim::new_1d(config.threads() as u32),
-                buffer(&x.exact, 2),
-                buffer(&x.rounded, 2),
-                buffer(&self.transforms, 2),
-                sizes(level, heads, dims(&self.transforms)[2]),
-                moving,
-                config,
-            );
-        }
+/// The rows of all levels, from vectors `[batch, tokens, heads, head_dim]` in f32.
+fn move_through(
+    levels: &[Level],
+    x: &CudaTensor,
+    blocks: &CudaTensor,
+    above: &CudaTensor,
+    moving: Moving,
+) -> Vec<CudaTensor> {
+    let [batch, tokens, heads, head_dim] = dims(x)[..] else {
+        unreachable!("vectors have four dimensions")
+    };
+    let kv_heads = dims(blocks)[2];
+    let shape = |level: &Level| vec![level.sequences(), level.part, heads, head_dim];
+    let shapes: Vec<Vec<usize>> = levels.iter().map(shape).collect();
+    // No vector is written past the last token.
+    let short = levels.iter().any(|level| level.pairs() * 2 * level.part > tokens);
+    let (rows, views) = consecutive(x, &shapes, DType::BF16, short);
+    if levels.is_empty() {
+        return vec![];
     }
+    // SAFETY: a block writes the rows of its tokens.
+    unsafe {
+        move_vectors::launch_unchecked::<CudaRuntime>(
+            &x.client,
+            CubeCount::Static(as_u32(tokens.div_ceil(MOVED_TOKENS)), as_u32(heads), as_u32(batch)),
+            CubeDim::new_1d(2 * MOVED_TOKENS as u32),
+            buffer(x, 2),
+            buffer(&rows, 2),
+            buffer(blocks, 2),
+            buffer(above, 2),
+            AllLevelsLaunch::new(
+                levels.len() as u32,
+                as_u32(tokens),
+                as_u32(heads),
+                as_u32(heads / kv_heads),
+            ),
+            moving,
+            MoveConfig { head_dim },
+        );
+    }
+    let heads_first = |mut x: CudaTensor| {
+        x.meta.swap(1, 2);
+        x
+    };
+    views.into_iter().map(heads_first).collect()
+}
+
+/// One tensor of all elements, zero if `zeroed`, else uninitialised, and views of these shapes one after the other.
+fn consecutive(
+    like: &CudaTensor,
+    shapes: &[Vec<usize>],
+    dtype: DType,
+    zeroed: bool,
+) -> (CudaTensor, Vec<CudaTensor>) {
+    let count = |shape: &Vec<usize>| shape.iter().product::<usize>();
+    let total = shapes.iter().map(count).sum::<usize>().max(1);
+    let all = if zeroed { zeros(like, &[total], dtype) } else { empty(like, &[total], dtype) };
+    let mut first = 0;
+    let views = shapes.iter().map(|shape| {
+        let mut view = all.clone();
+        view.handle = view.handle.offset_start((first * dtype.size()) as u64);
+        first += count(shape);
+        reshaped(&view, shape)
+    });
+    let views = views.collect();
+    (all, views)
 }
 
 fn sizes(level: &Level, heads: usize, kv_heads: usize) -> LevelSizesLaunch<CudaRuntime> {
@@ -328,17 +359,25 @@ pub struct MovedGradients {
 }
 
 impl MovedGradients {
-    /// Those before any level: zero.
-    pub fn zeros(like: &Moved, parts: usize) -> Self {
-        let [batch, _, kv_heads, head_dim, _] = dims(&like.transforms)[..] else {
-            unreachable!("transforms have five dimensions")
+    /// Those of the last level, whose vectors do not move; without a level, zero. The moved queries and keys, as the
+    /// blocks leave them, have the dimensions `q` and `k`.
+    pub fn last(
+        like: &CudaTensor,
+        [q, k]: [[usize; 4]; 2],
+        last: Option<(&Level, &LevelGradients)>,
+    ) -> Self {
+        let [batch, tokens, kv_heads, head_dim] = k;
+        let parts = last.map_or(tokens / BLOCK, |(level, _)| level.parts());
+        let gradients = MovedGradients {
+            q: zeros(like, &q, DType::F32),
+            k: zeros(like, &k, DType::F32),
+            transforms: zeros(like, &[batch, parts, kv_heads, head_dim, head_dim], DType::F32),
         };
-        let of = |x: &CudaTensor, shape: &[usize]| zeros(x, shape, DType::F32);
-        MovedGradients {
-            q: of(&like.q.exact, &dims(&like.q.exact)),
-            k: of(&like.k.exact, &dims(&like.k.exact)),
-            transforms: of(&like.transforms, &[batch, parts, kv_heads, head_dim, head_dim]),
+        if let Some((level, of_scores)) = last {
+            level.add(&gradients.q, &of_scores.dq, Half::Second);
+            level.add(&gradients.k, &of_scores.dk, Half::First);
         }
+        gradients
     }
 
     /// From the gradients at the next level to those at `level`: back through the moves, plus those of the level's

@@ -14,7 +14,7 @@ mod split;
 use burn::tensor::DType;
 
 use self::blocks::{BLOCK, BlockGrads, BlockResults, BlockUpstream, Blocks};
-use self::levels::{LevelRows, Masks, Moved, MovedGradients, Saved};
+use self::levels::{Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level, rounded};
 use super::op::Path;
 use crate::attention::decay::DecaySums;
@@ -64,11 +64,6 @@ impl<'a> Call<'a> {
         let levels = Level::all(batch, tokens.next_multiple_of(BLOCK), BLOCK);
         Call { v, blocks, masks, levels }
     }
-
-    /// Whether a level has a next one.
-    fn advances(&self, level: usize) -> bool {
-        level + 1 < self.levels.len()
-    }
 }
 
 /// See [`Op::cuda_forward`](crate::backend::Op::cuda_forward).
@@ -89,14 +84,12 @@ pub(super) fn forward(
         return None;
     }
     let call = Call::new(op, inputs, decay, documents);
-    let BlockResults { q, k, r, o, lse } = call.blocks.forward();
-    let mut moved = Moved { q, k, transforms: r };
+    let results = call.blocks.forward();
+    let moved = Moved::new(&call.levels, &results);
+    let BlockResults { o, lse, .. } = results;
     for (i, level) in call.levels.iter().enumerate() {
-        let rows = moved.rows(level, call.v, false);
+        let rows = moved.rows(i, level, call.v);
         level.add_attention(&o, &lse, &call.masks.attend(level, &rows));
-        if call.advances(i) {
-            moved.advance(level);
-        }
     }
     let mut output = rounded(&o);
     output.meta.swap(1, 2);
@@ -121,17 +114,7 @@ pub(super) fn backward(
     let delta = row_dots(&Heads::new(output), &Heads::new(grad));
     let saved = Saved { grad, lse, delta: &delta };
 
-    // The moves again, keeping what each level's gradients need.
-    let BlockResults { q: moved_q, k: moved_k, r, .. } = call.blocks.forward();
-    let mut moved = Moved { q: moved_q, k: moved_k, transforms: r };
-    let mut kept: Vec<(LevelRows, CudaTensor)> = vec![];
-    for (i, level) in call.levels.iter().enumerate() {
-        kept.push((moved.rows(level, v, true), moved.transforms.clone()));
-        if call.advances(i) {
-            moved.advance(level);
-        }
-    }
-
+    let moved = Moved::new(&call.levels, &call.blocks.forward());
     let [batch, heads, tokens, head_dim] = dims(q)[..] else {
         unreachable!("q has four dimensions")
     };
@@ -140,18 +123,22 @@ pub(super) fn backward(
     let dv = zeros(q, &[batch, padded, kv_heads, head_dim], DType::F32);
     let of_queries = [batch, heads, tokens];
     let sums = decay.first().map(|x| [(); 2].map(|()| zeros(x, &of_queries, DType::F32)));
-    let top = call.levels.last().map_or(1, |level| level.parts().div_ceil(2));
-    let mut gradients = MovedGradients::zeros(&moved, top);
-    for level in call.levels.iter().rev() {
-        let (rows, transforms) = kept.pop().expect("each level keeps its rows");
+    let of_vectors = [heads, kv_heads].map(|heads| [batch, padded, heads, head_dim]);
+    let mut gradients: Option<MovedGradients> = None;
+    for (i, level) in call.levels.iter().enumerate().rev() {
+        let rows = moved.rows(i, level, v);
         let of_scores = call.masks.backward(level, &rows, &saved);
         level.add(&dv, &of_scores.dv, Half::First);
         if let (Some([ds_rows, ds_columns]), Some([rows, columns])) = (&sums, &of_scores.sums) {
             level.add_rows(ds_rows, rows, level.half(Half::Second), level.part);
             level.add_rows(ds_columns, columns, level.half(Half::First), 0);
         }
-        gradients = gradients.retreat(level, &rows, &of_scores, &transforms);
+        gradients = Some(match (gradients, moved.transforms(i)) {
+            (Some(next), Some(transforms)) => next.retreat(level, &rows, &of_scores, transforms),
+            _ => MovedGradients::last(q, of_vectors, Some((level, &of_scores))),
+        });
     }
+    let gradients = gradients.unwrap_or_else(|| MovedGradients::last(q, of_vectors, None));
     let BlockGrads { q, k, v, w, beta } = call.blocks.backward(&BlockUpstream {
         d_o: grad,
         lse,

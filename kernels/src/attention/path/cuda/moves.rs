@@ -6,8 +6,8 @@
 
 use cubecl::prelude::*;
 
-use super::split::{SplitTile, panels};
-use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, uninit, wait};
+use super::split::{SplitTile, panels, split_fragments};
+use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_abt, start_pb, uninit, wait};
 use crate::tile::{Accumulator, Bf16Pair, PANEL_DIM, Pair};
 
 /// Whose vectors move.
@@ -107,82 +107,182 @@ impl LevelSizes {
     }
 }
 
-/// Tiles of a block of [`move_vectors`], which share a transform.
-pub const TILES_PER_BLOCK: usize = 4;
+/// The sizes of all levels.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct AllLevels {
+    /// Levels.
+    pub levels: u32,
+    /// Tokens of a sequence, a multiple of 64.
+    pub tokens: u32,
+    /// Heads of the vectors.
+    pub heads: u32,
+    /// Heads of the vectors per head of k.
+    pub group: u32,
+}
 
-/// Moves vectors in place, and rounds them.
+/// Tokens of a block of [`move_vectors`]: two of the smallest parts.
+pub const MOVED_TOKENS: usize = 2 * GROUP_ROWS;
+
+/// Moves vectors through all levels, and writes what each level's scores are computed from.
 ///
-/// - `x`: `[batch, tokens, heads, head_dim]`; `rounded`: the same in bf16
-/// - `transforms`: R of this level's parts, `[batch, parts, kv_heads, head_dim, head_dim]`
+/// - `x`: the vectors of the first level, `[batch, tokens, heads, head_dim]`
+/// - `rows`: one level after the other, each `[batch · pairs, part, heads, head_dim]`
+/// - `blocks`: R of the first level's parts, `[batch, parts, kv_heads, head_dim, head_dim]`
+/// - `above`: R of the further levels, one after the other, each like `blocks`
 ///
-/// Grid: tiles of a part by [`TILES_PER_BLOCK`], heads, batch · pairs.
+/// Grid: tokens by [`MOVED_TOKENS`], heads, batch; 256 threads. A warpgroup keeps 64 vectors in registers.
 #[cube(launch_unchecked, address_type = "u64")]
 pub fn move_vectors(
-    x: &mut Array<Pair>,
-    rounded: &mut Array<Bf16Pair>,
-    transforms: &Array<Pair>,
-    sizes: LevelSizes,
+    x: &Array<Pair>,
+    rows: &mut Array<Bf16Pair>,
+    blocks: &Array<Pair>,
+    above: &Array<Pair>,
+    sizes: AllLevels,
     #[comptime] moving: Moving,
     #[comptime] config: MoveConfig,
 ) {
     let MoveConfig { head_dim, .. } = comptime!(config);
-    let (rows, threads) = comptime!((config.rows(), config.threads()));
-    let pairs = sizes.parts as usize / 2;
-    let (batch, pair) = (CUBE_POS_Z as usize / pairs, CUBE_POS_Z as usize % pairs);
-    let movers = sizes.movers(batch, pair, CUBE_POS_Y as usize, moving, config);
+    let (row_pairs, threads) = comptime!((head_dim / 2, MOVED_TOKENS * 2));
+    let (head, batch) = (CUBE_POS_Y as usize, CUBE_POS_Z as usize);
+    let (heads, tokens) = (sizes.heads as usize, sizes.tokens as usize);
+    let kv_heads = heads / sizes.group as usize;
+    let kv_head = head / sizes.group as usize;
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
-    let mut tile = SplitTile::new(rows, comptime!(config.padded()));
-    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()));
-    let from = CUBE_POS_X as usize * TILES_PER_BLOCK;
-    let to = min(from + TILES_PER_BLOCK, (movers.count + rows - 1) / rows);
-    if from < to {
-        let (base, stride) = (movers.transform, comptime!(head_dim / 2));
-        transform.load(transforms, base, stride, head_dim, head_dim, threads);
+    let block = CUBE_POS_X as usize * 2 + warp / GROUP_WARPS;
+    let exists = block * GROUP_ROWS < tokens;
+    let token = block * GROUP_ROWS + warp % GROUP_WARPS * 16 + UNIT_POS_PLANE as usize / 4;
+    let mut vectors = crate::tile::zeros(comptime!(head_dim / 8));
+    if exists {
+        read(
+            &mut vectors,
+            x,
+            ((batch * tokens + token) * heads + head) * row_pairs,
+            heads * row_pairs,
+        );
     }
-    for index in from..to {
-        let base = movers.base + index * rows * movers.stride;
-        let count = movers.count - index * rows;
-        tile.load(x, base, movers.stride, count, head_dim, threads);
-        sync_async_proxy_shared();
-        sync_cube();
-        let mut acc = uninit(comptime!(head_dim / 8));
-        let group_row = warp / GROUP_WARPS * GROUP_ROWS;
-        if comptime!(moving == Moving::Queries) {
-            tile.start_abt(group_row, &transform, &mut acc);
-        } else {
-            tile.start_ab(group_row, &transform, &mut acc);
+    let mut transform = SplitTile::new(head_dim, comptime!(config.padded()));
+
+    let mut part = GROUP_ROWS.runtime();
+    let mut parts = tokens / GROUP_ROWS;
+    let mut position = block;
+    let mut common = CUBE_POS_X as usize * 2;
+    let (mut level_rows, mut level_transforms) = (0usize.runtime(), 0usize.runtime());
+    for level in 0..sizes.levels {
+        let pairs = parts / 2;
+        let mut moves = exists & (position % 2 == 1);
+        if comptime!(moving == Moving::Keys) {
+            moves = exists & (position % 2 == 0) & (position + 1 < parts);
         }
-        wait(&mut acc, 0usize);
-        subtract(&acc, x, rounded, base, movers.stride, count, warp, head_dim);
-        // Before the tile is loaded again.
-        sync_cube();
+        if moves {
+            let in_part = token - position * part;
+            let row = ((batch * pairs + position / 2) * part + in_part) * heads + head;
+            write(&vectors, rows, level_rows + row * row_pairs, heads * row_pairs);
+        }
+        // All vectors of a block move by one transform, if any do.
+        let first = common / 2 * 2;
+        let mut needed = (level == 0) | (common % 2 == 1);
+        let mut other = first;
+        if comptime!(moving == Moving::Keys) {
+            needed = common % 2 == 0;
+            other = first + 1;
+        }
+        if needed & (first + 1 < parts) & (level + 1 < sizes.levels) {
+            let from =
+                ((batch * parts + other) * kv_heads + kv_head) * comptime!(head_dim * head_dim / 2);
+            if level == 0 {
+                transform.load(blocks, from, row_pairs, head_dim, head_dim, threads);
+            } else {
+                transform.load(
+                    above,
+                    level_transforms + from,
+                    row_pairs,
+                    head_dim,
+                    head_dim,
+                    threads,
+                );
+            }
+            sync_async_proxy_shared();
+            sync_cube();
+            if moves {
+                advance(&mut vectors, &transform, moving, config);
+            }
+            // Before the transform's place is written again.
+            sync_cube();
+        }
+        level_rows += sizes.batch_rows(pairs * part) * row_pairs;
+        if level > 0 {
+            level_transforms +=
+                CUBE_COUNT_Z as usize * parts * kv_heads * comptime!(head_dim * head_dim / 2);
+        }
+        part *= 2;
+        parts = (parts + 1) / 2;
+        position /= 2;
+        common /= 2;
     }
 }
 
-/// x ← x − acc, and its rounding, for a warp's 16 rows of those from pair `base` on.
 #[cube]
-fn subtract(
-    acc: &Accumulator,
-    x: &mut Array<Pair>,
-    rounded: &mut Array<Bf16Pair>,
-    base: usize,
-    stride: usize,
-    count: usize,
-    warp: usize,
-    #[comptime] head_dim: usize,
-) {
-    let lane = UNIT_POS_PLANE as usize;
+impl AllLevels {
+    /// Rows of all sequences and heads, for `tokens` of each.
+    fn batch_rows(&self, tokens: usize) -> usize {
+        CUBE_COUNT_Z as usize * tokens * self.heads as usize
+    }
+}
+
+/// Reads a lane's pairs of two rows, 8 apart; the first one begins at pair `base`.
+#[cube]
+fn read(vectors: &mut Accumulator, x: &Array<Pair>, base: usize, stride: usize) {
     #[unroll]
     for r in 0..2usize {
-        let row = warp * 16 + r * 8 + lane / 4;
-        if row < count {
-            #[unroll]
-            for n in 0..comptime!(head_dim / 8) {
-                let at = base + row * stride + n * 4 + lane % 4;
-                let moved = x[at] - acc.index(n)[r];
-                x[at] = moved;
-                rounded[at] = Vector::cast_from(moved);
-            }
+        #[unroll]
+        for n in 0..vectors.len() {
+            vectors.index_mut(n)[r] =
+                x[base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4];
+        }
+    }
+}
+
+/// Writes them rounded.
+#[cube]
+fn write(vectors: &Accumulator, rows: &mut Array<Bf16Pair>, base: usize, stride: usize) {
+    #[unroll]
+    for r in 0..2usize {
+        #[unroll]
+        for n in 0..vectors.len() {
+            let at = base + comptime!(r * 8) * stride + n * 4 + UNIT_POS_PLANE as usize % 4;
+            rows[at] = Vector::cast_from(vectors.index(n)[r]);
+        }
+    }
+}
+
+/// x ← x − x Rᵀ for queries, x ← x − x R for keys.
+#[cube]
+fn advance(
+    vectors: &mut Accumulator,
+    transform: &SplitTile,
+    #[comptime] moving: Moving,
+    #[comptime] config: MoveConfig,
+) {
+    let n_dim = comptime!(config.head_dim / 8);
+    let (high, low) = split_fragments(vectors, n_dim);
+    let mut acc = crate::tile::zeros(n_dim);
+    let zero = usize::cast_from(0u32);
+    if comptime!(moving == Moving::Queries) {
+        start_abt(&low, &transform.high, zero, &mut acc, false, n_dim);
+        start_abt(&high, &transform.low, zero, &mut acc, false, n_dim);
+        start_abt(&high, &transform.high, zero, &mut acc, false, n_dim);
+    } else {
+        start_pb(&low, &transform.high, zero, &mut acc);
+        start_pb(&high, &transform.low, zero, &mut acc);
+        start_pb(&high, &transform.high, zero, &mut acc);
+    }
+    wait(&mut acc, 0usize);
+    #[unroll]
+    for n in 0..n_dim {
+        #[unroll]
+        for r in 0..2usize {
+            let moved = vectors.index(n)[r] - acc.index(n)[r];
+            vectors.index_mut(n)[r] = moved;
         }
     }
 }

@@ -8,6 +8,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 use cubecl::zspace::metadata::Metadata;
 
+use super::blocks::Quad;
 use crate::attention::flash::weight::SoftmaxOutput;
 use crate::attention::flash::{Heads, as_u32};
 use crate::cuda::{CudaTensor, buffer, empty};
@@ -211,15 +212,15 @@ impl Level {
         let [_, tokens, heads, channels]: [usize; 4] = o.meta.shape().dims();
         let of_level = Heads::new(&level.o);
         let rows = self.sequences() * self.part * heads;
-        // SAFETY: a warp changes one row.
+        // SAFETY: lanes of one warp change one row.
         unsafe {
             add_attention::launch_unchecked::<CudaRuntime>(
                 &o.client,
-                blocks(rows, THREADS / 32),
+                blocks(rows * LANES_PER_ROW, THREADS),
                 dim(THREADS),
-                buffer(o, 2),
+                buffer(o, 4),
                 buffer(lse, 1),
-                buffer(&of_level.tensor, 2),
+                buffer(&of_level.tensor, CHUNK),
                 buffer(&level.lse, 1),
                 of_level.row_strides(),
                 self.pairs() as u32,
@@ -227,7 +228,7 @@ impl Level {
                 as_u32(rows),
                 as_u32(tokens),
                 heads as u32,
-                as_u32(channels / 2),
+                as_u32(channels / CHUNK),
             );
         }
     }
@@ -304,19 +305,18 @@ struct Place {
 
 #[cube]
 impl PartSizes {
-    /// That of the unit at `at` in `[batch · pairs, part, heads, units]`.
-    fn place(&self, at: usize, units: usize) -> Place {
-        let (heads, part, pairs) = (self.heads as usize, self.part as usize, self.pairs as usize);
+    /// That of the unit at `at` in `[batch · pairs, part, heads, units]`. Divides in 32 bits, which is faster.
+    fn place(&self, at: u32, units: u32) -> Place {
         let row = at / units;
-        let in_part = row / heads % part;
-        let sequence = row / heads / part;
+        let (in_part, sequence) = (row / self.heads % self.part, row / self.heads / self.part);
+        let pair = sequence % self.pairs;
         Place {
-            unit: at % units,
-            head: row % heads,
-            sequence,
-            in_part,
-            batch: sequence / pairs,
-            token: sequence % pairs * 2 * part + self.first as usize + in_part,
+            unit: (at % units) as usize,
+            head: (row % self.heads) as usize,
+            sequence: sequence as usize,
+            in_part: in_part as usize,
+            batch: (sequence / self.pairs) as usize,
+            token: (pair * 2 * self.part + self.first + in_part) as usize,
         }
     }
 }
@@ -334,7 +334,7 @@ fn copy_part(
 ) {
     let at = ABSOLUTE_POS;
     if at < count as usize {
-        let place = sizes.place(at, chunks as usize);
+        let place = sizes.place(at as u32, chunks);
         let mut value = Chunk::cast_from(0f32);
         if place.token < tokens as usize {
             let row = strides.base(place.batch, place.head) + place.token * strides.row as usize;
@@ -357,8 +357,8 @@ fn add_part(
 ) {
     let at = ABSOLUTE_POS;
     if at < count as usize {
+        let place = sizes.place(at as u32, units);
         let (tokens, units) = (tokens as usize, units as usize);
-        let place = sizes.place(at, units);
         if place.token < tokens {
             let row =
                 strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
@@ -451,12 +451,15 @@ fn starts_in_pairs(
     }
 }
 
-/// Adds softmax attention over further keys: a warp per row.
+/// Lanes that add a row's attention.
+const LANES_PER_ROW: usize = 8;
+
+/// Adds softmax attention over further keys, in chunks of channels.
 #[cube(launch_unchecked, address_type = "u64")]
 fn add_attention(
-    o: &mut Array<Pair>,
+    o: &mut Array<Quad>,
     lse: &mut Array<f32>,
-    of_level: &Array<Bf16Pair>,
+    of_level: &Array<Chunk>,
     lse_of_level: &Array<f32>,
     strides: RowStrides,
     pairs: u32,
@@ -464,41 +467,51 @@ fn add_attention(
     rows: u32,
     tokens: u32,
     heads: u32,
-    units: u32,
+    chunks: u32,
 ) {
-    let row = ABSOLUTE_POS / 32;
-    let (tokens, heads, units) = (tokens as usize, heads as usize, units as usize);
-    if row < rows as usize {
-        let sizes = PartSizes { pairs, part, first: part, heads: heads as u32 };
-        let place = sizes.place(row, 1usize);
-        if place.token < tokens {
-            let at = (place.batch * heads + place.head) * tokens + place.token;
-            let own = lse[at];
-            let other =
-                lse_of_level[(place.sequence * heads + place.head) * part as usize + place.in_part];
-            // A query that sees no key of this level has an lse of −MASKED, and keeps its output.
-            if other < comptime!(-MASKED) {
-                let most = max(own, other);
-                let (keep, add) = (exp2(own - most), exp2(other - most));
-                let sum = keep + add;
-                let (keep, add) = (keep / sum, add / sum);
-                let from = (strides.base(place.sequence, place.head)
-                    + place.in_part * strides.row as usize)
-                    * comptime!(CHUNK / 2);
-                let to = ((place.batch * tokens + place.token) * heads + place.head) * units;
-                let mut unit = UNIT_POS_PLANE as usize;
-                while unit < units {
-                    let further = Pair::cast_from(of_level[from + unit]);
-                    o[to + unit] =
-                        o[to + unit] * Pair::cast_from(keep) + further * Pair::cast_from(add);
-                    unit += 32;
+    let row = ABSOLUTE_POS / LANES_PER_ROW;
+    let (tokens, chunks) = (tokens as usize, chunks as usize);
+    // A row past the last one is that of no token.
+    let sizes = PartSizes { pairs, part, first: part, heads };
+    let place = sizes.place(min(row as u32, rows - 1), 1u32);
+    let heads = heads as usize;
+    let at = (place.batch * heads + place.head) * tokens + place.token;
+    let mut other = f32::cast_from(comptime!(-MASKED));
+    let mut own = 0f32;
+    if (row < rows as usize) & (place.token < tokens) {
+        own = lse[at];
+        other = lse_of_level[(place.sequence * heads + place.head) * part as usize + place.in_part];
+    }
+    // A query that sees no key of this level has an lse of −MASKED, and keeps its output.
+    let sees = other < comptime!(-MASKED);
+    let most = max(own, other);
+    let (keep, add) = (exp2(own - most), exp2(other - most));
+    let sum = keep + add;
+    let lane = ABSOLUTE_POS % LANES_PER_ROW;
+    if sees {
+        let (keep, add) = (Quad::cast_from(keep / sum), Quad::cast_from(add / sum));
+        let from = strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
+        let to = ((place.batch * tokens + place.token) * heads + place.head) * chunks;
+        let mut chunk = lane;
+        while chunk < chunks {
+            let further = of_level[from + chunk];
+            #[unroll]
+            for half in 0..2usize {
+                let mut four = Quad::empty();
+                #[unroll]
+                for i in 0..4usize {
+                    four[i] = f32::cast_from(further[comptime!(half * 4 + i)]);
                 }
-                sync_plane();
-                if UNIT_POS_PLANE == 0 {
-                    lse[at] = most + Log::ln(sum) * LOG2_E;
-                }
+                let at = (to + chunk) * 2 + half;
+                o[at] = o[at] * keep + four * add;
             }
+            chunk += LANES_PER_ROW;
         }
+    }
+    // All lanes of the row have read it.
+    sync_plane();
+    if sees & (lane == 0) {
+        lse[at] = most + Log::ln(sum) * LOG2_E;
     }
 }
 

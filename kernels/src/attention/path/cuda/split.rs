@@ -4,8 +4,12 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use crate::tile::warpgroup::{start_panels_atb, start_tile_ab, start_tile_abt};
-use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place};
+use crate::tile::warpgroup::{
+    set_a_frag, start_panels_atb, start_tile_ab, start_tile_abt, uninit_a_frags,
+};
+use crate::tile::{
+    AFragments, ALIGN, Accumulator, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, Pair, place,
+};
 
 /// A matrix of `rows` rows and `dim` columns, a multiple of 64, in shared memory, as the sum of two in bf16.
 #[derive(CubeType)]
@@ -111,4 +115,21 @@ impl SplitTile {
 /// Panels of a matrix of `columns` columns.
 pub const fn panels(columns: usize) -> usize {
     columns.div_ceil(PANEL_DIM)
+}
+
+/// An accumulator as fragments of an operand A: each number rounded, and the rest rounded.
+#[cube]
+pub fn split_fragments(acc: &Accumulator, #[comptime] n: usize) -> (AFragments, AFragments) {
+    let (mut high, mut low) = (uninit_a_frags(comptime!(n / 2)), uninit_a_frags(comptime!(n / 2)));
+    #[unroll]
+    for column in 0..n {
+        #[unroll]
+        for row in 0..2usize {
+            let pair = acc.index(column)[row];
+            let nearest = Bf16Pair::cast_from(pair);
+            set_a_frag(&mut high, column, row, pair);
+            set_a_frag(&mut low, column, row, pair - Pair::cast_from(nearest));
+        }
+    }
+    (high, low)
 }

@@ -18,7 +18,9 @@ use super::memory::{
     BlockInputs, BlockOf, BlockShape, HeadQuads, RowQuad, load_head, load_rows, rounds_of,
     store_rows,
 };
-use super::product::{MicroTile, Place, Product, Quad, accumulate, add_to_global, zeros};
+use super::product::{
+    Place, Product, Quad, WarpTile, add_to_global, product_of, quad_of, quads_mut,
+};
 use super::queries::move_back;
 
 /// The gradients that the pass starts from; N is the number of tokens rounded up to whole blocks.
@@ -282,17 +284,18 @@ fn weigh(
     sync_cube();
     let product = comptime!(Product::abt([d_o, v, s], [BLOCK, BLOCK, d]));
     for round in 0..comptime!(product.rounds()) {
-        let tile = MicroTile::of_round(round, product);
-        let mut acc = zeros(product);
-        accumulate(arena, &mut acc, &tile, product);
+        let tile = WarpTile::of_round(round, product);
+        let acc = product_of(arena, &tile, product);
         #[unroll]
-        for r in 0..4usize {
-            let row = tile.row(r, product);
-            let delta = arena[comptime!(config.delta()) + row];
+        for r in 0..2usize {
+            let row = tile.row(r);
+            let delta = Quad::cast_from(arena[comptime!(config.delta()) + row]);
+            let mut quads = quads_mut(arena);
             #[unroll]
-            for c in 0..4usize {
-                let at = s.at + row * s.row + tile.column(c, product);
-                arena[at] = arena[at] * (acc[comptime!(r * 4 + c)] - delta);
+            for q in 0..comptime!(product.quads()) {
+                let at = comptime!(s.at / 4) + row * comptime!(s.row / 4) + tile.quad(q, product);
+                let weight = quads[at];
+                quads[at] = weight * (quad_of(&acc, r, q, product) - delta);
             }
         }
     }

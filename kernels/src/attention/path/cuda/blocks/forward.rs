@@ -8,8 +8,8 @@ use super::levels::{
     HALF, among_halves, corner, first_visible, key_moves, level_of_halves, level_of_tiles,
     load_block, load_decay, prepare, score, tile_level,
 };
-use super::memory::{BlockInputs, BlockOf, BlockShape, ExactAndRounded, copy_rows, load_head};
-use super::product::{MicroTile, Product, Quad, accumulate, multiply, row_of, zeros};
+use super::memory::{BlockInputs, BlockOf, BlockShape, copy_rows, load_head, store_rows};
+use super::product::{Product, Quad, WarpTile, multiply, product_of, quad_of};
 use crate::tile::{LOG2_E, MASKED, sum_of_four};
 
 /// What the pass writes; N is the number of tokens rounded up to whole blocks. Rows past the last token are 0
@@ -17,9 +17,9 @@ use crate::tile::{LOG2_E, MASKED, sum_of_four};
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockOutputs {
     /// The queries times the scale, moved to the starts of their blocks, `[batch, N, heads, head_dim]`.
-    pub q: ExactAndRounded,
+    pub q: Array<Quad>,
     /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]`.
-    pub k: ExactAndRounded,
+    pub k: Array<Quad>,
     /// R, `[batch, N/64, kv_heads, head_dim, head_dim]`.
     pub r: Array<Quad>,
     /// The output over the keys of the query's own block, `[batch, tokens, heads, head_dim]`.
@@ -81,14 +81,16 @@ fn move_keys(
     let r = comptime!(Product::atb([x, w, x], [d, d, BLOCK]));
     let base = of.transform(shape) * comptime!(d * d / 4);
     for round in 0..comptime!(r.rounds()) {
-        let tile = MicroTile::of_round(round, r);
+        let tile = WarpTile::of_round(round, r);
         if tile.exists {
-            let mut acc = zeros(r);
-            accumulate(arena, &mut acc, &tile, r);
+            let acc = product_of(arena, &tile, r);
             #[unroll]
-            for i in 0..comptime!(r.rows()) {
-                let at = base + tile.row(i, r) * comptime!(d / 4) + tile.across;
-                outputs.r[at] = row_of(&acc, i, r);
+            for row in 0..2usize {
+                let at = base + tile.row(row) * comptime!(d / 4);
+                #[unroll]
+                for q in 0..comptime!(r.quads()) {
+                    outputs.r[at + tile.quad(q, r)] = quad_of(&acc, row, q, r);
+                }
             }
         }
     }
@@ -110,7 +112,8 @@ fn move_keys(
     sync_cube();
     let kv_heads = shape.kv_heads as usize;
     let base = of.padded_row(of.kv_head, kv_heads) * comptime!(d / 4);
-    outputs.k.store_rows(arena, base, kv_heads * comptime!(d / 4), x, d);
+    let (stride, all) = (kv_heads * comptime!(d / 4), BLOCK.runtime());
+    store_rows::<f32>(arena, &mut outputs.k, base, stride, all, 1f32, x, BLOCK, d);
     sync_cube();
 }
 
@@ -136,7 +139,8 @@ fn attend(
     level_of_tiles(arena, keys, comptime!(s.cell(0, HALF).step(TILE, TILE)), config);
     level_of_halves(arena, keys, comptime!(s.cell(0, HALF)), config);
     let base = of.padded_row(head, heads) * comptime!(d / 4);
-    outputs.q.store_rows(arena, base, heads * comptime!(d / 4), x, d);
+    let (stride, all) = (heads * comptime!(d / 4), BLOCK.runtime());
+    store_rows::<f32>(arena, &mut outputs.q, base, stride, all, 1f32, x, BLOCK, d);
     sync_cube();
 
     load_head::<bf16>(arena, &inputs.v, of, of.kv_head, 1f32, x, d);
@@ -145,16 +149,18 @@ fn attend(
     let product = comptime!(Product::ab([s, x, x], [BLOCK, d, BLOCK]));
     let base = (of.batch * shape.tokens as usize + of.first()) * heads + head;
     for round in 0..comptime!(product.rounds()) {
-        let tile = MicroTile::of_round(round, product);
+        let tile = WarpTile::of_round(round, product);
         if tile.exists {
-            let mut acc = zeros(product);
-            accumulate(arena, &mut acc, &tile, product);
+            let acc = product_of(arena, &tile, product);
             #[unroll]
-            for r in 0..comptime!(product.rows()) {
-                let row = tile.row(r, product);
+            for r in 0..2usize {
+                let row = tile.row(r);
                 if row < of.count {
-                    let at = (base + row * heads) * comptime!(d / 4) + tile.across;
-                    outputs.o[at] = row_of(&acc, r, product);
+                    let at = (base + row * heads) * comptime!(d / 4);
+                    #[unroll]
+                    for q in 0..comptime!(product.quads()) {
+                        outputs.o[at + tile.quad(q, product)] = quad_of(&acc, r, q, product);
+                    }
                 }
             }
         }

@@ -10,9 +10,6 @@ use crate::attention::decay::Sums;
 use crate::attention::flash::Strides;
 use crate::tile::{CHUNK, RowStrides};
 
-/// Four neighbouring channels in bf16.
-pub type Bf16Quad = Vector<bf16, Const<4>>;
-
 /// A tensor `[batch, heads, tokens, head_dim]` in quads of channels.
 #[derive(CubeType, CubeLaunch)]
 pub struct HeadQuads<E: Numeric> {
@@ -246,39 +243,6 @@ pub fn store_rows<E: Numeric>(
         if own.exists && own.row < count {
             let value = quads[own.at(from)] * Quad::cast_from(factor);
             memory[base + own.row * stride + own.quad] = Vector::cast_from(value);
-        }
-    }
-}
-
-/// Vectors as they are, and rounded to bf16.
-#[derive(CubeType, CubeLaunch)]
-pub struct ExactAndRounded {
-    /// In f32.
-    pub exact: Array<Quad>,
-    /// In bf16.
-    pub rounded: Array<Bf16Quad>,
-}
-
-#[cube]
-impl ExactAndRounded {
-    /// Writes a block's rows, `stride` quads apart.
-    pub fn store_rows(
-        &mut self,
-        arena: &SharedMemory<f32>,
-        base: usize,
-        stride: usize,
-        #[comptime] from: Place,
-        #[comptime] dim: usize,
-    ) {
-        let quads = quads(arena);
-        for round in 0..comptime!(rounds_of(BLOCK, dim)) {
-            let own = RowQuad::of_round(round, BLOCK, dim);
-            if own.exists {
-                let at = base + own.row * stride + own.quad;
-                let value = quads[own.at(from)];
-                self.exact[at] = value;
-                self.rounded[at] = Bf16Quad::cast_from(value);
-            }
         }
     }
 }

@@ -27,10 +27,8 @@ use self::backward::{BlockGradientsLaunch, UpstreamLaunch};
 use self::forward::BlockOutputsLaunch;
 pub use self::layout::BLOCK;
 use self::layout::{BlockConfig, TILE, scratch};
-use self::memory::{
-    BlockInputsLaunch, BlockShapeLaunch, ExactAndRoundedLaunch, HeadQuadsLaunch, VisibilityLaunch,
-};
-use super::levels::Vectors;
+use self::memory::{BlockInputsLaunch, BlockShapeLaunch, HeadQuadsLaunch, VisibilityLaunch};
+pub use self::product::Quad;
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
@@ -72,10 +70,10 @@ pub struct Blocks {
 /// What [`Blocks::forward`] returns. N is seq_len rounded up to whole blocks; rows past the last token are 0.
 #[derive(Clone, Debug)]
 pub struct BlockResults {
-    /// The queries times the scale, moved to the starts of their blocks, `[batch, N, heads, head_dim]`.
-    pub q: Vectors,
-    /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]`.
-    pub k: Vectors,
+    /// The queries times the scale, moved to the starts of their blocks, `[batch, N, heads, head_dim]` in f32.
+    pub q: CudaTensor,
+    /// The keys moved to the ends of their blocks, `[batch, N, kv_heads, head_dim]` in f32.
+    pub k: CudaTensor,
     /// R = I − P = Yᵀ W of each block, `[batch, N/64, kv_heads, head_dim, head_dim]` in f32.
     pub r: CudaTensor,
     /// Attention over the keys of the query's own block, `[batch, seq_len, heads, head_dim]` in f32.
@@ -216,7 +214,7 @@ impl Blocks {
         let kv_heads = self.k.dims[1];
         let padded = self.blocks() * BLOCK;
         let like = &self.q.tensor;
-        let of_heads = |heads| Vectors::uninit(like, [batch, padded, heads, d]);
+        let of_heads = |heads| empty(like, &[batch, padded, heads, d], DType::F32);
         let results = BlockResults {
             q: of_heads(heads),
             k: of_heads(kv_heads),
@@ -225,8 +223,8 @@ impl Blocks {
             lse: empty(like, &[batch, heads, tokens], DType::F32),
         };
         let outputs = BlockOutputsLaunch::new(
-            vectors(&results.q),
-            vectors(&results.k),
+            buffer(&results.q, QUAD),
+            buffer(&results.k, QUAD),
             buffer(&results.r, QUAD),
             buffer(&results.o, QUAD),
             buffer(&results.lse, 1),
@@ -335,8 +333,4 @@ impl Blocks {
 /// A tensor's rows in quads of channels.
 fn quads<E: Numeric>(x: &Heads) -> HeadQuadsLaunch<E, CudaRuntime> {
     HeadQuadsLaunch::new(buffer(&x.tensor, QUAD), x.row_strides())
-}
-
-fn vectors(x: &Vectors) -> ExactAndRoundedLaunch<CudaRuntime> {
-    ExactAndRoundedLaunch::new(buffer(&x.exact, QUAD), buffer(&x.rounded, QUAD))
 }

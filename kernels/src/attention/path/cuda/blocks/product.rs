@@ -1,16 +1,28 @@
-//! Products of small matrices in shared memory, in f32.
+//! Products of small matrices in shared memory on tensor cores, to about 16 bits.
 //!
-//! A thread block computes C ± A·B, C ± A·Bᵀ or C ± Aᵀ·B for a batch of equally spaced matrices. Each thread owns
-//! micro-tiles of C of up to 4×4 elements and reads four channels at a time. Along a contiguous dimension its
-//! elements are neighbours, along the others they are strided, so that a warp reads neighbouring rows or quads:
-//! with rows of an odd number of quads neither conflicts in banks.
+//! A thread block computes C ± A·B, C ± A·Bᵀ or C ± Aᵀ·B for a batch of equally spaced matrices in f32. Each factor is
+//! the sum of two numbers in bf16, and of the four products all but the smallest are summed in f32.
+//!
+//! A warp owns tiles of C of 16 rows and 16 or 32 columns. Which row, column or step of the sum an index of `mma.sync`
+//! m16n8k16 stands for is free, as long as both factors and the result agree: lane 4g + t holds rows 2g and 2g + 1
+//! and steps 4t to 4t + 3, and the columns that it holds of all fragments are neighbours. So it reads and writes whole
+//! quads.
 
+use burn::tensor::bf16;
+use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use super::THREADS;
+use crate::tile::{Accumulator, Bf16Pair, Pair};
 
 /// Four neighbouring elements of a row.
 pub type Quad = Vector<f32, Const<4>>;
+
+/// Warps of a thread block.
+const WARPS: usize = THREADS / 32;
+
+/// Rows of a warp's tile, and steps of the sum of an instruction.
+const ROWS: usize = 16;
 
 /// Where a matrix, or a batch of them, lies: in elements, all multiples of 4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,7 +52,7 @@ impl Place {
     }
 }
 
-/// Which elements of a product with `Bᵀ` remain; the others become 0.
+/// Which elements of a product remain; the others become 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kept {
     /// All of them.
@@ -59,7 +71,7 @@ enum Form {
     SecondTransposed,
 }
 
-/// A batch of products [m × k]·[k × n].
+/// A batch of products [m × k]·[k × n]; m, n and k are multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     a: Place,
@@ -124,84 +136,71 @@ impl Product {
         matches!(self.form, Form::SecondTransposed)
     }
 
-    /// Whether there is less than a 4×4 micro-tile for each thread.
-    const fn small(&self) -> bool {
-        self.batch * self.m * self.n < 16 * THREADS
+    /// Fragments of 8 columns of a warp's tile, 4 if all warps then have a tile. Depends on the size of C alone, so that
+    /// products of one size have the same owners of elements.
+    const fn fragments(&self) -> usize {
+        let wide = self.n.is_multiple_of(32) && self.batch * self.m * self.n >= WARPS * ROWS * 32;
+        if wide { 4 } else { 2 }
     }
 
-    /// Rows of a micro-tile.
-    pub const fn rows(&self) -> usize {
-        if self.first_transposed() || !self.small() { 4 } else { 2 }
+    /// Quads of a row of a warp's tile that a lane holds.
+    pub const fn quads(&self) -> usize {
+        self.fragments() / 2
     }
 
-    /// Columns of a micro-tile.
-    pub const fn columns(&self) -> usize {
-        if !self.second_transposed() || !self.small() { 4 } else { 2 }
-    }
-
-    /// Micro-tiles below one another.
-    const fn down(&self) -> usize {
-        self.m / self.rows()
-    }
-
-    /// Micro-tiles beside one another.
-    const fn across(&self) -> usize {
-        self.n / self.columns()
+    const fn columns(&self) -> usize {
+        8 * self.fragments()
     }
 
     const fn tiles(&self) -> usize {
-        self.batch * self.down() * self.across()
+        self.batch * (self.m / ROWS) * (self.n / self.columns())
     }
 
-    /// Micro-tiles of a thread, at most.
+    /// Tiles of a warp, at most.
     pub const fn rounds(&self) -> usize {
-        self.tiles().div_ceil(THREADS)
+        self.tiles().div_ceil(WARPS)
     }
 
     const fn fills_rounds(&self) -> bool {
-        self.tiles().is_multiple_of(THREADS)
+        self.tiles().is_multiple_of(WARPS)
     }
 }
 
-/// A thread's part of a product.
+/// A warp's part of a product.
 #[derive(CubeType)]
-pub struct MicroTile {
+pub struct WarpTile {
     /// The number of the matrix in the batch.
     pub matrix: usize,
-    /// The number of the micro-tile among those below one another.
-    pub down: usize,
-    /// The number among those beside one another.
-    pub across: usize,
+    /// Its first row.
+    row: usize,
+    /// Its first column.
+    column: usize,
     /// Whether there is one.
     pub exists: bool,
 }
 
 #[cube]
-impl MicroTile {
-    /// The thread's micro-tile of this round.
-    pub fn of_round(round: usize, #[comptime] p: Product) -> MicroTile {
-        let index = round * THREADS + UNIT_POS as usize;
-        let (down, across) = comptime!((p.down(), p.across()));
-        MicroTile {
+impl WarpTile {
+    /// The warp's tile of this round.
+    pub fn of_round(round: usize, #[comptime] p: Product) -> WarpTile {
+        let index = round * WARPS + UNIT_POS as usize / 32;
+        let (down, across) = comptime!((p.m / ROWS, p.n / p.columns()));
+        WarpTile {
             matrix: index / comptime!(down * across),
-            down: index / across % down,
-            across: index % across,
+            row: index / across % down * ROWS,
+            column: index % across * comptime!(p.columns()),
             exists: comptime!(p.fills_rounds()) || index < comptime!(p.tiles()),
         }
     }
 
-    /// The row of C of the micro-tile's row `r`.
-    pub fn row(&self, #[comptime] r: usize, #[comptime] p: Product) -> usize {
-        if comptime!(p.first_transposed()) {
-            self.down * 4 + r
-        } else {
-            self.down + comptime!(r * p.down())
-        }
+    /// The row of C of the lane's row `r`, 0 or 1.
+    pub fn row(&self, #[comptime] r: usize) -> usize {
+        self.row + UNIT_POS_PLANE as usize / 4 * 2 + r
     }
 
-    /// The column of C of the micro-tile's column `c`, with Bᵀ.
-    pub fn column(&self, #[comptime] c: usize, #[comptime] p: Product) -> usize {
-        self.across + comptime!(c * p.across())
+    /// The place in its row of the lane's quad `q`, in quads.
+    pub fn quad(&self, #[comptime] q: usize, #[comptime] p: Product) -> usize {
+        self.column / 4 + UNIT_POS_PLANE as usize % 4 * comptime!(p.quads()) + q
     }
 }
 
@@ -217,95 +216,156 @@ pub fn quads_mut(arena: &mut SharedMemory<f32>) -> SliceMut<Quad> {
     arena.to_slice_mut().into_vectorized().with_vector_size::<Const<4>>()
 }
 
-/// `acc` += the micro-tile of the product, row by row, without the product's sign.
+/// The arena as pairs.
 #[cube]
-pub fn accumulate(
-    arena: &SharedMemory<f32>,
-    acc: &mut Array<f32>,
-    tile: &MicroTile,
-    #[comptime] p: Product,
-) {
-    let quads = quads(arena);
-    let (rows, columns) = comptime!((p.rows(), p.columns()));
-    let (a_row, b_row) = comptime!((p.a.row / 4, p.b.row / 4));
-    let a_at = comptime!(p.a.at / 4) + tile.matrix * comptime!(p.a.next / 4);
-    let b_at = comptime!(p.b.at / 4) + tile.matrix * comptime!(p.b.next / 4);
-    for step in 0..comptime!(p.k / 4) {
-        let mut a = Array::<Quad>::new(4usize);
-        if comptime!(p.first_transposed()) {
-            #[unroll]
-            for i in 0..4usize {
-                a[i] = quads[a_at + (step * 4 + i) * a_row + tile.down];
-            }
-        } else {
-            #[unroll]
-            for r in 0..rows {
-                a[r] = quads[a_at + (tile.down + comptime!(r * p.down())) * a_row + step];
-            }
+fn pairs(arena: &SharedMemory<f32>) -> Slice<Pair> {
+    arena.to_slice().into_vectorized().with_vector_size::<Const<2>>()
+}
+
+/// Numbers as the sums of two in bf16: fragments of an operand, two numbers each.
+#[derive(CubeType)]
+struct Split {
+    high: Array<Bf16Pair>,
+    low: Array<Bf16Pair>,
+}
+
+#[cube]
+impl Split {
+    /// Splits `count` pairs of numbers.
+    fn new(numbers: &Array<f32>, #[comptime] count: usize) -> Split {
+        let mut high = Array::<Bf16Pair>::new(count);
+        let mut low = Array::<Bf16Pair>::new(count);
+        #[unroll]
+        for i in 0..count {
+            let mut pair = Pair::empty();
+            pair[0] = numbers[comptime!(2 * i)];
+            pair[1] = numbers[comptime!(2 * i + 1)];
+            let nearest = Bf16Pair::cast_from(pair);
+            high[i] = nearest;
+            low[i] = Bf16Pair::cast_from(pair - Pair::cast_from(nearest));
         }
-        let mut b = Array::<Quad>::new(4usize);
-        if comptime!(p.second_transposed()) {
-            #[unroll]
-            for c in 0..columns {
-                b[c] = quads[b_at + (tile.across + comptime!(c * p.across())) * b_row + step];
-            }
-        } else {
-            #[unroll]
-            for i in 0..4usize {
-                b[i] = quads[b_at + (step * 4 + i) * b_row + tile.across];
-            }
-        }
+        Split { high, low }
+    }
+}
+
+/// The fragment of A for the 16 steps of the sum from 16·`step` on.
+#[cube]
+fn left(arena: &SharedMemory<f32>, tile: &WarpTile, step: usize, #[comptime] p: Product) -> Split {
+    let (group, lane) = (UNIT_POS_PLANE as usize / 4, UNIT_POS_PLANE as usize % 4);
+    let at = p.a.at + tile.matrix * p.a.next;
+    // Rows 2g and 2g + 1, first of the steps 4t and 4t + 1, then of the next two.
+    let mut numbers = Array::<f32>::new(8usize);
+    if comptime!(p.first_transposed()) {
+        let at = at + (step * ROWS + lane * 4) * p.a.row + tile.row + group * 2;
         #[unroll]
         for i in 0..4usize {
+            let rows = pairs(arena)[at / 2 + comptime!(i * (p.a.row / 2))];
             #[unroll]
-            for r in 0..rows {
-                let x = element(&a, i, r, comptime!(p.first_transposed()));
+            for r in 0..2usize {
+                numbers[comptime!(i / 2 * 4 + r * 2 + i % 2)] = rows[r];
+            }
+        }
+    } else {
+        let at = at + (tile.row + group * 2) * p.a.row + step * ROWS + lane * 4;
+        #[unroll]
+        for r in 0..2usize {
+            let steps = quads(arena)[at / 4 + comptime!(r * (p.a.row / 4))];
+            #[unroll]
+            for i in 0..4usize {
+                numbers[comptime!(i / 2 * 4 + r * 2 + i % 2)] = steps[i];
+            }
+        }
+    }
+    Split::new(&numbers, 4usize)
+}
+
+/// The fragments of B for the same steps, one after the other.
+#[cube]
+fn right(arena: &SharedMemory<f32>, tile: &WarpTile, step: usize, #[comptime] p: Product) -> Split {
+    let (group, lane) = (UNIT_POS_PLANE as usize / 4, UNIT_POS_PLANE as usize % 4);
+    let fragments = comptime!(p.fragments());
+    let at = p.b.at + tile.matrix * p.b.next;
+    let column = tile.column + group * fragments;
+    let mut numbers = Array::<f32>::new(comptime!(4 * fragments));
+    if comptime!(p.second_transposed()) {
+        let at = at + column * p.b.row + step * ROWS + lane * 4;
+        #[unroll]
+        for f in 0..fragments {
+            let steps = quads(arena)[at / 4 + comptime!(f * (p.b.row / 4))];
+            #[unroll]
+            for i in 0..4usize {
+                numbers[comptime!(f * 4 + i)] = steps[i];
+            }
+        }
+    } else {
+        let at = at + (step * ROWS + lane * 4) * p.b.row + column;
+        #[unroll]
+        for i in 0..4usize {
+            if comptime!(fragments == 4) {
+                let columns = quads(arena)[at / 4 + comptime!(i * (p.b.row / 4))];
                 #[unroll]
-                for c in 0..columns {
-                    let y = element(&b, i, c, comptime!(!p.second_transposed()));
-                    acc[comptime!(r * columns + c)] += x * y;
+                for f in 0..4usize {
+                    numbers[comptime!(f * 4 + i)] = columns[f];
+                }
+            } else {
+                let columns = pairs(arena)[at / 2 + comptime!(i * (p.b.row / 2))];
+                #[unroll]
+                for f in 0..2usize {
+                    numbers[comptime!(f * 4 + i)] = columns[f];
                 }
             }
         }
     }
+    Split::new(&numbers, comptime!(2 * fragments))
 }
 
-/// The operand's element for step `i` of the sum and line `line` of the micro-tile.
+/// The fragment `f` of B.
 #[cube]
-fn element(
-    quads: &Array<Quad>,
-    #[comptime] i: usize,
-    #[comptime] line: usize,
-    #[comptime] by_step: bool,
-) -> f32 {
-    if comptime!(by_step) {
-        let quad = quads[i];
-        quad[line]
-    } else {
-        let quad = quads[line];
-        quad[i]
-    }
+fn fragment(all: &Array<Bf16Pair>, #[comptime] f: usize) -> Array<Bf16Pair> {
+    let mut two = Array::<Bf16Pair>::new(2usize);
+    two[0] = all[comptime!(2 * f)];
+    two[1] = all[comptime!(2 * f + 1)];
+    two
 }
 
-/// A micro-tile's accumulators, all zero.
+/// The warp's tile of the product, without the product's sign.
 #[cube]
-pub fn zeros(#[comptime] p: Product) -> Array<f32> {
-    let count = comptime!(p.rows() * p.columns());
-    let mut acc = Array::<f32>::new(count);
-    #[unroll]
-    for i in 0..count {
-        acc[i] = 0f32;
+pub fn product_of(
+    arena: &SharedMemory<f32>,
+    tile: &WarpTile,
+    #[comptime] p: Product,
+) -> Accumulator {
+    let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
+    let fragments = comptime!(p.fragments());
+    let mut acc = crate::tile::zeros(fragments);
+    for step in 0..comptime!(p.k / ROWS) {
+        let a = left(arena, tile, step, p);
+        let b = right(arena, tile, step, p);
+        #[unroll]
+        for f in 0..fragments {
+            let (high, low) = (fragment(&b.high, f), fragment(&b.low, f));
+            def.execute_inplace(&a.low, &high, acc.index_mut(f));
+            def.execute_inplace(&a.high, &low, acc.index_mut(f));
+            def.execute_inplace(&a.high, &high, acc.index_mut(f));
+        }
     }
     acc
 }
 
-/// Row `r` of the accumulators, with the product's sign.
+/// The lane's quad `q` of its row `r`, with the product's sign.
 #[cube]
-pub fn row_of(acc: &Array<f32>, #[comptime] r: usize, #[comptime] p: Product) -> Quad {
+pub fn quad_of(
+    acc: &Accumulator,
+    #[comptime] r: usize,
+    #[comptime] q: usize,
+    #[comptime] p: Product,
+) -> Quad {
     let mut quad = Quad::empty();
     #[unroll]
     for c in 0..4usize {
-        let value = acc[comptime!(r * 4 + c)];
+        let of_quad = comptime!(q * 4 + c);
+        let columns = acc.index(comptime!(of_quad % p.fragments()))[r];
+        let value = columns[comptime!(of_quad / p.fragments())];
         quad[c] = if comptime!(p.negative) { -value } else { value };
     }
     quad
@@ -315,72 +375,47 @@ pub fn row_of(acc: &Array<f32>, #[comptime] r: usize, #[comptime] p: Product) ->
 #[cube]
 pub fn multiply(arena: &mut SharedMemory<f32>, #[comptime] p: Product) {
     for round in 0..comptime!(p.rounds()) {
-        let tile = MicroTile::of_round(round, p);
+        let tile = WarpTile::of_round(round, p);
         if tile.exists {
-            let mut acc = zeros(p);
-            accumulate(arena, &mut acc, &tile, p);
-            if comptime!(p.second_transposed()) {
-                store_elements(arena, &acc, &tile, p);
-            } else {
-                store_quads(arena, &acc, &tile, p);
+            let acc = product_of(arena, &tile, p);
+            let mut quads = quads_mut(arena);
+            let at = comptime!(p.c.at / 4) + tile.matrix * comptime!(p.c.next / 4);
+            #[unroll]
+            for r in 0..2usize {
+                let row = tile.row(r);
+                #[unroll]
+                for q in 0..comptime!(p.quads()) {
+                    let quad = tile.quad(q, p);
+                    let at = at + row * comptime!(p.c.row / 4) + quad;
+                    let mut value = quad_of(&acc, r, q, p);
+                    if comptime!(p.adds) {
+                        value += quads[at];
+                    }
+                    quads[at] = kept(value, row, quad * 4, p.kept);
+                }
             }
         }
     }
 }
 
+/// The elements of a quad that remain.
 #[cube]
-fn store_quads(
-    arena: &mut SharedMemory<f32>,
-    acc: &Array<f32>,
-    tile: &MicroTile,
-    #[comptime] p: Product,
-) {
-    let mut quads = quads_mut(arena);
-    let at = comptime!(p.c.at / 4) + tile.matrix * comptime!(p.c.next / 4) + tile.across;
-    #[unroll]
-    for r in 0..comptime!(p.rows()) {
-        let at = at + tile.row(r, p) * comptime!(p.c.row / 4);
-        let mut value = row_of(acc, r, p);
-        if comptime!(p.adds) {
-            value += quads[at];
-        }
-        quads[at] = value;
-    }
-}
-
-#[cube]
-fn store_elements(
-    arena: &mut SharedMemory<f32>,
-    acc: &Array<f32>,
-    tile: &MicroTile,
-    #[comptime] p: Product,
-) {
-    let at = p.c.at + tile.matrix * p.c.next;
-    let columns = comptime!(p.columns());
-    #[unroll]
-    for r in 0..comptime!(p.rows()) {
-        let row = tile.row(r, p);
+fn kept(value: Quad, row: usize, column: usize, #[comptime] kept: Kept) -> Quad {
+    let mut value = value;
+    if comptime!(kept != Kept::All) {
         #[unroll]
-        for c in 0..columns {
-            let column = tile.column(c, p);
-            let at = at + row * p.c.row + column;
-            let product = acc[comptime!(r * columns + c)];
-            let mut value = if comptime!(p.negative) { -product } else { product };
-            if comptime!(p.adds) {
-                value += arena[at];
+        for c in 0..4usize {
+            let mut beyond = column + c > row;
+            if comptime!(kept == Kept::StrictlyLower) {
+                beyond = column + c >= row;
             }
-            if comptime!(matches!(p.kept, Kept::Lower)) {
-                value = select(column > row, 0f32, value);
-            }
-            if comptime!(matches!(p.kept, Kept::StrictlyLower)) {
-                value = select(column >= row, 0f32, value);
-            }
-            arena[at] = value;
+            value[c] = select(beyond, 0f32, value[c]);
         }
     }
+    value
 }
 
-/// Adds the product, which has no Bᵀ, to a matrix in global memory: `c` counts from quad `base` there.
+/// Adds the product to a matrix in global memory: `c` counts from quad `base` there.
 #[cube]
 pub fn add_to_global(
     arena: &SharedMemory<f32>,
@@ -389,16 +424,17 @@ pub fn add_to_global(
     #[comptime] p: Product,
 ) {
     for round in 0..comptime!(p.rounds()) {
-        let tile = MicroTile::of_round(round, p);
+        let tile = WarpTile::of_round(round, p);
         if tile.exists {
-            let mut acc = zeros(p);
-            accumulate(arena, &mut acc, &tile, p);
-            let at =
-                base + comptime!(p.c.at / 4) + tile.matrix * comptime!(p.c.next / 4) + tile.across;
+            let acc = product_of(arena, &tile, p);
+            let at = base + comptime!(p.c.at / 4) + tile.matrix * comptime!(p.c.next / 4);
             #[unroll]
-            for r in 0..comptime!(p.rows()) {
-                let at = at + tile.row(r, p) * comptime!(p.c.row / 4);
-                memory[at] += row_of(&acc, r, p);
+            for r in 0..2usize {
+                #[unroll]
+                for q in 0..comptime!(p.quads()) {
+                    let at = at + tile.row(r) * comptime!(p.c.row / 4) + tile.quad(q, p);
+                    memory[at] += quad_of(&acc, r, q, p);
+                }
             }
         }
     }
