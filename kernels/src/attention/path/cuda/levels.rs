@@ -4,6 +4,7 @@
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
+use cubecl::zspace::metadata::Metadata;
 
 use super::blocks::{BLOCK, BlockResults};
 use super::moves::{
@@ -331,8 +332,13 @@ fn consecutive(
     let views = shapes.iter().map(|shape| {
         let mut view = all.clone();
         view.handle = view.handle.offset_start((first * dtype.size()) as u64);
+        let mut strides = vec![1; shape.len()];
+        for i in (1..shape.len()).rev() {
+            strides[i - 1] = strides[i] * shape[i];
+        }
+        *view.meta = Metadata::new(shape.clone(), strides);
         first += count(shape);
-        reshaped(&view, shape)
+        view
     });
     let views = views.collect();
     (all, views)
