@@ -22,6 +22,15 @@ use crate::testing::record;
 /// Half a unit in the last place of bf16, relative to the number.
 const BF16: f64 = 1.0 / 256.0;
 
+/// The error of a product of two numbers, relative to it: each is the sum of two in bf16, of whose products the smallest
+/// is left out.
+const SPLIT: f64 = 3.0 / (1 << 18) as f64;
+
+/// Largest errors of a sequence of products in units of [`SPLIT`], relative to the largest value: in general, and where
+/// one direction repeats, so that substitution in tiles amplifies errors.
+const GROWTH: f64 = 64.0;
+const GROWTH_OF_REPEATED: f64 = 400.0;
+
 /// Errors are relative to a largest value of at least this.
 const SMALLEST: f64 = 1e-3;
 
@@ -99,15 +108,15 @@ fn run(case: &Case, want: &Results) -> Results {
     }
 }
 
-/// The largest error beyond `own` of each element may be 2e-5 of the largest element, or of `least`.
-fn hold(what: &str, got: &[f64], want: &[f64], own: f64, least: f64) {
+/// The largest error beyond `own` of each element may be `allowed` of the largest element, or of `least`.
+fn hold(what: &str, got: &[f64], want: &[f64], [own, least, allowed]: [f64; 3]) {
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let scale = want.iter().fold(least, |a, x| a.max(x.abs()));
     let mut worst = 0.0f64;
     for (at, (got, want)) in got.iter().zip(want).enumerate() {
         let error = (got - want).abs() - own * want.abs();
         assert!(
-            error <= 2e-5 * scale,
+            error <= allowed * scale,
             "{what}, element {at}: found {got}, want {want}; the largest is {scale}"
         );
         worst = worst.max(error / scale);
@@ -123,8 +132,11 @@ fn with_decay_sums(case: Case) -> Case {
     Case { decay_sums: decay_sums.unwrap_or_default(), ..case }
 }
 
-fn check(what: &str, case: Case) {
+fn check(what: &str, case: Case, growth: f64) {
     let case = with_decay_sums(case);
+    // Sums of decays over a block are rounded to f32.
+    let of_decay = case.shape.decay.map_or(0.0, |decay| f64::from(decay) * BLOCK as f64);
+    let allowed = growth * SPLIT + of_decay * f64::from(f32::EPSILON);
     let want = case.expected();
     let got = run(&case, &want);
     // Gradients in bf16 have its rounding. I − P may vanish, while rounding is relative to P, of norm 1.
@@ -146,7 +158,7 @@ fn check(what: &str, case: Case) {
         results.push(("sums of dS over columns", columns.0, columns.1, 0.0, SMALLEST));
     }
     for (name, got, want, own, least) in results {
-        hold(&format!("{what}, {:?}: {name}", case.shape), got, want, own, least);
+        hold(&format!("{what}, {:?}: {name}", case.shape), got, want, [own, least, allowed]);
     }
 }
 
@@ -154,7 +166,7 @@ fn check(what: &str, case: Case) {
 #[ignore = "needs a GPU"]
 fn blocks_of_any_length_agree_with_recurrences() {
     for tokens in [1, 15, 16, 64, 100, 257] {
-        check("random", Case::new(Shape::new(tokens, 64, 1)));
+        check("random", Case::new(Shape::new(tokens, 64, 1)), GROWTH);
     }
 }
 
@@ -162,11 +174,11 @@ fn blocks_of_any_length_agree_with_recurrences() {
 #[ignore = "needs a GPU"]
 fn heads_of_any_width_and_group_agree_with_recurrences() {
     for d in [16, 48, 96, 112, 128] {
-        check("random", Case::new(Shape::new(100, d, 1)));
+        check("random", Case::new(Shape::new(100, d, 1)), GROWTH);
     }
     for d in [16, 128] {
         let shape = Shape { batch: 2, kv_heads: 2, ..Shape::new(70, d, 3) };
-        check("groups", Case::new(shape));
+        check("groups", Case::new(shape), GROWTH);
     }
 }
 
@@ -176,13 +188,17 @@ fn masks_and_decays_agree_with_recurrences() {
     for window in [None, Some(1), Some(20), Some(1000)] {
         for documents in [None, Some(9), Some(70)] {
             let shape = Shape { window, documents, ..Shape::new(150, 16, 2) };
-            check("masks", Case::new(shape));
+            check("masks", Case::new(shape), GROWTH);
         }
     }
     for decay in [1e-3, 1.0, 30.0] {
         let shape = Shape { decay: Some(decay), batch: 2, ..Shape::new(100, 16, 3) };
-        check("decays", Case::new(shape));
-        check("decays", Case::new(Shape { window: Some(20), documents: Some(30), ..shape }));
+        check("decays", Case::new(shape), GROWTH);
+        check(
+            "decays",
+            Case::new(Shape { window: Some(20), documents: Some(30), ..shape }),
+            GROWTH,
+        );
     }
 }
 
@@ -190,11 +206,15 @@ fn masks_and_decays_agree_with_recurrences() {
 #[ignore = "needs a GPU"]
 fn repeated_transforms_agree_with_recurrences() {
     for beta in [0.0, 0.5, 1.0, 2.0] {
-        check("one direction", Case::new(Shape::new(128, 64, 1)).one_direction(beta));
+        check(
+            "one direction",
+            Case::new(Shape::new(128, 64, 1)).one_direction(beta),
+            GROWTH_OF_REPEATED,
+        );
     }
     let mut case = Case::new(Shape::new(128, 16, 1));
     case.beta.fill(2.0);
-    check("reflections", case);
+    check("reflections", case, GROWTH_OF_REPEATED);
 }
 
 #[test]
@@ -248,13 +268,13 @@ fn recurrences_of_one_block_agree_with_the_cpu_kernel() {
         Tensor::from_data(TensorData::new(case.d_o.clone(), [1, 2, n, d]), &Default::default());
     let grads = (o.clone() * d_o).sum().backward();
     let read = |x: Tensor<Flex, 4>| x.into_data().iter::<f64>().collect::<Vec<_>>();
-    hold("outputs", &read(o.inner().swap_dims(1, 2)), &want.o, 0.0, SMALLEST);
+    hold("outputs", &read(o.inner().swap_dims(1, 2)), &want.o, [0.0, SMALLEST, 2e-5]);
     let wants = [&want.d_q, &want.d_k, &want.d_v, &want.d_w, &want.d_beta];
     for ((name, x), want) in
         [("q", q), ("k", k), ("v", v), ("w", w), ("beta", beta)].into_iter().zip(wants)
     {
         let got = read(x.grad(&grads).expect("a gradient"));
-        hold(&format!("gradient of {name}"), &got, want, 0.0, SMALLEST);
+        hold(&format!("gradient of {name}"), &got, want, [0.0, SMALLEST, 2e-5]);
     }
 }
 
