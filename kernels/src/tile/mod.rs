@@ -289,6 +289,12 @@ pub fn zeros(#[comptime] count: usize) -> Accumulator {
     acc
 }
 
+/// The loop that follows is not unrolled, which saves registers and time of compilation.
+#[cube]
+pub fn keep_loop() {
+    intrinsic!(|scope| asm::emit(scope, "A loop", "#pragma unroll 1"))
+}
+
 /// A fragment of operand A: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
 /// 16·`step` + 15.
 #[cube]

@@ -110,13 +110,12 @@ fn transform_back(
 
     // 2. dY = W dRᵀ and dW += Y dR, by parts of dR's rows.
     let part = comptime!(config.transform_part());
-    let rows = comptime!(d / config.transform_parts());
     let from = of.transform(shape) * comptime!(d * d / 4);
     let base = scratch_base(config);
     let d_w = comptime!(config.scratch(scratch::D_W));
     #[unroll]
     for i in 0..comptime!(config.transform_parts()) {
-        let first = comptime!(i * rows);
+        let (first, rows) = comptime!((i * BLOCK, config.transform_rows(i)));
         load_part(arena, &upstream.r, from + comptime!(first * d / 4), part, rows, d);
         sync_cube();
         let of_w = comptime!(Product::ab([k.cell(0, first), part, d_w], [BLOCK, d, rows]));

@@ -153,7 +153,13 @@ impl BlockConfig {
 
     /// In how many parts dR is read.
     pub const fn transform_parts(&self) -> usize {
-        if self.head_dim > BLOCK { 2 } else { 1 }
+        self.head_dim.div_ceil(BLOCK)
+    }
+
+    /// The rows of a part of dR: a multiple of 16, as products require.
+    pub const fn transform_rows(&self, part: usize) -> usize {
+        let left = self.head_dim - part * BLOCK;
+        if left < BLOCK { left } else { BLOCK }
     }
 
     /// A part of dR in place of the scores and −c.

@@ -13,7 +13,7 @@ use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
 use super::THREADS;
-use crate::tile::{Accumulator, Bf16Pair, Pair};
+use crate::tile::{Accumulator, Bf16Pair, Pair, keep_loop};
 
 /// Four neighbouring elements of a row.
 pub type Quad = Vector<f32, Const<4>>;
@@ -89,6 +89,7 @@ pub struct Product {
 
 impl Product {
     const fn new(form: Form, [a, b, c]: [Place; 3], [m, n, k]: [usize; 3]) -> Self {
+        assert!(m.is_multiple_of(16) && n.is_multiple_of(16) && k.is_multiple_of(16));
         let (batch, adds, negative, kept) = (1, false, false, Kept::All);
         Product { a, b, c, form, m, n, k, batch, adds, negative, kept }
     }
@@ -338,6 +339,8 @@ pub fn product_of(
     let def = MmaDefinition::<bf16, bf16, f32>::new(16usize, 8usize, 16usize);
     let fragments = comptime!(p.fragments());
     let mut acc = crate::tile::zeros(fragments);
+    // Two thread blocks share a multiprocessor's registers.
+    keep_loop();
     for step in 0..comptime!(p.k / ROWS) {
         let a = left(arena, tile, step, p);
         let b = right(arena, tile, step, p);

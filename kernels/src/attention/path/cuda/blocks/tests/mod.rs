@@ -286,10 +286,14 @@ fn shared_memory_holds_a_block_of_any_width() {
         for elements in [config.forward_elements(), config.backward_elements()] {
             assert!(elements * 4 <= 227 << 10, "{head_dim} channels: {elements} elements");
         }
-        let part = head_dim / config.transform_parts();
+        let rows: Vec<usize> =
+            (0..config.transform_parts()).map(|part| config.transform_rows(part)).collect();
         let place = config.transform_part();
-        assert!(place.at + part * place.row <= config.dc().at, "a part of dR");
-        assert!(part <= BLOCK && part.is_multiple_of(8));
+        assert_eq!(rows.iter().sum::<usize>(), head_dim);
+        for rows in rows {
+            assert!(place.at + rows * place.row <= config.dc().at, "a part of dR");
+            assert!(rows.is_multiple_of(16));
+        }
     }
     // Two thread blocks on a multiprocessor.
     let config = BlockConfig { head_dim: 64, documents: true, window: true, decay: true };
