@@ -2,7 +2,7 @@
 //! them, forward and backward (`docs/path.md`, "Tiles and blocks").
 //!
 //! A thread block owns a block of one kv head of one sequence, with the queries of all heads of its group. Its
-//! matrices are in shared memory, and all arithmetic is in f32. Every sum has one owner and a fixed order: equal
+//! matrices are in shared memory in f32, and products keep about 16 bits. Every sum has one owner and a fixed order: equal
 //! inputs give equal bits.
 
 // Device code has no `div_ceil` or `is_multiple_of`.

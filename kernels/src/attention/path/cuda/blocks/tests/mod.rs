@@ -28,8 +28,8 @@ const SPLIT: f64 = 3.0 / (1 << 18) as f64;
 
 /// Largest errors of a sequence of products in units of [`SPLIT`], relative to the largest value: in general, and where
 /// one direction repeats, so that substitution in tiles amplifies errors.
-const GROWTH: f64 = 64.0;
-const GROWTH_OF_REPEATED: f64 = 400.0;
+const GROWTH: f64 = 4.0;
+const GROWTH_OF_REPEATED: f64 = 40.0;
 
 /// Errors are relative to a largest value of at least this.
 const SMALLEST: f64 = 1e-3;
