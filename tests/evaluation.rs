@@ -172,7 +172,7 @@ fn evaluations_during_training_are_checked_before_it_starts() {
 fn suites_are_listed_without_a_run() {
     let w = Workspace::new();
     let list = w.succeed(&["eval", "list"]);
-    assert_eq!(list.lines().count(), 14, "{list}");
+    assert_eq!(list.lines().count(), 16, "{list}");
     assert!(list.contains("\nperplexity       Word and byte perplexity"), "{list}");
     let json: serde_json::Value =
         serde_json::from_str(&w.succeed(&["eval", "list", "--json"])).unwrap();
