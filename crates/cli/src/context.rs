@@ -50,7 +50,7 @@ pub struct RunArgs {
     #[arg(long, global = true, default_value_t, value_name = "WHICH")]
     pub weights: WeightsSelector,
 
-    /// Run the model with another setting of [model] that leaves its weights as they are, for example
+    /// Run the model with another setting of `[model]` that leaves its weights as they are, for example
     /// `--set model.attention.scaling='{ kind = "ntk", factor = 4 }'`
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     pub sets: Vec<String>,

@@ -2,7 +2,7 @@
 //! of the one answer to a prompt.
 //!
 //! The requests, with their prompts, come from files: those of OLMo's evaluations, or samples that
-//! lm-evaluation-harness logged. [`metrics`] defines the scores. A trial is a document, with all of its requests.
+//! lm-evaluation-harness logged. `metrics` defines the scores. A trial is a document, with all of its requests.
 
 mod document;
 mod encode;

@@ -1,8 +1,8 @@
 //! Starting a model from the weights of another run, whose configuration may differ.
 //!
 //! Every weight must be in both models with the same name and shape. Only the weights that an attention kind has of
-//! its own may be new or left out, where the kinds of a layer differ and [the new one can start from the old
-//! one](kinds). New weights have their initial values; gates start open if that makes the layer compute what the old
+//! its own may be new or left out, where the kinds of a layer differ and the new one can start from the old one
+//! (`kinds.rs`). New weights have their initial values; gates start open if that makes the layer compute what the old
 //! one did.
 
 mod kinds;
