@@ -5,7 +5,9 @@ use longwall_kernels::attention::rope::Position;
 use serde_json::{Value, json};
 
 use super::values::{Reader, is_norm_eps};
-use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain, shown};
+use super::{
+    ImportedModel, Layout, TensorRule, check_attention, check_plain, check_setting, shown,
+};
 use crate::config::{MlpKind, NormKind, Positions};
 use crate::start::ModelSpec;
 use crate::{ModelConfig, layers};
@@ -25,14 +27,7 @@ impl Layout for Gpt2 {
         check_attention(model, Position::None, allowed, problems);
         let shape = model.attention_shape(0);
         let mut is = |key: &str, ok: bool, value: String, allowed: &str| {
-            let remedy = "this model cannot be expressed there: try the Llama layout";
-            problems.check(
-                ok,
-                format!("model.{key}"),
-                value,
-                format!("{allowed} in the GPT-2 layout"),
-                remedy,
-            );
+            check_setting(problems, ["GPT-2", "Llama"], key, ok, [&value, allowed]);
         };
         let learned = model.positions == Positions::Learned;
         is("positions", learned, shown(&model.positions), "learned");
@@ -81,22 +76,17 @@ impl Layout for Gpt2 {
         for key in ["scale_attn_by_inverse_layer_idx", "add_cross_attention"] {
             read.expect(key, false.into(), "false", |value| value == false);
         }
-        let table = toml::toml! {
+        let mut table = toml::toml! {
             arch = "gpt2"
             bias = true
             positions = "learned"
         };
-        let mut table = table;
-        for (key, value) in
-            [("width", width), ("heads", heads), ("layers", layers), ("mlp_width", mlp_width)]
-        {
-            table.insert(key.to_owned(), toml::Value::Integer(value as i64));
-        }
+        let sizes =
+            [("width", width), ("heads", heads), ("layers", layers), ("mlp_width", mlp_width)];
         table.insert("tie_embeddings".to_owned(), tied.into());
         let attention = toml::toml! { kind = "rope" position = "none" };
         table.insert("attention".to_owned(), attention.into());
-        let model: ModelConfig = table.try_into().expect("a table of known keys");
-        Some(ImportedModel { model, vocab_rows, seq_len })
+        Some(ImportedModel::new(table, &sizes, [vocab_rows, seq_len]))
     }
 
     /// Linear layers are stored `[inputs, outputs]`, and q, k and v as one.

@@ -5,7 +5,9 @@ use longwall_kernels::attention::rope::Position;
 use serde_json::{Value, json};
 
 use super::values::{Reader, is_norm_eps};
-use super::{ImportedModel, Layout, TensorRule, check_attention, check_plain, shown};
+use super::{
+    ImportedModel, Layout, TensorRule, check_attention, check_plain, check_setting, shown,
+};
 use crate::ModelConfig;
 use crate::config::{MlpKind, NormKind, Positions};
 use crate::start::ModelSpec;
@@ -25,14 +27,7 @@ impl Layout for Llama {
         let attention = check_attention(model, Position::Rope, allowed, problems);
         let theta = attention.map_or(0.0, |config| config.theta);
         let mut is = |key: &str, ok: bool, value: String, allowed: &str| {
-            let remedy = "this model cannot be expressed there: try the GPT-2 layout";
-            problems.check(
-                ok,
-                format!("model.{key}"),
-                value,
-                format!("{allowed} in the Llama layout"),
-                remedy,
-            );
+            check_setting(problems, ["Llama", "GPT-2"], key, ok, [&value, allowed]);
         };
         let none = model.positions == Positions::None;
         is("positions", none, shown(&model.positions), "none");
@@ -80,23 +75,20 @@ impl Layout for Llama {
         read.expect("rms_norm_eps", json!(1e-6), "1e-5", is_norm_eps);
         let theta = rope_theta(&mut read);
         let mut table = toml::toml! { arch = "llama" };
-        for (key, value) in [
+        let sizes = [
             ("width", width),
             ("heads", heads),
             ("layers", layers),
             ("mlp_width", mlp_width),
             ("kv_heads", kv_heads),
             ("head_dim", head_dim),
-        ] {
-            table.insert(key.to_owned(), toml::Value::Integer(value as i64));
-        }
+        ];
         table.insert("tie_embeddings".to_owned(), tied.into());
         table.insert("bias".to_owned(), bias.into());
         let mut attention = toml::toml! { kind = "rope" };
         attention.insert("theta".to_owned(), theta.into());
         table.insert("attention".to_owned(), attention.into());
-        let model: ModelConfig = table.try_into().expect("a table of known keys");
-        Some(ImportedModel { model, vocab_rows, seq_len })
+        Some(ImportedModel::new(table, &sizes, [vocab_rows, seq_len]))
     }
 
     fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule> {

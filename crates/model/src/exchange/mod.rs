@@ -58,6 +58,21 @@ pub struct ImportedModel {
     pub seq_len: usize,
 }
 
+impl ImportedModel {
+    /// From a `[model]` table without its `sizes`, which are whole numbers.
+    fn new(
+        mut table: toml::Table,
+        sizes: &[(&str, usize)],
+        [vocab_rows, seq_len]: [usize; 2],
+    ) -> Self {
+        for &(key, value) in sizes {
+            table.insert(key.to_owned(), toml::Value::Integer(value as i64));
+        }
+        let model: ModelConfig = table.try_into().expect("a table of known keys");
+        ImportedModel { model, vocab_rows, seq_len }
+    }
+}
+
 /// How one tensor of a layout is made of ours.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorRule {
@@ -183,6 +198,23 @@ fn transpose((shape, data): Tensor) -> Tensor {
 /// A value as a configuration file has it.
 fn shown<T: Serialize>(value: &T) -> String {
     toml::Value::try_from(value).expect("a value of a configuration").to_string()
+}
+
+/// Records a setting of `[model]` that the layout does not have, where the other one may.
+fn check_setting(
+    problems: &mut Problems,
+    [layout, other]: [&str; 2],
+    key: &str,
+    ok: bool,
+    [value, allowed]: [&str; 2],
+) {
+    problems.check(
+        ok,
+        format!("model.{key}"),
+        value,
+        format!("{allowed} in the {layout} layout"),
+        format!("this model cannot be expressed there: try the {other} layout"),
+    );
 }
 
 /// Records everything beside the block architecture that no layout here has.

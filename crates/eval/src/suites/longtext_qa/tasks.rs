@@ -1,5 +1,6 @@
 //! The tasks: where their files are, what the prompt says, and how outputs are scored.
 
+use self::Source::{LongBench, Scrolls};
 use super::scorers::Scorer;
 
 /// Where a task comes from, which decides the format of its file.
@@ -10,12 +11,12 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub(super) const ALL: [Source; 2] = [Source::LongBench, Source::Scrolls];
+    pub(super) const ALL: [Source; 2] = [LongBench, Scrolls];
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            Source::LongBench => "longbench",
-            Source::Scrolls => "scrolls",
+            LongBench => "longbench",
+            Scrolls => "scrolls",
         }
     }
 }
@@ -61,63 +62,57 @@ const QUESTION: &str = "{context}\n\nQuestion: {input}\nAnswer:";
 const SUMMARY: &str = "{context}\n\nSummary of the text above:";
 const EXAMPLES: &str = "{context}\n{input}";
 
-const fn longbench(
+const fn task(
+    source: Source,
     name: &'static str,
     max_tokens: usize,
     scorer: Scorer,
     first_line: bool,
     prompt: &'static str,
 ) -> Task {
-    Task { source: Source::LongBench, name, max_tokens, scorer, first_line, prompt }
-}
-
-const fn scrolls(
-    name: &'static str,
-    max_tokens: usize,
-    scorer: Scorer,
-    first_line: bool,
-    prompt: &'static str,
-) -> Task {
-    Task { source: Source::Scrolls, name, max_tokens, scorer, first_line, prompt }
+    Task { source, name, max_tokens, scorer, first_line, prompt }
 }
 
 /// All tasks: LongBench's in English and code, and SCROLLS'.
 pub(super) const TASKS: [Task; 23] = [
-    longbench("narrativeqa", 128, Scorer::F1, false, QUESTION),
-    longbench("qasper", 128, Scorer::F1, false, QUESTION),
-    longbench("multifieldqa_en", 64, Scorer::F1, false, QUESTION),
-    longbench("hotpotqa", 32, Scorer::F1, false, QUESTION),
-    longbench("2wikimqa", 32, Scorer::F1, false, QUESTION),
-    longbench("musique", 32, Scorer::F1, false, QUESTION),
-    longbench("gov_report", 512, Scorer::RougeLOfSets, false, SUMMARY),
-    longbench("qmsum", 512, Scorer::RougeLOfSets, false, QUESTION),
-    longbench("multi_news", 512, Scorer::RougeLOfSets, false, SUMMARY),
-    longbench("trec", 64, Scorer::Classification, true, EXAMPLES),
-    longbench("triviaqa", 32, Scorer::F1, true, EXAMPLES),
-    longbench("samsum", 128, Scorer::RougeLOfSets, true, EXAMPLES),
-    longbench(
+    task(LongBench, "narrativeqa", 128, Scorer::F1, false, QUESTION),
+    task(LongBench, "qasper", 128, Scorer::F1, false, QUESTION),
+    task(LongBench, "multifieldqa_en", 64, Scorer::F1, false, QUESTION),
+    task(LongBench, "hotpotqa", 32, Scorer::F1, false, QUESTION),
+    task(LongBench, "2wikimqa", 32, Scorer::F1, false, QUESTION),
+    task(LongBench, "musique", 32, Scorer::F1, false, QUESTION),
+    task(LongBench, "gov_report", 512, Scorer::RougeLOfSets, false, SUMMARY),
+    task(LongBench, "qmsum", 512, Scorer::RougeLOfSets, false, QUESTION),
+    task(LongBench, "multi_news", 512, Scorer::RougeLOfSets, false, SUMMARY),
+    task(LongBench, "trec", 64, Scorer::Classification, true, EXAMPLES),
+    task(LongBench, "triviaqa", 32, Scorer::F1, true, EXAMPLES),
+    task(LongBench, "samsum", 128, Scorer::RougeLOfSets, true, EXAMPLES),
+    task(
+        LongBench,
         "passage_count",
         32,
         Scorer::Count,
         false,
         "{context}\n\nSome of the paragraphs above are repeated. The number of different paragraphs is",
     ),
-    longbench(
+    task(
+        LongBench,
         "passage_retrieval_en",
         32,
         Scorer::Retrieval,
         false,
         "{context}\n\nSummary of one of the paragraphs above: {input}\nThe summary is of Paragraph",
     ),
-    longbench("lcc", 64, Scorer::Code, false, "{context}"),
-    longbench("repobench-p", 64, Scorer::Code, false, "{context}{input}"),
-    scrolls("gov_report", 512, Scorer::Rouge, false, SUMMARY),
-    scrolls("summ_screen_fd", 256, Scorer::Rouge, false, SUMMARY),
-    scrolls("qmsum", 256, Scorer::Rouge, false, QUESTION),
-    scrolls("narrative_qa", 32, Scorer::F1, true, QUESTION),
-    scrolls("qasper", 64, Scorer::F1, true, QUESTION),
-    scrolls("quality", 64, Scorer::ExactMatch, true, QUESTION),
-    scrolls(
+    task(LongBench, "lcc", 64, Scorer::Code, false, "{context}"),
+    task(LongBench, "repobench-p", 64, Scorer::Code, false, "{context}{input}"),
+    task(Scrolls, "gov_report", 512, Scorer::Rouge, false, SUMMARY),
+    task(Scrolls, "summ_screen_fd", 256, Scorer::Rouge, false, SUMMARY),
+    task(Scrolls, "qmsum", 256, Scorer::Rouge, false, QUESTION),
+    task(Scrolls, "narrative_qa", 32, Scorer::F1, true, QUESTION),
+    task(Scrolls, "qasper", 64, Scorer::F1, true, QUESTION),
+    task(Scrolls, "quality", 64, Scorer::ExactMatch, true, QUESTION),
+    task(
+        Scrolls,
         "contract_nli",
         8,
         Scorer::ExactMatch,

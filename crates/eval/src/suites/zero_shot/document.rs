@@ -74,13 +74,23 @@ struct Collector {
 }
 
 impl Collector {
+    /// Without documents; all of a file's without a limit.
+    fn new(task: usize, limit: Option<usize>) -> Self {
+        Collector { task, limit: limit.unwrap_or(usize::MAX), found: BTreeMap::new() }
+    }
+
+    /// Whether a further document would be one too many.
+    fn is_full(&self) -> bool {
+        self.found.len() >= self.limit
+    }
+
     /// Adds a request of a request file.
     fn add_request(&mut self, line: &JsonLine<'_>) -> Result<(), EvalError> {
         let RequestLine { doc, request, idx, doc_id, label } = line.parse()?;
         let unconditional = doc_id >= UNCONDITIONAL;
         let id = if unconditional { doc_id - UNCONDITIONAL } else { doc_id };
         if !self.found.contains_key(&id) {
-            if self.found.len() >= self.limit {
+            if self.is_full() {
                 return Ok(());
             }
             if unconditional {
@@ -172,8 +182,7 @@ pub(super) fn read_requests(
     task: usize,
     limit: Option<usize>,
 ) -> Result<Vec<Document>, EvalError> {
-    let limit = limit.unwrap_or(usize::MAX);
-    let mut collector = Collector { task, limit, found: BTreeMap::new() };
+    let mut collector = Collector::new(task, limit);
     let expected =
         "a request a line: doc, request.context, request.continuation, idx, doc_id, label";
     for_each_line(path, expected, |line| collector.add_request(line))?;
@@ -186,15 +195,14 @@ pub(super) fn read_samples(
     task: usize,
     limit: Option<usize>,
 ) -> Result<Vec<Document>, EvalError> {
-    let limit = limit.unwrap_or(usize::MAX);
-    let mut collector = Collector { task, limit, found: BTreeMap::new() };
+    let mut collector = Collector::new(task, limit);
     let expected =
         "samples of multiple choice or of log-likelihoods: doc_id, doc, target, arguments";
     for_each_line(path, expected, |line| {
         let sample: harness::Sample = line.parse()?;
         let id = sample.doc_id;
         // A document has a line for each filter of its answers, all with the same requests.
-        if collector.found.contains_key(&id) || collector.found.len() >= limit {
+        if collector.found.contains_key(&id) || collector.is_full() {
             return Ok(());
         }
         let harness::Requests { options, unconditional, gold, target } =
