@@ -63,7 +63,7 @@ sort -u -o "$work/passed" "$work/passed" # A run that was cut off left it unsort
 comm -13 "$work/passed" "$work/tests" |
   sed -E '/^(attention::suites::.*::references|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
 # The slowest first.
-slowest='::(bf16|length|pruning|power|wall)::'
+slowest='::(bf16|length|pruning|path|power|wall)::'
 { grep -E "$slowest" "$work/groups" || true; grep -vE "$slowest" "$work/groups" || true; } |
   xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"

@@ -12,6 +12,7 @@ pub mod cache;
 mod conformance;
 mod contract;
 mod decay;
+mod delta_rule;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
@@ -19,9 +20,12 @@ pub mod dispatch;
 pub mod entmax;
 mod flash;
 pub mod fox;
+pub mod gated_delta_net;
+pub mod kda;
 pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
+pub mod mamba2;
 mod output_norm;
 pub mod path;
 pub mod power;
@@ -63,7 +67,7 @@ registry::registry! {
     /// Wall attention: diagonal gates.
     Wall = "wall" in wall, kernels for cuda in bf16;
     /// Positions by accumulated Householder transforms.
-    Path = "path" in path;
+    Path = "path" in path, kernels for cuda in bf16;
     /// Power attention: the p-th power of scores, at linear cost.
     Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
@@ -88,6 +92,12 @@ registry::registry! {
     Linear = "linear" in linear;
     /// RWKV-7's time mix.
     Rwkv7 = "rwkv7" in rwkv7;
+    /// Gated DeltaNet.
+    GatedDeltaNet = "gated_delta_net" in gated_delta_net;
+    /// Kimi delta attention.
+    Kda = "kda" in kda;
+    /// Mamba-2's state-space duality.
+    Mamba2 = "mamba2" in mamba2;
 }
 
 /// The longest window, in tokens.

@@ -165,7 +165,7 @@ pub const ALIGN: usize = 1024;
 /// The place of a chunk of a row of a panel. Rows that are 8 apart differ by a constant, which an
 /// address of 64 bits takes for nothing: kernels are compiled with such addresses.
 #[cube]
-fn place(row: u32, chunk: u32) -> usize {
+pub fn place(row: u32, chunk: u32) -> usize {
     (row * comptime!(PANEL as u32) + (chunk ^ (row & 7))) as usize
 }
 
@@ -287,6 +287,12 @@ pub fn zeros(#[comptime] count: usize) -> Accumulator {
         acc.push(fragment);
     }
     acc
+}
+
+/// The loop that follows is not unrolled, which saves registers and time of compilation.
+#[cube]
+pub fn keep_loop() {
+    intrinsic!(|scope| asm::emit(scope, "A loop", "#pragma unroll 1"))
 }
 
 /// A fragment of operand A: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to

@@ -26,7 +26,11 @@ const LENGTHS: [usize; 9] = [1, 2, 33, 63, 64, 65, 100, 129, 257];
 /// Outputs and gradients: ragged lengths, grouped heads, head dims up to the widest.
 pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
     for (at, variant) in V::kernel_cases().into_iter().enumerate() {
-        let check = |sizes| check::<V, K>(&variant, Problem::new(&variant, sizes, None));
+        let check = |sizes: Sizes| {
+            if sizes[2] <= V::WIDEST_HEAD {
+                check::<V, K>(&variant, Problem::new(&variant, sizes, None));
+            }
+        };
         for seq_len in LENGTHS {
             check([2, 2, 64, 1, seq_len]);
         }

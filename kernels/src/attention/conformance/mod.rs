@@ -29,6 +29,12 @@ pub trait Conformance: Variant {
     /// Step of the central differences; smaller for a kind with kinks, which a step may cross.
     const STEP: f64 = 1e-5;
 
+    /// The widest heads that the CUDA kernels serve.
+    const WIDEST_HEAD: usize = 256;
+
+    /// Whether the CUDA kernels also decode; else the reference does.
+    const KERNELS_DECODE: bool = true;
+
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
 

@@ -25,8 +25,8 @@
 //! Decoding keeps S, kv_heads · head_dim² elements at any length. A token costs 2·head_dim² FLOPs per
 //! query head and 3·head_dim² per kv head.
 
-mod cpu;
-mod reference;
+pub(super) mod cpu;
+pub(super) mod reference;
 #[cfg(test)]
 mod tests;
 
@@ -37,7 +37,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::recurrent::forget_at_starts;
+use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::Rotation;
 use super::saved::Channels;
 use super::{
@@ -107,6 +107,10 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 impl Config {
+    fn op(&self) -> GatedLinear {
+        GatedLinear { chunk: self.chunk }
+    }
+
     /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
@@ -146,13 +150,7 @@ impl VariantSpec for Config {
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        problems.check(
-            self.chunk.is_power_of_two() && (16..=256).contains(&self.chunk),
-            format!("{key}.chunk"),
-            self.chunk,
-            "16, 32, 64, 128 or 256",
-            "set chunk = 64",
-        );
+        validate_chunk(key, self.chunk, problems);
         if self.rope {
             Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
         }
@@ -184,7 +182,6 @@ impl VariantSpec for Config {
         vec![ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
     }
 
-    /// FLOPs of scores and weighted values inside a chunk, and of updating and querying S.
     fn saved_bytes_per_token(
         &self,
         shape: &AttentionShape,
@@ -196,18 +193,11 @@ impl VariantSpec for Config {
         if let ExecPath::Kernel(_) = path {
             return channels.by_kernel(dtype);
         }
-        // The decay's factors of q and k, the scores of a chunk, and a state per chunk.
-        let chunk = self.chunk.min(seq_len) as f64;
-        let state = channels.rows * (shape.head_dim * shape.head_dim) as f64 / chunk;
-        let factors = 4.0 * (channels.q + channels.k);
-        channels.in_f32() + channels.scores(3.0, chunk) + 4.0 * (factors + 2.0 * state)
+        channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
-        let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
-        let far = seq_len.saturating_sub(self.chunk) as f64 / seq_len as f64;
-        4.0 * d * heads * near + far * 2.0 * d * d * (heads + shape.kv_heads as f64)
+        self.op().flops_per_token(shape, self.value_dim(shape), seq_len)
     }
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
@@ -230,8 +220,7 @@ impl Variant for Config {
         let rows = self.rows(shape, [q, k, v], logits, documents, 0);
         let LinearInputs { q, k, v, log_decay } = rows;
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        let y =
-            tensor::<B, 4>(path.run::<B, _, 4>(&GatedLinear { chunk: self.chunk }, inputs, vec![]));
+        let y = tensor::<B, 4>(path.run::<B, _, 4>(&self.op(), inputs, vec![]));
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 
@@ -254,17 +243,44 @@ impl Variant for Config {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = GatedLinear { chunk: self.chunk }.forward(rows, state.sums.take());
+        let (y, sums) = self.op().forward(rows, state.sums.take());
         *state = State { sums: Some(sums), position: state.position + dims[2] };
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 }
 
-/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k and v
-/// `[rows, seq_len, head_dim]`, log decays `[rows, seq_len, 1 or head_dim]`; the output has q's shape.
+/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k
+/// `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, log decays `[rows, seq_len, 1 or head_dim]`;
+/// the output is `[rows, group, seq_len, value_dim]`.
 #[derive(Clone, Debug)]
-struct GatedLinear {
-    chunk: usize,
+pub(super) struct GatedLinear {
+    /// Tokens per chunk, a power of two.
+    pub chunk: usize,
+}
+
+impl GatedLinear {
+    /// FLOPs per token, forward: scores and weighted values inside a chunk, and updating and querying S.
+    pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
+        let (d, values) = (shape.head_dim as f64, value_dim as f64);
+        let (heads, kv_heads) = (shape.heads as f64, shape.kv_heads as f64);
+        let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
+        let far = seq_len.saturating_sub(self.chunk) as f64 / seq_len as f64;
+        2.0 * (d + values) * heads * near + far * 2.0 * d * values * (heads + kv_heads)
+    }
+
+    /// Bytes per token that automatic differentiation keeps of the reference beside its inputs and its output:
+    /// the decay's factors of q and k, the scores of a chunk, and a state per chunk.
+    pub fn saved_by_reference(
+        &self,
+        channels: &Channels,
+        shape: &AttentionShape,
+        seq_len: usize,
+    ) -> f64 {
+        let chunk = self.chunk.min(seq_len) as f64;
+        let state = channels.v * shape.group() as f64 * shape.head_dim as f64 / chunk;
+        let factors = 4.0 * (channels.q + channels.k);
+        channels.scores(3.0, chunk) + 4.0 * (factors + 2.0 * state)
+    }
 }
 
 fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> LinearInputs<B> {
@@ -298,6 +314,6 @@ impl Op<4> for GatedLinear {
         grad: FlexTensor,
         _needs: [bool; 4],
     ) -> [Option<FlexTensor>; 4] {
-        self.gradients(&saved, &grad).map(Some)
+        self.gradients(&saved, &grad, true).map(Some)
     }
 }

@@ -110,7 +110,7 @@ pub fn dqkv<A: Hooks>(
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let queries = problem.queries as usize;
     let keys = problem.keys as usize;
-    let offset = keys - queries;
+    let offset = problem.offset();
 
     let kv_full = Barrier::shared(1, UNIT_POS == 0);
     // Released by the consumers, and by the two roles that read a ticket and not K and V.
@@ -388,6 +388,9 @@ pub fn dqkv<A: Hooks>(
                 wait(&mut s, 1usize);
 
                 let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
+                if comptime!(config.after_keys) {
+                    edge |= group_column + GROUP_ROWS > keys;
+                }
                 if comptime!(mask.limits.any()) {
                     edge |= most_first_key[slot] as usize > group_column;
                 }
