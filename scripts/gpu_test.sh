@@ -33,22 +33,26 @@ else
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
 fi
+echo 'compilation.cache = "local"' > "$work/cubecl.toml"
 sanitizer=
 if [ -n "${SANITIZER:-}" ]; then
   sanitizer="compute-sanitizer --tool $SANITIZER --error-exitcode 1 --print-limit 3"
   # Each tensor gets an allocation of its own, so that memcheck sees what reads or writes past its end.
-  printf '[memory]\npersistent_memory = "enforced"\n' > "$work/cubecl.toml"
+  printf '[memory]\npersistent_memory = "enforced"\n' >> "$work/cubecl.toml"
 fi
 run="$sanitizer $gpu $driver $(sha256sum < "$binary") $(scripts/kernel_sources.sh | sha256sum)"
-[ "$run" = "$(cat "$work/run" 2> /dev/null)" ] || rm -f "$work/passed" "$work/errors"
+[ "$run" = "$(cat "$work/run" 2> /dev/null)" ] || rm -rf "$work/passed" "$work/errors" "$work/kernels"
 echo "$run" > "$work/run"
 export LONGWALL_TEST_ERRORS="$work/errors" binary work sanitizer
 touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
-# A group is a suite of references, or the tests of one operation, run by one process so that each kernel is
-# compiled once; any other test is a group of its own.
+# A group is a suite of references, or the tests of one operation; any other test is a group of its own. The
+# groups of a module keep their compiled kernels in one folder, which has the runtime's configuration.
 run_group() {
-  (cd "$work" && $sanitizer "$binary" --ignored --test-threads=1 "$1") > "$work/$1.log" 2>&1 || {
+  module="$work/kernels/$(cut -d: -f1-5 <<< "$1")"
+  mkdir -p "$module"
+  cp "$work/cubecl.toml" "$module"
+  (cd "$module" && $sanitizer "$binary" --ignored --test-threads=1 "$1") > "$work/$1.log" 2>&1 || {
     grep '^========= .*SUMMARY' "$work/$1.log" | sed "s|^|$1: |"
     [ -z "$sanitizer" ] || return 0
   }
@@ -62,9 +66,10 @@ export -f run_group
 sort -u -o "$work/passed" "$work/passed" # A run that was cut off left it unsorted.
 comm -13 "$work/passed" "$work/tests" |
   sed -E '/^(attention::suites::.*::references|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
-# The slowest first.
-slowest='::(bf16|length|pruning|path|power|wall)::'
+# The slowest first, and one of each module before the next of any: it leaves its compiled kernels to them.
+slowest='::(bf16|length|path|pruning|power|wall)::'
 { grep -E "$slowest" "$work/groups" || true; grep -vE "$slowest" "$work/groups" || true; } |
+  awk -F: '{ module = $1 FS $3 FS $5; print before[module]++, $0 }' | sort -s -n -k 1,1 | cut -d ' ' -f 2 |
   xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"
 echo "$(wc -l < "$work/passed") of $(wc -l < "$work/tests") tests passed"
