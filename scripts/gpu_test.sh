@@ -68,7 +68,11 @@ comm -13 "$work/passed" "$work/tests" |
   sed -E '/^(attention::suites::.*::references|ops)::/s/[^:]*$//' | sort -u > "$work/groups"
 # The slowest first, and one of each module before the next of any: it leaves its compiled kernels to them.
 slowest='::(bf16|length|path|pruning|power|wall)::'
-{ grep -E "$slowest" "$work/groups" || true; grep -vE "$slowest" "$work/groups" || true; } |
+{
+  grep '::references::' "$work/groups" || true
+  grep -v '::references::' "$work/groups" | grep -E "$slowest" || true
+  grep -vE "::references::|$slowest" "$work/groups" || true
+} |
   awk -F: '{ module = $1 FS $3 FS $5; print before[module]++, $0 }' | sort -s -n -k 1,1 | cut -d ' ' -f 2 |
   xargs -P "${JOBS:-$(nproc)}" -I{} bash -c 'run_group {}'
 sort -u -o "$work/passed" "$work/passed"
