@@ -26,7 +26,7 @@ use cubecl::prelude::*;
 use self::backward::{BlockGradientsLaunch, UpstreamLaunch};
 use self::forward::BlockOutputsLaunch;
 pub use self::layout::BLOCK;
-use self::layout::{BlockConfig, TILE, scratch};
+use self::layout::{BlockConfig, TILE, blocks_per_multiprocessor, scratch};
 use self::memory::{BlockInputsLaunch, BlockShapeLaunch, HeadQuadsLaunch, VisibilityLaunch};
 pub use self::product::Quad;
 use crate::attention::decay::DecaySums;
@@ -41,10 +41,6 @@ const QUAD: usize = 4;
 
 /// The most channels of a head that shared memory holds.
 const MAX_HEAD_DIM: usize = 128;
-
-/// Shared memory of a multiprocessor in bytes, and what each of its blocks takes on top of its own.
-const SHARED_BYTES: usize = 228 << 10;
-const RESERVED_BYTES: usize = 1 << 10;
 
 /// Threads that a multiprocessor runs at once.
 const RESIDENT_THREADS: usize = 2048;
@@ -300,8 +296,8 @@ impl Blocks {
 
     /// Thread blocks of the backward pass that the device runs at once.
     fn resident(&self) -> usize {
-        let bytes = self.config().backward_elements() * size_of::<f32>() + RESERVED_BYTES;
-        let each = (SHARED_BYTES / bytes).min(RESIDENT_THREADS / THREADS);
+        let held = blocks_per_multiprocessor(self.config().backward_elements());
+        let each = held.min(RESIDENT_THREADS / THREADS);
         multiprocessors(&self.q.tensor.client) * each
     }
 
