@@ -94,7 +94,7 @@ registry::registry! {
     /// RWKV-7's time mix.
     Rwkv7 = "rwkv7" in rwkv7;
     /// Gated DeltaNet.
-    GatedDeltaNet = "gated_delta_net" in gated_delta_net;
+    GatedDeltaNet = "gated_delta_net" in gated_delta_net, kernels for cuda in bf16;
     /// Kimi delta attention.
     Kda = "kda" in kda;
     /// Mamba-2's state-space duality.
