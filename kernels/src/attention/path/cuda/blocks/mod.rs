@@ -14,7 +14,6 @@ mod keys;
 mod layout;
 mod levels;
 mod memory;
-mod product;
 mod queries;
 #[cfg(test)]
 mod tests;
@@ -32,9 +31,10 @@ pub use self::product::Quad;
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
+use crate::tile::product;
 
 /// Threads per block.
-pub const THREADS: usize = 256;
+pub const THREADS: usize = product::THREADS;
 
 /// Elements of a quad.
 const QUAD: usize = 4;
