@@ -12,7 +12,7 @@ struct emu_uint3 {
 
 // READY: can run. BLOCKED: waits for other threads, which wake it. MBAR: waits for a phase of an mbarrier.
 // SPIN: loads the same word again and again. DONE: has left the kernel.
-enum EmuState : int { EMU_READY, EMU_BLOCKED, EMU_MBAR, EMU_SPIN, EMU_DONE };
+enum EmuState : int { EMU_READY, EMU_BLOCKED, EMU_MBAR, EMU_SPIN, EMU_STORES, EMU_DONE };
 
 struct EmuBlock;
 
@@ -78,7 +78,7 @@ void emu_tma_store(const void* map, const void* smem, int rank, const int* coord
 void emu_bulk_load(void* smem, const void* global, unsigned bytes, uint64_t* mbar, int line);
 void emu_bulk_store(void* global, const void* smem, unsigned bytes, int adds_f32, int line);
 void emu_bulk_commit();
-void emu_bulk_wait(int pending, int line);
+void emu_bulk_wait(int pending, int read, int line);
 
 // `count` matrices of 8 x 8 numbers of 16 bits; `at` is the lane's row.
 struct EmuMatrix {

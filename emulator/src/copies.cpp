@@ -1,6 +1,7 @@
 // When asynchronous copies happen. A load is done as late as possible: when the threads of its block cannot
-// go on otherwise. A store is done when its thread waits for it. A kernel that does not wait then computes
-// with wrong values.
+// go on otherwise. A store is done when its thread waits for it, and a thread that waits until its stores are
+// complete, rather than read, goes on as late as possible. A kernel that does not wait then computes with
+// wrong values, and one that relies on the order of its threads finds another.
 #include "internal.h"
 
 static bool late() {
@@ -49,13 +50,30 @@ extern "C" void emu_bulk_commit() {
   stores.open.clear();
 }
 
-extern "C" void emu_bulk_wait(int pending, int line) {
-  emu_cur->line = line;
-  auto& groups = emu_cur->block->stores[emu_cur->linear].committed;
-  while (int(groups.size()) > pending) {
+extern "C" void emu_bulk_wait(int pending, int read, int line) {
+  EmuFiber* f = emu_cur;
+  f->line = line;
+  ThreadStores& stores = f->block->stores[f->linear];
+  for (auto& groups = stores.committed; int(groups.size()) > pending; groups.pop_front()) {
     for (auto& store : groups.front()) emu_run_copy(store);
-    groups.pop_front();
+    stores.written = true;
   }
+  if (read || !stores.written) return;
+  stores.written = false;
+  if (!late()) return;
+  f->state = EMU_STORES;
+  f->what = "the completion of bulk stores";
+  emu_yield();
+}
+
+// Lets one thread go on that waits for its stores. Whether there was one.
+bool emu_complete_stores(EmuBlock* b) {
+  for (auto& f : b->fibers) {
+    if (f.state != EMU_STORES) continue;
+    f.state = EMU_READY;
+    return true;
+  }
+  return false;
 }
 
 // The hardware completes stores after the thread's end, but shared memory may be gone by then.

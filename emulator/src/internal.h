@@ -82,6 +82,7 @@ using StoreGroup = std::vector<TmaCopy>;
 struct ThreadStores {
   StoreGroup open;
   std::deque<StoreGroup> committed;
+  bool written = false; // since the thread last waited until its stores were complete
 };
 
 struct EmuBlock {
@@ -125,4 +126,5 @@ std::string emu_mbar_text(const EmuFiber* f);
 bool emu_spin_changed(const EmuFiber& f);
 uint64_t emu_read_word(const void* at, int size);
 bool emu_run_one_load(EmuBlock* b);
+bool emu_complete_stores(EmuBlock* b);
 void emu_check_stores_at_exit(EmuFiber* f);

@@ -138,14 +138,14 @@ static bool run_warp(EmuBlock* b, int warp) {
   }
 }
 
-// Runs a block until all its threads wait and no load is on its way. Whether anything ran.
+// Runs a block until all its threads wait and no copy is on its way. Whether anything ran.
 static bool run_block(EmuBlock* b) {
   static bool backwards = getenv("EMU_ORDER") && !strcmp(getenv("EMU_ORDER"), "reverse");
   int warps = b->warps.size();
   for (bool any = false;; any = true) {
     bool ran = false;
     for (int i = 0; i < warps && !emu_failed; i++) ran |= run_warp(b, backwards ? warps - 1 - i : i);
-    if (!ran && b->alive && !emu_failed) ran = emu_run_one_load(b);
+    if (!ran && b->alive && !emu_failed) ran = emu_run_one_load(b) || emu_complete_stores(b);
     if (!ran || emu_failed) return any;
   }
 }

@@ -261,6 +261,15 @@ static const Fault FAULTS[] = {
   *(float4*)tile = {1, 2, 3, 4};
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 16;\ncp.async.bulk.commit_group;"
                :: "l"(out), "r"(shared(tile)) : "memory");)"},
+    {"a thread that waits for its stores is the last to go on", 1, 64, "rc 0 out 7", R"(
+  volatile float* seen = tile + 8;
+  if (threadIdx.x == 0) {
+    *(float4*)tile = {1, 2, 3, 4};
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 16;\ncp.async.bulk.commit_group;\n"
+                 "cp.async.bulk.wait_group.read 0;\ncp.async.bulk.wait_group 0;"
+                 :: "l"(out + 4), "r"(shared(tile)) : "memory");
+    out[0] = *seen;
+  } else if (threadIdx.x == 32) *seen = 7;)"},
     {"a vote of a block is counted", 1, 128, "rc 0 out 5", R"(
   uint32 vote = threadIdx.x == 70;
   asm volatile("{\n.reg .pred own, any;\nsetp.ne.b32 own, %0, 0;\nbar.red.or.pred any, %1, 128, own;\n"

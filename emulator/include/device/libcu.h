@@ -41,8 +41,8 @@ static inline void memcpy_async_tx(T* to, const U* from, size_t bytes, barrier<S
 namespace experimental {
 static inline void fence_proxy_async_shared_cta() {}
 static inline void cp_async_bulk_commit_group() { emu_bulk_commit(); }
-template <int N> static inline void cp_async_bulk_wait_group(EMU_LINE) { emu_bulk_wait(N, line); }
-template <int N> static inline void cp_async_bulk_wait_group_read(EMU_LINE) { emu_bulk_wait(N, line); }
+template <int N> static inline void cp_async_bulk_wait_group(EMU_LINE) { emu_bulk_wait(N, 0, line); }
+template <int N> static inline void cp_async_bulk_wait_group_read(EMU_LINE) { emu_bulk_wait(N, 1, line); }
 #define EMU_TENSOR_COPY(N, PARAMETERS, ...)                                                                  \
   template <class M> static inline void cp_async_bulk_tensor_##N##d_global_to_shared(                        \
       void* to, const M* map, EMU_UNPACK PARAMETERS, barrier<thread_scope_block>& b, EMU_LINE) {             \

@@ -366,7 +366,7 @@ class Translator:
         if ".commit_group" in name:
             return "emu_bulk_commit();"
         if ".wait_group" in name:
-            return f"emu_bulk_wait({self.value(ops[0])}, __LINE__);"
+            return f"emu_bulk_wait({self.value(ops[0])}, {int('.read' in name)}, __LINE__);"
         if ".prefetch" in name:
             return ""
         if ".tensor" in name:

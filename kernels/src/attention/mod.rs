@@ -8,6 +8,7 @@
 
 pub mod blocks;
 pub mod cache;
+mod chunked;
 #[cfg(test)]
 mod conformance;
 mod contract;
@@ -89,15 +90,15 @@ registry::registry! {
     /// Stick-breaking attention.
     StickBreaking = "stick_breaking" in stick_breaking, kernels for cuda in bf16;
     /// Gated linear attention.
-    Linear = "linear" in linear;
+    Linear = "linear" in linear, kernels for cuda in bf16;
     /// RWKV-7's time mix.
     Rwkv7 = "rwkv7" in rwkv7;
     /// Gated DeltaNet.
-    GatedDeltaNet = "gated_delta_net" in gated_delta_net;
+    GatedDeltaNet = "gated_delta_net" in gated_delta_net, kernels for cuda in bf16;
     /// Kimi delta attention.
     Kda = "kda" in kda;
     /// Mamba-2's state-space duality.
-    Mamba2 = "mamba2" in mamba2;
+    Mamba2 = "mamba2" in mamba2, kernels for cuda in bf16;
 }
 
 /// The longest window, in tokens.

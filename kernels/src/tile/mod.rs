@@ -17,6 +17,7 @@
 mod asm;
 pub mod e4m3;
 pub mod lists;
+pub mod product;
 pub mod roles;
 pub mod turns;
 pub mod votes;
@@ -330,7 +331,7 @@ pub fn load_a_frags(
 
 /// One B fragment of 8 columns: half `half` of the 16 columns that `ldmatrix` loaded.
 #[cube]
-fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
+pub fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
     let mut right = Array::<Bf16Pair>::new(2usize);
     right[0] = four[half * 2];
     right[1] = four[half * 2 + 1];

@@ -179,6 +179,12 @@ fn by_token(x: &[f32], factors: &[f32], width: usize) -> Vec<f32> {
     rows.flat_map(|(row, factor)| row.iter().map(move |x| factor * x)).collect()
 }
 
+/// The elementwise sum of two tensors of one shape.
+pub(super) fn sum(a: &FlexTensor, b: &FlexTensor) -> FlexTensor {
+    let sum = slice(a).iter().zip(slice(b)).map(|(a, b)| a + b).collect();
+    from_vec(sum, &dims(a))
+}
+
 /// The gradients of a row that the reversed system gives.
 struct RowGrads<'a> {
     v: &'a mut [f32],

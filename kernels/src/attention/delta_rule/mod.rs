@@ -27,6 +27,8 @@
 //! between their halves, as in `linear`: each is the exponential of a sum of log decays, at most 1, and no
 //! sums are subtracted, so that any decay is accurate to rounding.
 //!
+//! With one decay per token CUDA computes w and y together ([`chunked`]; `docs/chunked.md`).
+//!
 //! # The gradient
 //! Let g be the gradient of w, and h = (I + diag(β) A)⁻ᵀ g, where A now spans the sequence. Then h = g − r', where
 //! r'_s = Σ_{t>s} A_ts β_t h_t: the same system in reversed time. So the CPU kernel solves both with one function. The
@@ -43,12 +45,15 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn_flex::FlexTensor;
 
 use super::blocks::repeat_heads;
+use super::chunked::{self, Grads, Update};
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::{State, by_head, forget_at_starts};
 use super::saved::Channels;
 use super::{AttentionShape, DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
+use crate::device::DeviceKind;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to the sum of squares of a query or a key (flash-linear-attention's `l2norm`).
@@ -136,12 +141,10 @@ impl DeltaRule {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let DeltaInputs { q, k, v, beta, log_decay } = inputs;
-        let values = CorrectedValues { chunk: self.chunk };
-        let [q, k, v, beta, log_decay] =
+        let inputs =
             [primitive(q), primitive(k), primitive(v), primitive(beta), primitive(log_decay)];
-        let w = path.run::<B, _, 4>(&values, [k.clone(), v, beta, log_decay.clone()], vec![]);
-        let y = path.run::<B, _, 4>(&self.linear(), [q, k, w, log_decay], vec![]);
-        heads(tensor(y), shape)
+        let op = DeltaAttention { chunk: self.chunk };
+        heads(tensor(path.run::<B, _, 5>(&op, inputs, vec![])), shape)
     }
 
     /// y of the tokens after those in `state`, and advances the state past them.
@@ -179,8 +182,16 @@ impl DeltaRule {
         // k as repeated for each kv head, r and w.
         let keys = (shape.kv_heads * shape.head_dim) as f64;
         let corrected = 4.0 * (keys + 2.0 * channels.v);
-        if let ExecPath::Kernel(_) = path {
-            return channels.in_f32() + corrected;
+        match path {
+            ExecPath::Kernel(DeviceKind::Cpu) => return channels.in_f32() + corrected,
+            ExecPath::Kernel(DeviceKind::Cuda) => {
+                let value_dim = channels.v as usize / shape.kv_heads;
+                let of_row = chunked::saved_bytes(Update::Delta, shape.head_dim, value_dim);
+                // All but the last in bf16.
+                let prepared = (channels.in_f32() + 4.0 * keys) / 2.0;
+                return prepared + shape.kv_heads as f64 * of_row;
+            }
+            ExecPath::Reference => {}
         }
         // The same again for w, and the system of each chunk with its inverse at every level.
         let chunk = self.chunk.min(seq_len) as f64;
@@ -195,35 +206,49 @@ impl DeltaRule {
     }
 }
 
-/// w: inputs k `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays
-/// `[rows, seq_len, 1 or head_dim]`; the output has v's shape.
+/// y: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k `[rows, seq_len, head_dim]`, v
+/// `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays `[rows, seq_len, 1 or head_dim]`; the output is
+/// `[rows, group, seq_len, value_dim]`.
 #[derive(Clone, Debug)]
-struct CorrectedValues {
+struct DeltaAttention {
     /// Tokens per chunk, a power of two.
     chunk: usize,
 }
 
-impl Op<4> for CorrectedValues {
+impl DeltaAttention {
+    fn values(&self) -> CorrectedValues {
+        CorrectedValues { chunk: self.chunk }
+    }
+
+    fn linear(&self) -> GatedLinear {
+        GatedLinear { chunk: self.chunk }
+    }
+}
+
+impl Op<5> for DeltaAttention {
     fn reference<B: OpBackend>(
         &self,
-        [k, v, beta, log_decay]: [FloatTensor<B>; 4],
-        _ints: &[IntTensor<B>],
+        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
+        ints: &[IntTensor<B>],
     ) -> FloatTensor<B> {
-        let inputs = [tensor::<B, 3>(k), tensor(v), tensor(beta), tensor(log_decay)];
-        primitive(self.forward(inputs, None))
+        let inputs = [k.clone(), v, beta, log_decay.clone()];
+        let w = self.values().reference::<B>(inputs);
+        self.linear().reference::<B>([q, k, w, log_decay], ints)
     }
 
     fn cpu_forward(
         &self,
-        inputs: &[FlexTensor; 4],
+        inputs: &[FlexTensor; 5],
         _ints: &[FlexTensor],
-        needs: [bool; 4],
+        needs: [bool; 5],
     ) -> Option<Forward<FlexTensor>> {
-        let (output, reads) = self.run(inputs);
-        let mut saved = vec![];
-        if needs.contains(&true) {
-            saved.extend(inputs.iter().cloned().chain([reads]));
-        }
+        let [q, k, v, beta, log_decay] = inputs.clone();
+        let (w, reads) = self.values().run(&[k.clone(), v, beta, log_decay.clone()]);
+        let output = self.linear().run(&[q, k, w.clone(), log_decay]);
+        let saved = match needs.contains(&true) {
+            true => inputs.iter().cloned().chain([reads, w]).collect(),
+            false => vec![],
+        };
         Some(Forward { output, saved })
     }
 
@@ -232,8 +257,53 @@ impl Op<4> for CorrectedValues {
         saved: Vec<FlexTensor>,
         _ints: &[FlexTensor],
         grad: FlexTensor,
-        _needs: [bool; 4],
-    ) -> [Option<FlexTensor>; 4] {
-        self.gradients(&saved, &grad).map(Some)
+        _needs: [bool; 5],
+    ) -> [Option<FlexTensor>; 5] {
+        let [q, inputs @ .., w] = &saved[..] else { unreachable!("inputs, r and w are saved") };
+        let [k, _, _, log_decay, _] = inputs else { unreachable!("four inputs and r") };
+        let of_linear = [q.clone(), k.clone(), w.clone(), log_decay.clone()];
+        let [q, as_key, w, near] = self.linear().gradients(&of_linear, &grad, true);
+        let [k, v, beta, log_decay] = self.values().gradients(inputs, &w);
+        [q, cpu::sum(&as_key, &k), v, beta, cpu::sum(&near, &log_decay)].map(Some)
+    }
+
+    fn cuda_forward(
+        &self,
+        inputs: &[CudaTensor; 5],
+        _ints: &[CudaTensor],
+        needs: [bool; 5],
+    ) -> Option<Forward<CudaTensor>> {
+        let [q, k, v, beta, log_decay] = inputs;
+        chunked::forward(Update::Delta, [q, k, v, log_decay], Some(beta), needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 5],
+    ) -> [Option<CudaTensor>; 5] {
+        let Grads { q, k, v, beta, log_decay } = chunked::backward(Update::Delta, &saved, &grad);
+        [Some(q), Some(k), Some(v), beta, Some(log_decay)]
+    }
+}
+
+/// w: inputs k `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays
+/// `[rows, seq_len, 1 or head_dim]`; the output has v's shape.
+#[derive(Clone, Debug)]
+struct CorrectedValues {
+    /// Tokens per chunk, a power of two.
+    chunk: usize,
+}
+
+impl CorrectedValues {
+    /// w in plain tensor operations.
+    fn reference<B: OpBackend>(
+        &self,
+        [k, v, beta, log_decay]: [FloatTensor<B>; 4],
+    ) -> FloatTensor<B> {
+        let inputs = [tensor::<B, 3>(k), tensor(v), tensor(beta), tensor(log_decay)];
+        primitive(self.forward(inputs, None))
     }
 }

@@ -38,10 +38,11 @@
 mod tests;
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use super::chunked;
 use super::delta_rule::{DeltaInputs, DeltaRule};
 use super::recurrent::{
     STEP_BIAS, State, by_head, decay_of_steps, step_size, validate_chunk, validate_key_heads,
@@ -53,6 +54,7 @@ use super::{
     Variant, VariantSpec,
 };
 use crate::backend::OpBackend;
+use crate::device::DeviceKind;
 use crate::ops::activation::silu;
 use crate::ops::rms_norm::rms_norm;
 
@@ -76,7 +78,7 @@ pub struct Config {
     /// A gate on the outputs; default true.
     pub output_gate: bool,
     /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
-    /// results.
+    /// results. Kernels on CUDA have chunks of 64.
     pub chunk: usize,
 }
 
@@ -109,8 +111,9 @@ impl Config {
         let [decay, beta, gate @ ..] = &projections[..] else { panic!("decay and beta") };
         let [rate, bias, norm] = &parameters[..] else { panic!("three vectors") };
         let most = if self.negative_eigenvalues { 2.0 } else { 1.0 };
-        let beta = sigmoid(beta.clone()) * most;
-        let log_decay = decay_of_steps(step_size(decay.clone(), bias.clone()), rate.clone());
+        let [decay, beta] = [decay, beta].map(|x| x.clone().cast(FloatDType::F32));
+        let beta = sigmoid(beta) * most;
+        let log_decay = decay_of_steps(step_size(decay, bias.clone()), rate.clone());
         let y = rule(DeltaInputs::new(shape, [q, k, v], beta, log_decay, documents));
         let o = rms_norm(y, norm.clone(), EPS);
         match gate {
@@ -123,7 +126,25 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "Gated DeltaNet (Yang et al., 2025)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        let values = VariantSpec::value_dim(self, shape);
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => chunked::serves(kernel.dtype, shape.head_dim, values),
+        }
+    }
+
+    /// Decoding on CUDA runs the reference.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        _shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        kernel.device == DeviceKind::Cpu || seq_len.is_some()
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);

@@ -25,8 +25,33 @@ impl Conformance for Config {
         ]
     }
 
-    /// Repeated keys; β of 0 and of its maximum; no decay, and decay to 0.
+    /// With values of whole fragments.
+    fn kernel_cases() -> Vec<Self> {
+        let ungated = Config {
+            value_dim: Some(48),
+            key_heads: Some(1),
+            negative_eigenvalues: true,
+            short_conv: false,
+            output_gate: false,
+            chunk: 16,
+        };
+        vec![Config::default(), ungated]
+    }
+
+    const WIDEST_HEAD: usize = 128;
+
+    const KERNELS_DECODE: bool = false;
+
+    /// Those of the gradient of β: unit queries and keys, scores, the state, Y, r, e, what enters the state, what enters
+    /// its gradient, that gradient, dw, dv, the outputs, their gradient, and the scores' gradients.
+    fn roundings(&self) -> u32 {
+        15
+    }
+
+    /// Repeated keys; β of 0 and of its maximum; no decay, and decay to 0. Small values, so that the outputs' mean
+    /// square is near that which the norm adds: otherwise the gradient of a single token's β is only rounding.
     fn prepare(&self, inputs: &mut [Tensor64]) {
+        inputs[2].data.iter_mut().for_each(|v| *v /= 16.0);
         with_repeated_keys(&mut inputs[1]);
         with_extremes(&mut inputs[3], 11, [(6, -1e3), (9, 1e5)]);
         with_extremes(&mut inputs[4], 7, [(3, -1e3), (5, 1e3)]);

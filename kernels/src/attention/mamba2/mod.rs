@@ -29,16 +29,19 @@
 //! - The convolution has no bias; the released code has one.
 //! - With several query heads per kv head, which the paper does not have, they read one state.
 //!
+//! `docs/chunked.md` derives the CUDA kernels' chunked form.
+//!
 //! Decoding keeps S, kv_heads · head_dim · value_dim elements at any length.
 
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use super::blocks::repeat_heads;
+use super::chunked;
 use super::linear::GatedLinear;
 use super::linear::reference::LinearInputs;
 use super::recurrent::{
@@ -51,6 +54,7 @@ use super::{
     Variant, VariantSpec,
 };
 use crate::backend::{OpBackend, primitive, tensor};
+use crate::device::DeviceKind;
 use crate::ops::activation::silu;
 use crate::ops::rms_norm::rms_norm;
 
@@ -69,7 +73,7 @@ pub struct Config {
     /// A short convolution with SiLU on q, k and v; default true.
     pub short_conv: bool,
     /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
-    /// results.
+    /// results. Kernels on CUDA have chunks of 64.
     pub chunk: usize,
 }
 
@@ -84,30 +88,35 @@ impl Config {
         GatedLinear { chunk: self.chunk }
     }
 
-    /// Applies gated linear attention to the inputs by `linear`, then the skip, the gate and the norm.
+    /// Applies gated linear attention to the inputs and the weights of values by `linear`, then the skip, the gate and the norm.
     fn run<B: OpBackend>(
         &self,
         shape: &AttentionShape,
         Inputs { q, k, v, projections, parameters }: Inputs<B>,
         documents: DocumentStarts<B>,
-        linear: impl FnOnce(LinearInputs<B>) -> Tensor<B, 4>,
+        linear: impl FnOnce(LinearInputs<B>, Tensor<B, 3>) -> Tensor<B, 4>,
     ) -> Tensor<B, 4> {
         let [step, gate] = &projections[..] else { panic!("step and gate") };
         let [rate, bias, skip, norm] = &parameters[..] else { panic!("four vectors") };
         let [batch, kv_heads, seq_len, values] = v.dims();
         let (d, heads, group) = (k.dims()[3], shape.heads, shape.group());
         let (rows, serves) = (batch * kv_heads, kv_heads / self.key_heads);
-        let steps = step_size(step.clone(), bias.clone());
+        // Steps, and all that follows the operation, are in f32.
+        let gate = by_head(gate.clone().cast(FloatDType::F32), heads);
+        let steps = step_size(step.clone().cast(FloatDType::F32), bias.clone());
         let log_decay = forget_at_starts(decay_of_steps(steps.clone(), rate.clone()), documents);
         let q = repeat_heads(q.reshape([batch, self.key_heads, group * seq_len, d]), serves);
-        let y = linear(LinearInputs {
+        let inputs = LinearInputs {
             q: q.reshape([rows, group, seq_len, d]),
             k: repeat_heads(k, serves).reshape([rows, seq_len, d]),
-            v: (v.clone() * by_head(steps, kv_heads)).reshape([rows, seq_len, values]),
+            v: v.clone().reshape([rows, seq_len, values]),
             log_decay: log_decay.reshape([rows, seq_len, 1]),
-        });
+        };
+        let y = linear(inputs, by_head(steps, kv_heads).reshape([rows, seq_len, 1]));
+        let v = v.cast(FloatDType::F32);
         let skipped = repeat_heads(v, group) * skip.clone().reshape([1, heads, 1, 1]);
-        let y = by_token(y.reshape([batch, heads, seq_len, values]) + skipped) * silu(gate.clone());
+        let y = y.cast(FloatDType::F32).reshape([batch, heads, seq_len, values]) + skipped;
+        let y = by_token(y * silu(gate));
         // The heads that share a head of k are normalised together; each has scales of its own.
         let width = heads * values / self.key_heads;
         let together = y.reshape([batch, seq_len, self.key_heads, width]);
@@ -120,7 +129,25 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "Mamba-2's state-space duality (Dao and Gu, 2024)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        let values = VariantSpec::value_dim(self, shape);
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => chunked::serves(kernel.dtype, shape.head_dim, values),
+        }
+    }
+
+    /// Decoding on CUDA runs the reference.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        _shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        kernel.device == DeviceKind::Cpu || seq_len.is_some()
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_value_dim(key, self.value_dim, problems);
@@ -176,7 +203,9 @@ impl VariantSpec for Config {
         let keys = ((shape.heads + shape.kv_heads) * shape.head_dim) as f64;
         let saved = channels.in_f32() + 4.0 * (keys + channels.v + 5.0 * channels.o);
         match path {
-            ExecPath::Kernel(_) => saved,
+            ExecPath::Kernel(device) => {
+                saved + self.linear().saved_by_kernel(&channels, shape, device)
+            }
             ExecPath::Reference => {
                 saved + self.linear().saved_by_reference(&channels, shape, seq_len)
             }
@@ -202,9 +231,10 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, documents, |LinearInputs { q, k, v, log_decay }| {
-            let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-            tensor(path.run::<B, _, 4>(&self.linear(), inputs, vec![]))
+        self.run(shape, inputs, documents, |LinearInputs { q, k, v, log_decay }, steps| {
+            let inputs =
+                [primitive(q), primitive(k), primitive(v), primitive(steps), primitive(log_decay)];
+            tensor(path.run::<B, _, 5>(&self.linear(), inputs, vec![]))
         })
     }
 
@@ -224,7 +254,8 @@ impl Variant for Config {
         state: &mut State<B>,
         _path: ExecPath,
     ) -> Tensor<B, 4> {
-        self.run(shape, inputs, None, |inputs| {
+        self.run(shape, inputs, None, |inputs, steps| {
+            let inputs = LinearInputs { v: inputs.v * steps, ..inputs };
             let (y, end) = self.linear().forward(inputs, state.s.take());
             state.s = Some(end);
             y

@@ -16,6 +16,31 @@ impl Conformance for Config {
         ]
     }
 
+    /// With values of whole fragments.
+    fn kernel_cases() -> Vec<Self> {
+        vec![
+            Config::default(),
+            Config { value_dim: Some(48), key_heads: 1, short_conv: false, chunk: 16 },
+        ]
+    }
+
+    const WIDEST_HEAD: usize = 128;
+
+    const KERNELS_DECODE: bool = false;
+
+    /// Nine of the gradient of a step: scores, the state, what enters it, what enters its gradient, that gradient, the
+    /// outputs, their gradient, the scores' gradients, and the result. A third more, because tokens that read one
+    /// state share the errors of its rounding, which the budget takes for independent.
+    fn roundings(&self) -> u32 {
+        12
+    }
+
+    /// One number per head each, whose gradients are sums over all tokens that the norm makes nearly cancel. Those of the
+    /// steps, token by token, are checked, and tests of the core check those of the decays.
+    fn cancelling(&self) -> &'static [&'static str] {
+        &["decay_rate", "step_bias"]
+    }
+
     /// No decay and nothing added; decay to 0, with a step of moderate size.
     fn prepare(&self, inputs: &mut [Tensor64]) {
         with_extremes(&mut inputs[3], 11, [(6, -1e3), (9, 20.0)]);

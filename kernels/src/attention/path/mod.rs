@@ -29,8 +29,11 @@
 //! keys (once in 64 tokens), plus up to kv_heads · head_dim² · (head_dim + 63) for the newest transforms
 //! and keys, at any length.
 //!
-//! Memory: the kernels save inputs, outputs and a number per query for the backward pass. Decoding on a GPU runs
-//! the reference. `docs/path.md` derives the kernels' scheme and its gradients.
+//! On CUDA the keys are in parts of 64, 128, 256, … tokens, each of which keeps its transform: an addition of
+//! kv_heads · head_dim² for each part, but a key is moved once for each doubling rather than every 64 tokens.
+//!
+//! Memory: the kernels save inputs, outputs and a number per query for the backward pass. `docs/path.md` derives the
+//! kernels' scheme and its gradients.
 
 mod cpu;
 mod cuda;
@@ -47,19 +50,20 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
+use self::cuda::PathKvCache;
+use self::decode::TensorState;
 use self::op::{Path, PathInputs, path_attention};
 use self::reference::{BLOCK, Visible};
+use super::flash::capacity;
 use super::saved::Channels;
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::OpBackend;
+use crate::backend::{OpBackend, tensor};
 use crate::device::DeviceKind;
 use crate::ops::activation::{log_sigmoid, silu};
 use crate::ops::rms_norm::rms_norm;
-
-pub use self::decode::State;
 
 /// Added to Σ w² before the root.
 const EPS: f32 = 1e-6;
@@ -162,7 +166,6 @@ impl VariantSpec for Config {
         }
     }
 
-    /// Decoding on CUDA runs the reference.
     fn serves_length(
         &self,
         kernel: Kernel,
@@ -172,7 +175,7 @@ impl VariantSpec for Config {
         match kernel.device {
             DeviceKind::Cpu => true,
             DeviceKind::Cuda => {
-                seq_len.is_some_and(|len| cuda::most_sequences(shape.heads, len) > 0)
+                seq_len.is_none_or(|len| cuda::most_sequences(shape.heads, len) > 0)
             }
         }
     }
@@ -245,29 +248,19 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let op = Path { scale: shape.scale(), window: shape.window };
-        let inputs = self.inputs(shape, inputs);
-        let [batch, heads, len, _] = inputs.q.dims();
-        let most = match path {
-            ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, len),
-            _ => batch,
-        };
-        let outputs = (0..batch).step_by(most).map(|first| {
-            let count = most.min(batch - first);
-            let documents = documents.clone().map(|x| x.narrow(0, first, count));
-            path_attention(&op, inputs.narrow(first, count), documents, path)
-        });
-        let mut outputs: Vec<_> = outputs.collect();
-        if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 0) }
+        attend(&Path::of(shape), self.inputs(shape, inputs), documents, path)
     }
 
     fn init_state<B: OpBackend>(
         &self,
         _shape: &AttentionShape,
-        _path: ExecPath,
-        _capacity: usize,
+        path: ExecPath,
+        capacity: usize,
     ) -> State<B> {
-        State::default()
+        match path {
+            ExecPath::Kernel(DeviceKind::Cuda) => State::Cuda(None, capacity),
+            _ => State::Tensors(TensorState::default()),
+        }
     }
 
     fn extend<B: OpBackend>(
@@ -275,11 +268,70 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
-        let tokens = self.inputs(shape, inputs).rows(shape.scale());
-        state.extend(&tokens, &visible).reshape(dims)
+        let [batch, heads, len, head_dim] = inputs.q.dims();
+        let inputs = self.inputs(shape, inputs);
+        let op = Path::of(shape);
+        match state {
+            State::Tensors(state) => {
+                let window = shape.window;
+                let visible = Visible { window, documents: None, kv_heads: shape.kv_heads };
+                let outputs = state.extend(&inputs.rows(op.scale), &visible);
+                outputs.reshape([batch, heads, len, head_dim])
+            }
+            State::Cuda(Some(cache), _) => {
+                tensor(B::from_cuda(cache.extend(&op, &inputs.tokens())))
+            }
+            State::Cuda(cache, reserved) => {
+                let tokens = inputs.clone().tokens();
+                let capacity = capacity(op.window, *reserved, len);
+                let cache = cache.insert(Box::new(PathKvCache::new(&tokens, capacity)));
+                if len == 1 || cuda::most_sequences(heads, len) == 0 {
+                    return tensor(B::from_cuda(cache.extend(&op, &tokens)));
+                }
+                cache.fill(&op, &tokens);
+                attend(&op, inputs, None, path)
+            }
+        }
+    }
+}
+
+/// The outputs of whole sequences, `[batch, heads, seq_len, head_dim]`, in as few calls as the path allows.
+fn attend<B: OpBackend>(
+    op: &Path,
+    inputs: PathInputs<B>,
+    documents: DocumentStarts<B>,
+    path: ExecPath,
+) -> Tensor<B, 4> {
+    let [batch, heads, len, _] = inputs.q.dims();
+    let most = match path {
+        ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, len),
+        _ => batch,
+    };
+    let outputs = (0..batch).step_by(most).map(|first| {
+        let count = most.min(batch - first);
+        let documents = documents.clone().map(|x| x.narrow(0, first, count));
+        path_attention(op, inputs.narrow(first, count), documents, path)
+    });
+    let mut outputs: Vec<_> = outputs.collect();
+    if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 0) }
+}
+
+/// The tokens so far.
+#[derive(Clone, Debug)]
+pub enum State<B: OpBackend> {
+    /// In plain tensors.
+    Tensors(TensorState<B>),
+    /// The cache of the CUDA kernels, from the first token on, and the tokens to reserve room for.
+    Cuda(Option<Box<PathKvCache>>, usize),
+}
+
+impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        match self {
+            State::Tensors(state) => state.elements(),
+            State::Cuda(cache, _) => cache.as_ref().map_or(0, |cache| cache.elements()),
+        }
     }
 }

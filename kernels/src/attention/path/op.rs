@@ -7,7 +7,8 @@ use burn_flex::FlexTensor;
 
 use super::reference::{self, Tokens, Visible};
 use super::{cpu, cuda};
-use crate::attention::{DocumentStarts, ExecPath};
+use crate::attention::dispatch::on_cuda;
+use crate::attention::{AttentionShape, DocumentStarts, ExecPath};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
@@ -18,6 +19,13 @@ pub(super) struct Path {
     pub scale: f32,
     /// With a window w, a query sees its own key and the w − 1 before it.
     pub window: Option<usize>,
+}
+
+impl Path {
+    /// The settings of a layer.
+    pub fn of(shape: &AttentionShape) -> Self {
+        Path { scale: shape.scale(), window: shape.window }
+    }
 }
 
 /// The operation's inputs.
@@ -51,6 +59,21 @@ impl<B: OpBackend> PathInputs<B> {
             w: w.reshape([rows, 1, len, head_dim]),
             beta: beta.reshape([rows, 1, len, 1]),
             log_decay: log_decay.map(|x| x.reshape([rows, group, len])),
+        }
+    }
+
+    /// The inputs as tensors on CUDA.
+    ///
+    /// # Panics
+    /// On other devices, and under autodiff.
+    pub fn tokens(self) -> cuda::Tokens {
+        cuda::Tokens {
+            q: on_cuda(self.q),
+            k: on_cuda(self.k),
+            v: on_cuda(self.v),
+            w: on_cuda(self.w),
+            beta: on_cuda(self.beta),
+            log_decay: self.log_decay.map(on_cuda),
         }
     }
 

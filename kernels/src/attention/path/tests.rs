@@ -41,7 +41,6 @@ pub(super) fn householder(x: &mut [f64], w: &[f64], beta: f64) {
 
 impl Conformance for Config {
     const WIDEST_HEAD: usize = 128;
-    const KERNELS_DECODE: bool = false;
 
     fn cases() -> Vec<Self> {
         let silu = WActivation::Silu;

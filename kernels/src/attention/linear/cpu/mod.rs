@@ -218,6 +218,30 @@ impl GatedLinear {
     }
 }
 
+/// Inputs without weights: q, k, β v and the log decays.
+pub fn weighted([q, k, v, beta, log_decay]: &[FlexTensor; 5]) -> [FlexTensor; 4] {
+    let [v, beta] = [v, beta].map(contiguous);
+    let rows = slice(&v).chunks_exact(dims(&v)[2]).zip(slice(&beta));
+    let weighted = rows.flat_map(|(v, beta)| v.iter().map(move |v| beta * v)).collect();
+    [q.clone(), k.clone(), from_vec(weighted, &dims(&v)), log_decay.clone()]
+}
+
+/// The gradients of v and β, where `grad` is that of β v.
+pub fn gradients_of_weights(
+    v: &FlexTensor,
+    beta: &FlexTensor,
+    grad: &FlexTensor,
+) -> [FlexTensor; 2] {
+    let [v, beta] = [v, beta].map(contiguous);
+    let values = dims(&v)[2];
+    let rows = slice(grad).chunks_exact(values);
+    let of_beta = rows.clone().zip(slice(&v).chunks_exact(values));
+    let of_beta = of_beta.map(|(grad, v)| math::dot(grad, v)).collect();
+    let of_v = rows.zip(slice(&beta));
+    let of_v = of_v.flat_map(|(grad, beta)| grad.iter().map(move |x| beta * x)).collect();
+    [from_vec(of_v, &dims(&v)), from_vec(of_beta, &dims(&beta))]
+}
+
 /// Row `row` of a tensor of `rows` rows.
 pub fn part_of(tensor: &FlexTensor, row: usize, rows: usize) -> &[f32] {
     let data = slice(tensor);

@@ -57,18 +57,19 @@ struct LevelHooks {
 /// [`LevelHooks`] with biases `B`.
 struct WithBiases<B>(LevelHooks, std::marker::PhantomData<B>);
 
-/// The arguments of biases, which a decay has.
-trait LevelBiases: Biases + Sized {
-    fn launch(hooks: &LevelHooks) -> LaunchOf<Self::Args>;
+/// Biases of a decay, if there is one.
+pub trait LevelBiases: Biases + Sized {
+    /// Their arguments.
+    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Self::Args>;
 }
 
 impl LevelBiases for NoBiases {
-    fn launch(_hooks: &LevelHooks) {}
+    fn launch(_decay: Option<&DecaySums>) {}
 }
 
 impl LevelBiases for DecayBiases {
-    fn launch(hooks: &LevelHooks) -> LaunchOf<Sums> {
-        hooks.decay.as_ref().expect("a decay's biases have sums").launch()
+    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Sums> {
+        decay.expect("a decay's biases have sums").launch()
     }
 }
 
@@ -81,7 +82,7 @@ impl<B: LevelBiases> Hooks for WithBiases<B> {
     fn operands(&self) {}
 
     fn biases(&self) -> LaunchOf<B::Args> {
-        B::launch(&self.0)
+        B::launch(self.0.decay.as_ref())
     }
 
     fn score(&self) {}

@@ -5,6 +5,7 @@
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
 mod blocks;
+mod decode;
 mod levels;
 mod moves;
 mod moves_back;
@@ -13,6 +14,7 @@ mod split;
 
 use burn::tensor::DType;
 
+pub use self::decode::{PathKvCache, Tokens};
 use self::blocks::{BLOCK, BlockGrads, BlockResults, BlockUpstream, Blocks};
 use self::levels::{Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level, rounded};

@@ -3,13 +3,15 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::layout::{BLOCK, BlockConfig, KEYS_16, TILE};
+use super::THREADS;
+use super::layout::{BLOCK, BlockConfig, KEYS_16, TILE, blocks_per_multiprocessor};
 use super::levels::{
     HALF, among_halves, corner, first_visible, key_moves, level_of_halves, level_of_tiles,
     load_block, load_decay, prepare, score, tile_level,
 };
 use super::memory::{BlockInputs, BlockOf, BlockShape, copy_rows, load_head, store_rows};
 use super::product::{Product, Quad, WarpTile, multiply, product_of, quad_of};
+use crate::tile::roles::two_blocks_per_multiprocessor;
 use crate::tile::{LOG2_E, MASKED, sum_of_four};
 
 /// What the pass writes; N is the number of tokens rounded up to whole blocks. Rows past the last token are 0
@@ -30,7 +32,7 @@ pub struct BlockOutputs {
 
 /// Moved queries and keys, the transforms, and attention inside the blocks.
 ///
-/// Grid: blocks · kv_heads · batch; [`THREADS`](super::THREADS) threads.
+/// Grid: blocks · kv_heads · batch; [`THREADS`] threads.
 #[cube(launch_unchecked)]
 pub fn forward(
     inputs: &BlockInputs,
@@ -38,6 +40,9 @@ pub fn forward(
     shape: BlockShape,
     #[comptime] config: BlockConfig,
 ) {
+    if comptime!(blocks_per_multiprocessor(config.forward_elements()) > 1) {
+        two_blocks_per_multiprocessor(comptime!("forward".to_string()), THREADS);
+    }
     let mut arena = SharedMemory::<f32>::new_aligned(comptime!(config.forward_elements()), 16usize);
     let of = BlockOf::new(CUBE_POS_X as usize, &shape);
     load_block(&mut arena, inputs, &of, config);

@@ -29,6 +29,15 @@ pub const KEYS_32: usize = 0;
 /// The rows after them: the first and the third tile, moved to their own ends.
 pub const KEYS_16: usize = 2 * TILE;
 
+/// Shared memory of a multiprocessor in bytes, and what each of its blocks takes on top of its own.
+const SHARED_BYTES: usize = 228 << 10;
+const RESERVED_BYTES: usize = 1 << 10;
+
+/// Thread blocks with this many elements that a multiprocessor's shared memory holds.
+pub const fn blocks_per_multiprocessor(elements: usize) -> usize {
+    SHARED_BYTES / (elements * size_of::<f32>() + RESERVED_BYTES)
+}
+
 /// The compile-time configuration of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockConfig {

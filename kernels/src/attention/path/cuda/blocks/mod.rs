@@ -14,7 +14,6 @@ mod keys;
 mod layout;
 mod levels;
 mod memory;
-mod product;
 mod queries;
 #[cfg(test)]
 mod tests;
@@ -26,25 +25,22 @@ use cubecl::prelude::*;
 use self::backward::{BlockGradientsLaunch, UpstreamLaunch};
 use self::forward::BlockOutputsLaunch;
 pub use self::layout::BLOCK;
-use self::layout::{BlockConfig, TILE, scratch};
+use self::layout::{BlockConfig, TILE, blocks_per_multiprocessor, scratch};
 use self::memory::{BlockInputsLaunch, BlockShapeLaunch, HeadQuadsLaunch, VisibilityLaunch};
 pub use self::product::Quad;
 use crate::attention::decay::DecaySums;
 use crate::attention::flash::{Heads, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
+use crate::tile::product;
 
 /// Threads per block.
-pub const THREADS: usize = 256;
+pub const THREADS: usize = product::THREADS;
 
 /// Elements of a quad.
 const QUAD: usize = 4;
 
 /// The most channels of a head that shared memory holds.
 const MAX_HEAD_DIM: usize = 128;
-
-/// Shared memory of a multiprocessor in bytes, and what each of its blocks takes on top of its own.
-const SHARED_BYTES: usize = 228 << 10;
-const RESERVED_BYTES: usize = 1 << 10;
 
 /// Threads that a multiprocessor runs at once.
 const RESIDENT_THREADS: usize = 2048;
@@ -300,8 +296,8 @@ impl Blocks {
 
     /// Thread blocks of the backward pass that the device runs at once.
     fn resident(&self) -> usize {
-        let bytes = self.config().backward_elements() * size_of::<f32>() + RESERVED_BYTES;
-        let each = (SHARED_BYTES / bytes).min(RESIDENT_THREADS / THREADS);
+        let held = blocks_per_multiprocessor(self.config().backward_elements());
+        let each = held.min(RESIDENT_THREADS / THREADS);
         multiprocessors(&self.q.tensor.client) * each
     }
 

@@ -12,11 +12,13 @@ use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use super::THREADS;
-use crate::tile::{Accumulator, Bf16Pair, Pair, keep_loop};
+use super::{Accumulator, Bf16Pair, Pair, keep_loop};
 
 /// Four neighbouring elements of a row.
 pub type Quad = Vector<f32, Const<4>>;
+
+/// Threads of a block.
+pub const THREADS: usize = 256;
 
 /// Warps of a thread block.
 const WARPS: usize = THREADS / 32;
