@@ -51,7 +51,7 @@ fn the_comparison_of_kinds_changes_the_attention_alone() {
     let plan = Plan::new(sweep.unwrap_or_else(|e| panic!("{e}"))).unwrap_or_else(|e| panic!("{e}"));
     assert_eq!(plan.runs.len(), 11);
     let first = &plan.runs[0].config;
-    assert_eq!(first.train.total_steps(), 190_730);
+    assert_eq!(first.total_steps(), 190_730);
     assert_eq!(first.model.padded_vocab(50_257), 50_304);
     for run in &plan.runs {
         let mut config = run.config.clone();
@@ -81,9 +81,9 @@ fn the_comparisons_with_path_change_the_attention_alone() {
             config.run.name = path_fox.run.name.clone();
             assert_eq!(config, path_fox, "{name}");
         }
-        let schedule = path_fox.train.lr_schedule();
+        let schedule = path_fox.train.lr_schedule(&path_fox.timeline());
         assert!((schedule.lr(0) - 3e-5).abs() < 1e-12, "{}", schedule.lr(0));
-        let last = schedule.lr(path_fox.train.total_steps());
+        let last = schedule.lr(path_fox.total_steps());
         assert!((last - 3e-5).abs() < 1e-12, "{last}");
     }
     let paper = load("path_fox_760m.toml".to_owned());

@@ -30,6 +30,7 @@ pub mod sweep;
 pub mod tensorboard;
 #[cfg(test)]
 mod testing;
+pub mod timeline;
 pub mod validation;
 pub mod verify;
 

@@ -29,6 +29,12 @@ pub struct StepRecord {
     pub grad_norm: Option<f32>,
     /// Learning rate of the step.
     pub lr: f64,
+    /// Tokens of the step, in runs with `train.stages`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch_tokens: Option<u64>,
+    /// Tokens of its rows, in runs with `train.stages`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seq_len: Option<usize>,
     /// Training throughput of the step, tokens over wall-clock seconds.
     pub tokens_per_second: f64,
     /// Model FLOPs utilisation: the model's training FLOPs over those that the device's peak rate
@@ -281,6 +287,8 @@ mod tests {
             loss: loss.is_finite().then_some(loss),
             grad_norm: Some(0.1),
             lr: 1e-3,
+            batch_tokens: None,
+            seq_len: None,
             tokens_per_second: 5000.0,
             mfu: None,
             seconds: 0.5,

@@ -23,6 +23,8 @@ pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
                 ("train/tokens_per_second", step.tokens_per_second),
             ];
             values.extend(step.mfu.map(|mfu| ("train/mfu", mfu)));
+            values.extend(step.batch_tokens.map(|n| ("train/batch_tokens", n as f64)));
+            values.extend(step.seq_len.map(|n| ("train/seq_len", n as f64)));
             named(values)
         }
         Record::Validation(record) => {

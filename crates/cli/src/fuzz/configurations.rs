@@ -18,7 +18,7 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 53] = [
+const KEYS: [&str; 57] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
@@ -60,6 +60,10 @@ const KEYS: [&str; 53] = [
     "train.norms.every=1",
     "model.init_std=0.1",
     "model.scale_residual_init=false",
+    "train.stages=[{ from = 0, seq_len = 16 }, { from = 0.5, batch_tokens = \"64k\" }]",
+    "train.stages=[{ from = \"1k tokens\", batch_tokens = 8192, micro_batch = 2 }]",
+    "train.stages.0.from=1",
+    "train.stages.0.seq_len=64",
     "train.schedule={ kind = \"wsd\", decay = 0.5, warmup = 1 }",
     "train.schedule={ kind = \"linear\", warmup = 9, initial_lr_ratio = 0.5 }",
     "train.skip={ outlier_z = 6, window = 8, max_in_a_row = 1 }",
@@ -129,11 +133,14 @@ fn check_costs(config: &RunConfig) {
         assert!(number("train_flops") > 0.0);
         // Weights, gradients, and at least one moment.
         assert!(number("train_memory_bytes") >= 12.0 * parameters);
-        let micro_batch = config.train.micro_batch_rows(seq_len, 1 << 16);
-        assert!(micro_batch > 0 && config.train.batch_rows(seq_len).is_multiple_of(micro_batch));
-        let (precision, device) = (Precision::F32, DeviceKind::Cpu);
-        let least = memory::least_for_training(config, vocab, micro_batch, precision, device);
-        assert!(least as f64 >= 12.0 * parameters);
+        for stage in config.timeline().stages() {
+            let micro_batch = stage.micro_batch_rows(1 << 16);
+            assert!(micro_batch > 0 && stage.rows().is_multiple_of(micro_batch));
+            let (shape, precision) = ([micro_batch, stage.seq_len], Precision::F32);
+            let least =
+                memory::least_for_training(config, vocab, shape, precision, DeviceKind::Cpu);
+            assert!(least as f64 >= 12.0 * parameters);
+        }
     }
     for length in [1, seq_len, LONGEST] {
         let state = cost::state_elements(model, length);
@@ -148,12 +155,14 @@ fn check_costs(config: &RunConfig) {
 
 fn check_schedule(config: &RunConfig) {
     let train = &config.train;
-    let (schedule, steps) = (train.lr_schedule(), train.total_steps());
+    let timeline = config.timeline();
+    let (schedule, steps) = (train.lr_schedule(&timeline), timeline.total_steps());
     assert!(steps > 0);
+    assert!(timeline.tokens(steps) >= train.tokens && timeline.tokens(steps - 1) < train.tokens);
     for step in [0, 1, steps / 2, steps - 1, steps, u64::MAX] {
         let lr = schedule.lr(step);
         assert!(lr.is_finite() && lr >= 0.0, "learning rate {lr} at step {step}");
-        train.validate.every.is_due(step, train.batch_tokens);
+        timeline.is_due(train.validate.every, step);
     }
 }
 

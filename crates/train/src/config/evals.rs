@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::scalars::Every;
+use crate::timeline::Timeline;
 
 /// A table `[[train.evaluate]]`: an evaluation of the model during training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -21,10 +22,10 @@ pub struct EvaluateConfig {
 }
 
 impl EvaluateConfig {
-    /// Whether it is due after `step` finished steps of `total_steps`, of `batch_tokens` tokens each.
-    pub fn is_due(&self, step: u64, total_steps: u64, batch_tokens: u64) -> bool {
+    /// Whether it is due after `step` finished steps.
+    pub fn is_due(&self, step: u64, timeline: &Timeline) -> bool {
         let every = |every: Every| {
-            every.is_due(step, batch_tokens) || (every.is_on() && step == total_steps)
+            timeline.is_due(every, step) || (every.is_on() && step == timeline.total_steps())
         };
         self.every.is_some_and(every) || self.steps.contains(&step)
     }

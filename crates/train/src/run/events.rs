@@ -7,7 +7,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_model::weights;
 
 use super::setup::Run;
-use crate::checkpoint::{Best, Snapshot, State};
+use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
@@ -38,17 +38,17 @@ impl<B: OpBackend> Run<B> {
         lr: f64,
         grad_scale: f32,
     ) -> Result<Self, TrainError> {
-        let (step, batch_tokens) = (self.progress.step + 1, self.config.train.batch_tokens);
+        let step = self.progress.step + 1;
         self.progress.updates += 1;
         let update = Update { lr, number: self.progress.updates, grad_scale };
-        let due = self.config.train.norms.every.is_due(step, batch_tokens);
+        let due = self.timeline.is_due(self.config.train.norms.every, step);
         let mut norms = due.then(UpdateNorms::new);
         self.model = self.optimiser.step_measured(self.model, gradients, update, norms.as_mut());
         if let Some(decay) = self.config.train.ema.0 {
             self.optimiser.update_average(&self.model, decay);
         }
         if let Some(norms) = norms {
-            let tokens = step * batch_tokens;
+            let tokens = self.timeline.tokens(step);
             self.recorder.norms(NormsRecord { step, tokens, layers: norms.by_layer() })?;
         }
         Ok(self)
@@ -62,8 +62,8 @@ impl<B: OpBackend> Run<B> {
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
         let config = &self.config.train;
-        let due = |every: Every| every.is_due(step, config.batch_tokens);
-        let validate = due(config.validate.every) || step == self.total_steps;
+        let due = |every: Every| self.timeline.is_due(every, step);
+        let validate = due(config.validate.every) || step == self.timeline.total_steps();
         let (sample, save) = (due(config.sample.every), due(config.checkpoint.every));
         let save_best = config.checkpoint.best;
         note_checkpoint(self.checkpoints.poll()?, console);
@@ -96,7 +96,7 @@ impl<B: OpBackend> Run<B> {
         };
         let record = ValidationRecord {
             step,
-            tokens: step * self.config.train.batch_tokens,
+            tokens: self.tokens(),
             flops: Some(self.recorder.flops(step)),
             validation_loss: scores.loss,
             perplexity: scores.loss.exp(),
@@ -120,7 +120,7 @@ impl<B: OpBackend> Run<B> {
         evaluator: &mut dyn Evaluator<B>,
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
-        for at in self.config.train.evaluations_due(step) {
+        for at in self.config.train.evaluations_due(step, &self.timeline) {
             match evaluator.evaluate(at, step, &self.model.valid()) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
@@ -176,10 +176,10 @@ impl<B: OpBackend> Run<B> {
         let step = self.progress.step;
         Ok(State {
             step,
-            tokens: step * self.config.train.batch_tokens,
+            tokens: self.tokens(),
             updates: self.progress.updates,
             seed: self.config.run.seed,
-            cursor: self.loader.cursor(step * self.rows as u64),
+            cursor: self.loader.cursor(self.next_row()),
             guard: self.guard.state().clone(),
             loss: self.progress.loss,
             best: self.progress.best,
@@ -187,7 +187,11 @@ impl<B: OpBackend> Run<B> {
             metrics_bytes,
             samples_bytes,
             seconds: self.recorder.seconds(),
-            micro_batch: self.micro_batch,
+            micro_batch: self.stage().micro_batch,
+            micro_batches: match &self.stages[..] {
+                [_] => vec![],
+                stages => stages.iter().map(StageMicroBatch::of).collect(),
+            },
             tokenizer: self.tokenizer.clone(),
             model: self.config.model.clone(),
         })
@@ -201,7 +205,7 @@ impl<B: OpBackend> Run<B> {
         let tokens_per_second = median_throughput(&metrics::read(&self.folder.metrics())?);
         self.folder.finish(&Finished {
             step: self.progress.step,
-            tokens: self.progress.step * self.config.train.batch_tokens,
+            tokens: self.tokens(),
             loss: self.progress.loss,
             validation: self.progress.validation.clone(),
             skipped: self.guard.state().skipped,

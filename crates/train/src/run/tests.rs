@@ -2,6 +2,7 @@ mod evaluations;
 mod from;
 mod layers;
 mod options;
+mod stages;
 
 use std::fs;
 
