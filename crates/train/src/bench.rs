@@ -72,6 +72,7 @@ pub fn run<B: OpBackend>(
         )
         .unwrap_or(1),
         recompute: train.recompute,
+        measure_noise: false,
     };
     let never = StopFlag::new();
     let schedule = train.lr_schedule(&timeline);

@@ -144,6 +144,7 @@ fn state(config: &RunConfig, tokenizer: &Tokenizer) -> State {
         seconds: 0.0,
         micro_batch: 1,
         micro_batches: vec![],
+        noise: Default::default(),
         tokenizer: TokenizerIdentity::of(tokenizer),
         model: config.model.clone(),
     }

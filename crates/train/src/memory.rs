@@ -83,6 +83,8 @@ impl Estimate {
         let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
         let copy = if precision.parameter(1) == dtype { 0 } else { dtype.size() };
         let state = state_elements(config, vocab_size);
+        // Measuring the noise scale keeps the gradients before each micro-batch.
+        let copies = if config.train.noise_scale.every.is_on() { 2.0 } else { 1.0 };
         let tokens = micro_batch as f64 * seq_len as f64;
         let kernel = Kernel { device: DeviceKind::Cuda, dtype };
         let blocks = (0..model.layers)
@@ -107,7 +109,7 @@ impl Estimate {
         let rows = micro_batch.saturating_mul(seq_len);
         Estimate {
             weights: (4 + copy) as f64 * parameters as f64,
-            gradients: 4.0 * parameters as f64,
+            gradients: copies * 4.0 * parameters as f64,
             optimiser: 4.0 * state as f64,
             activations: tokens * (kept + largest[0] + last),
             attention: tokens * (attention + largest[1]),

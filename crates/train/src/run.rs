@@ -129,7 +129,9 @@ fn steps<B: OpBackend>(
         let weights = weight_sum(&batch);
 
         // Forward and backward, one micro-batch after another.
-        let plan = AccumulationPlan { micro_batch, recompute: run.config.train.recompute };
+        let measure_noise = run.timeline.is_due(run.config.train.noise_scale.every, step + 1);
+        let recompute = run.config.train.recompute;
+        let plan = AccumulationPlan { micro_batch, recompute, measure_noise };
         let (stop, device) = (&options.stop, &run.device);
         let Some(pass) = forward_backward(&run.model, &batch, weights, plan, stop, device) else {
             // Asked to stop: a resume repeats this step from its beginning.
@@ -141,6 +143,7 @@ fn steps<B: OpBackend>(
         let lr = run.schedule.lr(step);
         let skip = run.guard.judge(loss, grad_norm, weights);
         if skip.is_none() {
+            run.record_noise(&pass, grad_norm)?;
             run = run.update(pass.gradients, lr, clip_factor(clip, grad_norm))?;
         }
         run.progress.step += 1;

@@ -50,7 +50,7 @@ pub(crate) fn config(sets: &[&str]) -> RunConfig {
 
 /// A run of one stage.
 pub(crate) fn timeline(batch_tokens: u64, tokens: u64) -> Timeline {
-    let base = Stage { first_step: 0, first_token: 0, batch_tokens, seq_len: 1, micro_batch: None };
+    let base = Stage { batch_tokens, seq_len: 1, ..Stage::default() };
     Timeline::new(base, &[], tokens).0
 }
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::config::{Every, PhaseLength, StageConfig};
 
 /// A stretch of steps whose batches have one shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Stage {
     /// Steps of the run before the stage.
     pub first_step: u64,
@@ -21,6 +21,9 @@ pub struct Stage {
     pub seq_len: usize,
     /// Rows of one forward and backward pass, if the configuration sets them.
     pub micro_batch: Option<usize>,
+    /// How many micro-batches a step must have: two, if the gradient noise scale is measured.
+    #[serde(skip)]
+    pub least_micro_batches: usize,
 }
 
 impl Stage {
@@ -36,10 +39,12 @@ impl Stage {
         self.micro_batch.unwrap_or_else(largest)
     }
 
-    /// The divisors of a step's rows within `budget_tokens`, the largest first; always one row.
+    /// The divisors of a step's rows within `budget_tokens`, the largest first, that leave enough micro-batches; always
+    /// one row.
     pub fn micro_batches(&self, budget_tokens: usize) -> impl Iterator<Item = usize> + use<> {
         let rows = self.rows();
-        let most = rows.min(budget_tokens / self.seq_len.max(1)).max(1);
+        let most = rows / self.least_micro_batches.max(1);
+        let most = most.min(budget_tokens / self.seq_len.max(1)).max(1);
         (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
     }
 
@@ -64,6 +69,7 @@ impl Stage {
             batch_tokens: next.batch_tokens.unwrap_or(self.batch_tokens),
             seq_len: next.seq_len.unwrap_or(self.seq_len),
             micro_batch: next.micro_batch.or(self.micro_batch),
+            least_micro_batches: self.least_micro_batches,
         }
     }
 }
@@ -221,7 +227,8 @@ mod tests {
     use super::*;
 
     fn base(batch_tokens: u64) -> Stage {
-        Stage { first_step: 0, first_token: 0, batch_tokens, seq_len: 32, micro_batch: None }
+        let (seq_len, micro_batch) = (32, None);
+        Stage { batch_tokens, seq_len, micro_batch, ..Stage::default() }
     }
 
     fn change(from: &str, batch_tokens: u64) -> StageConfig {

@@ -280,6 +280,7 @@ pub fn affects_results(key: &str) -> bool {
         || key.starts_with("train.sample.")
         || key.starts_with("train.checkpoint.")
         || key.starts_with("train.norms.")
+        || key.starts_with("train.noise_scale.")
         || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
             .contains(&key);
     !harmless

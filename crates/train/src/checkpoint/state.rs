@@ -11,6 +11,7 @@ use super::{Best, CheckpointError};
 use crate::config::RunConfig;
 use crate::guard::GuardState;
 use crate::metrics::ValidationRecord;
+use crate::noise_scale::NoiseAverages;
 use crate::timeline::{OpenStage, Stage};
 
 /// Where a run stood when its checkpoint was written.
@@ -30,6 +31,9 @@ pub struct State {
     pub cursor: Cursor,
     /// Skipped steps, and the window of the outlier test.
     pub guard: GuardState,
+    /// Averages of what the gradient noise scale is computed from.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub noise: NoiseAverages,
     /// Loss of the last step, unless it was skipped.
     pub loss: Option<f32>,
     /// The best validation so far.
@@ -51,6 +55,10 @@ pub struct State {
     pub tokenizer: TokenizerIdentity,
     /// The model.
     pub model: ModelConfig,
+}
+
+fn is_default(noise: &NoiseAverages) -> bool {
+    *noise == NoiseAverages::default()
 }
 
 impl State {

@@ -35,7 +35,8 @@ pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
 pub use stages::StageConfig;
 pub use train::{
-    CheckpointConfig, NormsConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
+    CheckpointConfig, NoiseScaleConfig, NormsConfig, SampleConfig, SkipConfig, TrainConfig,
+    ValidateConfig,
 };
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.

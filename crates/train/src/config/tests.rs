@@ -54,7 +54,7 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, validate, evaluate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
@@ -74,7 +74,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, validate, evaluate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
 }

@@ -57,6 +57,9 @@ pub struct TrainConfig {
     /// Norms of gradients, weights and updates by layer.
     #[serde(default)]
     pub norms: NormsConfig,
+    /// The gradient noise scale.
+    #[serde(default)]
+    pub noise_scale: NoiseScaleConfig,
     /// Validation in the loop.
     #[serde(default)]
     pub validate: ValidateConfig,
@@ -97,6 +100,49 @@ pub struct NormsConfig {
 impl Default for NormsConfig {
     fn default() -> Self {
         NormsConfig { every: Every(None) }
+    }
+}
+
+/// The table `[train.noise_scale]`: the gradient noise scale in the metrics.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NoiseScaleConfig {
+    /// How often. Default never.
+    pub every: Every,
+    /// Weight of the past in the moving averages of its two estimates.
+    pub decay: f64,
+}
+
+impl Default for NoiseScaleConfig {
+    fn default() -> Self {
+        NoiseScaleConfig { every: Every(None), decay: 0.95 }
+    }
+}
+
+impl NoiseScaleConfig {
+    /// Records its problems in a run with these stages.
+    fn validate(&self, timeline: &Timeline, problems: &mut Problems) {
+        problems.check(
+            (0.0..1.0).contains(&self.decay),
+            "train.noise_scale.decay",
+            self.decay,
+            "0 to below 1",
+            "use 0.95, an average over about 20 measurements",
+        );
+        let single = |stage: &&Stage| {
+            let rows = stage.rows();
+            rows < 2 || stage.micro_batch.is_some_and(|micro| micro >= rows)
+        };
+        let single = timeline.stages().iter().find(single).filter(|_| self.every.is_on());
+        if let Some(stage) = single {
+            problems.check(
+                false,
+                "train.noise_scale.every",
+                format!("set, and all {} rows of a step are one micro-batch", stage.rows()),
+                "two micro-batches a step or more, whose gradients are compared with the step's",
+                "lower micro_batch or raise batch_tokens, or set every = \"never\"",
+            );
+        }
     }
 }
 
@@ -187,7 +233,8 @@ impl TrainConfig {
     /// Steps of `batch_tokens` tokens in rows of `seq_len`.
     pub(super) fn base_stage(&self, seq_len: usize) -> Stage {
         let (batch_tokens, micro_batch) = (self.batch_tokens, self.micro_batch);
-        Stage { first_step: 0, first_token: 0, batch_tokens, seq_len, micro_batch }
+        let least_micro_batches = if self.noise_scale.every.is_on() { 2 } else { 1 };
+        Stage { batch_tokens, seq_len, micro_batch, least_micro_batches, ..Stage::default() }
     }
 
     /// The places in `evaluate` of the evaluations that are due after `step` finished steps.
@@ -230,9 +277,10 @@ impl TrainConfig {
         validate_groups(&self.groups, problems);
         self.schedule.validate(&timeline, problems);
         self.skip.validate(problems);
+        self.noise_scale.validate(&timeline, problems);
         self.sample.validate(problems);
         for (at, evaluate) in self.evaluate.iter().enumerate() {
-            evaluate.validate(at, timeline.total_steps(), problems);
+            evaluate.validate(at, timeline.total_steps(), self.ema.0.is_some(), problems);
         }
         let evals: Vec<&Table> = self.evaluate.iter().map(|evaluate| &evaluate.eval).collect();
         validate_evals("train.evaluate", &evals, problems);

@@ -12,9 +12,11 @@ use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
+use crate::grad_accumulation::BatchGradients;
 use crate::gradients::Gradients;
 use crate::guard::SkipReason;
-use crate::metrics::{self, NormsRecord, Record, ValidationRecord};
+use crate::metrics::{self, NoiseRecord, NormsRecord, Record, ValidationRecord};
+use crate::noise_scale::NoiseSample;
 use crate::optimiser::{Update, UpdateNorms};
 use crate::run_folder::{self, Finished};
 
@@ -52,6 +54,25 @@ impl<B: OpBackend> Run<B> {
             self.recorder.norms(NormsRecord { step, tokens, layers: norms.by_layer() })?;
         }
         Ok(self)
+    }
+
+    /// Records the gradient noise scale, if the step measured it.
+    pub fn record_noise(
+        &mut self,
+        pass: &BatchGradients<B>,
+        grad_norm: f32,
+    ) -> Result<(), TrainError> {
+        let sample = NoiseSample::of(&pass.micro_batch_norms(), grad_norm.into());
+        let Some(sample) = sample else { return Ok(()) };
+        self.progress.noise.push(sample, self.config.train.noise_scale.decay);
+        let step = self.progress.step + 1;
+        self.recorder.noise(NoiseRecord {
+            step,
+            tokens: self.timeline.tokens(step),
+            noise_scale: self.progress.noise.scale(),
+            noise_trace: sample.noise_trace,
+            gradient_square: sample.gradient_square,
+        })
     }
 
     /// Validation, samples, a checkpoint and evaluations, when they are due.
@@ -185,6 +206,7 @@ impl<B: OpBackend> Run<B> {
             best: self.progress.best,
             validation: self.progress.validation.clone(),
             metrics_bytes,
+            noise: self.progress.noise,
             samples_bytes,
             seconds: self.recorder.seconds(),
             micro_batch: self.stage().micro_batch,
@@ -230,7 +252,7 @@ fn median_throughput(records: &[Record]) -> f64 {
         .iter()
         .filter_map(|record| match record {
             Record::Step(step) => Some(step.tokens_per_second),
-            Record::Validation(_) | Record::Norms(_) => None,
+            Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
         })
         .collect();
     rates.sort_by(f64::total_cmp);

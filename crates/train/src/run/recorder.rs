@@ -7,7 +7,9 @@ use crate::console::{Console, StepView};
 use crate::error::TrainError;
 use crate::evaluation::Evaluated;
 use crate::guard::SkipReason;
-use crate::metrics::{AppendLog, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord};
+use crate::metrics::{
+    AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
+};
 use crate::run_folder::RunFolder;
 use crate::scalars::{place, scalars};
 use crate::tensorboard::EventWriter;
@@ -168,6 +170,11 @@ impl Recorder {
     /// Records the norms of an update.
     pub fn norms(&mut self, record: NormsRecord) -> Result<(), TrainError> {
         self.record(&Record::Norms(record))
+    }
+
+    /// Records a step's estimates of the gradient noise scale.
+    pub fn noise(&mut self, record: NoiseRecord) -> Result<(), TrainError> {
+        self.record(&Record::Noise(record))
     }
 
     /// Records what the model generated after each prompt.

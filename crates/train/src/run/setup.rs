@@ -24,6 +24,7 @@ use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
 use crate::memory::{self, Estimate};
 use crate::metrics::ValidationRecord;
+use crate::noise_scale::NoiseAverages;
 use crate::optimiser::Optimiser;
 use crate::peak;
 use crate::run_folder::{RunFolder, load_tokenizer};
@@ -72,6 +73,8 @@ pub(super) struct RunProgress {
     pub best: Option<Best>,
     /// The last validation.
     pub validation: Option<ValidationRecord>,
+    /// Averages of what the gradient noise scale is computed from.
+    pub noise: NoiseAverages,
     /// The step of the newest checkpoint.
     pub saved: Option<u64>,
 }
@@ -356,6 +359,8 @@ fn open_stages<B: OpBackend>(
     let open = |stage: &Stage| {
         let kept = checkpoint.filter(|_| stage.micro_batch.is_none());
         let kept = kept.and_then(|checkpoint| checkpoint.state.micro_batch_of(stage));
+        // The measurement of the noise scale may have been turned on since.
+        let kept = kept.filter(|rows| stage.rows() / rows >= stage.least_micro_batches);
         let chosen = || default_micro_batch::<B>(config, stage, vocab_size, precision, available);
         let micro_batch = kept.or_else(chosen).ok_or_else(|| TrainError::NoMicroBatchFits {
             estimate: Estimate::of(config, vocab_size, [1, stage.seq_len], precision),
@@ -403,6 +408,7 @@ fn saved_progress(
         updates: state.updates,
         loss: state.loss,
         best: state.best,
+        noise: state.noise,
         // Not the one of an earlier part, if validation is off now.
         validation: state.validation.clone().filter(|_| config.train.validate.every.is_on()),
         saved: Some(state.step),

@@ -87,6 +87,23 @@ fn a_batch_beyond_memory_is_refused_and_costs_no_search() {
 }
 
 #[test]
+fn the_noise_scale_needs_two_micro_batches() {
+    let on = config("noise_scale = { every = 10 }");
+    assert_eq!(problems(&on, 512), "");
+    assert_eq!(on.base_stage(512).micro_batch_rows(1 << 20), 4);
+    assert_eq!(config("").base_stage(512).micro_batch_rows(1 << 20), 8);
+    let one = config("micro_batch = 8\nnoise_scale = { every = 10, decay = 1.0 }");
+    insta::assert_snapshot!(problems(&one, 512), @r#"
+    the configuration has 2 problems:
+    train.noise_scale.decay is 1; allowed: 0 to below 1
+      hint: use 0.95, an average over about 20 measurements
+    train.noise_scale.every is set, and all 8 rows of a step are one micro-batch; allowed: two micro-batches a step or more, whose gradients are compared with the step's
+      hint: lower micro_batch or raise batch_tokens, or set every = "never"
+    "#);
+    assert!(problems(&on, 4096).contains("all 1 rows of a step"));
+}
+
+#[test]
 fn stages_are_checked_one_by_one() {
     let good = config(
         "[[stages]]\nfrom = 0\nseq_len = 128\n[[stages]]\nfrom = \"1 %\"\nseq_len = 512\n\
