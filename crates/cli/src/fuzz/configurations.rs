@@ -18,7 +18,7 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 58] = [
+const KEYS: [&str; 59] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
@@ -64,6 +64,7 @@ const KEYS: [&str; 58] = [
     "train.stages=[{ from = \"1k tokens\", batch_tokens = 8192, micro_batch = 2 }]",
     "train.stages.0.from=1",
     "train.noise_scale={ every = 5, decay = 0.5 }",
+    "train.evaluate=[{ suite = \"passkey\", steps = [1], weights = \"ema\" }]",
     "train.stages.0.seq_len=64",
     "train.schedule={ kind = \"wsd\", decay = 0.5, warmup = 1 }",
     "train.schedule={ kind = \"linear\", warmup = 9, initial_lr_ratio = 0.5 }",

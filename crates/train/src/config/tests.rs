@@ -375,6 +375,21 @@ fn a_kind_changed_alone_says_that_the_other_keys_belong_to_the_old_one() {
 }
 
 #[test]
+fn an_average_can_only_be_evaluated_if_there_is_one() {
+    let tables = "train.evaluate=[{ suite = \"passkey\", every = 5, weights = \"ema\" }]";
+    let config = parse(BASE, &[tables, "train.ema=0.9"]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    assert!(!config.train.evaluate[0].eval.contains_key("weights"));
+    insta::assert_snapshot!(error(&[tables]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    train.evaluate.0.weights is "ema" in a run that keeps no average; allowed: "model", or "ema" with train.ema
+      hint: set for example train.ema = 0.999, or leave weights out
+    "#);
+    let unknown = error(&[&tables.replace("ema", "mean")]);
+    assert!(unknown.contains("weights"), "{unknown}");
+}
+
+#[test]
 fn rows_of_generated_sources_are_not_cut() {
     let sets = [
         "data.sources=[{ kind = \"passkey\" }]",

@@ -7,7 +7,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_model::weights;
 
 use super::setup::Run;
-use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State};
+use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
@@ -142,7 +142,11 @@ impl<B: OpBackend> Run<B> {
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
         for at in self.config.train.evaluations_due(step, &self.timeline) {
-            match evaluator.evaluate(at, step, &self.model.valid()) {
+            let model = match self.config.train.evaluate[at].weights {
+                WeightsSelector::Model => self.model.valid(),
+                WeightsSelector::Ema => self.optimiser.with_average(self.model.valid(), false),
+            };
+            match evaluator.evaluate(at, step, &model) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
                 Err(source) => {
@@ -202,11 +206,11 @@ impl<B: OpBackend> Run<B> {
             seed: self.config.run.seed,
             cursor: self.loader.cursor(self.next_row()),
             guard: self.guard.state().clone(),
+            noise: self.progress.noise,
             loss: self.progress.loss,
             best: self.progress.best,
             validation: self.progress.validation.clone(),
             metrics_bytes,
-            noise: self.progress.noise,
             samples_bytes,
             seconds: self.recorder.seconds(),
             micro_batch: self.stage().micro_batch,
