@@ -51,7 +51,7 @@ fn the_comparison_of_kinds_changes_the_attention_alone() {
     let plan = Plan::new(sweep.unwrap_or_else(|e| panic!("{e}"))).unwrap_or_else(|e| panic!("{e}"));
     assert_eq!(plan.runs.len(), 11);
     let first = &plan.runs[0].config;
-    assert_eq!(first.train.total_steps(), 190_730);
+    assert_eq!(first.total_steps(), 190_730);
     assert_eq!(first.model.padded_vocab(50_257), 50_304);
     for run in &plan.runs {
         let mut config = run.config.clone();
@@ -81,14 +81,71 @@ fn the_comparisons_with_path_change_the_attention_alone() {
             config.run.name = path_fox.run.name.clone();
             assert_eq!(config, path_fox, "{name}");
         }
-        let schedule = path_fox.train.lr_schedule();
+        let schedule = path_fox.train.lr_schedule(&path_fox.timeline());
         assert!((schedule.lr(0) - 3e-5).abs() < 1e-12, "{}", schedule.lr(0));
-        let last = schedule.lr(path_fox.train.total_steps());
+        let last = schedule.lr(path_fox.total_steps());
         assert!((last - 3e-5).abs() < 1e-12, "{last}");
     }
     let paper = load("path_fox_760m.toml".to_owned());
     let parameters = Parameters::of(&paper.model, 32_000, paper.data.seq_len).total();
     assert!((740_000_000..800_000_000).contains(&parameters), "{parameters}");
+}
+
+/// The models of Wall's paper differ in their attention only, at every size, and have the paper's sizes and batches.
+#[test]
+fn the_family_of_wall_changes_the_attention_alone() {
+    let folder = repository().join("configs/gpu");
+    let load = |name: String| RunConfig::load(&folder.join(name), &[]).unwrap();
+    for size in ["124m", "400m", "1b"] {
+        let wall = load(format!("wall_muon_{size}.toml"));
+        for kind in ["rope", "fox", "wall_rope", "wall_fox"] {
+            let mut config = load(format!("{kind}_muon_{size}.toml"));
+            let layers = config.model.layers_by_kind();
+            let kinds: Vec<&str> = layers.iter().map(|layers| layers.attention.kind()).collect();
+            let expected: &[&str] = match kind {
+                "wall_rope" => &["wall"],
+                "wall_fox" => &["wall", "fox"],
+                kind => &[kind],
+            };
+            assert_eq!(kinds, expected, "{kind}, {size}");
+            assert_ne!(config.model, wall.model, "{kind}, {size}");
+            config.model.attention = wall.model.attention.clone();
+            config.model.pattern = None;
+            config.model.kinds = wall.model.kinds.clone();
+            config.run.name = wall.run.name.clone();
+            assert_eq!(config, wall, "{kind}, {size}");
+        }
+    }
+    let parameters = |config: &RunConfig| Parameters::of(&config.model, 50_257, 8192).total();
+    let small = load("wall_muon_400m.toml".to_owned());
+    assert!((395_000_000..415_000_000).contains(&parameters(&small)));
+    assert_eq!((small.data.seq_len, small.total_steps()), (8192, 13_352));
+    let large = load("wall_muon_1b.toml".to_owned());
+    assert!((1_200_000_000..1_600_000_000).contains(&parameters(&large)));
+    assert_eq!((large.train.batch_tokens, large.train.tokens), (1 << 22, 70_000_000_000));
+}
+
+/// The kinds that are compared at equal parameters, and at equal FLOPs of training.
+#[test]
+fn kinds_are_compared_at_equal_cost() {
+    let plan = |name: &str| {
+        let sweep = SweepConfig::load(&repository().join(format!("configs/sweeps/{name}.toml")));
+        Plan::new(sweep.unwrap_or_else(|e| panic!("{e}"))).unwrap_or_else(|e| panic!("{e}"))
+    };
+    let spread = |values: Vec<f64>| {
+        let most = values.iter().copied().fold(0.0, f64::max);
+        let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+        assert!(values.len() > 5);
+        most / least - 1.0
+    };
+    let parameters = plan("kinds_equal_parameters").runs.into_iter().map(|run| {
+        Parameters::of(&run.config.model, 50_257, run.config.data.seq_len).total() as f64
+    });
+    let parameters: Vec<f64> = parameters.collect();
+    assert!(spread(parameters.clone()) < 1e-3, "{parameters:?}");
+    let flops = plan("kinds_equal_flops").runs.into_iter();
+    let flops: Vec<f64> = flops.map(|run| run.config.train_flops(50_257)).collect();
+    assert!(spread(flops.clone()) < 1e-3, "{flops:?}");
 }
 
 /// Overrides that make a configuration small.

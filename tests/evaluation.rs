@@ -99,6 +99,32 @@ fn all_samples(w: &Workspace, run: &str) -> Vec<(String, String)> {
     names.map(|name| (name.clone(), w.read(&format!("{run}/eval/{name}/samples.jsonl")))).collect()
 }
 
+/// An evaluation of the average during training gives what `eval --weights ema` gives of the checkpoint.
+#[test]
+fn the_average_is_evaluated_in_the_loop_as_it_is_afterwards() {
+    let w = Workspace::new();
+    let table = "[[train.evaluate]]\nsuite = \"extrapolate\"\nout = \"average\"\nsteps = [40]\nlengths = [16, 32]\n";
+    w.write("ema.toml", &format!("{}\n{table}weights = \"ema\"\n", crate::support::CONFIG));
+    let without = w.fail(&["train", "--config", "ema.toml"]);
+    assert!(
+        without.contains("train.evaluate.0.weights is \"ema\" in a run that keeps no"),
+        "{without}"
+    );
+    let run = ["train", "--config", "ema.toml", "--set", "train.ema=0.9", "--set", "run.name=ema"];
+    w.succeed(&run);
+    let eval = ["eval", "extrapolate", "--run", "runs/ema", "--lengths", "16,32", "--out"];
+    w.succeed(&[&eval[..], &["after", "--weights", "ema"]].concat());
+    w.succeed(&[&eval[..], &["model"]].concat());
+    let results = |name: &str| -> serde_json::Value {
+        let text = w.read(&format!("runs/ema/eval/{name}/results.json"));
+        serde_json::from_str(&text).unwrap()
+    };
+    let [inside, after, model] = ["average-step-40", "after", "model"].map(results);
+    assert_eq!(inside["headline"], after["headline"]);
+    assert_eq!(inside["model_changes"], after["model_changes"]);
+    assert_ne!(inside["headline"], model["headline"]);
+}
+
 #[test]
 fn evaluations_during_training_change_nothing_and_survive_a_resume() {
     let w = Workspace::new();

@@ -103,6 +103,15 @@ fn prepare_train_generate_evaluate_and_plot() {
     w.succeed(&["plot", "runs/shards", "--out", "both.png", "--x", "steps"]);
     assert_eq!(&std::fs::read(w.path("both.png")).unwrap()[1..4], b"PNG");
 
+    w.succeed(&["plot", "runs/shards", "--y", "train/grad_norm", "--out", "norm.svg"]);
+    assert!(w.read("norm.svg").contains("train/grad_norm"));
+    let unknown = w.fail(&["plot", "runs/shards", "--y", "gradient_noise/scale"]);
+    assert!(
+        unknown.contains("has no scalar gradient_noise/scale; it has: train/loss"),
+        "{unknown}"
+    );
+    assert!(unknown.contains("hint: name one of these; gradient_noise needs"), "{unknown}");
+
     // Two runs in one plot.
     w.train("beside", &[shards, "model.attention={ kind = \"fox\" }"]);
     w.succeed(&["plot", "runs/shards", "runs/beside", "--out", "two.svg", "--max-loss", "4"]);

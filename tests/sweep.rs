@@ -1,5 +1,10 @@
 //! A sweep from its file to its table.
 
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use longwall_train::sweep::SweepConfig;
+
 use crate::support::{Workspace, sweep};
 
 fn text(bytes: Vec<u8>) -> String {
@@ -73,4 +78,43 @@ fn the_runs_of_a_sweep_are_estimated_and_done_one_by_one() {
     assert!(beyond.contains("--only is 2; allowed: 0 to 1"), "{beyond}");
     w.succeed(&["sweep", "compare.toml"]);
     assert_eq!(w.read("runs/compare/results.jsonl").lines().count(), 2);
+}
+
+/// Every ablation has a small twin of the same axes, all of whose runs finish on a CPU.
+#[test]
+fn the_twins_of_the_ablations_run_on_a_cpu() {
+    let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs");
+    let names = |folder: &str| -> BTreeSet<String> {
+        let entries = std::fs::read_dir(configs.join(folder)).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.ends_with(".toml")).collect()
+    };
+    let mut ablations = names("sweeps");
+    assert!(ablations.remove("rope_vs_fox.toml"), "it is made for a CPU");
+    assert_eq!(names("sweeps/cpu"), ablations);
+
+    let w = Workspace::new();
+    for name in ["quickstart", "mqar", "word_problem"] {
+        let text = std::fs::read_to_string(configs.join(format!("{name}.toml"))).unwrap();
+        let tiny = "kind = \"text\"\npaths = [\"corpus\"]";
+        let text = text.replace("kind = \"cargo-sources\"\nmax_bytes = \"32M\"", tiny);
+        w.write(&format!("{name}.toml"), &text);
+    }
+    let axes = |path: &Path| -> Vec<String> {
+        let sweep = SweepConfig::load(path).unwrap();
+        sweep.axes.iter().map(|axis| axis.title().to_owned()).collect()
+    };
+    for name in ablations {
+        let twin = configs.join("sweeps/cpu").join(&name);
+        assert_eq!(axes(&twin), axes(&configs.join("sweeps").join(&name)), "{name}");
+        let text = std::fs::read_to_string(&twin).unwrap().replace("base = \"../../", "base = \"");
+        w.write(&name, &text);
+        w.succeed(&["sweep", &name]);
+        let folder = format!("runs/{}_cpu", name.trim_end_matches(".toml"));
+        let results = w.read(&format!("{folder}/results.jsonl"));
+        assert!(results.lines().count() > 2, "{name}: {results}");
+        for line in results.lines() {
+            assert!(line.contains("\"status\":\"finished\""), "{name}: {line}");
+        }
+    }
 }

@@ -9,6 +9,7 @@ use longwall_eval::{
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_model::{LanguageModel, Precision};
+use longwall_train::checkpoint::WeightsSelector;
 use longwall_train::config::RunConfig;
 use longwall_train::evaluation::{Evaluated, EvaluationError, Evaluator};
 use longwall_train::signals::StopFlag;
@@ -46,6 +47,14 @@ impl StopRequest for StopBetweenBatches<'_> {
 /// What the names of evaluations are followed by in the names of their folders.
 const STEP: &str = "-step-";
 
+/// How the model differs from the checkpoint's, as `longwall eval` says it.
+fn changes(weights: WeightsSelector) -> Vec<String> {
+    match weights {
+        WeightsSelector::Model => vec![],
+        WeightsSelector::Ema => vec![format!("weights={weights}")],
+    }
+}
+
 fn name((suite, name): &NamedSuite) -> &str {
     name.as_deref().unwrap_or(suite.name())
 }
@@ -63,10 +72,10 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         step.parse().ok()
     }
 
-    /// Calls `work` with the model and the context of an evaluation after `step`.
+    /// Calls `work` with the model and the context of evaluation `at` after `step`.
     fn with_context<T>(
         &self,
-        suite: &NamedSuite,
+        at: usize,
         step: u64,
         model: &LanguageModel<B>,
         work: impl FnOnce(TrainedModel<B>, RunContext<'_>) -> T,
@@ -79,10 +88,10 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         let held_out = ValidationText { config, tokenizer, stop: self.stop };
         let stop = StopBetweenBatches(self.stop);
         let context = RunContext {
-            out_dir: self.out_dir(suite, step),
+            out_dir: self.out_dir(&self.suites[at], step),
             run: config.run.name.clone(),
             checkpoint_step: Some(step),
-            model_changes: vec![],
+            model_changes: changes(config.train.evaluate[at].weights),
             git_hash: git_hash(),
             force: false,
             held_out: Some(&held_out),
@@ -100,8 +109,8 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
         model: &LanguageModel<B>,
     ) -> Result<(), EvaluationError> {
         self.tokenizer = Some(tokenizer.clone());
-        for suite in self.suites {
-            self.with_context(suite, 0, model, |model, context| {
+        for (at, suite) in self.suites.iter().enumerate() {
+            self.with_context(at, 0, model, |model, context| {
                 longwall_eval::check(&suite.0, &model, &context)
             })?;
         }
@@ -139,7 +148,7 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
         if self.out_dir(suite, step).join("results.json").is_file() {
             return Ok(None);
         }
-        let report = self.with_context(suite, step, model, |mut model, context| {
+        let report = self.with_context(at, step, model, |mut model, context| {
             match longwall_eval::run(&suite.0, &mut model, &context) {
                 // Samples of this step that were taken before the options changed.
                 Err(EvalError::OtherSettings { .. }) => {

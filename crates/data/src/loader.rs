@@ -63,6 +63,25 @@ pub struct Batch {
     pub document_starts: Option<Vec<i32>>,
 }
 
+impl Batch {
+    /// The same tokens in rows of `seq_len`: each row is cut into consecutive ones. A document that is cut goes on
+    /// as one that starts with its row.
+    ///
+    /// # Panics
+    /// When `seq_len` does not divide the length of the rows.
+    pub fn cut(mut self, seq_len: usize) -> Self {
+        let old = self.seq_len;
+        assert!(seq_len > 0 && old.is_multiple_of(seq_len), "rows of {old} cut into {seq_len}");
+        if let Some(starts) = &mut self.document_starts {
+            for (at, start) in starts.iter_mut().enumerate() {
+                let row = (at % old / seq_len * seq_len) as i32;
+                *start = (*start - row).max(0);
+            }
+        }
+        Batch { rows: self.rows * (old / seq_len), seq_len, ..self }
+    }
+}
+
 /// An opened source.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SourceSummary {

@@ -37,7 +37,9 @@ pub use index::write_index;
 pub use language_model::TrainedModel;
 pub use model::{EvalModel, LogLikelihood};
 pub use options::{SamplingOptions, SuiteOptions};
-pub use plot::{Curve, CurveGroup, DotChart, DotRow, XAxis, plot_group_losses, plot_losses};
+pub use plot::{
+    Curve, CurveGroup, DotChart, DotRow, XAxis, plot_group_losses, plot_losses, plot_scalar,
+};
 pub use presets::{Preset, Summary, SummaryRow};
 pub use report::{Report, Score, TextTable, TokenizerReport};
 pub use suite::{

@@ -3,7 +3,7 @@
 use std::fs;
 
 use longwall_eval::plot::{DotChart, DotRow, Heatmap, LineChart, Point, Scale, Series};
-use longwall_eval::{Curve, CurveGroup, XAxis, plot_group_losses, plot_losses};
+use longwall_eval::{Curve, CurveGroup, XAxis, plot_group_losses, plot_losses, plot_scalar};
 
 fn curve(name: &str, floor: f64) -> Curve {
     let loss = |step: f64| floor + 6.0 * (-step / 120.0).exp();
@@ -296,4 +296,20 @@ fn a_dot_chart_shows_values_bars_and_seeds() {
     chart.save(&dir.path().join("accuracy.png")).unwrap();
     let empty = DotChart { rows: vec![row("rope", None, &[])], ..chart };
     assert!(empty.save(&path).unwrap_err().to_string().contains("there is no value to draw"));
+}
+
+#[test]
+fn a_scalar_of_several_runs_is_drawn_under_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("norm.svg");
+    let curves = ["rope", "wall"].map(|name| (name.to_owned(), curve(name, 1.0).train));
+    plot_scalar(&curves, "train/grad_norm", XAxis::Tokens, &path, 0.9, None).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    for label in ["rope", "wall", "train/grad_norm", "training tokens", "</svg>"] {
+        assert!(text.contains(label), "{label}");
+    }
+    let error = plot_scalar(&curves, "x", XAxis::Tokens, &path, 1.0, None).unwrap_err();
+    assert!(error.to_string().contains("the smoothing is 1"), "{error}");
+    let none = plot_scalar(&curves, "x", XAxis::Tokens, &path, 0.9, Some(0.1)).unwrap_err();
+    assert!(none.to_string().contains("no point to draw"), "{none}");
 }

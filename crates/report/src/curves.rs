@@ -85,6 +85,8 @@ mod tests {
             loss,
             grad_norm: None,
             lr: 1e-3,
+            batch_tokens: None,
+            seq_len: None,
             tokens_per_second: 1.0,
             mfu: None,
             seconds: step as f64 / 3.0,

@@ -87,7 +87,7 @@ impl Run {
             seed: self.config.run.seed,
             group,
             step: steps().next_back().map_or(0, |step| step.step),
-            total_steps: self.config.train.total_steps(),
+            total_steps: self.config.total_steps(),
             finished: self.finished.is_some(),
             skipped: steps().filter(|step| step.skipped).count(),
             parameters: self.finished.as_ref().map(|finished| finished.parameters),

@@ -57,28 +57,31 @@ pub fn run<B: OpBackend>(
     let model = LanguageModel::new(&config.model, vocab_size, seq_len, seed, device);
     let mut optimiser = Optimiser::<B>::new(&config.rules(), &model);
     let mut model = optimiser.round(model, precision);
-    let rows = train.batch_rows(seq_len);
+    let (timeline, stage) = (config.timeline(), config.base_stage());
+    let rows = stage.rows();
     let batch = random_batch(rows, seq_len, vocab_size, seed, config.data.document_mask);
     let weights = weight_sum(&batch);
     let plan = AccumulationPlan {
         // If nothing fits by the estimate, the benchmark tries the smallest.
         micro_batch: default_micro_batch::<B>(
             config,
+            &stage,
             vocab_size,
             precision,
             B::available_memory(device),
         )
         .unwrap_or(1),
         recompute: train.recompute,
+        measure_noise: false,
     };
     let never = StopFlag::new();
-    let schedule = train.lr_schedule();
+    let schedule = train.lr_schedule(&timeline);
     let mut bench = Bench {
         parameters: model.num_params(),
         flops_per_token: train_flops_per_token(&config.model, vocab_size, seq_len),
         rows: (rows, plan.micro_batch),
         memory: (B::device_kind() == DeviceKind::Cuda)
-            .then(|| Estimate::of(config, vocab_size, plan.micro_batch, precision)),
+            .then(|| Estimate::of(config, vocab_size, [plan.micro_batch, seq_len], precision)),
         steps: Vec::new(),
     };
     for step in 0..steps {
@@ -86,7 +89,7 @@ pub fn run<B: OpBackend>(
         let pass = forward_backward(&model, &batch, weights, plan, &never, device)
             .expect("nobody asks to stop");
         let (loss, grad_norm) = pass.loss_and_grad_norm();
-        let lr = schedule.lr(step.min(train.total_steps() - 1));
+        let lr = schedule.lr(step.min(timeline.total_steps() - 1));
         let grad_scale = clip_factor(train.clip.0, grad_norm);
         let update = Update { lr, number: step + 1, grad_scale };
         model = optimiser.step(model, pass.gradients, update);

@@ -13,6 +13,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 
 use crate::gradients::Gradients;
+use crate::noise_scale::MicroBatchNorm;
 use crate::signals::StopFlag;
 
 /// Some rows of a batch, on the device; each tensor is `[rows, seq_len]`.
@@ -43,6 +44,9 @@ pub struct BatchGradients<B: OpBackend> {
     pub gradients: Gradients<B>,
     /// The mean loss over the batch's loss weights, `[1]`.
     loss: Tensor<B, 1>,
+    /// Of each micro-batch, the sum of its loss weights, and what its gradient's squares add up from; empty unless the
+    /// plan measures them.
+    micro_batches: Vec<(f64, Vec<Tensor<B, 1>>)>,
 }
 
 impl<B: OpBackend> BatchGradients<B> {
@@ -55,11 +59,32 @@ impl<B: OpBackend> BatchGradients<B> {
         let loss = scalars.next().unwrap_or(f32::NAN);
         (loss, scalars.map(f64::from).sum::<f64>().sqrt() as f32)
     }
+
+    /// The norms of the micro-batches' gradients, with one read from the device; empty unless the plan measures them.
+    pub fn micro_batch_norms(&self) -> Vec<MicroBatchNorm> {
+        let sums: Vec<_> = self.micro_batches.iter().flat_map(|(_, sums)| sums.clone()).collect();
+        if sums.is_empty() {
+            return vec![];
+        }
+        let squares = Tensor::cat(sums, 0).into_data();
+        let mut squares = squares.iter::<f64>();
+        let of = |(weight, sums): &(f64, Vec<Tensor<B, 1>>)| {
+            let square = squares.by_ref().take(sums.len()).sum();
+            MicroBatchNorm { weight: *weight, square }
+        };
+        self.micro_batches.iter().map(of).collect()
+    }
 }
 
 /// Sum of a batch's loss weights.
 pub fn weight_sum(batch: &Batch) -> f64 {
-    batch.loss_weights.iter().map(|&weight| f64::from(weight)).sum()
+    weight_of(batch, 0..batch.rows)
+}
+
+/// Sum of the loss weights of some rows.
+fn weight_of(batch: &Batch, rows: Range<usize>) -> f64 {
+    let weights = &batch.loss_weights[rows.start * batch.seq_len..rows.end * batch.seq_len];
+    weights.iter().map(|&weight| f64::from(weight)).sum()
 }
 
 /// How a batch is processed.
@@ -69,6 +94,8 @@ pub struct AccumulationPlan {
     pub micro_batch: usize,
     /// Whether the backward pass recomputes each block's forward pass.
     pub recompute: bool,
+    /// Whether the norms of the micro-batches' gradients are measured, which takes the memory of another gradient.
+    pub measure_noise: bool,
 }
 
 /// Runs `model` forward and backward over `batch`, a micro-batch at a time.
@@ -90,17 +117,23 @@ pub fn forward_backward<B: OpBackend>(
 ) -> Option<BatchGradients<B>> {
     let mut gradients = Gradients::none(model);
     let mut sum: Option<Tensor<B, 1>> = None;
+    let mut micro_batches = vec![];
     for first in (0..batch.rows).step_by(plan.micro_batch) {
         if stop.is_raised() {
             return None;
         }
         let rows = first..(first + plan.micro_batch).min(batch.rows);
+        let before = plan.measure_noise.then(|| gradients.copies());
+        let weight = weight_of(batch, rows.clone());
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let rows = MicroBatch::new(batch, rows, device);
         let loss = match plan.recompute {
             false => one_graph(model, rows, weights, &mut gradients),
             true => recompute::block_by_block(model, rows, weights, &mut gradients),
         };
+        if let Some(before) = before {
+            micro_batches.push((weight, gradients.square_sums_since(before)));
+        }
         // Without a kernel, the loss has the model's type.
         let loss = loss.inner().cast(DType::F32);
         sum = Some(match sum {
@@ -108,7 +141,8 @@ pub fn forward_backward<B: OpBackend>(
             Some(sum) => sum + loss,
         });
     }
-    Some(BatchGradients { gradients, loss: sum.expect("a batch has at least one row") })
+    let loss = sum.expect("a batch has at least one row");
+    Some(BatchGradients { gradients, loss, micro_batches })
 }
 
 /// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`.
@@ -161,8 +195,12 @@ mod tests {
     }
 
     fn pass(micro_batch: usize, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
+        let plan = AccumulationPlan { micro_batch, recompute: false, measure_noise: false };
+        pass_with(plan, stop)
+    }
+
+    fn pass_with(plan: AccumulationPlan, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
         let batch = batch();
-        let plan = AccumulationPlan { micro_batch, recompute: false };
         let device = Default::default();
         forward_backward(&tiny_model(0), &batch, weight_sum(&batch), plan, stop, &device)
     }
@@ -204,6 +242,37 @@ mod tests {
             assert!((loss - other).abs() < 1e-5, "{loss} and {other}");
             assert!((grad_norm - other_norm).abs() < 1e-4, "{grad_norm} and {other_norm}");
         }
+    }
+
+    /// Measuring changes no bit of the gradients, and finds the norms that the micro-batches have on their own.
+    #[test]
+    fn the_norms_of_micro_batches_are_those_of_their_own_gradients() {
+        for recompute in [false, true] {
+            let plan = AccumulationPlan { micro_batch: 2, recompute, measure_noise: true };
+            let measured = pass_with(plan, &StopFlag::new()).unwrap();
+            assert_eq!(measured.loss_and_grad_norm(), run(2));
+            let whole = batch();
+            let norms = measured.micro_batch_norms();
+            assert_eq!(norms.iter().map(|norm| norm.weight).sum::<f64>(), weight_sum(&whole));
+            for (norm, first) in norms.iter().zip([0, 2]) {
+                let part = |all: &[i32]| all[first * 16..(first + 2) * 16].to_vec();
+                let alone = Batch {
+                    rows: 2,
+                    seq_len: 16,
+                    inputs: part(&whole.inputs),
+                    targets: part(&whole.targets),
+                    loss_weights: whole.loss_weights[first * 16..(first + 2) * 16].to_vec(),
+                    document_starts: whole.document_starts.as_deref().map(part),
+                };
+                assert_eq!(weight_sum(&alone), norm.weight);
+                let plan = AccumulationPlan { measure_noise: false, ..plan };
+                let (model, device, sum) = (tiny_model(0), Default::default(), weight_sum(&whole));
+                let pass = forward_backward(&model, &alone, sum, plan, &StopFlag::new(), &device);
+                let expected = f64::from(pass.unwrap().loss_and_grad_norm().1).powi(2);
+                assert!((norm.square / expected - 1.0).abs() < 1e-4, "{norm:?}, {expected}");
+            }
+        }
+        assert!(pass(2, &StopFlag::new()).unwrap().micro_batch_norms().is_empty());
     }
 
     #[test]

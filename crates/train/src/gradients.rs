@@ -61,6 +61,30 @@ impl<B: OpBackend> Gradients<B> {
         graph
     }
 
+    /// The gradients as they are now: later backward passes do not change these copies.
+    pub(crate) fn copies(&self) -> Vec<Option<FloatTensor<B>>> {
+        // A clone would share its memory with the sum that an operation adds to.
+        let copy = |gradient: &FloatTensor<B>| B::float_mul_scalar(gradient.clone(), 1.0.into());
+        self.tensors.iter().map(|gradient| gradient.as_ref().map(copy)).collect()
+    }
+
+    /// Tensors of shape `[1]` that sum to Σ (g − b)², where b are the gradients `before`.
+    pub(crate) fn square_sums_since(
+        &self,
+        before: Vec<Option<FloatTensor<B>>>,
+    ) -> Vec<Tensor<B, 1>> {
+        let change = |(now, before): (&Option<FloatTensor<B>>, Option<FloatTensor<B>>)| {
+            let now = now.clone()?;
+            Some(match before {
+                Some(before) => B::float_sub(now, before),
+                None => now,
+            })
+        };
+        // One after another: together, the differences would take the gradients' memory once more.
+        let changes = self.tensors.iter().zip(before).filter_map(change);
+        changes.flat_map(|change| square_sums::<B>(vec![change])).map(tensor).collect()
+    }
+
     /// Tensors of shape `[1]` that sum to Σ g² over all gradients ([`square_sums`]).
     pub fn square_sums(&self) -> Vec<Tensor<B, 1>> {
         let gradients = self.tensors.iter().flatten().cloned().collect();

@@ -143,6 +143,8 @@ fn state(config: &RunConfig, tokenizer: &Tokenizer) -> State {
         samples_bytes: 0,
         seconds: 0.0,
         micro_batch: 1,
+        micro_batches: vec![],
+        noise: Default::default(),
         tokenizer: TokenizerIdentity::of(tokenizer),
         model: config.model.clone(),
     }

@@ -18,6 +18,7 @@ pub mod import;
 pub mod memory;
 pub mod meters;
 pub mod metrics;
+pub mod noise_scale;
 pub mod optimiser;
 pub mod peak;
 pub mod run;
@@ -30,6 +31,7 @@ pub mod sweep;
 pub mod tensorboard;
 #[cfg(test)]
 mod testing;
+pub mod timeline;
 pub mod validation;
 pub mod verify;
 

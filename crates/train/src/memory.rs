@@ -12,29 +12,36 @@ use serde::Serialize;
 
 use crate::config::RunConfig;
 use crate::optimiser::Rule;
+use crate::timeline::Stage;
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
-/// f32, and of the activations the input of each block for one micro-batch, in the type of `precision`. On the CPU also
-/// a step's inputs, targets and loss weights, and the copy of weights and state that a checkpoint is written
-/// from.
+/// f32, and of the activations the input of each block for one micro-batch of `[rows, seq_len]` tokens, in the type of
+/// `precision`. On the CPU also a step's inputs, targets and loss weights, and the copy of weights and state that a
+/// checkpoint is written from.
 pub fn least_for_training(
     config: &RunConfig,
     vocab_size: usize,
-    micro_batch: usize,
+    [rows, seq_len]: [usize; 2],
     precision: Precision,
     device: DeviceKind,
 ) -> u128 {
     let model = &config.model;
     let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
     let state = state_elements(config, vocab_size);
-    let inputs = elements(&[model.layers, micro_batch, config.data.seq_len, model.width]);
+    let inputs = elements(&[model.layers, rows, seq_len, model.width]);
     let inputs = precision.parameter(2).size() as u128 * inputs;
     let (weights, state) = (4 * parameters as u128, 4 * state);
     let on_host = match device {
-        DeviceKind::Cpu => weights + state + 12 * u128::from(config.train.batch_tokens),
+        DeviceKind::Cpu => weights + state + 12 * u128::from(most_batch_tokens(config)),
         DeviceKind::Cuda => 0,
     };
     2 * weights + state + inputs + on_host
+}
+
+/// The most tokens of a step.
+fn most_batch_tokens(config: &RunConfig) -> u64 {
+    let timeline = config.timeline();
+    timeline.stages().iter().map(|stage| stage.batch_tokens).max().unwrap_or_default()
 }
 
 /// Tokens of a GPU's micro-batch at most, unless the configuration sets its size: larger ones are no faster.
@@ -64,18 +71,20 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// For micro-batches of `micro_batch` rows in `precision`.
+    /// For micro-batches of `[rows, seq_len]` tokens in `precision`.
     pub fn of(
         config: &RunConfig,
         vocab_size: usize,
-        micro_batch: usize,
+        [micro_batch, seq_len]: [usize; 2],
         precision: Precision,
     ) -> Self {
-        let (model, seq_len) = (&config.model, config.data.seq_len);
+        let model = &config.model;
         let dtype = precision.parameter(2);
-        let parameters = Parameters::of(model, vocab_size, seq_len).total();
+        let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
         let copy = if precision.parameter(1) == dtype { 0 } else { dtype.size() };
         let state = state_elements(config, vocab_size);
+        // Measuring the noise scale keeps the gradients before each micro-batch.
+        let copies = if config.train.noise_scale.every.is_on() { 2.0 } else { 1.0 };
         let tokens = micro_batch as f64 * seq_len as f64;
         let kernel = Kernel { device: DeviceKind::Cuda, dtype };
         let blocks = (0..model.layers)
@@ -100,7 +109,7 @@ impl Estimate {
         let rows = micro_batch.saturating_mul(seq_len);
         Estimate {
             weights: (4 + copy) as f64 * parameters as f64,
-            gradients: 4.0 * parameters as f64,
+            gradients: copies * 4.0 * parameters as f64,
             optimiser: 4.0 * state as f64,
             activations: tokens * (kept + largest[0] + last),
             attention: tokens * (attention + largest[1]),
@@ -142,20 +151,21 @@ impl Display for Estimate {
     }
 }
 
-/// The largest micro-batch of a new run on a GPU, in rows, that fits into `available` bytes by the estimate, of
+/// The largest micro-batch of a stage of a new run on a GPU, in rows, that fits into `available` bytes by the estimate, of
 /// those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these if it is not known what is
 /// available. `None` if one row does not fit.
 pub fn largest_micro_batch(
     config: &RunConfig,
+    stage: &Stage,
     vocab_size: usize,
     precision: Precision,
     available: Option<u64>,
 ) -> Option<usize> {
     let fits = |rows: &usize| {
-        let estimate = || Estimate::of(config, vocab_size, *rows, precision);
+        let estimate = || Estimate::of(config, vocab_size, [*rows, stage.seq_len], precision);
         available.is_none_or(|available| estimate().fits(available))
     };
-    config.train.micro_batches(config.data.seq_len, GPU_MICRO_BATCH_TOKENS).find(fits)
+    stage.micro_batches(GPU_MICRO_BATCH_TOKENS).find(fits)
 }
 
 /// Elements of the optimiser's state, and of the weights' average.
@@ -181,7 +191,8 @@ mod tests {
         let parameters = Parameters::of(&config.model, 257, config.data.seq_len).total() as u128;
         let inputs = 96 * 4 * config.data.seq_len as u128 * 12288;
         let batch = 12 * u128::from(config.train.batch_tokens);
-        let least = |precision, device| least_for_training(&config, 257, 4, precision, device);
+        let shape = [4, config.data.seq_len];
+        let least = |precision, device| least_for_training(&config, 257, shape, precision, device);
         // AdamW keeps two moments.
         let on_gpu = least(Precision::Bf16, DeviceKind::Cuda);
         assert_eq!(on_gpu, 16 * parameters + 2 * inputs);
@@ -197,7 +208,7 @@ mod tests {
         let sets = ["model.layers=2", "model.width=64", "model.heads=1", "data.seq_len=128"];
         let batch = ["train.batch_tokens=1024", "model.attention.kind=rope"];
         let set = |more: &[&str]| config(&[&sets[..], &batch, more].concat());
-        let of = |config: &RunConfig, rows| Estimate::of(config, 257, rows, Precision::Bf16);
+        let of = |config: &RunConfig, rows| Estimate::of(config, 257, [rows, 128], Precision::Bf16);
         let plain = set(&[]);
         let parameters = Parameters::of(&plain.model, 257, 128).total() as f64;
         let estimate = of(&plain, 4);
@@ -224,10 +235,12 @@ mod tests {
     fn the_largest_micro_batch_that_fits_is_taken() {
         let sets = ["data.seq_len=128", "train.batch_tokens=1024", "model.attention.kind=rope"];
         let config = config(&sets);
-        let largest = |available| largest_micro_batch(&config, 257, Precision::Bf16, available);
+        let stage = config.base_stage();
+        let largest =
+            |available| largest_micro_batch(&config, &stage, 257, Precision::Bf16, available);
         assert_eq!(largest(None), Some(8));
         for rows in [1, 2, 4, 8] {
-            let needed = Estimate::of(&config, 257, rows, Precision::Bf16).total();
+            let needed = Estimate::of(&config, 257, [rows, 128], Precision::Bf16).total();
             assert_eq!(largest(Some((needed as f64 * MARGIN) as u64 + 2)), Some(rows));
         }
         assert_eq!(largest(Some(1000)), None);
@@ -245,8 +258,8 @@ mod tests {
             (&["data.seq_len=1024", "model.attention.kind=rope", "train.recompute=true"], 6.6e9),
         ] {
             let config = config(&[&shape[..], set].concat());
-            let rows = 65_536 / config.data.seq_len;
-            let estimate = Estimate::of(&config, 50_257, rows, Precision::Bf16);
+            let shape = [65_536 / config.data.seq_len, config.data.seq_len];
+            let estimate = Estimate::of(&config, 50_257, shape, Precision::Bf16);
             let ratio = estimate.total() as f64 / measured;
             assert!((0.9..1.05).contains(&ratio), "{set:?}: {estimate} for {measured}");
         }
@@ -259,7 +272,7 @@ mod tests {
             let kind = format!("model.attention={{ kind = \"{kind}\" }}");
             let sizes = ["data.seq_len=1024", "model.width=128", "model.heads=2"];
             let config = config(&[&sizes[..], &[kind.as_str()]].concat());
-            Estimate::of(&config, 257, 1, precision).attention
+            Estimate::of(&config, 257, [1, 1024], precision).attention
         };
         for kind in ["rope", "tra", "wall"] {
             let [kernel, reference] = [Precision::Bf16, Precision::F32].map(|p| attention(kind, p));

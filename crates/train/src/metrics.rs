@@ -1,5 +1,5 @@
 //! `metrics.jsonl`: one JSON object per line, one line for each step, each validation, and each step whose norms
-//! are measured.
+//! or whose gradient noise scale are measured.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -29,6 +29,12 @@ pub struct StepRecord {
     pub grad_norm: Option<f32>,
     /// Learning rate of the step.
     pub lr: f64,
+    /// Tokens of the step, in runs with `train.stages`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch_tokens: Option<u64>,
+    /// Tokens of its rows, in runs with `train.stages`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seq_len: Option<usize>,
     /// Training throughput of the step, tokens over wall-clock seconds.
     pub tokens_per_second: f64,
     /// Model FLOPs utilisation: the model's training FLOPs over those that the device's peak rate
@@ -100,6 +106,21 @@ pub struct NormsRecord {
     pub layers: BTreeMap<String, LayerNorm>,
 }
 
+/// The line of the estimates of the gradient noise scale from one step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NoiseRecord {
+    /// Finished steps, this one included.
+    pub step: u64,
+    /// Tokens seen, this step's included.
+    pub tokens: u64,
+    /// The noise scale in tokens: the ratio of the estimates' moving averages. `null` while they are not both above 0.
+    pub noise_scale: Option<f64>,
+    /// The step's estimate of the trace of the covariance of one token's gradient.
+    pub noise_trace: f64,
+    /// The step's estimate of the square of the true gradient's norm.
+    pub gradient_square: f64,
+}
+
 /// JSON has no NaN: what is not finite is written as `null`.
 fn null_as_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
@@ -122,6 +143,8 @@ pub enum Record {
     Step(StepRecord),
     /// Norms by layer.
     Norms(NormsRecord),
+    /// Estimates of the gradient noise scale.
+    Noise(NoiseRecord),
 }
 
 /// Why metrics cannot be written or read.
@@ -281,6 +304,8 @@ mod tests {
             loss: loss.is_finite().then_some(loss),
             grad_norm: Some(0.1),
             lr: 1e-3,
+            batch_tokens: None,
+            seq_len: None,
             tokens_per_second: 5000.0,
             mfu: None,
             seconds: 0.5,
@@ -311,7 +336,14 @@ mod tests {
         let norm = LayerNorm { grad_norm: Some(0.1), weight_norm: Some(2.0), update_ratio: None };
         let layers = BTreeMap::from([("blocks.0.mlp".to_owned(), norm)]);
         let norms = Record::Norms(NormsRecord { step: 2, tokens: 128, layers });
-        let records = [step(1, 0.1), validation(1), norms, step(2, f32::NAN)];
+        let noise = Record::Noise(NoiseRecord {
+            step: 2,
+            tokens: 128,
+            noise_scale: None,
+            noise_trace: -0.5,
+            gradient_square: 0.25,
+        });
+        let records = [step(1, 0.1), validation(1), norms, step(2, f32::NAN), noise];
         let mut log = AppendLog::open(&path, 0).unwrap();
         for record in &records {
             log.append_record(record).unwrap();

@@ -23,6 +23,7 @@ use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
 use crate::signals::StopFlag;
+use crate::timeline::OpenStage;
 pub use origin::Source;
 use recorder::StepFacts;
 pub use recorder::peak_resident_bytes;
@@ -115,22 +116,22 @@ fn steps<B: OpBackend>(
     evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
     let clip = run.config.train.clip.0;
-    let rows = run.rows as u64;
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
-    while run.progress.step < run.total_steps && !options.stop.is_raised() {
+    while run.progress.step < run.timeline.total_steps() && !options.stop.is_raised() {
         let started = Instant::now();
         let step = run.progress.step;
 
-        // Rows of this step: a function only of the step.
-        let batch = run.loader.try_batch(step * rows, run.rows)?;
+        // Rows of this step: a function only of the step. Shorter rows are parts of those of data.seq_len.
+        let OpenStage { stage, micro_batch } = run.stage();
+        let rows = stage.batch_tokens as usize / run.config.data.seq_len;
+        let batch = run.loader.try_batch(run.next_row(), rows)?.cut(stage.seq_len);
         let weights = weight_sum(&batch);
 
         // Forward and backward, one micro-batch after another.
-        let plan = AccumulationPlan {
-            micro_batch: run.micro_batch,
-            recompute: run.config.train.recompute,
-        };
+        let measure_noise = run.timeline.is_due(run.config.train.noise_scale.every, step + 1);
+        let recompute = run.config.train.recompute;
+        let plan = AccumulationPlan { micro_batch, recompute, measure_noise };
         let (stop, device) = (&options.stop, &run.device);
         let Some(pass) = forward_backward(&run.model, &batch, weights, plan, stop, device) else {
             // Asked to stop: a resume repeats this step from its beginning.
@@ -142,6 +143,7 @@ fn steps<B: OpBackend>(
         let lr = run.schedule.lr(step);
         let skip = run.guard.judge(loss, grad_norm, weights);
         if skip.is_none() {
+            run.record_noise(&pass, grad_norm)?;
             run = run.update(pass.gradients, lr, clip_factor(clip, grad_norm))?;
         }
         run.progress.step += 1;
@@ -158,7 +160,7 @@ fn steps<B: OpBackend>(
     }
     run.save_checkpoint(console)?;
     run.wait_for_checkpoint(console)?;
-    if run.progress.step >= run.total_steps {
+    if run.progress.step >= run.timeline.total_steps() {
         run.finish()?;
     }
     Ok(end(&run, console))
@@ -168,7 +170,7 @@ fn end<B: OpBackend>(run: &Run<B>, console: &mut dyn Console) -> Outcome {
     let outcome = Outcome {
         run_dir: run.folder.path().to_owned(),
         step: run.progress.step,
-        total_steps: run.total_steps,
+        total_steps: run.timeline.total_steps(),
         skipped: run.guard.state().skipped,
         validation: run.progress.validation.clone(),
     };

@@ -1,6 +1,6 @@
 //! The scalars of a run by tag, as TensorBoard shows them, and their export from `metrics.jsonl`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use longwall_data::files;
@@ -23,6 +23,8 @@ pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
                 ("train/tokens_per_second", step.tokens_per_second),
             ];
             values.extend(step.mfu.map(|mfu| ("train/mfu", mfu)));
+            values.extend(step.batch_tokens.map(|n| ("train/batch_tokens", n as f64)));
+            values.extend(step.seq_len.map(|n| ("train/seq_len", n as f64)));
             named(values)
         }
         Record::Validation(record) => {
@@ -49,6 +51,14 @@ pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
             };
             record.layers.iter().flat_map(of_layer).collect()
         }
+        Record::Noise(record) => {
+            let mut values = vec![
+                ("gradient_noise/trace", record.noise_trace),
+                ("gradient_noise/gradient_square", record.gradient_square),
+            ];
+            values.extend(record.noise_scale.map(|scale| ("gradient_noise/scale", scale)));
+            named(values)
+        }
     }
 }
 
@@ -58,7 +68,25 @@ pub(crate) fn place(record: &Record) -> (u64, u64) {
         Record::Step(record) => (record.step, record.tokens),
         Record::Validation(record) => (record.step, record.tokens),
         Record::Norms(record) => (record.step, record.tokens),
+        Record::Noise(record) => (record.step, record.tokens),
     }
+}
+
+/// The scalars of a run by tag, in the order in which the tags first occur; of each, the steps with their values.
+pub fn by_step(records: &[Record]) -> Vec<(String, Vec<(u64, f64)>)> {
+    let mut all: Vec<(String, Vec<(u64, f64)>)> = vec![];
+    let mut places: HashMap<String, usize> = HashMap::new();
+    for record in records {
+        let (step, _) = place(record);
+        for (tag, value) in scalars(record) {
+            let at = *places.entry(tag.clone()).or_insert_with(|| {
+                all.push((tag, vec![]));
+                all.len() - 1
+            });
+            all[at].1.push((step, value));
+        }
+    }
+    all
 }
 
 /// Writes the scalars of the run in `run_dir` as CSV: one row per step, one column per tag, in the order in which
@@ -116,6 +144,7 @@ mod tests {
     const METRICS: &str = r#"{"step":1,"tokens":64,"loss":3.5,"grad_norm":null,"lr":0.001,"tokens_per_second":10.0,"mfu":null,"seconds":1.0,"skipped":false}
 {"step":1,"tokens":64,"layers":{"embedding":{"grad_norm":1.0,"weight_norm":2.0,"update_ratio":null}}}
 {"step":2,"tokens":128,"loss":3.0,"grad_norm":0.5,"lr":0.002,"tokens_per_second":11.0,"mfu":0.25,"seconds":2.0,"skipped":false}
+{"step":2,"tokens":128,"noise_scale":4096.5,"noise_trace":8.0,"gradient_square":0.25}
 {"step":2,"tokens":128,"validation_loss":2.5,"perplexity":12.0,"bits_per_byte":1.5,"probe":{"pruned_fraction":0.5},"seconds":3.0}
 "#;
 
@@ -131,9 +160,9 @@ mod tests {
         let out = folder.path().join("run.csv");
         export_csv(folder.path(), &out).unwrap();
         insta::assert_snapshot!(fs::read_to_string(out).unwrap(), @r"
-        step,tokens,train/loss,train/grad_norm,train/lr,train/tokens_per_second,layers/embedding/grad_norm,layers/embedding/weight_norm,layers/embedding/update_ratio,train/mfu,validation/loss,validation/perplexity,validation/bits_per_byte,validation/pruned_fraction
-        1,64,3.5,,0.001,10,1,2,,,,,,
-        2,128,3,0.5,0.002,11,,,,0.25,2.5,12,1.5,0.5
+        step,tokens,train/loss,train/grad_norm,train/lr,train/tokens_per_second,layers/embedding/grad_norm,layers/embedding/weight_norm,layers/embedding/update_ratio,train/mfu,gradient_noise/trace,gradient_noise/gradient_square,gradient_noise/scale,validation/loss,validation/perplexity,validation/bits_per_byte,validation/pruned_fraction
+        1,64,3.5,,0.001,10,1,2,,,,,,,,,
+        2,128,3,0.5,0.002,11,,,,0.25,8,0.25,4096.5,2.5,12,1.5,0.5
         ");
     }
 

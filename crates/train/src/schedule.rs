@@ -1,6 +1,8 @@
 //! Learning-rate schedules as pure functions of the step.
 //!
 //! A schedule is a *shape*: it maps a step to a factor in `0..=1` of the peak learning rate.
+//! Where `train.stages` change the batch size, every `step` below is the tokens up to it, in batches of the first
+//! stage: the rate is a function of the tokens.
 //! Steps count from 0. The warm-up of `w` steps rises in a straight line, from `1 / w` on the first
 //! step, or from the ratio that the configuration sets, to the peak on its last step: `(step + 1) / w`,
 //! or `r + (1 - r) * step / (w - 1)` with an initial ratio `r`. After it the shape is
@@ -14,6 +16,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use crate::config::PhaseLength;
+use crate::timeline::Timeline;
 
 /// How the learning rate falls in the decay phase of [`ScheduleConfig::Wsd`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -133,8 +136,9 @@ impl ScheduleConfig {
         }
     }
 
-    /// Records every problem of the schedule of a run of `total_steps` steps.
-    pub fn validate(&self, total_steps: u64, batch_tokens: u64, problems: &mut Problems) {
+    /// Records every problem of the schedule of a run with these stages.
+    pub fn validate(&self, timeline: &Timeline, problems: &mut Problems) {
+        let total_steps = timeline.total_steps();
         let ratio = match self {
             ScheduleConfig::Cosine { final_lr_ratio, .. }
             | ScheduleConfig::Wsd { final_lr_ratio, .. }
@@ -149,7 +153,7 @@ impl ScheduleConfig {
             "give the final learning rate as a share of train.lr, for example 0.1",
         );
         let (length, initial) = self.warmup();
-        let warmup = length.steps(total_steps, batch_tokens);
+        let warmup = timeline.steps_of_first(length);
         problems.check(
             warmup < total_steps,
             "train.schedule.warmup",
@@ -161,7 +165,7 @@ impl ScheduleConfig {
             validate_initial(ratio, warmup, problems);
         }
         if let ScheduleConfig::Wsd { decay, .. } = self {
-            let steps = decay.steps(total_steps, batch_tokens);
+            let steps = timeline.steps_of_last(*decay);
             problems.check(
                 warmup.saturating_add(steps) <= total_steps,
                 "train.schedule.decay",
@@ -172,10 +176,11 @@ impl ScheduleConfig {
         }
     }
 
-    /// Resolves the lengths for a run of `total_steps` steps of `batch_tokens` tokens.
-    pub fn schedule(&self, peak_lr: f64, total_steps: u64, batch_tokens: u64) -> Schedule {
+    /// Resolves the lengths for a run with these stages.
+    pub fn schedule(&self, peak_lr: f64, timeline: &Timeline) -> Schedule {
+        let total_steps = timeline.total_steps();
         let (warmup, initial_ratio) = self.warmup();
-        let warmup_steps = warmup.steps(total_steps, batch_tokens).min(total_steps);
+        let warmup_steps = timeline.steps_of_first(warmup).min(total_steps);
         let after_warmup = total_steps - warmup_steps;
         let (decay_steps, shape, final_ratio) = match self {
             ScheduleConfig::Cosine { final_lr_ratio, .. } => {
@@ -185,13 +190,13 @@ impl ScheduleConfig {
                 (after_warmup, DecayShape::Linear, *final_lr_ratio)
             }
             ScheduleConfig::Wsd { decay, shape, final_lr_ratio, .. } => {
-                (decay.steps(total_steps, batch_tokens).min(after_warmup), *shape, *final_lr_ratio)
+                (timeline.steps_of_last(*decay).min(after_warmup), *shape, *final_lr_ratio)
             }
             ScheduleConfig::Constant { .. } => (0, DecayShape::Linear, 1.0),
         };
         Schedule {
             peak_lr,
-            total_steps,
+            timeline: timeline.clone(),
             warmup_steps,
             initial_ratio,
             decay_steps,
@@ -229,10 +234,10 @@ fn in_steps(length: PhaseLength, steps: u64) -> String {
 }
 
 /// A schedule with its lengths in steps: a pure function of the step.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     peak_lr: f64,
-    total_steps: u64,
+    timeline: Timeline,
     warmup_steps: u64,
     initial_ratio: Option<f64>,
     decay_steps: u64,
@@ -248,26 +253,32 @@ impl Schedule {
         if step < self.warmup_steps {
             return self.warmup_lr(step);
         }
-        let decay_start = self.total_steps - self.decay_steps;
+        let total_steps = self.timeline.total_steps();
+        let decay_start = total_steps - self.decay_steps;
         if step < decay_start {
             return self.peak_lr;
         }
         let progress = if self.decay_steps == 0 {
             1.0
         } else {
-            ((step - decay_start) as f64 / self.decay_steps as f64).min(1.0)
+            self.between(decay_start, step) / self.between(decay_start, total_steps)
         };
-        let factor = self.final_ratio + (1.0 - self.final_ratio) * self.shape.at(progress);
+        let factor = self.final_ratio + (1.0 - self.final_ratio) * self.shape.at(progress.min(1.0));
         self.peak_lr * factor
     }
 
     /// The learning rate of a step of the warm-up.
     fn warmup_lr(&self, step: u64) -> f64 {
         let Some(ratio) = self.initial_ratio else {
-            return self.peak_lr * (step + 1) as f64 / self.warmup_steps as f64;
+            return self.peak_lr * self.between(0, step + 1) / self.between(0, self.warmup_steps);
         };
         let last = self.warmup_steps.saturating_sub(1).max(1);
-        self.peak_lr * (ratio + (1.0 - ratio) * step as f64 / last as f64)
+        self.peak_lr * (ratio + (1.0 - ratio) * self.between(0, step) / self.between(0, last))
+    }
+
+    /// What lies between two steps, in batches of the first stage.
+    fn between(&self, first: u64, last: u64) -> f64 {
+        self.timeline.position(last) - self.timeline.position(first)
     }
 }
 
@@ -279,8 +290,13 @@ mod tests {
 
     const STEPS: PhaseLength = PhaseLength::Fraction(0.1);
 
+    /// A hundred steps of 64 tokens.
+    fn timeline() -> Timeline {
+        crate::testing::timeline(64, 6400)
+    }
+
     fn schedule(config: ScheduleConfig) -> Schedule {
-        config.schedule(2.0, 100, 64)
+        config.schedule(2.0, &timeline())
     }
 
     #[test]
@@ -314,7 +330,7 @@ mod tests {
                 warmup: PhaseLength::Steps(warmup),
                 initial_lr_ratio: Some(ratio),
             };
-            config.validate(100, 64, &mut problems);
+            config.validate(&timeline(), &mut problems);
             problems.as_slice().iter().map(ToString::to_string).collect::<Vec<_>>()
         };
         assert!(found(2, 0.03).is_empty());
@@ -377,9 +393,35 @@ mod tests {
             initial_lr_ratio: None,
             final_lr_ratio: 1.5,
         }
-        .validate(100, 64, &mut problems);
+        .validate(&timeline(), &mut problems);
         let keys: Vec<_> = problems.as_slice().iter().map(|p| p.key.as_str()).collect();
         assert_eq!(keys, ["train.schedule.final_lr_ratio", "train.schedule.warmup"]);
+    }
+
+    /// With batches that double after a fifth and after half of the tokens, the rate at a token is that of batches
+    /// which never change.
+    #[test]
+    fn with_stages_the_rate_is_a_function_of_the_tokens() {
+        let changes = ["from = 0.2\nbatch_tokens = 128", "from = 0.5\nbatch_tokens = 256"];
+        let changes = changes.map(|table| toml::from_str(table).unwrap());
+        let base = timeline().stages()[0];
+        let staged = Timeline::new(base, &changes, 6400).0;
+        assert_eq!(staged.total_steps(), 20 + 15 + 13);
+        for kind in ["cosine", "wsd", "linear", "constant"] {
+            let config: ScheduleConfig =
+                toml::from_str(&format!("kind = \"{kind}\"\nwarmup = 0.1")).unwrap();
+            let plain = config.schedule(2.0, &Timeline::new(base, &[], staged.tokens(48)).0);
+            let staged_rate = config.schedule(2.0, &staged);
+            for step in 10..staged.total_steps() {
+                let (rate, same) = (staged_rate.lr(step), plain.lr(staged.tokens(step) / 64));
+                assert!((rate - same).abs() < 1e-12, "{kind}, {step}: {rate} and {same}");
+            }
+        }
+        // The warm-up reaches the peak with the last token of its last step.
+        let config =
+            ScheduleConfig::Constant { warmup: PhaseLength::Tokens(2560), initial_lr_ratio: None };
+        let schedule = config.schedule(2.0, &staged);
+        assert_eq!([19, 24, 29, 30].map(|step| schedule.lr(step)), [1.0, 1.5, 2.0, 2.0]);
     }
 
     #[test]
@@ -392,7 +434,7 @@ mod tests {
             shape: DecayShape::Linear,
             final_lr_ratio: 0.0,
         };
-        config.validate(100, 64, &mut problems);
+        config.validate(&timeline(), &mut problems);
         assert_eq!(problems.as_slice()[0].key, "train.schedule.decay");
     }
 
@@ -420,7 +462,7 @@ mod tests {
                 },
             ];
             for config in configs {
-                let lr = config.schedule(1.0, total, 1).lr(step);
+                let lr = config.schedule(1.0, &crate::testing::timeline(1, total)).lr(step);
                 prop_assert!((0.0..=1.0 + 1e-12).contains(&lr), "{config:?} gives {lr}");
             }
         }

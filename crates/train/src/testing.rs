@@ -8,6 +8,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use longwall_model::{LanguageModel, ModelConfig};
 
 use crate::config::RunConfig;
+use crate::timeline::{Stage, Timeline};
 
 /// The backend that tests run on.
 pub(crate) type TestBackend = longwall_kernels::Cpu;
@@ -45,6 +46,12 @@ lr = 1e-3
 pub(crate) fn config(sets: &[&str]) -> RunConfig {
     let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
     RunConfig::parse(CONFIG, Path::new("configs/small.toml"), &sets).unwrap()
+}
+
+/// A run of one stage.
+pub(crate) fn timeline(batch_tokens: u64, tokens: u64) -> Timeline {
+    let base = Stage { batch_tokens, seq_len: 1, ..Stage::default() };
+    Timeline::new(base, &[], tokens).0
 }
 
 /// A model with one layer of width 16 and 23 tokens.

@@ -13,6 +13,7 @@ use longwall_train::config::RunConfig;
 use longwall_train::memory::{self, Estimate};
 use longwall_train::optimiser::{Assigned, assignment};
 use longwall_train::run_folder;
+use longwall_train::timeline::Stage;
 use serde::Serialize;
 
 use super::eval::{suites_in_the_loop, suites_of};
@@ -63,10 +64,12 @@ pub(crate) struct Info {
     state_bytes_per_token: f64,
     weight_state_ratio: f64,
     steps: u64,
+    /// Its stages: one, unless `train.stages` lists further ones.
+    stages: Vec<Stage>,
     train_flops: f64,
     /// On a GPU, in bf16, at least: see [`memory::least_for_training`].
     train_memory_bytes: u64,
-    /// Rows of a micro-batch on a GPU with room for it.
+    /// Rows of a micro-batch on a GPU with room for it, in the stage that needs most memory.
     micro_batch: usize,
     /// On a GPU, in the configured precision or else bf16, with micro-batches of that many rows.
     train_memory_estimate: Estimate,
@@ -83,12 +86,15 @@ impl Info {
     pub(crate) fn of(config: &RunConfig, vocab: usize, seq_len: usize) -> Self {
         let model = &config.model;
         let parameters = Parameters::of(model, vocab, config.data.seq_len);
-        let trained = cost::train_flops_per_token(model, vocab, config.data.seq_len);
         let costs = Costs::of(model, &parameters, seq_len);
-        let micro_batch =
-            config.train.micro_batch_rows(config.data.seq_len, memory::GPU_MICRO_BATCH_TOKENS);
         let precision = config.run.precision.unwrap_or(Precision::Bf16);
-        let estimate = Estimate::of(config, vocab, micro_batch, precision);
+        let timeline = config.timeline();
+        let estimates = timeline.stages().iter().map(|stage| {
+            let rows = stage.micro_batch_rows(memory::GPU_MICRO_BATCH_TOKENS);
+            (rows, Estimate::of(config, vocab, [rows, stage.seq_len], precision))
+        });
+        let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
+        let (micro_batch, estimate) = largest.expect("a run has a stage");
         Info {
             attention: model.attention_label(),
             vocab_size: vocab,
@@ -104,8 +110,9 @@ impl Info {
             weight_state_ratio: costs.weight_state_ratio,
             layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
             kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
-            steps: config.train.total_steps(),
-            train_flops: trained * (config.train.total_steps() * config.train.batch_tokens) as f64,
+            steps: timeline.total_steps(),
+            stages: timeline.stages().to_vec(),
+            train_flops: config.train_flops(vocab),
             train_memory_bytes: least_gpu_memory(config, vocab),
             micro_batch,
             train_memory_estimate: estimate,
@@ -255,7 +262,10 @@ pub fn run(args: Args) -> Result<()> {
 /// Bytes of GPU memory that training in bf16, one row at a time, needs at least.
 fn least_gpu_memory(config: &RunConfig, vocab_size: usize) -> u64 {
     let (precision, device) = (Precision::Bf16, DeviceKind::Cuda);
-    let bytes = memory::least_for_training(config, vocab_size, 1, precision, device);
+    let of = |stage: &Stage| {
+        memory::least_for_training(config, vocab_size, [1, stage.seq_len], precision, device)
+    };
+    let bytes = config.timeline().stages().iter().map(of).max().unwrap_or_default();
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
@@ -286,6 +296,14 @@ fn print(info: &Info) {
     println!("  state, per token       {:.0} bytes", info.state_bytes_per_token);
     println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
+    if info.stages.len() > 1 {
+        for Stage { first_step, first_token, batch_tokens, seq_len, .. } in &info.stages {
+            println!(
+                "  from step {:<12} batches of {batch_tokens} tokens, rows of {seq_len}, after {first_token} tokens",
+                first_step + 1
+            );
+        }
+    }
     let gigabytes = info.train_memory_bytes as f64 / 1e9;
     println!(
         "  GPU memory, at least   {gigabytes:.3} GB (weights, gradients, optimiser, block inputs)"

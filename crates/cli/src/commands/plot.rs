@@ -1,11 +1,13 @@
 //! `longwall plot RUN…`.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
 use clap::ValueEnum;
-use longwall_eval::{Curve, XAxis, plot_losses};
+use longwall_eval::{Curve, XAxis, plot_losses, plot_scalar};
 use longwall_train::metrics::{self, Record};
+use longwall_train::scalars;
 
 /// The horizontal axis.
 #[derive(Clone, Copy, ValueEnum)]
@@ -35,11 +37,16 @@ pub struct Args {
     #[arg(long, default_value = "tokens")]
     x: Axis,
 
-    /// Smoothing of the training loss: weight of the past, 0 to below 1
+    /// Draw another scalar than the losses, by its column in `longwall log export --csv`: `train/grad_norm`,
+    /// `gradient_noise/scale`
+    #[arg(long, value_name = "SCALAR")]
+    y: Option<String>,
+
+    /// Smoothing of the training loss, or of the scalar: weight of the past, 0 to below 1
     #[arg(long, default_value_t = 0.9, value_name = "WEIGHT")]
     smooth: f64,
 
-    /// Leave out losses above this, so that the ends of the curves fill the plot
+    /// Leave out values above this, so that the ends of the curves fill the plot
     #[arg(long, value_name = "LOSS")]
     max_loss: Option<f64>,
 }
@@ -53,7 +60,10 @@ pub fn run(args: Args) -> Result<()> {
         bail!("--max-loss is {limit}; allowed: above 0\n  hint: leave it out to see every loss");
     }
     let out = args.out.unwrap_or_else(|| args.runs[0].join("loss.svg"));
-    draw(&args.runs, &out, args.x, args.smooth, args.max_loss)?;
+    match &args.y {
+        None => draw(&args.runs, &out, args.x, args.smooth, args.max_loss)?,
+        Some(tag) => draw_scalar(&args.runs, tag, &out, args.x, args.smooth, args.max_loss)?,
+    }
     println!("{}", out.display());
     Ok(())
 }
@@ -73,20 +83,72 @@ fn draw(
     max_loss: Option<f64>,
 ) -> Result<()> {
     let curves = runs.iter().map(|run| curve(run, axis)).collect::<Result<Vec<_>>>()?;
-    let axis = match axis {
-        Axis::Steps => XAxis::Steps,
-        Axis::Tokens => XAxis::Tokens,
-        Axis::Flops => XAxis::Flops,
-        Axis::Seconds => XAxis::Seconds,
+    Ok(plot_losses(&curves, axis.into(), out, smooth, max_loss)?)
+}
+
+impl From<Axis> for XAxis {
+    fn from(axis: Axis) -> Self {
+        match axis {
+            Axis::Steps => XAxis::Steps,
+            Axis::Tokens => XAxis::Tokens,
+            Axis::Flops => XAxis::Flops,
+            Axis::Seconds => XAxis::Seconds,
+        }
+    }
+}
+
+fn draw_scalar(
+    runs: &[PathBuf],
+    tag: &str,
+    out: &Path,
+    axis: Axis,
+    smooth: f64,
+    most: Option<f64>,
+) -> Result<()> {
+    let curves: Vec<_> =
+        runs.iter().map(|run| scalar(run, tag, axis)).collect::<Result<Vec<_>>>()?;
+    Ok(plot_scalar(&curves, tag, axis.into(), out, smooth, most)?)
+}
+
+/// The scalar `tag` of a run, by its name. An error if no step has it.
+fn scalar(run: &Path, tag: &str, axis: Axis) -> Result<(String, Vec<(f64, f64)>)> {
+    let records = metrics::read(&run.join("metrics.jsonl"))?;
+    let all = scalars::by_step(&records);
+    let known: Vec<&str> = all.iter().map(|(tag, _)| tag.as_str()).collect();
+    let Some((_, points)) = all.iter().find(|(name, _)| name == tag) else {
+        bail!(
+            "{} has no scalar {tag}; it has: {}\n  hint: name one of these; gradient_noise needs train.noise_scale, \
+             layers need train.norms",
+            run.display(),
+            known.join(", ")
+        );
     };
-    Ok(plot_losses(&curves, axis, out, smooth, max_loss)?)
+    // Not every record has FLOPs and seconds: those of its step do.
+    let steps = records.iter().filter_map(|record| match record {
+        Record::Step(r) => Some((r.step, (r.tokens, r.flops, r.seconds))),
+        _ => None,
+    });
+    let steps: HashMap<u64, (u64, Option<f64>, f64)> = steps.collect();
+    let place = |(step, value): &(u64, f64)| {
+        let (tokens, flops, seconds) = *steps.get(step)?;
+        let x = match axis {
+            Axis::Steps => Ok(*step as f64),
+            Axis::Tokens => Ok(tokens as f64),
+            Axis::Flops => flops.ok_or_else(|| no_flops(run)),
+            Axis::Seconds => Ok(seconds),
+        };
+        Some(x.map(|x| (x, *value)))
+    };
+    Ok((name_of(run), points.iter().filter_map(place).collect::<Result<_>>()?))
+}
+
+fn name_of(run: &Path) -> String {
+    run.file_name().map_or_else(|| run.display().to_string(), |name| name.to_string_lossy().into())
 }
 
 /// The losses of a run. An error if it has no finished step.
 pub fn curve(run: &Path, axis: Axis) -> Result<Curve> {
-    let name =
-        run.file_name().map_or_else(|| run.display().to_string(), |n| n.to_string_lossy().into());
-    let mut curve = Curve { name, train: vec![], validation: vec![] };
+    let mut curve = Curve { name: name_of(run), train: vec![], validation: vec![] };
     let at = |step: u64, tokens: u64, flops: Option<f64>, seconds: f64| match axis {
         Axis::Steps => Ok(step as f64),
         Axis::Tokens => Ok(tokens as f64),
@@ -105,7 +167,7 @@ pub fn curve(run: &Path, axis: Axis) -> Result<Curve> {
                 let x = at(r.step, r.tokens, r.flops, r.seconds)?;
                 curve.validation.push((x, r.validation_loss));
             }
-            Record::Norms(_) => {}
+            Record::Norms(_) | Record::Noise(_) => {}
         }
     }
     if curve.train.is_empty() {

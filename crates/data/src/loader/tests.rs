@@ -244,3 +244,26 @@ fn one_text_file_is_enough_for_both_splits() {
     assert!(validation.tokens() * 8 < train.tokens() && validation.tokens() > 1500);
     assert_eq!(validation.validation_rows(), Some(8));
 }
+
+#[test]
+fn rows_are_cut_into_shorter_ones_of_the_same_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = shard(dir.path(), "x_train", &documents(&[5, 9, 3, 20, 7, 31, 11, 2, 40, 13]));
+    let loader = open(&config(&dir, 16, vec![shards(&path)]), 3, Split::Train).unwrap();
+    let whole = loader.batch(0, 4);
+    let cut = whole.clone().cut(8);
+    assert_eq!((cut.rows, cut.seq_len), (8, 8));
+    assert_eq!((&cut.inputs, &cut.targets), (&whole.inputs, &whole.targets));
+    assert_eq!(cut.loss_weights, whole.loss_weights);
+    // A document starts after an end of text, or with its row.
+    for (inputs, starts) in cut.inputs.chunks(8).zip(cut.document_starts.unwrap().chunks(8)) {
+        let mut start = 0;
+        for at in 0..8 {
+            assert_eq!(starts[at], start);
+            if inputs[at] == END as i32 {
+                start = at as i32 + 1;
+            }
+        }
+    }
+    assert_eq!(whole.clone().cut(16), whole);
+}

@@ -60,13 +60,7 @@ pub fn plot_losses(
     smoothing: f64,
     max_loss: Option<f64>,
 ) -> Result<(), EvalError> {
-    if !(0.0..1.0).contains(&smoothing) {
-        return Err(EvalError::Plot {
-            path: path.to_path_buf(),
-            reason: format!("the smoothing is {smoothing}; allowed: 0 (none) to below 1"),
-            remedy: "give a smoothing such as 0.9",
-        });
-    }
+    check_smoothing(smoothing, path)?;
     let max_loss = max_loss.unwrap_or(f64::INFINITY);
     let mut series = Vec::new();
     for (colour, curve) in curves.iter().enumerate() {
@@ -117,6 +111,64 @@ pub fn plot_losses(
         boundary: None,
     };
     chart.save(path)
+}
+
+/// Draws a scalar of runs into one `.svg` or `.png` file: `curves` are the runs' names, each with its points (x,
+/// value) by increasing x. As in [`plot_losses`], the values are a pale line and their moving average a second one,
+/// and values above `most` are left out.
+///
+/// # Errors
+/// As [`plot_losses`].
+pub fn plot_scalar(
+    curves: &[(String, Vec<(f64, f64)>)],
+    scalar: &str,
+    x_axis: XAxis,
+    path: &Path,
+    smoothing: f64,
+    most: Option<f64>,
+) -> Result<(), EvalError> {
+    check_smoothing(smoothing, path)?;
+    let most = most.unwrap_or(f64::INFINITY);
+    let mut series = Vec::new();
+    for (colour, (name, points)) in curves.iter().enumerate() {
+        let line = |name: &str, points: Vec<(f64, f64)>, faint: bool| Series {
+            name: name.to_owned(),
+            points: points
+                .into_iter()
+                .map(|(x, y)| Point { x, y: if y > most { f64::NAN } else { y }, bar: None })
+                .collect(),
+            colour,
+            faint,
+            dots: false,
+            band: false,
+        };
+        if smoothing > 0.0 {
+            series.push(line("", thin(points), true));
+        }
+        series.push(line(name, thin(&smooth(points, smoothing)), false));
+    }
+    let chart = LineChart {
+        title: scalar.to_owned(),
+        x_label: x_axis.label().to_string(),
+        y_label: scalar.to_owned(),
+        x_scale: Scale::Linear,
+        y_range: None,
+        note: None,
+        series,
+        boundary: None,
+    };
+    chart.save(path)
+}
+
+fn check_smoothing(smoothing: f64, path: &Path) -> Result<(), EvalError> {
+    match (0.0..1.0).contains(&smoothing) {
+        true => Ok(()),
+        false => Err(EvalError::Plot {
+            path: path.to_path_buf(),
+            reason: format!("the smoothing is {smoothing}; allowed: 0 (none) to below 1"),
+            remedy: "give a smoothing such as 0.9",
+        }),
+    }
 }
 
 /// Exponential moving average with bias correction, as in Adam (Kingma and Ba, 2015, algorithm 1): the

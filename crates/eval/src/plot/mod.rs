@@ -21,7 +21,7 @@ pub use dots::{DotChart, DotRow};
 pub use groups::{CurveGroup, plot_group_losses};
 pub use heatmap::Heatmap;
 pub use lines::{LineChart, Point, Scale, Series};
-pub use losses::{Curve, XAxis, plot_losses};
+pub use losses::{Curve, XAxis, plot_losses, plot_scalar};
 
 use crate::EvalError;
 use crate::files::{create_dir, write_atomically};

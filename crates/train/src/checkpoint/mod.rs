@@ -19,7 +19,7 @@ pub use error::CheckpointError;
 pub use folder::{Best, CheckpointFolder};
 use longwall_model::weights::parameter_shapes;
 pub use selectors::{CheckpointSelector, WeightsSelector};
-pub use state::{State, TokenizerIdentity};
+pub use state::{StageMicroBatch, State, TokenizerIdentity};
 pub(crate) use writer::{CheckpointWriter, Snapshot};
 
 use crate::config::{Difference, RunConfig};
@@ -232,10 +232,21 @@ impl Checkpoint {
             );
         }
         if fixed.is_empty() {
-            return Ok(());
+            return self.check_stages(config);
         }
         let differences = fixed.into_iter().map(|d| (d.key, d.ours, d.theirs)).collect();
         Err(CheckpointError::OtherConfig { path: self.path.clone(), differences })
+    }
+}
+
+impl Checkpoint {
+    /// Rejects stages with which the steps so far would have had other batches.
+    fn check_stages(&self, config: &RunConfig) -> Result<(), CheckpointError> {
+        let (step, theirs, ours) = (self.state.step, self.config.timeline(), config.timeline());
+        match theirs.past(step).eq(ours.past(step)) {
+            true => Ok(()),
+            false => Err(CheckpointError::OtherStages { path: self.path.clone(), step }),
+        }
     }
 }
 
@@ -269,6 +280,7 @@ pub fn affects_results(key: &str) -> bool {
         || key.starts_with("train.sample.")
         || key.starts_with("train.checkpoint.")
         || key.starts_with("train.norms.")
+        || key.starts_with("train.noise_scale.")
         || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
             .contains(&key);
     !harmless

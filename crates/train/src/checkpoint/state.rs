@@ -11,6 +11,8 @@ use super::{Best, CheckpointError};
 use crate::config::RunConfig;
 use crate::guard::GuardState;
 use crate::metrics::ValidationRecord;
+use crate::noise_scale::NoiseAverages;
+use crate::timeline::{OpenStage, Stage};
 
 /// Where a run stood when its checkpoint was written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,6 +31,9 @@ pub struct State {
     pub cursor: Cursor,
     /// Skipped steps, and the window of the outlier test.
     pub guard: GuardState,
+    /// Averages of what the gradient noise scale is computed from.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub noise: NoiseAverages,
     /// Loss of the last step, unless it was skipped.
     pub loss: Option<f32>,
     /// The best validation so far.
@@ -43,10 +48,17 @@ pub struct State {
     pub seconds: f64,
     /// Rows of one forward and backward pass: decides the order in which gradients are summed.
     pub micro_batch: usize,
+    /// As `micro_batch`, of each stage of a run that has several: `micro_batch` is that of the next step.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub micro_batches: Vec<StageMicroBatch>,
     /// The tokenizer.
     pub tokenizer: TokenizerIdentity,
     /// The model.
     pub model: ModelConfig,
+}
+
+fn is_default(noise: &NoiseAverages) -> bool {
+    *noise == NoiseAverages::default()
 }
 
 impl State {
@@ -64,17 +76,24 @@ impl State {
     /// Why no run of `config` writes this state, if there is a reason: a resume would count on from
     /// impossible numbers.
     pub(super) fn impossible(&self, config: &RunConfig) -> Option<String> {
-        let rows = config.train.batch_rows(config.data.seq_len);
-        if !(1..=rows).contains(&self.micro_batch) {
-            let micro = self.micro_batch;
-            return Some(format!("micro_batch is {micro}; allowed: 1 to a step's {rows} rows"));
+        let timeline = config.timeline();
+        let next = &timeline.stages()[timeline.index(self.step)];
+        let next = (next.rows(), self.micro_batch);
+        let of_stages = self.micro_batches.iter().map(|of| (of.rows(), of.micro_batch));
+        for (rows, micro) in of_stages.chain([next]) {
+            if !(1..=rows).contains(&micro) {
+                return Some(format!("micro_batch is {micro}; allowed: 1 to a step's {rows} rows"));
+            }
         }
         let step = self.step;
         let &GuardState { skipped, in_a_row, .. } = &self.guard;
-        let tokens = step.checked_mul(config.train.batch_tokens);
-        if tokens.is_none_or(|tokens| tokens != self.tokens) {
-            let (tokens, batch) = (self.tokens, config.train.batch_tokens);
-            return Some(format!("it has {tokens} tokens after {step} steps of {batch}"));
+        if timeline.checked_tokens(step) != Some(self.tokens) {
+            let tokens = self.tokens;
+            let batches = match timeline.stages() {
+                [stage] => format!("of {}", stage.batch_tokens),
+                _ => "of its stages".to_owned(),
+            };
+            return Some(format!("it has {tokens} tokens after {step} steps {batches}"));
         }
         if skipped.checked_add(self.updates) != Some(step) || in_a_row > skipped {
             let updates = self.updates;
@@ -85,6 +104,15 @@ impl State {
         None
     }
 
+    /// Rows of the micro-batches of a stage of the resumed run, if the run had such batches before.
+    pub(crate) fn micro_batch_of(&self, stage: &Stage) -> Option<usize> {
+        match &self.micro_batches[..] {
+            // The only stage so far.
+            [] => Some(self.micro_batch).filter(|_| stage.first_step == 0),
+            known => known.iter().find(|of| of.is_of(stage)).map(|of| of.micro_batch),
+        }
+    }
+
     /// The best checkpoint, if it is this one and `config` keeps the best.
     pub(crate) fn best_here(&self, config: &RunConfig) -> Option<Best> {
         self.best.filter(|best| config.train.checkpoint.best && best.step == self.step)
@@ -93,6 +121,34 @@ impl State {
     /// The file's bytes.
     pub(super) fn to_json(&self) -> Vec<u8> {
         serde_json::to_vec_pretty(self).expect("a state has a JSON form")
+    }
+}
+
+/// The micro-batches of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StageMicroBatch {
+    /// Tokens of a step.
+    pub batch_tokens: u64,
+    /// Tokens of a row.
+    pub seq_len: usize,
+    /// Rows of one forward and backward pass.
+    pub micro_batch: usize,
+}
+
+impl StageMicroBatch {
+    /// The micro-batches of an open stage.
+    pub fn of(OpenStage { stage, micro_batch }: &OpenStage) -> Self {
+        let Stage { batch_tokens, seq_len, .. } = *stage;
+        StageMicroBatch { batch_tokens, seq_len, micro_batch: *micro_batch }
+    }
+
+    fn is_of(&self, stage: &Stage) -> bool {
+        (self.batch_tokens, self.seq_len) == (stage.batch_tokens, stage.seq_len)
+    }
+
+    fn rows(&self) -> usize {
+        self.batch_tokens as usize / self.seq_len.max(1)
     }
 }
 

@@ -33,6 +33,8 @@ fn state(step: u64) -> State {
         samples_bytes: 0,
         seconds: 1.0 / 3.0,
         micro_batch: 4,
+        micro_batches: vec![],
+        noise: Default::default(),
         tokenizer: tokenizer("bytes"),
         model: config.model,
     }

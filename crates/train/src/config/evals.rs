@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::scalars::Every;
+use crate::checkpoint::WeightsSelector;
+use crate::timeline::Timeline;
 
 /// A table `[[train.evaluate]]`: an evaluation of the model during training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -15,22 +17,43 @@ pub struct EvaluateConfig {
     /// Steps after which to evaluate, besides those of `every`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<u64>,
+    /// Which weights: the model's, or their moving average.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub weights: WeightsSelector,
     /// The other keys, as in a table `[[eval]]`: `suite`, `out` and the suite's own.
     #[serde(flatten)]
     pub eval: Table,
 }
 
+fn is_default(weights: &WeightsSelector) -> bool {
+    *weights == WeightsSelector::default()
+}
+
 impl EvaluateConfig {
-    /// Whether it is due after `step` finished steps of `total_steps`, of `batch_tokens` tokens each.
-    pub fn is_due(&self, step: u64, total_steps: u64, batch_tokens: u64) -> bool {
+    /// Whether it is due after `step` finished steps.
+    pub fn is_due(&self, step: u64, timeline: &Timeline) -> bool {
         let every = |every: Every| {
-            every.is_due(step, batch_tokens) || (every.is_on() && step == total_steps)
+            timeline.is_due(every, step) || (every.is_on() && step == timeline.total_steps())
         };
         self.every.is_some_and(every) || self.steps.contains(&step)
     }
 
-    /// Records what is wrong with the steps of table `at` in a run of `total_steps`.
-    pub(super) fn validate(&self, at: usize, total_steps: u64, problems: &mut Problems) {
+    /// Records what is wrong with the steps and the weights of table `at` in a run of `total_steps`, which keeps an
+    /// average of the weights or not.
+    pub(super) fn validate(
+        &self,
+        at: usize,
+        total_steps: u64,
+        has_average: bool,
+        problems: &mut Problems,
+    ) {
+        problems.check(
+            self.weights == WeightsSelector::Model || has_average,
+            format!("train.evaluate.{at}.weights"),
+            format!("\"{}\" in a run that keeps no average", self.weights),
+            "\"model\", or \"ema\" with train.ema",
+            "set for example train.ema = 0.999, or leave weights out",
+        );
         problems.check(
             self.every.is_some() || !self.steps.is_empty(),
             format!("train.evaluate.{at}.every"),

@@ -6,6 +6,7 @@ mod extends;
 mod kind;
 mod overrides;
 mod scalars;
+mod stages;
 #[cfg(test)]
 mod tests;
 mod train;
@@ -14,6 +15,7 @@ use std::path::Path;
 
 use longwall_config::Problems;
 use longwall_data::{DataConfig, TokenizerConfig};
+use longwall_model::cost::train_flops_per_token;
 use longwall_model::{ModelConfig, Precision};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -21,6 +23,7 @@ use toml::{Table, Value};
 
 use self::extends::Layer;
 use crate::optimiser::{Rules, validate_patterns};
+use crate::timeline::{Stage, Timeline};
 
 /// The most threads that a run may ask for.
 const MOST_THREADS: usize = 1024;
@@ -30,8 +33,10 @@ pub use evals::{EvaluateConfig, FOLDER_NAME, eval_name, is_folder_name, validate
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
+pub use stages::StageConfig;
 pub use train::{
-    CheckpointConfig, NormsConfig, SampleConfig, SkipConfig, TrainConfig, ValidateConfig,
+    CheckpointConfig, NoiseScaleConfig, NormsConfig, SampleConfig, SkipConfig, TrainConfig,
+    ValidateConfig,
 };
 
 /// Everything that defines a run: the TOML tree of a file in `configs/`.
@@ -175,7 +180,52 @@ impl RunConfig {
             validate_patterns(&self.train.groups, &self.model, problems);
         }
         self.train.validate(self.data.seq_len, problems);
+        self.validate_cut_rows(problems);
         validate_evals("eval", &self.eval.iter().collect::<Vec<_>>(), problems);
+    }
+
+    /// Records a stage that would cut generated rows: an example's parts mean nothing on their own.
+    fn validate_cut_rows(&self, problems: &mut Problems) {
+        let whole = self.data.seq_len;
+        let cuts = |stage: &StageConfig| stage.seq_len.is_some_and(|len| len != whole);
+        let generated = self.data.sources.iter().find(|source| source.is_generated());
+        if let (Some(at), Some(source)) = (self.train.stages.iter().position(cuts), generated) {
+            let len = self.train.stages[at].seq_len.unwrap_or_default();
+            problems.check(
+                false,
+                format!("train.stages.{at}.seq_len"),
+                format!("{len} with a source of kind \"{}\"", source.kind()),
+                format!("data.seq_len ({whole}): rows of generated sources are not cut"),
+                "remove seq_len from the stages, or train on text alone",
+            );
+        }
+    }
+
+    /// The stages of the run.
+    pub fn timeline(&self) -> Timeline {
+        self.train.timeline(self.data.seq_len)
+    }
+
+    /// Optimiser steps of the run: without stages, `ceil(tokens / batch_tokens)`.
+    pub fn total_steps(&self) -> u64 {
+        self.timeline().total_steps()
+    }
+
+    /// FLOPs of the whole run's training, with a vocabulary of `vocab_size` tokens.
+    pub fn train_flops(&self, vocab_size: usize) -> f64 {
+        let timeline = self.timeline();
+        let stages = timeline.stages();
+        let ends = stages[1..].iter().map(|stage| stage.first_step).chain([timeline.total_steps()]);
+        let of = |(stage, end): (&Stage, u64)| {
+            let tokens = timeline.tokens(end).saturating_sub(stage.first_token) as f64;
+            tokens * train_flops_per_token(&self.model, vocab_size, stage.seq_len)
+        };
+        stages.iter().zip(ends).map(of).sum()
+    }
+
+    /// Steps with `train.batch_tokens` and `data.seq_len`, whatever `train.stages` change.
+    pub fn base_stage(&self) -> Stage {
+        self.train.base_stage(self.data.seq_len)
     }
 
     /// How the optimiser updates the model's parameters.

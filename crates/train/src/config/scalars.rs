@@ -7,30 +7,19 @@ use longwall_config::Interval;
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The length of a phase of a run, such as the warm-up: a share of its steps, or a count of steps or
-/// tokens.
+/// The length of a phase of a run, such as the warm-up: a share of its tokens, or a count of steps or
+/// tokens. Lengths in tokens are rounded up to whole steps, shares to the nearest.
 ///
 /// In TOML: a number below 1 (`warmup = 0.01`, a share), a whole number (`warmup = 100`, steps) or
 /// a string (`"100 steps"`, `"10M tokens"`, `"1 %"`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum PhaseLength {
-    /// A share of the run's steps, `0..=1`.
+    /// A share of the run, `0..=1`.
     Fraction(f64),
     /// A number of steps, 0 allowed.
     Steps(u64),
-    /// A number of tokens, rounded up to whole steps.
+    /// A number of tokens.
     Tokens(u64),
-}
-
-impl PhaseLength {
-    /// The length in steps of a run of `total_steps` steps of `batch_tokens` tokens each.
-    pub fn steps(self, total_steps: u64, batch_tokens: u64) -> u64 {
-        match self {
-            PhaseLength::Fraction(share) => (share * total_steps as f64).round() as u64,
-            PhaseLength::Steps(steps) => steps,
-            PhaseLength::Tokens(tokens) => tokens.div_ceil(batch_tokens.max(1)),
-        }
-    }
 }
 
 impl Display for PhaseLength {
@@ -104,11 +93,6 @@ impl Every {
     /// Whether it happens at all.
     pub fn is_on(self) -> bool {
         self.0.is_some()
-    }
-
-    /// Whether it happens after `step` finished steps of `batch_tokens` tokens each.
-    pub fn is_due(self, step: u64, batch_tokens: u64) -> bool {
-        self.0.is_some_and(|interval| step > 0 && step.is_multiple_of(interval.steps(batch_tokens)))
     }
 }
 
@@ -247,19 +231,10 @@ mod tests {
     }
 
     #[test]
-    fn phase_lengths_become_steps() {
-        assert_eq!(PhaseLength::Fraction(0.1).steps(95, 10), 10);
-        assert_eq!(PhaseLength::Steps(7).steps(95, 10), 7);
-        assert_eq!(PhaseLength::Tokens(21).steps(95, 10), 3);
-    }
-
-    #[test]
-    fn every_is_due_at_its_multiples_only() {
-        let every: Every = parse("\"100 tokens\"").unwrap();
-        let due: Vec<u64> = (0..=45).filter(|&step| every.is_due(step, 10)).collect();
-        assert_eq!(due, [10, 20, 30, 40]);
-        let never: Every = parse("\"never\"").unwrap();
-        assert!(!(0..100).any(|step| never.is_due(step, 10)));
+    fn intervals_take_steps_tokens_and_never() {
+        assert_eq!(parse("\"100 tokens\""), Ok(Every(Some(Interval::Tokens(100)))));
+        assert_eq!(parse("20"), Ok(Every::steps(20)));
+        assert_eq!(parse("\"never\""), Ok(Every(None)));
         assert!(parse::<Every>("0").is_err());
         assert!(parse::<Every>("1.5").is_err());
     }

@@ -54,7 +54,7 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, evaluate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
@@ -74,7 +74,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, schedule, ema, skip, norms, validate, evaluate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
 }
@@ -349,9 +349,10 @@ fn evaluations_in_the_loop_have_an_interval_or_steps() {
     let config = parse(BASE, &[&good]).unwrap();
     assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
     assert_eq!(config.train.evaluate[0].eval["lengths"].as_array().unwrap().len(), 2);
-    assert_eq!(config.train.evaluations_due(2), [1]);
-    assert_eq!(config.train.evaluations_due(1000), [0]);
-    assert_eq!(config.train.evaluations_due(config.train.total_steps()), [0]);
+    let due = |step| config.train.evaluations_due(step, &config.timeline());
+    assert_eq!(due(2), [1]);
+    assert_eq!(due(1000), [0]);
+    assert_eq!(due(config.total_steps()), [0]);
 
     let bad = evaluate(
         "{ suite = \"passkey\" }, { suite = \"passkey\", every = 5 }, { steps = [0] }, \
@@ -371,4 +372,33 @@ fn a_kind_changed_alone_says_that_the_other_keys_belong_to_the_old_one() {
     assert!(error.ends_with(hint), "{error}");
     let sets = ["train.optimiser={ kind = \"adamw\" }".to_owned()];
     assert!(RunConfig::parse(&muon, Path::new("config.toml"), &sets).is_ok());
+}
+
+#[test]
+fn an_average_can_only_be_evaluated_if_there_is_one() {
+    let tables = "train.evaluate=[{ suite = \"passkey\", every = 5, weights = \"ema\" }]";
+    let config = parse(BASE, &[tables, "train.ema=0.9"]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    assert!(!config.train.evaluate[0].eval.contains_key("weights"));
+    insta::assert_snapshot!(error(&[tables]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    train.evaluate.0.weights is "ema" in a run that keeps no average; allowed: "model", or "ema" with train.ema
+      hint: set for example train.ema = 0.999, or leave weights out
+    "#);
+    let unknown = error(&[&tables.replace("ema", "mean")]);
+    assert!(unknown.contains("weights"), "{unknown}");
+}
+
+#[test]
+fn rows_of_generated_sources_are_not_cut() {
+    let sets = [
+        "data.sources=[{ kind = \"passkey\" }]",
+        "train.stages=[{ from = 0.5, batch_tokens = 8192 }, { from = 0.6, seq_len = 64 }]",
+    ];
+    let found = error(&sets);
+    assert!(
+        found.contains("train.stages.1.seq_len is 64 with a source of kind \"passkey\""),
+        "{found}"
+    );
+    assert!(found.contains("hint: remove seq_len from the stages"), "{found}");
 }

@@ -6,8 +6,10 @@ use toml::Table;
 
 use super::evals::{EvaluateConfig, validate_evals};
 use super::scalars::{Every, OrOff};
+use super::stages::{StageConfig, check_micro_batch};
 use crate::optimiser::{GroupConfig, OptimiserConfig, validate_groups};
 use crate::schedule::{Schedule, ScheduleConfig};
+use crate::timeline::{Stage, Timeline};
 
 /// The table `[train]`: length of the run, batch and optimiser.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -39,6 +41,9 @@ pub struct TrainConfig {
     /// Parameters with a learning rate, a weight decay or an optimiser of their own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupConfig>,
+    /// Changes of the batch size and of the length of rows during the run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stages: Vec<StageConfig>,
     /// Learning rate over the run. Default cosine.
     #[serde(default)]
     pub schedule: ScheduleConfig,
@@ -52,6 +57,9 @@ pub struct TrainConfig {
     /// Norms of gradients, weights and updates by layer.
     #[serde(default)]
     pub norms: NormsConfig,
+    /// The gradient noise scale.
+    #[serde(default)]
+    pub noise_scale: NoiseScaleConfig,
     /// Validation in the loop.
     #[serde(default)]
     pub validate: ValidateConfig,
@@ -69,7 +77,7 @@ pub struct TrainConfig {
 /// The largest learning rate: it fits into an f32.
 const LARGEST_LR: f64 = 1e38;
 /// The most tokens of a step.
-const MOST_BATCH_TOKENS: u64 = 1 << 32;
+pub(super) const MOST_BATCH_TOKENS: u64 = 1 << 32;
 /// The most tokens of a sample.
 const MOST_SAMPLE_TOKENS: usize = 1 << 24;
 
@@ -92,6 +100,49 @@ pub struct NormsConfig {
 impl Default for NormsConfig {
     fn default() -> Self {
         NormsConfig { every: Every(None) }
+    }
+}
+
+/// The table `[train.noise_scale]`: the gradient noise scale in the metrics.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NoiseScaleConfig {
+    /// How often. Default never.
+    pub every: Every,
+    /// Weight of the past in the moving averages of its two estimates.
+    pub decay: f64,
+}
+
+impl Default for NoiseScaleConfig {
+    fn default() -> Self {
+        NoiseScaleConfig { every: Every(None), decay: 0.95 }
+    }
+}
+
+impl NoiseScaleConfig {
+    /// Records its problems in a run with these stages.
+    fn validate(&self, timeline: &Timeline, problems: &mut Problems) {
+        problems.check(
+            (0.0..1.0).contains(&self.decay),
+            "train.noise_scale.decay",
+            self.decay,
+            "0 to below 1",
+            "use 0.95, an average over about 20 measurements",
+        );
+        let single = |stage: &&Stage| {
+            let rows = stage.rows();
+            rows < 2 || stage.micro_batch.is_some_and(|micro| micro >= rows)
+        };
+        let single = timeline.stages().iter().find(single).filter(|_| self.every.is_on());
+        if let Some(stage) = single {
+            problems.check(
+                false,
+                "train.noise_scale.every",
+                format!("set, and all {} rows of a step are one micro-batch", stage.rows()),
+                "two micro-batches a step or more, whose gradients are compared with the step's",
+                "lower micro_batch or raise batch_tokens, or set every = \"never\"",
+            );
+        }
     }
 }
 
@@ -174,50 +225,33 @@ impl Default for CheckpointConfig {
 }
 
 impl TrainConfig {
-    /// Optimiser steps of the run: `ceil(tokens / batch_tokens)`.
-    pub fn total_steps(&self) -> u64 {
-        self.tokens.div_ceil(self.batch_tokens.max(1))
+    /// The stages of a run with rows of up to `seq_len` tokens.
+    pub(crate) fn timeline(&self, seq_len: usize) -> Timeline {
+        Timeline::new(self.base_stage(seq_len), &self.stages, self.tokens).0
     }
 
-    /// Rows of `seq_len` tokens in one optimiser step.
-    pub fn batch_rows(&self, seq_len: usize) -> usize {
-        self.batch_tokens as usize / seq_len.max(1)
-    }
-
-    /// Rows of one forward and backward pass: `micro_batch` if it is set, else the largest divisor of
-    /// the batch's rows within `budget_tokens`, at least one row.
-    pub fn micro_batch_rows(&self, seq_len: usize, budget_tokens: usize) -> usize {
-        let largest = || self.micro_batches(seq_len, budget_tokens).next().unwrap_or(1);
-        self.micro_batch.unwrap_or_else(largest)
-    }
-
-    /// The divisors of the batch's rows within `budget_tokens`, the largest first; always one row.
-    pub fn micro_batches(
-        &self,
-        seq_len: usize,
-        budget_tokens: usize,
-    ) -> impl Iterator<Item = usize> + use<> {
-        let rows = self.batch_rows(seq_len);
-        let most = rows.min(budget_tokens / seq_len.max(1)).max(1);
-        (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
+    /// Steps of `batch_tokens` tokens in rows of `seq_len`.
+    pub(super) fn base_stage(&self, seq_len: usize) -> Stage {
+        let (batch_tokens, micro_batch) = (self.batch_tokens, self.micro_batch);
+        let least_micro_batches = if self.noise_scale.every.is_on() { 2 } else { 1 };
+        Stage { batch_tokens, seq_len, micro_batch, least_micro_batches, ..Stage::default() }
     }
 
     /// The places in `evaluate` of the evaluations that are due after `step` finished steps.
-    pub fn evaluations_due(&self, step: u64) -> Vec<usize> {
-        let due = |evaluate: &EvaluateConfig| {
-            evaluate.is_due(step, self.total_steps(), self.batch_tokens)
-        };
-        (0..self.evaluate.len()).filter(|at| due(&self.evaluate[*at])).collect()
+    pub fn evaluations_due(&self, step: u64, timeline: &Timeline) -> Vec<usize> {
+        let due = |at: &usize| self.evaluate[*at].is_due(step, timeline);
+        (0..self.evaluate.len()).filter(due).collect()
     }
 
     /// The learning rate as a function of the step.
-    pub fn lr_schedule(&self) -> Schedule {
-        self.schedule.schedule(self.lr, self.total_steps(), self.batch_tokens)
+    pub fn lr_schedule(&self, timeline: &Timeline) -> Schedule {
+        self.schedule.schedule(self.lr, timeline)
     }
 
     /// Records every problem of the table, for rows of `seq_len` tokens.
     pub fn validate(&self, seq_len: usize, problems: &mut Problems) {
         self.validate_batch(seq_len, problems);
+        let timeline = self.validate_stages(seq_len, problems);
         problems.check(
             self.lr > 0.0 && self.lr <= LARGEST_LR,
             "train.lr",
@@ -241,11 +275,12 @@ impl TrainConfig {
         );
         self.optimiser.validate("train.optimiser", problems);
         validate_groups(&self.groups, problems);
-        self.schedule.validate(self.total_steps(), self.batch_tokens, problems);
+        self.schedule.validate(&timeline, problems);
         self.skip.validate(problems);
+        self.noise_scale.validate(&timeline, problems);
         self.sample.validate(problems);
         for (at, evaluate) in self.evaluate.iter().enumerate() {
-            evaluate.validate(at, self.total_steps(), problems);
+            evaluate.validate(at, timeline.total_steps(), self.ema.0.is_some(), problems);
         }
         let evals: Vec<&Table> = self.evaluate.iter().map(|evaluate| &evaluate.eval).collect();
         validate_evals("train.evaluate", &evals, problems);
@@ -287,22 +322,25 @@ impl TrainConfig {
             "1 or more",
             "say how many tokens to train on, for example \"10M\"",
         );
-        let rows = self.batch_rows(seq_len);
-        let fits = |micro| (1..=rows).contains(&micro) && rows.is_multiple_of(micro);
-        if let Some(micro) = self.micro_batch.filter(|micro| !fits(*micro)) {
-            problems.check(
-                false,
-                "train.micro_batch",
-                micro,
-                format!("a divisor of the batch's {rows} rows (batch_tokens / seq_len)"),
-                format!("use {}, or leave it out", nearest_divisor(rows, micro)),
-            );
+    }
+
+    /// Records the problems of the stages, and returns them.
+    fn validate_stages(&self, seq_len: usize, problems: &mut Problems) -> Timeline {
+        let base = self.base_stage(seq_len);
+        let (timeline, begun) = Timeline::new(base, &self.stages, self.tokens);
+        if begun.first().is_none_or(|first| first.first_step > 0) {
+            check_micro_batch(&base, "train.micro_batch", problems);
         }
+        for (at, stage) in begun.iter().enumerate() {
+            let before = if at == 0 { &base } else { &begun[at - 1] };
+            self.stages[at].validate(at, stage, before, (self.tokens, seq_len), problems);
+        }
+        timeline
     }
 }
 
 /// The divisor of `n` nearest to `wanted`; the smaller one of two equally near.
-fn nearest_divisor(n: usize, wanted: usize) -> usize {
+pub(super) fn nearest_divisor(n: usize, wanted: usize) -> usize {
     let small = (1..=n.isqrt()).filter(|d| n.is_multiple_of(*d));
     let divisors = small.flat_map(|d| [d, n / d]);
     divisors.min_by_key(|d| (d.abs_diff(wanted), *d)).unwrap_or(1)

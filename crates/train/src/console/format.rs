@@ -2,6 +2,7 @@
 
 use super::{Ending, RunInfo, StepView};
 use crate::metrics::ValidationRecord;
+use crate::timeline::{OpenStage, Stage};
 
 /// A count with three digits and a suffix: `950`, `5.12k`, `124M`.
 pub fn count(value: f64) -> String {
@@ -44,17 +45,25 @@ pub fn duration(seconds: f64) -> String {
 
 /// The lines shown when a run begins.
 pub(super) fn begin(info: &RunInfo) -> String {
-    let (rows, micro_batch) = info.rows;
     let mut text = format!(
-        "{} parameters on {}; {} training tokens\n{} steps of {} tokens: {} x {micro_batch} rows; run folder {}",
+        "{} parameters on {}; {} training tokens\n{} steps",
         count(info.parameters as f64),
         info.device,
         count(info.data_tokens as f64),
         info.total_steps,
-        info.batch_tokens,
-        rows.div_ceil(micro_batch.max(1)),
-        info.run_dir.display(),
     );
+    let run_dir = info.run_dir.display();
+    match &info.stages[..] {
+        [open] => text += &format!(" of {}; run folder {run_dir}", batches(open)),
+        stages => {
+            text += &format!("; run folder {run_dir}");
+            for open in stages {
+                let Stage { first_step, seq_len, .. } = open.stage;
+                let batches = batches(open);
+                text += &format!("\nfrom step {}: {batches} of {seq_len} tokens", first_step + 1);
+            }
+        }
+    }
     if let Some(peak) = info.peak_flops {
         text += &format!("\nMFU is against a peak of {:.1} GFLOP/s", peak / 1e9);
     }
@@ -65,6 +74,12 @@ pub(super) fn begin(info: &RunInfo) -> String {
         text += "\nthe first step takes longer: it compiles the device's kernels";
     }
     text
+}
+
+/// The batches of a stage: tokens, micro-batches and their rows.
+fn batches(OpenStage { stage, micro_batch }: &OpenStage) -> String {
+    let passes = stage.rows().div_ceil((*micro_batch).max(1));
+    format!("{} tokens: {passes} x {micro_batch} rows", stage.batch_tokens)
 }
 
 /// The numbers of a step, without the step itself.

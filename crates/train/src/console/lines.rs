@@ -69,6 +69,8 @@ mod tests {
     use super::*;
     use crate::guard::SkipReason;
     use crate::metrics::StepRecord;
+    use crate::testing::timeline;
+    use crate::timeline::{OpenStage, Stage};
 
     fn view(step: u64, loss: f32) -> StepView {
         let finite = loss.is_finite();
@@ -80,6 +82,8 @@ mod tests {
                 loss: finite.then_some(loss),
                 grad_norm: Some(0.8125),
                 lr: 6e-4,
+                batch_tokens: None,
+                seq_len: None,
                 tokens_per_second: 5120.0,
                 mfu: finite.then_some(0.415),
                 seconds: 1.0,
@@ -96,6 +100,7 @@ mod tests {
     #[test]
     fn a_run_in_plain_lines() {
         let mut console = LineConsole::new(Vec::new());
+        let stage = Stage { seq_len: 512, ..timeline(4096, 16_384).stages()[0] };
         console.begin(&RunInfo {
             run_dir: "runs/small".into(),
             device: "the CPU (2 threads)".into(),
@@ -103,8 +108,7 @@ mod tests {
             data_tokens: 8_000_000,
             total_steps: 4,
             first_step: 1,
-            batch_tokens: 4096,
-            rows: (8, 4),
+            stages: vec![OpenStage { stage, micro_batch: 4 }],
             peak_flops: Some(1.5e11),
             compiles: true,
         });

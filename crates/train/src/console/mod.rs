@@ -15,6 +15,7 @@ pub use lines::LineConsole;
 
 use crate::guard::SkipReason;
 use crate::metrics::{StepRecord, ValidationRecord};
+use crate::timeline::OpenStage;
 
 /// What is known when a run begins.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,10 +32,8 @@ pub struct RunInfo {
     pub total_steps: u64,
     /// Steps already finished: 0 unless the run is resumed.
     pub first_step: u64,
-    /// Tokens of one step.
-    pub batch_tokens: u64,
-    /// Rows of one step, and rows of one of its micro-batches.
-    pub rows: (usize, usize),
+    /// The run's stages, in their order.
+    pub stages: Vec<OpenStage>,
     /// The peak FLOP/s that model FLOPs utilisation is relative to.
     pub peak_flops: Option<f64>,
     /// Whether the first step must compile the device's kernels.

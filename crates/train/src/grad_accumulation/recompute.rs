@@ -193,7 +193,7 @@ mod tests {
     /// The bits of the loss and of every gradient, in order.
     fn pass(model: &TestModel, recompute: bool) -> (u32, Vec<Option<Vec<u32>>>) {
         let batch = batch();
-        let plan = AccumulationPlan { micro_batch: 2, recompute };
+        let plan = AccumulationPlan { micro_batch: 2, recompute, measure_noise: false };
         let device = Default::default();
         let (weights, never) = (weight_sum(&batch), StopFlag::new());
         let pass =

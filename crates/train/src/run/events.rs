@@ -7,14 +7,16 @@ use longwall_kernels::backend::OpBackend;
 use longwall_model::weights;
 
 use super::setup::Run;
-use crate::checkpoint::{Best, Snapshot, State};
+use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector};
 use crate::config::Every;
 use crate::console::Console;
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
+use crate::grad_accumulation::BatchGradients;
 use crate::gradients::Gradients;
 use crate::guard::SkipReason;
-use crate::metrics::{self, NormsRecord, Record, ValidationRecord};
+use crate::metrics::{self, NoiseRecord, NormsRecord, Record, ValidationRecord};
+use crate::noise_scale::NoiseSample;
 use crate::optimiser::{Update, UpdateNorms};
 use crate::run_folder::{self, Finished};
 
@@ -38,20 +40,39 @@ impl<B: OpBackend> Run<B> {
         lr: f64,
         grad_scale: f32,
     ) -> Result<Self, TrainError> {
-        let (step, batch_tokens) = (self.progress.step + 1, self.config.train.batch_tokens);
+        let step = self.progress.step + 1;
         self.progress.updates += 1;
         let update = Update { lr, number: self.progress.updates, grad_scale };
-        let due = self.config.train.norms.every.is_due(step, batch_tokens);
+        let due = self.timeline.is_due(self.config.train.norms.every, step);
         let mut norms = due.then(UpdateNorms::new);
         self.model = self.optimiser.step_measured(self.model, gradients, update, norms.as_mut());
         if let Some(decay) = self.config.train.ema.0 {
             self.optimiser.update_average(&self.model, decay);
         }
         if let Some(norms) = norms {
-            let tokens = step * batch_tokens;
+            let tokens = self.timeline.tokens(step);
             self.recorder.norms(NormsRecord { step, tokens, layers: norms.by_layer() })?;
         }
         Ok(self)
+    }
+
+    /// Records the gradient noise scale, if the step measured it.
+    pub fn record_noise(
+        &mut self,
+        pass: &BatchGradients<B>,
+        grad_norm: f32,
+    ) -> Result<(), TrainError> {
+        let sample = NoiseSample::of(&pass.micro_batch_norms(), grad_norm.into());
+        let Some(sample) = sample else { return Ok(()) };
+        self.progress.noise.push(sample, self.config.train.noise_scale.decay);
+        let step = self.progress.step + 1;
+        self.recorder.noise(NoiseRecord {
+            step,
+            tokens: self.timeline.tokens(step),
+            noise_scale: self.progress.noise.scale(),
+            noise_trace: sample.noise_trace,
+            gradient_square: sample.gradient_square,
+        })
     }
 
     /// Validation, samples, a checkpoint and evaluations, when they are due.
@@ -62,8 +83,8 @@ impl<B: OpBackend> Run<B> {
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
         let config = &self.config.train;
-        let due = |every: Every| every.is_due(step, config.batch_tokens);
-        let validate = due(config.validate.every) || step == self.total_steps;
+        let due = |every: Every| self.timeline.is_due(every, step);
+        let validate = due(config.validate.every) || step == self.timeline.total_steps();
         let (sample, save) = (due(config.sample.every), due(config.checkpoint.every));
         let save_best = config.checkpoint.best;
         note_checkpoint(self.checkpoints.poll()?, console);
@@ -96,7 +117,7 @@ impl<B: OpBackend> Run<B> {
         };
         let record = ValidationRecord {
             step,
-            tokens: step * self.config.train.batch_tokens,
+            tokens: self.tokens(),
             flops: Some(self.recorder.flops(step)),
             validation_loss: scores.loss,
             perplexity: scores.loss.exp(),
@@ -120,8 +141,12 @@ impl<B: OpBackend> Run<B> {
         evaluator: &mut dyn Evaluator<B>,
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
-        for at in self.config.train.evaluations_due(step) {
-            match evaluator.evaluate(at, step, &self.model.valid()) {
+        for at in self.config.train.evaluations_due(step, &self.timeline) {
+            let model = match self.config.train.evaluate[at].weights {
+                WeightsSelector::Model => self.model.valid(),
+                WeightsSelector::Ema => self.optimiser.with_average(self.model.valid(), false),
+            };
+            match evaluator.evaluate(at, step, &model) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
                 Err(source) => {
@@ -176,18 +201,23 @@ impl<B: OpBackend> Run<B> {
         let step = self.progress.step;
         Ok(State {
             step,
-            tokens: step * self.config.train.batch_tokens,
+            tokens: self.tokens(),
             updates: self.progress.updates,
             seed: self.config.run.seed,
-            cursor: self.loader.cursor(step * self.rows as u64),
+            cursor: self.loader.cursor(self.next_row()),
             guard: self.guard.state().clone(),
+            noise: self.progress.noise,
             loss: self.progress.loss,
             best: self.progress.best,
             validation: self.progress.validation.clone(),
             metrics_bytes,
             samples_bytes,
             seconds: self.recorder.seconds(),
-            micro_batch: self.micro_batch,
+            micro_batch: self.stage().micro_batch,
+            micro_batches: match &self.stages[..] {
+                [_] => vec![],
+                stages => stages.iter().map(StageMicroBatch::of).collect(),
+            },
             tokenizer: self.tokenizer.clone(),
             model: self.config.model.clone(),
         })
@@ -201,7 +231,7 @@ impl<B: OpBackend> Run<B> {
         let tokens_per_second = median_throughput(&metrics::read(&self.folder.metrics())?);
         self.folder.finish(&Finished {
             step: self.progress.step,
-            tokens: self.progress.step * self.config.train.batch_tokens,
+            tokens: self.tokens(),
             loss: self.progress.loss,
             validation: self.progress.validation.clone(),
             skipped: self.guard.state().skipped,
@@ -226,7 +256,7 @@ fn median_throughput(records: &[Record]) -> f64 {
         .iter()
         .filter_map(|record| match record {
             Record::Step(step) => Some(step.tokens_per_second),
-            Record::Validation(_) | Record::Norms(_) => None,
+            Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
         })
         .collect();
     rates.sort_by(f64::total_cmp);

@@ -7,10 +7,13 @@ use crate::console::{Console, StepView};
 use crate::error::TrainError;
 use crate::evaluation::Evaluated;
 use crate::guard::SkipReason;
-use crate::metrics::{AppendLog, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord};
+use crate::metrics::{
+    AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
+};
 use crate::run_folder::RunFolder;
 use crate::scalars::{place, scalars};
 use crate::tensorboard::EventWriter;
+use crate::timeline::{Stage, Timeline};
 
 /// How a recorder starts.
 pub(super) struct RecorderStart {
@@ -18,10 +21,10 @@ pub(super) struct RecorderStart {
     pub metrics_bytes: u64,
     pub samples_bytes: u64,
     pub seconds: f64,
-    pub total_steps: u64,
-    pub batch_tokens: u64,
+    pub timeline: Timeline,
     pub tensorboard: bool,
-    pub flops_per_token: f64,
+    /// Of each stage.
+    pub flops_per_token: Vec<f64>,
     pub peak_flops: Option<f64>,
 }
 
@@ -74,7 +77,13 @@ impl Recorder {
 
     /// FLOPs of training up to the end of `step`.
     pub fn flops(&self, step: u64) -> f64 {
-        (step * self.start.batch_tokens) as f64 * self.start.flops_per_token
+        let timeline = &self.start.timeline;
+        let stages = timeline.stages();
+        let ends = stages[1..].iter().map(|stage| stage.first_step.min(step)).chain([step]);
+        let of_stage = |((stage, end), per_token): ((&Stage, u64), &f64)| {
+            timeline.tokens(end).saturating_sub(stage.first_token) as f64 * per_token
+        };
+        stages.iter().zip(ends).zip(&self.start.flops_per_token).map(of_stage).sum()
     }
 
     /// The peak FLOP/s that MFU is relative to.
@@ -89,30 +98,38 @@ impl Recorder {
         memory_bytes: Option<u64>,
         console: &mut dyn Console,
     ) -> Result<(), TrainError> {
-        let tokens_per_second = self.start.batch_tokens as f64 / facts.seconds;
-        let mfu =
-            self.start.peak_flops.map(|peak| tokens_per_second * self.start.flops_per_token / peak);
+        let timeline = &self.start.timeline;
+        let at = timeline.index(facts.step - 1);
+        let stage = &timeline.stages()[at];
+        let has_stages = timeline.stages().len() > 1;
+        let tokens_per_second = stage.batch_tokens as f64 / facts.seconds;
+        let flops_per_token = self.start.flops_per_token[at];
+        let mfu = self.start.peak_flops.map(|peak| tokens_per_second * flops_per_token / peak);
         let record = StepRecord {
             step: facts.step,
-            tokens: facts.step * self.start.batch_tokens,
+            tokens: timeline.tokens(facts.step),
             flops: Some(self.flops(facts.step)),
             loss: Some(facts.loss).filter(|loss| loss.is_finite()),
             grad_norm: Some(facts.grad_norm).filter(|norm| norm.is_finite()),
             lr: facts.lr,
+            batch_tokens: has_stages.then_some(stage.batch_tokens),
+            seq_len: has_stages.then_some(stage.seq_len),
             tokens_per_second,
             mfu,
             seconds: self.seconds(),
             skipped: facts.skip.is_some(),
         };
+        let total_steps = timeline.total_steps();
+        let now = timeline.position(facts.step);
+        let done = now - timeline.position(self.start.step);
+        let left = timeline.position(total_steps) - now;
         self.record(&Record::Step(record.clone()))?;
         if facts.skip.is_none() {
             self.smoothed.push(f64::from(facts.loss));
         }
-        let done = (facts.step - self.start.step) as f64;
-        let left = (self.start.total_steps - facts.step) as f64;
         console.step(&StepView {
             record,
-            total_steps: self.start.total_steps,
+            total_steps,
             smoothed_loss: self.smoothed.value(),
             seconds_left: self.began.elapsed().as_secs_f64() / done * left,
             memory_bytes,
@@ -153,6 +170,11 @@ impl Recorder {
     /// Records the norms of an update.
     pub fn norms(&mut self, record: NormsRecord) -> Result<(), TrainError> {
         self.record(&Record::Norms(record))
+    }
+
+    /// Records a step's estimates of the gradient noise scale.
+    pub fn noise(&mut self, record: NoiseRecord) -> Result<(), TrainError> {
+        self.record(&Record::Noise(record))
     }
 
     /// Records what the model generated after each prompt.

@@ -24,11 +24,13 @@ use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
 use crate::memory::{self, Estimate};
 use crate::metrics::ValidationRecord;
+use crate::noise_scale::NoiseAverages;
 use crate::optimiser::Optimiser;
 use crate::peak;
 use crate::run_folder::{RunFolder, load_tokenizer};
 use crate::sampling::Sampler;
 use crate::schedule::Schedule;
+use crate::timeline::{OpenStage, Stage, Timeline};
 use crate::validation::Validator;
 
 /// Tokens of a micro-batch on the CPU, if the configuration does not set its size.
@@ -51,10 +53,9 @@ pub(super) struct Run<B: OpBackend> {
     pub schedule: Schedule,
     pub recorder: Recorder,
     pub progress: RunProgress,
-    pub total_steps: u64,
-    /// Rows of a step, and rows of one of its micro-batches.
-    pub rows: usize,
-    pub micro_batch: usize,
+    pub timeline: Timeline,
+    /// The timeline's stages.
+    pub stages: Vec<OpenStage>,
     first_step: u64,
     compiles: bool,
 }
@@ -72,6 +73,8 @@ pub(super) struct RunProgress {
     pub best: Option<Best>,
     /// The last validation.
     pub validation: Option<ValidationRecord>,
+    /// Averages of what the gradient noise scale is computed from.
+    pub noise: NoiseAverages,
     /// The step of the newest checkpoint.
     pub saved: Option<u64>,
 }
@@ -98,9 +101,10 @@ pub(super) fn open<B: OpBackend>(
     };
     let checkpoint = checkpoint.as_ref();
     let tokenizer = open_tokenizer(config, checkpoint, source.as_ref(), options)?;
-    let micro_batch = micro_batch::<B>(config, tokenizer.vocab_size(), checkpoint, options)?;
-    check_memory(config, tokenizer.vocab_size(), micro_batch, B::device_kind(), options)?;
-    let data = open_data(config, tokenizer, checkpoint, micro_batch, options)?;
+    let timeline = config.timeline();
+    let stages = open_stages::<B>(config, tokenizer.vocab_size(), checkpoint, options)?;
+    check_memory(config, tokenizer.vocab_size(), &stages, B::device_kind(), options)?;
+    let data = open_data(config, tokenizer, checkpoint, &stages, options)?;
     let OpenModel { model, optimiser, origin } =
         open_model::<B>(config, &data.tokenizer, (checkpoint, source), options.precision, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
@@ -118,15 +122,14 @@ pub(super) fn open<B: OpBackend>(
     let checkpoints = CheckpointFolder::new(folder.path());
     let state = checkpoint.map(|checkpoint| &checkpoint.state);
     let progress = saved_progress(&checkpoints, config, state)?;
-    let total_steps = config.train.total_steps();
-    if progress.step > total_steps {
+    if progress.step > timeline.total_steps() {
         return Err(TrainError::AlreadyLonger {
             tokens: config.train.tokens,
-            done: progress.step.saturating_mul(config.train.batch_tokens),
+            done: timeline.tokens(progress.step),
             step: progress.step,
         });
     }
-    if progress.step < total_steps {
+    if progress.step < timeline.total_steps() {
         folder.start(config)?;
     }
     evaluator.discard_after(progress.step).map_err(TrainError::Unevaluable)?;
@@ -146,14 +149,13 @@ pub(super) fn open<B: OpBackend>(
         model,
         optimiser,
         guard: StepGuard::new(&config.train.skip, guard),
-        schedule: config.train.lr_schedule(),
+        schedule: config.train.lr_schedule(&timeline),
         recorder,
         first_step: progress.step,
         compiles: options.compiles,
         progress,
-        total_steps,
-        rows: config.train.batch_rows(config.data.seq_len),
-        micro_batch,
+        timeline,
+        stages,
     })
 }
 
@@ -189,46 +191,59 @@ fn open_tokenizer(
 fn check_memory(
     config: &RunConfig,
     vocab_size: usize,
-    micro_batch: usize,
+    stages: &[OpenStage],
     device: DeviceKind,
     options: &TrainOptions,
 ) -> Result<(), TrainError> {
-    let precision = options.precision;
-    let needed = memory::least_for_training(config, vocab_size, micro_batch, precision, device);
-    match options.available_memory {
-        Some(available) if needed > u128::from(available) => Err(TrainError::Memory {
-            parameters: Parameters::of(&config.model, vocab_size, config.data.seq_len).total(),
-            micro_batch,
-            needed,
-            available,
-        }),
-        Some(available) if device == DeviceKind::Cuda => {
-            warn_of_memory(config, vocab_size, micro_batch, precision, available);
-            Ok(())
+    let (precision, Some(available)) = (options.precision, options.available_memory) else {
+        return Ok(());
+    };
+    for open in stages {
+        let needed =
+            memory::least_for_training(config, vocab_size, open.shape(), precision, device);
+        if needed > u128::from(available) {
+            return Err(TrainError::Memory {
+                parameters: Parameters::of(&config.model, vocab_size, config.data.seq_len).total(),
+                micro_batch: open.micro_batch,
+                needed,
+                available,
+            });
         }
-        _ => Ok(()),
     }
+    if device == DeviceKind::Cuda {
+        warn_of_memory(config, vocab_size, stages, precision, available);
+    }
+    Ok(())
 }
 
 /// Logs the estimate of a GPU run; warns if a micro-batch that was set, or that a checkpoint has, may not fit.
 fn warn_of_memory(
     config: &RunConfig,
     vocab_size: usize,
-    micro_batch: usize,
+    stages: &[OpenStage],
     precision: Precision,
     available: u64,
 ) {
-    let estimate = Estimate::of(config, vocab_size, micro_batch, precision);
+    let estimates =
+        stages.iter().map(|open| (open, Estimate::of(config, vocab_size, open.shape(), precision)));
+    let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
+    let (OpenStage { stage, micro_batch }, estimate) = largest.expect("a run has a stage");
+    let rows = match stages {
+        [_] => format!("{micro_batch} rows"),
+        _ => format!("{micro_batch} rows of {} tokens", stage.seq_len),
+    };
     if estimate.total() <= available {
-        tracing::info!("GPU memory, estimated: {estimate}, micro-batches of {micro_batch} rows");
+        tracing::info!("GPU memory, estimated: {estimate}, micro-batches of {rows}");
         return;
     }
-    let remedy = match memory::largest_micro_batch(config, vocab_size, precision, Some(available)) {
-        Some(rows) => format!("set train.micro_batch = {rows}"),
+    let fitting =
+        memory::largest_micro_batch(config, stage, vocab_size, precision, Some(available));
+    let remedy = match fitting {
+        Some(rows) => format!("set micro_batch = {rows}"),
         None => "set train.recompute = true, or choose a smaller model".to_owned(),
     };
     tracing::warn!(
-        "micro-batches of {micro_batch} rows are estimated to need {estimate}, and {:.1} GB are \
+        "micro-batches of {rows} are estimated to need {estimate}, and {:.1} GB are \
          available\n  hint: if memory runs out, {remedy}",
         available as f64 / 1e9
     );
@@ -239,7 +254,7 @@ fn open_data(
     config: &RunConfig,
     tokenizer: Tokenizer,
     checkpoint: Option<&Checkpoint>,
-    micro_batch: usize,
+    stages: &[OpenStage],
     options: &TrainOptions,
 ) -> Result<Data, TrainError> {
     let (seed, progress) = (config.run.seed, options.progress);
@@ -259,10 +274,19 @@ fn open_data(
         loader.check_cursor(&checkpoint.state.cursor)?;
     }
     let validator = match config.train.validate.every.is_on() {
-        true => Some(Validator::new(open(Split::Validation)?, &tokenizer, micro_batch)),
+        true => {
+            let rows = validation_rows(stages, config.data.seq_len);
+            Some(Validator::new(open(Split::Validation)?, &tokenizer, rows))
+        }
         false => None,
     };
     Ok(Data { tokenizer, loader, validator })
+}
+
+/// Rows of `seq_len` tokens that are validated at a time: as many tokens as the largest micro-batch has.
+fn validation_rows(stages: &[OpenStage], seq_len: usize) -> usize {
+    let rows = stages.iter().map(|open| open.micro_batch * open.stage.seq_len / seq_len);
+    rows.max().unwrap_or_default().max(1)
 }
 
 /// The sampler, if the loop samples.
@@ -289,18 +313,24 @@ fn open_recorder<B: OpBackend>(
 ) -> Result<Recorder, TrainError> {
     let measure =
         || (B::device_kind() == DeviceKind::Cpu).then(|| peak::of_this_machine::<B>(device));
+    let timeline = config.timeline();
     let start = RecorderStart {
         step: state.map_or(0, |state| state.step),
         metrics_bytes: state.map_or(0, |state| state.metrics_bytes),
         samples_bytes: state.map_or(0, |state| state.samples_bytes),
         seconds: state.map_or(0.0, |state| state.seconds),
-        total_steps: config.train.total_steps(),
-        batch_tokens: config.train.batch_tokens,
+        flops_per_token: flops_per_token(config, vocab_size, &timeline),
+        timeline,
         tensorboard: config.run.tensorboard,
-        flops_per_token: train_flops_per_token(&config.model, vocab_size, config.data.seq_len),
         peak_flops: options.peak_flops.or_else(measure),
     };
     Recorder::open(folder, start)
+}
+
+/// FLOPs per token of training in each stage.
+fn flops_per_token(config: &RunConfig, vocab_size: usize, timeline: &Timeline) -> Vec<f64> {
+    let of = |stage: &Stage| train_flops_per_token(&config.model, vocab_size, stage.seq_len);
+    timeline.stages().iter().map(of).collect()
 }
 
 /// Removes what a killed run left incomplete, and opens the newest checkpoint.
@@ -318,41 +348,44 @@ fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
     Ok(Some(checkpoint))
 }
 
-/// Rows of a micro-batch. A resumed run keeps its own, so that gradients are summed in the same order.
-fn micro_batch<B: OpBackend>(
+/// The stages with their micro-batches. A resumed run keeps its own, so that gradients are summed in the same order.
+fn open_stages<B: OpBackend>(
     config: &RunConfig,
     vocab_size: usize,
     checkpoint: Option<&Checkpoint>,
     options: &TrainOptions,
-) -> Result<usize, TrainError> {
-    if let (None, Some(checkpoint)) = (config.train.micro_batch, checkpoint) {
-        return Ok(checkpoint.state.micro_batch);
-    }
+) -> Result<Vec<OpenStage>, TrainError> {
     let (precision, available) = (options.precision, options.available_memory);
-    default_micro_batch::<B>(config, vocab_size, precision, available).ok_or_else(|| {
-        TrainError::NoMicroBatchFits {
-            estimate: Estimate::of(config, vocab_size, 1, precision),
+    let open = |stage: &Stage| {
+        let kept = checkpoint.filter(|_| stage.micro_batch.is_none());
+        let kept = kept.and_then(|checkpoint| checkpoint.state.micro_batch_of(stage));
+        // The measurement of the noise scale may have been turned on since.
+        let kept = kept.filter(|rows| stage.rows() / rows >= stage.least_micro_batches);
+        let chosen = || default_micro_batch::<B>(config, stage, vocab_size, precision, available);
+        let micro_batch = kept.or_else(chosen).ok_or_else(|| TrainError::NoMicroBatchFits {
+            estimate: Estimate::of(config, vocab_size, [1, stage.seq_len], precision),
             available: available.unwrap_or_default(),
-        }
-    })
+        })?;
+        Ok(OpenStage { stage: *stage, micro_batch })
+    };
+    config.timeline().stages().iter().map(open).collect()
 }
 
-/// Rows of a micro-batch of a new run: those the configuration sets, else the largest divisor of the batch
+/// Rows of a micro-batch of a new run: those the configuration sets, else the largest divisor of a step's rows
 /// within the device's budget of tokens and, on a GPU, within the `available` bytes by the estimate. `None` if
 /// not even one row fits.
 pub(crate) fn default_micro_batch<B: OpBackend>(
     config: &RunConfig,
+    stage: &Stage,
     vocab_size: usize,
     precision: Precision,
     available: Option<u64>,
 ) -> Option<usize> {
-    match (config.train.micro_batch, B::device_kind()) {
+    match (stage.micro_batch, B::device_kind()) {
         (Some(rows), _) => Some(rows),
-        (None, DeviceKind::Cpu) => {
-            Some(config.train.micro_batch_rows(config.data.seq_len, CPU_MICRO_BATCH_TOKENS))
-        }
+        (None, DeviceKind::Cpu) => Some(stage.micro_batch_rows(CPU_MICRO_BATCH_TOKENS)),
         (None, DeviceKind::Cuda) => {
-            memory::largest_micro_batch(config, vocab_size, precision, available)
+            memory::largest_micro_batch(config, stage, vocab_size, precision, available)
         }
     }
 }
@@ -375,6 +408,7 @@ fn saved_progress(
         updates: state.updates,
         loss: state.loss,
         best: state.best,
+        noise: state.noise,
         // Not the one of an earlier part, if validation is off now.
         validation: state.validation.clone().filter(|_| config.train.validate.every.is_on()),
         saved: Some(state.step),
@@ -389,12 +423,26 @@ impl<B: OpBackend> Run<B> {
             device: self.device_name.clone(),
             parameters: self.model.num_params() as u64,
             data_tokens: self.loader.tokens(),
-            total_steps: self.total_steps,
+            total_steps: self.timeline.total_steps(),
             first_step: self.first_step,
-            batch_tokens: self.config.train.batch_tokens,
-            rows: (self.rows, self.micro_batch),
+            stages: self.stages.clone(),
             peak_flops: self.recorder.peak_flops(),
             compiles: self.compiles,
         }
+    }
+
+    /// The stage of the next step.
+    pub fn stage(&self) -> OpenStage {
+        self.stages[self.timeline.index(self.progress.step)]
+    }
+
+    /// Tokens of the finished steps.
+    pub fn tokens(&self) -> u64 {
+        self.timeline.tokens(self.progress.step)
+    }
+
+    /// The first row, of `data.seq_len` tokens, that is not trained on yet.
+    pub fn next_row(&self) -> u64 {
+        self.tokens() / self.config.data.seq_len as u64
     }
 }

@@ -2,6 +2,7 @@ mod evaluations;
 mod from;
 mod layers;
 mod options;
+mod stages;
 
 use std::fs;
 
@@ -151,7 +152,7 @@ fn losses(run_dir: &Path) -> Vec<Record> {
                 (step.seconds, step.tokens_per_second, step.mfu) = (0.0, 0.0, None);
             }
             Record::Validation(validation) => validation.seconds = 0.0,
-            Record::Norms(_) => {}
+            Record::Norms(_) | Record::Noise(_) => {}
         }
     }
     records
@@ -275,7 +276,7 @@ fn a_run_that_cannot_start_leaves_no_folder() {
 fn validations(run_dir: &Path) -> impl Iterator<Item = ValidationRecord> {
     losses(run_dir).into_iter().filter_map(|record| match record {
         Record::Validation(validation) => Some(validation),
-        Record::Step(_) | Record::Norms(_) => None,
+        Record::Step(_) | Record::Norms(_) | Record::Noise(_) => None,
     })
 }
 

@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use longwall_data::{DataError, Tokenizer, TokenizerConfig};
 use longwall_kernels::device::DeviceKind;
 use longwall_model::Precision;
-use longwall_model::cost::train_flops_per_token;
 
 use super::{Plan, PlannedRun};
 use crate::config::RunConfig;
 use crate::memory::{self, Estimate, largest_micro_batch};
 use crate::run_folder::{self, RunFolderError};
+use crate::timeline::Stage;
 
 /// The share of the peak that training is taken to reach, as long as no run of the sweep is finished.
 const EXPECTED_MFU: f64 = 0.4;
@@ -85,7 +85,7 @@ impl Plan {
         let (mut flops_done, mut seconds_done) = (0.0, 0.0);
         for PlannedRun { config, .. } in &self.runs {
             let vocab_size = vocab_sizes.of(&config.tokenizer)?;
-            let flops = train_flops(config, vocab_size);
+            let flops = config.train_flops(vocab_size);
             let finished = run_folder::finished(&config.run_dir())?;
             if let Some(finished) = &finished {
                 flops_done += flops;
@@ -111,23 +111,21 @@ impl Machine {
     /// Bytes that training takes on this machine.
     fn memory(&self, config: &RunConfig, vocab_size: usize) -> u64 {
         let precision = config.run.precision.unwrap_or(self.precision);
-        let rows = |limit| config.train.micro_batch_rows(config.data.seq_len, limit);
-        if self.device == DeviceKind::Cpu {
-            let rows = config.train.micro_batch.unwrap_or_else(|| rows(CPU_MICRO_BATCH_TOKENS));
-            let device = self.device;
-            let least = memory::least_for_training(config, vocab_size, rows, precision, device);
-            return u64::try_from(least).unwrap_or(u64::MAX);
-        }
-        let fitting = || largest_micro_batch(config, vocab_size, precision, self.available_memory);
-        let rows = config.train.micro_batch.or_else(fitting).unwrap_or(1);
-        Estimate::of(config, vocab_size, rows, precision).total()
+        let of = |stage: &Stage| {
+            if self.device == DeviceKind::Cpu {
+                let shape = [stage.micro_batch_rows(CPU_MICRO_BATCH_TOKENS), stage.seq_len];
+                let device = self.device;
+                let least =
+                    memory::least_for_training(config, vocab_size, shape, precision, device);
+                return u64::try_from(least).unwrap_or(u64::MAX);
+            }
+            let available = self.available_memory;
+            let fitting = || largest_micro_batch(config, stage, vocab_size, precision, available);
+            let rows = stage.micro_batch.or_else(fitting).unwrap_or(1);
+            Estimate::of(config, vocab_size, [rows, stage.seq_len], precision).total()
+        };
+        config.timeline().stages().iter().map(of).max().unwrap_or_default()
     }
-}
-
-/// FLOPs of a whole run's training.
-fn train_flops(config: &RunConfig, vocab_size: usize) -> f64 {
-    let tokens = config.train.total_steps() as f64 * config.train.batch_tokens as f64;
-    tokens * train_flops_per_token(&config.model, vocab_size, config.data.seq_len)
 }
 
 /// Sizes of vocabularies, each tokenizer loaded once.

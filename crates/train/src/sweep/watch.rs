@@ -82,9 +82,11 @@ impl<'a> Watch<'a> {
     }
 
     fn show(&self, record: StepRecord) -> SweepStep<'a> {
-        let total_steps = self.run.config.train.total_steps();
-        let per_step = record.seconds / record.step.max(1) as f64;
-        let seconds_left = per_step * total_steps.saturating_sub(record.step) as f64;
+        let timeline = self.run.config.timeline();
+        let total_steps = timeline.total_steps();
+        let position = |step| timeline.position(step);
+        let per_batch = record.seconds / position(record.step.max(1));
+        let seconds_left = per_batch * (position(total_steps) - position(record.step)).max(0.0);
         let (tokens, seconds) = (self.trained.0 + record.tokens, self.trained.1 + record.seconds);
         let per_token = seconds / tokens.max(1) as f64;
         SweepStep {
@@ -138,6 +140,8 @@ mod tests {
             loss: Some(loss),
             grad_norm: Some(1.0),
             lr: 1e-3,
+            batch_tokens: None,
+            seq_len: None,
             tokens_per_second: 500.0,
             mfu: None,
             seconds: step as f64 * 2.0,
@@ -155,7 +159,7 @@ mod tests {
         let text = format!("base = {base:?}\nout_dir = {out:?}\nseeds = [0, 1, 2]");
         let sweep = SweepConfig::parse(&text, Path::new("s.toml")).unwrap();
         let plan = Plan::new(sweep).unwrap();
-        let train = &plan.runs[1].config.train;
+        let config = &plan.runs[1].config;
         let mut watch = Watch::new(&plan, 1);
         assert_eq!(watch.poll(), None);
 
@@ -166,10 +170,10 @@ mod tests {
         assert_eq!((step.run, step.place), ("seed1", (2, 3)));
         assert_eq!((step.view.record.step, step.view.record.loss), (2, Some(2.0)));
         assert!(step.view.smoothed_loss > 2.0 && step.view.smoothed_loss < 4.0);
-        let left = 2.0 * (train.total_steps() - 2) as f64;
+        let left = 2.0 * (config.total_steps() - 2) as f64;
         assert_eq!(step.view.seconds_left, left);
         // Only the last run comes after this one; 2 seconds per 1000 tokens.
-        let after = 0.002 * train.tokens as f64;
+        let after = 0.002 * config.train.tokens as f64;
         assert!((step.sweep_seconds_left - left - after).abs() < 1e-6 * after);
         assert_eq!(watch.poll(), None, "nothing is new");
 

@@ -19,17 +19,18 @@ fn the_shortest_table_is_valid_and_survives_a_round_trip() {
 
 #[test]
 fn steps_are_rounded_up() {
-    assert_eq!(config("").total_steps(), 245);
-    assert_eq!(TrainConfig { tokens: 4096, ..config("") }.total_steps(), 1);
+    let steps = |config: TrainConfig| config.timeline(512).total_steps();
+    assert_eq!(steps(config("")), 245);
+    assert_eq!(steps(TrainConfig { tokens: 4096, ..config("") }), 1);
 }
 
 #[test]
 fn accumulation_is_derived_from_the_token_budget() {
     let config = config("");
-    assert_eq!(config.micro_batch_rows(512, 4096), 8);
-    assert_eq!(config.micro_batch_rows(512, 2000), 2);
-    assert_eq!(config.micro_batch_rows(512, 100), 1);
-    assert_eq!(TrainConfig { micro_batch: Some(4), ..config }.micro_batch_rows(512, 1), 4);
+    let rows = |budget| config.base_stage(512).micro_batch_rows(budget);
+    assert_eq!([rows(4096), rows(2000), rows(100)], [8, 2, 1]);
+    let set = TrainConfig { micro_batch: Some(4), ..config.clone() };
+    assert_eq!(set.base_stage(512).micro_batch_rows(1), 4);
 }
 
 #[test]
@@ -82,7 +83,61 @@ fn a_batch_beyond_memory_is_refused_and_costs_no_search() {
       hint: use 6, or leave it out
     ");
     let free = TrainConfig { micro_batch: None, ..endless };
-    assert_eq!(free.micro_batch_rows(1000, 8192), 8);
+    assert_eq!(free.base_stage(1000).micro_batch_rows(8192), 8);
+}
+
+#[test]
+fn the_noise_scale_needs_two_micro_batches() {
+    let on = config("noise_scale = { every = 10 }");
+    assert_eq!(problems(&on, 512), "");
+    assert_eq!(on.base_stage(512).micro_batch_rows(1 << 20), 4);
+    assert_eq!(config("").base_stage(512).micro_batch_rows(1 << 20), 8);
+    let one = config("micro_batch = 8\nnoise_scale = { every = 10, decay = 1.0 }");
+    insta::assert_snapshot!(problems(&one, 512), @r#"
+    the configuration has 2 problems:
+    train.noise_scale.decay is 1; allowed: 0 to below 1
+      hint: use 0.95, an average over about 20 measurements
+    train.noise_scale.every is set, and all 8 rows of a step are one micro-batch; allowed: two micro-batches a step or more, whose gradients are compared with the step's
+      hint: lower micro_batch or raise batch_tokens, or set every = "never"
+    "#);
+    assert!(problems(&on, 4096).contains("all 1 rows of a step"));
+}
+
+#[test]
+fn stages_are_checked_one_by_one() {
+    let good = config(
+        "[[stages]]\nfrom = 0\nseq_len = 128\n[[stages]]\nfrom = \"1 %\"\nseq_len = 512\n\
+         [[stages]]\nfrom = \"500k tokens\"\nbatch_tokens = \"8192\"\nmicro_batch = 4",
+    );
+    assert_eq!(problems(&good, 512), "");
+    assert_eq!(toml::from_str::<TrainConfig>(&toml::to_string(&good).unwrap()), Ok(good));
+    let bad = config(
+        "micro_batch = 8
+        stages = [{ from = 10, batch_tokens = 1000 }, { from = 5, seq_len = 100 }, { from = 20 },
+            { from = 1.0, seq_len = 256, micro_batch = 3, batch_tokens = 9000000000000000 }]",
+    );
+    insta::assert_snapshot!(problems(&bad, 512), @r"
+    the configuration has 8 problems:
+    train.stages.0.batch_tokens is 1000; allowed: a multiple of data.seq_len (512) above 0
+      hint: use 1024
+    train.stages.0.micro_batch is 8; allowed: a divisor of the batch's 1 rows (batch_tokens / seq_len)
+      hint: use 1, or leave it out
+    train.stages.1.from is 5 steps; allowed: after step 10, where the stage before it begins
+      hint: list the stages in their order, each at least one step long
+    train.stages.1.seq_len is 100; allowed: a divisor of data.seq_len (512), at least 2
+      hint: use 128
+    train.stages.1.micro_batch is 8; allowed: a divisor of the batch's 10 rows (batch_tokens / seq_len)
+      hint: use 10, or leave it out
+    train.stages.2 is a table with from alone; allowed: batch_tokens, seq_len or micro_batch beside it
+      hint: say what changes, or remove the table
+    train.stages.2.micro_batch is 8; allowed: a divisor of the batch's 10 rows (batch_tokens / seq_len)
+      hint: use 10, or leave it out
+    train.stages.3.batch_tokens is 9000000000000000; allowed: up to 4294967296: a step's tokens are in memory at once
+      hint: set it lower; large runs use a few million
+    ");
+    for table in ["batch_tokens = 4096", "from = 1.5", "from = 3\nrows = 4"] {
+        assert!(toml::from_str::<crate::config::StageConfig>(table).is_err(), "{table}");
+    }
 }
 
 #[test]

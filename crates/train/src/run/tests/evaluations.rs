@@ -18,6 +18,8 @@ struct Notes {
     there: Vec<(usize, u64)>,
     /// Every evaluation that ran, repeated ones too.
     ran: Vec<(usize, u64)>,
+    /// The loss of each.
+    losses: Vec<f64>,
     /// Refuses to evaluate after this step.
     fails_at: Option<u64>,
 }
@@ -65,6 +67,7 @@ impl Evaluator<TestBackend> for Notes {
         let loss = losses.iter::<f32>().map(f64::from).sum::<f64>() / 8.0;
         self.there.push((at, step));
         self.ran.push((at, step));
+        self.losses.push(loss);
         let scores = vec![("loss".to_owned(), loss)];
         Ok(Some(Evaluated { name: "read".to_owned(), scores }))
     }
@@ -97,6 +100,25 @@ fn evaluations_run_when_they_are_due_and_change_nothing() {
     let evaluated = run_noted(&config, RunStart::Force, None, &mut Notes::default()).unwrap();
     assert_eq!(losses(&evaluated.run_dir), losses(&plain));
     assert_eq!(weights(&evaluated.run_dir), weights(&plain));
+}
+
+#[test]
+fn an_evaluation_of_the_average_reads_the_averaged_weights() {
+    let sandbox = Sandbox::new();
+    let of = |name: &str, decay: &str| {
+        let tables = "train.evaluate=[{ suite = \"a\", steps = [9] }, \
+             { suite = \"a\", out = \"b\", steps = [9], weights = \"ema\" }]";
+        let config = sandbox.config(&[tables, decay, &format!("run.name={name}")]);
+        let mut notes = Notes::default();
+        run_noted(&config, RunStart::New, None, &mut notes).unwrap();
+        assert_eq!(notes.ran, [(0, 9), (1, 9)]);
+        (notes.losses[0], notes.losses[1])
+    };
+    let (weights, average) = of("slow", "train.ema=0.99");
+    assert!((weights - average).abs() > 1e-3, "{weights} and {average}");
+    let (same, average) = of("fast", "train.ema=1e-9");
+    assert_eq!(same, weights);
+    assert!((same - average).abs() < 1e-6, "{same} and {average}");
 }
 
 #[test]

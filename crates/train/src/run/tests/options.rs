@@ -119,6 +119,40 @@ fn a_run_that_turns_the_average_on_later_starts_it_at_its_weights() {
 }
 
 #[test]
+fn the_noise_scale_is_measured_without_a_change_of_the_run_and_resumes_to_the_bit() {
+    let sandbox = Sandbox::new();
+    let set = "train.noise_scale={ every = 2, decay = 0.5 }";
+    let of = |name: &str, sets: &[&str]| {
+        sandbox.config(&[sets, &[&format!("run.name={name}")]].concat())
+    };
+    let without = run(&of("without", &[]), RunStart::New).unwrap().run_dir;
+    let unbroken = run(&of("unbroken", &[set]), RunStart::New).unwrap().run_dir;
+    assert_eq!(step_losses(&unbroken), step_losses(&without));
+    assert_eq!(weights(&unbroken), weights(&without));
+
+    let measured: Vec<_> = losses(&unbroken)
+        .into_iter()
+        .filter_map(|record| if let Record::Noise(noise) = record { Some(noise) } else { None })
+        .collect();
+    assert_eq!(measured.iter().map(|noise| noise.step).collect::<Vec<_>>(), [2, 4, 6, 8, 10, 12]);
+    assert!(measured.iter().any(|noise| noise.noise_scale.is_some()), "{measured:?}");
+    // Two estimates whose sum is what was measured: |G|² + tr Σ / B = |g|². B are at most 128 tokens.
+    for noise in &measured {
+        let step = losses(&unbroken).into_iter().find_map(|record| match record {
+            Record::Step(step) if step.step == noise.step => step.grad_norm,
+            _ => None,
+        });
+        let square = f64::from(step.unwrap()).powi(2);
+        let tokens = noise.noise_trace / (square - noise.gradient_square);
+        assert!((64.0..=128.01).contains(&tokens), "{tokens}: {noise:?}");
+    }
+
+    let stopped = run_until(&of("broken", &[set]), RunStart::New, 7).unwrap().run_dir;
+    let broken = run(&of("broken", &[set]), RunStart::Resume(stopped)).unwrap().run_dir;
+    assert_eq!(losses(&broken), losses(&unbroken));
+}
+
+#[test]
 fn norms_by_layer_agree_with_the_step_and_the_checkpoint() {
     let sandbox = Sandbox::new();
     let sets = ["train.norms.every=4", "train.checkpoint.keep_last=9", "run.tensorboard=true"];
