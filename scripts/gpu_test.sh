@@ -47,11 +47,10 @@ export LONGWALL_TEST_ERRORS="$work/errors" binary work sanitizer
 touch "$LONGWALL_TEST_ERRORS" "$work/passed"
 
 # A group is a suite of references, or the tests of one operation; any other test is a group of its own. The
-# groups of a module keep their compiled kernels in one folder, which has the runtime's configuration.
+# groups of a module run in one folder, where the runtime keeps compiled kernels.
 run_group() {
   module="$work/kernels/$(cut -d: -f1-5 <<< "$1")"
   mkdir -p "$module"
-  cp "$work/cubecl.toml" "$module"
   (cd "$module" && $sanitizer "$binary" --ignored --test-threads=1 "$1") > "$work/$1.log" 2>&1 || {
     grep '^========= .*SUMMARY' "$work/$1.log" | sed "s|^|$1: |"
     [ -z "$sanitizer" ] || return 0

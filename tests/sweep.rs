@@ -80,6 +80,20 @@ fn the_runs_of_a_sweep_are_estimated_and_done_one_by_one() {
     assert_eq!(w.read("runs/compare/results.jsonl").lines().count(), 2);
 }
 
+/// A sweep for a GPU is written and listed where there is none.
+#[test]
+fn a_dry_run_without_the_device_lists_the_runs() {
+    if longwall_kernels::device::cuda().is_ok() {
+        return;
+    }
+    let w = Workspace::new();
+    let on_gpu = "set = { \"run.device\" = \"cuda\",";
+    w.write("compare.toml", &sweep("0", 640).replace("set = {", on_gpu));
+    let listed = w.succeed(&["sweep", "compare.toml", "--dry-run"]);
+    assert!(listed.contains("rope-seed0") && listed.contains("fox-seed0"), "{listed}");
+    assert!(listed.contains("not estimated, as this is not the machine for it"), "{listed}");
+}
+
 /// Every ablation has a small twin of the same axes, all of whose runs finish on a CPU.
 #[test]
 fn the_twins_of_the_ablations_run_on_a_cpu() {

@@ -1,7 +1,7 @@
 // When asynchronous copies happen. A load is done as late as possible: when the threads of its block cannot
 // go on otherwise. A store is done when its thread waits for it, and a thread that waits until its stores are
 // complete, rather than read, goes on as late as possible. A kernel that does not wait then computes with
-// wrong values, and one that relies on the order of its threads finds another.
+// wrong values, and one that relies on the order of its threads may fail.
 #include "internal.h"
 
 static bool late() {

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub struct MicroBatchNorm {
     /// The sum of its loss weights: how many tokens it has.
     pub weight: f64,
-    /// Its part of the step's gradient: the sum of the squares.
+    /// Σ g² of what it adds to the step's gradient.
     pub square: f64,
 }
 

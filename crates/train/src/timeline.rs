@@ -96,6 +96,8 @@ pub struct Timeline {
     /// In their order; the first starts at step 0.
     stages: Vec<Stage>,
     total_steps: u64,
+    /// Whether the configuration has stages: one from step 0 leaves a single stage.
+    staged: bool,
 }
 
 impl Timeline {
@@ -119,12 +121,17 @@ impl Timeline {
         let last = stages[stages.len() - 1];
         let steps = tokens.saturating_sub(last.first_token).div_ceil(last.batch_tokens.max(1));
         let total_steps = last.first_step.saturating_add(steps);
-        (Timeline { stages, total_steps }, begun)
+        (Timeline { stages, total_steps, staged: !changes.is_empty() }, begun)
     }
 
     /// Steps of the run.
     pub fn total_steps(&self) -> u64 {
         self.total_steps
+    }
+
+    /// Whether the configuration has stages, be it a single one from step 0.
+    pub fn is_staged(&self) -> bool {
+        self.staged
     }
 
     /// The stages, in their order.
@@ -215,10 +222,14 @@ impl Timeline {
         unreachable!("a timeline has a stage")
     }
 
-    /// The stages of the first `step` steps: two runs that agree in them had the same batches.
-    pub fn past(&self, step: u64) -> impl Iterator<Item = [u64; 3]> + '_ {
-        let begun = self.stages.iter().take_while(move |stage| stage.first_step < step);
-        begun.map(|stage| [stage.first_step, stage.batch_tokens, stage.seq_len as u64])
+    /// Where the shape of batches changes in the first `step` steps: two runs that agree in this had the same batches.
+    pub fn past(&self, step: u64) -> Vec<[u64; 3]> {
+        let begun = self.stages.iter().take_while(|stage| stage.first_step < step);
+        let mut changes: Vec<_> = begun
+            .map(|stage| [stage.first_step, stage.batch_tokens, stage.seq_len as u64])
+            .collect();
+        changes.dedup_by(|next, last| next[1..] == last[1..]);
+        changes
     }
 }
 
@@ -311,8 +322,16 @@ mod tests {
     #[test]
     fn the_past_does_not_depend_on_later_stages() {
         let early = Timeline::new(base(64), &[change("10", 128)], 4400).0;
-        let past = |timeline: &Timeline, step| timeline.past(step).collect::<Vec<_>>();
-        assert_eq!(past(&early, 20), past(&staged(), 20));
-        assert_ne!(past(&early, 21), past(&staged(), 21));
+        assert_eq!(early.past(20), staged().past(20));
+        assert_ne!(early.past(21), staged().past(21));
+    }
+
+    #[test]
+    fn a_stage_that_changes_no_batch_does_not_change_the_past() {
+        let micro_batch: StageConfig = toml::from_str("from = 4\nmicro_batch = 1").unwrap();
+        let (plain, changed) = (Timeline::new(base(64), &[], 640).0, [micro_batch]);
+        let changed = Timeline::new(base(64), &changed, 640).0;
+        assert_eq!(changed.stages().len(), 2);
+        assert_eq!(plain.past(8), changed.past(8));
     }
 }

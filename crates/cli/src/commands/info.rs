@@ -66,6 +66,9 @@ pub(crate) struct Info {
     steps: u64,
     /// Its stages: one, unless `train.stages` lists further ones.
     stages: Vec<Stage>,
+    /// Whether the configuration has stages.
+    #[serde(skip)]
+    staged: bool,
     train_flops: f64,
     /// On a GPU, in bf16, at least: see [`memory::least_for_training`].
     train_memory_bytes: u64,
@@ -112,6 +115,7 @@ impl Info {
             kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
             steps: timeline.total_steps(),
             stages: timeline.stages().to_vec(),
+            staged: timeline.is_staged(),
             train_flops: config.train_flops(vocab),
             train_memory_bytes: least_gpu_memory(config, vocab),
             micro_batch,
@@ -296,7 +300,7 @@ fn print(info: &Info) {
     println!("  state, per token       {:.0} bytes", info.state_bytes_per_token);
     println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
-    if info.stages.len() > 1 {
+    if info.staged {
         for Stage { first_step, first_token, batch_tokens, seq_len, .. } in &info.stages {
             println!(
                 "  from step {:<12} batches of {batch_tokens} tokens, rows of {seq_len}, after {first_token} tokens",

@@ -29,7 +29,8 @@ pub struct Args {
     #[arg(required = true)]
     runs: Vec<PathBuf>,
 
-    /// The picture, .svg or .png; by default loss.svg in the first run's folder
+    /// The picture, .svg or .png; by default loss.svg in the first run's folder, or with --y the scalar's name, such as
+    /// train_grad_norm.svg
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
@@ -59,7 +60,8 @@ pub fn run(args: Args) -> Result<()> {
     if let Some(limit) = args.max_loss.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
         bail!("--max-loss is {limit}; allowed: above 0\n  hint: leave it out to see every loss");
     }
-    let out = args.out.unwrap_or_else(|| args.runs[0].join("loss.svg"));
+    let name = args.y.as_ref().map_or("loss".to_owned(), |tag| tag.replace('/', "_"));
+    let out = args.out.unwrap_or_else(|| args.runs[0].join(format!("{name}.svg")));
     match &args.y {
         None => draw(&args.runs, &out, args.x, args.smooth, args.max_loss)?,
         Some(tag) => draw_scalar(&args.runs, tag, &out, args.x, args.smooth, args.max_loss)?,

@@ -83,8 +83,15 @@ pub fn run(args: Args) -> Result<()> {
 fn dry_run(plan: &Plan) -> Result<()> {
     print!("{}", plan.describe()?);
     let Some(first) = plan.runs.first() else { return Ok(()) };
-    let device = device::open(first.config.run.device, first.config.run.threads)?;
-    let compute = Compute::for_training(device, first.config.run.precision)?;
+    let run = &first.config.run;
+    let device = device::open(run.device, run.threads);
+    let compute = match device.and_then(|device| Compute::for_training(device, run.precision)) {
+        Ok(compute) => compute,
+        Err(error) => {
+            println!("\nnot estimated, as this is not the machine for it: {error}");
+            return Ok(());
+        }
+    };
     let meters = Meters::new(&compute.device);
     let known = meters.peak_flops(compute.precision);
     let (device, measured) = compute.run(Measure { known });

@@ -243,7 +243,7 @@ impl Checkpoint {
     /// Rejects stages with which the steps so far would have had other batches.
     fn check_stages(&self, config: &RunConfig) -> Result<(), CheckpointError> {
         let (step, theirs, ours) = (self.state.step, self.config.timeline(), config.timeline());
-        match theirs.past(step).eq(ours.past(step)) {
+        match theirs.past(step) == ours.past(step) {
             true => Ok(()),
             false => Err(CheckpointError::OtherStages { path: self.path.clone(), step }),
         }

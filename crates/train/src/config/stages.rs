@@ -73,7 +73,7 @@ impl StageConfig {
                 key("seq_len"),
                 len,
                 format!("a divisor of data.seq_len ({seq_len}), at least 2"),
-                format!("use {}", nearest_divisor(seq_len, len).max(2)),
+                format!("use {}", nearest_divisor(seq_len, len, 2)),
             );
         }
         if let Some(batch) = self.batch_tokens {
@@ -92,12 +92,17 @@ impl StageConfig {
                 "set it lower; large runs use a few million",
             );
         }
-        check_micro_batch(stage, &key("micro_batch"), problems);
+        let remedy = match self.micro_batch {
+            Some(_) => "leave it out",
+            None => "remove the micro_batch that it keeps from before",
+        };
+        check_micro_batch(stage, &key("micro_batch"), remedy, problems);
     }
 }
 
-/// Records a micro-batch of `stage` that does not divide its rows; `key` is the one that would change it.
-pub(super) fn check_micro_batch(stage: &Stage, key: &str, problems: &mut Problems) {
+/// Records a micro-batch of `stage` that does not divide its rows; `key` is the one that would change it, `remedy` what
+/// to do beside using another.
+pub(super) fn check_micro_batch(stage: &Stage, key: &str, remedy: &str, problems: &mut Problems) {
     let rows = stage.rows();
     let fits = |micro| (1..=rows).contains(&micro) && rows.is_multiple_of(micro);
     if let Some(micro) = stage.micro_batch.filter(|micro| !fits(*micro)) {
@@ -106,7 +111,7 @@ pub(super) fn check_micro_batch(stage: &Stage, key: &str, problems: &mut Problem
             key,
             micro,
             format!("a divisor of the batch's {rows} rows (batch_tokens / seq_len)"),
-            format!("use {}, or leave it out", nearest_divisor(rows, micro)),
+            format!("use {}, or {remedy}", nearest_divisor(rows, micro, 1)),
         );
     }
 }

@@ -329,7 +329,7 @@ impl TrainConfig {
         let base = self.base_stage(seq_len);
         let (timeline, begun) = Timeline::new(base, &self.stages, self.tokens);
         if begun.first().is_none_or(|first| first.first_step > 0) {
-            check_micro_batch(&base, "train.micro_batch", problems);
+            check_micro_batch(&base, "train.micro_batch", "leave it out", problems);
         }
         for (at, stage) in begun.iter().enumerate() {
             let before = if at == 0 { &base } else { &begun[at - 1] };
@@ -339,11 +339,11 @@ impl TrainConfig {
     }
 }
 
-/// The divisor of `n` nearest to `wanted`; the smaller one of two equally near.
-pub(super) fn nearest_divisor(n: usize, wanted: usize) -> usize {
+/// The divisor of `n`, `least` or more, that is nearest to `wanted`; the smaller one of two equally near.
+pub(super) fn nearest_divisor(n: usize, wanted: usize, least: usize) -> usize {
     let small = (1..=n.isqrt()).filter(|d| n.is_multiple_of(*d));
     let divisors = small.flat_map(|d| [d, n / d]);
-    divisors.min_by_key(|d| (d.abs_diff(wanted), *d)).unwrap_or(1)
+    divisors.filter(|d| *d >= least).min_by_key(|d| (d.abs_diff(wanted), *d)).unwrap_or(n)
 }
 
 impl SkipConfig {

@@ -2,7 +2,7 @@
 
 use super::{Ending, RunInfo, StepView};
 use crate::metrics::ValidationRecord;
-use crate::timeline::{OpenStage, Stage};
+use crate::timeline::OpenStage;
 
 /// A count with three digits and a suffix: `950`, `5.12k`, `124M`.
 pub fn count(value: f64) -> String {
@@ -58,9 +58,8 @@ pub(super) fn begin(info: &RunInfo) -> String {
         stages => {
             text += &format!("; run folder {run_dir}");
             for open in stages {
-                let Stage { first_step, seq_len, .. } = open.stage;
-                let batches = batches(open);
-                text += &format!("\nfrom step {}: {batches} of {seq_len} tokens", first_step + 1);
+                let first = open.stage.first_step + 1;
+                text += &format!("\nfrom step {first}: {}", batches(open));
             }
         }
     }
@@ -76,10 +75,10 @@ pub(super) fn begin(info: &RunInfo) -> String {
     text
 }
 
-/// The batches of a stage: tokens, micro-batches and their rows.
+/// The batches of a stage: tokens, micro-batches, their rows and the tokens of a row.
 fn batches(OpenStage { stage, micro_batch }: &OpenStage) -> String {
     let passes = stage.rows().div_ceil((*micro_batch).max(1));
-    format!("{} tokens: {passes} x {micro_batch} rows", stage.batch_tokens)
+    format!("{} tokens: {passes} x {micro_batch} rows of {}", stage.batch_tokens, stage.seq_len)
 }
 
 /// The numbers of a step, without the step itself.

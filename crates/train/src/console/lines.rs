@@ -143,7 +143,7 @@ mod tests {
         console.end(&Ending { step: 3, validation: None, ..ending });
         insta::assert_snapshot!(String::from_utf8(console.out).unwrap(), @r"
         1.23M parameters on the CPU (2 threads); 8.00M training tokens
-        4 steps of 4096 tokens: 2 x 4 rows; run folder runs/small
+        4 steps of 4096 tokens: 2 x 4 rows of 512; run folder runs/small
         MFU is against a peak of 150.0 GFLOP/s
         resumed after step 1
         the first step takes longer: it compiles the device's kernels

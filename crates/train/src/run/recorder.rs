@@ -101,7 +101,7 @@ impl Recorder {
         let timeline = &self.start.timeline;
         let at = timeline.index(facts.step - 1);
         let stage = &timeline.stages()[at];
-        let has_stages = timeline.stages().len() > 1;
+        let has_stages = timeline.is_staged();
         let tokens_per_second = stage.batch_tokens as f64 / facts.seconds;
         let flops_per_token = self.start.flops_per_token[at];
         let mfu = self.start.peak_flops.map(|peak| tokens_per_second * flops_per_token / peak);

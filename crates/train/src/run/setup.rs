@@ -228,10 +228,8 @@ fn warn_of_memory(
         stages.iter().map(|open| (open, Estimate::of(config, vocab_size, open.shape(), precision)));
     let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
     let (OpenStage { stage, micro_batch }, estimate) = largest.expect("a run has a stage");
-    let rows = match stages {
-        [_] => format!("{micro_batch} rows"),
-        _ => format!("{micro_batch} rows of {} tokens", stage.seq_len),
-    };
+    let staged = config.timeline().is_staged();
+    let rows = format!("{micro_batch} rows of {} tokens", stage.seq_len);
     if estimate.total() <= available {
         tracing::info!("GPU memory, estimated: {estimate}, micro-batches of {rows}");
         return;
@@ -239,7 +237,8 @@ fn warn_of_memory(
     let fitting =
         memory::largest_micro_batch(config, stage, vocab_size, precision, Some(available));
     let remedy = match fitting {
-        Some(rows) => format!("set micro_batch = {rows}"),
+        Some(rows) if staged => format!("set micro_batch = {rows} for these rows' stage"),
+        Some(rows) => format!("set train.micro_batch = {rows}"),
         None => "set train.recompute = true, or choose a smaller model".to_owned(),
     };
     tracing::warn!(

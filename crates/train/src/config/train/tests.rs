@@ -121,17 +121,17 @@ fn stages_are_checked_one_by_one() {
     train.stages.0.batch_tokens is 1000; allowed: a multiple of data.seq_len (512) above 0
       hint: use 1024
     train.stages.0.micro_batch is 8; allowed: a divisor of the batch's 1 rows (batch_tokens / seq_len)
-      hint: use 1, or leave it out
+      hint: use 1, or remove the micro_batch that it keeps from before
     train.stages.1.from is 5 steps; allowed: after step 10, where the stage before it begins
       hint: list the stages in their order, each at least one step long
     train.stages.1.seq_len is 100; allowed: a divisor of data.seq_len (512), at least 2
       hint: use 128
     train.stages.1.micro_batch is 8; allowed: a divisor of the batch's 10 rows (batch_tokens / seq_len)
-      hint: use 10, or leave it out
+      hint: use 10, or remove the micro_batch that it keeps from before
     train.stages.2 is a table with from alone; allowed: batch_tokens, seq_len or micro_batch beside it
       hint: say what changes, or remove the table
     train.stages.2.micro_batch is 8; allowed: a divisor of the batch's 10 rows (batch_tokens / seq_len)
-      hint: use 10, or leave it out
+      hint: use 10, or remove the micro_batch that it keeps from before
     train.stages.3.batch_tokens is 9000000000000000; allowed: up to 4294967296: a step's tokens are in memory at once
       hint: set it lower; large runs use a few million
     ");
