@@ -404,7 +404,7 @@ impl TileQueries for QueriesOfParts {
         let mut rows = Array::<usize>::new(2usize);
         rows[0] = batch_heads[0];
         rows[1] = batch_heads[1];
-        PartState { column, part: u32::cast_from(column) * 0, rows }
+        PartState { column, part: 0u32.runtime(), rows }
     }
 
     fn turn_to_tile(
