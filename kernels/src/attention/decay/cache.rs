@@ -18,10 +18,12 @@ pub struct DecaySumsCache {
 impl DecaySumsCache {
     /// No sums yet, on the device of `like`, with room for `capacity` tokens.
     pub fn new(like: &CudaTensor, [batch, heads]: [usize; 2], capacity: usize) -> Self {
-        let buffer = |channels, rows| {
-            CacheBuffer::new(like, [batch, heads, channels], DType::F32, rows)
-        };
-        DecaySumsCache { within: buffer(1, capacity), before: buffer(2, capacity.div_ceil(SPAN) + 1) }
+        let buffer =
+            |channels, rows| CacheBuffer::new(like, [batch, heads, channels], DType::F32, rows);
+        DecaySumsCache {
+            within: buffer(1, capacity),
+            before: buffer(2, capacity.div_ceil(SPAN) + 1),
+        }
     }
 
     /// Elements of the buffers.

@@ -55,7 +55,13 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
         start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
     }
 
-    fn read_ahead(_state: &mut (), _args: &T::Args, _column: usize, #[comptime] _config: KernelConfig) {}
+    fn read_ahead(
+        _state: &mut (),
+        _args: &T::Args,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
 
     fn dq(
         _args: &T::Args,

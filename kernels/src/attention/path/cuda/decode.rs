@@ -177,11 +177,8 @@ impl PathKvCache {
         let levels = self.transforms.meta.shape()[0];
         let shape = [levels, batch, heads, padded(head_dim)];
         let queries = empty(&token.q, &shape, DType::BF16);
-        let config = AppendConfig {
-            head_dim,
-            padded_head_dim: padded(head_dim),
-            group: heads / kv_heads,
-        };
+        let config =
+            AppendConfig { head_dim, padded_head_dim: padded(head_dim), group: heads / kv_heads };
         let [keys, w, y] = &self.newest;
         // SAFETY: a block handles the token of one kv head.
         unsafe {

@@ -14,8 +14,8 @@ mod split;
 
 use burn::tensor::DType;
 
-pub use self::decode::{PathKvCache, Tokens};
 use self::blocks::{BLOCK, BlockGrads, BlockResults, BlockUpstream, Blocks};
+pub use self::decode::{PathKvCache, Tokens};
 use self::levels::{Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level, rounded};
 use super::op::Path;
