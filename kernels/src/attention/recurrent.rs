@@ -84,7 +84,7 @@ pub fn validate_chunk(key: &str, chunk: usize, problems: &mut Problems) {
 /// The most channels of a head's values.
 const MOST_VALUE_DIM: usize = 1 << 12;
 
-/// Records a `value_dim` that is not from 1 to [`MOST_VALUE_DIM`]; `key` is the path of the kind's table.
+/// Records a `value_dim` that is not from 1 to `MOST_VALUE_DIM`; `key` is the path of the kind's table.
 pub fn validate_value_dim(key: &str, value_dim: Option<usize>, problems: &mut Problems) {
     problems.check(
         value_dim.is_none_or(|n| (1..=MOST_VALUE_DIM).contains(&n)),

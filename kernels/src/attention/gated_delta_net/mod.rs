@@ -13,7 +13,7 @@
 //! channel, shared by all heads; without `output_gate`, o_t = RMSNorm(y_t).
 //!
 //! A causal convolution with SiLU precedes q, k and v unless `short_conv` is false. There are no positions and no
-//! window. [`delta_rule`](super::delta_rule) derives the chunked form.
+//! window. `delta_rule` derives the chunked form.
 //!
 //! | tensor | elements | initial value |
 //! |---|---|---|
