@@ -76,8 +76,10 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
 pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     for (at, variant) in V::kernel_cases().into_iter().enumerate() {
         for window in windows(&variant, &[70]) {
-            let check = |sizes| {
-                check_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+            let check = |sizes: Sizes| {
+                if sizes[2] <= V::WIDEST_HEAD {
+                    check_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+                }
             };
             if at == 0 {
                 check([40, 2, 80, 1, 70]);
