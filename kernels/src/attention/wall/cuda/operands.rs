@@ -472,7 +472,6 @@ impl Operands for GatedOperands {
         args: &Gates,
         problem: &ProblemShape,
         batch_kv_head: usize,
-        _batch_heads: &Array<usize>,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> GatedDecode {
