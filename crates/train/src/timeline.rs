@@ -156,6 +156,15 @@ impl Timeline {
         self.checked_tokens(step).unwrap_or(u64::MAX)
     }
 
+    /// Tokens that each stage has of the first `step` steps.
+    pub fn tokens_by_stage(&self, step: u64) -> impl Iterator<Item = u64> + '_ {
+        let ends = self.stages[1..].iter().map(move |next| next.first_step.min(step));
+        let ends = ends.chain([step]);
+        let of =
+            move |(stage, end): (&Stage, u64)| self.tokens(end).saturating_sub(stage.first_token);
+        self.stages.iter().zip(ends).map(of)
+    }
+
     /// Tokens of the first `step` steps, in batches of the first stage: without further stages, `step` itself.
     pub fn position(&self, step: u64) -> f64 {
         match self.stages[..] {

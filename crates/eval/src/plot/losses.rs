@@ -66,15 +66,9 @@ pub fn plot_losses(
     for (colour, curve) in curves.iter().enumerate() {
         let raw = thin(&curve.train);
         let line = |name: String, points: Vec<(f64, f64)>, faint: bool, dots: bool| Series {
-            name,
-            points: points
-                .into_iter()
-                .map(|(x, y)| Point { x, y: if y > max_loss { f64::NAN } else { y }, bar: None })
-                .collect(),
-            colour,
             faint,
             dots,
-            band: false,
+            ..up_to(max_loss, name, points, colour)
         };
         let name = format!("{}: training", curve.name);
         if smoothing > 0.0 {
@@ -131,21 +125,11 @@ pub fn plot_scalar(
     let most = most.unwrap_or(f64::INFINITY);
     let mut series = Vec::new();
     for (colour, (name, points)) in curves.iter().enumerate() {
-        let line = |name: &str, points: Vec<(f64, f64)>, faint: bool| Series {
-            name: name.to_owned(),
-            points: points
-                .into_iter()
-                .map(|(x, y)| Point { x, y: if y > most { f64::NAN } else { y }, bar: None })
-                .collect(),
-            colour,
-            faint,
-            dots: false,
-            band: false,
-        };
         if smoothing > 0.0 {
-            series.push(line("", thin(points), true));
+            let raw = up_to(most, String::new(), thin(points), colour);
+            series.push(Series { faint: true, ..raw });
         }
-        series.push(line(name, thin(&smooth(points, smoothing)), false));
+        series.push(up_to(most, name.clone(), thin(&smooth(points, smoothing)), colour));
     }
     let chart = LineChart {
         title: scalar.to_owned(),
@@ -158,6 +142,13 @@ pub fn plot_scalar(
         boundary: None,
     };
     chart.save(path)
+}
+
+/// A line with gaps where values are above `most`.
+fn up_to(most: f64, name: String, points: Vec<(f64, f64)>, colour: usize) -> Series {
+    let point = |(x, y)| Point { x, y: if y > most { f64::NAN } else { y }, bar: None };
+    let points = points.into_iter().map(point).collect();
+    Series { name, points, colour, faint: false, dots: false, band: false }
 }
 
 fn check_smoothing(smoothing: f64, path: &Path) -> Result<(), EvalError> {

@@ -214,13 +214,11 @@ impl RunConfig {
     /// FLOPs of the whole run's training, with a vocabulary of `vocab_size` tokens.
     pub fn train_flops(&self, vocab_size: usize) -> f64 {
         let timeline = self.timeline();
-        let stages = timeline.stages();
-        let ends = stages[1..].iter().map(|stage| stage.first_step).chain([timeline.total_steps()]);
-        let of = |(stage, end): (&Stage, u64)| {
-            let tokens = timeline.tokens(end).saturating_sub(stage.first_token) as f64;
-            tokens * train_flops_per_token(&self.model, vocab_size, stage.seq_len)
+        let of = |(stage, tokens): (&Stage, u64)| {
+            tokens as f64 * train_flops_per_token(&self.model, vocab_size, stage.seq_len)
         };
-        stages.iter().zip(ends).map(of).sum()
+        let tokens = timeline.tokens_by_stage(timeline.total_steps());
+        timeline.stages().iter().zip(tokens).map(of).sum()
     }
 
     /// Steps with `train.batch_tokens` and `data.seq_len`, whatever `train.stages` change.

@@ -13,7 +13,7 @@ use crate::metrics::{
 use crate::run_folder::RunFolder;
 use crate::scalars::{place, scalars};
 use crate::tensorboard::EventWriter;
-use crate::timeline::{Stage, Timeline};
+use crate::timeline::Timeline;
 
 /// How a recorder starts.
 pub(super) struct RecorderStart {
@@ -77,13 +77,8 @@ impl Recorder {
 
     /// FLOPs of training up to the end of `step`.
     pub fn flops(&self, step: u64) -> f64 {
-        let timeline = &self.start.timeline;
-        let stages = timeline.stages();
-        let ends = stages[1..].iter().map(|stage| stage.first_step.min(step)).chain([step]);
-        let of_stage = |((stage, end), per_token): ((&Stage, u64), &f64)| {
-            timeline.tokens(end).saturating_sub(stage.first_token) as f64 * per_token
-        };
-        stages.iter().zip(ends).zip(&self.start.flops_per_token).map(of_stage).sum()
+        let tokens = self.start.timeline.tokens_by_stage(step);
+        tokens.zip(&self.start.flops_per_token).map(|(tokens, each)| tokens as f64 * each).sum()
     }
 
     /// The peak FLOP/s that MFU is relative to.
