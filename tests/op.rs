@@ -78,6 +78,35 @@ fn an_operation_runs_on_a_file_and_its_paths_agree() {
     }
 }
 
+/// Mamba-2 with two heads of values, which share a head of queries and keys, and a norm.
+#[test]
+fn a_head_of_keys_serves_several_heads_of_values() {
+    let w = Workspace::new();
+    let wave = |scale: f32| move |at: usize| (at as f32 * scale + 0.5).sin();
+    let tensors = vec![
+        floats("q", &[1, 1, 4, 3], wave(0.7)),
+        floats("k", &[1, 1, 4, 3], wave(1.3)),
+        floats("v", &[1, 2, 4, 2], wave(2.1)),
+        floats("step", &[1, 4, 2], wave(0.3)),
+        floats("gate", &[1, 4, 4], wave(0.9)),
+        floats("decay_rate", &[2], |_| 0.1),
+        floats("step_bias", &[2], |_| 0.2),
+        floats("skip", &[2], |_| 1.0),
+        floats("norm", &[4], |_| 2.0),
+    ];
+    write(&w.path("in.safetensors"), &tensors);
+    let args =
+        ["op", "--kind", "mamba2", "--input", "in.safetensors", "--output", "out.safetensors"];
+    let args = [&args[..], &["--set", "value_dim=2"]].concat();
+    assert_eq!(w.succeed(&args).trim(), "out.safetensors: o [1, 2, 4, 2]");
+    let o = read(&w.path("out.safetensors"), "o");
+    for t in 0..4 {
+        let of_token = [2 * t, 2 * t + 1, 8 + 2 * t, 9 + 2 * t].map(|at| o[at] * o[at]);
+        let square = of_token.iter().sum::<f32>() / 4.0;
+        assert!((square - 4.0).abs() < 0.01, "a mean square of {square} at token {t}");
+    }
+}
+
 #[test]
 fn packed_documents_are_kept_apart() {
     let w = Workspace::new();

@@ -136,8 +136,8 @@ impl Kind {
         let rows = sizes.map(|n| n as u128).iter().product::<u128>();
         let heads = |heads: usize, channels: usize| heads as u128 * channels as u128;
         let channels = [
-            heads(views * layer.heads, layer.head_dim),
-            heads(views * layer.kv_heads, layer.head_dim),
+            heads(views * config.query_heads(layer), layer.head_dim),
+            heads(views * config.key_heads(layer), layer.head_dim),
             heads(layer.kv_heads, config.value_dim(layer)),
         ];
         let projections = config.projections(layer).into_iter().map(|p| p.features as u128);
@@ -169,8 +169,8 @@ impl Kind {
         };
         let parameters = config.parameters(layer).into_iter();
         Inputs {
-            q: heads(views * layer.heads, layer.head_dim),
-            k: heads(views * layer.kv_heads, layer.head_dim),
+            q: heads(views * config.query_heads(layer), layer.head_dim),
+            k: heads(views * config.key_heads(layer), layer.head_dim),
             v: heads(layer.kv_heads, config.value_dim(layer)),
             projections: config.projections(layer).iter().map(projection).collect(),
             parameters: parameters.map(|p| parameter(&p.init, p.elements, device)).collect(),
@@ -187,6 +187,12 @@ fn parameter<B: OpBackend>(init: &Init, elements: usize, device: &B::Device) -> 
         }
         Init::Normal(deviation) => {
             tensor(random::<B>(&[elements], f64::from(*deviation), DType::F32, device))
+        }
+        // Evenly spread, so that every head has its share of the range.
+        drawn => {
+            let quantile = |at| drawn.quantile((at as f32 + 0.5) / elements as f32);
+            let values: Vec<f32> = (0..elements).map(quantile).collect();
+            Tensor::from_data(TensorData::new(values, [elements]), device)
         }
     }
 }

@@ -27,7 +27,7 @@ impl CallMemory {
         let hidden = config.mlp_hidden() * if config.mlp == MlpKind::Swiglu { 2 } else { 1 };
         let heads = |layer| {
             let shape = config.attention_shape(layer);
-            (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+            cost::channels(config.attention_of(layer), &shape).iter().sum::<usize>()
         };
         let widest = (0..config.layers).map(heads).max().unwrap_or(0).max(hidden);
         let activations = (tokens as u64).saturating_mul((config.width + widest) as u64);

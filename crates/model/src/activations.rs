@@ -45,7 +45,7 @@ impl BlockActivations {
         if config.qk_norm {
             elements += q + k;
         }
-        if config.short_conv {
+        if config.short_conv || attention.short_conv() {
             elements += 2.0 * (q + k + v);
         }
         if config.value_residual != ValueResidual::None && layer > 0 {

@@ -74,10 +74,11 @@ fn attention_matrices(config: &ModelConfig, layer: usize) -> Vec<(usize, usize, 
 }
 
 /// Channels of q, k and v over all heads.
-pub(crate) fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
+pub fn channels(attention: &AttentionConfig, shape: &AttentionShape) -> [usize; 3] {
     let (views, value_dim) = (attention.views(), attention.value_dim(shape));
-    let keys = views * shape.head_dim;
-    [shape.heads * keys, shape.kv_heads * keys, shape.kv_heads * value_dim]
+    let [q, k] = [attention.query_heads(shape), attention.key_heads(shape)]
+        .map(|heads| views * heads * shape.head_dim);
+    [q, k, shape.kv_heads * value_dim]
 }
 
 fn attention_parameters(config: &ModelConfig, layer: usize) -> usize {
@@ -90,7 +91,7 @@ fn attention_parameters(config: &ModelConfig, layer: usize) -> usize {
     let extra_convs: usize =
         extra.iter().filter_map(|p| p.conv.map(|taps| taps * p.features)).sum();
     let channels: usize = channels(attention, &shape).iter().sum();
-    let convs = if config.short_conv { CONV_TAPS * channels } else { 0 };
+    let convs = if config.short_conv || attention.short_conv() { CONV_TAPS * channels } else { 0 };
     let shifts = if config.token_shift { shifted(config, extra.len()) * config.width } else { 0 };
     let mixed = config.value_residual == ValueResidual::Learned && layer > 0;
     matrices + own + norms + extra_convs + convs + shifts + if mixed { 2 } else { 0 }
@@ -216,7 +217,8 @@ fn history_elements(config: &ModelConfig, layer: usize, seq_len: usize) -> u64 {
     let extra_convs: u64 =
         extra.iter().filter_map(|p| p.conv.map(|taps| kept(taps, p.features))).sum();
     let channels: usize = channels(attention, &shape).iter().sum();
-    let convs = if config.short_conv { kept(CONV_TAPS, channels) } else { 0 };
+    let convs =
+        if config.short_conv || attention.short_conv() { kept(CONV_TAPS, channels) } else { 0 };
     // Attention's projections, and the MLP.
     let shifted = shifted(config, extra.len()) + 1;
     let shifts = if config.token_shift { kept(2, shifted * config.width) } else { 0 };

@@ -10,7 +10,7 @@ use burn::tensor::{Tensor, TensorData};
 use longwall_kernels::attention::{self, AttentionShape};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-use rand_distr::{Distribution, Normal};
+use rand_distr::{Distribution, Normal, OpenClosed01};
 
 use crate::config::ModelConfig;
 
@@ -84,6 +84,7 @@ impl<'a, B: Backend> WeightInit<'a, B> {
                 self.vector(len, || values.clone())
             }
             attention::Init::Normal(std) => self.vector(len, || self.sample(len, *std)),
+            drawn => self.vector(len, || self.uniform(len).map(|u| drawn.quantile(u)).collect()),
         }
     }
 
@@ -102,10 +103,20 @@ impl<'a, B: Backend> WeightInit<'a, B> {
     }
 
     fn sample(&self, len: usize, std: f32) -> Vec<f32> {
+        let normal = Normal::new(0.0, std).expect("a standard deviation of 0 or above");
+        normal.sample_iter(self.rng()).take(len).collect()
+    }
+
+    /// `len` numbers, uniform in (0, 1].
+    fn uniform(&self, len: usize) -> impl Iterator<Item = f32> {
+        OpenClosed01.sample_iter(self.rng()).take(len)
+    }
+
+    /// The random stream of this path.
+    fn rng(&self) -> ChaCha8Rng {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(fnv1a(&self.path));
-        let normal = Normal::new(0.0, std).expect("a standard deviation of 0 or above");
-        normal.sample_iter(rng).take(len).collect()
+        rng
     }
 }
 

@@ -107,6 +107,17 @@ const HYBRIDS: &[&str] = &[
     pattern = ["rwkv7", "rwkv7", "rwkv7", "rope"]
     kinds.rwkv7 = { kind = "rwkv7", window = "none" }
     "#,
+    // Heads of k that serve two heads of v, values of other sizes, and convolutions in some layers only.
+    r#"
+    layers = 5
+    width = 16
+    heads = 4
+    mlp_width = 12
+    pattern = ["delta", "plain", "mamba2", "kda", "rope"]
+    kinds.delta = { kind = "gated_delta_net", key_heads = 2, value_dim = 6 }
+    kinds.plain = { kind = "gated_delta_net", output_gate = false, short_conv = false }
+    kinds.mamba2 = { kind = "mamba2", key_heads = 2, value_dim = 3 }
+    "#,
 ];
 
 /// Blocks in which every registered attention kind is tested.

@@ -39,7 +39,7 @@ fn gpt2_124m_has_its_known_size() {
 /// The state of a model whose attention keeps a state of fixed size, with every kind of history.
 #[test]
 fn the_state_is_counted_as_it_is_held() {
-    for kind in ["rwkv7", "linear"] {
+    for kind in ["rwkv7", "linear", "gated_delta_net", "kda", "mamba2"] {
         let text = format!(
             "layers = 2\nwidth = 16\nheads = 2\nshort_conv = true\ntoken_shift = true\n\
              output_gate = true\nattention = {{ kind = \"{kind}\" }}"
@@ -80,6 +80,30 @@ fn token_shifts_start_with_each_projections_exponent() {
         assert!((got - want).abs() < 1e-6, "{got} for {want}");
     }
     assert_eq!(attention.extra.names().len(), 3);
+}
+
+/// A kind's convolutions are there without `model.short_conv`, and its decays start in the range that it asks for,
+/// each layer's with its own values.
+#[test]
+fn a_kinds_convolutions_and_initial_decays_are_made() {
+    let config: longwall_model::ModelConfig = toml::from_str(
+        "layers = 3\nwidth = 64\nheads = 32\npattern = [\"kda\", \"kda\", \"rope\"]",
+    )
+    .unwrap();
+    let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 0, &Default::default());
+    let convolved = model.blocks.iter().map(|block| block.attention.q.conv.is_some());
+    assert_eq!(convolved.collect::<Vec<_>>(), [true, true, false]);
+    let rates = |layer: usize| {
+        let rate = model.blocks[layer].attention.parameters.get("decay_rate").unwrap().val();
+        rate.exp().into_data().to_vec::<f32>().unwrap()
+    };
+    let (first, second) = (rates(0), rates(1));
+    assert_ne!(first, second);
+    for rates in [first, second] {
+        assert!(rates.iter().all(|rate| (1.0..=16.0).contains(rate)), "{rates:?}");
+        let mean = rates.iter().sum::<f32>() / 32.0;
+        assert!((6.0..11.0).contains(&mean), "a mean of {mean}, where 8.5 is expected");
+    }
 }
 
 /// Table 2 of Gelada et al. (2025): 124M GPT-2 with softmax is 8:1 at 1,024 tokens, 1:1 at 8,192,

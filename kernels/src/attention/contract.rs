@@ -68,6 +68,37 @@ pub enum Init {
     Values(Vec<f32>),
     /// Normal with mean 0 and this standard deviation.
     Normal(f32),
+    /// ln a, where a is uniform between `low` and `high`.
+    LnUniform {
+        /// At least 0.
+        low: f32,
+        /// Above `low`.
+        high: f32,
+    },
+    /// ln(e^Δ − 1), whose softplus is Δ, where ln Δ is uniform between ln `low` and ln `high`.
+    SoftplusLogUniform {
+        /// Above 0.
+        low: f32,
+        /// Above `low`.
+        high: f32,
+    },
+}
+
+impl Init {
+    /// The value that `u`, uniform in (0, 1], gives an element.
+    ///
+    /// # Panics
+    /// When the values are constant, listed or normal.
+    pub fn quantile(&self, u: f32) -> f32 {
+        let between = |low: f32, high: f32| low + (high - low) * u;
+        match self {
+            Init::LnUniform { low, high } => between(*low, *high).ln(),
+            Init::SoftplusLogUniform { low, high } => {
+                between(low.ln(), high.ln()).exp().exp_m1().ln()
+            }
+            other => panic!("{other:?} is not drawn from a uniform variable"),
+        }
+    }
 }
 
 /// An elementwise function between the two matrices of a [`LowRank`] projection.
@@ -158,10 +189,10 @@ pub struct ParameterSpec {
 /// The inputs of a variant's operation.
 #[derive(Clone, Debug)]
 pub struct Inputs<B: OpBackend> {
-    /// Queries, `[batch, views · heads, seq_len, head_dim]`: all heads of the first view, then all
-    /// of the second.
+    /// Queries, `[batch, views · query_heads, seq_len, head_dim]`: all heads of the first view, then
+    /// all of the second.
     pub q: Tensor<B, 4>,
-    /// Keys, `[batch, views · kv_heads, seq_len, head_dim]`, in the same order and of q's type.
+    /// Keys, `[batch, views · key_heads, seq_len, head_dim]`, in the same order and of q's type.
     pub k: Tensor<B, 4>,
     /// Values, `[batch, kv_heads, seq_len, value_dim]`, of q's type.
     pub v: Tensor<B, 4>,
@@ -248,6 +279,22 @@ pub trait VariantSpec:
     /// Channels of a head's values and outputs.
     fn value_dim(&self, shape: &AttentionShape) -> usize {
         shape.head_dim
+    }
+
+    /// Heads of the keys, which divide `kv_heads`. With fewer than `kv_heads`, each serves
+    /// `kv_heads / key_heads` consecutive heads of values: multi-value attention.
+    fn key_heads(&self, shape: &AttentionShape) -> usize {
+        shape.kv_heads
+    }
+
+    /// Heads of the queries, `heads / kv_heads` for each head of the keys.
+    fn query_heads(&self, shape: &AttentionShape) -> usize {
+        self.key_heads(shape) * shape.group()
+    }
+
+    /// Whether q, k and v pass a short convolution with SiLU even if `model.short_conv` is false.
+    fn short_conv(&self) -> bool {
+        false
     }
 
     /// The projections that the layer computes for this variant beside q, k and v.

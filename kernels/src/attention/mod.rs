@@ -8,10 +8,12 @@
 
 pub mod blocks;
 pub mod cache;
+mod chunked;
 #[cfg(test)]
 mod conformance;
 mod contract;
 mod decay;
+mod delta_rule;
 pub mod dex;
 pub mod diff;
 pub mod diff_rela;
@@ -19,9 +21,12 @@ pub mod dispatch;
 pub mod entmax;
 mod flash;
 pub mod fox;
+pub mod gated_delta_net;
+pub mod kda;
 pub mod kv_cache_variant;
 pub mod linear;
 pub mod lssar;
+pub mod mamba2;
 mod output_norm;
 pub mod path;
 pub mod power;
@@ -63,7 +68,7 @@ registry::registry! {
     /// Wall attention: diagonal gates.
     Wall = "wall" in wall, kernels for cuda in bf16;
     /// Positions by accumulated Householder transforms.
-    Path = "path" in path;
+    Path = "path" in path, kernels for cuda in bf16;
     /// Power attention: the p-th power of scores, at linear cost.
     Power = "power" in power, kernels for cuda in bf16;
     /// Threshold rectified attention.
@@ -85,9 +90,15 @@ registry::registry! {
     /// Stick-breaking attention.
     StickBreaking = "stick_breaking" in stick_breaking, kernels for cuda in bf16;
     /// Gated linear attention.
-    Linear = "linear" in linear;
+    Linear = "linear" in linear, kernels for cuda in bf16;
     /// RWKV-7's time mix.
     Rwkv7 = "rwkv7" in rwkv7;
+    /// Gated DeltaNet.
+    GatedDeltaNet = "gated_delta_net" in gated_delta_net, kernels for cuda in bf16;
+    /// Kimi delta attention.
+    Kda = "kda" in kda;
+    /// Mamba-2's state-space duality.
+    Mamba2 = "mamba2" in mamba2, kernels for cuda in bf16;
 }
 
 /// The longest window, in tokens.

@@ -1,14 +1,112 @@
-//! What the variants with a constant-size state share: log decays that reset the state at the start
-//! of a document.
+//! What the variants with a constant-size state share: layouts, the step size of a decay, and log decays
+//! that reset the state at the start of a document.
 
 use burn::tensor::{Bool, Int, Tensor};
+use longwall_config::Problems;
 
-use super::DocumentStarts;
+use super::{AttentionShape, DecodeState, DocumentStarts, Init};
 use crate::backend::OpBackend;
+use crate::ops::activation::log_sigmoid;
 
 /// Log decay of the step into a new document: its exponential is exactly 0, and so is that of any
 /// sum that contains it.
 const FORGET: f32 = -1e5;
+
+/// S after the tokens so far.
+#[derive(Clone, Debug, Default)]
+pub struct State<B: OpBackend> {
+    /// `[batch · kv_heads, head_dim, value_dim]`; `None` before the first token.
+    pub s: Option<Tensor<B, 3>>,
+}
+
+impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        self.s.as_ref().map_or(0, |s| s.shape().num_elements())
+    }
+}
+
+/// Initial values of [`step_size`]'s bias: step sizes from 0.001 to 0.1, log-uniform as in the released code of Mamba
+/// and its successors.
+pub const STEP_BIAS: Init = Init::SoftplusLogUniform { low: 1e-3, high: 0.1 };
+
+/// `[batch, heads, seq_len, channels]` to `[batch, seq_len, heads · channels]`.
+pub fn by_token<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
+    let [batch, heads, seq_len, channels] = x.dims();
+    x.swap_dims(1, 2).reshape([batch, seq_len, heads * channels])
+}
+
+/// `[batch, seq_len, heads · channels]` to `[batch, heads, seq_len, channels]`.
+pub fn by_head<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
+    let [batch, seq_len, features] = x.dims();
+    x.reshape([batch, seq_len, heads, features / heads]).swap_dims(1, 2)
+}
+
+/// The slices of `x` along dimension 1. They are taken by recursive halving: the gradient of a slice is as
+/// large as the whole, so that slicing parts off one by one would make its cost quadratic.
+pub fn one_by_one<B: OpBackend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
+    let [rows, chunks, height, width] = x.dims();
+    if chunks == 1 {
+        return vec![x.reshape([rows, height, width])];
+    }
+    let half = chunks / 2;
+    let mut parts = one_by_one(x.clone().narrow(1, 0, half));
+    parts.extend(one_by_one(x.narrow(1, half, chunks - half)));
+    parts
+}
+
+/// Records that `key_heads` is not a divisor of the shape's `kv_heads`; `key` is the path of the kind's table.
+pub fn validate_key_heads(
+    key: &str,
+    key_heads: usize,
+    shape: &AttentionShape,
+    problems: &mut Problems,
+) {
+    problems.check(
+        key_heads > 0 && shape.kv_heads.is_multiple_of(key_heads),
+        format!("{key}.key_heads"),
+        key_heads,
+        format!("a divisor of the {} heads of values (model.kv_heads)", shape.kv_heads),
+        "set key_heads = 1, or leave it out",
+    );
+}
+
+/// Records a chunk that is not a power of two from 16 to 256; `key` is the path of the kind's table.
+pub fn validate_chunk(key: &str, chunk: usize, problems: &mut Problems) {
+    problems.check(
+        chunk.is_power_of_two() && (16..=256).contains(&chunk),
+        format!("{key}.chunk"),
+        chunk,
+        "16, 32, 64, 128 or 256",
+        "set chunk = 64",
+    );
+}
+
+/// The most channels of a head's values.
+const MOST_VALUE_DIM: usize = 1 << 12;
+
+/// Records a `value_dim` that is not from 1 to `MOST_VALUE_DIM`; `key` is the path of the kind's table.
+pub fn validate_value_dim(key: &str, value_dim: Option<usize>, problems: &mut Problems) {
+    problems.check(
+        value_dim.is_none_or(|n| (1..=MOST_VALUE_DIM).contains(&n)),
+        format!("{key}.value_dim"),
+        value_dim.unwrap_or_default(),
+        format!("from 1 to {MOST_VALUE_DIM}"),
+        "leave it out for the default",
+    );
+}
+
+/// Δ = softplus(x + b), the step size of a decay −e^a Δ (Dao and Gu, "Mamba-2", 2024): `logits` x and the
+/// result are `[batch, seq_len, features]`, the bias b is `[features]`.
+pub fn step_size<B: OpBackend>(logits: Tensor<B, 3>, bias: Tensor<B, 1>) -> Tensor<B, 3> {
+    -log_sigmoid(-(logits + bias.reshape([1, 1, -1])))
+}
+
+/// The log decays −e^a Δ, `[batch, heads, seq_len, channels]`, of steps Δ `[batch, seq_len, heads · channels]`
+/// and a `[heads]`.
+pub fn decay_of_steps<B: OpBackend>(steps: Tensor<B, 3>, a: Tensor<B, 1>) -> Tensor<B, 4> {
+    let [heads] = a.dims();
+    by_head(steps, heads) * -a.exp().reshape([1, heads, 1, 1])
+}
 
 /// `log_decay` `[batch, heads, seq_len, channels]` with the first token of each document set so low that
 /// it clears the state.

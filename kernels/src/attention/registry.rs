@@ -90,6 +90,21 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.value_dim(shape),)+ }
             }
 
+            /// As [`VariantSpec::key_heads`].
+            pub fn key_heads(&self, shape: &AttentionShape) -> usize {
+                match self { $(Self::$name(c) => c.key_heads(shape),)+ }
+            }
+
+            /// As [`VariantSpec::query_heads`].
+            pub fn query_heads(&self, shape: &AttentionShape) -> usize {
+                match self { $(Self::$name(c) => c.query_heads(shape),)+ }
+            }
+
+            /// As [`VariantSpec::short_conv`].
+            pub fn short_conv(&self) -> bool {
+                match self { $(Self::$name(c) => c.short_conv(),)+ }
+            }
+
             /// As [`VariantSpec::projections`].
             pub fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
                 match self { $(Self::$name(c) => c.projections(shape),)+ }

@@ -34,8 +34,8 @@ impl Channels {
             [shape.heads, shape.kv_heads, shape.head_dim].map(|n| n as f64);
         let (views, value_dim) = (variant.views() as f64, variant.value_dim(shape) as f64);
         Channels {
-            q: views * heads * head_dim,
-            k: views * kv_heads * head_dim,
+            q: views * variant.query_heads(shape) as f64 * head_dim,
+            k: views * variant.key_heads(shape) as f64 * head_dim,
             v: kv_heads * value_dim,
             o: heads * value_dim,
             outputs: if views > 1.0 { views + 1.0 } else { 1.0 },

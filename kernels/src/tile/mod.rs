@@ -17,6 +17,7 @@
 mod asm;
 pub mod e4m3;
 pub mod lists;
+pub mod product;
 pub mod roles;
 pub mod turns;
 pub mod votes;
@@ -165,7 +166,7 @@ pub const ALIGN: usize = 1024;
 /// The place of a chunk of a row of a panel. Rows that are 8 apart differ by a constant, which an
 /// address of 64 bits takes for nothing: kernels are compiled with such addresses.
 #[cube]
-fn place(row: u32, chunk: u32) -> usize {
+pub fn place(row: u32, chunk: u32) -> usize {
     (row * comptime!(PANEL as u32) + (chunk ^ (row & 7))) as usize
 }
 
@@ -289,6 +290,12 @@ pub fn zeros(#[comptime] count: usize) -> Accumulator {
     acc
 }
 
+/// The loop that follows is not unrolled, which saves registers and time of compilation.
+#[cube]
+pub fn keep_loop() {
+    intrinsic!(|scope| asm::emit(scope, "A loop", "#pragma unroll 1"))
+}
+
 /// A fragment of operand A: 16 rows from `row` on of a tile of `rows` rows, channels 16·`step` to
 /// 16·`step` + 15.
 #[cube]
@@ -324,7 +331,7 @@ pub fn load_a_frags(
 
 /// One B fragment of 8 columns: half `half` of the 16 columns that `ldmatrix` loaded.
 #[cube]
-fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
+pub fn half(four: &Array<Bf16Pair>, #[comptime] half: usize) -> Array<Bf16Pair> {
     let mut right = Array::<Bf16Pair>::new(2usize);
     right[0] = four[half * 2];
     right[1] = four[half * 2 + 1];

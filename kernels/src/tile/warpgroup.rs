@@ -260,6 +260,25 @@ pub fn start_tile_abt(
     start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
 }
 
+/// Starts acc = A · B if `fresh`, else acc += A · B: A's rows are in a tile of `rows` rows and `steps`·16 channels,
+/// from `row` on, and B is the tile of `steps`·16 rows that starts at chunk `at`.
+#[cube]
+pub fn start_tile_ab(
+    left_tile: &SharedMemory<Chunk>,
+    row: usize,
+    #[comptime] rows: usize,
+    tile: &SharedMemory<Chunk>,
+    at: usize,
+    acc: &mut Accumulator,
+    #[comptime] fresh: bool,
+    #[comptime] steps: usize,
+) {
+    let left = comptime!(SmemOperand { summed_over: SummedOver::Channels, rows });
+    let right = comptime!(SmemOperand { summed_over: SummedOver::Rows, rows: 16 * steps });
+    let (from, to) = (chunk_index(row * PANEL), chunk_index(at));
+    start_with_tile(acc, left_tile, &from, tile, &to, fresh, left, right, steps);
+}
+
 /// Starts acc = Aᵀ · B if `fresh`, else acc += Aᵀ · B, summed over the `rows` rows of two tiles: A is the panel of
 /// 64 columns that starts at chunk `left_at`, and B the columns from chunk `at` on, of a panel or of whole ones.
 #[cube]

@@ -12,6 +12,7 @@ use super::projection::{ProjectionHistory, conv_taps};
 use super::time::Preceding;
 use super::{Linear, Named, Norm, Projection};
 use crate::config::{ModelConfig, NormKind, ValueResidual};
+use crate::cost::channels;
 use crate::init::{WeightInit, token_shift};
 
 /// Taps of the short convolution.
@@ -20,9 +21,9 @@ pub(crate) const CONV_TAPS: usize = 4;
 /// An attention layer: projections, norms, gates and output around a variant's operation.
 #[derive(Module, Debug)]
 pub struct Attention<B: OpBackend> {
-    /// To `views · heads · head_dim`.
+    /// To `views · query_heads · head_dim`.
     pub q: Projection<B>,
-    /// To `views · kv_heads · head_dim`.
+    /// To `views · key_heads · head_dim`.
     pub k: Projection<B>,
     /// To `kv_heads · value_dim`.
     pub v: Projection<B>,
@@ -80,18 +81,17 @@ impl<B: OpBackend> Attention<B> {
         let shape = config.attention_shape(layer);
         let variant = config.attention_of(layer);
         let parts = Parts { init, config, shape };
-        let q = variant.views() * shape.heads * shape.head_dim;
-        let k = variant.views() * shape.kv_heads * shape.head_dim;
-        let v = shape.kv_heads * variant.value_dim(&shape);
+        let [q, k, v] = channels(variant, &shape);
+        let short_conv = config.short_conv || variant.short_conv();
         let inner = shape.heads * variant.value_dim(&shape);
         let extra = variant.projections(&shape);
         let parameters = variant.parameters(&shape);
         // The first layer supplies the values that later layers mix in.
         let residual = if layer == 0 { ValueResidual::None } else { config.value_residual };
         Attention {
-            q: parts.convolved("q", q, Q_SHIFT),
-            k: parts.convolved("k", k, K_SHIFT),
-            v: parts.convolved("v", v, V_SHIFT),
+            q: parts.convolved("q", q, Q_SHIFT, short_conv),
+            k: parts.convolved("k", k, K_SHIFT, short_conv),
+            v: parts.convolved("v", v, V_SHIFT, short_conv),
             output: Linear::residual(&init.part("output"), inner, config.width, config.bias),
             extra: Named::new("extra", extra.iter().map(|spec| (spec.name, parts.extra(spec)))),
             parameters: Named::new(
@@ -318,11 +318,15 @@ impl<B: OpBackend> Parts<'_, B> {
         Projection::new(linear).with_shift(self.token_shift(shift))
     }
 
-    /// As [`Parts::plain`], followed by a short convolution if the model has them.
-    fn convolved(&self, name: &str, features: usize, shift: f64) -> Projection<B> {
-        let taps = self
-            .config
-            .short_conv
+    /// As [`Parts::plain`], followed by a short convolution if `short_conv`.
+    fn convolved(
+        &self,
+        name: &str,
+        features: usize,
+        shift: f64,
+        short_conv: bool,
+    ) -> Projection<B> {
+        let taps = short_conv
             .then(|| conv_taps(&self.init.part(format_args!("{name}_conv")), features, CONV_TAPS));
         self.plain(name, features, shift).with_silu_conv(taps)
     }

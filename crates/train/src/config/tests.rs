@@ -98,7 +98,7 @@ fn values_of_the_wrong_type_are_named() {
       hint: change the value of data.sources.0.weight
     "#);
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"ropee\""), @r#"
-    configs/small.toml:19: model.attention.kind is "ropee"; allowed: rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7
+    configs/small.toml:19: model.attention.kind is "ropee"; allowed: rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7, gated_delta_net, kda, mamba2
       hint: did you mean "rope"?
     "#);
     insta::assert_snapshot!(error(&["train.checkpoint.every=sometimes"]), @r#"
@@ -218,7 +218,7 @@ fn a_wrong_choice_of_kinds_is_told_in_full() {
          kinds.local = { kind = \"rope\", window = 64 }"
     ), @r#"
     configs/small.toml: the configuration has 2 problems:
-    model.pattern.1 is "lokal"; allowed: the name of a table under model.kinds or of a kind: local, rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7
+    model.pattern.1 is "lokal"; allowed: the name of a table under model.kinds or of a kind: local, rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7, gated_delta_net, kda, mamba2
       hint: add a table [model.kinds.lokal] with its `kind`, or use one of these
     model.kinds.local is a table that no layer uses; allowed: tables that model.pattern names
       hint: put "local" into model.pattern, or remove the table
@@ -292,7 +292,7 @@ fn a_kinds_table_is_read_as_an_attention_table() {
       hint: change the value of model.kinds.a.window
     "#);
     insta::assert_snapshot!(hybrid_error("pattern = [\"a\"]\nkinds.a = { kind = \"roap\" }"), @r#"
-    configs/small.toml:20: model.kinds.a.kind is "roap"; allowed: rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7
+    configs/small.toml:20: model.kinds.a.kind is "roap"; allowed: rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7, gated_delta_net, kda, mamba2
       hint: did you mean "rope"?
     "#);
     insta::assert_snapshot!(hybrid_error("pattern = [\"rope\"]\nkinds.rope = { window = 8 }"), @r"

@@ -26,7 +26,11 @@ const LENGTHS: [usize; 9] = [1, 2, 33, 63, 64, 65, 100, 129, 257];
 /// Outputs and gradients: ragged lengths, grouped heads, head dims up to the widest.
 pub fn agrees_with_the_oracle<V: Conformance, K: OpBackend>() {
     for (at, variant) in V::kernel_cases().into_iter().enumerate() {
-        let check = |sizes| check::<V, K>(&variant, Problem::new(&variant, sizes, None));
+        let check = |sizes: Sizes| {
+            if sizes[2] <= V::WIDEST_HEAD {
+                check::<V, K>(&variant, Problem::new(&variant, sizes, None));
+            }
+        };
         for seq_len in LENGTHS {
             check([2, 2, 64, 1, seq_len]);
         }
@@ -72,8 +76,10 @@ pub fn documents_do_not_see_each_other<V: Conformance, K: OpBackend>() {
 pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     for (at, variant) in V::kernel_cases().into_iter().enumerate() {
         for window in windows(&variant, &[70]) {
-            let check = |sizes| {
-                check_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+            let check = |sizes: Sizes| {
+                if sizes[2] <= V::WIDEST_HEAD {
+                    check_decoding::<V, K>(&variant, Problem::new(&variant, sizes, window));
+                }
             };
             if at == 0 {
                 check([40, 2, 80, 1, 70]);
@@ -118,7 +124,8 @@ pub fn a_nan_shows<V: Conformance, K: OpBackend>() {
 pub fn is_deterministic_on_a_full_device<V: Conformance, K: OpBackend>() {
     const RUNS: usize = 8;
     let variant = &V::kernel_cases()[0];
-    for sizes in [[12, 12, 64, 24, 1024], [16, 4, 128, 8, 1024]] {
+    // Also many sequences of one tile, where a block's work on one ends as soon as it has begun.
+    for sizes in [[12, 12, 64, 24, 1024], [16, 4, 128, 8, 1024], [12, 12, 64, 64, 64]] {
         let problem = Problem::new(variant, sizes, None).in_bf16();
         let queries = &problem.inputs[0];
         let [batch, _, seq_len, _] = queries.shape[..] else {

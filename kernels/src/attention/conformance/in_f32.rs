@@ -39,6 +39,14 @@ fn check_outputs<V: Conformance, K: OpBackend>(variant: &V, problem: &Problem) {
     assert_within(&what, &kernel, &[reference(problem), a, b, c, d], &want.data);
 }
 
+impl Problem {
+    /// Asserts that the CPU's outputs and gradients agree with the oracle's.
+    pub fn agrees_with_the_oracle<V: Conformance>(&self, variant: &V) {
+        check_outputs::<V, Flex>(variant, self);
+        check_gradients::<V, Flex>(variant, self);
+    }
+}
+
 /// The gradients for one upstream gradient, by the kernel and the reference, which also has those of [`nudges`].
 struct UpstreamGrads {
     upstream: Tensor64,

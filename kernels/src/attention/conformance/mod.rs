@@ -29,11 +29,18 @@ pub trait Conformance: Variant {
     /// Step of the central differences; smaller for a kind with kinks, which a step may cross.
     const STEP: f64 = 1e-5;
 
+    /// The widest heads that the CUDA kernels serve.
+    const WIDEST_HEAD: usize = 256;
+
+    /// Whether the CUDA kernels also decode; else the reference does.
+    const KERNELS_DECODE: bool = true;
+
     /// Configurations to test, which together use every option.
     fn cases() -> Vec<Self>;
 
-    /// Those of [`Conformance::cases`] that the CUDA kernels serve at any length: all but those with which some
-    /// lengths are the reference's by [`VariantSpec::serves_length`](super::VariantSpec::serves_length), and those
+    /// Those of [`Conformance::cases`], or others, that the CUDA kernels serve at any length and in the suite's sizes of
+    /// heads: not those that are the reference's by
+    /// [`VariantSpec::serves`](super::VariantSpec::serves), those with which some lengths are by [`VariantSpec::serves_length`](super::VariantSpec::serves_length), and those
     /// that amplify the rounding of q and k beyond a useful bound, whose kernels
     /// [`PreparedCase`](prepared::PreparedCase) checks.
     fn kernel_cases() -> Vec<Self> {

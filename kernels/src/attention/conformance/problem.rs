@@ -31,6 +31,7 @@ fn mean(init: &Init, at: usize) -> f32 {
         Init::Constant(value) => *value,
         Init::Values(values) => values[at],
         Init::Normal(_) => 0.0,
+        drawn @ (Init::LnUniform { .. } | Init::SoftplusLogUniform { .. }) => drawn.quantile(0.5),
     }
 }
 
@@ -52,9 +53,11 @@ impl Problem {
             Tensor64::new(shape, data)
         };
         let (views, value_dim) = (variant.views(), variant.value_dim(&shape));
+        let [query_heads, key_heads] =
+            [variant.query_heads(&shape), variant.key_heads(&shape)].map(|heads| views * heads);
         let mut inputs = vec![
-            random(&[batch, views * heads, seq_len, head_dim], &|_| 0.0, 1.7),
-            random(&[batch, views * kv_heads, seq_len, head_dim], &|_| 0.0, 1.7),
+            random(&[batch, query_heads, seq_len, head_dim], &|_| 0.0, 1.7),
+            random(&[batch, key_heads, seq_len, head_dim], &|_| 0.0, 1.7),
             random(&[batch, kv_heads, seq_len, value_dim], &|_| 0.0, 1.7),
         ];
         for ProjectionSpec { features, bias, .. } in variant.projections(&shape) {

@@ -4,12 +4,13 @@ use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::Problem;
+use super::{Conformance, Problem};
 use crate::attention::probe::{PRUNED_FRACTION, Probe};
 use crate::attention::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Inputs, Kernel, Variant, dispatch,
 };
 use crate::backend::{OpBackend, kernels_allowed};
+use crate::device::DeviceKind;
 use crate::testing::Tensor64;
 use crate::testing::served::{Served, served};
 
@@ -104,7 +105,7 @@ pub struct Decoding<'a, V: Variant, K: OpBackend> {
     tokens: usize,
 }
 
-impl<'a, V: Variant, K: OpBackend> Decoding<'a, V, K> {
+impl<'a, V: Conformance, K: OpBackend> Decoding<'a, V, K> {
     /// The state before the first token.
     pub fn new(variant: &'a V, problem: &'a Problem) -> Self {
         let state = dispatch::State::new(0);
@@ -113,7 +114,10 @@ impl<'a, V: Variant, K: OpBackend> Decoding<'a, V, K> {
 
     /// The outputs of the next `n` tokens.
     pub fn extend(&mut self, n: usize) -> Tensor<K, 4> {
-        let path = path::<V, K>(self.problem.dtype);
+        let path = match path::<V, K>(self.problem.dtype) {
+            ExecPath::Kernel(DeviceKind::Cuda) if !V::KERNELS_DECODE => ExecPath::Reference,
+            path => path,
+        };
         let inputs = super::problem::cut(&self.inputs, self.tokens, n);
         self.tokens += n;
         let (variant, shape) = (self.variant, &self.problem.shape);

@@ -82,7 +82,7 @@ impl<const DS_SUMS: bool> Biases for DecayBiases<DS_SUMS> {
         group: &QueryGroup,
         #[comptime] config: KernelConfig,
     ) -> KeyLoopState {
-        let first = min(group.first, problem.keys as usize - 1);
+        let first = min(group.first, problem.positions as usize - 1);
         let count = comptime!(config.warps * config.tile / 2);
         KeyLoopState {
             own: args.before_span(block.batch_head, first),
@@ -175,7 +175,7 @@ impl<const DS_SUMS: bool> Biases for DecayBiases<DS_SUMS> {
     ) {
         let spans = comptime!(spans_of(config.tile));
         let (queries, keys) = (problem.queries as usize, problem.keys as usize);
-        let offset = keys - queries;
+        let offset = problem.offset();
         #[unroll]
         for i in 0..spans {
             let query = min(first_query / SPAN * SPAN + i * SPAN, queries - 1);

@@ -10,12 +10,14 @@
 #![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of)]
 
 mod biases;
+mod cache;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 pub use self::biases::DecayBiases;
+pub use self::cache::DecaySumsCache;
 use crate::attention::flash::{Strides, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, empty};
 use crate::ops::prefix_sum::kernel::scan;

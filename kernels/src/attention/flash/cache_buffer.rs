@@ -1,5 +1,7 @@
 //! The growing buffers of decoding caches.
 
+use std::ops::Range;
+
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Slice};
 
@@ -70,6 +72,12 @@ impl CacheBuffer {
         let (at, rows) = (self.rows, new.meta.shape()[2]);
         self.add(rows);
         self.write(at, new);
+    }
+
+    /// Replaces the rows in a range by others.
+    pub fn update(&mut self, range: Range<usize>, new: impl FnOnce(CudaTensor) -> CudaTensor) {
+        let rows = new(narrow(&self.buffer, 2, range.clone()));
+        self.write(range.start, rows);
     }
 
     /// Drops the first `rows` rows and frees their memory.

@@ -154,11 +154,11 @@ pub fn search_candidates<S: CandidateSearch>(
         }
     }
 
-    let group = block.group(&problem, mask, warp);
+    let group = block.group(&problem, mask, warp, config);
     let group_row = warp / GROUP_WARPS * GROUP_ROWS;
     let own = block.first_query + warp * 16;
     // The range of the block's tiles that the warpgroup takes part in.
-    let mut seen_from = last - group.last / tile;
+    let mut seen_from = last - group.last_key / tile;
     let mut seen_to = last + 1 - group.from / tile;
     if group.empty {
         seen_from = tiles;

@@ -319,8 +319,14 @@ pub fn split<A: Hooks>(
     let head_params_1 = ScoreOf::<A>::head(score, batch_heads[1] - batch * heads);
     let mut bias_state = BiasesOf::<A>::decode(biases, &problem, &batch_heads);
     let batch_kv_head = batch * kv_heads + kv_head;
-    let mut operand_state =
-        OperandsOf::<A>::decode(operands, &problem, batch_kv_head, last_column, config);
+    let mut operand_state = OperandsOf::<A>::decode(
+        operands,
+        &problem,
+        batch_kv_head,
+        &batch_heads,
+        last_column,
+        config,
+    );
     let mut scale = ScoreOf::<A>::scale(score, &problem) * WeightOf::<A>::SCORE_FACTOR;
     let factor = scale;
     if biased {

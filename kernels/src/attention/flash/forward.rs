@@ -97,10 +97,10 @@ pub fn forward<A: Hooks>(
         }
     }
 
-    let group = block.group(&problem, mask, warp);
+    let group = block.group(&problem, mask, warp, config);
     let own = block.first_query + warp * 16;
     // The warpgroup's first tile, and the range of the block's iterations that it takes part in.
-    let start = group.last / tile * tile;
+    let start = group.last_key / tile * tile;
     let mut seen_from = last - start / tile;
     let mut seen_to = last + 1 - group.from / tile;
     if group.empty {
@@ -397,6 +397,7 @@ pub fn make_scores<A: Hooks>(
         #[unroll]
         for r in 0..2usize {
             let row = row + comptime!((r * 8) as u32);
+            let last = problem.last_key(row as usize, config) as u32;
             #[unroll]
             for n in 0..n_keys {
                 let fragment = s.index_mut(n);
@@ -404,7 +405,7 @@ pub fn make_scores<A: Hooks>(
                 #[unroll]
                 for e in 0..2usize {
                     let column = column + comptime!((n * 8 + e) as u32);
-                    let mut value = select(masked(row, column, first[r]), hidden, pair[e]);
+                    let mut value = select(masked(last, column, first[r]), hidden, pair[e]);
                     if comptime!(!WeightOf::<A>::SEES_ITSELF) {
                         // Not replaced: a NaN must show even where a query has no key.
                         value = select(row == column, fma(value, 0f32, hidden), value);

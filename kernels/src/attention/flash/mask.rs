@@ -33,7 +33,7 @@ impl Limits {
 /// value, so the options alone would not distinguish two kernels.
 #[derive(CubeType, CubeLaunch)]
 pub struct Mask {
-    /// The start of each position's document, `[batch, keys]`.
+    /// The start of each position's document, `[batch, positions]`.
     pub documents: ComptimeOption<Array<i32>>,
     /// The first keys after pruning.
     pub pruned: ComptimeOption<PrunedKeys>,
@@ -136,9 +136,9 @@ impl Mask {
             }
         }
         if comptime!(self.limits.documents) {
-            let keys = problem.keys as usize;
+            let positions = problem.positions as usize;
             let documents = self.documents.as_ref().unwrap();
-            let start = documents[batch * keys + min(position, keys - 1)] as usize;
+            let start = documents[batch * positions + min(position, positions - 1)] as usize;
             first = max(first, start);
         }
         first
@@ -173,7 +173,7 @@ impl Mask {
         first_query: usize,
     ) -> usize {
         let (queries, keys) = (problem.queries as usize, problem.keys as usize);
-        let mut first = self.first_key(problem, batch, keys - queries + first_query);
+        let mut first = self.first_key(problem, batch, problem.offset() + first_query);
         if comptime!(self.limits.pruned) {
             let group = problem.group as usize;
             let pruned = self.pruned.as_ref().unwrap();
@@ -196,14 +196,14 @@ impl Mask {
         kv_head: usize,
         column: usize,
     ) -> usize {
-        let (queries, keys) = (problem.queries as usize, problem.keys as usize);
-        let mut end = keys;
+        let (queries, positions) = (problem.queries as usize, problem.positions as usize);
+        let mut end = positions;
         if comptime!(self.limits.window) {
             end = min(end, column + self.window as usize);
         }
         if comptime!(self.limits.documents) {
             let documents = self.documents.as_ref().unwrap();
-            end = first_above(documents, batch * keys, column, column + 1, end);
+            end = first_above(documents, batch * positions, column, column + 1, end);
         }
         if comptime!(self.limits.pruned) {
             let group = problem.group as usize;
@@ -217,7 +217,7 @@ impl Mask {
                 let found = first_above(&pruned.least, base, column, zero, tiles);
                 last = max(last, min(found * GROUP_ROWS, queries));
             }
-            end = min(end, keys - queries + last);
+            end = min(end, problem.offset() + last);
         }
         end
     }
@@ -275,10 +275,10 @@ pub fn first_above(
     low
 }
 
-/// Whether the mask hides the key at `column` from the query at `row`, whose first key is `first`.
+/// Whether the mask hides the key at `column` from a query whose keys are `first` to `last`.
 #[cube]
-pub fn masked(row: u32, column: u32, first: u32) -> bool {
-    (column > row) | (column < first)
+pub fn masked(last: u32, column: u32, first: u32) -> bool {
+    (column > last) | (column < first)
 }
 
 /// A block of 16·warps queries of one head, and the key tiles that any of them attends to. The grid is
@@ -318,12 +318,16 @@ impl QueryBlock {
         let (batch, head) = (batch_head / heads, batch_head % heads);
         let queries = problem.queries as usize;
         let first_query = (CUBE_COUNT_X - 1 - CUBE_POS_X) as usize * rows;
-        let offset = problem.keys as usize - queries;
-        let last = offset + min(first_query + rows, queries) - 1;
+        let offset = problem.offset();
+        let last = problem.last_key(offset + min(first_query + rows, queries) - 1, config);
         let mut from = mask.first_key(problem, batch, offset + first_query);
         if comptime!(mask.limits.pruned) {
             let pruned = mask.pruned.as_ref().unwrap();
             from = max(from, pruned.least_of_block(batch_head, first_query, queries, config.warps));
+        }
+        if comptime!(config.after_keys) {
+            // A block visits at least one tile.
+            from = min(from, last);
         }
         let from = from / config.tile;
         QueryBlock {
@@ -339,22 +343,33 @@ impl QueryBlock {
     }
 
     /// The queries of the warpgroup that contains `warp`.
-    pub fn group(&self, problem: &ProblemShape, mask: &Mask, warp: usize) -> QueryGroup {
+    pub fn group(
+        &self,
+        problem: &ProblemShape,
+        mask: &Mask,
+        warp: usize,
+        #[comptime] config: KernelConfig,
+    ) -> QueryGroup {
         let queries = problem.queries as usize;
         let first_query = self.first_query + warp / GROUP_WARPS * GROUP_ROWS;
         let first = self.offset + first_query;
         let last = self.offset + min(first_query + GROUP_ROWS, queries) - 1;
         let mut from = mask.first_key(problem, self.batch, first);
         let mut all_from = mask.first_key(problem, self.batch, last);
+        let last_key = problem.last_key(last, config);
         if comptime!(mask.limits.pruned) {
             let pruned = mask.pruned.as_ref().unwrap();
             let (least, most) = pruned.bounds_of_group(self.batch_head, first_query, queries);
             from = max(from, least);
             all_from = max(all_from, most);
         }
+        if comptime!(config.after_keys) {
+            from = min(from, last_key);
+        }
         QueryGroup {
             first,
-            last,
+            all_to: problem.last_key(first, config),
+            last_key,
             // The shuffle tells the compiler that the value is warp-uniform.
             from: plane_shuffle(from as u32, 0u32) as usize,
             all_from,
@@ -375,13 +390,15 @@ impl QueryBlock {
     }
 }
 
-/// The 64 queries of a warpgroup, as positions.
+/// The 64 queries of a warpgroup.
 #[derive(CubeType, Clone, Copy)]
 pub struct QueryGroup {
-    /// The first query; all queries may attend to keys up to here.
+    /// The first query.
     pub first: usize,
-    /// The last query.
-    pub last: usize,
+    /// The last key that causality allows all queries.
+    pub all_to: usize,
+    /// The last key that causality allows any query.
+    pub last_key: usize,
     /// The first key that any query attends to.
     pub from: usize,
     /// The first key that all queries attend to, as far as causality allows.
@@ -399,7 +416,7 @@ impl QueryGroup {
         #[comptime] tile: usize,
         #[comptime] sees_itself: bool,
     ) -> bool {
-        (column + tile > self.first + comptime!(usize::from(sees_itself)))
+        (column + tile > self.all_to + comptime!(usize::from(sees_itself)))
             | (column < self.all_from)
     }
 }

@@ -113,8 +113,8 @@ pub fn serves_tensors(inputs: [&CudaTensor; 3]) -> bool {
 /// One attention call: its inputs, its mask and the kind's hooks.
 ///
 /// - q: `[batch, heads, queries, head_dim]`
-/// - k: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`, `keys ≥ queries`: query i is at position
-///   keys − queries + i
+/// - k: `[batch, kv_heads, keys, head_dim]`, `kv_heads` divides `heads`; key j is at position j, and query i at
+///   keys − queries + i, or with [`FlashAttention::after_keys`] at keys + i
 /// - v: `[batch, value heads, keys, value_dim]`, where `views` · value heads divides `kv_heads`
 pub struct FlashAttention<A: Hooks> {
     q: Heads,
@@ -122,6 +122,7 @@ pub struct FlashAttention<A: Hooks> {
     v: Heads,
     scale: f32,
     views: usize,
+    after_keys: bool,
     window: Option<usize>,
     documents: Option<CudaTensor>,
     pruned: Option<Pruned>,
@@ -146,8 +147,30 @@ impl<A: Hooks> FlashAttention<A> {
     pub fn new(inputs: [&CudaTensor; 3], scale: f32, hooks: A) -> Self {
         assert!(serves_tensors(inputs), "{:?} that the kernels do not serve", inputs[0].meta);
         let [q, k, v] = inputs.map(Heads::new);
-        let views = 1;
-        FlashAttention { q, k, v, scale, views, window: None, documents: None, pruned: None, hooks }
+        FlashAttention {
+            q,
+            k,
+            v,
+            scale,
+            views: 1,
+            after_keys: false,
+            window: None,
+            documents: None,
+            pruned: None,
+            hooks,
+        }
+    }
+
+    /// With all queries after all keys. A query may then see no key: its output is 0, and its log-sum-exp
+    /// −[`MASKED`](crate::tile::MASKED), with which the backward pass gives it no weight.
+    pub fn after_keys(self) -> Self {
+        FlashAttention { after_keys: true, ..self }
+    }
+
+    /// The positions of queries and keys, from 0 on.
+    fn positions(&self) -> usize {
+        let [queries, keys] = [&self.q, &self.k].map(|x| x.dims[2]);
+        if self.after_keys { keys + queries } else { keys }
     }
 
     /// With heads of q and k of several views, one view after the other, which all have v's values.
@@ -166,9 +189,9 @@ impl<A: Hooks> FlashAttention<A> {
         FlashAttention { window, ..self }
     }
 
-    /// With the start of each position's document, `[batch, keys]`.
+    /// With the start of each position's document, `[batch, positions]`.
     pub fn documents(self, documents: Option<&CudaTensor>) -> Self {
-        let dims = [self.k.dims[0], self.k.dims[2]];
+        let dims = [self.k.dims[0], self.positions()];
         FlashAttention {
             documents: documents.map(|x| integers(x, &dims, "document starts")),
             ..self
@@ -238,6 +261,7 @@ impl<A: Hooks> FlashAttention<A> {
             changes_scores,
             nonlinear_scores,
             saves_carries: false,
+            after_keys: self.after_keys,
         }
     }
 
@@ -250,6 +274,7 @@ impl<A: Hooks> FlashAttention<A> {
             as_u32(kv_heads / (self.views * value_heads)),
             as_u32(self.q.dims[2]),
             as_u32(self.k.dims[2]),
+            as_u32(self.positions()),
             self.scale,
         )
     }
@@ -330,12 +355,12 @@ impl<A: Hooks> FlashAttention<A> {
         saved: impl Fn() -> LaunchOf<SavedRows<A>>,
     ) -> Gradients {
         let grad = Heads::new(grad);
-        let sums = || {
+        let sums = |rows| {
             let [batch, heads, _, _] = self.q.dims;
-            zeros(&self.q.tensor, &[batch, heads, self.k.dims[2]], DType::F32)
+            zeros(&self.q.tensor, &[batch, heads, rows], DType::F32)
         };
-        let ds_rows = sums_of_rows::<A>().then(sums);
-        let ds_columns = sums_of_columns::<A>().then(sums);
+        let ds_rows = sums_of_rows::<A>().then(|| sums(self.positions()));
+        let ds_columns = sums_of_columns::<A>().then(|| sums(self.k.dims[2]));
         let [dq, dk, dv] = if self.one_backward_kernel() {
             self.dqkv(&grad, saved(), ds_rows.as_ref(), ds_columns.as_ref())
         } else {
@@ -461,7 +486,9 @@ impl<A: Hooks> FlashAttention<A> {
         let processors = multiprocessors(&dq.tensor.client);
         let heads_at_once = dqkv::heads_at_once(processors, batch * kv_heads, blocks);
         let tickets = blocks * batch * kv_heads;
-        let sums = empty(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
+        // No key block adds to the sums of queries that see no key.
+        let fill = if self.after_keys { zeros } else { empty };
+        let sums = fill(&dq.tensor, &[batch * heads, tiles, vectors * 4], DType::F32);
         let turns = zeros(&dq.tensor, &[1 + batch * heads * tiles], DType::U32);
         // SAFETY: as in `forward`; the second kernel reads the sums that the first one writes.
         unsafe {
@@ -517,7 +544,7 @@ pub struct Gradients {
     pub dk: CudaTensor,
     /// Of v, `[batch, value heads, keys, value_dim]`.
     pub dv: CudaTensor,
-    /// With [`sums_of_rows`], Σ_j dS_ij of each query at its position, `[batch, heads, keys]` in f32; 0 at
+    /// With [`sums_of_rows`], Σ_j dS_ij of each query at its position, `[batch, heads, positions]` in f32; 0 at
     /// positions before the queries.
     pub ds_rows: Option<CudaTensor>,
     /// With [`sums_of_columns`], Σ_i dS_ij of each key, `[batch, heads, keys]` in f32.

@@ -25,6 +25,8 @@ pub struct KernelConfig {
     pub nonlinear_scores: bool,
     /// Whether the forward pass writes the carries of [`Weight::IN_ORDER`](super::hooks::Weight::IN_ORDER).
     pub saves_carries: bool,
+    /// Whether all queries come after all keys.
+    pub after_keys: bool,
 }
 
 impl KernelConfig {
@@ -52,14 +54,30 @@ pub struct ProblemShape {
     pub k_heads_per_v_head: u32,
     /// Rows of q.
     pub queries: u32,
-    /// Rows of k and v, at least `queries`: query i is at position keys − queries + i.
+    /// Rows of k and v: key j is at position j.
     pub keys: u32,
+    /// Positions, at least `queries` and `keys`: query i is at position positions − queries + i.
+    pub positions: u32,
     /// Factor on q·k.
     pub scale: f32,
 }
 
 #[cube]
 impl ProblemShape {
+    /// The position of query 0.
+    pub fn offset(&self) -> usize {
+        (self.positions - self.queries) as usize
+    }
+
+    /// The last key that causality allows the query at `position`.
+    pub fn last_key(&self, position: usize, #[comptime] config: KernelConfig) -> usize {
+        let mut key = position;
+        if comptime!(config.after_keys) {
+            key = self.keys as usize - 1;
+        }
+        key
+    }
+
     /// The head of v that the head `kv_head` of k shares: views, one after the other, have the same values.
     pub fn value_head(&self, kv_head: usize, #[comptime] config: KernelConfig) -> usize {
         let mut head = kv_head;

@@ -22,22 +22,25 @@
 //!   for the kv heads, n spread evenly over 0…7.
 //! - RMSNorm adds 1e-5 to the mean square.
 //!
+//! On CUDA a kernel serves the gates `scalar` and `none`, in bf16 (`docs/chunked.md`).
+//!
 //! Decoding keeps S, kv_heads · head_dim² elements at any length. A token costs 2·head_dim² FLOPs per
 //! query head and 3·head_dim² per kv head.
 
-mod cpu;
-mod reference;
+pub(super) mod cpu;
+pub(super) mod reference;
 #[cfg(test)]
 mod tests;
 
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use burn_flex::FlexTensor;
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::reference::LinearInputs;
-use super::recurrent::forget_at_starts;
+use super::chunked::{self, Grads, Update};
+use super::recurrent::{forget_at_starts, validate_chunk};
 use super::rotation::Rotation;
 use super::saved::Channels;
 use super::{
@@ -45,6 +48,8 @@ use super::{
     ParameterSpec, ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
+use crate::device::DeviceKind;
 use crate::ops::activation::log_sigmoid;
 use crate::ops::rms_norm::rms_norm;
 
@@ -77,7 +82,7 @@ pub struct Config {
     /// `"diagonal"` (default), `"scalar"` or `"none"`.
     pub gate: Gate,
     /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
-    /// results.
+    /// results. Kernels on CUDA have chunks of 64.
     pub chunk: usize,
     /// Rotate q and k; default false.
     pub rope: bool,
@@ -107,6 +112,10 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 impl Config {
+    fn op(&self) -> GatedLinear {
+        GatedLinear { chunk: self.chunk }
+    }
+
     /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
@@ -124,10 +133,13 @@ impl Config {
             Some(logits) => {
                 let channels = logits.dims()[2] / kv_heads;
                 let temperature = if self.gate == Gate::Diagonal { TEMPERATURE } else { 1.0 };
-                let logs = log_sigmoid(logits) / temperature;
+                let logs = log_sigmoid(logits.cast(FloatDType::F32)) / temperature;
                 logs.reshape([batch, seq_len, kv_heads, channels]).swap_dims(1, 2)
             }
-            None => Tensor::zeros([batch, kv_heads, seq_len, 1], &q.device()),
+            None => {
+                let options = (&q.device(), DType::F32);
+                Tensor::zeros([batch, kv_heads, seq_len, 1], options)
+            }
         };
         let log_decay = forget_at_starts(log_decay, documents);
         let channels = log_decay.dims()[3];
@@ -143,16 +155,30 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "gated linear attention (Yang et al., 2024)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => {
+                let values = self.value_dim(shape);
+                self.gate != Gate::Diagonal && chunked::serves(kernel.dtype, shape.head_dim, values)
+            }
+        }
+    }
+
+    /// Decoding on CUDA runs the reference.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        _shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        kernel.device == DeviceKind::Cpu || seq_len.is_some()
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        problems.check(
-            self.chunk.is_power_of_two() && (16..=256).contains(&self.chunk),
-            format!("{key}.chunk"),
-            self.chunk,
-            "16, 32, 64, 128 or 256",
-            "set chunk = 64",
-        );
+        validate_chunk(key, self.chunk, problems);
         if self.rope {
             Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
         }
@@ -184,7 +210,6 @@ impl VariantSpec for Config {
         vec![ParameterSpec { name: "norm", elements: shape.head_dim, init: Init::Constant(1.0) }]
     }
 
-    /// FLOPs of scores and weighted values inside a chunk, and of updating and querying S.
     fn saved_bytes_per_token(
         &self,
         shape: &AttentionShape,
@@ -193,21 +218,14 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        if let ExecPath::Kernel(_) = path {
-            return channels.by_kernel(dtype);
+        if let ExecPath::Kernel(device) = path {
+            return channels.by_kernel(dtype) + self.op().saved_by_kernel(&channels, shape, device);
         }
-        // The decay's factors of q and k, the scores of a chunk, and a state per chunk.
-        let chunk = self.chunk.min(seq_len) as f64;
-        let state = channels.rows * (shape.head_dim * shape.head_dim) as f64 / chunk;
-        let factors = 4.0 * (channels.q + channels.k);
-        channels.in_f32() + channels.scores(3.0, chunk) + 4.0 * (factors + 2.0 * state)
+        channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
-        let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
-        let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
-        let far = seq_len.saturating_sub(self.chunk) as f64 / seq_len as f64;
-        4.0 * d * heads * near + far * 2.0 * d * d * (heads + shape.kv_heads as f64)
+        self.op().flops_per_token(shape, self.value_dim(shape), seq_len)
     }
 
     fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
@@ -230,8 +248,7 @@ impl Variant for Config {
         let rows = self.rows(shape, [q, k, v], logits, documents, 0);
         let LinearInputs { q, k, v, log_decay } = rows;
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
-        let y =
-            tensor::<B, 4>(path.run::<B, _, 4>(&GatedLinear { chunk: self.chunk }, inputs, vec![]));
+        let y = tensor::<B, 4>(path.run::<B, _, 4>(&self.op(), inputs, vec![]));
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 
@@ -254,21 +271,122 @@ impl Variant for Config {
         let dims = q.dims();
         let logits = projections.into_iter().next();
         let rows = self.rows(shape, [q, k, v], logits, None, state.position);
-        let (y, sums) = GatedLinear { chunk: self.chunk }.forward(rows, state.sums.take());
+        let (y, sums) = self.op().forward(rows, state.sums.take());
         *state = State { sums: Some(sums), position: state.position + dims[2] };
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
     }
 }
 
-/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k and v
-/// `[rows, seq_len, head_dim]`, log decays `[rows, seq_len, 1 or head_dim]`; the output has q's shape.
+/// The operation before the norm: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k
+/// `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, log decays `[rows, seq_len, 1 or head_dim]`;
+/// the output is `[rows, group, seq_len, value_dim]`.
 #[derive(Clone, Debug)]
-struct GatedLinear {
-    chunk: usize,
+pub(super) struct GatedLinear {
+    /// Tokens per chunk, a power of two.
+    pub chunk: usize,
+}
+
+impl GatedLinear {
+    /// FLOPs per token, forward: scores and weighted values inside a chunk, and updating and querying S.
+    pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
+        let (d, values) = (shape.head_dim as f64, value_dim as f64);
+        let (heads, kv_heads) = (shape.heads as f64, shape.kv_heads as f64);
+        let near = (seq_len.min(self.chunk) as f64 + 1.0) / 2.0;
+        let far = seq_len.saturating_sub(self.chunk) as f64 / seq_len as f64;
+        2.0 * (d + values) * heads * near + far * 2.0 * d * values * (heads + kv_heads)
+    }
+
+    /// Bytes per token that a kernel saves beside its inputs and its output.
+    pub fn saved_by_kernel(
+        &self,
+        channels: &Channels,
+        shape: &AttentionShape,
+        device: DeviceKind,
+    ) -> f64 {
+        let value_dim = channels.v as usize / shape.kv_heads;
+        let of_row = || chunked::saved_bytes(Update::Additive, shape.head_dim, value_dim);
+        match device {
+            DeviceKind::Cpu => 0.0,
+            DeviceKind::Cuda => shape.kv_heads as f64 * of_row(),
+        }
+    }
+
+    /// Bytes per token that automatic differentiation keeps of the reference beside its inputs and its output:
+    /// the decay's factors of q and k, the scores of a chunk, and a state per chunk.
+    pub fn saved_by_reference(
+        &self,
+        channels: &Channels,
+        shape: &AttentionShape,
+        seq_len: usize,
+    ) -> f64 {
+        let chunk = self.chunk.min(seq_len) as f64;
+        let state = channels.v * shape.group() as f64 * shape.head_dim as f64 / chunk;
+        let factors = 4.0 * (channels.q + channels.k);
+        channels.scores(3.0, chunk) + 4.0 * (factors + 2.0 * state)
+    }
 }
 
 fn rows<B: OpBackend>([q, k, v, log_decay]: [FloatTensor<B>; 4]) -> LinearInputs<B> {
     LinearInputs { q: tensor(q), k: tensor(k), v: tensor(v), log_decay: tensor(log_decay) }
+}
+
+/// The operation with weights of values, β `[rows, seq_len, 1]` after v: the state takes β_t k_t v_tᵀ.
+impl Op<5> for GatedLinear {
+    fn reference<B: OpBackend>(
+        &self,
+        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
+        _ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        let weighted = tensor::<B, 3>(v) * tensor::<B, 3>(beta);
+        let rows = rows::<B>([q, k, primitive(weighted), log_decay]);
+        primitive(self.forward(rows, None).0)
+    }
+
+    fn cpu_forward(
+        &self,
+        inputs: &[FlexTensor; 5],
+        _ints: &[FlexTensor],
+        needs: [bool; 5],
+    ) -> Option<Forward<FlexTensor>> {
+        let output = self.run(&cpu::weighted(inputs));
+        let saved = if needs.contains(&true) { inputs.to_vec() } else { vec![] };
+        Some(Forward { output, saved })
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 5],
+    ) -> [Option<FlexTensor>; 5] {
+        let inputs: [FlexTensor; 5] = saved.try_into().expect("five inputs are saved");
+        let [q, k, weighted, log_decay] = self.gradients(&cpu::weighted(&inputs), &grad, true);
+        let [_, _, v, beta, _] = &inputs;
+        let [v, beta] = cpu::gradients_of_weights(v, beta, &weighted);
+        [q, k, v, beta, log_decay].map(Some)
+    }
+
+    fn cuda_forward(
+        &self,
+        inputs: &[CudaTensor; 5],
+        _ints: &[CudaTensor],
+        needs: [bool; 5],
+    ) -> Option<Forward<CudaTensor>> {
+        let [q, k, v, beta, log_decay] = inputs;
+        chunked::forward(Update::Additive, [q, k, v, log_decay], Some(beta), needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 5],
+    ) -> [Option<CudaTensor>; 5] {
+        let Grads { q, k, v, beta, log_decay } = chunked::backward(Update::Additive, &saved, &grad);
+        [Some(q), Some(k), Some(v), beta, Some(log_decay)]
+    }
 }
 
 impl Op<4> for GatedLinear {
@@ -298,6 +416,26 @@ impl Op<4> for GatedLinear {
         grad: FlexTensor,
         _needs: [bool; 4],
     ) -> [Option<FlexTensor>; 4] {
-        self.gradients(&saved, &grad).map(Some)
+        self.gradients(&saved, &grad, true).map(Some)
+    }
+    fn cuda_forward(
+        &self,
+        inputs: &[CudaTensor; 4],
+        _ints: &[CudaTensor],
+        needs: [bool; 4],
+    ) -> Option<Forward<CudaTensor>> {
+        let inputs = inputs.each_ref();
+        chunked::forward(Update::Additive, inputs, None, needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 4],
+    ) -> [Option<CudaTensor>; 4] {
+        let Grads { q, k, v, log_decay, .. } = chunked::backward(Update::Additive, &saved, &grad);
+        [q, k, v, log_decay].map(Some)
     }
 }

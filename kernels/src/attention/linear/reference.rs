@@ -14,7 +14,7 @@ use crate::ops::matmul::MatMul;
 /// q `[rows, group, seq_len, head_dim]`, k `[rows, seq_len, head_dim]`, v
 /// `[rows, seq_len, value_dim]` and log decays `[rows, seq_len, 1 or head_dim]`.
 #[derive(Clone, Debug)]
-pub(super) struct LinearInputs<B: OpBackend> {
+pub struct LinearInputs<B: OpBackend> {
     pub q: Tensor<B, 4>,
     pub k: Tensor<B, 3>,
     pub v: Tensor<B, 3>,
@@ -46,7 +46,7 @@ fn join_segments<B: OpBackend>(
 }
 
 /// [`segments`] of a tensor without a group, `[rows, seq_len, channels]`.
-fn segments_of<B: OpBackend>(
+pub fn segments_of<B: OpBackend>(
     x: &Tensor<B, 3>,
     size: usize,
     of: usize,
@@ -65,7 +65,7 @@ fn scaled<B: OpBackend>(x: Tensor<B, 3>, factor: &Tensor<B, 3>) -> Tensor<B, 3> 
 
 /// exp of the sums of log decays: from a segment's start to each token, and from each token to the
 /// segment's end.
-fn decays<B: OpBackend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
+pub fn decays<B: OpBackend>(log_decay: &Tensor<B, 3>) -> [Tensor<B, 3>; 2] {
     [log_decay.clone().cumsum(1).exp(), sums_after(log_decay.clone(), 1).exp()]
 }
 
@@ -113,19 +113,21 @@ impl<B: OpBackend> DecayedChunks<B> {
     }
 }
 
+/// `x` `[…, tokens, channels]` with zeros up to `seq_len` tokens.
+pub fn pad<B: OpBackend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Tensor<B, D> {
+    let time = D - 2;
+    let mut shape = x.dims();
+    shape[time] = seq_len - shape[time];
+    if shape[time] == 0 {
+        return x;
+    }
+    let zeros = Tensor::zeros(shape, &x.device());
+    Tensor::cat(vec![x, zeros], time)
+}
+
 impl<B: OpBackend> LinearInputs<B> {
     /// Pads to `seq_len` with zero tokens, which neither decay nor enter the state.
     fn padded(self, seq_len: usize) -> Self {
-        fn pad<B: OpBackend, const D: usize>(x: Tensor<B, D>, seq_len: usize) -> Tensor<B, D> {
-            let time = D - 2;
-            let mut shape = x.dims();
-            shape[time] = seq_len - shape[time];
-            if shape[time] == 0 {
-                return x;
-            }
-            let zeros = Tensor::zeros(shape, &x.device());
-            Tensor::cat(vec![x, zeros], time)
-        }
         LinearInputs {
             q: pad(self.q, seq_len),
             k: pad(self.k, seq_len),
@@ -137,12 +139,12 @@ impl<B: OpBackend> LinearInputs<B> {
 
 impl GatedLinear {
     /// Tokens per chunk for a sequence of `seq_len`, a power of two.
-    pub(super) fn size(&self, seq_len: usize) -> usize {
+    pub fn size(&self, seq_len: usize) -> usize {
         self.chunk.min(seq_len.next_power_of_two())
     }
 
     /// y and the state after the last token, where `start` is the state before the first.
-    pub(super) fn forward<B: OpBackend>(
+    pub fn forward<B: OpBackend>(
         &self,
         rows: LinearInputs<B>,
         start: Option<Tensor<B, 3>>,

@@ -21,6 +21,19 @@ impl Conformance for Config {
         ]
     }
 
+    /// With a diagonal gate the reference serves CUDA.
+    fn kernel_cases() -> Vec<Self> {
+        let default = Config::default();
+        vec![
+            Config { gate: Gate::Scalar, rope: true, ..default.clone() },
+            Config { gate: Gate::None, chunk: 16, ..default },
+        ]
+    }
+
+    const WIDEST_HEAD: usize = 128;
+
+    const KERNELS_DECODE: bool = false;
+
     /// Small queries, so that short sequences have outputs whose mean square is near [`EPS`]. Otherwise a
     /// norm's output does not depend on the size of its input, and the gradient of a single token's score is
     /// only rounding.

@@ -1,4 +1,4 @@
-//! Decoding (section 3.4).
+//! Decoding in plain tensor operations (section 3.4).
 //!
 //! The paper rewrites every cached key at every token, k ← (I − β_t w_t w_tᵀ) k. Here the cache is
 //! rewritten once in 64 tokens: older keys are transformed up to the end of the last full 64, newer ones
@@ -17,7 +17,7 @@ use crate::backend::OpBackend;
 
 /// Keys and values of the tokens so far.
 #[derive(Clone, Debug)]
-pub struct State<B: OpBackend> {
+pub struct TensorState<B: OpBackend> {
     /// The older tokens, transformed up to those of `open`.
     closed: Option<TransformedKv<B>>,
     /// The newer tokens, fewer than [`BLOCK`].
@@ -26,7 +26,7 @@ pub struct State<B: OpBackend> {
     position: usize,
 }
 
-impl<B: OpBackend> DecodeState for State<B> {
+impl<B: OpBackend> DecodeState for TensorState<B> {
     fn elements(&self) -> usize {
         let of = |x: &Tensor<B, 4>| x.shape().num_elements();
         let keys = |x: &TransformedKv<B>| of(&x.k) + of(&x.v) + x.decay.as_ref().map_or(0, of);
@@ -46,14 +46,14 @@ pub fn held(seq_len: usize, window: Option<usize>) -> [usize; 2] {
     [(seq_len - open).min(seen), open]
 }
 
-impl<B: OpBackend> Default for State<B> {
+impl<B: OpBackend> Default for TensorState<B> {
     /// The state before the first token.
     fn default() -> Self {
-        State { closed: None, open: None, position: 0 }
+        TensorState { closed: None, open: None, position: 0 }
     }
 }
 
-impl<B: OpBackend> State<B> {
+impl<B: OpBackend> TensorState<B> {
     /// Appends tokens and returns their outputs `[rows, group, tokens, head_dim]`.
     pub fn extend(&mut self, tokens: &Tokens<B>, visible: &Visible<B>) -> Tensor<B, 4> {
         let closed = self.closed.take().map(|keys| TokenBlock { keys, transform: None });

@@ -10,8 +10,11 @@
 //! - β_t = 2σ(u·x_t + b) in (0, 2), per kv head.
 //! - ℓ_t = ln σ(w_f·x_t + b_f), per query head.
 //!
-//! Not specified by the paper, chosen here: there is no activation between convolution and
-//! normalisation; the rank is 32 for any number of kv heads; b and b_f start at 0, so that β is near 1,
+//! Paper and released code differ: the paper's text has no activation between convolution and normalisation, and a
+//! projection of rank 32; the released layer applies SiLU there (`w_activation = "silu"`), and with grouped heads
+//! projects by one matrix (`rank = "full"`). The defaults are the paper's.
+//!
+//! Not specified by the paper, chosen here: b and b_f start at 0, so that β is near 1,
 //! where H_t removes the direction w_t; the normalisation's 1e-6 keeps w = 0 and its gradient finite.
 //! Each direction is normalised over its head's channels. Transforms cross document boundaries, but a
 //! query sees no key before its document's start, so none has an effect across it.
@@ -26,11 +29,14 @@
 //! keys (once in 64 tokens), plus up to kv_heads · head_dim² · (head_dim + 63) for the newest transforms
 //! and keys, at any length.
 //!
-//! Memory: the CPU kernel saves inputs, outputs and a number per query for the backward pass. Training
-//! through plain operations, as on GPUs, saves all scores: memory grows with seq_len². `docs/path.md` derives
-//! the kernel's scheme and its gradients.
+//! On CUDA the keys are in parts of 64, 128, 256, … tokens, each of which keeps its transform: an addition of
+//! kv_heads · head_dim² for each part, but a key is moved once for each doubling rather than every 64 tokens.
+//!
+//! Memory: the kernels save inputs, outputs and a number per query for the backward pass. `docs/path.md` derives the
+//! kernels' scheme and its gradients.
 
 mod cpu;
+mod cuda;
 mod decode;
 mod householder;
 mod op;
@@ -40,21 +46,24 @@ mod tests;
 mod token_blocks;
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
-use self::op::{Path, path_attention};
-use self::reference::{BLOCK, Tokens, Visible};
+use self::cuda::PathKvCache;
+use self::decode::TensorState;
+use self::op::{Path, PathInputs, path_attention};
+use self::reference::{BLOCK, Visible};
+use super::flash::capacity;
 use super::saved::Channels;
 use super::{
-    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
     ProjectionSpec, Variant, VariantSpec,
 };
-use crate::backend::OpBackend;
-use crate::ops::activation::log_sigmoid;
-
-pub use self::decode::State;
+use crate::backend::{OpBackend, tensor};
+use crate::device::DeviceKind;
+use crate::ops::activation::{log_sigmoid, silu};
+use crate::ops::rms_norm::rms_norm;
 
 /// Added to Σ w² before the root.
 const EPS: f32 = 1e-6;
@@ -68,67 +77,125 @@ const TAPS: usize = 3;
 pub struct Config {
     /// PaTH-FoX: add a forget gate per query head; default false.
     pub forget_gate: bool,
-    /// Inner channels of the projection to w, 1 to the model's width; default 32, or the width
-    /// where that is smaller.
+    /// The projection to w: its inner channels, 1 to the model's width, or `"full"` for one matrix; default 32, or
+    /// the width where that is smaller.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub rank: Option<usize>,
+    pub rank: Option<Rank>,
+    /// What w passes through between its convolution and its normalisation; default none.
+    pub w_activation: WActivation,
+}
+
+/// The rank of a projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected a number of channels, or \"full\"")]
+pub enum Rank {
+    /// A product of two matrices with this many inner channels.
+    Channels(usize),
+    /// One matrix.
+    Full(FullRank),
+}
+
+/// The word for one matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FullRank {
+    /// One matrix.
+    Full,
+}
+
+/// An elementwise function on w.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WActivation {
+    /// w
+    #[default]
+    None,
+    /// w σ(w)
+    Silu,
 }
 
 impl Config {
-    fn rank(&self, width: usize) -> usize {
-        self.rank.unwrap_or(width.min(32))
+    /// Inner channels of the projection to w; none for one matrix.
+    fn rank(&self, width: usize) -> Option<usize> {
+        match self.rank {
+            None => Some(width.min(32)),
+            Some(Rank::Channels(channels)) => Some(channels),
+            Some(Rank::Full(FullRank::Full)) => None,
+        }
+    }
+
+    /// The operation's inputs from the layer's.
+    fn inputs<B: OpBackend>(&self, shape: &AttentionShape, inputs: Inputs<B>) -> PathInputs<B> {
+        let Inputs { q, k, v, projections, .. } = inputs;
+        let mut projections = projections.into_iter();
+        let mut next = || projections.next().expect("w and beta are projected");
+        let (w, beta) = (by_heads(next(), shape.kv_heads), by_heads(next(), shape.kv_heads));
+        let w = match self.w_activation {
+            WActivation::None => w,
+            WActivation::Silu => silu(w),
+        };
+        let log_decay = projections
+            .next()
+            .map(|logits| log_sigmoid(logits.cast(FloatDType::F32)).swap_dims(1, 2));
+        PathInputs { q, k, v, w: normalised(w), beta: sigmoid(beta) * 2.0, log_decay }
     }
 }
 
-/// w `[batch, seq_len, kv_heads · head_dim]`, each head's direction divided by its norm:
-/// `[batch · kv_heads, 1, seq_len, head_dim]`.
-fn directions<B: OpBackend>(shape: &AttentionShape, w: Tensor<B, 3>) -> Tensor<B, 4> {
-    let [batch, len, _] = w.dims();
-    let w = w.reshape([batch, len, shape.kv_heads, shape.head_dim]).swap_dims(1, 2);
-    let length = ((w.clone() * w.clone()).sum_dim(3) + EPS).sqrt();
-    (w / length).reshape([batch * shape.kv_heads, 1, len, shape.head_dim])
+/// `[batch, seq_len, heads · channels]` as `[batch, heads, seq_len, channels]` in f32.
+fn by_heads<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
+    let [batch, len, features] = x.dims();
+    x.cast(FloatDType::F32).reshape([batch, len, heads, features / heads]).swap_dims(1, 2)
 }
 
-/// The operation's inputs from the layer's.
-fn tokens<B: OpBackend>(shape: &AttentionShape, inputs: Inputs<B>) -> Tokens<B> {
-    let Inputs { q, k, v, projections, .. } = inputs;
-    let [w, beta, gate @ ..] = &projections[..] else { panic!("w and beta are projected") };
-    let [batch, _, len, head_dim] = q.dims();
-    let rows = batch * shape.kv_heads;
-    let log_decay = gate.first().map(|logits| {
-        log_sigmoid(logits.clone()).swap_dims(1, 2).reshape([rows, shape.group(), len])
-    });
-    let beta = sigmoid(beta.clone()) * 2.0;
-    Tokens {
-        q: (q * shape.scale()).reshape([rows, shape.group(), len, head_dim]),
-        k: k.reshape([rows, 1, len, head_dim]),
-        v: v.reshape([rows, 1, len, head_dim]),
-        w: directions(shape, w.clone()),
-        beta: beta.swap_dims(1, 2).reshape([rows, 1, len, 1]),
-        log_decay,
-    }
+/// Each head's directions divided by their norms: w / √(w·w + EPS), an RMS norm with the weight 1/√head_dim.
+fn normalised<B: OpBackend>(w: Tensor<B, 4>) -> Tensor<B, 4> {
+    let channels = w.dims()[3];
+    let weight = Tensor::full([channels], 1.0 / (channels as f32).sqrt(), &w.device());
+    rms_norm(w, weight, EPS / channels as f32)
 }
 
 impl VariantSpec for Config {
     const SOURCE: &'static str = "PaTH and PaTH-FoX (Yang et al., 2025)";
 
-    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32];
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => cuda::serves(kernel.dtype, batch, shape.heads, shape.head_dim),
+        }
+    }
+
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => {
+                seq_len.is_none_or(|len| cuda::most_sequences(shape.heads, len) > 0)
+            }
+        }
+    }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        let rank = self.rank(shape.width);
+        let Some(rank) = self.rank(shape.width) else { return };
         problems.check(
             (1..=shape.width).contains(&rank),
             format!("{key}.rank"),
             rank,
-            format!("1 to the model's width, {}", shape.width),
+            format!("1 to the model's width, {}, or \"full\"", shape.width),
             "leave it out for its default",
         );
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
-        let w = ProjectionSpec::new("w", shape.kv_heads * shape.head_dim)
-            .low_rank(self.rank(shape.width), LowRankActivation::Identity)
-            .conv(TAPS);
+        let mut w = ProjectionSpec::new("w", shape.kv_heads * shape.head_dim).conv(TAPS);
+        if let Some(rank) = self.rank(shape.width) {
+            w = w.low_rank(rank, LowRankActivation::Identity);
+        }
         let beta = ProjectionSpec::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
         let gate = ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
         [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
@@ -143,8 +210,8 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         match path {
-            // The directions, before and after their division by the norm, and what gives their gradient.
-            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 4.0 * 4.0 * channels.k,
+            // The directions in f32, before and after their normalisation.
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 2.0 * 4.0 * channels.k,
             ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
         }
     }
@@ -181,18 +248,19 @@ impl Variant for Config {
         documents: DocumentStarts<B>,
         path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let op = Path { window: shape.window, kv_heads: shape.kv_heads };
-        path_attention(&op, tokens(shape, inputs), documents, path).reshape(dims)
+        attend(&Path::of(shape), self.inputs(shape, inputs), documents, path)
     }
 
     fn init_state<B: OpBackend>(
         &self,
         _shape: &AttentionShape,
-        _path: ExecPath,
-        _capacity: usize,
+        path: ExecPath,
+        capacity: usize,
     ) -> State<B> {
-        State::default()
+        match path {
+            ExecPath::Kernel(DeviceKind::Cuda) => State::Cuda(None, capacity),
+            _ => State::Tensors(TensorState::default()),
+        }
     }
 
     fn extend<B: OpBackend>(
@@ -200,10 +268,70 @@ impl Variant for Config {
         shape: &AttentionShape,
         inputs: Inputs<B>,
         state: &mut State<B>,
-        _path: ExecPath,
+        path: ExecPath,
     ) -> Tensor<B, 4> {
-        let dims = inputs.q.dims();
-        let visible = Visible { window: shape.window, documents: None, kv_heads: shape.kv_heads };
-        state.extend(&tokens(shape, inputs), &visible).reshape(dims)
+        let [batch, heads, len, head_dim] = inputs.q.dims();
+        let inputs = self.inputs(shape, inputs);
+        let op = Path::of(shape);
+        match state {
+            State::Tensors(state) => {
+                let window = shape.window;
+                let visible = Visible { window, documents: None, kv_heads: shape.kv_heads };
+                let outputs = state.extend(&inputs.rows(op.scale), &visible);
+                outputs.reshape([batch, heads, len, head_dim])
+            }
+            State::Cuda(Some(cache), _) => {
+                tensor(B::from_cuda(cache.extend(&op, &inputs.tokens())))
+            }
+            State::Cuda(cache, reserved) => {
+                let tokens = inputs.clone().tokens();
+                let capacity = capacity(op.window, *reserved, len);
+                let cache = cache.insert(Box::new(PathKvCache::new(&tokens, capacity)));
+                if len == 1 || cuda::most_sequences(heads, len) == 0 {
+                    return tensor(B::from_cuda(cache.extend(&op, &tokens)));
+                }
+                cache.fill(&op, &tokens);
+                attend(&op, inputs, None, path)
+            }
+        }
+    }
+}
+
+/// The outputs of whole sequences, `[batch, heads, seq_len, head_dim]`, in as few calls as the path allows.
+fn attend<B: OpBackend>(
+    op: &Path,
+    inputs: PathInputs<B>,
+    documents: DocumentStarts<B>,
+    path: ExecPath,
+) -> Tensor<B, 4> {
+    let [batch, heads, len, _] = inputs.q.dims();
+    let most = match path {
+        ExecPath::Kernel(DeviceKind::Cuda) => cuda::most_sequences(heads, len),
+        _ => batch,
+    };
+    let outputs = (0..batch).step_by(most).map(|first| {
+        let count = most.min(batch - first);
+        let documents = documents.clone().map(|x| x.narrow(0, first, count));
+        path_attention(op, inputs.narrow(first, count), documents, path)
+    });
+    let mut outputs: Vec<_> = outputs.collect();
+    if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(outputs, 0) }
+}
+
+/// The tokens so far.
+#[derive(Clone, Debug)]
+pub enum State<B: OpBackend> {
+    /// In plain tensors.
+    Tensors(TensorState<B>),
+    /// The cache of the CUDA kernels, from the first token on, and the tokens to reserve room for.
+    Cuda(Option<Box<PathKvCache>>, usize),
+}
+
+impl<B: OpBackend> DecodeState for State<B> {
+    fn elements(&self) -> usize {
+        match self {
+            State::Tensors(state) => state.elements(),
+            State::Cuda(cache, _) => cache.as_ref().map_or(0, |cache| cache.elements()),
+        }
     }
 }

@@ -1,24 +1,30 @@
 //! This variant's cases for the conformance suite, decoding, and extreme inputs.
 
+mod cuda;
 mod kernel;
 mod numerics;
 
 use burn::backend::{Autodiff, Flex};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use longwall_config::Problems;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::Config;
+use super::{Config, FullRank, Rank, WActivation};
 use crate::attention::conformance::{Conformance, softmax_oracle};
 use crate::attention::{AttentionShape, DecodeState, Inputs, VariantSpec, dispatch};
 use crate::backend::OpBackend;
 use crate::testing::{Tensor64, assert_budget};
 
-/// w / √(Σ w² + 1e-6) of one token's head.
-fn direction(w: &Tensor64, at: [usize; 3], head_dim: usize) -> Vec<f64> {
+/// f(w) / √(Σ f(w)² + 1e-6) of one token's head.
+fn direction(w: &Tensor64, at: [usize; 3], head_dim: usize, activation: WActivation) -> Vec<f64> {
     let [b, h, t] = at;
-    let w: Vec<f64> = (0..head_dim).map(|n| w.at(&[b, t, h * head_dim + n])).collect();
+    let f = |w: f64| match activation {
+        WActivation::None => w,
+        WActivation::Silu => w / (1.0 + (-w).exp()),
+    };
+    let w: Vec<f64> = (0..head_dim).map(|n| f(w.at(&[b, t, h * head_dim + n]))).collect();
     let length = (w.iter().map(|x| x * x).sum::<f64>() + 1e-6).sqrt();
     w.iter().map(|x| x / length).collect()
 }
@@ -34,8 +40,18 @@ pub(super) fn householder(x: &mut [f64], w: &[f64], beta: f64) {
 }
 
 impl Conformance for Config {
+    const WIDEST_HEAD: usize = 128;
+
     fn cases() -> Vec<Self> {
-        vec![Config::default(), Config { forget_gate: true, ..Config::default() }]
+        let silu = WActivation::Silu;
+        vec![
+            Config { w_activation: silu, ..Config::default() },
+            Config {
+                forget_gate: true,
+                rank: Some(Rank::Full(FullRank::Full)),
+                ..Config::default()
+            },
+        ]
     }
 
     fn oracle(
@@ -56,7 +72,8 @@ impl Conformance for Config {
                 };
                 let kv = h / group;
                 let keys: Vec<_> = (0..seq_len).map(|t| row(k, kv, t)).collect();
-                let w: Vec<_> = (0..seq_len).map(|t| direction(w, [b, kv, t], d)).collect();
+                let w: Vec<_> =
+                    (0..seq_len).map(|t| direction(w, [b, kv, t], d, self.w_activation)).collect();
                 for i in 0..seq_len {
                     let mut x = row(q, h, i);
                     let mut decay = 0.0;
@@ -79,7 +96,7 @@ pub(super) fn uniform(rng: &mut ChaCha8Rng, len: usize) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.7f32..1.7)).collect()
 }
 
-pub(super) fn values<const D: usize>(x: Tensor<Flex, D>) -> Vec<f64> {
+pub(super) fn values<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f64> {
     x.into_data().iter::<f64>().collect()
 }
 
@@ -189,7 +206,7 @@ fn a_rank_outside_the_layer_is_reported() {
     let shape = AttentionShape::new(16, 2, 1, 8);
     for (rank, ok) in [(0, false), (1, true), (16, true), (17, false)] {
         let mut problems = Problems::new();
-        Config { rank: Some(rank), ..Config::default() }.validate(
+        Config { rank: Some(Rank::Channels(rank)), ..Config::default() }.validate(
             "model.attention",
             &shape,
             &mut problems,
@@ -200,4 +217,13 @@ fn a_rank_outside_the_layer_is_reported() {
             assert_eq!(problem.remedy, "leave it out for its default");
         }
     }
+}
+
+#[test]
+fn a_rank_is_a_number_or_the_word_full() {
+    let rank = |text: &str| toml::from_str::<Config>(text).map(|config| config.rank);
+    assert_eq!(rank("rank = 8"), Ok(Some(Rank::Channels(8))));
+    assert_eq!(rank("rank = \"full\""), Ok(Some(Rank::Full(FullRank::Full))));
+    let error = rank("rank = \"half\"").unwrap_err().to_string();
+    assert!(error.contains("expected a number of channels, or \"full\""), "{error}");
 }

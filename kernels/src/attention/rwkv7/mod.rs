@@ -46,6 +46,7 @@ use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::recurrence::{WkvInputs, wkv};
+use super::recurrent::{by_head, by_token};
 use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, LowRank,
@@ -149,18 +150,6 @@ impl Config {
         let o = o * row(scale) + row(bias) + times_head_sums(v, weight, heads);
         (by_head(o * gate.clone(), heads), state)
     }
-}
-
-/// `[batch, heads, seq_len, channels]` to `[batch, seq_len, heads · channels]`.
-fn by_token<B: OpBackend>(x: Tensor<B, 4>) -> Tensor<B, 3> {
-    let [batch, heads, seq_len, channels] = x.dims();
-    x.swap_dims(1, 2).reshape([batch, seq_len, heads * channels])
-}
-
-/// `[batch, seq_len, heads · channels]` to `[batch, heads, seq_len, channels]`.
-fn by_head<B: OpBackend>(x: Tensor<B, 3>, heads: usize) -> Tensor<B, 4> {
-    let [batch, seq_len, features] = x.dims();
-    x.reshape([batch, seq_len, heads, features / heads]).swap_dims(1, 2)
 }
 
 /// Each head of `[batch, seq_len, heads · channels]`, divided by its norm.

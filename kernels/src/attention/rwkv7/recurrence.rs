@@ -22,6 +22,7 @@
 use burn::tensor::{Int, Tensor};
 
 use super::masks::{Masks, mask, masked};
+use crate::attention::recurrent::one_by_one;
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
 
@@ -238,18 +239,6 @@ fn scan<B: OpBackend>(parts: ChunkUpdates<B>, state: &mut Tensor<B, 3>) -> Tenso
         states.push(std::mem::replace(state, next));
     }
     Tensor::stack(states, 1)
-}
-
-/// The slices of `x` along dimension 1, by recursive halving as in [`segments`].
-fn one_by_one<B: OpBackend>(x: Tensor<B, 4>) -> Vec<Tensor<B, 3>> {
-    let [rows, chunks, height, width] = x.dims();
-    if chunks == 1 {
-        return vec![x.reshape([rows, height, width])];
-    }
-    let half = chunks / 2;
-    let mut parts = one_by_one(x.clone().narrow(1, 0, half));
-    parts.extend(one_by_one(x.narrow(1, half, chunks - half)));
-    parts
 }
 
 /// (I + L)⁻¹ of strictly lower triangular matrices `[…, …, size, size]`, size a power of two.

@@ -218,8 +218,8 @@ fn expected(config: &AttentionConfig, shape: &OpShape, grad: bool) -> Vec<(Strin
     let (batch, seq_len) = (*batch, *seq_len);
     let (views, value_dim) = (config.views(), config.value_dim(layer));
     let mut tensors = vec![
-        ("q", vec![batch, views * layer.heads, seq_len, layer.head_dim]),
-        ("k", vec![batch, views * layer.kv_heads, seq_len, layer.head_dim]),
+        ("q", vec![batch, views * config.query_heads(layer), seq_len, layer.head_dim]),
+        ("k", vec![batch, views * config.key_heads(layer), seq_len, layer.head_dim]),
         ("v", vec![batch, layer.kv_heads, seq_len, value_dim]),
     ];
     let projections = config.projections(layer).into_iter();
@@ -257,7 +257,11 @@ fn read_op(args: &Args, config: &AttentionConfig, file: &mut InputFile) -> Resul
             args.input.display()
         );
     }
-    let (heads, kv_heads) = (q_heads / views, k_heads / views);
+    // A head of k may serve several heads of v.
+    let [_, v_heads, _, _] = file.dims("v")?;
+    let (keys, group) = (k_heads / views, q_heads / k_heads);
+    let kv_heads = if v_heads > 0 && v_heads % keys == 0 { v_heads } else { keys };
+    let heads = kv_heads * group;
     let layer = AttentionShape {
         window: args.window,
         layer: args.layer,

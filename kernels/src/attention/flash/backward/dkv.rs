@@ -72,7 +72,7 @@ pub fn dkv<A: Hooks>(
     let queries = problem.queries as usize;
     let keys = problem.keys as usize;
     let first_column = CUBE_POS_X as usize * rows;
-    let offset = keys - queries;
+    let offset = problem.offset();
 
     // Double-buffered tiles of q and dO.
     let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
@@ -210,6 +210,9 @@ pub fn dkv<A: Hooks>(
             wait(&mut s, comptime!(usize::from(with_dk)));
 
             let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
+            if comptime!(config.after_keys) {
+                edge |= group_column + GROUP_ROWS > keys;
+            }
             edge |= tile_all_from > group_column;
             let lane_row = (offset + first_query + (lane % 4) * 2) as u32;
             let lane_column = (own + lane / 4) as u32;

@@ -43,10 +43,9 @@ pub fn dkv_in_order<A: Hooks>(
     let lane = UNIT_POS_PLANE as usize;
     // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
-    let queries = problem.queries as usize;
     let keys = problem.keys as usize;
     let first_column = CUBE_POS_X as usize * tile;
-    let offset = keys - queries;
+    let offset = problem.offset();
 
     // Double-buffered tiles of q and dO.
     let mut pipeline = Pipeline::new(tile, (dim, value_dim), warps);
@@ -142,11 +141,11 @@ pub fn dkv_in_order<A: Hooks>(
         );
         // The warp's queries.
         let own = first_query + warp * 16;
-        let group = block.group(&problem, mask, warp);
+        let group = block.group(&problem, mask, warp, config);
         carries.read(&mut row_carries, &problem, batch_head, own, key_tile);
         carries.read_sums(&mut row_sums, &problem, batch_head, own, key_tile);
         // The forward pass wrote nothing for tiles that it did not visit.
-        let visited = (first_column + tile > group.from) & (first_column <= group.last);
+        let visited = (first_column + tile > group.from) & (first_column <= group.last_key);
         #[unroll]
         for r in 0..2usize {
             row_carries[r] = select(visited, row_carries[r], 0f32);

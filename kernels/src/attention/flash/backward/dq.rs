@@ -56,7 +56,7 @@ pub fn dq<A: Hooks>(
     let block = QueryBlock::new(&problem, mask, config);
     let (batch, kv_head, batch_head) = (block.batch, block.kv_head, block.batch_head);
     let (offset, from, tiles) = (block.offset, block.from, block.tiles);
-    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
+    let queries = problem.queries as usize;
     let kv_heads = (kv_head, problem.value_head(kv_head, config));
 
     // Double-buffered tiles of K and V.
@@ -94,13 +94,13 @@ pub fn dq<A: Hooks>(
         }
     }
 
-    let group = block.group(&problem, mask, warp);
+    let group = block.group(&problem, mask, warp, config);
     let own = block.first_query + warp * 16;
     let group_row = warp / GROUP_WARPS * GROUP_ROWS;
     // The warpgroup's first tile, and the range of the block's iterations that it takes part in.
     let start = group.from / tile * tile;
     let mut seen_from = start / tile - from;
-    let mut seen_to = group.last / tile + 1 - from;
+    let mut seen_to = group.last_key / tile + 1 - from;
     if group.empty {
         seen_from = tiles;
         seen_to = tiles;
@@ -151,7 +151,7 @@ pub fn dq<A: Hooks>(
     if biased {
         start_from_biases::<A>(&mut bias_state, &mut s, inverse, warp, config);
         let next = start + tile;
-        if next <= group.last {
+        if next <= group.last_key {
             BiasesOf::<A>::read_keys(&mut bias_state, biases, &problem, &block, next, config);
         }
     }
@@ -196,7 +196,7 @@ pub fn dq<A: Hooks>(
                 operands,
                 warp,
                 next,
-                next <= group.last,
+                next <= group.last_key,
                 config,
             );
             wait(&mut s, 1usize);
@@ -217,7 +217,7 @@ pub fn dq<A: Hooks>(
             );
             if biases_after {
                 BiasesOf::<A>::begin_keys(&mut bias_state, LOG2_E, warp, config);
-                if next <= group.last {
+                if next <= group.last_key {
                     BiasesOf::<A>::read_keys(
                         &mut bias_state,
                         biases,
@@ -291,7 +291,7 @@ pub fn dq<A: Hooks>(
                     comptime!(value_dim / 16),
                 );
                 let after = next + tile;
-                if biased && after <= group.last {
+                if biased && after <= group.last_key {
                     BiasesOf::<A>::read_keys(
                         &mut bias_state,
                         biases,
@@ -318,7 +318,8 @@ pub fn dq<A: Hooks>(
             let query = own + r * 8 + lane / 4;
             let total = sum_of_four(ds_sum[r]);
             if (lane % 4 == 0) & (query < queries) {
-                ds_rows.as_mut().unwrap()[batch_head * keys + offset + query] = total;
+                let at = batch_head * problem.positions as usize + offset + query;
+                ds_rows.as_mut().unwrap()[at] = total;
             }
         }
     }

@@ -98,7 +98,7 @@ pub fn dq_from_sums<A: Hooks>(
     let KernelConfig { head_dim, tile, .. } = comptime!(config);
     let with_sums = comptime!(sums_of_rows::<A>());
     let vectors = comptime!(vectors_per_tile(config, with_sums));
-    let (queries, keys) = (problem.queries as usize, problem.keys as usize);
+    let (queries, positions) = (problem.queries as usize, problem.positions as usize);
     let batch_head = CUBE_POS_Y as usize;
     let (batch, head) = (batch_head / problem.heads as usize, batch_head % problem.heads as usize);
     let first_query = CUBE_POS_X as usize * tile;
@@ -141,7 +141,8 @@ pub fn dq_from_sums<A: Hooks>(
             for i in 0..4usize {
                 let query = first_query + place * 4 + i;
                 if query < queries {
-                    ds_rows.as_mut().unwrap()[batch_head * keys + keys - queries + query] = four[i];
+                    let at = batch_head * positions + problem.offset() + query;
+                    ds_rows.as_mut().unwrap()[at] = four[i];
                 }
             }
         }

@@ -79,6 +79,18 @@ impl KeyBlock {
     }
 }
 
+/// Arrives at `kv_empty` for the `taken`-th ticket, which the role has read. It may be ahead of the consumers: it first
+/// waits until the phase of the ticket before has ended, to which the arrival would else be counted.
+#[cube]
+fn confirm_ticket(kv_empty: &Barrier, taken: usize) {
+    if taken > 0 {
+        wait_parity(kv_empty, (taken + 1) as u32 % 2);
+    }
+    if UNIT_POS_PLANE == 0 {
+        kv_empty.arrive();
+    }
+}
+
 /// dk and dv, and dq's sums, over all query heads of each kv head.
 ///
 /// Grid: at most one block per multiprocessor.
@@ -110,7 +122,7 @@ pub fn dqkv<A: Hooks>(
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
     let queries = problem.queries as usize;
     let keys = problem.keys as usize;
-    let offset = keys - queries;
+    let offset = problem.offset();
 
     let kv_full = Barrier::shared(1, UNIT_POS == 0);
     // Released by the consumers, and by the two roles that read a ticket and not K and V.
@@ -216,17 +228,21 @@ pub fn dqkv<A: Hooks>(
         if role == 1 {
             let mut ticket = plane_shuffle(tickets.wait(taken) as u32, 0u32) as usize;
             while ticket < all {
-                if lane == 0 {
-                    kv_empty.arrive();
-                }
                 let own = KeyBlock::of_ticket(ticket, dq, blocks);
                 let first_column = own.block * rows;
                 let passes = Passes::new(&problem, mask, own.batch_kv_head, first_column, config);
                 let (batch, total) = (passes.batch, passes.total);
                 let (mut head, mut first_query) = passes.start(tile);
+                if total == 0 {
+                    confirm_ticket(&kv_empty, taken);
+                }
                 for iteration in 0..total {
                     let at = done + iteration;
                     query_tile.read::<A>(saved, mask, &problem, batch, head, first_query, config);
+                    // While the first tile is on its way.
+                    if iteration == 0 {
+                        confirm_ticket(&kv_empty, taken);
+                    }
                     q_ring.wait_empty(at);
                     query_tile.put::<A>(mask, at % 2, config);
                     let mut most = 0usize;
@@ -249,7 +265,7 @@ pub fn dqkv<A: Hooks>(
             let query_tiles = (queries + tile - 1) / tile;
             let mut ticket = tickets.wait(taken);
             while ticket < all {
-                kv_empty.arrive();
+                confirm_ticket(&kv_empty, taken);
                 let own = KeyBlock::of_ticket(ticket, dq, blocks);
                 let first_column = own.block * rows;
                 let passes = Passes::new(&problem, mask, own.batch_kv_head, first_column, config);
@@ -388,6 +404,9 @@ pub fn dqkv<A: Hooks>(
                 wait(&mut s, 1usize);
 
                 let mut edge = (group_last > offset + first_query) | (first_query + tile > queries);
+                if comptime!(config.after_keys) {
+                    edge |= group_column + GROUP_ROWS > keys;
+                }
                 if comptime!(mask.limits.any()) {
                     edge |= most_first_key[slot] as usize > group_column;
                 }

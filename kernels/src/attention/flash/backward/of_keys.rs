@@ -44,7 +44,7 @@ impl Passes {
         let kv_heads = heads / group;
         let (batch, kv_head) = (batch_kv_head / kv_heads, batch_kv_head % kv_heads);
         let keys = problem.keys as usize;
-        let offset = keys - problem.queries as usize;
+        let offset = problem.offset();
         let mut from = 0usize;
         if first_column > offset {
             from = first_column - offset;
@@ -140,7 +140,8 @@ pub fn make_scores_of_keys<A: Hooks>(
                 for e in 0..2usize {
                     let row = row + comptime!((n * 8 + e) as u32);
                     // Rows past the last query have no query.
-                    let hide = masked(row, column, first[e]) | (row >= problem.keys);
+                    let last = problem.last_key(row as usize, config) as u32;
+                    let hide = masked(last, column, first[e]) | (row >= problem.positions);
                     pair[e] = select(hide, hidden, pair[e]);
                 }
                 s.index_mut(n)[r] = pair;

@@ -62,8 +62,8 @@ impl QueryTile {
         first_query: usize,
         #[comptime] config: KernelConfig,
     ) {
-        let (queries, keys) = (problem.queries as usize, problem.keys as usize);
-        let (offset, last) = (keys - queries, queries - 1);
+        let queries = problem.queries as usize;
+        let (offset, last) = (problem.offset(), queries - 1);
         let batch_head = batch * problem.heads as usize + head;
         #[unroll]
         for i in 0..comptime!(lanes(config.tile)) {

@@ -5,23 +5,25 @@ use std::marker::PhantomData;
 use burn::tensor::{Element, bf16};
 use cubecl::prelude::*;
 
-use super::{Biases, Operands, Score};
+use super::{Biases, Operands, Score, TileQueries};
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::tile::warpgroup::{GROUP_ROWS, GROUP_WARPS, start_tile_abt};
 use crate::tile::{AFragments, Accumulator, Chunk, Pair};
 
-/// q and k unchanged; `G` is the type of dq and dk.
-pub struct PlainOperands<G: Numeric + Element = bf16>(PhantomData<G>);
+/// q and k unchanged, but for the queries of decoding, which are `T`'s; `G` is the type of dq and dk.
+pub struct PlainOperands<G: Numeric + Element = bf16, T: TileQueries = SameQueries>(
+    PhantomData<(G, T)>,
+);
 
 #[cube]
-impl<G: Numeric + Element> Operands for PlainOperands<G> {
-    type Args = ();
+impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
+    type Args = T::Args;
     type Gradient = G;
     type Forward = ();
     type Dq = ();
     type Dkv = ();
-    type Decode = ();
+    type Decode = T::State;
 
     const Q_IN_REGISTERS: bool = false;
     const DK_IN_REVERSE: bool = false;
@@ -29,7 +31,7 @@ impl<G: Numeric + Element> Operands for PlainOperands<G> {
     const SCALES_GRADIENTS: bool = true;
 
     fn forward(
-        _args: &(),
+        _args: &T::Args,
         _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
@@ -53,10 +55,16 @@ impl<G: Numeric + Element> Operands for PlainOperands<G> {
         start_plain_scores(s, q_tile, k_tile, at, warp, fresh, config);
     }
 
-    fn read_ahead(_state: &mut (), _args: &(), _column: usize, #[comptime] _config: KernelConfig) {}
+    fn read_ahead(
+        _state: &mut (),
+        _args: &T::Args,
+        _column: usize,
+        #[comptime] _config: KernelConfig,
+    ) {
+    }
 
     fn dq(
-        _args: &(),
+        _args: &T::Args,
         _problem: &ProblemShape,
         _block: &QueryBlock,
         _group: &QueryGroup,
@@ -80,7 +88,7 @@ impl<G: Numeric + Element> Operands for PlainOperands<G> {
 
     fn begin_tile_of_dq(
         _state: &mut (),
-        _args: &(),
+        _args: &T::Args,
         _warp: usize,
         _next: usize,
         _ahead: bool,
@@ -97,7 +105,7 @@ impl<G: Numeric + Element> Operands for PlainOperands<G> {
     }
 
     fn dkv(
-        _args: &(),
+        _args: &T::Args,
         _problem: &ProblemShape,
         _batch_kv_head: usize,
         _column: usize,
@@ -107,7 +115,7 @@ impl<G: Numeric + Element> Operands for PlainOperands<G> {
 
     fn read_queries(
         _state: &mut (),
-        _args: &(),
+        _args: &T::Args,
         _first_query: usize,
         #[comptime] _first: bool,
         #[comptime] _config: KernelConfig,
@@ -137,21 +145,51 @@ impl<G: Numeric + Element> Operands for PlainOperands<G> {
     }
 
     fn decode(
+        args: &T::Args,
+        problem: &ProblemShape,
+        _batch_kv_head: usize,
+        batch_heads: &Array<usize>,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> T::State {
+        T::begin(args, problem, batch_heads, column, config)
+    }
+
+    fn rescale_q(
+        state: &mut T::State,
+        args: &T::Args,
+        q: &mut AFragments,
+        _warp: usize,
+        next: usize,
+        _ahead: bool,
+        #[comptime] config: KernelConfig,
+    ) {
+        T::turn_to_tile(state, args, q, next, config);
+    }
+}
+
+/// The same queries for all tiles of keys.
+pub struct SameQueries;
+
+#[cube]
+impl TileQueries for SameQueries {
+    type Args = ();
+    type State = ();
+
+    fn begin(
         _args: &(),
         _problem: &ProblemShape,
-        _batch_kv_head: usize,
+        _batch_heads: &Array<usize>,
         _column: usize,
         #[comptime] _config: KernelConfig,
     ) {
     }
 
-    fn rescale_q(
+    fn turn_to_tile(
         _state: &mut (),
         _args: &(),
         _q: &mut AFragments,
-        _warp: usize,
         _next: usize,
-        _ahead: bool,
         #[comptime] _config: KernelConfig,
     ) {
     }

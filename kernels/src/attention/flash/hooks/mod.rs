@@ -255,11 +255,13 @@ pub trait Operands: Send + Sync + 'static {
         #[comptime] config: KernelConfig,
     );
 
-    /// The state for one query per head and key tiles from the one at `column` backwards.
+    /// The state for one query per head and key tiles from the one at `column` backwards; `batch_heads` are a
+    /// lane's two heads, as batch · heads + head.
     fn decode(
         args: &Self::Args,
         problem: &ProblemShape,
         batch_kv_head: usize,
+        batch_heads: &Array<usize>,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> Self::Decode;
@@ -272,6 +274,34 @@ pub trait Operands: Send + Sync + 'static {
         warp: usize,
         next: usize,
         ahead: bool,
+        #[comptime] config: KernelConfig,
+    );
+}
+
+/// The queries of [`PlainOperands`] in decoding, where they may differ between tiles of keys.
+#[cube]
+pub trait TileQueries: Send + Sync + 'static {
+    /// The launch arguments.
+    type Args: LaunchArg + CubeType;
+    /// The state of a warp.
+    type State: CubeType;
+
+    /// The state before the key tile at `column`, the last one; `batch_heads` are a lane's two heads, as
+    /// batch · heads + head.
+    fn begin(
+        args: &Self::Args,
+        problem: &ProblemShape,
+        batch_heads: &Array<usize>,
+        column: usize,
+        #[comptime] config: KernelConfig,
+    ) -> Self::State;
+
+    /// Turns `q` from the queries of the tile before to those of the current one; the tile after it is at `next`.
+    fn turn_to_tile(
+        state: &mut Self::State,
+        args: &Self::Args,
+        q: &mut AFragments,
+        next: usize,
         #[comptime] config: KernelConfig,
     );
 }

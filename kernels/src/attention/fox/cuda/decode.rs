@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 
 use super::{DecayHooks, flash, prune};
 use crate::Cuda;
-use crate::attention::decay::{DecaySums, SPAN, Sums, split, whole};
+use crate::attention::decay::{DecaySumsCache, SPAN, Sums, split, whole};
 use crate::attention::flash::{
     CacheBuffer, FlashAttention, Heads, as_u32, decode, expired, row_dots,
 };
@@ -24,10 +24,7 @@ use crate::tile::{CHUNK, Chunk, RowStrides};
 pub struct DecayKvCache {
     keys: CacheBuffer,
     values: CacheBuffer,
-    /// Σ ℓ within spans, `[batch, heads, tokens, 1]`.
-    within: CacheBuffer,
-    /// Σ ℓ before spans, `[batch, heads, spans + 1, 2]`.
-    before: CacheBuffer,
+    sums: DecaySumsCache,
     /// The largest |k|² so far, `[batch, kv_heads, 1]`; updated only with pruning.
     largest: CudaTensor,
     /// If the last call was a pruned one of one token: the first keys that still mattered to its queries,
@@ -39,13 +36,11 @@ impl DecayKvCache {
     /// An empty cache for `heads` query heads and keys like `k`, with room for `capacity` tokens.
     pub fn new(k: &CudaTensor, heads: usize, capacity: usize) -> Self {
         let [batch, kv_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
-        let tokens =
-            |heads, channels, dtype| CacheBuffer::new(k, [batch, heads, channels], dtype, capacity);
+        let tokens = || CacheBuffer::new(k, [batch, kv_heads, head_dim], k.dtype, capacity);
         DecayKvCache {
-            keys: tokens(kv_heads, head_dim, k.dtype),
-            values: tokens(kv_heads, head_dim, k.dtype),
-            within: tokens(heads, 1, DType::F32),
-            before: CacheBuffer::new(k, [batch, heads, 2], DType::F32, capacity.div_ceil(SPAN) + 1),
+            keys: tokens(),
+            values: tokens(),
+            sums: DecaySumsCache::new(k, [batch, heads], capacity),
             largest: zeros(k, &[batch, kv_heads, 1], DType::F32),
             starts: None,
         }
@@ -53,8 +48,9 @@ impl DecayKvCache {
 
     /// Elements of all buffers.
     pub fn elements(&self) -> usize {
-        let kept = [&self.keys, &self.values, &self.within, &self.before];
-        kept.map(CacheBuffer::elements).iter().sum::<usize>()
+        self.keys.elements()
+            + self.values.elements()
+            + self.sums.elements()
             + self.largest.meta.shape().num_elements()
     }
 
@@ -80,16 +76,11 @@ impl DecayKvCache {
     ) -> CudaTensor {
         let (tokens, window) = (k.meta.shape()[2], op.core.window);
         let old = expired(window, self.keys.rows(), tokens);
-        for (buffer, rows) in [(&mut self.keys, old), (&mut self.values, old)]
-            .into_iter()
-            .chain([(&mut self.within, old), (&mut self.before, old / SPAN)])
-        {
-            buffer.drop_first(rows);
-        }
-        let held = self.keys.rows();
-        self.within.add(tokens);
-        self.before.add((held + tokens).div_ceil(SPAN) + 1 - self.before.rows());
+        self.keys.drop_first(old);
+        self.values.drop_first(old);
+        self.sums.drop_first(old);
         if tokens == 1 {
+            self.sums.add(1);
             let starts = match logits.dtype {
                 DType::BF16 => self.append::<bf16>(op, [q, k, v], &logits),
                 _ => self.append::<f32>(op, [q, k, v], &logits),
@@ -103,10 +94,9 @@ impl DecayKvCache {
         self.starts = None;
         self.keys.append(k.clone());
         self.values.append(v.clone());
-        let sums = self.sums();
-        sums.add(&primitive(log_decay(tensor::<Cuda, 3>(logits))), held);
+        self.sums.append(&primitive(log_decay(tensor::<Cuda, 3>(logits))));
         let flash = self.flash(op, q, sinks);
-        let pruned = op.core.prune.then(|| prune(&flash, &sums));
+        let pruned = op.core.prune.then(|| prune(&flash, &self.sums.held()));
         let o = flash.pruned(pruned).softmax(sinks.is_some()).o;
         if op.core.prune {
             let k = Heads::new(k);
@@ -116,11 +106,6 @@ impl DecayKvCache {
         o
     }
 
-    /// Views of the sums held.
-    fn sums(&self) -> DecaySums {
-        DecaySums { within: self.within.held(), before: self.before.held() }
-    }
-
     /// Attention of `q` over the keys held.
     fn flash(
         &self,
@@ -128,7 +113,7 @@ impl DecayKvCache {
         q: &CudaTensor,
         sinks: Option<&CudaTensor>,
     ) -> FlashAttention<DecayHooks> {
-        let hooks = DecayHooks { sums: self.sums(), sinks: sinks.cloned() };
+        let hooks = DecayHooks { sums: self.sums.held(), sinks: sinks.cloned() };
         flash(op, [q, &self.keys.held(), &self.values.held()], hooks, None)
     }
 
@@ -149,10 +134,7 @@ impl DecayKvCache {
         let starts = op.core.prune.then(|| empty(&q.tensor, &[batch, heads], DType::I32));
         let logits = contiguous(logits);
         let chunks = |x: &Heads| ChunkedRowsLaunch::new(buffer(&x.tensor, CHUNK), x.row_strides());
-        let sums = DecaySums {
-            within: self.within.buffer().clone(),
-            before: self.before.buffer().clone(),
-        };
+        let sums = self.sums.buffers();
         // SAFETY: a warp handles the token of one head.
         unsafe {
             append::launch_unchecked::<Z, CudaRuntime>(

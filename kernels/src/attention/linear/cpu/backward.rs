@@ -7,7 +7,8 @@
 
 use std::ops::Range;
 
-use super::{Buffers, HalfPair, LinearRow, RowSizes, product, scale_rows};
+use super::decays::{product, scale_rows};
+use super::{Buffers, HalfPair, LinearRow, RowSizes};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::math;
 
@@ -27,7 +28,7 @@ fn add_product(dst: &mut [f32], x: &[f32], y: &[f32]) {
 }
 
 impl LinearRow<'_> {
-    pub(super) fn backward(&self, grad: &[f32], grads: &mut Grads) {
+    pub(super) fn backward(&self, grad: &[f32], own_keys: bool, grads: &mut Grads) {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let mut buffers = Buffers::default();
         let mut states = vec![];
@@ -40,7 +41,9 @@ impl LinearRow<'_> {
         let mut later = vec![0.0; d * values];
         for (chunk, state) in self.chunks().rev().zip(states.into_iter().rev()) {
             self.backward_state(&chunk, &state, &mut later, grad, &mut buffers, grads);
-            self.backward_own(&chunk, grad, grads);
+            if own_keys {
+                self.backward_own(&chunk, grad, grads);
+            }
             for pair in self.pairs(chunk) {
                 self.backward_pair(&pair, grad, &mut buffers, grads);
             }
@@ -61,7 +64,7 @@ impl LinearRow<'_> {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
         let n = chunk.len();
         // The chunk's tokens, which were added to the state.
-        let chunk_decay = self.decays_to_end(chunk, &mut buffers.k_factors);
+        let chunk_decay = self.decays.until_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
         buffers.d_k.resize(n * d, 0.0);
         let after = Mat::new(later, d, values, values);
@@ -78,7 +81,7 @@ impl LinearRow<'_> {
         }
         scale_rows(later, &chunk_decay);
         // The chunk's queries, which read the state before it.
-        self.decays_from_start(chunk, &mut buffers.q_factors);
+        self.decays.since_start(chunk, &mut buffers.q_factors);
         self.start_queries(n, buffers);
         for head in 0..self.sizes.group {
             product(&mut buffers.q, &self.q[self.q_at(head, chunk)], &buffers.q_factors);
@@ -118,8 +121,8 @@ impl LinearRow<'_> {
     ) {
         let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (pair.queries.len(), pair.keys.len());
-        self.decays_from_start(&pair.queries, &mut buffers.q_factors);
-        self.decays_to_end(&pair.keys, &mut buffers.k_factors);
+        self.decays.since_start(&pair.queries, &mut buffers.q_factors);
+        self.decays.until_end(&pair.keys, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(&pair.keys), &buffers.k_factors);
         self.start_queries(n, buffers);
         buffers.d_k.clear();

@@ -2,6 +2,7 @@
 //! chunks and recursive halves.
 
 mod backward;
+pub mod decays;
 
 use std::ops::Range;
 
@@ -9,17 +10,18 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use self::backward::Grads;
+use self::decays::{Decays, product, scale_rows};
 use super::GatedLinear;
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 
 /// One row's inputs: q `[group, seq_len, head_dim]`, k `[seq_len, head_dim]`, v
-/// `[seq_len, value_dim]`, log decays `[seq_len, channels]`.
+/// `[seq_len, value_dim]`, and the log decays.
 struct LinearRow<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
-    log_decay: &'a [f32],
+    decays: Decays<'a>,
     sizes: RowSizes,
 }
 
@@ -56,12 +58,6 @@ struct Buffers {
     d_k: Vec<f32>,
     /// Gradients of the queries' exponents, summed over the group.
     d_from: Vec<f32>,
-}
-
-/// `dst` = x ⊙ y.
-fn product(dst: &mut Vec<f32>, x: &[f32], y: &[f32]) {
-    dst.clear();
-    dst.extend(x.iter().zip(y).map(|(x, y)| x * y));
 }
 
 impl LinearRow<'_> {
@@ -111,55 +107,12 @@ impl LinearRow<'_> {
         Mat::new(&self.v[self.v_at(tokens)], tokens.len(), d, d)
     }
 
-    /// exp of the sums of log decays from the start of `tokens` to each token.
-    fn decays_from_start(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) {
-        let mut sums = vec![0.0; self.sizes.channels];
-        factors.clear();
-        for t in tokens.clone() {
-            math::add_to(&mut sums, self.steps(t));
-            self.push_factors(&sums, factors);
-        }
-    }
-
-    /// exp of the sums of log decays after each token to the end of `tokens`; returns exp of the sum over
-    /// all of them.
-    fn decays_to_end(&self, tokens: &Range<usize>, factors: &mut Vec<f32>) -> Vec<f32> {
-        let d = self.sizes.head_dim;
-        let mut sums = vec![0.0; self.sizes.channels];
-        factors.clear();
-        for t in tokens.clone().rev() {
-            self.push_factors(&sums, factors);
-            math::add_to(&mut sums, self.steps(t));
-        }
-        // They were written last token first.
-        let n = tokens.len();
-        for t in 0..n / 2 {
-            let (low, high) = factors.split_at_mut((n - 1 - t) * d);
-            low[t * d..][..d].swap_with_slice(&mut high[..d]);
-        }
-        let mut chunk_decay = vec![];
-        self.push_factors(&sums, &mut chunk_decay);
-        chunk_decay
-    }
-
-    fn steps(&self, token: usize) -> &[f32] {
-        &self.log_decay[token * self.sizes.channels..][..self.sizes.channels]
-    }
-
-    /// exp of a token's sums, for each of its head_dim channels.
-    fn push_factors(&self, sums: &[f32], factors: &mut Vec<f32>) {
-        match sums {
-            [one] => factors.extend(std::iter::repeat_n(math::exp(*one), self.sizes.head_dim)),
-            _ => factors.extend(sums.iter().map(|&sum| math::exp(sum))),
-        }
-    }
-
     fn forward(&self, y: &mut [f32]) {
         let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let mut buffers = Buffers::default();
         let mut state = vec![0.0; d * values];
         for chunk in self.chunks() {
-            self.decays_from_start(&chunk, &mut buffers.q_factors);
+            self.decays.since_start(&chunk, &mut buffers.q_factors);
             for head in 0..group {
                 product(&mut buffers.q, &self.q[self.q_at(head, &chunk)], &buffers.q_factors);
                 let y = &mut y[self.o_at(head, &chunk)];
@@ -189,8 +142,8 @@ impl LinearRow<'_> {
     fn forward_pair(&self, pair: &HalfPair, buffers: &mut Buffers, y: &mut [f32]) {
         let RowSizes { group, head_dim: d, value_dim: values, .. } = self.sizes;
         let (n, m) = (pair.queries.len(), pair.keys.len());
-        self.decays_from_start(&pair.queries, &mut buffers.q_factors);
-        self.decays_to_end(&pair.keys, &mut buffers.k_factors);
+        self.decays.since_start(&pair.queries, &mut buffers.q_factors);
+        self.decays.until_end(&pair.keys, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(&pair.keys), &buffers.k_factors);
         buffers.scores.resize(n * m, 0.0);
         let k = Mat::new(&buffers.k, m, d, d);
@@ -206,19 +159,11 @@ impl LinearRow<'_> {
     /// The state after a chunk.
     fn advance(&self, chunk: &Range<usize>, state: &mut [f32], buffers: &mut Buffers) {
         let RowSizes { head_dim: d, value_dim: values, .. } = self.sizes;
-        let chunk_decay = self.decays_to_end(chunk, &mut buffers.k_factors);
+        let chunk_decay = self.decays.until_end(chunk, &mut buffers.k_factors);
         product(&mut buffers.k, self.k_of(chunk), &buffers.k_factors);
         scale_rows(state, &chunk_decay);
         let k = Mat::new(&buffers.k, chunk.len(), d, d);
         gemm(state, values, 1.0, k.t(), self.v_of(chunk), 1.0);
-    }
-}
-
-/// Each row of a matrix times its factor.
-fn scale_rows(x: &mut [f32], factors: &[f32]) {
-    let width = x.len() / factors.len();
-    for (x, factor) in x.chunks_exact_mut(width).zip(factors) {
-        x.iter_mut().for_each(|x| *x *= factor);
     }
 }
 
@@ -232,7 +177,7 @@ impl GatedLinear {
     }
 
     /// y.
-    pub(super) fn run(&self, inputs: &[FlexTensor; 4]) -> FlexTensor {
+    pub fn run(&self, inputs: &[FlexTensor; 4]) -> FlexTensor {
         let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
         let sizes = self.sizes(&inputs);
         let RowSizes { rows, group, seq_len, value_dim, .. } = sizes;
@@ -243,8 +188,14 @@ impl GatedLinear {
         from_vec(y, &[rows, group, seq_len, value_dim])
     }
 
-    /// The gradients of the inputs, where `grad` is that of y.
-    pub(super) fn gradients(&self, inputs: &[FlexTensor], grad: &FlexTensor) -> [FlexTensor; 4] {
+    /// The gradients of the inputs, where `grad` is that of y; without `own_keys`, that of
+    /// y_t − (q_t · k_t) v_t, in which queries read only the keys before theirs.
+    pub fn gradients(
+        &self,
+        inputs: &[FlexTensor],
+        grad: &FlexTensor,
+        own_keys: bool,
+    ) -> [FlexTensor; 4] {
         let inputs = [0, 1, 2, 3].map(|at| contiguous(&inputs[at]));
         let grad = contiguous(grad);
         let sizes = self.sizes(&inputs);
@@ -260,19 +211,45 @@ impl GatedLinear {
             .for_each(|(row, (((q, k), v), log_decay))| {
                 let grad = part_of(&grad, row, sizes.rows);
                 let grads = &mut Grads { q, k, v, log_decay };
-                row_of(&inputs, row, sizes).backward(grad, grads);
+                row_of(&inputs, row, sizes).backward(grad, own_keys, grads);
             });
         let mut shapes = inputs.iter().map(dims);
         grads.map(|x| from_vec(x, &shapes.next().expect("a shape for each input")))
     }
 }
 
-fn part_of(tensor: &FlexTensor, row: usize, rows: usize) -> &[f32] {
+/// Inputs without weights: q, k, β v and the log decays.
+pub fn weighted([q, k, v, beta, log_decay]: &[FlexTensor; 5]) -> [FlexTensor; 4] {
+    let [v, beta] = [v, beta].map(contiguous);
+    let rows = slice(&v).chunks_exact(dims(&v)[2]).zip(slice(&beta));
+    let weighted = rows.flat_map(|(v, beta)| v.iter().map(move |v| beta * v)).collect();
+    [q.clone(), k.clone(), from_vec(weighted, &dims(&v)), log_decay.clone()]
+}
+
+/// The gradients of v and β, where `grad` is that of β v.
+pub fn gradients_of_weights(
+    v: &FlexTensor,
+    beta: &FlexTensor,
+    grad: &FlexTensor,
+) -> [FlexTensor; 2] {
+    let [v, beta] = [v, beta].map(contiguous);
+    let values = dims(&v)[2];
+    let rows = slice(grad).chunks_exact(values);
+    let of_beta = rows.clone().zip(slice(&v).chunks_exact(values));
+    let of_beta = of_beta.map(|(grad, v)| math::dot(grad, v)).collect();
+    let of_v = rows.zip(slice(&beta));
+    let of_v = of_v.flat_map(|(grad, beta)| grad.iter().map(move |x| beta * x)).collect();
+    [from_vec(of_v, &dims(&v)), from_vec(of_beta, &dims(&beta))]
+}
+
+/// Row `row` of a tensor of `rows` rows.
+pub fn part_of(tensor: &FlexTensor, row: usize, rows: usize) -> &[f32] {
     let data = slice(tensor);
     &data[row * (data.len() / rows)..][..data.len() / rows]
 }
 
 fn row_of(inputs: &[FlexTensor; 4], row: usize, sizes: RowSizes) -> LinearRow<'_> {
     let [q, k, v, log_decay] = inputs.each_ref().map(|x| part_of(x, row, sizes.rows));
-    LinearRow { q, k, v, log_decay, sizes }
+    let RowSizes { channels, head_dim, .. } = sizes;
+    LinearRow { q, k, v, decays: Decays { log_decay, channels, head_dim }, sizes }
 }

@@ -266,8 +266,11 @@ impl<'a> Call<'a> {
 
     fn row(&self, row: usize) -> PathRow<'_> {
         let len = self.sizes.seq_len;
-        let documents =
-            self.documents.as_ref().map(|starts| &starts[row / self.op.kv_heads * len..][..len]);
+        let documents = self.documents.as_ref().map(|starts| {
+            // Rows of a sequence have its documents.
+            let sequence = row * starts.len() / (self.rows * len);
+            &starts[sequence * len..][..len]
+        });
         let start = |i: usize| {
             let window = self.op.window.map_or(0, |w| (i + 1).saturating_sub(w));
             window.max(documents.map_or(0, |starts| starts[i] as usize))

@@ -1,31 +1,32 @@
 //! The CPU kernel against recurrences in f64, over several levels of halves.
 
 use burn::backend::{Autodiff, Flex};
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
 use super::numerics::{Sample, check_row};
 use super::{dot, householder, uniform, values};
 use crate::attention::ExecPath;
-use crate::attention::path::op::{Path, path_attention};
+use crate::attention::path::op::{Path, PathInputs, path_attention};
 use crate::attention::path::reference::Tokens;
+use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 use crate::testing::assert_budget;
 
 const KERNEL: ExecPath = ExecPath::Kernel(DeviceKind::Cpu);
 
 /// Two query heads on one key head, a window and the starts of documents.
-struct Case {
-    what: &'static str,
-    sample: Sample,
-    window: Option<usize>,
-    documents: &'static [usize],
+pub(super) struct Case {
+    pub what: &'static str,
+    pub sample: Sample,
+    pub window: Option<usize>,
+    pub documents: &'static [usize],
 }
 
 impl Case {
     /// Without a window, in one document.
-    fn new(what: &'static str, sample: Sample) -> Self {
+    pub fn new(what: &'static str, sample: Sample) -> Self {
         let gates: [&dyn Fn(usize) -> f32; 2] = [&|t| -0.01 * (t % 7) as f32, &|_| -1e-3];
         let mut sample = sample.gates(&gates);
         sample.q[1].reverse();
@@ -38,28 +39,31 @@ impl Case {
         (0..self.sample.len()).map(|t| start(t).expect("a document starts at 0")).collect()
     }
 
-    /// The gradients of q, k, v, w, β and ℓ for this upstream gradient.
-    fn gradients(&self, upstream: &[f32]) -> Vec<Vec<f64>> {
-        let Tokens { q, k, v, w, beta, log_decay } = self.sample.tokens();
-        let lift = |x: Tensor<Flex, 4>| Tensor::<Autodiff<Flex>, 4>::from_inner(x).require_grad();
-        let [q, k, v, w, beta] = [q, k, v, w, beta].map(lift);
-        let decay = log_decay.map(|x| Tensor::<Autodiff<Flex>, 3>::from_inner(x).require_grad());
-        let tokens = Tokens { q, k, v, w, beta, log_decay: decay };
+    /// The gradients of q, k, v, w, β and ℓ for this upstream gradient, with q, k and v of type `dtype`.
+    pub fn gradients<B: OpBackend>(&self, upstream: &[f32], dtype: FloatDType) -> Vec<Vec<f64>> {
+        let device = Default::default();
+        let PathInputs { q, k, v, w, beta, log_decay } = self.sample.inputs(&device);
+        let [q, k, v] = [q, k, v].map(|x| x.cast(dtype).require_grad());
+        let [w, beta] = [w, beta].map(Tensor::require_grad);
+        let log_decay = log_decay.map(Tensor::require_grad);
+        let inputs: PathInputs<Autodiff<B>> = PathInputs { q, k, v, w, beta, log_decay };
         let starts: Vec<_> = self.starts().into_iter().map(|s| s as i64).collect();
         let data = TensorData::new(starts, [1, self.sample.len()]);
-        let documents = Tensor::<Autodiff<Flex>, 2, Int>::from_data(data, &Default::default());
-        let op = Path { window: self.window, kv_heads: 1 };
-        let out = path_attention(&op, tokens.clone(), Some(documents), KERNEL);
+        let documents = Tensor::<Autodiff<B>, 2, Int>::from_data(data, &device);
+        let op = Path { window: self.window, ..self.sample.op() };
+        let path = ExecPath::Kernel(B::device_kind());
+        let out = path_attention(&op, inputs.clone(), Some(documents), path);
         let data = TensorData::new(upstream.to_vec(), out.shape());
-        let grads = (out * Tensor::from_data(data, &Default::default())).sum().backward();
-        let Tokens { q, k, v, w, beta, log_decay } = tokens;
-        let of = |x: Tensor<Autodiff<Flex>, 4>| values(x.grad(&grads).expect("a gradient"));
+        let upstream = Tensor::<Autodiff<B>, 4>::from_data(data, &device).cast(dtype);
+        let grads = (out * upstream).sum().backward();
+        let PathInputs { q, k, v, w, beta, log_decay } = inputs;
+        let of = |x: Tensor<Autodiff<B>, 4>| values(x.grad(&grads).expect("a gradient"));
         let decay = log_decay.expect("a gate").grad(&grads).expect("a gradient");
         [q, k, v, w, beta].map(of).into_iter().chain([values(decay)]).collect()
     }
 
     /// The same by taking each query through one transform after another, in f64.
-    fn expected(&self, upstream: &[f32]) -> Vec<Vec<f64>> {
+    pub fn expected(&self, upstream: &[f32]) -> Vec<Vec<f64>> {
         let Tokens { q, k, v, w, beta, log_decay } = self.sample.tokens();
         let [q, k, v, w, beta] = [q, k, v, w, beta].map(values);
         let decay = values(log_decay.expect("a gate"));
@@ -106,7 +110,7 @@ impl Case {
                 householder(&mut g, &wj, beta[j]);
                 g.iter_mut().zip(row(&k, j)).for_each(|(g, k)| *g += ds * k);
             }
-            add(&mut grads[0], at, 1.0, &g);
+            add(&mut grads[0], at, f64::from(self.sample.op().scale), &g);
         }
         grads
     }
@@ -114,7 +118,7 @@ impl Case {
     fn check(&self) {
         let mut rng = ChaCha8Rng::seed_from_u64(8);
         let upstream = uniform(&mut rng, 2 * self.sample.len() * self.sample.head_dim);
-        let got = self.gradients(&upstream);
+        let got = self.gradients::<Flex>(&upstream, FloatDType::F32);
         let want = self.expected(&upstream);
         for (n, name) in ["q", "k", "v", "w", "beta", "log decay"].iter().enumerate() {
             let what = format!("{}, gradient of {name}", self.what);
@@ -157,8 +161,8 @@ fn gradients_with_windows_and_documents_agree_with_recurrences() {
 fn rows_of_many_levels_agree_with_their_recurrence() {
     let sample = |len| Sample::new(len, 8).gates(&[&|_| -1e-3]);
     for sample in [sample(4096), sample(4001).beta(|_| 2.0), sample(2048).one_direction()] {
-        let op = Path { window: None, kv_heads: 1 };
-        let out = path_attention(&op, sample.tokens(), None, KERNEL);
+        let inputs = sample.inputs::<Flex>(&Default::default());
+        let out = path_attention(&sample.op(), inputs, None, KERNEL);
         let len = sample.len();
         for i in [0, 15, 16, 63, 64, 1023, 1024, 1500, len / 2, len - 1] {
             check_row("the kernel", &sample, &out, 0, i);

@@ -2,13 +2,15 @@
 //! recurrences.
 
 use burn::backend::Flex;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData, bf16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::{dot, householder, uniform, values};
 use crate::attention::path::householder::TransformedBlocks;
+use crate::attention::path::op::{Path, PathInputs};
 use crate::attention::path::reference::{BLOCK, Tokens, Visible, attend};
+use crate::backend::OpBackend;
 use crate::testing::assert_budget;
 
 /// Tokens of one key head, as f32 numbers in row-major order; `decays[h]` are query head h's gates.
@@ -57,6 +59,13 @@ impl Sample {
         Sample { w, ..self }
     }
 
+    /// Queries, keys and values rounded to bf16.
+    pub fn rounded(mut self) -> Self {
+        let heads = self.q.iter_mut().chain([&mut self.k, &mut self.v]);
+        heads.flatten().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        self
+    }
+
     /// One query head for every gate, all with the same queries.
     pub fn gates(self, gates: &[&dyn Fn(usize) -> f32]) -> Self {
         let decays = gates.iter().map(|gate| (0..self.len()).map(gate).collect()).collect();
@@ -68,22 +77,32 @@ impl Sample {
         1.0 / (self.head_dim as f64).sqrt()
     }
 
-    /// As tensors, the queries times the scale.
-    pub fn tokens(&self) -> Tokens<Flex> {
+    /// The operation's settings, without a window.
+    pub fn op(&self) -> Path {
+        Path { scale: self.scale() as f32, window: None }
+    }
+
+    /// As tensors.
+    pub fn inputs<B: OpBackend>(&self, device: &B::Device) -> PathInputs<B> {
         let (len, d) = (self.len(), self.head_dim);
-        let tensor = |x: &[f32], shape: [usize; 4]| -> Tensor<Flex, 4> {
-            Tensor::from_data(TensorData::new(x.to_vec(), shape), &Default::default())
+        let tensor = |x: &[f32], shape: [usize; 4]| -> Tensor<B, 4> {
+            Tensor::from_data(TensorData::new(x.to_vec(), shape), device)
         };
         let log_decay = (!self.decays.is_empty())
             .then(|| tensor(&self.decays.concat(), [1, self.decays.len(), len, 1]).squeeze_dim(3));
-        Tokens {
-            q: tensor(&self.q.concat(), [1, self.q.len(), len, d]) * self.scale() as f32,
+        PathInputs {
+            q: tensor(&self.q.concat(), [1, self.q.len(), len, d]),
             k: tensor(&self.k, [1, 1, len, d]),
             v: tensor(&self.v, [1, 1, len, d]),
             w: tensor(&self.w, [1, 1, len, d]),
             beta: tensor(&self.beta, [1, 1, len, 1]),
             log_decay,
         }
+    }
+
+    /// As tensors in rows, the queries times the scale.
+    pub fn tokens(&self) -> Tokens<Flex> {
+        self.inputs(&Default::default()).rows(self.scale() as f32)
     }
 
     /// Token t of `x`.

@@ -472,6 +472,7 @@ impl Operands for GatedOperands {
         args: &Gates,
         problem: &ProblemShape,
         batch_kv_head: usize,
+        _batch_heads: &Array<usize>,
         column: usize,
         #[comptime] config: KernelConfig,
     ) -> GatedDecode {

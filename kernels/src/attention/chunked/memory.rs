@@ -1,0 +1,323 @@
+//! What the kernels read and write: their arguments, and rows of vectors between global and shared memory.
+
+use burn::tensor::bf16;
+use cubecl::prelude::*;
+
+use super::product::Matrix;
+use super::{CHUNK_TOKENS, THREADS};
+use crate::tile::{CHUNK, Chunk, exp2};
+
+/// How a token's value enters the state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Update {
+    /// As it is.
+    Additive,
+    /// Less what the decayed state holds for its key.
+    Delta,
+}
+
+/// The compile-time configuration of the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkConfig {
+    /// Channels of a query and a key, a multiple of 16, at most 128.
+    pub head_dim: usize,
+    /// Channels of a value, a multiple of 16.
+    pub value_dim: usize,
+    /// Channels of a value that are in shared memory at a time: 16, 32 or 64, a divisor of `value_dim`.
+    pub columns: usize,
+    /// The update.
+    pub update: Update,
+    /// Whether values have a weight, β.
+    pub weighted: bool,
+}
+
+impl ChunkConfig {
+    /// Parts of a value.
+    pub const fn parts(&self) -> usize {
+        self.value_dim / self.columns
+    }
+
+    /// Whether the update is the delta rule.
+    pub const fn is_delta(&self) -> bool {
+        matches!(self.update, Update::Delta)
+    }
+}
+
+/// The sizes of a call.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Sizes {
+    /// Tokens of a row.
+    pub tokens: u32,
+    /// Chunks of a row.
+    pub chunks: u32,
+    /// Query heads of a row.
+    pub group: u32,
+}
+
+/// What all kernels read, in the notation of `docs/chunked.md`.
+#[derive(CubeType, CubeLaunch)]
+pub struct ChunkInputs {
+    /// `[rows, group, tokens, head_dim]`
+    pub q: Array<Chunk>,
+    /// `[rows, tokens, head_dim]`
+    pub k: Array<Chunk>,
+    /// The sums P of log decays inside chunks, base 2, `[rows, chunks, 64]`.
+    pub sums: Array<f32>,
+    /// β, `[rows, tokens]`, if values are weighted.
+    pub beta: Array<f32>,
+}
+
+/// A chunk of a row.
+#[derive(CubeType, Clone, Copy)]
+pub struct ChunkOf {
+    /// The row.
+    pub row: usize,
+    /// The number of the chunk in its row.
+    pub chunk: usize,
+    /// The number of the chunk among all.
+    pub number: usize,
+    /// The index of its first token in `[rows, tokens]`.
+    pub token: usize,
+    /// Its tokens.
+    pub count: usize,
+}
+
+#[cube]
+impl ChunkOf {
+    /// Chunk `chunk` of row `row`.
+    pub fn new(row: usize, chunk: usize, sizes: &Sizes) -> ChunkOf {
+        let (tokens, chunks) = (sizes.tokens as usize, sizes.chunks as usize);
+        let first = chunk * CHUNK_TOKENS;
+        ChunkOf {
+            row,
+            chunk,
+            number: row * chunks + chunk,
+            token: row * tokens + first,
+            count: min(tokens - first, CHUNK_TOKENS.runtime()),
+        }
+    }
+
+    /// The index of its first token in `[rows, group, tokens]`.
+    pub fn query(&self, head: usize, sizes: &Sizes) -> usize {
+        let tokens = sizes.tokens as usize;
+        (self.row * sizes.group as usize + head) * tokens + self.chunk * CHUNK_TOKENS
+    }
+}
+
+/// The factors of a chunk's tokens, in shared memory.
+#[derive(CubeType)]
+pub struct Factors {
+    /// The decay from the chunk's start to each token, e^P.
+    pub since_start: SharedMemory<f32>,
+    /// The decay from each token to the chunk's end.
+    pub until_end: SharedMemory<f32>,
+    /// P, base 2.
+    pub sums: SharedMemory<f32>,
+    /// β, 1 where values have no weight.
+    pub beta: SharedMemory<f32>,
+}
+
+#[cube]
+impl Factors {
+    /// Without values.
+    pub fn new() -> Factors {
+        Factors {
+            since_start: SharedMemory::<f32>::new(CHUNK_TOKENS),
+            until_end: SharedMemory::<f32>::new(CHUNK_TOKENS),
+            sums: SharedMemory::<f32>::new(CHUNK_TOKENS),
+            beta: SharedMemory::<f32>::new(CHUNK_TOKENS),
+        }
+    }
+
+    /// Reads those of a chunk. The block must synchronise before and after.
+    pub fn load(&mut self, inputs: &ChunkInputs, of: &ChunkOf, #[comptime] config: ChunkConfig) {
+        let ahead = FactorsAhead::fetch(inputs, of, config);
+        self.put(&ahead);
+    }
+
+    /// Writes what has been fetched.
+    pub fn put(&mut self, ahead: &FactorsAhead) {
+        let token = UNIT_POS as usize;
+        if token < CHUNK_TOKENS {
+            self.since_start[token] = exp2(ahead.sum);
+            self.until_end[token] = exp2(min(ahead.last - ahead.sum, 0f32));
+            self.sums[token] = ahead.sum;
+            self.beta[token] = ahead.beta;
+        }
+    }
+
+    /// The decay from token s to a token t at or after it.
+    pub fn between(&self, t: usize, s: usize) -> f32 {
+        exp2(min(self.sums[t] - self.sums[s], 0f32))
+    }
+
+    /// The decay over the chunk.
+    pub fn whole(&self) -> f32 {
+        self.since_start[comptime!(CHUNK_TOKENS - 1)]
+    }
+}
+
+/// A token's numbers of a chunk to come, in registers.
+#[derive(CubeType)]
+pub struct FactorsAhead {
+    sum: f32,
+    last: f32,
+    beta: f32,
+}
+
+#[cube]
+impl FactorsAhead {
+    /// Reads them.
+    pub fn fetch(
+        inputs: &ChunkInputs,
+        of: &ChunkOf,
+        #[comptime] config: ChunkConfig,
+    ) -> FactorsAhead {
+        let token = UNIT_POS as usize % CHUNK_TOKENS;
+        let base = of.number * CHUNK_TOKENS;
+        let mut beta = f32::cast_from(1f32);
+        if comptime!(config.weighted) {
+            beta = 0f32;
+            if token < of.count {
+                beta = inputs.beta[of.token + token];
+            }
+        }
+        FactorsAhead {
+            sum: inputs.sums[base + token],
+            last: inputs.sums[base + comptime!(CHUNK_TOKENS - 1)],
+            beta,
+        }
+    }
+}
+
+/// Rounds in which a block's threads pass over the chunks of `rows` rows of `columns` columns.
+const fn rounds(rows: usize, columns: usize) -> usize {
+    (rows * columns / CHUNK).div_ceil(THREADS)
+}
+
+/// A thread's chunk of a round.
+#[derive(CubeType)]
+struct Own {
+    row: usize,
+    chunk: usize,
+    exists: bool,
+}
+
+#[cube]
+impl Own {
+    fn new(#[comptime] round: usize, #[comptime] rows: usize, #[comptime] columns: usize) -> Own {
+        let index = UNIT_POS as usize + comptime!(round * THREADS);
+        let count = comptime!(rows * columns / CHUNK);
+        Own {
+            row: index / comptime!(columns / CHUNK),
+            chunk: index % comptime!(columns / CHUNK),
+            exists: comptime!(count.is_multiple_of(THREADS)) || index < count,
+        }
+    }
+}
+
+/// Reads rows into registers: `columns` columns of those before `count`, `stride` chunks apart, from chunk `base` on;
+/// the others are 0.
+#[cube]
+pub fn fetch(
+    source: &Array<Chunk>,
+    base: usize,
+    stride: usize,
+    count: usize,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) -> Array<Chunk> {
+    let mut own = Array::<Chunk>::new(comptime!(rounds(rows, columns)));
+    #[unroll]
+    for round in 0..comptime!(rounds(rows, columns)) {
+        let at = Own::new(round, rows, columns);
+        let mut value = Chunk::cast_from(0f32);
+        if at.exists && at.row < count {
+            value = source[base + at.row * stride + at.chunk];
+        }
+        own[round] = value;
+    }
+    own
+}
+
+/// Writes fetched rows to shared memory.
+#[cube]
+pub fn put(
+    arena: &mut SharedMemory<Chunk>,
+    own: &Array<Chunk>,
+    #[comptime] to: Matrix,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
+    #[unroll]
+    for round in 0..comptime!(rounds(rows, columns)) {
+        let at = Own::new(round, rows, columns);
+        if at.exists {
+            arena[to.at + at.row * to.row + at.chunk] = own[round];
+        }
+    }
+}
+
+/// As [`put`], each row times the product of its factors, rounded.
+#[cube]
+pub fn put_scaled(
+    arena: &mut SharedMemory<Chunk>,
+    own: &Array<Chunk>,
+    factors: &SharedMemory<f32>,
+    more: &SharedMemory<f32>,
+    #[comptime] to: Matrix,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
+    #[unroll]
+    for round in 0..comptime!(rounds(rows, columns)) {
+        let at = Own::new(round, rows, columns);
+        if at.exists {
+            let factor = factors[at.row] * more[at.row];
+            let value = own[round];
+            let mut scaled = Chunk::cast_from(0f32);
+            #[unroll]
+            for i in 0..CHUNK {
+                scaled[i] = bf16::cast_from(f32::cast_from(value[i]) * factor);
+            }
+            arena[to.at + at.row * to.row + at.chunk] = scaled;
+        }
+    }
+}
+
+/// Reads rows from global to shared memory, as [`fetch`].
+#[cube]
+pub fn load(
+    arena: &mut SharedMemory<Chunk>,
+    source: &Array<Chunk>,
+    base: usize,
+    stride: usize,
+    count: usize,
+    #[comptime] to: Matrix,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
+    let own = fetch(source, base, stride, count, rows, columns);
+    put(arena, &own, to, rows, columns);
+}
+
+/// Writes rows from shared to global memory, `stride` chunks apart, from chunk `base` on.
+#[cube]
+pub fn store(
+    arena: &SharedMemory<Chunk>,
+    target: &mut Array<Chunk>,
+    base: usize,
+    stride: usize,
+    #[comptime] from: Matrix,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+) {
+    #[unroll]
+    for round in 0..comptime!(rounds(rows, columns)) {
+        let at = Own::new(round, rows, columns);
+        if at.exists {
+            target[base + at.row * stride + at.chunk] =
+                arena[from.at + at.row * from.row + at.chunk];
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! The core for kinds whose past is a state, on CUDA's tensor cores: linear attention in chunks of 64 tokens, forward
+//! and backward, in bf16 with states in f32 (`docs/chunked.md`).
+//!
+//! S_t = α_t S_{t−1} + β_t k_tᵀ e_t and o_t = q_t S_t, where e_t is the value v_t ([`Update::Additive`]), or what v_t
+//! adds to what the decayed state holds for the key, v_t − α_t k_t S_{t−1} ([`Update::Delta`]). β may be left out. The
+//! decay α is one number per token.
+//!
+//! 1. `sums`: the sums of log decays inside chunks.
+//! 2. `transform`, for the delta rule: the system that ties a chunk's e to one another, inverted.
+//! 3. `scan`: the state before each chunk, and e.
+//! 4. `output`.
+//!
+//! Backward, `values_back` (for the delta rule before the scan), `scan_back` from the last chunk to the first, and
+//! `gradients`. Every sum has one owner and a fixed order: equal inputs give equal bits.
+
+// Device code has no `div_ceil` or `is_multiple_of`, and what is decided at compile time has an `if` of its own.
+#![allow(clippy::manual_div_ceil, clippy::manual_is_multiple_of, clippy::collapsible_if)]
+
+mod gradients;
+mod memory;
+mod output;
+mod product;
+mod scan;
+mod scan_back;
+mod sums;
+#[cfg(test)]
+mod tests;
+mod transform;
+mod values_back;
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+
+use self::gradients::GradientArraysLaunch;
+pub use self::memory::Update;
+use self::memory::{ChunkConfig, ChunkInputsLaunch, SizesLaunch};
+use self::output::OutputArraysLaunch;
+use self::scan::ScanArraysLaunch;
+use self::scan_back::ScanBackArraysLaunch;
+use self::values_back::ValueGradientArraysLaunch;
+use crate::backend::Forward;
+use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
+use crate::ops::cuda::{as_u32, dim, dims, nothing};
+use crate::tile::CHUNK;
+
+/// Tokens of a chunk.
+pub const CHUNK_TOKENS: usize = 64;
+
+/// Threads of a block.
+const THREADS: usize = 256;
+
+/// The most channels of a query and a key.
+const MAX_HEAD_DIM: usize = 128;
+
+/// The most channels of a value.
+const MAX_VALUE_DIM: usize = 4096;
+
+/// Whether the core serves queries and keys of `head_dim` channels and values of `value_dim` channels, all of `dtype`.
+pub fn serves(dtype: DType, head_dim: usize, value_dim: usize) -> bool {
+    let fits =
+        |channels: usize, most| channels.is_multiple_of(16) && (16..=most).contains(&channels);
+    dtype == DType::BF16 && fits(head_dim, MAX_HEAD_DIM) && fits(value_dim, MAX_VALUE_DIM)
+}
+
+/// Bytes per token that the core saves for each row beside its inputs.
+pub fn saved_bytes(update: Update, head_dim: usize, value_dim: usize) -> f64 {
+    let state = 2.0 * (head_dim * value_dim) as f64 / CHUNK_TOKENS as f64;
+    let corrected = 2.0 * (value_dim + CHUNK_TOKENS) as f64;
+    let sums = 4.0;
+    sums + state + if update == Update::Delta { corrected } else { 0.0 }
+}
+
+/// An operation's forward pass on the core; `None` where the core does not serve its inputs, as of several log decays
+/// per token. See [`Chunked`] for the shapes.
+pub fn forward(
+    update: Update,
+    inputs: [&CudaTensor; 4],
+    beta: Option<&CudaTensor>,
+    needs: bool,
+) -> Option<Forward<CudaTensor>> {
+    let [q, _, v, log_decay] = inputs.map(dims);
+    if !serves(inputs[0].dtype, q[3], v[2]) || log_decay[2] > 1 {
+        return None;
+    }
+    let call = Chunked::new(update, inputs, beta);
+    let (output, saved) = call.forward();
+    let saved = match needs {
+        true => inputs.into_iter().chain(beta).cloned().chain(saved.into_tensors()).collect(),
+        false => vec![],
+    };
+    Some(Forward { output, saved })
+}
+
+/// The gradients, from what [`forward`] saved.
+pub fn backward(update: Update, saved: &[CudaTensor], grad: &CudaTensor) -> Grads {
+    let (inputs, saved) = saved.split_at(saved.len() - Saved::tensors(update));
+    let [q, k, v, log_decay, beta @ ..] = inputs else {
+        unreachable!("the forward pass saves its inputs")
+    };
+    let call = Chunked::new(update, [q, k, v, log_decay], beta.first());
+    call.backward(&Saved::from_tensors(saved), grad)
+}
+
+/// One call. A row is one kv head of one sequence; `group` query heads read its state.
+#[derive(Clone, Debug)]
+pub struct Chunked {
+    /// `[rows, group, seq_len, head_dim]` in bf16, times the scale.
+    q: CudaTensor,
+    /// `[rows, seq_len, head_dim]` in bf16.
+    k: CudaTensor,
+    /// `[rows, seq_len, value_dim]` in bf16.
+    v: CudaTensor,
+    /// `[rows, seq_len, 1]` in f32, at most 0.
+    log_decay: CudaTensor,
+    /// `[rows, seq_len, 1]` in f32, at least 0.
+    beta: Option<CudaTensor>,
+    update: Update,
+}
+
+/// What the forward pass leaves for the backward pass.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// P, `[rows, chunks, 64]` in f32.
+    sums: CudaTensor,
+    /// The states before the chunks, `[rows, chunks, head_dim, value_dim]` in bf16.
+    states: CudaTensor,
+    /// Under the delta rule e, `[rows, seq_len, value_dim]`, and Y, `[rows, chunks, 64, 64]`, in bf16.
+    corrected: Option<[CudaTensor; 2]>,
+}
+
+impl Saved {
+    /// How many tensors there are.
+    const fn tensors(update: Update) -> usize {
+        match update {
+            Update::Additive => 2,
+            Update::Delta => 4,
+        }
+    }
+
+    /// The tensors, in a fixed order.
+    fn into_tensors(self) -> Vec<CudaTensor> {
+        let corrected = self.corrected.into_iter().flatten();
+        [self.sums, self.states].into_iter().chain(corrected).collect()
+    }
+
+    /// The inverse of [`Saved::into_tensors`].
+    ///
+    /// # Panics
+    /// For another number of tensors.
+    fn from_tensors(tensors: &[CudaTensor]) -> Self {
+        let corrected = match tensors {
+            [_, _] => None,
+            [_, _, e, y] => Some([e.clone(), y.clone()]),
+            _ => panic!("{} tensors saved", tensors.len()),
+        };
+        Saved { sums: tensors[0].clone(), states: tensors[1].clone(), corrected }
+    }
+}
+
+/// The gradients of a call's inputs.
+#[derive(Clone, Debug)]
+pub struct Grads {
+    /// As q, in bf16.
+    pub q: CudaTensor,
+    /// As k, in bf16.
+    pub k: CudaTensor,
+    /// As v, in bf16.
+    pub v: CudaTensor,
+    /// As β, in f32, if values are weighted.
+    pub beta: Option<CudaTensor>,
+    /// As the log decays, in f32.
+    pub log_decay: CudaTensor,
+}
+
+impl Chunked {
+    /// Copies tensors that are not contiguous.
+    ///
+    /// # Panics
+    /// Where shapes disagree, or [`serves`] is false.
+    pub fn new(
+        update: Update,
+        [q, k, v, log_decay]: [&CudaTensor; 4],
+        beta: Option<&CudaTensor>,
+    ) -> Self {
+        let [rows, _, seq_len, d] = dims(q)[..] else { panic!("q of 4 dimensions") };
+        let value_dim = dims(v)[2];
+        assert_eq!(dims(k), [rows, seq_len, d], "the shape of k");
+        assert_eq!(dims(v), [rows, seq_len, value_dim], "the shape of v");
+        assert_eq!(dims(log_decay), [rows, seq_len, 1], "the shape of the log decays");
+        assert_eq!(log_decay.dtype, DType::F32, "the type of the log decays");
+        if let Some(beta) = beta {
+            assert_eq!(dims(beta), [rows, seq_len, 1], "the shape of beta");
+            assert_eq!(beta.dtype, DType::F32, "the type of beta");
+        }
+        for (name, x) in [("q", q), ("k", k), ("v", v)] {
+            assert!(serves(x.dtype, d, value_dim), "{name}: {d} and {value_dim} of {:?}", x.dtype);
+        }
+        // Kernels count pairs of elements in 32 bits.
+        let group = dims(q)[1];
+        let states = rows * seq_len.next_multiple_of(CHUNK_TOKENS) / CHUNK_TOKENS * d * value_dim;
+        let most = states.max(rows * group * seq_len * d.max(value_dim)) / 2;
+        assert!(u32::try_from(most).is_ok(), "{most} pairs of q, of the output or of states");
+        let [q, k, v, log_decay] = [q, k, v, log_decay].map(contiguous);
+        Chunked { q, k, v, log_decay, beta: beta.map(contiguous), update }
+    }
+
+    /// `[rows, group, seq_len, head_dim, value_dim]`
+    fn sizes(&self) -> [usize; 5] {
+        let [rows, group, seq_len, d] = dims(&self.q)[..] else { unreachable!("4 dimensions") };
+        [rows, group, seq_len, d, dims(&self.v)[2]]
+    }
+
+    fn chunks(&self) -> usize {
+        self.sizes()[2].div_ceil(CHUNK_TOKENS)
+    }
+
+    fn launch_sizes(&self) -> SizesLaunch<CudaRuntime> {
+        let [_, group, seq_len, ..] = self.sizes();
+        SizesLaunch::new(as_u32(seq_len), as_u32(self.chunks()), as_u32(group))
+    }
+
+    /// The configuration of kernels that hold at most `most` channels of values in shared memory.
+    fn config(&self, most: usize) -> ChunkConfig {
+        let [.., head_dim, value_dim] = self.sizes();
+        let mut columns = most;
+        while !value_dim.is_multiple_of(columns) {
+            columns /= 2;
+        }
+        let weighted = self.beta.is_some();
+        ChunkConfig { head_dim, value_dim, columns, update: self.update, weighted }
+    }
+
+    /// The configuration of scans: narrow parts where wide ones would leave multiprocessors without a block.
+    fn scan_config(&self) -> ChunkConfig {
+        let wide = self.config(32);
+        let blocks = self.sizes()[0] * wide.parts();
+        if blocks < multiprocessors(&self.q.client) { self.config(16) } else { wide }
+    }
+
+    fn inputs(&self, sums: &CudaTensor) -> ChunkInputsLaunch<CudaRuntime> {
+        let beta = self.beta.as_ref().map_or_else(|| nothing(sums), |beta| buffer(beta, 1));
+        ChunkInputsLaunch::new(
+            buffer(&self.q, CHUNK),
+            buffer(&self.k, CHUNK),
+            buffer(sums, 1),
+            beta,
+        )
+    }
+
+    /// y `[rows, group, seq_len, value_dim]` in bf16.
+    pub fn forward(&self) -> (CudaTensor, Saved) {
+        let [rows, group, seq_len, d, value_dim] = self.sizes();
+        let (chunks, like) = (self.chunks(), &self.q);
+        let saved = Saved {
+            sums: empty(like, &[rows, chunks, CHUNK_TOKENS], DType::F32),
+            states: empty(like, &[rows, chunks, d, value_dim], DType::BF16),
+            corrected: (self.update == Update::Delta).then(|| {
+                [vec![rows, seq_len, value_dim], vec![rows, chunks, CHUNK_TOKENS, CHUNK_TOKENS]]
+                    .map(|shape| empty(like, &shape, DType::BF16))
+            }),
+        };
+        let o = empty(like, &[rows, group, seq_len, value_dim], DType::BF16);
+        let number = rows * chunks;
+        let of = |blocks| CubeCount::Static(as_u32(blocks), 1, 1);
+        // SAFETY: all kernels stay within the rows' tokens and chunks.
+        unsafe {
+            sums::chunk_sums::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                of(number.div_ceil(sums::CHUNKS_PER_BLOCK)),
+                dim(THREADS),
+                buffer(&self.log_decay, 1),
+                buffer(&saved.sums, 1),
+                self.launch_sizes(),
+                as_u32(number),
+            );
+            if let Some([_, y]) = &saved.corrected {
+                transform::transform::launch_unchecked::<CudaRuntime>(
+                    &like.client,
+                    of(number),
+                    dim(THREADS),
+                    self.inputs(&saved.sums),
+                    buffer(y, CHUNK),
+                    self.launch_sizes(),
+                    self.config(64),
+                );
+            }
+            let [e, y] = self.corrected(&saved);
+            let config = self.scan_config();
+            scan::scan::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                of(rows * config.parts()),
+                dim(THREADS),
+                self.inputs(&saved.sums),
+                ScanArraysLaunch::new(
+                    buffer(&self.v, CHUNK),
+                    buffer(y, CHUNK),
+                    buffer(&saved.states, CHUNK),
+                    buffer(e, 2),
+                ),
+                self.launch_sizes(),
+                config,
+            );
+            output::output::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                of(number * group),
+                dim(THREADS),
+                self.inputs(&saved.sums),
+                OutputArraysLaunch::new(
+                    buffer(e, CHUNK),
+                    buffer(&saved.states, CHUNK),
+                    buffer(&o, 2),
+                ),
+                self.launch_sizes(),
+                self.config(64),
+            );
+        }
+        (o, saved)
+    }
+
+    /// e and Y; without a correction e is v, and nothing reads Y.
+    fn corrected<'a>(&'a self, saved: &'a Saved) -> [&'a CudaTensor; 2] {
+        saved.corrected.as_ref().map_or([&self.v, &self.v], |corrected| corrected.each_ref())
+    }
+
+    /// The gradients, where `grad` is that of y.
+    ///
+    /// # Panics
+    /// When its shape is another.
+    pub fn backward(&self, saved: &Saved, grad: &CudaTensor) -> Grads {
+        let [rows, group, seq_len, d, value_dim] = self.sizes();
+        assert_eq!(dims(grad), [rows, group, seq_len, value_dim], "the shape of the gradient");
+        assert_eq!(grad.dtype, DType::BF16, "the type of the gradient");
+        let (chunks, like) = (self.chunks(), &self.q);
+        let (d_o, number) = (contiguous(grad), rows * chunks);
+        let of = |blocks| CubeCount::Static(as_u32(blocks), 1, 1);
+        let of_tokens = || empty(like, &[rows, seq_len, 1], DType::F32);
+        let grads = Grads {
+            q: empty(like, &[rows, group, seq_len, d], DType::BF16),
+            k: empty(like, &[rows, seq_len, d], DType::BF16),
+            v: empty(like, &[rows, seq_len, value_dim], DType::BF16),
+            beta: self.beta.is_some().then(of_tokens),
+            log_decay: of_tokens(),
+        };
+        let d_states = empty(like, &[rows, chunks, d, value_dim], DType::BF16);
+        let [e, y] = self.corrected(saved);
+        let is_delta = self.update == Update::Delta;
+        let d_w = is_delta.then(|| empty(like, &[rows, seq_len, value_dim], DType::BF16));
+        let d_w = d_w.as_ref().unwrap_or(&grads.v);
+        let values = || {
+            let config = self.config(64);
+            // SAFETY: as in `forward`.
+            unsafe {
+                values_back::value_gradients::launch_unchecked::<CudaRuntime>(
+                    &like.client,
+                    of(number * config.parts()),
+                    dim(THREADS),
+                    self.inputs(&saved.sums),
+                    ValueGradientArraysLaunch::new(
+                        buffer(&d_o, CHUNK),
+                        buffer(&d_states, CHUNK),
+                        buffer(d_w, 2),
+                    ),
+                    self.launch_sizes(),
+                    config,
+                );
+            }
+        };
+        if is_delta {
+            values();
+        }
+        let config = self.scan_config();
+        // SAFETY: as in `forward`.
+        unsafe {
+            scan_back::scan_back::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                of(rows * config.parts()),
+                dim(THREADS),
+                self.inputs(&saved.sums),
+                ScanBackArraysLaunch::new(
+                    buffer(&d_o, CHUNK),
+                    buffer(y, CHUNK),
+                    buffer(d_w, CHUNK),
+                    buffer(&d_states, CHUNK),
+                    buffer(&grads.v, 2),
+                ),
+                self.launch_sizes(),
+                config,
+            );
+        }
+        if !is_delta {
+            values();
+        }
+        let beta = grads.beta.as_ref().unwrap_or(&grads.log_decay);
+        // SAFETY: as in `forward`.
+        unsafe {
+            gradients::gradients::launch_unchecked::<CudaRuntime>(
+                &like.client,
+                of(number),
+                dim(THREADS),
+                self.inputs(&saved.sums),
+                GradientArraysLaunch::new(
+                    buffer(&d_o, CHUNK),
+                    buffer(e, CHUNK),
+                    buffer(&grads.v, CHUNK),
+                    buffer(&saved.states, CHUNK),
+                    buffer(&d_states, CHUNK),
+                    buffer(&self.log_decay, 1),
+                    buffer(&grads.q, 2),
+                    buffer(&grads.k, 2),
+                    buffer(&grads.log_decay, 1),
+                    buffer(beta, 1),
+                ),
+                self.launch_sizes(),
+                self.config(64),
+            );
+        }
+        grads
+    }
+}

@@ -1,0 +1,222 @@
+//! The backward scan: the gradient of the state after each chunk, and for the delta rule that of v.
+
+use cubecl::prelude::*;
+
+use super::CHUNK_TOKENS;
+use super::memory::{
+    ChunkConfig, ChunkInputs, ChunkOf, Factors, FactorsAhead, Sizes, fetch, put, put_scaled, store,
+};
+use super::product::{
+    Matrix, Product, WarpTile, add_product, pair, read_pair, scale, write, write_pair, write_rows,
+};
+use super::scan::fetch_transform;
+use crate::tile::{Bf16Pair, CHUNK, Chunk, define_exp2, zeros};
+
+/// What the scan reads beside [`ChunkInputs`], and what it writes.
+#[derive(CubeType, CubeLaunch)]
+pub struct ScanBackArrays {
+    /// do, `[rows, group, tokens, value_dim]`.
+    pub d_o: Array<Chunk>,
+    /// Y, `[rows, chunks, 64, 64]`, for the delta rule.
+    pub y: Array<Chunk>,
+    /// dw from the outputs of the own chunk, `[rows, tokens, value_dim]`, for the delta rule.
+    pub d_w: Array<Chunk>,
+    /// The gradients of the states after the chunks, `[rows, chunks, head_dim, value_dim]`.
+    pub d_states: Array<Chunk>,
+    /// dv, `[rows, tokens, value_dim]`, for the delta rule.
+    pub d_v: Array<Bf16Pair>,
+}
+
+/// The matrices of a block in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Layout {
+    q: Matrix,
+    /// do, decayed from the chunk's start.
+    d_o: Matrix,
+    d_state: Matrix,
+    k: Matrix,
+    y: Matrix,
+    /// dw; −dv, decayed from the chunk's start.
+    d_w: Matrix,
+    /// β dw.
+    weighted: Matrix,
+    chunks: usize,
+}
+
+impl Layout {
+    const fn new(config: &ChunkConfig) -> Self {
+        let (d, n) = (config.head_dim, config.columns);
+        let q = Matrix::new(0, d);
+        let d_o = Matrix::new(q.end(CHUNK_TOKENS), n);
+        let d_state = Matrix::new(d_o.end(CHUNK_TOKENS), n);
+        let k = Matrix::new(d_state.end(d), d);
+        let y = Matrix::new(k.end(CHUNK_TOKENS), CHUNK_TOKENS);
+        let d_w = Matrix::new(y.end(CHUNK_TOKENS), n);
+        let weighted = Matrix::new(d_w.end(CHUNK_TOKENS), n);
+        let chunks = if config.is_delta() { weighted.end(CHUNK_TOKENS) } else { k.at };
+        Layout { q, d_o, d_state, k, y, d_w, weighted, chunks }
+    }
+}
+
+/// The chunks of a row from the last to the first, for a part of the value's channels.
+///
+/// Grid: rows · parts; [`THREADS`](super::THREADS) threads.
+#[cube(launch_unchecked, fast_math = FastMath::all())]
+pub fn scan_back(
+    inputs: &ChunkInputs,
+    arrays: &mut ScanBackArrays,
+    sizes: Sizes,
+    #[comptime] config: ChunkConfig,
+) {
+    define_exp2();
+    let (d, n) = comptime!((config.head_dim, config.columns));
+    let layout = comptime!(Layout::new(&config));
+    let mut arena = SharedMemory::<Chunk>::new_aligned(comptime!(layout.chunks), 16usize);
+    let mut factors = Factors::new();
+    let mut ones = SharedMemory::<f32>::new(CHUNK_TOKENS);
+    if UNIT_POS < comptime!(CHUNK_TOKENS as u32) {
+        ones[UNIT_POS as usize] = 1f32;
+    }
+    let parts = comptime!(config.parts());
+    let (row, part) = (CUBE_POS_X as usize / parts, CUBE_POS_X as usize % parts);
+    let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
+    let (of_k, of_v) = comptime!((d / CHUNK, config.value_dim / CHUNK));
+    let first = part * comptime!(n / CHUNK);
+
+    let from_output = comptime!(Product::atb(layout.q, layout.d_o, [d, n, CHUNK_TOKENS]));
+    let own = WarpTile::new(from_output);
+    let mut d_state = zeros(comptime!(from_output.fragments()));
+
+    // A step is a query head of a chunk; the first of a chunk also takes what its heads share.
+    let steps = chunks * group;
+    let of = ChunkOf::new(row, chunks - 1, &sizes);
+    let query = of.query(0usize, &sizes);
+    factors.load(inputs, &of, config);
+    let q = fetch(&inputs.q, query * of_k, of_k, of.count, CHUNK_TOKENS, d);
+    let d_o = fetch(&arrays.d_o, query * of_v + first, of_v, of.count, CHUNK_TOKENS, n);
+    sync_cube();
+    put(&mut arena, &q, layout.q, CHUNK_TOKENS, d);
+    let since_start = &factors.since_start;
+    put_scaled(&mut arena, &d_o, since_start, &ones, layout.d_o, CHUNK_TOKENS, n);
+    if comptime!(config.is_delta()) {
+        let k = fetch(&inputs.k, of.token * of_k, of_k, of.count, CHUNK_TOKENS, d);
+        let base = of.token * of_v + first;
+        let d_w = fetch(&arrays.d_w, base, of_v, of.count, CHUNK_TOKENS, n);
+        let y = fetch_transform(&arrays.y, &of);
+        put(&mut arena, &k, layout.k, CHUNK_TOKENS, d);
+        put(&mut arena, &d_w, layout.d_w, CHUNK_TOKENS, n);
+        put(&mut arena, &y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+    }
+    sync_cube();
+
+    for step in 0..steps {
+        // 1. The next step's vectors start to load.
+        let of = ChunkOf::new(row, chunks - 1 - step / group, &sizes);
+        let later = min(step + 1, steps - 1);
+        let next = ChunkOf::new(row, chunks - 1 - later / group, &sizes);
+        let query = next.query(later % group, &sizes);
+        let next_factors = FactorsAhead::fetch(inputs, &next, config);
+        let next_q = fetch(&inputs.q, query * of_k, of_k, next.count, CHUNK_TOKENS, d);
+        let base = query * of_v + first;
+        let next_d_o = fetch(&arrays.d_o, base, of_v, next.count, CHUNK_TOKENS, n);
+
+        // 2. The gradient of the state after the chunk, and what it does to the chunk's values.
+        if step % group == 0 {
+            if own.exists {
+                write(&mut arena, &d_state, &own, layout.d_state, from_output);
+                scale(&mut d_state, factors.whole(), comptime!(from_output.fragments()));
+            }
+            sync_cube();
+            let base = of.number * comptime!(d * config.value_dim / CHUNK) + first;
+            store(&arena, &mut arrays.d_states, base, of_v, layout.d_state, d, n);
+            if comptime!(config.is_delta()) {
+                correct_back(&mut arena, &mut arrays.d_v, &factors, &of, part, layout, config);
+                let removed = comptime!(Product::atb(layout.k, layout.d_w, [d, n, CHUNK_TOKENS]));
+                if own.exists {
+                    add_product(&arena, &mut d_state, &own, removed);
+                }
+            }
+        }
+
+        // 3. The part of the outputs that reads the state before the chunk.
+        if own.exists {
+            add_product(&arena, &mut d_state, &own, from_output);
+        }
+        sync_cube();
+
+        // 4. The next step.
+        factors.put(&next_factors);
+        put(&mut arena, &next_q, layout.q, CHUNK_TOKENS, d);
+        if comptime!(config.is_delta()) {
+            if later % group == 0 {
+                let base = next.token * of_v + first;
+                let k = fetch(&inputs.k, next.token * of_k, of_k, next.count, CHUNK_TOKENS, d);
+                let d_w = fetch(&arrays.d_w, base, of_v, next.count, CHUNK_TOKENS, n);
+                let y = fetch_transform(&arrays.y, &next);
+                put(&mut arena, &k, layout.k, CHUNK_TOKENS, d);
+                put(&mut arena, &d_w, layout.d_w, CHUNK_TOKENS, n);
+                put(&mut arena, &y, layout.y, CHUNK_TOKENS, CHUNK_TOKENS);
+            }
+        }
+        sync_cube();
+        let since_start = &factors.since_start;
+        put_scaled(&mut arena, &next_d_o, since_start, &ones, layout.d_o, CHUNK_TOKENS, n);
+        sync_cube();
+    }
+}
+
+/// dw, complete; dv = Yᵀ diag(β) dw, written to global memory; −dv decayed from the chunk's start in place of dw.
+/// Synchronises before it returns.
+#[cube]
+fn correct_back(
+    arena: &mut SharedMemory<Chunk>,
+    d_v: &mut Array<Bf16Pair>,
+    factors: &Factors,
+    of: &ChunkOf,
+    part: usize,
+    #[comptime] layout: Layout,
+    #[comptime] config: ChunkConfig,
+) {
+    let (d, n) = comptime!((config.head_dim, config.columns));
+    let from_state = comptime!(Product::ab(layout.k, layout.d_state, [CHUNK_TOKENS, n, d]));
+    let tile = WarpTile::new(from_state);
+    if tile.exists {
+        let mut acc = zeros(comptime!(from_state.fragments()));
+        add_product(arena, &mut acc, &tile, from_state);
+        #[unroll]
+        for r in 0..2usize {
+            let row = tile.row(r);
+            let (until_end, beta) = (factors.until_end[row], factors.beta[row]);
+            #[unroll]
+            for f in 0..comptime!(from_state.fragments()) {
+                let (column, later) = (tile.column(f), acc.index(f)[r]);
+                let local = read_pair(arena, row, column, layout.d_w);
+                let first = beta * (local[0] + until_end * later[0]);
+                let second = beta * (local[1] + until_end * later[1]);
+                write_pair(arena, pair(first, second), row, column, layout.weighted);
+            }
+        }
+    }
+    sync_cube();
+    let square = comptime!([CHUNK_TOKENS, n, CHUNK_TOKENS]);
+    let solve = comptime!(Product::atb(layout.y, layout.weighted, square));
+    if tile.exists {
+        let mut acc = zeros(comptime!(solve.fragments()));
+        add_product(arena, &mut acc, &tile, solve);
+        let stride = comptime!(config.value_dim / 2);
+        let base = of.token * stride + part * comptime!(n / 2);
+        write_rows(d_v, &acc, &tile, base, stride, of.count, solve);
+        #[unroll]
+        for r in 0..2usize {
+            let row = tile.row(r);
+            let decay = -factors.since_start[row];
+            #[unroll]
+            for f in 0..comptime!(solve.fragments()) {
+                let value = acc.index(f)[r];
+                let value = pair(value[0] * decay, value[1] * decay);
+                write_pair(arena, value, row, tile.column(f), layout.d_w);
+            }
+        }
+    }
+    sync_cube();
+}

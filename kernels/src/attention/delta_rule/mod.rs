@@ -1,0 +1,309 @@
+//! The gated delta rule, shared by kinds whose state forgets by a decay and replaces what a key held.
+//!
+//! Per kv head, with keys k_t of unit length, β_t in [0, 2] and the decay α_t in (0, 1], one number or one per
+//! channel of k:
+//!
+//! - S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ, from S = 0
+//! - y_t = S_tᵀ q_t for each query of the group
+//!
+//! Both lines are computed as gated linear attention of corrected values w. With r_t = (Diag(α_t) S_{t−1})ᵀ k_t,
+//! which is what the decayed state holds for the key,
+//!
+//! - w_t = β_t (v_t − r_t)
+//! - S_t = Diag(α_t) S_{t−1} + k_t w_tᵀ
+//!
+//! so that [`GatedLinear`] of q, k, w gives y, and its state is S. [`CorrectedValues`] computes w.
+//!
+//! # Corrected values in chunks
+//! Let P_t = Σ_{s≤t} ln α_s from a chunk's start, S the state before the chunk, and
+//! A_ts = Σ_n k_t k_s e^{P_t − P_s} for s < t, else 0. Then r = (K ⊙ e^P) S + A w, and the rows of w solve
+//!
+//! (I + diag(β) A) w = diag(β) (V − (K ⊙ e^P) S)
+//!
+//! With X = (I + diag(β) A)⁻¹, the UT transform, w = X diag(β) V − X diag(β) (K ⊙ e^P) S, of which all but the last
+//! product is computed for many chunks at once (Yang et al., "Parallelizing linear transformers with the delta
+//! rule over sequence length", 2024, §3.2; with decay, Yang et al., "Gated delta networks", 2025, §3.3). X is
+//! built from blocks of twice the size at each level, and the factors of A's blocks are decays to the boundary
+//! between their halves, as in `linear`: each is the exponential of a sum of log decays, at most 1, and no
+//! sums are subtracted, so that any decay is accurate to rounding.
+//!
+//! With one decay per token CUDA computes w and y together ([`chunked`]; `docs/chunked.md`).
+//!
+//! # The gradient
+//! Let g be the gradient of w, and h = (I + diag(β) A)⁻ᵀ g, where A now spans the sequence. Then h = g − r', where
+//! r'_s = Σ_{t>s} A_ts β_t h_t: the same system in reversed time. So the CPU kernel solves both with one function. The
+//! gradients are β_t h_t of v_t, h_t · (v_t − r_t) of β_t, and those of k and the decays are the gradients of gated
+//! linear attention with keys as queries, only earlier keys, values w and the upstream gradient −β h.
+
+mod cpu;
+mod reference;
+#[cfg(test)]
+pub mod tests;
+
+use burn::tensor::Tensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn_flex::FlexTensor;
+
+use super::blocks::repeat_heads;
+use super::chunked::{self, Grads, Update};
+use super::linear::GatedLinear;
+use super::linear::reference::LinearInputs;
+use super::recurrent::{State, by_head, forget_at_starts};
+use super::saved::Channels;
+use super::{AttentionShape, DocumentStarts, ExecPath};
+use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
+use crate::cuda::CudaTensor;
+use crate::device::DeviceKind;
+use crate::ops::rms_norm::rms_norm;
+
+/// Added to the sum of squares of a query or a key (flash-linear-attention's `l2norm`).
+const KEY_EPS: f32 = 1e-6;
+
+/// The delta rule of a layer, in chunks.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaRule {
+    /// Tokens per chunk, a power of two.
+    pub chunk: usize,
+}
+
+/// The inputs of the delta rule. A row is a kv head of a sequence: `rows` is batch · kv_heads, `group` the query
+/// heads per kv head.
+#[derive(Clone, Debug)]
+pub struct DeltaInputs<B: OpBackend> {
+    /// Unit queries times the softmax scale, `[rows, group, seq_len, head_dim]`.
+    q: Tensor<B, 4>,
+    /// Unit keys, `[rows, seq_len, head_dim]`.
+    k: Tensor<B, 3>,
+    /// `[rows, seq_len, value_dim]`
+    v: Tensor<B, 3>,
+    /// `[rows, seq_len, 1]`
+    beta: Tensor<B, 3>,
+    /// `[rows, seq_len, 1 or head_dim]`
+    log_decay: Tensor<B, 3>,
+}
+
+impl<B: OpBackend> DeltaInputs<B> {
+    /// Prepares the inputs of a layer: q and k get unit length, q the scale 1/√head_dim, and the first token of a
+    /// document clears the state.
+    ///
+    /// - `q`: `[batch, query_heads, seq_len, head_dim]`, `k`: `[batch, key_heads, seq_len, head_dim]`
+    /// - `v`: `[batch, kv_heads, seq_len, value_dim]`
+    /// - `beta`: `[batch, seq_len, kv_heads]`
+    /// - `log_decay`: `[batch, kv_heads, seq_len, 1 or head_dim]`
+    pub fn new(
+        shape: &AttentionShape,
+        [q, k, v]: [Tensor<B, 4>; 3],
+        beta: Tensor<B, 3>,
+        log_decay: Tensor<B, 4>,
+        documents: DocumentStarts<B>,
+    ) -> Self {
+        let [batch, key_heads, seq_len, d] = k.dims();
+        let (kv_heads, group) = (shape.kv_heads, shape.group());
+        let rows = batch * kv_heads;
+        let log_decay = forget_at_starts(log_decay, documents);
+        let [channels, values] = [log_decay.dims()[3], v.dims()[3]];
+        let [q, k] = [unit(q, shape.scale()), unit(k, 1.0)];
+        let serves = kv_heads / key_heads;
+        let q = repeat_heads(q.reshape([batch, key_heads, group * seq_len, d]), serves);
+        DeltaInputs {
+            q: q.reshape([rows, group, seq_len, d]),
+            k: repeat_heads(k, serves).reshape([rows, seq_len, d]),
+            v: v.reshape([rows, seq_len, values]),
+            beta: by_head(beta, kv_heads).reshape([rows, seq_len, 1]),
+            log_decay: log_decay.reshape([rows, seq_len, channels]),
+        }
+    }
+}
+
+/// x · length / √(‖x‖² + [`KEY_EPS`]) over the last dimension.
+fn unit<B: OpBackend>(x: Tensor<B, 4>, length: f32) -> Tensor<B, 4> {
+    let d = x.dims()[3];
+    let weight = Tensor::full([d], length / (d as f32).sqrt(), &x.device());
+    rms_norm(x, weight, KEY_EPS / d as f32)
+}
+
+/// Joins rows and groups to heads: `[rows, group, seq_len, value_dim]` to `[batch, heads, seq_len, value_dim]`.
+fn heads<B: OpBackend>(y: Tensor<B, 4>, shape: &AttentionShape) -> Tensor<B, 4> {
+    let [rows, group, seq_len, values] = y.dims();
+    y.reshape([rows * group / shape.heads, shape.heads, seq_len, values])
+}
+
+impl DeltaRule {
+    fn linear(&self) -> GatedLinear {
+        GatedLinear { chunk: self.chunk }
+    }
+
+    /// y over whole rows, `[batch, heads, seq_len, value_dim]`.
+    pub fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: DeltaInputs<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let DeltaInputs { q, k, v, beta, log_decay } = inputs;
+        let inputs =
+            [primitive(q), primitive(k), primitive(v), primitive(beta), primitive(log_decay)];
+        let op = DeltaAttention { chunk: self.chunk };
+        heads(tensor(path.run::<B, _, 5>(&op, inputs, vec![])), shape)
+    }
+
+    /// y of the tokens after those in `state`, and advances the state past them.
+    pub fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: DeltaInputs<B>,
+        state: &mut State<B>,
+    ) -> Tensor<B, 4> {
+        let start = state.s.take();
+        let q = inputs.q.clone();
+        let values = CorrectedValues { chunk: self.chunk };
+        let DeltaInputs { k, v, beta, log_decay, .. } = inputs;
+        let v = values.forward([k.clone(), v, beta, log_decay.clone()], start.clone());
+        let (y, end) = self.linear().forward(LinearInputs { q, k, v, log_decay }, start);
+        state.s = Some(end);
+        heads(y, shape)
+    }
+
+    /// FLOPs per token, forward: those of [`GatedLinear`], and for w the same with one query per kv head.
+    pub fn flops_per_token(&self, shape: &AttentionShape, value_dim: usize, seq_len: usize) -> f64 {
+        let keys = AttentionShape { heads: shape.kv_heads, ..*shape };
+        let of = |shape| self.linear().flops_per_token(shape, value_dim, seq_len);
+        of(shape) + of(&keys)
+    }
+
+    /// Bytes per token that a training step keeps of the operation on `path`.
+    pub fn saved_bytes_per_token(
+        &self,
+        channels: &Channels,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+    ) -> f64 {
+        // k as repeated for each kv head, r and w.
+        let keys = (shape.kv_heads * shape.head_dim) as f64;
+        let corrected = 4.0 * (keys + 2.0 * channels.v);
+        match path {
+            ExecPath::Kernel(DeviceKind::Cpu) => return channels.in_f32() + corrected,
+            ExecPath::Kernel(DeviceKind::Cuda) => {
+                let value_dim = channels.v as usize / shape.kv_heads;
+                let of_row = chunked::saved_bytes(Update::Delta, shape.head_dim, value_dim);
+                // All but the last in bf16.
+                let prepared = (channels.in_f32() + 4.0 * keys) / 2.0;
+                return prepared + shape.kv_heads as f64 * of_row;
+            }
+            ExecPath::Reference => {}
+        }
+        // The same again for w, and the system of each chunk with its inverse at every level.
+        let chunk = self.chunk.min(seq_len) as f64;
+        let linear = self.linear().saved_by_reference(channels, shape, seq_len);
+        let systems = 4.0 * 6.0 * shape.kv_heads as f64 * chunk;
+        channels.in_f32() + corrected + 2.0 * linear + systems
+    }
+
+    /// Elements of the state.
+    pub fn state_elements(shape: &AttentionShape, value_dim: usize) -> u64 {
+        (shape.kv_heads * shape.head_dim * value_dim) as u64
+    }
+}
+
+/// y: inputs q `[rows, group, seq_len, head_dim]`, already scaled, k `[rows, seq_len, head_dim]`, v
+/// `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays `[rows, seq_len, 1 or head_dim]`; the output is
+/// `[rows, group, seq_len, value_dim]`.
+#[derive(Clone, Debug)]
+struct DeltaAttention {
+    /// Tokens per chunk, a power of two.
+    chunk: usize,
+}
+
+impl DeltaAttention {
+    fn values(&self) -> CorrectedValues {
+        CorrectedValues { chunk: self.chunk }
+    }
+
+    fn linear(&self) -> GatedLinear {
+        GatedLinear { chunk: self.chunk }
+    }
+}
+
+impl Op<5> for DeltaAttention {
+    fn reference<B: OpBackend>(
+        &self,
+        [q, k, v, beta, log_decay]: [FloatTensor<B>; 5],
+        ints: &[IntTensor<B>],
+    ) -> FloatTensor<B> {
+        let inputs = [k.clone(), v, beta, log_decay.clone()];
+        let w = self.values().reference::<B>(inputs);
+        self.linear().reference::<B>([q, k, w, log_decay], ints)
+    }
+
+    fn cpu_forward(
+        &self,
+        inputs: &[FlexTensor; 5],
+        _ints: &[FlexTensor],
+        needs: [bool; 5],
+    ) -> Option<Forward<FlexTensor>> {
+        let [q, k, v, beta, log_decay] = inputs.clone();
+        let (w, reads) = self.values().run(&[k.clone(), v, beta, log_decay.clone()]);
+        let output = self.linear().run(&[q, k, w.clone(), log_decay]);
+        let saved = match needs.contains(&true) {
+            true => inputs.iter().cloned().chain([reads, w]).collect(),
+            false => vec![],
+        };
+        Some(Forward { output, saved })
+    }
+
+    fn cpu_backward(
+        &self,
+        saved: Vec<FlexTensor>,
+        _ints: &[FlexTensor],
+        grad: FlexTensor,
+        _needs: [bool; 5],
+    ) -> [Option<FlexTensor>; 5] {
+        let [q, inputs @ .., w] = &saved[..] else { unreachable!("inputs, r and w are saved") };
+        let [k, _, _, log_decay, _] = inputs else { unreachable!("four inputs and r") };
+        let of_linear = [q.clone(), k.clone(), w.clone(), log_decay.clone()];
+        let [q, as_key, w, near] = self.linear().gradients(&of_linear, &grad, true);
+        let [k, v, beta, log_decay] = self.values().gradients(inputs, &w);
+        [q, cpu::sum(&as_key, &k), v, beta, cpu::sum(&near, &log_decay)].map(Some)
+    }
+
+    fn cuda_forward(
+        &self,
+        inputs: &[CudaTensor; 5],
+        _ints: &[CudaTensor],
+        needs: [bool; 5],
+    ) -> Option<Forward<CudaTensor>> {
+        let [q, k, v, beta, log_decay] = inputs;
+        chunked::forward(Update::Delta, [q, k, v, log_decay], Some(beta), needs.contains(&true))
+    }
+
+    fn cuda_backward(
+        &self,
+        saved: Vec<CudaTensor>,
+        _ints: &[CudaTensor],
+        grad: CudaTensor,
+        _needs: [bool; 5],
+    ) -> [Option<CudaTensor>; 5] {
+        let Grads { q, k, v, beta, log_decay } = chunked::backward(Update::Delta, &saved, &grad);
+        [Some(q), Some(k), Some(v), beta, Some(log_decay)]
+    }
+}
+
+/// w: inputs k `[rows, seq_len, head_dim]`, v `[rows, seq_len, value_dim]`, β `[rows, seq_len, 1]`, log decays
+/// `[rows, seq_len, 1 or head_dim]`; the output has v's shape.
+#[derive(Clone, Debug)]
+struct CorrectedValues {
+    /// Tokens per chunk, a power of two.
+    chunk: usize,
+}
+
+impl CorrectedValues {
+    /// w in plain tensor operations.
+    fn reference<B: OpBackend>(
+        &self,
+        [k, v, beta, log_decay]: [FloatTensor<B>; 4],
+    ) -> FloatTensor<B> {
+        let inputs = [tensor::<B, 3>(k), tensor(v), tensor(beta), tensor(log_decay)];
+        primitive(self.forward(inputs, None))
+    }
+}

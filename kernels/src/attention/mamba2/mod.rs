@@ -1,0 +1,264 @@
+//! Mamba-2's state-space duality layer (Dao and Gu, "Transformers are SSMs", 2024, §2.1, §6 and §7; its released code
+//! `Mamba2` where the paper is silent).
+//!
+//! In the words of attention, q is C, k is B, v is x, and head_dim is the state size N. Per kv head, with a state S
+//! of head_dim × value_dim:
+//!
+//! - Δ_t = softplus(a·x_t + b), ln α_t = −e^A Δ_t, with A and b learned per head
+//! - S_t = α_t S_{t−1} + Δ_t k_t v_tᵀ, from S = 0: gated linear attention with the values Δ_t v_t
+//!
+//! and per query head y_t = S_tᵀ q_t + D v_t with D learned per head, without a softmax scale. All heads of a head of
+//! k are normalised together: o_t = RMSNorm(y_t ⊙ SiLU(W_z x_t)), with one learned scale per channel of each head.
+//!
+//! One head of q and k serves all heads of v by default (§7.2's multi-value attention; `ngroups = 1` in the released
+//! code): `key_heads` is the number of groups. A causal convolution with SiLU precedes q, k and v unless `short_conv`
+//! is false. There are no positions and no window.
+//!
+//! | tensor | elements | initial value |
+//! |---|---|---|
+//! | projection `step`, a·x | kv_heads | as all matrices |
+//! | projection `gate`, W_z x | heads · value_dim | as all matrices |
+//! | `decay_rate`, A | kv_heads | ln of a uniform number from 1 to 16 |
+//! | `step_bias`, b | kv_heads | such that softplus(b) is log-uniform from 0.001 to 0.1 |
+//! | `skip`, D | heads | 1 |
+//! | `norm`, the norm's scale | heads · value_dim | 1 |
+//!
+//! # Choices
+//! - Values have head_dim channels by default. The paper's model has heads of 64 channels, a state of 128, twice the
+//!   width in all heads together, and no MLPs: with those, `heads` · `value_dim` = 2 · width.
+//! - The convolution has no bias; the released code has one.
+//! - With several query heads per kv head, which the paper does not have, they read one state.
+//!
+//! `docs/chunked.md` derives the CUDA kernels' chunked form.
+//!
+//! Decoding keeps S, kv_heads · head_dim · value_dim elements at any length.
+
+#[cfg(test)]
+mod tests;
+
+use burn::tensor::{DType, FloatDType, Tensor};
+use longwall_config::Problems;
+use serde::{Deserialize, Serialize};
+
+use super::blocks::repeat_heads;
+use super::chunked;
+use super::linear::GatedLinear;
+use super::linear::reference::LinearInputs;
+use super::recurrent::{
+    STEP_BIAS, State, by_head, by_token, decay_of_steps, forget_at_starts, step_size,
+    validate_chunk, validate_key_heads, validate_value_dim,
+};
+use super::saved::Channels;
+use super::{
+    AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec, ProjectionSpec,
+    Variant, VariantSpec,
+};
+use crate::backend::{OpBackend, primitive, tensor};
+use crate::device::DeviceKind;
+use crate::ops::activation::silu;
+use crate::ops::rms_norm::rms_norm;
+
+/// Added to the mean square of an output.
+const EPS: f32 = 1e-5;
+
+/// `[model.attention]` with `kind = "mamba2"`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Channels of a head's values, from 1 to 4096; default head_dim.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value_dim: Option<usize>,
+    /// Heads of k, a divisor of `kv_heads`; default 1.
+    pub key_heads: usize,
+    /// A short convolution with SiLU on q, k and v; default true.
+    pub short_conv: bool,
+    /// Tokens per chunk, a power of two from 16 to 256; default 64. It changes speed and memory, not
+    /// results. Kernels on CUDA have chunks of 64.
+    pub chunk: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config { value_dim: None, key_heads: 1, short_conv: true, chunk: 64 }
+    }
+}
+
+impl Config {
+    fn linear(&self) -> GatedLinear {
+        GatedLinear { chunk: self.chunk }
+    }
+
+    /// Applies gated linear attention to the inputs and the weights of values by `linear`, then the skip, the gate and the norm.
+    fn run<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, projections, parameters }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        linear: impl FnOnce(LinearInputs<B>, Tensor<B, 3>) -> Tensor<B, 4>,
+    ) -> Tensor<B, 4> {
+        let [step, gate] = &projections[..] else { panic!("step and gate") };
+        let [rate, bias, skip, norm] = &parameters[..] else { panic!("four vectors") };
+        let [batch, kv_heads, seq_len, values] = v.dims();
+        let (d, heads, group) = (k.dims()[3], shape.heads, shape.group());
+        let (rows, serves) = (batch * kv_heads, kv_heads / self.key_heads);
+        // Steps, and all that follows the operation, are in f32.
+        let gate = by_head(gate.clone().cast(FloatDType::F32), heads);
+        let steps = step_size(step.clone().cast(FloatDType::F32), bias.clone());
+        let log_decay = forget_at_starts(decay_of_steps(steps.clone(), rate.clone()), documents);
+        let q = repeat_heads(q.reshape([batch, self.key_heads, group * seq_len, d]), serves);
+        let inputs = LinearInputs {
+            q: q.reshape([rows, group, seq_len, d]),
+            k: repeat_heads(k, serves).reshape([rows, seq_len, d]),
+            v: v.clone().reshape([rows, seq_len, values]),
+            log_decay: log_decay.reshape([rows, seq_len, 1]),
+        };
+        let y = linear(inputs, by_head(steps, kv_heads).reshape([rows, seq_len, 1]));
+        let v = v.cast(FloatDType::F32);
+        let skipped = repeat_heads(v, group) * skip.clone().reshape([1, heads, 1, 1]);
+        let y = y.cast(FloatDType::F32).reshape([batch, heads, seq_len, values]) + skipped;
+        let y = by_token(y * silu(gate));
+        // The heads that share a head of k are normalised together; each has scales of its own.
+        let width = heads * values / self.key_heads;
+        let together = y.reshape([batch, seq_len, self.key_heads, width]);
+        let o = rms_norm(together, Tensor::ones([width], &norm.device()), EPS);
+        let o = o.reshape([batch, seq_len, heads * values]) * norm.clone().reshape([1, 1, -1]);
+        by_head(o, heads)
+    }
+}
+
+impl VariantSpec for Config {
+    const SOURCE: &'static str = "Mamba-2's state-space duality (Dao and Gu, 2024)";
+
+    const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
+
+    fn serves(&self, kernel: Kernel, shape: &AttentionShape, _batch: usize) -> bool {
+        let values = VariantSpec::value_dim(self, shape);
+        match kernel.device {
+            DeviceKind::Cpu => true,
+            DeviceKind::Cuda => chunked::serves(kernel.dtype, shape.head_dim, values),
+        }
+    }
+
+    /// Decoding on CUDA runs the reference.
+    fn serves_length(
+        &self,
+        kernel: Kernel,
+        _shape: &AttentionShape,
+        seq_len: Option<usize>,
+    ) -> bool {
+        kernel.device == DeviceKind::Cpu || seq_len.is_some()
+    }
+
+    fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
+        validate_value_dim(key, self.value_dim, problems);
+        validate_key_heads(key, self.key_heads, shape, problems);
+        validate_chunk(key, self.chunk, problems);
+    }
+
+    fn allows_window(&self) -> bool {
+        false
+    }
+
+    fn value_dim(&self, shape: &AttentionShape) -> usize {
+        self.value_dim.unwrap_or(shape.head_dim)
+    }
+
+    fn key_heads(&self, _shape: &AttentionShape) -> usize {
+        self.key_heads
+    }
+
+    fn short_conv(&self) -> bool {
+        self.short_conv
+    }
+
+    fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
+        let outputs = shape.heads * VariantSpec::value_dim(self, shape);
+        vec![
+            ProjectionSpec::new("step", shape.kv_heads),
+            ProjectionSpec::new("gate", outputs).shift(0.2),
+        ]
+    }
+
+    fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
+        let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+        let rate = Init::LnUniform { low: 1.0, high: 16.0 };
+        let outputs = heads * VariantSpec::value_dim(self, shape);
+        vec![
+            ParameterSpec { name: "decay_rate", elements: kv_heads, init: rate },
+            ParameterSpec { name: "step_bias", elements: kv_heads, init: STEP_BIAS },
+            ParameterSpec { name: "skip", elements: heads, init: Init::Constant(1.0) },
+            ParameterSpec { name: "norm", elements: outputs, init: Init::Constant(1.0) },
+        ]
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        _dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        // q and k for every head of v, Δ v, and y at each step from the skip to the norm.
+        let keys = ((shape.heads + shape.kv_heads) * shape.head_dim) as f64;
+        let saved = channels.in_f32() + 4.0 * (keys + channels.v + 5.0 * channels.o);
+        match path {
+            ExecPath::Kernel(device) => {
+                saved + self.linear().saved_by_kernel(&channels, shape, device)
+            }
+            ExecPath::Reference => {
+                saved + self.linear().saved_by_reference(&channels, shape, seq_len)
+            }
+        }
+    }
+
+    fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
+        self.linear().flops_per_token(shape, VariantSpec::value_dim(self, shape), seq_len)
+    }
+
+    fn state_elements(&self, shape: &AttentionShape, _seq_len: usize) -> u64 {
+        (shape.kv_heads * shape.head_dim * VariantSpec::value_dim(self, shape)) as u64
+    }
+}
+
+impl Variant for Config {
+    type State<B: OpBackend> = State<B>;
+
+    fn attend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        self.run(shape, inputs, documents, |LinearInputs { q, k, v, log_decay }, steps| {
+            let inputs =
+                [primitive(q), primitive(k), primitive(v), primitive(steps), primitive(log_decay)];
+            tensor(path.run::<B, _, 5>(&self.linear(), inputs, vec![]))
+        })
+    }
+
+    fn init_state<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        _path: ExecPath,
+        _capacity: usize,
+    ) -> State<B> {
+        State::default()
+    }
+
+    fn extend<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        state: &mut State<B>,
+        _path: ExecPath,
+    ) -> Tensor<B, 4> {
+        self.run(shape, inputs, None, |inputs, steps| {
+            let inputs = LinearInputs { v: inputs.v * steps, ..inputs };
+            let (y, end) = self.linear().forward(inputs, state.s.take());
+            state.s = Some(end);
+            y
+        })
+    }
+}

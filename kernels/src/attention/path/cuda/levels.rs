@@ -1,0 +1,474 @@
+//! The levels above blocks: at each, attention of second parts to first ones on the flash core, and the moves to the
+//! next.
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+use cubecl::zspace::metadata::Metadata;
+
+use super::blocks::{BLOCK, BlockResults};
+use super::moves::{
+    AllLevelsLaunch, LevelSizesLaunch, MOVED_TOKENS, MoveConfig, Moving, merge_transforms,
+    move_vectors,
+};
+use super::moves_back::{PIECE, merge_gradients, move_gradients};
+use super::parts::{Half, Level};
+use crate::attention::decay::{DecayBiases, DecaySums, SPAN, Sums};
+use crate::attention::flash::FlashAttention;
+use crate::attention::flash::hooks::{
+    Biases, Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore,
+};
+use crate::attention::flash::weight::{
+    Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
+};
+use crate::cuda::{CudaTensor, buffer, empty, reshaped, zeros};
+use crate::ops::cuda::{as_u32, dims};
+use crate::tile::MASKED;
+
+/// The queries and keys of all levels, in bf16, and the transforms of their parts.
+#[derive(Clone, Debug)]
+pub struct Moved {
+    /// Queries at the starts of their parts, of each level's second parts, `[batch · pairs, heads, part, head_dim]`.
+    q: Vec<CudaTensor>,
+    /// Keys at the ends of their parts, of each level's first parts, likewise.
+    k: Vec<CudaTensor>,
+    /// R of each level but the last, `[batch, parts, kv_heads, head_dim, head_dim]` in f32.
+    transforms: Vec<CudaTensor>,
+}
+
+/// What a level's scores see beside its vectors.
+#[derive(Clone, Debug)]
+pub struct Masks {
+    /// With a window w, a query sees its own key and the w − 1 before it.
+    pub window: Option<usize>,
+    /// The start of each position's document, `[batch, tokens]`.
+    pub documents: Option<CudaTensor>,
+    /// The decay's prefix sums.
+    pub decay: Option<DecaySums>,
+}
+
+/// The hooks of a level.
+struct LevelHooks {
+    /// Tokens of a part.
+    part: usize,
+    decay: Option<DecaySums>,
+}
+
+/// [`LevelHooks`] with biases `B`.
+struct WithBiases<B>(LevelHooks, std::marker::PhantomData<B>);
+
+/// Biases of a decay, if there is one.
+pub trait LevelBiases: Biases + Sized {
+    /// Their arguments.
+    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Self::Args>;
+}
+
+impl LevelBiases for NoBiases {
+    fn launch(_decay: Option<&DecaySums>) {}
+}
+
+impl LevelBiases for DecayBiases {
+    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Sums> {
+        decay.expect("a decay's biases have sums").launch()
+    }
+}
+
+impl<B: LevelBiases> Hooks for WithBiases<B> {
+    type Operands = PlainOperands;
+    type Biases = B;
+    type Score = ScaledScore;
+    type Weight = SoftmaxWeight;
+
+    fn operands(&self) {}
+
+    fn biases(&self) -> LaunchOf<B::Args> {
+        B::launch(self.0.decay.as_ref())
+    }
+
+    fn score(&self) {}
+
+    fn weight(&self) -> LaunchOf<Sinks> {
+        sinks(None)
+    }
+
+    fn block_shape(&self, (groups, tile): (usize, usize), _head_dim: usize) -> (usize, usize) {
+        // A tile has the tokens of one part.
+        (groups, tile.min(self.0.part))
+    }
+}
+
+/// The rows that a level's attention is computed from.
+#[derive(Clone, Debug)]
+pub struct LevelRows {
+    /// Queries of second parts, `[batch · pairs, heads, part, head_dim]`.
+    pub q: CudaTensor,
+    /// Keys of first parts.
+    pub k: CudaTensor,
+    /// Values of first parts.
+    pub v: CudaTensor,
+}
+
+/// The gradients of a level's attention.
+pub struct LevelGradients {
+    /// Of [`LevelRows`].
+    pub dq: CudaTensor,
+    /// As dq.
+    pub dk: CudaTensor,
+    /// As dq.
+    pub dv: CudaTensor,
+    /// Σ_j dS_ij, `[batch · pairs, heads, 2 · part]`, and Σ_i dS_ij, `[batch · pairs, heads, part]`.
+    pub sums: Option<[CudaTensor; 2]>,
+}
+
+/// The rows' statistics for the backward pass, `[batch, heads, tokens]`.
+pub struct Saved<'a> {
+    /// The gradient of the output, `[batch, heads, tokens, head_dim]` in bf16.
+    pub grad: &'a CudaTensor,
+    /// Log-sum-exp, base 2.
+    pub lse: &'a CudaTensor,
+    /// rowsum(dO ⊙ O).
+    pub delta: &'a CudaTensor,
+}
+
+impl Masks {
+    /// Calls `run` with the level's attention.
+    fn attention<R>(&self, level: &Level, rows: &LevelRows, with: impl LevelWork<Output = R>) -> R {
+        let documents = self.documents.as_ref().map(|x| level.documents(x));
+        let decay = self.decay.as_ref().map(|DecaySums { within, before }| {
+            let [batch, heads, spans, _]: [usize; 4] = before.meta.shape().dims();
+            let before = reshaped(before, &[batch, heads, 2 * spans]);
+            let within = level.rows(within, level.whole(1, 1), 0.0);
+            let before = level.rows(&before, level.whole(SPAN, 2), 0.0);
+            let [sequences, heads, numbers]: [usize; 3] = before.meta.shape().dims();
+            let before = reshaped(&before, &[sequences, heads, numbers / 2, 2]);
+            DecaySums { within, before }
+        });
+        let biased = decay.is_some();
+        let hooks = LevelHooks { part: level.part, decay };
+        if biased {
+            with.run(self.flash::<DecayBiases>(rows, hooks, documents.as_ref()))
+        } else {
+            with.run(self.flash::<NoBiases>(rows, hooks, documents.as_ref()))
+        }
+    }
+
+    fn flash<B: LevelBiases>(
+        &self,
+        LevelRows { q, k, v }: &LevelRows,
+        hooks: LevelHooks,
+        documents: Option<&CudaTensor>,
+    ) -> FlashAttention<WithBiases<B>> {
+        // Queries include the scale.
+        FlashAttention::new([q, k, v], 1.0, WithBiases(hooks, std::marker::PhantomData))
+            .after_keys()
+            .window(self.window)
+            .documents(documents)
+    }
+
+    /// The attention of a level's second parts to its first ones.
+    pub fn attend(&self, level: &Level, rows: &LevelRows) -> SoftmaxOutput {
+        self.attention(level, rows, Attend)
+    }
+
+    /// Its gradients.
+    pub fn backward(&self, level: &Level, rows: &LevelRows, saved: &Saved) -> LevelGradients {
+        let grad = level.take(saved.grad, Half::Second);
+        let half = level.half(Half::Second);
+        // Rows past the last token have no weight.
+        let lse = level.rows(saved.lse, half, -MASKED);
+        let delta = level.rows(saved.delta, half, 0.0);
+        self.attention(level, rows, Backward { grad, lse, delta })
+    }
+}
+
+/// What is done with a level's attention, with or without biases.
+trait LevelWork {
+    type Output;
+
+    fn run<B: LevelBiases>(self, flash: FlashAttention<WithBiases<B>>) -> Self::Output;
+}
+
+struct Attend;
+
+impl LevelWork for Attend {
+    type Output = SoftmaxOutput;
+
+    fn run<B: LevelBiases>(self, flash: FlashAttention<WithBiases<B>>) -> SoftmaxOutput {
+        flash.softmax(false)
+    }
+}
+
+struct Backward {
+    grad: CudaTensor,
+    lse: CudaTensor,
+    delta: CudaTensor,
+}
+
+impl LevelWork for Backward {
+    type Output = LevelGradients;
+
+    fn run<B: LevelBiases>(self, flash: FlashAttention<WithBiases<B>>) -> LevelGradients {
+        let saved = || SoftmaxSavedRowsLaunch::new(buffer(&self.lse, 1), buffer(&self.delta, 1));
+        let all = flash.backward(&self.grad, saved);
+        LevelGradients {
+            dq: all.dq,
+            dk: all.dk,
+            dv: all.dv,
+            sums: all.ds_rows.zip(all.ds_columns).map(|(rows, columns)| [rows, columns]),
+        }
+    }
+}
+
+impl Moved {
+    /// From the blocks' results.
+    pub fn new(levels: &[Level], BlockResults { q, k, r, .. }: &BlockResults) -> Self {
+        let (transforms, above) = merge(levels, r);
+        let all = |x, moving| move_through(levels, x, r, &above, moving);
+        Moved { q: all(q, Moving::Queries), k: all(k, Moving::Keys), transforms }
+    }
+
+    /// The rows of a level's attention; `values` is `[batch, kv_heads, tokens, head_dim]`.
+    pub fn rows(&self, number: usize, level: &Level, values: &CudaTensor) -> LevelRows {
+        LevelRows {
+            q: self.q[number].clone(),
+            k: self.k[number].clone(),
+            v: level.take(values, Half::First),
+        }
+    }
+
+    /// R of a level's parts, but for the last level.
+    pub fn transforms(&self, number: usize) -> Option<&CudaTensor> {
+        self.transforms.get(number)
+    }
+}
+
+/// R of all levels but the last, whose vectors do not move; those above the first also as one tensor.
+fn merge(levels: &[Level], blocks: &CudaTensor) -> (Vec<CudaTensor>, CudaTensor) {
+    let [batch, _, kv_heads, head_dim, _] = dims(blocks)[..] else {
+        unreachable!("transforms have five dimensions")
+    };
+    let config = MoveConfig { head_dim };
+    let shape = |level: &Level| vec![batch, level.parts(), kv_heads, head_dim, head_dim];
+    let further = levels.get(1..levels.len().saturating_sub(1)).unwrap_or_default();
+    let shapes: Vec<Vec<usize>> = further.iter().map(shape).collect();
+    let (above, views) = consecutive(blocks, &shapes, DType::F32, false);
+    let mut all = vec![blocks.clone()];
+    for merged in views {
+        let from = all.last().expect("there are the blocks'");
+        // SAFETY: a block writes one transform, and reads two.
+        unsafe {
+            merge_transforms::launch_unchecked::<CudaRuntime>(
+                &merged.client,
+                CubeCount::Static(as_u32(dims(&merged)[1]), as_u32(kv_heads), as_u32(batch)),
+                CubeDim::new_1d(config.threads() as u32),
+                buffer(from, 2),
+                buffer(&merged, 2),
+                as_u32(dims(from)[1]),
+                config,
+            );
+        }
+        all.push(merged);
+    }
+    (all, above)
+}
+
+/// The rows of all levels, from vectors `[batch, tokens, heads, head_dim]` in f32.
+fn move_through(
+    levels: &[Level],
+    x: &CudaTensor,
+    blocks: &CudaTensor,
+    above: &CudaTensor,
+    moving: Moving,
+) -> Vec<CudaTensor> {
+    let [batch, tokens, heads, head_dim] = dims(x)[..] else {
+        unreachable!("vectors have four dimensions")
+    };
+    let kv_heads = dims(blocks)[2];
+    let shape = |level: &Level| vec![level.sequences(), level.part, heads, head_dim];
+    let shapes: Vec<Vec<usize>> = levels.iter().map(shape).collect();
+    // No vector is written past the last token.
+    let short = levels.iter().any(|level| level.pairs() * 2 * level.part > tokens);
+    let (rows, views) = consecutive(x, &shapes, DType::BF16, short);
+    if levels.is_empty() {
+        return vec![];
+    }
+    // SAFETY: a block writes the rows of its tokens.
+    unsafe {
+        move_vectors::launch_unchecked::<CudaRuntime>(
+            &x.client,
+            CubeCount::Static(as_u32(tokens.div_ceil(MOVED_TOKENS)), as_u32(heads), as_u32(batch)),
+            CubeDim::new_1d(2 * MOVED_TOKENS as u32),
+            buffer(x, 2),
+            buffer(&rows, 2),
+            buffer(blocks, 2),
+            buffer(above, 2),
+            AllLevelsLaunch::new(
+                levels.len() as u32,
+                as_u32(tokens),
+                as_u32(heads),
+                as_u32(heads / kv_heads),
+            ),
+            moving,
+            MoveConfig { head_dim },
+        );
+    }
+    let heads_first = |mut x: CudaTensor| {
+        x.meta.swap(1, 2);
+        x
+    };
+    views.into_iter().map(heads_first).collect()
+}
+
+/// One tensor of all elements, zero if `zeroed`, else uninitialised, and views of these shapes one after the other.
+fn consecutive(
+    like: &CudaTensor,
+    shapes: &[Vec<usize>],
+    dtype: DType,
+    zeroed: bool,
+) -> (CudaTensor, Vec<CudaTensor>) {
+    let count = |shape: &Vec<usize>| shape.iter().product::<usize>();
+    let total = shapes.iter().map(count).sum::<usize>().max(1);
+    let all = if zeroed { zeros(like, &[total], dtype) } else { empty(like, &[total], dtype) };
+    let mut first = 0;
+    let views = shapes.iter().map(|shape| {
+        let mut view = all.clone();
+        view.handle = view.handle.offset_start((first * dtype.size()) as u64);
+        let mut strides = vec![1; shape.len()];
+        for i in (1..shape.len()).rev() {
+            strides[i - 1] = strides[i] * shape[i];
+        }
+        *view.meta = Metadata::new(shape.clone(), strides);
+        first += count(shape);
+        view
+    });
+    let views = views.collect();
+    (all, views)
+}
+
+fn sizes(level: &Level, heads: usize, kv_heads: usize) -> LevelSizesLaunch<CudaRuntime> {
+    LevelSizesLaunch::new(
+        as_u32(level.tokens),
+        as_u32(level.part),
+        as_u32(level.parts()),
+        as_u32(heads),
+        as_u32(heads / kv_heads),
+    )
+}
+
+/// The gradients of a level's vectors and transforms.
+pub struct MovedGradients {
+    /// Of the queries, `[batch, tokens, heads, head_dim]` in f32.
+    pub q: CudaTensor,
+    /// Of the keys.
+    pub k: CudaTensor,
+    /// Of R, `[batch, parts, kv_heads, head_dim, head_dim]` in f32.
+    pub transforms: CudaTensor,
+}
+
+impl MovedGradients {
+    /// Those of the last level, whose vectors do not move; without a level, zero. The moved queries and keys, as the
+    /// blocks leave them, have the dimensions `q` and `k`.
+    pub fn last(
+        like: &CudaTensor,
+        [q, k]: [[usize; 4]; 2],
+        last: Option<(&Level, &LevelGradients)>,
+    ) -> Self {
+        let [batch, tokens, kv_heads, head_dim] = k;
+        let parts = last.map_or(tokens / BLOCK, |(level, _)| level.parts());
+        let gradients = MovedGradients {
+            q: zeros(like, &q, DType::F32),
+            k: zeros(like, &k, DType::F32),
+            transforms: zeros(like, &[batch, parts, kv_heads, head_dim, head_dim], DType::F32),
+        };
+        if let Some((level, of_scores)) = last {
+            level.add(&gradients.q, &of_scores.dq, Half::Second);
+            level.add(&gradients.k, &of_scores.dk, Half::First);
+        }
+        gradients
+    }
+
+    /// From the gradients at the next level to those at `level`: back through the moves, plus those of the level's
+    /// scores. `transforms` are R of its parts.
+    pub fn retreat(
+        self,
+        level: &Level,
+        rows: &LevelRows,
+        of_scores: &LevelGradients,
+        transforms: &CudaTensor,
+    ) -> Self {
+        let [batch, parts, kv_heads, head_dim, _] = dims(transforms)[..] else {
+            unreachable!("transforms have five dimensions")
+        };
+        let config = MoveConfig { head_dim };
+        let by_queries =
+            retreat(level, &self.q, &rows.q, &of_scores.dq, transforms, Moving::Queries);
+        let by_keys = retreat(level, &self.k, &rows.k, &of_scores.dk, transforms, Moving::Keys);
+        let gradients =
+            empty(transforms, &[batch, parts, kv_heads, head_dim, head_dim], DType::F32);
+        // SAFETY: a block writes the gradients of two transforms.
+        unsafe {
+            merge_gradients::launch_unchecked::<CudaRuntime>(
+                &gradients.client,
+                CubeCount::Static(as_u32(parts.div_ceil(2)), as_u32(kv_heads), as_u32(batch)),
+                CubeDim::new_1d(config.threads() as u32),
+                buffer(&self.transforms, 2),
+                buffer(transforms, 2),
+                buffer(&by_queries, 2),
+                buffer(&by_keys, 2),
+                buffer(&gradients, 2),
+                as_u32(parts),
+                as_u32(pieces(level)),
+                config,
+            );
+        }
+        MovedGradients { transforms: gradients, ..self }
+    }
+}
+
+/// Pieces of a part.
+fn pieces(level: &Level) -> usize {
+    level.part.div_ceil(PIECE)
+}
+
+/// [`move_gradients`] of `g`, in place; returns the pieces of the transforms' gradients.
+fn retreat(
+    level: &Level,
+    g: &CudaTensor,
+    x: &CudaTensor,
+    added: &CudaTensor,
+    transforms: &CudaTensor,
+    moving: Moving,
+) -> CudaTensor {
+    let [_, _, kv_heads, head_dim, _] = dims(transforms)[..] else {
+        unreachable!("transforms have five dimensions")
+    };
+    let heads = dims(g)[2];
+    let config = MoveConfig { head_dim };
+    let [x, added] = [x, added].map(tokens_first);
+    let shape = [pieces(level), level.sequences(), kv_heads, head_dim, head_dim];
+    let pieces = empty(transforms, &shape, DType::F32);
+    // SAFETY: a block changes the gradients of its tokens, and writes one piece.
+    unsafe {
+        move_gradients::launch_unchecked::<CudaRuntime>(
+            &g.client,
+            CubeCount::Static(as_u32(shape[0]), as_u32(kv_heads), as_u32(shape[1])),
+            CubeDim::new_1d(config.threads() as u32),
+            buffer(g, 2),
+            buffer(&x, crate::tile::CHUNK),
+            buffer(&added, 2),
+            buffer(transforms, 2),
+            buffer(&pieces, 2),
+            sizes(level, heads, kv_heads),
+            moving,
+            config,
+        );
+    }
+    pieces
+}
+
+/// `[batch, heads, tokens, channels]` as a contiguous `[batch, tokens, heads, channels]`.
+fn tokens_first(x: &CudaTensor) -> CudaTensor {
+    let mut x = x.clone();
+    x.meta.swap(1, 2);
+    crate::cuda::contiguous(&x)
+}

@@ -1,0 +1,542 @@
+//! The parts of a level: copies of what the flash kernels read, and sums of what they give.
+//!
+//! A level's pairs of parts are sequences of their own, `batch` · pairs + pair: queries are the second part, keys
+//! the first. Rows past the last token are zero, and their queries see no key.
+
+use burn::tensor::DType;
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::*;
+use cubecl::zspace::metadata::Metadata;
+
+use super::blocks::Quad;
+use crate::attention::flash::weight::SoftmaxOutput;
+use crate::attention::flash::{Heads, as_u32};
+use crate::cuda::{CudaTensor, buffer, empty};
+use crate::ops::cuda::{THREADS, blocks, dim, dims, elements};
+use crate::tile::{Bf16Pair, CHUNK, Chunk, LOG2_E, MASKED, Pair, RowStrides, exp2};
+
+/// The parts of `part` tokens each into which sequences are cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Level {
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub tokens: usize,
+    /// Tokens of a part, 64 or twice as many as at the level below.
+    pub part: usize,
+}
+
+/// Which part of a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    /// Keys and values.
+    First,
+    /// Queries.
+    Second,
+}
+
+impl Level {
+    /// All levels from parts of `part` tokens on, for sequences of `tokens`.
+    pub fn all(batch: usize, tokens: usize, part: usize) -> Vec<Level> {
+        let parts = std::iter::successors(Some(part), |part| Some(2 * part));
+        parts.take_while(|part| *part < tokens).map(|part| Level { batch, tokens, part }).collect()
+    }
+
+    /// Parts of a sequence; the last may be short.
+    pub fn parts(&self) -> usize {
+        self.tokens.div_ceil(self.part)
+    }
+
+    /// Pairs of a sequence; the second part of the last may be short.
+    pub fn pairs(&self) -> usize {
+        self.parts() / 2
+    }
+
+    /// Pairs of all sequences.
+    pub fn sequences(&self) -> usize {
+        self.batch * self.pairs()
+    }
+
+    /// The first token of a pair's part, within the pair.
+    fn first(&self, half: Half) -> usize {
+        match half {
+            Half::First => 0,
+            Half::Second => self.part,
+        }
+    }
+
+    /// `half` of every pair of `x`, `[batch, heads, tokens, channels]` in bf16, as
+    /// `[batch · pairs, heads, part, channels]`: a view if possible, else a copy.
+    pub fn take(&self, x: &CudaTensor, half: Half) -> CudaTensor {
+        self.view(x, half).unwrap_or_else(|| self.copy(x, half))
+    }
+
+    fn view(&self, x: &CudaTensor, half: Half) -> Option<CudaTensor> {
+        let [batch, heads, tokens, channels]: [usize; 4] = x.meta.shape().dims();
+        let strides = x.meta.strides().to_vec();
+        let one = batch == 1 || strides[0] == tokens * strides[2];
+        if !one || tokens != self.pairs() * 2 * self.part {
+            return None;
+        }
+        let mut view = x.clone();
+        let bytes = self.first(half) * strides[2] * x.dtype.size();
+        view.handle = view.handle.offset_start(bytes as u64);
+        let shape = [self.sequences(), heads, self.part, channels];
+        let strides = [2 * self.part * strides[2], strides[1], strides[2], strides[3]];
+        *view.meta = Metadata::new(shape, strides);
+        Some(view)
+    }
+
+    /// As [`Level::take`], always a contiguous copy `[batch · pairs, part, heads, channels]` in memory.
+    pub fn copy(&self, x: &CudaTensor, half: Half) -> CudaTensor {
+        let x = Heads::new(x);
+        let [_, heads, tokens, channels] = x.dims;
+        let mut copy =
+            empty(&x.tensor, &[self.sequences(), self.part, heads, channels], DType::BF16);
+        let count = self.sequences() * self.part * heads * channels / CHUNK;
+        // SAFETY: a thread writes one chunk of the copy, and reads within the tensor.
+        unsafe {
+            copy_part::launch_unchecked::<CudaRuntime>(
+                &x.tensor.client,
+                blocks(count, THREADS),
+                dim(THREADS),
+                buffer(&x.tensor, CHUNK),
+                buffer(&copy, CHUNK),
+                x.row_strides(),
+                self.sizes(half, heads),
+                as_u32(count),
+                as_u32(tokens),
+                as_u32(channels / CHUNK),
+            );
+        }
+        copy.meta.swap(1, 2);
+        copy
+    }
+
+    /// A stretch of each pair of `x`, `[batch, heads, numbers]` in f32, as `[batch · pairs, heads, stretch]`; `past`
+    /// where it reaches past the end.
+    pub fn rows(&self, x: &CudaTensor, stretch: Stretch, past: f32) -> CudaTensor {
+        let [_, heads, length]: [usize; 3] = x.meta.shape().dims();
+        let Stretch { first, length: taken, between } = stretch;
+        let rows = empty(x, &[self.sequences(), heads, taken], DType::F32);
+        let count = self.sequences() * heads * taken;
+        // SAFETY: a thread writes one number, and reads within the tensor.
+        unsafe {
+            copy_rows::launch_unchecked::<CudaRuntime>(
+                &x.client,
+                blocks(count, THREADS),
+                dim(THREADS),
+                buffer(x, 1),
+                buffer(&rows, 1),
+                RowsLaunch::new(
+                    self.pairs() as u32,
+                    heads as u32,
+                    as_u32(length),
+                    as_u32(first),
+                    as_u32(taken),
+                    as_u32(between),
+                    as_u32(count),
+                ),
+                past,
+            );
+        }
+        rows
+    }
+
+    /// Adds `added`, `[batch · pairs, heads, stretch]`, to the stretches of `x`, `[batch, heads, tokens]`; both f32.
+    /// `from` is the first of the added numbers of a row.
+    pub fn add_rows(&self, x: &CudaTensor, added: &CudaTensor, stretch: Stretch, from: usize) {
+        let [_, heads, length]: [usize; 3] = x.meta.shape().dims();
+        let of_row = added.meta.shape()[2];
+        let Stretch { first, length: taken, between } = stretch;
+        let count = self.sequences() * heads * taken;
+        // SAFETY: a thread changes one number.
+        unsafe {
+            add_rows::launch_unchecked::<CudaRuntime>(
+                &x.client,
+                blocks(count, THREADS),
+                dim(THREADS),
+                buffer(x, 1),
+                buffer(added, 1),
+                RowsLaunch::new(
+                    self.pairs() as u32,
+                    heads as u32,
+                    as_u32(length),
+                    as_u32(first),
+                    as_u32(taken),
+                    as_u32(between),
+                    as_u32(count),
+                ),
+                as_u32(of_row),
+                as_u32(from),
+            );
+        }
+    }
+
+    /// One number per token of a pair's half.
+    pub fn half(&self, half: Half) -> Stretch {
+        Stretch { first: self.first(half), length: self.part, between: 2 * self.part }
+    }
+
+    /// The numbers of whole pairs, one in `tokens` tokens, of `units` each.
+    pub fn whole(&self, tokens: usize, units: usize) -> Stretch {
+        let length = 2 * self.part / tokens * units;
+        Stretch { first: 0, length, between: length }
+    }
+
+    /// The documents' starts within pairs, `[batch · pairs, 2 · part]`, from those in sequences, `[batch, tokens]`.
+    pub fn documents(&self, documents: &CudaTensor) -> CudaTensor {
+        let [_, tokens]: [usize; 2] = documents.meta.shape().dims();
+        let starts = empty(documents, &[self.sequences(), 2 * self.part], documents.dtype);
+        let count = self.sequences() * 2 * self.part;
+        // SAFETY: a thread writes one number, and reads within the tensor.
+        unsafe {
+            starts_in_pairs::launch_unchecked::<CudaRuntime>(
+                &documents.client,
+                blocks(count, THREADS),
+                dim(THREADS),
+                buffer(documents, 1),
+                buffer(&starts, 1),
+                self.pairs() as u32,
+                as_u32(tokens),
+                as_u32(2 * self.part),
+                as_u32(count),
+            );
+        }
+        starts
+    }
+
+    /// Adds this level's softmax attention, over further keys, to that of `o` `[batch, tokens, heads, channels]` and
+    /// `lse` `[batch, heads, tokens]`, in f32 and base 2.
+    pub fn add_attention(&self, o: &CudaTensor, lse: &CudaTensor, level: &SoftmaxOutput) {
+        let [_, tokens, heads, channels]: [usize; 4] = o.meta.shape().dims();
+        let of_level = Heads::new(&level.o);
+        let rows = self.sequences() * self.part * heads;
+        // SAFETY: lanes of one warp change one row.
+        unsafe {
+            add_attention::launch_unchecked::<CudaRuntime>(
+                &o.client,
+                blocks(rows * LANES_PER_ROW, THREADS),
+                dim(THREADS),
+                buffer(o, 4),
+                buffer(lse, 1),
+                buffer(&of_level.tensor, CHUNK),
+                buffer(&level.lse, 1),
+                of_level.row_strides(),
+                self.pairs() as u32,
+                as_u32(self.part),
+                as_u32(rows),
+                as_u32(tokens),
+                heads as u32,
+                as_u32(channels / CHUNK),
+            );
+        }
+    }
+
+    /// Adds `added`, `[batch · pairs, heads, part, channels]` in bf16, to `half` of the pairs of `x`,
+    /// `[batch, tokens, heads, channels]` in f32.
+    pub fn add(&self, x: &CudaTensor, added: &CudaTensor, half: Half) {
+        let [_, tokens, heads, channels]: [usize; 4] = x.meta.shape().dims();
+        let added = Heads::new(added);
+        let count = self.sequences() * self.part * heads * channels / 2;
+        // SAFETY: a thread changes two elements.
+        unsafe {
+            add_part::launch_unchecked::<CudaRuntime>(
+                &x.client,
+                blocks(count, THREADS),
+                dim(THREADS),
+                buffer(x, 2),
+                buffer(&added.tensor, 2),
+                added.row_strides(),
+                self.sizes(half, heads),
+                as_u32(count),
+                as_u32(tokens),
+                as_u32(channels / 2),
+            );
+        }
+    }
+
+    fn sizes(&self, half: Half, heads: usize) -> PartSizesLaunch<CudaRuntime> {
+        PartSizesLaunch::new(
+            self.pairs() as u32,
+            as_u32(self.part),
+            as_u32(self.first(half)),
+            heads as u32,
+        )
+    }
+}
+
+/// A stretch of the numbers of each pair.
+#[derive(Clone, Copy, Debug)]
+pub struct Stretch {
+    /// Its first number, within the pair's.
+    first: usize,
+    /// Its length.
+    length: usize,
+    /// Numbers from one pair to the next.
+    between: usize,
+}
+
+/// The pairs of a level, and one part of each.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct PartSizes {
+    /// Pairs of a sequence.
+    pairs: u32,
+    /// Tokens of a part.
+    part: u32,
+    /// The part's first token, within its pair.
+    first: u32,
+    /// Heads.
+    heads: u32,
+}
+
+/// Where a unit of a part is in its sequence.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    /// The unit of the row.
+    unit: usize,
+    head: usize,
+    /// The sequence of pairs, and the token in its part.
+    sequence: usize,
+    in_part: usize,
+    batch: usize,
+    token: usize,
+}
+
+#[cube]
+impl PartSizes {
+    /// That of the unit at `at` in `[batch · pairs, part, heads, units]`. Divides in 32 bits, which is faster.
+    fn place(&self, at: u32, units: u32) -> Place {
+        let row = at / units;
+        let (in_part, sequence) = (row / self.heads % self.part, row / self.heads / self.part);
+        let pair = sequence % self.pairs;
+        Place {
+            unit: (at % units) as usize,
+            head: (row % self.heads) as usize,
+            sequence: sequence as usize,
+            in_part: in_part as usize,
+            batch: (sequence / self.pairs) as usize,
+            token: (pair * 2 * self.part + self.first + in_part) as usize,
+        }
+    }
+}
+
+/// One part of every pair, in chunks `[batch · pairs, part, heads, chunks]`; zero from token `tokens` on.
+#[cube(launch_unchecked, address_type = "u64")]
+fn copy_part(
+    x: &Array<Chunk>,
+    copy: &mut Array<Chunk>,
+    strides: RowStrides,
+    sizes: PartSizes,
+    count: u32,
+    tokens: u32,
+    chunks: u32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let place = sizes.place(at as u32, chunks);
+        let mut value = Chunk::cast_from(0f32);
+        if place.token < tokens as usize {
+            let row = strides.base(place.batch, place.head) + place.token * strides.row as usize;
+            value = x[row + place.unit];
+        }
+        copy[at] = value;
+    }
+}
+
+/// x += added for one part of every pair; `x` is `[batch, tokens, heads, pairs of channels]`.
+#[cube(launch_unchecked, address_type = "u64")]
+fn add_part(
+    x: &mut Array<Pair>,
+    added: &Array<Bf16Pair>,
+    strides: RowStrides,
+    sizes: PartSizes,
+    count: u32,
+    tokens: u32,
+    units: u32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let place = sizes.place(at as u32, units);
+        let (tokens, units) = (tokens as usize, units as usize);
+        if place.token < tokens {
+            let row =
+                strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
+            let from = row * comptime!(CHUNK / 2) + place.unit;
+            let to = ((place.batch * tokens + place.token) * sizes.heads as usize + place.head)
+                * units
+                + place.unit;
+            x[to] += Pair::cast_from(added[from]);
+        }
+    }
+}
+
+/// Stretches of the numbers of each pair.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Rows {
+    /// Pairs of a sequence.
+    pairs: u32,
+    /// Heads.
+    heads: u32,
+    /// Numbers of a sequence and head.
+    length: u32,
+    /// The first number of a pair's stretch.
+    first: u32,
+    /// Numbers of a stretch.
+    taken: u32,
+    /// Numbers from one pair to the next.
+    between: u32,
+    /// Numbers of all stretches.
+    count: u32,
+}
+
+#[cube]
+impl Rows {
+    /// The row in `[batch, heads]`, and the place in it, of number `at` in `[batch · pairs, heads, taken]`.
+    fn place(&self, at: usize) -> (usize, usize) {
+        let (heads, taken, pairs) = (self.heads as usize, self.taken as usize, self.pairs as usize);
+        let (head, sequence) = (at / taken % heads, at / taken / heads);
+        let within = sequence % pairs * self.between as usize + self.first as usize + at % taken;
+        (sequence / pairs * heads + head, within)
+    }
+}
+
+#[cube(launch_unchecked, address_type = "u64")]
+fn copy_rows(x: &Array<f32>, rows: &mut Array<f32>, sizes: Rows, past: f32) {
+    let at = ABSOLUTE_POS;
+    if at < sizes.count as usize {
+        let (row, place) = sizes.place(at);
+        let mut value = past;
+        if place < sizes.length as usize {
+            value = x[row * sizes.length as usize + place];
+        }
+        rows[at] = value;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "u64")]
+fn add_rows(x: &mut Array<f32>, added: &Array<f32>, sizes: Rows, of_row: u32, from: u32) {
+    let at = ABSOLUTE_POS;
+    if at < sizes.count as usize {
+        let (row, place) = sizes.place(at);
+        let taken = sizes.taken as usize;
+        if place < sizes.length as usize {
+            let other = at / taken * of_row as usize + from as usize + at % taken;
+            x[row * sizes.length as usize + place] += added[other];
+        }
+    }
+}
+
+/// Starts within pairs of `taken` tokens: positions past the end are their own documents.
+#[cube(launch_unchecked, address_type = "u64")]
+fn starts_in_pairs(
+    documents: &Array<i32>,
+    starts: &mut Array<i32>,
+    pairs: u32,
+    tokens: u32,
+    taken: u32,
+    count: u32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        let (tokens, taken, pairs) = (tokens as usize, taken as usize, pairs as usize);
+        let (place, sequence) = (at % taken, at / taken);
+        let first = sequence % pairs * taken;
+        let mut start = place;
+        if first + place < tokens {
+            let found = documents[sequence / pairs * tokens + first + place] as usize;
+            start = max(found, first) - first;
+        }
+        starts[at] = i32::cast_from(start as u32);
+    }
+}
+
+/// Lanes that add a row's attention.
+const LANES_PER_ROW: usize = 8;
+
+/// Adds softmax attention over further keys, in chunks of channels.
+#[cube(launch_unchecked, address_type = "u64")]
+fn add_attention(
+    o: &mut Array<Quad>,
+    lse: &mut Array<f32>,
+    of_level: &Array<Chunk>,
+    lse_of_level: &Array<f32>,
+    strides: RowStrides,
+    pairs: u32,
+    part: u32,
+    rows: u32,
+    tokens: u32,
+    heads: u32,
+    chunks: u32,
+) {
+    let row = ABSOLUTE_POS / LANES_PER_ROW;
+    let (tokens, chunks) = (tokens as usize, chunks as usize);
+    // A row past the last one is that of no token.
+    let sizes = PartSizes { pairs, part, first: part, heads };
+    let place = sizes.place(min(row as u32, rows - 1), 1u32);
+    let heads = heads as usize;
+    let at = (place.batch * heads + place.head) * tokens + place.token;
+    let mut other = f32::cast_from(comptime!(-MASKED));
+    let mut own = 0f32;
+    if (row < rows as usize) & (place.token < tokens) {
+        own = lse[at];
+        other = lse_of_level[(place.sequence * heads + place.head) * part as usize + place.in_part];
+    }
+    // A query that sees no key of this level has an lse of −MASKED, and keeps its output.
+    let sees = other < comptime!(-MASKED);
+    let most = max(own, other);
+    let (keep, add) = (exp2(own - most), exp2(other - most));
+    let sum = keep + add;
+    let lane = ABSOLUTE_POS % LANES_PER_ROW;
+    if sees {
+        let (keep, add) = (Quad::cast_from(keep / sum), Quad::cast_from(add / sum));
+        let from = strides.base(place.sequence, place.head) + place.in_part * strides.row as usize;
+        let to = ((place.batch * tokens + place.token) * heads + place.head) * chunks;
+        let mut chunk = lane;
+        while chunk < chunks {
+            let further = of_level[from + chunk];
+            #[unroll]
+            for half in 0..2usize {
+                let mut four = Quad::empty();
+                #[unroll]
+                for i in 0..4usize {
+                    four[i] = f32::cast_from(further[comptime!(half * 4 + i)]);
+                }
+                let at = (to + chunk) * 2 + half;
+                o[at] = o[at] * keep + four * add;
+            }
+            chunk += LANES_PER_ROW;
+        }
+    }
+    // All lanes of the row have read it.
+    sync_plane();
+    if sees & (lane == 0) {
+        lse[at] = most + Log::ln(sum) * LOG2_E;
+    }
+}
+
+/// `x` in bf16.
+pub fn rounded(x: &CudaTensor) -> CudaTensor {
+    let rounded = empty(x, &dims(x), DType::BF16);
+    let count = elements(x) / 2;
+    // SAFETY: a thread writes two elements.
+    unsafe {
+        round_pairs::launch_unchecked::<CudaRuntime>(
+            &x.client,
+            blocks(count, THREADS),
+            dim(THREADS),
+            buffer(x, 2),
+            buffer(&rounded, 2),
+            as_u32(count),
+        );
+    }
+    rounded
+}
+
+#[cube(launch_unchecked)]
+fn round_pairs(x: &Array<Pair>, rounded: &mut Array<Bf16Pair>, count: u32) {
+    let at = ABSOLUTE_POS;
+    if at < count as usize {
+        rounded[at] = Vector::cast_from(x[at]);
+    }
+}
