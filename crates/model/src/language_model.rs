@@ -6,7 +6,9 @@ use burn::tensor::{Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::ops::cross_entropy::{linear_cross_entropy, token_cross_entropy};
+use longwall_kernels::ops::cross_entropy::{
+    LinearCrossEntropy, linear_cross_entropy, token_cross_entropy,
+};
 use longwall_kernels::ops::embedding::embedding;
 use longwall_kernels::ops::linear::linear_f32;
 
@@ -207,7 +209,8 @@ impl<B: OpBackend> LanguageModel<B> {
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 1> {
         let hidden = self.hidden(tokens, documents);
-        linear_cross_entropy(hidden, self.head_weight(), targets, weights)
+        let op = LinearCrossEntropy::default();
+        linear_cross_entropy(hidden, self.head_weight(), targets, weights, op).total
     }
 
     /// [`LanguageModel::loss`] from the last block's output, `[batch, seq_len, width]`.
@@ -217,7 +220,8 @@ impl<B: OpBackend> LanguageModel<B> {
         targets: Tensor<B, 2, Int>,
         weights: Tensor<B, 2>,
     ) -> Tensor<B, 1> {
-        linear_cross_entropy(self.norm.forward(x), self.head_weight(), targets, weights)
+        let op = LinearCrossEntropy::default();
+        linear_cross_entropy(self.norm.forward(x), self.head_weight(), targets, weights, op).total
     }
 
     /// The cross-entropy of every token in nats, `[batch, seq_len]`, as in [`LanguageModel::loss`] but without
@@ -229,7 +233,7 @@ impl<B: OpBackend> LanguageModel<B> {
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 2> {
         let hidden = self.hidden(tokens, documents);
-        token_cross_entropy(hidden, self.head_weight(), targets)
+        token_cross_entropy(hidden, self.head_weight(), targets, None)
     }
 
     /// The logits of whole rows: tokens `[batch, seq_len]` to `[batch, seq_len, vocab]`.

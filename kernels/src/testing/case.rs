@@ -21,6 +21,7 @@ pub struct Case<O, const N: usize> {
     no_grad: Vec<usize>,
     bf16: Vec<usize>,
     parameters: Vec<usize>,
+    equal_upstream: bool,
     /// See [`Case::inside`].
     inside: [f64; 2],
 }
@@ -39,6 +40,7 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
             no_grad: vec![],
             bf16: vec![],
             parameters: vec![],
+            equal_upstream: false,
             inside: [0.0; 2],
         };
         for (input, shape) in shapes.iter().enumerate() {
@@ -79,6 +81,12 @@ impl<O: Op<N>, const N: usize> Case<O, N> {
     /// operations with such values; the test says which.
     pub fn inside(mut self, most: f64, mean: f64) -> Self {
         self.inside = [most, mean];
+        self
+    }
+
+    /// Gives all results the same upstream gradient, for an operation that differentiates only their sum.
+    pub fn equal_upstream(mut self) -> Self {
+        self.equal_upstream = true;
         self
     }
 
@@ -201,6 +209,10 @@ pub fn check_on<B: OpBackend, O: Op<N>, const N: usize>(
         &want.shape,
         want.data.iter().map(|_| f64::from(rng.random_range(-1.0f32..1.0))).collect(),
     );
+    if case.equal_upstream {
+        let first = upstream.data[0];
+        upstream.data.fill(first);
+    }
     if !case.bf16.is_empty() {
         round(&mut upstream);
     }

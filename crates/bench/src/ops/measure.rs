@@ -131,7 +131,8 @@ impl<B: OpBackend> Bench<B> {
         };
         let x = self.activation(&[batch, seq_len, width]);
         let inputs = [x, self.matrix([vocab, width]), weights];
-        self.time(LinearCrossEntropy, inputs, &[self.tokens()], self.products(vocab * width))
+        let op = LinearCrossEntropy::default();
+        self.time(op, inputs, &[self.tokens()], self.products(vocab * width))
     }
 
     /// A step on the output matrix. It reads the parameter, its gradient and two moments and writes all

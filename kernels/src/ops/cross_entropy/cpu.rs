@@ -3,13 +3,15 @@
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
+use super::LinearCrossEntropy;
 use crate::backend::Forward;
 use crate::cpu::gemm::{Mat, matmul_into};
 use crate::cpu::{buffer, contiguous, dims, from_vec, math, slice};
 use crate::ops::embedding::token_ids;
 
-/// Σ weights · loss, and the needed gradients of x and W.
+/// [`Loss::terms`](super::Loss), and the needed gradients of x and W of their sum.
 pub fn weighted(
+    op: LinearCrossEntropy,
     x: &FlexTensor,
     weight: &FlexTensor,
     targets: &FlexTensor,
@@ -32,6 +34,7 @@ pub fn weighted(
         &picked
     };
     let pass = LossAndGrads::run(
+        op,
         rows,
         slice(&weight),
         width,
@@ -39,32 +42,49 @@ pub fn weighted(
         &counted.iter().map(|&row| row_weights[row]).collect::<Vec<_>>(),
         needs,
     );
-    let terms = pass.losses.iter().zip(&counted);
-    let loss: f64 = terms.map(|(loss, &row)| f64::from(loss * row_weights[row])).sum();
+    let sum = |term: usize| {
+        let rows = pass.terms.iter().zip(&counted);
+        rows.map(|(terms, &row)| f64::from(terms[term] * row_weights[row])).sum::<f64>() as f32
+    };
+    let terms = if op.z_loss == 0.0 { vec![sum(0)] } else { vec![sum(0), sum(1)] };
     let dx = pass.dx.map(|dx| from_vec(spread(dx, &counted, targets.len(), width), &dims(&x)));
     let dw = pass.dw.map(|dw| from_vec(dw, &dims(&weight)));
-    Forward { output: from_vec(vec![loss as f32], &[1]), saved: dx.into_iter().chain(dw).collect() }
+    let count = terms.len();
+    Forward { output: from_vec(terms, &[count]), saved: dx.into_iter().chain(dw).collect() }
 }
 
-/// The gradients of x and W that [`weighted`] saved, times the loss's upstream gradient.
+/// The gradients of x and W that [`weighted`] saved, times the upstream gradient of its terms.
+///
+/// # Panics
+/// When the terms' upstream gradients differ.
 pub fn backward(
     saved: Vec<FlexTensor>,
     grad: &FlexTensor,
     needs: [bool; 2],
 ) -> [Option<FlexTensor>; 2] {
-    let factor = slice(&contiguous(grad))[0];
+    let grad = contiguous(grad);
+    let (factor, grads) = (slice(&grad)[0], slice(&grad));
+    assert!(
+        grads.iter().all(|other| other.to_bits() == factor.to_bits()),
+        "upstream gradients of the loss's terms are {grads:?}; only their sum has a gradient"
+    );
     let mut saved = saved.into_iter().map(|grad| scaled(grad, factor));
     needs.map(|wanted| wanted.then(|| saved.next().expect("a gradient per need")))
 }
 
-/// The loss of every token.
-pub fn per_token(x: &FlexTensor, weight: &FlexTensor, targets: &FlexTensor) -> FlexTensor {
+/// The cross-entropy of every token.
+pub fn per_token(
+    op: LinearCrossEntropy,
+    x: &FlexTensor,
+    weight: &FlexTensor,
+    targets: &FlexTensor,
+) -> FlexTensor {
     let (x, weight) = (contiguous(x), contiguous(weight));
     let shape = dims(targets);
     let targets = token_targets(&x, &weight, targets);
     let width = dims(&weight)[1];
-    let pass = LossAndGrads::run(slice(&x), slice(&weight), width, &targets, &[], [false; 2]);
-    from_vec(pass.losses, &shape)
+    let pass = LossAndGrads::run(op, slice(&x), slice(&weight), width, &targets, &[], [false; 2]);
+    from_vec(pass.terms.iter().map(|&[loss, _]| loss).collect(), &shape)
 }
 
 /// The targets as indices, with every size checked.
@@ -111,18 +131,19 @@ pub fn chunk_rows(vocab: usize) -> usize {
 
 /// The results of one pass over the rows.
 struct LossAndGrads {
-    /// The unweighted loss of each row.
-    losses: Vec<f32>,
-    /// Σ weights · d loss / dx, where wanted.
+    /// The unweighted cross-entropy and z-loss of each row.
+    terms: Vec<[f32; 2]>,
+    /// Σ weights · d (cross-entropy + z-loss) / dx, where wanted.
     dx: Option<Vec<f32>>,
-    /// Σ weights · d loss / dW, where wanted.
+    /// Σ weights · d (cross-entropy + z-loss) / dW, where wanted.
     dw: Option<Vec<f32>>,
 }
 
 impl LossAndGrads {
-    /// Losses of the rows of `x`, and the needed gradients of x and W under `row_weights`, which may be
+    /// The terms of the rows of `x`, and the needed gradients of x and W under `row_weights`, which may be
     /// empty if no gradient is needed.
     fn run(
+        op: LinearCrossEntropy,
         x: &[f32],
         weight: &[f32],
         width: usize,
@@ -134,7 +155,7 @@ impl LossAndGrads {
         let w = Mat::new(weight, vocab, width, width);
         let chunk = chunk_rows(vocab).min(rows);
         let mut logits = buffer(chunk * vocab);
-        let mut losses = buffer(rows);
+        let mut terms = vec![[0.0; 2]; rows];
         let mut dx = want_dx.then(|| buffer(rows * width));
         let mut dw = want_dw.then(|| buffer(vocab * width));
         for first in (0..rows).step_by(chunk.max(1)) {
@@ -144,7 +165,7 @@ impl LossAndGrads {
             let logits = &mut logits[..rows * vocab];
             matmul_into(logits, x, w.t(), 0.0);
             let row_weights = (want_dx || want_dw).then(|| &row_weights[part.clone()]);
-            softmax_rows(logits, vocab, &targets[part.clone()], row_weights, &mut losses[part]);
+            softmax_rows(op, logits, vocab, &targets[part.clone()], row_weights, &mut terms[part]);
             let d_logits = Mat::new(logits, rows, vocab, vocab);
             if let Some(dx) = &mut dx {
                 matmul_into(&mut dx[first * width..][..rows * width], d_logits, w, 0.0);
@@ -154,31 +175,50 @@ impl LossAndGrads {
                 matmul_into(dw, d_logits.t(), x, beta);
             }
         }
-        LossAndGrads { losses, dx, dw }
+        LossAndGrads { terms, dx, dw }
     }
 }
 
-/// The loss of every row of logits. With weights, the logits are overwritten by their gradient,
-/// weight · (softmax(z) − onehot(target)).
+/// The cross-entropy and the z-loss of every row of logits. With weights, the logits are overwritten by their
+/// gradient, weight · ((1 + 2 z_loss · ln Σ exp(z)) · softmax(z) − onehot(target)), times the slope of the softcap.
 fn softmax_rows(
+    op: LinearCrossEntropy,
     logits: &mut [f32],
     vocab: usize,
     targets: &[usize],
     row_weights: Option<&[f32]>,
-    losses: &mut [f32],
+    terms: &mut [[f32; 2]],
 ) {
-    logits.par_chunks_mut(vocab).zip(losses.par_iter_mut().enumerate()).for_each(
-        |(z, (row, loss))| {
+    logits.par_chunks_mut(vocab).zip(terms.par_iter_mut().enumerate()).for_each_init(
+        Vec::new,
+        |slopes, (z, (row, terms))| {
             let target = targets[row];
+            if let Some(cap) = op.softcap {
+                slopes.resize(vocab, 0.0);
+                cap_row(z, cap, slopes);
+            }
             let shift = math::max(z);
             let picked = z[target] - shift;
             let sum = math::exp_shifted(z, shift);
-            *loss = sum.ln() - picked;
+            let log_sum = shift + sum.ln();
+            *terms = [sum.ln() - picked, op.z_loss * log_sum * log_sum];
             if let Some(weights) = row_weights {
-                let factor = weights[row] / sum;
+                let factor = weights[row] * (1.0 + 2.0 * op.z_loss * log_sum) / sum;
                 z.iter_mut().for_each(|z| *z *= factor);
                 z[target] -= weights[row];
+                if op.softcap.is_some() {
+                    z.iter_mut().zip(slopes).for_each(|(z, slope)| *z *= *slope);
+                }
             }
         },
     );
+}
+
+/// z ← c·tanh(z / c); `slopes` receives the derivative, 1 − tanh²(z / c).
+fn cap_row(z: &mut [f32], cap: f32, slopes: &mut [f32]) {
+    for (z, slope) in z.iter_mut().zip(slopes) {
+        let tanh = math::tanh(*z / cap);
+        *z = cap * tanh;
+        *slope = 1.0 - tanh * tanh;
+    }
 }

@@ -3,12 +3,13 @@
 use burn::tensor::{DType, Shape};
 use burn_cubecl::ops::numeric::zeros_client;
 
-use super::kernel::{LossConfig, rows as rows_kernel};
+use super::LinearCrossEntropy;
+use super::kernel::{LossArgsLaunch, LossConfig, rows as rows_kernel};
 use crate::backend::Forward;
 use crate::cuda::blas::{self, Epilogue};
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous, empty};
 use crate::ops::cuda::elementwise::{in_type, scale, store};
-use crate::ops::cuda::sums::total;
+use crate::ops::cuda::sums::{add_up, total};
 use crate::ops::cuda::{as_u32, blocks, dim, dims, integers, nothing, over, supported};
 use crate::ops::linear::cuda::transposed;
 
@@ -38,21 +39,29 @@ pub fn workspace_bytes(rows: usize, vocab: usize, width: usize, dtype: DType) ->
     dtype.size() as f64 * (chunk * padded + tokens * width + copy) + 4.0 * padded * width
 }
 
+/// The terms of the loss.
+struct Terms {
+    /// The cross-entropy of each row, `[rows]`, weighted if there are weights.
+    losses: CudaTensor,
+    /// The weighted z-loss of each row, `[rows]`, if it is on.
+    z_losses: Option<CudaTensor>,
+}
+
 /// The results of one pass over the rows.
 struct LossAndGrads {
-    /// The loss of each row, `[rows]`, weighted if there are weights.
-    losses: CudaTensor,
+    terms: Terms,
     /// The gradients of x and W, if needed.
     grads: [Option<CudaTensor>; 2],
 }
 
-/// Σ weights · loss, shape `[1]`. Saves the gradients of x and weight that `needs` selects.
+/// [`Loss::terms`](super::Loss). Saves the gradients of their sum in x and weight that `needs` selects.
 ///
 /// - `x`: `[…, width]`
 /// - `weight`: `[vocab, width]`
 /// - `targets`, `weights`: `[…]`
 /// - `chunk`: rows per chunk
 pub fn weighted(
+    op: LinearCrossEntropy,
     x: &CudaTensor,
     weight: &CudaTensor,
     targets: &CudaTensor,
@@ -65,22 +74,36 @@ pub fn weighted(
     }
     assert_eq!(dims(weights), dims(targets), "shapes of the cross-entropy's weights and targets");
     let weights = in_type(weights, DType::F32);
-    let LossAndGrads { losses, grads } = pass(x, weight, targets, Some(&weights), needs, chunk);
-    Some(Forward { output: total(&losses), saved: grads.into_iter().flatten().collect() })
+    let LossAndGrads { terms, grads } = pass(op, x, weight, targets, Some(&weights), needs, chunk);
+    let output = match &terms.z_losses {
+        None => total(&terms.losses),
+        Some(z_losses) => {
+            let sums = empty(z_losses, &[2], DType::F32);
+            add_up(&terms.losses, &over(&sums, 0, &[1], &[1]));
+            add_up(z_losses, &over(&sums, 1, &[1], &[1]));
+            sums
+        }
+    };
+    Some(Forward { output, saved: grads.into_iter().flatten().collect() })
 }
 
-/// The loss of every row, in the shape of `targets`.
-pub fn per_token(x: &CudaTensor, weight: &CudaTensor, targets: &CudaTensor) -> Option<CudaTensor> {
+/// The cross-entropy of every row, in the shape of `targets`.
+pub fn per_token(
+    op: LinearCrossEntropy,
+    x: &CudaTensor,
+    weight: &CudaTensor,
+    targets: &CudaTensor,
+) -> Option<CudaTensor> {
     if !supported(x) {
         return None;
     }
     let chunk = chunk_rows(dims(weight)[0]);
-    let losses = pass(x, weight, targets, None, [false; 2], chunk).losses;
+    let losses = pass(op, x, weight, targets, None, [false; 2], chunk).terms.losses;
     let shape = dims(targets);
     Some(over(&losses, 0, &shape, &row_major(&shape)))
 }
 
-/// The gradients that [`weighted`] saved, times the gradient of its result.
+/// The gradients that [`weighted`] saved, times the gradient of its terms, which is the same for both.
 pub fn backward(
     saved: Vec<CudaTensor>,
     grad: &CudaTensor,
@@ -93,6 +116,7 @@ pub fn backward(
 }
 
 fn pass(
+    op: LinearCrossEntropy,
     x: &CudaTensor,
     weight: &CudaTensor,
     targets: &CudaTensor,
@@ -108,7 +132,8 @@ fn pass(
     let x = over(&contiguous(x), 0, &[rows, width], &[width, 1]);
     let vocab = dims(weight)[0];
     let weight = padded(&in_type(weight, x.dtype));
-    let losses = empty(&x, &[rows], DType::F32);
+    let per_row = || empty(&x, &[rows], DType::F32);
+    let terms = Terms { losses: per_row(), z_losses: (op.z_loss != 0.0).then(per_row) };
     let dx = needs[0].then(|| empty(&x, &[rows, width], x.dtype));
     let mut dw = None;
     let linear = |a, b| blas::product(a, b, x.dtype, Epilogue::None);
@@ -118,7 +143,7 @@ fn pass(
         let z = linear(rows_of(&x), transposed(weight.clone()));
         let stride = dims(&z)[1];
         let real = over(&z, 0, &[part, vocab], &[stride, 1]);
-        softmax(&real, &targets, weights, &losses, first, needs != [false; 2]);
+        softmax(op, &real, &targets, weights, &terms, first, needs != [false; 2]);
         if let Some(dx) = &dx {
             let part = linear(z.clone(), weight.clone());
             store(&part, &rows_of(dx));
@@ -131,7 +156,7 @@ fn pass(
     }
     let dx = dx.map(|dx| over(&dx, 0, &shape, &row_major(&shape)));
     let dw = dw.map(|dw| over(&dw, 0, &[vocab, width], &[width, 1]));
-    LossAndGrads { losses, grads: [dx, dw] }
+    LossAndGrads { terms, grads: [dx, dw] }
 }
 
 /// W padded with zero rows to a multiple of [`VOCAB_MULTIPLE`]: matrix products with odd row lengths are
@@ -149,12 +174,13 @@ fn padded(weight: &CudaTensor) -> CudaTensor {
     over(&zeros, 0, &[rows, width], &[width, 1])
 }
 
-/// The losses of a chunk's rows; with `gradient`, also overwrites the logits by their gradients.
+/// The terms of a chunk's rows; with `gradient`, also overwrites the logits by their gradients.
 fn softmax(
+    op: LinearCrossEntropy,
     z: &CudaTensor,
     targets: &CudaTensor,
     weights: Option<&CudaTensor>,
-    losses: &CudaTensor,
+    Terms { losses, z_losses }: &Terms,
     first: usize,
     gradient: bool,
 ) {
@@ -165,8 +191,18 @@ fn softmax(
     as_u32(rows * stride);
     let staged = if gradient && vectors * WIDE <= STAGED { vectors } else { 0 };
     let even = vocab.is_multiple_of(lanes);
-    let config =
-        LossConfig { threads: THREADS, staged, even, weighted: weights.is_some(), gradient };
+    let config = LossConfig {
+        threads: THREADS,
+        staged,
+        even,
+        weighted: weights.is_some(),
+        gradient,
+        softcap: op.softcap.is_some(),
+        z_loss: z_losses.is_some(),
+    };
+    let args = LossArgsLaunch::new(op.softcap.unwrap_or(1.0), op.z_loss, f32::NAN);
+    let rows_or_nothing =
+        |x: Option<&CudaTensor>| x.map_or_else(|| nothing(losses), |x| buffer(x, 1));
     // SAFETY: `z` has `rows` rows of `stride` vectors; the others hold `first + rows` elements.
     unsafe {
         rows_kernel::launch_unchecked(
@@ -176,12 +212,13 @@ fn softmax(
             lanes,
             buffer(z, lanes),
             buffer(targets, 1),
-            weights.map_or_else(|| nothing(losses), |weights| buffer(weights, 1)),
+            rows_or_nothing(weights),
             buffer(losses, 1),
+            rows_or_nothing(z_losses.as_ref()),
             as_u32(first),
             as_u32(vocab),
             as_u32(stride),
-            f32::NAN,
+            args,
             config,
             z.dtype.into(),
         );

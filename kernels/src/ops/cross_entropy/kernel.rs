@@ -21,25 +21,42 @@ pub struct LossConfig {
     pub weighted: bool,
     /// Whether the gradient overwrites the logits; requires `weighted`.
     pub gradient: bool,
+    /// Whether logits have a softcap.
+    pub softcap: bool,
+    /// Whether there is a z-loss; requires `weighted`.
+    pub z_loss: bool,
 }
 
-/// Per row, weight · (ln Σ_v exp(z_v) − z_target) and, with a gradient,
-/// z ← weight · (softmax(z) − onehot(target)). Rows of weight 0 have loss and gradient 0. The loss
-/// of a row whose target is outside the vocabulary is `missing`, a NaN.
+/// The numbers of a launch.
+#[derive(CubeLaunch, CubeType)]
+pub struct LossArgs {
+    /// c of the softcap, if there is one.
+    pub cap: f32,
+    /// a, the coefficient of the z-loss, if there is one.
+    pub z_loss: f32,
+    /// The cross-entropy of a row whose target is outside the vocabulary: a NaN.
+    pub missing: f32,
+}
+
+/// Per row, the cross-entropy weight · (ln S − z_target) with S = Σ_v exp(z_v), the z-loss weight · a · ln² S
+/// and, with a gradient, z ← weight · ((1 + 2 a ln S) · softmax(z) − onehot(target)). With a softcap c, z is
+/// c·tanh(logit / c), and the gradient is that of the logit: times 1 − (z / c)². Rows of weight 0 have loss and
+/// gradient 0. The cross-entropy of a row whose target is outside the vocabulary is `missing`.
 ///
 /// - `logits`: `[rows, stride]` vectors, of which the first ⌈vocab / N⌉ of a row are used; with a
 ///   gradient, the padding in the last of these becomes 0
-/// - `targets`, `weights`, `losses`: `[…]`, this chunk's rows from `first` on
+/// - `targets`, `weights`, `losses`, `z_losses`: `[…]`, this chunk's rows from `first` on
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 pub fn rows<E: Float, N: Size>(
     logits: &mut Array<Vector<E, N>>,
     targets: &Array<i32>,
     weights: &Array<f32>,
     losses: &mut Array<f32>,
+    z_losses: &mut Array<f32>,
     first: u32,
     vocab: u32,
     stride: u32,
-    missing: f32,
+    args: LossArgs,
     #[comptime] config: LossConfig,
     #[define(E)] _dtype: StorageType,
 ) {
@@ -65,7 +82,10 @@ pub fn rows<E: Float, N: Size>(
             }
         }
         if UNIT_POS == 0 {
-            losses[row] = select(known, f32::cast_from(0f32), missing);
+            losses[row] = select(known, f32::cast_from(0f32), args.missing);
+            if config.z_loss {
+                z_losses[row] = f32::cast_from(0f32);
+            }
         }
     } else {
         // 1. The thread's maximum and its Σ exp(z − maximum).
@@ -95,7 +115,7 @@ pub fn rows<E: Float, N: Size>(
                     if comptime!(config.staged > 0) {
                         staged[at] = ahead[i];
                     }
-                    let z = inside::<E, N>(ahead[i], at, vocab, config.even);
+                    let z = inside::<E, N>(ahead[i], at, vocab, args.cap, config);
                     let mut largest = z[0];
                     #[unroll]
                     for j in 1..lanes {
@@ -140,19 +160,26 @@ pub fn rows<E: Float, N: Size>(
         let largest = max_lanes(row_max);
         sum = sum_lanes(sum * Exp::exp(row_max - largest));
         if UNIT_POS == 0 {
-            // ln(sum) for sum ≥ 1: under fast math `ln` is less accurate than `log1p`.
-            let loss = f32::log1p(sum - 1.0) + (largest - picked[0]);
-            losses[row] = select(known, loss * weight, missing);
+            let loss = ln(sum) + (largest - picked[0]);
+            losses[row] = select(known, loss * weight, args.missing);
+            if config.z_loss {
+                let log_sum = ln(sum) + largest;
+                z_losses[row] = args.z_loss * log_sum * log_sum * weight;
+            }
         }
 
         // 3. The gradient.
         if config.gradient {
-            let factor = weight / sum;
+            let mut factor = weight / sum;
+            if config.z_loss {
+                let log_sum = ln(sum) + largest;
+                factor *= 1.0 + 2.0 * args.z_loss * log_sum;
+            }
             let mut at = UNIT_POS as usize;
             while at < vectors {
                 let again =
                     if comptime!(config.staged > 0) { staged[at] } else { logits[start + at] };
-                let z = inside::<E, N>(again, at, vocab, config.even);
+                let z = inside::<E, N>(again, at, vocab, args.cap, config);
                 let mut gradient = Vector::<f32, N>::cast_from(0f32);
                 #[unroll]
                 for j in 0..lanes {
@@ -166,6 +193,14 @@ pub fn rows<E: Float, N: Size>(
                         }
                     }
                 }
+                if config.softcap {
+                    #[unroll]
+                    for j in 0..lanes {
+                        // Past the vocabulary, the gradient is 0 and the slope finite.
+                        let tanh = max(z[j] / args.cap, f32::cast_from(-1f32));
+                        gradient[j] *= 1.0 - tanh * tanh;
+                    }
+                }
                 logits[start + at] = Vector::cast_from(gradient);
                 at += config.threads;
             }
@@ -173,16 +208,23 @@ pub fn rows<E: Float, N: Size>(
     }
 }
 
-/// Vector `at` of a row in f32, with [`LOWEST`] past the vocabulary.
+/// Vector `at` of a row in f32, after the softcap, with [`LOWEST`] past the vocabulary.
 #[cube]
 fn inside<E: Float, N: Size>(
     z: Vector<E, N>,
     at: usize,
     vocab: u32,
-    #[comptime] even: bool,
+    cap: f32,
+    #[comptime] config: LossConfig,
 ) -> Vector<f32, N> {
     let mut z = Vector::<f32, N>::cast_from(z);
-    if comptime!(!even) {
+    if config.softcap {
+        #[unroll]
+        for j in 0..N::value() {
+            z[j] = cap * tanh(z[j] / cap);
+        }
+    }
+    if comptime!(!config.even) {
         #[unroll]
         for j in 0..N::value() {
             if at * N::value() + j >= vocab as usize {
@@ -191,6 +233,27 @@ fn inside<E: Float, N: Size>(
         }
     }
     z
+}
+
+/// ln(x) for x ≥ 1: under fast math `ln` is less accurate than `log1p`.
+#[cube]
+fn ln(x: f32) -> f32 {
+    f32::log1p(x - 1.0)
+}
+
+/// tanh(x) to a few units in the last place: `f32::tanh` is far less accurate under fast math.
+#[cube]
+fn tanh(x: f32) -> f32 {
+    // Up to 0.625 by the polynomial of Cephes' `tanhf`, where 1 − 2 / (e^2|x| + 1) would cancel.
+    let s = x * x;
+    let mut p = fma(s, -5.704_988_7e-3, 2.063_909e-2);
+    p = fma(p, s, -5.373_971_6e-2);
+    p = fma(p, s, 1.333_144_2e-1);
+    p = fma(p, s, -3.333_328e-1);
+    let small = fma(x * s, p, x);
+    let size = f32::abs(x);
+    let large = 1.0 - 2.0 / (Exp::exp(2.0 * size) + 1.0);
+    select(size < 0.625, small, select(x < 0.0, -large, large))
 }
 
 #[cube]

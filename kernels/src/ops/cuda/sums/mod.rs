@@ -36,6 +36,12 @@ pub fn columns(parts: &CudaTensor, first: usize, shape: &[usize], transposed: us
 /// The sum of all elements of an f32 tensor without gaps, shape `[1]`.
 pub fn total(parts: &CudaTensor) -> CudaTensor {
     let out = empty(parts, &[1], DType::F32);
+    add_up(parts, &out);
+    out
+}
+
+/// [`total`] into `out`, one element anywhere in a buffer.
+pub fn add_up(parts: &CudaTensor, out: &CudaTensor) {
     // SAFETY: one block reads all elements and writes one.
     unsafe {
         kernel::total::launch_unchecked::<CudaRuntime>(
@@ -43,9 +49,8 @@ pub fn total(parts: &CudaTensor) -> CudaTensor {
             blocks(1, 1),
             dim(kernel::THREADS),
             buffer(parts, 1),
-            buffer(&out, 1),
+            buffer(out, 1),
             as_u32(elements(parts)),
         );
     }
-    out
 }
