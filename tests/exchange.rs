@@ -47,12 +47,18 @@ fn an_exported_run_generates_the_same_text_when_it_is_imported() {
 #[test]
 fn what_a_layout_cannot_express_is_refused_by_name() {
     let w = Workspace::new();
-    let sets = ["model.attention={ kind = \"fox\" }", "model.qk_norm=true", "train.tokens=640"];
+    let sets = [
+        "model.attention={ kind = \"fox\" }",
+        "model.qk_norm=true",
+        "model.logit_softcap=30",
+        "train.tokens=640",
+    ];
     w.train("fox", &sets);
     let export = ["export", "--run", "runs/fox", "--hf", "hf", "--layout", "llama"];
     let error = w.fail(&export);
     for key in [
         "model.qk_norm is set",
+        "model.logit_softcap is set; allowed: none in the Llama layout",
         "model.attention is { kind = \"fox\"",
         "model.mlp is \"gelu\"",
         "model.norm is \"layer-norm\"",

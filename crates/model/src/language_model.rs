@@ -7,7 +7,7 @@ use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::{
-    LinearCrossEntropy, linear_cross_entropy, token_cross_entropy,
+    LinearCrossEntropy, Loss, capped, linear_cross_entropy, token_cross_entropy,
 };
 use longwall_kernels::ops::embedding::embedding;
 use longwall_kernels::ops::linear::linear_f32;
@@ -34,6 +34,9 @@ pub struct LanguageModel<B: OpBackend> {
     /// Tokens of the vocabulary, at most `padded_vocab`.
     #[module(skip)]
     vocab_size: usize,
+    /// [`ModelConfig::logit_softcap`].
+    #[module(skip)]
+    logit_softcap: Option<f32>,
 }
 
 /// What decoding keeps between calls, for a batch of sequences of equal length.
@@ -92,6 +95,7 @@ impl<B: OpBackend> LanguageModel<B> {
             norm: norm("norm"),
             head: (!config.tie_embeddings).then(|| init.part("head").weight([padded_vocab, width])),
             vocab_size,
+            logit_softcap: config.logit_softcap.map(|cap| cap as f32),
         }
     }
 
@@ -196,21 +200,21 @@ impl<B: OpBackend> LanguageModel<B> {
         x + embedding(positions.val(), at)
     }
 
-    /// Σ weight · cross-entropy of the target, in nats, shape `[1]`. The softmax is over the padded vocabulary:
+    /// Σ weight · (cross-entropy of the target + z-loss), in nats. The softmax is over the padded vocabulary:
     /// [`ModelConfig::padded_vocab`].
     ///
     /// - `tokens`, `targets`, `documents`: `[batch, seq_len]`
     /// - `weights`: `[batch, seq_len]`; if they sum to 1, the result is a mean
+    /// - `z_loss`: the coefficient of the z-loss, 0 for none
     pub fn loss(
         &self,
         tokens: Tensor<B, 2, Int>,
         targets: Tensor<B, 2, Int>,
         weights: Tensor<B, 2>,
         documents: DocumentStarts<B>,
-    ) -> Tensor<B, 1> {
-        let hidden = self.hidden(tokens, documents);
-        let op = LinearCrossEntropy::default();
-        linear_cross_entropy(hidden, self.head_weight(), targets, weights, op).total
+        z_loss: f32,
+    ) -> Loss<B> {
+        self.loss_of_hidden(self.hidden(tokens, documents), targets, weights, z_loss)
     }
 
     /// [`LanguageModel::loss`] from the last block's output, `[batch, seq_len, width]`.
@@ -219,9 +223,20 @@ impl<B: OpBackend> LanguageModel<B> {
         x: Tensor<B, 3>,
         targets: Tensor<B, 2, Int>,
         weights: Tensor<B, 2>,
-    ) -> Tensor<B, 1> {
-        let op = LinearCrossEntropy::default();
-        linear_cross_entropy(self.norm.forward(x), self.head_weight(), targets, weights, op).total
+        z_loss: f32,
+    ) -> Loss<B> {
+        self.loss_of_hidden(self.norm.forward(x), targets, weights, z_loss)
+    }
+
+    fn loss_of_hidden(
+        &self,
+        hidden: Tensor<B, 3>,
+        targets: Tensor<B, 2, Int>,
+        weights: Tensor<B, 2>,
+        z_loss: f32,
+    ) -> Loss<B> {
+        let op = LinearCrossEntropy { softcap: self.logit_softcap, z_loss };
+        linear_cross_entropy(hidden, self.head_weight(), targets, weights, op)
     }
 
     /// The cross-entropy of every token in nats, `[batch, seq_len]`, as in [`LanguageModel::loss`] but without
@@ -233,7 +248,7 @@ impl<B: OpBackend> LanguageModel<B> {
         documents: DocumentStarts<B>,
     ) -> Tensor<B, 2> {
         let hidden = self.hidden(tokens, documents);
-        token_cross_entropy(hidden, self.head_weight(), targets, None)
+        token_cross_entropy(hidden, self.head_weight(), targets, self.logit_softcap)
     }
 
     /// The logits of whole rows: tokens `[batch, seq_len]` to `[batch, seq_len, vocab]`.
@@ -281,14 +296,14 @@ impl<B: OpBackend> LanguageModel<B> {
         hidden.select(0, places).unsqueeze::<3>()
     }
 
-    /// The logits of `hidden`, those of the vocabulary's tokens only, in f32 even for a bf16 model: in bf16,
-    /// close logits would tie.
+    /// The logits of `hidden`, those of the vocabulary's tokens only, after the softcap; in f32 even for a bf16
+    /// model: in bf16, close logits would tie.
     fn project(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
-        let logits = linear_f32(hidden, self.head_weight());
-        if logits.dims()[2] == self.vocab_size {
-            return logits;
+        let mut logits = linear_f32(hidden, self.head_weight());
+        if logits.dims()[2] > self.vocab_size {
+            logits = logits.narrow(2, 0, self.vocab_size);
         }
-        logits.narrow(2, 0, self.vocab_size)
+        capped(logits, self.logit_softcap)
     }
 
     /// The decoding state before the first token.

@@ -37,6 +37,7 @@ const CONFIGS: &[&str] = &[
     mlp = "relu-squared"
     vocab_multiple = 8
     window = 3
+    logit_softcap = 1.5
     attention = { kind = "rope" }
     "#,
     r#"

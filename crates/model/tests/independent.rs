@@ -18,6 +18,7 @@ type Ad = Autodiff<Flex>;
 const TOKENS: [[usize; SEQ_LEN]; 2] = [[1, 5, 3, 9, 9, 0, 2], [4, 4, 10, 7, 1, 6, 8]];
 const TARGETS: [[usize; SEQ_LEN]; 2] = [[5, 3, 9, 9, 0, 2, 10], [4, 10, 7, 1, 6, 8, 0]];
 const WEIGHTS: [[f32; SEQ_LEN]; 2] = [[0.1; SEQ_LEN], [0.05, 0.0, 0.2, 0.1, 0.1, 0.0, 0.3]];
+const Z_LOSS: f32 = 0.05;
 /// The second row packs two documents.
 const STARTS: [[usize; SEQ_LEN]; 2] = [[0; SEQ_LEN], [0, 0, 0, 3, 3, 3, 3]];
 
@@ -233,7 +234,7 @@ impl Oracle<'_> {
         }
     }
 
-    /// Σ weight · cross-entropy of the row.
+    /// Σ weight · (cross-entropy + z-loss) of the row.
     fn loss(&self, tokens: &[usize], targets: &[usize], weights: &[f32]) -> f64 {
         let width = self.config.width;
         let embedding = self.get("embedding");
@@ -259,10 +260,12 @@ impl Oracle<'_> {
         let head = self.parameters.get("head").map_or(embedding, Vec::as_slice);
         let mut loss = 0.0;
         for ((x, &target), &weight) in x.iter().zip(targets).zip(weights) {
-            let logit = |w: &[f64]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f64>();
+            let cap = |z: f64| self.config.logit_softcap.map_or(z, |cap| cap * (z / cap).tanh());
+            let logit = |w: &[f64]| cap(w.iter().zip(x).map(|(w, x)| w * x).sum());
             let logits: Vec<f64> = head.chunks(width).map(logit).collect();
             let total: f64 = logits.iter().map(|z| z.exp()).sum();
-            loss += f64::from(weight) * (total.ln() - logits[target]);
+            let z_loss = f64::from(Z_LOSS) * total.ln().powi(2);
+            loss += f64::from(weight) * (total.ln() - logits[target] + z_loss);
         }
         loss
     }
@@ -315,7 +318,8 @@ fn loss_and_all_gradients_equal_an_independent_f64_computation() {
         // With the initial weights most paths are nearly linear; larger weights exercise them.
         let model = model.map(&mut Enlarge);
         let weights = Tensor::<Ad, 2>::from_floats(WEIGHTS, &device);
-        let loss = model.loss(ints(&TOKENS), ints(&TARGETS), weights, Some(ints(&STARTS)));
+        let loss =
+            model.loss(ints(&TOKENS), ints(&TARGETS), weights, Some(ints(&STARTS)), Z_LOSS).total;
         let got = loss.clone().into_data().iter::<f64>().next().unwrap();
         let mut parameters: Parameters = named_tensors(&model)
             .into_iter()
@@ -354,7 +358,8 @@ fn all_gradients_exist_and_are_finite() {
         let model = LanguageModel::<Ad>::new(&config, VOCAB, SEQ_LEN, 3, &device);
         let model = model.map(&mut Enlarge).map(&mut Shift);
         let weights = Tensor::<Ad, 2>::from_floats(WEIGHTS, &device);
-        let loss = model.loss(ints(&TOKENS), ints(&TARGETS), weights, Some(ints(&STARTS)));
+        let loss =
+            model.loss(ints(&TOKENS), ints(&TARGETS), weights, Some(ints(&STARTS)), Z_LOSS).total;
         let grads = loss.backward();
         let mut found = Gradients { path: vec![], grads: &grads, found: HashMap::new() };
         model.visit(&mut found);

@@ -30,7 +30,7 @@ fn documents() -> Tensor<Graph, 2, Int> {
 /// token at a time.
 fn results(model: &Model<Graph>, documents: Option<Tensor<Graph, 2, Int>>) -> (f32, f32, Vec<f32>) {
     let weights = Tensor::ones([2, SEQ_LEN], &Default::default()) / (2 * SEQ_LEN) as f32;
-    let loss = model.loss(tokens(0), tokens(1), weights, documents);
+    let loss = model.loss(tokens(0), tokens(1), weights, documents, 0.0).total;
     let gradients = loss.backward();
     let dw = model.embedding.val().grad(&gradients).expect("a gradient of the embedding");
     let norm = dw.cast(DType::F32).powf_scalar(2.0).sum().sqrt().into_scalar();

@@ -83,6 +83,7 @@ mod tests {
             tokens: step * 10,
             flops: Some(step as f64),
             loss,
+            z_loss: None,
             grad_norm: None,
             lr: 1e-3,
             batch_tokens: None,

@@ -11,7 +11,7 @@ use longwall_model::cost::train_flops_per_token;
 use longwall_model::{LanguageModel, Precision};
 
 use crate::config::RunConfig;
-use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
+use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::memory::Estimate;
 use crate::optimiser::{Optimiser, Update};
@@ -72,6 +72,7 @@ pub fn run<B: OpBackend>(
         )
         .unwrap_or(1),
         recompute: train.recompute,
+        z_loss: train.z_loss as f32,
         measure_noise: false,
     };
     let never = StopFlag::new();
@@ -88,7 +89,7 @@ pub fn run<B: OpBackend>(
         let started = Instant::now();
         let pass = forward_backward(&model, &batch, weights, plan, &never, device)
             .expect("nobody asks to stop");
-        let (loss, grad_norm) = pass.loss_and_grad_norm();
+        let BatchScalars { loss, grad_norm, .. } = pass.scalars();
         let lr = schedule.lr(step.min(timeline.total_steps() - 1));
         let grad_scale = clip_factor(train.clip.0, grad_norm);
         let update = Update { lr, number: step + 1, grad_scale };

@@ -10,6 +10,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use longwall_data::Batch;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
 
 use crate::gradients::Gradients;
@@ -40,24 +41,37 @@ impl<B: OpBackend> MicroBatch<B> {
 
 /// The loss and gradients of a whole batch, still on the device.
 pub struct BatchGradients<B: OpBackend> {
-    /// Gradients of the mean loss.
+    /// Gradients of the mean loss, z-loss included.
     pub gradients: Gradients<B>,
-    /// The mean loss over the batch's loss weights, `[1]`.
-    loss: Tensor<B, 1>,
+    /// The terms of the mean loss over the batch's loss weights: the cross-entropy and, if it is on, the z-loss.
+    terms: Tensor<B, 1>,
     /// Of each micro-batch, the sum of its loss weights, and what its gradient's squares add up from; empty unless the
     /// plan measures them.
     micro_batches: Vec<(f64, Vec<Tensor<B, 1>>)>,
 }
 
+/// The scalars of a whole batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BatchScalars {
+    /// The mean cross-entropy.
+    pub loss: f32,
+    /// The mean z-loss, if it is on.
+    pub z_loss: Option<f32>,
+    /// The global gradient norm.
+    pub grad_norm: f32,
+}
+
 impl<B: OpBackend> BatchGradients<B> {
-    /// The mean loss and the global gradient norm, with one read from the device.
-    pub fn loss_and_grad_norm(&self) -> (f32, f32) {
-        let mut scalars = vec![self.loss.clone()];
+    /// Losses and gradient norm, with one read from the device.
+    pub fn scalars(&self) -> BatchScalars {
+        let mut scalars = vec![self.terms.clone()];
         scalars.extend(self.gradients.square_sums());
         let scalars = Tensor::cat(scalars, 0).into_data();
         let mut scalars = scalars.iter::<f32>();
         let loss = scalars.next().unwrap_or(f32::NAN);
-        (loss, scalars.map(f64::from).sum::<f64>().sqrt() as f32)
+        let z_loss = (self.terms.dims() == [2]).then(|| scalars.next().unwrap_or(f32::NAN));
+        let grad_norm = scalars.map(f64::from).sum::<f64>().sqrt() as f32;
+        BatchScalars { loss, z_loss, grad_norm }
     }
 
     /// The norms of the micro-batches' gradients, with one read from the device; empty unless the plan measures them.
@@ -88,12 +102,14 @@ fn weight_of(batch: &Batch, rows: Range<usize>) -> f64 {
 }
 
 /// How a batch is processed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AccumulationPlan {
     /// Rows of one forward and backward pass.
     pub micro_batch: usize,
     /// Whether the backward pass recomputes each block's forward pass.
     pub recompute: bool,
+    /// The coefficient of the z-loss.
+    pub z_loss: f32,
     /// Whether the norms of the micro-batches' gradients are measured, which takes the memory of another gradient.
     pub measure_noise: bool,
 }
@@ -116,7 +132,7 @@ pub fn forward_backward<B: OpBackend>(
     device: &B::Device,
 ) -> Option<BatchGradients<B>> {
     let mut gradients = Gradients::none(model);
-    let mut sum: Option<Tensor<B, 1>> = None;
+    let mut terms: Option<Tensor<B, 1>> = None;
     let mut micro_batches = vec![];
     for first in (0..batch.rows).step_by(plan.micro_batch) {
         if stop.is_raised() {
@@ -128,21 +144,21 @@ pub fn forward_backward<B: OpBackend>(
         let weights = weights::<Autodiff<B>>(batch, rows.clone(), weight_sum, device);
         let rows = MicroBatch::new(batch, rows, device);
         let loss = match plan.recompute {
-            false => one_graph(model, rows, weights, &mut gradients),
-            true => recompute::block_by_block(model, rows, weights, &mut gradients),
+            false => one_graph(model, rows, weights, plan.z_loss, &mut gradients),
+            true => recompute::block_by_block(model, rows, weights, plan.z_loss, &mut gradients),
         };
         if let Some(before) = before {
             micro_batches.push((weight, gradients.square_sums_since(before)));
         }
         // Without a kernel, the loss has the model's type.
-        let loss = loss.inner().cast(DType::F32);
-        sum = Some(match sum {
+        let loss = loss.terms.inner().cast(DType::F32);
+        terms = Some(match terms {
             None => loss,
             Some(sum) => sum + loss,
         });
     }
-    let loss = sum.expect("a batch has at least one row");
-    Some(BatchGradients { gradients, loss, micro_batches })
+    let terms = terms.expect("a batch has at least one row");
+    Some(BatchGradients { gradients, terms, micro_batches })
 }
 
 /// Runs one micro-batch in one graph: returns its loss and adds its gradients to `gradients`.
@@ -150,10 +166,11 @@ fn one_graph<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: MicroBatch<Autodiff<B>>,
     weights: Tensor<Autodiff<B>, 2>,
+    z_loss: f32,
     gradients: &mut Gradients<B>,
-) -> Tensor<Autodiff<B>, 1> {
-    let loss = model.loss(rows.inputs, rows.targets, weights, rows.document_starts);
-    gradients.add_backward(model, loss.clone());
+) -> Loss<Autodiff<B>> {
+    let loss = model.loss(rows.inputs, rows.targets, weights, rows.document_starts, z_loss);
+    gradients.add_backward(model, loss.total.clone());
     loss
 }
 
@@ -194,9 +211,11 @@ mod tests {
         }
     }
 
+    pub(super) const PLAN: AccumulationPlan =
+        AccumulationPlan { micro_batch: 2, recompute: false, z_loss: 0.0, measure_noise: false };
+
     fn pass(micro_batch: usize, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
-        let plan = AccumulationPlan { micro_batch, recompute: false, measure_noise: false };
-        pass_with(plan, stop)
+        pass_with(AccumulationPlan { micro_batch, ..PLAN }, stop)
     }
 
     fn pass_with(plan: AccumulationPlan, stop: &StopFlag) -> Option<BatchGradients<TestBackend>> {
@@ -205,8 +224,8 @@ mod tests {
         forward_backward(&tiny_model(0), &batch, weight_sum(&batch), plan, stop, &device)
     }
 
-    fn run(micro_batch: usize) -> (f32, f32) {
-        pass(micro_batch, &StopFlag::new()).expect("nobody asks to stop").loss_and_grad_norm()
+    fn run(micro_batch: usize) -> BatchScalars {
+        pass(micro_batch, &StopFlag::new()).expect("nobody asks to stop").scalars()
     }
 
     #[test]
@@ -217,7 +236,7 @@ mod tests {
         let flat = TestBackend::float_reshape(gradient.clone(), [len].into());
         let flat = tensor::<TestBackend, 1>(flat).slice_fill(len - 1..len, f32::NAN);
         *gradient = primitive(flat);
-        let (loss, grad_norm) = pass.loss_and_grad_norm();
+        let BatchScalars { loss, grad_norm, .. } = pass.scalars();
         assert!(loss.is_finite() && grad_norm.is_nan(), "{loss}, {grad_norm}");
         let mut guard = StepGuard::new(&SkipConfig::default(), GuardState::default());
         let skip = guard.judge(loss, grad_norm, 1.0);
@@ -233,12 +252,12 @@ mod tests {
 
     #[test]
     fn the_loss_is_the_mean_over_the_weights_of_the_whole_batch() {
-        let (loss, grad_norm) = run(4);
+        let BatchScalars { loss, grad_norm, .. } = run(4);
         // An untrained model with 23 tokens is near the uniform loss.
         assert!((loss - 23f32.ln()).abs() < 0.5, "{loss}");
         assert!(grad_norm > 0.01);
         for micro_batch in [1, 2, 3] {
-            let (other, other_norm) = run(micro_batch);
+            let BatchScalars { loss: other, grad_norm: other_norm, .. } = run(micro_batch);
             assert!((loss - other).abs() < 1e-5, "{loss} and {other}");
             assert!((grad_norm - other_norm).abs() < 1e-4, "{grad_norm} and {other_norm}");
         }
@@ -248,9 +267,9 @@ mod tests {
     #[test]
     fn the_norms_of_micro_batches_are_those_of_their_own_gradients() {
         for recompute in [false, true] {
-            let plan = AccumulationPlan { micro_batch: 2, recompute, measure_noise: true };
+            let plan = AccumulationPlan { recompute, measure_noise: true, ..PLAN };
             let measured = pass_with(plan, &StopFlag::new()).unwrap();
-            assert_eq!(measured.loss_and_grad_norm(), run(2));
+            assert_eq!(measured.scalars(), run(2));
             let whole = batch();
             let norms = measured.micro_batch_norms();
             assert_eq!(norms.iter().map(|norm| norm.weight).sum::<f64>(), weight_sum(&whole));
@@ -268,11 +287,27 @@ mod tests {
                 let plan = AccumulationPlan { measure_noise: false, ..plan };
                 let (model, device, sum) = (tiny_model(0), Default::default(), weight_sum(&whole));
                 let pass = forward_backward(&model, &alone, sum, plan, &StopFlag::new(), &device);
-                let expected = f64::from(pass.unwrap().loss_and_grad_norm().1).powi(2);
+                let expected = f64::from(pass.unwrap().scalars().grad_norm).powi(2);
                 assert!((norm.square / expected - 1.0).abs() < 1e-4, "{norm:?}, {expected}");
             }
         }
         assert!(pass(2, &StopFlag::new()).unwrap().micro_batch_norms().is_empty());
+    }
+
+    /// It changes the gradients, and is reported beside the cross-entropy, which it leaves as it is.
+    #[test]
+    fn the_z_loss_is_the_mean_over_the_weights_of_the_whole_batch() {
+        let off = run(2);
+        assert_eq!(off.z_loss, None);
+        for micro_batch in [1, 2, 4] {
+            let plan = AccumulationPlan { micro_batch, z_loss: 0.1, ..PLAN };
+            let on = pass_with(plan, &StopFlag::new()).unwrap().scalars();
+            // The logits of an untrained model are near 0.
+            let (z_loss, want) = (on.z_loss.unwrap(), 0.1 * 23f32.ln().powi(2));
+            assert!((z_loss - want).abs() < 0.1, "{z_loss} for {want}");
+            assert!((on.loss - off.loss).abs() < 1e-5, "{on:?} and {off:?}");
+            assert!((on.grad_norm - off.grad_norm).abs() > 1e-3, "{on:?} and {off:?}");
+        }
     }
 
     #[test]

@@ -163,7 +163,7 @@ mod tests {
     fn loss(model: &Model, rows: Range<usize>) -> Tensor<Autodiff<TestBackend>, 1> {
         let [tokens, targets] = tiny_batch(rows);
         let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
-        model.loss(tokens, targets, weights, None)
+        model.loss(tokens, targets, weights, None, 0.0).total
     }
 
     fn gradients(model: &Model, rows: Range<usize>) -> Gradients<TestBackend> {

@@ -23,8 +23,11 @@ pub struct StepRecord {
     /// files of earlier versions.
     #[serde(default)]
     pub flops: Option<f64>,
-    /// Mean loss of the batch's weighted tokens, in nats.
+    /// Mean loss of the batch's weighted tokens, in nats, without the z-loss.
     pub loss: Option<f32>,
+    /// Mean z-loss of these tokens, in runs with `train.z_loss`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub z_loss: Option<f32>,
     /// Global gradient norm before clipping.
     pub grad_norm: Option<f32>,
     /// Learning rate of the step.
@@ -302,6 +305,7 @@ mod tests {
             tokens: step * 64,
             flops: Some(step as f64 * 1e9),
             loss: loss.is_finite().then_some(loss),
+            z_loss: None,
             grad_norm: Some(0.1),
             lr: 1e-3,
             batch_tokens: None,

@@ -19,7 +19,7 @@ use crate::config::RunConfig;
 use crate::console::{Console, Ending};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
-use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
+use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
 use crate::metrics::ValidationRecord;
 use crate::signals::StopFlag;
@@ -130,14 +130,15 @@ fn steps<B: OpBackend>(
 
         // Forward and backward, one micro-batch after another.
         let measure_noise = run.timeline.is_due(run.config.train.noise_scale.every, step + 1);
-        let recompute = run.config.train.recompute;
-        let plan = AccumulationPlan { micro_batch, recompute, measure_noise };
+        let (recompute, z_loss) = (run.config.train.recompute, run.config.train.z_loss as f32);
+        let plan = AccumulationPlan { micro_batch, recompute, z_loss, measure_noise };
         let (stop, device) = (&options.stop, &run.device);
         let Some(pass) = forward_backward(&run.model, &batch, weights, plan, stop, device) else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;
         };
-        let (loss, grad_norm) = pass.loss_and_grad_norm();
+        let scalars = pass.scalars();
+        let BatchScalars { loss, grad_norm, .. } = scalars;
 
         // Clip and update, unless the step is skipped.
         let lr = run.schedule.lr(step);
@@ -151,7 +152,7 @@ fn steps<B: OpBackend>(
 
         // Metrics.
         let seconds = started.elapsed().as_secs_f64();
-        let facts = StepFacts { step: run.progress.step, loss, grad_norm, lr, seconds, skip };
+        let facts = StepFacts { step: run.progress.step, scalars, lr, seconds, skip };
         run.recorder.step(&facts, memory(options), console)?;
         run.check_skips(skip)?;
 

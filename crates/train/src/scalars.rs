@@ -22,6 +22,7 @@ pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
                 ("train/lr", step.lr),
                 ("train/tokens_per_second", step.tokens_per_second),
             ];
+            values.extend(step.z_loss.map(|z_loss| ("train/z_loss", f64::from(z_loss))));
             values.extend(step.mfu.map(|mfu| ("train/mfu", mfu)));
             values.extend(step.batch_tokens.map(|n| ("train/batch_tokens", n as f64)));
             values.extend(step.seq_len.map(|n| ("train/seq_len", n as f64)));

@@ -18,7 +18,7 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 59] = [
+const KEYS: [&str; 61] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
@@ -35,6 +35,7 @@ const KEYS: [&str; 59] = [
     "model.width=262144",
     "model.mlp_width=262144",
     "model.window=64",
+    "model.logit_softcap=30",
     "model.arch=\"llama\"",
     "model.arch=\"rwkv7\"",
     "model.positions=\"learned\"",
@@ -51,6 +52,7 @@ const KEYS: [&str; 59] = [
     "train.tokens=9e15",
     "train.recompute=true",
     "train.clip=\"off\"",
+    "train.z_loss=1e-4",
     "train.optimiser.kind=\"adamw\"",
     "train.optimiser={ kind = \"muon\", per_head = true, adamw = { eps = 1e-6 } }",
     "train.optimiser={ kind = \"normuon\", coefficients = \"polar-express\" }",

@@ -131,6 +131,9 @@ pub struct ModelConfig {
     /// exactly one per token. See [`ModelConfig::padded_vocab`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vocab_multiple: Option<usize>,
+    /// With c, the logits are c·tanh(z / c); default: no cap (Gemma 2: Gemma Team, 2024).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logit_softcap: Option<f64>,
     /// Standard deviation of initial weights; default 0.02, as in GPT-2.
     pub init_std: f64,
     /// Whether the two projections of each block into the residual stream start with `init_std` divided by
@@ -207,6 +210,7 @@ struct Table {
     norm_bias: Option<bool>,
     tie_embeddings: Option<bool>,
     vocab_multiple: Option<usize>,
+    logit_softcap: Option<f64>,
     #[serde(default = "default_init_std")]
     init_std: f64,
     #[serde(default = "default_true")]
@@ -253,6 +257,7 @@ impl From<Table> for ModelConfig {
             norm_bias: t.norm_bias.unwrap_or(t.bias || rwkv7),
             tie_embeddings: t.tie_embeddings.unwrap_or(t.arch == Arch::Gpt2),
             vocab_multiple: t.vocab_multiple,
+            logit_softcap: t.logit_softcap,
             init_std: t.init_std,
             scale_residual_init: t.scale_residual_init,
             positions: t.positions,
@@ -332,6 +337,14 @@ impl ModelConfig {
             self.vocab_multiple.unwrap_or_default(),
             format!("from 1 to {MOST_VOCAB_MULTIPLE}"),
             "set vocab_multiple = 64, or leave it out",
+        );
+        problems.check(
+            // It must stay such a number in f32.
+            self.logit_softcap.is_none_or(|cap| cap > 0.0 && (cap as f32).is_normal()),
+            "model.logit_softcap",
+            self.logit_softcap.unwrap_or_default(),
+            "a number above 0",
+            "leave it out for no cap, or set logit_softcap = 30.0",
         );
         problems.check(
             self.init_std > 0.0 && self.init_std <= MOST_INIT_STD,

@@ -230,6 +230,7 @@ fn check_plain(model: &ModelConfig, layout: &str, problems: &mut Problems) {
     };
     off("norm_position", model.norm_position == NormPosition::Pre, "\"pre\"");
     off("embedding_norm", !model.embedding_norm, "false");
+    off("logit_softcap", model.logit_softcap.is_none(), "none");
     off("qk_norm", !model.qk_norm, "false");
     off("output_gate", !model.output_gate, "false");
     off("short_conv", !model.short_conv, "false");

@@ -54,11 +54,11 @@ fn differences_name_the_keys() {
 #[test]
 fn unknown_keys_are_errors_with_a_suggestion() {
     insta::assert_snapshot!(error_of("lr = 1e-3", "lr = 1e-3\nclipp = 2.0"), @r"
-    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
+    configs/small.toml:25: train.clipp is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `clip`?
     ");
     insta::assert_snapshot!(error_of("layers = 2", "layers = 2\nqqqq = 1"), @r"
-    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, vocab_multiple, init_std, scale_residual_init, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
+    configs/small.toml:17: model.qqqq is no known key; allowed here: arch, layers, width, heads, kv_heads, head_dim, mlp, mlp_width, norm, norm_position, embedding_norm, bias, norm_bias, tie_embeddings, vocab_multiple, logit_softcap, init_std, scale_residual_init, positions, qk_norm, output_gate, short_conv, token_shift, value_residual, window, pattern, attention, kinds
       hint: remove model.qqqq, or use one of the keys above
     ");
     insta::assert_snapshot!(error_of("kind = \"rope\"", "kind = \"rope\", theda = 1"), @r"
@@ -74,7 +74,7 @@ fn unknown_keys_are_errors_with_a_suggestion() {
       hint: did you mean `tokenizer`?
     ");
     insta::assert_snapshot!(error(&["train.learning_rate=1"]), @r"
-    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
+    --set train.learning_rate=1: train.learning_rate is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
 }
@@ -303,6 +303,20 @@ fn a_kinds_table_is_read_as_an_attention_table() {
     configs/small.toml:19: model.pattern is "rope"; expected an array [...]
       hint: change the value of model.pattern
     "#);
+}
+
+#[test]
+fn a_softcap_that_is_no_number_above_0_is_refused() {
+    insta::assert_snapshot!(error(&["model.logit_softcap=0"]), @r"
+    configs/small.toml: the configuration has 1 problem:
+    model.logit_softcap is 0; allowed: a number above 0
+      hint: leave it out for no cap, or set logit_softcap = 30.0
+    ");
+    for cap in ["-1.0", "nan", "inf", "1e-60", "1e60"] {
+        assert!(parse(BASE, &[&format!("model.logit_softcap={cap}")]).is_err(), "{cap}");
+    }
+    let config = parse(BASE, &["model.logit_softcap=30"]).unwrap();
+    assert_eq!(config.model.logit_softcap, Some(30.0));
 }
 
 #[test]

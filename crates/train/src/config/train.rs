@@ -32,6 +32,10 @@ pub struct TrainConfig {
     pub recompute: bool,
     /// Peak learning rate.
     pub lr: f64,
+    /// Coefficient of the z-loss, which training adds to the loss of each token: z_loss · ln² Σ exp(logit)
+    /// (Chowdhery et al., 2022, section 5). Default 0: off.
+    #[serde(default)]
+    pub z_loss: f64,
     /// Largest global gradient norm; larger gradients are scaled down to it. Default 1; `"off"`.
     #[serde(default = "default_clip")]
     pub clip: OrOff,
@@ -78,6 +82,8 @@ pub struct TrainConfig {
 const LARGEST_LR: f64 = 1e38;
 /// The most tokens of a step.
 pub(super) const MOST_BATCH_TOKENS: u64 = 1 << 32;
+/// The largest coefficient of the z-loss.
+const MOST_Z_LOSS: f64 = 1.0;
 /// The most tokens of a sample.
 const MOST_SAMPLE_TOKENS: usize = 1 << 24;
 
@@ -258,6 +264,13 @@ impl TrainConfig {
             self.lr,
             format!("a number above 0, at most {LARGEST_LR:e}"),
             "use for example 6e-4",
+        );
+        problems.check(
+            (0.0..=MOST_Z_LOSS).contains(&self.z_loss),
+            "train.z_loss",
+            self.z_loss,
+            format!("a number from 0 to {MOST_Z_LOSS}"),
+            "use 1e-4, or leave it out for no z-loss",
         );
         problems.check(
             self.clip.0.is_none_or(|clip| clip.is_finite() && clip > 0.0),

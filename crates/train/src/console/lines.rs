@@ -80,6 +80,7 @@ mod tests {
                 tokens: step * 4096,
                 flops: None,
                 loss: finite.then_some(loss),
+                z_loss: None,
                 grad_norm: Some(0.8125),
                 lr: 6e-4,
                 batch_tokens: None,

@@ -6,6 +6,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_kernels::ops::vjp_root::vjp_root;
 use longwall_model::LanguageModel;
 
@@ -21,16 +22,17 @@ pub(super) fn block_by_block<B: OpBackend>(
     model: &LanguageModel<Autodiff<B>>,
     rows: MicroBatch<Autodiff<B>>,
     weights: Tensor<Autodiff<B>, 2>,
+    z_loss: f32,
     gradients: &mut Gradients<B>,
-) -> Tensor<Autodiff<B>, 1> {
+) -> Loss<Autodiff<B>> {
     let MicroBatch { inputs: tokens, targets, document_starts: documents } = rows;
     let BlockInputs { mut blocks, output, first_values } = block_inputs(model, &tokens, &documents);
 
     // The layers after the blocks.
     let x = Tensor::from_inner(output).require_grad();
-    let loss = model.loss_after_blocks(x.clone(), targets, weights);
+    let loss = model.loss_after_blocks(x.clone(), targets, weights, z_loss);
     let mut ends = Gradients::none(model);
-    let mut graph = ends.add_backward(model, loss.clone());
+    let mut graph = ends.add_backward(model, loss.total.clone());
     let mut dy = leaf_grad(&x, &mut graph);
 
     // The blocks, from the last to the first.
@@ -130,7 +132,7 @@ mod tests {
     use longwall_kernels::backend::tensor;
     use longwall_model::ModelConfig;
 
-    use crate::grad_accumulation::tests::batch;
+    use crate::grad_accumulation::tests::{PLAN, batch};
     use crate::grad_accumulation::{AccumulationPlan, forward_backward, weight_sum};
     use crate::signals::StopFlag;
     use crate::testing::{TestBackend, TestModel, model_of};
@@ -141,7 +143,7 @@ mod tests {
         "arch = \"llama\"\nqk_norm = true\noutput_gate = true\nshort_conv = true\nkv_heads = 2",
         "arch = \"llama\"\nnorm_position = \"sandwich\"\nvalue_residual = \"learned\"",
         "arch = \"llama\"\nnorm_position = \"post\"\ntoken_shift = true\ntie_embeddings = true",
-        "arch = \"rwkv7\"",
+        "arch = \"rwkv7\"\nlogit_softcap = 5.0",
         "arch = \"rwkv7\"\nshort_conv = true\noutput_gate = true\nvalue_residual = \"learned\"",
     ];
 
@@ -190,10 +192,10 @@ mod tests {
         configs
     }
 
-    /// The bits of the loss and of every gradient, in order.
-    fn pass(model: &TestModel, recompute: bool) -> (u32, Vec<Option<Vec<u32>>>) {
+    /// The bits of the loss's terms and of every gradient, in order.
+    fn pass(model: &TestModel, recompute: bool) -> (Vec<u32>, Vec<Option<Vec<u32>>>) {
         let batch = batch();
-        let plan = AccumulationPlan { micro_batch: 2, recompute, measure_noise: false };
+        let plan = AccumulationPlan { recompute, z_loss: 0.1, ..PLAN };
         let device = Default::default();
         let (weights, never) = (weight_sum(&batch), StopFlag::new());
         let pass =
@@ -203,8 +205,8 @@ mod tests {
             let data = tensor::<TestBackend, 1>(flat).into_data();
             data.iter::<f32>().map(f32::to_bits).collect()
         };
-        let loss = pass.loss.clone().into_scalar().to_bits();
-        (loss, pass.gradients.tensors.iter().map(|g| g.as_ref().map(bits)).collect())
+        let terms = pass.terms.clone().into_data().iter::<f32>().map(f32::to_bits).collect();
+        (terms, pass.gradients.tensors.iter().map(|g| g.as_ref().map(bits)).collect())
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::testing::{TestBackend, TestModel, model_config, tiny_batch, tiny_mode
 pub(super) fn gradients(model: &TestModel) -> Gradients<TestBackend> {
     let [tokens, targets] = tiny_batch(0..4);
     let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
-    Gradients::of(model, model.loss(tokens, targets, weights, None))
+    Gradients::of(model, model.loss(tokens, targets, weights, None, 0.0).total)
 }
 
 pub(super) fn update(number: u64) -> Update {
@@ -144,7 +144,7 @@ fn updates_lower_the_loss_and_are_the_same_every_time() {
         let losses: Vec<f32> = (1..=20)
             .map(|number| {
                 let weights = Tensor::ones(tokens.dims(), &tokens.device()) / 64.0;
-                let loss = model.loss(tokens.clone(), targets.clone(), weights, None);
+                let loss = model.loss(tokens.clone(), targets.clone(), weights, None, 0.0).total;
                 let value = loss.clone().inner().into_scalar();
                 let gradients = Gradients::of(&model, loss);
                 model = optimiser.step(model.clone(), gradients, update(number));

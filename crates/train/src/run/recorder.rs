@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::console::{Console, StepView};
 use crate::error::TrainError;
 use crate::evaluation::Evaluated;
+use crate::grad_accumulation::BatchScalars;
 use crate::guard::SkipReason;
 use crate::metrics::{
     AppendLog, NoiseRecord, NormsRecord, Record, SmoothedLoss, StepRecord, ValidationRecord,
@@ -31,8 +32,7 @@ pub(super) struct RecorderStart {
 /// What is known of a finished step.
 pub(super) struct StepFacts {
     pub step: u64,
-    pub loss: f32,
-    pub grad_norm: f32,
+    pub scalars: BatchScalars,
     pub lr: f64,
     pub seconds: f64,
     pub skip: Option<SkipReason>,
@@ -100,12 +100,14 @@ impl Recorder {
         let tokens_per_second = stage.batch_tokens as f64 / facts.seconds;
         let flops_per_token = self.start.flops_per_token[at];
         let mfu = self.start.peak_flops.map(|peak| tokens_per_second * flops_per_token / peak);
+        let BatchScalars { loss, z_loss, grad_norm } = facts.scalars;
         let record = StepRecord {
             step: facts.step,
             tokens: timeline.tokens(facts.step),
             flops: Some(self.flops(facts.step)),
-            loss: Some(facts.loss).filter(|loss| loss.is_finite()),
-            grad_norm: Some(facts.grad_norm).filter(|norm| norm.is_finite()),
+            loss: Some(loss).filter(|loss| loss.is_finite()),
+            z_loss: z_loss.filter(|loss| loss.is_finite()),
+            grad_norm: Some(grad_norm).filter(|norm| norm.is_finite()),
             lr: facts.lr,
             batch_tokens: has_stages.then_some(stage.batch_tokens),
             seq_len: has_stages.then_some(stage.seq_len),
@@ -120,7 +122,7 @@ impl Recorder {
         let left = timeline.position(total_steps) - now;
         self.record(&Record::Step(record.clone()))?;
         if facts.skip.is_none() {
-            self.smoothed.push(f64::from(facts.loss));
+            self.smoothed.push(f64::from(loss));
         }
         console.step(&StepView {
             record,

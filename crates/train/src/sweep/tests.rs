@@ -377,7 +377,7 @@ fn mistakes_in_the_sweep_file_are_named() {
     ");
     let axis = "[[axes]]\nkey = \"train.lrr\"\nvalues = [1.0]";
     insta::assert_snapshot!(Sandbox::new(axis).error(), @r"
-    the run 1.0-seed0 of the sweep cannot be configured: --set train.lrr=1.0: train.lrr is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
+    the run 1.0-seed0 of the sweep cannot be configured: --set train.lrr=1.0: train.lrr is no known key; allowed here: tokens, batch_tokens, micro_batch, recompute, lr, z_loss, clip, optimiser, groups, stages, schedule, ema, skip, norms, noise_scale, validate, evaluate, sample, checkpoint
       hint: did you mean `lr`?
     ");
     let axis = "[[axes]]\nkey = \"train.lr\"\nvalues = [1.0, 1.0]\n[[axes]]\nkey = \"run.seed\"\nvalues = [1]\nnames = [\"a\", \"b\"]";

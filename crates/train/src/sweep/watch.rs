@@ -138,6 +138,7 @@ mod tests {
             tokens: step * 1000,
             flops: None,
             loss: Some(loss),
+            z_loss: None,
             grad_norm: Some(1.0),
             lr: 1e-3,
             batch_tokens: None,

@@ -141,6 +141,20 @@ fn stages_are_checked_one_by_one() {
 }
 
 #[test]
+fn a_z_loss_outside_its_range_is_refused() {
+    insta::assert_snapshot!(problems(&config("z_loss = 2"), 512), @r"
+    the configuration has 1 problem:
+    train.z_loss is 2; allowed: a number from 0 to 1
+      hint: use 1e-4, or leave it out for no z-loss
+    ");
+    for z_loss in [f64::NAN, f64::INFINITY, -1e-4] {
+        assert!(!problems(&TrainConfig { z_loss, ..config("") }, 512).is_empty());
+    }
+    assert_eq!(config("").z_loss, 0.0);
+    assert_eq!(problems(&config("z_loss = 1e-5"), 512), "");
+}
+
+#[test]
 fn a_sample_without_end_is_refused() {
     let endless = config("sample = { tokens = 9223372036854775807 }");
     insta::assert_snapshot!(problems(&endless, 512), @r"

@@ -1,6 +1,7 @@
 //! Runs with other optimisers, groups, averaged weights and norms by layer.
 
 use super::*;
+use crate::metrics::StepRecord;
 use crate::optimiser::LayerNorm;
 
 const GROUPS: &str = "train.groups=[{ match = \"*.mlp.*\", lr = 0.5, weight_decay = 0.0 }, \
@@ -51,6 +52,44 @@ fn a_resume_cannot_change_which_state_the_optimiser_has() {
     }
     let free = sandbox.config(&[GROUPS, "train.groups.0.lr=2.0"]);
     assert!(run(&free, RunStart::Resume(dir)).is_ok());
+}
+
+/// Validation leaves the z-loss out: with the same weights, it is the same with and without one.
+#[test]
+fn metrics_have_the_z_loss_beside_the_cross_entropy_and_a_run_resumes_to_the_bit() {
+    let sandbox = Sandbox::new();
+    let of = |name: &str, more: &[&str]| {
+        let name = format!("run.name={name}");
+        sandbox.config(&[&["model.logit_softcap=20", name.as_str()], more].concat())
+    };
+    let steps = |dir: &Path| -> Vec<StepRecord> {
+        let step = |record| if let Record::Step(step) = record { Some(step) } else { None };
+        losses(dir).into_iter().filter_map(step).collect()
+    };
+    let plain = run(&of("plain", &[]), RunStart::New).unwrap().run_dir;
+    assert!(steps(&plain).iter().all(|step| step.z_loss.is_none()));
+    assert!(!fs::read_to_string(plain.join("metrics.jsonl")).unwrap().contains("z_loss"));
+
+    let on = ["train.z_loss=0.1"];
+    let unbroken = run(&of("unbroken", &on), RunStart::New).unwrap().run_dir;
+    let (with, without) = (steps(&unbroken), steps(&plain));
+    assert_eq!(with[0].loss, without[0].loss, "no step is taken yet");
+    assert_ne!(with[0].grad_norm, without[0].grad_norm);
+    let z_losses: Vec<f32> = with.iter().map(|step| step.z_loss.unwrap()).collect();
+    assert!(z_losses[0] > 1.0 && z_losses[11] < z_losses[0], "{z_losses:?}");
+
+    let stopped = run_until(&of("broken", &on), RunStart::New, 7).unwrap().run_dir;
+    let broken = run(&of("broken", &on), RunStart::Resume(stopped)).unwrap().run_dir;
+    assert_eq!(losses(&broken), losses(&unbroken));
+    assert_eq!(weights(&broken), weights(&unbroken));
+
+    // With so small a learning rate, the weights stay as they are.
+    let still = ["train.lr=1e-30"];
+    let last = |name: &str, more: &[&str]| {
+        let dir = run(&of(name, &[&still[..], more].concat()), RunStart::New).unwrap().run_dir;
+        validations(&dir).last().unwrap().validation_loss
+    };
+    assert_eq!(last("still", &[]), last("still-z", &on));
 }
 
 /// The averaged weights of the newest checkpoint.
