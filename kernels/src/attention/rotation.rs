@@ -2,25 +2,11 @@
 
 use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;
-use serde::{Deserialize, Serialize};
 
 use super::DocumentStarts;
 use crate::backend::{OpBackend, primitive, tensor};
-use crate::ops::rotary::{RotaryEmbedding, rotary, rotary_both};
-
-/// The scaling of rotary angles for contexts longer than the trained one.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum Scaling {
-    /// No scaling.
-    None {},
-    /// NTK-aware: θ ← θ · factor^(d/(d−2)), which stretches slow channels by `factor` and leaves
-    /// the fastest alone (bloc97, 2023).
-    Ntk {
-        /// Ratio of the wanted context to the trained one, at least 1.
-        factor: f64,
-    },
-}
+pub use crate::ops::rotary::Scaling;
+use crate::ops::rotary::{Frequencies, RotaryEmbedding, rotary, rotary_both};
 
 /// Rotates q and k as positions `first`, `first` + 1, …; returns them unchanged without a rotation.
 pub fn rotate<B: OpBackend>(
@@ -61,8 +47,8 @@ impl Rotation {
     ///
     /// Scores depend only on distances, so packed documents need no positions of their own.
     pub fn apply<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        let RotaryEmbedding { theta, rotary_dims, .. } = self.embedding(x.dims()[3], first);
-        rotary(x, first, theta, rotary_dims)
+        let RotaryEmbedding { frequencies, rotary_dims, .. } = self.embedding(x.dims()[3], first);
+        rotary(x, first, frequencies, rotary_dims)
     }
 
     /// [`Rotation::apply`] to q and k.
@@ -71,21 +57,15 @@ impl Rotation {
         qk: [Tensor<B, 4>; 2],
         first: usize,
     ) -> [Tensor<B, 4>; 2] {
-        let RotaryEmbedding { theta, rotary_dims, .. } = self.embedding(qk[0].dims()[3], first);
-        rotary_both(qk, first, theta, rotary_dims)
+        let RotaryEmbedding { frequencies, rotary_dims, .. } =
+            self.embedding(qk[0].dims()[3], first);
+        rotary_both(qk, first, frequencies, rotary_dims)
     }
 
     /// The operation for heads of `head_dim` channels whose first row is at position `first`.
     pub(super) fn embedding(&self, head_dim: usize, first: usize) -> RotaryEmbedding {
-        let dims = self.dims(head_dim);
-        let theta = match self.scaling {
-            Scaling::None {} => self.theta,
-            Scaling::Ntk { factor } => {
-                let d = dims as f64;
-                self.theta * factor.powf(d / (d - 2.0).max(1.0))
-            }
-        };
-        RotaryEmbedding::new(first, theta, dims, head_dim)
+        let frequencies = Frequencies { theta: self.theta, scaling: self.scaling };
+        RotaryEmbedding::new(first, frequencies, self.dims(head_dim), head_dim)
     }
 
     /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions that restart from 0 in every
@@ -101,7 +81,7 @@ impl Rotation {
         let x = tensor::<B, 4>(B::to_f32(primitive(x)));
         let ([batch, _, seq_len, head_dim], device) = (x.dims(), x.device());
         let half = self.dims(head_dim) / 2;
-        // Rotating the first axis of every pair gives the cosine and sine of each position.
+        // Rotating the first axis of every pair gives the cosine and sine of each position, times the amplitude.
         let axis = Tensor::cat(
             vec![
                 Tensor::<B, 4>::ones([1, 1, seq_len, half], &device),
@@ -148,15 +128,64 @@ impl Rotation {
             "an even number with rotary positions",
             format!("set {key}.{without}, or choose an even width / heads"),
         );
-        if let Scaling::Ntk { factor } = self.scaling {
-            problems.check(
-                factor >= 1.0 && factor.is_finite(),
-                format!("{key}.scaling.factor"),
-                factor,
-                "a number of at least 1",
-                "set it to the wanted context length / the trained one",
-            );
-        }
+        self.scaling.validate(&format!("{key}.scaling"), problems);
+    }
+}
+
+impl Scaling {
+    /// Records every problem; `key` is the path of the scaling's table.
+    fn validate(&self, key: &str, problems: &mut Problems) {
+        let factor = match *self {
+            Scaling::None {} => return,
+            Scaling::Linear { factor } | Scaling::Ntk { factor } => factor,
+            Scaling::Yarn { factor, .. } | Scaling::Llama3 { factor, .. } => factor,
+        };
+        problems.check(
+            factor >= 1.0 && factor.is_finite(),
+            format!("{key}.factor"),
+            factor,
+            "a number of at least 1",
+            "set it to the wanted context length / the trained one",
+        );
+        let (original_len, slow, fast) = match *self {
+            Scaling::Yarn { original_len, beta_slow, beta_fast, attention_factor, .. } => {
+                problems.check(
+                    attention_factor.is_none_or(|a| a > 0.0 && a.is_finite()),
+                    format!("{key}.attention_factor"),
+                    attention_factor.unwrap_or_default(),
+                    "a number above 0",
+                    "leave it out for 0.1 ln(factor) + 1",
+                );
+                (original_len, ("beta_slow", beta_slow, 1), ("beta_fast", beta_fast, 32))
+            }
+            Scaling::Llama3 { original_len, low_freq_factor, high_freq_factor, .. } => {
+                let slow = ("low_freq_factor", low_freq_factor, 1);
+                (original_len, slow, ("high_freq_factor", high_freq_factor, 4))
+            }
+            _ => return,
+        };
+        problems.check(
+            original_len >= 1,
+            format!("{key}.original_len"),
+            original_len,
+            "at least 1 token",
+            "set it to the context length of training",
+        );
+        let ((slow_key, slow, usual_slow), (fast_key, fast, usual_fast)) = (slow, fast);
+        problems.check(
+            slow > 0.0 && slow.is_finite(),
+            format!("{key}.{slow_key}"),
+            slow,
+            "a number above 0",
+            format!("set {slow_key} = {usual_slow}"),
+        );
+        problems.check(
+            fast > slow && fast.is_finite(),
+            format!("{key}.{fast_key}"),
+            fast,
+            format!("a number above {slow_key}, {slow}"),
+            format!("set {fast_key} = {usual_fast}"),
+        );
     }
 }
 
