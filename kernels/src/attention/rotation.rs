@@ -184,7 +184,7 @@ impl Scaling {
             format!("{key}.{fast_key}"),
             fast,
             format!("a number above {slow_key}, {slow}"),
-            format!("set {fast_key} = {usual_fast}"),
+            format!("set {slow_key} = {usual_slow} and {fast_key} = {usual_fast}"),
         );
     }
 }
@@ -193,13 +193,16 @@ impl Scaling {
 mod tests {
     use burn::backend::Flex;
     use burn::tensor::{Distribution, TensorData};
+    use serde::{Deserialize, Serialize};
 
     use super::*;
+    use crate::attention::conformance::YARN;
 
+    /// Also with an amplitude, and with channels that do not rotate.
     #[test]
     fn positions_start_again_in_every_document() {
         let device = Default::default();
-        let rotation = Rotation { fraction: 0.5, ..Rotation::new(100.0) };
+        let rotation = Rotation { fraction: 0.5, scaling: YARN, ..Rotation::new(100.0) };
         let x = Tensor::<Flex, 4>::random([2, 3, 7, 8], Distribution::Default, &device);
         let starts = TensorData::new(vec![0, 0, 0, 3, 3, 3, 3, 0, 1, 1, 1, 1, 1, 6], [2, 7]);
         let got = rotation.apply_in_documents(x.clone(), &Some(Tensor::from_data(starts, &device)));
@@ -213,5 +216,91 @@ mod tests {
         for (got, want) in values(got).iter().zip(values(Tensor::cat(rows, 0))) {
             assert!((got - want).abs() < 1e-6, "{got} where {want} is right");
         }
+    }
+
+    #[test]
+    fn scalings_are_read_with_their_defaults_and_written_as_they_are_read() {
+        #[derive(Debug, PartialEq, Serialize, Deserialize)]
+        struct Table {
+            scaling: Scaling,
+        }
+        let yarn = |beta_fast, attention_factor| Scaling::Yarn {
+            factor: 4.0,
+            original_len: 2048,
+            beta_fast,
+            beta_slow: 1.0,
+            attention_factor,
+        };
+        let llama3 = Scaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_len: 8192,
+        };
+        for (text, scaling) in [
+            ("kind = \"linear\", factor = 2.0", Scaling::Linear { factor: 2.0 }),
+            ("kind = \"yarn\", factor = 4, original_len = 2048", yarn(32.0, None)),
+            (
+                "kind = \"yarn\", factor = 4, original_len = 2048, beta_fast = 16, attention_factor = 1.5",
+                yarn(16.0, Some(1.5)),
+            ),
+            (
+                "kind = \"llama3\", factor = 8, low_freq_factor = 1, high_freq_factor = 4, original_len = 8192",
+                llama3,
+            ),
+        ] {
+            let table: Table = toml::from_str(&format!("scaling = {{ {text} }}")).unwrap();
+            assert_eq!(table, Table { scaling });
+            let written = toml::to_string(&table).unwrap();
+            assert_eq!(toml::from_str::<Table>(&written).unwrap(), table, "{written}");
+        }
+    }
+
+    #[test]
+    fn every_problem_of_a_scaling_is_reported() {
+        let problems = |scaling| {
+            let mut problems = Problems::new();
+            let rotation = Rotation { scaling, ..Rotation::new(100.0) };
+            rotation.validate("a", "rope = false", 8, &mut problems);
+            problems.as_slice().iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(problems(YARN), [""; 0]);
+        let factor = "a.scaling.factor is 0.5; allowed: a number of at least 1\n  \
+                      hint: set it to the wanted context length / the trained one";
+        assert_eq!(problems(Scaling::Linear { factor: 0.5 }), [factor]);
+        let yarn = Scaling::Yarn {
+            factor: 0.5,
+            original_len: 0,
+            beta_fast: f64::INFINITY,
+            beta_slow: 0.0,
+            attention_factor: Some(-1.0),
+        };
+        let original_len = "a.scaling.original_len is 0; allowed: at least 1 token\n  \
+                            hint: set it to the context length of training";
+        assert_eq!(
+            problems(yarn),
+            [
+                factor,
+                "a.scaling.attention_factor is -1; allowed: a number above 0\n  \
+                 hint: leave it out for 0.1 ln(factor) + 1",
+                original_len,
+                "a.scaling.beta_slow is 0; allowed: a number above 0\n  hint: set beta_slow = 1",
+                "a.scaling.beta_fast is inf; allowed: a number above beta_slow, 0\n  hint: set beta_slow = 1 and beta_fast = 32",
+            ]
+        );
+        let llama3 = Scaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 4.0,
+            high_freq_factor: 4.0,
+            original_len: 0,
+        };
+        assert_eq!(
+            problems(llama3),
+            [
+                original_len,
+                "a.scaling.high_freq_factor is 4; allowed: a number above low_freq_factor, 4\n  \
+                 hint: set low_freq_factor = 1 and high_freq_factor = 4",
+            ]
+        );
     }
 }

@@ -5,6 +5,15 @@ use crate::attention::rotation::Scaling;
 use crate::ops::rotary::tests::scaled_frequencies;
 use crate::testing::Tensor64;
 
+/// A scaling that multiplies what rotates, too.
+pub const YARN: Scaling = Scaling::Yarn {
+    factor: 4.0,
+    original_len: 64,
+    beta_fast: 4.0,
+    beta_slow: 1.0,
+    attention_factor: None,
+};
+
 /// q or k by the definition of rotary positions, for oracles: half-split pairs among the first
 /// `dims` channels.
 pub fn rotated(x: &Tensor64, theta: f64, dims: usize) -> Tensor64 {

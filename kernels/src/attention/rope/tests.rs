@@ -2,8 +2,7 @@
 
 use super::{Config, Position};
 use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, rotated_and_scaled, softmax_oracle};
-use crate::attention::rotation::Scaling;
+use crate::attention::conformance::{Conformance, YARN, rotated_and_scaled, softmax_oracle};
 use crate::attention::softmax::alibi_slopes;
 use crate::testing::Tensor64;
 
@@ -14,18 +13,7 @@ impl Conformance for Config {
             config.clone(),
             Config { position: Position::None, softcap: Some(2.0), ..config.clone() },
             Config { position: Position::Alibi, ..config.clone() },
-            Config {
-                rotary_fraction: 0.5,
-                theta: 100.0,
-                scaling: Scaling::Yarn {
-                    factor: 4.0,
-                    original_len: 64,
-                    beta_fast: 4.0,
-                    beta_slow: 1.0,
-                    attention_factor: None,
-                },
-                ..config.clone()
-            },
+            Config { rotary_fraction: 0.5, theta: 100.0, scaling: YARN, ..config.clone() },
             Config { ssmax: true, theta: 100.0, ..config.clone() },
             Config { position: Position::None, ssmax: true, softcap: Some(3.0), ..config.clone() },
             Config { sinks: true, ..config.clone() },
