@@ -146,7 +146,7 @@ fn scaled_frequencies_are_those_of_transformers() {
     }
 }
 
-/// Whether the trained context is so long, or so short, that every pair turns more or less often than the bounds.
+/// In a trained context in which every pair turns more often than `beta_fast`, or less often than `beta_slow`.
 #[test]
 fn yarn_scales_all_pairs_or_none_beyond_its_bounds() {
     let yarn = |original_len| Scaling::Yarn {
