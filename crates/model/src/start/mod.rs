@@ -104,7 +104,7 @@ impl<'a> Start<'a> {
             let [new_form, old_form] =
                 [new, old].map(|config| kinds::softmax_form(config, seq_len));
             let same = |new: &kinds::SoftmaxForm, old: &kinds::SoftmaxForm| {
-                old.gates.is_empty() && (new.theta, new.sinks) == (old.theta, old.sinks)
+                old.gates.is_empty() && (new.rotation, new.sinks) == (old.rotation, old.sinks)
             };
             let keeps = new_form.zip(old_form).is_some_and(|(new, old)| same(&new, &old));
             if !keeps {
