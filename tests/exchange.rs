@@ -53,7 +53,7 @@ fn what_a_layout_cannot_express_is_refused_by_name() {
     let error = w.fail(&export);
     for key in [
         "model.qk_norm is set",
-        "model.attention is { kind = \"fox\"",
+        "model.attention is { bias_init = 0.0, kind = \"fox\"",
         "model.mlp is \"gelu\"",
         "model.norm is \"layer-norm\"",
     ] {

@@ -39,6 +39,9 @@ fn a_run_starts_from_another_ones_weights_and_its_average_is_evaluated() {
     assert!(loss("theta").unwrap() != loss("extrapolate").unwrap());
     let results = json(&w, "runs/old/eval/theta/results.json");
     assert_eq!(results["model_changes"][0], "model.attention.theta=50.0");
+    let yarn = "model.attention.scaling={ kind = \"yarn\", factor = 2, original_len = 32 }";
+    eval(&w, &["--set", yarn, "--out", "yarn"]);
+    assert!(loss("yarn").unwrap() != loss("extrapolate").unwrap());
     // The same folder does not mix both.
     let mixed = w.fail(&[&EVAL[..], &["--weights", "ema"]].concat());
     assert!(mixed.contains("model_changes was null, now it is [\"weights=ema\"]"), "{mixed}");

@@ -108,7 +108,10 @@ impl<'a> Start<'a> {
             };
             let keeps = new_form.zip(old_form).is_some_and(|(new, old)| same(&new, &old));
             if !keeps {
-                let line = format!("{} in place of {}", new.kind(), old.kind());
+                let line = match (new.kind(), old.kind()) {
+                    (new, old) if new == old => format!("{new} with other settings"),
+                    (new, old) => format!("{new} in place of {old}"),
+                };
                 push_once(&mut self.report.changed, line);
             }
         }
