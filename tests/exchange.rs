@@ -59,7 +59,7 @@ fn what_a_layout_cannot_express_is_refused_by_name() {
     for key in [
         "model.qk_norm is set",
         "model.logit_softcap is set; allowed: none in the Llama layout",
-        "model.attention is { kind = \"fox\"",
+        "model.attention is { bias_init = 0.0, kind = \"fox\"",
         "model.mlp is \"gelu\"",
         "model.norm is \"layer-norm\"",
     ] {

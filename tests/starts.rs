@@ -42,6 +42,9 @@ fn a_run_starts_from_another_ones_weights_and_its_average_is_evaluated() {
     // A softcap changes the logits and no weight.
     eval(&w, &["--set", "model.logit_softcap=0.5", "--out", "capped"]);
     assert!(loss("capped").unwrap() > loss("extrapolate").unwrap());
+    let yarn = "model.attention.scaling={ kind = \"yarn\", factor = 2, original_len = 32 }";
+    eval(&w, &["--set", yarn, "--out", "yarn"]);
+    assert!(loss("yarn").unwrap() != loss("extrapolate").unwrap());
     // The same folder does not mix both.
     let mixed = w.fail(&[&EVAL[..], &["--weights", "ema"]].concat());
     assert!(mixed.contains("model_changes was null, now it is [\"weights=ema\"]"), "{mixed}");

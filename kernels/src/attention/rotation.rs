@@ -2,25 +2,11 @@
 
 use burn::tensor::{Int, Tensor};
 use longwall_config::Problems;
-use serde::{Deserialize, Serialize};
 
 use super::DocumentStarts;
 use crate::backend::{OpBackend, primitive, tensor};
-use crate::ops::rotary::{RotaryEmbedding, rotary, rotary_both};
-
-/// The scaling of rotary angles for contexts longer than the trained one.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum Scaling {
-    /// No scaling.
-    None {},
-    /// NTK-aware: θ ← θ · factor^(d/(d−2)), which stretches slow channels by `factor` and leaves
-    /// the fastest alone (bloc97, 2023).
-    Ntk {
-        /// Ratio of the wanted context to the trained one, at least 1.
-        factor: f64,
-    },
-}
+pub use crate::ops::rotary::Scaling;
+use crate::ops::rotary::{Frequencies, RotaryEmbedding, rotary, rotary_both};
 
 /// Rotates q and k as positions `first`, `first` + 1, …; returns them unchanged without a rotation.
 pub fn rotate<B: OpBackend>(
@@ -61,8 +47,8 @@ impl Rotation {
     ///
     /// Scores depend only on distances, so packed documents need no positions of their own.
     pub fn apply<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        let RotaryEmbedding { theta, rotary_dims, .. } = self.embedding(x.dims()[3], first);
-        rotary(x, first, theta, rotary_dims)
+        let RotaryEmbedding { frequencies, rotary_dims, .. } = self.embedding(x.dims()[3], first);
+        rotary(x, first, frequencies, rotary_dims)
     }
 
     /// [`Rotation::apply`] to q and k.
@@ -71,21 +57,15 @@ impl Rotation {
         qk: [Tensor<B, 4>; 2],
         first: usize,
     ) -> [Tensor<B, 4>; 2] {
-        let RotaryEmbedding { theta, rotary_dims, .. } = self.embedding(qk[0].dims()[3], first);
-        rotary_both(qk, first, theta, rotary_dims)
+        let RotaryEmbedding { frequencies, rotary_dims, .. } =
+            self.embedding(qk[0].dims()[3], first);
+        rotary_both(qk, first, frequencies, rotary_dims)
     }
 
     /// The operation for heads of `head_dim` channels whose first row is at position `first`.
     pub(super) fn embedding(&self, head_dim: usize, first: usize) -> RotaryEmbedding {
-        let dims = self.dims(head_dim);
-        let theta = match self.scaling {
-            Scaling::None {} => self.theta,
-            Scaling::Ntk { factor } => {
-                let d = dims as f64;
-                self.theta * factor.powf(d / (d - 2.0).max(1.0))
-            }
-        };
-        RotaryEmbedding::new(first, theta, dims, head_dim)
+        let frequencies = Frequencies { theta: self.theta, scaling: self.scaling };
+        RotaryEmbedding::new(first, frequencies, self.dims(head_dim), head_dim)
     }
 
     /// q or k `[batch, heads, seq_len, head_dim]`, rotated as positions that restart from 0 in every
@@ -101,7 +81,7 @@ impl Rotation {
         let x = tensor::<B, 4>(B::to_f32(primitive(x)));
         let ([batch, _, seq_len, head_dim], device) = (x.dims(), x.device());
         let half = self.dims(head_dim) / 2;
-        // Rotating the first axis of every pair gives the cosine and sine of each position.
+        // Rotating the first axis of every pair gives the cosine and sine of each position, times the amplitude.
         let axis = Tensor::cat(
             vec![
                 Tensor::<B, 4>::ones([1, 1, seq_len, half], &device),
@@ -148,15 +128,64 @@ impl Rotation {
             "an even number with rotary positions",
             format!("set {key}.{without}, or choose an even width / heads"),
         );
-        if let Scaling::Ntk { factor } = self.scaling {
-            problems.check(
-                factor >= 1.0 && factor.is_finite(),
-                format!("{key}.scaling.factor"),
-                factor,
-                "a number of at least 1",
-                "set it to the wanted context length / the trained one",
-            );
-        }
+        self.scaling.validate(&format!("{key}.scaling"), problems);
+    }
+}
+
+impl Scaling {
+    /// Records every problem; `key` is the path of the scaling's table.
+    fn validate(&self, key: &str, problems: &mut Problems) {
+        let factor = match *self {
+            Scaling::None {} => return,
+            Scaling::Linear { factor } | Scaling::Ntk { factor } => factor,
+            Scaling::Yarn { factor, .. } | Scaling::Llama3 { factor, .. } => factor,
+        };
+        problems.check(
+            factor >= 1.0 && factor.is_finite(),
+            format!("{key}.factor"),
+            factor,
+            "a number of at least 1",
+            "set it to the wanted context length / the trained one",
+        );
+        let (original_len, slow, fast) = match *self {
+            Scaling::Yarn { original_len, beta_slow, beta_fast, attention_factor, .. } => {
+                problems.check(
+                    attention_factor.is_none_or(|a| a > 0.0 && a.is_finite()),
+                    format!("{key}.attention_factor"),
+                    attention_factor.unwrap_or_default(),
+                    "a number above 0",
+                    "leave it out for 0.1 ln(factor) + 1",
+                );
+                (original_len, ("beta_slow", beta_slow, 1), ("beta_fast", beta_fast, 32))
+            }
+            Scaling::Llama3 { original_len, low_freq_factor, high_freq_factor, .. } => {
+                let slow = ("low_freq_factor", low_freq_factor, 1);
+                (original_len, slow, ("high_freq_factor", high_freq_factor, 4))
+            }
+            _ => return,
+        };
+        problems.check(
+            original_len >= 1,
+            format!("{key}.original_len"),
+            original_len,
+            "at least 1 token",
+            "set it to the context length of training",
+        );
+        let ((slow_key, slow, usual_slow), (fast_key, fast, usual_fast)) = (slow, fast);
+        problems.check(
+            slow > 0.0 && slow.is_finite(),
+            format!("{key}.{slow_key}"),
+            slow,
+            "a number above 0",
+            format!("set {slow_key} = {usual_slow}"),
+        );
+        problems.check(
+            fast > slow && fast.is_finite(),
+            format!("{key}.{fast_key}"),
+            fast,
+            format!("a number above {slow_key}, {slow}"),
+            format!("set {slow_key} = {usual_slow} and {fast_key} = {usual_fast}"),
+        );
     }
 }
 
@@ -164,13 +193,16 @@ impl Rotation {
 mod tests {
     use burn::backend::Flex;
     use burn::tensor::{Distribution, TensorData};
+    use serde::{Deserialize, Serialize};
 
     use super::*;
+    use crate::attention::conformance::YARN;
 
+    /// Also with an amplitude, and with channels that do not rotate.
     #[test]
     fn positions_start_again_in_every_document() {
         let device = Default::default();
-        let rotation = Rotation { fraction: 0.5, ..Rotation::new(100.0) };
+        let rotation = Rotation { fraction: 0.5, scaling: YARN, ..Rotation::new(100.0) };
         let x = Tensor::<Flex, 4>::random([2, 3, 7, 8], Distribution::Default, &device);
         let starts = TensorData::new(vec![0, 0, 0, 3, 3, 3, 3, 0, 1, 1, 1, 1, 1, 6], [2, 7]);
         let got = rotation.apply_in_documents(x.clone(), &Some(Tensor::from_data(starts, &device)));
@@ -184,5 +216,91 @@ mod tests {
         for (got, want) in values(got).iter().zip(values(Tensor::cat(rows, 0))) {
             assert!((got - want).abs() < 1e-6, "{got} where {want} is right");
         }
+    }
+
+    #[test]
+    fn scalings_are_read_with_their_defaults_and_written_as_they_are_read() {
+        #[derive(Debug, PartialEq, Serialize, Deserialize)]
+        struct Table {
+            scaling: Scaling,
+        }
+        let yarn = |beta_fast, attention_factor| Scaling::Yarn {
+            factor: 4.0,
+            original_len: 2048,
+            beta_fast,
+            beta_slow: 1.0,
+            attention_factor,
+        };
+        let llama3 = Scaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_len: 8192,
+        };
+        for (text, scaling) in [
+            ("kind = \"linear\", factor = 2.0", Scaling::Linear { factor: 2.0 }),
+            ("kind = \"yarn\", factor = 4, original_len = 2048", yarn(32.0, None)),
+            (
+                "kind = \"yarn\", factor = 4, original_len = 2048, beta_fast = 16, attention_factor = 1.5",
+                yarn(16.0, Some(1.5)),
+            ),
+            (
+                "kind = \"llama3\", factor = 8, low_freq_factor = 1, high_freq_factor = 4, original_len = 8192",
+                llama3,
+            ),
+        ] {
+            let table: Table = toml::from_str(&format!("scaling = {{ {text} }}")).unwrap();
+            assert_eq!(table, Table { scaling });
+            let written = toml::to_string(&table).unwrap();
+            assert_eq!(toml::from_str::<Table>(&written).unwrap(), table, "{written}");
+        }
+    }
+
+    #[test]
+    fn every_problem_of_a_scaling_is_reported() {
+        let problems = |scaling| {
+            let mut problems = Problems::new();
+            let rotation = Rotation { scaling, ..Rotation::new(100.0) };
+            rotation.validate("a", "rope = false", 8, &mut problems);
+            problems.as_slice().iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(problems(YARN), [""; 0]);
+        let factor = "a.scaling.factor is 0.5; allowed: a number of at least 1\n  \
+                      hint: set it to the wanted context length / the trained one";
+        assert_eq!(problems(Scaling::Linear { factor: 0.5 }), [factor]);
+        let yarn = Scaling::Yarn {
+            factor: 0.5,
+            original_len: 0,
+            beta_fast: f64::INFINITY,
+            beta_slow: 0.0,
+            attention_factor: Some(-1.0),
+        };
+        let original_len = "a.scaling.original_len is 0; allowed: at least 1 token\n  \
+                            hint: set it to the context length of training";
+        assert_eq!(
+            problems(yarn),
+            [
+                factor,
+                "a.scaling.attention_factor is -1; allowed: a number above 0\n  \
+                 hint: leave it out for 0.1 ln(factor) + 1",
+                original_len,
+                "a.scaling.beta_slow is 0; allowed: a number above 0\n  hint: set beta_slow = 1",
+                "a.scaling.beta_fast is inf; allowed: a number above beta_slow, 0\n  hint: set beta_slow = 1 and beta_fast = 32",
+            ]
+        );
+        let llama3 = Scaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 4.0,
+            high_freq_factor: 4.0,
+            original_len: 0,
+        };
+        assert_eq!(
+            problems(llama3),
+            [
+                original_len,
+                "a.scaling.high_freq_factor is 4; allowed: a number above low_freq_factor, 4\n  \
+                 hint: set low_freq_factor = 1 and high_freq_factor = 4",
+            ]
+        );
     }
 }

@@ -14,7 +14,7 @@ use longwall_kernels::ops::linear::Linear;
 use longwall_kernels::ops::mlp::GeluMlp;
 use longwall_kernels::ops::prefix_sum::PrefixSum;
 use longwall_kernels::ops::rms_norm::RmsNorm;
-use longwall_kernels::ops::rotary::RotaryEmbedding;
+use longwall_kernels::ops::rotary::{Frequencies, RotaryEmbedding};
 use longwall_kernels::ops::short_conv::ShortConv;
 use longwall_kernels::ops::vjp_root::VjpRoot;
 
@@ -71,8 +71,7 @@ impl<B: OpBackend> Bench<B> {
             }
             Operation::Rotary => {
                 let q = [batch, width / HEAD_DIM, seq_len, HEAD_DIM];
-                let op =
-                    RotaryEmbedding { first_position: 0, theta: 10_000.0, rotary_dims: HEAD_DIM };
+                let op = RotaryEmbedding::new(0, Frequencies::new(10_000.0), HEAD_DIM, HEAD_DIM);
                 self.time(op, [self.activation(&q)], &[], bytes(&q, [2, 4]))
             }
             Operation::Swiglu => {

@@ -2,11 +2,13 @@
 
 use longwall_config::Problems;
 use longwall_kernels::attention::rope::Position;
+use longwall_kernels::attention::rotation::Scaling;
 use serde_json::{Value, json};
 
 use super::values::{Reader, is_norm_eps};
 use super::{
-    ImportedModel, Layout, TensorRule, check_attention, check_plain, check_setting, shown,
+    ImportedModel, Layout, TensorRule, check_attention, check_plain, check_setting, rope_scaling,
+    shown,
 };
 use crate::ModelConfig;
 use crate::config::{MlpKind, NormKind, Positions};
@@ -22,10 +24,10 @@ impl Layout for Llama {
     fn config(&self, spec: &ModelSpec<'_>, problems: &mut Problems) -> Value {
         let ModelSpec { config: model, vocab_size, seq_len } = *spec;
         check_plain(model, "Llama", problems);
-        let allowed =
-            "kind = \"rope\" with theta alone, the same in every layer, in the Llama layout";
+        let allowed = "kind = \"rope\" with theta and scaling alone, the same in every layer, in the Llama layout";
         let attention = check_attention(model, Position::Rope, allowed, problems);
-        let theta = attention.map_or(0.0, |config| config.theta);
+        let (theta, scaling) =
+            attention.map_or((0.0, Scaling::None {}), |config| (config.theta, config.scaling));
         let mut is = |key: &str, ok: bool, value: String, allowed: &str| {
             check_setting(problems, ["Llama", "GPT-2"], key, ok, [&value, allowed]);
         };
@@ -34,7 +36,8 @@ impl Layout for Llama {
         is("mlp", model.mlp == MlpKind::Swiglu, shown(&model.mlp), "swiglu");
         is("norm", model.norm == NormKind::RmsNorm, shown(&model.norm), "rms-norm");
         let shape = model.attention_shape(0);
-        json!({
+        let rope = rope_scaling::parameters(theta, scaling, shape.head_dim);
+        let mut config = json!({
             "architectures": ["LlamaForCausalLM"],
             "model_type": self.model_type(),
             "vocab_size": vocab_size,
@@ -47,15 +50,20 @@ impl Layout for Llama {
             "head_dim": shape.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
-            "rope_theta": theta,
-            "rope_parameters": { "rope_type": "default", "rope_theta": theta },
+            "rope_theta": rope["rope_theta"],
+            "rope_parameters": rope,
             "attention_bias": model.bias,
             "mlp_bias": model.bias,
             "attention_dropout": 0.0,
             "initializer_range": model.init_std,
             "tie_word_embeddings": model.tie_embeddings,
             "dtype": "float32",
-        })
+        });
+        // Versions of transformers before 5 read this key alone.
+        if rope["rope_type"] != "default" {
+            config["rope_scaling"] = rope;
+        }
+        config
     }
 
     fn model(&self, config: &Value, problems: &mut Problems) -> Option<ImportedModel> {
@@ -73,7 +81,7 @@ impl Layout for Llama {
         read.expect("hidden_act", "silu".into(), "silu", |value| value == "silu");
         // The default of transformers is 1e-6.
         read.expect("rms_norm_eps", json!(1e-6), "1e-5", is_norm_eps);
-        let theta = rope_theta(&mut read);
+        let (theta, scaling) = rope_scaling::read(&mut read, seq_len);
         let mut table = toml::toml! { arch = "llama" };
         let sizes = [
             ("width", width),
@@ -87,6 +95,10 @@ impl Layout for Llama {
         table.insert("bias".to_owned(), bias.into());
         let mut attention = toml::toml! { kind = "rope" };
         attention.insert("theta".to_owned(), theta.into());
+        if scaling != (Scaling::None {}) {
+            let scaling = toml::Value::try_from(scaling).expect("a table of numbers");
+            attention.insert("scaling".to_owned(), scaling);
+        }
         table.insert("attention".to_owned(), attention.into());
         Some(ImportedModel::new(table, &sizes, [vocab_rows, seq_len]))
     }
@@ -126,17 +138,4 @@ impl Layout for Llama {
     fn is_ignored(&self, name: &str) -> bool {
         name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight"
     }
-}
-
-/// θ, in the place where transformers 5 keeps it, or where earlier versions do. Scaled angles are refused.
-fn rope_theta(read: &mut Reader<'_>) -> f64 {
-    let mut theta = read.number("rope_theta", 10_000.0);
-    for key in ["rope_parameters", "rope_scaling"] {
-        let Some(parameters) = read.get(key) else { continue };
-        let kind = parameters.get("rope_type").or(parameters.get("type"));
-        let plain = kind.is_none_or(|kind| kind == "default");
-        read.refuse_unless(plain, key, &parameters.to_string(), "none, or rope_type = \"default\"");
-        theta = parameters.get("rope_theta").and_then(Value::as_f64).unwrap_or(theta);
-    }
-    theta
 }

@@ -6,6 +6,7 @@
 mod files;
 mod gpt2;
 mod llama;
+mod rope_scaling;
 mod values;
 
 use std::path::Path;
@@ -253,7 +254,8 @@ fn check_attention<'m>(
         let config = model.attention_of(layer);
         let plain = match config {
             AttentionConfig::Rope(config) => {
-                let plain = rope::Config { position, theta: config.theta, ..Default::default() };
+                let rope::Config { theta, scaling, .. } = *config;
+                let plain = rope::Config { position, theta, scaling, ..Default::default() };
                 *config == plain
             }
             _ => false,

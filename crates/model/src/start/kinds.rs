@@ -1,6 +1,7 @@
 //! Which attention kinds can start from each other's weights: one line per kind.
 
 use longwall_kernels::attention::rope::Position;
+use longwall_kernels::attention::rotation::{Rotation, Scaling};
 use longwall_kernels::attention::wall::GateSource;
 use longwall_kernels::attention::{AttentionConfig, fox, rope, wall};
 
@@ -10,8 +11,8 @@ const OPEN: f64 = 1e-3;
 /// Softmax attention that a layer computes while some of its own weights have the values `gates`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct SoftmaxForm {
-    /// θ of the rotation of q and k, if they rotate.
-    pub theta: Option<f64>,
+    /// The rotation of q and k, if they rotate.
+    pub rotation: Option<Rotation>,
     /// Whether a learned logit per head is in the softmax's denominator.
     pub sinks: bool,
     /// Names of the layer's own weights and the value of all their elements; empty if the layer computes softmax
@@ -66,39 +67,44 @@ fn open_bias(seq_len: usize) -> f32 {
     (seq_len as f64 / OPEN).ln() as f32
 }
 
+/// The rotation of every channel with `rope`.
+fn rotation(rope: bool, theta: f64, scaling: Scaling) -> Option<Rotation> {
+    rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
+}
+
 fn of_rope(config: &AttentionConfig) -> Option<SoftmaxForm> {
     let AttentionConfig::Rope(config) = config else { return None };
     let plain = rope::Config {
         position: config.position,
         theta: config.theta,
+        scaling: config.scaling,
         sinks: config.sinks,
         ..rope::Config::default()
     };
-    let theta = match config.position {
-        Position::Rope => Some(config.theta),
+    let rotation = match config.position {
+        Position::Rope => rotation(true, config.theta, config.scaling),
         Position::None => None,
         Position::Alibi => return None,
     };
-    (*config == plain).then(|| SoftmaxForm { theta, sinks: config.sinks, gates: vec![] })
+    (*config == plain).then(|| SoftmaxForm { rotation, sinks: config.sinks, gates: vec![] })
 }
 
 fn of_fox(config: &AttentionConfig, seq_len: usize) -> Option<SoftmaxForm> {
-    let AttentionConfig::Fox(fox::Config { rope, theta, sinks, prune: _ }) = config else {
-        return None;
-    };
+    let AttentionConfig::Fox(config) = config else { return None };
+    let fox::Config { rope, theta, scaling, sinks, prune: _, bias_init: _ } = *config;
     let gates = vec![("forget_gate.weight", 0.0), ("forget_gate.bias", open_bias(seq_len))];
-    Some(SoftmaxForm { theta: rope.then_some(*theta), sinks: *sinks, gates })
+    Some(SoftmaxForm { rotation: rotation(rope, theta, scaling), sinks, gates })
 }
 
 fn of_wall(config: &AttentionConfig, seq_len: usize) -> Option<SoftmaxForm> {
     let AttentionConfig::Wall(config) = config else { return None };
-    let wall::Config { rope, theta, sinks, gate_source, .. } = *config;
+    let wall::Config { rope, theta, scaling, sinks, gate_source, .. } = *config;
     let [weight, bias] = match gate_source {
         GateSource::Hidden => ["gate.weight", "gate.bias"],
         GateSource::Key => ["key_gate_weight", "key_gate_bias"],
     };
     let gates = vec![(weight, 0.0), (bias, open_bias(seq_len))];
-    Some(SoftmaxForm { theta: rope.then_some(theta), sinks, gates })
+    Some(SoftmaxForm { rotation: rotation(rope, theta, scaling), sinks, gates })
 }
 
 #[cfg(test)]

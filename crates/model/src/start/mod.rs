@@ -104,11 +104,14 @@ impl<'a> Start<'a> {
             let [new_form, old_form] =
                 [new, old].map(|config| kinds::softmax_form(config, seq_len));
             let same = |new: &kinds::SoftmaxForm, old: &kinds::SoftmaxForm| {
-                old.gates.is_empty() && (new.theta, new.sinks) == (old.theta, old.sinks)
+                old.gates.is_empty() && (new.rotation, new.sinks) == (old.rotation, old.sinks)
             };
             let keeps = new_form.zip(old_form).is_some_and(|(new, old)| same(&new, &old));
             if !keeps {
-                let line = format!("{} in place of {}", new.kind(), old.kind());
+                let line = match (new.kind(), old.kind()) {
+                    (new, old) if new == old => format!("{new} with other settings"),
+                    (new, old) => format!("{new} in place of {old}"),
+                };
                 push_once(&mut self.report.changed, line);
             }
         }

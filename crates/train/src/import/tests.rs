@@ -87,6 +87,41 @@ fn llama() -> Fixture {
     }
 }
 
+/// [`llama`] with scaled angles.
+fn scaled_llamas() -> [Fixture; 2] {
+    let scaled = |rope_parameters: Value, logits| {
+        let mut fixture = llama();
+        fixture.config["rope_parameters"] = rope_parameters;
+        Fixture { logits, ..fixture }
+    };
+    let yarn = json!({
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+        "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.25,
+    });
+    let llama3 = json!({
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0,
+        "original_max_position_embeddings": 16, "low_freq_factor": 0.25, "high_freq_factor": 2.0,
+    });
+    [
+        scaled(
+            yarn,
+            [
+                [-0.219091, 0.29605, 0.264057],
+                [0.004089, -0.091234, -0.088352],
+                [0.037563, -0.043682, -0.038386],
+            ],
+        ),
+        scaled(
+            llama3,
+            [
+                [-0.219091, 0.29605, 0.264057],
+                [0.01105, -0.06067, -0.057838],
+                [0.045734, 0.005103, 0.009999],
+            ],
+        ),
+    ]
+}
+
 impl Fixture {
     /// w_i = sin(0.37 i + the sum of the name's bytes): 1 + w/10 in norms' weights, else 0.3 w.
     fn weights(&self) -> Vec<(String, HfTensor)> {
@@ -135,7 +170,7 @@ fn logits(run: &Path) -> Vec<Vec<f32>> {
 
 #[test]
 fn imported_models_compute_the_logits_of_transformers() {
-    for fixture in [gpt2(), llama()] {
+    for fixture in [gpt2(), llama()].into_iter().chain(scaled_llamas()) {
         let folder = tempfile::tempdir().unwrap();
         let [hf, run] = ["hf", "runs/imported"].map(|name| folder.path().join(name));
         fixture.write(&hf, u64::MAX);
@@ -153,7 +188,7 @@ fn imported_models_compute_the_logits_of_transformers() {
 
 #[test]
 fn an_exported_model_has_the_tensors_and_the_configuration_it_was_imported_with() {
-    for fixture in [gpt2(), llama()] {
+    for fixture in [gpt2(), llama()].into_iter().chain(scaled_llamas()) {
         let folder = tempfile::tempdir().unwrap();
         let [hf, run] = ["hf", "imported"].map(|name| folder.path().join(name));
         // Several files of weights.
@@ -221,7 +256,7 @@ fn what_has_no_counterpart_is_refused_by_name() {
       hint: no model here computes that: import another model
     rms_norm_eps is 1e-6; allowed: 1e-5
       hint: no model here computes that: import another model
-    rope_parameters is {"factor":8.0,"rope_type":"llama3"}; allowed: none, or rope_type = "default"
+    rope_parameters is {"factor":8.0,"rope_type":"llama3"}; allowed: none, or rope_type "default", "linear", "yarn" (without truncate = false) or "llama3", with its numbers
       hint: no model here computes that: import another model
     "#);
     let unknown = error_with(&llama(), &[("model_type", json!("mamba"))]);

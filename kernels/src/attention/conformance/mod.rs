@@ -16,7 +16,7 @@ pub mod rowwise;
 mod run;
 
 pub use self::length::{Decay, holds_at_length};
-pub use self::oracles::{rotated, softmax_oracle};
+pub use self::oracles::{YARN, rotated, rotated_and_scaled, softmax_oracle};
 pub use self::problem::Problem;
 pub use self::problem::Sizes;
 pub use self::run::observed_pruning;

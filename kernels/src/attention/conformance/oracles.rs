@@ -1,20 +1,37 @@
 //! Building blocks of oracles.
 
 use crate::attention::AttentionShape;
+use crate::attention::rotation::Scaling;
+use crate::ops::rotary::tests::scaled_frequencies;
 use crate::testing::Tensor64;
+
+/// A scaling that multiplies what rotates, too.
+pub const YARN: Scaling = Scaling::Yarn {
+    factor: 4.0,
+    original_len: 64,
+    beta_fast: 4.0,
+    beta_slow: 1.0,
+    attention_factor: None,
+};
 
 /// q or k by the definition of rotary positions, for oracles: half-split pairs among the first
 /// `dims` channels.
 pub fn rotated(x: &Tensor64, theta: f64, dims: usize) -> Tensor64 {
+    rotated_and_scaled(x, theta, Scaling::None {}, dims)
+}
+
+/// As [`rotated`], with scaled angles.
+pub fn rotated_and_scaled(x: &Tensor64, theta: f64, scaling: Scaling, dims: usize) -> Tensor64 {
     let half = dims / 2;
+    let (omega, amplitude) = scaled_frequencies(theta, scaling, dims);
     Tensor64::from_fn(&x.shape, |at| {
         let [b, h, t, n] = at[..] else { panic!("q and k have 4 dimensions") };
         if n >= dims {
             return x.at(at);
         }
         let pair = n % half;
-        let angle = t as f64 * theta.powf(-2.0 * pair as f64 / dims as f64);
-        let (first, second) = (x.at(&[b, h, t, pair]), x.at(&[b, h, t, pair + half]));
+        let angle = t as f64 * omega[pair];
+        let [first, second] = [pair, pair + half].map(|n| amplitude * x.at(&[b, h, t, n]));
         if n < half {
             first * angle.cos() - second * angle.sin()
         } else {

@@ -2,7 +2,7 @@
 //! gate", 2025, equation 6).
 //!
 //! ℓ_t = ln σ(w_fᵀx_t + b_f) per query head; S_ij = scale · q_iᵀk_j + Σ_{s=j+1..i} ℓ_s. The gate's
-//! bias starts at 0. No positions by default; `rope = true` rotates q and k as well.
+//! bias starts at `bias_init`, by default 0. No positions by default; `rope = true` rotates q and k as well.
 //!
 //! With `prune = true`, keys whose weights have decayed to nothing are skipped: those skipped in a row
 //! together weigh at most 2⁻²⁴ of it (after Lin et al., "Adaptive Computation Pruning for the Forgetting
@@ -31,7 +31,7 @@ use super::cache::KvCache;
 use super::dispatch::on_cuda;
 use super::flash::{self, capacity};
 use super::probe::{Metric, PRUNED_FRACTION, Probe};
-use super::rotation::{Rotation, rotate};
+use super::rotation::{Rotation, Scaling, rotate};
 use super::softmax::{Softmax, pruned_fraction, sinks};
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec,
@@ -49,16 +49,27 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
     /// Skip keys whose weights have decayed to nothing: those skipped in a row together weigh at most 2^-24
     /// of it; default false.
     pub prune: bool,
     /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
+    /// Initial bias of the forget gate, finite; default 0.
+    pub bias_init: f32,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { rope: false, theta: 10_000.0, prune: false, sinks: false }
+        Config {
+            rope: false,
+            theta: 10_000.0,
+            scaling: Scaling::None {},
+            prune: false,
+            sinks: false,
+            bias_init: 0.0,
+        }
     }
 }
 
@@ -102,7 +113,8 @@ impl<B: OpBackend> DecodeState for State<B> {
 impl Config {
     /// The rotation of q and k with `rope`.
     fn rotation(&self) -> Option<Rotation> {
-        self.rope.then(|| Rotation::new(self.theta))
+        let Config { rope, theta, scaling, .. } = *self;
+        rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
     }
 
     fn operation(&self, shape: &AttentionShape) -> Forgetting {
@@ -133,13 +145,20 @@ impl VariantSpec for Config {
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        if self.rope {
-            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
         }
+        problems.check(
+            self.bias_init.is_finite(),
+            format!("{key}.bias_init"),
+            self.bias_init,
+            "a finite number",
+            "set bias_init = 0.0; above 0, the gates start more open",
+        );
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
-        vec![ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0))]
+        vec![ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(self.bias_init))]
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
@@ -238,6 +257,7 @@ impl Variant for Config {
         probe: &mut Probe,
     ) {
         if self.prune && path != ExecPath::Reference {
+            let [q, k] = rotate(self.rotation(), [q, k], 0);
             let (core, decay) = (self.operation(shape).core, log_decay(gate(projections)));
             probe.report(PRUNED_FRACTION, pruned_fraction(&core, q, k, decay, documents));
         }

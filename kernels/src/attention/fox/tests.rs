@@ -5,13 +5,18 @@ mod length;
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Distribution, ElementConversion, FloatDType, Int, Tensor, s};
+use longwall_config::Problems;
 
 use super::Config;
 use super::op::{Forgetting, forgetting};
-use crate::attention::conformance::{Conformance, observed_pruning, rotated, softmax_oracle};
+use crate::attention::conformance::{
+    Conformance, YARN, observed_pruning, rotated_and_scaled, softmax_oracle,
+};
 use crate::attention::probe::{PRUNED_FRACTION, Probe};
 use crate::attention::softmax::Softmax;
-use crate::attention::{AttentionShape, DecodeState, ExecPath, Inputs, dispatch};
+use crate::attention::{
+    AttentionShape, DecodeState, ExecPath, Init, Inputs, VariantSpec, dispatch,
+};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 use crate::testing::Tensor64;
@@ -21,7 +26,7 @@ impl Conformance for Config {
     fn cases() -> Vec<Self> {
         vec![
             Config::default(),
-            Config { rope: true, sinks: true, ..Config::default() },
+            Config { rope: true, scaling: YARN, sinks: true, ..Config::default() },
             Config { prune: true, ..Config::default() },
             Config { prune: true, sinks: true, ..Config::default() },
         ]
@@ -42,7 +47,7 @@ impl Conformance for Config {
         let group = shape.heads / shape.kv_heads;
         let d = shape.head_dim;
         let rotate = |x: &Tensor64| match self.rope {
-            true => rotated(x, self.theta, d),
+            true => rotated_and_scaled(x, self.theta, self.scaling, d),
             false => x.clone(),
         };
         let (q, k) = (rotate(q), rotate(k));
@@ -52,6 +57,17 @@ impl Conformance for Config {
             dot / (d as f64).sqrt() + (j + 1..=i).map(|s| log_decay(b, h, s)).sum::<f64>()
         })
     }
+}
+
+#[test]
+fn the_gates_bias_starts_where_it_is_told_to() {
+    let shape = AttentionShape::new(8, 2, 2, 4);
+    let config = Config { bias_init: 5.0, ..Config::default() };
+    assert_eq!(config.projections(&shape)[0].bias, Some(Init::Constant(5.0)));
+    let mut problems = Problems::new();
+    Config { bias_init: f32::NAN, ..config }.validate("a", &shape, &mut problems);
+    assert_eq!(problems.as_slice().len(), 1);
+    assert_eq!(problems.as_slice()[0].key, "a.bias_init");
 }
 
 /// The operation of a layer.

@@ -41,7 +41,7 @@ use serde::{Deserialize, Serialize};
 use self::reference::LinearInputs;
 use super::chunked::{self, Grads, Update};
 use super::recurrent::{forget_at_starts, validate_chunk};
-use super::rotation::Rotation;
+use super::rotation::{Rotation, Scaling, rotate};
 use super::saved::Channels;
 use super::{
     AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, LowRankActivation,
@@ -88,11 +88,19 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { gate: Gate::Diagonal, chunk: 64, rope: false, theta: 10_000.0 }
+        Config {
+            gate: Gate::Diagonal,
+            chunk: 64,
+            rope: false,
+            theta: 10_000.0,
+            scaling: Scaling::None {},
+        }
     }
 }
 
@@ -112,6 +120,12 @@ impl<B: OpBackend> DecodeState for State<B> {
 }
 
 impl Config {
+    /// The rotation of q and k with `rope`.
+    fn rotation(&self) -> Option<Rotation> {
+        let Config { rope, theta, scaling, .. } = *self;
+        rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
+    }
+
     fn op(&self) -> GatedLinear {
         GatedLinear { chunk: self.chunk }
     }
@@ -126,8 +140,8 @@ impl Config {
         first: usize,
     ) -> LinearInputs<B> {
         let [batch, _, seq_len, head_dim] = q.dims();
-        let rotate = |x| if self.rope { Rotation::new(self.theta).apply(x, first) } else { x };
-        let (q, k) = (rotate(q) * shape.scale(), rotate(k));
+        let [q, k] = rotate(self.rotation(), [q, k], first);
+        let q = q * shape.scale();
         let (kv_heads, rows) = (shape.kv_heads, batch * shape.kv_heads);
         let log_decay = match logits {
             Some(logits) => {
@@ -179,8 +193,8 @@ impl VariantSpec for Config {
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
         validate_chunk(key, self.chunk, problems);
-        if self.rope {
-            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
         }
     }
 

@@ -5,7 +5,7 @@ mod length;
 use longwall_config::Problems;
 
 use super::{Config, EPS, Gate};
-use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::conformance::{Conformance, YARN, rotated_and_scaled};
 use crate::attention::{AttentionShape, Init, VariantSpec};
 use crate::testing::Tensor64;
 
@@ -15,7 +15,7 @@ impl Conformance for Config {
         let default = Config::default();
         vec![
             default.clone(),
-            Config { gate: Gate::Scalar, rope: true, ..default.clone() },
+            Config { gate: Gate::Scalar, rope: true, scaling: YARN, ..default.clone() },
             Config { gate: Gate::None, chunk: 16, ..default.clone() },
             Config { chunk: 16, ..default },
         ]
@@ -25,7 +25,7 @@ impl Conformance for Config {
     fn kernel_cases() -> Vec<Self> {
         let default = Config::default();
         vec![
-            Config { gate: Gate::Scalar, rope: true, ..default.clone() },
+            Config { gate: Gate::Scalar, rope: true, scaling: YARN, ..default.clone() },
             Config { gate: Gate::None, chunk: 16, ..default },
         ]
     }
@@ -50,7 +50,10 @@ impl Conformance for Config {
         let [q, k, v, rest @ ..] = inputs else { panic!("q, k and v") };
         let (d, kv_heads) = (shape.head_dim, shape.kv_heads);
         let norm = &rest[rest.len() - 1];
-        let rotate = |x: &Tensor64| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
+        let rotate = |x: &Tensor64| match self.rope {
+            true => rotated_and_scaled(x, self.theta, self.scaling, d),
+            false => x.clone(),
+        };
         let (q, k) = (rotate(q), rotate(k));
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let gate = |b: usize, h: usize, t: usize, n: usize| match self.gate {

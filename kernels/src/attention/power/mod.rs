@@ -62,7 +62,7 @@ use self::reference::PowerInputs;
 use self::state::{CudaState, TensorState, near};
 use super::flash;
 use super::recurrent::forget_at_starts;
-use super::rotation::Rotation;
+use super::rotation::{Rotation, Scaling};
 use super::saved::Channels;
 use super::{
     AttentionShape, DocumentStarts, ExecPath, Init, Inputs, Kernel, ProjectionSpec, Variant,
@@ -102,6 +102,8 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
     /// `"auto"` (default), `"attention"` or `"chunked"`.
     pub form: Form,
     /// Tokens per chunk, 128 to 1,024. Default: 128 for D below 1,000, 256 below 5,000, 512 below
@@ -123,6 +125,7 @@ impl Default for Config {
             gate: true,
             rope: true,
             theta: 10_000.0,
+            scaling: Scaling::None {},
             form: Form::Auto,
             chunk: None,
             switch_len: None,
@@ -187,9 +190,18 @@ impl Config {
         }
     }
 
+    /// The rotation of q and k with `rope`.
+    fn rotation(&self) -> Option<Rotation> {
+        let Config { rope, theta, scaling, .. } = *self;
+        rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
+    }
+
     /// q or k, rotated as positions `first`, `first` + 1, … with `rope`.
     fn rotate<B: OpBackend>(&self, x: Tensor<B, 4>, first: usize) -> Tensor<B, 4> {
-        if self.rope { Rotation::new(self.theta).apply(x, first) } else { x }
+        match self.rotation() {
+            Some(rotation) => rotation.apply(x, first),
+            None => x,
+        }
     }
 
     /// The operation's inputs, from position `first` on.
@@ -264,8 +276,8 @@ impl VariantSpec for Config {
         if [2, 4].contains(&self.p) {
             self.validate_state(key, shape, problems);
         }
-        if self.rope {
-            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
         }
         problems.check(
             self.chunk.is_none_or(|chunk| (128..=1024).contains(&chunk)),

@@ -11,7 +11,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::{Config, Form};
-use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::conformance::{Conformance, YARN, rotated_and_scaled};
 use crate::attention::{AttentionShape, DecodeState, Inputs, VariantSpec, dispatch};
 use crate::testing::Tensor64;
 
@@ -23,7 +23,7 @@ impl Conformance for Config {
         let chunked = Config { form: Form::Chunked, chunk: Some(16), ..default.clone() };
         vec![
             default.clone(),
-            Config { gate: false, ..default.clone() },
+            Config { gate: false, scaling: YARN, ..default.clone() },
             Config { p: 4, gate: false, ..default.clone() },
             Config { form: Form::Attention, rope: false, p: 4, ..default.clone() },
             // Chunks shorter than the configuration allows, so that short sequences have many.
@@ -54,7 +54,10 @@ impl Conformance for Config {
     ) -> Tensor64 {
         let [q, k, v] = &inputs[..3] else { panic!("q, k and v") };
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
-        let rotate = |x: &Tensor64| if self.rope { rotated(x, self.theta, d) } else { x.clone() };
+        let rotate = |x: &Tensor64| match self.rope {
+            true => rotated_and_scaled(x, self.theta, self.scaling, d),
+            false => x.clone(),
+        };
         let (q, k) = (rotate(q), rotate(k));
         let gate = |b, t, h| inputs.get(3).map_or(1.0, |x| 1.0 / (1.0 + (-x.at(&[b, t, h])).exp()));
         let mut out = Tensor64::from_fn(&q.shape, |_| 0.0);

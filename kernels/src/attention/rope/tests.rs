@@ -2,8 +2,7 @@
 
 use super::{Config, Position};
 use crate::attention::AttentionShape;
-use crate::attention::conformance::{Conformance, rotated, softmax_oracle};
-use crate::attention::rotation::Scaling;
+use crate::attention::conformance::{Conformance, YARN, rotated_and_scaled, softmax_oracle};
 use crate::attention::softmax::alibi_slopes;
 use crate::testing::Tensor64;
 
@@ -14,12 +13,7 @@ impl Conformance for Config {
             config.clone(),
             Config { position: Position::None, softcap: Some(2.0), ..config.clone() },
             Config { position: Position::Alibi, ..config.clone() },
-            Config {
-                rotary_fraction: 0.5,
-                theta: 100.0,
-                scaling: Scaling::Ntk { factor: 4.0 },
-                ..config.clone()
-            },
+            Config { rotary_fraction: 0.5, theta: 100.0, scaling: YARN, ..config.clone() },
             Config { ssmax: true, theta: 100.0, ..config.clone() },
             Config { position: Position::None, ssmax: true, softcap: Some(3.0), ..config.clone() },
             Config { sinks: true, ..config.clone() },
@@ -47,14 +41,8 @@ impl Conformance for Config {
             Position::Rope => (d as f64 * self.rotary_fraction) as usize,
             _ => 0,
         };
-        let theta = match self.scaling {
-            Scaling::None {} => self.theta,
-            Scaling::Ntk { factor } => {
-                let r = rotary_dims as f64;
-                self.theta * factor.powf(r / (r - 2.0))
-            }
-        };
-        let (q, k) = (rotated(q, theta, rotary_dims), rotated(k, theta, rotary_dims));
+        let rotate = |x| rotated_and_scaled(x, self.theta, self.scaling, rotary_dims);
+        let [q, k] = [rotate(q), rotate(k)];
         let sinks = rest.last().filter(|_| self.sinks);
         softmax_oracle(shape, [&q, v], sinks, documents, |b, h, i, j| {
             let dot: f64 = (0..d).map(|n| q.at(&[b, h, i, n]) * k.at(&[b, h / group, j, n])).sum();

@@ -9,7 +9,7 @@ use super::Config;
 use crate::Cuda;
 use crate::attention::conformance::in_bf16::{agrees_at, decodes_at};
 use crate::attention::conformance::rowwise::{away_from_zero, cosine, rms_norm, rows, weighted};
-use crate::attention::conformance::{Conformance, rotated};
+use crate::attention::conformance::{Conformance, rotated_and_scaled};
 use crate::attention::kv_cache_variant::{KvCacheVariant, Prepared};
 use crate::attention::rectified::{Rectified, l2_normalise};
 use crate::attention::rotary::Rotary;
@@ -87,12 +87,9 @@ impl Conformance for Config {
             _ => panic!("β, if it is learned, and the norm"),
         };
         let d = shape.head_dim as f64;
-        let theta = match self.rotary.scaling {
-            Scaling::None {} => self.rotary.theta,
-            Scaling::Ntk { factor } => self.rotary.theta * factor.powf(d / (d - 2.0)),
-        };
+        let Rotary { theta, scaling, .. } = self.rotary;
         let [q, k] = [q, k].map(|x| match self.rotary.rope {
-            true => rotated(x, theta, shape.head_dim),
+            true => rotated_and_scaled(x, theta, scaling, shape.head_dim),
             false => x.clone(),
         });
         let o = weighted(shape, v, documents, |b, h, i, keys| {

@@ -79,7 +79,7 @@ pub use self::decode::State;
 use super::blocks::repeat_heads;
 use super::flash;
 use super::probe::{Metric, PRUNED_FRACTION, Probe};
-use super::rotation::Rotation;
+use super::rotation::{Rotation, Scaling};
 use super::saved::Channels;
 use super::softmax::sinks;
 use super::{
@@ -139,6 +139,8 @@ pub struct Config {
     pub rope: bool,
     /// Base of the rotary angles, above 1; default 10,000.
     pub theta: f64,
+    /// Change of the angles for long contexts; default none.
+    pub scaling: Scaling,
     /// What gates are computed from: `"hidden"` (default) or `"key"`.
     pub gate_source: GateSource,
     /// Only with `gate_source = "key"`: `"vector"` (default) or `"scalar"`.
@@ -163,6 +165,7 @@ impl Default for Config {
             g_max: 0.86,
             rope: false,
             theta: 10_000.0,
+            scaling: Scaling::None {},
             gate_source: GateSource::Hidden,
             key_gate: None,
             evict_below: None,
@@ -199,7 +202,8 @@ impl Config {
 
     /// The rotation of q and k with `rope`.
     fn rotation(&self) -> Option<Rotation> {
-        self.rope.then(|| Rotation::new(self.theta))
+        let Config { rope, theta, scaling, .. } = *self;
+        rope.then_some(Rotation { scaling, ..Rotation::new(theta) })
     }
 
     /// q or k of whole rows, rotated by positions in documents with `rope`.
@@ -208,9 +212,9 @@ impl Config {
         x: Tensor<B, 4>,
         documents: &DocumentStarts<B>,
     ) -> Tensor<B, 4> {
-        match self.rope {
-            true => Rotation::new(self.theta).apply_in_documents(x, documents),
-            false => x,
+        match self.rotation() {
+            Some(rotation) => rotation.apply_in_documents(x, documents),
+            None => x,
         }
     }
 
@@ -298,8 +302,8 @@ impl VariantSpec for Config {
     }
 
     fn validate(&self, key: &str, shape: &AttentionShape, problems: &mut Problems) {
-        if self.rope {
-            Rotation::new(self.theta).validate(key, "rope = false", shape.head_dim, problems);
+        if let Some(rotation) = self.rotation() {
+            rotation.validate(key, "rope = false", shape.head_dim, problems);
         }
         self.validate_gate(key, shape, problems);
         self.validate_options(key, shape, problems);

@@ -14,8 +14,9 @@ use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, MapDeserializer};
 
 use super::{Config, GateHeads, GateSource, KeyGate};
-use crate::attention::conformance::{Conformance, in_bf16, softmax_oracle};
+use crate::attention::conformance::{Conformance, YARN, in_bf16, softmax_oracle};
 use crate::attention::{AttentionConfig, AttentionShape, Inputs, VariantSpec, dispatch};
+use crate::ops::rotary::tests::scaled_frequencies;
 use crate::testing::Tensor64;
 
 impl Conformance for Config {
@@ -34,7 +35,7 @@ impl Conformance for Config {
                 g_max: 0.3,
                 ..config
             },
-            Config { bias_init: 2.0, rope: true, ..key.clone() },
+            Config { bias_init: 2.0, rope: true, scaling: YARN, ..key.clone() },
             // The one bias of a head sums the gradients of all tokens and channels. From 1 they
             // cancel to 1/2000 of their size in one problem, which leaves f32 no digits to compare.
             Config { key_gate: Some(KeyGate::Scalar), bias_init: 2.0, ..key.clone() },
@@ -101,13 +102,14 @@ impl Config {
             return x.clone();
         }
         let half = x.shape[3] / 2;
+        let (omega, amplitude) = scaled_frequencies(self.theta, self.scaling, 2 * half);
         Tensor64::from_fn(&x.shape, |at| {
             let [b, h, t, n] = at[..] else { panic!("q and k have 4 dimensions") };
             let position = (t - documents[b][t]) as f64;
-            let angle = position * self.theta.powf(-((n % half) as f64) / half as f64);
+            let angle = position * omega[n % half];
             let other = x.at(&[b, h, t, (n + half) % (2 * half)]);
             let sign = if n < half { -1.0 } else { 1.0 };
-            x.at(at) * angle.cos() + sign * other * angle.sin()
+            amplitude * (x.at(at) * angle.cos() + sign * other * angle.sin())
         })
     }
 

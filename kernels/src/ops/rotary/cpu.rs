@@ -7,7 +7,7 @@ use super::RotaryEmbedding;
 use crate::cpu::rows::{RowOrder, with_whole_rows};
 use crate::cpu::{buffer, rows_per_task};
 
-/// The rotation, or with `direction` −1 its inverse, in the memory order of `x`.
+/// The rotation, or with `direction` −1 its transpose, in the memory order of `x`.
 pub fn rotate(op: &RotaryEmbedding, x: &FlexTensor, direction: f32) -> FlexTensor {
     let x = with_whole_rows(x);
     let order = RowOrder::of(&x);

@@ -10,7 +10,7 @@ use cubecl::cuda::CudaRuntime;
 use super::kernel::{
     HEADS_PER_THREAD, HeadStridesLaunch, RotatedHeadsLaunch, rotate as kernel, rotate_both,
 };
-use super::{Angles, RotaryEmbedding};
+use super::{Angles, Frequencies, RotaryEmbedding};
 use crate::cuda::{CudaTensor, WIDE, buffer, contiguous};
 use crate::ops::cuda::rows::RowOrder;
 use crate::ops::cuda::{THREADS, as_u32, blocks, dim, dims, lanes, nothing, supported};
@@ -20,9 +20,9 @@ const PAGE: usize = 4096;
 /// Most cached tables.
 const CACHED: usize = 8;
 
-/// cos and sin of some positions, `[positions, 2, rotary_dims / 2]`.
+/// cos and sin of some positions, times the amplitude, `[positions, 2, rotary_dims / 2]`.
 struct Table {
-    theta: f64,
+    frequencies: Frequencies,
     rotary_dims: usize,
     positions: Range<usize>,
     angles: CudaTensor,
@@ -31,7 +31,7 @@ struct Table {
 /// A cache of the tables of recent calls: the layers of a model use the same ones, step after step.
 static RECENT: Mutex<Vec<Table>> = Mutex::new(vec![]);
 
-/// The rotation, or with `direction` −1 its inverse, in the memory order of `x`.
+/// The rotation, or with `direction` −1 its transpose, in the memory order of `x`.
 ///
 /// - `x`: `[batch, heads, seq_len, head_dim]`
 pub fn rotate(op: &RotaryEmbedding, x: &CudaTensor, direction: f32) -> Option<CudaTensor> {
@@ -220,13 +220,13 @@ fn strides(x: &CudaTensor, lanes: usize) -> HeadStridesLaunch<CudaRuntime> {
 
 /// A table with the angles of the call's positions, and the index of the first of them.
 fn angles(op: &RotaryEmbedding, seq_len: usize, like: &CudaTensor) -> (CudaTensor, usize) {
-    let &RotaryEmbedding { first_position, theta, rotary_dims } = op;
+    let &RotaryEmbedding { first_position, frequencies, rotary_dims } = op;
     let end = (first_position + seq_len).next_multiple_of(PAGE);
     let positions = first_position / PAGE * PAGE..end;
     // A panic while the lock was held cannot have left the list inconsistent.
     let recent = || RECENT.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |table: &Table| {
-        table.theta == theta
+        table.frequencies == frequencies
             && table.rotary_dims == rotary_dims
             && table.positions.start <= positions.start
             && positions.end <= table.positions.end
@@ -240,7 +240,7 @@ fn angles(op: &RotaryEmbedding, seq_len: usize, like: &CudaTensor) -> (CudaTenso
     let offset = first_position - positions.start;
     let mut recent = recent();
     recent.truncate(CACHED - 1);
-    recent.insert(0, Table { theta, rotary_dims, positions, angles: angles.clone() });
+    recent.insert(0, Table { frequencies, rotary_dims, positions, angles: angles.clone() });
     (angles, offset)
 }
 

@@ -39,8 +39,8 @@ pub struct RotatedHeads {
 /// Rotates channel i < n/2 and i + n/2 of each row by the row's angle i, and copies the channels
 /// from n on. Each thread handles a vector of channels, and the one n/2 on, of [`HEADS_PER_THREAD`] heads.
 ///
-/// - `angles`: `[positions, 2, half]`, cos and sin; row t's are those of position `first` + t
-/// - `direction`: 1, or −1 for the inverse
+/// - `angles`: `[positions, 2, half]`, cos and sin, times the amplitude; row t's are those of position `first` + t
+/// - `direction`: 1, or −1 for the transpose
 #[cube(launch_unchecked)]
 pub fn rotate<E: Float, N: Size>(
     x: &Array<Vector<E, N>>,

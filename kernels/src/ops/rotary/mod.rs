@@ -1,7 +1,8 @@
-//! RotaryEmbedding position embedding.
+//! Rotary position embedding.
 
 mod cpu;
 pub(crate) mod cuda;
+mod frequencies;
 mod kernel;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,20 +12,22 @@ use burn::tensor::{Tensor, TensorData};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
+pub use self::frequencies::{Frequencies, Scaling};
 use crate::backend::{Forward, Op, OpBackend, primitive, tensor};
 use crate::cuda::CudaTensor;
 
 /// Rotates pairs of channels by an angle that grows with the position (Su et al., 2021, equation
 /// 34), in the half-split pairing of GPT-NeoX and Llama:
 ///
-/// y_i = x_i cos(pω_i) − x_{i+n/2} sin(pω_i), y_{i+n/2} = x_{i+n/2} cos(pω_i) + x_i sin(pω_i)
+/// y_i = a (x_i cos(pω_i) − x_{i+n/2} sin(pω_i)), y_{i+n/2} = a (x_{i+n/2} cos(pω_i) + x_i sin(pω_i))
 ///
-/// for i < n/2 with n = `rotary_dims`, ω_i = theta^(−2i/n) and p = `first_position` + t for row t.
-/// Channels from `rotary_dims` on pass through.
+/// for i < n/2 with n = `rotary_dims` and p = `first_position` + t for row t. Without scaling,
+/// ω_i = theta^(−2i/n) and a = 1; a is [`Frequencies::amplitude`]. Channels from `rotary_dims` on pass
+/// through, and are not multiplied.
 ///
 /// - `x`: `[batch, heads, seq_len, head_dim]`; a strided view is read without a copy
 /// - `first_position`: position of row 0; the length of the cache when decoding
-/// - `theta`: the base; scaling by NTK is a larger base
+/// - `frequencies`: the base and its scaling
 ///
 /// Returns the shape of `x`, in the memory order of `x`. Angles are computed in f64.
 ///
@@ -33,10 +36,10 @@ use crate::cuda::CudaTensor;
 pub fn rotary<B: OpBackend>(
     x: Tensor<B, 4>,
     first_position: usize,
-    theta: f64,
+    frequencies: Frequencies,
     rotary_dims: usize,
 ) -> Tensor<B, 4> {
-    let op = RotaryEmbedding::new(first_position, theta, rotary_dims, x.dims()[3]);
+    let op = RotaryEmbedding::new(first_position, frequencies, rotary_dims, x.dims()[3]);
     tensor(B::run(&op, [primitive(x)], vec![]))
 }
 
@@ -49,10 +52,10 @@ pub fn rotary<B: OpBackend>(
 pub fn rotary_both<B: OpBackend>(
     [q, k]: [Tensor<B, 4>; 2],
     first_position: usize,
-    theta: f64,
+    frequencies: Frequencies,
     rotary_dims: usize,
 ) -> [Tensor<B, 4>; 2] {
-    let op = RotaryEmbedding::new(first_position, theta, rotary_dims, q.dims()[3]);
+    let op = RotaryEmbedding::new(first_position, frequencies, rotary_dims, q.dims()[3]);
     assert_eq!(q.dims()[3], k.dims()[3], "head_dim of q and k");
     let on_cuda = |x: &Tensor<B, 4>| B::into_cuda(primitive(x.clone()));
     if let [Some(q), Some(k)] = [&q, &k].map(on_cuda)
@@ -68,13 +71,14 @@ pub fn rotary_both<B: OpBackend>(
 pub struct RotaryEmbedding {
     /// Position of row 0.
     pub first_position: usize,
-    /// The base of the angular frequencies.
-    pub theta: f64,
+    /// The angular frequencies.
+    pub frequencies: Frequencies,
     /// Channels that rotate, even.
     pub rotary_dims: usize,
 }
 
-/// cos and sin of the angles of some rows: two row-major `[seq_len, rotary_dims / 2]`.
+/// cos and sin of the angles of some rows, times the amplitude: two row-major
+/// `[seq_len, rotary_dims / 2]`.
 struct Angles {
     cos: Vec<f32>,
     sin: Vec<f32>,
@@ -90,23 +94,30 @@ impl RotaryEmbedding {
     ///
     /// # Panics
     /// When `rotary_dims` is odd or above head_dim.
-    pub fn new(first_position: usize, theta: f64, rotary_dims: usize, head_dim: usize) -> Self {
+    pub fn new(
+        first_position: usize,
+        frequencies: Frequencies,
+        rotary_dims: usize,
+        head_dim: usize,
+    ) -> Self {
         assert!(
             rotary_dims.is_multiple_of(2) && rotary_dims <= head_dim,
             "rotary_dims is {rotary_dims}; it must be even and at most head_dim, {head_dim}"
         );
-        RotaryEmbedding { first_position, theta, rotary_dims }
+        RotaryEmbedding { first_position, frequencies, rotary_dims }
     }
 
     /// The angles of `seq_len` rows, computed in f64.
     fn angles(&self, seq_len: usize) -> Angles {
         let half = self.rotary_dims / 2;
-        let frequency = |i: usize| self.theta.powf(-(i as f64) / half as f64);
-        let frequencies: Vec<f64> = (0..half).map(frequency).collect();
+        let frequencies = self.frequencies.of_pairs(self.rotary_dims);
+        let amplitude = self.frequencies.amplitude();
         let position = |t: usize| (self.first_position + t) as f64;
         let angle = |i: usize| position(i / half) * frequencies[i % half];
         let all = (0..seq_len * half).into_par_iter().with_min_len(1 << 10);
-        let (sin, cos) = all.map(|i| angle(i).sin_cos()).map(|(s, c)| (s as f32, c as f32)).unzip();
+        let scaled = |x: f64| (amplitude * x) as f32;
+        let (sin, cos) =
+            all.map(|i| angle(i).sin_cos()).map(|(s, c)| (scaled(s), scaled(c))).unzip();
         Angles { cos, sin }
     }
 
@@ -200,4 +211,4 @@ impl Op<1> for RotaryEmbedding {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -119,6 +119,28 @@ fn rope_becomes_fox_or_wall_with_open_gates_and_computes_the_same_at_the_start()
 }
 
 #[test]
+fn a_run_goes_on_with_longer_rows_and_scaled_positions() {
+    let sandbox = Sandbox::new();
+    let old = run(&sandbox.config(&["model.init_std=0.3"]), RunStart::New).unwrap().run_dir;
+    let yarn = "scaling={ kind = \"yarn\", factor = 2, original_len = 16 }";
+    let scaled = [&format!("model.attention.{yarn}"), "data.seq_len=32", "run.name=scaled"];
+    let new = start(&sandbox, &old, &scaled).unwrap().run_dir;
+    let origin = run_folder::origin(&new).unwrap().unwrap();
+    assert_eq!(origin.changed, ["rope with other settings"]);
+    let last = run_folder::finished(&new).unwrap().unwrap();
+    assert!(last.loss.unwrap() < first_loss(&new), "it does not learn");
+
+    // A kind with the same scaling goes on with the same function.
+    let same = start(&sandbox, &new, &[&scaled[..2], &["run.name=same"]].concat()).unwrap();
+    let fox = "model.attention={ kind = \"fox\", rope = true, scaling = { kind = \"yarn\", factor = 2, original_len = 16 } }";
+    let fox = start(&sandbox, &new, &[fox, "data.seq_len=32", "run.name=fox"]).unwrap().run_dir;
+    let origin = run_folder::origin(&fox).unwrap().unwrap();
+    assert!(origin.changed.is_empty(), "{origin:?}");
+    let (found, expected) = (first_loss(&fox), first_loss(&same.run_dir));
+    assert!((found - expected).abs() < 5e-4, "{found} and {expected}");
+}
+
+#[test]
 fn weights_of_a_kind_that_the_model_no_longer_has_are_left_out_and_named() {
     let sandbox = Sandbox::new();
     let fox = sandbox.config(&["model.attention={ kind = \"fox\" }"]);
