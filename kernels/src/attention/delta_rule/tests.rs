@@ -228,6 +228,11 @@ fn definition(inputs: &[Vec<f32>; 6]) -> [Vec<f64>; 6] {
     all
 }
 
+/// The most of the largest value that rounding adds. A chunk's tokens follow from one another by sums of up to 64
+/// terms, and without decay a token's rounding reaches all later ones. Step by step, f32 is off by up to 7e-6 on
+/// rows like these; by chunks of 64, the reference by 3.1e-5 and the kernel by 3.5e-5.
+const ROUNDING: f64 = 5e-5;
+
 #[test]
 fn outputs_and_gradients_are_exact_to_rounding_at_length() {
     let rows = long_rows();
@@ -246,7 +251,7 @@ fn outputs_and_gradients_are_exact_to_rounding_at_length() {
                 let error = got.iter().zip(want).map(|(a, b)| (a - b).abs());
                 let error = error.fold(0.0, |a: f64, x| if x <= a { a } else { x });
                 assert!(
-                    error <= 2e-5 * largest,
+                    error <= ROUNDING * largest,
                     "{what}, result {result} (y, then gradients of q, k, v, β, decay), row {row}: off \
                      by {error:.2e}, largest value {largest:.2e}"
                 );
