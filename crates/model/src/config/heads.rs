@@ -19,10 +19,11 @@ impl ModelConfig {
         let parts: Vec<&str> = path.split('.').collect();
         let ["blocks", layer, "attention", name, "weight"] = parts[..] else { return None };
         let layer = layer.parse().ok().filter(|&layer| layer < self.layers)?;
-        let (shape, views) = (self.attention_shape(layer), self.attention_of(layer).views());
+        let (shape, attention) = (self.attention_shape(layer), self.attention_of(layer));
+        let views = attention.views();
         let (dim, count) = match name {
-            "q" => (0, views * shape.heads),
-            "k" => (0, views * shape.kv_heads),
+            "q" => (0, views * attention.query_heads(&shape)),
+            "k" => (0, views * attention.key_heads(&shape)),
             "v" => (0, shape.kv_heads),
             "output" => (1, shape.heads),
             _ => return None,
