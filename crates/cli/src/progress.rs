@@ -1,12 +1,13 @@
 //! Progress bars on stderr for reading data, evaluations, sweeps and benchmarks; no bar if stderr is not a
 //! terminal.
 
+use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use longwall_eval::ProgressUpdate;
 use longwall_train::console;
 use longwall_train::signals::StopFlag;
@@ -110,9 +111,16 @@ impl longwall_eval::Progress for EvalProgress {
     }
 }
 
-/// Progress of a sweep: a bar with the numbers of the run under way, or a line every ten seconds if stderr
-/// is not a terminal.
+/// Progress of a sweep: a bar for each run under way, with its numbers, or a line for each every ten seconds if
+/// stderr is not a terminal.
 pub struct SweepProgress {
+    bars: MultiProgress,
+    /// By the run's place in the sweep.
+    runs: HashMap<usize, RunBar>,
+}
+
+/// A run under way.
+struct RunBar {
     bar: ProgressBar,
     last: Option<Instant>,
 }
@@ -123,42 +131,39 @@ const PAUSE: Duration = Duration::from_secs(10);
 impl SweepProgress {
     /// No run yet.
     pub fn new() -> Self {
-        SweepProgress { bar: ProgressBar::hidden(), last: None }
-    }
-
-    fn line(&self, text: &str) {
-        self.bar.suspend(|| tracing::info!("{text}"));
+        SweepProgress { bars: MultiProgress::new(), runs: HashMap::new() }
     }
 }
 
 impl SweepConsole for SweepProgress {
     fn note(&mut self, text: &str) {
-        self.line(text);
+        self.bars.suspend(|| tracing::info!("{text}"));
     }
 
-    fn step(&mut self, step: &SweepStep<'_>) {
+    fn step(&mut self, step: SweepStep) {
         let (record, total) = (&step.view.record, step.view.total_steps);
         let (at, runs) = step.place;
         let left = console::duration(step.sweep_seconds_left);
         let numbers = format!("{} | sweep {left}", console::step_numbers(&step.view));
-        if self.last.is_none() {
-            self.bar = bar(Some(total), "{prefix} {pos}/{len} {bar:20} {wide_msg}");
-            self.bar.set_prefix(format!("[{at}/{runs}] {}", step.run));
-        }
-        if !self.bar.is_hidden() {
-            self.last = Some(Instant::now());
-            self.bar.set_message(numbers);
-            self.bar.set_position(record.step);
-        } else if record.step == total || self.last.is_none_or(|last| last.elapsed() >= PAUSE) {
-            self.last = Some(Instant::now());
+        let RunBar { bar, last } = self.runs.entry(at).or_insert_with(|| {
+            let bar = bar(Some(total), "{prefix} {pos}/{len} {bar:20} {wide_msg}");
+            bar.set_prefix(format!("[{at}/{runs}] {}", step.run));
+            let bar = if bar.is_hidden() { bar } else { self.bars.add(bar) };
+            RunBar { bar, last: None }
+        });
+        if !bar.is_hidden() {
+            bar.set_message(numbers);
+            bar.set_position(record.step);
+        } else if record.step == total || last.is_none_or(|last| last.elapsed() >= PAUSE) {
+            *last = Some(Instant::now());
             tracing::info!("[{at}/{runs}] {} step {}/{total} | {numbers}", step.run, record.step);
         }
     }
 
-    fn end_training(&mut self) {
-        self.bar.finish_and_clear();
-        self.bar = ProgressBar::hidden();
-        self.last = None;
+    fn end_training(&mut self, run: usize) {
+        if let Some(RunBar { bar, .. }) = self.runs.remove(&run) {
+            bar.finish_and_clear();
+        }
     }
 }
 

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use longwall_config::shell_quoted;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::OnDevice;
+use longwall_kernels::device::{OnDevice, gpus as gpus_here};
 use longwall_train::console::duration;
 use longwall_train::device::{self, Compute};
 use longwall_train::meters::Meters;
 use longwall_train::peak;
 use longwall_train::signals::StopFlag;
 use longwall_train::sweep::{
-    Machine, Plan, Rate, Status, SweepConfig, execute, execute_one, launch_current_exe,
+    Machine, Plan, Rate, Slot, Status, SweepConfig, execute, execute_one, launch_current_exe,
 };
 
 use super::eval::{suites_in_the_loop, suites_of};
@@ -34,13 +34,92 @@ pub struct Args {
     #[arg(long, value_name = "INDEX", conflicts_with = "dry_run")]
     only: Option<usize>,
 
+    /// GPUs to use at the same time, as `0,2`, or `all`; by default the first
+    #[arg(long, value_name = "IDS", value_parser = Gpus::parse, conflicts_with_all = ["slurm", "only"])]
+    gpus: Option<Gpus>,
+
+    /// Runs at a time, on each GPU or on the CPU
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..), conflicts_with_all = ["slurm", "only"])]
+    jobs: u16,
+
     /// Only write the script of a Slurm job array that does the runs, one task each
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dry_run", "only"])]
     slurm: Option<PathBuf>,
 }
 
-/// The answer to the first Ctrl-C, which the run under way gets, too.
-const STOPPING: &str = "stopping when the run under way has ended; what is finished is kept";
+/// The answer to the first Ctrl-C, which the runs under way get, too.
+const STOPPING: &str = "stopping when the runs under way have ended; what is finished is kept";
+
+/// The variable by which a process is shown some GPUs only.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
+/// The choice of GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Gpus {
+    All,
+    /// Numbers among those that this process sees, all different.
+    Some(Vec<usize>),
+}
+
+impl Gpus {
+    fn parse(text: &str) -> Result<Self, String> {
+        if text == "all" {
+            return Ok(Gpus::All);
+        }
+        let ids: Result<Vec<usize>, _> = text.split(',').map(str::parse).collect();
+        let ids =
+            ids.map_err(|_| "expected numbers with commas between them, or \"all\"".to_owned())?;
+        match ids.iter().enumerate().find(|(at, id)| ids[..*at].contains(id)) {
+            Some((_, id)) => {
+                Err(format!("GPU {id} is listed twice; for several runs on it, use --jobs"))
+            }
+            None => Ok(Gpus::Some(ids)),
+        }
+    }
+
+    /// What each GPU is called in [`VISIBLE`], of `count` that this process sees and that `visible`, its own value
+    /// of the variable, names.
+    fn names(&self, count: usize, visible: Option<&str>) -> Result<Vec<String>> {
+        let all = (0..count).collect();
+        let ids = match self {
+            Gpus::All => &all,
+            Gpus::Some(ids) => ids,
+        };
+        if let Some(id) = ids.iter().find(|&&id| id >= count) {
+            bail!("--gpus has {id}; allowed: 0 to {}, the GPUs that the driver shows", count - 1);
+        }
+        let visible: Option<Vec<&str>> =
+            visible.map(|list| list.split(',').map(str::trim).collect());
+        let name = |id: usize| match visible.as_ref().and_then(|names| names.get(id)) {
+            Some(name) => (*name).to_owned(),
+            None => id.to_string(),
+        };
+        Ok(ids.iter().map(|&id| name(id)).collect())
+    }
+}
+
+/// The places for runs: `jobs` on each chosen GPU, or on the device of the runs' configurations.
+fn slots(gpus: Option<&Gpus>, jobs: u16) -> Result<Vec<Slot>> {
+    let visible = std::env::var(VISIBLE).ok();
+    let environments = match gpus {
+        Some(gpus) => {
+            let count =
+                gpus_here().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
+            let names = gpus.names(count, visible.as_deref())?;
+            names.into_iter().map(|name| vec![(VISIBLE.to_owned(), name)]).collect()
+        }
+        // Several runs share the cores, unless run.threads says how many each one takes.
+        None if jobs > 1 => {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let threads = (cores / usize::from(jobs)).max(1);
+            vec![vec![("RAYON_NUM_THREADS".to_owned(), threads.to_string())]]
+        }
+        None => vec![vec![]],
+    };
+    let on_each = environments.into_iter().map(|environment| Slot { environment });
+    let on_each: Vec<Slot> = on_each.collect();
+    Ok((0..jobs).flat_map(|_| on_each.clone()).collect())
+}
 
 /// Runs the rest of a sweep, prints the table of results and draws the comparison.
 pub fn run(args: Args) -> Result<()> {
@@ -52,7 +131,7 @@ pub fn run(args: Args) -> Result<()> {
         suites_in_the_loop(&run.config, &plan.sweep.base)?;
     }
     if args.dry_run {
-        return dry_run(&plan);
+        return dry_run(&plan, slots(args.gpus.as_ref(), args.jobs)?.len());
     }
     if let Some(script) = &args.slurm {
         return write_slurm(&plan, &args.file, script);
@@ -61,7 +140,8 @@ pub fn run(args: Args) -> Result<()> {
     if let Some(at) = args.only {
         return do_one(&plan, at, &stop);
     }
-    let results = execute(&plan, &mut launch_current_exe, &stop, &mut SweepProgress::new())?;
+    let slots = slots(args.gpus.as_ref(), args.jobs)?;
+    let results = execute(&plan, &slots, &launch_current_exe, &stop, &mut SweepProgress::new())?;
     println!("{}{}\n", results.table(), results.legend());
     println!("{}", plan.sweep.dir().join("results.csv").display());
     match draw_comparison(&plan, &results) {
@@ -79,8 +159,8 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Lists the runs with what they are estimated to take.
-fn dry_run(plan: &Plan) -> Result<()> {
+/// Lists the runs with what they are estimated to take, `slots` at a time.
+fn dry_run(plan: &Plan, slots: usize) -> Result<()> {
     print!("{}", plan.describe()?);
     let Some(first) = plan.runs.first() else { return Ok(()) };
     let run = &first.config.run;
@@ -111,6 +191,7 @@ fn dry_run(plan: &Plan) -> Result<()> {
     }
     let left = estimates.iter().filter(|estimate| !estimate.finished);
     let total: Option<f64> = left.map(|estimate| estimate.seconds).sum();
+    let total = total.map(|seconds| seconds / slots as f64);
     let gflops = |rate: f64| format!("{:.0} GFLOP/s", rate / 1e9);
     match (total, rate) {
         (Some(total), Rate::Measured(rate)) => println!(
@@ -170,7 +251,7 @@ fn do_one(plan: &Plan, at: usize, stop: &StopFlag) -> Result<()> {
             count.saturating_sub(1)
         );
     }
-    let status = execute_one(plan, at, &mut launch_current_exe, stop, &mut SweepProgress::new());
+    let status = execute_one(plan, at, &launch_current_exe, stop, &mut SweepProgress::new());
     let name = &plan.runs[at].name;
     match status {
         Status::Finished => {
@@ -179,5 +260,34 @@ fn do_one(plan: &Plan, at: usize, stop: &StopFlag) -> Result<()> {
         }
         Status::Pending => bail!("{name} is not finished\n  hint: run the same command again"),
         Status::Failed(reason) => bail!("{name} failed: {reason}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_are_numbers_among_those_that_are_visible() {
+        let names = |text: &str, visible| Gpus::parse(text).unwrap().names(4, visible).unwrap();
+        assert_eq!(names("all", None), ["0", "1", "2", "3"]);
+        assert_eq!(names("3,1", None), ["3", "1"]);
+        assert_eq!(names("3,1", Some("4,GPU-ab, 6,7")), ["7", "GPU-ab"]);
+        let error = Gpus::Some(vec![0, 4]).names(4, None).unwrap_err().to_string();
+        assert_eq!(error, "--gpus has 4; allowed: 0 to 3, the GPUs that the driver shows");
+        for bad in ["", "one", "0;1", "-1", "0,"] {
+            assert!(Gpus::parse(bad).unwrap_err().starts_with("expected numbers"), "{bad}");
+        }
+        assert!(Gpus::parse("0,1,0").unwrap_err().starts_with("GPU 0 is listed twice"));
+    }
+
+    #[test]
+    fn several_runs_share_the_cores() {
+        assert_eq!(slots(None, 1).unwrap(), [Slot::default()]);
+        let three = slots(None, 3).unwrap();
+        assert_eq!(three.len(), 3);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / 3).max(1).to_string();
+        assert_eq!(three[2].environment, [("RAYON_NUM_THREADS".to_owned(), threads)]);
     }
 }

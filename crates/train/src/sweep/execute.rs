@@ -1,10 +1,12 @@
-//! Runs a sweep: one process after another, continuing from the state of the run folders.
+//! Runs a sweep: a process for each job, continuing from the state of the run folders.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Duration;
 
@@ -12,7 +14,7 @@ use longwall_data::files;
 use toml::{Table, Value};
 
 use super::results::{RunResult, Status, SweepResults};
-use super::watch::{SweepConsole, Watch};
+use super::watch::{SweepConsole, SweepStep, Watch};
 use super::{Plan, PlannedRun, SweepError};
 use crate::config::{Difference, eval_name};
 use crate::run_folder::{self, LOG_FILE};
@@ -21,11 +23,20 @@ use crate::signals::StopFlag;
 /// Holds the arguments that a run was evaluated with, by the evaluation's name.
 const EVALS_FILE: &str = "evals.json";
 
+/// A place for one run at a time, such as a GPU: the environment variables that its jobs get.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Slot {
+    /// Names and values.
+    pub environment: Vec<(String, String)>,
+}
+
 /// One call of the `longwall` binary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Job {
     /// Its arguments.
     pub args: Vec<String>,
+    /// Environment variables that it gets besides this process's.
+    pub environment: Vec<(String, String)>,
     /// The file that its output is appended to.
     pub log: PathBuf,
 }
@@ -40,7 +51,7 @@ pub enum JobStatus {
 }
 
 /// Starts a job, and waits for it; meanwhile calls its second argument several times a second.
-pub type Launch<'a> = dyn FnMut(&Job, &mut dyn FnMut()) -> io::Result<JobStatus> + 'a;
+pub type Launch<'a> = dyn Fn(&Job, &mut dyn FnMut()) -> io::Result<JobStatus> + Sync + 'a;
 
 /// How often a job's progress is read.
 const TICK: Duration = Duration::from_millis(100);
@@ -55,6 +66,7 @@ pub fn launch_current_exe(job: &Job, tick: &mut dyn FnMut()) -> io::Result<JobSt
     let _ = log.try_lock();
     let mut child = Command::new(std::env::current_exe()?)
         .args(&job.args)
+        .envs(job.environment.iter().cloned())
         .stdin(Stdio::null())
         .stdout(log.try_clone()?)
         .stderr(log)
@@ -88,18 +100,58 @@ fn wait_for_orphan(log: &Path, stop: &StopFlag, console: &mut dyn SweepConsole) 
     Ok(())
 }
 
-/// Runs the remaining jobs of `plan`: calls `launch` for every job, shows lines and steps on `console`,
-/// and updates `results.csv` and `results.jsonl` after every run. A run that fails does not stop the others; a
-/// raised `stop` flag ends the sweep after the current job.
+/// What happens in a slot.
+enum Event {
+    Note(String),
+    Step(SweepStep),
+    EndTraining(usize),
+    /// The run with this index has ended.
+    End(usize, Status),
+}
+
+/// The console of a slot.
+struct SlotConsole {
+    events: Sender<Event>,
+}
+
+impl SlotConsole {
+    fn send(&self, event: Event) {
+        // The receiver lives until all slots have ended.
+        let _ = self.events.send(event);
+    }
+}
+
+impl SweepConsole for SlotConsole {
+    fn note(&mut self, text: &str) {
+        self.send(Event::Note(text.to_owned()));
+    }
+
+    fn step(&mut self, step: SweepStep) {
+        self.send(Event::Step(step));
+    }
+
+    fn end_training(&mut self, run: usize) {
+        self.send(Event::EndTraining(run));
+    }
+}
+
+/// Runs the remaining jobs of `plan`, one run at a time in each of `slots`: calls `launch` for every job, shows lines
+/// and steps on `console`, and updates `results.csv` and `results.jsonl` after every run. A run that fails does not
+/// stop the others; a raised `stop` flag ends the sweep after the current jobs.
 ///
 /// # Errors
 /// When the sweep's own folder cannot be written. A run's failure is part of the results.
+///
+/// # Panics
+/// Without slots.
 pub fn execute(
     plan: &Plan,
-    launch: &mut Launch<'_>,
+    slots: &[Slot],
+    launch: &Launch<'_>,
     stop: &StopFlag,
     console: &mut dyn SweepConsole,
 ) -> Result<SweepResults, SweepError> {
+    assert!(!slots.is_empty(), "a sweep needs a slot");
     let dir = plan.sweep.dir();
     let write = |name: &str, text: String| {
         let path = dir.join(name);
@@ -108,15 +160,45 @@ pub fn execute(
     };
     fs::create_dir_all(&dir).map_err(|source| SweepError::Write { path: dir.clone(), source })?;
     let mut results = SweepResults::new(plan);
-    for (at, run) in plan.runs.iter().enumerate() {
-        let status = execute_one(plan, at, launch, stop, console);
-        collect(plan, run, status, &mut results.runs[at]);
-        write("results.csv", results.to_csv())?;
-        write("results.jsonl", results.to_jsonl(plan))?;
-        if stop.is_raised() && !results.is_complete() {
-            console.note("stopped; start the same sweep again to go on");
-            break;
+    let mut written = Ok(());
+    let (next, halted) = (AtomicUsize::new(0), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let (sender, events) = mpsc::channel();
+        for slot in slots {
+            let mut console = SlotConsole { events: sender.clone() };
+            let place = Place { plan, slot, slots: slots.len(), launch, stop };
+            let (next, halted) = (&next, &halted);
+            scope.spawn(move || {
+                while !stop.is_raised() && !halted.load(Ordering::Relaxed) {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    if at >= plan.runs.len() {
+                        break;
+                    }
+                    let status = place.execute(at, &mut console);
+                    console.send(Event::End(at, status));
+                }
+            });
         }
+        drop(sender);
+        for event in events {
+            match event {
+                Event::Note(text) => console.note(&text),
+                Event::Step(step) => console.step(step),
+                Event::EndTraining(run) => console.end_training(run),
+                Event::End(at, status) => {
+                    collect(plan, &plan.runs[at], status, &mut results.runs[at]);
+                    if written.is_ok() {
+                        written = write("results.csv", results.to_csv())
+                            .and_then(|()| write("results.jsonl", results.to_jsonl(plan)));
+                        halted.store(written.is_err(), Ordering::Relaxed);
+                    }
+                }
+            }
+        }
+    });
+    written?;
+    if stop.is_raised() && !results.is_complete() {
+        console.note("stopped; start the same sweep again to go on");
     }
     Ok(results)
 }
@@ -126,18 +208,120 @@ pub fn execute(
 pub fn execute_one(
     plan: &Plan,
     at: usize,
-    launch: &mut Launch<'_>,
+    launch: &Launch<'_>,
     stop: &StopFlag,
     console: &mut dyn SweepConsole,
 ) -> Status {
-    let run = &plan.runs[at];
-    console.note(&format!("[{}/{}] {}", at + 1, plan.runs.len(), run.name));
-    match do_run(plan, at, launch, stop, console) {
-        Ok(status) => status,
-        Err(reason) => {
-            console.note(&format!("{} failed: {reason}", run.name));
-            Status::Failed(reason)
+    Place { plan, slot: &Slot::default(), slots: 1, launch, stop }.execute(at, console)
+}
+
+/// A slot, and what it works on.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    plan: &'a Plan,
+    slot: &'a Slot,
+    /// Slots in all.
+    slots: usize,
+    launch: &'a Launch<'a>,
+    stop: &'a StopFlag,
+}
+
+impl Place<'_> {
+    fn execute(&self, at: usize, console: &mut dyn SweepConsole) -> Status {
+        let run = &self.plan.runs[at];
+        console.note(&format!("[{}/{}] {}", at + 1, self.plan.runs.len(), run.name));
+        match self.do_run(at, console) {
+            Ok(status) => status,
+            Err(reason) => {
+                console.note(&format!("{} failed: {reason}", run.name));
+                Status::Failed(reason)
+            }
         }
+    }
+
+    /// Runs one job to its end. The error is the reason in words.
+    fn run(
+        &self,
+        what: &str,
+        args: Vec<String>,
+        log: &Path,
+        tick: &mut dyn FnMut(),
+    ) -> Result<(), String> {
+        let environment = self.slot.environment.clone();
+        let job = Job { args, environment, log: log.to_owned() };
+        match (self.launch)(&job, tick) {
+            Ok(JobStatus::Success) => Ok(()),
+            Ok(JobStatus::Failure(how)) => {
+                Err(format!("{what} ended with {how}; see {}", log.display()))
+            }
+            Err(error) => Err(format!("{what} could not be started: {error}")),
+        }
+    }
+
+    /// Trains and evaluates one run, skipping what is done already. The error is the reason in words.
+    fn do_run(&self, at: usize, console: &mut dyn SweepConsole) -> Result<Status, String> {
+        let (plan, stop, run) = (self.plan, self.stop, &self.plan.runs[at]);
+        let dir = run.dir();
+        fs::create_dir_all(&dir)
+            .map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
+        let log = dir.join(LOG_FILE);
+        wait_for_orphan(&log, stop, console)
+            .map_err(|error| format!("cannot write {}: {error}", log.display()))?;
+        if stop.is_raised() {
+            return Ok(Status::Pending);
+        }
+        let resumed = check_old_run(run)?;
+        if is_finished(run)? {
+            console.note(&format!("{} is trained already", run.name));
+        } else {
+            let mut watch = Watch::new(plan, at, self.slots);
+            let mut tick = || {
+                if let Some(step) = watch.poll() {
+                    console.step(step);
+                }
+            };
+            let trained = self.run("training", train_args(plan, run, resumed), &log, &mut tick);
+            console.end_training(at + 1);
+            let finished = is_finished(run)?;
+            // A run that was stopped, not one that ended just before the signal came.
+            if stop.is_raised() && !finished {
+                return Ok(Status::Pending);
+            }
+            trained?;
+            if !finished {
+                return Err(format!("training ended before its last step; see {}", log.display()));
+            }
+        }
+        self.evaluate(run, &log, console)
+    }
+
+    /// Evaluates a trained run, as [`Place::do_run`] does.
+    fn evaluate(
+        &self,
+        run: &PlannedRun,
+        log: &Path,
+        console: &mut dyn SweepConsole,
+    ) -> Result<Status, String> {
+        let dir = run.dir();
+        for eval in &self.plan.sweep.eval {
+            let (name, args) = (name_of(eval), eval_args(eval, &dir));
+            let Some(force) = eval_to_do(&dir, name, &args) else { continue };
+            if self.stop.is_raised() {
+                return Ok(Status::Pending);
+            }
+            console.note(&format!("{}: evaluation {name}", run.name));
+            let force = force.then(|| "--force".to_owned());
+            let all = args.iter().cloned().chain(force).collect();
+            let done = self.run(name, all, log, &mut || {});
+            if self.stop.is_raised() && done.is_err() {
+                return Ok(Status::Pending);
+            }
+            done?;
+            record_eval(&dir, name, args).map_err(|error| {
+                format!("cannot write {}: {error}", dir.join(EVALS_FILE).display())
+            })?;
+        }
+        Ok(Status::Finished)
     }
 }
 
@@ -148,68 +332,6 @@ fn collect(plan: &Plan, run: &PlannedRun, status: Status, result: &mut RunResult
         result.read_figures(&run.dir(), &finished, &evals);
     }
     result.status = status;
-}
-
-/// The jobs of one run.
-struct Jobs<'a, 'b> {
-    launch: &'a mut Launch<'b>,
-    log: PathBuf,
-}
-
-impl Jobs<'_, '_> {
-    /// Runs one to its end. The error is the reason in words.
-    fn run(&mut self, what: &str, args: Vec<String>, tick: &mut dyn FnMut()) -> Result<(), String> {
-        let job = Job { args, log: self.log.clone() };
-        match (self.launch)(&job, tick) {
-            Ok(JobStatus::Success) => Ok(()),
-            Ok(JobStatus::Failure(how)) => {
-                Err(format!("{what} ended with {how}; see {}", self.log.display()))
-            }
-            Err(error) => Err(format!("{what} could not be started: {error}")),
-        }
-    }
-}
-
-/// Trains and evaluates one run, skipping what is done already. The error is the reason in words.
-fn do_run(
-    plan: &Plan,
-    at: usize,
-    launch: &mut Launch<'_>,
-    stop: &StopFlag,
-    console: &mut dyn SweepConsole,
-) -> Result<Status, String> {
-    let run = &plan.runs[at];
-    let dir = run.dir();
-    fs::create_dir_all(&dir).map_err(|error| format!("cannot make {}: {error}", dir.display()))?;
-    let mut jobs = Jobs { launch, log: dir.join(LOG_FILE) };
-    wait_for_orphan(&jobs.log, stop, console)
-        .map_err(|error| format!("cannot write {}: {error}", jobs.log.display()))?;
-    if stop.is_raised() {
-        return Ok(Status::Pending);
-    }
-    let resumed = check_old_run(run)?;
-    if is_finished(run)? {
-        console.note(&format!("{} is trained already", run.name));
-    } else {
-        let mut watch = Watch::new(plan, at);
-        let mut tick = || {
-            if let Some(step) = watch.poll() {
-                console.step(&step);
-            }
-        };
-        let trained = jobs.run("training", train_args(plan, run, resumed), &mut tick);
-        console.end_training();
-        let finished = is_finished(run)?;
-        // A run that was stopped, not one that ended just before the signal came.
-        if stop.is_raised() && !finished {
-            return Ok(Status::Pending);
-        }
-        trained?;
-        if !finished {
-            return Err(format!("training ended before its last step; see {}", jobs.log.display()));
-        }
-    }
-    evaluate(plan, run, &mut jobs, stop, console)
 }
 
 /// Whether the run is trained and evaluated.
@@ -223,34 +345,6 @@ pub(super) fn is_done(plan: &Plan, run: &PlannedRun) -> Result<bool, SweepError>
 fn is_finished(run: &PlannedRun) -> Result<bool, String> {
     let marker = run_folder::finished(&run.dir()).map_err(|error| error.to_string())?;
     Ok(marker.is_some())
-}
-
-/// Evaluates a trained run, as [`do_run`] does.
-fn evaluate(
-    plan: &Plan,
-    run: &PlannedRun,
-    jobs: &mut Jobs<'_, '_>,
-    stop: &StopFlag,
-    console: &mut dyn SweepConsole,
-) -> Result<Status, String> {
-    let dir = run.dir();
-    for eval in &plan.sweep.eval {
-        let (name, args) = (name_of(eval), eval_args(eval, &dir));
-        let Some(force) = eval_to_do(&dir, name, &args) else { continue };
-        if stop.is_raised() {
-            return Ok(Status::Pending);
-        }
-        console.note(&format!("{}: evaluation {name}", run.name));
-        let force = force.then(|| "--force".to_owned());
-        let done = jobs.run(name, args.iter().cloned().chain(force).collect(), &mut || {});
-        if stop.is_raised() && done.is_err() {
-            return Ok(Status::Pending);
-        }
-        done?;
-        record_eval(&dir, name, args)
-            .map_err(|error| format!("cannot write {}: {error}", dir.join(EVALS_FILE).display()))?;
-    }
-    Ok(Status::Finished)
 }
 
 /// Whether there is a run to resume. A run with the same name but another configuration is an

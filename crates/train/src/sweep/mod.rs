@@ -1,4 +1,4 @@
-//! Sweeps: a base configuration, axes over any of its keys, seeds; one run after another.
+//! Sweeps: a base configuration, axes over any of its keys, seeds; one run after another, or several at a time.
 //!
 //! ```toml
 //! base = "configs/small.toml"
@@ -39,7 +39,7 @@ use std::path::PathBuf;
 pub use axis::{Axis, Draw, Point, Scale};
 pub use config::SweepConfig;
 pub use estimate::{EstimateError, Machine, Rate, RunEstimate};
-pub use execute::{Job, JobStatus, Launch, execute, execute_one, launch_current_exe};
+pub use execute::{Job, JobStatus, Launch, Slot, execute, execute_one, launch_current_exe};
 pub use figures::{Comparison, Figure, VariantFigure};
 pub use plan::{Plan, PlannedRun};
 pub use results::{RunResult, Status, SweepResults};

@@ -3,6 +3,7 @@ mod axes;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Barrier, Mutex};
 
 use super::*;
 use crate::metrics::ValidationRecord;
@@ -65,8 +66,8 @@ struct Quiet;
 
 impl SweepConsole for Quiet {
     fn note(&mut self, _text: &str) {}
-    fn step(&mut self, _step: &SweepStep<'_>) {}
-    fn end_training(&mut self) {}
+    fn step(&mut self, _step: SweepStep) {}
+    fn end_training(&mut self, _run: usize) {}
 }
 
 /// A stand-in for the binary: writes the files that training and evaluation would leave.
@@ -157,7 +158,9 @@ impl FakeBinary {
 
     fn run(&mut self, plan: &Plan) -> SweepResults {
         let stop = self.stop_after.as_ref().map_or_else(StopFlag::new, |(_, stop)| stop.clone());
-        execute(plan, &mut |job, tick| self.launch(job, tick), &stop, &mut Quiet).unwrap()
+        let binary = Mutex::new(self);
+        let launch = |job: &Job, tick: &mut dyn FnMut()| binary.lock().unwrap().launch(job, tick);
+        execute(plan, &[Slot::default()], &launch, &stop, &mut Quiet).unwrap()
     }
 
     fn count(&self, what: &str) -> usize {
@@ -422,4 +425,33 @@ fn a_grid_of_too_many_runs_is_refused() {
     );
     // 2⁶⁴ runs.
     assert!(Sandbox::new(&axes(16, 16)).error().contains("16 · 16 · 16"));
+}
+
+/// Both slots must be in a job at once, or the barrier never opens.
+#[test]
+fn slots_work_at_the_same_time_each_with_its_environment() {
+    let sandbox = Sandbox::new(KINDS);
+    let plan = sandbox.plan().unwrap();
+    let slot = |id: &str| Slot { environment: vec![("CUDA_VISIBLE_DEVICES".into(), id.into())] };
+    let (binary, both) = (Mutex::new(FakeBinary::default()), Barrier::new(2));
+    let seen = Mutex::new(std::collections::BTreeMap::<String, usize>::new());
+    let launch = |job: &Job, tick: &mut dyn FnMut()| {
+        let [(name, id)] = &job.environment[..] else { panic!("{:?}", job.environment) };
+        assert_eq!(name, "CUDA_VISIBLE_DEVICES");
+        *seen.lock().unwrap().entry(id.clone()).or_default() += 1;
+        if job.args[0] == "train" {
+            both.wait();
+        }
+        binary.lock().unwrap().launch(job, tick)
+    };
+    let slots = [slot("4"), slot("7")];
+    let results = execute(&plan, &slots, &launch, &StopFlag::new(), &mut Quiet).unwrap();
+    assert!(results.is_complete() && results.failures().next().is_none());
+    let binary = binary.into_inner().unwrap();
+    assert_eq!((binary.count("train"), binary.count("eval")), (4, 4));
+    let seen = seen.into_inner().unwrap();
+    assert_eq!(seen.keys().collect::<Vec<_>>(), ["4", "7"]);
+    // In the order of the plan, whichever slot was first.
+    let names = plan.runs.iter().map(|run| run.name.as_str());
+    assert!(results.runs.iter().map(|run| run.name.as_str()).eq(names));
 }

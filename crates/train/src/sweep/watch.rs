@@ -1,4 +1,4 @@
-//! The progress of a sweep: the run under way, read from its `metrics.jsonl` as the file grows.
+//! The progress of a sweep: the runs under way, read from their `metrics.jsonl` as the files grow.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -14,16 +14,16 @@ pub trait SweepConsole {
     /// Something worth a line happened.
     fn note(&mut self, text: &str);
     /// The run under way has finished further steps; this is the last.
-    fn step(&mut self, step: &SweepStep<'_>);
-    /// The training under way has ended.
-    fn end_training(&mut self);
+    fn step(&mut self, step: SweepStep);
+    /// The training of this run of the sweep, from 1, has ended.
+    fn end_training(&mut self, run: usize);
 }
 
-/// A step of the run under way, for display.
+/// A step of a run under way, for display.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SweepStep<'a> {
+pub struct SweepStep {
     /// The run's name within the sweep.
-    pub run: &'a str,
+    pub run: String,
     /// Which run of the sweep it is, from 1, and how many there are.
     pub place: (usize, usize),
     /// The step, as training shows it.
@@ -36,6 +36,8 @@ pub struct SweepStep<'a> {
 pub(super) struct Watch<'a> {
     run: &'a PlannedRun,
     place: (usize, usize),
+    /// Runs at a time.
+    slots: usize,
     /// Tokens of the runs that come later and are not trained yet.
     tokens_after: u64,
     /// Tokens and seconds of the runs that are trained.
@@ -47,8 +49,8 @@ pub(super) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Follows run `at` of the plan.
-    pub fn new(plan: &'a Plan, at: usize) -> Self {
+    /// Follows run `at` of the plan, of which `slots` runs train at a time.
+    pub fn new(plan: &'a Plan, at: usize, slots: usize) -> Self {
         let run = &plan.runs[at];
         let (mut tokens_after, mut trained) = (0, (0, 0.0));
         for (other, run) in plan.runs.iter().enumerate() {
@@ -63,11 +65,11 @@ impl<'a> Watch<'a> {
         let metrics = run.dir().join("metrics.jsonl");
         let place = (at + 1, plan.runs.len());
         let smoothed = SmoothedLoss::default();
-        Watch { run, place, tokens_after, trained, metrics, read: 0, smoothed }
+        Watch { run, place, slots, tokens_after, trained, metrics, read: 0, smoothed }
     }
 
     /// The last step, if there are new ones since the last call.
-    pub fn poll(&mut self) -> Option<SweepStep<'a>> {
+    pub fn poll(&mut self) -> Option<SweepStep> {
         let text = self.new_lines().ok()?;
         let mut last = None;
         for line in text.lines() {
@@ -81,7 +83,7 @@ impl<'a> Watch<'a> {
         last.map(|record| self.show(record))
     }
 
-    fn show(&self, record: StepRecord) -> SweepStep<'a> {
+    fn show(&self, record: StepRecord) -> SweepStep {
         let timeline = self.run.config.timeline();
         let total_steps = timeline.total_steps();
         let position = |step| timeline.position(step);
@@ -89,10 +91,11 @@ impl<'a> Watch<'a> {
         let seconds_left = per_batch * (position(total_steps) - position(record.step)).max(0.0);
         let (tokens, seconds) = (self.trained.0 + record.tokens, self.trained.1 + record.seconds);
         let per_token = seconds / tokens.max(1) as f64;
+        let seconds_after = per_token * self.tokens_after as f64 / self.slots as f64;
         SweepStep {
-            run: &self.run.name,
+            run: self.run.name.clone(),
             place: self.place,
-            sweep_seconds_left: seconds_left + per_token * self.tokens_after as f64,
+            sweep_seconds_left: seconds_left + seconds_after,
             view: StepView {
                 total_steps,
                 smoothed_loss: self.smoothed.value(),
@@ -161,7 +164,7 @@ mod tests {
         let sweep = SweepConfig::parse(&text, Path::new("s.toml")).unwrap();
         let plan = Plan::new(sweep).unwrap();
         let config = &plan.runs[1].config;
-        let mut watch = Watch::new(&plan, 1);
+        let mut watch = Watch::new(&plan, 1, 1);
         assert_eq!(watch.poll(), None);
 
         fs::create_dir_all(plan.runs[1].dir()).unwrap();

@@ -166,10 +166,11 @@ fn a_job_array_has_a_task_for_each_run_that_is_left() {
     assert!(all.ends_with(call), "{all}");
 
     // One task does its run, evaluation included, and writes nothing beside it.
-    let mut binary = FakeBinary::default();
-    let mut launch = |job: &Job, tick: &mut dyn FnMut()| binary.launch(job, tick);
-    let status = execute_one(&plan, 1, &mut launch, &StopFlag::new(), &mut Quiet);
+    let binary = Mutex::new(FakeBinary::default());
+    let launch = |job: &Job, tick: &mut dyn FnMut()| binary.lock().unwrap().launch(job, tick);
+    let status = execute_one(&plan, 1, &launch, &StopFlag::new(), &mut Quiet);
     assert_eq!(status, Status::Finished);
+    let binary = binary.into_inner().unwrap();
     assert_eq!((binary.count("train"), binary.count("eval")), (1, 1));
     assert!(!plan.sweep.dir().join("results.csv").exists());
     assert!(script(&plan).unwrap().contains("\n#SBATCH --array=0,2-3\n"));
