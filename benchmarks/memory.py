@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Measures the GPU memory that training steps take, beside the estimate that training goes by.
 
-  memory.py BINARY OUT.toml [--only REGEX] [--jobs N]
+  memory.py BINARY [OUT.toml] [--only REGEX] [--jobs N]
 
 Every configuration in configs/gpu, and every attention kind and option of the model below, trains for two
 steps of two micro-batches each by `longwall bench train`, each in a process of its own, as many at a time
-as the GPUs hold. OUT gets the peaks that the allocator reserved, and a table is printed. A test of the
-train crate compares its measured_memory.toml with the estimates of today. Fails if a case does not run.
+as the GPUs hold. The peaks that the allocator reserved go to OUT, by default the file that a test of the
+train crate compares with the estimates of today; with --only, its other cases stay. Fails if a case does not
+run.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,10 +147,34 @@ def plan(binary, most, config, sets, rows):
         rows //= 2
 
 
+def write(path, results):
+    """Writes the cases, those of an earlier run among them, in the order of cases()."""
+    found = {}
+    if path.exists():
+        old = tomllib.loads(path.read_text())["measured"]
+        found = {key(case["config"], case["set"]): tuple(case.values()) for case in old}
+    found |= {key(config, sets): (config, sets, *rest) for config, sets, *rest in results}
+    with path.open("w") as out:
+        out.write("# Written by benchmarks/memory.py: memory that the allocator reserved at most.\n")
+        for config, sets, _ in cases():
+            if key(config, sets) not in found:
+                continue
+            _, sets, peak, device = found[key(config, sets)]
+            listed = ", ".join(json.dumps(text) for text in sets)
+            out.write(f'\n[[measured]]\nconfig = "{config}"\nset = [{listed}]\n')
+            out.write(f'peak_gb = {peak}\ndevice = "{device}"\n')
+
+
+def key(config, sets):
+    """A case without its batch."""
+    batch = ("train.micro_batch=", "train.batch_tokens=")
+    return config, *(text for text in sets if not text.startswith(batch))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("binary", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "crates/train/src/memory/measured.toml")
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
@@ -180,7 +206,7 @@ def main():
             finally:
                 gpus.give_back(gpu, claim)
             peak = report["peak_memory_bytes"]
-            results.append((at, case, peak, report["device"]))
+            results.append((at, case.config, case.sets, round(peak / 1e9, 2), report["device"]))
             parts = report["estimated_memory"].items()
             text = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in parts)
             ratio = case.estimate / peak
@@ -191,12 +217,7 @@ def main():
         thread.start()
     for thread in threads:
         thread.join()
-    with options.out.open("w") as out:
-        out.write("# Written by benchmarks/memory.py: bytes that the allocator reserved at most.\n")
-        for _, case, peak, device in sorted(results):
-            sets = ", ".join(json.dumps(text) for text in case.sets)
-            out.write(f'\n[[measured]]\nconfig = "{case.config}"\nset = [{sets}]\n')
-            out.write(f'peak_bytes = {peak}\ndevice = "{device}"\n')
+    write(options.out, [case for _, *case in sorted(results)])
     sys.exit(f"{len(failed)} cases failed" if failed else 0)
 
 

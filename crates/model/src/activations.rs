@@ -49,7 +49,7 @@ impl BlockActivations {
             elements += q + k + v;
         }
         if config.value_residual != ValueResidual::None && layer > 0 {
-            elements += 2.0 * v;
+            elements += 4.0 * v;
         }
         if config.output_gate {
             elements += 3.0 * inner;

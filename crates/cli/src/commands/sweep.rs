@@ -103,8 +103,7 @@ fn slots(gpus: Option<&Gpus>, jobs: u16) -> Result<Vec<Slot>> {
     let visible = std::env::var(VISIBLE).ok();
     let environments = match gpus {
         Some(gpus) => {
-            let count =
-                gpus_here().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
+            let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
             let names = gpus.names(count, visible.as_deref())?;
             names.into_iter().map(|name| vec![(VISIBLE.to_owned(), name)]).collect()
         }
