@@ -46,7 +46,8 @@
 //! new key. A token takes kv_heads · head_dim · (2 + 1/64) elements for either source, with
 //! `gate_heads = "query"` head_dim · (heads · (1 + 1/64) + kv_heads).
 //!
-//! A forget gate adds heads elements per token, and heads per chunk.
+//! A forget gate adds heads elements per token, and but for `gate_source = "key"` heads per chunk; on CUDA, for either
+//! source, 2 · heads per tile.
 //!
 //! Appendix E evicts forgotten keys "at no cost". But a forgotten key has score 0, not −∞: it keeps the
 //! weight e⁰ in the softmax, and many of them together can outweigh the rest. So `evict_below` keeps their

@@ -77,16 +77,14 @@ impl Conformance for Config {
             (rest, GateSource::Key) => (&rest[1..], Some(&rest[0])),
         };
         let kept = products(&self.oracle_retention(shape, &k, of_gate));
-        let log_forget = |b: usize, h: usize, t: usize| {
-            forget.map_or(0.0, |logits| -(-logits.at(&[b, t, h])).exp().ln_1p())
-        };
+        let forget = forget.map(forget_sums);
         let sinks = inputs.last().filter(|_| self.sinks);
         let gate_head = |h: usize| if self.gate_heads == GateHeads::Query { h } else { h / group };
         softmax_oracle(shape, [&q, &inputs[2]], sinks, documents, |b, h, i, j| {
             let kept = channels(&kept, &[b, gate_head(h), i, j]);
             let (q, k) = (channels(&q, &[b, h, i]), channels(&k, &[b, h / group, j]));
             let score = (0..d).map(|n| kept[n] * q[n] * k[n]).sum::<f64>() / (d as f64).sqrt();
-            score + (j + 1..=i).map(|s| log_forget(b, h, s)).sum::<f64>()
+            score + forget.as_ref().map_or(0.0, |sums| sums.at(&[b, i, h]) - sums.at(&[b, j, h]))
         })
     }
 }
@@ -115,6 +113,18 @@ fn products(retention: &Tensor64) -> Tensor64 {
         }
     }
     Tensor64::new(&[batch, heads, seq_len, seq_len, d], data)
+}
+
+/// F, the sums of ln σ(logit) up to each token, `[batch, seq_len, heads]`.
+fn forget_sums(logits: &Tensor64) -> Tensor64 {
+    let [_, seq_len, heads] = logits.shape[..] else { panic!("3 dimensions") };
+    let mut sums = Tensor64::from_fn(&logits.shape, |at| -(-logits.at(at)).exp().ln_1p());
+    for at in 0..sums.data.len() {
+        if at / heads % seq_len > 0 {
+            sums.data[at] += sums.data[at - heads];
+        }
+    }
+    sums
 }
 
 impl Config {
