@@ -294,7 +294,7 @@ impl Config {
                 !self.forget_gate,
                 format!("{key}.{name}"),
                 value,
-                "only without forget_gate, under which keys that are 0 in every channel weigh differently",
+                "only without forget_gate: keys that every channel has forgotten then do not weigh alike",
                 format!("leave forget_gate or {name} out"),
             );
         }
