@@ -418,8 +418,15 @@ impl VariantSpec for Config {
         // Of the forget gate, its logits in f32 and ℓ or its sums.
         let forget = if self.forget_gate { 8.0 * shape.heads as f64 } else { 0.0 };
         match path {
-            // The gates by head; their sums at the ends of tiles are few.
-            ExecPath::Kernel(_) => channels.by_kernel(dtype) + gates * dtype.size() as f64 + forget,
+            // The gates by head, those from keys as f32 logits before and after the bias; the sums at the ends of
+            // tiles are few.
+            ExecPath::Kernel(_) => {
+                let size = match self.gate_source {
+                    GateSource::Hidden => dtype.size() as f64,
+                    GateSource::Key => 8.0,
+                };
+                channels.by_kernel(dtype) + gates * size + forget
+            }
             ExecPath::Reference => {
                 channels.by_reference(shape.mean_keys(seq_len)) + 8.0 * gates + forget
             }
