@@ -66,7 +66,7 @@ pub struct OpenRun {
     pub dir: PathBuf,
     /// The checkpoint.
     pub checkpoint: Checkpoint,
-    /// The checkpoint's configuration, with changes that keep the weights.
+    /// The configuration of the checkpoint's model, with changes that keep the weights.
     pub config: RunConfig,
     /// Which weights are loaded.
     pub weights: WeightsSelector,
@@ -86,7 +86,8 @@ impl RunArgs {
         };
         let mut run = open_run(&dir, self.checkpoint, self.device.map(Into::into))?;
         run.config = run.checkpoint.config_with(&self.sets, run.tokenizer.vocab_size())?;
-        run.changes = run.checkpoint.config.differences(&run.config).iter().map(change).collect();
+        let trained = run.checkpoint.trained_config();
+        run.changes = trained.differences(&run.config).iter().map(change).collect();
         if self.weights != WeightsSelector::default() {
             run.weights = self.weights;
             run.changes.push(format!("weights={}", self.weights));
@@ -112,7 +113,7 @@ pub fn open_run(
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     let device = device::open(device.unwrap_or(config.run.device), config.run.threads)?;
     let compute = Compute::for_trained(device, config.run.precision);
-    let (config, weights, changes) = (config.clone(), WeightsSelector::Model, vec![]);
+    let (config, weights, changes) = (checkpoint.trained_config(), WeightsSelector::Model, vec![]);
     Ok(OpenRun { dir: dir.to_owned(), checkpoint, config, weights, changes, tokenizer, compute })
 }
 

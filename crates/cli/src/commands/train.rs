@@ -190,7 +190,7 @@ fn train_on(
     })
 }
 
-/// Runs the suites of `[[eval]]` on the last checkpoint.
+/// Runs the suites of `[[eval]]` on the last checkpoint, each with the weights that its table names.
 fn evaluate_after(
     config: &RunConfig,
     run_dir: &Path,

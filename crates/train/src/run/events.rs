@@ -219,7 +219,7 @@ impl<B: OpBackend> Run<B> {
                 stages => stages.iter().map(StageMicroBatch::of).collect(),
             },
             tokenizer: self.tokenizer.clone(),
-            model: self.config.model.clone(),
+            model: self.config.model_after(step),
         })
     }
 
