@@ -88,12 +88,7 @@ impl RunArgs {
         run.config = run.checkpoint.config_with(&self.sets, run.tokenizer.vocab_size())?;
         let trained = run.checkpoint.trained_config();
         run.changes = trained.differences(&run.config).iter().map(change).collect();
-        if self.weights != WeightsSelector::default() {
-            run.weights = self.weights;
-            run.changes.push(format!("weights={}", self.weights));
-            // Reports a missing average before the data are read.
-            run.checkpoint.selected(self.weights)?;
-        }
+        let run = run.with_weights(self.weights)?;
         if !run.changes.is_empty() {
             tracing::info!("the model differs from the checkpoint's: {}", run.changes.join(", "));
         }
@@ -121,7 +116,23 @@ fn change(difference: &Difference) -> String {
     format!("{}={}", difference.key, difference.theirs)
 }
 
+/// How a model with these weights differs from the checkpoint's, as `key=value`.
+pub fn change_of_weights(weights: WeightsSelector) -> Option<String> {
+    (weights != WeightsSelector::default()).then(|| format!("weights={weights}"))
+}
+
 impl OpenRun {
+    /// The run with the weights that `weights` names.
+    pub fn with_weights(mut self, weights: WeightsSelector) -> Result<Self> {
+        if weights != WeightsSelector::default() {
+            // Reports a missing average before the data are read.
+            self.checkpoint.selected(weights)?;
+        }
+        self.weights = weights;
+        self.changes.extend(change_of_weights(weights));
+        Ok(self)
+    }
+
     /// The model with the checkpoint's weights, in the precision it runs in.
     pub fn load<B: OpBackend>(&self, device: &B::Device) -> Result<LanguageModel<B>> {
         let config = &self.config;

@@ -9,12 +9,12 @@ use longwall_eval::{
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_model::{LanguageModel, ModelConfig, Precision};
-use longwall_train::checkpoint::WeightsSelector;
-use longwall_train::config::RunConfig;
+use longwall_train::config::{RunConfig, eval_weights};
 use longwall_train::evaluation::{Evaluated, EvaluationError, Evaluator};
 use longwall_train::signals::StopFlag;
 
 use crate::commands::eval::{NamedSuite, ValidationText, git_hash};
+use crate::context::change_of_weights;
 
 /// Runs suites during training. Their files go to `eval/NAME-step-N/` in the run's folder.
 pub struct LoopEvaluator<'a, B: OpBackend> {
@@ -47,14 +47,6 @@ impl StopRequest for StopBetweenBatches<'_> {
 /// What the names of evaluations are followed by in the names of their folders.
 const STEP: &str = "-step-";
 
-/// How the model differs from the checkpoint's, as `longwall eval` says it.
-fn changes(weights: WeightsSelector) -> Vec<String> {
-    match weights {
-        WeightsSelector::Model => vec![],
-        WeightsSelector::Ema => vec![format!("weights={weights}")],
-    }
-}
-
 fn name((suite, name): &NamedSuite) -> &str {
     name.as_deref().unwrap_or(suite.name())
 }
@@ -84,6 +76,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         let config = self.config;
         let tokenizer = self.tokenizer.as_ref().expect("the trainer checks before it evaluates");
         let memory = CallMemory::new(&of_model, self.precision);
+        let weights = eval_weights(&config.train.evaluate[at].eval);
         let (seq_len, device) = (config.data.seq_len, self.device.clone());
         let model = TrainedModel::new(model.clone(), tokenizer.clone(), seq_len, memory, device);
         let held_out = ValidationText { config, tokenizer, stop: self.stop };
@@ -92,7 +85,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
             out_dir: self.out_dir(&self.suites[at], step),
             run: config.run.name.clone(),
             checkpoint_step: Some(step),
-            model_changes: changes(config.train.evaluate[at].weights),
+            model_changes: change_of_weights(weights).into_iter().collect(),
             git_hash: git_hash(),
             force: false,
             held_out: Some(&held_out),

@@ -356,6 +356,7 @@ pub fn suites_of<'a>(
         let place = format!("{}: {key}.{at}", path.display());
         let mut table = table.clone();
         let out = table.remove("out").and_then(|out| out.as_str().map(str::to_owned));
+        table.remove("weights");
         let suite: SuiteConfig = table
             .clone()
             .try_into()

@@ -18,7 +18,7 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 63] = [
+const KEYS: [&str; 64] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
@@ -82,6 +82,7 @@ const KEYS: [&str; 63] = [
     "eval=[{ suite = \"mqrar\", keys = 4 }, { suite = \"word-problem\", group = \"s5\" }]",
     "eval=[{ suite = \"perplexity\", stride = 8 }, { suite = \"babilong\", tasks = [\"qa4\"] }]",
     "eval.0.batch_tokens=\"64k\"",
+    "eval.0.weights=\"ema\"",
 ];
 
 /// The files of a folder of configurations.

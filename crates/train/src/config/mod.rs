@@ -29,7 +29,10 @@ use crate::timeline::{Stage, Timeline};
 const MOST_THREADS: usize = 1024;
 
 pub use error::ConfigError;
-pub use evals::{EvaluateConfig, FOLDER_NAME, eval_name, is_folder_name, validate_evals};
+pub(crate) use evals::validate_without_average;
+pub use evals::{
+    EvaluateConfig, FOLDER_NAME, eval_name, eval_weights, is_folder_name, validate_evals,
+};
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
@@ -58,7 +61,7 @@ pub struct RunConfig {
     /// Length, batch, optimiser, schedule.
     pub train: TrainConfig,
     /// Evaluation suites to run after training; each table names its `suite`, may name its results' folder
-    /// (`out`), and the other keys are the suite's own.
+    /// (`out`) and which weights it reads (`weights`), and the other keys are the suite's own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eval: Vec<Table>,
 }
@@ -178,13 +181,17 @@ impl RunConfig {
         }
         if model.as_slice().is_empty() {
             validate_patterns(&self.train.groups, &self.model, problems);
-        }
-        self.train.validate(self.data.seq_len, problems);
-        self.validate_cut_rows(problems);
             for (at, stage) in self.train.stages.iter().enumerate() {
                 stage.validate_window(at, &self.model, problems);
             }
-        validate_evals("eval", &self.eval.iter().collect::<Vec<_>>(), problems);
+        }
+        self.train.validate(self.data.seq_len, problems);
+        self.validate_cut_rows(problems);
+        let evals: Vec<&Table> = self.eval.iter().collect();
+        validate_evals("eval", &evals, problems);
+        if self.train.ema.0.is_none() {
+            validate_without_average("eval", &evals, problems);
+        }
     }
 
     /// Records a stage that would cut generated rows: an example's parts mean nothing on their own.

@@ -1,6 +1,7 @@
 use std::path::Path;
 
 use super::*;
+use crate::checkpoint::WeightsSelector;
 use crate::testing::CONFIG as BASE;
 
 fn parse(source: &str, sets: &[&str]) -> Result<RunConfig, ConfigError> {
@@ -393,14 +394,27 @@ fn an_average_can_only_be_evaluated_if_there_is_one() {
     let tables = "train.evaluate=[{ suite = \"passkey\", every = 5, weights = \"ema\" }]";
     let config = parse(BASE, &[tables, "train.ema=0.9"]).unwrap();
     assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
-    assert!(!config.train.evaluate[0].eval.contains_key("weights"));
-    insta::assert_snapshot!(error(&[tables]), @r#"
-    configs/small.toml: the configuration has 1 problem:
+    assert_eq!(eval_weights(&config.train.evaluate[0].eval), WeightsSelector::Ema);
+    let after = "eval=[{ suite = \"fflm\" }, { suite = \"passkey\", weights = \"ema\" }]";
+    let config = parse(BASE, &[after, "train.ema=0.9"]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    let weights: Vec<_> = config.eval.iter().map(eval_weights).collect();
+    assert_eq!(weights, [WeightsSelector::Model, WeightsSelector::Ema]);
+    insta::assert_snapshot!(error(&[tables, after]), @r#"
+    configs/small.toml: the configuration has 2 problems:
     train.evaluate.0.weights is "ema" in a run that keeps no average; allowed: "model", or "ema" with train.ema
       hint: set for example train.ema = 0.999, or leave weights out
+    eval.1.weights is "ema" in a run that keeps no average; allowed: "model", or "ema" with train.ema
+      hint: set for example train.ema = 0.999, or leave weights out
     "#);
-    let unknown = error(&[&tables.replace("ema", "mean")]);
-    assert!(unknown.contains("weights"), "{unknown}");
+    let unknown = [tables, after].map(|set| set.replace("\"ema\"", "3"));
+    insta::assert_snapshot!(error(&[&unknown[0], &unknown[1]]), @r#"
+    configs/small.toml: the configuration has 2 problems:
+    train.evaluate.0.weights is 3; allowed: "model", "ema"
+      hint: use "ema" for the moving average that train.ema keeps, or leave weights out
+    eval.1.weights is 3; allowed: "model", "ema"
+      hint: use "ema" for the moving average that train.ema keeps, or leave weights out
+    "#);
 }
 
 #[test]

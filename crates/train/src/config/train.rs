@@ -4,7 +4,7 @@ use longwall_config::{Problems, count};
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::evals::{EvaluateConfig, validate_evals};
+use super::evals::{EvaluateConfig, validate_evals, validate_without_average};
 use super::scalars::{Every, OrOff};
 use super::stages::{StageConfig, check_micro_batch};
 use crate::optimiser::{GroupConfig, OptimiserConfig, validate_groups};
@@ -294,10 +294,13 @@ impl TrainConfig {
         self.noise_scale.validate(&timeline, problems);
         self.sample.validate(problems);
         for (at, evaluate) in self.evaluate.iter().enumerate() {
-            evaluate.validate(at, timeline.total_steps(), self.ema.0.is_some(), problems);
+            evaluate.validate(at, timeline.total_steps(), problems);
         }
         let evals: Vec<&Table> = self.evaluate.iter().map(|evaluate| &evaluate.eval).collect();
         validate_evals("train.evaluate", &evals, problems);
+        if self.ema.0.is_none() {
+            validate_without_average("train.evaluate", &evals, problems);
+        }
         problems.check(
             self.checkpoint.keep_last > 0,
             "train.checkpoint.keep_last",
