@@ -323,3 +323,38 @@ fn the_next_commands_work_as_printed() {
         assert!(output.status.success(), "{command}: {error}");
     }
 }
+
+/// `[[eval]]` and a sweep's evaluations give, with `weights = "ema"`, what `eval --weights ema` gives.
+#[test]
+fn the_average_is_evaluated_after_training_and_in_sweeps() {
+    let w = Workspace::new();
+    let suite = "[[eval]]\nsuite = \"extrapolate\"\nlengths = [16, 32]\n";
+    let tables = format!("{suite}out = \"model\"\n{suite}out = \"average\"\nweights = \"ema\"\n");
+    w.write("ema.toml", &format!("{}\n{tables}", crate::support::CONFIG));
+    let without = w.fail(&["train", "--config", "ema.toml"]);
+    assert!(without.contains("eval.1.weights is \"ema\" in a run that keeps no"), "{without}");
+    let run = ["train", "--config", "ema.toml", "--set", "train.ema=0.9", "--set", "run.name=ema"];
+    let reports = w.succeed(&run);
+    assert_eq!(reports.matches(", weights=ema").count(), 1, "{reports}");
+    let eval = ["eval", "extrapolate", "--run", "runs/ema", "--lengths", "16,32", "--out"];
+    w.succeed(&[&eval[..], &["after", "--weights", "ema"]].concat());
+    let results = |path: &str| -> serde_json::Value {
+        serde_json::from_str(&w.read(&format!("runs/{path}/results.json"))).unwrap()
+    };
+    let [average, after, model] =
+        ["average", "after", "model"].map(|name| results(&format!("ema/eval/{name}")));
+    assert_eq!(average["headline"], after["headline"]);
+    assert_eq!(average["model_changes"], serde_json::json!(["weights=ema"]));
+    assert_ne!(average["headline"], model["headline"]);
+
+    let sweep = |set: &str| {
+        format!("base = \"tiny.toml\"\n{set}\n{suite}out = \"average\"\nweights = \"ema\"\n")
+    };
+    w.write("averages.toml", &sweep(""));
+    let without = w.fail(&["sweep", "averages.toml", "--dry-run"]);
+    assert!(without.contains("the sweep: eval.0.weights is \"ema\" in a run that"), "{without}");
+    w.write("averages.toml", &sweep("set = { \"train.ema\" = 0.9 }"));
+    let table = w.succeed(&["sweep", "averages.toml"]);
+    assert!(table.contains("average: of the averaged weights"), "{table}");
+    assert_eq!(results("averages/seed0/eval/average")["headline"], after["headline"]);
+}

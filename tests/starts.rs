@@ -78,3 +78,55 @@ fn what_a_trained_model_cannot_have_is_refused() {
     let both = w.run(&[&from[..], &["runs/old", "--resume", "runs/old"]].concat());
     assert_eq!(both.status.code(), Some(2));
 }
+
+/// A trained model has the window of its checkpoint's last step, whatever uses it.
+#[test]
+fn a_checkpoint_is_used_with_the_window_it_was_trained_with() {
+    let w = Workspace::new();
+    let stages = "train.stages=[{ from = 0, window = 3 }, { from = 0.5, window = \"none\" }]";
+    let in_the_loop = "train.evaluate=[{ suite = \"extrapolate\", out = \"loop\", steps = [20, 40], \
+                       lengths = [32], sequences = 4 }]";
+    let sets =
+        [stages, in_the_loop, "model.arch=llama", "model.window=9", "train.checkpoint.keep_last=9"];
+    w.train("old", &sets);
+    let results = |name: &str| json(&w, &format!("runs/old/eval/{name}/results.json"));
+    let at_20 = ["--checkpoint", "20", "--out"];
+    eval(&w, &[&at_20[..], &["narrow"]].concat());
+    eval(&w, &[&at_20[..], &["opened", "--set", "model.window=none"]].concat());
+    eval(&w, &["--out", "whole"]);
+    for (name, inside) in [("narrow", "loop-step-20"), ("whole", "loop-step-40")] {
+        assert_eq!(results(name)["headline"], results(inside)["headline"], "{name}");
+        assert!(results(name)["model_changes"].is_null(), "{name}");
+    }
+    assert_ne!(results("opened")["headline"], results("narrow")["headline"]);
+    assert_eq!(results("opened")["model_changes"], serde_json::json!(["model.window=(unset)"]));
+
+    // A model without a window can be expressed in other formats.
+    let export = |step: &'static str, hf: &'static str| {
+        ["export", "--run", "runs/old", "--checkpoint", step, "--hf", hf]
+    };
+    assert!(w.fail(&export("20", "hf/narrow")).contains("model.window"));
+    w.succeed(&export("40", "hf/whole"));
+    let prompt = ["--prompt", "The ", "--max-tokens", "12", "--temperature", "0"];
+    let text = |run: &[&str]| w.succeed(&[&["generate"], run, &prompt[..]].concat());
+    w.succeed(&["import", "--hf", "hf/whole", "--out", "runs/back"]);
+    assert_eq!(text(&["--run", "runs/old"]), text(&["--run", "runs/back"]));
+
+    let start = ["train", "--from", "runs/old/checkpoints/step-20", "--config", "tiny.toml"];
+    let sets = ["--set", "run.name=new", "--set", "model.arch=llama", "--set", "train.tokens=256"];
+    let output = w.run(&[&start[..], &sets].concat());
+    let log = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{log}");
+    assert!(log.contains("model.window was 3 in the source, and is (unset) here"), "{log}");
+
+    let info = w.succeed(&["info", "--run", "runs/old"]);
+    assert!(info.contains("tokens, with the last stage's window (none)"), "{info}");
+    assert!(info.contains("rows of 32, window 3, after 0 tokens: "), "{info}");
+    let info: serde_json::Value =
+        serde_json::from_str(&w.succeed(&["info", "--run", "runs/old", "--json"])).unwrap();
+    let costs = |key: &str| [0, 1].map(|at| info["stages"][at][key].as_f64().unwrap());
+    let [narrow, whole] = costs("train_flops_per_token");
+    assert!(narrow < whole && info["train_flops_per_token"] == whole, "{info}");
+    let total: f64 = costs("train_flops_per_token").map(|flops| 2560.0 * flops).iter().sum();
+    assert_eq!(info["train_flops"].as_f64(), Some(total));
+}

@@ -66,7 +66,7 @@ pub struct OpenRun {
     pub dir: PathBuf,
     /// The checkpoint.
     pub checkpoint: Checkpoint,
-    /// The checkpoint's configuration, with changes that keep the weights.
+    /// The configuration of the checkpoint's model, with changes that keep the weights.
     pub config: RunConfig,
     /// Which weights are loaded.
     pub weights: WeightsSelector,
@@ -86,13 +86,9 @@ impl RunArgs {
         };
         let mut run = open_run(&dir, self.checkpoint, self.device.map(Into::into))?;
         run.config = run.checkpoint.config_with(&self.sets, run.tokenizer.vocab_size())?;
-        run.changes = run.checkpoint.config.differences(&run.config).iter().map(change).collect();
-        if self.weights != WeightsSelector::default() {
-            run.weights = self.weights;
-            run.changes.push(format!("weights={}", self.weights));
-            // Reports a missing average before the data are read.
-            run.checkpoint.selected(self.weights)?;
-        }
+        let trained = run.checkpoint.trained_config();
+        run.changes = trained.differences(&run.config).iter().map(change).collect();
+        let run = run.with_weights(self.weights)?;
         if !run.changes.is_empty() {
             tracing::info!("the model differs from the checkpoint's: {}", run.changes.join(", "));
         }
@@ -112,7 +108,7 @@ pub fn open_run(
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     let device = device::open(device.unwrap_or(config.run.device), config.run.threads)?;
     let compute = Compute::for_trained(device, config.run.precision);
-    let (config, weights, changes) = (config.clone(), WeightsSelector::Model, vec![]);
+    let (config, weights, changes) = (checkpoint.trained_config(), WeightsSelector::Model, vec![]);
     Ok(OpenRun { dir: dir.to_owned(), checkpoint, config, weights, changes, tokenizer, compute })
 }
 
@@ -120,7 +116,23 @@ fn change(difference: &Difference) -> String {
     format!("{}={}", difference.key, difference.theirs)
 }
 
+/// How a model with these weights differs from the checkpoint's, as `key=value`.
+pub fn change_of_weights(weights: WeightsSelector) -> Option<String> {
+    (weights != WeightsSelector::default()).then(|| format!("weights={weights}"))
+}
+
 impl OpenRun {
+    /// The run with the weights that `weights` names.
+    pub fn with_weights(mut self, weights: WeightsSelector) -> Result<Self> {
+        if weights != WeightsSelector::default() {
+            // Reports a missing average before the data are read.
+            self.checkpoint.selected(weights)?;
+        }
+        self.weights = weights;
+        self.changes.extend(change_of_weights(weights));
+        Ok(self)
+    }
+
     /// The model with the checkpoint's weights, in the precision it runs in.
     pub fn load<B: OpBackend>(&self, device: &B::Device) -> Result<LanguageModel<B>> {
         let config = &self.config;

@@ -8,13 +8,13 @@ use longwall_eval::{
     EvalError, Report, RunContext, Silent, StopRequest, TrainedModel, write_index,
 };
 use longwall_kernels::backend::OpBackend;
-use longwall_model::{LanguageModel, Precision};
-use longwall_train::checkpoint::WeightsSelector;
-use longwall_train::config::RunConfig;
+use longwall_model::{LanguageModel, ModelConfig, Precision};
+use longwall_train::config::{RunConfig, eval_weights};
 use longwall_train::evaluation::{Evaluated, EvaluationError, Evaluator};
 use longwall_train::signals::StopFlag;
 
 use crate::commands::eval::{NamedSuite, ValidationText, git_hash};
+use crate::context::change_of_weights;
 
 /// Runs suites during training. Their files go to `eval/NAME-step-N/` in the run's folder.
 pub struct LoopEvaluator<'a, B: OpBackend> {
@@ -47,14 +47,6 @@ impl StopRequest for StopBetweenBatches<'_> {
 /// What the names of evaluations are followed by in the names of their folders.
 const STEP: &str = "-step-";
 
-/// How the model differs from the checkpoint's, as `longwall eval` says it.
-fn changes(weights: WeightsSelector) -> Vec<String> {
-    match weights {
-        WeightsSelector::Model => vec![],
-        WeightsSelector::Ema => vec![format!("weights={weights}")],
-    }
-}
-
 fn name((suite, name): &NamedSuite) -> &str {
     name.as_deref().unwrap_or(suite.name())
 }
@@ -72,17 +64,19 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         step.parse().ok()
     }
 
-    /// Calls `work` with the model and the context of evaluation `at` after `step`.
+    /// Calls `work` with the model, which has the settings `of_model`, and the context of evaluation `at` after
+    /// `step`.
     fn with_context<T>(
         &self,
         at: usize,
         step: u64,
-        model: &LanguageModel<B>,
+        (model, of_model): (&LanguageModel<B>, ModelConfig),
         work: impl FnOnce(TrainedModel<B>, RunContext<'_>) -> T,
     ) -> T {
         let config = self.config;
         let tokenizer = self.tokenizer.as_ref().expect("the trainer checks before it evaluates");
-        let memory = CallMemory::new(&config.model, self.precision);
+        let memory = CallMemory::new(&of_model, self.precision);
+        let weights = eval_weights(&config.train.evaluate[at].eval);
         let (seq_len, device) = (config.data.seq_len, self.device.clone());
         let model = TrainedModel::new(model.clone(), tokenizer.clone(), seq_len, memory, device);
         let held_out = ValidationText { config, tokenizer, stop: self.stop };
@@ -91,7 +85,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
             out_dir: self.out_dir(&self.suites[at], step),
             run: config.run.name.clone(),
             checkpoint_step: Some(step),
-            model_changes: changes(config.train.evaluate[at].weights),
+            model_changes: change_of_weights(weights).into_iter().collect(),
             git_hash: git_hash(),
             force: false,
             held_out: Some(&held_out),
@@ -110,6 +104,7 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
     ) -> Result<(), EvaluationError> {
         self.tokenizer = Some(tokenizer.clone());
         for (at, suite) in self.suites.iter().enumerate() {
+            let model = (model, self.config.widest_model());
             self.with_context(at, 0, model, |model, context| {
                 longwall_eval::check(&suite.0, &model, &context)
             })?;
@@ -148,6 +143,7 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
         if self.out_dir(suite, step).join("results.json").is_file() {
             return Ok(None);
         }
+        let model = (model, self.config.model_after(step));
         let report = self.with_context(at, step, model, |mut model, context| {
             match longwall_eval::run(&suite.0, &mut model, &context) {
                 // Samples of this step that were taken before the options changed.

@@ -99,6 +99,13 @@ impl<B: OpBackend> LanguageModel<B> {
         }
     }
 
+    /// Gives each layer the window that it has in `config`, the configuration of this model but for its windows.
+    pub fn set_windows(&mut self, config: &ModelConfig) {
+        for (layer, block) in self.blocks.iter_mut().enumerate() {
+            block.attention.set_window(config.attention_shape(layer).window);
+        }
+    }
+
     /// Size of the vocabulary, without the rows that [`ModelConfig::padded_vocab`] adds.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size

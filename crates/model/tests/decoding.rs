@@ -12,6 +12,44 @@ fn tokens(rows: &[Vec<u32>]) -> Tensor<Flex, 2, Int> {
 }
 
 #[test]
+fn a_window_that_is_set_is_that_of_a_model_made_with_it() {
+    let row = vec![vec![1, 5, 3, 9, 9, 0, 2]];
+    let mut changed = 0;
+    for config in configs_and_kinds() {
+        let allows = |n| {
+            config
+                .with_window(Some(n))
+                .layers_by_kind()
+                .iter()
+                .all(|kind| kind.window.is_none() || kind.attention.allows_window())
+        };
+        if !allows(2) {
+            continue;
+        }
+        let new = |config: &ModelConfig| {
+            LanguageModel::<Flex>::new(config, VOCAB, SEQ_LEN, 3, &Default::default())
+        };
+        let logits = |model: &LanguageModel<Flex>| {
+            let full = model.logits(tokens(&row)).into_data().to_vec::<f32>().unwrap();
+            let mut state = model.init_state();
+            let last = model.extend(tokens(&row), &mut state).into_data().to_vec::<f32>().unwrap();
+            (full, last, state.elements())
+        };
+        let before = logits(&new(&config));
+        for window in [Some(2), None] {
+            let other = config.with_window(window);
+            let mut model = new(&config);
+            model.set_windows(&other);
+            assert_eq!(logits(&model), logits(&new(&other)), "{config:?} with {window:?}");
+            changed += usize::from(logits(&model).0 != before.0);
+            model.set_windows(&config);
+            assert_eq!(logits(&model), before, "{config:?}");
+        }
+    }
+    assert!(changed > 10, "{changed}");
+}
+
+#[test]
 fn cached_decoding_gives_the_logits_of_the_full_pass() {
     let rows = vec![vec![1, 5, 3, 9, 9, 0, 2], vec![4, 4, 10, 7, 1, 6, 8]];
     for config in configs_and_kinds() {

@@ -88,6 +88,7 @@ mod tests {
             lr: 1e-3,
             batch_tokens: None,
             seq_len: None,
+            window: None,
             tokens_per_second: 1.0,
             mfu: None,
             seconds: step as f64 / 3.0,

@@ -7,7 +7,6 @@ use burn::module::Module;
 use longwall_data::Batch;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{Allocation, DeviceKind};
-use longwall_model::cost::train_flops_per_token;
 use longwall_model::{LanguageModel, Precision};
 
 use crate::config::RunConfig;
@@ -80,10 +79,10 @@ pub fn run<B: OpBackend>(
     let schedule = train.lr_schedule(&timeline);
     let mut bench = Bench {
         parameters: model.num_params(),
-        flops_per_token: train_flops_per_token(&config.model, vocab_size, seq_len),
+        flops_per_token: config.flops_per_token(&stage, vocab_size),
         rows: (rows, plan.micro_batch),
         memory: (B::device_kind() == DeviceKind::Cuda)
-            .then(|| Estimate::of(config, vocab_size, [plan.micro_batch, seq_len], precision)),
+            .then(|| Estimate::of(config, vocab_size, stage.open(plan.micro_batch), precision)),
         steps: Vec::new(),
     };
     for step in 0..steps {

@@ -37,8 +37,9 @@ pub trait Evaluator<B: OpBackend> {
     /// When they cannot be removed.
     fn discard_after(&mut self, step: u64) -> Result<(), EvaluationError>;
 
-    /// Runs evaluation `at` on the model after `step`, with the weights that its table names. None if there are results of this step already, or if
-    /// it was asked to stop: then it goes on when it is called again for this step.
+    /// Runs evaluation `at` on the model after `step`, with the weights that its table names. None if there are
+    /// results of this step already, or if it was asked to stop: then it goes on when it is called again for this
+    /// step.
     ///
     /// # Errors
     /// When it fails.

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::config::RunConfig;
 use crate::optimiser::Rule;
-use crate::timeline::Stage;
+use crate::timeline::{OpenStage, Stage};
 
 /// Bytes of the device that training needs at least: weights, their gradients and the optimiser's state in
 /// f32, and of the activations the input of each block for one micro-batch of `[rows, seq_len]` tokens, in the type of
@@ -71,14 +71,14 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// For micro-batches of `[rows, seq_len]` tokens in `precision`.
+    /// For the micro-batches of a stage in `precision`.
     pub fn of(
         config: &RunConfig,
         vocab_size: usize,
-        [micro_batch, seq_len]: [usize; 2],
+        open: OpenStage,
         precision: Precision,
     ) -> Self {
-        let model = &config.model;
+        let (model, [micro_batch, seq_len]) = (&config.model_of(&open.stage), open.shape());
         let dtype = precision.parameter(2);
         let parameters = Parameters::of(model, vocab_size, config.data.seq_len).total();
         let copy = if precision.parameter(1) == dtype { 0 } else { dtype.size() };
@@ -162,7 +162,8 @@ pub fn largest_micro_batch(
     available: Option<u64>,
 ) -> Option<usize> {
     let fits = |rows: &usize| {
-        let estimate = || Estimate::of(config, vocab_size, [*rows, stage.seq_len], precision);
+        let open = stage.open(*rows);
+        let estimate = || Estimate::of(config, vocab_size, open, precision);
         available.is_none_or(|available| estimate().fits(available))
     };
     stage.micro_batches(GPU_MICRO_BATCH_TOKENS).find(fits)
@@ -215,7 +216,9 @@ mod tests {
         let sets = ["model.layers=2", "model.width=64", "model.heads=1", "data.seq_len=128"];
         let batch = ["train.batch_tokens=1024", "model.attention.kind=rope"];
         let set = |more: &[&str]| config(&[&sets[..], &batch, more].concat());
-        let of = |config: &RunConfig, rows| Estimate::of(config, 257, [rows, 128], Precision::Bf16);
+        let of = |config: &RunConfig, rows| {
+            Estimate::of(config, 257, config.base_stage().open(rows), Precision::Bf16)
+        };
         let plain = set(&[]);
         let parameters = Parameters::of(&plain.model, 257, 128).total() as f64;
         let estimate = of(&plain, 4);
@@ -247,7 +250,7 @@ mod tests {
             |available| largest_micro_batch(&config, &stage, 257, Precision::Bf16, available);
         assert_eq!(largest(None), Some(8));
         for rows in [1, 2, 4, 8] {
-            let needed = Estimate::of(&config, 257, [rows, 128], Precision::Bf16).total();
+            let needed = Estimate::of(&config, 257, stage.open(rows), Precision::Bf16).total();
             assert_eq!(largest(Some((needed as f64 * MARGIN) as u64 + 2)), Some(rows));
         }
         assert_eq!(largest(Some(1000)), None);
@@ -276,7 +279,8 @@ mod tests {
             let config = RunConfig::load(&root.join(&file), &set).unwrap();
             let precision = config.run.precision.unwrap_or(Precision::Bf16);
             let [rows, seq_len] = [config.train.micro_batch.unwrap(), config.data.seq_len];
-            let estimate = Estimate::of(&config, 50_257, [rows, seq_len], precision);
+            let estimate =
+                Estimate::of(&config, 50_257, config.base_stage().open(rows), precision);
             let ratio = estimate.total() as f64 / (1e9 * peak_gb);
             let kernel = Kernel { device: DeviceKind::Cuda, dtype: precision.parameter(2) };
             let by_kernels = (0..config.model.layers).all(|layer| {
@@ -299,6 +303,26 @@ mod tests {
         }
     }
 
+    /// A reference's scores of visible keys: a micro-batch of a stage with a window may be larger.
+    #[test]
+    fn a_stage_needs_the_memory_of_its_window() {
+        let config = config(&[
+            "data.seq_len=1024",
+            "train.batch_tokens=65536",
+            "train.stages=[{ from = 0, window = 16 }, { from = 0.5, window = \"none\" }]",
+        ]);
+        let of = |stage: &Stage| Estimate::of(&config, 257, stage.open(1), Precision::F32);
+        let timeline = config.timeline();
+        let [narrow, whole] = [0, 1].map(|at| &timeline.stages()[at]);
+        assert!(of(whole).attention > 5.0 * of(narrow).attention);
+        assert_eq!(of(whole).activations, of(narrow).activations);
+        let available = (2.0 * MARGIN * of(whole).total() as f64) as u64;
+        let rows = |stage| {
+            largest_micro_batch(&config, stage, 257, Precision::F32, Some(available)).unwrap()
+        };
+        assert!(rows(narrow) > rows(whole), "{} and {}", rows(narrow), rows(whole));
+    }
+
     /// References form all scores; kernels do not. No kind has a kernel in f32 on a GPU.
     #[test]
     fn references_need_more_than_kernels() {
@@ -306,7 +330,7 @@ mod tests {
             let kind = format!("model.attention={{ kind = \"{kind}\" }}");
             let sizes = ["data.seq_len=1024", "model.width=128", "model.heads=2"];
             let config = config(&[&sizes[..], &[kind.as_str()]].concat());
-            Estimate::of(&config, 257, [1, 1024], precision).attention
+            Estimate::of(&config, 257, config.base_stage().open(1), precision).attention
         };
         for kind in ["rope", "tra", "wall"] {
             let [kernel, reference] = [Precision::Bf16, Precision::F32].map(|p| attention(kind, p));

@@ -38,6 +38,9 @@ pub struct StepRecord {
     /// Tokens of its rows, in runs with `train.stages`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seq_len: Option<usize>,
+    /// Its window in tokens, in runs with `train.stages`; none while attention has no window.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<usize>,
     /// Training throughput of the step, tokens over wall-clock seconds.
     pub tokens_per_second: f64,
     /// Model FLOPs utilisation: the model's training FLOPs over those that the device's peak rate
@@ -310,6 +313,7 @@ mod tests {
             lr: 1e-3,
             batch_tokens: None,
             seq_len: None,
+            window: None,
             tokens_per_second: 5000.0,
             mfu: None,
             seconds: 0.5,

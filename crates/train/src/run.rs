@@ -133,8 +133,9 @@ fn steps<B: OpBackend>(
             B::set_allocation(&run.device, Allocation::Exact);
         }
 
-        // Rows of this step: a function only of the step. Shorter rows are parts of those of data.seq_len.
+        // Rows and window of this step: a function only of the step. Shorter rows are parts of those of data.seq_len.
         let OpenStage { stage, micro_batch } = run.stage();
+        run.model.set_windows(&run.config.model_of(&stage));
         let rows = stage.batch_tokens as usize / run.config.data.seq_len;
         let batch = run.loader.try_batch(run.next_row(), rows)?.cut(stage.seq_len);
         let weights = weight_sum(&batch);

@@ -26,6 +26,7 @@ pub(crate) fn scalars(record: &Record) -> Vec<(String, f64)> {
             values.extend(step.mfu.map(|mfu| ("train/mfu", mfu)));
             values.extend(step.batch_tokens.map(|n| ("train/batch_tokens", n as f64)));
             values.extend(step.seq_len.map(|n| ("train/seq_len", n as f64)));
+            values.extend(step.window.map(|n| ("train/window", n as f64)));
             named(values)
         }
         Record::Validation(record) => {

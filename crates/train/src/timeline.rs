@@ -1,14 +1,15 @@
-//! The steps of a run as stages: stretches of steps whose batches have one shape.
+//! The steps of a run as stages: stretches of steps whose batches have one shape, and attention one window.
 //!
 //! A run without `train.stages` has one stage. All positions in a run (tokens, rows, learning rate, what is
 //! due) are functions of the step and of the stages, so that a resumed run needs no other state.
 
 use longwall_config::Interval;
+use longwall_model::config::Window;
 use serde::Serialize;
 
 use crate::config::{Every, PhaseLength, StageConfig};
 
-/// A stretch of steps whose batches have one shape.
+/// A stretch of steps whose batches have one shape, and whose attention has one window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Stage {
     /// Steps of the run before the stage.
@@ -21,6 +22,8 @@ pub struct Stage {
     pub seq_len: usize,
     /// Rows of one forward and backward pass, if the configuration sets them.
     pub micro_batch: Option<usize>,
+    /// `model.window` during the stage, in tokens.
+    pub window: Option<usize>,
     /// How many micro-batches a step must have: two, if the gradient noise scale is measured.
     #[serde(skip)]
     pub least_micro_batches: usize,
@@ -48,6 +51,11 @@ impl Stage {
         (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
     }
 
+    /// The stage with micro-batches of `micro_batch` rows.
+    pub fn open(self, micro_batch: usize) -> OpenStage {
+        OpenStage { stage: self, micro_batch }
+    }
+
     /// Steps of the stage until a run of `tokens` tokens has reached `from`.
     fn steps_until(&self, from: PhaseLength, tokens: u64) -> u64 {
         let batch = self.batch_tokens.max(1);
@@ -69,12 +77,13 @@ impl Stage {
             batch_tokens: next.batch_tokens.unwrap_or(self.batch_tokens),
             seq_len: next.seq_len.unwrap_or(self.seq_len),
             micro_batch: next.micro_batch.or(self.micro_batch),
+            window: next.window.map_or(self.window, Window::tokens),
             least_micro_batches: self.least_micro_batches,
         }
     }
 }
 
-/// A stage of an open run.
+/// A stage with its micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpenStage {
     /// The stage.
@@ -90,6 +99,19 @@ impl OpenStage {
     }
 }
 
+/// Steps whose batches have one shape, and whose attention has one window; the next stretch differs in one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// Steps of the run before the stretch.
+    pub first_step: u64,
+    /// As [`Stage::batch_tokens`].
+    pub batch_tokens: u64,
+    /// As [`Stage::seq_len`].
+    pub seq_len: usize,
+    /// As [`Stage::window`].
+    pub window: Option<usize>,
+}
+
 /// The stages of a run, and its end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
@@ -101,7 +123,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// A run of `tokens` tokens, rounded up to whole steps, that begins with batches as those of `base` and
+    /// A run of `tokens` tokens, rounded up to whole steps, that begins with steps as those of `base` and
     /// changes them as `changes` say. Also returns the stage that each change begins.
     ///
     /// A change that is not after the one before it replaces it; a valid configuration has none.
@@ -142,6 +164,16 @@ impl Timeline {
     /// The place in [`stages`](Self::stages) of the stage of `step`, counted from 0.
     pub fn index(&self, step: u64) -> usize {
         self.stages.partition_point(|stage| stage.first_step <= step) - 1
+    }
+
+    /// The stage of the last one of `step` finished steps; before the first step, the first stage.
+    pub fn last_stage(&self, step: u64) -> &Stage {
+        &self.stages[self.index(step.saturating_sub(1))]
+    }
+
+    /// Whether the window changes during the run.
+    pub fn has_windows(&self) -> bool {
+        self.stages.iter().any(|stage| stage.window != self.stages[0].window)
     }
 
     /// Tokens of the first `step` steps. `None` if that is more than a number holds.
@@ -231,14 +263,19 @@ impl Timeline {
         unreachable!("a timeline has a stage")
     }
 
-    /// Where the shape of batches changes in the first `step` steps: two runs that agree in this had the same batches.
-    pub fn past(&self, step: u64) -> Vec<[u64; 3]> {
+    /// The stretches of the first `step` steps: two runs that agree in them had the same batches and the same attention.
+    pub fn past(&self, step: u64) -> Vec<Stretch> {
         let begun = self.stages.iter().take_while(|stage| stage.first_step < step);
-        let mut changes: Vec<_> = begun
-            .map(|stage| [stage.first_step, stage.batch_tokens, stage.seq_len as u64])
+        let mut stretches: Vec<Stretch> = begun
+            .map(|&Stage { first_step, batch_tokens, seq_len, window, .. }| Stretch {
+                first_step,
+                batch_tokens,
+                seq_len,
+                window,
+            })
             .collect();
-        changes.dedup_by(|next, last| next[1..] == last[1..]);
-        changes
+        stretches.dedup_by(|next, last| *next == Stretch { first_step: next.first_step, ..*last });
+        stretches
     }
 }
 
@@ -333,6 +370,26 @@ mod tests {
         let early = Timeline::new(base(64), &[change("10", 128)], 4400).0;
         assert_eq!(early.past(20), staged().past(20));
         assert_ne!(early.past(21), staged().past(21));
+    }
+
+    #[test]
+    fn a_stage_keeps_the_window_until_it_is_changed() {
+        let changes =
+            ["from = 2\nwindow = 8", "from = 4\nbatch_tokens = 32", "from = 6\nwindow = \"none\""];
+        let changes = changes.map(|table| toml::from_str::<StageConfig>(table).unwrap());
+        let start = Stage { window: Some(4), ..base(64) };
+        let timeline = Timeline::new(start, &changes, 640).0;
+        let windows: Vec<_> = timeline.stages().iter().map(|stage| stage.window).collect();
+        assert_eq!(windows, [Some(4), Some(8), Some(8), None]);
+        let after = |step| timeline.last_stage(step).window;
+        assert_eq!(
+            [0, 1, 2, 3, 6, 7].map(after),
+            [Some(4), Some(4), Some(4), Some(8), Some(8), None]
+        );
+        assert!(timeline.has_windows() && !staged().has_windows());
+        let without = Timeline::new(start, &changes[1..], 640).0;
+        assert_eq!(without.past(2), timeline.past(2));
+        assert_ne!(without.past(3), timeline.past(3));
     }
 
     #[test]

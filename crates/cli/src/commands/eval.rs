@@ -343,7 +343,7 @@ pub fn git_hash() -> Option<String> {
     Some(String::from_utf8(output.stdout).ok()?.trim().to_owned())
 }
 
-/// Parses the tables of the list `key` (`eval`, for `[[eval]]`) of a configuration file, whose names
+/// Parses the tables of the list `key` (`eval`, for `[[eval]]`) of a configuration file, whose names and weights
 /// [`validate_evals`] has checked.
 ///
 /// [`validate_evals`]: longwall_train::config::validate_evals
@@ -356,6 +356,7 @@ pub fn suites_of<'a>(
         let place = format!("{}: {key}.{at}", path.display());
         let mut table = table.clone();
         let out = table.remove("out").and_then(|out| out.as_str().map(str::to_owned));
+        table.remove("weights");
         let suite: SuiteConfig = table
             .clone()
             .try_into()

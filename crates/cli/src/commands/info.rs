@@ -7,6 +7,7 @@ use longwall_config::{Problems, parse_count};
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::AttentionConfig;
 use longwall_kernels::device::DeviceKind;
+use longwall_model::config::Window;
 use longwall_model::cost::{self, KindCost, Parameters};
 use longwall_model::{ModelConfig, Precision};
 use longwall_train::config::RunConfig;
@@ -65,10 +66,13 @@ pub(crate) struct Info {
     weight_state_ratio: f64,
     steps: u64,
     /// Its stages: one, unless `train.stages` lists further ones.
-    stages: Vec<Stage>,
+    stages: Vec<StageCosts>,
     /// Whether the configuration has stages.
     #[serde(skip)]
     staged: bool,
+    /// The window of the last stage, if the stages differ in theirs: that of the model that these figures are of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    window: Option<Window>,
     train_flops: f64,
     /// On a GPU, in bf16, at least: see [`memory::least_for_training`].
     train_memory_bytes: u64,
@@ -87,17 +91,15 @@ pub(crate) struct Info {
 impl Info {
     /// The figures of a valid configuration, with a vocabulary of `vocab` tokens, at a length of `seq_len`.
     pub(crate) fn of(config: &RunConfig, vocab: usize, seq_len: usize) -> Self {
-        let model = &config.model;
+        let timeline = config.timeline();
+        let model = &config.model_after(timeline.total_steps());
         let parameters = Parameters::of(model, vocab, config.data.seq_len);
         let costs = Costs::of(model, &parameters, seq_len);
         let precision = config.run.precision.unwrap_or(Precision::Bf16);
-        let timeline = config.timeline();
-        let estimates = timeline.stages().iter().map(|stage| {
-            let rows = stage.micro_batch_rows(memory::GPU_MICRO_BATCH_TOKENS);
-            (rows, Estimate::of(config, vocab, [rows, stage.seq_len], precision))
-        });
-        let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
-        let (micro_batch, estimate) = largest.expect("a run has a stage");
+        let of_stage = |stage: &Stage| StageCosts::of(config, stage, vocab, precision);
+        let stages: Vec<StageCosts> = timeline.stages().iter().map(of_stage).collect();
+        let largest = stages.iter().max_by_key(|stage| stage.train_memory_estimate_bytes);
+        let StageCosts { micro_batch, estimate, .. } = *largest.expect("a run has a stage");
         Info {
             attention: model.attention_label(),
             vocab_size: vocab,
@@ -114,8 +116,9 @@ impl Info {
             layers: cost::by_kind(model, seq_len).into_iter().map(Layers::of).collect(),
             kinds: kinds(model, costs, vocab, [config.data.seq_len, seq_len]),
             steps: timeline.total_steps(),
-            stages: timeline.stages().to_vec(),
+            stages,
             staged: timeline.is_staged(),
+            window: timeline.has_windows().then(|| Window::of(model.window)),
             train_flops: config.train_flops(vocab),
             train_memory_bytes: least_gpu_memory(config, vocab),
             micro_batch,
@@ -123,6 +126,34 @@ impl Info {
             train_memory_precision: precision,
             train_memory_estimate_bytes: estimate.total(),
             optimiser: assignment(&config.rules().all(vocab, config.data.seq_len)),
+        }
+    }
+}
+
+/// A stage, and what it costs.
+#[derive(Serialize)]
+struct StageCosts {
+    #[serde(flatten)]
+    stage: Stage,
+    train_flops_per_token: f64,
+    /// Rows of a micro-batch on a GPU with room for it.
+    #[serde(rename = "gpu_micro_batch")]
+    micro_batch: usize,
+    #[serde(skip)]
+    estimate: Estimate,
+    train_memory_estimate_bytes: u64,
+}
+
+impl StageCosts {
+    fn of(config: &RunConfig, stage: &Stage, vocab: usize, precision: Precision) -> Self {
+        let micro_batch = stage.micro_batch_rows(memory::GPU_MICRO_BATCH_TOKENS);
+        let estimate = Estimate::of(config, vocab, stage.open(micro_batch), precision);
+        StageCosts {
+            stage: *stage,
+            train_flops_per_token: config.flops_per_token(stage, vocab),
+            micro_batch,
+            estimate,
+            train_memory_estimate_bytes: estimate.total(),
         }
     }
 }
@@ -286,7 +317,8 @@ fn print(info: &Info) {
     println!("  mlp                    {}", p.mlp);
     println!("  norms                  {}", p.norms);
     println!("  head                   {}", p.head);
-    println!("at a length of           {} tokens", info.seq_len);
+    let window = info.window.map(|window| format!(", with the last stage's window ({window})"));
+    println!("at a length of           {} tokens{}", info.seq_len, window.unwrap_or_default());
     println!("  forward, per token     {:.3} MFLOP", info.forward_flops_per_token / 1e6);
     println!(
         "    of it attention      {:.3} MFLOP ({share:.1} %)",
@@ -301,10 +333,16 @@ fn print(info: &Info) {
     println!("  weight : state FLOPs   {}", ratio(info.weight_state_ratio));
     println!("the run                  {} steps, {:.3e} FLOP", info.steps, info.train_flops);
     if info.staged {
-        for Stage { first_step, first_token, batch_tokens, seq_len, .. } in &info.stages {
+        for costs in &info.stages {
+            let Stage { first_step, first_token, batch_tokens, seq_len, window, .. } = costs.stage;
+            let window = info.window.map(|_| format!(", window {}", Window::of(window)));
             println!(
-                "  from step {:<12} batches of {batch_tokens} tokens, rows of {seq_len}, after {first_token} tokens",
-                first_step + 1
+                "  from step {:<12} batches of {batch_tokens} tokens, rows of {seq_len}{}, after {first_token} tokens: \
+                 {:.3} MFLOP per token, an estimated {:.1} GB on a GPU",
+                first_step + 1,
+                window.unwrap_or_default(),
+                costs.train_flops_per_token / 1e6,
+                costs.train_memory_estimate_bytes as f64 / 1e9,
             );
         }
     }

@@ -9,7 +9,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::{CheckpointSelector, WeightsSelector};
-use longwall_train::config::RunConfig;
+use longwall_train::config::{RunConfig, eval_weights};
 use longwall_train::device::{self, Compute};
 use longwall_train::meters::Meters;
 use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train};
@@ -190,20 +190,25 @@ fn train_on(
     })
 }
 
-/// Runs the suites of `[[eval]]` on the last checkpoint.
+/// Runs the suites of `[[eval]]` on the last checkpoint, each with the weights that its table names.
 fn evaluate_after(
     config: &RunConfig,
     run_dir: &Path,
     suites: &[NamedSuite],
     stop: &StopFlag,
 ) -> Result<()> {
-    if suites.is_empty() {
-        return Ok(());
-    }
-    let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
-    // Replaces results of an earlier last checkpoint, if the run was extended.
-    for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
-        println!("{report}");
+    let weights: Vec<WeightsSelector> = config.eval.iter().map(eval_weights).collect();
+    let mut first = 0;
+    // A model is loaded once for neighbours that read the same weights.
+    for group in weights.chunk_by(|a, b| a == b) {
+        let suites = &suites[first..first + group.len()];
+        first += group.len();
+        let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
+        let run = run.with_weights(group[0])?;
+        // Replaces results of an earlier last checkpoint, if the run was extended.
+        for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
+            println!("{report}");
+        }
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::commands::eval::suites_of;
 use crate::commands::info::{Info, LONGEST};
 
 /// Optional keys, with values that are often valid.
-const KEYS: [&str; 61] = [
+const KEYS: [&str; 64] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
@@ -65,6 +65,8 @@ const KEYS: [&str; 61] = [
     "train.stages=[{ from = 0, seq_len = 16 }, { from = 0.5, batch_tokens = \"64k\" }]",
     "train.stages=[{ from = \"1k tokens\", batch_tokens = 8192, micro_batch = 2 }]",
     "train.stages.0.from=1",
+    "train.stages=[{ from = 0, window = 8 }, { from = 2, window = \"none\" }]",
+    "model.window=\"none\"",
     "train.noise_scale={ every = 5, decay = 0.5 }",
     "train.evaluate=[{ suite = \"passkey\", steps = [1], weights = \"ema\" }]",
     "train.stages.0.seq_len=64",
@@ -80,6 +82,7 @@ const KEYS: [&str; 61] = [
     "eval=[{ suite = \"mqrar\", keys = 4 }, { suite = \"word-problem\", group = \"s5\" }]",
     "eval=[{ suite = \"perplexity\", stride = 8 }, { suite = \"babilong\", tasks = [\"qa4\"] }]",
     "eval.0.batch_tokens=\"64k\"",
+    "eval.0.weights=\"ema\"",
 ];
 
 /// The files of a folder of configurations.

@@ -153,7 +153,7 @@ pub struct ModelConfig {
     /// How later layers mix in the first layer's values.
     pub value_residual: ValueResidual,
     /// With a window w, a token attends to itself and the w − 1 tokens before it; applies to all layers
-    /// whose kind sets no window of its own.
+    /// whose kind sets no window of its own. In TOML: a number of tokens, or `"none"`, the default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub window: Option<usize>,
     /// The kinds of the first layers, by name; the layers after them repeat the pattern.
@@ -225,7 +225,7 @@ struct Table {
     short_conv: bool,
     token_shift: Option<bool>,
     value_residual: Option<ValueResidual>,
-    window: Option<usize>,
+    window: Option<Window>,
     pattern: Option<Vec<String>>,
     attention: Option<AttentionConfig>,
     #[serde(default)]
@@ -266,7 +266,7 @@ impl From<Table> for ModelConfig {
             short_conv: t.short_conv,
             token_shift: t.token_shift.unwrap_or(rwkv7),
             value_residual: t.value_residual.unwrap_or(residual),
-            window: t.window,
+            window: t.window.and_then(Window::tokens),
             pattern: t.pattern,
             attention: t.attention,
             kinds: t.kinds,

@@ -10,21 +10,36 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{ModelConfig, ValueResidual};
 
-/// The window of a kind's layers. In TOML: a number of tokens, or `"none"`.
+/// The window of layers. In TOML: a number of tokens, or `"none"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Window {
     /// With w tokens, a token attends to itself and the w − 1 tokens before it.
     Tokens(usize),
-    /// A token attends to all tokens before it, whatever `model.window` says.
+    /// A token attends to all tokens before it.
     Unlimited,
 }
 
 impl Window {
+    /// The window of `tokens` tokens; with `None`, an unlimited one.
+    pub fn of(tokens: Option<usize>) -> Self {
+        tokens.map_or(Window::Unlimited, Window::Tokens)
+    }
+
     /// The limit in tokens, if there is one.
     pub fn tokens(self) -> Option<usize> {
         match self {
             Window::Tokens(tokens) => Some(tokens),
             Window::Unlimited => None,
+        }
+    }
+}
+
+impl Display for Window {
+    /// For example `512`, or `none`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Window::Tokens(tokens) => write!(f, "{tokens}"),
+            Window::Unlimited => f.write_str("none"),
         }
     }
 }
@@ -159,6 +174,17 @@ impl ModelConfig {
     /// The window of layer `layer`, in tokens.
     pub(super) fn window_of(&self, layer: usize) -> Option<usize> {
         self.kind_of(layer).and_then(|(.., window)| window)
+    }
+
+    /// Whether a layer has the window `model.window`: its kind sets none of its own.
+    pub fn has_layer_without_own_window(&self) -> bool {
+        let own = |name| self.kinds.get(name).is_some_and(|kind| kind.window.is_some());
+        self.pattern.as_ref().is_none_or(|pattern| !pattern.iter().all(own))
+    }
+
+    /// The same model with another window `model.window`, in tokens.
+    pub fn with_window(&self, window: Option<usize>) -> Self {
+        ModelConfig { window, ..self.clone() }
     }
 
     /// The layers of each kind, in the order in which the kinds first occur.

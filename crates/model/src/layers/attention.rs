@@ -130,6 +130,11 @@ impl<B: OpBackend> Attention<B> {
         self.finish(o, &x, &mut preceding, residual)
     }
 
+    /// Changes how far back a token attends, in tokens; `None` for all tokens before it. No weight depends on it.
+    pub(crate) fn set_window(&mut self, window: Option<usize>) {
+        self.shape.window = window;
+    }
+
     /// The metrics that [`Attention::observe`] may report.
     pub fn metrics(&self) -> Vec<Metric> {
         self.variant.metrics()

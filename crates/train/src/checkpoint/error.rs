@@ -118,8 +118,8 @@ pub enum CheckpointError {
         /// `(key, value in the checkpoint, value asked for)`.
         differences: Vec<(String, String, String)>,
     },
-    /// With this configuration, the steps before the checkpoint would have had other batches.
-    #[error("{} was made with other stages: with the train.stages and train.tokens of this configuration, the steps up to {step} would have had other batches\n  hint: leave both as they were; later stages may change, and a stage that begins at a step or a token does not move when train.tokens changes", path.display())]
+    /// With this configuration, the steps before the checkpoint would have had other batches or another window.
+    #[error("{} was made with other stages: with the train.stages and train.tokens of this configuration, the steps up to {step} would have had other batches or another window\n  hint: leave both as they were; later stages may change, and a stage that begins at a step or a token does not move when train.tokens changes", path.display())]
     OtherStages {
         /// The checkpoint's folder.
         path: PathBuf,

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use checksums::Checksums;
 pub use error::CheckpointError;
 pub use folder::{Best, CheckpointFolder};
+use longwall_model::config::Window;
 use longwall_model::weights::parameter_shapes;
 pub use selectors::{CheckpointSelector, WeightsSelector};
 pub use state::{StageMicroBatch, State, TokenizerIdentity};
@@ -95,6 +96,12 @@ impl Checkpoint {
         Ok(Checkpoint { path, state, config, checksums })
     }
 
+    /// The configuration of the checkpoint's model: `model.window` is that of its last step, whatever the run's
+    /// stages set.
+    pub fn trained_config(&self) -> RunConfig {
+        RunConfig { model: self.config.model_after(self.state.step), ..self.config.clone() }
+    }
+
     /// The folder of the run.
     pub fn run_dir(&self) -> &Path {
         self.path.ancestors().nth(2).unwrap_or(Path::new("."))
@@ -170,7 +177,7 @@ impl Checkpoint {
         Ok(self.path.join(name))
     }
 
-    /// The checkpoint's configuration with the overrides `sets`, which may only change settings of the model that
+    /// [`Checkpoint::trained_config`] with the overrides `sets`, which may only change settings of the model that
     /// leave all its weights as they are.
     ///
     /// # Errors
@@ -181,11 +188,16 @@ impl Checkpoint {
         sets: &[String],
         vocab_size: usize,
     ) -> Result<RunConfig, CheckpointError> {
+        let trained = self.trained_config();
         if sets.is_empty() {
-            return Ok(self.config.clone());
+            return Ok(trained);
         }
-        let config = RunConfig::load(&self.path.join(CONFIG_FILE), sets)?;
-        let mut changes = self.config.differences(&config).into_iter();
+        let window = trained.model.window;
+        let of_stage = format!("model.window={}", Window::of(window));
+        let of_stage = (window != self.config.model.window).then_some(of_stage);
+        let all: Vec<String> = of_stage.into_iter().chain(sets.iter().cloned()).collect();
+        let config = RunConfig::load(&self.path.join(CONFIG_FILE), &all)?;
+        let mut changes = trained.differences(&config).into_iter();
         if let Some(Difference { key, .. }) = changes.find(|d| !d.key.starts_with("model.")) {
             return Err(CheckpointError::NotOfTheModel { key });
         }
@@ -240,7 +252,7 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// Rejects stages with which the steps so far would have had other batches.
+    /// Rejects stages with which the steps so far would have had other batches or another window.
     fn check_stages(&self, config: &RunConfig) -> Result<(), CheckpointError> {
         let (step, theirs, ours) = (self.state.step, self.config.timeline(), config.timeline());
         match theirs.past(step) == ours.past(step) {

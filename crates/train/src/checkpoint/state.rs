@@ -5,6 +5,7 @@ use std::path::Path;
 
 use longwall_data::{Cursor, Tokenizer};
 use longwall_model::ModelConfig;
+use longwall_model::config::Window;
 use serde::{Deserialize, Serialize};
 
 use super::{Best, CheckpointError};
@@ -53,7 +54,7 @@ pub struct State {
     pub micro_batches: Vec<StageMicroBatch>,
     /// The tokenizer.
     pub tokenizer: TokenizerIdentity,
-    /// The model.
+    /// The model, with the window of the last step.
     pub model: ModelConfig,
 }
 
@@ -132,6 +133,9 @@ pub struct StageMicroBatch {
     pub batch_tokens: u64,
     /// Tokens of a row.
     pub seq_len: usize,
+    /// Its window; unknown if an earlier version wrote the checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<Window>,
     /// Rows of one forward and backward pass.
     pub micro_batch: usize,
 }
@@ -139,12 +143,14 @@ pub struct StageMicroBatch {
 impl StageMicroBatch {
     /// The micro-batches of an open stage.
     pub fn of(OpenStage { stage, micro_batch }: &OpenStage) -> Self {
-        let Stage { batch_tokens, seq_len, .. } = *stage;
-        StageMicroBatch { batch_tokens, seq_len, micro_batch: *micro_batch }
+        let Stage { batch_tokens, seq_len, window, .. } = *stage;
+        let window = Some(Window::of(window));
+        StageMicroBatch { batch_tokens, seq_len, window, micro_batch: *micro_batch }
     }
 
     fn is_of(&self, stage: &Stage) -> bool {
         (self.batch_tokens, self.seq_len) == (stage.batch_tokens, stage.seq_len)
+            && self.window.is_none_or(|window| window.tokens() == stage.window)
     }
 
     fn rows(&self) -> usize {

@@ -17,16 +17,9 @@ pub struct EvaluateConfig {
     /// Steps after which to evaluate, besides those of `every`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<u64>,
-    /// Which weights: the model's, or their moving average.
-    #[serde(default, skip_serializing_if = "is_default")]
-    pub weights: WeightsSelector,
-    /// The other keys, as in a table `[[eval]]`: `suite`, `out` and the suite's own.
+    /// The other keys, as in a table `[[eval]]`: `suite`, `out`, `weights` and the suite's own.
     #[serde(flatten)]
     pub eval: Table,
-}
-
-fn is_default(weights: &WeightsSelector) -> bool {
-    *weights == WeightsSelector::default()
 }
 
 impl EvaluateConfig {
@@ -38,22 +31,8 @@ impl EvaluateConfig {
         self.every.is_some_and(every) || self.steps.contains(&step)
     }
 
-    /// Records what is wrong with the steps and the weights of table `at` in a run of `total_steps`, which keeps an
-    /// average of the weights or not.
-    pub(super) fn validate(
-        &self,
-        at: usize,
-        total_steps: u64,
-        has_average: bool,
-        problems: &mut Problems,
-    ) {
-        problems.check(
-            self.weights == WeightsSelector::Model || has_average,
-            format!("train.evaluate.{at}.weights"),
-            format!("\"{}\" in a run that keeps no average", self.weights),
-            "\"model\", or \"ema\" with train.ema",
-            "set for example train.ema = 0.999, or leave weights out",
-        );
+    /// Records what is wrong with the steps of table `at` in a run of `total_steps`.
+    pub(super) fn validate(&self, at: usize, total_steps: u64, problems: &mut Problems) {
         problems.check(
             self.every.is_some() || !self.steps.is_empty(),
             format!("train.evaluate.{at}.every"),
@@ -86,8 +65,35 @@ pub fn eval_name(eval: &Table) -> Option<&str> {
     eval.get("out").or_else(|| eval.get("suite")).and_then(Value::as_str)
 }
 
-/// Records every table of the list `key` (`eval`, for `[[eval]]`) without a suite, and every name that is no
-/// folder's or is there twice.
+/// The weights that an evaluation reads: the table's `weights`, by default the model's. `None` if the value names none.
+fn named_weights(eval: &Table) -> Option<WeightsSelector> {
+    match eval.get("weights") {
+        Some(name) => name.as_str()?.parse().ok(),
+        None => Some(WeightsSelector::default()),
+    }
+}
+
+/// The weights that the evaluation of a valid table reads.
+pub fn eval_weights(eval: &Table) -> WeightsSelector {
+    named_weights(eval).unwrap_or_default()
+}
+
+/// Records every table of the list `key` that reads the averaged weights, in a run that keeps no average.
+pub fn validate_without_average(key: &str, evals: &[&Table], problems: &mut Problems) {
+    for (at, eval) in evals.iter().enumerate() {
+        let weights = eval_weights(eval);
+        problems.check(
+            weights == WeightsSelector::Model,
+            format!("{key}.{at}.weights"),
+            format!("\"{weights}\" in a run that keeps no average"),
+            "\"model\", or \"ema\" with train.ema",
+            "set for example train.ema = 0.999, or leave weights out",
+        );
+    }
+}
+
+/// Records every table of the list `key` (`eval`, for `[[eval]]`) without a suite or with unknown weights, and every
+/// name that is no folder's or is there twice.
 pub fn validate_evals(key: &str, evals: &[&Table], problems: &mut Problems) {
     let show = |value: Option<&Value>| value.map_or_else(|| "missing".to_owned(), Value::to_string);
     for (at, &eval) in evals.iter().enumerate() {
@@ -105,6 +111,13 @@ pub fn validate_evals(key: &str, evals: &[&Table], problems: &mut Problems) {
             show(out),
             FOLDER_NAME,
             "use for example out = \"passkey-long\"",
+        );
+        problems.check(
+            named_weights(eval).is_some(),
+            format!("{key}.{at}.weights"),
+            show(eval.get("weights")),
+            "\"model\", \"ema\"",
+            "use \"ema\" for the moving average that train.ema keeps, or leave weights out",
         );
         let Some(name) = eval_name(eval) else { continue };
         let earlier = evals[..at].iter().position(|earlier| eval_name(earlier) == Some(name));

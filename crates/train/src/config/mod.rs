@@ -29,7 +29,10 @@ use crate::timeline::{Stage, Timeline};
 const MOST_THREADS: usize = 1024;
 
 pub use error::ConfigError;
-pub use evals::{EvaluateConfig, FOLDER_NAME, eval_name, is_folder_name, validate_evals};
+pub(crate) use evals::validate_without_average;
+pub use evals::{
+    EvaluateConfig, FOLDER_NAME, eval_name, eval_weights, is_folder_name, validate_evals,
+};
 pub use kind::{KindError, SizeNames, check_kind, parse_kind};
 pub use overrides::Override;
 pub use scalars::{Every, OrOff, PhaseLength};
@@ -58,7 +61,7 @@ pub struct RunConfig {
     /// Length, batch, optimiser, schedule.
     pub train: TrainConfig,
     /// Evaluation suites to run after training; each table names its `suite`, may name its results' folder
-    /// (`out`), and the other keys are the suite's own.
+    /// (`out`) and which weights it reads (`weights`), and the other keys are the suite's own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eval: Vec<Table>,
 }
@@ -178,10 +181,17 @@ impl RunConfig {
         }
         if model.as_slice().is_empty() {
             validate_patterns(&self.train.groups, &self.model, problems);
+            for (at, stage) in self.train.stages.iter().enumerate() {
+                stage.validate_window(at, &self.model, problems);
+            }
         }
         self.train.validate(self.data.seq_len, problems);
         self.validate_cut_rows(problems);
-        validate_evals("eval", &self.eval.iter().collect::<Vec<_>>(), problems);
+        let evals: Vec<&Table> = self.eval.iter().collect();
+        validate_evals("eval", &evals, problems);
+        if self.train.ema.0.is_none() {
+            validate_without_average("eval", &evals, problems);
+        }
     }
 
     /// Records a stage that would cut generated rows: an example's parts mean nothing on their own.
@@ -203,7 +213,7 @@ impl RunConfig {
 
     /// The stages of the run.
     pub fn timeline(&self) -> Timeline {
-        self.train.timeline(self.data.seq_len)
+        self.train.timeline(self.data.seq_len, self.model.window)
     }
 
     /// Optimiser steps of the run: without stages, `ceil(tokens / batch_tokens)`.
@@ -215,15 +225,38 @@ impl RunConfig {
     pub fn train_flops(&self, vocab_size: usize) -> f64 {
         let timeline = self.timeline();
         let of = |(stage, tokens): (&Stage, u64)| {
-            tokens as f64 * train_flops_per_token(&self.model, vocab_size, stage.seq_len)
+            tokens as f64 * self.flops_per_token(stage, vocab_size)
         };
         let tokens = timeline.tokens_by_stage(timeline.total_steps());
         timeline.stages().iter().zip(tokens).map(of).sum()
     }
 
-    /// Steps with `train.batch_tokens` and `data.seq_len`, whatever `train.stages` change.
+    /// FLOPs of training per token during `stage`, with a vocabulary of `vocab_size` tokens.
+    pub fn flops_per_token(&self, stage: &Stage, vocab_size: usize) -> f64 {
+        train_flops_per_token(&self.model_of(stage), vocab_size, stage.seq_len)
+    }
+
+    /// Steps with `train.batch_tokens`, `data.seq_len` and `model.window`, whatever `train.stages` change.
     pub fn base_stage(&self) -> Stage {
-        self.train.base_stage(self.data.seq_len)
+        self.train.base_stage(self.data.seq_len, self.model.window)
+    }
+
+    /// The model during `stage`: with its window.
+    pub fn model_of(&self, stage: &Stage) -> ModelConfig {
+        self.model.with_window(stage.window)
+    }
+
+    /// The model that `step` finished steps give: with the window of the last of them.
+    pub fn model_after(&self, step: u64) -> ModelConfig {
+        self.model_of(self.timeline().last_stage(step))
+    }
+
+    /// The model with the widest window of the run: the one that reads and keeps most.
+    pub fn widest_model(&self) -> ModelConfig {
+        let width = |stage: &&Stage| stage.window.unwrap_or(usize::MAX);
+        let timeline = self.timeline();
+        let widest = timeline.stages().iter().max_by_key(width).expect("a run has a stage");
+        self.model_of(widest)
     }
 
     /// How the optimiser updates the model's parameters.

@@ -1,19 +1,21 @@
-//! The tables `[[train.stages]]`: changes of the batch size and of the length of rows during a run.
+//! The tables `[[train.stages]]`: changes of the batch size, the length of rows and the window during a run.
 
 use longwall_config::{Problems, count};
+use longwall_model::ModelConfig;
+use longwall_model::config::Window;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::scalars::PhaseLength;
 use super::train::{MOST_BATCH_TOKENS, nearest_divisor};
 use crate::timeline::Stage;
 
-/// A table `[[train.stages]]`: from some step on, batches of another size or rows of another length. What a table
-/// leaves out stays as it was before.
+/// A table `[[train.stages]]`: from some step on, batches of another size, rows of another length or another window.
+/// What a table leaves out stays as it was before.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StageConfig {
     /// When it begins: a share of the run's tokens, steps, or tokens. 0 in the first table replaces
-    /// `train.batch_tokens` and `data.seq_len` from the start.
+    /// `train.batch_tokens`, `data.seq_len` and `model.window` from the start.
     pub from: PhaseLength,
     /// Tokens of one optimiser step: a multiple of `data.seq_len`.
     #[serde(default, deserialize_with = "optional_count", skip_serializing_if = "Option::is_none")]
@@ -24,6 +26,9 @@ pub struct StageConfig {
     /// Rows of one forward and backward pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub micro_batch: Option<usize>,
+    /// What `model.window` becomes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<Window>,
 }
 
 fn optional_count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
@@ -60,11 +65,12 @@ impl StageConfig {
             format!("before the end of the run, {tokens} tokens"),
             "give it as a share of the run, for example 0.1, or raise train.tokens",
         );
+        let changes = self.batch_tokens.is_some() || self.seq_len.is_some();
         problems.check(
-            self.batch_tokens.is_some() || self.seq_len.is_some() || self.micro_batch.is_some(),
+            changes || self.micro_batch.is_some() || self.window.is_some(),
             format!("train.stages.{at}"),
             "a table with from alone",
-            "batch_tokens, seq_len or micro_batch beside it",
+            "batch_tokens, seq_len, micro_batch or window beside it",
             "say what changes, or remove the table",
         );
         if let Some(len) = self.seq_len {
@@ -97,6 +103,27 @@ impl StageConfig {
             None => "remove the micro_batch that it keeps from before",
         };
         check_micro_batch(stage, &key("micro_batch"), remedy, problems);
+    }
+
+    /// Records a window of table `at` that the valid `model` cannot have, by the checks of `model.window`.
+    pub(super) fn validate_window(&self, at: usize, model: &ModelConfig, problems: &mut Problems) {
+        let Some(window) = self.window else { return };
+        let key = format!("train.stages.{at}.window");
+        problems.check(
+            model.has_layer_without_own_window(),
+            &key,
+            window,
+            "a window that some layer takes: every table of model.kinds has its own",
+            format!(
+                "leave {key} out, or remove window from the tables of the layers that it is for"
+            ),
+        );
+        let mut found = Problems::new();
+        model.with_window(window.tokens()).validate(&mut found);
+        let place = |text: &str| text.replace("model.window", &key);
+        for p in found.as_slice() {
+            problems.check(false, place(&p.key), &p.value, &p.allowed, place(&p.remedy));
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 use std::path::Path;
 
 use super::*;
+use crate::checkpoint::WeightsSelector;
 use crate::testing::CONFIG as BASE;
 
 fn parse(source: &str, sets: &[&str]) -> Result<RunConfig, ConfigError> {
@@ -393,14 +394,27 @@ fn an_average_can_only_be_evaluated_if_there_is_one() {
     let tables = "train.evaluate=[{ suite = \"passkey\", every = 5, weights = \"ema\" }]";
     let config = parse(BASE, &[tables, "train.ema=0.9"]).unwrap();
     assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
-    assert!(!config.train.evaluate[0].eval.contains_key("weights"));
-    insta::assert_snapshot!(error(&[tables]), @r#"
-    configs/small.toml: the configuration has 1 problem:
+    assert_eq!(eval_weights(&config.train.evaluate[0].eval), WeightsSelector::Ema);
+    let after = "eval=[{ suite = \"fflm\" }, { suite = \"passkey\", weights = \"ema\" }]";
+    let config = parse(BASE, &[after, "train.ema=0.9"]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    let weights: Vec<_> = config.eval.iter().map(eval_weights).collect();
+    assert_eq!(weights, [WeightsSelector::Model, WeightsSelector::Ema]);
+    insta::assert_snapshot!(error(&[tables, after]), @r#"
+    configs/small.toml: the configuration has 2 problems:
     train.evaluate.0.weights is "ema" in a run that keeps no average; allowed: "model", or "ema" with train.ema
       hint: set for example train.ema = 0.999, or leave weights out
+    eval.1.weights is "ema" in a run that keeps no average; allowed: "model", or "ema" with train.ema
+      hint: set for example train.ema = 0.999, or leave weights out
     "#);
-    let unknown = error(&[&tables.replace("ema", "mean")]);
-    assert!(unknown.contains("weights"), "{unknown}");
+    let unknown = [tables, after].map(|set| set.replace("\"ema\"", "3"));
+    insta::assert_snapshot!(error(&[&unknown[0], &unknown[1]]), @r#"
+    configs/small.toml: the configuration has 2 problems:
+    train.evaluate.0.weights is 3; allowed: "model", "ema"
+      hint: use "ema" for the moving average that train.ema keeps, or leave weights out
+    eval.1.weights is 3; allowed: "model", "ema"
+      hint: use "ema" for the moving average that train.ema keeps, or leave weights out
+    "#);
 }
 
 #[test]
@@ -415,4 +429,79 @@ fn rows_of_generated_sources_are_not_cut() {
         "{found}"
     );
     assert!(found.contains("hint: remove seq_len from the stages"), "{found}");
+}
+
+/// The stages of [`BASE`] with other windows.
+fn windows(values: [&str; 2]) -> String {
+    let [first, second] = values;
+    format!("train.stages=[{{ from = 0, window = {first} }}, {{ from = 0.5, window = {second} }}]")
+}
+
+#[test]
+fn a_stage_may_have_a_window_of_its_own() {
+    let config = parse(BASE, &[&windows(["64", "\"none\""]), "model.window=8"]).unwrap();
+    assert_eq!(parse(&config.to_toml(), &[]).unwrap(), config);
+    let steps = config.total_steps();
+    let after = |step| config.model_after(step).window;
+    assert_eq!([0, 1, steps / 2, steps].map(after), [Some(64), Some(64), Some(64), None]);
+    assert_eq!((config.widest_model().window, config.model.window), (None, Some(8)));
+    // Two halves of the FLOPs that each window takes.
+    let with = |window: &str| parse(BASE, &[&format!("model.window={window}")]).unwrap();
+    let [narrow, whole] = ["64", "\"none\""].map(|window| with(window).train_flops(257));
+    let share = (config.train_flops(257) - narrow) / (whole - narrow);
+    assert!(narrow < whole && (share - 0.5).abs() < 0.01, "{narrow}, {whole}, {share}");
+}
+
+#[test]
+fn a_window_that_the_model_cannot_have_is_refused_in_stages_too() {
+    insta::assert_snapshot!(error(&[&windows(["0", "99999999"])]), @r"
+    configs/small.toml: the configuration has 2 problems:
+    train.stages.0.window is 0; allowed: from 1 to 16777216
+      hint: set a window of at least 1, or leave train.stages.0.window out
+    train.stages.1.window is 99999999; allowed: from 1 to 16777216
+      hint: set a window of at least 1, or leave train.stages.1.window out
+    ");
+    let wall = "model.attention={ kind = \"wall\", prune = true }";
+    insta::assert_snapshot!(error(&[wall, &windows(["\"none\"", "64"])]), @r#"
+    configs/small.toml: the configuration has 1 problem:
+    train.stages.1.window is 64; allowed: no window with this configuration of kind = "wall"
+      hint: leave train.stages.1.window out
+    "#);
+    let evicts = "model.attention={ kind = \"wall\", evict_below = 0.1 }";
+    assert!(error(&[evicts, &windows(["\"none\"", "64"])]).contains("train.stages.1.window is 64"));
+    assert!(parse(BASE, &[wall, &windows(["\"none\"", "\"none\""])]).is_ok());
+    insta::assert_snapshot!(error(&[&windows(["-1", "\"all\""])]), @r#"
+    --set train.stages=[{ from = 0, window = -1 }, { from = 0.5, window = "all" }]: train.stages.0.window is -1; expected a number of tokens, or "none"
+      hint: change the value of train.stages.0.window
+    "#);
+}
+
+#[test]
+fn a_stages_window_is_that_of_layers_without_their_own() {
+    let hybrid = |keys: &str| {
+        let source = BASE.replace("layers = 2", &format!("layers = 2\n{keys}"));
+        source.replace("attention = { kind = \"rope\" }", "")
+    };
+    let stages = windows(["16", "32"]);
+    let mixed =
+        hybrid("pattern = [\"local\", \"rope\"]\nkinds.local = { kind = \"rope\", window = 4 }");
+    let last = parse(&mixed, &[&stages]).unwrap().model_after(u64::MAX);
+    assert_eq!([0, 1].map(|layer| last.attention_shape(layer).window), [Some(4), Some(32)]);
+
+    let linear = hybrid("pattern = [\"linear\", \"rope\"]");
+    insta::assert_snapshot!(parse(&linear, &[&stages]).unwrap_err().to_string(), @r#"
+    configs/small.toml: the configuration has 2 problems:
+    train.stages.0.window is 16; allowed: no window with this configuration of kind = "linear"
+      hint: leave train.stages.0.window out, or set model.kinds.linear.window = "none"
+    train.stages.1.window is 32; allowed: no window with this configuration of kind = "linear"
+      hint: leave train.stages.1.window out, or set model.kinds.linear.window = "none"
+    "#);
+    let own = hybrid("pattern = [\"a\"]\nkinds.a = { kind = \"rope\", window = 4 }");
+    insta::assert_snapshot!(parse(&own, &[&windows(["16", "\"none\""])]).unwrap_err().to_string(), @r"
+    configs/small.toml: the configuration has 2 problems:
+    train.stages.0.window is 16; allowed: a window that some layer takes: every table of model.kinds has its own
+      hint: leave train.stages.0.window out, or remove window from the tables of the layers that it is for
+    train.stages.1.window is none; allowed: a window that some layer takes: every table of model.kinds has its own
+      hint: leave train.stages.1.window out, or remove window from the tables of the layers that it is for
+    ");
 }

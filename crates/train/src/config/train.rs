@@ -4,7 +4,7 @@ use longwall_config::{Problems, count};
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::evals::{EvaluateConfig, validate_evals};
+use super::evals::{EvaluateConfig, validate_evals, validate_without_average};
 use super::scalars::{Every, OrOff};
 use super::stages::{StageConfig, check_micro_batch};
 use crate::optimiser::{GroupConfig, OptimiserConfig, validate_groups};
@@ -45,7 +45,7 @@ pub struct TrainConfig {
     /// Parameters with a learning rate, a weight decay or an optimiser of their own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupConfig>,
-    /// Changes of the batch size and of the length of rows during the run.
+    /// Changes of the batch size, the length of rows and the window during the run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stages: Vec<StageConfig>,
     /// Learning rate over the run. Default cosine.
@@ -231,16 +231,17 @@ impl Default for CheckpointConfig {
 }
 
 impl TrainConfig {
-    /// The stages of a run with rows of up to `seq_len` tokens.
-    pub(crate) fn timeline(&self, seq_len: usize) -> Timeline {
-        Timeline::new(self.base_stage(seq_len), &self.stages, self.tokens).0
+    /// The stages of a run that begins with rows of `seq_len` tokens, the longest, and with `window`.
+    pub(crate) fn timeline(&self, seq_len: usize, window: Option<usize>) -> Timeline {
+        Timeline::new(self.base_stage(seq_len, window), &self.stages, self.tokens).0
     }
 
-    /// Steps of `batch_tokens` tokens in rows of `seq_len`.
-    pub(super) fn base_stage(&self, seq_len: usize) -> Stage {
+    /// Steps of `batch_tokens` tokens in rows of `seq_len`, with `window`.
+    pub(super) fn base_stage(&self, seq_len: usize, window: Option<usize>) -> Stage {
         let (batch_tokens, micro_batch) = (self.batch_tokens, self.micro_batch);
         let least_micro_batches = if self.noise_scale.every.is_on() { 2 } else { 1 };
-        Stage { batch_tokens, seq_len, micro_batch, least_micro_batches, ..Stage::default() }
+        let start = Stage::default();
+        Stage { batch_tokens, seq_len, micro_batch, window, least_micro_batches, ..start }
     }
 
     /// The places in `evaluate` of the evaluations that are due after `step` finished steps.
@@ -293,10 +294,13 @@ impl TrainConfig {
         self.noise_scale.validate(&timeline, problems);
         self.sample.validate(problems);
         for (at, evaluate) in self.evaluate.iter().enumerate() {
-            evaluate.validate(at, timeline.total_steps(), self.ema.0.is_some(), problems);
+            evaluate.validate(at, timeline.total_steps(), problems);
         }
         let evals: Vec<&Table> = self.evaluate.iter().map(|evaluate| &evaluate.eval).collect();
         validate_evals("train.evaluate", &evals, problems);
+        if self.ema.0.is_none() {
+            validate_without_average("train.evaluate", &evals, problems);
+        }
         problems.check(
             self.checkpoint.keep_last > 0,
             "train.checkpoint.keep_last",
@@ -337,9 +341,9 @@ impl TrainConfig {
         );
     }
 
-    /// Records the problems of the stages, and returns them.
+    /// Records the problems of the stages but for their windows, which are the model's matter, and returns them.
     fn validate_stages(&self, seq_len: usize, problems: &mut Problems) -> Timeline {
-        let base = self.base_stage(seq_len);
+        let base = self.base_stage(seq_len, None);
         let (timeline, begun) = Timeline::new(base, &self.stages, self.tokens);
         if begun.first().is_none_or(|first| first.first_step > 0) {
             check_micro_batch(&base, "train.micro_batch", "leave it out", problems);

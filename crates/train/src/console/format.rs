@@ -1,5 +1,7 @@
 //! Numbers as people read them, and the lines that both consoles show.
 
+use longwall_model::config::Window;
+
 use super::{Ending, RunInfo, StepView};
 use crate::metrics::ValidationRecord;
 use crate::timeline::OpenStage;
@@ -57,9 +59,13 @@ pub(super) fn begin(info: &RunInfo) -> String {
         [open] => text += &format!(" of {}; run folder {run_dir}", batches(open)),
         stages => {
             text += &format!("; run folder {run_dir}");
+            let has_windows = stages.iter().any(|open| open.stage.window != stages[0].stage.window);
             for open in stages {
                 let first = open.stage.first_step + 1;
                 text += &format!("\nfrom step {first}: {}", batches(open));
+                if has_windows {
+                    text += &format!(", window {}", Window::of(open.stage.window));
+                }
             }
         }
     }

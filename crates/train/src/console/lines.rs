@@ -85,6 +85,7 @@ mod tests {
                 lr: 6e-4,
                 batch_tokens: None,
                 seq_len: None,
+                window: None,
                 tokens_per_second: 5120.0,
                 mfu: finite.then_some(0.415),
                 seconds: 1.0,

@@ -9,7 +9,7 @@ use longwall_model::weights;
 
 use super::setup::Run;
 use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector};
-use crate::config::Every;
+use crate::config::{Every, eval_weights};
 use crate::console::Console;
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
@@ -143,7 +143,7 @@ impl<B: OpBackend> Run<B> {
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
         for at in self.config.train.evaluations_due(step, &self.timeline) {
-            let model = match self.config.train.evaluate[at].weights {
+            let model = match eval_weights(&self.config.train.evaluate[at].eval) {
                 WeightsSelector::Model => self.model.valid(),
                 WeightsSelector::Ema => self.optimiser.with_average(self.model.valid(), false),
             };
@@ -222,7 +222,7 @@ impl<B: OpBackend> Run<B> {
                 stages => stages.iter().map(StageMicroBatch::of).collect(),
             },
             tokenizer: self.tokenizer.clone(),
-            model: self.config.model.clone(),
+            model: self.config.model_after(step),
         })
     }
 

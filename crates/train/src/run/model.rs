@@ -30,7 +30,9 @@ pub(super) fn open_model<B: OpBackend>(
     device: &B::Device,
 ) -> Result<OpenModel<B>, TrainError> {
     let (vocab_size, seq_len) = (tokenizer.vocab_size(), config.data.seq_len);
-    let mut model = LanguageModel::new(&config.model, vocab_size, seq_len, config.run.seed, device);
+    let step = checkpoint.map_or(0, |checkpoint| checkpoint.state.step);
+    let (model, seed) = (config.model_after(step), config.run.seed);
+    let mut model = LanguageModel::new(&model, vocab_size, seq_len, seed, device);
     let mut origin = None;
     if let Some(source) = source {
         let (loaded, from) = source.load(model, config, tokenizer)?;
@@ -49,8 +51,7 @@ pub(super) fn open_model<B: OpBackend>(
         match average {
             Some(path) => optimiser.start_average(&weights::load(model.clone(), &path)?),
             None => {
-                if let Some(checkpoint) = checkpoint {
-                    let step = checkpoint.state.step;
+                if checkpoint.is_some() {
                     tracing::info!("the average of the weights starts at those of step {step}");
                 }
                 optimiser.start_average(&model);

@@ -81,7 +81,9 @@ impl Source {
         config: &RunConfig,
         tokenizer: &Tokenizer,
     ) -> Result<(LanguageModel<B>, Origin), TrainError> {
-        let theirs = &self.checkpoint.config;
+        // With the windows of the first step here, and of the last one there.
+        let config = &RunConfig { model: config.model_after(0), ..config.clone() };
+        let theirs = &self.checkpoint.trained_config();
         let vocab_size = tokenizer.vocab_size();
         let [spec, source] = [config, theirs].map(|config| ModelSpec {
             config: &config.model,
@@ -90,12 +92,12 @@ impl Source {
         });
         let path = self.checkpoint.selected(self.weights)?;
         let (model, report) = start_from(model, &spec, &source, &path)?;
-        self.log(config, &report);
+        self.log(theirs, config, &report);
         Ok((model, self.origin(report)))
     }
 
     /// Says what was taken over, and what differs.
-    fn log(&self, config: &RunConfig, report: &StartReport) {
+    fn log(&self, theirs: &RunConfig, config: &RunConfig, report: &StartReport) {
         let path = self.checkpoint.path.display();
         tracing::info!("starting from {path}: {} tensors taken over", report.taken);
         for (what, names) in [("new", &report.new), ("left out", &report.left_out)] {
@@ -103,7 +105,7 @@ impl Source {
                 tracing::info!("{what}: {}", names.join(", "));
             }
         }
-        for change in self.checkpoint.config.differences(config) {
+        for change in theirs.differences(config) {
             if change.key.starts_with("model.") {
                 let (was, is) = (change.ours, change.theirs);
                 tracing::info!("{} was {was} in the source, and is {is} here", change.key);

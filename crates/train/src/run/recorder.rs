@@ -111,6 +111,7 @@ impl Recorder {
             lr: facts.lr,
             batch_tokens: has_stages.then_some(stage.batch_tokens),
             seq_len: has_stages.then_some(stage.seq_len),
+            window: stage.window.filter(|_| has_stages),
             tokens_per_second,
             mfu,
             seconds: self.seconds(),

@@ -7,7 +7,7 @@ use burn::module::{AutodiffModule, Module};
 use longwall_data::{Loader, Split, Tokenizer, verify_shards};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::DeviceKind;
-use longwall_model::cost::{Parameters, train_flops_per_token};
+use longwall_model::cost::Parameters;
 use longwall_model::{LanguageModel, Precision};
 
 use super::model::{OpenModel, open_model};
@@ -225,7 +225,7 @@ fn warn_of_memory(
     available: u64,
 ) {
     let estimates =
-        stages.iter().map(|open| (open, Estimate::of(config, vocab_size, open.shape(), precision)));
+        stages.iter().map(|open| (open, Estimate::of(config, vocab_size, *open, precision)));
     let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
     let (OpenStage { stage, micro_batch }, estimate) = largest.expect("a run has a stage");
     let staged = config.timeline().is_staged();
@@ -318,18 +318,15 @@ fn open_recorder<B: OpBackend>(
         metrics_bytes: state.map_or(0, |state| state.metrics_bytes),
         samples_bytes: state.map_or(0, |state| state.samples_bytes),
         seconds: state.map_or(0.0, |state| state.seconds),
-        flops_per_token: flops_per_token(config, vocab_size, &timeline),
+        flops_per_token: {
+            let of = |stage: &Stage| config.flops_per_token(stage, vocab_size);
+            timeline.stages().iter().map(of).collect()
+        },
         timeline,
         tensorboard: config.run.tensorboard,
         peak_flops: options.peak_flops.or_else(measure),
     };
     Recorder::open(folder, start)
-}
-
-/// FLOPs per token of training in each stage.
-fn flops_per_token(config: &RunConfig, vocab_size: usize, timeline: &Timeline) -> Vec<f64> {
-    let of = |stage: &Stage| train_flops_per_token(&config.model, vocab_size, stage.seq_len);
-    timeline.stages().iter().map(of).collect()
 }
 
 /// Removes what a killed run left incomplete, and opens the newest checkpoint.
@@ -362,10 +359,10 @@ fn open_stages<B: OpBackend>(
         let kept = kept.filter(|rows| stage.rows() / rows >= stage.least_micro_batches);
         let chosen = || default_micro_batch::<B>(config, stage, vocab_size, precision, available);
         let micro_batch = kept.or_else(chosen).ok_or_else(|| TrainError::NoMicroBatchFits {
-            estimate: Estimate::of(config, vocab_size, [1, stage.seq_len], precision),
+            estimate: Estimate::of(config, vocab_size, stage.open(1), precision),
             available: available.unwrap_or_default(),
         })?;
-        Ok(OpenStage { stage: *stage, micro_batch })
+        Ok(stage.open(micro_batch))
     };
     config.timeline().stages().iter().map(open).collect()
 }

@@ -37,7 +37,7 @@ pub struct SweepConfig {
     #[serde(default = "default_seeds")]
     pub seeds: Vec<u64>,
     /// Evaluations after every run: the name of a `suite`, its options, and optionally the name of its
-    /// results' folder (`out`).
+    /// results' folder (`out`) and which weights it reads (`weights`).
     #[serde(default)]
     pub eval: Vec<Table>,
 }

@@ -122,7 +122,7 @@ impl Machine {
             let available = self.available_memory;
             let fitting = || largest_micro_batch(config, stage, vocab_size, precision, available);
             let rows = stage.micro_batch.or_else(fitting).unwrap_or(1);
-            Estimate::of(config, vocab_size, [rows, stage.seq_len], precision).total()
+            Estimate::of(config, vocab_size, stage.open(rows), precision).total()
         };
         config.timeline().stages().iter().map(of).max().unwrap_or_default()
     }

@@ -3,10 +3,12 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
+use longwall_config::{Problem, Problems};
+
 use super::axis::{Axis, Point, matches};
 use super::config::overrides;
 use super::{SweepConfig, SweepError};
-use crate::config::{ConfigError, RunConfig};
+use crate::config::{ConfigError, RunConfig, validate_without_average};
 use crate::run_folder;
 
 /// One run of a sweep.
@@ -163,7 +165,25 @@ fn plan_run(
         ConfigError::Read { .. } | ConfigError::Syntax { .. } => SweepError::Config(source),
         source => SweepError::Run { run: name.clone(), source },
     })?;
+    check_weights(sweep, &name, &config)?;
     Ok(PlannedRun { name, labels, seed, sets, config })
+}
+
+/// Refuses an evaluation of the averaged weights of the run `name`, if it keeps no average.
+fn check_weights(sweep: &SweepConfig, name: &str, config: &RunConfig) -> Result<(), SweepError> {
+    if config.train.ema.0.is_some() {
+        return Ok(());
+    }
+    let mut problems = Problems::new();
+    validate_without_average("eval", &sweep.eval.iter().collect::<Vec<_>>(), &mut problems);
+    let Some(Problem { key, value, allowed, .. }) = problems.as_slice().first() else {
+        return Ok(());
+    };
+    Err(SweepError::Config(ConfigError::Key {
+        place: "the sweep".to_owned(),
+        problem: format!("{key} is {value} ({name}); allowed: {allowed}"),
+        hint: "add \"train.ema\" = 0.999 to set, or leave weights out".to_owned(),
+    }))
 }
 
 /// `label` with every character that does not belong in a folder name replaced by `-`.

@@ -7,6 +7,8 @@ use serde_json::{Map, Value, json};
 
 use super::figures::{Comparison, Figure, VALIDATION_LOSS, VariantFigure, cell, headline};
 use super::{Plan, PlannedRun};
+use crate::checkpoint::WeightsSelector;
+use crate::config::{eval_name, eval_weights};
 use crate::run_folder::Finished;
 
 /// How far a run of a sweep got.
@@ -87,6 +89,8 @@ impl RunResult {
 pub struct SweepResults {
     /// The axes' names.
     pub axes: Vec<String>,
+    /// The names of the evaluations that read the averaged weights.
+    pub averaged: Vec<String>,
     /// One entry per run, in the plan's order.
     pub runs: Vec<RunResult>,
 }
@@ -96,6 +100,11 @@ impl SweepResults {
     pub(super) fn new(plan: &Plan) -> Self {
         SweepResults {
             axes: plan.sweep.axes.iter().map(|axis| axis.title().to_owned()).collect(),
+            averaged: {
+                let averaged =
+                    plan.sweep.eval.iter().filter(|e| eval_weights(e) == WeightsSelector::Ema);
+                averaged.filter_map(eval_name).map(str::to_owned).collect()
+            },
             runs: plan.runs.iter().map(RunResult::pending).collect(),
         }
     }
@@ -227,7 +236,7 @@ impl SweepResults {
 
     /// What the table's signs mean; empty if it has none.
     pub fn legend(&self) -> String {
-        let mut parts = Vec::new();
+        let mut parts: Vec<&str> = Vec::new();
         let seeds = self.groups().map(|(_, done)| done.len()).max().unwrap_or(0);
         let figures = || self.runs.iter().flat_map(|run| &run.figures);
         if seeds > 1 {
@@ -240,6 +249,10 @@ impl SweepResults {
                 true => "brackets hold the 95 % interval of the evaluation's samples (Wilson), its ends averaged over the seeds",
                 false => "brackets hold the 95 % interval of the evaluation's samples (Wilson)",
             });
+        }
+        let averaged = format!("{}: of the averaged weights", self.averaged.join(", "));
+        if !self.averaged.is_empty() {
+            parts.push(&averaged);
         }
         parts.join("; ")
     }

@@ -455,3 +455,18 @@ fn slots_work_at_the_same_time_each_with_its_environment() {
     let names = plan.runs.iter().map(|run| run.name.as_str());
     assert!(results.runs.iter().map(|run| run.name.as_str()).eq(names));
 }
+
+#[test]
+fn an_evaluation_may_read_the_averaged_weights() {
+    let average = "set = { \"train.ema\" = 0.9 }\n[[eval]]\nsuite = \"passkey\"\nweights = \"ema\"";
+    let sandbox = Sandbox::new(average);
+    let mut binary = FakeBinary::default();
+    let results = binary.run(&sandbox.plan().unwrap());
+    assert!(binary.jobs[1].ends_with(" --weights ema"), "{:?}", binary.jobs);
+    assert!(results.legend().ends_with("passkey: of the averaged weights"), "{}", results.legend());
+    let without = average.replace("\"train.ema\" = 0.9", "");
+    insta::assert_snapshot!(Sandbox::new(&without).error(), @r#"
+    the sweep: eval.0.weights is "ema" in a run that keeps no average (seed0); allowed: "model", or "ema" with train.ema
+      hint: add "train.ema" = 0.999 to set, or leave weights out
+    "#);
+}

@@ -146,6 +146,7 @@ mod tests {
             lr: 1e-3,
             batch_tokens: None,
             seq_len: None,
+            window: None,
             tokens_per_second: 500.0,
             mfu: None,
             seconds: step as f64 * 2.0,

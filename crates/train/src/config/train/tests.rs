@@ -19,7 +19,7 @@ fn the_shortest_table_is_valid_and_survives_a_round_trip() {
 
 #[test]
 fn steps_are_rounded_up() {
-    let steps = |config: TrainConfig| config.timeline(512).total_steps();
+    let steps = |config: TrainConfig| config.timeline(512, None).total_steps();
     assert_eq!(steps(config("")), 245);
     assert_eq!(steps(TrainConfig { tokens: 4096, ..config("") }), 1);
 }
@@ -27,10 +27,10 @@ fn steps_are_rounded_up() {
 #[test]
 fn accumulation_is_derived_from_the_token_budget() {
     let config = config("");
-    let rows = |budget| config.base_stage(512).micro_batch_rows(budget);
+    let rows = |budget| config.base_stage(512, None).micro_batch_rows(budget);
     assert_eq!([rows(4096), rows(2000), rows(100)], [8, 2, 1]);
     let set = TrainConfig { micro_batch: Some(4), ..config.clone() };
-    assert_eq!(set.base_stage(512).micro_batch_rows(1), 4);
+    assert_eq!(set.base_stage(512, None).micro_batch_rows(1), 4);
 }
 
 #[test]
@@ -83,15 +83,15 @@ fn a_batch_beyond_memory_is_refused_and_costs_no_search() {
       hint: use 6, or leave it out
     ");
     let free = TrainConfig { micro_batch: None, ..endless };
-    assert_eq!(free.base_stage(1000).micro_batch_rows(8192), 8);
+    assert_eq!(free.base_stage(1000, None).micro_batch_rows(8192), 8);
 }
 
 #[test]
 fn the_noise_scale_needs_two_micro_batches() {
     let on = config("noise_scale = { every = 10 }");
     assert_eq!(problems(&on, 512), "");
-    assert_eq!(on.base_stage(512).micro_batch_rows(1 << 20), 4);
-    assert_eq!(config("").base_stage(512).micro_batch_rows(1 << 20), 8);
+    assert_eq!(on.base_stage(512, None).micro_batch_rows(1 << 20), 4);
+    assert_eq!(config("").base_stage(512, None).micro_batch_rows(1 << 20), 8);
     let one = config("micro_batch = 8\nnoise_scale = { every = 10, decay = 1.0 }");
     insta::assert_snapshot!(problems(&one, 512), @r#"
     the configuration has 2 problems:
@@ -128,7 +128,7 @@ fn stages_are_checked_one_by_one() {
       hint: use 128
     train.stages.1.micro_batch is 8; allowed: a divisor of the batch's 10 rows (batch_tokens / seq_len)
       hint: use 10, or remove the micro_batch that it keeps from before
-    train.stages.2 is a table with from alone; allowed: batch_tokens, seq_len or micro_batch beside it
+    train.stages.2 is a table with from alone; allowed: batch_tokens, seq_len, micro_batch or window beside it
       hint: say what changes, or remove the table
     train.stages.2.micro_batch is 8; allowed: a divisor of the batch's 10 rows (batch_tokens / seq_len)
       hint: use 10, or remove the micro_batch that it keeps from before

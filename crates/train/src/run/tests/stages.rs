@@ -1,5 +1,7 @@
 //! Runs whose batch size and length of rows change.
 
+use longwall_model::config::Window;
+
 use super::*;
 use crate::checkpoint::StageMicroBatch;
 
@@ -59,7 +61,8 @@ fn a_run_with_stages_resumes_to_the_bit() {
 
     let checkpoint = Checkpoint::open(&broken, CheckpointSelector::Latest).unwrap();
     assert_eq!((checkpoint.state.tokens, checkpoint.state.cursor.next_row), (1728, 54));
-    let last = StageMicroBatch { batch_tokens: 256, seq_len: 32, micro_batch: 4 };
+    let window = Some(Window::Unlimited);
+    let last = StageMicroBatch { batch_tokens: 256, seq_len: 32, window, micro_batch: 4 };
     assert_eq!(checkpoint.state.micro_batches.last(), Some(&last));
 }
 
@@ -92,11 +95,132 @@ fn a_resume_may_change_later_stages_but_not_earlier_ones() {
     let dir = run_until(&config, RunStart::New, 6).unwrap().run_dir;
     let earlier = sandbox.config(&[&stages("5, batch_tokens = 256")]);
     let error = run(&earlier, RunStart::Resume(dir.clone())).unwrap_err().to_string();
-    assert!(error.contains("the steps up to 6 would have had other batches"), "{error}");
+    assert!(
+        error.contains("the steps up to 6 would have had other batches or another window"),
+        "{error}"
+    );
     let without = sandbox.config(&[]);
     assert!(run(&without, RunStart::Resume(dir.clone())).is_err());
     let later = sandbox.config(&[&stages("8, batch_tokens = 128")]);
     let dir = run(&later, RunStart::Resume(dir)).unwrap().run_dir;
     let batches: Vec<u64> = steps(&dir).into_iter().map(|step| step.1).collect();
     assert_eq!(batches[..9], [128, 128, 128, 128, 64, 64, 64, 64, 128]);
+}
+
+/// Four steps with one window, four with another, four without.
+const WINDOWS: &str = "train.stages=[{ from = 0, window = 3 }, { from = 4, window = 9 }, { from = 8, window = \"none\" }]";
+
+/// A model in which one of two layers has a window of its own.
+const LAYERS: &str = "model={ layers = 2, width = 16, heads = 2, pattern = [\"local\", \"fox\"], \
+     kinds = { local = { kind = \"rope\", window = 5 } } }";
+
+/// The losses of the steps, and of the validations.
+fn curves(run_dir: &Path) -> (Vec<f32>, Vec<f64>) {
+    let loss = |record| if let Record::Step(step) = record { step.loss } else { None };
+    let steps = losses(run_dir).into_iter().filter_map(loss).collect();
+    (steps, validations(run_dir).map(|record| record.validation_loss).collect())
+}
+
+#[test]
+fn a_run_with_windows_resumes_to_the_bit() {
+    let sandbox = Sandbox::new();
+    let more = [WINDOWS, LAYERS, "train.validate.every=2", "train.sample.every=4", "train.ema=0.9"];
+    let of = |name: &str| sandbox.config(&[&more[..], &[&format!("run.name={name}")]].concat());
+    let unbroken = run(&of("unbroken"), RunStart::New).unwrap().run_dir;
+    let mut outcome = run_until(&of("broken"), RunStart::New, 2).unwrap();
+    // In the middle, and at the ends of stages.
+    for step in [4, 5, 8, 9] {
+        outcome = run_until(&of("broken"), RunStart::Resume(outcome.run_dir), step).unwrap();
+        assert_eq!(outcome.step, step);
+    }
+    let broken = run(&of("broken"), RunStart::Resume(outcome.run_dir)).unwrap().run_dir;
+    assert_eq!(losses(&broken), losses(&unbroken));
+    assert_eq!(weights(&broken), weights(&unbroken));
+    let samples = |dir: &Path| fs::read_to_string(dir.join("samples.txt")).unwrap();
+    assert_eq!(samples(&broken), samples(&unbroken));
+
+    let of_step = |record| if let Record::Step(step) = record { Some(step) } else { None };
+    let steps: Vec<_> = losses(&broken).into_iter().filter_map(of_step).collect();
+    let windows: Vec<_> = steps.iter().map(|step| step.window).collect();
+    assert_eq!(windows, [[Some(3); 4], [Some(9); 4], [None; 4]].concat());
+    // What was estimated.
+    assert_eq!(steps[11].flops, Some(of("broken").train_flops(257)));
+    assert!(of("broken").train_flops(257) < sandbox.config(&[LAYERS]).train_flops(257));
+}
+
+/// Up to the end of its first stage, a run equals one with that stage's window throughout, validations included; then
+/// it does not. A layer with a window of its own keeps it.
+#[test]
+fn a_stage_trains_and_validates_with_its_window() {
+    let sandbox = Sandbox::new();
+    let of = |name: &str, set: &str| {
+        let sets = [set, LAYERS, "train.validate.every=2", &format!("run.name={name}")];
+        curves(&run(&sandbox.config(&sets), RunStart::New).unwrap().run_dir)
+    };
+    let (staged, validated) = of("staged", WINDOWS);
+    let plain = LAYERS.replace("layers = 2,", "layers = 2, window = 3,");
+    let throughout = sandbox.config(&[&plain, "train.validate.every=2", "run.name=throughout"]);
+    let (narrow, narrow_validated) = curves(&run(&throughout, RunStart::New).unwrap().run_dir);
+    assert_eq!((&staged[..4], &validated[..2]), (&narrow[..4], &narrow_validated[..2]));
+    assert!(staged[4] != narrow[4] && validated[2] != narrow_validated[2]);
+    let same = "train.stages=[{ from = 0, window = 3 }, { from = 5, micro_batch = 2 }]";
+    assert_eq!(of("same", same), (narrow, narrow_validated));
+    let (whole, _) = of("whole", "train.clip=1.0");
+    assert_ne!(whole[0], staged[0]);
+}
+
+#[test]
+fn a_checkpoint_has_the_window_of_its_last_step() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[WINDOWS, "model.window=7", "train.checkpoint.keep_last=9"]);
+    let dir = run(&config, RunStart::New).unwrap().run_dir;
+    for (step, window) in [(4, Some(3)), (8, Some(9)), (12, None)] {
+        let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Step(step)).unwrap();
+        let of_model = [checkpoint.trained_config().model, checkpoint.state.model.clone()];
+        assert_eq!(of_model.map(|model| model.window), [window; 2]);
+        let with = |set: &str| {
+            let config = checkpoint.config_with(&[set.to_owned()], 257).unwrap();
+            config.model.window
+        };
+        assert_eq!(with("model.attention.theta=500"), window);
+        assert_eq!(with("model.window=5"), Some(5));
+        assert_eq!(with("model.window=none"), None);
+        let refused = checkpoint.config_with(&["train.lr=1".to_owned()], 257);
+        assert!(refused.unwrap_err().to_string().starts_with("--set changes train.lr;"));
+    }
+}
+
+#[test]
+fn a_resume_may_not_change_the_window_of_earlier_steps() {
+    let sandbox = Sandbox::new();
+    let dir = run_until(&sandbox.config(&[WINDOWS]), RunStart::New, 6).unwrap().run_dir;
+    let with = |first: &str, last: &str| {
+        let stages = WINDOWS.replace("window = 3", first).replace("\"none\"", last);
+        run(&sandbox.config(&[&stages]), RunStart::Resume(dir.clone()))
+    };
+    let error = with("window = 4", "\"none\"").unwrap_err().to_string();
+    assert!(error.contains("the steps up to 6 would have had other batches or another"), "{error}");
+    assert_eq!(with("window = 3", "12").unwrap().step, 12);
+    let checkpoint = Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap();
+    assert_eq!(checkpoint.trained_config().model.window, Some(12));
+}
+
+/// Stages that differ in their windows alone keep their micro-batches apart.
+#[test]
+fn a_resume_finds_the_micro_batch_of_each_window() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[WINDOWS]);
+    let dir = run_until(&config, RunStart::New, 2).unwrap().run_dir;
+    let mut state = Checkpoint::open(&dir, CheckpointSelector::Latest).unwrap().state;
+    for (at, kept) in state.micro_batches.iter_mut().enumerate() {
+        kept.micro_batch = [1, 2, 4][at];
+    }
+    let stages = config.timeline().stages().to_vec();
+    let found = |state: &crate::checkpoint::State| -> Vec<_> {
+        stages.iter().map(|stage| state.micro_batch_of(stage)).collect()
+    };
+    assert_eq!(found(&state), [Some(1), Some(2), Some(4)]);
+    // As earlier versions wrote them.
+    state.micro_batches.iter_mut().for_each(|kept| kept.window = None);
+    assert_eq!(found(&state), [Some(1); 3]);
 }
