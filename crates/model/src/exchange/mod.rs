@@ -1,9 +1,11 @@
-//! Exchange with Hugging Face's formats: the layouts of weights and configurations that `transformers` reads.
+//! Exchange with Hugging Face's formats: the layouts of weights and configurations that `transformers` reads, with the
+//! models of its own and of flash-linear-attention.
 //!
 //! A layout is one file here and a line in [`LAYOUTS`]. It says which models it can express, and how its tensors are
 //! made of ours. What it cannot express is refused with the keys' names: an exported model computes the same logits.
 
 mod files;
+mod fla;
 mod gpt2;
 mod llama;
 mod rope_scaling;
@@ -50,7 +52,17 @@ pub trait Layout: Sync {
 }
 
 /// The layouts, in the order in which an export tries them.
-pub const LAYOUTS: &[&dyn Layout] = &[&gpt2::Gpt2, &llama::Llama];
+pub const LAYOUTS: &[&dyn Layout] = &[
+    &gpt2::Gpt2,
+    &llama::Llama,
+    &fla::Blocks(fla::ForgettingTransformer),
+    &fla::Blocks(fla::GatedDeltaNet),
+    &fla::Blocks(fla::Kda),
+    &fla::Blocks(fla::GatedLinearAttention),
+    &fla::Blocks(fla::LinearAttention),
+    &fla::Blocks(fla::PathAttention),
+    &fla::Rwkv7,
+];
 
 /// The model of a config.json.
 #[derive(Clone, Debug, PartialEq)]
