@@ -5,11 +5,25 @@ use crate::support::Workspace;
 const GPT2: [&str; 3] =
     ["model.positions=learned", "model.attention.position=none", "train.tokens=640"];
 const LLAMA: [&str; 2] = ["model.arch=llama", "train.tokens=640"];
+const FOX: [&str; 4] = [
+    "model.arch=llama",
+    "model.attention={ kind = \"fox\" }",
+    "model.output_gate=true",
+    "train.tokens=640",
+];
+const RWKV7: [&str; 3] =
+    ["model.arch=rwkv7", "model.attention={ kind = \"rwkv7\" }", "train.tokens=640"];
 
 #[test]
 fn an_exported_run_generates_the_same_text_when_it_is_imported() {
     let w = Workspace::new();
-    for (layout, sets) in [("gpt2", &GPT2[..]), ("llama", &LLAMA[..])] {
+    let cases = [
+        ("gpt2", &GPT2[..]),
+        ("llama", &LLAMA[..]),
+        ("forgetting_transformer", &FOX[..]),
+        ("rwkv7", &RWKV7[..]),
+    ];
+    for (layout, sets) in cases {
         w.train(layout, sets);
         let (run, hf, back) =
             (format!("runs/{layout}"), format!("hf/{layout}"), format!("runs/{layout}-back"));
@@ -65,6 +79,11 @@ fn what_a_layout_cannot_express_is_refused_by_name() {
     ] {
         assert!(error.contains(key), "{key}: {error}");
     }
+    // Without --layout, only the layouts of its kind are tried.
+    let error = w.fail(&["export", "--run", "runs/fox", "--hf", "hf"]);
+    assert!(error.contains("in the layout of forgetting_transformer:"), "{error}");
+    assert!(error.contains("model.mlp is \"gelu\"; allowed: \"swiglu\" in the"), "{error}");
+    assert!(!error.contains("GPT-2") && !error.contains("model.qk_norm"), "{error}");
     assert!(!w.path("hf").exists() && !w.path("hf.tmp").exists());
     let missing = w.fail(&["import", "--hf", "hf", "--out", "runs/x"]);
     assert!(missing.contains("cannot read hf/config.json"), "{missing}");

@@ -24,8 +24,8 @@ pub struct ExportArgs {
     #[arg(long, value_name = "DIR")]
     hf: PathBuf,
 
-    /// The layout, gpt2 or llama; by default the one that can express the model
-    #[arg(long, value_parser = layout_name)]
+    /// The layout, by the model_type in config.json; by default the one that can express the model
+    #[arg(long, value_parser = layout_name, long_help = layout_help())]
     layout: Option<String>,
 
     /// Largest size of a file of weights, in MB; a larger model is sharded
@@ -36,13 +36,26 @@ pub struct ExportArgs {
 /// Arguments of `longwall import`.
 #[derive(clap::Args)]
 pub struct ImportArgs {
-    /// The folder with config.json, tokenizer.json and safetensors, of GPT-2's or Llama's layout
+    /// The folder with config.json, tokenizer.json and safetensors, in a layout that `longwall export --help` lists
     #[arg(long, value_name = "DIR")]
     hf: PathBuf,
 
     /// The run folder to make
     #[arg(long, value_name = "RUN")]
     out: PathBuf,
+}
+
+fn layout_help() -> String {
+    let lines = LAYOUTS.iter().map(|layout| {
+        let (name, kind) = (layout.model_type(), layout.kind());
+        format!("\n  {name:24}attention kind {kind}")
+    });
+    let lines: String = lines.collect();
+    format!(
+        "The layout, by the model_type in config.json; by default the one that can express the model.{lines}\n\
+         gpt2 and llama are those of transformers, the others of flash-linear-attention, where \
+         \"import fla\" comes before AutoModelForCausalLM.from_pretrained."
+    )
 }
 
 fn layout_name(name: &str) -> Result<String, String> {

@@ -57,6 +57,16 @@ pub enum ExchangeError {
         /// The reasons, by layout.
         problems: Vec<(&'static str, Problems)>,
     },
+    /// No layout has the model's attention kind.
+    #[error(
+        "the model cannot be exported: its first layer has kind = \"{kind}\"; allowed: {known}\n  hint: share the run's folder instead"
+    )]
+    NoLayout {
+        /// The kind.
+        kind: &'static str,
+        /// The kinds that have a layout.
+        known: String,
+    },
     /// The tensors are not those of the configuration.
     #[error("the tensors in {} do not fit its config.json:{}\n  hint: fetch the model again", path.display(), tensors.iter().take(12).map(|t| format!("\n  {t}")).collect::<String>())]
     Tensors {

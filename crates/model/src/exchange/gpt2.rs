@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::values::{Reader, is_norm_eps};
 use super::{
-    ImportedModel, Layout, TensorRule, check_attention, check_plain, check_setting, shown,
+    Form, ImportedModel, Layout, TensorRule, check_attention, check_plain, check_setting, shown,
 };
 use crate::config::{MlpKind, NormKind, Positions};
 use crate::start::ModelSpec;
@@ -19,9 +19,13 @@ impl Layout for Gpt2 {
         "gpt2"
     }
 
+    fn kind(&self) -> &'static str {
+        "rope"
+    }
+
     fn config(&self, spec: &ModelSpec<'_>, problems: &mut Problems) -> Value {
         let ModelSpec { config: model, vocab_size, seq_len } = *spec;
-        check_plain(model, "GPT-2", problems);
+        check_plain(model, "GPT-2", &[], problems);
         let allowed =
             "kind = \"rope\" with position = \"none\" alone, in every layer, in the GPT-2 layout";
         check_attention(model, Position::None, allowed, problems);
@@ -108,7 +112,7 @@ impl Layout for Gpt2 {
                 let mut linear = |theirs: &str, ours: &[&str]| {
                     let name = format!("{h}.{theirs}.{part}");
                     let ours = ours.iter().map(|ours| format!("{block}.{ours}.{part}")).collect();
-                    rules.push(TensorRule { name, ours, transposed: true });
+                    rules.push(TensorRule { name, ours, form: Form::Transposed });
                 };
                 linear("attn.c_attn", &["attention.q", "attention.k", "attention.v"]);
                 linear("attn.c_proj", &["attention.output"]);

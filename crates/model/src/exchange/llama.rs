@@ -21,9 +21,13 @@ impl Layout for Llama {
         "llama"
     }
 
+    fn kind(&self) -> &'static str {
+        "rope"
+    }
+
     fn config(&self, spec: &ModelSpec<'_>, problems: &mut Problems) -> Value {
         let ModelSpec { config: model, vocab_size, seq_len } = *spec;
-        check_plain(model, "Llama", problems);
+        check_plain(model, "Llama", &[], problems);
         let allowed = "kind = \"rope\" with theta and scaling alone, the same in every layer, in the Llama layout";
         let attention = check_attention(model, Position::Rope, allowed, problems);
         let (theta, scaling) =

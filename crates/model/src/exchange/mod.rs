@@ -1,12 +1,15 @@
-//! Exchange with Hugging Face's formats: the layouts of weights and configurations that `transformers` reads.
+//! Exchange with Hugging Face's formats: the layouts of weights and configurations that `transformers` reads, with the
+//! models of its own and of flash-linear-attention.
 //!
 //! A layout is one file here and a line in [`LAYOUTS`]. It says which models it can express, and how its tensors are
 //! made of ours. What it cannot express is refused with the keys' names: an exported model computes the same logits.
 
 mod files;
+mod fla;
 mod gpt2;
 mod llama;
 mod rope_scaling;
+mod tensors;
 mod values;
 
 use std::path::Path;
@@ -17,15 +20,18 @@ use serde::Serialize;
 use serde_json::Value;
 
 pub use self::files::{ExchangeError, HfFolder, WriteHf};
+pub use self::tensors::{Form, Tensor, TensorRule, from_layout, to_layout};
+use crate::ModelConfig;
 use crate::config::{NormPosition, ValueResidual};
 use crate::start::ModelSpec;
-use crate::weights::TensorMap;
-use crate::{ModelConfig, weights};
 
 /// A layout of tensors and configuration.
 pub trait Layout: Sync {
     /// The value of `model_type` in its config.json.
     fn model_type(&self) -> &'static str;
+
+    /// The attention kind of its models.
+    fn kind(&self) -> &'static str;
 
     /// The config.json of a model; records why the layout cannot express it.
     fn config(&self, spec: &ModelSpec<'_>, problems: &mut Problems) -> Value;
@@ -46,7 +52,17 @@ pub trait Layout: Sync {
 }
 
 /// The layouts, in the order in which an export tries them.
-pub const LAYOUTS: &[&dyn Layout] = &[&gpt2::Gpt2, &llama::Llama];
+pub const LAYOUTS: &[&dyn Layout] = &[
+    &gpt2::Gpt2,
+    &llama::Llama,
+    &fla::Blocks(fla::ForgettingTransformer),
+    &fla::Blocks(fla::GatedDeltaNet),
+    &fla::Blocks(fla::Kda),
+    &fla::Blocks(fla::GatedLinearAttention),
+    &fla::Blocks(fla::LinearAttention),
+    &fla::Blocks(fla::PathAttention),
+    &fla::Rwkv7,
+];
 
 /// The model of a config.json.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,128 +90,6 @@ impl ImportedModel {
     }
 }
 
-/// How one tensor of a layout is made of ours.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TensorRule {
-    /// Its name.
-    pub name: String,
-    /// Our tensors, stacked along their first dimension. A vector that the model does not have is zero.
-    pub ours: Vec<String>,
-    /// Whether the stacked matrix is transposed.
-    pub transposed: bool,
-}
-
-impl TensorRule {
-    fn plain(name: impl Into<String>, ours: impl Into<String>) -> Self {
-        TensorRule { name: name.into(), ours: vec![ours.into()], transposed: false }
-    }
-}
-
-/// A tensor: shape and elements in row-major order.
-pub type Tensor = (Vec<usize>, Vec<f32>);
-
-/// The tensors of `layout` for the model of `spec` with the weights `ours`. Rows that pad the vocabulary are left
-/// out.
-///
-/// # Panics
-/// When a matrix is missing: `ours` must be the weights of the model.
-pub fn to_layout(
-    layout: &dyn Layout,
-    spec: &ModelSpec<'_>,
-    ours: &TensorMap,
-) -> Vec<(String, Tensor)> {
-    let shapes = weights::parameter_shapes(spec.config, spec.vocab_size, spec.seq_len);
-    let width_of = |name: &str| {
-        // The vector of a bias that the model does not have has an element for each row of its matrix.
-        let weight = name.replace(".bias", ".weight");
-        shapes.iter().find(|(other, _)| *other == weight).map(|(_, shape)| shape[0])
-    };
-    let part = |name: &String| match ours.get(name) {
-        Some((shape, data)) if is_vocabulary(name) => {
-            let (rows, width) = (spec.vocab_size.min(shape[0]), shape[1]);
-            (vec![rows, width], data[..rows * width].to_vec())
-        }
-        Some(tensor) => tensor.clone(),
-        None => {
-            let len = width_of(name).unwrap_or_else(|| panic!("{name} is missing"));
-            (vec![len], vec![0.0; len])
-        }
-    };
-    let make = |rule: TensorRule| {
-        let stacked = stack(rule.ours.iter().map(part).collect());
-        (rule.name, if rule.transposed { transpose(stacked) } else { stacked })
-    };
-    layout.tensors(spec.config).into_iter().map(make).collect()
-}
-
-/// Our tensors from those of a layout, for the model of `spec`, whose vocabulary has the file's rows.
-///
-/// # Errors
-/// With the name of every tensor that is missing, left over or of another shape.
-pub fn from_layout(
-    layout: &dyn Layout,
-    spec: &ModelSpec<'_>,
-    theirs: TensorMap,
-) -> Result<TensorMap, Vec<String>> {
-    let shapes = weights::parameter_shapes(spec.config, spec.vocab_size, spec.seq_len);
-    let shape_of = |name: &String| {
-        let found = shapes.iter().find(|(other, _)| other == name);
-        found.map(|(_, shape)| shape.clone()).unwrap_or_else(|| panic!("no weight {name}"))
-    };
-    let named = theirs.into_iter().map(|(name, tensor)| (layout.full_name(&name), tensor));
-    let mut theirs: TensorMap = named.collect();
-    let (mut ours, mut problems) = (TensorMap::new(), vec![]);
-    for rule in layout.tensors(spec.config) {
-        let Some(tensor) = theirs.remove(&rule.name) else {
-            problems.push(format!("{} is missing", rule.name));
-            continue;
-        };
-        let parts: Vec<Vec<usize>> = rule.ours.iter().map(shape_of).collect();
-        let mut wanted = parts[0].clone();
-        wanted[0] = parts.iter().map(|shape| shape[0]).sum();
-        let as_stored = if rule.transposed { transposed_shape(&wanted) } else { wanted };
-        if tensor.0 != as_stored {
-            let name = rule.name;
-            problems.push(format!("{name} has shape {:?}, expected {as_stored:?}", tensor.0));
-            continue;
-        }
-        let (_, data) = if rule.transposed { transpose(tensor) } else { tensor };
-        let mut rest = &data[..];
-        for (name, shape) in rule.ours.into_iter().zip(parts) {
-            let (part, behind) = rest.split_at(shape.iter().product());
-            ours.insert(name, (shape, part.to_vec()));
-            rest = behind;
-        }
-    }
-    let mut left: Vec<_> = theirs.into_keys().filter(|name| !layout.is_ignored(name)).collect();
-    left.sort();
-    problems.extend(left.into_iter().map(|name| format!("{name} is left over")));
-    if problems.is_empty() { Ok(ours) } else { Err(problems) }
-}
-
-/// Whether a weight has a row for each token.
-fn is_vocabulary(name: &str) -> bool {
-    ["embedding", "head"].contains(&name)
-}
-
-/// Tensors one after another along their first dimension.
-fn stack(parts: Vec<Tensor>) -> Tensor {
-    let mut shape = parts[0].0.clone();
-    shape[0] = parts.iter().map(|(shape, _)| shape[0]).sum();
-    (shape, parts.into_iter().flat_map(|(_, data)| data).collect())
-}
-
-fn transposed_shape(shape: &[usize]) -> Vec<usize> {
-    shape.iter().rev().copied().collect()
-}
-
-/// The transpose of a matrix; a vector as it is.
-fn transpose((shape, data): Tensor) -> Tensor {
-    let [rows, columns] = shape[..] else { return (shape, data) };
-    let of = |at: usize| data[at % rows * columns + at / rows];
-    (vec![columns, rows], (0..rows * columns).map(of).collect())
-}
-
 /// A value as a configuration file has it.
 fn shown<T: Serialize>(value: &T) -> String {
     toml::Value::try_from(value).expect("a value of a configuration").to_string()
@@ -218,11 +112,13 @@ fn check_setting(
     );
 }
 
-/// Records everything beside the block architecture that no layout here has.
-fn check_plain(model: &ModelConfig, layout: &str, problems: &mut Problems) {
+/// Records everything beside the block architecture that the layout does not have.
+///
+/// - `has`: keys among these that it does have
+fn check_plain(model: &ModelConfig, layout: &str, has: &[&str], problems: &mut Problems) {
     let mut off = |key: &str, is_off: bool, off_value: &str| {
         problems.check(
-            is_off,
+            is_off || has.contains(&key),
             format!("model.{key}"),
             "set",
             format!("{off_value} in the {layout} layout"),
@@ -280,16 +176,19 @@ fn check_attention<'m>(
 /// The layout that can express the model of `spec`, and its config.json.
 ///
 /// # Errors
-/// The problems of the layout called `wanted`, or of all.
+/// The problems of the layout called `wanted`, or of all whose models have the attention kind of the first layer. When
+/// there are none, the kinds that have one.
 pub fn layout_of(
     spec: &ModelSpec<'_>,
     wanted: Option<&str>,
 ) -> Result<(&'static dyn Layout, Value), ExchangeError> {
+    let kind = spec.config.attention_of(0).kind();
+    let fits = |layout: &&&dyn Layout| match wanted {
+        Some(wanted) => layout.model_type() == wanted,
+        None => layout.kind() == kind,
+    };
     let mut all = vec![];
-    for &layout in LAYOUTS {
-        if wanted.is_some_and(|wanted| wanted != layout.model_type()) {
-            continue;
-        }
+    for &layout in LAYOUTS.iter().filter(fits) {
         let mut problems = Problems::new();
         let config = layout.config(spec, &mut problems);
         match problems.into_result() {
@@ -297,7 +196,17 @@ pub fn layout_of(
             Err(problems) => all.push((layout.model_type(), problems)),
         }
     }
+    if all.is_empty() {
+        return Err(ExchangeError::NoLayout { kind, known: known_kinds() });
+    }
     Err(ExchangeError::Inexpressible { problems: all })
+}
+
+/// The attention kinds that have a layout, each once.
+fn known_kinds() -> String {
+    let mut kinds: Vec<_> = LAYOUTS.iter().map(|layout| layout.kind()).collect();
+    kinds.dedup();
+    kinds.join(", ")
 }
 
 /// The layout of a config.json.
@@ -319,17 +228,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_transpose_of_a_transpose_is_the_matrix() {
-        let matrix = (vec![2, 3], vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-        let turned = transpose(matrix.clone());
-        assert_eq!(turned, (vec![3, 2], vec![1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
-        assert_eq!(transpose(turned), matrix);
-        assert_eq!(transpose((vec![2], vec![1.0, 2.0])), (vec![2], vec![1.0, 2.0]));
-    }
-
-    #[test]
     fn layouts_have_names_of_their_own() {
         let names: Vec<_> = LAYOUTS.iter().map(|layout| layout.model_type()).collect();
-        assert_eq!(names, ["gpt2", "llama"]);
+        let mut unique = names.clone();
+        unique.sort_unstable();
+        unique.dedup();
+        assert_eq!(unique.len(), names.len(), "{names:?}");
     }
 }

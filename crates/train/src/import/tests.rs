@@ -1,3 +1,5 @@
+mod fla;
+
 use burn::tensor::{Int, Tensor as BurnTensor, TensorData};
 use longwall_model::LanguageModel;
 use longwall_model::exchange::{Tensor as HfTensor, WriteHf, layout_of, to_layout};
@@ -9,11 +11,11 @@ use crate::checkpoint::{Checkpoint, CheckpointSelector};
 use crate::testing::TestBackend;
 
 /// A model whose weights are given by a formula, and its logits as `transformers` 5.24 computes them in f32 with
-/// `GPT2LMHeadModel` and `LlamaForCausalLM`.
+/// `GPT2LMHeadModel` and `LlamaForCausalLM`, and with the classes of flash-linear-attention 0.6.
 struct Fixture {
     config: Value,
-    /// Names and shapes of its tensors, without the layers' numbers.
-    tensors: Vec<(&'static str, Vec<usize>)>,
+    /// Names and shapes of its tensors; `*` stands for the number of a layer.
+    tensors: Vec<(String, Vec<usize>)>,
     /// Logits of the tokens 0, 100 and 256 after the first, the twelfth and the last token.
     logits: [[f32; 3]; 3],
 }
@@ -29,7 +31,7 @@ fn gpt2() -> Fixture {
             "scale_attn_weights": true, "scale_attn_by_inverse_layer_idx": false,
             "add_cross_attention": false, "tie_word_embeddings": true,
         }),
-        tensors: vec![
+        tensors: named([
             ("transformer.wte.weight", vec![257, 16]),
             ("transformer.wpe.weight", vec![32, 16]),
             ("transformer.h.*.ln_1.weight", vec![16]),
@@ -46,7 +48,7 @@ fn gpt2() -> Fixture {
             ("transformer.h.*.mlp.c_proj.bias", vec![16]),
             ("transformer.ln_f.weight", vec![16]),
             ("transformer.ln_f.bias", vec![16]),
-        ],
+        ]),
         logits: [
             [0.662761, -2.93923, -2.787981],
             [0.053913, -3.220245, -3.128487],
@@ -65,7 +67,7 @@ fn llama() -> Fixture {
             "mlp_bias": false, "tie_word_embeddings": false,
             "rope_parameters": { "rope_type": "default", "rope_theta": 500.0 },
         }),
-        tensors: vec![
+        tensors: named([
             ("model.embed_tokens.weight", vec![257, 16]),
             ("model.layers.*.input_layernorm.weight", vec![16]),
             ("model.layers.*.self_attn.q_proj.weight", vec![24, 16]),
@@ -78,7 +80,7 @@ fn llama() -> Fixture {
             ("model.layers.*.mlp.down_proj.weight", vec![16, 24]),
             ("model.norm.weight", vec![16]),
             ("lm_head.weight", vec![257, 16]),
-        ],
+        ]),
         logits: [
             [-0.219091, 0.29605, 0.264057],
             [-0.021071, -0.22004, -0.216493],
@@ -122,10 +124,25 @@ fn scaled_llamas() -> [Fixture; 2] {
     ]
 }
 
+/// Tensors whose names have `*`.
+fn named<const N: usize>(tensors: [(&str, Vec<usize>); N]) -> Vec<(String, Vec<usize>)> {
+    tensors.map(|(name, shape)| (name.to_owned(), shape)).into()
+}
+
+/// All of them.
+fn fixtures() -> impl Iterator<Item = Fixture> {
+    [gpt2(), llama()].into_iter().chain(scaled_llamas()).chain(fla::fixtures())
+}
+
 impl Fixture {
-    /// w_i = sin(0.37 i + the sum of the name's bytes): 1 + w/10 in norms' weights, else 0.3 w.
+    /// w_i = sin(0.37 i + the sum of the name's bytes): 1 + w/10 in norms' weights, else 0.3 w. Norms of heads repeat
+    /// the values of one head.
     fn weights(&self) -> Vec<(String, HfTensor)> {
+        let size = |key: &str| self.config[key].as_u64().map(|size| size as usize);
+        let head_dim = size("hidden_size").zip(size("num_heads")).map(|(all, heads)| all / heads);
         let value = |name: &str, shape: &[usize], at: usize| {
+            let of_heads = name.ends_with("q_norm.weight") || name.ends_with("k_norm.weight");
+            let at = head_dim.filter(|_| of_heads).map_or(at, |head_dim| at % head_dim);
             let phase: u64 = name.bytes().map(u64::from).sum();
             let wave = (at as f64 * 0.37 + phase as f64).sin();
             let is_scale = name.ends_with("weight") && shape.len() == 1;
@@ -170,7 +187,7 @@ fn logits(run: &Path) -> Vec<Vec<f32>> {
 
 #[test]
 fn imported_models_compute_the_logits_of_transformers() {
-    for fixture in [gpt2(), llama()].into_iter().chain(scaled_llamas()) {
+    for fixture in fixtures() {
         let folder = tempfile::tempdir().unwrap();
         let [hf, run] = ["hf", "runs/imported"].map(|name| folder.path().join(name));
         fixture.write(&hf, u64::MAX);
@@ -188,7 +205,7 @@ fn imported_models_compute_the_logits_of_transformers() {
 
 #[test]
 fn an_exported_model_has_the_tensors_and_the_configuration_it_was_imported_with() {
-    for fixture in [gpt2(), llama()].into_iter().chain(scaled_llamas()) {
+    for fixture in fixtures() {
         let folder = tempfile::tempdir().unwrap();
         let [hf, run] = ["hf", "imported"].map(|name| folder.path().join(name));
         // Several files of weights.
@@ -260,7 +277,7 @@ fn what_has_no_counterpart_is_refused_by_name() {
       hint: no model here computes that: import another model
     "#);
     let unknown = error_with(&llama(), &[("model_type", json!("mamba"))]);
-    assert!(unknown.contains("model_type \"mamba\"; allowed: gpt2, llama"), "{unknown}");
+    assert!(unknown.contains("model_type \"mamba\"; allowed: gpt2, llama, "), "{unknown}");
     let deeper = error_with(&gpt2(), &[("n_layer", json!(3))]);
     assert!(deeper.contains("transformer.h.2.ln_1.weight is missing"), "{deeper}");
     let shallow = error_with(&gpt2(), &[("n_layer", json!(1))]);

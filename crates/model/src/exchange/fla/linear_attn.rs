@@ -1,0 +1,59 @@
+//! Linear attention (Katharopoulos et al., 2020): `LinearAttentionForCausalLM`.
+
+use longwall_kernels::attention::linear::Gate;
+use serde_json::{Map, Value, json};
+
+use super::{Attention, Check, object, plain_rules, read_expansion, read_flags};
+use crate::ModelConfig;
+use crate::exchange::TensorRule;
+use crate::exchange::values::Reader;
+
+pub(in crate::exchange) struct LinearAttention;
+
+impl Attention for LinearAttention {
+    const MODEL_TYPE: &'static str = "linear_attn";
+    const CLASS: &'static str = "LinearAttentionForCausalLM";
+    const KIND: &'static str = "linear";
+    const HAS: &'static [&'static str] = &[];
+
+    fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
+        super::check_linear(model, Gate::None, check);
+        let shape = model.attention_shape(0);
+        let expansion = (shape.heads * shape.head_dim) as f64 / model.width as f64;
+        object(json!({
+            "attn_mode": "chunk",
+            "num_heads": shape.heads,
+            "num_kv_heads": shape.kv_heads,
+            "expand_k": expansion,
+            "expand_v": expansion,
+            "feature_map": "identity",
+            "tie_feature_map_qk": false,
+            "norm_q": false,
+            "norm_k": false,
+            "norm_feature_map": false,
+            "elementwise_affine": true,
+        }))
+    }
+
+    fn table(&self, read: &mut Reader<'_>, width: usize) -> toml::Table {
+        let mut table = read_expansion(read, width, [1.0, 1.0]);
+        let identity = |value: &Value| value == "identity";
+        read.expect("feature_map", "elementwise_product".into(), "\"identity\"", identity);
+        read_flags(read, &["norm_q", "norm_k", "norm_feature_map"], false);
+        read_flags(read, &["elementwise_affine"], true);
+        let attention = toml::toml! { kind = "linear" gate = "none" };
+        table.insert("attention".to_owned(), attention.into());
+        table
+    }
+
+    fn tensors(&self, _model: &ModelConfig) -> Vec<TensorRule> {
+        let names = [
+            ("q_proj.weight", "q.weight"),
+            ("k_proj.weight", "k.weight"),
+            ("v_proj.weight", "v.weight"),
+            ("o_proj.weight", "output.weight"),
+            ("norm.weight", "norm"),
+        ];
+        plain_rules(&names).collect()
+    }
+}
