@@ -36,6 +36,7 @@ KINDS = [
     'kind = "wall", gate_heads = "query"',
     'kind = "wall", gate_source = "key"',
     'kind = "wall", prune = true',
+    'kind = "wall", forget_gate = true',
     'kind = "path"',
     'kind = "path", forget_gate = true',
     'kind = "power"',
