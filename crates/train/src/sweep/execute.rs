@@ -103,7 +103,7 @@ fn wait_for_orphan(log: &Path, stop: &StopFlag, console: &mut dyn SweepConsole) 
 /// What happens in a slot.
 enum Event {
     Note(String),
-    Step(SweepStep),
+    Step(Box<SweepStep>),
     EndTraining(usize),
     /// The run with this index has ended.
     End(usize, Status),
@@ -127,7 +127,7 @@ impl SweepConsole for SlotConsole {
     }
 
     fn step(&mut self, step: SweepStep) {
-        self.send(Event::Step(step));
+        self.send(Event::Step(Box::new(step)));
     }
 
     fn end_training(&mut self, run: usize) {
@@ -183,7 +183,7 @@ pub fn execute(
         for event in events {
             match event {
                 Event::Note(text) => console.note(&text),
-                Event::Step(step) => console.step(step),
+                Event::Step(step) => console.step(*step),
                 Event::EndTraining(run) => console.end_training(run),
                 Event::End(at, status) => {
                     collect(plan, &plan.runs[at], status, &mut results.runs[at]);
