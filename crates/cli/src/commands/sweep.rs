@@ -100,24 +100,22 @@ impl Gpus {
 
 /// The places for runs: `jobs` on each chosen GPU, or on the device of the runs' configurations.
 fn slots(gpus: Option<&Gpus>, jobs: u16) -> Result<Vec<Slot>> {
-    let visible = std::env::var(VISIBLE).ok();
-    let environments = match gpus {
+    let variable = |name: &str, value| Slot { environment: vec![(name.to_owned(), value)] };
+    let on_each: Vec<Slot> = match gpus {
         Some(gpus) => {
             let count =
                 device::gpus().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
-            let names = gpus.names(count, visible.as_deref())?;
-            names.into_iter().map(|name| vec![(VISIBLE.to_owned(), name)]).collect()
+            let names = gpus.names(count, std::env::var(VISIBLE).ok().as_deref())?;
+            names.into_iter().map(|name| variable(VISIBLE, name)).collect()
         }
         // Several runs share the cores, unless run.threads says how many each one takes.
         None if jobs > 1 => {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             let threads = (cores / usize::from(jobs)).max(1);
-            vec![vec![("RAYON_NUM_THREADS".to_owned(), threads.to_string())]]
+            vec![variable("RAYON_NUM_THREADS", threads.to_string())]
         }
-        None => vec![vec![]],
+        None => vec![Slot::default()],
     };
-    let on_each = environments.into_iter().map(|environment| Slot { environment });
-    let on_each: Vec<Slot> = on_each.collect();
     Ok((0..jobs).flat_map(|_| on_each.clone()).collect())
 }
 

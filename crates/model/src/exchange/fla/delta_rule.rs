@@ -3,7 +3,7 @@
 use longwall_kernels::attention::AttentionConfig;
 use serde_json::{Map, Value, json};
 
-use super::{Check, object, product, read_flags, table_of};
+use super::{Check, object, product, read_conv_size, read_flags, table_of};
 use crate::ModelConfig;
 use crate::exchange::values::Reader;
 use crate::layers::CONV_TAPS;
@@ -58,8 +58,7 @@ impl Heads {
         let head_dim = read.optional_size("head_dim").unwrap_or(defaults.0);
         let value_dim = product(head_dim, read.number("expand_v", defaults.1), f64::floor);
         read_flags(read, &["use_short_conv"], true);
-        let taps = |value: &Value| value == CONV_TAPS;
-        read.expect("conv_size", CONV_TAPS.into(), &CONV_TAPS.to_string(), taps);
+        read_conv_size(read);
         Heads { keys, values, head_dim, value_dim }
     }
 

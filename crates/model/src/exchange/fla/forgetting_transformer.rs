@@ -3,7 +3,7 @@
 use longwall_kernels::attention::AttentionConfig;
 use serde_json::{Map, Value, json};
 
-use super::{Attention, Check, object, plain_rules, read_heads, read_none};
+use super::{Attention, Check, object, plain_rules, read_flags, read_heads, read_none};
 use crate::ModelConfig;
 use crate::exchange::TensorRule;
 use crate::exchange::values::Reader;
@@ -34,8 +34,7 @@ impl Attention for ForgettingTransformer {
 
     fn table(&self, read: &mut Reader<'_>, width: usize) -> toml::Table {
         let mut table = read_heads(read, width);
-        let no_bias = |value: &Value| value == false;
-        read.expect("qkv_bias", false.into(), "false", no_bias);
+        read_flags(read, &["qkv_bias"], false);
         // The class applies a window when it decodes from its cache, and only then.
         read_none(read, &["window_size"]);
         table.insert("qk_norm".to_owned(), read.flag("qk_norm", false).into());
@@ -46,14 +45,7 @@ impl Attention for ForgettingTransformer {
 
     fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule> {
         let shape = model.attention_shape(0);
-        let names = [
-            ("q_proj.weight", "q.weight"),
-            ("k_proj.weight", "k.weight"),
-            ("v_proj.weight", "v.weight"),
-            ("o_proj.weight", "output.weight"),
-            ("f_proj.weight", "forget_gate.weight"),
-            ("f_proj.bias", "forget_gate.bias"),
-        ];
+        let names = [("f_proj.weight", "forget_gate.weight"), ("f_proj.bias", "forget_gate.bias")];
         let mut rules: Vec<_> = plain_rules(&names).collect();
         if model.output_gate {
             rules.push(TensorRule::plain("g_proj.weight", "output_gate.weight"));

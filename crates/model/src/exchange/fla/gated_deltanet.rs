@@ -48,10 +48,6 @@ impl Attention for GatedDeltaNet {
         let attention = model.attention_of(0);
         let AttentionConfig::GatedDeltaNet(config) = attention else { return vec![] };
         let names = [
-            ("q_proj.weight", "q.weight"),
-            ("k_proj.weight", "k.weight"),
-            ("v_proj.weight", "v.weight"),
-            ("o_proj.weight", "output.weight"),
             ("a_proj.weight", "decay.weight"),
             ("b_proj.weight", "beta.weight"),
             ("A_log", "decay_rate"),

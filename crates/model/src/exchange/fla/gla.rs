@@ -4,7 +4,10 @@ use longwall_kernels::attention::AttentionConfig;
 use longwall_kernels::attention::linear::Gate;
 use serde_json::{Map, Value, json};
 
-use super::{Attention, Check, object, plain_rules, read_expansion, read_flags, read_none};
+use super::{
+    Attention, Check, convolutions, keys_of_linear, object, plain_rules, read_conv_size,
+    read_expansion, read_flags, read_none,
+};
 use crate::ModelConfig;
 use crate::exchange::TensorRule;
 use crate::exchange::values::Reader;
@@ -19,22 +22,15 @@ impl Attention for GatedLinearAttention {
     const HAS: &'static [&'static str] = &["short_conv"];
 
     fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
-        super::check_linear(model, Gate::Diagonal, check);
-        let shape = model.attention_shape(0);
-        let expansion = (shape.heads * shape.head_dim) as f64 / model.width as f64;
-        object(json!({
-            "attn_mode": "chunk",
-            "num_heads": shape.heads,
-            "num_kv_heads": shape.kv_heads,
-            "expand_k": expansion,
-            "expand_v": expansion,
+        let mut keys = keys_of_linear(model, Gate::Diagonal, check);
+        keys.extend(object(json!({
             "feature_map": null,
             "use_short_conv": model.short_conv,
             "conv_size": CONV_TAPS,
             "use_output_gate": false,
             "clamp_min": null,
-            "elementwise_affine": true,
-        }))
+        })));
+        keys
     }
 
     fn table(&self, read: &mut Reader<'_>, width: usize) -> toml::Table {
@@ -45,8 +41,7 @@ impl Attention for GatedLinearAttention {
         read_none(read, &["feature_map", "clamp_min"]);
         let short_conv = read.flag("use_short_conv", false);
         if short_conv {
-            let taps = |value: &Value| value == CONV_TAPS;
-            read.expect("conv_size", CONV_TAPS.into(), &CONV_TAPS.to_string(), taps);
+            read_conv_size(read);
         }
         table.insert("short_conv".to_owned(), short_conv.into());
         let attention = toml::toml! { kind = "linear" gate = "diagonal" };
@@ -56,10 +51,6 @@ impl Attention for GatedLinearAttention {
 
     fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule> {
         let names = [
-            ("q_proj.weight", "q.weight"),
-            ("k_proj.weight", "k.weight"),
-            ("v_proj.weight", "v.weight"),
-            ("o_proj.weight", "output.weight"),
             ("gk_proj.0.weight", "gate.inner.weight"),
             ("gk_proj.1.weight", "gate.weight"),
             ("gk_proj.1.bias", "gate.bias"),
@@ -69,7 +60,7 @@ impl Attention for GatedLinearAttention {
         if model.short_conv {
             let (attention, shape): (&AttentionConfig, _) =
                 (model.attention_of(0), model.attention_shape(0));
-            rules.extend(super::convolutions(attention, &shape));
+            rules.extend(convolutions(attention, &shape));
         }
         rules
     }

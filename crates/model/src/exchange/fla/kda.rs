@@ -49,10 +49,6 @@ impl Attention for Kda {
 
     fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule> {
         let names = [
-            ("q_proj.weight", "q.weight"),
-            ("k_proj.weight", "k.weight"),
-            ("v_proj.weight", "v.weight"),
-            ("o_proj.weight", "output.weight"),
             ("f_proj.0.weight", "decay.inner.weight"),
             ("f_proj.1.weight", "decay.weight"),
             ("b_proj.weight", "beta.weight"),

@@ -3,7 +3,7 @@
 use longwall_kernels::attention::linear::Gate;
 use serde_json::{Map, Value, json};
 
-use super::{Attention, Check, object, plain_rules, read_expansion, read_flags};
+use super::{Attention, Check, keys_of_linear, object, read_expansion, read_flags};
 use crate::ModelConfig;
 use crate::exchange::TensorRule;
 use crate::exchange::values::Reader;
@@ -17,22 +17,15 @@ impl Attention for LinearAttention {
     const HAS: &'static [&'static str] = &[];
 
     fn keys(&self, model: &ModelConfig, check: &mut Check<'_>) -> Map<String, Value> {
-        super::check_linear(model, Gate::None, check);
-        let shape = model.attention_shape(0);
-        let expansion = (shape.heads * shape.head_dim) as f64 / model.width as f64;
-        object(json!({
-            "attn_mode": "chunk",
-            "num_heads": shape.heads,
-            "num_kv_heads": shape.kv_heads,
-            "expand_k": expansion,
-            "expand_v": expansion,
+        let mut keys = keys_of_linear(model, Gate::None, check);
+        keys.extend(object(json!({
             "feature_map": "identity",
             "tie_feature_map_qk": false,
             "norm_q": false,
             "norm_k": false,
             "norm_feature_map": false,
-            "elementwise_affine": true,
-        }))
+        })));
+        keys
     }
 
     fn table(&self, read: &mut Reader<'_>, width: usize) -> toml::Table {
@@ -47,13 +40,6 @@ impl Attention for LinearAttention {
     }
 
     fn tensors(&self, _model: &ModelConfig) -> Vec<TensorRule> {
-        let names = [
-            ("q_proj.weight", "q.weight"),
-            ("k_proj.weight", "k.weight"),
-            ("v_proj.weight", "v.weight"),
-            ("o_proj.weight", "output.weight"),
-            ("norm.weight", "norm"),
-        ];
-        plain_rules(&names).collect()
+        vec![TensorRule::plain("norm.weight", "norm")]
     }
 }

@@ -58,7 +58,7 @@ pub(super) trait Attention: Sync {
     /// - `width`: `hidden_size`
     fn table(&self, read: &mut Reader<'_>, width: usize) -> toml::Table;
 
-    /// The tensors of a layer, with names inside its `attn` and our `attention`.
+    /// The tensors of a layer beside the [`PROJECTIONS`], with names inside its `attn` and our `attention`.
     fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule>;
 }
 
@@ -120,7 +120,7 @@ impl<A: Attention> Layout for Blocks<A> {
         ];
         for layer in 0..model.layers {
             let (theirs, ours) = (format!("model.layers.{layer}"), format!("blocks.{layer}"));
-            let attention = self.0.tensors(model).into_iter();
+            let attention = plain_rules(&PROJECTIONS).chain(self.0.tensors(model));
             rules.extend(plain_rules(&plain).map(|rule| rule.inside(&theirs, &ours)));
             rules.extend(
                 attention.map(|rule| {
@@ -137,6 +137,14 @@ impl<A: Attention> Layout for Blocks<A> {
         name == TIED_HEAD
     }
 }
+
+/// The matrices of q, k, v and the output, which all attention layers of [`Blocks`] have.
+const PROJECTIONS: [(&str, &str); 4] = [
+    ("q_proj.weight", "q.weight"),
+    ("k_proj.weight", "k.weight"),
+    ("v_proj.weight", "v.weight"),
+    ("o_proj.weight", "output.weight"),
+];
 
 /// The output layer's weight, which files may also have when it is tied to the embedding.
 const TIED_HEAD: &str = "lm_head.weight";
@@ -216,6 +224,12 @@ fn read_flags(read: &mut Reader<'_>, keys: &[&str], wanted: bool) {
     }
 }
 
+/// Records short convolutions of another length.
+fn read_conv_size(read: &mut Reader<'_>) {
+    let taps = |value: &Value| value == CONV_TAPS;
+    read.expect("conv_size", CONV_TAPS.into(), &CONV_TAPS.to_string(), taps);
+}
+
 /// `heads` and `kv_heads`, of heads that fill the width.
 fn read_heads(read: &mut Reader<'_>, width: usize) -> toml::Table {
     let heads = read.size("num_heads");
@@ -248,11 +262,21 @@ fn read_expansion(read: &mut Reader<'_>, width: usize, defaults: [f64; 2]) -> to
     table_of(&[("heads", heads), ("kv_heads", kv_heads), ("head_dim", channels / heads)])
 }
 
-/// Records what linear attention with the gate `gate` does not have there.
-fn check_linear(model: &ModelConfig, gate: Gate, check: &mut Check<'_>) {
-    let AttentionConfig::Linear(config) = model.attention_of(0) else { return };
+/// The keys that the classes of linear attention share; records what the one with the gate `gate` does not have.
+fn keys_of_linear(model: &ModelConfig, gate: Gate, check: &mut Check<'_>) -> Map<String, Value> {
+    let AttentionConfig::Linear(config) = model.attention_of(0) else { return Map::new() };
     check.attention("gate", config.gate == gate, shown(&config.gate), &shown(&gate));
     check.attention("rope", !config.rope, config.rope, "false");
+    let shape = model.attention_shape(0);
+    let expansion = (shape.heads * shape.head_dim) as f64 / model.width as f64;
+    object(json!({
+        "attn_mode": "chunk",
+        "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
+        "expand_k": expansion,
+        "expand_v": expansion,
+        "elementwise_affine": true,
+    }))
 }
 
 /// The short convolutions of q, k and v.

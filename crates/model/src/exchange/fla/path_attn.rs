@@ -65,14 +65,7 @@ impl Attention for PathAttention {
     fn tensors(&self, model: &ModelConfig) -> Vec<TensorRule> {
         let AttentionConfig::Path(config) = model.attention_of(0) else { return vec![] };
         let shape = model.attention_shape(0);
-        let names = [
-            ("q_proj.weight", "q.weight"),
-            ("k_proj.weight", "k.weight"),
-            ("v_proj.weight", "v.weight"),
-            ("o_proj.weight", "output.weight"),
-            ("bt_proj.weight", "beta.weight"),
-            ("bt_proj.bias", "beta.bias"),
-        ];
+        let names = [("bt_proj.weight", "beta.weight"), ("bt_proj.bias", "beta.bias")];
         let w: &[_] = match rank_of(config, model.width) {
             Some(_) => &[("w_proj.0.weight", "w.inner.weight"), ("w_proj.1.weight", "w.weight")],
             None => &[("w_proj.weight", "w.weight")],
