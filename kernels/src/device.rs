@@ -12,6 +12,7 @@ use cubecl::prelude::Runtime;
 use serde::Serialize;
 
 pub use kernel_cache::{KernelCache, keep_kernels};
+pub use memory::Allocation;
 
 use crate::Cuda;
 use crate::backend::OpBackend;
@@ -98,23 +99,35 @@ const OLDEST_CUDA: i32 = 12050;
 /// The major compute capability of Hopper, the first with the tensor memory accelerator.
 const OLDEST_GPU: i32 = 9;
 
+fn fails(error: cudarc::driver::DriverError) -> NoCuda {
+    match error.0 {
+        cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE => NoCuda::NoGpu,
+        other => NoCuda::DriverFails(format!("{other:?}")),
+    }
+}
+
+/// The number of GPUs that the driver shows this process, at least 1.
+///
+/// # Errors
+/// When there is none: the reason.
+pub fn gpus() -> Result<usize, NoCuda> {
+    // SAFETY: only asks the dynamic loader for the library; calls nothing in it.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err(NoCuda::NoDriver);
+    }
+    cudarc::driver::result::init().map_err(fails)?;
+    match cudarc::driver::result::device::get_count().map_err(fails)? {
+        0 => Err(NoCuda::NoGpu),
+        count => Ok(count as usize),
+    }
+}
+
 /// The first CUDA device.
 ///
 /// # Errors
 /// When there is none: the reason.
 pub fn cuda() -> Result<Device, NoCuda> {
-    // SAFETY: only asks the dynamic loader for the library; calls nothing in it.
-    if !unsafe { cudarc::driver::sys::is_culib_present() } {
-        return Err(NoCuda::NoDriver);
-    }
-    let fails = |error: cudarc::driver::DriverError| match error.0 {
-        cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE => NoCuda::NoGpu,
-        other => NoCuda::DriverFails(format!("{other:?}")),
-    };
-    cudarc::driver::result::init().map_err(fails)?;
-    if cudarc::driver::result::device::get_count().map_err(fails)? == 0 {
-        return Err(NoCuda::NoGpu);
-    }
+    gpus()?;
     let mut version = 0;
     // SAFETY: writes one number.
     let asked = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };

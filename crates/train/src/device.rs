@@ -65,17 +65,6 @@ pub fn open(choice: DeviceChoice, threads: Option<usize>) -> Result<Device, Devi
     Ok(device)
 }
 
-/// The number of GPUs that the driver shows this process, at least 1.
-///
-/// # Errors
-/// When there is none: the reason.
-pub fn gpus() -> Result<usize, NoCuda> {
-    device::cuda()?;
-    cudarc::driver::result::device::get_count()
-        .map(|count| count as usize)
-        .map_err(|error| NoCuda::DriverFails(format!("{:?}", error.0)))
-}
-
 /// Sets the number of CPU threads, the first time it is called; a process has one pool.
 fn set_threads(threads: Option<usize>) -> Result<(), DeviceError> {
     static SET: std::sync::Once = std::sync::Once::new();

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use longwall_data::Progress;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::Allocation;
 use longwall_model::Precision;
 
 use crate::checkpoint::CheckpointFolder;
@@ -104,9 +105,14 @@ pub fn train<B: OpBackend>(
     console: &mut dyn Console,
     evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
-    let run = setup::open::<B>(config, device, options, evaluator)?;
-    let run_dir = run.folder.path().to_owned();
-    steps(run, options, console, evaluator).map_err(|error| name_last_checkpoint(error, &run_dir))
+    B::set_allocation(device, Allocation::Exact);
+    let outcome = setup::open::<B>(config, device, options, evaluator).and_then(|run| {
+        let run_dir = run.folder.path().to_owned();
+        let outcome = steps(run, options, console, evaluator);
+        outcome.map_err(|error| name_last_checkpoint(error, &run_dir))
+    });
+    B::set_allocation(device, Allocation::Pages);
+    outcome
 }
 
 fn steps<B: OpBackend>(
@@ -118,9 +124,14 @@ fn steps<B: OpBackend>(
     let clip = run.config.train.clip.0;
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
+    let mut shape = run.stage().shape();
     while run.progress.step < run.timeline.total_steps() && !options.stop.is_raised() {
         let started = Instant::now();
         let step = run.progress.step;
+        if std::mem::replace(&mut shape, run.stage().shape()) != run.stage().shape() {
+            // Releases the memory of the last stage's activations.
+            B::set_allocation(&run.device, Allocation::Exact);
+        }
 
         // Rows and window of this step: a function only of the step. Shorter rows are parts of those of data.seq_len.
         let OpenStage { stage, micro_batch } = run.stage();

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use burn::module::{AutodiffModule, Module};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::Allocation;
 use longwall_model::weights;
 
 use super::setup::Run;
@@ -146,7 +147,7 @@ impl<B: OpBackend> Run<B> {
                 WeightsSelector::Model => self.model.valid(),
                 WeightsSelector::Ema => self.optimiser.with_average(self.model.valid(), false),
             };
-            match evaluator.evaluate(at, step, &model) {
+            match in_pages::<B, _>(&self.device, || evaluator.evaluate(at, step, &model)) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
                 Err(source) => {
@@ -163,7 +164,9 @@ impl<B: OpBackend> Run<B> {
     pub fn sample(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let Some(sampler) = &self.sampler else { return Ok(()) };
         let step = self.progress.step;
-        let samples = sampler.run(&self.model.valid(), step, &self.device)?;
+        let samples = in_pages::<B, _>(&self.device, || {
+            sampler.run(&self.model.valid(), step, &self.device)
+        })?;
         self.recorder.samples(step, &samples, console)
     }
 
@@ -261,4 +264,12 @@ fn median_throughput(records: &[Record]) -> f64 {
         .collect();
     rates.sort_by(f64::total_cmp);
     rates.get(rates.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Runs `work`, whose tensors have many sizes, between training steps.
+fn in_pages<B: OpBackend, R>(device: &B::Device, work: impl FnOnce() -> R) -> R {
+    B::set_allocation(device, Allocation::Pages);
+    let result = work();
+    B::set_allocation(device, Allocation::Exact);
+    result
 }

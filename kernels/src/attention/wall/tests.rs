@@ -1,6 +1,7 @@
 //! This variant's cases for the conformance suite; validation; saturated gates.
 
 mod decoding;
+mod forget;
 mod length;
 mod pruning;
 
@@ -41,7 +42,19 @@ impl Conformance for Config {
             Config { key_gate: Some(KeyGate::Scalar), bias_init: 2.0, ..key.clone() },
             Config { gate_dims: Some(3), evict_below: None, ..key.clone() },
             Config { bias_init: 1.0, sinks: true, ..Config::default() },
-            Config { bias_init: 2.0, sinks: true, ..key },
+            Config { bias_init: 2.0, sinks: true, ..key.clone() },
+            Config { bias_init: 1.0, forget_gate: true, rope: true, ..Config::default() },
+            Config {
+                gate_heads: GateHeads::Query,
+                gate_dims: Some(5),
+                bias_init: 1.0,
+                g_max: 0.3,
+                forget_gate: true,
+                forget_bias_init: Some(2.0),
+                sinks: true,
+                ..Config::default()
+            },
+            Config { bias_init: 2.0, forget_gate: true, ..key },
         ]
     }
 
@@ -58,13 +71,20 @@ impl Conformance for Config {
     ) -> Tensor64 {
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
         let [q, k] = [&inputs[0], &inputs[1]].map(|x| self.oracle_rotated(x, documents));
-        let kept = products(&self.oracle_retention(shape, &k, &inputs[3..]));
+        let (of_gate, forget) = match (&inputs[3..], self.gate_source) {
+            (rest, _) if !self.forget_gate => (rest, None),
+            (rest, GateSource::Hidden) => (rest, Some(&rest[1])),
+            (rest, GateSource::Key) => (&rest[1..], Some(&rest[0])),
+        };
+        let kept = products(&self.oracle_retention(shape, &k, of_gate));
+        let forget = forget.map(forget_sums);
         let sinks = inputs.last().filter(|_| self.sinks);
         let gate_head = |h: usize| if self.gate_heads == GateHeads::Query { h } else { h / group };
         softmax_oracle(shape, [&q, &inputs[2]], sinks, documents, |b, h, i, j| {
             let kept = channels(&kept, &[b, gate_head(h), i, j]);
             let (q, k) = (channels(&q, &[b, h, i]), channels(&k, &[b, h / group, j]));
-            (0..d).map(|n| kept[n] * q[n] * k[n]).sum::<f64>() / (d as f64).sqrt()
+            let score = (0..d).map(|n| kept[n] * q[n] * k[n]).sum::<f64>() / (d as f64).sqrt();
+            score + forget.as_ref().map_or(0.0, |sums| sums.at(&[b, i, h]) - sums.at(&[b, j, h]))
         })
     }
 }
@@ -93,6 +113,18 @@ fn products(retention: &Tensor64) -> Tensor64 {
         }
     }
     Tensor64::new(&[batch, heads, seq_len, seq_len, d], data)
+}
+
+/// F, the sums of ln σ(logit) up to each token, `[batch, seq_len, heads]`.
+fn forget_sums(logits: &Tensor64) -> Tensor64 {
+    let [_, seq_len, heads] = logits.shape[..] else { panic!("3 dimensions") };
+    let mut sums = Tensor64::from_fn(&logits.shape, |at| -(-logits.at(at)).exp().ln_1p());
+    for at in 0..sums.data.len() {
+        if at / heads % seq_len > 0 {
+            sums.data[at] += sums.data[at - heads];
+        }
+    }
+    sums
 }
 
 impl Config {

@@ -86,7 +86,7 @@ fn problem<B: OpBackend>(
     n: usize,
     chunk: usize,
 ) -> (PastTokens<B>, GatedQkv<B>) {
-    let all = rows(&shape(), q, keys(&shape(), [k, v, g]), None);
+    let all = rows(&shape(), q, keys(&shape(), [k, v, g], None), None);
     let mut past = PastTokens::new(chunk, None);
     if first > 0 {
         past.push(all.keys.cut(0, first));
@@ -129,6 +129,21 @@ const OF_CHANNELS: Decay = Decay::OfChannels { g_max: G_MAX as f64 };
 #[test]
 fn holds_at_length_on_the_cpu() {
     holds_at_length::<Config, Cpu>(&Config::default(), OF_CHANNELS, DType::F32, 3000);
+}
+
+const OF_CHANNELS_AND_HEADS: Decay = Decay::OfChannelsAndHeads { g_max: G_MAX as f64 };
+
+#[test]
+fn holds_at_length_with_a_forget_gate_on_the_cpu() {
+    let config = Config { forget_gate: true, ..Config::default() };
+    holds_at_length::<Config, Cpu>(&config, OF_CHANNELS_AND_HEADS, DType::F32, 3000);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_holds_at_length_with_a_forget_gate() {
+    let config = Config { forget_gate: true, ..Config::default() };
+    holds_at_length::<Config, Cuda>(&config, OF_CHANNELS_AND_HEADS, DType::BF16, SEQ_LEN);
 }
 
 #[test]
