@@ -210,8 +210,8 @@ impl<const DS_SUMS: bool> Biases for DecayBiases<DS_SUMS> {
         #[unroll]
         for i in 0..spans {
             let between = difference(state.before[i], state.before[spans]);
-            state.biases[i * 2] = bias(between, state.within[0], LOG2_E);
-            state.biases[i * 2 + 1] = bias(between, state.within[1], LOG2_E);
+            state.biases[i * 2] = between - state.within[0];
+            state.biases[i * 2 + 1] = between - state.within[1];
         }
     }
 

@@ -273,6 +273,8 @@ impl Operands for GatedOperands {
     const Q_IN_REGISTERS: bool = true;
     const DK_IN_REVERSE: bool = true;
     const DQ_BY_KEYS: bool = false;
+    /// The gate's gradient is a sum of q ⊙ dq − k ⊙ dk, where pairs of later tokens cancel.
+    const NEEDS_EQUAL_DS: bool = true;
     const SCALES_GRADIENTS: bool = false;
 
     fn forward(
