@@ -172,7 +172,7 @@ mod tests {
         let metrics = plan.runs[1].dir().join("metrics.jsonl");
         fs::write(&metrics, line(1, 4.0) + &line(2, 2.0) + &line(3, 1.0)[..20]).unwrap();
         let step = watch.poll().unwrap();
-        assert_eq!((step.run, step.place), ("seed1", (2, 3)));
+        assert_eq!((step.run.as_str(), step.place), ("seed1", (2, 3)));
         assert_eq!((step.view.record.step, step.view.record.loss), (2, Some(2.0)));
         assert!(step.view.smoothed_loss > 2.0 && step.view.smoothed_loss < 4.0);
         let left = 2.0 * (config.total_steps() - 2) as f64;
