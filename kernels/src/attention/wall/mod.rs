@@ -5,12 +5,12 @@
 //! and g_t = −g_max (1 − e^(ĝ_t / g_max)), a soft clamp to (−g_max, 0] (section 3, appendix G).
 //!
 //! # Parameters
-//! `gate` projects the layer's input to gate_heads · gate_dims logits with an initial bias of 7: gates
-//! start open, as plain softmax without positions. With `gate_source = "key"` there is no projection:
+//! `gate` projects the layer's input to gate_heads · outputs logits with an initial bias of 7: gates
+//! start open, as plain softmax without positions; outputs is gate_dims, or with `gate_form = "scalar"` one, which
+//! all gated channels of a head share. With `gate_source = "key"` there is no projection:
 //! g_t is computed from the key (section 3, decode, approach 2) with `key_gate_weight`, W
 //! `[kv_heads, head_dim, outputs]`, initially normal with standard deviation 0.02, and `key_gate_bias`,
-//! b `[kv_heads, outputs]`, initially 7; outputs is gate_dims (the text's vector gate) or one (its
-//! listing's scalar gate).
+//! b `[kv_heads, outputs]`, initially 7 (the text has a vector gate, its listing a scalar one).
 //!
 //! With `sinks = true`, `sinks` `[heads]`, initially 0, are logits in the softmax's denominator.
 //!
@@ -26,7 +26,7 @@
 //! between them, into two factors of at most 1 (section 3, per-tile anchors; appendix D). Within a
 //! sub-block of 16 rows the anchor is the first row, and factors stay below exp(15 · g_max). On CUDA
 //! anchors are powers of two at the ends of tiles of 64 tokens, and factors stay below
-//! exp(64 · g_max), which bf16 holds.
+//! exp(64 · g_max), which bf16 holds ([`LARGEST_G_MAX`]).
 //!
 //! # Decoding
 //! Section 3, approach 1: the cache holds k_j · exp(R_c − P_j) with one anchor R_c per chunk of 128
@@ -68,7 +68,7 @@
 //! - The key gate reads the key as it is cached, rotated with `rope`: in the listing, W_g multiplies the
 //!   same tile whose rescaled copy is multiplied with the query.
 //! - The key gate belongs to the kv head, whose key it reads; W is not shared between heads.
-//! - A scalar key gate with gate_dims below head_dim decays the first gate_dims channels.
+//! - A scalar gate with gate_dims below head_dim decays the first gate_dims channels.
 
 #[allow(clippy::duplicate_underscore_argument)] // Device code.
 mod cuda;
@@ -124,11 +124,12 @@ pub enum GateSource {
     Key,
 }
 
-/// The outputs of a gate computed from the key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The outputs of a gate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum KeyGate {
+pub enum GateForm {
     /// One per gated channel.
+    #[default]
     Vector,
     /// One for all gated channels of a head.
     Scalar,
@@ -145,8 +146,8 @@ pub struct Config {
     pub gate_dims: Option<usize>,
     /// Initial bias of the gate's logits, finite; default 7, usually 6 to 8.
     pub bias_init: f32,
-    /// Largest decay of one step, above 0 and below 0.87; default 0.86. The paper's bound keeps the
-    /// factors of tiles of 128 × 64 scores inside f32 (appendix G); looser is better.
+    /// Largest decay of one step, above 0 and up to [`LARGEST_G_MAX`]; default 0.86, near the paper's bound of 0.87 for
+    /// tiles of 128 × 64 scores in f32 (appendix G); looser is better.
     pub g_max: f32,
     /// Rotate q and k too; default false.
     pub rope: bool,
@@ -156,8 +157,10 @@ pub struct Config {
     pub scaling: Scaling,
     /// What gates are computed from: `"hidden"` (default) or `"key"`.
     pub gate_source: GateSource,
-    /// Only with `gate_source = "key"`: `"vector"` (default) or `"scalar"`.
-    pub key_gate: Option<KeyGate>,
+    /// One gate per channel, `"vector"` (default), or one for all gated channels of a head, `"scalar"`. `key_gate` is
+    /// its former name.
+    #[serde(alias = "key_gate")]
+    pub gate_form: GateForm,
     /// Decoding evicts keys that have decayed below this factor in every channel, above 0 and
     /// below 1; default none. Needs a gate in every channel, and no window.
     pub evict_below: Option<f32>,
@@ -173,6 +176,12 @@ pub struct Config {
     pub forget_bias_init: Option<f32>,
 }
 
+/// The largest [`Config::g_max`]: over a tile of 64 tokens, decays stay above 2⁻¹¹¹, so that the factors between a
+/// tile's ends leave q and k 2¹⁶ of the range of bf16.
+pub const LARGEST_G_MAX: f32 = 1.2;
+
+const _: () = assert!(cuda::TILE as f32 * LARGEST_G_MAX * std::f32::consts::LOG2_E < 111.0);
+
 impl Default for Config {
     fn default() -> Self {
         Config {
@@ -184,7 +193,7 @@ impl Default for Config {
             theta: 10_000.0,
             scaling: Scaling::None {},
             gate_source: GateSource::Hidden,
-            key_gate: None,
+            gate_form: GateForm::Vector,
             evict_below: None,
             prune: false,
             sinks: false,
@@ -206,11 +215,11 @@ impl Config {
         self.gate_dims.unwrap_or(shape.head_dim)
     }
 
-    /// Outputs of the key gate per kv head.
-    fn key_gate_outputs(&self, shape: &AttentionShape) -> usize {
-        match self.key_gate.unwrap_or(KeyGate::Vector) {
-            KeyGate::Vector => self.gate_dims_of(shape),
-            KeyGate::Scalar => 1,
+    /// Outputs of the gate per gate head.
+    fn gate_outputs(&self, shape: &AttentionShape) -> usize {
+        match self.gate_form {
+            GateForm::Vector => self.gate_dims_of(shape),
+            GateForm::Scalar => 1,
         }
     }
 
@@ -260,10 +269,10 @@ impl Config {
             "set bias_init = 7.0; 6 to 8 start with open gates",
         );
         problems.check(
-            self.g_max > 0.0 && self.g_max < 0.87,
+            self.g_max > 0.0 && self.g_max <= LARGEST_G_MAX,
             format!("{key}.g_max"),
             self.g_max,
-            "above 0 and below 0.87",
+            format!("above 0, up to {LARGEST_G_MAX}"),
             "set g_max = 0.86",
         );
     }
@@ -310,19 +319,6 @@ impl Config {
             "\"kv\" with gate_source = \"key\": the gate belongs to the key's head",
             "leave gate_heads out, or set gate_source = \"hidden\"",
         );
-        if let Some(key_gate) = self.key_gate {
-            let name = match key_gate {
-                KeyGate::Vector => "\"vector\"",
-                KeyGate::Scalar => "\"scalar\"",
-            };
-            problems.check(
-                from_key,
-                format!("{key}.key_gate"),
-                name,
-                "only with gate_source = \"key\"",
-                "leave key_gate out, or set gate_source = \"key\"",
-            );
-        }
         problems.check(
             !self.prune || self.gate_dims_of(shape) >= shape.head_dim,
             format!("{key}.prune"),
@@ -353,6 +349,8 @@ impl VariantSpec for Config {
 
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
+    const MATRICES: &'static [&'static str] = &["key_gate_weight"];
+
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
         flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
     }
@@ -373,7 +371,7 @@ impl VariantSpec for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
-        let features = self.gate_heads_of(shape) * self.gate_dims_of(shape);
+        let features = self.gate_heads_of(shape) * self.gate_outputs(shape);
         let gate = (self.gate_source == GateSource::Hidden)
             .then(|| ProjectionSpec::new("gate", features).bias(Init::Constant(self.bias_init)));
         let bias = self.forget_bias_init.unwrap_or(0.0);
@@ -386,7 +384,7 @@ impl VariantSpec for Config {
         if self.gate_source == GateSource::Hidden {
             return sinks.into_iter().collect();
         }
-        let features = shape.kv_heads * self.key_gate_outputs(shape);
+        let features = shape.kv_heads * self.gate_outputs(shape);
         let of_gate = [
             ParameterSpec {
                 name: "key_gate_weight",
@@ -449,7 +447,7 @@ impl VariantSpec for Config {
         match self.gate_source {
             GateSource::Hidden => 0.0,
             GateSource::Key => {
-                (2 * shape.head_dim * shape.kv_heads * self.key_gate_outputs(shape)) as f64
+                (2 * shape.head_dim * shape.kv_heads * self.gate_outputs(shape)) as f64
             }
         }
     }

@@ -11,10 +11,9 @@ use longwall_config::Problems;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
-use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, MapDeserializer};
 
-use super::{Config, GateHeads, GateSource, KeyGate};
+use super::{Config, GateForm, GateHeads, GateSource, LARGEST_G_MAX};
 use crate::attention::conformance::{Conformance, YARN, in_bf16, softmax_oracle};
 use crate::attention::{AttentionConfig, AttentionShape, Inputs, VariantSpec, dispatch};
 use crate::ops::rotary::tests::scaled_frequencies;
@@ -39,9 +38,10 @@ impl Conformance for Config {
             Config { bias_init: 2.0, rope: true, scaling: YARN, ..key.clone() },
             // The one bias of a head sums the gradients of all tokens and channels. From 1 they
             // cancel to 1/2000 of their size in one problem, which leaves f32 no digits to compare.
-            Config { key_gate: Some(KeyGate::Scalar), bias_init: 2.0, ..key.clone() },
+            Config { gate_form: GateForm::Scalar, bias_init: 2.0, ..key.clone() },
             Config { gate_dims: Some(3), evict_below: None, ..key.clone() },
-            Config { bias_init: 1.0, sinks: true, ..Config::default() },
+            Config { bias_init: 1.0, sinks: true, g_max: 1.2, ..Config::default() },
+            Config { bias_init: 1.0, gate_form: GateForm::Scalar, ..Config::default() },
             Config { bias_init: 2.0, sinks: true, ..key.clone() },
             Config { bias_init: 1.0, forget_gate: true, rope: true, ..Config::default() },
             Config {
@@ -159,14 +159,14 @@ impl Config {
             GateHeads::Kv => shape.kv_heads,
             GateHeads::Query => shape.heads,
         };
-        let outputs = if self.key_gate == Some(KeyGate::Scalar) { 1 } else { dims };
+        let outputs = if self.gate_form == GateForm::Scalar { 1 } else { dims };
         Tensor64::from_fn(&[batch, heads, seq_len, d], |at| {
             let [b, h, t, n] = at[..] else { panic!("4 dimensions") };
             if n >= dims {
                 return 1.0;
             }
             let logit = match self.gate_source {
-                GateSource::Hidden => inputs[0].at(&[b, t, h * dims + n]),
+                GateSource::Hidden => inputs[0].at(&[b, t, h * outputs + n.min(outputs - 1)]),
                 GateSource::Key => {
                     let o = n.min(outputs - 1);
                     let weight = |m: usize| inputs[0].at(&[(h * d + m) * outputs + o]);
@@ -279,14 +279,13 @@ fn bad_values_are_reported_with_their_keys() {
     let bad = Config {
         gate_dims: Some(17),
         bias_init: f32::NAN,
-        g_max: 0.87,
+        g_max: 1.21,
         rope: true,
         theta: 1.0,
-        key_gate: Some(KeyGate::Vector),
         evict_below: Some(1.0),
         ..config.clone()
     };
-    let want = ["theta", "gate_dims", "bias_init", "g_max", "key_gate", "evict_below"];
+    let want = ["theta", "gate_dims", "bias_init", "g_max", "evict_below"];
     assert_eq!(keys(&bad), want);
     let contradictory = Config {
         gate_heads: GateHeads::Query,
@@ -321,21 +320,25 @@ fn names_are_kebab_case_and_unknown_keys_are_refused() {
     let config = read([("gate_heads", "query"), ("gate_source", "key")]).expect("a valid table");
     assert_eq!((config.gate_heads, config.gate_source), (GateHeads::Query, GateSource::Key));
     assert!(read([("gate_heads", "kv"), ("gates", "hidden")]).is_err());
-    let scalar: Result<KeyGate, ValueError> = KeyGate::deserialize("scalar".into_deserializer());
-    assert_eq!(scalar, Ok(KeyGate::Scalar));
+    // The former name of gate_form.
+    let scalar = read([("gate_source", "key"), ("key_gate", "scalar")]).expect("a valid table");
+    assert_eq!(scalar.gate_form, GateForm::Scalar);
 }
 
-/// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±81.
+/// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±79, with the largest `g_max` 2^±111.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_bf16_agrees_with_closed_gates() {
     let closed = Config { bias_init: -20.0, ..Config::default() };
     let mixed = Config { bias_init: -3.0, ..Config::default() };
-    for variant in [closed, mixed] {
+    let fastest = Config { g_max: LARGEST_G_MAX, ..closed.clone() };
+    let forgetting = Config { g_max: LARGEST_G_MAX, forget_gate: true, ..mixed.clone() };
+    for variant in [closed, mixed, fastest.clone(), forgetting] {
         for sizes in [[4, 2, 64, 2, 200], [2, 1, 128, 1, 140]] {
             in_bf16::agrees_at::<Config, crate::Cuda>(&variant, sizes, None);
         }
     }
+    in_bf16::decodes_at::<Config, crate::Cuda>(&fastest, [4, 2, 64, 2, 200]);
     // A window that begins in the middle of a tile of gates.
     in_bf16::agrees_at::<Config, crate::Cuda>(&Config::default(), [2, 1, 128, 1, 140], Some(97));
 }

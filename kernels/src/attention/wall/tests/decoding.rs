@@ -5,7 +5,7 @@ use burn::tensor::{FloatDType, Tensor};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
+use crate::attention::wall::{Config, GateForm, GateHeads, GateSource};
 use crate::attention::{AttentionShape, DecodeState, Init, Inputs, VariantSpec, dispatch};
 use crate::backend::{OpBackend, with_reference};
 
@@ -84,7 +84,7 @@ fn steps_across_chunks_equal_the_full_pass() {
         Config { bias_init: 2.0, rope: true, ..Config::default() },
         Config { gate_heads: GateHeads::Query, gate_dims: Some(3), ..Config::default() },
         key.clone(),
-        Config { key_gate: Some(KeyGate::Scalar), rope: true, ..key.clone() },
+        Config { gate_form: GateForm::Scalar, rope: true, ..key.clone() },
         Config { bias_init: 2.0, forget_gate: true, sinks: true, ..Config::default() },
         Config { gate_heads: GateHeads::Query, forget_gate: true, ..Config::default() },
         Config { forget_gate: true, forget_bias_init: Some(3.0), ..key },
@@ -148,7 +148,7 @@ fn eviction_frees_memory_and_changes_outputs_within_its_promise() {
     let hidden = Config { bias_init: 1.0, ..Config::default() };
     let key = Config { gate_source: GateSource::Key, ..hidden.clone() };
     let sinks = Config { sinks: true, ..hidden.clone() };
-    let scalar = Config { key_gate: Some(KeyGate::Scalar), ..key.clone() };
+    let scalar = Config { gate_form: GateForm::Scalar, ..key.clone() };
     for config in [hidden, sinks, key, scalar] {
         let (full, all, _) = decode(&config, 600, 800);
         for threshold in [1e-4f32, 1e-8] {

@@ -119,7 +119,9 @@ fn cuda_bf16_agrees_with_a_forget_gate() {
     let config = Config { bias_init: 1.0, ..forgetting() };
     let sinks = Config { sinks: true, ..config.clone() };
     let query = Config { gate_heads: GateHeads::Query, ..config.clone() };
+    let key = Config { bias_init: 2.0, gate_source: GateSource::Key, ..config.clone() };
     for (config, sizes, window) in [
+        (&key, [2, 2, 64, 1, 257], None),
         (&config, [6, 2, 64, 1, 200], None),
         (&config, [2, 1, 128, 1, 140], Some(97)),
         (&config, [2, 1, 16, 1, 33], None),

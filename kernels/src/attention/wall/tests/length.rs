@@ -9,14 +9,14 @@ use crate::attention::conformance::{Decay, holds_at_length};
 use crate::attention::wall::past::PastTokens;
 use crate::attention::wall::piece::GatedQkv;
 use crate::attention::wall::reference::{TRAIN_CHUNK, attend_next, keys, rows};
-use crate::attention::wall::{Config, decode};
+use crate::attention::wall::{Config, LARGEST_G_MAX, decode};
 use crate::attention::{AttentionShape, DecodeState, Inputs, dispatch};
 use crate::backend::OpBackend;
 use crate::{Cpu, Cuda};
 
 const SEQ_LEN: usize = 1 << 16;
 const DIM: usize = 4;
-const G_MAX: f32 = 0.86;
+const G_MAX: f32 = LARGEST_G_MAX;
 
 type Ad = Autodiff<Flex>;
 
