@@ -201,7 +201,7 @@ impl VariantSpec for Config {
         let channels = Channels::of(self, shape);
         // q and k for every head of v, Δ v, and y at each step from the skip to the norm.
         let keys = ((shape.heads + shape.kv_heads) * shape.head_dim) as f64;
-        let steps = 4.0 * (keys + channels.v + 5.0 * channels.o);
+        let steps = 4.0 * (keys + channels.v + 4.0 * channels.o);
         let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
         let saved = match path {
             ExecPath::Kernel(device) => self.linear().saved_by_kernel(&channels, shape, device),
