@@ -20,10 +20,6 @@ import os
 import sys
 import warnings
 
-import fixtures
-
-FIXTURES = fixtures.folder("fla")
-
 
 def first_configuration_only():
     """Triton's autotuner measures on a GPU what it chooses among."""
@@ -42,6 +38,8 @@ try:
     import torch.nn.functional as F
     import transformers
 
+    import fixtures
+
     INTERPRETED = "--kernels" in sys.argv and not torch.cuda.is_available()
     if INTERPRETED:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -52,6 +50,8 @@ try:
 except ImportError as error:
     print(f"skipped: {error}\n  hint: pip install torch transformers flash-linear-attention==0.6.0")
     sys.exit(0)
+
+FIXTURES = fixtures.folder("fla")
 
 
 def rms_norm(x, weight, eps):
