@@ -16,16 +16,9 @@ GPU, --kernels runs them in Triton's interpreter, which takes minutes.
 
 import argparse
 import json
-import math
 import os
 import sys
 import warnings
-from pathlib import Path
-
-FIXTURES = Path(__file__).parent.parent / "crates/train/src/import/tests/fla"
-TOKENS = [(t * 37 + 11) % 257 for t in range(24)]
-PLACES, VOCABULARY = [0, 11, 23], [0, 100, 256]
-TOLERANCE = 2e-5
 
 
 def first_configuration_only():
@@ -45,6 +38,8 @@ try:
     import torch.nn.functional as F
     import transformers
 
+    import fixtures
+
     INTERPRETED = "--kernels" in sys.argv and not torch.cuda.is_available()
     if INTERPRETED:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -55,6 +50,8 @@ try:
 except ImportError as error:
     print(f"skipped: {error}\n  hint: pip install torch transformers flash-linear-attention==0.6.0")
     sys.exit(0)
+
+FIXTURES = fixtures.folder("fla")
 
 
 def rms_norm(x, weight, eps):
@@ -211,77 +208,13 @@ def on_cpu():
     time_mix.fused_mul_recurrent_rwkv7 = rwkv7_of_rates
 
 
-def weight(name, shape, head_dim):
-    """The formula of the tests: norms of heads repeat the values of one head."""
-    at = torch.arange(math.prod(shape), dtype=torch.float64)
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        at = at % head_dim
-    wave = (at * 0.37 + sum(name.encode())).sin()
-    is_scale = name.endswith("weight") and len(shape) == 1
-    return (1 + 0.1 * wave if is_scale else 0.3 * wave).float().reshape(shape)
-
-
-def logits(model):
-    out = all_logits(model, TOKENS)
-    return [[round(out[place, token].item(), 6) for token in VOCABULARY] for place in PLACES]
-
-
-def all_logits(model, tokens):
-    """[tokens, vocabulary]"""
-    with torch.no_grad():
-        return model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
-
-
-def of_class(config):
-    """Names and shapes of the class's tensors, and the model with the formula's weights."""
-    options = {key: value for key, value in config.items() if key != "architectures"}
-    config = transformers.AutoConfig.for_model(**options)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    head_dim = config.hidden_size // config.num_heads
-    tensors = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight")
-    state = {name: weight(name, shape, head_dim) for name, shape in tensors.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    model.tie_weights()
-    return tensors, model
-
-
-def dumped(fixture):
-    """JSON with a tensor, a key or a row of logits on each line."""
-    def part(value):
-        items = value.items() if isinstance(value, dict) else ((None, v) for v in value)
-        lines = [(f"{json.dumps(k)}: " if k else "") + json.dumps(v) for k, v in items]
-        left, right = "{}" if isinstance(value, dict) else "[]"
-        return left + "\n    " + ",\n    ".join(lines) + "\n  " + right
-
-    return "{\n  " + ",\n  ".join(f'"{k}": {part(v)}' for k, v in fixture.items()) + "\n}\n"
-
-
-def check(path, write):
-    fixture = json.loads(path.read_text())
-    tensors, model = of_class(fixture["config"])
-    found = logits(model)
-    fresh = {"config": fixture["config"], "tensors": tensors, "logits": found}
-    if write:
-        path.write_text(dumped(fresh))
-        print(f"{path.stem}: written")
-        return True
-    rows = zip(sum(found, []), sum(fixture["logits"], []))
-    worst = max(abs(a - b) for a, b in rows)
-    ok = tensors == fixture["tensors"] and worst < TOLERANCE
-    print(f"{path.stem}: {'ok' if ok else 'DIFFERS'}, logits off by up to {worst:.1e}")
-    return ok
-
-
 def check_export(folder):
     """Loads an exported folder: its tensors must be those of the class."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load(folder, output_loading_info=True, dtype=torch.float32)
     wrong = {key: sorted(map(str, value)) for key, value in info.items() if value}
     print(f"{type(model).__name__}: {wrong or 'all tensors fit'}")
-    for row in logits(model.eval()):
+    for row in fixtures.logits(model.eval()):
         print(row)
     return not wrong
 
@@ -298,13 +231,13 @@ def check_kernels():
         config = json.loads(path.read_text())["config"]
         for key in {"hidden_size", "intermediate_size", "head_dim"} & set(config):
             config[key] *= 4
-        model = of_class(config)[1].to(device)
-        models[path.stem] = model, {n: all_logits(model, tokens) for n, tokens in rows.items()}
+        model = fixtures.of_class(config)[1].to(device)
+        models[path.stem] = model, {n: fixtures.all_logits(model, tokens) for n, tokens in rows.items()}
     on_cpu()
     ok = True
     for name, (model, found) in models.items():
         for n, tokens in rows.items():
-            expected = all_logits(model, tokens)
+            expected = fixtures.all_logits(model, tokens)
             error = ((found[n] - expected).norm() / expected.norm()).item()
             ok &= error < tolerance
             print(f"{name}, {n} tokens: off by {error:.1e} of the logits' norm")
@@ -322,9 +255,7 @@ def main():
     on_cpu()
     if arguments.export:
         sys.exit(not check_export(arguments.export))
-    results = [check(path, arguments.write) for path in sorted(FIXTURES.glob("*.json"))]
-    assert results, f"no fixtures in {FIXTURES}"
-    sys.exit(not all(results))
+    sys.exit(not fixtures.check_all(FIXTURES, arguments.write))
 
 
 if __name__ == "__main__":

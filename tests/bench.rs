@@ -134,6 +134,38 @@ fn attention_kinds_are_timed_at_each_shape() {
 }
 
 #[test]
+fn reports_of_attention_kinds_are_drawn_over_the_length() {
+    let w = Workspace::new();
+    let report = |kinds: &str, shapes: &[&str]| {
+        let shapes = shapes.iter().flat_map(|shape| ["--shape", shape]);
+        let args = ["bench", "kernels", "--device", "cpu", "--samples", "2", "--json", "--kind"];
+        w.succeed(&args.into_iter().chain([kinds]).chain(shapes).collect::<Vec<_>>())
+    };
+    w.write("a.json", &report("rope,tra", &["2,2,16,16", "1,2,64,16"]));
+    w.write("b.json", &report("rope", &["1,2,32,8"]));
+    let out = w.succeed(&["plot", "--bench", "a.json", "--y", "forward"]);
+    assert_eq!(out.trim(), "a-forward.svg");
+    let svg = w.read("a-forward.svg");
+    for label in ["rope", "tra", "milliseconds per row", "seq_len (tokens)", "\n64\n"] {
+        assert!(svg.contains(label), "{label}: {svg}");
+    }
+    assert!(!svg.contains("2 heads of"), "all have the same heads: {svg}");
+    w.succeed(&["plot", "--bench", "a.json", "b.json", "--out", "both.svg"]);
+    let svg = w.read("both.svg");
+    for label in ["rope, 2 heads of 16", "tra, 2 heads of 16", "rope, 2 heads of 8"] {
+        assert!(svg.contains(label), "{label}: {svg}");
+    }
+    w.succeed(&["plot", "--bench", "a.json", "--y", "nonzero_fraction", "--out", "sparsity.png"]);
+    assert_eq!(&std::fs::read(w.path("sparsity.png")).unwrap()[1..4], b"PNG");
+    let error = w.fail(&["plot", "--bench", "a.json", "--y", "speed"]);
+    assert!(error.contains("no result has speed; they have: "), "{error}");
+    assert!(error.contains("forward, forward_backward"), "{error}");
+    w.write("other.json", "{}");
+    let error = w.fail(&["plot", "--bench", "other.json"]);
+    assert!(error.contains("other.json is not a report of attention kinds"), "{error}");
+}
+
+#[test]
 fn every_kind_can_be_timed_and_decoded() {
     let w = Workspace::new();
     let variants: serde_json::Value =

@@ -124,6 +124,47 @@ fn the_family_of_wall_changes_the_attention_alone() {
     assert_eq!((large.train.batch_tokens, large.train.tokens), (1 << 22, 70_000_000_000));
 }
 
+/// Each model of FoX's paper differs from its baseline in attention, heads and rate only, and a Pro block from Llama's in
+/// what is named.
+#[test]
+fn the_family_of_fox_changes_what_its_files_name() {
+    let folder = repository().join("configs/gpu");
+    let load = |name: String| RunConfig::load(&folder.join(name), &[]).unwrap();
+    let rates = [
+        ("125m", [2e-3, 2e-3, 2e-3, 2e-3], 5120),
+        ("360m", [2e-3, 2e-3, 2e-3, 2e-3], 14_336),
+        ("760m", [1e-3, 2e-3, 5e-4, 1e-3], 92_160),
+    ];
+    for (size, rates, steps) in rates {
+        let names = ["fox_llama_#", "fox_pro_#", "rope_llama_#_as_fox", "rope_pro_#_as_fox"];
+        let configs = names.map(|name| load(format!("{}.toml", name.replace('#', size))));
+        let parameters = |config: &RunConfig| {
+            Parameters::of(&config.model, 50_257, config.data.seq_len).total() as f64
+        };
+        for (config, lr) in configs.iter().zip(rates) {
+            assert_eq!((config.train.lr, config.total_steps()), (lr, steps), "{size}");
+            let (some, first) = (parameters(config), parameters(&configs[0]));
+            assert!((some / first - 1.0).abs() < 0.02, "{size}: {some} and {first} parameters");
+            let kind = config.model.attention.as_ref().map(|attention| attention.kind());
+            let is_pro = config.model.qk_norm;
+            assert_eq!(config.model.output_gate, is_pro, "{size}");
+            let mut config = config.clone();
+            let [llama, pro, ..] = &configs;
+            let base = if is_pro { pro } else { llama };
+            if kind != Some("fox") {
+                assert_eq!(kind, Some("rope"), "{size}");
+                config.model.attention = base.model.attention.clone();
+                config.model.heads = base.model.heads;
+                config.model.kv_heads = base.model.kv_heads;
+                config.model.head_dim = base.model.head_dim;
+            }
+            config.train.lr = base.train.lr;
+            config.run.name = base.run.name.clone();
+            assert_eq!(&config, base, "{size}");
+        }
+    }
+}
+
 /// The kinds that are compared at equal parameters, and at equal FLOPs of training.
 #[test]
 fn kinds_are_compared_at_equal_cost() {

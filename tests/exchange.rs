@@ -1,5 +1,11 @@
 //! Models in Hugging Face's format, and metrics for other programs.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
 use crate::support::Workspace;
 
 const GPT2: [&str; 3] =
@@ -106,4 +112,64 @@ fn metrics_are_written_as_csv_and_as_events() {
     assert!(nothing.contains("add --csv FILE, --tensorboard DIR, or both"), "{nothing}");
     let no_run = w.fail(&["log", "export", "runs/none", "--csv", "a.csv"]);
     assert!(no_run.contains("give the folder of a run that has trained"), "{no_run}");
+}
+
+#[test]
+fn uploads_have_the_scalars_of_the_csv_and_send_no_step_twice() {
+    let w = Workspace::new();
+    let sets = ["train.tokens=1280", "train.norms.every=5", "train.ema=0.9"];
+    w.train("tiny", &sets);
+    w.succeed(&["log", "export", "runs/tiny", "--csv", "tiny.csv"]);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/wandb_upload.py");
+    let upload = |options: &[&str]| {
+        let mut command = Command::new("python3");
+        command.arg("-B").arg(&script).args(options).current_dir(w.path("."));
+        command.output().expect("Python 3.11 or newer")
+    };
+    let sent = |options: &[&str]| -> Vec<Value> {
+        let output = upload(&[options, &["--dry-run"]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let lines = sent(&["runs/tiny", "--name", "a b/c"]);
+    assert_eq!((&lines[0]["id"], &lines[0]["project"]), (&"a-b-c".into(), &"longwall".into()));
+    assert_eq!(lines[0]["config"]["model"]["width"], 16);
+
+    let csv = w.read("tiny.csv");
+    let mut rows = csv.lines().map(|row| row.split(',').collect::<Vec<_>>());
+    let names = rows.next().unwrap();
+    assert!(
+        names.contains(&"layers/embedding/update_ratio") && names.contains(&"validation/ema_loss")
+    );
+    assert_eq!(lines.len(), 11);
+    for (line, row) in lines[1..].iter().zip(rows) {
+        let expected: BTreeMap<&str, f64> = names
+            .iter()
+            .zip(row)
+            .filter(|(_, cell)| !cell.is_empty())
+            .map(|(name, cell)| (*name, cell.parse().unwrap()))
+            .collect();
+        let found = line.as_object().unwrap().iter();
+        let found: BTreeMap<&str, f64> =
+            found.map(|(name, value)| (name.as_str(), value.as_f64().unwrap())).collect();
+        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+        // The CSV has floats as f64, the metrics as the shortest text of f32.
+        for (name, value) in &found {
+            assert!((value - expected[name]).abs() <= 1e-6 * value.abs(), "{name}: {line}");
+        }
+    }
+
+    w.write("runs/tiny/uploads.json", r#"{"wandb/longwall/tiny": 7}"#);
+    let steps = |lines: &[Value]| -> Vec<u64> {
+        lines[1..].iter().map(|line| line["step"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(steps(&sent(&["runs/tiny"])), [8, 9, 10]);
+    assert_eq!(sent(&["runs/tiny", "--to", "trackio"]).len(), 11, "another destination");
+    std::fs::remove_file(w.path("runs/tiny/finished.json")).unwrap();
+    assert_eq!(steps(&sent(&["runs/tiny"])), [8, 9], "the last step may get a validation");
+
+    let output = upload(&["runs/none", "--dry-run"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.contains("give the folder of a run"), "{error}");
 }

@@ -14,7 +14,14 @@ KERNELS = {
     "power": {"power_attn": RETENTION, "power_c256": RETENTION, "power_c1024": RETENTION},
     "linear": {"fla_gla": FLA},
     "rwkv7": {"fla_rwkv7": FLA},
+    "diff": {"sdpa_flash_diff": TORCH, "sdpa_cudnn_diff": TORCH},
+    "diff_rela": {"sdpa_flash_views": TORCH, "sdpa_cudnn_views": TORCH},
+    "tda": {"sdpa_flash_views": TORCH, "sdpa_cudnn_views": TORCH},
 }
+
+# Kinds with the inputs of softmax attention and no implementation of their own here: they are compared with that of
+# softmax attention.
+LIKE_SOFTMAX = ["rope", "dex", "entmax", "lssar", "rela", "stick_breaking", "tra"]
 
 # Of decoding one token: see decoding.py.
 DECODE = {
@@ -44,12 +51,17 @@ PACKAGES = {
 }
 
 
+def entry(kind):
+    """A kind's place in the tables above; `rope` is softmax attention with a rotation before."""
+    return "softmax" if kind in LIKE_SOFTMAX else kind
+
+
 def peers_of(kind, table):
-    """The names of a kind's implementations; `rope` is softmax attention with a rotation before."""
-    return list(table.get("softmax" if kind == "rope" else kind, {}))
+    """The names of the implementations that a kind is compared with."""
+    return list(table.get(entry(kind), {}))
 
 
 def chosen(table, kinds):
     """A table's entries for some kinds, those of softmax attention first and in any case."""
-    kinds = ["softmax", *("softmax" if kind == "rope" else kind for kind in kinds)]
+    kinds = ["softmax", *map(entry, kinds)]
     return {kind: table[kind] for kind in dict.fromkeys(kinds) if kind in table}

@@ -23,6 +23,8 @@ def inputs(name, shape):
     match name:
         case "q" | "k" | "v" | "r":
             return wide().bfloat16()
+        case "wide_v":  # twice the channels
+            return normal(*per_head, 2 * head_dim).bfloat16()
         case "fox_log_decay":  # logits from 0 to 10, the range of the FoX authors' benchmark
             return F.logsigmoid(torch.empty(per_head, device="cuda").uniform_(0, 10))
         case "power_log_decay":  # around a gate of 0.999
@@ -49,6 +51,24 @@ def sdpa(backend):
     def call(q, k, v):
         with sdpa_kernel([backend]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return call
+
+
+def two_views(backend):
+    """Differential attention: two maps of weights, one subtracted from the other, on the same values.
+
+    A call takes values of as many channels as queries have: wider ones are split, as in the authors' code.
+    """
+    attend = sdpa(backend)
+
+    def call(q, k, v, q2, k2):
+        parts = v.split(q.shape[-1], dim=-1)
+        first, second = (
+            torch.cat([attend(*view, part.contiguous()) for part in parts], dim=-1)
+            for view in ((q, k), (q2, k2))
+        )
+        return first - 0.5 * second
 
     return call
 
@@ -84,11 +104,16 @@ def power(shape, chunk):
 # Each gives the names of its inputs, whether heads come before tokens in them, and the operation.
 QKV = ["q", "k", "v"]
 FOX, POWER = [*QKV, "fox_log_decay"], [*QKV, "power_log_decay"]
+VIEWS, WIDE_VIEWS = [*QKV, "q", "k"], ["q", "k", "wide_v", "q", "k"]
 PATH = [*QKV, "path_w", "path_beta"]
 RWKV7 = ["r", "rwkv7_log_decay", "k", "v", "rwkv7_a", "rwkv7_b"]
 OPERATIONS = {
     "sdpa_flash": (QKV, True, lambda shape: sdpa("FLASH_ATTENTION")),
     "sdpa_cudnn": (QKV, True, lambda shape: sdpa("CUDNN_ATTENTION")),
+    "sdpa_flash_views": (VIEWS, True, lambda shape: two_views("FLASH_ATTENTION")),
+    "sdpa_cudnn_views": (VIEWS, True, lambda shape: two_views("CUDNN_ATTENTION")),
+    "sdpa_flash_diff": (WIDE_VIEWS, True, lambda shape: two_views("FLASH_ATTENTION")),
+    "sdpa_cudnn_diff": (WIDE_VIEWS, True, lambda shape: two_views("CUDNN_ATTENTION")),
     "fla_attn": (QKV, False, lambda shape: fla("attn", "parallel_attn")),
     "fla_fox": (FOX, False, lambda shape: fla("forgetting_attn", "parallel_forgetting_attn")),
     "fot_fox": (FOX, True, lambda shape: fox_of_its_authors(None)),

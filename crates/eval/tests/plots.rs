@@ -160,6 +160,7 @@ fn no_text_of_a_chart_covers_another_or_the_curves() {
                 x_label: "position".to_string(),
                 y_label: "loss".to_string(),
                 x_scale: Scale::Linear,
+                y_scale: Scale::Linear,
                 y_range: None,
                 note: Some("bars and bands: ± one standard error".to_string()),
                 series: (0..lines.max(1)).map(chart).collect(),
@@ -186,6 +187,37 @@ fn no_text_of_a_chart_covers_another_or_the_curves() {
             assert!(name.1[3] <= top + 0.5, "{name:?} covers the curve that reaches up to {top}");
         }
     }
+}
+
+#[test]
+fn a_logarithmic_y_axis_is_labelled_with_powers_of_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("times.svg");
+    let times = [(1024.0, 0.25), (4096.0, 4.0), (16_384.0, 64.0)];
+    let points = times.map(|(x, y)| Point { x, y, bar: Some((0.9 * y, 1.1 * y)) });
+    // A time of 0 has no place: the line has a gap.
+    let points = points.into_iter().chain([Point { x: 65_536.0, y: 0.0, bar: None }]).collect();
+    let name = "rope".to_string();
+    let (faint, dots, band) = (false, true, false);
+    LineChart {
+        title: "Time".to_string(),
+        x_label: "tokens".to_string(),
+        y_label: "ms".to_string(),
+        x_scale: Scale::Log2,
+        y_scale: Scale::Log2,
+        y_range: None,
+        note: None,
+        series: vec![Series { name, points, colour: 0, faint, dots, band }],
+        boundary: None,
+    }
+    .save(&path)
+    .unwrap();
+    let svg = fs::read_to_string(&path).unwrap();
+    let labels: Vec<String> = text_boxes(&svg).into_iter().map(|(text, _)| text).collect();
+    for label in ["0.25", "4", "64", "1024", "16Ki"] {
+        assert!(labels.iter().any(|text| text == label), "{label}: {labels:?}");
+    }
+    assert_eq!(svg.matches("<circle").count(), 7, "three points, their bars and the legend");
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! `longwall plot RUN…`.
 
+mod bench;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -26,11 +28,15 @@ pub enum Axis {
 #[derive(clap::Args)]
 pub struct Args {
     /// Folders of runs
-    #[arg(required = true)]
+    #[arg(required_unless_present = "bench")]
     runs: Vec<PathBuf>,
 
+    /// Draw reports of `longwall bench kernels --json` over the length instead: a line per kind and size
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["runs", "x", "smooth", "max_loss"])]
+    bench: Vec<PathBuf>,
+
     /// The picture, .svg or .png; by default loss.svg in the first run's folder, or with --y the scalar's name, such as
-    /// train_grad_norm.svg
+    /// train_grad_norm.svg; with --bench beside the first report
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
@@ -39,7 +45,8 @@ pub struct Args {
     x: Axis,
 
     /// Draw another scalar than the losses, by its column in `longwall log export --csv`: `train/grad_norm`,
-    /// `gradient_noise/scale`
+    /// `gradient_noise/scale`; with --bench a pass (`forward`, or by default `forward_backward`), or a metric of the
+    /// report's `probe`, such as the fraction of weights that are not zero
     #[arg(long, value_name = "SCALAR")]
     y: Option<String>,
 
@@ -54,6 +61,11 @@ pub struct Args {
 
 /// Draws the curves and prints the file's name.
 pub fn run(args: Args) -> Result<()> {
+    if !args.bench.is_empty() {
+        let out = bench::draw(&args.bench, args.y.as_deref(), args.out)?;
+        println!("{}", out.display());
+        return Ok(());
+    }
     if !(0.0..1.0).contains(&args.smooth) {
         bail!("--smooth is {}; allowed: 0 to below 1\n  hint: 0.9 is the default", args.smooth);
     }

@@ -53,6 +53,7 @@ pub fn plot_group_losses(
         x_label: x_axis.label().to_string(),
         y_label: "loss (nats per token)".to_string(),
         x_scale: Scale::Linear,
+        y_scale: Scale::Linear,
         y_range: None,
         note: seeds.then(|| "means over the seeds; bands: lowest to highest seed".to_string()),
         series,

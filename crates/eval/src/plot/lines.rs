@@ -69,6 +69,28 @@ pub enum Scale {
     Log2,
 }
 
+impl Scale {
+    /// The position of `value` on the axis.
+    fn place(self, value: f64) -> f64 {
+        match self {
+            Scale::Linear => value,
+            Scale::Log2 => value.log2(),
+        }
+    }
+
+    /// Where an axis from `low` to `high`, as positions, has at most `count` ticks or a little more.
+    fn ticks(self, low: f64, high: f64, count: usize) -> Vec<f64> {
+        match self {
+            Scale::Linear => round_ticks(low, high, count),
+            Scale::Log2 => {
+                let (first, last) = (low.ceil() as i32, high.floor() as i32);
+                let step = ((last - first) / (count as i32 + 1) + 1).max(1) as usize;
+                (first..=last).step_by(step).map(f64::from).collect()
+            }
+        }
+    }
+}
+
 /// A chart of lines.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LineChart {
@@ -80,6 +102,8 @@ pub struct LineChart {
     pub y_label: String,
     /// Scale of the x axis.
     pub x_scale: Scale,
+    /// Scale of the y axis.
+    pub y_scale: Scale,
     /// Range of the y axis; by default that of the points.
     pub y_range: Option<(f64, f64)>,
     /// What bars and bands mean, in small print above the axes.
@@ -106,54 +130,46 @@ impl LineChart {
         render(self, path)
     }
 
-    /// The points that can be drawn, with x as the position on the axis.
+    /// The points that can be drawn, with x and y as positions on the axes.
     fn finite_points(&self) -> impl Iterator<Item = Point> + '_ {
         self.series.iter().flat_map(|series| &series.points).filter_map(|point| self.place(point))
     }
 
     fn place(&self, point: &Point) -> Option<Point> {
-        let x = self.place_x(point.x);
-        (x.is_finite() && point.y.is_finite()).then_some(Point { x, ..*point })
-    }
-
-    fn place_x(&self, x: f64) -> f64 {
-        match self.x_scale {
-            Scale::Linear => x,
-            Scale::Log2 => x.log2(),
-        }
+        let (x, y) = (self.x_scale.place(point.x), self.y_scale.place(point.y));
+        let bar = point.bar.map(|(low, high)| (self.y_scale.place(low), self.y_scale.place(high)));
+        (x.is_finite() && y.is_finite()).then_some(Point { x, y, bar })
     }
 
     fn x_axis(&self) -> Axis {
         let xs = self.finite_points().map(|point| point.x);
-        let boundary = self.boundary.iter().map(|(x, _)| self.place_x(*x));
+        let boundary = self.boundary.iter().map(|(x, _)| self.x_scale.place(*x));
         let (low, high) = range(xs.chain(boundary));
         let margin = match high - low {
             0.0 => 1.0,
             width => width * 0.02,
         };
         let (low, high) = (low - margin, high + margin);
-        let ticks = match self.x_scale {
-            Scale::Linear => round_ticks(low, high, 8),
-            Scale::Log2 => {
-                let (first, last) = (low.ceil() as i32, high.floor() as i32);
-                let step = ((last - first) / 9 + 1).max(1) as usize;
-                (first..=last).step_by(step).map(f64::from).collect()
-            }
-        };
+        let ticks = self.x_scale.ticks(low, high, 8);
         Axis { low, high, ticks }
     }
 
     fn y_axis(&self) -> Axis {
+        let axis =
+            |low: f64, high: f64| Axis { low, high, ticks: self.y_scale.ticks(low, high, 8) };
         if let Some((low, high)) = self.y_range {
-            return Axis { low, high, ticks: round_ticks(low, high, 8) };
+            return axis(self.y_scale.place(low), self.y_scale.place(high));
         }
         let (low, high) = range(self.finite_points().flat_map(|point| {
             let (low, high) = bar(&point).unwrap_or((point.y, point.y));
             [point.y.min(low), point.y.max(high)]
         }));
-        let margin = if high > low { (high - low) * 0.05 } else { low.abs().max(1.0) * 0.1 };
-        let (low, high) = (low - margin, high + margin);
-        Axis { low, high, ticks: round_ticks(low, high, 8) }
+        let margin = match (high > low, self.y_scale) {
+            (true, _) => (high - low) * 0.05,
+            (false, Scale::Linear) => low.abs().max(1.0) * 0.1,
+            (false, Scale::Log2) => 1.0,
+        };
+        axis(low - margin, high + margin)
     }
 
     /// The names of the lines, above the axes, where they cover nothing.
@@ -166,6 +182,13 @@ impl LineChart {
             dot: series.dots,
         };
         Legend::new(named.map(entry).collect(), WIDTH as i32 - LEFT - RIGHT)
+    }
+
+    fn show_y(&self, place: f64) -> String {
+        match self.y_scale {
+            Scale::Linear => short(place),
+            Scale::Log2 => short(place.exp2()),
+        }
     }
 
     fn show_x(&self, place: f64) -> String {
@@ -217,7 +240,7 @@ impl Chart for LineChart {
             .x_desc(&self.x_label)
             .y_desc(&self.y_label)
             .x_label_formatter(&|place| self.show_x(*place))
-            .y_label_formatter(&|value| short(*value))
+            .y_label_formatter(&|place| self.show_y(*place))
             .label_style(text(TICK_SIZE, HPos::Center, VPos::Center))
             .axis_desc_style(text(LABEL_SIZE, HPos::Center, VPos::Center))
             .draw()?;
@@ -226,7 +249,7 @@ impl Chart for LineChart {
         }
         let mut note_from = LEFT;
         if let Some((at, name)) = &self.boundary {
-            let at = self.place_x(*at);
+            let at = self.x_scale.place(*at);
             let line =
                 DashedLineSeries::new([(at, y.low), (at, y.high)], 6, 4, GREY.stroke_width(1));
             chart.draw_series(line)?;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::retrieval::{boundary_x, length_scale};
 use crate::EvalError;
-use crate::plot::{LineChart, Point, Series, WILSON_BARS};
+use crate::plot::{LineChart, Point, Scale, Series, WILSON_BARS};
 use crate::report::Score;
 use crate::stats::Estimate;
 use crate::suite::{Outcome, Scoring, Trial};
@@ -210,6 +210,7 @@ pub(super) fn draw(
         x_label: "length (tokens)".to_string(),
         y_label: plot.y_label.to_string(),
         x_scale: length_scale(&lengths),
+        y_scale: Scale::Linear,
         y_range: Some((0.0, 1.0)),
         note: Some(plot.bars.to_string()),
         series: series.collect(),

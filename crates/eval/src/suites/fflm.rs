@@ -286,6 +286,7 @@ impl Suite for Fflm {
             x_label: "length (tokens)".to_string(),
             y_label: "error rate of the bits read".to_string(),
             x_scale: Scale::Log2,
+            y_scale: Scale::Linear,
             y_range: Some((0.0, 1.0)),
             note: Some(WILSON_BARS.to_string()),
             series: series.collect(),

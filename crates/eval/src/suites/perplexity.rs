@@ -24,7 +24,7 @@ use sha2::{Digest, Sha256};
 use super::retrieval::{boundary_x, length_scale};
 use crate::EvalError;
 use crate::options::{check_lengths, optional_size, optional_sizes, parse_size};
-use crate::plot::{LineChart, Point, Series};
+use crate::plot::{LineChart, Point, Scale, Series};
 use crate::report::Score;
 use crate::stats::Estimate;
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
@@ -253,6 +253,7 @@ impl Suite for Perplexity {
             x_label: "window (tokens)".to_string(),
             y_label: "bits per byte".to_string(),
             x_scale: length_scale(&self.lengths),
+            y_scale: Scale::Linear,
             y_range: None,
             note: None,
             series: vec![Series {

@@ -171,6 +171,7 @@ pub(super) fn draw(
         x_label: "length (tokens)".to_string(),
         y_label: "accuracy".to_string(),
         x_scale: length_scale(&lengths),
+        y_scale: Scale::Linear,
         y_range: Some((0.0, 1.0)),
         note: Some(WILSON_BARS.to_string()),
         series: vec![Series {

@@ -4,6 +4,7 @@ use longwall_model::config::Window;
 
 use super::{Ending, RunInfo, StepView};
 use crate::metrics::ValidationRecord;
+use crate::optimiser::Assigned;
 use crate::timeline::OpenStage;
 
 /// A count with three digits and a suffix: `950`, `5.12k`, `124M`.
@@ -46,6 +47,20 @@ pub fn duration(seconds: f64) -> String {
 }
 
 /// The lines shown when a run begins.
+/// Which parameters have an update. `lr` is the peak learning rate.
+fn update(assigned: &Assigned, lr: f64) -> String {
+    let Assigned { group, method, lr: factor, weight_decay, tensors, parameters, names, .. } =
+        assigned;
+    let group = group.map(|at| format!(", train.groups.{at}")).unwrap_or_default();
+    format!(
+        "{method}, peak lr {:.2e}, decay {weight_decay:.2e}{group}: {} parameters in {tensors} {}: {}",
+        factor * lr,
+        count(*parameters as f64),
+        if *tensors == 1 { "tensor" } else { "tensors" },
+        names.join(", "),
+    )
+}
+
 pub(super) fn begin(info: &RunInfo) -> String {
     let mut text = format!(
         "{} parameters on {}; {} training tokens\n{} steps",
@@ -68,6 +83,9 @@ pub(super) fn begin(info: &RunInfo) -> String {
                 }
             }
         }
+    }
+    for assigned in &info.optimiser {
+        text += &format!("\n{}", update(assigned, info.lr));
     }
     if let Some(peak) = info.peak_flops {
         text += &format!("\nMFU is against a peak of {:.1} GFLOP/s", peak / 1e9);

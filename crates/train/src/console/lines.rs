@@ -69,6 +69,7 @@ mod tests {
     use super::*;
     use crate::guard::SkipReason;
     use crate::metrics::StepRecord;
+    use crate::optimiser::Assigned;
     use crate::testing::timeline;
     use crate::timeline::{OpenStage, Stage};
 
@@ -113,6 +114,29 @@ mod tests {
             stages: vec![OpenStage { stage, micro_batch: 4 }],
             peak_flops: Some(1.5e11),
             compiles: true,
+            optimiser: vec![
+                Assigned {
+                    group: None,
+                    method: "muon",
+                    lr: 1.0,
+                    weight_decay: 0.1,
+                    tensors: 14,
+                    parameters: 1_030_000,
+                    state: 0,
+                    names: vec!["blocks.*.mlp.up.weight".into(), "blocks.*.mlp.down.weight".into()],
+                },
+                Assigned {
+                    group: Some(0),
+                    method: "adamw",
+                    lr: 0.5,
+                    weight_decay: 0.0,
+                    tensors: 1,
+                    parameters: 204_567,
+                    state: 0,
+                    names: vec!["embedding".into()],
+                },
+            ],
+            lr: 6e-4,
         });
         console.step(&view(2, 2.25));
         console.step(&view(3, f32::NAN));
@@ -146,6 +170,8 @@ mod tests {
         insta::assert_snapshot!(String::from_utf8(console.out).unwrap(), @r"
         1.23M parameters on the CPU (2 threads); 8.00M training tokens
         4 steps of 4096 tokens: 2 x 4 rows of 512; run folder runs/small
+        muon, peak lr 6.00e-4, decay 1.00e-1: 1.03M parameters in 14 tensors: blocks.*.mlp.up.weight, blocks.*.mlp.down.weight
+        adamw, peak lr 3.00e-4, decay 0.00e0, train.groups.0: 205k parameters in 1 tensor: embedding
         MFU is against a peak of 150.0 GFLOP/s
         resumed after step 1
         the first step takes longer: it compiles the device's kernels

@@ -15,6 +15,7 @@ pub use lines::LineConsole;
 
 use crate::guard::SkipReason;
 use crate::metrics::{StepRecord, ValidationRecord};
+use crate::optimiser::Assigned;
 use crate::timeline::OpenStage;
 
 /// What is known when a run begins.
@@ -38,6 +39,10 @@ pub struct RunInfo {
     pub peak_flops: Option<f64>,
     /// Whether the first step must compile the device's kernels.
     pub compiles: bool,
+    /// Which parameters are updated in which way.
+    pub optimiser: Vec<Assigned>,
+    /// The peak learning rate.
+    pub lr: f64,
 }
 
 /// One step, for display.

@@ -10,11 +10,11 @@ use super::*;
 use crate::checkpoint::{Checkpoint, CheckpointSelector};
 use crate::testing::TestBackend;
 
-/// A model whose weights are given by a formula, and its logits as `transformers` 5.24 computes them in f32 with
-/// `GPT2LMHeadModel` and `LlamaForCausalLM`, and with the classes of flash-linear-attention 0.6.
+/// A model whose weights are given by a formula, and its logits in f32: those of `transformers` 5.24, or of the classes
+/// of flash-linear-attention 0.6. `scripts/hf_fixtures.py` and `scripts/fla_fixtures.py` write the files.
 struct Fixture {
     config: Value,
-    /// Names and shapes of its tensors; `*` stands for the number of a layer.
+    /// Names and shapes of its tensors.
     tensors: Vec<(String, Vec<usize>)>,
     /// Logits of the tokens 0, 100 and 256 after the first, the twelfth and the last token.
     logits: [[f32; 3]; 3],
@@ -22,119 +22,49 @@ struct Fixture {
 
 const TOKENS: usize = 24;
 
+/// The names and the contents of the fixtures in `folder`.
+macro_rules! files {
+    ($folder:literal: $($name:literal),+ $(,)?) => {
+        &[$(($name, include_str!(concat!($folder, "/", $name, ".json")))),+]
+    };
+}
+use files;
+
+const HF_FILES: &[(&str, &str)] =
+    files!["tests/hf": "gpt2", "gpt2_untied", "llama", "llama_tied", "llama_yarn", "llama_llama3"];
+
 fn gpt2() -> Fixture {
-    Fixture {
-        config: json!({
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 257,
-            "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": null,
-            "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-            "scale_attn_weights": true, "scale_attn_by_inverse_layer_idx": false,
-            "add_cross_attention": false, "tie_word_embeddings": true,
-        }),
-        tensors: named([
-            ("transformer.wte.weight", vec![257, 16]),
-            ("transformer.wpe.weight", vec![32, 16]),
-            ("transformer.h.*.ln_1.weight", vec![16]),
-            ("transformer.h.*.ln_1.bias", vec![16]),
-            ("transformer.h.*.attn.c_attn.weight", vec![16, 48]),
-            ("transformer.h.*.attn.c_attn.bias", vec![48]),
-            ("transformer.h.*.attn.c_proj.weight", vec![16, 16]),
-            ("transformer.h.*.attn.c_proj.bias", vec![16]),
-            ("transformer.h.*.ln_2.weight", vec![16]),
-            ("transformer.h.*.ln_2.bias", vec![16]),
-            ("transformer.h.*.mlp.c_fc.weight", vec![16, 64]),
-            ("transformer.h.*.mlp.c_fc.bias", vec![64]),
-            ("transformer.h.*.mlp.c_proj.weight", vec![64, 16]),
-            ("transformer.h.*.mlp.c_proj.bias", vec![16]),
-            ("transformer.ln_f.weight", vec![16]),
-            ("transformer.ln_f.bias", vec![16]),
-        ]),
-        logits: [
-            [0.662761, -2.93923, -2.787981],
-            [0.053913, -3.220245, -3.128487],
-            [0.481277, -3.036992, -2.903102],
-        ],
-    }
+    Fixture::of(HF_FILES, "gpt2")
 }
 
 fn llama() -> Fixture {
-    Fixture {
-        config: json!({
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257,
-            "max_position_embeddings": 64, "hidden_size": 16, "intermediate_size": 24,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "head_dim": 6, "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": false,
-            "mlp_bias": false, "tie_word_embeddings": false,
-            "rope_parameters": { "rope_type": "default", "rope_theta": 500.0 },
-        }),
-        tensors: named([
-            ("model.embed_tokens.weight", vec![257, 16]),
-            ("model.layers.*.input_layernorm.weight", vec![16]),
-            ("model.layers.*.self_attn.q_proj.weight", vec![24, 16]),
-            ("model.layers.*.self_attn.k_proj.weight", vec![12, 16]),
-            ("model.layers.*.self_attn.v_proj.weight", vec![12, 16]),
-            ("model.layers.*.self_attn.o_proj.weight", vec![16, 24]),
-            ("model.layers.*.post_attention_layernorm.weight", vec![16]),
-            ("model.layers.*.mlp.gate_proj.weight", vec![24, 16]),
-            ("model.layers.*.mlp.up_proj.weight", vec![24, 16]),
-            ("model.layers.*.mlp.down_proj.weight", vec![16, 24]),
-            ("model.norm.weight", vec![16]),
-            ("lm_head.weight", vec![257, 16]),
-        ]),
-        logits: [
-            [-0.219091, 0.29605, 0.264057],
-            [-0.021071, -0.22004, -0.216493],
-            [0.018522, -0.181933, -0.175047],
-        ],
-    }
-}
-
-/// [`llama`] with scaled angles.
-fn scaled_llamas() -> [Fixture; 2] {
-    let scaled = |rope_parameters: Value, logits| {
-        let mut fixture = llama();
-        fixture.config["rope_parameters"] = rope_parameters;
-        Fixture { logits, ..fixture }
-    };
-    let yarn = json!({
-        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
-        "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.25,
-    });
-    let llama3 = json!({
-        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0,
-        "original_max_position_embeddings": 16, "low_freq_factor": 0.25, "high_freq_factor": 2.0,
-    });
-    [
-        scaled(
-            yarn,
-            [
-                [-0.219091, 0.29605, 0.264057],
-                [0.004089, -0.091234, -0.088352],
-                [0.037563, -0.043682, -0.038386],
-            ],
-        ),
-        scaled(
-            llama3,
-            [
-                [-0.219091, 0.29605, 0.264057],
-                [0.01105, -0.06067, -0.057838],
-                [0.045734, 0.005103, 0.009999],
-            ],
-        ),
-    ]
-}
-
-/// Tensors whose names have `*`.
-fn named<const N: usize>(tensors: [(&str, Vec<usize>); N]) -> Vec<(String, Vec<usize>)> {
-    tensors.map(|(name, shape)| (name.to_owned(), shape)).into()
+    Fixture::of(HF_FILES, "llama")
 }
 
 /// All of them.
 fn fixtures() -> impl Iterator<Item = Fixture> {
-    [gpt2(), llama()].into_iter().chain(scaled_llamas()).chain(fla::fixtures())
+    let files = HF_FILES.iter().chain(fla::FILES);
+    files.map(|(_, json)| Fixture::parse(json))
 }
 
 impl Fixture {
+    /// The one called `name`.
+    fn of(files: &[(&str, &str)], name: &str) -> Self {
+        let (_, json) =
+            files.iter().find(|(other, _)| *other == name).expect("a file of this name");
+        Fixture::parse(json)
+    }
+
+    fn parse(json: &str) -> Self {
+        let mut json: Value = serde_json::from_str(json).unwrap();
+        let tensors = json["tensors"].as_object().unwrap().iter();
+        let tensors = tensors
+            .map(|(name, shape)| (name.clone(), serde_json::from_value(shape.clone()).unwrap()))
+            .collect();
+        let logits = serde_json::from_value(json["logits"].take()).unwrap();
+        Fixture { config: json["config"].take(), tensors, logits }
+    }
+
     /// w_i = sin(0.37 i + the sum of the name's bytes): 1 + w/10 in norms' weights, else 0.3 w. Norms of heads repeat
     /// the values of one head.
     fn weights(&self) -> Vec<(String, HfTensor)> {
@@ -148,17 +78,11 @@ impl Fixture {
             let is_scale = name.ends_with("weight") && shape.len() == 1;
             (if is_scale { 1.0 + 0.1 * wave } else { 0.3 * wave }) as f32
         };
-        let mut all = vec![];
-        for (name, shape) in &self.tensors {
-            let layers = if name.contains('*') { 2 } else { 1 };
-            for layer in 0..layers {
-                let name = name.replace('*', &layer.to_string());
-                let count = shape.iter().product();
-                let data = (0..count).map(|at| value(&name, shape, at)).collect();
-                all.push((name, (shape.clone(), data)));
-            }
-        }
-        all
+        let tensor = |(name, shape): &(String, Vec<usize>)| {
+            let data = (0..shape.iter().product()).map(|at| value(name, shape, at)).collect();
+            (name.clone(), (shape.clone(), data))
+        };
+        self.tensors.iter().map(tensor).collect()
     }
 
     /// Writes the model in Hugging Face's format.
@@ -200,6 +124,21 @@ fn imported_models_compute_the_logits_of_transformers() {
                 assert!((found - expected).abs() < 1e-4, "{layout}: {found} and {expected}");
             }
         }
+    }
+}
+
+#[test]
+fn a_tied_output_layer_has_no_tensor_and_an_untied_one_has_its_own() {
+    for (name, tied) in
+        [("gpt2", true), ("gpt2_untied", false), ("llama", false), ("llama_tied", true)]
+    {
+        let fixture = Fixture::of(HF_FILES, name);
+        let has_output = fixture.tensors.iter().any(|(tensor, _)| tensor == "lm_head.weight");
+        assert_eq!(has_output, !tied, "{name}");
+        let folder = tempfile::tempdir().unwrap();
+        let [hf, run] = ["hf", "imported"].map(|name| folder.path().join(name));
+        fixture.write(&hf, u64::MAX);
+        assert_eq!(import_hugging_face(&hf, &run).unwrap().model.tie_embeddings, tied, "{name}");
     }
 }
 

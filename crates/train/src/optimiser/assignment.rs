@@ -1,4 +1,4 @@
-//! The assignment of optimisers to parameters, summarised for `longwall info`.
+//! The assignment of optimisers to parameters, summarised for `longwall info` and for the first lines of a run.
 
 use serde::Serialize;
 
@@ -26,7 +26,7 @@ pub struct Assigned {
 }
 
 /// `rules`, those of equal updates together, in the order of the model.
-pub fn assignment(rules: &[Rule]) -> Vec<Assigned> {
+pub fn assignment<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Vec<Assigned> {
     let mut assigned: Vec<Assigned> = vec![];
     for rule in rules {
         let new = of_one(rule);

@@ -85,6 +85,11 @@ impl<B: OpBackend> Optimiser<B> {
         Optimiser { slots: make.slots }
     }
 
+    /// Which parameters are updated in which way.
+    pub fn assignment(&self) -> Vec<Assigned> {
+        assignment(self.slots.iter().map(|slot| &slot.rule))
+    }
+
     /// Converts the f32 `model` to `precision`, and keeps the masters of the parameters that this rounds.
     ///
     /// # Panics

@@ -424,6 +424,8 @@ impl<B: OpBackend> Run<B> {
             stages: self.stages.clone(),
             peak_flops: self.recorder.peak_flops(),
             compiles: self.compiles,
+            optimiser: self.optimiser.assignment(),
+            lr: self.config.train.lr,
         }
     }
 

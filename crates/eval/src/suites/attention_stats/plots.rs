@@ -36,6 +36,7 @@ pub(super) fn draw(
         x_label: "context length (tokens)".to_string(),
         y_label: metric.to_string(),
         x_scale: Scale::Log2,
+        y_scale: Scale::Linear,
         y_range: None,
         note: Some("means over the heads of a layer".to_string()),
         series: series.collect(),

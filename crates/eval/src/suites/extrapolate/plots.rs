@@ -32,6 +32,7 @@ pub(super) fn draw(
         x_label: x_label.to_string(),
         y_label: "loss (nats per token)".to_string(),
         x_scale,
+        y_scale: Scale::Linear,
         y_range: None,
         note: Some("bars and bands: ± one standard error".to_string()),
         series,

@@ -2,13 +2,8 @@
 
 use super::*;
 
-macro_rules! fixtures {
-    ($($name:literal),+ $(,)?) => {
-        &[$(($name, include_str!(concat!("fla/", $name, ".json")))),+]
-    };
-}
-
-const FILES: &[(&str, &str)] = fixtures![
+pub const FILES: &[(&str, &str)] = files![
+    "fla":
     "forgetting_transformer",
     "forgetting_transformer_plain",
     "gated_deltanet",
@@ -23,20 +18,8 @@ const FILES: &[(&str, &str)] = fixtures![
 ];
 
 /// The fixture called `name`.
-pub fn fixture(name: &str) -> Fixture {
-    let (_, json) = FILES.iter().find(|(other, _)| *other == name).expect("a file of this name");
-    let mut json: Value = serde_json::from_str(json).unwrap();
-    let tensors = json["tensors"].as_object().unwrap().iter();
-    let tensors = tensors
-        .map(|(name, shape)| (name.clone(), serde_json::from_value(shape.clone()).unwrap()))
-        .collect();
-    let logits = serde_json::from_value(json["logits"].take()).unwrap();
-    Fixture { config: json["config"].take(), tensors, logits }
-}
-
-/// All of them.
-pub fn fixtures() -> impl Iterator<Item = Fixture> {
-    FILES.iter().map(|(name, _)| fixture(name))
+fn fixture(name: &str) -> Fixture {
+    Fixture::of(FILES, name)
 }
 
 /// The problems of an import of the fixture `name` with a changed config.json: keys and their values.

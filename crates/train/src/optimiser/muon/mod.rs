@@ -4,11 +4,13 @@
 //! M ← μM + (1−μ)G, U = (1−μ)G + μM (Nesterov) or U = M, O ≈ UVᵀ for the singular value decomposition
 //! U = UΣVᵀ (`orthogonal`), and W ← W − lr·(s·O + λW). For a matrix of m rows and n columns the factor s is
 //! 0.2·√max(m, n), or √max(1, m/n) ([`Scale`]).
+//!
+//! O is computed in the type that the model holds the matrix in, all else in f32.
 
 mod blocks;
 pub(super) mod orthogonal;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use longwall_kernels::backend::OpBackend;
 use serde::{Deserialize, Serialize};
@@ -119,11 +121,11 @@ impl OptimiserKind for Config {
         if !parameter.is_hidden_matrix() {
             return self.others().step(parameter, update, inputs);
         }
-        let StepInputs { parameter: w, gradient, state, .. } = inputs;
+        let StepInputs { parameter: w, gradient, state, copy } = inputs;
         let [m] = state.try_into().expect("a momentum");
         let shape = [parameter.shape[0], parameter.shape[1]];
         let [w, g, m] = [w, gradient, m].map(|x| shaped::<B, 2>(x, shape));
-        let (o, m) = self.direction().of(parameter, g * update.grad_scale, m);
+        let (o, m) = self.direction().of(parameter, g * update.grad_scale, m, copy);
         let [_, rows, columns] = o.dims();
         let o = join(o, shape, self.direction().heads(parameter));
         let rate = update.lr * self.weight_decay * parameter.decay;
@@ -176,18 +178,19 @@ impl Direction {
     }
 
     /// The orthogonal blocks `[blocks, rows, columns]` of `parameter` with gradient `g` and momentum `m`, both
-    /// `[outputs, inputs]`; and the new momentum.
+    /// `[outputs, inputs]`; and the new momentum. `copy` is that of [`StepInputs`].
     pub fn of<B: OpBackend>(
         &self,
         parameter: &Parameter,
         g: Tensor<B, 2>,
         m: Tensor<B, 2>,
+        copy: Option<DType>,
     ) -> (Tensor<B, 3>, Tensor<B, 2>) {
         let g = g * (1.0 - self.momentum);
         let m = m * self.momentum + g.clone();
         let u = if self.nesterov { g + m.clone() * self.momentum } else { m.clone() };
         let blocks = split(u, self.heads(parameter));
-        (orthogonal(blocks, self.coefficients, self.steps), m)
+        (orthogonal(blocks, self.coefficients, self.steps, copy.unwrap_or(DType::F32)), m)
     }
 }
 

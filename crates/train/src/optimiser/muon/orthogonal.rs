@@ -1,6 +1,6 @@
 //! The orthogonal factor of a matrix, by polynomials in products of matrices.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::matmul::MatMul;
 use serde::{Deserialize, Serialize};
@@ -60,10 +60,15 @@ impl Coefficients {
 
 /// Approximates PQᵀ of each matrix X = PΣQᵀ of `x` `[batch, rows, columns]`: X is scaled to a Frobenius norm of
 /// 1, and then X ← aX + (bXXᵀ + c(XXᵀ)²)X, `steps` times. A zero matrix stays zero.
+///
+/// `x`, its norm and the result are f32; all that follows the norm is computed in `precision`. In bf16, as the
+/// authors of both polynomials compute it, the coefficients are rounded too. That moves the singular values by less
+/// than the products' rounding, and leaves the intervals in which the polynomials converge.
 pub(in super::super) fn orthogonal<B: OpBackend>(
     x: Tensor<B, 3>,
     coefficients: Coefficients,
     steps: usize,
+    precision: DType,
 ) -> Tensor<B, 3> {
     let [_, rows, columns] = x.dims();
     // XXᵀ is smaller for a wide matrix.
@@ -71,12 +76,13 @@ pub(in super::super) fn orthogonal<B: OpBackend>(
     let x = if is_tall { x.swap_dims(1, 2) } else { x };
     // Below the bound, where squares underflow, the matrix stays small: divided by too small a norm it would diverge.
     let norm = (x.clone() * x.clone()).sum_dim(2).sum_dim(1).sqrt().clamp_min(1e-12);
-    let mut x = x / norm * coefficients.first_norm();
+    let mut x = (x / norm * coefficients.first_norm()).cast(precision);
     for step in 0..steps {
         let [a, b, c] = coefficients.at(step);
         let gram = x.clone().mm(x.clone().swap_dims(1, 2));
         let polynomial = gram.clone() * b + gram.clone().mm(gram) * c;
         x = x.clone() * a + polynomial.mm(x);
     }
+    let x = x.cast(DType::F32);
     if is_tall { x.swap_dims(1, 2) } else { x }
 }

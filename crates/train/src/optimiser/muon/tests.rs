@@ -1,3 +1,4 @@
+use burn::tensor::bf16;
 use longwall_model::HeadBlocks;
 
 use super::*;
@@ -71,14 +72,20 @@ impl Matrix {
 
     /// Jordan's five steps, without transposing.
     pub fn newton_schulz(&self) -> Self {
-        let mut x = self.scaled(1.0 / self.norm());
+        self.newton_schulz_rounding(|x| x)
+    }
+
+    /// As [`Matrix::newton_schulz`], with `round` of every number after each operation.
+    pub fn newton_schulz_rounding(&self, round: impl Fn(f64) -> f64) -> Self {
+        let rounded = |x: Self| x.map2(&x, |x, _| round(x));
+        let plus = |a: Self, b: Self| rounded(a.map2(&b, |a, b| a + b));
+        let [a, b, c] = [3.4445, -4.775, 2.0315].map(&round);
+        let mut x = rounded(self.scaled(1.0 / self.norm()));
         for _ in 0..5 {
-            let gram = x.transposed().times(&x);
-            let (third, fifth) = (x.times(&gram), x.times(&gram).times(&gram));
-            x = x
-                .scaled(3.4445)
-                .map2(&third, |x, t| x - 4.775 * t)
-                .map2(&fifth, |x, f| x + 2.0315 * f);
+            let gram = rounded(x.transposed().times(&x));
+            let (third, fifth) = (rounded(gram.scaled(b)), rounded(gram.times(&gram)));
+            let polynomial = plus(third, rounded(fifth.scaled(c)));
+            x = plus(rounded(x.scaled(a)), rounded(x.times(&polynomial)));
         }
         x
     }
@@ -159,8 +166,65 @@ fn with_per_head_each_heads_block_is_a_matrix_of_its_own() {
     }
 }
 
+#[test]
+fn in_bf16_the_error_is_that_of_rounding_each_operation() {
+    let to_bf16 = |x: f64| bf16::from_f64(x).to_f64();
+    for (rows, columns) in [(24, 40), (40, 24), (32, 32)] {
+        let values = numbers(rows * columns, 1);
+        let u = Matrix::of(&values, columns);
+        let exact = u.newton_schulz();
+        let error = |found: &Matrix| found.map2(&exact, |found, exact| found - exact).norm();
+        let tensor = Tensor::<TestBackend, 1>::from_floats(&values[..], &Default::default());
+        let found = |precision| {
+            let x = tensor.clone().reshape([1, rows, columns]);
+            let o = orthogonal(x, Coefficients::NewtonSchulz, 5, precision);
+            assert_eq!(o.dtype(), DType::F32);
+            Matrix::of(&o.into_data().to_vec().unwrap(), columns)
+        };
+        // The same precision may err twice as much as another order of its operations does.
+        let allowed = 2.0 * error(&u.newton_schulz_rounding(to_bf16));
+        let [in_bf16, in_f32] = [DType::BF16, DType::F32].map(|dtype| error(&found(dtype)));
+        let norm = exact.norm();
+        assert!(in_bf16 <= allowed, "{rows} x {columns}: {in_bf16}, allowed {allowed}");
+        assert!(allowed < 0.2 * norm, "{rows} x {columns}: {allowed} of {norm}");
+        assert!(in_f32 < 0.01 * in_bf16, "{rows} x {columns}: {in_f32} in f32, {in_bf16} in bf16");
+    }
+}
+
+#[test]
+fn polar_express_in_bf16_is_orthogonal_up_to_rounding() {
+    let (found, _) = orthogonalised(Coefficients::PolarExpress, 10, DType::BF16);
+    let o = Matrix::of(&found, 20);
+    let identity = Matrix::new(12, 12, |i, j| f64::from(u8::from(i == j)));
+    let error = o.times(&o.transposed()).map2(&identity, |gram, identity| gram - identity);
+    // The last step rounds about four times, by up to 2⁻⁹ each, which the product doubles.
+    let allowed = 2.0 * 4.0 * 2f64.powi(-9) * identity.norm();
+    assert!(error.norm() < allowed, "{}, allowed {allowed}", error.norm());
+}
+
+#[test]
+fn a_matrix_is_made_orthogonal_in_the_type_that_the_model_holds_it_in() {
+    let tensor = |seed| {
+        let values = numbers(24 * 40, seed);
+        Tensor::<TestBackend, 1>::from_floats(&values[..], &Default::default()).reshape([24, 40])
+    };
+    let direction = Direction { momentum: 0.0, ..Config::default().direction() };
+    for copy in [None, Some(DType::BF16)] {
+        let (found, m) = direction.of(&matrix(24, 40), tensor(1), tensor(2), copy);
+        assert_eq!(m.dtype(), DType::F32);
+        let x = tensor(1).reshape([1, 24, 40]);
+        let precision = copy.unwrap_or(DType::F32);
+        let expected = orthogonal(x, Coefficients::NewtonSchulz, 5, precision);
+        assert_eq!(found.into_data(), expected.into_data(), "{copy:?}");
+    }
+}
+
 /// The orthogonal factor of a 12 × 20 matrix whose singular values span three orders of magnitude.
-fn orthogonalised(coefficients: Coefficients, steps: usize) -> (Vec<f32>, Matrix) {
+fn orthogonalised(
+    coefficients: Coefficients,
+    steps: usize,
+    precision: DType,
+) -> (Vec<f32>, Matrix) {
     let random = |seed| Matrix::of(&numbers(12 * 20, seed), 20).polar();
     let (left, right) = (random(1), random(2));
     let spectrum =
@@ -169,16 +233,16 @@ fn orthogonalised(coefficients: Coefficients, steps: usize) -> (Vec<f32>, Matrix
     let x = left.times(&right);
     let values: Vec<f32> = x.elements().iter().map(|&x| x as f32).collect();
     let tensor = Tensor::<TestBackend, 1>::from_floats(&values[..], &Default::default());
-    let o = orthogonal(tensor.reshape([1, 12, 20]), coefficients, steps);
+    let o = orthogonal(tensor.reshape([1, 12, 20]), coefficients, steps, precision);
     (o.into_data().to_vec().unwrap(), x.polar())
 }
 
 #[test]
 fn polar_express_converges_to_the_orthogonal_factor() {
-    let (found, exact) = orthogonalised(Coefficients::PolarExpress, 10);
+    let (found, exact) = orthogonalised(Coefficients::PolarExpress, 10, DType::F32);
     assert_close(&found, &exact.elements(), 1e-4, "after 10 steps");
     let distance = |coefficients, steps| {
-        let (found, exact) = orthogonalised(coefficients, steps);
+        let (found, exact) = orthogonalised(coefficients, steps, DType::F32);
         Matrix::of(&found, 20).map2(&exact, |found, exact| found - exact).norm()
     };
     let (polar, jordan) =
@@ -188,7 +252,7 @@ fn polar_express_converges_to_the_orthogonal_factor() {
 
 #[test]
 fn newton_schulz_brings_singular_values_near_one() {
-    let (found, _) = orthogonalised(Coefficients::NewtonSchulz, 8);
+    let (found, _) = orthogonalised(Coefficients::NewtonSchulz, 8, DType::F32);
     let o = Matrix::of(&found, 20);
     // The eigenvalues of O·Oᵀ are the squares of the singular values; the trace is their sum.
     let gram = o.times(&o.transposed());
@@ -228,10 +292,12 @@ fn other_parameters_follow_adamw_at_its_own_rate() {
 #[test]
 fn a_matrix_whose_squares_underflow_stays_small() {
     let x = Tensor::<TestBackend, 3>::full([1, 64, 48], 2.5e-23, &Default::default());
-    for (coefficients, steps) in [(Coefficients::NewtonSchulz, 5), (Coefficients::PolarExpress, 8)]
-    {
-        let found = orthogonal(x.clone(), coefficients, steps).into_data();
-        let largest = found.iter::<f64>().fold(0.0f64, |a, x| a.max(x.abs()));
-        assert!(largest.is_finite() && largest < 1e-3, "{coefficients:?}: {largest}");
+    let (jordan, polar) = ((Coefficients::NewtonSchulz, 5), (Coefficients::PolarExpress, 8));
+    for (coefficients, steps) in [jordan, polar] {
+        for precision in [DType::F32, DType::BF16] {
+            let found = orthogonal(x.clone(), coefficients, steps, precision).into_data();
+            let largest = found.iter::<f64>().fold(0.0f64, |a, x| a.max(x.abs()));
+            assert!(largest.is_finite() && largest < 1e-3, "{coefficients:?}: {largest}");
+        }
     }
 }

@@ -97,13 +97,13 @@ impl OptimiserKind for Config {
         if !parameter.is_hidden_matrix() {
             return self.others().step(parameter, update, inputs);
         }
-        let StepInputs { parameter: w, gradient, state, .. } = inputs;
+        let StepInputs { parameter: w, gradient, state, copy } = inputs;
         let [m, v] = state.try_into().expect("two moments");
         let shape = [parameter.shape[0], parameter.shape[1]];
         let [w, g, m] = [w, gradient, m].map(|x| shaped::<B, 2>(x, shape));
         let [blocks, rows, _] = self.layout(parameter);
         let v = shaped::<B, 3>(v, [blocks, rows, 1]);
-        let (o, m) = self.direction().of(parameter, g * update.grad_scale, m);
+        let (o, m) = self.direction().of(parameter, g * update.grad_scale, m, copy);
         let (o, v) = self.normalised(o, v);
         let o = join(o, shape, self.direction().heads(parameter));
         let rate = update.lr * self.weight_decay * parameter.decay;
