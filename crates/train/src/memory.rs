@@ -279,8 +279,7 @@ mod tests {
             let config = RunConfig::load(&root.join(&file), &set).unwrap();
             let precision = config.run.precision.unwrap_or(Precision::Bf16);
             let [rows, seq_len] = [config.train.micro_batch.unwrap(), config.data.seq_len];
-            let estimate =
-                Estimate::of(&config, 50_257, config.base_stage().open(rows), precision);
+            let estimate = Estimate::of(&config, 50_257, config.base_stage().open(rows), precision);
             let ratio = estimate.total() as f64 / (1e9 * peak_gb);
             let kernel = Kernel { device: DeviceKind::Cuda, dtype: precision.parameter(2) };
             let by_kernels = (0..config.model.layers).all(|layer| {
