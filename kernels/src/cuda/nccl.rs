@@ -14,10 +14,11 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 
 use burn::tensor::DType;
+use burn_cubecl::kernel::into_contiguous;
 use cudarc::driver::sys as cu;
 use libloading::Library;
 
-use super::{CudaTensor, contiguous, unshare};
+use super::{CudaTensor, unshare};
 
 /// Names the library's file, before any other place is searched.
 pub const PATH_VARIABLE: &str = "LONGWALL_NCCL";
@@ -197,14 +198,25 @@ fn candidates(set: Option<OsString>, prefixes: &[PathBuf]) -> Vec<PathBuf> {
     names.chain(prefixes.iter().flat_map(|prefix| in_python(prefix))).collect()
 }
 
-/// Folders with `lib/python3.x`.
+/// Folders that may have `lib/python3.x`: of the active environment, of the Python that a shell would run, and of the
+/// system.
 fn prefixes() -> Vec<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|path| !path.is_empty());
     let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].map(set).into_iter().flatten();
     let environments = environments.map(PathBuf::from);
+    let path = set("PATH").unwrap_or_default();
+    let has_python = |bin: &PathBuf| bin.join("python3").exists();
+    let shell = std::env::split_paths(&path).find(has_python);
+    let shell = shell.and_then(|bin| bin.parent().map(Path::to_owned));
     let own = set("HOME").map(|home| Path::new(&home).join(".local"));
     let system = ["/usr/local", "/usr"].map(PathBuf::from);
-    environments.chain(own).chain(system).collect()
+    let all = environments.chain(shell).chain(own).chain(system);
+    all.fold(vec![], |mut all, prefix| {
+        if !all.contains(&prefix) {
+            all.push(prefix);
+        }
+        all
+    })
 }
 
 /// The libraries that pip has installed in `prefix`.
@@ -314,7 +326,7 @@ impl Communicator {
     ) -> Result<Vec<Option<CudaTensor>>, NcclError> {
         let own = |(tensor, owner): (CudaTensor, usize)| {
             assert_eq!(tensor.dtype, DType::F32, "the type of a sum");
-            let mut tensor = contiguous(&tensor);
+            let mut tensor = into_contiguous(tensor);
             if owner == self.rank {
                 unshare(&mut tensor);
             }
@@ -353,7 +365,7 @@ impl Communicator {
         tensors: Vec<(CudaTensor, usize)>,
     ) -> Result<Vec<CudaTensor>, NcclError> {
         let own = |(tensor, owner): (CudaTensor, usize)| {
-            let mut tensor = contiguous(&tensor);
+            let mut tensor = into_contiguous(tensor);
             if owner != self.rank {
                 unshare(&mut tensor);
             }
