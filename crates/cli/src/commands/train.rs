@@ -17,7 +17,8 @@ use longwall_train::config::{DeviceChoice, RunConfig, RunTable, eval_weights};
 use longwall_train::console::SilentConsole;
 use longwall_train::device::{self, Compute, DeviceError};
 use longwall_train::distributed::{
-    Alone, Collective, Environment, Launch, Nccl, Store, StoreOptions, World, follow_launcher,
+    Alone, Collective, Environment, Launch, LaunchError, Nccl, RankFailure, Store, StoreOptions,
+    World, follow_launcher,
 };
 use longwall_train::meters::Meters;
 use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train_as_rank};
@@ -208,6 +209,9 @@ fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
         Ok(0) => Ok(()),
         // Rank 0 has said why.
         Ok(code) => std::process::exit(code.into()),
+        Err(LaunchError::Rank(RankFailure { rank: 0, code: Some(code), .. })) => {
+            std::process::exit(code)
+        }
         Err(error) => Err(error.into()),
     }
 }
@@ -251,7 +255,8 @@ fn connect(
     let facts = own.into_iter().chain(config.leaves()).collect();
     let step = Duration::from_secs(args.rank_timeout.into());
     let options = StoreOptions { step, ..StoreOptions::default() };
-    let store = Store::connect(&environment, &facts, options)?;
+    let connect = || Store::connect(&environment, &facts, options);
+    let store = stop.interruptible("the ranks were not connected yet", connect)?;
     tracing::info!("{} ranks are connected", environment.world.size);
     Ok((environment, store))
 }

@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use longwall_config::shell_quoted;
-use signal_hook::consts::SIGTERM;
+use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::low_level;
 
 use super::{Environment, World};
@@ -56,6 +56,8 @@ pub struct RankFailure {
     pub process: u32,
     /// How it ended, in words.
     pub how: String,
+    /// Its exit code, if no signal ended it.
+    pub code: Option<i32>,
     /// The last step that the run recorded.
     pub step: Option<u64>,
     /// The newest checkpoint, and whether all its files are as they were written.
@@ -131,7 +133,7 @@ impl Launch<'_> {
     /// Starts the ranks, and waits until all have ended. Rank 0 has this process's stdout and stderr. If one ends
     /// early, the others are ended. If `stop` is raised, all are asked to stop, with the signal that raised it.
     ///
-    /// Returns the exit code of rank 0, after a stop also another than 0.
+    /// Returns the exit code of rank 0: after a stop, that of the signal.
     ///
     /// # Errors
     /// When a process cannot be started, or ends early.
@@ -184,7 +186,10 @@ impl Launch<'_> {
                 let how = "did not answer the others, and was killed".to_owned();
                 Err(RankFailure { how, ..failure(rank) }.into())
             }
-            (None, None) => Ok(ranks[0].status.and_then(|status| status.code()).unwrap_or(0) as u8),
+            (None, None) => {
+                let code = ranks[0].status.and_then(|status| status.code());
+                Ok(code.map_or_else(|| signals::exit_code().unwrap_or(1), |code| code as u8))
+            }
         }
     }
 
@@ -226,6 +231,7 @@ impl Launch<'_> {
             rank,
             process: ended.child.id(),
             how: ended.status.map_or("did not end".to_owned(), in_words),
+            code: ended.status.and_then(|status| status.code()),
             step,
             checkpoint: newest.map(|step| (folder.step_dir(step), is_whole(step))),
             run_dir: self.run_dir.to_owned(),
@@ -264,8 +270,10 @@ fn end_all(ranks: &mut [Rank]) {
 fn first_failed(ranks: &[Rank], asked: bool) -> Option<usize> {
     let failed = |rank: &Rank| {
         let status = rank.status.filter(|status| !status.success())?;
-        // A rank that was asked to stop ends with the code of the signal.
-        let stopped = asked && status.code().is_some_and(|code| [130, 143].contains(&code));
+        // A rank that was asked to stop ends with the code of the signal, or by it before it handles signals.
+        let stopped = asked
+            && (status.code().is_some_and(|code| [130, 143].contains(&code))
+                || status.signal().is_some_and(|signal| [SIGINT, SIGTERM].contains(&signal)));
         (!stopped).then(|| match status.code() {
             None => 0,
             Some(code) if code != i32::from(LOST_RANK) => 1,

@@ -24,7 +24,7 @@ impl Nccl {
     /// When NCCL cannot be loaded on a rank, has another version there, or cannot connect the GPUs.
     pub fn connect(store: Store, gpu: usize) -> Result<Self, CollectiveError> {
         let world = store.world();
-        store.watch("NCCL's start".to_owned());
+        store.watch_start("NCCL's start".to_owned());
         let version = nccl::version().inspect_err(|error| store.fail(&error.to_string()))?;
         check_versions(&store, &version)?;
         if world.is_first() {

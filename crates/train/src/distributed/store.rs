@@ -8,7 +8,7 @@ mod frame;
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ impl Default for StoreOptions {
         StoreOptions {
             connect: Duration::from_secs(300),
             step: Duration::from_secs(600),
-            silence: Duration::from_secs(15),
+            silence: Duration::from_secs(12),
             exits: true,
         }
     }
@@ -227,11 +227,17 @@ impl Store {
         })
     }
 
-    /// Watches `what` until [`Store::finished`]: if it takes too long, all ranks fail.
+    /// Watches a step, `what`, until [`Store::finished`]: if it takes too long, all ranks fail.
     pub fn watch(&self, what: String) {
         let mut state = self.shared.lock();
         let limit = self.shared.options.step * if state.stepped { 1 } else { 3 };
         state.watched = Some((what, Instant::now(), limit));
+    }
+
+    /// As [`Store::watch`], for a part of the start, which has the time that ranks have to connect.
+    pub fn watch_start(&self, what: String) {
+        let limit = self.shared.options.connect;
+        self.shared.lock().watched = Some((what, Instant::now(), limit));
     }
 
     /// Ends what [`Store::watch`] began; `step` is the last finished step.
@@ -445,15 +451,18 @@ fn host() -> String {
     format!("{}, process {}", name.as_deref().unwrap_or("unnamed host"), std::process::id())
 }
 
-/// Listens at the address that the other ranks connect to or, if that is an address outside of this machine that
-/// leads here, at all of its own.
+/// Listens at this machine's own address if all ranks are here, else at all of its addresses: its name may stand for
+/// one that others do not reach.
 fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
     let Environment { address, port, .. } = environment;
-    let listener = match TcpListener::bind((address.as_str(), *port)) {
-        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
-            TcpListener::bind(("0.0.0.0", *port))
-        }
-        bound => bound,
+    let listener = match address.as_str() {
+        "127.0.0.1" | "localhost" | "::1" => TcpListener::bind((address.as_str(), *port)),
+        _ => match TcpListener::bind((Ipv6Addr::UNSPECIFIED, *port)) {
+            Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
+                TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port))
+            }
+            bound => bound,
+        },
     };
     let listener = listener.and_then(|listener| {
         listener.set_nonblocking(true)?;

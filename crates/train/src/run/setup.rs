@@ -119,7 +119,7 @@ pub(super) fn open<'a, B: OpBackend>(
     let vocab_size = tokenizer.vocab_size();
     let stages = open_stages::<B>(config, vocab_size, checkpoint, options, world)?;
     let stages = stages_of_ranks(stages, collective)?;
-    check_memory(config, vocab_size, &stages, B::device_kind(), options)?;
+    check_memory(config, vocab_size, &stages, B::device_kind(), options, world)?;
     if !world.is_first() {
         collective.barrier()?;
     }
@@ -221,11 +221,13 @@ fn check_memory(
     stages: &[OpenStage],
     device: DeviceKind,
     options: &TrainOptions,
+    world: World,
 ) -> Result<(), TrainError> {
     let (precision, Some(available)) = (options.precision, options.available_memory) else {
         return Ok(());
     };
-    for open in stages {
+    // Ranks share a part of it: their micro-batches were chosen by the estimate.
+    for open in stages.iter().filter(|_| world.is_alone()) {
         let needed =
             memory::least_for_training(config, vocab_size, open.shape(), precision, device);
         if needed > u128::from(available) {
@@ -238,7 +240,7 @@ fn check_memory(
         }
     }
     if device == DeviceKind::Cuda {
-        warn_of_memory(config, vocab_size, stages, precision, available);
+        warn_of_memory(config, vocab_size, stages, precision, world.size, available);
     }
     Ok(())
 }
@@ -249,10 +251,13 @@ fn warn_of_memory(
     vocab_size: usize,
     stages: &[OpenStage],
     precision: Precision,
+    ranks: usize,
     available: u64,
 ) {
-    let estimates =
-        stages.iter().map(|open| (open, Estimate::of(config, vocab_size, *open, precision)));
+    let estimate = |open: &OpenStage| {
+        Estimate::of(config, vocab_size, *open, precision).on_ranks(ranks, precision)
+    };
+    let estimates = stages.iter().map(|open| (open, estimate(open)));
     let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
     let (OpenStage { stage, micro_batch }, estimate) = largest.expect("a run has a stage");
     let staged = config.timeline().is_staged();
@@ -262,7 +267,7 @@ fn warn_of_memory(
         return;
     }
     let fitting =
-        memory::largest_micro_batch(config, stage, vocab_size, precision, Some(available));
+        memory::largest_micro_batch(config, stage, vocab_size, precision, ranks, Some(available));
     let remedy = match fitting {
         Some(rows) if staged => format!("set micro_batch = {rows} for these rows' stage"),
         Some(rows) => format!("set train.micro_batch = {rows}"),
@@ -403,9 +408,12 @@ fn open_stages<B: OpBackend>(
         let kept = kept.filter(|rows| part.rows() / rows >= part.least_micro_batches);
         // Other ranks may have had another number of rows.
         let kept = kept.filter(|rows| world.is_alone() || part.rows().is_multiple_of(*rows));
-        let chosen = || default_micro_batch::<B>(config, part, vocab_size, precision, available);
+        let ranks = world.size;
+        let chosen =
+            || default_micro_batch::<B>(config, part, vocab_size, precision, ranks, available);
         let micro_batch = kept.or_else(chosen).ok_or_else(|| TrainError::NoMicroBatchFits {
-            estimate: Estimate::of(config, vocab_size, stage.open(1), precision),
+            estimate: Estimate::of(config, vocab_size, stage.open(1), precision)
+                .on_ranks(ranks, precision),
             available: available.unwrap_or_default(),
         })?;
         Ok(stage.open(micro_batch))
@@ -436,13 +444,14 @@ pub(crate) fn default_micro_batch<B: OpBackend>(
     stage: &Stage,
     vocab_size: usize,
     precision: Precision,
+    ranks: usize,
     available: Option<u64>,
 ) -> Option<usize> {
     match (stage.micro_batch, B::device_kind()) {
         (Some(rows), _) => Some(rows),
         (None, DeviceKind::Cpu) => Some(stage.micro_batch_rows(CPU_MICRO_BATCH_TOKENS)),
         (None, DeviceKind::Cuda) => {
-            memory::largest_micro_batch(config, stage, vocab_size, precision, available)
+            memory::largest_micro_batch(config, stage, vocab_size, precision, ranks, available)
         }
     }
 }
