@@ -11,6 +11,7 @@ mod hybrid;
 mod kills;
 mod op;
 mod pipeline;
+mod ranks;
 mod report;
 mod resume;
 mod starts;

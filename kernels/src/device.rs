@@ -69,6 +69,14 @@ pub enum NoCuda {
     /// The driver sees no GPU.
     #[error("the NVIDIA driver sees no GPU")]
     NoGpu,
+    /// The driver sees fewer GPUs.
+    #[error("GPU {index} does not exist; the NVIDIA driver shows {count}, numbered from 0")]
+    NoSuchGpu {
+        /// The GPU asked for.
+        index: usize,
+        /// How many there are.
+        count: usize,
+    },
     /// The driver is too old for the events that order matrix products.
     #[error(
         "the NVIDIA driver supports CUDA {}.{} only; CUDA {}.{} or newer is needed",
@@ -127,7 +135,18 @@ pub fn gpus() -> Result<usize, NoCuda> {
 /// # Errors
 /// When there is none: the reason.
 pub fn cuda() -> Result<Device, NoCuda> {
-    gpus()?;
+    cuda_at(0)
+}
+
+/// GPU `index` of those that the driver shows this process, counted from 0.
+///
+/// # Errors
+/// When there is none: the reason.
+pub fn cuda_at(index: usize) -> Result<Device, NoCuda> {
+    let count = gpus()?;
+    if index >= count {
+        return Err(NoCuda::NoSuchGpu { index, count });
+    }
     let mut version = 0;
     // SAFETY: writes one number.
     let asked = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) };
@@ -135,7 +154,7 @@ pub fn cuda() -> Result<Device, NoCuda> {
     if version < OLDEST_CUDA {
         return Err(NoCuda::OldDriver(version));
     }
-    let (name, [major, minor]) = describe(0).map_err(fails)?;
+    let (name, [major, minor]) = describe(index as i32).map_err(fails)?;
     if major < OLDEST_GPU {
         return Err(NoCuda::OldGpu { name, major, minor });
     }
@@ -148,7 +167,7 @@ pub fn cuda() -> Result<Device, NoCuda> {
     };
     match present.iter().find(|(_, present)| !present) {
         Some((name, _)) => Err(NoCuda::NoLibrary(name)),
-        None => Ok(Device::Cuda(CudaDevice::new(0))),
+        None => Ok(Device::Cuda(CudaDevice::new(index))),
     }
 }
 

@@ -12,6 +12,8 @@ mod progress;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use longwall_train::TrainError;
+use longwall_train::distributed::{CollectiveError, Environment, LOST_RANK};
 
 // Tests count memory with an allocator of their own.
 #[cfg(not(test))]
@@ -103,10 +105,22 @@ fn main() -> ExitCode {
             }
             None => {
                 eprintln!("error: {}", describe(&error));
-                ExitCode::FAILURE
+                if is_of_another_rank(&error) {
+                    ExitCode::from(LOST_RANK)
+                } else {
+                    ExitCode::FAILURE
+                }
             }
         },
     }
+}
+
+/// Whether this process fails only because another rank of its run does.
+fn is_of_another_rank(error: &anyhow::Error) -> bool {
+    let run = error.downcast_ref::<TrainError>();
+    let start = error.downcast_ref::<CollectiveError>();
+    run.is_some_and(TrainError::is_of_another_rank)
+        || start.is_some_and(CollectiveError::is_of_another_rank)
 }
 
 /// An error and its causes, without causes that the message already contains.
@@ -146,10 +160,12 @@ fn keep_freed_memory() {
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// Logs go to stderr; `LONGWALL_LOG=debug` shows more.
+/// Logs go to stderr; `LONGWALL_LOG=debug` shows more. Of several ranks, the first one informs.
 fn init_logs() {
+    let rank = Environment::read().ok().flatten().map_or(0, |environment| environment.world.rank);
+    let levels = if rank == 0 { "warn,longwall=info" } else { "warn" };
     let filter = tracing_subscriber::EnvFilter::try_from_env("LONGWALL_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,longwall=info"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(levels));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

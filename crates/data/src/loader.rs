@@ -14,6 +14,7 @@ mod open;
 mod windows;
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -79,6 +80,22 @@ impl Batch {
             }
         }
         Batch { rows: self.rows * (old / seq_len), seq_len, ..self }
+    }
+
+    /// Some of its rows.
+    ///
+    /// # Panics
+    /// When it has fewer.
+    pub fn part(&self, rows: Range<usize>) -> Self {
+        let tokens = rows.start * self.seq_len..rows.end * self.seq_len;
+        Batch {
+            rows: rows.len(),
+            seq_len: self.seq_len,
+            inputs: self.inputs[tokens.clone()].to_vec(),
+            targets: self.targets[tokens.clone()].to_vec(),
+            loss_weights: self.loss_weights[tokens.clone()].to_vec(),
+            document_starts: self.document_starts.as_ref().map(|all| all[tokens].to_vec()),
+        }
     }
 }
 

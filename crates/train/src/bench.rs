@@ -68,6 +68,7 @@ pub fn run<B: OpBackend>(
             &stage,
             vocab_size,
             precision,
+            1,
             B::available_memory(device),
         )
         .unwrap_or(1),

@@ -5,6 +5,7 @@ use longwall_kernels::device::{self, Device, KernelCache, NoCuda, OnDevice, keep
 use longwall_model::Precision;
 
 use crate::config::DeviceChoice;
+use crate::distributed::World;
 
 /// Why a run cannot have the device that it asks for.
 #[derive(Debug, thiserror::Error)]
@@ -21,6 +22,26 @@ pub enum DeviceError {
         threads: usize,
         /// Why they do not start.
         source: rayon::ThreadPoolBuildError,
+    },
+    /// A rank's GPU is not there.
+    #[error(
+        "rank {rank} needs GPU {gpu} of its machine, but {reason}\n  hint: several ranks train on NVIDIA GPUs, one each; start as many on a machine as it has GPUs"
+    )]
+    NoGpuOfRank {
+        /// The rank.
+        rank: usize,
+        /// The number of its GPU.
+        gpu: usize,
+        /// Why.
+        reason: NoCuda,
+    },
+    /// Several ranks cannot share the CPU.
+    #[error(
+        "run.device is \"cpu\", but there are {ranks} ranks; allowed: \"auto\", \"cuda\"\n  hint: several ranks train on NVIDIA GPUs, one each; on the CPU, one process uses all cores"
+    )]
+    RanksOnCpu {
+        /// How many ranks there are.
+        ranks: usize,
     },
     /// The CPU lacks this precision.
     #[error(
@@ -48,7 +69,34 @@ pub fn open(choice: DeviceChoice, threads: Option<usize>) -> Result<Device, Devi
         (DeviceChoice::Cuda, Err(reason)) => return Err(DeviceError::NoCuda(reason)),
     };
     tracing::info!("device: {device}");
-    match keep_kernels(&device) {
+    keep(&device);
+    Ok(device)
+}
+
+/// Opens GPU `gpu` of those that this process sees, for a rank, and sets the number of CPU threads.
+///
+/// # Errors
+/// When there is no such GPU, the CPU is chosen, or the threads do not start.
+pub fn open_for_rank(
+    choice: DeviceChoice,
+    threads: Option<usize>,
+    World { rank, size }: World,
+    gpu: usize,
+) -> Result<Device, DeviceError> {
+    set_threads(threads)?;
+    if choice == DeviceChoice::Cpu {
+        return Err(DeviceError::RanksOnCpu { ranks: size });
+    }
+    let device =
+        device::cuda_at(gpu).map_err(|reason| DeviceError::NoGpuOfRank { rank, gpu, reason })?;
+    tracing::info!("device: {size} GPUs, that of rank {rank} is {device}");
+    keep(&device);
+    Ok(device)
+}
+
+/// Keeps the kernels that `device` compiles, and logs where.
+fn keep(device: &Device) {
+    match keep_kernels(device) {
         KernelCache::Unneeded => {}
         KernelCache::New(path) => {
             let path = path.display();
@@ -62,7 +110,6 @@ pub fn open(choice: DeviceChoice, threads: Option<usize>) -> Result<Device, Devi
             "CUDA kernels are compiled anew in every run, because none can be kept: {reason}"
         ),
     }
-    Ok(device)
 }
 
 /// Sets the number of CPU threads, the first time it is called; a process has one pool.

@@ -7,6 +7,7 @@ use longwall_model::generate::GenerateError;
 use longwall_model::weights::WeightsError;
 
 use crate::checkpoint::CheckpointError;
+use crate::distributed::CollectiveError;
 use crate::evaluation::EvaluationError;
 use crate::memory::Estimate;
 use crate::metrics::MetricsError;
@@ -55,6 +56,23 @@ pub enum TrainError {
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
+    },
+    /// The ranks of a run cannot work together.
+    #[error(transparent)]
+    Ranks(#[from] CollectiveError),
+    /// The rows of a step do not divide by the number of ranks.
+    #[error(
+        "a step of {batch_tokens} tokens has {rows} rows of {seq_len}, which do not divide by {ranks} GPUs\n  hint: use as many GPUs as divide {rows}, or a train.batch_tokens that is a multiple of {}", *ranks as u64 * *seq_len as u64
+    )]
+    RowsOfRanks {
+        /// Rows of the step.
+        rows: usize,
+        /// Tokens of the step.
+        batch_tokens: u64,
+        /// Tokens of a row.
+        seq_len: usize,
+        /// How many ranks there are.
+        ranks: usize,
     },
     /// Too many steps were skipped in a row.
     #[error(
@@ -131,4 +149,15 @@ pub enum TrainError {
         /// The run's folder.
         run_dir: PathBuf,
     },
+}
+
+impl TrainError {
+    /// Whether the run ends only because another rank does.
+    pub fn is_of_another_rank(&self) -> bool {
+        match self {
+            TrainError::Ranks(error) => error.is_of_another_rank(),
+            TrainError::AfterCheckpoint { error, .. } => error.is_of_another_rank(),
+            _ => false,
+        }
+    }
 }

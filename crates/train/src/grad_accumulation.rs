@@ -13,6 +13,7 @@ use longwall_kernels::backend::OpBackend;
 use longwall_kernels::ops::cross_entropy::Loss;
 use longwall_model::LanguageModel;
 
+use crate::distributed::{Collective, CollectiveError, sum_over_ranks};
 use crate::gradients::Gradients;
 use crate::noise_scale::MicroBatchNorm;
 use crate::signals::StopFlag;
@@ -61,17 +62,52 @@ pub struct BatchScalars {
     pub grad_norm: f32,
 }
 
+impl BatchScalars {
+    /// From the square of the gradient norm, the loss and, if it is on, the z-loss.
+    fn of(sums: &[f64]) -> Self {
+        let term = |at: usize| sums.get(at).map(|term| *term as f32);
+        let loss = term(1).unwrap_or(f32::NAN);
+        BatchScalars { loss, z_loss: term(2), grad_norm: sums[0].sqrt() as f32 }
+    }
+}
+
 impl<B: OpBackend> BatchGradients<B> {
     /// Losses and gradient norm, with one read from the device.
     pub fn scalars(&self) -> BatchScalars {
+        BatchScalars::of(&self.sums())
+    }
+
+    /// As [`BatchGradients::scalars`], of the rows of all ranks, once the gradients are summed to their owners. Also
+    /// returns whether `asked` is set on any rank.
+    ///
+    /// # Errors
+    /// When a rank is lost.
+    pub(crate) fn scalars_of_ranks(
+        &self,
+        asked: bool,
+        collective: &dyn Collective<B>,
+    ) -> Result<(BatchScalars, bool), CollectiveError> {
+        let mut sums = vec![f64::from(u8::from(asked))];
+        sums.extend(self.sums());
+        let sums = sum_over_ranks(collective, &sums)?;
+        Ok((BatchScalars::of(&sums[1..]), sums[0] > 0.0))
+    }
+
+    /// The square of the gradient norm, and the terms of the loss.
+    fn sums(&self) -> Vec<f64> {
         let mut scalars = vec![self.terms.clone()];
         scalars.extend(self.gradients.square_sums());
         let scalars = Tensor::cat(scalars, 0).into_data();
-        let mut scalars = scalars.iter::<f32>();
-        let loss = scalars.next().unwrap_or(f32::NAN);
-        let z_loss = (self.terms.dims() == [2]).then(|| scalars.next().unwrap_or(f32::NAN));
-        let grad_norm = scalars.map(f64::from).sum::<f64>().sqrt() as f32;
-        BatchScalars { loss, z_loss, grad_norm }
+        let mut scalars = scalars.iter::<f32>().map(f64::from);
+        let [terms] = self.terms.dims();
+        let mut sums: Vec<f64> = scalars.by_ref().take(terms).collect();
+        sums.insert(0, scalars.sum());
+        sums
+    }
+
+    /// Whether the plan measures the micro-batches' gradients.
+    pub(crate) fn is_measured(&self) -> bool {
+        !self.micro_batches.is_empty()
     }
 
     /// The norms of the micro-batches' gradients, with one read from the device; empty unless the plan measures them.

@@ -9,6 +9,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod console;
 pub mod device;
+pub mod distributed;
 mod error;
 pub mod evaluation;
 pub mod grad_accumulation;

@@ -118,6 +118,18 @@ impl Estimate {
         }
     }
 
+    /// For one of `ranks` ranks, which share masters, optimiser state and average.
+    pub fn on_ranks(self, ranks: usize, precision: Precision) -> Self {
+        let dtype = precision.parameter(2);
+        let masters = match precision.parameter(1) == dtype {
+            true => 0.0,
+            false => self.weights * 4.0 / (4 + dtype.size()) as f64,
+        };
+        let elsewhere = 1.0 - 1.0 / ranks as f64;
+        let optimiser = self.optimiser * (1.0 - elsewhere);
+        Estimate { weights: self.weights - masters * elsewhere, optimiser, ..self }
+    }
+
     /// Bytes in all.
     pub fn total(&self) -> u64 {
         let Estimate { weights, gradients, optimiser, activations, attention, loss, temporary } =
@@ -151,7 +163,7 @@ impl Display for Estimate {
     }
 }
 
-/// The largest micro-batch of a stage of a new run on a GPU, in rows, that fits into `available` bytes by the estimate, of
+/// The largest micro-batch of a stage of a new run on `ranks` GPUs, of which `stage` is one's part, in rows, that fits into `available` bytes by the estimate, of
 /// those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these if it is not known what is
 /// available. `None` if one row does not fit.
 pub fn largest_micro_batch(
@@ -159,11 +171,13 @@ pub fn largest_micro_batch(
     stage: &Stage,
     vocab_size: usize,
     precision: Precision,
+    ranks: usize,
     available: Option<u64>,
 ) -> Option<usize> {
     let fits = |rows: &usize| {
         let open = stage.open(*rows);
-        let estimate = || Estimate::of(config, vocab_size, open, precision);
+        let estimate =
+            || Estimate::of(config, vocab_size, open, precision).on_ranks(ranks, precision);
         available.is_none_or(|available| estimate().fits(available))
     };
     stage.micro_batches(GPU_MICRO_BATCH_TOKENS).find(fits)
@@ -247,13 +261,27 @@ mod tests {
         let config = config(&sets);
         let stage = config.base_stage();
         let largest =
-            |available| largest_micro_batch(&config, &stage, 257, Precision::Bf16, available);
+            |available| largest_micro_batch(&config, &stage, 257, Precision::Bf16, 1, available);
         assert_eq!(largest(None), Some(8));
         for rows in [1, 2, 4, 8] {
             let needed = Estimate::of(&config, 257, stage.open(rows), Precision::Bf16).total();
             assert_eq!(largest(Some((needed as f64 * MARGIN) as u64 + 2)), Some(rows));
         }
         assert_eq!(largest(Some(1000)), None);
+    }
+
+    #[test]
+    fn ranks_share_masters_and_state() {
+        let config = config(&["model.layers=2", "train.batch_tokens=1024"]);
+        let of = |precision| Estimate::of(&config, 257, config.base_stage().open(1), precision);
+        let parameters = Parameters::of(&config.model, 257, config.data.seq_len).total() as f64;
+        let near = |x: f64, y: f64| assert!((x / y - 1.0).abs() < 1e-9, "{x} and {y}");
+        let (one, four) = (of(Precision::Bf16), of(Precision::Bf16).on_ranks(4, Precision::Bf16));
+        near(four.weights, 3.0 * parameters);
+        near(four.optimiser, 2.0 * parameters);
+        assert_eq!((four.gradients, four.activations), (one.gradients, one.activations));
+        near(of(Precision::F32).on_ranks(4, Precision::F32).weights, 4.0 * parameters);
+        assert_eq!(one.on_ranks(1, Precision::Bf16), one);
     }
 
     /// A case of benchmarks/memory.py.
@@ -317,7 +345,7 @@ mod tests {
         assert_eq!(of(whole).activations, of(narrow).activations);
         let available = (2.0 * MARGIN * of(whole).total() as f64) as u64;
         let rows = |stage| {
-            largest_micro_batch(&config, stage, 257, Precision::F32, Some(available)).unwrap()
+            largest_micro_batch(&config, stage, 257, Precision::F32, 1, Some(available)).unwrap()
         };
         assert!(rows(narrow) > rows(whole), "{} and {}", rows(narrow), rows(whole));
     }

@@ -5,7 +5,10 @@
 //! scale tr Σ / |G|² is the batch size at which noise and gradient are equally large: smaller batches waste steps,
 //! larger ones waste tokens.
 
+use longwall_kernels::backend::OpBackend;
 use serde::{Deserialize, Serialize};
+
+use crate::distributed::{Collective, CollectiveError};
 
 /// The gradient of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,6 +17,24 @@ pub struct MicroBatchNorm {
     pub weight: f64,
     /// Σ g² of what it adds to the step's gradient.
     pub square: f64,
+}
+
+impl MicroBatchNorm {
+    /// Those of all ranks, in the order of the ranks, from those of this one.
+    ///
+    /// # Errors
+    /// When a rank is lost.
+    pub(crate) fn of_ranks<B: OpBackend>(
+        own: &[Self],
+        collective: &dyn Collective<B>,
+    ) -> Result<Vec<Self>, CollectiveError> {
+        let numbers = own.iter().flat_map(|norm| [norm.weight, norm.square]);
+        let all = collective.all_gather(numbers.flat_map(f64::to_le_bytes).collect())?.concat();
+        let (numbers, _) = all.as_chunks::<8>();
+        let numbers: Vec<f64> = numbers.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
+        let norm = |pair: &[f64]| MicroBatchNorm { weight: pair[0], square: pair[1] };
+        Ok(numbers.chunks_exact(2).map(norm).collect())
+    }
 }
 
 /// Unbiased estimates from one step. Either may be negative.

@@ -18,6 +18,7 @@ use longwall_model::Precision;
 use crate::checkpoint::CheckpointFolder;
 use crate::config::RunConfig;
 use crate::console::{Console, Ending};
+use crate::distributed::{Alone, Collective};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
@@ -105,14 +106,36 @@ pub fn train<B: OpBackend>(
     console: &mut dyn Console,
     evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
+    train_as_rank(config, device, options, &Alone, console, evaluator)
+}
+
+/// As [`train`], as one of the ranks that `collective` connects, each of which calls this with the same configuration
+/// and start. Rank 0 alone writes the run's folder, validates, samples and evaluates.
+///
+/// # Errors
+/// As [`train`]; also when another rank ends early or fails.
+pub fn train_as_rank<B: OpBackend>(
+    config: &RunConfig,
+    device: &B::Device,
+    options: &TrainOptions,
+    collective: &dyn Collective<B>,
+    console: &mut dyn Console,
+    evaluator: &mut dyn Evaluator<B>,
+) -> Result<Outcome, TrainError> {
     B::set_allocation(device, Allocation::Exact);
-    let outcome = setup::open::<B>(config, device, options, evaluator).and_then(|run| {
-        let run_dir = run.folder.path().to_owned();
+    let run = setup::open::<B>(config, device, options, collective, evaluator);
+    let outcome = run.and_then(|run| {
+        let run_dir = run.run_dir.clone();
         let outcome = steps(run, options, console, evaluator);
-        outcome.map_err(|error| name_last_checkpoint(error, &run_dir))
+        // The other ranks do not know which checkpoints rank 0 has finished.
+        let name = |error| match collective.world().is_first() {
+            true => name_last_checkpoint(error, &run_dir),
+            false => error,
+        };
+        outcome.map_err(name)
     });
     B::set_allocation(device, Allocation::Pages);
-    outcome
+    outcome.inspect_err(|error| collective.fail(&error.to_string()))
 }
 
 fn steps<B: OpBackend>(
@@ -121,13 +144,18 @@ fn steps<B: OpBackend>(
     console: &mut dyn Console,
     evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
-    let clip = run.config.train.clip.0;
+    let (clip, world, collective) = (run.config.train.clip.0, run.world(), run.collective);
+    // One of several ranks stops when all have heard of it, after a step.
+    let asked = || options.stop.is_raised();
+    let within_step = if world.is_alone() { options.stop.clone() } else { StopFlag::new() };
+    let mut stop = within_step.is_raised();
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
     let mut shape = run.stage().shape();
-    while run.progress.step < run.timeline.total_steps() && !options.stop.is_raised() {
+    while run.progress.step < run.timeline.total_steps() && !stop {
         let started = Instant::now();
         let step = run.progress.step;
+        collective.begin_step(step + 1);
         if std::mem::replace(&mut shape, run.stage().shape()) != run.stage().shape() {
             // Releases the memory of the last stage's activations.
             B::set_allocation(&run.device, Allocation::Exact);
@@ -139,17 +167,22 @@ fn steps<B: OpBackend>(
         let rows = stage.batch_tokens as usize / run.config.data.seq_len;
         let batch = run.loader.try_batch(run.next_row(), rows)?.cut(stage.seq_len);
         let weights = weight_sum(&batch);
+        let batch = if world.is_alone() { batch } else { batch.part(world.part(batch.rows)) };
 
         // Forward and backward, one micro-batch after another.
         let measure_noise = run.timeline.is_due(run.config.train.noise_scale.every, step + 1);
         let (recompute, z_loss) = (run.config.train.recompute, run.config.train.z_loss as f32);
         let plan = AccumulationPlan { micro_batch, recompute, z_loss, measure_noise };
-        let (stop, device) = (&options.stop, &run.device);
-        let Some(pass) = forward_backward(&run.model, &batch, weights, plan, stop, device) else {
+        let (within, device) = (&within_step, &run.device);
+        let Some(mut pass) = forward_backward(&run.model, &batch, weights, plan, within, device)
+        else {
             // Asked to stop: a resume repeats this step from its beginning.
             break;
         };
-        let scalars = pass.scalars();
+
+        // Gradients go to the ranks that own their parameters; loss and norm are those of the whole batch.
+        pass.gradients = run.optimiser.reduce(pass.gradients, collective)?;
+        let (scalars, any_asked) = pass.scalars_of_ranks(asked(), collective)?;
         let BatchScalars { loss, grad_norm, .. } = scalars;
 
         // Clip and update, unless the step is skipped.
@@ -166,14 +199,16 @@ fn steps<B: OpBackend>(
         let seconds = started.elapsed().as_secs_f64();
         let facts = StepFacts { step: run.progress.step, scalars, lr, seconds, skip };
         run.recorder.step(&facts, memory(options), console)?;
+        collective.end_step();
         run.check_skips(skip)?;
 
         // Validation, samples, checkpoint, evaluations, when they are due.
         run.after_step(console, evaluator)?;
+        stop = if world.is_alone() { asked() } else { any_asked };
     }
     run.save_checkpoint(console)?;
     run.wait_for_checkpoint(console)?;
-    if run.progress.step >= run.timeline.total_steps() {
+    if run.progress.step >= run.timeline.total_steps() && world.is_first() {
         run.finish()?;
     }
     Ok(end(&run, console))
@@ -181,7 +216,7 @@ fn steps<B: OpBackend>(
 
 fn end<B: OpBackend>(run: &Run<B>, console: &mut dyn Console) -> Outcome {
     let outcome = Outcome {
-        run_dir: run.folder.path().to_owned(),
+        run_dir: run.run_dir.clone(),
         step: run.progress.step,
         total_steps: run.timeline.total_steps(),
         skipped: run.guard.state().skipped,
@@ -217,4 +252,4 @@ fn name_last_checkpoint(error: TrainError, run_dir: &Path) -> TrainError {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -50,6 +50,18 @@ impl StopFlag {
     /// # Errors
     /// When the system refuses to register the handlers or to start the thread that answers.
     pub fn install(announcement: &'static str) -> io::Result<Self> {
+        Self::install_with(Some(announcement))
+    }
+
+    /// As [`StopFlag::install`], but the first signal is not announced, because another process does.
+    ///
+    /// # Errors
+    /// As [`StopFlag::install`].
+    pub fn install_quietly() -> io::Result<Self> {
+        Self::install_with(None)
+    }
+
+    fn install_with(announcement: Option<&'static str>) -> io::Result<Self> {
         let stop = Self::default();
         for signal in [SIGINT, SIGTERM] {
             // Order matters: on the first signal the flag is still down, so this does nothing; the next
@@ -107,12 +119,16 @@ impl StopFlag {
     }
 
     /// Answers the first signal.
-    fn answer(&self, announcement: &str) {
+    fn answer(&self, announcement: Option<&str>) {
         // Held until the process has ended, so that `work` cannot return and its caller write files.
         let farewell = self.farewell();
         match (&*farewell, exit_code()) {
             (Some(farewell), Some(code)) => end(code, farewell),
-            _ => say(&format!("{announcement}; Ctrl-C again ends it at once")),
+            _ => {
+                if let Some(announcement) = announcement {
+                    say(&format!("{announcement}; Ctrl-C again ends it at once"));
+                }
+            }
         }
     }
 

@@ -8,6 +8,8 @@ use longwall_model::config::Window;
 use serde::Serialize;
 
 use crate::config::{Every, PhaseLength, StageConfig};
+use crate::distributed::World;
+use crate::error::TrainError;
 
 /// A stretch of steps whose batches have one shape, and whose attention has one window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -49,6 +51,20 @@ impl Stage {
         let most = rows / self.least_micro_batches.max(1);
         let most = most.min(budget_tokens / self.seq_len.max(1)).max(1);
         (1..=most).rev().filter(move |n| rows.is_multiple_of(*n))
+    }
+
+    /// One rank's part of a step: its batch, and how many micro-batches it must have of it.
+    ///
+    /// # Errors
+    /// When the rows do not divide by the number of ranks.
+    pub fn of_rank(&self, world: World) -> Result<Self, TrainError> {
+        let (rows, ranks) = (self.rows(), world.size);
+        let Stage { batch_tokens, seq_len, .. } = *self;
+        if !world.is_alone() && !rows.is_multiple_of(ranks) {
+            return Err(TrainError::RowsOfRanks { rows, batch_tokens, seq_len, ranks });
+        }
+        let least_micro_batches = self.least_micro_batches.div_ceil(ranks);
+        Ok(Stage { batch_tokens: batch_tokens / ranks as u64, least_micro_batches, ..*self })
     }
 
     /// The stage with micro-batches of `micro_batch` rows.

@@ -5,6 +5,7 @@
 //! transposed into a column. Reshape first, then take the view.
 
 pub mod blas;
+pub mod nccl;
 
 use std::ops::Range;
 

@@ -1,18 +1,27 @@
-//! `longwall train --config FILE`, `longwall train --resume RUN`.
+//! `longwall train --config FILE`, `longwall train --resume RUN`, on one GPU or several.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use longwall_config::shell_quoted;
+use longwall_data::{NoProgress, Progress};
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::{OnDevice, keep_kernels};
+use longwall_kernels::cuda::nccl;
+use longwall_kernels::device::{OnDevice, gpus as gpus_here, keep_kernels};
 use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::{CheckpointSelector, WeightsSelector};
-use longwall_train::config::{RunConfig, eval_weights};
-use longwall_train::device::{self, Compute};
+use longwall_train::config::{DeviceChoice, RunConfig, RunTable, eval_weights};
+use longwall_train::console::SilentConsole;
+use longwall_train::device::{self, Compute, DeviceError};
+use longwall_train::distributed::{
+    Alone, Collective, Environment, Launch, LaunchError, Nccl, RankFailure, Store, StoreOptions,
+    World, follow_launcher,
+};
 use longwall_train::meters::Meters;
-use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train};
+use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train_as_rank};
 use longwall_train::signals::StopFlag;
 use longwall_train::{console, run_folder};
 
@@ -57,44 +66,66 @@ pub struct Args {
     /// Delete the run that is in the run's folder, and start over
     #[arg(long)]
     force: bool,
+
+    /// Train on this many GPUs of this machine, one process each: GPUs 0 to N−1 of those that are visible. Each step's
+    /// rows are divided over them; the run is the same as on one GPU, up to rounding. On several machines, torchrun or
+    /// Slurm starts the processes instead
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    gpus: Option<u16>,
+
+    /// Seconds after which a run on several GPUs ends if a step has not finished; the first step has three times as
+    /// long
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
+    rank_timeout: u32,
 }
 
 /// The answer to the first Ctrl-C.
 const STOPPING: &str = "stopping after this micro-batch, or after the validation or the evaluation's batch \
                         under way; then a checkpoint is written";
 
+/// As [`STOPPING`], on several GPUs.
+const STOPPING_RANKS: &str = "all GPUs stop after this step, or after the validation or the evaluation's batch under \
+                              way; then a checkpoint is written";
+
 /// Trains, then plots the losses and runs the evaluations that the configuration names.
 pub fn run(args: Args) -> Result<()> {
-    let (mut config, start, source) = match (args.resume, args.config) {
-        (Some(run), _) => {
-            let config = run_folder::config_of(&run, &args.sets)?;
-            let source = run.join("config.toml");
-            (config, RunStart::Resume(run), source)
-        }
-        (None, Some(path)) => {
-            let config = RunConfig::load(&path, &args.sets)?;
-            (config, if args.force { RunStart::Force } else { RunStart::New }, path)
-        }
-        (None, None) => unreachable!("the parser asks for one of them"),
-    };
-    if let Some(device) = args.device {
-        config.run.device = device.into();
-    }
+    let (config, start, source) = configuration(&args)?;
     // Report a misspelt suite before hours of training.
     let suites = suites_of("eval", &config.eval, &source)?;
     let in_the_loop = suites_in_the_loop(&config, &source)?;
-    let device = device::open(config.run.device, config.run.threads)?;
-    let compute = Compute::for_training(device, config.run.precision)?;
-    let stop = StopFlag::install(STOPPING)?;
+    let rank = match (Environment::read()?, args.gpus) {
+        (Some(environment), Some(gpus)) => bail!(
+            "--gpus is {gpus}, but the environment says that this process is rank {} of {}\n  hint: leave out --gpus, \
+             or unset RANK and WORLD_SIZE",
+            environment.world.rank,
+            environment.world.size
+        ),
+        (None, Some(gpus)) if gpus > 1 => return launch(gpus.into(), &config, &start),
+        (environment, _) => environment,
+    };
+    let stop = match rank.as_ref().map(|rank| rank.world.is_first()) {
+        None => StopFlag::install(STOPPING)?,
+        Some(true) => StopFlag::install(STOPPING_RANKS)?,
+        Some(false) => StopFlag::install_quietly()?,
+    };
+    let rank = match rank {
+        Some(environment) => Some(connect(environment, &args, &config, &start, &stop)?),
+        None => None,
+    };
     let from = match &args.from {
         Some(path) => Some(Source::open(path, args.weights)?),
         None => None,
     };
-    let outcome = train_on(&compute, &config, (start, from), args.verify, &stop, &in_the_loop)?;
-    match draw_run(&outcome.run_dir) {
-        Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
-        // Only a warning: a run stopped before its first step has nothing to draw.
-        Err(error) => tracing::warn!("no loss curves: {error:#}"),
+    let compute = open_compute(&config, rank.as_ref())?;
+    let is_first = rank.as_ref().is_none_or(|(environment, _)| environment.world.is_first());
+    let start = (start, from);
+    let outcome = train_on(&compute, &config, start, rank, args.verify, &stop, &in_the_loop)?;
+    if is_first {
+        match draw_run(&outcome.run_dir) {
+            Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
+            // Only a warning: a run stopped before its first step has nothing to draw.
+            Err(error) => tracing::warn!("no loss curves: {error:#}"),
+        }
     }
     if !outcome.is_finished() {
         bail!(
@@ -105,6 +136,9 @@ pub fn run(args: Args) -> Result<()> {
             outcome.total_steps,
             shell_quoted(&outcome.run_dir)
         );
+    }
+    if !is_first {
+        return Ok(());
     }
     if stop.is_raised() && !in_the_loop.is_empty() {
         bail!(
@@ -119,10 +153,135 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// The configuration, how the run starts, and the file that the configuration is from.
+fn configuration(args: &Args) -> Result<(RunConfig, RunStart, PathBuf)> {
+    let (mut config, start, source) = match (&args.resume, &args.config) {
+        (Some(run), _) => {
+            let config = run_folder::config_of(run, &args.sets)?;
+            (config, RunStart::Resume(run.clone()), run.join("config.toml"))
+        }
+        (None, Some(path)) => {
+            let config = RunConfig::load(path, &args.sets)?;
+            let start = if args.force { RunStart::Force } else { RunStart::New };
+            (config, start, path.clone())
+        }
+        (None, None) => unreachable!("the parser asks for one of them"),
+    };
+    if let Some(device) = args.device {
+        config.run.device = device.into();
+    }
+    Ok((config, start, source))
+}
+
+/// How long the other ranks have to end after one has ended early.
+const PATIENCE: Duration = Duration::from_secs(8);
+
+/// Trains on several GPUs of this machine: starts this program once for each.
+fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
+    let (size, rank) = (gpus, 0);
+    if config.run.device == DeviceChoice::Cpu {
+        return Err(DeviceError::RanksOnCpu { ranks: size }.into());
+    }
+    let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
+    if gpus > count {
+        bail!("--gpus is {gpus}; allowed: 1 to {count}, the GPUs that the driver shows");
+    }
+    // Report a missing library once.
+    nccl::version()?;
+    for stage in config.timeline().stages() {
+        stage.of_rank(World { rank, size })?;
+    }
+    let run_dir = match start {
+        RunStart::Resume(run_dir) => run_dir.clone(),
+        RunStart::New | RunStart::Force => config.run_dir(),
+    };
+    // Rank 0 answers the first signal.
+    let stop = StopFlag::install_quietly()?;
+    let program = std::env::current_exe()?;
+    let launch = Launch {
+        program: &program,
+        args: without_gpus(std::env::args_os().skip(1)),
+        ranks: gpus,
+        run_dir: &run_dir,
+        patience: PATIENCE,
+    };
+    match launch.run(&stop) {
+        Ok(0) => Ok(()),
+        // Rank 0 has said why.
+        Ok(code) => std::process::exit(code.into()),
+        Err(LaunchError::Rank(RankFailure { rank: 0, code: Some(code), .. })) => {
+            std::process::exit(code)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Command line arguments without `--gpus N`.
+fn without_gpus(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut args = args.peekable();
+    let mut kept = vec![];
+    while let Some(arg) = args.next() {
+        if arg == "--gpus" {
+            args.next();
+        } else if !arg.to_string_lossy().starts_with("--gpus=") {
+            kept.push(arg);
+        }
+    }
+    kept
+}
+
+/// Connects this rank with the others, which must have the same program, configuration and start.
+fn connect(
+    environment: Environment,
+    args: &Args,
+    config: &RunConfig,
+    start: &RunStart,
+    stop: &StopFlag,
+) -> Result<(Environment, Store)> {
+    follow_launcher(stop);
+    let start = match start {
+        RunStart::New => "a new run".to_owned(),
+        RunStart::Force => "a new run by --force".to_owned(),
+        RunStart::Resume(run_dir) => format!("--resume {}", run_dir.display()),
+    };
+    let from = args.from.as_ref().map_or("(unset)".to_owned(), |from| from.display().to_string());
+    let own = [
+        ("WORLD_SIZE", environment.world.size.to_string()),
+        ("the version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("the start", start),
+        ("--from", from),
+    ];
+    let own = own.map(|(name, value)| (name.to_owned(), value));
+    let facts = own.into_iter().chain(config.leaves()).collect();
+    let step = Duration::from_secs(args.rank_timeout.into());
+    let options = StoreOptions { step, ..StoreOptions::default() };
+    let connect = || Store::connect(&environment, &facts, options);
+    let store = stop.interruptible("the ranks were not connected yet", connect)?;
+    tracing::info!("{} ranks are connected", environment.world.size);
+    Ok((environment, store))
+}
+
+/// The device and precision of a run, or of a rank, which tells the others if it has none.
+fn open_compute(config: &RunConfig, rank: Option<&(Environment, Store)>) -> Result<Compute> {
+    let RunTable { device, threads, precision, .. } = config.run;
+    let opened = match rank {
+        None => device::open(device, threads),
+        Some((Environment { world, local_rank, .. }, _)) => {
+            device::open_for_rank(device, threads, *world, *local_rank)
+        }
+    };
+    let compute = opened.and_then(|device| Compute::for_training(device, precision));
+    if let (Err(error), Some((_, store))) = (&compute, rank) {
+        store.fail(&error.to_string());
+    }
+    Ok(compute?)
+}
+
 fn train_on(
     compute: &Compute,
     config: &RunConfig,
     (start, from): (RunStart, Option<Source>),
+    rank: Option<(Environment, Store)>,
     verify: bool,
     stop: &StopFlag,
     suites: &[NamedSuite],
@@ -131,6 +290,7 @@ fn train_on(
         config: &'a RunConfig,
         start: RunStart,
         from: Option<Source>,
+        rank: Option<(Environment, Store)>,
         verify: bool,
         stop: &'a StopFlag,
         suites: &'a [NamedSuite],
@@ -155,22 +315,44 @@ fn train_on(
                 device: device.clone(),
                 tokenizer: None,
             };
+            // Before memory is measured: NCCL takes some.
+            let nccl = match self.rank {
+                Some((environment, store)) => Some(Nccl::connect(store, environment.local_rank)?),
+                None => None,
+            };
+            let collective: &dyn Collective<B> = match &nccl {
+                Some(nccl) => nccl,
+                None => &Alone,
+            };
+            let world = collective.world();
             let memory = || self.meters.peak_memory();
+            let shown = DataProgress::new(Some(self.stop.clone()));
+            let progress: &dyn Progress = if world.is_first() { &shown } else { &NoProgress };
             let options = TrainOptions {
                 start: self.start,
                 from: self.from,
                 verify: self.verify,
                 stop: self.stop.clone(),
-                progress: &DataProgress::new(Some(self.stop.clone())),
-                device_name: self.device_name,
+                progress,
+                device_name: match world.size {
+                    1 => self.device_name,
+                    size => format!("{size} × {}", self.device_name),
+                },
                 precision: self.precision,
                 compiles: self.compiles,
                 available_memory: self.meters.available_memory(),
                 peak_flops: self.meters.peak_flops(self.precision),
                 memory: self.meters.has_memory().then_some(&memory),
             };
-            let mut console = console::for_terminal();
-            Ok(train::<B>(self.config, &device, &options, console.as_mut(), &mut evaluator)?)
+            let mut console = match world.is_first() {
+                true => console::for_terminal(),
+                false => Box::new(SilentConsole),
+            };
+            let (console, evaluator) = (console.as_mut(), &mut evaluator);
+            let outcome =
+                train_as_rank(self.config, &device, &options, collective, console, evaluator)?;
+            nccl.iter().for_each(Nccl::close);
+            Ok(outcome)
         }
     }
     let Compute { device, precision } = compute;
@@ -180,6 +362,7 @@ fn train_on(
         config,
         start,
         from,
+        rank,
         verify,
         stop,
         suites,

@@ -278,16 +278,18 @@ impl RunConfig {
         toml::to_string_pretty(self).expect("a configuration has a TOML form")
     }
 
+    /// All dotted keys, with their values as TOML.
+    pub fn leaves(&self) -> std::collections::BTreeMap<String, String> {
+        let mut leaves = std::collections::BTreeMap::new();
+        let tree = Value::try_from(self).expect("a configuration has a TOML form");
+        flatten(&tree, String::new(), &mut leaves);
+        leaves
+    }
+
     /// The keys whose values differ between `self` and `other`, with both values as TOML; where a key is
     /// missing, its value is `(unset)`.
     pub fn differences(&self, other: &Self) -> Vec<Difference> {
-        let flat = |config: &Self| {
-            let mut leaves = std::collections::BTreeMap::new();
-            let tree = Value::try_from(config).expect("a configuration has a TOML form");
-            flatten(&tree, String::new(), &mut leaves);
-            leaves
-        };
-        let (ours, theirs) = (flat(self), flat(other));
+        let (ours, theirs) = (self.leaves(), other.leaves());
         let mut keys: Vec<&String> = ours.keys().chain(theirs.keys()).collect();
         keys.sort_unstable();
         keys.dedup();

@@ -14,6 +14,7 @@ impl<B: OpBackend> Optimiser<B> {
     /// When the optimiser was made for another model.
     pub fn start_average<M: Module<Autodiff<B>>>(&mut self, model: &M) {
         model.visit(&mut Start { slots: self.slots.iter_mut() });
+        self.averages = true;
     }
 
     /// Moves the average towards the values of `model`, or towards their f32 masters:
@@ -25,12 +26,13 @@ impl<B: OpBackend> Optimiser<B> {
         model.visit(&mut Move { slots: self.slots.iter_mut(), decay });
     }
 
-    /// `model` with the average in place of its values, rounded as they are; in f32 with `exact`.
+    /// `model` with the average in place of its values, rounded as they are; among ranks, of the parameters that
+    /// this one owns.
     ///
     /// # Panics
     /// When there is no average, or the optimiser was made for another model.
-    pub fn with_average<M: Module<B>>(&self, model: M, exact: bool) -> M {
-        model.map(&mut Put { slots: self.slots.iter(), exact })
+    pub fn with_average<M: Module<B>>(&self, model: M) -> M {
+        model.map(&mut Put { slots: self.slots.iter() })
     }
 }
 
@@ -44,7 +46,7 @@ where
 {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
         let slot = self.slots.next().expect("as many slots as parameters");
-        slot.average = Some(primitive(param.val().inner()));
+        slot.average = slot.own.then(|| primitive(param.val().inner()));
     }
 }
 
@@ -59,6 +61,9 @@ where
 {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
         let slot = self.slots.next().expect("as many slots as parameters");
+        if !slot.own {
+            return;
+        }
         let value = slot.master.clone().unwrap_or_else(|| primitive(param.val().inner()));
         let average = slot.average.take().expect("an average was started");
         let [average, value] = [average, value].map(tensor::<B, D>);
@@ -70,16 +75,15 @@ where
 
 struct Put<I> {
     slots: I,
-    exact: bool,
 }
 
 impl<'a, B: OpBackend, I: Iterator<Item = &'a Slot<B>>> ModuleMapper<B> for Put<I> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let slot = self.slots.next().expect("as many slots as parameters");
+        if !slot.own {
+            return param;
+        }
         let average = slot.average.clone().expect("an average was started");
-        param.map(|value| match self.exact {
-            true => tensor::<B, D>(average),
-            false => tensor::<B, D>(average).cast(value.dtype()),
-        })
+        param.map(|value| tensor::<B, D>(average).cast(value.dtype()))
     }
 }

@@ -26,6 +26,13 @@ pub trait OptimiserKind:
     /// The state of `parameter` between updates: f32, and zero before the first.
     fn state(&self, parameter: &Parameter) -> Vec<StateTensor>;
 
+    /// FLOPs of the matrix products in an update of `parameter`; 0 if it treats elements on their own. Decides
+    /// which of several ranks updates it.
+    fn update_flops(&self, parameter: &Parameter) -> f64 {
+        let _ = parameter;
+        0.0
+    }
+
     /// One update of `parameter`. Buffers with no other owner may be updated in place.
     fn step<B: OpBackend>(
         &self,

@@ -11,7 +11,7 @@ use longwall_model::weights::{EarlierNames, NamedTensors, WeightsError, read_ten
 use super::{Optimiser, Slot, StateTensor};
 
 impl<B: OpBackend> Optimiser<B> {
-    /// The state by name, in main memory.
+    /// The state by name, in main memory; among ranks, that of the parameters that this one owns.
     pub fn named_tensors(&self) -> NamedTensors {
         let of_slot = |slot: &Slot<B>| -> NamedTensors {
             let tensors = slot.layout.iter().zip(&slot.state);
@@ -38,14 +38,18 @@ impl<B: OpBackend> Optimiser<B> {
         device: &B::Device,
     ) -> Result<(), WeightsError> {
         let mut tensors = earlier.replace(read_tensors(path)?);
-        for Slot { rule, layout, state, .. } in &mut self.slots {
-            for (StateTensor { name, shape }, tensor) in layout.iter().zip(state) {
+        for Slot { rule, layout, state, own, .. } in &mut self.slots {
+            let mut loaded = vec![];
+            for StateTensor { name, shape } in layout.iter() {
                 let name = format!("{name}.{}", rule.parameter.path);
                 let elements = take(&mut tensors, path, &name, shape)?;
-                let flat = TensorData::new(elements, [shape.iter().product::<usize>()]);
-                let flat = Tensor::<B, 1>::from_data(flat, device);
-                *tensor = B::float_reshape(primitive(flat), shape.clone().into());
+                if *own {
+                    let flat = TensorData::new(elements, [shape.iter().product::<usize>()]);
+                    let flat = Tensor::<B, 1>::from_data(flat, device);
+                    loaded.push(B::float_reshape(primitive(flat), shape.clone().into()));
+                }
             }
+            *state = loaded;
         }
         match tensors.keys().min() {
             None => Ok(()),

@@ -20,6 +20,7 @@ pub mod muon;
 mod norms;
 pub mod normuon;
 mod registry;
+mod sharing;
 
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -36,7 +37,10 @@ pub use self::contract::{
 };
 pub use self::groups::{GroupConfig, Rule, Rules};
 pub(crate) use self::groups::{validate_groups, validate_patterns};
+pub(crate) use self::norms::LayerSquares;
 pub use self::norms::{LayerNorm, UpdateNorms};
+pub(crate) use self::sharing::Saved;
+use crate::distributed::{World, owners};
 use crate::gradients::Gradients;
 
 registry::registry! {
@@ -59,9 +63,15 @@ impl Default for OptimiserConfig {
 
 /// The optimiser of one model: the state of each parameter, and its master if the model holds a
 /// rounded copy, in the order in which the module visits them.
+///
+/// If several ranks share the work, each keeps state, master and average of the parameters that it owns, and updates
+/// those alone.
 #[derive(Debug)]
 pub struct Optimiser<B: OpBackend> {
     slots: Vec<Slot<B>>,
+    world: World,
+    /// Whether it keeps averages.
+    averages: bool,
 }
 
 /// What the optimiser keeps for one parameter.
@@ -75,14 +85,37 @@ struct Slot<B: OpBackend> {
     master: Option<FloatTensor<B>>,
     /// The average of the parameter's values, in f32, if the run keeps one.
     average: Option<FloatTensor<B>>,
+    /// The rank that keeps all this; on the others it is empty.
+    owner: usize,
+    /// Whether this is that rank.
+    own: bool,
 }
 
 impl<B: OpBackend> Optimiser<B> {
     /// The optimiser of an f32 model before the first update: all state is zero.
     pub fn new<M: Module<Autodiff<B>>>(rules: &Rules, model: &M) -> Self {
-        let mut make = MakeSlots { rules, path: Vec::new(), slots: Vec::new() };
-        model.visit(&mut make);
-        Optimiser { slots: make.slots }
+        Self::of_rank(World::ALONE, rules, model)
+    }
+
+    /// As [`Optimiser::new`], of one of several ranks.
+    pub fn of_rank<M: Module<Autodiff<B>>>(world: World, rules: &Rules, model: &M) -> Self {
+        let mut find = FindRules { rules, path: Vec::new(), found: Vec::new() };
+        model.visit(&mut find);
+        let owners = owners::owners(find.found.iter().map(|(rule, _)| rule), world.size);
+        let slot = |((rule, device), owner): ((Rule, B::Device), usize)| {
+            let (layout, own) = (rule.optimiser.state(&rule.parameter), owner == world.rank);
+            let zeros = |tensor: &StateTensor| {
+                let flat = Tensor::<B, 1>::zeros([tensor.shape.iter().product::<usize>()], &device);
+                B::float_reshape(primitive(flat), tensor.shape.clone().into())
+            };
+            let state = layout.iter().filter(|_| own).map(zeros).collect();
+            Slot { rule, layout, state, master: None, average: None, owner, own }
+        };
+        Optimiser {
+            slots: find.found.into_iter().zip(owners).map(slot).collect(),
+            world,
+            averages: false,
+        }
     }
 
     /// Which parameters are updated in which way.
@@ -102,7 +135,8 @@ impl<B: OpBackend> Optimiser<B> {
         precision.convert(model)
     }
 
-    /// `model` with the masters instead of their rounded copies, as files hold it.
+    /// `model` with the masters instead of their rounded copies, as files hold it; among ranks, of those that this
+    /// one owns.
     ///
     /// # Panics
     /// When the optimiser was made for another model.
@@ -110,8 +144,8 @@ impl<B: OpBackend> Optimiser<B> {
         model.map(&mut PutMasters { slots: self.slots.iter() })
     }
 
-    /// One update of every parameter that has a gradient. Buffers with no other owner are updated in
-    /// place.
+    /// One update of every parameter that has a gradient: among ranks, of those that this one owns. Buffers with no
+    /// other owner are updated in place.
     ///
     /// # Panics
     /// When model or gradients do not match the optimiser.
@@ -142,13 +176,14 @@ impl<B: OpBackend> Optimiser<B> {
     }
 }
 
-struct MakeSlots<'a, B: OpBackend> {
+/// Finds the rule of each parameter, and its device.
+struct FindRules<'a, B: OpBackend> {
     rules: &'a Rules<'a>,
     path: Vec<String>,
-    slots: Vec<Slot<B>>,
+    found: Vec<(Rule, B::Device)>,
 }
 
-impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for MakeSlots<'_, B> {
+impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for FindRules<'_, B> {
     fn enter_module(&mut self, name: &str, _container: &str) {
         self.path.push(name.to_owned());
     }
@@ -159,14 +194,7 @@ impl<B: OpBackend> ModuleVisitor<Autodiff<B>> for MakeSlots<'_, B> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
         let rule = self.rules.rule(&self.path.join("."), param.dims().to_vec());
-        let layout = rule.optimiser.state(&rule.parameter);
-        let device = param.device();
-        let zeros = |tensor: &StateTensor| {
-            let flat = Tensor::<B, 1>::zeros([tensor.shape.iter().product::<usize>()], &device);
-            B::float_reshape(primitive(flat), tensor.shape.clone().into())
-        };
-        let state = layout.iter().map(zeros).collect();
-        self.slots.push(Slot { rule, layout, state, master: None, average: None });
+        self.found.push((rule, param.device()));
     }
 }
 
@@ -182,7 +210,7 @@ where
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Autodiff<B>, D>>) {
         let slot = self.slots.next().expect("as many slots as parameters");
         let rounds = self.precision.parameter(D) != param.val().dtype();
-        slot.master = rounds.then(|| primitive(param.val().inner()));
+        slot.master = (rounds && slot.own).then(|| primitive(param.val().inner()));
     }
 }
 
@@ -220,6 +248,7 @@ where
         let Some(gradient) = gradient else {
             return Param::from_mapped_value(id, value, mapper);
         };
+        assert!(slot.own, "the gradient of another rank's {}", slot.rule.parameter.path);
         let Rule { parameter, optimiser, lr, .. } = &slot.rule;
         let Parameter { path, shape, .. } = parameter;
         assert_eq!(value.dims()[..], shape[..], "the shape of {path}");

@@ -53,21 +53,36 @@ impl<B: OpBackend> UpdateNorms<B> {
 
     /// The norms by layer.
     pub fn by_layer(self) -> BTreeMap<String, LayerNorm> {
-        let mut layers: BTreeMap<String, [f64; 3]> = BTreeMap::new();
+        LayerNorm::of_squares(self.squares())
+    }
+
+    /// The sums of squares by layer: of gradient, weights, and change.
+    pub(crate) fn squares(self) -> LayerSquares {
+        let mut layers = LayerSquares::new();
         if self.sums.is_empty() {
-            return BTreeMap::new();
+            return layers;
         }
         let sums = Tensor::cat(self.sums, 0).into_data();
         for ((layer, quantity), sum) in self.places.into_iter().zip(sums.iter::<f64>()) {
             layers.entry(layer).or_default()[quantity] += sum;
         }
+        layers
+    }
+}
+
+/// Sums of squares by layer, in the order of [`UpdateNorms::squares`].
+pub(crate) type LayerSquares = BTreeMap<String, [f64; 3]>;
+
+impl LayerNorm {
+    /// The norms by layer.
+    pub(crate) fn of_squares(squares: LayerSquares) -> BTreeMap<String, Self> {
         let finite = |x: f64| Some(x).filter(|x| x.is_finite());
         let norm = |[gradient, weights, change]: [f64; 3]| LayerNorm {
             grad_norm: finite(gradient.sqrt()),
             weight_norm: finite(weights.sqrt()),
             update_ratio: finite((change / weights).sqrt()),
         };
-        layers.into_iter().map(|(layer, squares)| (layer, norm(squares))).collect()
+        squares.into_iter().map(|(layer, squares)| (layer, norm(squares))).collect()
     }
 }
 

@@ -38,6 +38,11 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.state(parameter),)+ }
             }
 
+            /// As [`OptimiserKind::update_flops`].
+            pub(crate) fn update_flops(&self, parameter: &Parameter) -> f64 {
+                match self { $(Self::$name(c) => c.update_flops(parameter),)+ }
+            }
+
             /// As [`OptimiserKind::step`].
             fn step<B: OpBackend>(
                 &self,

@@ -5,23 +5,25 @@ use std::path::PathBuf;
 use burn::module::{AutodiffModule, Module};
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::Allocation;
-use longwall_model::weights;
+use longwall_model::LanguageModel;
 
 use super::setup::Run;
 use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector};
 use crate::config::{Every, eval_weights};
 use crate::console::Console;
+use crate::distributed::{Collective, CollectiveError, of_first};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::grad_accumulation::BatchGradients;
 use crate::gradients::Gradients;
 use crate::guard::SkipReason;
 use crate::metrics::{self, NoiseRecord, NormsRecord, Record, ValidationRecord};
-use crate::noise_scale::NoiseSample;
-use crate::optimiser::{Update, UpdateNorms};
+use crate::noise_scale::{MicroBatchNorm, NoiseSample};
+use crate::optimiser::{LayerNorm, LayerSquares, Saved, Update, UpdateNorms};
 use crate::run_folder::{self, Finished};
+use crate::validation::ValidationScores;
 
-impl<B: OpBackend> Run<B> {
+impl<B: OpBackend> Run<'_, B> {
     /// Ends the run if too many steps in a row were skipped.
     pub fn check_skips(&self, skip: Option<SkipReason>) -> Result<(), TrainError> {
         match skip {
@@ -34,7 +36,7 @@ impl<B: OpBackend> Run<B> {
         }
     }
 
-    /// Updates the weights and their average, and records the update's norms when they are due.
+    /// Updates the weights and their average, of all ranks, and records the update's norms when they are due.
     pub fn update(
         mut self,
         gradients: Gradients<B>,
@@ -47,12 +49,18 @@ impl<B: OpBackend> Run<B> {
         let due = self.timeline.is_due(self.config.train.norms.every, step);
         let mut norms = due.then(UpdateNorms::new);
         self.model = self.optimiser.step_measured(self.model, gradients, update, norms.as_mut());
+        self.model = self.optimiser.share(self.model, self.collective)?;
         if let Some(decay) = self.config.train.ema.0 {
             self.optimiser.update_average(&self.model, decay);
         }
         if let Some(norms) = norms {
             let tokens = self.timeline.tokens(step);
-            self.recorder.norms(NormsRecord { step, tokens, layers: norms.by_layer() })?;
+            let squares = squares_of_ranks(norms.squares(), self.collective)?;
+            self.recorder.norms(NormsRecord {
+                step,
+                tokens,
+                layers: LayerNorm::of_squares(squares),
+            })?;
         }
         Ok(self)
     }
@@ -63,7 +71,11 @@ impl<B: OpBackend> Run<B> {
         pass: &BatchGradients<B>,
         grad_norm: f32,
     ) -> Result<(), TrainError> {
-        let sample = NoiseSample::of(&pass.micro_batch_norms(), grad_norm.into());
+        if !pass.is_measured() {
+            return Ok(());
+        }
+        let norms = MicroBatchNorm::of_ranks(&pass.micro_batch_norms(), self.collective)?;
+        let sample = NoiseSample::of(&norms, grad_norm.into());
         let Some(sample) = sample else { return Ok(()) };
         self.progress.noise.push(sample, self.config.train.noise_scale.decay);
         let step = self.progress.step + 1;
@@ -90,7 +102,7 @@ impl<B: OpBackend> Run<B> {
         let save_best = config.checkpoint.best;
         note_checkpoint(self.checkpoints.poll()?, console);
         let is_best = validate && self.validate(console)?;
-        if sample {
+        if sample && self.world().is_first() {
             self.sample(console)?;
         }
         if save || (is_best && save_best) {
@@ -101,21 +113,43 @@ impl<B: OpBackend> Run<B> {
 
     /// Validates, if validation is on. Returns whether the loss is the lowest so far.
     pub fn validate(&mut self, console: &mut dyn Console) -> Result<bool, TrainError> {
-        let Some(validator) = &self.validator else { return Ok(false) };
+        let config = &self.config.train;
+        if !config.validate.every.is_on() {
+            return Ok(false);
+        }
+        let validator = self.validator.as_ref();
+        let run = |model: &LanguageModel<B>| {
+            validator.map(|validator| validator.run(model, &self.device)).transpose()
+        };
+        let scores = run(&self.model.valid())?;
+        let average = match config.ema.0 {
+            Some(_) => {
+                let model = self.model.valid();
+                run(&self.optimiser.shared_average(model, self.collective)?)?
+            }
+            None => None,
+        };
+        let is_best = match scores {
+            Some(scores) => self.record_validation(scores, average, console)?,
+            None => false,
+        };
+        // All ranks write the checkpoint of the best step.
+        Ok(of_first(self.collective, u64::from(is_best))? == 1)
+    }
+
+    /// Records a validation, and that of the average if there is one. Returns whether the loss is the lowest so far.
+    fn record_validation(
+        &mut self,
+        scores: ValidationScores,
+        average: Option<ValidationScores>,
+        console: &mut dyn Console,
+    ) -> Result<bool, TrainError> {
         let step = self.progress.step;
-        let scores = validator.run(&self.model.valid(), &self.device)?;
         let is_best = self.progress.best.is_none_or(|best| scores.loss < best.validation_loss)
             && scores.loss.is_finite();
         if is_best {
             self.progress.best = Some(Best { step, validation_loss: scores.loss });
         }
-        let ema_validation_loss = match self.config.train.ema.0 {
-            Some(_) => {
-                let averaged = self.optimiser.with_average(self.model.valid(), false);
-                Some(validator.run(&averaged, &self.device)?.loss)
-            }
-            None => None,
-        };
         let record = ValidationRecord {
             step,
             tokens: self.tokens(),
@@ -126,7 +160,7 @@ impl<B: OpBackend> Run<B> {
             loss_by_position: scores.loss_by_position,
             best_context_loss: scores.best_context_loss,
             probe: scores.probe,
-            ema_validation_loss,
+            ema_validation_loss: average.map(|scores| scores.loss),
             seconds: self.recorder.seconds(),
         };
         self.recorder.validation(&record, is_best, console)?;
@@ -142,22 +176,36 @@ impl<B: OpBackend> Run<B> {
         evaluator: &mut dyn Evaluator<B>,
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
-        for at in self.config.train.evaluations_due(step, &self.timeline) {
+        let due = self.config.train.evaluations_due(step, &self.timeline);
+        let mut failed = None;
+        for &at in &due {
             let model = match eval_weights(&self.config.train.evaluate[at].eval) {
                 WeightsSelector::Model => self.model.valid(),
-                WeightsSelector::Ema => self.optimiser.with_average(self.model.valid(), false),
+                WeightsSelector::Ema => {
+                    self.optimiser.shared_average(self.model.valid(), self.collective)?
+                }
             };
+            if !self.world().is_first() || failed.is_some() {
+                continue;
+            }
             match in_pages::<B, _>(&self.device, || evaluator.evaluate(at, step, &model)) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
-                Err(source) => {
-                    self.save_checkpoint(console)?;
-                    self.wait_for_checkpoint(console)?;
-                    return Err(TrainError::Evaluation { at, step, source });
-                }
+                Err(source) => failed = Some(TrainError::Evaluation { at, step, source }),
             }
         }
-        Ok(())
+        if due.is_empty() || of_first(self.collective, u64::from(failed.is_some()))? == 0 {
+            return Ok(());
+        }
+        self.save_checkpoint(console)?;
+        self.wait_for_checkpoint(console)?;
+        Err(failed.unwrap_or_else(|| self.first_failed("an evaluation")))
+    }
+
+    /// The error of another rank when something fails on rank 0, which says why.
+    fn first_failed(&self, what: &str) -> TrainError {
+        let (host, reason) = ("see its output".to_owned(), format!("failed: {what}"));
+        CollectiveError::Lost { rank: 0, host, reason }.into()
     }
 
     /// Samples a continuation of each prompt.
@@ -176,18 +224,13 @@ impl<B: OpBackend> Run<B> {
         if self.progress.saved == Some(step) {
             return Ok(());
         }
-        let masters = self.optimiser.with_masters(self.model.valid());
-        let snapshot = Snapshot {
-            weights: weights::named_tensors(&masters),
-            optimizer: self.optimiser.named_tensors(),
-            ema: self.config.train.ema.0.map(|_| {
-                weights::named_tensors(&self.optimiser.with_average(self.model.valid(), true))
-            }),
-            config: self.config.clone(),
-            state: self.state()?,
-        };
-        let before = self.checkpoints.start(snapshot)?;
+        let saved = self.optimiser.saved(&self.model.valid(), self.collective)?;
         self.progress.saved = Some(step);
+        // Rank 0 writes what all ranks have.
+        let Some(Saved { weights, optimizer, ema }) = saved else { return Ok(()) };
+        let (config, state) = (self.config.clone(), self.state()?);
+        let snapshot = Snapshot { weights, optimizer, ema, config, state };
+        let before = self.checkpoints.start(snapshot)?;
         note_checkpoint(before, console);
         Ok(())
     }
@@ -228,11 +271,12 @@ impl<B: OpBackend> Run<B> {
 
     /// Writes `finished.json`, the marker of a finished run with its results, unless it exists.
     pub fn finish(&self) -> Result<(), TrainError> {
-        if run_folder::finished(self.folder.path())?.is_some() {
+        let folder = self.folder.as_ref().expect("rank 0 has the run's folder");
+        if run_folder::finished(folder.path())?.is_some() {
             return Ok(());
         }
-        let tokens_per_second = median_throughput(&metrics::read(&self.folder.metrics())?);
-        self.folder.finish(&Finished {
+        let tokens_per_second = median_throughput(&metrics::read(&folder.metrics())?);
+        folder.finish(&Finished {
             step: self.progress.step,
             tokens: self.tokens(),
             loss: self.progress.loss,
@@ -251,6 +295,28 @@ fn note_checkpoint(written: Option<PathBuf>, console: &mut dyn Console) {
     if let Some(path) = written {
         console.note(&format!("checkpoint {}", path.display()));
     }
+}
+
+/// The squares of all ranks' parameters by layer.
+fn squares_of_ranks<B: OpBackend>(
+    own: LayerSquares,
+    collective: &dyn Collective<B>,
+) -> Result<LayerSquares, CollectiveError> {
+    // JSON has no NaN.
+    let bits: Vec<(String, [u64; 3])> =
+        own.into_iter().map(|(layer, squares)| (layer, squares.map(f64::to_bits))).collect();
+    let message = serde_json::to_vec(&bits).expect("names and numbers have a JSON form");
+    let mut layers = LayerSquares::new();
+    for message in collective.all_gather(message)? {
+        let theirs: Vec<(String, [u64; 3])> =
+            serde_json::from_slice(&message).expect("another rank's names and numbers");
+        for (layer, squares) in theirs {
+            let sums = layers.entry(layer).or_default();
+            let squares = squares.map(f64::from_bits);
+            sums.iter_mut().zip(squares).for_each(|(sum, square)| *sum += square);
+        }
+    }
+    Ok(layers)
 }
 
 /// Median of the steps' throughput; 0 when there are none.

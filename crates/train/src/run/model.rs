@@ -9,6 +9,7 @@ use longwall_model::{LanguageModel, Precision};
 use super::Source;
 use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
+use crate::distributed::World;
 use crate::error::TrainError;
 use crate::optimiser::Optimiser;
 use crate::run_folder::Origin;
@@ -27,6 +28,7 @@ pub(super) fn open_model<B: OpBackend>(
     tokenizer: &Tokenizer,
     (checkpoint, source): (Option<&Checkpoint>, Option<Source>),
     precision: Precision,
+    world: World,
     device: &B::Device,
 ) -> Result<OpenModel<B>, TrainError> {
     let (vocab_size, seq_len) = (tokenizer.vocab_size(), config.data.seq_len);
@@ -41,7 +43,7 @@ pub(super) fn open_model<B: OpBackend>(
     if let Some(checkpoint) = checkpoint {
         model = weights::load(model, &checkpoint.weights()?)?;
     }
-    let mut optimiser = Optimiser::new(&config.rules(), &model);
+    let mut optimiser = Optimiser::of_rank(world, &config.rules(), &model);
     if let Some(checkpoint) = checkpoint {
         optimiser.load(&checkpoint.optimizer()?, &EarlierNames::of(&model), device)?;
     }

@@ -10,7 +10,7 @@ use longwall_model::start::{ModelSpec, StartReport, start_from};
 use crate::checkpoint::{Checkpoint, WeightsSelector};
 use crate::config::RunConfig;
 use crate::error::TrainError;
-use crate::run_folder::{self, Origin, RunFolder};
+use crate::run_folder::{self, Origin};
 
 /// The weights that a new run starts from.
 #[derive(Clone, Debug)]
@@ -30,14 +30,15 @@ impl Source {
         Ok(Source { checkpoint: Checkpoint::at(path)?, weights })
     }
 
-    /// The source of a run without a checkpoint: `from` for a new one, else what the folder `resumed` records.
+    /// The source of a run without a checkpoint: `from` for a new one, else what the run in the folder `resumed`
+    /// records.
     pub(super) fn of(
         config: &RunConfig,
         from: Option<&Self>,
-        resumed: Option<&RunFolder>,
+        resumed: Option<&Path>,
     ) -> Result<Option<Self>, TrainError> {
         match (from, resumed) {
-            (_, Some(folder)) => Self::recorded(folder.path()),
+            (_, Some(run_dir)) => Self::recorded(run_dir),
             (Some(source), None) => {
                 source.check_elsewhere(config)?;
                 Ok(Some(source.clone()))

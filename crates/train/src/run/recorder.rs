@@ -41,28 +41,34 @@ pub(super) struct StepFacts {
 /// Records what happens.
 pub(super) struct Recorder {
     start: RecorderStart,
-    metrics: AppendLog,
-    samples: AppendLog,
+    /// `metrics.jsonl` and `samples.txt`; none on ranks other than the first.
+    logs: Option<[AppendLog; 2]>,
     tensorboard: Option<(PathBuf, EventWriter)>,
     began: Instant,
     smoothed: SmoothedLoss,
 }
 
 impl Recorder {
-    /// Opens the run's files, truncated to their lengths at the checkpoint.
-    pub fn open(folder: &RunFolder, start: RecorderStart) -> Result<Self, TrainError> {
-        let tensorboard = match start.tensorboard {
-            true => {
+    /// Opens the run's files, truncated to their lengths at the checkpoint. Without a folder, nothing is written.
+    pub fn open(folder: Option<&RunFolder>, start: RecorderStart) -> Result<Self, TrainError> {
+        let tensorboard = match folder.filter(|_| start.tensorboard) {
+            Some(folder) => {
                 let path = folder.tensorboard();
                 let writer = EventWriter::create(&path, start.step)
                     .map_err(|source| TrainError::TensorBoard { path: path.clone(), source })?;
                 Some((path, writer))
             }
-            false => None,
+            None => None,
+        };
+        let logs = match folder {
+            Some(folder) => Some([
+                AppendLog::open(&folder.metrics(), start.metrics_bytes)?,
+                AppendLog::open(&folder.samples(), start.samples_bytes)?,
+            ]),
+            None => None,
         };
         Ok(Recorder {
-            metrics: AppendLog::open(&folder.metrics(), start.metrics_bytes)?,
-            samples: AppendLog::open(&folder.samples(), start.samples_bytes)?,
+            logs,
             tensorboard,
             began: Instant::now(),
             smoothed: SmoothedLoss::default(),
@@ -183,7 +189,9 @@ impl Recorder {
         console: &mut dyn Console,
     ) -> Result<(), TrainError> {
         for (prompt, text) in samples {
-            self.samples.append(&format!("=== step {step}, prompt {prompt:?}\n{text}\n\n"))?;
+            if let Some([_, samples]) = &mut self.logs {
+                samples.append(&format!("=== step {step}, prompt {prompt:?}\n{text}\n\n"))?;
+            }
             console.sample(step, prompt, text);
         }
         Ok(())
@@ -191,12 +199,15 @@ impl Recorder {
 
     /// Flushes to disk; returns the lengths of `metrics.jsonl` and `samples.txt`.
     pub fn sync(&mut self) -> Result<(u64, u64), TrainError> {
-        Ok((self.metrics.sync()?, self.samples.sync()?))
+        let Some([metrics, samples]) = &mut self.logs else { return Ok((0, 0)) };
+        Ok((metrics.sync()?, samples.sync()?))
     }
 
     /// Appends a line to the metrics, and its scalars to TensorBoard's events.
     fn record(&mut self, record: &Record) -> Result<(), TrainError> {
-        self.metrics.append_record(record)?;
+        if let Some([metrics, _]) = &mut self.logs {
+            metrics.append_record(record)?;
+        }
         self.write_scalars(place(record).0, &scalars(record))
     }
 

@@ -1,6 +1,6 @@
 //! Opening a run: everything it needs, new or from its newest checkpoint.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use burn::backend::Autodiff;
 use burn::module::{AutodiffModule, Module};
@@ -19,6 +19,7 @@ use crate::checkpoint::{
 };
 use crate::config::RunConfig;
 use crate::console::RunInfo;
+use crate::distributed::{Collective, World, of_first};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
@@ -37,14 +38,18 @@ use crate::validation::Validator;
 const CPU_MICRO_BATCH_TOKENS: usize = 1 << 13;
 
 /// An open run.
-pub(super) struct Run<B: OpBackend> {
+pub(super) struct Run<'a, B: OpBackend> {
     pub config: RunConfig,
     pub device: B::Device,
     pub device_name: String,
-    pub folder: RunFolder,
+    pub collective: &'a dyn Collective<B>,
+    pub run_dir: PathBuf,
+    /// Rank 0's.
+    pub folder: Option<RunFolder>,
     pub checkpoints: CheckpointWriter,
     pub tokenizer: TokenizerIdentity,
     pub loader: Loader,
+    /// Rank 0's, if the run validates.
     pub validator: Option<Validator>,
     pub sampler: Option<Sampler>,
     pub model: LanguageModel<Autodiff<B>>,
@@ -80,48 +85,66 @@ pub(super) struct RunProgress {
 }
 
 /// Opens the run of `config`. A new run's folder is created last, so that a run that cannot start
-/// leaves none behind.
-pub(super) fn open<B: OpBackend>(
+/// leaves none behind. Among ranks, only rank 0 has the folder; the others open its checkpoint and, once it has prepared
+/// them, its data.
+pub(super) fn open<'a, B: OpBackend>(
     config: &RunConfig,
     device: &B::Device,
     options: &TrainOptions,
+    collective: &'a dyn Collective<B>,
     evaluator: &mut dyn Evaluator<B>,
-) -> Result<Run<B>, TrainError> {
+) -> Result<Run<'a, B>, TrainError> {
+    let world = collective.world();
     let force = options.start == RunStart::Force;
-    let (resumed, checkpoint) = match &options.start {
-        RunStart::Resume(path) => (Some(RunFolder::open(path)?), newest(path)?),
+    let (run_dir, resumed, checkpoint) = match &options.start {
+        RunStart::Resume(path) => {
+            let folder = world.is_first().then(|| RunFolder::open(path)).transpose()?;
+            (path.clone(), folder, newest(path, collective)?)
+        }
         RunStart::New | RunStart::Force => {
-            RunFolder::check_new(&config.run_dir(), force)?;
-            (None, None)
+            if world.is_first() {
+                RunFolder::check_new(&config.run_dir(), force)?;
+            }
+            (config.run_dir(), None, None)
         }
     };
-    let source = match &checkpoint {
-        Some(_) => None,
-        None => Source::of(config, options.from.as_ref(), resumed.as_ref())?,
+    let source = match (&checkpoint, &options.start) {
+        (Some(_), _) => None,
+        (None, RunStart::Resume(path)) => Source::of(config, None, Some(path))?,
+        (None, _) => Source::of(config, options.from.as_ref(), None)?,
     };
     let checkpoint = checkpoint.as_ref();
     let tokenizer = open_tokenizer(config, checkpoint, source.as_ref(), options)?;
     let timeline = config.timeline();
-    let stages = open_stages::<B>(config, tokenizer.vocab_size(), checkpoint, options)?;
-    check_memory(config, tokenizer.vocab_size(), &stages, B::device_kind(), options)?;
-    let data = open_data(config, tokenizer, checkpoint, &stages, options)?;
+    let vocab_size = tokenizer.vocab_size();
+    let stages = open_stages::<B>(config, vocab_size, checkpoint, options, world)?;
+    let stages = stages_of_ranks(stages, collective)?;
+    check_memory(config, vocab_size, &stages, B::device_kind(), options, world)?;
+    if !world.is_first() {
+        collective.barrier()?;
+    }
+    let data = open_data(config, tokenizer, checkpoint, &stages, options, world)?;
+    if world.is_first() {
+        collective.barrier()?;
+    }
+    let start = (checkpoint, source);
     let OpenModel { model, optimiser, origin } =
-        open_model::<B>(config, &data.tokenizer, (checkpoint, source), options.precision, device)?;
+        open_model::<B>(config, &data.tokenizer, start, options.precision, world, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
-    if !config.train.evaluate.is_empty() {
+    if !config.train.evaluate.is_empty() && world.is_first() {
         evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
     }
     let folder = match resumed {
-        Some(folder) => folder,
-        None => {
+        None if world.is_first() => {
             let folder = RunFolder::create(&config.run_dir(), force)?;
             folder.record_origin(origin.as_ref())?;
-            folder
+            Some(folder)
         }
+        resumed => resumed,
     };
-    let checkpoints = CheckpointFolder::new(folder.path());
+    let checkpoints = CheckpointFolder::new(&run_dir);
     let state = checkpoint.map(|checkpoint| &checkpoint.state);
-    let progress = saved_progress(&checkpoints, config, state)?;
+    let progress = saved_progress(folder.as_ref().map(|_| &checkpoints), config, state)?;
     if progress.step > timeline.total_steps() {
         return Err(TrainError::AlreadyLonger {
             tokens: config.train.tokens,
@@ -129,17 +152,21 @@ pub(super) fn open<B: OpBackend>(
             step: progress.step,
         });
     }
-    if progress.step < timeline.total_steps() {
-        folder.start(config)?;
+    if let Some(folder) = &folder {
+        if progress.step < timeline.total_steps() {
+            folder.start(config)?;
+        }
+        evaluator.discard_after(progress.step).map_err(TrainError::Unevaluable)?;
     }
-    evaluator.discard_after(progress.step).map_err(TrainError::Unevaluable)?;
-    let vocab_size = data.tokenizer.vocab_size();
-    let recorder = open_recorder::<B>(config, vocab_size, state, &folder, device, options)?;
+    let recorder =
+        open_recorder::<B>(config, vocab_size, state, folder.as_ref(), device, options, world)?;
     let guard = state.map_or_else(GuardState::default, |state| state.guard.clone());
     Ok(Run {
         config: config.clone(),
         device: device.clone(),
         device_name: options.device_name.clone(),
+        collective,
+        run_dir,
         folder,
         checkpoints: CheckpointWriter::new(checkpoints),
         tokenizer: TokenizerIdentity::of(&data.tokenizer),
@@ -194,11 +221,13 @@ fn check_memory(
     stages: &[OpenStage],
     device: DeviceKind,
     options: &TrainOptions,
+    world: World,
 ) -> Result<(), TrainError> {
     let (precision, Some(available)) = (options.precision, options.available_memory) else {
         return Ok(());
     };
-    for open in stages {
+    // Ranks share a part of it: their micro-batches were chosen by the estimate.
+    for open in stages.iter().filter(|_| world.is_alone()) {
         let needed =
             memory::least_for_training(config, vocab_size, open.shape(), precision, device);
         if needed > u128::from(available) {
@@ -211,7 +240,7 @@ fn check_memory(
         }
     }
     if device == DeviceKind::Cuda {
-        warn_of_memory(config, vocab_size, stages, precision, available);
+        warn_of_memory(config, vocab_size, stages, precision, world.size, available);
     }
     Ok(())
 }
@@ -222,10 +251,13 @@ fn warn_of_memory(
     vocab_size: usize,
     stages: &[OpenStage],
     precision: Precision,
+    ranks: usize,
     available: u64,
 ) {
-    let estimates =
-        stages.iter().map(|open| (open, Estimate::of(config, vocab_size, *open, precision)));
+    let estimate = |open: &OpenStage| {
+        Estimate::of(config, vocab_size, *open, precision).on_ranks(ranks, precision)
+    };
+    let estimates = stages.iter().map(|open| (open, estimate(open)));
     let largest = estimates.max_by_key(|(_, estimate)| estimate.total());
     let (OpenStage { stage, micro_batch }, estimate) = largest.expect("a run has a stage");
     let staged = config.timeline().is_staged();
@@ -235,7 +267,7 @@ fn warn_of_memory(
         return;
     }
     let fitting =
-        memory::largest_micro_batch(config, stage, vocab_size, precision, Some(available));
+        memory::largest_micro_batch(config, stage, vocab_size, precision, ranks, Some(available));
     let remedy = match fitting {
         Some(rows) if staged => format!("set micro_batch = {rows} for these rows' stage"),
         Some(rows) => format!("set train.micro_batch = {rows}"),
@@ -255,11 +287,12 @@ fn open_data(
     checkpoint: Option<&Checkpoint>,
     stages: &[OpenStage],
     options: &TrainOptions,
+    world: World,
 ) -> Result<Data, TrainError> {
     let (seed, progress) = (config.run.seed, options.progress);
     let open = |split| Loader::open(&config.data, &tokenizer, seed, split, progress);
     let loader = open(Split::Train)?;
-    if options.verify {
+    if options.verify && world.is_first() {
         for folder in loader.prepared_folders() {
             let report = verify_shards(&folder, progress)?.into_result()?;
             tracing::info!(
@@ -272,7 +305,7 @@ fn open_data(
     if let Some(checkpoint) = checkpoint {
         loader.check_cursor(&checkpoint.state.cursor)?;
     }
-    let validator = match config.train.validate.every.is_on() {
+    let validator = match config.train.validate.every.is_on() && world.is_first() {
         true => {
             let rows = validation_rows(stages, config.data.seq_len);
             Some(Validator::new(open(Split::Validation)?, &tokenizer, rows))
@@ -306,12 +339,14 @@ fn open_recorder<B: OpBackend>(
     config: &RunConfig,
     vocab_size: usize,
     state: Option<&State>,
-    folder: &RunFolder,
+    folder: Option<&RunFolder>,
     device: &B::Device,
     options: &TrainOptions,
+    world: World,
 ) -> Result<Recorder, TrainError> {
     let measure =
         || (B::device_kind() == DeviceKind::Cpu).then(|| peak::of_this_machine::<B>(device));
+    let peak_of_one = options.peak_flops.or_else(measure);
     let timeline = config.timeline();
     let start = RecorderStart {
         step: state.map_or(0, |state| state.step),
@@ -324,21 +359,33 @@ fn open_recorder<B: OpBackend>(
         },
         timeline,
         tensorboard: config.run.tensorboard,
-        peak_flops: options.peak_flops.or_else(measure),
+        peak_flops: peak_of_one.map(|peak| peak * world.size as f64),
     };
     Recorder::open(folder, start)
 }
 
-/// Removes what a killed run left incomplete, and opens the newest checkpoint.
-fn newest(run_dir: &Path) -> Result<Option<Checkpoint>, TrainError> {
-    let checkpoints = CheckpointFolder::new(run_dir);
-    checkpoints.remove_leftovers()?;
-    if checkpoints.steps()?.is_empty() {
+/// Removes what a killed run left incomplete, and opens the newest checkpoint: rank 0's on all ranks.
+fn newest<B: OpBackend>(
+    run_dir: &Path,
+    collective: &dyn Collective<B>,
+) -> Result<Option<Checkpoint>, TrainError> {
+    const NONE: u64 = u64::MAX;
+    let first = collective.world().is_first();
+    let newest = match first {
+        true => {
+            let checkpoints = CheckpointFolder::new(run_dir);
+            checkpoints.remove_leftovers()?;
+            checkpoints.steps()?.last().copied()
+        }
+        false => None,
+    };
+    let step = of_first(collective, newest.unwrap_or(NONE))?;
+    if step == NONE {
         let run = run_dir.display();
         tracing::info!("{run} has no checkpoint yet: starting from the first step");
         return Ok(None);
     }
-    let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Latest)?;
+    let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Step(step))?;
     checkpoint.check_resumable()?;
     tracing::info!("resuming from {}", checkpoint.path.display());
     Ok(Some(checkpoint))
@@ -350,21 +397,43 @@ fn open_stages<B: OpBackend>(
     vocab_size: usize,
     checkpoint: Option<&Checkpoint>,
     options: &TrainOptions,
+    world: World,
 ) -> Result<Vec<OpenStage>, TrainError> {
     let (precision, available) = (options.precision, options.available_memory);
     let open = |stage: &Stage| {
+        let part = &stage.of_rank(world)?;
         let kept = checkpoint.filter(|_| stage.micro_batch.is_none());
         let kept = kept.and_then(|checkpoint| checkpoint.state.micro_batch_of(stage));
         // The measurement of the noise scale may have been turned on since.
-        let kept = kept.filter(|rows| stage.rows() / rows >= stage.least_micro_batches);
-        let chosen = || default_micro_batch::<B>(config, stage, vocab_size, precision, available);
+        let kept = kept.filter(|rows| part.rows() / rows >= part.least_micro_batches);
+        // Other ranks may have had another number of rows.
+        let kept = kept.filter(|rows| world.is_alone() || part.rows().is_multiple_of(*rows));
+        let ranks = world.size;
+        let chosen =
+            || default_micro_batch::<B>(config, part, vocab_size, precision, ranks, available);
         let micro_batch = kept.or_else(chosen).ok_or_else(|| TrainError::NoMicroBatchFits {
-            estimate: Estimate::of(config, vocab_size, stage.open(1), precision),
+            estimate: Estimate::of(config, vocab_size, stage.open(1), precision)
+                .on_ranks(ranks, precision),
             available: available.unwrap_or_default(),
         })?;
         Ok(stage.open(micro_batch))
     };
     config.timeline().stages().iter().map(open).collect()
+}
+
+/// The stages with the smallest micro-batches that a rank has chosen: how much memory is left may differ.
+fn stages_of_ranks<B: OpBackend>(
+    mut stages: Vec<OpenStage>,
+    collective: &dyn Collective<B>,
+) -> Result<Vec<OpenStage>, TrainError> {
+    let chosen = stages.iter().flat_map(|open| (open.micro_batch as u64).to_le_bytes());
+    for message in collective.all_gather(chosen.collect())? {
+        let (theirs, _) = message.as_chunks::<8>();
+        for (open, theirs) in stages.iter_mut().zip(theirs) {
+            open.micro_batch = open.micro_batch.min(u64::from_le_bytes(*theirs) as usize);
+        }
+    }
+    Ok(stages)
 }
 
 /// Rows of a micro-batch of a new run: those the configuration sets, else the largest divisor of a step's rows
@@ -375,26 +444,28 @@ pub(crate) fn default_micro_batch<B: OpBackend>(
     stage: &Stage,
     vocab_size: usize,
     precision: Precision,
+    ranks: usize,
     available: Option<u64>,
 ) -> Option<usize> {
     match (stage.micro_batch, B::device_kind()) {
         (Some(rows), _) => Some(rows),
         (None, DeviceKind::Cpu) => Some(stage.micro_batch_rows(CPU_MICRO_BATCH_TOKENS)),
         (None, DeviceKind::Cuda) => {
-            memory::largest_micro_batch(config, stage, vocab_size, precision, available)
+            memory::largest_micro_batch(config, stage, vocab_size, precision, ranks, available)
         }
     }
 }
 
-/// The progress in a checkpoint's state; without one, none.
+/// The progress in a checkpoint's state; without one, none. Completes what a killed run left in `checkpoints`.
 fn saved_progress(
-    checkpoints: &CheckpointFolder,
+    checkpoints: Option<&CheckpointFolder>,
     config: &RunConfig,
     state: Option<&State>,
 ) -> Result<RunProgress, TrainError> {
     let Some(state) = state else { return Ok(RunProgress::default()) };
     // A run may have been killed after it wrote its best checkpoint and before it marked it as best.
     if let Some(best) = state.best_here(config)
+        && let Some(checkpoints) = checkpoints
         && checkpoints.best()? != Some(best)
     {
         checkpoints.mark_best(best)?;
@@ -411,11 +482,16 @@ fn saved_progress(
     })
 }
 
-impl<B: OpBackend> Run<B> {
+impl<B: OpBackend> Run<'_, B> {
+    /// The ranks.
+    pub fn world(&self) -> World {
+        self.collective.world()
+    }
+
     /// What the console shows at the beginning.
     pub fn info(&self) -> RunInfo {
         RunInfo {
-            run_dir: self.folder.path().to_owned(),
+            run_dir: self.run_dir.clone(),
             device: self.device_name.clone(),
             parameters: self.model.num_params() as u64,
             data_tokens: self.loader.tokens(),

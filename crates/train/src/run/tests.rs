@@ -20,10 +20,10 @@ use crate::run_folder;
 use crate::testing::TestBackend;
 
 /// A corpus and a configuration in a temporary folder.
-struct Sandbox(tempfile::TempDir);
+pub(crate) struct Sandbox(tempfile::TempDir);
 
 impl Sandbox {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let corpus = folder.path().join("corpus");
         fs::create_dir(&corpus).unwrap();
@@ -35,7 +35,7 @@ impl Sandbox {
     }
 
     /// Twelve steps of four rows of 32 byte tokens, in two micro-batches.
-    fn config(&self, sets: &[&str]) -> RunConfig {
+    pub fn config(&self, sets: &[&str]) -> RunConfig {
         let path = |name: &str| self.0.path().join(name);
         let text = format!(
             r#"
@@ -67,9 +67,9 @@ impl Sandbox {
 }
 
 /// Calls a function after each step.
-struct After<F> {
-    step: u64,
-    action: F,
+pub(crate) struct After<F> {
+    pub step: u64,
+    pub action: F,
 }
 
 impl<F: FnMut()> Console for After<F> {
@@ -116,7 +116,11 @@ fn run_from(
     train::<TestBackend>(config, &Default::default(), &options, console, &mut NoEvaluations)
 }
 
-fn options(precision: Precision, start: RunStart, stop: StopFlag) -> TrainOptions<'static> {
+pub(crate) fn options(
+    precision: Precision,
+    start: RunStart,
+    stop: StopFlag,
+) -> TrainOptions<'static> {
     TrainOptions {
         start,
         from: None,
@@ -144,7 +148,7 @@ fn run(config: &RunConfig, start: RunStart) -> Result<Outcome, TrainError> {
 }
 
 /// The lines of `metrics.jsonl`, without the times.
-fn losses(run_dir: &Path) -> Vec<Record> {
+pub(crate) fn losses(run_dir: &Path) -> Vec<Record> {
     let mut records = metrics::read(&run_dir.join("metrics.jsonl")).unwrap();
     for record in &mut records {
         match record {
@@ -158,7 +162,7 @@ fn losses(run_dir: &Path) -> Vec<Record> {
     records
 }
 
-fn weights(run_dir: &Path) -> Vec<u8> {
+pub(crate) fn weights(run_dir: &Path) -> Vec<u8> {
     let checkpoint = Checkpoint::open(run_dir, CheckpointSelector::Latest).unwrap();
     fs::read(checkpoint.weights().unwrap()).unwrap()
 }

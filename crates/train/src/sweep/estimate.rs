@@ -120,7 +120,8 @@ impl Machine {
                 return u64::try_from(least).unwrap_or(u64::MAX);
             }
             let available = self.available_memory;
-            let fitting = || largest_micro_batch(config, stage, vocab_size, precision, available);
+            let fitting =
+                || largest_micro_batch(config, stage, vocab_size, precision, 1, available);
             let rows = stage.micro_batch.or_else(fitting).unwrap_or(1);
             Estimate::of(config, vocab_size, stage.open(rows), precision).total()
         };

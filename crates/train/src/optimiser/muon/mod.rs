@@ -112,6 +112,10 @@ impl OptimiserKind for Config {
         }
     }
 
+    fn update_flops(&self, parameter: &Parameter) -> f64 {
+        if parameter.is_hidden_matrix() { self.direction().flops(parameter) } else { 0.0 }
+    }
+
     fn step<B: OpBackend>(
         &self,
         parameter: &Parameter,
@@ -175,6 +179,15 @@ impl Direction {
     /// The blocks that `parameter` is split into.
     pub fn heads(&self, parameter: &Parameter) -> Option<longwall_model::HeadBlocks> {
         parameter.heads.filter(|_| self.per_head)
+    }
+
+    /// FLOPs of the polynomials for `parameter`.
+    pub fn flops(&self, parameter: &Parameter) -> f64 {
+        let shape = [parameter.shape[0], parameter.shape[1]];
+        let [blocks, rows, columns] = layout(shape, self.heads(parameter)).map(|size| size as f64);
+        // XXᵀ, its square, and the product with X; X has no more rows than columns.
+        let (few, many) = (rows.min(columns), rows.max(columns));
+        blocks * self.steps as f64 * 2.0 * few * few * (2.0 * many + few)
     }
 
     /// The orthogonal blocks `[blocks, rows, columns]` of `parameter` with gradient `g` and momentum `m`, both

@@ -88,6 +88,10 @@ impl OptimiserKind for Config {
         vec![StateTensor::like(parameter, "m"), second]
     }
 
+    fn update_flops(&self, parameter: &Parameter) -> f64 {
+        if parameter.is_hidden_matrix() { self.direction().flops(parameter) } else { 0.0 }
+    }
+
     fn step<B: OpBackend>(
         &self,
         parameter: &Parameter,

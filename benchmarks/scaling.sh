@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Prints the training rate of configurations on several numbers of GPUs of this machine, as a Markdown table.
+#
+#   benchmarks/scaling.sh BINARY 1,2 configs/gpu/gpt2_124m.toml configs/gpu/gpt2_350m.toml
+#
+# Each run does STEPS steps (default 14) on the text of docs/ with the configuration's own batch; the rate is that of the
+# median step after the first WARMUP (default 4), which compile kernels. SETS are further overrides, as
+# SETS="train.batch_tokens=262144 train.recompute=true". Validation and checkpoints are off.
+# A share of 100 % is as many times the rate on the first number of GPUs as there are more of them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if [ $# -lt 3 ]; then
+  sed -n '2,/^set/p' "$0" | grep '^#' | cut -c3- >&2
+  exit 2
+fi
+longwall=$(realpath "$1")
+IFS=, read -ra counts <<< "$2"
+shift 2
+steps=${STEPS:-14} warmup=${WARMUP:-4}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# The rate of the median step, from a run's metrics.
+median() {
+  grep '"tokens_per_second"' "$1" | sed -E 's/.*"tokens_per_second":([0-9.e+]+).*/\1/' |
+    tail -n +$((warmup + 1)) | sort -g | awk '{ rate[NR] = $1 } END { print rate[int((NR + 1) / 2)] }'
+}
+
+mfu() {
+  grep '"tokens_per_second"' "$1" | tail -1 | sed -nE 's/.*"mfu":([0-9.e-]+).*/\1/p'
+}
+
+sets=()
+for set in ${SETS:-}; do sets+=(--set "$set"); done
+echo "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1), median of $((steps - warmup)) steps" >&2
+echo "| configuration | GPUs | tokens/s | share of ideal | MFU |"
+echo "|---|---|---|---|---|"
+for config in "$@"; do
+  name=$(basename "$config" .toml)
+  batch=$("$longwall" info --config "$config" --json "${sets[@]}" 2> /dev/null |
+    tr -d ' \n' | sed -nE 's/.*"batch_tokens":([0-9]+).*/\1/p')
+  batch=${batch:-524288}
+  base=
+  for count in "${counts[@]}"; do
+    run="$name-$count"
+    "$longwall" train --config "$config" --gpus "$count" "${sets[@]}" \
+      --set "run.name=$run" --set "run.out_dir=$work" --set "train.tokens=$((batch * steps))" \
+      --set 'data.sources=[{ kind = "text", paths = ["docs"] }]' --set data.validation_fraction=0.2 \
+      --set "data.cache_dir=$work/cache" --set train.validate.every=off --set train.checkpoint.every=off \
+      --set 'train.schedule={ kind = "constant" }' > "$work/$run.log" 2>&1 ||
+      { tail -20 "$work/$run.log" >&2; exit 1; }
+    rate=$(median "$work/$run/metrics.jsonl")
+    base=${base:-$(awk -v rate="$rate" -v count="$count" 'BEGIN { print rate / count }')}
+    awk -v name="$name" -v count="$count" -v rate="$rate" -v base="$base" \
+      -v mfu="$(mfu "$work/$run/metrics.jsonl")" 'BEGIN {
+        printf "| %s | %d | %.0f | %.1f %% | %s |\n", name, count, rate, 100 * rate / (base * count),
+          mfu == "" ? "" : sprintf("%.1f %%", 100 * mfu) }'
+    rm -rf "${work:?}/$run"
+  done
+done

@@ -1,0 +1,416 @@
+//! Starts the ranks of one machine, and ends all of them when one ends early.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use longwall_config::shell_quoted;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::low_level;
+
+use super::{Environment, World};
+use crate::checkpoint::CheckpointFolder;
+use crate::metrics::{self, Record};
+use crate::signals::{self, StopFlag};
+
+/// The exit code of a rank that ends because another one did.
+pub const LOST_RANK: u8 = 75;
+
+/// Set for processes that [`Launch`] starts.
+const LAUNCHED: &str = "LONGWALL_LAUNCHED";
+
+/// How often the processes are looked at.
+const TICK: Duration = Duration::from_millis(50);
+
+/// The last lines of a rank's output that are kept.
+const MOST_LINES: usize = 30;
+
+/// Ranks of one machine.
+pub struct Launch<'a> {
+    /// The program that each rank runs.
+    pub program: &'a Path,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// How many ranks there are, each with the GPU of its number.
+    pub ranks: usize,
+    /// The folder of the run.
+    pub run_dir: &'a Path,
+    /// How long the others have to end after one has ended early, before they are killed.
+    pub patience: Duration,
+}
+
+/// A rank that ended early.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankFailure {
+    /// The rank.
+    pub rank: usize,
+    /// Its process.
+    pub process: u32,
+    /// How it ended, in words.
+    pub how: String,
+    /// Its exit code, if no signal ended it.
+    pub code: Option<i32>,
+    /// The last step that the run recorded.
+    pub step: Option<u64>,
+    /// The newest checkpoint, and whether all its files are as they were written.
+    pub checkpoint: Option<(PathBuf, bool)>,
+    /// The folder of the run.
+    pub run_dir: PathBuf,
+    /// How many ranks there were.
+    pub ranks: usize,
+    /// The last lines that it wrote to stderr; empty for rank 0, whose output is not captured.
+    pub output: Vec<String>,
+}
+
+impl fmt::Display for RankFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let RankFailure { rank, process, how, run_dir, ranks, .. } = self;
+        write!(f, "rank {rank} (process {process} on this machine) {how}")?;
+        match self.step {
+            Some(step) => write!(f, "; the last finished step is {step}")?,
+            None => write!(f, " before the first step was finished")?,
+        }
+        for line in &self.output {
+            write!(f, "\n  rank {rank}: {line}")?;
+        }
+        match &self.checkpoint {
+            Some((path, true)) => write!(
+                f,
+                "\n  the last checkpoint, {}, is whole; continue from it with: longwall train --gpus {ranks} --resume {}",
+                path.display(),
+                shell_quoted(run_dir)
+            ),
+            Some((path, false)) => write!(
+                f,
+                "\n  the last checkpoint, {}, is damaged; longwall verify {} names the files",
+                path.display(),
+                shell_quoted(run_dir)
+            ),
+            None => write!(f, "\n  there is no checkpoint yet"),
+        }
+    }
+}
+
+impl std::error::Error for RankFailure {}
+
+/// Why ranks did not train.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// A process cannot be started.
+    #[error("cannot start rank {rank}: {source}")]
+    Start {
+        /// The rank.
+        rank: usize,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There is no free port.
+    #[error("no port is free for the ranks to connect: {0}")]
+    Port(io::Error),
+    /// A rank ended early.
+    #[error("{0}")]
+    Rank(#[from] RankFailure),
+}
+
+/// A process.
+struct Rank {
+    child: Child,
+    /// How it ended.
+    status: Option<ExitStatus>,
+    lines: Arc<Mutex<VecDeque<String>>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Launch<'_> {
+    /// Starts the ranks, and waits until all have ended. Rank 0 has this process's stdout and stderr. If one ends
+    /// early, the others are ended. If `stop` is raised, all are asked to stop, with the signal that raised it.
+    ///
+    /// Returns the exit code of rank 0: after a stop, that of the signal.
+    ///
+    /// # Errors
+    /// When a process cannot be started, or ends early.
+    pub fn run(&self, stop: &StopFlag) -> Result<u8, LaunchError> {
+        let port = free_port().map_err(LaunchError::Port)?;
+        let mut ranks: Vec<Rank> = vec![];
+        for rank in 0..self.ranks {
+            match self.start(rank, port) {
+                Ok(started) => ranks.push(started),
+                Err(source) => {
+                    end_all(&mut ranks);
+                    return Err(LaunchError::Start { rank, source });
+                }
+            }
+        }
+        let mut asked = false;
+        let mut failed: Option<(usize, Instant)> = None;
+        let (mut lost_since, mut silent) = (None, None);
+        while ranks.iter().any(|rank| rank.status.is_none()) {
+            for rank in &mut ranks {
+                if rank.status.is_none() {
+                    rank.status = rank.child.try_wait().ok().flatten();
+                }
+            }
+            if stop.is_raised() && !asked {
+                asked = true;
+                ranks.iter().for_each(|rank| rank.ask_to_stop());
+            }
+            if failed.is_none() {
+                failed = first_failed(&ranks, asked).map(|rank| (rank, Instant::now()));
+            }
+            if lost_since.is_none() && ranks.iter().any(Rank::has_lost_another) {
+                lost_since = Some(Instant::now());
+            }
+            let since = failed.map(|(_, since)| since).or(lost_since);
+            if since.is_some_and(|since| since.elapsed() > self.patience) {
+                // Others have given up on one that has not ended.
+                silent = ranks.iter().position(|rank| rank.status.is_none());
+                end_all(&mut ranks);
+            }
+            thread::sleep(TICK);
+        }
+        for reader in ranks.iter_mut().filter_map(|rank| rank.reader.take()) {
+            let _ = reader.join();
+        }
+        let failure = |rank: usize| self.failure(rank, &ranks[rank]);
+        match (failed, silent) {
+            (Some((rank, _)), _) => Err(failure(rank).into()),
+            (None, Some(rank)) => {
+                let how = "did not answer the others, and was killed".to_owned();
+                Err(RankFailure { how, ..failure(rank) }.into())
+            }
+            (None, None) => {
+                let code = ranks[0].status.and_then(|status| status.code());
+                Ok(code.map_or_else(|| signals::exit_code().unwrap_or(1), |code| code as u8))
+            }
+        }
+    }
+
+    fn start(&self, rank: usize, port: u16) -> io::Result<Rank> {
+        let world = World { rank, size: self.ranks };
+        let address = Ipv4Addr::LOCALHOST.to_string();
+        let environment = Environment { world, local_rank: rank, address, port };
+        let mut command = Command::new(self.program);
+        // A group of its own: Ctrl-C in a terminal reaches this process alone, which asks all ranks once.
+        command.args(&self.args).envs(environment.variables()).env(LAUNCHED, "1").process_group(0);
+        // Its end tells the rank that this process has ended.
+        command.stdin(Stdio::piped());
+        if rank > 0 {
+            command.stdout(Stdio::null()).stderr(Stdio::piped());
+        }
+        let mut child = command.spawn()?;
+        let lines = Arc::new(Mutex::new(VecDeque::new()));
+        let reader = child.stderr.take().map(|stderr| {
+            let kept = Arc::clone(&lines);
+            thread::spawn(move || keep_last_lines(stderr, &kept))
+        });
+        Ok(Rank { child, status: None, lines, reader })
+    }
+
+    /// What is known of the end of a rank.
+    fn failure(&self, rank: usize, ended: &Rank) -> RankFailure {
+        let folder = CheckpointFolder::new(self.run_dir);
+        let newest = folder.steps().ok().and_then(|steps| steps.last().copied());
+        let is_whole = |step| {
+            folder.verify(step).is_ok_and(|files| files.iter().all(|(_, error)| error.is_none()))
+        };
+        let records = metrics::read(&self.run_dir.join("metrics.jsonl")).unwrap_or_default();
+        let step = records.iter().rev().find_map(|record| match record {
+            Record::Step(step) => Some(step.step),
+            Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
+        });
+        let lines = ended.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        RankFailure {
+            rank,
+            process: ended.child.id(),
+            how: ended.status.map_or("did not end".to_owned(), in_words),
+            code: ended.status.and_then(|status| status.code()),
+            step,
+            checkpoint: newest.map(|step| (folder.step_dir(step), is_whole(step))),
+            run_dir: self.run_dir.to_owned(),
+            ranks: self.ranks,
+            output: lines.iter().cloned().collect(),
+        }
+    }
+}
+
+impl Rank {
+    /// Whether it has ended because another one has.
+    fn has_lost_another(&self) -> bool {
+        self.status.is_some_and(|status| status.code() == Some(i32::from(LOST_RANK)))
+    }
+
+    /// Sends the signal that this process received.
+    fn ask_to_stop(&self) {
+        let signal = signals::exit_code().map_or(SIGTERM, |code| i32::from(code) - 128);
+        if self.status.is_none() {
+            // SAFETY: a signal to a child that was not waited for, whose number is therefore still its own.
+            unsafe { libc::kill(self.child.id() as libc::pid_t, signal) };
+        }
+    }
+}
+
+/// Kills those that run, and waits for them.
+fn end_all(ranks: &mut [Rank]) {
+    for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
+        let _ = rank.child.kill();
+        rank.status = rank.child.wait().ok();
+    }
+}
+
+/// The rank that ended early and is not known to have done so because of another one: one that a signal ended comes
+/// first.
+fn first_failed(ranks: &[Rank], asked: bool) -> Option<usize> {
+    let failed = |rank: &Rank| {
+        let status = rank.status.filter(|status| !status.success())?;
+        // A rank that was asked to stop ends with the code of the signal, or by it before it handles signals.
+        let stopped = asked
+            && (status.code().is_some_and(|code| [130, 143].contains(&code))
+                || status.signal().is_some_and(|signal| [SIGINT, SIGTERM].contains(&signal)));
+        (!stopped).then(|| match status.code() {
+            None => 0,
+            Some(code) if code != i32::from(LOST_RANK) => 1,
+            Some(_) => 2,
+        })
+    };
+    let all = ranks.iter().enumerate().filter_map(|(at, rank)| Some((failed(rank)?, at)));
+    // Those that only follow another one wait for it to be seen, unless all have ended.
+    let ended = ranks.iter().all(|rank| rank.status.is_some());
+    all.filter(|(severity, _)| *severity < 2 || ended).min().map(|(_, at)| at)
+}
+
+/// How a process ended.
+fn in_words(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => {
+            let name = low_level::signal_name(signal).map(|name| format!(" ({name})"));
+            format!("was ended by signal {signal}{}", name.unwrap_or_default())
+        }
+        (None, Some(code)) => format!("ended with exit code {code}"),
+        (None, None) => "ended".to_owned(),
+    }
+}
+
+fn keep_last_lines(from: impl Read, kept: &Mutex<VecDeque<String>>) {
+    for line in BufReader::new(from).lines().map_while(Result::ok) {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() == MOST_LINES {
+            kept.pop_front();
+        }
+        kept.push_back(line);
+    }
+}
+
+/// A port of this machine that nobody listens on.
+fn free_port() -> io::Result<u16> {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr().map(|address| address.port())
+}
+
+/// In a process that [`Launch`] has started: raises `stop` when the launching process ends without a word, or ends this
+/// one if it is raised already. Elsewhere it does nothing.
+pub fn follow_launcher(stop: &StopFlag) {
+    if std::env::var_os(LAUNCHED).is_none() {
+        return;
+    }
+    let stop = stop.clone();
+    thread::spawn(move || {
+        let mut nothing = [0; 16];
+        while io::stdin().read(&mut nothing).is_ok_and(|read| read > 0) {}
+        if stop.is_raised() {
+            low_level::exit(i32::from(LOST_RANK));
+        }
+        stop.raise();
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ranks that run a shell script, in a folder without checkpoints.
+    fn run(script: &str, run_dir: &Path, stop: &StopFlag) -> Result<u8, LaunchError> {
+        let launch = Launch {
+            program: Path::new("sh"),
+            args: vec!["-c".into(), script.into()],
+            ranks: 3,
+            run_dir,
+            patience: Duration::from_millis(500),
+        };
+        launch.run(stop)
+    }
+
+    fn failure(script: &str) -> RankFailure {
+        let folder = tempfile::tempdir().unwrap();
+        match run(script, folder.path(), &StopFlag::new()).unwrap_err() {
+            LaunchError::Rank(failure) => failure,
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn every_rank_has_its_variables() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("ranks");
+        let out = out.display();
+        let script = format!(
+            r#"echo "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $LONGWALL_LAUNCHED" >> {out}; test $MASTER_PORT -gt 0"#
+        );
+        assert_eq!(run(&script, folder.path(), &StopFlag::new()).unwrap(), 0);
+        let text = std::fs::read_to_string(folder.path().join("ranks")).unwrap();
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.sort_unstable();
+        assert_eq!(lines, ["0 3 0 127.0.0.1 1", "1 3 1 127.0.0.1 1", "2 3 2 127.0.0.1 1"]);
+    }
+
+    #[test]
+    fn a_rank_that_is_killed_ends_the_others_and_is_named() {
+        let started = Instant::now();
+        let failure = failure("if [ $RANK = 1 ]; then kill -9 $$; fi; exec sleep 60");
+        assert!(started.elapsed() < Duration::from_secs(20));
+        assert_eq!((failure.rank, failure.how.as_str()), (1, "was ended by signal 9 (SIGKILL)"));
+        let text = failure.to_string();
+        assert!(text.contains("on this machine) was ended by signal 9"), "{text}");
+        assert!(text.ends_with("there is no checkpoint yet"), "{text}");
+    }
+
+    #[test]
+    fn the_rank_that_failed_is_named_and_not_those_that_followed_it() {
+        let failure = failure(
+            "if [ $RANK = 2 ]; then echo told; sleep 0.3; echo why >&2; exit 1; fi; exit 75",
+        );
+        assert_eq!((failure.rank, failure.how.as_str()), (2, "ended with exit code 1"));
+        assert_eq!(failure.output, ["why"]);
+    }
+
+    #[test]
+    fn a_rank_that_does_not_answer_is_killed_and_named() {
+        let started = Instant::now();
+        let failure = failure("if [ $RANK = 2 ]; then exec sleep 60; fi; exit 75");
+        assert!(started.elapsed() < Duration::from_secs(20));
+        let how = "did not answer the others, and was killed";
+        assert_eq!((failure.rank, failure.how.as_str()), (2, how));
+    }
+
+    #[test]
+    fn a_stop_reaches_all_ranks_and_is_no_failure() {
+        let folder = tempfile::tempdir().unwrap();
+        let stop = StopFlag::new();
+        stop.raise();
+        let script = "trap 'exit 143' TERM; while :; do sleep 0.05; done";
+        // The signal may come before the trap is set.
+        match run(script, folder.path(), &stop) {
+            Ok(code) => assert_eq!(code, 143),
+            Err(LaunchError::Rank(failure)) => {
+                assert!(failure.how.contains("SIGTERM"), "{failure}")
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+}

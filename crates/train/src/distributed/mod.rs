@@ -1,0 +1,296 @@
+//! Training over several GPUs, one process each: who the ranks are, and how they talk.
+//!
+//! A rank is one process with one GPU. All ranks hold the whole model. A step's rows are divided over the ranks
+//! ([`World::part`]), each gradient is summed to the rank that owns its parameter ([`owners`]), the owner alone keeps
+//! the parameter's optimiser state, updates it, and sends the new value to the others (ZeRO stage 1 by whole
+//! parameters; Rajbhandari et al., 2020).
+//!
+//! [`Collective`] is what training needs of the ranks' connection. [`Nccl`] moves tensors between GPUs, and [`Store`]
+//! small messages over TCP, by which ranks also notice that another one has ended. [`Launch`] starts the ranks of one
+//! machine.
+
+mod environment;
+mod launch;
+#[cfg(test)]
+pub(crate) mod loopback;
+mod nccl;
+pub mod owners;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use burn::tensor::ops::FloatTensor;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::cuda::nccl::NcclError;
+
+pub use environment::{Environment, EnvironmentError};
+pub use launch::{LOST_RANK, Launch, LaunchError, RankFailure, follow_launcher};
+pub use nccl::Nccl;
+pub use store::{Facts, Store, StoreOptions};
+
+/// The ranks of a run, and which of them this process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct World {
+    /// This rank, from 0.
+    pub rank: usize,
+    /// How many ranks there are.
+    pub size: usize,
+}
+
+impl World {
+    /// A single rank.
+    pub const ALONE: World = World { rank: 0, size: 1 };
+
+    /// Whether there is no other rank.
+    pub fn is_alone(self) -> bool {
+        self.size == 1
+    }
+
+    /// Whether this is rank 0, which alone writes the run's folder.
+    pub fn is_first(self) -> bool {
+        self.rank == 0
+    }
+
+    /// This rank's part of `rows` rows: contiguous, and of equal size on all ranks.
+    ///
+    /// # Panics
+    /// When the rows do not divide by the number of ranks.
+    pub fn part(self, rows: usize) -> Range<usize> {
+        assert!(rows.is_multiple_of(self.size), "{rows} rows for {} ranks", self.size);
+        let part = rows / self.size;
+        self.rank * part..(self.rank + 1) * part
+    }
+}
+
+/// Why ranks cannot work together, or no longer do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CollectiveError {
+    /// A rank has ended, does not answer, or has failed.
+    #[error("rank {rank} ({host}) {reason}")]
+    Lost {
+        /// The rank.
+        rank: usize,
+        /// Its machine.
+        host: String,
+        /// What happened to it.
+        reason: String,
+    },
+    /// A step takes too long.
+    #[error(
+        "rank {rank} ({host}): {what} has not finished within {seconds} s\n  hint: another rank may hang or wait for something else; set a longer time with --rank-timeout"
+    )]
+    Hung {
+        /// The rank that waited.
+        rank: usize,
+        /// Its machine.
+        host: String,
+        /// What it waited for.
+        what: String,
+        /// How long.
+        seconds: u64,
+    },
+    /// Ranks differ in what must be equal.
+    #[error(
+        "rank {rank} ({host}) has {what} {theirs}, but rank 0 has {ours}\n  hint: start all ranks with the same program, configuration and WORLD_SIZE"
+    )]
+    Differs {
+        /// The rank.
+        rank: usize,
+        /// Its machine.
+        host: String,
+        /// What differs.
+        what: String,
+        /// Its value there.
+        theirs: String,
+        /// Its value on rank 0.
+        ours: String,
+    },
+    /// Two processes have one rank.
+    #[error(
+        "two processes are rank {rank}: one on {first}, one on {second}\n  hint: give each its own RANK"
+    )]
+    Twice {
+        /// The rank.
+        rank: usize,
+        /// The machine of the first.
+        first: String,
+        /// The machine of the second.
+        second: String,
+    },
+    /// Ranks did not come.
+    #[error(
+        "{} did not connect to {address} within {seconds} s\n  hint: see whether they have started and reach that address (MASTER_ADDR, MASTER_PORT)",
+        shown_ranks(ranks)
+    )]
+    Missing {
+        /// Those that are missing.
+        ranks: Vec<usize>,
+        /// The address of rank 0.
+        address: String,
+        /// How long rank 0 waited.
+        seconds: u64,
+    },
+    /// Rank 0 does not answer.
+    #[error(
+        "rank 0 does not answer at {address} within {seconds} s: {reason}\n  hint: see whether it has started, and whether MASTER_ADDR and MASTER_PORT name it"
+    )]
+    NoFirst {
+        /// Its address.
+        address: String,
+        /// How long was tried.
+        seconds: u64,
+        /// What the system said last.
+        reason: String,
+    },
+    /// Rank 0 cannot listen.
+    #[error(
+        "rank 0 cannot listen at {address}: {reason}\n  hint: if the port is in use, choose another MASTER_PORT; MASTER_ADDR must be an address of rank 0's machine"
+    )]
+    Listen {
+        /// The address.
+        address: String,
+        /// What the system said.
+        reason: String,
+    },
+    /// Rank 0 refuses this rank; in its words.
+    #[error("rank 0 refuses rank {rank}: {reason}")]
+    Refused {
+        /// This rank.
+        rank: usize,
+        /// Why.
+        reason: String,
+    },
+    /// NCCL fails.
+    #[error("{0}")]
+    Nccl(#[from] NcclError),
+}
+
+impl CollectiveError {
+    /// Whether this rank ends only because another one does.
+    pub fn is_of_another_rank(&self) -> bool {
+        matches!(self, CollectiveError::Lost { .. })
+    }
+}
+
+/// `rank 1` or `ranks 1, 2 and 5`.
+fn shown_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank}"),
+        [first @ .., last] => {
+            let first: Vec<String> = first.iter().map(usize::to_string).collect();
+            format!("ranks {} and {last}", first.join(", "))
+        }
+        [] => "no rank".to_owned(),
+    }
+}
+
+/// A tensor, and the rank that owns it.
+pub type Owned<B> = (FloatTensor<B>, usize);
+
+/// What training needs of the connection between ranks. All ranks call the same functions in the same order, with
+/// tensors of equal shapes, types and owners.
+///
+/// Each function fails when a rank has ended or failed, on all other ranks.
+pub trait Collective<B: OpBackend> {
+    /// The ranks.
+    fn world(&self) -> World;
+
+    /// Sums f32 tensors over the ranks. Returns the sums that this rank owns, `None` for the others. Equal worlds add
+    /// in the same order.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Lost`] and others, when the ranks are not all there.
+    fn reduce(
+        &self,
+        tensors: Vec<Owned<B>>,
+    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError>;
+
+    /// The owners' values of all tensors. What the other ranks pass may be overwritten.
+    ///
+    /// # Errors
+    /// As [`Collective::reduce`].
+    fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError>;
+
+    /// The messages of all ranks, in their order: for some hundred bytes.
+    ///
+    /// # Errors
+    /// As [`Collective::reduce`].
+    fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError>;
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// As [`Collective::reduce`].
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.all_gather(vec![]).map(drop)
+    }
+
+    /// Says that this rank begins something that all ranks do together and that must end in limited time: step
+    /// `step`, counted from 1.
+    fn begin_step(&self, step: u64) {
+        let _ = step;
+    }
+
+    /// Says that it has ended.
+    fn end_step(&self) {}
+
+    /// Tells the other ranks why this one ends before they do.
+    fn fail(&self, reason: &str) {
+        let _ = reason;
+    }
+}
+
+/// The only rank of a run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Alone;
+
+impl<B: OpBackend> Collective<B> for Alone {
+    fn world(&self) -> World {
+        World::ALONE
+    }
+
+    fn reduce(
+        &self,
+        tensors: Vec<Owned<B>>,
+    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError> {
+        Ok(tensors.into_iter().map(|(tensor, _)| Some(tensor)).collect())
+    }
+
+    fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {
+        Ok(tensors.into_iter().map(|(tensor, _)| tensor).collect())
+    }
+
+    fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        Ok(vec![message])
+    }
+}
+
+/// The sums over all ranks of `values`, as many on each: added in f64 in the order of the ranks, so that all have the
+/// same bits.
+pub(crate) fn sum_over_ranks<B: OpBackend>(
+    collective: &dyn Collective<B>,
+    values: &[f64],
+) -> Result<Vec<f64>, CollectiveError> {
+    let message = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let mut sums = vec![0.0; values.len()];
+    for message in collective.all_gather(message)? {
+        let terms = message.chunks_exact(8);
+        assert_eq!(terms.len(), sums.len(), "values of each rank");
+        for (sum, term) in sums.iter_mut().zip(terms) {
+            *sum += f64::from_le_bytes(term.try_into().expect("8 bytes"));
+        }
+    }
+    Ok(sums)
+}
+
+/// The number that rank 0 passes.
+pub(crate) fn of_first<B: OpBackend>(
+    collective: &dyn Collective<B>,
+    value: u64,
+) -> Result<u64, CollectiveError> {
+    let messages = collective.all_gather(value.to_le_bytes().to_vec())?;
+    let first: [u8; 8] = messages[0][..].try_into().expect("a number of 8 bytes");
+    Ok(u64::from_le_bytes(first))
+}

@@ -1,0 +1,114 @@
+//! Collectives of CUDA tensors by NCCL, and of messages by the store.
+
+use std::cell::Cell;
+
+use burn::tensor::ops::FloatTensor;
+use longwall_kernels::backend::OpBackend;
+use longwall_kernels::cuda::CudaTensor;
+use longwall_kernels::cuda::nccl::{self, Communicator, NcclError, UniqueId};
+
+use super::{Collective, CollectiveError, Owned, Store, World};
+
+/// The GPUs of all ranks, connected by NCCL.
+pub struct Nccl {
+    communicator: Communicator,
+    store: Store,
+    /// The step under way.
+    step: Cell<u64>,
+}
+
+impl Nccl {
+    /// Connects GPU `gpu` of this process with those of the other ranks of `store`; logs NCCL's version.
+    ///
+    /// # Errors
+    /// When NCCL cannot be loaded on a rank, has another version there, or cannot connect the GPUs.
+    pub fn connect(store: Store, gpu: usize) -> Result<Self, CollectiveError> {
+        let world = store.world();
+        store.watch_start("NCCL's start".to_owned());
+        let version = nccl::version().inspect_err(|error| store.fail(&error.to_string()))?;
+        check_versions(&store, &version)?;
+        if world.is_first() {
+            tracing::info!("NCCL {version} connects {} GPUs", world.size);
+        }
+        let fail = |error: NcclError| {
+            store.fail(&error.to_string());
+            CollectiveError::from(error)
+        };
+        let own = match world.is_first() {
+            true => nccl::unique_id().map_err(fail)?.0.to_vec(),
+            false => vec![],
+        };
+        let ids = store.all_gather(own)?;
+        let id = UniqueId(ids[0][..].try_into().expect("NCCL's 128 bytes from rank 0"));
+        let communicator = Communicator::new(gpu, world.rank, world.size, id).map_err(fail)?;
+        store.finished(0);
+        Ok(Nccl { communicator, store, step: Cell::new(0) })
+    }
+
+    /// Says goodbye to the other ranks, which have no more work together.
+    pub fn close(&self) {
+        self.store.close();
+    }
+}
+
+/// Compares the NCCL versions of all ranks, without the paths that follow them.
+fn check_versions(store: &Store, version: &str) -> Result<(), CollectiveError> {
+    let number = version.split(' ').next().unwrap_or_default();
+    let all = store.all_gather(format!("{number} {}", store.host()).into_bytes())?;
+    let all: Vec<_> = all.iter().map(|text| String::from_utf8_lossy(text)).collect();
+    let all: Vec<(&str, &str)> =
+        all.iter().map(|text| text.split_once(' ').unwrap_or_default()).collect();
+    match all.iter().position(|(number, _)| *number != all[0].0) {
+        None => Ok(()),
+        Some(rank) => Err(CollectiveError::Differs {
+            rank,
+            host: all[rank].1.to_owned(),
+            what: "NCCL".to_owned(),
+            theirs: all[rank].0.to_owned(),
+            ours: all[0].0.to_owned(),
+        }),
+    }
+}
+
+fn into_cuda<B: OpBackend>((tensor, owner): Owned<B>) -> (CudaTensor, usize) {
+    let tensor = B::into_cuda(tensor).expect("ranks have GPUs, and run kernels");
+    (tensor, owner)
+}
+
+impl<B: OpBackend> Collective<B> for Nccl {
+    fn world(&self) -> World {
+        self.store.world()
+    }
+
+    fn reduce(
+        &self,
+        tensors: Vec<Owned<B>>,
+    ) -> Result<Vec<Option<FloatTensor<B>>>, CollectiveError> {
+        let tensors = tensors.into_iter().map(into_cuda::<B>).collect();
+        let sums = self.communicator.reduce(tensors)?;
+        Ok(sums.into_iter().map(|sum| sum.map(B::from_cuda)).collect())
+    }
+
+    fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError> {
+        let tensors = tensors.into_iter().map(into_cuda::<B>).collect();
+        let values = self.communicator.broadcast(tensors)?;
+        Ok(values.into_iter().map(B::from_cuda).collect())
+    }
+
+    fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.store.all_gather(message)
+    }
+
+    fn begin_step(&self, step: u64) {
+        self.step.set(step);
+        self.store.watch(format!("step {step}"));
+    }
+
+    fn end_step(&self) {
+        self.store.finished(self.step.get());
+    }
+
+    fn fail(&self, reason: &str) {
+        self.store.fail(reason);
+    }
+}

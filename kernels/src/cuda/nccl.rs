@@ -1,0 +1,480 @@
+//! Collectives between GPUs by NCCL.
+//!
+//! NCCL's library is loaded when it is first used. The types and numbers declared here are those of its C
+//! interface, which have been the same since version 2.10.
+//!
+//! Calls run on a stream of their own, between two events as matrix products do ([`blas`](super::blas)): after all
+//! work issued to the context before, and before all later work. Buffers can therefore be reused as soon as a call
+//! returns. NCCL adds in an order that depends only on the ranks, their connections, and the sizes: equal worlds give
+//! equal bits.
+
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr::null_mut;
+use std::sync::OnceLock;
+
+use burn::tensor::DType;
+use burn_cubecl::kernel::into_contiguous;
+use cudarc::driver::sys as cu;
+use libloading::Library;
+
+use super::{CudaTensor, unshare};
+
+/// Names the library's file, before any other place is searched.
+pub const PATH_VARIABLE: &str = "LONGWALL_NCCL";
+
+/// The names that the dynamic loader is asked for, in this order.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// Why collectives are not available, or failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NcclError {
+    /// No library was found.
+    #[error(
+        "NCCL cannot be loaded; looked for {}\n  hint: install NCCL 2 (the package libnccl2, or nvidia-nccl-cu12 of pip), or set {PATH_VARIABLE} to the path of libnccl.so.2", .tried.join(", ")
+    )]
+    NoLibrary {
+        /// Where it was looked for, and what the loader said of files that are there.
+        tried: Vec<String>,
+    },
+    /// The library lacks a function.
+    #[error(
+        "{path} has no {function}: it is not NCCL, or too old\n  hint: install NCCL 2.18 or newer"
+    )]
+    NoFunction {
+        /// The library.
+        path: String,
+        /// The function.
+        function: &'static str,
+    },
+    /// A call failed.
+    #[error(
+        "{call} of NCCL failed: {reason}\n  hint: NCCL_DEBUG=INFO in the environment makes NCCL say more"
+    )]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// NCCL's own words.
+        reason: String,
+    },
+}
+
+type Comm = *mut c_void;
+type Status = c_int;
+
+/// `ncclUniqueId`: names a communicator; the ranks that know it can join.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// `ncclSuccess`.
+const SUCCESS: Status = 0;
+/// `ncclSum`.
+const SUM: c_int = 0;
+/// `ncclUint8`.
+const BYTES: c_int = 1;
+/// `ncclFloat32`.
+const F32: c_int = 7;
+
+/// NCCL's functions.
+struct Nccl {
+    path: String,
+    get_version: unsafe extern "C" fn(*mut c_int) -> Status,
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    comm_init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
+    reduce: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        c_int,
+        Comm,
+        cu::CUstream,
+    ) -> Status,
+    broadcast: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        Comm,
+        cu::CUstream,
+    ) -> Status,
+    group_start: unsafe extern "C" fn() -> Status,
+    group_end: unsafe extern "C" fn() -> Status,
+    get_error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    get_last_error: unsafe extern "C" fn(Comm) -> *const c_char,
+    // Last, so that the functions do not outlive it.
+    _library: Library,
+}
+
+impl Nccl {
+    /// The library, loaded by the first call.
+    fn get() -> Result<&'static Self, NcclError> {
+        static NCCL: OnceLock<Result<Nccl, NcclError>> = OnceLock::new();
+        NCCL.get_or_init(|| {
+            let set = std::env::var_os(PATH_VARIABLE).filter(|path| !path.is_empty());
+            Nccl::load(&candidates(set, &prefixes()))
+        })
+        .as_ref()
+        .map_err(Clone::clone)
+    }
+
+    /// Loads the first library that there is.
+    fn load(candidates: &[PathBuf]) -> Result<Self, NcclError> {
+        let mut tried = vec![];
+        for candidate in candidates {
+            // SAFETY: NCCL's initialisers have no preconditions.
+            match unsafe { Library::new(candidate) } {
+                Ok(library) => return Nccl::of(library, candidate),
+                Err(error) if candidate.is_file() => tried.push(error.to_string()),
+                Err(_) => tried.push(candidate.display().to_string()),
+            }
+        }
+        Err(NcclError::NoLibrary { tried })
+    }
+
+    fn of(library: Library, path: &Path) -> Result<Self, NcclError> {
+        let path = path.display().to_string();
+        // SAFETY: the types of the functions are those of nccl.h.
+        unsafe {
+            Ok(Nccl {
+                get_version: function(&library, &path, "ncclGetVersion")?,
+                get_unique_id: function(&library, &path, "ncclGetUniqueId")?,
+                comm_init_rank: function(&library, &path, "ncclCommInitRank")?,
+                reduce: function(&library, &path, "ncclReduce")?,
+                broadcast: function(&library, &path, "ncclBroadcast")?,
+                group_start: function(&library, &path, "ncclGroupStart")?,
+                group_end: function(&library, &path, "ncclGroupEnd")?,
+                get_error_string: function(&library, &path, "ncclGetErrorString")?,
+                get_last_error: function(&library, &path, "ncclGetLastError")?,
+                path,
+                _library: library,
+            })
+        }
+    }
+
+    /// The error of a call, if it failed.
+    fn check(&self, call: &'static str, status: Status) -> Result<(), NcclError> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: both return texts that live as long as the library, or null; the last error needs no
+        // communicator.
+        let [error, last] = unsafe {
+            [(self.get_error_string)(status), (self.get_last_error)(null_mut())].map(|text| {
+                let text = (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy());
+                text.unwrap_or_default().trim().to_owned()
+            })
+        };
+        let reason = if last.is_empty() { error } else { format!("{error} ({last})") };
+        Err(NcclError::Call { call, reason })
+    }
+}
+
+/// A function of the library.
+///
+/// # Safety
+/// `F` must be the function's type.
+unsafe fn function<F: Copy>(
+    library: &Library,
+    path: &str,
+    name: &'static str,
+) -> Result<F, NcclError> {
+    // SAFETY: as the caller promises.
+    let found = unsafe { library.get::<F>(name.as_bytes()) };
+    let missing = |_| NcclError::NoFunction { path: path.to_owned(), function: name };
+    Ok(*found.map_err(missing)?)
+}
+
+/// Where the library may be: only `set` if it is set, else what the dynamic loader finds, then the packages of Python
+/// installations in `prefixes`.
+fn candidates(set: Option<OsString>, prefixes: &[PathBuf]) -> Vec<PathBuf> {
+    if let Some(path) = set {
+        return vec![path.into()];
+    }
+    let names = NAMES.iter().map(PathBuf::from);
+    names.chain(prefixes.iter().flat_map(|prefix| in_python(prefix))).collect()
+}
+
+/// Folders that may have `lib/python3.x`: of the active environment, of the Python that a shell would run, and of the
+/// system.
+fn prefixes() -> Vec<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|path| !path.is_empty());
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].map(set).into_iter().flatten();
+    let environments = environments.map(PathBuf::from);
+    let path = set("PATH").unwrap_or_default();
+    let has_python = |bin: &PathBuf| bin.join("python3").exists();
+    let shell = std::env::split_paths(&path).find(has_python);
+    let shell = shell.and_then(|bin| bin.parent().map(Path::to_owned));
+    let own = set("HOME").map(|home| Path::new(&home).join(".local"));
+    let system = ["/usr/local", "/usr"].map(PathBuf::from);
+    let all = environments.chain(shell).chain(own).chain(system);
+    all.fold(vec![], |mut all, prefix| {
+        if !all.contains(&prefix) {
+            all.push(prefix);
+        }
+        all
+    })
+}
+
+/// The libraries that pip has installed in `prefix`.
+fn in_python(prefix: &Path) -> Vec<PathBuf> {
+    let versions = std::fs::read_dir(prefix.join("lib")).into_iter().flatten().flatten();
+    let is_python = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3"))
+    };
+    let mut versions: Vec<PathBuf> = versions.map(|entry| entry.path()).filter(is_python).collect();
+    versions.sort();
+    let packages =
+        |version: PathBuf| ["site-packages", "dist-packages"].map(|name| version.join(name));
+    let library = |packages: PathBuf| packages.join("nvidia/nccl/lib").join(NAMES[0]);
+    let libraries = versions.into_iter().rev().flat_map(packages).map(library);
+    libraries.filter(|path| path.is_file()).collect()
+}
+
+/// NCCL's version and where it was found, for example `2.27.3 (libnccl.so.2)`.
+///
+/// # Errors
+/// When it cannot be loaded.
+pub fn version() -> Result<String, NcclError> {
+    let nccl = Nccl::get()?;
+    let mut number = 0;
+    // SAFETY: writes one number.
+    nccl.check("ncclGetVersion", unsafe { (nccl.get_version)(&mut number) })?;
+    let [major, minor, patch] = [number / 10_000, number / 100 % 100, number % 100];
+    Ok(format!("{major}.{minor}.{patch} ({})", nccl.path))
+}
+
+/// A new name for a communicator, which its ranks pass to [`Communicator::new`]. The process must live as long as the
+/// communicator.
+///
+/// # Errors
+/// When NCCL cannot be loaded, or finds no network interface.
+pub fn unique_id() -> Result<UniqueId, NcclError> {
+    let nccl = Nccl::get()?;
+    let mut id = UniqueId([0; 128]);
+    // SAFETY: writes the 128 bytes.
+    nccl.check("ncclGetUniqueId", unsafe { (nccl.get_unique_id)(&mut id) })?;
+    Ok(id)
+}
+
+/// One rank of a group of GPUs that call the same collectives in the same order.
+pub struct Communicator {
+    nccl: &'static Nccl,
+    comm: Comm,
+    rank: usize,
+    context: cu::CUcontext,
+    stream: cu::CUstream,
+    before: cu::CUevent,
+    after: cu::CUevent,
+}
+
+/// Panics unless a call of the driver succeeded.
+fn check(call: &str, result: cu::CUresult) {
+    assert_eq!(result, cu::CUresult::CUDA_SUCCESS, "{call}");
+}
+
+impl Communicator {
+    /// Joins the communicator `id` of `world_size` ranks as `rank`, with GPU `gpu` of those that this process sees.
+    /// Returns when all ranks have joined.
+    ///
+    /// # Errors
+    /// When NCCL cannot be loaded, or cannot connect the ranks.
+    ///
+    /// # Panics
+    /// When the driver fails.
+    pub fn new(
+        gpu: usize,
+        rank: usize,
+        world_size: usize,
+        id: UniqueId,
+    ) -> Result<Self, NcclError> {
+        let nccl = Nccl::get()?;
+        let (mut device, mut context, mut stream) = (0, null_mut(), null_mut());
+        let (mut before, mut after, mut comm) = (null_mut(), null_mut(), null_mut());
+        // SAFETY: every pointer is to a local of the required type; the context is the GPU's primary one, which
+        // cubecl also uses, and is never released. NCCL takes the GPU of the current context.
+        unsafe {
+            check("cuInit", cu::cuInit(0));
+            check("cuDeviceGet", cu::cuDeviceGet(&mut device, gpu as c_int));
+            check("cuDevicePrimaryCtxRetain", cu::cuDevicePrimaryCtxRetain(&mut context, device));
+            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(context));
+            let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            check("cuStreamCreate", cu::cuStreamCreate(&mut stream, flags));
+            let flags = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+            check("cuEventCreate", cu::cuEventCreate(&mut before, flags));
+            check("cuEventCreate", cu::cuEventCreate(&mut after, flags));
+            let (world_size, rank) = (world_size as c_int, rank as c_int);
+            let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
+            nccl.check("ncclCommInitRank", joined)?;
+        }
+        Ok(Communicator { nccl, comm, rank, context, stream, before, after })
+    }
+
+    /// Sums each tensor over the ranks into the tensor of its owner.
+    ///
+    /// `tensors` are f32, with the rank that owns each; all ranks pass the same shapes and owners. Returns the sums of
+    /// the tensors that this rank owns, and `None` for the others.
+    ///
+    /// # Errors
+    /// When NCCL fails.
+    pub fn reduce(
+        &self,
+        tensors: Vec<(CudaTensor, usize)>,
+    ) -> Result<Vec<Option<CudaTensor>>, NcclError> {
+        let own = |(tensor, owner): (CudaTensor, usize)| {
+            assert_eq!(tensor.dtype, DType::F32, "the type of a sum");
+            let mut tensor = into_contiguous(tensor);
+            if owner == self.rank {
+                unshare(&mut tensor);
+            }
+            (tensor, owner)
+        };
+        let tensors: Vec<_> = tensors.into_iter().map(own).collect();
+        self.grouped(&tensors, |at, tensor, owner| {
+            let elements = tensor.meta.shape().num_elements();
+            // SAFETY: the buffer has so many f32 numbers, and `grouped` keeps it alive. A rank that is not the owner
+            // only reads it.
+            let status = unsafe {
+                (self.nccl.reduce)(
+                    at as *const c_void,
+                    at as *mut c_void,
+                    elements,
+                    F32,
+                    SUM,
+                    owner as c_int,
+                    self.comm,
+                    self.stream,
+                )
+            };
+            self.nccl.check("ncclReduce", status)
+        })?;
+        let own = |(tensor, owner)| (owner == self.rank).then_some(tensor);
+        Ok(tensors.into_iter().map(own).collect())
+    }
+
+    /// Gives every rank the owner's value of each tensor, of any type; all ranks pass the same shapes, types and owners.
+    /// Buffers of the other ranks are overwritten, unless they are shared.
+    ///
+    /// # Errors
+    /// When NCCL fails.
+    pub fn broadcast(
+        &self,
+        tensors: Vec<(CudaTensor, usize)>,
+    ) -> Result<Vec<CudaTensor>, NcclError> {
+        let own = |(tensor, owner): (CudaTensor, usize)| {
+            let mut tensor = into_contiguous(tensor);
+            if owner != self.rank {
+                unshare(&mut tensor);
+            }
+            (tensor, owner)
+        };
+        let tensors: Vec<_> = tensors.into_iter().map(own).collect();
+        self.grouped(&tensors, |at, tensor, owner| {
+            let bytes = tensor.meta.shape().num_elements() * tensor.dtype.size();
+            // SAFETY: the buffer has so many bytes, and `grouped` keeps it alive. The owner only reads it.
+            let status = unsafe {
+                (self.nccl.broadcast)(
+                    at as *const c_void,
+                    at as *mut c_void,
+                    bytes,
+                    BYTES,
+                    owner as c_int,
+                    self.comm,
+                    self.stream,
+                )
+            };
+            self.nccl.check("ncclBroadcast", status)
+        })?;
+        Ok(tensors.into_iter().map(|(tensor, _)| tensor).collect())
+    }
+
+    /// Issues `call` for the address of each tensor as one group, between the context's earlier and later work.
+    fn grouped(
+        &self,
+        tensors: &[(CudaTensor, usize)],
+        call: impl Fn(cu::CUdeviceptr, &CudaTensor, usize) -> Result<(), NcclError>,
+    ) -> Result<(), NcclError> {
+        // Blocks until the work that writes these buffers is issued. Kept until the end, so that the buffers stay
+        // allocated.
+        let resource =
+            |x: &CudaTensor| x.client.get_resource(x.handle.clone()).expect("the buffer exists");
+        let resources: Vec<_> = tensors.iter().map(|(tensor, _)| resource(tensor)).collect();
+        // SAFETY: context, stream and events were made together, and live as long as the process.
+        unsafe {
+            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
+            check("cuCtxRecordEvent", cu::cuCtxRecordEvent(self.context, self.before));
+            check("cuStreamWaitEvent", cu::cuStreamWaitEvent(self.stream, self.before, 0));
+            self.nccl.check("ncclGroupStart", (self.nccl.group_start)())?;
+        }
+        let calls = tensors.iter().zip(&resources).try_for_each(|((tensor, owner), resource)| {
+            call(resource.resource().ptr, tensor, *owner)
+        });
+        // SAFETY: ends the group started above, even if a call in it failed; the rest as above.
+        unsafe {
+            let ended = (self.nccl.group_end)();
+            calls?;
+            self.nccl.check("ncclGroupEnd", ended)?;
+            check("cuEventRecord", cu::cuEventRecord(self.after, self.stream));
+            check("cuCtxWaitEvent", cu::cuCtxWaitEvent(self.context, self.after));
+        }
+        Ok(())
+    }
+}
+
+// A communicator lives until its process ends: a rank whose peers are gone would wait for them in NCCL's destructor.
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_is_set_is_the_only_one() {
+        let set = Some(OsString::from("/opt/nccl/libnccl.so.2"));
+        assert_eq!(candidates(set, &[]), [Path::new("/opt/nccl/libnccl.so.2")]);
+        assert_eq!(candidates(None, &[]), NAMES.map(PathBuf::from));
+    }
+
+    #[test]
+    fn the_newest_python_with_the_package_comes_first() {
+        let prefix = tempfile::tempdir().unwrap();
+        let library = |python: &str| {
+            prefix.path().join("lib").join(python).join("nvidia/nccl/lib/libnccl.so.2")
+        };
+        let found = ["python3.12/site-packages", "python3.11/dist-packages"].map(library);
+        for path in &found {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, []).unwrap();
+        }
+        std::fs::create_dir_all(prefix.path().join("lib/python3.13/site-packages")).unwrap();
+        assert_eq!(in_python(prefix.path()), found);
+    }
+
+    #[test]
+    fn a_missing_library_is_an_error_that_says_where_it_was_looked_for() {
+        let error = Nccl::load(&[PathBuf::from("/no/such/libnccl.so.2")]).err().unwrap();
+        let text = error.to_string();
+        assert!(
+            text.starts_with("NCCL cannot be loaded; looked for /no/such/libnccl.so.2"),
+            "{text}"
+        );
+        assert!(text.contains("LONGWALL_NCCL"), "{text}");
+    }
+
+    #[test]
+    fn a_file_that_is_no_library_is_told_from_one_that_is_missing() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = Nccl::load(&[file.path().to_owned()]).err().unwrap().to_string();
+        assert!(error.contains("file too short") || error.contains("invalid"), "{error}");
+    }
+
+    /// Another library, which every process has.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_library_without_the_functions_is_refused() {
+        let error = Nccl::load(&[PathBuf::from("libm.so.6")]).err().unwrap().to_string();
+        assert!(error.contains("has no nccl"), "{error}");
+    }
+}
