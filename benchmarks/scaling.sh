@@ -47,7 +47,7 @@ for config in "$@"; do
     "$longwall" train --config "$config" --gpus "$count" "${sets[@]}" \
       --set "run.name=$run" --set "run.out_dir=$work" --set "train.tokens=$((batch * steps))" \
       --set 'data.sources=[{ kind = "text", paths = ["docs"] }]' --set data.validation_fraction=0.2 \
-      --set "data.cache_dir=$work/cache" --set train.validate.every=off --set train.checkpoint.every=off \
+      --set "data.cache_dir=$work/cache" --set train.validate.every=never --set train.checkpoint.every=never \
       --set 'train.schedule={ kind = "constant" }' > "$work/$run.log" 2>&1 ||
       { tail -20 "$work/$run.log" >&2; exit 1; }
     rate=$(median "$work/$run/metrics.jsonl")

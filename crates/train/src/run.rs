@@ -148,9 +148,9 @@ fn steps<B: OpBackend>(
     // One of several ranks stops when all have heard of it, after a step.
     let asked = || options.stop.is_raised();
     let within_step = if world.is_alone() { options.stop.clone() } else { StopFlag::new() };
-    let mut stop = within_step.is_raised();
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
+    let mut stop = within_step.is_raised();
     let mut shape = run.stage().shape();
     while run.progress.step < run.timeline.total_steps() && !stop {
         let started = Instant::now();

@@ -17,8 +17,8 @@ use longwall_train::config::{DeviceChoice, RunConfig, RunTable, eval_weights};
 use longwall_train::console::SilentConsole;
 use longwall_train::device::{self, Compute, DeviceError};
 use longwall_train::distributed::{
-    Alone, Collective, Environment, Launch, LaunchError, Nccl, RankFailure, Store, StoreOptions,
-    World, follow_launcher,
+    Alone, Collective, Environment, Launch, LaunchError, Nccl, Store, StoreOptions, World,
+    follow_launcher,
 };
 use longwall_train::meters::Meters;
 use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train_as_rank};
@@ -209,10 +209,12 @@ fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
         Ok(0) => Ok(()),
         // Rank 0 has said why.
         Ok(code) => std::process::exit(code.into()),
-        Err(LaunchError::Rank(RankFailure { rank: 0, code: Some(code), .. })) => {
-            std::process::exit(code)
-        }
-        Err(error) => Err(error.into()),
+        Err(error) => match error {
+            LaunchError::Rank(failure) if failure.rank == 0 && failure.code.is_some() => {
+                std::process::exit(failure.code.unwrap_or(1))
+            }
+            error => Err(error.into()),
+        },
     }
 }
 

@@ -117,7 +117,7 @@ pub enum LaunchError {
     Port(io::Error),
     /// A rank ended early.
     #[error("{0}")]
-    Rank(#[from] RankFailure),
+    Rank(Box<RankFailure>),
 }
 
 /// A process.
@@ -181,10 +181,10 @@ impl Launch<'_> {
         }
         let failure = |rank: usize| self.failure(rank, &ranks[rank]);
         match (failed, silent) {
-            (Some((rank, _)), _) => Err(failure(rank).into()),
+            (Some((rank, _)), _) => Err(LaunchError::Rank(Box::new(failure(rank)))),
             (None, Some(rank)) => {
                 let how = "did not answer the others, and was killed".to_owned();
-                Err(RankFailure { how, ..failure(rank) }.into())
+                Err(LaunchError::Rank(Box::new(RankFailure { how, ..failure(rank) })))
             }
             (None, None) => {
                 let code = ranks[0].status.and_then(|status| status.code());
@@ -349,7 +349,7 @@ mod tests {
     fn failure(script: &str) -> RankFailure {
         let folder = tempfile::tempdir().unwrap();
         match run(script, folder.path(), &StopFlag::new()).unwrap_err() {
-            LaunchError::Rank(failure) => failure,
+            LaunchError::Rank(failure) => *failure,
             other => panic!("{other}"),
         }
     }

@@ -95,24 +95,7 @@ pub(super) fn open<'a, B: OpBackend>(
     evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Run<'a, B>, TrainError> {
     let world = collective.world();
-    let force = options.start == RunStart::Force;
-    let (run_dir, resumed, checkpoint) = match &options.start {
-        RunStart::Resume(path) => {
-            let folder = world.is_first().then(|| RunFolder::open(path)).transpose()?;
-            (path.clone(), folder, newest(path, collective)?)
-        }
-        RunStart::New | RunStart::Force => {
-            if world.is_first() {
-                RunFolder::check_new(&config.run_dir(), force)?;
-            }
-            (config.run_dir(), None, None)
-        }
-    };
-    let source = match (&checkpoint, &options.start) {
-        (Some(_), _) => None,
-        (None, RunStart::Resume(path)) => Source::of(config, None, Some(path))?,
-        (None, _) => Source::of(config, options.from.as_ref(), None)?,
-    };
+    let Beginning { run_dir, resumed, checkpoint, source } = begin(config, options, collective)?;
     let checkpoint = checkpoint.as_ref();
     let tokenizer = open_tokenizer(config, checkpoint, source.as_ref(), options)?;
     let timeline = config.timeline();
@@ -134,9 +117,12 @@ pub(super) fn open<'a, B: OpBackend>(
     if !config.train.evaluate.is_empty() && world.is_first() {
         evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
     }
+    // No rank can fail to start any more.
+    collective.barrier()?;
     let folder = match resumed {
         None if world.is_first() => {
-            let folder = RunFolder::create(&config.run_dir(), force)?;
+            let force = options.start == RunStart::Force;
+            let folder = RunFolder::create(&run_dir, force)?;
             folder.record_origin(origin.as_ref())?;
             Some(folder)
         }
@@ -184,6 +170,44 @@ pub(super) fn open<'a, B: OpBackend>(
         timeline,
         stages,
     })
+}
+
+/// Where a run begins.
+struct Beginning {
+    run_dir: PathBuf,
+    /// The folder of a resumed run, on rank 0.
+    resumed: Option<RunFolder>,
+    checkpoint: Option<Checkpoint>,
+    /// The weights that it starts from, if not from its checkpoint.
+    source: Option<Source>,
+}
+
+/// Opens the folder of a resumed run, and its checkpoint; checks that a new run may have its folder.
+fn begin<B: OpBackend>(
+    config: &RunConfig,
+    options: &TrainOptions,
+    collective: &dyn Collective<B>,
+) -> Result<Beginning, TrainError> {
+    let first = collective.world().is_first();
+    let (run_dir, resumed, checkpoint) = match &options.start {
+        RunStart::Resume(path) => {
+            let folder = first.then(|| RunFolder::open(path)).transpose()?;
+            (path.clone(), folder, newest(path, collective)?)
+        }
+        RunStart::New | RunStart::Force => {
+            if first {
+                let force = options.start == RunStart::Force;
+                RunFolder::check_new(&config.run_dir(), force)?;
+            }
+            (config.run_dir(), None, None)
+        }
+    };
+    let source = match (&checkpoint, &options.start) {
+        (Some(_), _) => None,
+        (None, RunStart::Resume(path)) => Source::of(config, None, Some(path))?,
+        (None, _) => Source::of(config, options.from.as_ref(), None)?,
+    };
+    Ok(Beginning { run_dir, resumed, checkpoint, source })
 }
 
 /// The data, and the tokenizer it was encoded with.
