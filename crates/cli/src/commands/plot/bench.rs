@@ -101,7 +101,7 @@ type Titles = [String; 6];
 
 fn titles((report, case): &(&Report, &Case)) -> Titles {
     let [_, heads, _, head_dim] = case.shape;
-    let kind = [&[case.kind.clone()], &case.settings[..]].concat().join(" ");
+    let kind = [std::slice::from_ref(&case.kind), &case.settings[..]].concat().join(" ");
     [
         kind,
         format!("{heads} heads of {head_dim}"),
