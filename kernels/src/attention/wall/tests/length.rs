@@ -124,25 +124,30 @@ fn outputs_hold_at_length() {
     }
 }
 
+/// With the largest decay.
+fn fastest() -> Config {
+    Config { g_max: G_MAX, ..Config::default() }
+}
+
 const OF_CHANNELS: Decay = Decay::OfChannels { g_max: G_MAX as f64 };
 
 #[test]
 fn holds_at_length_on_the_cpu() {
-    holds_at_length::<Config, Cpu>(&Config::default(), OF_CHANNELS, DType::F32, 3000);
+    holds_at_length::<Config, Cpu>(&fastest(), OF_CHANNELS, DType::F32, 3000);
 }
 
 const OF_CHANNELS_AND_HEADS: Decay = Decay::OfChannelsAndHeads { g_max: G_MAX as f64 };
 
 #[test]
 fn holds_at_length_with_a_forget_gate_on_the_cpu() {
-    let config = Config { forget_gate: true, ..Config::default() };
+    let config = Config { forget_gate: true, ..fastest() };
     holds_at_length::<Config, Cpu>(&config, OF_CHANNELS_AND_HEADS, DType::F32, 3000);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_bf16_holds_at_length_with_a_forget_gate() {
-    let config = Config { forget_gate: true, ..Config::default() };
+    let config = Config { forget_gate: true, ..fastest() };
     holds_at_length::<Config, Cuda>(&config, OF_CHANNELS_AND_HEADS, DType::BF16, SEQ_LEN);
 }
 
@@ -150,7 +155,7 @@ fn cuda_bf16_holds_at_length_with_a_forget_gate() {
 #[ignore = "needs a GPU"]
 fn cuda_bf16_holds_at_length() {
     for prune in [false, true] {
-        let config = Config { prune, ..Config::default() };
+        let config = Config { prune, ..fastest() };
         holds_at_length::<Config, Cuda>(&config, OF_CHANNELS, DType::BF16, SEQ_LEN);
     }
 }
