@@ -93,8 +93,13 @@ pub(super) fn text<'a>(size: i32, h: HPos, v: VPos) -> TextStyle<'a> {
     (FONT, size).into_font().color(&BLACK).pos(Pos::new(h, v))
 }
 
-/// A number for a tick: at most three digits and a k, M, B, T, P or E.
+/// A number for a tick: at most three digits and a k, M, B, T, P or E; small numbers as `2.5e-4`.
 pub(super) fn short(value: f64) -> String {
+    if value != 0.0 && value.abs() < 0.01 {
+        let text = format!("{value:.2e}");
+        let (digits, power) = text.split_once('e').expect("an exponent");
+        return format!("{}e{power}", digits.trim_end_matches('0').trim_end_matches('.'));
+    }
     let (scaled, unit) = match value.abs() {
         v if v >= 1e18 => (value / 1e18, "E"),
         v if v >= 1e15 => (value / 1e15, "P"),
@@ -147,6 +152,8 @@ mod tests {
         let shown: Vec<String> =
             [0.0, 0.25, 1.5, 4096.0, 32768.0, 1.25e6, 2e9].into_iter().map(short).collect();
         assert_eq!(shown, ["0", "0.25", "1.5", "4096", "32.77k", "1.25M", "2B"]);
+        let small: Vec<String> = [0.02, -0.0025, 6e-4, 1e-30].into_iter().map(short).collect();
+        assert_eq!(small, ["0.02", "-2.5e-3", "6e-4", "1e-30"]);
     }
 
     #[test]
