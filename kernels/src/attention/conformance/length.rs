@@ -15,12 +15,12 @@ use crate::testing::{Tensor64, root_mean_square};
 #[derive(Clone, Copy, Debug)]
 pub enum Decay {
     /// One gate per query head: each step adds y to the score.
-    OfHeads,
+    Scalar,
     /// One gate per channel of a kv head: each step multiplies the channel's part of the score by
     /// exp(−g_max (1 − e^(y / g_max))).
-    OfChannels { g_max: f64 },
+    Channels { g_max: f64 },
     /// Both: one gate per channel of a kv head, and after it one per query head.
-    OfChannelsAndHeads { g_max: f64 },
+    Both { g_max: f64 },
 }
 
 /// What a gate's decay does to a score.
@@ -33,9 +33,9 @@ enum Gate {
 impl Decay {
     fn gates(self) -> Vec<Gate> {
         match self {
-            Decay::OfHeads => vec![Gate::Heads],
-            Decay::OfChannels { g_max } => vec![Gate::Channels { g_max }],
-            Decay::OfChannelsAndHeads { g_max } => vec![Gate::Channels { g_max }, Gate::Heads],
+            Decay::Scalar => vec![Gate::Heads],
+            Decay::Channels { g_max } => vec![Gate::Channels { g_max }],
+            Decay::Both { g_max } => vec![Gate::Channels { g_max }, Gate::Heads],
         }
     }
 }

@@ -129,14 +129,14 @@ fn fastest() -> Config {
     Config { g_max: G_MAX, ..Config::default() }
 }
 
-const OF_CHANNELS: Decay = Decay::OfChannels { g_max: G_MAX as f64 };
+const OF_CHANNELS: Decay = Decay::Channels { g_max: G_MAX as f64 };
 
 #[test]
 fn holds_at_length_on_the_cpu() {
     holds_at_length::<Config, Cpu>(&fastest(), OF_CHANNELS, DType::F32, 3000);
 }
 
-const OF_CHANNELS_AND_HEADS: Decay = Decay::OfChannelsAndHeads { g_max: G_MAX as f64 };
+const OF_CHANNELS_AND_HEADS: Decay = Decay::Both { g_max: G_MAX as f64 };
 
 #[test]
 fn holds_at_length_with_a_forget_gate_on_the_cpu() {
