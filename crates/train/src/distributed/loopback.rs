@@ -4,7 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData, TensorMetadata};
 use longwall_kernels::backend::{OpBackend, primitive, tensor};
 
 use super::{Collective, CollectiveError, Owned, World};
@@ -102,11 +102,9 @@ impl Loopback {
         tensors: Vec<Owned<B>>,
     ) -> Result<Vec<Vec<(TensorData, usize)>>, CollectiveError> {
         let read = |(x, owner): Owned<B>| {
-            let shape = burn::tensor::TensorMetadata::shape(&x);
-            let flat = B::float_reshape(x, [shape.num_elements()].into());
-            let mut data = tensor::<B, 1>(flat).into_data();
-            data.shape = shape;
-            (data, owner)
+            let shape = x.shape();
+            let data = flat_data::<B>(x);
+            (TensorData { shape, ..data }, owner)
         };
         let own = tensors.into_iter().map(read).collect();
         let all = self.exchange(Given::Tensors(own))?;
@@ -123,7 +121,18 @@ impl Loopback {
     }
 }
 
-fn of_data<B: OpBackend>(data: TensorData) -> FloatTensor<B> {
+/// `x` in one dimension, in main memory.
+fn flat_data<B: OpBackend>(x: FloatTensor<B>) -> TensorData {
+    let elements = x.shape().num_elements();
+    tensor::<B, 1>(B::float_reshape(x, [elements].into())).into_data()
+}
+
+/// The elements of an f32 tensor.
+pub(super) fn elements<B: OpBackend>(x: FloatTensor<B>) -> Vec<f32> {
+    flat_data::<B>(x).to_vec().expect("elements are f32")
+}
+
+pub(super) fn of_data<B: OpBackend>(data: TensorData) -> FloatTensor<B> {
     let (shape, dtype) = (data.shape.clone(), data.dtype);
     let elements = shape.num_elements();
     let flat = TensorData { shape: [elements].into(), ..data };

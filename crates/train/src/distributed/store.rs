@@ -262,6 +262,15 @@ impl Store {
         self.shared.changed.notify_all();
     }
 
+    /// Ends all connections without a word, as the end of the process does.
+    #[cfg(test)]
+    pub(super) fn hang_up(&self) {
+        for peer in &self.shared.peers {
+            let stream = peer.stream.lock().unwrap_or_else(PoisonError::into_inner);
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
     /// Says goodbye: this rank needs no other one any more.
     pub fn close(&self) {
         self.shared.lock().closed = true;

@@ -1,8 +1,10 @@
 //! Training on ranks that are threads.
 
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::Mutex;
 
+use burn::tensor::{TensorData, TensorMetadata};
 use longwall_model::Precision;
 use longwall_model::weights::read_tensors;
 
@@ -360,4 +362,129 @@ fn a_start_that_fails_on_rank_0_fails_on_all_ranks() {
         .collect();
     assert!(errors[0].contains("exists already"), "{errors:?}");
     assert!(errors[1].starts_with("rank 0 (this process) failed: the run folder"), "{errors:?}");
+}
+
+/// Ranks connected by the store alone, which also carries the tensors, f32 ones.
+struct OverTcp {
+    store: Store,
+    step: Cell<u64>,
+}
+
+impl OverTcp {
+    /// The elements of all ranks' tensors, by rank and tensor.
+    fn exchange(
+        &self,
+        tensors: &[Owned<TestBackend>],
+    ) -> Result<Vec<Vec<Vec<f32>>>, CollectiveError> {
+        let own: Vec<Vec<f32>> =
+            tensors.iter().map(|(x, _)| loopback::elements::<TestBackend>(x.clone())).collect();
+        let bytes = own.iter().flatten().flat_map(|x| x.to_le_bytes()).collect();
+        let all = self.store.all_gather(bytes)?.into_iter().map(|message| {
+            let (elements, _) = message.as_chunks::<4>();
+            let mut elements = elements.iter().map(|bytes| f32::from_le_bytes(*bytes));
+            own.iter().map(|x| elements.by_ref().take(x.len()).collect()).collect()
+        });
+        Ok(all.collect())
+    }
+}
+
+impl Collective<TestBackend> for OverTcp {
+    fn world(&self) -> World {
+        self.store.world()
+    }
+
+    fn reduce(
+        &self,
+        tensors: Vec<Owned<TestBackend>>,
+    ) -> Result<Vec<Option<FloatTensor<TestBackend>>>, CollectiveError> {
+        let all = self.exchange(&tensors)?;
+        let sum = |(at, (x, owner)): (usize, &Owned<TestBackend>)| {
+            (*owner == self.store.world().rank).then(|| {
+                let mut sum = all[0][at].clone();
+                for theirs in &all[1..] {
+                    sum.iter_mut().zip(&theirs[at]).for_each(|(sum, term)| *sum += term);
+                }
+                loopback::of_data::<TestBackend>(TensorData::new(sum, x.shape()))
+            })
+        };
+        Ok(tensors.iter().enumerate().map(sum).collect())
+    }
+
+    fn broadcast(
+        &self,
+        tensors: Vec<Owned<TestBackend>>,
+    ) -> Result<Vec<FloatTensor<TestBackend>>, CollectiveError> {
+        let all = self.exchange(&tensors)?;
+        let value = |(at, (x, owner)): (usize, &Owned<TestBackend>)| {
+            let elements = all[*owner][at].clone();
+            loopback::of_data::<TestBackend>(TensorData::new(elements, x.shape()))
+        };
+        Ok(tensors.iter().enumerate().map(value).collect())
+    }
+
+    fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.store.all_gather(message)
+    }
+
+    fn begin_step(&self, step: u64) {
+        self.step.set(step);
+        self.store.watch(format!("step {step}"));
+    }
+
+    fn end_step(&self) {
+        self.store.finished(self.step.get());
+    }
+
+    fn fail(&self, reason: &str) {
+        self.store.fail(reason);
+    }
+}
+
+/// A run of three ranks over TCP; rank 2 ends without a word during step `lost`.
+fn run_over_tcp(config: &RunConfig, lost: Option<u64>) -> Vec<Result<Outcome, TrainError>> {
+    let port = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+    let rank = |rank: usize| {
+        let (world, address) = (World { rank, size: 3 }, "127.0.0.1".to_owned());
+        let environment = Environment { world, local_rank: rank, address, port };
+        let limits = StoreOptions { exits: false, ..StoreOptions::default() };
+        let store = Store::connect(&environment, &vec![], limits).unwrap();
+        let ranks = OverTcp { store, step: Cell::new(0) };
+        let options = options(Precision::F32, RunStart::New, StopFlag::new());
+        let lost = lost.filter(|_| rank == 2).unwrap_or(u64::MAX);
+        let mut console = After { step: lost, action: || ranks.store.hang_up() };
+        let device = Default::default();
+        let none = &mut NoEvaluations;
+        let outcome = train_as_rank(config, &device, &options, &ranks, &mut console, none);
+        if outcome.is_ok() {
+            ranks.store.close();
+        }
+        outcome
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3).map(|at| scope.spawn(move || rank(at))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+    })
+}
+
+#[test]
+fn ranks_over_tcp_train_as_those_in_one_process() {
+    let sandbox = Sandbox::new();
+    let here = run(3, &config(&sandbox, "here", &[]), RunStart::New).run_dir;
+    let outcomes = run_over_tcp(&config(&sandbox, "tcp", &[]), None);
+    let outcomes: Vec<Outcome> = outcomes.into_iter().map(Result::unwrap).collect();
+    assert_eq!(losses(&outcomes[0].run_dir), losses(&here));
+    assert_eq!(weights(&outcomes[0].run_dir), weights(&here));
+}
+
+#[test]
+fn a_rank_that_ends_without_a_word_ends_the_others() {
+    let sandbox = Sandbox::new();
+    let started = std::time::Instant::now();
+    let outcomes = run_over_tcp(&config(&sandbox, "lost", &[]), Some(6));
+    let errors: Vec<String> = outcomes.into_iter().map(|x| x.unwrap_err().to_string()).collect();
+    assert!(started.elapsed() < std::time::Duration::from_secs(60));
+    for error in &errors[..2] {
+        assert!(error.starts_with("rank 2 (") && error.contains("has ended"), "{errors:?}");
+    }
+    assert!(errors[0].contains("checkpoints/step-5; continue from it"), "{errors:?}");
 }
