@@ -5,10 +5,10 @@
 //! [`TILE`] tokens; E_J = ⌊p⌋ at the last token of tile J, and E_{−1} = 0. Queries of tile I are stored as
 //! q_i 2^(p_i − E_{I−1}), keys of tile J as k_j 2^(E_J − p_j): factors of at most 2. The remaining factor of
 //! a pair of tiles is f_IJ = 2^(E_{I−1} − E_J), a power of two: bf16 numbers are multiplied by it without
-//! rounding. For J < I it is at most 1; for J = I it is at most 2^111 ([`LARGEST_G_MAX`](super::super::LARGEST_G_MAX)),
+//! rounding. For J < I it is at most 1; for J = I it is at most 2^93 ([`LARGEST_G_MAX`](super::super::LARGEST_G_MAX)),
 //! inside bf16's range.
 //!
-//! Decoding stores keys as k_j 2^(E_{J−1} − p_j) instead, with factors of at most 2^111: later tokens of the
+//! Decoding stores keys as k_j 2^(E_{J−1} − p_j) instead, with factors of at most 2^93: later tokens of the
 //! tile do not change the keys already stored. The remaining factor is 2^(E_{I−1} − E_{J−1}), at most 1; it
 //! is applied to q, so that contributions that have decayed below 2⁻¹²⁶ times the key's factor may become 0.
 //!
