@@ -5,7 +5,6 @@
 //! transposed into a column. Reshape first, then take the view.
 
 pub mod blas;
-pub mod nccl;
 
 use std::ops::Range;
 

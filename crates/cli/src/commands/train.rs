@@ -9,8 +9,7 @@ use longwall_config::shell_quoted;
 use longwall_data::{NoProgress, Progress};
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::cuda::nccl;
-use longwall_kernels::device::{OnDevice, gpus as gpus_here, keep_kernels};
+use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::{CheckpointSelector, WeightsSelector};
 use longwall_train::config::{DeviceChoice, RunConfig, RunTable, eval_weights};
@@ -18,7 +17,7 @@ use longwall_train::console::SilentConsole;
 use longwall_train::device::{self, Compute, DeviceError};
 use longwall_train::distributed::{
     Alone, Collective, Environment, Launch, LaunchError, Nccl, Store, StoreOptions, World,
-    follow_launcher,
+    follow_launcher, nccl_version,
 };
 use longwall_train::meters::Meters;
 use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train_as_rank};
@@ -182,12 +181,12 @@ fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
     if config.run.device == DeviceChoice::Cpu {
         return Err(DeviceError::RanksOnCpu { ranks: size }.into());
     }
-    let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
+    let count = device::gpus().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
     if gpus > count {
         bail!("--gpus is {gpus}; allowed: 1 to {count}, the GPUs that the driver shows");
     }
     // Report a missing library once.
-    nccl::version()?;
+    nccl_version()?;
     for stage in config.timeline().stages() {
         stage.of_rank(World { rank, size })?;
     }

@@ -9,6 +9,7 @@
 //! small messages over TCP, by which ranks also notice that another one has ended. [`Launch`] starts the ranks of one
 //! machine.
 
+mod communicator;
 mod environment;
 mod launch;
 #[cfg(test)]
@@ -23,8 +24,8 @@ use std::ops::Range;
 
 use burn::tensor::ops::FloatTensor;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::cuda::nccl::NcclError;
 
+pub use communicator::{NcclError, version as nccl_version};
 pub use environment::{Environment, EnvironmentError};
 pub use launch::{LOST_RANK, Launch, LaunchError, RankFailure, follow_launcher};
 pub use nccl::Nccl;

@@ -5,8 +5,8 @@ use std::cell::Cell;
 use burn::tensor::ops::FloatTensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::cuda::CudaTensor;
-use longwall_kernels::cuda::nccl::{self, Communicator, NcclError, UniqueId};
 
+use super::communicator::{Communicator, NcclError, UniqueId, unique_id, version};
 use super::{Collective, CollectiveError, Owned, Store, World};
 
 /// The GPUs of all ranks, connected by NCCL.
@@ -25,7 +25,7 @@ impl Nccl {
     pub fn connect(store: Store, gpu: usize) -> Result<Self, CollectiveError> {
         let world = store.world();
         store.watch_start("NCCL's start".to_owned());
-        let version = nccl::version().inspect_err(|error| store.fail(&error.to_string()))?;
+        let version = version().inspect_err(|error| store.fail(&error.to_string()))?;
         check_versions(&store, &version)?;
         if world.is_first() {
             tracing::info!("NCCL {version} connects {} GPUs", world.size);
@@ -35,7 +35,7 @@ impl Nccl {
             CollectiveError::from(error)
         };
         let own = match world.is_first() {
-            true => nccl::unique_id().map_err(fail)?.0.to_vec(),
+            true => unique_id().map_err(fail)?.0.to_vec(),
             false => vec![],
         };
         let ids = store.all_gather(own)?;

@@ -8,9 +8,10 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::blocks::{BLOCK, BlockResults};
+use super::levels::LevelBiases;
 use super::{Call, Path};
 use crate::Cuda;
-use crate::attention::decay::{DecayBiases, DecaySums, DecaySumsCache, OptionalDecay};
+use crate::attention::decay::{DecayBiases, DecaySums, DecaySumsCache};
 use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, TileQueries,
@@ -216,7 +217,7 @@ impl PathKvCache {
         }
     }
 
-    fn attend_with<B: OptionalDecay>(
+    fn attend_with<B: LevelBiases>(
         &self,
         op: &Path,
         token: &Tokens,
@@ -330,7 +331,7 @@ struct DecodeHooks<B> {
     biases: std::marker::PhantomData<B>,
 }
 
-impl<B: OptionalDecay> Hooks for DecodeHooks<B> {
+impl<B: LevelBiases> Hooks for DecodeHooks<B> {
     type Operands = PlainOperands<bf16, QueriesOfParts>;
     type Biases = B;
     type Score = ScaledScore;

@@ -3,7 +3,7 @@
 //! NCCL's library is loaded when it is first used. The types and numbers declared here are those of its C
 //! interface, which have been the same since version 2.10.
 //!
-//! Calls run on a stream of their own, between two events as matrix products do ([`blas`](super::blas)): after all
+//! Calls run on a stream of their own, between two events as matrix products do ([`blas`](longwall_kernels::cuda::blas)): after all
 //! work issued to the context before, and before all later work. Buffers can therefore be reused as soon as a call
 //! returns. NCCL adds in an order that depends only on the ranks, their connections, and the sizes: equal worlds give
 //! equal bits.
@@ -14,11 +14,9 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 
 use burn::tensor::DType;
-use burn_cubecl::kernel::into_contiguous;
 use cudarc::driver::sys as cu;
 use libloading::Library;
-
-use super::{CudaTensor, unshare};
+use longwall_kernels::cuda::{CudaTensor, contiguous, unshare};
 
 /// Names the library's file, before any other place is searched.
 pub const PATH_VARIABLE: &str = "LONGWALL_NCCL";
@@ -326,7 +324,7 @@ impl Communicator {
     ) -> Result<Vec<Option<CudaTensor>>, NcclError> {
         let own = |(tensor, owner): (CudaTensor, usize)| {
             assert_eq!(tensor.dtype, DType::F32, "the type of a sum");
-            let mut tensor = into_contiguous(tensor);
+            let mut tensor = contiguous(&tensor);
             if owner == self.rank {
                 unshare(&mut tensor);
             }
@@ -365,7 +363,7 @@ impl Communicator {
         tensors: Vec<(CudaTensor, usize)>,
     ) -> Result<Vec<CudaTensor>, NcclError> {
         let own = |(tensor, owner): (CudaTensor, usize)| {
-            let mut tensor = into_contiguous(tensor);
+            let mut tensor = contiguous(&tensor);
             if owner != self.rank {
                 unshare(&mut tensor);
             }
