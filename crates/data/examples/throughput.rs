@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use longwall_data::sources::{cargo_sources, passkey, shards, text};
 use longwall_data::{
-    Corpus, DataConfig, Loader, NoProgress, PrepareOptions, SourceConfig, Split, Tokenizer,
+    Corpus, DataConfig, Loader, NoProgress, PrepareOptions, Rows, SourceConfig, Split, Tokenizer,
     TokenizerConfig, prepare,
 };
 
@@ -57,6 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn measure(source: SourceConfig, tokenizer: &Tokenizer) -> Result<String, Box<dyn Error>> {
     let config = DataConfig {
         seq_len: SEQ_LEN,
+        rows: Rows::Packed,
         document_mask: true,
         validation_fraction: 0.01,
         validation_tokens: 262_144,

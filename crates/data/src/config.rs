@@ -28,6 +28,9 @@ use crate::mixture::BLOCK_ROWS;
 pub struct DataConfig {
     /// Tokens in a row, at least 2.
     pub seq_len: usize,
+    /// What a row of a source of text holds. Default `packed`.
+    #[serde(default, skip_serializing_if = "Rows::is_packed")]
+    pub rows: Rows,
     /// Whether attention stays within a document: the loader then gives every position the start of
     /// its document, and a document's first token, which has no context, no loss. Default true.
     #[serde(default = "yes")]
@@ -47,6 +50,43 @@ pub struct DataConfig {
     /// The sources; rows are drawn from them by their weights.
     #[serde(default)]
     pub sources: Vec<SourceConfig>,
+}
+
+/// What a row holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Rows {
+    /// Text: a window of the stream of all documents. Generated examples: as many whole ones as fit.
+    #[default]
+    Packed,
+    /// One document, or one generated example, from its first token on. A longer one is cut to `seq_len`; after
+    /// a shorter one the row is padded, without loss.
+    Documents,
+}
+
+impl Rows {
+    /// Whether it is the default.
+    pub fn is_packed(&self) -> bool {
+        *self == Rows::Packed
+    }
+
+    /// The rows of `loaded` tokens, the length that the loader is open with, that a batch of `tokens` in rows of
+    /// `seq_len` takes. Packed rows are cut into shorter ones; of documents, shorter rows hold less.
+    pub fn taken(self, tokens: u64, seq_len: usize, loaded: usize) -> u64 {
+        match self {
+            Rows::Packed => tokens / loaded as u64,
+            Rows::Documents => tokens / seq_len as u64,
+        }
+    }
+}
+
+impl std::fmt::Display for Rows {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Rows::Packed => "packed",
+            Rows::Documents => "documents",
+        })
+    }
 }
 
 fn yes() -> bool {
@@ -154,6 +194,7 @@ mod tests {
         let config: DataConfig =
             toml::from_str("seq_len = 64\n[[sources]]\nkind = \"cargo-sources\"").unwrap();
         assert!(config.document_mask);
+        assert_eq!(config.rows, Rows::Packed);
         assert_eq!((config.validation_fraction, config.validation_tokens), (0.01, 262_144));
         let source = cargo_sources::Config { max_bytes: 64_000_000, path: None };
         assert_eq!(config.sources, [source.into()]);

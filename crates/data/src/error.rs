@@ -138,6 +138,16 @@ pub enum DataError {
         /// What the user can do.
         hint: String,
     },
+    /// Shards that do not say where documents end, where a row is to be a document.
+    #[error(
+        "source {source_name} has no end of text among its {tokens} tokens, and data.rows is \"documents\"\n  hint: set rows = \"packed\", or make the shards again with an end of text after every document"
+    )]
+    NoDocuments {
+        /// The source.
+        source_name: String,
+        /// Tokens in the split.
+        tokens: u64,
+    },
     /// No source has validation data.
     #[error(
         "no source has validation data: {sources}\n  hint: raise data.validation_fraction, give more documents (data.sources.separator splits long text files), or give a shards source `validation` files"

@@ -19,7 +19,7 @@ pub mod sources;
 pub mod synthetic;
 mod tokenizer;
 
-pub use config::DataConfig;
+pub use config::{DataConfig, Rows};
 pub use corpus::Corpus;
 pub use error::DataError;
 pub use loader::{Batch, Cursor, CursorSource, Loader, SourceSummary, Split};

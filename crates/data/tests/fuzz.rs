@@ -12,8 +12,8 @@ use std::sync::Arc;
 use longwall_config::Problems;
 use longwall_data::sources::{shards, text};
 use longwall_data::{
-    DataConfig, DataError, Loader, MANIFEST_FILE, NoProgress, PrepareOptions, Split, Tokenizer,
-    TokenizerConfig, prepare, verify_shards,
+    DataConfig, DataError, Loader, MANIFEST_FILE, NoProgress, PrepareOptions, Rows, Split,
+    Tokenizer, TokenizerConfig, prepare, verify_shards,
 };
 use longwall_fuzzing::{Folder, checked, fuzz, has_hint, mutated};
 use proptest::sample::select;
@@ -27,6 +27,7 @@ fn load(folder: &Path) -> Result<(), DataError> {
     let source = shards::Config { train: vec![folder.into()], validation: vec![folder.into()] };
     let config = DataConfig {
         seq_len: 16,
+        rows: Rows::Packed,
         document_mask: true,
         validation_fraction: 0.1,
         validation_tokens: 256,

@@ -132,6 +132,7 @@ fn state(config: &RunConfig, tokenizer: &Tokenizer) -> State {
             next_row: 0,
             seed: config.run.seed,
             seq_len: config.data.seq_len,
+            rows: config.data.rows,
             tokenizer: tokenizer.fingerprint(),
             sources: vec![],
         },

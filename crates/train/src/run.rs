@@ -153,11 +153,11 @@ fn steps<B: OpBackend>(
         let step = run.progress.step;
         collective.begin_step(step + 1);
 
-        // Rows and window of this step: a function only of the step. Shorter rows are parts of those of data.seq_len.
+        // Rows and window of this step: a function only of the step. Shorter rows are parts of the loader's.
         let OpenStage { stage, micro_batch } = run.stage();
         run.model.set_windows(&run.config.model_of(&stage));
-        let rows = stage.batch_tokens as usize / run.config.data.seq_len;
-        let batch = run.loader.try_batch(run.next_row(), rows)?.cut(stage.seq_len);
+        let tokens = stage.batch_tokens as usize;
+        let batch = run.loader.try_shorter(run.next_row(), tokens, stage.seq_len)?;
         let weights = weight_sum(&batch);
         let batch = if world.is_alone() { batch } else { batch.part(world.part(batch.rows)) };
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use longwall_config::{Problems, culprit};
-use longwall_data::{Loader, Split, Tokenizer};
+use longwall_data::{Loader, Rows, Split, Tokenizer};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
     EvalError, HeldOut, Preset, Report, RunContext, StopRequest, SuiteConfig, Summary,
@@ -306,8 +306,9 @@ impl HeldOut for ValidationText<'_> {
     fn validation_tokens(&self, wanted: usize) -> Result<Vec<u32>, EvalError> {
         let mut data = self.config.data.clone();
         // Contexts longer than a row need text that continues from row to row: open all rows of the
-        // split, and read the first. Generated examples are not text.
+        // split, packed, and read the first. Generated examples are not text.
         data.validation_tokens = ALL;
+        data.rows = Rows::Packed;
         data.sources.retain(|source| !source.is_generated());
         if data.sources.is_empty() {
             return Err(EvalError::Text {

@@ -1,11 +1,12 @@
 //! Opens the sources of a configuration.
 
+use super::documents::Documents;
 use super::windows::{Order, Windows};
 use super::{Loader, Plan, SourceRows, SourceSummary, Split};
 use crate::mixture::{BLOCK_ROWS, Mixture, derive_key, largest_remainder};
 use crate::shard::TokenStream;
 use crate::sources::{OpenContext, SourceData};
-use crate::{DataConfig, DataError, Progress, Tokenizer};
+use crate::{DataConfig, DataError, Progress, Rows, Tokenizer};
 
 pub(super) fn open(
     config: &DataConfig,
@@ -43,6 +44,7 @@ pub(super) fn open(
     };
     Ok(Loader {
         seq_len: config.seq_len,
+        rows: config.rows,
         seed,
         document_mask: config.document_mask,
         end_of_text: tokenizer.end_of_text() as i32,
@@ -72,10 +74,14 @@ fn validation_plan(
     let rows = (config.validation_tokens / config.seq_len as u64).max(1);
     let mut starts = vec![0];
     for (at, mut share) in largest_remainder(weights, rows).into_iter().enumerate() {
-        if let SourceRows::Windows(windows) = &mut sources[at] {
-            share = share.min(windows.count);
-            windows.spread(share);
+        if let Some(rows) = summaries[at].rows {
+            share = share.min(rows);
             summaries[at].rows = Some(share);
+        }
+        match &mut sources[at] {
+            SourceRows::Windows(windows) => windows.spread(share),
+            SourceRows::Documents(documents) => documents.spread(share),
+            SourceRows::Generated(_) => {}
         }
         starts.push(starts[at] + share);
     }
@@ -95,7 +101,7 @@ enum Opened {
     },
 }
 
-/// The rows of an opened source; cuts a stream of tokens into windows.
+/// The rows of an opened source; divides a stream of tokens into windows or documents.
 fn open_rows(
     name: String,
     content: SourceData,
@@ -112,19 +118,46 @@ fn open_rows(
             return Ok(Opened::Rows(SourceRows::Generated(rows), summary));
         }
     };
+    let order = match context.split {
+        Split::Train => Order::Shuffled { key: context.seed },
+        Split::Validation => Order::Spread { rows: 1 },
+    };
+    if context.data.rows == Rows::Documents {
+        let tokens = stream.tokens();
+        let documents = Documents::new(stream, context.tokenizer, order)?;
+        if documents.count() == 0 {
+            return too_short(name, tokens, 2, context.split);
+        }
+        if !documents.separated() {
+            return Err(DataError::NoDocuments { source_name: name, tokens });
+        }
+        log_use(&name, &documents, context);
+        let fingerprint = documents.stream.fingerprint()?;
+        let summary = summary(name, Some(tokens), Some(documents.count()), fingerprint);
+        return Ok(Opened::Rows(SourceRows::Documents(documents), summary));
+    }
     let needed = context.data.seq_len as u64 + 1;
     if stream.tokens() < needed {
         return too_short(name, stream.tokens(), needed, context.split);
     }
     warn_without_documents(&name, &stream, context)?;
-    let order = match context.split {
-        Split::Train => Order::Shuffled { key: context.seed },
-        Split::Validation => Order::Spread { rows: 1 },
-    };
     let windows = Windows::new(stream, context.data.seq_len, context.tokenizer, order);
-    let (tokens, fingerprint) = (windows.tokens(), windows.fingerprint()?);
+    let (tokens, fingerprint) = (windows.stream.tokens(), windows.stream.fingerprint()?);
     let summary = summary(name, Some(tokens), Some(windows.count), fingerprint);
     Ok(Opened::Rows(SourceRows::Windows(windows), summary))
+}
+
+/// Says how many tokens of the documents and of their rows carry a loss.
+fn log_use(name: &str, documents: &Documents, context: &OpenContext<'_>) {
+    let (count, seq_len) = (documents.count(), context.data.seq_len);
+    let (targets, all) = (documents.targets(seq_len), documents.stream.tokens());
+    tracing::info!(
+        "{name}, {}: {count} documents of {all} tokens; a loss is on {targets}, {:.1} % of the {} tokens of their \
+         rows",
+        context.split.name(),
+        100.0 * targets as f64 / (count * seq_len as u64) as f64,
+        count * seq_len as u64
+    );
 }
 
 /// Warns if documents cannot be separated: shards from other programs may end them differently.

@@ -1,3 +1,4 @@
+mod documents;
 mod errors;
 
 use std::collections::HashSet;

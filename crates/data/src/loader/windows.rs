@@ -7,14 +7,50 @@ use crate::permutation::Permutation;
 use crate::shard::TokenStream;
 use crate::{DataError, Tokenizer};
 
-/// A stream of tokens, cut into windows.
+/// A stream of tokens that are checked against a vocabulary when they are read.
 #[derive(Debug)]
-pub(super) struct Windows {
+pub(super) struct CheckedStream {
     stream: TokenStream,
-    seq_len: u64,
     /// The tokenizer's name.
     tokenizer: String,
     vocab_size: usize,
+}
+
+impl CheckedStream {
+    pub(super) fn new(stream: TokenStream, tokenizer: &Tokenizer) -> Self {
+        let (vocab_size, tokenizer) = (tokenizer.vocab_size(), tokenizer.name().into());
+        CheckedStream { stream, tokenizer, vocab_size }
+    }
+
+    pub(super) fn tokens(&self) -> u64 {
+        self.stream.tokens()
+    }
+
+    pub(super) fn fingerprint(&self) -> Result<String, DataError> {
+        self.stream.fingerprint()
+    }
+
+    /// The shards' paths.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.stream.paths()
+    }
+
+    /// Fills `tokens` from `start` on. Fails if they cannot be read, or if the vocabulary lacks one.
+    pub(super) fn read(&self, start: u64, tokens: &mut [i32]) -> Result<(), DataError> {
+        self.stream.read(start, tokens)?;
+        // As u32, so that a token above i32::MAX is found too.
+        let out_of_range = |&token: &i32| token as u32 as usize >= self.vocab_size;
+        let Some(at) = tokens.iter().position(out_of_range) else { return Ok(()) };
+        let found = self.stream.out_of_range(start + at as u64, tokens[at] as u32);
+        Err(found.error(&self.tokenizer, self.vocab_size))
+    }
+}
+
+/// A stream of tokens, cut into windows.
+#[derive(Debug)]
+pub(super) struct Windows {
+    pub(super) stream: CheckedStream,
+    seq_len: u64,
     order: Order,
     /// Windows in an epoch, at least 1.
     pub(super) count: u64,
@@ -22,10 +58,25 @@ pub(super) struct Windows {
 
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Permuted and shifted in each epoch; `key` is derived from seed and source.
+    /// Permuted in each epoch; `key` is derived from seed and source.
     Shuffled { key: u64 },
-    /// `rows` windows, spread evenly over the stream.
+    /// `rows` windows or documents, spread evenly over the stream.
     Spread { rows: u64 },
+}
+
+impl Order {
+    /// Which of `count` windows or documents row `index` is.
+    pub(super) fn at(&self, index: u64, count: u64) -> u64 {
+        match *self {
+            Order::Shuffled { key } => {
+                let epoch = index / count;
+                Permutation::new(count, derive_key("order", &[key, epoch])).at(index % count)
+            }
+            Order::Spread { rows } => {
+                (u128::from(index) * u128::from(count) / u128::from(rows)) as u64
+            }
+        }
+    }
 }
 
 impl Windows {
@@ -43,8 +94,7 @@ impl Windows {
             Order::Shuffled { .. } => (tokens / seq_len).saturating_sub(1).max(1),
             Order::Spread { .. } => (tokens - 1) / seq_len,
         };
-        let (vocab_size, tokenizer) = (tokenizer.vocab_size(), tokenizer.name().into());
-        Windows { stream, seq_len, tokenizer, vocab_size, order, count }
+        Windows { stream: CheckedStream::new(stream, tokenizer), seq_len, order, count }
     }
 
     /// Sets how many of the windows a validation pass reads.
@@ -53,45 +103,21 @@ impl Windows {
         self.order = Order::Spread { rows };
     }
 
-    pub(super) fn tokens(&self) -> u64 {
-        self.stream.tokens()
-    }
-
-    pub(super) fn fingerprint(&self) -> Result<String, DataError> {
-        self.stream.fingerprint()
-    }
-
     /// Fills the row's `seq_len + 1` tokens. Fails if they cannot be read, or if the vocabulary lacks one.
     pub(super) fn fill(&self, index: u64, tokens: &mut [i32]) -> Result<(), DataError> {
-        let start = self.start(index);
-        self.stream.read(start, tokens)?;
-        // As u32, so that a token above i32::MAX is found too.
-        let out_of_range = |&token: &i32| token as u32 as usize >= self.vocab_size;
-        let Some(at) = tokens.iter().position(out_of_range) else { return Ok(()) };
-        let found = self.stream.out_of_range(start + at as u64, tokens[at] as u32);
-        Err(found.error(&self.tokenizer, self.vocab_size))
+        self.stream.read(self.start(index), tokens)
     }
 
-    /// The shards' paths.
-    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.stream.paths()
-    }
-
-    /// Where in the stream a row starts.
+    /// Where in the stream a row starts. Each epoch of training shifts all windows.
     pub(super) fn start(&self, index: u64) -> u64 {
+        let start = self.order.at(index, self.count) * self.seq_len;
         match self.order {
             Order::Shuffled { key } => {
-                let epoch = index / self.count;
-                let window = Permutation::new(self.count, derive_key("order", &[key, epoch]))
-                    .at(index % self.count);
                 let room = self.stream.tokens() - 1 - self.count * self.seq_len;
                 let offsets = room.min(self.seq_len - 1) + 1;
-                derive_key("offset", &[key, epoch]) % offsets + window * self.seq_len
+                start + derive_key("offset", &[key, index / self.count]) % offsets
             }
-            Order::Spread { rows } => {
-                (u128::from(index) * u128::from(self.count) / u128::from(rows)) as u64
-                    * self.seq_len
-            }
+            Order::Spread { .. } => start,
         }
     }
 }

@@ -12,7 +12,7 @@ use tracing::{Event, Level, Metadata, Subscriber};
 use super::{OpenContext, RowGenerator, SourceConfig, SourceData};
 use crate::corpus::{Corpus, Decoded, Position, ReadBytes, read};
 use crate::shard::{SplitWriter, Width};
-use crate::{DataConfig, DataError, Loader, NoProgress, Split, Tokenizer, TokenizerConfig};
+use crate::{DataConfig, DataError, Loader, NoProgress, Rows, Split, Tokenizer, TokenizerConfig};
 
 /// End of text in the tokenizer of the tests.
 pub(crate) const END: u32 = 256;
@@ -30,6 +30,7 @@ pub(crate) fn tokenizer() -> Tokenizer {
 pub(crate) fn config(dir: &TempDir, seq_len: usize, sources: Vec<SourceConfig>) -> DataConfig {
     DataConfig {
         seq_len,
+        rows: Rows::Packed,
         document_mask: true,
         validation_fraction: 0.1,
         validation_tokens: 8 * seq_len as u64,

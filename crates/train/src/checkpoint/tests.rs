@@ -16,6 +16,7 @@ fn state(step: u64) -> State {
         next_row: step * 8,
         seed: 3,
         seq_len: 512,
+        rows: longwall_data::Rows::Packed,
         tokenizer: "bytes".into(),
         sources: Vec::new(),
     };

@@ -539,8 +539,11 @@ impl<B: OpBackend> Run<'_, B> {
         self.timeline.tokens(self.progress.step)
     }
 
-    /// The first row, of `data.seq_len` tokens, that is not trained on yet.
+    /// The loader's first row that is not trained on yet.
     pub fn next_row(&self) -> u64 {
-        self.tokens() / self.config.data.seq_len as u64
+        let (rows, loaded) = (self.loader.rows(), self.loader.seq_len());
+        let tokens = self.timeline.tokens_by_stage(self.progress.step);
+        let stages = self.timeline.stages().iter().zip(tokens);
+        stages.map(|(stage, tokens)| rows.taken(tokens, stage.seq_len, loaded)).sum()
     }
 }
