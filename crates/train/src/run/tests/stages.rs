@@ -66,6 +66,25 @@ fn a_run_with_stages_resumes_to_the_bit() {
     assert_eq!(checkpoint.state.micro_batches.last(), Some(&last));
 }
 
+#[test]
+fn rows_of_documents_with_stages_resume_to_the_bit() {
+    let sandbox = Sandbox::new();
+    let of = |name: &str| {
+        let name = format!("run.name={name}");
+        sandbox.config(&[&STAGES, "data.rows=\"documents\"", name.as_str()])
+    };
+    let unbroken = run(&of("unbroken"), RunStart::New).unwrap().run_dir;
+    let outcome = run_until(&of("broken"), RunStart::New, 4).unwrap();
+    let outcome = run_until(&of("broken"), RunStart::Resume(outcome.run_dir), 9).unwrap();
+    let broken = run(&of("broken"), RunStart::Resume(outcome.run_dir)).unwrap().run_dir;
+    assert_eq!(losses(&broken), losses(&unbroken));
+    assert_eq!(weights(&broken), weights(&unbroken));
+    // A row of the loader is a document, whatever the stage's rows.
+    let checkpoint = Checkpoint::open(&broken, CheckpointSelector::Latest).unwrap();
+    let rows = 5 * 64 / 16 + 5 * 128 / 32 + 3 * 256 / 32;
+    assert_eq!(checkpoint.state.cursor.next_row, rows);
+}
+
 /// The first step of a run with rows cut in two has the tokens of one without, in another arrangement.
 #[test]
 fn cut_rows_hold_the_same_tokens_with_less_context() {
