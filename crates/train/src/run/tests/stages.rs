@@ -71,7 +71,7 @@ fn rows_of_documents_with_stages_resume_to_the_bit() {
     let sandbox = Sandbox::new();
     let of = |name: &str| {
         let name = format!("run.name={name}");
-        sandbox.config(&[&STAGES, "data.rows=\"documents\"", name.as_str()])
+        sandbox.config(&[STAGES, "data.rows=\"documents\"", name.as_str()])
     };
     let unbroken = run(&of("unbroken"), RunStart::New).unwrap().run_dir;
     let outcome = run_until(&of("broken"), RunStart::New, 4).unwrap();
