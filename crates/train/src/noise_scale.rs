@@ -8,7 +8,7 @@
 use longwall_kernels::backend::OpBackend;
 use serde::{Deserialize, Serialize};
 
-use crate::distributed::{Collective, CollectiveError};
+use crate::distributed::{Collective, CollectiveError, gather_numbers};
 
 /// The gradient of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,11 +28,12 @@ impl MicroBatchNorm {
         own: &[Self],
         collective: &dyn Collective<B>,
     ) -> Result<Vec<Self>, CollectiveError> {
-        let numbers = own.iter().flat_map(|norm| [norm.weight, norm.square]);
-        let all = collective.all_gather(numbers.flat_map(f64::to_le_bytes).collect())?.concat();
-        let (numbers, _) = all.as_chunks::<8>();
-        let numbers: Vec<f64> = numbers.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
-        let norm = |pair: &[f64]| MicroBatchNorm { weight: pair[0], square: pair[1] };
+        let own = own.iter().flat_map(|norm| [norm.weight, norm.square]).map(f64::to_bits);
+        let numbers = gather_numbers(collective, own)?.concat();
+        let norm = |pair: &[u64]| {
+            let [weight, square] = [pair[0], pair[1]].map(f64::from_bits);
+            MicroBatchNorm { weight, square }
+        };
         Ok(numbers.chunks_exact(2).map(norm).collect())
     }
 }

@@ -268,20 +268,29 @@ impl<B: OpBackend> Collective<B> for Alone {
     }
 }
 
+/// The numbers of all ranks, in the order of the ranks. Those of type f64 go as their bits.
+pub(crate) fn gather_numbers<B: OpBackend>(
+    collective: &dyn Collective<B>,
+    own: impl IntoIterator<Item = u64>,
+) -> Result<Vec<Vec<u64>>, CollectiveError> {
+    let message = own.into_iter().flat_map(u64::to_le_bytes).collect();
+    let numbers = |message: Vec<u8>| {
+        let (words, _) = message.as_chunks::<8>();
+        words.iter().map(|word| u64::from_le_bytes(*word)).collect()
+    };
+    Ok(collective.all_gather(message)?.into_iter().map(numbers).collect())
+}
+
 /// The sums over all ranks of `values`, as many on each: added in f64 in the order of the ranks, so that all have the
 /// same bits.
 pub(crate) fn sum_over_ranks<B: OpBackend>(
     collective: &dyn Collective<B>,
     values: &[f64],
 ) -> Result<Vec<f64>, CollectiveError> {
-    let message = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     let mut sums = vec![0.0; values.len()];
-    for message in collective.all_gather(message)? {
-        let terms = message.chunks_exact(8);
+    for terms in gather_numbers(collective, values.iter().map(|value| value.to_bits()))? {
         assert_eq!(terms.len(), sums.len(), "values of each rank");
-        for (sum, term) in sums.iter_mut().zip(terms) {
-            *sum += f64::from_le_bytes(term.try_into().expect("8 bytes"));
-        }
+        sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += f64::from_bits(term));
     }
     Ok(sums)
 }
@@ -291,7 +300,5 @@ pub(crate) fn of_first<B: OpBackend>(
     collective: &dyn Collective<B>,
     value: u64,
 ) -> Result<u64, CollectiveError> {
-    let messages = collective.all_gather(value.to_le_bytes().to_vec())?;
-    let first: [u8; 8] = messages[0][..].try_into().expect("a number of 8 bytes");
-    Ok(u64::from_le_bytes(first))
+    Ok(gather_numbers(collective, [value])?[0][0])
 }

@@ -1,7 +1,5 @@
 //! Collectives of CUDA tensors by NCCL, and of messages by the store.
 
-use std::cell::Cell;
-
 use burn::tensor::ops::FloatTensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::cuda::CudaTensor;
@@ -13,8 +11,6 @@ use super::{Collective, CollectiveError, Owned, Store, World};
 pub struct Nccl {
     communicator: Communicator,
     store: Store,
-    /// The step under way.
-    step: Cell<u64>,
 }
 
 impl Nccl {
@@ -41,8 +37,8 @@ impl Nccl {
         let ids = store.all_gather(own)?;
         let id = UniqueId(ids[0][..].try_into().expect("NCCL's 128 bytes from rank 0"));
         let communicator = Communicator::new(gpu, world.rank, world.size, id).map_err(fail)?;
-        store.finished(0);
-        Ok(Nccl { communicator, store, step: Cell::new(0) })
+        store.finished();
+        Ok(Nccl { communicator, store })
     }
 
     /// Says goodbye to the other ranks, which have no more work together.
@@ -100,12 +96,11 @@ impl<B: OpBackend> Collective<B> for Nccl {
     }
 
     fn begin_step(&self, step: u64) {
-        self.step.set(step);
-        self.store.watch(format!("step {step}"));
+        self.store.watch_step(step);
     }
 
     fn end_step(&self) {
-        self.store.finished(self.step.get());
+        self.store.finished();
     }
 
     fn fail(&self, reason: &str) {

@@ -117,10 +117,17 @@ struct State {
     closed: bool,
     /// This rank's last finished step.
     step: u64,
-    /// What must end in limited time, since when, and how long it may take.
-    watched: Option<(String, Instant, Duration)>,
-    /// Whether a step has been watched.
-    stepped: bool,
+    watched: Option<Watched>,
+}
+
+/// What must end in limited time.
+#[derive(Clone)]
+struct Watched {
+    what: String,
+    /// The last finished step when it ends.
+    step: u64,
+    since: Instant,
+    limit: Duration,
 }
 
 struct Shared {
@@ -180,7 +187,6 @@ impl Store {
             closed: false,
             step: 0,
             watched: None,
-            stepped: false,
         };
         let (peers, readers): (Vec<_>, Vec<_>) = peers.into_iter().unzip();
         let (state, changed) = (Mutex::new(state), Condvar::new());
@@ -227,25 +233,28 @@ impl Store {
         })
     }
 
-    /// Watches a step, `what`, until [`Store::finished`]: if it takes too long, all ranks fail.
-    pub fn watch(&self, what: String) {
+    /// Watches step `step`, counted from 1, until [`Store::finished`]: if it takes too long, all ranks fail.
+    pub fn watch_step(&self, step: u64) {
         let mut state = self.shared.lock();
-        let limit = self.shared.options.step * if state.stepped { 1 } else { 3 };
-        state.watched = Some((what, Instant::now(), limit));
+        // The first one compiles kernels.
+        let limit = self.shared.options.step * if state.step > 0 { 1 } else { 3 };
+        let what = format!("step {step}");
+        state.watched = Some(Watched { what, step, since: Instant::now(), limit });
     }
 
-    /// As [`Store::watch`], for a part of the start, which has the time that ranks have to connect.
+    /// As [`Store::watch_step`], for a part of the start, which has the time that ranks have to connect.
     pub fn watch_start(&self, what: String) {
         let limit = self.shared.options.connect;
-        self.shared.lock().watched = Some((what, Instant::now(), limit));
+        let watched = Watched { what, step: 0, since: Instant::now(), limit };
+        self.shared.lock().watched = Some(watched);
     }
 
-    /// Ends what [`Store::watch`] began; `step` is the last finished step.
-    pub fn finished(&self, step: u64) {
+    /// Says that what is watched has ended.
+    pub fn finished(&self) {
         let mut state = self.shared.lock();
-        state.watched = None;
-        state.stepped |= step > state.step;
-        state.step = step;
+        if let Some(Watched { step, .. }) = state.watched.take() {
+            state.step = step;
+        }
     }
 
     /// Tells the other ranks that this one has failed, and why. Does nothing if ranks are lost already.
@@ -373,13 +382,13 @@ impl Shared {
                 .peers
                 .iter()
                 .position(|known| !known.left && known.heard.elapsed() > self.options.silence);
-            let hung = state.watched.clone().filter(|(_, since, limit)| since.elapsed() > *limit);
+            let hung = state.watched.clone().filter(|x| x.since.elapsed() > x.limit);
             drop(state);
             if let Some(at) = silent {
                 let seconds = self.options.silence.as_secs();
                 self.lose(at, format!("has not answered for {seconds} s"));
             }
-            if let Some((what, _, limit)) = hung {
+            if let Some(Watched { what, limit, .. }) = hung {
                 self.give_up(what, limit.as_secs());
             }
             for (peer, present) in self.peers.iter().zip(present) {

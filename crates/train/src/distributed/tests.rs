@@ -1,6 +1,5 @@
 //! Training on ranks that are threads.
 
-use std::cell::Cell;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -367,7 +366,6 @@ fn a_start_that_fails_on_rank_0_fails_on_all_ranks() {
 /// Ranks connected by the store alone, which also carries the tensors, f32 ones.
 struct OverTcp {
     store: Store,
-    step: Cell<u64>,
 }
 
 impl OverTcp {
@@ -427,12 +425,11 @@ impl Collective<TestBackend> for OverTcp {
     }
 
     fn begin_step(&self, step: u64) {
-        self.step.set(step);
-        self.store.watch(format!("step {step}"));
+        self.store.watch_step(step);
     }
 
     fn end_step(&self) {
-        self.store.finished(self.step.get());
+        self.store.finished();
     }
 
     fn fail(&self, reason: &str) {
@@ -448,7 +445,7 @@ fn run_over_tcp(config: &RunConfig, lost: Option<u64>) -> Vec<Result<Outcome, Tr
         let environment = Environment { world, local_rank: rank, address, port };
         let limits = StoreOptions { exits: false, ..StoreOptions::default() };
         let store = Store::connect(&environment, &vec![], limits).unwrap();
-        let ranks = OverTcp { store, step: Cell::new(0) };
+        let ranks = OverTcp { store };
         let options = options(Precision::F32, RunStart::New, StopFlag::new());
         let lost = lost.filter(|_| rank == 2).unwrap_or(u64::MAX);
         let mut console = After { step: lost, action: || ranks.store.hang_up() };

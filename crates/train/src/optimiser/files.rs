@@ -5,27 +5,12 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use burn::tensor::{Tensor, TensorData};
-use longwall_kernels::backend::{OpBackend, primitive, tensor};
-use longwall_model::weights::{EarlierNames, NamedTensors, WeightsError, read_tensors};
+use longwall_kernels::backend::{OpBackend, primitive};
+use longwall_model::weights::{EarlierNames, WeightsError, read_tensors};
 
 use super::{Optimiser, Slot, StateTensor};
 
 impl<B: OpBackend> Optimiser<B> {
-    /// The state by name, in main memory; among ranks, that of the parameters that this one owns.
-    pub fn named_tensors(&self) -> NamedTensors {
-        let of_slot = |slot: &Slot<B>| -> NamedTensors {
-            let tensors = slot.layout.iter().zip(&slot.state);
-            let named = tensors.map(|(StateTensor { name, shape }, state)| {
-                let flat =
-                    B::float_reshape(state.clone(), [shape.iter().product::<usize>()].into());
-                let elements = tensor::<B, 1>(flat).into_data().iter::<f32>().collect();
-                (format!("{name}.{}", slot.rule.parameter.path), shape.clone(), elements)
-            });
-            named.collect()
-        };
-        self.slots.iter().flat_map(of_slot).collect()
-    }
-
     /// Reads the state that a file holds, possibly under `earlier` names of the model's
     /// weights.
     ///

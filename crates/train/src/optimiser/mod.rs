@@ -135,15 +135,6 @@ impl<B: OpBackend> Optimiser<B> {
         precision.convert(model)
     }
 
-    /// `model` with the masters instead of their rounded copies, as files hold it; among ranks, of those that this
-    /// one owns.
-    ///
-    /// # Panics
-    /// When the optimiser was made for another model.
-    pub fn with_masters<M: Module<B>>(&self, model: M) -> M {
-        model.map(&mut PutMasters { slots: self.slots.iter() })
-    }
-
     /// One update of every parameter that has a gradient: among ranks, of those that this one owns. Buffers with no
     /// other owner are updated in place.
     ///
@@ -211,20 +202,6 @@ where
         let slot = self.slots.next().expect("as many slots as parameters");
         let rounds = self.precision.parameter(D) != param.val().dtype();
         slot.master = (rounds && slot.own).then(|| primitive(param.val().inner()));
-    }
-}
-
-struct PutMasters<I> {
-    slots: I,
-}
-
-impl<'a, B: OpBackend, I: Iterator<Item = &'a Slot<B>>> ModuleMapper<B> for PutMasters<I> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let slot = self.slots.next().expect("as many slots as parameters");
-        match &slot.master {
-            Some(master) => param.map(|_| tensor::<B, D>(master.clone())),
-            None => param,
-        }
     }
 }
 

@@ -9,6 +9,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::*;
+use crate::distributed::Alone;
 use crate::testing::{TestBackend, TestModel, model_config, tiny_batch, tiny_model};
 
 pub(super) fn gradients(model: &TestModel) -> Gradients<TestBackend> {
@@ -169,7 +170,7 @@ fn a_saved_optimiser_goes_on_as_if_never_stopped() {
         let mut optimiser = Optimiser::<TestBackend>::new(&rules(&config), &model);
         let first = gradients(&model);
         let model = optimiser.step(model, first, update(1));
-        write_tensors(&path, &optimiser.named_tensors()).unwrap();
+        write_tensors(&path, &saved(&optimiser, &model).optimizer).unwrap();
         let mut restored = Optimiser::<TestBackend>::new(&rules(&config), &model);
         restored.load(&path, &EarlierNames::of(&model), &Default::default()).unwrap();
         let (one, other) = (gradients(&model), gradients(&model));
@@ -183,9 +184,9 @@ fn a_saved_optimiser_goes_on_as_if_never_stopped() {
 fn the_state_of_another_model_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("optimizer.safetensors");
-    let optimiser =
-        Optimiser::<TestBackend>::new(&rules(&OptimiserConfig::default()), &tiny_model(0));
-    write_tensors(&path, &optimiser.named_tensors()).unwrap();
+    let model = tiny_model(0);
+    let optimiser = Optimiser::<TestBackend>::new(&rules(&OptimiserConfig::default()), &model);
+    write_tensors(&path, &saved(&optimiser, &model).optimizer).unwrap();
     let bigger = crate::testing::model_with("layers = 2", 0);
     let error = Optimiser::<TestBackend>::new(&rules(&OptimiserConfig::default()), &bigger)
         .load(&path, &EarlierNames::of(&bigger), &Default::default())
@@ -194,9 +195,15 @@ fn the_state_of_another_model_is_refused() {
     assert!(error.contains("m.blocks.1."), "{error}");
 }
 
+/// What a checkpoint has of a model and its optimiser.
+fn saved(optimiser: &Optimiser<TestBackend>, model: &TestModel) -> Saved {
+    optimiser.saved(&model.valid(), &Alone).unwrap().expect("rank 0 has all of it")
+}
+
 /// A model's parameters, from the optimiser's masters if it has them.
 fn masters(optimiser: &Optimiser<TestBackend>, model: &TestModel) -> Vec<(String, Vec<f32>)> {
-    values(&optimiser.with_masters(model.valid()))
+    let weights = saved(optimiser, model).weights;
+    weights.into_iter().map(|(name, _, elements)| (name, elements)).collect()
 }
 
 /// The Euclidean norm of a − b.
@@ -219,6 +226,8 @@ fn exact_and_rounded(config: &OptimiserConfig) -> [(Optimiser<TestBackend>, Test
 
 #[test]
 fn masters_move_as_an_f32_model_and_the_model_is_their_rounding() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
     for config in OptimiserConfig::defaults() {
         let [(_, exact), (optimiser, rounded)] = exact_and_rounded(&config);
         let (initial, exact) = (values(&tiny_model(0)), values(&exact));
@@ -232,12 +241,14 @@ fn masters_move_as_an_f32_model_and_the_model_is_their_rounding() {
             };
             let error = distance(&found[at].1, &exact[at].1);
             let moved = distance(&initial[at].1, &exact[at].1);
-            let path = &parameter.path;
-            assert!(error <= tolerance * moved, "{config:?}: {path} is off by {error} of {moved}");
+            let name = &parameter.path;
+            assert!(error <= tolerance * moved, "{config:?}: {name} is off by {error} of {moved}");
         }
         assert_eq!(rounded.embedding.val().dtype(), DType::BF16);
         assert!(rounded.embedding.val().is_require_grad());
-        let expected = values(&Precision::Bf16.convert(optimiser.with_masters(rounded.valid())));
+        write_tensors(&path, &saved(&optimiser, &rounded).weights).unwrap();
+        let restored = longwall_model::weights::load(tiny_model(7).valid(), &path).unwrap();
+        let expected = values(&Precision::Bf16.convert(restored));
         assert_ne!(expected, found, "nothing was rounded");
         assert_eq!(values(&rounded), expected, "{config:?}");
     }
@@ -254,8 +265,9 @@ fn a_rounded_model_goes_on_from_its_files_as_if_never_stopped() {
     for config in OptimiserConfig::defaults() {
         let [_, (mut optimiser, model)] = exact_and_rounded(&config);
         let weights = file("weights.safetensors");
-        longwall_model::weights::save(&optimiser.with_masters(model.valid()), &weights).unwrap();
-        write_tensors(&file("optimizer.safetensors"), &optimiser.named_tensors()).unwrap();
+        let Saved { weights: tensors, optimizer, .. } = saved(&optimiser, &model);
+        write_tensors(&weights, &tensors).unwrap();
+        write_tensors(&file("optimizer.safetensors"), &optimizer).unwrap();
 
         let restored = longwall_model::weights::load(tiny_model(7), &weights).unwrap();
         let mut other = Optimiser::<TestBackend>::new(&rules(&config), &restored);

@@ -19,7 +19,7 @@ use crate::checkpoint::{
 };
 use crate::config::RunConfig;
 use crate::console::RunInfo;
-use crate::distributed::{Collective, World, of_first};
+use crate::distributed::{Collective, World, gather_numbers, of_first};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
@@ -450,11 +450,10 @@ fn stages_of_ranks<B: OpBackend>(
     mut stages: Vec<OpenStage>,
     collective: &dyn Collective<B>,
 ) -> Result<Vec<OpenStage>, TrainError> {
-    let chosen = stages.iter().flat_map(|open| (open.micro_batch as u64).to_le_bytes());
-    for message in collective.all_gather(chosen.collect())? {
-        let (theirs, _) = message.as_chunks::<8>();
+    let chosen = stages.iter().map(|open| open.micro_batch as u64);
+    for theirs in gather_numbers(collective, chosen)? {
         for (open, theirs) in stages.iter_mut().zip(theirs) {
-            open.micro_batch = open.micro_batch.min(u64::from_le_bytes(*theirs) as usize);
+            open.micro_batch = open.micro_batch.min(theirs as usize);
         }
     }
     Ok(stages)
