@@ -103,8 +103,7 @@ fn the_family_of_wall_changes_the_attention_alone() {
             let layers = config.model.layers_by_kind();
             let kinds: Vec<&str> = layers.iter().map(|layers| layers.attention.kind()).collect();
             let expected: &[&str] = match kind {
-                "wall_rope" => &["wall"],
-                "wall_fox" => &["wall", "fox"],
+                "wall_rope" | "wall_fox" => &["wall"],
                 kind => &[kind],
             };
             assert_eq!(kinds, expected, "{kind}, {size}");

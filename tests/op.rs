@@ -301,7 +301,7 @@ fn documented_op_files_name_every_tensor() {
     let others = [
         "kind = \"rope\"\nssmax = true\nsinks = true",
         "kind = \"fox\"\nsinks = true",
-        "kind = \"wall\"\ngate_source = \"key\"\nsinks = true",
+        "kind = \"wall\"\ngate_source = \"key\"\nsinks = true\nforget_gate = true",
         "kind = \"path\"\nforget_gate = true",
     ];
     let others = others.map(|table| toml::from_str::<AttentionConfig>(table).unwrap());
@@ -322,6 +322,7 @@ fn documented_op_files_name_every_tensor() {
         ("rope", "sinks"),
         ("fox", "sinks"),
         ("wall", "sinks"),
+        ("wall", "forget_gate"),
         ("wall", "key_gate_weight"),
         ("wall", "key_gate_bias"),
         ("path", "forget_gate"),

@@ -12,6 +12,7 @@ use cubecl::prelude::Runtime;
 use serde::Serialize;
 
 pub use kernel_cache::{KernelCache, keep_kernels};
+pub use memory::Allocation;
 
 use crate::Cuda;
 use crate::backend::OpBackend;
@@ -68,6 +69,14 @@ pub enum NoCuda {
     /// The driver sees no GPU.
     #[error("the NVIDIA driver sees no GPU")]
     NoGpu,
+    /// The driver sees fewer GPUs.
+    #[error("GPU {index} does not exist; the NVIDIA driver shows {count}, numbered from 0")]
+    NoSuchGpu {
+        /// The GPU asked for.
+        index: usize,
+        /// How many there are.
+        count: usize,
+    },
     /// The driver is too old for the events that order matrix products.
     #[error(
         "the NVIDIA driver supports CUDA {}.{} only; CUDA {}.{} or newer is needed",
@@ -98,22 +107,45 @@ const OLDEST_CUDA: i32 = 12050;
 /// The major compute capability of Hopper, the first with the tensor memory accelerator.
 const OLDEST_GPU: i32 = 9;
 
+fn fails(error: cudarc::driver::DriverError) -> NoCuda {
+    match error.0 {
+        cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE => NoCuda::NoGpu,
+        other => NoCuda::DriverFails(format!("{other:?}")),
+    }
+}
+
+/// The number of GPUs that the driver shows this process, at least 1.
+///
+/// # Errors
+/// When there is none: the reason.
+pub fn gpus() -> Result<usize, NoCuda> {
+    // SAFETY: only asks the dynamic loader for the library; calls nothing in it.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err(NoCuda::NoDriver);
+    }
+    cudarc::driver::result::init().map_err(fails)?;
+    match cudarc::driver::result::device::get_count().map_err(fails)? {
+        0 => Err(NoCuda::NoGpu),
+        count => Ok(count as usize),
+    }
+}
+
 /// The first CUDA device.
 ///
 /// # Errors
 /// When there is none: the reason.
 pub fn cuda() -> Result<Device, NoCuda> {
-    // SAFETY: only asks the dynamic loader for the library; calls nothing in it.
-    if !unsafe { cudarc::driver::sys::is_culib_present() } {
-        return Err(NoCuda::NoDriver);
-    }
-    let fails = |error: cudarc::driver::DriverError| match error.0 {
-        cudarc::driver::sys::CUresult::CUDA_ERROR_NO_DEVICE => NoCuda::NoGpu,
-        other => NoCuda::DriverFails(format!("{other:?}")),
-    };
-    cudarc::driver::result::init().map_err(fails)?;
-    if cudarc::driver::result::device::get_count().map_err(fails)? == 0 {
-        return Err(NoCuda::NoGpu);
+    cuda_at(0)
+}
+
+/// GPU `index` of those that the driver shows this process, counted from 0.
+///
+/// # Errors
+/// When there is none: the reason.
+pub fn cuda_at(index: usize) -> Result<Device, NoCuda> {
+    let count = gpus()?;
+    if index >= count {
+        return Err(NoCuda::NoSuchGpu { index, count });
     }
     let mut version = 0;
     // SAFETY: writes one number.
@@ -122,7 +154,7 @@ pub fn cuda() -> Result<Device, NoCuda> {
     if version < OLDEST_CUDA {
         return Err(NoCuda::OldDriver(version));
     }
-    let (name, [major, minor]) = describe(0).map_err(fails)?;
+    let (name, [major, minor]) = describe(index as i32).map_err(fails)?;
     if major < OLDEST_GPU {
         return Err(NoCuda::OldGpu { name, major, minor });
     }
@@ -135,7 +167,7 @@ pub fn cuda() -> Result<Device, NoCuda> {
     };
     match present.iter().find(|(_, present)| !present) {
         Some((name, _)) => Err(NoCuda::NoLibrary(name)),
-        None => Ok(Device::Cuda(CudaDevice::new(0))),
+        None => Ok(Device::Cuda(CudaDevice::new(index))),
     }
 }
 

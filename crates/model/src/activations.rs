@@ -46,10 +46,10 @@ impl BlockActivations {
             elements += q + k;
         }
         if config.short_conv || attention.short_conv() {
-            elements += 2.0 * (q + k + v);
+            elements += q + k + v;
         }
         if config.value_residual != ValueResidual::None && layer > 0 {
-            elements += 2.0 * v;
+            elements += 4.0 * v;
         }
         if config.output_gate {
             elements += 3.0 * inner;
@@ -70,6 +70,6 @@ impl BlockActivations {
 /// Elements per token that a kind's own projection keeps.
 fn projection(spec: &ProjectionSpec) -> f64 {
     let rank = spec.low_rank.map_or(0, |inner| 2 * inner.rank);
-    let convolved = if spec.conv.is_some() { 2 } else { 0 };
+    let convolved = usize::from(spec.conv.is_some());
     (rank + (1 + convolved) * spec.features) as f64
 }

@@ -95,7 +95,7 @@ const HYBRIDS: &[&str] = &[
     mlp_width = 12
     qk_norm = true
     pattern = ["linear", "wall", "tda"]
-    kinds.wall = { kind = "wall", window = 4 }
+    kinds.wall = { kind = "wall", window = 4, forget_gate = true }
     "#,
     r#"
     arch = "rwkv7"

@@ -6,7 +6,7 @@ use std::time::Instant;
 use burn::module::Module;
 use longwall_data::Batch;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::DeviceKind;
+use longwall_kernels::device::{Allocation, DeviceKind};
 use longwall_model::{LanguageModel, Precision};
 
 use crate::config::RunConfig;
@@ -52,6 +52,7 @@ pub fn run<B: OpBackend>(
     steps: u64,
     after: &mut dyn FnMut(&BenchStep),
 ) -> Bench {
+    B::set_allocation(device, Allocation::Exact);
     let (train, seq_len, seed) = (&config.train, config.data.seq_len, config.run.seed);
     let model = LanguageModel::new(&config.model, vocab_size, seq_len, seed, device);
     let mut optimiser = Optimiser::<B>::new(&config.rules(), &model);
@@ -97,6 +98,7 @@ pub fn run<B: OpBackend>(
         bench.steps.push(BenchStep { loss, seconds: started.elapsed().as_secs_f64() });
         after(&bench.steps[step as usize]);
     }
+    B::set_allocation(device, Allocation::Pages);
     bench
 }
 

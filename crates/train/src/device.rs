@@ -35,18 +35,6 @@ pub enum DeviceError {
         /// Why.
         reason: NoCuda,
     },
-    /// There are fewer GPUs than ranks.
-    #[error(
-        "rank {rank} has GPU {gpu}, which does not exist; the NVIDIA driver shows {count}, counted from 0"
-    )]
-    NoSuchGpu {
-        /// The rank.
-        rank: usize,
-        /// The number of its GPU.
-        gpu: usize,
-        /// How many there are.
-        count: usize,
-    },
     /// Several ranks cannot share the CPU.
     #[error(
         "run.device is \"cpu\", but there are {ranks} ranks; allowed: \"auto\", \"cuda\"\n  hint: several ranks train on NVIDIA GPUs, one each; on the CPU, one process uses all cores"
@@ -99,15 +87,8 @@ pub fn open_for_rank(
     if choice == DeviceChoice::Cpu {
         return Err(DeviceError::RanksOnCpu { ranks: size });
     }
-    let missing = |reason| DeviceError::NoGpuOfRank { rank, gpu, reason };
-    let count = gpus().map_err(missing)?;
-    if gpu >= count {
-        return Err(DeviceError::NoSuchGpu { rank, gpu, count });
-    }
-    let mut device = device::cuda().map_err(missing)?;
-    if let Device::Cuda(cuda) = &mut device {
-        cuda.index = gpu;
-    }
+    let device =
+        device::cuda_at(gpu).map_err(|reason| DeviceError::NoGpuOfRank { rank, gpu, reason })?;
     tracing::info!("device: {size} GPUs, that of rank {rank} is {device}");
     keep(&device);
     Ok(device)
@@ -129,17 +110,6 @@ fn keep(device: &Device) {
             "CUDA kernels are compiled anew in every run, because none can be kept: {reason}"
         ),
     }
-}
-
-/// The number of GPUs that the driver shows this process, at least 1.
-///
-/// # Errors
-/// When there is none: the reason.
-pub fn gpus() -> Result<usize, NoCuda> {
-    device::cuda()?;
-    cudarc::driver::result::device::get_count()
-        .map(|count| count as usize)
-        .map_err(|error| NoCuda::DriverFails(format!("{:?}", error.0)))
 }
 
 /// Sets the number of CPU threads, the first time it is called; a process has one pool.

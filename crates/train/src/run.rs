@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use longwall_data::Progress;
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::Allocation;
 use longwall_model::Precision;
 
 use crate::checkpoint::CheckpointFolder;
@@ -121,6 +122,7 @@ pub fn train_as_rank<B: OpBackend>(
     console: &mut dyn Console,
     evaluator: &mut dyn Evaluator<B>,
 ) -> Result<Outcome, TrainError> {
+    B::set_allocation(device, Allocation::Exact);
     let run = setup::open::<B>(config, device, options, collective, evaluator);
     let outcome = run.and_then(|run| {
         let run_dir = run.run_dir.clone();
@@ -132,6 +134,7 @@ pub fn train_as_rank<B: OpBackend>(
         };
         outcome.map_err(name)
     });
+    B::set_allocation(device, Allocation::Pages);
     outcome.inspect_err(|error| collective.fail(&error.to_string()))
 }
 
@@ -148,10 +151,15 @@ fn steps<B: OpBackend>(
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
     let mut stop = within_step.is_raised();
+    let mut shape = run.stage().shape();
     while run.progress.step < run.timeline.total_steps() && !stop {
         let started = Instant::now();
         let step = run.progress.step;
         collective.begin_step(step + 1);
+        if std::mem::replace(&mut shape, run.stage().shape()) != run.stage().shape() {
+            // Releases the memory of the last stage's activations.
+            B::set_allocation(&run.device, Allocation::Exact);
+        }
 
         // Rows and window of this step: a function only of the step. Shorter rows are parts of the loader's.
         let OpenStage { stage, micro_batch } = run.stage();

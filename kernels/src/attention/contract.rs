@@ -241,6 +241,9 @@ pub trait VariantSpec:
     /// Title and source, for tables.
     const SOURCE: &'static str;
 
+    /// The learned vectors that hold a matrix: weight decay applies to them by default, as to projections.
+    const MATRICES: &'static [&'static str] = &[];
+
     /// The kernels of the kind's own operation. Every other call runs the reference, in f32.
     const KERNELS: &'static [Kernel] = &[];
 

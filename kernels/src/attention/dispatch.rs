@@ -51,6 +51,14 @@ impl Display for ExecPath {
 }
 
 impl ExecPath {
+    /// Bytes of an element of inputs of type `dtype` as the path keeps them: a reference casts them to f32.
+    pub fn saved_size(self, dtype: DType) -> f64 {
+        match self {
+            ExecPath::Kernel(_) => dtype.size() as f64,
+            ExecPath::Reference => 4.0,
+        }
+    }
+
     /// The path for `batch` sequences of a layer, of `seq_len` tokens or, with `None`, decoded: `kernel` if
     /// the kind has it and it serves them, else the reference.
     pub fn of<V: VariantSpec>(

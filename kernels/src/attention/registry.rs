@@ -115,6 +115,11 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.parameters(shape),)+ }
             }
 
+            /// As [`VariantSpec::MATRICES`].
+            pub fn matrices(&self) -> &'static [&'static str] {
+                match self { $(Self::$name(_) => $module::Config::MATRICES,)+ }
+            }
+
             /// As [`ExecPath::of`].
             pub fn path(
                 &self,

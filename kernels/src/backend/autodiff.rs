@@ -14,7 +14,7 @@ use burn::tensor::{DType, TensorMetadata};
 
 use super::grad_accumulation::take_grad_accum;
 use super::{Forward, Op, OpBackend};
-use crate::device::DeviceKind;
+use crate::device::{Allocation, DeviceKind};
 
 /// The node of an operation that ran a kernel.
 #[derive(Debug)]
@@ -86,6 +86,10 @@ impl<B: OpBackend, C: CheckpointStrategy> OpBackend for Autodiff<B, C> {
 
     fn available_memory(device: &Self::Device) -> Option<u64> {
         B::available_memory(device)
+    }
+
+    fn set_allocation(device: &Self::Device, allocation: Allocation) {
+        B::set_allocation(device, allocation);
     }
 
     fn run_kernel<O: Op<N>, const N: usize>(

@@ -11,7 +11,7 @@ use cubecl::cuda::CudaRuntime;
 use super::reference::{kernels_allowed, run_reference};
 use super::{Forward, NoGradOp, Op};
 use crate::cuda::{CudaTensor, narrow};
-use crate::device::{DeviceKind, memory};
+use crate::device::{Allocation, DeviceKind, memory};
 
 /// A burn backend that runs Longwall's operations.
 pub trait OpBackend: Backend {
@@ -21,6 +21,12 @@ pub trait OpBackend: Backend {
     /// Bytes that this process can still take of the device's memory; `None` if the system or the driver
     /// does not report it.
     fn available_memory(device: &Self::Device) -> Option<u64>;
+
+    /// Releases what no tensor holds of the device's memory, and allocates this thread's tensors in another way from
+    /// now on. Only GPUs have ways to choose from.
+    fn set_allocation(device: &Self::Device, allocation: Allocation) {
+        let _ = (device, allocation);
+    }
 
     /// Runs `op`: its kernel on this device, or its reference if there is none.
     fn run<O: Op<N>, const N: usize>(
@@ -156,6 +162,10 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> OpBackend
 
     fn available_memory(device: &Self::Device) -> Option<u64> {
         memory::of_gpu(device)
+    }
+
+    fn set_allocation(device: &Self::Device, allocation: Allocation) {
+        memory::set_allocation(device, allocation);
     }
 
     fn run_no_grad<O: NoGradOp>(op: &O, inputs: O::Inputs<CudaTensor>) -> O::Outputs<CudaTensor> {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use longwall_config::shell_quoted;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::OnDevice;
+use longwall_kernels::device::{OnDevice, gpus as gpus_here};
 use longwall_train::console::duration;
 use longwall_train::device::{self, Compute};
 use longwall_train::meters::Meters;
@@ -103,8 +103,7 @@ fn slots(gpus: Option<&Gpus>, jobs: u16) -> Result<Vec<Slot>> {
     let variable = |name: &str, value| Slot { environment: vec![(name.to_owned(), value)] };
     let on_each: Vec<Slot> = match gpus {
         Some(gpus) => {
-            let count =
-                device::gpus().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
+            let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is set, but {why}"))?;
             let names = gpus.names(count, std::env::var(VISIBLE).ok().as_deref())?;
             names.into_iter().map(|name| variable(VISIBLE, name)).collect()
         }

@@ -9,7 +9,7 @@ use longwall_config::shell_quoted;
 use longwall_data::{NoProgress, Progress};
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::{OnDevice, keep_kernels};
+use longwall_kernels::device::{OnDevice, gpus as gpus_here, keep_kernels};
 use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::{CheckpointSelector, WeightsSelector};
 use longwall_train::config::{DeviceChoice, RunConfig, RunTable, eval_weights};
@@ -181,7 +181,7 @@ fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
     if config.run.device == DeviceChoice::Cpu {
         return Err(DeviceError::RanksOnCpu { ranks: size }.into());
     }
-    let count = device::gpus().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
+    let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
     if gpus > count {
         bail!("--gpus is {gpus}; allowed: 1 to {count}, the GPUs that the driver shows");
     }

@@ -30,4 +30,12 @@ impl ModelConfig {
         };
         Some(HeadBlocks { dim, count })
     }
+
+    /// Whether the parameter at `path` is a learned vector of an attention kind that holds a matrix.
+    pub fn is_flat_matrix(&self, path: &str) -> bool {
+        let parts: Vec<&str> = path.split('.').collect();
+        let ["blocks", layer, "attention", name] = parts[..] else { return false };
+        let layer = layer.parse().ok().filter(|&layer| layer < self.layers);
+        layer.is_some_and(|layer| self.attention_of(layer).matrices().contains(&name))
+    }
 }

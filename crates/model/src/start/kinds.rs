@@ -98,12 +98,15 @@ fn of_fox(config: &AttentionConfig, seq_len: usize) -> Option<SoftmaxForm> {
 
 fn of_wall(config: &AttentionConfig, seq_len: usize) -> Option<SoftmaxForm> {
     let AttentionConfig::Wall(config) = config else { return None };
-    let wall::Config { rope, theta, scaling, sinks, gate_source, .. } = *config;
+    let wall::Config { rope, theta, scaling, sinks, gate_source, forget_gate, .. } = *config;
     let [weight, bias] = match gate_source {
         GateSource::Hidden => ["gate.weight", "gate.bias"],
         GateSource::Key => ["key_gate_weight", "key_gate_bias"],
     };
-    let gates = vec![(weight, 0.0), (bias, open_bias(seq_len))];
+    let mut gates = vec![(weight, 0.0), (bias, open_bias(seq_len))];
+    if forget_gate {
+        gates.extend([("forget_gate.weight", 0.0), ("forget_gate.bias", open_bias(seq_len))]);
+    }
     Some(SoftmaxForm { rotation: rotation(rope, theta, scaling), sinks, gates })
 }
 
@@ -131,7 +134,9 @@ mod tests {
     #[test]
     fn every_weight_that_opens_a_gate_belongs_to_its_kind() {
         let shape = longwall_kernels::attention::AttentionShape::new(16, 4, 2, 4);
-        for config in AttentionConfig::defaults() {
+        let forgetting = wall::Config { forget_gate: true, ..wall::Config::default() };
+        let forgetting = AttentionConfig::Wall(forgetting);
+        for config in AttentionConfig::defaults().into_iter().chain([forgetting]) {
             let Some(form) = softmax_form(&config, 64) else { continue };
             let projections = config.projections(&shape).into_iter().map(|p| p.name);
             let own: Vec<_> =

@@ -56,7 +56,7 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// A parameter that is not made of heads' blocks, with the default decay: that of matrices but not of
+    /// A parameter that is not made of heads' blocks, with the decay that its shape gives: that of matrices but not of
     /// embeddings.
     pub fn new(path: String, shape: Vec<usize>) -> Self {
         let decay = if is_decayed(&path, &shape) { 1.0 } else { 0.0 };

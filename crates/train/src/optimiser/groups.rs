@@ -168,6 +168,9 @@ impl Rules<'_> {
     pub fn rule(&self, path: &str, shape: Vec<usize>) -> Rule {
         let mut parameter = Parameter::new(path.to_owned(), shape);
         parameter.heads = self.model.head_blocks(path);
+        if self.model.is_flat_matrix(path) {
+            parameter.decay = 1.0;
+        }
         let group = self.groups.iter().position(|group| group.matches(path));
         let found = group.map(|at| &self.groups[at]);
         if let Some(decay) = found.and_then(|group| group.weight_decay) {

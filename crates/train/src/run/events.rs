@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use burn::module::{AutodiffModule, Module};
 use longwall_kernels::backend::OpBackend;
+use longwall_kernels::device::Allocation;
 use longwall_model::LanguageModel;
 
 use super::setup::Run;
@@ -187,7 +188,7 @@ impl<B: OpBackend> Run<'_, B> {
             if !self.world().is_first() || failed.is_some() {
                 continue;
             }
-            match evaluator.evaluate(at, step, &model) {
+            match in_pages::<B, _>(&self.device, || evaluator.evaluate(at, step, &model)) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
                 Err(source) => failed = Some(TrainError::Evaluation { at, step, source }),
@@ -211,7 +212,9 @@ impl<B: OpBackend> Run<'_, B> {
     pub fn sample(&mut self, console: &mut dyn Console) -> Result<(), TrainError> {
         let Some(sampler) = &self.sampler else { return Ok(()) };
         let step = self.progress.step;
-        let samples = sampler.run(&self.model.valid(), step, &self.device)?;
+        let samples = in_pages::<B, _>(&self.device, || {
+            sampler.run(&self.model.valid(), step, &self.device)
+        })?;
         self.recorder.samples(step, &samples, console)
     }
 
@@ -327,4 +330,12 @@ fn median_throughput(records: &[Record]) -> f64 {
         .collect();
     rates.sort_by(f64::total_cmp);
     rates.get(rates.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Runs `work`, whose tensors have many sizes, between training steps.
+fn in_pages<B: OpBackend, R>(device: &B::Device, work: impl FnOnce() -> R) -> R {
+    B::set_allocation(device, Allocation::Pages);
+    let result = work();
+    B::set_allocation(device, Allocation::Exact);
+    result
 }

@@ -8,9 +8,9 @@
 
 use cubecl::prelude::*;
 
-use super::{SPAN, Sums, bias, difference};
+use super::{DecaySums, SPAN, Sums, bias, difference};
 use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
-use crate::attention::flash::hooks::Biases;
+use crate::attention::flash::hooks::{Biases, LaunchOf, NoBiases};
 use crate::attention::flash::mask::{QueryBlock, QueryGroup};
 use crate::attention::flash::problem::{KernelConfig, ProblemShape};
 use crate::tile::{LOG2_E, Pair};
@@ -20,6 +20,22 @@ const _: () = assert!(WARPS * KEYS_PER_WARP == SPAN);
 
 /// c_i − c_j, where c_t = Σ_{s ≤ t} ℓ_s. With `DS_SUMS`, ℓ's gradient comes from the sums of dS.
 pub struct DecayBiases<const DS_SUMS: bool = true>;
+
+/// The biases of a kind whose decay is optional: [`DecayBiases`] with one, else [`NoBiases`].
+pub trait OptionalDecay: Biases + Sized {
+    /// Their arguments; `decay` has the sums of the decay, if there is one.
+    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Self::Args>;
+}
+
+impl OptionalDecay for NoBiases {
+    fn launch(_decay: Option<&DecaySums>) {}
+}
+
+impl OptionalDecay for DecayBiases {
+    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Sums> {
+        decay.expect("a decay's biases have sums").launch()
+    }
+}
 
 /// The state for the queries of a warpgroup: prefix sums for the biases of a tile's keys.
 #[derive(CubeType)]
@@ -194,8 +210,8 @@ impl<const DS_SUMS: bool> Biases for DecayBiases<DS_SUMS> {
         #[unroll]
         for i in 0..spans {
             let between = difference(state.before[i], state.before[spans]);
-            state.biases[i * 2] = bias(between, state.within[0], LOG2_E);
-            state.biases[i * 2 + 1] = bias(between, state.within[1], LOG2_E);
+            state.biases[i * 2] = between - state.within[0];
+            state.biases[i * 2 + 1] = between - state.within[1];
         }
     }
 

@@ -1,5 +1,5 @@
-//! A scalar decay of scores, learned per token and head: its prefix sums, and the flash hook that adds it to
-//! scores as biases. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
+//! A scalar decay of scores, learned per token and head: its gate, its prefix sums, and the flash hook that adds it
+//! to scores as biases. With c_t = Σ_{s ≤ t} ℓ_s, the decay from key j to query i is
 //! c_i − c_j; softmax only needs the part that differs between keys.
 //!
 //! c may reach millions while differences of a thousandth still matter. So it is stored in two parts: sums
@@ -11,15 +11,18 @@
 
 mod biases;
 mod cache;
+mod gate;
 
 use burn::tensor::DType;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
-pub use self::biases::DecayBiases;
+pub use self::biases::{DecayBiases, OptionalDecay};
 pub use self::cache::DecaySumsCache;
+pub use self::gate::{forget_gate, log_decay};
 use crate::attention::flash::{Strides, as_u32, strides};
 use crate::cuda::{CudaTensor, buffer, empty};
+use crate::ops::prefix_sum::cuda::prefix_sum;
 use crate::ops::prefix_sum::kernel::scan;
 use crate::tile::Pair;
 
@@ -78,6 +81,12 @@ impl DecaySums {
     }
 }
 
+/// The gradient of ℓ, `[batch, heads, tokens]`, from Σ_j dS_ij of each query and Σ_i dS_ij of each key, likewise:
+/// ℓ_t enters the scores of all queries at t or later with keys before t.
+pub fn gradient(rows: CudaTensor, columns: CudaTensor) -> CudaTensor {
+    prefix_sum(&burn_cubecl::ops::numeric::sub(rows, columns), true).expect("f32 has prefix sums")
+}
+
 /// A learned decay's prefix sums as a kernel argument.
 #[derive(CubeType, CubeLaunch)]
 pub struct Sums {
@@ -106,6 +115,30 @@ impl Sums {
     /// Σ ℓ up to and including the token at `position`.
     pub fn at(&self, row: usize, position: usize) -> f64 {
         whole(self.before_span(row, position)) + f64::cast_from(self.within_span(row, position))
+    }
+
+    /// Σ ℓ up to and including the token at `position`, whose own ℓ is `log_decay`, from the sums up to the token
+    /// before it. If `write`, writes the token's sums.
+    pub fn append(&mut self, row: usize, position: usize, log_decay: f32, write: bool) -> f64 {
+        let within_at = row * self.within_stride as usize + position;
+        let before_at = row * self.before_stride as usize + position / SPAN;
+        let mut own = log_decay;
+        let mut start = f64::cast_from(0f32);
+        if position % SPAN != 0 {
+            own += self.within[within_at - 1];
+        }
+        if position > 0 {
+            start = whole(self.before[before_at]);
+        }
+        let sum = start + f64::cast_from(own);
+        if write {
+            self.within[within_at] = own;
+            self.before[before_at + 1] = split(sum);
+            if position == 0 {
+                self.before[before_at] = split(start);
+            }
+        }
+        sum
     }
 }
 

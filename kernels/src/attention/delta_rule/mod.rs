@@ -187,8 +187,9 @@ impl DeltaRule {
             ExecPath::Kernel(DeviceKind::Cuda) => {
                 let value_dim = channels.v as usize / shape.kv_heads;
                 let of_row = chunked::saved_bytes(Update::Delta, shape.head_dim, value_dim);
-                // All but the last in bf16.
-                let prepared = (channels.in_f32() + 4.0 * keys) / 2.0;
+                // q, k and v as they come and as prepared, the output, and k for each kv head, in bf16.
+                let Channels { q, k, v, o, .. } = *channels;
+                let prepared = 2.0 * (2.0 * (q + k + v) + o + keys);
                 return prepared + shape.kv_heads as f64 * of_row;
             }
             ExecPath::Reference => {}

@@ -73,6 +73,8 @@ impl VariantSpec for Config {
     // The kernels of the softmax operation.
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
+    const MATRICES: &'static [&'static str] = &["w_d"];
+
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
         match kernel.device {
             DeviceKind::Cpu => true,

@@ -246,10 +246,6 @@ impl<A: Hooks> FlashAttention<A> {
             !(ScoreOf::<A>::WEIGHS_PRODUCTS && BiasesOf::<A>::NEEDS_DS_SUMS),
             "weights of products: dS, by products, is not the gradient of biases"
         );
-        assert!(
-            !(OperandsOf::<A>::DK_IN_REVERSE && sums_of_columns::<A>()),
-            "`dkv` sums dS by key head after head, and in reverse the heads take turns"
-        );
         KernelConfig {
             head_dim,
             padded_head_dim: padded(head_dim),

@@ -21,25 +21,25 @@ mod op;
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{FloatDType, Tensor, s};
+use burn::tensor::{Tensor, s};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
 use self::cuda::DecayKvCache;
 use self::op::{Forgetting, forgetting};
 use super::cache::KvCache;
+use super::decay;
 use super::dispatch::on_cuda;
 use super::flash::{self, capacity};
 use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::{Rotation, Scaling, rotate};
 use super::softmax::{Softmax, pruned_fraction, sinks};
 use super::{
-    AttentionShape, DecodeState, DocumentStarts, ExecPath, Init, Inputs, Kernel, ParameterSpec,
+    AttentionShape, DecodeState, DocumentStarts, ExecPath, Inputs, Kernel, ParameterSpec,
     ProjectionSpec, Variant, VariantSpec,
 };
 use crate::backend::{OpBackend, tensor};
 use crate::device::DeviceKind;
-use crate::ops::activation::log_sigmoid;
 
 /// `[model.attention]` with `kind = "fox"`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -122,11 +122,6 @@ impl Config {
     }
 }
 
-/// ℓ `[batch, heads, seq_len]` in f32 from the gate's logits `[batch, seq_len, heads]`.
-fn log_decay<B: OpBackend>(logits: Tensor<B, 3>) -> Tensor<B, 3> {
-    log_sigmoid(logits.cast(FloatDType::F32)).swap_dims(1, 2)
-}
-
 /// The gate's logits, the only projection besides q, k and v.
 fn gate<B: OpBackend>(projections: Vec<Tensor<B, 3>>) -> Tensor<B, 3> {
     projections.into_iter().next().expect("FoX projects its gate")
@@ -158,7 +153,7 @@ impl VariantSpec for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
-        vec![ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(self.bias_init))]
+        vec![decay::forget_gate(shape, self.bias_init)]
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
@@ -191,7 +186,8 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         let [q, k] = rotate(self.rotation(), [q, k], 0);
-        let (log_decay, sinks) = (log_decay(gate(projections)), parameters.into_iter().next());
+        let (log_decay, sinks) =
+            (decay::log_decay(gate(projections)), parameters.into_iter().next());
         forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents, path)
     }
 
@@ -233,7 +229,7 @@ impl Variant for Config {
             }
             CacheStorage::Tensors(cache, log_decay) => {
                 let [k, v] = cache.append(k, v);
-                let new = self::log_decay(logits);
+                let new = decay::log_decay(logits);
                 let all = match log_decay.take() {
                     Some(old) => Tensor::cat(vec![old, new], 2),
                     None => new,
@@ -258,7 +254,7 @@ impl Variant for Config {
     ) {
         if self.prune && path != ExecPath::Reference {
             let [q, k] = rotate(self.rotation(), [q, k], 0);
-            let (core, decay) = (self.operation(shape).core, log_decay(gate(projections)));
+            let (core, decay) = (self.operation(shape).core, decay::log_decay(gate(projections)));
             probe.report(PRUNED_FRACTION, pruned_fraction(&core, q, k, decay, documents));
         }
     }

@@ -195,11 +195,11 @@ impl VariantSpec for Config {
         shape: &AttentionShape,
         seq_len: usize,
         path: ExecPath,
-        _dtype: DType,
+        dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
         // y before the norm, and the gate's SiLU.
-        let outputs = 4.0 * 2.0 * channels.o;
+        let outputs = 2.0 * channels.o * path.saved_size(dtype);
         outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }
 

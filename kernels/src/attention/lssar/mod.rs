@@ -34,7 +34,8 @@ use super::probe::{Metric, Probe};
 use super::rotary::{Rotary, with_rotary_keys};
 use super::rotation::Rotation;
 use super::rowwise::{Rowwise, RowwiseCall, sparsity};
-use super::{AttentionShape, Kernel, VariantSpec, flash};
+use super::saved::Channels;
+use super::{AttentionShape, ExecPath, Kernel, VariantSpec, flash};
 use crate::backend::OpBackend;
 
 /// The largest power: the source goes to 15.
@@ -83,6 +84,21 @@ impl VariantSpec for Config {
 
     fn metrics(&self) -> Vec<Metric> {
         sparsity::METRICS.to_vec()
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        match path {
+            // q also in f32, before its scale.
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + 4.0 * channels.q,
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)),
+        }
     }
 }
 

@@ -196,20 +196,18 @@ impl VariantSpec for Config {
         shape: &AttentionShape,
         seq_len: usize,
         path: ExecPath,
-        _dtype: DType,
+        dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
         // q and k for every head of v, Δ v, and y at each step from the skip to the norm.
         let keys = ((shape.heads + shape.kv_heads) * shape.head_dim) as f64;
-        let saved = channels.in_f32() + 4.0 * (keys + channels.v + 5.0 * channels.o);
-        match path {
-            ExecPath::Kernel(device) => {
-                saved + self.linear().saved_by_kernel(&channels, shape, device)
-            }
-            ExecPath::Reference => {
-                saved + self.linear().saved_by_reference(&channels, shape, seq_len)
-            }
-        }
+        let steps = 4.0 * (keys + channels.v + 4.0 * channels.o);
+        let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
+        let saved = match path {
+            ExecPath::Kernel(device) => self.linear().saved_by_kernel(&channels, shape, device),
+            ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
+        };
+        inputs + steps + saved
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {

@@ -54,6 +54,7 @@ use self::cuda::PathKvCache;
 use self::decode::TensorState;
 use self::op::{Path, PathInputs, path_attention};
 use self::reference::{BLOCK, Visible};
+use super::decay;
 use super::flash::capacity;
 use super::saved::Channels;
 use super::{
@@ -62,7 +63,7 @@ use super::{
 };
 use crate::backend::{OpBackend, tensor};
 use crate::device::DeviceKind;
-use crate::ops::activation::{log_sigmoid, silu};
+use crate::ops::activation::silu;
 use crate::ops::rms_norm::rms_norm;
 
 /// Added to Σ w² before the root.
@@ -134,9 +135,7 @@ impl Config {
             WActivation::None => w,
             WActivation::Silu => silu(w),
         };
-        let log_decay = projections
-            .next()
-            .map(|logits| log_sigmoid(logits.cast(FloatDType::F32)).swap_dims(1, 2));
+        let log_decay = projections.next().map(decay::log_decay);
         PathInputs { q, k, v, w: normalised(w), beta: sigmoid(beta) * 2.0, log_decay }
     }
 }
@@ -197,8 +196,8 @@ impl VariantSpec for Config {
             w = w.low_rank(rank, LowRankActivation::Identity);
         }
         let beta = ProjectionSpec::new("beta", shape.kv_heads).bias(Init::Constant(0.0));
-        let gate = ProjectionSpec::new("forget_gate", shape.heads).bias(Init::Constant(0.0));
-        [w, beta].into_iter().chain(self.forget_gate.then_some(gate)).collect()
+        let gate = self.forget_gate.then(|| decay::forget_gate(shape, 0.0));
+        [w, beta].into_iter().chain(gate).collect()
     }
 
     fn saved_bytes_per_token(

@@ -18,7 +18,7 @@
 #[cfg(test)]
 mod tests;
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use longwall_config::Problems;
 use serde::{Deserialize, Serialize};
 
@@ -26,8 +26,9 @@ use super::blocks::positions_in_documents;
 use super::flash;
 use super::kv_cache_variant::{KvCacheVariant, Prepared};
 use super::rotation::{Rotation, Scaling};
+use super::saved::Channels;
 use super::softmax::{Softmax, alibi_slopes, sinks, softmax};
-use super::{AttentionShape, DocumentStarts, Init, Kernel, ParameterSpec, VariantSpec};
+use super::{AttentionShape, DocumentStarts, ExecPath, Init, Kernel, ParameterSpec, VariantSpec};
 use crate::backend::OpBackend;
 use crate::device::DeviceKind;
 
@@ -138,6 +139,22 @@ impl VariantSpec for Config {
         let (name, init) = ("ssmax_scale", Init::Constant(SSMAX_INIT));
         let scale = self.ssmax.then_some(ParameterSpec { name, elements: shape.heads, init });
         scale.into_iter().chain(self.sinks.then(|| sinks(shape))).collect()
+    }
+
+    fn saved_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let channels = Channels::of(self, shape);
+        // q also in f32, before its scale.
+        let sharpened = if self.ssmax { 4.0 * channels.q } else { 0.0 };
+        match path {
+            ExecPath::Kernel(_) => channels.by_kernel(dtype) + sharpened,
+            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)) + sharpened,
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use burn::tensor::{FloatDType, Tensor};
 
+use super::cuda::decode::{GateInputs, RescaledKvCache};
 use super::past::{EvictedTokens, PastTokens};
 use super::piece::GatedQkv;
 use super::reference::{attend_next, join, keys, next_piece, rows};
@@ -32,18 +33,46 @@ pub struct State<B: OpBackend> {
 enum CacheStorage<B: OpBackend> {
     /// With [`GateSource::Hidden`]: rescaled keys, anchors and values.
     Rescaled(PastTokens<B>),
-    /// With [`GateSource::Key`]: keys and values, from which the gate is recomputed, and the summary of
-    /// evicted tokens.
-    Plain(KvCache<B>, Option<EvictedTokens<B>>),
+    /// With [`GateSource::Key`]: keys and values, from which the gate is recomputed.
+    Plain(PlainCache<B>),
     /// The cache of the CUDA kernels, for either source.
     Cuda(CudaCache<B>),
+}
+
+/// Keys and values as they came.
+#[derive(Clone, Debug)]
+struct PlainCache<B: OpBackend> {
+    tokens: KvCache<B>,
+    /// ℓ of the tokens held, `[batch, heads, tokens]`, with a forget gate.
+    log_forget: Option<Tensor<B, 3>>,
+    /// The summary of evicted tokens.
+    evicted: Option<EvictedTokens<B>>,
+}
+
+impl<B: OpBackend> PlainCache<B> {
+    /// Appends tokens; returns keys, values and ℓ of all tokens held.
+    fn append(
+        &mut self,
+        [k, v]: [Tensor<B, 4>; 2],
+        log_forget: Option<Tensor<B, 3>>,
+    ) -> ([Tensor<B, 4>; 2], Option<Tensor<B, 3>>) {
+        let all = self.tokens.append(k, v);
+        let old = self.log_forget.take().into_iter();
+        self.log_forget = log_forget.map(|new| {
+            let joined = Tensor::cat(old.chain([new]).collect(), 2);
+            // The cache may have dropped tokens that left the window.
+            let (held, seen) = (joined.dims()[2], self.tokens.len());
+            if held > seen { copied(joined.narrow(2, held - seen, seen)) } else { joined }
+        });
+        (all, self.log_forget.clone())
+    }
 }
 
 /// The cache of the CUDA kernels.
 #[derive(Clone, Debug)]
 struct CudaCache<B: OpBackend> {
     /// From the first token on.
-    tokens: Option<Box<cuda::decode::RescaledKvCache>>,
+    tokens: Option<Box<RescaledKvCache>>,
     /// The summary of evicted tokens.
     evicted: Option<EvictedTokens<B>>,
 }
@@ -55,7 +84,10 @@ impl<B: OpBackend> DecodeState for State<B> {
         };
         match &self.cache {
             CacheStorage::Rescaled(past) => past.elements(),
-            CacheStorage::Plain(cache, evicted) => cache.elements() + of_evicted(evicted),
+            CacheStorage::Plain(PlainCache { tokens, log_forget, evicted }) => {
+                let log_forget = log_forget.as_ref().map_or(0, |x| x.shape().num_elements());
+                tokens.elements() + log_forget + of_evicted(evicted)
+            }
             CacheStorage::Cuda(CudaCache { tokens, evicted }) => {
                 tokens.as_ref().map_or(0, |tokens| tokens.elements()) + of_evicted(evicted)
             }
@@ -76,7 +108,11 @@ impl<B: OpBackend> State<B> {
                 CacheStorage::Cuda(CudaCache { tokens: None, evicted: None })
             }
             (_, GateSource::Hidden) => CacheStorage::Rescaled(PastTokens::new(DECODE_CHUNK, None)),
-            (_, GateSource::Key) => CacheStorage::Plain(KvCache::new(shape.window, capacity), None),
+            (_, GateSource::Key) => CacheStorage::Plain(PlainCache {
+                tokens: KvCache::new(shape.window, capacity),
+                log_forget: None,
+                evicted: None,
+            }),
         };
         State { cache, position: 0, capacity }
     }
@@ -100,26 +136,27 @@ pub(super) fn extend<B: OpBackend>(
             let Inputs { q, k, v, projections, parameters } = inputs;
             let logits = config.logits(shape, k.clone(), &projections, &parameters);
             let log_decay = config.log_decay(shape, logits);
-            let rows = rows(shape, q, keys(shape, [k, v, log_decay]), config.sinks_of(&parameters));
+            let keys = keys(shape, [k, v, log_decay], config.log_forget(&projections));
+            let rows = rows(shape, q, keys, config.sinks_of(&parameters));
             extend_past(config, shape, past, &rows)
         }
-        CacheStorage::Plain(cache, evicted) => {
+        CacheStorage::Plain(cache) => {
             let Inputs { q, k, v, projections, parameters } = inputs;
-            let [k, v] = cache.append(k, v);
+            let ([k, v], log_forget) = cache.append([k, v], config.log_forget(&projections));
             let logits = config.logits(shape, k.clone(), &projections, &parameters);
             let log_decay = config.log_decay(shape, logits);
-            let all = keys(shape, [k, v, log_decay]);
+            let all = keys(shape, [k, v, log_decay], log_forget);
             let old = all.len() - tokens;
-            let mut past = PastTokens::new(DECODE_CHUNK, evicted.take());
+            let mut past = PastTokens::new(DECODE_CHUNK, cache.evicted.take());
             if old > 0 {
                 past.push(all.cut(0, old));
             }
             let rows = rows(shape, q, all.cut(old, tokens), config.sinks_of(&parameters));
             let outputs = extend_past(config, shape, &mut past, &rows);
             if config.evict_below.is_some() {
-                cache.drop_oldest(past.first());
+                cache.tokens.drop_oldest(past.first());
             }
-            *evicted = past.into_evicted();
+            cache.evicted = past.into_evicted();
             outputs
         }
     };
@@ -136,6 +173,7 @@ fn extend_on_cuda<B: OpBackend>(
 ) -> Tensor<B, 4> {
     let gate_heads = config.gate_heads_of(shape);
     let tokens = q.dims()[2];
+    let forget_logits = projections.last().filter(|_| config.forget_gate).cloned().map(on_cuda);
     let of_gates = on_cuda(repeat_heads(k.clone(), gate_heads / shape.kv_heads));
     let [q, v] = [q, v].map(on_cuda);
     let gate = if tokens == 1 && config.gate_source == GateSource::Key {
@@ -146,13 +184,15 @@ fn extend_on_cuda<B: OpBackend>(
     };
     let held = cache.tokens.get_or_insert_with(|| {
         let capacity = capacity_of(shape.window, capacity, tokens);
-        Box::new(cuda::decode::RescaledKvCache::new(&of_gates, &v, capacity))
+        let forgetting = config.forget_gate.then_some(shape.heads);
+        Box::new(RescaledKvCache::new(&of_gates, &v, forgetting, capacity))
     });
     let op =
         Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };
     let before = held.tiles();
     let sinks = config.sinks_of(&parameters).map(on_cuda);
-    let results = held.extend(&op, [&q, &of_gates, &v], &gate, sinks.as_ref());
+    let gates = GateInputs { gate, forget_logits, sinks };
+    let results = held.extend(&op, [&q, &of_gates, &v], &gates);
     let [o, sums] = results.map(|x| tensor(B::from_cuda(primitive(x))));
     let o = match &cache.evicted {
         None => o,
@@ -195,8 +235,9 @@ fn extend_past<B: OpBackend>(
 /// As [`VariantSpec::state_elements`](crate::attention::VariantSpec::state_elements).
 pub(super) fn state_elements(config: &Config, shape: &AttentionShape, seq_len: usize) -> usize {
     let values = shape.kv_heads * shape.head_dim;
+    let forget = if config.forget_gate { shape.heads } else { 0 };
     if config.gate_source == GateSource::Key {
-        return 2 * values * shape.cached_tokens(seq_len);
+        return (2 * values + forget) * shape.cached_tokens(seq_len);
     }
     let gates = config.gate_heads_of(shape) * shape.head_dim;
     let complete = seq_len / DECODE_CHUNK;
@@ -204,5 +245,6 @@ pub(super) fn state_elements(config: &Config, shape: &AttentionShape, seq_len: u
     let unseen =
         shape.window.map_or(0, |w| (complete * DECODE_CHUNK + 1).saturating_sub(w) / DECODE_CHUNK);
     let (closed, open) = (complete - unseen, seq_len % DECODE_CHUNK);
-    closed * (DECODE_CHUNK * (gates + values) + gates) + open * (2 * gates + values)
+    let of_chunk = DECODE_CHUNK * (gates + values + forget) + gates + forget;
+    closed * of_chunk + open * (2 * gates + values + forget)
 }

@@ -29,22 +29,22 @@ impl Config {
         projections: &[Tensor<B, 3>],
         parameters: &[Tensor<B, 1>],
     ) -> Tensor<B, 4> {
-        let dims = self.gate_dims_of(shape);
-        match self.gate_source {
+        let (dims, outputs) = (self.gate_dims_of(shape), self.gate_outputs(shape));
+        let logits = match self.gate_source {
             GateSource::Hidden => {
                 let ([batch, seq_len, _], heads) =
                     (projections[0].dims(), self.gate_heads_of(shape));
-                projections[0].clone().reshape([batch, seq_len, heads, dims]).swap_dims(1, 2)
+                projections[0].clone().reshape([batch, seq_len, heads, outputs]).swap_dims(1, 2)
             }
             GateSource::Key => {
-                let (heads, outputs) = (shape.kv_heads, self.key_gate_outputs(shape));
+                let heads = shape.kv_heads;
                 let weight = parameters[0].clone().reshape([1, heads, shape.head_dim, outputs]);
                 let bias = parameters[1].clone().reshape([1, heads, 1, outputs]);
-                let logits = k.cast(FloatDType::F32).mm(weight) + bias;
-                // A single output, of a scalar gate or of the only gated channel, serves every gated channel.
-                if outputs < dims { logits.repeat_dim(3, dims) } else { logits }
+                k.cast(FloatDType::F32).mm(weight) + bias
             }
-        }
+        };
+        // A single output, of a scalar gate or of the only gated channel, serves every gated channel.
+        if outputs < dims { logits.repeat_dim(3, dims) } else { logits }
     }
 
     /// g of [`Config::logits`], `[batch, gate heads, seq_len, head_dim]`, 0 in channels without a gate.

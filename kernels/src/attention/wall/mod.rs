@@ -5,21 +5,28 @@
 //! and g_t = −g_max (1 − e^(ĝ_t / g_max)), a soft clamp to (−g_max, 0] (section 3, appendix G).
 //!
 //! # Parameters
-//! `gate` projects the layer's input to gate_heads · gate_dims logits with an initial bias of 7: gates
-//! start open, as plain softmax without positions. With `gate_source = "key"` there is no projection:
+//! `gate` projects the layer's input to gate_heads · outputs logits with an initial bias of 7: gates
+//! start open, as plain softmax without positions; outputs is gate_dims, or with `gate_form = "scalar"` one, which
+//! all gated channels of a head share. With `gate_source = "key"` there is no projection:
 //! g_t is computed from the key (section 3, decode, approach 2) with `key_gate_weight`, W
 //! `[kv_heads, head_dim, outputs]`, initially normal with standard deviation 0.02, and `key_gate_bias`,
-//! b `[kv_heads, outputs]`, initially 7; outputs is gate_dims (the text's vector gate) or one (its
-//! listing's scalar gate).
+//! b `[kv_heads, outputs]`, initially 7 (the text has a vector gate, its listing a scalar one).
 //!
 //! With `sinks = true`, `sinks` `[heads]`, initially 0, are logits in the softmax's denominator.
+//!
+//! # Forget gate
+//! With `forget_gate = true` scores also have the decay of forgetting attention ([`fox`](super::fox), Lin et al., 2025):
+//! S_ij + F_i − F_j, F_t = Σ_{s≤t} ℓ_s, ℓ_t = ln σ(w_fᵀx_t + b_f) per query head. The scale does not apply to it. The
+//! projection `forget_gate` has an initial bias of `forget_bias_init`. The two gates differ in what they forget: in a
+//! channel that Wall's gate has closed, scores become 0 and weights e⁰; the forget gate takes a key's weight to 0. The
+//! paper does not combine them.
 //!
 //! # Numerics
 //! exp(−P_j) is never formed. The factor exp(P_i − P_j) of a query and a key is split at an anchor
 //! between them, into two factors of at most 1 (section 3, per-tile anchors; appendix D). Within a
 //! sub-block of 16 rows the anchor is the first row, and factors stay below exp(15 · g_max). On CUDA
 //! anchors are powers of two at the ends of tiles of 64 tokens, and factors stay below
-//! exp(64 · g_max), which bf16 holds.
+//! exp(64 · g_max), which bf16 holds ([`LARGEST_G_MAX`]).
 //!
 //! # Decoding
 //! Section 3, approach 1: the cache holds k_j · exp(R_c − P_j) with one anchor R_c per chunk of 128
@@ -39,11 +46,15 @@
 //! new key. A token takes kv_heads · head_dim · (2 + 1/64) elements for either source, with
 //! `gate_heads = "query"` head_dim · (heads · (1 + 1/64) + kv_heads).
 //!
+//! A forget gate adds heads elements per token, and but for `gate_source = "key"` heads per chunk; on CUDA, for either
+//! source, 2 · heads per tile.
+//!
 //! Appendix E evicts forgotten keys "at no cost". But a forgotten key has score 0, not −∞: it keeps the
 //! weight e⁰ in the softmax, and many of them together can outweigh the rest. So `evict_below` keeps their
 //! number and the mean of their values, which enter the softmax with score 0. The threshold then bounds
 //! the error of a score by evict_below · scale · Σ_n |q_n k_n|. Whole chunks (on CUDA tiles) are evicted,
-//! for all heads and sequences of the layer together, when a chunk completes.
+//! for all heads and sequences of the layer together, when a chunk completes. Under a forget gate such keys differ in
+//! weight, by head and by query: `evict_below` and `prune` then exclude it.
 //!
 //! # Pruning
 //! With `prune`, the CUDA kernels for whole rows skip key tiles that have decayed below 2⁻¹²⁷ in every
@@ -57,11 +68,12 @@
 //! - The key gate reads the key as it is cached, rotated with `rope`: in the listing, W_g multiplies the
 //!   same tile whose rescaled copy is multiplied with the query.
 //! - The key gate belongs to the kv head, whose key it reads; W is not shared between heads.
-//! - A scalar key gate with gate_dims below head_dim decays the first gate_dims channels.
+//! - A scalar gate with gate_dims below head_dim decays the first gate_dims channels.
 
 #[allow(clippy::duplicate_underscore_argument)] // Device code.
 mod cuda;
 mod decode;
+mod forget;
 mod gate;
 mod past;
 mod piece;
@@ -77,6 +89,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::decode::State;
 use super::blocks::repeat_heads;
+use super::decay;
 use super::flash;
 use super::probe::{Metric, PRUNED_FRACTION, Probe};
 use super::rotation::{Rotation, Scaling};
@@ -111,11 +124,12 @@ pub enum GateSource {
     Key,
 }
 
-/// The outputs of a gate computed from the key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The outputs of a gate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum KeyGate {
+pub enum GateForm {
     /// One per gated channel.
+    #[default]
     Vector,
     /// One for all gated channels of a head.
     Scalar,
@@ -132,8 +146,8 @@ pub struct Config {
     pub gate_dims: Option<usize>,
     /// Initial bias of the gate's logits, finite; default 7, usually 6 to 8.
     pub bias_init: f32,
-    /// Largest decay of one step, above 0 and below 0.87; default 0.86. The paper's bound keeps the
-    /// factors of tiles of 128 × 64 scores inside f32 (appendix G); looser is better.
+    /// Largest decay of one step, above 0 and up to [`LARGEST_G_MAX`]; default 0.86, near the paper's bound of 0.87 for
+    /// tiles of 128 × 64 scores in f32 (appendix G); looser is better.
     pub g_max: f32,
     /// Rotate q and k too; default false.
     pub rope: bool,
@@ -143,8 +157,10 @@ pub struct Config {
     pub scaling: Scaling,
     /// What gates are computed from: `"hidden"` (default) or `"key"`.
     pub gate_source: GateSource,
-    /// Only with `gate_source = "key"`: `"vector"` (default) or `"scalar"`.
-    pub key_gate: Option<KeyGate>,
+    /// One gate per channel, `"vector"` (default), or one for all gated channels of a head, `"scalar"`. `key_gate` is
+    /// its former name.
+    #[serde(alias = "key_gate")]
+    pub gate_form: GateForm,
     /// Decoding evicts keys that have decayed below this factor in every channel, above 0 and
     /// below 1; default none. Needs a gate in every channel, and no window.
     pub evict_below: Option<f32>,
@@ -154,7 +170,18 @@ pub struct Config {
     pub prune: bool,
     /// Attention sinks: a learned logit per head in the softmax's denominator; default false.
     pub sinks: bool,
+    /// Add a forget gate per query head, as in forgetting attention; default false. Not with `evict_below` or `prune`.
+    pub forget_gate: bool,
+    /// Only with `forget_gate`: its initial bias, finite; default 0.
+    pub forget_bias_init: Option<f32>,
 }
+
+/// The largest [`Config::g_max`]: over a tile of 64 tokens, decays stay above 2⁻⁹³. Products of dS and keys then stay
+/// far enough above the least f32, 2⁻¹²⁶, for tensor cores to keep their digits: with 1.2, single gradients were off by
+/// 2 %.
+pub const LARGEST_G_MAX: f32 = 1.0;
+
+const _: () = assert!(cuda::TILE as f32 * LARGEST_G_MAX * std::f32::consts::LOG2_E < 93.0);
 
 impl Default for Config {
     fn default() -> Self {
@@ -167,10 +194,12 @@ impl Default for Config {
             theta: 10_000.0,
             scaling: Scaling::None {},
             gate_source: GateSource::Hidden,
-            key_gate: None,
+            gate_form: GateForm::Vector,
             evict_below: None,
             prune: false,
             sinks: false,
+            forget_gate: false,
+            forget_bias_init: None,
         }
     }
 }
@@ -187,17 +216,22 @@ impl Config {
         self.gate_dims.unwrap_or(shape.head_dim)
     }
 
-    /// Outputs of the key gate per kv head.
-    fn key_gate_outputs(&self, shape: &AttentionShape) -> usize {
-        match self.key_gate.unwrap_or(KeyGate::Vector) {
-            KeyGate::Vector => self.gate_dims_of(shape),
-            KeyGate::Scalar => 1,
+    /// Outputs of the gate per gate head.
+    fn gate_outputs(&self, shape: &AttentionShape) -> usize {
+        match self.gate_form {
+            GateForm::Vector => self.gate_dims_of(shape),
+            GateForm::Scalar => 1,
         }
     }
 
     /// The sinks, the last of the layer's parameters.
     fn sinks_of<B: OpBackend>(&self, parameters: &[Tensor<B, 1>]) -> Option<Tensor<B, 1>> {
         parameters.last().filter(|_| self.sinks).cloned()
+    }
+
+    /// ℓ, `[batch, heads, seq_len]` in f32, with `forget_gate`, whose logits are the last of the layer's projections.
+    fn log_forget<B: OpBackend>(&self, projections: &[Tensor<B, 3>]) -> Option<Tensor<B, 3>> {
+        projections.last().filter(|_| self.forget_gate).cloned().map(decay::log_decay)
     }
 
     /// The rotation of q and k with `rope`.
@@ -236,12 +270,44 @@ impl Config {
             "set bias_init = 7.0; 6 to 8 start with open gates",
         );
         problems.check(
-            self.g_max > 0.0 && self.g_max < 0.87,
+            self.g_max > 0.0 && self.g_max <= LARGEST_G_MAX,
             format!("{key}.g_max"),
             self.g_max,
-            "above 0 and below 0.87",
+            format!("above 0, up to {LARGEST_G_MAX}"),
             "set g_max = 0.86",
         );
+    }
+
+    /// Records problems with the forget gate.
+    fn validate_forget_gate(&self, key: &str, problems: &mut Problems) {
+        if let Some(bias) = self.forget_bias_init {
+            problems.check(
+                self.forget_gate,
+                format!("{key}.forget_bias_init"),
+                bias,
+                "only with forget_gate = true",
+                "leave forget_bias_init out, or set forget_gate = true",
+            );
+            problems.check(
+                bias.is_finite(),
+                format!("{key}.forget_bias_init"),
+                bias,
+                "a finite number",
+                "leave it out to start at 0; above 0, the gates start more open",
+            );
+        }
+        let prune = self.prune.then(|| true.to_string());
+        let evict_below = self.evict_below.map(|threshold| threshold.to_string());
+        for (name, value) in [("prune", prune), ("evict_below", evict_below)] {
+            let Some(value) = value else { continue };
+            problems.check(
+                !self.forget_gate,
+                format!("{key}.{name}"),
+                value,
+                "only without forget_gate: keys that every channel has forgotten then do not weigh alike",
+                format!("leave forget_gate or {name} out"),
+            );
+        }
     }
 
     /// Records options that exclude each other.
@@ -254,19 +320,6 @@ impl Config {
             "\"kv\" with gate_source = \"key\": the gate belongs to the key's head",
             "leave gate_heads out, or set gate_source = \"hidden\"",
         );
-        if let Some(key_gate) = self.key_gate {
-            let name = match key_gate {
-                KeyGate::Vector => "\"vector\"",
-                KeyGate::Scalar => "\"scalar\"",
-            };
-            problems.check(
-                from_key,
-                format!("{key}.key_gate"),
-                name,
-                "only with gate_source = \"key\"",
-                "leave key_gate out, or set gate_source = \"key\"",
-            );
-        }
         problems.check(
             !self.prune || self.gate_dims_of(shape) >= shape.head_dim,
             format!("{key}.prune"),
@@ -297,6 +350,8 @@ impl VariantSpec for Config {
 
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
+    const MATRICES: &'static [&'static str] = &["key_gate_weight"];
+
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
         flash::serves(kernel.dtype, batch * shape.heads, shape.head_dim)
     }
@@ -307,6 +362,7 @@ impl VariantSpec for Config {
         }
         self.validate_gate(key, shape, problems);
         self.validate_options(key, shape, problems);
+        self.validate_forget_gate(key, problems);
     }
 
     /// Not with `evict_below` or `prune`: forgotten tokens are summarised in a sum, from which tokens that
@@ -316,13 +372,12 @@ impl VariantSpec for Config {
     }
 
     fn projections(&self, shape: &AttentionShape) -> Vec<ProjectionSpec> {
-        let features = self.gate_heads_of(shape) * self.gate_dims_of(shape);
-        match self.gate_source {
-            GateSource::Key => vec![],
-            GateSource::Hidden => {
-                vec![ProjectionSpec::new("gate", features).bias(Init::Constant(self.bias_init))]
-            }
-        }
+        let features = self.gate_heads_of(shape) * self.gate_outputs(shape);
+        let gate = (self.gate_source == GateSource::Hidden)
+            .then(|| ProjectionSpec::new("gate", features).bias(Init::Constant(self.bias_init)));
+        let bias = self.forget_bias_init.unwrap_or(0.0);
+        let forget_gate = self.forget_gate.then(|| decay::forget_gate(shape, bias));
+        gate.into_iter().chain(forget_gate).collect()
     }
 
     fn parameters(&self, shape: &AttentionShape) -> Vec<ParameterSpec> {
@@ -330,7 +385,7 @@ impl VariantSpec for Config {
         if self.gate_source == GateSource::Hidden {
             return sinks.into_iter().collect();
         }
-        let features = shape.kv_heads * self.key_gate_outputs(shape);
+        let features = shape.kv_heads * self.gate_outputs(shape);
         let of_gate = [
             ParameterSpec {
                 name: "key_gate_weight",
@@ -359,10 +414,21 @@ impl VariantSpec for Config {
     ) -> f64 {
         let channels = Channels::of(self, shape);
         let gates = (self.gate_heads_of(shape) * self.gate_dims_of(shape)) as f64;
+        // Of the forget gate, its logits in f32 and ℓ or its sums.
+        let forget = if self.forget_gate { 8.0 * shape.heads as f64 } else { 0.0 };
         match path {
-            // The gates by head; their sums at the ends of tiles are few.
-            ExecPath::Kernel(_) => channels.by_kernel(dtype) + gates * dtype.size() as f64,
-            ExecPath::Reference => channels.by_reference(shape.mean_keys(seq_len)) + 8.0 * gates,
+            // The gates by head, those from keys as f32 logits before and after the bias; the sums at the ends of
+            // tiles are few.
+            ExecPath::Kernel(_) => {
+                let size = match self.gate_source {
+                    GateSource::Hidden => dtype.size() as f64,
+                    GateSource::Key => 8.0,
+                };
+                channels.by_kernel(dtype) + gates * size + forget
+            }
+            ExecPath::Reference => {
+                channels.by_reference(shape.mean_keys(seq_len)) + 8.0 * gates + forget
+            }
         }
     }
 
@@ -373,14 +439,16 @@ impl VariantSpec for Config {
             (4.0 + 1.0 / reference::TRAIN_CHUNK as f64) * d * heads * shape.mean_keys(seq_len);
         // Rescaling at the levels inside a chunk: its 16 rows, then 4 doublings to 256.
         let factors = 6.0 * d * (heads + self.gate_heads_of(shape) as f64);
-        keys + factors + self.weight_flops_per_token(shape)
+        // The addition to each score.
+        let forget = if self.forget_gate { heads * shape.mean_keys(seq_len) } else { 0.0 };
+        keys + factors + forget + self.weight_flops_per_token(shape)
     }
 
     fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
         match self.gate_source {
             GateSource::Hidden => 0.0,
             GateSource::Key => {
-                (2 * shape.head_dim * shape.kv_heads * self.key_gate_outputs(shape)) as f64
+                (2 * shape.head_dim * shape.kv_heads * self.gate_outputs(shape)) as f64
             }
         }
     }
@@ -409,9 +477,16 @@ impl Variant for Config {
         let op = Wall { config: self.clone(), shape };
         let ints = documents.into_iter().map(Tensor::into_primitive).collect();
         let [q, k, v] = [q, k, v].map(primitive);
-        tensor(match self.sinks_of(&parameters) {
-            None => path.run::<B, _, 4>(&op, [q, k, v, gate], ints),
-            Some(sinks) => path.run::<B, _, 5>(&op, [q, k, v, gate, primitive(sinks)], ints),
+        let log_forget = self.log_forget(&projections).map(primitive);
+        let sinks = self.sinks_of(&parameters).map(primitive);
+        tensor(match (log_forget, sinks) {
+            (None, None) => path.run::<B, _, 4>(&op, [q, k, v, gate], ints),
+            (Some(one), None) | (None, Some(one)) => {
+                path.run::<B, _, 5>(&op, [q, k, v, gate, one], ints)
+            }
+            (Some(log_forget), Some(sinks)) => {
+                path.run::<B, _, 6>(&op, [q, k, v, gate, log_forget, sinks], ints)
+            }
         })
     }
 
@@ -471,7 +546,8 @@ impl Wall {
     }
 }
 
-/// q, k, v, the gate and, with 5 inputs, the sinks.
+/// q, k, v, the gate and, where the configuration has them, the log decays of the forget gate, `[batch, heads,
+/// seq_len]`, and the sinks.
 impl<const N: usize> Op<N> for Wall {
     fn reference<B: OpBackend>(
         &self,
@@ -481,11 +557,12 @@ impl<const N: usize> Op<N> for Wall {
         let mut inputs = inputs.into_iter();
         let mut next = || inputs.next().expect("q, k, v and the gate");
         let ([q, k, v], gate) = ([(); 3].map(|()| tensor::<B, 4>(next())), next());
+        let log_forget = self.config.forget_gate.then(|| tensor::<B, 3>(next()));
         let sinks = inputs.next().map(tensor::<B, 1>);
         let log_decay = self.config.log_decay(&self.shape, tensor(gate));
         let documents = ints.first().map(|x| Tensor::<B, 2, Int>::from_primitive(x.clone()));
         let kvg = [k, v, log_decay];
-        primitive(reference::attend(&self.shape, q, kvg, sinks, documents.as_ref()))
+        primitive(reference::attend(&self.shape, q, kvg, log_forget, sinks, documents.as_ref()))
     }
 
     fn cuda_forward(
@@ -494,8 +571,10 @@ impl<const N: usize> Op<N> for Wall {
         ints: &[CudaTensor],
         _needs: [bool; N],
     ) -> Option<Forward<CudaTensor>> {
-        let [q, k, v, gate, ..] = inputs.each_ref()[..] else { unreachable!("N is 4 or 5") };
-        cuda::forward(self, [q, k, v, gate], inputs.get(4), ints.first())
+        let [q, k, v, gate, ..] = inputs.each_ref()[..] else { unreachable!("N is 4 to 6") };
+        let log_forget = inputs.get(4).filter(|_| self.config.forget_gate);
+        let sinks = inputs.last().filter(|_| self.config.sinks);
+        cuda::forward(self, [q, k, v, gate], log_forget, sinks, ints.first())
     }
 
     fn cuda_backward(
@@ -505,9 +584,9 @@ impl<const N: usize> Op<N> for Wall {
         grad: CudaTensor,
         _needs: [bool; N],
     ) -> [Option<CudaTensor>; N] {
-        let cuda::Gradients { q, k, v, gate, sinks } =
+        let cuda::Gradients { q, k, v, gate, log_forget, sinks } =
             cuda::backward(self, saved, ints.first(), &grad);
-        let mut all = [q, k, v, gate].into_iter().chain(sinks);
+        let mut all = [q, k, v, gate].into_iter().chain(log_forget).chain(sinks);
         std::array::from_fn(|_| all.next())
     }
 }

@@ -4,7 +4,8 @@
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{FloatDType, Tensor};
 
-use super::piece::{GatedKv, PieceMask, ScoredKeys, repeat, times};
+use super::forget::add_terms;
+use super::piece::{AnchoredQueries, GatedKv, PieceMask, ScoredKeys, repeat, times};
 use crate::attention::blocks::{copied, repeat_heads, sums_after};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
@@ -19,6 +20,38 @@ struct ClosedChunks<B: OpBackend> {
     /// The anchors as exp(R − R_c), where R is that of the newest chunk: no factor exceeds 1, and no sum
     /// over the whole sequence is formed. `[n, 1, chunks, 1, head_dim]`
     anchors: Tensor<B, 5>,
+    /// With a forget gate.
+    forget: Option<ForgetOfChunks<B>>,
+}
+
+/// The forget gate of complete chunks.
+#[derive(Clone, Debug)]
+struct ForgetOfChunks<B: OpBackend> {
+    /// Σ ℓ after each token up to its chunk's end, `[n, group, chunks, chunk, 1]`.
+    within: Tensor<B, 5>,
+    /// Σ ℓ after each chunk up to the newest one's end, `[n, group, chunks, 1, 1]`.
+    after: Tensor<B, 5>,
+}
+
+impl<B: OpBackend> ForgetOfChunks<B> {
+    /// That of chunks with ℓ, `[n, group, chunks, chunk, 1]`, after the `old` ones.
+    fn extend(old: Option<Self>, log_forget: Tensor<B, 5>) -> Self {
+        let (within, total) = sums_after_and_total(log_forget);
+        let after = sums_after(total.clone(), 2);
+        let Some(old) = old else { return ForgetOfChunks { within, after } };
+        ForgetOfChunks {
+            within: Tensor::cat(vec![old.within, within], 2),
+            after: Tensor::cat(vec![old.after + total.sum_dim(2), after], 2),
+        }
+    }
+}
+
+/// Σ x over the rows after each, `[n, group, blocks, rows, channels]`, and over all rows of a block,
+/// `[n, group, blocks, 1, channels]`.
+fn sums_after_and_total<B: OpBackend>(x: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<B, 5>) {
+    let after = sums_after(x.clone(), 3);
+    let total = after.clone().narrow(3, 0, 1) + x.narrow(3, 0, 1);
+    (after, total)
 }
 
 /// The summary of evicted tokens. Their scores are 0 up to the threshold, so that all have the same
@@ -126,8 +159,14 @@ impl<B: OpBackend> PastTokens<B> {
 
     /// Elements in all buffers.
     pub fn elements(&self) -> usize {
-        let closed = self.closed.iter().flat_map(|x| [&x.keys, &x.values, &x.anchors]);
-        let open = self.open.iter().flat_map(|x| [&x.k, &x.v, &x.log_decay]);
+        let closed = self.closed.iter().flat_map(|x| {
+            let forget = x.forget.iter().flat_map(|x| [&x.within, &x.after]);
+            [&x.keys, &x.values, &x.anchors].into_iter().chain(forget)
+        });
+        let open = self
+            .open
+            .iter()
+            .flat_map(|x| [&x.k, &x.v, &x.log_decay].into_iter().chain(&x.log_forget));
         let evicted = self.evicted.as_ref().map_or(0, EvictedTokens::elements);
         closed.chain(open).map(|x| x.shape().num_elements()).sum::<usize>() + evicted
     }
@@ -142,6 +181,7 @@ impl<B: OpBackend> PastTokens<B> {
                     k: join(old.k, new.k),
                     v: join(old.v, new.v),
                     log_decay: join(old.log_decay, new.log_decay),
+                    log_forget: old.log_forget.zip(new.log_forget).map(|(a, b)| join(a, b)),
                 }
             }
         };
@@ -156,46 +196,59 @@ impl<B: OpBackend> PastTokens<B> {
 
     /// Rescales and appends complete chunks.
     fn close(&mut self, tokens: GatedKv<B>) {
-        let GatedKv { k, v: values, log_decay } = tokens.map(|x| {
-            let [n, _, _, tokens, channels] = x.dims();
-            x.reshape([n, 1, tokens / self.chunk, self.chunk, channels])
+        let GatedKv { k, v: values, log_decay, log_forget } = tokens.map(|x| {
+            let [n, group, _, tokens, channels] = x.dims();
+            x.reshape([n, group, tokens / self.chunk, self.chunk, channels])
         });
-        let since = sums_after(log_decay.clone(), 3);
-        let total = since.clone().narrow(3, 0, 1) + log_decay.narrow(3, 0, 1);
+        let (since, total) = sums_after_and_total(log_decay);
         let keys = k * since.exp();
         let anchors = sums_after(total.clone(), 2).exp();
-        let new = ClosedChunks { keys, values, anchors };
+        let extended = |old| log_forget.map(|new| ForgetOfChunks::extend(old, new));
         self.closed = Some(match self.closed.take() {
-            None => new,
+            None => ClosedChunks { keys, values, anchors, forget: extended(None) },
             Some(old) => {
                 let join = |old, new| Tensor::cat(vec![old, new], 2);
                 ClosedChunks {
-                    anchors: join(old.anchors * total.sum_dim(2).exp(), new.anchors),
-                    keys: join(old.keys, new.keys),
-                    values: join(old.values, new.values),
+                    anchors: join(old.anchors * total.sum_dim(2).exp(), anchors),
+                    keys: join(old.keys, keys),
+                    values: join(old.values, values),
+                    forget: extended(old.forget),
                 }
             }
         });
     }
 
-    /// Scores and values of all tokens held, for the `queries` that follow times their decay since the
-    /// newest token held, `[n, group, 1, rows, head_dim]`.
-    pub fn parts(&self, queries: Tensor<B, 5>, mask: &PieceMask<B>) -> Vec<ScoredKeys<B>> {
-        let n = queries.dims()[0];
-        let mut parts: Vec<_> = self.evicted.iter().map(|evicted| evicted.part(&queries)).collect();
-        let mut since_closed = queries.clone();
-        if let Some(GatedKv { k, v, log_decay }) = &self.open {
-            let since = sums_after(log_decay.clone(), 3);
-            let total = since.clone().narrow(3, 0, 1) + log_decay.clone().narrow(3, 0, 1);
+    /// Scores and values of all tokens held, for the queries that follow relative to the newest token held,
+    /// `[n, group, 1, rows, head_dim]`.
+    pub fn parts(
+        &self,
+        AnchoredQueries { q, mut forget }: AnchoredQueries<B>,
+        mask: &PieceMask<B>,
+    ) -> Vec<ScoredKeys<B>> {
+        let n = q.dims()[0];
+        let mut parts: Vec<_> = self.evicted.iter().map(|evicted| evicted.part(&q)).collect();
+        let mut since_closed = q.clone();
+        if let Some(GatedKv { k, v, log_decay, log_forget }) = &self.open {
+            let (since, total) = sums_after_and_total(log_decay.clone());
             since_closed = times(since_closed, total.exp());
-            let scores = queries.mm((k.clone() * since.exp()).transpose());
+            let mut scores = q.mm((k.clone() * since.exp()).transpose());
+            if let Some((of_queries, log_forget)) = forget.as_mut().zip(log_forget.clone()) {
+                let (of_keys, total) = sums_after_and_total(log_forget);
+                scores = add_terms(scores, of_queries.clone(), of_keys);
+                *of_queries = of_queries.clone() + total;
+            }
             let scores = mask.apply(scores, self.position() - self.open_len());
             parts.push(ScoredKeys { scores, values: repeat(v, n) });
         }
-        if let Some(ClosedChunks { keys, values, anchors }) = &self.closed {
+        if let Some(ClosedChunks { keys, values, anchors, forget: of_chunks }) = &self.closed {
             // Each query is rescaled once per chunk; keys are unchanged.
-            let queries = times(since_closed, anchors.clone());
-            let scores = mask.apply(queries.mm(keys.clone().transpose()), self.first);
+            let mut scores = times(since_closed, anchors.clone()).mm(keys.clone().transpose());
+            if let Some((of_queries, ForgetOfChunks { within, after })) =
+                forget.zip(of_chunks.as_ref())
+            {
+                scores = add_terms(scores, of_queries + after.clone(), within.clone());
+            }
+            let scores = mask.apply(scores, self.first);
             parts.push(ScoredKeys { scores, values: repeat(values, n) });
         }
         parts
@@ -238,7 +291,12 @@ impl<B: OpBackend> PastTokens<B> {
         self.closed = (chunks < held).then(|| {
             // Copied, because a slice would keep the memory of the dropped chunks alive.
             let keep = |x: Tensor<B, 5>| copied(x.narrow(2, chunks, held - chunks));
+            let keep_forget = |ForgetOfChunks { within, after }| ForgetOfChunks {
+                within: keep(within),
+                after: keep(after),
+            };
             ClosedChunks {
+                forget: closed.forget.map(keep_forget),
                 keys: keep(closed.keys),
                 values: keep(closed.values),
                 anchors: keep(closed.anchors),

@@ -5,6 +5,7 @@
 //! block · rows + row is in `row` of `block`, so that a reshape changes the block size.
 use burn::tensor::{BasicOps, Bool, Int, Tensor};
 
+use super::forget::{ForgetTerms, of_diagonal};
 use crate::attention::blocks::{MASKED, copied};
 use crate::backend::OpBackend;
 use crate::ops::matmul::MatMul;
@@ -21,6 +22,8 @@ pub(super) struct GatedKv<B: OpBackend> {
     pub v: Tensor<B, 5>,
     /// g, `[n, 1, 1, rows, head_dim]`.
     pub log_decay: Tensor<B, 5>,
+    /// ℓ of the forget gate, `[n, group, 1, rows, 1]`.
+    pub log_forget: Option<Tensor<B, 5>>,
 }
 
 impl<B: OpBackend> GatedKv<B> {
@@ -34,9 +37,10 @@ impl<B: OpBackend> GatedKv<B> {
         self.clone().map(|x| x.narrow(3, first, n))
     }
 
-    /// Applies `f` to all three.
+    /// Applies `f` to all of them.
     pub fn map(self, f: impl Fn(Tensor<B, 5>) -> Tensor<B, 5>) -> Self {
-        GatedKv { k: f(self.k), v: f(self.v), log_decay: f(self.log_decay) }
+        let log_forget = self.log_forget.map(&f);
+        GatedKv { k: f(self.k), v: f(self.v), log_decay: f(self.log_decay), log_forget }
     }
 }
 
@@ -62,6 +66,15 @@ impl<B: OpBackend> GatedQkv<B> {
         let (q, sinks) = (self.q.clone().narrow(3, first, n), self.sinks.clone());
         GatedQkv { q, keys: self.keys.cut(first, n), sinks }
     }
+}
+
+/// Queries relative to an anchor before them.
+#[derive(Clone, Debug)]
+pub(super) struct AnchoredQueries<B: OpBackend> {
+    /// Queries times their channels' decay since the anchor, `[n, group, blocks, rows, head_dim]`.
+    pub q: Tensor<B, 5>,
+    /// Σ ℓ since the anchor, `[n, group, blocks, rows, 1]`.
+    pub forget: Option<Tensor<B, 5>>,
 }
 
 /// Scores of queries and keys, and the values of these keys.
@@ -146,19 +159,22 @@ fn sum_since_first<B: OpBackend>(x: &Tensor<B, 5>) -> Tensor<B, 5> {
 }
 
 /// Reshapes to blocks of `rows` rows.
-fn split<B: OpBackend, K: BasicOps<B>>(x: Tensor<B, 5, K>, rows: usize) -> Tensor<B, 5, K> {
+pub(super) fn split<B: OpBackend, K: BasicOps<B>>(
+    x: Tensor<B, 5, K>,
+    rows: usize,
+) -> Tensor<B, 5, K> {
     let [n, group, blocks, all, channels] = x.dims();
     x.reshape([n, group, blocks * all / rows, rows, channels])
 }
 
 /// The earlier and the later half of every block.
-fn halves<B: OpBackend, K: BasicOps<B>>(x: Tensor<B, 5, K>) -> [Tensor<B, 5, K>; 2] {
+pub(super) fn halves<B: OpBackend, K: BasicOps<B>>(x: Tensor<B, 5, K>) -> [Tensor<B, 5, K>; 2] {
     let half = x.dims()[3] / 2;
     [0, half].map(|first| x.clone().narrow(3, first, half))
 }
 
 /// The inverse of [`halves`].
-fn join<B: OpBackend>(earlier: Tensor<B, 5>, later: Tensor<B, 5>) -> Tensor<B, 5> {
+pub(super) fn join<B: OpBackend>(earlier: Tensor<B, 5>, later: Tensor<B, 5>) -> Tensor<B, 5> {
     Tensor::cat(vec![earlier, later], 3)
 }
 
@@ -178,7 +194,7 @@ pub(super) fn times<B: OpBackend>(x: Tensor<B, 5>, factor: Tensor<B, 5>) -> Tens
 
 /// The scores of a piece's own keys, finest level first (the diagonal sub-blocks; then, with blocks twice
 /// as long at each level, the later half's queries with the earlier half's keys), and the piece's queries
-/// times their decay since the row before the piece.
+/// relative to the row before the piece.
 ///
 /// At each level queries are multiplied by exp(P_i − P_a) and keys by exp(P_a − P_j), both at most 1, where
 /// a is the earlier half's last row. From one level to the next, the factors of the far half are multiplied
@@ -186,10 +202,10 @@ pub(super) fn times<B: OpBackend>(x: Tensor<B, 5>, factor: Tensor<B, 5>) -> Tens
 fn own_parts<B: OpBackend>(
     rows: &GatedQkv<B>,
     mask: &PieceMask<B>,
-) -> (Vec<ScoredKeys<B>>, Tensor<B, 5>) {
+) -> (Vec<ScoredKeys<B>>, AnchoredQueries<B>) {
     let (all, sub) = (rows.len(), rows.len().min(SUB_BLOCK));
     let q = split(rows.q.clone(), sub);
-    let GatedKv { k, v, log_decay } = rows.keys.clone().map(|x| split(x, sub));
+    let GatedKv { k, v, log_decay, log_forget } = rows.keys.clone().map(|x| split(x, sub));
     let v = repeat(&v, q.dims()[0]);
     // Inside a sub-block the anchor is its first row: queries shrink and keys grow, and later tokens do
     // not affect a query.
@@ -197,6 +213,11 @@ fn own_parts<B: OpBackend>(
     let queries = times(q, since.clone());
     let keys = k / since.clone();
     let scores = queries.clone().mm(keys.clone().transpose());
+    let scores = match &log_forget {
+        Some(log_forget) => scores + of_diagonal(log_forget.clone()),
+        None => scores,
+    };
+    let mut forget = log_forget.map(ForgetTerms::new);
     let later = Tensor::<B, 2, Bool>::tril_mask([sub, sub], 0, &scores.device());
     let later = later.reshape([1, 1, 1, sub, sub]).expand(scores.dims());
     let scores = mask.apply_to_diagonal(scores.mask_fill(later, MASKED));
@@ -212,7 +233,12 @@ fn own_parts<B: OpBackend>(
         [queries, keys] = [queries, keys].map(|x| split(x, 2 * half));
         let ([_, late], [early, _]) = (halves(queries.clone()), halves(keys.clone()));
         let [values, _] = halves(split(v.clone(), 2 * half));
-        let scores = mask.apply_to_earlier_half(late.mm(early.transpose()));
+        let scores = late.mm(early.transpose());
+        let scores = match &mut forget {
+            Some(forget) => forget.add_to_later_half(scores, half),
+            None => scores,
+        };
+        let scores = mask.apply_to_earlier_half(scores);
         parts.push(ScoredKeys { scores, values });
         let [early, late] = halves(split(decay, 2));
         decay = early.clone() * late.clone();
@@ -221,7 +247,7 @@ fn own_parts<B: OpBackend>(
         keys = times(keys, join(late.clone(), late.ones_like()));
         half *= 2;
     }
-    (parts, queries)
+    (parts, AnchoredQueries { q: queries, forget: forget.map(ForgetTerms::into_queries) })
 }
 
 /// The row maximum of the scores, `[n, group, 1, rows, 1]`, detached.
@@ -247,11 +273,11 @@ fn weigh<B: OpBackend>(part: ScoredKeys<B>, row_max: Tensor<B, 5>) -> Tensor<B, 
 /// The outputs of a piece, `[n, group, 1, rows, value_dim]`.
 ///
 /// `past` gives the parts before the piece, each `[n, group, blocks, rows, keys]`, from the
-/// piece's queries times their decay since the row before the piece.
+/// piece's queries relative to the row before the piece.
 pub(super) fn attend_piece<B: OpBackend>(
     rows: &GatedQkv<B>,
     mask: &PieceMask<B>,
-    past: impl FnOnce(Tensor<B, 5>) -> Vec<ScoredKeys<B>>,
+    past: impl FnOnce(AnchoredQueries<B>) -> Vec<ScoredKeys<B>>,
 ) -> Tensor<B, 5> {
     let (own, queries) = own_parts(rows, mask);
     let past = past(queries);

@@ -18,16 +18,18 @@ pub(super) const TRAIN_CHUNK: usize = 256;
 ///
 /// - `q`: `[batch, heads, seq_len, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_len, channels]`
 /// - `log_decay`: g ≤ 0, `[batch, gate heads, seq_len, head_dim]`; gate heads are kv_heads or heads
+/// - `log_forget`: ℓ ≤ 0 of the forget gate, `[batch, heads, seq_len]`
 /// - `sinks`: `[heads]`
 /// - `documents`: `[batch, seq_len]`
 pub(super) fn attend<B: OpBackend>(
     shape: &AttentionShape,
     q: Tensor<B, 4>,
     kvg: [Tensor<B, 4>; 3],
+    log_forget: Option<Tensor<B, 3>>,
     sinks: Option<Tensor<B, 1>>,
     documents: Option<&Tensor<B, 2, Int>>,
 ) -> Tensor<B, 4> {
-    let rows = rows(shape, q, keys(shape, kvg), sinks);
+    let rows = rows(shape, q, keys(shape, kvg, log_forget), sinks);
     let (mut past, mut outputs, mut first) = (PastTokens::new(TRAIN_CHUNK, None), vec![], 0);
     loop {
         let piece = rows.cut(first, next_piece(&past, &rows, first));
@@ -41,18 +43,23 @@ pub(super) fn attend<B: OpBackend>(
     }
 }
 
-/// Keys, values and g in the layout of [`piece`](super::piece). If each query head has its own gate, keys
+/// Keys, values, g and ℓ in the layout of [`piece`](super::piece). If each query head has its own gate, keys
 /// are repeated, values are not.
 pub(super) fn keys<B: OpBackend>(
     shape: &AttentionShape,
     [k, v, g]: [Tensor<B, 4>; 3],
+    log_forget: Option<Tensor<B, 3>>,
 ) -> GatedKv<B> {
     let gate_heads = g.dims()[1];
     let [k, v, log_decay] = [repeat_heads(k, gate_heads / shape.kv_heads), v, g].map(|x| {
         let [batch, heads, tokens, channels] = x.dims();
         x.reshape([batch * heads, 1, 1, tokens, channels])
     });
-    GatedKv { k, v, log_decay }
+    let log_forget = log_forget.map(|x| {
+        let [batch, heads, tokens] = x.dims();
+        copied(x).reshape([batch * gate_heads, heads / gate_heads, 1, tokens, 1])
+    });
+    GatedKv { k, v, log_decay, log_forget }
 }
 
 /// Queries, scaled, with their keys and the sinks of their heads, `[heads]`.

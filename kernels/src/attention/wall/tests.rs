@@ -1,6 +1,7 @@
 //! This variant's cases for the conformance suite; validation; saturated gates.
 
 mod decoding;
+mod forget;
 mod length;
 mod pruning;
 
@@ -10,10 +11,9 @@ use longwall_config::Problems;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
-use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, MapDeserializer};
 
-use super::{Config, GateHeads, GateSource, KeyGate};
+use super::{Config, GateForm, GateHeads, GateSource, LARGEST_G_MAX};
 use crate::attention::conformance::{Conformance, YARN, in_bf16, softmax_oracle};
 use crate::attention::{AttentionConfig, AttentionShape, Inputs, VariantSpec, dispatch};
 use crate::ops::rotary::tests::scaled_frequencies;
@@ -38,10 +38,23 @@ impl Conformance for Config {
             Config { bias_init: 2.0, rope: true, scaling: YARN, ..key.clone() },
             // The one bias of a head sums the gradients of all tokens and channels. From 1 they
             // cancel to 1/2000 of their size in one problem, which leaves f32 no digits to compare.
-            Config { key_gate: Some(KeyGate::Scalar), bias_init: 2.0, ..key.clone() },
+            Config { gate_form: GateForm::Scalar, bias_init: 2.0, ..key.clone() },
             Config { gate_dims: Some(3), evict_below: None, ..key.clone() },
-            Config { bias_init: 1.0, sinks: true, ..Config::default() },
-            Config { bias_init: 2.0, sinks: true, ..key },
+            Config { bias_init: 1.0, sinks: true, g_max: 1.0, ..Config::default() },
+            Config { bias_init: 1.0, gate_form: GateForm::Scalar, ..Config::default() },
+            Config { bias_init: 2.0, sinks: true, ..key.clone() },
+            Config { bias_init: 1.0, forget_gate: true, rope: true, ..Config::default() },
+            Config {
+                gate_heads: GateHeads::Query,
+                gate_dims: Some(5),
+                bias_init: 1.0,
+                g_max: 0.3,
+                forget_gate: true,
+                forget_bias_init: Some(2.0),
+                sinks: true,
+                ..Config::default()
+            },
+            Config { bias_init: 2.0, forget_gate: true, ..key },
         ]
     }
 
@@ -58,13 +71,20 @@ impl Conformance for Config {
     ) -> Tensor64 {
         let (d, group) = (shape.head_dim, shape.heads / shape.kv_heads);
         let [q, k] = [&inputs[0], &inputs[1]].map(|x| self.oracle_rotated(x, documents));
-        let kept = products(&self.oracle_retention(shape, &k, &inputs[3..]));
+        let (of_gate, forget) = match (&inputs[3..], self.gate_source) {
+            (rest, _) if !self.forget_gate => (rest, None),
+            (rest, GateSource::Hidden) => (rest, Some(&rest[1])),
+            (rest, GateSource::Key) => (&rest[1..], Some(&rest[0])),
+        };
+        let kept = products(&self.oracle_retention(shape, &k, of_gate));
+        let forget = forget.map(forget_sums);
         let sinks = inputs.last().filter(|_| self.sinks);
         let gate_head = |h: usize| if self.gate_heads == GateHeads::Query { h } else { h / group };
         softmax_oracle(shape, [&q, &inputs[2]], sinks, documents, |b, h, i, j| {
             let kept = channels(&kept, &[b, gate_head(h), i, j]);
             let (q, k) = (channels(&q, &[b, h, i]), channels(&k, &[b, h / group, j]));
-            (0..d).map(|n| kept[n] * q[n] * k[n]).sum::<f64>() / (d as f64).sqrt()
+            let score = (0..d).map(|n| kept[n] * q[n] * k[n]).sum::<f64>() / (d as f64).sqrt();
+            score + forget.as_ref().map_or(0.0, |sums| sums.at(&[b, i, h]) - sums.at(&[b, j, h]))
         })
     }
 }
@@ -93,6 +113,18 @@ fn products(retention: &Tensor64) -> Tensor64 {
         }
     }
     Tensor64::new(&[batch, heads, seq_len, seq_len, d], data)
+}
+
+/// F, the sums of ln σ(logit) up to each token, `[batch, seq_len, heads]`.
+fn forget_sums(logits: &Tensor64) -> Tensor64 {
+    let [_, seq_len, heads] = logits.shape[..] else { panic!("3 dimensions") };
+    let mut sums = Tensor64::from_fn(&logits.shape, |at| -(-logits.at(at)).exp().ln_1p());
+    for at in 0..sums.data.len() {
+        if at / heads % seq_len > 0 {
+            sums.data[at] += sums.data[at - heads];
+        }
+    }
+    sums
 }
 
 impl Config {
@@ -127,14 +159,14 @@ impl Config {
             GateHeads::Kv => shape.kv_heads,
             GateHeads::Query => shape.heads,
         };
-        let outputs = if self.key_gate == Some(KeyGate::Scalar) { 1 } else { dims };
+        let outputs = if self.gate_form == GateForm::Scalar { 1 } else { dims };
         Tensor64::from_fn(&[batch, heads, seq_len, d], |at| {
             let [b, h, t, n] = at[..] else { panic!("4 dimensions") };
             if n >= dims {
                 return 1.0;
             }
             let logit = match self.gate_source {
-                GateSource::Hidden => inputs[0].at(&[b, t, h * dims + n]),
+                GateSource::Hidden => inputs[0].at(&[b, t, h * outputs + n.min(outputs - 1)]),
                 GateSource::Key => {
                     let o = n.min(outputs - 1);
                     let weight = |m: usize| inputs[0].at(&[(h * d + m) * outputs + o]);
@@ -247,14 +279,13 @@ fn bad_values_are_reported_with_their_keys() {
     let bad = Config {
         gate_dims: Some(17),
         bias_init: f32::NAN,
-        g_max: 0.87,
+        g_max: 1.01,
         rope: true,
         theta: 1.0,
-        key_gate: Some(KeyGate::Vector),
         evict_below: Some(1.0),
         ..config.clone()
     };
-    let want = ["theta", "gate_dims", "bias_init", "g_max", "key_gate", "evict_below"];
+    let want = ["theta", "gate_dims", "bias_init", "g_max", "evict_below"];
     assert_eq!(keys(&bad), want);
     let contradictory = Config {
         gate_heads: GateHeads::Query,
@@ -289,21 +320,25 @@ fn names_are_kebab_case_and_unknown_keys_are_refused() {
     let config = read([("gate_heads", "query"), ("gate_source", "key")]).expect("a valid table");
     assert_eq!((config.gate_heads, config.gate_source), (GateHeads::Query, GateSource::Key));
     assert!(read([("gate_heads", "kv"), ("gates", "hidden")]).is_err());
-    let scalar: Result<KeyGate, ValueError> = KeyGate::deserialize("scalar".into_deserializer());
-    assert_eq!(scalar, Ok(KeyGate::Scalar));
+    // The former name of gate_form.
+    let scalar = read([("gate_source", "key"), ("key_gate", "scalar")]).expect("a valid table");
+    assert_eq!(scalar.gate_form, GateForm::Scalar);
 }
 
-/// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±81.
+/// Closed gates: within a tile of 64 tokens the keys' and queries' factors span 2^±79, with the largest `g_max` 2^±93.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_bf16_agrees_with_closed_gates() {
     let closed = Config { bias_init: -20.0, ..Config::default() };
     let mixed = Config { bias_init: -3.0, ..Config::default() };
-    for variant in [closed, mixed] {
+    let fastest = Config { g_max: LARGEST_G_MAX, ..closed.clone() };
+    let forgetting = Config { g_max: LARGEST_G_MAX, forget_gate: true, ..mixed.clone() };
+    for variant in [closed, mixed, fastest.clone(), forgetting] {
         for sizes in [[4, 2, 64, 2, 200], [2, 1, 128, 1, 140]] {
             in_bf16::agrees_at::<Config, crate::Cuda>(&variant, sizes, None);
         }
     }
+    in_bf16::decodes_at::<Config, crate::Cuda>(&fastest, [4, 2, 64, 2, 200]);
     // A window that begins in the middle of a tile of gates.
     in_bf16::agrees_at::<Config, crate::Cuda>(&Config::default(), [2, 1, 128, 1, 140], Some(97));
 }

@@ -54,6 +54,17 @@ fn the_rules_cover_every_parameter_and_their_state() {
 }
 
 #[test]
+fn learned_vectors_that_hold_a_matrix_decay() {
+    let config = config(&["model.attention={ kind = \"wall\", gate_source = \"key\" }"]);
+    let rules = config.rules().all(16, 8);
+    let decay = |name: &str| {
+        let path = format!("blocks.0.attention.{name}");
+        rules.iter().find(|rule| rule.parameter.path == path).expect("a parameter").parameter.decay
+    };
+    assert_eq!((decay("key_gate_weight"), decay("key_gate_bias")), (1.0, 0.0));
+}
+
+#[test]
 fn one_pattern_or_several_survive_a_round_trip() {
     for groups in ["[{ match = \"head*\" }]", "[{ match = [\"emb*\", \"norm.*\"], lr = 2.0 }]"] {
         let config = config(&["model.tie_embeddings=false", &format!("train.groups={groups}")]);

@@ -99,6 +99,7 @@ fn rope_becomes_fox_or_wall_with_open_gates_and_computes_the_same_at_the_start()
         ("fox", "{ kind = \"fox\", rope = true }"),
         ("wall", "{ kind = \"wall\", rope = true }"),
         ("wall_key", "{ kind = \"wall\", rope = true, gate_source = \"key\" }"),
+        ("wall_fox", "{ kind = \"wall\", rope = true, forget_gate = true }"),
     ] {
         let sets = [format!("model.attention={kind}"), format!("run.name={name}")];
         let new = start(&sandbox, &old, &[&sets[0], &sets[1]]).unwrap().run_dir;

@@ -276,15 +276,19 @@ pub fn dkv<A: Hooks>(
             pipeline.load(iteration + 2, &inputs.q, &inputs.grad, batch, heads, row, 0u32);
         }
         if with_sums {
-            // After the head's last tile.
-            let done = (iteration + 1 == total) | (next_head > head);
+            // After the head's last tile; in reverse, where the heads of a group take turns, after each of its tiles.
+            let done = (iteration + 1 == total) | (next_head != head);
             #[unroll]
             for r in 0..2usize {
                 let column = own + r * 8 + lane / 4;
                 let sum = sum_of_four(ds_sum[r]);
                 if done & (lane % 4 == 0) & (column < keys) {
                     let at = (batch * problem.heads as usize + head) * keys + column;
-                    gradients.ds_columns.as_mut().unwrap()[at] = sum;
+                    let mut all = sum;
+                    if in_reverse {
+                        all += gradients.ds_columns.as_ref().unwrap()[at];
+                    }
+                    gradients.ds_columns.as_mut().unwrap()[at] = all;
                 }
                 ds_sum[r] = select(done, 0f32, ds_sum[r]);
             }

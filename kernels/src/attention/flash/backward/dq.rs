@@ -43,8 +43,8 @@ pub fn dq<A: Hooks>(
     let rows = comptime!(config.rows());
     let (n_keys, n_dim) = comptime!((tile / 8, dim / 8));
     let with_biases = comptime!(BiasesOf::<A>::ENABLED);
-    let biased = comptime!(with_biases && !config.changes_scores);
-    let biases_after = comptime!(with_biases && config.changes_scores);
+    let biases_after = comptime!(adds_biases_after::<A>(config));
+    let biased = comptime!(with_biases && !biases_after);
     let fresh = comptime!(!biased);
     let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
     let with_sums = comptime!(sums_of_rows::<A>());
@@ -216,7 +216,7 @@ pub fn dq<A: Hooks>(
                 config,
             );
             if biases_after {
-                BiasesOf::<A>::begin_keys(&mut bias_state, LOG2_E, warp, config);
+                BiasesOf::<A>::begin_keys(&mut bias_state, 1f32, warp, config);
                 if next <= group.last_key {
                     BiasesOf::<A>::read_keys(
                         &mut bias_state,
@@ -334,6 +334,11 @@ pub fn dq<A: Hooks>(
     dq.store(&dq_acc, &factors, batch, block.head, own, queries, config.head_dim);
 }
 
+/// Whether biases are added to finished products, rather than products to biases.
+const fn adds_biases_after<A: Hooks>(config: KernelConfig) -> bool {
+    BiasesOf::<A>::ENABLED && (config.changes_scores || OperandsOf::<A>::NEEDS_EQUAL_DS)
+}
+
 /// Turns scores into dP/d(scale · q·k) of each weight in place, with [`four_statistics`] into what [`Weight::ds_of`]
 /// reads. `lane_row` and `lane_column` are a lane's first row and column, `row_shift` and `row_more` the shifts and
 /// the four statistics of its two rows.
@@ -353,7 +358,7 @@ fn scores_to_slopes<A: Hooks>(
     warp: usize,
     #[comptime] config: KernelConfig,
 ) {
-    let biases_after = comptime!(BiasesOf::<A>::ENABLED && config.changes_scores);
+    let biases_after = comptime!(adds_biases_after::<A>(config));
     let products = comptime!(ScoreOf::<A>::WEIGHS_PRODUCTS);
     #[unroll]
     for n in 0..comptime!(config.tile / 8) {
@@ -368,7 +373,7 @@ fn scores_to_slopes<A: Hooks>(
             for e in 0..2usize {
                 let mut shift = row_shift[r];
                 if biases_after {
-                    shift += key_biases[e];
+                    shift = fma(key_biases[e], LOG2_E, shift);
                 }
                 if products {
                     let (_, slope) = ScoreOf::<A>::weigh(score, pair[e], shift);

@@ -11,7 +11,7 @@ use super::super::mask::{Mask, masked};
 use super::super::problem::{KernelConfig, ProblemShape};
 use super::query_tile::QueryTile;
 use crate::tile::warpgroup::set_a_frag;
-use crate::tile::{AFragments, Accumulator, MASKED};
+use crate::tile::{AFragments, Accumulator, LOG2_E, MASKED};
 
 /// The query tiles that attend to some key of a block of keys, over all heads of the group.
 #[derive(CubeType, Clone, Copy)]
@@ -185,7 +185,7 @@ pub fn weigh_scores<A: Hooks>(
                 let mut shift = -statistics[e];
                 if comptime!(BiasesOf::<A>::ENABLED) {
                     let bias = BiasesOf::<A>::bias_of_key(bias_state, n, r, config);
-                    shift += bias;
+                    shift = fma(bias, LOG2_E, shift);
                 }
                 if comptime!(four_statistics::<A>()) {
                     let four = four_of_query(statistics, more, e);

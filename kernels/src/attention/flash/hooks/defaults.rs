@@ -28,6 +28,7 @@ impl<G: Numeric + Element, T: TileQueries> Operands for PlainOperands<G, T> {
     const Q_IN_REGISTERS: bool = false;
     const DK_IN_REVERSE: bool = false;
     const DQ_BY_KEYS: bool = true;
+    const NEEDS_EQUAL_DS: bool = false;
     const SCALES_GRADIENTS: bool = true;
 
     fn forward(

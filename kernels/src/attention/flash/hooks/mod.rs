@@ -138,6 +138,9 @@ pub trait Operands: Send + Sync + 'static {
     /// Whether the product of dS and a tile of keys is that tile's part of dq, so that blocks of keys can add
     /// their parts. If not, a kernel of its own computes dq.
     const DQ_BY_KEYS: bool;
+    /// Whether dq and dk need the same dS to the bit, because a gradient is the difference of sums of both. The kernel
+    /// of dq then adds biases to finished products, as that of dk does.
+    const NEEDS_EQUAL_DS: bool;
     /// Whether the kernels multiply dq and dk by the scale.
     const SCALES_GRADIENTS: bool;
 
@@ -390,7 +393,7 @@ pub trait Biases: Send + Sync + 'static {
     /// Begins the tile that was read.
     fn begin_tile(state: &mut Self::QueryLoop, #[comptime] config: KernelConfig);
 
-    /// The bias, base 2, of a lane's key `r` and the tile's queries from 8·`n` on.
+    /// The bias, a natural logarithm, of a lane's key `r` and the tile's queries from 8·`n` on.
     fn bias_of_key(
         state: &Self::QueryLoop,
         #[comptime] n: usize,

@@ -6,11 +6,10 @@ use cubecl::prelude::*;
 
 use super::{DecayHooks, flash, prune};
 use crate::Cuda;
-use crate::attention::decay::{DecaySumsCache, SPAN, Sums, split, whole};
+use crate::attention::decay::{DecaySumsCache, Sums, log_decay};
 use crate::attention::flash::{
     CacheBuffer, FlashAttention, Heads, as_u32, decode, expired, row_dots,
 };
-use crate::attention::fox::log_decay;
 use crate::attention::fox::op::Forgetting;
 use crate::attention::softmax::PRUNED;
 use crate::backend::{primitive, tensor};
@@ -245,25 +244,8 @@ fn append<Z: Float>(
         }
     }
 
-    let span = position / SPAN;
-    let within_at = row * cache.sums.within_stride as usize + position;
-    let before_at = row * cache.sums.before_stride as usize + span;
-    let mut own = value(f32::cast_from(token.logits[row]), Function::LogSigmoid);
-    let mut start = f64::cast_from(0f32);
-    if position % SPAN != 0 {
-        own += cache.sums.within[within_at - 1];
-    }
-    if position > 0 {
-        start = whole(cache.sums.before[before_at]);
-    }
-    let sum = start + f64::cast_from(own);
-    if lane == 0 {
-        cache.sums.within[within_at] = own;
-        cache.sums.before[before_at + 1] = split(sum);
-        if position == 0 {
-            cache.sums.before[before_at] = split(start);
-        }
-    }
+    let own = value(f32::cast_from(token.logits[row]), Function::LogSigmoid);
+    let sum = cache.sums.append(row, position, own, lane == 0);
 
     if prune {
         let at = row / group;

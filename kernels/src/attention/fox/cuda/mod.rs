@@ -11,7 +11,7 @@ use burn::tensor::DType;
 pub use self::decode::DecayKvCache;
 use self::prune::prune;
 use super::op::Forgetting;
-use crate::attention::decay::{DecayBiases, DecaySums, Sums};
+use crate::attention::decay::{self, DecayBiases, DecaySums, Sums};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, PlainOperands, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
@@ -19,7 +19,6 @@ use crate::attention::flash::{FlashAttention, decode as decode_one, serves_tenso
 use crate::attention::softmax::Gradients;
 use crate::backend::Forward;
 use crate::cuda::CudaTensor;
-use crate::ops::prefix_sum::cuda::prefix_sum;
 
 /// The hooks and their tensors.
 struct DecayHooks {
@@ -96,9 +95,7 @@ pub(super) fn backward(
     let (gradients, sinks) = flash.softmax_backward(&result, grad);
     let [rows, columns] = [gradients.ds_rows, gradients.ds_columns]
         .map(|sums| sums.expect("a decay's biases want sums"));
-    // ℓ_t enters the scores of all queries at t or later with keys before t.
-    let log_decay = prefix_sum(&burn_cubecl::ops::numeric::sub(rows, columns), true);
-    let log_decay = Some(log_decay.expect("f32 has prefix sums"));
+    let log_decay = Some(decay::gradient(rows, columns));
     Gradients { q: gradients.dq, k: gradients.dk, v: gradients.dv, log_decay, sinks }
 }
 

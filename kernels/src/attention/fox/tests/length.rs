@@ -8,13 +8,13 @@ use crate::{Cpu, Cuda};
 
 #[test]
 fn holds_at_length_on_the_cpu() {
-    holds_at_length::<Config, Cpu>(&Config::default(), Decay::OfHeads, DType::F32, 3000);
+    holds_at_length::<Config, Cpu>(&Config::default(), Decay::Scalar, DType::F32, 3000);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_bf16_holds_at_length() {
     for config in [Config::default(), Config { prune: true, ..Config::default() }] {
-        holds_at_length::<Config, Cuda>(&config, Decay::OfHeads, DType::BF16, 1 << 16);
+        holds_at_length::<Config, Cuda>(&config, Decay::Scalar, DType::BF16, 1 << 16);
     }
 }

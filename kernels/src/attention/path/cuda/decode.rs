@@ -8,10 +8,9 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
 
 use super::blocks::{BLOCK, BlockResults};
-use super::levels::LevelBiases;
 use super::{Call, Path};
 use crate::Cuda;
-use crate::attention::decay::{DecayBiases, DecaySums, DecaySumsCache};
+use crate::attention::decay::{DecayBiases, DecaySums, DecaySumsCache, OptionalDecay};
 use crate::attention::flash::decode::{KEYS_PER_WARP, WARPS};
 use crate::attention::flash::hooks::{
     Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore, TileQueries,
@@ -217,7 +216,7 @@ impl PathKvCache {
         }
     }
 
-    fn attend_with<B: LevelBiases>(
+    fn attend_with<B: OptionalDecay>(
         &self,
         op: &Path,
         token: &Tokens,
@@ -331,7 +330,7 @@ struct DecodeHooks<B> {
     biases: std::marker::PhantomData<B>,
 }
 
-impl<B: LevelBiases> Hooks for DecodeHooks<B> {
+impl<B: OptionalDecay> Hooks for DecodeHooks<B> {
     type Operands = PlainOperands<bf16, QueriesOfParts>;
     type Biases = B;
     type Score = ScaledScore;

@@ -13,11 +13,9 @@ use super::moves::{
 };
 use super::moves_back::{PIECE, merge_gradients, move_gradients};
 use super::parts::{Half, Level};
-use crate::attention::decay::{DecayBiases, DecaySums, SPAN, Sums};
+use crate::attention::decay::{DecayBiases, DecaySums, OptionalDecay, SPAN};
 use crate::attention::flash::FlashAttention;
-use crate::attention::flash::hooks::{
-    Biases, Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore,
-};
+use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, PlainOperands, ScaledScore};
 use crate::attention::flash::weight::{
     Sinks, SoftmaxOutput, SoftmaxSavedRowsLaunch, SoftmaxWeight, sinks,
 };
@@ -57,23 +55,7 @@ struct LevelHooks {
 /// [`LevelHooks`] with biases `B`.
 struct WithBiases<B>(LevelHooks, std::marker::PhantomData<B>);
 
-/// Biases of a decay, if there is one.
-pub trait LevelBiases: Biases + Sized {
-    /// Their arguments.
-    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Self::Args>;
-}
-
-impl LevelBiases for NoBiases {
-    fn launch(_decay: Option<&DecaySums>) {}
-}
-
-impl LevelBiases for DecayBiases {
-    fn launch(decay: Option<&DecaySums>) -> LaunchOf<Sums> {
-        decay.expect("a decay's biases have sums").launch()
-    }
-}
-
-impl<B: LevelBiases> Hooks for WithBiases<B> {
+impl<B: OptionalDecay> Hooks for WithBiases<B> {
     type Operands = PlainOperands;
     type Biases = B;
     type Score = ScaledScore;
@@ -152,7 +134,7 @@ impl Masks {
         }
     }
 
-    fn flash<B: LevelBiases>(
+    fn flash<B: OptionalDecay>(
         &self,
         LevelRows { q, k, v }: &LevelRows,
         hooks: LevelHooks,
@@ -185,7 +167,7 @@ impl Masks {
 trait LevelWork {
     type Output;
 
-    fn run<B: LevelBiases>(self, flash: FlashAttention<WithBiases<B>>) -> Self::Output;
+    fn run<B: OptionalDecay>(self, flash: FlashAttention<WithBiases<B>>) -> Self::Output;
 }
 
 struct Attend;
@@ -193,7 +175,7 @@ struct Attend;
 impl LevelWork for Attend {
     type Output = SoftmaxOutput;
 
-    fn run<B: LevelBiases>(self, flash: FlashAttention<WithBiases<B>>) -> SoftmaxOutput {
+    fn run<B: OptionalDecay>(self, flash: FlashAttention<WithBiases<B>>) -> SoftmaxOutput {
         flash.softmax(false)
     }
 }
@@ -207,7 +189,7 @@ struct Backward {
 impl LevelWork for Backward {
     type Output = LevelGradients;
 
-    fn run<B: LevelBiases>(self, flash: FlashAttention<WithBiases<B>>) -> LevelGradients {
+    fn run<B: OptionalDecay>(self, flash: FlashAttention<WithBiases<B>>) -> LevelGradients {
         let saved = || SoftmaxSavedRowsLaunch::new(buffer(&self.lse, 1), buffer(&self.delta, 1));
         let all = flash.backward(&self.grad, saved);
         LevelGradients {

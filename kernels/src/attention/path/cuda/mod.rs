@@ -19,12 +19,11 @@ pub use self::decode::{PathKvCache, Tokens};
 use self::levels::{Masks, Moved, MovedGradients, Saved};
 use self::parts::{Half, Level, rounded};
 use super::op::Path;
-use crate::attention::decay::DecaySums;
+use crate::attention::decay::{self, DecaySums};
 use crate::attention::flash::{self, Heads, row_dots};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, reshaped, zeros};
 use crate::ops::cuda::{dims, integers};
-use crate::ops::prefix_sum::cuda::prefix_sum;
 
 /// Whether the kernels serve `batch` sequences with `heads` query heads of `head_dim` channels.
 pub fn serves(dtype: DType, batch: usize, heads: usize, head_dim: usize) -> bool {
@@ -152,10 +151,6 @@ pub(super) fn backward(
         ds: sums.as_ref().map(|sums| sums.each_ref()),
     });
     let beta = reshaped(&beta, &[batch, kv_heads, tokens, 1]);
-    // ℓ_t enters the scores of all queries at t or later with keys before t.
-    let log_decay = sums.map(|[rows, columns]| {
-        let sums = burn_cubecl::ops::numeric::sub(rows, columns);
-        prefix_sum(&sums, true).expect("f32 has prefix sums")
-    });
+    let log_decay = sums.map(|[rows, columns]| decay::gradient(rows, columns));
     [q, k, v, w, beta].into_iter().chain(log_decay).collect()
 }

@@ -10,11 +10,11 @@ use super::operands::TILE;
 use super::{PAIR, Wall, WallParams};
 use crate::Cuda;
 use crate::attention::blocks::repeat_heads;
-use crate::attention::flash::{
-    CacheBuffer, HeadPairs, Heads, decode as decode_one, expired, padded,
-};
+use crate::attention::decay::{DecaySumsCache, Sums, log_decay};
+use crate::attention::flash::{CacheBuffer, HeadPairs, Heads, expired, padded};
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, narrow, unshare, zeros};
+use crate::ops::activation::kernel::{Function, value};
 use crate::tile::{Pair, define_exp2, exp2};
 
 /// Keys, values and decays of the tokens so far.
@@ -30,12 +30,24 @@ pub struct RescaledKvCache {
     /// p at the last token, relative to E of the next one's tile, `[batch, gate heads,
     /// padded(head_dim)]`.
     since: CudaTensor,
+    /// With a forget gate, the prefix sums of its log decays.
+    forget: Option<DecaySumsCache>,
+}
+
+/// What a call takes beside q, k and v.
+pub struct GateInputs {
+    /// The gate's logits, as [`Wall`] takes them.
+    pub gate: CudaTensor,
+    /// The forget gate's logits, `[batch, tokens, heads]` in f32 or bf16.
+    pub forget_logits: Option<CudaTensor>,
+    /// `[heads]`
+    pub sinks: Option<CudaTensor>,
 }
 
 impl RescaledKvCache {
-    /// An empty cache for keys of each gate like `k`, `[batch, gate heads, _, head_dim]`, and values like `v`,
-    /// with room for `capacity` tokens.
-    pub fn new(k: &CudaTensor, v: &CudaTensor, capacity: usize) -> Self {
+    /// An empty cache for keys of each gate like `k`, `[batch, gate heads, _, head_dim]`, values like `v` and a forget
+    /// gate of `forgetting` heads, if there is one, with room for `capacity` tokens.
+    pub fn new(k: &CudaTensor, v: &CudaTensor, forgetting: Option<usize>, capacity: usize) -> Self {
         let [batch, gate_heads, _, head_dim]: [usize; 4] = k.meta.shape().dims();
         let tokens = |x: &CudaTensor| {
             let heads = x.meta.shape()[1];
@@ -50,34 +62,34 @@ impl RescaledKvCache {
             values: tokens(v),
             starts,
             since: zeros(k, &[batch, gate_heads, dim], DType::F32),
+            forget: forgetting.map(|heads| DecaySumsCache::new(k, [batch, heads], capacity)),
         }
     }
 
     /// Elements of all buffers.
     pub fn elements(&self) -> usize {
         let kept = [&self.keys, &self.values, &self.starts].map(CacheBuffer::elements);
-        kept.iter().sum::<usize>() + self.since.meta.shape().num_elements()
+        let forget = self.forget.as_ref().map_or(0, DecaySumsCache::elements);
+        kept.iter().sum::<usize>() + self.since.meta.shape().num_elements() + forget
     }
 
     /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and their log-sum-exp,
     /// base 2, `[batch, heads, tokens, 1]`.
     ///
     /// - `k`: of each gate, `[batch, gate heads, tokens, head_dim]`
-    /// - `gate`, `sinks`: as [`Wall`] takes them
     pub fn extend(
         &mut self,
         op: &Wall,
         [q, k, v]: [&CudaTensor; 3],
-        gate: &CudaTensor,
-        sinks: Option<&CudaTensor>,
+        GateInputs { gate, forget_logits, sinks }: &GateInputs,
     ) -> [Tensor<Cuda, 4>; 2] {
         let tokens = k.meta.shape()[2];
         self.drop_first(expired(op.shape.window, self.keys.rows(), tokens) / TILE);
         let tile_offset = self.keys.rows() % TILE;
-        let params = WallParams {
+        let mut params = WallParams {
             tile_offset,
             from_starts: true,
-            sinks: sinks.cloned(),
+            sinks: sinks.clone(),
             ..WallParams::new(op, q, k, gate)
         };
         let held = self.keys.rows();
@@ -86,15 +98,22 @@ impl RescaledKvCache {
         unshare(&mut self.since);
         let queries = if tokens == 1 {
             self.values.add(1);
-            self.append(&params, [q, k, v])
+            if let Some(forget) = &mut self.forget {
+                forget.add(1);
+            }
+            self.append(&params, [q, k, v], forget_logits.as_ref())
         } else {
             self.values.append(v.clone());
+            if let Some((forget, logits)) = self.forget.as_mut().zip(forget_logits.clone()) {
+                forget.append(&primitive(log_decay(tensor::<Cuda, 3>(logits))));
+            }
             self.append_many(&params, [q, k])
         };
+        params.forget = self.forget.as_ref().map(DecaySumsCache::held);
         let (keys, values, starts) = (self.keys.held(), self.values.held(), self.starts.held());
         if tokens == 1 {
             let flash = params.flash([&queries, &keys, &values], &starts, None, None);
-            return decode_one(&flash, None).map(with_rows);
+            return flash.decode().map(with_rows);
         }
         let share = k.meta.shape()[1] / v.meta.shape()[1];
         let values = primitive(repeat_heads(tensor::<Cuda, 4>(values), share));
@@ -104,28 +123,40 @@ impl RescaledKvCache {
     }
 
     /// Appends one token; returns its queries relative to its tile's start.
-    fn append(&mut self, params: &WallParams, [q, k, v]: [&CudaTensor; 3]) -> CudaTensor {
+    fn append(
+        &mut self,
+        params: &WallParams,
+        [q, k, v]: [&CudaTensor; 3],
+        forget_logits: Option<&CudaTensor>,
+    ) -> CudaTensor {
         let [q, k, v] = [q, k, v].map(Heads::new);
         let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
         let queries = q.like();
-        match params.gate.dtype {
-            DType::BF16 => {
-                self.launch_append::<bf16>(params, [&q, &k, &v], [&queries, &keys, &values])
-            }
-            _ => self.launch_append::<f32>(params, [&q, &k, &v], [&queries, &keys, &values]),
-        }
+        let launch = match [Some(&params.gate), forget_logits].map(|x| x.map(|x| x.dtype)) {
+            [Some(DType::BF16), Some(DType::BF16)] => Self::launch_append::<bf16, bf16>,
+            [Some(DType::BF16), _] => Self::launch_append::<bf16, f32>,
+            [_, Some(DType::BF16)] => Self::launch_append::<f32, bf16>,
+            _ => Self::launch_append::<f32, f32>,
+        };
+        launch(self, params, [&q, &k, &v], [&queries, &keys, &values], forget_logits);
         queries.tensor
     }
 
-    fn launch_append<Z: Numeric>(
+    fn launch_append<Z: Numeric, F: Float>(
         &self,
         params: &WallParams,
         [q, k, v]: [&Heads; 3],
         [queries, keys, values]: [&Heads; 3],
+        forget_logits: Option<&CudaTensor>,
     ) {
+        let forget_logits = forget_logits.map(contiguous);
+        let forget = self.forget.as_ref().zip(forget_logits.as_ref()).map(|(sums, logits)| {
+            ForgetTokenLaunch::new(buffer(logits, 1), sums.buffers().launch())
+        });
+        let forgets = forget.is_some();
         // SAFETY: a block handles one gate head, and stays within its token.
         unsafe {
-            append::launch_unchecked::<Z, CudaRuntime>(
+            append::launch_unchecked::<Z, F, CudaRuntime>(
                 &params.gate.client,
                 CubeCount::Static(1, params.rows() as u32, 1),
                 params.pairs(),
@@ -140,8 +171,10 @@ impl RescaledKvCache {
                     self.starts.capacity(),
                     (k.dims[1] / v.dims[1]) as u32,
                 ),
+                forget.into(),
                 params.shape(),
                 params.config(),
+                forgets,
             );
         }
     }
@@ -196,6 +229,9 @@ impl RescaledKvCache {
         self.keys.drop_first(tiles * TILE);
         self.values.drop_first(tiles * TILE);
         self.starts.drop_first(tiles);
+        if let Some(forget) = &mut self.forget {
+            forget.drop_first(tiles * TILE);
+        }
     }
 
     /// Complete tiles held.
@@ -260,16 +296,27 @@ struct Cache {
     share: u32,
 }
 
+/// A new token's forget gate.
+#[derive(CubeType, CubeLaunch)]
+struct ForgetToken<F: Float> {
+    /// `[batch, 1, heads]`
+    logits: Array<F>,
+    /// Those of the tokens before.
+    sums: Sums,
+}
+
 /// Appends one token to the cache, with q and k relative to the start of its tile.
 ///
 /// Grid: 1, batch · gate heads; a unit for each pair of channels.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
-fn append<Z: Numeric>(
+fn append<Z: Numeric, F: Float>(
     token: &mut Token,
     gate: &GateLogits<Z>,
     cache: &mut Cache,
+    forget: &mut ComptimeOption<ForgetToken<F>>,
     shape: WallShape,
     #[comptime] config: GateConfig,
+    #[comptime] forgets: bool,
 ) {
     define_exp2();
     let unit = UNIT_POS as usize;
@@ -321,6 +368,17 @@ fn append<Z: Numeric>(
         cache.starts[from + half] = start;
     }
     cache.since[at] = sum;
+    if forgets {
+        let forget = forget.as_mut().unwrap();
+        // A unit for each query head of the gate.
+        let mut member = unit;
+        while member < group {
+            let head = row * group + member;
+            let log_decay = value(f32::cast_from(forget.logits[head]), Function::LogSigmoid);
+            forget.sums.append(head, held, log_decay, true);
+            member += CUBE_DIM as usize;
+        }
+    }
 }
 
 /// Extends E and p over the tokens that follow the `held` ones, from their

@@ -10,6 +10,8 @@ mod key_gate;
 mod operands;
 mod prune;
 
+use std::marker::PhantomData;
+
 use burn::tensor::{DType, bf16};
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::*;
@@ -22,29 +24,36 @@ pub use self::key_gate::logits_of_token;
 pub use self::operands::TILE;
 use self::operands::{GatedOperands, Gates, GatesLaunch};
 use super::Wall;
+use crate::attention::decay::{self, DecayBiases, DecaySums, OptionalDecay};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, ScaledScore};
 use crate::attention::flash::mask::Pruned;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
-use crate::attention::flash::{FlashAttention, Heads, PAIR, padded, serves_tensors, strides};
+use crate::attention::flash::{
+    FlashAttention, Gradients as RelativeGradients, Heads, PAIR, decode as decode_one, padded,
+    serves_tensors, strides,
+};
 use crate::backend::Forward;
 use crate::cuda::{CudaTensor, buffer, contiguous, empty};
 use crate::ops::cuda::integers;
 
-/// The hooks and their tensors.
-struct GatedHooks {
+/// The hooks and their tensors; `B` are the biases of the forget gate, if there is one.
+struct GatedHooks<B> {
     /// E, `[…, rows, padded_head_dim]`, 32-bit integers; the buffer may hold more rows.
     ends: CudaTensor,
     /// Whether keys are relative to the starts of their tiles, as in decoding, rather than to the ends.
     from_starts: bool,
     /// Number of channels with a gate, the first ones.
     channels: usize,
+    /// The sums of the forget gate's log decays.
+    forget: Option<DecaySums>,
     /// `[heads]`
     sinks: Option<CudaTensor>,
+    biases: PhantomData<B>,
 }
 
-impl Hooks for GatedHooks {
+impl<B: OptionalDecay> Hooks for GatedHooks<B> {
     type Operands = GatedOperands;
-    type Biases = NoBiases;
+    type Biases = B;
     type Score = ScaledScore;
     type Weight = SoftmaxWeight;
 
@@ -60,7 +69,9 @@ impl Hooks for GatedHooks {
         )
     }
 
-    fn biases(&self) {}
+    fn biases(&self) -> LaunchOf<B::Args> {
+        B::launch(self.forget.as_ref())
+    }
 
     fn score(&self) {}
 
@@ -72,6 +83,42 @@ impl Hooks for GatedHooks {
     /// the factors take the registers of half a tile.
     fn block_shape(&self, (_, tile): (usize, usize), head_dim: usize) -> (usize, usize) {
         (1, tile.min(if head_dim > 128 { tile / 2 } else { TILE }))
+    }
+}
+
+/// The attention of a call.
+enum GatedFlash {
+    /// Without a forget gate.
+    Plain(FlashAttention<GatedHooks<NoBiases>>),
+    /// With one.
+    Forgetting(FlashAttention<GatedHooks<DecayBiases>>),
+}
+
+impl GatedFlash {
+    fn softmax(&self, with_sinks: bool) -> SoftmaxOutput {
+        match self {
+            GatedFlash::Plain(flash) => flash.softmax(with_sinks),
+            GatedFlash::Forgetting(flash) => flash.softmax(with_sinks),
+        }
+    }
+
+    fn softmax_backward(
+        &self,
+        result: &SoftmaxOutput,
+        grad: &CudaTensor,
+    ) -> (RelativeGradients, Option<CudaTensor>) {
+        match self {
+            GatedFlash::Plain(flash) => flash.softmax_backward(result, grad),
+            GatedFlash::Forgetting(flash) => flash.softmax_backward(result, grad),
+        }
+    }
+
+    /// For one query per head, o and its log-sum-exp.
+    fn decode(&self) -> [CudaTensor; 2] {
+        match self {
+            GatedFlash::Plain(flash) => decode_one(flash, None),
+            GatedFlash::Forgetting(flash) => decode_one(flash, None),
+        }
     }
 }
 
@@ -87,6 +134,8 @@ struct WallParams<'a> {
     tile_offset: usize,
     /// Whether keys become relative to the starts of their tiles, as decoding caches them.
     from_starts: bool,
+    /// The sums of the forget gate's log decays.
+    forget: Option<DecaySums>,
     /// `[heads]`
     sinks: Option<CudaTensor>,
 }
@@ -104,6 +153,7 @@ impl<'a> WallParams<'a> {
             gate,
             tile_offset: 0,
             from_starts: false,
+            forget: None,
             sinks: None,
         };
         let elements = params.rows() * dims[2] * params.config().padded_head_dim;
@@ -118,12 +168,27 @@ impl<'a> WallParams<'a> {
         ends: &CudaTensor,
         documents: Option<&CudaTensor>,
         pruned: Option<&Pruned>,
-    ) -> FlashAttention<GatedHooks> {
+    ) -> GatedFlash {
+        match self.forget {
+            None => GatedFlash::Plain(self.flash_with(inputs, ends, documents, pruned)),
+            Some(_) => GatedFlash::Forgetting(self.flash_with(inputs, ends, documents, pruned)),
+        }
+    }
+
+    fn flash_with<B: OptionalDecay>(
+        &self,
+        inputs: [&CudaTensor; 3],
+        ends: &CudaTensor,
+        documents: Option<&CudaTensor>,
+        pruned: Option<&Pruned>,
+    ) -> FlashAttention<GatedHooks<B>> {
         let hooks = GatedHooks {
             ends: ends.clone(),
             from_starts: self.from_starts,
             channels: self.config().gated,
+            forget: self.forget.clone(),
             sinks: self.sinks.clone(),
+            biases: PhantomData,
         };
         FlashAttention::new(inputs, self.op.shape.scale(), hooks)
             .window(self.op.shape.window)
@@ -294,13 +359,18 @@ fn like(x: &CudaTensor) -> CudaTensor {
 pub fn forward(
     op: &Wall,
     [q, k, v, gate]: [&CudaTensor; 4],
+    log_forget: Option<&CudaTensor>,
     sinks: Option<&CudaTensor>,
     documents: Option<&CudaTensor>,
 ) -> Option<Forward<CudaTensor>> {
-    if !serves_tensors([q, k, v]) || !matches!(gate.dtype, DType::BF16 | DType::F32) {
+    let served = serves_tensors([q, k, v])
+        && matches!(gate.dtype, DType::BF16 | DType::F32)
+        && log_forget.is_none_or(|x| x.dtype == DType::F32);
+    if !served {
         return None;
     }
-    let params = WallParams { sinks: sinks.cloned(), ..WallParams::new(op, q, k, gate) };
+    let forget = log_forget.map(DecaySums::new);
+    let params = WallParams { forget, sinks: sinks.cloned(), ..WallParams::new(op, q, k, gate) };
     let [sums, ends, fractions] = params.ends();
     let pruned = op.prunes().then(|| params.remembered(&ends));
     let (q, k) = (Heads::new(q), Heads::new(k));
@@ -313,22 +383,22 @@ pub fn forward(
         params.add_forgotten(pruned, documents, v, &mut result);
     }
     let output = result.o.clone();
-    let WallParams { gate, sinks, .. } = params;
+    let WallParams { gate, forget, sinks, .. } = params;
     let tiles = TileEndTensors { sums, ends, fractions };
-    let saved = Saved { inputs, gate, tiles, sinks, result, pruned };
+    let saved = Saved { inputs, gate, tiles, forget, sinks, result, pruned };
     Some(Forward { output, saved: saved.pack() })
 }
 
-/// The gradients of q, k, v, the gate and the sinks from what [`forward`] saved.
+/// The gradients of all inputs from what [`forward`] saved.
 pub fn backward(
     op: &Wall,
     saved: Vec<CudaTensor>,
     documents: Option<&CudaTensor>,
     grad: &CudaTensor,
 ) -> Gradients {
-    let Saved { inputs, gate, tiles, sinks, result, pruned } = Saved::unpack(op, saved);
+    let Saved { inputs, gate, tiles, forget, sinks, result, pruned } = Saved::unpack(op, saved);
     let [queries, keys, _] = &inputs;
-    let params = WallParams { sinks, ..WallParams::new(op, queries, keys, &gate) };
+    let params = WallParams { forget, sinks, ..WallParams::new(op, queries, keys, &gate) };
     let flash = params.flash(inputs.each_ref(), &tiles.ends, documents, pruned.as_ref());
     let (relative, sinks) = flash.softmax_backward(&result, grad);
     if let Some(pruned) = &pruned {
@@ -344,7 +414,9 @@ pub fn backward(
             _ => params.gradients::<f32>(queries, keys, &tiles, [&dq, &dk]),
         }
     };
-    Gradients { q: dq.tensor, k: dk.tensor, v: relative.dv, gate, sinks }
+    let RelativeGradients { dv, ds_rows, ds_columns, .. } = relative;
+    let log_forget = ds_rows.zip(ds_columns).map(|(rows, columns)| decay::gradient(rows, columns));
+    Gradients { q: dq.tensor, k: dk.tensor, v: dv, gate, log_forget, sinks }
 }
 
 /// The gradients of the operation's inputs.
@@ -353,6 +425,7 @@ pub struct Gradients {
     pub k: CudaTensor,
     pub v: CudaTensor,
     pub gate: CudaTensor,
+    pub log_forget: Option<CudaTensor>,
     pub sinks: Option<CudaTensor>,
 }
 
@@ -369,6 +442,7 @@ struct Saved {
     inputs: [CudaTensor; 3],
     gate: CudaTensor,
     tiles: TileEndTensors,
+    forget: Option<DecaySums>,
     sinks: Option<CudaTensor>,
     result: SoftmaxOutput,
     pruned: Option<Pruned>,
@@ -379,8 +453,10 @@ impl Saved {
         let SoftmaxOutput { o, lse, sink } = self.result;
         let ([q, k, v], TileEndTensors { sums, ends, fractions }) = (self.inputs, self.tiles);
         let pruned = self.pruned.map(|Pruned { first, bounds, least }| [first, bounds, least]);
+        let forget = self.forget.map(|DecaySums { within, before }| [within, before]);
         let all = [q, k, v, self.gate, sums, ends, fractions, o, lse].into_iter();
-        all.chain(pruned.into_iter().flatten()).chain(self.sinks).chain(sink).collect()
+        let all = all.chain(pruned.into_iter().flatten()).chain(forget.into_iter().flatten());
+        all.chain(self.sinks).chain(sink).collect()
     }
 
     fn unpack(op: &Wall, saved: Vec<CudaTensor>) -> Self {
@@ -390,8 +466,11 @@ impl Saved {
         let tiles = TileEndTensors { sums: next(), ends: next(), fractions: next() };
         let (o, lse) = (next(), next());
         let pruned = op.prunes().then(|| Pruned { first: next(), bounds: next(), least: next() });
+        let forgets = op.config.forget_gate;
+        let forget = forgets.then(|| DecaySums { within: next(), before: next() });
         let (sinks, sink) = (saved.next(), saved.next());
-        Saved { inputs, gate, tiles, sinks, result: SoftmaxOutput { o, lse, sink }, pruned }
+        let result = SoftmaxOutput { o, lse, sink };
+        Saved { inputs, gate, tiles, forget, sinks, result, pruned }
     }
 }
 

@@ -5,12 +5,12 @@
 //! [`TILE`] tokens; E_J = ⌊p⌋ at the last token of tile J, and E_{−1} = 0. Queries of tile I are stored as
 //! q_i 2^(p_i − E_{I−1}), keys of tile J as k_j 2^(E_J − p_j): factors of at most 2. The remaining factor of
 //! a pair of tiles is f_IJ = 2^(E_{I−1} − E_J), a power of two: bf16 numbers are multiplied by it without
-//! rounding. For J < I it is at most 1; for J = I it is at most 2^82 with gates above −0.87, inside bf16's
-//! range.
+//! rounding. For J < I it is at most 1; for J = I it is at most 2^93 ([`LARGEST_G_MAX`](super::super::LARGEST_G_MAX)),
+//! inside bf16's range.
 //!
-//! Decoding stores keys as k_j 2^(E_{J−1} − p_j) instead, with factors of at most 2^82: later tokens of the
+//! Decoding stores keys as k_j 2^(E_{J−1} − p_j) instead, with factors of at most 2^93: later tokens of the
 //! tile do not change the keys already stored. The remaining factor is 2^(E_{I−1} − E_{J−1}), at most 1; it
-//! is applied to q, so that contributions that have decayed below about 2⁻⁴⁶ may become 0.
+//! is applied to q, so that contributions that have decayed below 2⁻¹²⁶ times the key's factor may become 0.
 //!
 //! Gradients are accumulated in units that follow the tiles, so that an accumulator is only ever multiplied
 //! by powers of two of at most 1: dq over key tiles in order, dk over query tiles in reverse order.
@@ -273,6 +273,8 @@ impl Operands for GatedOperands {
     const Q_IN_REGISTERS: bool = true;
     const DK_IN_REVERSE: bool = true;
     const DQ_BY_KEYS: bool = false;
+    /// The gate's gradient is a sum of q ⊙ dq − k ⊙ dk, where pairs of later tokens cancel.
+    const NEEDS_EQUAL_DS: bool = true;
     const SCALES_GRADIENTS: bool = false;
 
     fn forward(

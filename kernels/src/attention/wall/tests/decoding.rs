@@ -5,7 +5,7 @@ use burn::tensor::{FloatDType, Tensor};
 
 use super::{random, values};
 use crate::Cuda;
-use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
+use crate::attention::wall::{Config, GateForm, GateHeads, GateSource};
 use crate::attention::{AttentionShape, DecodeState, Init, Inputs, VariantSpec, dispatch};
 use crate::backend::{OpBackend, with_reference};
 
@@ -84,7 +84,10 @@ fn steps_across_chunks_equal_the_full_pass() {
         Config { bias_init: 2.0, rope: true, ..Config::default() },
         Config { gate_heads: GateHeads::Query, gate_dims: Some(3), ..Config::default() },
         key.clone(),
-        Config { key_gate: Some(KeyGate::Scalar), rope: true, ..key },
+        Config { gate_form: GateForm::Scalar, rope: true, ..key.clone() },
+        Config { bias_init: 2.0, forget_gate: true, sinks: true, ..Config::default() },
+        Config { gate_heads: GateHeads::Query, forget_gate: true, ..Config::default() },
+        Config { forget_gate: true, forget_bias_init: Some(3.0), ..key },
     ] {
         for window in [None, Some(50), Some(128), Some(200)] {
             let shape = AttentionShape { window, ..shape() };
@@ -112,17 +115,24 @@ fn a_gate_from_the_key_stores_keys_and_values_alone() {
     let (_, held, _) = decode(&config, 300, 300);
     assert_eq!(held, [BATCH * 300 * 2 * shape.kv_heads * shape.head_dim]);
     assert_eq!(config.state_elements(&shape, 300), (300 * 2 * 2 * 8) as u64);
+    // A forget gate adds a number per query head.
+    let forgetting = Config { forget_gate: true, ..config };
+    let (_, held, _) = decode(&forgetting, 300, 300);
+    assert_eq!(held, [BATCH * 300 * (2 * shape.kv_heads * shape.head_dim + shape.heads)]);
+    assert_eq!(forgetting.state_elements(&shape, 300), 300 * (2 * 2 * 8 + 4));
 }
 
 /// Rescaled keys, values, one anchor per chunk; the open chunk holds g too.
 #[test]
 fn rescaled_keys_hold_what_is_documented_to_the_element() {
-    for gate_heads in [GateHeads::Kv, GateHeads::Query] {
-        let config = Config { gate_heads, ..Config::default() };
+    for (gate_heads, forget_gate) in
+        [(GateHeads::Kv, false), (GateHeads::Query, false), (GateHeads::Kv, true)]
+    {
+        let config = Config { gate_heads, forget_gate, ..Config::default() };
         let (_, held, _) = decode(&config, 100, 300);
         for (step, held) in held.into_iter().enumerate() {
             let documented = config.state_elements(&shape(), 100 + step);
-            assert_eq!(held, BATCH * documented as usize, "{gate_heads:?} at {}", 100 + step);
+            assert_eq!(held, BATCH * documented as usize, "{config:?} at {}", 100 + step);
         }
     }
     let per_token = |config: &Config| config.state_elements(&shape(), 1 << 14) as f64 / 16_384.0;
@@ -138,7 +148,7 @@ fn eviction_frees_memory_and_changes_outputs_within_its_promise() {
     let hidden = Config { bias_init: 1.0, ..Config::default() };
     let key = Config { gate_source: GateSource::Key, ..hidden.clone() };
     let sinks = Config { sinks: true, ..hidden.clone() };
-    let scalar = Config { key_gate: Some(KeyGate::Scalar), ..key.clone() };
+    let scalar = Config { gate_form: GateForm::Scalar, ..key.clone() };
     for config in [hidden, sinks, key, scalar] {
         let (full, all, _) = decode(&config, 600, 800);
         for threshold in [1e-4f32, 1e-8] {

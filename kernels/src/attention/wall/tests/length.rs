@@ -9,14 +9,14 @@ use crate::attention::conformance::{Decay, holds_at_length};
 use crate::attention::wall::past::PastTokens;
 use crate::attention::wall::piece::GatedQkv;
 use crate::attention::wall::reference::{TRAIN_CHUNK, attend_next, keys, rows};
-use crate::attention::wall::{Config, decode};
+use crate::attention::wall::{Config, LARGEST_G_MAX, decode};
 use crate::attention::{AttentionShape, DecodeState, Inputs, dispatch};
 use crate::backend::OpBackend;
 use crate::{Cpu, Cuda};
 
 const SEQ_LEN: usize = 1 << 16;
 const DIM: usize = 4;
-const G_MAX: f32 = 0.86;
+const G_MAX: f32 = LARGEST_G_MAX;
 
 type Ad = Autodiff<Flex>;
 
@@ -86,7 +86,7 @@ fn problem<B: OpBackend>(
     n: usize,
     chunk: usize,
 ) -> (PastTokens<B>, GatedQkv<B>) {
-    let all = rows(&shape(), q, keys(&shape(), [k, v, g]), None);
+    let all = rows(&shape(), q, keys(&shape(), [k, v, g], None), None);
     let mut past = PastTokens::new(chunk, None);
     if first > 0 {
         past.push(all.keys.cut(0, first));
@@ -124,18 +124,38 @@ fn outputs_hold_at_length() {
     }
 }
 
-const OF_CHANNELS: Decay = Decay::OfChannels { g_max: G_MAX as f64 };
+/// With the largest decay.
+fn fastest() -> Config {
+    Config { g_max: G_MAX, ..Config::default() }
+}
+
+const OF_CHANNELS: Decay = Decay::Channels { g_max: G_MAX as f64 };
 
 #[test]
 fn holds_at_length_on_the_cpu() {
-    holds_at_length::<Config, Cpu>(&Config::default(), OF_CHANNELS, DType::F32, 3000);
+    holds_at_length::<Config, Cpu>(&fastest(), OF_CHANNELS, DType::F32, 3000);
+}
+
+const OF_CHANNELS_AND_HEADS: Decay = Decay::Both { g_max: G_MAX as f64 };
+
+#[test]
+fn holds_at_length_with_a_forget_gate_on_the_cpu() {
+    let config = Config { forget_gate: true, ..fastest() };
+    holds_at_length::<Config, Cpu>(&config, OF_CHANNELS_AND_HEADS, DType::F32, 3000);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_bf16_holds_at_length_with_a_forget_gate() {
+    let config = Config { forget_gate: true, ..fastest() };
+    holds_at_length::<Config, Cuda>(&config, OF_CHANNELS_AND_HEADS, DType::BF16, SEQ_LEN);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_bf16_holds_at_length() {
     for prune in [false, true] {
-        let config = Config { prune, ..Config::default() };
+        let config = Config { prune, ..fastest() };
         holds_at_length::<Config, Cuda>(&config, OF_CHANNELS, DType::BF16, SEQ_LEN);
     }
 }

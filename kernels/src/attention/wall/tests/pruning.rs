@@ -7,7 +7,7 @@ use super::{random, values};
 use crate::Cuda;
 use crate::attention::conformance::{in_bf16, observed_pruning};
 use crate::attention::wall::prune::pruned_fraction;
-use crate::attention::wall::{Config, GateHeads, GateSource, KeyGate};
+use crate::attention::wall::{Config, GateForm, GateHeads, GateSource};
 use crate::attention::{AttentionShape, Inputs, dispatch};
 
 /// Gates at the clamp forget keys two whole tiles back.
@@ -131,9 +131,9 @@ fn cuda_pruned_documents_do_not_reach_each_other() {
 fn cuda_bf16_decodes_with_key_gates() {
     let key = Config { gate_source: GateSource::Key, bias_init: 2.0, ..Config::default() };
     for config in [
-        Config { key_gate: Some(KeyGate::Scalar), ..key.clone() },
+        Config { gate_form: GateForm::Scalar, ..key.clone() },
         Config { gate_dims: Some(3), ..key.clone() },
-        Config { key_gate: Some(KeyGate::Scalar), gate_dims: Some(40), ..key },
+        Config { gate_form: GateForm::Scalar, gate_dims: Some(40), ..key },
     ] {
         in_bf16::decodes_at::<Config, Cuda>(&config, [4, 2, 80, 2, 130]);
     }
