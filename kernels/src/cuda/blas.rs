@@ -3,13 +3,10 @@
 //! f32 products are computed in f32, those of linear layers in TF32 with [`Rounding::Tf32`]; bf16 and e4m3
 //! products accumulate in f32. Equal inputs give equal bits.
 //!
-//! cubecl's stream is private, so products run on their own stream between two events: the stream waits
-//! for all work issued to the context before, and later work in the context waits for the stream. Buffers
-//! can therefore be reused as soon as [`matmul`] returns.
+//! Products run on a [`SideStream`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
-use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -19,6 +16,7 @@ use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys as lt_sys;
 use cudarc::driver::sys as cu;
 
+use super::side_stream::{SideStream, check};
 use super::{CudaTensor, empty};
 
 /// Bytes of scratch memory, as NVIDIA recommends for Hopper.
@@ -231,7 +229,7 @@ fn run(
     }
     // A failed product leaves nothing behind that the next one uses.
     let mut all = BLAS.lock().unwrap_or_else(PoisonError::into_inner);
-    let blas = all.entry(index).or_insert_with(|| Blas::new(index as i32));
+    let blas = all.entry(index).or_insert_with(|| Blas::new(index));
     blas.run(&a, &b, &Operand::new(out.clone()), &extra, arithmetic);
     out
 }
@@ -357,11 +355,8 @@ struct Plan {
 
 /// cuBLASLt on one device.
 struct Blas {
-    context: cu::CUcontext,
     handle: lt_sys::cublasLtHandle_t,
-    stream: cu::CUstream,
-    before: cu::CUevent,
-    after: cu::CUevent,
+    stream: SideStream,
     workspace: cu::CUdeviceptr,
     plans: HashMap<PlanKey, Plan>,
 }
@@ -373,30 +368,13 @@ static BLAS: Mutex<BTreeMap<usize, Blas>> = Mutex::new(BTreeMap::new());
 // around every `Blas` keeps their use exclusive.
 unsafe impl Send for Blas {}
 
-fn check(call: &str, result: cu::CUresult) {
-    assert_eq!(result, cu::CUresult::CUDA_SUCCESS, "{call}");
-}
-
 impl Blas {
-    fn new(index: i32) -> Self {
-        let (mut device, mut context, mut stream) = (0, null_mut(), null_mut());
-        let (mut before, mut after, mut workspace) = (null_mut(), null_mut(), 0);
-        // SAFETY: every pointer is to a local of the required type; the context, the device's primary
-        // one, which cubecl also uses, is never released.
-        unsafe {
-            check("cuInit", cu::cuInit(0));
-            check("cuDeviceGet", cu::cuDeviceGet(&mut device, index));
-            check("cuDevicePrimaryCtxRetain", cu::cuDevicePrimaryCtxRetain(&mut context, device));
-            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(context));
-            let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-            check("cuStreamCreate", cu::cuStreamCreate(&mut stream, flags));
-            let flags = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-            check("cuEventCreate", cu::cuEventCreate(&mut before, flags));
-            check("cuEventCreate", cu::cuEventCreate(&mut after, flags));
-            check("cuMemAlloc", cu::cuMemAlloc_v2(&mut workspace, WORKSPACE));
-        }
+    fn new(index: usize) -> Self {
+        let (stream, mut workspace) = (SideStream::new(index), 0);
+        // SAFETY: writes one address; the memory is of the stream's context, which is current.
+        check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&mut workspace, WORKSPACE) });
         let handle = lt::create_handle().expect("cuBLASLt starts");
-        Blas { context, handle, stream, before, after, workspace, plans: HashMap::new() }
+        Blas { handle, stream, workspace, plans: HashMap::new() }
     }
 
     fn run(
@@ -446,12 +424,10 @@ impl Blas {
         let scale = Scale::new(a.tensor.dtype);
         let adds = matches!(extra, EpilogueTensor::Add(_));
         let (factor, term) = if adds { (scale.one(), extra_at) } else { (scale.zero(), at[2]) };
+        self.stream.begin();
         // SAFETY: addresses and layouts describe buffers that `resources` keeps alive until the
         // last wait is issued; the workspace is used on this one stream only.
         unsafe {
-            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
-            check("cuCtxRecordEvent", cu::cuCtxRecordEvent(self.context, self.before));
-            check("cuStreamWaitEvent", cu::cuStreamWaitEvent(self.stream, self.before, 0));
             // In cuBLASLt's column order, row-major operands are their transposes: cᵀ = bᵀ aᵀ.
             lt::matmul(
                 self.handle,
@@ -469,12 +445,11 @@ impl Blas {
                 &plan.algorithm,
                 self.workspace as *mut c_void,
                 WORKSPACE,
-                self.stream.cast(),
+                self.stream.as_ptr().cast(),
             )
             .unwrap_or_else(|error| panic!("cublasLtMatmul of {key:?}: {error:?}"));
-            check("cuEventRecord", cu::cuEventRecord(self.after, self.stream));
-            check("cuCtxWaitEvent", cu::cuCtxWaitEvent(self.context, self.after));
         }
+        self.stream.end();
     }
 }
 

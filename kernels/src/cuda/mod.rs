@@ -5,6 +5,7 @@
 //! transposed into a column. Reshape first, then take the view.
 
 pub mod blas;
+mod side_stream;
 
 use std::ops::Range;
 
@@ -15,6 +16,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::{ArrayArg, ComputeClient};
 use cubecl::zspace::metadata::Metadata;
+
+pub use self::side_stream::SideStream;
 
 /// A tensor of the CUDA backend.
 pub type CudaTensor = CubeTensor<CudaRuntime>;

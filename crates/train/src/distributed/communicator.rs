@@ -3,9 +3,7 @@
 //! NCCL's library is loaded when it is first used. The types and numbers declared here are those of its C
 //! interface, which have been the same since version 2.10.
 //!
-//! Calls run on a stream of their own, between two events as matrix products do ([`blas`](longwall_kernels::cuda::blas)): after all
-//! work issued to the context before, and before all later work. Buffers can therefore be reused as soon as a call
-//! returns. NCCL adds in an order that depends only on the ranks, their connections, and the sizes: equal worlds give
+//! Calls run on a [`SideStream`]. NCCL adds in an order that depends only on the ranks, their connections, and the sizes: equal worlds give
 //! equal bits.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
@@ -14,9 +12,8 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 
 use burn::tensor::DType;
-use cudarc::driver::sys as cu;
 use libloading::Library;
-use longwall_kernels::cuda::{CudaTensor, contiguous, unshare};
+use longwall_kernels::cuda::{CudaTensor, SideStream, contiguous, unshare};
 
 /// Names the library's file, before any other place is searched.
 pub const PATH_VARIABLE: &str = "LONGWALL_NCCL";
@@ -59,6 +56,8 @@ pub enum NcclError {
 
 type Comm = *mut c_void;
 type Status = c_int;
+/// `cudaStream_t`.
+type Stream = *mut c_void;
 
 /// `ncclUniqueId`: names a communicator; the ranks that know it can join.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +87,7 @@ struct Nccl {
         c_int,
         c_int,
         Comm,
-        cu::CUstream,
+        Stream,
     ) -> Status,
     broadcast: unsafe extern "C" fn(
         *const c_void,
@@ -97,7 +96,7 @@ struct Nccl {
         c_int,
         c_int,
         Comm,
-        cu::CUstream,
+        Stream,
     ) -> Status,
     group_start: unsafe extern "C" fn() -> Status,
     group_end: unsafe extern "C" fn() -> Status,
@@ -263,15 +262,7 @@ pub struct Communicator {
     nccl: &'static Nccl,
     comm: Comm,
     rank: usize,
-    context: cu::CUcontext,
-    stream: cu::CUstream,
-    before: cu::CUevent,
-    after: cu::CUevent,
-}
-
-/// Panics unless a call of the driver succeeded.
-fn check(call: &str, result: cu::CUresult) {
-    assert_eq!(result, cu::CUresult::CUDA_SUCCESS, "{call}");
+    stream: SideStream,
 }
 
 impl Communicator {
@@ -290,25 +281,15 @@ impl Communicator {
         id: UniqueId,
     ) -> Result<Self, NcclError> {
         let nccl = Nccl::get()?;
-        let (mut device, mut context, mut stream) = (0, null_mut(), null_mut());
-        let (mut before, mut after, mut comm) = (null_mut(), null_mut(), null_mut());
-        // SAFETY: every pointer is to a local of the required type; the context is the GPU's primary one, which
-        // cubecl also uses, and is never released. NCCL takes the GPU of the current context.
+        // NCCL takes the GPU of the current context, which is the stream's.
+        let (stream, mut comm) = (SideStream::new(gpu), null_mut());
+        // SAFETY: the pointer is to a local of the required type.
         unsafe {
-            check("cuInit", cu::cuInit(0));
-            check("cuDeviceGet", cu::cuDeviceGet(&mut device, gpu as c_int));
-            check("cuDevicePrimaryCtxRetain", cu::cuDevicePrimaryCtxRetain(&mut context, device));
-            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(context));
-            let flags = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-            check("cuStreamCreate", cu::cuStreamCreate(&mut stream, flags));
-            let flags = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-            check("cuEventCreate", cu::cuEventCreate(&mut before, flags));
-            check("cuEventCreate", cu::cuEventCreate(&mut after, flags));
             let (world_size, rank) = (world_size as c_int, rank as c_int);
             let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
             nccl.check("ncclCommInitRank", joined)?;
         }
-        Ok(Communicator { nccl, comm, rank, context, stream, before, after })
+        Ok(Communicator { nccl, comm, rank, stream })
     }
 
     /// Sums each tensor over the ranks into the tensor of its owner.
@@ -344,7 +325,7 @@ impl Communicator {
                     SUM,
                     owner as c_int,
                     self.comm,
-                    self.stream,
+                    self.stream.as_ptr(),
                 )
             };
             self.nccl.check("ncclReduce", status)
@@ -381,7 +362,7 @@ impl Communicator {
                     BYTES,
                     owner as c_int,
                     self.comm,
-                    self.stream,
+                    self.stream.as_ptr(),
                 )
             };
             self.nccl.check("ncclBroadcast", status)
@@ -393,31 +374,24 @@ impl Communicator {
     fn grouped(
         &self,
         tensors: &[(CudaTensor, usize)],
-        call: impl Fn(cu::CUdeviceptr, &CudaTensor, usize) -> Result<(), NcclError>,
+        call: impl Fn(u64, &CudaTensor, usize) -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
         // Blocks until the work that writes these buffers is issued. Kept until the end, so that the buffers stay
         // allocated.
         let resource =
             |x: &CudaTensor| x.client.get_resource(x.handle.clone()).expect("the buffer exists");
         let resources: Vec<_> = tensors.iter().map(|(tensor, _)| resource(tensor)).collect();
-        // SAFETY: context, stream and events were made together, and live as long as the process.
-        unsafe {
-            check("cuCtxSetCurrent", cu::cuCtxSetCurrent(self.context));
-            check("cuCtxRecordEvent", cu::cuCtxRecordEvent(self.context, self.before));
-            check("cuStreamWaitEvent", cu::cuStreamWaitEvent(self.stream, self.before, 0));
-            self.nccl.check("ncclGroupStart", (self.nccl.group_start)())?;
-        }
+        self.stream.begin();
+        // SAFETY: takes nothing.
+        self.nccl.check("ncclGroupStart", unsafe { (self.nccl.group_start)() })?;
         let calls = tensors.iter().zip(&resources).try_for_each(|((tensor, owner), resource)| {
             call(resource.resource().ptr, tensor, *owner)
         });
-        // SAFETY: ends the group started above, even if a call in it failed; the rest as above.
-        unsafe {
-            let ended = (self.nccl.group_end)();
-            calls?;
-            self.nccl.check("ncclGroupEnd", ended)?;
-            check("cuEventRecord", cu::cuEventRecord(self.after, self.stream));
-            check("cuCtxWaitEvent", cu::cuCtxWaitEvent(self.context, self.after));
-        }
+        // SAFETY: ends the group started above, even if a call in it failed.
+        let ended = unsafe { (self.nccl.group_end)() };
+        calls?;
+        self.nccl.check("ncclGroupEnd", ended)?;
+        self.stream.end();
         Ok(())
     }
 }

@@ -17,7 +17,7 @@ pub struct CacheBuffer {
 }
 
 /// Capacities and dropped rows are multiples of this, so that tiles of gates and spans of decays stay whole.
-const GRANULE: usize = 64;
+pub(super) const GRANULE: usize = 64;
 
 impl CacheBuffer {
     /// An empty buffer with room for `capacity` rows, zero-filled.

@@ -16,6 +16,7 @@ use super::hooks::{
 };
 use super::mask::Mask;
 use super::problem::{KernelConfig, ProblemShape};
+use super::ragged::RaggedKv;
 use super::{FORWARD_SHAPES, FlashAttention, Heads};
 use crate::cuda::{CudaTensor, buffer, empty, multiprocessors};
 use crate::tile::{
@@ -55,7 +56,8 @@ const KEYS_PER_PRUNED_SPLIT: usize = 1024;
 /// o `[batch, heads, 1, value_dim]` and each row's statistic, `[batch, heads, 1]` (for softmax its log-sum-exp,
 /// base 2), of one query per head.
 ///
-/// - `first_keys`: the first key of each query after pruning, 32-bit integers `[batch, heads]`
+/// - `first_keys`: the first key of each query after pruning, 32-bit integers `[batch, heads]`; ragged heads have their
+///   own
 pub fn decode<A: Hooks>(
     flash: &FlashAttention<A>,
     first_keys: Option<&CudaTensor>,
@@ -94,6 +96,13 @@ pub fn decode<A: Hooks>(
     // A single split does not access the partial results.
     let split_outputs =
         partials.as_ref().map_or([&statistic, &statistic], |partials| partials.each_ref());
+    let ragged = flash.ragged.as_ref();
+    let first_keys = first_keys.or(ragged.map(RaggedKv::first_keys));
+    // The rows of ragged heads are those of one head.
+    let map = |x: &Heads| match ragged {
+        None => x.tensor_map(keys_per_load),
+        Some(_) => Heads::new(&x.tensor).tensor_map(keys_per_load),
+    };
     // Heads become rows: [batch, 1, heads, head_dim].
     let mut q = flash.q.tensor.clone();
     q.meta.swap(1, 2);
@@ -104,11 +113,7 @@ pub fn decode<A: Hooks>(
             client,
             CubeCount::Static(splits as u32, rows as u32, 1),
             CubeDim::new_1d(config.threads() as u32),
-            QkvLaunch::new(
-                q.tensor_map(HEADS_PER_BLOCK),
-                flash.k.tensor_map(keys_per_load),
-                flash.v.tensor_map(keys_per_load),
-            ),
+            QkvLaunch::new(q.tensor_map(HEADS_PER_BLOCK), map(&flash.k), map(&flash.v)),
             flash.decode_mask(),
             flash.hooks.operands(),
             flash.hooks.biases(),
@@ -117,10 +122,12 @@ pub fn decode<A: Hooks>(
             parts(split_outputs),
             outputs(),
             first_keys.map(|x| buffer(x, 1)).into(),
+            ragged.map(|x| buffer(x.bases(), 1)).into(),
             flash.problem(),
             keys_per_split as u32,
             config,
             first_keys.is_some(),
+            ragged.is_some(),
             splits == 1,
         );
     }
@@ -158,14 +165,25 @@ const fn keys_per_load<A: Hooks>(tile: usize) -> usize {
     if <A::Weight as Weight>::IN_ORDER { KEYS_PER_WARP } else { tile }
 }
 
-/// Starts to load a tile of keys and one of values, of the heads `heads` of k and v, into the tiles at the chunks
-/// `to`: all rows from `column` on, or those of each warp, which are `of_warp` keys apart.
+/// Where the keys and values of a block are.
+#[derive(CubeType, Clone, Copy)]
+struct Source {
+    batch: usize,
+    k_head: usize,
+    v_head: usize,
+    /// The row of key 0 in the head.
+    k_row: usize,
+    /// The row of its value.
+    v_row: usize,
+}
+
+/// Starts to load a tile of keys and one of values into the tiles at the chunks `to`: all rows from `column` on, or
+/// those of each warp, which are `of_warp` keys apart.
 #[cube]
 fn load_keys<A: Hooks>(
     ready: &Barrier,
     qkv: &Qkv,
-    batch: usize,
-    heads: (usize, usize),
+    of_kv: &Source,
     column: usize,
     of_warp: usize,
     k_tile: &mut SharedMemory<Chunk>,
@@ -179,10 +197,11 @@ fn load_keys<A: Hooks>(
     #[unroll]
     for part in 0..comptime!(tile / rows) {
         let first = column + part * of_warp;
+        let (k_row, v_row) = (of_kv.k_row + first, of_kv.v_row + first);
         let to_k = to.0 + comptime!(part * rows * dim / CHUNK);
         let to_v = to.1 + comptime!(part * rows * value_dim / CHUNK);
-        load_rows(ready, &qkv.k, batch, heads.0, first, k_tile, to_k, rows, dim);
-        load_rows(ready, &qkv.v, batch, heads.1, first, v_tile, to_v, rows, value_dim);
+        load_rows(ready, &qkv.k, of_kv.batch, of_kv.k_head, k_row, k_tile, to_k, rows, dim);
+        load_rows(ready, &qkv.v, of_kv.batch, of_kv.v_head, v_row, v_tile, to_v, rows, value_dim);
     }
 }
 
@@ -220,10 +239,12 @@ pub fn split<A: Hooks>(
     partials: &mut SplitOutputs,
     outputs: &mut RowOutputs,
     first_keys: &ComptimeOption<Array<i32>>,
+    bases: &ComptimeOption<Array<i32>>,
     problem: ProblemShape,
     keys_per_split: u32,
     #[comptime] config: KernelConfig,
     #[comptime] pruned: bool,
+    #[comptime] ragged: bool,
     #[comptime] only: bool,
 ) {
     define_exp2();
@@ -243,7 +264,22 @@ pub fn split<A: Hooks>(
     let rest = CUBE_POS_Y as usize % (kv_heads * blocks_of_group);
     let kv_head = rest / blocks_of_group;
     let first_head = kv_head * group + rest % blocks_of_group * HEADS_PER_BLOCK;
-    let of_kv = (kv_head, problem.value_head(kv_head, config));
+    let mut of_kv = Source {
+        batch,
+        k_head: kv_head,
+        v_head: problem.value_head(kv_head, config),
+        k_row: usize::cast_from(0u32),
+        v_row: usize::cast_from(0u32),
+    };
+    if ragged {
+        let bases = bases.as_ref().unwrap();
+        let at = (batch * kv_heads + kv_head) * 2;
+        of_kv.batch = usize::cast_from(0u32);
+        of_kv.k_head = usize::cast_from(0u32);
+        of_kv.v_head = usize::cast_from(0u32);
+        of_kv.k_row = usize::cast_from(bases[at]);
+        of_kv.v_row = usize::cast_from(bases[at + 1]);
+    }
     let keys = problem.keys as usize;
     let position = keys - 1;
 
@@ -292,8 +328,7 @@ pub fn split<A: Hooks>(
             load_keys::<A>(
                 &ready,
                 qkv,
-                batch,
-                of_kv,
+                &of_kv,
                 last_column,
                 of_warp,
                 &mut k_tile,
@@ -350,8 +385,7 @@ pub fn split<A: Hooks>(
             load_keys::<A>(
                 &ready,
                 qkv,
-                batch,
-                of_kv,
+                &of_kv,
                 next,
                 of_warp,
                 &mut k_tile,

@@ -28,6 +28,7 @@ pub mod hooks;
 pub mod in_order;
 pub mod mask;
 pub mod problem;
+pub mod ragged;
 pub mod search;
 mod shared_values;
 pub mod summed;
@@ -51,6 +52,7 @@ use self::hooks::{
 use self::in_order::{CarriesLaunch, SavedCarriesLaunch};
 use self::mask::{Limits, MaskLaunch, Pruned, PrunedKeysLaunch};
 use self::problem::{KernelConfig, ProblemShapeLaunch};
+use self::ragged::RaggedKv;
 use crate::cuda::{CudaTensor, buffer, empty, multiprocessors, zeros};
 use crate::ops::cuda::integers;
 use crate::tile::warpgroup::GROUP_WARPS;
@@ -126,6 +128,7 @@ pub struct FlashAttention<A: Hooks> {
     window: Option<usize>,
     documents: Option<CudaTensor>,
     pruned: Option<Pruned>,
+    ragged: Option<RaggedKv>,
     hooks: A,
 }
 
@@ -157,8 +160,19 @@ impl<A: Hooks> FlashAttention<A> {
             window: None,
             documents: None,
             pruned: None,
+            ragged: None,
             hooks,
         }
+    }
+
+    /// For [`decode`]: q with heads of k and v that hold different numbers of tokens.
+    pub fn of_ragged(q: &CudaTensor, kv: &RaggedKv, scale: f32, hooks: A) -> Self {
+        let [keys, values] = kv.buffers();
+        let mut flash = Self::new([q, keys, values], scale, hooks);
+        let ([k_heads, v_heads, tokens], batch) = (kv.dims(), flash.q.dims[0]);
+        flash.k.dims = [batch, k_heads, tokens, flash.k.dims[3]];
+        flash.v.dims = [batch, v_heads, tokens, flash.v.dims[3]];
+        FlashAttention { ragged: Some(kv.clone()), ..flash }
     }
 
     /// With all queries after all keys. A query may then see no key: its output is 0, and its log-sum-exp

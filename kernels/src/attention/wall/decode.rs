@@ -2,7 +2,7 @@
 
 use burn::tensor::{FloatDType, Tensor};
 
-use super::cuda::decode::{GateInputs, RescaledKvCache};
+use super::cuda::decode::{Evicted, GateInputs, RescaledKvCache};
 use super::past::{EvictedTokens, PastTokens};
 use super::piece::GatedQkv;
 use super::reference::{attend_next, join, keys, next_piece, rows};
@@ -35,6 +35,9 @@ enum CacheStorage<B: OpBackend> {
     Rescaled(PastTokens<B>),
     /// With [`GateSource::Key`]: keys and values, from which the gate is recomputed.
     Plain(PlainCache<B>),
+    /// With eviction, off CUDA's kernels: a state for each kv head of each sequence, because each evicts tokens of its
+    /// own; empty before the first token.
+    ByHead(Vec<State<B>>),
     /// The cache of the CUDA kernels, for either source.
     Cuda(CudaCache<B>),
 }
@@ -84,6 +87,7 @@ impl<B: OpBackend> DecodeState for State<B> {
         };
         match &self.cache {
             CacheStorage::Rescaled(past) => past.elements(),
+            CacheStorage::ByHead(heads) => heads.iter().map(State::elements).sum(),
             CacheStorage::Plain(PlainCache { tokens, log_forget, evicted }) => {
                 let log_forget = log_forget.as_ref().map_or(0, |x| x.shape().num_elements());
                 tokens.elements() + log_forget + of_evicted(evicted)
@@ -103,12 +107,21 @@ impl<B: OpBackend> State<B> {
         path: ExecPath,
         capacity: usize,
     ) -> Self {
-        let cache = match (path, config.gate_source) {
-            (ExecPath::Kernel(DeviceKind::Cuda), _) => {
-                CacheStorage::Cuda(CudaCache { tokens: None, evicted: None })
-            }
-            (_, GateSource::Hidden) => CacheStorage::Rescaled(PastTokens::new(DECODE_CHUNK, None)),
-            (_, GateSource::Key) => CacheStorage::Plain(PlainCache {
+        if path == ExecPath::Kernel(DeviceKind::Cuda) {
+            let cache = CacheStorage::Cuda(CudaCache { tokens: None, evicted: None });
+            return State { cache, position: 0, capacity };
+        }
+        if config.evict_below.is_some() {
+            return State { cache: CacheStorage::ByHead(vec![]), position: 0, capacity };
+        }
+        Self::of_reference(config, shape, capacity)
+    }
+
+    /// As [`State::new`], where all heads hold the same tokens.
+    fn of_reference(config: &Config, shape: &AttentionShape, capacity: usize) -> Self {
+        let cache = match config.gate_source {
+            GateSource::Hidden => CacheStorage::Rescaled(PastTokens::new(DECODE_CHUNK, None)),
+            GateSource::Key => CacheStorage::Plain(PlainCache {
                 tokens: KvCache::new(shape.window, capacity),
                 log_forget: None,
                 evicted: None,
@@ -126,9 +139,13 @@ pub(super) fn extend<B: OpBackend>(
     state: &mut State<B>,
 ) -> Tensor<B, 4> {
     let tokens = inputs.q.dims()[2];
+    if let CacheStorage::ByHead(states) = &mut state.cache {
+        return extend_by_head(config, shape, &inputs, states, state.capacity);
+    }
     [inputs.q, inputs.k] = rotate(config.rotation(), [inputs.q, inputs.k], state.position);
     state.position += tokens;
     let outputs = match &mut state.cache {
+        CacheStorage::ByHead(_) => unreachable!("has returned"),
         CacheStorage::Cuda(cache) => {
             return extend_on_cuda(config, shape, inputs, cache, state.capacity);
         }
@@ -189,6 +206,13 @@ fn extend_on_cuda<B: OpBackend>(
     });
     let op =
         Wall { config: config.clone(), shape: AttentionShape { kv_heads: gate_heads, ..*shape } };
+    if tokens > 1
+        && let Some(firsts) = held.firsts()
+    {
+        let evicted = cache.evicted.take().expect("tokens were evicted").give_back(firsts);
+        held.restore(&on_cuda(evicted.means().cast(FloatDType::BF16)));
+        cache.evicted = Some(evicted);
+    }
     let before = held.tiles();
     let sinks = config.sinks_of(&parameters).map(on_cuda);
     let gates = GateInputs { gate, forget_logits, sinks };
@@ -200,17 +224,64 @@ fn extend_on_cuda<B: OpBackend>(
     };
     if let Some(threshold) = config.evict_below
         && held.tiles() > before
+        && let Some(Evicted { tokens, sums }) = held.evict(shape.heads, threshold)
     {
-        let tiles = held.evictable_tiles(threshold);
-        if tiles > 0 {
-            let values: Tensor<B, 4> = tensor(B::from_cuda(held.evict(tiles)));
-            let [batch, kv_heads, tokens, channels] = values.dims();
-            let values = values.reshape([batch * kv_heads, 1, 1, tokens, channels]);
-            cache.evicted =
-                Some(EvictedTokens::add(cache.evicted.take(), values.cast(FloatDType::F32)));
-        }
+        let sums = tensor(B::from_cuda(primitive(sums)));
+        cache.evicted = Some(EvictedTokens::add(cache.evicted.take(), &tokens, sums));
     }
     o
+}
+
+/// [`extend`], each kv head of each sequence on its own.
+fn extend_by_head<B: OpBackend>(
+    config: &Config,
+    shape: &AttentionShape,
+    inputs: &Inputs<B>,
+    states: &mut Vec<State<B>>,
+    capacity: usize,
+) -> Tensor<B, 4> {
+    let ([batch, heads, tokens, _], kv_heads) = (inputs.q.dims(), shape.kv_heads);
+    let one = AttentionShape { heads: shape.group(), kv_heads: 1, ..*shape };
+    if states.is_empty() {
+        let new = || State::of_reference(config, &one, capacity);
+        states.extend(std::iter::repeat_with(new).take(batch * kv_heads));
+    }
+    let outputs = states.iter_mut().enumerate().map(|(at, state)| {
+        let inputs = inputs_of_head(inputs, at / kv_heads, at % kv_heads, kv_heads);
+        extend(config, &one, inputs, state)
+    });
+    let all = Tensor::cat(outputs.collect(), 1);
+    let value_dim = all.dims()[3];
+    all.reshape([batch, heads, tokens, value_dim])
+}
+
+/// The inputs of one kv head of a sequence: every input has the heads in their order, the same part for each kv head.
+fn inputs_of_head<B: OpBackend>(
+    inputs: &Inputs<B>,
+    sequence: usize,
+    head: usize,
+    kv_heads: usize,
+) -> Inputs<B> {
+    fn part<B: OpBackend, const D: usize>(
+        x: &Tensor<B, D>,
+        dim: usize,
+        at: usize,
+        parts: usize,
+    ) -> Tensor<B, D> {
+        let n = x.dims()[dim] / parts;
+        x.clone().narrow(dim, at * n, n)
+    }
+    let heads =
+        |x: &Tensor<B, 4>| copied(part(&x.clone().narrow(0, sequence, 1), 1, head, kv_heads));
+    let features =
+        |x: &Tensor<B, 3>| copied(part(&x.clone().narrow(0, sequence, 1), 2, head, kv_heads));
+    Inputs {
+        q: heads(&inputs.q),
+        k: heads(&inputs.k),
+        v: heads(&inputs.v),
+        projections: inputs.projections.iter().map(features).collect(),
+        parameters: inputs.parameters.iter().map(|x| part(x, 0, head, kv_heads)).collect(),
+    }
 }
 
 /// The outputs of `rows`, piece by piece; each piece is appended to `past`.

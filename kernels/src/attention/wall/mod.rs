@@ -52,8 +52,9 @@
 //! Appendix E evicts forgotten keys "at no cost". But a forgotten key has score 0, not −∞: it keeps the
 //! weight e⁰ in the softmax, and many of them together can outweigh the rest. So `evict_below` keeps their
 //! number and the mean of their values, which enter the softmax with score 0. The threshold then bounds
-//! the error of a score by evict_below · scale · Σ_n |q_n k_n|. Whole chunks (on CUDA tiles) are evicted,
-//! for all heads and sequences of the layer together, when a chunk completes. Under a forget gate such keys differ in
+//! the error of a score by evict_below · scale · Σ_n |q_n k_n|. Whole chunks (on CUDA tiles) are evicted when a
+//! chunk completes, by each kv head of each sequence on its own; those gates that share a kv head must agree. Under a
+//! forget gate such keys differ in
 //! weight, by head and by query: `evict_below` and `prune` then exclude it.
 //!
 //! # Pruning

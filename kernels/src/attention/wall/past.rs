@@ -2,7 +2,7 @@
 //! open chunk unchanged.
 
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 
 use super::forget::add_terms;
 use super::piece::{AnchoredQueries, GatedKv, PieceMask, ScoredKeys, repeat, times};
@@ -54,52 +54,85 @@ fn sums_after_and_total<B: OpBackend>(x: Tensor<B, 5>) -> (Tensor<B, 5>, Tensor<
     (after, total)
 }
 
-/// The summary of evicted tokens. Their scores are 0 up to the threshold, so that all have the same
+/// The summary of the tokens that kv heads evicted. Their scores are 0 up to the threshold, so that all have the same
 /// weight e⁰. They must stay in the softmax: leaving them out would change outputs however small their
 /// scores are.
 #[derive(Clone, Debug)]
 pub(super) struct EvictedTokens<B: OpBackend> {
-    tokens: usize,
+    /// How many, `[batch · kv_heads]`.
+    tokens: Vec<usize>,
+    /// Their logarithms, `[batch · kv_heads, 1, 1, 1, 1]`.
+    log_tokens: Tensor<B, 5>,
     /// The mean of their values, `[batch · kv_heads, 1, 1, 1, value_dim]`.
     mean: Tensor<B, 5>,
 }
 
 impl<B: OpBackend> EvictedTokens<B> {
+    fn new(tokens: Vec<usize>, mean: Tensor<B, 5>) -> Self {
+        let log_tokens = of_heads(tokens.iter().map(|&tokens| (tokens as f64).ln()), &mean);
+        EvictedTokens { tokens, log_tokens, mean }
+    }
+
+    /// Adds `tokens` of each head, the values of which sum to `sums`, `[batch · kv_heads, value_dim]`.
+    pub fn add(old: Option<Self>, tokens: &[usize], sums: Tensor<B, 2>) -> Self {
+        let [heads, value_dim] = sums.dims();
+        let sums = sums.reshape([heads, 1, 1, 1, value_dim]);
+        let old_tokens = old.as_ref().map_or(vec![0; heads], |old| old.tokens.clone());
+        let all: Vec<_> = old_tokens.iter().zip(tokens).map(|(old, new)| old + new).collect();
+        let share = |part: usize, all: usize| part as f64 / all.max(1) as f64;
+        let mut mean = sums.clone() * of_heads(all.iter().map(|&all| share(1, all)), &sums);
+        if let Some(old) = old {
+            let kept = old_tokens.iter().zip(&all).map(|(&old, &all)| share(old, all));
+            mean = mean + old.mean.clone() * of_heads(kept, &old.mean);
+        }
+        Self::new(all, mean)
+    }
+
+    /// Gives up `tokens` of each head, `[batch · kv_heads]`, which then have the mean value.
+    pub fn give_back(self, tokens: &[usize]) -> Self {
+        let left = self.tokens.iter().zip(tokens).map(|(all, back)| all - back).collect();
+        Self::new(left, self.mean)
+    }
+
+    /// The mean of each head's values, `[batch · kv_heads, value_dim]`.
+    pub fn means(&self) -> Tensor<B, 2> {
+        let [heads, .., value_dim] = self.mean.dims();
+        self.mean.clone().reshape([heads, value_dim])
+    }
+
     /// Adds the evicted tokens to outputs `[batch, heads, rows, value_dim]` over the others, whose
     /// log-sum-exp, base 2, is `sums`, `[batch, heads, rows, 1]`.
     pub fn join(&self, o: Tensor<B, 4>, sums: Tensor<B, 4>) -> Tensor<B, 4> {
-        let ([batch, heads, _, value_dim], dtype) = (o.dims(), o.dtype());
-        let mean = self.mean.clone();
-        let kv_heads = mean.dims()[0] / batch;
-        let mean = repeat_heads(mean.reshape([batch, kv_heads, 1, value_dim]), heads / kv_heads);
-        let share = sigmoid((sums - (self.tokens as f64).log2()) * std::f64::consts::LN_2);
-        (mean.clone() + (o.cast(FloatDType::F32) - mean) * share).cast(dtype)
-    }
-
-    /// Adds tokens with values `[batch · kv_heads, 1, chunks, chunk, value_dim]`.
-    pub fn add(old: Option<Self>, values: Tensor<B, 5>) -> Self {
-        let [rows, _, chunks, chunk, value_dim] = values.dims();
-        let new = chunks * chunk;
-        let mean = values.reshape([rows, 1, 1, new, value_dim]).mean_dim(3);
-        let Some(EvictedTokens { tokens, mean: old }) = old else {
-            return EvictedTokens { tokens: new, mean };
+        let ([batch, heads, ..], dtype) = (o.dims(), o.dtype());
+        let kv_heads = self.tokens.len() / batch;
+        let of_queries = |x: &Tensor<B, 5>| {
+            let channels = x.dims()[4];
+            repeat_heads(x.clone().reshape([batch, kv_heads, 1, channels]), heads / kv_heads)
         };
-        let share = new as f64 / (tokens + new) as f64;
-        EvictedTokens { tokens: tokens + new, mean: old.clone() + (mean - old) * share }
+        let [mean, log_tokens] = [&self.mean, &self.log_tokens].map(of_queries);
+        let share = sigmoid(sums * std::f64::consts::LN_2 - log_tokens);
+        (mean.clone() + (o.cast(FloatDType::F32) - mean) * share).cast(dtype)
     }
 
     /// Elements held.
     pub fn elements(&self) -> usize {
-        self.mean.shape().num_elements()
+        [&self.mean, &self.log_tokens].map(|x| x.shape().num_elements()).iter().sum()
     }
 
     /// All of them together are equivalent to one key of score ln(tokens) with the mean value.
     fn part(&self, queries: &Tensor<B, 5>) -> ScoredKeys<B> {
         let [n, group, _, rows, _] = queries.dims();
-        let score = (self.tokens as f64).ln();
-        let scores = Tensor::full([n, group, 1, rows, 1], score, &queries.device());
+        let scores = repeat(&self.log_tokens, n).expand([n, group, 1, rows, 1]);
         ScoredKeys { scores, values: repeat(&self.mean, n) }
     }
+}
+
+/// A number for each head, `[heads, 1, 1, 1, 1]`.
+fn of_heads<B: OpBackend>(numbers: impl Iterator<Item = f64>, like: &Tensor<B, 5>) -> Tensor<B, 5> {
+    let numbers: Vec<_> = numbers.map(|x| x as f32).collect();
+    let heads = numbers.len();
+    let data = TensorData::new(numbers, [heads]);
+    Tensor::<B, 1>::from_data(data, (&like.device(), like.dtype())).reshape([heads, 1, 1, 1, 1])
 }
 
 /// Keys, values and decays of the tokens so far.
@@ -268,7 +301,12 @@ impl<B: OpBackend> PastTokens<B> {
         if let Some(threshold) = evict_below
             && let Some(values) = self.drop_chunks(self.evictable_chunks(threshold))
         {
-            self.evicted = Some(EvictedTokens::add(self.evicted.take(), values));
+            let [heads, _, chunks, chunk, value_dim] = values.dims();
+            let tokens = chunks * chunk;
+            let sums =
+                values.reshape([heads, tokens, value_dim]).sum_dim(1).reshape([heads, value_dim]);
+            self.evicted =
+                Some(EvictedTokens::add(self.evicted.take(), &vec![tokens; heads], sums));
         }
     }
 

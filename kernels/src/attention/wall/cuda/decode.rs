@@ -11,6 +11,7 @@ use super::{PAIR, Wall, WallParams};
 use crate::Cuda;
 use crate::attention::blocks::repeat_heads;
 use crate::attention::decay::{DecaySumsCache, Sums, log_decay};
+use crate::attention::flash::ragged::{RaggedKv, sums_of_even};
 use crate::attention::flash::{CacheBuffer, HeadPairs, Heads, expired, padded};
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, narrow, unshare, zeros};
@@ -20,10 +21,9 @@ use crate::tile::{Pair, define_exp2, exp2};
 /// Keys, values and decays of the tokens so far.
 #[derive(Clone, Debug)]
 pub struct RescaledKvCache {
-    /// k_j · 2^(E_{J−1} − p_j), J the tile of j, `[batch, gate heads, tokens, head_dim]`.
-    keys: CacheBuffer,
-    /// `[batch, kv_heads, tokens, head_dim]`
-    values: CacheBuffer,
+    tokens: RescaledKv,
+    /// Sequences, and kv heads of each.
+    kv_heads: (usize, usize),
     /// E at the starts of tiles, up to the tile of the next token, `[batch, gate heads, tiles,
     /// padded(head_dim)]`, 32-bit integers.
     starts: CacheBuffer,
@@ -32,6 +32,64 @@ pub struct RescaledKvCache {
     since: CudaTensor,
     /// With a forget gate, the prefix sums of its log decays.
     forget: Option<DecaySumsCache>,
+}
+
+/// k_j · 2^(E_{J−1} − p_j), J the tile of j, of each gate head, and the values of each kv head.
+#[derive(Clone, Debug)]
+enum RescaledKv {
+    /// All heads hold the same tokens: keys and values, `[batch, heads, tokens, head_dim]`.
+    Even([CacheBuffer; 2]),
+    /// After eviction, each kv head of each sequence holds its newest ones.
+    Ragged(RaggedKv),
+}
+
+impl RescaledKv {
+    /// Tokens since the first one that a head holds.
+    fn len(&self) -> usize {
+        match self {
+            RescaledKv::Even([keys, _]) => keys.rows(),
+            RescaledKv::Ragged(kv) => kv.end(),
+        }
+    }
+
+    /// Adds an uninitialised token.
+    fn add(&mut self) {
+        match self {
+            RescaledKv::Even(kv) => kv.iter_mut().for_each(|x| x.add(1)),
+            RescaledKv::Ragged(kv) => kv.add(),
+        }
+    }
+
+    fn elements(&self) -> usize {
+        match self {
+            RescaledKv::Even(kv) => kv.iter().map(CacheBuffer::elements).sum(),
+            RescaledKv::Ragged(kv) => kv.elements(),
+        }
+    }
+
+    /// The buffers of keys and values, `[…, rows, head_dim]`.
+    fn buffers(&self) -> [&CudaTensor; 2] {
+        match self {
+            RescaledKv::Even(kv) => kv.each_ref().map(CacheBuffer::buffer),
+            RescaledKv::Ragged(kv) => kv.buffers(),
+        }
+    }
+
+    /// Of ragged heads, the rows of their position 0.
+    fn bases(&self) -> Option<&CudaTensor> {
+        match self {
+            RescaledKv::Even(_) => None,
+            RescaledKv::Ragged(kv) => Some(kv.bases()),
+        }
+    }
+}
+
+/// Tokens that kv heads evict.
+pub struct Evicted {
+    /// How many, `[batch · kv_heads]`.
+    pub tokens: Vec<usize>,
+    /// The sums of their values, `[batch · kv_heads, head_dim]`.
+    pub sums: Tensor<Cuda, 2>,
 }
 
 /// What a call takes beside q, k and v.
@@ -58,8 +116,8 @@ impl RescaledKvCache {
             CacheBuffer::new(k, [batch, gate_heads, dim], DType::I32, capacity / TILE + 1);
         starts.add(1);
         RescaledKvCache {
-            keys: tokens(k),
-            values: tokens(v),
+            tokens: RescaledKv::Even([k, v].map(tokens)),
+            kv_heads: (batch, v.meta.shape()[1]),
             starts,
             since: zeros(k, &[batch, gate_heads, dim], DType::F32),
             forget: forgetting.map(|heads| DecaySumsCache::new(k, [batch, heads], capacity)),
@@ -68,15 +126,18 @@ impl RescaledKvCache {
 
     /// Elements of all buffers.
     pub fn elements(&self) -> usize {
-        let kept = [&self.keys, &self.values, &self.starts].map(CacheBuffer::elements);
+        let gates = self.starts.elements() + self.since.meta.shape().num_elements();
         let forget = self.forget.as_ref().map_or(0, DecaySumsCache::elements);
-        kept.iter().sum::<usize>() + self.since.meta.shape().num_elements() + forget
+        self.tokens.elements() + gates + forget
     }
 
     /// Appends tokens; returns their outputs, `[batch, heads, tokens, head_dim]`, and their log-sum-exp,
     /// base 2, `[batch, heads, tokens, 1]`.
     ///
     /// - `k`: of each gate, `[batch, gate heads, tokens, head_dim]`
+    ///
+    /// # Panics
+    /// For several tokens after an [eviction](Self::evict), unless [restored](Self::restore).
     pub fn extend(
         &mut self,
         op: &Wall,
@@ -84,39 +145,42 @@ impl RescaledKvCache {
         GateInputs { gate, forget_logits, sinks }: &GateInputs,
     ) -> [Tensor<Cuda, 4>; 2] {
         let tokens = k.meta.shape()[2];
-        self.drop_first(expired(op.shape.window, self.keys.rows(), tokens) / TILE);
-        let tile_offset = self.keys.rows() % TILE;
+        self.drop_first(expired(op.shape.window, self.tokens.len(), tokens) / TILE);
+        let held = self.tokens.len();
+        let tile_offset = held % TILE;
         let mut params = WallParams {
             tile_offset,
             from_starts: true,
             sinks: sinks.clone(),
             ..WallParams::new(op, q, k, gate)
         };
-        let held = self.keys.rows();
-        self.keys.add(tokens);
         self.starts.add((held + tokens) / TILE - held / TILE);
         unshare(&mut self.since);
-        let queries = if tokens == 1 {
-            self.values.add(1);
+        if tokens == 1 {
+            self.tokens.add();
             if let Some(forget) = &mut self.forget {
                 forget.add(1);
             }
-            self.append(&params, [q, k, v], forget_logits.as_ref())
-        } else {
-            self.values.append(v.clone());
-            if let Some((forget, logits)) = self.forget.as_mut().zip(forget_logits.clone()) {
-                forget.append(&primitive(log_decay(tensor::<Cuda, 3>(logits))));
-            }
-            self.append_many(&params, [q, k])
-        };
-        params.forget = self.forget.as_ref().map(DecaySumsCache::held);
-        let (keys, values, starts) = (self.keys.held(), self.values.held(), self.starts.held());
-        if tokens == 1 {
-            let flash = params.flash([&queries, &keys, &values], &starts, None, None);
-            return flash.decode().map(with_rows);
+            let queries = self.append(&params, [q, k, v], forget_logits.as_ref());
+            params.forget = self.forget.as_ref().map(DecaySumsCache::held);
+            let starts = self.starts.held();
+            let result = match &self.tokens {
+                RescaledKv::Even(kv) => {
+                    let [keys, values] = kv.each_ref().map(CacheBuffer::held);
+                    params.flash([&queries, &keys, &values], &starts, None, None).decode()
+                }
+                RescaledKv::Ragged(kv) => params.flash_of_ragged(&queries, kv, &starts).decode(),
+            };
+            return result.map(with_rows);
         }
+        if let Some((forget, logits)) = self.forget.as_mut().zip(forget_logits.clone()) {
+            forget.append(&primitive(log_decay(tensor::<Cuda, 3>(logits))));
+        }
+        params.forget = self.forget.as_ref().map(DecaySumsCache::held);
+        let (queries, [keys, values]) = self.append_many(&params, [q, k, v]);
         let share = k.meta.shape()[1] / v.meta.shape()[1];
         let values = primitive(repeat_heads(tensor::<Cuda, 4>(values), share));
+        let starts = self.starts.held();
         let flash = params.flash([&queries, &keys, &values], &starts, None, None);
         let result = flash.softmax(sinks.is_some());
         [result.o, result.lse].map(with_rows).map(|x| x.narrow(2, tile_offset, tokens))
@@ -130,7 +194,7 @@ impl RescaledKvCache {
         forget_logits: Option<&CudaTensor>,
     ) -> CudaTensor {
         let [q, k, v] = [q, k, v].map(Heads::new);
-        let [keys, values] = [self.keys.buffer(), self.values.buffer()].map(Heads::in_place);
+        let [keys, values] = self.tokens.buffers().map(Heads::in_place);
         let queries = q.like();
         let launch = match [Some(&params.gate), forget_logits].map(|x| x.map(|x| x.dtype)) {
             [Some(DType::BF16), Some(DType::BF16)] => Self::launch_append::<bf16, bf16>,
@@ -153,7 +217,7 @@ impl RescaledKvCache {
         let forget = self.forget.as_ref().zip(forget_logits.as_ref()).map(|(sums, logits)| {
             ForgetTokenLaunch::new(buffer(logits, 1), sums.buffers().launch())
         });
-        let forgets = forget.is_some();
+        let (forgets, bases) = (forget.is_some(), self.tokens.bases());
         // SAFETY: a block handles one gate head, and stays within its token.
         unsafe {
             append::launch_unchecked::<Z, F, CudaRuntime>(
@@ -167,31 +231,42 @@ impl RescaledKvCache {
                     values.pairs(),
                     buffer(&self.since, PAIR),
                     buffer(self.starts.buffer(), PAIR),
-                    (self.keys.rows() - 1) as u32,
+                    (self.tokens.len() - 1) as u32,
                     self.starts.capacity(),
                     (k.dims[1] / v.dims[1]) as u32,
+                    bases.map(|x| buffer(x, 1)).into(),
                 ),
                 forget.into(),
                 params.shape(),
                 params.config(),
                 forgets,
+                bases.is_some(),
             );
         }
     }
 
-    /// Appends the keys and decays of tokens; returns their queries, preceded by rows of zeros up to the start
-    /// of the first token's tile.
-    fn append_many(&mut self, params: &WallParams, [q, k]: [&CudaTensor; 2]) -> CudaTensor {
+    /// Appends tokens; returns their queries, preceded by rows of zeros up to the start of the first token's tile, and
+    /// keys and values of all tokens, `[batch, heads, tokens, head_dim]`.
+    fn append_many(
+        &mut self,
+        params: &WallParams,
+        [q, k, v]: [&CudaTensor; 3],
+    ) -> (CudaTensor, [CudaTensor; 2]) {
+        let RescaledKv::Even([all_keys, all_values]) = &mut self.tokens else {
+            panic!("several tokens after an eviction")
+        };
         let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
         let (fractions, sums) = (params.table(params.tiles() + 1, DType::F32), params.tile_sums());
-        let held = self.keys.rows() - tokens;
-        let pairs = self.keys.elements() / PAIR;
+        let held = all_keys.rows();
+        all_keys.add(tokens);
+        all_values.append(v.clone());
+        let pairs = all_keys.elements() / PAIR;
         assert!(
             u32::try_from(pairs).is_ok(),
             "a cache of {pairs} pairs of channels of k, 2^32 or more"
         );
         let queries = zeros(q, &[batch, heads, params.tile_offset + tokens, head_dim], q.dtype);
-        let keys = narrow(self.keys.buffer(), 2, held..held + tokens);
+        let keys = narrow(all_keys.buffer(), 2, held..held + tokens);
         // SAFETY: a unit handles a channel of one gate head, and stays within its tokens.
         unsafe {
             extend_prefix::launch_unchecked::<CudaRuntime>(
@@ -215,19 +290,59 @@ impl RescaledKvCache {
             [self.starts.buffer(), &fractions],
             [&rescaled_q, &keys],
         );
-        queries
+        (queries, [all_keys.held(), all_values.held()])
     }
 
-    /// Drops the oldest tiles, at least one; returns their values, `[batch, kv_heads, tokens, head_dim]`.
-    pub fn evict(&mut self, tiles: usize) -> CudaTensor {
-        let values = contiguous(&narrow(&self.values.held(), 2, 0..tiles * TILE));
-        self.drop_first(tiles);
-        values
+    /// Once a tile is complete: evicts the oldest tiles of each kv head of each sequence whose tokens have all factors
+    /// below `threshold`.
+    pub fn evict(&mut self, query_heads: usize, threshold: f32) -> Option<Evicted> {
+        let heads = self.evictable_tiles(threshold);
+        let none = vec![0; heads.len()];
+        let firsts = self.firsts().unwrap_or(&none);
+        let until = heads.iter().zip(firsts).map(|(tiles, &first)| first.max(tiles * TILE));
+        let until: Vec<_> = until.collect();
+        if until == firsts {
+            return None;
+        }
+        let tokens = until.iter().zip(firsts).map(|(until, first)| until - first).collect();
+        let sums = match &mut self.tokens {
+            RescaledKv::Even([keys, values]) => {
+                let sums = sums_of_even(values, &until);
+                let kv = RaggedKv::new(query_heads, [keys, values], &until);
+                self.tokens = RescaledKv::Ragged(kv);
+                sums
+            }
+            RescaledKv::Ragged(kv) => {
+                let sums = kv.sums(&until);
+                kv.keep(&until);
+                sums
+            }
+        };
+        self.starts.drop_first(until.iter().min().expect("a head") / TILE);
+        Some(Evicted { tokens, sums })
     }
 
+    /// After an eviction: how many of the tokens that some head holds each kv head has evicted, `[batch · kv_heads]`.
+    pub fn firsts(&self) -> Option<&[usize]> {
+        match &self.tokens {
+            RescaledKv::Even(_) => None,
+            RescaledKv::Ragged(kv) => Some(kv.firsts()),
+        }
+    }
+
+    /// Gives all heads all tokens that some head holds: those evicted with keys of 0 and the mean value of their head,
+    /// `[batch · kv_heads, head_dim]` in bf16.
+    pub fn restore(&mut self, means: &CudaTensor) {
+        if let RescaledKv::Ragged(kv) = &self.tokens {
+            self.tokens = RescaledKv::Even(kv.clone().into_even(means));
+        }
+    }
+
+    /// Drops tiles that no later token sees; nothing is evicted under a window.
     fn drop_first(&mut self, tiles: usize) {
-        self.keys.drop_first(tiles * TILE);
-        self.values.drop_first(tiles * TILE);
+        if let RescaledKv::Even(kv) = &mut self.tokens {
+            kv.iter_mut().for_each(|x| x.drop_first(tiles * TILE));
+        }
         self.starts.drop_first(tiles);
         if let Some(forget) = &mut self.forget {
             forget.drop_first(tiles * TILE);
@@ -239,23 +354,22 @@ impl RescaledKvCache {
         self.starts.rows() - 1
     }
 
-    /// The number of oldest tiles whose tokens have all factors below `threshold`, over all gate heads and
-    /// sequences.
-    pub fn evictable_tiles(&self, threshold: f32) -> usize {
-        let tiles = self.tiles();
-        if tiles == 0 {
-            return 0;
-        }
+    /// The number of oldest tiles of each kv head of each sequence whose tokens have all factors below `threshold`.
+    fn evictable_tiles(&self, threshold: f32) -> Vec<usize> {
+        let tiles = self.starts.rows() - 1;
+        let (batch, kv_heads) = self.kv_heads;
         // Channels past the head's never decay.
-        let head_dim = self.keys.buffer().meta.shape()[3];
+        let head_dim = self.tokens.buffers()[0].meta.shape()[3];
         let starts = Tensor::<Cuda, 4, Int>::from_primitive(self.starts.held());
+        let share = starts.dims()[1] / kv_heads;
         let starts = starts.narrow(3, 0, head_dim);
         // p − p_j < E + 1 − E_J for the tokens of tile J, as p is below E + 1 and p_j at least E_J.
         let now = starts.clone().narrow(2, tiles, 1);
         let ends = starts.narrow(2, 1, tiles);
-        let most = (now - ends).max_dim(0).max_dim(1).max_dim(3).into_data();
-        let least = threshold.log2();
-        most.iter::<i32>().take_while(|&most| (most + 1) as f32 <= least).count()
+        // Factors grow from tile to tile.
+        let below = (now - ends).max_dim(3).lower_equal_elem(threshold.log2().floor() as i32 - 1);
+        let of_gates = below.int().sum_dim(2).reshape([batch * kv_heads, share]);
+        of_gates.min_dim(1).into_data().iter::<i64>().map(|tiles| tiles as usize).collect()
     }
 }
 
@@ -294,6 +408,8 @@ struct Cache {
     capacity: u32,
     /// Heads of k per head of v.
     share: u32,
+    /// With ragged heads, the rows of position 0 of each head in `keys` and `values`, `[batch · gate heads, 2]`.
+    bases: ComptimeOption<Array<i32>>,
 }
 
 /// A new token's forget gate.
@@ -317,6 +433,7 @@ fn append<Z: Numeric, F: Float>(
     shape: WallShape,
     #[comptime] config: GateConfig,
     #[comptime] forgets: bool,
+    #[comptime] ragged: bool,
 ) {
     define_exp2();
     let unit = UNIT_POS as usize;
@@ -340,13 +457,20 @@ fn append<Z: Numeric, F: Float>(
         }
         let from = token.k.at(batch, gate_head, 0usize, unit);
         let key = Pair::cast_from(token.k.pairs[from]);
-        let to = cache.keys.at(batch, gate_head, held, unit);
-        cache.keys.pairs[to] = Vector::cast_from(key * up);
+        let mut to_key = cache.keys.at(batch, gate_head, held, unit);
+        let mut to_value = cache.values.at(batch, gate_head / share, held, unit);
+        if ragged {
+            let bases = cache.bases.as_ref().unwrap();
+            let (of_keys, of_values) = (bases[row * 2], bases[row * 2 + 1]);
+            let zero = usize::cast_from(0u32);
+            to_key = cache.keys.at(zero, zero, usize::cast_from(of_keys) + held, unit);
+            to_value = cache.values.at(zero, zero, usize::cast_from(of_values) + held, unit);
+        }
+        cache.keys.pairs[to_key] = Vector::cast_from(key * up);
         if gate_head % share == 0 {
             let head = gate_head / share;
             let from = token.v.at(batch, head, 0usize, unit);
-            let to = cache.values.at(batch, head, held, unit);
-            cache.values.pairs[to] = token.v.pairs[from];
+            cache.values.pairs[to_value] = token.v.pairs[from];
         }
         for member in 0..group {
             let head = gate_head * group + member;

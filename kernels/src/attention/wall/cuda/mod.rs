@@ -27,6 +27,7 @@ use super::Wall;
 use crate::attention::decay::{self, DecayBiases, DecaySums, OptionalDecay};
 use crate::attention::flash::hooks::{Hooks, LaunchOf, NoBiases, ScaledScore};
 use crate::attention::flash::mask::Pruned;
+use crate::attention::flash::ragged::RaggedKv;
 use crate::attention::flash::weight::{Sinks, SoftmaxOutput, SoftmaxWeight, sinks};
 use crate::attention::flash::{
     FlashAttention, Gradients as RelativeGradients, Heads, PAIR, decode as decode_one, padded,
@@ -182,18 +183,27 @@ impl<'a> WallParams<'a> {
         documents: Option<&CudaTensor>,
         pruned: Option<&Pruned>,
     ) -> FlashAttention<GatedHooks<B>> {
-        let hooks = GatedHooks {
+        FlashAttention::new(inputs, self.op.shape.scale(), self.hooks(ends))
+            .window(self.op.shape.window)
+            .documents(documents)
+            .pruned(pruned.cloned())
+    }
+
+    /// One query per head after heads that evicted tokens, which excludes a forget gate.
+    fn flash_of_ragged(&self, q: &CudaTensor, kv: &RaggedKv, starts: &CudaTensor) -> GatedFlash {
+        let scale = self.op.shape.scale();
+        GatedFlash::Plain(FlashAttention::of_ragged(q, kv, scale, self.hooks(starts)))
+    }
+
+    fn hooks<B>(&self, ends: &CudaTensor) -> GatedHooks<B> {
+        GatedHooks {
             ends: ends.clone(),
             from_starts: self.from_starts,
             channels: self.config().gated,
             forget: self.forget.clone(),
             sinks: self.sinks.clone(),
             biases: PhantomData,
-        };
-        FlashAttention::new(inputs, self.op.shape.scale(), hooks)
-            .window(self.op.shape.window)
-            .documents(documents)
-            .pruned(pruned.cloned())
+        }
     }
 
     fn config(&self) -> GateConfig {

@@ -1,7 +1,7 @@
 //! The memory of decoding, and the effect of eviction.
 
 use burn::backend::Flex;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 
 use super::{random, values};
 use crate::Cuda;
@@ -186,26 +186,50 @@ fn evicted_tokens_keep_their_weight() {
     assert!(share.iter().all(|&share| share > 0.8 && share < 0.9), "{share:?}");
 }
 
-/// A key that one channel of one head or sequence still remembers is kept for all of them.
+/// Logits of the gates, `[BATCH, seq_len, kv_heads · head_dim]`: 1,000, an open gate, where `open` says so of a sequence,
+/// a channel and a token; else −1,000.
+fn logits(
+    seq_len: usize,
+    channels: usize,
+    open: impl Fn(usize, usize, usize) -> bool,
+) -> Tensor<Flex, 3> {
+    let all = (0..BATCH * seq_len * channels).map(|at| {
+        let (token, channel) = (at / channels, at % channels);
+        let is_open = open(token / seq_len, channel, token % seq_len);
+        if is_open { 1000.0 } else { -1000.0f32 }
+    });
+    let data = TensorData::new(all.collect::<Vec<_>>(), [BATCH, seq_len, channels]);
+    Tensor::from_data(data, &Default::default())
+}
+
+/// A key that one channel of a head still remembers is kept, but only for this head of this sequence.
 #[test]
-fn one_open_channel_keeps_a_key() {
-    let config = Config { evict_below: Some(0.1), ..Config::default() };
+fn one_open_channel_keeps_the_keys_of_its_head_alone() {
     let (shape, n) = (shape(), 400);
-    let run = |open: usize| {
+    let run = |evict_below: Option<f32>, open: Option<(usize, usize)>| {
+        let config = Config { evict_below, ..Config::default() };
         let mut inputs = inputs(&config, n);
-        let closed = Tensor::full([BATCH, n, 16 - open], -1000.0, &Default::default());
-        let opened = Tensor::full([BATCH, n, open], 1000.0, &Default::default());
-        inputs.projections[0] = match open {
-            0 => closed,
-            _ => Tensor::cat(vec![closed, opened], 2),
-        };
+        inputs.projections[0] =
+            logits(n, 16, |sequence, channel, _| open == Some((sequence, channel)));
         let mut state = dispatch::State::<_, Flex>::new(0);
-        dispatch::extend(&config, &shape, inputs, &mut state);
-        state.elements()
+        let mut outputs = vec![];
+        for (first, tokens) in [(0, 380), (380, 1), (381, 19)] {
+            let piece = cut(&inputs, first, tokens);
+            outputs.push(dispatch::extend(&config, &shape, piece, &mut state));
+        }
+        (values(Tensor::cat(outputs, 2)), state.elements())
     };
-    let all = BATCH * config.state_elements(&shape, n) as usize;
-    assert_eq!(run(1), all);
-    assert!(run(0) < all / 2);
+    // Closed gates leave each of the four heads its newest chunk and the open one, of 16 tokens.
+    let (_, all) = run(None, None);
+    let (_, few) = run(Some(1e-6), None);
+    assert!(few < all / 2, "{few} of {all}");
+    for open in [(0, 3), (1, 12)] {
+        let (want, _) = run(None, Some(open));
+        let (got, one) = run(Some(1e-6), Some(open));
+        assert!((one - few).abs_diff((all - few) / 4) < 64, "{one} of {all}, {few} without it");
+        let difference = largest_difference(&want, &got);
+        assert!(difference < 1e-5, "{open:?}: {difference:.1e}");
+    }
 }
 
 /// On CUDA tiles of 64 tokens are evicted, and outputs equal those of the reference without eviction up to
@@ -220,17 +244,7 @@ fn cuda_eviction_frees_memory_and_changes_outputs_within_its_promise() {
     for (config, head_dim) in [(hidden.clone(), 64), (hidden, 96), (query, 64), (key, 64)] {
         let shape = AttentionShape::new(4 * head_dim, 4, 2, head_dim);
         let drawn = inputs_of(&config, &shape, tokens);
-        let inputs = Inputs::<Cuda> {
-            q: on_cuda(drawn.q),
-            k: on_cuda(drawn.k),
-            v: on_cuda(drawn.v),
-            projections: drawn.projections.into_iter().map(on_cuda).collect(),
-            parameters: drawn
-                .parameters
-                .into_iter()
-                .map(|x| on_cuda(x).cast(FloatDType::F32))
-                .collect(),
-        };
+        let inputs = inputs_on_cuda(drawn);
         let run = |evict_below: Option<f32>| {
             let config = Config { evict_below, ..config.clone() };
             let mut state = dispatch::State::<_, Cuda>::new(0);
@@ -250,6 +264,78 @@ fn cuda_eviction_frees_memory_and_changes_outputs_within_its_promise() {
             let difference = largest_difference(&want, &got);
             assert!(difference <= largest / 64.0, "{config:?}, {name}: {difference:.1e}");
         }
+    }
+}
+
+/// On CUDA, too, each head of each sequence evicts tokens of its own: at once, later, and never.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_heads_evict_on_their_own() {
+    let (tokens, head_dim) = (870, 64);
+    // Whether a sequence's head has an open gate at a token.
+    type Open = fn(usize, usize, usize) -> bool;
+    let cases: [(&str, Open, f64); 3] = [
+        ("one remembers", |sequence, head, _| (sequence, head) == (1, 0), 0.6),
+        (
+            "one forgets later",
+            |sequence, head, token| (sequence, head) == (1, 0) && token < 640,
+            0.4,
+        ),
+        (
+            "then all remember",
+            |sequence, head, token| (sequence, head) == (1, 0) || token >= 600,
+            0.8,
+        ),
+    ];
+    for (gate_heads, sinks) in [(GateHeads::Kv, false), (GateHeads::Query, true)] {
+        for (name, open, most) in cases {
+            let config = Config { gate_heads, sinks, ..Config::default() };
+            let shape = AttentionShape::new(4 * head_dim, 4, 2, head_dim);
+            let mut drawn = inputs_of(&config, &shape, tokens);
+            let channels = config.gate_heads_of(&shape) * head_dim;
+            drawn.projections[0] = logits(tokens, channels, |sequence, channel, token| {
+                let head = channel * shape.kv_heads / channels;
+                // One channel of the head; with a gate per query head, of its first one.
+                channel % (channels / shape.kv_heads) == 5 && open(sequence, head, token)
+            });
+            let inputs = inputs_on_cuda(drawn);
+            let run = |evict_below: Option<f32>| {
+                let config = Config { evict_below, ..config.clone() };
+                let mut state = dispatch::State::<_, Cuda>::new(0);
+                let (mut outputs, mut first) = (vec![], 0);
+                for n in [&[600][..], &[1; 140], &[60], &[1; 70]].concat() {
+                    let piece = cut(&inputs, first, n);
+                    outputs.push(dispatch::extend(&config, &shape, piece, &mut state));
+                    first += n;
+                }
+                (values(Tensor::cat(outputs, 2)), state.elements())
+            };
+            let ((full, all), (evicted, few)) = (run(None), run(Some(1e-6)));
+            let part = few as f64 / all as f64;
+            assert!(part < most, "{config:?}, {name}: {few} elements of {all}");
+            let attend = || values(dispatch::attend(&config, &shape, inputs.clone(), None));
+            let want = with_reference(attend);
+            let largest = want.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+            for (which, got) in [("all", &full), ("evicting", &evicted)] {
+                let difference = largest_difference(&want, got);
+                let message = format!("{config:?}, {name}, {which}: {difference:.1e}");
+                assert!(difference <= largest / 64.0, "{message}");
+            }
+            // Evicted tokens have the mean of values in place of each one's own, rounded like o.
+            let difference = largest_difference(&full, &evicted);
+            assert!(difference <= largest / 64.0, "{config:?}, {name}: {difference:.1e}");
+        }
+    }
+}
+
+fn inputs_on_cuda(drawn: Inputs<Flex>) -> Inputs<Cuda> {
+    let parameters = drawn.parameters.into_iter();
+    Inputs {
+        q: on_cuda(drawn.q),
+        k: on_cuda(drawn.k),
+        v: on_cuda(drawn.v),
+        projections: drawn.projections.into_iter().map(on_cuda).collect(),
+        parameters: parameters.map(|x| on_cuda(x).cast(FloatDType::F32)).collect(),
     }
 }
 
