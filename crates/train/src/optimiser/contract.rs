@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 /// An optimiser kind: its settings, which are the table `[train.optimiser]`, and its update.
 ///
 /// The trainer keeps the state and the f32 masters of rounded parameters, and writes both to
-/// checkpoints; a kind declares its state, and updates one parameter at a time.
+/// checkpoints; a kind declares its state, and updates a parameter, or several at once.
 pub trait OptimiserKind:
     Clone + Debug + Default + PartialEq + Serialize + DeserializeOwned
 {
@@ -40,6 +40,23 @@ pub trait OptimiserKind:
         update: &Update,
         inputs: StepInputs<B>,
     ) -> StepOutputs<B>;
+
+    /// One update of several parameters, in their order; for kinds that compute part of it for all of them together.
+    fn step_all<B: OpBackend>(&self, steps: Vec<Step<'_, B>>) -> Vec<StepOutputs<B>> {
+        let one = |Step { parameter, update, inputs }| self.step(parameter, &update, inputs);
+        steps.into_iter().map(one).collect()
+    }
+}
+
+/// An update of one of several parameters.
+#[derive(Debug)]
+pub struct Step<'a, B: OpBackend> {
+    /// The parameter.
+    pub parameter: &'a Parameter,
+    /// Its numbers.
+    pub update: Update,
+    /// Its tensors.
+    pub inputs: StepInputs<B>,
 }
 
 /// A parameter of the model.

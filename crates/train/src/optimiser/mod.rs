@@ -2,7 +2,7 @@
 //!
 //! A kind is one folder, its `pub mod` line and one line in `registry!` below. Its `Config` is the
 //! `[train.optimiser]` table of a run's configuration and implements [`OptimiserKind`]: it declares
-//! the state that it keeps for a parameter, and updates one parameter. `[[train.groups]]` gives parameters
+//! the state that it keeps for a parameter, and updates parameters. `[[train.groups]]` gives parameters
 //! learning rates, weight decays and kinds of their own.
 //!
 //! A parameter that the model holds in bf16 has an f32 master here: the optimiser updates the master,
@@ -23,23 +23,24 @@ mod registry;
 mod sharing;
 
 use burn::backend::Autodiff;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Tensor, TensorMetadata};
 use longwall_config::Problems;
-use longwall_kernels::backend::{OpBackend, primitive, tensor};
+use longwall_kernels::backend::{OpBackend, primitive};
 use longwall_model::Precision;
 use serde::{Deserialize, Serialize};
 
 pub use self::assignment::{Assigned, assignment};
 pub use self::contract::{
-    Method, OptimiserKind, Parameter, StateTensor, StepInputs, StepOutputs, Update,
+    Method, OptimiserKind, Parameter, StateTensor, Step, StepInputs, StepOutputs, Update,
 };
 pub use self::groups::{GroupConfig, Rule, Rules};
 pub(crate) use self::groups::{validate_groups, validate_patterns};
 pub(crate) use self::norms::LayerSquares;
 pub use self::norms::{LayerNorm, UpdateNorms};
 pub(crate) use self::sharing::Saved;
+use self::sharing::{Put, Take};
 use crate::distributed::{World, owners};
 use crate::gradients::Gradients;
 
@@ -162,10 +163,96 @@ impl<B: OpBackend> Optimiser<B> {
     ) -> M {
         let slots = self.slots.len();
         assert_eq!(gradients.tensors.len(), slots, "as many gradients as parameters");
-        let pairs = self.slots.iter_mut().zip(gradients.tensors);
-        model.map(&mut ApplyUpdate { update, norms, pairs })
+        // The model's buffers are taken out of it, so that nothing shares them and kinds can update them in place.
+        let mut take = Take { values: vec![] };
+        let model = model.map(&mut take);
+        let mut norms = norms;
+        let mut values: Vec<_> = take.values.into_iter().map(Some).collect();
+        for batch in self.batches(gradients) {
+            self.step_batch(batch, &mut values, update, norms.as_deref_mut());
+        }
+        let values = values.into_iter().map(|value| value.expect("a value for each parameter"));
+        model.map(&mut Put { values })
+    }
+
+    /// The parameters that have a gradient, by their number, in batches that one kind updates together.
+    fn batches(&self, gradients: Gradients<B>) -> Vec<Vec<(usize, FloatTensor<B>)>> {
+        let mut batches: Vec<Vec<(usize, FloatTensor<B>)>> = vec![];
+        let mut room = 0;
+        for (at, gradient) in gradients.tensors.into_iter().enumerate() {
+            let Some(gradient) = gradient else { continue };
+            let Rule { parameter, optimiser, .. } = &self.slots[at].rule;
+            let elements = parameter.shape.iter().product::<usize>();
+            let first = batches.last().map(|batch| batch[0].0);
+            match first.filter(|&first| self.slots[first].rule.optimiser == *optimiser) {
+                Some(_) if elements <= room => batches.last_mut().expect("it").push((at, gradient)),
+                _ => {
+                    batches.push(vec![(at, gradient)]);
+                    room = BATCH_ELEMENTS;
+                }
+            }
+            room = room.saturating_sub(elements);
+        }
+        batches
+    }
+
+    /// Updates the parameters of a batch, with their gradients, in `values`, those of the model.
+    fn step_batch(
+        &mut self,
+        batch: Vec<(usize, FloatTensor<B>)>,
+        values: &mut [Option<FloatTensor<B>>],
+        update: Update,
+        mut norms: Option<&mut UpdateNorms<B>>,
+    ) {
+        let numbers: Vec<_> = batch.iter().map(|(at, _)| *at).collect();
+        let mut before = vec![];
+        let inputs = batch.into_iter().map(|(at, gradient)| {
+            let slot = &mut self.slots[at];
+            let Parameter { path, shape, .. } = &slot.rule.parameter;
+            assert!(slot.own, "the gradient of another rank's {path}");
+            let value = values[at].take().expect("a value");
+            assert_eq!(TensorMetadata::shape(&value)[..], shape[..], "the shape of {path}");
+            let (parameter, copy) = match slot.master.take() {
+                Some(master) => (master, Some(TensorMetadata::dtype(&value))),
+                None => (value, None),
+            };
+            if norms.is_some() {
+                before.push((parameter.clone(), gradient.clone()));
+            }
+            StepInputs { parameter, gradient, state: std::mem::take(&mut slot.state), copy }
+        });
+        let inputs: Vec<_> = inputs.collect();
+        let copies: Vec<_> = inputs.iter().map(|inputs| inputs.copy).collect();
+        let steps = numbers.iter().zip(inputs).map(|(&at, inputs)| {
+            let Rule { parameter, lr, .. } = &self.slots[at].rule;
+            Step { parameter, update: Update { lr: update.lr * lr, ..update }, inputs }
+        });
+        let optimiser = &self.slots[numbers[0]].rule.optimiser;
+        let outputs: Vec<StepOutputs<B>> = optimiser.step_all(steps.collect());
+        assert_eq!(outputs.len(), numbers.len(), "parameters after an update");
+        let mut before = before.into_iter();
+        for ((at, copy), new) in numbers.into_iter().zip(copies).zip(outputs) {
+            let slot = &mut self.slots[at];
+            assert_eq!(new.state.len(), slot.layout.len(), "state tensors after an update");
+            slot.state = new.state;
+            if let (Some(norms), Some((old, gradient))) = (&mut norms, before.next()) {
+                norms.add(&slot.rule.parameter.path, gradient, [old, new.parameter.clone()]);
+            }
+            values[at] = Some(match copy {
+                Some(dtype) => {
+                    let rounded = || B::float_cast(new.parameter.clone(), dtype.into());
+                    let rounded = new.copy.unwrap_or_else(rounded);
+                    slot.master = Some(new.parameter);
+                    rounded
+                }
+                None => new.parameter,
+            });
+        }
     }
 }
+
+/// The most elements of the parameters that are updated together, which bounds the memory of the update.
+const BATCH_ELEMENTS: usize = 32 << 20;
 
 /// Finds the rule of each parameter, and its device.
 struct FindRules<'a, B: OpBackend> {
@@ -202,58 +289,6 @@ where
         let slot = self.slots.next().expect("as many slots as parameters");
         let rounds = self.precision.parameter(D) != param.val().dtype();
         slot.master = (rounds && slot.own).then(|| primitive(param.val().inner()));
-    }
-}
-
-struct ApplyUpdate<'n, B: OpBackend, I> {
-    update: Update,
-    norms: Option<&'n mut UpdateNorms<B>>,
-    pairs: I,
-}
-
-impl<'a, B, I> ModuleMapper<Autodiff<B>> for ApplyUpdate<'_, B, I>
-where
-    B: OpBackend,
-    I: Iterator<Item = (&'a mut Slot<B>, Option<FloatTensor<B>>)>,
-{
-    fn map_float<const D: usize>(
-        &mut self,
-        param: Param<Tensor<Autodiff<B>, D>>,
-    ) -> Param<Tensor<Autodiff<B>, D>> {
-        let (slot, gradient) = self.pairs.next().expect("as many slots as parameters");
-        let (id, value, mapper) = param.consume();
-        let Some(gradient) = gradient else {
-            return Param::from_mapped_value(id, value, mapper);
-        };
-        assert!(slot.own, "the gradient of another rank's {}", slot.rule.parameter.path);
-        let Rule { parameter, optimiser, lr, .. } = &slot.rule;
-        let Parameter { path, shape, .. } = parameter;
-        assert_eq!(value.dims()[..], shape[..], "the shape of {path}");
-        let (old, copy) = match slot.master.take() {
-            Some(master) => (master, Some(value.dtype())),
-            None => (primitive(value.inner()), None),
-        };
-        let state = std::mem::take(&mut slot.state);
-        let before = self.norms.is_some().then(|| (old.clone(), gradient.clone()));
-        let inputs = StepInputs { parameter: old, gradient, state, copy };
-        let update = Update { lr: self.update.lr * lr, ..self.update };
-        let new = optimiser.step::<B>(parameter, &update, inputs);
-        assert_eq!(new.state.len(), slot.layout.len(), "state tensors after an update");
-        slot.state = new.state;
-        if let (Some(norms), Some((old, gradient))) = (&mut self.norms, before) {
-            norms.add(path, gradient, [old, new.parameter.clone()]);
-        }
-        let value = match copy {
-            Some(dtype) => {
-                let rounded = || B::float_cast(new.parameter.clone(), dtype.into());
-                let rounded = new.copy.unwrap_or_else(rounded);
-                slot.master = Some(new.parameter);
-                rounded
-            }
-            None => new.parameter,
-        };
-        let value = Tensor::from_inner(tensor::<B, D>(value)).require_grad();
-        Param::from_mapped_value(id, value, mapper)
     }
 }
 

@@ -43,14 +43,9 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.update_flops(parameter),)+ }
             }
 
-            /// As [`OptimiserKind::step`].
-            fn step<B: OpBackend>(
-                &self,
-                parameter: &Parameter,
-                update: &Update,
-                inputs: StepInputs<B>,
-            ) -> StepOutputs<B> {
-                match self { $(Self::$name(c) => c.step(parameter, update, inputs),)+ }
+            /// As [`OptimiserKind::step_all`].
+            fn step_all<B: OpBackend>(&self, steps: Vec<Step<'_, B>>) -> Vec<StepOutputs<B>> {
+                match self { $(Self::$name(c) => c.step_all(steps),)+ }
             }
         }
     };

@@ -166,8 +166,8 @@ fn elements<B: OpBackend>(x: FloatTensor<B>) -> Vec<f32> {
 }
 
 /// Takes the values out of a model, and leaves one element in their place.
-struct Take<B: OpBackend> {
-    values: Vec<FloatTensor<B>>,
+pub(super) struct Take<B: OpBackend> {
+    pub values: Vec<FloatTensor<B>>,
 }
 
 impl<B: OpBackend> ModuleMapper<Autodiff<B>> for Take<B> {
@@ -183,8 +183,8 @@ impl<B: OpBackend> ModuleMapper<Autodiff<B>> for Take<B> {
 }
 
 /// Puts values into a model.
-struct Put<I> {
-    values: I,
+pub(super) struct Put<I> {
+    pub values: I,
 }
 
 impl<B: OpBackend, I: Iterator<Item = FloatTensor<B>>> ModuleMapper<Autodiff<B>> for Put<I> {

@@ -10,17 +10,19 @@
 mod blocks;
 pub(super) mod orthogonal;
 
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor};
 use longwall_config::Problems;
 use longwall_kernels::backend::OpBackend;
 use serde::{Deserialize, Serialize};
 
-pub(super) use self::blocks::{join, layout, split};
+use self::blocks::split;
+pub(super) use self::blocks::{join, layout};
 pub use self::orthogonal::Coefficients;
-use self::orthogonal::orthogonal;
+use self::orthogonal::orthogonal_all;
 use super::elementwise::{check_decay, check_rate, decayed, shaped, unflat};
 use super::{
-    Method, OptimiserKind, Parameter, StateTensor, StepInputs, StepOutputs, Update, adamw,
+    Method, OptimiserKind, Parameter, StateTensor, Step, StepInputs, StepOutputs, Update, adamw,
 };
 
 /// How far a matrix moves at a learning rate of 1.
@@ -122,22 +124,63 @@ impl OptimiserKind for Config {
         update: &Update,
         inputs: StepInputs<B>,
     ) -> StepOutputs<B> {
-        if !parameter.is_hidden_matrix() {
-            return self.others().step(parameter, update, inputs);
-        }
-        let StepInputs { parameter: w, gradient, state, copy } = inputs;
-        let [m] = state.try_into().expect("a momentum");
-        let shape = [parameter.shape[0], parameter.shape[1]];
-        let [w, g, m] = [w, gradient, m].map(|x| shaped::<B, 2>(x, shape));
-        let (o, m) = self.direction().of(parameter, g * update.grad_scale, m, copy);
-        let [_, rows, columns] = o.dims();
-        let o = join(o, shape, self.direction().heads(parameter));
-        let rate = update.lr * self.weight_decay * parameter.decay;
-        let w = decayed(w, &o, rate, self.cautious_decay)
-            - o * (update.lr * self.scale.of(rows, columns));
-        let state = vec![unflat(m, &shape)];
-        StepOutputs { parameter: unflat(w, &shape), state, copy: None }
+        self.step_all(vec![Step { parameter, update: *update, inputs }]).swap_remove(0)
     }
+
+    fn step_all<B: OpBackend>(&self, steps: Vec<Step<'_, B>>) -> Vec<StepOutputs<B>> {
+        let finish = |matrix: Matrix<'_, B>, o: Tensor<B, 3>| {
+            let Matrix { parameter, update, shape, w, m, .. } = matrix;
+            let [_, rows, columns] = o.dims();
+            let o = join(o, shape, self.direction().heads(parameter));
+            let rate = update.lr * self.weight_decay * parameter.decay;
+            let w = decayed(w, &o, rate, self.cautious_decay)
+                - o * (update.lr * self.scale.of(rows, columns));
+            let state = vec![unflat(m, &shape)];
+            StepOutputs { parameter: unflat(w, &shape), state, copy: None }
+        };
+        step_matrices(self.direction(), self.others(), steps, finish)
+    }
+}
+
+/// A hidden matrix in an update.
+pub(super) struct Matrix<'a, B: OpBackend> {
+    pub parameter: &'a Parameter,
+    pub update: Update,
+    pub shape: [usize; 2],
+    pub w: Tensor<B, 2>,
+    /// The new momentum.
+    pub m: Tensor<B, 2>,
+    /// The rest of its state.
+    pub state: Vec<FloatTensor<B>>,
+}
+
+/// One update of several parameters: `finish` moves each hidden matrix, given its orthogonal blocks `[blocks, rows,
+/// columns]`; the others follow AdamW. The first tensor of a matrix's state is its momentum.
+pub(super) fn step_matrices<'a, B: OpBackend>(
+    direction: Direction,
+    others: Others<'_>,
+    steps: Vec<Step<'a, B>>,
+    finish: impl Fn(Matrix<'a, B>, Tensor<B, 3>) -> StepOutputs<B>,
+) -> Vec<StepOutputs<B>> {
+    let (mut outputs, mut matrices, mut momenta) = (vec![], vec![], vec![]);
+    for Step { parameter, update, inputs } in steps {
+        if !parameter.is_hidden_matrix() {
+            outputs.push(Some(others.step(parameter, &update, inputs)));
+            continue;
+        }
+        let StepInputs { parameter: w, gradient, mut state, copy } = inputs;
+        let shape = [parameter.shape[0], parameter.shape[1]];
+        let [w, g, m] = [w, gradient, state.remove(0)].map(|x| shaped::<B, 2>(x, shape));
+        let (u, m) = direction.of(g * update.grad_scale, m);
+        momenta.push((split(u, direction.heads(parameter)), copy.unwrap_or(DType::F32)));
+        matrices.push((outputs.len(), Matrix { parameter, update, shape, w, m, state }));
+        outputs.push(None);
+    }
+    let blocks = orthogonal_all(momenta, direction.coefficients, direction.steps);
+    for ((at, matrix), o) in matrices.into_iter().zip(blocks) {
+        outputs[at] = Some(finish(matrix, o));
+    }
+    outputs.into_iter().map(|outputs| outputs.expect("an update of each")).collect()
 }
 
 impl Config {
@@ -190,20 +233,12 @@ impl Direction {
         blocks * self.steps as f64 * 2.0 * few * few * (2.0 * many + few)
     }
 
-    /// The orthogonal blocks `[blocks, rows, columns]` of `parameter` with gradient `g` and momentum `m`, both
-    /// `[outputs, inputs]`; and the new momentum. `copy` is that of [`StepInputs`].
-    pub fn of<B: OpBackend>(
-        &self,
-        parameter: &Parameter,
-        g: Tensor<B, 2>,
-        m: Tensor<B, 2>,
-        copy: Option<DType>,
-    ) -> (Tensor<B, 3>, Tensor<B, 2>) {
+    /// U and the new momentum of a matrix with gradient `g` and momentum `m`.
+    fn of<B: OpBackend>(&self, g: Tensor<B, 2>, m: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {
         let g = g * (1.0 - self.momentum);
         let m = m * self.momentum + g.clone();
         let u = if self.nesterov { g + m.clone() * self.momentum } else { m.clone() };
-        let blocks = split(u, self.heads(parameter));
-        (orthogonal(blocks, self.coefficients, self.steps, copy.unwrap_or(DType::F32)), m)
+        (u, m)
     }
 }
 

@@ -58,22 +58,19 @@ impl Coefficients {
     }
 }
 
-/// Approximates PQᵀ of each matrix X = PΣQᵀ of `x` `[batch, rows, columns]`: X is scaled to a Frobenius norm of
+/// Approximates PQᵀ of each matrix X = PΣQᵀ of `x` `[batch, rows, columns]`, where XXᵀ is smaller with no more rows than
+/// columns: X is scaled to a Frobenius norm of
 /// 1, and then X ← aX + (bXXᵀ + c(XXᵀ)²)X, `steps` times. A zero matrix stays zero.
 ///
 /// `x`, its norm and the result are f32; all that follows the norm is computed in `precision`. In bf16, as the
 /// authors of both polynomials compute it, the coefficients are rounded too. That moves the singular values by less
 /// than the products' rounding, and leaves the intervals in which the polynomials converge.
-pub(in super::super) fn orthogonal<B: OpBackend>(
+fn orthogonal<B: OpBackend>(
     x: Tensor<B, 3>,
     coefficients: Coefficients,
     steps: usize,
     precision: DType,
 ) -> Tensor<B, 3> {
-    let [_, rows, columns] = x.dims();
-    // XXᵀ is smaller for a wide matrix.
-    let is_tall = rows > columns;
-    let x = if is_tall { x.swap_dims(1, 2) } else { x };
     // Below the bound, where squares underflow, the matrix stays small: divided by too small a norm it would diverge.
     let norm = (x.clone() * x.clone()).sum_dim(2).sum_dim(1).sqrt().clamp_min(1e-12);
     let mut x = (x / norm * coefficients.first_norm()).cast(precision);
@@ -83,6 +80,39 @@ pub(in super::super) fn orthogonal<B: OpBackend>(
         let polynomial = gram.clone() * b + gram.clone().mm(gram) * c;
         x = x.clone() * a + polynomial.mm(x);
     }
-    let x = x.cast(DType::F32);
-    if is_tall { x.swap_dims(1, 2) } else { x }
+    x.cast(DType::F32)
+}
+
+/// [`orthogonal`] of each of `matrices` `[blocks, rows, columns]` in its precision. Those of the same shape, transposed
+/// or not, are one batch: most matrices are so small that launches would take longer than products.
+pub(super) fn orthogonal_all<B: OpBackend>(
+    matrices: Vec<(Tensor<B, 3>, DType)>,
+    coefficients: Coefficients,
+    steps: usize,
+) -> Vec<Tensor<B, 3>> {
+    let mut groups: Vec<(([usize; 2], DType), Vec<usize>)> = vec![];
+    for (at, (x, precision)) in matrices.iter().enumerate() {
+        let [_, rows, columns] = x.dims();
+        let key = ([rows.min(columns), rows.max(columns)], *precision);
+        match groups.iter_mut().find(|(other, _)| *other == key) {
+            Some((_, group)) => group.push(at),
+            None => groups.push((key, vec![at])),
+        }
+    }
+    let mut matrices: Vec<_> = matrices.into_iter().map(|(x, _)| Some(x)).collect();
+    for ((_, precision), group) in groups {
+        let take = |&at: &usize| matrices[at].take().expect("in one group");
+        let taken: Vec<_> = group.iter().map(take).collect();
+        let is_tall = |x: &Tensor<B, 3>| x.dims()[1] > x.dims()[2];
+        let layouts: Vec<_> = taken.iter().map(|x| (x.dims()[0], is_tall(x))).collect();
+        let wide = taken.into_iter().map(|x| if is_tall(&x) { x.swap_dims(1, 2) } else { x });
+        let all = orthogonal(Tensor::cat(wide.collect(), 0), coefficients, steps, precision);
+        let mut first = 0;
+        for (at, (blocks, was_tall)) in group.into_iter().zip(layouts) {
+            let own = all.clone().narrow(0, first, blocks);
+            matrices[at] = Some(if was_tall { own.swap_dims(1, 2) } else { own });
+            first += blocks;
+        }
+    }
+    matrices.into_iter().map(|x| x.expect("an orthogonal one")).collect()
 }

@@ -1,7 +1,9 @@
+use burn::tensor::TensorMetadata;
 use burn::tensor::bf16;
 use longwall_model::HeadBlocks;
 
 use super::*;
+use crate::optimiser::elementwise::flat;
 use crate::optimiser::tests::{assert_close, numbers, updated};
 use crate::testing::TestBackend;
 
@@ -202,21 +204,83 @@ fn polar_express_in_bf16_is_orthogonal_up_to_rounding() {
     assert!(error.norm() < allowed, "{}, allowed {allowed}", error.norm());
 }
 
+fn orthogonal(
+    x: Tensor<TestBackend, 3>,
+    coefficients: Coefficients,
+    steps: usize,
+    precision: DType,
+) -> Tensor<TestBackend, 3> {
+    orthogonal_all(vec![(x, precision)], coefficients, steps).swap_remove(0)
+}
+
+/// The new values and states of parameters, one after the other, after an update of all of them at once, or of each on
+/// its own.
+fn steps(kind: &Config, parameters: &[Parameter], copy: Option<DType>, at_once: bool) -> Vec<f32> {
+    let tensor = |shape: &[usize], seed| {
+        let values = numbers(shape.iter().product(), seed);
+        unflat(Tensor::<TestBackend, 1>::from_floats(&values[..], &Default::default()), shape)
+    };
+    let update = Update { lr: 0.5, number: 1, grad_scale: 0.25 };
+    let steps = parameters.iter().enumerate().map(|(at, parameter)| {
+        let seed = 10 * at as u64;
+        let inputs = StepInputs::<TestBackend> {
+            parameter: tensor(&parameter.shape, seed + 1),
+            gradient: tensor(&parameter.shape, seed + 2),
+            state: vec![tensor(&parameter.shape, seed + 3)],
+            copy,
+        };
+        Step { parameter, update, inputs }
+    });
+    let outputs = match at_once {
+        true => kind.step_all(steps.collect()),
+        false => steps.flat_map(|step| kind.step_all(vec![step])).collect(),
+    };
+    let all = outputs.into_iter().flat_map(|new| [new.parameter].into_iter().chain(new.state));
+    let elements = |x| {
+        let count = TensorMetadata::shape(&x).num_elements();
+        flat::<TestBackend>(x, &[count]).into_data().to_vec::<f32>().unwrap()
+    };
+    all.flat_map(elements).collect()
+}
+
+#[test]
+fn matrices_updated_at_once_move_as_each_on_its_own() {
+    let heads = |dim| Some(HeadBlocks { dim, count: 4 });
+    let parameters = [
+        matrix(24, 40),
+        matrix(40, 24),
+        Parameter { heads: heads(0), ..matrix(24, 40) },
+        Parameter { heads: heads(1), ..matrix(24, 24) },
+        matrix(24, 40),
+        matrix(6, 40),
+    ];
+    for per_head in [false, true] {
+        let kind = Config { per_head, ..Config::default() };
+        for copy in [None, Some(DType::BF16)] {
+            let [once, each] = [true, false].map(|once| steps(&kind, &parameters, copy, once));
+            let each: Vec<_> = each.into_iter().map(f64::from).collect();
+            assert_close(&once, &each, 1e-6, &format!("per_head {per_head}, {copy:?}"));
+        }
+    }
+}
+
 #[test]
 fn a_matrix_is_made_orthogonal_in_the_type_that_the_model_holds_it_in() {
-    let tensor = |seed| {
-        let values = numbers(24 * 40, seed);
-        Tensor::<TestBackend, 1>::from_floats(&values[..], &Default::default()).reshape([24, 40])
+    let kind = Config { momentum: 0.0, ..Config::default() };
+    let found = [None, Some(DType::BF16)].map(|copy| steps(&kind, &[matrix(24, 40)], copy, true));
+    let values =
+        |seed| Tensor::<TestBackend, 1>::from_floats(&numbers(960, seed)[..], &Default::default());
+    let moved = |precision| {
+        let x = values(2).reshape([1, 24, 40]) * 0.25;
+        let o = orthogonal(x, Coefficients::NewtonSchulz, 5, precision).reshape([960]);
+        let new = values(1) * 0.95 - o * (0.5 * 0.2 * 40f64.sqrt());
+        new.into_data().iter::<f64>().collect::<Vec<_>>()
     };
-    let direction = Direction { momentum: 0.0, ..Config::default().direction() };
-    for copy in [None, Some(DType::BF16)] {
-        let (found, m) = direction.of(&matrix(24, 40), tensor(1), tensor(2), copy);
-        assert_eq!(m.dtype(), DType::F32);
-        let x = tensor(1).reshape([1, 24, 40]);
-        let precision = copy.unwrap_or(DType::F32);
-        let expected = orthogonal(x, Coefficients::NewtonSchulz, 5, precision);
-        assert_eq!(found.into_data(), expected.into_data(), "{copy:?}");
+    let [in_f32, in_bf16] = [DType::F32, DType::BF16].map(moved);
+    for (found, expected) in found.iter().zip([&in_f32, &in_bf16]) {
+        assert_close(&found[..960], expected, 1e-6, "the new values");
     }
+    assert!(in_f32.iter().zip(&in_bf16).any(|(a, b)| (a - b).abs() > 1e-4), "bf16 rounds");
 }
 
 /// The orthogonal factor of a 12 × 20 matrix whose singular values span three orders of magnitude.

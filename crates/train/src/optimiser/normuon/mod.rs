@@ -11,9 +11,9 @@ use longwall_kernels::backend::OpBackend;
 use serde::{Deserialize, Serialize};
 
 use super::elementwise::{check_decay, check_rate, decayed, shaped, unflat};
-use super::muon::{Coefficients, Direction, Others, join, layout};
+use super::muon::{Coefficients, Direction, Matrix, Others, join, layout, step_matrices};
 use super::{
-    Method, OptimiserKind, Parameter, StateTensor, StepInputs, StepOutputs, Update, adamw,
+    Method, OptimiserKind, Parameter, StateTensor, Step, StepInputs, StepOutputs, Update, adamw,
 };
 
 /// ε, added to the root of a row's second moment.
@@ -98,22 +98,22 @@ impl OptimiserKind for Config {
         update: &Update,
         inputs: StepInputs<B>,
     ) -> StepOutputs<B> {
-        if !parameter.is_hidden_matrix() {
-            return self.others().step(parameter, update, inputs);
-        }
-        let StepInputs { parameter: w, gradient, state, copy } = inputs;
-        let [m, v] = state.try_into().expect("two moments");
-        let shape = [parameter.shape[0], parameter.shape[1]];
-        let [w, g, m] = [w, gradient, m].map(|x| shaped::<B, 2>(x, shape));
-        let [blocks, rows, _] = self.layout(parameter);
-        let v = shaped::<B, 3>(v, [blocks, rows, 1]);
-        let (o, m) = self.direction().of(parameter, g * update.grad_scale, m, copy);
-        let (o, v) = self.normalised(o, v);
-        let o = join(o, shape, self.direction().heads(parameter));
-        let rate = update.lr * self.weight_decay * parameter.decay;
-        let w = decayed(w, &o, rate, self.cautious_decay) - o * update.lr;
-        let state = vec![unflat(m, &shape), unflat(v, &[blocks, rows])];
-        StepOutputs { parameter: unflat(w, &shape), state, copy: None }
+        self.step_all(vec![Step { parameter, update: *update, inputs }]).swap_remove(0)
+    }
+
+    fn step_all<B: OpBackend>(&self, steps: Vec<Step<'_, B>>) -> Vec<StepOutputs<B>> {
+        let finish = |matrix: Matrix<'_, B>, o: Tensor<B, 3>| {
+            let Matrix { parameter, update, shape, w, m, state } = matrix;
+            let [v] = state.try_into().expect("a second moment");
+            let [blocks, rows, _] = o.dims();
+            let (o, v) = self.normalised(o, shaped::<B, 3>(v, [blocks, rows, 1]));
+            let o = join(o, shape, self.direction().heads(parameter));
+            let rate = update.lr * self.weight_decay * parameter.decay;
+            let w = decayed(w, &o, rate, self.cautious_decay) - o * update.lr;
+            let state = vec![unflat(m, &shape), unflat(v, &[blocks, rows])];
+            StepOutputs { parameter: unflat(w, &shape), state, copy: None }
+        };
+        step_matrices(self.direction(), self.others(), steps, finish)
     }
 }
 
