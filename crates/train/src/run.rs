@@ -17,7 +17,7 @@ use longwall_model::Precision;
 use crate::checkpoint::CheckpointFolder;
 use crate::config::RunConfig;
 use crate::console::{Console, Ending};
-use crate::distributed::{Alone, Collective};
+use crate::distributed::{Alone, Collective, any_of_ranks};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
@@ -145,13 +145,17 @@ fn steps<B: OpBackend>(
     // One of several ranks stops when all have heard of it, after a step.
     let asked = || options.stop.is_raised();
     let within_step = if world.is_alone() { options.stop.clone() } else { StopFlag::new() };
+    // Rank 0 has made the run's folder. A stop that any rank was asked for during the start is one of all.
+    if any_of_ranks(collective, asked())? {
+        within_step.raise();
+    }
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
     let mut stop = within_step.is_raised();
     while run.progress.step < run.timeline.total_steps() && !stop {
         let started = Instant::now();
         let step = run.progress.step;
-        collective.begin_step(step + 1);
+        collective.begin_step(step + 1, run.compiles_next());
 
         // Rows and window of this step: a function only of the step. Shorter rows are parts of the loader's.
         let OpenStage { stage, micro_batch } = run.stage();
@@ -203,6 +207,8 @@ fn steps<B: OpBackend>(
     if run.progress.step >= run.timeline.total_steps() && world.is_first() {
         run.finish()?;
     }
+    // No rank ends before the run's files are written.
+    collective.barrier()?;
     Ok(end(&run, console))
 }
 

@@ -229,9 +229,9 @@ pub trait Collective<B: OpBackend> {
     }
 
     /// Says that this rank begins something that all ranks do together and that must end in limited time: step
-    /// `step`, counted from 1.
-    fn begin_step(&self, step: u64) {
-        let _ = step;
+    /// `step`, counted from 1, which has three times as long if it `compiles` kernels.
+    fn begin_step(&self, step: u64, compiles: bool) {
+        let _ = (step, compiles);
     }
 
     /// Says that it has ended.
@@ -293,6 +293,14 @@ pub(crate) fn sum_over_ranks<B: OpBackend>(
         sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += f64::from_bits(term));
     }
     Ok(sums)
+}
+
+/// Whether any rank passes true.
+pub(crate) fn any_of_ranks<B: OpBackend>(
+    collective: &dyn Collective<B>,
+    own: bool,
+) -> Result<bool, CollectiveError> {
+    Ok(gather_numbers(collective, [u64::from(own)])?.concat().contains(&1))
 }
 
 /// The number that rank 0 passes.

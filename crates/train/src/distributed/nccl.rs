@@ -95,8 +95,8 @@ impl<B: OpBackend> Collective<B> for Nccl {
         self.store.all_gather(message)
     }
 
-    fn begin_step(&self, step: u64) {
-        self.store.watch_step(step);
+    fn begin_step(&self, step: u64, compiles: bool) {
+        self.store.watch_step(step, compiles);
     }
 
     fn end_step(&self) {

@@ -27,7 +27,7 @@ pub type Facts = Vec<(String, String)>;
 pub struct StoreOptions {
     /// For all ranks to connect.
     pub connect: Duration,
-    /// For a step; the first may take three times as long, because it compiles kernels.
+    /// For a step; one that compiles kernels may take three times as long.
     pub step: Duration,
     /// For a sign of life from a rank.
     pub silence: Duration,
@@ -233,13 +233,12 @@ impl Store {
         })
     }
 
-    /// Watches step `step`, counted from 1, until [`Store::finished`]: if it takes too long, all ranks fail.
-    pub fn watch_step(&self, step: u64) {
-        let mut state = self.shared.lock();
-        // The first one compiles kernels.
-        let limit = self.shared.options.step * if state.step > 0 { 1 } else { 3 };
+    /// Watches step `step`, counted from 1, until [`Store::finished`]: if it takes too long, all ranks fail. It has
+    /// three times as long if it `compiles` kernels.
+    pub fn watch_step(&self, step: u64, compiles: bool) {
+        let limit = self.shared.options.step * if compiles { 3 } else { 1 };
         let what = format!("step {step}");
-        state.watched = Some(Watched { what, step, since: Instant::now(), limit });
+        self.shared.lock().watched = Some(Watched { what, step, since: Instant::now(), limit });
     }
 
     /// As [`Store::watch_step`], for a part of the start, which has the time that ranks have to connect.

@@ -533,6 +533,12 @@ impl<B: OpBackend> Run<'_, B> {
         self.stages[self.timeline.index(self.progress.step)]
     }
 
+    /// Whether the next step may compile kernels: the first step of this process, or of a stage, whose tensors have
+    /// other shapes.
+    pub fn compiles_next(&self) -> bool {
+        [self.first_step, self.stage().stage.first_step].contains(&self.progress.step)
+    }
+
     /// Tokens of the finished steps.
     pub fn tokens(&self) -> u64 {
         self.timeline.tokens(self.progress.step)

@@ -167,7 +167,7 @@ fn other_programs_on_the_port_are_ignored() {
 #[test]
 fn the_end_of_a_rank_fails_the_others_and_says_how_far_it_was() {
     let mut stores = stores(3, OPTIONS);
-    stores[1].watch_step(17);
+    stores[1].watch_step(17, true);
     stores[1].finished();
     // Until it has told rank 0.
     while stores[0].shared.lock().peers[0].step != 17 {
@@ -219,13 +219,24 @@ fn a_rank_dropped_early_has_failed_and_one_that_said_goodbye_has_not() {
 fn a_step_that_takes_too_long_fails_all_ranks() {
     let options = StoreOptions { step: Duration::from_secs(1), ..OPTIONS };
     let stores = stores(2, options);
-    stores[1].watch_step(1);
+    stores[1].watch_step(1, true);
     stores[1].finished();
-    stores[1].watch_step(2);
+    stores[1].watch_step(2, false);
     let error = &errors_of(&[&stores[0]])[0];
     assert_eq!(error, "rank 1 (HOST) gave up: step 2 has not finished within 1 s");
     let own = text(&stores[1].all_gather(vec![]).unwrap_err());
     assert!(own.starts_with("rank 1 (HOST): step 2 has not finished within 1 s\n  hint:"), "{own}");
+}
+
+#[test]
+fn a_step_that_compiles_kernels_has_three_times_as_long() {
+    let options = StoreOptions { step: Duration::from_secs(1), ..OPTIONS };
+    let stores = stores(2, options);
+    let started = Instant::now();
+    stores[1].watch_step(7, true);
+    let error = &errors_of(&[&stores[0]])[0];
+    assert_eq!(error, "rank 1 (HOST) gave up: step 7 has not finished within 3 s");
+    assert!(started.elapsed() >= Duration::from_secs(3));
 }
 
 #[test]
