@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::low_level;
 
 use super::{Environment, World};
-use crate::checkpoint::CheckpointFolder;
+use crate::checkpoint::{CheckpointFolder, MOST_WRITING};
 use crate::metrics::{self, Record};
 use crate::signals::{self, StopFlag};
 
@@ -43,7 +43,8 @@ pub struct Launch<'a> {
     pub ranks: usize,
     /// The folder of the run.
     pub run_dir: &'a Path,
-    /// How long the others have to end after one has ended early, before they are killed.
+    /// How long the others have to end after one has ended early, before they are killed. Rank 0 may first write the
+    /// checkpoint under way.
     pub patience: Duration,
 }
 
@@ -151,7 +152,7 @@ impl Launch<'_> {
         }
         let mut asked = false;
         let mut failed: Option<(usize, Instant)> = None;
-        let (mut lost_since, mut silent) = (None, None);
+        let (mut lost_since, mut silent, mut written) = (None, None, None);
         while ranks.iter().any(|rank| rank.status.is_none()) {
             for rank in &mut ranks {
                 if rank.status.is_none() {
@@ -169,7 +170,11 @@ impl Launch<'_> {
                 lost_since = Some(Instant::now());
             }
             let since = failed.map(|(_, since)| since).or(lost_since);
-            if since.is_some_and(|since| since.elapsed() > self.patience) {
+            if since.is_some_and(|since| since.elapsed() < MOST_WRITING && self.is_writing(&ranks))
+            {
+                written = Some(Instant::now());
+            }
+            if since.max(written).is_some_and(|since| since.elapsed() > self.patience) {
                 // Others have given up on one that has not ended.
                 silent = ranks.iter().position(|rank| rank.status.is_none());
                 end_all(&mut ranks);
@@ -212,6 +217,11 @@ impl Launch<'_> {
             thread::spawn(move || keep_last_lines(stderr, &kept))
         });
         Ok(Rank { child, status: None, lines, reader })
+    }
+
+    /// Whether rank 0 is writing a checkpoint.
+    fn is_writing(&self, ranks: &[Rank]) -> bool {
+        ranks[0].status.is_none() && CheckpointFolder::new(self.run_dir).has_unfinished()
     }
 
     /// What is known of the end of a rank.
@@ -396,6 +406,26 @@ mod tests {
         assert!(started.elapsed() < Duration::from_secs(20));
         let how = "did not answer the others, and was killed";
         assert_eq!((failure.rank, failure.how.as_str()), (2, how));
+    }
+
+    #[test]
+    fn rank_0_may_finish_a_checkpoint_after_another_rank_has_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = folder.path().join("checkpoints");
+        std::fs::create_dir_all(checkpoints.join("step-4.tmp")).unwrap();
+        let (from, to) = (checkpoints.join("step-4.tmp"), checkpoints.join("step-4"));
+        let write = format!("sleep 2; mv {} {}; exit 75", from.display(), to.display());
+        let script =
+            format!("if [ $RANK = 0 ]; then {write}; fi; if [ $RANK = 1 ]; then exit 3; fi");
+        let failure = run(&script, folder.path(), &StopFlag::new()).unwrap_err();
+        assert!(failure.to_string().contains("ended with exit code 3"), "{failure}");
+        assert!(to.exists(), "rank 0 was killed before it had written");
+
+        // With nothing to write it has no more time than the others.
+        let script = "if [ $RANK = 0 ]; then exec sleep 60; fi; exit 3";
+        let started = Instant::now();
+        run(script, folder.path(), &StopFlag::new()).unwrap_err();
+        assert!(started.elapsed() < Duration::from_secs(20));
     }
 
     #[test]

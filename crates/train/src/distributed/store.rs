@@ -18,6 +18,8 @@ use signal_hook::low_level;
 
 use self::frame::{Frame, Kind};
 use super::{CollectiveError, Environment, LOST_RANK, World};
+use crate::checkpoint::{self, MOST_WRITING};
+use crate::signals;
 
 /// What must be equal on all ranks: names, as messages show them, and values.
 pub type Facts = Vec<(String, String)>;
@@ -31,8 +33,9 @@ pub struct StoreOptions {
     pub step: Duration,
     /// For a sign of life from a rank.
     pub silence: Duration,
-    /// Whether the process ends, with exit code [`LOST_RANK`], a few seconds after a rank is lost. A rank that waits for its GPU,
-    /// which waits for the lost rank, cannot end otherwise.
+    /// Whether the process ends a few seconds after a rank is lost, but not before it has written the checkpoint under
+    /// way: with the exit code of a stop if it was asked to stop, else with [`LOST_RANK`]. A rank that waits for its
+    /// GPU, which waits for the lost rank, cannot end otherwise.
     pub exits: bool,
 }
 
@@ -449,15 +452,23 @@ impl Shared {
         self.changed.notify_all();
         if self.options.exits && !state.closed {
             let error = failure.clone();
-            thread::spawn(move || {
-                thread::sleep(GRACE);
-                // The thread of the run waits for a GPU, or for the driver to end.
-                eprintln!("error: {error}");
-                low_level::exit(i32::from(LOST_RANK));
-            });
+            thread::spawn(move || end_process(&error));
         }
         failure
     }
+}
+
+/// Ends this process, after a while in which it may end on its own.
+fn end_process(error: &CollectiveError) -> ! {
+    thread::sleep(GRACE);
+    if checkpoint::is_writing() {
+        eprintln!("error: {error}\n  the checkpoint under way is written before this rank ends");
+        checkpoint::wait_for_writes(MOST_WRITING);
+        thread::sleep(GRACE);
+    }
+    // The thread of the run waits for a GPU, or for the driver to end.
+    eprintln!("error: {error}");
+    low_level::exit(i32::from(signals::exit_code().unwrap_or(LOST_RANK)))
 }
 
 /// This machine's name and this process's number.
