@@ -3,6 +3,7 @@
 
 mod events;
 mod model;
+mod opened;
 mod origin;
 mod recorder;
 mod setup;

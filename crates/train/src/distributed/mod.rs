@@ -11,6 +11,7 @@
 
 mod communicator;
 mod environment;
+mod facts;
 mod launch;
 #[cfg(test)]
 pub(crate) mod loopback;
@@ -27,9 +28,11 @@ use longwall_kernels::backend::OpBackend;
 
 pub use communicator::{NcclError, version as nccl_version};
 pub use environment::{Environment, EnvironmentError};
+pub use facts::Facts;
+pub(crate) use facts::check_equal;
 pub use launch::{LOST_RANK, Launch, LaunchError, RankFailure, follow_launcher};
 pub use nccl::Nccl;
-pub use store::{Facts, Store, StoreOptions};
+pub use store::{Store, StoreOptions};
 
 /// The ranks of a run, and which of them this process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +111,21 @@ pub enum CollectiveError {
         /// Its value on rank 0.
         ours: String,
     },
+    /// Ranks have opened what is not equal.
+    #[error(
+        "{what}: {theirs} on {}, but {ours} on rank 0\n  hint: all ranks need the same corpora, shards, tokenizer and checkpoints: share their folders, or copy them from rank 0's machine",
+        shown_with_hosts(ranks)
+    )]
+    Unequal {
+        /// The ranks that have another value, and their machines.
+        ranks: Vec<(usize, String)>,
+        /// What differs.
+        what: String,
+        /// Its value there.
+        theirs: String,
+        /// Its value on rank 0.
+        ours: String,
+    },
     /// Two processes have one rank.
     #[error(
         "two processes are rank {rank}: one on {first}, one on {second}\n  hint: give each its own RANK"
@@ -173,6 +191,13 @@ impl CollectiveError {
     pub fn is_of_another_rank(&self) -> bool {
         matches!(self, CollectiveError::Lost { .. })
     }
+}
+
+/// `rank 1 (node7, process 12), rank 2 (node7, process 13)`.
+fn shown_with_hosts(ranks: &[(usize, String)]) -> String {
+    let shown: Vec<String> =
+        ranks.iter().map(|(rank, host)| format!("rank {rank} ({host})")).collect();
+    shown.join(", ")
 }
 
 /// `rank 1` or `ranks 1, 2 and 5`.

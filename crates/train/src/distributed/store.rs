@@ -17,12 +17,10 @@ use serde::{Deserialize, Serialize};
 use signal_hook::low_level;
 
 use self::frame::{Frame, Kind};
+use super::facts::{Facts, difference};
 use super::{CollectiveError, Environment, LOST_RANK, World};
 use crate::checkpoint::{self, MOST_WRITING};
 use crate::signals;
-
-/// What must be equal on all ranks: names, as messages show them, and values.
-pub type Facts = Vec<(String, String)>;
 
 /// How long a store waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -472,7 +470,7 @@ fn end_process(error: &CollectiveError) -> ! {
 }
 
 /// This machine's name and this process's number.
-fn host() -> String {
+pub(super) fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = name.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty());
     let name = name.or_else(|| std::env::var("HOSTNAME").ok());
@@ -584,19 +582,9 @@ fn first_words(mut stream: TcpStream) -> Option<(Hello, TcpStream)> {
 
 /// The first fact in which a rank differs from rank 0.
 fn disagreement(hello: &Hello, facts: &Facts) -> Option<CollectiveError> {
-    let value = |facts: &Facts, name: &str| {
-        let found = facts.iter().find(|(key, _)| key == name);
-        found.map_or("(unset)".to_owned(), |(_, value)| value.clone())
-    };
-    let names = facts.iter().chain(&hello.facts).map(|(name, _)| name);
-    let differs = |name: &&String| value(facts, name) != value(&hello.facts, name);
-    names.into_iter().find(differs).map(|name| CollectiveError::Differs {
-        rank: hello.rank,
-        host: hello.host.clone(),
-        what: name.clone(),
-        theirs: value(&hello.facts, name),
-        ours: value(facts, name),
-    })
+    let [what, theirs, ours] = difference(facts, &hello.facts)?;
+    let (rank, host) = (hello.rank, hello.host.clone());
+    Some(CollectiveError::Differs { rank, host, what, theirs, ours })
 }
 
 /// A peer, and its stream for reading.

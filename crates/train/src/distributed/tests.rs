@@ -1,5 +1,6 @@
 //! Training on ranks that are threads.
 
+mod opened;
 mod waits;
 
 use std::path::Path;

@@ -11,6 +11,7 @@ use longwall_model::cost::Parameters;
 use longwall_model::{LanguageModel, Precision};
 
 use super::model::{OpenModel, open_model};
+use super::opened::opened;
 use super::recorder::{Recorder, RecorderStart};
 use super::{RunStart, Source, TrainOptions};
 use crate::checkpoint::{
@@ -19,7 +20,7 @@ use crate::checkpoint::{
 };
 use crate::config::RunConfig;
 use crate::console::RunInfo;
-use crate::distributed::{Collective, World, gather_numbers, of_first};
+use crate::distributed::{Collective, World, check_equal, gather_numbers, of_first};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
@@ -117,8 +118,10 @@ pub(super) fn open<'a, B: OpBackend>(
     if !config.train.evaluate.is_empty() && world.is_first() {
         evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
     }
-    // No rank can fail to start any more.
-    collective.barrier()?;
+    // No rank can fail to start any more, unless they have opened different things.
+    if !world.is_alone() {
+        check_equal(collective, &opened(&data, checkpoint, origin.as_ref(), &model))?;
+    }
     let folder = match resumed {
         None if world.is_first() => {
             let force = options.start == RunStart::Force;
@@ -211,9 +214,9 @@ fn begin<B: OpBackend>(
 }
 
 /// The data, and the tokenizer it was encoded with.
-struct Data {
-    tokenizer: Tokenizer,
-    loader: Loader,
+pub(super) struct Data {
+    pub tokenizer: Tokenizer,
+    pub loader: Loader,
     validator: Option<Validator>,
 }
 
