@@ -60,6 +60,9 @@ const RETRY: Duration = Duration::from_millis(100);
 /// How long rank 0 waits for the first words of a connection, which may be from no rank at all.
 const FIRST_WORDS: Duration = Duration::from_secs(5);
 
+/// How long a rank that cannot send a message waits for the end of the connection to be read.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
 /// Tells ranks from other programs, and from those of other versions of the protocol.
 const PROTOCOL: &str = "longwall ranks 1";
 
@@ -313,8 +316,13 @@ impl Shared {
         if let Some(failure) = &self.lock().failure {
             return Err(failure.clone());
         }
-        let sent = self.peers[at].send(kind, payload);
-        sent.map_err(|error| self.lose(at, format!("does not take messages: {error}")))
+        let Err(error) = self.peers[at].send(kind, payload) else { return Ok(()) };
+        // The connection may have ended, and its reader then knows why.
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), LAST_WORDS, |state| state.failure.is_none());
+        let known = waited.unwrap_or_else(PoisonError::into_inner).0.failure.clone();
+        Err(known.unwrap_or_else(|| self.lose(at, format!("does not take messages: {error}"))))
     }
 
     /// The next message of each peer.
