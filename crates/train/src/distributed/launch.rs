@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -139,10 +140,11 @@ impl Launch<'_> {
     /// # Errors
     /// When a process cannot be started, or ends early.
     pub fn run(&self, stop: &StopFlag) -> Result<u8, LaunchError> {
-        let port = free_port().map_err(LaunchError::Port)?;
+        // Any free port. It stays taken: rank 0 inherits the listener.
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(LaunchError::Port)?;
         let mut ranks: Vec<Rank> = vec![];
         for rank in 0..self.ranks {
-            match self.start(rank, port) {
+            match self.start(rank, &listener) {
                 Ok(started) => ranks.push(started),
                 Err(source) => {
                     end_all(&mut ranks);
@@ -150,6 +152,8 @@ impl Launch<'_> {
                 }
             }
         }
+        // Rank 0's alone: it ends with that rank.
+        drop(listener);
         let mut asked = false;
         let mut failed: Option<(usize, Instant)> = None;
         let (mut lost_since, mut silent, mut written) = (None, None, None);
@@ -198,11 +202,21 @@ impl Launch<'_> {
         }
     }
 
-    fn start(&self, rank: usize, port: u16) -> io::Result<Rank> {
+    fn start(&self, rank: usize, listener: &TcpListener) -> io::Result<Rank> {
         let world = World { rank, size: self.ranks };
-        let address = Ipv4Addr::LOCALHOST.to_string();
-        let environment = Environment { world, local_rank: rank, address, port };
+        let at = listener.local_addr()?;
+        let (address, port) = (at.ip().to_string(), at.port());
+        let listener = world.is_first().then_some(listener.as_raw_fd());
+        let environment = Environment { world, local_rank: rank, address, port, listener };
         let mut command = Command::new(self.program);
+        if let Some(descriptor) = listener {
+            let inherit = move || match unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } {
+                -1 => Err(io::Error::last_os_error()),
+                _ => Ok(()),
+            };
+            // SAFETY: between fork and exec this makes one system call, which allocates nothing.
+            unsafe { command.pre_exec(inherit) };
+        }
         // A group of its own: Ctrl-C in a terminal reaches this process alone, which asks all ranks once.
         command.args(&self.args).envs(environment.variables()).env(LAUNCHED, "1").process_group(0);
         // Its end tells the rank that this process has ended.
@@ -318,11 +332,6 @@ fn keep_last_lines(from: impl Read, kept: &Mutex<VecDeque<String>>) {
     }
 }
 
-/// A port of this machine that nobody listens on.
-fn free_port() -> io::Result<u16> {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr().map(|address| address.port())
-}
-
 /// In a process that [`Launch`] has started: raises `stop` when the launching process ends without a word, or ends this
 /// one if it is raised already. Elsewhere it does nothing.
 pub fn follow_launcher(stop: &StopFlag) {
@@ -377,6 +386,17 @@ mod tests {
         let mut lines: Vec<&str> = text.lines().collect();
         lines.sort_unstable();
         assert_eq!(lines, ["0 3 0 127.0.0.1 1", "1 3 1 127.0.0.1 1", "2 3 2 127.0.0.1 1"]);
+    }
+
+    #[test]
+    fn rank_0_alone_inherits_a_listener() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = |descriptor: &str| format!("test -S /proc/self/fd/{descriptor}");
+        let inherits = socket("$LONGWALL_LISTENER");
+        let script = format!(
+            r#"if [ $RANK = 0 ]; then {inherits}; else test -z "$LONGWALL_LISTENER" || exit 4; fi"#
+        );
+        assert_eq!(run(&script, folder.path(), &StopFlag::new()).unwrap(), 0);
     }
 
     #[test]

@@ -81,10 +81,8 @@ pub enum CollectiveError {
         /// What happened to it.
         reason: String,
     },
-    /// A step takes too long.
-    #[error(
-        "rank {rank} ({host}): {what} has not finished within {seconds} s\n  hint: another rank may hang or wait for something else; set a longer time with --rank-timeout"
-    )]
+    /// A step, or a part of the start, takes too long.
+    #[error("rank {rank} ({host}): {what} has not finished within {seconds} s\n  hint: {hint}")]
     Hung {
         /// The rank that waited.
         rank: usize,
@@ -94,6 +92,8 @@ pub enum CollectiveError {
         what: String,
         /// How long.
         seconds: u64,
+        /// What to do.
+        hint: &'static str,
     },
     /// Ranks differ in what must be equal.
     #[error(

@@ -9,6 +9,7 @@ mod frame;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, TcpListener, TcpStream};
+use std::os::fd::{FromRawFd, IntoRawFd, RawFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -132,7 +133,13 @@ struct Watched {
     step: u64,
     since: Instant,
     limit: Duration,
+    /// What to do if it takes longer.
+    hint: &'static str,
 }
+
+/// What to do if a step takes too long.
+const STEP_HINT: &str =
+    "another rank may hang or wait for something else; set a longer time with --rank-timeout";
 
 struct Shared {
     world: World,
@@ -241,14 +248,16 @@ impl Store {
     /// three times as long if it `compiles` kernels.
     pub fn watch_step(&self, step: u64, compiles: bool) {
         let limit = self.shared.options.step * if compiles { 3 } else { 1 };
-        let what = format!("step {step}");
-        self.shared.lock().watched = Some(Watched { what, step, since: Instant::now(), limit });
+        let (what, since) = (format!("step {step}"), Instant::now());
+        let watched = Watched { what, step, since, limit, hint: STEP_HINT };
+        self.shared.lock().watched = Some(watched);
     }
 
-    /// As [`Store::watch_step`], for a part of the start, which has the time that ranks have to connect.
-    pub fn watch_start(&self, what: String) {
+    /// As [`Store::watch_step`], for a part of the start, which has the time that ranks have to connect. `hint` says what
+    /// to do if it takes longer.
+    pub fn watch_start(&self, what: String, hint: &'static str) {
         let limit = self.shared.options.connect;
-        let watched = Watched { what, step: 0, since: Instant::now(), limit };
+        let watched = Watched { what, step: 0, since: Instant::now(), limit, hint };
         self.shared.lock().watched = Some(watched);
     }
 
@@ -396,8 +405,8 @@ impl Shared {
                 let seconds = self.options.silence.as_secs();
                 self.lose(at, format!("has not answered for {seconds} s"));
             }
-            if let Some(Watched { what, limit, .. }) = hung {
-                self.give_up(what, limit.as_secs());
+            if let Some(Watched { what, limit, hint, .. }) = hung {
+                self.give_up(what, limit.as_secs(), hint);
             }
             for (peer, present) in self.peers.iter().zip(present) {
                 if present {
@@ -425,11 +434,11 @@ impl Shared {
     }
 
     /// Fails because `what` takes too long.
-    fn give_up(&self, what: String, seconds: u64) {
+    fn give_up(&self, what: String, seconds: u64, hint: &'static str) {
         let (rank, host) = (self.world.rank, self.host.clone());
         let reason = format!("gave up: {what} has not finished within {seconds} s");
         self.tell_all(&Loss { rank, host: host.clone(), reason }, None);
-        self.record(CollectiveError::Hung { rank, host, what, seconds });
+        self.record(CollectiveError::Hung { rank, host, what, seconds, hint });
     }
 
     /// Records a loss; `from` is the peer that told of it.
@@ -489,7 +498,8 @@ pub(super) fn host() -> String {
 /// one that others do not reach.
 fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
     let Environment { address, port, .. } = environment;
-    let listener = match address.as_str() {
+    let inherited = environment.listener.and_then(|descriptor| inherited(descriptor, *port));
+    let bind = || match address.as_str() {
         "127.0.0.1" | "localhost" | "::1" => TcpListener::bind((address.as_str(), *port)),
         _ => match TcpListener::bind((Ipv6Addr::UNSPECIFIED, *port)) {
             Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
@@ -498,7 +508,7 @@ fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
             bound => bound,
         },
     };
-    let listener = listener.and_then(|listener| {
+    let listener = inherited.map_or_else(bind, Ok).and_then(|listener| {
         listener.set_nonblocking(true)?;
         Ok(listener)
     });
@@ -506,6 +516,19 @@ fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
         address: format!("{address}:{port}"),
         reason: error.to_string(),
     })
+}
+
+/// The listener at `port` that the launching process has left open for this one.
+fn inherited(descriptor: RawFd, port: u16) -> Option<TcpListener> {
+    // SAFETY: nothing else in this process owns the descriptor, or it is given back below.
+    let listener = unsafe { TcpListener::from_raw_fd(descriptor) };
+    match listener.local_addr() {
+        Ok(address) if address.port() == port => Some(listener),
+        _ => {
+            let _ = listener.into_raw_fd();
+            None
+        }
+    }
 }
 
 /// Why not all ranks are there.

@@ -449,7 +449,7 @@ fn run_over_tcp(
     let port = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
     let rank = |rank: usize| {
         let (world, address) = (World { rank, size: 3 }, "127.0.0.1".to_owned());
-        let environment = Environment { world, local_rank: rank, address, port };
+        let environment = Environment { world, local_rank: rank, address, port, listener: None };
         let limits = StoreOptions { exits: false, ..limits };
         let store = Store::connect(&environment, &vec![], limits).unwrap();
         let ranks = OverTcp { store };

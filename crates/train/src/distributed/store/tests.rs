@@ -1,4 +1,5 @@
 use std::io::Write;
+use std::os::fd::AsRawFd;
 
 use super::*;
 
@@ -12,7 +13,7 @@ const OPTIONS: StoreOptions = StoreOptions {
 
 fn environment(rank: usize, size: usize, port: u16) -> Environment {
     let world = World { rank, size };
-    Environment { world, local_rank: rank, address: "127.0.0.1".to_owned(), port }
+    Environment { world, local_rank: rank, address: "127.0.0.1".to_owned(), port, listener: None }
 }
 
 fn free_port() -> u16 {
@@ -146,6 +147,31 @@ fn a_port_in_use_is_an_error_that_names_it() {
     let error = text(&error);
     assert!(error.starts_with(&format!("rank 0 cannot listen at 127.0.0.1:{port}: ")), "{error}");
     assert!(error.contains("choose another MASTER_PORT"), "{error}");
+}
+
+#[test]
+fn rank_0_listens_with_what_it_inherits() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    // As in a process that is launched: nothing here closes it any more.
+    let listener = Some(listener.into_raw_fd());
+    let first = Environment { listener, ..environment(0, 2, port) };
+    let thread = thread::spawn(move || Store::connect(&first, &vec![], OPTIONS));
+    let rank = Store::connect(&environment(1, 2, port), &vec![], OPTIONS).unwrap();
+    let first = thread.join().unwrap().unwrap();
+    first.close();
+    rank.close();
+}
+
+#[test]
+fn a_descriptor_of_something_else_is_left_alone() {
+    let file = tempfile::tempfile().unwrap();
+    let other = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = other.local_addr().unwrap().port();
+    assert!(inherited(file.as_raw_fd(), port).is_none());
+    assert!(inherited(other.as_raw_fd(), port.wrapping_add(1)).is_none());
+    assert_eq!(other.local_addr().unwrap().port(), port);
+    assert!(file.metadata().is_ok());
 }
 
 #[test]
