@@ -19,7 +19,7 @@ use signal_hook::low_level;
 
 use super::{Environment, World};
 use crate::checkpoint::{CheckpointFolder, MOST_WRITING};
-use crate::metrics::{self, Record};
+use crate::metrics;
 use crate::signals::{self, StopFlag};
 
 /// The exit code of a rank that ends because another one did.
@@ -245,18 +245,13 @@ impl Launch<'_> {
         let is_whole = |step| {
             folder.verify(step).is_ok_and(|files| files.iter().all(|(_, error)| error.is_none()))
         };
-        let records = metrics::read(&self.run_dir.join("metrics.jsonl")).unwrap_or_default();
-        let step = records.iter().rev().find_map(|record| match record {
-            Record::Step(step) => Some(step.step),
-            Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
-        });
         let lines = ended.lines.lock().unwrap_or_else(PoisonError::into_inner);
         RankFailure {
             rank,
             process: ended.child.id(),
             how: ended.status.map_or("did not end".to_owned(), in_words),
             code: ended.status.and_then(|status| status.code()),
-            step,
+            step: metrics::last_step(self.run_dir),
             checkpoint: newest.map(|step| (folder.step_dir(step), is_whole(step))),
             run_dir: self.run_dir.to_owned(),
             ranks: self.ranks,
