@@ -1,5 +1,6 @@
 //! Opening a run: everything it needs, new or from its newest checkpoint.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use burn::backend::Autodiff;
@@ -329,6 +330,9 @@ fn open_data(
             );
         }
     }
+    if world.is_first() {
+        warn_of_cut_examples(&loader, stages);
+    }
     if let Some(checkpoint) = checkpoint {
         loader.check_cursor(&checkpoint.state.cursor)?;
     }
@@ -340,6 +344,22 @@ fn open_data(
         false => None,
     };
     Ok(Data { tokenizer, loader, validator })
+}
+
+/// Warns of stages with rows that are shorter than generated examples: those lose their ends, where often all their
+/// targets are.
+fn warn_of_cut_examples(loader: &Loader, stages: &[OpenStage]) {
+    let lengths: BTreeSet<usize> = stages.iter().map(|open| open.stage.seq_len).collect();
+    for seq_len in lengths.into_iter().filter(|&seq_len| seq_len < loader.seq_len()) {
+        for (name, share) in loader.cut_examples(seq_len) {
+            tracing::warn!(
+                "{name}: a stage has rows of {seq_len} tokens, which keep {:.1} % of the examples' targets; what is \
+                 longer is cut\n  hint: make the examples shorter (max_len, or less of what they are made of), or \
+                 begin with longer rows",
+                100.0 * share
+            );
+        }
+    }
 }
 
 /// Rows of `seq_len` tokens that are validated at a time: as many tokens as the largest micro-batch has.
