@@ -163,9 +163,9 @@ impl Display for Estimate {
     }
 }
 
-/// The largest micro-batch of a stage of a new run on `ranks` GPUs, of which `stage` is one's part, in rows, that fits into `available` bytes by the estimate, of
-/// those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these if it is not known what is
-/// available. `None` if one row does not fit.
+/// The largest micro-batch of a stage of a new run on `ranks` GPUs, of which `stage` is one's part, in rows, that fits
+/// into `available` bytes by the estimate, of those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these
+/// if it is not known what is available. `None` if one row does not fit.
 pub fn largest_micro_batch(
     config: &RunConfig,
     stage: &Stage,

@@ -268,20 +268,24 @@ fn check_memory(
         }
     }
     if device == DeviceKind::Cuda {
-        warn_of_memory(config, vocab_size, stages, precision, world.size, available);
+        match estimated_memory(config, vocab_size, stages, precision, world, available) {
+            Ok(estimate) => tracing::info!("{estimate}"),
+            Err(shortage) => tracing::warn!("{shortage}"),
+        }
     }
     Ok(())
 }
 
-/// Logs the estimate of a GPU run; warns if a micro-batch that was set, or that a checkpoint has, may not fit.
-fn warn_of_memory(
+/// The estimate of a GPU run in words; as an error if a micro-batch that was set, or that a checkpoint has, may not fit.
+fn estimated_memory(
     config: &RunConfig,
     vocab_size: usize,
     stages: &[OpenStage],
     precision: Precision,
-    ranks: usize,
+    world: World,
     available: u64,
-) {
+) -> Result<String, String> {
+    let ranks = world.size;
     let estimate = |open: &OpenStage| {
         Estimate::of(config, vocab_size, *open, precision).on_ranks(ranks, precision)
     };
@@ -291,21 +295,21 @@ fn warn_of_memory(
     let staged = config.timeline().is_staged();
     let rows = format!("{micro_batch} rows of {} tokens", stage.seq_len);
     if estimate.total() <= available {
-        tracing::info!("GPU memory, estimated: {estimate}, micro-batches of {rows}");
-        return;
+        return Ok(format!("GPU memory, estimated: {estimate}, micro-batches of {rows}"));
     }
+    let part = &stage.of_rank(world).expect("the rows were divided over the ranks");
     let fitting =
-        memory::largest_micro_batch(config, stage, vocab_size, precision, ranks, Some(available));
+        memory::largest_micro_batch(config, part, vocab_size, precision, ranks, Some(available));
     let remedy = match fitting {
         Some(rows) if staged => format!("set micro_batch = {rows} for these rows' stage"),
         Some(rows) => format!("set train.micro_batch = {rows}"),
         None => "set train.recompute = true, or choose a smaller model".to_owned(),
     };
-    tracing::warn!(
+    Err(format!(
         "micro-batches of {rows} are estimated to need {estimate}, and {:.1} GB are \
          available\n  hint: if memory runs out, {remedy}",
         available as f64 / 1e9
-    );
+    ))
 }
 
 /// Opens the loaders, and checks that they match the checkpoint.
@@ -573,5 +577,36 @@ impl<B: OpBackend> Run<'_, B> {
         let tokens = self.timeline.tokens_by_stage(self.progress.step);
         let stages = self.timeline.stages().iter().zip(tokens);
         stages.map(|(stage, tokens)| rows.taken(tokens, stage.seq_len, loaded)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::config;
+
+    /// A micro-batch that fitted on eight GPUs, and is kept on two: each has more of the optimiser's state.
+    #[test]
+    fn a_micro_batch_that_no_longer_fits_on_fewer_gpus_is_named_with_one_that_does() {
+        let config = config(&["model.layers=12", "model.width=768", "model.heads=12"]);
+        let stage = Stage { batch_tokens: 64 * 1024, seq_len: 1024, ..config.base_stage() };
+        let kept = [Stage { micro_batch: None, ..stage }.open(8)];
+        let needed = |ranks: usize| {
+            let estimate = Estimate::of(&config, 50_257, kept[0], Precision::Bf16);
+            estimate.on_ranks(ranks, Precision::Bf16).total()
+        };
+        let available = (needed(8) + needed(2)) / 2;
+        let estimated = |size: usize| {
+            let world = World { rank: 0, size };
+            let available = available as u64;
+            estimated_memory(&config, 50_257, &kept, Precision::Bf16, world, available)
+        };
+        assert!(estimated(8).unwrap().ends_with("micro-batches of 8 rows of 1024 tokens"));
+        let warning = estimated(2).unwrap_err();
+        assert!(
+            warning.starts_with("micro-batches of 8 rows of 1024 tokens are estimated to need")
+        );
+        let rows = warning.rsplit_once("set train.micro_batch = ").expect(&warning).1;
+        assert!([1, 2, 4].contains(&rows.parse::<usize>().unwrap()), "{warning}");
     }
 }
