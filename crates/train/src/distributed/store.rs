@@ -477,7 +477,7 @@ impl Shared {
 fn end_process(error: &CollectiveError) -> ! {
     thread::sleep(GRACE);
     if checkpoint::is_writing() {
-        eprintln!("error: {error}\n  the checkpoint under way is written before this rank ends");
+        tracing::warn!("a rank is lost; this one writes the checkpoint under way before it ends");
         checkpoint::wait_for_writes(MOST_WRITING);
         thread::sleep(GRACE);
     }
