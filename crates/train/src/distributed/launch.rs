@@ -210,11 +210,12 @@ impl Launch<'_> {
         let environment = Environment { world, local_rank: rank, address, port, listener };
         let mut command = Command::new(self.program);
         if let Some(descriptor) = listener {
+            // SAFETY: a system call on a number, of a listener that lives until the process has started.
             let inherit = move || match unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } {
                 -1 => Err(io::Error::last_os_error()),
                 _ => Ok(()),
             };
-            // SAFETY: between fork and exec this makes one system call, which allocates nothing.
+            // SAFETY: between fork and exec it makes that call alone, and allocates nothing.
             unsafe { command.pre_exec(inherit) };
         }
         // A group of its own: Ctrl-C in a terminal reaches this process alone, which asks all ranks once.

@@ -598,7 +598,6 @@ mod tests {
         let available = (needed(8) + needed(2)) / 2;
         let estimated = |size: usize| {
             let world = World { rank: 0, size };
-            let available = available as u64;
             estimated_memory(&config, 50_257, &kept, Precision::Bf16, world, available)
         };
         assert!(estimated(8).unwrap().ends_with("micro-batches of 8 rows of 1024 tokens"));
