@@ -73,6 +73,25 @@ fn ranks_of_different_configurations_are_refused_by_the_key() {
     assert!(first.starts_with("error: rank 1 (") && first.contains(reason), "{first}");
     assert!(second.starts_with("error: rank 0 refuses rank 1: "), "{second}");
     assert!(second.contains(reason), "{second}");
+    let of = |weights| ["--from", "runs/old", "--weights", weights];
+    let [first, _] = errors(&w, [&of("model"), &of("ema")]);
+    assert!(first.contains("has --weights ema, but rank 0 has model"), "{first}");
+}
+
+/// As after a run has started: the exit code is that of the signal.
+#[test]
+fn ctrl_c_ends_a_rank_that_waits_for_the_others() {
+    let w = Workspace::new();
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let child = rank(&w, 0, &free_port(), &[]).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(700));
+        let kill = Command::new("kill").args(["-s", signal, &child.id().to_string()]).status();
+        assert!(kill.unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains("stopped: the ranks were not connected yet"), "{stderr}");
+    }
 }
 
 #[test]

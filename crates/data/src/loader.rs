@@ -371,6 +371,35 @@ impl Loader {
         weights.copy_from_slice(&all_weights[..weights.len()]);
     }
 
+    /// The sources whose generated examples lose targets in rows of `seq_len`, which are shorter than the loader's, and
+    /// the share of targets that is left: of some examples. Only rows of documents lose any.
+    ///
+    /// # Panics
+    /// When the loader's rows are shorter.
+    pub fn cut_examples(&self, seq_len: usize) -> Vec<(&str, f64)> {
+        const EXAMPLES: u64 = 64;
+        if self.rows.is_packed() {
+            return vec![];
+        }
+        let (mut tokens, mut targets) = (vec![0; self.seq_len + 1], vec![0; self.seq_len]);
+        let mut weights = vec![0.0; self.seq_len];
+        let mut left = |rows: &dyn RowGenerator| {
+            let (mut kept, mut all) = (0.0, 0.0);
+            for index in 0..EXAMPLES {
+                self.first_example(rows, index, &mut tokens, &mut targets, &mut weights);
+                kept += weights[..seq_len].iter().sum::<f32>();
+                all += weights.iter().sum::<f32>();
+            }
+            f64::from(kept / all)
+        };
+        let sources = self.sources.iter().zip(&self.summaries);
+        let left = sources.filter_map(|(rows, summary)| match rows {
+            SourceRows::Generated(rows) => Some((summary.name.as_str(), left(&**rows))),
+            SourceRows::Windows(_) | SourceRows::Documents(_) => None,
+        });
+        left.filter(|(_, share)| *share < 1.0).collect()
+    }
+
     /// Tokens in the sources, not counting generated ones.
     pub fn tokens(&self) -> u64 {
         self.summaries.iter().filter_map(|source| source.tokens).sum()

@@ -25,7 +25,7 @@ pub enum DeviceError {
     },
     /// A rank's GPU is not there.
     #[error(
-        "rank {rank} needs GPU {gpu} of its machine, but {reason}\n  hint: several ranks train on NVIDIA GPUs, one each; start as many on a machine as it has GPUs"
+        "rank {rank} needs GPU {gpu} of its machine, but {reason}\n  hint: several ranks train on NVIDIA GPUs, one each; start as many on a machine as it has GPUs, and let each see all of them: no --gpus-per-task in Slurm, no CUDA_VISIBLE_DEVICES of one GPU per process"
     )]
     NoGpuOfRank {
         /// The rank.

@@ -1,7 +1,8 @@
 //! Why a run cannot start or continue.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use longwall_config::shell_quoted;
 use longwall_data::DataError;
 use longwall_model::generate::GenerateError;
 use longwall_model::weights::WeightsError;
@@ -139,7 +140,7 @@ pub enum TrainError {
         path: PathBuf,
     },
     /// The run failed after it had written checkpoints.
-    #[error("{error}\n  the last good checkpoint is {}; continue from it with: longwall train --resume {}", checkpoint.display(), longwall_config::shell_quoted(run_dir))]
+    #[error("{error}\n  {}", last_checkpoint(checkpoint, run_dir))]
     AfterCheckpoint {
         /// What happened.
         #[source]
@@ -149,6 +150,15 @@ pub enum TrainError {
         /// The run's folder.
         run_dir: PathBuf,
     },
+}
+
+/// Names the last checkpoint of the run in `run_dir`.
+pub(crate) fn last_checkpoint(checkpoint: &Path, run_dir: &Path) -> String {
+    format!(
+        "the last good checkpoint is {}; continue from it with: longwall train --resume {}",
+        checkpoint.display(),
+        shell_quoted(run_dir)
+    )
 }
 
 impl TrainError {

@@ -163,9 +163,9 @@ impl Display for Estimate {
     }
 }
 
-/// The largest micro-batch of a stage of a new run on `ranks` GPUs, of which `stage` is one's part, in rows, that fits into `available` bytes by the estimate, of
-/// those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these if it is not known what is
-/// available. `None` if one row does not fit.
+/// The largest micro-batch of a stage of a new run on `ranks` GPUs, of which `stage` is one's part, in rows, that fits
+/// into `available` bytes by the estimate, of those with at most [`GPU_MICRO_BATCH_TOKENS`] tokens; the largest of these
+/// if it is not known what is available. `None` if one row does not fit.
 pub fn largest_micro_batch(
     config: &RunConfig,
     stage: &Stage,
@@ -316,8 +316,9 @@ mod tests {
                 kinds.insert(kind.kind());
                 kind.path(kernel, &shape, rows, Some(seq_len)) != ExecPath::Reference
             });
-            // How much of a reference's intermediate results automatic differentiation holds differs by kind.
-            let allowed = if by_kernels { 0.93..1.07 } else { 0.6..1.1 };
+            // Too low an estimate ends a run, too high a one only makes micro-batches smaller. How much of a
+            // reference's intermediate results automatic differentiation holds differs by kind.
+            let allowed = if by_kernels { 0.93..1.1 } else { 0.6..1.1 };
             assert!(allowed.contains(&ratio), "{set:?}: {estimate} for {peak_gb} GB, {ratio}");
             files.insert(file);
         }

@@ -275,6 +275,15 @@ pub fn read(path: &Path) -> Result<Vec<Record>, MetricsError> {
     Ok(records)
 }
 
+/// The last step that the run in `run_dir` recorded.
+pub(crate) fn last_step(run_dir: &Path) -> Option<u64> {
+    let records = read(&run_dir.join("metrics.jsonl")).unwrap_or_default();
+    records.iter().rev().find_map(|record| match record {
+        Record::Step(step) => Some(step.step),
+        Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
+    })
+}
+
 /// Weight of the past in the console's smoothed loss.
 const SMOOTHING: f64 = 0.98;
 

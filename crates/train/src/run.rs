@@ -3,11 +3,13 @@
 
 mod events;
 mod model;
+mod opened;
 mod origin;
 mod recorder;
 mod setup;
 
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Instant;
 
 use longwall_data::Progress;
@@ -18,12 +20,12 @@ use longwall_model::Precision;
 use crate::checkpoint::CheckpointFolder;
 use crate::config::RunConfig;
 use crate::console::{Console, Ending};
-use crate::distributed::{Alone, Collective};
-use crate::error::TrainError;
+use crate::distributed::{Alone, Collective, any_of_ranks};
+use crate::error::{TrainError, last_checkpoint};
 use crate::evaluation::Evaluator;
 use crate::grad_accumulation::{AccumulationPlan, BatchScalars, forward_backward, weight_sum};
 use crate::gradients::clip_factor;
-use crate::metrics::ValidationRecord;
+use crate::metrics::{self, ValidationRecord};
 use crate::signals::StopFlag;
 use crate::timeline::OpenStage;
 pub use origin::Source;
@@ -126,6 +128,7 @@ pub fn train_as_rank<B: OpBackend>(
     let run = setup::open::<B>(config, device, options, collective, evaluator);
     let outcome = run.and_then(|run| {
         let run_dir = run.run_dir.clone();
+        let _panics = collective.world().is_first().then(|| NameInPanic(&run_dir));
         let outcome = steps(run, options, console, evaluator);
         // The other ranks do not know which checkpoints rank 0 has finished.
         let name = |error| match collective.world().is_first() {
@@ -148,6 +151,10 @@ fn steps<B: OpBackend>(
     // One of several ranks stops when all have heard of it, after a step.
     let asked = || options.stop.is_raised();
     let within_step = if world.is_alone() { options.stop.clone() } else { StopFlag::new() };
+    // Rank 0 has made the run's folder. A stop that any rank was asked for during the start is one of all.
+    if any_of_ranks(collective, asked())? {
+        within_step.raise();
+    }
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
     let mut stop = within_step.is_raised();
@@ -155,7 +162,7 @@ fn steps<B: OpBackend>(
     while run.progress.step < run.timeline.total_steps() && !stop {
         let started = Instant::now();
         let step = run.progress.step;
-        collective.begin_step(step + 1);
+        collective.begin_step(step + 1, run.compiles_next());
         if std::mem::replace(&mut shape, run.stage().shape()) != run.stage().shape() {
             // Releases the memory of the last stage's activations.
             B::set_allocation(&run.device, Allocation::Exact);
@@ -211,6 +218,8 @@ fn steps<B: OpBackend>(
     if run.progress.step >= run.timeline.total_steps() && world.is_first() {
         run.finish()?;
     }
+    // No rank ends before the run's files are written.
+    collective.barrier()?;
     Ok(end(&run, console))
 }
 
@@ -249,6 +258,31 @@ fn name_last_checkpoint(error: TrainError, run_dir: &Path) -> TrainError {
         },
         None => error,
     }
+}
+
+/// Logs, when the run panics, what [`name_last_checkpoint`] adds to an error.
+struct NameInPanic<'a>(&'a Path);
+
+impl Drop for NameInPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            tracing::error!("{}", after_panic(self.0));
+        }
+    }
+}
+
+/// What is there after a panic.
+fn after_panic(run_dir: &Path) -> String {
+    let begin = match metrics::last_step(run_dir) {
+        Some(step) => format!("the run ends after step {step}, because of the panic above"),
+        None => "the run ends before its first step, because of the panic above".to_owned(),
+    };
+    let steps = CheckpointFolder::new(run_dir).steps().unwrap_or_default();
+    let rest = match steps.last() {
+        Some(&step) => last_checkpoint(&CheckpointFolder::new(run_dir).step_dir(step), run_dir),
+        None => "there is no checkpoint yet".to_owned(),
+    };
+    format!("{begin}\n  {rest}")
 }
 
 #[cfg(test)]

@@ -251,6 +251,7 @@ fn connect(
         ("the version", env!("CARGO_PKG_VERSION").to_owned()),
         ("the start", start),
         ("--from", from),
+        ("--weights", args.weights.to_string()),
     ];
     let own = own.map(|(name, value)| (name.to_owned(), value));
     let facts = own.into_iter().chain(config.leaves()).collect();
@@ -318,7 +319,10 @@ fn train_on(
             };
             // Before memory is measured: NCCL takes some.
             let nccl = match self.rank {
-                Some((environment, store)) => Some(Nccl::connect(store, environment.local_rank)?),
+                Some((environment, store)) => {
+                    let connect = || Nccl::connect(store, environment.local_rank);
+                    Some(self.stop.interruptible("the GPUs were not connected yet", connect)?)
+                }
                 None => None,
             };
             let collective: &dyn Collective<B> = match &nccl {

@@ -13,6 +13,8 @@ use super::checksums::Checksums;
 /// Written last into a checkpoint; a folder without it is not a checkpoint.
 pub(super) const STATE_FILE: &str = "state.json";
 const BEST_FILE: &str = "best.json";
+/// Ends the names of files and folders that are being written.
+const TEMPORARY: &str = ".tmp";
 
 /// The step with the lowest validation loss.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -59,13 +61,20 @@ impl CheckpointFolder {
         Ok(steps)
     }
 
+    /// Whether a checkpoint is partly written: by a process that runs, or by one that was killed.
+    pub(crate) fn has_unfinished(&self) -> bool {
+        let is_unfinished =
+            |(name, _): &(String, PathBuf)| name.starts_with("step-") && name.ends_with(TEMPORARY);
+        self.entries().is_ok_and(|entries| entries.iter().any(is_unfinished))
+    }
+
     /// Removes checkpoints that a killed run left partly written or partly removed.
     ///
     /// # Errors
     /// When something cannot be removed.
     pub fn remove_leftovers(&self) -> Result<(), CheckpointError> {
         for (name, path) in self.entries()? {
-            let unfinished = name.ends_with(".tmp")
+            let unfinished = name.ends_with(TEMPORARY)
                 || (name.starts_with("step-") && !path.join(STATE_FILE).is_file());
             if unfinished {
                 tracing::info!("removing the unfinished {}", path.display());
@@ -89,7 +98,7 @@ impl CheckpointFolder {
         fill: impl FnOnce(&Path) -> Result<(), CheckpointError>,
     ) -> Result<PathBuf, CheckpointError> {
         let target = self.step_dir(step);
-        let temporary = files::with_suffix(&target, ".tmp");
+        let temporary = files::with_suffix(&target, TEMPORARY);
         let io = |source| CheckpointError::Write { path: target.clone(), source };
         let write = || {
             fs::create_dir_all(&temporary).map_err(io)?;

@@ -1,7 +1,9 @@
 //! Writes checkpoints in a thread of their own, while training goes on.
 
 use std::path::PathBuf;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use longwall_model::weights::{NamedTensors, WeightsError, write_tensors};
 
@@ -70,6 +72,57 @@ fn write_error(error: WeightsError) -> CheckpointError {
     }
 }
 
+/// How long a process that ends because another rank has ended may go on writing a checkpoint.
+pub(crate) const MOST_WRITING: Duration = Duration::from_secs(300);
+
+/// How many checkpoints are being written.
+#[derive(Default)]
+struct Writes {
+    count: Mutex<usize>,
+    ended: Condvar,
+}
+
+/// Those of this process.
+static WRITES: Writes = Writes { count: Mutex::new(0), ended: Condvar::new() };
+
+impl Writes {
+    fn count(&self) -> MutexGuard<'_, usize> {
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts one until the result is dropped.
+    fn begin(&self) -> Write<'_> {
+        *self.count() += 1;
+        Write(self)
+    }
+
+    /// Waits until none is under way, at most for `limit`.
+    fn wait(&self, limit: Duration) {
+        let waited = self.ended.wait_timeout_while(self.count(), limit, |count| *count > 0);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// A checkpoint that is being written.
+struct Write<'a>(&'a Writes);
+
+impl Drop for Write<'_> {
+    fn drop(&mut self) {
+        *self.0.count() -= 1;
+        self.0.ended.notify_all();
+    }
+}
+
+/// Whether this process is writing a checkpoint.
+pub(crate) fn is_writing() -> bool {
+    *WRITES.count() > 0
+}
+
+/// Waits until this process writes no checkpoint, at most for `limit`.
+pub(crate) fn wait_for_writes(limit: Duration) {
+    WRITES.wait(limit);
+}
+
 /// Writes one checkpoint at a time. Dropping it waits for the one under way.
 pub(crate) struct CheckpointWriter {
     folder: CheckpointFolder,
@@ -88,8 +141,11 @@ impl CheckpointWriter {
     /// Why the one before could not be written.
     pub fn start(&mut self, snapshot: Snapshot) -> Result<Option<PathBuf>, CheckpointError> {
         let written = self.wait()?;
-        let folder = self.folder.clone();
-        self.thread = Some(std::thread::spawn(move || snapshot.write(&folder)));
+        let (folder, write) = (self.folder.clone(), WRITES.begin());
+        self.thread = Some(std::thread::spawn(move || {
+            let _write = write;
+            snapshot.write(&folder)
+        }));
         Ok(written)
     }
 
@@ -123,5 +179,33 @@ impl Drop for CheckpointWriter {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn waiting_ends_with_the_last_write_or_at_its_limit() {
+        let writes = Writes::default();
+        writes.wait(Duration::from_secs(60));
+        let (one, other) = (writes.begin(), writes.begin());
+        drop(one);
+        let started = Instant::now();
+        writes.wait(Duration::from_millis(100));
+        assert!(started.elapsed() >= Duration::from_millis(100));
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                writes.wait(Duration::from_secs(60));
+                *writes.count()
+            });
+            std::thread::sleep(Duration::from_millis(50));
+            drop(other);
+            assert_eq!(waiting.join().unwrap(), 0);
+        });
+        assert!(started.elapsed() < Duration::from_secs(60));
     }
 }

@@ -42,6 +42,14 @@ pub enum NcclError {
         /// The function.
         function: &'static str,
     },
+    /// The GPUs of the ranks cannot be connected.
+    #[error("{call} of NCCL failed: {reason}\n  hint: {START_HINT}")]
+    Start {
+        /// The function.
+        call: &'static str,
+        /// NCCL's own words.
+        reason: String,
+    },
     /// A call failed.
     #[error(
         "{call} of NCCL failed: {reason}\n  hint: NCCL_DEBUG=INFO in the environment makes NCCL say more"
@@ -53,6 +61,20 @@ pub enum NcclError {
         reason: String,
     },
 }
+
+impl NcclError {
+    /// As an error of NCCL's start, if a call failed.
+    fn at_start(self) -> Self {
+        match self {
+            NcclError::Call { call, reason } => NcclError::Start { call, reason },
+            other => other,
+        }
+    }
+}
+
+/// What to look at when NCCL does not start.
+pub(super) const START_HINT: &str = "each rank needs a GPU of its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES); between \
+     machines, NCCL_SOCKET_IFNAME names the network interface to use; NCCL_DEBUG=INFO makes NCCL say more";
 
 type Comm = *mut c_void;
 type Status = c_int;
@@ -253,7 +275,8 @@ pub fn unique_id() -> Result<UniqueId, NcclError> {
     let nccl = Nccl::get()?;
     let mut id = UniqueId([0; 128]);
     // SAFETY: writes the 128 bytes.
-    nccl.check("ncclGetUniqueId", unsafe { (nccl.get_unique_id)(&mut id) })?;
+    let status = unsafe { (nccl.get_unique_id)(&mut id) };
+    nccl.check("ncclGetUniqueId", status).map_err(NcclError::at_start)?;
     Ok(id)
 }
 
@@ -287,7 +310,7 @@ impl Communicator {
         unsafe {
             let (world_size, rank) = (world_size as c_int, rank as c_int);
             let joined = (nccl.comm_init_rank)(&mut comm, world_size, id, rank);
-            nccl.check("ncclCommInitRank", joined)?;
+            nccl.check("ncclCommInitRank", joined).map_err(NcclError::at_start)?;
         }
         Ok(Communicator { nccl, comm, rank, stream })
     }
@@ -433,6 +456,19 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("LONGWALL_NCCL"), "{text}");
+    }
+
+    #[test]
+    fn an_error_of_the_start_says_what_to_look_at() {
+        let call = NcclError::Call { call: "ncclCommInitRank", reason: "invalid usage".into() };
+        let text = call.at_start().to_string();
+        assert!(
+            text.starts_with("ncclCommInitRank of NCCL failed: invalid usage\n  hint: "),
+            "{text}"
+        );
+        for remedy in ["LOCAL_RANK", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO"] {
+            assert!(text.contains(remedy), "{text}");
+        }
     }
 
     #[test]

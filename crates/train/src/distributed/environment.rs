@@ -1,5 +1,7 @@
 //! The environment variables that say which rank a process is.
 
+use std::os::fd::RawFd;
+
 use super::World;
 
 /// What the environment says of this process.
@@ -13,6 +15,9 @@ pub struct Environment {
     pub address: String,
     /// The port that rank 0 listens on.
     pub port: u16,
+    /// Rank 0's listener at that port, if the process that launched it has made one: no other program can take the port
+    /// in between.
+    pub listener: Option<RawFd>,
 }
 
 /// Why the variables say nothing sensible.
@@ -43,6 +48,9 @@ pub enum EnvironmentError {
 /// The names of rank, number of ranks, and rank on the machine: as torchrun and most launchers set them, and Slurm's.
 const NAMES: [[&str; 3]; 2] =
     [["RANK", "WORLD_SIZE", "LOCAL_RANK"], ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"]];
+
+/// The descriptor of rank 0's listener.
+const LISTENER: &str = "LONGWALL_LISTENER";
 
 impl Environment {
     /// Reads the variables of this process. `None` if it is the only rank.
@@ -108,19 +116,23 @@ impl Environment {
             let allowed = "1 to 65535".into();
             EnvironmentError::Value { name: "MASTER_PORT", value: port.clone(), allowed }
         })?;
-        Ok(Some(Environment { world: World { rank, size }, local_rank, address, port }))
+        let listener = variable(LISTENER).and_then(|descriptor| descriptor.parse().ok());
+        let world = World { rank, size };
+        Ok(Some(Environment { world, local_rank, address, port, listener }))
     }
 
     /// The variables of a process that [`Environment::read`] reads as this.
-    pub fn variables(&self) -> [(&'static str, String); 5] {
+    pub fn variables(&self) -> Vec<(&'static str, String)> {
         let [rank, size, local_rank] = NAMES[0];
-        [
+        let mut variables = vec![
             (rank, self.world.rank.to_string()),
             (size, self.world.size.to_string()),
             (local_rank, self.local_rank.to_string()),
             ("MASTER_ADDR", self.address.clone()),
             ("MASTER_PORT", self.port.to_string()),
-        ]
+        ];
+        variables.extend(self.listener.map(|descriptor| (LISTENER, descriptor.to_string())));
+        variables
     }
 }
 
@@ -155,11 +167,13 @@ mod tests {
             local_rank: 1,
             address: "node7".into(),
             port: 29500,
+            listener: None,
         };
         assert_eq!(read(&slurm), Ok(Some(expected.clone())));
         let both = format!("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 {slurm}");
         let ours = read(&both).unwrap().unwrap();
         assert_eq!((ours.world, ours.local_rank), (World { rank: 1, size: 2 }, 0));
+        let ours = Environment { listener: Some(7), ..ours };
         let pairs: Vec<String> =
             ours.variables().iter().map(|(name, value)| format!("{name}={value}")).collect();
         assert_eq!(read(&pairs.join(" ")), Ok(Some(ours)));

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -17,8 +18,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::low_level;
 
 use super::{Environment, World};
-use crate::checkpoint::CheckpointFolder;
-use crate::metrics::{self, Record};
+use crate::checkpoint::{CheckpointFolder, MOST_WRITING};
+use crate::metrics;
 use crate::signals::{self, StopFlag};
 
 /// The exit code of a rank that ends because another one did.
@@ -43,7 +44,8 @@ pub struct Launch<'a> {
     pub ranks: usize,
     /// The folder of the run.
     pub run_dir: &'a Path,
-    /// How long the others have to end after one has ended early, before they are killed.
+    /// How long the others have to end after one has ended early, before they are killed. Rank 0 may first write the
+    /// checkpoint under way.
     pub patience: Duration,
 }
 
@@ -138,10 +140,11 @@ impl Launch<'_> {
     /// # Errors
     /// When a process cannot be started, or ends early.
     pub fn run(&self, stop: &StopFlag) -> Result<u8, LaunchError> {
-        let port = free_port().map_err(LaunchError::Port)?;
+        // Any free port. It stays taken: rank 0 inherits the listener.
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(LaunchError::Port)?;
         let mut ranks: Vec<Rank> = vec![];
         for rank in 0..self.ranks {
-            match self.start(rank, port) {
+            match self.start(rank, &listener) {
                 Ok(started) => ranks.push(started),
                 Err(source) => {
                     end_all(&mut ranks);
@@ -149,9 +152,11 @@ impl Launch<'_> {
                 }
             }
         }
+        // Rank 0's alone: it ends with that rank.
+        drop(listener);
         let mut asked = false;
         let mut failed: Option<(usize, Instant)> = None;
-        let (mut lost_since, mut silent) = (None, None);
+        let (mut lost_since, mut silent, mut written) = (None, None, None);
         while ranks.iter().any(|rank| rank.status.is_none()) {
             for rank in &mut ranks {
                 if rank.status.is_none() {
@@ -169,7 +174,11 @@ impl Launch<'_> {
                 lost_since = Some(Instant::now());
             }
             let since = failed.map(|(_, since)| since).or(lost_since);
-            if since.is_some_and(|since| since.elapsed() > self.patience) {
+            if since.is_some_and(|since| since.elapsed() < MOST_WRITING && self.is_writing(&ranks))
+            {
+                written = Some(Instant::now());
+            }
+            if since.max(written).is_some_and(|since| since.elapsed() > self.patience) {
                 // Others have given up on one that has not ended.
                 silent = ranks.iter().position(|rank| rank.status.is_none());
                 end_all(&mut ranks);
@@ -193,11 +202,22 @@ impl Launch<'_> {
         }
     }
 
-    fn start(&self, rank: usize, port: u16) -> io::Result<Rank> {
+    fn start(&self, rank: usize, listener: &TcpListener) -> io::Result<Rank> {
         let world = World { rank, size: self.ranks };
-        let address = Ipv4Addr::LOCALHOST.to_string();
-        let environment = Environment { world, local_rank: rank, address, port };
+        let at = listener.local_addr()?;
+        let (address, port) = (at.ip().to_string(), at.port());
+        let listener = world.is_first().then_some(listener.as_raw_fd());
+        let environment = Environment { world, local_rank: rank, address, port, listener };
         let mut command = Command::new(self.program);
+        if let Some(descriptor) = listener {
+            // SAFETY: a system call on a number, of a listener that lives until the process has started.
+            let inherit = move || match unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } {
+                -1 => Err(io::Error::last_os_error()),
+                _ => Ok(()),
+            };
+            // SAFETY: between fork and exec it makes that call alone, and allocates nothing.
+            unsafe { command.pre_exec(inherit) };
+        }
         // A group of its own: Ctrl-C in a terminal reaches this process alone, which asks all ranks once.
         command.args(&self.args).envs(environment.variables()).env(LAUNCHED, "1").process_group(0);
         // Its end tells the rank that this process has ended.
@@ -214,6 +234,11 @@ impl Launch<'_> {
         Ok(Rank { child, status: None, lines, reader })
     }
 
+    /// Whether rank 0 is writing a checkpoint.
+    fn is_writing(&self, ranks: &[Rank]) -> bool {
+        ranks[0].status.is_none() && CheckpointFolder::new(self.run_dir).has_unfinished()
+    }
+
     /// What is known of the end of a rank.
     fn failure(&self, rank: usize, ended: &Rank) -> RankFailure {
         let folder = CheckpointFolder::new(self.run_dir);
@@ -221,18 +246,13 @@ impl Launch<'_> {
         let is_whole = |step| {
             folder.verify(step).is_ok_and(|files| files.iter().all(|(_, error)| error.is_none()))
         };
-        let records = metrics::read(&self.run_dir.join("metrics.jsonl")).unwrap_or_default();
-        let step = records.iter().rev().find_map(|record| match record {
-            Record::Step(step) => Some(step.step),
-            Record::Validation(_) | Record::Norms(_) | Record::Noise(_) => None,
-        });
         let lines = ended.lines.lock().unwrap_or_else(PoisonError::into_inner);
         RankFailure {
             rank,
             process: ended.child.id(),
             how: ended.status.map_or("did not end".to_owned(), in_words),
             code: ended.status.and_then(|status| status.code()),
-            step,
+            step: metrics::last_step(self.run_dir),
             checkpoint: newest.map(|step| (folder.step_dir(step), is_whole(step))),
             run_dir: self.run_dir.to_owned(),
             ranks: self.ranks,
@@ -308,11 +328,6 @@ fn keep_last_lines(from: impl Read, kept: &Mutex<VecDeque<String>>) {
     }
 }
 
-/// A port of this machine that nobody listens on.
-fn free_port() -> io::Result<u16> {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr().map(|address| address.port())
-}
-
 /// In a process that [`Launch`] has started: raises `stop` when the launching process ends without a word, or ends this
 /// one if it is raised already. Elsewhere it does nothing.
 pub fn follow_launcher(stop: &StopFlag) {
@@ -370,6 +385,17 @@ mod tests {
     }
 
     #[test]
+    fn rank_0_alone_inherits_a_listener() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = |descriptor: &str| format!("test -S /proc/self/fd/{descriptor}");
+        let inherits = socket("$LONGWALL_LISTENER");
+        let script = format!(
+            r#"if [ $RANK = 0 ]; then {inherits}; else test -z "$LONGWALL_LISTENER" || exit 4; fi"#
+        );
+        assert_eq!(run(&script, folder.path(), &StopFlag::new()).unwrap(), 0);
+    }
+
+    #[test]
     fn a_rank_that_is_killed_ends_the_others_and_is_named() {
         let started = Instant::now();
         let failure = failure("if [ $RANK = 1 ]; then kill -9 $$; fi; exec sleep 60");
@@ -396,6 +422,26 @@ mod tests {
         assert!(started.elapsed() < Duration::from_secs(20));
         let how = "did not answer the others, and was killed";
         assert_eq!((failure.rank, failure.how.as_str()), (2, how));
+    }
+
+    #[test]
+    fn rank_0_may_finish_a_checkpoint_after_another_rank_has_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = folder.path().join("checkpoints");
+        std::fs::create_dir_all(checkpoints.join("step-4.tmp")).unwrap();
+        let (from, to) = (checkpoints.join("step-4.tmp"), checkpoints.join("step-4"));
+        let write = format!("sleep 2; mv {} {}; exit 75", from.display(), to.display());
+        let script =
+            format!("if [ $RANK = 0 ]; then {write}; fi; if [ $RANK = 1 ]; then exit 3; fi");
+        let failure = run(&script, folder.path(), &StopFlag::new()).unwrap_err();
+        assert!(failure.to_string().contains("ended with exit code 3"), "{failure}");
+        assert!(to.exists(), "rank 0 was killed before it had written");
+
+        // With nothing to write it has no more time than the others.
+        let script = "if [ $RANK = 0 ]; then exec sleep 60; fi; exit 3";
+        let started = Instant::now();
+        run(script, folder.path(), &StopFlag::new()).unwrap_err();
+        assert!(started.elapsed() < Duration::from_secs(20));
     }
 
     #[test]

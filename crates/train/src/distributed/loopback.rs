@@ -41,6 +41,8 @@ struct Shared {
 pub(crate) struct Loopback {
     rank: usize,
     shared: Arc<Shared>,
+    /// The steps that it has begun, and whether they may compile kernels.
+    pub begun: Mutex<Vec<(u64, bool)>>,
 }
 
 /// `size` ranks.
@@ -48,7 +50,8 @@ pub(crate) fn ranks(size: usize) -> Vec<Loopback> {
     let given = (0..size).map(|_| None).collect();
     let state = Mutex::new(State { given, ..State::default() });
     let shared = Arc::new(Shared { size, state, changed: Condvar::new() });
-    (0..size).map(|rank| Loopback { rank, shared: Arc::clone(&shared) }).collect()
+    let rank = |rank| Loopback { rank, shared: Arc::clone(&shared), begun: Mutex::default() };
+    (0..size).map(rank).collect()
 }
 
 impl Loopback {
@@ -177,6 +180,10 @@ impl<B: OpBackend> Collective<B> for Loopback {
             other => panic!("rank {} passes bytes, another {other:?}", self.rank),
         };
         Ok(all.iter().map(bytes).collect())
+    }
+
+    fn begin_step(&self, step: u64, compiles: bool) {
+        self.begun.lock().expect("no rank panics").push((step, compiles));
     }
 
     fn fail(&self, reason: &str) {

@@ -11,6 +11,7 @@
 
 mod communicator;
 mod environment;
+mod facts;
 mod launch;
 #[cfg(test)]
 pub(crate) mod loopback;
@@ -27,9 +28,11 @@ use longwall_kernels::backend::OpBackend;
 
 pub use communicator::{NcclError, version as nccl_version};
 pub use environment::{Environment, EnvironmentError};
+pub use facts::Facts;
+pub(crate) use facts::check_equal;
 pub use launch::{LOST_RANK, Launch, LaunchError, RankFailure, follow_launcher};
 pub use nccl::Nccl;
-pub use store::{Facts, Store, StoreOptions};
+pub use store::{Store, StoreOptions};
 
 /// The ranks of a run, and which of them this process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,10 +81,8 @@ pub enum CollectiveError {
         /// What happened to it.
         reason: String,
     },
-    /// A step takes too long.
-    #[error(
-        "rank {rank} ({host}): {what} has not finished within {seconds} s\n  hint: another rank may hang or wait for something else; set a longer time with --rank-timeout"
-    )]
+    /// A step, or a part of the start, takes too long.
+    #[error("rank {rank} ({host}): {what} has not finished within {seconds} s\n  hint: {hint}")]
     Hung {
         /// The rank that waited.
         rank: usize,
@@ -91,6 +92,8 @@ pub enum CollectiveError {
         what: String,
         /// How long.
         seconds: u64,
+        /// What to do.
+        hint: &'static str,
     },
     /// Ranks differ in what must be equal.
     #[error(
@@ -101,6 +104,21 @@ pub enum CollectiveError {
         rank: usize,
         /// Its machine.
         host: String,
+        /// What differs.
+        what: String,
+        /// Its value there.
+        theirs: String,
+        /// Its value on rank 0.
+        ours: String,
+    },
+    /// Ranks have opened what is not equal.
+    #[error(
+        "{what}: {theirs} on {}, but {ours} on rank 0\n  hint: all ranks need the same corpora, shards, tokenizer and checkpoints: share their folders, or copy them from rank 0's machine",
+        shown_with_hosts(ranks)
+    )]
+    Unequal {
+        /// The ranks that have another value, and their machines.
+        ranks: Vec<(usize, String)>,
         /// What differs.
         what: String,
         /// Its value there.
@@ -175,6 +193,13 @@ impl CollectiveError {
     }
 }
 
+/// `rank 1 (node7, process 12), rank 2 (node7, process 13)`.
+fn shown_with_hosts(ranks: &[(usize, String)]) -> String {
+    let shown: Vec<String> =
+        ranks.iter().map(|(rank, host)| format!("rank {rank} ({host})")).collect();
+    shown.join(", ")
+}
+
 /// `rank 1` or `ranks 1, 2 and 5`.
 fn shown_ranks(ranks: &[usize]) -> String {
     match ranks {
@@ -229,9 +254,9 @@ pub trait Collective<B: OpBackend> {
     }
 
     /// Says that this rank begins something that all ranks do together and that must end in limited time: step
-    /// `step`, counted from 1.
-    fn begin_step(&self, step: u64) {
-        let _ = step;
+    /// `step`, counted from 1, which has three times as long if it `compiles` kernels.
+    fn begin_step(&self, step: u64, compiles: bool) {
+        let _ = (step, compiles);
     }
 
     /// Says that it has ended.
@@ -293,6 +318,14 @@ pub(crate) fn sum_over_ranks<B: OpBackend>(
         sums.iter_mut().zip(terms).for_each(|(sum, term)| *sum += f64::from_bits(term));
     }
     Ok(sums)
+}
+
+/// Whether any rank passes true.
+pub(crate) fn any_of_ranks<B: OpBackend>(
+    collective: &dyn Collective<B>,
+    own: bool,
+) -> Result<bool, CollectiveError> {
+    Ok(gather_numbers(collective, [u64::from(own)])?.concat().contains(&1))
 }
 
 /// The number that rank 0 passes.

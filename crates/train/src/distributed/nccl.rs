@@ -4,7 +4,7 @@ use burn::tensor::ops::FloatTensor;
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::cuda::CudaTensor;
 
-use super::communicator::{Communicator, NcclError, UniqueId, unique_id, version};
+use super::communicator::{Communicator, NcclError, START_HINT, UniqueId, unique_id, version};
 use super::{Collective, CollectiveError, Owned, Store, World};
 
 /// The GPUs of all ranks, connected by NCCL.
@@ -20,7 +20,7 @@ impl Nccl {
     /// When NCCL cannot be loaded on a rank, has another version there, or cannot connect the GPUs.
     pub fn connect(store: Store, gpu: usize) -> Result<Self, CollectiveError> {
         let world = store.world();
-        store.watch_start("NCCL's start".to_owned());
+        store.watch_start("NCCL's start".to_owned(), START_HINT);
         let version = version().inspect_err(|error| store.fail(&error.to_string()))?;
         check_versions(&store, &version)?;
         if world.is_first() {
@@ -95,8 +95,8 @@ impl<B: OpBackend> Collective<B> for Nccl {
         self.store.all_gather(message)
     }
 
-    fn begin_step(&self, step: u64) {
-        self.store.watch_step(step);
+    fn begin_step(&self, step: u64, compiles: bool) {
+        self.store.watch_step(step, compiles);
     }
 
     fn end_step(&self) {

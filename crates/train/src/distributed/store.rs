@@ -9,6 +9,7 @@ mod frame;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, TcpListener, TcpStream};
+use std::os::fd::{FromRawFd, IntoRawFd, RawFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,22 +18,23 @@ use serde::{Deserialize, Serialize};
 use signal_hook::low_level;
 
 use self::frame::{Frame, Kind};
+use super::facts::{Facts, difference};
 use super::{CollectiveError, Environment, LOST_RANK, World};
-
-/// What must be equal on all ranks: names, as messages show them, and values.
-pub type Facts = Vec<(String, String)>;
+use crate::checkpoint::{self, MOST_WRITING};
+use crate::signals;
 
 /// How long a store waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreOptions {
     /// For all ranks to connect.
     pub connect: Duration,
-    /// For a step; the first may take three times as long, because it compiles kernels.
+    /// For a step; one that compiles kernels may take three times as long.
     pub step: Duration,
     /// For a sign of life from a rank.
     pub silence: Duration,
-    /// Whether the process ends, with exit code [`LOST_RANK`], a few seconds after a rank is lost. A rank that waits for its GPU,
-    /// which waits for the lost rank, cannot end otherwise.
+    /// Whether the process ends a few seconds after a rank is lost, but not before it has written the checkpoint under
+    /// way: with the exit code of a stop if it was asked to stop, else with [`LOST_RANK`]. A rank that waits for its
+    /// GPU, which waits for the lost rank, cannot end otherwise.
     pub exits: bool,
 }
 
@@ -58,6 +60,9 @@ const RETRY: Duration = Duration::from_millis(100);
 
 /// How long rank 0 waits for the first words of a connection, which may be from no rank at all.
 const FIRST_WORDS: Duration = Duration::from_secs(5);
+
+/// How long a rank that cannot send a message waits for the end of the connection to be read.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Tells ranks from other programs, and from those of other versions of the protocol.
 const PROTOCOL: &str = "longwall ranks 1";
@@ -128,7 +133,13 @@ struct Watched {
     step: u64,
     since: Instant,
     limit: Duration,
+    /// What to do if it takes longer.
+    hint: &'static str,
 }
+
+/// What to do if a step takes too long.
+const STEP_HINT: &str =
+    "another rank may hang or wait for something else; set a longer time with --rank-timeout";
 
 struct Shared {
     world: World,
@@ -233,19 +244,20 @@ impl Store {
         })
     }
 
-    /// Watches step `step`, counted from 1, until [`Store::finished`]: if it takes too long, all ranks fail.
-    pub fn watch_step(&self, step: u64) {
-        let mut state = self.shared.lock();
-        // The first one compiles kernels.
-        let limit = self.shared.options.step * if state.step > 0 { 1 } else { 3 };
-        let what = format!("step {step}");
-        state.watched = Some(Watched { what, step, since: Instant::now(), limit });
+    /// Watches step `step`, counted from 1, until [`Store::finished`]: if it takes too long, all ranks fail. It has
+    /// three times as long if it `compiles` kernels.
+    pub fn watch_step(&self, step: u64, compiles: bool) {
+        let limit = self.shared.options.step * if compiles { 3 } else { 1 };
+        let (what, since) = (format!("step {step}"), Instant::now());
+        let watched = Watched { what, step, since, limit, hint: STEP_HINT };
+        self.shared.lock().watched = Some(watched);
     }
 
-    /// As [`Store::watch_step`], for a part of the start, which has the time that ranks have to connect.
-    pub fn watch_start(&self, what: String) {
+    /// As [`Store::watch_step`], for a part of the start, which has the time that ranks have to connect. `hint` says what
+    /// to do if it takes longer.
+    pub fn watch_start(&self, what: String, hint: &'static str) {
         let limit = self.shared.options.connect;
-        let watched = Watched { what, step: 0, since: Instant::now(), limit };
+        let watched = Watched { what, step: 0, since: Instant::now(), limit, hint };
         self.shared.lock().watched = Some(watched);
     }
 
@@ -313,8 +325,13 @@ impl Shared {
         if let Some(failure) = &self.lock().failure {
             return Err(failure.clone());
         }
-        let sent = self.peers[at].send(kind, payload);
-        sent.map_err(|error| self.lose(at, format!("does not take messages: {error}")))
+        let Err(error) = self.peers[at].send(kind, payload) else { return Ok(()) };
+        // The connection may have ended, and its reader then knows why.
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), LAST_WORDS, |state| state.failure.is_none());
+        let known = waited.unwrap_or_else(PoisonError::into_inner).0.failure.clone();
+        Err(known.unwrap_or_else(|| self.lose(at, format!("does not take messages: {error}"))))
     }
 
     /// The next message of each peer.
@@ -388,8 +405,8 @@ impl Shared {
                 let seconds = self.options.silence.as_secs();
                 self.lose(at, format!("has not answered for {seconds} s"));
             }
-            if let Some(Watched { what, limit, .. }) = hung {
-                self.give_up(what, limit.as_secs());
+            if let Some(Watched { what, limit, hint, .. }) = hung {
+                self.give_up(what, limit.as_secs(), hint);
             }
             for (peer, present) in self.peers.iter().zip(present) {
                 if present {
@@ -417,11 +434,11 @@ impl Shared {
     }
 
     /// Fails because `what` takes too long.
-    fn give_up(&self, what: String, seconds: u64) {
+    fn give_up(&self, what: String, seconds: u64, hint: &'static str) {
         let (rank, host) = (self.world.rank, self.host.clone());
         let reason = format!("gave up: {what} has not finished within {seconds} s");
         self.tell_all(&Loss { rank, host: host.clone(), reason }, None);
-        self.record(CollectiveError::Hung { rank, host, what, seconds });
+        self.record(CollectiveError::Hung { rank, host, what, seconds, hint });
     }
 
     /// Records a loss; `from` is the peer that told of it.
@@ -450,19 +467,27 @@ impl Shared {
         self.changed.notify_all();
         if self.options.exits && !state.closed {
             let error = failure.clone();
-            thread::spawn(move || {
-                thread::sleep(GRACE);
-                // The thread of the run waits for a GPU, or for the driver to end.
-                eprintln!("error: {error}");
-                low_level::exit(i32::from(LOST_RANK));
-            });
+            thread::spawn(move || end_process(&error));
         }
         failure
     }
 }
 
+/// Ends this process, after a while in which it may end on its own.
+fn end_process(error: &CollectiveError) -> ! {
+    thread::sleep(GRACE);
+    if checkpoint::is_writing() {
+        tracing::warn!("a rank is lost; this one writes the checkpoint under way before it ends");
+        checkpoint::wait_for_writes(MOST_WRITING);
+        thread::sleep(GRACE);
+    }
+    // The thread of the run waits for a GPU, or for the driver to end.
+    eprintln!("error: {error}");
+    low_level::exit(i32::from(signals::exit_code().unwrap_or(LOST_RANK)))
+}
+
 /// This machine's name and this process's number.
-fn host() -> String {
+pub(super) fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = name.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty());
     let name = name.or_else(|| std::env::var("HOSTNAME").ok());
@@ -473,7 +498,8 @@ fn host() -> String {
 /// one that others do not reach.
 fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
     let Environment { address, port, .. } = environment;
-    let listener = match address.as_str() {
+    let inherited = environment.listener.and_then(|descriptor| inherited(descriptor, *port));
+    let bind = || match address.as_str() {
         "127.0.0.1" | "localhost" | "::1" => TcpListener::bind((address.as_str(), *port)),
         _ => match TcpListener::bind((Ipv6Addr::UNSPECIFIED, *port)) {
             Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
@@ -482,7 +508,7 @@ fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
             bound => bound,
         },
     };
-    let listener = listener.and_then(|listener| {
+    let listener = inherited.map_or_else(bind, Ok).and_then(|listener| {
         listener.set_nonblocking(true)?;
         Ok(listener)
     });
@@ -490,6 +516,19 @@ fn listen(environment: &Environment) -> Result<TcpListener, CollectiveError> {
         address: format!("{address}:{port}"),
         reason: error.to_string(),
     })
+}
+
+/// The listener at `port` that the launching process has left open for this one.
+fn inherited(descriptor: RawFd, port: u16) -> Option<TcpListener> {
+    // SAFETY: nothing else in this process owns the descriptor, or it is given back below.
+    let listener = unsafe { TcpListener::from_raw_fd(descriptor) };
+    match listener.local_addr() {
+        Ok(address) if address.port() == port => Some(listener),
+        _ => {
+            let _ = listener.into_raw_fd();
+            None
+        }
+    }
 }
 
 /// Why not all ranks are there.
@@ -574,19 +613,9 @@ fn first_words(mut stream: TcpStream) -> Option<(Hello, TcpStream)> {
 
 /// The first fact in which a rank differs from rank 0.
 fn disagreement(hello: &Hello, facts: &Facts) -> Option<CollectiveError> {
-    let value = |facts: &Facts, name: &str| {
-        let found = facts.iter().find(|(key, _)| key == name);
-        found.map_or("(unset)".to_owned(), |(_, value)| value.clone())
-    };
-    let names = facts.iter().chain(&hello.facts).map(|(name, _)| name);
-    let differs = |name: &&String| value(facts, name) != value(&hello.facts, name);
-    names.into_iter().find(differs).map(|name| CollectiveError::Differs {
-        rank: hello.rank,
-        host: hello.host.clone(),
-        what: name.clone(),
-        theirs: value(&hello.facts, name),
-        ours: value(facts, name),
-    })
+    let [what, theirs, ours] = difference(facts, &hello.facts)?;
+    let (rank, host) = (hello.rank, hello.host.clone());
+    Some(CollectiveError::Differs { rank, host, what, theirs, ours })
 }
 
 /// A peer, and its stream for reading.

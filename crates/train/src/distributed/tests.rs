@@ -1,5 +1,8 @@
 //! Training on ranks that are threads.
 
+mod opened;
+mod waits;
+
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -424,8 +427,8 @@ impl Collective<TestBackend> for OverTcp {
         self.store.all_gather(message)
     }
 
-    fn begin_step(&self, step: u64) {
-        self.store.watch_step(step);
+    fn begin_step(&self, step: u64, compiles: bool) {
+        self.store.watch_step(step, compiles);
     }
 
     fn end_step(&self) {
@@ -437,27 +440,30 @@ impl Collective<TestBackend> for OverTcp {
     }
 }
 
-/// A run of three ranks over TCP; rank 2 ends without a word during step `lost`.
-fn run_over_tcp(config: &RunConfig, lost: Option<u64>) -> Vec<Result<Outcome, TrainError>> {
+/// A run of three ranks over TCP, each with its console, which do not end the process.
+fn run_over_tcp(
+    config: &RunConfig,
+    limits: StoreOptions,
+    console: impl for<'a> Fn(&'a Store) -> Box<dyn Console + 'a> + Sync,
+) -> Vec<Result<Outcome, TrainError>> {
     let port = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
     let rank = |rank: usize| {
         let (world, address) = (World { rank, size: 3 }, "127.0.0.1".to_owned());
-        let environment = Environment { world, local_rank: rank, address, port };
-        let limits = StoreOptions { exits: false, ..StoreOptions::default() };
+        let environment = Environment { world, local_rank: rank, address, port, listener: None };
+        let limits = StoreOptions { exits: false, ..limits };
         let store = Store::connect(&environment, &vec![], limits).unwrap();
         let ranks = OverTcp { store };
         let options = options(Precision::F32, RunStart::New, StopFlag::new());
-        let lost = lost.filter(|_| rank == 2).unwrap_or(u64::MAX);
-        let mut console = After { step: lost, action: || ranks.store.hang_up() };
-        let device = Default::default();
-        let none = &mut NoEvaluations;
-        let outcome = train_as_rank(config, &device, &options, &ranks, &mut console, none);
+        let (mut console, device) = (console(&ranks.store), Default::default());
+        let (console, none) = (console.as_mut(), &mut NoEvaluations);
+        let outcome = train_as_rank(config, &device, &options, &ranks, console, none);
         if outcome.is_ok() {
             ranks.store.close();
         }
         outcome
     };
     std::thread::scope(|scope| {
+        let rank = &rank;
         let threads: Vec<_> = (0..3).map(|at| scope.spawn(move || rank(at))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
     })
@@ -467,7 +473,9 @@ fn run_over_tcp(config: &RunConfig, lost: Option<u64>) -> Vec<Result<Outcome, Tr
 fn ranks_over_tcp_train_as_those_in_one_process() {
     let sandbox = Sandbox::new();
     let here = run(3, &config(&sandbox, "here", &[]), RunStart::New).run_dir;
-    let outcomes = run_over_tcp(&config(&sandbox, "tcp", &[]), None);
+    let config = config(&sandbox, "tcp", &[]);
+    let limits = StoreOptions::default();
+    let outcomes = run_over_tcp(&config, limits, |_| Box::new(SilentConsole));
     let outcomes: Vec<Outcome> = outcomes.into_iter().map(Result::unwrap).collect();
     assert_eq!(losses(&outcomes[0].run_dir), losses(&here));
     assert_eq!(weights(&outcomes[0].run_dir), weights(&here));
@@ -477,7 +485,11 @@ fn ranks_over_tcp_train_as_those_in_one_process() {
 fn a_rank_that_ends_without_a_word_ends_the_others() {
     let sandbox = Sandbox::new();
     let started = std::time::Instant::now();
-    let outcomes = run_over_tcp(&config(&sandbox, "lost", &[]), Some(6));
+    let config = config(&sandbox, "lost", &[]);
+    let outcomes = run_over_tcp(&config, StoreOptions::default(), |store| {
+        let step = if store.world().rank == 2 { 6 } else { u64::MAX };
+        Box::new(After { step, action: || store.hang_up() })
+    });
     let errors: Vec<String> = outcomes.into_iter().map(|x| x.unwrap_err().to_string()).collect();
     assert!(started.elapsed() < std::time::Duration::from_secs(60));
     for error in &errors[..2] {

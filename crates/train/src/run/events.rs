@@ -98,15 +98,20 @@ impl<B: OpBackend> Run<'_, B> {
         let config = &self.config.train;
         let due = |every: Every| self.timeline.is_due(every, step);
         let validate = due(config.validate.every) || step == self.timeline.total_steps();
-        let (sample, save) = (due(config.sample.every), due(config.checkpoint.every));
+        let (sample, mut save) = (due(config.sample.every), due(config.checkpoint.every));
         let save_best = config.checkpoint.best;
         note_checkpoint(self.checkpoints.poll()?, console);
         let is_best = validate && self.validate(console)?;
         if sample && self.world().is_first() {
             self.sample(console)?;
         }
-        if save || (is_best && save_best) {
+        save |= is_best && save_best;
+        if save {
             self.save_checkpoint(console)?;
+        }
+        if sample || save {
+            // The other ranks' next step, whose time is limited, waits for rank 0.
+            self.collective.barrier()?;
         }
         self.evaluate(console, evaluator)
     }
@@ -199,6 +204,8 @@ impl<B: OpBackend> Run<'_, B> {
         }
         self.save_checkpoint(console)?;
         self.wait_for_checkpoint(console)?;
+        // The end of another rank would end rank 0 while it writes.
+        self.collective.barrier()?;
         Err(failed.unwrap_or_else(|| self.first_failed("an evaluation")))
     }
 

@@ -1,5 +1,6 @@
 //! Opening a run: everything it needs, new or from its newest checkpoint.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use burn::backend::Autodiff;
@@ -11,6 +12,7 @@ use longwall_model::cost::Parameters;
 use longwall_model::{LanguageModel, Precision};
 
 use super::model::{OpenModel, open_model};
+use super::opened::opened;
 use super::recorder::{Recorder, RecorderStart};
 use super::{RunStart, Source, TrainOptions};
 use crate::checkpoint::{
@@ -19,7 +21,7 @@ use crate::checkpoint::{
 };
 use crate::config::RunConfig;
 use crate::console::RunInfo;
-use crate::distributed::{Collective, World, gather_numbers, of_first};
+use crate::distributed::{Collective, World, check_equal, gather_numbers, of_first};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::guard::{GuardState, StepGuard};
@@ -117,8 +119,10 @@ pub(super) fn open<'a, B: OpBackend>(
     if !config.train.evaluate.is_empty() && world.is_first() {
         evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
     }
-    // No rank can fail to start any more.
-    collective.barrier()?;
+    // No rank can fail to start any more, unless they have opened different things.
+    if !world.is_alone() {
+        check_equal(collective, &opened(&data, checkpoint, origin.as_ref(), &model))?;
+    }
     let folder = match resumed {
         None if world.is_first() => {
             let force = options.start == RunStart::Force;
@@ -211,9 +215,9 @@ fn begin<B: OpBackend>(
 }
 
 /// The data, and the tokenizer it was encoded with.
-struct Data {
-    tokenizer: Tokenizer,
-    loader: Loader,
+pub(super) struct Data {
+    pub tokenizer: Tokenizer,
+    pub loader: Loader,
     validator: Option<Validator>,
 }
 
@@ -264,20 +268,24 @@ fn check_memory(
         }
     }
     if device == DeviceKind::Cuda {
-        warn_of_memory(config, vocab_size, stages, precision, world.size, available);
+        match estimated_memory(config, vocab_size, stages, precision, world, available) {
+            Ok(estimate) => tracing::info!("{estimate}"),
+            Err(shortage) => tracing::warn!("{shortage}"),
+        }
     }
     Ok(())
 }
 
-/// Logs the estimate of a GPU run; warns if a micro-batch that was set, or that a checkpoint has, may not fit.
-fn warn_of_memory(
+/// The estimate of a GPU run in words; as an error if a micro-batch that was set, or that a checkpoint has, may not fit.
+fn estimated_memory(
     config: &RunConfig,
     vocab_size: usize,
     stages: &[OpenStage],
     precision: Precision,
-    ranks: usize,
+    world: World,
     available: u64,
-) {
+) -> Result<String, String> {
+    let ranks = world.size;
     let estimate = |open: &OpenStage| {
         Estimate::of(config, vocab_size, *open, precision).on_ranks(ranks, precision)
     };
@@ -287,21 +295,21 @@ fn warn_of_memory(
     let staged = config.timeline().is_staged();
     let rows = format!("{micro_batch} rows of {} tokens", stage.seq_len);
     if estimate.total() <= available {
-        tracing::info!("GPU memory, estimated: {estimate}, micro-batches of {rows}");
-        return;
+        return Ok(format!("GPU memory, estimated: {estimate}, micro-batches of {rows}"));
     }
+    let part = &stage.of_rank(world).expect("the rows were divided over the ranks");
     let fitting =
-        memory::largest_micro_batch(config, stage, vocab_size, precision, ranks, Some(available));
+        memory::largest_micro_batch(config, part, vocab_size, precision, ranks, Some(available));
     let remedy = match fitting {
         Some(rows) if staged => format!("set micro_batch = {rows} for these rows' stage"),
         Some(rows) => format!("set train.micro_batch = {rows}"),
         None => "set train.recompute = true, or choose a smaller model".to_owned(),
     };
-    tracing::warn!(
+    Err(format!(
         "micro-batches of {rows} are estimated to need {estimate}, and {:.1} GB are \
          available\n  hint: if memory runs out, {remedy}",
         available as f64 / 1e9
-    );
+    ))
 }
 
 /// Opens the loaders, and checks that they match the checkpoint.
@@ -326,6 +334,9 @@ fn open_data(
             );
         }
     }
+    if world.is_first() {
+        warn_of_cut_examples(&loader, stages);
+    }
     if let Some(checkpoint) = checkpoint {
         loader.check_cursor(&checkpoint.state.cursor)?;
     }
@@ -337,6 +348,22 @@ fn open_data(
         false => None,
     };
     Ok(Data { tokenizer, loader, validator })
+}
+
+/// Warns of stages with rows that are shorter than generated examples: those lose their ends, where often all their
+/// targets are.
+fn warn_of_cut_examples(loader: &Loader, stages: &[OpenStage]) {
+    let lengths: BTreeSet<usize> = stages.iter().map(|open| open.stage.seq_len).collect();
+    for seq_len in lengths.into_iter().filter(|&seq_len| seq_len < loader.seq_len()) {
+        for (name, share) in loader.cut_examples(seq_len) {
+            tracing::warn!(
+                "{name}: a stage has rows of {seq_len} tokens, which keep {:.1} % of the examples' targets; what is \
+                 longer is cut\n  hint: make the examples shorter (max_len, or less of what they are made of), or \
+                 begin with longer rows",
+                100.0 * share
+            );
+        }
+    }
 }
 
 /// Rows of `seq_len` tokens that are validated at a time: as many tokens as the largest micro-batch has.
@@ -533,6 +560,12 @@ impl<B: OpBackend> Run<'_, B> {
         self.stages[self.timeline.index(self.progress.step)]
     }
 
+    /// Whether the next step may compile kernels: the first step of this process, or of a stage, whose tensors have
+    /// other shapes.
+    pub fn compiles_next(&self) -> bool {
+        [self.first_step, self.stage().stage.first_step].contains(&self.progress.step)
+    }
+
     /// Tokens of the finished steps.
     pub fn tokens(&self) -> u64 {
         self.timeline.tokens(self.progress.step)
@@ -544,5 +577,35 @@ impl<B: OpBackend> Run<'_, B> {
         let tokens = self.timeline.tokens_by_stage(self.progress.step);
         let stages = self.timeline.stages().iter().zip(tokens);
         stages.map(|(stage, tokens)| rows.taken(tokens, stage.seq_len, loaded)).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::config;
+
+    /// A micro-batch that fitted on eight GPUs, and is kept on two: each has more of the optimiser's state.
+    #[test]
+    fn a_micro_batch_that_no_longer_fits_on_fewer_gpus_is_named_with_one_that_does() {
+        let config = config(&["model.layers=12", "model.width=768", "model.heads=12"]);
+        let stage = Stage { batch_tokens: 64 * 1024, seq_len: 1024, ..config.base_stage() };
+        let kept = [Stage { micro_batch: None, ..stage }.open(8)];
+        let needed = |ranks: usize| {
+            let estimate = Estimate::of(&config, 50_257, kept[0], Precision::Bf16);
+            estimate.on_ranks(ranks, Precision::Bf16).total()
+        };
+        let available = (needed(8) + needed(2)) / 2;
+        let estimated = |size: usize| {
+            let world = World { rank: 0, size };
+            estimated_memory(&config, 50_257, &kept, Precision::Bf16, world, available)
+        };
+        assert!(estimated(8).unwrap().ends_with("micro-batches of 8 rows of 1024 tokens"));
+        let warning = estimated(2).unwrap_err();
+        assert!(
+            warning.starts_with("micro-batches of 8 rows of 1024 tokens are estimated to need")
+        );
+        let rows = warning.rsplit_once("set train.micro_batch = ").expect(&warning).1;
+        assert!([1, 2, 4].contains(&rows.parse::<usize>().unwrap()), "{warning}");
     }
 }

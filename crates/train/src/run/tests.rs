@@ -191,6 +191,22 @@ fn a_run_leaves_everything_it_should() {
 }
 
 #[test]
+fn after_a_panic_the_last_step_and_checkpoint_are_named() {
+    let sandbox = Sandbox::new();
+    let config = sandbox.config(&[]);
+    let mut console = After { step: 6, action: || panic!("a bug") };
+    let run = std::panic::AssertUnwindSafe(|| {
+        run_with(&config, RunStart::New, StopFlag::new(), &mut console)
+    });
+    assert!(std::panic::catch_unwind(run).is_err());
+    let (dir, text) = (config.run_dir(), after_panic(&config.run_dir()));
+    assert!(text.starts_with("the run ends after step 6, because of the panic above\n"), "{text}");
+    let remedy = format!("continue from it with: longwall train --resume {}", dir.display());
+    assert!(text.contains("checkpoints/step-5; ") && text.ends_with(&remedy), "{text}");
+    assert!(after_panic(Path::new("/no/such")).ends_with("there is no checkpoint yet"));
+}
+
+#[test]
 fn a_resumed_run_equals_an_unbroken_one_to_the_bit() {
     let sandbox = Sandbox::new();
     let more = ["train.sample.every=3", "train.skip.outlier_z=3", "train.skip.window=8"];

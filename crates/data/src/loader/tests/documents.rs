@@ -97,3 +97,23 @@ fn shards_without_an_end_of_text_are_refused() {
       hint: set rows = "packed", or make the shards again with an end of text after every document
     "#);
 }
+
+#[test]
+fn short_rows_tell_which_examples_lose_targets() {
+    let dir = tempfile::tempdir().unwrap();
+    let of = |answer_only, max_len| passkey::Config { max_len, answer_only, ..Default::default() };
+    let sources = [of(true, None), of(false, None), of(true, Some(320))];
+    let mut config = config(&dir, 640, sources.map(SourceConfig::from).to_vec());
+    config.rows = Rows::Documents;
+    let loader = open(&config, 3, Split::Train).unwrap();
+    let cut = loader.cut_examples(320);
+    let names: Vec<&str> = cut.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, ["data.sources[0] (passkey)", "data.sources[1] (passkey)"]);
+    // As many as the rows of a stage have, by the same examples.
+    let weights = |seq_len| loader.try_shorter(0, 64 * 3 * seq_len, seq_len).unwrap().loss_weights;
+    let [kept, all] = [weights(320), weights(640)].map(|all| all.iter().sum::<f32>());
+    assert!(cut[0].1 < 0.9 && kept < all, "{cut:?}, {kept} of {all}");
+    assert_eq!(loader.cut_examples(640), []);
+    config.rows = Rows::Packed;
+    assert_eq!(open(&config, 3, Split::Train).unwrap().cut_examples(320), []);
+}

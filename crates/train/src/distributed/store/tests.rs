@@ -1,4 +1,5 @@
 use std::io::Write;
+use std::os::fd::AsRawFd;
 
 use super::*;
 
@@ -12,7 +13,7 @@ const OPTIONS: StoreOptions = StoreOptions {
 
 fn environment(rank: usize, size: usize, port: u16) -> Environment {
     let world = World { rank, size };
-    Environment { world, local_rank: rank, address: "127.0.0.1".to_owned(), port }
+    Environment { world, local_rank: rank, address: "127.0.0.1".to_owned(), port, listener: None }
 }
 
 fn free_port() -> u16 {
@@ -149,6 +150,31 @@ fn a_port_in_use_is_an_error_that_names_it() {
 }
 
 #[test]
+fn rank_0_listens_with_what_it_inherits() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    // As in a process that is launched: nothing here closes it any more.
+    let listener = Some(listener.into_raw_fd());
+    let first = Environment { listener, ..environment(0, 2, port) };
+    let thread = thread::spawn(move || Store::connect(&first, &vec![], OPTIONS));
+    let rank = Store::connect(&environment(1, 2, port), &vec![], OPTIONS).unwrap();
+    let first = thread.join().unwrap().unwrap();
+    first.close();
+    rank.close();
+}
+
+#[test]
+fn a_descriptor_of_something_else_is_left_alone() {
+    let file = tempfile::tempfile().unwrap();
+    let other = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let port = other.local_addr().unwrap().port();
+    assert!(inherited(file.as_raw_fd(), port).is_none());
+    assert!(inherited(other.as_raw_fd(), port.wrapping_add(1)).is_none());
+    assert_eq!(other.local_addr().unwrap().port(), port);
+    assert!(file.metadata().is_ok());
+}
+
+#[test]
 fn other_programs_on_the_port_are_ignored() {
     let port = free_port();
     let thread = thread::spawn(move || Store::connect(&environment(0, 2, port), &vec![], OPTIONS));
@@ -167,7 +193,7 @@ fn other_programs_on_the_port_are_ignored() {
 #[test]
 fn the_end_of_a_rank_fails_the_others_and_says_how_far_it_was() {
     let mut stores = stores(3, OPTIONS);
-    stores[1].watch_step(17);
+    stores[1].watch_step(17, true);
     stores[1].finished();
     // Until it has told rank 0.
     while stores[0].shared.lock().peers[0].step != 17 {
@@ -219,13 +245,24 @@ fn a_rank_dropped_early_has_failed_and_one_that_said_goodbye_has_not() {
 fn a_step_that_takes_too_long_fails_all_ranks() {
     let options = StoreOptions { step: Duration::from_secs(1), ..OPTIONS };
     let stores = stores(2, options);
-    stores[1].watch_step(1);
+    stores[1].watch_step(1, true);
     stores[1].finished();
-    stores[1].watch_step(2);
+    stores[1].watch_step(2, false);
     let error = &errors_of(&[&stores[0]])[0];
     assert_eq!(error, "rank 1 (HOST) gave up: step 2 has not finished within 1 s");
     let own = text(&stores[1].all_gather(vec![]).unwrap_err());
     assert!(own.starts_with("rank 1 (HOST): step 2 has not finished within 1 s\n  hint:"), "{own}");
+}
+
+#[test]
+fn a_step_that_compiles_kernels_has_three_times_as_long() {
+    let options = StoreOptions { step: Duration::from_secs(1), ..OPTIONS };
+    let stores = stores(2, options);
+    let started = Instant::now();
+    stores[1].watch_step(7, true);
+    let error = &errors_of(&[&stores[0]])[0];
+    assert_eq!(error, "rank 1 (HOST) gave up: step 7 has not finished within 3 s");
+    assert!(started.elapsed() >= Duration::from_secs(3));
 }
 
 #[test]
