@@ -174,12 +174,12 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
     }
 
     fn metrics(&self) -> Vec<Metric> {
-        self.model.metrics()
+        self.model.thorough_metrics()
     }
 
     fn observe(&mut self, sequences: &[Vec<u32>]) -> Result<Vec<Vec<Observation>>, EvalError> {
         // One at a time: a probe's values are over all sequences that it sees.
-        let observe = |sequence: &Vec<u32>| self.model.observe(self.tokens(&[sequence]), None);
+        let observe = |sequence: &Vec<u32>| self.model.observe_thoroughly(self.tokens(&[sequence]));
         Ok(sequences.iter().map(|sequence| observe(sequence).observations().to_vec()).collect())
     }
 }

@@ -10,6 +10,7 @@ use longwall_eval::suites::attention_stats::AttentionStatsOptions;
 use longwall_eval::{EvalError, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
 use longwall_kernels::attention::probe::{Metric, Observation, PRUNED_FRACTION};
 use longwall_kernels::attention::rowwise::sparsity;
+use longwall_kernels::attention::{retention, weights};
 use longwall_model::{LanguageModel, ModelConfig, Precision};
 
 use crate::common::{FakeModel, Tokens, evaluate_with, files, samples};
@@ -39,10 +40,15 @@ fn measuring() -> FakeModel {
             };
             let heads = vec![vec![0.0, at(0, 1)], vec![at(1, 0), at(1, 1)]];
             let value = heads.concat().iter().sum::<f64>() / 4.0;
-            Observation { layer, metric: ENTROPY, value, heads }
+            Observation { layer, metric: ENTROPY, value, heads, channels: vec![] }
         };
-        let pruned =
-            Observation { layer: 1, metric: PRUNED_FRACTION, value: PRUNED, heads: vec![] };
+        let pruned = Observation {
+            layer: 1,
+            metric: PRUNED_FRACTION,
+            value: PRUNED,
+            heads: vec![],
+            channels: vec![],
+        };
         vec![entropy(0), pruned, entropy(2)]
     };
     FakeModel {
@@ -142,7 +148,13 @@ fn a_value_that_is_no_number_is_null_and_said_to_be() {
     let dir = tempfile::tempdir().unwrap();
     let heads = || vec![vec![f64::NAN, 1.0]];
     let observe = move |_: &[u32]| {
-        vec![Observation { layer: 0, metric: ENTROPY, value: f64::NAN, heads: heads() }]
+        vec![Observation {
+            layer: 0,
+            metric: ENTROPY,
+            value: f64::NAN,
+            heads: heads(),
+            channels: vec![],
+        }]
     };
     let mut model = FakeModel { observe: Box::new(observe), ..measuring() };
     let report = evaluate(&config(&[64]), &mut model, dir.path()).unwrap();
@@ -211,19 +223,18 @@ fn default_lengths_are_parts_and_multiples_of_the_training_length() {
     assert_eq!(lengths(&mut bounded), "[15,30]");
 }
 
-#[test]
-fn a_trained_model_reports_what_its_layers_observe() {
-    let table = "layers = 3\nwidth = 16\nheads = 2\npattern = [\"rope\", \"tra\", \"tda\"]";
-    let config: ModelConfig = toml::from_str(table).unwrap();
+/// Evaluates a model of three layers with these kinds; returns the model and the report.
+fn evaluate_trained(pattern: &str, lengths: &[usize], dir: &Path) -> (LanguageModel<Flex>, Report) {
+    let table = format!("layers = 3\nwidth = 16\nheads = 2\npattern = {pattern}");
+    let config: ModelConfig = toml::from_str(&table).unwrap();
     let device = Default::default();
     let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
     let model = LanguageModel::<Flex>::new(&config, tokenizer.vocab_size(), 64, 1, &device);
     let memory = CallMemory::new(&config, Precision::F32);
     let mut trained = TrainedModel::new(model.clone(), tokenizer, 64, memory, device);
-    let dir = tempfile::tempdir().unwrap();
     let held_out = held_out();
     let context = RunContext {
-        out_dir: dir.path().to_path_buf(),
+        out_dir: dir.to_path_buf(),
         run: "sparse".to_string(),
         checkpoint_step: None,
         model_changes: vec![],
@@ -233,18 +244,50 @@ fn a_trained_model_reports_what_its_layers_observe() {
         progress: &Silent,
         stop: None,
     };
-    let options =
-        AttentionStatsOptions { lengths: Some(vec![100]), sequences: 1, ..Default::default() };
+    let options = AttentionStatsOptions {
+        lengths: Some(lengths.to_vec()),
+        sequences: 1,
+        ..Default::default()
+    };
     let report = run(&SuiteConfig::from(options), &mut trained, &context).unwrap();
+    (model, report)
+}
+
+#[test]
+fn a_trained_model_reports_what_its_layers_observe() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, report) = evaluate_trained("[\"rope\", \"tra\", \"tda\"]", &[100], dir.path());
     let window = samples(dir.path())[0]["prompt"].as_str().unwrap().as_bytes().to_vec();
     let tokens: Vec<i32> = window.iter().map(|byte| i32::from(*byte)).collect();
-    let tokens = Tensor::<Flex, 2, Int>::from_data(TensorData::new(tokens, [1, 100]), &device);
-    let observations = model.observe(tokens, None);
+    let tokens =
+        Tensor::<Flex, 2, Int>::from_data(TensorData::new(tokens, [1, 100]), &Default::default());
+    let observations = model.observe_thoroughly(tokens);
     let layers = report.details["layers"].as_array().unwrap();
-    assert_eq!(layers.len(), 2 * sparsity::METRICS.len());
+    let of_weights = [1, 1, 2].map(weights::metrics).concat().len();
+    assert_eq!(layers.len(), of_weights + 2 * sparsity::METRICS.len());
     for (got, want) in layers.iter().zip(observations.observations()) {
         assert_eq!((&got["layer"], &got["metric"]), (&want.layer.into(), &want.metric.0.into()));
         assert_eq!(got["heads"], serde_json::to_value(&want.heads).unwrap());
-        assert_eq!(want.heads.len(), want.layer, "layer 1 has one view, layer 2 two");
+        let views = if want.layer == 2 && want.metric != weights::VIEW_CORRELATION { 2 } else { 1 };
+        assert_eq!(want.heads.len(), views, "{} of layer {}", want.metric.0, want.layer);
+    }
+}
+
+#[test]
+fn gates_are_measured_by_channel_at_the_longest_length() {
+    let dir = tempfile::tempdir().unwrap();
+    evaluate_trained("[\"wall\", \"fox\", \"rope\"]", &[50, 100], dir.path());
+    let csv = std::fs::read_to_string(dir.path().join("channels.csv")).unwrap();
+    let rows: Vec<Vec<&str>> = csv.lines().skip(1).map(|line| line.split(',').collect()).collect();
+    let count = |metric: Metric, layer: &str| {
+        rows.iter().filter(|row| row[0] == metric.0 && row[2] == layer).count()
+    };
+    // Wall has a gate for each channel of two heads, fox one for each head.
+    assert_eq!([0, 1, 2].map(|layer| count(retention::RETENTION, &layer.to_string())), [16, 2, 0]);
+    assert_eq!(rows.len(), 2 * 18);
+    for row in rows {
+        assert_eq!(row[1], "100");
+        let value: f64 = row[5].parse().unwrap();
+        assert!((0.0..=1.0).contains(&value), "{row:?}");
     }
 }

@@ -134,22 +134,35 @@ impl<B: OpBackend> LanguageModel<B> {
 
     /// The metrics that [`LanguageModel::observe`] may report, each once, in the order of the layers.
     pub fn metrics(&self) -> Vec<Metric> {
-        let mut metrics = vec![];
-        for metric in self.blocks.iter().flat_map(|block| block.attention.metrics()) {
-            if !metrics.contains(&metric) {
-                metrics.push(metric);
-            }
-        }
-        metrics
+        distinct(self.blocks.iter().flat_map(|block| block.attention.metrics()))
+    }
+
+    /// The metrics that [`LanguageModel::observe_thoroughly`] may report, each once, in the order of the layers.
+    pub fn thorough_metrics(&self) -> Vec<Metric> {
+        distinct(self.blocks.iter().flat_map(|block| block.attention.thorough_metrics()))
     }
 
     /// The metrics that layers report on whole rows. Tokens and documents are `[batch, seq_len]`. If no
     /// layer has a metric, nothing is computed.
     pub fn observe(&self, tokens: Tensor<B, 2, Int>, documents: DocumentStarts<B>) -> Probe {
-        let mut probe = Probe::default();
         if self.metrics().is_empty() {
-            return probe;
+            return Probe::default();
         }
+        self.observe_by(Probe::default(), tokens, documents)
+    }
+
+    /// As [`LanguageModel::observe`], also the weights of keys and the retention of gates: a layer of T tokens takes
+    /// T/value_dim times as long as its attention.
+    pub fn observe_thoroughly(&self, tokens: Tensor<B, 2, Int>) -> Probe {
+        self.observe_by(Probe::thorough(), tokens, None)
+    }
+
+    fn observe_by(
+        &self,
+        mut probe: Probe,
+        tokens: Tensor<B, 2, Int>,
+        documents: DocumentStarts<B>,
+    ) -> Probe {
         let mut x = self.embedded(tokens, documents.clone());
         let mut first_values = None;
         for (layer, block) in self.blocks.iter().enumerate() {
@@ -333,4 +346,14 @@ impl<B: OpBackend> LanguageModel<B> {
         state.position += n;
         self.project(self.norm.forward(x.narrow(1, n - 1, 1))).squeeze_dim(1)
     }
+}
+/// Each metric once, in the order of first appearance.
+fn distinct(metrics: impl Iterator<Item = Metric>) -> Vec<Metric> {
+    let mut distinct = vec![];
+    for metric in metrics {
+        if !distinct.contains(&metric) {
+            distinct.push(metric);
+        }
+    }
+    distinct
 }

@@ -244,6 +244,9 @@ pub trait VariantSpec:
     /// The learned vectors that hold a matrix: weight decay applies to them by default, as to projections.
     const MATRICES: &'static [&'static str] = &[];
 
+    /// Whether outputs are made of weighted sums of values, those of [`Variant::weigh_values`].
+    const WEIGHS_VALUES: bool = false;
+
     /// The kernels of the kind's own operation. Every other call runs the reference, in f32.
     const KERNELS: &'static [Kernel] = &[];
 
@@ -315,6 +318,11 @@ pub trait VariantSpec:
     /// What [`Variant::observe`] can report with this configuration.
     fn metrics(&self) -> Vec<Metric> {
         vec![]
+    }
+
+    /// Whether gates decide how much of the past is retained, as [`Variant::log_retention`] gives it.
+    fn has_retention(&self) -> bool {
+        false
     }
 
     /// FLOPs of the operation's forward pass per token (projections apart), averaged over a causal
@@ -403,5 +411,28 @@ pub trait Variant: VariantSpec {
         probe: &mut Probe,
     ) {
         let _ = (shape, inputs, documents, path, probe);
+    }
+
+    /// Σ_j a_ij v_j of each view, `[batch, views · heads, seq_len, value_dim]`, one view after the other, before norms and
+    /// differences of views: linear in v, with [`VariantSpec::WEIGHS_VALUES`]. By default the output.
+    fn weigh_values<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        self.attend(shape, inputs, documents, path)
+    }
+
+    /// The logarithms of the factors by which gates multiply the past at each token,
+    /// `[batch, heads, seq_len, channels]`, with [`VariantSpec::has_retention`].
+    fn log_retention<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let _ = (shape, inputs);
+        None
     }
 }

@@ -9,8 +9,10 @@ use std::fmt::{self, Display};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 
-use super::probe::Probe;
-use super::{AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec};
+use super::probe::{Metric, Probe};
+use super::{
+    AttentionShape, DecodeState, DocumentStarts, Inputs, Variant, VariantSpec, retention, weights,
+};
 use crate::backend::{Op, OpBackend, kernels_allowed, primitive};
 use crate::cuda::CudaTensor;
 use crate::device::DeviceKind;
@@ -168,7 +170,20 @@ pub(super) fn attend_on<V: Variant, B: OpBackend>(
     variant.attend(shape, path.cast(inputs), documents, path).cast(dtype)
 }
 
-/// As [`Variant::observe`], on the path that serves these inputs.
+/// What [`observe`] can report to a [thorough](Probe::thorough) probe.
+pub fn thorough_metrics<V: Variant>(variant: &V) -> Vec<Metric> {
+    let mut metrics = variant.metrics();
+    if V::WEIGHS_VALUES {
+        metrics.extend(weights::metrics(variant.views()));
+    }
+    if variant.has_retention() {
+        metrics.extend(retention::METRICS);
+    }
+    metrics
+}
+
+/// As [`Variant::observe`], on the path that serves these inputs; for a [thorough](Probe::thorough) probe also the weights
+/// of keys and the retention of gates. Weights count keys as without `documents`.
 pub fn observe<V: Variant, B: OpBackend>(
     variant: &V,
     shape: &AttentionShape,
@@ -177,7 +192,19 @@ pub fn observe<V: Variant, B: OpBackend>(
     probe: &mut Probe,
 ) {
     let path = ExecPath::of_inputs(variant, shape, &inputs, false);
-    variant.observe(shape, path.cast(inputs), documents, path, probe);
+    let inputs = path.cast(inputs);
+    variant.observe(shape, inputs.clone(), documents.clone(), path, probe);
+    if !probe.is_thorough() {
+        return;
+    }
+    if V::WEIGHS_VALUES {
+        weights::report(variant.views(), &inputs.v, shape.window, probe, |v| {
+            variant.weigh_values(shape, Inputs { v, ..inputs.clone() }, documents.clone(), path)
+        });
+    }
+    if let Some(log_retention) = variant.log_retention(shape, inputs) {
+        retention::report(log_retention, probe);
+    }
 }
 
 /// The state that decoding keeps between calls. The first tokens decide its path.

@@ -22,6 +22,15 @@ pub trait KvCacheVariant: VariantSpec {
     /// The output `[batch, heads, queries, value_dim]`.
     fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4>;
 
+    /// As [`Variant::weigh_values`], of [`KvCacheVariant::output`] with the same arguments.
+    fn weigh_prepared<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+    ) -> Tensor<B, 4> {
+        self.output(shape, call)
+    }
+
     /// As [`Variant::observe`], of [`KvCacheVariant::output`] with the same arguments.
     fn observe_output<B: OpBackend>(
         &self,
@@ -94,6 +103,18 @@ impl<C: KvCacheVariant> Variant for C {
         let parameters = &parameters;
         let call = Prepared { q, k, v, parameters, first: 0, documents, path };
         self.observe_output(shape, call, probe);
+    }
+
+    fn weigh_values<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        Inputs { q, k, v, parameters, .. }: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let [q, k] = prepare(self, [q, k], 0);
+        let parameters = &parameters;
+        self.weigh_prepared(shape, Prepared { q, k, v, parameters, first: 0, documents, path })
     }
 
     fn init_state<B: OpBackend>(

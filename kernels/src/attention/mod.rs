@@ -35,6 +35,7 @@ pub mod rectified;
 pub mod recurrent;
 mod registry;
 pub mod rela;
+pub mod retention;
 pub mod rope;
 pub mod rotary;
 pub mod rotation;
@@ -46,6 +47,7 @@ pub mod stick_breaking;
 pub mod tda;
 pub mod tra;
 pub mod wall;
+pub mod weights;
 
 use burn::tensor::Tensor;
 use longwall_config::Problems;

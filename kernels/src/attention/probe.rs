@@ -26,16 +26,30 @@ pub struct Observation {
     pub value: f64,
     /// The value of each query head in each view, `[views][heads]`; empty where only the layer is measured.
     pub heads: Vec<Vec<f64>>,
+    /// The value of each channel of each head, `[heads][channels]`; empty where heads are not measured by channel.
+    pub channels: Vec<Vec<f64>>,
 }
 
 /// Collects what layers report.
 #[derive(Clone, Debug, Default)]
 pub struct Probe {
     layer: usize,
+    thorough: bool,
     observations: Vec<Observation>,
 }
 
 impl Probe {
+    /// A probe for all that layers can measure, also what takes many times as long as their outputs: the
+    /// [weights](super::weights) of keys and the [retention](super::retention) of gates.
+    pub fn thorough() -> Self {
+        Probe { thorough: true, ..Probe::default() }
+    }
+
+    /// Whether it is one.
+    pub fn is_thorough(&self) -> bool {
+        self.thorough
+    }
+
     /// The reports that follow are of this layer, of layer 0 before the first call.
     pub fn enter_layer(&mut self, layer: usize) {
         self.layer = layer;
@@ -43,7 +57,7 @@ impl Probe {
 
     /// Records a measurement of the current layer.
     pub fn report(&mut self, metric: Metric, value: f64) {
-        self.observations.push(Observation { layer: self.layer, metric, value, heads: vec![] });
+        self.push(metric, value, vec![], vec![]);
     }
 
     /// Records a measurement of each head of the current layer, `[views][heads]`; their mean is the layer's.
@@ -51,10 +65,23 @@ impl Probe {
     /// # Panics
     /// Without a head.
     pub fn report_heads(&mut self, metric: Metric, heads: Vec<Vec<f64>>) {
-        let values = heads.concat();
-        assert!(!values.is_empty(), "{} of no head", metric.0);
-        let value = values.iter().sum::<f64>() / values.len() as f64;
-        self.observations.push(Observation { layer: self.layer, metric, value, heads });
+        let value = mean(&heads.concat());
+        self.push(metric, value, heads, vec![]);
+    }
+
+    /// Records a measurement of each channel of each head of the current layer, `[heads][channels]`; their means are the
+    /// heads'.
+    ///
+    /// # Panics
+    /// Without a channel.
+    pub fn report_channels(&mut self, metric: Metric, channels: Vec<Vec<f64>>) {
+        let heads: Vec<f64> = channels.iter().map(|channels| mean(channels)).collect();
+        self.push(metric, mean(&heads), vec![heads], channels);
+    }
+
+    fn push(&mut self, metric: Metric, value: f64, heads: Vec<Vec<f64>>, channels: Vec<Vec<f64>>) {
+        let layer = self.layer;
+        self.observations.push(Observation { layer, metric, value, heads, channels });
     }
 
     /// Everything that was reported, in order.
@@ -68,14 +95,18 @@ impl Probe {
         for Observation { metric, value, .. } in &self.observations {
             values.entry(metric.0).or_default().push(*value);
         }
-        let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
-        values.into_iter().map(|(name, values)| (name, mean(values))).collect()
+        values.into_iter().map(|(name, values)| (name, mean(&values))).collect()
     }
 
     /// A metric's mean over the layers that report it; `None` where none does.
     pub fn mean(&self, metric: Metric) -> Option<f64> {
         self.means().remove(metric.0)
     }
+}
+
+fn mean(values: &[f64]) -> f64 {
+    assert!(!values.is_empty(), "a mean of nothing");
+    values.iter().sum::<f64>() / values.len() as f64
 }
 
 #[cfg(test)]

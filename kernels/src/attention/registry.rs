@@ -192,6 +192,11 @@ macro_rules! registry {
                 match self { $(Self::$name(c) => c.metrics(),)+ }
             }
 
+            /// What [`AttentionConfig::observe`] can report to a [thorough](super::probe::Probe::thorough) probe.
+            pub fn thorough_metrics(&self) -> Vec<Metric> {
+                match self { $(Self::$name(c) => dispatch::thorough_metrics(c),)+ }
+            }
+
             /// As [`VariantSpec::weight_flops_per_token`].
             pub fn weight_flops_per_token(&self, shape: &AttentionShape) -> f64 {
                 match self { $(Self::$name(c) => c.weight_flops_per_token(shape),)+ }

@@ -90,7 +90,7 @@ fn rows() -> Result<Vec<Row>> {
                 source: kind.source,
                 keys: (kind.keys)().iter().map(key).collect(),
                 kernels: kind.devices(),
-                metrics: config.metrics().iter().map(|metric| metric.0).collect(),
+                metrics: config.thorough_metrics().iter().map(|metric| metric.0).collect(),
                 costs: LENGTHS.map(cost).into(),
             })
         })

@@ -1,5 +1,5 @@
 //! What attention layers measure of themselves while the model reads held-out text, by layer, view, head and context
-//! length: every metric that a layer of the model reports (sparsity, pruning).
+//! length: every metric that a layer of the model reports (weights of keys, retention of gates, sparsity, pruning).
 //!
 //! The text is cut as in `extrapolate`: all lengths read the same tokens, and differ only in their context. A value
 //! is the mean over the windows of a length; standard errors are over documents.
@@ -84,10 +84,14 @@ pub struct LayerMetric {
     pub value: Option<f64>,
     /// The value of each head in each view, `[views][heads]`; empty where only the layer is measured.
     pub heads: Vec<Vec<Option<f64>>>,
+    /// The value of each channel of each head, `[heads][channels]`, at the longest length; else, and where channels are
+    /// not measured, empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub channels: Vec<Vec<Option<f64>>>,
 }
 
-impl From<&Observation> for LayerMetric {
-    fn from(observation: &Observation) -> Self {
+impl LayerMetric {
+    fn new(observation: &Observation, with_channels: bool) -> Self {
         let finite = |x: f64| Some(x).filter(|x| x.is_finite());
         let view = |heads: &Vec<f64>| heads.iter().map(|x| finite(*x)).collect();
         LayerMetric {
@@ -95,6 +99,7 @@ impl From<&Observation> for LayerMetric {
             layer: observation.layer,
             value: finite(observation.value),
             heads: observation.heads.iter().map(view).collect(),
+            channels: observation.channels.iter().filter(|_| with_channels).map(view).collect(),
         }
     }
 }
@@ -111,7 +116,7 @@ impl Suite for AttentionStats {
     type Verdict = Vec<LayerMetric>;
 
     const NAME: &'static str = "attention-stats";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     /// Empty: its samples are places in the text.
     const STREAMS: Range<u64> = 0..0;
     const GENERATES: bool = false;
@@ -125,7 +130,7 @@ impl Suite for AttentionStats {
 
     fn open(options: &AttentionStatsOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
         if context.metrics.is_empty() {
-            let measures = |kind: &AttentionConfig| !kind.metrics().is_empty();
+            let measures = |kind: &AttentionConfig| !kind.thorough_metrics().is_empty();
             let kinds = AttentionConfig::defaults().into_iter().filter(measures);
             let kinds = kinds.map(|kind| kind.kind()).collect();
             return Err(EvalError::NoMetrics { suite: Self::NAME, kinds });
@@ -157,11 +162,12 @@ impl Suite for AttentionStats {
         })
     }
 
-    fn judge(&self, _trial: &Trial, _request: &Request, answer: &Answer) -> Vec<LayerMetric> {
+    fn judge(&self, trial: &Trial, _request: &Request, answer: &Answer) -> Vec<LayerMetric> {
         let Answer::Observations(observations) = answer else {
             unreachable!("a request to observe was answered by {answer:?}");
         };
-        observations.iter().map(LayerMetric::from).collect()
+        let longest = self.stretches.longest() == trial.length;
+        observations.iter().map(|observation| LayerMetric::new(observation, longest)).collect()
     }
 
     fn score(&self, outcomes: &[Outcome<Vec<LayerMetric>>]) -> Scoring {
@@ -191,6 +197,7 @@ impl Suite for AttentionStats {
         let layers: Vec<LayerValues> =
             serde_json::from_value(layers).expect("the layers were written by score");
         layers::write_csv(&layers, dir)?;
+        layers::write_channels(&layers, dir)?;
         self.metrics
             .iter()
             .try_for_each(|metric| plots::draw(metric.0, &layers, title, self.train_seq_len, dir))

@@ -129,8 +129,13 @@ impl Stretches {
         list
     }
 
+    /// The longest length.
+    pub(super) fn longest(&self) -> usize {
+        self.lengths[self.lengths.len() - 1]
+    }
+
     fn per_stretch(&self, length: usize) -> usize {
-        self.lengths[self.lengths.len() - 1] / length
+        self.longest() / length
     }
 
     /// Number of windows of a length.

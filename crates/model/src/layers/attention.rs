@@ -140,6 +140,11 @@ impl<B: OpBackend> Attention<B> {
         self.variant.metrics()
     }
 
+    /// As [`Attention::metrics`], for a thorough probe.
+    pub fn thorough_metrics(&self) -> Vec<Metric> {
+        self.variant.thorough_metrics()
+    }
+
     /// Reports the variant's metrics of [`Attention::forward`] with the same arguments.
     pub fn observe(
         &self,

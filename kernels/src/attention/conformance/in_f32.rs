@@ -221,6 +221,11 @@ pub fn is_causal<V: Conformance, K: OpBackend>() {
     }
 }
 
+/// A thorough probe gets every metric, and the weights' as they are defined.
+pub fn a_thorough_probe_measures_weights_and_gates<V: Conformance, K: OpBackend>() {
+    crate::attention::weights::tests::agree_with_their_definitions::<V>();
+}
+
 /// A prefill and then steps, alone and in small groups, equal the full forward pass.
 pub fn decoding_equals_the_full_pass<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {

@@ -116,6 +116,7 @@ macro_rules! suites {
                     windows_agree_with_the_oracle
                     documents_do_not_see_each_other
                     is_causal
+                    a_thorough_probe_measures_weights_and_gates
                     decoding_equals_the_full_pass
                     the_state_is_as_large_as_documented
                     is_deterministic

@@ -70,6 +70,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "differential extension, DEX (Kong et al., 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     // The kernels of the softmax operation.
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
@@ -111,11 +113,16 @@ impl KvCacheVariant for Config {
         self.rotary.rotation()
     }
 
-    fn output<B: OpBackend>(
+    fn weigh_prepared<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
-        adapt(softmax(&Softmax::of(shape), [q, k, v], None, documents, path), parameters)
+        softmax(&Softmax::of(shape), [q, k, v], None, documents, path)
+    }
+
+    fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4> {
+        let parameters = call.parameters;
+        adapt(self.weigh_prepared(shape, call), parameters)
     }
 }

@@ -74,6 +74,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "differential attention (Ye et al., 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     // The kernels of the softmax operation.
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
@@ -128,16 +130,21 @@ impl KvCacheVariant for Config {
         self.rotary.rotation()
     }
 
-    fn output<B: OpBackend>(
+    fn weigh_prepared<B: OpBackend>(
         &self,
         shape: &AttentionShape,
-        Prepared { q, k, v, parameters, documents, path, .. }: Prepared<'_, B>,
+        Prepared { q, k, v, documents, path, .. }: Prepared<'_, B>,
     ) -> Tensor<B, 4> {
+        softmax(&Softmax::of(shape), [q, k, v], None, documents, path)
+    }
+
+    fn output<B: OpBackend>(&self, shape: &AttentionShape, call: Prepared<'_, B>) -> Tensor<B, 4> {
+        let parameters = call.parameters;
         let [q1, k1, q2, k2, norm] = parameters else { panic!("5 parameters, not {parameters:?}") };
         let vectors = [q1, k1, q2, k2].map(|x| primitive(x.clone()));
         let init = lambda_init(shape.layer);
         let lambda = tensor(B::run(&Lambda { init }, vectors, vec![]));
-        let both = softmax(&Softmax::of(shape), [q, k, v], None, documents, path);
+        let both = self.weigh_prepared(shape, call);
         rms_norm(view_difference(both, lambda), norm.clone() * (1.0 - init), NORM_EPSILON)
     }
 }

@@ -63,6 +63,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "ReLA with the difference of two views (Huang et al., 2026)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
@@ -106,6 +108,14 @@ impl KvCacheVariant for Config {
         let [lambda, norm, bias] = parameters else { panic!("3 parameters, not {parameters:?}") };
         let o = view_difference(rectified(shape, prepared).attend(), clamp_lambda(lambda.clone()));
         layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
+    }
+
+    fn weigh_prepared<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+    ) -> Tensor<B, 4> {
+        rectified(shape, call).attend()
     }
 
     fn observe_output<B: OpBackend>(

@@ -59,6 +59,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "1.5-entmax attention (Peters et al., 2019)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {

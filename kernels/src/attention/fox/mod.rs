@@ -130,6 +130,8 @@ fn gate<B: OpBackend>(projections: Vec<Tensor<B, 3>>) -> Tensor<B, 3> {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "forgetting attention (Lin et al., 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
@@ -164,6 +166,10 @@ impl VariantSpec for Config {
         if self.prune { vec![PRUNED_FRACTION] } else { vec![] }
     }
 
+    fn has_retention(&self) -> bool {
+        true
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         // qᵀk and p·v, two multiply-adds per channel and key, and the bias's addition.
         (4 * shape.head_dim + 1) as f64 * shape.heads as f64 * shape.mean_keys(seq_len)
@@ -189,6 +195,14 @@ impl Variant for Config {
         let (log_decay, sinks) =
             (decay::log_decay(gate(projections)), parameters.into_iter().next());
         forgetting(&self.operation(shape), [q, k, v], log_decay, sinks, documents, path)
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        Some(decay::log_decay(gate(inputs.projections)).unsqueeze_dim(3))
     }
 
     fn init_state<B: OpBackend>(

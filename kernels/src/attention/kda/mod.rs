@@ -181,6 +181,10 @@ impl VariantSpec for Config {
         outputs + self.rule().saved_bytes_per_token(&channels, shape, seq_len, path)
     }
 
+    fn has_retention(&self) -> bool {
+        true
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         self.rule().flops_per_token(shape, VariantSpec::value_dim(self, shape), seq_len)
     }
@@ -201,6 +205,16 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         self.run(shape, inputs, documents, |inputs| self.rule().attend(shape, inputs, path))
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let Inputs { projections, parameters, .. } = inputs.in_f32();
+        let steps = step_size(projections[0].clone(), parameters[1].clone());
+        Some(decay_of_steps(steps, parameters[0].clone()))
     }
 
     fn init_state<B: OpBackend>(

@@ -130,6 +130,14 @@ impl Config {
         GatedLinear { chunk: self.chunk }
     }
 
+    /// ℓ of the gate's logits `[batch, seq_len, kv_heads · channels]`: `[batch, kv_heads, seq_len, channels]`.
+    fn log_decay<B: OpBackend>(&self, kv_heads: usize, logits: Tensor<B, 3>) -> Tensor<B, 4> {
+        let [batch, seq_len, features] = logits.dims();
+        let temperature = if self.gate == Gate::Diagonal { TEMPERATURE } else { 1.0 };
+        let logs = log_sigmoid(logits.cast(FloatDType::F32)) / temperature;
+        logs.reshape([batch, seq_len, kv_heads, features / kv_heads]).swap_dims(1, 2)
+    }
+
     /// The operation's inputs, from position `first` on.
     fn rows<B: OpBackend>(
         &self,
@@ -144,12 +152,7 @@ impl Config {
         let q = q * shape.scale();
         let (kv_heads, rows) = (shape.kv_heads, batch * shape.kv_heads);
         let log_decay = match logits {
-            Some(logits) => {
-                let channels = logits.dims()[2] / kv_heads;
-                let temperature = if self.gate == Gate::Diagonal { TEMPERATURE } else { 1.0 };
-                let logs = log_sigmoid(logits.cast(FloatDType::F32)) / temperature;
-                logs.reshape([batch, seq_len, kv_heads, channels]).swap_dims(1, 2)
-            }
+            Some(logits) => self.log_decay(kv_heads, logits),
             None => {
                 let options = (&q.device(), DType::F32);
                 Tensor::zeros([batch, kv_heads, seq_len, 1], options)
@@ -238,6 +241,10 @@ impl VariantSpec for Config {
         channels.in_f32() + self.op().saved_by_reference(&channels, shape, seq_len)
     }
 
+    fn has_retention(&self) -> bool {
+        self.gate != Gate::None
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         self.op().flops_per_token(shape, self.value_dim(shape), seq_len)
     }
@@ -264,6 +271,15 @@ impl Variant for Config {
         let inputs = [primitive(q), primitive(k), primitive(v), primitive(log_decay)];
         let y = tensor::<B, 4>(path.run::<B, _, 4>(&self.op(), inputs, vec![]));
         rms_norm(y.reshape(dims), parameters[0].clone(), EPS)
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let logits = inputs.projections.into_iter().next();
+        logits.map(|logits| self.log_decay(shape.kv_heads, logits))
     }
 
     fn init_state<B: OpBackend>(

@@ -65,6 +65,8 @@ impl VariantSpec for Config {
     const SOURCE: &'static str =
         "softplus attention with re-weighting, LSSAR (Gao and Spratling, 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {

@@ -199,15 +199,19 @@ impl VariantSpec for Config {
         dtype: DType,
     ) -> f64 {
         let channels = Channels::of(self, shape);
-        // q and k for every head of v, Δ v, and y at each step from the skip to the norm.
+        // q and k for every head of v; in f32 v, for Δ or the skip, and y at each step from the skip to the norm.
         let keys = ((shape.heads + shape.kv_heads) * shape.head_dim) as f64;
-        let steps = 4.0 * (keys + channels.v + 4.0 * channels.o);
+        let steps = path.saved_size(dtype) * keys + 4.0 * (channels.v + 4.0 * channels.o);
         let inputs = channels.in_f32() / 4.0 * path.saved_size(dtype);
         let saved = match path {
             ExecPath::Kernel(device) => self.linear().saved_by_kernel(&channels, shape, device),
             ExecPath::Reference => self.linear().saved_by_reference(&channels, shape, seq_len),
         };
         inputs + steps + saved
+    }
+
+    fn has_retention(&self) -> bool {
+        true
     }
 
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
@@ -234,6 +238,16 @@ impl Variant for Config {
                 [primitive(q), primitive(k), primitive(v), primitive(steps), primitive(log_decay)];
             tensor(path.run::<B, _, 5>(&self.linear(), inputs, vec![]))
         })
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let Inputs { projections, parameters, .. } = inputs.in_f32();
+        let steps = step_size(projections[0].clone(), parameters[1].clone());
+        Some(decay_of_steps(steps, parameters[0].clone()))
     }
 
     fn init_state<B: OpBackend>(

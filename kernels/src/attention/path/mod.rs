@@ -156,6 +156,8 @@ fn normalised<B: OpBackend>(w: Tensor<B, 4>) -> Tensor<B, 4> {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "PaTH and PaTH-FoX (Yang et al., 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
@@ -215,6 +217,10 @@ impl VariantSpec for Config {
         }
     }
 
+    fn has_retention(&self) -> bool {
+        self.forget_gate
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, block) = (shape.head_dim as f64, BLOCK as f64);
         let keys = shape.mean_keys(seq_len);
@@ -248,6 +254,15 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         attend(&Path::of(shape), self.inputs(shape, inputs), documents, path)
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let logits = inputs.projections.into_iter().nth(2);
+        logits.map(|logits| decay::log_decay(logits).unsqueeze_dim(3))
     }
 
     fn init_state<B: OpBackend>(

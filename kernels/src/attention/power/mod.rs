@@ -241,6 +241,8 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "power attention (Gelada et al., 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
@@ -330,6 +332,10 @@ impl VariantSpec for Config {
         }
     }
 
+    fn has_retention(&self) -> bool {
+        self.gate
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {
@@ -374,6 +380,15 @@ impl Variant for Config {
         let dims = inputs.q.dims();
         let rows = self.rows(inputs, documents, 0);
         self.op(shape, dims[2]).of_rows(rows, path).reshape(dims)
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        _shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let (_, log_decay) = self.heads(inputs, 0);
+        log_decay.map(|log_decay| log_decay.unsqueeze_dim(3))
     }
 
     fn init_state<B: OpBackend>(

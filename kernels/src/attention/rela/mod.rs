@@ -60,6 +60,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "rectified linear attention, ReLA (Zhang et al., 2021)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
@@ -98,6 +100,14 @@ impl KvCacheVariant for Config {
         let [norm, bias] = parameters else { panic!("2 parameters, not {parameters:?}") };
         let o = rectified(shape, prepared).attend();
         layer_norm(o, norm.clone(), Some(bias.clone()), self.norm_eps)
+    }
+
+    fn weigh_prepared<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+    ) -> Tensor<B, 4> {
+        rectified(shape, call).attend()
     }
 
     fn observe_output<B: OpBackend>(

@@ -113,6 +113,8 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "softmax with rotary positions (Su et al., 2021), ALiBi or none";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CPU_F32, Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {

@@ -269,6 +269,10 @@ impl VariantSpec for Config {
         channels.in_f32() + channels.scores(8.0, chunk) + 4.0 * (20.0 * channels.k + 4.0 * state)
     }
 
+    fn has_retention(&self) -> bool {
+        true
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, _seq_len: usize) -> f64 {
         // By the recurrence, per element of the state: S κ̂ᵀ, the decay, and two rank-one updates;
         // then r Sᵀ for each query head.
@@ -292,6 +296,15 @@ impl Variant for Config {
         _path: ExecPath,
     ) -> Tensor<B, 4> {
         self.run(shape, inputs, documents, None).0
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let decay = inputs.in_f32().projections.swap_remove(0);
+        Some(by_head(sigmoid(decay) * -MAX_DECAY, shape.kv_heads))
     }
 
     fn init_state<B: OpBackend>(

@@ -59,6 +59,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "stick-breaking attention (Tan et al., 2025)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {

@@ -83,6 +83,8 @@ impl Default for Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "threshold differential attention (Huang et al., 2026)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     fn serves(&self, kernel: Kernel, shape: &AttentionShape, batch: usize) -> bool {
@@ -161,6 +163,14 @@ impl KvCacheVariant for Config {
         let [lambda, norm] = others else { panic!("λ and the norm's weight, not {others:?}") };
         let o = view_difference(call.attend(), clamp_lambda(lambda.clone()));
         rms_norm(o, norm.clone(), self.norm_eps)
+    }
+
+    fn weigh_prepared<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        call: Prepared<'_, B>,
+    ) -> Tensor<B, 4> {
+        self.attention(shape, call).0.attend()
     }
 
     fn observe_output<B: OpBackend>(

@@ -349,6 +349,8 @@ impl Config {
 impl VariantSpec for Config {
     const SOURCE: &'static str = "Wall attention (Pai et al., 2026)";
 
+    const WEIGHS_VALUES: bool = true;
+
     const KERNELS: &'static [Kernel] = &[Kernel::CUDA_BF16];
 
     const MATRICES: &'static [&'static str] = &["key_gate_weight"];
@@ -433,6 +435,10 @@ impl VariantSpec for Config {
         }
     }
 
+    fn has_retention(&self) -> bool {
+        true
+    }
+
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         // qᵀk and p·v, two multiply-adds per channel and key; a query is rescaled once per chunk.
@@ -509,6 +515,17 @@ impl Variant for Config {
         let logits = self.logits(shape, k, &projections, &parameters);
         let log_decay = self.log_decay(shape, logits);
         probe.report(PRUNED_FRACTION, prune::pruned_fraction(log_decay, documents));
+    }
+
+    fn log_retention<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+    ) -> Option<Tensor<B, 4>> {
+        let Inputs { k, projections, parameters, .. } = inputs.in_f32();
+        let k = self.rotate_in_documents(k, &None);
+        let logits = self.logits(shape, k, &projections, &parameters);
+        Some(self.log_decay(shape, logits))
     }
 
     fn init_state<B: OpBackend>(

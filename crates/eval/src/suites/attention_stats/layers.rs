@@ -25,6 +25,9 @@ pub struct LayerValues {
     pub value: Option<f64>,
     /// The value of each head in each view, `[views][heads]`; empty where only the layer is measured.
     pub heads: Vec<Vec<Option<f64>>>,
+    /// The value of each channel of each head, `[heads][channels]`; empty where channels are not measured.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub channels: Vec<Vec<Option<f64>>>,
 }
 
 /// The means of every layer and metric over outcomes of one length, in the order of the reports.
@@ -34,7 +37,7 @@ pub(super) fn means(outcomes: &[Outcome<Vec<LayerMetric>>]) -> Vec<LayerValues> 
     let mean = |values: &mut dyn Iterator<Item = Option<f64>>| {
         values.sum::<Option<f64>>().map(|sum| sum / samples as f64)
     };
-    let of_layer = |LayerMetric { metric, layer, heads, .. }: &LayerMetric| {
+    let of_layer = |LayerMetric { metric, layer, heads, channels, .. }: &LayerMetric| {
         let same: Vec<&LayerMetric> = outcomes
             .iter()
             .filter_map(|o| o.verdict.iter().find(|x| (&x.metric, x.layer) == (metric, *layer)))
@@ -42,6 +45,9 @@ pub(super) fn means(outcomes: &[Outcome<Vec<LayerMetric>>]) -> Vec<LayerValues> 
         assert_eq!(same.len(), samples, "every window has {metric} of layer {layer}");
         let head = |view: usize, h: usize| mean(&mut same.iter().map(|x| x.heads[view][h]));
         let view = |(at, heads): (usize, &Vec<_>)| (0..heads.len()).map(|h| head(at, h)).collect();
+        let channel = |head: usize, c: usize| mean(&mut same.iter().map(|x| x.channels[head][c]));
+        let channels_of =
+            |(at, all): (usize, &Vec<_>)| (0..all.len()).map(|c| channel(at, c)).collect();
         LayerValues {
             metric: metric.clone(),
             length,
@@ -49,6 +55,7 @@ pub(super) fn means(outcomes: &[Outcome<Vec<LayerMetric>>]) -> Vec<LayerValues> 
             samples,
             value: mean(&mut same.iter().map(|x| x.value)),
             heads: heads.iter().enumerate().map(view).collect(),
+            channels: channels.iter().enumerate().map(channels_of).collect(),
         }
     };
     first.verdict.iter().map(of_layer).collect()
@@ -114,7 +121,7 @@ fn distinct(values: impl Iterator<Item = usize>) -> Vec<usize> {
 /// measured, view and head are empty.
 pub(super) fn write_csv(layers: &[LayerValues], dir: &Path) -> Result<(), EvalError> {
     let mut csv = String::from("metric,length,layer,view,head,value,samples\n");
-    for LayerValues { metric, length, layer, samples, value, heads } in layers {
+    for LayerValues { metric, length, layer, samples, value, heads, .. } in layers {
         let mut line = |view: &str, head: &str, value: Option<f64>| {
             let value = value.map_or(String::new(), |value| value.to_string());
             csv += &format!("{metric},{length},{layer},{view},{head},{value},{samples}\n");
@@ -129,4 +136,22 @@ pub(super) fn write_csv(layers: &[LayerValues], dir: &Path) -> Result<(), EvalEr
         }
     }
     write_atomically(&dir.join("heads.csv"), csv.as_bytes())
+}
+
+/// Writes `channels.csv`, if a metric has channels: one line per metric, layer, head and channel, counted from 0.
+pub(super) fn write_channels(layers: &[LayerValues], dir: &Path) -> Result<(), EvalError> {
+    let mut csv = String::from("metric,length,layer,head,channel,value,samples\n");
+    let measured: Vec<_> = layers.iter().filter(|x| !x.channels.is_empty()).collect();
+    if measured.is_empty() {
+        return Ok(());
+    }
+    for LayerValues { metric, length, layer, samples, channels, .. } in measured {
+        for (head, channels) in channels.iter().enumerate() {
+            for (channel, value) in channels.iter().enumerate() {
+                let value = value.map_or(String::new(), |value| value.to_string());
+                csv += &format!("{metric},{length},{layer},{head},{channel},{value},{samples}\n");
+            }
+        }
+    }
+    write_atomically(&dir.join("channels.csv"), csv.as_bytes())
 }
