@@ -47,7 +47,7 @@ fn most_batch_tokens(config: &RunConfig) -> u64 {
 /// Tokens of a GPU's micro-batch at most, unless the configuration sets its size: larger ones are no faster.
 pub const GPU_MICRO_BATCH_TOKENS: usize = 1 << 16;
 
-/// How much more than the estimate must be available: the allocator's pages are coarse.
+/// How much more than the estimate must be available: it may be 7 % low, and an update has buffers of its own.
 const MARGIN: f64 = 1.15;
 
 /// An estimate of the GPU memory that training needs at the peak, in bytes: the start of the backward pass, with
@@ -316,9 +316,13 @@ mod tests {
                 kinds.insert(kind.kind());
                 kind.path(kernel, &shape, rows, Some(seq_len)) != ExecPath::Reference
             });
-            // Too low an estimate ends a run, too high a one only makes micro-batches smaller. How much of a
-            // reference's intermediate results automatic differentiation holds differs by kind.
-            let allowed = if by_kernels { 0.93..1.1 } else { 0.6..1.1 };
+            // How much of a reference's intermediate results automatic differentiation holds differs by kind.
+            let allowed = match by_kernels {
+                // It counts keys and queries for all heads in f32, where they are in bf16.
+                true if set.iter().any(|set| set.contains("mamba2")) => 0.93..1.09,
+                true => 0.93..1.07,
+                false => 0.6..1.1,
+            };
             assert!(allowed.contains(&ratio), "{set:?}: {estimate} for {peak_gb} GB, {ratio}");
             files.insert(file);
         }
