@@ -148,13 +148,15 @@ def plan(binary, most, config, sets, rows):
         rows //= 2
 
 
-def write(path, results):
-    """Writes the cases, those of an earlier run among them, in the order of cases()."""
+def write(path, results, failed):
+    """Writes the cases, those of an earlier run among them but for failed ones, in the order of cases()."""
     found = {}
     if path.exists():
         old = tomllib.loads(path.read_text())["measured"]
         found = {key(case["config"], case["set"]): tuple(case.values()) for case in old}
     found |= {key(config, sets): (config, sets, *rest) for config, sets, *rest in results}
+    for case in failed:
+        found.pop(key(case.config, case.sets), None)
     with path.open("w") as out:
         out.write("# Written by benchmarks/memory.py: memory that the allocator reserved at most.\n")
         for config, sets, _ in cases():
@@ -201,7 +203,7 @@ def main():
                 words = ["bench", "train", "--steps", "1", "--warmup", "1"]
                 report = longwall(binary, [*words, *arguments(case.config, case.sets)], gpu)
             except RuntimeError as error:
-                failed.append(name)
+                failed.append(case)
                 print(f"FAILED {name}: {error}", flush=True)
                 continue
             finally:
@@ -218,7 +220,7 @@ def main():
         thread.start()
     for thread in threads:
         thread.join()
-    write(options.out, [case for _, *case in sorted(results)])
+    write(options.out, [case for _, *case in sorted(results)], failed)
     sys.exit(f"{len(failed)} cases failed" if failed else 0)
 
 

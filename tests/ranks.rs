@@ -83,8 +83,12 @@ fn ranks_of_different_configurations_are_refused_by_the_key() {
 fn ctrl_c_ends_a_rank_that_waits_for_the_others() {
     let w = Workspace::new();
     for (signal, code) in [("INT", 130), ("TERM", 143)] {
-        let child = rank(&w, 0, &free_port(), &[]).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(700));
+        let port = free_port();
+        let child = rank(&w, 0, &port, &[]).spawn().unwrap();
+        // Once it listens, it handles signals.
+        while TcpListener::bind(("127.0.0.1", port.parse().unwrap())).is_ok() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let kill = Command::new("kill").args(["-s", signal, &child.id().to_string()]).status();
         assert!(kill.unwrap().success());
         let output = child.wait_with_output().unwrap();

@@ -62,7 +62,8 @@ impl BlockActivations {
             input: size * width,
             layers: size * elements,
             attention: attention.saved_bytes_per_token(kernel, &shape, batch, seq_len),
-            gradients: size * (width + (ups * hidden).max(q + k + v + inner)),
+            // Those of q and k as attention takes them, and before a rotation or a norm.
+            gradients: size * (width + (ups * hidden).max(2.0 * (q + k) + v + inner)),
         }
     }
 }

@@ -47,7 +47,7 @@ fn most_batch_tokens(config: &RunConfig) -> u64 {
 /// Tokens of a GPU's micro-batch at most, unless the configuration sets its size: larger ones are no faster.
 pub const GPU_MICRO_BATCH_TOKENS: usize = 1 << 16;
 
-/// How much more than the estimate must be available: the allocator's pages are coarse.
+/// How much more than the estimate must be available: it may be 7 % low, and an update has buffers of its own.
 const MARGIN: f64 = 1.15;
 
 /// An estimate of the GPU memory that training needs at the peak, in bytes: the start of the backward pass, with
@@ -248,7 +248,8 @@ mod tests {
         let loss = 2.0 * (tokens * 320.0 + tokens * w + 320.0 * w) + 4.0 * 320.0 * w;
         assert_eq!(estimate.loss, loss);
         assert_eq!(of(&plain, 8).activations, 2.0 * estimate.activations);
-        assert_eq!(estimate.temporary, 2.0 * tokens * 5.0 * w);
+        // Gradients of the input, of q and k before and after the rotation, of v and of o.
+        assert_eq!(estimate.temporary, 2.0 * tokens * 7.0 * w);
 
         let recomputed = of(&set(&["train.recompute=true"]), 4);
         assert_eq!(recomputed.attention, estimate.attention / 2.0);

@@ -137,8 +137,9 @@ pub fn train_as_rank<B: OpBackend>(
         };
         outcome.map_err(name)
     });
+    let outcome = outcome.inspect_err(|error| collective.fail(&error.to_string()));
     B::set_allocation(device, Allocation::Pages);
-    outcome.inspect_err(|error| collective.fail(&error.to_string()))
+    outcome
 }
 
 fn steps<B: OpBackend>(
@@ -158,12 +159,13 @@ fn steps<B: OpBackend>(
     console.begin(&run.info());
     run.evaluate(console, evaluator)?; // Those that the run was stopped in.
     let mut stop = within_step.is_raised();
-    let mut shape = run.stage().shape();
+    let mut last_stage = run.stage();
     while run.progress.step < run.timeline.total_steps() && !stop {
         let started = Instant::now();
         let step = run.progress.step;
         collective.begin_step(step + 1, run.compiles_next());
-        if std::mem::replace(&mut shape, run.stage().shape()) != run.stage().shape() {
+        if run.stage() != last_stage {
+            last_stage = run.stage();
             // Releases the memory of the last stage's activations.
             B::set_allocation(&run.device, Allocation::Exact);
         }

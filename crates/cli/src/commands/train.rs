@@ -72,8 +72,8 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     gpus: Option<u16>,
 
-    /// Seconds after which a run on several GPUs ends if a step has not finished; the first step has three times as
-    /// long
+    /// Seconds after which a run on several GPUs ends if a step has not finished; the first step, also of each stage,
+    /// has three times as long
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
     rank_timeout: u32,
 }

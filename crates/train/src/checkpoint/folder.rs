@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use longwall_data::files;
 use serde::{Deserialize, Serialize};
@@ -61,10 +62,14 @@ impl CheckpointFolder {
         Ok(steps)
     }
 
-    /// Whether a checkpoint is partly written: by a process that runs, or by one that was killed.
-    pub(crate) fn has_unfinished(&self) -> bool {
-        let is_unfinished =
-            |(name, _): &(String, PathBuf)| name.starts_with("step-") && name.ends_with(TEMPORARY);
+    /// Whether a checkpoint is partly written that was begun at `since` or later: older ones are of a killed process.
+    pub(crate) fn has_unfinished(&self, since: SystemTime) -> bool {
+        let begun = |path: &Path| path.metadata().and_then(|data| data.modified()).ok();
+        let is_unfinished = |(name, path): &(String, PathBuf)| {
+            name.starts_with("step-")
+                && name.ends_with(TEMPORARY)
+                && begun(path).is_some_and(|begun| begun >= since)
+        };
         self.entries().is_ok_and(|entries| entries.iter().any(is_unfinished))
     }
 

@@ -21,7 +21,9 @@ use longwall_model::config::Window;
 use longwall_model::weights::parameter_shapes;
 pub use selectors::{CheckpointSelector, WeightsSelector};
 pub use state::{StageMicroBatch, State, TokenizerIdentity};
-pub(crate) use writer::{CheckpointWriter, MOST_WRITING, Snapshot, is_writing, wait_for_writes};
+pub(crate) use writer::{
+    CheckpointWriter, MOST_WRITING, Snapshot, about_to_write, is_writing, wait_for_writes,
+};
 
 use crate::config::{Difference, RunConfig};
 use crate::run_folder::NoRun;

@@ -118,6 +118,11 @@ pub(crate) fn is_writing() -> bool {
     *WRITES.count() > 0
 }
 
+/// Counts as a checkpoint that is being written until the result is dropped: from when its tensors are in main memory.
+pub(crate) fn about_to_write() -> impl Sized {
+    WRITES.begin()
+}
+
 /// Waits until this process writes no checkpoint, at most for `limit`.
 pub(crate) fn wait_for_writes(limit: Duration) {
     WRITES.wait(limit);

@@ -117,6 +117,7 @@ impl Environment {
             EnvironmentError::Value { name: "MASTER_PORT", value: port.clone(), allowed }
         })?;
         let listener = variable(LISTENER).and_then(|descriptor| descriptor.parse().ok());
+        let listener = listener.filter(|descriptor| *descriptor >= 0);
         let world = World { rank, size };
         Ok(Some(Environment { world, local_rank, address, port, listener }))
     }

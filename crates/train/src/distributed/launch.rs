@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use longwall_config::shell_quoted;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -140,6 +140,7 @@ impl Launch<'_> {
     /// # Errors
     /// When a process cannot be started, or ends early.
     pub fn run(&self, stop: &StopFlag) -> Result<u8, LaunchError> {
+        let started = SystemTime::now();
         // Any free port. It stays taken: rank 0 inherits the listener.
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(LaunchError::Port)?;
         let mut ranks: Vec<Rank> = vec![];
@@ -174,8 +175,8 @@ impl Launch<'_> {
                 lost_since = Some(Instant::now());
             }
             let since = failed.map(|(_, since)| since).or(lost_since);
-            if since.is_some_and(|since| since.elapsed() < MOST_WRITING && self.is_writing(&ranks))
-            {
+            let may_write = since.is_some_and(|since| since.elapsed() < MOST_WRITING);
+            if may_write && self.is_writing(&ranks, started) {
                 written = Some(Instant::now());
             }
             if since.max(written).is_some_and(|since| since.elapsed() > self.patience) {
@@ -234,9 +235,9 @@ impl Launch<'_> {
         Ok(Rank { child, status: None, lines, reader })
     }
 
-    /// Whether rank 0 is writing a checkpoint.
-    fn is_writing(&self, ranks: &[Rank]) -> bool {
-        ranks[0].status.is_none() && CheckpointFolder::new(self.run_dir).has_unfinished()
+    /// Whether rank 0, which was started after `since`, is writing a checkpoint.
+    fn is_writing(&self, ranks: &[Rank], since: SystemTime) -> bool {
+        ranks[0].status.is_none() && CheckpointFolder::new(self.run_dir).has_unfinished(since)
     }
 
     /// What is known of the end of a rank.
@@ -428,9 +429,11 @@ mod tests {
     fn rank_0_may_finish_a_checkpoint_after_another_rank_has_ended() {
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = folder.path().join("checkpoints");
-        std::fs::create_dir_all(checkpoints.join("step-4.tmp")).unwrap();
+        // One that a killed run has left counts for nothing.
+        std::fs::create_dir_all(checkpoints.join("step-2.tmp")).unwrap();
         let (from, to) = (checkpoints.join("step-4.tmp"), checkpoints.join("step-4"));
-        let write = format!("sleep 2; mv {} {}; exit 75", from.display(), to.display());
+        let (made, moved) = (from.display(), to.display());
+        let write = format!("mkdir {made}; sleep 2; mv {made} {moved}; exit 75");
         let script =
             format!("if [ $RANK = 0 ]; then {write}; fi; if [ $RANK = 1 ]; then exit 3; fi");
         let failure = run(&script, folder.path(), &StopFlag::new()).unwrap_err();

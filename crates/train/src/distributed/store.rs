@@ -523,7 +523,12 @@ fn inherited(descriptor: RawFd, port: u16) -> Option<TcpListener> {
     // SAFETY: nothing else in this process owns the descriptor, or it is given back below.
     let listener = unsafe { TcpListener::from_raw_fd(descriptor) };
     match listener.local_addr() {
-        Ok(address) if address.port() == port => Some(listener),
+        Ok(address) if address.port() == port => {
+            // Processes that this one starts do not inherit it.
+            // SAFETY: a system call on a number.
+            unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
+            Some(listener)
+        }
         _ => {
             let _ = listener.into_raw_fd();
             None

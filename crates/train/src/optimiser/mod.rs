@@ -168,32 +168,15 @@ impl<B: OpBackend> Optimiser<B> {
         let model = model.map(&mut take);
         let mut norms = norms;
         let mut values: Vec<_> = take.values.into_iter().map(Some).collect();
-        for batch in self.batches(gradients) {
+        let mut gradients = gradients.tensors;
+        let due: Vec<_> = (0..slots).filter(|&at| gradients[at].is_some()).collect();
+        for batch in batches(due, |at| &self.slots[at].rule) {
+            let take = |at: usize| (at, gradients[at].take().expect("in one batch"));
+            let batch = batch.into_iter().map(take).collect();
             self.step_batch(batch, &mut values, update, norms.as_deref_mut());
         }
         let values = values.into_iter().map(|value| value.expect("a value for each parameter"));
         model.map(&mut Put { values })
-    }
-
-    /// The parameters that have a gradient, by their number, in batches that one kind updates together.
-    fn batches(&self, gradients: Gradients<B>) -> Vec<Vec<(usize, FloatTensor<B>)>> {
-        let mut batches: Vec<Vec<(usize, FloatTensor<B>)>> = vec![];
-        let mut room = 0;
-        for (at, gradient) in gradients.tensors.into_iter().enumerate() {
-            let Some(gradient) = gradient else { continue };
-            let Rule { parameter, optimiser, .. } = &self.slots[at].rule;
-            let elements = parameter.shape.iter().product::<usize>();
-            let first = batches.last().map(|batch| batch[0].0);
-            match first.filter(|&first| self.slots[first].rule.optimiser == *optimiser) {
-                Some(_) if elements <= room => batches.last_mut().expect("it").push((at, gradient)),
-                _ => {
-                    batches.push(vec![(at, gradient)]);
-                    room = BATCH_ELEMENTS;
-                }
-            }
-            room = room.saturating_sub(elements);
-        }
-        batches
     }
 
     /// Updates the parameters of a batch, with their gradients, in `values`, those of the model.
@@ -251,8 +234,31 @@ impl<B: OpBackend> Optimiser<B> {
     }
 }
 
-/// The most elements of the parameters that are updated together, which bounds the memory of the update.
-const BATCH_ELEMENTS: usize = 32 << 20;
+/// The most elements of the parameters that are updated together, but at least one: it bounds the memory of the update.
+const BATCH_ELEMENTS: usize = 16 << 20;
+
+/// The parameters `due`, by their number, in batches that one kind updates together: of one shape, and for each shape as
+/// equal as can be, so that later batches find the buffers of earlier ones.
+fn batches<'a>(due: Vec<usize>, rule: impl Fn(usize) -> &'a Rule) -> Vec<Vec<usize>> {
+    let mut alike: Vec<Vec<usize>> = vec![];
+    for at in due {
+        let same = |other: &Rule| {
+            let (one, other) = (rule(at), other);
+            one.optimiser == other.optimiser && one.parameter.shape == other.parameter.shape
+        };
+        match alike.iter_mut().find(|group| same(rule(group[0]))) {
+            Some(group) => group.push(at),
+            None => alike.push(vec![at]),
+        }
+    }
+    let split = |group: Vec<usize>| {
+        let elements = rule(group[0]).parameter.shape.iter().product::<usize>().max(1);
+        let most = (BATCH_ELEMENTS / elements).max(1);
+        let size = group.len().div_ceil(group.len().div_ceil(most));
+        group.chunks(size).map(<[usize]>::to_vec).collect::<Vec<_>>()
+    };
+    alike.into_iter().flat_map(split).collect()
+}
 
 /// Finds the rule of each parameter, and its device.
 struct FindRules<'a, B: OpBackend> {

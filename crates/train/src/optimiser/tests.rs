@@ -289,3 +289,23 @@ fn gradients_in_bf16_become_f32_when_they_are_collected() {
     let gradients = Gradients::<TestBackend>::of(&linear, (linear.weight.val() * 3.0).sum());
     assert_eq!(gradients.tensors[0].as_ref().map(|g| g.dtype()), Some(DType::F32));
 }
+
+#[test]
+fn parameters_of_one_shape_and_kind_are_batches_of_equal_size() {
+    let lion = OptimiserConfig::Lion(lion::Config::default());
+    let rule = |optimiser: &OptimiserConfig, shape: &[usize]| Rule {
+        parameter: Parameter::new("blocks.0.mlp.up.weight".to_owned(), shape.to_vec()),
+        optimiser: optimiser.clone(),
+        lr: 1.0,
+        ..rules(optimiser).rule("blocks.0.mlp.up.weight", shape.to_vec())
+    };
+    let adamw = OptimiserConfig::default();
+    // Five of a third of a batch's elements, two of another kind, and one that is larger than a batch.
+    let third = [BATCH_ELEMENTS / 3, 1];
+    let mut all: Vec<Rule> = (0..5).map(|_| rule(&adamw, &third)).collect();
+    all.extend([rule(&lion, &third), rule(&adamw, &[2, BATCH_ELEMENTS]), rule(&lion, &third)]);
+    let found = batches((0..8).collect(), |at| &all[at]);
+    assert_eq!(found, [vec![0, 1, 2], vec![3, 4], vec![5, 7], vec![6]]);
+    // Without a gradient of some.
+    assert_eq!(batches(vec![1, 3, 6], |at| &all[at]), [vec![1, 3], vec![6]]);
+}

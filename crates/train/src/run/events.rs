@@ -8,7 +8,7 @@ use longwall_kernels::device::Allocation;
 use longwall_model::LanguageModel;
 
 use super::setup::Run;
-use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector};
+use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector, about_to_write};
 use crate::config::{Every, eval_weights};
 use crate::console::Console;
 use crate::distributed::{Collective, CollectiveError, of_first};
@@ -235,6 +235,8 @@ impl<B: OpBackend> Run<'_, B> {
         self.progress.saved = Some(step);
         // Rank 0 writes what all ranks have.
         let Some(Saved { weights, optimizer, ema }) = saved else { return Ok(()) };
+        // Also while the checkpoint before is written.
+        let _write = about_to_write();
         let (config, state) = (self.config.clone(), self.state()?);
         let snapshot = Snapshot { weights, optimizer, ema, config, state };
         let before = self.checkpoints.start(snapshot)?;

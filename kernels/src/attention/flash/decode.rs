@@ -56,8 +56,10 @@ const KEYS_PER_PRUNED_SPLIT: usize = 1024;
 /// o `[batch, heads, 1, value_dim]` and each row's statistic, `[batch, heads, 1]` (for softmax its log-sum-exp,
 /// base 2), of one query per head.
 ///
-/// - `first_keys`: the first key of each query after pruning, 32-bit integers `[batch, heads]`; ragged heads have their
-///   own
+/// - `first_keys`: the first key of each query after pruning, 32-bit integers `[batch, heads]`
+///
+/// # Panics
+/// For ragged heads, which have first keys of their own, with others.
 pub fn decode<A: Hooks>(
     flash: &FlashAttention<A>,
     first_keys: Option<&CudaTensor>,
@@ -97,6 +99,7 @@ pub fn decode<A: Hooks>(
     let split_outputs =
         partials.as_ref().map_or([&statistic, &statistic], |partials| partials.each_ref());
     let ragged = flash.ragged.as_ref();
+    assert!(ragged.is_none() || first_keys.is_none(), "pruning of ragged heads");
     let first_keys = first_keys.or(ragged.map(RaggedKv::first_keys));
     // The rows of ragged heads are those of one head.
     let map = |x: &Heads| match ragged {

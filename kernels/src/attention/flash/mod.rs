@@ -327,6 +327,7 @@ impl<A: Hooks> FlashAttention<A> {
         statistics: LaunchOf<StatisticsOf<A>>,
         carries: Option<SavedCarriesLaunch<CudaRuntime>>,
     ) -> CudaTensor {
+        assert!(self.ragged.is_none(), "only decoding reads ragged heads");
         let [batch, heads, queries, _] = self.q.dims;
         let o = self.output();
         let saves_carries = carries.is_some();

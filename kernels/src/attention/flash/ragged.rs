@@ -127,21 +127,21 @@ impl RaggedKv {
         *self = Self::moved([&self.keys, &self.values], from, end - layout.end, layout);
     }
 
-    /// The tokens in buffers in which all heads hold the same ones. Where a head did not hold a token, its key is 0
-    /// and its value that of the head in `means`, `[batch · v heads, value_dim]`.
-    pub fn into_even(self, means: &CudaTensor) -> [CacheBuffer; 2] {
+    /// The tokens in buffers in which all heads hold the same ones, with room for `new` more. Where a head did not hold a
+    /// token, its key is 0 and its value that of the head in `means`, `[batch · v heads, value_dim]`.
+    pub fn to_even(&self, means: &CudaTensor, new: usize) -> [CacheBuffer; 2] {
         let Layout { batch, heads: [_, k_heads, v_heads], end, .. } = self.layout;
         let even = |x: &CudaTensor, heads, share, fill: Option<&CudaTensor>| {
-            let mut new = CacheBuffer::new(x, [batch, heads, channels(x)], x.dtype, end);
-            new.add(end);
+            let mut even = CacheBuffer::new(x, [batch, heads, channels(x)], x.dtype, end + new);
+            even.add(end);
             let from = self.layout.bases(share).0;
             let spans = from.into_iter().enumerate().map(|(head, from)| Span {
                 first: self.layout.firsts[head / share] as i64,
                 from,
-                to: head as i64 * i64::from(new.capacity()),
+                to: head as i64 * i64::from(even.capacity()),
             });
-            copy_rows([x, new.buffer()], spans, end, fill);
-            new
+            copy_rows([x, even.buffer()], spans, end, fill);
+            even
         };
         let share = self.layout.share();
         [even(&self.keys, k_heads, share, None), even(&self.values, v_heads, 1, Some(means))]
@@ -233,6 +233,9 @@ struct Span {
 
 /// Copies the positions of each head before `end`; with `fill`, `[heads, channels]`, those before a head's first one
 /// become its row of it.
+///
+/// # Panics
+/// From 2³¹ rows on.
 fn copy_rows(
     [from, to]: [&CudaTensor; 2],
     spans: impl ExactSizeIterator<Item = Span>,
@@ -240,6 +243,10 @@ fn copy_rows(
     fill: Option<&CudaTensor>,
 ) {
     let (heads, chunks) = (spans.len(), channels(from) / CHUNK);
+    for x in [from, to] {
+        let rows = x.meta.shape().num_elements() / channels(x);
+        assert!(i32::try_from(rows).is_ok(), "a cache of {rows} rows, 2^31 or more");
+    }
     let spans = spans.flat_map(|Span { first, from, to }| [first, from, to]).collect::<Vec<_>>();
     let spans = numbers(from, spans.into_iter(), [heads, 3]);
     let fill = fill.map(contiguous);
@@ -248,7 +255,7 @@ fn copy_rows(
     unsafe {
         copy::launch_unchecked::<CudaRuntime>(
             &from.client,
-            CubeCount::Static((end * chunks).div_ceil(UNITS) as u32, heads as u32, 1),
+            CubeCount::Static((end * chunks).div_ceil(UNITS).min(BLOCKS) as u32, heads as u32, 1),
             CubeDim::new_1d(UNITS as u32),
             buffer(from, CHUNK),
             buffer(to, CHUNK),
@@ -264,7 +271,10 @@ fn copy_rows(
 /// Units of a block.
 const UNITS: usize = 256;
 
-/// Blocks that share the rows of a head.
+/// Most blocks that copy the rows of a head.
+const BLOCKS: usize = 64;
+
+/// Blocks that sum the rows of a head.
 const SPLITS: usize = 4;
 
 /// The sums of the rows of each head from `firsts` to before `until`, where `bases` are the rows of position 0.
@@ -292,7 +302,7 @@ fn sums(values: &CudaTensor, bases: &[i64], firsts: &[usize], until: &[usize]) -
 
 /// See [`copy_rows`].
 ///
-/// Grid: chunks of all positions, heads.
+/// Grid: blocks that share a head's rows, heads.
 #[cube(launch_unchecked, address_type = "u64")]
 fn copy(
     from: &Array<Chunk>,
@@ -304,10 +314,13 @@ fn copy(
     #[comptime] filled: bool,
 ) {
     let head = CUBE_POS_Y as usize;
-    let at = CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize;
-    let (position, chunk) = ((at / chunks) as i32, at % chunks);
-    if position < end as i32 {
-        let first = spans[head * 3];
+    let first = spans[head * 3];
+    let mut at = CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize;
+    if !filled {
+        at += usize::cast_from(first) * chunks;
+    }
+    while at < end as usize * chunks {
+        let (position, chunk) = ((at / chunks) as i32, at % chunks);
         let written = usize::cast_from(spans[head * 3 + 2] + position) * chunks + chunk;
         if position >= first {
             let read = usize::cast_from(spans[head * 3 + 1] + position) * chunks + chunk;
@@ -315,6 +328,7 @@ fn copy(
         } else if filled {
             to[written] = fill.as_ref().unwrap()[head * chunks + chunk];
         }
+        at += CUBE_COUNT_X as usize * CUBE_DIM as usize;
     }
 }
 

@@ -210,7 +210,7 @@ fn extend_on_cuda<B: OpBackend>(
         && let Some(firsts) = held.firsts()
     {
         let evicted = cache.evicted.take().expect("tokens were evicted").give_back(firsts);
-        held.restore(&on_cuda(evicted.means().cast(FloatDType::BF16)));
+        held.restore(&on_cuda(evicted.means().cast(FloatDType::BF16)), tokens);
         cache.evicted = Some(evicted);
     }
     let before = held.tiles();

@@ -53,9 +53,11 @@
 //! weight e⁰ in the softmax, and many of them together can outweigh the rest. So `evict_below` keeps their
 //! number and the mean of their values, which enter the softmax with score 0. The threshold then bounds
 //! the error of a score by evict_below · scale · Σ_n |q_n k_n|. Whole chunks (on CUDA tiles) are evicted when a
-//! chunk completes, by each kv head of each sequence on its own; those gates that share a kv head must agree. Under a
-//! forget gate such keys differ in
-//! weight, by head and by query: `evict_below` and `prune` then exclude it.
+//! chunk completes, by each kv head of each sequence on its own: a chunk goes once all gates of its kv head have
+//! forgotten it. On CUDA the gates at the starts of tiles, 1/64 of keys and values, stay as long as any head holds the
+//! tile; and to append several tokens at once after an eviction, each head gets all tokens back that any head holds,
+//! until the call ends. Under a forget gate forgotten keys differ in weight, by head and by query: `evict_below` and
+//! `prune` then exclude it.
 //!
 //! # Pruning
 //! With `prune`, the CUDA kernels for whole rows skip key tiles that have decayed below 2⁻¹²⁷ in every

@@ -7,11 +7,11 @@ use cubecl::prelude::*;
 
 use super::kernels::{GateConfig, GateLogits, WallShape, decays};
 use super::operands::TILE;
+use super::rescaled::RescaledKv;
 use super::{PAIR, Wall, WallParams};
 use crate::Cuda;
 use crate::attention::blocks::repeat_heads;
 use crate::attention::decay::{DecaySumsCache, Sums, log_decay};
-use crate::attention::flash::ragged::{RaggedKv, sums_of_even};
 use crate::attention::flash::{CacheBuffer, HeadPairs, Heads, expired, padded};
 use crate::backend::{primitive, tensor};
 use crate::cuda::{CudaTensor, buffer, contiguous, narrow, unshare, zeros};
@@ -22,8 +22,10 @@ use crate::tile::{Pair, define_exp2, exp2};
 #[derive(Clone, Debug)]
 pub struct RescaledKvCache {
     tokens: RescaledKv,
-    /// Sequences, and kv heads of each.
-    kv_heads: (usize, usize),
+    /// Sequences.
+    batch: usize,
+    /// Heads of v.
+    kv_heads: usize,
     /// E at the starts of tiles, up to the tile of the next token, `[batch, gate heads, tiles,
     /// padded(head_dim)]`, 32-bit integers.
     starts: CacheBuffer,
@@ -32,56 +34,6 @@ pub struct RescaledKvCache {
     since: CudaTensor,
     /// With a forget gate, the prefix sums of its log decays.
     forget: Option<DecaySumsCache>,
-}
-
-/// k_j · 2^(E_{J−1} − p_j), J the tile of j, of each gate head, and the values of each kv head.
-#[derive(Clone, Debug)]
-enum RescaledKv {
-    /// All heads hold the same tokens: keys and values, `[batch, heads, tokens, head_dim]`.
-    Even([CacheBuffer; 2]),
-    /// After eviction, each kv head of each sequence holds its newest ones.
-    Ragged(RaggedKv),
-}
-
-impl RescaledKv {
-    /// Tokens since the first one that a head holds.
-    fn len(&self) -> usize {
-        match self {
-            RescaledKv::Even([keys, _]) => keys.rows(),
-            RescaledKv::Ragged(kv) => kv.end(),
-        }
-    }
-
-    /// Adds an uninitialised token.
-    fn add(&mut self) {
-        match self {
-            RescaledKv::Even(kv) => kv.iter_mut().for_each(|x| x.add(1)),
-            RescaledKv::Ragged(kv) => kv.add(),
-        }
-    }
-
-    fn elements(&self) -> usize {
-        match self {
-            RescaledKv::Even(kv) => kv.iter().map(CacheBuffer::elements).sum(),
-            RescaledKv::Ragged(kv) => kv.elements(),
-        }
-    }
-
-    /// The buffers of keys and values, `[…, rows, head_dim]`.
-    fn buffers(&self) -> [&CudaTensor; 2] {
-        match self {
-            RescaledKv::Even(kv) => kv.each_ref().map(CacheBuffer::buffer),
-            RescaledKv::Ragged(kv) => kv.buffers(),
-        }
-    }
-
-    /// Of ragged heads, the rows of their position 0.
-    fn bases(&self) -> Option<&CudaTensor> {
-        match self {
-            RescaledKv::Even(_) => None,
-            RescaledKv::Ragged(kv) => Some(kv.bases()),
-        }
-    }
 }
 
 /// Tokens that kv heads evict.
@@ -117,7 +69,8 @@ impl RescaledKvCache {
         starts.add(1);
         RescaledKvCache {
             tokens: RescaledKv::Even([k, v].map(tokens)),
-            kv_heads: (batch, v.meta.shape()[1]),
+            batch,
+            kv_heads: v.meta.shape()[1],
             starts,
             since: zeros(k, &[batch, gate_heads, dim], DType::F32),
             forget: forgetting.map(|heads| DecaySumsCache::new(k, [batch, heads], capacity)),
@@ -305,40 +258,25 @@ impl RescaledKvCache {
             return None;
         }
         let tokens = until.iter().zip(firsts).map(|(until, first)| until - first).collect();
-        let sums = match &mut self.tokens {
-            RescaledKv::Even([keys, values]) => {
-                let sums = sums_of_even(values, &until);
-                let kv = RaggedKv::new(query_heads, [keys, values], &until);
-                self.tokens = RescaledKv::Ragged(kv);
-                sums
-            }
-            RescaledKv::Ragged(kv) => {
-                let sums = kv.sums(&until);
-                kv.keep(&until);
-                sums
-            }
-        };
+        let sums = self.tokens.evict(query_heads, &until);
         self.starts.drop_first(until.iter().min().expect("a head") / TILE);
         Some(Evicted { tokens, sums })
     }
 
     /// After an eviction: how many of the tokens that some head holds each kv head has evicted, `[batch · kv_heads]`.
     pub fn firsts(&self) -> Option<&[usize]> {
-        match &self.tokens {
-            RescaledKv::Even(_) => None,
-            RescaledKv::Ragged(kv) => Some(kv.firsts()),
-        }
+        self.tokens.firsts()
     }
 
-    /// Gives all heads all tokens that some head holds: those evicted with keys of 0 and the mean value of their head,
-    /// `[batch · kv_heads, head_dim]` in bf16.
-    pub fn restore(&mut self, means: &CudaTensor) {
+    /// Gives all heads all tokens that some head holds, with room for `new` more: those evicted with keys of 0 and the mean
+    /// value of their head, `[batch · kv_heads, head_dim]` in bf16.
+    pub fn restore(&mut self, means: &CudaTensor, new: usize) {
         if let RescaledKv::Ragged(kv) = &self.tokens {
-            self.tokens = RescaledKv::Even(kv.clone().into_even(means));
+            self.tokens = RescaledKv::Even(kv.to_even(means, new));
         }
     }
 
-    /// Drops tiles that no later token sees; nothing is evicted under a window.
+    /// Drops tiles that no later token sees under a window, with which nothing is evicted.
     fn drop_first(&mut self, tiles: usize) {
         if let RescaledKv::Even(kv) = &mut self.tokens {
             kv.iter_mut().for_each(|x| x.drop_first(tiles * TILE));
@@ -356,8 +294,7 @@ impl RescaledKvCache {
 
     /// The number of oldest tiles of each kv head of each sequence whose tokens have all factors below `threshold`.
     fn evictable_tiles(&self, threshold: f32) -> Vec<usize> {
-        let tiles = self.starts.rows() - 1;
-        let (batch, kv_heads) = self.kv_heads;
+        let (tiles, batch, kv_heads) = (self.tiles(), self.batch, self.kv_heads);
         // Channels past the head's never decay.
         let head_dim = self.tokens.buffers()[0].meta.shape()[3];
         let starts = Tensor::<Cuda, 4, Int>::from_primitive(self.starts.held());

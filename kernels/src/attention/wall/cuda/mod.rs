@@ -9,6 +9,7 @@ mod kernels;
 mod key_gate;
 mod operands;
 mod prune;
+mod rescaled;
 
 use std::marker::PhantomData;
 

@@ -328,6 +328,29 @@ fn cuda_heads_evict_on_their_own() {
     }
 }
 
+/// A copy of a state after an eviction goes its own way.
+#[test]
+#[ignore = "needs a GPU"]
+fn cuda_copies_of_an_evicted_state_do_not_share_tokens() {
+    let (tokens, head_dim) = (340, 64);
+    let config = Config { evict_below: Some(1e-6), ..Config::default() };
+    let shape = AttentionShape::new(4 * head_dim, 4, 2, head_dim);
+    let mut drawn = inputs_of(&config, &shape, tokens);
+    drawn.projections[0] = logits(tokens, 2 * head_dim, |_, channel, _| channel == 5);
+    let inputs = inputs_on_cuda(drawn);
+    let mut state = dispatch::State::<_, Cuda>::new(0);
+    dispatch::extend(&config, &shape, cut(&inputs, 0, 300), &mut state);
+    let steps = |state: &mut dispatch::State<Config, Cuda>, from: usize| {
+        let step = |at| values(dispatch::extend(&config, &shape, cut(&inputs, at, 1), state));
+        (from..from + 20).flat_map(step).collect::<Vec<_>>()
+    };
+    let mut other = state.clone();
+    let want = steps(&mut state.clone(), 300);
+    // The other one has other tokens at the same places.
+    steps(&mut other, 320);
+    assert_eq!(steps(&mut state, 300), want);
+}
+
 fn inputs_on_cuda(drawn: Inputs<Flex>) -> Inputs<Cuda> {
     let parameters = drawn.parameters.into_iter();
     Inputs {
