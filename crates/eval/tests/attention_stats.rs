@@ -111,7 +111,7 @@ fn the_table_has_a_row_for_each_layer_and_view() {
     model.observe = Box::new(move |tokens| observe(&tokens.iter().map(|_| 0).collect::<Vec<_>>()));
     let report = evaluate(&config(&[32, 128]), &mut model, dir.path()).unwrap();
     insta::assert_snapshot!(report.to_string(), @"
-    attention-stats (version 1): run wall, step 100, 15 samples, seed 0, fake
+    attention-stats (version 2): run wall, step 100, 15 samples, seed 0, fake
     length          entropy      pruned_fraction
         32  104.500 ± 0.000  0.000977 ± 0.000000
        128  176.500 ± 0.000  0.000977 ± 0.000000
@@ -171,7 +171,7 @@ fn a_model_that_measures_nothing_is_refused() {
     let mut model = FakeModel { metrics: vec![], ..measuring() };
     let error = evaluate(&config(&[64]), &mut model, dir.path()).unwrap_err();
     insta::assert_snapshot!(error, @"
-    attention-stats: no layer of the model measures anything; allowed: models with a layer of a kind that does, such as tra, tda, rela, diff_rela, lssar, entmax
+    attention-stats: no layer of the model measures anything; allowed: models with a layer of a kind that does, such as rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking, linear, rwkv7, gated_delta_net, kda, mamba2
       hint: docs/evaluation.md lists the metrics, and which settings of a kind report them
     ");
     assert!(model.calls.is_empty());
