@@ -62,7 +62,8 @@ fn a_checkpoint_away_from_its_run_keeps_its_results() {
         assert_eq!(w.list(&format!("kept/{name}/eval")), ["index.json", "passkey"]);
         assert_eq!(step(&w, &format!("kept/{name}/eval/passkey/results.json")), Some(wanted));
     }
-    let generate = ["generate", "--checkpoint", "kept/five", "--max-tokens", "1", "--prompt", "The"];
+    let generate =
+        ["generate", "--checkpoint", "kept/five", "--max-tokens", "1", "--prompt", "The"];
     assert!(w.succeed(&generate).starts_with("The"));
     // Damage is found, and no other run is named as a remedy.
     w.damage("kept/five/weights.safetensors", |bytes| bytes[200] ^= 1);
