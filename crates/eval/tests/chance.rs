@@ -24,7 +24,7 @@ use longwall_eval::suites::word_problem::WordProblemOptions;
 use longwall_eval::{Report, SuiteConfig};
 use serde_json::Value;
 
-use crate::common::{FakeModel, evaluate_with, magic_number, sorted_samples};
+use crate::common::{FakeModel, TokenLogP, evaluate_with, magic_number, sorted_samples};
 use crate::{babilong, flip_flop, longtext_qa, lookup, mrcr, retrieval, ruler, symbols, zero_shot};
 
 /// Suites that measure the model itself and ask it nothing.
@@ -233,7 +233,7 @@ fn loss_case(name: &str, dir: &Path) -> Option<Case> {
         }
         _ => return None,
     };
-    let knows: Box<dyn Fn(usize, usize, &[u32]) -> f32> = Box::new(|_, _, _| 0.0);
+    let knows: TokenLogP = Box::new(|_, _, _| 0.0);
     let solver = FakeModel { token_log_p: knows, ..FakeModel::bytes(|_| String::new()) };
     let random = FakeModel::bytes(|_| String::new());
     Some(Case { config, metric, solver, best: 0.0, random, chance })
