@@ -82,6 +82,7 @@ impl Suite for Babilong {
     /// One for each task.
     const STREAMS: Range<u64> = 60..65;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &BabilongOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);

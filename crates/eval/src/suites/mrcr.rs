@@ -108,6 +108,7 @@ impl Suite for Mrcr {
     const VERSION: u32 = 2;
     const STREAMS: Range<u64> = 70..71;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &MrcrOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);

@@ -122,6 +122,7 @@ impl Suite for Niah {
     const VERSION: u32 = 2;
     const STREAMS: Range<u64> = 2..3;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &NiahOptions, problems: &mut Problems) {
         problems.check(

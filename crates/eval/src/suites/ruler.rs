@@ -115,6 +115,7 @@ impl Suite for Ruler {
     /// One for each task.
     const STREAMS: Range<u64> = 40..53;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &RulerOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
