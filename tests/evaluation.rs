@@ -326,6 +326,22 @@ fn the_next_commands_work_as_printed() {
 
 /// `[[eval]]` and a sweep's evaluations give, with `weights = "ema"`, what `eval --weights ema` gives.
 #[test]
+fn a_run_on_generated_examples_is_told_which_suites_need_text() {
+    let w = Workspace::new();
+    let sources = "data.sources=[{ kind = \"niah\" }, { kind = \"multi-needle\", needles = [2] }]";
+    let sizes = ["--set", "data.seq_len=800", "--set", "train.batch_tokens=1600"];
+    let short = ["--set", "train.tokens=3200", "--set", "data.validation_tokens=1600"];
+    let train = ["train", "--config", "tiny.toml", "--set", sources];
+    let text = w.succeed(&[&train[..], &sizes, &short].concat());
+    assert!(text.contains(" eval multi-needle --run runs/tiny\n"), "{text}");
+    assert!(text.contains(" eval niah --run runs/tiny --text FILES\n"), "{text}");
+    let niah = ["eval", "niah", "--run", "runs/tiny", "--lengths", "500", "--trials", "1"];
+    let error = w.fail(&niah);
+    assert!(error.contains("trained on generated examples, so it has no held-out text"), "{error}");
+    w.succeed(&[&niah[..], &["--text", "corpus"]].concat());
+}
+
+#[test]
 fn the_average_is_evaluated_after_training_and_in_sweeps() {
     let w = Workspace::new();
     let suite = "[[eval]]\nsuite = \"extrapolate\"\nlengths = [16, 32]\n";

@@ -1,6 +1,7 @@
 //! Whole-system tests: the `longwall` binary as its users run it.
 
 mod bench;
+mod checkpoints;
 mod configs;
 mod errors;
 mod evaluation;

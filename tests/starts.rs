@@ -72,8 +72,8 @@ fn what_a_trained_model_cannot_have_is_refused() {
     ");
     let from = ["train", "--config", "tiny.toml", "--from"];
     insta::assert_snapshot!(w.fail(&[&from[..], &["runs/none"]].concat()), @r"
-    error: runs/none holds no run: there is no config.toml in it
-      hint: give the folder of a run, for example runs/NAME
+    error: runs/none is no checkpoint: there is no state.json in it
+      hint: give the folder of a checkpoint, for example runs/NAME/checkpoints/step-1000, or of a run
     ");
     let both = w.run(&[&from[..], &["runs/old", "--resume", "runs/old"]].concat());
     assert_eq!(both.status.code(), Some(2));

@@ -1,10 +1,12 @@
 //! Shared by commands: the device option, and opening a run's model.
 
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::{Args, ValueEnum};
-use longwall_data::Tokenizer;
+use longwall_config::shell_quoted;
+use longwall_data::{DataError, Tokenizer};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::{LanguageModel, weights};
 use longwall_train::checkpoint::{
@@ -35,6 +37,28 @@ impl From<DeviceArg> for DeviceChoice {
     }
 }
 
+/// The checkpoint on the command line.
+#[derive(Clone, Debug)]
+pub enum CheckpointArg {
+    /// One of the run's.
+    Of(CheckpointSelector),
+    /// The one in a folder.
+    At(PathBuf),
+}
+
+impl FromStr for CheckpointArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = Path::new(text);
+        match text.parse() {
+            Ok(selector) => Ok(Self::Of(selector)),
+            Err(_) if path.components().count() > 1 || path.is_dir() => Ok(Self::At(path.into())),
+            Err(error) => Err(format!("{error}, or the folder of a checkpoint")),
+        }
+    }
+}
+
 /// A run's checkpoint, and the device to load it on.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
@@ -42,9 +66,10 @@ pub struct RunArgs {
     #[arg(long, global = true, value_name = "RUN")]
     pub run: Option<PathBuf>,
 
-    /// The checkpoint: `latest`, `best`, or a step
-    #[arg(long, global = true, default_value_t)]
-    pub checkpoint: CheckpointSelector,
+    /// The checkpoint: with --run `latest`, `best` or a step [default: latest]; without it a checkpoint's folder,
+    /// wherever it lies, such as runs/NAME/checkpoints/step-1000
+    #[arg(long, global = true, value_name = "CHECKPOINT")]
+    pub checkpoint: Option<CheckpointArg>,
 
     /// Which weights: `model`, or `ema`, the moving average that runs with train.ema keep
     #[arg(long, global = true, default_value_t, value_name = "WHICH")]
@@ -62,7 +87,7 @@ pub struct RunArgs {
 
 /// A checkpoint with its tokenizer, before its weights are loaded.
 pub struct OpenRun {
-    /// The run's folder.
+    /// The run's folder; of a checkpoint that lies in no run, its own.
     pub dir: PathBuf,
     /// The checkpoint.
     pub checkpoint: Checkpoint,
@@ -81,10 +106,8 @@ pub struct OpenRun {
 impl RunArgs {
     /// Opens the checkpoint, its tokenizer and the device.
     pub fn open(&self) -> Result<OpenRun> {
-        let Some(dir) = self.run.clone() else {
-            bail!("no run was given\n  hint: add --run runs/NAME, the folder of a trained run");
-        };
-        let mut run = open_run(&dir, self.checkpoint, self.device.map(Into::into))?;
+        let (checkpoint, dir) = self.checkpoint()?;
+        let mut run = open_checkpoint(checkpoint, dir, self.device.map(Into::into))?;
         run.config = run.checkpoint.config_with(&self.sets, run.tokenizer.vocab_size())?;
         let trained = run.checkpoint.trained_config();
         run.changes = trained.differences(&run.config).iter().map(change).collect();
@@ -94,6 +117,36 @@ impl RunArgs {
         }
         Ok(run)
     }
+
+    /// The checkpoint that the options name, and the folder of [`OpenRun::dir`].
+    fn checkpoint(&self) -> Result<(Checkpoint, PathBuf)> {
+        match (&self.run, &self.checkpoint) {
+            (Some(dir), None) => {
+                Ok((Checkpoint::open(dir, CheckpointSelector::Latest)?, dir.clone()))
+            }
+            (Some(dir), Some(CheckpointArg::Of(wanted))) => {
+                Ok((Checkpoint::open(dir, *wanted)?, dir.clone()))
+            }
+            (Some(_), Some(CheckpointArg::At(path))) => bail!(
+                "--checkpoint is the folder {}, beside --run; allowed beside --run: latest, best, or a step such as \
+                 1000\n  hint: leave out --run",
+                path.display()
+            ),
+            (None, Some(CheckpointArg::At(path))) => {
+                let checkpoint = Checkpoint::at(path)?;
+                let dir = checkpoint.run_dir().unwrap_or_else(|| checkpoint.path.clone());
+                Ok((checkpoint, dir))
+            }
+            (None, Some(CheckpointArg::Of(wanted))) => bail!(
+                "--checkpoint is {wanted}, and no run was given\n  hint: add --run runs/NAME, or give the checkpoint's \
+                 folder: --checkpoint runs/NAME/checkpoints/step-1000"
+            ),
+            (None, None) => bail!(
+                "no run was given\n  hint: add --run runs/NAME, the folder of a trained run, or --checkpoint DIR, that \
+                 of a checkpoint"
+            ),
+        }
+    }
 }
 
 /// Opens a run's checkpoint, its tokenizer and the device.
@@ -102,14 +155,32 @@ pub fn open_run(
     wanted: CheckpointSelector,
     device: Option<DeviceChoice>,
 ) -> Result<OpenRun> {
-    let checkpoint = Checkpoint::open(dir, wanted)?;
+    open_checkpoint(Checkpoint::open(dir, wanted)?, dir.to_owned(), device)
+}
+
+/// Opens the tokenizer of a checkpoint, which `dir` may have a copy of, and the device.
+fn open_checkpoint(
+    checkpoint: Checkpoint,
+    dir: PathBuf,
+    device: Option<DeviceChoice>,
+) -> Result<OpenRun> {
     let config = &checkpoint.config;
-    let tokenizer = load_tokenizer(dir, &config.tokenizer)?;
+    let tokenizer = load_tokenizer(&dir, &config.tokenizer).map_err(|error| match error {
+        DataError::Missing { path, .. } => anyhow!(
+            "{} has no tokenizer: there is no tokenizer.json in {}, and {}, which it was trained with, is not there\n  \
+             hint: copy tokenizer.json from the run's folder into {}",
+            checkpoint.path.display(),
+            dir.display(),
+            path.display(),
+            shell_quoted(&dir)
+        ),
+        error => error.into(),
+    })?;
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
     let device = device::open(device.unwrap_or(config.run.device), config.run.threads)?;
     let compute = Compute::for_trained(device, config.run.precision);
     let (config, weights, changes) = (checkpoint.trained_config(), WeightsSelector::Model, vec![]);
-    Ok(OpenRun { dir: dir.to_owned(), checkpoint, config, weights, changes, tokenizer, compute })
+    Ok(OpenRun { dir, checkpoint, config, weights, changes, tokenizer, compute })
 }
 
 fn change(difference: &Difference) -> String {

@@ -1,5 +1,8 @@
 //! The options that every suite has, and helpers for the suites' own options.
 
+use std::str::FromStr;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use longwall_config::{Problems, parse_count, side_by_side};
 use longwall_data::Tokenizer;
 use rand_chacha::ChaCha8Rng;
@@ -114,6 +117,16 @@ pub(crate) fn optional_sizes<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Vec<usize>>, D::Error> {
     sizes(deserializer).map(Some)
+}
+
+/// Parses one of the values with these names, which `--help` lists.
+pub(crate) fn choice<T>(
+    names: impl IntoIterator<Item = &'static str>,
+) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err = String> + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 
 /// Checks a list of lengths: at least one, none 0, none too long, none twice.

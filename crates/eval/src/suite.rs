@@ -38,6 +38,8 @@ pub trait Suite: Sized {
 
     /// Whether its calls of the model generate text.
     const GENERATES: bool;
+    /// Whether it needs text by default: the run's validation split, or the files of `--text`.
+    const READS_TEXT: bool = false;
 
     /// Records every option that is out of range.
     fn validate(options: &Self::Options, problems: &mut Problems);

@@ -14,7 +14,7 @@ fn options(lengths: &[usize], trials: usize) -> BabilongOptions {
     BabilongOptions { lengths: lengths.to_vec(), trials, ..BabilongOptions::default() }
 }
 
-fn held_out() -> Tokens {
+pub(crate) fn held_out() -> Tokens {
     let text: String = (0..900).map(|n| format!("Line {n} of some other text. ")).collect();
     Tokens(text.bytes().map(u32::from).collect())
 }
@@ -24,7 +24,7 @@ fn run(options: BabilongOptions, model: &mut FakeModel, dir: &Path) -> longwall_
 }
 
 /// The words of every fact of a prompt, in order.
-fn facts(text: &str) -> Vec<Vec<&str>> {
+pub(crate) fn facts(text: &str) -> Vec<Vec<&str>> {
     let sentences = text.split_terminator(". ").map(str::trim);
     let words = sentences.map(|s| s.trim_end_matches('.').split(' ').collect::<Vec<_>>());
     let names = ["Daniel", "John", "Mary", "Sandra", "Bill", "Fred", "Jeff", "The"];
@@ -32,7 +32,7 @@ fn facts(text: &str) -> Vec<Vec<&str>> {
 }
 
 /// Answers any question from the facts.
-fn solve(prompt: &str) -> String {
+pub(crate) fn solve(prompt: &str) -> String {
     let (_, rest) = prompt.rsplit_once("Text:").unwrap();
     let (text, question) = rest.split_once("\n\nQuestion: ").unwrap();
     let question: Vec<&str> = question.split_once('?').unwrap().0.split(' ').collect();

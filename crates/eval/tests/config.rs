@@ -183,9 +183,9 @@ fn every_option_out_of_range_is_reported_at_once() {
     the configuration has 5 problems:
     fflm.lengths is 33554432; allowed: lengths up to 16777216, in tokens
       hint: ask for shorter ones
-    fflm.lengths is 2; allowed: even lengths of 4 or more: an instruction is two tokens, the first writes and the last reads
+    fflm.lengths is 2; allowed: even lengths of 24 or more: an instruction is two tokens, and shorter sequences are too few to keep some from training
       hint: the paper's is 512
-    fflm.lengths is 33; allowed: even lengths of 4 or more: an instruction is two tokens, the first writes and the last reads
+    fflm.lengths is 33; allowed: even lengths of 24 or more: an instruction is two tokens, and shorter sequences are too few to keep some from training
       hint: the paper's is 512
     fflm.sequences is 18446744073709551615; allowed: 1 to 100000000
       hint: leave it out for the default
@@ -210,7 +210,7 @@ fn results_json_keeps_its_shape() {
     insta::assert_snapshot!(json.replace(&fingerprint, "SHA256"), @r#"
     {
       "suite": "passkey",
-      "suite_version": 1,
+      "suite_version": 2,
       "run": "wall",
       "checkpoint_step": 100,
       "git_hash": "0123abc",

@@ -18,7 +18,7 @@ fn config() -> SuiteConfig {
 }
 
 /// A model that is certain that the next bit is `answer(tokens read)`.
-fn model(answer: impl Fn(&[u32]) -> u8 + 'static) -> FakeModel {
+pub(crate) fn model(answer: impl Fn(&[u32]) -> u8 + 'static) -> FakeModel {
     FakeModel {
         token_log_p: Box::new(move |at, _, tokens| {
             let right = tokens[at + 1] == u32::from(answer(&tokens[..=at]));
@@ -29,7 +29,7 @@ fn model(answer: impl Fn(&[u32]) -> u8 + 'static) -> FakeModel {
 }
 
 /// The last bit written, and how many tokens ago.
-fn register(read: &[u32]) -> (u8, usize) {
+pub(crate) fn register(read: &[u32]) -> (u8, usize) {
     let place = read.iter().rposition(|&token| token == WRITE).unwrap();
     (read.get(place + 1).map_or(b'0', |&bit| bit as u8), read.len() - place)
 }

@@ -22,7 +22,7 @@ fn longbench(input: &str, context: &str, answers: &[&str], length: usize) -> Val
 }
 
 /// Two questions, one code line; a question with two answers and a summary.
-fn options(dir: &Path) -> LongtextQaOptions {
+pub(crate) fn options(dir: &Path) -> LongtextQaOptions {
     let (one, two) = (dir.join("longbench"), dir.join("scrolls"));
     let long = "The sky over the harbour was grey that day. ".repeat(40);
     write(

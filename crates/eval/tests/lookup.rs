@@ -27,7 +27,7 @@ fn phonebook_config(depths: Option<usize>) -> SuiteConfig {
 }
 
 /// The numbers of the keys that the question names, in its order, found in the text.
-fn numbers(prompt: &str) -> Vec<String> {
+pub(crate) fn numbers(prompt: &str) -> Vec<String> {
     let (text, question) = prompt.rsplit_once('\n').unwrap();
     let (_, keys) = question.split_once("numbers for ").unwrap();
     let (keys, _) = keys.split_once(" mentioned").unwrap();
@@ -40,7 +40,7 @@ fn numbers(prompt: &str) -> Vec<String> {
 }
 
 /// The line of the book with the name at the end.
-fn phone_number(prompt: &str) -> String {
+pub(crate) fn phone_number(prompt: &str) -> String {
     let name = prompt.rsplit('\n').next().unwrap();
     let line = prompt.lines().find(|line| line.starts_with(name)).unwrap();
     line.split_once(": ").unwrap().1.to_string()

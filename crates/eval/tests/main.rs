@@ -2,6 +2,7 @@
 
 mod attention_stats;
 mod babilong;
+mod chance;
 mod common;
 mod config;
 mod extrapolation;

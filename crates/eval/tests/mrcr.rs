@@ -29,7 +29,7 @@ fn run(
 }
 
 /// The texts of the request that is asked for, and which of them.
-fn relevant(prompt: &str) -> (Vec<&str>, usize) {
+pub(crate) fn relevant(prompt: &str) -> (Vec<&str>, usize) {
     let (_, question) = prompt.rsplit_once("and then repeat the ").unwrap();
     let (ordinal, request) = question.split_once(' ').unwrap();
     let request = request.split_once('.').unwrap().0;
@@ -38,7 +38,7 @@ fn relevant(prompt: &str) -> (Vec<&str>, usize) {
     (texts.collect(), ORDINALS.iter().position(|name| *name == ordinal).unwrap())
 }
 
-fn code(prompt: &str) -> &str {
+pub(crate) fn code(prompt: &str) -> &str {
     let (_, rest) = prompt.rsplit_once("User: Write ").unwrap();
     rest.split(' ').next().unwrap()
 }

@@ -13,12 +13,12 @@ use longwall_eval::suites::word_problem::WordProblemOptions;
 use longwall_eval::{Report, SamplingOptions, SuiteConfig, SuiteOptions};
 use serde_json::Value;
 
-fn model(predict: impl Fn(&[u32], usize) -> u32 + 'static) -> FakeModel {
+pub(crate) fn model(predict: impl Fn(&[u32], usize) -> u32 + 'static) -> FakeModel {
     FakeModel { predict: Box::new(predict), ..FakeModel::bytes(|_| String::new()) }
 }
 
 /// A symbol that depends on the sequence and the place in no simple way.
-fn noise(tokens: &[u32], place: usize) -> u64 {
+pub(crate) fn noise(tokens: &[u32], place: usize) -> u64 {
     let mix = |hash: u64, token: &u32| (hash ^ u64::from(*token)).wrapping_mul(0x100_0000_01b3);
     let hash = tokens.iter().fold(0xcbf2_9ce4_8422_2325 ^ place as u64, mix);
     (hash ^ (hash >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 33
@@ -30,17 +30,17 @@ fn score(report: &Report, metric: &str, length: Option<usize>) -> f64 {
 }
 
 /// The tokens of a sample's prompt.
-fn tokens(sample: &Value) -> Vec<u32> {
+pub(crate) fn tokens(sample: &Value) -> Vec<u32> {
     sample["prompt"].as_str().unwrap().split(' ').map(|id| id.parse().unwrap()).collect()
 }
 
-fn mqar(form: Form, lengths: &[usize], trials: usize) -> SuiteConfig {
+pub(crate) fn mqar(form: Form, lengths: &[usize], trials: usize) -> SuiteConfig {
     let lengths = lengths.to_vec();
     SuiteConfig::from(MqarOptions { form, lengths, trials, ..MqarOptions::default() })
 }
 
 /// The symbol after the last earlier place of the key that ends at `place`.
-fn after_last(tokens: &[u32], place: usize, key: usize) -> u32 {
+pub(crate) fn after_last(tokens: &[u32], place: usize, key: usize) -> u32 {
     let wanted = &tokens[place + 1 - key..=place];
     let starts = (0..place + 1 - key).rev();
     // The pairs stand at multiples of their width, before anything random.
@@ -194,7 +194,7 @@ fn a_model_that_knows_beginnings_fails_at_ends() {
 }
 
 /// The value that the variable at `place` had `back` assignments ago.
-fn recalled(tokens: &[u32], place: usize, back: usize) -> u32 {
+pub(crate) fn recalled(tokens: &[u32], place: usize, back: usize) -> u32 {
     let places = (0..place).rev().filter(|at| at % 2 == 0 && tokens[*at] == tokens[place]);
     places.take(back).nth(back - 1).map_or(0, |at| tokens[at + 1])
 }

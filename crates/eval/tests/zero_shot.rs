@@ -52,7 +52,7 @@ fn data(dir: &Path) -> PathBuf {
     folder
 }
 
-fn options(dir: &Path, tasks: &[&str]) -> ZeroShotOptions {
+pub(crate) fn options(dir: &Path, tasks: &[&str]) -> ZeroShotOptions {
     let tasks = tasks.iter().map(|task| task.to_string()).collect();
     ZeroShotOptions { tasks, data: data(dir), ..Default::default() }
 }

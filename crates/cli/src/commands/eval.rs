@@ -1,4 +1,4 @@
-//! `longwall eval SUITE --run RUN`.
+//! `longwall eval SUITE --run RUN` or `--checkpoint DIR`.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -409,7 +409,10 @@ fn print_next(config: &RunConfig, run_dir: &Path) {
     match generated.as_deref() {
         Some(suites) => {
             for suite in suites {
-                println!("  {exe} eval {suite} --run {run}");
+                // The run has no text of its own to hide things in.
+                let reads_text = SuiteConfig::text_readers().any(|name| name == suite);
+                let text = if reads_text { " --text FILES" } else { "" };
+                println!("  {exe} eval {suite} --run {run}{text}");
             }
         }
         None => {

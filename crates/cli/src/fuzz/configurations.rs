@@ -22,7 +22,7 @@ const KEYS: [&str; 64] = [
     "run.threads=1",
     "run.precision=\"f32\"",
     "run.seed=7",
-    "data.sources=[{ kind = \"passkey\", min_len = 16 }, { kind = \"fflm\", instructions = 8 }]",
+    "data.sources=[{ kind = \"passkey\", min_len = 16 }, { kind = \"fflm\", instructions = 16 }]",
     "data.sources=[{ kind = \"text\", paths = [\"a\"], separator = \"b\", weight = 2 }]",
     "data.sources=[{ kind = \"mqar\", length = 16 }, { kind = \"mqrar\", length = 16 }]",
     "data.sources=[{ kind = \"word-problem\" }, { kind = \"phonebook\", answer_only = false }]",

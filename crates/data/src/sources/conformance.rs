@@ -5,10 +5,9 @@ use serde::de::DeserializeOwned;
 use tempfile::TempDir;
 
 use super::SourceConfig;
-use super::testing::{Example, config, open};
+use super::testing::{Example, config, examples_of, open};
+use crate::synthetic::held_out::Part;
 use crate::{DataConfig, Split};
-
-const SEQ_LEN: usize = 300;
 
 /// The suite of the kind whose module is `$module`.
 macro_rules! suite {
@@ -37,6 +36,11 @@ macro_rules! suite {
             }
 
             #[test]
+            fn training_never_has_what_tests_ask_for() {
+                conformance::parts_are_apart::<Config>();
+            }
+
+            #[test]
             fn every_key_is_documented() {
                 conformance::keys_are_documented::<Config>();
             }
@@ -49,7 +53,7 @@ pub(super) use suite;
 fn example<C: Example>() -> (TempDir, DataConfig) {
     let dir = tempfile::tempdir().unwrap();
     let source: SourceConfig = C::example(dir.path()).into();
-    let config = config(&dir, SEQ_LEN, vec![source]);
+    let config = config(&dir, C::SEQ_LEN, vec![source]);
     (dir, config)
 }
 
@@ -78,7 +82,7 @@ pub(super) fn rows_are_computed<C: Example>() {
     let (_dir, config) = example::<C>();
     let batch = |seed, first, rows| open(&config, seed, Split::Train).unwrap().batch(first, rows);
     let whole = batch(9, 1000, 6);
-    let cells = 2 * SEQ_LEN;
+    let cells = 2 * C::SEQ_LEN;
     for part in 0..3 {
         let slice = batch(9, 1000 + 2 * part as u64, 2);
         let at = part * cells..(part + 1) * cells;
@@ -100,6 +104,30 @@ pub(super) fn validation_is_fixed<C: Example>() {
     assert_eq!(again.batch(0, rows as usize), batch);
     let train = open(&config, 1, Split::Train).unwrap();
     assert_ne!(train.batch(0, rows as usize).inputs, batch.inputs);
+}
+
+/// Every example of the training split is of one part, of the validation split of the other, by the hash of what it
+/// asks for.
+pub(super) fn parts_are_apart<C: Example>() {
+    let (_dir, config) = example::<C>();
+    let source = &config.sources[0];
+    if !source.is_generated() {
+        // Documents are divided by `validation_fraction`.
+        assert!(C::held_out(&[]).is_empty());
+        return;
+    }
+    for (split, part) in [(Split::Train, Part::Train), (Split::Validation, Part::Test)] {
+        let examples = examples_of(source, C::SEQ_LEN, split);
+        assert!(examples.len() >= 20, "{split:?}: {} examples", examples.len());
+        for (example, _) in examples {
+            let contents = C::held_out(&example);
+            assert!(!contents.is_empty());
+            for content in contents {
+                let text = String::from_utf8_lossy(&content).into_owned();
+                assert_eq!(Part::of(&content), part, "{text:?} in {split:?}");
+            }
+        }
+    }
 }
 
 /// The table of sources in `docs/configuration.md` has a row for every key, below its kind's.

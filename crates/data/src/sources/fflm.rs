@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{OpenContext, RowGenerator, Source, SourceData};
 use crate::synthetic::fflm::{FlipFlop, FlipFlopTokens, read_bits};
+use crate::synthetic::held_out::Part;
 use crate::synthetic::packing::{Example, Goal, pack};
 use crate::{DataConfig, DataError};
 
@@ -33,6 +34,13 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Config { instructions: 256, p_write: 0.1, p_read: 0.1, p_ignore: 0.8, reads_only: true }
+    }
+}
+
+impl Config {
+    fn task(&self) -> FlipFlop {
+        let Config { instructions, p_write, p_read, .. } = *self;
+        FlipFlop { instructions, p_write, p_read }
     }
 }
 
@@ -68,18 +76,28 @@ impl Source for Config {
             "1",
             "set all three; the defaults are 0.1, 0.1 and 0.8",
         );
+        let are_valid = probabilities.iter().all(|(_, p)| (0.0..=1.0).contains(p));
+        let entropy = self.task().entropy();
+        problems.check(
+            entropy >= FlipFlop::LEAST_BITS || !are_valid || self.instructions < 2,
+            key,
+            format!("a source of sequences with {entropy:.1} bits of randomness"),
+            format!("{} bits or more, so that some can be kept for tests", FlipFlop::LEAST_BITS),
+            "raise instructions, or lower p_read",
+        );
     }
 
     fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         let Config { instructions, p_write, p_read, reads_only, .. } = *self;
         let rows = FlipFlopRows {
-            task: FlipFlop { instructions, p_write, p_read },
+            task: self.task(),
             tokens: FlipFlopTokens::new(context.tokenizer)?,
             end_of_text: context.tokenizer.end_of_text(),
             reads_only,
+            part: context.part(),
             seed: context.generator_seed(),
         };
-        let fingerprint = format!("fflm {instructions} {p_write} {p_read} {reads_only}");
+        let fingerprint = format!("fflm 2 {instructions} {p_write} {p_read} {reads_only}");
         Ok(SourceData::Generated { rows: Box::new(rows), fingerprint })
     }
 }
@@ -90,13 +108,14 @@ struct FlipFlopRows {
     tokens: FlipFlopTokens,
     end_of_text: u32,
     reads_only: bool,
+    part: Part,
     seed: u64,
 }
 
 impl RowGenerator for FlipFlopRows {
     fn fill(&self, index: u64, tokens: &mut [i32], targets: &mut [i32], weights: &mut [f32]) {
         let example = |rng: &mut ChaCha8Rng| {
-            let text = self.task.draw(rng);
+            let text = self.task.draw(rng, self.part);
             let mut tokens = self.tokens.encode(&text);
             tokens.push(self.end_of_text);
             let goal = match self.reads_only {
@@ -121,11 +140,34 @@ mod tests {
         fn example(_folder: &Path) -> Self {
             Config { instructions: 100, p_write: 0.2, p_ignore: 0.7, ..Config::default() }
         }
+
+        fn held_out(example: &[u32]) -> Vec<Vec<u8>> {
+            vec![tokenizer().decode(example).into_bytes()]
+        }
     }
 
     fn rows(reads_only: bool, seed: u64, split: Split) -> Box<dyn RowGenerator> {
         let source = Config { reads_only, ..Config::default() };
         generator(&SourceConfig::from(source), 512, seed, split).unwrap()
+    }
+
+    #[test]
+    fn too_few_different_sequences_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = |config: Config| {
+            let mut problems = Problems::new();
+            let data = crate::sources::testing::config(&dir, 512, Vec::new());
+            config.validate("source", &data, &mut problems);
+            problems.into_result().map_err(|problems| problems.to_string())
+        };
+        let only_reads = Config { p_write: 0.0, p_read: 1.0, p_ignore: 0.0, ..Config::default() };
+        insta::assert_snapshot!(error(only_reads).unwrap_err(), @r"
+        the configuration has 1 problem:
+        source is a source of sequences with 1.0 bits of randomness; allowed: 12 bits or more, so that some can be kept for tests
+          hint: raise instructions, or lower p_read
+        ");
+        assert!(error(Config { instructions: 4, ..Config::default() }).is_err());
+        assert_eq!(error(Config { instructions: 16, ..Config::default() }), Ok(()));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! holds the keys of its `[[data.sources]]` table; the registry adds `kind` and `weight`, which all
 //! tables have.
 
+pub mod babilong;
 pub mod cargo_sources;
 #[cfg(test)]
 mod conformance;
@@ -11,10 +12,14 @@ pub mod fflm;
 mod labelled;
 pub mod mqar;
 pub mod mqrar;
+pub mod mrcr;
+pub mod multi_needle;
+pub mod niah;
 pub mod passkey;
 pub mod phonebook;
 mod prompts;
 mod registry;
+pub mod ruler;
 pub mod shards;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -47,6 +52,16 @@ registry::registry! {
     Passkey = "passkey" in passkey;
     /// Generated flip-flop sequences.
     Fflm = "fflm" in fflm;
+    /// Generated needles in a haystack.
+    Niah = "niah" in niah;
+    /// Generated prompts with several needles.
+    MultiNeedle = "multi-needle" in multi_needle;
+    /// Generated examples of RULER's tasks.
+    Ruler = "ruler" in ruler;
+    /// Generated stories hidden in text: BABILong.
+    Babilong = "babilong" in babilong;
+    /// Generated conversations: multi-round coreference.
+    Mrcr = "mrcr" in mrcr;
     /// Generated phone books.
     Phonebook = "phonebook" in phonebook;
     /// Generated key–value pairs and queries: multi-query associative recall.

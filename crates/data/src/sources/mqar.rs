@@ -90,12 +90,18 @@ mod tests {
     use super::*;
     use crate::sources::labelled::testing::{sequences, splits_are_disjoint};
     use crate::sources::testing::{Example, generator};
+    use crate::synthetic::symbols::content;
     use crate::{SourceConfig, Split};
 
     impl Example for Config {
         fn example(_folder: &Path) -> Self {
             let form = Form::Forgetting;
             Config { form, updates: Some(3), vocab: Some(200), ..Config::default() }
+        }
+
+        fn held_out(example: &[u32]) -> Vec<Vec<u8>> {
+            // Symbols are byte tokens.
+            vec![content(example)]
         }
     }
 

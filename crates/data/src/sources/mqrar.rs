@@ -86,10 +86,16 @@ mod tests {
     use crate::Split;
     use crate::sources::labelled::testing::{sequences, splits_are_disjoint};
     use crate::sources::testing::Example;
+    use crate::synthetic::symbols::content;
 
     impl Example for Config {
         fn example(_folder: &Path) -> Self {
             Config { back: 2, length: 90, keys: 4, values: 30 }
+        }
+
+        fn held_out(example: &[u32]) -> Vec<Vec<u8>> {
+            // Symbols are byte tokens.
+            vec![content(example)]
         }
     }
 

@@ -2,13 +2,12 @@
 //! [`synthetic::passkey`](crate::synthetic::passkey) makes the prompts.
 
 use longwall_config::Problems;
-use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::prompts::{example, lengths, validate_lengths};
-use super::{OpenContext, RowGenerator, Source, SourceData};
-use crate::synthetic::packing::{Example, pack};
+use super::prompts::{PromptTask, Prompted, prompt_rows, validate_lengths};
+use super::{OpenContext, Source, SourceData};
+use crate::synthetic::held_out::Part;
 use crate::synthetic::passkey::PasskeyFitter;
 use crate::{DataConfig, DataError, Tokenizer};
 
@@ -48,48 +47,33 @@ impl Source for Config {
 
     fn open(&self, context: &OpenContext<'_>) -> Result<SourceData, DataError> {
         let fitter = PasskeyFitter::new(context.tokenizer);
-        let asked = (self.min_len, self.max_len);
-        let (min_len, max_len) = lengths("passkey", asked, fitter.shortest_example(), context)?;
-        let rows = PasskeyRows {
-            fitter,
-            tokenizer: context.tokenizer.clone(),
-            lengths: (min_len, max_len),
-            answer_only: self.answer_only,
-            seed: context.generator_seed(),
-        };
-        let fingerprint = format!("passkey {:?} {max_len} {}", self.min_len, self.answer_only);
-        Ok(SourceData::Generated { rows: Box::new(rows), fingerprint })
+        prompt_rows(context, fitter, "passkey 2", (self.min_len, self.max_len), self.answer_only)
     }
 }
 
-#[derive(Debug)]
-struct PasskeyRows {
-    fitter: PasskeyFitter,
-    tokenizer: Tokenizer,
-    /// Shortest and longest example.
-    lengths: (usize, usize),
-    answer_only: bool,
-    seed: u64,
-}
+impl PromptTask for PasskeyFitter {
+    const NAME: &'static str = "passkey";
 
-impl PasskeyRows {
-    /// An example. With `answer_only`, the answer and the full stop that ends it count for the loss.
-    fn example(&self, rng: &mut ChaCha8Rng) -> Example {
-        let length = rng.random_range(self.lengths.0..=self.lengths.1);
-        // Room for the longest answer, so that the example fits whatever the answer is.
-        let reserved = self.fitter.shortest_example() - self.fitter.shortest_prompt();
-        let prompt = match self.fitter.fit(rng, length - reserved, None, "min_len") {
+    /// The completion is the answer and a full stop that ends it. There is room for the longest answer, so that the
+    /// example fits whatever the answer is.
+    fn draw(
+        &self,
+        rng: &mut ChaCha8Rng,
+        length: usize,
+        part: Part,
+        tokenizer: &Tokenizer,
+    ) -> Result<Prompted, usize> {
+        let reserved = self.shortest_example() - self.shortest_prompt();
+        let prompt = match self.fit(rng, length - reserved, None, part, "min_len") {
             Ok(prompt) => prompt,
             Err(error) => unreachable!("min_len was checked: {error}"),
         };
-        example(&self.tokenizer, &prompt.prompt, &prompt.completion(), self.answer_only)
+        let tokens = tokenizer.encode(&prompt.prompt);
+        Prompted::new(&prompt.completion(), length, tokenizer, |_| Ok(tokens))
     }
-}
 
-impl RowGenerator for PasskeyRows {
-    fn fill(&self, index: u64, tokens: &mut [i32], targets: &mut [i32], weights: &mut [f32]) {
-        let end_of_text = self.tokenizer.end_of_text();
-        pack((self.seed, index), end_of_text, |rng| self.example(rng), (tokens, targets), weights);
+    fn shortest(&self, _tokenizer: &Tokenizer) -> usize {
+        self.shortest_example()
     }
 }
 
@@ -98,6 +82,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::sources::RowGenerator;
     use crate::sources::testing::{Example, generator, row, tokenizer};
     use crate::{SourceConfig, Split};
 
@@ -106,6 +91,12 @@ mod tests {
     impl Example for Config {
         fn example(_folder: &Path) -> Self {
             Config { min_len: Some(260), ..Config::default() }
+        }
+
+        fn held_out(example: &[u32]) -> Vec<Vec<u8>> {
+            let example = tokenizer().decode(example);
+            let (_, answer) = example.rsplit_once("The pass key is ").unwrap();
+            vec![answer.trim_end_matches('.').as_bytes().to_vec()]
         }
     }
 

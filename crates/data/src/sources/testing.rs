@@ -19,8 +19,49 @@ pub(crate) const END: u32 = 256;
 
 /// A source for the tests that every kind gets.
 pub(crate) trait Example: Into<SourceConfig> {
-    /// A source for rows of 300 byte tokens; if it reads text, it writes some into `folder`.
+    /// Tokens in the rows of the tests.
+    const SEQ_LEN: usize = 300;
+
+    /// A source for rows of [`SEQ_LEN`](Self::SEQ_LEN) byte tokens; if it reads text, it writes some into `folder`.
     fn example(folder: &Path) -> Self;
+
+    /// The contents that decide whether an example, of which these are the tokens without the end of text, is for
+    /// training or for tests. A source of text has none: its documents are divided.
+    fn held_out(_example: &[u32]) -> Vec<Vec<u8>> {
+        vec![]
+    }
+}
+
+/// The examples in the first rows of a source that generates them: their tokens without the end of text, and those
+/// of them that count for the loss.
+pub(crate) fn examples_of(
+    source: &SourceConfig,
+    seq_len: usize,
+    split: Split,
+) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let rows = generator(source, seq_len, 1, split).unwrap();
+    let mut found = vec![];
+    for index in 0..30 {
+        let (tokens, _, weights) = labelled_row(&*rows, index, seq_len);
+        let tokens: Vec<u32> = tokens.into_iter().map(|token| token as u32).collect();
+        let mut start = 0;
+        for end in (0..tokens.len()).filter(|&at| tokens[at] == END) {
+            let counts = |at: &usize| *at > 0 && weights[at - 1] == 1.0;
+            let counted = (start..end).filter(counts).map(|at| tokens[at]).collect();
+            if end > start {
+                found.push((tokens[start..end].to_vec(), counted));
+            }
+            start = end + 1;
+        }
+    }
+    found
+}
+
+/// Examples of the training split, as text, and what of each counts for the loss.
+pub(crate) fn answers_of(source: &SourceConfig, seq_len: usize) -> Vec<(String, String)> {
+    let text = |tokens: &[u32]| tokenizer().decode(tokens);
+    let examples = examples_of(source, seq_len, Split::Train);
+    examples.iter().map(|(example, counted)| (text(example), text(counted))).collect()
 }
 
 pub(crate) fn tokenizer() -> Tokenizer {

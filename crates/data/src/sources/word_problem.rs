@@ -85,6 +85,11 @@ mod tests {
         fn example(_folder: &Path) -> Self {
             Config { group: Group::S5, min_len: 3, max_len: 30 }
         }
+
+        fn held_out(example: &[u32]) -> Vec<Vec<u8>> {
+            // Symbols are byte tokens.
+            vec![content(example)]
+        }
     }
 
     #[test]

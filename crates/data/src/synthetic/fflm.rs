@@ -4,11 +4,12 @@
 //! 3: a sequence of instructions w (write), r (read) and i (ignore), each followed by a bit. It
 //! starts with w and ends with r; the instructions between are drawn independently. The bits after
 //! w and i are random, those after r repeat the last one written. The text is the bare characters,
-//! for example `w1i0r1`. Training and evaluation use the same functions.
+//! for example `w1i0r1`. Training and evaluation use the same functions, and never have a sequence in common.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
+use super::held_out::Part;
 use crate::{DataError, Tokenizer};
 
 /// The vocabulary: three instructions and two bits.
@@ -37,8 +38,31 @@ impl FlipFlop {
         2 * self.instructions
     }
 
-    /// Draws a sequence.
-    pub fn draw(&self, rng: &mut ChaCha8Rng) -> String {
+    /// The least number of bits of randomness with which sequences are many enough to hold some out.
+    pub const LEAST_BITS: f64 = 12.0;
+
+    /// The entropy of a sequence, in bits: that of its instructions, and one for each bit that is not read.
+    pub fn entropy(&self) -> f64 {
+        let FlipFlop { p_write, p_read, .. } = *self;
+        let p_ignore = 1.0 - p_write - p_read;
+        let bits = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
+        let instruction = [p_write, p_read, p_ignore].map(bits).iter().sum::<f64>() + 1.0 - p_read;
+        1.0 + (self.instructions.saturating_sub(2)) as f64 * instruction
+    }
+
+    /// Draws a sequence of `part`.
+    ///
+    /// # Panics
+    /// When there are too few sequences: with an [`entropy`](Self::entropy) far below [`LEAST_BITS`](Self::LEAST_BITS).
+    pub fn draw(&self, rng: &mut ChaCha8Rng, part: Part) -> String {
+        part.draw(rng, |rng| {
+            let text = self.sequence(rng);
+            let content = text.clone().into_bytes();
+            (text, content)
+        })
+    }
+
+    fn sequence(&self, rng: &mut ChaCha8Rng) -> String {
         let mut text = String::with_capacity(self.chars());
         let mut written = '0';
         for at in 0..self.instructions {
@@ -116,7 +140,7 @@ mod tests {
     use crate::TokenizerConfig;
 
     fn draw(task: FlipFlop, seed: u64) -> String {
-        task.draw(&mut ChaCha8Rng::seed_from_u64(seed))
+        task.draw(&mut ChaCha8Rng::seed_from_u64(seed), Part::Test)
     }
 
     proptest! {

@@ -3,10 +3,13 @@
 //! The texts and the protocol are those of appendix D of the TRA/TDA paper, after Mohtashami and
 //! Jaggi (2023): five blocks joined by newlines, the answer uniform in 1 to 50,000. Training and
 //! evaluation use the same functions, so that a model trained on the task is tested on it.
+//!
+//! The answer decides whether a prompt is for training or for tests: training never hides a number that a test hides.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
+use super::held_out::Part;
 use crate::{DataError, Tokenizer};
 
 const INSTRUCTION: &str = "There is an important info hidden inside a lot of irrelevant text. \
@@ -44,8 +47,12 @@ struct Draw {
 }
 
 impl Draw {
-    fn new(rng: &mut ChaCha8Rng) -> Self {
-        Draw { answer: rng.random_range(1..=GREATEST_ANSWER), position: rng.random() }
+    fn new(rng: &mut ChaCha8Rng, part: Part) -> Self {
+        let answer = part.draw(rng, |rng| {
+            let answer: u32 = rng.random_range(1..=GREATEST_ANSWER);
+            (answer, answer.to_string().into_bytes())
+        });
+        Draw { answer, position: rng.random() }
     }
 
     /// Characters of garbage before the needle: uniform in 0..=garbage_chars.
@@ -80,16 +87,17 @@ fn garbage(chars: usize) -> String {
     text
 }
 
-/// A prompt with `garbage_chars` characters of garbage in total.
+/// A prompt with `garbage_chars` characters of garbage in total, whose answer is of `part`.
 ///
 /// `depth` is the share of it before the needle, 0 (start) to 1 (end); `None` draws it uniformly.
-/// Takes two draws from `rng` in either case.
+/// Takes the same draws from `rng` in either case.
 pub fn passkey_prompt(
     rng: &mut ChaCha8Rng,
     garbage_chars: usize,
     depth: Option<f64>,
+    part: Part,
 ) -> PasskeyPrompt {
-    Draw::new(rng).prompt(garbage_chars, depth)
+    Draw::new(rng, part).prompt(garbage_chars, depth)
 }
 
 /// Makes prompts of a given length in tokens.
@@ -135,7 +143,7 @@ impl PasskeyFitter {
     }
 
     /// A prompt with as much garbage as fits into `budget` tokens, which must not include the generated
-    /// ones. `depth` is as in [`passkey_prompt`].
+    /// ones. `depth` and `part` are as in [`passkey_prompt`].
     ///
     /// # Errors
     /// When not even a prompt without garbage fits; `key` is the setting the error names.
@@ -144,9 +152,10 @@ impl PasskeyFitter {
         rng: &mut ChaCha8Rng,
         budget: usize,
         depth: Option<f64>,
+        part: Part,
         key: &'static str,
     ) -> Result<PasskeyPrompt, DataError> {
-        let draw = Draw::new(rng);
+        let draw = Draw::new(rng, part);
         let bare = self.prompt_tokens(&draw.prompt(0, depth));
         if bare > budget {
             let tokenizer = self.tokenizer.name().into();
@@ -212,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_prompt_is_five_blocks_joined_by_newlines() {
-        let prompt = passkey_prompt(&mut rng(1), 120, Some(0.25));
+        let prompt = passkey_prompt(&mut rng(1), 120, Some(0.25), Part::Test);
         let x = prompt.answer;
         let expected = format!(
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. \
@@ -233,7 +242,7 @@ mod tests {
     fn answers_and_positions_cover_their_range() {
         let mut rng = rng(2);
         let prompts: Vec<PasskeyPrompt> =
-            (0..4000).map(|_| passkey_prompt(&mut rng, 400, None)).collect();
+            (0..4000).map(|_| passkey_prompt(&mut rng, 400, None, Part::Test)).collect();
         assert!(prompts.iter().all(|p| (1..=GREATEST_ANSWER).contains(&p.answer)));
         let mean_answer = prompts.iter().map(|p| f64::from(p.answer)).sum::<f64>() / 4000.0;
         let mean_depth = prompts.iter().map(|p| p.depth).sum::<f64>() / 4000.0;
@@ -244,11 +253,14 @@ mod tests {
 
     #[test]
     fn the_same_seed_gives_the_same_prompt_and_depth_leaves_the_answer() {
-        assert_eq!(passkey_prompt(&mut rng(3), 300, None), passkey_prompt(&mut rng(3), 300, None));
+        assert_eq!(
+            passkey_prompt(&mut rng(3), 300, None, Part::Test),
+            passkey_prompt(&mut rng(3), 300, None, Part::Test)
+        );
         let (mut a, mut b) = (rng(3), rng(3));
         for _ in 0..3 {
-            let random = passkey_prompt(&mut a, 300, None);
-            assert_eq!(random.answer, passkey_prompt(&mut b, 300, Some(0.5)).answer);
+            let random = passkey_prompt(&mut a, 300, None, Part::Test);
+            assert_eq!(random.answer, passkey_prompt(&mut b, 300, Some(0.5), Part::Test).answer);
         }
     }
 
@@ -259,12 +271,14 @@ mod tests {
             let fitter = PasskeyFitter::new(&tokenizer);
             for seed in 0..40 {
                 let budget = fitter.shortest_prompt() + 13 * seed as usize;
-                let fitted = fitter.fit(&mut rng(seed), budget, None, "length").unwrap();
+                let fitted =
+                    fitter.fit(&mut rng(seed), budget, None, Part::Test, "length").unwrap();
                 assert!(tokenizer.encode(&fitted.prompt).len() <= budget);
-                let bare = passkey_prompt(&mut rng(seed), 0, None).prompt.len();
+                let bare = passkey_prompt(&mut rng(seed), 0, None, Part::Test).prompt.len();
                 let garbage_chars = fitted.prompt.len() - bare;
                 for more in 1..30 {
-                    let larger = passkey_prompt(&mut rng(seed), garbage_chars + more, None);
+                    let larger =
+                        passkey_prompt(&mut rng(seed), garbage_chars + more, None, Part::Test);
                     let tokens = tokenizer.encode(&larger.prompt).len();
                     assert!(
                         tokens > budget,
@@ -279,8 +293,9 @@ mod tests {
     fn a_budget_below_the_bare_prompt_is_refused() {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
         let fitter = PasskeyFitter::new(&tokenizer);
-        let error = fitter.fit(&mut rng(5), 100, None, "--lengths").unwrap_err();
-        let needed = tokenizer.encode(&passkey_prompt(&mut rng(5), 0, None).prompt).len();
+        let error = fitter.fit(&mut rng(5), 100, None, Part::Test, "--lengths").unwrap_err();
+        let needed =
+            tokenizer.encode(&passkey_prompt(&mut rng(5), 0, None, Part::Test).prompt).len();
         assert_eq!(
             error.to_string(),
             format!(

@@ -120,6 +120,7 @@ impl Suite for AttentionStats {
     /// Empty: its samples are places in the text.
     const STREAMS: Range<u64> = 0..0;
     const GENERATES: bool = false;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &AttentionStatsOptions, problems: &mut Problems) {
         options.text().validate(problems);

@@ -3,29 +3,25 @@
 //! The facts come from a simulator of our own, the text is held out by the user or the run. An answer is correct if
 //! its first sentence names the right label and no other of the task, where labels of the question do not count.
 
-mod stories;
-
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
-use rand::Rng;
+pub use longwall_data::synthetic::babilong::Task;
+use longwall_data::synthetic::babilong::{Parts, Story};
+use longwall_data::synthetic::held_out::Part;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-pub use self::stories::{Story, Task};
 use super::counted::{self, Cells, Counted, Plot};
-use super::fit::check_floor;
+use super::fit::{check_floor, too_short};
 use super::niah::Haystack;
 use crate::EvalError;
 use crate::options::{
-    MOST_SAMPLES, check_answer, check_count, check_lengths, parse_size, sample_rng, sizes,
+    MOST_SAMPLES, check_answer, check_count, check_lengths, choice, parse_size, sample_rng, sizes,
 };
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
-
-/// No fact stands before the last end of a sentence in this many tokens at the start of the text.
-const FIRST_SENTENCES: f64 = 200.0;
 
 /// Options of `longwall eval babilong`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -40,7 +36,8 @@ pub struct BabilongOptions {
     #[arg(long, default_value_t = BabilongOptions::default().trials)]
     pub trials: usize,
     /// The tasks
-    #[arg(long, value_delimiter = ',', value_enum, default_values_t = BabilongOptions::default().tasks)]
+    #[arg(long, value_delimiter = ',', value_name = "TASK", value_parser = choice::<Task>(Task::ALL.map(Task::name)),
+          default_values_t = BabilongOptions::default().tasks)]
     pub tasks: Vec<Task>,
     /// Text files or folders to hide the facts in [default: the run's validation split]
     #[arg(long, num_args = 1.., value_name = "PATH")]
@@ -66,53 +63,6 @@ impl Default for BabilongOptions {
     }
 }
 
-/// What the prompt says before the facts: the task, and two solved examples.
-fn introduction(task: Task) -> &'static str {
-    match task {
-        Task::Qa1 => {
-            "The text below hides facts about where people are. Answer the question from these facts alone: a \
-             person is where they went last. The answer is one word.\n\n\
-             Facts: Mary went to the office. John moved to the garden. Mary travelled to the kitchen.\n\
-             Question: Where is Mary?\nAnswer: kitchen.\n\n\
-             Facts: Sandra journeyed to the hallway. Daniel went to the bedroom.\n\
-             Question: Where is Sandra?\nAnswer: hallway.\n\n"
-        }
-        Task::Qa2 => {
-            "The text below hides facts about people who carry things. Answer the question from these facts alone: \
-             a thing moves with the person who took it, and stays where it was put down. The answer is one \
-             word.\n\n\
-             Facts: Mary went to the office. Mary took the milk there. Mary moved to the garden.\n\
-             Question: Where is the milk?\nAnswer: garden.\n\n\
-             Facts: John moved to the bedroom. John got the apple there. John dropped the apple. John went to the \
-             kitchen.\nQuestion: Where is the apple?\nAnswer: bedroom.\n\n"
-        }
-        Task::Qa3 => {
-            "The text below hides facts about people who carry things. Answer the question from these facts alone: \
-             it asks where a thing was before its last place. The answer is one word.\n\n\
-             Facts: Mary went to the office. Mary took the milk there. Mary moved to the garden.\n\
-             Question: Where was the milk before the garden?\nAnswer: office.\n\n\
-             Facts: John moved to the bedroom. John got the apple there. John went to the hallway. John went to \
-             the kitchen.\nQuestion: Where was the apple before the kitchen?\nAnswer: hallway.\n\n"
-        }
-        Task::Qa4 => {
-            "The text below hides facts about how rooms lie. Answer the question from these facts alone. The answer \
-             is one word.\n\n\
-             Facts: The office is north of the kitchen. The garden is north of the office.\n\
-             Question: What is north of the office?\nAnswer: garden.\n\n\
-             Facts: The bathroom is west of the hallway. The bedroom is west of the bathroom.\n\
-             Question: What is the bathroom west of?\nAnswer: hallway.\n\n"
-        }
-        Task::Qa5 => {
-            "The text below hides facts about people who give things to each other. Answer the question from these \
-             facts alone, about the last gift that it fits. The answer is one word.\n\n\
-             Facts: Mary took the milk there. Mary gave the milk to Fred.\n\
-             Question: Who gave the milk to Fred?\nAnswer: Mary.\n\n\
-             Facts: Bill got the apple there. Jeff went to the office. Bill handed the apple to Jeff.\n\
-             Question: What did Bill give to Jeff?\nAnswer: apple.\n\n"
-        }
-    }
-}
-
 /// The suite.
 pub struct Babilong {
     options: BabilongOptions,
@@ -128,10 +78,11 @@ impl Suite for Babilong {
     type Verdict = Counted;
 
     const NAME: &'static str = "babilong";
-    const VERSION: u32 = 2;
+    const VERSION: u32 = 3;
     /// One for each task.
     const STREAMS: Range<u64> = 60..65;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &BabilongOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
@@ -197,29 +148,14 @@ impl Suite for Babilong {
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let (task, story, mut rng) = self.story(trial);
-        let Parts { before, facts, after } = Parts::of(task, &story, tokenizer);
-        let mut prompt = before;
-        match &self.haystack {
-            None => prompt.extend(facts.concat()),
-            Some(haystack) => {
-                let around = prompt.len() + after.len() + facts.iter().map(Vec::len).sum::<usize>();
-                let count = trial.length - self.options.max_tokens - around;
-                let hay = haystack.take(&mut rng, count);
-                let mut depths: Vec<f64> = facts.iter().map(|_| rng.random()).collect();
-                depths.sort_by(f64::total_cmp);
-                // The text begins anywhere in a sentence: the first fact stands behind a whole one.
-                let start = (FIRST_SENTENCES / count as f64).min(0.5);
-                let (start, mut done) = (haystack.place(&hay, start, tokenizer), 0);
-                for (depth, fact) in depths.into_iter().zip(&facts) {
-                    let at = haystack.place(&hay, depth, tokenizer).max(start).max(done);
-                    prompt.extend(&hay[done..at]);
-                    prompt.extend(fact);
-                    done = at;
-                }
-                prompt.extend(&hay[done..]);
-            }
-        }
-        prompt.extend(after);
+        let parts = Parts::of(task, &story, tokenizer);
+        let budget = trial.length - self.options.max_tokens;
+        let prompt = match &self.haystack {
+            None => parts.alone(),
+            Some(haystack) => parts
+                .hidden_in(&haystack.text, budget, &mut rng, tokenizer)
+                .map_err(|needed| too_short(Self::NAME, trial, needed, budget, tokenizer))?,
+        };
         Ok(Request {
             prompt: tokenizer.decode(&prompt),
             call: ModelCall::Generate { prompt, max_tokens: self.options.max_tokens },
@@ -269,29 +205,8 @@ impl Babilong {
         let place = Trial { length: 0, ..place };
         let task = self.options.tasks[group];
         let mut rng = sample_rng(self.seed, Self::STREAMS.start + task as u64, &place);
-        let story = Story::draw(task, &mut rng);
+        let story = Story::draw(task, &mut rng, Part::Test);
         (task, story, rng)
-    }
-}
-
-/// The tokens of a prompt without its text.
-struct Parts {
-    before: Vec<u32>,
-    facts: Vec<Vec<u32>>,
-    after: Vec<u32>,
-}
-
-impl Parts {
-    fn of(task: Task, story: &Story, tokenizer: &Tokenizer) -> Self {
-        Parts {
-            before: tokenizer.encode(&format!("{}Text:", introduction(task))),
-            facts: story.facts.iter().map(|fact| tokenizer.encode(&format!(" {fact}"))).collect(),
-            after: tokenizer.encode(&format!("\n\nQuestion: {}\nAnswer:", story.question)),
-        }
-    }
-
-    fn tokens(&self) -> usize {
-        self.before.len() + self.after.len() + self.facts.iter().map(Vec::len).sum::<usize>()
     }
 }
 

@@ -113,6 +113,7 @@ impl Suite for Extrapolate {
     /// Empty: its samples are places in the text.
     const STREAMS: Range<u64> = 0..0;
     const GENERATES: bool = false;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &ExtrapolateOptions, problems: &mut Problems) {
         options.text().validate(problems);

@@ -6,7 +6,7 @@
 //! half writes, half reads. The model reads the true sequence. A bit is correct if it has more than
 //! half of the probability, more than all other tokens together; if the model gives nearly all of it
 //! to the two bits, that is the greedy answer. The sequences come from
-//! [`longwall_data::synthetic::fflm`], from which training can draw too.
+//! [`longwall_data::synthetic::fflm`], from which training can draw too: other sequences.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,6 +15,7 @@ use std::path::Path;
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
 use longwall_data::synthetic::fflm::{FlipFlop, FlipFlopTokens, read_bits};
+use longwall_data::synthetic::held_out::Part;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -51,6 +52,9 @@ const SETS: [Set; 3] = [
     },
     Set { name: "dense", label: "dense (10 % ignored)", p_ignore: 0.1, sequences: [4_000, 250] },
 ];
+
+/// The shortest sequences, in tokens, of which every set has many.
+const LEAST_LENGTH: usize = 24;
 
 /// Options of `longwall eval fflm`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -151,7 +155,7 @@ impl Suite for Fflm {
     type Verdict = Reads;
 
     const NAME: &'static str = "fflm";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     /// One for each set.
     const STREAMS: Range<u64> = 10..10 + SETS.len() as u64;
     const GENERATES: bool = false;
@@ -160,11 +164,13 @@ impl Suite for Fflm {
         check_lengths(Self::NAME, &options.lengths, problems);
         for &length in options.lengths.iter().filter(|&&length| length > 0) {
             problems.check(
-                length >= 4 && length.is_multiple_of(2),
+                length >= LEAST_LENGTH && length.is_multiple_of(2),
                 "fflm.lengths",
                 length,
-                "even lengths of 4 or more: an instruction is two tokens, the first writes and \
-                 the last reads",
+                format!(
+                    "even lengths of {LEAST_LENGTH} or more: an instruction is two tokens, and shorter sequences \
+                     are too few to keep some from training"
+                ),
                 "the paper's is 512",
             );
         }
@@ -216,7 +222,7 @@ impl Suite for Fflm {
         let (set, index) = self.set_of(trial);
         let place = Trial { index, ..trial.clone() };
         let mut rng = sample_rng(self.seed, Self::STREAMS.start + set as u64, &place);
-        let prompt = self.task(set, trial.length).draw(&mut rng);
+        let prompt = self.task(set, trial.length).draw(&mut rng, Part::Test);
         let tokens = self.tokens.encode(&prompt);
         Ok(Request {
             call: ModelCall::RollingLogLikelihood { tokens },
@@ -323,6 +329,14 @@ mod tests {
         assert_eq!(open(&options, "cpu").sequences, [1_000, 10_000, 250]);
         let options = FflmOptions { sparse_sequences: Some(7), ..options };
         assert_eq!(open(&options, "cpu").sequences, [1_000, 7, 250]);
+    }
+
+    #[test]
+    fn the_shortest_sequences_are_many() {
+        for set in SETS {
+            let entropy = |length| FlipFlop::ignoring(length / 2, set.p_ignore).entropy();
+            assert!(entropy(LEAST_LENGTH) >= FlipFlop::LEAST_BITS, "{}", entropy(LEAST_LENGTH));
+        }
     }
 
     #[test]

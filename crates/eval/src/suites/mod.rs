@@ -54,6 +54,12 @@ macro_rules! suites {
             /// Names of all suites.
             pub const NAMES: &[&str] = &[$(<$suite as Suite>::NAME),*];
 
+            /// Names of the suites that need text: the run's validation split, or files.
+            pub fn text_readers() -> impl Iterator<Item = &'static str> {
+                let all = [$((<$suite as Suite>::NAME, <$suite as Suite>::READS_TEXT)),*];
+                all.into_iter().filter(|(_, reads)| *reads).map(|(name, _)| name)
+            }
+
             /// The suite's name: of its subcommand and its folder.
             pub fn name(&self) -> &'static str {
                 match self {

@@ -9,7 +9,6 @@
 //! The original's texts are written by a language model to the requests; these are passages of held-out text, and
 //! have nothing to do with the requests. Only counting them tells which one is asked for, as in the original.
 
-mod conversation;
 mod similarity;
 
 use std::collections::BTreeMap;
@@ -18,12 +17,14 @@ use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
+use longwall_data::synthetic::held_out::Part;
+use longwall_data::synthetic::mrcr::{CODE, Conversation, ORDINALS, PASSAGE};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use self::conversation::{CODE, Conversation, ORDINALS, PASSAGE};
+use self::similarity::ratio;
 use super::counted::{self, Cells, Plot};
-use super::fit::{check_floor, greatest};
+use super::fit::{check_floor, too_short};
 use super::niah::Haystack;
 use crate::EvalError;
 use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sample_rng, sizes};
@@ -67,6 +68,9 @@ impl Default for MrcrOptions {
     }
 }
 
+/// Passages of other requests that the noise floor of all texts is estimated from.
+const FLOOR_SAMPLES: usize = 8;
+
 /// The score of one sample, and those of answers without reading.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Similarity {
@@ -101,9 +105,10 @@ impl Suite for Mrcr {
     type Verdict = Similarity;
 
     const NAME: &'static str = "mrcr";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     const STREAMS: Range<u64> = 70..71;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &MrcrOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
@@ -150,16 +155,15 @@ impl Suite for Mrcr {
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let budget = trial.length - self.options.max_tokens;
         let conversation = self.conversation(trial, budget);
-        let tokens = |others| tokenizer.encode(&conversation.prompt(others));
-        let most = conversation.others.len();
-        let guess = budget / (PASSAGE.end() + 8);
-        let others = greatest(0, most, guess, |others| tokens(others).len() <= budget);
+        let prompt = conversation
+            .fit(budget, tokenizer)
+            .map_err(|needed| too_short(Self::NAME, trial, needed, budget, tokenizer))?;
         Ok(Request {
-            prompt: conversation.prompt(others),
             call: ModelCall::Generate {
-                prompt: tokens(others),
+                prompt: tokenizer.encode(&prompt),
                 max_tokens: self.options.max_tokens,
             },
+            prompt,
             expected: Some(format!("{} {}", conversation.code, conversation.answer())),
             depth: None,
         })
@@ -168,7 +172,7 @@ impl Suite for Mrcr {
     fn judge(&self, trial: &Trial, _request: &Request, answer: &Answer) -> Similarity {
         let budget = trial.length - self.options.max_tokens;
         match answer {
-            Answer::Text(output) => self.conversation(trial, budget).judge(output),
+            Answer::Text(output) => judge(&self.conversation(trial, budget), output),
             other => unreachable!("a generation was answered by {other:?}"),
         }
     }
@@ -220,6 +224,47 @@ impl Mrcr {
         // The number of needles takes the place of the depth, so that no two groups share their draws.
         let place = Trial { depth: Some(needles as f64), ..place };
         let mut rng = sample_rng(self.seed, Self::STREAMS.start, &place);
-        Conversation::draw(&mut rng, needles, budget, &self.haystack, &self.tokenizer)
+        let text = &self.haystack.text;
+        Conversation::draw(&mut rng, needles, budget, text, &self.tokenizer, Part::Test)
+    }
+}
+
+/// The similarity of an output, and the noise floors.
+fn judge(conversation: &Conversation, output: &str) -> Similarity {
+    let similar = |text: &str| ratio(conversation.answer(), text);
+    let mean =
+        |texts: Vec<&str>| texts.iter().map(|text| similar(text)).sum::<f64>() / texts.len() as f64;
+    let all = conversation.others.iter().take(FLOOR_SAMPLES).map(|(_, text)| text.as_str());
+    Similarity {
+        score: similar_after(&conversation.code, output, conversation.answer()),
+        floor_relevant: mean(conversation.needles.iter().map(String::as_str).collect()),
+        floor_any: mean(all.collect()),
+    }
+}
+
+/// The similarity to `answer` of what follows the last occurrence of `code`; 0 without it. A model that goes on
+/// writes the next round, which is no part of its answer.
+fn similar_after(code: &str, output: &str, answer: &str) -> f64 {
+    let output = output.split("\nUser:").next().unwrap_or_default();
+    match output.rsplit_once(code) {
+        Some((_, text)) => ratio(answer, text.trim()),
+        None => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_similarity_is_that_of_the_text_after_the_code() {
+        let similar = |output| similar_after("abcdefghijkl", output, "the old mill");
+        assert_eq!(similar(" abcdefghijkl the old mill"), 1.0);
+        assert_eq!(similar("abcdefghijkl no abcdefghijkl the old mill \n"), 1.0);
+        assert_eq!(similar("abcdefghijkl the old mill\n\nUser: Write abcdefghijkl and"), 1.0);
+        assert_eq!(similar("the old mill"), 0.0);
+        assert_eq!(similar(""), 0.0);
+        let cut = similar("abcdefghijkl the old");
+        assert!((cut - 14.0 / 19.0).abs() < 1e-12, "{cut}");
     }
 }

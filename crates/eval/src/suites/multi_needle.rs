@@ -1,38 +1,25 @@
 //! Retrieval of several needles: two or four numbers far apart in repeated text, asked for together.
 //!
-//! After the TRA/TDA paper, section 6.4, which gives lengths and numbers of needles but no texts: the needles
-//! and the question are RULER's (Hsieh et al., 2024), the garbage that of the passkey task. The text is
-//! divided into as many equal parts as there are needles; each needle stands in the middle half of its part,
-//! so that two are never closer than half a part.
+//! After the TRA/TDA paper, section 6.4. The prompts come from [`longwall_data::synthetic::multi_needle`], from which
+//! training can draw too: other numbers are asked for there.
 
 use std::ops::Range;
 use std::path::Path;
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
-use rand::Rng;
-use rand::seq::SliceRandom;
+use longwall_data::synthetic::held_out::Part;
+use longwall_data::synthetic::multi_needle::Needles;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::counted::{self, Cells, Counted, Plot};
-use super::fit::{check_floor, greatest};
-use super::niah::{all_keys, distinct_keys};
+use super::fit::{check_floor, too_short};
 use crate::EvalError;
 use crate::options::{
     MOST_SAMPLES, check_answer, check_count, check_lengths, parse_size, sample_rng, sizes,
 };
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
-
-const INSTRUCTION: &str = "Some special magic numbers are hidden within the following text. \
-    Make sure to memorize it. I will quiz you about the numbers afterwards.";
-const SENTENCES: [&str; 5] = [
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-];
 
 /// Options of `longwall eval multi-needle`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -66,85 +53,11 @@ impl Default for MultiNeedleOptions {
     }
 }
 
-/// The needles and the question of a trial.
-struct Needles {
-    /// Keys and numbers, in the order of the text.
-    pairs: Vec<(String, String)>,
-    /// Indices of the pairs in the order of the question.
-    asked: Vec<usize>,
-    /// Each needle's place in its part, 0.25 to 0.75.
-    places: Vec<f64>,
-}
-
-impl Needles {
-    fn draw(rng: &mut rand_chacha::ChaCha8Rng, count: usize) -> Self {
-        let keys = distinct_keys(rng, count);
-        let number = |key| (key, rng.random_range(1_000_000..=9_999_999u32).to_string());
-        let pairs = keys.into_iter().map(number).collect();
-        let places = (0..count).map(|_| rng.random_range(0.25..0.75)).collect();
-        let mut asked: Vec<usize> = (0..count).collect();
-        asked.shuffle(rng);
-        Needles { pairs, asked, places }
-    }
-
-    /// The most tokens of a prompt without garbage.
-    fn longest(tokenizer: &Tokenizer, count: usize) -> usize {
-        let tokens = |text: &str| tokenizer.encode(text).len();
-        let mut keys = all_keys();
-        keys.sort_by_key(|key| std::cmp::Reverse(tokens(key)));
-        let number = "9876543".to_string();
-        let spare = 7usize.saturating_sub(tokens(&number));
-        let pairs = keys.into_iter().take(count).map(|key| (key, number.clone())).collect();
-        let needles = Needles { pairs, asked: (0..count).collect(), places: vec![0.5; count] };
-        // A number takes at most seven tokens.
-        tokens(&needles.prompt(0)) + spare * count
-    }
-
-    /// The numbers, in the order of the question.
-    fn answers(&self) -> Vec<String> {
-        self.asked.iter().map(|&at| self.pairs[at].1.clone()).collect()
-    }
-
-    /// The prompt with this many sentences of garbage.
-    fn prompt(&self, sentences: usize) -> String {
-        let garbage = |from: usize, to: usize| {
-            let texts: Vec<&str> = (from..to).map(|at| SENTENCES[at % SENTENCES.len()]).collect();
-            texts.join(" ")
-        };
-        let (mut blocks, mut done) = (vec![INSTRUCTION.to_string()], 0);
-        for (part, ((key, number), place)) in self.pairs.iter().zip(&self.places).enumerate() {
-            let share = (part as f64 + place) / self.pairs.len() as f64;
-            let at = (share * sentences as f64).round() as usize;
-            blocks.push(garbage(done, at));
-            blocks.push(format!("One of the special magic numbers for {key} is: {number}."));
-            done = at;
-        }
-        blocks.push(garbage(done, sentences));
-        blocks.push(self.question());
-        blocks.retain(|block| !block.is_empty());
-        blocks.join("\n")
-    }
-
-    fn question(&self) -> String {
-        let keys: Vec<&str> = self.asked.iter().map(|&at| self.pairs[at].0.as_str()).collect();
-        let keys = match keys.split_last() {
-            Some((last, rest)) if !rest.is_empty() => format!("{}, and {last}", rest.join(", ")),
-            _ => keys.concat(),
-        };
-        format!(
-            "What are all the special magic numbers for {keys} mentioned in the provided text? \
-             The special magic numbers for {keys} mentioned in the provided text are"
-        )
-    }
-}
-
 /// The suite.
 pub struct MultiNeedle {
     options: MultiNeedleOptions,
     cells: Cells,
     names: Vec<String>,
-    /// Tokens of a sentence of garbage, on average.
-    sentence_tokens: f64,
     seed: u64,
     train_seq_len: usize,
 }
@@ -154,7 +67,7 @@ impl Suite for MultiNeedle {
     type Verdict = Counted;
 
     const NAME: &'static str = "multi-needle";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     const STREAMS: Range<u64> = 20..21;
     const GENERATES: bool = true;
 
@@ -188,13 +101,11 @@ impl Suite for MultiNeedle {
         let answer =
             format!("{}, and 7654321.", " 1234567,".repeat(most - 1).trim_end_matches(','));
         check_answer(Self::NAME, options.max_tokens, &answer, tokenizer)?;
-        let tokens = |text: &str| tokenizer.encode(text).len();
         let shortest = Needles::longest(tokenizer, most);
         check_floor(Self::NAME, &options.lengths, shortest, options.max_tokens, tokenizer)?;
         Ok(MultiNeedle {
             cells: Cells::grid(&options.lengths, options.needles.len(), options.trials),
             names: options.needles.iter().map(|count| format!("{count}_needles")).collect(),
-            sentence_tokens: tokens(&SENTENCES.join(" ").repeat(20)) as f64 / 100.0,
             options: options.clone(),
             seed,
             train_seq_len,
@@ -212,10 +123,9 @@ impl Suite for MultiNeedle {
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let needles = self.needles(trial);
         let budget = trial.length - self.options.max_tokens;
-        let tokens = |sentences| tokenizer.encode(&needles.prompt(sentences)).len();
-        let guess = budget.saturating_sub(tokens(0)) as f64 / self.sentence_tokens;
-        let sentences = greatest(0, budget, guess as usize, |count| tokens(count) <= budget);
-        let prompt = needles.prompt(sentences);
+        let prompt = needles
+            .fit(budget, tokenizer)
+            .map_err(|needed| too_short(Self::NAME, trial, needed, budget, tokenizer))?;
         Ok(Request {
             call: ModelCall::Generate {
                 prompt: tokenizer.encode(&prompt),
@@ -260,35 +170,6 @@ impl MultiNeedle {
         let count = self.options.needles[group];
         // The number of needles takes the place of the depth, so that no two groups share their draws.
         let place = Trial { depth: Some(count as f64), ..place };
-        Needles::draw(&mut sample_rng(self.seed, Self::STREAMS.start, &place), count)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_blocks_of_a_prompt() {
-        let pair = |key: &str, number: &str| (key.to_string(), number.to_string());
-        let needles = Needles {
-            pairs: vec![pair("quiet-harbour", "1234567"), pair("brave-island", "7654321")],
-            asked: vec![1, 0],
-            places: vec![0.5, 0.5],
-        };
-        assert_eq!(
-            needles.prompt(8),
-            "Some special magic numbers are hidden within the following text. Make sure to memorize it. \
-             I will quiz you about the numbers afterwards.\n\
-             The grass is green. The sky is blue.\n\
-             One of the special magic numbers for quiet-harbour is: 1234567.\n\
-             The sun is yellow. Here we go. There and back again. The grass is green.\n\
-             One of the special magic numbers for brave-island is: 7654321.\n\
-             The sky is blue. The sun is yellow.\n\
-             What are all the special magic numbers for brave-island, and quiet-harbour mentioned in the \
-             provided text? The special magic numbers for brave-island, and quiet-harbour mentioned in the \
-             provided text are"
-        );
-        assert_eq!(needles.answers(), ["7654321", "1234567"]);
+        Needles::draw(&mut sample_rng(self.seed, Self::STREAMS.start, &place), count, Part::Test)
     }
 }

@@ -6,39 +6,28 @@
 //! whether it reaches that far.
 
 mod haystack;
-mod needle;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
+use longwall_data::synthetic::held_out::Part;
+pub use longwall_data::synthetic::niah::NiahMode;
+use longwall_data::synthetic::niah::{Needle, longest_prompt};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub(super) use self::haystack::Haystack;
 pub use self::haystack::HaystackKind;
-use self::needle::{INSTRUCTION, Needle, longest_needle};
-pub(super) use self::needle::{all_keys, distinct_keys};
-use super::fit::check_floor;
+use super::fit::{check_floor, too_short};
 use super::retrieval::{self, Depths, Found};
 use crate::EvalError;
 use crate::options::{
-    MOST_SAMPLES, check_answer, check_count, check_lengths, depth_grid, optional_sizes, parse_size,
-    sample_rng, size,
+    MOST_SAMPLES, check_answer, check_count, check_lengths, choice, depth_grid, optional_sizes,
+    parse_size, sample_rng, size,
 };
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
-
-/// How the needle is phrased.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum NiahMode {
-    /// The needle states the number; the question asks for it
-    #[default]
-    Standard,
-    /// The needle is the question with its answer
-    Easy,
-}
 
 /// Options of `longwall eval niah`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -69,7 +58,7 @@ pub struct NiahOptions {
     #[arg(long, default_value_t = NiahOptions::default().trials)]
     pub trials: usize,
     /// How the needle is phrased
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_parser = choice::<NiahMode>(NiahMode::ALL.map(NiahMode::name)), default_value_t)]
     pub mode: NiahMode,
     /// What the needle is hidden in
     #[arg(long, value_enum, default_value_t)]
@@ -120,7 +109,6 @@ impl NiahOptions {
 pub struct Niah {
     options: NiahOptions,
     lengths: Vec<usize>,
-    instruction: Vec<u32>,
     haystack: Haystack,
     seed: u64,
     train_seq_len: usize,
@@ -131,9 +119,10 @@ impl Suite for Niah {
     type Verdict = Found;
 
     const NAME: &'static str = "niah";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     const STREAMS: Range<u64> = 2..3;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &NiahOptions, problems: &mut Problems) {
         problems.check(
@@ -168,14 +157,13 @@ impl Suite for Niah {
         let tokenizer = context.tokenizer;
         check_answer(Self::NAME, options.max_tokens, " 9876543", tokenizer)?;
         let lengths = options.lengths();
-        let instruction = tokenizer.encode(INSTRUCTION);
-        let prompt = instruction.len() + longest_needle(tokenizer, options.mode);
+        let prompt = longest_prompt(tokenizer, options.mode);
         check_floor(Self::NAME, &lengths, prompt, options.max_tokens, tokenizer)?;
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let haystack = Haystack::open(options, context, longest)?;
         let OpenContext { seed, train_seq_len, .. } = *context;
         let options = options.clone();
-        Ok(Niah { options, lengths, instruction, haystack, seed, train_seq_len })
+        Ok(Niah { options, lengths, haystack, seed, train_seq_len })
     }
 
     fn resolved(&self) -> Value {
@@ -189,14 +177,12 @@ impl Suite for Niah {
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let mut rng = sample_rng(self.seed, Self::STREAMS.start, trial);
-        let needle = Needle::draw(&mut rng, self.options.mode);
-        let statement = tokenizer.encode(&needle.statement);
-        let question = tokenizer.encode(&needle.question);
-        let around = self.instruction.len() + statement.len() + question.len();
-        let count = trial.length - self.options.max_tokens - around;
-        let hay = self.haystack.take(&mut rng, count);
-        let at = self.haystack.place(&hay, trial.depth.unwrap_or(0.5), tokenizer);
-        let prompt = [&self.instruction, &hay[..at], &statement, &hay[at..], &question].concat();
+        let needle = Needle::draw(&mut rng, self.options.mode, Part::Test);
+        let budget = trial.length - self.options.max_tokens;
+        let (text, depth) = (&self.haystack.text, trial.depth.unwrap_or(0.5));
+        let prompt = needle
+            .prompt(text, depth, budget, &mut rng, tokenizer)
+            .map_err(|needed| too_short(Self::NAME, trial, needed, budget, tokenizer))?;
         Ok(Request {
             prompt: tokenizer.decode(&prompt),
             call: ModelCall::Generate { prompt, max_tokens: self.options.max_tokens },

@@ -3,13 +3,14 @@
 //! The protocol is that of the TRA/TDA paper, appendix D: the instruction, a garbage prefix, the
 //! needle, a garbage suffix and the question, joined by newlines; x uniform in 1 to 50,000; greedy
 //! decoding of at most 10 tokens; an answer is correct if its first number is x. The texts come from
-//! [`longwall_data::synthetic`], from which training can draw too.
+//! [`longwall_data::synthetic::passkey`], from which training can draw too: other numbers are hidden there.
 
 use std::ops::Range;
 use std::path::Path;
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
+use longwall_data::synthetic::held_out::Part;
 use longwall_data::synthetic::passkey::PasskeyFitter;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -68,7 +69,7 @@ impl Suite for Passkey {
     type Verdict = Found;
 
     const NAME: &'static str = "passkey";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     const STREAMS: Range<u64> = 1..2;
     const GENERATES: bool = true;
 
@@ -107,12 +108,12 @@ impl Suite for Passkey {
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
         let mut rng = sample_rng(self.seed, Self::STREAMS.start, trial);
         let budget = trial.length - self.options.max_tokens;
-        let prompt =
-            self.fitter.fit(&mut rng, budget, trial.depth, "--lengths").map_err(|error| {
-                EvalError::Text {
-                    what: format!("passkey, length {}: {error}", trial.length),
-                    remedy: "ask for longer --lengths".to_string(),
-                }
+        let prompt = self
+            .fitter
+            .fit(&mut rng, budget, trial.depth, Part::Test, "--lengths")
+            .map_err(|error| EvalError::Text {
+                what: format!("passkey, length {}: {error}", trial.length),
+                remedy: "ask for longer --lengths".to_string(),
             })?;
         Ok(Request {
             call: ModelCall::Generate {

@@ -109,6 +109,7 @@ impl Suite for Perplexity {
     /// Empty: it draws nothing.
     const STREAMS: Range<u64> = 0..0;
     const GENERATES: bool = false;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &PerplexityOptions, problems: &mut Problems) {
         if let Some(lengths) = &options.lengths {

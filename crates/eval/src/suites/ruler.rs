@@ -5,10 +5,7 @@
 //! the long text of five of the needle tasks (held-out text in place of essays), and the questions, which the
 //! user names with `--squad` and `--hotpot`.
 
-mod needles;
 mod questions;
-mod task;
-mod tracking;
 mod words;
 
 use std::ops::Range;
@@ -16,17 +13,20 @@ use std::path::{Path, PathBuf};
 
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
+use longwall_data::synthetic::held_out::Part;
+pub use longwall_data::synthetic::ruler::Task;
+use longwall_data::synthetic::ruler::{Built, Material, WordList};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use self::questions::Questions;
-pub use self::task::Task;
-use self::words::WordList;
 use super::counted::{self, Cells, Counted, Plot};
 use super::niah::Haystack;
 use crate::EvalError;
-use crate::options::{MOST_SAMPLES, check_count, check_lengths, parse_size, sample_rng, sizes};
+use crate::options::{
+    MOST_SAMPLES, check_count, check_lengths, choice, parse_size, sample_rng, sizes,
+};
 use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
 
 /// Options of `longwall eval ruler`.
@@ -42,7 +42,7 @@ pub struct RulerOptions {
     #[arg(long, default_value_t = RulerOptions::default().trials)]
     pub trials: usize,
     /// The tasks [default: all; qa_1 and qa_2 only with their files]
-    #[arg(long, value_delimiter = ',', value_enum, value_name = "TASK")]
+    #[arg(long, value_delimiter = ',', value_name = "TASK", value_parser = choice::<Task>(Task::ALL.map(Task::name)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tasks: Option<Vec<Task>>,
     /// Text files or folders to hide needles in [default: the run's validation split]
@@ -92,12 +92,6 @@ impl RulerOptions {
     }
 }
 
-/// A prompt and its references.
-struct Built {
-    prompt: Vec<u32>,
-    answers: Vec<String>,
-}
-
 /// The suite.
 pub struct Ruler {
     tasks: Vec<Task>,
@@ -117,10 +111,11 @@ impl Suite for Ruler {
     type Verdict = Counted;
 
     const NAME: &'static str = "ruler";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     /// One for each task.
     const STREAMS: Range<u64> = 40..53;
     const GENERATES: bool = true;
+    const READS_TEXT: bool = true;
 
     fn validate(options: &RulerOptions, problems: &mut Problems) {
         check_lengths(Self::NAME, &options.lengths, problems);
@@ -163,11 +158,11 @@ impl Suite for Ruler {
             _ => Ok(None),
         };
         let left_out = Task::ALL.iter().filter(|task| !tasks.contains(task));
-        let left_out = left_out.map(|task| task.name()).collect();
+        let left_out = left_out.map(|task| task.name().to_string()).collect();
         let suite = Ruler {
             max_tokens: tasks.iter().map(|task| task.max_tokens(tokenizer)).collect(),
             cells: Cells::grid(&options.lengths, tasks.len(), options.trials),
-            words: WordList::open(options.words.as_deref())?,
+            words: words::read(options.words.as_deref())?,
             questions: [open(Task::Qa1)?, open(Task::Qa2)?],
             left_out,
             haystack,
@@ -239,7 +234,7 @@ impl Suite for Ruler {
 
 impl Ruler {
     fn names(&self) -> Vec<String> {
-        self.tasks.iter().map(|task| task.name()).collect()
+        self.tasks.iter().map(|task| task.name().to_string()).collect()
     }
 
     /// Rejects a file whose words do not fill a prompt.
@@ -316,15 +311,16 @@ impl Ruler {
         tokenizer: &Tokenizer,
     ) -> Result<Built, usize> {
         match task {
-            Task::Vt => tracking::build(budget, rng, tokenizer),
-            Task::Cwe => words::common(&self.words, trial.length, budget, rng, tokenizer),
-            Task::Fwe => words::frequent(trial.length, budget, rng, tokenizer),
             Task::Qa1 | Task::Qa2 => {
                 let questions = &self.questions[usize::from(task == Task::Qa2)];
                 let questions = questions.as_ref().expect("its file was read");
                 questions.build(trial.index, budget, rng, tokenizer)
             }
-            _ => needles::build(task, self.haystack.as_ref(), budget, rng, tokenizer),
+            _ => {
+                let haystack = self.haystack.as_ref().map(|haystack| &haystack.text);
+                let material = Material { haystack, words: &self.words };
+                task.build(material, (trial.length, budget), rng, tokenizer, Part::Test)
+            }
         }
     }
 }
@@ -337,27 +333,6 @@ fn judge(task: Task, output: &str, answers: &[String]) -> Counted {
         true => Counted { right: usize::from(counted.right > 0), of: 1 },
         false => counted,
     }
-}
-
-/// The greatest number of parts whose prompt fits into `budget`, and that prompt; else the tokens that the least
-/// takes.
-fn fill(
-    (least, most): (usize, usize),
-    budget: usize,
-    tokenizer: &Tokenizer,
-    text: impl Fn(usize) -> String,
-) -> Result<Vec<u32>, usize> {
-    let tokens = |count: usize| tokenizer.encode(&text(count));
-    let shortest = tokens(least).len();
-    if shortest > budget {
-        return Err(shortest);
-    }
-    // The tokens that a part adds, from a few of them.
-    let more = (least + 8).min(most);
-    let part = tokens(more).len().saturating_sub(shortest) as f64 / (more - least).max(1) as f64;
-    let guess = least + ((budget - shortest) as f64 / part.max(0.1)) as usize;
-    let count = super::fit::greatest(least, most, guess, |count| tokens(count).len() <= budget);
-    Ok(tokens(count))
 }
 
 #[cfg(test)]

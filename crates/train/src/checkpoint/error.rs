@@ -60,6 +60,12 @@ pub enum CheckpointError {
         /// The run's folder.
         run_dir: PathBuf,
     },
+    /// A folder is neither a checkpoint nor a run.
+    #[error("{} is no checkpoint: there is no state.json in it\n  hint: give the folder of a checkpoint, for example runs/NAME/checkpoints/step-1000, or of a run", path.display())]
+    NoCheckpointAt {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The requested checkpoint does not exist.
     #[error("{} has no {wanted} checkpoint; there: {}\n  hint: choose one of these", run_dir.display(), listed(there))]
     Missing {

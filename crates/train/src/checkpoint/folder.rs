@@ -13,6 +13,8 @@ use super::checksums::Checksums;
 
 /// Written last into a checkpoint; a folder without it is not a checkpoint.
 pub(super) const STATE_FILE: &str = "state.json";
+/// The folder of a run's checkpoints, in that of the run.
+pub(super) const CHECKPOINTS: &str = "checkpoints";
 const BEST_FILE: &str = "best.json";
 /// Ends the names of files and folders that are being written.
 const TEMPORARY: &str = ".tmp";
@@ -36,7 +38,7 @@ pub struct CheckpointFolder {
 impl CheckpointFolder {
     /// The checkpoints of the run in `run_dir`. Does not access the disk.
     pub fn new(run_dir: &Path) -> Self {
-        CheckpointFolder { path: run_dir.join("checkpoints") }
+        CheckpointFolder { path: run_dir.join(CHECKPOINTS) }
     }
 
     /// The folder of `step`'s checkpoint, whether it exists or not.

@@ -74,12 +74,26 @@ impl Checkpoint {
     /// Opens the checkpoint in the folder `path`, or the newest of the run in the folder `path`.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`].
+    /// As [`Checkpoint::open`]; [`CheckpointError::NoCheckpointAt`] for a folder that is neither.
     pub fn at(path: &Path) -> Result<Self, CheckpointError> {
-        match path.join(folder::STATE_FILE).is_file() {
-            true => Self::read(path.to_owned()),
-            false => Self::open(path, CheckpointSelector::Latest),
+        if path.join(folder::STATE_FILE).is_file() {
+            return Self::read(path.to_owned());
         }
+        match Self::open(path, CheckpointSelector::Latest) {
+            Err(CheckpointError::NoRun(_)) => Err(Self::not_at(path)),
+            opened => opened,
+        }
+    }
+
+    /// Why there is no checkpoint in the folder `path`, which is none of a run either.
+    fn not_at(path: &Path) -> CheckpointError {
+        let missing = || {
+            let wanted = path.file_name()?.to_str()?.parse().ok()?;
+            let run_dir = run_dir_of(path)?.to_owned();
+            let there = CheckpointFolder::new(&run_dir).steps().ok()?;
+            (!there.is_empty()).then_some(CheckpointError::Missing { run_dir, wanted, there })
+        };
+        missing().unwrap_or_else(|| CheckpointError::NoCheckpointAt { path: path.to_owned() })
     }
 
     fn read(path: PathBuf) -> Result<Self, CheckpointError> {
@@ -104,9 +118,13 @@ impl Checkpoint {
         RunConfig { model: self.config.model_after(self.state.step), ..self.config.clone() }
     }
 
-    /// The folder of the run.
-    pub fn run_dir(&self) -> &Path {
-        self.path.ancestors().nth(2).unwrap_or(Path::new("."))
+    /// The folder of the run that the checkpoint lies in; none for a checkpoint that was copied elsewhere.
+    pub fn run_dir(&self) -> Option<PathBuf> {
+        // The path may be relative to the run's own folders.
+        run_dir_of(&self.path).map(Path::to_owned).or_else(|| {
+            let real = self.path.canonicalize().ok()?;
+            run_dir_of(&real).map(Path::to_owned)
+        })
     }
 
     /// The file with the model's weights.
@@ -173,8 +191,9 @@ impl Checkpoint {
 
     fn sound(&self, name: &str) -> Result<PathBuf, CheckpointError> {
         let check = |checksums: &Checksums| checksums.check(&self.path, name);
-        self.checksums.as_ref().map_or(Ok(()), check).map_err(|error| {
-            CheckpointFolder::new(self.run_dir()).name_sound_one(error, self.state.step)
+        self.checksums.as_ref().map_or(Ok(()), check).map_err(|error| match self.run_dir() {
+            Some(run) => CheckpointFolder::new(&run).name_sound_one(error, self.state.step),
+            None => error,
         })?;
         Ok(self.path.join(name))
     }
@@ -298,6 +317,12 @@ pub fn affects_results(key: &str) -> bool {
         || ["run.name", "run.out_dir", "run.tensorboard", "data.cache_dir", "train.recompute"]
             .contains(&key);
     !harmless
+}
+
+/// The run whose `checkpoints/` the path lies in, by its name and its configuration.
+fn run_dir_of(path: &Path) -> Option<&Path> {
+    let folder = path.parent().filter(|parent| parent.ends_with(folder::CHECKPOINTS))?;
+    folder.parent().filter(|run| run.join(CONFIG_FILE).is_file())
 }
 
 const CONFIG_FILE: &str = "config.toml";

@@ -434,8 +434,9 @@ mod tests {
         let (from, to) = (checkpoints.join("step-4.tmp"), checkpoints.join("step-4"));
         let (made, moved) = (from.display(), to.display());
         let write = format!("mkdir {made}; sleep 2; mv {made} {moved}; exit 75");
+        let fails = format!("until test -d {made}; do sleep 0.05; done; exit 3");
         let script =
-            format!("if [ $RANK = 0 ]; then {write}; fi; if [ $RANK = 1 ]; then exit 3; fi");
+            format!("if [ $RANK = 0 ]; then {write}; fi; if [ $RANK = 1 ]; then {fails}; fi");
         let failure = run(&script, folder.path(), &StopFlag::new()).unwrap_err();
         assert!(failure.to_string().contains("ended with exit code 3"), "{failure}");
         assert!(to.exists(), "rank 0 was killed before it had written");

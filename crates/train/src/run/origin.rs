@@ -68,8 +68,8 @@ impl Source {
     /// Refuses a run whose own folder holds the source: it would be deleted.
     fn check_elsewhere(&self, config: &RunConfig) -> Result<(), TrainError> {
         let real = |path: &Path| path.canonicalize().ok();
-        let (run, new) = (self.checkpoint.run_dir().to_owned(), config.run_dir());
-        match real(&new).is_some_and(|new| Some(new) == real(&run)) {
+        let (run, new) = (self.checkpoint.run_dir(), config.run_dir());
+        match real(&new).is_some_and(|new| Some(new) == run.and_then(|run| real(&run))) {
             true => Err(TrainError::FromItself { run_dir: new }),
             false => Ok(()),
         }

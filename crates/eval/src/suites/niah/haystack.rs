@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use longwall_data::Tokenizer;
+use longwall_data::synthetic::haystack::{Haystack as Text, TEXTS_PER_LENGTH};
+use rand::SeedableRng;
 use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -15,15 +15,8 @@ use crate::EvalError;
 use crate::suite::OpenContext;
 use crate::text::{list_files, no_text, read_text, source_of};
 
-const SENTENCE: &str =
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
-
-/// The suite reads as much text as this many prompts of the longest length, so that trials differ.
-const TEXTS_PER_LENGTH: usize = 16;
 /// Text may be repeated up to this many times in the longest prompt; more would be a test of `repeat`.
 const MOST_REPEATS: usize = 8;
-/// The needle moves back by fewer than this many tokens, to follow a complete sentence.
-const LOOK_BACK: usize = 200;
 
 /// Kinds of haystacks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -48,10 +41,11 @@ impl HaystackKind {
     }
 }
 
-/// Tokens to hide needles in; reading wraps around at the end.
+/// Text to hide needles in, and where it comes from.
 pub(in crate::suites) struct Haystack {
     kind: HaystackKind,
-    tokens: Vec<u32>,
+    /// The text.
+    pub text: Text,
     source: String,
     sha256: String,
     longest: usize,
@@ -65,17 +59,17 @@ impl Haystack {
         longest: usize,
     ) -> Result<Self, EvalError> {
         let (kind, tokenizer) = (options.haystack, context.tokenizer);
-        let (source, tokens) = match kind {
+        let (source, text) = match kind {
             HaystackKind::Text => {
                 return Haystack::of_text("niah", &options.text, context, longest);
             }
             HaystackKind::Noise => {
-                let tokens = noise(context.seed, longest * TEXTS_PER_LENGTH, tokenizer);
-                ("sentences of made-up words".to_string(), tokens)
+                let text = Text::noise(context.seed, longest, tokenizer);
+                ("sentences of made-up words".to_string(), text)
             }
-            HaystackKind::Repeat => ("a repeated text".to_string(), tokenizer.encode(SENTENCE)),
+            HaystackKind::Repeat => ("a repeated text".to_string(), Text::repeated(tokenizer)),
         };
-        Ok(Haystack::new(kind, source, tokens, longest))
+        Ok(Haystack::new(kind, source, text, longest))
     }
 
     /// Reads text for prompts of up to `longest` tokens: files, or the run's validation split if `text` is empty.
@@ -110,13 +104,13 @@ impl Haystack {
                 tokens.len()
             );
         }
-        Ok(Haystack::new(HaystackKind::Text, source, tokens, longest))
+        Ok(Haystack::new(HaystackKind::Text, source, Text::of(tokens), longest))
     }
 
-    fn new(kind: HaystackKind, source: String, tokens: Vec<u32>, longest: usize) -> Self {
-        let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+    fn new(kind: HaystackKind, source: String, text: Text, longest: usize) -> Self {
+        let bytes: Vec<u8> = text.tokens().iter().flat_map(|token| token.to_le_bytes()).collect();
         let sha256 = format!("{:x}", Sha256::digest(&bytes));
-        Haystack { kind, tokens, source, sha256, longest }
+        Haystack { kind, text, source, sha256, longest }
     }
 
     /// Describes the haystack for the report; its hash ensures that a resumed evaluation has the same.
@@ -124,35 +118,10 @@ impl Haystack {
         json!({
             "haystack": self.kind.name(),
             "haystack_source": self.source,
-            "haystack_tokens": self.tokens.len(),
+            "haystack_tokens": self.text.tokens().len(),
             "haystack_sha256": self.sha256,
-            "haystack_repeats": self.tokens.len() < self.longest,
+            "haystack_repeats": self.text.tokens().len() < self.longest,
         })
-    }
-
-    /// `count` tokens, starting at a random place; the repeated text always starts at its beginning.
-    pub(in crate::suites) fn take(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<u32> {
-        let start = match self.kind {
-            HaystackKind::Repeat => 0,
-            _ => rng.random_range(0..self.tokens.len()),
-        };
-        self.tokens.iter().cycle().skip(start).take(count).copied().collect()
-    }
-
-    /// The index in `hay` for a needle at this depth: after the last sentence that ends within
-    /// [`LOOK_BACK`] tokens before the depth, else at the depth itself.
-    pub(in crate::suites) fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
-        let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());
-        if at == hay.len() {
-            return at;
-        }
-        let ends = |token: u32| {
-            matches!(tokenizer.decode_bytes(&[token]).last(), Some(b'.' | b'!' | b'?' | b'\n'))
-        };
-        (at.saturating_sub(LOOK_BACK) + 1..=at)
-            .rev()
-            .find(|&place| ends(hay[place - 1]))
-            .unwrap_or(at)
     }
 }
 
@@ -198,73 +167,4 @@ fn from_files(
         }
     }
     Ok(tokens)
-}
-
-/// Sentences of 6 to 14 made-up words of 2 to 4 syllables, at least `wanted` tokens.
-fn noise(seed: u64, wanted: usize, tokenizer: &Tokenizer) -> Vec<u32> {
-    const ONSETS: &[u8] = b"bdfgklmnprstvz";
-    const VOWELS: &[u8] = b"aeiou";
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let mut tokens = Vec::new();
-    while tokens.len() < wanted.max(1) {
-        let mut text = String::new();
-        for word in 0..rng.random_range(6..=14) {
-            if word > 0 {
-                text.push(' ');
-            }
-            for _ in 0..rng.random_range(2..=4) {
-                text.push(char::from(ONSETS[rng.random_range(0..ONSETS.len())]));
-                text.push(char::from(VOWELS[rng.random_range(0..VOWELS.len())]));
-            }
-        }
-        text.push_str(".\n");
-        tokens.extend(tokenizer.encode(&text));
-    }
-    tokens
-}
-
-#[cfg(test)]
-mod tests {
-    use longwall_data::TokenizerConfig;
-
-    use super::*;
-
-    fn haystack(kind: HaystackKind) -> (Haystack, Tokenizer) {
-        let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let context = OpenContext {
-            tokenizer: &tokenizer,
-            train_seq_len: 64,
-            max_len: None,
-            device: "cpu",
-            seed: 0,
-            held_out: None,
-            metrics: &[],
-        };
-        let options = NiahOptions { haystack: kind, ..NiahOptions::default() };
-        (Haystack::open(&options, &context, 500).unwrap(), tokenizer)
-    }
-
-    #[test]
-    fn needles_stand_behind_whole_sentences() {
-        for kind in [HaystackKind::Noise, HaystackKind::Repeat] {
-            let (haystack, tokenizer) = haystack(kind);
-            let hay = haystack.take(&mut ChaCha8Rng::seed_from_u64(1), 2000);
-            assert_eq!(hay.len(), 2000);
-            assert_eq!(haystack.place(&hay, 0.0, &tokenizer), 0);
-            assert_eq!(haystack.place(&hay, 1.0, &tokenizer), 2000);
-            for depth in [0.25, 0.5, 0.75] {
-                let at = haystack.place(&hay, depth, &tokenizer);
-                let asked = (depth * 2000.0) as usize;
-                assert!(at <= asked && asked - at < LOOK_BACK, "{kind:?}: {at} for {asked}");
-                assert!([u32::from(b'.'), u32::from(b'\n')].contains(&hay[at - 1]));
-            }
-        }
-    }
-
-    #[test]
-    fn text_without_sentences_takes_the_needle_where_it_is_asked() {
-        let (haystack, tokenizer) = haystack(HaystackKind::Repeat);
-        let hay = vec![u32::from(b'x'); 1000];
-        assert_eq!(haystack.place(&hay, 0.5, &tokenizer), 500);
-    }
 }

@@ -4,13 +4,14 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 use longwall_data::Tokenizer;
+use longwall_data::synthetic::ruler::fill;
 use rand::seq::{SliceRandom, index};
 use rand_chacha::ChaCha8Rng;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::{Built, Task, fill};
+use super::{Built, Task};
 use crate::EvalError;
 use crate::text::read_text;
 

@@ -1,300 +1,51 @@
-//! Common words of a numbered list, and the most frequent words of a coded text.
+//! Words of a file.
 
 use std::collections::HashSet;
 use std::path::Path;
 
-use longwall_data::Tokenizer;
-use rand::seq::{IndexedRandom, SliceRandom};
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-use sha2::{Digest, Sha256};
+use longwall_data::synthetic::ruler::WordList;
 
-use super::{Built, fill};
 use crate::EvalError;
 use crate::text::read_text;
 
-/// The common words of a list.
-const COMMON: usize = 10;
-/// From this length on, words come as often as in the paper; shorter lists have fewer.
-const FULL_LENGTH: usize = 4096;
-/// Most different words that are drawn for one list.
-const MOST_WORDS: usize = 200_000;
-
-/// Where words come from.
-pub(super) enum WordList {
-    /// Two to four syllables.
-    MadeUp,
-    /// A file's words.
-    File(Vec<String>),
-}
-
-impl WordList {
-    /// Reads a file of words, one a line.
-    ///
-    /// # Errors
-    /// A file that cannot be read, or holds fewer than a hundred different words.
-    pub(super) fn open(path: Option<&Path>) -> Result<Self, EvalError> {
-        let Some(path) = path else { return Ok(WordList::MadeUp) };
-        let text = read_text(path)?;
-        let words: HashSet<&str> =
-            text.lines().map(str::trim).filter(|word| !word.is_empty()).collect();
-        if words.len() < 100 {
-            return Err(EvalError::Text {
-                what: format!(
-                    "ruler: {} holds {} different words; allowed: 100 or more",
-                    path.display(),
-                    words.len()
-                ),
-                remedy: "give --words a file with one word a line, or leave it out".to_string(),
-            });
-        }
-        let mut words: Vec<String> = words.into_iter().map(str::to_string).collect();
-        words.sort_unstable();
-        Ok(WordList::File(words))
+/// Reads a file of words, one a line; without one, words are made up.
+///
+/// # Errors
+/// A file that cannot be read, or holds fewer than a hundred different words.
+pub(super) fn read(path: Option<&Path>) -> Result<WordList, EvalError> {
+    let Some(path) = path else { return Ok(WordList::MadeUp) };
+    let text = read_text(path)?;
+    let words: HashSet<&str> =
+        text.lines().map(str::trim).filter(|word| !word.is_empty()).collect();
+    if words.len() < 100 {
+        return Err(EvalError::Text {
+            what: format!(
+                "ruler: {} holds {} different words; allowed: 100 or more",
+                path.display(),
+                words.len()
+            ),
+            remedy: "give --words a file with one word a line, or leave it out".to_string(),
+        });
     }
-
-    /// Whether a list of a file's words fills a prompt of `budget` tokens at `length`.
-    ///
-    /// # Errors
-    /// The number of words, and the tokens of a prompt with all of them, if they do not.
-    pub(super) fn check(
-        &self,
-        length: usize,
-        budget: usize,
-        tokenizer: &Tokenizer,
-    ) -> Result<(), (usize, usize)> {
-        let WordList::File(words) = self else { return Ok(()) };
-        if words.len() >= MOST_WORDS {
-            return Ok(());
-        }
-        let mut rng = ChaCha8Rng::from_seed([0; 32]);
-        let prompt = format!(
-            "{}{}",
-            self.example(length, &mut rng),
-            question(&list(words, Repeats::at(length).prompt, &mut rng))
-        );
-        let tokens = tokenizer.encode(&prompt).len();
-        if tokens < budget { Err((words.len(), tokens)) } else { Ok(()) }
-    }
-
-    /// A solved example.
-    fn example(&self, length: usize, rng: &mut ChaCha8Rng) -> String {
-        let Repeats { example_words, example, .. } = Repeats::at(length);
-        let words = self.draw(rng, example_words);
-        format!("{} {}\n", question(&list(&words, example, rng)), numbered(&words[..COMMON]))
-    }
-
-    pub(super) fn sha256(&self) -> Option<String> {
-        match self {
-            WordList::MadeUp => None,
-            WordList::File(words) => Some(format!("{:x}", Sha256::digest(words.join("\n")))),
-        }
-    }
-
-    /// Up to `count` different words.
-    fn draw(&self, rng: &mut ChaCha8Rng, count: usize) -> Vec<String> {
-        if let WordList::File(words) = self {
-            return words.choose_multiple(rng, count).cloned().collect();
-        }
-        let (mut seen, mut words) = (HashSet::new(), Vec::new());
-        while words.len() < count {
-            let word = made_up(rng);
-            if seen.insert(word.clone()) {
-                words.push(word);
-            }
-        }
-        words
-    }
-}
-
-/// How often common and other words come.
-struct Repeats {
-    /// Different words of the example.
-    example_words: usize,
-    example: [usize; 2],
-    prompt: [usize; 2],
-}
-
-impl Repeats {
-    fn at(length: usize) -> Self {
-        match length >= FULL_LENGTH {
-            true => Repeats { example_words: 40, example: [10, 3], prompt: [30, 3] },
-            false => Repeats { example_words: 20, example: [3, 1], prompt: [6, 1] },
-        }
-    }
-}
-
-/// A word of two to four syllables: 24 million of them.
-fn made_up(rng: &mut ChaCha8Rng) -> String {
-    const ONSETS: &[u8] = b"bdfgklmnprstvz";
-    const VOWELS: &[u8] = b"aeiou";
-    let mut word = String::new();
-    for _ in 0..rng.random_range(2..=4) {
-        word.push(char::from(ONSETS[rng.random_range(0..ONSETS.len())]));
-        word.push(char::from(VOWELS[rng.random_range(0..VOWELS.len())]));
-    }
-    word
-}
-
-/// A numbered list in which the first ten of `words` come `common` times and the others `uncommon` times.
-fn list(words: &[String], [common, uncommon]: [usize; 2], rng: &mut ChaCha8Rng) -> String {
-    let (first, others) = words.split_at(COMMON.min(words.len()));
-    let repeat = |words: &[String], times: usize| -> Vec<String> {
-        words.iter().flat_map(|word| std::iter::repeat_n(word.clone(), times)).collect()
-    };
-    let mut all = [repeat(first, common), repeat(others, uncommon)].concat();
-    all.shuffle(rng);
-    numbered(&all)
-}
-
-fn numbered(words: &[String]) -> String {
-    let words = words.iter().enumerate().map(|(at, word)| format!("{}. {word}", at + 1));
-    words.collect::<Vec<_>>().join(" ")
-}
-
-fn question(list: &str) -> String {
-    format!(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the \
-         ones that appear most often.\n{list}\nQuestion: What are the 10 most common words in the above list? \
-         Answer: The top 10 words that appear most often in the list are:"
-    )
-}
-
-/// Common words extraction: an example with its answer, and a question.
-pub(super) fn common(
-    words: &WordList,
-    length: usize,
-    budget: usize,
-    rng: &mut ChaCha8Rng,
-    tokenizer: &Tokenizer,
-) -> Result<Built, usize> {
-    let times = Repeats::at(length).prompt;
-    let example = words.example(length, rng);
-    let drawn = words.draw(rng, (budget / 4 + COMMON).min(MOST_WORDS));
-    let order: ChaCha8Rng = rng.clone();
-    let prompt = fill((COMMON, drawn.len()), budget, tokenizer, |count| {
-        // The same order of the same words, whenever it is asked for.
-        let list = list(&drawn[..count], times, &mut order.clone());
-        format!("{example}{}", question(&list))
-    })?;
-    Ok(Built { prompt, answers: drawn[..COMMON].to_vec() })
-}
-
-/// Frequent words extraction: coded words whose counts follow n · rank⁻² / ζ(2); the most frequent is noise.
-pub(super) fn frequent(
-    length: usize,
-    budget: usize,
-    rng: &mut ChaCha8Rng,
-    tokenizer: &Tokenizer,
-) -> Result<Built, usize> {
-    let mut vocabulary = vec!["...".to_string()];
-    let mut seen = HashSet::new();
-    while vocabulary.len() < (length / 50).max(8) {
-        let word: String = (0..6).map(|_| char::from(rng.random_range(b'a'..=b'z'))).collect();
-        if seen.insert(word.clone()) {
-            vocabulary.push(word);
-        }
-    }
-    let order: ChaCha8Rng = rng.clone();
-    // From 60 words on, the fourth rank comes more often than the fifth.
-    let prompt = fill((60, 60 + budget), budget, tokenizer, |count| {
-        let mut words = coded(&vocabulary, count);
-        words.shuffle(&mut order.clone());
-        format!(
-            "Read the following coded text and track the frequency of each coded word. Find the three most \
-             frequently appeared coded words. {}\nQuestion: Do not provide any explanation. Please ignore the \
-             dots '....'. What are the three most frequently appeared words in the above coded text? Answer: \
-             According to the coded text above, the three most frequently appeared words are:",
-            words.join(" ")
-        )
-    })?;
-    Ok(Built { prompt, answers: vocabulary[1..4].to_vec() })
-}
-
-/// The words of a coded text, as many of each as its rank gets of `count`.
-fn coded(vocabulary: &[String], count: usize) -> Vec<&str> {
-    let zeta = std::f64::consts::PI.powi(2) / 6.0;
-    let times = |rank: usize| (count as f64 / (rank * rank) as f64 / zeta) as usize;
-    let words = vocabulary.iter().enumerate();
-    words.flat_map(|(at, word)| std::iter::repeat_n(word.as_str(), times(at + 1))).collect()
+    let mut words: Vec<String> = words.into_iter().map(str::to_string).collect();
+    words.sort_unstable();
+    Ok(WordList::Given(words))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
-    use longwall_data::TokenizerConfig;
-    use rand::SeedableRng;
-
     use super::*;
-
-    fn built(
-        length: usize,
-        task: fn(usize, &mut ChaCha8Rng, &Tokenizer) -> Built,
-    ) -> (String, Vec<String>) {
-        let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
-        let Built { prompt, answers } = task(length, &mut ChaCha8Rng::seed_from_u64(1), &tokenizer);
-        (tokenizer.decode(&prompt), answers)
-    }
-
-    /// How often each word comes in the list or text.
-    fn counts(text: &str) -> HashMap<&str, usize> {
-        let mut counts = HashMap::new();
-        for word in text.split(' ').filter(|word| !word.ends_with('.') || *word == "...") {
-            *counts.entry(word).or_default() += 1;
-        }
-        counts
-    }
-
-    #[test]
-    fn ten_words_of_the_list_are_common() {
-        for (length, often, seldom) in [(3000, 6, 1), (20_000, 30, 3)] {
-            let (prompt, answers) = built(length, |length, rng, tokenizer| {
-                common(&WordList::MadeUp, length, length, rng, tokenizer).unwrap()
-            });
-            assert_eq!((answers.len(), prompt.matches("Below is a numbered").count()), (10, 2));
-            let list = prompt.rsplit("most often.\n").next().unwrap();
-            let list = list.split_once("\nQuestion").unwrap().0;
-            assert!(list.starts_with("1. "));
-            let counts = counts(list);
-            for (word, count) in &counts {
-                let common = answers.iter().any(|answer| answer == word);
-                assert_eq!(*count, if common { often } else { seldom }, "{word}");
-            }
-            assert!(counts.len() > 10 && prompt.len() <= length);
-            assert!(prompt.len() + 20 * seldom > length, "{} of {length}", prompt.len());
-        }
-    }
-
-    #[test]
-    fn counts_of_coded_words_fall_with_the_square_of_the_rank() {
-        let (prompt, answers) =
-            built(8000, |length, rng, tokenizer| frequent(length, length, rng, tokenizer).unwrap());
-        let text = prompt.split_once("coded words. ").unwrap().1.split_once("\nQ").unwrap().0;
-        let counts = counts(text);
-        let mut ranked: Vec<usize> = counts.values().copied().collect();
-        ranked.sort_unstable_by(|a, b| b.cmp(a));
-        assert_eq!(counts["..."], ranked[0]);
-        let found: Vec<usize> = answers.iter().map(|answer| counts[answer.as_str()]).collect();
-        assert_eq!(found, ranked[1..4]);
-        assert!(found[0] > found[1] && found[1] > found[2] && found[2] > ranked[4]);
-        let ratio = counts["..."] as f64 / found[0] as f64;
-        assert!((ratio - 4.0).abs() < 0.1, "{ratio}");
-        assert!(prompt.len() <= 8000 && prompt.len() + 60 > 8000);
-    }
 
     #[test]
     fn words_may_come_from_a_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("words.txt");
         std::fs::write(&path, "one\ntwo\n\none\n").unwrap();
-        let error = WordList::open(Some(&path)).err().unwrap().to_string();
+        let error = read(Some(&path)).err().unwrap().to_string();
         assert!(error.contains("holds 2 different words; allowed: 100 or more"), "{error}");
         let words: String = (0..150).map(|n| format!("word{n}\n")).collect();
         std::fs::write(&path, words).unwrap();
-        let list = WordList::open(Some(&path)).unwrap();
-        let drawn = list.draw(&mut ChaCha8Rng::seed_from_u64(1), 1000);
-        assert_eq!(drawn.iter().collect::<HashSet<_>>().len(), 150);
-        assert!(list.sha256().is_some());
+        let WordList::Given(words) = read(Some(&path)).unwrap() else { panic!("no words") };
+        assert_eq!(words.len(), 150);
     }
 }

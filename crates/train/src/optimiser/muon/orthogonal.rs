@@ -83,6 +83,15 @@ fn orthogonal<B: OpBackend>(
     x.cast(DType::F32)
 }
 
+/// Matrices of one shape, transposed or not, and precision.
+struct Group {
+    /// The smaller and the larger side.
+    sizes: [usize; 2],
+    precision: DType,
+    /// By their number.
+    matrices: Vec<usize>,
+}
+
 /// [`orthogonal`] of each of `matrices` `[blocks, rows, columns]` in its precision. Those of the same shape, transposed
 /// or not, are one batch: most matrices are so small that launches would take longer than products.
 pub(super) fn orthogonal_all<B: OpBackend>(
@@ -90,17 +99,18 @@ pub(super) fn orthogonal_all<B: OpBackend>(
     coefficients: Coefficients,
     steps: usize,
 ) -> Vec<Tensor<B, 3>> {
-    let mut groups: Vec<(([usize; 2], DType), Vec<usize>)> = vec![];
+    let mut groups: Vec<Group> = vec![];
     for (at, (x, precision)) in matrices.iter().enumerate() {
         let [_, rows, columns] = x.dims();
-        let key = ([rows.min(columns), rows.max(columns)], *precision);
-        match groups.iter_mut().find(|(other, _)| *other == key) {
-            Some((_, group)) => group.push(at),
-            None => groups.push((key, vec![at])),
+        let sizes = [rows.min(columns), rows.max(columns)];
+        let same = |group: &&mut Group| (group.sizes, group.precision) == (sizes, *precision);
+        match groups.iter_mut().find(same) {
+            Some(group) => group.matrices.push(at),
+            None => groups.push(Group { sizes, precision: *precision, matrices: vec![at] }),
         }
     }
     let mut matrices: Vec<_> = matrices.into_iter().map(|(x, _)| Some(x)).collect();
-    for ((_, precision), group) in groups {
+    for Group { precision, matrices: group, .. } in groups {
         let take = |&at: &usize| matrices[at].take().expect("in one group");
         let taken: Vec<_> = group.iter().map(take).collect();
         let is_tall = |x: &Tensor<B, 3>| x.dims()[1] > x.dims()[2];

@@ -1,12 +1,19 @@
-//! Conversations, and the similarity of an output.
+//! Multi-round coreference: conversations in which one request is answered several times, with different texts.
+//!
+//! After MRCR v2 (Vodrahalli et al., "Michelangelo", 2024, and the code published since): rounds of a request (a
+//! format, a topic, a style) and a text, one request several times among others that differ from it; in the end a
+//! random string and the n-th text of that request are asked for. The texts are passages of a haystack, so that only
+//! counting tells which one is meant.
+//!
+//! String and text together belong to training or to tests.
 
-use longwall_data::Tokenizer;
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
-use super::super::niah::Haystack;
-use super::Similarity;
-use super::similarity::ratio;
+use super::fit::greatest;
+use super::haystack::Haystack;
+use super::held_out::Part;
+use crate::Tokenizer;
 
 const FORMATS: [&str; 7] =
     ["email", "short story", "blog post", "tweet", "poem", "essay", "riddle"];
@@ -21,22 +28,20 @@ const TOPICS: [&str; 8] = [
     "a long journey",
 ];
 const STYLES: [&str; 5] = ["formal", "informal", "humorous", "technical", "archaic"];
-pub(super) const ORDINALS: [&str; 8] =
+/// Names of the places among the texts of a request.
+pub const ORDINALS: [&str; 8] =
     ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"];
 const INSTRUCTION: &str = "A user asks an assistant for texts. In the end, the user asks for one of them \
     again: the assistant writes the given code and then that text, word for word, and nothing else.";
 /// Tokens of a passage.
-pub(super) const PASSAGE: std::ops::RangeInclusive<usize> = 48..=96;
+pub const PASSAGE: std::ops::RangeInclusive<usize> = 48..=96;
 /// Characters of the random string.
-pub(super) const CODE: usize = 12;
-/// Passages of other requests that the noise floor of all texts is estimated from.
-const FLOOR_SAMPLES: usize = 8;
-
+pub const CODE: usize = 12;
 /// A request: format, topic, style.
-type Triple = [usize; 3];
+pub type Triple = [usize; 3];
 
 /// A conversation and the question at its end.
-pub(super) struct Conversation {
+pub struct Conversation {
     /// The random string.
     pub code: String,
     /// The request that comes several times.
@@ -44,7 +49,7 @@ pub(super) struct Conversation {
     /// Which of its texts is asked for.
     ordinal: usize,
     /// The texts of that request.
-    needles: Vec<String>,
+    pub needles: Vec<String>,
     /// Where each needle stands among the others, 0 to 1, ascending.
     places: Vec<f64>,
     /// Requests and texts in between; a prompt holds the first of them.
@@ -71,19 +76,25 @@ fn passage(rng: &mut ChaCha8Rng, haystack: &Haystack, tokenizer: &Tokenizer) -> 
 }
 
 impl Conversation {
-    /// Draws a conversation with enough other rounds for `budget` tokens.
-    pub(super) fn draw(
+    /// Draws a conversation with enough other rounds for `budget` tokens, whose random string and text are of `part`.
+    pub fn draw(
         rng: &mut ChaCha8Rng,
         needles: usize,
         budget: usize,
         haystack: &Haystack,
         tokenizer: &Tokenizer,
+        part: Part,
     ) -> Self {
-        let code = (0..CODE).map(|_| char::from(rng.random_range(b'a'..=b'z'))).collect();
         let (asked, ordinal) = (triple(rng), rng.random_range(0..needles));
         let mut places: Vec<f64> = (0..needles).map(|_| rng.random()).collect();
         places.sort_by(f64::total_cmp);
-        let texts = (0..needles).map(|_| passage(rng, haystack, tokenizer)).collect();
+        let texts: Vec<String> = (0..needles).map(|_| passage(rng, haystack, tokenizer)).collect();
+        let code = part.draw(rng, |rng| {
+            let code: String =
+                (0..CODE).map(|_| char::from(rng.random_range(b'a'..=b'z'))).collect();
+            let content = format!("{code} {}", texts[ordinal]).into_bytes();
+            (code, content)
+        });
         let mut others = Vec::new();
         // A passage is cut by a word at each end.
         for _ in 0..budget / (PASSAGE.start() / 2) + 1 {
@@ -97,7 +108,7 @@ impl Conversation {
     }
 
     /// The most tokens of a prompt without other rounds.
-    pub(super) fn longest(needles: usize, tokenizer: &Tokenizer) -> usize {
+    pub fn longest(needles: usize, tokenizer: &Tokenizer) -> usize {
         let tokens = |text: &str| tokenizer.encode(text).len();
         let styles =
             (0..STYLES.len()).flat_map(|style| (0..FORMATS.len()).map(move |f| (f, style)));
@@ -112,12 +123,12 @@ impl Conversation {
     }
 
     /// The text that is asked for.
-    pub(super) fn answer(&self) -> &str {
+    pub fn answer(&self) -> &str {
         &self.needles[self.ordinal]
     }
 
     /// The prompt with this many other rounds.
-    pub(super) fn prompt(&self, others: usize) -> String {
+    pub fn prompt(&self, others: usize) -> String {
         let round = |request: Triple, text: &str| {
             format!("User: Write a {}.\nAssistant: {text}\n\n", describe(request))
         };
@@ -143,46 +154,24 @@ impl Conversation {
             )
     }
 
-    /// The similarity of an output, and the noise floors.
-    pub(super) fn judge(&self, output: &str) -> Similarity {
-        let similar = |text: &str| ratio(self.answer(), text);
-        let mean = |texts: Vec<&str>| {
-            texts.iter().map(|text| similar(text)).sum::<f64>() / texts.len() as f64
-        };
-        let all = self.others.iter().take(FLOOR_SAMPLES).map(|(_, text)| text.as_str());
-        Similarity {
-            score: similar_after(&self.code, output, self.answer()),
-            floor_relevant: mean(self.needles.iter().map(String::as_str).collect()),
-            floor_any: mean(all.collect()),
+    /// The prompt with as many other rounds as fit into `budget` tokens.
+    ///
+    /// # Errors
+    /// The tokens without other rounds, if they are more.
+    pub fn fit(&self, budget: usize, tokenizer: &Tokenizer) -> Result<String, usize> {
+        let tokens = |others| tokenizer.encode(&self.prompt(others)).len();
+        let bare = tokens(0);
+        if bare > budget {
+            return Err(bare);
         }
-    }
-}
-
-/// The similarity to `answer` of what follows the last occurrence of `code`; 0 without it. A model that goes on
-/// writes the next round, which is no part of its answer.
-fn similar_after(code: &str, output: &str, answer: &str) -> f64 {
-    let output = output.split("\nUser:").next().unwrap_or_default();
-    match output.rsplit_once(code) {
-        Some((_, text)) => ratio(answer, text.trim()),
-        None => 0.0,
+        let (most, guess) = (self.others.len(), budget / (PASSAGE.end() + 8));
+        Ok(self.prompt(greatest(0, most, guess, |others| tokens(others) <= budget)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_similarity_is_that_of_the_text_after_the_code() {
-        let similar = |output| similar_after("abcdefghijkl", output, "the old mill");
-        assert_eq!(similar(" abcdefghijkl the old mill"), 1.0);
-        assert_eq!(similar("abcdefghijkl no abcdefghijkl the old mill \n"), 1.0);
-        assert_eq!(similar("abcdefghijkl the old mill\n\nUser: Write abcdefghijkl and"), 1.0);
-        assert_eq!(similar("the old mill"), 0.0);
-        assert_eq!(similar(""), 0.0);
-        let cut = similar("abcdefghijkl the old");
-        assert!((cut - 14.0 / 19.0).abs() < 1e-12, "{cut}");
-    }
 
     #[test]
     fn a_conversation_holds_its_rounds_in_order() {

@@ -6,7 +6,9 @@
 use rand::Rng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand_chacha::ChaCha8Rng;
-use serde::{Deserialize, Serialize};
+
+use super::super::choices::choices;
+use super::super::held_out::Part;
 
 const LOCATIONS: [&str; 6] = ["bathroom", "bedroom", "garden", "hallway", "kitchen", "office"];
 const PEOPLE: [&str; 4] = ["Daniel", "John", "Mary", "Sandra"];
@@ -18,37 +20,23 @@ const TAKES: [&str; 4] = ["took", "got", "grabbed", "picked up"];
 const DROPS: [&str; 4] = ["dropped", "left", "discarded", "put down"];
 const GIVES: [&str; 3] = ["gave", "handed", "passed"];
 
-/// A task.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Task {
-    /// Where a person is
-    Qa1,
-    /// Where a thing is
-    Qa2,
-    /// Where a thing was before
-    Qa3,
-    /// Which room lies in a direction of another
-    Qa4,
-    /// Who gave what to whom
-    Qa5,
+choices! {
+    /// A task.
+    pub enum Task {
+        /// Where a person is
+        Qa1 = "qa1",
+        /// Where a thing is
+        Qa2 = "qa2",
+        /// Where a thing was before
+        Qa3 = "qa3",
+        /// Which room lies in a direction of another
+        Qa4 = "qa4",
+        /// Who gave what to whom
+        Qa5 = "qa5",
+    }
 }
 
 impl Task {
-    /// All tasks.
-    pub const ALL: [Task; 5] = [Task::Qa1, Task::Qa2, Task::Qa3, Task::Qa4, Task::Qa5];
-
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Task::Qa1 => "qa1",
-            Task::Qa2 => "qa2",
-            Task::Qa3 => "qa3",
-            Task::Qa4 => "qa4",
-            Task::Qa5 => "qa5",
-        }
-    }
-
     /// All answers.
     pub fn labels(self) -> &'static [&'static str] {
         match self {
@@ -70,15 +58,19 @@ pub struct Story {
 }
 
 impl Story {
-    /// Draws a story of a task.
-    pub fn draw(task: Task, rng: &mut ChaCha8Rng) -> Story {
-        match task {
-            Task::Qa1 => moves(rng),
-            Task::Qa2 => things(rng, false),
-            Task::Qa3 => things(rng, true),
-            Task::Qa4 => directions(rng),
-            Task::Qa5 => gifts(rng),
-        }
+    /// Draws a story of a task that belongs to `part`.
+    pub fn draw(task: Task, rng: &mut ChaCha8Rng, part: Part) -> Story {
+        part.draw(rng, |rng| {
+            let story = match task {
+                Task::Qa1 => moves(rng),
+                Task::Qa2 => things(rng, false),
+                Task::Qa3 => things(rng, true),
+                Task::Qa4 => directions(rng),
+                Task::Qa5 => gifts(rng),
+            };
+            let content = format!("{} {}", story.facts.join(" "), story.question).into_bytes();
+            (story, content)
+        })
     }
 }
 
@@ -257,7 +249,8 @@ mod tests {
     use super::*;
 
     fn stories(task: Task) -> impl Iterator<Item = Story> {
-        (0..500).map(move |seed| Story::draw(task, &mut ChaCha8Rng::seed_from_u64(seed)))
+        (0..500)
+            .map(move |seed| Story::draw(task, &mut ChaCha8Rng::seed_from_u64(seed), Part::Test))
     }
 
     fn last_word(text: &str) -> &str {

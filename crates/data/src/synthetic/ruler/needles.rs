@@ -1,12 +1,14 @@
 //! The eight needle tasks.
 
-use longwall_data::Tokenizer;
 use rand::Rng;
 use rand::seq::{SliceRandom, index};
 use rand_chacha::ChaCha8Rng;
 
-use super::super::niah::{Haystack, distinct_keys};
+use super::super::haystack::Haystack;
+use super::super::held_out::Part;
+use super::super::niah::{distinct_keys, magic_number};
 use super::{Built, Task, fill};
+use crate::Tokenizer;
 
 const NOISE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
@@ -52,13 +54,13 @@ struct Needles {
 }
 
 impl Needles {
-    fn draw(task: Task, rng: &mut ChaCha8Rng) -> Self {
+    fn draw(task: Task, rng: &mut ChaCha8Rng, part: Part) -> Self {
         let kind = kind(task);
         let keys = match kind.uuid_keys {
             true => (0..kind.keys).map(|_| uuid(rng)).collect(),
             false => distinct_keys(rng, kind.keys),
         };
-        let values = |_: &String| (0..kind.values).map(|_| kind.value(rng)).collect();
+        let values = |_: &String| (0..kind.values).map(|_| kind.value(rng, part)).collect();
         let values: Vec<Vec<String>> = keys.iter().map(values).collect();
         let asked = index::sample(rng, kind.keys, kind.asked).into_vec();
         Needles { pairs: keys.into_iter().zip(values).collect(), asked, kind }
@@ -111,10 +113,14 @@ impl Kind {
         if self.uuid_values { "uuids" } else { "numbers" }
     }
 
-    fn value(&self, rng: &mut ChaCha8Rng) -> String {
+    /// A value of `part`.
+    fn value(&self, rng: &mut ChaCha8Rng, part: Part) -> String {
         match self.uuid_values {
-            true => uuid(rng),
-            false => rng.random_range(1_000_000..=9_999_999u32).to_string(),
+            true => part.draw(rng, |rng| {
+                let id = uuid(rng);
+                (id.clone(), id.into_bytes())
+            }),
+            false => magic_number(rng, part),
         }
     }
 
@@ -129,14 +135,14 @@ pub(super) fn build(
     haystack: Option<&Haystack>,
     budget: usize,
     rng: &mut ChaCha8Rng,
-    tokenizer: &Tokenizer,
+    (tokenizer, part): (&Tokenizer, Part),
 ) -> Result<Built, usize> {
-    let needles = Needles::draw(task, rng);
+    let needles = Needles::draw(task, rng, part);
     let answers = needles.answers();
     let prompt = match (task.needs_text(), haystack) {
         (true, Some(haystack)) => in_text(&needles, haystack, budget, rng, tokenizer)?,
-        (true, None) => unreachable!("the text was read when the suite opened"),
-        (false, _) => in_lines(task, &needles, budget, rng, tokenizer)?,
+        (true, None) => panic!("{task} was built without text"),
+        (false, _) => in_lines(task, &needles, budget, rng, (tokenizer, part))?,
     };
     Ok(Built { prompt, answers })
 }
@@ -177,7 +183,7 @@ fn in_lines(
     needles: &Needles,
     budget: usize,
     rng: &mut ChaCha8Rng,
-    tokenizer: &Tokenizer,
+    (tokenizer, part): (&Tokenizer, Part),
 ) -> Result<Vec<u32>, usize> {
     let (before, after) = needles.frame();
     let sentences = needles.sentences(rng);
@@ -186,7 +192,7 @@ fn in_lines(
     let most = budget / 4 + 1;
     let distractors: Vec<String> = match task {
         Task::NiahSingle1 => vec![NOISE.to_string(); most],
-        _ => (0..most).map(|_| distractor(needles, rng)).collect(),
+        _ => (0..most).map(|_| distractor(needles, rng, part)).collect(),
     };
     let place: f64 = rng.random();
     fill((1, most), budget, tokenizer, |lines| {
@@ -199,7 +205,7 @@ fn in_lines(
 }
 
 /// A needle of another key.
-fn distractor(needles: &Needles, rng: &mut ChaCha8Rng) -> String {
+fn distractor(needles: &Needles, rng: &mut ChaCha8Rng, part: Part) -> String {
     let key = match needles.kind.uuid_keys {
         true => uuid(rng),
         false => {
@@ -208,21 +214,21 @@ fn distractor(needles: &Needles, rng: &mut ChaCha8Rng) -> String {
             keys.swap_remove(0)
         }
     };
-    needles.kind.sentence(&key, &needles.kind.value(rng))
+    needles.kind.sentence(&key, &needles.kind.value(rng, part))
 }
 
 #[cfg(test)]
 mod tests {
-    use longwall_data::TokenizerConfig;
     use rand::SeedableRng;
 
     use super::super::super::niah::all_keys;
     use super::*;
+    use crate::TokenizerConfig;
 
     fn text(task: Task, budget: usize, seed: u64) -> (String, Vec<String>) {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let built = build(task, None, budget, &mut rng, &tokenizer).unwrap();
+        let built = build(task, None, budget, &mut rng, (&tokenizer, Part::Test)).unwrap();
         (tokenizer.decode(&built.prompt), built.answers)
     }
 
@@ -277,15 +283,15 @@ mod tests {
     #[test]
     fn several_answers_are_asked_for_in_the_plural() {
         let mut rng = ChaCha8Rng::seed_from_u64(2);
-        let needles = Needles::draw(Task::NiahMultiquery, &mut rng);
+        let needles = Needles::draw(Task::NiahMultiquery, &mut rng, Part::Test);
         let (before, after) = needles.frame();
         assert!(before.starts_with("Some special magic numbers are hidden"));
         assert!(after.starts_with("\nWhat are all the special magic numbers for "));
         assert!(after.ends_with("mentioned in the provided text are") && after.contains(", and "));
         assert_eq!((needles.answers().len(), needles.sentences(&mut rng).len()), (4, 4));
-        let needles = Needles::draw(Task::NiahMultivalue, &mut rng);
+        let needles = Needles::draw(Task::NiahMultivalue, &mut rng, Part::Test);
         assert_eq!((needles.pairs.len(), needles.answers().len()), (1, 4));
-        let needles = Needles::draw(Task::NiahMultikey1, &mut rng);
+        let needles = Needles::draw(Task::NiahMultikey1, &mut rng, Part::Test);
         assert_eq!((needles.pairs.len(), needles.answers().len()), (4, 1));
         assert!(needles.frame().0.starts_with("A special magic number is"));
         assert!(all_keys().contains(&needles.pairs[0].0));

@@ -1,10 +1,11 @@
 //! Variable tracking: a chain of assignments hidden in repeated lines.
 
-use longwall_data::Tokenizer;
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
+use super::super::held_out::Part;
 use super::{Built, fill};
+use crate::Tokenizer;
 
 const NOISE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n";
@@ -70,11 +71,15 @@ impl Chain {
 pub(super) fn build(
     budget: usize,
     rng: &mut ChaCha8Rng,
-    tokenizer: &Tokenizer,
+    (tokenizer, part): (&Tokenizer, Part),
 ) -> Result<Built, usize> {
     let example = Chain::draw(rng, 3);
     let example = format!("{} {}\n\n", example.prompt(EXAMPLE_LINES), example.variables.join(" "));
-    let chain = Chain::draw(rng, 5);
+    let chain = part.draw(rng, |rng| {
+        let chain = Chain::draw(rng, 5);
+        let content = chain.variables.join(" ").into_bytes();
+        (chain, content)
+    });
     let text = |lines| format!("{example}{}", chain.prompt(lines));
     let prompt = fill((1, budget / 4 + 2), budget, tokenizer, text)?;
     Ok(Built { prompt, answers: chain.variables })
@@ -82,17 +87,18 @@ pub(super) fn build(
 
 #[cfg(test)]
 mod tests {
-    use longwall_data::TokenizerConfig;
     use rand::SeedableRng;
 
     use super::*;
+    use crate::TokenizerConfig;
 
     #[test]
     fn a_chain_of_four_hops_is_hidden_in_order() {
         let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
         for seed in 0..20 {
             let mut rng = ChaCha8Rng::seed_from_u64(seed);
-            let Built { prompt, answers } = build(5000, &mut rng, &tokenizer).unwrap();
+            let Built { prompt, answers } =
+                build(5000, &mut rng, (&tokenizer, Part::Test)).unwrap();
             assert!(prompt.len() <= 5000 && prompt.len() + NOISE.len() + 2 > 5000);
             let prompt = tokenizer.decode(&prompt);
             let (example, question) = prompt.split_once("\n\nMemorize").unwrap();
