@@ -83,14 +83,16 @@ fn prepare_inputs(
     std::fs::create_dir_all(&options.out)
         .map_err(|source| DataError::write(&options.out, source))?;
     let lock = Lock::take(&options.out)?;
+    let journal = Journal::new(&options.out);
     if let Some(manifest) = Manifest::read(&options.out)? {
         if manifest.key != key {
             return Err(in_use(&options.out, "holds shards of other text, options or tokenizer"));
         }
+        // A run killed after it wrote the manifest leaves its journal.
+        journal.remove()?;
         lock.release();
         return Ok(report(options, manifest, PrepareStart::Complete, 0, started));
     }
-    let journal = Journal::new(&options.out);
     let listing = listing(inputs);
     let saved = journal.load(key)?.filter(|saved| {
         let same = saved.listing == listing;

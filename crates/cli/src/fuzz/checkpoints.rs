@@ -31,7 +31,9 @@ validation_tokens = 64
 
 [[data.sources]]
 kind = "fflm"
-instructions = 4
+instructions = 8
+p_write = 0.3
+p_ignore = 0.6
 
 [model]
 layers = 2

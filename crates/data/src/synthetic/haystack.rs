@@ -97,7 +97,7 @@ impl Haystack {
     }
 
     /// The index in `hay` for a needle at this depth: after the last sentence that ends within
-    /// [`LOOK_BACK`] tokens before the depth, else at the depth itself.
+    /// `LOOK_BACK` tokens before the depth, else at the depth itself.
     pub fn place(&self, hay: &[u32], depth: f64, tokenizer: &Tokenizer) -> usize {
         let at = ((depth.clamp(0.0, 1.0) * hay.len() as f64).round() as usize).min(hay.len());
         if at == hay.len() {

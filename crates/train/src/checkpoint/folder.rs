@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use longwall_data::files;
 use serde::{Deserialize, Serialize};
@@ -18,6 +18,8 @@ pub(super) const CHECKPOINTS: &str = "checkpoints";
 const BEST_FILE: &str = "best.json";
 /// Ends the names of files and folders that are being written.
 const TEMPORARY: &str = ".tmp";
+/// How far the time of a file may be behind the clock.
+const COARSE: Duration = Duration::from_millis(100);
 
 /// The step with the lowest validation loss.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -70,7 +72,7 @@ impl CheckpointFolder {
         let is_unfinished = |(name, path): &(String, PathBuf)| {
             name.starts_with("step-")
                 && name.ends_with(TEMPORARY)
-                && begun(path).is_some_and(|begun| begun >= since)
+                && begun(path).is_some_and(|begun| begun + COARSE >= since)
         };
         self.entries().is_ok_and(|entries| entries.iter().any(is_unfinished))
     }

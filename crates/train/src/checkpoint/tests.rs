@@ -121,6 +121,7 @@ fn flip_a_bit(path: &Path) {
 fn a_flipped_bit_in_any_file_is_found_and_a_sound_checkpoint_is_named() {
     for name in ["state.json", CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE] {
         let run = tempfile::tempdir().unwrap();
+        fs::write(run.path().join(CONFIG_FILE), "").unwrap();
         let folder = CheckpointFolder::new(run.path());
         for step in [1, 2, 3] {
             let fill = |path: &Path| {

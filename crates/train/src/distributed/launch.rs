@@ -430,7 +430,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = folder.path().join("checkpoints");
         // One that a killed run has left counts for nothing.
-        std::fs::create_dir_all(checkpoints.join("step-2.tmp")).unwrap();
+        let left = checkpoints.join("step-2.tmp");
+        std::fs::create_dir_all(&left).unwrap();
+        std::fs::File::open(&left).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
         let (from, to) = (checkpoints.join("step-4.tmp"), checkpoints.join("step-4"));
         let (made, moved) = (from.display(), to.display());
         let write = format!("mkdir {made}; sleep 2; mv {made} {moved}; exit 75");
