@@ -14,7 +14,7 @@ use longwall_kernels::ops::linear::linear_f32;
 
 use crate::config::{ModelConfig, Positions};
 use crate::init::WeightInit;
-use crate::layers::{Block, BlockState, Norm};
+use crate::layers::{Block, BlockState, LayerWeights, Norm};
 
 /// A decoder-only language model.
 #[derive(Module, Debug)]
@@ -171,6 +171,19 @@ impl<B: OpBackend> LanguageModel<B> {
             x = block.forward(x, documents.clone(), &mut first_values);
         }
         probe
+    }
+
+    /// The weights that each layer's queries give to the keys of one sequence, tokens `[1, seq_len]`. A layer takes many
+    /// times seq_len as long as its attention.
+    pub fn attention_weights(&self, tokens: Tensor<B, 2, Int>) -> Vec<LayerWeights> {
+        let mut x = self.embedded(tokens, None);
+        let mut first_values = None;
+        let of_block = |block: &Block<B>| {
+            let weights = block.attention_weights(&x, &mut first_values);
+            x = block.forward(x.clone(), None, &mut first_values);
+            weights
+        };
+        self.blocks.iter().map(of_block).collect()
     }
 
     /// The input of the first block for whole rows: tokens `[batch, seq_len]` to

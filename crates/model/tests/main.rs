@@ -8,4 +8,5 @@ mod independent;
 mod precision;
 mod pruning;
 mod sparsity;
+mod weight_maps;
 mod weights;

@@ -10,6 +10,7 @@ use longwall_kernels::backend::OpBackend;
 use super::norm::Input;
 use super::projection::{ProjectionHistory, conv_taps};
 use super::time::Preceding;
+use super::weight_map::{LayerWeights, weight_map};
 use super::{Linear, Named, Norm, Projection};
 use crate::config::{ModelConfig, NormKind, ValueResidual};
 use crate::cost::channels;
@@ -58,7 +59,7 @@ pub struct AttentionLayerState<B: OpBackend> {
 
 /// What decoding keeps of a layer's projections.
 #[derive(Clone, Debug)]
-struct Histories<B: OpBackend> {
+pub(super) struct Histories<B: OpBackend> {
     q: ProjectionHistory<B>,
     k: ProjectionHistory<B>,
     v: ProjectionHistory<B>,
@@ -158,6 +159,17 @@ impl<B: OpBackend> Attention<B> {
         self.variant.observe(&self.shape, inputs, documents.clone(), probe);
     }
 
+    /// The weights of keys, for one sequence; arguments as in [`Attention::forward`].
+    pub(super) fn weights(
+        &self,
+        x: Tensor<B, 3>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> LayerWeights {
+        let inputs = self.inputs(&Input::of(x), first_values, &mut Preceding::Nothing(&None));
+        let map = weight_map(&self.variant, &self.shape, inputs);
+        LayerWeights { kind: self.variant.kind(), map }
+    }
+
     /// The decoding state before the first token.
     pub fn init_state(&self) -> AttentionLayerState<B> {
         let new = ProjectionHistory::new;
@@ -197,7 +209,7 @@ impl<B: OpBackend> Attention<B> {
     }
 
     /// The inputs of the variant's operation.
-    fn inputs(
+    pub(super) fn inputs(
         &self,
         x: &Input<B>,
         first_values: &mut Option<Tensor<B, 3>>,

@@ -6,7 +6,7 @@ use longwall_kernels::backend::OpBackend;
 
 use super::norm::Input;
 use super::time::{History, Preceding};
-use super::{Attention, AttentionLayerState, Mlp, Norm};
+use super::{Attention, AttentionLayerState, LayerWeights, Mlp, Norm};
 use crate::config::{ModelConfig, NormPosition};
 use crate::init::WeightInit;
 
@@ -85,11 +85,25 @@ impl<B: OpBackend> Block<B> {
         first_values: &mut Option<Tensor<B, 3>>,
         probe: &mut Probe,
     ) {
-        let x = match self.position {
+        self.attention.observe(self.attention_input(x), documents, first_values, probe);
+    }
+
+    /// The weights that the block's attention gives to the keys of one sequence: `x` is `[1, seq_len, width]`,
+    /// `first_values` is as in [`Attention::forward`].
+    pub fn attention_weights(
+        &self,
+        x: &Tensor<B, 3>,
+        first_values: &mut Option<Tensor<B, 3>>,
+    ) -> LayerWeights {
+        self.attention.weights(self.attention_input(x), first_values)
+    }
+
+    /// What attention reads, of the block's input.
+    fn attention_input(&self, x: &Tensor<B, 3>) -> Tensor<B, 3> {
+        match self.position {
             NormPosition::Post => x.clone(),
             _ => self.attention_norm.forward(x.clone()),
-        };
-        self.attention.observe(x, documents, first_values, probe);
+        }
     }
 
     /// The decoding state before the first token.

@@ -8,6 +8,7 @@ mod named;
 mod norm;
 mod projection;
 mod time;
+mod weight_map;
 
 pub(crate) use attention::CONV_TAPS;
 pub use attention::{Attention, AttentionLayerState};
@@ -18,3 +19,4 @@ pub use named::Named;
 pub(crate) use norm::NORM_EPS;
 pub use norm::Norm;
 pub use projection::Projection;
+pub use weight_map::{LayerWeights, MapScale, WeightMap};
