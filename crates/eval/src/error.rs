@@ -102,15 +102,17 @@ pub enum EvalError {
         remedy: String,
     },
 
-    /// A model none of whose layers measures anything.
+    /// A model none of whose layers measures what is asked for.
     #[error(
-        "{suite}: no layer of the model measures anything; allowed: models with a layer of a kind that does, such as {}\n  hint: docs/evaluation.md lists the metrics, and which settings of a kind report them",
+        "{suite}: no layer of the model {lacks}; allowed: models with a layer of a kind that does, such as {}\n  hint: docs/evaluation.md lists the metrics, and which settings of a kind report them",
         kinds.join(", ")
     )]
     NoMetrics {
         /// The suite.
         suite: &'static str,
-        /// Kinds whose default settings measure something.
+        /// What no layer does.
+        lacks: &'static str,
+        /// Kinds that do it with their default settings.
         kinds: Vec<&'static str>,
     },
 

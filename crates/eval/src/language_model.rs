@@ -8,6 +8,7 @@ use longwall_kernels::attention::probe::{Metric, Observation};
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 use longwall_model::generate::{Sampling, generate};
+use longwall_model::layers::LayerWeights;
 
 use crate::memory::CallMemory;
 use crate::{EvalError, EvalModel, LogLikelihood};
@@ -181,6 +182,10 @@ impl<B: OpBackend> EvalModel for TrainedModel<B> {
         // One at a time: a probe's values are over all sequences that it sees.
         let observe = |sequence: &Vec<u32>| self.model.observe_thoroughly(self.tokens(&[sequence]));
         Ok(sequences.iter().map(|sequence| observe(sequence).observations().to_vec()).collect())
+    }
+
+    fn attention_weights(&mut self, tokens: &[u32]) -> Result<Vec<LayerWeights>, EvalError> {
+        Ok(self.model.attention_weights(self.tokens(&[tokens])))
     }
 }
 

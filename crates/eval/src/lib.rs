@@ -43,7 +43,7 @@ pub use plot::{
 pub use presets::{Preset, Summary, SummaryRow};
 pub use report::{Report, Score, TextTable, TokenizerReport};
 pub use suite::{
-    Answer, HeldOut, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate, Request,
-    RunContext, Scoring, Silent, StopRequest, Suite, Trial,
+    Answer, HeldOut, Inspection, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate,
+    Request, RunContext, Scoring, Silent, StopRequest, Suite, Trial,
 };
 pub use suites::{SuiteConfig, check, run};

@@ -2,6 +2,7 @@
 
 use longwall_data::Tokenizer;
 use longwall_kernels::attention::probe::{Metric, Observation};
+use longwall_model::layers::LayerWeights;
 
 use crate::EvalError;
 
@@ -96,4 +97,10 @@ pub trait EvalModel {
     /// # Errors
     /// [`EvalError::Model`] when the model cannot run.
     fn observe(&mut self, sequences: &[Vec<u32>]) -> Result<Vec<Vec<Observation>>, EvalError>;
+
+    /// The weights that each layer's queries give to the keys of a sequence.
+    ///
+    /// # Errors
+    /// [`EvalError::Model`] when the model cannot run.
+    fn attention_weights(&mut self, tokens: &[u32]) -> Result<Vec<LayerWeights>, EvalError>;
 }

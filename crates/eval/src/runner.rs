@@ -7,11 +7,13 @@ use serde_json::{Value, json};
 use longwall_config::Problems;
 use longwall_data::Tokenizer;
 
+use crate::files::write_atomically;
 use crate::journal::{Journal, Sample};
 use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
 use crate::suite::{
-    Answer, ModelCall, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial, show_tokens,
+    Answer, Inspection, ModelCall, OpenContext, ProgressUpdate, Request, RunContext, Suite, Trial,
+    show_tokens,
 };
 use crate::{EvalError, EvalModel};
 
@@ -78,6 +80,13 @@ pub(crate) fn run_suite<S: Suite>(
     context.progress.finish();
     taken?;
 
+    let stopped = stopped_at(&journal, trials.len() as u64);
+    let Inspection { files, notes } =
+        context.interruptible(&stopped, || suite.inspect(&mut *model))?;
+    for (name, contents) in files {
+        write_atomically(&journal.folder().join(name), &contents)?;
+    }
+    report.notes.extend(notes);
     let scoring = suite.score(&journal.outcomes(&trials)?);
     suite.draw(&scoring, &report.model(), journal.folder())?;
     report.samples = trials.len() as u64;

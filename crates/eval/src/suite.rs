@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::report::{Score, TextTable};
 use crate::stats::Estimate;
-use crate::{EvalError, LogLikelihood};
+use crate::{EvalError, EvalModel, LogLikelihood};
 
 /// One evaluation: it lists its trials, makes each trial's request, judges the model's answer and
 /// turns the verdicts into scores.
@@ -80,6 +80,14 @@ pub trait Suite: Sized {
         _verdict: &Self::Verdict,
     ) -> Map<String, Value> {
         Map::new()
+    }
+
+    /// Asks the model for what is no trial, after the last one. It writes nothing.
+    ///
+    /// # Errors
+    /// [`EvalError::Model`] when the model cannot run.
+    fn inspect(&self, _model: &mut dyn EvalModel) -> Result<Inspection, EvalError> {
+        Ok(Inspection::default())
     }
 
     /// Turns the verdicts, which come in the order of the trials, into scores.
@@ -259,6 +267,15 @@ pub struct Outcome<V> {
     pub depth: Option<f64>,
     /// The verdict on its answer.
     pub verdict: V,
+}
+
+/// What a suite found beside its trials.
+#[derive(Clone, Debug, Default)]
+pub struct Inspection {
+    /// Files for the suite's folder: names and contents.
+    pub files: Vec<(&'static str, Vec<u8>)>,
+    /// What a reader must know, a sentence each.
+    pub notes: Vec<String>,
 }
 
 /// The scores of a suite.

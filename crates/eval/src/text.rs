@@ -66,7 +66,7 @@ pub(crate) fn read_text(path: &Path) -> Result<String, EvalError> {
             path.display(),
             error.utf8_error().valid_up_to()
         ),
-        remedy: "give --text plain text files, uncompressed, in UTF-8".to_string(),
+        remedy: "give plain text files, uncompressed, in UTF-8".to_string(),
     })
 }
 

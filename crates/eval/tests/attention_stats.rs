@@ -6,7 +6,7 @@ use burn::backend::Flex;
 use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::memory::CallMemory;
-use longwall_eval::suites::attention_stats::AttentionStatsOptions;
+use longwall_eval::suites::attention_stats::{AttentionStatsOptions, TextWeights};
 use longwall_eval::{EvalError, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
 use longwall_kernels::attention::probe::{Metric, Observation, PRUNED_FRACTION};
 use longwall_kernels::attention::rowwise::sparsity;
@@ -225,7 +225,22 @@ fn default_lengths_are_parts_and_multiples_of_the_training_length() {
 
 /// Evaluates a model of three layers with these kinds; returns the model and the report.
 fn evaluate_trained(pattern: &str, lengths: &[usize], dir: &Path) -> (LanguageModel<Flex>, Report) {
-    let table = format!("layers = 3\nwidth = 16\nheads = 2\npattern = {pattern}");
+    let options = AttentionStatsOptions {
+        lengths: Some(lengths.to_vec()),
+        sequences: 1,
+        ..Default::default()
+    };
+    let (model, report) = evaluate_layers(pattern, options, dir, false);
+    (model, report.unwrap())
+}
+
+fn evaluate_layers(
+    pattern: &str,
+    options: AttentionStatsOptions,
+    dir: &Path,
+    force: bool,
+) -> (LanguageModel<Flex>, Result<Report, EvalError>) {
+    let table = format!("layers = 3\nwidth = 16\nheads = 2\nqk_norm = true\npattern = {pattern}");
     let config: ModelConfig = toml::from_str(&table).unwrap();
     let device = Default::default();
     let tokenizer = Tokenizer::load(&TokenizerConfig::Bytes).unwrap();
@@ -239,17 +254,12 @@ fn evaluate_trained(pattern: &str, lengths: &[usize], dir: &Path) -> (LanguageMo
         checkpoint_step: None,
         model_changes: vec![],
         git_hash: None,
-        force: false,
+        force,
         held_out: Some(&held_out),
         progress: &Silent,
         stop: None,
     };
-    let options = AttentionStatsOptions {
-        lengths: Some(lengths.to_vec()),
-        sequences: 1,
-        ..Default::default()
-    };
-    let report = run(&SuiteConfig::from(options), &mut trained, &context).unwrap();
+    let report = run(&SuiteConfig::from(options), &mut trained, &context);
     (model, report)
 }
 
@@ -290,4 +300,106 @@ fn gates_are_measured_by_channel_at_the_longest_length() {
         let value: f64 = row[5].parse().unwrap();
         assert!((0.0..=1.0).contains(&value), "{row:?}");
     }
+}
+
+fn one_text(text: &str) -> AttentionStatsOptions {
+    AttentionStatsOptions { tokens: Some(text.to_string()), ..Default::default() }
+}
+
+fn weights_of(dir: &Path) -> TextWeights {
+    serde_json::from_slice(&std::fs::read(dir.join("weights.json")).unwrap()).unwrap()
+}
+
+#[test]
+fn the_weights_of_one_text_are_written_and_its_metrics_measured() {
+    let dir = tempfile::tempdir().unwrap();
+    let kinds = "[\"rope\", \"gated_delta_net\", \"diff\"]";
+    let (model, report) =
+        evaluate_layers(kinds, one_text("Zwei Bäume, one tree."), dir.path(), false);
+    let report = report.unwrap();
+    assert_eq!((report.samples, &report.resolved["lengths"]), (1, &serde_json::json!([22])));
+    assert!(report.headline["entropy@22"].is_some(), "{:?}", report.headline);
+    insta::assert_snapshot!(report.notes.join("\n"), @"weights.json is without layer 1 (gated_delta_net): kinds whose past is a state have no weights of keys");
+
+    let weights = weights_of(dir.path());
+    assert_eq!(weights.tokens[5..8], ["B", "\\xc3", "\\xa4"]);
+    let layers: Vec<_> = weights.layers.iter().map(|x| (x.layer, &x.kind[..], x.shares)).collect();
+    assert_eq!(layers, [(0, "rope", false), (2, "diff", true)]);
+    let tokens: Vec<i32> = "Zwei Bäume, one tree.".bytes().map(i32::from).collect();
+    let tokens =
+        Tensor::<Flex, 2, Int>::from_data(TensorData::new(tokens, [1, 22]), &Default::default());
+    let all = model.attention_weights(tokens);
+    for layer in &weights.layers {
+        let map = all[layer.layer].map.as_ref().unwrap();
+        for (got, want) in layer.heads.iter().flatten().zip(map.heads.iter().flatten()) {
+            assert_eq!(got.len(), want.len());
+            for (got, want) in got.iter().zip(want) {
+                assert!((got.unwrap() - want).abs() <= 1e-3 * want.abs(), "{got:?}, not {want}");
+            }
+        }
+    }
+    let least = weights.layers[1].heads.iter().flatten().flatten().flatten().copied();
+    assert!(least.fold(0.0, f32::min) < -0.01, "no weight of diff is negative");
+
+    // A later evaluation of other text has no such file.
+    let other = AttentionStatsOptions { lengths: Some(vec![32]), ..Default::default() };
+    evaluate_layers(kinds, other, dir.path(), true).1.unwrap();
+    assert!(!files(dir.path()).contains(&"weights.json".to_string()));
+}
+
+#[test]
+fn the_text_may_be_in_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("text.txt");
+    std::fs::write(&path, "x").unwrap();
+    let out = dir.path().join("out");
+    let option = one_text(&format!("@{}", path.display()));
+    evaluate_layers("[\"rope\"]", option, &out, false).1.unwrap();
+    let weights = weights_of(&out);
+    assert_eq!(
+        (weights.tokens, &weights.layers[0].heads[1]),
+        (vec!["x".into()], &vec![vec![Some(1.0)]])
+    );
+}
+
+#[test]
+fn a_text_that_has_no_map_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |kinds: &str, options| {
+        evaluate_layers(kinds, options, dir.path(), false).1.unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(refused("[\"mamba2\", \"kda\"]", one_text("ab")), @"
+    attention-stats: no layer of the model has weights of keys, which --tokens writes; allowed: models with a layer of a kind that does, such as rope, fox, wall, path, power, tra, tda, rela, diff, dex, diff_rela, lssar, entmax, stick_breaking
+      hint: docs/evaluation.md lists the metrics, and which settings of a kind report them
+    ");
+    insta::assert_snapshot!(refused("[\"rope\"]", one_text("")), @"
+    attention-stats: the text of --tokens has 0 tokens of the bytes tokenizer; allowed: 1 to 512
+      hint: give a text, or @FILE for that of a file
+    ");
+    insta::assert_snapshot!(refused("[\"rope\"]", one_text(&"ab ".repeat(171))), @"
+    attention-stats: the text of --tokens has 513 tokens of the bytes tokenizer; allowed: 1 to 512
+      hint: give a shorter text: a map has a row and a column for each token
+    ");
+    insta::assert_snapshot!(refused("[\"rope\"]", one_text("@/none/text.txt")), @"
+    cannot read /none/text.txt: No such file or directory (os error 2)
+      hint: check that the path exists and that you may read it
+    ");
+    let options = AttentionStatsOptions {
+        lengths: Some(vec![8]),
+        sequences: 2,
+        text: vec!["a.txt".into()],
+        packed: true,
+        ..one_text("ab")
+    };
+    insta::assert_snapshot!(refused("[\"rope\"]", options), @"
+    the configuration has 4 problems:
+    attention-stats.lengths is given beside tokens; allowed: only without tokens, which is read alone and as a whole
+      hint: leave out --lengths, or --tokens
+    attention-stats.sequences is given beside tokens; allowed: only without tokens, which is read alone and as a whole
+      hint: leave out --sequences, or --tokens
+    attention-stats.text is given beside tokens; allowed: only without tokens, which is read alone and as a whole
+      hint: leave out --text, or --tokens
+    attention-stats.packed is given beside tokens; allowed: only without tokens, which is read alone and as a whole
+      hint: leave out --packed, or --tokens
+    ");
 }

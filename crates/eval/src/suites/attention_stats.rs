@@ -3,8 +3,11 @@
 //!
 //! The text is cut as in `extrapolate`: all lengths read the same tokens, and differ only in their context. A value
 //! is the mean over the windows of a length; standard errors are over documents.
+//!
+//! One short text instead also gives all its weights, as a file to draw.
 
 mod layers;
+mod one_text;
 mod plots;
 
 use std::ops::Range;
@@ -18,12 +21,17 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 pub use self::layers::LayerValues;
+use self::one_text::OneText;
+pub use self::one_text::{LayerMap, TextWeights, WEIGHTS_FILE};
 use super::stretches::{Stretches, TextOptions};
-use crate::EvalError;
+use crate::files::remove;
 use crate::options::{MOST_SAMPLES, check_count, optional_sizes, parse_size};
 use crate::report::Score;
 use crate::stats::Estimate;
-use crate::suite::{Answer, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial};
+use crate::suite::{
+    Answer, Inspection, ModelCall, OpenContext, Outcome, Request, Scoring, Suite, Trial,
+};
+use crate::{EvalError, EvalModel};
 
 /// Options of `longwall eval attention-stats`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, clap::Args)]
@@ -44,11 +52,22 @@ pub struct AttentionStatsOptions {
     /// Join the documents of --text, each ended by end of text, instead of leaving out short ones
     #[arg(long)]
     pub packed: bool,
+    /// Read this text alone, of at most 512 tokens, and write the weights of every layer and head to
+    /// weights.json, which longwall report draws; @FILE reads the text from a file
+    #[arg(long, value_name = "TEXT|@FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<String>,
 }
 
 impl Default for AttentionStatsOptions {
     fn default() -> Self {
-        AttentionStatsOptions { lengths: None, sequences: 4, text: Vec::new(), packed: false }
+        AttentionStatsOptions {
+            lengths: None,
+            sequences: 4,
+            text: Vec::new(),
+            packed: false,
+            tokens: None,
+        }
     }
 }
 
@@ -104,9 +123,31 @@ impl LayerMetric {
     }
 }
 
+/// What is read.
+enum Source {
+    Stretches(Stretches),
+    OneText(OneText),
+}
+
+impl Source {
+    fn longest(&self) -> usize {
+        match self {
+            Source::Stretches(stretches) => stretches.longest(),
+            Source::OneText(text) => text.tokens.len(),
+        }
+    }
+}
+
+/// The error of a model without a layer that does what `lacks` says, which kinds of `does` do.
+fn no_layer(lacks: &'static str, does: impl Fn(&AttentionConfig) -> bool) -> EvalError {
+    let kinds = AttentionConfig::defaults().into_iter().filter(does);
+    let kinds = kinds.map(|kind| kind.kind()).collect();
+    EvalError::NoMetrics { suite: AttentionStats::NAME, lacks, kinds }
+}
+
 /// The suite.
 pub struct AttentionStats {
-    stretches: Stretches,
+    source: Source,
     metrics: Vec<Metric>,
     train_seq_len: usize,
 }
@@ -124,6 +165,7 @@ impl Suite for AttentionStats {
 
     fn validate(options: &AttentionStatsOptions, problems: &mut Problems) {
         options.text().validate(problems);
+        one_text::validate(options, problems);
         let remedy = "more --sequences give smaller standard errors; 4 is usual";
         let (key, allowed) = ("attention-stats.sequences", 1..=MOST_SAMPLES);
         check_count(key, options.sequences, allowed, remedy, problems);
@@ -131,30 +173,44 @@ impl Suite for AttentionStats {
 
     fn open(options: &AttentionStatsOptions, context: &OpenContext<'_>) -> Result<Self, EvalError> {
         if context.metrics.is_empty() {
-            let measures = |kind: &AttentionConfig| !kind.thorough_metrics().is_empty();
-            let kinds = AttentionConfig::defaults().into_iter().filter(measures);
-            let kinds = kinds.map(|kind| kind.kind()).collect();
-            return Err(EvalError::NoMetrics { suite: Self::NAME, kinds });
+            return Err(no_layer("measures anything", |kind| !kind.thorough_metrics().is_empty()));
         }
-        let stretches = Stretches::open(&options.text(), default_lengths(context), context)?;
+        let source = match &options.tokens {
+            Some(text) => Source::OneText(OneText::open(text, context)?),
+            None => {
+                let default = default_lengths(context);
+                Source::Stretches(Stretches::open(&options.text(), default, context)?)
+            }
+        };
         let (metrics, train_seq_len) = (context.metrics.to_vec(), context.train_seq_len);
-        Ok(AttentionStats { stretches, metrics, train_seq_len })
+        Ok(AttentionStats { source, metrics, train_seq_len })
     }
 
     fn resolved(&self) -> Value {
-        let mut resolved = self.stretches.describe();
+        let mut resolved = match &self.source {
+            Source::Stretches(stretches) => stretches.describe(),
+            Source::OneText(text) => text.describe(),
+        };
         resolved["metrics"] = self.metrics.iter().map(|metric| metric.0).collect();
         resolved
     }
 
     /// A trial's index counts windows: first those of the first stretch, then of the second, and so on.
     fn trials(&self) -> Vec<Trial> {
-        self.stretches.trials()
+        match &self.source {
+            Source::Stretches(stretches) => stretches.trials(),
+            Source::OneText(text) => vec![Trial { length: text.tokens.len(), ..Trial::default() }],
+        }
     }
 
     fn request(&self, trial: &Trial, tokenizer: &Tokenizer) -> Result<Request, EvalError> {
-        // Without the last token, which a loss would predict.
-        let tokens = self.stretches.window(trial.length, trial.index)[..trial.length].to_vec();
+        let tokens = match &self.source {
+            // Without the last token, which a loss would predict.
+            Source::Stretches(stretches) => {
+                stretches.window(trial.length, trial.index)[..trial.length].to_vec()
+            }
+            Source::OneText(text) => text.tokens.clone(),
+        };
         Ok(Request {
             prompt: tokenizer.decode(&tokens),
             call: ModelCall::Observe { tokens },
@@ -167,8 +223,15 @@ impl Suite for AttentionStats {
         let Answer::Observations(observations) = answer else {
             unreachable!("a request to observe was answered by {answer:?}");
         };
-        let longest = self.stretches.longest() == trial.length;
+        let longest = self.source.longest() == trial.length;
         observations.iter().map(|observation| LayerMetric::new(observation, longest)).collect()
+    }
+
+    fn inspect(&self, model: &mut dyn EvalModel) -> Result<Inspection, EvalError> {
+        match &self.source {
+            Source::Stretches(_) => Ok(Inspection::default()),
+            Source::OneText(text) => text.weights(model),
+        }
     }
 
     fn score(&self, outcomes: &[Outcome<Vec<LayerMetric>>]) -> Scoring {
@@ -197,6 +260,10 @@ impl Suite for AttentionStats {
         let layers = scoring.details.get("layers").cloned().unwrap_or(Value::Null);
         let layers: Vec<LayerValues> =
             serde_json::from_value(layers).expect("the layers were written by score");
+        if let Source::Stretches(_) = self.source {
+            // Of an earlier evaluation that was discarded.
+            remove(&dir.join(WEIGHTS_FILE))?;
+        }
         layers::write_csv(&layers, dir)?;
         layers::write_channels(&layers, dir)?;
         self.metrics
@@ -217,7 +284,11 @@ impl AttentionStats {
     /// The mean over windows of the mean over the layers that report the metric.
     fn mean_over_layers(&self, outcomes: &[Outcome<Vec<LayerMetric>>], metric: Metric) -> Estimate {
         Estimate::clustered(outcomes.iter().map(|outcome| {
-            let document = self.stretches.document(outcome.trial.length, outcome.trial.index);
+            let Trial { length, index, .. } = outcome.trial;
+            let document = match &self.source {
+                Source::Stretches(stretches) => stretches.document(length, index),
+                Source::OneText(_) => 0,
+            };
             let reported = outcome.verdict.iter().filter(|x| x.metric == metric.0);
             let values: Vec<f64> = reported.map(|x| x.value.unwrap_or(f64::NAN)).collect();
             (document as u64, values.iter().sum::<f64>() / values.len() as f64)

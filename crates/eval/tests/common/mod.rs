@@ -9,6 +9,7 @@ use longwall_eval::{
     EvalError, EvalModel, HeldOut, LogLikelihood, Report, RunContext, Silent, SuiteConfig, run,
 };
 use longwall_kernels::attention::probe::{Metric, Observation};
+use longwall_model::layers::LayerWeights;
 use serde_json::Value;
 
 /// ln p of a token, by position, length and the sequence's tokens.
@@ -190,6 +191,10 @@ impl EvalModel for FakeModel {
     fn observe(&mut self, sequences: &[Vec<u32>]) -> Result<Vec<Vec<Observation>>, EvalError> {
         self.called(sequences, 0)?;
         Ok(self.lose(sequences.iter().map(|tokens| (self.observe)(tokens)).collect()))
+    }
+
+    fn attention_weights(&mut self, _tokens: &[u32]) -> Result<Vec<LayerWeights>, EvalError> {
+        unreachable!("its layers have no weights");
     }
 }
 
