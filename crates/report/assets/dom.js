@@ -90,3 +90,10 @@ function heat(share) {
   const bright = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] > 140;
   return { background: `rgb(${rgb})`, color: bright ? "#000" : "#fff" };
 }
+
+/** The colour of a number from -1 (blue) to 1 (red); 0 is white. */
+function diverging(x) {
+  const end = x < 0 ? [33, 102, 172] : [178, 24, 43];
+  const share = Math.min(Math.abs(x), 1);
+  return `rgb(${end.map((colour) => Math.round(255 + (colour - 255) * share))})`;
+}

@@ -27,7 +27,7 @@ function applyHidden() {
 }
 
 function build() {
-  const parts = [differences, overview, results, losses, positions, duringTraining, heatmaps, byLayer, samples];
+  const parts = [differences, overview, results, losses, positions, duringTraining, heatmaps, byLayer, attentionMaps, samples];
   charts.clear();
   document.getElementById("report").replaceChildren(...parts.map((part) => part()).filter(Boolean));
   document.getElementById("footer").textContent = `Longwall ${page.longwall_version}. Charts by uPlot (MIT).`;

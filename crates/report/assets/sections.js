@@ -223,6 +223,52 @@ function layersPanel(name, metric, found) {
   return box;
 }
 
+function attentionMaps() {
+  const found = page.evaluations.filter((evaluation) => evaluation.is_final && evaluation.maps?.layers.length);
+  const about = "Weight of each key (across) in each query (down), by head; bright is large. In layers with weights of both signs, red is above 0 and blue below; where a layer subtracts two views, a query's weights are shown over the sum of their sizes. Colours end at the head's largest weight.";
+  return found.length ? section("Attention weights", about, found.map(textMaps)) : null;
+}
+
+/** The maps of one text, a layer at a time. */
+function textMaps({ run, name, maps }) {
+  const body = el("div", { class: "panels maps" });
+  const tip = el("p", { class: "soft mono", "aria-live": "polite" }, "Point at a map to read a weight.");
+  const set = (at) => {
+    const layer = maps.layers[at];
+    const signed = layer.heads.some((head) => head.weights.some((weight) => weight < 0));
+    body.replaceChildren(...layer.heads.map((head, at) => attentionMap(maps.tokens, head, at, signed, tip)));
+  };
+  const options = maps.layers.map((layer, at) => [String(at), `${layer.layer} (${layer.kind}${layer.shares ? ", shares" : ""})`]);
+  set(0);
+  const note = maps.left_out ? el("p", { class: "soft" }, `${maps.left_out} more layers are in the evaluation's weights.json.`) : null;
+  return el("div", { "data-runs": String(run) }, el("h3", {}, el("span", { class: "named" }, swatch(run), `${page.runs[run].name}: ${name}`)),
+    el("pre", {}, maps.tokens.join("")), el("div", { class: "controls" }, choice("layer", options, "0", (value) => set(Number(value)))), note, tip, body);
+}
+
+function attentionMap(tokens, head, number, signed, tip) {
+  const size = tokens.length;
+  const canvas = el("canvas", { class: "map", width: size, height: size, role: "img", "aria-label": `weights of head ${number}` });
+  const first = (query) => query * (query + 1) / 2;
+  const context = canvas.getContext("2d");
+  for (let query = 0; query < size; query++) {
+    for (let key = 0; key <= query; key++) {
+      const weight = head.weights[first(query) + key];
+      if (weight == null) continue;
+      context.fillStyle = signed ? diverging(weight / 127) : heat(weight / 127).background;
+      context.fillRect(key, query, 1, 1);
+    }
+  }
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const place = (at, length) => Math.min(size - 1, Math.max(0, Math.floor(at / length * size)));
+    const [key, query] = [place(event.clientX - box.left, box.width), place(event.clientY - box.top, box.height)];
+    const weight = key > query ? null : head.weights[first(query) + key];
+    const text = (at) => `${at} ${JSON.stringify(tokens[at])}`;
+    tip.textContent = `head ${number}, query ${text(query)}, key ${text(key)}: ${weight == null ? "–" : show(weight / 127 * head.largest)}`;
+  });
+  return panel(`head ${number} (largest ${show(head.largest)})`, canvas);
+}
+
 function samples() {
   const names = Object.keys(page.samples);
   const parts = [];

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::ReportError;
 use crate::find::subfolders;
+use crate::maps::{self, Maps};
 
 /// One finished evaluation of a run.
 pub(crate) struct Evaluation {
@@ -105,6 +106,8 @@ pub(crate) struct EvaluationView {
     pub positions: Value,
     /// Metrics by layer, if the suite has them.
     pub layers: Value,
+    /// Weights of attention, if the suite wrote them.
+    pub maps: Option<Maps>,
 }
 
 /// The views of a run's evaluations.
@@ -134,6 +137,7 @@ pub(crate) fn views(run: usize, evaluations: &[Evaluation]) -> Vec<EvaluationVie
             notes: if is_final { report.notes.clone() } else { Vec::new() },
             positions: detail("positions"),
             layers: detail("layers"),
+            maps: if is_final { maps::load(&evaluation.folder) } else { None },
         }
     };
     evaluations.iter().map(view).collect()

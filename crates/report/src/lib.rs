@@ -9,6 +9,7 @@ mod error;
 mod evaluations;
 mod find;
 mod groups;
+mod maps;
 mod page;
 mod runs;
 mod serve;
