@@ -47,7 +47,7 @@ const TOKENS_AT_A_TIME: usize = 4096;
 /// Each change of the values is this part of the one before.
 const SMALLER: f32 = 1.0 / 16.0;
 /// Two changes, one 1/16 of the other, agree if their weights differ by less than this part of the largest. The error of
-/// an output norm falls with the square of the change: that of the smaller one is then less than 4 · 10⁻⁵.
+/// an output norm falls with the square of the change: that of the smaller one is then about 4 · 10⁻⁵.
 const AGREEMENT: f32 = 1e-2;
 /// Changes to try, down to 16⁻²⁴.
 const CHANGES: i32 = 25;
@@ -63,7 +63,7 @@ pub(super) fn weight_map<B: OpBackend>(
         return None;
     }
     let inputs = in_f32(inputs);
-    let mut heads = limit(variant, shape, &inputs);
+    let mut heads = Responses::new(variant, shape, &inputs).weights();
     let two_views = variant.views() == 2;
     if two_views {
         heads.iter_mut().flatten().for_each(|weights| {
@@ -103,61 +103,79 @@ fn largest_weights<B: OpBackend>(
     heads.iter().map(|largest| *largest as f32).collect()
 }
 
-/// The weights up to a factor, from ever smaller values until two agree.
-fn limit<B: OpBackend>(
-    variant: &AttentionConfig,
-    shape: &AttentionShape,
-    inputs: &Inputs<B>,
-) -> Vec<Vec<Vec<f32>>> {
-    let mut heads = responses(variant, shape, inputs, 1.0);
-    for exponent in 1..CHANGES {
-        let smaller = responses(variant, shape, inputs, SMALLER.powi(exponent));
-        let pairs = || heads.iter().flatten().flatten().zip(smaller.iter().flatten().flatten());
-        let largest = pairs().fold(0.0f32, |most, (_, b)| most.max(b.abs()));
-        let difference = pairs().fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
-        if difference <= AGREEMENT * largest {
-            return smaller;
-        }
-        heads = smaller;
-    }
-    panic!("outputs of kind {} are not linear in small values", variant.kind())
+/// Measures the operation's outputs for small values.
+struct Responses<'a, B: OpBackend> {
+    variant: &'a AttentionConfig,
+    shape: &'a AttentionShape,
+    inputs: &'a Inputs<B>,
+    /// The output where all values are 0, `[1, heads, tokens, channels]`.
+    at_0: Tensor<B, 4>,
+    /// Plus and minus 1 in turn, `[1, 1, 1, channels]`: a norm that subtracts the mean over channels leaves them.
+    signs: Tensor<B, 4>,
 }
 
-/// The change of each query's output when one key's value changes from 0 to ±`change`, over `change`:
-/// `[heads][queries][keys]`. Channels change by plus and minus `change` in turn, so that a norm which subtracts the mean
-/// leaves the change; the result is the mean over channels, with these signs.
-fn responses<B: OpBackend>(
-    variant: &AttentionConfig,
-    shape: &AttentionShape,
-    inputs: &Inputs<B>,
-    change: f32,
-) -> Vec<Vec<Vec<f32>>> {
-    let [_, kv_heads, tokens, channels] = inputs.v.dims();
-    let device = inputs.v.device();
-    let signs: Vec<f32> = (0..channels).map(|c| if c % 2 == 0 { 1.0 } else { -1.0 }).collect();
-    let signs = Tensor::<B, 4>::from_data(TensorData::new(signs, [1, 1, 1, channels]), &device);
-    let at_0 = variant.attend(shape, with_values(inputs, inputs.v.zeros_like()), None);
-    let mut heads = vec![vec![]; shape.heads];
-    heads.iter_mut().for_each(|head| head.extend((0..tokens).map(|i| vec![0.0; i + 1])));
-    let batch = (TOKENS_AT_A_TIME / tokens).max(1);
-    for first in (0..tokens).step_by(batch) {
-        let keys = batch.min(tokens - first);
-        let mut one = vec![0.0; keys * tokens];
-        (0..keys).for_each(|n| one[n * tokens + first + n] = change);
-        let one = Tensor::<B, 4>::from_data(TensorData::new(one, [keys, 1, tokens, 1]), &device);
-        let values = (one * signs.clone()).repeat_dim(1, kv_heads);
-        let o = variant.attend(shape, with_values(inputs, values), None);
-        let changed = (o - at_0.clone()) * signs.clone();
-        let mean: Vec<f32> = changed.mean_dim(3).into_data().iter::<f32>().collect();
-        for (at, mean) in mean.into_iter().enumerate() {
-            let (query, head) = (at % tokens, at / tokens % shape.heads);
-            let key = first + at / tokens / shape.heads;
-            if key <= query {
-                heads[head][query][key] = mean / change;
+impl<'a, B: OpBackend> Responses<'a, B> {
+    fn new(variant: &'a AttentionConfig, shape: &'a AttentionShape, inputs: &'a Inputs<B>) -> Self {
+        let channels = inputs.v.dims()[3];
+        let signs: Vec<f32> = (0..channels).map(|c| if c % 2 == 0 { 1.0 } else { -1.0 }).collect();
+        let signs = TensorData::new(signs, [1, 1, 1, channels]);
+        let at_0 = variant.attend(shape, with_values(inputs, inputs.v.zeros_like()), None);
+        let signs = Tensor::from_data(signs, &inputs.v.device());
+        Responses { variant, shape, inputs, at_0, signs }
+    }
+
+    /// The weights up to a factor, `[heads][queries][keys]`.
+    fn weights(&self) -> Vec<Vec<Vec<f32>>> {
+        let tokens = self.inputs.v.dims()[2];
+        let keys: Vec<usize> = (0..tokens).collect();
+        let batch = (TOKENS_AT_A_TIME / tokens).max(1);
+        let some: Vec<usize> = (0..tokens).step_by(tokens.div_ceil(batch)).collect();
+        let change = self.small_change(&some);
+        let rows = || (0..tokens).map(|query| Vec::with_capacity(query + 1)).collect();
+        let mut heads: Vec<Vec<Vec<f32>>> = (0..self.shape.heads).map(|_| rows()).collect();
+        for keys in keys.chunks(batch) {
+            for (at, weight) in self.of_keys(keys, change).into_iter().enumerate() {
+                let (query, head) = (at % tokens, at / tokens % self.shape.heads);
+                if keys[at / tokens / self.shape.heads] <= query {
+                    heads[head][query].push(weight);
+                }
             }
         }
+        heads
     }
-    heads
+
+    /// The largest change that gives these keys the weights that a smaller one gives.
+    fn small_change(&self, keys: &[usize]) -> f32 {
+        let mut weights = self.of_keys(keys, 1.0);
+        for exponent in 1..CHANGES {
+            let change = SMALLER.powi(exponent);
+            let smaller = self.of_keys(keys, change);
+            let most = |sizes: &mut dyn Iterator<Item = f32>| sizes.fold(0.0, f32::max);
+            let largest = most(&mut smaller.iter().map(|x| x.abs()));
+            let difference = most(&mut smaller.iter().zip(&weights).map(|(a, b)| (a - b).abs()));
+            if difference <= AGREEMENT * largest {
+                return change;
+            }
+            weights = smaller;
+        }
+        panic!("outputs of kind {} are not linear in small values", self.variant.kind())
+    }
+
+    /// The change of each query's output when one key's value changes from 0 to `change` times the signs, over `change`,
+    /// `[keys, heads, queries]`: the mean over channels, with their signs.
+    fn of_keys(&self, keys: &[usize], change: f32) -> Vec<f32> {
+        let [_, kv_heads, tokens, _] = self.inputs.v.dims();
+        let mut one = vec![0.0; keys.len() * tokens];
+        for (at, key) in keys.iter().enumerate() {
+            one[at * tokens + key] = change;
+        }
+        let one = TensorData::new(one, [keys.len(), 1, tokens, 1]);
+        let one = Tensor::<B, 4>::from_data(one, &self.inputs.v.device());
+        let values = (one * self.signs.clone()).repeat_dim(1, kv_heads);
+        let o = self.variant.attend(self.shape, with_values(self.inputs, values), None);
+        let changed = (o - self.at_0.clone()) * self.signs.clone();
+        changed.mean_dim(3).into_data().iter::<f32>().map(|mean| mean / change).collect()
+    }
 }
 
 /// The inputs of one sequence, repeated for each sequence of the values `v`.
