@@ -10,8 +10,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use crate::LanguageModel;
 use crate::language_model::ModelState;
+use crate::{LanguageModel, prefixes};
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -89,6 +89,33 @@ pub fn generate<B: OpBackend>(
     };
     let steps = Steps::new(model, prompts, sampling, device);
     Ok(steps.run(max_tokens, stop, (most_ahead, BLOCK), emit))
+}
+
+/// As [`generate`], greedily, where prompts share much: each prefix that they share is read once, and they are
+/// continued one by one.
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_after_prefixes<B: OpBackend>(
+    model: &LanguageModel<B>,
+    prompts: &[Vec<u32>],
+    max_tokens: usize,
+    stop: Option<u32>,
+    device: &B::Device,
+) -> Result<Vec<Vec<u32>>, GenerateError> {
+    let Some(len) = prompts.first().map(Vec::len) else {
+        return Ok(vec![]);
+    };
+    check(model, prompts, len, max_tokens)?;
+    let mut outputs = vec![vec![]; prompts.len()];
+    // The last token gives the first logits.
+    let before: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt[..len - 1]).collect();
+    prefixes::states(model, &before, device, |row, state| {
+        let last = [prompts[row][len - 1..].to_vec()];
+        let steps = Steps { state, ..Steps::new(model, &last, &Sampling::GREEDY, device) };
+        outputs[row] = steps.run(max_tokens, stop, (1, BLOCK), |_, _| {}).remove(0);
+    });
+    Ok(outputs)
 }
 
 /// Most steps before their tokens are read back.

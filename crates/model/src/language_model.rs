@@ -310,8 +310,16 @@ impl<B: OpBackend> LanguageModel<B> {
         places: Tensor<B, 1, Int>,
         targets: Tensor<B, 1, Int>,
     ) -> (Tensor<B, 1>, Tensor<B, 1, Int>) {
+        self.log_probs_of(self.hidden_at(tokens, places), targets)
+    }
+
+    /// As [`LanguageModel::log_probs`], from the outputs of the last block after the final norm, `[1, n, width]`.
+    pub(crate) fn log_probs_of(
+        &self,
+        hidden: Tensor<B, 3>,
+        targets: Tensor<B, 1, Int>,
+    ) -> (Tensor<B, 1>, Tensor<B, 1, Int>) {
         const PLACES: usize = 256;
-        let hidden = self.hidden_at(tokens, places);
         let score = |(hidden, targets): (Tensor<B, 3>, Tensor<B, 1, Int>)| {
             let logits: Tensor<B, 2> = self.project(hidden).squeeze_dim(0);
             let likeliest: Tensor<B, 1, Int> = logits.clone().argmax(1).flatten(0, 1);
@@ -351,15 +359,32 @@ impl<B: OpBackend> LanguageModel<B> {
     /// When the sequence is longer than the learned positions: see [`LanguageModel::max_len`].
     pub fn extend(&self, tokens: Tensor<B, 2, Int>, state: &mut ModelState<B>) -> Tensor<B, 2> {
         let n = tokens.dims()[1];
+        let x = self.extend_blocks(tokens, state);
+        self.project(self.norm.forward(x.narrow(1, n - 1, 1))).squeeze_dim(1)
+    }
+
+    /// As [`LanguageModel::extend`], but returns the output of the last block after the final norm for every token,
+    /// `[batch, n, width]`.
+    pub(crate) fn extend_hidden(
+        &self,
+        tokens: Tensor<B, 2, Int>,
+        state: &mut ModelState<B>,
+    ) -> Tensor<B, 3> {
+        self.norm.forward(self.extend_blocks(tokens, state))
+    }
+
+    fn extend_blocks(&self, tokens: Tensor<B, 2, Int>, state: &mut ModelState<B>) -> Tensor<B, 3> {
+        let n = tokens.dims()[1];
         let mut x = self.embed(tokens, state.position, None);
         let mut first_values = None;
         for (block, state) in self.blocks.iter().zip(&mut state.blocks) {
             x = block.extend(x, state, &mut first_values);
         }
         state.position += n;
-        self.project(self.norm.forward(x.narrow(1, n - 1, 1))).squeeze_dim(1)
+        x
     }
 }
+
 /// Each metric once, in the order of first appearance.
 fn distinct(metrics: impl Iterator<Item = Metric>) -> Vec<Metric> {
     let mut distinct = vec![];

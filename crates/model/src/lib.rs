@@ -9,6 +9,7 @@ mod init;
 mod language_model;
 pub mod layers;
 pub mod precision;
+pub mod prefixes;
 pub mod start;
 pub mod weights;
 

@@ -1,7 +1,8 @@
 use burn::backend::Flex;
 use burn::module::Param;
 use burn::tensor::{Int, Tensor, TensorData};
-use longwall_model::generate::{GenerateError, Sampling, generate};
+use longwall_model::generate::{GenerateError, Sampling, generate, generate_after_prefixes};
+use longwall_model::prefixes::{self, distinct_tokens};
 use longwall_model::{LanguageModel, ModelConfig};
 
 use crate::configs::{SEQ_LEN, VOCAB, configs, configs_and_kinds};
@@ -178,4 +179,56 @@ fn padding_enters_the_loss_and_is_never_sampled() {
         let out = generate(&model, &prompts, 4, &sampling, None, &device, |_, _| ()).unwrap();
         assert!(out.iter().flatten().all(|&token| (token as usize) < VOCAB), "{out:?}");
     }
+}
+
+/// Sequences that branch, are prefixes of others, repeat and differ from their first token.
+#[test]
+fn log_probabilities_after_shared_prefixes_are_those_of_whole_rows() {
+    let device = Default::default();
+    let sequences: [&[u32]; 6] =
+        [&[1, 5, 3, 9, 9], &[1, 5, 3, 2], &[1, 5], &[4, 4, 10], &[1, 5, 3, 9, 9], &[1, 5, 3, 2, 8]];
+    let wanted = [(0, 4, 7), (1, 1, 3), (5, 3, 8), (2, 1, 0), (3, 0, 4), (4, 4, 6), (5, 4, 1)];
+    let places: Vec<_> = wanted.iter().map(|(row, at, _)| (*row, *at)).collect();
+    let targets: Vec<_> = wanted.iter().map(|(_, _, target)| *target).collect();
+    assert_eq!(distinct_tokens(&sequences), 5 + 2 + 3);
+    let padded: Vec<Vec<u32>> =
+        sequences.iter().map(|row| [row, &vec![0; 5 - row.len()][..]].concat()).collect();
+    let ids = |ids: Vec<i32>| Tensor::<Flex, 1, Int>::from_ints(ids.as_slice(), &device);
+    for config in configs_and_kinds() {
+        let model = LanguageModel::<Flex>::new(&config, VOCAB, SEQ_LEN, 3, &device);
+        let (got, likeliest) = prefixes::log_probs(&model, &sequences, &places, &targets, &device);
+        let whole = ids(places.iter().map(|(row, at)| (row * 5 + at) as i32).collect());
+        let target_ids = ids(targets.iter().map(|target| *target as i32).collect());
+        let (want, most) = model.log_probs(tokens(&padded), whole, target_ids);
+        assert_eq!(likeliest.into_data(), most.into_data(), "{config:?}");
+        let [got, want] = [got, want].map(|x| x.into_data().to_vec::<f32>().unwrap());
+        for (got, want) in got.iter().zip(&want) {
+            assert!((got - want).abs() < 1e-5, "{config:?}: {got} for {want}");
+        }
+    }
+}
+
+#[test]
+fn generation_after_shared_prefixes_is_that_of_whole_prompts() {
+    let device = Default::default();
+    let prompts =
+        [vec![1, 2, 3, 4], vec![1, 2, 3, 5], vec![7, 7, 7, 7], vec![1, 2, 3, 4], vec![1, 9, 9, 9]];
+    for config in configs_and_kinds() {
+        let model = LanguageModel::<Flex>::new(&config, VOCAB, 20, 3, &device);
+        let whole = |prompts: &[Vec<u32>], stop| {
+            generate(&model, prompts, 8, &Sampling::GREEDY, stop, &device, |_, _| {}).unwrap()
+        };
+        let shared = |prompts: &[Vec<u32>], stop| {
+            generate_after_prefixes(&model, prompts, 8, stop, &device).unwrap()
+        };
+        let free = whole(&prompts, None);
+        assert_eq!(shared(&prompts, None), free, "{config:?}");
+        let stop = Some(free[0][2]);
+        assert_eq!(shared(&prompts, stop), whole(&prompts, stop), "{config:?}");
+        let single = [vec![3], vec![4]];
+        assert_eq!(shared(&single, None), whole(&single, None), "{config:?}");
+    }
+    let model = LanguageModel::<Flex>::new(&configs().next().unwrap(), VOCAB, 20, 3, &device);
+    let empty = generate_after_prefixes(&model, &[vec![]], 8, None, &device);
+    assert_eq!(empty, Err(GenerateError::EmptyPrompt));
 }
