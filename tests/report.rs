@@ -13,6 +13,7 @@ fn data(html: &str) -> serde_json::Value {
 }
 
 const PASSKEY: &str = "\n[[eval]]\nsuite = \"passkey\"\nlengths = [300]\ntrials = 6\n";
+const MAP: &str = "\n[[eval]]\nsuite = \"attention-stats\"\ntokens = \"let x\"\n";
 
 #[test]
 fn a_report_of_two_runs_holds_all_that_it_shows() {
@@ -21,7 +22,7 @@ fn a_report_of_two_runs_holds_all_that_it_shows() {
     let sample = format!(
         "\n[train.sample]\nevery = 20\nprompts = [{evil:?}]\ntokens = 4\n\n[[train.evaluate]]\nsuite = \"passkey\"\nout = \"loop\"\nevery = 20\nlengths = [300]\ntrials = 2\n"
     );
-    w.write("both.toml", &format!("{}{sample}{PASSKEY}", crate::support::CONFIG));
+    w.write("both.toml", &format!("{}{sample}{PASSKEY}{MAP}", crate::support::CONFIG));
     let train = |name: &str, kind: &str| {
         let (name, kind) = (format!("run.name={name}"), format!("model.attention.kind={kind}"));
         w.succeed(&["train", "--config", "both.toml", "--set", &name, "--set", &kind]);
@@ -51,6 +52,11 @@ fn a_report_of_two_runs_holds_all_that_it_shows() {
     assert_eq!(evaluations.iter().filter(in_loop).count(), 2);
     assert_eq!(data["samples"]["passkey"].as_array().unwrap().len(), 6);
     assert_eq!(data["samples"]["passkey"][0]["answers"].as_array().unwrap().len(), 2);
+    let maps: Vec<_> = evaluations.iter().map(|e| &e["maps"]).filter(|x| x.is_object()).collect();
+    assert_eq!(maps.len(), 2);
+    let size = maps[0]["tokens"].as_array().unwrap().len();
+    let head = maps[0]["layers"][0]["heads"][0]["weights"].as_array().unwrap();
+    assert_eq!((head.len(), &head[0]), (size * (size + 1) / 2, &127.into()));
     // Neither model finds a passkey: the pairs do not differ.
     let row = |metric: &str| {
         let rows = data["table"].as_array().unwrap();
