@@ -136,15 +136,16 @@ fn sparsity_is_measured_at_validations_and_for_every_head() {
     let stats = ["eval", "attention-stats", "--run", "runs/sparse", "--lengths", "16,32"];
     let table = w.succeed(&stats);
     assert!(table.contains("nonzero_fraction by layer") && table.contains("1, view 1"), "{table}");
-    // A header, then three metrics at two lengths for two layers of two views of two heads.
+    // A header, then at two lengths for two layers three metrics of zeros and four of weights, of two views of two heads,
+    // and the correlation of the views of two heads.
     let heads = w.read("runs/sparse/eval/attention-stats/heads.csv");
-    assert_eq!(heads.lines().count(), 1 + 3 * 2 * 2 * 2 * 2);
+    assert_eq!(heads.lines().count(), 1 + ((3 + 4) * 2 * 2 + 2) * 2 * 2);
     let report = json(&w.succeed(&[&stats[..], &["--json"]].concat()));
     assert!(report["headline"]["nonzero_fraction@16"].is_number(), "{report}");
 
-    w.train("dense", &["train.tokens=256"]);
-    let error = w.fail(&["eval", "attention-stats", "--run", "runs/dense"]);
-    assert!(error.contains("no layer of the model measures anything"), "{error}");
+    w.train("state", &["model.attention={ kind = \"linear\" }", "train.tokens=256"]);
+    let error = w.fail(&["eval", "attention-stats", "--run", "runs/state", "--tokens", "a b"]);
+    assert!(error.contains("no layer of the model has weights of keys"), "{error}");
 }
 
 #[test]
