@@ -223,7 +223,7 @@ pub fn is_causal<V: Conformance, K: OpBackend>() {
 
 /// A thorough probe gets every metric, and the weights' as they are defined.
 pub fn a_thorough_probe_measures_weights_and_gates<V: Conformance, K: OpBackend>() {
-    crate::attention::weights::tests::agree_with_their_definitions::<V>();
+    crate::attention::weights::tests::agree_with_their_definitions::<V, K>();
 }
 
 /// A prefill and then steps, alone and in small groups, equal the full forward pass.

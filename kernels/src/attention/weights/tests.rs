@@ -10,8 +10,11 @@ use crate::attention::rope::Config;
 use crate::attention::{AttentionShape, ExecPath, Inputs, VariantSpec, dispatch};
 
 /// The weights `[batch][view and head][query][key]` of a problem.
-fn weights<V: Conformance>(variant: &V, problem: &Problem) -> Vec<Vec<Vec<Vec<f64>>>> {
-    let inputs = problem.tensors::<Cpu>();
+fn weights<V: Conformance, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+) -> Vec<Vec<Vec<Vec<f64>>>> {
+    let inputs = problem.tensors::<K>();
     let path = ExecPath::of_inputs(variant, &problem.shape, &inputs, false);
     let (batch, tokens) = (problem.batch, problem.seq_len);
     let heads = variant.views() * problem.shape.heads;
@@ -35,12 +38,12 @@ fn weights<V: Conformance>(variant: &V, problem: &Problem) -> Vec<Vec<Vec<Vec<f6
 }
 
 /// Outputs are sums of values times weights; every metric is reported, and as it is defined.
-pub(in crate::attention) fn agree_with_their_definitions<V: Conformance>() {
+pub(in crate::attention) fn agree_with_their_definitions<V: Conformance, K: OpBackend>() {
     for variant in V::cases() {
         for window in [None, Some(6)].into_iter().filter(|w| w.is_none() || variant.allows_window())
         {
             let problem = Problem::new(&variant, [4, 2, 8, 2, 23], window);
-            let inputs = problem.tensors::<Cpu>();
+            let inputs = problem.tensors::<K>();
             let mut probe = Probe::thorough();
             dispatch::observe(&variant, &problem.shape, inputs.clone(), None, &mut probe);
             let reported: Vec<_> = probe.observations().iter().map(|x| x.metric).collect();
@@ -51,16 +54,20 @@ pub(in crate::attention) fn agree_with_their_definitions<V: Conformance>() {
             if !V::WEIGHS_VALUES {
                 continue;
             }
-            let all = weights(&variant, &problem);
-            check_linear(&variant, &problem, &all);
+            let all = weights::<V, K>(&variant, &problem);
+            check_linear::<V, K>(&variant, &problem, &all);
             check_metrics(&variant, &problem, &all, probe.observations());
         }
     }
 }
 
 /// o_i = Σ_j a_ij v_j for any values.
-fn check_linear<V: Conformance>(variant: &V, problem: &Problem, all: &[Vec<Vec<Vec<f64>>>]) {
-    let inputs = problem.tensors::<Cpu>();
+fn check_linear<V: Conformance, K: OpBackend>(
+    variant: &V,
+    problem: &Problem,
+    all: &[Vec<Vec<Vec<f64>>>],
+) {
+    let inputs = problem.tensors::<K>();
     let path = ExecPath::of_inputs(variant, &problem.shape, &inputs, false);
     let [_, kv_heads, tokens, channels] = inputs.v.dims();
     let v: Vec<f64> = inputs.v.clone().into_data().iter::<f64>().collect();
