@@ -7,7 +7,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::suites::attention_stats::AttentionStatsOptions;
-use longwall_eval::{EvalError, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
+use longwall_eval::{EvalError, Ranks, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
 use longwall_kernels::attention::probe::{Metric, Observation, PRUNED_FRACTION};
 use longwall_kernels::attention::rowwise::sparsity;
 use longwall_model::{LanguageModel, ModelConfig, Precision};
@@ -232,6 +232,7 @@ fn a_trained_model_reports_what_its_layers_observe() {
         held_out: Some(&held_out),
         progress: &Silent,
         stop: None,
+        ranks: Ranks::ALONE,
     };
     let options =
         AttentionStatsOptions { lengths: Some(vec![100]), sequences: 1, ..Default::default() };
