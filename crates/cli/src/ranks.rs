@@ -71,6 +71,12 @@ fn without_gpus(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     kept
 }
 
+/// The arguments of this process, in words.
+pub fn command_line() -> String {
+    let args: Vec<_> = std::env::args_os().skip(1).collect();
+    args.iter().map(|arg| arg.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
 /// Connects this rank with the others, which must have the same version and `facts`.
 pub fn connect(
     environment: &Environment,

@@ -93,7 +93,8 @@ pub fn run(args: Args) -> Result<()> {
     };
     let rank = match environment {
         Some(environment) => {
-            let store = ranks::connect(&environment, [], StoreOptions::default(), &stop)?;
+            let command = ("the command line".to_owned(), ranks::command_line());
+            let store = ranks::connect(&environment, [command], StoreOptions::default(), &stop)?;
             Some((environment, store))
         }
         None => None,
