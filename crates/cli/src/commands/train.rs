@@ -113,6 +113,12 @@ pub fn run(args: Args) -> Result<()> {
     let start = (start, from);
     let (outcome, rank) =
         train_on(&compute, &config, start, rank, args.verify, &stop, &in_the_loop)?;
+    let stopped_in_loop = stop.is_raised() && !in_the_loop.is_empty();
+    let say_goodbye = || rank.iter().for_each(|(_, store)| store.close());
+    if !outcome.is_finished() || stopped_in_loop {
+        // No evaluation follows; a rank that ends without a word has failed.
+        say_goodbye();
+    }
     if is_first {
         match draw_run(&outcome.run_dir) {
             Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
@@ -130,7 +136,7 @@ pub fn run(args: Args) -> Result<()> {
             shell_quoted(&outcome.run_dir)
         );
     }
-    if stop.is_raised() && !in_the_loop.is_empty() {
+    if stopped_in_loop {
         bail!(
             "{} is trained; its last evaluations in the loop may not be finished\n  \
              hint: go on with longwall train --resume {}",
@@ -139,9 +145,7 @@ pub fn run(args: Args) -> Result<()> {
         );
     }
     evaluate_after(&config, &outcome.run_dir, &suites, rank.as_ref(), &stop)?;
-    if let Some((_, store)) = &rank {
-        store.close();
-    }
+    say_goodbye();
     if is_first {
         print_next(&config, &outcome.run_dir);
     }
