@@ -196,6 +196,15 @@ read -r _ moved <<< "$result"
 echo "losses differ from 1 GPU's by $moved at most"
 awk -v worst="$moved" 'BEGIN { exit !(worst + 0 < 0.02) }' || fail "these are too far apart"
 
+say "an evaluation on 1 GPU and on $gpus"
+for count in 1 "$gpus"; do
+  "$longwall" eval passkey --run "$work/runs/moved" --lengths 300,400 --trials 40 --batch 8 --gpus "$count" \
+    --out "on-$count" > "$work/eval-$count.log" 2>&1 || fail "the evaluation: $(tail -5 "$work/eval-$count.log")"
+done
+for file in samples.jsonl results.json; do
+  cmp "$work/runs/moved/eval/on-1/$file" "$work/runs/moved/eval/on-$gpus/$file" || fail "$file differs on $gpus GPUs"
+done
+
 say "what cannot work is refused"
 refused() { # TEXT COMMAND…
   local text=$1

@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::support::Workspace;
+use crate::support::{Workspace, list, wait_until};
 
 fn free_port() -> String {
     TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string()
@@ -142,4 +142,100 @@ fn a_rank_that_is_killed_at_the_start_ends_the_other() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(stderr.contains("rank 0 does not answer at 127.0.0.1:"), "{stderr}");
     assert!(stderr.contains("the connection ended"), "{stderr}");
+}
+
+/// The files of an evaluation with `--out NAME`.
+fn evaluated(w: &Workspace, name: &str) -> Vec<(String, Vec<u8>)> {
+    let dir = w.path("runs/plain/eval").join(name);
+    let files = list(&dir).into_iter();
+    files.map(|file| (file.clone(), std::fs::read(dir.join(file)).unwrap())).collect()
+}
+
+/// An evaluation of `runs/plain` by passkeys, as many of each length as `trials`, in batches of two.
+fn passkey<'a>(out: &'a str, gpus: &'a str, trials: &'a str) -> Vec<&'a str> {
+    let suite = ["eval", "passkey", "--run", "runs/plain", "--lengths", "300,320", "--batch", "2"];
+    [&suite[..], &["--trials", trials, "--out", out, "--gpus", gpus]].concat()
+}
+
+#[test]
+fn an_evaluation_does_not_depend_on_the_number_of_processes() {
+    let w = Workspace::new();
+    w.train("plain", &["train.tokens=1280"]);
+    let reports = ["1", "2", "3"].map(|gpus| w.succeed(&passkey(gpus, gpus, "5")));
+    for gpus in ["2", "3"] {
+        assert_eq!(evaluated(&w, gpus), evaluated(&w, "1"), "{gpus} processes");
+    }
+    assert!(reports[0].contains("accuracy") && reports[1] == reports[0], "{}", reports[1]);
+
+    // Text, of which rank 0 prepares the files.
+    let text = ["eval", "extrapolate", "--run", "runs/plain", "--lengths", "16,32", "--batch", "1"];
+    w.succeed(&[&text[..], &["--out", "text-1"]].concat());
+    w.succeed(&[&text[..], &["--out", "text-3", "--gpus", "3"]].concat());
+    assert_eq!(evaluated(&w, "text-3"), evaluated(&w, "text-1"));
+}
+
+#[test]
+fn an_evaluation_whose_process_is_killed_names_it_and_goes_on_with_another_number() {
+    let w = Workspace::new();
+    w.train("plain", &["train.tokens=1280"]);
+    let lines = |name: &str| {
+        let text =
+            std::fs::read_to_string(w.path("runs/plain/eval").join(name).join("samples.jsonl"));
+        text.map_or(0, |text| text.lines().count())
+    };
+    let mut command = w.command(&passkey("broken", "3", "60"));
+    let mut parent = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_until("some samples", || lines("broken") >= 6 || parent.try_wait().unwrap().is_some());
+    let rank = child_of_rank(parent.id(), 1);
+    assert!(Command::new("kill").args(["-9", &rank.to_string()]).status().unwrap().success());
+    let Output { status, stderr, .. } = parent.wait_with_output().unwrap();
+    let error = String::from_utf8(stderr).unwrap();
+    assert!(!status.success(), "{error}");
+    let told = format!("rank 1 (process {rank} on this machine) was ended by signal 9 (SIGKILL)");
+    assert!(error.contains(&told), "{error}");
+    assert!(error.contains("run the same command again to go on"), "{error}");
+    let done = lines("broken");
+    assert!((6..120).contains(&done), "{done}");
+
+    // The samples that were done stay as they are.
+    let file = "runs/plain/eval/broken/samples.jsonl";
+    let before = w.read(file);
+    w.succeed(&passkey("broken", "2", "60"));
+    assert!(w.read(file).starts_with(&before));
+    w.succeed(&passkey("whole", "1", "60"));
+    assert_eq!(evaluated(&w, "broken"), evaluated(&w, "whole"));
+}
+
+/// The process of a rank that `parent` has started.
+fn child_of_rank(parent: u32, rank: usize) -> u32 {
+    let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
+    let is_rank = |process: &u32| {
+        let variables = std::fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+        variables.split(|byte| *byte == 0).any(|x| x == format!("RANK={rank}").as_bytes())
+    };
+    let children = children.unwrap();
+    let mut children = children.split_whitespace().map(|process| process.parse().unwrap());
+    children.find(is_rank).expect("the rank runs")
+}
+
+#[test]
+fn impossible_evaluations_on_several_gpus_are_refused() {
+    let w = Workspace::new();
+    w.train("plain", &["train.tokens=1280"]);
+    let fail = |args: &[&str]| w.fail(&[&["eval", "--run", "runs/plain"], args].concat());
+    let usage = |args: &[&str]| {
+        let output = w.run(&[&["eval", "--run", "runs/plain"], args].concat());
+        assert_eq!(output.status.code(), Some(2));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let error = usage(&["passkey", "--gpus", "0"]);
+    assert!(error.contains("invalid value '0' for '--gpus <N>'"), "{error}");
+    let error = usage(&["parskey", "--gpus", "2"]);
+    assert!(error.contains("unrecognized subcommand 'parskey'"), "{error}");
+    let error = fail(&["passkey", "--device", "auto", "--gpus", "4096"]);
+    assert!(error.starts_with("error: --gpus is 4096"), "{error}");
+    // Found on all ranks, told once.
+    let error = fail(&["passkey", "--lengths", "9", "--gpus", "2"]);
+    assert_eq!(error.matches("length 9 is too short").count(), 1, "{error}");
+    assert!(!w.path("runs/plain/eval").exists());
 }

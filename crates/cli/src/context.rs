@@ -14,6 +14,7 @@ use longwall_train::checkpoint::{
 };
 use longwall_train::config::{DeviceChoice, Difference, RunConfig};
 use longwall_train::device::{self, Compute};
+use longwall_train::distributed::Environment;
 use longwall_train::run_folder::load_tokenizer;
 
 /// The device on the command line.
@@ -106,8 +107,13 @@ pub struct OpenRun {
 impl RunArgs {
     /// Opens the checkpoint, its tokenizer and the device.
     pub fn open(&self) -> Result<OpenRun> {
+        self.open_on(None)
+    }
+
+    /// As [`RunArgs::open`], with the device of a rank.
+    pub fn open_on(&self, rank: Option<&Environment>) -> Result<OpenRun> {
         let (checkpoint, dir) = self.checkpoint()?;
-        let mut run = open_checkpoint(checkpoint, dir, self.device.map(Into::into))?;
+        let mut run = open_checkpoint(checkpoint, dir, self.device.map(Into::into), rank)?;
         run.config = run.checkpoint.config_with(&self.sets, run.tokenizer.vocab_size())?;
         let trained = run.checkpoint.trained_config();
         run.changes = trained.differences(&run.config).iter().map(change).collect();
@@ -116,6 +122,12 @@ impl RunArgs {
             tracing::info!("the model differs from the checkpoint's: {}", run.changes.join(", "));
         }
         Ok(run)
+    }
+
+    /// The device that is asked for, or that the run was trained with.
+    pub fn device_choice(&self) -> Result<DeviceChoice> {
+        let trained = self.checkpoint()?.0.config.run.device;
+        Ok(self.device.map_or(trained, Into::into))
     }
 
     /// The checkpoint that the options name, and the folder of [`OpenRun::dir`].
@@ -149,13 +161,14 @@ impl RunArgs {
     }
 }
 
-/// Opens a run's checkpoint, its tokenizer and the device.
+/// Opens a run's checkpoint, its tokenizer and the device, that of a rank if there are several.
 pub fn open_run(
     dir: &Path,
     wanted: CheckpointSelector,
     device: Option<DeviceChoice>,
+    rank: Option<&Environment>,
 ) -> Result<OpenRun> {
-    open_checkpoint(Checkpoint::open(dir, wanted)?, dir.to_owned(), device)
+    open_checkpoint(Checkpoint::open(dir, wanted)?, dir.to_owned(), device, rank)
 }
 
 /// Opens the tokenizer of a checkpoint, which `dir` may have a copy of, and the device.
@@ -163,6 +176,7 @@ fn open_checkpoint(
     checkpoint: Checkpoint,
     dir: PathBuf,
     device: Option<DeviceChoice>,
+    rank: Option<&Environment>,
 ) -> Result<OpenRun> {
     let config = &checkpoint.config;
     let tokenizer = load_tokenizer(&dir, &config.tokenizer).map_err(|error| match error {
@@ -177,7 +191,13 @@ fn open_checkpoint(
         error => error.into(),
     })?;
     checkpoint.check_tokenizer(&TokenizerIdentity::of(&tokenizer))?;
-    let device = device::open(device.unwrap_or(config.run.device), config.run.threads)?;
+    let (choice, threads) = (device.unwrap_or(config.run.device), config.run.threads);
+    let device = match rank {
+        Some(Environment { world, local_rank, .. }) if choice != DeviceChoice::Cpu => {
+            device::open_for_rank(choice, threads, *world, *local_rank)?
+        }
+        _ => device::open(choice, threads)?,
+    };
     let compute = Compute::for_trained(device, config.run.precision);
     let (config, weights, changes) = (checkpoint.trained_config(), WeightsSelector::Model, vec![]);
     Ok(OpenRun { dir, checkpoint, config, weights, changes, tokenizer, compute })

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use longwall_data::Tokenizer;
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
-    EvalError, Report, RunContext, Silent, StopRequest, TrainedModel, write_index,
+    EvalError, Ranks, Report, RunContext, Silent, StopRequest, TrainedModel, write_index,
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_model::{LanguageModel, ModelConfig, Precision};
 use longwall_train::config::{RunConfig, eval_weights};
+use longwall_train::distributed::{Collective, World};
 use longwall_train::evaluation::{Evaluated, EvaluationError, Evaluator};
 use longwall_train::signals::StopFlag;
 
@@ -32,6 +33,8 @@ pub struct LoopEvaluator<'a, B: OpBackend> {
     pub device: B::Device,
     /// The run's tokenizer, known once it is opened.
     pub tokenizer: Option<Tokenizer>,
+    /// The ranks that take the samples.
+    pub collective: &'a dyn Collective<B>,
 }
 
 /// A stop request between batches. A signal must not end the process in the middle of one, as it does in
@@ -81,6 +84,8 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
         let model = TrainedModel::new(model.clone(), tokenizer.clone(), seq_len, memory, device);
         let held_out = ValidationText { config, tokenizer, stop: self.stop };
         let stop = StopBetweenBatches(self.stop);
+        let World { rank, size } = self.collective.world();
+        let exchange = |message| self.collective.all_gather(message).map_err(Into::into);
         let context = RunContext {
             out_dir: self.out_dir(&self.suites[at], step),
             run: config.run.name.clone(),
@@ -91,6 +96,7 @@ impl<B: OpBackend> LoopEvaluator<'_, B> {
             held_out: Some(&held_out),
             progress: &Silent,
             stop: Some(&stop),
+            ranks: Ranks { rank, size, exchange: &exchange },
         };
         work(model, context)
     }
@@ -140,26 +146,31 @@ impl<B: OpBackend> Evaluator<B> for LoopEvaluator<'_, B> {
         model: &LanguageModel<B>,
     ) -> Result<Option<Evaluated>, EvaluationError> {
         let suite = &self.suites[at];
-        if self.out_dir(suite, step).join("results.json").is_file() {
-            return Ok(None);
-        }
+        let there = self.out_dir(suite, step).join("results.json").is_file();
         let model = (model, self.config.model_after(step));
         let report = self.with_context(at, step, model, |mut model, context| {
-            match longwall_eval::run(&suite.0, &mut model, &context) {
-                // Samples of this step that were taken before the options changed.
-                Err(EvalError::OtherSettings { .. }) => {
-                    let context = RunContext { force: true, ..context };
-                    longwall_eval::run(&suite.0, &mut model, &context)
-                }
-                result => result,
+            if context.ranks.of_first(there)? {
+                return Ok(None);
             }
+            let report = longwall_eval::run_on_rank(&suite.0, &mut model, &context);
+            // Samples of this step that were taken before the options changed.
+            let others = matches!(report, Err(EvalError::OtherSettings { .. }));
+            if !context.ranks.of_first(others)? {
+                return report;
+            }
+            let context = RunContext { force: true, ..context };
+            longwall_eval::run_on_rank(&suite.0, &mut model, &context)
         });
-        let report = match report {
-            Err(EvalError::Stopped { .. } | EvalError::StoppedEarly { .. }) => return Ok(None),
-            report => report?,
-        };
-        write_index(&self.folder)?;
-        Ok(Some(evaluated(name(suite), &report)))
+        match report {
+            Err(EvalError::Stopped { .. } | EvalError::StoppedEarly { .. }) => Ok(None),
+            // Rank 0 names the rank that failed.
+            Err(EvalError::Rank { .. }) if !self.collective.world().is_first() => Ok(None),
+            report => {
+                let Some(report) = report? else { return Ok(None) };
+                write_index(&self.folder)?;
+                Ok(Some(evaluated(name(suite), &report)))
+            }
+        }
     }
 }
 

@@ -8,10 +8,12 @@ mod evaluator;
 #[cfg(test)]
 mod fuzz;
 mod progress;
+mod ranks;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use longwall_eval::EvalError;
 use longwall_train::TrainError;
 use longwall_train::distributed::{CollectiveError, Environment, LOST_RANK};
 
@@ -117,10 +119,11 @@ fn main() -> ExitCode {
 
 /// Whether this process fails only because another rank of its run does.
 fn is_of_another_rank(error: &anyhow::Error) -> bool {
-    let run = error.downcast_ref::<TrainError>();
-    let start = error.downcast_ref::<CollectiveError>();
-    run.is_some_and(TrainError::is_of_another_rank)
-        || start.is_some_and(CollectiveError::is_of_another_rank)
+    error.chain().any(|cause| {
+        let run = cause.downcast_ref::<TrainError>().is_some_and(TrainError::is_of_another_rank);
+        let lost = cause.downcast_ref().is_some_and(CollectiveError::is_of_another_rank);
+        run || lost || matches!(cause.downcast_ref(), Some(EvalError::Rank { .. }))
+    })
 }
 
 /// An error and its causes, without causes that the message already contains.

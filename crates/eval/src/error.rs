@@ -174,6 +174,22 @@ pub enum EvalError {
         suite: &'static str,
     },
 
+    /// Another rank of the evaluation failed.
+    #[error("rank {rank} failed: {reason}")]
+    Rank {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        reason: String,
+    },
+
+    /// The ranks of the evaluation are no longer connected.
+    #[error("{source}")]
+    Lost {
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+
     /// A plot could not be drawn.
     #[error("cannot draw {}: {reason}\n  hint: {remedy}", path.display())]
     Plot {

@@ -60,18 +60,18 @@ pub(crate) struct Journal {
     folder: PathBuf,
     path: PathBuf,
     file: File,
-    done: HashSet<u64>,
     git_hash: Option<String>,
 }
 
 impl Journal {
-    /// Opens the folder's samples: none yet, or those of an earlier run with the same `settings`.
+    /// Opens the folder's samples: none yet, or those of an earlier run with the same `settings`. Also returns the ids
+    /// of the trials that are done.
     pub(crate) fn open(
         folder: &Path,
         settings: &Value,
         git_hash: Option<&str>,
         force: bool,
-    ) -> Result<Self, EvalError> {
+    ) -> Result<(Self, HashSet<u64>), EvalError> {
         create_dir(folder)?;
         let path = folder.join("samples.jsonl");
         let file = OpenOptions::new()
@@ -90,12 +90,11 @@ impl Journal {
             folder: folder.to_path_buf(),
             path,
             file,
-            done: HashSet::new(),
             git_hash: git_hash.map(str::to_string),
         };
         journal.ensure_settings(settings, force)?;
-        journal.recover()?;
-        Ok(journal)
+        let done = journal.recover()?;
+        Ok((journal, done))
     }
 
     /// Ensures that any samples in the folder were taken with `settings`.
@@ -136,7 +135,7 @@ impl Journal {
             reason: format!("not the settings of an evaluation: {error}"),
         })?;
         let mut differences = Vec::new();
-        compare("", &then.settings, now, &mut differences);
+        compare("", &then.settings, now, ["was", "now it is"], &mut differences);
         if !differences.is_empty() {
             return Err(EvalError::OtherSettings { folder: self.folder.clone(), differences });
         }
@@ -158,7 +157,7 @@ impl Journal {
     }
 
     /// Reads which trials are done, and removes an incomplete last line.
-    fn recover(&mut self) -> Result<(), EvalError> {
+    fn recover(&mut self) -> Result<HashSet<u64>, EvalError> {
         #[derive(Deserialize)]
         struct Id {
             id: u64,
@@ -172,8 +171,7 @@ impl Journal {
             Ok(())
         })?;
         self.file.set_len(whole).map_err(EvalError::write(&self.path))?;
-        self.done = done;
-        Ok(())
+        Ok(done)
     }
 
     /// Calls `each` with the number and the bytes of every complete line; returns their total length.
@@ -210,45 +208,10 @@ impl Journal {
         &self.folder
     }
 
-    /// Whether the trial is done.
-    pub(crate) fn has(&self, trial: &Trial) -> bool {
-        self.done.contains(&trial.id)
-    }
-
-    /// How many trials are done.
-    pub(crate) fn len(&self) -> u64 {
-        self.done.len() as u64
-    }
-
-    /// Appends finished trials.
-    pub(crate) fn append<'a, V: Serialize + 'a>(
-        &mut self,
-        samples: impl IntoIterator<Item = Sample<'a, V>>,
-    ) -> Result<(), EvalError> {
-        let mut lines = Vec::new();
-        let mut ids = Vec::new();
-        for Sample { trial, request, output, verdict, score, fields } in samples {
-            let line = Line {
-                id: trial.id,
-                length: trial.length,
-                depth: request.depth,
-                index: trial.index,
-                prompt_tokens: request.call.input_len(),
-                expected: request.expected.as_deref(),
-                output,
-                verdict: &verdict,
-                score,
-                fields: &fields,
-                prompt: &request.prompt,
-            };
-            serde_json::to_writer(&mut lines, &line).expect("a sample is plain data");
-            lines.push(b'\n');
-            ids.push(trial.id);
-        }
-        let write = |file: &mut File| file.write_all(&lines).and_then(|()| file.sync_data());
-        write(&mut self.file).map_err(EvalError::write(&self.path))?;
-        self.done.extend(ids);
-        Ok(())
+    /// Appends the lines of finished trials.
+    pub(crate) fn append(&mut self, lines: &[u8]) -> Result<(), EvalError> {
+        let write = |file: &mut File| file.write_all(lines).and_then(|()| file.sync_data());
+        write(&mut self.file).map_err(EvalError::write(&self.path))
     }
 
     /// The outcomes of all `trials`, in order, read from the file: a resumed and an uninterrupted
@@ -280,7 +243,39 @@ impl Journal {
     }
 }
 
-fn compare(name: &str, then: &Value, now: &Value, differences: &mut Vec<String>) {
+/// The lines of finished trials.
+pub(crate) fn lines<'a, V: Serialize + 'a>(
+    samples: impl IntoIterator<Item = Sample<'a, V>>,
+) -> Vec<u8> {
+    let mut lines = Vec::new();
+    for Sample { trial, request, output, verdict, score, fields } in samples {
+        let line = Line {
+            id: trial.id,
+            length: trial.length,
+            depth: request.depth,
+            index: trial.index,
+            prompt_tokens: request.call.input_len(),
+            expected: request.expected.as_deref(),
+            output,
+            verdict: &verdict,
+            score,
+            fields: &fields,
+            prompt: &request.prompt,
+        };
+        serde_json::to_writer(&mut lines, &line).expect("a sample is plain data");
+        lines.push(b'\n');
+    }
+    lines
+}
+
+/// Adds a line for each setting that differs, with the words before its two values.
+pub(crate) fn compare(
+    name: &str,
+    then: &Value,
+    now: &Value,
+    words: [&str; 2],
+    differences: &mut Vec<String>,
+) {
     if let (Value::Object(a), Value::Object(b)) = (then, now) {
         let mut keys: Vec<&String> = a.keys().chain(b.keys()).collect();
         keys.sort();
@@ -288,9 +283,10 @@ fn compare(name: &str, then: &Value, now: &Value, differences: &mut Vec<String>)
         for key in keys {
             let path = if name.is_empty() { key.clone() } else { format!("{name}.{key}") };
             let (a, b) = (a.get(key).unwrap_or(&Value::Null), b.get(key).unwrap_or(&Value::Null));
-            compare(&path, a, b, differences);
+            compare(&path, a, b, words, differences);
         }
     } else if then != now {
-        differences.push(format!("  {name} was {then}, now it is {now}"));
+        let [was, is] = words;
+        differences.push(format!("  {name} {was} {then}, {is} {now}"));
     }
 }

@@ -25,6 +25,7 @@ mod options;
 pub mod paired;
 pub mod plot;
 mod presets;
+mod ranks;
 mod report;
 mod runner;
 pub mod stats;
@@ -41,9 +42,10 @@ pub use plot::{
     Curve, CurveGroup, DotChart, DotRow, XAxis, plot_group_losses, plot_losses, plot_scalar,
 };
 pub use presets::{Preset, Summary, SummaryRow};
+pub use ranks::{Exchange, Ranks};
 pub use report::{Report, Score, TextTable, TokenizerReport};
 pub use suite::{
     Answer, HeldOut, Inspection, ModelCall, OpenContext, Outcome, Progress, ProgressUpdate,
     Request, RunContext, Scoring, Silent, StopRequest, Suite, Trial,
 };
-pub use suites::{SuiteConfig, check, run};
+pub use suites::{SuiteConfig, check, run, run_on_rank};

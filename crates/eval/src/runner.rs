@@ -1,5 +1,6 @@
 //! Runs a suite: trials in batches, samples written as they finish, then scores, plots and report.
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -8,7 +9,7 @@ use longwall_config::Problems;
 use longwall_data::Tokenizer;
 
 use crate::files::write_atomically;
-use crate::journal::{Journal, Sample};
+use crate::journal::{Journal, Sample, compare, lines};
 use crate::options::{SamplingOptions, SuiteOptions};
 use crate::report::{Report, TokenizerReport};
 use crate::suite::{
@@ -62,25 +63,71 @@ fn open_suite<S: Suite>(
     Ok((suite, trials))
 }
 
-/// Runs one suite from its options to its report.
+/// Runs one suite from its options to its report, which rank 0 has.
 pub(crate) fn run_suite<S: Suite>(
     options: &SuiteOptions<S::Options>,
     model: &mut dyn EvalModel,
     context: &RunContext<'_>,
-) -> Result<Report, EvalError> {
-    let (suite, trials) = open_suite::<S>(options, &*model, context)?;
-    let (sampling, tokenizer) = (&options.sampling, model.tokenizer().clone());
-    let mut report = blank_report(&suite, options, &*model, context);
-    report.notes.extend(extrapolation_note(&trials, report.train_seq_len));
-    let git_hash = context.git_hash.as_deref();
-    let mut journal = Journal::open(&context.out_dir, &settings(&report), git_hash, context.force)?;
-    report.git_hash = journal.git_hash().map(str::to_string);
-    context.progress.start(S::NAME, journal.len(), trials.len() as u64);
-    let taken = take_samples(&suite, sampling, &trials, &tokenizer, model, &mut journal, context);
+) -> Result<Option<Report>, EvalError> {
+    let ranks = context.ranks;
+    let stopped = EvalError::StoppedEarly { suite: S::NAME };
+    let wait = || ranks.gather(Ok(vec![]), context, &stopped).map(drop);
+    // Rank 0 opens the suite first: it may write files of tokens, which the others read.
+    if !ranks.is_first() {
+        wait()?;
+    }
+    let opened = open_suite::<S>(options, &*model, context);
+    if ranks.is_first() {
+        wait()?;
+    }
+    let opened = opened.and_then(|(suite, trials)| {
+        let mut report = blank_report(&suite, options, &*model, context);
+        report.notes.extend(extrapolation_note(&trials, report.train_seq_len));
+        let journal = match ranks.is_first() {
+            true => {
+                let (folder, git_hash) = (&context.out_dir, context.git_hash.as_deref());
+                Some(Journal::open(folder, &settings(&report), git_hash, context.force)?)
+            }
+            false => None,
+        };
+        Ok((suite, trials, report, journal))
+    });
+    let (own, opened) = match opened {
+        Ok(opened) => {
+            let done = opened.3.as_ref().map(|(_, done)| done);
+            let own = serde_json::to_vec(&(settings(&opened.2), done, context.stopped()));
+            (Ok(own.expect("settings are plain data")), Some(opened))
+        }
+        Err(error) => (Err(error), None),
+    };
+    let (all, failure) = ranks.gather(own, context, &stopped)?;
+    let (Some((suite, trials, mut report, journal)), None) = (opened, failure.as_ref()) else {
+        return Err(failure.expect("a suite that did not open failed"));
+    };
+    let (done, asked) = agree(&all)?;
+    let mut journal = journal.map(|(journal, _)| journal);
+    let tokenizer = model.tokenizer().clone();
+    context.progress.start(S::NAME, done.len() as u64, trials.len() as u64);
+    let mut sampler = Sampler {
+        suite: &suite,
+        sampling: &options.sampling,
+        tokenizer: &tokenizer,
+        model,
+        speed: Speed::new(&trials, &done),
+        journal: journal.as_mut(),
+        done,
+        context,
+    };
+    let taken = match asked && !sampler.is_done() {
+        true => Err(sampler.stopped()),
+        false => sampler.take_all(&trials),
+    };
     context.progress.finish();
     taken?;
+    let stopped = sampler.stopped();
 
-    let stopped = stopped_at(&journal, trials.len() as u64);
+    let Some(journal) = journal else { return Ok(None) };
+    report.git_hash = journal.git_hash().map(str::to_string);
     let Inspection { files, notes } =
         context.interruptible(&stopped, || suite.inspect(&mut *model))?;
     for (name, contents) in files {
@@ -99,7 +146,27 @@ pub(crate) fn run_suite<S: Suite>(
     report.details = scoring.details;
     report.shared = scoring.shared;
     report.save(journal.folder())?;
-    Ok(report)
+    Ok(Some(report))
+}
+
+/// The trials that rank 0 has found done, if all ranks have its settings, and whether any was asked to stop.
+fn agree(all: &[Vec<u8>]) -> Result<(HashSet<u64>, bool), EvalError> {
+    type Opened = (Value, Option<HashSet<u64>>, bool);
+    let read = |message: &Vec<u8>| -> Opened {
+        serde_json::from_slice(message).expect("another rank's settings")
+    };
+    let (ours, done, mut any_asked) = read(&all[0]);
+    for (rank, message) in all.iter().enumerate().skip(1) {
+        let (theirs, _, asked) = read(message);
+        any_asked |= asked;
+        let mut differences = Vec::new();
+        compare("", &ours, &theirs, ["is, on rank 0,", "here"], &mut differences);
+        if !differences.is_empty() {
+            let reason = format!("it has other settings:\n{}", differences.join("\n"));
+            return Err(EvalError::Rank { rank, reason });
+        }
+    }
+    Ok((done.expect("rank 0 reads the journal"), any_asked))
 }
 
 /// Rejects lengths that the model cannot read, before the first sample.
@@ -231,57 +298,130 @@ fn settings(report: &Report) -> Value {
     settings
 }
 
-/// Takes every sample that the journal does not hold.
-///
-/// The batches are those of an uninterrupted run, minus what is done, so that a resumed evaluation
-/// takes its samples in the same order.
-fn take_samples<S: Suite>(
-    suite: &S,
-    sampling: &SamplingOptions,
-    trials: &[Trial],
-    tokenizer: &Tokenizer,
-    model: &mut dyn EvalModel,
-    journal: &mut Journal,
-    context: &RunContext<'_>,
-) -> Result<(), EvalError> {
-    let mut speed = Speed::new(trials, journal);
-    for trials in trials.chunk_by(|a, b| a.length == b.length) {
-        for chunk in trials.chunks(sampling.batch * BATCHES_AT_A_TIME) {
-            if chunk.iter().all(|trial| journal.has(trial)) {
-                continue;
-            }
-            let stopped = stopped_at(journal, speed.total);
-            let mut requests = context.interruptible(&stopped, || {
-                let request = |trial| Ok((trial, checked_request(suite, trial, tokenizer)?));
-                chunk.iter().map(request).collect::<Result<Vec<_>, EvalError>>()
-            })?;
-            for batch in batches(&mut requests, sampling) {
-                let pending: Vec<_> =
-                    batch.iter().filter(|(trial, _)| !journal.has(trial)).collect();
-                if pending.is_empty() {
+/// Takes the samples of a suite.
+struct Sampler<'a, S: Suite> {
+    suite: &'a S,
+    sampling: &'a SamplingOptions,
+    tokenizer: &'a Tokenizer,
+    model: &'a mut dyn EvalModel,
+    /// Rank 0's.
+    journal: Option<&'a mut Journal>,
+    /// Trials that the journal holds.
+    done: HashSet<u64>,
+    speed: Speed,
+    context: &'a RunContext<'a>,
+}
+
+impl<S: Suite> Sampler<'_, S> {
+    /// Takes every sample that the journal does not hold.
+    ///
+    /// The batches are those of an uninterrupted run on one rank, minus what is done, so that a resumed evaluation
+    /// takes its samples in the same order. Each round takes one batch on every rank.
+    fn take_all(&mut self, trials: &[Trial]) -> Result<(), EvalError> {
+        let size = self.context.ranks.size;
+        let mut queue = Vec::new();
+        for trials in trials.chunk_by(|a, b| a.length == b.length) {
+            for chunk in trials.chunks(self.sampling.batch * BATCHES_AT_A_TIME) {
+                if chunk.iter().all(|trial| self.done.contains(&trial.id)) {
                     continue;
                 }
-                let stopped = stopped_at(journal, speed.total);
-                if context.stopped() {
-                    return Err(stopped);
+                let requests = self.context.interruptible(&self.stopped(), || {
+                    let request =
+                        |trial| Ok((trial, checked_request(self.suite, trial, self.tokenizer)?));
+                    chunk.iter().map(request).collect::<Result<Vec<_>, EvalError>>()
+                });
+                let requests = match requests {
+                    Ok(requests) => requests,
+                    Err(error) => return self.fail(error),
+                };
+                for mut batch in batches(requests, self.sampling) {
+                    batch.retain(|(trial, _)| !self.done.contains(&trial.id));
+                    if !batch.is_empty() {
+                        queue.push(batch);
+                    }
+                    if queue.len() == size {
+                        self.take_round(&std::mem::take(&mut queue))?;
+                    }
                 }
-                let call = || run_batch(model, tokenizer, sampling, &pending);
-                let answers = context.interruptible(&stopped, call)?;
-                let outputs: Vec<Option<String>> = answers.iter().map(output).collect();
-                journal.append(pending.iter().zip(&answers).zip(&outputs).map(
-                    |(((trial, request), answer), output)| {
-                        let verdict = suite.judge(trial, request, answer);
-                        let fields = suite.fields(trial, request, &verdict);
-                        let score = S::sample_score(&verdict);
-                        let output = output.as_deref();
-                        Sample { trial, request, output, verdict, score, fields }
-                    },
-                ))?;
-                context.progress.update(&speed.after(&pending, journal.len()));
             }
         }
+        if !queue.is_empty() {
+            self.take_round(&queue)?;
+        }
+        // The others must learn if rank 0 could not write the last round.
+        self.gather(Ok(vec![]))?.1.map_or(Ok(()), Err)
     }
-    Ok(())
+
+    /// Takes a batch on each rank; rank 0 writes them.
+    fn take_round(&mut self, round: &[Batch<'_>]) -> Result<(), EvalError> {
+        let own = match round.get(self.context.ranks.rank) {
+            Some(batch) => self.take(batch),
+            None => Ok(vec![]),
+        };
+        // A stop that was asked for on any rank is one of all.
+        let own = own.map(|lines| [&[u8::from(self.context.stopped())], &lines[..]].concat());
+        let (all, failure) = self.gather(own)?;
+        let asked = all.iter().any(|message| message.first() == Some(&1));
+        let lines: Vec<&[u8]> = all.iter().filter_map(|message| message.get(1..)).collect();
+        let lines = lines.concat();
+        if let Some(journal) = self.journal.as_mut().filter(|_| !lines.is_empty())
+            && let Err(error) = journal.append(&lines)
+        {
+            return match failure {
+                Some(failure) => Err(failure),
+                None => self.fail(error),
+            };
+        }
+        for (batch, _) in round.iter().zip(&all).filter(|(_, message)| message.len() > 1) {
+            self.done.extend(batch.iter().map(|(trial, _)| trial.id));
+            self.speed.add(batch);
+        }
+        if let Some(failure) = failure {
+            return Err(failure);
+        }
+        if asked && !self.is_done() {
+            return Err(self.stopped());
+        }
+        self.context.progress.update(&self.speed.update(&round[0], self.done.len() as u64));
+        Ok(())
+    }
+
+    /// The lines of a batch of samples.
+    fn take(&mut self, batch: &[(&Trial, Request)]) -> Result<Vec<u8>, EvalError> {
+        let stopped = self.stopped();
+        let call = || run_batch(self.model, self.tokenizer, self.sampling, batch);
+        let answers = self.context.interruptible(&stopped, call)?;
+        let outputs: Vec<Option<String>> = answers.iter().map(output).collect();
+        let samples = batch.iter().zip(&answers).zip(&outputs);
+        Ok(lines(samples.map(|(((trial, request), answer), output)| {
+            let verdict = self.suite.judge(trial, request, answer);
+            let fields = self.suite.fields(trial, request, &verdict);
+            let score = S::sample_score(&verdict);
+            Sample { trial, request, output: output.as_deref(), verdict, score, fields }
+        })))
+    }
+
+    /// Ends this rank's work with `error`, and that of the others in their next exchange.
+    fn fail(&self, error: EvalError) -> Result<(), EvalError> {
+        self.gather(Err(error))?.1.map_or(Ok(()), Err)
+    }
+
+    fn gather(
+        &self,
+        own: Result<Vec<u8>, EvalError>,
+    ) -> Result<(Vec<Vec<u8>>, Option<EvalError>), EvalError> {
+        self.context.ranks.gather(own, self.context, &self.stopped())
+    }
+
+    fn is_done(&self) -> bool {
+        self.done.len() as u64 == self.speed.total
+    }
+
+    /// What an evaluation that stops here says.
+    fn stopped(&self) -> EvalError {
+        let (done, folder) = (self.done.len() as u64, self.context.out_dir.clone());
+        EvalError::Stopped { done, total: self.speed.total, folder }
+    }
 }
 
 /// What the model answered, as `samples.jsonl` keeps it: the text, or the predicted tokens' ids.
@@ -291,11 +431,6 @@ fn output(answer: &Answer) -> Option<String> {
         Answer::Tokens(tokens) => Some(show_tokens(tokens)),
         _ => None,
     }
-}
-
-/// What an evaluation that stops here says.
-fn stopped_at(journal: &Journal, total: u64) -> EvalError {
-    EvalError::Stopped { done: journal.len(), total, folder: journal.folder().to_path_buf() }
 }
 
 /// A trial's request. Panics if it needs more context than the trial's length: a bug in the suite.
@@ -316,20 +451,21 @@ fn checked_request<S: Suite>(
     Ok(request)
 }
 
+/// Requests that share a call.
+type Batch<'t> = Vec<(&'t Trial, Request)>;
+
 /// Groups requests that may share a call into batches, as large as the options allow.
-fn batches<'r, 't>(
-    requests: &'r mut [(&'t Trial, Request)],
-    sampling: &SamplingOptions,
-) -> Vec<&'r [(&'t Trial, Request)]> {
+fn batches<'t>(mut requests: Batch<'t>, sampling: &SamplingOptions) -> Vec<Batch<'t>> {
     requests.sort_by_key(|(trial, request)| (request.call.batch_key(), trial.id));
-    let mut batches = Vec::new();
+    let mut sizes = Vec::new();
     for group in requests.chunk_by(|a, b| a.1.call.batch_key() == b.1.call.batch_key()) {
         let calls = || group.iter().map(|(_, request)| &request.call);
         let rows = rows_of(sampling, calls().map(ModelCall::context_len).max().unwrap_or(0));
         let sequences = calls().map(ModelCall::sequences).max().unwrap_or(1);
-        batches.extend(group.chunks((rows / sequences).max(1)));
+        sizes.extend(group.chunks((rows / sequences).max(1)).map(<[_]>::len));
     }
-    batches
+    let mut requests = requests.into_iter();
+    sizes.into_iter().map(|size| requests.by_ref().take(size).collect()).collect()
 }
 
 /// Runs the model for a batch of calls that may share one.
@@ -337,7 +473,7 @@ fn run_batch(
     model: &mut dyn EvalModel,
     tokenizer: &Tokenizer,
     sampling: &SamplingOptions,
-    batch: &[&(&Trial, Request)],
+    batch: &[(&Trial, Request)],
 ) -> Result<Vec<Answer>, EvalError> {
     let answers: Vec<Answer> = match batch[0].1.call {
         ModelCall::Generate { max_tokens, .. } => {
@@ -389,7 +525,7 @@ fn run_batch(
 fn log_likelihoods(
     model: &mut dyn EvalModel,
     sampling: &SamplingOptions,
-    batch: &[&(&Trial, Request)],
+    batch: &[(&Trial, Request)],
 ) -> Result<Vec<Answer>, EvalError> {
     let calls: Vec<&[(Vec<u32>, Vec<u32>)]> = inputs(batch, |call| match call {
         ModelCall::LogLikelihoods { pairs } => Some(&pairs[..]),
@@ -410,7 +546,7 @@ fn log_likelihoods(
 
 /// The inputs of a batch, whose calls are all of one kind.
 fn inputs<'a, T>(
-    batch: &'a [&(&Trial, Request)],
+    batch: &'a [(&Trial, Request)],
     input: impl Fn(&'a ModelCall) -> Option<T>,
 ) -> Vec<T> {
     batch
@@ -440,8 +576,8 @@ struct Speed {
 }
 
 impl Speed {
-    fn new(trials: &[Trial], journal: &Journal) -> Self {
-        let left = trials.iter().filter(|trial| !journal.has(trial));
+    fn new(trials: &[Trial], done: &HashSet<u64>) -> Self {
+        let left = trials.iter().filter(|trial| !done.contains(&trial.id));
         Speed {
             start: Instant::now(),
             total: trials.len() as u64,
@@ -451,18 +587,22 @@ impl Speed {
         }
     }
 
-    fn after(&mut self, batch: &[&(&Trial, Request)], done: u64) -> ProgressUpdate {
-        let length = batch[0].0.length;
-        let tokens = (length * batch.len()) as u64;
+    /// Counts a finished batch.
+    fn add(&mut self, batch: &[(&Trial, Request)]) {
+        let tokens = batch.iter().map(|(trial, _)| trial.length as u64).sum();
         self.samples += batch.len() as u64;
         self.tokens += tokens;
         self.tokens_left = self.tokens_left.saturating_sub(tokens);
+    }
+
+    /// The progress after a round that began with `batch`.
+    fn update(&self, batch: &[(&Trial, Request)], done: u64) -> ProgressUpdate {
         let seconds = self.start.elapsed().as_secs_f64();
         let left = seconds * self.tokens_left as f64 / self.tokens as f64;
         ProgressUpdate {
             done,
             total: self.total,
-            length,
+            length: batch[0].0.length,
             samples_per_second: (seconds > 0.0).then(|| self.samples as f64 / seconds),
             time_left: Duration::try_from_secs_f64(left).ok(),
         }

@@ -12,6 +12,7 @@ use longwall_kernels::attention::probe::{Metric, Observation};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
+use crate::ranks::Ranks;
 use crate::report::{Score, TextTable};
 use crate::stats::Estimate;
 use crate::{EvalError, EvalModel, LogLikelihood};
@@ -317,6 +318,8 @@ pub struct RunContext<'a> {
     pub progress: &'a dyn Progress,
     /// Asks to stop; finished samples are kept.
     pub stop: Option<&'a dyn StopRequest>,
+    /// The processes that take the samples together; all have the same context but for their rank.
+    pub ranks: Ranks<'a>,
 }
 
 impl RunContext<'_> {

@@ -7,7 +7,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::suites::attention_stats::{AttentionStatsOptions, TextWeights};
-use longwall_eval::{EvalError, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
+use longwall_eval::{EvalError, Ranks, Report, RunContext, Silent, SuiteConfig, TrainedModel, run};
 use longwall_kernels::attention::probe::{Metric, Observation, PRUNED_FRACTION};
 use longwall_kernels::attention::rowwise::sparsity;
 use longwall_kernels::attention::{retention, weights};
@@ -258,6 +258,7 @@ fn evaluate_layers(
         held_out: Some(&held_out),
         progress: &Silent,
         stop: None,
+        ranks: Ranks::ALONE,
     };
     let report = run(&SuiteConfig::from(options), &mut trained, &context);
     (model, report)

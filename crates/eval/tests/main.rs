@@ -12,6 +12,7 @@ mod lookup;
 mod mrcr;
 mod perplexity;
 mod plots;
+mod ranks;
 mod resume;
 mod retrieval;
 mod ruler;

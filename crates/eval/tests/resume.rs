@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use crate::common::{FakeModel, evaluate, evaluate_with, files, passkey};
 use longwall_eval::suites::passkey::PasskeyOptions;
 use longwall_eval::{
-    EvalError, Progress, ProgressUpdate, RunContext, SamplingOptions, SuiteConfig, SuiteOptions,
-    run,
+    EvalError, Progress, ProgressUpdate, Ranks, RunContext, SamplingOptions, SuiteConfig,
+    SuiteOptions, run,
 };
 
 fn options() -> SuiteOptions<PasskeyOptions> {
@@ -208,6 +208,7 @@ fn progress_counts_what_was_there_before() {
         held_out: None,
         progress: &record,
         stop: None,
+        ranks: Ranks::ALONE,
     };
     let report = run(&config, &mut model(), &context).unwrap();
     assert_eq!(report.git_hash.as_deref(), Some("0123abc"), "that of the first samples");

@@ -20,7 +20,8 @@ pub struct Evaluated {
 ///
 /// It must not change the model, nor anything else that training depends on.
 pub trait Evaluator<B: OpBackend> {
-    /// Checks, before the run's folder is made, that every evaluation can run on a model such as this one.
+    /// Checks, before the run's folder is made, that every evaluation can run on a model such as this one. All ranks
+    /// call it, rank 0 first.
     ///
     /// # Errors
     /// When one cannot.
@@ -37,9 +38,9 @@ pub trait Evaluator<B: OpBackend> {
     /// When they cannot be removed.
     fn discard_after(&mut self, step: u64) -> Result<(), EvaluationError>;
 
-    /// Runs evaluation `at` on the model after `step`, with the weights that its table names. None if there are
-    /// results of this step already, or if it was asked to stop: then it goes on when it is called again for this
-    /// step.
+    /// Runs evaluation `at` on the model after `step`, with the weights that its table names. All ranks call it
+    /// together. None on all but rank 0, if there are results of this step already, or if it was asked to stop: then it
+    /// goes on when it is called again for this step.
     ///
     /// # Errors
     /// When it fails.

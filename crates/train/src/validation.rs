@@ -7,6 +7,8 @@ use longwall_kernels::attention::probe::Probe;
 use longwall_kernels::backend::OpBackend;
 use longwall_model::LanguageModel;
 
+use crate::distributed::Collective;
+use crate::error::TrainError;
 use crate::grad_accumulation::MicroBatch;
 use crate::metrics::PositionLoss;
 
@@ -107,27 +109,59 @@ impl Validator {
         Validator { loader, token_bytes: tokenizer.token_byte_lengths(), micro_batch }
     }
 
-    /// One pass, over the same rows in the same order at every call.
+    /// One pass, over the same rows in the same order at every call. Ranks compute micro-batches in turn; rank 0 adds
+    /// all losses in the order of the rows, so that the scores do not depend on the number of ranks. It alone has them.
     ///
     /// # Errors
-    /// When a shard is damaged.
+    /// When a shard is damaged, or a rank is lost.
     pub fn run<B: OpBackend>(
         &self,
         model: &LanguageModel<B>,
         device: &B::Device,
-    ) -> Result<ValidationScores, DataError> {
+        collective: &dyn Collective<B>,
+    ) -> Result<Option<ValidationScores>, TrainError> {
+        let world = collective.world();
         let rows = self.loader.validation_rows().unwrap_or(0);
+        let firsts: Vec<u64> = (0..rows).step_by(self.micro_batch).collect();
         let mut sums = Sums::new(self.loader.seq_len());
-        for first in (0..rows).step_by(self.micro_batch) {
-            // Rows past the last one have no weight, so that every batch has the same shape.
-            let batch = self.loader.try_batch(first, self.micro_batch)?;
-            let MicroBatch { inputs, targets, document_starts } =
-                MicroBatch::<B>::new(&batch, 0..batch.rows, device);
-            let losses = model.token_losses(inputs, targets, document_starts).into_data();
-            sums.add(&batch, losses.iter::<f32>(), &self.token_bytes);
+        for round in firsts.chunks(world.size) {
+            let own = match round.get(world.rank) {
+                Some(&first) => self.losses(model, first, device)?,
+                None => vec![],
+            };
+            let own = own.into_iter().flat_map(f32::to_le_bytes).collect();
+            let all = collective.all_gather(own)?;
+            for (&first, losses) in round.iter().zip(&all).filter(|_| world.is_first()) {
+                let (losses, _) = losses.as_chunks::<4>();
+                let losses = losses.iter().map(|bytes| f32::from_le_bytes(*bytes));
+                sums.add(&self.batch(first)?, losses, &self.token_bytes);
+            }
+        }
+        if !world.is_first() {
+            return Ok(None);
         }
         let first = MicroBatch::<B>::new(&self.loader.try_batch(0, 1)?, 0..1, device);
-        Ok(sums.scores(&model.observe(first.inputs, first.document_starts)))
+        Ok(Some(sums.scores(&model.observe(first.inputs, first.document_starts))))
+    }
+
+    /// The micro-batch that begins with row `first`. Rows past the last one have no weight, so that every batch has the
+    /// same shape.
+    fn batch(&self, first: u64) -> Result<Batch, DataError> {
+        self.loader.try_batch(first, self.micro_batch)
+    }
+
+    /// The losses of its targets.
+    fn losses<B: OpBackend>(
+        &self,
+        model: &LanguageModel<B>,
+        first: u64,
+        device: &B::Device,
+    ) -> Result<Vec<f32>, DataError> {
+        let batch = self.batch(first)?;
+        let MicroBatch { inputs, targets, document_starts } =
+            MicroBatch::<B>::new(&batch, 0..batch.rows, device);
+        let losses = model.token_losses(inputs, targets, document_starts).into_data();
+        Ok(losses.iter::<f32>().collect())
     }
 }
 

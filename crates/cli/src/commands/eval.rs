@@ -9,17 +9,19 @@ use longwall_config::{Problems, culprit};
 use longwall_data::{Loader, Rows, Split, Tokenizer};
 use longwall_eval::memory::CallMemory;
 use longwall_eval::{
-    EvalError, HeldOut, Preset, Report, RunContext, StopRequest, SuiteConfig, Summary,
-    TrainedModel, write_index,
+    EvalError, HeldOut, Preset, Ranks, Report, RunContext, Silent, StopRequest, SuiteConfig,
+    Summary, TrainedModel, write_index,
 };
 use longwall_kernels::backend::OpBackend;
 use longwall_kernels::device::OnDevice;
-use longwall_train::config::{FOLDER_NAME, RunConfig, is_folder_name};
+use longwall_train::config::{DeviceChoice, FOLDER_NAME, RunConfig, is_folder_name};
+use longwall_train::distributed::StoreOptions;
 use longwall_train::signals::StopFlag;
 use serde::Serialize;
 
 use crate::context::{OpenRun, RunArgs};
 use crate::progress::{DataProgress, EvalProgress};
+use crate::ranks;
 
 /// Arguments of `longwall eval`.
 #[derive(clap::Args)]
@@ -40,6 +42,12 @@ pub struct Args {
     #[arg(long, global = true)]
     json: bool,
 
+    /// Evaluate on this many GPUs of this machine, one process each, which take batches of samples in turn; the files
+    /// are the same as on one GPU. With --device cpu, this many processes on the CPU. On several machines, torchrun or
+    /// Slurm starts the processes instead
+    #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    gpus: Option<u16>,
+
     #[command(subcommand)]
     what: What,
 }
@@ -59,27 +67,56 @@ enum What {
     Suite(SuiteConfig),
 }
 
+/// The answer to the first Ctrl-C.
+const STOPPING: &str = "stopping after the file being written";
+
 /// Runs one suite or several and prints the report.
 pub fn run(args: Args) -> Result<()> {
+    match (&args.what, args.out.as_deref()) {
+        (What::List, _) => return list(args.json),
+        (What::All { .. }, Some(_)) => bail!(
+            "--out is given beside all, whose folders have names of their own\n  hint: leave out --out"
+        ),
+        (What::Suite(suite), Some(name)) => check_out("--out", name, suite)?,
+        (_, None) => {}
+    }
+    let environment = ranks::of_environment(args.gpus)?;
+    if let Some(gpus) = args.gpus.filter(|&gpus| gpus > 1) {
+        if args.run.device_choice()? != DeviceChoice::Cpu {
+            ranks::check_gpus(gpus.into())?;
+        }
+        return ranks::launch(gpus.into(), None);
+    }
+    let stop = match &environment {
+        Some(environment) if !environment.world.is_first() => StopFlag::install_quietly()?,
+        _ => StopFlag::install(STOPPING)?,
+    };
+    let rank = match environment {
+        Some(environment) => {
+            let command = ("the command line".to_owned(), ranks::command_line());
+            let store = ranks::connect(&environment, [command], StoreOptions::default(), &stop)?;
+            Some((environment, store))
+        }
+        None => None,
+    };
+    ranks::together(rank.as_ref(), |ranks| {
+        let run = args.run.open_on(rank.as_ref().map(|(environment, _)| environment))?;
+        evaluate_and_print(args, run, ranks, &stop)
+    })?;
+    if let Some((_, store)) = &rank {
+        store.close();
+    }
+    Ok(())
+}
+
+fn evaluate_and_print(args: Args, run: OpenRun, ranks: Ranks<'_>, stop: &StopFlag) -> Result<()> {
     let replace = if args.force { DiscardResults::All } else { DiscardResults::Nothing };
     let suite = match args.what {
-        What::List => return list(args.json),
-        What::All { preset } => {
-            if args.out.is_some() {
-                bail!(
-                    "--out is given beside all, whose folders have names of their own\n  hint: leave out --out"
-                );
-            }
-            return run_all(args.run.open()?, preset, replace, args.json);
-        }
+        What::List => unreachable!("needs no run"),
+        What::All { preset } => return run_all(run, preset, replace, args.json, ranks, stop),
         What::Suite(suite) => suite,
     };
-    if let Some(name) = args.out.as_deref() {
-        check_out("--out", name, &suite)?;
-    }
-    let run = args.run.open()?;
-    let stop = StopFlag::install("stopping after the file being written")?;
-    for report in evaluate(run, &[(suite, args.out)], replace, &stop)? {
+    for report in evaluate(run, &[(suite, args.out)], replace, ranks, stop)? {
         print(&report, args.json)?;
     }
     Ok(())
@@ -110,8 +147,14 @@ fn list(json: bool) -> Result<()> {
 }
 
 /// Runs a preset's suites, those after one that cannot run too; writes and prints the summary.
-fn run_all(run: OpenRun, preset: Preset, replace: DiscardResults, json: bool) -> Result<()> {
-    let stop = StopFlag::install("stopping after the file being written")?;
+fn run_all(
+    run: OpenRun,
+    preset: Preset,
+    replace: DiscardResults,
+    json: bool,
+    ranks: Ranks<'_>,
+    stop: &StopFlag,
+) -> Result<()> {
     if !run.changes.is_empty() {
         bail!(
             "eval all is given with a changed model ({}); allowed: the checkpoint's own\n  \
@@ -128,13 +171,19 @@ fn run_all(run: OpenRun, preset: Preset, replace: DiscardResults, json: bool) ->
     let folder = run.dir.join("eval");
     let suites: Vec<NamedSuite> =
         preset.suites().into_iter().map(|(suite, name)| (suite, Some(name))).collect();
-    evaluate_each(run, &suites, replace, &stop, &mut |(suite, name), result| {
-        if let Err(error @ (EvalError::Stopped { .. } | EvalError::StoppedEarly { .. })) = result {
+    evaluate_each(run, &suites, replace, ranks, stop, &mut |(suite, name), result| {
+        use EvalError::{Lost, Stopped, StoppedEarly};
+        if let Err(error @ (Stopped { .. } | StoppedEarly { .. } | Lost { .. })) = result {
             return Err(error.into());
         }
-        summary.push(suite.name(), name.as_deref().unwrap_or(suite.name()), result);
+        if let Some(result) = result.transpose() {
+            summary.push(suite.name(), name.as_deref().unwrap_or(suite.name()), result);
+        }
         Ok(())
     })?;
+    if !ranks.is_first() {
+        return Ok(());
+    }
     std::fs::create_dir_all(&folder)?;
     summary.save(&folder)?;
     print(&summary, json)?;
@@ -183,29 +232,31 @@ pub enum DiscardResults {
 }
 
 /// Runs suites on a checkpoint; their files go to `eval/SUITE/` or `eval/NAME/` in the run's folder, and
-/// `eval/index.json` lists them.
+/// `eval/index.json` lists them. Rank 0 returns the reports.
 pub fn evaluate(
     run: OpenRun,
     suites: &[NamedSuite],
     replace: DiscardResults,
+    ranks: Ranks<'_>,
     stop: &StopFlag,
 ) -> Result<Vec<Report>> {
     let mut reports = Vec::with_capacity(suites.len());
-    evaluate_each(run, suites, replace, stop, &mut |_, result| {
-        reports.push(result?);
+    evaluate_each(run, suites, replace, ranks, stop, &mut |_, result| {
+        reports.extend(result?);
         Ok(())
     })?;
     Ok(reports)
 }
 
-/// Receives a suite's report, or why it did not run; an error ends the evaluation.
-type Sink<'a> = dyn FnMut(&NamedSuite, Result<Report, EvalError>) -> Result<()> + 'a;
+/// Receives a suite's report, which rank 0 has, or why it did not run; an error ends the evaluation.
+type Sink<'a> = dyn FnMut(&NamedSuite, Result<Option<Report>, EvalError>) -> Result<()> + 'a;
 
 /// As [`evaluate`], with each result given to `sink`.
 fn evaluate_each(
     run: OpenRun,
     suites: &[NamedSuite],
     replace: DiscardResults,
+    ranks: Ranks<'_>,
     stop: &StopFlag,
     sink: &mut Sink<'_>,
 ) -> Result<()> {
@@ -213,17 +264,18 @@ fn evaluate_each(
         OpenRun,
         &'a [NamedSuite],
         DiscardResults,
+        Ranks<'a>,
         &'a StopFlag,
         &'a mut Sink<'s>,
     );
     impl OnDevice for Evaluate<'_, '_> {
         type Output = Result<()>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
-            let Evaluate(run, suites, replace, stop, sink) = self;
-            evaluate_on::<B>(&run, suites, replace, stop, sink, device)
+            let Evaluate(run, suites, replace, ranks, stop, sink) = self;
+            evaluate_on::<B>(&run, suites, replace, (ranks, stop), sink, device)
         }
     }
-    run.compute.clone().run(Evaluate(run, suites, replace, stop, sink))
+    run.compute.clone().run(Evaluate(run, suites, replace, ranks, stop, sink))
 }
 
 /// A [`StopFlag`] as evaluations see it.
@@ -243,7 +295,7 @@ fn evaluate_on<B: OpBackend>(
     run: &OpenRun,
     suites: &[NamedSuite],
     replace: DiscardResults,
-    stop: &StopFlag,
+    (ranks, stop): (Ranks<'_>, &StopFlag),
     sink: &mut Sink<'_>,
     device: B::Device,
 ) -> Result<()> {
@@ -274,14 +326,15 @@ fn evaluate_on<B: OpBackend>(
             git_hash: git_hash(),
             force,
             held_out: Some(&held_out),
-            progress: &progress,
+            progress: if ranks.is_first() { &progress } else { &Silent },
             stop: Some(&stop),
+            ranks,
         };
-        longwall_eval::run(suite, &mut model, &context)
+        longwall_eval::run_on_rank(suite, &mut model, &context)
     };
     for suite in suites {
         let result = evaluate(suite);
-        if result.is_ok() {
+        if matches!(result, Ok(Some(_))) {
             write_index(&folder)?;
         }
         sink(suite, result)?;

@@ -1,6 +1,5 @@
 //! `longwall train --config FILE`, `longwall train --resume RUN`, on one GPU or several.
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,15 +8,14 @@ use longwall_config::shell_quoted;
 use longwall_data::{NoProgress, Progress};
 use longwall_eval::SuiteConfig;
 use longwall_kernels::backend::OpBackend;
-use longwall_kernels::device::{OnDevice, gpus as gpus_here, keep_kernels};
+use longwall_kernels::device::{OnDevice, keep_kernels};
 use longwall_model::{Positions, Precision};
 use longwall_train::checkpoint::{CheckpointSelector, WeightsSelector};
 use longwall_train::config::{DeviceChoice, RunConfig, RunTable, eval_weights};
 use longwall_train::console::SilentConsole;
 use longwall_train::device::{self, Compute, DeviceError};
 use longwall_train::distributed::{
-    Alone, Collective, Environment, Launch, LaunchError, Nccl, Store, StoreOptions, World,
-    follow_launcher, nccl_version,
+    Alone, Collective, Environment, Nccl, StoreOptions, World, nccl_version,
 };
 use longwall_train::meters::Meters;
 use longwall_train::run::{Outcome, RunStart, Source, TrainOptions, train_as_rank};
@@ -29,6 +27,7 @@ use super::plot::draw_run;
 use crate::context::{DeviceArg, open_run};
 use crate::evaluator::LoopEvaluator;
 use crate::progress::DataProgress;
+use crate::ranks::{self, Rank};
 
 /// Arguments of `longwall train`.
 #[derive(clap::Args)]
@@ -92,16 +91,10 @@ pub fn run(args: Args) -> Result<()> {
     // Report a misspelt suite before hours of training.
     let suites = suites_of("eval", &config.eval, &source)?;
     let in_the_loop = suites_in_the_loop(&config, &source)?;
-    let rank = match (Environment::read()?, args.gpus) {
-        (Some(environment), Some(gpus)) => bail!(
-            "--gpus is {gpus}, but the environment says that this process is rank {} of {}\n  hint: leave out --gpus, \
-             or unset RANK and WORLD_SIZE",
-            environment.world.rank,
-            environment.world.size
-        ),
-        (None, Some(gpus)) if gpus > 1 => return launch(gpus.into(), &config, &start),
-        (environment, _) => environment,
-    };
+    let rank = ranks::of_environment(args.gpus)?;
+    if let Some(gpus) = args.gpus.filter(|&gpus| gpus > 1) {
+        return launch(gpus.into(), &config, &start);
+    }
     let stop = match rank.as_ref().map(|rank| rank.world.is_first()) {
         None => StopFlag::install(STOPPING)?,
         Some(true) => StopFlag::install(STOPPING_RANKS)?,
@@ -118,7 +111,14 @@ pub fn run(args: Args) -> Result<()> {
     let compute = open_compute(&config, rank.as_ref())?;
     let is_first = rank.as_ref().is_none_or(|(environment, _)| environment.world.is_first());
     let start = (start, from);
-    let outcome = train_on(&compute, &config, start, rank, args.verify, &stop, &in_the_loop)?;
+    let (outcome, rank) =
+        train_on(&compute, &config, start, rank, args.verify, &stop, &in_the_loop)?;
+    let stopped_in_loop = stop.is_raised() && !in_the_loop.is_empty();
+    let say_goodbye = || rank.iter().for_each(|(_, store)| store.close());
+    if !outcome.is_finished() || stopped_in_loop {
+        // No evaluation follows; a rank that ends without a word has failed.
+        say_goodbye();
+    }
     if is_first {
         match draw_run(&outcome.run_dir) {
             Ok(plot) => tracing::info!("loss curves: {}", plot.display()),
@@ -136,10 +136,7 @@ pub fn run(args: Args) -> Result<()> {
             shell_quoted(&outcome.run_dir)
         );
     }
-    if !is_first {
-        return Ok(());
-    }
-    if stop.is_raised() && !in_the_loop.is_empty() {
+    if stopped_in_loop {
         bail!(
             "{} is trained; its last evaluations in the loop may not be finished\n  \
              hint: go on with longwall train --resume {}",
@@ -147,8 +144,11 @@ pub fn run(args: Args) -> Result<()> {
             shell_quoted(&outcome.run_dir)
         );
     }
-    evaluate_after(&config, &outcome.run_dir, &suites, &stop)?;
-    print_next(&config, &outcome.run_dir);
+    evaluate_after(&config, &outcome.run_dir, &suites, rank.as_ref(), &stop)?;
+    say_goodbye();
+    if is_first {
+        print_next(&config, &outcome.run_dir);
+    }
     Ok(())
 }
 
@@ -172,19 +172,13 @@ fn configuration(args: &Args) -> Result<(RunConfig, RunStart, PathBuf)> {
     Ok((config, start, source))
 }
 
-/// How long the other ranks have to end after one has ended early.
-const PATIENCE: Duration = Duration::from_secs(8);
-
 /// Trains on several GPUs of this machine: starts this program once for each.
 fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
     let (size, rank) = (gpus, 0);
     if config.run.device == DeviceChoice::Cpu {
         return Err(DeviceError::RanksOnCpu { ranks: size }.into());
     }
-    let count = gpus_here().map_err(|why| anyhow::anyhow!("--gpus is {gpus}, but {why}"))?;
-    if gpus > count {
-        bail!("--gpus is {gpus}; allowed: 1 to {count}, the GPUs that the driver shows");
-    }
+    ranks::check_gpus(gpus)?;
     // Report a missing library once.
     nccl_version()?;
     for stage in config.timeline().stages() {
@@ -194,41 +188,7 @@ fn launch(gpus: usize, config: &RunConfig, start: &RunStart) -> Result<()> {
         RunStart::Resume(run_dir) => run_dir.clone(),
         RunStart::New | RunStart::Force => config.run_dir(),
     };
-    // Rank 0 answers the first signal.
-    let stop = StopFlag::install_quietly()?;
-    let program = std::env::current_exe()?;
-    let launch = Launch {
-        program: &program,
-        args: without_gpus(std::env::args_os().skip(1)),
-        ranks: gpus,
-        run_dir: &run_dir,
-        patience: PATIENCE,
-    };
-    match launch.run(&stop) {
-        Ok(0) => Ok(()),
-        // Rank 0 has said why.
-        Ok(code) => std::process::exit(code.into()),
-        Err(error) => match error {
-            LaunchError::Rank(failure) if failure.rank == 0 && failure.code.is_some() => {
-                std::process::exit(failure.code.unwrap_or(1))
-            }
-            error => Err(error.into()),
-        },
-    }
-}
-
-/// Command line arguments without `--gpus N`.
-fn without_gpus(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
-    let mut args = args.peekable();
-    let mut kept = vec![];
-    while let Some(arg) = args.next() {
-        if arg == "--gpus" {
-            args.next();
-        } else if !arg.to_string_lossy().starts_with("--gpus=") {
-            kept.push(arg);
-        }
-    }
-    kept
+    ranks::launch(gpus, Some(&run_dir))
 }
 
 /// Connects this rank with the others, which must have the same program, configuration and start.
@@ -238,33 +198,24 @@ fn connect(
     config: &RunConfig,
     start: &RunStart,
     stop: &StopFlag,
-) -> Result<(Environment, Store)> {
-    follow_launcher(stop);
+) -> Result<Rank> {
     let start = match start {
         RunStart::New => "a new run".to_owned(),
         RunStart::Force => "a new run by --force".to_owned(),
         RunStart::Resume(run_dir) => format!("--resume {}", run_dir.display()),
     };
     let from = args.from.as_ref().map_or("(unset)".to_owned(), |from| from.display().to_string());
-    let own = [
-        ("WORLD_SIZE", environment.world.size.to_string()),
-        ("the version", env!("CARGO_PKG_VERSION").to_owned()),
-        ("the start", start),
-        ("--from", from),
-        ("--weights", args.weights.to_string()),
-    ];
+    let own = [("the start", start), ("--from", from), ("--weights", args.weights.to_string())];
     let own = own.map(|(name, value)| (name.to_owned(), value));
-    let facts = own.into_iter().chain(config.leaves()).collect();
+    let facts = own.into_iter().chain(config.leaves());
     let step = Duration::from_secs(args.rank_timeout.into());
     let options = StoreOptions { step, ..StoreOptions::default() };
-    let connect = || Store::connect(&environment, &facts, options);
-    let store = stop.interruptible("the ranks were not connected yet", connect)?;
-    tracing::info!("{} ranks are connected", environment.world.size);
+    let store = ranks::connect(&environment, facts, options, stop)?;
     Ok((environment, store))
 }
 
 /// The device and precision of a run, or of a rank, which tells the others if it has none.
-fn open_compute(config: &RunConfig, rank: Option<&(Environment, Store)>) -> Result<Compute> {
+fn open_compute(config: &RunConfig, rank: Option<&Rank>) -> Result<Compute> {
     let RunTable { device, threads, precision, .. } = config.run;
     let opened = match rank {
         None => device::open(device, threads),
@@ -283,16 +234,16 @@ fn train_on(
     compute: &Compute,
     config: &RunConfig,
     (start, from): (RunStart, Option<Source>),
-    rank: Option<(Environment, Store)>,
+    rank: Option<Rank>,
     verify: bool,
     stop: &StopFlag,
     suites: &[NamedSuite],
-) -> Result<Outcome> {
+) -> Result<(Outcome, Option<Rank>)> {
     struct Train<'a> {
         config: &'a RunConfig,
         start: RunStart,
         from: Option<Source>,
-        rank: Option<(Environment, Store)>,
+        rank: Option<Rank>,
         verify: bool,
         stop: &'a StopFlag,
         suites: &'a [NamedSuite],
@@ -302,11 +253,25 @@ fn train_on(
         compiles: bool,
     }
     impl OnDevice for Train<'_> {
-        type Output = Result<Outcome>;
+        type Output = Result<(Outcome, Option<Rank>)>;
         fn run<B: OpBackend>(self, device: B::Device) -> Self::Output {
             let run_dir = match &self.start {
                 RunStart::Resume(run_dir) => run_dir.clone(),
                 RunStart::New | RunStart::Force => self.config.run_dir(),
+            };
+            // Before memory is measured: NCCL takes some.
+            let nccl = match self.rank {
+                Some((environment, store)) => {
+                    let connect = || Nccl::connect(store, environment.local_rank);
+                    let farewell = "the GPUs were not connected yet";
+                    let nccl = self.stop.interruptible(farewell, connect)?;
+                    Some((environment, nccl))
+                }
+                None => None,
+            };
+            let collective: &dyn Collective<B> = match &nccl {
+                Some((_, nccl)) => nccl,
+                None => &Alone,
             };
             let mut evaluator = LoopEvaluator::<B> {
                 config: self.config,
@@ -316,18 +281,7 @@ fn train_on(
                 precision: self.precision,
                 device: device.clone(),
                 tokenizer: None,
-            };
-            // Before memory is measured: NCCL takes some.
-            let nccl = match self.rank {
-                Some((environment, store)) => {
-                    let connect = || Nccl::connect(store, environment.local_rank);
-                    Some(self.stop.interruptible("the GPUs were not connected yet", connect)?)
-                }
-                None => None,
-            };
-            let collective: &dyn Collective<B> = match &nccl {
-                Some(nccl) => nccl,
-                None => &Alone,
+                collective,
             };
             let world = collective.world();
             let memory = || self.meters.peak_memory();
@@ -356,8 +310,8 @@ fn train_on(
             let (console, evaluator) = (console.as_mut(), &mut evaluator);
             let outcome =
                 train_as_rank(self.config, &device, &options, collective, console, evaluator)?;
-            nccl.iter().for_each(Nccl::close);
-            Ok(outcome)
+            let rank = nccl.map(|(environment, nccl)| (environment, nccl.into_store()));
+            Ok((outcome, rank))
         }
     }
     let Compute { device, precision } = compute;
@@ -383,6 +337,7 @@ fn evaluate_after(
     config: &RunConfig,
     run_dir: &Path,
     suites: &[NamedSuite],
+    rank: Option<&Rank>,
     stop: &StopFlag,
 ) -> Result<()> {
     let weights: Vec<WeightsSelector> = config.eval.iter().map(eval_weights).collect();
@@ -391,10 +346,14 @@ fn evaluate_after(
     for group in weights.chunk_by(|a, b| a == b) {
         let suites = &suites[first..first + group.len()];
         first += group.len();
-        let run = open_run(run_dir, CheckpointSelector::Latest, Some(config.run.device))?;
-        let run = run.with_weights(group[0])?;
         // Replaces results of an earlier last checkpoint, if the run was extended.
-        for report in evaluate(run, suites, DiscardResults::OtherCheckpoints, stop)? {
+        let replace = DiscardResults::OtherCheckpoints;
+        let reports = ranks::together(rank, |ranks| {
+            let (device, environment) = (Some(config.run.device), rank.map(|(x, _)| x));
+            let run = open_run(run_dir, CheckpointSelector::Latest, device, environment)?;
+            evaluate(run.with_weights(group[0])?, suites, replace, ranks, stop)
+        })?;
+        for report in reports {
             println!("{report}");
         }
     }

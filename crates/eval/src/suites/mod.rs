@@ -30,7 +30,7 @@ use crate::runner::{check_suite, run_suite, validate};
 use crate::suite::{RunContext, Suite};
 use crate::{EvalError, EvalModel, Report};
 
-/// Generates [`SuiteConfig`] (subcommands for clap, tagged tables for serde), [`check`] and [`run`].
+/// Generates [`SuiteConfig`] (subcommands for clap, tagged tables for serde), [`check`], [`run`] and [`run_on_rank`].
 macro_rules! suites {
     ($($(#[$doc:meta])* $variant:ident => $suite:ty;)*) => {
         /// A suite and its options: a subcommand of `longwall eval`, or a table
@@ -106,11 +106,26 @@ macro_rules! suites {
         /// Options out of range, lengths that do not fit the prompt or the model, missing text, a
         /// folder with other settings, files that cannot be written, a model that fails, and
         /// [`EvalError::Stopped`] when the context's stop flag was set.
+        ///
+        /// # Panics
+        /// On another rank than the first.
         pub fn run(
             config: &SuiteConfig,
             model: &mut dyn EvalModel,
             context: &RunContext<'_>,
         ) -> Result<Report, EvalError> {
+            Ok(run_on_rank(config, model, context)?.expect("rank 0 writes the report"))
+        }
+
+        /// As [`run`], on one of several ranks, all of which call it. Rank 0 writes the files and has the report.
+        ///
+        /// # Errors
+        /// As [`run`]; [`EvalError::Rank`] when another rank fails, and [`EvalError::Lost`] when one has ended.
+        pub fn run_on_rank(
+            config: &SuiteConfig,
+            model: &mut dyn EvalModel,
+            context: &RunContext<'_>,
+        ) -> Result<Option<Report>, EvalError> {
             match config {
                 $(SuiteConfig::$variant(options) => run_suite::<$suite>(options, model, context),)*
             }

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use longwall_data::{Tokenizer, TokenizerConfig};
 use longwall_eval::{
-    EvalError, EvalModel, HeldOut, LogLikelihood, Report, RunContext, Silent, SuiteConfig, run,
+    EvalError, EvalModel, HeldOut, LogLikelihood, Ranks, Report, RunContext, Silent, SuiteConfig,
+    run,
 };
 use longwall_kernels::attention::probe::{Metric, Observation};
 use longwall_model::layers::LayerWeights;
@@ -257,6 +258,7 @@ pub fn evaluate_with(
             held_out,
             progress: &Silent,
             stop: Some(&*stop),
+            ranks: Ranks::ALONE,
         },
     )
 }

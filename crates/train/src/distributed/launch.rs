@@ -42,8 +42,8 @@ pub struct Launch<'a> {
     pub args: Vec<OsString>,
     /// How many ranks there are, each with the GPU of its number.
     pub ranks: usize,
-    /// The folder of the run.
-    pub run_dir: &'a Path,
+    /// The folder of the run that they train.
+    pub run_dir: Option<&'a Path>,
     /// How long the others have to end after one has ended early, before they are killed. Rank 0 may first write the
     /// checkpoint under way.
     pub patience: Duration,
@@ -64,8 +64,8 @@ pub struct RankFailure {
     pub step: Option<u64>,
     /// The newest checkpoint, and whether all its files are as they were written.
     pub checkpoint: Option<(PathBuf, bool)>,
-    /// The folder of the run.
-    pub run_dir: PathBuf,
+    /// The folder of the run that they trained.
+    pub run_dir: Option<PathBuf>,
     /// How many ranks there were.
     pub ranks: usize,
     /// The last lines that it wrote to stderr; empty for rank 0, whose output is not captured.
@@ -77,12 +77,19 @@ impl fmt::Display for RankFailure {
         let RankFailure { rank, process, how, run_dir, ranks, .. } = self;
         write!(f, "rank {rank} (process {process} on this machine) {how}")?;
         match self.step {
+            _ if run_dir.is_none() => {}
             Some(step) => write!(f, "; the last finished step is {step}")?,
             None => write!(f, " before the first step was finished")?,
         }
         for line in &self.output {
             write!(f, "\n  rank {rank}: {line}")?;
         }
+        let Some(run_dir) = run_dir else {
+            return write!(
+                f,
+                "\n  hint: what was finished is kept; run the same command again to go on"
+            );
+        };
         match &self.checkpoint {
             Some((path, true)) => write!(
                 f,
@@ -237,15 +244,18 @@ impl Launch<'_> {
 
     /// Whether rank 0, which was started after `since`, is writing a checkpoint.
     fn is_writing(&self, ranks: &[Rank], since: SystemTime) -> bool {
-        ranks[0].status.is_none() && CheckpointFolder::new(self.run_dir).has_unfinished(since)
+        let unfinished = |dir| CheckpointFolder::new(dir).has_unfinished(since);
+        ranks[0].status.is_none() && self.run_dir.is_some_and(unfinished)
     }
 
     /// What is known of the end of a rank.
     fn failure(&self, rank: usize, ended: &Rank) -> RankFailure {
-        let folder = CheckpointFolder::new(self.run_dir);
-        let newest = folder.steps().ok().and_then(|steps| steps.last().copied());
-        let is_whole = |step| {
-            folder.verify(step).is_ok_and(|files| files.iter().all(|(_, error)| error.is_none()))
+        let checkpoint = |dir: &Path| {
+            let folder = CheckpointFolder::new(dir);
+            let step = *folder.steps().ok()?.last()?;
+            let files = folder.verify(step);
+            let is_whole = files.is_ok_and(|files| files.iter().all(|(_, error)| error.is_none()));
+            Some((folder.step_dir(step), is_whole))
         };
         let lines = ended.lines.lock().unwrap_or_else(PoisonError::into_inner);
         RankFailure {
@@ -253,9 +263,9 @@ impl Launch<'_> {
             process: ended.child.id(),
             how: ended.status.map_or("did not end".to_owned(), in_words),
             code: ended.status.and_then(|status| status.code()),
-            step: metrics::last_step(self.run_dir),
-            checkpoint: newest.map(|step| (folder.step_dir(step), is_whole(step))),
-            run_dir: self.run_dir.to_owned(),
+            step: self.run_dir.and_then(metrics::last_step),
+            checkpoint: self.run_dir.and_then(checkpoint),
+            run_dir: self.run_dir.map(Path::to_owned),
             ranks: self.ranks,
             output: lines.iter().cloned().collect(),
         }
@@ -356,7 +366,7 @@ mod tests {
             program: Path::new("sh"),
             args: vec!["-c".into(), script.into()],
             ranks: 3,
-            run_dir,
+            run_dir: Some(run_dir),
             patience: Duration::from_millis(500),
         };
         launch.run(stop)

@@ -239,7 +239,7 @@ pub trait Collective<B: OpBackend> {
     /// As [`Collective::reduce`].
     fn broadcast(&self, tensors: Vec<Owned<B>>) -> Result<Vec<FloatTensor<B>>, CollectiveError>;
 
-    /// The messages of all ranks, in their order: for some hundred bytes.
+    /// The messages of all ranks, in their order. They go over TCP through rank 0: not for tensors of a model's size.
     ///
     /// # Errors
     /// As [`Collective::reduce`].

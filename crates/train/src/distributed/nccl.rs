@@ -41,9 +41,9 @@ impl Nccl {
         Ok(Nccl { communicator, store })
     }
 
-    /// Says goodbye to the other ranks, which have no more work together.
-    pub fn close(&self) {
-        self.store.close();
+    /// Ends the connection of the GPUs. The ranks can still exchange messages.
+    pub fn into_store(self) -> Store {
+        self.store
     }
 }
 

@@ -65,7 +65,7 @@ const FIRST_WORDS: Duration = Duration::from_secs(5);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Tells ranks from other programs, and from those of other versions of the protocol.
-const PROTOCOL: &str = "longwall ranks 1";
+const PROTOCOL: &str = "longwall ranks 2";
 
 /// The first words of a rank.
 #[derive(Debug, Serialize, Deserialize)]
@@ -226,6 +226,24 @@ impl Store {
     /// # Errors
     /// When a rank is lost.
     pub fn all_gather(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let mut all = vec![vec![]; self.world().size];
+        let most = frame::PART / self.world().size;
+        let mut parts = message.chunks(most);
+        loop {
+            let part = parts.next().unwrap_or_default();
+            let own = [&[u8::from(parts.len() > 0)], part].concat();
+            let mut any_more = false;
+            for (all, part) in all.iter_mut().zip(self.all_gather_part(own)?) {
+                any_more |= part.first() == Some(&1);
+                all.extend_from_slice(part.get(1..).unwrap_or_default());
+            }
+            if !any_more {
+                return Ok(all);
+            }
+        }
+    }
+
+    fn all_gather_part(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let shared = &self.shared;
         if shared.world.is_first() {
             let mut all = vec![message];

@@ -16,7 +16,7 @@ use crate::checkpoint::{Checkpoint, CheckpointSelector};
 use crate::config::RunConfig;
 use crate::console::{Console, SilentConsole};
 use crate::error::TrainError;
-use crate::evaluation::NoEvaluations;
+use crate::evaluation::{Evaluated, EvaluationError, Evaluator, NoEvaluations};
 use crate::metrics::{self, Record};
 use crate::run::tests::{After, Sandbox, losses, options, weights};
 use crate::run::{Outcome, RunStart, train_as_rank};
@@ -496,4 +496,98 @@ fn a_rank_that_ends_without_a_word_ends_the_others() {
         assert!(error.starts_with("rank 2 (") && error.contains("has ended"), "{errors:?}");
     }
     assert!(errors[0].contains("checkpoints/step-5; continue from it"), "{errors:?}");
+}
+
+#[test]
+fn validation_losses_are_equal_to_the_bit_on_any_number_of_ranks() {
+    let sandbox = Sandbox::new();
+    let validations = |size: usize| {
+        // Steps too small to change a weight.
+        let sets = ["train.lr=1e-30", "train.validate.every=4", "train.ema=0.9"];
+        let config = config(&sandbox, &format!("validated-{size}"), &sets);
+        let dir = run(size, &config, RunStart::New).run_dir;
+        let scores = |record| match record {
+            Record::Validation(v) => Some((
+                v.validation_loss,
+                v.ema_validation_loss,
+                v.bits_per_byte,
+                v.best_context_loss,
+                v.loss_by_position,
+            )),
+            _ => None,
+        };
+        metrics::read(&dir.join("metrics.jsonl")).unwrap().into_iter().filter_map(scores).collect()
+    };
+    let alone: Vec<_> = validations(1);
+    assert_eq!(alone.len(), 3);
+    for size in [2, 3] {
+        assert_eq!(validations(size), alone, "{size} ranks");
+    }
+}
+
+/// An evaluation that all ranks take part in, and that fails on some.
+struct Together<'a> {
+    ranks: &'a Loopback,
+    fails_on: Option<usize>,
+    evaluated: Vec<(usize, u64)>,
+}
+
+impl Evaluator<TestBackend> for Together<'_> {
+    fn check(
+        &mut self,
+        _: &longwall_data::Tokenizer,
+        _: &longwall_model::LanguageModel<TestBackend>,
+    ) -> Result<(), EvaluationError> {
+        Ok(())
+    }
+
+    fn discard_after(&mut self, _: u64) -> Result<(), EvaluationError> {
+        Ok(())
+    }
+
+    fn evaluate(
+        &mut self,
+        at: usize,
+        step: u64,
+        _: &longwall_model::LanguageModel<TestBackend>,
+    ) -> Result<Option<Evaluated>, EvaluationError> {
+        let rank = Collective::<TestBackend>::world(self.ranks).rank;
+        let all = Collective::<TestBackend>::all_gather(self.ranks, vec![at as u8, step as u8])?;
+        assert!(all.iter().all(|other| *other == all[0]), "{all:?}");
+        self.evaluated.push((at, step));
+        match self.fails_on {
+            Some(failing) if failing == rank => Err("of a test".into()),
+            _ => Ok(None),
+        }
+    }
+}
+
+#[test]
+fn all_ranks_evaluate_together_and_end_if_one_fails() {
+    let sandbox = Sandbox::new();
+    let evaluations = "train.evaluate=[{ suite = \"passkey\", every = 4 }, { suite = \"niah\", every = 6, weights = \"ema\" }]";
+    for fails_on in [None, Some(0), Some(1)] {
+        let name = format!("together-{fails_on:?}").replace(['(', ')'], "-");
+        let config = config(&sandbox, &name, &["train.ema=0.9", evaluations]);
+        let results = on_ranks(3, |ranks| {
+            let mut together = Together { ranks: &ranks, fails_on, evaluated: vec![] };
+            let options = options(Precision::F32, RunStart::New, StopFlag::new());
+            let (device, console) = (Default::default(), &mut SilentConsole);
+            let outcome = train_as_rank(&config, &device, &options, &ranks, console, &mut together);
+            (outcome.map_err(|error| error.to_string()), together.evaluated)
+        });
+        for (rank, (outcome, evaluated)) in results.iter().enumerate() {
+            let Some(failing) = fails_on else {
+                assert!(outcome.is_ok(), "{outcome:?}");
+                assert_eq!(*evaluated, [(0, 4), (1, 6), (0, 8), (0, 12), (1, 12)]);
+                continue;
+            };
+            assert_eq!(*evaluated, [(0, 4)]);
+            let error = outcome.as_ref().unwrap_err();
+            let own = error.contains("of a test");
+            assert_eq!(own, rank == failing, "rank {rank}: {error}");
+        }
+        let checkpoint = Checkpoint::open(&config.run_dir(), CheckpointSelector::Latest).unwrap();
+        assert_eq!(checkpoint.state.step, if fails_on.is_some() { 4 } else { 12 });
+    }
 }

@@ -11,7 +11,7 @@ use super::setup::Run;
 use crate::checkpoint::{Best, Snapshot, StageMicroBatch, State, WeightsSelector, about_to_write};
 use crate::config::{Every, eval_weights};
 use crate::console::Console;
-use crate::distributed::{Collective, CollectiveError, of_first};
+use crate::distributed::{Collective, CollectiveError, any_of_ranks, of_first};
 use crate::error::TrainError;
 use crate::evaluation::Evaluator;
 use crate::grad_accumulation::BatchGradients;
@@ -124,7 +124,8 @@ impl<B: OpBackend> Run<'_, B> {
         }
         let validator = self.validator.as_ref();
         let run = |model: &LanguageModel<B>| {
-            validator.map(|validator| validator.run(model, &self.device)).transpose()
+            let scores = validator.map(|x| x.run(model, &self.device, self.collective));
+            Ok::<_, TrainError>(scores.transpose()?.flatten())
         };
         let scores = run(&self.model.valid())?;
         let average = match config.ema.0 {
@@ -182,24 +183,25 @@ impl<B: OpBackend> Run<'_, B> {
     ) -> Result<(), TrainError> {
         let step = self.progress.step;
         let due = self.config.train.evaluations_due(step, &self.timeline);
-        let mut failed = None;
-        for &at in &due {
+        let (mut failed, mut any_failed) = (None, false);
+        for at in due {
             let model = match eval_weights(&self.config.train.evaluate[at].eval) {
                 WeightsSelector::Model => self.model.valid(),
                 WeightsSelector::Ema => {
                     self.optimiser.shared_average(self.model.valid(), self.collective)?
                 }
             };
-            if !self.world().is_first() || failed.is_some() {
-                continue;
-            }
             match in_pages::<B, _>(&self.device, || evaluator.evaluate(at, step, &model)) {
                 Ok(Some(evaluated)) => self.recorder.evaluation(step, &evaluated, console)?,
                 Ok(None) => {}
                 Err(source) => failed = Some(TrainError::Evaluation { at, step, source }),
             }
+            any_failed = any_of_ranks(self.collective, failed.is_some())?;
+            if any_failed {
+                break;
+            }
         }
-        if due.is_empty() || of_first(self.collective, u64::from(failed.is_some()))? == 0 {
+        if !any_failed {
             return Ok(());
         }
         self.save_checkpoint(console)?;

@@ -51,7 +51,7 @@ pub(super) struct Run<'a, B: OpBackend> {
     pub checkpoints: CheckpointWriter,
     pub tokenizer: TokenizerIdentity,
     pub loader: Loader,
-    /// Rank 0's, if the run validates.
+    /// If the run validates.
     pub validator: Option<Validator>,
     pub sampler: Option<Sampler>,
     pub model: LanguageModel<Autodiff<B>>,
@@ -116,8 +116,15 @@ pub(super) fn open<'a, B: OpBackend>(
     let OpenModel { model, optimiser, origin } =
         open_model::<B>(config, &data.tokenizer, start, options.precision, world, device)?;
     let sampler = open_sampler(config, &data.tokenizer, model.max_len())?;
-    if !config.train.evaluate.is_empty() && world.is_first() {
+    if !config.train.evaluate.is_empty() {
+        // As with the data, rank 0 writes what the others read.
+        if !world.is_first() {
+            collective.barrier()?;
+        }
         evaluator.check(&data.tokenizer, &model.valid()).map_err(TrainError::Unevaluable)?;
+        if world.is_first() {
+            collective.barrier()?;
+        }
     }
     // No rank can fail to start any more, unless they have opened different things.
     if !world.is_alone() {
@@ -340,7 +347,7 @@ fn open_data(
     if let Some(checkpoint) = checkpoint {
         loader.check_cursor(&checkpoint.state.cursor)?;
     }
-    let validator = match config.train.validate.every.is_on() && world.is_first() {
+    let validator = match config.train.validate.every.is_on() {
         true => {
             let rows = validation_rows(stages, config.data.seq_len);
             Some(Validator::new(open(Split::Validation)?, &tokenizer, rows))

@@ -42,6 +42,9 @@ pub struct Frame {
 /// The most bytes of a message: another program's bytes are not taken for a length.
 const MOST: u32 = 1 << 26;
 
+/// The most bytes that all ranks together gather in one message; longer ones go in parts.
+pub(super) const PART: usize = 1 << 24;
+
 /// Writes a message.
 pub fn write(to: &mut impl Write, kind: Kind, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len()).ok().filter(|length| *length <= MOST);
