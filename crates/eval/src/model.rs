@@ -77,8 +77,8 @@ pub trait EvalModel {
         places: &[Vec<usize>],
     ) -> Result<Vec<Vec<u32>>, EvalError>;
 
-    /// Greedy continuation of each prompt (all of the same length), at most `max_tokens` tokens each;
-    /// it stops at the end-of-text token, which it does not include.
+    /// Greedy continuation of each prompt, at most `max_tokens` tokens each; it stops at the end-of-text token,
+    /// which it does not include. Prompts of like lengths take least time.
     ///
     /// # Errors
     /// [`EvalError::Model`] when the model cannot run.

@@ -457,8 +457,11 @@ type Batch<'t> = Vec<(&'t Trial, Request)>;
 /// Groups requests that may share a call into batches, as large as the options allow.
 fn batches<'t>(mut requests: Batch<'t>, sampling: &SamplingOptions) -> Vec<Batch<'t>> {
     requests.sort_by_key(|(trial, request)| (request.call.batch_key(), trial.id));
-    let mut sizes = Vec::new();
-    for group in requests.chunk_by(|a, b| a.1.call.batch_key() == b.1.call.batch_key()) {
+    let (mut sizes, mut left) = (Vec::new(), &requests[..]);
+    while let [(_, first), ..] = left {
+        let may_share = |(_, request): &&(_, Request)| first.call.may_share_batch(&request.call);
+        let (group, others) = left.split_at(left.iter().take_while(may_share).count());
+        left = others;
         let calls = || group.iter().map(|(_, request)| &request.call);
         let rows = rows_of(sampling, calls().map(ModelCall::context_len).max().unwrap_or(0));
         let sequences = calls().map(ModelCall::sequences).max().unwrap_or(1);

@@ -226,16 +226,28 @@ impl ModelCall {
         }
     }
 
-    /// Calls with the same key may share a batch.
+    /// In this order, calls that may share a batch are neighbours.
     pub(crate) fn batch_key(&self) -> (u8, usize, usize) {
         match self {
-            ModelCall::Generate { prompt, max_tokens } => (0, prompt.len(), *max_tokens),
+            ModelCall::Generate { prompt, max_tokens } => (0, *max_tokens, prompt.len()),
             // Of any lengths: the model pads them.
             ModelCall::LogLikelihoods { .. } => (1, 0, 0),
             ModelCall::RollingLogLikelihood { tokens } => (2, tokens.len(), 0),
             ModelCall::Observe { tokens } => (3, tokens.len(), 0),
             ModelCall::Predict { tokens, .. } => (4, tokens.len(), 0),
         }
+    }
+
+    /// Whether a call that does not come before this one may share its batch. A batch of prompts takes a step for each
+    /// token that the longest has more than the shortest; a batch of its own takes `max_tokens` steps.
+    pub(crate) fn may_share_batch(&self, other: &ModelCall) -> bool {
+        let (kind, size, length) = self.batch_key();
+        let longest = match self {
+            ModelCall::Generate { max_tokens, .. } => length + max_tokens,
+            _ => length,
+        };
+        let other = other.batch_key();
+        (other.0, other.1) == (kind, size) && other.2 <= longest
     }
 }
 

@@ -26,6 +26,19 @@ fn phonebook_config(depths: Option<usize>) -> SuiteConfig {
     })
 }
 
+#[test]
+fn prompts_of_like_lengths_share_batches() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = FakeModel::bytes(|_| String::new());
+    evaluate(&phonebook_config(None), &mut model, dir.path()).unwrap();
+    let lengths: Vec<_> = samples(dir.path()).iter().map(|s| s["prompt_tokens"].as_u64()).collect();
+    let different: HashSet<_> = lengths.iter().collect();
+    // 20 samples of each of two lengths, up to 16 a batch and up to as many tokens apart.
+    assert!(different.len() > 8, "{different:?}");
+    assert_eq!(model.calls.iter().map(|call| call.0).sum::<usize>(), 40);
+    assert!(model.calls.len() < different.len().min(10), "{:?}", model.calls);
+}
+
 /// The numbers of the keys that the question names, in its order, found in the text.
 pub(crate) fn numbers(prompt: &str) -> Vec<String> {
     let (text, question) = prompt.rsplit_once('\n').unwrap();

@@ -45,9 +45,6 @@ pub enum GenerateError {
     /// A prompt is empty.
     #[error("the prompt has no token; give at least one")]
     EmptyPrompt,
-    /// Prompts of one batch differ in length.
-    #[error("prompts of one batch have {0} and {1} tokens; they must be equally long")]
-    UnequalPrompts(usize, usize),
     /// Prompt and generation exceed the learned positions.
     #[error(
         "prompt and generation take {wanted} tokens; the model's learned positions end at {allowed}\n  \
@@ -64,11 +61,12 @@ pub enum GenerateError {
 /// Continues each prompt by up to `max_tokens` tokens, or until the token `stop`, which is not
 /// returned.
 ///
-/// All prompts have the same length; each row has its own random stream. `emit(row, token)` is called
+/// Prompts may differ in length: all are read up to the end of the shortest, the rest of a longer one token by token
+/// while the others are already continued. Each row has its own random stream. `emit(row, token)` is called
 /// for each new token as soon as it is known; on CUDA, after blocks of steps that take some milliseconds.
 ///
 /// # Errors
-/// When a prompt is empty, prompts differ in length, or the sequence exceeds the learned positions.
+/// When a prompt is empty, or the sequence exceeds the learned positions.
 pub fn generate<B: OpBackend>(
     model: &LanguageModel<B>,
     prompts: &[Vec<u32>],
@@ -78,10 +76,10 @@ pub fn generate<B: OpBackend>(
     device: &B::Device,
     emit: impl FnMut(usize, u32),
 ) -> Result<Vec<Vec<u32>>, GenerateError> {
-    let Some(len) = prompts.first().map(Vec::len) else {
+    if prompts.is_empty() {
         return Ok(vec![]);
-    };
-    check(model, prompts, len, max_tokens)?;
+    }
+    check(model, prompts, max_tokens)?;
     // Every step depends on the token before, but only on the device.
     let most_ahead = match B::device_kind() {
         DeviceKind::Cpu => 1,
@@ -103,15 +101,12 @@ pub fn generate_after_prefixes<B: OpBackend>(
     stop: Option<u32>,
     device: &B::Device,
 ) -> Result<Vec<Vec<u32>>, GenerateError> {
-    let Some(len) = prompts.first().map(Vec::len) else {
-        return Ok(vec![]);
-    };
-    check(model, prompts, len, max_tokens)?;
+    check(model, prompts, max_tokens)?;
     let mut outputs = vec![vec![]; prompts.len()];
     // The last token gives the first logits.
-    let before: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt[..len - 1]).collect();
+    let before: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt[..prompt.len() - 1]).collect();
     prefixes::states(model, &before, device, |row, state| {
-        let last = [prompts[row][len - 1..].to_vec()];
+        let last = [prompts[row][prompts[row].len() - 1..].to_vec()];
         let steps = Steps { state, ..Steps::new(model, &last, &Sampling::GREEDY, device) };
         outputs[row] = steps.run(max_tokens, stop, (1, BLOCK), |_, _| {}).remove(0);
     });
@@ -132,6 +127,11 @@ struct Steps<'a, B: OpBackend> {
     tokens: Tensor<B, 2, Int>,
     sampler: Sampler,
     rngs: Vec<ChaCha8Rng>,
+    /// The tokens of each prompt that the first steps take instead of those they choose.
+    given: Vec<Vec<u32>>,
+    /// Of each step and row, the token of `given` or 0, and whether the step chooses one, 1 or 0:
+    /// `[steps · batch]`, in the order of steps.
+    given_tokens: [Tensor<B, 1, Int>; 2],
     /// See [`Steps::uniforms`].
     drawn: Option<Tensor<B, 1>>,
     /// Steps so far.
@@ -150,20 +150,26 @@ impl<'a, B: OpBackend> Steps<'a, B> {
             rng.set_stream(row as u64);
             rng
         };
-        let tokens = prompts.iter().flatten().map(|&token| token as i32).collect::<Vec<_>>();
-        let data = TensorData::new(tokens, [prompts.len(), prompts[0].len()]);
+        let shortest = prompts.iter().map(Vec::len).min().expect("at least one prompt");
+        let tokens = prompts.iter().flat_map(|prompt| prompt[..shortest].iter());
+        let tokens: Vec<i32> = tokens.map(|&token| token as i32).collect();
+        let data = TensorData::new(tokens, [prompts.len(), shortest]);
+        let given: Vec<Vec<u32>> =
+            prompts.iter().map(|prompt| prompt[shortest..].to_vec()).collect();
         Steps {
             model,
             state: model.init_state(),
             tokens: Tensor::from_data(data, device),
             sampler: sampling.sampler(),
             rngs: (0..prompts.len()).map(rng).collect(),
+            given_tokens: given_tokens(&given, device),
+            given,
             drawn: None,
             done: 0,
         }
     }
 
-    /// Takes up to `max_tokens` steps and returns the tokens of each row up to `stop`.
+    /// Continues each prompt by up to `max_tokens` tokens and returns those of each row up to `stop`.
     ///
     /// Tokens are read back after blocks of at most `most_ahead` steps; one that took less than `short` is
     /// followed by one of twice as many.
@@ -176,20 +182,24 @@ impl<'a, B: OpBackend> Steps<'a, B> {
     ) -> Vec<Vec<u32>> {
         let rows = self.rngs.len();
         let mut outputs = vec![vec![]; rows];
-        let mut stopped = vec![false; rows];
+        let mut stopped = vec![max_tokens == 0; rows];
+        let most = max_tokens + self.given.iter().map(Vec::len).max().unwrap_or(0);
         let mut block = 1;
-        while self.done < max_tokens && !stopped.iter().all(|&stopped| stopped) {
+        while !stopped.iter().all(|&stopped| stopped) {
             let started = Instant::now();
-            let steps = block.min(max_tokens - self.done);
+            let (first, steps) = (self.done, block.min(most - self.done));
             let tokens = (0..steps).map(|_| self.step()).collect();
             let tokens: Tensor<B, 1, Int> = Tensor::cat(tokens, 0);
             for (at, token) in tokens.into_data().iter::<u32>().enumerate() {
                 let row = at % rows;
-                stopped[row] |= Some(token) == stop;
-                if !stopped[row] {
+                if stopped[row] || first + at / rows < self.given[row].len() {
+                    continue;
+                }
+                if Some(token) != stop {
                     outputs[row].push(token);
                     emit(row, token);
                 }
+                stopped[row] = Some(token) == stop || outputs[row].len() == max_tokens;
             }
             if started.elapsed() < short {
                 block = (2 * block).min(most_ahead);
@@ -202,8 +212,14 @@ impl<'a, B: OpBackend> Steps<'a, B> {
     fn step(&mut self) -> Tensor<B, 1, Int> {
         let logits = self.model.extend(self.tokens.clone(), &mut self.state);
         let uniforms = self.sampler.is_random().then(|| self.uniforms());
-        let next = sample(logits, &self.sampler, uniforms);
-        self.tokens = next.clone().reshape([self.rngs.len(), 1]);
+        let mut next = sample(logits, &self.sampler, uniforms);
+        let (rows, [given, chosen]) = (self.rngs.len(), &self.given_tokens);
+        if self.done * rows < given.dims()[0] {
+            let [given, chosen] =
+                [given, chosen].map(|x| x.clone().narrow(0, self.done * rows, rows));
+            next = next * chosen + given;
+        }
+        self.tokens = next.clone().reshape([rows, 1]);
         self.done += 1;
         next
     }
@@ -213,8 +229,15 @@ impl<'a, B: OpBackend> Steps<'a, B> {
     fn uniforms(&mut self) -> Tensor<B, 1> {
         let (rows, step) = (self.rngs.len(), self.done % STEPS_DRAWN);
         if step == 0 {
-            let of_step = |_| self.rngs.iter_mut().map(|rng| rng.random()).collect::<Vec<f32>>();
-            let numbers: Vec<f32> = (0..STEPS_DRAWN).flat_map(of_step).collect();
+            // A row draws from its first own token on, so that its tokens do not depend on the other rows.
+            let draw = |(rng, given): (&mut ChaCha8Rng, &Vec<u32>), step| {
+                if step < given.len() { 0.0 } else { rng.random() }
+            };
+            let of_step = |step| -> Vec<f32> {
+                self.rngs.iter_mut().zip(&self.given).map(|row| draw(row, step)).collect()
+            };
+            let numbers: Vec<f32> =
+                (self.done..self.done + STEPS_DRAWN).flat_map(of_step).collect();
             let data = TensorData::new(numbers, [STEPS_DRAWN * rows]);
             self.drawn = Some(Tensor::from_data(data, &self.tokens.device()));
         }
@@ -225,20 +248,30 @@ impl<'a, B: OpBackend> Steps<'a, B> {
 /// Steps whose random numbers are drawn together.
 const STEPS_DRAWN: usize = 64;
 
+/// [`Steps::given_tokens`].
+fn given_tokens<B: OpBackend>(given: &[Vec<u32>], device: &B::Device) -> [Tensor<B, 1, Int>; 2] {
+    let steps = given.iter().map(Vec::len).max().unwrap_or(0);
+    let places = (0..steps).flat_map(|step| given.iter().map(move |row| row.get(step)));
+    let (tokens, chosen): (Vec<i32>, Vec<i32>) = places
+        .map(|token| (token.map_or(0, |&token| token as i32), i32::from(token.is_none())))
+        .unzip();
+    [tokens, chosen].map(|x| {
+        let count = x.len();
+        Tensor::from_data(TensorData::new(x, [count]), device)
+    })
+}
+
 fn check<B: OpBackend>(
     model: &LanguageModel<B>,
     prompts: &[Vec<u32>],
-    len: usize,
     max_tokens: usize,
 ) -> Result<(), GenerateError> {
-    if len == 0 {
+    if prompts.iter().any(Vec::is_empty) {
         return Err(GenerateError::EmptyPrompt);
     }
-    if let Some(other) = prompts.iter().find(|p| p.len() != len) {
-        return Err(GenerateError::UnequalPrompts(len, other.len()));
-    }
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     // The last token generated is never fed back.
-    let wanted = len.saturating_add(max_tokens.saturating_sub(1));
+    let wanted = longest.saturating_add(max_tokens.saturating_sub(1));
     match model.max_len() {
         Some(allowed) if wanted > allowed => Err(GenerateError::TooLong { wanted, allowed }),
         _ => Ok(()),

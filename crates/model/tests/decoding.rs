@@ -131,6 +131,32 @@ fn greedy_generation_follows_the_full_pass_and_stops() {
     }
 }
 
+/// Prompts of a batch that differ in length are continued as alone, whatever the other rows, greedily and at random.
+#[test]
+fn prompts_of_different_lengths_are_continued_as_alone() {
+    let device = Default::default();
+    let prompts = [vec![1, 2, 3, 4, 5], vec![7], vec![7, 7, 2], vec![1, 2]];
+    let random = Sampling { temperature: 1.5, seed: 7, ..Sampling::GREEDY };
+    for config in configs_and_kinds() {
+        let model = LanguageModel::<Flex>::new(&config, VOCAB, 20, 3, &device);
+        let run = |prompts: &[Vec<u32>], sampling, stop| {
+            generate(&model, prompts, 6, sampling, stop, &device, |_, _| {}).unwrap()
+        };
+        let alone = |prompt: &Vec<u32>, stop| {
+            run(std::slice::from_ref(prompt), &Sampling::GREEDY, stop).remove(0)
+        };
+        let free = run(&prompts, &Sampling::GREEDY, None);
+        for stop in [None, Some(free[1][2])] {
+            let want: Vec<_> = prompts.iter().map(|prompt| alone(prompt, stop)).collect();
+            assert_eq!(run(&prompts, &Sampling::GREEDY, stop), want, "{config:?}");
+        }
+        // The same rows, beside a longer one and alone: a row's random numbers are its own.
+        let short = [vec![7, 7, 2], vec![1, 2, 9]];
+        let longer = [&short[..], &[vec![3; 8]]].concat();
+        assert_eq!(run(&longer, &random, None)[..2], run(&short, &random, None), "{config:?}");
+    }
+}
+
 #[test]
 fn learned_positions_bound_the_length() {
     let config = configs().next().unwrap();

@@ -11,7 +11,7 @@ use super::error::place_in;
 pub(super) const EXTENDS: &str = "extends";
 
 /// The dotted keys that a file does not take from what it extends.
-const REMOVE: &str = "remove";
+pub(super) const REMOVE: &str = "remove";
 
 /// One of the files that a configuration is read from.
 pub(super) struct Layer {
@@ -71,25 +71,25 @@ struct Removed {
 /// The keys of `remove = [...]` in a file.
 fn removed_keys(keys: &Value, from: &Layer) -> Result<Vec<Removed>, ConfigError> {
     let place = place_in(from, REMOVE);
-    let list = keys.as_array().map(Vec::as_slice).unwrap_or_default();
-    let named: Vec<&str> = list.iter().filter_map(Value::as_str).collect();
-    if named.is_empty() || named.len() < list.len() {
+    let Some(keys) = dotted(keys) else {
         return Err(ConfigError::Key {
             place,
             problem: format!("remove is {keys}; expected a list of dotted keys"),
             hint: "write for example remove = [\"model.attention\"]".to_owned(),
         });
-    }
-    let removed = |key: &str| Removed {
-        key: key.split('.').map(str::to_owned).collect(),
-        found: false,
-        place: place.clone(),
     };
-    Ok(named.into_iter().map(removed).collect())
+    let removed = |key| Removed { key, found: false, place: place.clone() };
+    Ok(keys.into_iter().map(removed).collect())
+}
+
+/// The segments of each dotted key of a list; `None` if it is no such list, or empty.
+pub(super) fn dotted(keys: &Value) -> Option<Vec<Vec<String>>> {
+    let segments = |key: &Value| Some(key.as_str()?.split('.').map(str::to_owned).collect());
+    keys.as_array().filter(|keys| !keys.is_empty())?.iter().map(segments).collect()
 }
 
 /// Removes `key` from `table`; returns whether it was there.
-fn remove(table: &mut Table, key: &[String]) -> bool {
+pub(super) fn remove(table: &mut Table, key: &[String]) -> bool {
     match key {
         [] => false,
         [last] => table.remove(last).is_some(),

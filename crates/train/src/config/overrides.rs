@@ -3,7 +3,7 @@
 use toml::{Table, Value};
 
 use super::ConfigError;
-use super::extends::EXTENDS;
+use super::extends::{EXTENDS, REMOVE, dotted, remove};
 
 /// One `--set`, split into its key and its value.
 #[derive(Clone, Debug, PartialEq)]
@@ -43,12 +43,15 @@ impl Override {
         Ok(Override { text: text.to_owned(), path, value: parse_value(value.trim()) })
     }
 
-    /// Sets the value in `table`, creating missing tables on the way.
+    /// Sets the value in `table`, creating missing tables on the way. `remove` takes away the keys that it lists.
     ///
     /// # Errors
     /// When a segment leads into something that is neither a table nor an array, or is no valid index
-    /// of an array.
+    /// of an array; when a key to remove is not there.
     pub fn apply(&self, table: &mut Table) -> Result<(), ConfigError> {
+        if self.path == [REMOVE] {
+            return self.remove_from(table);
+        }
         let (last, parents) = self.path.split_last().expect("a parsed key has a segment");
         let Some((first, rest)) = parents.split_first() else {
             table.insert(last.clone(), self.value.clone());
@@ -59,6 +62,31 @@ impl Override {
             place = self.child(place, depth + 1, segment)?;
         }
         *self.child(place, parents.len(), last)? = self.value.clone();
+        Ok(())
+    }
+
+    /// Takes away the keys of `remove=[…]`.
+    fn remove_from(&self, table: &mut Table) -> Result<(), ConfigError> {
+        let bad = |reason: String, remedy: &str| {
+            Err(ConfigError::Override {
+                text: self.text.clone(),
+                reason,
+                remedy: remedy.to_owned(),
+            })
+        };
+        let Some(keys) = dotted(&self.value) else {
+            let remedy = "write for example remove=[\"model.attention\"]";
+            return bad(
+                format!("remove is {}; expected a list of dotted keys", self.value),
+                remedy,
+            );
+        };
+        for key in keys {
+            if !remove(table, &key) {
+                let reason = format!("the configuration has no {} to remove", key.join("."));
+                return bad(reason, "check the spelling, or leave it out");
+            }
+        }
         Ok(())
     }
 
@@ -141,6 +169,15 @@ mod tests {
     }
 
     #[test]
+    fn keys_are_removed() {
+        let table = set(
+            "[model]\nattention = { kind = \"rope\" }\nlayers = 2",
+            "remove=['model.attention']",
+        );
+        assert_eq!(table.unwrap(), toml::from_str("model = { layers = 2 }").unwrap());
+    }
+
+    #[test]
     fn a_value_may_hold_an_equals_sign() {
         let table = set("", "train.sample.prompts=[\"x = y\"]").unwrap();
         assert_eq!(table["train"]["sample"]["prompts"][0].as_str(), Some("x = y"));
@@ -159,6 +196,14 @@ mod tests {
         insta::assert_snapshot!(set("a = [1, 2]", "a.2=1").unwrap_err(), @r"
         --set a.2=1: a is an array of 2, and `2` is no index into it
           hint: use an index from 0 to 1
+        ");
+        insta::assert_snapshot!(set("a = 1", "remove=b.c").unwrap_err(), @r#"
+        --set remove=b.c: remove is "b.c"; expected a list of dotted keys
+          hint: write for example remove=["model.attention"]
+        "#);
+        insta::assert_snapshot!(set("a = 1", "remove=['b.c']").unwrap_err(), @r"
+        --set remove=['b.c']: the configuration has no b.c to remove
+          hint: check the spelling, or leave it out
         ");
         insta::assert_snapshot!(set("[train]\nlr = 1", "train.lr.peak=1").unwrap_err(), @r"
         --set train.lr.peak=1: train.lr is 1, which has no keys
