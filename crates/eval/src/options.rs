@@ -32,7 +32,7 @@ pub struct SamplingOptions {
 
 impl Default for SamplingOptions {
     fn default() -> Self {
-        SamplingOptions { seed: 0, batch: 16, batch_tokens: 65_536 }
+        SamplingOptions { seed: 0, batch: 64, batch_tokens: 65_536 }
     }
 }
 

@@ -224,7 +224,7 @@ fn results_json_keeps_its_shape() {
       "train_seq_len": 1024,
       "seed": 0,
       "config": {
-        "batch": 16,
+        "batch": 64,
         "batch_tokens": 65536,
         "depths": 2,
         "lengths": [

@@ -121,7 +121,7 @@ fn a_cut_evaluation_goes_on_to_the_same_scores() {
     let [whole, cut] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let remembering = || model(|read| if register(read).1 < 30 { register(read).0 } else { b'1' });
     let report = evaluate(&config(), &mut remembering(), whole.path()).unwrap();
-    let mut stopped = FakeModel { stop_after: Some(5), ..remembering() };
+    let mut stopped = FakeModel { stop_after: Some(2), ..remembering() };
     evaluate(&config(), &mut stopped, cut.path()).unwrap_err();
     let resumed = evaluate(&config(), &mut remembering(), cut.path()).unwrap();
     assert_eq!(report, resumed);

@@ -33,7 +33,7 @@ fn prompts_of_like_lengths_share_batches() {
     evaluate(&phonebook_config(None), &mut model, dir.path()).unwrap();
     let lengths: Vec<_> = samples(dir.path()).iter().map(|s| s["prompt_tokens"].as_u64()).collect();
     let different: HashSet<_> = lengths.iter().collect();
-    // 20 samples of each of two lengths, up to 16 a batch and up to as many tokens apart.
+    // 20 samples of each of two lengths, in batches of up to as many tokens apart as they may generate.
     assert!(different.len() > 8, "{different:?}");
     assert_eq!(model.calls.iter().map(|call| call.0).sum::<usize>(), 40);
     assert!(model.calls.len() < different.len().min(10), "{:?}", model.calls);

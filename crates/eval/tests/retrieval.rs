@@ -286,7 +286,7 @@ fn a_call_that_cannot_fit_into_memory_is_refused_before_it_starts() {
         error
     };
     insta::assert_snapshot!(error(SamplingOptions::default(), 5000), @r"
-    passkey: length 500 needs at least 7.8 GiB of memory, besides the weights, for 16 sequences at a time; 4.9 GiB are free
+    passkey: length 500 needs at least 31.2 GiB of memory, besides the weights, for 64 sequences at a time; 4.9 GiB are free
       hint: give --batch 1: one sequence at a time may fit
     ");
     let one = SamplingOptions { batch: 1, ..Default::default() };

@@ -1,8 +1,7 @@
 //! The language model: embedding, blocks, final norm, output layer.
 
 use burn::module::{Module, Param};
-use burn::tensor::activation::log_softmax;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use longwall_kernels::attention::DocumentStarts;
 use longwall_kernels::attention::probe::{Metric, Probe};
 use longwall_kernels::backend::OpBackend;
@@ -11,6 +10,7 @@ use longwall_kernels::ops::cross_entropy::{
 };
 use longwall_kernels::ops::embedding::embedding;
 use longwall_kernels::ops::linear::linear_f32;
+use longwall_kernels::ops::sample::{Sampler, sample};
 
 use crate::config::{ModelConfig, Positions};
 use crate::init::WeightInit;
@@ -289,21 +289,18 @@ impl<B: OpBackend> LanguageModel<B> {
         self.project(self.hidden(tokens, None))
     }
 
-    /// The most likely token after each of `places`, `[n]`: tokens are `[batch, seq_len]`, a place is
-    /// `row · seq_len + position`. The logits of at most 1024 places are in memory at a time.
+    /// The most likely token after each of `places`, `[n]`, the first of equals: tokens are `[batch, seq_len]`, a place is
+    /// `row · seq_len + position`.
     pub fn likeliest(
         &self,
         tokens: Tensor<B, 2, Int>,
         places: Tensor<B, 1, Int>,
     ) -> Tensor<B, 1, Int> {
-        let hidden = self.hidden_at(tokens, places);
-        let most = |hidden| self.project(hidden).argmax(2).flatten(0, 2);
-        Tensor::cat(hidden.split(1024, 1).into_iter().map(most).collect(), 0)
+        self.likeliest_of(self.hidden_at(tokens, places))
     }
 
     /// ln p of the `targets`, `[n]`, each after one of `places`, `[n]`, and the most likely token there. Tokens are
-    /// `[batch, seq_len]`, a place is `row · seq_len + position`. The logits of at most 256 places are in memory at a
-    /// time.
+    /// `[batch, seq_len]`, a place is `row · seq_len + position`.
     pub fn log_probs(
         &self,
         tokens: Tensor<B, 2, Int>,
@@ -319,16 +316,20 @@ impl<B: OpBackend> LanguageModel<B> {
         hidden: Tensor<B, 3>,
         targets: Tensor<B, 1, Int>,
     ) -> (Tensor<B, 1>, Tensor<B, 1, Int>) {
-        const PLACES: usize = 256;
-        let score = |(hidden, targets): (Tensor<B, 3>, Tensor<B, 1, Int>)| {
-            let logits: Tensor<B, 2> = self.project(hidden).squeeze_dim(0);
-            let likeliest: Tensor<B, 1, Int> = logits.clone().argmax(1).flatten(0, 1);
-            let log_p = log_softmax(logits, 1).gather(1, targets.unsqueeze_dim(1));
-            (log_p.flatten(0, 1), likeliest)
-        };
-        let parts = hidden.split(PLACES, 1).into_iter().zip(targets.split(PLACES, 0));
-        let (log_p, likeliest) = parts.map(score).unzip();
-        (Tensor::cat(log_p, 0), Tensor::cat(likeliest, 0))
+        let likeliest = self.likeliest_of(hidden.clone());
+        // In f32 even for a bf16 model, as in `project`.
+        let weight = self.head_weight().narrow(0, 0, self.vocab_size).cast(FloatDType::F32);
+        let (x, targets) = (hidden.cast(FloatDType::F32), targets.unsqueeze());
+        let losses = token_cross_entropy(x, weight, targets, self.logit_softcap);
+        (losses.neg().flatten(0, 1), likeliest)
+    }
+
+    /// As [`LanguageModel::likeliest`], from the outputs of the last block after the final norm, `[1, n, width]`. The
+    /// logits of at most 1024 places are in memory at a time.
+    fn likeliest_of(&self, hidden: Tensor<B, 3>) -> Tensor<B, 1, Int> {
+        let greedy = Sampler { temperature: 0.0, top_k: None, top_p: None };
+        let most = |hidden| sample(self.project(hidden).squeeze_dim(0), &greedy, None);
+        Tensor::cat(hidden.split(1024, 1).into_iter().map(most).collect(), 0)
     }
 
     /// The output of the last block after the final norm at some places, `[1, n, width]`.
