@@ -66,6 +66,17 @@ fn a_report_of_two_runs_holds_all_that_it_shows() {
     assert_eq!((&difference["n"], &difference["of"]), (&6.into(), &"samples".into()));
     assert_eq!(difference["marked"], false);
     assert!(row("validation loss")[1]["difference"].is_null(), "one seed shows no difference");
+
+    // As of runs that were copied without their samples.
+    for run in ["a", "b"] {
+        std::fs::remove_file(w.path(&format!("runs/{run}/eval/passkey/samples.jsonl"))).unwrap();
+    }
+    w.succeed(&["report", "runs/a", "runs/b"]);
+    let data = self::data(&w.read("runs/a/report.html"));
+    assert!(data["samples"].get("passkey").is_none());
+    let rows = data["table"].as_array().unwrap();
+    let cells = &rows.iter().find(|row| row["metric"] == "passkey: accuracy").unwrap()["cells"];
+    assert!(cells[1]["mean"].is_number() && cells[1]["difference"].is_null(), "{cells}");
 }
 
 #[test]

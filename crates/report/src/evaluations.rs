@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 use longwall_eval::{Report, Score, stats::Estimate};
@@ -172,17 +172,20 @@ pub(crate) struct Sample {
 }
 
 impl Samples {
-    /// Reads the samples of an evaluation, evenly spaced ones in full.
+    /// Reads the samples of an evaluation, evenly spaced ones in full. A run may have been copied without them.
     pub fn load(evaluation: &Evaluation) -> Result<Self, ReportError> {
         let path = evaluation.folder.join("samples.jsonl");
         let every = evaluation.report.samples.div_ceil(MOST_SAMPLES).max(1);
-        let file = File::open(&path).map_err(ReportError::read(&path))?;
         let mut samples = Samples::default();
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(samples),
+            opened => opened.map_err(ReportError::read(&path))?,
+        };
         for (number, line) in BufReader::new(file).lines().enumerate() {
             let line = line.map_err(ReportError::read(&path))?;
             let mut sample: Sample = serde_json::from_str(&line).map_err(|error| {
                 let reason = format!("line {} is no sample: {error}", number + 1);
-                ReportError::Read { path: path.clone(), source: std::io::Error::other(reason) }
+                ReportError::Read { path: path.clone(), source: io::Error::other(reason) }
             })?;
             samples.scores.extend(sample.score.map(|score| (sample.id, score)));
             if sample.id.is_multiple_of(every) {
