@@ -31,7 +31,7 @@ impl Sampling {
     /// Always the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, top_p: None, seed: 0 };
 
-    fn sampler(&self) -> Sampler {
+    pub(crate) fn sampler(&self) -> Sampler {
         let Sampling { temperature, top_k, top_p, .. } = *self;
         // The inverse of a denormal is infinite. 1 keeps every token.
         let temperature = if temperature < f32::MIN_POSITIVE { 0.0 } else { temperature };

@@ -10,9 +10,10 @@ use longwall_kernels::ops::cross_entropy::{
 };
 use longwall_kernels::ops::embedding::embedding;
 use longwall_kernels::ops::linear::linear_f32;
-use longwall_kernels::ops::sample::{Sampler, sample};
+use longwall_kernels::ops::sample::sample;
 
 use crate::config::{ModelConfig, Positions};
+use crate::generate::Sampling;
 use crate::init::WeightInit;
 use crate::layers::{Block, BlockState, LayerWeights, Norm};
 
@@ -327,7 +328,7 @@ impl<B: OpBackend> LanguageModel<B> {
     /// As [`LanguageModel::likeliest`], from the outputs of the last block after the final norm, `[1, n, width]`. The
     /// logits of at most 1024 places are in memory at a time.
     fn likeliest_of(&self, hidden: Tensor<B, 3>) -> Tensor<B, 1, Int> {
-        let greedy = Sampler { temperature: 0.0, top_k: None, top_p: None };
+        let greedy = Sampling::GREEDY.sampler();
         let most = |hidden| sample(self.project(hidden).squeeze_dim(0), &greedy, None);
         Tensor::cat(hidden.split(1024, 1).into_iter().map(most).collect(), 0)
     }
