@@ -14,7 +14,7 @@
 //! been issued. `sync_cube` alone does not wait for `ldmatrix` in flight, and TMA can overtake it. A tile
 //! whose fragments are kept for later products is never reloaded.
 
-mod asm;
+pub mod asm;
 pub mod e4m3;
 pub mod lists;
 pub mod product;

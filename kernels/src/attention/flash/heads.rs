@@ -66,7 +66,7 @@ impl Heads {
     }
 
     /// A tensor map for TMA loads of `rows` rows.
-    pub(super) fn tensor_map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
+    pub fn tensor_map(&self, rows: usize) -> TensorMapArg<CudaRuntime, Tiled> {
         let (handle, strides) = (self.tensor.handle.clone(), self.strides());
         // SAFETY: the buffer holds the tensor.
         let tensor = unsafe { TensorArg::from_raw_parts(handle, strides.into(), self.dims.into()) };

@@ -232,9 +232,14 @@ impl Config {
         ([q, k, v], log_decay)
     }
 
-    /// The attention form.
+    /// The attention form as an operation on heads.
     fn attention(&self, shape: &AttentionShape) -> PowerAttention {
-        PowerAttention { p: self.p, window: shape.window }
+        PowerAttention { p: self.p, window: shape.window, chunk: None }
+    }
+
+    /// Whether CUDA has kernels for the chunked form.
+    fn serves_chunks(&self, shape: &AttentionShape) -> bool {
+        cuda::chunked::serves(self.p, shape.head_dim, self.chunk(shape))
     }
 }
 
@@ -252,7 +257,7 @@ impl VariantSpec for Config {
         }
     }
 
-    /// On CUDA, the kernels compute the attention form.
+    /// On CUDA, the kernels have the attention form, and for some shapes the chunked one.
     fn serves_length(
         &self,
         kernel: Kernel,
@@ -261,8 +266,11 @@ impl VariantSpec for Config {
     ) -> bool {
         match (kernel.device, self.chunked_above(shape)) {
             (DeviceKind::Cpu, _) | (_, None) => true,
-            // Decoding begins in the attention form.
-            (DeviceKind::Cuda, Some(switch)) => seq_len.unwrap_or(1) <= switch,
+            (DeviceKind::Cuda, Some(switch)) => match seq_len {
+                // Decoding begins in the attention form.
+                None => switch > 0,
+                Some(seq_len) => seq_len <= switch || self.serves_chunks(shape),
+            },
         }
     }
 
@@ -318,6 +326,9 @@ impl VariantSpec for Config {
         let channels = Channels::of(self, shape);
         let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
         match path {
+            ExecPath::Kernel(DeviceKind::Cuda) if chunked => {
+                channels.by_kernel(dtype) + cuda::chunked::SAVED_BYTES * shape.kv_heads as f64
+            }
             ExecPath::Kernel(_) => channels.by_kernel(dtype),
             ExecPath::Reference if chunked => {
                 // The expanded queries and keys, the scores of a chunk and the one before, and the states.
@@ -374,8 +385,11 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
+            let seq_len = inputs.q.dims()[2];
+            let Power { p, window, chunk, .. } = self.op(shape, seq_len);
             let (qkv, log_decay) = self.heads(inputs, 0);
-            return power_attention(&self.attention(shape), qkv, log_decay, documents, path);
+            let op = PowerAttention { p, window, chunk };
+            return power_attention(&op, qkv, log_decay, documents, path);
         }
         let dims = inputs.q.dims();
         let rows = self.rows(inputs, documents, 0);

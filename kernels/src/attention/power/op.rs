@@ -1,4 +1,4 @@
-//! The attention form as an operation on whole heads, for the CUDA kernels.
+//! Power attention as an operation on whole heads, for the CUDA kernels.
 
 use burn::tensor::Tensor;
 use burn::tensor::ops::{FloatTensor, IntTensor};
@@ -19,9 +19,11 @@ pub(super) struct PowerAttention {
     pub p: u32,
     /// With a window w, a query attends to its own key and the w − 1 before it.
     pub window: Option<usize>,
+    /// Tokens per chunk of the chunked form; `None` for the attention form.
+    pub chunk: Option<usize>,
 }
 
-/// Power attention in the attention form.
+/// Power attention.
 ///
 /// - q: `[batch, heads, seq_len, head_dim]`, of any length: the scale of scores cancels
 /// - k, v: `[batch, kv_heads, seq_len, head_dim]`
@@ -66,7 +68,8 @@ impl<const N: usize> Op<N> for PowerAttention {
         };
         let documents = ints.first().cloned().map(Tensor::from_primitive);
         let rows = PowerInputs::of_heads([q, k, v], forget_at_starts(log_decay, documents));
-        let op = Power { p: self.p, window: self.window, chunk: None, head_dim: dims[3] };
+        let PowerAttention { p, window, chunk } = *self;
+        let op = Power { p, window, chunk, head_dim: dims[3] };
         primitive(op.forward(&rows).reshape(dims))
     }
 

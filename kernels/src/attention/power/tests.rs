@@ -1,6 +1,7 @@
 //! This variant's cases for the conformance suite, both forms against each other, and numerics at
 //! length.
 
+mod chunked;
 mod cuda;
 mod length;
 

@@ -1,4 +1,4 @@
-//! The attention form on CUDA: softmax attention on the flash core with the scores p·ln|q·k|, and the decay as
+//! The attention form on CUDA, and the [chunked form](chunked) on top of it: softmax attention on the flash core with the scores p·ln|q·k|, and the decay as
 //! biases. The scale of scores cancels, so it is 1 here.
 //!
 //! The forward pass takes the logarithm of each product. The backward pass needs the product's sign, which its
@@ -12,6 +12,7 @@
 // Device code has no `div_ceil`.
 #![allow(clippy::manual_div_ceil)]
 
+pub(super) mod chunked;
 mod decode;
 mod gradients;
 mod score;
@@ -20,6 +21,7 @@ use burn::tensor::{DType, Shape};
 use cubecl::zspace::metadata::Metadata;
 
 pub(super) use self::decode::PowerKvCache;
+use self::chunked::{ChunkDecays, Chunked};
 use self::gradients::{of_log_decay, rounded_with_dots};
 use self::score::{Exponent, ExponentLaunch, PowerScore};
 use super::op::PowerAttention;
@@ -124,6 +126,35 @@ impl PowerAttention {
             Some(sums) => run(&self.flash(inputs, GatedPowerHooks { p, sums }, documents), needs),
         }
     }
+
+    /// The gradients from o and its log-sum-exp: with a gate those of q and k in f32, and without that of ℓ.
+    fn gradients(
+        &self,
+        inputs: [&CudaTensor; 3],
+        result: &SoftmaxOutput,
+        sums: Option<DecaySums>,
+        documents: Option<&CudaTensor>,
+        grad: &CudaTensor,
+    ) -> Gradients {
+        let p = self.p;
+        let (gradients, _) = match sums {
+            None => {
+                let flash = self.flash(inputs, PowerHooks { p }, documents);
+                flash.softmax_backward(result, grad)
+            }
+            Some(sums) => {
+                let flash = self.flash(inputs, GatedPowerHooks { p, sums }, documents);
+                flash.softmax_backward(result, grad)
+            }
+        };
+        gradients
+    }
+
+    /// The chunked form, where it is asked for and q and k have more than two chunks.
+    fn chunked(&self, q: &CudaTensor, k: &CudaTensor) -> Option<Chunked> {
+        let chunk = self.chunk.filter(|chunk| q.meta.shape()[2] > 2 * chunk);
+        chunk.map(|chunk| Chunked::new(q, k, chunk))
+    }
 }
 
 /// ℓ of each query head, `[batch · kv_heads, group, tokens]`, from that of each kv head,
@@ -154,12 +185,23 @@ pub(super) fn forward(
     }
     let [q, k, _] = inputs;
     let sums = log_decay.map(|x| DecaySums::new(&by_query_head(x, group(q, k))));
-    let [o, lse] = op.run(inputs, sums.clone(), documents, needs);
+    let mut more = vec![];
+    let [o, lse] = match op.chunked(q, k) {
+        None => op.run(inputs, sums.clone(), documents, needs),
+        Some(chunked) => {
+            let starts = chunked.near_starts(q, documents);
+            let [o, lse] = op.run(inputs, sums.clone(), Some(&starts), true);
+            let decays = chunked.decays(q, log_decay, documents);
+            chunked.add_far(inputs, &decays, [&o, &lse]);
+            more = vec![decays.reads, decays.until_end, decays.totals];
+            [o, lse]
+        }
+    };
     let output = o.clone();
     let saved = if needs {
         let sums = sums.map(|DecaySums { within, before }| [within, before]);
         let all = inputs.map(Clone::clone).into_iter().chain([o, lse]);
-        all.chain(sums.into_iter().flatten()).collect()
+        all.chain(more).chain(sums.into_iter().flatten()).collect()
     } else {
         vec![]
     };
@@ -174,20 +216,31 @@ pub(super) fn backward(
     grad: &CudaTensor,
 ) -> Vec<CudaTensor> {
     let mut saved = saved.into_iter();
-    let mut next = || saved.next().expect("the forward pass saves five tensors");
+    let mut next = || saved.next().expect("the forward pass saves its inputs and results");
     let inputs = [next(), next(), next()];
-    let result = SoftmaxOutput { o: next(), lse: next(), sink: None };
-    let [q, k, _] = inputs.each_ref();
-    let p = op.p;
-    let (Some(within), Some(before)) = (saved.next(), saved.next()) else {
-        let flash = op.flash(inputs.each_ref(), PowerHooks { p }, documents);
-        let (Gradients { dq, dk, dv, .. }, _) = flash.softmax_backward(&result, grad);
+    let [o, lse] = [next(), next()];
+    let inputs = inputs.each_ref();
+    let [q, k, _] = inputs;
+    let far = op.chunked(q, k).map(|chunked| {
+        let starts = chunked.near_starts(q, documents);
+        let decays = ChunkDecays { reads: next(), until_end: next(), totals: next() };
+        (chunked, starts, decays)
+    });
+    let documents = far.as_ref().map(|(_, starts, _)| starts).or(documents);
+    let sums = saved.next().zip(saved.next());
+    let sums = sums.map(|(within, before)| DecaySums { within, before });
+    let with_gate = sums.is_some();
+    let result = SoftmaxOutput { o, lse, sink: None };
+    let gradients = op.gradients(inputs, &result, sums, documents, grad);
+    if let Some((chunked, _, decays)) = far {
+        let results = [&result.o, &result.lse];
+        chunked.add_far_gradients(inputs, &decays, results, grad, &gradients);
+    }
+    let Gradients { dq, dk, dv, .. } = gradients;
+    if !with_gate {
         return vec![dq, dk, dv];
-    };
-    let hooks = GatedPowerHooks { p, sums: DecaySums { within, before } };
-    let flash = op.flash(inputs.each_ref(), hooks, documents);
-    let (Gradients { dq, dk, dv, .. }, _) = flash.softmax_backward(&result, grad);
+    }
     let [dq, rows] = rounded_with_dots(q, &dq);
     let [dk, columns] = rounded_with_dots(k, &dk);
-    vec![dq, dk, dv, of_log_decay(rows, columns, p)]
+    vec![dq, dk, dv, of_log_decay(rows, columns, op.p)]
 }
