@@ -95,6 +95,11 @@ template <class T, class S> static inline void emu_set(T& to, S v) {
 }
 static inline float emu_ftz(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }
 static inline float emu_saturate(float x) { return x >= 0.f ? (x <= 1.f ? x : 1.f) : 0.f; }
+static inline uint32_t emu_mul_bf16x2(uint32_t a, uint32_t b) {
+  float low = emu_bits<float>(a << 16) * emu_bits<float>(b << 16);
+  float high = emu_bits<float>(a & 0xffff0000u) * emu_bits<float>(b & 0xffff0000u);
+  return uint32_t(emu_to_bf16(high)) << 16 | emu_to_bf16(low);
+}
 static inline uint32_t emu_saturate_s32(long long x) {
   return uint32_t(x > INT32_MAX ? INT32_MAX : x < INT32_MIN ? INT32_MIN : x);
 }

@@ -126,6 +126,8 @@ class Translator:
     def binary(self, name, ops):
         base = name.split(".")[0]
         out, a, b = self.values(ops)
+        if name == "mul.rn.bf16x2":
+            return f"{out} = emu_mul_bf16x2({a}, {b});"
         if name.endswith(".f32") and base in BINARY_F32:
             result = BINARY_F32[base].format(a, b)
             return f"{out} = " + (f"emu_saturate({result});" if ".sat" in name else f"{result};")

@@ -146,6 +146,16 @@ impl Case {
             let all: f64 = want.iter().copied().map(square).sum();
             let error = if all == 0.0 { off.sqrt() } else { (off / all).sqrt() };
             println!("{self:?}: {name} is off by {error:.5}");
+            if std::env::var("DEBUG_CHUNKS").is_ok() {
+                let d = if name.starts_with("the") { self.kv_heads } else { self.head_dim };
+                for (n, (w, g)) in want.chunks(64 * d).zip(got.chunks(64 * d)).enumerate() {
+                    let off: f64 = w.iter().zip(g).map(|(w, g)| square(w - g)).sum();
+                    let all: f64 = w.iter().copied().map(square).sum();
+                    let dot: f64 = w.iter().zip(g).map(|(w, g)| f64::from(w * g)).sum();
+                    println!("  {name} {n}: {:.4} slope {:.4}", (off / all).sqrt(), dot / all);
+                }
+                continue;
+            }
             assert!(error <= allowed, "{self:?}: {name} is off by {error}");
             assert!(got == again, "{self:?}: {name} differs between two runs");
         }
@@ -195,4 +205,10 @@ fn chunks_of_any_shape_agree_with_the_attention_form() {
     ] {
         case.check(0.02);
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_small_case_for_the_emulator() {
+    Case { heads: 1, kv_heads: 1, tokens: 400, ..Case::default() }.check(0.02);
 }

@@ -30,7 +30,7 @@ pub struct ContractArrays<O: Numeric> {
 
 /// Adds to the gradient of x that of f · φ(x)ᵀ S v + g · xᵀ M x, where f and g are the token's two factors.
 ///
-/// Grid: as that of [`read`](super::read::read), for x.
+/// Grid: as that of [`read_states`](super::read::read_states), for x.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
 pub fn contract<O: Numeric>(
     arrays: &mut ContractArrays<O>,

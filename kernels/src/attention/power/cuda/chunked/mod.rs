@@ -260,7 +260,7 @@ impl Chunked {
         states.0.tensor_map(self.layout.per_load() * SLAB)
     }
 
-    /// See [`read::read`]; of queries with `lse`.
+    /// See [`read::read_states`]; of queries with `lse`.
     fn read(
         &self,
         x: &Heads,
@@ -273,7 +273,7 @@ impl Chunked {
         let results = Heads::in_place(results);
         // SAFETY: blocks stay within their tokens.
         unsafe {
-            read::read::launch_unchecked::<CudaRuntime>(
+            read::read_states::launch_unchecked::<CudaRuntime>(
                 &x.tensor.client,
                 self.readers(of_queries),
                 dim(read::THREADS),

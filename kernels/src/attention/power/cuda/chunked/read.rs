@@ -4,9 +4,9 @@ use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use super::slab::{SLAB, StateLayout, expand_rows, next_tiles, own_pair, tiles_of};
+use super::slab::{SLAB, StateLayout, expand_rows, next_tiles, own_pair, slab_frags, tiles_of};
 use crate::attention::flash::HeadPairs;
-use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, uninit_a_frags, wait};
+use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, wait};
 use crate::tile::{
     ALIGN, Accumulator, CHUNK, Chunk, MASKED, PANEL, Pair, bytes, define_exp2, exp2, load_a_frag,
     log2, sum_of_four, zeros,
@@ -91,10 +91,14 @@ impl Readers {
         #[comptime] with_moments: bool,
         #[comptime] layout: StateLayout,
     ) {
-        let moments = comptime!(if with_moments { layout.moments() } else { 0 });
-        let mut slab = (iteration - min(iteration, moments)) * comptime!(layout.per_load());
-        if iteration < moments {
-            slab = iteration + comptime!(layout.products());
+        let mut slab = iteration * comptime!(layout.per_load());
+        if comptime!(with_moments) {
+            let moments = comptime!(layout.moments());
+            if iteration < moments {
+                slab = iteration + comptime!(layout.products());
+            } else {
+                slab = (iteration - moments) * comptime!(layout.per_load());
+            }
         }
         pipeline.load_first(iteration, states, self.row, self.state, slab * SLAB, others);
     }
@@ -119,7 +123,7 @@ pub fn by_moments(
     wait(acc, 0usize);
 }
 
-/// The tensors that [`read`] reads and changes.
+/// The tensors that [`read_states`] reads and changes.
 #[derive(CubeType, CubeLaunch)]
 pub struct ReadArrays {
     /// x: queries or keys, `[batch, heads, tokens, head_dim]`.
@@ -141,7 +145,7 @@ pub struct ReadArrays {
 /// Grid: blocks of [`ROWS`] tokens, from the third chunk on for queries and without the last two for keys, by batch ·
 /// heads; [`THREADS`] threads.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
-pub fn read(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config: ReadConfig) {
+pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config: ReadConfig) {
     define_exp2();
     let layout = comptime!(config.layout);
     let with_moments = comptime!(config.of_queries);
@@ -207,7 +211,7 @@ pub fn read(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config: ReadC
         let at = pipeline.first_tile(iteration);
         #[unroll]
         for slab in 0..per_load {
-            let mut a_frags = uninit_a_frags(4usize);
+            let mut a_frags = slab_frags();
             expand_rows(&mut a_frags, &vectors, row, (first, second), ROWS);
             start_pb(&a_frags, &pipeline.first_tiles, at + slab * SLAB * PANEL, &mut acc);
             (first, second) = next_tiles(first, second, layout);

@@ -3,7 +3,7 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::slab::{SLAB, StateLayout, expand_tokens, tiles_of, transpose_tokens};
+use super::slab::{SLAB, StateLayout, expand_tokens, slab_frags, tiles_of, transpose_tokens};
 use crate::tile::warpgroup::{
     GROUP_WARPS, Pipeline, set_a_frag, start_pb, store_a_frags, uninit_a_frags, wait,
 };
@@ -198,7 +198,7 @@ pub fn scan(
             for s in 0..comptime!(config.slabs) {
                 let slab = first_slab + s;
                 if slab < last_slab {
-                    let mut a_frags = uninit_a_frags(4usize);
+                    let mut a_frags = slab_frags();
                     let (vectors, of_group) = (&pipeline.first_tiles, warp % GROUP_WARPS);
                     if of_moments {
                         transpose_tokens(&mut a_frags, vectors, x_at, of_group, slab);

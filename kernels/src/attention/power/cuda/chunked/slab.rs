@@ -6,6 +6,7 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
 use crate::tile::asm::{emit, name_of};
+use crate::tile::warpgroup::uninit_a_frags;
 use crate::tile::{AFragments, Bf16Pair, CHUNK, Chunk, PANEL, PANEL_DIM, place};
 
 /// Channels of a slab, and rows of its state.
@@ -102,6 +103,18 @@ pub fn own_pair(
 ) -> Bf16Pair {
     let pairs = vectors.to_slice().with_vector_size::<Const<2>>();
     pairs[place_of(row, tile, rows) * comptime!(CHUNK / 2) + UNIT_POS_PLANE as usize % 4]
+}
+
+/// Operand A of a slab, to be set.
+#[cube]
+pub fn slab_frags() -> AFragments {
+    let mut a_frags = uninit_a_frags(4usize);
+    #[unroll]
+    for step in 0..4usize {
+        // cubecl declares what it sees used.
+        a_frags.index_mut(step)[0] = Bf16Pair::cast_from(0f32);
+    }
+    a_frags
 }
 
 /// Sets operand A to a slab of a warp's 16 rows, from `row` on: column 8i + j of a row is x_i y_j, where x and y are
