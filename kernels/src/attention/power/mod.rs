@@ -237,6 +237,19 @@ impl Config {
         PowerAttention { p: self.p, window: shape.window, chunk: None }
     }
 
+    /// Attention over whole sequences on CUDA.
+    fn whole<B: OpBackend>(
+        &self,
+        shape: &AttentionShape,
+        inputs: Inputs<B>,
+        documents: DocumentStarts<B>,
+        path: ExecPath,
+    ) -> Tensor<B, 4> {
+        let Power { p, window, chunk, .. } = self.op(shape, inputs.q.dims()[2]);
+        let (qkv, log_decay) = self.heads(inputs, 0);
+        power_attention(&PowerAttention { p, window, chunk }, qkv, log_decay, documents, path)
+    }
+
     /// Whether CUDA has kernels for the chunked form.
     fn serves_chunks(&self, shape: &AttentionShape) -> bool {
         cuda::chunked::serves(self.p, shape.head_dim, self.chunk(shape))
@@ -385,11 +398,7 @@ impl Variant for Config {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         if path == ExecPath::Kernel(DeviceKind::Cuda) {
-            let seq_len = inputs.q.dims()[2];
-            let Power { p, window, chunk, .. } = self.op(shape, seq_len);
-            let (qkv, log_decay) = self.heads(inputs, 0);
-            let op = PowerAttention { p, window, chunk };
-            return power_attention(&op, qkv, log_decay, documents, path);
+            return self.whole(shape, inputs, documents, path);
         }
         let dims = inputs.q.dims();
         let rows = self.rows(inputs, documents, 0);
@@ -432,8 +441,16 @@ impl Variant for Config {
                     let (qkv, log_decay) = self.heads(inputs, first);
                     return state.on_cuda().extend(&self.attention(shape), qkv, log_decay);
                 }
-                // The chunked form is the reference's.
-                (inputs.in_f32(), ExecPath::Reference)
+                let served = first == 0 && self.serves_chunks(shape);
+                let outputs = served.then(|| self.whole(shape, inputs.clone(), None, path));
+                // Single tokens of the chunked form are the reference's.
+                let inputs = inputs.in_f32();
+                if let Some(outputs) = outputs {
+                    let (op, rows) = (self.op(shape, dims[2]), self.rows(inputs, None, first));
+                    state.as_tensors().prefill(&op, &rows, chunk, switch);
+                    return outputs;
+                }
+                (inputs, ExecPath::Reference)
             }
             _ => (inputs, path),
         };

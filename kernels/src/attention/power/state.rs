@@ -195,10 +195,7 @@ impl<B: OpBackend> TensorState<B> {
         path: ExecPath,
     ) -> Tensor<B, 4> {
         if self.cache.position() == 0 {
-            // Prefill: a forward pass, then the tokens enter the state.
-            let kv = [rows.k.clone(), rows.v.clone()];
-            let near = self.append(kv, rows.log_decay.clone()).of(rows.q.clone());
-            self.fold(op, chunk, switch, &near);
+            self.prefill(op, &rows, chunk, switch);
             return op.of_rows(rows, path);
         }
         let n = rows.q.dims()[2];
@@ -219,6 +216,19 @@ impl<B: OpBackend> TensorState<B> {
             first += size;
         }
         Tensor::cat(outputs, 2)
+    }
+
+    /// Appends the first tokens. The other arguments are those of [`TensorState::extend`].
+    pub(super) fn prefill(
+        &mut self,
+        op: &Power,
+        rows: &PowerInputs<B>,
+        chunk: usize,
+        switch: Option<usize>,
+    ) {
+        let kv = [rows.k.clone(), rows.v.clone()];
+        let near = self.append(kv, rows.log_decay.clone()).of(rows.q.clone());
+        self.fold(op, chunk, switch, &near);
     }
 
     /// Appends tokens to the cache; returns all cached tokens.

@@ -152,19 +152,24 @@ fn decoding_goes_on_in_the_chunked_form() {
 }
 
 #[test]
-fn the_kernels_serve_the_attention_form() {
+fn the_kernels_serve_the_attention_form_and_large_chunks_of_squares() {
     let shape = AttentionShape::new(128, 2, 2, 64);
     let windowed = AttentionShape { window: Some(100), ..shape };
+    let narrow = AttentionShape::new(96, 2, 2, 48);
     let kernel = ExecPath::Kernel(DeviceKind::Cuda);
     let auto = Config { switch_len: Some(1000), ..Config::default() };
     let form = |form| Config { form, ..Config::default() };
     for (config, shape, seq_len, want) in [
         (auto.clone(), shape, Some(1000), kernel),
-        (auto.clone(), shape, Some(1001), ExecPath::Reference),
+        (auto.clone(), shape, Some(1001), kernel),
+        (auto.clone(), narrow, Some(1000), kernel),
+        (auto.clone(), narrow, Some(1001), ExecPath::Reference),
+        (Config { p: 4, ..auto.clone() }, shape, Some(1001), ExecPath::Reference),
+        (Config { chunk: Some(192), ..auto.clone() }, shape, Some(1001), ExecPath::Reference),
         (auto.clone(), shape, None, kernel),
         (auto, windowed, Some(100_000), kernel),
         (form(Form::Attention), shape, Some(100_000), kernel),
-        (form(Form::Chunked), shape, Some(10), ExecPath::Reference),
+        (form(Form::Chunked), shape, Some(10), kernel),
         (form(Form::Chunked), shape, None, ExecPath::Reference),
     ] {
         let found = ExecPath::of(&config, Kernel::CUDA_BF16, &shape, 1, seq_len);
