@@ -212,3 +212,22 @@ fn chunks_of_any_shape_agree_with_the_attention_form() {
 fn a_small_case_for_the_emulator() {
     Case { heads: 1, kv_heads: 1, tokens: 400, ..Case::default() }.check(0.02);
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn zz_profile() {
+    for (head_dim, heads, batch) in [(64, 16, 1), (32, 4, 8), (128, 16, 1)] {
+        let chunk = [128, 256, 512][head_dim / 64];
+        let case = Case { batch, heads, kv_heads: heads, tokens: 65536, head_dim, chunk, ..Case::default() };
+        use burn::tensor::Distribution;
+        let device = Default::default();
+        let r = || Tensor::<Autodiff<Cuda>, 4>::random([batch, heads, 65536, head_dim], Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::BF16).require_grad();
+        let [q, k, v, dy] = [r(), r(), r(), r()];
+        let logits = Tensor::<Autodiff<Cuda>, 3>::random([batch, 65536, heads], Distribution::Normal(6.9, 1.0), &device).cast(FloatDType::BF16).require_grad();
+        let inputs = Inputs { q, k, v, projections: vec![logits.clone()], parameters: vec![] };
+        let o = dispatch::attend(&case.config(Form::Chunked), &case.shape(), inputs, None);
+        let grads = (o.clone() * dy).sum().backward();
+        let x: f32 = logits.grad(&grads).unwrap().cast(FloatDType::F32).sum().into_scalar();
+        println!("DONE {x}");
+    }
+}

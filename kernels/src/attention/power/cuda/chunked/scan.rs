@@ -3,7 +3,8 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::slab::{SLAB, StateLayout, expand_tokens, slab_frags, tiles_of, transpose_tokens};
+use super::slab::{SLAB, StateLayout, expand_tokens, place_of_channels, place_of_lane, slab_frags, tiles_of,
+    transpose_tokens};
 use crate::tile::warpgroup::{
     GROUP_WARPS, Pipeline, set_a_frag, start_pb, store_a_frags, uninit_a_frags, wait,
 };
@@ -34,6 +35,11 @@ pub struct ScanConfig {
 impl ScanConfig {
     const fn per_block(&self) -> usize {
         GROUPS * self.slabs
+    }
+
+    /// Stages of loads, as many as leave room for two blocks on a multiprocessor.
+    const fn stages(&self) -> usize {
+        if self.layout.head_dim > 64 { 2 } else { 4 }
     }
 
     /// Blocks of a row that make S.
@@ -157,7 +163,8 @@ pub fn scan(
     }
     let first_slab = first_slab + warp / GROUP_WARPS * comptime!(config.slabs);
 
-    let mut pipeline = Pipeline::new(SLAB, (dim, dim), WARPS);
+    let stages = comptime!(config.stages());
+    let mut pipeline = Pipeline::of_stages(stages, SLAB, (dim, dim), WARPS);
     let mut staging =
         SharedMemory::<Chunk>::new_aligned(comptime!(WARPS * 16 * dim / CHUNK), ALIGN);
     sync_cube();
@@ -165,17 +172,25 @@ pub fn scan(
     let per_chunk = sizes.chunk as usize / SLAB * group;
     let total = (chunks - 2) * per_chunk;
     if UNIT_POS == 0 {
-        for iteration in 0..2usize {
+        for iteration in 0..stages {
             if iteration < total {
                 load(&mut pipeline, inputs, iteration, row, of_moments, &sizes, config);
             }
         }
     }
 
+    let of_group = warp % GROUP_WARPS;
     let mut accs = Sequence::<Accumulator>::new();
+    let mut places = Array::<usize>::new(comptime!(2 * config.slabs));
     #[unroll]
-    for _ in 0..comptime!(config.slabs) {
+    for s in 0..comptime!(config.slabs) {
         accs.push(zeros(fragments));
+        let tiles = tiles_of(first_slab + s, layout);
+        places[comptime!(2 * s)] = place_of_lane(tiles.0);
+        places[comptime!(2 * s + 1)] = place_of_lane(tiles.1);
+        if of_moments {
+            places[comptime!(2 * s)] = place_of_channels(first_slab + s, of_group);
+        }
     }
     for number in 0..chunks - 2 {
         let mut state = number;
@@ -199,12 +214,13 @@ pub fn scan(
                 let slab = first_slab + s;
                 if slab < last_slab {
                     let mut a_frags = slab_frags();
-                    let (vectors, of_group) = (&pipeline.first_tiles, warp % GROUP_WARPS);
+                    let vectors = &pipeline.first_tiles;
+                    let (first, second) =
+                        (places[comptime!(2 * s)], places[comptime!(2 * s + 1)]);
                     if of_moments {
-                        transpose_tokens(&mut a_frags, vectors, x_at, of_group, slab);
+                        transpose_tokens(&mut a_frags, vectors, x_at, first);
                     } else {
-                        let tiles = tiles_of(slab, layout);
-                        expand_tokens(&mut a_frags, vectors, x_at, of_group, tiles);
+                        expand_tokens(&mut a_frags, vectors, x_at, of_group, (first, second));
                     }
                     let acc = accs.index_mut(s);
                     start_pb(&a_frags, &pipeline.second_tiles, values_at, acc);
@@ -214,8 +230,8 @@ pub fn scan(
             for s in 0..comptime!(config.slabs) {
                 wait(accs.index_mut(s), 0usize);
             }
-            if pipeline.release(iteration) & (iteration + 2 < total) {
-                load(&mut pipeline, inputs, iteration + 2, row, of_moments, &sizes, config);
+            if pipeline.release(iteration) & (iteration + stages < total) {
+                load(&mut pipeline, inputs, iteration + stages, row, of_moments, &sizes, config);
             }
         }
         #[unroll]
@@ -232,7 +248,7 @@ pub fn scan(
                 }
                 let first = (row * (chunks - 2) + state) * comptime!(layout.rows())
                     + of_state * SLAB
-                    + warp % GROUP_WARPS * 16;
+                    + of_group * 16;
                 store(accs.index(s), weight, &mut staging, states, first, warp, layout);
             }
         }

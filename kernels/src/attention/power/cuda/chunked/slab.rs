@@ -145,25 +145,31 @@ pub fn expand_rows(
     }
 }
 
+/// The place of the lane's row of a tile of φ, in a tile of 64 tokens: see [`expand_tokens`].
+#[cube]
+pub fn place_of_lane(tile: usize) -> usize {
+    place_of(UNIT_POS_PLANE as usize, tile, SLAB)
+}
+
 /// Sets operand A to a slab of 64 tokens, transposed: row 8i + j of a token's column is x_i y_j. A warp of the
-/// warpgroup, `warp` of 4, has i = 2 · `warp` and the next.
+/// warpgroup, `warp` of 4, has i = 2 · `warp` and the next. The tile of tokens starts at chunk `at`, and `places` are
+/// those of the slab's tiles for the lane.
 #[cube]
 pub fn expand_tokens(
     a_frags: &mut AFragments,
     vectors: &SharedMemory<Chunk>,
     at: usize,
     warp: usize,
-    tiles: (usize, usize),
+    places: (usize, usize),
 ) {
-    let lane = UNIT_POS_PLANE as usize;
     let mut lanes = Array::<u32>::new(2usize);
-    lanes[0] = (warp * 8 + lane % 4) as u32;
+    lanes[0] = warp as u32 * 8 + UNIT_POS_PLANE % 4;
     lanes[1] = lanes[0] + 4;
     #[unroll]
     for tokens in 0..2usize {
-        let row = tokens * 32 + lane;
-        let first = transposed(vectors, at + place_of(row, tiles.0, SLAB));
-        let second = transposed(vectors, at + place_of(row, tiles.1, SLAB));
+        let row = at + comptime!(tokens * 32 * PANEL);
+        let first = transposed(vectors, row + places.0);
+        let second = transposed(vectors, row + places.1);
         #[unroll]
         for eight in 0..4usize {
             #[unroll]
@@ -175,21 +181,26 @@ pub fn expand_tokens(
     }
 }
 
-/// Sets operand A to 64 channels of 64 tokens, transposed; `panel` is that of the channels.
+/// The place of the lane's row of a warp's 16 channels of a panel: see [`transpose_tokens`].
+#[cube]
+pub fn place_of_channels(panel: usize, warp: usize) -> usize {
+    let lane = UNIT_POS_PLANE as usize;
+    let chunk = panel * PANEL + warp * 2 + lane / 8 % 2;
+    place_of(lane / 16 * 8 + lane % 8, chunk, SLAB)
+}
+
+/// Sets operand A to 64 channels of 64 tokens, transposed. The tile of tokens starts at chunk `at`, and `place` is that
+/// of the warp's channels for the lane.
 #[cube]
 pub fn transpose_tokens(
     a_frags: &mut AFragments,
     vectors: &SharedMemory<Chunk>,
     at: usize,
-    warp: usize,
-    panel: usize,
+    place: usize,
 ) {
-    let lane = UNIT_POS_PLANE as usize;
-    let chunk = panel * PANEL + warp * 2 + lane / 8 % 2;
     #[unroll]
     for step in 0..4usize {
-        let row = step * 16 + lane / 16 * 8 + lane % 8;
-        let four = transposed(vectors, at + place_of(row, chunk, SLAB));
+        let four = transposed(vectors, at + place + comptime!(step * 16 * PANEL));
         let a_frag = a_frags.index_mut(step);
         #[unroll]
         for i in 0..4usize {
