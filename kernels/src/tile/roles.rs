@@ -66,13 +66,15 @@ pub fn sync_first_threads(#[comptime] threads: usize) {
     })
 }
 
-/// Two stages of one tile each: a producer loads one while consumers use the other.
+/// Stages of one tile each: a producer loads some while consumers use others.
 #[derive(CubeType)]
 pub struct Ring {
     full: Sequence<Shared<Barrier>>,
     empty: Sequence<Shared<Barrier>>,
-    /// The tiles of both stages.
+    /// The tiles of all stages.
     pub tiles: SharedMemory<Chunk>,
+    #[cube(comptime)]
+    stages: usize,
     #[cube(comptime)]
     rows: usize,
     #[cube(comptime)]
@@ -81,7 +83,7 @@ pub struct Ring {
 
 #[cube]
 impl Ring {
-    /// Empty stages for tiles of `rows` rows and `dim` channels. A stage is full after its load and
+    /// Two empty stages for tiles of `rows` rows and `dim` channels. A stage is full after its load and
     /// `arrivals − 1` further arrivals, and empty once `consumers` have released it. The block must
     /// synchronise before using it.
     pub fn new(
@@ -90,30 +92,41 @@ impl Ring {
         #[comptime] arrivals: u32,
         #[comptime] consumers: u32,
     ) -> Ring {
+        Ring::of_stages(2usize, rows, dim, arrivals, consumers)
+    }
+
+    /// As [`Ring::new`], with `stages` of them.
+    pub fn of_stages(
+        #[comptime] stages: usize,
+        #[comptime] rows: usize,
+        #[comptime] dim: usize,
+        #[comptime] arrivals: u32,
+        #[comptime] consumers: u32,
+    ) -> Ring {
         let mut full = Sequence::<Shared<Barrier>>::new();
         let mut empty = Sequence::<Shared<Barrier>>::new();
         #[unroll]
-        for _ in 0..2usize {
+        for _ in 0..stages {
             full.push(Barrier::shared(arrivals, UNIT_POS == 0));
             empty.push(Barrier::shared(consumers, UNIT_POS == 0));
         }
-        let chunks = comptime!(2 * rows * dim / CHUNK);
+        let chunks = comptime!(stages * rows * dim / CHUNK);
         let tiles = SharedMemory::<Chunk>::new_aligned(chunks, ALIGN);
-        Ring { full, empty, tiles, rows, dim }
+        Ring { full, empty, tiles, stages, rows, dim }
     }
 
     /// The index of the first chunk of an iteration's tile.
     pub fn stage_offset(&self, iteration: usize) -> usize {
-        iteration % 2 * comptime!(self.rows * self.dim / CHUNK)
+        iteration % self.stages * comptime!(self.rows * self.dim / CHUNK)
     }
 
     /// Waits until the iteration's stage is empty.
     pub fn wait_empty(&self, iteration: usize) {
-        if iteration >= 2 {
+        if iteration >= self.stages {
             #[unroll]
-            for stage in 0..2usize {
-                if iteration % 2 == stage {
-                    wait_parity(self.empty.index(stage), (iteration / 2 + 1) as u32 % 2);
+            for stage in 0..self.stages {
+                if iteration % self.stages == stage {
+                    wait_parity(self.empty.index(stage), (iteration / self.stages + 1) as u32 % 2);
                 }
             }
         }
@@ -128,13 +141,37 @@ impl Ring {
         head: usize,
         first: usize,
     ) {
-        let at = self.stage_offset(iteration);
-        let (rows, dim) = comptime!((self.rows, self.dim));
+        self.expect(iteration, comptime!(bytes(self.rows, self.dim)));
+        self.load_part(iteration, source, batch, head, first, 0usize, self.rows);
+    }
+
+    /// Arrives at the iteration's stage, into which `count` bytes will be loaded by [`Ring::load_part`].
+    pub fn expect(&self, iteration: usize, count: u32) {
         #[unroll]
-        for stage in 0..2usize {
-            if iteration % 2 == stage {
+        for stage in 0..self.stages {
+            if iteration % self.stages == stage {
+                self.full.index(stage).arrive_and_expect_tx(1, count);
+            }
+        }
+    }
+
+    /// Starts the load of `rows` rows from `first` on into an iteration's tile, `at` chunks after its start.
+    pub fn load_part(
+        &mut self,
+        iteration: usize,
+        source: &TensorMap<bf16, Tiled>,
+        batch: usize,
+        head: usize,
+        first: usize,
+        #[comptime] at: usize,
+        #[comptime] rows: usize,
+    ) {
+        let at = self.stage_offset(iteration) + at;
+        let dim = comptime!(self.dim);
+        #[unroll]
+        for stage in 0..self.stages {
+            if iteration % self.stages == stage {
                 let full = self.full.index(stage);
-                full.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)));
                 load_rows(full, source, batch, head, first, &mut self.tiles, at, rows, dim);
             }
         }
@@ -143,8 +180,8 @@ impl Ring {
     /// Arrives at the iteration's stage, for what a stage holds beside its tile.
     pub fn arrive(&self, iteration: usize) {
         #[unroll]
-        for stage in 0..2usize {
-            if iteration % 2 == stage {
+        for stage in 0..self.stages {
+            if iteration % self.stages == stage {
                 self.full.index(stage).arrive();
             }
         }
@@ -153,9 +190,9 @@ impl Ring {
     /// Waits for the tile of an iteration.
     pub fn wait(&self, iteration: usize) {
         #[unroll]
-        for stage in 0..2usize {
-            if iteration % 2 == stage {
-                wait_parity(self.full.index(stage), (iteration / 2 % 2) as u32);
+        for stage in 0..self.stages {
+            if iteration % self.stages == stage {
+                wait_parity(self.full.index(stage), (iteration / self.stages % 2) as u32);
             }
         }
     }
@@ -163,8 +200,8 @@ impl Ring {
     /// Releases the tile of an iteration for this consumer.
     pub fn release(&self, iteration: usize) {
         #[unroll]
-        for stage in 0..2usize {
-            if iteration % 2 == stage {
+        for stage in 0..self.stages {
+            if iteration % self.stages == stage {
                 self.empty.index(stage).arrive();
             }
         }

@@ -189,8 +189,13 @@ fn chunks_of_any_shape_agree_with_the_attention_form() {
         Case { chunk: 256, tokens: 1300, ..default() },
         Case { head_dim: 32, ..default() },
         Case { head_dim: 128, ..default() },
-        // One chunk with a single token, and no chunk that reads a state.
+        // One chunk with a single token.
         Case { tokens: 257, ..default() },
+        // Several slabs of one row in a block.
+        Case { heads: 16, kv_heads: 16, tokens: 400, ..default() },
+        Case { heads: 8, kv_heads: 8, tokens: 400, head_dim: 128, ..default() },
+        Case { heads: 40, kv_heads: 40, tokens: 400, head_dim: 32, ..default() },
+        // No chunk that reads a state.
         Case { tokens: 256, ..default() },
         Case { batch: 2, heads: 4, tokens: 700, starts: vec![0, 200, 650], ..default() },
         Case {

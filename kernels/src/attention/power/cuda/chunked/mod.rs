@@ -9,7 +9,7 @@
 //!
 //! 1. [`factors`]: the decays, and the first near key of each query.
 //! 2. The flash core: o and the log-sum-exp over the near keys.
-//! 3. [`scan`]: the states, each block some slabs over all chunks, with sums in f32 registers; states are written in
+//! 3. [`scan`]: the states, each warpgroup a slab over all chunks, with sums in f32 registers; states are written in
 //!    bf16.
 //! 4. [`read`]: o and the log-sum-exp over all keys.
 //!
@@ -196,18 +196,14 @@ impl Chunked {
         let rows = self.batch * self.kv_heads;
         let shape = [rows, self.read_chunks(), layout.rows(), layout.head_dim];
         let states = empty(like, &shape, DType::BF16);
-        let config = |slabs| ScanConfig { layout, slabs, backwards };
-        // Two slabs of a warpgroup share what it loads; one leaves no multiprocessor without a block.
-        let wide = config(if layout.head_dim > 64 { 1 } else { 2 });
-        let narrow = rows * wide.blocks() < multiprocessors(&like.client);
-        let config = if narrow { config(1) } else { wide };
+        let config = ScanConfig::new(layout, backwards, rows, multiprocessors(&like.client));
         let (values, weighted) = (self.weigh(values, weights), self.weigh(x, moments));
         // SAFETY: blocks stay within the states of their rows; tokens past the last are loaded as zeros.
         unsafe {
             scan::scan::launch_unchecked::<CudaRuntime>(
                 &like.client,
                 CubeCount::Static(as_u32(rows * config.blocks()), 1, 1),
-                dim(scan::THREADS),
+                dim(config.threads()),
                 ScanInputsLaunch::new(
                     x.tensor_map(SLAB),
                     values.tensor_map(SLAB),

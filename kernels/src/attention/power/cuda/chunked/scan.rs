@@ -3,53 +3,63 @@
 use burn::tensor::bf16;
 use cubecl::prelude::*;
 
-use super::slab::{SLAB, StateLayout, expand_tokens, place_of_channels, place_of_lane, slab_frags, tiles_of,
-    transpose_tokens};
+use super::slab::{
+    SLAB, StateLayout, expand_tokens, place_of_channels, place_of_lane, slab_frags, tiles_of,
+    transpose_tokens,
+};
+use crate::tile::roles::{Ring, one_block_per_multiprocessor};
 use crate::tile::warpgroup::{
-    GROUP_WARPS, Pipeline, set_a_frag, start_pb, store_a_frags, uninit_a_frags, wait,
+    GROUP_WARPS, set_a_frag, start_pb, store_a_frags, uninit_a_frags, wait,
 };
 use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, define_exp2, exp2, place, zeros,
+    ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, bytes, define_exp2, exp2, place, zeros,
 };
-
-/// Warpgroups of a block.
-const GROUPS: usize = 2;
-
-/// Warps of a block.
-const WARPS: usize = GROUPS * GROUP_WARPS;
-
-/// Threads of a block.
-pub const THREADS: usize = 32 * WARPS;
 
 /// The compile-time configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScanConfig {
     /// The layout of states.
     pub layout: StateLayout,
-    /// Slabs of a warpgroup.
-    pub slabs: usize,
+    /// Warpgroups that compute, with a slab each.
+    pub groups: usize,
     /// From the last chunk to the first: gradients.
     pub backwards: bool,
 }
 
 impl ScanConfig {
-    const fn per_block(&self) -> usize {
-        GROUPS * self.slabs
-    }
-
-    /// Stages of loads, as many as leave room for two blocks on a multiprocessor.
-    const fn stages(&self) -> usize {
-        if self.layout.head_dim > 64 { 2 } else { 4 }
-    }
-
-    /// Blocks of a row that make S.
-    const fn of_products(&self) -> usize {
-        self.layout.products().div_ceil(self.per_block())
+    /// The fastest for `rows` rows of states: with the fewest slabs on a multiprocessor, and of these the one whose
+    /// slabs share most of what they load.
+    pub fn new(
+        layout: StateLayout,
+        backwards: bool,
+        rows: usize,
+        multiprocessors: usize,
+    ) -> ScanConfig {
+        // What fits into registers and shared memory.
+        let most = if layout.head_dim > 64 { 4 } else { 6 };
+        let of = |groups| ScanConfig { layout, groups, backwards };
+        let slabs =
+            |config: &ScanConfig| (rows * config.blocks()).div_ceil(multiprocessors) * config.groups;
+        let all = (1..=most).rev().map(of);
+        all.min_by_key(slabs).expect("at least one warpgroup")
     }
 
     /// Blocks of a row.
     pub const fn blocks(&self) -> usize {
-        self.of_products() + self.layout.moments().div_ceil(self.per_block())
+        self.layout.slabs().div_ceil(self.groups)
+    }
+
+    const fn stages(&self) -> usize {
+        if self.layout.head_dim > 64 { 3 } else { 4 }
+    }
+
+    const fn consumers(&self) -> usize {
+        self.groups * GROUP_WARPS
+    }
+
+    /// Threads of a block: a further warp loads.
+    pub const fn threads(&self) -> usize {
+        32 * (self.consumers() + 1)
     }
 }
 
@@ -79,57 +89,6 @@ pub struct ScanSizes {
     pub chunk: u32,
 }
 
-/// The tokens of one iteration.
-#[derive(CubeType, Clone, Copy)]
-struct Step {
-    head: usize,
-    first: usize,
-}
-
-#[cube]
-impl Step {
-    fn new(
-        iteration: usize,
-        kv_head: usize,
-        sizes: &ScanSizes,
-        #[comptime] config: ScanConfig,
-    ) -> Step {
-        let (chunk_tokens, group) = (sizes.chunk, sizes.group);
-        let (tiles, iteration) = (chunk_tokens / SLAB as u32, iteration as u32);
-        let number = iteration / (tiles * group);
-        let within = iteration % (tiles * group);
-        let mut chunk = number;
-        if comptime!(config.backwards) {
-            chunk = sizes.chunks - 1 - number;
-        }
-        Step {
-            head: kv_head * group as usize + (within / tiles) as usize,
-            first: (chunk * chunk_tokens + within % tiles * SLAB as u32) as usize,
-        }
-    }
-}
-
-#[cube]
-fn load(
-    pipeline: &mut Pipeline,
-    inputs: &ScanInputs,
-    iteration: usize,
-    row: usize,
-    of_moments: bool,
-    sizes: &ScanSizes,
-    #[comptime] config: ScanConfig,
-) {
-    let kv_heads = sizes.kv_heads as usize;
-    let (batch, step) =
-        (row / kv_heads, Step::new(iteration, row % kv_heads, sizes, config));
-    let heads = (step.head, step.head);
-    if of_moments {
-        pipeline.load(iteration, &inputs.x, &inputs.weighted, batch, heads, step.first, 0u32);
-    } else {
-        pipeline.load(iteration, &inputs.x, &inputs.values, batch, heads, step.first, 0u32);
-    }
-}
-
 /// State n is that after chunk n, decayed to its end:
 /// S_n = decay_n · S_(n−1) + Σ_j φ(x_j) w_j v_jᵀ, and M_n likewise with x for φ(x) and for v. Backwards, it is the
 /// gradient of that state: dS_n = decay_(n+1) · dS_(n+1) + Σ_i φ(x_i) w_i v_iᵀ over chunk n + 2, which reads the state.
@@ -138,7 +97,7 @@ fn load(
 /// - `states`: `[rows, chunks − 2, layout.rows(), head_dim]`; off the diagonal of tiles S counts twice, as the products
 ///   of two tiles do that φ holds once
 ///
-/// Grid: rows · blocks of slabs; [`THREADS`] threads.
+/// Grid: rows · blocks of slabs.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
 pub fn scan(
     inputs: &ScanInputs,
@@ -146,113 +105,134 @@ pub fn scan(
     sizes: ScanSizes,
     #[comptime] config: ScanConfig,
 ) {
+    one_block_per_multiprocessor(comptime!("scan".to_string()), comptime!(config.threads()));
     define_exp2();
     let layout = comptime!(config.layout);
-    let (dim, fragments) = comptime!((layout.padded(), layout.head_dim / 8));
-    let (of_products, per_block) = comptime!((config.of_products(), config.per_block()));
-    let blocks = comptime!(config.blocks());
+    let (dim, products) = comptime!((layout.padded(), layout.products()));
+    let consumers = comptime!(config.consumers());
+    // The tiles of a stage: x, values, weighted x.
+    let tile = comptime!(SLAB * dim / CHUNK);
     // The shuffle tells the compiler that the value is warp-uniform.
     let warp = plane_shuffle(UNIT_POS / 32, 0u32) as usize;
+    let blocks = comptime!(config.blocks());
     let (row, block) = (CUBE_POS_X as usize / blocks, CUBE_POS_X as usize % blocks);
-    let of_moments = block >= of_products;
-    let mut first_slab = block * per_block;
-    let mut last_slab = usize::cast_from(comptime!(layout.products() as u32));
-    if of_moments {
-        first_slab = (block - of_products) * per_block;
-        last_slab = usize::cast_from(comptime!(layout.moments() as u32));
-    }
-    let first_slab = first_slab + warp / GROUP_WARPS * comptime!(config.slabs);
+    let first_slab = block * config.groups;
+    let (chunks, chunk_tokens) = (sizes.chunks as usize, sizes.chunk as usize);
+    let (group, steps) = (sizes.group as usize, chunk_tokens / SLAB);
 
-    let stages = comptime!(config.stages());
-    let mut pipeline = Pipeline::of_stages(stages, SLAB, (dim, dim), WARPS);
+    let mut ring = Ring::of_stages(
+        comptime!(config.stages()),
+        comptime!(3 * SLAB),
+        dim,
+        1u32,
+        comptime!(consumers as u32),
+    );
     let mut staging =
-        SharedMemory::<Chunk>::new_aligned(comptime!(WARPS * 16 * dim / CHUNK), ALIGN);
-    sync_cube();
-    let (chunks, group) = (sizes.chunks as usize, sizes.group as usize);
-    let per_chunk = sizes.chunk as usize / SLAB * group;
-    let total = (chunks - 2) * per_chunk;
+        SharedMemory::<Chunk>::new_aligned(comptime!(consumers * 16 * dim / CHUNK), ALIGN);
     if UNIT_POS == 0 {
-        for iteration in 0..stages {
-            if iteration < total {
-                load(&mut pipeline, inputs, iteration, row, of_moments, &sizes, config);
-            }
-        }
+        // cubecl places what it sees used, here and not in one role alone.
+        staging[0] = Chunk::cast_from(0f32);
     }
-
-    let of_group = warp % GROUP_WARPS;
-    let mut accs = Sequence::<Accumulator>::new();
-    let mut places = Array::<usize>::new(comptime!(2 * config.slabs));
-    #[unroll]
-    for s in 0..comptime!(config.slabs) {
-        accs.push(zeros(fragments));
-        let tiles = tiles_of(first_slab + s, layout);
-        places[comptime!(2 * s)] = place_of_lane(tiles.0);
-        places[comptime!(2 * s + 1)] = place_of_lane(tiles.1);
-        if of_moments {
-            places[comptime!(2 * s)] = place_of_channels(first_slab + s, of_group);
-        }
-    }
-    for number in 0..chunks - 2 {
-        let mut state = number;
-        let mut decaying = number;
-        if comptime!(config.backwards) {
-            state = chunks - 3 - number;
-            decaying = state + 1;
-        }
-        let decay = exp2(inputs.totals[row * chunks + decaying]);
-        #[unroll]
-        for s in 0..comptime!(config.slabs) {
-            scale(accs.index_mut(s), decay, fragments);
-        }
-        for within in 0..per_chunk {
-            let iteration = number * per_chunk + within;
-            pipeline.wait(iteration);
-            let x_at = pipeline.first_tile(iteration);
-            let values_at = pipeline.second_tile(iteration);
-            #[unroll]
-            for s in 0..comptime!(config.slabs) {
-                let slab = first_slab + s;
-                if slab < last_slab {
-                    let mut a_frags = slab_frags();
-                    let vectors = &pipeline.first_tiles;
-                    let (first, second) =
-                        (places[comptime!(2 * s)], places[comptime!(2 * s + 1)]);
-                    if of_moments {
-                        transpose_tokens(&mut a_frags, vectors, x_at, first);
-                    } else {
-                        expand_tokens(&mut a_frags, vectors, x_at, of_group, (first, second));
+    sync_async_proxy_shared();
+    sync_cube();
+    let mut iteration = usize::cast_from(0u32);
+    if warp == consumers {
+        if UNIT_POS_PLANE == 0 {
+            let kv_heads = sizes.kv_heads as usize;
+            let (batch, first_head) = (row / kv_heads, row % kv_heads * group);
+            let of_products = first_slab < products;
+            let of_moments = first_slab + config.groups > products;
+            let of_tile = comptime!(bytes(SLAB, dim));
+            let of_values = select(of_products, of_tile, 0u32);
+            let expected = of_tile + of_values + select(of_moments, of_tile, 0u32);
+            for number in 0..chunks - 2 {
+                let mut chunk = number;
+                if comptime!(config.backwards) {
+                    chunk = chunks - 1 - number;
+                }
+                for head in first_head..first_head + group {
+                    for step in 0..steps {
+                        let first = chunk * chunk_tokens + step * SLAB;
+                        ring.wait_empty(iteration);
+                        ring.expect(iteration, expected);
+                        ring.load_part(iteration, &inputs.x, batch, head, first, 0usize, SLAB);
+                        if of_products {
+                            let source = &inputs.values;
+                            ring.load_part(iteration, source, batch, head, first, tile, SLAB);
+                        }
+                        if of_moments {
+                            let (source, at) = (&inputs.weighted, comptime!(2 * tile));
+                            ring.load_part(iteration, source, batch, head, first, at, SLAB);
+                        }
+                        iteration += 1;
                     }
-                    let acc = accs.index_mut(s);
-                    start_pb(&a_frags, &pipeline.second_tiles, values_at, acc);
                 }
-            }
-            #[unroll]
-            for s in 0..comptime!(config.slabs) {
-                wait(accs.index_mut(s), 0usize);
-            }
-            if pipeline.release(iteration) & (iteration + stages < total) {
-                load(&mut pipeline, inputs, iteration + stages, row, of_moments, &sizes, config);
             }
         }
-        #[unroll]
-        for s in 0..comptime!(config.slabs) {
-            let slab = first_slab + s;
-            if slab < last_slab {
-                let mut weight = f32::cast_from(1f32);
-                let mut of_state = slab;
-                if of_moments {
-                    of_state += comptime!(layout.products());
-                } else {
-                    let tiles = tiles_of(slab, layout);
-                    weight = select(tiles.0 == tiles.1, 1f32, 2f32);
+    } else {
+        let fragments = comptime!(layout.head_dim / 8);
+        let (slab, of_group) = (first_slab + warp / GROUP_WARPS, warp % GROUP_WARPS);
+        let exists = slab < comptime!(layout.slabs());
+        let is_moment = slab >= products;
+        let tiles = tiles_of(slab, layout);
+        let (mut first, second) = (place_of_lane(tiles.0), place_of_lane(tiles.1));
+        // φ holds once what is there twice.
+        let mut weight = select(tiles.0 == tiles.1, 1f32, 2f32);
+        let mut values = usize::cast_from(comptime!(tile as u32));
+        if is_moment {
+            first = place_of_channels(slab - products, of_group);
+            weight = f32::cast_from(1f32);
+            values = usize::cast_from(comptime!(2 * tile as u32));
+        }
+
+        let mut acc = zeros(fragments);
+        let mut log_decay = inputs.totals[row * chunks + decaying(0usize, chunks, config)];
+        for number in 0..chunks - 2 {
+            let decay = exp2(log_decay);
+            // The next one, while this chunk is computed.
+            log_decay = inputs.totals[row * chunks + decaying(number + 1, chunks, config)];
+            scale(&mut acc, decay, fragments);
+            for _ in 0..steps * group {
+                ring.wait(iteration);
+                if exists {
+                    let at = ring.stage_offset(iteration);
+                    let mut a_frags = slab_frags();
+                    if is_moment {
+                        transpose_tokens(&mut a_frags, &ring.tiles, at, first);
+                    } else {
+                        let places = (first, second);
+                        expand_tokens(&mut a_frags, &ring.tiles, at, of_group, places);
+                    }
+                    start_pb(&a_frags, &ring.tiles, at + values, &mut acc);
+                    wait(&mut acc, 0usize);
                 }
-                let first = (row * (chunks - 2) + state) * comptime!(layout.rows())
-                    + of_state * SLAB
+                if UNIT_POS_PLANE == 0 {
+                    ring.release(iteration);
+                }
+                iteration += 1;
+            }
+            if exists {
+                let mut state = number;
+                if comptime!(config.backwards) {
+                    state = chunks - 3 - number;
+                }
+                let from = (row * (chunks - 2) + state) * comptime!(layout.rows())
+                    + slab * SLAB
                     + of_group * 16;
-                store(accs.index(s), weight, &mut staging, states, first, warp, layout);
+                store(&acc, weight, &mut staging, states, from, warp, config);
             }
         }
     }
+}
+
+/// The chunk whose decay the state takes before the `number`-th step; that before the first one, of zeros, is of any.
+#[cube]
+fn decaying(number: usize, chunks: usize, #[comptime] config: ScanConfig) -> usize {
+    let mut chunk = number;
+    if comptime!(config.backwards) {
+        chunk = chunks - 2 - number;
+    }
+    chunk
 }
 
 /// Multiplies an accumulator by a number.
@@ -277,10 +257,11 @@ fn store(
     states: &mut Array<Chunk>,
     first: usize,
     warp: usize,
-    #[comptime] layout: StateLayout,
+    #[comptime] config: ScanConfig,
 ) {
-    let (fragments, rows) = comptime!((layout.head_dim / 8, WARPS * 16));
-    let per_row = comptime!(layout.head_dim / CHUNK);
+    let head_dim = comptime!(config.layout.head_dim);
+    let (fragments, rows) = comptime!((head_dim / 8, config.consumers() * 16));
+    let per_row = comptime!(head_dim / CHUNK);
     let mut rounded = uninit_a_frags(comptime!(fragments / 2));
     #[unroll]
     for f in 0..fragments {

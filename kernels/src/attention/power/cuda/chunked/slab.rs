@@ -38,9 +38,14 @@ impl StateLayout {
         self.head_dim.div_ceil(SLAB)
     }
 
+    /// All slabs.
+    pub const fn slabs(&self) -> usize {
+        self.products() + self.moments()
+    }
+
     /// The rows of a state.
     pub const fn rows(&self) -> usize {
-        (self.products() + self.moments()) * SLAB
+        self.slabs() * SLAB
     }
 
     /// Channels of a head in shared memory.
