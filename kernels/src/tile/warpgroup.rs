@@ -567,7 +567,9 @@ impl Pipeline {
         let mut last = false;
         if UNIT_POS_PLANE == 0 {
             let before = self.released[iteration % self.stages].fetch_add(1u32);
-            last = before + 1 == (iteration as u32 / comptime!(self.stages as u32) + 1) * comptime!(self.warps as u32);
+            last = before + 1
+                == (iteration as u32 / comptime!(self.stages as u32) + 1)
+                    * comptime!(self.warps as u32);
         }
         last
     }

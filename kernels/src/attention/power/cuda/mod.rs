@@ -20,8 +20,8 @@ mod score;
 use burn::tensor::{DType, Shape};
 use cubecl::zspace::metadata::Metadata;
 
-pub(super) use self::decode::PowerKvCache;
 use self::chunked::{ChunkDecays, Chunked};
+pub(super) use self::decode::PowerKvCache;
 use self::gradients::{of_log_decay, rounded_with_dots};
 use self::score::{Exponent, ExponentLaunch, PowerScore};
 use super::op::PowerAttention;

@@ -49,8 +49,7 @@ pub fn contract<O: Numeric>(
     let mut pipeline = Pipeline::new(comptime!(per_load * SLAB), (dim, 0usize), WARPS);
     let mut vectors = SharedMemory::<Chunk>::new_aligned(comptime!(ROWS * dim / CHUNK), ALIGN);
     // The gradients so far, `[tiles, ROWS, 4]`: each pair is one lane's.
-    let mut sums =
-        SharedMemory::<Pair>::new_aligned(comptime!(fragments * ROWS * 4), 16usize);
+    let mut sums = SharedMemory::<Pair>::new_aligned(comptime!(fragments * ROWS * 4), 16usize);
     sync_cube();
     if UNIT_POS == 0 {
         let others = comptime!(bytes(ROWS, dim));

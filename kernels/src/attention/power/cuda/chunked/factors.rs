@@ -227,7 +227,6 @@ pub fn weigh(
         let base = strides.base((head / heads) as usize, (head % heads) as usize);
         let vector = x[base + token as usize * strides.row as usize + chunk as usize];
         let factor = Vector::<f32, Const<CHUNK>>::cast_from(factors[row as usize]);
-        weighted[at] =
-            Vector::cast_from(Vector::<f32, Const<CHUNK>>::cast_from(vector) * factor);
+        weighted[at] = Vector::cast_from(Vector::<f32, Const<CHUNK>>::cast_from(vector) * factor);
     }
 }

@@ -137,8 +137,7 @@ impl Chunked {
         let (reads, until_end, totals) = (of(self.tokens), of(self.tokens), of(self.chunks()));
         let log_decay = log_decay.map(contiguous);
         let starts = documents.map(|x| integers(x, &[self.batch, self.tokens], "document starts"));
-        let sources =
-            DecaySources { gated: log_decay.is_some(), documents: starts.is_some() };
+        let sources = DecaySources { gated: log_decay.is_some(), documents: starts.is_some() };
         let count = elements(&totals);
         // SAFETY: a warp stays within its chunk and the one before.
         unsafe {

@@ -27,8 +27,7 @@ pub struct ScanConfig {
 }
 
 impl ScanConfig {
-    /// The fastest for `rows` rows of states: with the fewest slabs on a multiprocessor, and of these the one whose
-    /// slabs share most of what they load.
+    /// The fastest for `rows` rows of states.
     pub fn new(
         layout: StateLayout,
         backwards: bool,
@@ -38,10 +37,13 @@ impl ScanConfig {
         // What fits into registers and shared memory.
         let most = if layout.head_dim > 64 { 4 } else { 6 };
         let of = |groups| ScanConfig { layout, groups, backwards };
-        let slabs =
-            |config: &ScanConfig| (rows * config.blocks()).div_ceil(multiprocessors) * config.groups;
-        let all = (1..=most).rev().map(of);
-        all.min_by_key(slabs).expect("at least one warpgroup")
+        // A step takes time for each slab of a block, and about as much as for one of them in any case. Of equally fast
+        // ones, more warpgroups share what is loaded.
+        let time = |config: &ScanConfig| {
+            let blocks = rows * config.blocks();
+            blocks.div_ceil(multiprocessors) * (config.groups + 1)
+        };
+        (1..=most).rev().map(of).min_by_key(time).expect("at least one warpgroup")
     }
 
     /// Blocks of a row.
@@ -276,8 +278,8 @@ fn store(
     for i in 0..comptime!(16 * per_row / 32) {
         let index = i * 32 + UNIT_POS_PLANE as usize;
         let (own, chunk) = (index / per_row, index % per_row);
-        let at = place(own as u32, (chunk % PANEL) as u32)
-            + (warp * 16 + chunk / PANEL * rows) * PANEL;
+        let at =
+            place(own as u32, (chunk % PANEL) as u32) + (warp * 16 + chunk / PANEL * rows) * PANEL;
         states[(first + own) * per_row + chunk] = staging[at];
     }
     sync_plane();

@@ -79,11 +79,7 @@ pub fn tiles_of(slab: usize, #[comptime] layout: StateLayout) -> (usize, usize) 
 
 /// Those of the slab after the one of `first` and `second`.
 #[cube]
-pub fn next_tiles(
-    first: usize,
-    second: usize,
-    #[comptime] layout: StateLayout,
-) -> (usize, usize) {
+pub fn next_tiles(first: usize, second: usize, #[comptime] layout: StateLayout) -> (usize, usize) {
     let (mut first, mut next) = (first, second + 1);
     if next == comptime!(layout.tiles()) {
         first += 1;
@@ -233,8 +229,7 @@ fn set_scaled(
     y: &Array<Bf16Pair>,
 ) {
     intrinsic!(|scope| {
-        let (products, x, y) =
-            (name_of(&products.expand), name_of(&x.expand), name_of(&y.expand));
+        let (products, x, y) = (name_of(&products.expand), name_of(&x.expand), name_of(&y.expand));
         let element = if half == 0 { "low" } else { "high" };
         let text = format!(
             "asm(\"{{\\n.reg .b16 low, high;\\n.reg .b32 twice;\\nmov.b32 {{low, high}}, %1;\\n\
