@@ -14,7 +14,8 @@ pub struct BlockActivations {
     pub layers: f64,
     /// The attention operation, as its kind counts it.
     pub attention: f64,
-    /// The largest gradients that the backward pass holds at once beside these.
+    /// The largest gradients that the backward pass holds at once beside these, with what the attention operation needs
+    /// for a time.
     pub gradients: f64,
 }
 
@@ -58,12 +59,14 @@ impl BlockActivations {
         // The hidden layer before and after the activation.
         let ups = if config.mlp == MlpKind::Swiglu { 2.0 } else { 1.0 };
         elements += (ups + 1.0) * hidden;
+        let temporary = attention.temporary_bytes_per_token(kernel, &shape, batch, seq_len);
         BlockActivations {
             input: size * width,
             layers: size * elements,
             attention: attention.saved_bytes_per_token(kernel, &shape, batch, seq_len),
             // Those of q and k as attention takes them, and before a rotation or a norm.
-            gradients: size * (width + (ups * hidden).max(2.0 * (q + k) + v + inner)),
+            gradients: size * width
+                + (size * ups * hidden).max(size * (2.0 * (q + k) + v + inner) + temporary),
         }
     }
 }

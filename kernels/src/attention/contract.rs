@@ -357,6 +357,19 @@ pub trait VariantSpec:
         }
     }
 
+    /// Bytes per token that the operation's backward pass needs for a time, beside its inputs, results and gradients. An
+    /// estimate; 0 by default. The arguments are those of [`VariantSpec::saved_bytes_per_token`].
+    fn temporary_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let _ = (shape, seq_len, path, dtype);
+        0.0
+    }
+
     /// Elements that decoding keeps per sequence after `seq_len` single-token steps. Buffers may be
     /// up to twice as large. By default those of a [`KvCache`](super::cache::KvCache) with the keys
     /// of all views and the values.

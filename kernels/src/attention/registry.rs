@@ -219,6 +219,22 @@ macro_rules! registry {
                 }
             }
 
+            /// As [`VariantSpec::temporary_bytes_per_token`], on the same path.
+            pub fn temporary_bytes_per_token(
+                &self,
+                kernel: Kernel,
+                shape: &AttentionShape,
+                batch: usize,
+                seq_len: usize,
+            ) -> f64 {
+                let path = self.path(kernel, shape, batch, Some(seq_len));
+                match self {
+                    $(Self::$name(c) => {
+                        c.temporary_bytes_per_token(shape, seq_len, path, kernel.dtype)
+                    })+
+                }
+            }
+
             /// As [`VariantSpec::state_elements`].
             pub fn state_elements(&self, shape: &AttentionShape, seq_len: usize) -> u64 {
                 match self { $(Self::$name(c) => c.state_elements(shape, seq_len),)+ }

@@ -384,8 +384,8 @@ pub fn to_a_frags(p: &Accumulator, #[comptime] n: usize) -> AFragments {
     a_frags
 }
 
-/// A buffer of stages with two tiles each: some are loaded while others are used. Warps do not run in lockstep; the
-/// last one to release a stage loads the next tiles into it.
+/// A double buffer of two stages with two tiles each: one stage is loaded while the other is used. Warps do
+/// not run in lockstep; the last one to release a stage loads the next tiles into it.
 #[derive(CubeType)]
 pub struct Pipeline {
     full: Sequence<Shared<Barrier>>,
@@ -394,9 +394,6 @@ pub struct Pipeline {
     pub first_tiles: SharedMemory<Chunk>,
     /// The second tile of each stage (V, or dO in dkv).
     pub second_tiles: SharedMemory<Chunk>,
-    /// Number of stages.
-    #[cube(comptime)]
-    stages: usize,
     /// Rows per tile.
     #[cube(comptime)]
     rows: usize,
@@ -410,41 +407,30 @@ pub struct Pipeline {
 
 #[cube]
 impl Pipeline {
-    /// Two empty stages for a tile of `rows` rows and `dims.0` channels and one of `dims.1`. The block must
+    /// Empty stages for a tile of `rows` rows and `dims.0` channels and one of `dims.1`. The block must
     /// synchronise before using them.
     pub fn new(
         #[comptime] rows: usize,
         #[comptime] dims: (usize, usize),
         #[comptime] warps: usize,
     ) -> Pipeline {
-        Pipeline::of_stages(2usize, rows, dims, warps)
-    }
-
-    /// As [`Pipeline::new`], with `stages` of them.
-    pub fn of_stages(
-        #[comptime] stages: usize,
-        #[comptime] rows: usize,
-        #[comptime] dims: (usize, usize),
-        #[comptime] warps: usize,
-    ) -> Pipeline {
         let mut full = Sequence::<Shared<Barrier>>::new();
         #[unroll]
-        for _ in 0..stages {
+        for _ in 0..2usize {
             full.push(Barrier::shared(1, UNIT_POS == 0));
         }
-        let released = SharedMemory::<Atomic<u32>>::new(stages);
-        if UNIT_POS < comptime!(stages as u32) {
+        let released = SharedMemory::<Atomic<u32>>::new(2usize);
+        if UNIT_POS < 2 {
             released[UNIT_POS as usize].store(0u32);
         }
         sync_async_proxy_shared();
-        let first_chunks = comptime!(stages * rows * dims.0 / CHUNK);
-        let second_chunks = comptime!(stages * rows * dims.1 / CHUNK);
+        let first_chunks = comptime!(2 * rows * dims.0 / CHUNK);
+        let second_chunks = comptime!(2 * rows * dims.1 / CHUNK);
         Pipeline {
             full,
             released,
             first_tiles: SharedMemory::<Chunk>::new_aligned(first_chunks, ALIGN),
             second_tiles: SharedMemory::<Chunk>::new_aligned(second_chunks, ALIGN),
-            stages,
             rows,
             dims,
             warps,
@@ -453,12 +439,12 @@ impl Pipeline {
 
     /// The index of the first chunk of an iteration's first tile.
     pub fn first_tile(&self, iteration: usize) -> usize {
-        iteration % self.stages * comptime!(self.rows * self.dims.0 / CHUNK)
+        iteration % 2 * comptime!(self.rows * self.dims.0 / CHUNK)
     }
 
     /// The index of the first chunk of an iteration's second tile.
     pub fn second_tile(&self, iteration: usize) -> usize {
-        iteration % self.stages * comptime!(self.rows * self.dims.1 / CHUNK)
+        iteration % 2 * comptime!(self.rows * self.dims.1 / CHUNK)
     }
 
     /// Starts the load of a further tile that the iteration also waits for.
@@ -474,8 +460,8 @@ impl Pipeline {
         #[comptime] dim: usize,
     ) {
         #[unroll]
-        for stage in 0..self.stages {
-            if iteration % self.stages == stage {
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
                 let full = self.full.index(stage);
                 load_rows(full, source, batch, head, first, tile, 0usize, rows, dim);
             }
@@ -498,8 +484,8 @@ impl Pipeline {
         let (rows, first_dim, second_dim) = comptime!((self.rows, self.dims.0, self.dims.1));
         let both = comptime!(bytes(self.rows, self.dims.0) + bytes(self.rows, self.dims.1));
         #[unroll]
-        for stage in 0..self.stages {
-            if iteration % self.stages == stage {
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
                 let full = self.full.index(stage);
                 full.arrive_and_expect_tx(1, both + others);
                 load_rows(
@@ -541,8 +527,8 @@ impl Pipeline {
         let at = self.first_tile(iteration);
         let (rows, dim) = comptime!((self.rows, self.dims.0));
         #[unroll]
-        for stage in 0..self.stages {
-            if iteration % self.stages == stage {
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
                 let full = self.full.index(stage);
                 full.arrive_and_expect_tx(1, comptime!(bytes(rows, dim)) + others);
                 load_rows(full, source, batch, head, first, &mut self.first_tiles, at, rows, dim);
@@ -553,9 +539,9 @@ impl Pipeline {
     /// Waits for the tiles of an iteration.
     pub fn wait(&self, iteration: usize) {
         #[unroll]
-        for stage in 0..self.stages {
-            if iteration % self.stages == stage {
-                wait_parity(self.full.index(stage), (iteration / self.stages % 2) as u32);
+        for stage in 0..2usize {
+            if iteration % 2 == stage {
+                wait_parity(self.full.index(stage), (iteration / 2 % 2) as u32);
             }
         }
     }
@@ -566,10 +552,8 @@ impl Pipeline {
     pub fn release(&self, iteration: usize) -> bool {
         let mut last = false;
         if UNIT_POS_PLANE == 0 {
-            let before = self.released[iteration % self.stages].fetch_add(1u32);
-            last = before + 1
-                == (iteration as u32 / comptime!(self.stages as u32) + 1)
-                    * comptime!(self.warps as u32);
+            let before = self.released[iteration % 2].fetch_add(1u32);
+            last = before + 1 == (iteration as u32 / 2 + 1) * comptime!(self.warps as u32);
         }
         last
     }

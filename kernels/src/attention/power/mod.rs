@@ -36,10 +36,12 @@
 //! attention over one to two chunks.
 //!
 //! # Kernels
-//! On the CPU, both forms, in f32. On CUDA, the attention form in bf16, on tensor cores: sequences of up
-//! to `switch_len` tokens, or of any length with `form = "attention"` or a window. Longer sequences run the
-//! reference of the chunked form. Decoding on CUDA keeps the decay's sums for each query head; the tokens
-//! after the first `switch_len` are the reference's. A score below 2^-126 has no weight on CUDA, where ε is 0.
+//! On the CPU, both forms, in f32. On CUDA in bf16, on tensor cores: the attention form, and the chunked form
+//! (`docs/power.md`) with p = 2, heads of 32, 64 or 128 channels and chunks of a multiple of 128 tokens; the
+//! reference computes it elsewhere. Decoding on CUDA keeps the decay's sums for each query head. With
+//! `form = "auto"`, the kernels also compute a prefill of more than `switch_len` tokens; single tokens after
+//! `switch_len`, and all decoding with `form = "chunked"`, run the reference. A score below 2^-126 has no weight on
+//! CUDA, where ε is 0, nor has a sum of far weights below 10^-30; sums of squared scores must stay below 10^38.
 
 mod cpu;
 mod cuda;
@@ -106,7 +108,7 @@ pub struct Config {
     pub scaling: Scaling,
     /// `"auto"` (default), `"attention"` or `"chunked"`.
     pub form: Form,
-    /// Tokens per chunk, 128 to 1,024. Default: 128 for D below 1,000, 256 below 5,000, 512 below
+    /// Tokens per chunk, 128 to 1,024; CUDA's kernels take multiples of 128. Default: 128 for D below 1,000, 256 below 5,000, 512 below
     /// 20,000, else 1,024. Larger chunks cost more attention inside them, smaller ones more memory, for a
     /// state per chunk.
     pub chunk: Option<usize>,
@@ -114,7 +116,8 @@ pub struct Config {
     /// two chunks if that is longer. Forward and backward pass together took as much processor time in
     /// either form near 1,500 tokens for 32 channels, 3,500 for 64 and 15,000 for 128 with p = 2 (D = 640,
     /// 2,304 and 8,704), and near 16,000 for 16 channels with p = 4 (D = 8,960); measured on the CPU at 4,096
-    /// to 16,384 tokens, where the attention form's time was taken to grow in proportion to the length.
+    /// to 16,384 tokens, where the attention form's time was taken to grow in proportion to the length. On CUDA
+    /// the forms cross near 2,100, 5,700 and 21,000 tokens with p = 2 (`docs/performance.md`).
     pub switch_len: Option<usize>,
 }
 
@@ -327,8 +330,6 @@ impl VariantSpec for Config {
         if self.gate { vec![gate] } else { vec![] }
     }
 
-    /// The source's state FLOPs (§3.2): scores and weighted values of the keys read directly, and updating
-    /// and querying the sums. Expansions of q and k are not counted.
     fn saved_bytes_per_token(
         &self,
         shape: &AttentionShape,
@@ -340,7 +341,7 @@ impl VariantSpec for Config {
         let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
         match path {
             ExecPath::Kernel(DeviceKind::Cuda) if chunked => {
-                channels.by_kernel(dtype) + cuda::chunked::SAVED_BYTES * shape.kv_heads as f64
+                channels.by_kernel(dtype) + cuda::chunked::saved_bytes(shape.heads, shape.kv_heads)
             }
             ExecPath::Kernel(_) => channels.by_kernel(dtype),
             ExecPath::Reference if chunked => {
@@ -356,10 +357,29 @@ impl VariantSpec for Config {
         }
     }
 
+    /// The states of chunks or their gradients, and two tensors as large as q.
+    fn temporary_bytes_per_token(
+        &self,
+        shape: &AttentionShape,
+        seq_len: usize,
+        path: ExecPath,
+        dtype: DType,
+    ) -> f64 {
+        let chunked = self.chunked_above(shape).is_some_and(|switch| seq_len > switch);
+        if path != ExecPath::Kernel(DeviceKind::Cuda) || !chunked {
+            return 0.0;
+        }
+        let state = cuda::chunked::state_elements(shape.head_dim) * shape.kv_heads;
+        let weighted = 2 * shape.heads * shape.head_dim;
+        dtype.size() as f64 * (state as f64 / self.chunk(shape) as f64 + weighted as f64)
+    }
+
     fn has_retention(&self) -> bool {
         self.gate
     }
 
+    /// The source's state FLOPs (§3.2): scores and weighted values of the keys read directly, and updating
+    /// and querying the sums. Expansions of q and k are not counted.
     fn flops_per_token(&self, shape: &AttentionShape, seq_len: usize) -> f64 {
         let (d, heads) = (shape.head_dim as f64, shape.heads as f64);
         if self.chunked_above(shape).is_none_or(|switch| seq_len <= switch) {

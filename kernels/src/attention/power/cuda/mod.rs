@@ -1,5 +1,6 @@
-//! The attention form on CUDA, and the [chunked form](chunked) on top of it: softmax attention on the flash core with the scores p·ln|q·k|, and the decay as
-//! biases. The scale of scores cancels, so it is 1 here.
+//! Power attention on CUDA. The attention form is softmax attention on the flash core: its scores are p·ln|q·k|, and
+//! the decay is a bias. The [chunked form](chunked) uses it for the near keys. The scale of scores cancels, so it is 1
+//! here.
 //!
 //! The forward pass takes the logarithm of each product. The backward pass needs the product's sign, which its
 //! logarithm lacks. It forms t = s · exp((c_i − c_j − lse_i) / p), whose p-th power is the weight, and whose
@@ -20,7 +21,7 @@ mod score;
 use burn::tensor::{DType, Shape};
 use cubecl::zspace::metadata::Metadata;
 
-use self::chunked::{ChunkDecays, Chunked};
+use self::chunked::{Chunked, Saved};
 pub(super) use self::decode::PowerKvCache;
 use self::gradients::{of_log_decay, rounded_with_dots};
 use self::score::{Exponent, ExponentLaunch, PowerScore};
@@ -191,9 +192,9 @@ pub(super) fn forward(
         Some(chunked) => {
             let starts = chunked.near_starts(q, documents);
             let [o, lse] = op.run(inputs, sums.clone(), Some(&starts), true);
-            let decays = chunked.decays(q, log_decay, documents);
-            chunked.add_far(inputs, &decays, [&o, &lse]);
-            more = vec![decays.reads, decays.until_end, decays.totals];
+            let Saved { factors, until_end, totals } =
+                chunked.add_far(inputs, log_decay, documents, [&o, &lse]);
+            more = vec![factors, until_end, totals];
             [o, lse]
         }
     };
@@ -223,8 +224,8 @@ pub(super) fn backward(
     let [q, k, _] = inputs;
     let far = op.chunked(q, k).map(|chunked| {
         let starts = chunked.near_starts(q, documents);
-        let decays = ChunkDecays { reads: next(), until_end: next(), totals: next() };
-        (chunked, starts, decays)
+        let saved = Saved { factors: next(), until_end: next(), totals: next() };
+        (chunked, starts, saved)
     });
     let documents = far.as_ref().map(|(_, starts, _)| starts).or(documents);
     let sums = saved.next().zip(saved.next());
@@ -232,9 +233,8 @@ pub(super) fn backward(
     let with_gate = sums.is_some();
     let result = SoftmaxOutput { o, lse, sink: None };
     let gradients = op.gradients(inputs, &result, sums, documents, grad);
-    if let Some((chunked, _, decays)) = far {
-        let results = [&result.o, &result.lse];
-        chunked.add_far_gradients(inputs, &decays, results, grad, &gradients);
+    if let Some((chunked, _, saved)) = far {
+        chunked.add_far_gradients(inputs, &saved, &result.o, grad, &gradients);
     }
     let Gradients { dq, dk, dv, .. } = gradients;
     if !with_gate {

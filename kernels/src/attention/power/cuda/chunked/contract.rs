@@ -7,9 +7,7 @@ use super::read::{ROWS, ReadConfig, ReadSizes, Readers, WARPS, by_moments};
 use super::slab::{SLAB, next_tiles, own_pair, place_of, tiles_of};
 use crate::attention::flash::HeadPairs;
 use crate::tile::warpgroup::{Pipeline, start_abt, uninit, uninit_a_frags, wait};
-use crate::tile::{
-    ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, bytes, define_exp2, sum_of_four, zeros,
-};
+use crate::tile::{ALIGN, Accumulator, CHUNK, Chunk, PANEL, Pair, bytes, sum_of_four, zeros};
 
 /// The tensors that [`contract`] reads and changes.
 #[derive(CubeType, CubeLaunch)]
@@ -37,7 +35,6 @@ pub fn contract<O: Numeric>(
     sizes: ReadSizes,
     #[comptime] config: ReadConfig,
 ) {
-    define_exp2();
     let layout = comptime!(config.layout);
     let (dim, fragments) = comptime!((layout.padded(), layout.head_dim / 8));
     let (per_load, moments) = comptime!((layout.per_load(), layout.moments()));

@@ -174,33 +174,19 @@ pub fn near_starts(
     }
 }
 
-/// The weights with which queries enter the gradients of states: f = decay / total for their upstream gradients, and
-/// g = −δ f for the sum of weights; 0 for the first two chunks' queries.
+/// −δ times the factors of what queries read from S: the gradients of the sums of far weights.
 ///
-/// - `reads`: `[rows, tokens]`; see [`Decays::reads`]
-/// - `lse`, `delta`, `weights`, `moments`: `[rows, group, tokens]`, `count` in all
+/// - all of one shape, of `count` elements
 #[cube(launch_unchecked)]
-pub fn query_weights(
-    reads: &Array<f32>,
-    lse: &Array<f32>,
+pub fn gradients_of_sums(
     delta: &Array<f32>,
-    weights: &mut Array<f32>,
-    moments: &mut Array<f32>,
-    tokens: u32,
-    group: u32,
-    chunk: u32,
+    factors: &Array<f32>,
+    results: &mut Array<f32>,
     count: u32,
 ) {
     let at = ABSOLUTE_POS;
     if at < count as usize {
-        let token = at as u32 % tokens;
-        let row = at as u32 / tokens / group;
-        let mut weight = f32::cast_from(0f32);
-        if token >= 2 * chunk {
-            weight = exp2(reads[(row * tokens + token) as usize] - lse[at]);
-        }
-        weights[at] = weight;
-        moments[at] = -delta[at] * weight;
+        results[at] = -delta[at] * factors[at];
     }
 }
 

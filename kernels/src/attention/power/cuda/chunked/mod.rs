@@ -16,8 +16,8 @@
 //! Backward, the flash core with the log-sum-exp over all keys gives what near keys contribute. With f the decay of a
 //! query's state over its sum of weights and δ = doᵀo, the gradients of states are sums over later queries of
 //! φ(q) (f do)ᵀ and −δ f q qᵀ, by the same scan from the last chunk to the first. From S and M and their gradients,
-//! [`contract`] makes those of queries and keys, and [`read`] that of values. The states are made again, which takes
-//! less than keeping them: they have 18 times the size of k for 64 channels in chunks of 128 tokens.
+//! [`contract`] makes those of queries and keys, and [`read`] that of values. The states are recomputed: kept, they would
+//! take 18 times the memory of k for 64 channels in chunks of 128 tokens.
 //!
 //! Every sum has one owner and a fixed order: equal inputs give equal bits.
 
@@ -41,7 +41,7 @@ use self::scan::{ScanConfig, ScanInputsLaunch, ScanSizesLaunch};
 use self::slab::{SLAB, StateLayout};
 use super::group;
 use crate::attention::flash::{Gradients, Heads, row_dots};
-use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors};
+use crate::cuda::{CudaTensor, buffer, contiguous, empty, multiprocessors, zeros};
 use crate::ops::cuda::{THREADS, as_u32, blocks, dim, elements, integers, nothing};
 use crate::tile::CHUNK;
 
@@ -50,17 +50,24 @@ pub fn serves(p: u32, head_dim: usize, chunk: usize) -> bool {
     p == 2 && [32, 64, 128].contains(&head_dim) && chunk.is_multiple_of(read::ROWS)
 }
 
-/// Bytes per token and kv head that the forward pass keeps beside what the attention form does.
-pub const SAVED_BYTES: f64 = 8.0;
+/// Elements of a state of a kv head.
+pub fn state_elements(head_dim: usize) -> usize {
+    StateLayout { head_dim }.rows() * head_dim
+}
 
-/// The decays of a call, see [`factors::Decays`].
-#[derive(Clone)]
-pub struct ChunkDecays {
-    /// `[batch, kv_heads, tokens]`
-    pub reads: CudaTensor,
-    /// `[batch, kv_heads, tokens]`
+/// Bytes per token that the forward pass keeps beside what the attention form does: a factor of each query head, and a
+/// decay of each kv head.
+pub fn saved_bytes(heads: usize, kv_heads: usize) -> f64 {
+    4.0 * (heads + kv_heads) as f64
+}
+
+/// What the forward pass leaves for the backward pass.
+pub struct Saved {
+    /// The factors of what queries read from S in o, `[batch, heads, tokens]`; 0 for queries that read no state.
+    pub factors: CudaTensor,
+    /// See [`factors::Decays`], `[batch, kv_heads, tokens]`.
     pub until_end: CudaTensor,
-    /// `[batch, kv_heads, chunks]`
+    /// See [`factors::Decays`], `[batch, kv_heads, chunks]`.
     pub totals: CudaTensor,
 }
 
@@ -81,10 +88,11 @@ impl Chunked {
     /// A call for q and k in chunks of `chunk` tokens.
     ///
     /// # Panics
-    /// Unless [`serves`].
+    /// Unless [`serves`], and for two chunks or fewer, which have no state to read.
     pub fn new(q: &CudaTensor, k: &CudaTensor, chunk: usize) -> Self {
         let [batch, heads, tokens, head_dim]: [usize; 4] = q.meta.shape().dims();
         assert!(serves(2, head_dim, chunk), "{head_dim} channels in chunks of {chunk} tokens");
+        assert!(tokens > 2 * chunk, "{tokens} tokens in chunks of {chunk}");
         let kv_heads = heads / group(q, k);
         Chunked { chunk, batch, heads, kv_heads, tokens, layout: StateLayout { head_dim } }
     }
@@ -95,11 +103,7 @@ impl Chunked {
 
     /// The chunks whose states are read.
     fn read_chunks(&self) -> usize {
-        self.chunks().saturating_sub(2)
-    }
-
-    fn group(&self) -> usize {
-        self.heads / self.kv_heads
+        self.chunks() - 2
     }
 
     /// The documents' starts, `[batch, tokens]`, moved to the first near key of each query.
@@ -107,7 +111,6 @@ impl Chunked {
         let shape = [self.batch, self.tokens];
         let starts = documents.map(|x| integers(x, &shape, "document starts"));
         let near = empty(like, &shape, DType::I32);
-        let starts_or_near = starts.as_ref().unwrap_or(&near);
         let count = elements(&near);
         // SAFETY: a thread reads and writes one element.
         unsafe {
@@ -115,7 +118,7 @@ impl Chunked {
                 &like.client,
                 blocks(count, THREADS),
                 dim(THREADS),
-                buffer(starts_or_near, 1),
+                starts.as_ref().map_or_else(|| nothing(like), |x| buffer(x, 1)),
                 buffer(&near, 1),
                 as_u32(self.tokens),
                 as_u32(self.chunk),
@@ -126,13 +129,14 @@ impl Chunked {
         near
     }
 
-    /// The decays, with the log decays `[batch, kv_heads, tokens]`, if there is a gate.
-    pub fn decays(
+    /// log₂ of the decay of a query's state, `[batch, kv_heads, tokens]`, and what is saved, without the factors: with the
+    /// log decays `[batch, kv_heads, tokens]`, if there is a gate.
+    fn decays(
         &self,
         like: &CudaTensor,
         log_decay: Option<&CudaTensor>,
         documents: Option<&CudaTensor>,
-    ) -> ChunkDecays {
+    ) -> [CudaTensor; 3] {
         let of = |last| empty(like, &[self.batch, self.kv_heads, last], DType::F32);
         let (reads, until_end, totals) = (of(self.tokens), of(self.tokens), of(self.chunks()));
         let log_decay = log_decay.map(contiguous);
@@ -157,7 +161,7 @@ impl Chunked {
                 sources,
             );
         }
-        ChunkDecays { reads, until_end, totals }
+        [reads, until_end, totals]
     }
 
     /// The rows of `x`, `[batch, heads, tokens, head_dim]`, times their factors, `[batch, heads, tokens]`.
@@ -183,11 +187,11 @@ impl Chunked {
         Heads::in_place(&weighted)
     }
 
-    /// The states from k, v and their weights, or backwards their gradients from q, do and the two weights.
+    /// The states from k, v and their decays, or backwards the states' gradients from q, do and the factors of both.
     fn scan(
         &self,
         [x, values]: [&Heads; 2],
-        [weights, moments]: [&CudaTensor; 2],
+        [value_factors, factors]: [&CudaTensor; 2],
         totals: &CudaTensor,
         backwards: bool,
     ) -> States {
@@ -196,7 +200,7 @@ impl Chunked {
         let shape = [rows, self.read_chunks(), layout.rows(), layout.head_dim];
         let states = empty(like, &shape, DType::BF16);
         let config = ScanConfig::new(layout, backwards, rows, multiprocessors(&like.client));
-        let (values, weighted) = (self.weigh(values, weights), self.weigh(x, moments));
+        let (values, weighted) = (self.weigh(values, value_factors), self.weigh(x, factors));
         // SAFETY: blocks stay within the states of their rows; tokens past the last are loaded as zeros.
         unsafe {
             scan::scan::launch_unchecked::<CudaRuntime>(
@@ -222,9 +226,8 @@ impl Chunked {
         States(Heads::in_place(&states))
     }
 
-    fn states(&self, [k, v]: [&Heads; 2], decays: &ChunkDecays) -> States {
-        let weights = &decays.until_end;
-        self.scan([k, v], [weights, weights], &decays.totals, false)
+    fn states(&self, kv: [&Heads; 2], until_end: &CudaTensor, totals: &CudaTensor) -> States {
+        self.scan(kv, [until_end, until_end], totals, false)
     }
 
     fn read_config(&self, of_queries: bool) -> ReadConfig {
@@ -255,17 +258,18 @@ impl Chunked {
         states.0.tensor_map(self.layout.per_load() * SLAB)
     }
 
-    /// See [`read::read_states`]; of queries with `lse`.
+    /// See [`read::read_states`]; for queries with their log-sum-exp and factors.
     fn read(
         &self,
         x: &Heads,
         states: &States,
-        by: &CudaTensor,
+        decays: &CudaTensor,
         results: &CudaTensor,
-        lse: Option<&CudaTensor>,
+        of_queries: Option<[&CudaTensor; 2]>,
     ) {
-        let of_queries = lse.is_some();
         let results = Heads::in_place(results);
+        let [lse, factors] = of_queries.unwrap_or([decays; 2]);
+        let of_queries = of_queries.is_some();
         // SAFETY: blocks stay within their tokens.
         unsafe {
             read::read_states::launch_unchecked::<CudaRuntime>(
@@ -275,9 +279,10 @@ impl Chunked {
                 ReadArraysLaunch::new(
                     x.tensor_map(read::ROWS),
                     self.map_states(states),
-                    buffer(by, 1),
+                    buffer(decays, 1),
                     results.pairs(),
-                    lse.map_or_else(|| nothing(by), |lse| buffer(lse, 1)),
+                    buffer(lse, 1),
+                    buffer(factors, 1),
                 ),
                 self.read_sizes(of_queries),
                 self.read_config(of_queries),
@@ -333,65 +338,52 @@ impl Chunked {
     pub fn add_far(
         &self,
         [q, k, v]: [&CudaTensor; 3],
-        decays: &ChunkDecays,
+        log_decay: Option<&CudaTensor>,
+        documents: Option<&CudaTensor>,
         [o, lse]: [&CudaTensor; 2],
-    ) {
-        if self.read_chunks() > 0 {
-            let [q, k, v] = [q, k, v].map(Heads::new);
-            let states = self.states([&k, &v], decays);
-            self.read(&q, &states, &decays.reads, o, Some(lse));
-        }
+    ) -> Saved {
+        let [reads, until_end, totals] = self.decays(q, log_decay, documents);
+        let factors = zeros(q, &[self.batch, self.heads, self.tokens], DType::F32);
+        let [q, k, v] = [q, k, v].map(Heads::new);
+        let states = self.states([&k, &v], &until_end, &totals);
+        self.read(&q, &states, &reads, o, Some([lse, &factors]));
+        Saved { factors, until_end, totals }
     }
 
     /// Adds what far keys contribute to the gradients of q, k and v.
     pub fn add_far_gradients(
         &self,
         [q, k, v]: [&CudaTensor; 3],
-        decays: &ChunkDecays,
-        [o, lse]: [&CudaTensor; 2],
+        Saved { factors, until_end, totals }: &Saved,
+        o: &CudaTensor,
         grad: &CudaTensor,
         gradients: &Gradients,
     ) {
-        if self.read_chunks() == 0 {
-            return;
-        }
         let [q, k, v, grad] = [q, k, v, grad].map(Heads::new);
         let delta = row_dots(&Heads::new(o), &grad);
-        let [weights, moments] = self.query_weights(&decays.reads, lse, &delta);
-        let of_queries = [&weights, &moments];
-        let states = self.states([&k, &v], decays);
+        let of_sums = self.gradients_of_sums(&delta, factors);
+        let of_queries = [factors, &of_sums];
+        let states = self.states([&k, &v], until_end, totals);
         self.contract([&q, &grad], &states, of_queries, &gradients.dq, true);
         drop(states);
-        let d_states = self.scan([&q, &grad], of_queries, &decays.totals, true);
-        let of_keys = &decays.until_end;
-        self.contract([&k, &v], &d_states, [of_keys, of_keys], &gradients.dk, false);
-        self.read(&k, &d_states, of_keys, &gradients.dv, None);
+        let d_states = self.scan([&q, &grad], of_queries, totals, true);
+        self.contract([&k, &v], &d_states, [until_end, until_end], &gradients.dk, false);
+        self.read(&k, &d_states, until_end, &gradients.dv, None);
     }
 
-    /// See [`factors::query_weights`].
-    fn query_weights(
-        &self,
-        reads: &CudaTensor,
-        lse: &CudaTensor,
-        delta: &CudaTensor,
-    ) -> [CudaTensor; 2] {
-        let shape = [self.batch, self.heads, self.tokens];
-        let results = [(); 2].map(|()| empty(reads, &shape, DType::F32));
-        let count = elements(lse);
+    /// See [`factors::gradients_of_sums`].
+    fn gradients_of_sums(&self, delta: &CudaTensor, factors: &CudaTensor) -> CudaTensor {
+        let results = empty(factors, &[self.batch, self.heads, self.tokens], DType::F32);
+        let count = elements(factors);
         // SAFETY: a thread reads and writes one element of each.
         unsafe {
-            factors::query_weights::launch_unchecked::<CudaRuntime>(
-                &reads.client,
+            factors::gradients_of_sums::launch_unchecked::<CudaRuntime>(
+                &factors.client,
                 blocks(count, THREADS),
                 dim(THREADS),
-                buffer(reads, 1),
-                buffer(lse, 1),
                 buffer(delta, 1),
-                buffer(&results[0], 1),
-                buffer(&results[1], 1),
-                as_u32(self.tokens),
-                as_u32(self.group()),
-                as_u32(self.chunk),
+                buffer(factors, 1),
+                buffer(&results, 1),
                 as_u32(count),
             );
         }

@@ -4,7 +4,9 @@ use burn::tensor::bf16;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 
-use super::slab::{SLAB, StateLayout, expand_rows, next_tiles, own_pair, slab_frags, tiles_of};
+use super::slab::{
+    SLAB, StateLayout, expand_rows, next_tiles, own_pair, place_of, slab_frags, tiles_of,
+};
 use crate::attention::flash::HeadPairs;
 use crate::tile::warpgroup::{GROUP_WARPS, Pipeline, start_pb, wait};
 use crate::tile::{
@@ -132,11 +134,13 @@ pub struct ReadArrays {
     pub states: TensorMap<bf16, Tiled>,
     /// Of queries, log₂ of the decay of the state since its chunk's end, relative to the row's shift; of keys, their
     /// weights. `[rows, tokens]`.
-    pub factors: Array<f32>,
+    pub decays: Array<f32>,
     /// o or dv, `[batch, heads, tokens, head_dim]`.
     pub results: HeadPairs<bf16>,
     /// Log-sum-exp of queries, base 2, relative to the row's shift, `[batch, heads, tokens]`.
     pub lse: Array<f32>,
+    /// The factors of what queries read from S in o, likewise: the state's decay over the sum of all weights.
+    pub factors: Array<f32>,
 }
 
 /// Queries: o and its log-sum-exp over the near keys become those over all keys. Keys: adds what later chunks
@@ -177,15 +181,16 @@ pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config
     }
     let row = warp * 16;
 
-    // φ's sum of weights: xᵀ M x.
+    // The sum of far weights, xᵀ M x, and the least one that counts.
     let mut weights = Array::<f32>::new(2usize);
-    weights[0] = 0f32;
-    weights[1] = 0f32;
+    let mut least = Array::<f32>::new(2usize);
     if with_moments {
         let mut acc = zeros(fragments);
+        let mut trace = f32::cast_from(0f32);
         #[unroll]
         for slab in 0..moments {
             pipeline.wait(slab);
+            trace += trace_of(&pipeline, slab, layout);
             by_moments(&mut acc, &pipeline, &vectors, warp, slab);
             if pipeline.release(slab) & (slab + 2 < total) {
                 own.load(&mut pipeline, &arrays.states, slab + 2, 0u32, with_moments, layout);
@@ -194,13 +199,17 @@ pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config
         #[unroll]
         for r in 0..2usize {
             let mut sum = 0f32;
+            let mut square = 0f32;
             #[unroll]
             for f in 0..fragments {
                 let x = own_pair(&vectors, row + r * 8 + lane / 4, f, ROWS);
                 let (x, y) = (Pair::cast_from(x), acc.index(f)[r]);
                 sum += x[0] * y[0] + x[1] * y[1];
+                square += x[0] * x[0] + x[1] * x[1];
             }
             weights[r] = sum_of_four(sum);
+            let most = sum_of_four(square) * trace;
+            least[r] = max(most * RESOLUTION, f32::cast_from(LEAST_WEIGHT));
         }
     }
 
@@ -229,16 +238,17 @@ pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config
         let exists = token < tokens;
         let from = min(token, tokens - 1);
         let mut of_result = f32::cast_from(1f32);
-        let mut of_state = arrays.factors[own.row * tokens + from];
+        let mut of_state = arrays.decays[own.row * tokens + from];
         if comptime!(config.of_queries) {
             let at = own.batch_head * tokens + from;
-            let (near, far, lse) = join(arrays.lse[at], of_state, weights[r]);
+            let (near, far, lse) = join(arrays.lse[at], of_state, weights[r], least[r]);
             of_result = near;
             of_state = far;
             // All lanes of the row have read it.
             sync_plane();
             if exists & (lane % 4 == 0) {
                 arrays.lse[at] = lse;
+                arrays.factors[at] = far;
             }
         }
         if exists {
@@ -255,19 +265,42 @@ pub fn read_states(arrays: &mut ReadArrays, sizes: ReadSizes, #[comptime] config
     }
 }
 
-/// The least sum of weights that counts.
-const LEAST_WEIGHT: f32 = f32::MIN_POSITIVE;
+/// A sum of far weights below this part of the largest that |x| and the keys' norms allow, Σ w |x|² |k|², is rounding
+/// errors: those of M, in bf16, have about half of it.
+const RESOLUTION: f32 = 1.0 / 32_768.0;
+
+/// The least sum of far weights that counts: what is divided by it stays finite.
+const LEAST_WEIGHT: f32 = 1e-30;
+
+/// The sum over the diagonal of a slab of M that has been loaded.
+#[cube]
+fn trace_of(pipeline: &Pipeline, #[comptime] slab: usize, #[comptime] layout: StateLayout) -> f32 {
+    let lane = UNIT_POS_PLANE as usize;
+    let at = pipeline.first_tile(slab);
+    let mut sum = f32::cast_from(0f32);
+    #[unroll]
+    for half in 0..comptime!(layout.head_dim.min(SLAB) / 32) {
+        let row = half * 32 + lane;
+        let tile = comptime!(slab * PANEL) + row / CHUNK;
+        let rows = comptime!(layout.per_load() * SLAB);
+        let chunk = pipeline.first_tiles[at + place_of(row, tile, rows)];
+        #[unroll]
+        for i in 0..CHUNK {
+            sum += select(row % CHUNK == i, f32::cast_from(chunk[i]), 0f32);
+        }
+    }
+    plane_sum(sum)
+}
 
 /// The factors of the near keys' output and of what a query reads from the state, and the log-sum-exp of all keys.
 ///
 /// - `near`: that of the near keys, or −[`MASKED`] if none has a weight
 /// - `decay`: log₂ of the state's decay
-/// - `weight`: the sum of the state's weights
+/// - `weight`: the sum of the state's weights, which counts from `least` on
 #[cube]
-fn join(near: f32, decay: f32, weight: f32) -> (f32, f32, f32) {
+fn join(near: f32, decay: f32, weight: f32, least: f32) -> (f32, f32, f32) {
     let no_near = near >= f32::cast_from(-MASKED);
-    // Rounding can make a nearly vanishing sum of even powers negative.
-    let no_far = (weight < f32::cast_from(LEAST_WEIGHT)) | (decay < f32::cast_from(MASKED / 2f32));
+    let no_far = (weight < least) | (decay < f32::cast_from(MASKED / 2f32));
     let weight = select(no_far, 1f32, weight);
     let far = select(no_far, f32::cast_from(MASKED), decay + log2(weight));
     let most = max(select(no_near, f32::cast_from(MASKED), near), far);

@@ -96,8 +96,7 @@ pub struct ScanSizes {
 /// gradient of that state: dS_n = decay_(n+1) · dS_(n+1) + Σ_i φ(x_i) w_i v_iᵀ over chunk n + 2, which reads the state.
 /// The last two chunks' states are read by none.
 ///
-/// - `states`: `[rows, chunks − 2, layout.rows(), head_dim]`; off the diagonal of tiles S counts twice, as the products
-///   of two tiles do that φ holds once
+/// - `states`: `[rows, chunks − 2, layout.rows(), head_dim]`; slabs of two different tiles times 2
 ///
 /// Grid: rows · blocks of slabs.
 #[cube(launch_unchecked, fast_math = FastMath::all(), address_type = "u64")]
@@ -176,9 +175,9 @@ pub fn scan(
         let (slab, of_group) = (first_slab + warp / GROUP_WARPS, warp % GROUP_WARPS);
         let exists = slab < comptime!(layout.slabs());
         let is_moment = slab >= products;
-        let tiles = tiles_of(slab, layout);
+        let tiles = tiles_of(select(is_moment, usize::cast_from(0u32), slab), layout);
         let (mut first, second) = (place_of_lane(tiles.0), place_of_lane(tiles.1));
-        // φ holds once what is there twice.
+        // φ holds x_a x_b once; (qᵀk)² has it twice.
         let mut weight = select(tiles.0 == tiles.1, 1f32, 2f32);
         let mut values = usize::cast_from(comptime!(tile as u32));
         if is_moment {
@@ -227,7 +226,8 @@ pub fn scan(
     }
 }
 
-/// The chunk whose decay the state takes before the `number`-th step; that before the first one, of zeros, is of any.
+/// The chunk whose decay the state takes before the `number`-th step. Before the first one the state is 0, so any chunk
+/// will do.
 #[cube]
 fn decaying(number: usize, chunks: usize, #[comptime] config: ScanConfig) -> usize {
     let mut chunk = number;

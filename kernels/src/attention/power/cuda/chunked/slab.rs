@@ -77,7 +77,7 @@ pub fn tiles_of(slab: usize, #[comptime] layout: StateLayout) -> (usize, usize) 
     (first, first + left)
 }
 
-/// Those of the slab after the one of `first` and `second`.
+/// The tiles of the next slab.
 #[cube]
 pub fn next_tiles(first: usize, second: usize, #[comptime] layout: StateLayout) -> (usize, usize) {
     let (mut first, mut next) = (first, second + 1);
