@@ -15,7 +15,7 @@ pub struct BlockActivations {
     /// The attention operation, as its kind counts it.
     pub attention: f64,
     /// The largest gradients that the backward pass holds at once beside these, with what the attention operation needs
-    /// for a time.
+    /// temporarily.
     pub gradients: f64,
 }
 

@@ -357,8 +357,8 @@ pub trait VariantSpec:
         }
     }
 
-    /// Bytes per token that the operation's backward pass needs for a time, beside its inputs, results and gradients. An
-    /// estimate; 0 by default. The arguments are those of [`VariantSpec::saved_bytes_per_token`].
+    /// Bytes per token that the operation's backward pass needs temporarily, beside its inputs, results and gradients.
+    /// An estimate; 0 by default. The arguments are those of [`VariantSpec::saved_bytes_per_token`].
     fn temporary_bytes_per_token(
         &self,
         shape: &AttentionShape,

@@ -108,9 +108,9 @@ pub struct Config {
     pub scaling: Scaling,
     /// `"auto"` (default), `"attention"` or `"chunked"`.
     pub form: Form,
-    /// Tokens per chunk, 128 to 1,024; CUDA's kernels take multiples of 128. Default: 128 for D below 1,000, 256 below 5,000, 512 below
-    /// 20,000, else 1,024. Larger chunks cost more attention inside them, smaller ones more memory, for a
-    /// state per chunk.
+    /// Tokens per chunk, 128 to 1,024; CUDA's kernels take multiples of 128. Default: 128 for D below 1,000,
+    /// 256 below 5,000, 512 below 20,000, else 1,024. Larger chunks cost more attention inside them, smaller
+    /// ones more memory, for a state per chunk.
     pub chunk: Option<usize>,
     /// Longest sequence that `form = "auto"` computes in the attention form, at least 1. Default: 2·D, or
     /// two chunks if that is longer. Forward and backward pass together took as much processor time in

@@ -16,8 +16,8 @@
 //! Backward, the flash core with the log-sum-exp over all keys gives what near keys contribute. With f the decay of a
 //! query's state over its sum of weights and δ = doᵀo, the gradients of states are sums over later queries of
 //! φ(q) (f do)ᵀ and −δ f q qᵀ, by the same scan from the last chunk to the first. From S and M and their gradients,
-//! [`contract`] makes those of queries and keys, and [`read`] that of values. The states are recomputed: kept, they would
-//! take 18 times the memory of k for 64 channels in chunks of 128 tokens.
+//! [`contract`] makes those of queries and keys, and [`read`] that of values. The states are recomputed: kept, they
+//! would take 18 times the memory of k for 64 channels in chunks of 128 tokens.
 //!
 //! Every sum has one owner and a fixed order: equal inputs give equal bits.
 
@@ -129,8 +129,8 @@ impl Chunked {
         near
     }
 
-    /// log₂ of the decay of a query's state, `[batch, kv_heads, tokens]`, and what is saved, without the factors: with the
-    /// log decays `[batch, kv_heads, tokens]`, if there is a gate.
+    /// The [`factors::Decays`]: reads, until_end and totals. `log_decay` is `[batch, kv_heads, tokens]`, if there is a
+    /// gate.
     fn decays(
         &self,
         like: &CudaTensor,
